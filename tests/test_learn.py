@@ -13,7 +13,6 @@ from model.model_minimind import MiniMindForCausalLM
 from scripts.demo.corpus import make_corpus, make_tour, write_files
 from tools import learn, learn_figures
 from trainer.objectives.next_token import model_config
-from trainer.run.checkpoint import Writer
 from trainer.weights.files import save_weights
 
 CHAPTERS = [path.name for path in learn.chapters()]
@@ -34,9 +33,7 @@ def quickstart(tmp_path_factory):
     torch.manual_seed(0)
     model = MiniMindForCausalLM(model_config(tokenizer, ModelConfig(hidden_size=32, num_hidden_layers=3)))
     for name in ("pretrain", "full_sft"):
-        writer = Writer()
-        save_weights(model, folder / f"out/demo/{name}_256.pth", writer)
-        writer.wait()
+        save_weights(model, folder / f"out/demo/{name}_256.pth")
     record = '{"update": 100, "mean_loss": 2.0}\n{"update": 200, "mean_loss": 1.0, "eval_loss": 1.1}\n'
     (folder / "out/demo/pretrain_256_metrics.jsonl").write_text(record, encoding="utf-8")
     with pytest.MonkeyPatch.context() as patch:

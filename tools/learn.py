@@ -2,7 +2,7 @@
 
     python -m tools.learn            the excerpts, in both languages
     python -m tools.learn --check    only say which excerpts differ from the source
-    python -m tools.learn --run      also run the snippets on the quickstart's result, and fill in their outputs
+    python -m tools.learn --run      also run the snippets on the quickstart's result, for their outputs
 
 A comment stands before an excerpt and names the file, the function, class or method, and, if not all of it is
 shown, how the first and the last line begin (of the first lines that do, after the signature):
@@ -14,7 +14,6 @@ Another Python block is a snippet, and the text block after it shows its output.
 pages are copied into the Chinese ones, which have the same snippets.
 """
 
-import argparse
 import ast
 import code
 import contextlib
@@ -29,6 +28,9 @@ from types import TracebackType
 # run the code beside this file
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from common.command_line import Parser, one_line_errors  # first: without requirements it says so
+
+# isort: split
 from common.errors import UserError
 from common.settings import ROOT
 
@@ -154,9 +156,7 @@ def rewrite(path: Path, change: Callable[[str], str]) -> bool:
 
 def main() -> None:
     """Fill in the pages, or check them."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--check", action="store_true", help="change nothing; exit status 1 if pages differ")
     parser.add_argument("--run", nargs="*", metavar="NUMBER", help="run the snippets (of these chapters)")
     args = parser.parse_args()
@@ -179,4 +179,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with one_line_errors():
+        main()

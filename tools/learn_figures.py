@@ -3,11 +3,10 @@
     python -m tools.learn_figures            all of them
     python -m tools.learn_figures 4 9        those of two chapters
 
-To be run in the repository's folder. Some train for seconds, as the snippets of their chapters do. The pictures
-have a white background of their own, so they can be read on a dark page as well.
+To be run in the repository's folder. Some train for seconds, as the snippets of their chapters do. The
+pictures have a white background of their own, so they can be read on a dark page as well.
 """
 
-import argparse
 import copy
 import json
 import math
@@ -19,6 +18,9 @@ from typing import TYPE_CHECKING, Any
 # run the code beside this file
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from common.command_line import Parser, one_line_errors  # first: without requirements it says so
+
+# isort: split
 import torch
 from torch import nn
 
@@ -88,7 +90,7 @@ def tokens(updates: int) -> "Figure":
     """1: a sentence as bytes and as tokens."""
     text, tokenizer = "Pepa lives in Reedmarsh.", load_tokenizer("model")
     ids = tokenizer(text).input_ids
-    pieces = [tokenizer.decode([token_id]) for token_id in ids]
+    pieces = [str(tokenizer.decode([token_id])) for token_id in ids]
     figure, (axis,) = new_figure(1.7)
     draw_boxes(axis, 2, list(text.replace(" ", "␣")), [1.0] * len(text), [LIGHT] * len(text))
     widths = [float(len(piece)) for piece in pieces]
@@ -134,9 +136,17 @@ def shapes(updates: int) -> "Figure":
     axis.text(9, 23.5, f"x  [N, {width}]", fontsize=7.5)
     query, key = heads * config.head_dim, groups * config.head_dim
     parts = [
-        (20, f"q_proj {width} x {query}\nk_proj {width} x {key}\nv_proj {width} x {key}", f"attention\no_proj {query} x {width}"),
-        (54, f"gate_proj {width} x {inner}\nup_proj {width} x {inner}", f"silu(gate) · up\ndown_proj {inner} x {width}"),
-    ]  # fmt: skip
+        (
+            20,
+            f"q_proj {width} x {query}\nk_proj {width} x {key}\nv_proj {width} x {key}",
+            f"attention\no_proj {query} x {width}",
+        ),
+        (
+            54,
+            f"gate_proj {width} x {inner}\nup_proj {width} x {inner}",
+            f"silu(gate) · up\ndown_proj {inner} x {width}",
+        ),
+    ]
     for x, first, second in parts:
         line((x, 22), (x, 34), (x + 2, 34))
         box(x + 5, 34, "norm", LIGHT, (6, 6))
@@ -214,13 +224,13 @@ def mask(updates: int) -> "Figure":
     figure, (axis,) = new_figure(1.4)
     x, row = 0.0, 2
     for token_id, is_target in zip(sample["input_ids"], sample["loss_mask"], strict=True):
-        text = tokenizer.decode([token_id]).replace(" ", "␣").replace("\n", "\\n")
+        text = str(tokenizer.decode([token_id])).replace(" ", "␣").replace("\n", "\\n")
         width = len(text) + 1.5
         color = "#f3d5b0" if is_target else LIGHT
         axis.barh(row, width, left=x, height=0.75, color=color, edgecolor="white", linewidth=1.5)
         axis.text(x + width / 2, row, text, ha="center", va="center", fontsize=8)
         x += width
-        if "\n" in tokenizer.decode([token_id]) and x > 40:
+        if "\n" in str(tokenizer.decode([token_id])) and x > 40:
             x, row = 0.0, row - 1
     axis.text(x + 1, row, "orange: a target", va="center", fontsize=8, color=ORANGE)
     axis.axis("off")
@@ -342,14 +352,20 @@ def experts(updates: int) -> "Figure":
     axes[0].set_ylabel("share of the tokens")
     handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(
-        handles, labels, title="expert", frameon=False, fontsize=8, title_fontsize=8, loc="outside right"
+        handles,
+        labels,
+        title="expert",
+        frameon=False,
+        fontsize=8,
+        title_fontsize=8,
+        loc="outside right center",
     )
     return figure
 
 
 def resuming(updates: int) -> "Figure":
-    """10: how far the weights are from those of the uninterrupted run, if nothing, the optimizer's memory or the
-    place in the data is forgotten in the middle."""
+    """10: how far the weights are from those of the uninterrupted run, if nothing, the optimizer's memory or
+    the place in the data is forgotten in the middle."""
     model, tokenizer = load_path(MODELS / "pretrain_256.pth")
     batches = list(pretraining_batches(updates, tokenizer))
     middle = updates // 2
@@ -404,9 +420,7 @@ FIGURES: dict[str, tuple[Callable[[int], "Figure"], int]] = {
 
 def main() -> None:
     """Draw the figures."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("chapters", nargs="*", type=int, help="numbers; all of them if none is given")
     args = parser.parse_args()
     folder = ROOT / "docs/images/learn"
@@ -418,4 +432,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with one_line_errors():
+        main()
