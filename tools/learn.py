@@ -121,14 +121,14 @@ class _Console(code.InteractiveConsole):
 
 
 def run_snippets(texts: list[str]) -> list[str]:
-    """What snippets print that are pasted into one Python, one after the other."""
+    """What snippets print that are pasted into one Python, one after the other, each followed by Enter."""
     console, printed = _Console(), []
     for text in texts:
         shown = io.StringIO()
         with contextlib.redirect_stdout(shown):
-            waits = [console.push(line) for line in text.splitlines()]
+            waits = [console.push(line) for line in [*text.splitlines(), ""]]
         if waits[-1]:
-            raise UserError("the last block of a snippet needs an empty line to end it")
+            raise UserError("a snippet ends in the middle of a statement")
         lines = shown.getvalue().replace(str(ROOT), "...").splitlines()
         printed.append("".join(f"{line.rstrip()}\n" for line in lines))
     return printed
