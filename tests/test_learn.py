@@ -64,6 +64,11 @@ def test_an_excerpt_is_a_part_of_a_function_or_the_whole():
     assert whole.startswith("def forward(self, x: Tensor) -> Tensor:\n    ") and "silu(gate) * up" in whole
     part = learn.excerpt("model/model_minimind.py FeedForward.forward | return")
     assert part.splitlines()[1:] == ["    ...", "    return self.down_proj(F.silu(gate) * up)"]
+    parts = learn.excerpt(
+        "trainer/trainer_utils.py setup_seed | random.seed | random.seed | torch.manual | torch.manual"
+    )
+    names = ["...", "random.seed(seed)", "...", "torch.manual_seed(seed)", "..."]
+    assert parts.splitlines()[1:] == [f"    {name}" for name in names]
 
 
 @pytest.mark.parametrize("what", ["model/linear.py no_such", "model/linear.py is_plain | no such line"])

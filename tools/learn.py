@@ -4,11 +4,11 @@
     python -m tools.learn --check    only say which excerpts differ from the source
     python -m tools.learn --run      also run the snippets on the quickstart's result, for their outputs
 
-A comment stands before an excerpt and names the file, the function, class or method, and, if not all of it is
-shown, how the first and the last line begin (of the first lines that do, after the signature):
+A comment stands before an excerpt and names the file, and the function or method. If not all of it is shown,
+it says how the first and the last line of each part begin; without a last line, a part goes to the end:
 
     <!-- code: trainer/loop.py train_update -->
-    <!-- code: trainer/loop.py train_update | for i, batch in | optimizer.step -->
+    <!-- code: trainer/loop.py train_update | for i, batch in | loss, aux_loss | optimizer.step -->
 
 Another Python block is a snippet, and the text block after it shows its output. The outputs of the English
 pages are copied into the Chinese ones, which have the same snippets.
@@ -60,15 +60,21 @@ def excerpt(what: str) -> str:
     if node is None:
         raise UserError(f"{what}: {path} has no {name}")
     body, end = node.body[0].lineno - 1, node.end_lineno or 0  # lines begin at 1
-    shown = lines[node.lineno - 1 : end]
-    if ends:
-        first = _find(lines, ends[0], body, end, what)
-        last = _find(lines, ends[-1], first, end, what)
-        indent = " " * node.body[0].col_offset
-        before = [f"{indent}..."] if first > body else []
-        after = [f"{indent}..."] if last + 1 < end else []
-        shown = lines[node.lineno - 1 : body] + before + lines[first : last + 1] + after
+    shown = lines[node.lineno - 1 : body if ends else end]
+    at = body
+    for first, last in zip(ends[::2], [*ends[1::2], ""], strict=False):
+        begin = _find(lines, first, at, end, what)
+        if begin > at:
+            shown.append(_indent(lines[begin]) + "...")
+        at = _find(lines, last, begin, end, what) + 1 if last else end
+        shown += lines[begin:at]
+    if ends and at < end:
+        shown.append(_indent(lines[body]) + "...")
     return "".join(f"{line[node.col_offset :]}\n" for line in shown)
+
+
+def _indent(line: str) -> str:
+    return line[: len(line) - len(line.lstrip())]
 
 
 def _definition(tree: ast.AST, names: list[str]) -> ast.FunctionDef | ast.ClassDef | None:
