@@ -30,6 +30,8 @@ from trainer.weights.files import half_state_dict
 
 PAIRS = [("README.md", "README_zh.md"), ("CONTRIBUTING.md", "CONTRIBUTING_zh.md")]  # English, Chinese
 PAIRS += [(f"docs/{path.name}", f"docs/zh/{path.name}") for path in sorted((ROOT / "docs").glob("*.md"))]
+LEARN = sorted(path.name for path in (ROOT / "docs/learn").glob("*.md"))
+PAIRS += [(f"docs/learn/{name}", f"docs/zh/learn/{name}") for name in LEARN]
 MANUAL = [page for pair in PAIRS for page in pair]
 PAGES = [*MANUAL, "CHANGELOG.md", "model/README.md"]
 PAGES += sorted(f"docs/dev/{path.name}" for path in (ROOT / "docs/dev").glob("*.md"))
