@@ -25,6 +25,7 @@ import numpy as np
 import torch
 
 from common.errors import UserError, reason
+from common.hub import local_path, shown_name
 from common.settings import ROOT
 from dataset.lm_dataset import PretrainDataset, SFTDataset, collate_flat
 from dataset.rollout_prompts import PromptDataset
@@ -182,7 +183,7 @@ def model_names(paths: list[Path]) -> list[str]:
     a model is given twice."""
     if len(set(paths)) < len(paths):
         raise UserError("--against names a model twice; leave one of them out")
-    names = [path.stem if path.is_file() else path.name for path in paths]
+    names = [shown_name(path) for path in paths]
     if len(set(names)) < len(names):
         return [str(path) for path in paths]
     return names
@@ -201,7 +202,8 @@ def main() -> None:
     """Judge each model, print the table, write the report."""
     args = parse_args()
     load_rewards(args.reward)  # a wrong one is named before a model is loaded
-    paths = [model_path(args), *map(Path, args.against)]
+    args.data_path = local_path(args.data_path)
+    paths = [model_path(args), *(Path(local_path(path)) for path in args.against)]
     for path in paths:
         if not path.exists():
             raise UserError(f"--against {path}: no such file or folder")
