@@ -35,10 +35,6 @@ USE_INSTEAD = {
     "load_from": "use --model PATH (a .pth or a Hugging Face folder), for a stage --from_weight PATH",
     "lora_weight": "use --lora PATH, such as --lora out/lora_medical_768.pth",
     "historys": "leave it out: the chat keeps what fits into --max_seq_len, and /reset begins anew",
-    "show_speed": "leave it out: the page of serve_openai_api.py shows tokens per second",
-    "inference_rope_scaling": (
-        "convert with --to hf, write rope_scaling into config.json, and use that folder"
-    ),
     "backend": SERVER,
     "api_base_url": SERVER,
     "api_key": SERVER,

@@ -213,7 +213,8 @@ def main() -> None:
     prepare_device(device)
     results = {}
     for name, path in zip(names, paths, strict=True):
-        model, tokenizer = load_path(path, args.tokenizer_path, device, **given_shape(args))
+        shape = given_shape(args)
+        model, tokenizer = load_path(path, args.tokenizer_path, device, args.inference_rope_scaling, **shape)
         if adapter and not results:
             model = merge_adapter(model, adapter)
         judge = judge_loss if args.task == "loss" else judge_answers

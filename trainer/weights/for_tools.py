@@ -54,6 +54,11 @@ def add_trained_model_flags(parser: argparse._ActionsContainer, device: bool = T
     beside = replace(rows["tokenizer_path"], default=None)
     beside = replace(beside, help=f"{beside.help} (default: that of --model, or {ROOT / 'model'})")
     add_flags(parser, [beside])
+    parser.add_argument(
+        "--inference_rope_scaling",
+        action="store_true",
+        help="YaRN, as in MiniMind, for texts longer than those of the training",
+    )
     shape = parser.add_argument_group(
         "shape", "to choose between several weights of a name; else they tell it"
     )
@@ -93,21 +98,29 @@ def load_model(
     if device is None:
         device = select_device(args.device)
         prepare_device(device)
-    model, tokenizer = load_path(path, args.tokenizer_path, device, **given_shape(args))
+    shape = given_shape(args)
+    model, tokenizer = load_path(path, args.tokenizer_path, device, args.inference_rope_scaling, **shape)
     return merge_adapter(model, Path(args.lora)) if args.lora else model, tokenizer
 
 
 def load_path(
-    path: Path, tokenizer_path: str | Path | None = None, device: str | torch.device = "cpu", **asked: Any
+    path: Path,
+    tokenizer_path: str | Path | None = None,
+    device: str | torch.device = "cpu",
+    rope_scaling: bool = False,
+    **asked: Any,
 ) -> "tuple[MiniMindForCausalLM, PreTrainedTokenizerBase]":
     """The model in a file or folder, in float32 and ready for use, and its tokenizer.
 
-    tokenizer_path: None: that of the model (`tokenizer_folder`). asked: settings of the shape
+    tokenizer_path: None: that of the model (`tokenizer_folder`). rope_scaling: with MiniMind's YaRN. asked:
+    settings of the shape
     (`given_shape`); only needed where the file and its name do not tell. Raises UserError if it is no model,
     contradicts `asked`, or has another vocabulary than the tokenizer."""
-    from model.model_minimind import MiniMindForCausalLM
+    from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 
     weights, config = read_model(path, **asked)
+    if rope_scaling:
+        config = MiniMindConfig(**config.own_fields() | {"inference_rope_scaling": True})
     tokenizer_path = tokenizer_path or tokenizer_folder(path)
     tokenizer = load_tokenizer(tokenizer_path)
     from_elsewhere = not is_hugging_face(path) and config.tokenizer_sha256 is None
