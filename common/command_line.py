@@ -23,7 +23,6 @@ STOP_SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 SHOWN = "leave it out: two completions with their rewards are shown at every --log_interval"
 SERVER = "leave it out: here the model itself is run; any OpenAI client talks to serve_openai_api.py"
 USE_INSTEAD = {
-    "thinking_ratio": "use --open_thinking 1 (every completion begins with thoughts) or 0 (none)",
     "mini_batch_size": "use --batch_size: an update takes --batch_size x --accumulation_steps completions",
     "debug_mode": SHOWN,
     "debug_interval": SHOWN,

@@ -31,7 +31,7 @@ from scripts.conversation import Conversation
 from scripts.serve.answer_stream import IncrementalDecoder
 from scripts.serve.finite import FiniteDecoder
 from scripts.terminal import Screen, Stop, line_editing, utf8_text
-from trainer.rollouts.environments import SHIPPED, Toolbox
+from trainer.rollouts.environments import IN_OTHER_FILES, SHIPPED, Toolbox
 from trainer.weights.for_tools import add_trained_model_flags, load_model
 
 # one a line, for a model that was trained on a bit of everything
@@ -74,10 +74,8 @@ def parse_args() -> argparse.Namespace:
     text = "chat, or text: continue each message as a document, without chat template, for pretrained weights"
     flag("--form", choices=("chat", "text"), default="chat", help=text)
     flag("--system", default="", help="system prompt")
-    flag(
-        "--tools",
-        help=f"tools that the model may call: {', '.join(SHIPPED)} or module:Class, separated by commas",
-    )
+    shipped = ", ".join([*SHIPPED, *IN_OTHER_FILES])
+    flag("--tools", help=f"tools that the model may call: {shipped} or module:Class, separated by commas")
     flag(
         "--open_thinking",
         type=int,
@@ -264,7 +262,8 @@ def questions_of(args: argparse.Namespace) -> list[str]:
         try:
             text = Path(args.questions).read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"--questions {args.questions} cannot be read ({reason(error)})") from error
+            why = getattr(error, "strerror", None) or reason(error)
+            raise UserError(f"--questions {args.questions} cannot be read ({why})") from error
     questions = [line.strip() for line in text.splitlines() if line.strip()]
     if not questions:
         raise UserError(f"--questions {args.questions} has no question; write one a line")

@@ -113,7 +113,7 @@ def judge_answers(args: argparse.Namespace, model: Any, tokenizer: Any) -> dict[
     longest = args.max_seq_len or model.config.max_position_embeddings - args.max_new_tokens
     prompts = PromptDataset(
         args.data_path, tokenizer, longest, str(ROOT / "dataset" / "cache"),
-        enable_thinking=bool(args.open_thinking),
+        thinking_ratio=float(args.open_thinking),
     ).prompts  # fmt: skip
     greedy = [[Sampling(temperature=0)]] * len(prompts)
     input_ids = [prompt.input_ids for prompt in prompts]
@@ -214,7 +214,9 @@ def main() -> None:
     results = {}
     for name, path in zip(names, paths, strict=True):
         shape = given_shape(args)
-        model, tokenizer = load_path(path, args.tokenizer_path, device, args.inference_rope_scaling, **shape)
+        model, tokenizer = load_path(
+            path, args.tokenizer_path, device, bool(args.inference_rope_scaling), **shape
+        )
         if adapter and not results:
             model = merge_adapter(model, adapter)
         judge = judge_loss if args.task == "loss" else judge_answers

@@ -178,7 +178,7 @@ def main() -> None:
         limits["hosts"] = (*OWN_NAMES, host)
 
     def load(other: Path) -> tuple[Any, Any]:
-        return load_path(other, args.tokenizer_path, model.device, args.inference_rope_scaling)
+        return load_path(other, args.tokenizer_path, model.device, bool(args.inference_rope_scaling))
 
     settings = Settings(
         args.model_name or shown_name(path), save_dir=args.save_dir, path=path, load=load, **limits

@@ -56,8 +56,12 @@ def add_trained_model_flags(parser: argparse._ActionsContainer, device: bool = T
     add_flags(parser, [beside])
     parser.add_argument(
         "--inference_rope_scaling",
-        action="store_true",
-        help="YaRN, as in MiniMind, for texts longer than those of the training",
+        type=int,
+        choices=(0, 1),
+        nargs="?",
+        const=1,
+        default=0,
+        help="1: YaRN, as in MiniMind, for texts longer than those of the training",
     )
     shape = parser.add_argument_group(
         "shape", "to choose between several weights of a name; else they tell it"
@@ -99,7 +103,9 @@ def load_model(
         device = select_device(args.device)
         prepare_device(device)
     shape = given_shape(args)
-    model, tokenizer = load_path(path, args.tokenizer_path, device, args.inference_rope_scaling, **shape)
+    model, tokenizer = load_path(
+        path, args.tokenizer_path, device, bool(args.inference_rope_scaling), **shape
+    )
     return merge_adapter(model, Path(args.lora)) if args.lora else model, tokenizer
 
 

@@ -133,3 +133,28 @@ def test_a_tool_that_nothing_answers_is_refused():
     ):
         check_tools(Calculator, prompts)
     check_tools(type("Any", (), {"tools": []}), prompts)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "reply"),
+    [
+        ("calculate_math", {"expression": "256*37"}, '"9472"'),
+        ("get_current_time", {"timezone": "Europe/Paris"}, "2025-03-07 07:30:00"),
+        ("random_number", {"min": 3, "max": 3}, '"result": 3'),
+        ("text_length", {"text": "two words"}, '"characters": 9, "words": 2'),
+        ("unit_converter", {"value": "100", "from_unit": "KM", "to_unit": "miles"}, "62.1371"),
+        ("get_current_weather", {"location": "北京"}, "28°C"),
+        ("get_exchange_rate", {"from_currency": "USD", "to_currency": "CNY"}, "7.21"),
+        ("translate_text", {"text": "你好世界", "target_language": "English"}, "Hello World"),
+        ("get_current_weather", {}, "get_current_weather needs location"),
+        ("random_number", {"min": 5, "max": 3}, "min 5 is above max 3"),
+        ("unit_converter", {"value": [], "from_unit": "km", "to_unit": "miles"}, "error"),
+        ("dance", {}, "no tool named dance"),
+    ],
+)
+def test_mock_tools(name, arguments, reply):
+    """MiniMind's eight, with the replies that the references of its data belong to; always the same."""
+    environment = load_environment("mock_tools")
+    (first,), (second,) = (environment({}).reply([{"name": name, "arguments": arguments}]) for _ in range(2))
+    assert reply in first["content"] and first == second
+    assert {tool["function"]["name"] for tool in environment.tools} == set(environment.answers)
