@@ -32,6 +32,7 @@ from scripts.serve.answer_stream import IncrementalDecoder
 from scripts.serve.finite import FiniteDecoder
 from scripts.terminal import Screen, Stop, line_editing, utf8_text
 from trainer.rollouts.environments import IN_OTHER_FILES, SHIPPED, Toolbox
+from trainer.rollouts.mock_tools import cases
 from trainer.weights.for_tools import add_trained_model_flags, load_model
 
 # one a line, for a model that was trained on a bit of everything
@@ -43,14 +44,6 @@ QUESTIONS = """请用两句话介绍你自己
 读书和看视频，哪种方式更适合学习？
 什么是神经网络？
 Which animals live in the desert, and how do they find water?"""
-TOOL_QUESTIONS = """计算 37 乘以 24 再加 15
-现在是几点？
-5 英里等于多少公里？
-给我一个 1 到 50 之间的随机数，再求它的平方根
-上海今天的天气怎么样？
-100 欧元能换多少人民币？
-把“早上好”翻译成英文
-How many words are in "the quick brown fox"? And what is the weather in London?"""
 DRAWN = ("temperature", "top_p", "top_k")
 ROUNDS = 8  # of tool calls and results to one question
 HELP = """/reset          start a new conversation
@@ -257,8 +250,11 @@ class Chat:
 
 def questions_of(args: argparse.Namespace) -> list[str]:
     """The questions of --questions. Raises UserError if the file cannot be read or has none."""
-    text = TOOL_QUESTIONS if args.tools else QUESTIONS
-    if args.questions != "auto":
+    if args.questions == "auto":
+        if args.tools:
+            return [case["prompt"] for case in cases()]
+        text = QUESTIONS
+    else:
         try:
             text = Path(args.questions).read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:

@@ -8,8 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import UserError
-from dataset.rollout_prompts import RolloutPrompt
+from dataset.rollout_prompts import PromptDataset, RolloutPrompt
+from dataset.token_cache import load_tokenizer
+from tests.conftest import ROOT, write_jsonl
 from trainer.rollouts.environments import Calculator, calculate, check_tools, load_environment, tool_schema
+from trainer.rollouts.mock_tools import cases
 
 
 @given(st.integers(-(10**9), 10**9), st.integers(-(10**9), 10**9), st.sampled_from("+-*"))
@@ -158,3 +161,12 @@ def test_mock_tools(name, arguments, reply):
     (first,), (second,) = (environment({}).reply([{"name": name, "arguments": arguments}]) for _ in range(2))
     assert reply in first["content"] and first == second
     assert {tool["function"]["name"] for tool in environment.tools} == set(environment.answers)
+
+
+def test_cases_of_the_mock_tools(tmp_path):
+    """Prompts for --eval_data_path, each offered some of the tools; its references are what they reply."""
+    path = write_jsonl(tmp_path / "cases.jsonl", cases())
+    prompts = PromptDataset(str(path), load_tokenizer(ROOT / "model"), 1024, str(tmp_path)).prompts
+    assert len(prompts) == 8 and all(2 <= len(prompt.tools) <= 3 for prompt in prompts)
+    check_tools(load_environment("mock_tools"), prompts)
+    assert [prompt.record["gt"] for prompt in prompts[:3]] == [["903"], ["14:30"], ["8.0467"]]
