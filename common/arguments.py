@@ -8,12 +8,14 @@ import argparse
 import difflib
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NoReturn, TypeVar
 
 import yaml
 
 from common.command_line import USE_INSTEAD, Parser
 from common.errors import UserError
+from common.hub import local_settings
 from common.launcher import launch
 from common.settings import StageArgs, settings_of
 
@@ -43,6 +45,8 @@ def parse_args(
     wrong = args.contradictions()
     if wrong:
         raise UserError("; ".join(wrong))
+    if any("://" in str(value) for value in args.values().values()):
+        args = replace(args, **local_settings(args.values()))
     return args
 
 

@@ -23,7 +23,6 @@ STOP_SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 SHOWN = "leave it out: two completions with their rewards are shown at every --log_interval"
 SERVER = "leave it out: here the model itself is run; any OpenAI client talks to serve_openai_api.py"
 USE_INSTEAD = {
-    "thinking_ratio": "use --open_thinking 1 (every completion begins with thoughts) or 0 (none)",
     "mini_batch_size": "use --batch_size: an update takes --batch_size x --accumulation_steps completions",
     "debug_mode": SHOWN,
     "debug_interval": SHOWN,
@@ -35,10 +34,6 @@ USE_INSTEAD = {
     "load_from": "use --model PATH (a .pth or a Hugging Face folder), for a stage --from_weight PATH",
     "lora_weight": "use --lora PATH, such as --lora out/lora_medical_768.pth",
     "historys": "leave it out: the chat keeps what fits into --max_seq_len, and /reset begins anew",
-    "show_speed": "leave it out: the page of serve_openai_api.py shows tokens per second",
-    "inference_rope_scaling": (
-        "convert with --to hf, write rope_scaling into config.json, and use that folder"
-    ),
     "backend": SERVER,
     "api_base_url": SERVER,
     "api_key": SERVER,

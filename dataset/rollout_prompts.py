@@ -41,7 +41,7 @@ class RolloutPrompt(NamedTuple):
     input_ids: list[int]  # with the header of the turn to be written
     messages: list[dict]
     tools: list[dict] | None
-    record: dict  # of the data file, with the reference answer as `answer`, if there is one
+    record: dict  # of the data file, with the reference as `answer` and the offered tools as `tools`, if any
     sample_id: int
     source: str = ""  # its place, for errors
 
@@ -64,8 +64,9 @@ class PromptDataset(Dataset):
         cache_dir: where the hashes of the files are remembered.
         on_bad_data, max_bad_share: as of every stage.
         split: the records to read, None for all.
-        tools: JSON schemas of the tools of an environment; those of a record go before.
-        **template: variables of the chat template, such as `open_thinking`.
+        tools: JSON schemas of the tools of an environment, offered where a record names none.
+        thinking_ratio: share of the prompts after which the model begins with thoughts; which ones, their
+            number decides.
 
     Raises:
         UserError: bad records, or no prompt is left.
@@ -83,17 +84,17 @@ class PromptDataset(Dataset):
         max_bad_share: float = 0.1,
         split: Split | None = None,
         tools: list[dict] | None = None,
-        **template: Any,
+        thinking_ratio: float = 0.0,
     ):
-        self.tokenizer, self.max_length, self.tools, self.template = tokenizer, max_length, tools, template
-        self.split = split
+        self.tokenizer, self.max_length, self.tools, self.split = tokenizer, max_length, tools, split
+        self.thinking_ratio = thinking_ratio
         self.paths = expand_paths(data_path, plain_text=False)
         spec = TokenizerSpec.of(tokenizer)
         if not spec.chat_template:
             raise UserError(
                 "--tokenizer_path: this tokenizer has no chat template, which prompts need; add one to it"
             )
-        described: list = [[file_hash(path, Path(cache_dir)) for path in self.paths], tools, template]
+        described: list = [[file_hash(path, Path(cache_dir)) for path in self.paths], tools, thinking_ratio]
         self.fingerprint: dict[str, Any] = {"tokenizer": spec.fingerprint()[:16]}
         if split:
             described.append(list(split))
@@ -136,16 +137,21 @@ class PromptDataset(Dataset):
 
     def _add(self, source: str, record: dict) -> None:
         chat, answer = to_prompt(record)
-        tools = [*(chat.tools or []), *(self.tools or [])] or None
+        tools = chat.tools or self.tools or None
         try:
-            pieces = prompt_pieces(self.tokenizer, chat.messages, tools, **self.template)
+            thinks = share_of_one(len(self.prompts)) < self.thinking_ratio
+            pieces = prompt_pieces(self.tokenizer, chat.messages, tools, enable_thinking=thinks)
         except ValueError as error:
             raise BadRecord(str(error)) from None
         input_ids = encode_pieces(self.tokenizer, pieces)
         if len(input_ids) > self.max_length:
             self.too_long += 1
             return
-        kept = record if answer is None else record | {"answer": answer}
+        kept = dict(record)
+        if answer is not None:
+            kept["answer"] = answer
+        if tools:
+            kept["tools"] = tools
         self.prompts.append(RolloutPrompt(input_ids, chat.messages, tools, kept, len(self.prompts), source))
 
     @property
@@ -162,6 +168,12 @@ class PromptDataset(Dataset):
 
     def __getitem__(self, index: int) -> RolloutPrompt:
         return self.prompts[index]
+
+
+def share_of_one(number: int) -> float:
+    """A number from 0 to 1, below 1, evenly distributed: the same for the same argument."""
+    digest = hashlib.blake2b(str(number).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") / 2**64
 
 
 def _split_key(record: dict) -> str:

@@ -80,8 +80,9 @@ class MiniMindConfig(PretrainedConfig):
         self.intermediate_size = self.intermediate_size or math.ceil(self.hidden_size * math.pi / 64) * 64
         self.moe_intermediate_size = self.moe_intermediate_size or self.intermediate_size
         if self.inference_rope_scaling:  # MiniMind's betas are YaRN's defaults
-            yarn = {"rope_type": "yarn", "factor": 16.0, "attention_factor": 1.0}
-            kwargs["rope_scaling"] = yarn | {"original_max_position_embeddings": 2048}
+            theta = (self.rope_parameters or kwargs).get("rope_theta", self.default_theta)
+            yarn = {"rope_type": "yarn", "factor": 16.0, "attention_factor": 1.0, "rope_theta": theta}
+            self.rope_parameters = yarn | {"original_max_position_embeddings": 2048}
         super().__post_init__(**kwargs)
         rope_type = (self.rope_parameters or {}).get("rope_type", "default")
         if rope_type not in ROPE_TYPES:

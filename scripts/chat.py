@@ -5,6 +5,7 @@ python scripts/chat.py --weight full_sft
 python scripts/chat.py --model out/demo/full_sft_256.pth --open_thinking 1
 python scripts/chat.py --weight agent --tools calculator              the model's calls are executed
 python scripts/chat.py --weight full_sft --prompt "Who are you?"      a single answer
+python scripts/chat.py --weight full_sft --questions auto             answers questions, each by itself
 python scripts/chat.py --weight pretrain --form text                  continues texts: for a pretrained model
 """
 
@@ -12,6 +13,7 @@ import argparse
 import json
 import re
 import sys
+import time
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
@@ -29,9 +31,19 @@ from model.sampling import DEFAULTS, default_sampling
 from scripts.conversation import Conversation
 from scripts.serve.finite import FiniteDecoder
 from scripts.terminal import Screen, Stop, line_editing, utf8_text
-from trainer.rollouts.environments import SHIPPED, Toolbox
+from trainer.rollouts.environments import IN_OTHER_FILES, SHIPPED, Toolbox
+from trainer.rollouts.mock_tools import cases
 from trainer.weights.for_tools import add_trained_model_flags, load_model
 
+# one a line, for a model that was trained on a bit of everything
+QUESTIONS = """请用两句话介绍你自己
+为什么海水是咸的？
+用 Python 写一个函数，判断一个数是不是质数
+水为什么会结冰？
+周末想和朋友去爬山，应该带些什么？
+读书和看视频，哪种方式更适合学习？
+什么是神经网络？
+Which animals live in the desert, and how do they find water?"""
 DRAWN = ("temperature", "top_p", "top_k")
 ROUNDS = 8  # of tool calls and results to one question
 HELP = """/reset          start a new conversation
@@ -47,13 +59,16 @@ def parse_args() -> argparse.Namespace:
     flag = parser.add_argument
     add_trained_model_flags(parser)
     flag("--prompt", help="answer this one message and exit")
+    flag(
+        "--questions",
+        metavar="FILE",
+        help="answer each line of a file by itself and exit; auto: questions that come with this program",
+    )
     text = "chat, or text: continue each message as a document, without chat template, for pretrained weights"
     flag("--form", choices=("chat", "text"), default="chat", help=text)
     flag("--system", default="", help="system prompt")
-    flag(
-        "--tools",
-        help=f"tools that the model may call: {', '.join(SHIPPED)} or module:Class, separated by commas",
-    )
+    shipped = ", ".join([*SHIPPED, *IN_OTHER_FILES])
+    flag("--tools", help=f"tools that the model may call: {shipped} or module:Class, separated by commas")
     flag(
         "--open_thinking",
         type=int,
@@ -61,6 +76,7 @@ def parse_args() -> argparse.Namespace:
         default=0,
         help="1: have the model reason before it answers",
     )
+    flag("--show_speed", type=int, choices=(0, 1), default=0, help="1: tokens per second of each answer")
     flag("--max_new_tokens", type=int, default=512, help="longest answer, in tokens")
     flag(
         "--max_seq_len",
@@ -82,6 +98,8 @@ def parse_args() -> argparse.Namespace:
     args = parser.parse_args()
     of_chats = [f"--{name}" for name in ("system", "tools", "open_thinking") if getattr(args, name)]
     limits = {
+        "--prompt and --questions both say what to answer; leave one of them out": args.prompt is None
+        or args.questions is None,
         f"--form text is no conversation; leave {', '.join(of_chats)} out": args.form == "chat"
         or not of_chats,
         "--temperature must not be negative": args.temperature is None or args.temperature >= 0,
@@ -171,6 +189,7 @@ class Chat:
         args, self.stop, self.count = self.args, Stop(), self.count + 1
         room = min(args.max_new_tokens, self.conversation.limit - len(tokens))
         decoder = FiniteDecoder(self.model, 1, len(tokens) + room, [self.tokenizer.eos_token_id])
+        start = time.perf_counter()
         (answer,) = decoder.add(tokens, [replace(self.sampling, seed=args.seed + self.count)], room)
         text, thinks = IncrementalDecoder(self.tokenizer), bool(args.open_thinking)
         self.screen.begin(thinks, self.toolbox.owners)
@@ -179,6 +198,9 @@ class Chat:
                 if decoder.step() and answer.finish != "stop":  # then its last token is the end token
                     self.screen.write(text.push(answer.tokens[-1]))
         self.screen.write(text.end(), is_last=True)
+        if args.show_speed:
+            seconds = time.perf_counter() - start
+            self.screen.note(f"{len(answer.tokens)} tokens, {len(answer.tokens) / seconds:.1f} tokens/s")
         if self.stop.asked:
             self.screen.note("stopped")
         elif answer.finish == "length":
@@ -226,6 +248,35 @@ class Chat:
         self.screen.note(f"appended to {path}")
 
 
+def questions_of(args: argparse.Namespace) -> list[str]:
+    """The questions of --questions. Raises UserError if the file cannot be read or has none."""
+    if args.questions == "auto":
+        if args.tools:
+            return [case["prompt"] for case in cases()]
+        text = QUESTIONS
+    else:
+        try:
+            text = Path(args.questions).read_text(encoding="utf-8-sig")
+        except (OSError, UnicodeDecodeError) as error:
+            why = getattr(error, "strerror", None) or reason(error)
+            raise UserError(f"--questions {args.questions} cannot be read ({why})") from error
+    questions = [line.strip() for line in text.splitlines() if line.strip()]
+    if not questions:
+        raise UserError(f"--questions {args.questions} has no question; write one a line")
+    return questions
+
+
+def answer_each(chat: Chat, questions: list[str]) -> None:
+    """Answer each question in a conversation of its own."""
+    for question in questions:
+        print(f"> {printable(question)}", flush=True)
+        chat.start(chat.args.system)
+        chat.say(question)
+        print(flush=True)
+        if chat.stop.asked:
+            return
+
+
 def on_terminal(chat: Chat) -> None:
     """Chat until the user leaves."""
     print("Type a message; /help lists the commands.")
@@ -268,9 +319,13 @@ def on_pipe(chat: Chat) -> None:
 def main() -> None:
     """Answer one message, or chat until the input ends."""
     args = parse_args()
-    is_terminal = sys.stdout.isatty() and (args.prompt is not None or sys.stdin.isatty())
+    is_asked = args.prompt is not None or args.questions is not None
+    is_terminal = sys.stdout.isatty() and (is_asked or sys.stdin.isatty())
+    questions = questions_of(args) if args.questions is not None else []
     chat = Chat(args, is_terminal)
-    if args.prompt is not None:
+    if questions:
+        answer_each(chat, questions)
+    elif args.prompt is not None:
         chat.say(args.prompt)
     elif is_terminal:
         on_terminal(chat)

@@ -3,9 +3,11 @@
     python scripts/convert_model.py --model out/full_sft_512.pth --to hf --output out/full_sft_512_hf
     python scripts/convert_model.py --weight full_sft --to gguf --output out/full_sft.gguf --dtype q8_0
     python scripts/convert_model.py --model SOME_FOLDER --to pth --output out/other_512.pth
+    python scripts/convert_model.py --weight full_sft --lora out/mine_768 --to lora --output mine_768.pth
 
 hf: a Hugging Face folder of a stock architecture. gguf: one file for llama.cpp and what is built on it. pth:
-a weights file of this project, also from the checkpoint of a run, sharded or not.
+a weights file of this project, also from the checkpoint of a run, sharded or not. lora: the adapter as a file
+that MiniMind loads; in the other forms it is merged.
 """
 
 import argparse
@@ -31,6 +33,7 @@ from model.model_minimind import MiniMindForCausalLM
 from tools.convert.gguf_file import QUANTIZED, read_gguf, write_gguf
 from tools.convert.hugging_face import read_stock, write_folder
 from tools.convert.parity import compare, text_logits
+from trainer.objectives.lora import minimind_adapter, read_adapter, scale_of
 from trainer.run.checkpoint import file_digest
 from trainer.run.paths import run_name, shape_in_name
 from trainer.weights.files import (
@@ -41,13 +44,14 @@ from trainer.weights.files import (
     write_description,
     write_tensors,
 )
-from trainer.weights.for_tools import add_trained_model_flags, load_model, load_path
+from trainer.weights.for_tools import add_trained_model_flags, load_model, load_path, model_path
 
 DTYPES = {name: getattr(torch, name) for name in ("float16", "bfloat16", "float32")} | {QUANTIZED: QUANTIZED}
 CHOICES = {
     "hf": ("float16", "bfloat16", "float32"),
     "gguf": ("float16", "float32", QUANTIZED),
     "pth": ("float16",),
+    "lora": ("float16",),
 }
 
 
@@ -112,6 +116,22 @@ def convert(
     ]
 
 
+def convert_adapter(model: MiniMindForCausalLM, adapter: Path, output: Path) -> str:
+    """Write an adapter as MiniMind's file and read it back; returns what was compared, as a line. Raises
+    UserError if MiniMind has no such adapters, or the file cannot be written."""
+    config, tensors = read_adapter(model, adapter)
+    with new_path(output) as path:
+        torch.save(minimind_adapter(model, config, tensors), path)
+        _, stored = read_adapter(model, path)
+    largest, difference = 0.0, 0.0
+    for name in {name.rsplit(".lora_", 1)[0] for name in tensors}:
+        a, b = (f"{name}.lora_{part}.weight" for part in "AB")
+        wanted = scale_of(config) * (tensors[b] @ tensors[a])
+        largest = max(largest, float(wanted.abs().max()))
+        difference = max(difference, float((stored[b].float() @ stored[a].float() - wanted).abs().max()))
+    return f"read back: what it adds to a weight, {largest:.1e} at most, differs by at most {difference:.1e}"
+
+
 def main() -> None:
     """Read the command line and convert."""
     args = parse_args()
@@ -121,6 +141,15 @@ def main() -> None:
         raise UserError(
             f"--dtype {args.dtype} does not go with --to {args.to}; use {' or '.join(CHOICES[args.to])}"
         )
+    if args.to == "lora":
+        if args.lora is None:
+            raise UserError("--to lora converts an adapter: name it with --lora")
+        model_path(args)  # paths on a hub become local ones
+        adapter, args.lora = Path(args.lora), None
+        model, _ = load_model(args, "cpu")
+        say(convert_adapter(model, adapter, args.output))
+        say(f"wrote {args.output}")
+        return
     model, tokenizer = load_model(args, "cpu")
     for line in convert(model, tokenizer, args.to, args.output, DTYPES[args.dtype]):
         say(line)

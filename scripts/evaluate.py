@@ -25,6 +25,7 @@ import numpy as np
 import torch
 
 from common.errors import UserError, reason
+from common.hub import local_path, shown_name
 from common.settings import ROOT
 from dataset.lm_dataset import PretrainDataset, SFTDataset, collate_flat
 from dataset.rollout_prompts import PromptDataset
@@ -115,7 +116,7 @@ def judge_answers(args: argparse.Namespace, model: Any, tokenizer: Any) -> dict[
     longest = args.max_seq_len or model.config.max_position_embeddings - args.max_new_tokens
     prompts = PromptDataset(
         args.data_path, tokenizer, longest, str(ROOT / "dataset" / "cache"),
-        enable_thinking=bool(args.open_thinking),
+        thinking_ratio=float(args.open_thinking),
     ).prompts  # fmt: skip
     greedy = [[Sampling(temperature=0)]] * len(prompts)
     input_ids = [prompt.input_ids for prompt in prompts]
@@ -185,7 +186,7 @@ def model_names(paths: list[Path]) -> list[str]:
     a model is given twice."""
     if len(set(paths)) < len(paths):
         raise UserError("--against names a model twice; leave one of them out")
-    names = [path.stem if path.is_file() else path.name for path in paths]
+    names = [shown_name(path) for path in paths]
     if len(set(names)) < len(names):
         return [str(path) for path in paths]
     return names
@@ -204,7 +205,8 @@ def main() -> None:
     """Judge each model, print the table, write the report."""
     args = parse_args()
     load_rewards(args.reward)  # a wrong one is named before a model is loaded
-    paths = [model_path(args), *map(Path, args.against)]
+    args.data_path = local_path(args.data_path)
+    paths = [model_path(args), *(Path(local_path(path)) for path in args.against)]
     for path in paths:
         if not path.exists():
             raise UserError(f"--against {path}: no such file or folder")
@@ -214,7 +216,10 @@ def main() -> None:
     prepare_device(device)
     results = {}
     for name, path in zip(names, paths, strict=True):
-        model, tokenizer = load_path(path, args.tokenizer_path, device, **given_shape(args))
+        shape = given_shape(args)
+        model, tokenizer = load_path(
+            path, args.tokenizer_path, device, bool(args.inference_rope_scaling), **shape
+        )
         if adapter and not results:
             model = merge_adapter(model, adapter)
         judge = judge_loss if args.task == "loss" else judge_answers

@@ -35,6 +35,7 @@ import torch
 
 from common.errors import UserError, say
 from common.files import atomic_write
+from common.hub import local_settings
 from common.settings import ROOT, ModelConfig, StageArgs, add_flags, settings_of
 from dataset.files import expand_paths, parts_of
 from dataset.lm_dataset import StageDataset
@@ -260,6 +261,8 @@ def parse_args() -> argparse.Namespace:
         raise UserError(
             f"--hours {args.hours:g}: starting the stages alone takes {least:.0f} s; give more time"
         )
+    for name, value in local_settings(vars(args)).items():
+        setattr(args, name, value)
     for path in filter(None, (args.pretrain_data, args.sft_data)):
         if split_weights(path)[1]:
             raise UserError(

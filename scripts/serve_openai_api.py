@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.command_line import Parser, one_line_errors
 from common.errors import UserError, reason, say, warn
+from common.hub import shown_name
 from trainer.weights.for_tools import add_trained_model_flags, load_model, load_path, model_path
 
 if TYPE_CHECKING:
@@ -176,9 +177,11 @@ def main() -> None:
         limits["hosts"] = (*OWN_NAMES, host)
 
     def load(other: Path) -> tuple[Any, Any]:
-        return load_path(other, args.tokenizer_path, model.device)
+        return load_path(other, args.tokenizer_path, model.device, bool(args.inference_rope_scaling))
 
-    settings = Settings(args.model_name or path.stem, save_dir=args.save_dir, path=path, load=load, **limits)
+    settings = Settings(
+        args.model_name or shown_name(path), save_dir=args.save_dir, path=path, load=load, **limits
+    )
     app = create_app(model, tokenizer, settings)
     listener.listen()  # a client that comes at once waits
     say(f"serving {settings.name} at http://{f'[{host}]' if ':' in host else host}:{port}; Ctrl-C ends it")

@@ -31,6 +31,7 @@ from common.command_line import Parser, one_line_errors  # first: without requir
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from common.errors import UserError
+from common.hub import local_path
 from common.settings import ROOT, StageArgs, add_flags, settings_of
 from dataset.files import expand_paths, iter_blocks, parse_block
 from dataset.records import PREFERENCE, BadRecord, to_chat, to_pair, to_text
@@ -252,6 +253,7 @@ def main() -> None:
     args = parse_args()
     if args.zh_share is not None and not 0 < args.zh_share < 1:
         raise UserError(f"--zh_share {args.zh_share} must lie between 0 and 1")
+    args.data_path = [local_path(path) for path in args.data_path]
 
     def texts(held_out: bool) -> Iterator[str]:
         for path in args.data_path:

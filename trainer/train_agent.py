@@ -50,7 +50,9 @@ class Args(ReinforcementArgs):
     learning_rate: float = 1e-5
     max_seq_len: int = 512
     reward: str = "numeric_answer"
-    environment: str = setting("calculator", "tools and their replies: module:Class, or calculator")
+    environment: str = setting(
+        "calculator", "tools and their replies: module:Class, calculator or mock_tools"
+    )
     max_turns: int = setting(3, "turns of a trajectory at most", ge=2)
     max_total_len: int = setting(2048, "tokens of a trajectory at most, with its prompt and replies", ge=8)
 

@@ -84,9 +84,33 @@ def test_thinking_and_tools_are_part_of_the_prompt(tokenizer, tmp_path):
     path = write(tmp_path / "rl.jsonl", [{"prompt": "1+1=?"}])
     tool = {"type": "function", "function": {"name": "calculate", "parameters": {}}}
     plain = PromptDataset(path, tokenizer, 256, str(tmp_path))
-    full = PromptDataset(path, tokenizer, 256, str(tmp_path), tools=[tool], enable_thinking=True)
+    full = PromptDataset(path, tokenizer, 256, str(tmp_path), tools=[tool], thinking_ratio=1.0)
     text = tokenizer.decode(full[0].input_ids)
     assert text.endswith("<think>") and '"calculate"' in text and plain.fingerprint != full.fingerprint
+
+
+def test_a_share_of_the_prompts_begins_with_thoughts(tokenizer, tmp_path):
+    """The same ones whenever the data are read."""
+    path = write(tmp_path / "rl.jsonl", [{"prompt": f"{i}+1=?"} for i in range(400)])
+    kinds = []
+    for ratio in (0.25, 0.25, 0.75):
+        prompts = PromptDataset(path, tokenizer, 64, str(tmp_path), thinking_ratio=ratio)
+        kinds.append([tokenizer.decode(prompt.input_ids).endswith("<think>") for prompt in prompts])
+        assert abs(sum(kinds[-1]) / 400 - ratio) < 0.07
+    assert kinds[0] == kinds[1]
+
+
+def test_tools_of_the_record_are_offered_instead_of_the_environment_s(tokenizer, tmp_path):
+    """And the rewards see which were offered."""
+    tools = [
+        {"type": "function", "function": {"name": name, "parameters": {}}} for name in ("add", "calculate")
+    ]
+    rows = [{"prompt": "1+1=?", "tools": json.dumps(tools[:1])}, {"prompt": "1+2=?"}]
+    prompts = PromptDataset(
+        write(tmp_path / "rl.jsonl", rows), tokenizer, 256, str(tmp_path), tools=tools[1:]
+    )
+    assert [prompt.tools for prompt in prompts] == [tools[:1], tools[1:]]
+    assert [prompt.record["tools"] for prompt in prompts] == [tools[:1], tools[1:]]
 
 
 def test_long_prompts_are_left_out_and_counted(tokenizer, tmp_path, capsys):

@@ -404,3 +404,33 @@ def test_a_terminal_session(weights, tmp_path):
     ]
     assert messages[-2]["content"] == "pasted line\nand another"
     assert messages[2]["content"] == "12" and messages[-1]["content"].startswith("on on")
+
+
+def test_questions_are_answered_each_by_itself(said, pipe, weights, tmp_path):
+    """Those of a file, or with `auto` eight that come with the program; the speed is no part of an
+    answer."""
+    said += ["blue", "four"]
+    (tmp_path / "q.txt").write_text("What color?\n\nTwo and two?\n", encoding="utf-8")
+    done = pipe(b"", *weights, "--questions", tmp_path / "q.txt", "--show_speed", "1")
+    assert done.stdout == "> What color?\nblue\n\n> Two and two?\nfour\n\n"
+    assert done.stderr.count(" tokens/s") == 2
+    first, second = said.prompts
+    tokenizer = load_tokenizer(ROOT / "model")
+    assert "What color?" in tokenizer.decode(first) and "What color?" not in tokenizer.decode(second)
+    for tools in ([], ["--tools", "mock_tools"]):
+        said += ["yes"] * 8
+        done = pipe(b"", *weights, "--questions", "auto", *tools)
+        assert (done.returncode, done.stdout.count("> ")) == (0, 8)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--questions", "nowhere.txt"], "--questions nowhere.txt cannot be read (No such file"),
+        (["--questions", "/dev/null"], "--questions /dev/null has no question"),
+        (["--questions", "auto", "--prompt", "hi"], "--prompt and --questions both say what to answer"),
+    ],
+)
+def test_questions_that_cannot_be_asked(pipe, weights, flags, message):
+    done = pipe(b"", *weights, *flags)
+    assert done.returncode == 2 and message in done.stderr

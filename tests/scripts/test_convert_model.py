@@ -21,6 +21,8 @@ from tests.conftest import ROOT
 from tools.convert import gguf_file, parity
 from tools.convert.gguf_file import pattern_name, read_gguf, without_generation_marks
 from tools.convert.hugging_face import read_stock
+from trainer.objectives.lora import add_adapters, save_adapter
+from trainer.run.checkpoint import Writer
 from trainer.run.paths import run_name
 from trainer.weights.files import read_model, save_weights, tokenizer_folder
 from trainer.weights.for_tools import load_path
@@ -286,6 +288,18 @@ def test_what_is_there_is_not_replaced(convert, tmp_path):
     for form, _ in FORMS:
         assert f"{there} exists already; remove it" in convert(weights, form, there)
     assert list(there.iterdir()) == []
+
+
+def test_an_adapter_becomes_minimind_s_file(convert, tmp_path):
+    weights, model = saved(tmp_path), MiniMindForCausalLM(read_model(saved(tmp_path))[1])
+    add_adapters(model, 2, 4.0, 0.0, ("q_proj", "o_proj"))
+    writer = Writer()
+    folder = save_adapter(model, tmp_path / "lora_mine_32.pth", writer)
+    writer.wait()
+    told = convert(weights, "lora", tmp_path / "mine_32.pth", "--lora", str(folder))
+    assert "read back: what it adds" in told
+    assert {value.shape[0] for value in torch.load(tmp_path / "mine_32.pth").values()} == {16, 32}
+    assert "name it with --lora" in convert(weights, "lora", tmp_path / "other_32.pth")
 
 
 def test_names_and_types_that_do_not_go_together(convert, tmp_path):

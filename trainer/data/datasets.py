@@ -176,7 +176,8 @@ def open_prompts(
     options: dict[str, Any] = {
         name: getattr(args, name) for name in ("cache_dir", "on_bad_data", "max_bad_share")
     }
-    options |= {"tools": tools, "enable_thinking": args.open_thinking}
+    thinking_ratio = 1.0 if args.open_thinking else args.thinking_ratio
+    options |= {"tools": tools, "thinking_ratio": thinking_ratio}
 
     def open_split(data_path: str, split: Split | None) -> PromptDataset:
         return PromptDataset(data_path, tokenizer, args.max_seq_len, split=split, **options)

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+MINIMIND_RANK = 16  # of all adapters that MiniMind loads
 PREFIX = "base_model.model."  # of the names in the file
 PLAIN: dict[str, tuple] = {  # fields of PEFT's config -> the values whose arithmetic is that of LoRALinear
     "peft_type": ("LORA",),
@@ -121,13 +122,51 @@ def merge_adapter(model: "MiniMindForCausalLM", folder: Path) -> "MiniMindForCau
     """Add scale B A of each layer to the weights of a model in float32, in place: it then is a model without
     adapters. Raises UserError as `read_adapter` does."""
     config, tensors = read_adapter(model, folder)
-    scale = config["lora_alpha"] / (config["r"] ** 0.5 if config.get("use_rslora") else config["r"])
+    scale = scale_of(config)
     for name in {name.rsplit(".lora_", 1)[0] for name in tensors}:
         weight = model.get_parameter(f"{name}.weight")
         a, b = (tensors[f"{name}.lora_{part}.weight"].to(weight) for part in "AB")
         weight += scale * (b @ a)
     Logger(f"merged the adapter {folder}")
     return model
+
+
+def minimind_adapter(
+    model: "MiniMindForCausalLM", config: dict[str, Any], tensors: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """The tensors of an adapter (`read_adapter`) in MiniMind's file: of each square layer A and B of rank 16,
+    in half precision; zeros where the adapter has less. Its scale is in B. Raises UserError for an adapter of
+    a higher rank or of other layers, which MiniMind has no adapters for."""
+    square = {}
+    for name, layer in model.named_modules():
+        if isinstance(layer, nn.Linear) and layer.in_features == layer.out_features:
+            square[name] = layer.in_features
+    adapted = {name.rsplit(".lora_", 1)[0] for name in tensors}
+    if others := sorted({name.rsplit(".", 1)[1] for name in adapted - square.keys()}):
+        here = ",".join(sorted({name.rsplit(".", 1)[1] for name in square}))
+        raise UserError(
+            f"the adapter has {', '.join(others)}, and MiniMind adapts square matrices only: train it with "
+            f"--lora_targets {here}"
+        )
+    if config["r"] > MINIMIND_RANK:
+        raise UserError(
+            f"the adapter has rank {config['r']}, and MiniMind loads {MINIMIND_RANK}: train it with "
+            f"--lora_rank {MINIMIND_RANK}"
+        )
+    found = {}
+    for name, size in square.items():
+        a, b = torch.zeros(MINIMIND_RANK, size), torch.zeros(size, MINIMIND_RANK)
+        if name in adapted:
+            a[: config["r"]] = tensors[f"{name}.lora_A.weight"]
+            b[:, : config["r"]] = scale_of(config) * tensors[f"{name}.lora_B.weight"]
+        found[f"{name}.lora.A.weight"], found[f"{name}.lora.B.weight"] = a.half(), b.half()
+    return found
+
+
+def scale_of(config: dict[str, Any]) -> float:
+    """What the product of an adapter's matrices is multiplied by."""
+    rank = config["r"] ** 0.5 if config.get("use_rslora") else config["r"]
+    return config["lora_alpha"] / rank
 
 
 def read_adapter(model: "MiniMindForCausalLM", folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -1,8 +1,8 @@
 """Environments of agents: the tools that a model may call, and the replies to its calls.
 
-`--environment module:Class` names one; `calculator` is shipped. An environment is made anew for each
-trajectory, from its record; replies are a pure function of the record and the calls, so a resumed run repeats
-them.
+`--environment module:Class` names one; `calculator` and `mock_tools` are shipped. An environment is made
+anew for each trajectory, from its record; replies are a pure function of the record and the calls, so a
+resumed run repeats them.
 """
 
 import ast
@@ -199,6 +199,7 @@ class MiniMindCalculator(Calculator):
 
 
 SHIPPED: dict[str, type[Environment]] = {"calculator": Calculator, "calculate_math": MiniMindCalculator}
+IN_OTHER_FILES = {"mock_tools": "trainer.rollouts.mock_tools:MockTools"}
 
 
 def check_tools(environment: type[Environment], prompts: Iterable[RolloutPrompt]) -> None:
@@ -221,8 +222,10 @@ def load_environment(name: str) -> type[Environment]:
     cannot be imported."""
     if name in SHIPPED:
         return SHIPPED[name]
+    name = IN_OTHER_FILES.get(name, name)
     if ":" not in name:
-        raise UserError(f"--environment {name}: give module:Class, or one of {', '.join(SHIPPED)}")
+        known = ", ".join([*SHIPPED, *IN_OTHER_FILES])
+        raise UserError(f"--environment {name}: give module:Class, or one of {known}")
     environment = import_named("--environment", name)
     if not (
         callable(getattr(environment, "reply", None))

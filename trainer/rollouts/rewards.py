@@ -5,7 +5,8 @@ each with an optional weight: `--reward exact_answer,my_rewards:politeness=0.5`.
 weighted sum.
 
 prompt: the messages before the completion. completion: the text, without special tokens. record: what the
-data file says about the prompt; `record["answer"]` is its reference answer, if it has one. Both are copies.
+data file says about the prompt; `record["answer"]` is its reference answer, if it has one, and
+`record["tools"]` the tools that were offered. Both are copies.
 """
 
 import math
@@ -20,11 +21,13 @@ import torch
 
 from common.errors import UserError, reason
 from common.plugins import import_named, user_code
+from model.answers import CALL, END_CALL, parse_call
 
 LARGEST = 1e15  # of a reward and of its part in the sum: squares stay finite in float32
 OTHER_FIGURES = ("std", "square", "seconds")  # `reward_std` and so on are figures of all rewards together
 RewardFn = Callable[[list[dict], str, dict], float]
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+CALLED = re.compile(rf"{CALL}(.*?){END_CALL}", re.DOTALL)
 THINKING = re.compile(r"<think>\n?(?P<thoughts>.+?)\n?</think>\s*(?P<answer>\S.*)", re.DOTALL)
 
 
@@ -89,8 +92,51 @@ def tool_used(prompt: list[dict], completion: str, record: dict) -> float:
     return float(any(message["role"] == "tool" for message in since))
 
 
+def valid_calls(prompt: list[dict], completion: str, record: dict) -> float:
+    """1 if tools were called as often as there are reference answers, each time by a name that was offered
+    and with the arguments that it requires; else minus the calls too many, too few and not valid. 0 if none
+    was called."""
+    bodies = [body for turn in turns_since_user(prompt, completion) for body in CALLED.findall(turn)]
+    if not bodies:
+        return 0.0
+    required = {}
+    for tool in record.get("tools") or ():
+        function = tool.get("function", tool)
+        required[function.get("name")] = (function.get("parameters") or {}).get("required") or ()
+    valid = 0
+    for call in map(parse_call, bodies):
+        if call and call["name"] in required:
+            arguments = [call["arguments"].get(name) for name in required[call["name"]]]
+            valid += all(value not in (None, "") for value in arguments)
+    wanted = valid  # without a reference
+    answers = record.get("gt", record.get("answer"))
+    if answers is not None:
+        wanted = len(answers) if isinstance(answers, list) else 1
+    wrong = abs(valid - wanted) + len(bodies) - valid
+    return 1.0 if wrong == 0 else -float(wrong)
+
+
+def closed_tags(prompt: list[dict], completion: str, record: dict) -> float:
+    """Minus the tags of tool calls that are opened and not closed, or closed and not opened, in all turns."""
+    turns = map(spoken, turns_since_user(prompt, completion))
+    return 0.0 - sum(abs(turn.count(CALL) - turn.count(END_CALL)) for turn in turns)
+
+
+def finished(prompt: list[dict], completion: str, record: dict) -> float:
+    """-1 if the last turn still calls a tool, else 0."""
+    return 0.0 if CALLED.search(spoken(completion)) is None else -1.0
+
+
 FUNCTIONS = (exact_answer, numeric_answer, contains_answer, think_format, length, repetition, tool_used)
+FUNCTIONS += (valid_calls, closed_tags, finished)
 SHIPPED: dict[str, RewardFn] = {function.__name__: function for function in FUNCTIONS}
+
+
+def turns_since_user(prompt: list[dict], completion: str) -> list[str]:
+    """The texts of the assistant's turns since the user's last message, up to the completion."""
+    since = list(takewhile(lambda message: message["role"] != "user", reversed(prompt)))
+    turns = [message["content"] for message in reversed(since) if message["role"] == "assistant"]
+    return [*turns, completion]
 
 
 def spoken(completion: str) -> str:

@@ -48,6 +48,9 @@ class RolloutArgs(FrozenModelArgs):
         0.2, "lower clip: the ratio is at least 1 - epsilon; needs --num_iterations 2", gt=0, lt=1
     )
     open_thinking: bool = setting(False, "1: completions begin with thoughts, as in chat")
+    thinking_ratio: float = setting(
+        0.0, "share of the prompts whose completions begin with thoughts, 0 to 1", ge=0, le=1
+    )
 
     aliases = StageArgs.aliases | {"reward_model_path": "reward_model"}  # MiniMind's name
     clips: ClassVar[tuple[str, ...]] = ("epsilon",)  # flags that need num_iterations > 1
@@ -83,6 +86,8 @@ class RolloutArgs(FrozenModelArgs):
                 f"--{given[0]} has no effect with one update per rollout; add --num_iterations 2, or leave "
                 "it out"
             )
+        if self.open_thinking and self.thinking_ratio:
+            wrong.append("--open_thinking 1 is --thinking_ratio 1; leave one of them out")
         for name in ("packing", "use_compile"):
             if getattr(self, name) is True:
                 wrong.append(f"--{name} 1 has no effect on completions, which are sampled; leave it out")

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from common.errors import UserError
+from common.hub import local_settings
 from common.settings import ROOT, StageArgs, add_flags, settings_of
 from dataset.token_cache import load_tokenizer
 from trainer.devices.device import prepare_device, select_device
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from model.model_minimind import MiniMindForCausalLM
 
 WEIGHT = "full_sft"  # the weights that tools use by default
+PATHS = ("model", "lora", "tokenizer_path")  # flags that may name a hub
 
 
 def add_trained_model_flags(parser: argparse._ActionsContainer, device: bool = True) -> None:
@@ -52,6 +54,15 @@ def add_trained_model_flags(parser: argparse._ActionsContainer, device: bool = T
     beside = replace(rows["tokenizer_path"], default=None)
     beside = replace(beside, help=f"{beside.help} (default: that of --model, or {ROOT / 'model'})")
     add_flags(parser, [beside])
+    parser.add_argument(
+        "--inference_rope_scaling",
+        type=int,
+        choices=(0, 1),
+        nargs="?",
+        const=1,
+        default=0,
+        help="1: YaRN, as in MiniMind, for texts longer than those of the training",
+    )
     shape = parser.add_argument_group(
         "shape", "to choose between several weights of a name; else they tell it"
     )
@@ -64,8 +75,10 @@ def given_shape(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def model_path(args: argparse.Namespace) -> Path:
-    """The file or folder of the model that the flags of `add_trained_model_flags` name. Raises UserError if
-    it is not there, or not clear."""
+    """The file or folder of the model that the flags of `add_trained_model_flags` name; paths on a hub become
+    those of local copies, in `args` too. Raises UserError if it is not there, or not clear."""
+    for name, value in local_settings({name: getattr(args, name) for name in PATHS}).items():
+        setattr(args, name, value)
     if args.model is None:
         return find_weights(args.save_dir, args.weight or WEIGHT, **given_shape(args))
     if args.weight is not None:
@@ -89,21 +102,31 @@ def load_model(
     if device is None:
         device = select_device(args.device)
         prepare_device(device)
-    model, tokenizer = load_path(path, args.tokenizer_path, device, **given_shape(args))
+    shape = given_shape(args)
+    model, tokenizer = load_path(
+        path, args.tokenizer_path, device, bool(args.inference_rope_scaling), **shape
+    )
     return merge_adapter(model, Path(args.lora)) if args.lora else model, tokenizer
 
 
 def load_path(
-    path: Path, tokenizer_path: str | Path | None = None, device: str | torch.device = "cpu", **asked: Any
+    path: Path,
+    tokenizer_path: str | Path | None = None,
+    device: str | torch.device = "cpu",
+    rope_scaling: bool = False,
+    **asked: Any,
 ) -> "tuple[MiniMindForCausalLM, PreTrainedTokenizerBase]":
     """The model in a file or folder, in float32 and ready for use, and its tokenizer.
 
-    tokenizer_path: None: that of the model (`tokenizer_folder`). asked: settings of the shape
+    tokenizer_path: None: that of the model (`tokenizer_folder`). rope_scaling: with MiniMind's YaRN. asked:
+    settings of the shape
     (`given_shape`); only needed where the file and its name do not tell. Raises UserError if it is no model,
     contradicts `asked`, or has another vocabulary than the tokenizer."""
-    from model.model_minimind import MiniMindForCausalLM
+    from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 
     weights, config = read_model(path, **asked)
+    if rope_scaling:
+        config = MiniMindConfig(**config.own_fields() | {"inference_rope_scaling": True})
     tokenizer_path = tokenizer_path or tokenizer_folder(path)
     tokenizer = load_tokenizer(tokenizer_path)
     from_elsewhere = not is_hugging_face(path) and config.tokenizer_sha256 is None

@@ -24,6 +24,7 @@ from common.arguments import (
 )
 from common.command_line import Parser
 from common.errors import UserError
+from common.hub import local_settings
 from common.settings import CheckpointConfig, LoggingConfig, StageArgs, setting, settings_of
 
 PREFIX = "MINIMIND_"  # of environment variables
@@ -219,6 +220,8 @@ class Config:
         config._take_options("--set ", {option: text for option, _, text in pairs}, "command line")
         if options.print_config:
             print_and_exit(config.describe())
+        for name, path in local_settings(config.values()).items():
+            setattr(getattr(config, SETTINGS[name].section), name, path)
         return config
 
     def _take_defaults(self, args_class: type[EngineArgs], name: str, of_task: Mapping[str, Any]) -> None:

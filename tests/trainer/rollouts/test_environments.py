@@ -8,8 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import UserError
-from dataset.rollout_prompts import RolloutPrompt
+from dataset.rollout_prompts import PromptDataset, RolloutPrompt
+from dataset.token_cache import load_tokenizer
+from tests.conftest import ROOT, write_jsonl
 from trainer.rollouts.environments import Calculator, calculate, check_tools, load_environment, tool_schema
+from trainer.rollouts.mock_tools import cases
 
 
 @given(st.integers(-(10**9), 10**9), st.integers(-(10**9), 10**9), st.sampled_from("+-*"))
@@ -133,3 +136,37 @@ def test_a_tool_that_nothing_answers_is_refused():
     ):
         check_tools(Calculator, prompts)
     check_tools(type("Any", (), {"tools": []}), prompts)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "reply"),
+    [
+        ("calculate_math", {"expression": "256*37"}, '"9472"'),
+        ("get_current_time", {"timezone": "Europe/Paris"}, "2025-03-07 07:30:00"),
+        ("random_number", {"min": 3, "max": 3}, '"result": 3'),
+        ("text_length", {"text": "two words"}, '"characters": 9, "words": 2'),
+        ("unit_converter", {"value": "100", "from_unit": "KM", "to_unit": "miles"}, "62.1371"),
+        ("get_current_weather", {"location": "北京"}, "28°C"),
+        ("get_exchange_rate", {"from_currency": "USD", "to_currency": "CNY"}, "7.21"),
+        ("translate_text", {"text": "你好世界", "target_language": "English"}, "Hello World"),
+        ("get_current_weather", {}, "get_current_weather needs location"),
+        ("random_number", {"min": 5, "max": 3}, "min 5 is above max 3"),
+        ("unit_converter", {"value": [], "from_unit": "km", "to_unit": "miles"}, "error"),
+        ("dance", {}, "no tool named dance"),
+    ],
+)
+def test_mock_tools(name, arguments, reply):
+    """MiniMind's eight, with the replies that the references of its data belong to; always the same."""
+    environment = load_environment("mock_tools")
+    (first,), (second,) = (environment({}).reply([{"name": name, "arguments": arguments}]) for _ in range(2))
+    assert reply in first["content"] and first == second
+    assert {tool["function"]["name"] for tool in environment.tools} == set(environment.answers)
+
+
+def test_cases_of_the_mock_tools(tmp_path):
+    """Prompts for --eval_data_path, each offered some of the tools; its references are what they reply."""
+    path = write_jsonl(tmp_path / "cases.jsonl", cases())
+    prompts = PromptDataset(str(path), load_tokenizer(ROOT / "model"), 1024, str(tmp_path)).prompts
+    assert len(prompts) == 8 and all(2 <= len(prompt.tools) <= 3 for prompt in prompts)
+    check_tools(load_environment("mock_tools"), prompts)
+    assert [prompt.record["gt"] for prompt in prompts[:3]] == [["903"], ["14:30"], ["8.0467"]]

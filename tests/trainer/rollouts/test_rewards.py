@@ -1,5 +1,6 @@
 """Shipped rewards on examples, rewards of a user's own, and their mistakes as one line."""
 
+import json
 import sys
 import time
 
@@ -38,6 +39,40 @@ EXAMPLES = [
     ("contains_answer", "The result is 9,472.", {"answer": "9472"}, 1.0),
     ("contains_answer", "", {"answer": ["28°C"]}, 0.0),
 ]
+
+
+def spelled(name: str, **arguments) -> str:
+    return "<tool_call>" + json.dumps({"name": name, "arguments": arguments}) + "</tool_call>"
+
+
+ADD = spelled("add", a=1)
+TWO = {"tools": [{"type": "function", "function": {"name": "add", "parameters": {"required": ["a"]}}}]}
+
+
+@pytest.mark.parametrize(
+    ("turns", "answers", "values"),
+    [
+        ([ADD, "2"], ["2"], (1, 0, 0)),
+        (["2"], ["2"], (0, 0, 0)),
+        ([ADD, ADD, "2"], ["2"], (-1, 0, 0)),
+        ([ADD, "2"], ["2", "3"], (-1, 0, 0)),
+        ([spelled("add"), "2"], ["2"], (-2, 0, 0)),
+        ([spelled("subtract", a=1), ADD], ["2"], (-1, 0, -1)),
+        (["<tool_call>{</tool_call>", ADD, "2"], ["2"], (-1, 0, 0)),
+        ([f"{ADD}<tool_call>", "2"], ["2"], (1, -1, 0)),
+        ([ADD, ADD, "2"], None, (1, 0, 0)),
+    ],
+)
+def test_rewards_of_tool_calls(turns, answers, values):
+    """Of valid calls, closed tags and a finished last turn; the calls before the user's last message do not
+    count."""
+    prompt = [{"role": "user", "content": "?"}, {"role": "assistant", "content": ADD}]
+    prompt.append({"role": "user", "content": "1+1"})
+    for turn in turns[:-1]:
+        prompt += [{"role": "assistant", "content": turn}, {"role": "tool", "content": "2"}]
+    record = TWO if answers is None else TWO | {"gt": answers}
+    names = ("valid_calls", "closed_tags", "finished")
+    assert tuple(SHIPPED[name](prompt, turns[-1], record) for name in names) == values
 
 
 @pytest.mark.parametrize(("name", "completion", "record", "value"), EXAMPLES)

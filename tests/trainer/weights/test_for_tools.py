@@ -227,3 +227,14 @@ def test_the_tokenizer_beside_the_weights_is_taken(save, tmp_path):
     assert tokenizer.convert_tokens_to_ids("<|another|>") == 24
     given = parser.parse_args(["--model", str(folder / "w_32.pth"), "--tokenizer_path", str(ROOT / "model")])
     assert load_model(given, "cpu")[1].convert_tokens_to_ids("<|reserved_15|>") == 24
+
+
+def test_rope_scaling_of_a_tool_is_minimind_s(save):
+    """YaRN for the given weights: the same tensors, other angles."""
+    path = find_weights(save("w_32"), "w")
+    plain, scaled = load_path(path)[0], load_path(path, rope_scaling=True)[0]
+    assert scaled.config.rope_parameters["rope_type"] == "yarn"
+    assert scaled.config.rope_parameters["rope_theta"] == plain.config.rope_parameters["rope_theta"]
+    for name, value in plain.state_dict().items():
+        assert torch.equal(value, scaled.state_dict()[name])
+    assert not torch.equal(plain.model.rotary_emb.inv_freq, scaled.model.rotary_emb.inv_freq)

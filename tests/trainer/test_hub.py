@@ -1,0 +1,70 @@
+"""Runs and tools whose data and weights lie on a hub."""
+
+import re
+import shutil
+
+import pytest
+from transformers import AutoTokenizer
+
+from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
+from tests.conftest import ROOT, launch
+from tests.fake_hub import Hub
+from tests.trainer.stage_flags import flags, records
+
+
+@pytest.fixture
+def hub(corpus, tmp_path):
+    """The corpus as a dataset, and a model, also on the disk."""
+    config = MiniMindConfig(hidden_size=32, num_hidden_layers=1)
+    MiniMindForCausalLM(config).save_pretrained(tmp_path / "model")
+    AutoTokenizer.from_pretrained(ROOT / "model").save_pretrained(tmp_path / "model")
+    data = {corpus[name].name: corpus[name].read_bytes() for name in corpus if name != "cache"}
+    model = {file.name: file.read_bytes() for file in (tmp_path / "model").iterdir()}
+    found = Hub({"datasets/a/data": data, "models/a/tiny": model})
+    yield found
+    found.close()
+
+
+def test_a_run_on_a_hub_is_the_run_on_its_files(corpus, tmp_path, hub):
+    """Mixture, held-out data and start weights; two ranks, each file downloaded once. It resumes without the
+    hub, and notices other data."""
+    local = corpus["pretrain_eval"]
+    settings = {"epochs": 1, "num_hidden_layers": 1, "cache_dir": tmp_path / "cache"}
+    remote = settings | {
+        "data_path": f"hf://datasets/a/data/p.jsonl:2,{local}:1",
+        "eval_data_path": "modelscope://datasets/a/data/pe.jsonl",
+        "from_weight": "hf://a/tiny",
+    }
+    own = settings | {"data_path": f"{corpus['pretrain']}:2,{local}:1", "from_weight": tmp_path / "model"}
+    script, env = ROOT / "trainer/train_pretrain.py", hub.environment(tmp_path / "hub")
+    done = launch(script, *flags(corpus, tmp_path / "a", "pretrain", **remote), ranks=2, **env)
+    assert done.stdout.count("hf://datasets/a/data/p.jsonl: ") == 1
+    gets = [path for method, path, *_ in hub.requests if method == "GET" and "/resolve/" in path]
+    assert len(gets) == len(set(gets))
+    launch(script, *flags(corpus, tmp_path / "b", "pretrain", **own), ranks=2)
+    assert records(tmp_path / "a") == records(tmp_path / "b")
+
+    more = remote | {"epochs": 2, "from_resume": 1, "extend_epochs": 1}
+    hub.requests.clear()
+    resume = flags(corpus, tmp_path / "a", "pretrain", **more)
+    launch(script, *resume, **env, HF_HUB_OFFLINE="1")
+    assert records(tmp_path / "a")[-1][1] == 1 and hub.requests == []
+    hub.repositories["datasets/a/data"]["p.jsonl"] += b'{"text": "one more"}\n'
+    done = launch(script, *resume, check=False, **env)
+    assert done.returncode == 2 and re.search("another run .*data: ", done.stderr)
+    shutil.rmtree(tmp_path / "hub")
+    done = launch(script, *resume, check=False, **env, HF_HUB_OFFLINE="1")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "HF_HUB_OFFLINE is set" in done.stderr
+
+
+def test_tools_take_models_and_data_on_a_hub(corpus, tmp_path, hub):
+    env = hub.environment(tmp_path / "hub")
+    model = ("--model", "hf://a/tiny")
+    chat = launch(ROOT / "scripts/chat.py", *model, "--prompt", "hello", "--max_new_tokens", "8", **env)
+    assert "hf://a/tiny: " in chat.stderr and "hf://" not in chat.stdout
+    data = ("--task", "loss", "--data_path", "hf://datasets/a/data/se.jsonl")
+    judged = launch(ROOT / "scripts/evaluate.py", *model, *data, **env)
+    assert "tiny" in judged.stdout.splitlines()[-3]
+    target = tmp_path / "m.pth"
+    launch(ROOT / "scripts/convert_model.py", *model, "--to", "pth", "--output", target, **env)
+    assert target.is_file()
