@@ -19,7 +19,6 @@ from trainer.devices.process_group import reduce_sum, world_size
 
 if TYPE_CHECKING:
     from model.model_minimind import MiniMindConfig
-    from trainer.run.state import TrainState
 
 COUNTS = ("samples", "tokens", "flops", "wait", "comm")
 # by the makers' data sheets: dense products in bfloat16 or float16 with float32 sums, TFLOP/s; memory, GB;
@@ -118,7 +117,7 @@ class Meter:
         return (time.perf_counter() - since) / max(1, self.updates - updates) * updates_left
 
 
-def read_meter(state: "TrainState") -> dict[str, Any]:
+def read_meter(state: Any) -> dict[str, Any]:
     """Advance the run's tokens and seconds; returns the speed figures of all ranks since the last reading."""
     total, now = state.meter.read(state.device), time.perf_counter()
     state.tokens += int(total["tokens"])
