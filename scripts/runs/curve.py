@@ -25,19 +25,27 @@ def tick_label(number: float) -> str:
 
 
 def curve_svg(
-    runs: list[Run], colors: list[str], field: str, x: str, width: int, height: int, axes: list[str]
+    runs: list[Run],
+    colors: list[str],
+    field: str,
+    x: str,
+    width: int,
+    height: int,
+    axes: list[str],
+    starts: list[float],
 ) -> str:
     """The curves of a field over `x`: thin what was measured in training, bold with dots on held-out data.
-    axes: the names of y and x. Empty where no run has the field."""
+    axes: the names of y and x. starts: where on the x axis each run begins. Empty where no run has the
+    field."""
     lines: list[tuple[str, str, list[tuple[float, float]]]] = []  # class, color, points
-    for run, color in zip(runs, colors, strict=True):
+    for run, color, start in zip(runs, colors, starts, strict=True):
         columns = run.columns(POINTS)
         trained = (
             columns.get("mean_loss", columns.get(field, [])) if field == "loss" else columns.get(field, [])
         )
         for name, values in (("trained", trained), ("held-out", columns.get(f"eval_{field}", []))):
             points = [
-                (at, value)
+                (start + at, value)
                 for at, value in zip(columns[x], values, strict=False)
                 if at is not None and value is not None
             ]

@@ -92,7 +92,8 @@ def verdict(run: Run, lang: str) -> list[str]:
     else:
         said.append(words["flat"].format(first=first, now=now))
     if not math.isnan(bytes_read(run)) and now < 20:
-        said.append(words["choices"].format(count=f"{math.exp(now):,.0f}"))
+        choices = math.exp(now)
+        said.append(words["choices"].format(count=f"{choices:,.1f}" if choices < 10 else f"{choices:,.0f}"))
     return said
 
 
@@ -159,12 +160,18 @@ def page(
 
     words, every = WORDS[lang], list(runs.values())
     columns = [{"reward": words["reward axis"], "loss": words["loss axis"]}.get(field, field), words[x]]
+    starts = [0.0] * len(every)
+    if are_stages(every):  # each begins where the one before ended
+        for i in range(1, len(every)):
+            starts[i] = starts[i - 1] + every[i - 1].figures[x]
     curves = []
     for width, height in ((760, 430), (400, 330)):
-        drawn = curve_svg(every, colors, field, x, width, height, columns)
+        drawn = curve_svg(every, colors, field, x, width, height, columns, starts)
         curves.append(Markup(drawn))
-    last = max(every, key=lambda run: bool(run.samples or run.rollout))
-    shown = last.samples or last.rollout
+    # of stages the last one, of runs to compare the best, which is the first
+    by_interest = every[::-1] if are_stages(every) else every
+    told = max(by_interest, key=lambda run: bool(run.samples or run.rollout))
+    shown = told.samples or told.rollout
     table = [[words.get(cell, cell) for cell in rows[0]]]
     table += [[row[0], *map(short_path, row[1:])] for row in rows[1:]]
     template = Template(
@@ -175,7 +182,7 @@ def page(
         words=words,
         title=title(every, lang),
         shown=first_and_last(shown),
-        samples_of_run=last,
+        samples_of_run=told,
         table=table if len(every) > MANY_RUNS else list(zip(*table, strict=True)),
         is_turned=len(every) <= MANY_RUNS,
         names=[row[0] for row in rows[1:]],

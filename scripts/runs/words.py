@@ -30,7 +30,7 @@ WORDS = {
         "all samples": "all samples",
         "held out legend": "bold: on held-out text; thin: on what it trains on",
         "training legend": "on what it trains on",
-        "plan": "Planned and come",
+        "plan": "The plan and what came",
         "planned": "planned",
         "came": "came",
         "time": "time",
