@@ -164,7 +164,9 @@ def choose(
         def planned(passes: int, share: float = 1.0, depth=depth, cost=cost, weights=weights) -> Plan:
             of_stages = [stages[0].with_model(depth, cost, passes, memory, share)]
             if len(stages) > 1:
-                of_stages.append(stages[1].with_model(depth, cost, SFT_PASSES, memory, share))
+                sft_passes = max(1, int(SFT_PASSES * share))
+                sft_share = min(1.0, SFT_PASSES * share / sft_passes)  # rather other data than another pass
+                of_stages.append(stages[1].with_model(depth, cost, sft_passes, memory, sft_share))
             loss = rules.expected_loss(trigram(share * tokens), weights, share * tokens, passes)
             seconds = sum(stage.seconds for stage in of_stages)
             return Plan(of_stages, loss, seconds, max(stage.memory for stage in of_stages))
@@ -173,7 +175,11 @@ def choose(
         once, least = plans[-PASSES], planned(1, SMALLEST_SHARE)
         if least.seconds < limit < once.seconds:  # a part of the data, once
             share = PART_SAFETY * (limit - least.seconds) / (once.seconds - least.seconds)
-            plans.append(planned(1, max(SMALLEST_SHARE, share)))
+            part = planned(1, max(SMALLEST_SHARE, share))
+            while part.seconds > limit and share > SMALLEST_SHARE:  # updates do not shrink with the data
+                share *= PART_SAFETY
+                part = planned(1, max(SMALLEST_SHARE, share))
+            plans.append(part)
 
     fitting = [plan for plan in plans if plan.memory <= memory]
     if not fitting:
@@ -453,7 +459,7 @@ def loss_forecast(plan: Plan) -> str:
 
 def forecast_file(plan: Plan) -> str:
     """What is expected of each stage, as JSON; the report compares it with what came."""
-    stages = {}
+    stages: dict[str, dict[str, Any]] = {}
     for stage in plan.stages:
         name = run_name(stage.args.save_weight, stage.args)
         stages[name] = {"seconds": stage.seconds, "tokens": stage.tokens, "eval_loss": None}

@@ -280,7 +280,7 @@ def describe_run(
         if rate:
             time_left.append(f"about {duration(amount / rate)}")
             if is_exact and state.total_updates < FEW_UPDATES and amount / rate > LONG_RUN:
-                advice = plan_advice(state.args.data_path, data.kind, amount / rate)
+                advice = plan_advice(str(state.args.data_path), getattr(data, "kind", ""), amount / rate)
     parts += [f"{passes:.3g} {'pass' if passes == 1 else 'passes'} over the data", *time_left]
     return f"{', '.join(parts)}; {describe_device(state.device, state.autocast)}{advice}"
 

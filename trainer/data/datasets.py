@@ -12,7 +12,7 @@ from common.launcher import launch
 from common.settings import ROOT, StageArgs
 from dataset.files import expand_paths
 from dataset.held_out import Split
-from dataset.lm_dataset import StageDataset
+from dataset.lm_dataset import StageDataset, TokenDataset
 from dataset.mixing import MixedDataset, split_weights
 from dataset.rollout_prompts import PromptDataset
 from trainer.data.order import epoch_loader, epoch_order, eval_loader
@@ -40,14 +40,14 @@ def check_data_paths(args: StageArgs) -> None:
         expand_paths(data_path)
 
 
-def epoch_items(train_set: StageData, args: Any) -> int:
+def epoch_items(train_set: TokenDataset | PromptDataset, args: Any) -> int:
     """Items of an epoch: all, or with --max_tokens as many as have so many tokens on average."""
     if not args.max_tokens or args.max_tokens >= train_set.num_tokens:
         return len(train_set)
     return max(1, round(len(train_set) * args.max_tokens / train_set.num_tokens))
 
 
-def epoch_tokens(train_set: StageData, args: Any) -> float:
+def epoch_tokens(train_set: TokenDataset | PromptDataset, args: Any) -> float:
     """Tokens of an epoch; with --max_tokens about."""
     return train_set.num_tokens * epoch_items(train_set, args) / len(train_set)
 
