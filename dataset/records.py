@@ -457,11 +457,9 @@ def to_text(record: dict) -> str:
     """The document of a pretraining record. Raises BadRecord."""
     if "text" not in record:
         _refuse_preferences(record)
-        hint = ""
-        if any(record.get(key) is not None for key in FORMATS):
-            hint = "is this SFT data? "
         raise BadRecord(
-            f"no 'text' in this record (its keys: {keys_of(record)}); {hint}write {{\"text\": ...}}"
+            f"no 'text' in this record (its keys: {keys_of(record)}); write {{\"text\": ...}}, or a "
+            'conversation, {"conversations": [{"role": ..., "content": ...}, ...]}'
         )
     return text_of(record, "text")
 

@@ -5,7 +5,8 @@ pretrain: BOS + document + EOS. A document longer than `max_length` becomes cons
 begins with the last token of the previous one, so that every token but the first is a target exactly once. (A
 document of plain text may arrive in parts, one block each; see dataset/plain_text.py.) If the tokenizer
 has no BOS, documents begin with its EOS, as in GPT-2; if it has no EOS, they end with the padding token; if
-it has none of the three, documents are not delimited and their first token is not a target.
+it has none of the three, documents are not delimited and their first token is not a target. A conversation
+is a document, too: as SFT renders it, each of its tokens a target.
 
 SFT: the conversation as the chat template renders it, labels by `chat_labels`. If too long, it is cut after
 the last assistant turn that fits, or inside the first one if not even that fits; without any label left it is
@@ -38,7 +39,7 @@ from dataset.chat_labels import ChatTemplate, token_ranges
 from dataset.files import Block, parse_block, place
 from dataset.held_out import Split, first_question, is_one_passage, question_in
 from dataset.plain_text import DocumentPart
-from dataset.records import TOO_DEEP, BadRecord, Chat, to_chat, to_pair, to_text, unread_fields
+from dataset.records import TOO_DEEP, BadRecord, Chat, find_format, to_chat, to_pair, to_text, unread_fields
 from model.prompts import SpecialTexts, plain_backend
 
 
@@ -203,11 +204,13 @@ class BlockTokenizer(ABC):
 
 
 class DocumentTokenizer(BlockTokenizer):
-    """Documents of pretraining."""
+    """Documents of pretraining: texts, and conversations as the chat template writes them."""
 
     def add(self, record: dict, line: int) -> None:
-        """Split a document, or a part of one, into samples; each begins with the last token of the one
-        before."""
+        """Split a document, or a part of one, into samples."""
+        if is_conversation(record):
+            self.add_conversation(record, line)
+            return
         text = to_text(record)
         part = record if isinstance(record, DocumentPart) else DocumentPart(text)
         self.unused.update(key for key, value in record.items() if key != "text" and value is not None)
@@ -231,6 +234,30 @@ class DocumentTokenizer(BlockTokenizer):
         token_ids = np.concatenate([before, token_ids, after]).astype(np.int64)
         no_bytes_before, no_bytes_after = [0] * len(before), [0] * len(after)
         bytes_per_token = np.concatenate([no_bytes_before, bytes_per_token, no_bytes_after]).astype(np.int64)
+        self.add_pieces(token_ids, bytes_per_token, line)
+
+    def add_conversation(self, record: dict, line: int) -> None:
+        """Split a conversation into samples, which say what SFT's say. Raises BadRecord."""
+        chat = to_chat(record)
+        if chat.masked:
+            raise BadRecord(
+                "a turn of this conversation is not to be trained, and pretraining trains all of it; "
+                "leave the record out"
+            )
+        self.unused.update(unread_fields(record))
+        self.chats.counts = self.counts
+        encoded = self.chats.encoded(chat)
+        self.counts["conversations"] += 1
+        self.counts["documents_split"] += len(encoded.tokens) > self.max_length
+        self.add_pieces(encoded.tokens, self.chats.spelled_bytes(encoded), line)
+
+    @cached_property
+    def chats(self) -> "ChatTokenizer":
+        """What tokenises conversations; made where there are some."""
+        return ChatTokenizer(self.spec, self.max_length)
+
+    def add_pieces(self, token_ids: np.ndarray, bytes_per_token: np.ndarray, line: int) -> None:
+        """Add a document as samples; each begins with the last token of the one before."""
         for first in range(0, max(1, len(token_ids) - 1), self.max_length - 1):
             tokens = token_ids[first : first + self.max_length]
             spelled = bytes_per_token[first : first + self.max_length]
@@ -243,6 +270,8 @@ class DocumentTokenizer(BlockTokenizer):
         return super().select(record, split)
 
     def split_key(self, record: dict) -> str:
+        if is_conversation(record):
+            return first_question(to_chat(record).messages)
         text = to_text(record)
         if not any(token in text for token in self.added_tokens):
             return text  # no template made it; do not load what renders one
@@ -262,6 +291,21 @@ class DocumentTokenizer(BlockTokenizer):
         return ChatTemplate(self.spec.chat_template, self.spec.special_tokens).around_question()
 
 
+def is_conversation(record: dict) -> bool:
+    """Whether a record of pretraining data holds a conversation instead of a text."""
+    return record.get("text") is None and find_format(record)[0] != ""
+
+
+class Encoded(NamedTuple):
+    """A conversation of T tokens."""
+
+    text: str  # as the chat template writes it
+    spans: list[tuple[int, int]]  # [start, end) characters of the assistant's turns
+    tokens: np.ndarray  # int64 [T]
+    starts: np.ndarray  # int64 [T]: the character at which each token begins
+    ends: np.ndarray  # int64 [T]
+
+
 class Labelled(NamedTuple):
     """A conversation of T tokens."""
 
@@ -277,10 +321,10 @@ class ChatTokenizer(BlockTokenizer):
     def __init__(self, spec: TokenizerSpec, max_length: int, split: Split | None = None):
         super().__init__(spec, max_length, split)
         if not isinstance(spec.chat_template, str):
-            problem = "no chat template; add one"
+            problem = "no chat template; add one for conversations"
             if spec.chat_template:
-                problem = "several chat templates; keep the one"
-            raise UserError(f"--tokenizer_path: this tokenizer has {problem} for SFT")
+                problem = "several chat templates; keep the one for conversations"
+            raise UserError(f"--tokenizer_path: this tokenizer has {problem}")
         self.template = ChatTemplate(spec.chat_template, spec.special_tokens)
         self.special = SpecialTexts(self.backend)
         added = self.backend.get_added_tokens_decoder()
@@ -307,8 +351,8 @@ class ChatTokenizer(BlockTokenizer):
                 self.counts["cut_at_turn" if complete else "cut_inside_turn"] += 1
         self.add_sample(tokens[:kept], loss_mask[:kept], bytes_per_token[:kept], line)
 
-    def labelled(self, chat: Chat) -> Labelled:
-        """The tokens of a conversation with their labels."""
+    def encoded(self, chat: Chat) -> Encoded:
+        """The tokens of a conversation."""
         hidden = chat._replace(messages=self.special.hide(chat.messages), tools=self.special.hide(chat.tools))
         rendered, spans = self.template.render(hidden)
         pieces = self.special.pieces(rendered)
@@ -325,6 +369,18 @@ class ChatTokenizer(BlockTokenizer):
         characters = np.concatenate(offsets)  # [T, 2], [start, end) of each token
         starts = np.maximum.accumulate(characters[:, 0])
         ends = np.maximum.accumulate(characters[:, 1])
+        return Encoded(text, spans, token_ids, starts, ends)
+
+    def spelled_bytes(self, encoded: Encoded) -> np.ndarray:
+        """int64 [T]: UTF-8 bytes of the text that each token spells, none for special tokens."""
+        byte_ends = self.byte_ends(encoded.text, encoded.tokens, encoded.ends)
+        spelled = np.diff(byte_ends, prepend=0)
+        spelled[np.isin(encoded.tokens, self.special_ids)] = 0
+        return spelled
+
+    def labelled(self, chat: Chat) -> Labelled:
+        """The tokens of a conversation with their labels."""
+        text, spans, token_ids, starts, ends = self.encoded(chat)
         byte_ends = self.byte_ends(text, token_ids, ends)
         turns = token_ranges(starts, ends, spans)
         loss_mask = np.zeros(len(token_ids), dtype=bool)

@@ -2,13 +2,15 @@
 and SFT.
 
     python scripts/plan.py --pretrain_data data/pretrain.jsonl --sft_data data/sft.jsonl --hours 8
-    python scripts/plan.py --pretrain_data data/pretrain.jsonl --depth 8
+    python scripts/plan.py --pretrain_data data/book.txt --depth 8
+    python scripts/plan.py --sft_data data/sft.jsonl --hours 1
     python scripts/plan.py --pretrain_data data/pretrain.jsonl --sft_data data/sft.jsonl --gpu rtx4090
 
 It tokenises the data as the stages do, times a few updates of models of growing size on them (a minute in
 all), and takes size, passes over the data, batch and learning rate from measured rules
-(trainer/optim/rules.py). It prints the plan, the held-out loss to expect if such runs were measured, what
-limits it and what is unwise, and writes a shell file that runs it.
+(trainer/optim/rules.py). Where the time is short it takes a part of the data. It prints the plan, the
+held-out loss to expect if such runs were measured, what limits it and what is unwise, and writes a shell file
+that runs it. Without --pretrain_data the conversations are what is pretrained on, too.
 """
 
 import argparse
@@ -36,11 +38,13 @@ import torch
 from common.errors import UserError, say
 from common.files import atomic_write
 from common.hub import local_settings
+from common.launcher import available_cores
 from common.settings import ROOT, ModelConfig, StageArgs, add_flags, settings_of
-from dataset.files import expand_paths, parts_of
-from dataset.lm_dataset import StageDataset
+from dataset.files import expand_paths, iter_blocks, parts_of
+from dataset.lm_dataset import StageDataset, collate_flat
 from dataset.mixing import split_weights
 from dataset.token_cache import load_tokenizer
+from dataset.tokenizing import DocumentTokenizer, TokenizerSpec
 from scripts.planning.machine import (
     MEASURED,
     SHARE_OF_SHEET,
@@ -79,6 +83,7 @@ START = 12.0  # seconds of a stage before it trains
 LOG_POINTS = 20  # of a stage
 N_EVALS, EVAL_COST = 5, 0.4  # of a stage; the cost of a token in one, where training it costs 1
 FEW_UPDATES, COSTLY_STEP = 100, 0.3  # share of an update
+LITTLE_TEXT = 2e6  # bytes: tokenised in seconds
 FEW_BYTES = 2.5  # of text per token
 TOKENS_PER_PARAMETER = (0.5, 1000)  # outside of them the size of the model does not fit the data
 SHARED = ("eval_share", "text_separator", "cache_dir", "device", "dtype")  # flags that are the stages' own
@@ -141,10 +146,14 @@ class Plan(NamedTuple):
 
 
 def choose(
-    stages: list[Stage], costs: dict[int, Cost], memory: float, limit: float, trigram: float
+    stages: list[Stage],
+    costs: dict[int, Cost],
+    memory: float,
+    limit: float,
+    trigram: Callable[[float], float],
 ) -> tuple[Plan, str]:
     """The plan with the least loss that fits into `memory` bytes and `limit` seconds, and what limits it.
-    Raises UserError if none fits."""
+    `trigram`: the loss of a trigram model of so many tokens. Raises UserError if none fits."""
     tokens = stages[0].data.num_tokens
     plans = []
     for depth, cost in costs.items():
@@ -156,8 +165,10 @@ def choose(
         def planned(passes: int, share: float = 1.0, depth=depth, cost=cost, weights=weights) -> Plan:
             of_stages = [stages[0].with_model(depth, cost, passes, memory, share)]
             if len(stages) > 1:
-                of_stages.append(stages[1].with_model(depth, cost, SFT_PASSES, memory, share))
-            loss = rules.expected_loss(trigram, weights, share * tokens, passes)
+                sft_passes = max(1, int(SFT_PASSES * share))
+                sft_share = min(1.0, SFT_PASSES * share / sft_passes)  # rather other data than another pass
+                of_stages.append(stages[1].with_model(depth, cost, sft_passes, memory, sft_share))
+            loss = rules.expected_loss(trigram(share * tokens), weights, share * tokens, passes)
             seconds = sum(stage.seconds for stage in of_stages)
             return Plan(of_stages, loss, seconds, max(stage.memory for stage in of_stages))
 
@@ -165,7 +176,11 @@ def choose(
         once, least = plans[-PASSES], planned(1, SMALLEST_SHARE)
         if least.seconds < limit < once.seconds:  # a part of the data, once
             share = PART_SAFETY * (limit - least.seconds) / (once.seconds - least.seconds)
-            plans.append(planned(1, max(SMALLEST_SHARE, share)))
+            part = planned(1, max(SMALLEST_SHARE, share))
+            while part.seconds > limit and share > SMALLEST_SHARE:  # updates do not shrink with the data
+                share *= PART_SAFETY
+                part = planned(1, max(SMALLEST_SHARE, share))
+            plans.append(part)
 
     fitting = [plan for plan in plans if plan.memory <= memory]
     if not fitting:
@@ -203,10 +218,6 @@ def measure(
     costs: dict[int, Cost] = {}
     begin = time.monotonic()
     for depth in depths:
-        if not costs and STATE * count_parameters(shape(depth)) > memory:
-            raise UserError(
-                f"{memory / 1e9:.1f} GB of memory do not hold a model of {WIDTH * depth} x {depth}"
-            )
         if costs:
             last = costs[max(costs)]
             guess = last.extrapolate(shape(depth), batch, depth / max(costs))
@@ -218,6 +229,46 @@ def measure(
     return costs
 
 
+def check_first(
+    args: argparse.Namespace, shape: Callable[[int], "MiniMindConfig"], depth: int, memory: float, ranks: int
+) -> None:
+    """Raise UserError if the memory does not hold a model of this depth, or FEW_UPDATES updates of it take
+    longer than --hours. The first block of the text tells, before all of it is tokenised; it also says how
+    long that takes."""
+    config = shape(depth)
+    if STATE * count_parameters(config) > memory:
+        raise UserError(f"{memory / 1e9:.1f} GB of memory do not hold a model of {WIDTH * depth} x {depth}")
+    paths = expand_paths(args.pretrain_data, plain_text=True)
+    size = sum(os.path.getsize(path) for path in paths)
+    if size < LITTLE_TEXT:
+        return
+    spec = TokenizerSpec.of(load_tokenizer(args.tokenizer_path or ModelConfig.tokenizer_path))
+    begin = time.monotonic()
+    block = next(iter_blocks(paths, args.text_separator or ""))
+    samples = DocumentTokenizer(spec, train_pretrain.Args.max_seq_len)(block)
+    seconds = (time.monotonic() - begin) * size / block.size / available_cores()
+    if seconds > 60:
+        say(f"tokenising {size / 1e6:,.0f} MB takes about {duration(seconds)}")
+    items, last, wanted = [], 0, rules.update_tokens(0)
+    for length in samples.lengths.tolist():
+        if last >= wanted:
+            break
+        tokens, mask = samples.tokens[last : last + length], samples.loss_mask[last : last + length]
+        items.append([{"input_ids": tokens, "loss_mask": mask, "sample_id": 0, "target_bytes": 0}])
+        last += length
+    if not items or args.hours == math.inf:
+        return
+    device = select_device("cpu" if args.gpu else args.device)
+    cost = training_cost(config, collate_flat(items), device, args.dtype, rules.OPTIMIZER, args.gpu)
+    stages = 1 if args.sft_data is None else 2
+    least = stages * START + FEW_UPDATES * (wanted * cost.token / ranks + cost.update)
+    if least > 3600 * args.hours:
+        raise UserError(
+            f"--hours {args.hours:g}: {FEW_UPDATES} updates of a model of {WIDTH * depth} x {depth} take "
+            f"{duration(least)}; give more time, or a smaller model"
+        )
+
+
 # --- the command
 # -----------------------------------------------------------------------------------------------------
 
@@ -226,7 +277,10 @@ def parse_args() -> argparse.Namespace:
     """The command line."""
     parser = Parser(description=__doc__.split("\n", 1)[0])
     flag, rows = parser.add_argument, settings_of(StageArgs)
-    flag("--pretrain_data", required=True, help="text to learn from, as --data_path of train_pretrain.py")
+    flag(
+        "--pretrain_data",
+        help="text to learn from, as --data_path of train_pretrain.py; without it the conversations",
+    )
     flag(
         "--sft_data", help="conversations, as --data_path of train_full_sft.py; without it pretraining alone"
     )
@@ -256,6 +310,9 @@ def parse_args() -> argparse.Namespace:
     for name in ("hours", "eval_share", "depth"):
         if getattr(args, name) is not None and not getattr(args, name) > 0:
             raise UserError(f"--{name} {getattr(args, name)} must be above 0")
+    args.pretrain_data = args.pretrain_data or args.sft_data
+    if not args.pretrain_data:
+        raise UserError("give --pretrain_data, --sft_data or both")
     least = START * (2 if args.sft_data else 1)
     if 3600 * args.hours <= least:  # said before anything is tokenised
         raise UserError(
@@ -331,7 +388,8 @@ def unwise(plan: Plan, size_is_given: bool) -> list[str]:
     first, lines = plan.stages[0], []
     for stage in plan.stages:
         if stage.updates < FEW_UPDATES:
-            lines.append(f"{stage.args.save_weight}: {stage.updates} updates teach little; more data help")
+            advice = "more time helps" if stage.args.max_tokens else "more data help"
+            lines.append(f"{stage.args.save_weight}: {stage.updates} updates teach little; {advice}")
     ratio, (low, high) = first.tokens / first.cost.parameters, TOKENS_PER_PARAMETER
     if size_is_given and ratio < low and first.args.num_hidden_layers > min(DEPTHS):
         lines.append(f"{ratio:,.2f} tokens per parameter: a smaller model learns as much")
@@ -380,20 +438,15 @@ def describe(plan: Plan, limit: str) -> list[str]:
 
 
 def is_forecast(plan: Plan) -> bool:
-    """Whether runs like the first stage were measured. The forecast is made of all the data; of a part of
-    them it would be too low."""
+    """Whether runs like the first stage were measured."""
     first = plan.stages[0]
-    if first.args.max_tokens:
-        return False
     weights = layer_weights(first.args.num_hidden_layers, first.args.hidden_size)
-    return rules.was_checked(weights, first.data.num_tokens, first.args.epochs)
+    return rules.was_checked(weights, first.tokens / first.args.epochs, first.args.epochs)
 
 
 def loss_forecast(plan: Plan) -> str:
     """The held-out loss to expect of pretraining; none where no such run was measured."""
     first = plan.stages[0]
-    if first.args.max_tokens:
-        return "no forecast of the loss: the runs behind it had all their data"
     if not is_forecast(plan):
         return (
             "no forecast of the loss: the runs behind it had texts of at least "
@@ -428,7 +481,8 @@ def shell_file(plan: Plan) -> str:
         "#!/usr/bin/env bash",
         "# Written by scripts/plan.py. Run it again to go on after an interruption.",
     ]
-    lines += ["set -e", f"cd {shlex.quote(str(ROOT))}"]
+    again = ["echo", f"not finished; to go on: bash {shlex.quote(str(shell_path(plan)))}"]
+    lines += ["set -e", f"trap {shlex.quote(shlex.join(again))} ERR", f"cd {shlex.quote(str(ROOT))}"]
     for stage in plan.stages:
         plan_of_it = f"planned {duration(stage.seconds)}, at {stage.ranks / stage.cost.token:,.0f} tokens/s"
         text = f'== {stage.args.save_weight}: {plan_of_it}; the line "run:" has the time at the present speed'
@@ -448,8 +502,13 @@ def shell_file(plan: Plan) -> str:
                 command += [f"--{name}", str(int(value) if isinstance(value, bool) else value)]
         lines.append(shlex.join(command))
     command = ["python", "scripts/plot_metrics.py", args.save_dir, "--html", f"{args.save_dir}/report.html"]
-    lines += [shlex.join(command), f"echo {shlex.quote('chat with it: ' + chat_command(plan))}"]
+    lines += [shlex.join(command), shlex.join(["echo", f"next: {chat_command(plan)}"])]
     return "\n".join(lines) + "\n"
+
+
+def shell_path(plan: Plan) -> Path:
+    """Where the shell file is."""
+    return Path(plan.stages[0].args.save_dir, "run.sh")
 
 
 def chat_command(plan: Plan) -> str:
@@ -473,6 +532,12 @@ def main() -> None:
     say(f"{machine}; {memory / 1e9:.0f} GB of memory")
     ranks = torch.cuda.device_count() if device.type == "cuda" else 1
     tokenizer_path = args.tokenizer_path or ModelConfig.tokenizer_path
+    tokenizer = load_tokenizer(tokenizer_path)
+
+    def shape(depth: int) -> "MiniMindConfig":
+        return model_config(tokenizer, ModelConfig(hidden_size=WIDTH * depth, num_hidden_layers=depth))
+
+    check_first(args, shape, min(depths_for(args, shape)), USABLE * memory, ranks)
     stages = [open_stage(args, train_pretrain, args.pretrain_data, tokenizer_path, ranks)]
     if not args.tokenizer_path and (own := own_tokenizer(args, stages[0].data)):
         tokenizer_path = own
@@ -480,10 +545,6 @@ def main() -> None:
     if args.sft_data:
         stages.append(open_stage(args, train_full_sft, args.sft_data, tokenizer_path, ranks))
     tokenizer = load_tokenizer(tokenizer_path)
-
-    def shape(depth: int) -> "MiniMindConfig":
-        return model_config(tokenizer, ModelConfig(hidden_size=WIDTH * depth, num_hidden_layers=depth))
-
     trigram = trigram_loss(stages[0].data, stages[0].held_out, len(tokenizer))
     begin, before = time.monotonic(), cpu_seconds_of_others()
     costs = measure(stages[0], shape, depths_for(args, shape), gpu, USABLE * memory)
@@ -504,12 +565,14 @@ def main() -> None:
     size_is_given = bool(args.depth or args.size)
     for line in describe(plan, limit) + [f"  unwise: {text}" for text in unwise(plan, size_is_given)]:
         say(line)
-    path = Path(args.save_dir, "run.sh")
+    path = shell_path(plan)
     # names of files need not be UTF-8
     atomic_write(path, lambda file: file.write(os.fsencode(shell_file(plan))))
     forecast = forecast_file(plan)
     atomic_write(Path(args.save_dir, FORECAST), lambda file: file.write(forecast.encode()))
-    say(f"wrote {path}; to run it: bash {shlex.quote(str(path))}; then: {chat_command(plan)}")
+    say(f"wrote {path}; next, in this order (the first ends with {args.save_dir}/report.html):")
+    say(f"  bash {shlex.quote(str(path))}")
+    say(f"  {chat_command(plan)}")
 
 
 if __name__ == "__main__":

@@ -257,20 +257,18 @@ def html_page(
     from matplotlib.colors import to_hex
 
     colors = [to_hex(color) for color in run_colors(len(runs))]
-    main_panel = panels[0]
+    field = panels[0]
     if "reward" in panels and all("reward" in run.figures for run in runs.values()):
-        main_panel = "reward"
-    try:
-        curve = draw(runs, x, [main_panel], size=(8, 4.4))
-    except UserError:  # no run has it
-        return report.page({run.path: run for run in runs.values()}, rows, colors, figure, None, lang)
-    return report.page({run.path: run for run in runs.values()}, rows, colors, curve, figure, lang)
+        field = "reward"
+    return report.page({run.path: run for run in runs.values()}, rows, colors, field, x, figure, lang)
 
 
 def main() -> None:
     """Read the runs, print their table, write the files that are asked for."""
     args = parse_args()
     runs = read_runs(args.metrics)
+    if report.are_stages(list(runs.values())):  # in their order
+        runs = dict(sorted(runs.items(), key=lambda item: report.started(item[1])))
     rows = run_rows(runs)
     for line in table_lines(rows, shutil.get_terminal_size().columns if sys.stdout.isatty() else None):
         say(line)
@@ -281,9 +279,11 @@ def main() -> None:
         return
     # in Chinese names; in HTML they are there
     warnings.filterwarnings("ignore", "Glyph .* missing", UserWarning)
-    x, panels = args.x or AXES[0], args.panels or PANELS
-    figure = draw(runs, x, panels)
-    page = html_page(runs, rows, x, panels, figure, args.lang or "en") if args.html else ""
+    panels = args.panels or PANELS
+    figure = draw(runs, args.x or AXES[0], panels)
+    page = ""
+    if args.html:
+        page = html_page(runs, rows, args.x or "tokens", panels, figure, args.lang or "en")
     for flag, path in (("--png", args.png), ("--html", args.html)):
         try:
             if path and flag == "--png":

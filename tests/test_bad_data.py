@@ -133,7 +133,11 @@ CASES = {
         "x.json",
     ),
     "missing key": Case(PRE, {"content": "a"}, "no 'text' in this record (its keys: 'content'); write {"),
-    "SFT data": Case(PRE, CHAT, "no 'text' in this record (its keys: 'conversations'); is this SFT data?"),
+    "conversation that must not be trained": Case(
+        PRE,
+        chat(USER, {"role": "assistant", "content": "no", "train": False}),
+        "a turn of this conversation is not to be trained, and pretraining trains all of it",
+    ),
     "only empty texts": Case(
         PRE, b'{"text": ""}\n' * 3, "{data}: none of the 3 records gives a sample with something"
     ),

@@ -8,6 +8,7 @@ changes nothing.
 
 import gc
 import math
+import shlex
 import time
 from collections.abc import Iterable
 from typing import Any, cast
@@ -20,6 +21,7 @@ from torch.utils.data import DataLoader
 
 from common.errors import UserError
 from dataset.lm_dataset import TokenDataset
+from dataset.mixing import split_weights
 from trainer.data.datasets import epoch_tokens
 from trainer.devices.device import describe_device
 from trainer.devices.process_group import Logger, gather, is_main_process, reduce_sum, this_rank, world_size
@@ -31,6 +33,8 @@ from trainer.report.speed import Size, read_meter
 from trainer.report.trackers import drawable
 from trainer.run.saving import interrupted, save_and_stop, save_checkpoint, write_weights
 from trainer.run.state import Batch, TrainState
+
+FEW_UPDATES, LONG_RUN = 100, 600  # fewer updates in more seconds are better spent on a smaller model
 
 
 def train_epoch(
@@ -69,6 +73,7 @@ def train_epoch(
         empty = [cast(Any, loader).collate_fn([])]
         trial_pass(state, (empty if state.prepare is None else state.prepare(state, empty))[0])
     state.iters = iters
+    state.stop.seconds_left = lambda: meter.seconds_left(1) if meter.updates else None
     meter.restart()
     while step < iters and not state.finished:
         # the update's micro-batches
@@ -253,6 +258,7 @@ def describe_run(
     passes = state.args.epochs * left / state.total_updates
     parts = [f"run: {left:,} of {updates} are left" if state.update else f"run: {updates}"]
     time_left: list[str] = []
+    advice = ""
     if window[0] is fetched[0] and tokens:
         data = loader.dataset
         # else prompts are counted once
@@ -266,9 +272,26 @@ def describe_run(
             trial_pass(state, window[0])  # it compiles, and asks for memory
             trials = gather((own_tokens, trial_pass(state, window[0])))
         rate = sum(size for size, _ in trials) / max(seconds for _, seconds in trials)
-        time_left += [f"about {duration(amount / rate)}"] if rate else []
+        if rate:
+            time_left.append(f"about {duration(amount / rate)}")
+            if is_exact and state.total_updates < FEW_UPDATES and amount / rate > LONG_RUN:
+                advice = plan_advice(str(state.args.data_path), getattr(data, "kind", ""), amount / rate)
     parts += [f"{passes:.3g} {'pass' if passes == 1 else 'passes'} over the data", *time_left]
-    return f"{', '.join(parts)}; {describe_device(state.device, state.autocast)}"
+    return f"{', '.join(parts)}; {describe_device(state.device, state.autocast)}{advice}"
+
+
+def plan_advice(data_path: str, kind: str, seconds: float) -> str:
+    """A second line for a run that takes long and makes few updates: the command of the plan that fits the
+    model to the data and to this time."""
+    flag = {"pretrain": "--pretrain_data", "sft": "--sft_data"}.get(kind)
+    if flag is None:
+        return ""
+    command = ["python", "scripts/plan.py", flag, ",".join(split_weights(data_path)[0])]
+    command += ["--hours", f"{seconds / 3600:.2g}"]
+    return (
+        "\nso few updates in so long a time teach little; a plan chooses the model and the batch that learn "
+        f"most in it: {shlex.join(command)}"
+    )
 
 
 # --- the log

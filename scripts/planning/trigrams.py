@@ -1,6 +1,7 @@
 """How predictable a text is: the held-out loss of a trigram model of the training data, counted in
 seconds."""
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,18 +16,20 @@ DISCOUNT = 0.75  # taken off each count and given to the shorter contexts
 Ngrams = list[np.ndarray]  # each target with 0, 1 and 2 tokens before it, as one number, int64 [M]
 
 
-def trigram_loss(train: "StageDataset", held_out: "StageDataset", vocabulary: int) -> float:
-    """Nats per held-out target under a trigram model of the training data.
+def trigram_loss(
+    train: "StageDataset", held_out: "StageDataset", vocabulary: int
+) -> Callable[[float], float]:
+    """Nats per held-out target under a trigram model of so many tokens of the training data.
 
-    Of more than COUNTED tokens the first ones are counted, and a power law through the loss of these and of
-    their half leads to the size of the data.
+    At most the first COUNTED tokens are counted; a power law through the loss of these and of their half
+    leads to other amounts.
     """
     seen, asked = ngrams(train, vocabulary), ngrams(held_out, vocabulary)
-    loss = interpolated_loss(seen, asked, vocabulary)
-    if train.num_tokens <= COUNTED:
-        return loss
-    half = interpolated_loss([each[: len(each) // 2] for each in seen], asked, vocabulary)
-    return loss * (loss / half) ** np.log2(train.num_tokens / COUNTED)
+    counted = min(train.num_tokens, COUNTED)
+    loss = half = interpolated_loss(seen, asked, vocabulary)
+    if len(seen[0]) > 1:
+        half = interpolated_loss([each[: len(each) // 2] for each in seen], asked, vocabulary)
+    return lambda tokens: loss * (loss / half) ** float(np.log2(tokens / counted))
 
 
 def ngrams(data: "StageDataset", vocabulary: int) -> Ngrams:

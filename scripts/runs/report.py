@@ -1,82 +1,126 @@
 """The page that `plot_metrics.py --html` writes, to send to somebody: what was trained in a sentence, one
 large curve, what the model wrote from first to last, the verdict, the plan against what came; then the table,
-and folded away the other curves and the settings."""
+and folded away the other curves and the settings. Its words are in words.py."""
 
 import io
 import json
+import math
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from scripts.runs.curve import curve_svg
 from scripts.runs.run import FORECAST, Run
+from scripts.runs.words import WORDS, amount, long_time
 from trainer.report.metrics import duration
 
 PAGE = Path(__file__).parent / "page.html"
-WORDS = {
-    "en": {
-        "title": "A model of {parameters} parameters, trained on {tokens} tokens in {time}",
-        "several": "{count} runs, {time} in all",
-        "samples": "What the model writes, by update",
-        "results": "Results",
-        "curves": "more curves",
-        "environment": "environment",
-        "settings": "settings",
-        "others": "starts, data and code",
-        "unknown": "not known",
-        "update": "update",
-        "planned": "planned {planned}, took {took}",
-        "expected": "held-out loss {low:.2f} to {high:.2f} expected, {came:.2f} came",
-    },
-    "zh": {
-        "title": "一个 {parameters} 参数的模型，用 {time} 训练了 {tokens} 个 token",
-        "several": "{count} 次训练，共 {time}",
-        "samples": "模型写出的内容（按更新次数）",
-        "results": "结果",
-        "curves": "更多曲线",
-        "environment": "环境",
-        "settings": "设置",
-        "others": "启动记录、数据与代码",
-        "unknown": "未知",
-        "update": "更新",
-        "planned": "计划 {planned}，实际 {took}",
-        "expected": "预计验证损失 {low:.2f} 到 {high:.2f}，实际 {came:.2f}",
-    },
-}
+PROMPTS, MANY_RUNS = 3, 3  # prompts beside the curve; runs of which each is a row of the table
+SAME = 0.005  # evaluations differ by chance by this share
 
 
-def amount(number: float) -> str:
-    """A number of parameters or tokens as text for people."""
-    for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if number >= size:
-            return f"{number / size:.3g} {unit}"
-    return f"{number:.0f}"
+class Outcome(NamedTuple):
+    """A figure as it was planned and as it came."""
+
+    name: str  # a key of the words
+    planned: str
+    came: str
+
+
+def are_stages(runs: list[Run]) -> bool:
+    """Whether the runs are stages of one model, one after the other, and not runs to compare."""
+    sizes = {(run.about or {}).get("parameters") for run in runs}
+    return len(sizes) == 1 and len({run.settings.get("stage") for run in runs}) == len(runs)
+
+
+def started(run: Run) -> str:
+    """When a run was started first, as sortable text."""
+    try:
+        return str((run.about or {})["starts"][0]["time"])
+    except (LookupError, TypeError):
+        return ""
+
+
+def bytes_read(run: Run) -> float:
+    """About how much text a run has read; NaN where its evaluations do not tell how long its tokens are."""
+    last = next((each for each in reversed(run.records) if each.get("eval_bpb")), None)
+    if last is None or not last.get("eval_loss"):
+        return math.nan
+    return run.figures["tokens"] * last["eval_loss"] / math.log(2) / last["eval_bpb"]
 
 
 def title(runs: list[Run], lang: str) -> str:
-    """What was trained, in a sentence. Runs of one size count as the stages of one model."""
+    """What was trained, in a sentence."""
     words = WORDS[lang]
-    time = duration(sum(run.figures["seconds"] for run in runs))
-    sizes = {(run.about or {}).get("parameters", 0) for run in runs}
-    if len(sizes) > 1 or not all(isinstance(size, int) and size > 0 for size in sizes):
-        return words["several"].format(count=len(runs), time=time)
-    tokens = amount(sum(run.figures["tokens"] for run in runs))
-    return words["title"].format(parameters=amount(sizes.pop()), tokens=tokens, time=time)
+    time = long_time(sum(run.figures["seconds"] for run in runs), lang)
+    size = (runs[0].about or {}).get("parameters")
+    model = words["a model"]
+    if isinstance(size, (int, float)):
+        model = words["a model of"].format(parameters=amount(size, lang))
+    if not are_stages(runs):
+        return words["compared"].format(count=len(runs), time=time)
+    if any("reward" in run.figures for run in runs):
+        updates = sum(run.figures["update"] for run in runs)
+        return words["practised"].format(model=model, updates=f"{updates:,.0f}", time=time)
+    text = sum(bytes_read(run) for run in runs)
+    if math.isnan(text):
+        tokens = amount(sum(run.figures["tokens"] for run in runs), lang)
+        return words["read tokens"].format(model=model, tokens=tokens, time=time)
+    size_of_text = f"{text / 1e9:.2g} GB" if text >= 1e9 else f"{text / 1e6:.2g} MB"
+    return words["read"].format(model=model, text=size_of_text, time=time)
 
 
-def outcome(metrics: Path, run: Run, lang: str = "en") -> str | None:
-    """A run beside what the plan in its folder (scripts/plan.py) had expected; None without one."""
+def verdict(run: Run, lang: str) -> list[str]:
+    """What came of a run, in sentences."""
+    words, said = WORDS[lang], []
+    if "reward" in run.figures:
+        rewards = [each["reward"] for each in run.records if "reward" in each]
+        count = max(1, len(rewards) // 10)
+        first, last = (sum(part) / count for part in (rewards[:count], rewards[-count:]))
+        return [words["reward"].format(first=first, last=last)]
+    found = [(each["update"], each["eval_loss"]) for each in run.records if "eval_loss" in each]
+    if not found:
+        return [words["nothing held out"]]
+    (last_update, now), (_, first) = found[-1], found[0]
+    low, low_update = min((value, update) for update, value in found)
+    before = [value for update, value in found if update <= 0.8 * last_update]
+    if len(found) == 1:
+        said.append(words["one evaluation"].format(now=now))
+    elif now - low > SAME * abs(low):
+        said.append(words["risen"].format(low=low, update=f"{low_update:,.0f}", now=now))
+    elif (before or [first])[-1] - now > SAME * abs(now):
+        said.append(words["falling"].format(first=first, now=now))
+    else:
+        said.append(words["flat"].format(first=first, now=now))
+    if not math.isnan(bytes_read(run)) and now < 20:
+        choices = math.exp(now)
+        said.append(words["choices"].format(count=f"{choices:,.1f}" if choices < 10 else f"{choices:,.0f}"))
+    return said
+
+
+def outcomes(metrics: Path, run: Run) -> list[Outcome]:
+    """A run beside what the plan in its folder (scripts/plan.py) had expected; empty without one."""
     try:
-        plans = json.loads((metrics.parent / FORECAST).read_bytes())
-        plan = plans[metrics.name.removesuffix("_metrics.jsonl")]
-        words = WORDS[lang]
-        seconds = duration(float(plan["seconds"]))
-        text = words["planned"].format(planned=seconds, took=duration(run.figures["seconds"]))
-        if plan["eval_loss"] and "eval_loss" in run.figures:
+        plan = json.loads((metrics.parent / FORECAST).read_bytes())
+        plan = plan[metrics.name.removesuffix("_metrics.jsonl")]
+        figures = run.figures
+        found = [
+            Outcome("time", duration(float(plan["seconds"])), duration(figures["seconds"])),
+            Outcome("tokens", f"{float(plan['tokens']):,.0f}", f"{figures['tokens']:,.0f}"),
+        ]
+        if plan["eval_loss"] and "eval_loss" in figures:
             low, _, high = map(float, plan["eval_loss"])
-            came = run.figures["eval_loss"]
-            text += "; " + words["expected"].format(low=low, high=high, came=came)
-        return text
+            found.append(Outcome("eval_loss", f"{low:.2f} – {high:.2f}", f"{figures['eval_loss']:.2f}"))
+        return found
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        return None
+        return []
+
+
+def outcome(metrics: Path, run: Run) -> str | None:
+    """The same as a line for the console; None without a plan."""
+    names = {"time": "time", "tokens": "tokens", "eval_loss": "held-out loss"}
+    found = outcomes(metrics, run)
+    parts = [f"{names[each.name]} {each.came} (planned {each.planned})" for each in found]
+    return ", ".join(parts) if parts else None
 
 
 def svg(figure: Any) -> str:
@@ -89,34 +133,64 @@ def svg(figure: Any) -> str:
     return file.getvalue().partition("<!DOCTYPE")[2].partition(">")[2]
 
 
+def first_and_last(samples: dict[str, list[tuple[int, str]]]) -> dict[str, list[tuple[int, str]]]:
+    """Of the first prompts the first answer and the last one."""
+    chosen = list(samples.items())[:PROMPTS]
+    return {prompt: answers[:1] + answers[1:][-1:] for prompt, answers in chosen}
+
+
+def short_path(cell: str) -> str:
+    """A cell of the table; of paths the last part."""
+    return ",".join(Path(part).name or part for part in cell.split(",")) if "/" in cell else cell
+
+
 def page(
-    runs: dict[Path, Run], rows: list[list[str]], colors: list[str], curve: Any, others: Any, lang: str
+    runs: dict[Path, Run],
+    rows: list[list[str]],
+    colors: list[str],
+    field: str,
+    x: str,
+    others: Any,
+    lang: str,
 ) -> str:
-    """The page. rows: the table with its head. curve: the figure of the loss or reward. others: the figure of
-    everything else, or None."""
+    """The page. rows: the table with its head. field: what the large curve shows. others: the figure of
+    everything else."""
     from jinja2 import Template
     from markupsafe import Markup
 
-    lines = []
-    for (path, run), cells in zip(runs.items(), rows[1:], strict=True):
-        said = (run.about or {}).get("last_lines") or []
-        lines += [(cells[0], str(line)) for line in said] if isinstance(said, list) else []
-        if came := outcome(path, run, lang):
-            lines.append((cells[0], came))
-    every = list(runs.values())
-    last = max(every, key=lambda run: bool(run.samples or run.rollout))
+    words, every = WORDS[lang], list(runs.values())
+    columns = [{"reward": words["reward axis"], "loss": words["loss axis"]}.get(field, field), words[x]]
+    starts = [0.0] * len(every)
+    if are_stages(every):  # each begins where the one before ended
+        for i in range(1, len(every)):
+            starts[i] = starts[i - 1] + every[i - 1].figures[x]
+    curves = []
+    for width, height in ((760, 430), (400, 330)):
+        drawn = curve_svg(every, colors, field, x, width, height, columns, starts)
+        curves.append(Markup(drawn))
+    # of stages the last one, of runs to compare the best, which is the first
+    by_interest = every[::-1] if are_stages(every) else every
+    told = max(by_interest, key=lambda run: bool(run.samples or run.rollout))
+    shown = told.samples or told.rollout
+    table = [[words.get(cell, cell) for cell in rows[0]]]
+    table += [[row[0], *map(short_path, row[1:])] for row in rows[1:]]
     template = Template(
         PAGE.read_text(encoding="utf-8"), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
     return template.render(
         lang=lang,
-        words=WORDS[lang],
+        words=words,
         title=title(every, lang),
-        lines=lines,
-        shown=last.samples or last.rollout,
-        head=rows[0],
+        shown=first_and_last(shown),
+        samples_of_run=told,
+        table=table if len(every) > MANY_RUNS else list(zip(*table, strict=True)),
+        is_turned=len(every) <= MANY_RUNS,
+        names=[row[0] for row in rows[1:]],
         runs=[*zip(every, rows[1:], colors, strict=True)],
-        curve=Markup(svg(curve)),
-        other_curves=Markup(svg(others)) if others is not None else "",
+        verdicts=[verdict(run, lang) for run in every],
+        outcomes=[outcomes(path, run) for path, run in runs.items()],
+        curves=curves,
+        has_held_out=any(f"eval_{field}" in record for run in every for record in run.records),
+        other_curves=Markup(svg(others)),
         dumps=json.dumps,
     )

@@ -29,7 +29,8 @@ PLACES = {
     "log_file",
     "log_dir",
 }
-PLACES |= {"tensorboard_dir"}  # settings that say where a run lies, not what it does
+# settings that say where a run lies and how often it reports, not what it does
+PLACES |= {"tensorboard_dir", "log_interval", "eval_interval", "save_interval"}
 PROMPTS, ANSWERS, WARNINGS, CHARACTERS = 8, 5, 20, 400  # that are kept of a run; characters of a text
 # records that are read at a time, some four milliseconds of work; seconds behind them
 BLOCK, PAUSE = 500, 0.001

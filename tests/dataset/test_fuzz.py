@@ -243,7 +243,9 @@ def outcome(small_tokenizer):
         bad = [
             int(number) + FIRST_ELEMENT * (mark == "[") for mark, number in (each.groups() for each in named)
         ]
-        good = report["documents" if kind == "pretrain" else "conversations"]
+        good = report["conversations"]
+        if kind == "pretrain":
+            good += report["documents"]
         assert len(bad) == report["skipped_bad_records"] == report["records"] - good
         assert on_bad_data == "skip" or not bad
         for lines in (np.array(bad), cache.sources[:, 1]):  # of records with an index, and of those without

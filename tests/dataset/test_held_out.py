@@ -337,6 +337,7 @@ def test_no_held_out_conversation_is_trained_in_another_spelling_or_stage(write,
         ),
         "dpo": ("dpo", [pair_of(each) for each in records]),
         "pretrain": ("pretrain", [rendered(tokenizer, each) for each in records]),
+        "pretrain on conversations": ("pretrain", records),
     }
 
     def lines(name: str, is_held_out: bool) -> set[int]:

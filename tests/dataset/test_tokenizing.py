@@ -184,6 +184,23 @@ def conversation(*turns):
     }
 
 
+def test_pretraining_takes_a_conversation_as_sft_renders_it(tokenizer):
+    """Chosen record by record; what follows is a target, the user's words too, and no byte is counted
+    twice."""
+    record, text = conversation("What? 北京", "the river", "And?", "a <|im_end|> b"), {"text": "the river"}
+    sft = samples_of(tokenizer, "sft", [record], 1000)
+    for max_length in (1000, 9):
+        both = samples_of(tokenizer, "pretrain", [record, text], max_length)
+        mine = [i for i in range(len(both.lengths)) if both.lines[i] == 1]
+        pieces = [split(both, both.tokens)[i].tolist() for i in mine]
+        assert pieces[0] + [token for piece in pieces[1:] for token in piece[1:]] == sft.tokens.tolist()
+        assert both.num_targets[mine].sum() == len(sft.tokens) - 1
+        special = set(tokenizer.all_special_ids)
+        words = [token for token in sft.tokens[1:].tolist() if token not in special]
+        assert both.target_bytes[mine].sum() == spelled(tokenizer, words)
+        assert (both.counts["conversations"], both.counts["documents"]) == (1, 1)
+
+
 def test_a_long_conversation_is_cut_behind_the_last_turn_that_fits(tokenizer):
     record = conversation("one", "first answer", "two", "second answer", "three", "third answer")
     whole = samples_of(tokenizer, "sft", [record], 1000)

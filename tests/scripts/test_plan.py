@@ -9,6 +9,7 @@ import shutil
 import sys
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -46,6 +47,7 @@ def start(data, tmp_path, monkeypatch, capsys):
             "save_dir": tmp_path,
             "cache_dir": data / "cache",
         } | paths
+        given = {name: value for name, value in given.items() if value is not None}
         argv = [str(part) for name, value in given.items() for part in (f"--{name}", value)]
         monkeypatch.setattr(sys, "argv", ["plan.py", *argv, *map(str, flags)])
         plan.main()
@@ -183,6 +185,32 @@ def test_conversations_are_tokenised_with_the_vocabulary_that_is_used_alone(star
     assert sorted(kinds) == ["pretrain"] * 4 + ["sft"] * 2
 
 
+def test_conversations_alone_are_pretrained_on_and_then_taught(start, data, tmp_path):
+    """The same ones are held out of both stages."""
+    cache = tmp_path / "cache"
+    start("--depth", 1, pretrain_data=None, sft_data=data / "chat.jsonl", cache_dir=cache)
+    flags = [dict(zip(*[iter(each[2:])] * 2, strict=True)) for each in commands(tmp_path)[:2]]
+    assert [each["--data_path"] for each in flags] == [str(data / "chat.jsonl")] * 2
+    assert chat_flags(tmp_path).weight is None
+    held_out = {}
+    for meta in cache.glob("*/meta.json"):
+        content = json.loads(meta.read_text())
+        if content["split"][1]:
+            lines = np.fromfile(meta.with_name("sources.bin"), np.int64).reshape(-1, 2)[:, 1]
+            held_out.setdefault(content["kind"], set()).add(frozenset(lines.tolist()))
+    assert held_out["pretrain"] == held_out["sft"] and len(held_out["sft"]) == 1
+    with pytest.raises(UserError, match="give --pretrain_data, --sft_data or both"):
+        start(pretrain_data=None)
+
+
+def test_too_little_time_is_said_before_all_is_tokenised(start, monkeypatch, tmp_path):
+    monkeypatch.setattr(plan, "LITTLE_TEXT", 0)
+    monkeypatch.setattr(plan, "START", 3.0)
+    with pytest.raises(UserError, match=r"--hours 0.001: 100 updates of a model of 192 x 3 take"):
+        start("--hours", 0.001, "--depth", 3, cache_dir=tmp_path / "cache")
+    assert not (tmp_path / "cache").exists()
+
+
 class Data(SimpleNamespace):
     mean_tokens = TokenDataset.mean_tokens
     cache = SimpleNamespace(report={"target_bytes": 3000, "targets": 1000})
@@ -208,7 +236,7 @@ def test_a_plan_keeps_to_memory_and_time(costs, memory, limit):
     args = train_pretrain.Args(batch_size=None, learning_rate=None, accumulation_steps=1)
     stages = [plan.Stage(train_pretrain, args, data, held_out, 1, Cost())]
     try:
-        best, limited = plan.choose(stages, costs, memory, limit, 5.0)
+        best, limited = plan.choose(stages, costs, memory, limit, lambda tokens: 5.0)
     except UserError:
         stage = stages[0].with_model(min(costs), costs[min(costs)], 1, memory, plan.SMALLEST_SHARE)
         assert len(costs) > 1 or stage.memory > memory or stage.seconds > limit
@@ -250,7 +278,7 @@ def test_little_time_takes_a_part_of_the_data():
     args = train_pretrain.Args(batch_size=None, learning_rate=None, accumulation_steps=1)
     stages = [plan.Stage(train_pretrain, args, data, held_out, 1, Cost())]
     costs = {1: Cost(10**6, 1e7, 1e-3, 0.01, 1e4, True)}  # 3,000 s for a pass
-    best, limited = plan.choose(stages, costs, 1e11, 600.0, 5.0)
+    best, limited = plan.choose(stages, costs, 1e11, 600.0, lambda tokens: 5.0)
     (stage,) = best.stages
     assert limited == "hours" and stage.args.epochs == 1 and 400 < best.seconds <= 600
     assert 0 < stage.args.max_tokens < data.num_tokens and stage.tokens < 600_000

@@ -1,6 +1,8 @@
 """An update is the same however it is cut into micro-batches and ranks, at the tail of an epoch too."""
 
 import re
+import shlex
+import sys
 import time
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -9,9 +11,11 @@ import pytest
 import torch
 
 from common.errors import UserError
+from scripts import plan
 from tests.conftest import write_jsonl
 from tests.stage_process import Faults, run
 from tests.trainer.stage_flags import assert_same_tensors, flags, records, saved_state
+from trainer import loop
 from trainer.data.order import epoch_loader
 from trainer.loop import train_epoch, trial_pass
 from trainer.report.metrics import read_metrics
@@ -255,3 +259,27 @@ def test_a_call_without_the_run_is_one_line():
     """With MiniMind's arguments alone."""
     with pytest.raises(UserError, match=r"train_epoch\(state, epoch, loader, iters, start_step, wandb\)"):
         train_epoch(0, [], 500, 0, None)  # pyrefly: ignore[bad-argument-type]
+
+
+@pytest.mark.parametrize(
+    ("kind", "flag"), [("pretrain", "--pretrain_data"), ("sft", "--sft_data"), ("dpo", None)]
+)
+def test_the_plan_that_a_long_run_of_few_updates_is_advised_to_make(kind, flag, monkeypatch):
+    advice = loop.plan_advice("my data.jsonl:0.5,b.jsonl:0.5", kind, 4500.0)
+    if flag is None:
+        assert advice == ""
+        return
+    script, *argv = shlex.split(advice.partition(": python ")[2])
+    monkeypatch.setattr(sys, "argv", [script, *argv])
+    with pytest.raises(UserError, match=r"my data\.jsonl: no such file"):
+        plan.parse_args()
+    assert argv == [flag, "my data.jsonl,b.jsonl", "--hours", "1.2"]
+
+
+def test_a_long_run_of_few_updates_names_the_plan(corpus, tmp_path):
+    argv = flags(corpus, tmp_path, "pretrain", batch_size=16, epochs=1)
+    assert "plan.py" not in run("pretrain", argv).out
+    long = Faults(script="import trainer.loop; trainer.loop.LONG_RUN = 0")
+    out = run("pretrain", argv, long).out
+    (line,) = [line for line in out.splitlines() if "plan.py" in line]
+    assert f"python scripts/plan.py --pretrain_data {corpus['pretrain']} --hours " in line

@@ -9,7 +9,7 @@ import os
 import signal
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -21,6 +21,7 @@ from common.errors import Interrupted, LostRank, UserError, WriteError, reason
 from common.launcher import launch
 from trainer.devices.device import peak_memory_mb, reserved_memory_mb
 from trainer.devices.process_group import LOST, leave_process_group, lost_rank_message
+from trainer.report.metrics import duration
 
 NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "Cannot allocate memory")
 
@@ -135,6 +136,8 @@ class StopRequest:
     def __init__(self):
         self.signal = 0  # the number of the signal that came; 0: none
         self.defer = False
+        # the loop's estimate of an update's seconds, None before the first one
+        self.seconds_left: Callable[[], float | None] = lambda: None
         self._since = 0.0
 
     def install(self) -> "StopRequest":
@@ -165,7 +168,12 @@ class StopRequest:
         if not self.signal:
             self.signal, self._since = number, now
             if launch().local_rank == 0:
-                write_now(f"{name}: finishing this update, then saving")
+                seconds = self.seconds_left()
+                about = "" if seconds is None else f", at most about {duration(seconds)}"
+                text = f"{name}: finishing this update{about}, then saving"
+                if number == signal.SIGINT:
+                    text += "; a second Ctrl-C stops at once, and the last checkpoint remains"
+                write_now(text)
 
 
 def ignore_stop_signals(_: int = 0) -> None:

@@ -56,7 +56,8 @@ def plain_loss(known: list[list[int]], asked: list[list[int]]) -> float:
 
 @given(SAMPLES, SAMPLES)
 def test_the_loss_is_that_of_a_model_counted_in_dictionaries(known, asked):
-    loss = trigrams.trigram_loss(dataset(known), dataset(asked), VOCABULARY)
+    data = dataset(known)
+    loss = trigrams.trigram_loss(data, dataset(asked), VOCABULARY)(data.num_tokens)
     assert loss == pytest.approx(plain_loss(known, asked), rel=1e-9)
 
 
@@ -83,7 +84,7 @@ def test_masked_tokens_are_context_only():
     loss = trigrams.trigram_loss(
         dataset(known, [[0, 0, 1, 0, 0, 1]]), dataset(asked, [[0, 0, 1]]), VOCABULARY
     )
-    assert loss < trigrams.trigram_loss(dataset(known), dataset(asked, [[0, 0, 1]]), VOCABULARY)
+    assert loss(6) < trigrams.trigram_loss(dataset(known), dataset(asked, [[0, 0, 1]]), VOCABULARY)(6)
 
 
 def test_a_corpus_larger_than_what_is_counted_is_extrapolated(monkeypatch):
@@ -99,7 +100,10 @@ def test_a_corpus_larger_than_what_is_counted_is_extrapolated(monkeypatch):
         return tokens
 
     known, asked = dataset([text(8000)]), dataset([text(2000)])
-    whole = trigrams.trigram_loss(known, asked, 40)
+    of_whole = trigrams.trigram_loss(known, asked, 40)
+    whole = of_whole(8000)
     monkeypatch.setattr(trigrams, "COUNTED", 4000)
-    assert trigrams.trigram_loss(known, asked, 40) == pytest.approx(whole, rel=0.05)
+    of_half = trigrams.trigram_loss(known, asked, 40)
+    assert of_half(8000) == pytest.approx(whole, rel=0.05)
+    assert of_whole(4000) == pytest.approx(of_half(4000), rel=1e-9)
     assert trigrams.interpolated_loss(*(trigrams.ngrams(each, 40) for each in (known, asked)), 40) > whole

@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -46,10 +47,11 @@ def test_a_signal_finishes_the_update_and_saves(corpus, tmp_path, whole, number)
     # the first half of update 4
     stopped = run("pretrain", argv, Faults(signals={7: number}), status=128 + number)
     name = signal.Signals(number).name
-    assert stopped.error_lines == [
-        f"{name}: finishing this update, then saving",
-        f"stopped: by {name} after update 4 of 24, which is saved; --from_resume 1 goes on from there",
-    ]
+    finishing, last = stopped.error_lines
+    assert re.match(rf"{name}: finishing this update, at most about \d+ s, then saving", finishing)
+    assert ("a second Ctrl-C stops at once" in finishing) == (number == signal.SIGINT)
+    text = f"stopped: by {name} after update 4 of 24, which is saved; --from_resume 1 goes on from there"
+    assert last == text
     assert saved_state(tmp_path)["update"] == 4
     # again, this time while it evaluates
     run("pretrain", argv, Faults(eval_signal=number), status=128 + number)
@@ -127,6 +129,24 @@ def test_a_signal_that_comes_again_does_not_disturb_the_end():
         assert stop.signal == signal.SIGTERM
     with StopRequest(), pytest.raises(Interrupted):
         signal.raise_signal(signal.SIGTERM)
+
+
+def test_a_second_ctrl_c_stops_within_the_update(corpus, tmp_path):
+    """The last save is whole, and the run goes on from it."""
+    argv = flags(corpus, tmp_path, "pretrain", batch_size=4, accumulation_steps=40, epochs=9, from_resume=1)
+    metrics = tmp_path / "out/pretrain_32_metrics.jsonl"
+    process = StageProcess("pretrain", argv, Faults(sleep=0.5))
+    wait_for_records(metrics, 1, process.process.is_alive)
+    process.send(signal.SIGINT)
+    time.sleep(2.5)
+    process.send(signal.SIGINT)
+    begin = time.time()
+    assert process.wait(60) == 130 and time.time() - begin < 3
+    finishing, stopped = process.error_lines
+    seconds = int(re.search(r"at most about (\d+) s", finishing)[1])
+    assert 6 <= seconds <= 20 and stopped.startswith("stopped: by SIGINT; --from_resume 1 goes on from")
+    done = saved_state(tmp_path)["update"]
+    assert f"at epoch {done}, update {done} of 9" in run("pretrain", argv).out
 
 
 def test_two_ranks_stop_at_the_same_update(corpus, tmp_path):

@@ -1,0 +1,110 @@
+"""The page of the report: what it says of a run, in both languages, and what it draws."""
+
+import json
+import math
+import re
+
+import pytest
+
+from scripts.runs import report
+from scripts.runs.curve import curve_svg, ticks
+from scripts.runs.run import Run
+from scripts.runs.words import WORDS, long_time
+
+
+def run_of(losses: list[float], about: dict | None = None, stage: str = "a.py", **more) -> Run:
+    """A run of an evaluation every ten updates; a token spells two bytes."""
+    run = Run()
+    for i, loss in enumerate(losses, 1):
+        bits = loss / math.log(2) / 2
+        run.add(
+            {"update": 10 * i, "tokens": 10**6 * i, "seconds": 60.0 * i, "loss": loss + 1}
+            | {"eval_loss": loss, "eval_bpb": bits}
+            | more
+        )
+    run.about, run.settings = about or {"parameters": 1_300_000}, {"stage": stage}
+    return run
+
+
+def test_the_words_are_the_same_in_both_languages():
+    fields = {lang: {key: re.findall(r"{\w+", text) for key, text in WORDS[lang].items()} for lang in WORDS}
+    assert fields["en"].keys() == fields["zh"].keys()
+    assert all(sorted(names) == sorted(fields["zh"][key]) for key, names in fields["en"].items())
+
+
+def test_the_title_says_what_was_trained():
+    run = run_of([5.0, 4.0, 3.0])
+    assert report.title([run], "en") == "A model of 1.3 M parameters read 6 MB of text in 3 minutes"
+    assert report.title([run], "zh") == "一个 130 万参数的模型，用 3 分钟读了 6 MB 文本"
+    both = [run, run_of([4.0], stage="b.py")]
+    assert report.title(both, "en") == "A model of 1.3 M parameters read 8 MB of text in 4 minutes"
+    assert report.title([run, run_of([4.0])], "en") == "2 runs compared, 4 minutes in all"
+    assert report.title([run_of([4.0], {"x": 1})], "en") == "A model read 2 MB of text in 60 seconds"
+    plain = run_of([4.0], eval_bpb=None)
+    assert report.title([plain], "en") == "A model of 1.3 M parameters read 1 M tokens in 60 seconds"
+    rewarded = run_of([4.0], reward=0.5)
+    assert "practised for rewards, 10 updates in 60 seconds" in report.title([rewarded], "en")
+    assert long_time(7500, "en") == "2.1 hours" and long_time(30, "zh") == "30 秒"
+
+
+@pytest.mark.parametrize(
+    ("losses", "said"),
+    [
+        ([5.0, 4.0, 3.5, 3.2, 3.0], "fell from 5.00 to 3.00 and was still falling"),
+        ([5.0, 3.02, 3.01, 3.01, 3.0], "fell from 5.00 to 3.00 and hardly changes"),
+        ([5.0, 3.0, 3.2, 3.4, 3.6], "was lowest, 3.00, at update 20 and is now 3.60"),
+        ([3.0], "is 3.00."),
+    ],
+)
+def test_the_verdict(losses, said):
+    verdict = report.verdict(run_of(losses), "en")
+    assert said in verdict[0] and verdict[1].startswith(
+        f"It is as unsure of the next token as if {math.exp(losses[-1]):.0f} "
+    )
+    assert f"{losses[-1]:.2f}" in report.verdict(run_of(losses), "zh")[0]
+
+
+def test_the_verdict_without_held_out_text_and_of_rewards():
+    run = Run()
+    run.add({"update": 1, "tokens": 1, "seconds": 1.0, "loss": 1.0})
+    assert report.verdict(run, "en") == [WORDS["en"]["nothing held out"]]
+    (said,) = report.verdict(run_of([1.0, 2.0], reward=0.25), "en")
+    assert "from 0.250 to 0.250" in said
+
+
+def test_a_plan_beside_what_came(tmp_path):
+    metrics, run = tmp_path / "pretrain_64_metrics.jsonl", run_of([5.0, 4.0])
+    assert report.outcomes(metrics, run) == []
+    plan = {"seconds": 90.0, "tokens": 1_900_000, "eval_loss": [3.8, 4.1, 4.4]}
+    (tmp_path / "plan.json").write_text(json.dumps({"pretrain_64": plan}))
+    assert [tuple(each) for each in report.outcomes(metrics, run)] == [
+        ("time", "1.5 min", "2.0 min"),
+        ("tokens", "1,900,000", "2,000,000"),
+        ("eval_loss", "3.80 – 4.40", "4.00"),
+    ]
+    assert report.outcome(metrics, run).endswith("held-out loss 4.00 (planned 3.80 – 4.40)")
+    (tmp_path / "plan.json").write_text('{"pretrain_64": {"seconds": "soon"}}')
+    assert report.outcome(metrics, run) is None
+
+
+def test_paths_are_short_and_other_cells_are_whole():
+    assert report.short_path("/a/b/c.jsonl,/d/e.txt") == "c.jsonl,e.txt"
+    assert report.short_path("1.5e-3") == "1.5e-3"
+
+
+def test_the_curve_has_each_point_where_it_belongs():
+    svg = curve_svg([run_of([5.0, 4.0, 3.0])], ["#123456"], "loss", "tokens", 760, 430, ["a<b", "x"], [0.0])
+    trained, held_out = re.findall(r'<polyline class="([\w-]+)" stroke="#123456" points="([^"]+)"', svg)
+    assert (trained[0], held_out[0]) == ("trained", "held-out") and svg.count("<circle") == 3
+    points = [tuple(map(float, pair.split(","))) for pair in held_out[1].split()]
+    assert [at for at, _ in points] == sorted(at for at, _ in points) and points[-1][0] == 746.0
+    assert [y for _, y in points] == sorted(y for _, y in points)  # lower is further down
+    assert "a&lt;b" in svg and curve_svg([run_of([1.0])], ["#0"], "kl", "tokens", 9, 9, ["", ""], [0.0]) == ""
+
+
+@pytest.mark.parametrize("span", [(0.0, 1.0), (2.5, 8.8), (0.0, 3e6), (-0.2, 0.013), (1.0, 1.0)])
+def test_ticks_are_round_and_few(span):
+    found = ticks(*span, 6)
+    assert len(found) <= 7 and all(span[0] - 1e-9 <= each <= span[1] + 1e-9 for each in found)
+    if span[0] < span[1]:
+        assert len(found) >= 2
