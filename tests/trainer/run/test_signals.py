@@ -137,6 +137,7 @@ def test_a_second_ctrl_c_stops_within_the_update(corpus, tmp_path):
     metrics = tmp_path / "out/pretrain_32_metrics.jsonl"
     process = StageProcess("pretrain", argv, Faults(sleep=0.5))
     wait_for_records(metrics, 1, process.process.is_alive)
+    time.sleep(1.5)  # within the next update
     process.send(signal.SIGINT)
     time.sleep(2.5)
     process.send(signal.SIGINT)
