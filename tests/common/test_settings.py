@@ -249,7 +249,7 @@ YAML = {
     ),
     "batch_size: 8": "FILE: section batch_size must be a mapping of settings, not 8",
     "- training": "FILE: must be a mapping of sections, not ['training']",
-    "stage: {thinking_ratio: 1}": "FILE: stage.thinking_ratio is unknown: use --open_thinking 1",
+    "stage: {mini_batch_size: 1}": "FILE: stage.mini_batch_size is unknown: use --batch_size",
     "training: {epochs: !!python/name:os.system ''}": "--config FILE cannot be read (could not determine a",
     "training: {epochs: 1": "--config FILE cannot be read (while parsing a flow mapping",
     "a: " + "[" * 1000: "--config FILE cannot be read (maximum recursion depth exceeded",
