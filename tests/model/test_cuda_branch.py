@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dataset.lm_dataset import collate_flat, collate_shared
 from model import fused
-from model.fused import group_size, padded_attention, repeat_heads
+from model.fused import group_size
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM, MOEFeedForward
 from tests.model.test_model_minimind import SHAPES, VOCAB, build, flat_batch, gradients, ragged
 from trainer.devices.wrapping import transformer_layers
@@ -176,13 +176,6 @@ def test_every_expert_has_rows_in_training_and_matrices_fit_cudas_product(rank, 
     with GroupedProducts() as seen, torch.no_grad():
         layer(x)
     assert seen.calls >= 3 and seen.empty >= 3 * 4  # an answer reads the experts that it uses
-
-
-def test_repeated_heads_are_grouped_queries():
-    q, k, v = (torch.randn(9, heads, 8) for heads in (6, 2, 2))
-    want = padded_attention(q[None], k[None], v[None], mask=None)
-    got = padded_attention(q[None], repeat_heads(k, 6)[None], repeat_heads(v, 6)[None], mask=None)
-    torch.testing.assert_close(got, want)
 
 
 @pytest.mark.parametrize(("shape", "grouped"), [("dense", True), ("moe", True), ("moe_top2", False)])

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from model import fused, generation
+from model import generation
 from model.generation import Answer, Decoder, generate
 from model.model_minimind import MiniMindForCausalLM
 from model.sampling import Sampling
@@ -105,14 +105,6 @@ def test_half_a_step_that_fails_changes_nothing(half, monkeypatch):
                     with suppress(MemoryError):
                         part(group)
     assert tokens_of(groups) == expected
-
-
-def test_the_model_may_say_nothing_but_its_end_token():
-    model = build("dense")
-    (prompt,) = prompts_of(5)
-    first = reference(model, prompt, 1)[0]
-    ((answer,),) = generate(model, [prompt], [[GREEDY]], 10, [first])
-    assert answer.tokens == [first] and answer.finish == "stop"
 
 
 def test_a_seed_gives_the_same_answer_in_any_company(monkeypatch):
@@ -222,19 +214,6 @@ def test_the_memory_of_a_gpu_says_how_many_answers_are_written_at_once(monkeypat
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 9 * row)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 3 * row)
     assert generation.fitting_slots(gpu, 100) == 8
-
-
-@pytest.mark.parametrize("rows", [fused.MIN_ROWS_FOR_ONEDNN_HEAD - 1, fused.MIN_ROWS_FOR_ONEDNN_HEAD, 40])
-def test_logits_of_several_rows_are_made_by_onednn(rows):
-    """They are the head's."""
-    model = build("dense")
-    decoder, hidden = Decoder(model, 1, 8, [END]), torch.randn(rows, model.config.hidden_size)
-    with torch.inference_mode(), torch.profiler.profile() as profile:
-        torch.testing.assert_close(decoder._logits(hidden), model.lm_head(hidden))
-    found = f"mkldnn::{fused.ONEDNN_PRODUCT}" in {event.key for event in profile.key_averages()}
-    assert found == (
-        rows >= fused.MIN_ROWS_FOR_ONEDNN_HEAD and hasattr(torch.ops.mkldnn, fused.ONEDNN_PRODUCT)
-    )
 
 
 def test_clear_makes_room_and_forgets_what_a_broken_step_left_behind():

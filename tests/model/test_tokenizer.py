@@ -16,11 +16,9 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer, Qwen2Tokenizer
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
-from scripts.train_tokenizer import MAX_TOKEN_BYTES, PIECES, characters_per_token, language_of, read_records
+from scripts.train_tokenizer import MAX_TOKEN_BYTES, PIECES
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-SHARED_DATA = REPOSITORY.parent / "shared" / "data"
-HOLDOUT_EVERY = 20  # as in training
 
 TAGS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
 RESERVED = [f"<|reserved_{i}|>" for i in range(16)]
@@ -181,34 +179,3 @@ def test_the_split_pattern_is_qwen2s():
 
 def test_others_read_the_same():
     assert_others_read_the_same(TEXTS)
-
-
-@pytest.mark.skipif(
-    not SHARED_DATA.is_dir(), reason=f"needs the real text in {SHARED_DATA}, which is not part of the project"
-)
-def test_others_read_2000_real_texts_the_same():
-    texts = {"zh": [], "en": [], "mixed": []}
-    for name in ("pretrain_zh_en", "sft_zh_en"):
-        for text in read_records(SHARED_DATA / f"{name}.jsonl"):
-            texts[language_of(text)].append(text[:100])
-    for language in ("zh", "en"):
-        chosen = texts[language][:: len(texts[language]) // 1000][:1000]
-        assert len(chosen) == 1000
-        assert_others_read_the_same(chosen)
-
-
-@pytest.mark.skipif(
-    not SHARED_DATA.is_dir(), reason=f"needs the real text in {SHARED_DATA}, which is not part of the project"
-)
-def test_compression_on_text_kept_out_of_training():
-    backend = Tokenizer.from_file(str(REPOSITORY / "model" / "tokenizer.json"))
-    held_out = {}
-    for name in ("pretrain_zh_en", "sft_zh_en", "sft_zh_en_32k"):
-        held_out[name] = list(read_records(SHARED_DATA / f"{name}.jsonl"))[HOLDOUT_EVERY - 1 :: HOLDOUT_EVERY]
-    everything = characters_per_token(backend, [text for texts in held_out.values() for text in texts])
-    assert everything["zh"] >= 1.41
-    assert everything["en"] >= 3.05
-    for name in ("sft_zh_en", "sft_zh_en_32k"):
-        figures = characters_per_token(backend, held_out[name])
-        assert figures["zh"] >= 1.40, name
-        assert figures["en"] >= 3.2, name

@@ -4,7 +4,6 @@ transformers' `generate`, several models, intervals, mistakes."""
 import json
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader
@@ -147,13 +146,6 @@ def test_wilsons_interval(right, count, low, high):
     assert evaluate.mean([0.5, 1.0]) == {"value": 0.75}  # no share
 
 
-def test_batches_hold_every_item_once():
-    lengths = np.array([5, 300, 7, 7, 90, 1])
-    found = evaluate.batches(lengths, 100)
-    assert sorted(sum(found, [])) == list(range(6))
-    assert all(len(batch) == 1 or lengths[batch].sum() <= 100 for batch in found)
-
-
 @pytest.mark.parametrize(
     ("args", "message"),
     [
@@ -178,13 +170,3 @@ def test_a_model_twice_and_a_file_that_cannot_be_written(models, quiz, tmp_path,
     assert done.returncode == 2 and "names a model twice" in done.stderr
     done = call(evaluate, *args, "--json", tmp_path)
     assert done.returncode == 2 and "cannot be written" in done.stderr and "exact_answer" in done.stdout
-
-
-def test_a_reward_that_fails_or_hangs_is_named(models, quiz, tmp_path, call):
-    code = "import time\ndef fails(*args): return 1 / 0\ndef hangs(*args): time.sleep(60)\n"
-    (tmp_path / "mine.py").write_text(code)
-    args = ["--model", models[0], "--task", "answers", "--data_path", quiz, "--max_new_tokens", 2]
-    done = call(evaluate, *args, "--reward", f"{tmp_path}/mine.py:fails")
-    assert done.returncode == 2 and done.stderr.endswith("(ZeroDivisionError: division by zero)\n")
-    done = call(evaluate, *args, "--reward", f"{tmp_path}/mine.py:hangs", "--reward_timeout", 0.1)
-    assert done.returncode == 2 and "longer than --reward_timeout 0.1 s" in done.stderr

@@ -6,7 +6,6 @@ from html.parser import HTMLParser
 from typing import ClassVar
 
 import pytest
-from matplotlib.colors import to_hex
 
 from common.errors import UserError
 from scripts import plot_metrics
@@ -60,13 +59,6 @@ def test_one_panel_per_quantity_and_one_curve_per_run():
     assert only_b["loss"] == {"b": losses["b"]}  # nothing more to draw
 
 
-def test_a_run_over_another_one_lets_it_show():
-    records = [{"update": i, "tokens": i, "seconds": i, "loss": 1.0} for i in range(60)]
-    lines = draw({"a": records, "b": records, "c": records}, "update").axes[0].get_lines()
-    widths = [line.get_linewidth() for line in lines]
-    assert widths == sorted(widths, reverse=True) and len({*widths}) == 3
-
-
 def test_held_out_data_have_the_color_of_their_run():
     runs = {
         "a": [record(1, eval_loss=2.0), record(2, eval_loss=1.0)],
@@ -83,28 +75,6 @@ def test_held_out_data_have_the_color_of_their_run():
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["a", " _b$", "held-out"]
     assert len(figure.axes) == 1
     assert list(drawn(draw(runs, "update", panels=["eval_loss"]))) == ["eval_loss"]
-
-
-def test_a_long_curve_is_thinned_to_means():
-    records = [record(i, value=float(i % 2)) for i in range(1, 1001)]
-    columns = run_of(records).columns(100)
-    assert columns["value"] == [0.5] * 100 and columns["update"] == [*range(10, 1001, 10)]
-
-
-def test_a_run_that_learns_from_rewards_has_panels_of_its_own():
-    figures = {
-        "reward": 0.25,
-        "kl": 0.5,
-        "entropy": 1.5,
-        "completion_length": 3.0,
-        "samples": [{"reward": 1.0}],
-    }
-    run = [record(1, **figures), record(2, **figures, eval_reward=0.75)]
-    panels = drawn(draw({"a": run}, "update"))
-    values = {title: lines["a"][1] for title, lines in panels.items()}
-    assert values["reward"] == [0.25, 0.25] and panels["reward"]["a, held-out"] == ([2], [0.75])
-    assert values["kl"] == [0.5, 0.5] and values["entropy"] == [1.5, 1.5]
-    assert values["completion_length"] == [3.0, 3.0]
 
 
 @pytest.mark.parametrize(
@@ -271,16 +241,6 @@ def test_a_wide_table_is_cut_into_blocks_on_a_terminal():
     for width in range(1, 60):
         lines = plot_metrics.table_lines(rows, width)
         assert sum("12.5" in line for line in lines) == 1
-
-
-def test_fifty_runs_are_one_table(tmp_path):
-    for i in range(50):
-        write_run(tmp_path, f"run{i:02}", {"seed": i}, [record(1, eval_loss=50.0 - i)])
-    rows = table(tmp_path)
-    assert [row[0] for row in rows[1:]] == [f"run{i:02}" for i in reversed(range(50))]
-    assert " ".join(rows[0]) == "run loss eval_loss best_eval_loss best_update seed update tokens seconds"
-    lines = plot_metrics.draw(plot_metrics.read_runs([str(tmp_path)]), "update").axes[0].get_lines()
-    assert len({to_hex(line.get_color()) for line in lines}) == 50
 
 
 # --- the page

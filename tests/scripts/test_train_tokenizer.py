@@ -1,7 +1,6 @@
 """scripts/train_tokenizer.py: a small vocabulary from generated lines, and one-line errors for files it
 cannot use."""
 
-import gzip
 import json
 import subprocess
 import sys
@@ -11,7 +10,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from common.errors import UserError
-from scripts.train_tokenizer import language_of, read_records, repeated, repeats_for
+from scripts.train_tokenizer import language_of, repeated, repeats_for
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -119,35 +118,6 @@ def test_a_vocabulary_of_characters(corpus, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert tokenizer.tokenize("bread\n<|im_end|>") == ["b", "r", "e", "a", "d", "Ċ", "<|im_end|>"]
     assert tokenizer.decode(tokenizer.encode("龘 é 👍")) == "龘 é 👍"  # of bytes
-
-
-def test_text_of_every_format(tmp_path):
-    records = [
-        {"text": "a"},
-        {
-            "messages": [
-                {"role": "user", "content": "b"},
-                {"role": "assistant", "reasoning_content": "c", "content": "d"},
-            ]
-        },
-        {"conversations": [{"from": "human", "value": "e"}]},
-        {"output": "h", "instruction": "f", "input": "", "history": [["g", "G"]], "id": "not text"},
-        {"prompt": "i", "chosen": "j", "rejected": "k"},
-        {"prompt": "l", "completion": "m", "tools": [{"type": "function", "function": {"name": "n"}}]},
-    ]
-    *others, called = read_records(write_lines(tmp_path / "x.jsonl", records))
-    assert others == ["a", "b\nd\nc", "e", "g\nG\nf\nh", "i\nj\ni\nk"]
-    assert {*called.split("\n")} >= {"l", "m", "n"}
-
-
-def test_a_folder_and_other_kinds_of_files(tmp_path):
-    with pytest.raises(UserError, match="is a folder without data"):
-        list(read_records(tmp_path))
-    (tmp_path / "a.csv").write_text('text,id\n"a, b",1\n')
-    (tmp_path / "b.json").write_text('[{"text": "c"}, {"output": "d", "instruction": "e"}]')
-    assert list(read_records(tmp_path)) == ["a, b", "c", "e\nd"]
-    (tmp_path / "c.txt.gz").write_bytes(gzip.compress(b"one\r\n\n two\n"))
-    assert list(read_records(tmp_path / "c.txt.gz")) == ["one\n\n two"]
 
 
 @pytest.mark.parametrize("share", [0.2, 0.5, 0.8])

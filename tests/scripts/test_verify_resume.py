@@ -249,16 +249,6 @@ def test_a_run_that_fails_by_itself_is_told_with_its_last_lines(run, kills):
         train(run, kills, 600.0, 1.0)
 
 
-def test_the_reason_is_not_buried_under_what_torchrun_adds(run):
-    failing = run.folder / "failing.py"
-    failing.write_text("raise SystemExit('something is wrong')")
-    flags = ["--standalone", "--nproc_per_node", "1"]
-    run.command = [sys.executable, "-m", "torch.distributed.run", *flags, str(failing)]
-    with pytest.raises(SystemExit) as end:
-        train(run, [])
-    assert end.value.code.endswith("    something is wrong")
-
-
 def test_a_run_that_starts_over_instead_of_resuming_is_found(run, monkeypatch):
     """It would reach the same bits in the end."""
     monkeypatch.setattr(run, "saved_update", lambda: 12)
@@ -274,14 +264,6 @@ def test_a_run_that_starts_over_instead_of_resuming_is_found(run, monkeypatch):
     run.command[-1] = "new run: "
     with pytest.raises(SystemExit, match="FAIL: checkpoint of update 12, but the run resumed from"):
         train(run, [])
-
-
-def test_a_stage_after_sft_starts_from_weights_of_its_own(tmp_path):
-    run = Run("dpo", 2, 1, tmp_path, "reference", ["--epochs", "7"])
-    assert run.args.epochs == 7 and run.args.from_resume == 0 and "--nproc_per_node" in run.command
-    assert run.args.from_weight == str(run.start) and run.weights.name == "dpo_64_moe.pth"
-    verify_resume.write_weights(run)
-    assert run.start.is_file() and run.teacher.is_file()
 
 
 # --- the script
@@ -378,11 +360,3 @@ def test_two_ranks_of_a_mixture_of_experts_killed_at_a_random_moment(monkeypatch
     runs = tmp_path / "work/ranks_2_moe_1"  # a named folder is kept
     assert len(list(runs.glob("*/save/pretrain_64_moe.pth"))) == 2
     assert len(list(runs.glob("*/checkpoint/pretrain_64_moe_resume.pth"))) == 2
-
-
-def test_a_stage_that_cannot_run(monkeypatch, tmp_path):
-    with pytest.raises(
-        SystemExit, match=r"FAIL: a launch ended by itself with status 2(.|\n)*nowhere.jsonl: no such"
-    ):
-        call(monkeypatch, "--work_dir", tmp_path / "work", "--", "--data_path", "nowhere.jsonl")
-    assert (tmp_path / "work").is_dir()

@@ -120,18 +120,6 @@ def test_killed_and_resumed_ends_with_the_same_bits(corpus, start, tmp_path, sta
     assert f"{'teacher' if stage == 'distillation' else 'from_weight'}_sha256: " in line
 
 
-def test_an_overwritten_reference_is_not_missed(corpus, start, tmp_path):
-    """A second round over the same name is refused, and so is the resume of one of an early version."""
-    own = argv(corpus, start, tmp_path, "dpo", save_weight="full_sft", batch_size=4)
-    assert (
-        "the run writes over these weights, and needs them again" in run("dpo", own, status=2).error_lines[-1]
-    )
-    early = "import trainer.run.resume as r; r.check_not_overwritten = lambda args: None"
-    run("dpo", own, Faults(script=early, signals={6: signal.SIGTERM}), status=143)
-    line = run("dpo", [*own, "--from_resume", "1"], status=2).error_lines[-1]
-    assert "and it needs them again; put them back" in line
-
-
 MISTAKES = {
     "no start": ("dpo", {"from_weight": "none"}, "--from_weight none: DPO needs a trained model"),
     "packing": ("dpo", {"packing": 1}, "--packing 1 does not go with DPO"),

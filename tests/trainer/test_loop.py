@@ -46,34 +46,6 @@ def test_accumulation_and_ranks_change_nothing(corpus, tmp_path, moe, packing):
     assert everything != sorted(everything)
 
 
-def test_the_logged_loss_is_torchs_mean_over_all_targets(corpus, tmp_path):
-    """Recomputed sample by sample with torch's own cross entropy on the same weights."""
-    import torch.nn.functional as F
-
-    from dataset.lm_dataset import SFTDataset
-    from dataset.token_cache import load_tokenizer
-    from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
-    from trainer import trainer_utils as utils
-
-    got = record(corpus, tmp_path, 8, 2, 2, 0)
-    dataset = SFTDataset(
-        str(corpus["sft"]), load_tokenizer(utils.ROOT / "model"), max_length=64, cache_dir=corpus["cache"]
-    )
-    utils.setup_seed(0)
-    config = MiniMindConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
-    config.num_key_value_heads = 2
-    model = MiniMindForCausalLM(config)
-    ids = got[0]["ids"][0] + got[1]["ids"][0]
-    total = count = 0
-    for sample in (dataset[i][0] for i in ids):
-        tokens = torch.from_numpy(sample["input_ids"].astype("int64"))
-        labels = tokens.masked_fill(~torch.from_numpy(sample["loss_mask"]), -100)
-        logits = model(tokens[None]).logits[0]
-        total += F.cross_entropy(logits[:-1], labels[1:], ignore_index=-100, reduction="sum").item()
-        count += int((labels[1:] != -100).sum())
-    assert abs(got[0]["records"][0]["loss"] - total / count) <= 1e-5
-
-
 def test_the_end_of_an_epoch_is_evaluated_once(corpus, tmp_path):
     """Not a second time within half an interval before it."""
     ten = write_jsonl(tmp_path / "ten.jsonl", [{"text": f"text {number}"} for number in range(10)])

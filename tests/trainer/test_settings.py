@@ -1,16 +1,11 @@
 """Impossible settings: one line that names each of them and the way out, exit status 2, before anything is
 built."""
 
-import os
-
 import pytest
 import torch
 
-from common import files
-from common.files import lock_output
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
-from tests.conftest import ROOT
-from tests.stage_process import IMPATIENT, run, start_ranks
+from tests.stage_process import run, start_ranks
 from tests.trainer.stage_flags import flags
 from trainer.weights.files import save_weights
 
@@ -63,38 +58,6 @@ def test_all_of_them_are_told_at_once(corpus, tmp_path):
     process = run("pretrain", flags(corpus, tmp_path, "pretrain", **wrong), status=2)
     assert len(process.error_lines) == 1
     assert all(f"--{key} " in process.error_lines[0] for key in wrong)
-
-
-@pytest.mark.parametrize("stage", ["pretrain", "sft"])
-def test_the_default_data_that_are_not_there(corpus, tmp_path, stage):
-    data = {"pretrain": "pretrain_t2t_mini.jsonl", "sft": "sft_t2t_mini.jsonl"}[stage]
-    if (ROOT / "dataset" / data).exists():
-        pytest.skip("they are there")
-    argv = flags(corpus, tmp_path, stage)
-    process = run(
-        stage, [*argv[: argv.index("--data_path")], *argv[argv.index("--data_path") + 2 :]], status=2
-    )
-    assert process.error_lines == [
-        f"error: {ROOT}/dataset/{data}: no such file; put your data there, or give --data_path "
-        f"(python -m scripts.demo.corpus writes {ROOT}/dataset/demo to try)"
-    ]
-
-
-@pytest.mark.parametrize("stage", ["pretrain", "engine"])
-def test_a_second_run_of_the_same_name(corpus, tmp_path, stage):
-    argv = flags(corpus, tmp_path, "pretrain", device="cpu", epochs=1)
-    argv += ["--task", "pretrain"] if stage == "engine" else []
-    lock_output("pretrain_32", checkpoint_dir=str(tmp_path / "checkpoints"))
-    try:
-        process = run(stage, argv, IMPATIENT, status=2)
-    finally:
-        files._held.pop().close()
-    (line,) = process.error_lines
-    assert (
-        line.startswith(f"error: process {os.getpid()} on ")
-        and f" writes to {tmp_path}/checkpoints; wait" in line
-    )
-    run(stage, argv)
 
 
 def test_more_ranks_than_samples(corpus, tmp_path):

@@ -15,8 +15,6 @@ from common.settings import StageArgs
 from model.model_minimind import MiniMindConfig
 from trainer import trainer_utils as utils
 from trainer.data.order import epoch_order, rank_share
-from trainer.devices import device as device_module
-from trainer.devices.device import mixed_precision, native_bfloat16
 from trainer.loop import train_epoch
 
 
@@ -131,36 +129,6 @@ def test_skipping_a_million_batches_reads_nothing():
     assert Order.reads == 8
 
 
-def test_the_same_seed_gives_the_same_model():
-    config = MiniMindConfig(hidden_size=32, num_hidden_layers=1)
-    models = []
-    for seed in (3, 3, 4):
-        utils.setup_seed(seed)
-        models.append(utils.init_model(config, "none")[0].state_dict())
-    key = "model.layers.0.mlp.up_proj.weight"
-    assert torch.equal(models[0][key], models[1][key]) and not torch.equal(models[0][key], models[2][key])
-
-
 def test_a_tokenizer_too_large_for_the_model_is_refused():
     with pytest.raises(UserError, match="6400 tokens, the model's vocabulary 100"):
         utils.init_model(MiniMindConfig(hidden_size=32, num_hidden_layers=1, vocab_size=100), "none")
-
-
-def test_mixed_precision(monkeypatch):
-    cpu = torch.device("cpu")
-    monkeypatch.setattr(device_module, "native_float16", lambda device: False)
-    with pytest.raises(
-        UserError, match="--dtype float16: this cpu has no arithmetic for it; use bfloat16 or float32"
-    ):
-        mixed_precision("float16", cpu)
-    monkeypatch.setattr(device_module, "native_float16", lambda device: True)
-    for dtype, scaled in (("float32", False), ("bfloat16_emulated", False), ("float16", True)):
-        autocast, scaler = mixed_precision(dtype, cpu)
-        assert scaler.is_enabled() == scaled
-        with autocast:
-            product = torch.ones(2, 2) @ torch.ones(2, 2)
-        assert product.dtype == getattr(torch, dtype.removesuffix("_emulated"))
-    autocast, _ = mixed_precision("auto", cpu)
-    with autocast:
-        product = torch.ones(2, 2) @ torch.ones(2, 2)
-    assert product.dtype == (torch.bfloat16 if native_bfloat16(cpu) else torch.float32)

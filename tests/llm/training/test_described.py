@@ -20,7 +20,7 @@ from llm.training.data.base import DataModule
 from llm.training.data.synthetic import SyntheticDataModule
 from llm.training.tasks.base_task import TrainingTask
 from llm.training.tasks.regression_task import RegressionTask
-from llm.training.train import AVAILABLE_TASKS, named_class, train_worker
+from llm.training.train import named_class, train_worker
 from tests.llm.training.test_engine import NAME, regression
 from tests.stage_process import Faults, run, start_ranks
 from tests.trainer.stage_flags import assert_same_run, flags, saved_state
@@ -160,13 +160,6 @@ class Mean(RegressionTask):
         return nn.MSELoss()
 
 
-class Backward(RegressionTask):
-    def train_step(self, model, batch):
-        loss = super().train_step(model, batch)
-        loss.backward()
-        return loss.detach()
-
-
 class Detached(RegressionTask):
     def train_step(self, model, batch):
         return super().train_step(model, batch).detach()
@@ -180,12 +173,6 @@ class OtherMetrics(NoMetrics):
     def train_step(self, model, batch):
         loss = super().train_step(model, batch)
         return loss, 0 * loss, {"other": loss.detach()}
-
-
-class UnnamedMetrics(NoMetrics):
-    def train_step(self, model, batch):
-        loss = super().train_step(model, batch)
-        return loss, 0 * loss, loss.detach()
 
 
 class OneElement(RegressionTask):
@@ -232,7 +219,6 @@ class Pairs(SyntheticDataModule):
 
 
 REFUSED = [
-    (Backward, "Backward.train_step returns a loss without a gradient"),
     (Detached, "Detached.train_step returns a loss without a gradient"),
     (
         ManyLosses,
@@ -245,10 +231,6 @@ REFUSED = [
     (
         OtherMetrics,
         "OtherMetrics.train_step returns other beside the losses, but the task's metric_names are error",
-    ),
-    (
-        UnnamedMetrics,
-        "UnnamedMetrics.train_step returns a Tensor as its third value; it must be sums by name",
     ),
     (Number, "Number.train_step returns a float; it must return a tensor"),
     (WrongSize, "WrongSize.size returns a int; it must return Size"),
@@ -653,14 +635,6 @@ def test_a_path_to_resume_from_that_is_no_checkpoint(tmp_path):
 
 
 # --- what --help and the page tell
-
-
-def test_help_names_the_tasks_and_how_to_see_the_curves(capsys):
-    with pytest.raises(SystemExit):
-        Config.from_args_and_env(["--help"], {})
-    text = " ".join(capsys.readouterr().out.split())
-    assert all(name in text.partition("--task TEXT what to train:")[2][:200] for name in AVAILABLE_TASKS)
-    assert "tensorboard --logdir FOLDER" in text
 
 
 def test_numbered_states_of_a_name_with_characters_of_patterns_are_pruned(tmp_path):

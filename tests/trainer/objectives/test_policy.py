@@ -108,18 +108,6 @@ def test_loss_and_gradient_are_those_of_trl(loss_type, beta):
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_right_after_the_rollout_the_gradient_is_that_of_reinforce(tokens, loss_type):
-    log_probs, _, _, advantages = tokens
-    lengths = torch.tensor(LENGTHS)
-    of_token = advantages.repeat_interleave(lengths), lengths.repeat_interleave(lengths).double()
-    found, figures = policy_loss(log_probs, log_probs.detach(), *of_token, loss_type)
-    (gradient,) = torch.autograd.grad(found, log_probs)
-    weight = 1 / of_token[1] if loss_type == "grpo" else 1.0
-    torch.testing.assert_close(gradient, -of_token[0] * weight)
-    assert figures["clip_ratio"] == 0
-
-
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_where_the_ratio_is_clipped_nothing_is_learned(loss_type):
     """From below for a negative advantage, from above for a positive one; cispo clips its factor, from
     above."""

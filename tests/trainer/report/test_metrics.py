@@ -9,7 +9,7 @@ from tqdm.utils import disp_len
 
 from common.errors import UserError
 from trainer.objectives import policy, ppo, preference
-from trainer.report.metrics import MetricsLog, describe, duration, read_metrics, readable_records
+from trainer.report.metrics import MetricsLog, describe, read_metrics, readable_records
 from trainer.rollouts.batches import Rollouts
 
 
@@ -78,14 +78,6 @@ def test_a_line_that_is_no_record(tmp_path, line):
     assert [r["update"] for r in readable_records(path)] == [1, 3]
     path.unlink()
     assert readable_records(path) == []
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0, "0 s"), (59, "59 s"), (60, "1.0 min"), (3570, "1 h 00 min"), (7200, "2 h 00 min")],
-)
-def test_a_duration(seconds, text):
-    assert duration(seconds) == text
 
 
 def test_a_line_shows_what_a_person_looks_at():

@@ -93,21 +93,6 @@ def test_a_state_that_is_read_takes_no_memory_of_its_own(tmp_path):
     assert own() - before > 30_000 and path.read_bytes() == content
 
 
-def test_a_damaged_checkpoint_falls_back_to_the_one_before(tmp_path, capsys):
-    model, optimizer = trained()
-    for step in (1, 2):
-        lm_checkpoint(CONFIG, "w", model, optimizer, 0, step, save_dir=tmp_path)
-    newest = tmp_path / "w_32_resume.pth"
-    content = newest.read_bytes()
-    for damage in (b"", content[: len(content) // 2], b"x" * len(content)):
-        newest.write_bytes(damage)
-        assert lm_checkpoint(CONFIG, "w", save_dir=tmp_path)["step"] == 1
-        assert "warning: damaged checkpoint" in capsys.readouterr().err
-    (tmp_path / "w_32_resume_previous.pth").write_bytes(b"")
-    with pytest.raises(UserError, match="no readable checkpoint"):
-        lm_checkpoint(CONFIG, "w", save_dir=tmp_path)
-
-
 class Malicious:
     def __init__(self, path):
         self.path = path

@@ -32,13 +32,10 @@ from trainer.rollouts.settings import add_rollouts
 from trainer.run.checkpoint import FORMAT
 from trainer.run.paths import start_path
 from trainer.run.resume import (
-    batch_flags,
     check_resume,
-    check_same_run,
     computing,
     held_out_fingerprint,
     run_fingerprint,
-    total_updates,
     warn_of_changes,
     weights_fingerprint,
 )
@@ -127,13 +124,6 @@ def test_a_global_batch_that_cannot_be_kept_is_refused_with_what_would_work(corp
     line = run("pretrain", same_ranks, status=2).error_lines[-1]
     assert "global_batch: 12 -> 8" in line and "must be 12: --batch_size 4 --accumulation_steps 3" in line
     assert (tmp_path / "checkpoints/pretrain_32_resume.pth").read_bytes() == before
-
-
-def test_the_flags_of_a_batch_on_other_ranks(monkeypatch):
-    monkeypatch.setattr("trainer.run.resume.world_size", lambda: 2)
-    assert batch_flags(8, 12) == "--batch_size 6 --accumulation_steps 1"
-    assert batch_flags(4, 14) == "--batch_size 1 --accumulation_steps 7"
-    assert batch_flags(4, 7) == "2 processes do not divide it, start as many as do"
 
 
 def test_more_epochs_only_by_an_explicit_flag(corpus, tmp_path):
@@ -419,14 +409,6 @@ def test_the_reference_of_a_resumed_run_is_what_it_began_with(own_files, tmp_pat
         weights_to_load(args, run, {})
 
 
-def test_other_data_are_named():
-    args = StageArgs(from_weight="none", from_resume=True)
-    run = run_fingerprint(args, {"num_experts": 4}, {"data": "b", "tokenizer": "c"}, 9)
-    old = {"run": run | {"data": "a", "tokenizer": "a"}, "epoch": 0, "step": 1, "update": 1, "world_size": 1}
-    with pytest.raises(UserError, match=r"another run \(data: a -> b; tokenizer: a -> c\)"):
-        check_resume(args, run, old)
-
-
 def test_a_field_that_is_added_to_the_model_does_not_end_its_runs(monkeypatch):
     """What a fingerprint lacks was the default."""
     args = StageArgs(from_weight="none", from_resume=True)
@@ -706,19 +688,6 @@ def test_a_foreign_checkpoint_is_refused(corpus, tmp_path):
     assert not (tmp_path / "out/pretrain_32.pth").exists()
 
 
-def test_contracts():
-    check_same_run({"a": 1, "b": 2}, {"a": 1, "b": 2})
-    with pytest.raises(UserError) as error:
-        check_same_run({"a": 1, "b": 2, "c": 3}, {"a": 1, "b": 5, "d": 4})
-    assert (
-        "b: 2 -> 5" in str(error.value)
-        and "c: 3 -> None" in str(error.value)
-        and "d: None -> 4" in str(error.value)
-    )
-    assert "a:" not in str(error.value)
-    assert total_updates({"samples": 65, "global_batch": 8, "epochs": 3}) == 27
-
-
 @pytest.mark.slow
 def test_compiled_runs_resume_exactly_and_compiling_may_be_toggled(corpus, tmp_path):
     """With loader processes, too, which must not outlive the run."""
@@ -755,11 +724,3 @@ def test_compiled_runs_resume_exactly_and_compiling_may_be_toggled(corpus, tmp_p
         read_metrics(tmp_path / n / "out/pretrain_32_metrics.jsonl") for n in ("plain", "toggled")
     )
     assert all(abs(a["loss"] - b["loss"]) < 1e-4 for a, b in zip(plain, toggled, strict=True))
-
-
-def test_a_first_start_says_that_the_run_is_new(tmp_path, capsys):
-    """Plans and shell scripts always give `--from_resume 1`; that nothing is there yet is no reason for a
-    warning."""
-    args = StageArgs(save_weight="first", save_dir=str(tmp_path), checkpoint_dir=str(tmp_path), from_resume=1)
-    assert check_resume(args, {"seed": 1}, None) == {"seed": 1}
-    assert capsys.readouterr() == (f"new run: {tmp_path} holds no checkpoint of first_512\n", "")

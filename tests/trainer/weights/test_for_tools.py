@@ -165,12 +165,6 @@ def test_weights_of_other_experts_do_not_become_a_stages_start(save):
     assert "do not fit the model: they are of num_experts 8, not 4, num_experts_per_tok 2, not 1" in line
 
 
-def test_a_larger_tokenizer_is_refused(save, tmp_path, monkeypatch):
-    monkeypatch.setattr("trainer.objectives.next_token.len", lambda _: 7000, raising=False)
-    line = refused(load, save("w_32"), tokenizer_path=ROOT / "model")
-    assert "the tokenizer has 7000 tokens, the model's vocabulary 6400" in line
-
-
 # --- --model PATH
 
 

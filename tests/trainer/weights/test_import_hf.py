@@ -151,8 +151,3 @@ def test_code_in_a_file_is_not_executed(folder, tmp_path, protocol):
     assert "not readable" in refused(folder)
     assert "not a readable" in refused(tmp_path / "w_32.pth")
     assert not (tmp_path / "ran").exists()
-
-
-def test_flags_that_contradict_a_folder(folder):
-    assert "--hidden_size 64 contradicts the weights" in refused(folder, hidden_size=64)
-    assert "--use_moe 1 contradicts" in refused(folder, use_moe=True)
