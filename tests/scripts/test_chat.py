@@ -245,13 +245,10 @@ def test_the_screen_dims_reasoning_and_shows_calls(weights, call, said, monkeypa
             ["--temperature", "-1", "--top_p", "0"],
             "--temperature must not be negative; --top_p must be above 0",
         ),
-        (["--top_k", "-1"], "--top_k"),
-        (["--open_thinking", "2"], "--open_thinking"),
         (
             ["--form", "text", "--system", "x", "--tools", "calculator"],
             "is no conversation; leave --system, --tools out",
         ),
-        (["--tools", "calculater"], "--tools calculater: give module:Class, or one of calculator"),
         (["--tools", "no_module:Nothing"], "--tools no_module:Nothing"),
     ],
 )

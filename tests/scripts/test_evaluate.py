@@ -149,12 +149,9 @@ def test_wilsons_interval(right, count, low, high):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ([], "--task"),
         (["--task", "loss"], "--data_path"),
         (["--task", "answers", "--data_path", "no.jsonl"], "no.jsonl"),
         (["--task", "answers", "--data_path", "x", "--reward", "nonsense"], "--reward nonsense"),
-        (["--task", "answers", "--data_path", "x", "--show", -1], "--show not negative"),
-        (["--task", "loss", "--data_path", "x", "--batch_tokens", 0], "--batch_tokens"),
         (["--task", "loss", "--data_path", "x", "--against", "no.pth"], "--against no.pth: no such file"),
     ],
 )

@@ -11,21 +11,14 @@ from trainer.weights.files import save_weights
 
 # setting -> what the line says
 IMPOSSIBLE = {
-    ("epochs", 0): "--epochs must be 1 or more, not '0'",
     ("hidden_size", 100): "--hidden_size must be divisible by 16, not '100'",
     (
         "dtype",
         "float16",
     ): "--dtype float16: this cpu has no arithmetic for it; use bfloat16 or float32 (or auto)",
-    ("device", "tpu9"): "--device tpu9 is unknown; use auto, cpu, cuda, cuda:N or mps",
     ("device", "cuda:7"): "--device cuda:7 cannot be used (torch sees ",
-    ("swanlab_mode", "nowhere"): (
-        "--swanlab_mode must be 'cloud', 'disabled', 'local', 'offline' or 'online', not 'nowhere'"
-    ),
     ("save_weight", "a/b"): "--save_weight 'a/b' must be a plain name; the folder is --save_dir",
-    ("save_weight", ""): "--save_weight must not be empty",
     ("from_weight", "../x"): "--from_weight ../x: no such file or folder",
-    ("tokenizer_path", "nowhere"): "--tokenizer_path nowhere: no such folder",
     ("data_path", "none"): "--data_path is missing: give a file, a folder or a pattern",
     ("bath_size", 3): "--bath_size is unknown; did you mean --batch_size",
 }

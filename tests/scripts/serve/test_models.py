@@ -120,18 +120,7 @@ def test_two_models_answer_at_the_same_time_and_a_third_waits_for_one_that_is_id
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "other",
-        "linked_32",
-        "../outside_32",
-        "outside_32",
-        "/etc/passwd",
-        "full_sft_48.pth",
-        "x" * 250,
-        "",
-        "\0",
-    ],
+    "name", ["linked_32", "../outside_32", "outside_32", "/etc/passwd", "x" * 250, "", "\0"]
 )
 def test_names_that_no_file_of_the_folder_has_are_refused(server, folder, name):
     absolute = str(folder.parent / "outside_32")

@@ -131,32 +131,23 @@ def test_markdown_becomes_elements(chat):
     assert {"noopener", "noreferrer"} <= {*link.get_attribute("rel").split()}
 
 
-FORMULAS = {  # likewise
+DEEP = "$" + 50 * r"\sqrt" + " x$"  # too deep to be a formula
+FORMULAS = {
     "so $a^2 + b_i$.": "so [math:[mrow:[msup:[mi:a][mn:2]][mo:+][msub:[mi:b][mi:i]]]].",
     r"\(\frac{1}{\sqrt{2\pi}}\)": "[math:[mfrac:[mn:1][msqrt:[mrow:[mn:2][mi:π]]]]]",
     r"$$\sum_{i=1}^n \log p_i$$": "[math:[mrow:[munderover:[mo:∑][mrow:[mi:i][mo:=][mn:1]][mi:n]][mi:log]"
     "[msub:[mi:p][mi:i]]]]",
-    r"$f'(x) \leq \left(\frac ab\right)^{10}$": "[math:[mrow:[msup:[mi:f][mo:′]][mo:(][mi:x][mo:)][mo:≤]"
-    "[msup:[mrow:[mo:(][mfrac:[mi:a][mi:b]][mo:)]][mn:10]]]]",
-    r"\[\mathbb{R} \to x^23\]": "[math:[mrow:[mi:ℝ][mo:→][msup:[mi:x][mn:2]][mn:3]]]",
     "costs $5 and $6, or 7$ then": "costs $5 and $6, or 7$ then",
-    "PATH=$HOME/bin:$PATH": "PATH=$HOME/bin:$PATH",
     "设$x$为": "设[math:[mi:x]]为",
-    f"${chr(92)}sqrt{chr(92)}sqrt x$": "[math:[msqrt:[msqrt:[mi:x]]]]",
-    (deep := "$" + 50 * r"\sqrt" + " x$"): deep,
+    DEEP: DEEP,
     r"$\unknown{x}$ $x^$ $}$ $a_b_c$": r"$\unknown{x}$ $x^$ $}$ $a_b_c$",
     r"$\constructor$ `$x$` \$x\$": r"$\constructor$ [CODE:$x$] $x$",
 }
-MARKDOWN = {  # as the text of the elements that come out
+MARKDOWN = {
     "**加粗**。和*斜*": "[STRONG:加粗]。和[EM:斜]",
-    "2 * 3 * 4 and snake_case_name": "2 * 3 * 4 and snake_case_name",
-    "***both*** ~~gone~~ \\*no\\*": "[STRONG:[EM:both]] [DEL:gone] *no*",
     "**open and *open": "**open and *open",
-    "``a ` b`` and `c": "[CODE:a ` b] and `c",
     "see https://a.example/x_y_z). End": "see [A:https://a.example/x_y_z]). End",
     "[a](https://e.example/x_(y)) [b](ftp://x) [c]": "[A:a] [b](ftp://x) [c]",
-    "**a *b** c*": "[STRONG:a *b] c*",
-    "200000*200 = 40000000, 2*3*4 = 24, (1+2)*x*(y)": "200000*200 = 40000000, 2*3*4 = 24, (1+2)*x*(y)",
     "2**10 and 71**2, 2*-3*-4": "2**10 and 71**2, 2*-3*-4",
     'a*"b"* *(c)* 用**Python**写 **注意：**它': 'a*"b"* [EM:(c)] 用[STRONG:Python]写 [STRONG:注意：]它',
     "<b>&amp;</b>": "<b>&amp;</b>",

@@ -53,18 +53,7 @@ def test_a_resumed_run_keeps_what_it_stands_on_and_writes_the_rest_again(tmp_pat
     assert out[0].endswith("eta: 1.5 min")
 
 
-FOREIGN = [
-    b"",
-    b"{",
-    b"[]",
-    b"5",
-    b"null",
-    b'{"loss": 1}',
-    b'{"update": "3"}',
-    b"\xff\xfe",
-    b"\0" * 9,
-    b"[" * 99999,
-]
+FOREIGN = [b"", b"[]", b'{"update": "3"}', b"\xff\xfe", b"[" * 99999]
 
 
 @pytest.mark.parametrize("line", FOREIGN)

@@ -164,11 +164,7 @@ TOLD = {
     ),
     "full_sft": "full_sft is unknown",
     "--top_k 0": "--top_k must be 1 or more, not '0'",
-    "--master_port 65536": "--master_port must be 65535 or less, not '65536'",
-    "--validation_share 1": "--validation_share must be below 1, not '1'",
-    "--set depth": "--set depth must be NAME=VALUE",
     "--set seed=3": "--set seed is a setting of the engine, in section training",
-    "--set =3": "--set  must be named with letters, digits and underscores",
     "--config nowhere.yaml": "--config nowhere.yaml cannot be read (No such file or directory)",
 }
 
