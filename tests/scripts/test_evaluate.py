@@ -108,21 +108,6 @@ def test_a_reward_of_ones_own_gets_question_and_reference(models, quiz, tmp_path
     assert given.split()[:3] == ["given", "4", "0.750"]
 
 
-def test_two_models_side_by_side(models, corpus, tmp_path, call):
-    held_out = tmp_path / "held_out.json"  # an array in one line
-    records = [json.loads(line) for line in corpus["sft_eval"].read_text().splitlines()]
-    held_out.write_text(json.dumps(records))
-    args = ["--task", "loss", "--model", models[0], "--against", models[1], "--data_path", held_out]
-    done = call(evaluate, *args, "--max_seq_len", 200)
-    assert done.returncode == 0, done.stderr
-    header, loss, bits = done.stdout.splitlines()[-3:]
-    assert header.split() == ["metric", "items", "a_32", "b_64"]
-    assert loss.split()[:2] == ["loss", str(len(records))] and bits.startswith("bits per byte")
-    values = [float(text) for text in loss.split()[2:]]
-    assert values == pytest.approx([8.8, 8.8], abs=1)  # ln(6400), untrained
-    assert values[0] != values[1]
-
-
 def test_an_adapter_is_judged_beside_its_base(corpus, tmp_path, call):
     save_weights(base(), tmp_path / "base_32.pth")
     lora, report = written(adapted(), tmp_path), tmp_path / "report.json"

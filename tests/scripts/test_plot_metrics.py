@@ -59,24 +59,6 @@ def test_one_panel_per_quantity_and_one_curve_per_run():
     assert only_b["loss"] == {"b": losses["b"]}  # nothing more to draw
 
 
-def test_held_out_data_have_the_color_of_their_run():
-    runs = {
-        "a": [record(1, eval_loss=2.0), record(2, eval_loss=1.0)],
-        "_b$": [record(1, eval_loss=3.0), record(2)],
-    }
-    figure = draw(runs, "update", panels=["loss", "eval_loss"])
-    lines = {line.get_label(): (line.get_color(), line.get_linestyle()) for line in figure.axes[0].lines}
-    assert lines == {
-        "a": ("C0", "-"),
-        "a, held-out": ("C0", "--"),
-        "_b$": ("C1", "-"),
-        "_b$, held-out": ("C1", "--"),
-    }
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["a", " _b$", "held-out"]
-    assert len(figure.axes) == 1
-    assert list(drawn(draw(runs, "update", panels=["eval_loss"]))) == ["eval_loss"]
-
-
 @pytest.mark.parametrize(
     ("x", "expected"), [("update", [1, 2]), ("tokens", [100, 200]), ("seconds", [2.0, 4.0])]
 )

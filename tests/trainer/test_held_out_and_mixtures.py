@@ -43,19 +43,6 @@ def test_a_killed_run_of_a_mixture_goes_on_to_the_bit(corpus, tmp_path):
         assert "the checkpoint belongs to another run" in error and line in error
 
 
-def test_two_ranks_train_the_samples_of_one(corpus, tmp_path):
-    """Each held-out text is in no sample that is trained."""
-    trained = []
-    for ranks, size in ((1, 4), (2, 2)):
-        folder = tmp_path / str(ranks)
-        folder.mkdir()
-        settings = SPLIT | {"data_path": weighted(corpus), "packing": 0, "batch_size": size, "epochs": 1}
-        faults = Faults(record=str(folder / "ids"))
-        run("pretrain", flags(corpus, folder, "pretrain", **settings), faults, ranks=ranks)
-        trained.append(sorted(map(int, (folder / "ids").read_text().split())))
-    assert trained[0] == trained[1] and len(set(trained[0])) > 20
-
-
 def test_what_does_not_go_together_is_one_line(corpus, tmp_path):
     both = flags(corpus, tmp_path, "pretrain", eval_share=0.1)
     assert (

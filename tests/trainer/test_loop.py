@@ -17,35 +17,6 @@ from trainer.loop import train_epoch, trial_pass
 from trainer.report.metrics import read_metrics
 
 
-def record(corpus, folder, batch_size, accumulation, ranks, moe, packing=0) -> list[dict]:
-    out = folder / f"{batch_size}x{accumulation}x{ranks}"
-    argv = [corpus["sft"], corpus["cache"], out, batch_size, accumulation, moe, packing]
-    run("tests.trainer.record_updates", argv, ranks=ranks)
-    return [torch.load(f"{out}.{rank}") for rank in range(ranks)]
-
-
-@pytest.mark.parametrize(("moe", "packing"), [(0, 0), (1, 0), (0, 1)])
-def test_accumulation_and_ranks_change_nothing(corpus, tmp_path, moe, packing):
-    whole = record(corpus, tmp_path, 32, 1, 1, moe, packing)[0]
-    count = len(whole["gradients"])
-    assert count >= 2 and (packing or len(whole["ids"][-1]) == 75 % 32)  # the last update is a short one
-    for cut in [(8, 4, 1), (8, 2, 2)]:
-        parts = record(corpus, tmp_path, *cut, moe, packing)
-        assert len(parts[0]["gradients"]) == count
-        for u in range(count):
-            want, got = whole["gradients"][u], parts[0]["gradients"][u]
-            assert want.norm() > 0
-            assert (want - got).norm() <= 1e-6 * want.norm(), (cut, u)
-            for field in ("loss", "logits_loss", "aux_loss"):
-                assert abs(whole["records"][u][field] - parts[0]["records"][u][field]) <= 1e-5
-            assert sorted(sum((part["ids"][u] for part in parts), [])) == sorted(whole["ids"][u])
-        if len(parts) == 2:
-            assert torch.equal(parts[0]["gradients"][-1], parts[1]["gradients"][-1])
-    everything = sum(whole["ids"], [])
-    assert sorted(everything) == list(range(75))  # every sample once
-    assert everything != sorted(everything)
-
-
 def test_the_end_of_an_epoch_is_evaluated_once(corpus, tmp_path):
     """Not a second time within half an interval before it."""
     ten = write_jsonl(tmp_path / "ten.jsonl", [{"text": f"text {number}"} for number in range(10)])

@@ -38,21 +38,6 @@ def test_an_impossible_setting(corpus, tmp_path, case):
     assert process.out == "" and not list(tmp_path.rglob("*.pth"))
 
 
-def test_all_of_them_are_told_at_once(corpus, tmp_path):
-    wrong = {
-        "epochs": 0,
-        "learning_rate": -1,
-        "hidden_size": 100,
-        "dropout": 2,
-        "dtype": "int8",
-        "max_bad_share": 7,
-    }
-    wrong |= {"batch_size": "two", "use_moe": 2}
-    process = run("pretrain", flags(corpus, tmp_path, "pretrain", **wrong), status=2)
-    assert len(process.error_lines) == 1
-    assert all(f"--{key} " in process.error_lines[0] for key in wrong)
-
-
 def test_more_ranks_than_samples(corpus, tmp_path):
     data = tmp_path / "two.jsonl"
     data.write_text('{"text": "one"}\n{"text": "two"}\n')

@@ -80,17 +80,6 @@ def test_the_task_and_the_stage_script_are_the_same_run(corpus, tmp_path, stage,
     assert_same_run(tmp_path / "script", tmp_path / "mixed", name)
 
 
-def test_top_k_and_num_experts_reach_the_model(corpus, tmp_path):
-    argv = engine("pretrain", flags(corpus, tmp_path, "pretrain", use_moe=1, epochs=1, num_hidden_layers=1))
-    run("engine", [*argv, "--num_experts", "3", "--top_k", "2"])
-    weights = saved_state(tmp_path, "pretrain_32_moe_3x2")["model"]
-    assert weights["model.layers.0.mlp.gate.weight"].shape == (3, 32)
-    assert saved_state(tmp_path, "pretrain_32_moe_3x2")["run"]["num_experts_per_tok"] == 2
-    # of another name
-    process = run("engine", [*argv, "--num_experts", "3", "--top_k", "1", "--from_resume", "1"])
-    assert "new run: " in process.out and (tmp_path / "out/pretrain_32_moe_3x1.pth").exists()
-
-
 @pytest.mark.parametrize("ranks", [0, 2])  # 0: the engine itself starts two
 @pytest.mark.parametrize("lacking", ["device", "dtype"])
 def test_what_the_machine_lacks_is_told_before_the_data_are_prepared(corpus, tmp_path, lacking, ranks):

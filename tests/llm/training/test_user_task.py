@@ -130,16 +130,6 @@ def test_what_validation_says_is_what_the_weights_do(home, whole):
     assert last["eval_accuracy"] == pytest.approx(right / len(texts))
 
 
-def test_it_logs_each_update_once_in_the_metrics_file_and_in_tensorboard(whole):
-    metrics = read_metrics(whole / f"out/{NAME}_metrics.jsonl")
-    assert [record["update"] for record in metrics] == list(range(1, len(metrics) + 1))
-    assert len(metrics) == saved_state(whole, NAME)["update"] and len(metrics) % 10 == 0
-    events = EventAccumulator(str(whole / "runs" / NAME)).Reload()
-    for tag in ("loss", "eval_loss", "eval_accuracy"):
-        points = {point.step: point.value for point in events.Scalars(tag)}
-        assert points == pytest.approx({r["update"]: r[tag] for r in metrics if tag in r}, rel=1e-6)
-
-
 def test_killed_and_resumed_it_is_the_same_run(home, whole, tmp_path):
     """In the second epoch; then in the last one, when early stopping has begun to count."""
     settings = STOPPING | {"from_resume": 1, "save_interval": 4, "tensorboard_dir": tmp_path / "runs"}

@@ -121,26 +121,6 @@ def test_a_rank_that_hangs_is_named_by_the_others(stopped, corpus, tmp_path):
     ranks[stopped].send(signal.SIGKILL)
 
 
-def test_a_thousand_ranks_are_asked_in_few_questions(monkeypatch):
-    store, asked = dist.HashStore(), []
-    for rank in range(1000):
-        store.set(f"host/{rank}", f"node{rank // 8}")
-        store.set(f"failed/{rank}", "") if rank not in (17, 803) else None
-    monkeypatch.setattr(distributed, "_store", CountedStore(store, asked))
-    monkeypatch.setattr(distributed, "ANSWER", 0.0)
-    for name, value in (("get_rank", 5), ("get_world_size", 1000)):
-        monkeypatch.setattr(dist, name, lambda value=value: value)
-    assert distributed._silent_ranks() == ["rank 17 (node2)", "rank 803 (node100)"] and len(asked) < 50
-
-
-class CountedStore:
-    """A store that notes what it is asked."""
-
-    def __init__(self, store: dist.Store, asked: list):
-        self.set, self.get = store.set, store.get
-        self.check = lambda keys: asked.append(keys) or store.check(keys)
-
-
 def test_ranks_that_torchrun_starts_again_resume_by_themselves(corpus, tmp_path):
     """With one store, torchrun's, for all attempts: a rank killed before the first checkpoint, then one after
     it."""

@@ -340,11 +340,6 @@ def test_what_does_not_go_together_is_refused():
         wrap_model(torch.nn.Linear(2, 2), CPU, activation_checkpointing=True)
 
 
-def test_one_process_is_not_sharded():
-    model = torch.nn.Linear(2, 2)
-    assert wrap_model(model, CPU, "fsdp") is model and not is_sharded(model)
-
-
 def test_rank_0_alone_builds_the_weights_of_a_model_that_is_sharded(monkeypatch, recwarn, tmp_path):
     """Bytes of parameters and of the start weights on the host of a rank, before it has its shards."""
     config = MiniMindConfig(hidden_size=32, num_hidden_layers=2)

@@ -70,13 +70,6 @@ def test_a_small_vocabulary_is_for_little_text_in_short_tokens_alone():
     assert rules.vocabulary(1e6, 3.5) is None and rules.vocabulary(1e7, 2.0) is None
 
 
-def test_where_the_expected_loss_was_checked():
-    inside = {"weights": 4e5, "tokens": 1e6, "passes": 2}
-    assert rules.was_checked(**inside)
-    for outside in ({"weights": 1e4}, {"weights": 2e7}, {"tokens": 1e5}, {"passes": 4}):
-        assert not rules.was_checked(**inside | outside), outside
-
-
 def test_data_and_checkpoints_that_the_rules_do_not_know(corpus, tmp_path):
     for name in ("batch_size", "learning_rate"):
         args = train_pretrain.Args(**{name: None})
@@ -119,15 +112,6 @@ def test_a_run_that_was_killed_keeps_its_numbers(corpus, tmp_path):
     numbers = auto | {"learning_rate": state["learning_rate"], "batch_size": state["global_batch"]}
     run("pretrain", flags(corpus, tmp_path / "numbers", "pretrain", **numbers))
     assert_same_run(tmp_path / "whole", tmp_path / "numbers")
-
-
-def test_the_rules_hold_over_the_ranks():
-    data = Data(num_tokens=10**7, items=10**5)
-    args = train_full_sft.Args(batch_size=None, learning_rate=None)
-    one, four = (rules.chosen(args, data, ranks) for ranks in (1, 4))
-    assert four.batch_size == round(one.batch_size / 4) and four.learning_rate == pytest.approx(
-        one.learning_rate, 0.02
-    )
 
 
 @given(ranks=st.integers(1, 8), now=st.integers(1, 8), size=st.integers(1, 64), steps=st.integers(1, 8))

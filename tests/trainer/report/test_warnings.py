@@ -142,29 +142,6 @@ def test_overfitting_is_a_training_loss_that_falls_while_the_held_out_loss_rises
     assert ("overfitting" in warning) == ("overfitting" in hook.last_line(run_state())) == falls
 
 
-@pytest.mark.parametrize(
-    ("updates", "noise"), [(50, 0.7), (3, 0.1)], ids=["one sample per update", "a short run"]
-)
-def test_a_training_loss_that_falls_by_chance_is_no_overfitting(updates, noise, capsys):
-    evaluations = {updates * (i + 1): value for i, value in enumerate((3.0, 3.1, 3.2, 3.3))}
-    falls = 0
-    for seed in range(20):
-        losses = noisy(*[3.0] * 4, updates=updates, noise=noise, seed=seed)
-        hook, noted = trained(run_state(), losses, capsys, evaluations)
-        falls += hook.history.evaluations[-1].training < hook.history.evaluations[0].training
-        assert "rising" in hook.history.warned
-        assert "overfitting" not in " ".join([*noted, hook.last_line(run_state())])
-    assert falls > 5
-
-
-def test_overfitting_is_seen_from_an_early_evaluation(capsys):
-    """At update 12, where the losses still fall fast."""
-    losses = [6 - i / 6 for i in range(12)] + noisy(0.1, updates=100, noise=0.01)
-    assert "a sign of overfitting" in trained(run_state(), losses, capsys, {12: 5.6, 100: 8.6})[0].last_line(
-        run_state()
-    )
-
-
 def test_evaluations_of_other_held_out_data_are_forgotten(capsys):
     state = run_state()
     state.eval_loader = DataLoader(SimpleNamespace(fingerprint={"data": "a"}, __len__=lambda: 1))  # type: ignore
@@ -329,16 +306,6 @@ def test_the_verdict(text, capsys):
         first = "cross entropy 4.000 at update 1, 2.000 in the last 8 updates"
         assert hook.last_line(state) == f"verdict: {first}; {text}"
     assert Verdict(None).last_line(state) == ""  # no update was made
-
-
-def test_another_loss_is_not_compared_with_the_held_out_loss(capsys):
-    state = run_state()
-    state.loss_is_cross_entropy = False
-    hook, _ = trained(state, [4.0, *[2.0] * 79], capsys, {80: 1.0})
-    first = (
-        "verdict: loss 4.000 at update 1, 2.000 in the last 8 updates; held-out loss 1.000, evaluated once"
-    )
-    assert hook.last_line(state).startswith(first)
 
 
 def test_answers_that_repeat_themselves(capsys):

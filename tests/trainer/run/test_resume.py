@@ -240,23 +240,6 @@ def test_a_forgotten_from_resume_loses_nothing(corpus, tmp_path):
     assert_same_run(tmp_path / "whole", tmp_path)
 
 
-def test_start_weights_that_were_replaced(tmp_path):
-    """Refused, with what to do; without the file the run goes on."""
-    start = tmp_path / "start_512.pth"
-    args = StageArgs(save_dir=str(tmp_path), cache_dir=str(tmp_path), from_weight="start", from_resume=True)
-    start.write_bytes(b"at the start")
-    saved = run_fingerprint(args, {}, {}, 9)
-    checkpoint = {"run": saved, "epoch": 0, "step": 1, "update": 1, "world_size": 1}
-    start.write_bytes(b"replaced")
-    with pytest.raises(UserError) as error:
-        check_resume(args, run_fingerprint(args, {}, {}, 9), checkpoint)
-    assert "another run (from_weight_sha256: " in str(error.value)
-    told = f". {start} is not the file that the run started from: put that one back, or move this away"
-    assert str(error.value).endswith(told)
-    start.unlink()
-    assert check_resume(args, run_fingerprint(args, {}, {}, 9), checkpoint) == saved
-
-
 STARTS = {  # how a run of the name w names its start: name, path, through links, its checkpoints
     "name": "w",
     "best": "w_best",
