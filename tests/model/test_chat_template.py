@@ -39,27 +39,6 @@ def render(tokenizer, messages, **options):
     return tokenizer.apply_chat_template(messages, tokenize=False, **options)
 
 
-def labelled(tokenizer, messages, **options):
-    """Return [(text of the token, trained?), ...]."""
-    batch = tokenizer.apply_chat_template(
-        messages, return_assistant_tokens_mask=True, return_dict=True, **options
-    )
-    assert batch["input_ids"] == tokenizer.encode(render(tokenizer, messages, **options))
-    return [
-        (tokenizer.decode([i]), bool(m))
-        for i, m in zip(batch["input_ids"], batch["assistant_masks"], strict=True)
-    ]
-
-
-def expected(*spans):
-    """Spell out a golden list: (tokens of one span, trained?) ..."""
-    return [(token, trained) for tokens, trained in spans for token in tokens]
-
-
-def header(role):
-    return ["<|im_start|>", role, "\n"]
-
-
 # --- golden: rendering and labels
 # -------------------------------------------------------------------------------------
 
@@ -69,11 +48,6 @@ def test_single_turn(tokenizer):
     assert (
         render(tokenizer, messages)
         == "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n你好<|im_end|>\n"
-    )
-    assert labelled(tokenizer, messages) == expected(
-        ([*header("user"), "H", "ell", "o", "<|im_end|>", "\n", *header("assistant")], False),
-        (["你好", "<|im_end|>"], True),
-        (["\n"], False),
     )
 
 
@@ -93,31 +67,6 @@ def test_tool_call_and_response(tokenizer):
         "<|im_end|>\n"
         "<|im_start|>tool\n<tool_response>\n3\n</tool_response><|im_end|>\n"
         "<|im_start|>assistant\n好<|im_end|>\n"
-    )
-    after_system = labelled(tokenizer, messages, tools=tools)
-    end = after_system.index(("<|im_end|>", False)) + 2
-    assert not any(trained for _, trained in after_system[:end])
-    assert after_system[end:] == expected(
-        ([*header("user"), "?", "<|im_end|>", "\n", *header("assistant")], False),
-        (["<tool_call>", "\n", '{"', "name", '":', ' "', "we", "ather", '",', ' "', "arguments", '":'], True),
-        ([' {"', "c", "ity", '":', ' "', "北京", '"}}\n', "</tool_call>", "<|im_end|>"], True),
-        (
-            [
-                "\n",
-                *header("tool"),
-                "<tool_response>",
-                "\n",
-                "3",
-                "\n",
-                "</tool_response>",
-                "<|im_end|>",
-                "\n",
-            ],
-            False,
-        ),
-        (header("assistant"), False),
-        (["好", "<|im_end|>"], True),
-        (["\n"], False),
     )
 
 

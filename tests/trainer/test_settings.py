@@ -48,9 +48,7 @@ def test_more_ranks_than_samples(corpus, tmp_path):
     )
 
 
-@pytest.mark.parametrize(
-    "damage", ["missing", "another shape", "not a file of weights", "cut off", "another tokenizer"]
-)
+@pytest.mark.parametrize("damage", ["another shape", "cut off", "another tokenizer"])
 def test_weights_that_do_not_fit(corpus, tmp_path, damage):
     path = tmp_path / "out/pretrain_32.pth"
     path.parent.mkdir()
@@ -59,17 +57,11 @@ def test_weights_that_do_not_fit(corpus, tmp_path, damage):
     save_weights(MiniMindForCausalLM(MiniMindConfig(hidden_size=32, **shape)), path)
     content = path.read_bytes()
     says = {
-        "missing": f"error: weights {path} do not exist (",
         "another shape": f"error: --num_hidden_layers 2: --from_weight {path} is of 1; leave the flag out",
-        "not a file of weights": f"error: weights {path}: not a readable weights file",
         "cut off": f"error: weights {path}: not a readable weights file",
         "another tokenizer": "the tokenizer has other tokens than that of the weights",
     }
-    if damage == "missing":
-        path.unlink()
-    else:
-        changed = {"not a file of weights": b"hello", "cut off": content[:5000]}
-        path.write_bytes(changed.get(damage, content))
+    path.write_bytes(content[:5000] if damage == "cut off" else content)
     before = {file: file.read_bytes() for file in tmp_path.rglob("*.pth")}
     process = run("sft", flags(corpus, tmp_path, "sft"), status=2)
     assert len(process.error_lines) == 1 and says[damage] in process.err

