@@ -161,17 +161,6 @@ def test_logprobs_are_those_of_the_whole_sequence():
             torch.testing.assert_close(torch.tensor(answer.logprobs), expected, atol=1e-4, rtol=0)
 
 
-def test_what_does_not_fit_is_refused():
-    decoder = Decoder(build("dense"), 2, 10, [END])
-    for prompt, count, new in ([[], 1, 1], [[5] * 9, 1, 2], [[5], 3, 1], [[5], 0, 1], [[5], 1, 0]):
-        with pytest.raises(ValueError):
-            decoder.add(prompt, [GREEDY] * count, new)
-    decoder.add([5] * 9, [GREEDY] * 2, 1)
-    with pytest.raises(ValueError, match="room for 0"):
-        decoder.add([5], [GREEDY], 1)
-    assert {answer.finish for answer in decoder.step()} == {"length"}
-
-
 def test_a_long_prompt_does_not_hold_up_the_others(monkeypatch):
     """While it is read, in chunks, every answer under way gets a token with each of them."""
     model, widths = build("dense"), []

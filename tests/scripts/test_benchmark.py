@@ -89,17 +89,6 @@ def test_a_missing_peer_is_one_line(corpus, tmp_path, monkeypatch):
         run_benchmark(monkeypatch, *data, *peer, "--updates", 100)
 
 
-def test_a_peer_that_fails_is_quoted(corpus, tmp_path, monkeypatch):
-    checkout = make_checkout(tmp_path, model_minimind="raise ValueError('it does not like this machine')")
-    with pytest.raises(
-        UserError, match="--peer minimind cannot train: ValueError: it does not like this machine"
-    ):
-        run_benchmark(
-            monkeypatch, "--data_path", corpus["sft"], "--cache_dir", corpus["cache"], *SMALL, "--warmup", 1,
-            "--updates", 1, "--peer", "minimind", "--peer_path", checkout,
-        )  # fmt: skip
-
-
 def test_counted_arithmetic_is_torchs(corpus):
     """torch counts matrix products only, and attention per sample; the masked half of attention is left out
     here."""

@@ -8,7 +8,6 @@ import re
 import shutil
 import sys
 import time
-from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -180,18 +179,6 @@ def test_a_kill_leaves_no_process(run, tmp_path):
     assert not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in processes)
     assert started.result(killed=True).startswith("before training after")
     started.close()  # a second time changes nothing
-
-
-STUBBORN = "import signal, time; signal.signal(15, signal.SIG_IGN); print(flush=True); time.sleep(600)"
-
-
-def test_a_process_that_outlives_a_signal_is_found(run, monkeypatch):
-    monkeypatch.setattr(launches, "GRACE", 0.2)
-    run.command = [sys.executable, "-c", STUBBORN]
-    with closing(Launch(run, "signal")) as started:
-        assert started.wait(lambda: started.log.stat().st_size, seconds=30)
-        with pytest.raises(SystemExit, match="FAIL: 1 processes are left 0 s after a SIGTERM"):
-            started.end()
 
 
 def test_a_hung_run_ends(run, monkeypatch):

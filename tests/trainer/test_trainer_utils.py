@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import UserError
-from common.settings import StageArgs
 from model.model_minimind import MiniMindConfig
 from trainer import trainer_utils as utils
 from trainer.data.order import epoch_order, rank_share
@@ -106,12 +105,6 @@ def test_the_order_depends_on_seed_and_epoch_only():
     assert np.array_equal(epoch_order(50, 1, 2), epoch_order(50, 1, 2))
     assert not np.array_equal(epoch_order(50, 1, 2), epoch_order(50, 1, 3))
     assert not np.array_equal(epoch_order(50, 1, 2), epoch_order(50, 2, 2))
-
-
-def test_warm_up_is_linear_and_multiplies_the_cosine():
-    args = StageArgs(learning_rate=1e-2, warmup_updates=4)
-    rates = [utils.warmup_cosine(update, 10, args) for update in range(1, 11)]
-    assert rates == [min(1.0, update / 4) * utils.get_lr(update, 10, 1e-2) for update in range(1, 11)]
 
 
 def test_skipping_a_million_batches_reads_nothing():

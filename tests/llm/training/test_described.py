@@ -311,36 +311,6 @@ def test_a_scheduler_that_is_stepped_otherwise_than_it_is_made_for_is_refused_at
     assert not list(tmp_path.rglob("*.pth"))
 
 
-@pytest.mark.parametrize("make", [cosine, one_cycle(0)])
-def test_a_scheduler_of_all_updates_ends_with_the_last_one(tmp_path, capsys, make):
-    made(scheduled(make, "update"), tmp_path, epochs=3).run()
-    rates = [record["learning_rate"] for record in read_metrics(tmp_path / f"out/{NAME}_metrics.jsonl")]
-    assert len(rates) == 24 and rates[-1] < 0.1 * max(rates)
-    assert "is stepped after each update: 24 times" in capsys.readouterr().out
-
-
-PER_EPOCH = """
-import torch
-from llm.training.tasks.regression_task import RegressionTask
-def build_scheduler(self, optimizer):
-    return torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5)
-RegressionTask.build_scheduler = build_scheduler
-"""
-
-
-@pytest.mark.parametrize("kill", [15, 16, 17])
-def test_a_scheduler_that_is_stepped_per_epoch_is_resumed(tmp_path, kill):
-    """Killed before, at and after the end of the second of three epochs of 8 updates."""
-    halving = Faults(script=PER_EPOCH)
-    run("engine", regression(tmp_path / "whole", epochs=3, save_interval=1), halving)
-    rates = [record["learning_rate"] for record in read_metrics(tmp_path / f"whole/out/{NAME}_metrics.jsonl")]
-    assert rates == pytest.approx([1e-2 * 0.5**epoch for epoch in range(3) for _ in range(8)])
-    broken = regression(tmp_path / "broken", epochs=3, save_interval=1, from_resume=1)
-    run("engine", broken, Faults(script=PER_EPOCH, signals={kill: signal.SIGKILL}), status=-9)
-    run("engine", broken, halving)
-    assert_same_run(tmp_path / "whole", tmp_path / "broken", NAME)
-
-
 # --- ReduceLROnPlateau
 
 

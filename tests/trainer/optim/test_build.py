@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.errors import UserError
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
-from tests.stage_process import Faults, context, finish, free_port, run
+from tests.stage_process import Faults, context, finish, free_port, rank_variables, run
 from tests.trainer.stage_flags import assert_same_run, flags
 from trainer.devices.process_group import init_distributed_mode, leave_process_group
 from trainer.devices.wrapping import full_tensor, is_sharded, unwrap, wrap_model
@@ -235,13 +235,7 @@ CASES = [
 
 
 def _rank(rank: int, ranks: int, port: int, folder: str) -> None:
-    os.environ |= {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-    }
-    os.environ |= {"WORLD_SIZE": str(ranks)}
+    os.environ |= rank_variables(rank, ranks, port)
     torch.set_num_threads(1)
     if ranks > 1:
         init_distributed_mode()

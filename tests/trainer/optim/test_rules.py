@@ -4,7 +4,6 @@ import signal
 from dataclasses import replace
 
 import pytest
-import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -70,16 +69,11 @@ def test_a_small_vocabulary_is_for_little_text_in_short_tokens_alone():
     assert rules.vocabulary(1e6, 3.5) is None and rules.vocabulary(1e7, 2.0) is None
 
 
-def test_data_and_checkpoints_that_the_rules_do_not_know(corpus, tmp_path):
+def test_data_that_the_rules_do_not_know():
     for name in ("batch_size", "learning_rate"):
         args = train_pretrain.Args(**{name: None})
         with pytest.raises(UserError, match=f"--{name} auto: the rules know text and SFT data, not a list"):
             rules.apply_rules(args, None, [1, 2, 3])
-    path = tmp_path / "theirs.pth"
-    torch.save({"model": {}, "optimizer": {}, "epoch": 0, "step": 3, "world_size": 1, "wandb_id": None}, path)
-    settings = {"resume_from": path, "batch_size": "auto", "learning_rate": "auto"}
-    done = run("pretrain", flags(corpus, tmp_path, "pretrain", **settings), status=2)
-    assert "is not one of a stage script" in done.error_lines[-1]
 
 
 def test_only_stages_that_were_measured_take_auto():

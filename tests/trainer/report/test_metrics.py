@@ -14,7 +14,7 @@ from trainer.rollouts.batches import Rollouts
 
 
 def record(update: int) -> dict:
-    fields = (
+    fields = [
         "loss",
         "mean_loss",
         "logits_loss",
@@ -22,8 +22,9 @@ def record(update: int) -> dict:
         "learning_rate",
         "grad_norm",
         "tokens_per_second",
-    )
-    fields += ("mfu", "data_wait")
+        "mfu",
+        "data_wait",
+    ]
     return {
         "update": update,
         "seconds": 2.0 * update,

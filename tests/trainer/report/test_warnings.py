@@ -200,16 +200,6 @@ def test_a_rollout_counts_from_the_update_that_it_was_made_for(capsys):
     )
 
 
-def test_the_verdict_of_rewards_is_of_the_first_and_the_last_rollouts(capsys):
-    """Whatever the interval of records is."""
-    rewards, figures = [i / 100 for i in range(40)], {"reward_std": 0.5, "cut_share": 0.0}
-    for interval in (1, 40):
-        hook, _ = trained(run_state(), [0.0] * 40, capsys, {40: -0.7}, interval, rewards, **figures)
-        assert hook.last_line(run_state()).startswith(
-            "verdict: reward 0.015 in the first 4 rollouts, 0.375 in the last; held-out reward 0.700, the highest 0.7"
-        )
-
-
 def test_the_first_update(capsys):
     """Weights that do not fit, a teacher that is the student; the first only where the loss is the cross
     entropy, of more than a few samples."""
@@ -283,29 +273,6 @@ def test_the_plateau_is_named_after_a_while_wherever_the_run_was_stopped(caches,
     assert trained(run_state(), left, capsys, None, interval, dataset=caches["pretrain"])[1] == []
     other_loss.loss_is_cross_entropy = False
     assert trained(other_loss, [height] * 400, capsys, None, interval, dataset=caches["pretrain"])[1] == []
-
-
-VERDICTS = {
-    "no held-out data (--eval_share 0.02) tell how the model does on other text": {},
-    "held-out loss 2.200 (+0.200), evaluated once; --eval_interval shows where it goes": {80: 2.2},
-    "held-out loss 2.200 (+0.200), still falling (2.500 at update 60)": {20: 4, 40: 3, 60: 2.5, 80: 2.2},
-    "held-out loss 2.500 (+0.500), the lowest, 2.100, was at update 40 (mine_best)": {
-        20: 4,
-        40: 2.1,
-        80: 2.5,
-    },
-    "held-out loss 2.099 (+0.099), hardly changed (2.100 at update 60)": {20: 4, 40: 2.1, 60: 2.1, 80: 2.099},
-}
-
-
-@pytest.mark.parametrize("text", VERDICTS)
-def test_the_verdict(text, capsys):
-    for interval in (1, 10, 80):
-        state = run_state(from_weight="none")
-        hook, _ = trained(state, [4.0, *[2.0] * 79], capsys, VERDICTS[text], interval)
-        first = "cross entropy 4.000 at update 1, 2.000 in the last 8 updates"
-        assert hook.last_line(state) == f"verdict: {first}; {text}"
-    assert Verdict(None).last_line(state) == ""  # no update was made
 
 
 def test_answers_that_repeat_themselves(capsys):

@@ -17,7 +17,6 @@ from tests.conftest import ROOT
 from tests.stage_process import run
 from tests.trainer.stage_flags import flags
 from trainer.objectives.next_token import vocabulary_hash
-from trainer.run.checkpoint import lm_checkpoint
 from trainer.trainer_utils import build_model_config, init_model, read_start_weights
 from trainer.weights import files as model_files
 from trainer.weights.files import read_model, save_weights
@@ -106,13 +105,6 @@ def test_a_field_that_the_code_does_not_know_is_refused(tmp_path):
             with pytest.raises(UserError, match=r"w.pth is of a model with window 7, which this version"):
                 read_model(tmp_path / "w.pth")
     assert read_model(tmp_path / "w.pth")[1].own_fields() == fields
-
-
-def test_a_checkpoint_says_its_config(tmp_path):
-    model = model_of(**ODD)
-    optimizer = torch.optim.AdamW(model.parameters())
-    lm_checkpoint(model.config, "w", model, optimizer, save_dir=tmp_path)
-    assert read_model(tmp_path / "w_32_moe_3x2_resume.pth")[1].own_fields() == model.config.own_fields()
 
 
 @dataclass(kw_only=True)
