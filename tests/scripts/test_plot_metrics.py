@@ -214,17 +214,6 @@ def test_what_is_written_this_moment_or_damaged_does_not_hide_the_other_runs(tmp
         table(tmp_path)
 
 
-def test_a_wide_table_is_cut_into_blocks_on_a_terminal():
-    rows = [["run", "data_path", "loss"], ["中文" * 4, "x" * 50 + "end", "1.0"], ["b", "y", "12.5"]]
-    assert plot_metrics.table_lines(rows, None)[1] == f"{'中文' * 4}  {'x' * 50}end   1.0"
-    lines = plot_metrics.table_lines(rows, 50)
-    assert lines[1].endswith("xxend") and "…" in lines[1] and "" in lines and len(lines) == 7
-    assert max(map(plot_metrics.columns_of, lines)) <= 50
-    for width in range(1, 60):
-        lines = plot_metrics.table_lines(rows, width)
-        assert sum("12.5" in line for line in lines) == 1
-
-
 # --- the page
 
 

@@ -56,13 +56,6 @@ def test_no_room_for_the_metrics(corpus, tmp_path):
     assert len(read_metrics(tmp_path / "out/pretrain_32_metrics.jsonl")) >= 5
 
 
-def test_no_room_for_the_token_cache(corpus, tmp_path):
-    argv = flags(corpus, tmp_path, "pretrain", cache_dir=tmp_path / "cache")
-    line = only_line(run("pretrain", argv, Faults(file_limit=1500), status=2))
-    assert f"the token cache in {tmp_path}/cache cannot be written" in line and "File too large" in line
-    assert not list((tmp_path / "cache").glob("*.tmp*")) and not list(tmp_path.rglob("*.npy"))
-
-
 @pytest.mark.parametrize("flag", ["save_dir", "checkpoint_dir", "cache_dir"])
 def test_a_folder_that_cannot_be_made(corpus, tmp_path, flag):
     (tmp_path / "file").write_text("")

@@ -1,7 +1,6 @@
 """The engine under the names and call forms of its description (docs/dev/DESCRIBED.md)."""
 
 import re
-import shutil
 import signal
 from collections import Counter
 
@@ -12,7 +11,7 @@ from torch.optim import lr_scheduler
 
 from common.console import release_console
 from common.errors import UserError
-from llm.training.core.callbacks import Callback, EarlyStopping, LRSchedulerCallback, MetricsLogger
+from llm.training.core.callbacks import Callback, LRSchedulerCallback, MetricsLogger
 from llm.training.core.config import Config
 from llm.training.core.engine import TrainingEngine
 from llm.training.core.utils import CheckpointManager, DistributedManager, Logger, PerformanceMonitor
@@ -513,34 +512,6 @@ def test_levels(tmp_path, capsys, level):
 
 
 # --- checkpoints
-
-
-class Saves(Callback):
-    """Writes a checkpoint before update 12."""
-
-    def on_batch_start(self, engine, update):
-        if update == 12:
-            engine.checkpoint_manager.save_checkpoint(engine.state)
-            engine.state.writer.wait()
-            path = engine.checkpoint_manager.folder / f"{NAME}_resume.pth"
-            path.with_name("mine.pth").write_bytes(path.read_bytes())
-
-
-def test_a_checkpoint_is_written_when_asked_and_continued_from_its_path(tmp_path):
-    callbacks = [MetricsLogger(), EarlyStopping(patience=9), Saves()]
-    made(RegressionTask, tmp_path / "whole", callbacks, epochs=3).run()
-    mine = tmp_path / "whole/checkpoints/mine.pth"
-    assert torch.load(mine, weights_only=True)["update"] == 11
-    callbacks = [MetricsLogger(), EarlyStopping(patience=9)]
-    (tmp_path / "other/out").mkdir(parents=True)
-    for name in (f"out/{NAME}_metrics.jsonl", f"out/{NAME}_run.json"):
-        shutil.copy(tmp_path / "whole" / name, tmp_path / "other" / name)
-    engine = made(RegressionTask, tmp_path / "other", callbacks, epochs=3, resume_from=mine)
-    assert engine.resumed_update == 11
-    engine.run()
-    assert_same_run(tmp_path / "whole", tmp_path / "other", NAME)
-    with pytest.raises(UserError, match=r"the checkpoint belongs to another run \(seed: 3 -> 4"):
-        made(RegressionTask, tmp_path / "other", epochs=3, resume_from=mine, seed=4)
 
 
 def test_a_path_to_resume_from_that_is_no_checkpoint(tmp_path):

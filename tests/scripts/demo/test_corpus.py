@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from common.errors import UserError
 from scripts.demo.corpus import (
     ATTRIBUTES,
     GROUPS,
@@ -172,8 +171,6 @@ def test_held_out_texts_are_not_trained_on(demo):
 
 def test_output_dir_that_is_a_file_is_one_error_line(tmp_path):
     (tmp_path / "file").write_text("x")
-    with pytest.raises(UserError, match=r"--output_dir .*file cannot be created"):
-        write_files(tmp_path / "file", make_corpus(0))
     command = [sys.executable, "-m", "scripts.demo.corpus", "--output_dir", str(tmp_path / "file")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 2

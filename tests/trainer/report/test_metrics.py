@@ -70,18 +70,6 @@ def test_a_line_that_is_no_record(tmp_path, line):
     assert readable_records(path) == []
 
 
-def test_a_line_shows_what_a_person_looks_at():
-    """Less than a twentieth of waiting for data, and experts that all work, are in the metrics file only."""
-    (line,) = describe(record(1) | {"data_wait": 0.0, "expert_max_min": 4.0, "dead_experts": 0}, "head")
-    assert line == "head, loss: 0.5000, mean: 0.5000, lr: 5.00e-01, 0 tokens/s, eta: 1.5 min"
-    (line,) = describe(record(1) | {"dead_experts": 3, "data_wait": 0.25}, "head")
-    assert ", data wait: 25%, dead experts: 3, " in line
-    (line,) = describe(record(1) | {"data_wait": 0.0, "skipped": [{}, {}], "overflows": 1}, "head")
-    assert ", updates skipped: 2, overflows: 1, " in line
-    (line,) = describe(record(1) | {"eval_loss": 1.25, "eval_bpb": 0.75}, "head")
-    assert ", eval_loss: 1.2500, " in line
-
-
 SHOWN = {  # of the stages
     "": (),
     "dpo": preference.METRICS,
