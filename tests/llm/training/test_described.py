@@ -166,6 +166,16 @@ class OtherMetrics(NoMetrics):
         return loss, 0 * loss, {"other": loss.detach()}
 
 
+class OneElement(RegressionTask):
+    """Losses of shape [1]."""
+
+    metric_names = ("error",)
+
+    def train_step(self, model, batch):
+        loss = super().train_step(model, batch).reshape(1)
+        return loss, 0 * loss, {"error": loss.detach()[0]}
+
+
 class ManyLosses(RegressionTask):
     def train_step(self, model, batch):
         return (model(batch["x"]) - batch["y"]).square()
@@ -239,6 +249,15 @@ def test_a_step_of_another_form_is_refused_before_the_first_update(tmp_path, tas
 def test_a_validation_of_another_form_is_refused(tmp_path, task, message):
     with pytest.raises(UserError, match=message):
         made(task, tmp_path).run()
+
+
+def test_losses_of_one_element_are_numbers(tmp_path):
+    ends = []
+    for task in (RegressionTask, OneElement):
+        engine = made(task, tmp_path / task.__name__, [MetricsLogger()], epochs=2)
+        engine.run()
+        ends.append(engine.callbacks.by_name()["MetricsLogger"].records[-1])
+    assert ends[0]["loss"] == ends[1]["loss"] == pytest.approx(ends[1]["error"])
 
 
 def test_what_an_engine_has(tmp_path):

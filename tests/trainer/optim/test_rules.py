@@ -64,11 +64,6 @@ def test_a_warmup_is_a_small_part_of_a_run(updates):
     assert rules.warmup(updates) <= rules.warmup(updates + 1)
 
 
-def test_a_small_vocabulary_is_for_little_text_in_short_tokens_alone():
-    assert rules.vocabulary(1e6, 2.0) == 512
-    assert rules.vocabulary(1e6, 3.5) is None and rules.vocabulary(1e7, 2.0) is None
-
-
 def test_data_that_the_rules_do_not_know():
     for name in ("batch_size", "learning_rate"):
         args = train_pretrain.Args(**{name: None})

@@ -142,6 +142,21 @@ def test_overfitting_is_a_training_loss_that_falls_while_the_held_out_loss_rises
     assert ("overfitting" in warning) == ("overfitting" in hook.last_line(run_state())) == falls
 
 
+@pytest.mark.parametrize(
+    ("updates", "noise"), [(50, 0.7), (3, 0.1)], ids=["one sample per update", "a short run"]
+)
+def test_a_training_loss_that_falls_by_chance_is_no_overfitting(updates, noise, capsys):
+    evaluations = {updates * (i + 1): value for i, value in enumerate((3.0, 3.1, 3.2, 3.3))}
+    falls = 0
+    for seed in range(20):
+        losses = noisy(*[3.0] * 4, updates=updates, noise=noise, seed=seed)
+        hook, noted = trained(run_state(), losses, capsys, evaluations)
+        falls += hook.history.evaluations[-1].training < hook.history.evaluations[0].training
+        assert "rising" in hook.history.warned
+        assert "overfitting" not in " ".join([*noted, hook.last_line(run_state())])
+    assert falls > 5
+
+
 def test_evaluations_of_other_held_out_data_are_forgotten(capsys):
     state = run_state()
     state.eval_loader = DataLoader(SimpleNamespace(fingerprint={"data": "a"}, __len__=lambda: 1))  # type: ignore
@@ -273,6 +288,28 @@ def test_the_plateau_is_named_after_a_while_wherever_the_run_was_stopped(caches,
     assert trained(run_state(), left, capsys, None, interval, dataset=caches["pretrain"])[1] == []
     other_loss.loss_is_cross_entropy = False
     assert trained(other_loss, [height] * 400, capsys, None, interval, dataset=caches["pretrain"])[1] == []
+
+
+VERDICTS = {
+    "held-out loss 2.200 (+0.200), evaluated once; --eval_interval shows where it goes": {80: 2.2},
+    "held-out loss 2.200 (+0.200), still falling (2.500 at update 60)": {20: 4, 40: 3, 60: 2.5, 80: 2.2},
+    "held-out loss 2.500 (+0.500), the lowest, 2.100, was at update 40 (mine_best)": {
+        20: 4,
+        40: 2.1,
+        80: 2.5,
+    },
+    "held-out loss 2.099 (+0.099), hardly changed (2.100 at update 60)": {20: 4, 40: 2.1, 60: 2.1, 80: 2.099},
+}
+
+
+@pytest.mark.parametrize("text", VERDICTS)
+def test_the_verdict(text, capsys):
+    for interval in (1, 10, 80):
+        state = run_state(from_weight="none")
+        hook, _ = trained(state, [4.0, *[2.0] * 79], capsys, VERDICTS[text], interval)
+        first = "cross entropy 4.000 at update 1, 2.000 in the last 8 updates"
+        assert hook.last_line(state) == f"verdict: {first}; {text}"
+    assert Verdict(None).last_line(state) == ""  # no update was made
 
 
 def test_answers_that_repeat_themselves(capsys):
