@@ -76,26 +76,6 @@ def test_a_temperature_that_no_logit_can_be_divided_by_takes_the_likeliest_token
     assert torch.equal(draw_tokens(logits, coldest, [0] * 3), logits.argmax(-1))
 
 
-def test_rows_do_not_know_each_other():
-    generator = torch.Generator().manual_seed(3)
-    logits = torch.randn(7, 200, generator=generator)
-    samplings = [
-        Sampling(temperature=0.0),
-        Sampling(seed=1),
-        Sampling(top_k=1, seed=2),
-        Sampling(top_p=0.0, seed=3),
-        Sampling(top_p=0.5, seed=4),
-        Sampling(top_k=10_000, seed=5),
-        Sampling(temperature=1e-6, seed=6),
-    ]
-    numbers = [0, 5, 1, 2, 3, 4, 9]
-    together = draw_tokens(logits, samplings, numbers).tolist()
-    alone = [draw_tokens(logits[i : i + 1], [samplings[i]], [numbers[i]]).item() for i in range(7)]
-    assert together == alone
-    best = logits.argmax(-1).tolist()
-    assert [together[i] for i in (0, 2, 3, 6)] == [best[i] for i in (0, 2, 3, 6)]
-
-
 def splitmix64(state: int):
     """Vigna's reference generator, in Python's integers."""
     while True:

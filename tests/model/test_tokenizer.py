@@ -88,16 +88,6 @@ def test_every_byte_has_an_id():
     assert max(len(token) for token in vocabulary if token not in SPECIALS) <= MAX_TOKEN_BYTES
 
 
-def test_pieces(tokenizer):
-    def pieces(text):
-        return [tokenizer.decode([i]) for i in tokenizer.encode(text)]
-
-    assert pieces("2024") == ["2", "0", "2", "4"]
-    assert pieces("x 37") == ["x", " ", "3", "7"]
-    assert pieces("it, and don't") == ["it", ",", " and", " don", "'t"]
-    assert pieces("<|im_start|>user\n\nb \n") == ["<|im_start|>", "user", "\n\n", "b", " \n"]
-
-
 # --- the same ids in programs that know the split pattern as "qwen2"
 # -------------------------------------------------
 

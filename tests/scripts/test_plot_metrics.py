@@ -59,13 +59,6 @@ def test_one_panel_per_quantity_and_one_curve_per_run():
     assert only_b["loss"] == {"b": losses["b"]}  # nothing more to draw
 
 
-@pytest.mark.parametrize(
-    ("x", "expected"), [("update", [1, 2]), ("tokens", [100, 200]), ("seconds", [2.0, 4.0])]
-)
-def test_the_x_axis_is_the_chosen_one(x, expected):
-    assert drawn(draw({"a": [record(1), record(2)]}, x))["loss"]["a"][0] == expected
-
-
 def test_the_mean_loss_is_drawn_where_there_is_one_and_null_leaves_a_gap():
     run = [record(1, mean_loss=9.0), record(2, mean_loss=None, loss=None), record(3)]
     _, values = drawn(draw({"a": run}, "update"))["loss"]["a"]

@@ -15,7 +15,7 @@ from dataset.token_cache import load_tokenizer
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from tests.conftest import ROOT, write_jsonl
 from tests.stage_process import FORKED, Faults, run, start_ranks
-from tests.trainer.stage_flags import assert_same_run, records, saved_state
+from tests.trainer.stage_flags import assert_same_run, saved_state
 from trainer.report.metrics import read_metrics
 from trainer.weights.files import half_state_dict
 
@@ -48,7 +48,7 @@ def labelled_texts(count: int) -> list[dict]:
 @pytest.fixture(scope="module")
 def home(tmp_path_factory) -> Path:
     """A user's folder: the example, copied from the manual, and data. 73 of the texts are for training: with
-    a global batch of 8 the last one of an epoch is a single text, and of two processes one has none."""
+    a global batch of 8 the last one of an epoch is a single text."""
     folder = tmp_path_factory.mktemp("home")
     (folder / "text_classifier.py").write_text(EXAMPLE, encoding="utf-8")
     write_jsonl(folder / "texts.jsonl", labelled_texts(92))
@@ -131,17 +131,6 @@ def test_killed_and_resumed_it_is_the_same_run(home, whole, tmp_path):
         other = ["--set", option] if option else ["--data_path", tmp_path / "other.jsonl"]
         failed = run("engine", argv(tmp_path, **settings) + other, started_in(home), status=2)
         assert told in failed.error_lines[-1]
-
-
-def test_two_processes_are_the_same_run_as_one(home, tmp_path):
-    run("engine", argv(tmp_path / "one", epochs=2), started_in(home))
-    faults = dict.fromkeys(range(2), started_in(home))
-    for rank in start_ranks(2, "engine", argv(tmp_path / "two", epochs=2, batch_size=4), faults):
-        assert rank.wait() == 0, rank.err
-    one, two = (records(tmp_path / name, NAME) for name in ("one", "two"))
-    assert len(one) == 20  # updates; the last of each epoch is a single text
-    for a, b in zip(one, two, strict=True):
-        assert a == pytest.approx(b, abs=1e-5)
 
 
 def test_the_command_of_the_manual_from_the_users_folder(home, tmp_path):

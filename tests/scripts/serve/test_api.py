@@ -167,24 +167,6 @@ def test_an_answer_is_greedily_that_of_transformers_whole_and_streamed(real, tin
     assert body[-1].choices[0].finish_reason == answer.choices[0].finish_reason
 
 
-def test_answers_together_are_those_of_one_at_a_time(real):
-    """64 requests at once, greedy and with seeds, on 16 places."""
-
-    def ask(number: int) -> list[str]:
-        fields = {"temperature": 0} if number % 2 else {"temperature": 1.0, "seed": number, "top_p": 0.9}
-        answer = chat(
-            real, f"question {number} " * (1 + number % 9), max_tokens=12, n=1 + number % 3, **fields
-        )
-        return [choice.message.content for choice in answer.choices]
-
-    with ThreadPoolExecutor(64) as pool:
-        together = list(pool.map(ask, range(64)))
-    some = range(0, 64, 5)
-    assert [together[number] for number in some] == [ask(number) for number in some]
-    assert len({text for texts in together for text in texts}) > 60
-    wait_for(lambda: real.model.decoder.free == 16)
-
-
 def test_seeds_and_choices(real):
     def texts(**fields: Any) -> list[str]:
         return [choice.message.content for choice in chat(real, "hello", max_tokens=10, **fields).choices]

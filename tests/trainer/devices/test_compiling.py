@@ -150,12 +150,3 @@ def test_what_does_not_ask_is_not_compiled(monkeypatch):
     assert parse_args(GRPOArgs, "", []).use_compile is None
     with pytest.raises(UserError, match="--use_compile 1 has no effect on completions"):
         parse_args(GRPOArgs, "", ["--use_compile", "1"])
-
-
-def test_the_switch_takes_three_values():
-    for text, value in (("auto", None), ("0", False), ("1", True)):
-        found = parse_args(StageArgs, "", ["--use_compile", text]).use_compile
-        assert found == value and type(found) is type(value)
-    assert parse_args(StageArgs, "", ["--use_compile"]).use_compile is True
-    with pytest.raises(UserError, match="--use_compile must be 0 or 1 or auto, not 'maybe'"):
-        parse_args(StageArgs, "", ["--use_compile", "maybe"])
