@@ -39,16 +39,8 @@ def render(tokenizer, messages, **options):
     return tokenizer.apply_chat_template(messages, tokenize=False, **options)
 
 
-# --- golden: rendering and labels
+# --- golden: rendering
 # -------------------------------------------------------------------------------------
-
-
-def test_single_turn(tokenizer):
-    messages = [turn("user", "Hello"), turn("assistant", "你好")]
-    assert (
-        render(tokenizer, messages)
-        == "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n你好<|im_end|>\n"
-    )
 
 
 def test_tool_call_and_response(tokenizer):
