@@ -231,15 +231,20 @@ def finish(processes: list, seconds: float) -> None:
     assert [process.exitcode for process in processes] == [0] * len(processes)
 
 
+def rank_variables(rank: int, ranks: int, port: int | str) -> dict[str, str]:
+    """What torchrun sets for a rank on this machine."""
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
+    return place | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+
+
 def start_ranks(
     count: int, stage: str, argv: list, faults: dict[int, Faults] | None = None, **env: str
 ) -> list[StageProcess]:
     """Several ranks as torchrun would start them; `faults` by rank."""
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(count)}
-    env = place | {"LOCAL_WORLD_SIZE": str(count)} | env
-    ranks = range(count)
+    port, env = free_port(), {"LOCAL_WORLD_SIZE": str(count)} | env
     return [
-        StageProcess(stage, argv, (faults or {}).get(r), RANK=str(r), LOCAL_RANK=str(r), **env) for r in ranks
+        StageProcess(stage, argv, (faults or {}).get(rank), **rank_variables(rank, count, port) | env)
+        for rank in range(count)
     ]
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from model.answer_stream import AnswerParser, IncrementalDecoder, TextStream, held_back, merge
+from model.answer_stream import AnswerParser, IncrementalDecoder, TextStream, merge
 from tests.conftest import ROOT
 
 TOKENIZER = AutoTokenizer.from_pretrained(ROOT / "model")
@@ -138,10 +138,3 @@ def test_text_ends_before_the_first_stop_string(text, stops):
     assert text.startswith("".join(pieces)) and not any(stop in "".join(pieces) for stop in stops)
     if first is None or len({len(stop) for stop in stops}) == 1:
         assert "".join(pieces) == text[:first]
-
-
-@pytest.mark.parametrize(
-    ("text", "held"), [("abc", 0), ("abc<", 1), ("abc<|im", 4), ("abc<|im_end|>", 0), ("<<", 1), ("", 0)]
-)
-def test_what_may_become_a_mark_is_held_back(text, held):
-    assert held_back(text, ["<|im_end|>", "x"]) == held

@@ -1,16 +1,13 @@
 """Batched decoding against transformers' own generate, and against itself in any other company."""
 
-import math
 import random
 from contextlib import suppress
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from model import fused, generation
+from model import generation
 from model.generation import Answer, Decoder, generate
 from model.model_minimind import MiniMindForCausalLM
 from model.sampling import Sampling
@@ -54,31 +51,6 @@ def test_greedy_answers_are_those_of_transformers(shape):
     assert finishes <= {"stop", "length"} and decoder.free == 4
 
 
-def test_log_probabilities_of_answers_are_those_of_one_forward():
-    """In chunks and beside rows that want others or none."""
-    model = build("dense")
-    prompts, wanted = prompts_of(30, 5, 9), (4, 0, None)
-    decoder = Decoder(model, 6, 64, [END], prefill_tokens=8)
-    groups = [decoder.add(each, [GREEDY] * 2, 6, top) for each, top in zip(prompts, wanted, strict=True)]
-    while decoder.rows:
-        decoder.step()
-    for prompt, top, group in zip(prompts, wanted, groups, strict=True):
-        for answer in group:
-            tokens = [*prompt, *answer.tokens]
-            expected = stock(model)(torch.tensor([tokens])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
-            details = answer.details
-            if top is None:
-                assert details == []
-                continue
-            assert [one.token for one in details] == answer.tokens
-            own = expected.gather(1, torch.tensor(answer.tokens)[:, None])[:, 0].tolist()
-            assert [one.logprob for one in details] == pytest.approx(own, abs=1e-4)
-            values = expected.topk(top).values.tolist()
-            assert [[value for _, value in one.top] for one in details] == [
-                pytest.approx(row, abs=1e-4) for row in values
-            ]
-
-
 @pytest.mark.parametrize("half", ["decode", "prefill"])
 def test_half_a_step_that_fails_changes_nothing(half, monkeypatch):
     """It can be repeated with some of the rows or with all, and the answers are the same."""
@@ -105,14 +77,6 @@ def test_half_a_step_that_fails_changes_nothing(half, monkeypatch):
                     with suppress(MemoryError):
                         part(group)
     assert tokens_of(groups) == expected
-
-
-def test_the_model_may_say_nothing_but_its_end_token():
-    model = build("dense")
-    (prompt,) = prompts_of(5)
-    first = reference(model, prompt, 1)[0]
-    ((answer,),) = generate(model, [prompt], [[GREEDY]], 10, [first])
-    assert answer.tokens == [first] and answer.finish == "stop"
 
 
 def test_a_seed_gives_the_same_answer_in_any_company(monkeypatch):
@@ -195,62 +159,6 @@ def test_logprobs_are_those_of_the_whole_sequence():
             logits = model(tokens).logits[0, len(prompt) - 1 : -1] / (answer.sampling.temperature or 1.0)
             expected = logits.log_softmax(-1).gather(1, tokens[0, len(prompt) :, None])[:, 0]
             torch.testing.assert_close(torch.tensor(answer.logprobs), expected, atol=1e-4, rtol=0)
-
-
-def test_what_does_not_fit_is_refused():
-    decoder = Decoder(build("dense"), 2, 10, [END])
-    for prompt, count, new in ([[], 1, 1], [[5] * 9, 1, 2], [[5], 3, 1], [[5], 0, 1], [[5], 1, 0]):
-        with pytest.raises(ValueError):
-            decoder.add(prompt, [GREEDY] * count, new)
-    decoder.add([5] * 9, [GREEDY] * 2, 1)
-    with pytest.raises(ValueError, match="room for 0"):
-        decoder.add([5], [GREEDY], 1)
-    assert {answer.finish for answer in decoder.step()} == {"length"}
-
-
-def test_the_memory_of_a_gpu_says_how_many_answers_are_written_at_once(monkeypatch):
-    """Half of what is free, with what torch has reserved and does not use."""
-    model = build("dense")
-    config = model.config
-    assert generation.fitting_slots(model, 100) == generation.SLOTS
-    shape = (2, config.num_hidden_layers, config.num_key_value_heads, 100, config.head_dim)
-    # bytes of bfloat16 keys and values, float32 logits
-    row = 2 * math.prod(shape) + 4 * 4 * config.vocab_size
-    weight = SimpleNamespace(device=torch.device("cuda", 0), element_size=lambda: 2)
-    gpu: Any = SimpleNamespace(lm_head=SimpleNamespace(weight=weight), config=config)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10 * row, 99 * row))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 9 * row)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 3 * row)
-    assert generation.fitting_slots(gpu, 100) == 8
-
-
-@pytest.mark.parametrize("rows", [fused.MIN_ROWS_FOR_ONEDNN_HEAD - 1, fused.MIN_ROWS_FOR_ONEDNN_HEAD, 40])
-def test_logits_of_several_rows_are_made_by_onednn(rows):
-    """They are the head's."""
-    model = build("dense")
-    decoder, hidden = Decoder(model, 1, 8, [END]), torch.randn(rows, model.config.hidden_size)
-    with torch.inference_mode(), torch.profiler.profile() as profile:
-        torch.testing.assert_close(decoder._logits(hidden), model.lm_head(hidden))
-    found = f"mkldnn::{fused.ONEDNN_PRODUCT}" in {event.key for event in profile.key_averages()}
-    assert found == (
-        rows >= fused.MIN_ROWS_FOR_ONEDNN_HEAD and hasattr(torch.ops.mkldnn, fused.ONEDNN_PRODUCT)
-    )
-
-
-def test_clear_makes_room_and_forgets_what_a_broken_step_left_behind():
-    model = build("dense")
-    (prompt,) = prompts_of(20)
-    decoder = Decoder(model, 2, 64, [END])
-    decoder.add(prompt, [GREEDY], 20)
-    decoder.step()
-    with torch.inference_mode():
-        decoder.cache.keys.fill_(torch.nan)
-        decoder.cache.values.fill_(torch.nan)
-    decoder.clear()
-    (answer,) = decoder.add(prompt[:4], [GREEDY], 20)
-    while decoder.rows:
-        decoder.step()
-    assert answer.tokens == reference(model, prompt[:4], 20)
 
 
 def test_a_long_prompt_does_not_hold_up_the_others(monkeypatch):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from model.sampling import BLOCK, NUCLEUS, Draws, Sampling, draw_index, sum_by_doubling
+from model.sampling import BLOCK, NUCLEUS, Draws, Sampling, draw_index
 
 CPU = torch.device("cpu")
 
@@ -55,13 +55,6 @@ def test_the_tokens_have_the_probabilities_that_transformers_filters_leave(field
     assert ((found - expected).abs() <= 4.5 * spread + 1e-9).all()
 
 
-def test_the_nucleus_is_one_of_the_top_k():
-    """top_p counts the probabilities that top_k leaves: 4/7 and 3/7."""
-    logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log()
-    assert draws(logits, 100, top_k=2, top_p=0.55).tolist() == [1.0, 0.0, 0.0, 0.0]
-    assert (draws(logits, 100, top_k=2, top_p=0.6) > 0).tolist() == [True, True, False, False]
-
-
 @pytest.mark.parametrize("top_p", [0.6, 0.9, 0.999])
 def test_a_wide_nucleus_is_looked_at_as_a_whole(top_p):
     """Wider than the candidates that are looked at first."""
@@ -81,26 +74,6 @@ def test_a_temperature_that_no_logit_can_be_divided_by_takes_the_likeliest_token
         assert torch.equal(logprobs, draw(logits, [Sampling(temperature=0)] * 3, [0] * 3)[1])
     coldest = [Sampling(temperature=1e-5, seed=seed) for seed in range(3)]
     assert torch.equal(draw_tokens(logits, coldest, [0] * 3), logits.argmax(-1))
-
-
-def test_rows_do_not_know_each_other():
-    generator = torch.Generator().manual_seed(3)
-    logits = torch.randn(7, 200, generator=generator)
-    samplings = [
-        Sampling(temperature=0.0),
-        Sampling(seed=1),
-        Sampling(top_k=1, seed=2),
-        Sampling(top_p=0.0, seed=3),
-        Sampling(top_p=0.5, seed=4),
-        Sampling(top_k=10_000, seed=5),
-        Sampling(temperature=1e-6, seed=6),
-    ]
-    numbers = [0, 5, 1, 2, 3, 4, 9]
-    together = draw_tokens(logits, samplings, numbers).tolist()
-    alone = [draw_tokens(logits[i : i + 1], [samplings[i]], [numbers[i]]).item() for i in range(7)]
-    assert together == alone
-    best = logits.argmax(-1).tolist()
-    assert [together[i] for i in (0, 2, 3, 6)] == [best[i] for i in (0, 2, 3, 6)]
 
 
 def splitmix64(state: int):
@@ -167,17 +140,3 @@ def test_logits_that_are_no_numbers_draw_some_token():
     samplings = [Sampling(seed=1), Sampling(top_k=5, seed=2), Sampling(top_p=0.5, seed=3)]
     tokens = draw_tokens(logits, samplings, [0] * 3)
     assert (tokens >= 0).all() and (tokens < 200).all()
-
-
-def test_logprobs_of_tokens():
-    logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(4))
-    tokens, found = draw(logits, [Sampling(2.0), Sampling(0.0), Sampling(0.5, top_k=1)], [0] * 3)
-    for i, temperature in enumerate((2.0, 1.0, 0.5)):
-        expected = (logits[i] / temperature).log_softmax(-1)[tokens[i]].item()
-        assert found[i].item() == pytest.approx(expected, abs=1e-5)
-
-
-@pytest.mark.parametrize("length", [1, 2, 50, 64, 100])
-def test_sums_by_doubling_are_cumulative(length):
-    x = torch.rand(3, length, dtype=torch.float64, generator=torch.Generator().manual_seed(length))
-    torch.testing.assert_close(sum_by_doubling(x), x.cumsum(-1))

@@ -2,25 +2,19 @@
 text."""
 
 import json
-import math
-from functools import cache
-from itertools import pairwise
 from pathlib import Path
 from unicodedata import normalize
 
 import pytest
-import regex
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, Qwen2Tokenizer
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
-from scripts.train_tokenizer import MAX_TOKEN_BYTES, PIECES, characters_per_token, language_of, read_records
+from scripts.train_tokenizer import MAX_TOKEN_BYTES, PIECES
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-SHARED_DATA = REPOSITORY.parent / "shared" / "data"
-HOLDOUT_EVERY = 20  # as in training
 
 TAGS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
 RESERVED = [f"<|reserved_{i}|>" for i in range(16)]
@@ -76,20 +70,12 @@ def test_tags_survive_skip_special_tokens(tokenizer):
 @example("\x00\x01\x7f\x85\u2028\ufeff\ufffe\uffff\U0010ffff")
 @example("e\u0301 한국어 ไทย עברית 👩‍👩‍👧 ﬁ Å １２３")  # no normaliser may touch these
 @example("1234567890 ١٢٣ ½ x²")
-@given(st.text(max_size=200))
-def test_any_text_comes_back(tokenizer, text):
-    assert decode(tokenizer, tokenizer.encode(text)) == text
-
-
-@settings(max_examples=300, deadline=None)
 @given(
-    st.lists(
-        st.sampled_from([*SPECIALS, "<|im_", "start|>", "<", "\n", " ", "user", "é", "中"])
-        | st.text(max_size=5)
-    )
+    st.text(max_size=200)
+    | st.lists(st.sampled_from([*SPECIALS, "<|im_", "start|>", "<", "\n", "user", "中"])).map("".join)
 )
-def test_text_with_the_spelling_of_special_tokens_comes_back(tokenizer, pieces):
-    text = "".join(pieces)
+def test_any_text_comes_back(tokenizer, text):
+    """Also text with the spelling of special tokens."""
     assert decode(tokenizer, tokenizer.encode(text)) == text
 
 
@@ -102,27 +88,11 @@ def test_every_byte_has_an_id():
     assert max(len(token) for token in vocabulary if token not in SPECIALS) <= MAX_TOKEN_BYTES
 
 
-def test_pieces(tokenizer):
-    def pieces(text):
-        return [tokenizer.decode([i]) for i in tokenizer.encode(text)]
-
-    assert pieces("2024") == ["2", "0", "2", "4"]
-    assert pieces("x 37") == ["x", " ", "3", "7"]
-    assert pieces("it, and don't") == ["it", ",", " and", " don", "'t"]
-    assert pieces("<|im_start|>user\n\nb \n") == ["<|im_start|>", "user", "\n\n", "b", " \n"]
-
-
 # --- the same ids in programs that know the split pattern as "qwen2"
 # -------------------------------------------------
 
 FILE = json.loads((REPOSITORY / "model" / "tokenizer.json").read_text(encoding="utf-8"))
 MERGES = [tuple(pair) for pair in FILE["model"]["merges"]]
-RANKS = {pair: rank for rank, pair in enumerate(MERGES)}
-# llama.cpp has no (?i:...) and spells both cases
-QWEN2_IN_LLAMA_CPP = PIECES.replace(
-    "(?i:'s|'t|'re|'ve|'m|'ll|'d)", "'(?:[sStTmMdD]|[rR][eE]|[vV][eE]|[lL][lL])"
-)
-
 TEXTS = [
     "",
     "It's 3 o'clock, WE'LL see: don't panic... they've 1,024 items (50%)!\n\n\tNext line.  ",
@@ -135,42 +105,6 @@ TEXTS = [
 ]
 
 
-def byte_characters():
-    """Return the printable character that stands for each byte in a byte-level BPE vocabulary."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
-
-
-BYTE_CHARACTERS = byte_characters()
-
-
-@cache
-def merged(piece):
-    """Apply the merges to one piece of text, the lowest rank first; returns the ids."""
-    parts = [BYTE_CHARACTERS[byte] for byte in piece.encode("utf-8")]
-    while len(parts) > 1:
-        ranks = [RANKS.get(pair, math.inf) for pair in pairwise(parts)]
-        if min(ranks) == math.inf:
-            break
-        first = ranks.index(min(ranks))
-        parts[first : first + 2] = ["".join(parts[first : first + 2])]
-    return [FILE["model"]["vocab"][part] for part in parts]
-
-
-def assert_others_read_the_same(texts):
-    """Compare our ids with a plain implementation of the algorithm and with transformers' own class for
-    Qwen2."""
-    ours = Tokenizer.from_file(str(REPOSITORY / "model" / "tokenizer.json"))
-    qwen2 = Qwen2Tokenizer(vocab=FILE["model"]["vocab"], merges=MERGES)
-    for text in texts:
-        pieces = regex.findall(QWEN2_IN_LLAMA_CPP, text)
-        assert "".join(pieces) == text
-        assert ours.encode(text).ids == [i for piece in pieces for i in merged(piece)], text
-        composed = normalize("NFC", text)  # what Qwen2Tokenizer does first
-        assert ours.encode(composed).ids == qwen2.encode(text), text
-
-
 def test_the_split_pattern_is_qwen2s():
     split, byte_level = FILE["pre_tokenizer"]["pretokenizers"]
     assert split["pattern"]["Regex"] == PIECES == PRETOKENIZE_REGEX
@@ -180,35 +114,8 @@ def test_the_split_pattern_is_qwen2s():
 
 
 def test_others_read_the_same():
-    assert_others_read_the_same(TEXTS)
-
-
-@pytest.mark.skipif(
-    not SHARED_DATA.is_dir(), reason=f"needs the real text in {SHARED_DATA}, which is not part of the project"
-)
-def test_others_read_2000_real_texts_the_same():
-    texts = {"zh": [], "en": [], "mixed": []}
-    for name in ("pretrain_zh_en", "sft_zh_en"):
-        for text in read_records(SHARED_DATA / f"{name}.jsonl"):
-            texts[language_of(text)].append(text[:100])
-    for language in ("zh", "en"):
-        chosen = texts[language][:: len(texts[language]) // 1000][:1000]
-        assert len(chosen) == 1000
-        assert_others_read_the_same(chosen)
-
-
-@pytest.mark.skipif(
-    not SHARED_DATA.is_dir(), reason=f"needs the real text in {SHARED_DATA}, which is not part of the project"
-)
-def test_compression_on_text_kept_out_of_training():
-    backend = Tokenizer.from_file(str(REPOSITORY / "model" / "tokenizer.json"))
-    held_out = {}
-    for name in ("pretrain_zh_en", "sft_zh_en", "sft_zh_en_32k"):
-        held_out[name] = list(read_records(SHARED_DATA / f"{name}.jsonl"))[HOLDOUT_EVERY - 1 :: HOLDOUT_EVERY]
-    everything = characters_per_token(backend, [text for texts in held_out.values() for text in texts])
-    assert everything["zh"] >= 1.41
-    assert everything["en"] >= 3.05
-    for name in ("sft_zh_en", "sft_zh_en_32k"):
-        figures = characters_per_token(backend, held_out[name])
-        assert figures["zh"] >= 1.40, name
-        assert figures["en"] >= 3.2, name
+    """transformers' own class for Qwen2, which composes characters first."""
+    ours = Tokenizer.from_file(str(REPOSITORY / "model" / "tokenizer.json"))
+    qwen2 = Qwen2Tokenizer(vocab=FILE["model"]["vocab"], merges=MERGES)
+    for text in TEXTS:
+        assert ours.encode(normalize("NFC", text)).ids == qwen2.encode(text), text

@@ -10,14 +10,13 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from common.errors import UserError
-from dataset.lm_dataset import PretrainDataset, SFTDataset
+from dataset.lm_dataset import SFTDataset
 from dataset.token_cache import load_tokenizer
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from scripts import benchmark
 from tests.conftest import ROOT
 from tests.scripts.fake_minimind import make_checkout
 from tests.stage_process import run
-from tools.bench.comparison import Peer, first_samples
 from trainer.data.order import epoch_loader
 from trainer.report.speed import training_flops
 
@@ -88,64 +87,6 @@ def test_a_missing_peer_is_one_line(corpus, tmp_path, monkeypatch):
         run_benchmark(monkeypatch, *data, *peer, "--updates", 1)
     with pytest.raises(UserError, match=r"samples, .* are needed"):
         run_benchmark(monkeypatch, *data, *peer, "--updates", 100)
-
-
-def test_a_peer_that_fails_is_quoted(corpus, tmp_path, monkeypatch):
-    checkout = make_checkout(tmp_path, model_minimind="raise ValueError('it does not like this machine')")
-    with pytest.raises(
-        UserError, match="--peer minimind cannot train: ValueError: it does not like this machine"
-    ):
-        run_benchmark(
-            monkeypatch, "--data_path", corpus["sft"], "--cache_dir", corpus["cache"], *SMALL, "--warmup", 1,
-            "--updates", 1, "--peer", "minimind", "--peer_path", checkout,
-        )  # fmt: skip
-
-
-@pytest.mark.parametrize("precision", ["float32", "bfloat16_emulated"])
-def test_trl_runs_in_the_precision_of_ours(corpus, tmp_path, monkeypatch, precision):
-    sent = []
-    monkeypatch.setattr(Peer, "_send", lambda self, line: sent.append(json.loads(line)))
-    monkeypatch.setattr(Peer, "__enter__", lambda self: sys.exit(self.__exit__()))
-    with pytest.raises(SystemExit):
-        run_benchmark(
-            monkeypatch, "--data_path", corpus["sft"], "--cache_dir", corpus["cache"], *SMALL, "--warmup", 1,
-            "--updates", 1, "--peer", "trl", "--dtype", precision,
-        )  # fmt: skip
-    assert [settings["bf16"] for settings in sent] == [precision != "float32"]
-
-
-def test_a_peer_gets_the_tokens_of_our_epoch(corpus):
-    """Every piece of a document once, in the order of our epoch, packed or not."""
-    tokenizer = load_tokenizer(ROOT / "model")
-    for packing in (False, True):
-        options = {"cache_dir": corpus["cache"], "packing": packing}
-        dataset = PretrainDataset(str(corpus["pretrain"]), tokenizer, 16, **options)
-        loader = epoch_loader(dataset, 1, 42, 0)
-        ours = [token for batch in loader for token in batch["input_ids"].tolist()]
-        count = len(dataset.cache)
-        rows = first_samples(dataset, 42, count)
-        assert [token for row in rows for token in row["input_ids"]] == ours
-        assert first_samples(dataset, 42, 3) == rows[:3]
-        with pytest.raises(UserError, match=f"holds only {count} samples, {count + 1} are needed"):
-            first_samples(dataset, 42, count + 1)
-
-
-@pytest.mark.parametrize("preset", ["30m", "64m", "moe", "0.6b"])
-def test_presets(preset, monkeypatch):
-    """Explicit flags go before; the largest is Qwen3-0.6B's shape with this vocabulary."""
-    monkeypatch.setattr(sys, "argv", ["benchmark.py", "--data_path", "x", "--preset", preset])
-    args = benchmark.read_args()
-    shape = {
-        "hidden_size": args.hidden_size,
-        "num_hidden_layers": args.num_hidden_layers,
-        "use_moe": args.use_moe,
-    }
-    with torch.device("meta"):
-        model = MiniMindForCausalLM(MiniMindConfig(**shape | benchmark.SHAPES.get(preset, {})))
-    millions = sum(p.numel() for p in model.parameters()) / 1e6
-    assert millions == pytest.approx({"30m": 30.0, "64m": 63.9, "moe": 90.9, "0.6b": 447.0}[preset], rel=0.02)
-    sys.argv += ["--num_hidden_layers", "3"]
-    assert benchmark.read_args().num_hidden_layers == 3
 
 
 def test_counted_arithmetic_is_torchs(corpus):

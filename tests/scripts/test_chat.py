@@ -211,15 +211,6 @@ def test_a_line_of_a_pipe_that_cannot_be_answered_is_named(weights, pipe, said):
     assert done.returncode == 2 and "line 1 of stdin: the message is too long" in done.stderr
 
 
-def test_a_full_context_is_told(weights, pipe, said):
-    said += ["a", "b", "c"]
-    done = pipe(b"word " * 8 + b"\n" + b"other " * 8 + b"\nlast\n", *weights, "--max_seq_len", "40")
-    assert (
-        done.stdout == "a\nb\nc\n"
-        and "the context is full: the oldest 2 messages were dropped" in done.stderr
-    )
-
-
 def test_the_screen_dims_reasoning_and_shows_calls(weights, call, said, monkeypatch, tmp_path):
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     call_text = '<tool_call>\n{"name": "calculate", "arguments": {"expression": "2 + 3"}}\n</tool_call>'
@@ -245,13 +236,10 @@ def test_the_screen_dims_reasoning_and_shows_calls(weights, call, said, monkeypa
             ["--temperature", "-1", "--top_p", "0"],
             "--temperature must not be negative; --top_p must be above 0",
         ),
-        (["--top_k", "-1"], "--top_k"),
-        (["--open_thinking", "2"], "--open_thinking"),
         (
             ["--form", "text", "--system", "x", "--tools", "calculator"],
             "is no conversation; leave --system, --tools out",
         ),
-        (["--tools", "calculater"], "--tools calculater: give module:Class, or one of calculator"),
         (["--tools", "no_module:Nothing"], "--tools no_module:Nothing"),
     ],
 )

@@ -5,7 +5,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import UserError
-from dataset.records import to_chat
 from dataset.token_cache import load_tokenizer
 from model.answers import answer_message
 from scripts.conversation import Conversation, prompt_tokens
@@ -89,20 +88,6 @@ def test_the_message_of_an_answer(text, expected):
 def test_parsing_takes_time_in_proportion_to_the_text(marks):
     """A search that begins anew at each mark would take an hour here."""
     assert answer_message(marks * 100_000)["role"] == "assistant"
-
-
-def test_calls_are_found_and_render_to_what_was_said():
-    said = 'Let me see.\n<tool_call>\n{"name": "get_time", "arguments": {"city": "Oslo"}}\n</tool_call>'
-    said += '\n<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>'
-    message = answer_message(said)
-    assert message["content"] == "Let me see."
-    assert [call["function"] for call in message["tool_calls"]] == [
-        {"name": "get_time", "arguments": {"city": "Oslo"}},
-        {"name": "get_time", "arguments": {}},
-    ]
-    text = TOKENIZER.apply_chat_template([user("?"), message], tokenize=False)
-    assert text.endswith(f"<|im_start|>assistant\n{said}<|im_end|>\n")
-    to_chat({"messages": [user("?"), message], "tools": TOOLS})  # a record that SFT accepts
 
 
 def conversation(limit: int) -> Conversation:

@@ -4,7 +4,6 @@ transformers' `generate`, several models, intervals, mistakes."""
 import json
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader
@@ -109,21 +108,6 @@ def test_a_reward_of_ones_own_gets_question_and_reference(models, quiz, tmp_path
     assert given.split()[:3] == ["given", "4", "0.750"]
 
 
-def test_two_models_side_by_side(models, corpus, tmp_path, call):
-    held_out = tmp_path / "held_out.json"  # an array in one line
-    records = [json.loads(line) for line in corpus["sft_eval"].read_text().splitlines()]
-    held_out.write_text(json.dumps(records))
-    args = ["--task", "loss", "--model", models[0], "--against", models[1], "--data_path", held_out]
-    done = call(evaluate, *args, "--max_seq_len", 200)
-    assert done.returncode == 0, done.stderr
-    header, loss, bits = done.stdout.splitlines()[-3:]
-    assert header.split() == ["metric", "items", "a_32", "b_64"]
-    assert loss.split()[:2] == ["loss", str(len(records))] and bits.startswith("bits per byte")
-    values = [float(text) for text in loss.split()[2:]]
-    assert values == pytest.approx([8.8, 8.8], abs=1)  # ln(6400), untrained
-    assert values[0] != values[1]
-
-
 def test_an_adapter_is_judged_beside_its_base(corpus, tmp_path, call):
     save_weights(base(), tmp_path / "base_32.pth")
     lora, report = written(adapted(), tmp_path), tmp_path / "report.json"
@@ -147,22 +131,12 @@ def test_wilsons_interval(right, count, low, high):
     assert evaluate.mean([0.5, 1.0]) == {"value": 0.75}  # no share
 
 
-def test_batches_hold_every_item_once():
-    lengths = np.array([5, 300, 7, 7, 90, 1])
-    found = evaluate.batches(lengths, 100)
-    assert sorted(sum(found, [])) == list(range(6))
-    assert all(len(batch) == 1 or lengths[batch].sum() <= 100 for batch in found)
-
-
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ([], "--task"),
         (["--task", "loss"], "--data_path"),
         (["--task", "answers", "--data_path", "no.jsonl"], "no.jsonl"),
         (["--task", "answers", "--data_path", "x", "--reward", "nonsense"], "--reward nonsense"),
-        (["--task", "answers", "--data_path", "x", "--show", -1], "--show not negative"),
-        (["--task", "loss", "--data_path", "x", "--batch_tokens", 0], "--batch_tokens"),
         (["--task", "loss", "--data_path", "x", "--against", "no.pth"], "--against no.pth: no such file"),
     ],
 )
@@ -178,13 +152,3 @@ def test_a_model_twice_and_a_file_that_cannot_be_written(models, quiz, tmp_path,
     assert done.returncode == 2 and "names a model twice" in done.stderr
     done = call(evaluate, *args, "--json", tmp_path)
     assert done.returncode == 2 and "cannot be written" in done.stderr and "exact_answer" in done.stdout
-
-
-def test_a_reward_that_fails_or_hangs_is_named(models, quiz, tmp_path, call):
-    code = "import time\ndef fails(*args): return 1 / 0\ndef hangs(*args): time.sleep(60)\n"
-    (tmp_path / "mine.py").write_text(code)
-    args = ["--model", models[0], "--task", "answers", "--data_path", quiz, "--max_new_tokens", 2]
-    done = call(evaluate, *args, "--reward", f"{tmp_path}/mine.py:fails")
-    assert done.returncode == 2 and done.stderr.endswith("(ZeroDivisionError: division by zero)\n")
-    done = call(evaluate, *args, "--reward", f"{tmp_path}/mine.py:hangs", "--reward_timeout", 0.1)
-    assert done.returncode == 2 and "longer than --reward_timeout 0.1 s" in done.stderr

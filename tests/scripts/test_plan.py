@@ -1,7 +1,6 @@
 """The plan of a run: what it chooses, what it says, and that what it writes can be run as it stands."""
 
 import json
-import math
 import os
 import random
 import shlex
@@ -148,15 +147,8 @@ def test_a_gpu_is_arithmetic_with_its_data_sheet(start, tmp_path):
     ("flags", "line"),
     [
         (["--hours", "0"], "--hours 0.0 must be above 0"),
-        (["--hours", "nan"], "--hours nan must be above 0"),
-        (["--eval_share", "0"], "--eval_share 0.0 must be above 0"),
         (["--depth", "0"], "--depth 0 must be above 0"),
         (["--size", "many"], "--size many must be a number above 0 with k, m or b, such as 30m"),
-        (["--size=-3m"], "--size -3m must be a number above 0 with k, m or b, such as 30m"),
-        (["--size", "0m"], "--size 0m must be a number above 0"),
-        (["--size", "nanm"], "--size nanm must be a number above 0"),
-        (["--size", "1e999b"], "--size 1e999b must be a number above 0"),
-        (["--size", ""], "--size  must be a number above 0"),
         (["--depth", "64"], "do not hold a model of 4096 x 64"),
         (["--depth", "2", "--size", "3m"], "not allowed with argument"),
         (["--hours", "0.001", "--depth", "1"], "--hours 0.001: starting the stages alone takes 12 s"),
@@ -284,13 +276,3 @@ def test_little_time_takes_a_part_of_the_data():
     assert 0 < stage.args.max_tokens < data.num_tokens and stage.tokens < 600_000
     row = next(line for line in plan.describe(best, limited) if "share of the data" in line)
     assert 0.1 < float(row.split()[-1]) < 0.2
-
-
-def test_seconds_and_bytes_add_up():
-    data, held_out = Data(num_tokens=10**6, items=1000), Data(num_tokens=10**4, items=10)
-    args = train_pretrain.Args(batch_size=2, accumulation_steps=2, epochs=3)
-    stage = plan.Stage(train_pretrain, args, data, held_out, 4, Cost(10**6, 1e7, 1e-3, 0.5, 1e4, True))
-    assert stage.updates == 3 * math.ceil(1000 / 16) and stage.tokens == 3 * 10**6
-    evaluated = plan.N_EVALS * plan.EVAL_COST * 10**4
-    assert stage.seconds == pytest.approx(plan.START + (3e6 + evaluated) / 4 * 1e-3 + stage.updates * 0.5)
-    assert stage.memory == pytest.approx(0.6e9 + 16e6 + 1e4 * 2000)

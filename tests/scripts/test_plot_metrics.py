@@ -6,7 +6,6 @@ from html.parser import HTMLParser
 from typing import ClassVar
 
 import pytest
-from matplotlib.colors import to_hex
 
 from common.errors import UserError
 from scripts import plot_metrics
@@ -58,60 +57,6 @@ def test_one_panel_per_quantity_and_one_curve_per_run():
     assert panels["loss"] == losses | {"a, held-out": ([2], [2.5])}
     only_b = drawn(draw({"b": runs["b"]}, "update"))
     assert only_b["loss"] == {"b": losses["b"]}  # nothing more to draw
-
-
-def test_a_run_over_another_one_lets_it_show():
-    records = [{"update": i, "tokens": i, "seconds": i, "loss": 1.0} for i in range(60)]
-    lines = draw({"a": records, "b": records, "c": records}, "update").axes[0].get_lines()
-    widths = [line.get_linewidth() for line in lines]
-    assert widths == sorted(widths, reverse=True) and len({*widths}) == 3
-
-
-def test_held_out_data_have_the_color_of_their_run():
-    runs = {
-        "a": [record(1, eval_loss=2.0), record(2, eval_loss=1.0)],
-        "_b$": [record(1, eval_loss=3.0), record(2)],
-    }
-    figure = draw(runs, "update", panels=["loss", "eval_loss"])
-    lines = {line.get_label(): (line.get_color(), line.get_linestyle()) for line in figure.axes[0].lines}
-    assert lines == {
-        "a": ("C0", "-"),
-        "a, held-out": ("C0", "--"),
-        "_b$": ("C1", "-"),
-        "_b$, held-out": ("C1", "--"),
-    }
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["a", " _b$", "held-out"]
-    assert len(figure.axes) == 1
-    assert list(drawn(draw(runs, "update", panels=["eval_loss"]))) == ["eval_loss"]
-
-
-def test_a_long_curve_is_thinned_to_means():
-    records = [record(i, value=float(i % 2)) for i in range(1, 1001)]
-    columns = run_of(records).columns(100)
-    assert columns["value"] == [0.5] * 100 and columns["update"] == [*range(10, 1001, 10)]
-
-
-def test_a_run_that_learns_from_rewards_has_panels_of_its_own():
-    figures = {
-        "reward": 0.25,
-        "kl": 0.5,
-        "entropy": 1.5,
-        "completion_length": 3.0,
-        "samples": [{"reward": 1.0}],
-    }
-    run = [record(1, **figures), record(2, **figures, eval_reward=0.75)]
-    panels = drawn(draw({"a": run}, "update"))
-    values = {title: lines["a"][1] for title, lines in panels.items()}
-    assert values["reward"] == [0.25, 0.25] and panels["reward"]["a, held-out"] == ([2], [0.75])
-    assert values["kl"] == [0.5, 0.5] and values["entropy"] == [1.5, 1.5]
-    assert values["completion_length"] == [3.0, 3.0]
-
-
-@pytest.mark.parametrize(
-    ("x", "expected"), [("update", [1, 2]), ("tokens", [100, 200]), ("seconds", [2.0, 4.0])]
-)
-def test_the_x_axis_is_the_chosen_one(x, expected):
-    assert drawn(draw({"a": [record(1), record(2)]}, x))["loss"]["a"][0] == expected
 
 
 def test_the_mean_loss_is_drawn_where_there_is_one_and_null_leaves_a_gap():
@@ -260,27 +205,6 @@ def test_what_is_written_this_moment_or_damaged_does_not_hide_the_other_runs(tmp
     (tmp_path / "good_metrics.jsonl").unlink()
     with pytest.raises(UserError, match=r"other_metrics.jsonl is not a metrics file.*started"):
         table(tmp_path)
-
-
-def test_a_wide_table_is_cut_into_blocks_on_a_terminal():
-    rows = [["run", "data_path", "loss"], ["中文" * 4, "x" * 50 + "end", "1.0"], ["b", "y", "12.5"]]
-    assert plot_metrics.table_lines(rows, None)[1] == f"{'中文' * 4}  {'x' * 50}end   1.0"
-    lines = plot_metrics.table_lines(rows, 50)
-    assert lines[1].endswith("xxend") and "…" in lines[1] and "" in lines and len(lines) == 7
-    assert max(map(plot_metrics.columns_of, lines)) <= 50
-    for width in range(1, 60):
-        lines = plot_metrics.table_lines(rows, width)
-        assert sum("12.5" in line for line in lines) == 1
-
-
-def test_fifty_runs_are_one_table(tmp_path):
-    for i in range(50):
-        write_run(tmp_path, f"run{i:02}", {"seed": i}, [record(1, eval_loss=50.0 - i)])
-    rows = table(tmp_path)
-    assert [row[0] for row in rows[1:]] == [f"run{i:02}" for i in reversed(range(50))]
-    assert " ".join(rows[0]) == "run loss eval_loss best_eval_loss best_update seed update tokens seconds"
-    lines = plot_metrics.draw(plot_metrics.read_runs([str(tmp_path)]), "update").axes[0].get_lines()
-    assert len({to_hex(line.get_color()) for line in lines}) == 50
 
 
 # --- the page

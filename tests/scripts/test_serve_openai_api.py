@@ -104,12 +104,9 @@ def test_a_connection_without_a_request_is_cut_and_one_that_is_used_is_not(weigh
     ("flags", "told"),
     [
         (["--slots", "0"], "--slots must be at least 1"),
-        (["--max_queue", "-1"], "--max_queue must be at least 1"),
         (["--context", "100", "--max_new_tokens", "100"], "--max_new_tokens 100 must be below --context 100"),
-        (["--port", "70000"], "--port must be between 0 and 65535"),
         (["--host", "256.1.1.1"], "--host 256.1.1.1"),
         (["--context", "40000"], "--context 40000 is more than this model's 32768 positions"),
-        (["--weight", "nothing"], "do not exist"),
         (["--allow_origin", "localhost:3000"], "--allow_origin localhost:3000: write an origin such as"),
     ],
 )

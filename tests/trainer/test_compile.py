@@ -11,7 +11,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from model import fused
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
-from tests.stage_process import context, finish, free_port, run
+from tests.stage_process import context, finish, free_port, rank_variables, run
 from tests.trainer.stage_flags import flags
 from trainer.devices.process_group import init_distributed_mode, leave_process_group
 from trainer.devices.wrapping import full_tensor, transformer_layers, unwrap, wrap_model
@@ -94,19 +94,6 @@ def test_kernels_are_compiled_once(use_moe):
     assert counters["stats"]["unique_graphs"] < 10  # eight layers share them
 
 
-def test_experts_in_float32_compile_around_what_does_not():
-    compiled, plain = model_of(use_moe=True, layers=1), model_of(use_moe=True, layers=1)
-    for block in transformer_layers(compiled):
-        block.compile(dynamic=True, backend="eager")
-    batch = flat_batch(200, 3)
-    losses = []
-    for model in (compiled, plain):
-        out = model(**batch)
-        out.loss.backward()
-        losses.append(out.loss.detach())
-    torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-3)
-
-
 # --- several ranks
 
 IDS = dict.fromkeys(
@@ -126,13 +113,7 @@ def of_itself(q, k, v, *_) -> torch.Tensor:
 def _rank(rank: int, port: int, folder: str) -> None:
     """Notes the number of graphs after each batch, and the losses and gradients beside those of a plain
     model."""
-    os.environ |= {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-    }
-    os.environ |= {"WORLD_SIZE": "2"}
+    os.environ |= rank_variables(rank, 2, port)
     torch.set_num_threads(1)
     init_distributed_mode()
     fused.attention_by_sample = of_itself

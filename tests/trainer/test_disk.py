@@ -3,14 +3,11 @@ whole."""
 
 import os
 import shutil
-import subprocess
 import tempfile
 from pathlib import Path
 
 import pytest
-import torch
 
-from tests.conftest import ROOT
 from tests.stage_process import Faults, run, start_ranks
 from tests.trainer.stage_flags import assert_same_run, flags
 from trainer.report.metrics import read_metrics
@@ -59,13 +56,6 @@ def test_no_room_for_the_metrics(corpus, tmp_path):
     assert len(read_metrics(tmp_path / "out/pretrain_32_metrics.jsonl")) >= 5
 
 
-def test_no_room_for_the_token_cache(corpus, tmp_path):
-    argv = flags(corpus, tmp_path, "pretrain", cache_dir=tmp_path / "cache")
-    line = only_line(run("pretrain", argv, Faults(file_limit=1500), status=2))
-    assert f"the token cache in {tmp_path}/cache cannot be written" in line and "File too large" in line
-    assert not list((tmp_path / "cache").glob("*.tmp*")) and not list(tmp_path.rglob("*.npy"))
-
-
 @pytest.mark.parametrize("flag", ["save_dir", "checkpoint_dir", "cache_dir"])
 def test_a_folder_that_cannot_be_made(corpus, tmp_path, flag):
     (tmp_path / "file").write_text("")
@@ -96,35 +86,3 @@ def test_a_read_only_folder(corpus, tmp_path, flag):
     else:
         line = only_line(run("pretrain", argv, status=2))
     assert line.startswith(f"error: --{flag} {folder} cannot be written (Permission denied)")
-
-
-def test_a_really_full_file_system(corpus, tmp_path):
-    """The same on a file system of its own, 3 MB small, where the system lets us mount one."""
-    small = tmp_path / "small"
-    small.mkdir()
-    mount = shutil.which("mount")
-    if (
-        mount is None
-        or subprocess.run(
-            [mount, "-t", "tmpfs", "-o", "size=3m", "tmpfs", small], capture_output=True
-        ).returncode
-    ):
-        pytest.skip("mounting a small file system is not allowed here")
-    try:
-        argv = flags(
-            corpus, tmp_path, "pretrain", checkpoint_dir=small, epochs=1, save_interval=2, from_resume=1
-        )
-        line = only_line(run("pretrain", argv, status=2))
-        assert line.startswith(
-            f"error: {small}/pretrain_32_resume.pth cannot be written (No space left on device)"
-        )
-        left = [path.name for path in small.glob("*.pth")]
-        assert all(torch.load(small / name, weights_only=True) for name in left)
-    finally:
-        subprocess.run(["umount", small], check=True)
-
-
-def test_the_file_of_a_script_ends_the_same_way(corpus, tmp_path):
-    argv = flags(corpus, tmp_path, "pretrain")
-    only_line(run(str(ROOT / "trainer/train_pretrain.py"), argv, Faults(file_limit=200_000), status=2))
-    assert not list(tmp_path.rglob("*.pth")) and not list(tmp_path.rglob("*.tmp"))

@@ -55,15 +55,8 @@ def test_a_killed_run_ends_with_the_same_bits(prompts, tmp_path, settings):
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo"])
 def test_accumulation_and_ranks_change_nothing(prompts, tmp_path, loss_type):
     for ranks, batch, steps in ((1, 8, 1), (1, 4, 2), (2, 4, 1)):
-        own = {
-            "batch_size": batch,
-            "accumulation_steps": steps,
-            "loss_type": loss_type,
-            "beta": 0.05,
-            "eval_interval": 0,
-        }
-        own |= {"beta": 0.05, "eval_interval": 0}
-        run("grpo", grpo_flags(prompts, tmp_path / f"{ranks}x{batch}", **own), ranks=ranks)
+        own = {"batch_size": batch, "accumulation_steps": steps, "loss_type": loss_type, "beta": 0.05}
+        run("grpo", grpo_flags(prompts, tmp_path / f"{ranks}x{batch}", **own, eval_interval=0), ranks=ranks)
     for other in ("1x4", "2x4"):
         assert_close_figures(tmp_path / "1x8", tmp_path / other, "grpo_32")
 

@@ -1,11 +1,9 @@
 """Runs of a stage on weighted sources of which a share is held out: resumed, on two ranks, refused."""
 
-import json
 import signal
 
 import pytest
 
-from tests.conftest import write_jsonl
 from tests.stage_process import Faults, run
 from tests.trainer.rollout_runs import rollout_flags, write_prompts
 from tests.trainer.stage_flags import assert_same_run, flags
@@ -43,37 +41,16 @@ def test_a_killed_run_of_a_mixture_goes_on_to_the_bit(corpus, tmp_path):
         assert "the checkpoint belongs to another run" in error and line in error
 
 
-def test_two_ranks_train_the_samples_of_one(corpus, tmp_path):
-    """Each held-out text is in no sample that is trained."""
-    trained = []
-    for ranks, size in ((1, 4), (2, 2)):
-        folder = tmp_path / str(ranks)
-        folder.mkdir()
-        settings = SPLIT | {"data_path": weighted(corpus), "packing": 0, "batch_size": size, "epochs": 1}
-        faults = Faults(record=str(folder / "ids"))
-        run("pretrain", flags(corpus, folder, "pretrain", **settings), faults, ranks=ranks)
-        trained.append(sorted(map(int, (folder / "ids").read_text().split())))
-    assert trained[0] == trained[1] and len(set(trained[0])) > 20
-
-
 def test_what_does_not_go_together_is_one_line(corpus, tmp_path):
     both = flags(corpus, tmp_path, "pretrain", eval_share=0.1)
     assert (
         "--eval_share and --eval_data_path both give held-out data"
         in run("pretrain", both, status=2).error_lines[0]
     )
-    half = flags(corpus, tmp_path, "pretrain", data_path=f"{corpus['pretrain']}:1,{corpus['pretrain_eval']}")
-    assert "give each of the 2 sources a weight" in run("pretrain", half, status=2).error_lines[0]
     prompts = write_prompts(tmp_path)
     prompts["rl"] = f"{prompts['rl']}:1,{prompts['rl_eval']}:1"
     (error,) = run("grpo", rollout_flags(prompts, tmp_path), status=2).error_lines
     assert "prompts are not mixed by weight" in error
-    few = write_jsonl(tmp_path / "few.jsonl", [{"text": json.dumps(i)} for i in range(3)])
-    argv = flags(corpus, tmp_path, "pretrain", data_path=few, eval_data_path="none", eval_share=1e-6)
-    assert (
-        "--eval_share 1e-06 holds out none of the records of"
-        in run("pretrain", argv, status=2).error_lines[0]
-    )
 
 
 @pytest.mark.parametrize("task", ["regression"])

@@ -21,63 +21,6 @@ from trainer.loop import train_epoch, trial_pass
 from trainer.report.metrics import read_metrics
 
 
-def record(corpus, folder, batch_size, accumulation, ranks, moe, packing=0) -> list[dict]:
-    out = folder / f"{batch_size}x{accumulation}x{ranks}"
-    argv = [corpus["sft"], corpus["cache"], out, batch_size, accumulation, moe, packing]
-    run("tests.trainer.record_updates", argv, ranks=ranks)
-    return [torch.load(f"{out}.{rank}") for rank in range(ranks)]
-
-
-@pytest.mark.parametrize(("moe", "packing"), [(0, 0), (1, 0), (0, 1)])
-def test_accumulation_and_ranks_change_nothing(corpus, tmp_path, moe, packing):
-    whole = record(corpus, tmp_path, 32, 1, 1, moe, packing)[0]
-    count = len(whole["gradients"])
-    assert count >= 2 and (packing or len(whole["ids"][-1]) == 75 % 32)  # the last update is a short one
-    for cut in [(8, 4, 1), (8, 2, 2)]:
-        parts = record(corpus, tmp_path, *cut, moe, packing)
-        assert len(parts[0]["gradients"]) == count
-        for u in range(count):
-            want, got = whole["gradients"][u], parts[0]["gradients"][u]
-            assert want.norm() > 0
-            assert (want - got).norm() <= 1e-6 * want.norm(), (cut, u)
-            for field in ("loss", "logits_loss", "aux_loss"):
-                assert abs(whole["records"][u][field] - parts[0]["records"][u][field]) <= 1e-5
-            assert sorted(sum((part["ids"][u] for part in parts), [])) == sorted(whole["ids"][u])
-        if len(parts) == 2:
-            assert torch.equal(parts[0]["gradients"][-1], parts[1]["gradients"][-1])
-    everything = sum(whole["ids"], [])
-    assert sorted(everything) == list(range(75))  # every sample once
-    assert everything != sorted(everything)
-
-
-def test_the_logged_loss_is_torchs_mean_over_all_targets(corpus, tmp_path):
-    """Recomputed sample by sample with torch's own cross entropy on the same weights."""
-    import torch.nn.functional as F
-
-    from dataset.lm_dataset import SFTDataset
-    from dataset.token_cache import load_tokenizer
-    from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
-    from trainer import trainer_utils as utils
-
-    got = record(corpus, tmp_path, 8, 2, 2, 0)
-    dataset = SFTDataset(
-        str(corpus["sft"]), load_tokenizer(utils.ROOT / "model"), max_length=64, cache_dir=corpus["cache"]
-    )
-    utils.setup_seed(0)
-    config = MiniMindConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
-    config.num_key_value_heads = 2
-    model = MiniMindForCausalLM(config)
-    ids = got[0]["ids"][0] + got[1]["ids"][0]
-    total = count = 0
-    for sample in (dataset[i][0] for i in ids):
-        tokens = torch.from_numpy(sample["input_ids"].astype("int64"))
-        labels = tokens.masked_fill(~torch.from_numpy(sample["loss_mask"]), -100)
-        logits = model(tokens[None]).logits[0]
-        total += F.cross_entropy(logits[:-1], labels[1:], ignore_index=-100, reduction="sum").item()
-        count += int((labels[1:] != -100).sum())
-    assert abs(got[0]["records"][0]["loss"] - total / count) <= 1e-5
-
-
 def test_the_end_of_an_epoch_is_evaluated_once(corpus, tmp_path):
     """Not a second time within half an interval before it."""
     ten = write_jsonl(tmp_path / "ten.jsonl", [{"text": f"text {number}"} for number in range(10)])

@@ -1,36 +1,24 @@
 """Impossible settings: one line that names each of them and the way out, exit status 2, before anything is
 built."""
 
-import os
-
 import pytest
 import torch
 
-from common import files
-from common.files import lock_output
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
-from tests.conftest import ROOT
-from tests.stage_process import IMPATIENT, run, start_ranks
+from tests.stage_process import run, start_ranks
 from tests.trainer.stage_flags import flags
 from trainer.weights.files import save_weights
 
 # setting -> what the line says
 IMPOSSIBLE = {
-    ("epochs", 0): "--epochs must be 1 or more, not '0'",
     ("hidden_size", 100): "--hidden_size must be divisible by 16, not '100'",
     (
         "dtype",
         "float16",
     ): "--dtype float16: this cpu has no arithmetic for it; use bfloat16 or float32 (or auto)",
-    ("device", "tpu9"): "--device tpu9 is unknown; use auto, cpu, cuda, cuda:N or mps",
     ("device", "cuda:7"): "--device cuda:7 cannot be used (torch sees ",
-    ("swanlab_mode", "nowhere"): (
-        "--swanlab_mode must be 'cloud', 'disabled', 'local', 'offline' or 'online', not 'nowhere'"
-    ),
     ("save_weight", "a/b"): "--save_weight 'a/b' must be a plain name; the folder is --save_dir",
-    ("save_weight", ""): "--save_weight must not be empty",
     ("from_weight", "../x"): "--from_weight ../x: no such file or folder",
-    ("tokenizer_path", "nowhere"): "--tokenizer_path nowhere: no such folder",
     ("data_path", "none"): "--data_path is missing: give a file, a folder or a pattern",
     ("bath_size", 3): "--bath_size is unknown; did you mean --batch_size",
 }
@@ -50,53 +38,6 @@ def test_an_impossible_setting(corpus, tmp_path, case):
     assert process.out == "" and not list(tmp_path.rglob("*.pth"))
 
 
-def test_all_of_them_are_told_at_once(corpus, tmp_path):
-    wrong = {
-        "epochs": 0,
-        "learning_rate": -1,
-        "hidden_size": 100,
-        "dropout": 2,
-        "dtype": "int8",
-        "max_bad_share": 7,
-    }
-    wrong |= {"batch_size": "two", "use_moe": 2}
-    process = run("pretrain", flags(corpus, tmp_path, "pretrain", **wrong), status=2)
-    assert len(process.error_lines) == 1
-    assert all(f"--{key} " in process.error_lines[0] for key in wrong)
-
-
-@pytest.mark.parametrize("stage", ["pretrain", "sft"])
-def test_the_default_data_that_are_not_there(corpus, tmp_path, stage):
-    data = {"pretrain": "pretrain_t2t_mini.jsonl", "sft": "sft_t2t_mini.jsonl"}[stage]
-    if (ROOT / "dataset" / data).exists():
-        pytest.skip("they are there")
-    argv = flags(corpus, tmp_path, stage)
-    process = run(
-        stage, [*argv[: argv.index("--data_path")], *argv[argv.index("--data_path") + 2 :]], status=2
-    )
-    assert process.error_lines == [
-        f"error: {ROOT}/dataset/{data}: no such file; put your data there, or give --data_path "
-        f"(python -m scripts.demo.corpus writes {ROOT}/dataset/demo to try)"
-    ]
-
-
-@pytest.mark.parametrize("stage", ["pretrain", "engine"])
-def test_a_second_run_of_the_same_name(corpus, tmp_path, stage):
-    argv = flags(corpus, tmp_path, "pretrain", device="cpu", epochs=1)
-    argv += ["--task", "pretrain"] if stage == "engine" else []
-    lock_output("pretrain_32", checkpoint_dir=str(tmp_path / "checkpoints"))
-    try:
-        process = run(stage, argv, IMPATIENT, status=2)
-    finally:
-        files._held.pop().close()
-    (line,) = process.error_lines
-    assert (
-        line.startswith(f"error: process {os.getpid()} on ")
-        and f" writes to {tmp_path}/checkpoints; wait" in line
-    )
-    run(stage, argv)
-
-
 def test_more_ranks_than_samples(corpus, tmp_path):
     data = tmp_path / "two.jsonl"
     data.write_text('{"text": "one"}\n{"text": "two"}\n')
@@ -107,9 +48,7 @@ def test_more_ranks_than_samples(corpus, tmp_path):
     )
 
 
-@pytest.mark.parametrize(
-    "damage", ["missing", "another shape", "not a file of weights", "cut off", "another tokenizer"]
-)
+@pytest.mark.parametrize("damage", ["another shape", "cut off", "another tokenizer"])
 def test_weights_that_do_not_fit(corpus, tmp_path, damage):
     path = tmp_path / "out/pretrain_32.pth"
     path.parent.mkdir()
@@ -118,17 +57,11 @@ def test_weights_that_do_not_fit(corpus, tmp_path, damage):
     save_weights(MiniMindForCausalLM(MiniMindConfig(hidden_size=32, **shape)), path)
     content = path.read_bytes()
     says = {
-        "missing": f"error: weights {path} do not exist (",
         "another shape": f"error: --num_hidden_layers 2: --from_weight {path} is of 1; leave the flag out",
-        "not a file of weights": f"error: weights {path}: not a readable weights file",
         "cut off": f"error: weights {path}: not a readable weights file",
         "another tokenizer": "the tokenizer has other tokens than that of the weights",
     }
-    if damage == "missing":
-        path.unlink()
-    else:
-        changed = {"not a file of weights": b"hello", "cut off": content[:5000]}
-        path.write_bytes(changed.get(damage, content))
+    path.write_bytes(content[:5000] if damage == "cut off" else content)
     before = {file: file.read_bytes() for file in tmp_path.rglob("*.pth")}
     process = run("sft", flags(corpus, tmp_path, "sft"), status=2)
     assert len(process.error_lines) == 1 and says[damage] in process.err

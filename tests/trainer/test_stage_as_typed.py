@@ -1,7 +1,6 @@
 """The launch lines of the manual as typed, in a copy of the repository, with its default data files; and what
 a reader changes in a stage script."""
 
-import json
 import os
 import re
 import shlex
@@ -17,7 +16,7 @@ from dataset.token_cache import load_tokenizer
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from tests.conftest import ROOT, write_jsonl
 from tests.stage_process import QUICK_RATE, Faults, StageProcess, run
-from tests.trainer.stage_flags import flags, records, saved_state
+from tests.trainer.stage_flags import flags, records
 from trainer.report.metrics import read_metrics
 from trainer.weights.files import half_state_dict
 
@@ -133,62 +132,6 @@ def test_a_loss_and_a_flag_of_ones_own_are_local_to_the_stage(clone, corpus):
     assert engine == losses["1e-3"]
     refused = typed(clone, f"train_full_sft.py {small} --from_resume 1 --z_loss 0.5", status=2)
     assert "the checkpoint belongs to another run (z_loss: 0.001 -> 0.5)" in refused.err
-
-
-def test_frozen_layers_a_flag_and_a_schedule_of_the_stages_own_and_a_warning_of_other_code(clone, corpus):
-    edited(clone, "frozen: tuple[str, ...] = ()", 'frozen: tuple[str, ...] = ("model.layers.0.",)')
-    edited(
-        clone,
-        "    max_seq_len: int = 768\n",
-        '    max_seq_len: int = 768\n    floor: float = setting(0.0, "lowest rate", ge=0)\n',
-    )
-    edited(clone, "import StageArgs, data_file\n", "import StageArgs, data_file, setting\n")
-    edited(
-        clone,
-        "schedule = utils.warmup_cosine",
-        "schedule = lambda u, total, args: max(args.floor, utils.warmup_cosine(u, total, args))",
-    )
-    small = " ".join(flags(corpus, clone, "sft", from_weight="none", epochs=1, from_resume=1))
-    assert typed(clone, f"train_full_sft.py {small} --floor -1", status=2).err.startswith(
-        "error: --floor must be 0 or more"
-    )
-    assert "lowest rate" in typed(clone, "train_full_sft.py --help").out
-    typed(clone, f"train_full_sft.py {small} --floor 0.009")
-    rates = [record["learning_rate"] for record in read_metrics(clone / "out/full_sft_32_metrics.jsonl")]
-    assert min(rates) == 0.009 and max(rates) > 0.009
-    torch.manual_seed(42)  # as the run's seed
-    fresh = MiniMindForCausalLM(MiniMindConfig(hidden_size=32, num_hidden_layers=2)).state_dict()
-    trained = saved_state(clone, "full_sft_32")
-    same = {name for name, value in trained["model"].items() if torch.equal(value, fresh[name])}
-    assert same == {name for name in fresh if name.startswith("model.layers.0.")}
-    # tied head
-    assert len(trained["optimizer"]["state"]) == len({id(p) for p in fresh.values()}) - len(same) - 1
-    edited(clone, "schedule = lambda", "schedule  = lambda")
-    with open(clone / "dataset/lm_dataset.py", "a") as file:  # what makes batches counts, too
-        file.write("# changed\n")
-    (clone / "out/full_sft_32.pth").unlink()  # else there is nothing to do
-    done = typed(clone, f"train_full_sft.py {small} --floor 0.009")
-    assert done.err == (
-        "warning: dataset/lm_dataset.py, trainer/train_full_sft.py changed since the checkpoint was written; the "
-        "resumed run uses the present code\n"
-    )
-
-
-FRAMES = """
-import json, sys, torch, traceback
-backward = torch.Tensor.backward
-def noted(*args, **kwargs):
-    frames = [f.name for f in traceback.extract_stack() if "/trainer/" in f.filename and "/tests/" not in f.filename]
-    open(PATH, "w").write(json.dumps(frames))
-    return backward(*args, **kwargs)
-torch.Tensor.backward = noted
-"""
-
-
-def test_three_frames_from_the_script_to_backward(corpus, tmp_path):
-    script = FRAMES.replace("PATH", repr(str(tmp_path / "frames.json")))
-    run("pretrain", flags(corpus, tmp_path, "pretrain", epochs=1), Faults(script=script))
-    assert json.loads((tmp_path / "frames.json").read_text()) == ["main", "train_epoch", "train_update"]
 
 
 def test_mean_loss_is_the_mean_since_the_last_record_also_after_a_resume(corpus, tmp_path):

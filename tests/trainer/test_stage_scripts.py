@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 
-from tests.conftest import ROOT, launch
+from tests.conftest import ROOT
 from tests.stage_process import Faults, run
 from tests.trainer.stage_flags import assert_same_run, flags, records
 from trainer.report.metrics import read_metrics
@@ -36,22 +36,6 @@ def test_pretrain_then_sft_on_two_ranks(corpus, tmp_path, moe):
         held_out = [r["eval_loss"] for r in records if "eval_loss" in r]
         assert len(held_out) >= 3 and held_out[-1] < held_out[0]
         assert all(r["aux_loss"] > 0 if moe else r["aux_loss"] == 0 for r in records)
-
-
-def test_held_out_loss_and_training_loss_do_not_depend_on_the_ranks(corpus, tmp_path):
-    for name, ranks, batch_size in (("one", 1, 8), ("two", 2, 4)):
-        run(
-            "sft",
-            flags(corpus, tmp_path / name, "sft", from_weight="none", batch_size=batch_size),
-            ranks=ranks,
-        )
-    one, two = (read_metrics(tmp_path / name / "out/full_sft_32_metrics.jsonl") for name in ("one", "two"))
-    assert len(one) == len(two) == 20
-    for a, b in zip(one, two, strict=True):
-        assert abs(a["loss"] - b["loss"]) <= 1e-5 and a["learning_rate"] == b["learning_rate"]
-        assert ("eval_loss" in a) == ("eval_loss" in b)
-        if "eval_loss" in a and a["update"] <= 4:  # later the weights themselves differ in the last bits
-            assert abs(a["eval_loss"] - b["eval_loss"]) <= 1e-5 and abs(a["eval_bpb"] - b["eval_bpb"]) <= 1e-5
 
 
 def test_killed_and_resumed_ends_with_the_same_bits(corpus, tmp_path):
@@ -94,10 +78,6 @@ def test_a_mistake_is_one_line_and_exit_status_2(corpus, tmp_path):
     begin, line = time.time(), f"error: weights {tmp_path}/out/pretrain_32.pth do not exist"
     (alone,) = run(str(SFT), flags(corpus, tmp_path, "sft"), status=2).error_lines
     assert alone.startswith(line)
-    done = launch(SFT, *flags(corpus, tmp_path, "sft"), ranks=2, check=False)
-    assert sum(text.startswith(line) for text in done.stderr.splitlines()) == 1
-    # torchrun's own report closes with the reason; all ranks are gone
-    assert f"traceback : {line}" in done.stderr[done.stderr.rindex("Root Cause") :]
     assert time.time() - begin < 60 and not list(tmp_path.rglob("*.pth"))
 
 

@@ -121,25 +121,6 @@ def test_a_run_from_a_folder_resumes_bit_for_bit(corpus, folder, tmp_path):
     assert_same_run(tmp_path / "whole", tmp_path / "broken", "full_sft_48")
 
 
-def test_a_run_with_rewards_starts_from_a_folder(folder, tmp_path):
-    data = write_jsonl(tmp_path / "rl.jsonl", [{"prompt": f"{number}?"} for number in range(4)])
-    settings = {
-        "from_weight": folder,
-        "data_path": data,
-        "reward": "length",
-        "num_generations": 2,
-        "max_gen_len": 3,
-    }
-    settings |= {
-        "epochs": 1,
-        "batch_size": 4,
-        "save_dir": tmp_path / "out",
-        "checkpoint_dir": tmp_path / "checkpoints",
-    }
-    run("grpo", [text for name, value in settings.items() for text in (f"--{name}", str(value))])
-    assert (tmp_path / "out/grpo_48.pth").exists()
-
-
 def test_what_cannot_be_is_one_line(folder, tmp_path):
     with pytest.raises(
         UserError, match=r"--hidden_size 64: --from_weight .*mine is of 48; leave the flag out"
@@ -154,18 +135,6 @@ def test_what_cannot_be_is_one_line(folder, tmp_path):
     assert build_model_config(tokenizer, with_epsilon, start).rms_norm_eps == 1e-5
     args = train_full_sft.Args(from_weight="pretrain", save_dir=str(tmp_path))
     with pytest.raises(UserError, match=r"pretrain_512\.pth do not exist"):  # before the data are tokenised
-        read_start_weights(args)
-
-
-def test_the_shape_of_weights_from_elsewhere_is_that_of_their_tensors(tmp_path):
-    """A file of another program under the name of --from_weight; the JSON beside it is of the weights it
-    replaced."""
-    model = MiniMindForCausalLM(MiniMindConfig(hidden_size=512, num_hidden_layers=3))
-    torch.save(model.state_dict(), tmp_path / "pretrain_512.pth")
-    args = train_full_sft.Args(from_weight="pretrain", save_dir=str(tmp_path))
-    assert read_start_weights(args)[0].num_hidden_layers == 3
-    (tmp_path / "pretrain_512.json").write_text('{"model": {}}')
-    with pytest.raises(UserError, match=r"pretrain_512\.json describes other weights"):
         read_start_weights(args)
 
 

@@ -11,12 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import UserError
-from common.settings import StageArgs
 from model.model_minimind import MiniMindConfig
 from trainer import trainer_utils as utils
 from trainer.data.order import epoch_order, rank_share
-from trainer.devices import device as device_module
-from trainer.devices.device import mixed_precision, native_bfloat16
 from trainer.loop import train_epoch
 
 
@@ -43,22 +40,6 @@ def test_names_and_signatures():
     }
     for function, names in want.items():
         assert list(inspect.signature(function).parameters)[: len(names)] == names, function
-
-
-@given(st.integers(1, 10_000), st.floats(1e-6, 1))
-def test_the_learning_rate_is_a_cosine_down_to_a_tenth(total, lr):
-    values = [utils.get_lr(step, total, lr) for step in range(0, total + 1, max(1, total // 50))]
-    assert values[0] == pytest.approx(lr)
-    assert utils.get_lr(total, total, lr) == pytest.approx(lr / 10)
-    assert all(a > b for a, b in zip(values, values[1:], strict=False))
-    middle = utils.get_lr(total // 2 * 2 // 2, total // 2 * 2 or 1, lr)
-    assert total < 2 or middle == pytest.approx(0.55 * lr)
-    reference = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)  # torch's own cosine
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(reference, T_max=total, eta_min=lr / 10)
-    for step in range(1, min(total, 5) + 1):
-        reference.step()
-        schedule.step()
-        assert utils.get_lr(step, total, lr) == pytest.approx(schedule.get_last_lr()[0], rel=1e-6)
 
 
 @given(st.integers(0, 200), st.integers(1, 9), st.integers(0, 30))
@@ -104,18 +85,6 @@ def test_the_ranks_share_one_order(count, batch_size, ranks, epoch):
         assert sum((batches[rank][k] for rank in range(ranks)), []) == slice_k
 
 
-def test_the_order_depends_on_seed_and_epoch_only():
-    assert np.array_equal(epoch_order(50, 1, 2), epoch_order(50, 1, 2))
-    assert not np.array_equal(epoch_order(50, 1, 2), epoch_order(50, 1, 3))
-    assert not np.array_equal(epoch_order(50, 1, 2), epoch_order(50, 2, 2))
-
-
-def test_warm_up_is_linear_and_multiplies_the_cosine():
-    args = StageArgs(learning_rate=1e-2, warmup_updates=4)
-    rates = [utils.warmup_cosine(update, 10, args) for update in range(1, 11)]
-    assert rates == [min(1.0, update / 4) * utils.get_lr(update, 10, 1e-2) for update in range(1, 11)]
-
-
 def test_skipping_a_million_batches_reads_nothing():
     class Order:
         reads = 0
@@ -131,36 +100,6 @@ def test_skipping_a_million_batches_reads_nothing():
     assert Order.reads == 8
 
 
-def test_the_same_seed_gives_the_same_model():
-    config = MiniMindConfig(hidden_size=32, num_hidden_layers=1)
-    models = []
-    for seed in (3, 3, 4):
-        utils.setup_seed(seed)
-        models.append(utils.init_model(config, "none")[0].state_dict())
-    key = "model.layers.0.mlp.up_proj.weight"
-    assert torch.equal(models[0][key], models[1][key]) and not torch.equal(models[0][key], models[2][key])
-
-
 def test_a_tokenizer_too_large_for_the_model_is_refused():
     with pytest.raises(UserError, match="6400 tokens, the model's vocabulary 100"):
         utils.init_model(MiniMindConfig(hidden_size=32, num_hidden_layers=1, vocab_size=100), "none")
-
-
-def test_mixed_precision(monkeypatch):
-    cpu = torch.device("cpu")
-    monkeypatch.setattr(device_module, "native_float16", lambda device: False)
-    with pytest.raises(
-        UserError, match="--dtype float16: this cpu has no arithmetic for it; use bfloat16 or float32"
-    ):
-        mixed_precision("float16", cpu)
-    monkeypatch.setattr(device_module, "native_float16", lambda device: True)
-    for dtype, scaled in (("float32", False), ("bfloat16_emulated", False), ("float16", True)):
-        autocast, scaler = mixed_precision(dtype, cpu)
-        assert scaler.is_enabled() == scaled
-        with autocast:
-            product = torch.ones(2, 2) @ torch.ones(2, 2)
-        assert product.dtype == getattr(torch, dtype.removesuffix("_emulated"))
-    autocast, _ = mixed_precision("auto", cpu)
-    with autocast:
-        product = torch.ones(2, 2) @ torch.ones(2, 2)
-    assert product.dtype == (torch.bfloat16 if native_bfloat16(cpu) else torch.float32)

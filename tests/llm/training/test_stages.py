@@ -9,8 +9,6 @@ import torch
 
 from common.settings import ROOT, StageArgs
 from dataset.token_cache import load_tokenizer
-from llm.training.core.config import Config
-from llm.training.train import AVAILABLE_TASKS, find_task
 from tests.stage_process import Faults, run
 from tests.trainer.stage_flags import assert_same_tensors, flags, saved_state
 from trainer.objectives.next_token import model_config
@@ -81,13 +79,6 @@ def test_engine_and_script_give_equal_bits(data, tmp_path, stage):
     assert len({each["stage"] for each in about}) == 1 and about[0]["run"] == about[1]["run"]
     assert about[0]["settings"].keys() <= about[1]["settings"].keys()
     assert [start["update"] for start in about[0]["starts"]] == [0] and len(about[1]["starts"]) == 2
-
-
-@pytest.mark.parametrize("stage", RUNS)
-def test_a_task_has_the_flags_and_defaults_of_its_script(stage):
-    task = AVAILABLE_TASKS[stage]
-    args, own = Config.from_args_and_env(["--task", stage], {}, find_task).to_args(), task.script.Args()
-    assert args.values().items() >= own.values().items() and isinstance(args, task.script.Args)
 
 
 def test_the_start_weights_are_not_needed_to_resume(data, tmp_path):

@@ -1,6 +1,5 @@
 """The demo corpus: the same bytes for a seed, facts told in many wordings, a quiz apart from SFT."""
 
-import json
 import random
 import re
 import subprocess
@@ -11,12 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from common.errors import UserError
 from scripts.demo.corpus import (
     ATTRIBUTES,
     GROUPS,
     LANGUAGES,
-    WORDINGS_ASKED,
     Person,
     answer,
     make_corpus,
@@ -96,23 +93,6 @@ def test_formats(demo):
     assert len(lengths) >= 4  # one turn or several, with a system prompt or without
 
 
-def test_no_wording_is_left_unfilled_or_empty(demo):
-    for records in demo.values():
-        for record in records:
-            assert not set("{}|") & set(said(record) if "conversations" in record else record.get("text", ""))
-    for attribute in ATTRIBUTES:
-        for language in LANGUAGES:
-            assert len(set(attribute.values[language])) == 12
-            assert len(set(attribute.tell[language])) >= 8
-            assert len(set(attribute.ask[language])) >= 4
-            for wording in attribute.tell[language]:
-                assert "{n}" in wording
-                assert "{v}" in wording
-                assert "a {v}" not in wording or not any(
-                    value[0] in "aeiou" for value in attribute.values["en"]
-                )
-
-
 @pytest.mark.parametrize("seed", [0, 1, 2, 12345])
 def test_the_quiz_asks_about_people_whom_sft_never_mentions(seed):
     demo, people = make_corpus(seed), make_people(random.Random(seed))
@@ -182,29 +162,6 @@ def test_the_answers_to_a_question_are_told_apart(demo):
     assert max(counts.values()) / GROUPS["quiz"] <= 0.15
 
 
-def test_facts_of_a_person_do_not_predict_each_other(people):
-    # were two attributes dealt alike, one learned fact would give the other away
-    for first in ATTRIBUTES:
-        for second in ATTRIBUTES:
-            if first.key < second.key:
-                facts = [person.facts for person in people if person.group == "quiz"]
-                pairs = Counter((each[first.key], each[second.key]) for each in facts)
-                assert len(pairs) >= 0.6 * len(facts)
-
-
-def test_answers_of_sft_are_true(demo, people):
-    answers = {
-        answer(person, attribute, language)
-        for person in people
-        for attribute in ATTRIBUTES
-        for language in LANGUAGES
-    }
-    messages = [m for record in demo["sft.jsonl"] + demo["sft_eval.jsonl"] for m in record["conversations"]]
-    told = [m for m in messages if m["role"] == "assistant" and m["content"] in answers]
-    people_told = GROUPS["sft"] + GROUPS["sft_eval"]
-    assert len(told) == people_told * len(ATTRIBUTES) * len(LANGUAGES) * WORDINGS_ASKED
-
-
 def test_held_out_texts_are_not_trained_on(demo):
     told = {record["text"] for record in demo["pretrain.jsonl"]}
     held_out = {record["text"] for record in demo["pretrain_eval.jsonl"]}
@@ -212,33 +169,10 @@ def test_held_out_texts_are_not_trained_on(demo):
     assert not told & held_out
 
 
-def test_no_value_is_part_of_another():
-    for attribute in ATTRIBUTES:
-        for language in LANGUAGES:
-            values = attribute.values[language]
-            assert not [(a, b) for a in values for b in values if a != b and a.lower() in b.lower()]
-
-
 def test_output_dir_that_is_a_file_is_one_error_line(tmp_path):
     (tmp_path / "file").write_text("x")
-    with pytest.raises(UserError, match=r"--output_dir .*file cannot be created"):
-        write_files(tmp_path / "file", make_corpus(0))
     command = [sys.executable, "-m", "scripts.demo.corpus", "--output_dir", str(tmp_path / "file")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stderr.startswith("error: --output_dir")
     assert done.stderr.count("\n") == 1
-
-
-def test_seed_must_be_a_number():
-    command = [sys.executable, "-m", "scripts.demo.corpus", "--seed", "x"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert "error: " in done.stderr.splitlines()[-1]
-
-
-def test_lines_are_json_with_readable_chinese(tmp_path):
-    write_files(tmp_path, make_corpus(0))
-    lines = (tmp_path / "quiz.jsonl").read_text(encoding="utf-8").splitlines()
-    assert [json.loads(line) for line in lines] == make_corpus(0)["quiz.jsonl"]
-    assert any("住在哪里" in line for line in lines)

@@ -48,10 +48,6 @@ def mentioned(names: set[str], records: list[dict]) -> set[str]:
     return {name for name in names if name in text}
 
 
-def test_a_seed_gives_the_same_files(tour):
-    assert make_tour(0) == tour != make_tour(1)
-
-
 def test_the_persona_is_asked_in_wordings_that_are_not_trained(tour):
     trained, asked = questions(tour["persona.jsonl"]), questions(tour["persona_quiz.jsonl"])
     assert len(asked) == 32 and not trained & asked

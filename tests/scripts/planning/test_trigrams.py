@@ -61,21 +61,6 @@ def test_the_loss_is_that_of_a_model_counted_in_dictionaries(known, asked):
     assert loss == pytest.approx(plain_loss(known, asked), rel=1e-9)
 
 
-@given(st.integers(0, VOCABULARY - 1), st.integers(0, VOCABULARY - 1), SAMPLES)
-def test_the_probabilities_of_all_targets_sum_to_one(before, last, known):
-    seen = trigrams.ngrams(dataset(known), VOCABULARY)
-    asked = dataset([[before, last, target] for target in range(VOCABULARY)], [[0, 0, 1]] * VOCABULARY)
-    each = [
-        np.array([column[target]])
-        for target in range(VOCABULARY)
-        for column in trigrams.ngrams(asked, VOCABULARY)
-    ]
-    losses = [
-        trigrams.interpolated_loss(seen, each[3 * i : 3 * i + 3], VOCABULARY) for i in range(VOCABULARY)
-    ]
-    assert sum(math.exp(-loss) for loss in losses) == pytest.approx(1.0)
-
-
 def test_masked_tokens_are_context_only():
     known, asked = [[1, 2, 3, 1, 2, 3]], [[1, 2, 3]]
     every = trigrams.ngrams(dataset(known), VOCABULARY)

@@ -63,23 +63,6 @@ def test_held_out_samples_stay_beside_those_of_rollouts():
     assert run.samples == {"h": [(2, "x")]} and run.rollout == {"r29": [(29, "a"), (29, "b")]}
 
 
-def test_the_best_held_out_loss_has_its_update():
-    losses = [3.0, 2.0, None, float("nan"), 2.5]
-    records = [
-        {"update": i, "eval_loss": loss, "loss": 9.0, "mean_loss": 1.0} for i, loss in enumerate(losses, 1)
-    ]
-    figures = run_of(*records).figures
-    assert figures == {
-        "update": 5,
-        "tokens": 1,
-        "seconds": 1,
-        "loss": 1.0,
-        "eval_loss": 2.5,
-        "best_eval_loss": 2.0,
-        "best_update": 2,
-    }
-
-
 def test_settings_that_differ_and_files_that_are_damaged(tmp_path):
     metrics = tmp_path / "a_64_metrics.jsonl"
     assert read_settings(metrics) == ({}, {})

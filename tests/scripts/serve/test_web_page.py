@@ -131,31 +131,23 @@ def test_markdown_becomes_elements(chat):
     assert {"noopener", "noreferrer"} <= {*link.get_attribute("rel").split()}
 
 
-FORMULAS = {  # likewise
+DEEP = "$" + 50 * r"\sqrt" + " x$"  # too deep to be a formula
+FORMULAS = {
     "so $a^2 + b_i$.": "so [math:[mrow:[msup:[mi:a][mn:2]][mo:+][msub:[mi:b][mi:i]]]].",
     r"\(\frac{1}{\sqrt{2\pi}}\)": "[math:[mfrac:[mn:1][msqrt:[mrow:[mn:2][mi:π]]]]]",
     r"$$\sum_{i=1}^n \log p_i$$": "[math:[mrow:[munderover:[mo:∑][mrow:[mi:i][mo:=][mn:1]][mi:n]][mi:log]"
     "[msub:[mi:p][mi:i]]]]",
-    r"$f'(x) \leq \left(\frac ab\right)^{10}$": "[math:[mrow:[msup:[mi:f][mo:′]][mo:(][mi:x][mo:)][mo:≤]"
-    "[msup:[mrow:[mo:(][mfrac:[mi:a][mi:b]][mo:)]][mn:10]]]]",
-    r"\[\mathbb{R} \to x^23\]": "[math:[mrow:[mi:ℝ][mo:→][msup:[mi:x][mn:2]][mn:3]]]",
     "costs $5 and $6, or 7$ then": "costs $5 and $6, or 7$ then",
-    "PATH=$HOME/bin:$PATH": "PATH=$HOME/bin:$PATH",
     "设$x$为": "设[math:[mi:x]]为",
-    f"${chr(92)}sqrt{chr(92)}sqrt x$": "[math:[msqrt:[msqrt:[mi:x]]]]",
-    (deep := "$" + 50 * r"\sqrt" + " x$"): deep,
+    DEEP: DEEP,
     r"$\unknown{x}$ $x^$ $}$ $a_b_c$": r"$\unknown{x}$ $x^$ $}$ $a_b_c$",
     r"$\constructor$ `$x$` \$x\$": r"$\constructor$ [CODE:$x$] $x$",
 }
-MARKDOWN = {  # as the text of the elements that come out
+MARKDOWN = {
     "**加粗**。和*斜*": "[STRONG:加粗]。和[EM:斜]",
-    "2 * 3 * 4 and snake_case_name": "2 * 3 * 4 and snake_case_name",
-    "***both*** ~~gone~~ \\*no\\*": "[STRONG:[EM:both]] [DEL:gone] *no*",
     "**open and *open": "**open and *open",
-    "``a ` b`` and `c": "[CODE:a ` b] and `c",
     "see https://a.example/x_y_z). End": "see [A:https://a.example/x_y_z]). End",
     "[a](https://e.example/x_(y)) [b](ftp://x) [c]": "[A:a] [b](ftp://x) [c]",
-    "**a *b** c*": "[STRONG:a *b] c*",
     "200000*200 = 40000000, 2*3*4 = 24, (1+2)*x*(y)": "200000*200 = 40000000, 2*3*4 = 24, (1+2)*x*(y)",
     "2**10 and 71**2, 2*-3*-4": "2**10 and 71**2, 2*-3*-4",
     'a*"b"* *(c)* 用**Python**写 **注意：**它': 'a*"b"* [EM:(c)] 用[STRONG:Python]写 [STRONG:注意：]它',
@@ -877,20 +869,6 @@ def test_runs_are_listed_while_their_curves_are_still_read(page, folder, monkeyp
         page.driver.get("about:blank")
 
 
-def test_runs_that_are_over_stand_in_the_order_of_their_ends(page, tmp_path):
-    """Also if they ended within a tenth of a second, to which ages are rounded: the list would change
-    otherwise."""
-    for number, name in enumerate("cab"):
-        append(path := tmp_path / f"{name}_64_metrics.jsonl", record(1))
-        os.utime(path, (1e9, 1e9 - 0.01 * number))
-    with ScriptedServer(tmp_path) as server:
-        page.open(server.address)
-        page.click("#tab-training")
-        page.wait(lambda: len(page.all(".run .name")) == 3)
-        assert [name.text for name in page.all(".run .name")] == ["c_64", "a_64", "b_64"]
-        page.driver.get("about:blank")
-
-
 def test_many_runs_are_shown_with_fewer_points_and_without_bands(page, tmp_path):
     names = [f"run{i:02}_64" for i in range(17)]
     for name in names:
@@ -954,22 +932,6 @@ def test_a_folder_without_runs_says_so(page, tmp_path):
 
 
 # --- the files themselves
-
-
-def test_the_page_needs_nothing_from_elsewhere_and_never_takes_text_for_markup():
-    files = {path.name: path.read_text(encoding="utf-8") for path in PAGE.iterdir()}
-    forbidden = (
-        r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function|style=|<style| on\w+="
-    )
-    for name, text in files.items():
-        assert not re.search(forbidden, text), name
-        assert {*re.findall(r"//[\w-]+\.[\w.-]+", text)} <= {"//www.w3.org"}, name
-        imported = re.findall(r"(?:from|src=|href=) ?\"(?:\./|page/)([\w.]+)\"", text)
-        assert {*imported} <= {*files}, name
-    words = "".join(text for name, text in files.items() if name != "text.js")
-    keys = re.findall(r"(\w+): \"", files["text.js"].partition("zh: {")[0])
-    unused = [key for key in keys if not re.search(rf"[\"']{key}[\"']", words)]
-    assert len(keys) > 90 and unused == []
 
 
 def test_the_headers_let_only_the_pages_own_files_in(server):

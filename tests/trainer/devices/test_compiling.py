@@ -70,22 +70,15 @@ def test_the_tokens_of_the_data_count_not_the_longest_sample(corpus, tmp_path):
     assert operations(args, train_set) == pytest.approx(expected)
 
 
-def test_other_stages_are_not(monkeypatch):
-    """Nothing was measured there."""
+def test_what_was_not_measured_is_not(monkeypatch):
+    """Other stages, data of one's own, short runs, a machine without a compiler."""
+    assert not compiles(LONG, data_of(50_000))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(wrapping, "has_compiler", lambda device: False)
+        assert not compiles(LONG, RUN)
     monkeypatch.setattr(wrapping, "has_matrix_unit", lambda: True)
     assert not compiles(StageArgs(packing=True, max_seq_len=512, epochs=2, device="cpu"), RUN)
-
-
-def test_other_data_than_tokens_are_not(monkeypatch):
-    """Such as those of a task of one's own: nothing was measured there."""
-    monkeypatch.setattr(wrapping, "has_matrix_unit", lambda: True)
     assert not compiles(LONG, range(10**9))
-
-
-def test_short_runs_are_not_nor_those_without_a_compiler(monkeypatch):
-    assert not compiles(LONG, data_of(50_000))
-    monkeypatch.setattr(wrapping, "has_compiler", lambda device: False)
-    assert not compiles(LONG, RUN)
 
 
 def test_what_compiling_needs_is_looked_for(monkeypatch, tmp_path):
@@ -157,12 +150,3 @@ def test_what_does_not_ask_is_not_compiled(monkeypatch):
     assert parse_args(GRPOArgs, "", []).use_compile is None
     with pytest.raises(UserError, match="--use_compile 1 has no effect on completions"):
         parse_args(GRPOArgs, "", ["--use_compile", "1"])
-
-
-def test_the_switch_takes_three_values():
-    for text, value in (("auto", None), ("0", False), ("1", True)):
-        found = parse_args(StageArgs, "", ["--use_compile", text]).use_compile
-        assert found == value and type(found) is type(value)
-    assert parse_args(StageArgs, "", ["--use_compile"]).use_compile is True
-    with pytest.raises(UserError, match="--use_compile must be 0 or 1 or auto, not 'maybe'"):
-        parse_args(StageArgs, "", ["--use_compile", "maybe"])

@@ -7,17 +7,14 @@ import signal
 import socket
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
 from common.errors import Interrupted, UserError
-from tests.stage_process import Faults, context, free_port, run, start_ranks
+from tests.stage_process import Faults, context, free_port, rank_variables, run, start_ranks
 from tests.trainer.stage_flags import assert_same_run, flags
-from trainer.devices import process_group as distributed
 from trainer.devices.process_group import init_distributed_mode, leave_process_group, meet
 from trainer.report.speed import Meter
 from trainer.run.errors import training_errors
@@ -33,13 +30,7 @@ class SpinningKernel:
 def _rank(rank: int, port: int, folder: str, ending: str) -> None:
     os.dup2(os.open(f"{folder}/{rank}", os.O_CREAT | os.O_WRONLY), 2)
     sys.stderr = os.fdopen(2, "w", buffering=1)
-    os.environ |= {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-    }
-    os.environ["WORLD_SIZE"] = "2"
+    os.environ |= rank_variables(rank, 2, port)
     init_distributed_mode()
     with training_errors():
         if ending.startswith("killed") and rank:
@@ -121,26 +112,6 @@ def test_a_rank_that_hangs_is_named_by_the_others(stopped, corpus, tmp_path):
     ranks[stopped].send(signal.SIGKILL)
 
 
-def test_a_thousand_ranks_are_asked_in_few_questions(monkeypatch):
-    store, asked = dist.HashStore(), []
-    for rank in range(1000):
-        store.set(f"host/{rank}", f"node{rank // 8}")
-        store.set(f"failed/{rank}", "") if rank not in (17, 803) else None
-    monkeypatch.setattr(distributed, "_store", CountedStore(store, asked))
-    monkeypatch.setattr(distributed, "ANSWER", 0.0)
-    for name, value in (("get_rank", 5), ("get_world_size", 1000)):
-        monkeypatch.setattr(dist, name, lambda value=value: value)
-    assert distributed._silent_ranks() == ["rank 17 (node2)", "rank 803 (node100)"] and len(asked) < 50
-
-
-class CountedStore:
-    """A store that notes what it is asked."""
-
-    def __init__(self, store: dist.Store, asked: list):
-        self.set, self.get = store.set, store.get
-        self.check = lambda keys: asked.append(keys) or store.check(keys)
-
-
 def test_ranks_that_torchrun_starts_again_resume_by_themselves(corpus, tmp_path):
     """With one store, torchrun's, for all attempts: a rank killed before the first checkpoint, then one after
     it."""
@@ -161,25 +132,3 @@ def test_ranks_that_torchrun_starts_again_resume_by_themselves(corpus, tmp_path)
     ranks = start_ranks(2, "pretrain", argv, late, **env)
     assert [rank.wait() for rank in ranks] == [0, 0] and "resuming pretrain at epoch 1" in ranks[0].out
     assert_same_run(tmp_path / "whole", tmp_path / "again", "pretrain_32")
-
-
-def test_ranks_meet_whatever_earlier_processes_left_in_the_store(monkeypatch):
-    store = dist.HashStore()
-    monkeypatch.setattr(dist, "rendezvous", lambda *_, **__: iter([(store, 0, 0)]))
-
-    def meet(rank):
-        return processes.submit(distributed._meet, rank, 3, timedelta(seconds=20))
-
-    with ThreadPoolExecutor(6) as processes:
-        early = meet(1)  # before rank 0
-        given_up = meet(0)  # replaced while it waits for rank 2
-        while not store.check(["1/1"]):
-            time.sleep(0.01)
-        for again in range(2):
-            ranks = [meet(0), meet(1) if again else early, meet(2)]
-            stores = [rank.result(20) for rank in ranks]
-            assert not any(each.check(["key"]) for each in stores)
-            stores[0].set("key", str(again))
-            assert [each.get("key") for each in stores] == [str(again).encode()] * 3
-        store.set("1/2", "")  # an end for the rank 0 that was replaced
-        given_up.result(20)

@@ -65,16 +65,7 @@ def test_a_killed_run_resumes_bit_for_bit(corpus, whole, killed, tmp_path):
     run("pretrain", flags(corpus, tmp_path, "pretrain", **SETTINGS, from_resume=1), ranks=2)
     one, other = state_of(whole), state_of(tmp_path)
     assert one["update"] == other["update"] > 4 and one["world_size"] == 2
-    for key, value in one["model"].items():
-        assert torch.equal(value, other["model"][key]), key
-    for index, state in one["optimizer"]["state"].items():
-        assert all(
-            torch.equal(value, other["optimizer"]["state"][index][key]) for key, value in state.items()
-        )
-    assert one["optimizer"]["param_groups"] == other["optimizer"]["param_groups"]
-    one, other = (torch.load(run / "out/pretrain_32.pth", weights_only=True) for run in (whole, tmp_path))
-    assert all(torch.equal(value, other[key]) for key, value in one.items())
-    assert records(whole) == records(tmp_path)
+    assert_same_run(whole, tmp_path)
     left = sorted(path.name for path in (tmp_path / "checkpoints").glob("pretrain*"))
     assert left == [f"pretrain_32_{name}.pth" for name in ("best_resume", "resume", "resume_previous")]
 

@@ -19,7 +19,7 @@ from model import fused
 from model.generation import generate
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from model.sampling import Sampling
-from tests.stage_process import context, finish, free_port
+from tests.stage_process import context, finish, free_port, rank_variables
 from trainer.devices import wrapping
 from trainer.devices.process_group import init_distributed_mode, leave_process_group
 from trainer.devices.wrapping import (
@@ -190,13 +190,8 @@ def updates(rank: int, case: dict, parallel: str, policy: bool = True) -> dict:
 
 
 def _rank(rank: int, port: int, folder: str) -> None:
-    os.environ |= {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-    }
-    os.environ |= {"WORLD_SIZE": "2", "OMP_NUM_THREADS": "2"}
+    os.environ |= rank_variables(rank, 2, port)
+    os.environ["OMP_NUM_THREADS"] = "2"
     torch.set_num_threads(1)
     init_distributed_mode()
     for name, case in CASES.items():
@@ -338,11 +333,6 @@ def test_what_does_not_go_together_is_refused():
     assert StageArgs(parallel="fsdp", use_compile=True, optimizer="muon").contradictions() == []
     with pytest.raises(UserError, match="--activation_checkpointing 1: this task's model has no layers"):
         wrap_model(torch.nn.Linear(2, 2), CPU, activation_checkpointing=True)
-
-
-def test_one_process_is_not_sharded():
-    model = torch.nn.Linear(2, 2)
-    assert wrap_model(model, CPU, "fsdp") is model and not is_sharded(model)
 
 
 def test_rank_0_alone_builds_the_weights_of_a_model_that_is_sharded(monkeypatch, recwarn, tmp_path):

@@ -28,17 +28,6 @@ BY_TRL = {
 }
 
 
-@pytest.fixture
-def tokens():
-    """Log-probabilities of four completions' tokens: present (a leaf), old, of the reference; advantages."""
-    generator = torch.Generator().manual_seed(0)
-    count = sum(LENGTHS)
-    log_probs = (-3 * torch.rand(count, generator=generator, dtype=torch.float64)).requires_grad_()
-    old = log_probs.detach() + 0.5 * torch.randn(count, generator=generator, dtype=torch.float64)
-    reference = log_probs.detach() + 0.3 * torch.randn(count, generator=generator, dtype=torch.float64)
-    return log_probs, old, reference, torch.tensor([1.2, -0.7, 0.4, -1.5], dtype=torch.float64)
-
-
 def written_out(
     log_probs, old, reference, advantages, loss_type: str, beta: float, high: float = EPSILON_HIGH
 ) -> torch.Tensor:
@@ -58,29 +47,6 @@ def written_out(
         at += length
         total = total + of_completion / (length if loss_type == "grpo" else 1)
     return total / (sum(LENGTHS) if loss_type in TOKEN_LEVEL else len(LENGTHS))
-
-
-@pytest.mark.parametrize("beta", [0.0, 0.04])
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_loss_and_gradient_are_those_of_the_formula(tokens, loss_type, beta):
-    log_probs, old, reference, advantages = tokens
-    lengths = torch.tensor(LENGTHS)
-    options = {"epsilon": EPSILON, "epsilon_high": EPSILON_HIGH, "beta": beta}
-    of_token = advantages.repeat_interleave(lengths), lengths.repeat_interleave(lengths).double()
-    found, figures = policy_loss(log_probs, old, *of_token, loss_type, ref_logp=reference, **options)
-    loss = found / (sum(LENGTHS) if loss_type in TOKEN_LEVEL else len(LENGTHS))
-    wanted = written_out(log_probs, old, reference, advantages, loss_type, beta)
-    torch.testing.assert_close(loss, wanted, rtol=1e-12, atol=1e-12)
-    gradients = (torch.autograd.grad(each, log_probs)[0] for each in (loss, wanted))
-    torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-12)
-    apart, ratio = reference - log_probs.detach(), (log_probs.detach() - old).exp()
-    weight = 1.0 if loss_type in TOKEN_LEVEL else 1 / of_token[1]  # shown as means of completions' means
-    assert figures["kl"].item() == pytest.approx(
-        float((weight * ratio * (apart.exp() - apart - 1)).sum()) if beta else 0.0
-    )
-    high = (ratio > 1 + EPSILON_HIGH) & (of_token[0] > 0)
-    low = (ratio < 1 - EPSILON) & (of_token[0] < 0) & (loss_type != "cispo")
-    assert figures["clip_ratio"].item() == pytest.approx(float((weight * (high | low)).sum())) and high.any()
 
 
 def drawn_by_numpy() -> list[torch.Tensor]:
@@ -105,18 +71,6 @@ def test_loss_and_gradient_are_those_of_trl(loss_type, beta):
     (gradient,) = torch.autograd.grad(loss, log_probs)
     products = (gradient @ torch.arange(1, len(gradient) + 1, dtype=torch.float64)).item()
     assert (loss.item(), gradient.norm().item(), products) == pytest.approx(BY_TRL[loss_type, beta], rel=1e-9)
-
-
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_right_after_the_rollout_the_gradient_is_that_of_reinforce(tokens, loss_type):
-    log_probs, _, _, advantages = tokens
-    lengths = torch.tensor(LENGTHS)
-    of_token = advantages.repeat_interleave(lengths), lengths.repeat_interleave(lengths).double()
-    found, figures = policy_loss(log_probs, log_probs.detach(), *of_token, loss_type)
-    (gradient,) = torch.autograd.grad(found, log_probs)
-    weight = 1 / of_token[1] if loss_type == "grpo" else 1.0
-    torch.testing.assert_close(gradient, -of_token[0] * weight)
-    assert figures["clip_ratio"] == 0
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
@@ -190,6 +144,10 @@ def test_several_updates_of_one_rollout_are_those_of_the_formula(loss_type):
         for one, other in zip(*gradients, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
         ratio = (log_probs - old).exp()
+        weight = 1 / batch["lengths"] if loss_type == "grpo" else 1.0  # shown as means of completions' means
+        apart = reference - log_probs
+        kl = float((weight * ratio * (apart.exp() - apart - 1)).sum())
+        assert shown["kl"].item() == pytest.approx(kl, rel=1e-3)
         lower, upper = (
             (ratio < 1 - EPSILON) & (batch["advantages"] < 0),
             (ratio > 1 + high) & (batch["advantages"] > 0),

@@ -9,8 +9,7 @@ import torch
 from dataset.lm_dataset import collate_flat
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from trainer.objectives.next_token import target_log_probs
-from trainer.objectives.ppo import METRICS, ActorCritic, ValuedRollouts, actor_critic_loss, token_advantages
-from trainer.optim.build import build_optimizer, set_learning_rate
+from trainer.objectives.ppo import METRICS, ActorCritic, actor_critic_loss, token_advantages
 
 EPSILON, CLIP, VF_COEF, BETA = 0.2, 0.15, 0.5, 0.04
 VALUES, REWARD = [0.3, -0.2, 0.8, 0.1, 0.4], 1.5
@@ -96,25 +95,3 @@ def test_the_critic_begins_at_zero_and_shares_nothing_with_the_policy():
     values.sum().backward()
     assert all(p.grad is None for p in model.actor.parameters())
     assert torch.equal(target_log_probs(model.actor, batch)[0], before)
-
-
-@pytest.mark.parametrize("kind", ["adamw", "muon"])
-def test_the_critic_has_a_learning_rate_of_its_own(kind):
-    model = tiny()
-    optimizer = build_optimizer(model, 1e-3, 0.1, kind, {"critic": 5.0})
-    optimizer.load_state_dict(optimizer.state_dict())
-    set_learning_rate(optimizer, 1e-3)
-    rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
-    base = 8e-3 if kind == "muon" else 1e-3
-    for name, p in model.named_parameters():
-        assert rates.pop(id(p)) == pytest.approx(5 * base if name.startswith("critic.") else base), name
-    assert not rates
-
-
-def test_advantages_of_an_update_have_mean_zero_and_deviation_one():
-    rollouts = ValuedRollouts.__new__(ValuedRollouts)
-    pieces = [torch.tensor([1.0, 2.0, 4.0]), torch.tensor([-3.0, 0.5])]
-    found = rollouts._complete([{"advantages": piece} for piece in pieces])
-    whole = torch.cat(pieces)
-    wanted = (whole - whole.mean()) / whole.std()
-    torch.testing.assert_close(torch.cat([batch["advantages"] for batch in found]), wanted)

@@ -4,7 +4,6 @@ import signal
 from dataclasses import replace
 
 import pytest
-import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -65,28 +64,11 @@ def test_a_warmup_is_a_small_part_of_a_run(updates):
     assert rules.warmup(updates) <= rules.warmup(updates + 1)
 
 
-def test_a_small_vocabulary_is_for_little_text_in_short_tokens_alone():
-    assert rules.vocabulary(1e6, 2.0) == 512
-    assert rules.vocabulary(1e6, 3.5) is None and rules.vocabulary(1e7, 2.0) is None
-
-
-def test_where_the_expected_loss_was_checked():
-    inside = {"weights": 4e5, "tokens": 1e6, "passes": 2}
-    assert rules.was_checked(**inside)
-    for outside in ({"weights": 1e4}, {"weights": 2e7}, {"tokens": 1e5}, {"passes": 4}):
-        assert not rules.was_checked(**inside | outside), outside
-
-
-def test_data_and_checkpoints_that_the_rules_do_not_know(corpus, tmp_path):
+def test_data_that_the_rules_do_not_know():
     for name in ("batch_size", "learning_rate"):
         args = train_pretrain.Args(**{name: None})
         with pytest.raises(UserError, match=f"--{name} auto: the rules know text and SFT data, not a list"):
             rules.apply_rules(args, None, [1, 2, 3])
-    path = tmp_path / "theirs.pth"
-    torch.save({"model": {}, "optimizer": {}, "epoch": 0, "step": 3, "world_size": 1, "wandb_id": None}, path)
-    settings = {"resume_from": path, "batch_size": "auto", "learning_rate": "auto"}
-    done = run("pretrain", flags(corpus, tmp_path, "pretrain", **settings), status=2)
-    assert "is not one of a stage script" in done.error_lines[-1]
 
 
 def test_only_stages_that_were_measured_take_auto():
@@ -119,15 +101,6 @@ def test_a_run_that_was_killed_keeps_its_numbers(corpus, tmp_path):
     numbers = auto | {"learning_rate": state["learning_rate"], "batch_size": state["global_batch"]}
     run("pretrain", flags(corpus, tmp_path / "numbers", "pretrain", **numbers))
     assert_same_run(tmp_path / "whole", tmp_path / "numbers")
-
-
-def test_the_rules_hold_over_the_ranks():
-    data = Data(num_tokens=10**7, items=10**5)
-    args = train_full_sft.Args(batch_size=None, learning_rate=None)
-    one, four = (rules.chosen(args, data, ranks) for ranks in (1, 4))
-    assert four.batch_size == round(one.batch_size / 4) and four.learning_rate == pytest.approx(
-        one.learning_rate, 0.02
-    )
 
 
 @given(ranks=st.integers(1, 8), now=st.integers(1, 8), size=st.integers(1, 64), steps=st.integers(1, 8))

@@ -9,12 +9,12 @@ from tqdm.utils import disp_len
 
 from common.errors import UserError
 from trainer.objectives import policy, ppo, preference
-from trainer.report.metrics import MetricsLog, describe, duration, read_metrics, readable_records
+from trainer.report.metrics import MetricsLog, describe, read_metrics, readable_records
 from trainer.rollouts.batches import Rollouts
 
 
 def record(update: int) -> dict:
-    fields = (
+    fields = [
         "loss",
         "mean_loss",
         "logits_loss",
@@ -22,8 +22,9 @@ def record(update: int) -> dict:
         "learning_rate",
         "grad_norm",
         "tokens_per_second",
-    )
-    fields += ("mfu", "data_wait")
+        "mfu",
+        "data_wait",
+    ]
     return {
         "update": update,
         "seconds": 2.0 * update,
@@ -53,18 +54,7 @@ def test_a_resumed_run_keeps_what_it_stands_on_and_writes_the_rest_again(tmp_pat
     assert out[0].endswith("eta: 1.5 min")
 
 
-FOREIGN = [
-    b"",
-    b"{",
-    b"[]",
-    b"5",
-    b"null",
-    b'{"loss": 1}',
-    b'{"update": "3"}',
-    b"\xff\xfe",
-    b"\0" * 9,
-    b"[" * 99999,
-]
+FOREIGN = [b"", b"[]", b'{"update": "3"}', b"\xff\xfe", b"[" * 99999]
 
 
 @pytest.mark.parametrize("line", FOREIGN)
@@ -78,26 +68,6 @@ def test_a_line_that_is_no_record(tmp_path, line):
     assert [r["update"] for r in readable_records(path)] == [1, 3]
     path.unlink()
     assert readable_records(path) == []
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0, "0 s"), (59, "59 s"), (60, "1.0 min"), (3570, "1 h 00 min"), (7200, "2 h 00 min")],
-)
-def test_a_duration(seconds, text):
-    assert duration(seconds) == text
-
-
-def test_a_line_shows_what_a_person_looks_at():
-    """Less than a twentieth of waiting for data, and experts that all work, are in the metrics file only."""
-    (line,) = describe(record(1) | {"data_wait": 0.0, "expert_max_min": 4.0, "dead_experts": 0}, "head")
-    assert line == "head, loss: 0.5000, mean: 0.5000, lr: 5.00e-01, 0 tokens/s, eta: 1.5 min"
-    (line,) = describe(record(1) | {"dead_experts": 3, "data_wait": 0.25}, "head")
-    assert ", data wait: 25%, dead experts: 3, " in line
-    (line,) = describe(record(1) | {"data_wait": 0.0, "skipped": [{}, {}], "overflows": 1}, "head")
-    assert ", updates skipped: 2, overflows: 1, " in line
-    (line,) = describe(record(1) | {"eval_loss": 1.25, "eval_bpb": 0.75}, "head")
-    assert ", eval_loss: 1.2500, " in line
 
 
 SHOWN = {  # of the stages

@@ -82,37 +82,6 @@ def test_a_resumed_run_goes_on_under_its_id(monkeypatch):
     )
 
 
-@pytest.mark.parametrize("call", CALLS)
-def test_a_failure_is_one_warning(monkeypatch, capsys, call):
-    tracker = track(monkeypatch, Stub(fail=call))
-    for step in range(1, 4):
-        tracker.log({"loss": 1.0}, step)
-        time.sleep(0.05)
-    tracker.finish(timeout=5)
-    lines = capsys.readouterr().err.splitlines()
-    assert (
-        len(lines) == 1 and lines[0].startswith("warning: SwanLab stopped") and f"{call} failed" in lines[0]
-    )
-
-
-def test_a_missing_package_is_one_warning(monkeypatch, capsys):
-    tracker = track(monkeypatch, None)  # import swanlab raises
-    tracker.log({"loss": 1.0}, 1)
-    tracker.finish(timeout=5)
-    assert len(capsys.readouterr().err.splitlines()) == 1
-
-
-@pytest.mark.parametrize("call", ["log", "finish"])
-def test_a_hanging_tracker_holds_nobody_up(monkeypatch, capsys, call):
-    begin = time.perf_counter()
-    tracker = track(monkeypatch, Stub(hang=call))
-    for step in range(1, 200):
-        tracker.log({"loss": 1.0}, step)
-    tracker.finish(timeout=0.2)
-    assert time.perf_counter() - begin < 5
-    assert "did not finish" in capsys.readouterr().err
-
-
 STUB = """
 import types, time
 from trainer.report import trackers as tracker

@@ -156,11 +156,6 @@ class Unborn(Broken):
         self.limit = record["limit"]
 
 
-class Leaving(Broken):
-    def reply(self, calls):
-        raise SystemExit(0)
-
-
 def replying(*replies) -> type[Broken]:
     return type("Replying", (Broken,), {"reply": lambda self, calls: replies[0]})
 
@@ -171,18 +166,6 @@ def replying(*replies) -> type[Broken]:
         (Broken, r"failed \(ValueError: no battery\)"),
         (Slow, "took longer than --reward_timeout 0.2 s"),
         (Unborn, r"failed \(KeyError: 'limit'\)"),
-        (Leaving, r"failed \(SystemExit: 0\)"),
-        (replying(None), r"failed \(ValueError: reply\(calls\) gave null instead of a list of messages\)"),
-        (
-            replying({"role": "tool"}),
-            r"failed \(ValueError: reply\(calls\) gave an object instead of a list .*\)",
-        ),
-        (
-            replying([42]),
-            r"failed \(ValueError: message 1 of its reply is a number instead of an object .*\)",
-        ),
-        (replying([{"content": "42"}]), r"failed \(ValueError: message 1 of its reply has no 'role' .*\)"),
-        (replying([{"role": "tool", "text": "42"}]), r"failed \(ValueError: no 'content' of message 1 .*\)"),
         (replying([{"role": "tool", "content": 42}]), r"failed \(ValueError: 'content' of message 1 .*\)"),
         (
             replying([{"role": "abacus", "content": ""}]),
@@ -190,7 +173,6 @@ def replying(*replies) -> type[Broken]:
         ),
         (replying([{"role": "assistant", "content": ""}]), r"failed \(ValueError: .* role assistant.*\)"),
         (replying([tool_message("\ud83d")]), r"failed \(ValueError: lone surrogate .*\)"),
-        (replying([{"role": "tool", "content": "", "x": {1}}]), r"failed \(ValueError: .*set.*\)"),
     ],
 )
 def test_an_environment_that_fails_names_the_record(tokenizer, prompts, written, environment, why):
@@ -235,12 +217,9 @@ def test_text_of_special_tokens_stays_text(tokenizer, tmp_path, written):
         (CALL, ["calculate"]),
         (CALL * 2 + "and text", ["calculate", "calculate"]),
         ("<tool_call>\n{not json}\n</tool_call>", []),
-        ('<tool_call>{"name": 7}</tool_call>', []),
         ('<tool_call>{"name": "f", "arguments": "x"}</tool_call>', []),
         ('<tool_call>{"name": "f"}</tool_call>', ["f"]),
-        ("<tool_call>", []),
         ('<tool_call>{"name": "f", "arguments": {"x": "\\ud83d"}}</tool_call>', []),
-        ('<tool_call>{"name": "f", "arguments": {"x": 1e999}}</tool_call>', []),
     ],
 )
 def test_malformed_calls_are_text(text, names):

@@ -19,11 +19,6 @@ def numbers(folder: Path) -> list[int]:
     return sorted(int(path.stem[-8:]) for path in folder.glob("w_512_update_*.pth"))
 
 
-def test_the_last_ones_and_the_best_stay(tmp_path):
-    kept(tmp_path).prune(now=12, best=4)
-    assert numbers(tmp_path) == [4, 10, 12]
-
-
 def test_later_ones_than_the_present_update_stay(tmp_path):
     """Of a run that went back to an older state."""
     kept(tmp_path).prune(now=6, best=None)

@@ -32,13 +32,10 @@ from trainer.rollouts.settings import add_rollouts
 from trainer.run.checkpoint import FORMAT
 from trainer.run.paths import start_path
 from trainer.run.resume import (
-    batch_flags,
     check_resume,
-    check_same_run,
     computing,
     held_out_fingerprint,
     run_fingerprint,
-    total_updates,
     warn_of_changes,
     weights_fingerprint,
 )
@@ -129,13 +126,6 @@ def test_a_global_batch_that_cannot_be_kept_is_refused_with_what_would_work(corp
     assert (tmp_path / "checkpoints/pretrain_32_resume.pth").read_bytes() == before
 
 
-def test_the_flags_of_a_batch_on_other_ranks(monkeypatch):
-    monkeypatch.setattr("trainer.run.resume.world_size", lambda: 2)
-    assert batch_flags(8, 12) == "--batch_size 6 --accumulation_steps 1"
-    assert batch_flags(4, 14) == "--batch_size 1 --accumulation_steps 7"
-    assert batch_flags(4, 7) == "2 processes do not divide it, start as many as do"
-
-
 def test_more_epochs_only_by_an_explicit_flag(corpus, tmp_path):
     run("pretrain", flags(corpus, tmp_path, "pretrain", epochs=1))
     longer = flags(corpus, tmp_path, "pretrain", epochs=3, from_resume=1)
@@ -156,20 +146,12 @@ def test_another_run_is_refused_field_by_field(corpus, tmp_path):
     other = {
         "learning_rate": 0.02,
         "seed": 7,
-        "max_seq_len": 32,
         "epochs": 2,
-        "dropout": 0.5,
         "batch_size": 4,
-    }
-    other |= {
         "num_hidden_layers": 1,
         "packing": 1,
-        "grad_clip": 0.5,
-        "weight_decay": 0.3,
-        "warmup_updates": 3,
     }
-    other |= {"optimizer": "muon"}
-    other |= {"data_path": corpus["pretrain_eval"]}
+    other |= {"optimizer": "muon", "data_path": corpus["pretrain_eval"]}
     line = run("pretrain", flags(corpus, tmp_path, "pretrain", **other, from_resume=1), status=2).error_lines[
         -1
     ]
@@ -250,39 +232,18 @@ def test_a_forgotten_from_resume_loses_nothing(corpus, tmp_path):
     assert_same_run(tmp_path / "whole", tmp_path)
 
 
-def test_start_weights_that_were_replaced(tmp_path):
-    """Refused, with what to do; without the file the run goes on."""
-    start = tmp_path / "start_512.pth"
-    args = StageArgs(save_dir=str(tmp_path), cache_dir=str(tmp_path), from_weight="start", from_resume=True)
-    start.write_bytes(b"at the start")
-    saved = run_fingerprint(args, {}, {}, 9)
-    checkpoint = {"run": saved, "epoch": 0, "step": 1, "update": 1, "world_size": 1}
-    start.write_bytes(b"replaced")
-    with pytest.raises(UserError) as error:
-        check_resume(args, run_fingerprint(args, {}, {}, 9), checkpoint)
-    assert "another run (from_weight_sha256: " in str(error.value)
-    told = f". {start} is not the file that the run started from: put that one back, or move this away"
-    assert str(error.value).endswith(told)
-    start.unlink()
-    assert check_resume(args, run_fingerprint(args, {}, {}, 9), checkpoint) == saved
-
-
-STARTS = {  # how a run of the name w names its start: name, path, through links, its checkpoints
+STARTS = {
     "name": "w",
     "best": "w_best",
     "path": "out/w_512.pth",
-    "roundabout": "out/../out/w_512.pth",
     "link": "link.pth",
-    "link to a link": "again.pth",
-    "linked folder": "elsewhere/w_512.pth",
     "state": "checkpoints/w_512_resume.pth",
-    "previous": "checkpoints/w_512_resume_previous.pth",
     "numbered": "elsewhere/../checkpoints/w_512_update_00000002.pth",
     "best state": "checkpoints/w_512_best_resume.pth",
     "other": "other",
     "hard link": "hard.pth",
 }
-IS_STATE = {"state", "previous", "numbered", "best state"}
+IS_STATE = {"state", "numbered", "best state"}
 
 
 @pytest.fixture
@@ -295,7 +256,6 @@ def own_files(tmp_path, monkeypatch):
     for name in ("resume", "resume_previous", "update_00000002", "best_resume"):
         (tmp_path / f"checkpoints/w_512_{name}.pth").write_text(name)
     (tmp_path / "link.pth").symlink_to("out/w_512.pth")
-    (tmp_path / "again.pth").symlink_to(tmp_path / "link.pth")
     (tmp_path / "elsewhere").symlink_to(tmp_path / "out", target_is_directory=True)
     os.link(tmp_path / "out/w_512.pth", tmp_path / "hard.pth")
     monkeypatch.chdir(tmp_path)
@@ -370,13 +330,9 @@ def test_only_the_model_in_a_folder_is_what_a_run_starts_from(tmp_path):
         return weights_fingerprint("teacher", folder, str(tmp_path / "cache"))["teacher_sha256"]
 
     (folder / "config.json").write_text("{}")
-    with pytest.raises(UserError, match=r"it holds no weights \(model.safetensors\)"):
-        digest()
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    (folder / "model-1.safetensors").write_text("1")
-    with pytest.raises(UserError, match=r"model-2\.safetensors is missing"):
-        digest()
-    (folder / "model-2.safetensors").write_text("2")
+    for name in ("model-1.safetensors", "model-2.safetensors"):
+        (folder / name).write_text(name)
     before = digest()
     for name in ("out/w_512.pth", "w_512_metrics.jsonl", "adapter_model.safetensors", "README.md"):
         (folder / name).write_text(name)
@@ -387,9 +343,6 @@ def test_only_the_model_in_a_folder_is_what_a_run_starts_from(tmp_path):
         assert digest() != before
         (folder / name).write_text(text)
     assert digest() == before
-    (folder / "model.safetensors.index.json").write_text("{}")
-    with pytest.raises(UserError, match="not a readable index"):
-        digest()
 
 
 def test_the_reference_of_a_resumed_run_is_what_it_began_with(own_files, tmp_path):
@@ -417,14 +370,6 @@ def test_the_reference_of_a_resumed_run_is_what_it_began_with(own_files, tmp_pat
     save_weights(init_model(config, "none")[0], tmp_path / "out/w_32.pth")
     with pytest.raises(UserError, match="no longer those that the run began with, and it needs them again"):
         weights_to_load(args, run, {})
-
-
-def test_other_data_are_named():
-    args = StageArgs(from_weight="none", from_resume=True)
-    run = run_fingerprint(args, {"num_experts": 4}, {"data": "b", "tokenizer": "c"}, 9)
-    old = {"run": run | {"data": "a", "tokenizer": "a"}, "epoch": 0, "step": 1, "update": 1, "world_size": 1}
-    with pytest.raises(UserError, match=r"another run \(data: a -> b; tokenizer: a -> c\)"):
-        check_resume(args, run, old)
 
 
 def test_a_field_that_is_added_to_the_model_does_not_end_its_runs(monkeypatch):
@@ -459,20 +404,12 @@ def test_other_threads_or_another_cpu_are_a_warning(monkeypatch, capsys):
     now = computing(cpu, torch.autocast("cpu", torch.bfloat16))
     warn_of_changes(checkpoint, {}, now)
     line = capsys.readouterr().err
-    assert (
-        f"threads was {before['threads']} and is 99" in line
-        and "and is Z80" in line
-        and "torch.bfloat16" in line
-    )
-    assert line.startswith("warning: ") and "up to rounding, not bit for bit" in line and "--det" not in line
+    assert f"threads was {before['threads']} and is 99" in line and "and is Z80" in line
+    assert "torch.bfloat16" in line and "up to rounding, not bit for bit" in line and "--det" not in line
     warn_of_changes(checkpoint, {}, before)
     warn_of_changes(checkpoint | {"world_size": 2}, {}, now)
     warn_of_changes(checkpoint, {"a.py": "1"}, before | {"--deterministic": 1})
     assert not capsys.readouterr().err
-    warn_of_changes(
-        checkpoint | {"computing": before | {"--deterministic": 0}}, {}, before | {"--deterministic": 1}
-    )
-    assert "--deterministic was 0 and is 1" in capsys.readouterr().err
     warn_of_changes(checkpoint, {"a.py": "1", "b.py": "3"}, before)
     assert capsys.readouterr().err.startswith("warning: b.py changed since the checkpoint was written")
 
@@ -706,19 +643,6 @@ def test_a_foreign_checkpoint_is_refused(corpus, tmp_path):
     assert not (tmp_path / "out/pretrain_32.pth").exists()
 
 
-def test_contracts():
-    check_same_run({"a": 1, "b": 2}, {"a": 1, "b": 2})
-    with pytest.raises(UserError) as error:
-        check_same_run({"a": 1, "b": 2, "c": 3}, {"a": 1, "b": 5, "d": 4})
-    assert (
-        "b: 2 -> 5" in str(error.value)
-        and "c: 3 -> None" in str(error.value)
-        and "d: None -> 4" in str(error.value)
-    )
-    assert "a:" not in str(error.value)
-    assert total_updates({"samples": 65, "global_batch": 8, "epochs": 3}) == 27
-
-
 @pytest.mark.slow
 def test_compiled_runs_resume_exactly_and_compiling_may_be_toggled(corpus, tmp_path):
     """With loader processes, too, which must not outlive the run."""
@@ -729,37 +653,21 @@ def test_compiled_runs_resume_exactly_and_compiling_may_be_toggled(corpus, tmp_p
         "accumulation_steps": 2,
         "num_workers": 2,
     }
-    run("pretrain", flags(corpus, tmp_path / "whole", "pretrain", **settings, use_compile=1), timeout=600)
-    argv = flags(corpus, tmp_path / "broken", "pretrain", **settings, from_resume=1)
-    run(
-        "pretrain",
-        [*argv, "--use_compile", "1"],
-        Faults(signals={13: signal.SIGKILL}),
-        status=-9,
-        timeout=600,
-    )
-    run("pretrain", [*argv, "--use_compile", "1"], timeout=600)
+
+    def train(folder: str, use_compile: int, kill: bool = False, **more) -> None:
+        argv = flags(corpus, tmp_path / folder, "pretrain", **settings, use_compile=use_compile, **more)
+        faults = Faults(signals={13: signal.SIGKILL}) if kill else None
+        run("pretrain", argv, faults, status=-9 if kill else 0, timeout=600)
+
+    train("whole", 1)
+    train("broken", 1, kill=True)
+    train("broken", 1, from_resume=1)
     assert_same_run(tmp_path / "whole", tmp_path / "broken")
     settings["dropout"] = 0.0  # compiled, its masks are others
-    run("pretrain", flags(corpus, tmp_path / "plain", "pretrain", **settings))
-    argv = flags(corpus, tmp_path / "toggled", "pretrain", **settings, from_resume=1)
-    run(
-        "pretrain",
-        [*argv, "--use_compile", "1"],
-        Faults(signals={13: signal.SIGKILL}),
-        status=-9,
-        timeout=600,
-    )
-    run("pretrain", argv)
+    train("plain", 0)
+    train("toggled", 1, kill=True)
+    train("toggled", 0, from_resume=1)
     plain, toggled = (
         read_metrics(tmp_path / n / "out/pretrain_32_metrics.jsonl") for n in ("plain", "toggled")
     )
     assert all(abs(a["loss"] - b["loss"]) < 1e-4 for a, b in zip(plain, toggled, strict=True))
-
-
-def test_a_first_start_says_that_the_run_is_new(tmp_path, capsys):
-    """Plans and shell scripts always give `--from_resume 1`; that nothing is there yet is no reason for a
-    warning."""
-    args = StageArgs(save_weight="first", save_dir=str(tmp_path), checkpoint_dir=str(tmp_path), from_resume=1)
-    assert check_resume(args, {"seed": 1}, None) == {"seed": 1}
-    assert capsys.readouterr() == (f"new run: {tmp_path} holds no checkpoint of first_512\n", "")

@@ -10,12 +10,11 @@ import sys
 import time
 
 import pytest
-import torch
 
 from common.errors import Interrupted
 from tests.conftest import ROOT
-from tests.stage_process import Faults, StageProcess, run, start_ranks
-from tests.trainer.stage_flags import assert_same_run, flags, records, saved_state
+from tests.stage_process import Faults, StageProcess, rank_variables, run, start_ranks
+from tests.trainer.stage_flags import assert_same_run, assert_same_tensors, flags, records, saved_state
 from trainer.report.metrics import read_metrics
 from trainer.run.errors import StopRequest
 
@@ -237,14 +236,7 @@ def test_a_port_that_is_taken(corpus, tmp_path):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
-        env = {
-            "RANK": "0",
-            "LOCAL_RANK": "0",
-            "WORLD_SIZE": "2",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
-        }
-        process = StageProcess("pretrain", flags(corpus, tmp_path, "pretrain"), **env)
+        process = StageProcess("pretrain", flags(corpus, tmp_path, "pretrain"), **rank_variables(0, 2, port))
         assert process.wait(60) == 2
     assert process.error_lines[-1].startswith(f"error: the ranks cannot meet at 127.0.0.1:{port}")
     assert "--master_port" in process.error_lines[-1]
@@ -254,13 +246,7 @@ def test_waiting_for_the_other_ranks_ends_at_a_signal(corpus, tmp_path):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = probe.getsockname()
-    env = {
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": address[0],
-        "MASTER_PORT": str(address[1]),
-    }
+    env = rank_variables(0, 2, address[1])
     process = StageProcess("pretrain", flags(corpus, tmp_path, "pretrain"), **env)
     with socket.socket() as there:
         while there.connect_ex(address):  # until it listens for the others
@@ -314,11 +300,8 @@ def test_a_bad_update_is_left_out_on_all_ranks(corpus, tmp_path, kind):
     assert f"({corpus['pretrain']}:" in warning
     after, before = saved_state(tmp_path), saved_state(tmp_path / "before")
     assert (after["update"], before["update"]) == (4, 3)
-    assert all(torch.equal(value, after["model"][key]) for key, value in before["model"].items())
-    for index, state in before["optimizer"]["state"].items():
-        assert all(
-            torch.equal(value, after["optimizer"]["state"][index][key]) for key, value in state.items()
-        )
+    assert_same_tensors(before["model"], after["model"])
+    assert_same_tensors(before["optimizer"]["state"], after["optimizer"]["state"])
     record = read_metrics(tmp_path / "out/pretrain_32_metrics.jsonl")[3]
     assert record["loss" if kind == "nan" else "grad_norm"] is None
     ids = [int(i) for rank in (0, 1) for i in (tmp_path / f"ids{rank}").read_text().splitlines()[3].split()]

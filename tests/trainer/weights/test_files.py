@@ -4,9 +4,7 @@ silence."""
 import hashlib
 import json
 import os
-import shutil
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,7 +17,6 @@ from tests.conftest import ROOT
 from tests.stage_process import run
 from tests.trainer.stage_flags import flags
 from trainer.objectives.next_token import vocabulary_hash
-from trainer.run.checkpoint import lm_checkpoint
 from trainer.trainer_utils import build_model_config, init_model, read_start_weights
 from trainer.weights import files as model_files
 from trainer.weights.files import read_model, save_weights
@@ -39,19 +36,6 @@ IDS = torch.arange(40, 70)[None]
 def model_of(**fields) -> MiniMindForCausalLM:
     torch.manual_seed(0)
     return MiniMindForCausalLM(MiniMindConfig(**fields)).eval()
-
-
-@pytest.fixture
-def other_tokenizer(tmp_path) -> Path:
-    """The tokenizer of the repository with two of its tokens exchanged: as many tokens, and other texts."""
-    folder = tmp_path / "tokenizer"
-    shutil.copytree(ROOT / "model", folder, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
-    content = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
-    vocabulary = content["model"]["vocab"]
-    one, other = (token for token, index in vocabulary.items() if index in (3000, 3001))
-    vocabulary[one], vocabulary[other] = vocabulary[other], vocabulary[one]
-    (folder / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
-    return folder
 
 
 @pytest.mark.parametrize("name", ["w_32_moe_3x2.pth", "renamed.pth", "w_512.pth"])
@@ -123,13 +107,6 @@ def test_a_field_that_the_code_does_not_know_is_refused(tmp_path):
     assert read_model(tmp_path / "w.pth")[1].own_fields() == fields
 
 
-def test_a_checkpoint_says_its_config(tmp_path):
-    model = model_of(**ODD)
-    optimizer = torch.optim.AdamW(model.parameters())
-    lm_checkpoint(model.config, "w", model, optimizer, save_dir=tmp_path)
-    assert read_model(tmp_path / "w_32_moe_3x2_resume.pth")[1].own_fields() == model.config.own_fields()
-
-
 @dataclass(kw_only=True)
 class Args(StageArgs):
     from_weight: str = "w"
@@ -164,20 +141,6 @@ def test_weights_do_not_become_a_model_of_other_arithmetic(tmp_path):
         init_model(MiniMindConfig(**shape), str(path))
     longer = MiniMindConfig(**shape, rms_norm_eps=1e-5, inference_rope_scaling=True)
     assert init_model(longer, str(path))[0].config.rope_parameters["rope_type"] == "yarn"  # for longer texts
-
-
-def test_another_tokenizer_of_equal_size_is_refused(other_tokenizer, tmp_path):
-    tokenizer = AutoTokenizer.from_pretrained(ROOT / "model")
-    assert len(AutoTokenizer.from_pretrained(other_tokenizer)) == len(tokenizer)
-    sha256 = vocabulary_hash(tokenizer)
-    path = save_weights(
-        model_of(hidden_size=32, num_hidden_layers=1, tokenizer_sha256=sha256), tmp_path / "w_32.pth"
-    )
-    load_path(path)
-    with pytest.raises(UserError, match="has other tokens than that of the weights"):
-        load_path(path, other_tokenizer)
-    with pytest.raises(UserError, match="has other tokens than that of the weights"):
-        init_model(MiniMindConfig(hidden_size=32, num_hidden_layers=1), "w", other_tokenizer, tmp_path)
 
 
 def test_weights_that_do_not_fit_the_text_are_warned_of(corpus, tmp_path):

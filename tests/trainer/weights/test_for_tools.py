@@ -159,18 +159,6 @@ def test_what_is_no_model_or_of_another_vocabulary_is_refused(save, tmp_path):
         assert line.startswith(f"weights {tmp_path}/other_32.pth: ")
 
 
-def test_weights_of_other_experts_do_not_become_a_stages_start(save):
-    path = save("w_32_moe_8x2") / "w_32_moe_8x2.pth"
-    line = refused(load_weights, MiniMindForCausalLM(MiniMindConfig(**SHAPES["w_32_moe"])), path)
-    assert "do not fit the model: they are of num_experts 8, not 4, num_experts_per_tok 2, not 1" in line
-
-
-def test_a_larger_tokenizer_is_refused(save, tmp_path, monkeypatch):
-    monkeypatch.setattr("trainer.objectives.next_token.len", lambda _: 7000, raising=False)
-    line = refused(load, save("w_32"), tokenizer_path=ROOT / "model")
-    assert "the tokenizer has 7000 tokens, the model's vocabulary 6400" in line
-
-
 # --- --model PATH
 
 
@@ -213,20 +201,6 @@ def test_a_checkpoint_is_a_model_in_float32(tmp_path, previous):
     assert "--num_experts_per_tok 3 contradicts" in refused(
         load_named, "--model", path, "--num_experts_per_tok", 3
     )
-
-
-def test_the_tokenizer_beside_the_weights_is_taken(save, tmp_path):
-    folder = save("w_32")
-    content = (ROOT / "model/tokenizer.json").read_text(encoding="utf-8")
-    (folder / "tokenizer.json").write_text(
-        content.replace("<|reserved_15|>", "<|another|>"), encoding="utf-8"
-    )
-    parser = Parser()
-    add_trained_model_flags(parser)
-    tokenizer = load_model(parser.parse_args(["--model", str(folder / "w_32.pth")]), "cpu")[1]
-    assert tokenizer.convert_tokens_to_ids("<|another|>") == 24
-    given = parser.parse_args(["--model", str(folder / "w_32.pth"), "--tokenizer_path", str(ROOT / "model")])
-    assert load_model(given, "cpu")[1].convert_tokens_to_ids("<|reserved_15|>") == 24
 
 
 def test_rope_scaling_of_a_tool_is_minimind_s(save):

@@ -3,7 +3,6 @@
 import itertools
 import pickle
 import re
-from dataclasses import fields, is_dataclass
 from types import SimpleNamespace
 
 import pytest
@@ -12,12 +11,9 @@ import yaml
 from common.arguments import parse_args
 from common.errors import UserError
 from common.settings import StageArgs, settings_of
-from llm.training.core.config import SETTINGS, Config, EngineArgs, ModelConfig, engine_parser
-from tests.conftest import ROOT
+from llm.training.core.config import SETTINGS, Config, EngineArgs, ModelConfig
 from trainer import train_full_sft, train_pretrain
 
-SECTIONS = {f.name: f.default_factory for f in fields(Config) if is_dataclass(f.default_factory)}
-CONFIGS = sorted((ROOT / "llm" / "training" / "configs").glob("*.yaml"))
 # what the engine has beyond the stage scripts' flags
 OWN = {"task", "num_samples", "noise", "validation_share", "data_module"}
 OWN |= {"world_size", "master_addr", "master_port", "use_amp"}
@@ -78,12 +74,6 @@ def test_the_settings_are_the_stage_scripts_with_their_defaults(stage):
     args = read("--task", stage, *line, stage_args=STAGES[stage]).to_args()
     assert {name: args.values()[name] for name in flags} == expected.values()
     assert args.given == expected.given | {"task"}
-
-
-def test_every_setting_is_in_its_section():
-    for section, cls in SECTIONS.items():
-        assert {f.name for f in fields(cls)} == {name for name, s in SETTINGS.items() if s.section == section}
-    assert all(action.help for action in engine_parser()._actions)
 
 
 # ---- the order of the sources
@@ -174,11 +164,7 @@ TOLD = {
     ),
     "full_sft": "full_sft is unknown",
     "--top_k 0": "--top_k must be 1 or more, not '0'",
-    "--master_port 65536": "--master_port must be 65535 or less, not '65536'",
-    "--validation_share 1": "--validation_share must be below 1, not '1'",
-    "--set depth": "--set depth must be NAME=VALUE",
     "--set seed=3": "--set seed is a setting of the engine, in section training",
-    "--set =3": "--set  must be named with letters, digits and underscores",
     "--config nowhere.yaml": "--config nowhere.yaml cannot be read (No such file or directory)",
 }
 
@@ -303,15 +289,3 @@ def test_top_k_is_another_name_of_num_experts_per_tok(run_yaml):
 
 
 # ---- the shipped files
-
-
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_shipped_configs(path):
-    config = read("--config", path)
-    config.validate()
-    assert config.training.task == path.stem.removesuffix("_moe")
-    assert config.model.use_moe == path.stem.endswith("_moe")
-    assert config.checkpoint.from_weight == ("pretrain" if path.stem.startswith("full_sft") else "none")
-    if path.stem.startswith("full_sft"):
-        before = read("--config", path.with_name(path.name.replace("full_sft", "pretrain")))
-        assert before.model == config.model and before.checkpoint.save_weight == config.checkpoint.from_weight
