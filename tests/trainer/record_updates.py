@@ -48,7 +48,7 @@ def main() -> None:
     state.iters = iters
     for begin in range(0, iters, accumulation):
         window = batches[begin : begin + accumulation]
-        targets, tokens, _ = update_size(state, [state.size(batch) for batch in window])
+        targets, tokens, _ = update_size(state, [state.size_fn(batch, state.lm_config) for batch in window])
         means, norm = train_update(state, window, targets, tokens)
         records.append(make_record(state, means, norm, False))
         ids.append(torch.cat([batch["sample_ids"] for batch in window]).tolist())

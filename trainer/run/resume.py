@@ -314,14 +314,15 @@ def code_hashes(stage_files: Sequence[str | Path]) -> dict[str, str]:
     return {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
 
 
-def computing(device: torch.device, autocast: AbstractContextManager) -> dict[str, Any]:
-    """Device, dtype, torch version, threads and instruction set: what bitwise identical results need besides
-    settings and code. On a CPU the number of threads decides how sums are cut, and the instruction set which
-    kernels run."""
+def computing(args: StageArgs, device: torch.device, autocast: AbstractContextManager) -> dict[str, Any]:
+    """Device, dtype, kernels, torch version, threads and instruction set: what bitwise identical results need
+    besides code and the other settings. On a CPU the number of threads decides how sums are cut, and the
+    instruction set which kernels run."""
     environment: dict[str, Any] = {
         "device": device.type,
         "dtype": str(autocast_dtype(autocast, device)),
         "torch": str(torch.__version__),
+        "--deterministic": int(args.deterministic),
     }
     if device.type != "cpu":
         return environment
@@ -335,7 +336,7 @@ def warn_of_changes(checkpoint: dict[str, Any], code: dict[str, str], now: dict[
     bit for bit that of one that was not stopped. With another number of ranks it is not, whatever else
     changed.
 
-    code: what `code_hashes` returns. now: what `computing` returns, and more of the kind.
+    code: what `code_hashes` returns. now: what `computing` returns.
     """
     saved = checkpoint["code"]
     if changed := [name for name in sorted(saved) if name in code and saved[name] != code[name]]:

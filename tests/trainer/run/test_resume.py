@@ -449,14 +449,16 @@ def test_held_out_data_of_a_users_own_kind_have_no_fingerprint(cache):
 def test_other_threads_or_another_cpu_are_a_warning(monkeypatch, capsys):
     """The run then equals one that was not stopped to rounding only; with other ranks it does so anyway."""
     cpu = torch.device("cpu")
-    before = computing(cpu, nullcontext())
+    before = computing(StageArgs(), cpu, nullcontext())
     assert before["threads"] == torch.get_num_threads() and before["dtype"] == "torch.float32"
     assert torch.backends.cpu.get_cpu_capability() in before["instructions"]
-    assert not {"threads", "instructions"} & computing(torch.device("cuda"), nullcontext()).keys()
+    assert (
+        not {"threads", "instructions"} & computing(StageArgs(), torch.device("cuda"), nullcontext()).keys()
+    )
     checkpoint = {"world_size": 1, "computing": before, "code": {"a.py": "1", "b.py": "2"}}
     monkeypatch.setattr(torch, "get_num_threads", lambda: 99)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "Z80")
-    now = computing(cpu, torch.autocast("cpu", torch.bfloat16))
+    now = computing(StageArgs(), cpu, torch.autocast("cpu", torch.bfloat16))
     warn_of_changes(checkpoint, {}, now)
     line = capsys.readouterr().err
     assert (
