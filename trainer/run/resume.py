@@ -233,13 +233,13 @@ def normalised(args: StageArgs, run: Fingerprint, saved: Fingerprint) -> tuple[F
 
     # start weights that are gone, or that the run has written over (a second round of SFT from `full_sft`):
     # what they were when it began is what counts
-    start = paths.start_path(args.save_dir, str(run["from_weight"]), args)
-    before = paths.start_path(args.save_dir, str(saved["from_weight"]), args)
-    is_gone = run["from_weight_sha256"] is None
-    if paths.same_file(start, before) and (
-        is_gone or _is_own_weights(args, start) or _is_own_state(args, start)
-    ):
-        run["from_weight_sha256"] = saved["from_weight_sha256"]
+    if run["from_weight"] != "none":
+        start = paths.start_path(args.save_dir, str(run["from_weight"]), args)
+        before = paths.start_path(args.save_dir, str(saved["from_weight"]), args)
+        is_gone = run["from_weight_sha256"] is None
+        is_own = _is_own_weights(args, start) or _is_own_state(args, start)
+        if paths.same_file(start, before) and (is_gone or is_own):
+            run["from_weight_sha256"] = saved["from_weight_sha256"]
 
     # the same weights in another place
     for row in settings:

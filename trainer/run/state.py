@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from common.errors import UserError, warn
 from common.settings import StageArgs
 from trainer.devices.process_group import Logger, world_size
-from trainer.devices.wrapping import unwrap
+from trainer.devices.wrapping import is_sharded, unwrap
 from trainer.objectives.next_token import Batch, flat_size, held_out_loss
 from trainer.report.metrics import MetricsLog
 from trainer.report.speed import Meter, PeakRate, Size
@@ -193,7 +193,9 @@ class TrainState:
                 "them only); give another --save_weight, or --from_resume 0"
             )
         warn_of_changes(checkpoint, self.code, computing(self.args, self.device, self.autocast))
-        saved = shard_like(unwrap(self.model), checkpoint)
+        saved = checkpoint
+        if is_sharded(self.model):
+            saved = shard_like(self.model, checkpoint)
         unwrap(self.model).load_state_dict(saved["model"], strict=True)
         # on a CPU the optimizer keeps the tensors that it is given, which should not be those of a file
         self.optimizer.load_state_dict(

@@ -469,8 +469,10 @@ def test_other_threads_or_another_cpu_are_a_warning(monkeypatch, capsys):
     assert line.startswith("warning: ") and "up to rounding, not bit for bit" in line and "--det" not in line
     warn_of_changes(checkpoint, {}, before)
     warn_of_changes(checkpoint | {"world_size": 2}, {}, now)
-    warn_of_changes(checkpoint, {"a.py": "1"}, before | {"--deterministic": 1})
+    warn_of_changes(checkpoint, {"a.py": "1"}, before)
     assert not capsys.readouterr().err
+    warn_of_changes(checkpoint, {}, computing(StageArgs(deterministic=True), cpu, nullcontext()))
+    assert "--deterministic was 0 and is 1" in capsys.readouterr().err
     warn_of_changes(
         checkpoint | {"computing": before | {"--deterministic": 0}}, {}, before | {"--deterministic": 1}
     )
