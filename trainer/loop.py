@@ -136,9 +136,7 @@ def train_update(
     targets, tokens = max(targets, 1.0), max(tokens, 1.0)
     sums = state.losses.new_zeros(3 + len(state.metric_names))
     for i, batch in enumerate(window):
-        # dropout is a function of (seed, update, micro-batch, rank), so there is no random state to save
-        seed = np.random.SeedSequence([args.seed, state.update, i, this_rank()])
-        torch.manual_seed(int(seed.generate_state(1)[0]))
+        seed_dropout(args.seed, state.update, i)
         with gradient_sync(model, enabled=i == len(window) - 1):
             with state.autocast:
                 loss, aux_loss, *rest = state.loss_fn(model, to_device(batch, state.device), args)
@@ -208,6 +206,14 @@ def update_size(state: TrainState, sizes: list[Size]) -> tuple[float, float, boo
     with state.meter.timing("comm"):
         total_targets, total_tokens, stop = reduce_sum(host).tolist()
     return total_targets, total_tokens, stop > 0
+
+
+def seed_dropout(seed: int, update: int, micro_batch: int) -> None:
+    """Make dropout a function of (seed, update, micro-batch, rank), so that there is no random state to
+    save."""
+    torch.manual_seed(
+        int(np.random.SeedSequence([seed, update, micro_batch, this_rank()]).generate_state(1)[0])
+    )
 
 
 # --- before the first update
