@@ -7,7 +7,6 @@ ends, and its children do not inherit them.
 
 import errno
 import fcntl
-import json
 import os
 import shutil
 import socket
@@ -129,14 +128,6 @@ def sync_folder(folder: Path) -> None:
             raise
     finally:
         os.close(descriptor)
-
-
-def write_json(path: Path, content: dict) -> None:
-    """Write JSON and flush it to the disk."""
-    with open(path, "w", encoding="utf-8") as file:
-        json.dump(content, file, indent=1)  # ASCII: file names may hold bytes that are not UTF-8
-        file.flush()
-        os.fsync(file.fileno())
 
 
 # --- locks

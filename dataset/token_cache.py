@@ -31,7 +31,7 @@ import numpy as np
 from tqdm import tqdm
 
 from common.errors import UserError, reason, say, warn
-from common.files import atomic_write, locked, sync_folder, write_json
+from common.files import atomic_write, locked, sync_folder
 from common.launcher import available_cores, launch
 from common.settings import DataConfig
 from dataset import files as data_files
@@ -223,7 +223,10 @@ def _build_once(
                     raise UserError(f"{path} changed while it was read; start again when it is complete")
             hashes = {path.name: [_sha256(path), _stamp(path)] for path in sorted(building.iterdir())}
             meta = {**settings, "report": report, "types": types, "files": hashes}
-            write_json(building / "meta.json", meta)
+            with open(building / "meta.json", "w", encoding="utf-8") as file:
+                json.dump(meta, file, indent=1)  # ASCII: file names may hold bytes that are not UTF-8
+                file.flush()
+                os.fsync(file.fileno())
             sync_folder(building)
             if not _is_complete(folder):  # without locks another process may have been faster
                 shutil.rmtree(folder, ignore_errors=True)  # exists but is incomplete: damaged

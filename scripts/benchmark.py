@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, make_dataclass
 from datetime import date
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -136,12 +136,13 @@ class Ours:
         Raises UserError if there are too few data."""
         meter, losses = Meter(), []
         for _ in range(updates):
-            window = meter.fetch(self.batches, self.args.accumulation_steps)
+            with meter.timing("wait"):
+                window = list(islice(self.batches, self.args.accumulation_steps))
             if len(window) < self.args.accumulation_steps:
                 raise UserError(
                     "--data_path holds too few samples; use fewer --updates or a smaller --batch_size"
                 )
-            sizes = [self.state.size(batch) for batch in window]
+            sizes = [self.state.size_fn(batch, self.state.lm_config) for batch in window]
             targets, tokens, _ = update_size(self.state, sizes)
             losses.append(train_update(self.state, window, targets, tokens)[0][0])
             meter.count(sizes, self.state.device)

@@ -11,11 +11,13 @@ import math
 import shlex
 import time
 from collections.abc import Iterable
+from itertools import islice
 from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader
 
@@ -25,7 +27,7 @@ from dataset.mixing import split_weights
 from trainer.data.datasets import epoch_tokens
 from trainer.devices.device import describe_device
 from trainer.devices.process_group import Logger, gather, is_main_process, reduce_sum, this_rank, world_size
-from trainer.devices.wrapping import full_tensor, gradient_sync, is_replicated, is_sharded, unwrap
+from trainer.devices.wrapping import full_tensor, gradient_sync, is_sharded, unwrap
 from trainer.objectives.next_token import to_device
 from trainer.optim.build import set_learning_rate, should_step
 from trainer.report.metrics import duration
@@ -69,7 +71,7 @@ def train_epoch(
     args, meter, batches, step = state.args, state.meter, iter(loader), start_step
     state.model.train()
     # DDP rebuilds its buckets after the first backward pass: run it on an empty batch now
-    if is_replicated(state.model) and not state.finished:
+    if isinstance(state.model, DistributedDataParallel) and not state.finished:
         empty = [cast(Any, loader).collate_fn([])]
         trial_pass(state, (empty if state.prepare is None else state.prepare(state, empty))[0])
     state.iters = iters
@@ -77,9 +79,10 @@ def train_epoch(
     meter.restart()
     while step < iters and not state.finished:
         # the update's micro-batches
-        fetched = meter.fetch(batches, min(args.accumulation_steps, iters - step))
+        with meter.timing("wait"):
+            fetched = list(islice(batches, min(args.accumulation_steps, iters - step)))
         window = fetched if state.prepare is None else state.prepare(state, fetched)
-        sizes = [state.size(batch) for batch in window]
+        sizes = [state.size_fn(batch, state.lm_config) for batch in window]
         targets, tokens, stop_requested = update_size(state, sizes)  # all-reduced on the hosts
         if stop_requested:
             read_meter(state)
@@ -100,7 +103,7 @@ def train_epoch(
         evaluate_due &= not is_near_end
         state.save_due = save_is_due(state, before, evaluate_due)
         log_due = reached(args.log_interval, before, step, iters) or state.save_due
-        if log_due:
+        if log_due and state.device.type == "cuda":
             meter.wait_for_device()
         state.bad_updates.remember(state.update, window, read=log_due or state.device.type == "cpu")
         if log_due:
@@ -143,7 +146,8 @@ def train_update(
             with state.autocast:
                 loss, aux_loss, *rest = state.loss_fn(model, to_device(batch, state.device), args)
             metrics = rest[0] if rest else {}
-            check_names(metrics, state.metric_names)
+            if not set(state.metric_names) <= metrics.keys() <= {*state.metric_names, "cross_entropy"}:
+                raise other_names_error(metrics, state.metric_names)
             # DDP and FSDP average the gradients over the ranks; times world_size makes the average a sum
             scaler.scale((loss / targets + aux_loss / tokens) * world_size()).backward()
             state.loss_is_cross_entropy = "cross_entropy" in metrics
@@ -174,13 +178,11 @@ def train_update(
     return losses, grad_norm
 
 
-def check_names(metrics: dict[str, Tensor], names: tuple[str, ...]) -> None:
-    """Raise UserError unless the metrics that `loss_fn` gives are those of these names, and `cross_entropy`,
+def other_names_error(metrics: dict[str, Tensor], names: tuple[str, ...]) -> UserError:
+    """The error for a `loss_fn` that gives other metrics than those of these names, and `cross_entropy`,
     which needs no naming."""
-    missing, unnamed = set(names) - metrics.keys(), metrics.keys() - {*names, "cross_entropy"}
-    if missing or unnamed:
-        given, named = ", ".join(metrics) or "nothing", ", ".join(names) or "empty"
-        raise UserError(f"loss_fn gives {given} beside the loss, but TrainState's metric_names are {named}")
+    given, named = ", ".join(metrics) or "nothing", ", ".join(names) or "empty"
+    return UserError(f"loss_fn gives {given} beside the loss, but TrainState's metric_names are {named}")
 
 
 def reached(interval: int, before: int, step: int, iters: int) -> bool:
@@ -390,7 +392,7 @@ def evaluate(state: TrainState, loader: Iterable[Batch]) -> dict[str, float | No
             stop = bool(reduce_sum(torch.tensor(float(stop))) > 0)
         if stop:
             break
-        size = state.size(batch)
+        size = state.size_fn(batch, state.lm_config)
         with state.autocast:
             batch_sums = state.eval_fn(model, to_device(batch, state.device), state.args)
         for name, value in batch_sums.items():

@@ -30,10 +30,11 @@ from trainer.report.samples import sample_callbacks
 from trainer.report.speed import peak_rate
 from trainer.report.warnings import Verdict
 from trainer.run import resume
+from trainer.run.callbacks import Callback
 from trainer.run.checkpoint import lm_checkpoint  # noqa: F401
 from trainer.run.errors import StopRequest
-from trainer.run.included_callbacks import callbacks_of_settings
-from trainer.run.paths import is_path, run_name, start_path
+from trainer.run.included_callbacks import CheckpointManager, EarlyStopping, TensorBoardLogger
+from trainer.run.paths import is_path, run_name, start_path, tensorboard_folder
 from trainer.run.skipped_updates import BadUpdates
 from trainer.run.state import TrainState
 from trainer.weights.files import (
@@ -245,7 +246,14 @@ def begin_run(
     state.peak = peak_rate(state.autocast, state.device)
     state.code = resume.code_hashes(code)
     state.iters = steps_per_epoch(state.run["samples"], args.batch_size)
-    state.callbacks[:0] = callbacks_of_settings(args, state.eval_loader is not None)
+    included: list[Callback] = []
+    if args.keep_every or state.eval_loader is not None:  # with held-out data the best checkpoint is kept
+        included.append(CheckpointManager(args))
+    if args.patience:
+        included.append(EarlyStopping(args.monitor, args.mode, args.patience, args.min_delta))
+    if args.use_tensorboard or args.tensorboard_dir:
+        included.append(TensorBoardLogger(tensorboard_folder(args, args)))
+    state.callbacks[:0] = included
     if getattr(state.lm_config, "use_moe", False) and token_counters(unwrap(state.model)):
         state.callbacks.append(ExpertLoad(unwrap(state.model)))
     has_prompts = args.sample_prompts != "auto" or state.eval_loader is not None

@@ -87,7 +87,7 @@ def new_state(
 
 def update(state: TrainState, window: list[dict[str, Any]]) -> Tensor:
     """The loss [] of an update, on the device."""
-    targets, tokens, _ = update_size(state, [state.size(batch) for batch in window])
+    targets, tokens, _ = update_size(state, [state.size_fn(batch, state.lm_config) for batch in window])
     losses, _ = train_update(state, window, targets, tokens)
     state.update += 1
     return losses.sum()

@@ -75,7 +75,7 @@ def test_the_loss_that_is_judged_is_the_plain_cross_entropy_where_loss_fn_gives_
     for loss_fn in (next_token_loss, with_term, without_metrics):
         state = make_state(loss_fn=loss_fn)
         window = [batch(1), batch(3)]
-        targets, tokens, _ = update_size(state, [state.size(each) for each in window])
+        targets, tokens, _ = update_size(state, [state.size_fn(each, state.lm_config) for each in window])
         losses, _ = train_update(state, window, targets, tokens)
         assert len(losses) == 2
         found[loss_fn] = float(losses[0]), float(state.update_loss), state.loss_is_cross_entropy
@@ -105,7 +105,7 @@ def test_what_a_loss_shows_is_a_mean_over_the_targets_since_the_last_record():
     losses = []
     for ids in ((1, 3), (9, 4), (5, 5)):
         window = [batch(i) for i in ids]
-        targets, tokens, _ = update_size(state, [state.size(batch) for batch in window])
+        targets, tokens, _ = update_size(state, [state.size_fn(batch, state.lm_config) for batch in window])
         means, norm = train_update(state, window, targets, tokens)
         losses.append(means[0].item())
         state.bad_updates.remember(1, window)

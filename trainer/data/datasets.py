@@ -59,16 +59,6 @@ def epoch_tokens(train_set: TokenDataset | PromptDataset, args: Any) -> float:
     return train_set.num_tokens * epoch_items(train_set, args) / len(train_set)
 
 
-def describe_data(train: StageDataset, held_out: StageDataset | None, args: StageArgs) -> str:
-    """How much is trained on and held out, in a line."""
-    text = f"data: {train.records:,} records, {train.num_tokens:,} tokens"
-    if epoch_items(train, args) < len(train):
-        text += f", of which an epoch takes {epoch_tokens(train, args):,.0f} (--max_tokens)"
-    if held_out is not None:
-        text += f"; held out: {held_out.records:,} records, {held_out.num_tokens:,} tokens"
-    return text
-
-
 def open_held_out(args: StageArgs, open_split: Callable[[str, Split | None], D]) -> D:
     """The held-out data that the settings name. `open_split` opens a split of the records of a data
     path."""
@@ -114,8 +104,13 @@ def open_datasets(
     held_out = None
     if args.eval_share or args.eval_data_path:
         held_out = open_held_out(args, open_split)
+    text = f"data: {train.records:,} records, {train.num_tokens:,} tokens"
+    if items < len(train):
+        text += f", of which an epoch takes {epoch_tokens(train, args):,.0f} (--max_tokens)"
+    if held_out is not None:
+        text += f"; held out: {held_out.records:,} records, {held_out.num_tokens:,} tokens"
     if launch().rank == 0:
-        say(describe_data(train, held_out, args))
+        say(text)
     return train, held_out
 
 

@@ -280,11 +280,6 @@ def is_sharded(model: nn.Module | None) -> bool:
     return isinstance(model, FSDPModule)
 
 
-def is_replicated(model: nn.Module) -> bool:
-    """Whether DDP exchanges the gradients of this model."""
-    return isinstance(model, DistributedDataParallel)
-
-
 def gradient_sync(model: nn.Module, enabled: bool) -> AbstractContextManager:
     """Context of a micro-batch: whether the ranks exchange gradients after it; only after the last one of an
     update. With hsdp those of a machine always do, so that none holds the gradients whole; the machines after

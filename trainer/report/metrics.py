@@ -122,7 +122,8 @@ def describe(record: dict[str, Any], head: str, shown: tuple[str, ...] = ()) -> 
 
     head: opens the line, e.g. `Epoch:[1/2](100/1200) 4%`. shown: names of the values of the stage.
     """
-    parts = [(0, head), (0, value_text("loss", record["loss"], ".4f"))]  # a larger number is left out first
+    # (rank, text): while the line is too long, the last text of the highest rank is left out, none of rank 0
+    parts = [(0, head), (0, value_text("loss", record["loss"], ".4f"))]
     names = [name for name in shown if name in record]
     if names:
         parts += [(min(1 + i, 3), value_text(name, record[name], ".3f")) for i, name in enumerate(names)]
@@ -143,17 +144,6 @@ def describe(record: dict[str, Any], head: str, shown: tuple[str, ...] = ()) -> 
     if "overflows" in record:
         parts.append((0, f"overflows: {record['overflows']}"))
     parts.append((0, f"eta: {duration(record['seconds_left'])}"))
-    return [fitted(parts), *(sample_line(sample) for sample in record.get("samples", ()))]
-
-
-def value_text(name: str, value: float | None, form: str) -> str:
-    """`name: value`; an update that was skipped, or had no target, has none."""
-    return f"{name}: {'-' if value is None else format(value, form)}"
-
-
-def fitted(parts: list[tuple[int, str]]) -> str:
-    """The texts (rank, text) as one line; while it is longer than WIDTH, the last text of the highest rank is
-    left out, but none of rank 0."""
     line = ", ".join(text for _, text in parts)
     while len(line) > WIDTH:
         worst = max(rank for rank, _ in parts)
@@ -162,7 +152,12 @@ def fitted(parts: list[tuple[int, str]]) -> str:
         last = max(i for i, (rank, _) in enumerate(parts) if rank == worst)
         del parts[last]
         line = ", ".join(text for _, text in parts)
-    return line
+    return [line, *(sample_line(sample) for sample in record.get("samples", ()))]
+
+
+def value_text(name: str, value: float | None, form: str) -> str:
+    """`name: value`; an update that was skipped, or had no target, has none."""
+    return f"{name}: {'-' if value is None else format(value, form)}"
 
 
 def sample_line(sample: dict[str, Any]) -> str:

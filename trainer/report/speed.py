@@ -5,10 +5,9 @@ import math
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -73,11 +72,6 @@ class Meter:
         is_busy = self.launched is not None and not self.launched.query()
         self.counts[kind] += 0.0 if is_busy else time.perf_counter() - begin
 
-    def fetch(self, batches: Iterable[dict], count: int) -> list[dict]:
-        """The next `count` micro-batches, timed as `wait`."""
-        with self.timing("wait"):
-            return list(islice(batches, count))
-
     def count(self, sizes: list[Size], device: torch.device) -> None:
         """Note an update that was launched: the sizes of its micro-batches."""
         self.updates += 1
@@ -99,31 +93,25 @@ class Meter:
             time.sleep(pause)
             pause = min(2 * pause, 0.1)
 
-    def read(self, device: torch.device) -> dict[str, float]:
-        """Counts since the last reading, summed over all ranks; `clock` is the seconds passed on this rank. A
-        new interval begins. Sync point."""
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        host = torch.tensor([*self.counts.values()], dtype=torch.float64)
-        seconds = time.perf_counter() - self.begin
-        self.pace.append((self.updates, time.perf_counter()))
-        self.restart()
-        return dict(zip(COUNTS, reduce_sum(host).tolist(), strict=True)) | {"clock": seconds}
-
-    def seconds_left(self, updates_left: int) -> float:
-        """Estimate of the seconds that so many updates take, at the pace of the last 128 log points: with the
-        saves and evaluations between them."""
-        updates, since = self.pace[0]
-        return (time.perf_counter() - since) / max(1, self.updates - updates) * updates_left
-
 
 def read_meter(state: Any) -> dict[str, Any]:
-    """Advance the run's tokens and seconds; returns the speed figures of all ranks since the last reading."""
-    total, now = state.meter.read(state.device), time.perf_counter()
+    """Advance the run's tokens and seconds; returns the speed figures of all ranks since the last reading. A
+    new interval begins. Sync point."""
+    meter = state.meter
+    if state.device.type == "cuda":
+        torch.cuda.synchronize(state.device)
+    now = time.perf_counter()
+    seconds = now - meter.begin  # on this rank
+    host = torch.tensor([*meter.counts.values()], dtype=torch.float64)
+    total = dict(zip(COUNTS, reduce_sum(host).tolist(), strict=True))
+    meter.pace.append((meter.updates, now))
+    meter.restart()
     state.tokens += int(total["tokens"])
     state.seconds, state.clock = state.seconds + now - state.clock, now
-    seconds = total["clock"]
     rate = total["flops"] / seconds / world_size()
+    # at the pace of the last log points, with the saves and evaluations between them
+    updates, since = meter.pace[0]
+    seconds_per_update = (now - since) / max(1, meter.updates - updates)
     return {
         "tokens": state.tokens,
         "tokens_per_second": total["tokens"] / seconds,
@@ -132,7 +120,7 @@ def read_meter(state: Any) -> dict[str, Any]:
         "data_wait": total["wait"] / seconds / world_size(),
         "comm_wait": total["comm"] / seconds / world_size(),
         "seconds": state.seconds,
-        "seconds_left": state.meter.seconds_left(state.total_updates - state.update),
+        "seconds_left": seconds_per_update * (state.total_updates - state.update),
         "memory_mb": peak_memory_mb(state.device),
     } | ({"reserved_mb": reserved_memory_mb(state.device)} if state.device.type == "cuda" else {})
 

@@ -154,6 +154,8 @@ class Verdict(Callback):
         if is_half and device in ("cpu", "cuda") and not native_bfloat16(state.device):
             faster = automatic_dtype(state.device)
             self.warn("dtype", f"--dtype {args.dtype}: this {device} emulates bfloat16; {faster} is faster")
+        if state.eval_loader is None:
+            return
         if held_out_fingerprint(state.eval_loader) == state.run.get("data", ""):
             self.warn(
                 "held-out",
@@ -259,11 +261,13 @@ class Verdict(Callback):
                 continue
             if "plateau" in history.warned or "rose" in history.warned:
                 continue
+            patience = max(MIN_UPDATES // 2, min(PLATEAU_UPDATES, state.total_updates // 2))
+            if state.total_updates < patience:
+                continue  # the run is too short to tell
             if not self.unigram_entropy:
                 self.unigram_entropy = unigram_entropy(cache)
             if mean <= 0.97 * self.unigram_entropy:
                 history.false_at["plateau"] = update
-            patience = max(MIN_UPDATES // 2, min(PLATEAU_UPDATES, state.total_updates // 2))
             if update - history.false_at.get("plateau", 0) >= patience:
                 self.warn(
                     "plateau",

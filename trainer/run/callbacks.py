@@ -103,16 +103,21 @@ class CallbackList(list[Callback]):
         return named
 
     def dispatch(self, name: str, engine: Any, *args: Any) -> None:
-        """Call a method of each callback; the traceback of an exception names the callback. In `on_exception`
-        one is only a warning, because the other callbacks still have to close their files."""
+        """Call a method of each callback that overrides it; the traceback of an exception names the callback.
+        In `on_exception` one is only a warning, because the other callbacks still have to close their
+        files."""
+        base_method = getattr(Callback, name)
         for key, callback in self.by_name().items():
+            method = getattr(callback, name)
+            if getattr(method, "__func__", method) is base_method:
+                continue  # it does nothing
             if name in EPOCH_HOOKS:
                 last = self.epochs.setdefault(key, {})
                 if args[0] <= last.get(name, -1):
                     continue  # before the resume
                 last[name] = args[0]
             try:
-                getattr(callback, name)(engine, *args)
+                method(engine, *args)
             except Exception as error:
                 if name != "on_exception":
                     error.add_note(f"callback {key} failed in {name}")

@@ -377,15 +377,12 @@ PARTS = ("model", "optimizer", "callbacks")
 
 
 def shard_like(model: nn.Module, saved: dict[str, Any]) -> dict[str, Any]:
-    """A state as the model takes it: if that is sharded, so are its weights, the optimizer's state, and what
-    callbacks keep under the names of parameters. The state is of any number of ranks, sharded or not. model:
-    unwrapped."""
+    """A state as a sharded model takes it: sharded, too, are its weights, the optimizer's state, and what
+    callbacks keep under the names of parameters. The state is of any number of ranks, sharded or not."""
     from torch.distributed.tensor import DTensor, distribute_tensor
 
     own = model.state_dict()
-    sharded = next((value for value in own.values() if isinstance(value, DTensor)), None)
-    if sharded is None:
-        return saved
+    sharded = next(value for value in own.values() if isinstance(value, DTensor))
     mesh, placements = sharded.device_mesh, sharded.placements  # the same for all of them
 
     def shard(value: Any, path: tuple) -> Any:

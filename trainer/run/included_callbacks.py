@@ -16,22 +16,9 @@ from trainer.report.speed import read_meter
 from trainer.report.trackers import drawable
 from trainer.run.callbacks import Callback, monitored
 from trainer.run.checkpoint import lm_checkpoint, load_state
-from trainer.run.paths import is_state, run_name, tensorboard_folder
+from trainer.run.paths import is_state, run_name
 from trainer.run.saving import save_checkpoint
 from trainer.run.state import TrainState
-
-
-def callbacks_of_settings(args: StageArgs, has_held_out: bool) -> list[Callback]:
-    """What --patience, --keep_every, --keep_last and --use_tensorboard ask for; with held-out data the best
-    checkpoint is kept, too. Raises UserError if TensorBoard is not installed."""
-    callbacks: list[Callback] = []
-    if args.keep_every or has_held_out:
-        callbacks.append(CheckpointManager(args))
-    if args.patience:
-        callbacks.append(EarlyStopping(args.monitor, args.mode, args.patience, args.min_delta))
-    if args.use_tensorboard or args.tensorboard_dir:
-        callbacks.append(TensorBoardLogger(tensorboard_folder(args, args)))
-    return callbacks
 
 
 class EarlyStopping(Callback):

@@ -233,13 +233,13 @@ def normalised(args: StageArgs, run: Fingerprint, saved: Fingerprint) -> tuple[F
 
     # start weights that are gone, or that the run has written over (a second round of SFT from `full_sft`):
     # what they were when it began is what counts
-    start = paths.start_path(args.save_dir, str(run["from_weight"]), args)
-    before = paths.start_path(args.save_dir, str(saved["from_weight"]), args)
-    is_gone = run["from_weight_sha256"] is None
-    if paths.same_file(start, before) and (
-        is_gone or _is_own_weights(args, start) or _is_own_state(args, start)
-    ):
-        run["from_weight_sha256"] = saved["from_weight_sha256"]
+    if run["from_weight"] != "none":
+        start = paths.start_path(args.save_dir, str(run["from_weight"]), args)
+        before = paths.start_path(args.save_dir, str(saved["from_weight"]), args)
+        is_gone = run["from_weight_sha256"] is None
+        is_own = _is_own_weights(args, start) or _is_own_state(args, start)
+        if paths.same_file(start, before) and (is_gone or is_own):
+            run["from_weight_sha256"] = saved["from_weight_sha256"]
 
     # the same weights in another place
     for row in settings:
@@ -314,14 +314,15 @@ def code_hashes(stage_files: Sequence[str | Path]) -> dict[str, str]:
     return {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
 
 
-def computing(device: torch.device, autocast: AbstractContextManager) -> dict[str, Any]:
-    """Device, dtype, torch version, threads and instruction set: what bitwise identical results need besides
-    settings and code. On a CPU the number of threads decides how sums are cut, and the instruction set which
-    kernels run."""
+def computing(args: StageArgs, device: torch.device, autocast: AbstractContextManager) -> dict[str, Any]:
+    """Device, dtype, kernels, torch version, threads and instruction set: what bitwise identical results need
+    besides code and the other settings. On a CPU the number of threads decides how sums are cut, and the
+    instruction set which kernels run."""
     environment: dict[str, Any] = {
         "device": device.type,
         "dtype": str(autocast_dtype(autocast, device)),
         "torch": str(torch.__version__),
+        "--deterministic": int(args.deterministic),
     }
     if device.type != "cpu":
         return environment
@@ -335,7 +336,7 @@ def warn_of_changes(checkpoint: dict[str, Any], code: dict[str, str], now: dict[
     bit for bit that of one that was not stopped. With another number of ranks it is not, whatever else
     changed.
 
-    code: what `code_hashes` returns. now: what `computing` returns, and more of the kind.
+    code: what `code_hashes` returns. now: what `computing` returns.
     """
     saved = checkpoint["code"]
     if changed := [name for name in sorted(saved) if name in code and saved[name] != code[name]]:

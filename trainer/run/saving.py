@@ -26,7 +26,7 @@ from trainer.report.speed import read_meter
 from trainer.run import paths
 from trainer.run.checkpoint import lm_checkpoint
 from trainer.run.errors import end_loader_processes
-from trainer.run.resume import Fingerprint, total_updates
+from trainer.run.resume import Fingerprint, computing, total_updates
 from trainer.run.state import TrainState
 from trainer.weights.files import Description, save_weights
 
@@ -113,15 +113,8 @@ def save_checkpoint(state: TrainState) -> None:
 
 
 def write_weights(state: TrainState, weight: str) -> Path:
-    """Write what is used of the model under this name, in the background; returns where."""
-    write = state.save_fn or save_weights
-    path = paths.weight_path(state.args.save_dir, weight, state.lm_config)
-    return write(state.model, path, state.writer, description(state))
-
-
-def description(state: TrainState) -> Description:
-    """The tokenizer of the weights, and where they come from: stage, parent, position in the run, data,
-    code."""
+    """Write what is used of the model under this name, in the background; returns where. Beside the weights
+    stands where they come from: stage, parent, position in the run, data, code."""
     run = state.run
     parent = {"name": run.get("from_weight"), "sha256": run.get("from_weight_sha256")}
     data = {key: run.get(key) for key in ("data", "samples")}
@@ -129,7 +122,10 @@ def description(state: TrainState) -> Description:
     stage = next(iter(state.code), None)  # the first of its files
     code = hashlib.sha256(json.dumps(state.code).encode()).hexdigest()  # file by file in `<run>_run.json`
     origin = {"stage": stage, "from_weight": parent} | position | {"data": data, "code": code}
-    return {"tokenizer": run.get("tokenizer")} | origin
+    description: Description = {"tokenizer": run.get("tokenizer")} | origin
+    write = state.save_fn or save_weights
+    path = paths.weight_path(state.args.save_dir, weight, state.lm_config)
+    return write(state.model, path, state.writer, description)
 
 
 def write_settings(state: TrainState, path: Path) -> None:
@@ -149,7 +145,8 @@ def write_settings(state: TrainState, path: Path) -> None:
     stage = next(iter(state.code), None)  # the first of its files
     content: dict[str, Any] = {"run_id": state.run_id, "branch_of": state.branch_of, "stage": stage}
     content["parameters"] = sum(parameter.numel() for parameter in state.model.parameters())
-    content |= {"settings": state.args.values(), "environment": state.computing() | environment}
+    environment = computing(state.args, state.device, state.autocast) | environment
+    content |= {"settings": state.args.values(), "environment": environment}
     content |= {"run": state.run, "code": state.code, "starts": starts[:1] + starts[1:][-KEPT_STARTS:]}
     write_settings_file(path, content)
 

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from common.errors import UserError, warn
 from common.settings import StageArgs
 from trainer.devices.process_group import Logger, world_size
-from trainer.devices.wrapping import unwrap
+from trainer.devices.wrapping import is_sharded, unwrap
 from trainer.objectives.next_token import Batch, flat_size, held_out_loss
 from trainer.report.metrics import MetricsLog
 from trainer.report.speed import Meter, PeakRate, Size
@@ -108,6 +108,7 @@ class TrainState:
 
     def __post_init__(self):
         self.clock = time.perf_counter()  # when `seconds` was last brought up to date
+        self.total_updates = total_updates(self.run)  # of the whole run
         exact = torch.float32 if self.device.type == "mps" else torch.float64
         # sum of the losses since the last record, number of their updates, sums of the metrics; on the
         # device, checkpoints save it
@@ -117,15 +118,6 @@ class TrainState:
     def state(self) -> "TrainState":
         """Itself: callbacks find it under this name, also in a stage script, which has no engine."""
         return self
-
-    @property
-    def total_updates(self) -> int:
-        """Updates of the whole run."""
-        return total_updates(self.run)
-
-    def size(self, batch: Batch) -> Size:
-        """The size of a micro-batch."""
-        return self.size_fn(batch, self.lm_config)
 
     def call(self, name: str, *args: Any) -> None:
         """Call a method of every callback."""
@@ -183,17 +175,14 @@ class TrainState:
             "callback_epochs": self.callbacks.epochs,
             "code": self.code,
         }
-        parts |= {"loss_sum": self.losses.tolist(), "computing": self.computing()}
+        parts |= {"loss_sum": self.losses.tolist()}
+        parts |= {"computing": computing(self.args, self.device, self.autocast)}
         parts |= {"monitor": (self.args.monitor, self.args.mode), "run": self.run}
         parts |= {"run_name": run_name(self.args.save_weight, self.lm_config)}
         parts |= {"wandb_id": self.wandb_id} if self.wandb is None else {}
         # samples of the epoch, over all ranks
         parts["samples_done"] = min(self.run["samples"], self.step * self.args.batch_size * world_size())
         return {key: getattr(self, key) for key in SAVED} | parts
-
-    def computing(self) -> dict[str, Any]:
-        """What bitwise identical results need besides settings and code."""
-        return computing(self.device, self.autocast) | {"--deterministic": int(self.args.deterministic)}
 
     def restore(self, checkpoint: dict[str, Any]) -> None:
         """Load a checkpoint of `lm_checkpoint`: weights, optimizer, scaler and progress. Raises UserError if
@@ -203,8 +192,10 @@ class TrainState:
                 f"--from_resume 1: the checkpoint is of another stage or model ({min(other)} is in one of "
                 "them only); give another --save_weight, or --from_resume 0"
             )
-        warn_of_changes(checkpoint, self.code, self.computing())
-        saved = shard_like(unwrap(self.model), checkpoint)
+        warn_of_changes(checkpoint, self.code, computing(self.args, self.device, self.autocast))
+        saved = checkpoint
+        if is_sharded(self.model):
+            saved = shard_like(self.model, checkpoint)
         unwrap(self.model).load_state_dict(saved["model"], strict=True)
         # on a CPU the optimizer keeps the tensors that it is given, which should not be those of a file
         self.optimizer.load_state_dict(

@@ -166,7 +166,7 @@ def updates(rank: int, case: dict, parallel: str, policy: bool = True) -> dict:
     for update in range(3):
         state.update = update
         window = [flat_batch(10 * update + rank, [7 + rank, 20, 13]), flat_batch(5, [] if rank else [9])]
-        targets, tokens, _ = update_size(state, [state.size(batch) for batch in window])
+        targets, tokens, _ = update_size(state, [state.size_fn(batch, state.lm_config) for batch in window])
         if case.get("bad_update") == update and rank == 1:  # NaN on one rank only
             targets = float("nan")
         if update == 2:

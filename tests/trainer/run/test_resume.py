@@ -394,22 +394,26 @@ def test_held_out_data_of_a_users_own_kind_have_no_fingerprint(cache):
 def test_other_threads_or_another_cpu_are_a_warning(monkeypatch, capsys):
     """The run then equals one that was not stopped to rounding only; with other ranks it does so anyway."""
     cpu = torch.device("cpu")
-    before = computing(cpu, nullcontext())
+    before = computing(StageArgs(), cpu, nullcontext())
     assert before["threads"] == torch.get_num_threads() and before["dtype"] == "torch.float32"
     assert torch.backends.cpu.get_cpu_capability() in before["instructions"]
-    assert not {"threads", "instructions"} & computing(torch.device("cuda"), nullcontext()).keys()
+    assert (
+        not {"threads", "instructions"} & computing(StageArgs(), torch.device("cuda"), nullcontext()).keys()
+    )
     checkpoint = {"world_size": 1, "computing": before, "code": {"a.py": "1", "b.py": "2"}}
     monkeypatch.setattr(torch, "get_num_threads", lambda: 99)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "Z80")
-    now = computing(cpu, torch.autocast("cpu", torch.bfloat16))
+    now = computing(StageArgs(), cpu, torch.autocast("cpu", torch.bfloat16))
     warn_of_changes(checkpoint, {}, now)
     line = capsys.readouterr().err
     assert f"threads was {before['threads']} and is 99" in line and "and is Z80" in line
     assert "torch.bfloat16" in line and "up to rounding, not bit for bit" in line and "--det" not in line
     warn_of_changes(checkpoint, {}, before)
     warn_of_changes(checkpoint | {"world_size": 2}, {}, now)
-    warn_of_changes(checkpoint, {"a.py": "1"}, before | {"--deterministic": 1})
+    warn_of_changes(checkpoint, {"a.py": "1"}, before)
     assert not capsys.readouterr().err
+    warn_of_changes(checkpoint, {}, computing(StageArgs(deterministic=True), cpu, nullcontext()))
+    assert "--deterministic was 0 and is 1" in capsys.readouterr().err
     warn_of_changes(checkpoint, {"a.py": "1", "b.py": "3"}, before)
     assert capsys.readouterr().err.startswith("warning: b.py changed since the checkpoint was written")
 

@@ -56,7 +56,7 @@ def make_state(optimizer=None, scale: float = 0.0, loss_fn=next_token_loss, limi
 
 
 def train(state: TrainState, window: list[dict]) -> None:
-    targets, tokens, _ = update_size(state, [state.size(batch) for batch in window])
+    targets, tokens, _ = update_size(state, [state.size_fn(batch, state.lm_config) for batch in window])
     train_update(state, window, targets, tokens)
     state.update += 1
     state.bad_updates.remember(state.update, window)
