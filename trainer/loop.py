@@ -75,7 +75,7 @@ def train_epoch(
         empty = [cast(Any, loader).collate_fn([])]
         trial_pass(state, (empty if state.prepare is None else state.prepare(state, empty))[0])
     state.iters = iters
-    state.stop.seconds_left = lambda: meter.seconds_left(1) if meter.updates else None
+    state.stop.seconds_left = lambda: meter.seconds_per_update() if meter.updates else None
     meter.restart()
     while step < iters and not state.finished:
         # the update's micro-batches

@@ -93,6 +93,11 @@ class Meter:
             time.sleep(pause)
             pause = min(2 * pause, 0.1)
 
+    def seconds_per_update(self) -> float:
+        """At the pace of the last 128 log points, with the saves and evaluations between them."""
+        updates, since = self.pace[0]
+        return (time.perf_counter() - since) / max(1, self.updates - updates)
+
 
 def read_meter(state: Any) -> dict[str, Any]:
     """Advance the run's tokens and seconds; returns the speed figures of all ranks since the last reading. A
@@ -109,9 +114,6 @@ def read_meter(state: Any) -> dict[str, Any]:
     state.tokens += int(total["tokens"])
     state.seconds, state.clock = state.seconds + now - state.clock, now
     rate = total["flops"] / seconds / world_size()
-    # at the pace of the last log points, with the saves and evaluations between them
-    updates, since = meter.pace[0]
-    seconds_per_update = (now - since) / max(1, meter.updates - updates)
     return {
         "tokens": state.tokens,
         "tokens_per_second": total["tokens"] / seconds,
@@ -120,7 +122,7 @@ def read_meter(state: Any) -> dict[str, Any]:
         "data_wait": total["wait"] / seconds / world_size(),
         "comm_wait": total["comm"] / seconds / world_size(),
         "seconds": state.seconds,
-        "seconds_left": seconds_per_update * (state.total_updates - state.update),
+        "seconds_left": meter.seconds_per_update() * (state.total_updates - state.update),
         "memory_mb": peak_memory_mb(state.device),
     } | ({"reserved_mb": reserved_memory_mb(state.device)} if state.device.type == "cuda" else {})
 
