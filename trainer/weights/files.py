@@ -62,6 +62,7 @@ def half_state_dict(model: nn.Module, keep: bool = True, leave_out: tuple[str, .
         if id(value) not in copies:
             whole = full_tensor(value.detach().half())
             copies[id(value)] = whole.to("cpu", copy=True) if keep else None
+            del whole  # before the next one is gathered
     return {key: copies[id(value)] for key, value in state.items()}
 
 

@@ -34,9 +34,11 @@ from trainer.devices.wrapping import (
 from trainer.loop import evaluate, train_update, update_size
 from trainer.objectives.next_token import next_token_loss
 from trainer.optim.build import build_optimizer
+from trainer.run import checkpoint
 from trainer.run.checkpoint import snapshot
 from trainer.run.state import TrainState
 from trainer.trainer_utils import init_model
+from trainer.weights import files
 from trainer.weights.files import half_state_dict, save_weights
 
 CPU = torch.device("cpu")
@@ -113,7 +115,8 @@ def gathered(work: Callable[[], object]) -> tuple[int, int]:
         return tensor
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(wrapping, "full_tensor", counted)
+        for module in (checkpoint, files):
+            patch.setattr(module, "full_tensor", counted)
         result = {id(each): each.nbytes for each in tree_leaves(work()) if isinstance(each, torch.Tensor)}
     return most, sum(result.values())
 

@@ -146,7 +146,7 @@ def test_several_updates_of_one_rollout_are_those_of_the_formula(loss_type):
         ratio = (log_probs - old).exp()
         weight = 1 / batch["lengths"] if loss_type == "grpo" else 1.0  # shown as means of completions' means
         apart = reference - log_probs
-        kl = float((weight * ratio * (apart.exp() - apart - 1)).sum())
+        kl = (weight * ratio * (apart.exp() - apart - 1)).sum().item()
         assert shown["kl"].item() == pytest.approx(kl, rel=1e-3)
         lower, upper = (
             (ratio < 1 - EPSILON) & (batch["advantages"] < 0),
