@@ -399,11 +399,43 @@ class GroupedLinear:
         return grouped_linear(x, weights, self.ends, self.group)
 
 
+@torch.no_grad()
+def stack_experts(model: nn.Module) -> None:
+    """Move the same weight of all experts of a layer into one tensor [E, ...], in place, of which each
+    expert's is a part. `stacked` then has nothing to copy. For a model that is not trained."""
+    for module in model.modules():
+        experts = getattr(module, "experts", None)
+        if not isinstance(experts, nn.ModuleList):
+            continue
+        parameters = [dict(expert.named_parameters()) for expert in experts]
+        for name, first in parameters[0].items():
+            alike = (each[name] for each in parameters if name in each and each[name].shape == first.shape)
+            weights: list[Any] = list(alike)
+            if len(weights) < len(experts):  # they are not alike
+                continue
+            stack = torch.stack(weights)
+            for place, weight in enumerate(weights):
+                weight.data = stack[place]
+                weight.in_stack = (stack, place)
+
+
 def stacked(weights: Sequence[Tensor], x: Tensor) -> Tensor:
     """Matrices of one shape as one tensor [E, out, in], in the dtype of products of x."""
+    stack, _ = getattr(weights[0], "in_stack", (None, 0))  # of `stack_experts`
+    if stack is not None and stack.dtype == product_dtype(x) and are_in_order(weights, stack):
+        return stack
     if torch.compiler.is_compiling():  # which fuses by itself
         return torch.stack(list(weights))
     return cast(Tensor, Stacked.apply(product_dtype(x), *weights))
+
+
+def are_in_order(weights: Sequence[Tensor], stack: Tensor) -> bool:
+    """Whether these weights are the parts of a stack, none of them replaced by another since."""
+    for place, weight in enumerate(weights):
+        own_stack, own_place = getattr(weight, "in_stack", (None, 0))
+        if own_stack is not stack or own_place != place:
+            return False
+    return True
 
 
 class Stacked(torch.autograd.Function):

@@ -15,13 +15,15 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from model.sampling import Sampling
 from tests.fake_cuda.updates import CUDA, HOPPER, Recorder, pretend
+from trainer.devices.wrapping import whole_model
 
 PROMPTS, GROUP, NEW = [[3, 4, 5]] * 4 + [[6] * 9] * 2, 3, 33
-MODES = {  # dtype of the weights, how tokens are drawn
-    "sampled": (torch.bfloat16, Sampling(1.0)),
-    "float32": (torch.float32, Sampling(0.7)),
-    "greedy": (torch.bfloat16, Sampling(0.0)),
-    "deterministic": (torch.bfloat16, Sampling(0.7, top_k=20)),
+MODES = {  # experts, dtype of the matrices, how tokens are drawn
+    "sampled": (False, torch.bfloat16, Sampling(1.0)),
+    "MoE": (True, torch.bfloat16, Sampling(1.0)),
+    "float32": (False, torch.float32, Sampling(0.7)),
+    "greedy": (False, torch.bfloat16, Sampling(0.0)),
+    "deterministic": (False, torch.bfloat16, Sampling(0.7, top_k=20)),
 }
 
 
@@ -37,7 +39,7 @@ class Counting(Recorder):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-def decoded(dtype: torch.dtype, sampling: Sampling) -> dict:
+def decoded(use_moe: bool, dtype: torch.dtype, sampling: Sampling) -> dict:
     """The waits of a rollout, and the operators of one decode."""
     # there operators come one by one, as a GPU would launch them
     torch.inference_mode = lambda *_: torch.no_grad()
@@ -55,11 +57,11 @@ def decoded(dtype: torch.dtype, sampling: Sampling) -> dict:
 
     shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     with FakeTensorMode(allow_non_fake_inputs=True), patch.object(FakeTensor, "tolist", read):
-        torch.set_default_dtype(dtype)
         with CUDA:
-            model = MiniMindForCausalLM(MiniMindConfig(**shape, vocab_size=300)).eval()
-        torch.set_default_dtype(torch.float32)
-        with recorder:
+            trained = MiniMindForCausalLM(MiniMindConfig(**shape, vocab_size=300, use_moe=use_moe))
+        autocast = torch.autocast("cuda", dtype, enabled=dtype != torch.float32)
+        model = whole_model(trained, dtype).eval()
+        with recorder, autocast:
             generate(
                 model, PROMPTS, [[sampling] * GROUP] * len(PROMPTS), NEW, [2], 6 * GROUP, with_logprobs=True
             )
@@ -68,7 +70,7 @@ def decoded(dtype: torch.dtype, sampling: Sampling) -> dict:
             decoder.add(PROMPTS[0], [sampling] * 8, NEW)
             decoder.step()
             decoder.step()
-        with counting:
+        with counting, autocast:
             decoder.decode(count=8)
     return {"waits": recorder.waits[:waits], "operators": counting.counts}
 

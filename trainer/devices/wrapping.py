@@ -299,17 +299,22 @@ def gradient_sync(model: nn.Module, enabled: bool) -> AbstractContextManager:
 
 def whole_model(model: nn.Module, dtype: torch.dtype = torch.float32) -> nn.Module:
     """The model for decoding: a copy with whole weights where it is sharded (a collective), with matrices in
-    `dtype` where that is not float32, vectors as they are; else itself. The copy shares its buffers. Raises
-    UserError if the model is sharded and has other layers than a new model of its config."""
+    `dtype` where that is not float32, vectors as they are; else itself. The copy shares its buffers; of each
+    weight of its experts there is one tensor for all of them, which decoding reads as it is. Raises UserError
+    if the model is sharded and has other layers than a new model of its config."""
     if dtype == torch.float32 and not is_sharded(model):
         return model
+    from model.fused import stack_experts  # brings in the compiler
+
     # id in the model -> in the copy
     tensors: dict[int, Any] = {id(buffer): buffer for buffer in model.buffers()}
     for value in model.parameters():  # tied ones are there once
         full = full_tensor(value.detach())
         tensors[id(value)] = nn.Parameter(full.to(dtype) if value.ndim > 1 else full, requires_grad=False)
     if not is_sharded(model):
-        return copy.deepcopy(model, tensors).eval()
+        whole = copy.deepcopy(model, tensors).eval()
+        stack_experts(whole)
+        return whole
     classes = [class_before_sharding(module) for module in model.modules()]
     with torch.device("meta"):
         whole = classes[0](cast(Any, model).config).eval()
@@ -323,6 +328,7 @@ def whole_model(model: nn.Module, dtype: torch.dtype = torch.float32) -> nn.Modu
             setattr(copied, name, buffer)
         for name, value in module.named_parameters(recurse=False):
             setattr(copied, name, tensors[id(value)])
+    stack_experts(whole)
     return whole
 
 
