@@ -8,6 +8,8 @@ import re
 import shutil
 import sys
 import time
+from collections import Counter
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,7 +19,7 @@ import torch
 
 from common.command_line import one_line_errors
 from scripts import verify_resume
-from scripts.verify_resume import compare_runs, differences, train
+from scripts.verify_resume import Kill, compare_runs, differences, draw_kills, train
 from tests.conftest import ROOT
 from tests.stage_process import Faults, StageProcess
 from tools.verify import launch as launches
@@ -85,8 +87,12 @@ def test_the_same_run_has_no_difference(tmp_path):
 RECORDS = {
     "a changed loss": (lambda r: r[6].update(loss=r[6]["loss"] + 1e-16), "update 7.loss: 0.714285714285714"),
     "NaN in one": (lambda r: r[4].update(loss=1.0), "update 5.loss: 1.0, not nan"),
+    "the earlier of two": (lambda r: (r[8].update(epoch=7), r[3].update(step=9)), "update 4.step: 9, not 8"),
     "no evaluation": (lambda r: r[2].pop("eval_bpb"), "update 3.eval_bpb: 'missing', not 2.0"),
     "a missing update": (lambda r: r.pop(6), "update 7.update: 8, not 7"),
+    "a doubled update": (lambda r: r.append(dict(r[6])), "update 7.update: 7, not 'missing'"),
+    "a changed order": (lambda r: r.insert(3, r.pop(6)), "update 4.update: 7, not 4"),
+    "none": (lambda r: r.clear(), "update 1.update: 'missing', not 1"),
 }
 
 
@@ -103,8 +109,17 @@ STATES = {
         lambda s: flip(s["optimizer"]["state"][2]["exp_avg_sq"]),
         "optimizer.state.2.exp_avg_sq: 1 of 6 values differ, by at most ",
     ),
+    "its settings": (
+        lambda s: s["optimizer"]["param_groups"][0].update(lr=0.5),
+        "optimizer.param_groups.0.lr: 0.5, not 0.001",
+    ),
+    "the scaler": (lambda s: s["scaler"].update(scale=512.0), "scaler.scale: 512.0, not 1024.0"),
     "a lost counter": (lambda s: s.pop("update"), "update: None, not 10"),
     "a lost tensor": (lambda s: s["model"].pop("0.bias"), "model.0.bias: 'missing', not torch.float32 (3,)"),
+    "another precision": (
+        lambda s: s["model"].update({"0.bias": s["model"]["0.bias"].double()}),
+        "model.0.bias: torch.float64 (3,), not torch.float32 (3,)",
+    ),
 }
 
 
@@ -144,6 +159,27 @@ def test_every_bit_counts():
 # -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 17, 40])
+def test_kills_are_spread_over_the_run(count):
+    records = [{"update": u} | ({"eval_loss": 1.0} if u % 5 == 0 else {}) for u in range(1, 3 * count + 31)]
+    last, kinds = len(records), Counter()
+    for seed in range(50):
+        kills = draw_kills(random.Random(seed), count, records)
+        assert kills == draw_kills(random.Random(seed), count, records)
+        kinds.update(kill.kind for kill in kills)
+        targets = [kill.target for kill in kills]
+        assert len(kills) == count and targets == sorted(targets) and 0 <= targets[0] <= targets[-1] < last
+        for i, target in enumerate(targets):
+            assert target >= last * i // count or target == last - 1
+            # an evaluation may lie behind its part, the next kills then follow it closely
+            assert target <= last * (i + 1) // count + 6
+        assert not any(kill.kind == "cache" for kill in kills[2:])
+    assert set(kinds) == {"cache", "start", "update", "save", "evaluation"}
+    for ranks, expected in ((1, {"all", "signal"}), (2, {"all", "signal", "launcher", "rank"})):
+        drawn = [draw_kills(random.Random(seed), count, records, ranks) for seed in range(50)]
+        assert {kill.way for kills in drawn for kill in kills} == expected
+
+
 # --- running and killing
 # -------------------------------------------------------------------------------------------
 
@@ -181,6 +217,18 @@ def test_a_kill_leaves_no_process(run, tmp_path):
     started.close()  # a second time changes nothing
 
 
+STUBBORN = "import signal, time; signal.signal(15, signal.SIG_IGN); print(flush=True); time.sleep(600)"
+
+
+def test_a_process_that_outlives_a_signal_is_found(run, monkeypatch):
+    monkeypatch.setattr(launches, "GRACE", 0.2)
+    run.command = [sys.executable, "-c", STUBBORN]
+    with closing(Launch(run, "signal")) as started:
+        assert started.wait(lambda: started.log.stat().st_size, seconds=30)
+        with pytest.raises(SystemExit, match="FAIL: 1 processes are left 0 s after a SIGTERM"):
+            started.end()
+
+
 def test_a_hung_run_ends(run, monkeypatch):
     monkeypatch.setattr(launches, "TIMEOUT", 0.5)
     run.command = [sys.executable, "-c", "import time; print('so far', flush=True); time.sleep(600)"]
@@ -190,6 +238,25 @@ def test_a_hung_run_ends(run, monkeypatch):
     assert time.monotonic() - begin < 30 and run.launches == 1
     commands = [child.as_dict(["cmdline"], ad_value=[])["cmdline"] for child in psutil.Process().children()]
     assert not [words for words in commands if "so far" in " ".join(words)]
+
+
+@pytest.mark.parametrize("kills", [[], [Kill("start", 0, 1.0)], [Kill("update", 3, 0.5)]])
+def test_a_run_that_fails_by_itself_is_told_with_its_last_lines(run, kills):
+    run.command = [sys.executable, "-c", "import sys; sys.exit('something is wrong')"]
+    with pytest.raises(
+        SystemExit, match=r"FAIL: a launch ended by itself with status 1;(.|\n)*something is wrong"
+    ):
+        train(run, kills, 600.0, 1.0)
+
+
+def test_the_reason_is_not_buried_under_what_torchrun_adds(run):
+    failing = run.folder / "failing.py"
+    failing.write_text("raise SystemExit('something is wrong')")
+    flags = ["--standalone", "--nproc_per_node", "1"]
+    run.command = [sys.executable, "-m", "torch.distributed.run", *flags, str(failing)]
+    with pytest.raises(SystemExit) as end:
+        train(run, [])
+    assert end.value.code.endswith("    something is wrong")
 
 
 def test_a_run_that_starts_over_instead_of_resuming_is_found(run, monkeypatch):
@@ -209,6 +276,14 @@ def test_a_run_that_starts_over_instead_of_resuming_is_found(run, monkeypatch):
         train(run, [])
 
 
+def test_a_stage_after_sft_starts_from_weights_of_its_own(tmp_path):
+    run = Run("dpo", 2, 1, tmp_path, "reference", ["--epochs", "7"])
+    assert run.args.epochs == 7 and run.args.from_resume == 0 and "--nproc_per_node" in run.command
+    assert run.args.from_weight == str(run.start) and run.weights.name == "dpo_64_moe.pth"
+    verify_resume.write_weights(run)
+    assert run.start.is_file() and run.teacher.is_file()
+
+
 # --- the script
 # ----------------------------------------------------------------------------------------------------
 
@@ -222,11 +297,14 @@ def call(monkeypatch, *flags) -> None:
 
 MISTAKES = {
     "no kill for a combination": (["--kills", 3, "--ranks", "1,2", "--use_moe", "0,1"], "--kills at least"),
+    "no rank": (["--ranks", 0], "--ranks must be 1 or more"),
+    "no number": (["--ranks", "one"], "argument --ranks"),
     "a stage's own flag": (["--", "--bath_size", 4], "--bath_size"),
     "impossible settings": (
         ["--", "--epochs", 0, "--hidden_size", 17],
         "--hidden_size must be divisible by 16, not '17'; --epochs must be 1 or more, not '0'",
     ),
+    "a flag of this script": (["--", "--use_moe", 1], "--use_moe goes before the --"),
     "a folder that is there": (["--work_dir", ROOT], "give a new folder"),
 }
 
@@ -300,3 +378,11 @@ def test_two_ranks_of_a_mixture_of_experts_killed_at_a_random_moment(monkeypatch
     runs = tmp_path / "work/ranks_2_moe_1"  # a named folder is kept
     assert len(list(runs.glob("*/save/pretrain_64_moe.pth"))) == 2
     assert len(list(runs.glob("*/checkpoint/pretrain_64_moe_resume.pth"))) == 2
+
+
+def test_a_stage_that_cannot_run(monkeypatch, tmp_path):
+    with pytest.raises(
+        SystemExit, match=r"FAIL: a launch ended by itself with status 2(.|\n)*nowhere.jsonl: no such"
+    ):
+        call(monkeypatch, "--work_dir", tmp_path / "work", "--", "--data_path", "nowhere.jsonl")
+    assert (tmp_path / "work").is_dir()

@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -103,6 +104,26 @@ def test_the_thread_ends_without_requests_and_another_one_answers_the_next(
         thread.join(20)
         assert not thread.is_alive()
     assert scheduler.alive and not scheduler.closing
+
+
+def test_it_is_busy_also_while_a_request_begins(scheduler, tokenizer, monkeypatch):
+    add, begins, goes_on = scheduler.decoder.add, threading.Event(), threading.Event()
+
+    def slow(*args: Any) -> Any:
+        begins.set()
+        assert goes_on.wait(20)
+        return add(*args)
+
+    monkeypatch.setattr(scheduler.decoder, "add", slow)
+    request = Request(tokenizer.encode("long", add_special_tokens=False))
+    scheduler.submit(request.job)
+    assert begins.wait(20)
+    with ThreadPoolExecutor(1) as pool:
+        busy = pool.submit(lambda: scheduler.busy)
+        with pytest.raises(TimeoutError):
+            busy.result(0.2)  # it waits until the request has begun
+        goes_on.set()
+        assert busy.result()
 
 
 def test_rows_that_cannot_be_moved_end_their_requests_and_the_next_is_answered(tokenizer, monkeypatch):
