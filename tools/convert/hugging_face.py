@@ -29,8 +29,8 @@ from model.sampling import default_sampling
 from trainer.run.paths import CONFIG_FILE, WEIGHTS_FILE
 from trainer.weights.files import write_tokenizer
 
-# which kind it is; training; origin
-NEUTRAL = ("use_moe", "dropout", "tokenizer_sha256", "inference_rope_scaling")
+# Fields that a stock config need not say: which kind it is; of training; where the model comes from.
+NOT_EXPORTED = ("use_moe", "dropout", "tokenizer_sha256", "inference_rope_scaling")
 
 
 def stock_config(config: MiniMindConfig) -> PretrainedConfig:
@@ -40,15 +40,14 @@ def stock_config(config: MiniMindConfig) -> PretrainedConfig:
         (Qwen3MoeConfig, "Qwen3MoeForCausalLM") if config.use_moe else (Qwen3Config, "Qwen3ForCausalLM")
     )
     fields = config.own_fields()
-    common = {
-        name: value for name, value in fields.items() if name in kind.__annotations__ and name not in NEUTRAL
-    }
+    exported = [name for name in fields if name not in NOT_EXPORTED]
+    common = {name: fields[name] for name in exported if name in kind.__annotations__}
     stock = kind(**common, architectures=[architecture])
     carried = {name: getattr(stock, name) for name in common}
     as_default = MiniMindConfig(**carried).own_fields()
     # 0, False: without it
-    other = (name for name in fields if (as_default[name] or None) != (fields[name] or None))
-    lost = [f"{name} {fields[name]!r}" for name in other if name not in NEUTRAL]
+    other = (name for name in exported if (as_default[name] or None) != (fields[name] or None))
+    lost = [f"{name} {fields[name]!r}" for name in other]
     if lost:
         raise UserError(
             f"stock Qwen3 has no {', '.join(lost)}; the model can only be used with this repository"

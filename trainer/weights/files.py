@@ -44,9 +44,14 @@ if TYPE_CHECKING:
 
 # {"model": the config's fields, "tokenizer": its hash, and where the weights come from}
 Description = dict[str, Any]
-FREE = ("dropout", "router_aux_loss_coef", "tokenizer_sha256", "pad_token_id", "bos_token_id", "eos_token_id")
-FREE += ("rope_parameters", "inference_rope_scaling", "max_position_embeddings")  # changed for longer texts
-OF_EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
+# Fields of the config that may differ for the same weights: they are of training or of the tokenizer, or
+# changed for longer texts.
+TRAINING_FIELDS = ("dropout", "router_aux_loss_coef")
+TOKENIZER_FIELDS = ("tokenizer_sha256", "pad_token_id", "bos_token_id", "eos_token_id")
+CONTEXT_FIELDS = ("rope_parameters", "inference_rope_scaling", "max_position_embeddings")
+# Those that only one kind of model has.
+DENSE_FIELDS = ("intermediate_size",)
+EXPERT_FIELDS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
 
 
 # --- writing
@@ -301,30 +306,36 @@ def fill(model: nn.Module, weights: dict[str, Tensor], path: Path, stored: "Mini
     """Load weights that were read from `path`, with the config `stored`, into a model. Raises UserError if
     they do not fit; the settings or the tensor that differ are named."""
     config = getattr(model, "config", None)
-    differing = other_arithmetic(stored, config) if isinstance(config, type(stored)) else []
+    if isinstance(config, type(stored)):
+        differing = incompatible_fields(stored, config)
+        if differing:
+            raise UserError(f"weights {path} do not fit the model: they are of {', '.join(differing)}")
     given, expected = _shapes(weights), _shapes(model.state_dict())
-    keys = sorted(k for k in {**given, **expected} if given.get(k) != expected.get(k))
-    if keys and not differing:
-        key = keys[0]
-        differing = [f"{key} is {given.get(key, 'missing')}, the model wants {expected.get(key, 'none')}"]
-    if differing:
-        raise UserError(f"weights {path} do not fit the model: they are of {', '.join(differing)}")
+    for name in sorted(given.keys() | expected.keys()):
+        if given.get(name) != expected.get(name):
+            raise UserError(
+                f"weights {path} do not fit the model: {name} is {given.get(name, 'missing')}, "
+                f"the model wants {expected.get(name, 'none')}"
+            )
     if not next(model.parameters()).is_meta:  # such a model gets its values from rank 0
         model.load_state_dict(weights, strict=True)
 
 
-def other_arithmetic(stored: "MiniMindConfig", config: "MiniMindConfig") -> list[str]:
-    """Fields by which weights of one config would compute something else in a model of another, with both
-    values. Those in FREE may be chosen anew for the same weights; of the feed-forward layers only those that
-    the model has count."""
-    unused = ("intermediate_size",) if stored.use_moe else OF_EXPERTS
-    own, wanted = stored.own_fields(), config.own_fields()
-    names = (
-        ["use_moe"]
-        if stored.use_moe != config.use_moe
-        else [name for name in own if name not in (*FREE, *unused)]
-    )
-    return [f"{name} {own[name]}, not {wanted[name]}" for name in names if own[name] != wanted[name]]
+def incompatible_fields(stored: "MiniMindConfig", config: "MiniMindConfig") -> list[str]:
+    """The fields by which weights of the config `stored` would compute something else in a model of `config`,
+    with both values."""
+    if stored.use_moe != config.use_moe:
+        names = ["use_moe"]
+    else:
+        unused = DENSE_FIELDS if stored.use_moe else EXPERT_FIELDS
+        may_differ = {*TRAINING_FIELDS, *TOKENIZER_FIELDS, *CONTEXT_FIELDS, *unused}
+        names = [name for name in stored.own_fields() if name not in may_differ]
+    differing = []
+    for name in names:
+        value, wanted = getattr(stored, name), getattr(config, name)
+        if value != wanted:
+            differing.append(f"{name} {value}, not {wanted}")
+    return differing
 
 
 def _shapes(weights: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
