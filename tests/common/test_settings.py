@@ -350,7 +350,8 @@ def test_the_flags_of_tools_have_the_same_types_and_limits():
     add_trained_model_flags(parser)
     args = parser.parse_args([])
     told_by_the_model = ("model", "weight", "lora", "tokenizer_path", *SHAPE)
-    assert vars(args) == {"save_dir": str(ROOT / "out"), "device": "auto", **dict.fromkeys(told_by_the_model)}
+    defaults = {"save_dir": str(ROOT / "out"), "device": "auto", "inference_rope_scaling": 0}
+    assert vars(args) == defaults | dict.fromkeys(told_by_the_model)
     args = parser.parse_args(["--hidden_size", "64", "--use_moe", "--num_experts_per_tok", "2"])
     assert given_shape(args) == {"hidden_size": 64, "use_moe": True, "num_experts_per_tok": 2}
     with pytest.raises(UserError) as error:

@@ -58,7 +58,7 @@ def test_the_held_out_loss_is_the_trainers(kind, name, use_moe, corpus):
     autocast, _ = mixed_precision("float32", torch.device("cpu"))
     state = SimpleNamespace(
         model=model, stop=SimpleNamespace(signal=0), autocast=autocast, device=torch.device("cpu"),
-        size=lambda batch: flat_size(batch, model.config), eval_fn=held_out_loss, args=None,
+        size_fn=flat_size, lm_config=model.config, eval_fn=held_out_loss, args=None,
         losses=torch.zeros(2, dtype=torch.float64),
     )  # fmt: skip
     expected = loop.evaluate(state, DataLoader(dataset, 4, collate_fn=collate_flat))

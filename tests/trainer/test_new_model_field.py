@@ -103,7 +103,7 @@ for weight in ("pretrain", "again"):
     model, _ = load_path(folder / f"out/{{weight}}_32.pth")
     assert (model.config.layer_norm, model.config.sliding_window) == (True, 4)
     assert type(model.model.norm) is torch.nn.LayerNorm
-    ids = torch.randint(3, 6400, (1, 20))
+    ids = torch.randint(6, 6400, (1, 20), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         padded = model(ids).logits[0]
         borders = torch.tensor([0, 20], dtype=torch.int32)
@@ -112,7 +112,7 @@ for weight in ("pretrain", "again"):
         other[0, 0] = 5
         far = model(other).logits[0]
     assert torch.allclose(padded, flat, atol=1e-4)
-    assert torch.equal(padded[10:], far[10:]) and not torch.equal(padded[2], far[2])  # two layers see back 6 tokens
+    assert torch.allclose(padded[10:], far[10:], atol=1e-5) and not torch.equal(padded[2], far[2])  # two layers see back 6 tokens
     written = generate(model, [ids[0].tolist()], [[Sampling(0.0)]], 6, ())[0][0].tokens
     context = ids[0].tolist()
     for token in written:
