@@ -92,6 +92,37 @@ class JoinedLinear(torch.autograd.Function):
         return grad @ join(weights, x.dtype), *grad_weights.split(rows)
 
 
+# --- RMSNorm with its derivative written out
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`F.rms_norm` of float32 x over the last dimension; in training on a CPU with the derivative written
+    out, since autograd's takes twice the time there (torch has no kernel for it on a CPU)."""
+    is_eager_training = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    if ENABLED and x.device.type == "cpu" and is_eager_training:
+        return cast(Tensor, WrittenOutNorm.apply(x, weight, eps))
+    return F.rms_norm(x, weight.shape, weight, eps)
+
+
+class WrittenOutNorm(torch.autograd.Function):
+    """RMSNorm of x [..., C]. Kept for the backward pass: x, and one number for each row."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+        ctx.save_for_backward(x, weight, scale)
+        return (x * scale).mul_(weight)
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor):
+        (grad,), (x, weight, scale) = grads, ctx.saved_tensors
+        normed = x * scale
+        product = grad * normed
+        grad_weight = product.flatten(0, -2).sum(0)
+        mean = product.mul_(weight).mean(-1, keepdim=True)
+        return torch.addcmul(grad * weight, normed, mean, value=-1).mul_(scale), grad_weight, None
+
+
 # --- norm and rotation of query and key heads in one pass
 
 

@@ -111,7 +111,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        normed = F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps)
+        normed = fused.rms_norm(x.float(), self.weight.float(), self.eps)
         return normed.to(self.weight.dtype)
 
 
