@@ -12,7 +12,6 @@ import argparse
 import math
 import shutil
 import sys
-import unicodedata
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +21,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.command_line import Parser, one_line_errors  # first: without requirements it says so
+
+# isort: split
+from tqdm.utils import disp_len
+
 from common.errors import UserError, printable, say, warn
 from scripts.runs import report
 from scripts.runs.run import AXES, ENDING, RESULTS, Run, differing, read_run, shown
@@ -130,17 +133,12 @@ def run_rows(runs: dict[str, Run]) -> list[list[str]]:
     return [[" ".join(printable(cell).split()) for cell in row] for row in rows]
 
 
-def columns_of(text: str) -> int:
-    """The places that a text takes on a terminal: Chinese characters take two."""
-    return sum(2 if unicodedata.east_asian_width(char) in "WF" else 1 for char in text)
-
-
 def table_lines(rows: list[list[str]], width: int | None) -> list[str]:
     """A table as text. With the width of a terminal, long cells lose their beginning, and columns that do not
     fit stand in further blocks below, each with the first column again."""
     if width:
         rows = [[cell if len(cell) <= LONGEST else f"…{cell[1 - LONGEST :]}" for cell in row] for row in rows]
-    sizes = [max(map(columns_of, column)) for column in zip(*rows, strict=True)]
+    sizes = [max(map(disp_len, column)) for column in zip(*rows, strict=True)]
     blocks: list[list[int]] = [[0]]
     for column in range(1, len(sizes)):
         if width and len(blocks[-1]) > 1 and sum(sizes[i] + 2 for i in [*blocks[-1], column]) - 2 > width:
@@ -150,7 +148,7 @@ def table_lines(rows: list[list[str]], width: int | None) -> list[str]:
     for block in blocks:
         lines += [""] if lines else []
         for row in rows:
-            pads = [" " * (sizes[i] - columns_of(row[i])) for i in block]
+            pads = [" " * (sizes[i] - disp_len(row[i])) for i in block]
             lines.append(
                 "  ".join([row[0] + pads[0], *(pads[n] + row[i] for n, i in enumerate(block) if n)]).rstrip()
             )

@@ -88,8 +88,7 @@ def repetition(prompt: list[dict], completion: str, record: dict) -> float:
 
 def tool_used(prompt: list[dict], completion: str, record: dict) -> float:
     """1 if a tool has replied since the user's last message."""
-    since = takewhile(lambda message: message["role"] != "user", reversed(prompt))
-    return float(any(message["role"] == "tool" for message in since))
+    return float(any(message["role"] == "tool" for message in messages_since_user(prompt)))
 
 
 def valid_calls(prompt: list[dict], completion: str, record: dict) -> float:
@@ -132,11 +131,15 @@ FUNCTIONS += (valid_calls, closed_tags, finished)
 SHIPPED: dict[str, RewardFn] = {function.__name__: function for function in FUNCTIONS}
 
 
+def messages_since_user(prompt: list[dict]) -> list[dict]:
+    """The messages behind the user's last one, the oldest first."""
+    return list(takewhile(lambda message: message["role"] != "user", reversed(prompt)))[::-1]
+
+
 def turns_since_user(prompt: list[dict], completion: str) -> list[str]:
     """The texts of the assistant's turns since the user's last message, up to the completion."""
-    since = list(takewhile(lambda message: message["role"] != "user", reversed(prompt)))
-    turns = [message["content"] for message in reversed(since) if message["role"] == "assistant"]
-    return [*turns, completion]
+    since = messages_since_user(prompt)
+    return [*(message["content"] for message in since if message["role"] == "assistant"), completion]
 
 
 def spoken(completion: str) -> str:
