@@ -40,6 +40,37 @@ def has_launches(x: Tensor) -> bool:
     return x.device.type != "cpu"
 
 
+# --- arithmetic between the products, one kernel for each pass
+
+# Whether torch's compiler turns the functions that are given to `in_one_kernel` into kernels. The trainer
+# switches it on where a run is long enough to gain from it (trainer/devices/wrapping.py).
+KERNELS = False
+
+
+def in_one_kernel(function: Callable[..., Any], rows: Tensor, *rest: Any) -> Any:
+    """function(rows, *rest), compiled where KERNELS is on: operator by operator, each would read and write
+    all of its tensors. rows [N, ...]: the first tensor of many with as many rows, whose number changes from
+    batch to batch."""
+    if not KERNELS or len(rows) < 2:  # no or one row would be compiled for itself
+        return function(rows, *rest)
+    for tensor in (rows, *rest):
+        if isinstance(tensor, Tensor) and tensor.ndim and len(tensor) == len(rows):
+            torch._dynamo.maybe_mark_dynamic(tensor, 0)  # or a second kernel would be compiled
+    return compiled(function)(rows, *rest)
+
+
+@lru_cache
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function compiled; no measured times decide how it sums, so a resumed run computes the same."""
+    return torch.compile(function, options={"deterministic": True})
+
+
+def has_kernels(x: Tensor) -> bool:
+    """Whether to take the forms with kernels: in eager training in half precision on a GPU."""
+    is_eager_training = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    return ENABLED and KERNELS and is_eager_training and has_launches(x) and x.dtype != torch.float32
+
+
 # --- linear layers of the same input as one product
 
 
@@ -61,7 +92,7 @@ def products(x: Tensor, *layers: nn.Module) -> Sequence[Tensor]:
         return [layer(x) for layer in layers]
     weights = [cast(Tensor, layer.weight) for layer in layers]
     joined = cast(Tensor, JoinedLinear.apply(x, *weights))
-    return joined.split([len(weight) for weight in weights], dim=-1)
+    return cast(Sequence[Tensor], Split.apply(joined, [len(weight) for weight in weights]))
 
 
 def join(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
@@ -90,6 +121,69 @@ class JoinedLinear(torch.autograd.Function):
         grad_weights = (grad.flatten(0, -2).T @ x.flatten(0, -2)).to(weights[0].dtype)
         rows = [len(weight) for weight in weights]
         return grad @ join(weights, x.dtype), *grad_weights.split(rows)
+
+
+class Split(torch.autograd.Function):
+    """`x.split(sizes, dim=-1)`. The gradients of the parts are not copied where they are the parts of one
+    tensor already, as `SiluProduct` leaves them."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, sizes: list[int]):
+        ctx.sizes = sizes
+        return x.split(sizes, dim=-1)
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor):
+        whole = grads[0]._base
+        if whole is not None and whole.shape[-1] == sum(ctx.sizes):
+            parts = whole.split(ctx.sizes, dim=-1)
+            if all(is_same_view(*pair) for pair in zip(parts, grads, strict=True)):
+                return whole, None
+        return torch.cat(grads, dim=-1), None
+
+
+def is_same_view(a: Tensor, b: Tensor) -> bool:
+    """Whether two views show the same part of the same tensor."""
+    is_same_place = a.storage_offset() == b.storage_offset() and a.stride() == b.stride()
+    return a._base is b._base and is_same_place and a.shape == b.shape
+
+
+# --- SwiGLU's activation
+
+
+def silu_product(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up."""
+    if has_kernels(gate):
+        return cast(Tensor, SiluProduct.apply(gate, up))
+    return F.silu(gate) * up
+
+
+class SiluProduct(torch.autograd.Function):
+    """silu(gate) * up with one kernel for each pass."""
+
+    @staticmethod
+    def forward(ctx, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return in_one_kernel(silu_product_forward, gate, up)
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor):
+        gate, up = ctx.saved_tensors
+        both = in_one_kernel(silu_product_backward, gate, up, grads[0])
+        return both.split(gate.shape[-1], dim=-1)
+
+
+def silu_product_forward(gate: Tensor, up: Tensor) -> Tensor:
+    return (F.silu(gate.float()) * up).to(gate.dtype)
+
+
+def silu_product_backward(gate: Tensor, up: Tensor, grad: Tensor) -> Tensor:
+    """The gradients of gate and up [..., I] side by side: [..., 2I]."""
+    x, out_dtype = gate.float(), gate.dtype
+    sigmoid = x.sigmoid()
+    grad_gate = grad * up * sigmoid * (1 + x * (1 - sigmoid))
+    grad_up = grad * x * sigmoid
+    return torch.cat((grad_gate.to(out_dtype), grad_up.to(out_dtype)), dim=-1)
 
 
 # --- RMSNorm with its derivative written out
@@ -155,7 +249,8 @@ def is_norm_and_rotary(norm: type[nn.Module], forward: object, rotary: Rotary) -
         except (AttributeError, RuntimeError, TypeError):  # an edited one may want something else
             return False
         angles = cos.unsqueeze(-2), sin.unsqueeze(-2)
-        q, _, _ = NormAndRotary.apply(qkv, weight, weight, *angles, 0.1, (1, 1), torch.float32)
+        heads, _ = norm_and_rotate(qkv, weight, weight, *angles, 0.1, (1, 1), torch.float32)
+    q = heads[:, :1]
     return found.shape == q.shape and torch.allclose(found, q, atol=1e-5)
 
 
@@ -180,34 +275,55 @@ class NormAndRotary(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, qkv: Tensor, q_weight: Tensor, k_weight: Tensor, cos, sin, eps, heads, dtype):
-        q_heads, k_heads = heads
-        weight = torch.cat((q_weight.expand(q_heads, -1), k_weight.expand(k_heads, -1)))
-        qk, v = qkv.split((q_heads + k_heads, k_heads), dim=-2)
-        normed, scale = torch._fused_rms_norm(qk.float(), q_weight.shape, None, eps)  # one kernel on CUDA
-        ctx.save_for_backward(qkv, weight, cos, sin, scale)
+        tensors = qkv, q_weight, k_weight, cos, sin
+        out, scale = in_one_kernel(norm_and_rotate, *tensors, eps, heads, dtype)
+        ctx.save_for_backward(*tensors, scale)
         ctx.heads = heads
-        normed.mul_(weight)
-        out = torch.empty_like(normed, dtype=dtype)
-        torch.addcmul(normed * cos, normed.roll(normed.shape[-1] // 2, dims=-1), sin, out=out)
         q, k = out.split(heads, dim=-2)
-        return q, k, v
+        return q, k, qkv[..., sum(heads) :, :]
 
     @staticmethod
     def backward(ctx, *grads: Tensor):
-        grad_q, grad_k, grad_v = grads
-        qkv, weight, cos, sin, scale = ctx.saved_tensors
-        grad = torch.cat((grad_q, grad_k), dim=-2)
-        rolled = grad.roll(grad.shape[-1] // 2, dims=-1)
-        grad = torch.addcmul(grad * cos, rolled, sin, value=-1)  # rotated back
-        normed = qkv[..., : len(weight), :] * scale
-        product = grad * normed
-        grad_weights = [part.sum(list(range(part.ndim - 1))) for part in product.split(ctx.heads, dim=-2)]
-        mean = product.mul_(weight).mean(-1, keepdim=True)
-        grad_qkv = torch.empty_like(qkv)
-        grad_qk = grad.mul_(weight).addcmul_(normed, mean, value=-1)
-        torch.mul(grad_qk, scale, out=grad_qkv[..., : len(weight), :])
-        grad_qkv[..., len(weight) :, :] = grad_v
-        return grad_qkv, *grad_weights, None, None, None, None, None
+        found = in_one_kernel(norm_and_rotate_backward, *ctx.saved_tensors, *grads)
+        return *found, None, None, None, None, None
+
+
+def norm_and_rotate(
+    qkv: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, eps: float, heads, dtype
+) -> tuple[Tensor, Tensor]:
+    """The query and key heads [..., H + G, D] of qkv, normed and rotated, in `dtype`; and the factor of each
+    head's norm, [..., H + G, 1]."""
+    weight = weights_of_heads(q_weight, k_weight, heads)
+    qk = qkv[..., : len(weight), :].float()
+    # as an operator it can be compiled; by itself one kernel on CUDA
+    normed, scale = torch.ops.aten._fused_rms_norm(qk, qk.shape[-1:], None, eps)
+    normed.mul_(weight)
+    rotated = torch.empty_like(normed, dtype=dtype)
+    torch.addcmul(normed * cos, normed.roll(normed.shape[-1] // 2, dims=-1), sin, out=rotated)
+    return rotated, scale
+
+
+def norm_and_rotate_backward(
+    qkv: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, scale: Tensor, *grads: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of qkv and of both weights, from those of q, k and v."""
+    grad_q, grad_k, grad_v = grads
+    heads = grad_q.shape[-2], grad_k.shape[-2]
+    weight = weights_of_heads(q_weight, k_weight, heads)
+    grad = torch.cat((grad_q, grad_k), dim=-2)
+    grad = torch.addcmul(grad * cos, grad.roll(grad.shape[-1] // 2, dims=-1), sin, value=-1)  # rotated back
+    normed = qkv[..., : len(weight), :] * scale
+    product = grad * normed
+    of_q, of_k = (part.flatten(0, -2).sum(dim=0) for part in product.split(heads, dim=-2))
+    mean = product.mul_(weight).mean(-1, keepdim=True)
+    grad_qk = grad.mul_(weight).addcmul_(normed, mean, value=-1).mul_(scale)
+    grad_qkv = torch.cat((grad_qk.to(qkv.dtype), grad_v.to(qkv.dtype)), dim=-2)
+    return grad_qkv, of_q, of_k
+
+
+def weights_of_heads(q_weight: Tensor, k_weight: Tensor, heads: Sequence[int]) -> Tensor:
+    """The norm's weight of each head [H + G, D]."""
+    return torch.cat((q_weight.expand(heads[0], -1), k_weight.expand(heads[1], -1)))
 
 
 # --- attention
@@ -543,7 +659,11 @@ ONEDNN_PRODUCT = "_linear_pointwise"
 def cross_entropy(logits: Tensor, targets: Tensor, reduction: str = "sum") -> Tensor:
     """Cross entropies of logits [M, V] in float32, their sum or (`none`) each [M].
 
-    On a CPU 512 rows at a time, whose float32 copies fit its cache; plain is all at once."""
+    On a CPU 512 rows at a time, whose float32 copies fit its cache; on a GPU with one kernel for each pass,
+    without a float32 copy. Plain is all at once."""
+    if has_kernels(logits):
+        losses = cast(Tensor, CrossEntropy.apply(logits, targets))
+        return losses.sum() if reduction == "sum" else losses
     rows = len(logits)
     if ENABLED and logits.device.type == "cpu":
         rows = 512
@@ -551,6 +671,36 @@ def cross_entropy(logits: Tensor, targets: Tensor, reduction: str = "sum") -> Te
     for x, y in zip(logits.split(rows), targets.split(rows), strict=True):
         losses.append(F.cross_entropy(x.float(), y, reduction=reduction))
     return torch.stack(losses).sum() if reduction == "sum" else torch.cat(losses)
+
+
+class CrossEntropy(torch.autograd.Function):
+    """The cross entropies [M] of logits [M, V]. Kept for the backward pass: the logits, and one number for
+    each row."""
+
+    @staticmethod
+    def forward(ctx, logits: Tensor, targets: Tensor) -> Tensor:
+        losses, logsumexp = in_one_kernel(cross_entropy_forward, logits, targets)
+        ctx.save_for_backward(logits, targets, logsumexp)
+        return losses
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor):
+        return in_one_kernel(cross_entropy_backward, *ctx.saved_tensors, grads[0]), None
+
+
+def cross_entropy_forward(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """The cross entropies [M], 0 where the target is negative, and log(sum(exp(logits))) [M]."""
+    logsumexp = logits.float().logsumexp(dim=-1)
+    chosen = logits.gather(1, targets.clamp(min=0)[:, None])[:, 0].float()
+    return torch.where(targets >= 0, logsumexp - chosen, 0.0), logsumexp
+
+
+def cross_entropy_backward(logits: Tensor, targets: Tensor, logsumexp: Tensor, grad: Tensor) -> Tensor:
+    """The gradient of the logits, (probabilities - one at the target) times the loss's [M]."""
+    probabilities = (logits.float() - logsumexp[:, None]).exp()
+    is_target = torch.arange(logits.shape[-1], device=logits.device) == targets[:, None]
+    grad = torch.where(targets >= 0, grad, 0.0)
+    return ((probabilities - is_target.float()) * grad[:, None]).to(logits.dtype)
 
 
 def head_cross_entropy(head: nn.Module, hidden: Tensor, targets: Tensor, reduction: str) -> Tensor:

@@ -204,7 +204,7 @@ class FeedForward(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x [..., C] -> [..., C]."""
         gate, up = fused.products(x.to(product_dtype(x)), self.gate_proj, self.up_proj)
-        return self.down_proj(F.silu(gate) * up)
+        return self.down_proj(fused.silu_product(gate, up))
 
 
 class MOEFeedForward(nn.Module):

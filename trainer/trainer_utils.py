@@ -22,7 +22,7 @@ from trainer.data.datasets import StageData, check_data_paths, epoch_samples
 from trainer.data.order import SizedDataset, SkipBatchSampler, eval_loader, steps_per_epoch  # noqa: F401
 from trainer.devices.device import device_and_precision, prepare_device
 from trainer.devices.process_group import Logger, init_distributed_mode, is_main_process  # noqa: F401
-from trainer.devices.wrapping import compiles, freeze, unwrap, wrap_model
+from trainer.devices.wrapping import compiles, freeze, unwrap, use_kernels, wrap_model
 from trainer.objectives.next_token import SHAPE, check_tokenizer, describe_size, model_config
 from trainer.optim.rules import apply_rules
 from trainer.report.experts import ExpertLoad, token_counters
@@ -220,6 +220,7 @@ def compile_and_wrap(
     if frozen:
         freeze(model, frozen)
     compiled = compiles(args, train_set)
+    use_kernels(args, train_set, device, autocast)
     return wrap_model(model, device, args.parallel, compiled, args.activation_checkpointing, autocast)
 
 

@@ -40,6 +40,10 @@ if TYPE_CHECKING:
 MIN_FLOPS_PER_THREAD = 5e13
 # per GPU: four minutes of an RTX 4090, for a minute of compiling; by arithmetic, not measured
 MIN_FLOPS_PER_GPU = 1e16
+# for its kernels alone (`use_kernels`): half a minute of it, for some ten seconds
+MIN_FLOPS_FOR_KERNELS = 2e15
+# no measured times decide how a kernel sums, or a run that is resumed after a reboot could choose otherwise
+COMPILER_OPTIONS = {"deterministic": True}
 
 
 def wrap_model(
@@ -192,10 +196,36 @@ def compiles(args: StageArgs, train_set: SizedDataset) -> bool:
     if not fits or operations(args, train_set) < needed or not has_compiler(device.type):
         return False
     Logger("--use_compile auto: the layers are compiled, as the run is long enough to gain from it")
+    compiler_may_fail()
+    return True
+
+
+def use_kernels(
+    args: StageArgs, train_set: SizedDataset, device: torch.device, autocast: AbstractContextManager
+) -> None:
+    """Switch on the kernels of model/fused.py, for layers that are not compiled and for the loss, where they
+    pay: on a GPU in half precision, unless the run is too short or --use_compile is 0. They halve the bytes
+    that an update moves (docs/dev/LOG.md)."""
+    from model import fused  # brings in the compiler
+
+    fused.KERNELS = False
+    is_half = autocast_dtype(autocast, device) != torch.float32
+    if device.type != "cuda" or not is_half or args.use_compile is False or not has_compiler("cuda"):
+        return
+    if args.use_compile is None:
+        is_text = isinstance(train_set, TokenDataset)
+        if is_text and operations(args, train_set) < MIN_FLOPS_FOR_KERNELS:
+            return
+        Logger("--use_compile auto: norms, SwiGLU and the loss are compiled, which takes seconds")
+        compiler_may_fail()
+    fused.KERNELS = True
+
+
+def compiler_may_fail() -> None:
+    """What cannot be compiled runs as it is, with a warning."""
     from torch._dynamo import config
 
-    config.suppress_errors = True  # what cannot be compiled runs as it is, with a warning
-    return True
+    config.suppress_errors = True
 
 
 def operations(args: StageArgs, train_set: TokenDataset) -> float:
@@ -229,9 +259,9 @@ def compile_layers(model: nn.Module) -> None:
     shapes.use_duck_shape = False  # or as many tokens as the model is wide would be taken for the width
     layers = transformer_layers(model)
     if not layers:
-        model.compile(dynamic=True)
+        model.compile(dynamic=True, options=COMPILER_OPTIONS)
     for layer in layers:
-        layer.compile(dynamic=True)
+        layer.compile(dynamic=True, options=COMPILER_OPTIONS)
         layer._compiled_call_impl = partial(_call, layer._compiled_call_impl, layer._call_impl)
 
 

@@ -1,5 +1,6 @@
 """--use_compile auto: when the layers are compiled, and what is said of it."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import cast
@@ -13,10 +14,11 @@ from common.errors import UserError
 from common.settings import ROOT, StageArgs
 from dataset.lm_dataset import PretrainDataset, TokenDataset
 from dataset.token_cache import TokenCache, load_tokenizer
+from model import fused
 from trainer import train_pretrain
 from trainer.data.datasets import open_datasets
 from trainer.devices import wrapping
-from trainer.devices.wrapping import compiles, has_compiler, operations
+from trainer.devices.wrapping import compiles, has_compiler, operations, use_kernels
 from trainer.train_grpo import Args as GRPOArgs
 
 LONG = train_pretrain.Args(packing=True, max_seq_len=512, epochs=2, device="cpu")
@@ -142,6 +144,35 @@ def test_zero_and_one_stay(capsys):
     assert compiles(replace(LONG, use_compile=False), RUN) is False
     assert compiles(replace(LONG, use_compile=True, packing=False), data_of(500)) is True
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("settings", "tokens", "on"),
+    [
+        ({}, 500_000_000, True),
+        ({}, 50_000, False),  # too short
+        ({"use_compile": True}, 50_000, True),
+        ({"use_compile": False}, 500_000_000, False),
+        ({"dtype": "float32"}, 500_000_000, False),
+        ({"device": "cpu"}, 500_000_000, False),
+        ({}, None, True),  # rollouts: their number of tokens is not known
+    ],
+)
+def test_a_gpu_takes_the_kernels_where_they_pay(settings, tokens, on, monkeypatch, capsys):
+    monkeypatch.setattr(fused, "KERNELS", not on)
+    args = replace(LONG, **{"dtype": "bfloat16", "device": "cuda:0"} | settings)
+    monkeypatch.setattr(wrapping, "autocast_dtype", lambda *_: getattr(torch, args.dtype))
+    train_set = range(9) if tokens is None else data_of(tokens)
+    use_kernels(args, train_set, torch.device(args.device), nullcontext())
+    assert fused.KERNELS is on
+    assert capsys.readouterr().out.count("\n") == (on and args.use_compile is None)
+
+
+def test_without_a_compiler_no_gpu_takes_the_kernels(monkeypatch):
+    monkeypatch.setattr(wrapping, "has_compiler", lambda device: False)
+    monkeypatch.setattr(wrapping, "autocast_dtype", lambda *_: torch.bfloat16)
+    use_kernels(replace(LONG, use_compile=True), RUN, torch.device("cuda", 0), nullcontext())
+    assert not fused.KERNELS
 
 
 def test_what_does_not_ask_is_not_compiled(monkeypatch):
