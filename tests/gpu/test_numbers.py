@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
+from model import fused
 from model.fused import GROUP, Spans, flat_attention, grouped_linear, has_grouped_mm
 from model.generation import generate
 from model.model_minimind import MiniMindConfig
@@ -310,3 +311,23 @@ def test_compilations(shape, device, needs_compiler, record_property):
     assert counters["stats"]["unique_graphs"] == graphs, (
         "layers are compiled again for batches of other sizes"
     )
+
+
+@pytest.mark.slow
+def test_kernels(device, needs_compiler, monkeypatch, record_property):
+    """Gradients with the compiled kernels of model/fused.py against stock transformers in float32 on the CPU;
+    what is compiled for one batch serves others."""
+    needs_compiler()
+    torch.compiler.reset()
+    counters.clear()
+    monkeypatch.setattr(fused, "KERNELS", True)
+    for dtype in dtypes(device)[1:]:
+        distance, name = parts.worst(
+            parts.gradients(new_state(device, dtype, use_moe=False)), parts.stock_gradients(use_moe=False)
+        )
+        record_property(dtype, distance)
+        assert distance <= LIMITS["dense", dtype], f"{dtype}: the gradient of {name} is off by {distance:.2g}"
+        graphs = counters["stats"]["unique_graphs"]
+        assert graphs > 0, "nothing was compiled"
+        train(new_state(device, dtype, use_moe=False), 4)
+        assert counters["stats"]["unique_graphs"] == graphs, "kernels are compiled again for other batches"

@@ -86,6 +86,13 @@ def test_each_gpu_and_dtype_has_its_kernels(found):
     assert all(slow & operators[mode] == {"aten.index_put.default"} for mode in SHARED)
 
 
+def test_kernels_halve_the_bytes_that_an_update_moves(library):
+    """Of the default model, in bfloat16; 11 of the launches add the gradients of a layer's weights."""
+    found = json.loads(launch(FOLDER / "traffic.py", LD_PRELOAD=library, PYTHONPATH=str(ROOT)).stdout)
+    assert found["kernels"]["GB of an update"] <= 140 < 240 < found["eager"]["GB of an update"]
+    assert found["kernels"]["launches for each layer"] <= 50 + 11
+
+
 def test_a_rollout_waits_once_for_eight_tokens(library):
     """And once for the first tokens, when the prompts are read: 33 tokens of 18 completions, five times. Each
     time the log-probabilities are read behind the tokens, when the device is done."""

@@ -42,8 +42,6 @@ MIN_FLOPS_PER_THREAD = 5e13
 MIN_FLOPS_PER_GPU = 1e16
 # for its kernels alone (`use_kernels`): half a minute of it, for some ten seconds
 MIN_FLOPS_FOR_KERNELS = 2e15
-# no measured times decide how a kernel sums, or a run that is resumed after a reboot could choose otherwise
-COMPILER_OPTIONS = {"deterministic": True}
 
 
 def wrap_model(
@@ -253,15 +251,17 @@ def compile_layers(model: nn.Module) -> None:
     An empty micro-batch runs as it is, since it would be compiled for itself: epochs begin with one under
     DDP."""
     from torch._dynamo import config
+    from torch._inductor import config as inductor
     from torch.fx.experimental import _config as shapes
 
+    inductor.deterministic = True  # no measured times decide how a kernel sums: they would differ at a resume
     config.optimize_ddp = False  # or DDP's buckets would cut the graph of a layer
     shapes.use_duck_shape = False  # or as many tokens as the model is wide would be taken for the width
     layers = transformer_layers(model)
     if not layers:
-        model.compile(dynamic=True, options=COMPILER_OPTIONS)
+        model.compile(dynamic=True)
     for layer in layers:
-        layer.compile(dynamic=True, options=COMPILER_OPTIONS)
+        layer.compile(dynamic=True)
         layer._compiled_call_impl = partial(_call, layer._compiled_call_impl, layer._call_impl)
 
 
