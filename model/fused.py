@@ -314,11 +314,12 @@ def norm_and_rotate_backward(
     grad = torch.addcmul(grad * cos, grad.roll(grad.shape[-1] // 2, dims=-1), sin, value=-1)  # rotated back
     normed = qkv[..., : len(weight), :] * scale
     product = grad * normed
-    of_q, of_k = (part.flatten(0, -2).sum(dim=0) for part in product.split(heads, dim=-2))
+    grad_weight = product.flatten(0, -3).sum(dim=0)  # [H + G, D]
     mean = product.mul_(weight).mean(-1, keepdim=True)
     grad_qk = grad.mul_(weight).addcmul_(normed, mean, value=-1).mul_(scale)
     grad_qkv = torch.cat((grad_qk.to(qkv.dtype), grad_v.to(qkv.dtype)), dim=-2)
-    return grad_qkv, of_q, of_k
+    of_q, of_k = grad_weight.split(heads)
+    return grad_qkv, of_q.sum(dim=0), of_k.sum(dim=0)
 
 
 def weights_of_heads(q_weight: Tensor, k_weight: Tensor, heads: Sequence[int]) -> Tensor:
