@@ -98,18 +98,24 @@ def train_epoch(
         state.epoch, state.step, state.update = epoch, step, state.update + 1
         state.call("on_optimizer_step", state.update)
 
-        is_near_end = 0 < iters - step < args.eval_interval / 2  # the evaluation there is enough
-        evaluate_due = state.eval_loader is not None and reached(args.eval_interval, before, step, iters)
-        evaluate_due &= not is_near_end
-        state.save_due = save_is_due(state, before, evaluate_due)
+        evaluate_due = False
+        if state.eval_loader is not None:
+            is_near_end = 0 < iters - step < args.eval_interval / 2  # the evaluation there is enough
+            evaluate_due = reached(args.eval_interval, before, step, iters) and not is_near_end
+        # alike on all ranks; save_due stays set while a save is postponed because updates are skipped
+        if reached(args.save_interval, before, step, iters) or evaluate_due:
+            state.save_due = True
+        if args.keep_every and state.update % args.keep_every == 0:
+            state.save_due = True
         log_due = reached(args.log_interval, before, step, iters) or state.save_due
         if log_due and state.device.type == "cuda":
             meter.wait_for_device()
-        state.bad_updates.remember(state.update, window, read=log_due or state.device.type == "cpu")
+        if log_due or state.device.type == "cpu":
+            state.skipped_updates.read_and_warn()
         if log_due:
             state.record = make_record(state, losses, grad_norm, evaluate_due)
         # keep the last good checkpoint while updates are skipped
-        if state.save_due and not state.bad_updates.in_a_row:
+        if state.save_due and not state.skipped_updates.in_a_row:
             save_checkpoint(state)
         finish_update(state)  # log, after evaluating if that is due
         if log_due:
@@ -163,7 +169,7 @@ def train_update(
     scaler.unscale_(optimizer)  # float16: clip the true gradient, not the scaled one
     grad_norm = full_tensor(clip_grad_norm_(unwrap(model).parameters(), args.grad_clip or math.inf))
     # alike on all ranks
-    skip = state.bad_updates.check_on_device(losses[:2], grad_norm, scaler)
+    skip = state.skipped_updates.check_on_device(state.update + 1, window, losses[:2], grad_norm, scaler)
     if not is_empty and should_step(optimizer, skip):  # fused optimizers read `skip` on the device
         optimizer.step()
     scaler.update()
@@ -189,15 +195,6 @@ def reached(interval: int, before: int, step: int, iters: int) -> bool:
     """Whether an update took the step count past a multiple of `interval` or to the end of the epoch (0: only
     that)."""
     return step == iters or (interval > 0 and before // interval != step // interval)
-
-
-def save_is_due(state: TrainState, before: int, evaluate_due: bool) -> bool:
-    """Whether to save after this update, alike on all ranks: at --save_interval and the end of the epoch,
-    at --keep_every, before an evaluation, and when a save was postponed because updates were skipped."""
-    at_interval = reached(state.args.save_interval, before, state.step, state.iters)
-    keep_every = state.args.keep_every
-    is_kept = keep_every > 0 and state.update % keep_every == 0
-    return at_interval or evaluate_due or is_kept or state.save_due
 
 
 def update_size(state: TrainState, sizes: list[Size]) -> tuple[float, float, bool]:
@@ -323,7 +320,7 @@ def make_record(state: TrainState, losses: Tensor, grad_norm: Tensor, evaluate_d
     }
     record |= {key: finite(value) for key, value in values.items()} | read_meter(state)
     state.call("on_record", record)
-    record |= state.bad_updates.pop_record_fields()
+    record |= state.skipped_updates.pop_record_fields()
     return record | ({"evaluating": True} if evaluate_due else {})
 
 
@@ -333,19 +330,15 @@ def finite(value: float) -> float | None:
 
 
 def finish_update(state: TrainState) -> None:
-    """Evaluate and log as the pending record says, if there is one; a resumed run does so before its first
-    update."""
+    """Complete the pending record, if there is one: evaluate if due, keep the best weights, log. A resumed
+    run does so before its first update. Raises Interrupted if a signal came during the evaluation. The
+    checkpoint just written holds the record, and the resumed run evaluates again."""
     if state.metrics is not None:
-        state.metrics.tick(state.update)
-    record = report(state) if state.record is not None else None
-    state.call("on_batch_end", state.update, record)
-
-
-def report(state: TrainState) -> dict[str, Any]:
-    """Complete the pending record and return it: evaluate if due, keep the best weights, log. Raises
-    Interrupted if a signal came during the evaluation. The checkpoint just written holds the record, and the
-    resumed run evaluates again."""
-    record, state.record = dict(state.record or {}), None
+        state.metrics.bar.update(state.update - state.metrics.bar.n)
+    if state.record is None:
+        state.call("on_batch_end", state.update, None)
+        return
+    record, state.record = dict(state.record), None
     if record.pop("evaluating", False) and state.eval_loader is not None:
         state.call("on_validation_start")
         held_out = evaluate(state, state.eval_loader)
@@ -367,7 +360,7 @@ def report(state: TrainState) -> dict[str, Any]:
         texts = [f"{sample['prompt']}\n-> {sample['answer']}" for sample in record.get("samples", ())]
         points = drawable(record, leave_out=("update", "seconds"))
         state.wandb.log(points | ({"samples": texts} if texts else {}), record["update"])
-    return record
+    state.call("on_batch_end", state.update, record)
 
 
 # --- held-out data

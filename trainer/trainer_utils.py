@@ -24,6 +24,7 @@ from trainer.devices.device import device_and_precision, prepare_device
 from trainer.devices.process_group import Logger, init_distributed_mode, is_main_process  # noqa: F401
 from trainer.devices.wrapping import compiles, freeze, unwrap, wrap_model
 from trainer.objectives.next_token import SHAPE, check_tokenizer, describe_size, model_config
+from trainer.optim.build import SkippedUpdates
 from trainer.optim.rules import apply_rules
 from trainer.report.experts import ExpertLoad, token_counters
 from trainer.report.samples import sample_callbacks
@@ -35,7 +36,6 @@ from trainer.run.checkpoint import lm_checkpoint  # noqa: F401
 from trainer.run.errors import StopRequest
 from trainer.run.included_callbacks import CheckpointManager, EarlyStopping, TensorBoardLogger
 from trainer.run.paths import is_path, run_name, start_path, tensorboard_folder
-from trainer.run.skipped_updates import BadUpdates
 from trainer.run.state import TrainState
 from trainer.weights.files import (
     described_config,
@@ -242,7 +242,7 @@ def begin_run(
         state.eval_data = resume.held_out_fingerprint(state.eval_loader)
     if args.patience and state.eval_loader is None:
         raise UserError(f"--patience {args.patience}: early stopping needs held-out data, but there are none")
-    state.bad_updates = BadUpdates(args.max_bad_updates, data.source)
+    state.skipped_updates = SkippedUpdates(args.max_bad_updates, data.source)
     state.peak = peak_rate(state.autocast, state.device)
     state.code = resume.code_hashes(code)
     state.iters = steps_per_epoch(state.run["samples"], args.batch_size)

@@ -97,7 +97,7 @@ class CheckpointManager(Callback):
         update before is complete."""
         state = cast(TrainState, state or self.state)
         read_meter(state)
-        state.bad_updates.read_and_warn()
+        state.skipped_updates.read_and_warn()
         save_checkpoint(state)
         state.writer.wait()
 

@@ -185,7 +185,7 @@ def records_before(state: TrainState, metrics: Path) -> list[dict[str, Any]]:
 
 def save_and_stop(state: TrainState) -> None:
     """Grant a stop request at the end of an update: save, and raise Interrupted."""
-    state.bad_updates.read_and_warn()
+    state.skipped_updates.read_and_warn()
     save_checkpoint(state)
     raise interrupted(state)
 
@@ -229,7 +229,7 @@ def training_files(state: TrainState, wandb=None) -> Iterator[None]:
         yield
         if state.save_due or state.saved_update != state.update:  # a callback ended the run
             read_meter(state)
-            state.bad_updates.read_and_warn()
+            state.skipped_updates.read_and_warn()
             save_checkpoint(state)
         weights = write_weights(state, state.args.save_weight)
         state.writer.wait()

@@ -19,6 +19,7 @@ from common.settings import StageArgs
 from trainer.devices.process_group import Logger, world_size
 from trainer.devices.wrapping import is_sharded, unwrap
 from trainer.objectives.next_token import Batch, flat_size, held_out_loss
+from trainer.optim.build import SkippedUpdates
 from trainer.report.metrics import MetricsLog
 from trainer.report.speed import Meter, PeakRate, Size
 from trainer.run.callbacks import CallbackList, monitored
@@ -26,7 +27,6 @@ from trainer.run.checkpoint import Writer, shard_like
 from trainer.run.errors import StopRequest
 from trainer.run.paths import run_name
 from trainer.run.resume import Fingerprint, computing, held_out_fingerprint, total_updates, warn_of_changes
-from trainer.run.skipped_updates import BadUpdates
 
 LossFn = Callable[
     [nn.Module, Batch, StageArgs], tuple[Tensor, Tensor] | tuple[Tensor, Tensor, dict[str, Tensor]]
@@ -73,7 +73,7 @@ class TrainState:
     shown: tuple[str, ...] = ()  # values of a record that stand on the console's line, before the metrics
     peak: PeakRate = field(default_factory=PeakRate)  # for the MFU
     writer: Writer = field(default_factory=Writer)
-    bad_updates: BadUpdates = field(default_factory=BadUpdates)
+    skipped_updates: SkippedUpdates = field(default_factory=SkippedUpdates)
     meter: Meter = field(default_factory=Meter)  # of this process
     iters: int = 0  # micro-batches of an epoch
     finished: bool = False  # no further update, on all ranks alike; see `finish`
@@ -170,7 +170,7 @@ class TrainState:
         """What a checkpoint saves besides weights and optimizer."""
         parts: dict[str, Any] = {
             "scaler": self.scaler,
-            "bad_updates": self.bad_updates,
+            "skipped_updates": self.skipped_updates,
             "callbacks": self.callbacks.state_dict(),
             "callback_epochs": self.callbacks.epochs,
             "code": self.code,
@@ -203,7 +203,7 @@ class TrainState:
         )
         if saved["scaler"]:  # empty unless that part of the run was in float16
             self.scaler.load_state_dict(saved["scaler"])
-        self.bad_updates.load_state_dict(saved["bad_updates"])
+        self.skipped_updates.load_state_dict(saved["skipped_updates"])
         self.callbacks.load_state_dict(saved["callbacks"])
         self.callbacks.epochs = saved["callback_epochs"]
         new_run_id = self.run_id

@@ -180,14 +180,14 @@ def updates(rank: int, case: dict, parallel: str, policy: bool = True) -> dict:
             found += [held_out["eval_loss"], held_out["eval_bpb"]]
         means, norm = train_update(state, window, targets, tokens)
         found += [*means.tolist(), float(norm)]
-        state.bad_updates.remember(update, window)
+        state.skipped_updates.read_and_warn()
     saved = {"model": model.state_dict(keep_vars=True), "optimizer": state.optimizer.state_dict()}
     copied = [gathered(partial(snapshot, saved, keep)) for keep in (True, rank == 0)] if case == {} else []
     copied += (
         [gathered(partial(half_state_dict, model, keep)) for keep in (True, rank == 0)] if case == {} else []
     )
     weights = half_state_dict(state.model)
-    bad = [skipped["update"] for skipped in state.bad_updates.skipped]
+    bad = [skipped["update"] for skipped in state.skipped_updates.skipped]
     state.model = wrapped = None
     return {"numbers": found, "weights": weights, "bad": bad, "held": held.bytes, "copied": copied}
 
