@@ -20,12 +20,12 @@ from common.launcher import launch
 
 STOP_SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 # MiniMind's flags that do not exist here -> what to use; the others are flags, or `aliases` of a setting
-SHOWN = "leave it out: two completions with their rewards are shown at every --log_interval"
-SERVER = "leave it out: here the model itself is run; any OpenAI client talks to serve_openai_api.py"
+ANSWERS_ARE_SHOWN = "leave it out: two completions with their rewards are shown at every --log_interval"
+NO_CLIENT = "leave it out: here the model itself is run; any OpenAI client talks to serve_openai_api.py"
 USE_INSTEAD = {
     "mini_batch_size": "use --batch_size: an update takes --batch_size x --accumulation_steps completions",
-    "debug_mode": SHOWN,
-    "debug_interval": SHOWN,
+    "debug_mode": ANSWERS_ARE_SHOWN,
+    "debug_interval": ANSWERS_ARE_SHOWN,
     "debug_log_ratio": "leave it out: approx_kl and clip_ratio stand in the metrics file",
     "rollout_engine": "leave it out: the trainer samples, so that a resumed run has the same completions",
     "sglang_base_url": "leave it out, too",
@@ -34,11 +34,11 @@ USE_INSTEAD = {
     "load_from": "use --model PATH (a .pth or a Hugging Face folder), for a stage --from_weight PATH",
     "lora_weight": "use --lora PATH, such as --lora out/lora_medical_768.pth",
     "historys": "leave it out: the chat keeps what fits into --max_seq_len, and /reset begins anew",
-    "backend": SERVER,
-    "api_base_url": SERVER,
-    "api_key": SERVER,
-    "api_model": SERVER,
-    "stream": SERVER,
+    "backend": NO_CLIENT,
+    "api_base_url": NO_CLIENT,
+    "api_key": NO_CLIENT,
+    "api_model": NO_CLIENT,
+    "stream": NO_CLIENT,
 }
 
 
@@ -83,9 +83,22 @@ def one_line_errors() -> Iterator[None]:
     finds it.
 
     Within, stdout takes any text: characters that its encoding lacks become escapes. When nobody reads it any
-    more, as behind `| head -1`, the command ends silently.
+    more, as behind `| head -1`, the command ends silently. Standard streams that are closed are opened, and
+    many open files are allowed.
     """
-    _prepare_process()
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:  # `>&-`: print would fail, and the next file would get its number
+            null = os.open(os.devnull, os.O_RDWR)  # the lowest free number, so usually this one
+            mode = "w" if number else "r"
+            stream = open(null, mode, closefd=False, encoding="utf-8")  # noqa: SIM115 (it stays open)
+            setattr(sys, name, stream)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        with suppress(OSError):  # a file whose descriptor has become a pipe cannot be repositioned
+            sys.stdout.reconfigure(errors="backslashreplace")
+    # each data loader process, each client of the server, and, where the ranks meet, each rank takes some
+    with suppress(ValueError, OSError):
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     try:
         yield
         sys.stdout.flush()
@@ -134,23 +147,6 @@ def _about_limits(error: BaseException | None) -> str:
             )
         error = error.__cause__ or error.__context__
     return ""
-
-
-def _prepare_process() -> None:
-    """Open the standard streams that are closed, have stdout take any text, and allow many open files."""
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
-        if getattr(sys, name) is None:  # `>&-`: print would fail, and the next file would get its number
-            null = os.open(os.devnull, os.O_RDWR)  # the lowest free number, so usually this one
-            mode = "w" if number else "r"
-            stream = open(null, mode, closefd=False, encoding="utf-8")  # noqa: SIM115 (it stays open)
-            setattr(sys, name, stream)
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        with suppress(OSError):  # a file whose descriptor has become a pipe cannot be repositioned
-            sys.stdout.reconfigure(errors="backslashreplace")
-    # each data loader process, each client of the server, and, where the ranks meet, each rank takes some
-    with suppress(ValueError, OSError):
-        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _exit(

@@ -93,19 +93,14 @@ class ConsoleStream:
             self.stream.flush()
 
 
-def outlast_console() -> None:
-    """Have nothing that happens to stdout or stderr end this process from now on: training outlives its
-    terminal."""
+def copy_console(path: Path | None = None, level: str = "info") -> None:
+    """From now on nothing that happens to stdout or stderr ends this process: training outlives its terminal.
+    Only lines of `level` and above are shown, and appended to the file, if one is given. Calling it again
+    replaces what an earlier call set."""
     if not isinstance(sys.stdout, ConsoleStream):
         sys.stdout = cast(Any, ConsoleStream(sys.stdout, LEVELS["info"]))
     if not isinstance(sys.stderr, ConsoleStream):
         sys.stderr = cast(Any, ConsoleStream(sys.stderr, LEVELS["error"]))
-
-
-def copy_console(path: Path | None, level: str) -> None:
-    """Show only lines of `level` and above from now on, and append them to the file, if one is given. Calling
-    it again replaces what an earlier call set."""
-    outlast_console()
     out, err = cast(list[ConsoleStream], [sys.stdout, sys.stderr])
     if out.file is None or out.file.path != path:
         if out.file is not None:
@@ -124,7 +119,7 @@ def write_now(text: str) -> None:
 
 
 def release_console() -> None:
-    """Undo `outlast_console` and `copy_console`."""
+    """Undo `copy_console`."""
     if isinstance(sys.stdout, ConsoleStream):
         copy_console(None, "info")
         sys.stdout, sys.stderr = cast(Any, (sys.stdout.stream, getattr(sys.stderr, "stream", sys.stderr)))

@@ -36,7 +36,10 @@ from trainer.report.trackers import drawable
 from trainer.run.saving import interrupted, save_and_stop, save_checkpoint, write_weights
 from trainer.run.state import Batch, TrainState
 
-FEW_UPDATES, LONG_RUN = 100, 600  # fewer updates in more seconds are better spent on a smaller model
+ADVISE_BELOW_UPDATES, ADVISE_ABOVE_SECONDS = (
+    100,
+    600,
+)  # fewer updates in more seconds are better spent on a smaller model
 
 
 def train_epoch(
@@ -273,7 +276,11 @@ def describe_run(
         rate = sum(size for size, _ in trials) / max(seconds for _, seconds in trials)
         if rate:
             time_left.append(f"about {duration(amount / rate)}")
-            if is_exact and state.total_updates < FEW_UPDATES and amount / rate > LONG_RUN:
+            if (
+                is_exact
+                and state.total_updates < ADVISE_BELOW_UPDATES
+                and amount / rate > ADVISE_ABOVE_SECONDS
+            ):
                 advice = plan_advice(str(state.args.data_path), getattr(data, "kind", ""), amount / rate)
     parts += [f"{passes:.3g} {'pass' if passes == 1 else 'passes'} over the data", *time_left]
     return f"{', '.join(parts)}; {describe_device(state.device, state.autocast)}{advice}"

@@ -11,7 +11,7 @@ from torch import Tensor
 from common.errors import UserError, reason, warn
 
 State = dict[str, Any]
-PLAIN = (type(None), bool, int, float, str)
+SAVABLE_TYPES = (type(None), bool, int, float, str)
 
 
 class Callback:
@@ -75,7 +75,7 @@ class Callback:
 
 
 EPOCH_HOOKS = ("on_epoch_start", "on_epoch_end")  # called once per epoch, also over resumes
-HOOKS = tuple(name for name in vars(Callback) if name.startswith("on_"))
+HOOKS = [name for name in vars(Callback) if name.startswith("on_")]
 
 
 class CallbackList(list[Callback]):
@@ -129,7 +129,7 @@ class CallbackList(list[Callback]):
         hold."""
         states = dict(self.absent)
         for key, callback in self.by_name().items():
-            state = _plain(callback.state_dict(), f"the state of callback {key}")
+            state = _savable(callback.state_dict(), f"the state of callback {key}")
             if state:
                 states[key] = state
         return states
@@ -165,16 +165,17 @@ def check_methods(callback: Callback) -> None:
             raise UserError(f"{declared}, but it is called as {hook}({', '.join(arguments)})") from error
 
 
-def _plain(value: Any, where: str) -> Any:
+def _savable(value: Any, where: str) -> Any:
     """The value in types that `torch.load(weights_only=True)` accepts: any other would make the file
     unreadable."""
     if isinstance(value, dict):
         return {
-            _plain(key, f"a key of {where}"): _plain(item, f"{where}[{key!r}]") for key, item in value.items()
+            _savable(key, f"a key of {where}"): _savable(item, f"{where}[{key!r}]")
+            for key, item in value.items()
         }
     if type(value) in (list, tuple):
-        return type(value)(_plain(item, f"{where}[{i}]") for i, item in enumerate(value))
-    if type(value) in PLAIN or isinstance(value, Tensor):
+        return type(value)(_savable(item, f"{where}[{i}]") for i, item in enumerate(value))
+    if type(value) in SAVABLE_TYPES or isinstance(value, Tensor):
         return value
     kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
     raise UserError(f"{where} is a {kind}; a checkpoint holds numbers, strings, tensors, lists and dicts")

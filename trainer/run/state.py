@@ -23,7 +23,7 @@ from trainer.optim.build import SkippedUpdates
 from trainer.report.metrics import MetricsLog
 from trainer.report.speed import Meter, PeakRate, Size
 from trainer.run.callbacks import CallbackList, monitored
-from trainer.run.checkpoint import Writer, shard_like
+from trainer.run.checkpoint import Writer, shard_like, whole_state_dict
 from trainer.run.errors import StopRequest
 from trainer.run.paths import run_name
 from trainer.run.resume import Fingerprint, computing, held_out_fingerprint, total_updates, warn_of_changes
@@ -35,8 +35,8 @@ EvalFn = Callable[[nn.Module, Batch, StageArgs], dict[str, Tensor]]
 # (model, path of its .pth, writer, description)
 SaveFn = Callable[[nn.Module, Path, Writer, dict[str, Any]], Path]
 Schedule = Callable[[int, int, StageArgs], float | None]
-SAVED = ("run_id", "branch_of", "went_on_from", "update", "tokens", "seconds")
-SAVED += ("best_eval", "best_update", "eval_data", "record", "save_due")
+SAVED_FIELDS = ("run_id", "branch_of", "went_on_from", "update", "tokens", "seconds")
+SAVED_FIELDS += ("best_eval", "best_update", "eval_data", "record", "save_due")
 
 
 @dataclass(kw_only=True)
@@ -60,6 +60,7 @@ class TrainState:
     metric_names: tuple[str, ...] = ()  # of the metrics to report
     size_fn: Callable[[Batch, Any], Size] = flat_size  # (batch, model config) -> its size
     save_fn: SaveFn | None = None  # writes what is used of the model; None: `save_weights`
+    state_dict_fn: Callable[[nn.Module], dict[str, Tensor]] = whole_state_dict  # what a checkpoint holds
     code: dict[str, str] = field(default_factory=dict)  # hashes of the stage script, the loop and the model
     metrics: MetricsLog | None = None  # rank 0 only
     eval_loader: DataLoader | None = None
@@ -90,7 +91,7 @@ class TrainState:
     loss_is_cross_entropy: bool = False
     reward: float | None = None  # mean of its rollout, over all ranks; None without one
     # ---- progress
-    run_id: str = field(default_factory=lambda: uuid.uuid4().hex)  # of this run, or of this branch of it
+    run_id: str = ""  # of this run, or of this branch of it
     # the state that this branch began with: where it was, and of which run
     branch_of: dict[str, Any] | None = None
     # the state that --resume_from named when it was the newest of this run
@@ -107,6 +108,7 @@ class TrainState:
     save_due: bool = False  # a save postponed while updates are skipped
 
     def __post_init__(self):
+        self.run_id = self.run_id or uuid.uuid4().hex
         self.clock = time.perf_counter()  # when `seconds` was last brought up to date
         self.total_updates = total_updates(self.run)  # of the whole run
         exact = torch.float32 if self.device.type == "mps" else torch.float64
@@ -179,15 +181,16 @@ class TrainState:
         parts |= {"computing": computing(self.args, self.device, self.autocast)}
         parts |= {"monitor": (self.args.monitor, self.args.mode), "run": self.run}
         parts |= {"run_name": run_name(self.args.save_weight, self.lm_config)}
-        parts |= {"wandb_id": self.wandb_id} if self.wandb is None else {}
+        parts |= {"epoch": self.epoch, "step": self.step}
+        parts |= {"wandb_id": getattr(self.wandb, "id", self.wandb_id)}
         # samples of the epoch, over all ranks
         parts["samples_done"] = min(self.run["samples"], self.step * self.args.batch_size * world_size())
-        return {key: getattr(self, key) for key in SAVED} | parts
+        return {key: getattr(self, key) for key in SAVED_FIELDS} | parts
 
     def restore(self, checkpoint: dict[str, Any]) -> None:
         """Load a checkpoint of `lm_checkpoint`: weights, optimizer, scaler and progress. Raises UserError if
         it is of another kind of model, such as that of another stage."""
-        if other := checkpoint["model"].keys() ^ unwrap(self.model).state_dict().keys():
+        if other := checkpoint["model"].keys() ^ self.state_dict_fn(self.model).keys():
             raise UserError(
                 f"--from_resume 1: the checkpoint is of another stage or model ({min(other)} is in one of "
                 "them only); give another --save_weight, or --from_resume 0"
@@ -196,7 +199,8 @@ class TrainState:
         saved = checkpoint
         if is_sharded(self.model):
             saved = shard_like(self.model, checkpoint)
-        unwrap(self.model).load_state_dict(saved["model"], strict=True)
+        # not strict: the names were compared above, and a checkpoint of adapters holds these alone
+        unwrap(self.model).load_state_dict(saved["model"], strict=False)
         # on a CPU the optimizer keeps the tensors that it is given, which should not be those of a file
         self.optimizer.load_state_dict(
             deepcopy(saved["optimizer"]) if self.device.type == "cpu" else saved["optimizer"]
@@ -207,7 +211,7 @@ class TrainState:
         self.callbacks.load_state_dict(saved["callbacks"])
         self.callbacks.epochs = saved["callback_epochs"]
         new_run_id = self.run_id
-        for key in SAVED:
+        for key in SAVED_FIELDS:
             setattr(self, key, saved.get(key))
         self.saved_update = self.update
         self.resumed_update = self.update - (self.record is not None)

@@ -15,7 +15,7 @@ import shutil
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -109,18 +109,10 @@ def description_of(model: nn.Module, more: Description | None = None) -> Descrip
 def write_described(path: Path, weights: dict[str, Tensor], description: Description) -> None:
     """Write a weights file, and its description as `<name>.json`."""
     sha256: list[str] = []
-    atomic_write(path, lambda file: sha256.append(write_tensors(file, weights, description)))
+    of_model = {key: description.get(key) for key in ("model", "tokenizer")} if description else None
+    atomic_write(path, lambda file: sha256.append(checkpoint.write_file(weights, file, of_model)))
     if description:
         write_description(path.with_suffix(".json"), description | {"sha256": sha256[-1]})
-
-
-def write_tensors(file: BinaryIO, weights: dict[str, Tensor], description: Description) -> str:
-    """Write tensors with that part of their description which belongs to the model; returns the SHA-256 of
-    the file."""
-    comment = (
-        checkpoint.model_comment(description["model"], description.get("tokenizer")) if description else b""
-    )
-    return checkpoint.write_file(weights, file, comment)
 
 
 def write_description(path: Path, description: Description) -> None:
@@ -130,10 +122,10 @@ def write_description(path: Path, description: Description) -> None:
 
 def keep_tokenizer(source: str | Path, folder: str | Path, fingerprint: str) -> None:
     """Copy the tokenizer in `source` beside the weights in `folder` whose description has its `fingerprint`,
-    as `tokenizer_<fingerprint>`, where `tokenizer_folder` finds it; rank 0 only. That of this repository is
-    not copied."""
+    as `tokenizer_<fingerprint>`, where `tokenizer_folder` finds it; rank 0 only. That of this repository
+    needs no copy."""
     copy = Path(folder) / f"tokenizer_{fingerprint}"
-    if not is_main_process() or copy.exists() or Path(source).resolve() == ROOT / "model":
+    if not is_main_process() or copy.exists():
         return
     with locked(copy.parent / ".tokenizer.lock", "waiting for another run that copies its tokenizer"):
         if not copy.exists():

@@ -21,7 +21,7 @@ from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from model.sampling import Sampling
 from tests.stage_process import context, finish, free_port, rank_variables
 from trainer.devices import wrapping
-from trainer.devices.process_group import init_distributed_mode, leave_process_group
+from trainer.devices.process_group import leave_process_group
 from trainer.devices.wrapping import (
     build_device,
     full_tensor,
@@ -37,7 +37,7 @@ from trainer.optim.build import build_optimizer
 from trainer.run import checkpoint
 from trainer.run.checkpoint import snapshot
 from trainer.run.state import TrainState
-from trainer.trainer_utils import init_model
+from trainer.trainer_utils import init_distributed_mode, init_model
 from trainer.weights import files
 from trainer.weights.files import half_state_dict, save_weights
 

@@ -15,11 +15,12 @@ from common.errors import UserError
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from tests.stage_process import Faults, context, finish, free_port, rank_variables, run
 from tests.trainer.stage_flags import assert_same_run, flags
-from trainer.devices.process_group import init_distributed_mode, leave_process_group
+from trainer.devices.process_group import leave_process_group
 from trainer.devices.wrapping import full_tensor, is_sharded, unwrap, wrap_model
 from trainer.optim import build, muon
 from trainer.optim.build import MUON_LR_SCALE, build_optimizer, set_learning_rate, should_step
 from trainer.report.metrics import read_metrics
+from trainer.trainer_utils import init_distributed_mode
 
 
 def tiny(use_moe: bool) -> MiniMindForCausalLM:

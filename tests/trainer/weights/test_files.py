@@ -16,8 +16,8 @@ from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from tests.conftest import ROOT
 from tests.stage_process import run
 from tests.trainer.stage_flags import flags
-from trainer.objectives.next_token import vocabulary_hash
-from trainer.trainer_utils import build_model_config, init_model, read_start_weights
+from trainer.objectives.next_token import model_config, vocabulary_hash
+from trainer.trainer_utils import init_model, read_start_weights
 from trainer.weights import files as model_files
 from trainer.weights.files import read_model, save_weights
 from trainer.weights.for_tools import load_path
@@ -123,7 +123,7 @@ def test_a_stage_takes_the_config_of_its_start_weights(tmp_path):
     for args in (by_name, by_path):
         args, start = read_start_weights(args)
         assert (args.num_hidden_layers, args.num_experts_per_tok) == (3, 2)
-        config = build_model_config(tokenizer, args, start)
+        config = model_config(tokenizer, args, start)
         assert (config.rms_norm_eps, config.norm_topk_prob, config.head_dim) == (1e-5, False, 16)
         assert config.dropout == 0.1 and config.tokenizer_sha256 == vocabulary_hash(tokenizer)
         init_model(config, args.from_weight, save_dir=tmp_path)
