@@ -27,7 +27,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from common.errors import UserError, say
-from common.files import new_path
+from common.files import new_path, write_json
 from common.settings import ROOT
 from dataset.tokenizing import TokenizerSpec
 from model.model_minimind import MiniMindForCausalLM
@@ -37,13 +37,7 @@ from tools.convert.parity import compare, text_logits
 from trainer.objectives.lora import minimind_adapter, read_adapter, scale_of
 from trainer.run.checkpoint import file_digest, write_file
 from trainer.run.paths import run_name, shape_in_name
-from trainer.weights.files import (
-    Description,
-    description_of,
-    half_state_dict,
-    keep_tokenizer,
-    write_description,
-)
+from trainer.weights.files import Description, description_of, half_state_dict, keep_tokenizer
 from trainer.weights.for_tools import add_trained_model_flags, load_model, load_path, model_path
 
 DTYPES = {name: getattr(torch, name) for name in ("float16", "bfloat16", "float32")} | {QUANTIZED: QUANTIZED}
@@ -107,7 +101,7 @@ def convert(
                 f"{output} is not written: read back, it is not the same model; {error}"
             ) from error
     if form == "pth":
-        write_description(output.with_suffix(".json"), description | {"sha256": file_digest(output)})
+        write_json(output.with_suffix(".json"), description | {"sha256": file_digest(output)})
         if Path(tokenizer.name_or_path).resolve() != ROOT / "model":
             keep_tokenizer(tokenizer.name_or_path, output.parent, fingerprint)
     rounding = (text_logits(model, tokenizer) - before).abs().max()

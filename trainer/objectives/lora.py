@@ -18,12 +18,12 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from common.errors import UserError, reason
-from common.files import atomic_write
+from common.files import atomic_write, write_json
 from model.linear import LoRALinear, is_plain
 from trainer.devices.process_group import Logger, is_main_process
 from trainer.devices.wrapping import full_tensor, is_sharded, unwrap
 from trainer.run.checkpoint import UNREADABLE, Writer
-from trainer.weights.files import Description, description_of, write_description
+from trainer.weights.files import Description, description_of
 
 if TYPE_CHECKING:
     from model.model_minimind import MiniMindForCausalLM
@@ -98,7 +98,7 @@ def save_adapter(
     def job() -> None:
         atomic_write(folder / CONFIG, lambda file: file.write(json.dumps(config, indent=2).encode()))
         atomic_write(folder / WEIGHTS, lambda file: file.write(save(tensors, {"format": "pt"})))
-        write_description(path.with_suffix(".json"), described)
+        write_json(path.with_suffix(".json"), described)
 
     if is_main_process():
         writer.submit(job)

@@ -18,7 +18,10 @@ if TYPE_CHECKING:
     from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 
 # a field that a reader adds is of the shape, too
-SHAPE = [name for name, row in settings_of(ModelConfig).items() if row.role != "free"]
+SHAPE: list[str] = []
+for name, row in settings_of(ModelConfig).items():
+    if row.role != "free":
+        SHAPE.append(name)
 Batch = dict[str, Any]  # flat; see `collate_flat` in dataset/lm_dataset.py
 
 

@@ -219,11 +219,6 @@ class Verdict(Callback):
         if texts:
             record["warnings"] = texts
 
-    def on_train_end(self, engine: Any) -> None:
-        line = self.last_line(engine.state)
-        if line:
-            engine.state.last_lines.append(line)
-
     def look_at_losses(self, state: TrainState) -> None:
         """Take in the losses of the updates since the last time, one after the other; warn of one that rose,
         or that does not leave the unigram plateau. Sync point."""
@@ -312,12 +307,13 @@ class Verdict(Callback):
             text += "a sign of overfitting"
         return text
 
-    def last_line(self, state: TrainState) -> str:
-        """One line for the end of the run; empty if no update had a loss."""
+    def on_train_end(self, engine: Any) -> None:
+        """One line of figures for the end of the run, if any update had a loss."""
+        state = engine.state
         self.look_at_losses(state)
         history, losses, rewards = self.history, self.history.losses, self.history.rewards
         if not (losses.number or rewards.number):
-            return ""
+            return
         start, end, count = (rewards if rewards.number else losses).means()
         plural = "" if count == 1 else "s"
         if rewards.number:
@@ -356,7 +352,7 @@ class Verdict(Callback):
         share = history.distinct_trigrams
         if share is not None and share < MIN_DISTINCT_TRIGRAMS:
             text += f"; its answers repeat themselves: {share:.0%} of their trigrams are distinct"
-        return f"verdict: {text}"
+        state.last_lines.append(f"verdict: {text}")
 
 
 def is_less(low: float, high: float, share: float = 0.005) -> bool:

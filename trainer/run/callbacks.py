@@ -75,7 +75,10 @@ class Callback:
 
 
 EPOCH_HOOKS = ("on_epoch_start", "on_epoch_end")  # called once per epoch, also over resumes
-HOOKS = [name for name in vars(Callback) if name.startswith("on_")]
+HOOKS: list[str] = []
+for name in vars(Callback):
+    if name.startswith("on_"):
+        HOOKS.append(name)
 
 
 class CallbackList(list[Callback]):

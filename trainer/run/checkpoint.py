@@ -210,11 +210,6 @@ def rotate(path: Path) -> None:
 # --- saving and loading
 
 
-def whole_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """All weights by name; tied ones stay recognisable."""
-    return unwrap(model).state_dict(keep_vars=True)
-
-
 def save(
     path: Path,
     lm_config: Any,
@@ -222,18 +217,22 @@ def save(
     optimizer: torch.optim.Optimizer | None,
     progress: dict[str, Any],
     writer: Writer | None = None,
-    state_dict_fn: Callable[[nn.Module], dict[str, Tensor]] = whole_state_dict,
+    state_dict_fn: Callable[[nn.Module], dict[str, Tensor]] | None = None,
 ) -> None:
     """Save the state to resume from: fp32 weights, optimizer, world size and `progress` (of objects with a
-    `state_dict` that); the config of the model stands in the file's comment. state_dict_fn: which weights.
+    `state_dict` that); the config of the model stands in the file's comment.
+    state_dict_fn: which weights; None: all.
 
     With a `writer` the call only copies the state, which is then written in the background. Rank 0 writes;
     with a sharded model all ranks must call."""
     if not is_sharded(model) and not is_main_process():
         return
+    weights = unwrap(model).state_dict(keep_vars=True)  # tied weights stay recognisable
+    if state_dict_fn is not None:
+        weights = state_dict_fn(model)
     state = {
         FORMAT: 1,
-        "model": state_dict_fn(model),
+        "model": weights,
         "optimizer": optimizer.state_dict() if optimizer is not None else None,
         "world_size": world_size(),
     }

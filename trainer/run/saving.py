@@ -18,7 +18,7 @@ from typing import Any, cast
 import torch
 
 from common.errors import Interrupted, warn
-from common.files import atomic_write, link, sync_folder, write_error
+from common.files import link, sync_folder, write_error, write_json
 from common.settings import StageArgs
 from trainer.devices.process_group import Logger, gather, is_main_process, meet, world_size
 from trainer.report.metrics import MetricsLog, complete_lines, readable_records
@@ -147,7 +147,7 @@ def write_settings(state: TrainState, path: Path) -> dict[str, Any]:
     environment = computing(state.args, state.device, state.autocast) | environment
     content |= {"settings": state.args.values(), "environment": environment}
     content |= {"run": state.run, "code": state.code, "starts": starts[:1] + starts[1:][-KEPT_STARTS:]}
-    write_settings_file(path, content)
+    write_json(path, content)
     return content
 
 
@@ -158,12 +158,6 @@ def read_settings_file(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
-
-
-def write_settings_file(path: Path, content: dict[str, Any]) -> None:
-    """Write `<run>_run.json`."""
-    text = json.dumps(content, indent=1, default=str)  # ASCII: file names may hold bytes that are not UTF-8
-    atomic_write(path, lambda file: file.write(text.encode()))
 
 
 def records_before(state: TrainState, metrics: Path) -> list[dict[str, Any]]:
@@ -238,7 +232,7 @@ def training_files(state: TrainState, wandb=None) -> Iterator[None]:
         if is_main_process() and not state.can_continue:
             # last: everything else is written
             finished = {"last_lines": state.last_lines, "finished": {"update": state.update}}
-            write_settings_file(settings_file, settings | finished)
+            write_json(settings_file, settings | finished)
         Logger(f"done: {state.update} updates in {state.seconds:.0f} s; weights in {weights}")
         for line in state.last_lines:
             Logger(line)

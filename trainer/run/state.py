@@ -23,7 +23,7 @@ from trainer.optim.build import SkippedUpdates
 from trainer.report.metrics import MetricsLog
 from trainer.report.speed import Meter, PeakRate, Size
 from trainer.run.callbacks import CallbackList, monitored
-from trainer.run.checkpoint import Writer, shard_like, whole_state_dict
+from trainer.run.checkpoint import Writer, shard_like
 from trainer.run.errors import StopRequest
 from trainer.run.paths import run_name
 from trainer.run.resume import Fingerprint, computing, held_out_fingerprint, total_updates, warn_of_changes
@@ -60,7 +60,8 @@ class TrainState:
     metric_names: tuple[str, ...] = ()  # of the metrics to report
     size_fn: Callable[[Batch, Any], Size] = flat_size  # (batch, model config) -> its size
     save_fn: SaveFn | None = None  # writes what is used of the model; None: `save_weights`
-    state_dict_fn: Callable[[nn.Module], dict[str, Tensor]] = whole_state_dict  # what a checkpoint holds
+    # the weights that a checkpoint holds; None: all
+    state_dict_fn: Callable[[nn.Module], dict[str, Tensor]] | None = None
     code: dict[str, str] = field(default_factory=dict)  # hashes of the stage script, the loop and the model
     metrics: MetricsLog | None = None  # rank 0 only
     eval_loader: DataLoader | None = None
@@ -190,7 +191,10 @@ class TrainState:
     def restore(self, checkpoint: dict[str, Any]) -> None:
         """Load a checkpoint of `lm_checkpoint`: weights, optimizer, scaler and progress. Raises UserError if
         it is of another kind of model, such as that of another stage."""
-        if other := checkpoint["model"].keys() ^ self.state_dict_fn(self.model).keys():
+        own = unwrap(self.model).state_dict()
+        if self.state_dict_fn is not None:
+            own = self.state_dict_fn(self.model)
+        if other := checkpoint["model"].keys() ^ own.keys():
             raise UserError(
                 f"--from_resume 1: the checkpoint is of another stage or model ({min(other)} is in one of "
                 "them only); give another --save_weight, or --from_resume 0"

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from common.errors import UserError, reason
-from common.files import atomic_write, locked, new_path
+from common.files import atomic_write, locked, new_path, write_json
 from common.settings import ROOT
 from dataset.token_cache import load_tokenizer
 from trainer.devices.process_group import is_main_process
@@ -112,12 +112,7 @@ def write_described(path: Path, weights: dict[str, Tensor], description: Descrip
     of_model = {key: description.get(key) for key in ("model", "tokenizer")} if description else None
     atomic_write(path, lambda file: sha256.append(checkpoint.write_file(weights, file, of_model)))
     if description:
-        write_description(path.with_suffix(".json"), description | {"sha256": sha256[-1]})
-
-
-def write_description(path: Path, description: Description) -> None:
-    """Write a description as JSON, for people."""
-    atomic_write(path, lambda file: file.write((json.dumps(description, indent=2) + "\n").encode()))
+        write_json(path.with_suffix(".json"), description | {"sha256": sha256[-1]})
 
 
 def keep_tokenizer(source: str | Path, folder: str | Path, fingerprint: str) -> None:

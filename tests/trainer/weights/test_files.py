@@ -80,7 +80,7 @@ def test_parts_that_only_training_needs_are_left_out(tmp_path):
 def test_killed_between_the_two_files_nothing_is_wrong(tmp_path, monkeypatch):
     """The weights say what they are; the JSON of those before is not read."""
     save_weights(model_of(hidden_size=32, num_hidden_layers=2), tmp_path / "w_32.pth")
-    monkeypatch.setattr(model_files, "write_description", lambda *args: os.abort)
+    monkeypatch.setattr(model_files, "write_json", lambda *args: os.abort)
     save_weights(model_of(hidden_size=32, num_hidden_layers=2, rms_norm_eps=1e-3), tmp_path / "w_32.pth")
     assert json.loads((tmp_path / "w_32.json").read_text())["model"]["rms_norm_eps"] == 1e-6
     assert load_path(tmp_path / "w_32.pth")[0].config.rms_norm_eps == 1e-3
