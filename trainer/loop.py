@@ -68,7 +68,7 @@ def train_epoch(
     if state.finished and start_step == 0:
         return
     state.wandb = wandb
-    state.call("on_epoch_start", epoch)
+    state.callbacks.call("on_epoch_start", epoch)
     if state.record is not None:
         finish_update(state)  # the run was stopped between saving an update and reporting it
     args, meter, batches, step = state.args, state.meter, iter(loader), start_step
@@ -94,12 +94,12 @@ def train_epoch(
             Logger(describe_run(state, loader, fetched, window, sizes[0].tokens, tokens))
             gc.freeze()  # what start-up made lives as long as the run: no collection looks at it again
             meter.restart()  # nor is that training time
-        state.call("on_batch_start", state.update + 1)
+        state.callbacks.call("on_batch_start", state.update + 1)
         losses, grad_norm = train_update(state, window, targets, tokens)
         meter.count(sizes, state.device)
         before, step = step, step + len(fetched)
         state.epoch, state.step, state.update = epoch, step, state.update + 1
-        state.call("on_optimizer_step", state.update)
+        state.callbacks.call("on_optimizer_step", state.update)
 
         evaluate_due = False
         if state.eval_loader is not None:
@@ -126,7 +126,7 @@ def train_epoch(
             meter.restart()  # saving and evaluating are not training time
     if step == iters:
         next(batches, None)  # exhausts the loader, which then ends its worker processes
-    state.call("on_epoch_end", epoch)
+    state.callbacks.call("on_epoch_end", epoch)
 
 
 def train_update(
@@ -326,7 +326,7 @@ def make_record(state: TrainState, losses: Tensor, grad_norm: Tensor, evaluate_d
         for name, value in zip(state.metric_names, sums, strict=True)
     }
     record |= {key: finite(value) for key, value in values.items()} | read_meter(state)
-    state.call("on_record", record)
+    state.callbacks.call("on_record", record)
     record |= state.skipped_updates.pop_record_fields()
     return record | ({"evaluating": True} if evaluate_due else {})
 
@@ -343,19 +343,19 @@ def finish_update(state: TrainState) -> None:
     if state.metrics is not None:
         state.metrics.bar.update(state.update - state.metrics.bar.n)
     if state.record is None:
-        state.call("on_batch_end", state.update, None)
+        state.callbacks.call("on_batch_end", state.update, None)
         return
     record, state.record = dict(state.record), None
     if record.pop("evaluating", False) and state.eval_loader is not None:
-        state.call("on_validation_start")
+        state.callbacks.call("on_validation_start")
         held_out = evaluate(state, state.eval_loader)
         if held_out is None:  # a signal interrupted it
             raise interrupted(state)
         record |= held_out
         if state.is_best(held_out):
             write_weights(state, f"{state.args.save_weight}_best")
-        state.call("on_validation_end", held_out)
-    state.call("on_log", record)
+        state.callbacks.call("on_validation_end", held_out)
+    state.callbacks.call("on_log", record)
     iters = record.pop("iters")
     if is_main_process():
         state.writer.check()
@@ -367,7 +367,7 @@ def finish_update(state: TrainState) -> None:
         texts = [f"{sample['prompt']}\n-> {sample['answer']}" for sample in record.get("samples", ())]
         points = drawable(record, leave_out=("update", "seconds"))
         state.wandb.log(points | ({"samples": texts} if texts else {}), record["update"])
-    state.call("on_batch_end", state.update, record)
+    state.callbacks.call("on_batch_end", state.update, record)
 
 
 # --- held-out data

@@ -87,12 +87,14 @@ class CallbackList(list[Callback]):
 
     epochs: for each callback the last epoch for which each of EPOCH_HOOKS was called; a checkpoint saves it.
     absent: the saved states of callbacks that this run does not have; they are kept.
+    engine: what they are called with, the TrainingEngine or the TrainState.
     """
 
     def __init__(self, callbacks: Iterable[Callback] = ()):
         super().__init__(callbacks)
         self.epochs: dict[str, dict[str, int]] = {}
         self.absent: dict[str, State] = {}
+        self.engine: Any = None
         for callback in self:
             check_methods(callback)
 
@@ -105,7 +107,7 @@ class CallbackList(list[Callback]):
             named[f"{name}#{same + 1}" if same else name] = callback
         return named
 
-    def dispatch(self, name: str, engine: Any, *args: Any) -> None:
+    def call(self, name: str, *args: Any) -> None:
         """Call a method of each callback that overrides it; the traceback of an exception names the callback.
         In `on_exception` one is only a warning, because the other callbacks still have to close their
         files."""
@@ -120,7 +122,7 @@ class CallbackList(list[Callback]):
                     continue  # before the resume
                 last[name] = args[0]
             try:
-                method(engine, *args)
+                method(self.engine, *args)
             except Exception as error:
                 if name != "on_exception":
                     error.add_note(f"callback {key} failed in {name}")

@@ -108,7 +108,7 @@ def save_checkpoint(state: TrainState) -> None:
     write_weights(state, args.save_weight)
     state.state_file = path
     state.saved_update = state.update
-    state.call("on_checkpoint_saved", state.state_file)
+    state.callbacks.call("on_checkpoint_saved", state.state_file)
 
 
 def write_weights(state: TrainState, weight: str) -> Path:
@@ -207,7 +207,7 @@ def training_files(state: TrainState, wandb=None) -> Iterator[None]:
     tracker_timeout: float | None = 10.0  # seconds; after an interruption somebody is waiting
     state.wandb = wandb
     try:
-        state.call("on_train_start")
+        state.callbacks.call("on_train_start")
         path = paths.metrics_path(state.args.save_dir, paths.run_name(state.args.save_weight, state.args))
         settings_file, settings = paths.settings_path(path), {}
         if is_main_process():
@@ -228,7 +228,7 @@ def training_files(state: TrainState, wandb=None) -> Iterator[None]:
             save_checkpoint(state)
         weights = write_weights(state, state.args.save_weight)
         state.writer.wait()
-        state.call("on_train_end")
+        state.callbacks.call("on_train_end")
         if is_main_process() and not state.can_continue:
             # last: everything else is written
             finished = {"last_lines": state.last_lines, "finished": {"update": state.update}}
@@ -238,7 +238,7 @@ def training_files(state: TrainState, wandb=None) -> Iterator[None]:
             Logger(line)
         tracker_timeout = None
     except BaseException as error:
-        state.call("on_exception", error)
+        state.callbacks.call("on_exception", error)
         raise
     finally:
         state.stop.defer = False

@@ -68,7 +68,6 @@ class TrainState:
     # (model, batch, settings) -> sums over its targets, by name; `loss` is one of them
     eval_fn: EvalFn = held_out_loss
     callbacks: CallbackList = field(default_factory=CallbackList)
-    engine: Any = None  # the TrainingEngine, if there is one: callbacks are called with it
     last_lines: list[str] = field(default_factory=list)  # for the end of the run
     # makes the micro-batches to train of those that the loader gave, such as rollouts of prompts
     prepare: Callable[["TrainState", list[Batch]], list[Batch]] | None = None
@@ -109,6 +108,7 @@ class TrainState:
     save_due: bool = False  # a save postponed while updates are skipped
 
     def __post_init__(self):
+        self.callbacks.engine = self
         self.run_id = self.run_id or uuid.uuid4().hex
         self.clock = time.perf_counter()  # when `seconds` was last brought up to date
         self.total_updates = total_updates(self.run)  # of the whole run
@@ -121,10 +121,6 @@ class TrainState:
     def state(self) -> "TrainState":
         """Itself: callbacks find it under this name, also in a stage script, which has no engine."""
         return self
-
-    def call(self, name: str, *args: Any) -> None:
-        """Call a method of every callback."""
-        self.callbacks.dispatch(name, self.engine or self, *args)
 
     def finish(self, reason: str) -> None:
         """End training after this update. To be called on all ranks, at the same update."""
