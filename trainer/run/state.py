@@ -108,7 +108,8 @@ class TrainState:
     save_due: bool = False  # a save postponed while updates are skipped
 
     def __post_init__(self):
-        self.callbacks.engine = self
+        # callbacks find the state under this name, also in a stage script, which has no engine
+        self.callbacks.engine = self.state = self
         self.run_id = self.run_id or uuid.uuid4().hex
         self.clock = time.perf_counter()  # when `seconds` was last brought up to date
         self.total_updates = total_updates(self.run)  # of the whole run
@@ -116,11 +117,6 @@ class TrainState:
         # sum of the losses since the last record, number of their updates, sums of the metrics; on the
         # device, checkpoints save it
         self.losses = torch.zeros(2 + len(self.metric_names), dtype=exact, device=self.device)
-
-    @property
-    def state(self) -> "TrainState":
-        """Itself: callbacks find it under this name, also in a stage script, which has no engine."""
-        return self
 
     def finish(self, reason: str) -> None:
         """End training after this update. To be called on all ranks, at the same update."""

@@ -13,7 +13,6 @@ import json
 import platform
 import shutil
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -88,9 +87,20 @@ def save_weights(
         return path
     state = half_state_dict(model, is_main_process(), leave_out)
     described = description_of(model, description)
-    if is_main_process():
-        job = partial(write_described, path, state, described)
-        writer.submit(job) if writer is not None else job()
+    if not is_main_process():
+        return path
+
+    def write() -> None:
+        sha256: list[str] = []
+        of_model = {key: described.get(key) for key in ("model", "tokenizer")} if described else None
+        atomic_write(path, lambda file: sha256.append(checkpoint.write_file(state, file, of_model)))
+        if described:
+            write_json(path.with_suffix(".json"), described | {"sha256": sha256[-1]})
+
+    if writer is None:
+        write()
+    else:
+        writer.submit(write)
     return path
 
 
@@ -104,15 +114,6 @@ def description_of(model: nn.Module, more: Description | None = None) -> Descrip
         return {}
     versions = {"python": platform.python_version(), "torch": torch.__version__}
     return {"model": config.own_fields()} | (more or {}) | {"versions": versions}
-
-
-def write_described(path: Path, weights: dict[str, Tensor], description: Description) -> None:
-    """Write a weights file, and its description as `<name>.json`."""
-    sha256: list[str] = []
-    of_model = {key: description.get(key) for key in ("model", "tokenizer")} if description else None
-    atomic_write(path, lambda file: sha256.append(checkpoint.write_file(weights, file, of_model)))
-    if description:
-        write_json(path.with_suffix(".json"), description | {"sha256": sha256[-1]})
 
 
 def keep_tokenizer(source: str | Path, folder: str | Path, fingerprint: str) -> None:

@@ -17,6 +17,7 @@ from tests.conftest import ROOT
 from tests.stage_process import run
 from tests.trainer.stage_flags import flags
 from trainer.objectives.next_token import model_config, vocabulary_hash
+from trainer.run.checkpoint import write_file
 from trainer.trainer_utils import init_model, read_start_weights
 from trainer.weights import files as model_files
 from trainer.weights.files import read_model, save_weights
@@ -100,7 +101,9 @@ def test_a_field_that_the_code_does_not_know_is_refused(tmp_path):
     model = model_of(hidden_size=32, num_hidden_layers=1)
     fields = model.config.own_fields()
     for more, refused in (({"window": 7}, True), ({"window": 0}, False)):
-        model_files.write_described(tmp_path / "w.pth", model.state_dict(), {"model": fields | more})
+        described = {"model": fields | more, "tokenizer": None}
+        with open(tmp_path / "w.pth", "w+b") as file:
+            write_file(model.state_dict(), file, described)
         if refused:
             with pytest.raises(UserError, match=r"w.pth is of a model with window 7, which this version"):
                 read_model(tmp_path / "w.pth")
