@@ -187,9 +187,7 @@ class OptimizationConfig:
     activation_checkpointing: bool = setting(
         False, "1: recompute activations: less memory, a third more work"
     )
-    deterministic: bool = setting(
-        False, "1: deterministic kernels on a GPU: the same bits in every run, slower"
-    )
+    deterministic: bool = setting(False, "1: deterministic kernels on a GPU: bitwise identical runs, slower")
 
 
 @dataclass(kw_only=True)
@@ -208,7 +206,7 @@ class CheckpointConfig:
     """What is saved, and what the run starts from."""
 
     section: ClassVar[str] = "checkpoint"
-    save_dir: str = setting(str(ROOT / "out"), "folder of the weights for use and the metrics")
+    save_dir: str = setting(str(ROOT / "out"), "folder of the inference weights and the metrics")
     save_weight: str = setting("model", "name of the weights that this run writes")
     checkpoint_dir: str = setting(str(ROOT / "checkpoints"), "folder of the state to resume from")
     from_weight: str = setting(

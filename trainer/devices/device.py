@@ -80,7 +80,7 @@ def select_device(device: str) -> torch.device:
 
 
 def use_deterministic_kernels(enabled: bool) -> None:
-    """For `--deterministic`: have torch and cuBLAS take kernels that give the same bits in every run; where
+    """For `--deterministic`: have torch and cuBLAS take kernels that give bitwise identical runs; where
     torch knows of none it raises an error. Called before CUDA starts: cuBLAS reads its setting once."""
     if enabled != torch.are_deterministic_algorithms_enabled():
         torch.use_deterministic_algorithms(enabled)

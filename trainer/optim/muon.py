@@ -22,8 +22,9 @@ class Muon(Optimizer):
     depth.
 
     Several ranks share the stacks, also those of sharded parameters. How they are cut does not depend on the
-    ranks, so the results are the same bits. The iteration is in float32 where bfloat16 is emulated (on such a
-    CPU a product of matrices takes 3 to 100 times as long), and a step can be undone on the device.
+    ranks, so the results are bitwise identical. The iteration is in float32 where bfloat16 is emulated
+    (on such a CPU a product of matrices takes 3 to 100 times as long), and a step can be undone on the
+    device.
 
     rows: m of the matrices [m, n] in each parameter; one of three dimensions holds several, one below the
     other.

@@ -57,9 +57,9 @@ EXPERT_FIELDS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", 
 
 
 def half_state_dict(model: nn.Module, keep: bool = True, leave_out: tuple[str, ...] = ()) -> dict[str, Any]:
-    """The weights for use: MiniMind's names, fp16, on the CPU; tied tensors stay one tensor. A collective for
-    a sharded model, of which a rank that does not `keep` them gets none. leave_out: prefixes of the names of
-    parts that only training needs."""
+    """The inference weights: MiniMind's names, fp16, on the CPU; tied tensors stay one tensor. A collective
+    for a sharded model, of which a rank that does not `keep` them gets none. leave_out: prefixes of the names
+    of parts that only training needs."""
     state, copies = unwrap(model).state_dict(keep_vars=True), {}
     state = {key: value for key, value in state.items() if not key.startswith(leave_out)}
     for value in state.values():
@@ -77,8 +77,8 @@ def save_weights(
     description: Description | None = None,
     leave_out: tuple[str, ...] = (),
 ) -> Path:
-    """Write the fp16 weights for use with their description, on rank 0; with a writer in the background, from
-    a copy.
+    """Write the fp16 inference weights with their description, on rank 0; with a writer in the background,
+    from a copy.
 
     description: what the file says of itself beside the model's config, such as the stage that wrote it.
     leave_out: prefixes of the names of parts that only training needs. Returns the path.
