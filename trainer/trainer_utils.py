@@ -124,50 +124,6 @@ def get_lr(current_step: int, total_steps: int, lr: float) -> float:
     return lr * (0.1 + 0.45 * (1 + math.cos(math.pi * current_step / total_steps)))
 
 
-def warmup_cosine(update: int, total_updates: int, args: StageArgs) -> float:
-    """The schedule of a stage: learning rate of an update, from 1; linear warm-up times the cosine of
-    `get_lr`."""
-    return min(1.0, update / max(1, args.warmup_updates)) * get_lr(update, total_updates, args.learning_rate)
-
-
-def read_start_weights(args: A) -> "tuple[A, MiniMindConfig | None]":
-    """The settings with the shape and the tokenizer of the model in --from_weight, and its config; None if
-    there are no such weights any more, and a checkpoint replaces them.
-
-    Order of precedence, the first that there is:
-        config of the weights: in their file, else what the tensors and the name of the file show.
-        shape: the config of the weights; flags, --config, defaults. A flag that contradicts is refused.
-        tokenizer: --tokenizer_path; that of the weights; that of this repository.
-        dropout: the settings alone.
-
-    Raises UserError if there are no such weights, or another shape was asked for.
-    """
-    path = start_path(args.save_dir, args.from_weight, args)
-    if not path.exists():
-        if is_path(args.from_weight):
-            raise UserError(f"--from_weight {path}: no such file or folder")
-        if not args.from_resume and not args.resume_from:
-            raise missing_weights(path)
-        return args, None
-    config = described_config(path)
-    if config is None:
-        config = read_model(path, args.num_experts_per_tok if args.use_moe else None)[1]
-    shape = {name: getattr(config, name) for name in SHAPE}
-    for name, value in shape.items():
-        if getattr(args, name) != value and is_given(args, name):
-            raise UserError(
-                f"--{name} {getattr(args, name)}: --from_weight {path} is of {value}; leave the flag out"
-            )
-    if not is_given(args, "tokenizer_path"):
-        args = replace(args, tokenizer_path=str(tokenizer_folder(path)))
-    return replace(args, **shape), config
-
-
-def is_given(args: StageArgs, name: str) -> bool:
-    """Whether the user gave a setting, be it with the value of its default."""
-    return name in args.given or getattr(args, name) != getattr(type(args), name)
-
-
 def lm_checkpoint(
     lm_config: Any,
     weight: str = "full_sft",
@@ -224,6 +180,50 @@ def init_model(
 
 # --- what every stage does alike
 # -------------------------------------------------------------------------------------
+
+
+def warmup_cosine(update: int, total_updates: int, args: StageArgs) -> float:
+    """The schedule of a stage: learning rate of an update, from 1; linear warm-up times the cosine of
+    `get_lr`."""
+    return min(1.0, update / max(1, args.warmup_updates)) * get_lr(update, total_updates, args.learning_rate)
+
+
+def read_start_weights(args: A) -> "tuple[A, MiniMindConfig | None]":
+    """The settings with the shape and the tokenizer of the model in --from_weight, and its config; None if
+    there are no such weights any more, and a checkpoint replaces them.
+
+    Order of precedence, the first that there is:
+        config of the weights: in their file, else what the tensors and the name of the file show.
+        shape: the config of the weights; flags, --config, defaults. A flag that contradicts is refused.
+        tokenizer: --tokenizer_path; that of the weights; that of this repository.
+        dropout: the settings alone.
+
+    Raises UserError if there are no such weights, or another shape was asked for.
+    """
+    path = start_path(args.save_dir, args.from_weight, args)
+    if not path.exists():
+        if is_path(args.from_weight):
+            raise UserError(f"--from_weight {path}: no such file or folder")
+        if not args.from_resume and not args.resume_from:
+            raise missing_weights(path)
+        return args, None
+    config = described_config(path)
+    if config is None:
+        config = read_model(path, args.num_experts_per_tok if args.use_moe else None)[1]
+    shape = {name: getattr(config, name) for name in SHAPE}
+    for name, value in shape.items():
+        if getattr(args, name) != value and is_given(args, name):
+            raise UserError(
+                f"--{name} {getattr(args, name)}: --from_weight {path} is of {value}; leave the flag out"
+            )
+    if not is_given(args, "tokenizer_path"):
+        args = replace(args, tokenizer_path=str(tokenizer_folder(path)))
+    return replace(args, **shape), config
+
+
+def is_given(args: StageArgs, name: str) -> bool:
+    """Whether the user gave a setting, be it with the value of its default."""
+    return name in args.given or getattr(args, name) != getattr(type(args), name)
 
 
 def read_settings(args_class: type[A], description: str | None) -> "tuple[A, MiniMindConfig | None]":
