@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from common.arguments import parse_args
-from common.console import copy_console
+from common.command_line import copy_console
 from common.errors import UserError, reason
 from common.files import lock_output
 from common.launcher import available_cores, launch

@@ -15,8 +15,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from common.command_line import STOP_SIGNALS, handled_signals, one_line_errors
-from common.console import copy_console, write_now
+from common.command_line import STOP_SIGNALS, copy_console, handled_signals, one_line_errors, write_now
 from common.errors import Interrupted, LostRank, UserError, WriteError, reason
 from common.launcher import launch
 from trainer.devices.device import peak_memory_mb, reserved_memory_mb
