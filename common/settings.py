@@ -37,17 +37,16 @@ def setting(
     help: str,
     unit: str = "",
     auto: bool = False,
-    role: Literal["", "shape", "run", "free"] = "",
+    role: Literal["", "shape", "run", "not_shape"] = "",
     hashed_as: str = "",
     **limits: Any,
 ) -> T:
     """A field of a section.
 
     auto: whether `auto` is a value, too: None until the program has chosen one. role: `shape` of the model,
-    as each field of ModelConfig that is not `free`; or `run` for what must be the same in a resumed run, as
-    all flags of a stage's own. hashed_as: for a path,
-    the hash in the run fingerprint by which the content is recognised, so that it may be moved. limits:
-    pydantic's ge, gt, le, lt, multiple_of.
+    as each field of ModelConfig but those marked `not_shape`; or `run` for what must be the same in a resumed
+    run, as all flags of a stage's own. hashed_as: for a path, the hash in the run fingerprint by which the
+    content is recognised, so that it may be moved. limits: pydantic's ge, gt, le, lt, multiple_of.
     """
     metadata = {"help": help, "unit": unit, "auto": auto, "role": role, "hashed_as": hashed_as}
     return cast(T, field(default=default, metadata=metadata | {"limits": limits}))
@@ -115,9 +114,9 @@ class ModelConfig:
         1, "experts that each token goes through, with --use_moe 1", role="shape", ge=1
     )
     dropout: float = setting(
-        0.0, "dropout probability, after the embedding and each attention", role="free", ge=0, lt=1
+        0.0, "dropout probability, after the embedding and each attention", role="not_shape", ge=0, lt=1
     )
-    tokenizer_path: str = setting(str(ROOT / "model"), "folder of a Hugging Face tokenizer", role="free")
+    tokenizer_path: str = setting(str(ROOT / "model"), "folder of a Hugging Face tokenizer", role="not_shape")
 
 
 @dataclass(kw_only=True)

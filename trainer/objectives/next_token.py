@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 # a field that a reader adds is of the shape, too
 SHAPE: list[str] = []
 for name, row in settings_of(ModelConfig).items():
-    if row.role != "free":
+    if row.role != "not_shape":
         SHAPE.append(name)
 Batch = dict[str, Any]  # flat; see `collate_flat` in dataset/lm_dataset.py
 

@@ -83,7 +83,7 @@ def test_a_step_is_that_of_torchs_own_two_optimizers(native, monkeypatch):
 
 
 def test_as_many_operators_at_any_depth():
-    """In an update of Muon, views not counted; more only for each further STACK of weights of one shape."""
+    """In an update of Muon, views not counted; more only for each further stack of weights of one shape."""
 
     def operators(layers: int, width: int = 64) -> int:
         counter = Operators()
@@ -97,7 +97,7 @@ def test_as_many_operators_at_any_depth():
         optimizer.muon.step()
         with counter:
             optimizer.muon.step(skip=torch.zeros((), dtype=torch.bool, device="meta"))
-        assert counter.largest <= muon.STACK
+        assert counter.largest <= muon.STACKED_ELEMENTS
         return counter.number
 
     shapes = 4  # of queries and outputs, keys and values, gate and up, down
