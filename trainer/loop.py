@@ -36,10 +36,8 @@ from trainer.report.trackers import drawable
 from trainer.run.saving import interrupted, save_and_stop, save_checkpoint, write_weights
 from trainer.run.state import Batch, TrainState
 
-ADVISE_BELOW_UPDATES, ADVISE_ABOVE_SECONDS = (
-    100,
-    600,
-)  # fewer updates in more seconds are better spent on a smaller model
+# fewer updates in more seconds are better spent on a smaller model
+FEW_UPDATES_TO_ADVISE, SECONDS_TO_ADVISE = 100, 600
 
 
 def train_epoch(
@@ -276,11 +274,8 @@ def describe_run(
         rate = sum(size for size, _ in trials) / max(seconds for _, seconds in trials)
         if rate:
             time_left.append(f"about {duration(amount / rate)}")
-            if (
-                is_exact
-                and state.total_updates < ADVISE_BELOW_UPDATES
-                and amount / rate > ADVISE_ABOVE_SECONDS
-            ):
+            is_few = state.total_updates < FEW_UPDATES_TO_ADVISE
+            if is_exact and is_few and amount / rate > SECONDS_TO_ADVISE:
                 advice = plan_advice(str(state.args.data_path), getattr(data, "kind", ""), amount / rate)
     parts += [f"{passes:.3g} {'pass' if passes == 1 else 'passes'} over the data", *time_left]
     return f"{', '.join(parts)}; {describe_device(state.device, state.autocast)}{advice}"

@@ -222,7 +222,7 @@ def test_the_plan_that_a_long_run_of_few_updates_is_advised_to_make(kind, flag, 
 def test_a_long_run_of_few_updates_names_the_plan(corpus, tmp_path):
     argv = flags(corpus, tmp_path, "pretrain", batch_size=16, epochs=1)
     assert "plan.py" not in run("pretrain", argv).out
-    long = Faults(script="import trainer.loop; trainer.loop.ADVISE_ABOVE_SECONDS = 0")
+    long = Faults(script="import trainer.loop; trainer.loop.SECONDS_TO_ADVISE = 0")
     out = run("pretrain", argv, long).out
     (line,) = [line for line in out.splitlines() if "plan.py" in line]
     assert f"python scripts/plan.py --pretrain_data {corpus['pretrain']} --hours " in line

@@ -32,9 +32,8 @@ TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 MINIMIND_RANK = 16  # of all adapters that MiniMind loads
 PREFIX = "base_model.model."  # of the names in the file
-SUPPORTED_PEFT_VALUES: dict[
-    str, tuple
-] = {  # fields of PEFT's config -> the values whose arithmetic is that of LoRALinear
+# fields of PEFT's config -> the values whose arithmetic is that of LoRALinear
+SUPPORTED_PEFT_VALUES: dict[str, tuple] = {
     "peft_type": ("LORA",),
     "bias": ("none",),
     "use_dora": (False, None),
