@@ -1,31 +1,37 @@
-"""How every command starts and ends: the argument parser, and one line on stderr instead of a traceback."""
+"""How every command starts and ends: the argument parser, and one line on stderr instead of a traceback. And
+the console of a process: it may go away, lines below a level are hidden, a log file receives all others.
+"""
 
 import argparse
 import errno
 import io
 import json
 import os
+import re
 import resource
 import select
 import signal
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import NoReturn
+from pathlib import Path
+from typing import Any, NoReturn, TextIO, cast
 
 from common.errors import Interrupted, LostRank, UserError, printable
 from common.launcher import launch
 
+LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40}
 STOP_SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 # MiniMind's flags that do not exist here -> what to use; the others are flags, or `aliases` of a setting
-SHOWN = "leave it out: two completions with their rewards are shown at every --log_interval"
-SERVER = "leave it out: here the model itself is run; any OpenAI client talks to serve_openai_api.py"
+ANSWERS_ARE_SHOWN = "leave it out: two completions with their rewards are shown at every --log_interval"
+NO_CLIENT = "leave it out: here the model itself is run; any OpenAI client talks to serve_openai_api.py"
 USE_INSTEAD = {
     "mini_batch_size": "use --batch_size: an update takes --batch_size x --accumulation_steps completions",
-    "debug_mode": SHOWN,
-    "debug_interval": SHOWN,
+    "debug_mode": ANSWERS_ARE_SHOWN,
+    "debug_interval": ANSWERS_ARE_SHOWN,
     "debug_log_ratio": "leave it out: approx_kl and clip_ratio stand in the metrics file",
     "rollout_engine": "leave it out: the trainer samples, so that a resumed run has the same completions",
     "sglang_base_url": "leave it out, too",
@@ -34,11 +40,11 @@ USE_INSTEAD = {
     "load_from": "use --model PATH (a .pth or a Hugging Face folder), for a stage --from_weight PATH",
     "lora_weight": "use --lora PATH, such as --lora out/lora_medical_768.pth",
     "historys": "leave it out: the chat keeps what fits into --max_seq_len, and /reset begins anew",
-    "backend": SERVER,
-    "api_base_url": SERVER,
-    "api_key": SERVER,
-    "api_model": SERVER,
-    "stream": SERVER,
+    "backend": NO_CLIENT,
+    "api_base_url": NO_CLIENT,
+    "api_key": NO_CLIENT,
+    "api_model": NO_CLIENT,
+    "stream": NO_CLIENT,
 }
 
 
@@ -83,9 +89,22 @@ def one_line_errors() -> Iterator[None]:
     finds it.
 
     Within, stdout takes any text: characters that its encoding lacks become escapes. When nobody reads it any
-    more, as behind `| head -1`, the command ends silently.
+    more, as behind `| head -1`, the command ends silently. Standard streams that are closed are opened, and
+    many open files are allowed.
     """
-    _prepare_process()
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:  # `>&-`: print would fail, and the next file would get its number
+            null = os.open(os.devnull, os.O_RDWR)  # the lowest free number, so usually this one
+            mode = "w" if number else "r"
+            stream = open(null, mode, closefd=False, encoding="utf-8")  # noqa: SIM115 (it stays open)
+            setattr(sys, name, stream)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        with suppress(OSError):  # a file whose descriptor has become a pipe cannot be repositioned
+            sys.stdout.reconfigure(errors="backslashreplace")
+    # each data loader process, each client of the server, and, where the ranks meet, each rank takes some
+    with suppress(ValueError, OSError):
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     try:
         yield
         sys.stdout.flush()
@@ -136,23 +155,6 @@ def _about_limits(error: BaseException | None) -> str:
     return ""
 
 
-def _prepare_process() -> None:
-    """Open the standard streams that are closed, have stdout take any text, and allow many open files."""
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
-        if getattr(sys, name) is None:  # `>&-`: print would fail, and the next file would get its number
-            null = os.open(os.devnull, os.O_RDWR)  # the lowest free number, so usually this one
-            mode = "w" if number else "r"
-            stream = open(null, mode, closefd=False, encoding="utf-8")  # noqa: SIM115 (it stays open)
-            setattr(sys, name, stream)
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        with suppress(OSError):  # a file whose descriptor has become a pipe cannot be repositioned
-            sys.stdout.reconfigure(errors="backslashreplace")
-    # each data loader process, each client of the server, and, where the ranks meet, each rank takes some
-    with suppress(ValueError, OSError):
-        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
 def _exit(
     line: str, status: int, print_first: bool = True, is_cause: bool = True, silent: bool = False
 ) -> NoReturn:
@@ -187,3 +189,108 @@ def _write_torchrun_error_file(line: str) -> None:
         message = {"message": line, "extraInfo": {"timestamp": str(int(time.time()))}}
         with suppress(OSError), open(path, "w", encoding="utf-8") as file:
             json.dump({"message": message}, file)
+
+
+# --- the console
+#
+# `sys.stdout` and `sys.stderr` are replaced: the lines of progress bars, warnings, libraries and of a `print`
+# in a user's task belong into the log as well.
+
+
+class LogFile:
+    """Appends lines with time and level. Several processes may write to one file; a line is one `os.write`.
+    Raises UserError if the file cannot be opened."""
+
+    def __init__(self, path: Path):
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self.descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        except OSError as error:
+            why = error.strerror or error
+            raise UserError(
+                f"the log file {path} cannot be written ({why}); give another --log_file"
+            ) from error
+        self.path: Path | None = path
+
+    def line(self, level: int, text: str) -> None:
+        """Write one line; when the disk is full, say so once and go on without the file."""
+        if self.path is None:
+            return
+        name = next(name.upper() for name, number in LEVELS.items() if number == level)
+        try:
+            line = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {name:7} {text}\n"
+            os.write(self.descriptor, line.encode("utf-8", "backslashreplace"))
+        except OSError as error:
+            warning = f"warning: the log file {self.path} cannot be written ({error.strerror or error})"
+            self.path = None
+            os.write(2, f"{warning}; the run goes on without it\n".encode())
+
+
+class ConsoleStream:
+    """Stands in for `sys.stdout` or `sys.stderr`.
+
+    A write that fails (a closed terminal, a `tee` that ended, a full disk behind a log) raises nothing; what
+    the disk cannot take now is written with the next line that it can. A line's level is its beginning
+    (`warning: ...`), else that of its stream; lines below `threshold` are hidden. Of a progress bar, which
+    returns to the beginning of its line, the file receives the last state.
+    """
+
+    def __init__(self, stream: TextIO, usual: int):
+        self.stream, self.usual = stream, usual
+        self.threshold, self.file = LEVELS["info"], cast(LogFile | None, None)
+        self.level, self.text, self.lock = usual, "", threading.RLock()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+    def write(self, text: str) -> int:
+        """Write text, of which only complete lines reach the file."""
+        with self.lock:
+            for part in re.findall(r"[^\n]*\n|[^\n]+", text):
+                if not self.text:
+                    self.level = LEVELS["warning"] if "Warning: " in part else self.usual
+                    for name, level in LEVELS.items():
+                        if part.startswith(f"{name}: "):
+                            self.level = level
+                if self.level < self.threshold:
+                    self.text = "" if part.endswith("\n") else "..."
+                    continue
+                with suppress(OSError, ValueError):
+                    self.stream.write(part)
+                self.text += part
+                if part.endswith("\n"):
+                    line, self.text = self.text.rstrip("\r\n").rpartition("\r")[2], ""
+                    if self.file is not None:
+                        self.file.line(self.level, line)
+                self.text = self.text[self.text.rfind("\r", 0, -1) + 1 :]
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush, if that is possible."""
+        with suppress(OSError, ValueError):  # ValueError: the stream was closed
+            self.stream.flush()
+
+
+def copy_console(path: Path | None = None, level: str = "info") -> None:
+    """From now on nothing that happens to stdout or stderr ends this process: training outlives its terminal.
+    Only lines of `level` and above are shown, and appended to the file, if one is given. Calling it again
+    replaces what an earlier call set."""
+    if not isinstance(sys.stdout, ConsoleStream):
+        sys.stdout = cast(Any, ConsoleStream(sys.stdout, LEVELS["info"]))
+    if not isinstance(sys.stderr, ConsoleStream):
+        sys.stderr = cast(Any, ConsoleStream(sys.stderr, LEVELS["error"]))
+    out, err = cast(list[ConsoleStream], [sys.stdout, sys.stderr])
+    if out.file is None or out.file.path != path:
+        if out.file is not None:
+            os.close(out.file.descriptor)
+            out.file.path = None
+        out.file = err.file = LogFile(path) if path is not None else None
+    out.threshold = err.threshold = LEVELS[level]
+
+
+def write_now(text: str) -> None:
+    """Write a line to stderr and the log file without Python's buffers, as a signal handler must."""
+    with suppress(OSError):  # the terminal may be what went away
+        os.write(2, f"{text}\n".encode())
+    if isinstance(sys.stderr, ConsoleStream) and sys.stderr.file is not None:
+        sys.stderr.file.line(LEVELS["warning"], text)

@@ -7,6 +7,7 @@ ends, and its children do not inherit them.
 
 import errno
 import fcntl
+import json
 import os
 import shutil
 import socket
@@ -39,6 +40,12 @@ def atomic_write(
         if rotate is not None:
             rotate(path)
         os.replace(temp, path)
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write a JSON file. In ASCII: file names may hold bytes that are not UTF-8."""
+    text = json.dumps(content, indent=1, default=str) + "\n"
+    atomic_write(path, lambda file: file.write(text.encode()))
 
 
 @contextmanager

@@ -35,7 +35,7 @@ PATH = re.compile(
 WEIGHT = re.compile(r":[-+.\deE]+$")  # of a source in a mixture of data
 # of a model's folder, or an adapter's
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
-BESIDE = ("config.json", "generation_config.json", "adapter_config.json", *TOKENIZER)
+COMPANION_FILES = ("config.json", "generation_config.json", "adapter_config.json", *TOKENIZER)
 WEIGHTS = ("model.safetensors", "adapter_model.safetensors")
 INDEX, PICKLED = "model.safetensors.index.json", "pytorch_model.bin"
 TIMEOUT = 30  # seconds without a byte
@@ -183,7 +183,7 @@ def _download_by_library(path: HubPath, tokenizer_only: bool) -> Path:
         patterns = [path.file, f"{path.file}/*"] if path.file else None
         return Path(snapshot_download(allow_patterns=patterns, **where)) / path.file
     prefix = f"{path.file}/" if path.file else ""
-    names = TOKENIZER if tokenizer_only else (*BESIDE, INDEX, "*.safetensors")
+    names = TOKENIZER if tokenizer_only else (*COMPANION_FILES, INDEX, "*.safetensors")
     folder = Path(snapshot_download(allow_patterns=[prefix + name for name in names], **where)) / path.file
     if not tokenizer_only and not list(folder.glob("*.safetensors")):
         snapshot_download(allow_patterns=[prefix + PICKLED], **where)
@@ -212,7 +212,7 @@ def _fetch_model(path: HubPath, folder: Path, tokenizer_only: bool) -> None:
     marker = folder / prefix / (".tokenizer_is_here" if tokenizer_only else ".model_is_here")
     if marker.exists():
         return
-    for name in BESIDE:
+    for name in COMPANION_FILES:
         _fetch(path, folder, prefix + name, is_needed=tokenizer_only and name == TOKENIZER[0])
     if not tokenizer_only:
         found = [_fetch(path, folder, prefix + name, is_needed=False) for name in WEIGHTS]

@@ -29,10 +29,10 @@ LAUNCHERS = {
     "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
 }
 RANK_VARIABLES = set(TORCHRUN).union(*LAUNCHERS.values())
-NEEDED = {"rank", "world_size", "local_rank"}
-MEETING_PLACE = ("MASTER_ADDR", "MASTER_PORT")
+REQUIRED_FIELDS = {"rank", "world_size", "local_rank"}
+MASTER_VARIABLES = ("MASTER_ADDR", "MASTER_PORT")
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
-HELP = (
+HOW_TO_START = (
     "start with torchrun --nproc_per_node N, which sets them all, or with WORLD_SIZE=1 to "
     "train in one process"
 )
@@ -55,7 +55,7 @@ def launch(environ: Mapping[str, str] = os.environ) -> Launch:
         place = _place(environ)
         return place if place.world_size == 1 else _checked(place, environ)
     except ValueError as error:
-        return Launch(problem=f"{error}; {HELP}")
+        return Launch(problem=f"{error}; {HOW_TO_START}")
 
 
 def _place(environ: Mapping[str, str]) -> Launch:
@@ -67,17 +67,17 @@ def _place(environ: Mapping[str, str]) -> Launch:
     given = _numbers(TORCHRUN, environ)
     if given.get("world_size") == 1:
         return Launch()
-    if given.keys() >= NEEDED:
+    if given.keys() >= REQUIRED_FIELDS:
         return Launch(**given)
     for names in LAUNCHERS.values():
         theirs = _numbers(names, environ)
         agree = all(theirs.get(field) == number for field, number in given.items())
-        if theirs.keys() >= NEEDED and theirs["world_size"] > 1 and agree:
+        if theirs.keys() >= REQUIRED_FIELDS and theirs["world_size"] > 1 and agree:
             return Launch(**theirs)
-    if not given.keys() & NEEDED:
+    if not given.keys() & REQUIRED_FIELDS:
         return Launch()
     known = [f"{name}={environ[name]}" for name in TORCHRUN if environ.get(name)]
-    missing = [name for name in (*TORCHRUN[:3], *MEETING_PLACE) if not environ.get(name)]
+    missing = [name for name in (*TORCHRUN[:3], *MASTER_VARIABLES) if not environ.get(name)]
     raise ValueError(f"{', '.join(known)} without {', '.join(missing)}")
 
 
@@ -91,7 +91,7 @@ def _checked(place: Launch, environ: Mapping[str, str]) -> Launch:
     rank, world_size, local_rank, *_ = place
     if not local_rank <= rank < world_size:
         raise ValueError(f"rank {rank} with local rank {local_rank} of {world_size} processes is impossible")
-    missing = [name for name in MEETING_PLACE if not environ.get(name)]
+    missing = [name for name in MASTER_VARIABLES if not environ.get(name)]
     if missing:
         names = ", ".join(missing)
         raise ValueError(

@@ -37,17 +37,16 @@ def setting(
     help: str,
     unit: str = "",
     auto: bool = False,
-    role: Literal["", "shape", "run", "free"] = "",
+    role: Literal["", "shape", "run", "not_shape"] = "",
     hashed_as: str = "",
     **limits: Any,
 ) -> T:
     """A field of a section.
 
     auto: whether `auto` is a value, too: None until the program has chosen one. role: `shape` of the model,
-    as each field of ModelConfig that is not `free`; or `run` for what must be the same in a resumed run, as
-    all flags of a stage's own. hashed_as: for a path,
-    the hash in the run fingerprint by which the content is recognised, so that it may be moved. limits:
-    pydantic's ge, gt, le, lt, multiple_of.
+    as each field of ModelConfig but those marked `not_shape`; or `run` for what must be the same in a resumed
+    run, as all flags of a stage's own. hashed_as: for a path, the hash in the run fingerprint by which the
+    content is recognised, so that it may be moved. limits: pydantic's ge, gt, le, lt, multiple_of.
     """
     metadata = {"help": help, "unit": unit, "auto": auto, "role": role, "hashed_as": hashed_as}
     return cast(T, field(default=default, metadata=metadata | {"limits": limits}))
@@ -115,9 +114,9 @@ class ModelConfig:
         1, "experts that each token goes through, with --use_moe 1", role="shape", ge=1
     )
     dropout: float = setting(
-        0.0, "dropout probability, after the embedding and each attention", role="free", ge=0, lt=1
+        0.0, "dropout probability, after the embedding and each attention", role="not_shape", ge=0, lt=1
     )
-    tokenizer_path: str = setting(str(ROOT / "model"), "folder of a Hugging Face tokenizer", role="free")
+    tokenizer_path: str = setting(str(ROOT / "model"), "folder of a Hugging Face tokenizer", role="not_shape")
 
 
 @dataclass(kw_only=True)
@@ -187,9 +186,7 @@ class OptimizationConfig:
     activation_checkpointing: bool = setting(
         False, "1: recompute activations: less memory, a third more work"
     )
-    deterministic: bool = setting(
-        False, "1: deterministic kernels on a GPU: the same bits in every run, slower"
-    )
+    deterministic: bool = setting(False, "1: deterministic kernels on a GPU: bitwise identical runs, slower")
 
 
 @dataclass(kw_only=True)
@@ -208,7 +205,7 @@ class CheckpointConfig:
     """What is saved, and what the run starts from."""
 
     section: ClassVar[str] = "checkpoint"
-    save_dir: str = setting(str(ROOT / "out"), "folder of the weights for use and the metrics")
+    save_dir: str = setting(str(ROOT / "out"), "folder of the inference weights and the metrics")
     save_weight: str = setting("model", "name of the weights that this run writes")
     checkpoint_dir: str = setting(str(ROOT / "checkpoints"), "folder of the state to resume from")
     from_weight: str = setting(

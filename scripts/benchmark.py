@@ -116,7 +116,7 @@ class Ours:
         self.train_set, _ = STAGES[args.stage].open_data(args, self.tokenizer)
         utils.init_distributed_mode(args.rank_timeout, device)
         utils.setup_seed(args.seed)
-        config = model_config(self.tokenizer, args, **SHAPES.get(args.preset, {}))
+        config = model_config(self.tokenizer, args, None, **SHAPES.get(args.preset, {}))
         model, _ = utils.init_model(config, "none", args.tokenizer_path, args.save_dir)
         wrapped = utils.compile_and_wrap(model, args, device, autocast, self.train_set)
         optimizer = build_optimizer(wrapped, args.learning_rate, args.weight_decay, args.optimizer)

@@ -27,23 +27,17 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from common.errors import UserError, say
-from common.files import new_path
+from common.files import new_path, write_json
+from common.settings import ROOT
 from dataset.tokenizing import TokenizerSpec
 from model.model_minimind import MiniMindForCausalLM
 from tools.convert.gguf_file import QUANTIZED, read_gguf, write_gguf
 from tools.convert.hugging_face import read_stock, write_folder
 from tools.convert.parity import compare, text_logits
 from trainer.objectives.lora import minimind_adapter, read_adapter, scale_of
-from trainer.run.checkpoint import file_digest
+from trainer.run.checkpoint import file_digest, write_file
 from trainer.run.paths import run_name, shape_in_name
-from trainer.weights.files import (
-    Description,
-    description_of,
-    half_state_dict,
-    keep_tokenizer,
-    write_description,
-    write_tensors,
-)
+from trainer.weights.files import Description, description_of, half_state_dict, keep_tokenizer
 from trainer.weights.for_tools import add_trained_model_flags, load_model, load_path, model_path
 
 DTYPES = {name: getattr(torch, name) for name in ("float16", "bfloat16", "float32")} | {QUANTIZED: QUANTIZED}
@@ -75,7 +69,7 @@ def write_weights(path: Path, model: MiniMindForCausalLM, description: Descripti
         raise UserError(f"--output {path.name}: the name of a weights file has its shape; call it {name}")
     weights = half_state_dict(model)
     with open(path, "w+b") as file:
-        write_tensors(file, weights, description)
+        write_file(weights, file, {key: description.get(key) for key in ("model", "tokenizer")})
     return {name: tensor.float() for name, tensor in weights.items()}
 
 
@@ -107,8 +101,9 @@ def convert(
                 f"{output} is not written: read back, it is not the same model; {error}"
             ) from error
     if form == "pth":
-        write_description(output.with_suffix(".json"), description | {"sha256": file_digest(output)})
-        keep_tokenizer(tokenizer.name_or_path, output.parent, fingerprint)
+        write_json(output.with_suffix(".json"), description | {"sha256": file_digest(output)})
+        if Path(tokenizer.name_or_path).resolve() != ROOT / "model":
+            keep_tokenizer(tokenizer.name_or_path, output.parent, fingerprint)
     rounding = (text_logits(model, tokenizer) - before).abs().max()
     return [
         f"read back: {parity}",

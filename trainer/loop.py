@@ -36,7 +36,8 @@ from trainer.report.trackers import drawable
 from trainer.run.saving import interrupted, save_and_stop, save_checkpoint, write_weights
 from trainer.run.state import Batch, TrainState
 
-FEW_UPDATES, LONG_RUN = 100, 600  # fewer updates in more seconds are better spent on a smaller model
+# fewer updates in more seconds are better spent on a smaller model
+FEW_UPDATES_TO_ADVISE, SECONDS_TO_ADVISE = 100, 600
 
 
 def train_epoch(
@@ -65,7 +66,7 @@ def train_epoch(
     if state.finished and start_step == 0:
         return
     state.wandb = wandb
-    state.call("on_epoch_start", epoch)
+    state.callbacks.call("on_epoch_start", epoch)
     if state.record is not None:
         finish_update(state)  # the run was stopped between saving an update and reporting it
     args, meter, batches, step = state.args, state.meter, iter(loader), start_step
@@ -91,25 +92,31 @@ def train_epoch(
             Logger(describe_run(state, loader, fetched, window, sizes[0].tokens, tokens))
             gc.freeze()  # what start-up made lives as long as the run: no collection looks at it again
             meter.restart()  # nor is that training time
-        state.call("on_batch_start", state.update + 1)
+        state.callbacks.call("on_batch_start", state.update + 1)
         losses, grad_norm = train_update(state, window, targets, tokens)
         meter.count(sizes, state.device)
         before, step = step, step + len(fetched)
         state.epoch, state.step, state.update = epoch, step, state.update + 1
-        state.call("on_optimizer_step", state.update)
+        state.callbacks.call("on_optimizer_step", state.update)
 
-        is_near_end = 0 < iters - step < args.eval_interval / 2  # the evaluation there is enough
-        evaluate_due = state.eval_loader is not None and reached(args.eval_interval, before, step, iters)
-        evaluate_due &= not is_near_end
-        state.save_due = save_is_due(state, before, evaluate_due)
+        evaluate_due = False
+        if state.eval_loader is not None:
+            is_near_end = 0 < iters - step < args.eval_interval / 2  # the evaluation there is enough
+            evaluate_due = reached(args.eval_interval, before, step, iters) and not is_near_end
+        # alike on all ranks; save_due stays set while a save is postponed because updates are skipped
+        if reached(args.save_interval, before, step, iters) or evaluate_due:
+            state.save_due = True
+        if args.keep_every and state.update % args.keep_every == 0:
+            state.save_due = True
         log_due = reached(args.log_interval, before, step, iters) or state.save_due
         if log_due and state.device.type == "cuda":
             meter.wait_for_device()
-        state.bad_updates.remember(state.update, window, read=log_due or state.device.type == "cpu")
+        if log_due or state.device.type == "cpu":
+            state.skipped_updates.read_and_warn()
         if log_due:
             state.record = make_record(state, losses, grad_norm, evaluate_due)
         # keep the last good checkpoint while updates are skipped
-        if state.save_due and not state.bad_updates.in_a_row:
+        if state.save_due and not state.skipped_updates.in_a_row:
             save_checkpoint(state)
         finish_update(state)  # log, after evaluating if that is due
         if log_due:
@@ -117,7 +124,7 @@ def train_epoch(
             meter.restart()  # saving and evaluating are not training time
     if step == iters:
         next(batches, None)  # exhausts the loader, which then ends its worker processes
-    state.call("on_epoch_end", epoch)
+    state.callbacks.call("on_epoch_end", epoch)
 
 
 def train_update(
@@ -163,7 +170,7 @@ def train_update(
     scaler.unscale_(optimizer)  # float16: clip the true gradient, not the scaled one
     grad_norm = full_tensor(clip_grad_norm_(unwrap(model).parameters(), args.grad_clip or math.inf))
     # alike on all ranks
-    skip = state.bad_updates.check_on_device(losses[:2], grad_norm, scaler)
+    skip = state.skipped_updates.check_on_device(state.update + 1, window, losses[:2], grad_norm, scaler)
     if not is_empty and should_step(optimizer, skip):  # fused optimizers read `skip` on the device
         optimizer.step()
     scaler.update()
@@ -189,15 +196,6 @@ def reached(interval: int, before: int, step: int, iters: int) -> bool:
     """Whether an update took the step count past a multiple of `interval` or to the end of the epoch (0: only
     that)."""
     return step == iters or (interval > 0 and before // interval != step // interval)
-
-
-def save_is_due(state: TrainState, before: int, evaluate_due: bool) -> bool:
-    """Whether to save after this update, alike on all ranks: at --save_interval and the end of the epoch,
-    at --keep_every, before an evaluation, and when a save was postponed because updates were skipped."""
-    at_interval = reached(state.args.save_interval, before, state.step, state.iters)
-    keep_every = state.args.keep_every
-    is_kept = keep_every > 0 and state.update % keep_every == 0
-    return at_interval or evaluate_due or is_kept or state.save_due
 
 
 def update_size(state: TrainState, sizes: list[Size]) -> tuple[float, float, bool]:
@@ -276,7 +274,8 @@ def describe_run(
         rate = sum(size for size, _ in trials) / max(seconds for _, seconds in trials)
         if rate:
             time_left.append(f"about {duration(amount / rate)}")
-            if is_exact and state.total_updates < FEW_UPDATES and amount / rate > LONG_RUN:
+            is_few = state.total_updates < FEW_UPDATES_TO_ADVISE
+            if is_exact and is_few and amount / rate > SECONDS_TO_ADVISE:
                 advice = plan_advice(str(state.args.data_path), getattr(data, "kind", ""), amount / rate)
     parts += [f"{passes:.3g} {'pass' if passes == 1 else 'passes'} over the data", *time_left]
     return f"{', '.join(parts)}; {describe_device(state.device, state.autocast)}{advice}"
@@ -322,8 +321,8 @@ def make_record(state: TrainState, losses: Tensor, grad_norm: Tensor, evaluate_d
         for name, value in zip(state.metric_names, sums, strict=True)
     }
     record |= {key: finite(value) for key, value in values.items()} | read_meter(state)
-    state.call("on_record", record)
-    record |= state.bad_updates.pop_record_fields()
+    state.callbacks.call("on_record", record)
+    record |= state.skipped_updates.pop_record_fields()
     return record | ({"evaluating": True} if evaluate_due else {})
 
 
@@ -333,29 +332,25 @@ def finite(value: float) -> float | None:
 
 
 def finish_update(state: TrainState) -> None:
-    """Evaluate and log as the pending record says, if there is one; a resumed run does so before its first
-    update."""
+    """Complete the pending record, if there is one: evaluate if due, keep the best weights, log. A resumed
+    run does so before its first update. Raises Interrupted if a signal came during the evaluation. The
+    checkpoint just written holds the record, and the resumed run evaluates again."""
     if state.metrics is not None:
-        state.metrics.tick(state.update)
-    record = report(state) if state.record is not None else None
-    state.call("on_batch_end", state.update, record)
-
-
-def report(state: TrainState) -> dict[str, Any]:
-    """Complete the pending record and return it: evaluate if due, keep the best weights, log. Raises
-    Interrupted if a signal came during the evaluation. The checkpoint just written holds the record, and the
-    resumed run evaluates again."""
-    record, state.record = dict(state.record or {}), None
+        state.metrics.bar.update(state.update - state.metrics.bar.n)
+    if state.record is None:
+        state.callbacks.call("on_batch_end", state.update, None)
+        return
+    record, state.record = dict(state.record), None
     if record.pop("evaluating", False) and state.eval_loader is not None:
-        state.call("on_validation_start")
+        state.callbacks.call("on_validation_start")
         held_out = evaluate(state, state.eval_loader)
         if held_out is None:  # a signal interrupted it
             raise interrupted(state)
         record |= held_out
         if state.is_best(held_out):
             write_weights(state, f"{state.args.save_weight}_best")
-        state.call("on_validation_end", held_out)
-    state.call("on_log", record)
+        state.callbacks.call("on_validation_end", held_out)
+    state.callbacks.call("on_log", record)
     iters = record.pop("iters")
     if is_main_process():
         state.writer.check()
@@ -367,7 +362,7 @@ def report(state: TrainState) -> dict[str, Any]:
         texts = [f"{sample['prompt']}\n-> {sample['answer']}" for sample in record.get("samples", ())]
         points = drawable(record, leave_out=("update", "seconds"))
         state.wandb.log(points | ({"samples": texts} if texts else {}), record["update"])
-    return record
+    state.callbacks.call("on_batch_end", state.update, record)
 
 
 # --- held-out data

@@ -78,9 +78,9 @@ open_data = partial(open_datasets, SFTDataset)  # (args, tokenizer) -> training 
 
 
 def extend_run(state, tokenizer, train_set, eval_set):
-    """Of the model only its adapters are written."""
+    """Of the model only its adapters are written and saved."""
     lora.check_that_adapters_alone_are_trained(state.model)
-    state.save_fn = lora.save_adapter
+    state.save_fn, state.state_dict_fn = lora.save_adapter, lora.adapter_state_dict
 
 
 def main() -> None:
@@ -98,7 +98,7 @@ def main() -> None:
     utils.setup_seed(args.seed)
 
     # 4. Model config, and the checkpoint to resume from; that of another run is refused.
-    lm_config = utils.build_model_config(tokenizer, args, start)
+    lm_config = next_token.model_config(tokenizer, args, start)
     where = {"save_dir": args.checkpoint_dir, "resume_from": args.resume_from}
     checkpoint = utils.lm_checkpoint(lm_config, args.save_weight, **where) if args.from_resume else None
     args, run = utils.resolve_settings_and_check_resume(args, checkpoint, lm_config, train_set)

@@ -27,6 +27,7 @@ from trainer import trainer_utils as utils
 from trainer.data.datasets import open_prompts, train_loader
 from trainer.loop import train_epoch
 from trainer.objectives import ppo
+from trainer.objectives.next_token import model_config
 from trainer.optim.build import build_optimizer
 from trainer.report.trackers import start_tracker
 from trainer.rollouts.settings import RolloutArgs, add_rollouts
@@ -111,7 +112,7 @@ def main() -> None:
     utils.setup_seed(args.seed)
 
     # 4. Model config, and the checkpoint to resume from; that of another run is refused.
-    lm_config = utils.build_model_config(tokenizer, args, start)
+    lm_config = model_config(tokenizer, args, start)
     where = {"save_dir": args.checkpoint_dir, "resume_from": args.resume_from}
     checkpoint = utils.lm_checkpoint(lm_config, args.save_weight, **where) if args.from_resume else None
     args, run = utils.resolve_settings_and_check_resume(args, checkpoint, lm_config, train_set)

@@ -1,10 +1,16 @@
-"""The helpers that MiniMind users know, under MiniMind's names (most are implemented in the folders beside
-this file), and what every stage does alike before it trains."""
+"""MiniMind's helpers under MiniMind's names, and what every stage does alike before it trains.
+
+Three of MiniMind's names are defined in files that this one is built upon, and are only imported here:
+`Logger` and `is_main_process` in devices/process_group.py, since everything prints through them, and
+`SkipBatchSampler` in data/order.py, beside the loaders that use it.
+"""
 
 import math
+import os
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -13,17 +19,25 @@ import torch
 from torch import nn
 
 from common.arguments import parse_args
-from common.console import copy_console
-from common.errors import UserError
+from common.command_line import copy_console
+from common.errors import UserError, reason
 from common.files import lock_output
+from common.launcher import available_cores, launch
 from common.settings import ROOT, StageArgs
 from dataset.token_cache import load_tokenizer
 from trainer.data.datasets import StageData, check_data_paths, epoch_samples
 from trainer.data.order import SizedDataset, SkipBatchSampler, eval_loader, steps_per_epoch  # noqa: F401
 from trainer.devices.device import device_and_precision, prepare_device
-from trainer.devices.process_group import Logger, init_distributed_mode, is_main_process  # noqa: F401
+from trainer.devices.process_group import (  # noqa: F401
+    Logger,
+    check_gpus_differ,
+    interruptible,
+    is_main_process,
+    join_process_group,
+)
 from trainer.devices.wrapping import compiles, freeze, unwrap, use_kernels, wrap_model
-from trainer.objectives.next_token import SHAPE, check_tokenizer, describe_size, model_config
+from trainer.objectives.next_token import SHAPE, check_tokenizer, describe_size
+from trainer.optim.build import SkippedUpdates
 from trainer.optim.rules import apply_rules
 from trainer.report.experts import ExpertLoad, token_counters
 from trainer.report.samples import sample_callbacks
@@ -31,11 +45,10 @@ from trainer.report.speed import peak_rate
 from trainer.report.warnings import Verdict
 from trainer.run import resume
 from trainer.run.callbacks import Callback
-from trainer.run.checkpoint import lm_checkpoint  # noqa: F401
+from trainer.run.checkpoint import Writer, load, save
 from trainer.run.errors import StopRequest
 from trainer.run.included_callbacks import CheckpointManager, EarlyStopping, TensorBoardLogger
-from trainer.run.paths import is_path, run_name, start_path, tensorboard_folder
-from trainer.run.skipped_updates import BadUpdates
+from trainer.run.paths import is_path, resume_path, run_name, start_path, tensorboard_folder
 from trainer.run.state import TrainState
 from trainer.weights.files import (
     described_config,
@@ -54,6 +67,48 @@ if TYPE_CHECKING:
 A = TypeVar("A", bound=StageArgs)
 
 
+def init_distributed_mode(rank_timeout: float = 600, device: torch.device | None = None) -> int:
+    """Join the process group that the environment describes: gloo for CPU tensors, NCCL for CUDA ones.
+
+    Args:
+        device: of this rank; by default a GPU if there is one. Without one CUDA is not touched.
+        rank_timeout: seconds that a rank waits in a collective until it takes its peer for lost; a network
+            that is cut off gives no other sign. The rendezvous itself waits a day, since one machine may
+            still be tokenising what another one has in its cache.
+
+    Returns:
+        The local rank; 0 without a process group (a single process).
+
+    Raises:
+        UserError: the environment does not say which rank this is, the ranks cannot meet, or two share a GPU.
+    """
+    place = launch()
+    if place.problem:
+        raise UserError(place.problem)
+    if place.world_size == 1:
+        return 0
+    local_rank = place.local_rank
+    on_gpu = device.type == "cuda" if device is not None else torch.cuda.is_available()
+    if on_gpu:
+        torch.cuda.set_device(min(local_rank, torch.cuda.device_count() - 1) if device is None else device)
+    # torchrun's own default
+    elif place.local_world_size > 1 and os.environ.get("OMP_NUM_THREADS", "1") == "1":
+        torch.set_num_threads(max(1, available_cores() // place.local_world_size))  # share the cores instead
+    try:
+        timeout = timedelta(seconds=rank_timeout)
+        backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
+        interruptible(lambda: join_process_group(place.rank, place.world_size, backend, timeout))
+    except RuntimeError as error:  # dist.DistNetworkError and its like
+        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise UserError(
+            f"the ranks cannot meet at {where} ({reason(error)}); if the port is taken give torchrun another "
+            "--master_port, or --standalone on one machine"
+        ) from error
+    if on_gpu:
+        check_gpus_differ()
+    return local_rank
+
+
 def setup_seed(seed: int) -> None:
     """Seed Python, numpy and torch, alike on every rank, and make cuDNN deterministic."""
     random.seed(seed)
@@ -69,61 +124,33 @@ def get_lr(current_step: int, total_steps: int, lr: float) -> float:
     return lr * (0.1 + 0.45 * (1 + math.cos(math.pi * current_step / total_steps)))
 
 
-def warmup_cosine(update: int, total_updates: int, args: StageArgs) -> float:
-    """The schedule of a stage: learning rate of an update, from 1; linear warm-up times the cosine of
-    `get_lr`."""
-    return min(1.0, update / max(1, args.warmup_updates)) * get_lr(update, total_updates, args.learning_rate)
+def lm_checkpoint(
+    lm_config: Any,
+    weight: str = "full_sft",
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    epoch: int = 0,
+    step: int = 0,
+    wandb: Any = None,
+    save_dir: str | Path = ROOT / "checkpoints",
+    writer: Writer | None = None,
+    resume_from: str | None = None,
+    **kwargs: Any,
+) -> dict[str, Any] | None:
+    """Save the state to resume from when given a model, else return the saved one (None if there is none).
 
-
-def read_start_weights(args: A) -> "tuple[A, MiniMindConfig | None]":
-    """The settings with the shape and the tokenizer of the model in --from_weight, and its config; None if
-    the run starts from random weights, or its checkpoint replaces weights that are gone.
-
-    Order of precedence, the first that there is:
-        config of the weights: in their file, else what the tensors and the name of the file show.
-        shape: the config of the weights; flags, --config, defaults. A flag that contradicts is refused.
-        tokenizer: --tokenizer_path; that of the weights; that of this repository.
-        dropout: the settings alone.
-
-    Raises UserError if there are no such weights, or another shape was asked for.
+    Saved (see `save` in run/checkpoint.py): fp32 weights, optimizer, epoch, step (micro-batches of this epoch
+    done), world size, id of the tracker (`wandb`: its run, or its module), and whatever `kwargs` holds. Of a
+    sharded model all ranks must call. Loading (see `load` there) never runs code from a file.
+    `resume_from`: the state with which a branch begins.
     """
-    if args.from_weight == "none":
-        return args, None
-    path = start_path(args.save_dir, args.from_weight, args)
-    if not path.exists():
-        if is_path(args.from_weight):
-            raise UserError(f"--from_weight {path}: no such file or folder")
-        if not args.from_resume and not args.resume_from:
-            raise missing_weights(path)
-        return args, None
-    config = described_config(path)
-    if config is None:
-        config = read_model(path, args.num_experts_per_tok if args.use_moe else None)[1]
-    shape = {name: getattr(config, name) for name in SHAPE}
-    for name, value in shape.items():
-        if getattr(args, name) != value and is_given(args, name):
-            raise UserError(
-                f"--{name} {getattr(args, name)}: --from_weight {path} is of {value}; leave the flag out"
-            )
-    if not is_given(args, "tokenizer_path"):
-        args = replace(args, tokenizer_path=str(tokenizer_folder(path)))
-    return replace(args, **shape), config
-
-
-def is_given(args: StageArgs, name: str) -> bool:
-    """Whether the user gave a setting, be it with the value of its default."""
-    return name in args.given or getattr(args, name) != getattr(type(args), name)
-
-
-def build_model_config(
-    tokenizer: "PreTrainedTokenizerBase", args: StageArgs, start: "MiniMindConfig | None"
-) -> "MiniMindConfig":
-    """The config of the model of a stage. start: that of its start weights, from `read_start_weights`. Raises
-    UserError if they were trained with another tokenizer."""
-    if start is None:
-        return model_config(tokenizer, args)
-    check_tokenizer(tokenizer, args.tokenizer_path, start)
-    return model_config(tokenizer, args, **start.own_fields())
+    path = resume_path(save_dir, weight, lm_config)
+    if model is None:
+        return load(path, resume_from)
+    run = wandb.get_run() if hasattr(wandb, "get_run") else wandb
+    progress = {"epoch": epoch, "step": step, "wandb_id": getattr(run, "id", None)}
+    save(path, lm_config, model, optimizer, progress | kwargs, writer)
+    return None
 
 
 def init_model(
@@ -155,13 +182,59 @@ def init_model(
 # -------------------------------------------------------------------------------------
 
 
+def warmup_cosine(update: int, total_updates: int, args: StageArgs) -> float:
+    """The schedule of a stage: learning rate of an update, from 1; linear warm-up times the cosine of
+    `get_lr`."""
+    return min(1.0, update / max(1, args.warmup_updates)) * get_lr(update, total_updates, args.learning_rate)
+
+
+def read_start_weights(args: A) -> "tuple[A, MiniMindConfig | None]":
+    """The settings with the shape and the tokenizer of the model in --from_weight, and its config; None if
+    there are no such weights any more, and a checkpoint replaces them.
+
+    Order of precedence, the first that there is:
+        config of the weights: in their file, else what the tensors and the name of the file show.
+        shape: the config of the weights; flags, --config, defaults. A flag that contradicts is refused.
+        tokenizer: --tokenizer_path; that of the weights; that of this repository.
+        dropout: the settings alone.
+
+    Raises UserError if there are no such weights, or another shape was asked for.
+    """
+    path = start_path(args.save_dir, args.from_weight, args)
+    if not path.exists():
+        if is_path(args.from_weight):
+            raise UserError(f"--from_weight {path}: no such file or folder")
+        if not args.from_resume and not args.resume_from:
+            raise missing_weights(path)
+        return args, None
+    config = described_config(path)
+    if config is None:
+        config = read_model(path, args.num_experts_per_tok if args.use_moe else None)[1]
+    shape = {name: getattr(config, name) for name in SHAPE}
+    for name, value in shape.items():
+        if getattr(args, name) != value and is_given(args, name):
+            raise UserError(
+                f"--{name} {getattr(args, name)}: --from_weight {path} is of {value}; leave the flag out"
+            )
+    if not is_given(args, "tokenizer_path"):
+        args = replace(args, tokenizer_path=str(tokenizer_folder(path)))
+    return replace(args, **shape), config
+
+
+def is_given(args: StageArgs, name: str) -> bool:
+    """Whether the user gave a setting, be it with the value of its default."""
+    return name in args.given or getattr(args, name) != getattr(type(args), name)
+
+
 def read_settings(args_class: type[A], description: str | None) -> "tuple[A, MiniMindConfig | None]":
     """The settings of a stage, from its class, --config and command line, and the config of its start
-    weights, see `read_start_weights`."""
+    weights, see `read_start_weights`; None without any."""
     args = parse_args(args_class, description)
     check_data_paths(args)
     if args.resume_from is not None:
         args = replace(args, from_resume=True)
+    if args.from_weight == "none":
+        return args, None
     return read_start_weights(args)
 
 
@@ -243,7 +316,7 @@ def begin_run(
         state.eval_data = resume.held_out_fingerprint(state.eval_loader)
     if args.patience and state.eval_loader is None:
         raise UserError(f"--patience {args.patience}: early stopping needs held-out data, but there are none")
-    state.bad_updates = BadUpdates(args.max_bad_updates, data.source)
+    state.skipped_updates = SkippedUpdates(args.max_bad_updates, data.source)
     state.peak = peak_rate(state.autocast, state.device)
     state.code = resume.code_hashes(code)
     state.iters = steps_per_epoch(state.run["samples"], args.batch_size)
@@ -261,7 +334,8 @@ def begin_run(
     if args.sample_prompts != "none" and has_prompts:
         state.callbacks += sample_callbacks(state)
     state.callbacks.append(Verdict(getattr(data, "train_dataset", data)))
-    if tokenizer := state.run.get("tokenizer"):
+    tokenizer = state.run.get("tokenizer")
+    if tokenizer and Path(args.tokenizer_path).resolve() != ROOT / "model":
         for folder in (args.save_dir, args.checkpoint_dir):
             keep_tokenizer(args.tokenizer_path, folder, tokenizer)
     if checkpoint is not None:

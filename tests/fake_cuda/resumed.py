@@ -22,9 +22,9 @@ from trainer.objectives import ppo
 from trainer.optim.build import build_optimizer
 from trainer.rollouts import batches as rollouts
 from trainer.rollouts.writer import Trajectory
-from trainer.run.checkpoint import lm_checkpoint
 from trainer.run.saving import save_checkpoint
 from trainer.run.state import TrainState
+from trainer.trainer_utils import lm_checkpoint
 
 CPU = torch.device("cpu")
 RUNS = {"ppo": {}, "ppo with Muon": {"optimizer": "muon"}, "grpo": {}, "grpo with experts": {"use_moe": True}}

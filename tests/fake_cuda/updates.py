@@ -158,7 +158,6 @@ def update(
         state = state_of(use_moe, dtype, **settings)
         with recorder:
             train_update(state, window, 100.0, 110.0)
-            state.bad_updates.remember(1, window, read=False)
             state.update = 2
             Verdict(None).on_optimizer_step(state, 2)
     return {"waits": recorder.waits, "operators": sorted(recorder.operators)}

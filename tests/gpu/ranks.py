@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 from trainer.devices.device import select_device
-from trainer.devices.process_group import init_distributed_mode, leave_process_group, this_rank, world_size
+from trainer.devices.process_group import leave_process_group, this_rank, world_size
+from trainer.trainer_utils import init_distributed_mode
 
 ROOT = Path(__file__).resolve().parents[2]
 # environment variable: a function MODULE:NAME that a test has called first in each process

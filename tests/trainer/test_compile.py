@@ -13,8 +13,9 @@ from model import fused
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from tests.stage_process import context, finish, free_port, rank_variables, run
 from tests.trainer.stage_flags import flags
-from trainer.devices.process_group import init_distributed_mode, leave_process_group
+from trainer.devices.process_group import leave_process_group
 from trainer.devices.wrapping import full_tensor, transformer_layers, unwrap, wrap_model
+from trainer.trainer_utils import init_distributed_mode
 
 # tokens; inductor has kernels of their own for up to 512 and 1,024 rows
 LARGE, MIDDLE, SMALL = 1300, 800, 300

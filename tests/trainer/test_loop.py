@@ -108,7 +108,7 @@ def test_what_a_loss_shows_is_a_mean_over_the_targets_since_the_last_record():
         targets, tokens, _ = update_size(state, [state.size_fn(batch, state.lm_config) for batch in window])
         means, norm = train_update(state, window, targets, tokens)
         losses.append(means[0].item())
-        state.bad_updates.remember(1, window)
+        state.skipped_updates.read_and_warn()
     record = make_record(state, means, norm, False)
     assert record["ids"] == (2 + 5) / 2 and record["mean_loss"] == (losses[0] + losses[2]) / 2
     assert abs(record["twice"] - losses[0] - losses[2]) < 1e-5
@@ -191,8 +191,8 @@ def test_data_loader_processes_make_a_whole_update_ahead(tmp_path, processes, wi
 
 def test_what_start_up_made_is_no_business_of_the_garbage_collector(corpus, tmp_path):
     """At the first record it has set a few hundred thousand objects aside."""
-    script = "import gc, trainer.loop as l; r = l.report; "
-    script += "l.report = lambda *a: (print('set aside:', gc.get_freeze_count()), r(*a))[1]"
+    script = "import gc, trainer.loop as l; r = l.make_record; "
+    script += "l.make_record = lambda *a: (print('set aside:', gc.get_freeze_count()), r(*a))[1]"
     argv = flags(corpus, tmp_path, "pretrain", epochs=1)
     done = run("pretrain", argv, Faults(script=script))
     assert int(re.search(r"^set aside: (\d+)$", done.out, re.M)[1]) > 100_000
@@ -222,7 +222,7 @@ def test_the_plan_that_a_long_run_of_few_updates_is_advised_to_make(kind, flag, 
 def test_a_long_run_of_few_updates_names_the_plan(corpus, tmp_path):
     argv = flags(corpus, tmp_path, "pretrain", batch_size=16, epochs=1)
     assert "plan.py" not in run("pretrain", argv).out
-    long = Faults(script="import trainer.loop; trainer.loop.LONG_RUN = 0")
+    long = Faults(script="import trainer.loop; trainer.loop.SECONDS_TO_ADVISE = 0")
     out = run("pretrain", argv, long).out
     (line,) = [line for line in out.splitlines() if "plan.py" in line]
     assert f"python scripts/plan.py --pretrain_data {corpus['pretrain']} --hours " in line

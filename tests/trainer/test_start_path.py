@@ -20,7 +20,8 @@ from tests.conftest import ROOT, write_jsonl
 from tests.stage_process import Faults, run
 from tests.trainer.stage_flags import assert_same_run, flags
 from trainer import train_full_sft
-from trainer.trainer_utils import build_model_config, init_model, read_settings, read_start_weights
+from trainer.objectives.next_token import model_config
+from trainer.trainer_utils import init_model, read_settings, read_start_weights
 from trainer.weights.files import save_weights, tokenizer_folder
 from trainer.weights.for_tools import load_path
 
@@ -42,7 +43,7 @@ def test_shape_and_tensors_are_those_of_the_model(folder):
     args, start = read_start_weights(train_full_sft.Args(from_weight=str(folder), dropout=0.2))
     assert (args.hidden_size, args.num_hidden_layers, args.use_moe) == (48, 1, False)
     assert args.tokenizer_path == str(folder)
-    config = build_model_config(load_tokenizer(args.tokenizer_path), args, start)
+    config = model_config(load_tokenizer(args.tokenizer_path), args, start)
     assert (config.num_attention_heads, config.intermediate_size, config.vocab_size) == (2, 80, 6464)
     assert config.dropout == 0.2 and not config.tie_word_embeddings
     model, _ = init_model(config, args.from_weight, args.tokenizer_path)
@@ -132,7 +133,7 @@ def test_what_cannot_be_is_one_line(folder, tmp_path):
     (folder / "config.json").write_text(config.replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-05'))
     with_epsilon, start = read_start_weights(train_full_sft.Args(from_weight=str(folder)))
     tokenizer = load_tokenizer(with_epsilon.tokenizer_path)
-    assert build_model_config(tokenizer, with_epsilon, start).rms_norm_eps == 1e-5
+    assert model_config(tokenizer, with_epsilon, start).rms_norm_eps == 1e-5
     args = train_full_sft.Args(from_weight="pretrain", save_dir=str(tmp_path))
     with pytest.raises(UserError, match=r"pretrain_512\.pth do not exist"):  # before the data are tokenised
         read_start_weights(args)

@@ -80,7 +80,7 @@ def select_device(device: str) -> torch.device:
 
 
 def use_deterministic_kernels(enabled: bool) -> None:
-    """For `--deterministic`: have torch and cuBLAS take kernels that give the same bits in every run; where
+    """For `--deterministic`: have torch and cuBLAS take kernels that give bitwise identical runs; where
     torch knows of none it raises an error. Called before CUDA starts: cuBLAS reads its setting once."""
     if enabled != torch.are_deterministic_algorithms_enabled():
         torch.use_deterministic_algorithms(enabled)
@@ -128,7 +128,7 @@ def native_bfloat16(device: torch.device) -> bool:
     if platform.machine().lower() in ("aarch64", "arm64"):
         return True
     # oneDNN emulates it on a CPU that has only AVX512
-    return cpu_has("avx512_bf16") or cpu_has("amx_tile")
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
 def automatic_dtype(device: torch.device) -> str:
@@ -144,18 +144,12 @@ def automatic_dtype(device: torch.device) -> str:
 def has_matrix_unit() -> bool:
     """Whether the CPU has a unit for products of bfloat16 matrices (AMX): four times the rate, on the same
     memory."""
-    return native_bfloat16(torch.device("cpu")) and cpu_has("amx_tile")
-
-
-def cpu_has(instructions: str) -> bool:
-    """Whether torch says that the CPU has these instructions; it does not say so on every platform."""
-    is_supported = getattr(torch.cpu, f"_is_{instructions}_supported", None)
-    return is_supported is not None and is_supported()
+    return native_bfloat16(torch.device("cpu")) and torch.cpu._is_amx_tile_supported()
 
 
 def native_float16(device: torch.device) -> bool:
     """Whether the device has float16 arithmetic; emulated it is hundreds of times slower than float32."""
-    return device.type != "cpu" or cpu_has("amx_fp16")
+    return device.type != "cpu" or torch.cpu._is_amx_fp16_supported()
 
 
 def check_dtype(dtype: str, device: torch.device) -> None:

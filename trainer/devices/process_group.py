@@ -6,37 +6,40 @@ import os
 import socket
 import time
 import traceback
-import uuid
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
 from threading import Thread
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from common.errors import UserError, reason, say
-from common.launcher import available_cores, launch
 
 RENDEZVOUS_TIMEOUT = timedelta(days=1)
-CLEANUP_PATIENCE = 5.0  # seconds
-MEETING_INTERVAL = 0.05  # seconds between two looks at torchrun's store
+CLEANUP_TIMEOUT = 5.0  # seconds
 # in the messages of gloo and NCCL (torch 2.11 to 2.13) when a peer is gone: there is no exception type of its
 # own
-LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused")
-LOST += ("Timed out wait", "Connection timed out", "No route to host", "Network is unreachable")
-LOST += (
+LOST_PEER_MESSAGES = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "Connection refused",
+    "Timed out wait",
+    "Connection timed out",
+    "No route to host",
+    "Network is unreachable",
     "remote process exited",
     "Socket closed",
     "recvValue failed",
     "sendBytes failed",
     "communicator was aborted",
 )
-ANSWER, NAMED = 5.0, 8  # seconds for ranks to say that they are alive; lost ranks that are named
-T = TypeVar("T")
+ANSWER_TIMEOUT = 5.0  # seconds for ranks to say that they are alive
+MAX_NAMED_RANKS = 8  # lost ranks that a message names
 _store: dist.Store | None = None  # where the ranks have met
 
 
@@ -82,8 +85,8 @@ def meet() -> None:
 
 
 def lost_rank_message(error: Exception) -> str:
-    """The error line for a failed collective, with the ranks that do not say within ANSWER seconds that
-    theirs failed as well. If the store cannot be reached, they are not known."""
+    """The error line for a failed collective, with the ranks that do not say within ANSWER_TIMEOUT seconds
+    that theirs failed as well. If the store cannot be reached, they are not known."""
     silent: list[str] = []
 
     def ask() -> None:
@@ -92,10 +95,10 @@ def lost_rank_message(error: Exception) -> str:
 
     thread = Thread(target=ask, daemon=True)
     thread.start()
-    thread.join(ANSWER + 2)
-    names = silent[:NAMED]
-    if len(silent) > NAMED:
-        names.append(f"{len(silent) - NAMED} more")
+    thread.join(ANSWER_TIMEOUT + 2)
+    names = silent[:MAX_NAMED_RANKS]
+    if len(silent) > MAX_NAMED_RANKS:
+        names.append(f"{len(silent) - MAX_NAMED_RANKS} more")
     what = "ended while this one waited for it, hangs, or cannot be reached"
     then = "the reason is what that rank or torchrun says; --from_resume 1 goes on from the last checkpoint"
     return f"rank {dist.get_rank()}: {', '.join(names) or 'another rank'} {what} ({reason(error)}); {then}"
@@ -106,7 +109,7 @@ def _silent_ranks() -> list[str]:
     assert _store is not None
     store = _store
     store.set(f"failed/{dist.get_rank()}", "")
-    time.sleep(ANSWER)
+    time.sleep(ANSWER_TIMEOUT)
 
     def absent(ranks: range) -> list[int]:
         """Halves what is asked for: of 1,000 ranks it takes 20 questions to find one."""
@@ -120,52 +123,23 @@ def _silent_ranks() -> list[str]:
     ]
 
 
-def init_distributed_mode(rank_timeout: float = 600, device: torch.device | None = None) -> int:
-    """Join the process group that the environment describes: gloo for CPU tensors, NCCL for CUDA ones.
+def join_process_group(rank: int, ranks: int, backend: str, timeout: timedelta) -> None:
+    """Wait for all ranks, for a day: one machine may still be tokenising what another one has in its cache.
+    Then make the process group, whose collectives wait for `timeout`.
 
-    Args:
-        device: of this rank; by default a GPU if there is one. Without one CUDA is not touched.
-        rank_timeout: seconds that a rank waits in a collective until it takes its peer for lost; a network
-            that is cut off gives no other sign. The rendezvous itself waits a day, since one machine may
-            still be tokenising what another one has in its cache.
-
-    Returns:
-        The local rank; 0 without a process group (a single process).
-
-    Raises:
-        UserError: the environment does not say which rank this is, the ranks cannot meet, or two share a GPU.
-    """
+    torchrun's store outlives the processes that `--max-restarts` replaces: the restart count is the prefix of
+    the keys, so that they meet none of the replaced ones."""
     global _store
-    place = launch()
-    if place.problem:
-        raise UserError(place.problem)
-    if place.world_size == 1:
-        return 0
-    local_rank = place.local_rank
-    on_gpu = device.type == "cuda" if device is not None else torch.cuda.is_available()
-    if on_gpu:
-        torch.cuda.set_device(min(local_rank, torch.cuda.device_count() - 1) if device is None else device)
-    # torchrun's own default
-    elif place.local_world_size > 1 and os.environ.get("OMP_NUM_THREADS", "1") == "1":
-        torch.set_num_threads(max(1, available_cores() // place.local_world_size))  # share the cores instead
-    try:
-        timeout = timedelta(seconds=rank_timeout)
-        backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
-        _store = _interruptible(lambda: _meet(place.rank, place.world_size, timeout))
-        options = {"rank": place.rank, "world_size": place.world_size, "timeout": timeout}
-        _interruptible(lambda: dist.init_process_group(backend, store=_store, **options))
-    except RuntimeError as error:  # dist.DistNetworkError and its like
-        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        raise UserError(
-            f"the ranks cannot meet at {where} ({reason(error)}); if the port is taken give torchrun another "
-            "--master_port, or --standalone on one machine"
-        ) from error
-    if on_gpu:
-        _check_gpus()
-    return local_rank
+    torch_store, *_ = next(dist.rendezvous("env://", rank, ranks, timeout=RENDEZVOUS_TIMEOUT))
+    store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), torch_store)
+    store.set(f"host/{rank}", socket.gethostname())
+    store.wait([f"host/{other}" for other in range(ranks)], RENDEZVOUS_TIMEOUT)
+    store.set_timeout(timeout)
+    _store = store
+    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timeout)
 
 
-def _check_gpus() -> None:
+def check_gpus_differ() -> None:
     """Refuse ranks that share a GPU, as NCCL would in the middle of the first update."""
     gpus = gather(str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid))
     for rank, gpu in enumerate(gpus):
@@ -177,45 +151,9 @@ def _check_gpus() -> None:
             )
 
 
-def _meet(rank: int, ranks: int, timeout: timedelta) -> dist.Store:
-    """Wait for all ranks; returns a store in which no earlier processes of the run have left keys. `timeout`:
-    of what is waited for there later on.
-
-    torchrun's store outlives the processes that `--max-restarts` replaces, and TORCHELASTIC_RESTART_COUNT can
-    differ between machines. So rank 0 counts the attempts, and the others register for the latest one under a
-    random name,
-    until rank 0 has listed that name: then both are alive, and all have the same attempt.
-    """
-    store, *_ = next(dist.rendezvous("env://", rank, ranks, timeout=RENDEZVOUS_TIMEOUT))
-    if rank == 0:
-        attempt = store.add("attempts", 1)
-        registered = [f"{attempt}/{other}" for other in range(1, ranks)]
-        store.wait(registered, RENDEZVOUS_TIMEOUT)
-        store.set(f"{attempt}/names", " ".join(store.get(key).decode() for key in registered))
-    else:
-        attempt = _listed_attempt(store, rank)
-    store.set_timeout(timeout)
-    attempt_store = dist.PrefixStore(str(attempt), store)
-    attempt_store.set(f"host/{rank}", socket.gethostname())
-    return attempt_store
-
-
-def _listed_attempt(store: dist.Store, rank: int) -> int:
-    name, attempt, begin = uuid.uuid4().hex, 0, time.monotonic()
-    while not (store.check([f"{attempt}/names"]) and name in store.get(f"{attempt}/names").decode()):
-        if time.monotonic() - begin > RENDEZVOUS_TIMEOUT.total_seconds():
-            raise dist.DistStoreError("rank 0 is missing")
-        time.sleep(MEETING_INTERVAL)
-        latest = store.add("attempts", 0)
-        if latest > attempt:
-            attempt = latest
-            store.set(f"{attempt}/{rank}", name)
-    return attempt
-
-
-def _interruptible(work: Callable[[], T]) -> T:
+def interruptible(work: Callable[[], None]) -> None:
     """Call `work` in a thread: a signal does not interrupt torch's waiting, but it does the main thread's."""
-    future: Future[T] = Future()
+    future: Future[None] = Future()
 
     def call() -> None:
         try:
@@ -227,14 +165,14 @@ def _interruptible(work: Callable[[], T]) -> T:
     thread.start()
     while thread.is_alive():
         thread.join(0.1)
-    return future.result()
+    future.result()
 
 
 def leave_process_group(error: BaseException | None = None) -> None:
     """Destroy the process group, all ranks together. Call it when no DDP-wrapped model is referenced any
     more.
 
-    error: what ends this rank. Others may be gone then, so it is waited for no longer than CLEANUP_PATIENCE.
+    error: what ends this rank. Others may be gone then, so it is waited for no longer than CLEANUP_TIMEOUT.
 
     DDP's reducer must be freed before the group: freed after it, it joins gloo's threads while it holds the
     interpreter lock that they need to release their last tensors (a deadlock seen once in some dozen runs).
@@ -251,4 +189,4 @@ def leave_process_group(error: BaseException | None = None) -> None:
     gc.collect()
     thread = Thread(target=dist.destroy_process_group, daemon=True)
     thread.start()
-    thread.join(CLEANUP_PATIENCE if failed else None)
+    thread.join(CLEANUP_TIMEOUT if failed else None)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from model.model_minimind import MiniMindForCausalLM
 
-PIECE = 1024  # targets whose predictions are compared at once
+TARGETS_AT_ONCE = 1024  # targets whose predictions are compared at once
 
 
 @dataclass(kw_only=True)
@@ -117,7 +117,7 @@ def distillation_sums(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Sums over the targets of the student's cross entropy and of its divergence from the teacher, and its
     load-balancing loss. The predictions are compared piece by piece and not kept for the backward pass:
-    beside the logits of both, memory holds [PIECE, V] at a time."""
+    beside the logits of both, memory holds [TARGETS_AT_ONCE, V] at a time."""
 
     def compared(logits: Tensor, targets: Tensor, wanted: Tensor) -> Tensor:
         cross_entropy = F.cross_entropy(logits.float(), targets, reduction="sum")
@@ -126,7 +126,7 @@ def distillation_sums(
     logits, aux_loss = target_logits(model, batch)
     with torch.no_grad():
         wanted, _ = target_logits(teacher, batch)
-    pieces = zip(*(part.split(PIECE) for part in (logits, batch["targets"], wanted)), strict=True)
+    pieces = zip(*(part.split(TARGETS_AT_ONCE) for part in (logits, batch["targets"], wanted)), strict=True)
     options = {"use_reentrant": False, "preserve_rng_state": False}
     sums = torch.stack([checkpoint(compared, *piece, **options) for piece in pieces]).sum(0)
     return sums[0], sums[1], aux_loss

@@ -18,12 +18,12 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from common.errors import UserError, reason
-from common.files import atomic_write
+from common.files import atomic_write, write_json
 from model.linear import LoRALinear, is_plain
 from trainer.devices.process_group import Logger, is_main_process
 from trainer.devices.wrapping import full_tensor, is_sharded, unwrap
 from trainer.run.checkpoint import UNREADABLE, Writer
-from trainer.weights.files import Description, description_of, write_description
+from trainer.weights.files import Description, description_of
 
 if TYPE_CHECKING:
     from model.model_minimind import MiniMindForCausalLM
@@ -32,7 +32,8 @@ TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 MINIMIND_RANK = 16  # of all adapters that MiniMind loads
 PREFIX = "base_model.model."  # of the names in the file
-PLAIN: dict[str, tuple] = {  # fields of PEFT's config -> the values whose arithmetic is that of LoRALinear
+# fields of PEFT's config -> the values whose arithmetic is that of LoRALinear
+SUPPORTED_PEFT_VALUES: dict[str, tuple] = {
     "peft_type": ("LORA",),
     "bias": ("none",),
     "use_dora": (False, None),
@@ -52,9 +53,8 @@ def unknown_targets(targets: str) -> str:
 def add_adapters(
     model: "MiniMindForCausalLM", rank: int, alpha: float, dropout: float, targets: Sequence[str]
 ) -> None:
-    """Freeze a model and give its layers of these names adapters, in place; those of experts included. From
-    now on the model's state dict holds only what is trained. Raises UserError for a layer that no adapter
-    fits."""
+    """Freeze a model and give its layers of these names adapters, in place; those of experts included. Raises
+    UserError for a layer that no adapter fits."""
     model.requires_grad_(False)
     for module, name in [
         (module, name) for module in model.modules() for name in targets if hasattr(module, name)
@@ -62,33 +62,21 @@ def add_adapters(
         setattr(module, name, LoRALinear(getattr(module, name), rank, alpha / rank, dropout))
     config = {"r": rank, "lora_alpha": alpha, "lora_dropout": dropout, "target_modules": list(targets)}
     cast(Any, model).adapter = config
-    cast(nn.Module, model).register_state_dict_post_hook(_leave_out_frozen)
-    cast(nn.Module, model).register_load_state_dict_post_hook(_expect_no_frozen)
     Logger(f"{sum(p.numel() for p in model.parameters() if p.requires_grad) / 1e6:.2f} M of them are trained")
 
 
-def _leave_out_frozen(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict) -> None:
-    trained = trained_parameters(module)
-    for name in [name for name in state if name.removeprefix(prefix) not in trained]:
-        del state[name]
-
-
-def _expect_no_frozen(module: nn.Module, keys: Any) -> None:
-    trained = trained_parameters(module)
-    keys.missing_keys[:] = [name for name in keys.missing_keys if name in trained]
-
-
-def trained_parameters(model: nn.Module) -> set[str]:
-    """The names of the parameters that are trained."""
-    return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+def adapter_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """The tensors of the adapters alone, by name; those of the frozen model are left out."""
+    state = unwrap(model).state_dict(keep_vars=True)
+    return {name: value for name, value in state.items() if ".lora_" in name}
 
 
 def check_that_adapters_alone_are_trained(model: nn.Module) -> None:
     """Raise UserError if a parameter is trained that is none of an adapter: `save_adapter` would not write
     it."""
-    others = sorted(name for name in trained_parameters(unwrap(model)) if ".lora_" not in name)
-    if others:
-        raise UserError(f"{others[0]} is trained besides the adapters, whose file cannot hold it; freeze it")
+    for name, parameter in unwrap(model).named_parameters():
+        if parameter.requires_grad and ".lora_" not in name:
+            raise UserError(f"{name} is trained besides the adapters, whose file cannot hold it; freeze it")
 
 
 def save_adapter(
@@ -99,10 +87,9 @@ def save_adapter(
     folder, inner = path.with_suffix(""), unwrap(model)
     if not (is_main_process() or is_sharded(model)):
         return folder
-    state = inner.state_dict(keep_vars=True)
-    tensors = {
-        PREFIX + name: full_tensor(value.detach()).float().cpu().clone() for name, value in state.items()
-    }
+    tensors = {}
+    for name, value in adapter_state_dict(model).items():
+        tensors[PREFIX + name] = full_tensor(value.detach()).float().cpu().clone()
     described = description_of(model, description)
     fixed = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none", "inference_mode": True}
     config = fixed | {"base_model_name_or_path": None} | cast(dict[str, Any], inner.adapter)
@@ -110,7 +97,7 @@ def save_adapter(
     def job() -> None:
         atomic_write(folder / CONFIG, lambda file: file.write(json.dumps(config, indent=2).encode()))
         atomic_write(folder / WEIGHTS, lambda file: file.write(save(tensors, {"format": "pt"})))
-        write_description(path.with_suffix(".json"), described)
+        write_json(path.with_suffix(".json"), described)
 
     if is_main_process():
         writer.submit(job)
@@ -180,7 +167,7 @@ def read_adapter(model: "MiniMindForCausalLM", folder: Path) -> tuple[dict[str, 
         config["lora_alpha"] / config["r"], list(config["target_modules"])
     except (SafetensorError, ZeroDivisionError, *UNREADABLE) as error:
         raise UserError(f"adapter {folder}: it is not readable ({reason(error)})") from error
-    for name, values in PLAIN.items():
+    for name, values in SUPPORTED_PEFT_VALUES.items():
         if name in config and config[name] not in values:
             raise UserError(f"adapter {folder}: {name} {config[name]!r} is not supported, only {values[0]!r}")
     if not set(config["target_modules"]) <= set(TARGETS):

@@ -18,17 +18,31 @@ if TYPE_CHECKING:
     from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 
 # a field that a reader adds is of the shape, too
-SHAPE = tuple(name for name, row in settings_of(ModelConfig).items() if row.role != "free")
+SHAPE: list[str] = []
+for name, row in settings_of(ModelConfig).items():
+    if row.role != "not_shape":
+        SHAPE.append(name)
 Batch = dict[str, Any]  # flat; see `collate_flat` in dataset/lm_dataset.py
 
 
-def model_config(tokenizer: "PreTrainedTokenizerBase", shape: ModelConfig, **fields: Any) -> "MiniMindConfig":
+def model_config(
+    tokenizer: "PreTrainedTokenizerBase",
+    shape: ModelConfig,
+    start: "MiniMindConfig | None" = None,
+    **fields: Any,
+) -> "MiniMindConfig":
     """The config of a model of this shape (a stage's settings, or the engine's `config.model`), with this
-    tokenizer's vocabulary and special tokens; `fields`: those of the config that are no settings, such as
-    `head_dim`."""
+    tokenizer's vocabulary and special tokens.
+
+    start: the config of the weights that it starts from. fields: those of the config that are no settings,
+    such as `head_dim`. Raises UserError if the start weights were trained with another tokenizer."""
     from model.model_minimind import MiniMindConfig
 
-    values: dict[str, Any] = {"vocab_size": len(tokenizer)} | fields | tokenizer_fields(tokenizer)
+    values: dict[str, Any] = {"vocab_size": len(tokenizer)} | fields
+    if start is not None:
+        check_tokenizer(tokenizer, shape.tokenizer_path, start)
+        values |= start.own_fields()
+    values |= tokenizer_fields(tokenizer)
     values |= {name: getattr(shape, name) for name in (*SHAPE, "dropout")}
     return MiniMindConfig(**values)
 

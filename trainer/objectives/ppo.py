@@ -62,7 +62,7 @@ class ActorCritic(nn.Module):
 def save_actor(
     model: nn.Module, path: Path, writer: Writer | None = None, description: Description | None = None
 ) -> Path:
-    """Write the weights for use: those of the policy alone, under the names of any other stage."""
+    """Write the inference weights: those of the policy alone, under the names of any other stage."""
     return save_weights(unwrapped(model).actor, path, writer, description)
 
 

@@ -1,13 +1,16 @@
-"""Optimizers: AdamW for all parameters, or Muon for the hidden matrices and AdamW for the others; skippable
-steps."""
+"""Optimizers: AdamW for all parameters, or Muon for the hidden matrices and AdamW for the others; and the
+updates that are skipped."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.optim import AdamW, Optimizer
 
-from common.errors import UserError
+from common.errors import UserError, warn
+from trainer.devices.process_group import gather
 from trainer.optim.muon import Muon
 
 MUON_LR_SCALE = 8.0  # best learning rate of Muon relative to AdamW's; docs/dev/LOG.md, "Muon's learning rate"
@@ -148,3 +151,87 @@ def should_step(optimizer: Optimizer, skip: Tensor) -> bool:
         optimizer.grad_scale, optimizer.found_inf = None, skip.float()  # type: ignore[attr-defined]
         return True
     return not skip.item()
+
+
+class SkippedUpdates:
+    """Updates with a non-finite loss or gradient are skipped on all ranks and counted; too many in a row end
+    the run.
+
+    Losses and gradient norm are all-reduced, so all ranks decide alike. The decision stays on the device
+    until `read_and_warn`, so that the host does not wait for a GPU in every update. In float16 a gradient may
+    overflow because the scaler's scale is too high; the scaler then lowers it. Such an update is skipped as
+    well, but counted apart, as an overflow.
+
+    Args:
+        limit: non-finite updates in a row that end the run.
+        source: FILE:LINE of a sample.
+    """
+
+    def __init__(self, limit: int = 5, source: Callable[[int], str] = str):
+        self.limit, self.source = limit, source
+        self.in_a_row = 0
+        self.skipped: list[dict[str, Any]] = []  # since the last record
+        self.overflows = 0  # since the last record
+        # update, [2] on the device: not finite, an overflow; the samples of this rank
+        self._unread: list[tuple[int, Tensor, list[int]]] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        """The counts to save."""
+        return {"in_a_row": self.in_a_row, "skipped": self.skipped, "overflows": self.overflows}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Continue from saved counts."""
+        self.in_a_row, self.skipped = saved["in_a_row"], list(saved["skipped"])
+        self.overflows = saved["overflows"]
+
+    def check_on_device(
+        self, update: int, window: list[dict], losses: Tensor, grad_norm: Tensor, scaler: GradScaler
+    ) -> Tensor:
+        """Whether to skip the optimizer step of an update: a bool [] on the device.
+
+        window: its micro-batches, whose samples a warning names. losses [2]: its mean losses over all ranks.
+        grad_norm []: of the unscaled, reduced gradient. An overflow counts as one only while the scaler can
+        still lower its scale.
+        """
+        bad_loss = ~torch.isfinite(losses).all()
+        skip = bad_loss | ~torch.isfinite(grad_norm)
+        scale = scaler.scale(torch.ones_like(grad_norm))  # read on the device; 1 without a scaler
+        bad = bad_loss | (skip & (scale <= 1.0))
+        samples = [i for batch in window if "sample_ids" in batch for i in batch["sample_ids"].tolist()]
+        self._unread.append((update, torch.stack((bad, skip & ~bad)), samples))
+        return skip
+
+    def read_and_warn(self) -> None:
+        """Look at the updates since the last reading and warn of the skipped ones. Sync point. Raises
+        UserError if `limit` of them came in a row."""
+        unread, self._unread = self._unread, []
+        if not unread:
+            return
+        decisions = torch.stack([decision for _, decision, _ in unread]).tolist()
+        for (update, _, samples), (bad, overflow) in zip(unread, decisions, strict=True):
+            self.overflows += overflow
+            self.in_a_row = self.in_a_row + 1 if bad else 0
+            if bad:
+                self._warn(update, samples)
+            if self.in_a_row >= self.limit:
+                raise UserError(
+                    f"--max_bad_updates {self.limit}: the loss or gradient was not finite in {self.limit} "
+                    f"updates in a row, the last of them update {update}. The last checkpoint is intact, "
+                    "none of these updates is in it; lower --learning_rate, look at the samples named above, "
+                    "or use --dtype float32"
+                )
+
+    def _warn(self, update: int, own_samples: list[int]) -> None:
+        samples = sum(gather(own_samples), [])
+        self.skipped.append({"update": update, "sample_ids": samples})
+        named = ", ".join(f"{sample} ({self.source(sample)})" for sample in samples[:4])
+        more = f" and {len(samples) - 4} more, all in the metrics file" if len(samples) > 4 else ""
+        warn(f"update {update} is skipped, its loss or gradient is not finite; its samples: {named}{more}")
+
+    def pop_record_fields(self) -> dict[str, Any]:
+        """The fields of a log record, and a new start: `skipped`, the updates [{"update", "sample_ids"}]
+        since the last record, and `overflows`, how many more were skipped because of one in float16; each
+        where there are any."""
+        taken = {"skipped": self.skipped, "overflows": self.overflows}
+        self.skipped, self.overflows = [], 0
+        return {name: value for name, value in taken.items() if value}

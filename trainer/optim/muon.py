@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from trainer.devices.device import native_bfloat16
 from trainer.devices.wrapping import local_tensor
 
-STACK = 1 << 24  # elements of the matrices that are orthogonalised at once: 64 MiB in float32
+STACKED_ELEMENTS = 1 << 24  # elements of the matrices that are orthogonalised at once: 64 MiB in float32
 CPU_STACK = 1 << 22  # there: memory of more than 32 MiB at once is new each time, which costs page faults
 
 
@@ -22,8 +22,9 @@ class Muon(Optimizer):
     depth.
 
     Several ranks share the stacks, also those of sharded parameters. How they are cut does not depend on the
-    ranks, so the results are the same bits. The iteration is in float32 where bfloat16 is emulated (on such a
-    CPU a product of matrices takes 3 to 100 times as long), and a step can be undone on the device.
+    ranks, so the results are bitwise identical. The iteration is in float32 where bfloat16 is emulated
+    (on such a CPU a product of matrices takes 3 to 100 times as long), and a step can be undone on the
+    device.
 
     rows: m of the matrices [m, n] in each parameter; one of three dimensions holds several, one below the
     other.
@@ -77,8 +78,8 @@ class Muon(Optimizer):
     def stacks(self) -> list[tuple[dict[str, Any], list[Tensor]]]:
         """The parameters with a gradient, in stacks of one group and shape, each with its group.
 
-        A stack has STACK elements at most, or a single parameter. Those with most work come first: ranks that
-        take one each then end together.
+        A stack has STACKED_ELEMENTS at most, or a single parameter. Those with most work come first: ranks
+        that take one each then end together.
         """
         alike: dict[tuple, list[Tensor]] = {}
         for number, group in enumerate(self.param_groups):
@@ -87,7 +88,7 @@ class Muon(Optimizer):
                     alike.setdefault((number, self.rows[p], p.shape), []).append(p)
         stacks = []
         for (number, rows, shape), params in alike.items():
-            limit = CPU_STACK if params[0].device.type == "cpu" else STACK
+            limit = CPU_STACK if params[0].device.type == "cpu" else STACKED_ELEMENTS
             count = max(1, limit // shape.numel())
             for i in range(0, len(params), count):
                 piece = params[i : i + count]

@@ -86,10 +86,6 @@ class MetricsLog:
             self.file.flush()
             os.fsync(self.file.fileno())
 
-    def tick(self, update: int) -> None:
-        """Move the bar, at every update."""
-        self.bar.update(update - self.bar.n)
-
     def write(self, record: dict[str, Any], head: str) -> None:
         """Record one update. `head` opens the console line, e.g. `Epoch:[1/2](100/1200) 4%`."""
         try:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 Prompt = tuple[str, list[int]]  # as it is shown, and its tokens
 # samples of the held-out data; tokens of an answer; of a document's beginning
-COUNT, NEW_TOKENS, OPENING = 3, 48, 16
+NUM_PROMPTS, MAX_NEW_TOKENS, OPENING_TOKENS = 3, 48, 16
 MIN_TRIGRAMS = 24  # of fewer it says little how many are distinct
 
 
@@ -80,13 +80,13 @@ def file_prompts(args: Any, tokenizer: "PreTrainedTokenizerBase", held_out: Stag
 def held_out_prompts(tokenizer: "PreTrainedTokenizerBase", held_out: StageData) -> list[Prompt]:
     """The beginnings of some held-out samples: a conversation's up to its first answer, a document's first
     words."""
-    chosen = sorted({i * len(held_out) // COUNT for i in range(COUNT)})
+    chosen = sorted({i * len(held_out) // NUM_PROMPTS for i in range(NUM_PROMPTS)})
     if isinstance(held_out, PromptDataset):
         return [(str(held_out[i].messages[-1]["content"]), held_out[i].input_ids) for i in chosen]
     parts = []
     for sample in (held_out[i][0] for i in chosen):
         tokens, first_answered = sample["input_ids"].tolist(), int(sample["loss_mask"].argmax())
-        opening = min(OPENING, len(tokens) // 2) if held_out.kind == "pretrain" else first_answered
+        opening = min(OPENING_TOKENS, len(tokens) // 2) if held_out.kind == "pretrain" else first_answered
         parts.append(tokens[: max(1, opening)])
     return [(shown(tokenizer, part), part) for part in parts]
 
@@ -136,7 +136,7 @@ class Samples(Callback):
 
         model: Any = unwrap(state.model)
         model = getattr(model, "actor", model)  # of PPO
-        room = model.config.max_position_embeddings - NEW_TOKENS
+        room = model.config.max_position_embeddings - MAX_NEW_TOKENS
         prompts = [tokens[-room:] for _, tokens in self.prompts]
         was_training = model.training
         model.eval()
@@ -146,7 +146,9 @@ class Samples(Callback):
         # the cache holds the weights' own dtype
         with torch.autocast(state.device.type, enabled=False), eager:
             greedy = [[Sampling(temperature=0.0)]] * len(prompts)
-            written = generate(model, prompts, greedy, NEW_TOKENS, [cast(int, self.tokenizer.eos_token_id)])
+            written = generate(
+                model, prompts, greedy, MAX_NEW_TOKENS, [cast(int, self.tokenizer.eos_token_id)]
+            )
         model.train(was_training)
         return [answer.tokens for (answer,) in written]
 

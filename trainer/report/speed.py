@@ -32,7 +32,7 @@ GPUS = {
     "h200": (989, 141, "H200"),
 }
 # seconds until the rate is measured again, then at twice the age and so on: less than 1 % of them
-FIRST_AGAIN = 60.0
+REMEASURE_AFTER = 60.0
 
 
 class Size(NamedTuple):
@@ -167,7 +167,7 @@ class PeakRate:
     best: float = math.inf
     measure: Callable[[], float] | None = None
     data_sheet_rate: float | None = None  # of this GPU by its data sheet
-    next_measurement_at: float = FIRST_AGAIN
+    next_measurement_at: float = REMEASURE_AFTER
     begin: float = field(default_factory=time.perf_counter)
 
     def remeasure_if_due(self) -> None:

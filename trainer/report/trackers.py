@@ -10,7 +10,7 @@ from common.errors import reason, warn
 from common.settings import StageArgs
 from trainer.devices.process_group import is_main_process
 
-START_PATIENCE, END_PATIENCE = 30.0, 60.0  # seconds
+START_TIMEOUT, END_TIMEOUT = 30.0, 60.0  # seconds
 
 
 def start_tracker(
@@ -65,7 +65,7 @@ class Tracker:
             settings |= {"id": run_id, "resume": "allow"}
         self._thread = threading.Thread(target=self._work, args=(settings,), daemon=True, name="swanlab")
         self._thread.start()
-        self._ready.wait(START_PATIENCE)  # time to learn the run's id; a slower network is not waited for
+        self._ready.wait(START_TIMEOUT)  # time to learn the run's id; a slower network is not waited for
 
     def _work(self, settings: dict[str, Any]) -> None:
         try:
@@ -101,8 +101,8 @@ class Tracker:
             warn("SwanLab is far behind; a point was dropped")
 
     def finish(self, timeout: float | None = None) -> None:
-        """Let the queue drain and close the run, waiting `timeout` seconds at most (END_PATIENCE)."""
-        timeout = END_PATIENCE if timeout is None else timeout
+        """Let the queue drain and close the run, waiting `timeout` seconds at most (END_TIMEOUT)."""
+        timeout = END_TIMEOUT if timeout is None else timeout
         try:
             self._queue.put_nowait(None)
         except queue.Full:

@@ -25,8 +25,8 @@ MIN_UPDATES = 100  # a run of fewer is pointed out
 MEAN_UPDATES = 20  # of a mean; a tenth of the updates so far if that is less
 PLATEAU_UPDATES = 300  # or half of a shorter run: then a healthy model knows more than how often tokens occur
 REWARD_UPDATES = 10  # in a row without a difference between rewards, or with cut completions only
-RISES = 3  # of eval_loss in a row
-FAIR_SAMPLES = 8  # of the first update, from which its loss alone is judged
+RISES_TO_WARN = 3  # of eval_loss in a row
+MIN_SAMPLES_OF_FIRST_LOSS = 8  # of the first update, from which its loss alone is judged
 MIN_DISTINCT_TRIGRAMS = 0.5  # in the answers to the sample prompts
 CACHE_PARTS, PART_TOKENS = 64, 1 << 14  # of a token cache, in which tokens are counted: a million
 
@@ -177,7 +177,7 @@ class Verdict(Callback):
         if state.update != 1:
             return
         loss, weight = float(self.unread[-1][1]), state.args.from_weight
-        is_fair = state.run["global_batch"] >= FAIR_SAMPLES
+        is_fair = state.run["global_batch"] >= MIN_SAMPLES_OF_FIRST_LOSS
         if weight != "none" and is_fair and loss > 1.01 * history.guessing:
             self.warn(
                 "first loss",
@@ -206,22 +206,18 @@ class Verdict(Callback):
                     now.training_error = pstdev(losses.last) / math.sqrt(count)
             history.evaluations.append(now)
             history.distinct_trigrams = record.get("distinct_trigrams")
-            values = [each.held_out for each in history.evaluations[-RISES - 1 :]]
-            has_risen = len(values) > RISES and values == sorted(set(values))
+            values = [each.held_out for each in history.evaluations[-RISES_TO_WARN - 1 :]]
+            has_risen = len(values) > RISES_TO_WARN and values == sorted(set(values))
             is_reward = history.rewards.number > 0
             if has_risen and not is_reward and is_less(history.lowest_evaluation().held_out, now.held_out):
                 rise = self.describe_rise(state)
                 self.warn(
-                    "rising", f"eval_loss has risen {RISES} times in a row, to {now.held_out:.3f}; {rise}"
+                    "rising",
+                    f"eval_loss has risen {RISES_TO_WARN} times in a row, to {now.held_out:.3f}; {rise}",
                 )
         texts, history.unrecorded = history.unrecorded, []
         if texts:
             record["warnings"] = texts
-
-    def on_train_end(self, engine: Any) -> None:
-        line = self.last_line(engine.state)
-        if line:
-            engine.state.last_lines.append(line)
 
     def look_at_losses(self, state: TrainState) -> None:
         """Take in the losses of the updates since the last time, one after the other; warn of one that rose,
@@ -237,7 +233,7 @@ class Verdict(Callback):
             losses.add(loss)
             if losses.number == 1:
                 history.first_update = update
-                if state.run["global_batch"] >= FAIR_SAMPLES:
+                if state.run["global_batch"] >= MIN_SAMPLES_OF_FIRST_LOSS:
                     history.lowest, history.lowest_update = loss, update
             if losses.number < MEAN_UPDATES:
                 continue
@@ -311,12 +307,13 @@ class Verdict(Callback):
             text += "a sign of overfitting"
         return text
 
-    def last_line(self, state: TrainState) -> str:
-        """One line for the end of the run; empty if no update had a loss."""
+    def on_train_end(self, engine: Any) -> None:
+        """One line of figures for the end of the run, if any update had a loss."""
+        state = engine.state
         self.look_at_losses(state)
         history, losses, rewards = self.history, self.history.losses, self.history.rewards
         if not (losses.number or rewards.number):
-            return ""
+            return
         start, end, count = (rewards if rewards.number else losses).means()
         plural = "" if count == 1 else "s"
         if rewards.number:
@@ -355,7 +352,7 @@ class Verdict(Callback):
         share = history.distinct_trigrams
         if share is not None and share < MIN_DISTINCT_TRIGRAMS:
             text += f"; its answers repeat themselves: {share:.0%} of their trigrams are distinct"
-        return f"verdict: {text}"
+        state.last_lines.append(f"verdict: {text}")
 
 
 def is_less(low: float, high: float, share: float = 0.005) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor
 from common.errors import UserError, reason, warn
 
 State = dict[str, Any]
-PLAIN = (type(None), bool, int, float, str)
+SAVABLE_TYPES = (type(None), bool, int, float, str)
 
 
 class Callback:
@@ -75,7 +75,10 @@ class Callback:
 
 
 EPOCH_HOOKS = ("on_epoch_start", "on_epoch_end")  # called once per epoch, also over resumes
-HOOKS = tuple(name for name in vars(Callback) if name.startswith("on_"))
+HOOKS: list[str] = []
+for name in vars(Callback):
+    if name.startswith("on_"):
+        HOOKS.append(name)
 
 
 class CallbackList(list[Callback]):
@@ -84,12 +87,14 @@ class CallbackList(list[Callback]):
 
     epochs: for each callback the last epoch for which each of EPOCH_HOOKS was called; a checkpoint saves it.
     absent: the saved states of callbacks that this run does not have; they are kept.
+    engine: what they are called with, the TrainingEngine or the TrainState.
     """
 
     def __init__(self, callbacks: Iterable[Callback] = ()):
         super().__init__(callbacks)
         self.epochs: dict[str, dict[str, int]] = {}
         self.absent: dict[str, State] = {}
+        self.engine: Any = None
         for callback in self:
             check_methods(callback)
 
@@ -102,7 +107,7 @@ class CallbackList(list[Callback]):
             named[f"{name}#{same + 1}" if same else name] = callback
         return named
 
-    def dispatch(self, name: str, engine: Any, *args: Any) -> None:
+    def call(self, name: str, *args: Any) -> None:
         """Call a method of each callback that overrides it; the traceback of an exception names the callback.
         In `on_exception` one is only a warning, because the other callbacks still have to close their
         files."""
@@ -117,7 +122,7 @@ class CallbackList(list[Callback]):
                     continue  # before the resume
                 last[name] = args[0]
             try:
-                method(engine, *args)
+                method(self.engine, *args)
             except Exception as error:
                 if name != "on_exception":
                     error.add_note(f"callback {key} failed in {name}")
@@ -129,7 +134,7 @@ class CallbackList(list[Callback]):
         hold."""
         states = dict(self.absent)
         for key, callback in self.by_name().items():
-            state = _plain(callback.state_dict(), f"the state of callback {key}")
+            state = _savable(callback.state_dict(), f"the state of callback {key}")
             if state:
                 states[key] = state
         return states
@@ -165,16 +170,17 @@ def check_methods(callback: Callback) -> None:
             raise UserError(f"{declared}, but it is called as {hook}({', '.join(arguments)})") from error
 
 
-def _plain(value: Any, where: str) -> Any:
+def _savable(value: Any, where: str) -> Any:
     """The value in types that `torch.load(weights_only=True)` accepts: any other would make the file
     unreadable."""
     if isinstance(value, dict):
         return {
-            _plain(key, f"a key of {where}"): _plain(item, f"{where}[{key!r}]") for key, item in value.items()
+            _savable(key, f"a key of {where}"): _savable(item, f"{where}[{key!r}]")
+            for key, item in value.items()
         }
     if type(value) in (list, tuple):
-        return type(value)(_plain(item, f"{where}[{i}]") for i, item in enumerate(value))
-    if type(value) in PLAIN or isinstance(value, Tensor):
+        return type(value)(_savable(item, f"{where}[{i}]") for i, item in enumerate(value))
+    if type(value) in SAVABLE_TYPES or isinstance(value, Tensor):
         return value
     kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
     raise UserError(f"{where} is a {kind}; a checkpoint holds numbers, strings, tensors, lists and dicts")

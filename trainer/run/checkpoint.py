@@ -26,10 +26,9 @@ from torch import Tensor, nn
 
 from common.errors import UserError, reason, warn
 from common.files import atomic_write
-from common.settings import ROOT
 from trainer.devices.process_group import Logger, is_main_process, world_size
 from trainer.devices.wrapping import full_tensor, is_sharded, unwrap
-from trainer.run.paths import is_state, resume_path
+from trainer.run.paths import is_state
 
 STATE_KEYS = {"model", "optimizer", "epoch", "step", "world_size"}  # keys that identify a resume checkpoint
 
@@ -47,12 +46,13 @@ FORMAT = "state_format"  # key of the states that are written here: their files 
 # --- files that are checked
 
 
-def write_file(value: Any, file: BinaryIO, comment: bytes = b"") -> str:
+def write_file(value: Any, file: BinaryIO, described: dict[str, Any] | None = None) -> str:
     """`torch.save` into a file open for reading and writing; returns the SHA-256 of the whole file. Its zip
-    comment is `comment`, followed by the digest of all before it.
+    comment is `described` as JSON, followed by the digest of all before it.
 
-    comment: at most 65,000 bytes.
+    described: of a model {"model": fields of its config, "tokenizer": hash}; at most 65,000 bytes.
     """
+    comment = json.dumps(described).encode() if described else b""
     torch.save(value, file)
     file.seek(-COMMENT_LENGTH.size, os.SEEK_END)
     length = len(comment) + len(DIGEST_MARK) + DIGEST_SIZE
@@ -63,11 +63,6 @@ def write_file(value: Any, file: BinaryIO, comment: bytes = b"") -> str:
     file.write(last)  # reading it has ended at the end
     digest.update(last)
     return digest.hexdigest()
-
-
-def model_comment(config: dict[str, Any], tokenizer: str | None) -> bytes:
-    """The comment of a file with the tensors of a model. config: its fields. tokenizer: its hash."""
-    return json.dumps({"model": config, "tokenizer": tokenizer}).encode()
 
 
 def comment_of(path: Path) -> bytes:
@@ -215,62 +210,43 @@ def rotate(path: Path) -> None:
 # --- saving and loading
 
 
-def lm_checkpoint(
+def save(
+    path: Path,
     lm_config: Any,
-    weight: str = "full_sft",
-    model: nn.Module | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
-    epoch: int = 0,
-    step: int = 0,
-    wandb: Any = None,
-    save_dir: str | Path = ROOT / "checkpoints",
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    progress: dict[str, Any],
     writer: Writer | None = None,
-    resume_from: str | None = None,
-    **kwargs: Any,
-) -> dict[str, Any] | None:
-    """Save the resume state when given a model, else return the saved one (None if there is none).
+    state_dict_fn: Callable[[nn.Module], dict[str, Tensor]] | None = None,
+) -> None:
+    """Save the state to resume from: fp32 weights, optimizer, world size and `progress` (of objects with a
+    `state_dict` that); the config of the model stands in the file's comment.
+    state_dict_fn: which weights; None: all.
 
-    Saved: fp32 weights, optimizer, epoch, step (micro-batches of this epoch done), world size, id of the
-    tracker (`wandb`: its run, or its module), and whatever `kwargs` holds (of objects with a `state_dict`
-    that); the config of the model stands in the file's comment. With a `writer` the call only copies the
-    state, which is then written in the background. Rank 0 writes; with a sharded model all ranks must call.
-    Loading falls back to the previous state, with a warning, when the newest is damaged, and never runs code
-    from a file (`weights_only=True`). A state that is returned says in `loaded_from` which file it was.
-    `resume_from`: the state with which a branch begins; the newest state is loaded if it continues this one,
-    else this one, with `is_new_branch` set.
-    """
-    path = resume_path(save_dir, weight, lm_config)
-    if model is None:
-        return load(path, resume_from)
+    With a `writer` the call only copies the state, which is then written in the background. Rank 0 writes;
+    with a sharded model all ranks must call."""
     if not is_sharded(model) and not is_main_process():
-        return None
+        return
+    weights = unwrap(model).state_dict(keep_vars=True)  # tied weights stay recognisable
+    if state_dict_fn is not None:
+        weights = state_dict_fn(model)
     state = {
         FORMAT: 1,
-        "model": unwrap(model).state_dict(keep_vars=True),  # tied weights stay recognisable
+        "model": weights,
         "optimizer": optimizer.state_dict() if optimizer is not None else None,
-        "epoch": epoch,
-        "step": step,
         "world_size": world_size(),
-        "wandb_id": getattr(wandb.get_run() if hasattr(wandb, "get_run") else wandb, "id", None),
     }
-    for key, value in kwargs.items():
+    for key, value in progress.items():
         state[key] = value.state_dict() if hasattr(value, "state_dict") else value
-    comment = b""
-    if hasattr(lm_config, "own_fields"):  # a MiniMindConfig, not the settings of a user's own task
-        comment = model_comment(lm_config.own_fields(), kwargs.get("run", {}).get("tokenizer"))
-    save(path, state, comment, writer)
-    return None
-
-
-def save(path: Path, state: dict[str, Any], comment: bytes = b"", writer: Writer | None = None) -> None:
-    """Copy a state and write the copy on rank 0, with a `writer` in the background. All ranks call it if its
-    tensors are sharded."""
     copy = snapshot(state, keep=is_main_process())
     if not is_main_process():
         return
+    described = None
+    if hasattr(lm_config, "own_fields"):  # a MiniMindConfig, not the settings of a user's own task
+        described = {"model": lm_config.own_fields(), "tokenizer": progress.get("run", {}).get("tokenizer")}
 
     def write() -> None:
-        atomic_write(path, lambda file: write_file(copy, file, comment), rotate=rotate)
+        atomic_write(path, lambda file: write_file(copy, file, described), rotate=rotate)
 
     if writer is None:
         write()
@@ -279,8 +255,12 @@ def save(path: Path, state: dict[str, Any], comment: bytes = b"", writer: Writer
 
 
 def load(path: Path, resume_from: str | None = None) -> dict[str, Any] | None:
-    """The newest readable state of a run whose states lie at `path`, None if there is none; or that of a
-    branch which begins with the state `resume_from`."""
+    """The newest readable state of a run whose states lie at `path`, None if there is none. It says in
+    `loaded_from` which file it was.
+
+    Falls back to the previous state, with a warning, when the newest is damaged. `resume_from`: the state
+    with which a branch begins; the newest state is loaded if it continues this one, else this one, with
+    `is_new_branch` set."""
     if resume_from is None:
         return _load_newest(path)
     return _load_branch(path, Path(resume_from))
@@ -373,7 +353,7 @@ def _continues(own: dict[str, Any], start: Path, digest: str | None, newest: Pat
 # --- sharded models
 
 # whose tensors may be sharded; callbacks: a moving average of the weights ...
-PARTS = ("model", "optimizer", "callbacks")
+SHARDED_PARTS = ("model", "optimizer", "callbacks")
 
 
 def shard_like(model: nn.Module, saved: dict[str, Any]) -> dict[str, Any]:
@@ -396,4 +376,4 @@ def shard_like(model: nn.Module, saved: dict[str, Any]) -> dict[str, Any]:
             return distribute_tensor(value, mesh, placements, src_data_rank=None)
         return value
 
-    return saved | {part: shard(saved[part], (part,)) for part in PARTS}
+    return saved | {part: shard(saved[part], (part,)) for part in SHARDED_PARTS}

@@ -15,24 +15,28 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from common.command_line import STOP_SIGNALS, handled_signals, one_line_errors
-from common.console import outlast_console, write_now
+from common.command_line import STOP_SIGNALS, copy_console, handled_signals, one_line_errors, write_now
 from common.errors import Interrupted, LostRank, UserError, WriteError, reason
 from common.launcher import launch
 from trainer.devices.device import peak_memory_mb, reserved_memory_mb
-from trainer.devices.process_group import LOST, leave_process_group, lost_rank_message
+from trainer.devices.process_group import LOST_PEER_MESSAGES, leave_process_group, lost_rank_message
 from trainer.report.metrics import duration
 
-NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "Cannot allocate memory")
+OUT_OF_MEMORY_MESSAGES = (
+    "can't allocate memory",
+    "not enough memory",
+    "out of memory",
+    "Cannot allocate memory",
+)
 
 # in the messages of torch when a data loader process cannot pass on its batches, or was killed
-NO_LOADER = ("shared memory", "is killed by signal", "exited unexpectedly")
+LOADER_MESSAGES = ("shared memory", "is killed by signal", "exited unexpectedly")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether memory, of the machine or of a GPU, was lacking."""
     is_typed = isinstance(error, (MemoryError, torch.OutOfMemoryError))
-    return is_typed or any(phrase in str(error) for phrase in NO_MEMORY)
+    return is_typed or any(phrase in str(error) for phrase in OUT_OF_MEMORY_MESSAGES)
 
 
 @contextmanager
@@ -40,9 +44,10 @@ def training_errors() -> Iterator[None]:
     """Wrap the `main()` of a training command: `one_line_errors`, for failures of memory and of other ranks
     too. The run does not end with its console."""
     with one_line_errors(), translated_failures():
-        outlast_console()
+        copy_console()
         yield
-        leave_process_group()  # after `main`, whose DDP is freed
+        if dist.is_initialized():
+            leave_process_group()  # after `main`, whose DDP is freed
 
 
 @contextmanager
@@ -67,9 +72,9 @@ def translated_failures() -> Iterator[None]:
                 "--accumulation_steps by as much: the update stays the same), --max_seq_len or the model's "
                 "size; --from_resume 1 goes on from the last checkpoint"
             ) from error
-        if dist.is_initialized() and any(phrase in text for phrase in LOST):
+        if dist.is_initialized() and any(phrase in text for phrase in LOST_PEER_MESSAGES):
             raise LostRank(lost_rank_message(error)) from error
-        if any(phrase in text for phrase in NO_LOADER):
+        if any(phrase in text for phrase in LOADER_MESSAGES):
             raise loader_error(error) from error
         if "OSError" in text and was_compiling(error):  # wrapped
             raise _compiler_error(error) from error

@@ -15,8 +15,8 @@ from trainer.devices.process_group import is_main_process
 from trainer.report.speed import read_meter
 from trainer.report.trackers import drawable
 from trainer.run.callbacks import Callback, monitored
-from trainer.run.checkpoint import lm_checkpoint, load_state
-from trainer.run.paths import is_state, run_name
+from trainer.run.checkpoint import load, load_state
+from trainer.run.paths import is_state, resume_path, run_name
 from trainer.run.saving import save_checkpoint
 from trainer.run.state import TrainState
 
@@ -97,7 +97,7 @@ class CheckpointManager(Callback):
         update before is complete."""
         state = cast(TrainState, state or self.state)
         read_meter(state)
-        state.bad_updates.read_and_warn()
+        state.skipped_updates.read_and_warn()
         save_checkpoint(state)
         state.writer.wait()
 
@@ -110,7 +110,7 @@ class CheckpointManager(Callback):
             return None
         if path is not None:
             return load_state(Path(path))
-        return lm_checkpoint(args, args.save_weight, save_dir=self.folder, resume_from=args.resume_from)
+        return load(resume_path(self.folder, args.save_weight, args), args.resume_from)
 
     def on_checkpoint_saved(self, engine: Any, path: Path) -> None:
         state, keep_every = engine.state, self.args.keep_every

@@ -30,7 +30,7 @@ def run_name(weight: str, lm_config: Any) -> str:
 
 
 def weight_path(save_dir: str | Path, weight: str, lm_config: Any) -> Path:
-    """The file of the fp16 weights for use: `<save_dir>/<run_name>.pth`."""
+    """The file of the fp16 inference weights: `<save_dir>/<run_name>.pth`."""
     return Path(save_dir) / f"{run_name(weight, lm_config)}.pth"
 
 

@@ -18,13 +18,12 @@ from typing import Any, cast
 import torch
 
 from common.errors import Interrupted, warn
-from common.files import atomic_write, link, sync_folder, write_error
+from common.files import link, sync_folder, write_error, write_json
 from common.settings import StageArgs
 from trainer.devices.process_group import Logger, gather, is_main_process, meet, world_size
 from trainer.report.metrics import MetricsLog, complete_lines, readable_records
 from trainer.report.speed import read_meter
-from trainer.run import paths
-from trainer.run.checkpoint import lm_checkpoint
+from trainer.run import checkpoint, paths
 from trainer.run.errors import end_loader_processes
 from trainer.run.resume import Fingerprint, computing, total_updates
 from trainer.run.state import TrainState
@@ -103,13 +102,13 @@ def save_checkpoint(state: TrainState) -> None:
     state.writer.wait()  # at most one copy of the state waits in memory
     if state.metrics is not None:
         state.metrics.sync()
-    where = {"epoch": state.epoch, "step": state.step, "wandb": state.wandb, "save_dir": args.checkpoint_dir}
-    parts: dict[str, Any] = where | {"writer": state.writer} | state.progress()
-    lm_checkpoint(state.lm_config, args.save_weight, state.model, state.optimizer, **parts)
+    path = paths.resume_path(args.checkpoint_dir, args.save_weight, state.lm_config)
+    parts = (state.lm_config, state.model, state.optimizer, state.progress())
+    checkpoint.save(path, *parts, state.writer, state.state_dict_fn)
     write_weights(state, args.save_weight)
-    state.state_file = paths.resume_path(args.checkpoint_dir, args.save_weight, state.lm_config)
+    state.state_file = path
     state.saved_update = state.update
-    state.call("on_checkpoint_saved", state.state_file)
+    state.callbacks.call("on_checkpoint_saved", state.state_file)
 
 
 def write_weights(state: TrainState, weight: str) -> Path:
@@ -128,10 +127,10 @@ def write_weights(state: TrainState, weight: str) -> Path:
     return write(state.model, path, state.writer, description)
 
 
-def write_settings(state: TrainState, path: Path) -> None:
-    """Write what this run is: its settings, command lines, environment, data and code; of the process's
-    environment variables nothing. A resumed run replaces the file and keeps the list of starts. Raises
-    UserError if the disk is full ..."""
+def write_settings(state: TrainState, path: Path) -> dict[str, Any]:
+    """Write what this run is, and return it: its settings, command lines, environment, data and code; of the
+    process's environment variables nothing. A resumed run replaces the file and keeps the list of starts.
+    Raises UserError if the disk is full ..."""
     is_resumed = state.resumed_update is not None and not state.is_new_branch
     starts = list(read_settings_file(path).get("starts", ())) if is_resumed else []
     now = datetime.now(UTC).isoformat(timespec="seconds")
@@ -148,7 +147,8 @@ def write_settings(state: TrainState, path: Path) -> None:
     environment = computing(state.args, state.device, state.autocast) | environment
     content |= {"settings": state.args.values(), "environment": environment}
     content |= {"run": state.run, "code": state.code, "starts": starts[:1] + starts[1:][-KEPT_STARTS:]}
-    write_settings_file(path, content)
+    write_json(path, content)
+    return content
 
 
 def read_settings_file(path: Path) -> dict[str, Any]:
@@ -158,12 +158,6 @@ def read_settings_file(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
-
-
-def write_settings_file(path: Path, content: dict[str, Any]) -> None:
-    """Write `<run>_run.json`."""
-    text = json.dumps(content, indent=1, default=str)  # ASCII: file names may hold bytes that are not UTF-8
-    atomic_write(path, lambda file: file.write(text.encode()))
 
 
 def records_before(state: TrainState, metrics: Path) -> list[dict[str, Any]]:
@@ -185,7 +179,7 @@ def records_before(state: TrainState, metrics: Path) -> list[dict[str, Any]]:
 
 def save_and_stop(state: TrainState) -> None:
     """Grant a stop request at the end of an update: save, and raise Interrupted."""
-    state.bad_updates.read_and_warn()
+    state.skipped_updates.read_and_warn()
     save_checkpoint(state)
     raise interrupted(state)
 
@@ -213,8 +207,9 @@ def training_files(state: TrainState, wandb=None) -> Iterator[None]:
     tracker_timeout: float | None = 10.0  # seconds; after an interruption somebody is waiting
     state.wandb = wandb
     try:
-        state.call("on_train_start")
+        state.callbacks.call("on_train_start")
         path = paths.metrics_path(state.args.save_dir, paths.run_name(state.args.save_weight, state.args))
+        settings_file, settings = paths.settings_path(path), {}
         if is_main_process():
             if state.resumed_update is None or state.is_new_branch:
                 set_earlier_run_aside(state.args, state.lm_config, state.state_file)
@@ -222,33 +217,33 @@ def training_files(state: TrainState, wandb=None) -> Iterator[None]:
             kept = records_before(state, path) if state.resumed_update is not None else []
             state.metrics = MetricsLog(path, state.total_updates, state.resumed_update, kept, shown)
             # last: until then the file tells whose metrics lie here
-            write_settings(state, paths.settings_path(path))
+            settings = write_settings(state, settings_file)
         state.stop.defer = True
         if state.is_new_branch:
             save_checkpoint(state)  # from here on a restart goes on with the branch
         yield
         if state.save_due or state.saved_update != state.update:  # a callback ended the run
             read_meter(state)
-            state.bad_updates.read_and_warn()
+            state.skipped_updates.read_and_warn()
             save_checkpoint(state)
         weights = write_weights(state, state.args.save_weight)
         state.writer.wait()
-        state.call("on_train_end")
+        state.callbacks.call("on_train_end")
         if is_main_process() and not state.can_continue:
             # last: everything else is written
-            settings = paths.settings_path(path)
             finished = {"last_lines": state.last_lines, "finished": {"update": state.update}}
-            write_settings_file(settings, read_settings_file(settings) | finished)
+            write_json(settings_file, settings | finished)
         Logger(f"done: {state.update} updates in {state.seconds:.0f} s; weights in {weights}")
         for line in state.last_lines:
             Logger(line)
         tracker_timeout = None
     except BaseException as error:
-        state.call("on_exception", error)
+        state.callbacks.call("on_exception", error)
         raise
     finally:
         state.stop.defer = False
-        end_loader_processes()
+        if state.args.num_workers:
+            end_loader_processes()
         if wandb is not None:
             wandb.finish(tracker_timeout)
         if state.metrics is not None:
@@ -256,26 +251,25 @@ def training_files(state: TrainState, wandb=None) -> Iterator[None]:
         state.writer.wait()
 
 
-def is_finished(args: StageArgs, run: Fingerprint, checkpoint: dict[str, Any] | None) -> bool:
-    """Whether the run that the checkpoint belongs to has come to its end, with all files written: then
-    nothing is left to do, and no file may change. Says so. Called on all ranks; rank 0 decides.
+def is_finished(args: StageArgs, run: Fingerprint, saved: dict[str, Any] | None) -> bool:
+    """Whether the run of a checkpoint, `saved`, has come to its end, with all files written: then nothing is
+    left to do, and no file may change. Says so. Called on all ranks; rank 0 decides.
 
     run: the fingerprint of this run. One that ended before its last update, by early stopping for instance,
     is finished under the settings with which it ended.
     """
-    if checkpoint is None or checkpoint.get("is_new_branch"):
+    if saved is None or saved.get("is_new_branch"):
         return False
     path = paths.weight_path(args.save_dir, args.save_weight, args)
     weights = path if path.exists() else path.with_suffix("")  # or the folder of an adapter
     content = read_settings_file(paths.settings_path(paths.metrics_path(args.save_dir, path.stem)))
-    is_of_run = content.get("run_id") == checkpoint["run_id"] and weights.exists()
-    has_ended = is_of_run and content.get("finished") == {"update": checkpoint["update"]}
-    if checkpoint["update"] < total_updates(run):
+    is_of_run = content.get("run_id") == saved["run_id"] and weights.exists()
+    has_ended = is_of_run and content.get("finished") == {"update": saved["update"]}
+    if saved["update"] < total_updates(run):
         has_ended = has_ended and comparable(content["settings"]) == comparable(args.values())
     if gather(has_ended)[0]:
         Logger(
-            f"{path.stem} is finished, after {checkpoint['update']} updates: nothing to do; its weights: "
-            f"{weights}"
+            f"{path.stem} is finished, after {saved['update']} updates: nothing to do; its weights: {weights}"
         )
         return True
     return False

@@ -19,6 +19,7 @@ from common.settings import StageArgs
 from trainer.devices.process_group import Logger, world_size
 from trainer.devices.wrapping import is_sharded, unwrap
 from trainer.objectives.next_token import Batch, flat_size, held_out_loss
+from trainer.optim.build import SkippedUpdates
 from trainer.report.metrics import MetricsLog
 from trainer.report.speed import Meter, PeakRate, Size
 from trainer.run.callbacks import CallbackList, monitored
@@ -26,7 +27,6 @@ from trainer.run.checkpoint import Writer, shard_like
 from trainer.run.errors import StopRequest
 from trainer.run.paths import run_name
 from trainer.run.resume import Fingerprint, computing, held_out_fingerprint, total_updates, warn_of_changes
-from trainer.run.skipped_updates import BadUpdates
 
 LossFn = Callable[
     [nn.Module, Batch, StageArgs], tuple[Tensor, Tensor] | tuple[Tensor, Tensor, dict[str, Tensor]]
@@ -35,8 +35,8 @@ EvalFn = Callable[[nn.Module, Batch, StageArgs], dict[str, Tensor]]
 # (model, path of its .pth, writer, description)
 SaveFn = Callable[[nn.Module, Path, Writer, dict[str, Any]], Path]
 Schedule = Callable[[int, int, StageArgs], float | None]
-SAVED = ("run_id", "branch_of", "went_on_from", "update", "tokens", "seconds")
-SAVED += ("best_eval", "best_update", "eval_data", "record", "save_due")
+SAVED_FIELDS = ("run_id", "branch_of", "went_on_from", "update", "tokens", "seconds")
+SAVED_FIELDS += ("best_eval", "best_update", "eval_data", "record", "save_due")
 
 
 @dataclass(kw_only=True)
@@ -60,20 +60,21 @@ class TrainState:
     metric_names: tuple[str, ...] = ()  # of the metrics to report
     size_fn: Callable[[Batch, Any], Size] = flat_size  # (batch, model config) -> its size
     save_fn: SaveFn | None = None  # writes what is used of the model; None: `save_weights`
+    # the weights that a checkpoint holds; None: all
+    state_dict_fn: Callable[[nn.Module], dict[str, Tensor]] | None = None
     code: dict[str, str] = field(default_factory=dict)  # hashes of the stage script, the loop and the model
     metrics: MetricsLog | None = None  # rank 0 only
     eval_loader: DataLoader | None = None
     # (model, batch, settings) -> sums over its targets, by name; `loss` is one of them
     eval_fn: EvalFn = held_out_loss
     callbacks: CallbackList = field(default_factory=CallbackList)
-    engine: Any = None  # the TrainingEngine, if there is one: callbacks are called with it
     last_lines: list[str] = field(default_factory=list)  # for the end of the run
     # makes the micro-batches to train of those that the loader gave, such as rollouts of prompts
     prepare: Callable[["TrainState", list[Batch]], list[Batch]] | None = None
     shown: tuple[str, ...] = ()  # values of a record that stand on the console's line, before the metrics
     peak: PeakRate = field(default_factory=PeakRate)  # for the MFU
     writer: Writer = field(default_factory=Writer)
-    bad_updates: BadUpdates = field(default_factory=BadUpdates)
+    skipped_updates: SkippedUpdates = field(default_factory=SkippedUpdates)
     meter: Meter = field(default_factory=Meter)  # of this process
     iters: int = 0  # micro-batches of an epoch
     finished: bool = False  # no further update, on all ranks alike; see `finish`
@@ -90,7 +91,7 @@ class TrainState:
     loss_is_cross_entropy: bool = False
     reward: float | None = None  # mean of its rollout, over all ranks; None without one
     # ---- progress
-    run_id: str = field(default_factory=lambda: uuid.uuid4().hex)  # of this run, or of this branch of it
+    run_id: str = ""  # of this run, or of this branch of it
     # the state that this branch began with: where it was, and of which run
     branch_of: dict[str, Any] | None = None
     # the state that --resume_from named when it was the newest of this run
@@ -107,21 +108,15 @@ class TrainState:
     save_due: bool = False  # a save postponed while updates are skipped
 
     def __post_init__(self):
+        # callbacks find the state under this name, also in a stage script, which has no engine
+        self.callbacks.engine = self.state = self
+        self.run_id = self.run_id or uuid.uuid4().hex
         self.clock = time.perf_counter()  # when `seconds` was last brought up to date
         self.total_updates = total_updates(self.run)  # of the whole run
         exact = torch.float32 if self.device.type == "mps" else torch.float64
         # sum of the losses since the last record, number of their updates, sums of the metrics; on the
         # device, checkpoints save it
         self.losses = torch.zeros(2 + len(self.metric_names), dtype=exact, device=self.device)
-
-    @property
-    def state(self) -> "TrainState":
-        """Itself: callbacks find it under this name, also in a stage script, which has no engine."""
-        return self
-
-    def call(self, name: str, *args: Any) -> None:
-        """Call a method of every callback."""
-        self.callbacks.dispatch(name, self.engine or self, *args)
 
     def finish(self, reason: str) -> None:
         """End training after this update. To be called on all ranks, at the same update."""
@@ -170,7 +165,7 @@ class TrainState:
         """What a checkpoint saves besides weights and optimizer."""
         parts: dict[str, Any] = {
             "scaler": self.scaler,
-            "bad_updates": self.bad_updates,
+            "skipped_updates": self.skipped_updates,
             "callbacks": self.callbacks.state_dict(),
             "callback_epochs": self.callbacks.epochs,
             "code": self.code,
@@ -179,15 +174,19 @@ class TrainState:
         parts |= {"computing": computing(self.args, self.device, self.autocast)}
         parts |= {"monitor": (self.args.monitor, self.args.mode), "run": self.run}
         parts |= {"run_name": run_name(self.args.save_weight, self.lm_config)}
-        parts |= {"wandb_id": self.wandb_id} if self.wandb is None else {}
+        parts |= {"epoch": self.epoch, "step": self.step}
+        parts |= {"wandb_id": getattr(self.wandb, "id", self.wandb_id)}
         # samples of the epoch, over all ranks
         parts["samples_done"] = min(self.run["samples"], self.step * self.args.batch_size * world_size())
-        return {key: getattr(self, key) for key in SAVED} | parts
+        return {key: getattr(self, key) for key in SAVED_FIELDS} | parts
 
     def restore(self, checkpoint: dict[str, Any]) -> None:
         """Load a checkpoint of `lm_checkpoint`: weights, optimizer, scaler and progress. Raises UserError if
         it is of another kind of model, such as that of another stage."""
-        if other := checkpoint["model"].keys() ^ unwrap(self.model).state_dict().keys():
+        own = unwrap(self.model).state_dict()
+        if self.state_dict_fn is not None:
+            own = self.state_dict_fn(self.model)
+        if other := checkpoint["model"].keys() ^ own.keys():
             raise UserError(
                 f"--from_resume 1: the checkpoint is of another stage or model ({min(other)} is in one of "
                 "them only); give another --save_weight, or --from_resume 0"
@@ -196,18 +195,19 @@ class TrainState:
         saved = checkpoint
         if is_sharded(self.model):
             saved = shard_like(self.model, checkpoint)
-        unwrap(self.model).load_state_dict(saved["model"], strict=True)
+        # not strict: the names were compared above, and a checkpoint of adapters holds these alone
+        unwrap(self.model).load_state_dict(saved["model"], strict=False)
         # on a CPU the optimizer keeps the tensors that it is given, which should not be those of a file
         self.optimizer.load_state_dict(
             deepcopy(saved["optimizer"]) if self.device.type == "cpu" else saved["optimizer"]
         )
         if saved["scaler"]:  # empty unless that part of the run was in float16
             self.scaler.load_state_dict(saved["scaler"])
-        self.bad_updates.load_state_dict(saved["bad_updates"])
+        self.skipped_updates.load_state_dict(saved["skipped_updates"])
         self.callbacks.load_state_dict(saved["callbacks"])
         self.callbacks.epochs = saved["callback_epochs"]
         new_run_id = self.run_id
-        for key in SAVED:
+        for key in SAVED_FIELDS:
             setattr(self, key, saved.get(key))
         self.saved_update = self.update
         self.resumed_update = self.update - (self.record is not None)

@@ -13,15 +13,14 @@ import json
 import platform
 import shutil
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from common.errors import UserError, reason
-from common.files import atomic_write, locked, new_path
+from common.files import atomic_write, locked, new_path, write_json
 from common.settings import ROOT
 from dataset.token_cache import load_tokenizer
 from trainer.devices.process_group import is_main_process
@@ -58,9 +57,9 @@ EXPERT_FIELDS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", 
 
 
 def half_state_dict(model: nn.Module, keep: bool = True, leave_out: tuple[str, ...] = ()) -> dict[str, Any]:
-    """The weights for use: MiniMind's names, fp16, on the CPU; tied tensors stay one tensor. A collective for
-    a sharded model, of which a rank that does not `keep` them gets none. leave_out: prefixes of the names of
-    parts that only training needs."""
+    """The inference weights: MiniMind's names, fp16, on the CPU; tied tensors stay one tensor. A collective
+    for a sharded model, of which a rank that does not `keep` them gets none. leave_out: prefixes of the names
+    of parts that only training needs."""
     state, copies = unwrap(model).state_dict(keep_vars=True), {}
     state = {key: value for key, value in state.items() if not key.startswith(leave_out)}
     for value in state.values():
@@ -78,8 +77,8 @@ def save_weights(
     description: Description | None = None,
     leave_out: tuple[str, ...] = (),
 ) -> Path:
-    """Write the fp16 weights for use with their description, on rank 0; with a writer in the background, from
-    a copy.
+    """Write the fp16 inference weights with their description, on rank 0; with a writer in the background,
+    from a copy.
 
     description: what the file says of itself beside the model's config, such as the stage that wrote it.
     leave_out: prefixes of the names of parts that only training needs. Returns the path.
@@ -88,9 +87,20 @@ def save_weights(
         return path
     state = half_state_dict(model, is_main_process(), leave_out)
     described = description_of(model, description)
-    if is_main_process():
-        job = partial(write_described, path, state, described)
-        writer.submit(job) if writer is not None else job()
+    if not is_main_process():
+        return path
+
+    def write() -> None:
+        sha256: list[str] = []
+        of_model = {key: described.get(key) for key in ("model", "tokenizer")} if described else None
+        atomic_write(path, lambda file: sha256.append(checkpoint.write_file(state, file, of_model)))
+        if described:
+            write_json(path.with_suffix(".json"), described | {"sha256": sha256[-1]})
+
+    if writer is None:
+        write()
+    else:
+        writer.submit(write)
     return path
 
 
@@ -106,34 +116,12 @@ def description_of(model: nn.Module, more: Description | None = None) -> Descrip
     return {"model": config.own_fields()} | (more or {}) | {"versions": versions}
 
 
-def write_described(path: Path, weights: dict[str, Tensor], description: Description) -> None:
-    """Write a weights file, and its description as `<name>.json`."""
-    sha256: list[str] = []
-    atomic_write(path, lambda file: sha256.append(write_tensors(file, weights, description)))
-    if description:
-        write_description(path.with_suffix(".json"), description | {"sha256": sha256[-1]})
-
-
-def write_tensors(file: BinaryIO, weights: dict[str, Tensor], description: Description) -> str:
-    """Write tensors with that part of their description which belongs to the model; returns the SHA-256 of
-    the file."""
-    comment = (
-        checkpoint.model_comment(description["model"], description.get("tokenizer")) if description else b""
-    )
-    return checkpoint.write_file(weights, file, comment)
-
-
-def write_description(path: Path, description: Description) -> None:
-    """Write a description as JSON, for people."""
-    atomic_write(path, lambda file: file.write((json.dumps(description, indent=2) + "\n").encode()))
-
-
 def keep_tokenizer(source: str | Path, folder: str | Path, fingerprint: str) -> None:
     """Copy the tokenizer in `source` beside the weights in `folder` whose description has its `fingerprint`,
-    as `tokenizer_<fingerprint>`, where `tokenizer_folder` finds it; rank 0 only. That of this repository is
-    not copied."""
+    as `tokenizer_<fingerprint>`, where `tokenizer_folder` finds it; rank 0 only. That of this repository
+    needs no copy."""
     copy = Path(folder) / f"tokenizer_{fingerprint}"
-    if not is_main_process() or copy.exists() or Path(source).resolve() == ROOT / "model":
+    if not is_main_process() or copy.exists():
         return
     with locked(copy.parent / ".tokenizer.lock", "waiting for another run that copies its tokenizer"):
         if not copy.exists():

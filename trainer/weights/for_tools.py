@@ -34,7 +34,8 @@ PATHS = ("model", "lora", "tokenizer_path")  # flags that may name a hub
 
 
 def add_trained_model_flags(parser: argparse._ActionsContainer, device: bool = True) -> None:
-    """The flags of tools that use a trained model: which one, where to run, and the shape if it must be told.
+    """The flags of tools that use a trained model: which one, where to run, and the shape where nothing else
+    says it.
 
     device: whether to add `--device`.
     """

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from model.model_minimind import MiniMindConfig
 
 SAMPLING_FILE = "generation_config.json"
-ONLY = {  # field of a config -> the values of it that MiniMind's arithmetic has; a missing field is fine
+# field of a config -> the values of it that MiniMind's arithmetic has; a missing field is fine
+SUPPORTED_VALUES = {
     "hidden_act": ("silu",),
     "attention_bias": (False,),
     "use_sliding_window": (False,),
@@ -168,7 +169,7 @@ def read_config(folder: Path) -> "PretrainedConfig":
         raise UserError(
             f"{path}: model_type {model_type} is not supported; it must be one of {', '.join(kinds)}"
         )
-    for name, values in ONLY.items():
+    for name, values in SUPPORTED_VALUES.items():
         if name in content and content[name] not in values:
             raise UserError(f"{path}: {name} {content[name]!r} is not supported; it must be {values[0]!r}")
     if other := set(content.get("layer_types") or ()) - {"full_attention"}:

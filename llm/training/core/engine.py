@@ -94,7 +94,7 @@ class TrainingEngine:
         )  # fmt: skip
         self.checkpoint_manager.state = state
         task.extend(state)
-        state.engine = self
+        state.callbacks.engine = self
         state.callbacks += [*self.callbacks, self.performance_monitor]
         utils.begin_run(state, checkpoint, data, None, task.code_files())
         self.resumed_update = state.resumed_update

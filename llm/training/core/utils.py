@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from common.console import copy_console
+from common.command_line import copy_console
 from common.errors import say, warn
 from common.launcher import launch
 from llm.training.core.config import Config

@@ -13,11 +13,11 @@ from llm.training.data.language_model import StageDataModule
 from llm.training.tasks.base_task import TrainingTask
 from trainer import train_full_sft, train_pretrain
 from trainer.devices.wrapping import build_device
-from trainer.objectives.next_token import flat_size, held_out_loss
+from trainer.objectives.next_token import flat_size, held_out_loss, model_config
 from trainer.optim.build import build_optimizer
 from trainer.report.speed import Size
 from trainer.run.state import Batch
-from trainer.trainer_utils import build_model_config, init_model, read_start_weights
+from trainer.trainer_utils import init_model, read_start_weights
 
 
 class StageTask(TrainingTask):
@@ -27,9 +27,11 @@ class StageTask(TrainingTask):
 
     def __init__(self, config: Config):
         super().__init__(config)
-        self.args, start = read_start_weights(self.args)
+        start = None
+        if self.args.from_weight != "none":
+            self.args, start = read_start_weights(self.args)
         self.tokenizer = load_tokenizer(self.args.tokenizer_path)
-        self.lm_config = build_model_config(self.tokenizer, self.args, start)
+        self.lm_config = model_config(self.tokenizer, self.args, start)
         self.frozen = self.script.frozen
 
     def build_data(self) -> StageDataModule:

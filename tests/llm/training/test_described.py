@@ -2,6 +2,7 @@
 
 import re
 import signal
+import sys
 from collections import Counter
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from common.console import release_console
+from common.command_line import ConsoleStream, copy_console
 from common.errors import UserError
 from llm.training.core.callbacks import Callback, LRSchedulerCallback, MetricsLogger
 from llm.training.core.config import Config
@@ -24,6 +25,13 @@ from tests.llm.training.test_engine import NAME, regression
 from tests.stage_process import Faults, run, start_ranks
 from tests.trainer.stage_flags import assert_same_run, flags, saved_state
 from trainer.report.metrics import read_metrics
+
+
+def release_console() -> None:
+    """Undo `copy_console`."""
+    if isinstance(sys.stdout, ConsoleStream):
+        copy_console()
+        sys.stdout, sys.stderr = sys.stdout.stream, sys.stderr.stream
 
 
 @pytest.fixture(autouse=True)

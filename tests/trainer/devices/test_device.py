@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from common.errors import UserError
 from common.settings import StageArgs
@@ -18,6 +17,7 @@ from llm.training.core import engine
 from tests.conftest import ROOT
 from tests.trainer.stage_flags import flags
 from trainer import train_full_sft, train_pretrain
+from trainer import trainer_utils as utils
 from trainer.data.order import epoch_loader, eval_loader
 from trainer.devices import device as device_module
 from trainer.devices import process_group as distributed
@@ -100,9 +100,9 @@ def test_ranks_on_one_gpu_are_refused_by_all_of_them(monkeypatch):
             with pytest.raises(
                 UserError, match="ranks 1 and 2 have the same GPU, a; start one process per GPU"
             ):
-                distributed._check_gpus()
+                distributed.check_gpus_differ()
         else:
-            distributed._check_gpus()
+            distributed.check_gpus_differ()
 
 
 class Reached(BaseException):
@@ -163,16 +163,13 @@ def test_the_cpu_group_does_not_touch_a_gpu(two_gpus, monkeypatch):
     """Backend and timeout of a rank by its device; `--device cpu` makes no CUDA call."""
     two_gpus(1)
     made, current = [], []
-    monkeypatch.setattr(distributed, "_interruptible", lambda work: work())
-    monkeypatch.setattr(distributed, "_meet", lambda *place: None)
-    monkeypatch.setattr(
-        dist, "init_process_group", lambda backend, timeout, **_: made.append((backend, timeout))
-    )
+    monkeypatch.setattr(utils, "interruptible", lambda work: work())
+    monkeypatch.setattr(utils, "join_process_group", lambda rank, ranks, *how: made.append(how))
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
-    monkeypatch.setattr(distributed, "_check_gpus", lambda: current.append("checked"))
-    assert distributed.init_distributed_mode(50, torch.device("cpu")) == 1
+    monkeypatch.setattr(utils, "check_gpus_differ", lambda: current.append("checked"))
+    assert utils.init_distributed_mode(50, torch.device("cpu")) == 1
     assert made == [("gloo", timedelta(seconds=50))] and not current
-    assert distributed.init_distributed_mode(50, torch.device("cuda:1")) == 1
+    assert utils.init_distributed_mode(50, torch.device("cuda:1")) == 1
     assert made[1] == ("cpu:gloo,cuda:nccl", timedelta(seconds=50))
     assert current == [torch.device("cuda:1"), "checked"]
 

@@ -29,7 +29,7 @@ def counted(model, batch, args):  # what waits for the micro-batches that are le
     return loss_fn(model, batch, args)
 stage.utils.compile_and_wrap, stage.loss_fn = noted, counted
 """
-SOON = "import trainer.devices.process_group as distributed\ndistributed.ANSWER = 1.0\n"
+SOON = "import trainer.devices.process_group as distributed\ndistributed.ANSWER_TIMEOUT = 1.0\n"
 SETTINGS = {"epochs": 1, "num_hidden_layers": 1, "save_interval": 2, "eval_interval": 1000}
 SETTINGS |= {"accumulation_steps": 2, "batch_size": 1}
 

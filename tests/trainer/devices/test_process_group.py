@@ -15,9 +15,10 @@ import torch.distributed as dist
 from common.errors import Interrupted, UserError
 from tests.stage_process import Faults, context, free_port, rank_variables, run, start_ranks
 from tests.trainer.stage_flags import assert_same_run, flags
-from trainer.devices.process_group import init_distributed_mode, leave_process_group, meet
+from trainer.devices.process_group import leave_process_group, meet
 from trainer.report.speed import Meter
 from trainer.run.errors import training_errors
+from trainer.trainer_utils import init_distributed_mode
 
 
 class SpinningKernel:
@@ -98,7 +99,7 @@ def test_a_rank_that_hangs_is_named_by_the_others(stopped, corpus, tmp_path):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     env = {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     argv = flags(corpus, tmp_path, "pretrain", rank_timeout=3)
-    soon = "import trainer.devices.process_group as distributed\ndistributed.ANSWER = 1.0"
+    soon = "import trainer.devices.process_group as distributed\ndistributed.ANSWER_TIMEOUT = 1.0"
     faults = {rank: Faults(script=soon) for rank in range(3)} | {stopped: Faults(signals={2: signal.SIGSTOP})}
     ranks = start_ranks(3, "pretrain", argv, faults, **env)
     others = [rank for number, rank in enumerate(ranks) if number != stopped]
@@ -113,14 +114,15 @@ def test_a_rank_that_hangs_is_named_by_the_others(stopped, corpus, tmp_path):
 
 
 def test_ranks_that_torchrun_starts_again_resume_by_themselves(corpus, tmp_path):
-    """With one store, torchrun's, for all attempts: a rank killed before the first checkpoint, then one after
-    it."""
+    """With one store and a restart count, torchrun's: a rank killed before the first checkpoint, then one
+    after it."""
     settings = {"from_weight": "none", "epochs": 1, "batch_size": 4}
     run("pretrain", flags(corpus, tmp_path / "whole", "pretrain", **settings), ranks=2)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     env = {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     argv = flags(corpus, tmp_path / "again", "pretrain", **settings, from_resume=1)
-    for victim, micro_batch in ((1, 2), (0, 6)):
+    for restarts, (victim, micro_batch) in enumerate(((1, 2), (0, 6))):
+        env["TORCHELASTIC_RESTART_COUNT"] = str(restarts)
         ranks = start_ranks(
             2, "pretrain", argv, {victim: Faults(signals={micro_batch: signal.SIGKILL})}, **env
         )
@@ -129,6 +131,7 @@ def test_ranks_that_torchrun_starts_again_resume_by_themselves(corpus, tmp_path)
         ranks[1 - victim].wait()
     # rank 0 must not take what is in the store for rank 1
     late = {1: Faults(script="import time; time.sleep(3)")}
+    env["TORCHELASTIC_RESTART_COUNT"] = "2"
     ranks = start_ranks(2, "pretrain", argv, late, **env)
     assert [rank.wait() for rank in ranks] == [0, 0] and "resuming pretrain at epoch 1" in ranks[0].out
     assert_same_run(tmp_path / "whole", tmp_path / "again", "pretrain_32")

@@ -42,7 +42,7 @@ def test_the_divergence_is_its_definition():
 
 def test_the_loss_is_that_of_the_formula_and_scales_no_balancing_loss(monkeypatch):
     """In pieces of 8 targets; from a dense teacher of another width to a student with experts."""
-    monkeypatch.setattr(distillation, "PIECE", 8)
+    monkeypatch.setattr(distillation, "TARGETS_AT_ONCE", 8)
     torch.manual_seed(0)
     student = MiniMindForCausalLM(MiniMindConfig(hidden_size=32, num_hidden_layers=2, use_moe=True))
     teacher = small_teacher()

@@ -15,11 +15,12 @@ from common.errors import UserError
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from tests.stage_process import Faults, context, finish, free_port, rank_variables, run
 from tests.trainer.stage_flags import assert_same_run, flags
-from trainer.devices.process_group import init_distributed_mode, leave_process_group
+from trainer.devices.process_group import leave_process_group
 from trainer.devices.wrapping import full_tensor, is_sharded, unwrap, wrap_model
 from trainer.optim import build, muon
 from trainer.optim.build import MUON_LR_SCALE, build_optimizer, set_learning_rate, should_step
 from trainer.report.metrics import read_metrics
+from trainer.trainer_utils import init_distributed_mode
 
 
 def tiny(use_moe: bool) -> MiniMindForCausalLM:
@@ -82,7 +83,7 @@ def test_a_step_is_that_of_torchs_own_two_optimizers(native, monkeypatch):
 
 
 def test_as_many_operators_at_any_depth():
-    """In an update of Muon, views not counted; more only for each further STACK of weights of one shape."""
+    """In an update of Muon, views not counted; more only for each further stack of weights of one shape."""
 
     def operators(layers: int, width: int = 64) -> int:
         counter = Operators()
@@ -96,7 +97,7 @@ def test_as_many_operators_at_any_depth():
         optimizer.muon.step()
         with counter:
             optimizer.muon.step(skip=torch.zeros((), dtype=torch.bool, device="meta"))
-        assert counter.largest <= muon.STACK
+        assert counter.largest <= muon.STACKED_ELEMENTS
         return counter.number
 
     shapes = 4  # of queries and outputs, keys and values, gate and up, down

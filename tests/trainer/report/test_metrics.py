@@ -107,7 +107,7 @@ def test_a_terminal_gets_a_live_bar_and_the_same_lines(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "stdout", screen)
     log = MetricsLog(tmp_path / "m.jsonl", total_updates=4)
     for update in range(1, 5):
-        log.tick(update)
+        log.bar.update(1)
         if update % 2 == 0:
             log.write(record(update), "head")
     log.close()

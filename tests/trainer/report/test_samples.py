@@ -66,7 +66,7 @@ def test_a_held_out_conversation_is_cut_before_its_first_answer(conversations, c
 def test_a_held_out_document_is_cut_after_its_first_words(conversations, corpus, tokenizer):
     held_out = opened("pretrain", conversations["pretrain"], tokenizer, corpus["cache"])
     (text, tokens), *_ = samples.held_out_prompts(tokenizer, held_out)
-    assert "the red fox the red fox".startswith(text[:12]) and len(tokens) == samples.OPENING
+    assert "the red fox the red fox".startswith(text[:12]) and len(tokens) == samples.OPENING_TOKENS
     assert tokens == held_out[0][0]["input_ids"][: len(tokens)].tolist()
 
 
@@ -97,7 +97,7 @@ def test_answers_are_those_of_a_plain_loop_and_nothing_is_left_behind(tokenizer,
     state.model.eval()
     for (_, tokens), answer in zip(prompts, found, strict=True):
         written: list[int] = []
-        while len(written) < samples.NEW_TOKENS and tokenizer.eos_token_id not in written:
+        while len(written) < samples.MAX_NEW_TOKENS and tokenizer.eos_token_id not in written:
             with torch.no_grad():
                 written.append(int(state.model(torch.tensor([tokens + written])).logits[0, -1].argmax()))
         assert answer == written

@@ -10,7 +10,7 @@ from trainer.devices import device as device_module
 from trainer.devices.device import autocast_dtype, mixed_precision
 from trainer.loop import read_meter
 from trainer.report import speed as meter_module
-from trainer.report.speed import FIRST_AGAIN, GPUS, Meter, PeakRate, Size, data_sheet_rate
+from trainer.report.speed import GPUS, REMEASURE_AFTER, Meter, PeakRate, Size, data_sheet_rate
 
 CPU = torch.device("cpu")
 
@@ -108,7 +108,7 @@ def test_the_peak_is_the_best_of_measurements_at_growing_distances(clock):
         clock.now += 1.0
         peak.remeasure_if_due()
         best.append(peak.best)
-    assert times == [FIRST_AGAIN * 2**k for k in range(6)]
+    assert times == [REMEASURE_AFTER * 2**k for k in range(6)]
     assert [best[int(at) - 1] for at in times] == [60.0, 200.0, 200.0, 200.0, 200.0, 200.0]
 
 

@@ -85,7 +85,7 @@ def test_a_resumed_run_goes_on_under_its_id(monkeypatch):
 STUB = """
 import types, time
 from trainer.report import trackers as tracker
-tracker.START_PATIENCE, tracker.END_PATIENCE = 0.3, 0.3
+tracker.START_TIMEOUT, tracker.END_TIMEOUT = 0.3, 0.3
 swanlab = types.ModuleType("swanlab")
 def act(name):
     if kind == "raises at " + name: raise SystemExit("no network")
@@ -145,7 +145,7 @@ def test_the_real_swanlab_without_a_login(corpus, tmp_path, untracked):
     argv = [*flags(corpus, tmp_path, "pretrain", epochs=1), "--use_wandb"]
     home = f"os.environ['HOME'] = os.environ['SWANLAB_SAVE_DIR'] = {str(tmp_path)!r}; os.chdir({str(tmp_path)!r}); "
     home += "os.environ.pop('SWANLAB_API_KEY', None); from trainer.report import trackers as t; "
-    home += "t.START_PATIENCE = t.END_PATIENCE = 5.0"
+    home += "t.START_TIMEOUT = t.END_TIMEOUT = 5.0"
     process = run("pretrain", argv, Faults(script=home))
     assert_same_run(untracked, tmp_path)
     assert sum(line.startswith("warning: SwanLab ") for line in process.error_lines) == 1, process.err

@@ -465,7 +465,7 @@ def test_the_best_state_is_that_of_the_weights_which_were_evaluated(corpus, tmp_
 
 def test_the_checkpoint_of_another_stage_is_one_line():
     """One of the same data and settings, as of SFT for LoRA."""
-    state = SimpleNamespace(model=torch.nn.Linear(2, 2), code={}, args=StageArgs())
+    state = SimpleNamespace(model=torch.nn.Linear(2, 2), state_dict_fn=None, code={}, args=StageArgs())
     with pytest.raises(UserError, match=r"of another stage or model .*; give another --save_weight"):
         TrainState.restore(state, {"model": {"weight": torch.zeros(2, 2), "lora": torch.zeros(2)}})
 

@@ -319,7 +319,7 @@ def test_too_many_bad_updates_in_a_row_end_the_run(corpus, tmp_path, whole):
     assert process.error_lines[-1].startswith("error: --max_bad_updates 3: ")
     assert "update 12." in process.error_lines[-1]
     assert saved_state(tmp_path)["update"] == 8  # due at 10 as well, but that was the first of them
-    assert saved_state(tmp_path)["bad_updates"]["in_a_row"] == 0
+    assert saved_state(tmp_path)["skipped_updates"]["in_a_row"] == 0
     for path in (tmp_path / "checkpoints").glob("*"):
         path.unlink()  # bad updates 5 to 7 are part of that run; a clean one starts again
     run("pretrain", argv)

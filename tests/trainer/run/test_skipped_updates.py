@@ -13,9 +13,8 @@ from dataset.lm_dataset import collate_flat
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from trainer.loop import make_record, train_update, update_size
 from trainer.objectives.next_token import next_token_loss
-from trainer.optim.build import build_optimizer
+from trainer.optim.build import SkippedUpdates, build_optimizer
 from trainer.report.metrics import describe
-from trainer.run.skipped_updates import BadUpdates
 from trainer.run.state import TrainState
 
 CONFIG = MiniMindConfig(hidden_size=32, num_hidden_layers=1)
@@ -51,7 +50,7 @@ def make_state(optimizer=None, scale: float = 0.0, loss_fn=next_token_loss, limi
         loss_fn=loss_fn,
         schedule=lambda *_: 1e-2,
         run={"samples": 9, "global_batch": 3, "epochs": 1},
-        bad_updates=BadUpdates(limit, lambda i: f"data.jsonl:{i}"),
+        skipped_updates=SkippedUpdates(limit, lambda i: f"data.jsonl:{i}"),
     )
 
 
@@ -59,7 +58,7 @@ def train(state: TrainState, window: list[dict]) -> None:
     targets, tokens, _ = update_size(state, [state.size_fn(batch, state.lm_config) for batch in window])
     train_update(state, window, targets, tokens)
     state.update += 1
-    state.bad_updates.remember(state.update, window)
+    state.skipped_updates.read_and_warn()
 
 
 def weights(state: TrainState) -> list[torch.Tensor]:
@@ -84,7 +83,7 @@ def test_an_update_without_any_target_makes_no_step_and_is_no_bad_one():
     train(state, [batch(1)])
     before, mean_loss = weights(state), state.losses.clone()
     train(state, [batch(4, trained=False)])
-    assert state.bad_updates.pop_record_fields() == {}
+    assert state.skipped_updates.pop_record_fields() == {}
     assert all(torch.equal(a, b) for a, b in zip(before, weights(state), strict=True))
     assert {int(each["step"]) for each in state.optimizer.state.values()} == {1}
     assert torch.equal(state.losses, mean_loss)
@@ -100,7 +99,7 @@ OPTIMIZERS |= {"SGD": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9)}
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
-def test_a_bad_update_is_as_if_it_had_not_been(optimizer, capsys):
+def test_a_skipped_update_is_as_if_it_had_not_been(optimizer, capsys):
     good, mixed = (make_state(optimizer, loss_fn=bad_loss) for _ in range(2))
     for number in (100, 1, 101, 2):
         train(mixed, [batch(number)])
@@ -109,7 +108,7 @@ def test_a_bad_update_is_as_if_it_had_not_been(optimizer, capsys):
     assert all(torch.equal(a, b) for a, b in zip(weights(good), weights(mixed), strict=True))
     for a, b in zip(good.optimizer.state.values(), mixed.optimizer.state.values(), strict=True):
         assert all(torch.equal(torch.as_tensor(a[key]), torch.as_tensor(b[key])) for key in a)
-    assert mixed.bad_updates.skipped == [
+    assert mixed.skipped_updates.skipped == [
         {"update": 1, "sample_ids": [100]},
         {"update": 3, "sample_ids": [101]},
     ]
@@ -145,14 +144,14 @@ def test_in_float16_an_overflow_lowers_the_scale_and_is_no_bad_update():
     before = weights(state)
     train(state, [batch(1)])
     assert all(torch.equal(a, b) for a, b in zip(before, weights(state), strict=True))
-    assert state.scaler.get_scale() == 2.0**39 and state.bad_updates.in_a_row == 0
-    assert state.bad_updates.pop_record_fields() == {"overflows": 1}
+    assert state.scaler.get_scale() == 2.0**39 and state.skipped_updates.in_a_row == 0
+    assert state.skipped_updates.pop_record_fields() == {"overflows": 1}
     for _ in range(40):
         train(state, [batch(1)])
     halved = round(39 - math.log2(state.scaler.get_scale()))
     assert (
-        state.bad_updates.pop_record_fields() == {"overflows": halved}
-        and state.bad_updates.pop_record_fields() == {}
+        state.skipped_updates.pop_record_fields() == {"overflows": halved}
+        and state.skipped_updates.pop_record_fields() == {}
     )
     assert not all(torch.equal(a, b) for a, b in zip(before, weights(state), strict=True))
     assert 1 < state.scaler.get_scale() < 2.0**38
@@ -173,9 +172,9 @@ def test_overflows_stand_in_the_record_of_the_updates_that_they_skipped():
 def test_in_float16_a_loss_that_is_not_finite_is_one():
     state = make_state(scale=1024.0, loss_fn=bad_loss, limit=2)
     train(state, [batch(100)])
-    assert state.bad_updates.in_a_row == 1
+    assert state.skipped_updates.in_a_row == 1
     train(state, [batch(1)])
-    assert state.bad_updates.in_a_row == state.bad_updates.overflows == 0
+    assert state.skipped_updates.in_a_row == state.skipped_updates.overflows == 0
     train(state, [batch(101)])
     with pytest.raises(UserError, match=r"--max_bad_updates 2: .* the last of them update 4"):
         train(state, [batch(102)])
@@ -184,7 +183,7 @@ def test_in_float16_a_loss_that_is_not_finite_is_one():
 def test_the_count_survives_a_checkpoint():
     state = make_state(loss_fn=bad_loss)
     train(state, [batch(100)])
-    again = BadUpdates()
-    again.load_state_dict(state.bad_updates.state_dict() | {"overflows": 2})
+    again = SkippedUpdates()
+    again.load_state_dict(state.skipped_updates.state_dict() | {"overflows": 2})
     assert again.in_a_row == 1
     assert again.pop_record_fields() == {"skipped": [{"update": 1, "sample_ids": [100]}], "overflows": 2}

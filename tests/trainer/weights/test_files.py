@@ -16,8 +16,9 @@ from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from tests.conftest import ROOT
 from tests.stage_process import run
 from tests.trainer.stage_flags import flags
-from trainer.objectives.next_token import vocabulary_hash
-from trainer.trainer_utils import build_model_config, init_model, read_start_weights
+from trainer.objectives.next_token import model_config, vocabulary_hash
+from trainer.run.checkpoint import write_file
+from trainer.trainer_utils import init_model, read_start_weights
 from trainer.weights import files as model_files
 from trainer.weights.files import read_model, save_weights
 from trainer.weights.for_tools import load_path
@@ -80,7 +81,7 @@ def test_parts_that_only_training_needs_are_left_out(tmp_path):
 def test_killed_between_the_two_files_nothing_is_wrong(tmp_path, monkeypatch):
     """The weights say what they are; the JSON of those before is not read."""
     save_weights(model_of(hidden_size=32, num_hidden_layers=2), tmp_path / "w_32.pth")
-    monkeypatch.setattr(model_files, "write_description", lambda *args: os.abort)
+    monkeypatch.setattr(model_files, "write_json", lambda *args: os.abort)
     save_weights(model_of(hidden_size=32, num_hidden_layers=2, rms_norm_eps=1e-3), tmp_path / "w_32.pth")
     assert json.loads((tmp_path / "w_32.json").read_text())["model"]["rms_norm_eps"] == 1e-6
     assert load_path(tmp_path / "w_32.pth")[0].config.rms_norm_eps == 1e-3
@@ -100,7 +101,9 @@ def test_a_field_that_the_code_does_not_know_is_refused(tmp_path):
     model = model_of(hidden_size=32, num_hidden_layers=1)
     fields = model.config.own_fields()
     for more, refused in (({"window": 7}, True), ({"window": 0}, False)):
-        model_files.write_described(tmp_path / "w.pth", model.state_dict(), {"model": fields | more})
+        described = {"model": fields | more, "tokenizer": None}
+        with open(tmp_path / "w.pth", "w+b") as file:
+            write_file(model.state_dict(), file, described)
         if refused:
             with pytest.raises(UserError, match=r"w.pth is of a model with window 7, which this version"):
                 read_model(tmp_path / "w.pth")
@@ -123,7 +126,7 @@ def test_a_stage_takes_the_config_of_its_start_weights(tmp_path):
     for args in (by_name, by_path):
         args, start = read_start_weights(args)
         assert (args.num_hidden_layers, args.num_experts_per_tok) == (3, 2)
-        config = build_model_config(tokenizer, args, start)
+        config = model_config(tokenizer, args, start)
         assert (config.rms_norm_eps, config.norm_topk_prob, config.head_dim) == (1e-5, False, 16)
         assert config.dropout == 0.1 and config.tokenizer_sha256 == vocabulary_hash(tokenizer)
         init_model(config, args.from_weight, save_dir=tmp_path)

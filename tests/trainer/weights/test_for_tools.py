@@ -9,8 +9,8 @@ from common.command_line import Parser
 from common.errors import UserError
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from tests.conftest import ROOT
-from trainer.run.checkpoint import lm_checkpoint
 from trainer.run.paths import resume_path, run_name, shape_in_name, weight_path
+from trainer.trainer_utils import lm_checkpoint
 from trainer.weights.files import find_weights, load_weights, save_weights
 from trainer.weights.for_tools import add_trained_model_flags, load_model, load_path
 from trainer.weights.import_hf import shape_of_tensors

@@ -77,6 +77,7 @@ class FakeEngine:
             evals,
             log_every,
         )
+        self._callbacks.engine = self
         self._calls, self._pending, self.checkpoint, self.used = 0, False, saved, []
         self.resumed_update = None
         if saved is not None:
@@ -93,7 +94,7 @@ class FakeEngine:
         self._calls += 1
         if self._calls == self._kill_at:
             raise Killed
-        self._callbacks.dispatch(name, self, *args)
+        self._callbacks.call(name, *args)
 
     def run(self, kill_at=0, stop_at=0):
         """Train to the end, to the `kill_at`-th call, or to a signal before update `stop_at`."""
@@ -206,10 +207,11 @@ def test_the_example_on_the_page_runs_and_resumes():
     exec(compile(fenced("python"), "CALLBACKS.md", "exec"), space)
     spikes = space["GradientSpikes"]()
     callbacks, engine = CallbackList([spikes]), FakeEngine()
+    callbacks.engine = engine
     norms = [1.0, 1.2, None, 5.0, 1.0]
-    callbacks.dispatch("on_batch_end", engine, 1, None)
+    callbacks.call("on_batch_end", 1, None)
     for update, norm in enumerate(norms, 2):
-        callbacks.dispatch("on_batch_end", engine, update, make_record(update) | {"grad_norm": norm})
+        callbacks.call("on_batch_end", update, make_record(update) | {"grad_norm": norm})
     assert engine.lines == ["update 5: gradient norm 5.00, usually 1.02"]
     again = space["GradientSpikes"]()
     CallbackList([again]).load_state_dict(callbacks.state_dict())
