@@ -17,8 +17,8 @@ from functools import cache
 from typing import Any
 
 from common.errors import UserError, reason
+from dataset.json_values import BLANKS, BOM, TOO_DEEP, BadRecord, check_record, parse_json
 from dataset.plain_text import read_text
-from dataset.records import BLANKS, BOM, TOO_DEEP, BadRecord, check_record, parse_json
 from dataset.tables import read_arrow, read_csv, read_parquet
 
 PLAIN_TEXT = ".txt"

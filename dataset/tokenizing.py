@@ -38,8 +38,10 @@ from common.errors import UserError
 from dataset.chat_labels import ChatTemplate, token_ranges
 from dataset.files import Block, parse_block, place
 from dataset.held_out import Split, first_question, is_one_passage, question_in
+from dataset.json_values import TOO_DEEP, BadRecord
+from dataset.messages import Chat
 from dataset.plain_text import DocumentPart
-from dataset.records import TOO_DEEP, BadRecord, Chat, find_format, to_chat, to_pair, to_text, unread_fields
+from dataset.records import find_format, to_chat, to_pair, to_text, unread_fields
 from model.prompts import SpecialTexts, plain_backend
 
 
