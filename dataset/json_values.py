@@ -1,4 +1,4 @@
-"""Values of JSON records: parsing, and reading fields with checks.
+"""Reading the fields of a JSON record with checks.
 
 A user's mistake is a BadRecord; whoever reads the file adds FILE:LINE.
 """
@@ -6,48 +6,11 @@ A user's mistake is a BadRecord; whoever reads the file adds FILE:LINE.
 import json
 
 BOM = b"\xef\xbb\xbf"
-BLANKS = b" \t\r\n"  # of JSON
 TOO_DEEP = "lists and objects are nested too deep; make the record flatter"
 
 
 class BadRecord(Exception):
     """A bad record. The message says what is wrong and what to do, without FILE:LINE."""
-
-
-def parse_json(raw: bytes) -> dict:
-    """A record from a line of JSON Lines. A byte order mark and escaped NULs (\\u0000) are accepted. Raises
-    BadRecord, also for a lone surrogate (half a character: \\ud83d), which no tokenizer takes."""
-    raw = raw.removeprefix(BOM).strip(BLANKS)
-    try:
-        record = json.loads(raw.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise BadRecord(not_utf8(raw, error.start)) from None
-    except json.JSONDecodeError as error:
-        where = f"column {error.colno}"
-        if error.lineno > 1:
-            where += f" of its line {error.lineno}"
-        what = "each line must hold one JSON object, or the file one array of them"
-        raise BadRecord(f"not valid JSON ({error.msg} at {where}); {what}") from None
-    except RecursionError:
-        raise BadRecord(TOO_DEEP) from None
-    except ValueError as error:  # a number with thousands of digits
-        raise BadRecord(f"JSON that cannot be read ({error})") from None
-    if not isinstance(record, dict):
-        raise BadRecord(f"{kind_of(record)} instead of a JSON object; write {{...}}")
-    if b"\\ud" in raw or b"\\uD" in raw:  # only these escapes can be half a character
-        check_value(record)
-    return record
-
-
-def check_record(value: object) -> dict | BadRecord:
-    """An element of a JSON array as a record, or the BadRecord in its place."""
-    try:
-        if not isinstance(value, dict):
-            raise BadRecord(f"{kind_of(value)} instead of a JSON object; write {{...}}")
-        check_value(value)
-    except BadRecord as error:
-        return error
-    return value
 
 
 def check_value(value: object) -> None:

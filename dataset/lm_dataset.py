@@ -63,7 +63,7 @@ def collate_shared(items: list[list[dict]]) -> dict:
     batch["sample_ids"] = torch.tensor(sample_ids, dtype=torch.int64)
     if not any(shared_before):
         return batch
-    lengths = np.diff(batch["host_cu_seqlens"])
+    lengths = np.diff(batch["host_cu_seqlens"])  # of the sequences, without what they continue
     cu_seqlens_k = np.concatenate([[0], np.cumsum(lengths + shared_before)]).astype(np.int32)
     batch["position_ids"] += torch.from_numpy(np.repeat(shared_before, lengths))
     batch["key_index"] = torch.from_numpy(np.concatenate(keys))
@@ -80,18 +80,22 @@ def _cut(sample: dict, begin: int, end: int) -> dict:
 
 
 def shared_tokens(samples: list[dict]) -> int:
-    """How many tokens at the beginning of all the samples are the same, up to those that predict targets."""
+    """How many tokens at the beginning of all the samples are the same, up to those that predict targets.
+
+    Example: 1 2 3 7 8, of which 7 8 are targets, and 1 2 3 9 with the target 9. The 3 predicts the 7 and the
+    9, so 2 tokens are shared.
+    """
     if len(samples) < 2:
         return 0
     limit = len(samples[0]["input_ids"])
     for sample in samples:
-        predicts_target = np.append(sample["loss_mask"][1:], True)
-        limit = min(limit, int(predicts_target.argmax()))
-    first = samples[0]["input_ids"][:limit]
+        predicts_target = np.append(sample["loss_mask"][1:], True)  # a sample's last token is never shared
+        limit = min(limit, int(predicts_target.argmax()))  # the first one that does
+    first = samples[0]["input_ids"]
     for sample in samples[1:]:
         differs = sample["input_ids"][:limit] != first[:limit]
         if differs.any():
-            limit = int(differs.argmax())
+            limit = int(differs.argmax())  # the first one that does
     return limit
 
 

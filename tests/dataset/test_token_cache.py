@@ -578,7 +578,7 @@ def test_skip_stops_above_a_share_of_bad_records(write, tokenizer, cache_dir, ca
     for share in (0, 0.1249):
         with pytest.raises(UserError, match="are bad, more than --max_bad_share"):
             built(share)
-    assert len(built(0, write("good.jsonl", TEXTS))) > 0
+    assert built(0, write("good.jsonl", TEXTS)).num_samples > 0
 
 
 def test_messages_name_the_data_where_they_lie_now(write, tokenizer, cache_dir):
