@@ -19,7 +19,8 @@ from typing import Any, cast
 import numpy as np
 
 from common.errors import UserError
-from dataset.records import BadRecord, Chat
+from dataset.json_values import BadRecord
+from dataset.messages import Chat
 
 GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 THOUGHTS = re.compile(r"<think>\s*$")  # opened at the end of a text

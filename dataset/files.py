@@ -17,12 +17,13 @@ from functools import cache
 from typing import Any
 
 from common.errors import UserError, reason
+from dataset.json_values import BOM, TOO_DEEP, BadRecord, check_value, kind_of, not_utf8
 from dataset.plain_text import read_text
-from dataset.records import BLANKS, BOM, TOO_DEEP, BadRecord, check_record, parse_json
 from dataset.tables import read_arrow, read_csv, read_parquet
 
 PLAIN_TEXT = ".txt"
 GZIP = ".gz"
+BLANKS = b" \t\r\n"  # of JSON
 BLOCK_BYTES = 1 << 20  # of a file: outweighs the cost of handing a block on, and fits the memory
 BLOCK_RECORDS = 1024
 MAX_DEPTH = 1000  # of lists and objects in a JSON array; as deep as Python's own parser goes
@@ -48,6 +49,42 @@ def place(path: str, line: int) -> str:
     if line < FIRST_ELEMENT:
         return f"{path}:{line}"
     return f"{path}[{line - FIRST_ELEMENT}]"
+
+
+def parse_json(raw: bytes) -> dict:
+    """A record from a line of JSON Lines. A byte order mark and escaped NULs (\\u0000) are accepted. Raises
+    BadRecord, also for a lone surrogate (half a character: \\ud83d), which no tokenizer takes."""
+    raw = raw.removeprefix(BOM).strip(BLANKS)
+    try:
+        record = json.loads(raw.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise BadRecord(not_utf8(raw, error.start)) from None
+    except json.JSONDecodeError as error:
+        where = f"column {error.colno}"
+        if error.lineno > 1:
+            where += f" of its line {error.lineno}"
+        what = "each line must hold one JSON object, or the file one array of them"
+        raise BadRecord(f"not valid JSON ({error.msg} at {where}); {what}") from None
+    except RecursionError:
+        raise BadRecord(TOO_DEEP) from None
+    except ValueError as error:  # a number with thousands of digits
+        raise BadRecord(f"JSON that cannot be read ({error})") from None
+    if not isinstance(record, dict):
+        raise BadRecord(f"{kind_of(record)} instead of a JSON object; write {{...}}")
+    if b"\\ud" in raw or b"\\uD" in raw:  # only these escapes can be half a character
+        check_value(record)
+    return record
+
+
+def check_record(value: object) -> dict | BadRecord:
+    """An element of a JSON array as a record, or the BadRecord in its place."""
+    try:
+        if not isinstance(value, dict):
+            raise BadRecord(f"{kind_of(value)} instead of a JSON object; write {{...}}")
+        check_value(value)
+    except BadRecord as error:
+        return error
+    return value
 
 
 def read_json_lines(content: Any, path: str) -> Iterator[tuple[int, bytes]]:

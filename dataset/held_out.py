@@ -21,8 +21,8 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from common.errors import UserError
+from dataset.json_values import BadRecord
 from dataset.plain_text import DocumentPart
-from dataset.records import BadRecord
 
 # Up to 2,000 characters: the rest of the text, or whole lines, else words, else characters.
 PASSAGE = re.compile(r".{1,2000}\Z|.{0,1999}\n|.{0,1999}\s|.{1,2000}", re.DOTALL)

@@ -63,7 +63,7 @@ def collate_shared(items: list[list[dict]]) -> dict:
     batch["sample_ids"] = torch.tensor(sample_ids, dtype=torch.int64)
     if not any(shared_before):
         return batch
-    lengths = np.diff(batch["host_cu_seqlens"])
+    lengths = np.diff(batch["host_cu_seqlens"])  # of the sequences, without what they continue
     cu_seqlens_k = np.concatenate([[0], np.cumsum(lengths + shared_before)]).astype(np.int32)
     batch["position_ids"] += torch.from_numpy(np.repeat(shared_before, lengths))
     batch["key_index"] = torch.from_numpy(np.concatenate(keys))
@@ -80,18 +80,22 @@ def _cut(sample: dict, begin: int, end: int) -> dict:
 
 
 def shared_tokens(samples: list[dict]) -> int:
-    """How many tokens at the beginning of all the samples are the same, up to those that predict targets."""
+    """How many tokens at the beginning of all the samples are the same, up to those that predict targets.
+
+    Example: 1 2 3 7 8, of which 7 8 are targets, and 1 2 3 9 with the target 9. The 3 predicts the 7 and the
+    9, so 2 tokens are shared.
+    """
     if len(samples) < 2:
         return 0
     limit = len(samples[0]["input_ids"])
     for sample in samples:
-        predicts_target = np.append(sample["loss_mask"][1:], True)
-        limit = min(limit, int(predicts_target.argmax()))
-    first = samples[0]["input_ids"][:limit]
+        predicts_target = np.append(sample["loss_mask"][1:], True)  # a sample's last token is never shared
+        limit = min(limit, int(predicts_target.argmax()))  # the first one that does
+    first = samples[0]["input_ids"]
     for sample in samples[1:]:
         differs = sample["input_ids"][:limit] != first[:limit]
         if differs.any():
-            limit = int(differs.argmax())
+            limit = int(differs.argmax())  # the first one that does
     return limit
 
 
@@ -137,9 +141,12 @@ class TokenDataset(Dataset):
 
     def __init__(self, cache: TokenCache, packing: bool = False):
         self.cache, self.packing = cache, packing
+        self.records: int = cache.report["records"]  # that were read, bad ones too
+        self.num_tokens: int = cache.report["tokens"]  # of all samples
+        self.num_targets: int = cache.report["targets"]
 
     def __len__(self) -> int:
-        return len(self.cache.packed_offsets) - 1 if self.packing else len(self.cache)
+        return len(self.cache.packed_offsets) - 1 if self.packing else self.cache.num_samples
 
     def __getitem__(self, index: int) -> list[dict]:
         index = range(len(self))[index]
@@ -180,28 +187,13 @@ class TokenDataset(Dataset):
         return np.add.reduceat(lengths[self.cache.packed_samples], starts)
 
     @property
-    def num_tokens(self) -> int:
-        """Tokens of all samples."""
-        return int(self.cache.offsets[-1])
-
-    @property
-    def num_targets(self) -> int:
-        """Targets of all samples."""
-        return self.cache.report["targets"]
-
-    @property
     def mean_tokens(self) -> float:
         """Tokens of an item, on average."""
         return self.num_tokens / len(self)
 
-    @property
-    def records(self) -> int:
-        """Records that were read, bad ones too."""
-        return self.cache.report["records"]
-
     def describe_packing(self) -> str:
         """How full the packed sequences are."""
-        samples, length = len(self.cache), self.cache.meta["max_length"]
+        samples, length = self.cache.num_samples, self.cache.meta["max_length"]
         text = f"packing: {samples:,} samples in {len(self):,} sequences of {length} tokens, "
         return text + f"{self.num_tokens / (len(self) * length):.1%} filled, no sample split"
 
@@ -224,17 +216,16 @@ class StageDataset(TokenDataset):
         length = STAGE_LENGTH[self.kind] if max_length is None else max_length
         how = CacheOptions(self.kind, length, cache_dir, packing=packing, **options)
         super().__init__(build_token_cache(data_path, tokenizer, how), packing)
-
-    @property
-    def fingerprint(self) -> dict[str, Any]:
-        """Identifies the tokenised data."""
         meta = self.cache.meta
         keys = ("format", "kind", "data", "text_separator", "split")
         content = json.dumps([meta.get(key) for key in keys]).encode()
-        fingerprint = {"data": hashlib.sha256(content).hexdigest()[:16], "tokenizer": meta["tokenizer"][:16]}
+        # identifies the tokenised data
+        self.fingerprint: dict[str, Any] = {
+            "data": hashlib.sha256(content).hexdigest()[:16],
+            "tokenizer": meta["tokenizer"][:16],
+        }
         if "split" in meta:
-            fingerprint["eval_share"] = meta["split"][0]
-        return fingerprint
+            self.fingerprint["eval_share"] = meta["split"][0]
 
     def source(self, sample_id: int) -> str:
         """FILE:LINE of a sample."""
@@ -260,7 +251,7 @@ class DPODataset(StageDataset):
     collate: Callable[[list], dict] = staticmethod(collate_pairs)
 
     def __len__(self) -> int:
-        return len(self.cache) // 2
+        return self.cache.num_samples // 2
 
     def __getitem__(self, index: int) -> list[dict]:
         index = range(len(self))[index]

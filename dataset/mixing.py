@@ -77,12 +77,19 @@ class MixedDataset(StageDataset):
         self.sources = [source for _, source in sources]
         first = self.sources[0]
         self.packing, self.kind, self.collate = first.packing, first.kind, first.collate
+        self.records = sum(source.records for source in self.sources)
+        self.num_tokens = sum(source.num_tokens for source in self.sources)
         self.shares = [weight / sum(weights) for weight in weights]
         self.counts = []
         for share, source in zip(self.shares, self.sources, strict=True):
             self.counts.append(max(1, round(share * self.num_tokens / source.mean_tokens)))
         self.first_items = np.cumsum([0, *map(len, self.sources)])
-        self.first_samples = np.cumsum([0, *(len(source.cache) for source in self.sources)])
+        self.first_samples = np.cumsum([0, *(source.cache.num_samples for source in self.sources)])
+        content = json.dumps([[source.fingerprint["data"] for source in self.sources], self.counts])
+        self.fingerprint = first.fingerprint | {
+            "data": hashlib.sha256(content.encode()).hexdigest()[:16],
+            "weights": ", ".join(f"{share:.4g}" for share in self.shares),
+        }
 
     def __len__(self) -> int:
         return sum(self.counts)
@@ -115,21 +122,6 @@ class MixedDataset(StageDataset):
             chosen.append(self.first_items[number] + order[turns])
         return np.concatenate(chosen)
 
-    @property
-    def num_tokens(self) -> int:
-        return sum(source.num_tokens for source in self.sources)
-
-    @property
-    def records(self) -> int:
-        return sum(source.records for source in self.sources)
-
-    @property
-    def fingerprint(self) -> dict[str, str | float]:
-        content = json.dumps([[source.fingerprint["data"] for source in self.sources], self.counts])
-        data = hashlib.sha256(content.encode()).hexdigest()[:16]
-        weights = ", ".join(f"{share:.4g}" for share in self.shares)
-        return self.sources[0].fingerprint | {"data": data, "weights": weights}
-
     def source(self, sample_id: int) -> str:
         number = int(np.searchsorted(self.first_samples, sample_id, side="right")) - 1
         return self.sources[number].source(sample_id - int(self.first_samples[number]))
@@ -145,7 +137,7 @@ class MixedDataset(StageDataset):
             of_tokens, of_targets = tokens[i] / sum(tokens), targets[i] / sum(targets)
             total = passes[i] * epochs
             say(
-                f"{name}: {len(source.cache):,} samples, {source.num_tokens:,} tokens; "
+                f"{name}: {source.cache.num_samples:,} samples, {source.num_tokens:,} tokens; "
                 f"{of_tokens:.1%} of the tokens and {of_targets:.1%} of the targets; "
                 f"{passes[i]:.2f} passes an epoch, {total:.2f} in all"
             )

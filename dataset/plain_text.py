@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from dataset.records import BOM, BadRecord, not_utf8
+from dataset.json_values import BOM, BadRecord, not_utf8
 
 PART_BYTES = 1 << 20
 CONTEXT_BYTES = 1 << 10

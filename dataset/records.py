@@ -9,58 +9,15 @@ DPO       {"chosen": [...], "rejected": [...]}, two conversations that begin ali
           their beginning or a repetition of the chosen one; or a conversation or a question of SFT's forms,
           and "chosen" and "rejected", each of them a text, a message or a list of messages
 
-A message is one of
-OpenAI    {"role": "system" | "user" | "assistant" | "tool", "content"}, optional "reasoning_content",
-          "tool_calls", "tools", "name", "tool_call_id"; also role "developer" (system), "function" (tool),
-          and "function_call"
-ShareGPT  {"from": "human" | "gpt" | "function_call" | "observation" | ..., "value"}, and the same beside it
-whose content is text, or a list of parts: text or {"type", "text" or "value"} with a type of PARTS. One of
-TRAIN_FLAGS says whether a turn of the assistant is trained.
-
 A field that is null counts as absent: Parquet and other typed files fill in null wherever a record lacks a
 key. Data of another stage or another kind of model (images) are refused. Unread fields are counted.
 """
 
-import json
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-BOM = b"\xef\xbb\xbf"
-BLANKS = b" \t\r\n"  # of JSON
-TOO_DEEP = "lists and objects are nested too deep; make the record flatter"
-
-ROLES = ("system", "user", "assistant", "tool")
-OTHER_ROLES = {
-    "human": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "function_call": "assistant",
-    "observation": "tool",
-    "developer": "system",
-    "function": "tool",
-}
-# LLaMA-Factory, OpenAI, ms-swift and Axolotl, in this order.
-TRAIN_FLAGS = frozenset({"loss_weight", "weight", "loss", "train", "training", "train_on_turn"})
-EXTRAS = ("name", "tool_call_id")
-# The type of a part of the content -> the field of the message that it belongs to.
-PARTS = {
-    "reasoning": "reasoning_content",
-    "thinking": "reasoning_content",
-    "text": "content",
-    "tool_call": "tool_calls",
-}
-FIELD_ORDER = ("reasoning_content", "content", "tool_calls")  # in which chat templates write them
-PLAIN = frozenset({"role", "content", "from", "value"})
-NO_MEDIA = "the model reads text only; leave the record out, or this field where the text stands on its own"
-NO_INPUTS = "only the assistant's turns are trained; remove this field"
-REFUSED = dict.fromkeys(("image", "images", "audio", "audios", "video", "videos"), NO_MEDIA) | {
-    "train_detail": "a turn is trained as a whole or not; remove this field, or write 'train'",
-    "train_on_inputs": NO_INPUTS,
-    "train_on_prompt": NO_INPUTS,
-}
-MESSAGE_FIELDS = PLAIN.union(
-    ["reasoning_content", "tool_calls", "function_call", "tools"], EXTRAS, TRAIN_FLAGS, REFUSED
-)
+from dataset.json_values import BadRecord, keys_of, kind_of, objects_of, short, switch_of, text_of
+from dataset.messages import MESSAGE_FIELDS, REFUSED, Chat, Turn, parse_message, refuse_fields, text_turn
 
 INPUT_FIELDS = ("input", "context")  # what a question is about, written below it
 SYSTEM = ("system", "system_prompt")
@@ -73,25 +30,7 @@ PREFERENCE += ("preferred_output", "non_preferred_output")
 COMPANION_FIELDS = frozenset(REFUSED).union(SYSTEM, TOOLS, LABELS, PREFERENCE, ["mask_history"])
 
 
-class BadRecord(Exception):
-    """A bad record. The message says what is wrong and what to do, without FILE:LINE."""
-
-
-class Turn(NamedTuple):
-    """A message as chat templates take it."""
-
-    message: dict
-    tools: list[dict]  # that stand on it
-    is_masked: bool = False  # not trained
-
-
-class Chat(NamedTuple):
-    """A conversation as chat templates take it: messages with `role` and `content`, and the tools' JSON
-    schemas."""
-
-    messages: list[dict]
-    tools: list[dict] | None
-    masked: tuple[int, ...] = ()  # indices of the assistant's messages that are no targets
+# --- how a record holds its conversation
 
 
 class RecordFormat(NamedTuple):
@@ -106,242 +45,8 @@ class RecordFormat(NamedTuple):
     fields: tuple[str, ...] = ()
 
 
-# --- JSON
-
-
-def parse_json(raw: bytes) -> dict:
-    """A record from a line of JSON Lines. A byte order mark and escaped NULs (\\u0000) are accepted. Raises
-    BadRecord, also for a lone surrogate (half a character: \\ud83d), which no tokenizer takes."""
-    raw = raw.removeprefix(BOM).strip(BLANKS)
-    try:
-        record = json.loads(raw.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise BadRecord(not_utf8(raw, error.start)) from None
-    except json.JSONDecodeError as error:
-        where = f"column {error.colno}"
-        if error.lineno > 1:
-            where += f" of its line {error.lineno}"
-        what = "each line must hold one JSON object, or the file one array of them"
-        raise BadRecord(f"not valid JSON ({error.msg} at {where}); {what}") from None
-    except RecursionError:
-        raise BadRecord(TOO_DEEP) from None
-    except ValueError as error:  # a number with thousands of digits
-        raise BadRecord(f"JSON that cannot be read ({error})") from None
-    if not isinstance(record, dict):
-        raise BadRecord(f"{kind_of(record)} instead of a JSON object; write {{...}}")
-    if b"\\ud" in raw or b"\\uD" in raw:  # only these escapes can be half a character
-        check_value(record)
-    return record
-
-
-def check_record(value: object) -> dict | BadRecord:
-    """An element of a JSON array as a record, or the BadRecord in its place."""
-    try:
-        if not isinstance(value, dict):
-            raise BadRecord(f"{kind_of(value)} instead of a JSON object; write {{...}}")
-        check_value(value)
-    except BadRecord as error:
-        return error
-    return value
-
-
-def check_value(value: object) -> None:
-    """Raise BadRecord if any text in a JSON value holds a lone surrogate, or it is nested too deep."""
-    try:
-        json.dumps(value, ensure_ascii=False).encode("utf-8")
-    except UnicodeEncodeError as error:
-        half = ascii(error.object[error.start])[1:-1]
-        raise BadRecord(
-            f"lone surrogate {half} (half a character); write the whole character or none"
-        ) from None
-    except RecursionError:
-        raise BadRecord(TOO_DEEP) from None
-
-
-def text_of(record: dict, key: str, where: str = "") -> str:
-    """The text under a key; `where`: " of message 2". Raises BadRecord."""
-    if key not in record:
-        raise BadRecord(f"no '{key}'{where} (its keys: {keys_of(record)}); add it")
-    value = record[key]
-    if not isinstance(value, str):
-        what = f"{kind_of(value)} instead of text"
-        raise BadRecord(f"'{key}'{where} is {what}; write it as a string or remove the line")
-    return value
-
-
-def json_of(text: str, where: str) -> object:
-    """The value of a field that holds JSON text; `where` names the field. Raises BadRecord."""
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        hint = ""
-        if "'" in text[:4]:
-            hint = "; Python's own notation is not JSON, write json.dumps(...)"
-        raise BadRecord(f"{where} does not parse as JSON ({str(error).split(': line')[0]}){hint}") from None
-    check_value(value)
-    return value
-
-
-def objects_of(value: object, where: str, name: str | None = None) -> list[dict]:
-    """JSON objects, given as a list, as a single one or as JSON text of either; an empty list if none are
-    given: None, blank text, `[]`, `{}`, and the text "[]", "{}" or "null".
-
-    `where`: of which field, for messages. `name`: a key that each object (or its "function") must have.
-    Raises BadRecord.
-    """
-    if isinstance(value, str):
-        value = json_of(value, where) if value.strip() else None
-    if not value:
-        return []
-    if isinstance(value, dict):
-        value = [value]
-    if not isinstance(value, list):
-        raise BadRecord(f"{where} is {kind_of(value)} instead of a list of JSON objects")
-    objects = []
-    for number, item in enumerate(value, 1):
-        if isinstance(item, str):
-            item = json_of(item, f"entry {number} of {where}")
-        if not isinstance(item, dict):
-            raise BadRecord(f"entry {number} of {where} is {kind_of(item)} instead of a JSON object")
-        function = item.get("function", item)
-        if name and not (isinstance(function, dict) and isinstance(function.get(name), str)):
-            how = f'write {{"{name}": ..., "arguments": {{...}}}}'
-            raise BadRecord(f"{where} holds a call without a '{name}'; {how}")
-        objects.append(item)
-    return objects
-
-
-def switch_of(record: dict, key: str, where: str = "") -> bool | None:
-    """True or false (or 1 or 0) under a key; None if it is absent. Raises BadRecord for any other value."""
-    value = record.get(key)
-    if value is None:
-        return None
-    if not (isinstance(value, (bool, int, float)) and value in (0, 1)):
-        how = "it is a switch: write true or 1, false or 0, or remove it"
-        raise BadRecord(f"'{key}'{where} is {short(value)}; {how}")
-    return bool(value)
-
-
-# --- one message
-
-
-def parse_message(item: object, where: str) -> Turn:
-    """A message in any spelling; `where`: "message 2", for messages. Raises BadRecord."""
-    if not isinstance(item, dict):
-        raise BadRecord(f"{where} is {kind_of(item)} instead of an object with 'role' and 'content'")
-    if item.get("role") is None and item.get("from") is not None:  # ShareGPT
-        typed, key = item["from"], "value"
-    else:
-        typed, key = item.get("role"), "content"
-    role = OTHER_ROLES.get(typed, typed) if isinstance(typed, str) else typed
-    if role is None:
-        raise BadRecord(f"{where} has no 'role' (its keys: {keys_of(item)}); write one of {', '.join(ROLES)}")
-    if role not in ROLES:
-        raise BadRecord(f"{where} has the unknown role {short(typed)}; known are {', '.join(ROLES)}")
-    content = item.get(key)
-    if isinstance(content, str) and PLAIN.issuperset(item) and typed != "function_call":
-        return Turn({"role": role, "content": content}, [])  # most messages
-    message: dict[str, Any] = {"role": role, "content": ""}
-    beside = _fields_beside_content(item, where)
-    if typed == "function_call":
-        message["tool_calls"] = _tool_calls(content, f"'{key}' of {where}")
-    elif isinstance(content, list):
-        message |= _join_parts(content, f"'{key}' of {where}")
-    elif content is not None or "tool_calls" not in beside:
-        message["content"] = text_of(item, key, f" of {where}")
-    for field in beside:
-        if field in message:
-            raise BadRecord(f"{where} gives its '{field}' in '{key}' and beside it; keep one of them")
-    message |= beside
-    for field, does in (("tool_calls", "calls tools"), ("reasoning_content", "reasons")):
-        if message.get(field) and role != "assistant":
-            raise BadRecord(f"{where} has '{field}' but the role {role}; only the assistant {does}")
-    refuse_fields(item, f"of {where}")
-    tools = objects_of(item.get("tools"), f"'tools' of {where}")
-    return Turn(message, tools, _is_masked(item, role, where))
-
-
-def _fields_beside_content(item: dict, where: str) -> dict[str, Any]:
-    """The fields of a message that stand beside its content."""
-    fields: dict[str, Any] = {}
-    for field in ("tool_calls", "function_call"):
-        calls = objects_of(item.get(field), f"'{field}' of {where}", "name")
-        if calls and "tool_calls" not in fields:
-            fields["tool_calls"] = calls
-    for field in ("reasoning_content", *EXTRAS):
-        if item.get(field) is not None:
-            fields[field] = text_of(item, field, f" of {where}")
-    return fields
-
-
-def _tool_calls(value: object, where: str) -> list[dict]:
-    """Tool calls where there must be one."""
-    calls = objects_of(value, where, "name")
-    if not calls:
-        raise BadRecord(f'{where} holds no call; write {{"name": ..., "arguments": {{...}}}}')
-    return calls
-
-
-def _join_parts(parts: list, where: str) -> dict[str, Any]:
-    """The fields of a message whose content is a list of parts: texts are joined as they are, calls in one
-    list."""
-    if not parts:
-        raise BadRecord(f"{where} is an empty list; write the text")
-    fields: dict[str, Any] = {}
-    latest = 0
-    for number, part in enumerate(parts, 1):
-        place = f"part {number} of {where}"
-        if isinstance(part, str):
-            part = {"text": part}
-        if not isinstance(part, dict):
-            raise BadRecord(f"{place} is {kind_of(part)} instead of an object with 'type' and 'text'")
-        kind = "text" if part.get("type") is None else part["type"]
-        if not isinstance(kind, str) or kind not in PARTS:
-            raise BadRecord(f"{place} is of type {short(kind)}: the model reads text only; leave it out")
-        field = PARTS[kind]
-        if FIELD_ORDER.index(field) < latest:
-            raise BadRecord(f"{place} comes too late; write reasoning, then text, then tool calls")
-        latest = FIELD_ORDER.index(field)
-        key = "text"
-        for name in ("value", kind):
-            if part.get(name) is not None:
-                key = name
-        if kind == "tool_call":
-            fields.setdefault(field, []).extend(_tool_calls(part.get(key), f"'{key}' of {place}"))
-        else:
-            fields[field] = fields.get(field, "") + text_of(part, key, f" of {place}")
-    return fields
-
-
-def refuse_fields(record: dict, where: str) -> None:
-    """Raise BadRecord if a record or message has a field of REFUSED, such as a picture, which would be
-    lost."""
-    for key, why in REFUSED.items():
-        if record.get(key):
-            raise BadRecord(f"'{key}' {where}: {why}")
-
-
-def _is_masked(item: dict, role: str, where: str) -> bool:
-    """Whether TRAIN_FLAGS of a message leave the assistant's turn out of training."""
-    asked = {}
-    for key in sorted(TRAIN_FLAGS):
-        switch = switch_of(item, key, f" of {where}")
-        if switch is not None:
-            asked[key] = switch
-    if True in asked.values() and False in asked.values():
-        what = f"is to be trained and not to be trained ({', '.join(asked)})"
-        raise BadRecord(f"{where} {what}; keep one of them")
-    if role != "assistant" and True in asked.values():
-        what = f"asks to train the role {role}; only the assistant is trained"
-        raise BadRecord(f"'{min(asked)}' of {where} {what}")
-    return role == "assistant" and False in asked.values()
-
-
-# --- formats of conversations
-
-
 def read_messages(record: dict, key: str, prefix: str = "") -> list[Turn]:
-    """A list of messages; `prefix`: how messages call one of them."""
+    """A list of messages; `prefix`: how error messages call one of them."""
     items = record[key]
     if not isinstance(items, list):
         raise BadRecord(f"'{key}' is {kind_of(items)} instead of a list of messages")
@@ -376,9 +81,14 @@ def _read_history(record: dict) -> list[Turn]:
     return turns
 
 
-def text_turn(role: str, text: str) -> Turn:
-    """A turn with a text alone."""
-    return Turn({"role": role, "content": text}, [])
+def _read_answer(record: dict, key: str) -> list[Turn]:
+    """The turns of an answer: a text, a message or a list of messages."""
+    value = record.get(key)
+    if isinstance(value, dict):
+        return [parse_message(value, f"'{key}'")]
+    if isinstance(value, list):
+        return read_messages(record, key, f"{key}'s ")
+    return [text_turn("assistant", text_of(record, key))]
 
 
 QUESTION_FIELDS = (*INPUT_FIELDS, "history")
@@ -390,17 +100,6 @@ FORMATS: dict[str, RecordFormat] = {  # by the key that decides the format
     "question": RecordFormat(read_question, ("answer", "response"), QUESTION_FIELDS),
     "query": RecordFormat(read_question, ("response", "answer"), QUESTION_FIELDS),
 }
-
-
-def known_fields() -> frozenset[str]:
-    """All fields that are read in a record of some format."""
-    fields = COMPANION_FIELDS.union(["text"], FORMATS)
-    return fields.union(*(each.answers + each.fields for each in FORMATS.values()))
-
-
-def list_fields() -> set[str]:
-    """The fields that may hold a list, in a CSV file as JSON text."""
-    return {"history", *PREFERENCE, *(key for key, each in FORMATS.items() if not each.answers)}
 
 
 def find_format(record: dict) -> tuple[str, str]:
@@ -420,34 +119,11 @@ def find_format(record: dict) -> tuple[str, str]:
     if len(complete) > 1:
         first, second = complete[0][0], complete[1][0]
         raise BadRecord(f"both '{first}' and '{second}' in one record; keep one of them")
-    for found in (complete, unanswered):
-        if found:
-            return found[0]
+    if complete:
+        return complete[0]
+    if unanswered:
+        return unanswered[0]
     return "", ""
-
-
-def unread_fields(record: dict) -> Iterator[str]:
-    """Names of the fields of a conversation or a preference that nothing reads, and, as `messages.name`, of
-    its messages."""
-    key, answer = find_format(record)
-    for name, value in record.items():
-        if value is None:
-            continue
-        is_read = name in COMPANION_FIELDS
-        if key:
-            is_read = is_read or name in (key, answer) or name in FORMATS[key].fields
-        if name == "label" and str(value).lower() not in ("true", "false"):
-            is_read = False  # the number of a class, not KTO's
-        if not is_read:
-            yield name
-        elif isinstance(value, list) and name not in TOOLS:
-            for item in value:
-                if isinstance(item, dict):
-                    yield from (
-                        f"{name}.{field}"
-                        for field in item
-                        if field not in MESSAGE_FIELDS and item[field] is not None
-                    )
 
 
 # --- records of each stage
@@ -492,31 +168,6 @@ def to_chat(record: dict, answered: bool = True) -> Chat:
     return chat
 
 
-def _join_turns(record: dict, turns: list[Turn]) -> Chat:
-    """The conversation of these turns, with the system message and the tools that stand beside them in the
-    record."""
-    for key in SYSTEM:
-        if record.get(key):
-            system = text_turn("system", text_of(record, key))
-            if system.message not in [turn.message for turn in turns]:  # else it repeats one of them
-                turns = [system, *turns]
-    messages = [turn.message for turn in turns]
-    roles = [message["role"] for message in messages]
-    if roles.count("system") > 1:
-        raise BadRecord("two system messages in one conversation; join them into one")
-    if "system" in roles[1:]:
-        raise BadRecord("the system message is not the first one; move it to the front")
-    lists = [turn.tools for turn in turns if turn.tools]
-    for key in TOOLS:
-        if record.get(key):
-            tools = objects_of(record[key], f"'{key}'")
-            lists += [tools] if tools else []
-    if len(lists) > 1:
-        raise BadRecord("'tools' are given more than once; keep one list of them")
-    masked = tuple(index for index, turn in enumerate(turns) if turn.is_masked)
-    return Chat(messages, lists[0] if lists else None, masked)
-
-
 def to_pair(record: dict) -> tuple[Chat, Chat]:
     """The two conversations of a preference record, with the chosen and with the rejected answer; of both
     only what follows their common beginning is trained. Raises BadRecord."""
@@ -529,7 +180,7 @@ def to_pair(record: dict) -> tuple[Chat, Chat]:
     question = FORMATS[key].read(record, key) if key else []
     chosen, rejected = _read_answer(record, "chosen"), _read_answer(record, "rejected")
     if chosen[0].message["role"] != "assistant" and rejected[0].message["role"] != "assistant":
-        _check_repeated_question(key, question, chosen, rejected)
+        _check_repeated_question(key, question, chosen, rejected)  # both are whole conversations
     elif question:
         chosen, rejected = question + chosen, question + rejected
     else:
@@ -538,13 +189,8 @@ def to_pair(record: dict) -> tuple[Chat, Chat]:
     for side, chat in (("chosen", first), ("rejected", second)):
         if chat.messages[-1]["role"] != "assistant":
             raise BadRecord(f"'{side}' does not end with a message of the assistant; remove what follows it")
-    masked = []  # the answers that both share; the last message of each side is trained in any case
-    for index, (one, other) in enumerate(zip(first.messages[:-1], second.messages[:-1], strict=False)):
-        if one != other:
-            break
-        if one["role"] == "assistant":
-            masked.append(index)
-    return first._replace(masked=tuple(masked)), second._replace(masked=tuple(masked))
+    masked = _shared_answers(first.messages, second.messages)
+    return first._replace(masked=masked), second._replace(masked=masked)
 
 
 def _check_repeated_question(
@@ -564,14 +210,45 @@ def _check_repeated_question(
             )
 
 
-def _read_answer(record: dict, key: str) -> list[Turn]:
-    """The turns of an answer: a text, a message or a list of messages."""
-    value = record.get(key)
-    if isinstance(value, dict):
-        return [parse_message(value, f"'{key}'")]
-    if isinstance(value, list):
-        return read_messages(record, key, f"{key}'s ")
-    return [text_turn("assistant", text_of(record, key))]
+def _shared_answers(chosen: list[dict], rejected: list[dict]) -> tuple[int, ...]:
+    """Indices of the assistant's messages in the common beginning of two conversations. The last message of
+    each is not part of it: that is trained in any case."""
+    indices = []
+    for index, (one, other) in enumerate(zip(chosen[:-1], rejected[:-1], strict=False)):
+        if one != other:
+            break
+        if one["role"] == "assistant":
+            indices.append(index)
+    return tuple(indices)
+
+
+def _join_turns(record: dict, turns: list[Turn]) -> Chat:
+    """The conversation of these turns, with the system message and the tools that stand beside them in the
+    record."""
+    for key in SYSTEM:
+        if record.get(key):
+            system = text_turn("system", text_of(record, key))
+            if system.message not in [turn.message for turn in turns]:  # else it repeats one of them
+                turns = [system, *turns]
+    messages = [turn.message for turn in turns]
+    roles = [message["role"] for message in messages]
+    if roles.count("system") > 1:
+        raise BadRecord("two system messages in one conversation; join them into one")
+    if "system" in roles[1:]:
+        raise BadRecord("the system message is not the first one; move it to the front")
+    lists = [turn.tools for turn in turns if turn.tools]
+    for key in TOOLS:
+        if record.get(key):
+            tools = objects_of(record[key], f"'{key}'")
+            if tools:
+                lists.append(tools)
+    if len(lists) > 1:
+        raise BadRecord("'tools' are given more than once; keep one list of them")
+    masked = tuple(index for index, turn in enumerate(turns) if turn.is_masked)
+    return Chat(messages, lists[0] if lists else None, masked)
+
+
+# --- records of another stage
 
 
 def _refuse_bad_answers(record: dict) -> None:
@@ -586,6 +263,7 @@ def _refuse_bad_answers(record: dict) -> None:
 
 
 def _refuse_preferences(record: dict) -> None:
+    """Raise BadRecord for a record of DPO."""
     names = [f"'{key}'" for key in PREFERENCE if record.get(key)]
     if names:
         raise BadRecord(
@@ -594,41 +272,36 @@ def _refuse_preferences(record: dict) -> None:
         )
 
 
-# --- parts of error messages
+# --- names of fields
 
 
-def not_utf8(raw: bytes, at: int) -> str:
-    """The message for bytes of which the one at `at` is not UTF-8."""
-    convert = "iconv -f GB18030 -t UTF-8 OLD > NEW, with the encoding that it has (GB18030, UTF-16 ...)"
-    return f"not UTF-8 (byte 0x{raw[at]:02x}); save the file as UTF-8: {convert}"
+def known_fields() -> frozenset[str]:
+    """All fields that are read in a record of some format."""
+    fields = COMPANION_FIELDS.union(["text"], FORMATS)
+    return fields.union(*(each.answers + each.fields for each in FORMATS.values()))
 
 
-def kind_of(value: object) -> str:
-    """The JSON type of a value in words."""
-    if value is None:
-        return "null"
-    names: dict[type, str] = {
-        bool: "true/false",
-        int: "a number",
-        float: "a number",
-        str: "text",
-        list: "a list",
-        dict: "an object",
-    }
-    return names.get(type(value), f"a {type(value).__name__}")
+def list_fields() -> set[str]:
+    """The fields that may hold a list, in a CSV file as JSON text."""
+    return {"history", *PREFERENCE, *(key for key, each in FORMATS.items() if not each.answers)}
 
 
-def keys_of(record: dict) -> str:
-    """The first keys of a record that are not null."""
-    names = [short(key) for key, value in record.items() if value is not None]
-    if not names:
-        return "none"
-    if len(names) > 8:
-        names[8:] = ["..."]
-    return ", ".join(names)
-
-
-def short(value: object) -> str:
-    """A value in printable form, cut to 40 characters."""
-    text = ascii(value) if isinstance(value, str) and not value.isprintable() else repr(value)
-    return text if len(text) <= 40 else text[:37] + "..."
+def unread_fields(record: dict) -> Iterator[str]:
+    """Names of the fields of a conversation or a preference that nothing reads, and, as `messages.name`, of
+    its messages."""
+    key, answer = find_format(record)
+    read = set(COMPANION_FIELDS)
+    if key:
+        read.update((key, answer), FORMATS[key].fields)
+    for name, value in record.items():
+        if value is None:
+            continue
+        is_class_number = name == "label" and str(value).lower() not in ("true", "false")  # not KTO's
+        if name not in read or is_class_number:
+            yield name
+        elif isinstance(value, list) and name not in TOOLS:
+            for item in value:
+                if isinstance(item, dict):
+                    for field in item:
+                        if field not in MESSAGE_FIELDS and item[field] is not None:
+                            yield f"{name}.{field}"

@@ -63,16 +63,6 @@ def format_files(paths: Sequence[str]) -> str:
     return ", ".join(paths)
 
 
-def format_summary(report: dict, paths: Sequence[str], seconds: float) -> str:
-    """What a cache was made of and what became of the records, in a line or two; `show_samples` shows the
-    rest."""
-    held_out = " (held out)" if report["held_out"] else ""
-    text = f"tokenised {format_files(paths)}{held_out} in {seconds:.1f} s: {describe_records(report)}"
-    if report["unused_fields"]:
-        text += f"\n  {describe_unused_fields(report)}"
-    return text
-
-
 def describe_unused_fields(report: dict) -> str:
     """The fields that nothing reads."""
     fields = [f"{repr(name)[1:-1][:40]} {count:,}" for name, count in report["unused_fields"].items()]

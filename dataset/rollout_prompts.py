@@ -22,7 +22,9 @@ from common.errors import UserError, say
 from common.launcher import launch
 from dataset.files import expand_paths, iter_blocks, parse_block, place
 from dataset.held_out import Split, first_question
-from dataset.records import BadRecord, Chat, to_chat
+from dataset.json_values import BadRecord
+from dataset.messages import Chat
+from dataset.records import to_chat
 from dataset.report import judge_bad_records, stop_at_bad_record
 from dataset.token_cache import file_hash
 from dataset.tokenizing import TokenizerSpec

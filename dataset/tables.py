@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from common.errors import UserError, reason
-from dataset.records import BOM, BadRecord, json_of, known_fields, list_fields, not_utf8, short
+from dataset.json_values import BOM, BadRecord, json_of, not_utf8, short
+from dataset.records import known_fields, list_fields
 
 BATCH_ROWS = 1024
 

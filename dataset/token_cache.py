@@ -40,8 +40,9 @@ from dataset.held_out import Split
 from dataset.packing import pack
 from dataset.report import (
     describe_records,
+    describe_unused_fields,
     first_bad_record,
-    format_summary,
+    format_files,
     judge_bad_records,
     make_report,
     stop_at_bad_record,
@@ -114,9 +115,7 @@ class TokenCache:
         arrays = [array for array in vars(self).values() if isinstance(array, np.memmap)]
         self.is_large = sum(array.nbytes for array in arrays) > RELEASE_PAGES_ABOVE
         self.sources = self.sources.reshape(-1, 2)
-
-    def __len__(self) -> int:
-        return len(self.target_bytes)
+        self.num_samples: int = self.report["samples"]
 
     def release(self) -> None:
         """Unmap the pages read so far; otherwise all of a large cache would in the end count as this
@@ -234,7 +233,12 @@ def _build_once(
             sync_folder(folder.parent)
         finally:
             shutil.rmtree(building, ignore_errors=True)
-    say(format_summary(report, list(stamps), time.monotonic() - begin))
+    which = format_files(list(stamps))
+    if report["held_out"]:
+        which += " (held out)"
+    say(f"tokenised {which} in {time.monotonic() - begin:.1f} s: {describe_records(report)}")
+    if report["unused_fields"]:
+        say(f"  {describe_unused_fields(report)}")
 
 
 def _write_arrays(
@@ -263,7 +267,7 @@ def _write_arrays(
         progress = tqdm(total=total, desc="tokenising", unit="B", unit_scale=True, **PROGRESS)
         stack.enter_context(progress)
         if num_proc > 1 and total > PARALLEL_ABOVE:
-            results = in_processes(blocks, (spec, kind, max_length, split), num_proc)
+            results = in_processes(blocks, tokenizer, num_proc)
         else:
             results = ((block, tokenizer(block)) for block in blocks)
         for block, samples in stack.enter_context(closing(results)):

@@ -26,7 +26,7 @@ import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import astuple, dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -38,8 +38,10 @@ from common.errors import UserError
 from dataset.chat_labels import ChatTemplate, token_ranges
 from dataset.files import Block, parse_block, place
 from dataset.held_out import Split, first_question, is_one_passage, question_in
+from dataset.json_values import TOO_DEEP, BadRecord
+from dataset.messages import Chat
 from dataset.plain_text import DocumentPart
-from dataset.records import TOO_DEEP, BadRecord, Chat, find_format, to_chat, to_pair, to_text, unread_fields
+from dataset.records import find_format, to_chat, to_pair, to_text, unread_fields
 from model.prompts import SpecialTexts, plain_backend
 
 
@@ -75,6 +77,15 @@ class TokenizerSpec:
             end=eos if eos is not None else pad,
         )
 
+    def template(self) -> ChatTemplate:
+        """The chat template. Raises UserError if there is none, or several."""
+        if isinstance(self.chat_template, str):
+            return ChatTemplate(self.chat_template, self.special_tokens)
+        problem = "no chat template; add one for conversations"
+        if self.chat_template:
+            problem = "several chat templates; keep the one for conversations"
+        raise UserError(f"--tokenizer_path: this tokenizer has {problem}")
+
     def fingerprint(self) -> str:
         """SHA-256 of all fields."""
         return hashlib.sha256(json.dumps(astuple(self), sort_keys=True, default=str).encode()).hexdigest()
@@ -95,9 +106,20 @@ class Samples:
     bad: list[tuple[int, str]]  # (line, reason) of each bad record
 
 
+class Labelled(NamedTuple):
+    """A conversation of T tokens."""
+
+    tokens: np.ndarray  # int64 [T]
+    loss_mask: np.ndarray  # bool [T]
+    bytes_per_token: np.ndarray  # int64 [T]: UTF-8 bytes of the text that each target spells
+    turns: list[tuple[int, int]]  # [first, last) tokens of each turn of the assistant
+
+
 class BlockTokenizer(ABC):
     """Turns blocks into samples for one kind of training, tokenizer, length and split of the records (None:
     all of them)."""
+
+    template: ChatTemplate  # of conversations
 
     def __init__(self, spec: TokenizerSpec, max_length: int, split: Split | None = None):
         self.spec, self.max_length, self.split = spec, max_length, split
@@ -109,6 +131,9 @@ class BlockTokenizer(ABC):
         # in a byte-level vocabulary, a character for each byte
         self.entry_lengths = np.zeros(size, dtype=np.int64)
         self.entry_lengths[list(vocabulary.values())] = [len(entry) for entry in vocabulary]
+        self.special = SpecialTexts(self.backend)
+        added = self.backend.get_added_tokens_decoder()
+        self.special_ids = [token_id for token_id, token in added.items() if token.special]
 
     @abstractmethod
     def add(self, record: dict, line: int) -> None:
@@ -118,15 +143,14 @@ class BlockTokenizer(ABC):
     def split_key(self, record: dict) -> str:
         """The text that decides whether a record is held out. Raises BadRecord."""
 
-    def select(self, record: dict | BadRecord, split: Split) -> Iterable[dict | BadRecord]:
-        """The record, if it belongs to the split."""
-        return [record] if split.includes_record(record, self.split_key) else []
-
     def selected(self, block: Block, split: Split) -> Iterator[tuple[int, dict | BadRecord]]:
-        """(line, record) of the records of a block that belong to the split."""
+        """(line, record) of the records of a block, or of the passages of long plain text, in the split."""
         for line, record in parse_block(block):
-            for selected in self.select(record, split):
-                yield line, selected
+            if isinstance(record, DocumentPart) and not is_one_passage(record):
+                for passage in split.passages(record):
+                    yield line, passage
+            elif split.includes_record(record, self.split_key):
+                yield line, record
 
     def __call__(self, block: Block) -> Samples:
         """The samples of a block. Raises UserError for problems of the tokenizer rather than of a record."""
@@ -189,6 +213,44 @@ class BlockTokenizer(ABC):
             byte_ends[-1] = bytes_before[-1]
         return byte_ends
 
+    @cached_property
+    def plain_backend(self) -> Tokenizer:
+        """The backend for the text of special tokens, which must stay text."""
+        return plain_backend(self.backend)
+
+    def labelled(self, chat: Chat, train_all: bool = False) -> Labelled:
+        """The tokens of a conversation with their labels. Targets are the assistant's turns, or with
+        `train_all` all of it."""
+        hidden = chat._replace(messages=self.special.hide(chat.messages), tools=self.special.hide(chat.tools))
+        rendered, spans = self.template.render(hidden)
+        pieces = self.special.pieces(rendered)
+        if len(pieces) > 1:
+            self.counts["special_texts"] += 1
+        ids, offsets, text = [], [np.empty((0, 2), np.int64)], ""
+        for piece in pieces:
+            backend = self.plain_backend if piece.is_plain else self.backend
+            encoding = backend.encode(piece.text, add_special_tokens=False)
+            ids += encoding.ids
+            offsets.append(np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2) + len(text))
+            text += piece.text
+        if train_all:
+            spans = [(0, len(text))]
+        token_ids = np.array(ids, dtype=np.int64)
+        characters = np.concatenate(offsets)  # [T, 2], [start, end) of each token
+        starts = np.maximum.accumulate(characters[:, 0])
+        ends = np.maximum.accumulate(characters[:, 1])
+        turns = token_ranges(starts, ends, spans)
+        loss_mask = np.zeros(len(token_ids), dtype=bool)
+        byte_ends = self.byte_ends(text, token_ids, ends)
+        bytes_per_token = np.zeros(len(token_ids), dtype=np.int64)
+        for (start, end), (first, last) in zip(spans, turns, strict=True):
+            loss_mask[first:last] = True
+            begin = len(text[:start].encode())
+            limit = len(text[:end].encode())
+            bytes_per_token[first:last] = np.diff(np.clip(byte_ends[first:last], begin, limit), prepend=begin)
+        bytes_per_token[np.isin(token_ids, self.special_ids)] = 0
+        return Labelled(token_ids, loss_mask, bytes_per_token, turns)
+
     def add_sample(
         self, tokens: np.ndarray, mask: np.ndarray, bytes_per_token: np.ndarray, line: int
     ) -> None:
@@ -217,13 +279,14 @@ class DocumentTokenizer(BlockTokenizer):
         encoding = self.backend.encode(text, add_special_tokens=False)
         token_ids = np.array(encoding.ids, dtype=np.int64)
         ends = np.maximum.accumulate(np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)[:, 1])
-        bytes_per_token = np.diff(self.byte_ends(text, token_ids, ends), prepend=0)
-        before = [] if self.spec.start is None else [self.spec.start]
-        after = [] if self.spec.end is None else [self.spec.end]
+        byte_ends = self.byte_ends(text, token_ids, ends)
+        before, after = [], []  # tokens around the text
         if not part.begins:
             before = self.backend.encode(part.context, add_special_tokens=False).ids[-1:]
-        if not part.ends:
-            after = []
+        elif self.spec.start is not None:
+            before = [self.spec.start]
+        if part.ends and self.spec.end is not None:
+            after = [self.spec.end]
         if part.begins:
             self.counts["documents"] += 1
             if len(token_ids) == 0:
@@ -231,10 +294,10 @@ class DocumentTokenizer(BlockTokenizer):
                 return
             if not part.ends or len(before) + len(token_ids) + len(after) > self.max_length:
                 self.counts["documents_split"] += 1
-        token_ids = np.concatenate([before, token_ids, after]).astype(np.int64)
-        no_bytes_before, no_bytes_after = [0] * len(before), [0] * len(after)
-        bytes_per_token = np.concatenate([no_bytes_before, bytes_per_token, no_bytes_after]).astype(np.int64)
-        self.add_pieces(token_ids, bytes_per_token, line)
+        tokens = np.concatenate([before, token_ids, after]).astype(np.int64)
+        bytes_per_token = np.zeros(len(tokens), dtype=np.int64)  # none of the tokens around the text
+        bytes_per_token[len(before) : len(before) + len(token_ids)] = np.diff(byte_ends, prepend=0)
+        self.add_pieces(tokens, bytes_per_token, line)
 
     def add_conversation(self, record: dict, line: int) -> None:
         """Split a conversation into samples, which say what SFT's say. Raises BadRecord."""
@@ -245,16 +308,12 @@ class DocumentTokenizer(BlockTokenizer):
                 "leave the record out"
             )
         self.unused.update(unread_fields(record))
-        self.chats.counts = self.counts
-        encoded = self.chats.encoded(chat)
+        self.template = self.spec.template()  # texts alone need none
+        tokens, _, bytes_per_token, _ = self.labelled(chat, train_all=True)
         self.counts["conversations"] += 1
-        self.counts["documents_split"] += len(encoded.tokens) > self.max_length
-        self.add_pieces(encoded.tokens, self.chats.spelled_bytes(encoded), line)
-
-    @cached_property
-    def chats(self) -> "ChatTokenizer":
-        """What tokenises conversations; made where there are some."""
-        return ChatTokenizer(self.spec, self.max_length)
+        if len(tokens) > self.max_length:
+            self.counts["documents_split"] += 1
+        self.add_pieces(tokens, bytes_per_token, line)
 
     def add_pieces(self, token_ids: np.ndarray, bytes_per_token: np.ndarray, line: int) -> None:
         """Add a document as samples; each begins with the last token of the one before."""
@@ -262,12 +321,6 @@ class DocumentTokenizer(BlockTokenizer):
             tokens = token_ids[first : first + self.max_length]
             spelled = bytes_per_token[first : first + self.max_length]
             self.add_sample(tokens, np.ones(len(tokens), dtype=bool), spelled, line)
-
-    def select(self, record: dict | BadRecord, split: Split) -> Iterable[dict | BadRecord]:
-        """The record, or the passages of a long plain text, in the split."""
-        if isinstance(record, DocumentPart) and not is_one_passage(record):
-            return split.passages(record)
-        return super().select(record, split)
 
     def split_key(self, record: dict) -> str:
         if is_conversation(record):
@@ -288,7 +341,7 @@ class DocumentTokenizer(BlockTokenizer):
         """The text that the chat template, if there is one, writes before and after a user's message."""
         if not isinstance(self.spec.chat_template, str):
             return None
-        return ChatTemplate(self.spec.chat_template, self.spec.special_tokens).around_question()
+        return self.spec.template().around_question()
 
 
 def is_conversation(record: dict) -> bool:
@@ -296,44 +349,12 @@ def is_conversation(record: dict) -> bool:
     return record.get("text") is None and find_format(record)[0] != ""
 
 
-class Encoded(NamedTuple):
-    """A conversation of T tokens."""
-
-    text: str  # as the chat template writes it
-    spans: list[tuple[int, int]]  # [start, end) characters of the assistant's turns
-    tokens: np.ndarray  # int64 [T]
-    starts: np.ndarray  # int64 [T]: the character at which each token begins
-    ends: np.ndarray  # int64 [T]
-
-
-class Labelled(NamedTuple):
-    """A conversation of T tokens."""
-
-    tokens: np.ndarray  # int64 [T]
-    loss_mask: np.ndarray  # bool [T]
-    bytes_per_token: np.ndarray  # int64 [T]: UTF-8 bytes of the text that each target spells
-    turns: list[tuple[int, int]]  # [first, last) tokens of each turn of the assistant
-
-
 class ChatTokenizer(BlockTokenizer):
     """Conversations of SFT."""
 
     def __init__(self, spec: TokenizerSpec, max_length: int, split: Split | None = None):
         super().__init__(spec, max_length, split)
-        if not isinstance(spec.chat_template, str):
-            problem = "no chat template; add one for conversations"
-            if spec.chat_template:
-                problem = "several chat templates; keep the one for conversations"
-            raise UserError(f"--tokenizer_path: this tokenizer has {problem}")
-        self.template = ChatTemplate(spec.chat_template, spec.special_tokens)
-        self.special = SpecialTexts(self.backend)
-        added = self.backend.get_added_tokens_decoder()
-        self.special_ids = [token_id for token_id, token in added.items() if token.special]
-
-    @cached_property
-    def plain_backend(self) -> Tokenizer:
-        """The backend for the text of special tokens, which must stay text."""
-        return plain_backend(self.backend)
+        self.template = spec.template()
 
     def add(self, record: dict, line: int) -> None:
         """Add a conversation, cut at a turn if it is too long."""
@@ -350,48 +371,6 @@ class ChatTokenizer(BlockTokenizer):
             if loss_mask[1:kept].any():
                 self.counts["cut_at_turn" if complete else "cut_inside_turn"] += 1
         self.add_sample(tokens[:kept], loss_mask[:kept], bytes_per_token[:kept], line)
-
-    def encoded(self, chat: Chat) -> Encoded:
-        """The tokens of a conversation."""
-        hidden = chat._replace(messages=self.special.hide(chat.messages), tools=self.special.hide(chat.tools))
-        rendered, spans = self.template.render(hidden)
-        pieces = self.special.pieces(rendered)
-        if len(pieces) > 1:
-            self.counts["special_texts"] += 1
-        ids, offsets, text = [], [np.empty((0, 2), np.int64)], ""
-        for piece in pieces:
-            backend = self.plain_backend if piece.is_plain else self.backend
-            encoding = backend.encode(piece.text, add_special_tokens=False)
-            ids += encoding.ids
-            offsets.append(np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2) + len(text))
-            text += piece.text
-        token_ids = np.array(ids, dtype=np.int64)
-        characters = np.concatenate(offsets)  # [T, 2], [start, end) of each token
-        starts = np.maximum.accumulate(characters[:, 0])
-        ends = np.maximum.accumulate(characters[:, 1])
-        return Encoded(text, spans, token_ids, starts, ends)
-
-    def spelled_bytes(self, encoded: Encoded) -> np.ndarray:
-        """int64 [T]: UTF-8 bytes of the text that each token spells, none for special tokens."""
-        byte_ends = self.byte_ends(encoded.text, encoded.tokens, encoded.ends)
-        spelled = np.diff(byte_ends, prepend=0)
-        spelled[np.isin(encoded.tokens, self.special_ids)] = 0
-        return spelled
-
-    def labelled(self, chat: Chat) -> Labelled:
-        """The tokens of a conversation with their labels."""
-        text, spans, token_ids, starts, ends = self.encoded(chat)
-        byte_ends = self.byte_ends(text, token_ids, ends)
-        turns = token_ranges(starts, ends, spans)
-        loss_mask = np.zeros(len(token_ids), dtype=bool)
-        bytes_per_token = np.zeros(len(token_ids), dtype=np.int64)
-        for (start, end), (first, last) in zip(spans, turns, strict=True):
-            begin = len(text[:start].encode())
-            limit = len(text[:end].encode())
-            loss_mask[first:last] = True
-            bytes_per_token[first:last] = np.diff(np.clip(byte_ends[first:last], begin, limit), prepend=begin)
-        bytes_per_token[np.isin(token_ids, self.special_ids)] = 0
-        return Labelled(token_ids, loss_mask, bytes_per_token, turns)
 
     def split_key(self, record: dict) -> str:
         return first_question(to_chat(record).messages)

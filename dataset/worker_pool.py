@@ -19,8 +19,7 @@ from queue import SimpleQueue
 
 from common.errors import UserError
 from dataset.files import Block
-from dataset.held_out import Split
-from dataset.tokenizing import TOKENIZERS, Samples, TokenizerSpec
+from dataset.tokenizing import BlockTokenizer, Samples
 
 # A new Python, not a fork: this process may have torch's threads or a CUDA context.
 ROOT = str(Path(__file__).resolve().parents[1])
@@ -28,18 +27,15 @@ START = f"import sys; sys.path.insert(0, {ROOT!r}); from dataset.worker_pool imp
 
 
 def in_processes(
-    blocks: Iterable[Block], settings: tuple[TokenizerSpec, str, int, Split | None], num_proc: int
+    blocks: Iterable[Block], tokenizer: BlockTokenizer, num_proc: int
 ) -> Generator[tuple[Block, Samples], None, None]:
-    """Yield each block with its samples, in order.
-
-    settings: what each of `num_proc` workers makes its tokenizer of: spec, kind, length and split.
-    Raises what a worker raises, or UserError if one dies.
-    """
+    """Yield each block with its samples, in order; each of `num_proc` workers has a copy of the tokenizer.
+    Raises what a worker raises, or UserError if one dies."""
     idle: SimpleQueue[Connection] = SimpleQueue()
 
     def prepare(worker: Connection) -> None:
         try:
-            worker.send(settings)
+            worker.send(tokenizer)
         finally:
             idle.put(worker)
 
@@ -91,8 +87,7 @@ def _start_worker(stack: ExitStack) -> Connection:
 def work(descriptor: str) -> None:
     """Tokenise the blocks that come through a pipe until it is closed; the `main` of a worker."""
     with suppress(EOFError, OSError), Connection(int(descriptor)) as connection:
-        spec, kind, max_length, split = connection.recv()
-        tokenizer = TOKENIZERS[kind](spec, max_length, split)
+        tokenizer = connection.recv()
         while True:
             block = connection.recv()
             try:

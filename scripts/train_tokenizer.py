@@ -34,7 +34,8 @@ from common.errors import UserError
 from common.hub import local_path
 from common.settings import ROOT, StageArgs, add_flags, settings_of
 from dataset.files import expand_paths, iter_blocks, parse_block
-from dataset.records import PREFERENCE, BadRecord, to_chat, to_pair, to_text
+from dataset.json_values import BadRecord
+from dataset.records import PREFERENCE, to_chat, to_pair, to_text
 
 CHAT_TEMPLATE = ROOT / "model" / "chat_template.jinja"
 

@@ -9,7 +9,8 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from common.errors import reason
-from dataset.records import BadRecord, parse_message
+from dataset.json_values import BadRecord
+from dataset.messages import parse_message
 from model.prompts import document_tokens, encode_pieces, prompt_pieces
 from scripts.serve.protocol import ApiError
 

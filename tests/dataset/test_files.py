@@ -10,7 +10,7 @@ import pytest
 from common.errors import UserError
 from dataset import files
 from dataset.files import expand_paths, iter_blocks, parse_block, place
-from dataset.records import BadRecord
+from dataset.json_values import BadRecord
 from tests.dataset.conftest import records_of
 
 

@@ -22,7 +22,8 @@ from common.errors import UserError
 from dataset import files
 from dataset import plain_text as plain_text_files
 from dataset.files import FIRST_ELEMENT
-from dataset.records import MESSAGE_FIELDS, known_fields
+from dataset.messages import MESSAGE_FIELDS
+from dataset.records import known_fields
 from tests.dataset.conftest import build
 
 LENGTH = 24
@@ -225,7 +226,7 @@ def outcome(small_tokenizer):
     def check(cache, kind, on_bad_data) -> set[int]:
         report, lengths = cache.report, np.diff(cache.offsets)
         assert cache.offsets[0] == 0 and cache.offsets[-1] == len(cache.tokens) == report["tokens"]
-        assert len(cache) == len(lengths) == report["samples"] > 0
+        assert cache.num_samples == len(lengths) == report["samples"] > 0
         # a token to predict, and one to predict it from
         assert lengths.min() >= 2 and lengths.max() <= LENGTH
         assert cache.tokens.max() < len(tokenizer)

@@ -14,8 +14,9 @@ from common.errors import UserError
 from dataset import files
 from dataset.chat_labels import ChatTemplate
 from dataset.held_out import PASSAGE, Split, first_question, question_in
+from dataset.json_values import BadRecord
 from dataset.plain_text import DocumentPart
-from dataset.records import BadRecord, to_chat
+from dataset.records import to_chat
 from dataset.rollout_prompts import PromptDataset
 from dataset.tokenizing import ChatTokenizer, DocumentTokenizer, PairTokenizer, TokenizerSpec
 from tests.dataset.conftest import build

@@ -2,6 +2,7 @@
 
 import itertools
 import pickle
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -24,7 +25,8 @@ class FakeSource:
     mean_tokens = TokenDataset.mean_tokens
 
     def __init__(self, lengths: list[int]):
-        self.item_tokens, self.num_tokens, self.cache = np.array(lengths), sum(lengths), lengths
+        self.item_tokens, self.num_tokens, self.records = np.array(lengths), sum(lengths), len(lengths)
+        self.cache, self.fingerprint = SimpleNamespace(num_samples=len(lengths)), {"data": ""}
         self.packing, self.kind, self.collate = False, "sft", collate_flat
         self.num_targets = len(lengths)  # an answer of one token each
 

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from common.errors import UserError
+from dataset.json_values import BadRecord
 from dataset.lm_dataset import DPODataset, collate_pairs
-from dataset.records import BadRecord, to_pair
+from dataset.records import to_pair
 from dataset.report import format_report
 from dataset.token_cache import load_tokenizer
 from tests.conftest import ROOT, write_jsonl

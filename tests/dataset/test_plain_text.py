@@ -15,8 +15,8 @@ from common.errors import UserError
 from common.settings import StageArgs
 from dataset import files, plain_text
 from dataset.files import expand_paths, iter_blocks, parse_block
+from dataset.json_values import BadRecord
 from dataset.lm_dataset import PretrainDataset
-from dataset.records import BadRecord
 from dataset.tokenizing import DocumentTokenizer, TokenizerSpec
 from tests.dataset.conftest import build, records_of
 from trainer.data.datasets import open_datasets

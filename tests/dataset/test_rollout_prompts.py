@@ -5,7 +5,7 @@ import json
 import pytest
 
 from common.errors import UserError
-from dataset.records import BadRecord
+from dataset.json_values import BadRecord
 from dataset.rollout_prompts import PromptDataset, collate_prompts, to_prompt
 
 QUESTION = {"role": "user", "content": "1+1=?"}

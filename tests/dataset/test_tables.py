@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from common.errors import UserError
 from dataset import files
 from dataset.files import expand_paths, iter_blocks
-from dataset.records import BadRecord, to_chat
+from dataset.json_values import BadRecord
+from dataset.records import to_chat
 from tests.dataset.conftest import records_of
 
 CHAT = [{"role": "user", "content": "河?"}, {"role": "assistant", "content": 'the "river",\nbrown'}]

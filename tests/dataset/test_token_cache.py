@@ -111,19 +111,19 @@ def test_what_a_cache_holds(write, tokenizer, cache_dir):
     assert (
         cache.offsets[0] == 0
         and cache.offsets[-1] == len(cache.tokens)
-        and len(cache.offsets) == len(cache) + 1
+        and len(cache.offsets) == cache.num_samples + 1
     )
     assert cache.target_bytes.sum() == sum(len(record["text"].encode()) for record in TEXTS)
     report = cache.report
-    assert (report["records"], report["documents"], report["samples"]) == (400, 400, len(cache))
+    assert (report["records"], report["documents"], report["samples"]) == (400, 400, cache.num_samples)
     assert report["tokens"] == len(cache.tokens) and report["targets"] == cache.num_targets.sum()
     assert report["targets"] == report["tokens"] - report["samples"]
     lengths = np.diff(cache.offsets)
     assert report["length_percentiles"]["100"] == lengths.max() and report["length_mean"] == round(
         lengths.mean(), 1
     )
-    assert report["padding_efficiency"] == round(len(cache.tokens) / (64 * len(cache)), 4)
-    assert cache.source(len(cache) - 1) == f"{path}:400"
+    assert report["padding_efficiency"] == round(len(cache.tokens) / (64 * cache.num_samples), 4)
+    assert cache.source(cache.num_samples - 1) == f"{path}:400"
     assert pickle.loads(pickle.dumps(cache)).path == cache.path
 
 
@@ -572,13 +572,13 @@ def test_skip_stops_above_a_share_of_bad_records(write, tokenizer, cache_dir, ca
     assert [int(line.split(": ")[0].rsplit(":", 1)[1]) for line in listed] == list(range(6, 80, 8))
     assert "tokenised " in capsys.readouterr().out
     for share in (0.125, 1, 1.0):  # exactly the share is allowed, and the cache is there already
-        assert len(built(share)) == 70
+        assert built(share).num_samples == 70
         told = capsys.readouterr().out  # a later run says it, too
         assert "tokenised " not in told and "bad records are skipped: 10 of 80 records (12.5%)" in told
     for share in (0, 0.1249):
         with pytest.raises(UserError, match="are bad, more than --max_bad_share"):
             built(share)
-    assert len(built(0, write("good.jsonl", TEXTS))) > 0
+    assert built(0, write("good.jsonl", TEXTS)).num_samples > 0
 
 
 def test_messages_name_the_data_where_they_lie_now(write, tokenizer, cache_dir):

@@ -1,8 +1,7 @@
 """The datasets of a stage, opened before the process group exists, and the micro-batches made of them."""
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from torch.utils.data import DataLoader
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 StageData = StageDataset | PromptDataset
-D = TypeVar("D", bound=StageData)
 
 
 def check_data_paths(args: StageArgs) -> None:
@@ -59,13 +57,13 @@ def epoch_tokens(train_set: TokenDataset | PromptDataset, args: Any) -> float:
     return train_set.num_tokens * epoch_items(train_set, args) / len(train_set)
 
 
-def open_held_out(args: StageArgs, open_split: Callable[[str, Split | None], D]) -> D:
-    """The held-out data that the settings name. `open_split` opens a split of the records of a data
-    path."""
+def held_out_source(args: StageArgs) -> tuple[str, Split | None]:
+    """The data path of the held-out data that the settings name, and which of its records these are (None:
+    all)."""
     if args.eval_data_path:
-        return open_split(args.eval_data_path, None)
+        return args.eval_data_path, None
     paths, _ = split_weights(cast(str, args.data_path))
-    return open_split(",".join(paths), Split(args.eval_share, held_out=True))
+    return ",".join(paths), Split(args.eval_share, held_out=True)
 
 
 def open_datasets(
@@ -103,7 +101,7 @@ def open_datasets(
             train.report(args.epochs)
     held_out = None
     if args.eval_share or args.eval_data_path:
-        held_out = open_held_out(args, open_split)
+        held_out = open_split(*held_out_source(args))
     text = f"data: {train.records:,} records, {train.num_tokens:,} tokens"
     if items < len(train):
         text += f", of which an epoch takes {epoch_tokens(train, args):,.0f} (--max_tokens)"
@@ -178,6 +176,7 @@ def open_prompts(
         return PromptDataset(data_path, tokenizer, args.max_seq_len, split=split, **options)
 
     train = open_split(args.data_path, Split(args.eval_share) if args.eval_share else None)
-    if not (args.eval_share or args.eval_data_path):
-        return train, None
-    return train, open_held_out(args, open_split)
+    held_out = None
+    if args.eval_share or args.eval_data_path:
+        held_out = open_split(*held_out_source(args))
+    return train, held_out

@@ -25,7 +25,8 @@ LONG = train_pretrain.Args(packing=True, max_seq_len=512, epochs=2, device="cpu"
 
 
 def data_of(tokens: int) -> TokenDataset:
-    return TokenDataset(cast(TokenCache, SimpleNamespace(offsets=[0, tokens])))
+    report = {"records": 1, "tokens": tokens, "targets": 0}
+    return TokenDataset(cast(TokenCache, SimpleNamespace(report=report)))
 
 
 RUN = data_of(500_000_000)
