@@ -26,10 +26,10 @@ from common.command_line import Parser, one_line_errors
 from common.errors import UserError, printable, reason
 from model.answer_stream import IncrementalDecoder
 from model.answers import THINK, answer_message
+from model.finite_decoder import FiniteDecoder
 from model.prompts import document_tokens
 from model.sampling import DEFAULTS, default_sampling
 from scripts.conversation import Conversation
-from scripts.serve.finite import FiniteDecoder
 from scripts.terminal import Screen, Stop, line_editing, utf8_text
 from trainer.rollouts.environments import IN_OTHER_FILES, SHIPPED, Toolbox
 from trainer.rollouts.mock_tools import cases
