@@ -17,12 +17,11 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from common.errors import printable, warn
-from model.answers import CALL
 from scripts.serve.bodies import SMALL_BODY, Bodies
 from scripts.serve.curves import curves_router
 from scripts.serve.models import Models, ServedModel, Settings, in_own_thread
 from scripts.serve.pending import PendingAnswers, check_size
-from scripts.serve.prompt_writer import check_tokens, turns_of
+from scripts.serve.prompt_writer import call_opening, check_tokens, turns_of
 from scripts.serve.protocol import MAX_NAMED, ApiError, Body, ChatRequest, CompletionRequest, parse
 from scripts.serve.replies import ChatReply, TextReply
 from scripts.serve.scheduler import Progress
@@ -214,7 +213,7 @@ def openai_routes(offered: Models, bodies: Bodies) -> APIRouter:
             async with asked_for(ChatRequest, request) as (asked, off_loop):
                 turns = await off_loop(turns_of, asked.messages)
                 check_size(asked, 1, offered.settings)
-                opening = opening_of(asked)
+                opening = call_opening(asked)
                 thinking = False if opening else asked.thinks
                 tools = asked.tools if asked.tool_names else []
                 # may take long: behind refusals
@@ -241,16 +240,6 @@ def openai_routes(offered: Models, bodies: Bodies) -> APIRouter:
             return await respond(request, PendingAnswers(served, prompts, asked), reply, asked)
 
     return routes
-
-
-def opening_of(asked: ChatRequest) -> str:
-    """How the answer must begin so that it calls a tool, if it has to."""
-    if asked.forced_tool is not None:
-        name = json.dumps(asked.forced_tool, ensure_ascii=False)
-        return f'{CALL}\n{{"name": {name}, "arguments": {{'
-    if asked.tool_choice == "required":
-        return f'{CALL}\n{{"name": "'
-    return ""
 
 
 async def error_response(request: Request, error: Exception) -> Response:

@@ -4,14 +4,16 @@ In a conversation only the chat template writes special tokens (model/prompts.py
 completion is taken as it stands, special tokens included.
 """
 
+import json
 from typing import Any
 
 from tokenizers import Tokenizer
 
 from common.errors import reason
 from dataset.records import BadRecord, parse_message
+from model.answers import CALL
 from model.prompts import document_tokens, encode_pieces, prompt_pieces
-from scripts.serve.protocol import ApiError
+from scripts.serve.protocol import ApiError, ChatRequest
 
 
 def characters(value: Any) -> int:
@@ -30,6 +32,20 @@ def turns_of(messages: list[Any]) -> list[dict]:
         return [parse_message(item, f"message {number}").message for number, item in enumerate(messages, 1)]
     except (BadRecord, RecursionError) as error:
         raise ApiError(reason(error), param="messages", code="invalid_value") from error
+
+
+def call_opening(asked: ChatRequest) -> str:
+    """How an answer that has to call a tool begins, as the chat templates write calls; with only one tool up
+    to its arguments. Empty if no tool has to be called."""
+    if not asked.must_call:
+        return ""
+    names = asked.tool_names
+    if asked.forced_tool is not None:
+        names = [asked.forced_tool]
+    if len(names) > 1:
+        return f'{CALL}\n{{"name": "'
+    name = json.dumps(names[0], ensure_ascii=False)
+    return f'{CALL}\n{{"name": {name}, "arguments": {{'
 
 
 def too_long(length: int, why: str, param: str) -> ApiError:
@@ -61,10 +77,13 @@ class PromptWriter:
         self, turns: list[dict], tools: list[dict], thinking: bool | None = None, opening: str = ""
     ) -> list[int]:
         """The tokens of a conversation (`turns_of`), up to where the assistant's next turn begins. opening:
-        how that turn begins."""
+        how that turn begins (`call_opening`)."""
         options: dict[str, Any] = {} if thinking is None else {"enable_thinking": thinking}
         try:
             self._check_size(characters([turns, tools]), "messages")  # before the template is run
+            if opening and CALL not in self.tokenizer.get_chat_template(tools=tools):
+                message = f"the chat template of this model has no calls of tools in {CALL}; use 'auto'"
+                raise ApiError(message, param="tool_choice", code="unsupported_value")
             pieces = prompt_pieces(self.tokenizer, turns, tools, opening, **options)
         except (ValueError, RecursionError) as error:
             raise ApiError(reason(error), param="messages", code="invalid_value") from error

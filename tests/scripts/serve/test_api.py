@@ -36,6 +36,7 @@ from tests.scripts.serve.scripted_decoder import PACE, SAYS, ScriptedDecoder
 
 CONTEXT = 256
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
+TWO_TOOLS = [*TOOLS, {"type": "function", "function": {"name": "time"}}]
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Reedmarsh"}}\n</tool_call>'
 
 
@@ -266,15 +267,25 @@ def test_calls_that_are_none_stay_text(scripted):
 
 
 def test_a_tool_that_must_be_called(scripted):
-    SAYS['"arguments": {'] = '"city": "A"}}\n</tool_call>'
-    choice = chat(
-        scripted, "x", tools=TOOLS, tool_choice={"type": "function", "function": {"name": "weather"}}
-    )
-    assert choice.choices[0].message.tool_calls[0].function.arguments == '{"city": "A"}'
+    """The server writes its name, too, where there is no choice."""
+    SAYS['{"name": "weather", "arguments": {'] = '"city": "A"}}\n</tool_call>'
+    for choice in ("required", {"type": "function", "function": {"name": "weather"}}):
+        (call,) = chat(scripted, "x", tools=TOOLS, tool_choice=choice).choices[0].message.tool_calls
+        assert (call.function.name, call.function.arguments) == ("weather", '{"city": "A"}')
     SAYS.clear()
-    SAYS['{"name": "'] = 'weather", "arguments": {}}\n</tool_call>'
-    choice = chat(scripted, "x", tools=TOOLS, tool_choice="required").choices[0]
-    assert choice.message.tool_calls[0].function.name == "weather" and choice.message.content is None
+    SAYS['{"name": "'] = 'time", "arguments": {}}\n</tool_call>'
+    choice = chat(scripted, "x", tools=TWO_TOOLS, tool_choice="required").choices[0]
+    assert choice.message.tool_calls[0].function.name == "time" and choice.message.content is None
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+def test_a_model_whose_template_has_no_calls_cannot_be_made_to_call(scripted, monkeypatch, choice):
+    """Refused before anything is generated; by itself it may still write one."""
+    monkeypatch.setattr(scripted.model.prompts.tokenizer, "chat_template", "{{ messages[0].content }}")
+    with pytest.raises(openai.BadRequestError, match="no calls of tools") as error:
+        chat(scripted, "x", tools=TOOLS, tool_choice=choice)
+    assert error.value.param == "tool_choice" and scripted.model.decoder.prompts == []
+    assert chat(scripted, "x", tools=TOOLS).choices[0].message.content == "Well."
 
 
 @pytest.mark.parametrize(
@@ -284,7 +295,7 @@ def test_a_tool_that_must_be_called(scripted):
 def test_an_answer_that_must_call_a_tool_is_a_call_or_an_error(scripted, said, choice):
     """Never the text of a broken call, nor half of one."""
     SAYS['{"name": "'] = said
-    fields = {"tools": TOOLS, "tool_choice": choice}
+    fields = {"tools": TWO_TOOLS, "tool_choice": choice}
     if said.endswith("so") and choice == "required":
         message = chat(scripted, "x", **fields).choices[0].message
         assert message.tool_calls[0].function.arguments == "{}" and message.content == " so"
