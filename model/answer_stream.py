@@ -8,10 +8,12 @@ it. A malformed call, or one of a tool that was not offered, stays text. Nothing
 
 import json
 import secrets
+from bisect import bisect_left
 from collections.abc import Collection
 from typing import Any
 
 from model.answers import CALL, END_CALL, END_THINK, THINK, parse_call
+from model.generation import Answer
 
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # what a decoder writes for an incomplete character
 CHARACTER = 4  # bytes of the longest character in UTF-8; a token holds at least one
@@ -64,10 +66,26 @@ class TextStream:
     def __init__(self, tokenizer: Any, stops: Collection[str] = ()):
         self.decoder, self.stops = IncrementalDecoder(tokenizer), tuple(stops)
         self.held, self.stopped = "", False
+        self.starts: list[int] = []  # where the text of each token begins
         self.decoded = self.shown = 0  # characters of the tokens so far, and those of them that were emitted
+
+    def take(self, answer: Answer) -> str:
+        """The text that the last token of an answer completes, with the rest if the answer is finished."""
+        text = ""
+        if answer.finish != "stop":  # then the last token is an end token, which has no text
+            text = self.push(answer.tokens[-1])
+        if answer.finish:
+            text += self.end()
+        return text
+
+    @property
+    def shown_tokens(self) -> int:
+        """Tokens whose text has begun to be emitted."""
+        return bisect_left(self.starts, self.shown)
 
     def push(self, token: int) -> str:
         """The text that this token completes and that is no part of a stop string."""
+        self.starts.append(self.decoded)
         return self._emit(self.decoder.push(token))
 
     def end(self) -> str:

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.command_line import Parser, one_line_errors
 from common.errors import UserError, printable, reason
-from model.answer_stream import IncrementalDecoder
+from model.answer_stream import TextStream
 from model.answers import THINK, answer_message
 from model.finite_decoder import FiniteDecoder
 from model.prompts import document_tokens
@@ -160,7 +160,7 @@ class Chat:
                 return answer
             replies = self.toolbox.reply(calls)
             for call, reply in zip(calls, replies, strict=True):
-                self.screen.note(f"result of {printable(call['name'])}: {printable(reply['content'])}")
+                self.screen.note(f"result of {call['name']}: {reply['content']}")
             answer = self._hear(replies)
         if self.toolbox.tools and answer.get("tool_calls"):
             self.screen.note(f"stopped after {ROUNDS} rounds of calls")
@@ -191,12 +191,12 @@ class Chat:
         decoder = FiniteDecoder(self.model, 1, len(tokens) + room, [self.tokenizer.eos_token_id])
         start = time.perf_counter()
         (answer,) = decoder.add(tokens, [replace(self.sampling, seed=args.seed + self.count)], room)
-        text, thinks = IncrementalDecoder(self.tokenizer), bool(args.open_thinking)
+        text, thinks = TextStream(self.tokenizer), bool(args.open_thinking)
         self.screen.begin(thinks, self.toolbox.owners)
         with self.stop.listening() if self.is_terminal else nullcontext():
             while decoder.rows and not self.stop.asked:
-                if decoder.step() and answer.finish != "stop":  # then its last token is the end token
-                    self.screen.write(text.push(answer.tokens[-1]))
+                if decoder.step():
+                    self.screen.write(text.take(answer))
         self.screen.write(text.end(), is_last=True)
         if args.show_speed:
             seconds = time.perf_counter() - start
@@ -207,7 +207,9 @@ class Chat:
             limit = "--max_new_tokens" if room == args.max_new_tokens else "the context"
             self.screen.note(f"the answer was cut after {room} tokens by {limit}")
         written = str(self.tokenizer.decode(answer.tokens, skip_special_tokens=True))
-        return answer_message(THINK * thinks + written) if written or not self.stop.asked else {}
+        if self.stop.asked and not written:
+            return {}
+        return answer_message(THINK + written if thinks else written)
 
     def take(self, line: str) -> None:
         """Obey a typed line that is a command, else answer it, or continue its text; a blank one is skipped.

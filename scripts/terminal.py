@@ -65,6 +65,7 @@ class Screen:
 
     def note(self, text: str) -> None:
         """A remark that is no part of the conversation."""
+        text = printable(text)
         if self.is_terminal:
             print(f"{DIM}({text}){NORMAL}" if self.has_colors else f"({text})", flush=True)
         else:

@@ -7,10 +7,9 @@ that fails is repeated job by job: those that fail alone end with an error, the 
 """
 
 import threading
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from common.errors import reason, warn
@@ -60,22 +59,17 @@ class ActiveAnswer:
     number: int
     text: TextStream
     unsent: str = ""
-    starts: list[int] = field(default_factory=list)  # where the text of each token begins
     sent: int = 0  # tokens whose log-probabilities were sent
 
     def news(self, answer: Answer) -> Progress | None:
         """Take the answer's last token; returns what to send now, if anything."""
-        if answer.finish != "stop":  # then the last token is an end token, which has no text
-            self.starts.append(self.text.decoded)
-            self.unsent += self.text.push(answer.tokens[-1])
-        if answer.finish:
-            self.unsent += self.text.end()
+        self.unsent += self.text.take(answer)
         finish = "stop" if self.text.stopped else answer.finish
         if not finish and not (self.job.streams and self.unsent):
             return None
-        tokens = len(self.starts)
-        if not finish or self.text.stopped:
-            tokens = bisect_left(self.starts, self.text.shown)  # whose text has begun to be sent
+        tokens = self.text.shown_tokens
+        if finish and not self.text.stopped:
+            tokens = len(self.text.starts)  # also the last ones without text
         logprobs = answer.details[self.sent : tokens]
         news = Progress(self.number, self.unsent, len(answer.tokens), finish, logprobs)
         self.unsent, self.sent = "", tokens
