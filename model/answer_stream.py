@@ -202,23 +202,16 @@ class AnswerParser:
         if not end and not self.ended:
             return None
         self.state = self._content
-        call = openai_call(body, self.tools) if end else None
-        if call is None:  # it stays text, up to where another call may begin
-            self.text, self.blank = rest, False
+        self.text = rest
+        call = parse_call(body) if end else None
+        if call is None or call["name"] not in self.tools:
+            self.blank = False  # it stays text, up to where another call may begin
             return {"content": gap + CALL + body + end}
-        self.text, self.blank = rest, True
+        self.blank = True
         self.calls += 1
-        return {"tool_calls": [{"index": self.calls - 1, "id": f"call_{secrets.token_hex(12)}", **call}]}
-
-
-def openai_call(body: str, tools: Collection[str]) -> dict[str, Any] | None:
-    """A call in OpenAI's form, its arguments as JSON text; None if it is not well formed or of no such
-    tool."""
-    call = parse_call(body)
-    if call is None or call["name"] not in tools:
-        return None
-    arguments = json.dumps(call["arguments"], ensure_ascii=False)
-    return {"type": "function", "function": {"name": call["name"], "arguments": arguments}}
+        function = call | {"arguments": json.dumps(call["arguments"], ensure_ascii=False)}
+        head = {"index": self.calls - 1, "id": f"call_{secrets.token_hex(12)}", "type": "function"}
+        return {"tool_calls": [head | {"function": function}]}
 
 
 def merge(message: dict[str, Any], delta: dict[str, Any]) -> None:

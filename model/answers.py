@@ -21,11 +21,9 @@ def parse_call(body: str) -> dict[str, Any] | None:
         json.dumps([name, arguments], ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
-    return (
-        {"name": name, "arguments": arguments}
-        if isinstance(name, str) and isinstance(arguments, dict)
-        else None
-    )
+    if not isinstance(name, str) or not isinstance(arguments, dict):
+        return None
+    return {"name": name, "arguments": arguments}
 
 
 def _refuse(name: str) -> None:

@@ -75,11 +75,9 @@ class SpecialTexts:
             return self.pattern.sub(lambda match: self.stand_ins[match[0]], value)
         if isinstance(value, list):
             return [self.hide(entry) for entry in value]
-        return (
-            {self.hide(key): self.hide(entry) for key, entry in value.items()}
-            if isinstance(value, dict)
-            else value
-        )
+        if isinstance(value, dict):
+            return {self.hide(key): self.hide(entry) for key, entry in value.items()}
+        return value
 
     def pieces(self, text: str) -> list[Piece]:
         """A rendered text with what was hidden, which is plain; the first piece is not, but may be empty."""
@@ -114,10 +112,9 @@ def document_tokens(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int
     text itself begins with a special token."""
     usual, _, special = _backends(tokenizer)
     start = [token for token in (tokenizer.bos_token_id, tokenizer.eos_token_id) if token is not None][:1]
-    return [
-        *([] if special.pattern.match(text) else start),
-        *usual.encode(text, add_special_tokens=False).ids,
-    ]
+    if special.pattern.match(text):
+        start = []
+    return start + usual.encode(text, add_special_tokens=False).ids
 
 
 def plain_backend(backend: Tokenizer) -> Tokenizer:

@@ -154,7 +154,9 @@ class Chat:
         are executed, and their results answered in turn. Raises UserError if the message is too long, or the
         chat template refuses it; it is not added."""
         answer = self._hear([message])
-        for _ in range(ROUNDS if self.toolbox.tools else 0):
+        if not self.toolbox.tools:
+            return answer
+        for _ in range(ROUNDS):
             calls = [call["function"] for call in answer.get("tool_calls", ())]
             if not calls or self.stop.asked:
                 return answer
@@ -162,7 +164,7 @@ class Chat:
             for call, reply in zip(calls, replies, strict=True):
                 self.screen.note(f"result of {call['name']}: {reply['content']}")
             answer = self._hear(replies)
-        if self.toolbox.tools and answer.get("tool_calls"):
+        if answer.get("tool_calls"):
             self.screen.note(f"stopped after {ROUNDS} rounds of calls")
         return answer
 
@@ -170,18 +172,17 @@ class Chat:
         """Add messages, stream the answer, add and return it; without an answer the messages are not
         added."""
         self.conversation.messages += messages
+        answer: dict[str, Any] = {}
         try:
             tokens, dropped = self.conversation.prompt(self.args.max_new_tokens)
             if dropped:
                 self.screen.note(f"the context is full: the oldest {dropped} messages were dropped")
             answer = self.answer(tokens)
-        except BaseException:
-            del self.conversation.messages[-len(messages) :]
-            raise
-        if not answer:
-            del self.conversation.messages[-len(messages) :]
-            return {}
-        self.conversation.messages.append(answer)
+        finally:
+            if not answer:
+                del self.conversation.messages[-len(messages) :]
+        if answer:
+            self.conversation.messages.append(answer)
         return answer
 
     def answer(self, tokens: list[int]) -> dict[str, Any]:
@@ -238,10 +239,10 @@ class Chat:
     def save(self, path: str) -> None:
         """Append the conversation to a JSONL file. Raises UserError if there is no answer yet, or the file
         cannot be written."""
-        if not path or not self.conversation.messages:
-            raise UserError(
-                "/save needs a FILE, such as /save chats.jsonl" if not path else "there is nothing to save"
-            )
+        if not path:
+            raise UserError("/save needs a FILE, such as /save chats.jsonl")
+        if not self.conversation.messages:
+            raise UserError("there is nothing to save")
         try:
             with open(Path(path).expanduser(), "a", encoding="utf-8") as file:
                 file.write(json.dumps(self.conversation.record(), ensure_ascii=False) + "\n")

@@ -7,8 +7,6 @@ completion is taken as it stands, special tokens included.
 import json
 from typing import Any
 
-from tokenizers import Tokenizer
-
 from common.errors import reason
 from dataset.records import BadRecord, parse_message
 from model.answers import CALL
@@ -23,7 +21,9 @@ def characters(value: Any) -> int:
         return len(value)
     if isinstance(value, dict):
         return 1 + sum(map(len, value)) + sum(map(characters, value.values()))
-    return 1 + sum(map(characters, value)) if isinstance(value, list) else 1
+    if isinstance(value, list):
+        return 1 + sum(map(characters, value))
+    return 1
 
 
 def turns_of(messages: list[Any]) -> list[dict]:
@@ -54,13 +54,22 @@ def too_long(length: int, why: str, param: str) -> ApiError:
     return ApiError(message, param=param, code="context_length_exceeded")
 
 
-def check_tokens(tokens: list[int], length: int) -> None:
-    """Raise ApiError for what is no prompt of any model with a context of `length` tokens."""
-    negative = next((number for number, token in enumerate(tokens) if token < 0), None)
+def check_prompt(prompt: str | list[int], length: int) -> None:
+    """Raise ApiError for tokens that are no prompt of any model with a context of `length` tokens."""
+    if isinstance(prompt, str):
+        return
+    negative = next((number for number, token in enumerate(prompt) if token < 0), None)
     if negative is not None:
         raise ApiError(f"number {negative} is no token: it is negative", param="prompt", code="invalid_value")
+    check_length(prompt, length, "prompt")
+
+
+def check_length(tokens: list[int], length: int, param: str) -> None:
+    """Raise ApiError if a prompt is empty, or leaves no room for an answer."""
+    if not tokens:
+        raise ApiError("the prompt is empty", param=param, code="invalid_value")
     if len(tokens) >= length:
-        raise too_long(length, f"the prompt of {len(tokens)} leaves no room in it for an answer", "prompt")
+        raise too_long(length, f"the prompt of {len(tokens)} leaves no room in it for an answer", param)
 
 
 class PromptWriter:
@@ -69,8 +78,7 @@ class PromptWriter:
 
     def __init__(self, tokenizer: Any, length: int):
         self.tokenizer, self.length = tokenizer, length
-        self.backend: Tokenizer = tokenizer.backend_tokenizer
-        vocabulary = self.backend.get_vocab(with_added_tokens=True)
+        vocabulary = tokenizer.get_vocab()
         self.size, self.widest = max(vocabulary.values()) + 1, max(map(len, vocabulary))
 
     def chat(
@@ -88,32 +96,24 @@ class PromptWriter:
         except (ValueError, RecursionError) as error:
             raise ApiError(reason(error), param="messages", code="invalid_value") from error
         self._check_size(sum(len(piece.text) for piece in pieces), "messages")
-        return self._checked(encode_pieces(self.tokenizer, pieces), "messages")
+        tokens = encode_pieces(self.tokenizer, pieces)
+        check_length(tokens, self.length, "messages")
+        return tokens
 
-    def text(self, text: str) -> list[int]:
-        """The tokens of a text, with the token in front that documents begin with, unless it begins with a
-        special one."""
-        self._check_size(len(text), "prompt")
-        return self._checked(document_tokens(self.tokenizer, text), "prompt")
-
-    def tokens(self, tokens: list[int]) -> list[int]:
-        """A prompt that is given as tokens."""
-        wrong = next((number for number, token in enumerate(tokens) if not 0 <= token < self.size), None)
+    def completion(self, prompt: str | list[int]) -> list[int]:
+        """The tokens of a prompt of /v1/completions: of a text, unless it begins with a special token, behind
+        the token that documents begin with."""
+        if isinstance(prompt, str):
+            self._check_size(len(prompt), "prompt")
+            prompt = document_tokens(self.tokenizer, prompt)
+        wrong = next((number for number, token in enumerate(prompt) if not 0 <= token < self.size), None)
         if wrong is not None:
             message = f"number {wrong} is no token of this model, whose vocabulary has {self.size}"
             raise ApiError(message, param="prompt", code="invalid_value")
-        return self._checked(tokens, "prompt")
+        check_length(prompt, self.length, "prompt")
+        return prompt
 
     def _check_size(self, characters: int, param: str) -> None:
         """Refuse what cannot fit before any work is done for it."""
         if characters > self.length * self.widest:
             raise too_long(self.length, f"{characters} characters do not fit it", param)
-
-    def _checked(self, tokens: list[int], param: str) -> list[int]:
-        if not tokens:
-            raise ApiError("the prompt is empty", param=param, code="invalid_value")
-        if len(tokens) >= self.length:
-            raise too_long(
-                self.length, f"the prompt of {len(tokens)} leaves no room in it for an answer", param
-            )
-        return tokens

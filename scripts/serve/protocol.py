@@ -7,15 +7,7 @@ every wrong item of a list, a hundred times as large as the item.
 
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    PrivateAttr,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import from_json
 
 MAX_ANSWERS = 128  # of one request
@@ -127,12 +119,11 @@ class Request(Lenient):
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     no_effect: ClassVar[dict[str, tuple[Any, ...]]] = NO_EFFECT
-    _unknown: list[str] = PrivateAttr(default_factory=list)
 
     @property
-    def unknown_fields(self) -> list[str]:
-        """Some of the fields that are ignored because they are unknown."""
-        return self._unknown
+    def limit(self) -> int | None:
+        """The longest answer, if the client sets one."""
+        return self.max_tokens
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -215,7 +206,6 @@ class ChatRequest(Request, TemplateSettings):
 
     @property
     def limit(self) -> int | None:
-        """The longest answer, if the client sets one."""
         return self.max_completion_tokens or self.max_tokens
 
     @property
@@ -238,9 +228,8 @@ class CompletionRequest(Request):
         prompts = _several(prompt)
         if len(prompts) > MAX_ANSWERS:
             raise ValueError(f"more than {MAX_ANSWERS} prompts in one request")
-        if len({type(one) for one in prompts}) != 1 or not all(
-            isinstance(one, str) or _is_tokens(one) for one in prompts
-        ):
+        are_texts = all(isinstance(one, str) for one in prompts)
+        if not prompts or not (are_texts or all(map(_is_tokens, prompts))):
             raise ValueError("must be a text, a list of token numbers, or a list of either")
         return prompt
 
@@ -259,15 +248,11 @@ class CompletionRequest(Request):
         """The prompts, each as text or as tokens."""
         return _several(self.prompt)
 
-    @property
-    def limit(self) -> int | None:
-        """The longest answer, if the client sets one."""
-        return self.max_tokens
-
 
 def _several(prompt: Any) -> list[Any]:
-    several = isinstance(prompt, list) and not (prompt and isinstance(prompt[0], int))
-    return prompt if several else [prompt]
+    if not isinstance(prompt, list) or (prompt and isinstance(prompt[0], int)):
+        return [prompt]
+    return prompt
 
 
 def _is_tokens(prompt: Any) -> bool:
@@ -292,9 +277,9 @@ def _unknown_fields(kind: type[Request], data: dict[str, Any]) -> list[str]:
 Body = TypeVar("Body", bound=Request)
 
 
-def parse(kind: type[Body], body: bytes) -> Body:
-    """A request from the body of its HTTP request. Raises ApiError if it is no JSON, or not such a
-    request."""
+def parse(kind: type[Body], body: bytes) -> tuple[Body, list[str]]:
+    """A request from the body of its HTTP request, and some of the fields that are ignored because they are
+    unknown. Raises ApiError if it is no JSON, or not such a request."""
     if body.count(b"[") + body.count(b"{") > MAX_BRACKETS:
         raise ApiError("The request has too many parts.", code="invalid_value")
     try:
@@ -304,9 +289,7 @@ def parse(kind: type[Body], body: bytes) -> Body:
     if not isinstance(data, dict):
         raise ApiError("The body of the request must be a JSON object.", code="invalid_value")
     try:
-        asked = kind.model_validate(data)
-        asked._unknown = _unknown_fields(kind, data)
-        return asked
+        return kind.model_validate(data), _unknown_fields(kind, data)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         # without the kinds of a union

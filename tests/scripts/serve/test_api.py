@@ -132,9 +132,9 @@ def wait_for(condition: Any) -> None:
 def test_what_a_request_leaves_out_is_the_models_default(real):
     default = Sampling(temperature=0.3, top_k=7, top_p=0.8)
     message = '"messages": [{"role": "user", "content": "x"}]'
-    asked = parse(ChatRequest, f'{{{message}, "top_p": 0.5, "top_k": -1, "seed": 3}}'.encode())
+    asked, _ = parse(ChatRequest, f'{{{message}, "top_p": 0.5, "top_k": -1, "seed": 3}}'.encode())
     assert pending.samplings_of(asked, default) == [Sampling(0.3, 0, 0.5, seed=3)]
-    asked = parse(CompletionRequest, b'{"prompt": "x", "temperature": 0, "seed": 3}')
+    asked, _ = parse(CompletionRequest, b'{"prompt": "x", "temperature": 0, "seed": 3}')
     assert pending.samplings_of(asked, default) == [Sampling(0.0, 7, 0.8, seed=3)]
     assert real.client.models.list().data[0].sampling == {"temperature": 0.7, "top_p": 0.9, "top_k": 50}
 
@@ -595,7 +595,7 @@ def test_pydantic_does_not_build_an_error_for_every_item_of_a_large_body(tokeniz
     writer = prompt_writer.PromptWriter(tokenizer, CONTEXT)
     for kind, body in large_bodies():
         try:
-            asked = parse(kind, body)
+            asked, _ = parse(kind, body)
             writer.chat(prompt_writer.turns_of(asked.messages), asked.tools)
         except ApiError as refused:
             assert refused.status == 400 and len(str(refused)) < 300, body[:80]
@@ -612,9 +612,8 @@ def test_bodies_of_very_many_objects_are_not_even_decoded(monkeypatch):
 
 
 def test_large_texts_are_refused_before_they_are_turned_into_tokens(scripted, monkeypatch):
-    writer = scripted.model.prompts
     monkeypatch.setattr(prompt_writer, "prompt_pieces", lambda *_, **__: pytest.fail("the template is run"))
-    monkeypatch.setattr(writer, "backend", None)
+    monkeypatch.setattr(prompt_writer, "document_tokens", lambda *_: pytest.fail("the text is read"))
     for text in ("<|im_start|>" * 90_000, "x" * 1_000_000):
         for body, path in (({"messages": user(text)}, "chat/completions"), ({"prompt": text}, "completions")):
             status, answer = post(scripted, json.dumps(body).encode(), f"/v1/{path}")
