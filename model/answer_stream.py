@@ -155,46 +155,40 @@ class AnswerParser:
         return {}
 
     def _thinking(self) -> dict[str, Any] | None:
-        text, end, rest = self.text.partition(END_THINK)
-        if not end:
-            keep = 0 if self.ended else held_back(text, [END_THINK])
-            text, rest = text[: len(text) - keep], text[len(text) - keep :]
-        text = text.lstrip("\n") if self.blank else text
-        words = text.rstrip("\n")  # the last line breaks are the template's, if the reasoning ends there
-        self.text = rest if end else text[len(words) :] + rest
-        self.blank = self.blank and not words
-        if end:
+        words, is_over = self._before(END_THINK)
+        if is_over:
+            self.text = self.text.partition(END_THINK)[2]
             self.blank, self.state = True, self._content
         elif self.ended:
-            self.text = ""
+            words = words.rstrip("\n")
         if words:
             return {"reasoning_content": words}
-        return {} if end else None
+        return {} if is_over else None
 
     def _content(self) -> dict[str, Any] | None:
+        words, calls = self._before(CALL if self.tools else None)
+        if calls:
+            self.state = self._call
+        if words:
+            return {"content": words}
+        return {} if calls else None
+
+    def _before(self, mark: str | None) -> tuple[str, bool]:
+        """Take the text in front of a mark, without the line breaks beside the mark, which are the
+        template's; returns it and whether the mark is there. What may become the mark is held back."""
         if self.blank:
             self.text = self.text.lstrip("\n")
-        before, mark, rest = self.text, "", ""
-        if self.tools:
-            before, mark, rest = self.text.partition(CALL)
-        if mark:
-            words = before.rstrip("\n")  # the line break before a call is the template's
-            self.text, self.state, before = before[len(words) :] + mark + rest, self._call, words
-        else:
-            keep = self._kept_of_content()
-            before, self.text = self.text[: len(self.text) - keep], self.text[len(self.text) - keep :]
-        self.blank = self.blank and not before
-        if before:
-            return {"content": before}
-        return {} if mark else None
-
-    def _kept_of_content(self) -> int:
-        """Characters to hold back: a mark that may begin, and line breaks that belong to it."""
-        if not self.tools or self.ended:
-            return 0
-        mark = held_back(self.text, [CALL])
-        words = self.text[: len(self.text) - mark]
-        return mark + len(words) - len(words.rstrip("\n"))
+        words, found = self.text, False
+        if mark is not None:
+            words, separator, _ = self.text.partition(mark)
+            found = separator != ""
+            if not found and not self.ended:
+                words = words[: len(words) - held_back(words, [mark])]
+            if found or not self.ended:
+                words = words.rstrip("\n")
+        self.text = self.text[len(words) :]
+        self.blank = self.blank and not words
+        return words, found
 
     def _call(self) -> dict[str, Any] | None:
         gap, _, text = self.text.partition(CALL)

@@ -47,9 +47,13 @@ class Screen:
         if not self.is_terminal:
             sys.stdout.write(text)
         else:
-            for delta in self.parser.push(text) + (self.parser.end() if is_last else []):
+            deltas = self.parser.push(text)
+            if is_last:
+                deltas += self.parser.end()
+            for delta in deltas:
                 self._show(delta)
-        sys.stdout.write("\n" if is_last else "")
+        if is_last:
+            sys.stdout.write("\n")
         sys.stdout.flush()
 
     def _show(self, delta: dict[str, Any]) -> None:
