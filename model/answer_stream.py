@@ -8,10 +8,12 @@ it. A malformed call, or one of a tool that was not offered, stays text. Nothing
 
 import json
 import secrets
+from bisect import bisect_left
 from collections.abc import Collection
 from typing import Any
 
 from model.answers import CALL, END_CALL, END_THINK, THINK, parse_call
+from model.generation import Answer
 
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # what a decoder writes for an incomplete character
 CHARACTER = 4  # bytes of the longest character in UTF-8; a token holds at least one
@@ -64,10 +66,26 @@ class TextStream:
     def __init__(self, tokenizer: Any, stops: Collection[str] = ()):
         self.decoder, self.stops = IncrementalDecoder(tokenizer), tuple(stops)
         self.held, self.stopped = "", False
+        self.starts: list[int] = []  # where the text of each token begins
         self.decoded = self.shown = 0  # characters of the tokens so far, and those of them that were emitted
+
+    def take(self, answer: Answer) -> str:
+        """The text that the last token of an answer completes, with the rest if the answer is finished."""
+        text = ""
+        if answer.finish != "stop":  # then the last token is an end token, which has no text
+            text = self.push(answer.tokens[-1])
+        if answer.finish:
+            text += self.end()
+        return text
+
+    @property
+    def shown_tokens(self) -> int:
+        """Tokens whose text has begun to be emitted."""
+        return bisect_left(self.starts, self.shown)
 
     def push(self, token: int) -> str:
         """The text that this token completes and that is no part of a stop string."""
+        self.starts.append(self.decoded)
         return self._emit(self.decoder.push(token))
 
     def end(self) -> str:
@@ -137,46 +155,40 @@ class AnswerParser:
         return {}
 
     def _thinking(self) -> dict[str, Any] | None:
-        text, end, rest = self.text.partition(END_THINK)
-        if not end:
-            keep = 0 if self.ended else held_back(text, [END_THINK])
-            text, rest = text[: len(text) - keep], text[len(text) - keep :]
-        text = text.lstrip("\n") if self.blank else text
-        words = text.rstrip("\n")  # the last line breaks are the template's, if the reasoning ends there
-        self.text = rest if end else text[len(words) :] + rest
-        self.blank = self.blank and not words
-        if end:
+        words, is_over = self._before(END_THINK)
+        if is_over:
+            self.text = self.text.partition(END_THINK)[2]
             self.blank, self.state = True, self._content
         elif self.ended:
-            self.text = ""
+            words = words.rstrip("\n")
         if words:
             return {"reasoning_content": words}
-        return {} if end else None
+        return {} if is_over else None
 
     def _content(self) -> dict[str, Any] | None:
+        words, calls = self._before(CALL if self.tools else None)
+        if calls:
+            self.state = self._call
+        if words:
+            return {"content": words}
+        return {} if calls else None
+
+    def _before(self, mark: str | None) -> tuple[str, bool]:
+        """Take the text in front of a mark, without the line breaks beside the mark, which are the
+        template's; returns it and whether the mark is there. What may become the mark is held back."""
         if self.blank:
             self.text = self.text.lstrip("\n")
-        before, mark, rest = self.text, "", ""
-        if self.tools:
-            before, mark, rest = self.text.partition(CALL)
-        if mark:
-            words = before.rstrip("\n")  # the line break before a call is the template's
-            self.text, self.state, before = before[len(words) :] + mark + rest, self._call, words
-        else:
-            keep = self._kept_of_content()
-            before, self.text = self.text[: len(self.text) - keep], self.text[len(self.text) - keep :]
-        self.blank = self.blank and not before
-        if before:
-            return {"content": before}
-        return {} if mark else None
-
-    def _kept_of_content(self) -> int:
-        """Characters to hold back: a mark that may begin, and line breaks that belong to it."""
-        if not self.tools or self.ended:
-            return 0
-        mark = held_back(self.text, [CALL])
-        words = self.text[: len(self.text) - mark]
-        return mark + len(words) - len(words.rstrip("\n"))
+        words, found = self.text, False
+        if mark is not None:
+            words, separator, _ = self.text.partition(mark)
+            found = separator != ""
+            if not found and not self.ended:
+                words = words[: len(words) - held_back(words, [mark])]
+            if found or not self.ended:
+                words = words.rstrip("\n")
+        self.text = self.text[len(words) :]
+        self.blank = self.blank and not words
+        return words, found
 
     def _call(self) -> dict[str, Any] | None:
         gap, _, text = self.text.partition(CALL)
@@ -184,23 +196,16 @@ class AnswerParser:
         if not end and not self.ended:
             return None
         self.state = self._content
-        call = openai_call(body, self.tools) if end else None
-        if call is None:  # it stays text, up to where another call may begin
-            self.text, self.blank = rest, False
+        self.text = rest
+        call = parse_call(body) if end else None
+        if call is None or call["name"] not in self.tools:
+            self.blank = False  # it stays text, up to where another call may begin
             return {"content": gap + CALL + body + end}
-        self.text, self.blank = rest, True
+        self.blank = True
         self.calls += 1
-        return {"tool_calls": [{"index": self.calls - 1, "id": f"call_{secrets.token_hex(12)}", **call}]}
-
-
-def openai_call(body: str, tools: Collection[str]) -> dict[str, Any] | None:
-    """A call in OpenAI's form, its arguments as JSON text; None if it is not well formed or of no such
-    tool."""
-    call = parse_call(body)
-    if call is None or call["name"] not in tools:
-        return None
-    arguments = json.dumps(call["arguments"], ensure_ascii=False)
-    return {"type": "function", "function": {"name": call["name"], "arguments": arguments}}
+        function = call | {"arguments": json.dumps(call["arguments"], ensure_ascii=False)}
+        head = {"index": self.calls - 1, "id": f"call_{secrets.token_hex(12)}", "type": "function"}
+        return {"tool_calls": [head | {"function": function}]}
 
 
 def merge(message: dict[str, Any], delta: dict[str, Any]) -> None:

@@ -21,11 +21,9 @@ def parse_call(body: str) -> dict[str, Any] | None:
         json.dumps([name, arguments], ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
-    return (
-        {"name": name, "arguments": arguments}
-        if isinstance(name, str) and isinstance(arguments, dict)
-        else None
-    )
+    if not isinstance(name, str) or not isinstance(arguments, dict):
+        return None
+    return {"name": name, "arguments": arguments}
 
 
 def _refuse(name: str) -> None:
@@ -39,14 +37,24 @@ def answer_message(text: str) -> dict[str, Any]:
     A call that is not well formed is left in the text.
     """
     message: dict[str, Any] = {"role": "assistant", "content": text}
-    if reasoning := REASONING.match(text):
+    reasoning = REASONING.match(text)
+    if reasoning:
         message["reasoning_content"], text = reasoning[1].strip("\n"), text[reasoning.end() :]
     content, calls, at = [], [], 0
-    while (begin := text.find(CALL, at)) >= 0 and (end := text.find(END_CALL, begin)) >= 0:
+    while True:
+        begin = text.find(CALL, at)
+        end = text.find(END_CALL, begin)
+        if begin < 0 or end < 0:
+            break
         call = parse_call(text[begin + len(CALL) : end])
-        following = end + len(END_CALL)
-        calls += [{"type": "function", "function": call}] if call else []
-        content.append(text[at:begin].rstrip() if call else text[at:following])
-        at = following
+        after = end + len(END_CALL)
+        if call is None:
+            content.append(text[at:after])
+        else:
+            content.append(text[at:begin].rstrip())
+            calls.append({"type": "function", "function": call})
+        at = after
     message["content"] = "".join([*content, text[at:]]).strip()
-    return message | ({"tool_calls": calls} if calls else {})
+    if calls:
+        message["tool_calls"] = calls
+    return message

@@ -6,6 +6,7 @@ becomes ordinary tokens that spell it, so nobody can end a turn or begin another
 """
 
 import re
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -51,6 +52,11 @@ def prompt_pieces(
     return special.pieces(str(text) + special.hide(opening))
 
 
+def any_of(texts: Iterable[str]) -> re.Pattern:
+    """A pattern that matches each of some texts, the first ones first, and nothing if there are none."""
+    return re.compile("|".join(map(re.escape, texts)) or "(?!)")
+
+
 class SpecialTexts:
     """The text of a tokenizer's special tokens. While a template is rendered, characters for private use
     stand for it, as many, so that nothing moves.
@@ -64,10 +70,7 @@ class SpecialTexts:
         ordered = sorted(contents, key=lambda content: (-len(content), content))
         self.stand_ins = {content: chr(PRIVATE_USE + i) * len(content) for i, content in enumerate(ordered)}
         self.contents = {stand_in: content for content, stand_in in self.stand_ins.items()}
-        self.pattern, self.hidden = (
-            re.compile("|".join(map(re.escape, texts)) or "(?!)")
-            for texts in (ordered, self.stand_ins.values())
-        )
+        self.pattern, self.hidden = any_of(ordered), any_of(self.stand_ins.values())
 
     def hide(self, value: Any) -> Any:
         """The value with stand-ins for the text of special tokens, also in the keys of its objects."""
@@ -75,11 +78,9 @@ class SpecialTexts:
             return self.pattern.sub(lambda match: self.stand_ins[match[0]], value)
         if isinstance(value, list):
             return [self.hide(entry) for entry in value]
-        return (
-            {self.hide(key): self.hide(entry) for key, entry in value.items()}
-            if isinstance(value, dict)
-            else value
-        )
+        if isinstance(value, dict):
+            return {self.hide(key): self.hide(entry) for key, entry in value.items()}
+        return value
 
     def pieces(self, text: str) -> list[Piece]:
         """A rendered text with what was hidden, which is plain; the first piece is not, but may be empty."""
@@ -93,10 +94,11 @@ class SpecialTexts:
 def encode_pieces(tokenizer: "PreTrainedTokenizerBase", pieces: list[Piece]) -> list[int]:
     """The token ids of a prompt."""
     usual, plain, _ = _backends(tokenizer)
-    encoded = (
-        (plain if is_plain else usual).encode(text, add_special_tokens=False) for text, is_plain in pieces
-    )
-    return [token for encoding in encoded for token in encoding.ids]
+    tokens: list[int] = []
+    for text, is_plain in pieces:
+        backend = plain if is_plain else usual
+        tokens += backend.encode(text, add_special_tokens=False).ids
+    return tokens
 
 
 def prompt_tokens(
@@ -113,11 +115,11 @@ def document_tokens(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int
     """The token ids of a text that the model is to continue: as a document begins in pretraining, unless the
     text itself begins with a special token."""
     usual, _, special = _backends(tokenizer)
-    start = [token for token in (tokenizer.bos_token_id, tokenizer.eos_token_id) if token is not None][:1]
-    return [
-        *([] if special.pattern.match(text) else start),
-        *usual.encode(text, add_special_tokens=False).ids,
-    ]
+    tokens = usual.encode(text, add_special_tokens=False).ids
+    start = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+    if start is None or special.pattern.match(text):
+        return tokens
+    return [start, *tokens]
 
 
 def plain_backend(backend: Tokenizer) -> Tokenizer:

@@ -24,12 +24,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.command_line import Parser, one_line_errors
 from common.errors import UserError, printable, reason
-from model.answer_stream import IncrementalDecoder
+from model.answer_stream import TextStream
 from model.answers import THINK, answer_message
+from model.finite_decoder import FiniteDecoder
 from model.prompts import document_tokens
 from model.sampling import DEFAULTS, default_sampling
 from scripts.conversation import Conversation
-from scripts.serve.finite import FiniteDecoder
 from scripts.terminal import Screen, Stop, line_editing, utf8_text
 from trainer.rollouts.environments import IN_OTHER_FILES, SHIPPED, Toolbox
 from trainer.rollouts.mock_tools import cases
@@ -154,15 +154,17 @@ class Chat:
         are executed, and their results answered in turn. Raises UserError if the message is too long, or the
         chat template refuses it; it is not added."""
         answer = self._hear([message])
-        for _ in range(ROUNDS if self.toolbox.tools else 0):
+        if not self.toolbox.tools:
+            return answer
+        for _ in range(ROUNDS):
             calls = [call["function"] for call in answer.get("tool_calls", ())]
             if not calls or self.stop.asked:
                 return answer
             replies = self.toolbox.reply(calls)
             for call, reply in zip(calls, replies, strict=True):
-                self.screen.note(f"result of {printable(call['name'])}: {printable(reply['content'])}")
+                self.screen.note(f"result of {call['name']}: {reply['content']}")
             answer = self._hear(replies)
-        if self.toolbox.tools and answer.get("tool_calls"):
+        if answer.get("tool_calls"):
             self.screen.note(f"stopped after {ROUNDS} rounds of calls")
         return answer
 
@@ -170,18 +172,17 @@ class Chat:
         """Add messages, stream the answer, add and return it; without an answer the messages are not
         added."""
         self.conversation.messages += messages
+        answer: dict[str, Any] = {}
         try:
             tokens, dropped = self.conversation.prompt(self.args.max_new_tokens)
             if dropped:
                 self.screen.note(f"the context is full: the oldest {dropped} messages were dropped")
             answer = self.answer(tokens)
-        except BaseException:
-            del self.conversation.messages[-len(messages) :]
-            raise
-        if not answer:
-            del self.conversation.messages[-len(messages) :]
-            return {}
-        self.conversation.messages.append(answer)
+        finally:
+            if not answer:
+                del self.conversation.messages[-len(messages) :]
+        if answer:
+            self.conversation.messages.append(answer)
         return answer
 
     def answer(self, tokens: list[int]) -> dict[str, Any]:
@@ -191,12 +192,12 @@ class Chat:
         decoder = FiniteDecoder(self.model, 1, len(tokens) + room, [self.tokenizer.eos_token_id])
         start = time.perf_counter()
         (answer,) = decoder.add(tokens, [replace(self.sampling, seed=args.seed + self.count)], room)
-        text, thinks = IncrementalDecoder(self.tokenizer), bool(args.open_thinking)
+        text, thinks = TextStream(self.tokenizer), bool(args.open_thinking)
         self.screen.begin(thinks, self.toolbox.owners)
         with self.stop.listening() if self.is_terminal else nullcontext():
             while decoder.rows and not self.stop.asked:
-                if decoder.step() and answer.finish != "stop":  # then its last token is the end token
-                    self.screen.write(text.push(answer.tokens[-1]))
+                if decoder.step():
+                    self.screen.write(text.take(answer))
         self.screen.write(text.end(), is_last=True)
         if args.show_speed:
             seconds = time.perf_counter() - start
@@ -207,7 +208,9 @@ class Chat:
             limit = "--max_new_tokens" if room == args.max_new_tokens else "the context"
             self.screen.note(f"the answer was cut after {room} tokens by {limit}")
         written = str(self.tokenizer.decode(answer.tokens, skip_special_tokens=True))
-        return answer_message(THINK * thinks + written) if written or not self.stop.asked else {}
+        if self.stop.asked and not written:
+            return {}
+        return answer_message(THINK + written if thinks else written)
 
     def take(self, line: str) -> None:
         """Obey a typed line that is a command, else answer it, or continue its text; a blank one is skipped.
@@ -236,10 +239,10 @@ class Chat:
     def save(self, path: str) -> None:
         """Append the conversation to a JSONL file. Raises UserError if there is no answer yet, or the file
         cannot be written."""
-        if not path or not self.conversation.messages:
-            raise UserError(
-                "/save needs a FILE, such as /save chats.jsonl" if not path else "there is nothing to save"
-            )
+        if not path:
+            raise UserError("/save needs a FILE, such as /save chats.jsonl")
+        if not self.conversation.messages:
+            raise UserError("there is nothing to save")
         try:
             with open(Path(path).expanduser(), "a", encoding="utf-8") as file:
                 file.write(json.dumps(self.conversation.record(), ensure_ascii=False) + "\n")

@@ -7,21 +7,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from common.errors import UserError
-from model import prompts
-
-
-def prompt_tokens(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: list[dict],
-    tools: list[dict] | None = None,
-    **variables: Any,
-) -> list[int]:
-    """The token ids of a conversation up to where the assistant's next answer begins (see model/prompts.py).
-    Raises UserError if the tokenizer has no chat template, or it refuses the conversation."""
-    try:
-        return prompts.prompt_tokens(tokenizer, messages, tools, **variables)
-    except ValueError as error:
-        raise UserError(str(error)) from error
+from model.prompts import prompt_tokens
 
 
 @dataclass
@@ -42,20 +28,25 @@ class Conversation:
 
     def all_messages(self) -> list[dict]:
         """The messages, the system message first."""
-        return [*([{"role": "system", "content": self.system}] if self.system else []), *self.messages]
+        if not self.system:
+            return self.messages
+        return [{"role": "system", "content": self.system}, *self.messages]
 
     def prompt(self, answer: int) -> tuple[list[int], int]:
         """The prompt's token ids and how many messages were dropped for it.
 
         The oldest turns are dropped, a user's message with all that follows up to the next one's, until
         `answer` tokens fit behind the prompt (or half the context, if that is less). Raises UserError if the
-        newest turn alone is too long; nothing is dropped then."""
+        newest turn alone is too long, nothing is dropped then, or the chat template refuses the messages."""
         room = self.limit - min(answer, self.limit // 2)
         begins = [i for i, message in enumerate(self.messages) if message["role"] == "user"]
         kept = self.messages
         for first in [0, *begins[1:]]:
             self.messages = kept[first:]
-            tokens = prompt_tokens(self.tokenizer, self.all_messages(), self.tools, **self.variables)
+            try:
+                tokens = prompt_tokens(self.tokenizer, self.all_messages(), self.tools, **self.variables)
+            except ValueError as error:
+                raise UserError(str(error)) from error
             if len(tokens) <= room:
                 return tokens, first
         self.messages = kept

@@ -184,7 +184,9 @@ def main() -> None:
     )
     app = create_app(model, tokenizer, settings)
     listener.listen()  # a client that comes at once waits
-    say(f"serving {settings.name} at http://{f'[{host}]' if ':' in host else host}:{port}; Ctrl-C ends it")
+    if ":" in host:
+        host = f"[{host}]"
+    say(f"serving {settings.name} at http://{host}:{port}; Ctrl-C ends it")
     run(app, listener)
 
 

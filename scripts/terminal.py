@@ -47,9 +47,13 @@ class Screen:
         if not self.is_terminal:
             sys.stdout.write(text)
         else:
-            for delta in self.parser.push(text) + (self.parser.end() if is_last else []):
+            deltas = self.parser.push(text)
+            if is_last:
+                deltas += self.parser.end()
+            for delta in deltas:
                 self._show(delta)
-        sys.stdout.write("\n" if is_last else "")
+        if is_last:
+            sys.stdout.write("\n")
         sys.stdout.flush()
 
     def _show(self, delta: dict[str, Any]) -> None:
@@ -65,6 +69,7 @@ class Screen:
 
     def note(self, text: str) -> None:
         """A remark that is no part of the conversation."""
+        text = printable(text)
         if self.is_terminal:
             print(f"{DIM}({text}){NORMAL}" if self.has_colors else f"({text})", flush=True)
         else:

@@ -30,7 +30,7 @@ from trainer.objectives import ppo
 from trainer.objectives.next_token import model_config
 from trainer.optim.build import build_optimizer
 from trainer.report.trackers import start_tracker
-from trainer.rollouts.settings import RolloutArgs, add_rollouts
+from trainer.rollouts.settings import RolloutArgs
 from trainer.run.errors import training_errors
 from trainer.run.saving import is_finished, training_files
 from trainer.run.state import TrainState
@@ -93,8 +93,7 @@ open_data = open_prompts  # (args, tokenizer) -> training and held-out (or None)
 def extend_run(state, tokenizer, train_set, eval_set):
     """Have a micro-batch of prompts become the completions that the model writes to them, with their
     rewards."""
-    add_rollouts(state, tokenizer, kind=ppo.ValuedRollouts)
-    state.save_fn = ppo.save_actor
+    ppo.add_ppo_rollouts(state, tokenizer)
 
 
 def main() -> None:

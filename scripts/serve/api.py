@@ -17,12 +17,11 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from common.errors import printable, warn
-from model.answers import CALL
 from scripts.serve.bodies import SMALL_BODY, Bodies
 from scripts.serve.curves import curves_router
 from scripts.serve.models import Models, ServedModel, Settings, in_own_thread
 from scripts.serve.pending import PendingAnswers, check_size
-from scripts.serve.prompt_writer import check_tokens, turns_of
+from scripts.serve.prompt_writer import call_opening, check_prompt, turns_of
 from scripts.serve.protocol import MAX_NAMED, ApiError, Body, ChatRequest, CompletionRequest, parse
 from scripts.serve.replies import ChatReply, TextReply
 from scripts.serve.scheduler import Progress
@@ -204,8 +203,8 @@ def openai_routes(offered: Models, bodies: Bodies) -> APIRouter:
                 async with bodies.large:
                     return await asyncio.to_thread(work, *args)
 
-            asked = await off_loop(parse, kind, body)
-            name_once(asked.unknown_fields)
+            asked, unknown_fields = await off_loop(parse, kind, body)
+            name_once(unknown_fields)
             yield asked, off_loop
 
     @routes.post("/chat/completions")
@@ -214,7 +213,7 @@ def openai_routes(offered: Models, bodies: Bodies) -> APIRouter:
             async with asked_for(ChatRequest, request) as (asked, off_loop):
                 turns = await off_loop(turns_of, asked.messages)
                 check_size(asked, 1, offered.settings)
-                opening = opening_of(asked)
+                opening = call_opening(asked)
                 thinking = False if opening else asked.thinks
                 tools = asked.tools if asked.tool_names else []
                 # may take long: behind refusals
@@ -229,28 +228,14 @@ def openai_routes(offered: Models, bodies: Bodies) -> APIRouter:
         async with AsyncExitStack() as stack:
             async with asked_for(CompletionRequest, request) as (asked, off_loop):
                 check_size(asked, len(asked.prompts), offered.settings)
-                for one in asked.prompts:
-                    if not isinstance(one, str):
-                        await off_loop(check_tokens, one, offered.settings.context)
+                for prompt in asked.prompts:
+                    await off_loop(check_prompt, prompt, offered.settings.context)
                 served = await stack.enter_async_context(offered.use(asked.model))
-                text, tokens = served.prompts.text, served.prompts.tokens
-                prompts = [
-                    await off_loop(text if isinstance(one, str) else tokens, one) for one in asked.prompts
-                ]
+                prompts = [await off_loop(served.prompts.completion, prompt) for prompt in asked.prompts]
             reply = TextReply(served, asked, prompts)
             return await respond(request, PendingAnswers(served, prompts, asked), reply, asked)
 
     return routes
-
-
-def opening_of(asked: ChatRequest) -> str:
-    """How the answer must begin so that it calls a tool, if it has to."""
-    if asked.forced_tool is not None:
-        name = json.dumps(asked.forced_tool, ensure_ascii=False)
-        return f'{CALL}\n{{"name": {name}, "arguments": {{'
-    if asked.tool_choice == "required":
-        return f'{CALL}\n{{"name": "'
-    return ""
 
 
 async def error_response(request: Request, error: Exception) -> Response:

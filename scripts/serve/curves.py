@@ -33,10 +33,10 @@ def curves(path: Path, points: int) -> dict[str, Any]:
     columns: dict[str, list[Any]] = {
         name: v for name, v in run.columns(points).items() if name not in LEFT_OUT
     }
-    if loads := [columns.pop(name) for name in [*columns] if name.startswith("expert_load.")]:
-        columns["expert_load"] = [
-            list(load) if None not in load else None for load in zip(*loads, strict=True)
-        ]
+    experts = [name for name in columns if name.startswith("expert_load.")]
+    if experts:
+        loads = zip(*(columns.pop(name) for name in experts), strict=True)
+        columns["expert_load"] = [None if None in load else list(load) for load in loads]
     about = {"settings": {name: value for name, value in run.settings.items() if name not in PLACES}}
     about |= {
         "records": len(run.records),

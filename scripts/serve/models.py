@@ -5,18 +5,17 @@ import asyncio
 import re
 import threading
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from common.errors import printable, reason, warn
 from common.settings import ROOT
+from model.finite_decoder import FiniteDecoder
 from model.sampling import default_sampling
-from scripts.serve.finite import FiniteDecoder
 from scripts.serve.logprobs import TokenTexts
 from scripts.serve.prompt_writer import PromptWriter
 from scripts.serve.protocol import ApiError
@@ -56,20 +55,13 @@ class ServedModel:
         self.sampling = default_sampling(model)
         self.users = 0  # requests not yet queued
         self.prompts, self.texts = PromptWriter(tokenizer, settings.context), TokenTexts(tokenizer)
-        self.decoder = FiniteDecoder(model, settings.slots, settings.context, end_tokens(model, tokenizer))
+        self.decoder = FiniteDecoder(model, settings.slots, settings.context, [tokenizer.eos_token_id])
         self.scheduler = Scheduler(self.decoder, tokenizer, settings.max_queue)
 
     @property
     def busy(self) -> bool:
         """Whether it may not be dropped."""
         return self.users > 0 or self.scheduler.busy
-
-
-def end_tokens(model: Any, tokenizer: Any) -> set[int]:
-    """The tokens that end an answer: those of the model's config and the tokenizer's own."""
-    configured = model.config.eos_token_id
-    tokens = configured if isinstance(configured, list) else [configured]
-    return {token for token in [*tokens, tokenizer.eos_token_id] if token is not None}
 
 
 def in_own_thread(work: Callable[..., T], *args: Any) -> T:
@@ -105,31 +97,24 @@ class Models:
         self.first, self.settings = first, settings
         self.loaded = {first.name: first}  # least recently used first
         self.loading = asyncio.Lock()
-        self.coming: Counter[str] = Counter()  # requests that wait for a model to be loaded
+        self.awaited: list[str] = []  # name of the model, for each request that waits until it is loaded
 
     def files(self) -> dict[str, Path]:
         """Name -> weights file of what --save_dir offers besides the first model, newest first; never outside
         the folder, whatever a link says."""
         if self.settings.load is None or self.settings.max_models < 2:
             return {}
-        root, first = (
-            Path(self.settings.save_dir).resolve(),
-            self.settings.path and self.settings.path.resolve(),
-        )
+        root = Path(self.settings.save_dir).resolve()
         ages = {}
         for path in root.glob("*.pth"):
-            try:
-                if (
-                    shape_in_name(path)
-                    and path.stem.isprintable()
-                    and path.resolve().parent == root
-                    and path.is_file()
-                ):
+            is_name = shape_in_name(path) and path.stem.isprintable() and path.stem != self.first.name
+            with suppress(OSError, RuntimeError):  # removed this moment; a link that leads to itself
+                if is_name and path.resolve().parent == root and path.is_file():
                     ages[path] = path.stat().st_mtime
-            except (OSError, RuntimeError):  # removed this moment; a link that leads to itself
-                continue
+        if self.settings.path is not None:
+            ages.pop(self.settings.path.resolve(), None)
         paths = sorted(ages, key=lambda path: (-ages[path], path.name))
-        return {path.stem: path for path in paths if path != first and path.stem != self.first.name}
+        return {path.stem: path for path in paths}
 
     async def cards(self) -> list[dict[str, Any]]:
         """What /v1/models says of each; the first one is what requests without a name get."""
@@ -168,33 +153,32 @@ class Models:
 
     async def _load(self, name: str) -> ServedModel:
         path = (await asyncio.to_thread(self.files)).get(name)
-        if path is None and ANY_MODEL.fullmatch(name):
-            return self.first
         if path is None:
+            if ANY_MODEL.fullmatch(name):
+                return self.first
             raise unknown(name)
-        before = {other for other in self.coming if other != name}
-        self._replaced(len(before))  # one that will find no room does not wait for those
-        self.coming[name] += 1
+        # refuse at once what will find no room when the models before it are loaded
+        self._models_to_drop(1 + len({*self.awaited} - {name}))
+        self.awaited.append(name)
         try:
             async with self.loading:  # one at a time
                 if name not in self.loaded:
                     await self._read(name, path)
                 return self.loaded[name]
         finally:
-            self.coming[name] -= 1
-            self.coming = +self.coming  # without those that nobody waits for
+            self.awaited.remove(name)
 
     async def _read(self, name: str, path: Path) -> None:
-        """Load a model in the place of another one, if need be. Raises ApiError."""
-        self._replaced()  # one that cannot be loaded now is not read
+        """Load a model, and drop another one if there is no room. Raises ApiError."""
+        assert self.settings.load is not None
+        self._models_to_drop(1)  # before the time is spent
         try:
-            assert self.settings.load is not None
-            parts = await asyncio.to_thread(in_own_thread, self.settings.load, path)
-            if replaced := self._replaced():
-                del self.loaded[replaced.name]
-                await asyncio.to_thread(replaced.scheduler.close)
-            self.loaded[name] = await asyncio.to_thread(
-                in_own_thread, ServedModel, *parts, self.settings, name
+            model, tokenizer = await asyncio.to_thread(in_own_thread, self.settings.load, path)
+            for dropped in self._models_to_drop(1):
+                del self.loaded[dropped.name]
+                await asyncio.to_thread(dropped.scheduler.close)
+            served = await asyncio.to_thread(
+                in_own_thread, ServedModel, model, tokenizer, self.settings, name
             )
         except ApiError:
             raise
@@ -202,20 +186,18 @@ class Models:
             warn(f"the model {name} cannot be loaded: {reason(error)}")
             message = f"The model '{name}' cannot be loaded; the server's log says why."
             raise ApiError(message, 500, "server_error", "model", "model_not_loadable") from error
+        self.loaded[name] = served
 
-    def _replaced(self, before: int = 0) -> ServedModel | None:
-        """The model that makes room for another one when so many were loaded before it, None if there is
-        room. Raises ApiError if all are busy."""
-        needed = len(self.loaded) + before + 1 - self.settings.max_models
-        if needed <= 0:
-            return None
+    def _models_to_drop(self, new: int) -> list[ServedModel]:
+        """The loaded models that make room for so many new ones. Raises ApiError if too many are busy."""
+        count = max(0, len(self.loaded) + new - self.settings.max_models)
         idle = [served for served in self.loaded.values() if served is not self.first and not served.busy]
-        if len(idle) < needed:
+        if len(idle) < count:
             message = (
                 f"{self.settings.max_models} models are loaded and all of them are busy; try again later."
             )
             raise ApiError(message, 503, "server_error", "model", "models_busy")
-        return idle[0]
+        return idle[:count]
 
     def health(self) -> dict[str, Any]:
         """Whether they answer, and how many answers are being written and how many requests wait."""

@@ -28,7 +28,8 @@ def samplings_of(asked: ChatRequest | CompletionRequest, default: Sampling) -> l
     seed = secrets.randbits(63) if asked.seed is None else asked.seed
     seeds = (seed + number * 0x9E3779B97F4A7C15 for number in range(asked.n))
     given: dict[str, Any] = asked.model_dump(include={"temperature", "top_p", "top_k"}, exclude_none=True)
-    given |= {"top_k": 0} if asked.top_k == -1 else {}  # vLLM's name for all tokens
+    if asked.top_k == -1:  # vLLM's name for all tokens
+        given["top_k"] = 0
     return [replace(default, **given, seed=seed) for seed in seeds]
 
 

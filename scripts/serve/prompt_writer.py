@@ -4,15 +4,15 @@ In a conversation only the chat template writes special tokens (model/prompts.py
 completion is taken as it stands, special tokens included.
 """
 
+import json
 from typing import Any
-
-from tokenizers import Tokenizer
 
 from common.errors import reason
 from dataset.json_values import BadRecord
 from dataset.messages import parse_message
+from model.answers import CALL
 from model.prompts import document_tokens, encode_pieces, prompt_pieces
-from scripts.serve.protocol import ApiError
+from scripts.serve.protocol import ApiError, ChatRequest
 
 
 def characters(value: Any) -> int:
@@ -22,7 +22,9 @@ def characters(value: Any) -> int:
         return len(value)
     if isinstance(value, dict):
         return 1 + sum(map(len, value)) + sum(map(characters, value.values()))
-    return 1 + sum(map(characters, value)) if isinstance(value, list) else 1
+    if isinstance(value, list):
+        return 1 + sum(map(characters, value))
+    return 1
 
 
 def turns_of(messages: list[Any]) -> list[dict]:
@@ -33,19 +35,42 @@ def turns_of(messages: list[Any]) -> list[dict]:
         raise ApiError(reason(error), param="messages", code="invalid_value") from error
 
 
+def call_opening(asked: ChatRequest) -> str:
+    """How an answer that has to call a tool begins, as the chat templates write calls; with only one tool up
+    to its arguments. Empty if no tool has to be called."""
+    if not asked.must_call:
+        return ""
+    names = asked.tool_names
+    if asked.forced_tool is not None:
+        names = [asked.forced_tool]
+    if len(names) > 1:
+        return f'{CALL}\n{{"name": "'
+    name = json.dumps(names[0], ensure_ascii=False)
+    return f'{CALL}\n{{"name": {name}, "arguments": {{'
+
+
 def too_long(length: int, why: str, param: str) -> ApiError:
     """A prompt does not fit a context of so many tokens."""
     message = f"The context of this model has {length} tokens; {why}."
     return ApiError(message, param=param, code="context_length_exceeded")
 
 
-def check_tokens(tokens: list[int], length: int) -> None:
-    """Raise ApiError for what is no prompt of any model with a context of `length` tokens."""
-    negative = next((number for number, token in enumerate(tokens) if token < 0), None)
+def check_prompt(prompt: str | list[int], length: int) -> None:
+    """Raise ApiError for tokens that are no prompt of any model with a context of `length` tokens."""
+    if isinstance(prompt, str):
+        return
+    negative = next((number for number, token in enumerate(prompt) if token < 0), None)
     if negative is not None:
         raise ApiError(f"number {negative} is no token: it is negative", param="prompt", code="invalid_value")
+    check_length(prompt, length, "prompt")
+
+
+def check_length(tokens: list[int], length: int, param: str) -> None:
+    """Raise ApiError if a prompt is empty, or leaves no room for an answer."""
+    if not tokens:
+        raise ApiError("the prompt is empty", param=param, code="invalid_value")
     if len(tokens) >= length:
-        raise too_long(length, f"the prompt of {len(tokens)} leaves no room in it for an answer", "prompt")
+        raise too_long(length, f"the prompt of {len(tokens)} leaves no room in it for an answer", param)
 
 
 class PromptWriter:
@@ -54,48 +79,42 @@ class PromptWriter:
 
     def __init__(self, tokenizer: Any, length: int):
         self.tokenizer, self.length = tokenizer, length
-        self.backend: Tokenizer = tokenizer.backend_tokenizer
-        vocabulary = self.backend.get_vocab(with_added_tokens=True)
+        vocabulary = tokenizer.get_vocab()
         self.size, self.widest = max(vocabulary.values()) + 1, max(map(len, vocabulary))
 
     def chat(
         self, turns: list[dict], tools: list[dict], thinking: bool | None = None, opening: str = ""
     ) -> list[int]:
         """The tokens of a conversation (`turns_of`), up to where the assistant's next turn begins. opening:
-        how that turn begins."""
+        how that turn begins (`call_opening`)."""
         options: dict[str, Any] = {} if thinking is None else {"enable_thinking": thinking}
         try:
             self._check_size(characters([turns, tools]), "messages")  # before the template is run
+            if opening and CALL not in self.tokenizer.get_chat_template(tools=tools):
+                message = f"the chat template of this model has no calls of tools in {CALL}; use 'auto'"
+                raise ApiError(message, param="tool_choice", code="unsupported_value")
             pieces = prompt_pieces(self.tokenizer, turns, tools, opening, **options)
         except (ValueError, RecursionError) as error:
             raise ApiError(reason(error), param="messages", code="invalid_value") from error
         self._check_size(sum(len(piece.text) for piece in pieces), "messages")
-        return self._checked(encode_pieces(self.tokenizer, pieces), "messages")
+        tokens = encode_pieces(self.tokenizer, pieces)
+        check_length(tokens, self.length, "messages")
+        return tokens
 
-    def text(self, text: str) -> list[int]:
-        """The tokens of a text, with the token in front that documents begin with, unless it begins with a
-        special one."""
-        self._check_size(len(text), "prompt")
-        return self._checked(document_tokens(self.tokenizer, text), "prompt")
-
-    def tokens(self, tokens: list[int]) -> list[int]:
-        """A prompt that is given as tokens."""
-        wrong = next((number for number, token in enumerate(tokens) if not 0 <= token < self.size), None)
+    def completion(self, prompt: str | list[int]) -> list[int]:
+        """The tokens of a prompt of /v1/completions: of a text, unless it begins with a special token, behind
+        the token that documents begin with."""
+        if isinstance(prompt, str):
+            self._check_size(len(prompt), "prompt")
+            prompt = document_tokens(self.tokenizer, prompt)
+        wrong = next((number for number, token in enumerate(prompt) if not 0 <= token < self.size), None)
         if wrong is not None:
             message = f"number {wrong} is no token of this model, whose vocabulary has {self.size}"
             raise ApiError(message, param="prompt", code="invalid_value")
-        return self._checked(tokens, "prompt")
+        check_length(prompt, self.length, "prompt")
+        return prompt
 
     def _check_size(self, characters: int, param: str) -> None:
         """Refuse what cannot fit before any work is done for it."""
         if characters > self.length * self.widest:
             raise too_long(self.length, f"{characters} characters do not fit it", param)
-
-    def _checked(self, tokens: list[int], param: str) -> list[int]:
-        if not tokens:
-            raise ApiError("the prompt is empty", param=param, code="invalid_value")
-        if len(tokens) >= self.length:
-            raise too_long(
-                self.length, f"the prompt of {len(tokens)} leaves no room in it for an answer", param
-            )
-        return tokens

@@ -7,15 +7,7 @@ every wrong item of a list, a hundred times as large as the item.
 
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    PrivateAttr,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import from_json
 
 MAX_ANSWERS = 128  # of one request
@@ -23,45 +15,43 @@ MAX_LOGPROBS = 20  # likeliest tokens beside each
 MAX_BRACKETS = 1 << 16  # of a body, in its texts as well
 MAX_TOKENS = 1 << 18  # of one prompt
 MAX_NAMED = 100  # unknown fields
-NOTHING = (False, "", [], {})  # values that ask for nothing; 0 equals false
 Count = Annotated[int, Field(ge=1, lt=2**31)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
 Name = Annotated[str, Field(max_length=256)]
 StopString = Annotated[str, Field(min_length=1, max_length=256)]
-# Fields of OpenAI, vLLM, SGLang and llama.cpp that change the answer, which is not done here -> values that
-# do not.
-UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("frequency_penalty", "presence_penalty", "logit_bias", "suffix", "echo"), NOTHING),
-    **dict.fromkeys(("functions", "audio", "web_search_options", "documents", "chat_template"), NOTHING),
-    **dict.fromkeys(("min_p", "mirostat", "n_predict", "dynatemp_range", "dry_multiplier", "lora"), NOTHING),
-    **dict.fromkeys(
-        ("xtc_probability", "use_beam_search", "min_tokens", "ignore_eos", "stop_token_ids"), NOTHING
-    ),
-    **dict.fromkeys(("bad_words", "allowed_token_ids", "logits_processors", "prompt_embeds"), NOTHING),
-    **dict.fromkeys(
-        ("continue_final_message", "include_stop_str_in_output", "truncate_prompt_tokens"), NOTHING
-    ),
-    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), NOTHING),
-    **dict.fromkeys(("structured_outputs", "json_schema", "grammar", "regex", "ebnf", "stop_regex"), NOTHING),
-    **dict.fromkeys(("no_stop_trim", "lora_path", "custom_logit_processor"), NOTHING),
-    **dict.fromkeys(("repetition_penalty", "repeat_penalty", "typical_p", "tfs_z", "best_of"), (0, 1)),
-    **dict.fromkeys(("skip_special_tokens", "add_generation_prompt"), (True,)),
+
+# Fields of OpenAI, vLLM, SGLang and llama.cpp that would change the answer and have no effect here. Each may
+# be sent with a value that asks for nothing; with any other one the request is refused.
+NOT_DONE = (
+    "frequency_penalty", "presence_penalty", "logit_bias", "suffix", "echo",
+    "functions", "audio", "web_search_options", "documents", "chat_template",
+    "min_p", "mirostat", "n_predict", "dynatemp_range", "dry_multiplier", "lora",
+    "xtc_probability", "use_beam_search", "min_tokens", "ignore_eos", "stop_token_ids",
+    "bad_words", "allowed_token_ids", "logits_processors", "prompt_embeds",
+    "continue_final_message", "include_stop_str_in_output", "truncate_prompt_tokens",
+    "guided_json", "guided_regex", "guided_choice", "guided_grammar",
+    "structured_outputs", "json_schema", "grammar", "regex", "ebnf", "stop_regex",
+    "no_stop_trim", "lora_path", "custom_logit_processor",
+)  # fmt: skip
+NOTHING: tuple[Any, ...] = (False, "", [], {})  # 0 equals False
+NO_EFFECT: dict[str, tuple[Any, ...]] = {  # field -> its values that ask for nothing
+    **dict.fromkeys(NOT_DONE, NOTHING),
+    "repetition_penalty": (0, 1),
+    "repeat_penalty": (0, 1),
+    "typical_p": (0, 1),
+    "tfs_z": (0, 1),
+    "best_of": (0, 1),
     "top_n_sigma": (-1, *NOTHING),
+    "skip_special_tokens": (True,),
+    "add_generation_prompt": (True,),
     "modalities": (["text"], []),
 }
-OF_COMPLETIONS = {"add_special_tokens": (True,), "response_format": ({"type": "text"},)}  # likewise
-BOOKKEEPING = {  # fields of OpenAI that cannot change an answer
-    *(
-        "user",
-        "metadata",
-        "store",
-        "service_tier",
-        "safety_identifier",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-    ),
-    *("prediction", "parallel_tool_calls", *OF_COMPLETIONS),
-}
+# likewise in completions; chats have their own response_format
+NO_EFFECT_IN_COMPLETIONS = {"add_special_tokens": (True,), "response_format": ({"type": "text"},)}
+BOOKKEEPING = {  # fields that cannot change an answer, and are not named in the log
+    "user", "metadata", "store", "service_tier", "safety_identifier",
+    "prompt_cache_key", "prompt_cache_retention", "prediction", "parallel_tool_calls",
+}  # fmt: skip
 
 
 class ApiError(Exception):
@@ -91,11 +81,9 @@ class Lenient(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, data: Any) -> Any:
-        return (
-            {name: value for name, value in data.items() if value is not None}
-            if isinstance(data, dict)
-            else data
-        )
+        if not isinstance(data, dict):
+            return data
+        return {name: value for name, value in data.items() if value is not None}
 
 
 class StreamOptions(Lenient):
@@ -130,13 +118,12 @@ class Request(Lenient):
     stop: tuple[StopString, ...] = ()
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
-    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = UNSUPPORTED
-    _unknown: list[str] = PrivateAttr(default_factory=list)
+    no_effect: ClassVar[dict[str, tuple[Any, ...]]] = NO_EFFECT
 
     @property
-    def unknown_fields(self) -> list[str]:
-        """Some of the fields that are ignored because they are unknown."""
-        return self._unknown
+    def limit(self) -> int | None:
+        """The longest answer, if the client sets one."""
+        return self.max_tokens
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -150,12 +137,13 @@ class Request(Lenient):
     @model_validator(mode="before")
     @classmethod
     def _refuse(cls, data: Any) -> Any:
-        for name, value in data.items():
-            if name not in cls.unsupported or value is None or value in cls.unsupported[name]:
-                continue
+        for name, values in cls.no_effect.items():
+            value = data.get(name)
+            asks_for_nothing = value is None or value in values
             if name == "best_of" and value == data.get("n"):  # all of them
-                continue
-            raise ValueError(f"'{name}' is not supported; leave it out")
+                asks_for_nothing = True
+            if not asks_for_nothing:
+                raise ValueError(f"'{name}' is not supported; leave it out")
         return data
 
 
@@ -218,7 +206,6 @@ class ChatRequest(Request, TemplateSettings):
 
     @property
     def limit(self) -> int | None:
-        """The longest answer, if the client sets one."""
         return self.max_completion_tokens or self.max_tokens
 
     @property
@@ -230,7 +217,7 @@ class ChatRequest(Request, TemplateSettings):
 class CompletionRequest(Request):
     """The body of /v1/completions."""
 
-    unsupported: ClassVar = UNSUPPORTED | OF_COMPLETIONS
+    no_effect: ClassVar = NO_EFFECT | NO_EFFECT_IN_COMPLETIONS
     prompt: Any
     max_tokens: Count | None = 16
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)  # how many of the likeliest tokens beside each
@@ -241,9 +228,8 @@ class CompletionRequest(Request):
         prompts = _several(prompt)
         if len(prompts) > MAX_ANSWERS:
             raise ValueError(f"more than {MAX_ANSWERS} prompts in one request")
-        if len({type(one) for one in prompts}) != 1 or not all(
-            isinstance(one, str) or _is_tokens(one) for one in prompts
-        ):
+        are_texts = all(isinstance(one, str) for one in prompts)
+        if not prompts or not (are_texts or all(map(_is_tokens, prompts))):
             raise ValueError("must be a text, a list of token numbers, or a list of either")
         return prompt
 
@@ -262,15 +248,11 @@ class CompletionRequest(Request):
         """The prompts, each as text or as tokens."""
         return _several(self.prompt)
 
-    @property
-    def limit(self) -> int | None:
-        """The longest answer, if the client sets one."""
-        return self.max_tokens
-
 
 def _several(prompt: Any) -> list[Any]:
-    several = isinstance(prompt, list) and not (prompt and isinstance(prompt[0], int))
-    return prompt if several else [prompt]
+    if not isinstance(prompt, list) or (prompt and isinstance(prompt[0], int)):
+        return [prompt]
+    return prompt
 
 
 def _is_tokens(prompt: Any) -> bool:
@@ -283,7 +265,7 @@ def _is_tokens(prompt: Any) -> bool:
 
 def _unknown_fields(kind: type[Request], data: dict[str, Any]) -> list[str]:
     """Some of the fields of a request, and of its settings of the chat template, that are not looked at."""
-    known = kind.model_fields.keys() | UNSUPPORTED.keys() | BOOKKEEPING
+    known = kind.model_fields.keys() | NO_EFFECT.keys() | NO_EFFECT_IN_COMPLETIONS.keys() | BOOKKEEPING
     unknown = [name for name, value in data.items() if value is not None and name not in known]
     inner = data.get("chat_template_kwargs") if kind is ChatRequest else None
     for name, value in (inner or {}).items():
@@ -295,9 +277,9 @@ def _unknown_fields(kind: type[Request], data: dict[str, Any]) -> list[str]:
 Body = TypeVar("Body", bound=Request)
 
 
-def parse(kind: type[Body], body: bytes) -> Body:
-    """A request from the body of its HTTP request. Raises ApiError if it is no JSON, or not such a
-    request."""
+def parse(kind: type[Body], body: bytes) -> tuple[Body, list[str]]:
+    """A request from the body of its HTTP request, and some of the fields that are ignored because they are
+    unknown. Raises ApiError if it is no JSON, or not such a request."""
     if body.count(b"[") + body.count(b"{") > MAX_BRACKETS:
         raise ApiError("The request has too many parts.", code="invalid_value")
     try:
@@ -307,9 +289,7 @@ def parse(kind: type[Body], body: bytes) -> Body:
     if not isinstance(data, dict):
         raise ApiError("The body of the request must be a JSON object.", code="invalid_value")
     try:
-        asked = kind.model_validate(data)
-        asked._unknown = _unknown_fields(kind, data)
-        return asked
+        return kind.model_validate(data), _unknown_fields(kind, data)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         # without the kinds of a union

@@ -7,17 +7,16 @@ that fails is repeated job by job: those that fail alone end with an error, the 
 """
 
 import threading
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from common.errors import reason, warn
 from model.answer_stream import TextStream
+from model.finite_decoder import NotFinite
 from model.generation import Answer, Decoder
 from model.sampling import Sampling, TokenLogprob
-from scripts.serve.finite import NotFinite
 from trainer.run.errors import is_out_of_memory
 
 IDLE_SECONDS = 1.0  # that the thread waits for another request before it ends
@@ -54,14 +53,27 @@ class Job:
 
 @dataclass(eq=False)
 class ActiveAnswer:
-    """An answer that is being written."""
+    """An answer that is being written, and what its client has not been sent yet."""
 
     job: Job
     number: int
     text: TextStream
-    unsent: list[str] = field(default_factory=list)
-    starts: list[int] = field(default_factory=list)  # where the text of each token begins
-    sent: int = 0  # how many of these were sent
+    unsent: str = ""
+    sent: int = 0  # tokens whose log-probabilities were sent
+
+    def news(self, answer: Answer) -> Progress | None:
+        """Take the answer's last token; returns what to send now, if anything."""
+        self.unsent += self.text.take(answer)
+        finish = "stop" if self.text.stopped else answer.finish
+        if not finish and not (self.job.streams and self.unsent):
+            return None
+        tokens = self.text.shown_tokens
+        if finish and not self.text.stopped:
+            tokens = len(self.text.starts)  # also the last ones without text
+        logprobs = answer.details[self.sent : tokens]
+        news = Progress(self.number, self.unsent, len(answer.tokens), finish, logprobs)
+        self.unsent, self.sent = "", tokens
+        return news
 
 
 class Scheduler:
@@ -178,6 +190,16 @@ class Scheduler:
             except Exception as error:  # its text cannot be decoded
                 self._fail([answer], error)
 
+    def _send(self, answer: Answer) -> None:
+        """Send what the answer's last token brings, if it is time to."""
+        writing = self.writing[answer]
+        news = writing.news(answer)
+        if news is None:
+            return
+        if news.finish:
+            self._leave(answer)
+        self._notify(writing.job, news)
+
     def _begin(self, job: Job) -> None:
         if job.cancelled:
             return
@@ -190,27 +212,6 @@ class Scheduler:
             return
         for number, answer in enumerate(answers):
             self.writing[answer] = ActiveAnswer(job, number, TextStream(self.tokenizer, job.stops))
-
-    def _send(self, answer: Answer) -> None:
-        """Send the text of the answer's last token, if it is time to."""
-        writing = self.writing[answer]
-        job, text = writing.job, writing.text
-        if answer.finish != "stop":  # then the last token is an end token
-            writing.starts.append(text.decoded)
-            writing.unsent.append(text.push(answer.tokens[-1]))
-        finish = "stop" if text.stopped else answer.finish
-        if finish and not text.stopped:
-            writing.unsent.append(text.end())
-            finish = "stop" if text.stopped else finish
-        new = "".join(writing.unsent) if job.streams or finish else ""
-        if new or finish:
-            writing.unsent = []
-            begun = bisect_left(writing.starts, text.shown)  # tokens whose text has begun to be sent
-            known = len(writing.starts) if finish and not text.stopped else begun
-            details, writing.sent = answer.details[writing.sent : known], known
-            if finish:
-                self._leave(answer)
-            self._notify(job, Progress(writing.number, new, len(answer.tokens), finish, details))
 
     def _leave(self, answer: Answer) -> None:
         self.decoder.remove(answer)

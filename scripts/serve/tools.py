@@ -2,7 +2,6 @@
 only compute. GET /api/tools lists them, POST /api/tools runs calls."""
 
 import asyncio
-import json
 from typing import Annotated, Any
 
 from fastapi import APIRouter, HTTPException, Request
@@ -47,9 +46,12 @@ def tools_router(bodies: Bodies) -> APIRouter:
             raise HTTPException(
                 400, "these are no calls: {'calls': [{'name': ..., 'arguments': JSON text}]}"
             ) from None
-        calls = [call for each in asked.calls if (call := parse_call(json.dumps(each.model_dump())))]
-        if len(calls) < len(asked.calls):
-            raise HTTPException(400, "the arguments of a call are no JSON object")
+        calls = []
+        for each in asked.calls:
+            call = parse_call(each.model_dump_json())
+            if call is None:
+                raise HTTPException(400, "the arguments of a call are no JSON object")
+            calls.append(call)
         replies = await asyncio.to_thread(toolbox.reply, calls)
         return {"results": [reply["content"] for reply in replies]}
 

@@ -17,10 +17,11 @@ from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from tests.fake_cuda.updates import AMPERE, CUDA, Recorder, pretend
 from trainer import train_grpo, train_ppo
 from trainer.devices.device import mixed_precision
+from trainer.devices.wrapping import unwrap
 from trainer.loop import train_update
 from trainer.objectives import ppo
 from trainer.optim.build import build_optimizer
-from trainer.rollouts import batches as rollouts
+from trainer.rollouts.batches import Rollouts, group_batches
 from trainer.rollouts.writer import Trajectory
 from trainer.run.saving import save_checkpoint
 from trainer.run.state import TrainState
@@ -33,9 +34,9 @@ WINDOW = [{"prompts": [None]}]  # what the loader gives; the rollout of the firs
 
 def state_of(name: str, device: torch.device, folder: str, optimizer: str = "adamw", use_moe: bool = False):
     """The state of a run of a stage, with its rollouts."""
-    stage, kind = (
-        (train_ppo, ppo.ValuedRollouts) if name.startswith("ppo") else (train_grpo, rollouts.Rollouts)
-    )
+    stage, make_batches, policy_of = train_grpo, group_batches, unwrap
+    if name.startswith("ppo"):
+        stage, make_batches, policy_of = train_ppo, ppo.critic_batches, ppo.actor_of
     args = stage.Args(num_iterations=2, beta=0.1, optimizer=optimizer, checkpoint_dir=folder, save_dir=folder)
     if stage is train_ppo:
         args.early_stop_kl = 10.0  # more than fake tensors show
@@ -53,7 +54,7 @@ def state_of(name: str, device: torch.device, folder: str, optimizer: str = "ada
         loss_fn=stage.loss_fn, schedule=lambda *_: 1e-3, metric_names=stage.METRICS,
         run={"samples": 9, "global_batch": 3, "epochs": 1},
     )  # fmt: skip
-    state.callbacks.append(kind(args, config, None, [], reference.eval()))
+    state.callbacks.append(Rollouts(args, None, [], reference.eval(), make_batches, policy_of))
     return state
 
 
@@ -65,7 +66,8 @@ def make_checkpoint(name: str, folder: str, settings: dict) -> dict:
     written = [Trajectory(prompt, i, list(range(3, 15)), [False] * 6 + [True] * 6) for i in range(4)]
     rewards = torch.arange(4.0, dtype=torch.float64).view(-1, state.args.num_generations)
     with torch.no_grad():
-        hook.rollout_for_next_updates = hook._complete([hook._learnable(state.model, written, rewards, CPU)])
+        [batch] = hook.make_batches(state.model, [(written, rewards)], state.args, CPU)
+        hook.rollout_for_next_updates = [batch | hook._log_probs(state.model, batch)]
     train_update(state, hook.rollout_for_next_updates, 24.0, 48.0)
     state.update = 1
     save_checkpoint(state)

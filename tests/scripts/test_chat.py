@@ -111,6 +111,13 @@ def test_one_prompt_is_repeatable(weights, call):
     assert "--top_k" in call(chat, "--help").stdout
 
 
+def test_a_file_name_that_a_terminal_would_obey_is_escaped(weights, call, tmp_path):
+    path = (tmp_path / "full_sft_32.pth").rename(tmp_path / "a\u202eb_32.pth")
+    done = call(chat, "--model", path, "--prompt", "x", "--max_new_tokens", "2")
+    assert done.returncode == 0 and r"weights: a\u202eb_32.pth," in done.stderr
+    assert "\u202e" not in done.stdout + done.stderr
+
+
 def test_the_models_own_sampling_is_the_default(weights, call, monkeypatch, tmp_path):
     asked = []
 

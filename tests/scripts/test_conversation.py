@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from common.errors import UserError
 from dataset.token_cache import load_tokenizer
 from model.answers import answer_message
-from scripts.conversation import Conversation, prompt_tokens
+from model.prompts import prompt_tokens
+from scripts.conversation import Conversation
 from tests.conftest import ROOT
 
 TOKENIZER = load_tokenizer(ROOT / "model")
@@ -123,4 +124,4 @@ def test_a_message_that_does_not_fit_alone_drops_nothing():
 
 def test_a_template_that_refuses_is_told():
     with pytest.raises(UserError, match="the chat template refuses this conversation: unknown role"):
-        prompt_tokens(TOKENIZER, [{"role": "nobody", "content": "x"}])
+        Conversation(TOKENIZER, 100, messages=[{"role": "nobody", "content": "x"}]).prompt(20)

@@ -19,13 +19,16 @@ from trainer.devices.wrapping import unwrap
 from trainer.objectives.next_token import Batch, scalar_head, target_log_probs, target_logits, to_device
 from trainer.objectives.policy import policy_loss
 from trainer.report.speed import Size, training_flops
-from trainer.rollouts.batches import Rollouts
-from trainer.rollouts.writer import Trajectory
+from trainer.rollouts.batches import Judged, Rollouts, empty_batch, flat_batch, rollout_size
+from trainer.rollouts.settings import add_rollouts
+from trainer.run.callbacks import Callback
 from trainer.run.checkpoint import Writer
 from trainer.run.state import TrainState
 from trainer.weights.files import Description, save_weights
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from model.model_minimind import MiniMindForCausalLM
 
 METRICS = ("value_loss", "kl", "approx_kl", "clip_ratio")  # names of the sums beside the loss
@@ -62,13 +65,18 @@ class ActorCritic(nn.Module):
 def save_actor(
     model: nn.Module, path: Path, writer: Writer | None = None, description: Description | None = None
 ) -> Path:
-    """Write the inference weights: those of the policy alone, under the names of any other stage."""
-    return save_weights(unwrapped(model).actor, path, writer, description)
+    """Write the weights for use: those of the policy alone, under the names of any other stage."""
+    return save_weights(actor_of(model), path, writer, description)
 
 
 def unwrapped(model: nn.Module) -> ActorCritic:
     """The two models, without what is around them."""
     return cast(ActorCritic, unwrap(model))
+
+
+def actor_of(model: nn.Module) -> nn.Module:
+    """The policy, which writes."""
+    return unwrapped(model).actor
 
 
 def token_advantages(values: list[float], reward: float, gamma: float, lam: float) -> list[float]:
@@ -112,81 +120,95 @@ def actor_critic_loss(model: nn.Module, batch: Batch, args: Any) -> tuple[Tensor
     return loss + args.vf_coef * critic, aux_loss, metrics | figures
 
 
-class ValuedRollouts(Rollouts):
-    """Rollouts of one completion per prompt, whose tokens are judged with the critic's values."""
-
-    counts: tuple[str, ...] = (*Rollouts.counts, "passes", "stopped")
-    per_token_fields: tuple[str, ...] = ("advantages", "returns")
-
-    def prepare(self, state: TrainState, window: list[Batch]) -> list[Batch]:
-        """The micro-batches of a rollout; empty ones when the policy has moved too far for another pass over
-        it."""
-        batches = super().prepare(state, window)
-        is_first = state.update % self.args.num_iterations == 0
-        if is_first or not any(batch["prompts"] for batch in window):
-            return batches
-        is_over = 0 < self.args.early_stop_kl < self._moved(state, batches)
-        self.this_rollout["passes"] += 1
-        self.this_rollout["stopped"] += is_over
-        return self._nothing(window) if is_over else batches
-
-    @torch.no_grad()
-    def _moved(self, state: TrainState, batches: list[Batch]) -> float:
-        """Mean KL divergence per token from the policy that sampled, over all ranks."""
-        model = unwrapped(state.model)
-        model.eval()
-        sums = torch.zeros(2, dtype=torch.float64)
-        for batch in batches:
-            with state.autocast:
-                log_probs, _ = target_log_probs(model.actor, batch, self.args.temperature)
-            sums += torch.tensor(
-                [float(policy_divergence(log_probs, batch["old_log_probs"])), len(log_probs)]
-            )
-        model.train()
-        total, count = reduce_sum(sums).tolist()
-        return total / max(count, 1)
-
-    def policy(self, model: nn.Module) -> nn.Module:
-        """The part of the model that writes."""
-        return unwrapped(model).actor
-
-    def _learnable(
-        self, model: nn.Module, written: list[Trajectory], rewards: Tensor, device: torch.device
-    ) -> Batch:
-        """The flat batch of trajectories with these rewards [P, 1]: advantages, not yet on one scale, and
-        returns."""
+def critic_batches(model: nn.Module, rollouts: list[Judged], args: Any, device: torch.device) -> list[Batch]:
+    """The flat batches of trajectories, one per prompt, whose tokens are judged with the critic's values.
+    Advantages have mean 0 and deviation 1 over the tokens of the update, on all ranks; returns have not. A
+    collective."""
+    batches = []
+    for written, rewards in rollouts:
         sampled = [trajectory.sampled for trajectory in written]
-        batch = to_device(self._flat(written, sum(sampled)), device)
+        batch = to_device(flat_batch(written, sum(sampled)), device)
         values, _ = unwrapped(model).values(batch)
         advantages: list[float] = []
         values_of_each = values.cpu().double().split(sampled)
         for before, reward in zip(values_of_each, rewards.flatten().tolist(), strict=True):
-            advantages += token_advantages(before.tolist(), reward, self.args.gamma, self.args.lam)
+            advantages += token_advantages(before.tolist(), reward, args.gamma, args.lam)
         batch["advantages"] = torch.tensor(advantages, device=device)
         batch["returns"] = batch["advantages"] + values
-        if self.args.num_iterations > 1:
+        if args.num_iterations > 1:
             batch["old_values"] = values
-        return batch | self._log_probs(self.policy(model), batch)
+        batches.append(batch)
+    of_update = torch.cat([batch["advantages"] for batch in batches]).cpu().double()
+    moments = torch.stack((torch.ones_like(of_update), of_update, of_update.square()))
+    count, total, squares = reduce_sum(moments.sum(dim=1)).tolist()
+    mean = total / count
+    scale = 1 / sqrt(max(0.0, squares - count * mean**2) / max(count - 1, 1) + 1e-8)  # as in TRL
+    return [batch | {"advantages": (batch["advantages"] - mean) * scale} for batch in batches]
 
-    def _complete(self, batches: list[Batch]) -> list[Batch]:
-        """With advantages that have mean 0 and deviation 1 over the tokens of the update, on all ranks."""
-        advantages = torch.cat([batch["advantages"] for batch in batches]).cpu().double()
-        moments = torch.stack((torch.ones_like(advantages), advantages, advantages.square()))
-        count, total, squares = reduce_sum(moments.sum(dim=1)).tolist()
-        mean = total / count
-        scale = 1 / sqrt(max(0.0, squares - count * mean**2) / max(count - 1, 1) + 1e-8)  # as in TRL
-        return [batch | {"advantages": (batch["advantages"] - mean) * scale} for batch in batches]
 
-    def _means(self, total: dict[str, float]) -> dict[str, float | None]:
-        figures = super()._means(total)
-        del figures["frac_reward_zero_std"]  # one completion is no group
-        # share of the later updates, not made
-        return figures | {"stopped": total["stopped"] / max(total["passes"], 1)}
+class KLLimit(Callback):
+    """Leaves out the later updates of a rollout once the policy has moved too far from the one that sampled
+    it (--early_stop_kl). Adds to a record the share of the later updates that were left out."""
 
-    def size(self, batch: Batch, lm_config: Any = None) -> Size:
-        """The size of a flat batch for both models, or of held-out prompts."""
-        size = super().size(batch)
-        if "prompts" in batch:
-            return size
-        ends = batch["host_cu_seqlens"], batch.get("host_cu_seqlens_k")
-        return size._replace(flops=size.flops + training_flops(self.lm_config, size.tokens, 0, *ends))
+    def __init__(self, rollouts: Rollouts):
+        self.rollouts = rollouts
+        self.later = self.left_out = 0  # updates since the last record
+        self.is_over: bool | None = None  # of the update that comes; None: it is a rollout's first
+
+    def prepare(self, state: TrainState, window: list[Batch]) -> list[Batch]:
+        """The micro-batches of a rollout, or empty ones."""
+        batches = self.rollouts.prepare(state, window)
+        self.is_over = None
+        is_first = state.update % self.rollouts.args.num_iterations == 0
+        if is_first or not any(batch["prompts"] for batch in window):
+            return batches
+        limit = self.rollouts.args.early_stop_kl
+        self.is_over = 0 < limit < moved_since_rollout(state, batches, self.rollouts.args.temperature)
+        return [empty_batch() for _ in window] if self.is_over else batches
+
+    def on_batch_start(self, engine: Any, update: int) -> None:
+        if self.is_over is not None:
+            self.later += 1
+            self.left_out += self.is_over
+
+    def on_record(self, engine: Any, record: dict[str, Any]) -> None:
+        record["stopped"] = self.left_out / max(self.later, 1)
+        self.later = self.left_out = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"later": self.later, "left_out": self.left_out}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.later, self.left_out = state["later"], state["left_out"]
+
+
+@torch.no_grad()
+def moved_since_rollout(state: TrainState, batches: list[Batch], temperature: float) -> float:
+    """Mean KL divergence per token from the policy that sampled, over all ranks."""
+    model = unwrapped(state.model)
+    model.eval()
+    sums = torch.zeros(2, dtype=torch.float64)
+    for batch in batches:
+        with state.autocast:
+            log_probs, _ = target_log_probs(model.actor, batch, temperature)
+        sums += torch.tensor([float(policy_divergence(log_probs, batch["old_log_probs"])), len(log_probs)])
+    model.train()
+    total, count = reduce_sum(sums).tolist()
+    return total / max(count, 1)
+
+
+def actor_critic_size(batch: Batch, lm_config: Any) -> Size:
+    """The size of a flat batch for both models, or of held-out prompts."""
+    size = rollout_size(batch, lm_config)
+    if "prompts" in batch:
+        return size
+    ends = batch["host_cu_seqlens"], batch.get("host_cu_seqlens_k")
+    return size._replace(flops=size.flops + training_flops(lm_config, size.tokens, 0, *ends))
+
+
+def add_ppo_rollouts(state: TrainState, tokenizer: "PreTrainedTokenizerBase") -> None:
+    """Have the loop train what the actor writes to the prompts, judged by the critic."""
+    rollouts = add_rollouts(state, tokenizer, make_batches=critic_batches, policy_of=actor_of)
+    limit = KLLimit(rollouts)
+    state.callbacks.append(limit)
+    state.prepare, state.size_fn, state.save_fn = limit.prepare, actor_critic_size, save_actor

@@ -12,9 +12,10 @@ Sampled is softmax(logits / temperature), which is also what is trained.
 
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import chain, groupby
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,40 +35,97 @@ from trainer.run.callbacks import Callback
 from trainer.run.checkpoint import snapshot
 from trainer.run.state import Batch, TrainState
 
-if TYPE_CHECKING:
-    from model.model_minimind import MiniMindConfig
-
 SHOWN_CHARACTERS = 300  # of a sample in the log
 COUNTS = ("completions", "groups", "reward", "reward_square", "length", "log_prob", "cut", "groups_zero_std")
 COUNTS += ("seconds", "reward_seconds", "rollouts")  # sums from which the figures of a record are computed
+
+
+Judged = tuple[list[Trajectory], Tensor]  # to a micro-batch of prompts: trajectories, their rewards [P, G]
+# (trained model, what was written to each micro-batch, settings, device) -> flat batches with advantages
+MakeBatches = Callable[[nn.Module, list[Judged], Any, torch.device], list[Batch]]
+
+
+def group_batches(model: nn.Module, rollouts: list[Judged], args: Any, device: torch.device) -> list[Batch]:
+    """The flat batches of trajectories whose rewards are compared within a group. Those without an advantage
+    are left out where nothing else is learned from them."""
+    batches = []
+    for written, rewards in rollouts:
+        advantages = group_advantages(rewards, args.scale_rewards).flatten().tolist()
+        trained: list[Trajectory] = []
+        of_tokens: list[float] = []
+        for trajectory, advantage in zip(written, advantages, strict=True):
+            if advantage or args.beta:
+                trained.append(trajectory)
+                of_tokens += [advantage] * trajectory.sampled
+        loss_denominator = len(written)
+        if args.loss_type in TOKEN_LEVEL:
+            loss_denominator = sum(trajectory.sampled for trajectory in written)
+        batch = to_device(flat_batch(trained, loss_denominator), device)
+        batches.append(batch | {"advantages": torch.tensor(of_tokens, device=device)})
+    return batches
+
+
+def flat_batch(written: list[Trajectory], loss_denominator: int) -> Batch:
+    """The flat batch of trajectories; those to one prompt share it.
+
+    Beside the fields of `collate_shared`: for each target [M] the length of its completion (`lengths`), and
+    `loss_denominator`, this micro-batch's part of it.
+    """
+    samples = [
+        {
+            "input_ids": np.array(trajectory.tokens, dtype=np.int64),
+            "loss_mask": np.array(trajectory.is_target),
+            "sample_id": trajectory.prompt.sample_id,
+            "target_bytes": 0,
+        }
+        for trajectory in written
+    ]
+    groups = groupby(samples, lambda sample: sample["sample_id"])
+    batch: Batch = collate_shared([list(group) for _, group in groups])
+    sampled = torch.tensor([trajectory.sampled for trajectory in written], dtype=torch.int64)
+    batch["lengths"] = sampled.repeat_interleave(sampled).float()
+    return batch | {"loss_denominator": loss_denominator}
+
+
+def empty_batch() -> Batch:
+    """A flat batch without trajectories, with the fields of every loss."""
+    return flat_batch([], 0) | {"advantages": torch.empty(0), "returns": torch.empty(0)}
+
+
+def rollout_size(batch: Batch, lm_config: Any) -> Size:
+    """The size of a flat batch, or of held-out prompts."""
+    if "prompts" in batch:
+        return Size(len(batch["prompts"]), sum(len(prompt.input_ids) for prompt in batch["prompts"]))
+    return flat_size(batch, lm_config)._replace(targets=batch["loss_denominator"])
 
 
 class Rollouts(Callback):
     """Makes the micro-batches of reinforcement learning, and accumulates reward statistics.
 
     Args:
-        args: the settings of the stage. lm_config: of its model.
+        args: the settings of the stage.
         writer: lets the model write the trajectories.
         rewards: a trajectory's reward is their weighted sum.
         reference: a frozen model for the KL divergence; None with --beta 0.
+        make_batches: makes the flat batches with their advantages, as `group_batches` does.
+        policy_of: the part of the trained model that writes.
     """
 
     shown = ("reward", "reward_std", "frac_reward_zero_std", "completion_length")
-    counts: tuple[str, ...] = COUNTS
-    per_token_fields: tuple[str, ...] = ("advantages",)  # beside `lengths`
 
     def __init__(
         self,
         args: Any,
-        lm_config: "MiniMindConfig",
         writer: TrajectoryWriter,
         rewards: list[Reward],
         reference: nn.Module | None = None,
+        make_batches: MakeBatches = group_batches,
+        policy_of: Callable[[nn.Module], nn.Module] = unwrap,
     ):
-        self.args, self.lm_config, self.writer, self.rewards = args, lm_config, writer, rewards
-        self.reference = reference
+        self.args, self.writer, self.rewards = args, writer, rewards
+        self.reference, self.make_batches, self.policy_of = reference, make_batches, policy_of
         self.reward_names = tuple(f"reward_{reward.name}" for reward in rewards)
-        self.sum_names = (*self.counts, *self.reward_names)
+        self.sum_names = (*COUNTS, *self.reward_names)
         # sums over the rollouts of all ranks
         self.since_last_record: defaultdict[str, float] = defaultdict(float)
         # sums of this rank's rollout, until its update is made
@@ -83,7 +141,7 @@ class Rollouts(Callback):
         update."""
         state.meter.wait_for_device()
         if not any(batch["prompts"] for batch in window):
-            return self._nothing(window)
+            return [empty_batch() for _ in window]
         if state.update % self.args.num_iterations and len(self.rollout_for_next_updates) == len(window):
             batches = self.rollout_for_next_updates  # on the host after a resume
             self.rollout_for_next_updates = [to_device(batch, state.device) for batch in batches]
@@ -92,7 +150,7 @@ class Rollouts(Callback):
         model.eval()
         self.samples = []
         self.this_rollout.clear()
-        batches = self._complete(self._roll_out(state, [batch["prompts"] for batch in window]))
+        batches = self._roll_out(state, [batch["prompts"] for batch in window])
         model.train()
         if self.args.num_iterations > 1:
             self.rollout_for_next_updates = batches
@@ -127,7 +185,8 @@ class Rollouts(Callback):
             "cut_share": total["cut"] / completions,
         }
         figures["entropy"] = -total["log_prob"] / max(total["length"], 1)  # estimated, per token
-        figures["frac_reward_zero_std"] = total["groups_zero_std"] / max(total["groups"], 1)
+        if self.writer.group > 1:
+            figures["frac_reward_zero_std"] = total["groups_zero_std"] / max(total["groups"], 1)
         figures["rollout_seconds"] = total["seconds"] / rollouts
         figures["reward_seconds"] = total["reward_seconds"] / rollouts
         figures["rollout_tokens_per_second"] = total["length"] / max(total["seconds"], 1e-9) * world_size()
@@ -176,63 +235,36 @@ class Rollouts(Callback):
         self.this_rollout["reward_seconds"] += time.perf_counter() - written_at
         self.this_rollout["rollouts"] += 1
         self._count(written, scores, rewards)
-        batches = []
+        rollouts = []
         begin = 0  # of the prompts of the micro-batch
         group = self.writer.group
+        for prompts in window:
+            end = begin + len(prompts)
+            rollouts.append((written[begin * group : end * group], rewards[begin:end]))
+            begin = end
         with torch.no_grad(), state.autocast:
-            for prompts in window:
-                end = begin + len(prompts)
-                part = written[begin * group : end * group]
-                batches.append(self._learnable(model, part, rewards[begin:end], state.device))
-                begin = end
-        return batches
+            batches = self.make_batches(model, rollouts, self.args, state.device)
+            return [batch | self._log_probs(model, batch) for batch in batches]
 
     def _write(
         self, writer: TrajectoryWriter, model: nn.Module, prompts: list[RolloutPrompt], update: int
     ) -> list[Trajectory]:
         """What the policy writes, with whole weights and on a GPU with matrices in autocast's dtype: of a
         copy, which is freed behind it. A collective if the model is sharded."""
-        policy: Any = self.policy(model)
+        policy: Any = self.policy_of(model)
         head = policy.lm_head.weight
         return writer.write(
             whole_model(policy, product_dtype(head) if head.is_cuda else head.dtype), prompts, update
         )
 
-    def policy(self, model: nn.Module) -> nn.Module:
-        """The part of the model that writes."""
-        return model
-
-    def _learnable(
-        self, model: nn.Module, written: list[Trajectory], rewards: Tensor, device: torch.device
-    ) -> Batch:
-        """The flat batch of trajectories with these rewards [P, G]. Those without an advantage are left out
-        where nothing else is learned from them."""
-        advantages = group_advantages(rewards, self.args.scale_rewards).flatten().tolist()
-        trained: list[Trajectory] = []
-        of_tokens: list[float] = []
-        for trajectory, advantage in zip(written, advantages, strict=True):
-            if advantage or self.args.beta:
-                trained.append(trajectory)
-                of_tokens += [advantage] * trajectory.sampled
-        loss_denominator = len(written)
-        if self.args.loss_type in TOKEN_LEVEL:
-            loss_denominator = sum(trajectory.sampled for trajectory in written)
-        batch = to_device(self._flat(trained, loss_denominator), device)
-        batch["advantages"] = torch.tensor(of_tokens, device=device)
-        return batch | self._log_probs(model, batch)
-
-    def _log_probs(self, policy: nn.Module, batch: Batch) -> Batch:
+    def _log_probs(self, model: nn.Module, batch: Batch) -> Batch:
         """Log-probabilities of the targets [M] that are compared with those under later weights."""
         log_probs, temperature = {}, self.args.temperature
         if self.reference is not None:
             log_probs["ref_log_probs"], _ = target_log_probs(self.reference, batch, temperature)
         if self.args.num_iterations > 1:
-            log_probs["old_log_probs"], _ = target_log_probs(policy, batch, temperature)
+            log_probs["old_log_probs"], _ = target_log_probs(self.policy_of(model), batch, temperature)
         return log_probs
-
-    def _complete(self, batches: list[Batch]) -> list[Batch]:
-        """This rank's rollout, when all ranks have theirs."""
-        return batches
 
     def _score(self, trajectory: Trajectory) -> dict[str, float]:
         """The rewards of a trajectory by the names of their figures; `reward` is their weighted sum."""
@@ -262,38 +294,6 @@ class Rollouts(Callback):
             }
             for trajectory, value in zip(written[:2], values[:2], strict=True)
         ]
-
-    def _flat(self, written: list[Trajectory], loss_denominator: int) -> Batch:
-        """The flat batch of trajectories; those to one prompt share it.
-
-        Beside the fields of `collate_shared`: for each target [M] the length of its completion (`lengths`),
-        and zeros for `per_token_fields`; and `loss_denominator`, this micro-batch's part of it.
-        """
-        samples = [
-            {
-                "input_ids": np.array(trajectory.tokens, dtype=np.int64),
-                "loss_mask": np.array(trajectory.is_target),
-                "sample_id": trajectory.prompt.sample_id,
-                "target_bytes": 0,
-            }
-            for trajectory in written
-        ]
-        groups = groupby(samples, lambda sample: sample["sample_id"])
-        batch: Batch = collate_shared([list(group) for _, group in groups])
-        sampled = torch.tensor([trajectory.sampled for trajectory in written], dtype=torch.int64)
-        batch["lengths"] = sampled.repeat_interleave(sampled).float()
-        batch |= {name: torch.zeros_like(batch["lengths"]) for name in self.per_token_fields}
-        return batch | {"loss_denominator": loss_denominator}
-
-    def _nothing(self, window: list[Batch]) -> list[Batch]:
-        """As many batches without trajectories."""
-        return [self._flat([], 0) for _ in window]
-
-    def size(self, batch: Batch, lm_config: Any = None) -> Size:
-        """The size of a flat batch, or of held-out prompts."""
-        if "prompts" in batch:
-            return Size(len(batch["prompts"]), sum(len(prompt.input_ids) for prompt in batch["prompts"]))
-        return flat_size(batch, self.lm_config)._replace(targets=batch["loss_denominator"])
 
     def held_out(self, model: nn.Module, batch: Batch, args: Any = None) -> dict[str, Tensor]:
         """Sums over held-out prompts, whose likeliest completions are scored: the rewards, and `loss`,

@@ -218,23 +218,21 @@ def check_tools(environment: type[Environment], prompts: Iterable[RolloutPrompt]
                 )
 
 
-def load_environment(name: str) -> type[Environment]:
-    """The environment that `--environment` names. Raises UserError for an unknown name, or a module that
-    cannot be imported."""
+def load_environment(name: str, flag: str = "--environment") -> type[Environment]:
+    """The environment that a flag names. Raises UserError for an unknown name, or a module that cannot be
+    imported."""
     if name in SHIPPED:
         return SHIPPED[name]
     name = IN_OTHER_FILES.get(name, name)
     if ":" not in name:
         known = ", ".join([*SHIPPED, *IN_OTHER_FILES])
-        raise UserError(f"--environment {name}: give module:Class, or one of {known}")
-    environment = import_named("--environment", name)
+        raise UserError(f"{flag} {name}: give module:Class, or one of {known}")
+    environment = import_named(flag, name)
     if not (
         callable(getattr(environment, "reply", None))
         and isinstance(getattr(environment, "tools", None), list)
     ):
-        raise UserError(
-            f"--environment {name} needs `tools`, a list of JSON schemas, and a method `reply(calls)`"
-        )
+        raise UserError(f"{flag} {name} needs `tools`, a list of JSON schemas, and a method `reply(calls)`")
     return environment
 
 
@@ -249,9 +247,9 @@ class Toolbox:
         self.owners: dict[str, Environment] = {}  # name of a tool -> its environment
         for name in names:
             try:
-                environment = load_environment(name)({})
-            except UserError as error:
-                raise UserError(str(error).replace("--environment", "--tools")) from error
+                environment = load_environment(name, "--tools")({})
+            except UserError:
+                raise
             except Exception as error:  # a user's environment can raise anything
                 raise UserError(
                     f"--tools {name}: it cannot be made without a record ({reason(error)})"

@@ -126,8 +126,10 @@ def finished(prompt: list[dict], completion: str, record: dict) -> float:
     return 0.0 if CALLED.search(spoken(completion)) is None else -1.0
 
 
-FUNCTIONS = (exact_answer, numeric_answer, contains_answer, think_format, length, repetition, tool_used)
-FUNCTIONS += (valid_calls, closed_tags, finished)
+FUNCTIONS = (
+    exact_answer, numeric_answer, contains_answer, think_format, length, repetition, tool_used,
+    valid_calls, closed_tags, finished,
+)  # fmt: skip
 SHIPPED: dict[str, RewardFn] = {function.__name__: function for function in FUNCTIONS}
 
 

@@ -1,16 +1,19 @@
 """What the stages of reinforcement learning share: their flags, and how a run gets its rollouts."""
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
+
+from torch import nn
 
 from common.plugins import source_files
 from common.settings import StageArgs, setting
 from model.sampling import COLDEST
 from trainer.devices.wrapping import is_sharded, unwrap, whole_model, wrap_model
 from trainer.objectives.next_token import frozen_model
-from trainer.rollouts.batches import Rollouts
+from trainer.rollouts.batches import MakeBatches, Rollouts, group_batches, rollout_size
 from trainer.rollouts.environments import Environment
 from trainer.rollouts.rewards import load_rewards, reward_model, reward_parts
 from trainer.rollouts.writer import TrajectoryWriter
@@ -20,7 +23,7 @@ from trainer.run.state import TrainState
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
+    from model.model_minimind import MiniMindForCausalLM
 
 
 @dataclass(kw_only=True)
@@ -110,12 +113,13 @@ def add_rollouts(
     state: TrainState,
     tokenizer: "PreTrainedTokenizerBase",
     environment: type[Environment] | None = None,
-    kind: type[Rollouts] = Rollouts,
-) -> None:
+    make_batches: MakeBatches = group_batches,
+    policy_of: Callable[[nn.Module], nn.Module] = unwrap,
+) -> Rollouts:
     """Have the loop train what the model writes to the prompts: in an environment, over several turns. With
     --beta the policy as it is now, which are the start weights, is kept as the reference. Raises UserError if
     a reward, the reward model or an environment cannot be used."""
-    args, lm_config = cast(Any, state.args), cast("MiniMindConfig", state.lm_config)
+    args = cast(Any, state.args)
     score = reward_model(args.reward_model, state.device) if args.reward_model else None
     rewards = load_rewards(args.reward, score)
     sampling = {"group": args.num_generations, "temperature": args.temperature, "seed": args.seed}
@@ -123,12 +127,13 @@ def add_rollouts(
     if environment is not None:
         limits |= {"max_turns": args.max_turns, "max_total_len": args.max_total_len}
     writer = TrajectoryWriter(tokenizer, environment=environment, **sampling, **limits)
-    rollouts = kind(args, lm_config, writer, rewards)
+    rollouts = Rollouts(args, writer, rewards, None, make_batches, policy_of)
     if args.beta:
-        policy = rollouts.policy(unwrap(state.model))
+        policy = policy_of(state.model)
         sharded = (whole_model(policy), state.device, args.parallel, False, False, state.autocast)
         reference = wrap_model(*sharded) if is_sharded(policy) else copy.deepcopy(policy)
         rollouts.reference = frozen_model(cast("MiniMindForCausalLM", reference), state.device)
     state.callbacks.append(rollouts)
     state.prepare, state.shown = rollouts.prepare, rollouts.shown
-    state.size_fn, state.eval_fn = rollouts.size, rollouts.held_out
+    state.size_fn, state.eval_fn = rollout_size, rollouts.held_out
+    return rollouts

@@ -108,13 +108,11 @@ class TrajectoryWriter:
         for trajectory in active:
             groups.setdefault(tuple(trajectory.tokens), []).append(trajectory)
 
-        def sampling(trajectory: Trajectory) -> Sampling:
-            return Sampling(
-                self.temperature,
-                seed=seed_of(self.seed, update, trajectory.prompt.sample_id, trajectory.number, turn),
-            )
-
-        samplings = [[sampling(trajectory) for trajectory in group] for group in groups.values()]
+        samplings: list[list[Sampling]] = []
+        for group in groups.values():
+            ids = [(trajectory.prompt.sample_id, trajectory.number) for trajectory in group]
+            seeds = [seed_of(self.seed, update, *each, turn) for each in ids]
+            samplings.append([Sampling(self.temperature, seed=seed) for seed in seeds])
         room = [max(1, min(self.max_gen_len, self.max_total_len - len(tokens))) for tokens in groups]
         weight = model.lm_head.weight  # its dtype is that of the cache
         with torch.autocast(weight.device.type, weight.dtype, enabled=weight.dtype != torch.float32):

@@ -36,6 +36,7 @@ from tests.scripts.serve.scripted_decoder import PACE, SAYS, ScriptedDecoder
 
 CONTEXT = 256
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
+TWO_TOOLS = [*TOOLS, {"type": "function", "function": {"name": "time"}}]
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Reedmarsh"}}\n</tool_call>'
 
 
@@ -131,9 +132,9 @@ def wait_for(condition: Any) -> None:
 def test_what_a_request_leaves_out_is_the_models_default(real):
     default = Sampling(temperature=0.3, top_k=7, top_p=0.8)
     message = '"messages": [{"role": "user", "content": "x"}]'
-    asked = parse(ChatRequest, f'{{{message}, "top_p": 0.5, "top_k": -1, "seed": 3}}'.encode())
+    asked, _ = parse(ChatRequest, f'{{{message}, "top_p": 0.5, "top_k": -1, "seed": 3}}'.encode())
     assert pending.samplings_of(asked, default) == [Sampling(0.3, 0, 0.5, seed=3)]
-    asked = parse(CompletionRequest, b'{"prompt": "x", "temperature": 0, "seed": 3}')
+    asked, _ = parse(CompletionRequest, b'{"prompt": "x", "temperature": 0, "seed": 3}')
     assert pending.samplings_of(asked, default) == [Sampling(0.0, 7, 0.8, seed=3)]
     assert real.client.models.list().data[0].sampling == {"temperature": 0.7, "top_p": 0.9, "top_k": 50}
 
@@ -266,15 +267,25 @@ def test_calls_that_are_none_stay_text(scripted):
 
 
 def test_a_tool_that_must_be_called(scripted):
-    SAYS['"arguments": {'] = '"city": "A"}}\n</tool_call>'
-    choice = chat(
-        scripted, "x", tools=TOOLS, tool_choice={"type": "function", "function": {"name": "weather"}}
-    )
-    assert choice.choices[0].message.tool_calls[0].function.arguments == '{"city": "A"}'
+    """The server writes its name, too, where there is no choice."""
+    SAYS['{"name": "weather", "arguments": {'] = '"city": "A"}}\n</tool_call>'
+    for choice in ("required", {"type": "function", "function": {"name": "weather"}}):
+        (call,) = chat(scripted, "x", tools=TOOLS, tool_choice=choice).choices[0].message.tool_calls
+        assert (call.function.name, call.function.arguments) == ("weather", '{"city": "A"}')
     SAYS.clear()
-    SAYS['{"name": "'] = 'weather", "arguments": {}}\n</tool_call>'
-    choice = chat(scripted, "x", tools=TOOLS, tool_choice="required").choices[0]
-    assert choice.message.tool_calls[0].function.name == "weather" and choice.message.content is None
+    SAYS['{"name": "'] = 'time", "arguments": {}}\n</tool_call>'
+    choice = chat(scripted, "x", tools=TWO_TOOLS, tool_choice="required").choices[0]
+    assert choice.message.tool_calls[0].function.name == "time" and choice.message.content is None
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+def test_a_model_whose_template_has_no_calls_cannot_be_made_to_call(scripted, monkeypatch, choice):
+    """Refused before anything is generated; by itself it may still write one."""
+    monkeypatch.setattr(scripted.model.prompts.tokenizer, "chat_template", "{{ messages[0].content }}")
+    with pytest.raises(openai.BadRequestError, match="no calls of tools") as error:
+        chat(scripted, "x", tools=TOOLS, tool_choice=choice)
+    assert error.value.param == "tool_choice" and scripted.model.decoder.prompts == []
+    assert chat(scripted, "x", tools=TOOLS).choices[0].message.content == "Well."
 
 
 @pytest.mark.parametrize(
@@ -284,7 +295,7 @@ def test_a_tool_that_must_be_called(scripted):
 def test_an_answer_that_must_call_a_tool_is_a_call_or_an_error(scripted, said, choice):
     """Never the text of a broken call, nor half of one."""
     SAYS['{"name": "'] = said
-    fields = {"tools": TOOLS, "tool_choice": choice}
+    fields = {"tools": TWO_TOOLS, "tool_choice": choice}
     if said.endswith("so") and choice == "required":
         message = chat(scripted, "x", **fields).choices[0].message
         assert message.tool_calls[0].function.arguments == "{}" and message.content == " so"
@@ -584,7 +595,7 @@ def test_pydantic_does_not_build_an_error_for_every_item_of_a_large_body(tokeniz
     writer = prompt_writer.PromptWriter(tokenizer, CONTEXT)
     for kind, body in large_bodies():
         try:
-            asked = parse(kind, body)
+            asked, _ = parse(kind, body)
             writer.chat(prompt_writer.turns_of(asked.messages), asked.tools)
         except ApiError as refused:
             assert refused.status == 400 and len(str(refused)) < 300, body[:80]
@@ -601,9 +612,8 @@ def test_bodies_of_very_many_objects_are_not_even_decoded(monkeypatch):
 
 
 def test_large_texts_are_refused_before_they_are_turned_into_tokens(scripted, monkeypatch):
-    writer = scripted.model.prompts
     monkeypatch.setattr(prompt_writer, "prompt_pieces", lambda *_, **__: pytest.fail("the template is run"))
-    monkeypatch.setattr(writer, "backend", None)
+    monkeypatch.setattr(prompt_writer, "document_tokens", lambda *_: pytest.fail("the text is read"))
     for text in ("<|im_start|>" * 90_000, "x" * 1_000_000):
         for body, path in (({"messages": user(text)}, "chat/completions"), ({"prompt": text}, "completions")):
             status, answer = post(scripted, json.dumps(body).encode(), f"/v1/{path}")

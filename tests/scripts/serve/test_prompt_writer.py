@@ -96,12 +96,12 @@ def test_what_is_much_too_long_is_refused_before_the_template_is_run(monkeypatch
 
 
 def test_plain_text_begins_as_documents_do_and_may_hold_special_tokens():
-    assert WRITER.text("Hello") == [1, *TOKENIZER.encode("Hello", add_special_tokens=False)]
-    assert WRITER.text("<|im_start|>user\n") == TOKENIZER.encode(
+    assert WRITER.completion("Hello") == [1, *TOKENIZER.encode("Hello", add_special_tokens=False)]
+    assert WRITER.completion("<|im_start|>user\n") == TOKENIZER.encode(
         "<|im_start|>user\n", add_special_tokens=False
     )
-    assert WRITER.text("") == [1]
-    assert WRITER.tokens([5, 6399]) == [5, 6399]
+    assert WRITER.completion("") == [1]
+    assert WRITER.completion([5, 6399]) == [5, 6399]
 
 
 @pytest.mark.parametrize(

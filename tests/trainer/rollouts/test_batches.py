@@ -14,9 +14,17 @@ from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from tests.trainer.objectives.test_policy import log_probs_one_by_one
 from tests.trainer.stage_flags import assert_same_tensors
 from trainer.data.datasets import epoch_samples, train_loader
-from trainer.objectives.ppo import ActorCritic, ValuedRollouts, token_advantages
+from trainer.devices.wrapping import unwrap
+from trainer.objectives.ppo import (
+    ActorCritic,
+    KLLimit,
+    actor_of,
+    critic_batches,
+    moved_since_rollout,
+    token_advantages,
+)
 from trainer.report.speed import Meter
-from trainer.rollouts.batches import Rollouts
+from trainer.rollouts.batches import Rollouts, group_batches, rollout_size
 from trainer.rollouts.rewards import Reward
 from trainer.rollouts.writer import Trajectory, TrajectoryWriter
 
@@ -68,8 +76,9 @@ class Scripted(TrajectoryWriter):
         return written
 
 
-def rollouts_of(kind=Rollouts, group: int = GROUP, **settings) -> tuple[Rollouts, SimpleNamespace]:
+def rollouts_of(with_critic: bool = False, **settings) -> tuple[Rollouts, SimpleNamespace]:
     """Rollouts, and a state with their model."""
+    group, make_batches, policy_of = GROUP, group_batches, unwrap
     defaults = {
         "num_iterations": 2,
         "beta": 0.1,
@@ -80,9 +89,10 @@ def rollouts_of(kind=Rollouts, group: int = GROUP, **settings) -> tuple[Rollouts
     args = SimpleNamespace(**defaults | {"temperature": TEMPERATURE} | settings)
     torch.manual_seed(0)
     model, reference = MiniMindForCausalLM(CONFIG), MiniMindForCausalLM(CONFIG).eval()
-    model = ActorCritic(model) if kind is ValuedRollouts else model
+    if with_critic:
+        model, group, make_batches, policy_of = ActorCritic(model), 1, critic_batches, actor_of
     writer = Scripted(None, group, TEMPERATURE, 9, 1)  # type: ignore[arg-type]
-    rollouts = kind(args, CONFIG, writer, REWARDS, reference if args.beta else None)
+    rollouts = Rollouts(args, writer, REWARDS, reference if args.beta else None, make_batches, policy_of)
     state = SimpleNamespace(model=model, update=0, device=torch.device("cpu"), autocast=nullcontext())
     state.state = state
     state.stop, state.meter = SimpleNamespace(signal=0), Meter()
@@ -120,7 +130,7 @@ def test_a_rollout_becomes_a_flat_batch(loss_type, beta, scale_rewards):
     ]
     assert batch["advantages"].tolist() == pytest.approx(wanted)
     assert batch["lengths"].tolist() == [n for n in lengths for _ in range(n)]
-    assert rollouts.size(batch).targets == (2 * sum(range(1, 5)) if loss_type == "dapo" else 2 * GROUP)
+    assert rollout_size(batch, CONFIG).targets == (2 * sum(range(1, 5)) if loss_type == "dapo" else 2 * GROUP)
     with torch.no_grad():
         old = log_probs_one_by_one(state.model, batch, TEMPERATURE)
         torch.testing.assert_close(batch["old_log_probs"], old)
@@ -195,7 +205,7 @@ def test_a_reward_that_fails_names_the_prompt_it_was_given():
 def test_tokens_are_judged_with_the_values_of_the_critic(several):
     """Advantages, on one scale over the update, and returns, which are not scaled."""
     options = {"gamma": 0.9, "lam": 0.7, "early_stop_kl": 0.0, "num_iterations": several}
-    rollouts, state = rollouts_of(ValuedRollouts, group=1, **options)
+    rollouts, state = rollouts_of(with_critic=True, **options)
     torch.nn.init.normal_(state.model.critic.lm_head.weight)
     batches = rollouts.prepare(state, window((0, 1), (2,)))
     advantages, returns = [], []
@@ -218,9 +228,10 @@ def test_tokens_are_judged_with_the_values_of_the_critic(several):
 
 
 def test_how_far_the_policy_has_moved_is_a_mean_per_token():
-    rollouts, state = rollouts_of(ValuedRollouts, group=1, gamma=1.0, lam=1.0, early_stop_kl=1e-9)
+    rollouts, state = rollouts_of(with_critic=True, gamma=1.0, lam=1.0, early_stop_kl=1e-9)
+    limit = KLLimit(rollouts)
     batches = rollouts.prepare(state, window((0, 1), (2,)))
-    assert rollouts._moved(state, batches) == pytest.approx(0.0, abs=1e-7)
+    assert moved_since_rollout(state, batches, TEMPERATURE) == pytest.approx(0.0, abs=1e-7)
     with torch.no_grad():
         for parameter in state.model.actor.parameters():
             parameter += 0.05 * torch.randn_like(parameter)
@@ -230,13 +241,17 @@ def test_how_far_the_policy_has_moved_is_a_mean_per_token():
                 for each in batches
             ]
         )
-    assert rollouts._moved(state, batches) == pytest.approx(float((apart.exp() - apart - 1).mean()), rel=1e-3)
+    wanted = float((apart.exp() - apart - 1).mean())
+    assert moved_since_rollout(state, batches, TEMPERATURE) == pytest.approx(wanted, rel=1e-3)
     state.update = 1
-    assert all(len(each["targets"]) == 0 for each in rollouts.prepare(state, window((0, 1), (2,))))
+    assert all(len(each["targets"]) == 0 for each in limit.prepare(state, window((0, 1), (2,))))
+    limit.on_batch_start(state, 1)
     rollouts.args.early_stop_kl = 9.0
-    assert [len(each["targets"]) for each in rollouts.prepare(state, window((0, 1), (2,)))] == [3, 3]
-    rollouts.on_batch_start(state, 1)
-    assert record_of(rollouts)["stopped"] == 0.5
+    assert [len(each["targets"]) for each in limit.prepare(state, window((0, 1), (2,)))] == [3, 3]
+    limit.on_batch_start(state, 1)
+    record: dict = {}
+    limit.on_record(state, record)
+    assert record["stopped"] == 0.5
 
 
 class Prompts(list):

@@ -17,8 +17,7 @@ class NotFinite(UserError):
 
 
 class FiniteDecoder(Decoder):
-    """A `Decoder` that raises NotFinite rather than draw tokens from logits that are not
-    finite."""
+    """A `Decoder` that raises NotFinite rather than draw tokens from logits that are not finite."""
 
     def _logits(self, hidden: Tensor) -> Tensor:
         logits = super()._logits(hidden)  # [R, V]
