@@ -29,26 +29,25 @@ def curve_svg(
     colors: list[str],
     field: str,
     x: str,
-    width: int,
-    height: int,
+    size: tuple[int, int],
     axes: list[str],
     starts: list[float],
 ) -> str:
     """The curves of a field over `x`: thin what was measured in training, bold with dots on held-out data.
     axes: the names of y and x. starts: where on the x axis each run begins. Empty where no run has the
     field."""
+    width, height = size
     lines: list[tuple[str, str, list[tuple[float, float]]]] = []  # class, color, points
     for run, color, start in zip(runs, colors, starts, strict=True):
         columns = run.columns(POINTS)
-        trained = (
-            columns.get("mean_loss", columns.get(field, [])) if field == "loss" else columns.get(field, [])
-        )
+        trained = columns.get(field, [])
+        if field == "loss":
+            trained = columns.get("mean_loss", trained)
         for name, values in (("trained", trained), ("held-out", columns.get(f"eval_{field}", []))):
-            points = [
-                (start + at, value)
-                for at, value in zip(columns[x], values, strict=False)
-                if at is not None and value is not None
-            ]
+            points = []
+            for at, value in zip(columns[x], values, strict=False):
+                if at is not None and value is not None:
+                    points.append((start + at, value))
             if points:
                 lines.append((name, color, points))
     if not lines:
