@@ -198,15 +198,11 @@ def measure_pairs(ours: Ours, peer: Peer) -> tuple[list[Block], dict[str, Any]]:
     return blocks, figures
 
 
-def compare_losses(
-    ours: list[float], replies: list[dict[str, Any]], accumulation_steps: int
-) -> dict[str, Any]:
-    """The losses of all updates, ours and the peer's, and whether they agree."""
-    # [updates, micro-batches]
-    targets, losses = (
-        np.concatenate([reply[name] for reply in replies]).reshape(-1, accumulation_steps)
-        for name in ("targets", "loss")
-    )
+def compare_losses(ours: list[float], replies: list[dict[str, Any]], steps: int) -> dict[str, Any]:
+    """The losses of all updates, ours and the peer's, and whether they agree. steps: micro-batches of an
+    update."""
+    targets = np.concatenate([reply["targets"] for reply in replies]).reshape(-1, steps)
+    losses = np.concatenate([reply["loss"] for reply in replies]).reshape(-1, steps)
     theirs = (losses * targets).sum(1) / targets.sum(1)
     largest = float((abs(np.array(ours) - theirs) / abs(theirs)).max())
     found = {"ours": ours, "peer": theirs.tolist(), "largest_difference": largest}
