@@ -68,6 +68,8 @@ class TrainingEngine:
         task, data = self.task, self.data_module
         device, autocast, scaler = device_and_precision(task.args)
         utils.setup_seed(task.args.seed)
+
+        # the settings, and the checkpoint to resume from; that of another run is refused
         data.num_samples()  # refuses to go on without any
         checkpoint = self.checkpoint_manager.load_checkpoint()
         args = apply_rules(task.args, checkpoint, data.train_dataset)
@@ -83,14 +85,18 @@ class TrainingEngine:
         run = check_resume(args, run, checkpoint)
         self.is_finished = is_finished(args, run, checkpoint)  # then `run` has nothing to do
         self.wandb = None if self.is_finished else start_tracker(args, run, checkpoint)
-        start = replace(task.config.checkpoint, from_weight=utils.weights_to_load(args, run, checkpoint))
-        task.config = replace(task.config, checkpoint=start)
+
+        # what the task makes; a checkpoint takes the place of the start weights
+        weights = utils.weights_to_load(args, run, checkpoint)
+        task.config = replace(task.config, checkpoint=replace(task.config.checkpoint, from_weight=weights))
         model = task.build_model()
         wrapped = utils.compile_and_wrap(model, args, device, autocast, data.train_dataset, task.frozen)
         optimizer = task.build_optimizer(model)
         self.scheduler = self._build_scheduler(optimizer, total_updates(run))
         task.criterion = task.build_criterion()
         check_criterion(task)
+
+        # the state of the run, restored from the checkpoint
         self.state = state = TrainState(
             args=args, lm_config=task.lm_config, run=run, stop=stop,
             model=wrapped, optimizer=optimizer, scaler=scaler, autocast=autocast, device=device,
