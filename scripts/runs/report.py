@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from scripts.runs.curve import curve_svg
+from scripts.runs.curve import Curve, curve_svg, curves_of
 from scripts.runs.run import FORECAST, Run
 from scripts.runs.words import WORDS, amount, long_time
 from trainer.report.metrics import duration
@@ -166,12 +166,13 @@ def page(
 
     words, every = WORDS[lang], list(runs.values())
     axes = [words.get(f"{field} axis", field), words[x]]
-    starts = [0.0] * len(every)
-    if are_stages(every):  # each begins where the one before ended
-        for i in range(1, len(every)):
-            starts[i] = starts[i - 1] + every[i - 1].figures[x]
+    curves: list[Curve] = []
+    start = 0.0
+    for run, color in zip(every, colors, strict=True):
+        curves += curves_of(run, color, field, x, start)
+        if are_stages(every):  # each begins where the one before ended
+            start += run.figures[x]
     sizes = ((760, 430), (400, 330))  # for a wide and a narrow window
-    curves = [Markup(curve_svg(every, colors, field, x, size, axes, starts)) for size in sizes]
     # of stages the last one, of runs to compare the best, which is the first
     by_interest = every[::-1] if are_stages(every) else every
     told = max(by_interest, key=lambda run: bool(run.samples or run.rollout))
@@ -193,7 +194,7 @@ def page(
         runs=list(zip(every, rows[1:], colors, strict=True)),
         verdicts=[verdict(run, lang) for run in every],
         outcomes=[outcomes(path, run) for path, run in runs.items()],
-        curves=curves,
+        curves=[Markup(curve_svg(curves, size, axes)) for size in sizes],
         has_held_out=any(f"eval_{field}" in record for run in every for record in run.records),
         other_curves=Markup(svg(others)),
         dumps=json.dumps,
