@@ -185,7 +185,11 @@ def draw(runs: dict[str, Run], x: str, panels: Sequence[str] = PANELS) -> Any:
     figure = Figure(layout="constrained", figsize=size)
     for place, panel in enumerate(panels, start=1):
         draw_panel(figure.add_subplot(down, across, place), panel, x, curves)
-    add_legend(figure, list(runs))
+    drawn: dict[str, Any] = {}  # the runs of which there is a curve, with their colors
+    for (name, columns), color in zip(curves.items(), run_colors(len(runs)), strict=True):
+        if any(panel in columns or f"eval_{panel}" in columns for panel in panels):
+            drawn[name] = color
+    add_legend(figure, drawn)
     return figure
 
 
@@ -222,13 +226,14 @@ def draw_panel(axes: Any, panel: str, x: str, curves: dict[str, dict[str, list]]
     axes.grid(alpha=0.3)
 
 
-def add_legend(figure: Any, names: list[str]) -> None:
+def add_legend(figure: Any, drawn: dict[str, Any]) -> None:
     """A legend of the runs below the panels, and of the dashed lines if there are any."""
     from matplotlib.lines import Line2D
 
-    handles = [Line2D([], [], color=color) for color in run_colors(len(names))]
+    names = list(drawn)
+    handles = [Line2D([], [], color=color) for color in drawn.values()]
     if any(line.get_linestyle() == "--" for axes in figure.axes for line in axes.lines):
-        names = [*names, "held-out"]
+        names.append("held-out")
         handles.append(Line2D([], [], color="gray", linestyle="--", marker="."))
     # matplotlib hides names that begin with `_`
     labels = [f" {name}" if name.startswith("_") else name for name in names]

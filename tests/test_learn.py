@@ -62,7 +62,10 @@ def test_the_excerpts_are_the_source(path):
 
 def test_an_excerpt_is_a_part_of_a_function_or_the_whole():
     whole = learn.excerpt("model/model_minimind.py FeedForward.forward")
-    assert whole.startswith("def forward(self, x: Tensor) -> Tensor:\n    ") and "silu_product(gate, up)" in whole
+    assert (
+        whole.startswith("def forward(self, x: Tensor) -> Tensor:\n    ")
+        and "silu_product(gate, up)" in whole
+    )
     part = learn.excerpt("model/model_minimind.py FeedForward.forward | return")
     assert part.splitlines()[1:] == ["    ...", "    return self.down_proj(fused.silu_product(gate, up))"]
     parts = learn.excerpt(
