@@ -80,9 +80,9 @@ def local_path(path: str, tokenizer_only: bool = False) -> str:
     for part in path.split(","):
         part = part.strip()
         if is_remote(part):
-            weight = WEIGHT.search(part)
-            typed = part[: weight.start()] if weight else part
-            part = _fetched(parse(typed), tokenizer_only) + (weight[0] if weight else "")
+            typed = WEIGHT.sub("", part)
+            weight = part[len(typed) :]
+            part = _fetched(parse(typed), tokenizer_only) + weight
         parts.append(part)
     return ",".join(parts)
 
@@ -90,9 +90,9 @@ def local_path(path: str, tokenizer_only: bool = False) -> str:
 def parse(typed: str) -> HubPath:
     """The parts of a path on a hub. Raises UserError if it is none."""
     match = PATH.fullmatch(typed)
-    file = ((match and match["file"]) or "").strip("/")
-    if not match or ".." in file.split("/"):
+    if match is None or ".." in typed.split("/"):
         raise UserError(f"{typed}: write hf://datasets/OWNER/NAME/FILE for data, hf://OWNER/NAME for a model")
+    file = (match["file"] or "").strip("/")
     return HubPath(typed, match["hub"], match["kind"] == "datasets/", match["repo"], match["revision"], file)
 
 
@@ -163,10 +163,11 @@ def _from_hugging_face(path: HubPath, cache: Path, tokenizer_only: bool) -> Path
         if constants.HF_HUB_OFFLINE:
             what = f"HF_HUB_OFFLINE is set, and {cache} does not hold it; download it once without that"
         else:
+            why = reason(error.__cause__ or error)
             what = (
-                f"{constants.ENDPOINT} cannot be reached ({reason(error.__cause__ or error)}), and {cache} "
+                f"{constants.ENDPOINT} cannot be reached ({why}), and {cache} does not hold it; "
+                "HF_ENDPOINT names a mirror, such as https://hf-mirror.com"
             )
-            what += "does not hold it; HF_ENDPOINT names a mirror, such as https://hf-mirror.com"
     except Exception as error:  # of the network, in any of several libraries
         what = f"the download failed ({reason(error)}); start again"
     raise UserError(f"{path.typed}: {what}")

@@ -172,38 +172,41 @@ def figures_of(ours: Ours, blocks: list[Block]) -> dict[str, float]:
 def measure_pairs(ours: Ours, peer: Peer) -> tuple[list[Block], dict[str, Any]]:
     """Alternate blocks of updates, in changing order; returns our blocks, and the comparison with the
     peer."""
-    args, blocks, pairs = ours.args, [], []
-    seen = [peer.train(args.warmup * args.accumulation_steps)]
-    for pair in range(args.repeat):
-        for who in ("ours", "peer") if pair % 2 else ("peer", "ours"):
-            if who == "ours":
-                blocks.append(ours.train(args.updates))
-            else:
-                seen.append(peer.train(args.updates * args.accumulation_steps))
-        mine, theirs = blocks[-1].rate, sum(seen[-1]["tokens"]) / seen[-1]["seconds"]
+    args, blocks = ours.args, []
+    replies = [peer.train(args.warmup * args.accumulation_steps)]  # of the peer, block by block
+    pairs: list[dict[str, float]] = []
+    for number in range(args.repeat):
+        if number % 2 == 1:
+            blocks.append(ours.train(args.updates))
+        replies.append(peer.train(args.updates * args.accumulation_steps))
+        if number % 2 == 0:
+            blocks.append(ours.train(args.updates))
+        mine, theirs = blocks[-1].rate, sum(replies[-1]["tokens"]) / replies[-1]["seconds"]
         pairs.append({"ours": mine, "peer": theirs, "ratio": mine / theirs})
-        utils.Logger(
-            f"pair {pair + 1}: {mine:,.0f} and {theirs:,.0f} real tokens/s, ratio {mine / theirs:.2f}"
-        )
-    columns = {}
-    for name in ("tokens", "targets", "size", "loss"):
-        columns[name] = np.concatenate([block[name] for block in seen])
-    targets = columns["targets"].reshape(-1, args.accumulation_steps)
-    losses = columns["loss"].reshape(-1, args.accumulation_steps)
-    update_losses = ((losses * targets).sum(1) / targets.sum(1)).tolist()
+        text = f"{mine:,.0f} and {theirs:,.0f} real tokens/s, ratio {mine / theirs:.2f}"
+        utils.Logger(f"pair {number + 1}: {text}")
+    padded_tokens = sum(sum(reply["size"]) for reply in replies)
     figures = {
         "peer": args.peer,
         "pairs": pairs,
         "ratio_median": statistics.median(pair["ratio"] for pair in pairs),
         "peer_tokens_per_second": statistics.median(pair["peer"] for pair in pairs),
-        "peer_padded_share": 1 - columns["tokens"].sum() / columns["size"].sum(),
+        "peer_padded_share": 1 - sum(sum(reply["tokens"]) for reply in replies) / padded_tokens,
     }
     if not args.packing:  # else our micro-batches hold more samples
-        both = zip(ours.losses, update_losses, strict=True)
-        largest = max(abs(mine - theirs) / abs(theirs) for mine, theirs in both)
-        losses = {"ours": ours.losses, "peer": update_losses, "largest_difference": largest}
-        figures["losses"] = losses | {"agree": largest <= TOLERANCE}
+        figures["losses"] = compare_losses(ours.losses, replies, args.accumulation_steps)
     return blocks, figures
+
+
+def compare_losses(ours: list[float], replies: list[dict[str, Any]], steps: int) -> dict[str, Any]:
+    """The losses of all updates, ours and the peer's, and whether they agree. steps: micro-batches of an
+    update."""
+    targets = np.concatenate([reply["targets"] for reply in replies]).reshape(-1, steps)
+    losses = np.concatenate([reply["loss"] for reply in replies]).reshape(-1, steps)
+    theirs = (losses * targets).sum(1) / targets.sum(1)
+    largest = float((abs(np.array(ours) - theirs) / abs(theirs)).max())
+    found = {"ours": ours, "peer": theirs.tolist(), "largest_difference": largest}
+    return found | {"agree": largest <= TOLERANCE}
 
 
 def print_figures(figures: dict[str, Any]) -> None:
@@ -225,7 +228,8 @@ def main() -> None:
     args = read_args()
     if args.peer != "none":
         check_peer(args.peer, args.stage, args.peer_path)
-    if args.json and not (folder := Path(args.json).parent).is_dir():
+    if args.json and not Path(args.json).parent.is_dir():
+        folder = Path(args.json).parent
         raise UserError(f"--json {args.json}: there is no folder {folder}; create it first")
     ours = Ours(args)
     if args.peer != "none":

@@ -13,7 +13,8 @@ import math
 import shutil
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,17 +31,9 @@ from scripts.runs import report
 from scripts.runs.run import AXES, ENDING, RESULTS, Run, differing, read_run, shown
 from trainer.run.paths import settings_path
 
-PANELS = (
-    "loss",
-    "reward",
-    "kl",
-    "entropy",
-    "completion_length",
-    "learning_rate",
-    "grad_norm",
-    "tokens_per_second",
-)
-PANELS += ("expert_max_min",)
+PANELS = ("loss", "reward", "kl", "entropy", "completion_length", "learning_rate", "grad_norm")
+PANELS += ("tokens_per_second", "expert_max_min")
+PANEL_SIZE = (4.0, 2.8)  # inches
 POINTS = 4000  # of all curves of a panel together, but some of each
 LONGEST = 28  # characters of a cell on a terminal
 
@@ -79,36 +72,42 @@ def read_runs(paths: list[str]) -> dict[str, Run]:
     read or have no records yet are left out with a warning, and so are damaged lines and settings. Raises
     UserError if none is left.
     """
-    runs, problems = {}, []
+    runs: list[Run] = []
+    problems = []
     for path in find_runs(paths):
         try:
             run = read_run(path)
         except OSError as error:
             problems.append(str(error))
             continue
-        if run.records:
-            runs[str(path).removesuffix(".jsonl").removesuffix("_metrics")] = run
-        else:
-            what = f"is not a metrics file; its lines must be JSON objects with {', '.join(AXES)}"
-            problems.append(
-                f"{path} {what if run.damaged else 'holds no records yet; they come every --log_interval'}"
-            )
-        if run.records and run.damaged:
-            warn(f"{path}: damaged lines, left out: {run.damaged}")
         if run.about is None:
             warn(f"{settings_path(path)} is damaged: the settings of this run are not shown")
+        if run.records:
+            runs.append(run)
+            if run.damaged:
+                warn(f"{path}: damaged lines, left out: {run.damaged}")
+        elif run.damaged:
+            fields = ", ".join(AXES)
+            problems.append(f"{path} is not a metrics file; its lines must be JSON objects with {fields}")
+        else:
+            problems.append(f"{path} holds no records yet; they come every --log_interval")
     if not runs:
         raise UserError("; ".join(problems))
     for problem in problems:
         warn(problem)
-    is_clear = len({Path(name).name for name in runs}) == len(runs)  # else full paths
-    losses = ("best_eval_loss", "loss")
-    order = sorted(runs, key=lambda name: [runs[name].figures.get(loss, math.inf) for loss in losses])
-    return {printable(Path(name).name if is_clear else name): runs[name] for name in order}
+
+    def losses(run: Run) -> list[float]:
+        return [run.figures.get(loss, math.inf) for loss in ("best_eval_loss", "loss")]
+
+    runs.sort(key=losses)
+    names = [str(run.path).removesuffix(".jsonl").removesuffix("_metrics") for run in runs]
+    short = [Path(name).name for name in names]
+    if len(set(short)) == len(short):
+        names = short
+    return {printable(name): run for name, run in zip(names, runs, strict=True)}
 
 
 # --- the table
-# -------------------------------------------------------------------------------------------------------
 
 
 def run_rows(runs: dict[str, Run]) -> list[list[str]]:
@@ -117,20 +116,22 @@ def run_rows(runs: dict[str, Run]) -> list[list[str]]:
     columns."""
 
     def figure_columns(names: Sequence[str]) -> list[list[str]]:
-        there = [name for name in names if any(name in run.figures for run in runs.values())]
-        return [[name, *(shown(run.figures, name) for run in runs.values())] for name in there]
-
-    others = figure_columns(AXES)
-    for name in differing([run.settings for run in runs.values()]):
-        others.append([name, *(run.settings.get(name, "-") for run in runs.values())])
+        columns = []
+        for name in names:
+            if any(name in run.figures for run in runs.values()):
+                columns.append([name, *(shown(run.figures, name) for run in runs.values())])
+        return columns
 
     def comes_last(column: list[str]) -> bool:
         cells = column[1:]
         return len(set(cells)) == 1 or any("/" in cell or "\\" in cell for cell in cells)
 
+    others = figure_columns(AXES)
+    for name in differing([run.settings for run in runs.values()]):
+        others.append([name, *(run.settings.get(name, "-") for run in runs.values())])
     others.sort(key=comes_last)  # stable
-    rows = zip(["run", *runs], *figure_columns(RESULTS), *others, strict=True)
-    return [[" ".join(printable(cell).split()) for cell in row] for row in rows]
+    columns = [["run", *runs], *figure_columns(RESULTS), *others]
+    return [[" ".join(printable(cell).split()) for cell in row] for row in zip(*columns, strict=True)]
 
 
 def table_lines(rows: list[list[str]], width: int | None) -> list[str]:
@@ -139,104 +140,106 @@ def table_lines(rows: list[list[str]], width: int | None) -> list[str]:
     if width:
         rows = [[cell if len(cell) <= LONGEST else f"…{cell[1 - LONGEST :]}" for cell in row] for row in rows]
     sizes = [max(map(disp_len, column)) for column in zip(*rows, strict=True)]
-    blocks: list[list[int]] = [[0]]
+    blocks, used = [[0]], sizes[0]
     for column in range(1, len(sizes)):
-        if width and len(blocks[-1]) > 1 and sum(sizes[i] + 2 for i in [*blocks[-1], column]) - 2 > width:
+        used += 2 + sizes[column]
+        if width and used > width and len(blocks[-1]) > 1:
             blocks.append([0])
+            used = sizes[0] + 2 + sizes[column]
         blocks[-1].append(column)
     lines: list[str] = []
     for block in blocks:
-        lines += [""] if lines else []
+        if lines:
+            lines.append("")
         for row in rows:
-            pads = [" " * (sizes[i] - disp_len(row[i])) for i in block]
-            lines.append(
-                "  ".join([row[0] + pads[0], *(pads[n] + row[i] for n, i in enumerate(block) if n)]).rstrip()
-            )
+            cells = [row[0] + " " * (sizes[0] - disp_len(row[0]))]
+            for i in block[1:]:
+                cells.append(" " * (sizes[i] - disp_len(row[i])) + row[i])
+            lines.append("  ".join(cells).rstrip())
     return lines
 
 
 # --- the curves
-# ------------------------------------------------------------------------------------------------------
 
 
-def draw(
-    runs: dict[str, Run], x: str, panels: Sequence[str] = PANELS, size: tuple[float, float] = (4, 2.8)
-) -> Any:
-    """A matplotlib figure with panels of this size in inches, one for each field that a run has, a color for
-    each run; what was measured on held-out data (`eval_<field>`) is dashed, in the panel of its field. The
-    loss is the mean since the record before, where there is one; `null` (not finite) leaves a gap in the
-    curve. Raises UserError if no run has any of the fields, or matplotlib is not installed."""
+def draw(runs: dict[str, Run], x: str, panels: Sequence[str] = PANELS) -> Any:
+    """A matplotlib figure with a panel for each of the fields that a run has, a color for each run; what was
+    measured on held-out data (`eval_<field>`) is dashed, in the panel of its field. The loss is the mean
+    since the record before, where there is one; `null` (not finite) leaves a gap in the curve. Raises
+    UserError if no run has any of the fields, or matplotlib is not installed."""
     try:
         from matplotlib.figure import Figure
-        from matplotlib.lines import Line2D
     except ImportError as error:
         raise UserError("plotting needs matplotlib: pip install -r requirements.txt") from error
-    curves = {name: run.columns(max(40, POINTS // len(runs))) for name, run in runs.items()}
-    for columns in curves.values():
-        if means := columns.get("mean_loss"):
-            columns["loss"] = [
-                a if b is None else b for a, b in zip(columns.get("loss", means), means, strict=True)
-            ]
-        if "eval_reward" in columns:
-            columns.pop("eval_loss", None)  # minus the reward, which is no loss to draw
-    there = {field for columns in curves.values() for field in columns}
-    panels = [
-        name for name in panels if name in there and name.removeprefix("eval_") not in {*panels} - {name}
-    ]
+    curves = {name: curves_of(run, max(40, POINTS // len(runs))) for name, run in runs.items()}
+    fields = {field for columns in curves.values() for field in columns}
+    # a held-out field has no panel of its own beside that of its field
+    others = {f"eval_{panel}" for panel in panels}
+    panels = [panel for panel in panels if panel in fields and panel not in others]
     if not panels:
         raise UserError("--panels: no run has any of these fields; leave the flag out to see what there is")
     across = min(3, len(panels))
-    rows = math.ceil(len(panels) / across)
-    width, height = size[0] * across, size[1] * rows
+    down = math.ceil(len(panels) / across)
     legend_height = 0.4 + 0.2 * math.ceil(len(runs) / 4)
-    figure = Figure(layout="constrained", figsize=(width, height + legend_height))
-    handles: dict[str, Any] = {}
+    size = (PANEL_SIZE[0] * across, PANEL_SIZE[1] * down + legend_height)
+    figure = Figure(layout="constrained", figsize=size)
     for place, panel in enumerate(panels, start=1):
-        axes = figure.add_subplot(rows, across, place)
-        for name, line in draw_panel(axes, panel, x, curves).items():
-            handles.setdefault(name, line)
-    if any(line.get_linestyle() == "--" for axes in figure.axes for line in axes.lines):
-        handles["held-out"] = Line2D([], [], color="gray", linestyle="--", marker=".")
-    names = [f" {name}" if name.startswith("_") else name for name in handles]  # those with a `_` are hidden
-    legend = figure.legend(handles.values(), names, loc="outside lower center", ncols=4, frameon=False)
-    for text in legend.get_texts():
-        text.set_parse_math(False)  # a `$` in a name
+        draw_panel(figure.add_subplot(down, across, place), panel, x, curves)
+    drawn: dict[str, Any] = {}  # the runs of which there is a curve, with their colors
+    for (name, columns), color in zip(curves.items(), run_colors(len(runs)), strict=True):
+        if any(panel in columns or f"eval_{panel}" in columns for panel in panels):
+            drawn[name] = color
+    add_legend(figure, drawn)
     return figure
 
 
-def draw_panel(axes: Any, panel: str, x: str, curves: dict[str, dict[str, list]]) -> dict[str, Any]:
-    """Draw the curves of a field, and of what was measured of it on held-out data. Returns a line of each
-    run that has one."""
-    lines = {}
+def curves_of(run: Run, points: int) -> dict[str, list]:
+    """The values of each field to draw."""
+    columns = run.columns(points)
+    if "mean_loss" in columns:
+        means = columns["mean_loss"]
+        losses = columns.get("loss", means)
+        columns["loss"] = [loss if mean is None else mean for loss, mean in zip(losses, means, strict=True)]
+    if "eval_reward" in columns:
+        columns.pop("eval_loss", None)  # minus the reward, which is no loss to draw
+    return columns
+
+
+def draw_panel(axes: Any, panel: str, x: str, curves: dict[str, dict[str, list]]) -> None:
+    """Draw the curves of a field, and of what was measured of it on held-out data."""
     colors = run_colors(len(curves))
     for number, (name, columns) in enumerate(curves.items()):
-        for field in (panel, f"eval_{panel}"):
-            if field not in columns:
-                continue
-            held_out = field.startswith("eval_")
-            xs, ys = [], []
-            for at, y in zip(columns[x], columns[field], strict=True):
-                if y is None and held_out:
-                    continue
-                xs.append(at)
-                ys.append(math.nan if y is None else y)
+        # a run over another one hides it only in part
+        style = {"color": colors[number], "linewidth": max(0.8, 2.4 - 0.4 * number)}
+        if panel in columns:
+            ys = [math.nan if y is None else y for y in columns[panel]]
             count = sum(not math.isnan(y) for y in ys)
-            few = count < max(40, len(ys) / 2)
-            (line,) = axes.plot(
-                xs,
-                ys,
-                label=f"{name}, held-out" if held_out else name,
-                color=colors[number],
-                linestyle="--" if held_out else "-",
-                marker="." if held_out or few else None,
-                # a run over another one hides it only in part
-                linewidth=max(0.8, 2.4 - 0.4 * number),
-            )
-            lines.setdefault(name, line)
+            marker = "." if count < max(40, len(ys) / 2) else None
+            axes.plot(columns[x], ys, label=name, marker=marker, **style)
+        if f"eval_{panel}" in columns:
+            points = zip(columns[x], columns[f"eval_{panel}"], strict=True)
+            points = [(at, y) for at, y in points if y is not None]
+            xs, ys = zip(*points, strict=True)
+            axes.plot(xs, ys, label=f"{name}, held-out", linestyle="--", marker=".", **style)
     axes.set_title(panel, parse_math=False)
     axes.set_xlabel(x)
     axes.grid(alpha=0.3)
-    return lines
+
+
+def add_legend(figure: Any, drawn: dict[str, Any]) -> None:
+    """A legend of the runs below the panels, and of the dashed lines if there are any."""
+    from matplotlib.lines import Line2D
+
+    names = list(drawn)
+    handles = [Line2D([], [], color=color) for color in drawn.values()]
+    if any(line.get_linestyle() == "--" for axes in figure.axes for line in axes.lines):
+        names.append("held-out")
+        handles.append(Line2D([], [], color="gray", linestyle="--", marker="."))
+    # matplotlib hides names that begin with `_`
+    labels = [f" {name}" if name.startswith("_") else name for name in names]
+    legend = figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
+    for text in legend.get_texts():
+        text.set_parse_math(False)  # a `$` in a name
 
 
 def run_colors(count: int) -> list[Any]:
@@ -268,30 +271,36 @@ def main() -> None:
     if report.are_stages(list(runs.values())):  # in their order
         runs = dict(sorted(runs.items(), key=lambda item: report.started(item[1])))
     rows = run_rows(runs)
-    for line in table_lines(rows, shutil.get_terminal_size().columns if sys.stdout.isatty() else None):
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    for line in table_lines(rows, width):
         say(line)
     for name, run in runs.items():
-        if came := report.outcome(run.path, run):
-            say(f"{name}: {came}")
+        outcome = report.outcome(run.path, run)
+        if outcome:
+            say(f"{name}: {outcome}")
     if not (args.png or args.html):
         return
     # in Chinese names; in HTML they are there
     warnings.filterwarnings("ignore", "Glyph .* missing", UserWarning)
     panels = args.panels or PANELS
     figure = draw(runs, args.x or AXES[0], panels)
-    page = ""
+    if args.png:
+        with writing("--png", args.png):
+            figure.savefig(args.png, dpi=150)
     if args.html:
         page = html_page(runs, rows, args.x or "tokens", panels, figure, args.lang or "en")
-    for flag, path in (("--png", args.png), ("--html", args.html)):
-        try:
-            if path and flag == "--png":
-                figure.savefig(path, dpi=150)
-            elif path:
-                Path(path).write_bytes(page.encode("utf-8", "backslashreplace"))
-        except (OSError, ValueError) as error:
-            raise UserError(f"{flag} {path} cannot be written: {error}") from error
-        if path:
-            say(f"wrote {path}")
+        with writing("--html", args.html):
+            Path(args.html).write_bytes(page.encode("utf-8", "backslashreplace"))
+
+
+@contextmanager
+def writing(flag: str, path: str) -> Iterator[None]:
+    """Around writing a file: one line if it cannot be written, another one that says where it is."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        raise UserError(f"{flag} {path} cannot be written: {error}") from error
+    say(f"wrote {path}")
 
 
 if __name__ == "__main__":

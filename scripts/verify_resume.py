@@ -64,40 +64,56 @@ def differences(right: Any, other: Any, name: str) -> list[str]:
     if isinstance(right, (list, tuple)) and isinstance(other, (list, tuple)):
         right, other = dict(enumerate(right)), dict(enumerate(other))
     if isinstance(right, dict) and isinstance(other, dict):
-        pairs = ((key, right.get(key, "missing"), other.get(key, "missing")) for key in right | other)
-        return [text for key, a, b in pairs for text in differences(a, b, f"{name}.{key}")]
-    a, b = (f"{v.dtype} {tuple(v.shape)}" if isinstance(v, Tensor) else repr(v) for v in (right, other))
-    if a != b:  # as text, NaN equals NaN, and 0.0 differs from -0.0
-        return [f"{name}: {b}, not {a}"]
-    if not isinstance(right, Tensor) or not right.numel():
+        found = []
+        for key in right | other:
+            found += differences(right.get(key, "missing"), other.get(key, "missing"), f"{name}.{key}")
+        return found
+    if described(right) != described(other):
+        return [f"{name}: {described(other)}, not {described(right)}"]
+    if not isinstance(right, Tensor) or right.numel() == 0:
         return []
-    a, b = (tensor.reshape(-1, 1).contiguous().view(torch.uint8) for tensor in (right, other))
-    differing = int((a != b).any(dim=1).sum())
+    differs = (value_bytes(right) != value_bytes(other)).any(dim=1)
+    if not differs.any():
+        return []
     largest = (right.double() - other.double()).abs().nan_to_num(nan=inf).max().item()
-    return [f"{name}: {differing} of {len(a)} values differ, by at most {largest:.3g}"] if differing else []
+    return [f"{name}: {differs.sum()} of {len(differs)} values differ, by at most {largest:.3g}"]
+
+
+def described(value: Any) -> str:
+    """A value as text, in which NaN equals NaN and 0.0 differs from -0.0; of a tensor its type and shape."""
+    return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+
+
+def value_bytes(tensor: Tensor) -> Tensor:
+    """The bytes of each value [N, size of a value]."""
+    return tensor.reshape(-1, 1).contiguous().view(torch.uint8)
 
 
 def compare_metrics(right: list[dict], other: list[dict]) -> list[str]:
     """Differences of the records, one by one: other values, or records missing, duplicated or out of
     order."""
-    sides = [
-        [{k: v for k, v in each.items() if not TIMED.search(k)} for each in side] for side in (right, other)
-    ]
-    pairs = zip_longest(*sides, fillvalue={})
-    return [text for a, b in pairs for text in differences(a, b, f"update {(a or b)['update']}")]
+    found = []
+    for a, b in zip_longest(right, other, fillvalue={}):
+        update = (a or b)["update"]
+        found += differences(without_times(a), without_times(b), f"update {update}")
+    return found
+
+
+def without_times(record: dict) -> dict:
+    """A record without the fields that differ from run to run."""
+    return {key: value for key, value in record.items() if not TIMED.search(key)}
 
 
 def compare_runs(right: Run, other: Run) -> list[str]:
     """Differences between two finished runs: the first update that differs, and the first tensor in each
     file."""
-    differing = [compare_metrics(read_metrics(right.metrics), read_metrics(other.metrics))]
+    found = [compare_metrics(read_metrics(right.metrics), read_metrics(other.metrics))]
     for name in ("weights", "best_weights", "checkpoint"):
         try:
-            states = [contents(getattr(run, name)) for run in (right, other)]
-            differing.append(differences(states[0], states[1], name))
+            found.append(differences(contents(getattr(right, name)), contents(getattr(other, name)), name))
         except (SafetensorError, *UNREADABLE) as error:
-            differing.append([f"{name}: cannot be read ({reason(error)})"])
-    return [f"{texts[0]} ({len(texts)} in all)" for texts in differing if texts]
+            found.append([f"{name}: cannot be read ({reason(error)})"])
+    return [f"{texts[0]} ({len(texts)} in all)" for texts in found if texts]
 
 
 def contents(path: Path) -> dict:
@@ -123,69 +139,80 @@ class Kill(NamedTuple):
 def draw_kills(rng: random.Random, count: int, records: list[dict], ranks: int = 1) -> list[Kill]:
     """Kills spread evenly over a run with these records, all kinds equally often; `cache` first, where one is
     built. Half of them, at random, send SIGKILL to all processes; the others end it in the other ways."""
-    kinds = ["cache"] * (rng.randint(0, 1) if count < 3 else 1)
+    kinds: list[str] = []
+    if count >= 3 or rng.random() < 0.5:
+        kinds.append("cache")
     while len(kinds) < count:
         kinds += rng.sample(("start", "update", "save", "evaluation"), 4)
+    other_ways = ["signal", "launcher", "rank"] if ranks > 1 else ["signal"]
     numbers = [0, *(record["update"] for record in records)]
-    evaluated = [before for before, record in zip(numbers, records, strict=False) if "eval_loss" in record]
+    # the records before an evaluation
+    before_evaluations = [numbers[i] for i, record in enumerate(records) if "eval_loss" in record]
     kills, low, last = [], 0, numbers[-1]
     for i, kind in enumerate(kinds[:count]):
         low = max(low, last * i // count)
-        target = rng.choice(range(low, max(low + 1, last * (i + 1) // count)))
-        if kind == "evaluation":  # the record before an evaluation
-            target = next((number for number in evaluated if number >= target), target)
-        way = rng.choice(("all", rng.choice(("signal", "launcher", "rank") if ranks > 1 else ("signal",))))
+        high = max(low + 1, last * (i + 1) // count)
+        target = rng.randrange(low, high)
+        if kind == "evaluation":
+            target = next((number for number in before_evaluations if number >= target), target)
+        way = rng.choice(["all", rng.choice(other_ways)])
         kills.append(Kill(kind, min(target, last - 1), rng.random(), rng.random() < 0.5, way))
-        low = target + (kind not in ("start", "cache"))
+        low = target
+        if kind not in ("start", "cache"):
+            low += 1
     return kills
 
 
 def wait_for(kill: Kill, launch: Launch, start: float, update: float) -> str:
     """Wait for the moment of a kill (`start`, `update`: usual seconds); returns its kind, "" if the run ended
     before."""
-    run, kind = launch.run, kill.kind
+    run, kind, delay = launch.run, kill.kind, kill.delay * MAX_DELAY
     if kind == "cache":
         launch.wait(lambda: run.unfinished_caches() - launch.caches or launch.training())
-        if launch.training():
-            kind = "update"  # too late: the caches are complete
+        if not launch.training():
+            return kind if launch.wait(seconds=delay) else ""
+        kind = "update"  # too late: the caches are complete
     if kind == "start":
-        is_running = launch.wait(launch.training, kill.delay * start)
-    elif kind == "cache":
-        is_running = launch.wait(seconds=kill.delay * MAX_DELAY)
-    elif not launch.wait(lambda: launch.training() and run.last_update() >= kill.target):
-        is_running = False
-    elif kind == "update":
-        launch.find_processes()
-        is_running = launch.wait(seconds=kill.delay * update)
-    else:
-        launch.find_processes()
-        path = run.weights if kill.weights and kind == "save" else run.checkpoint
-        limit = update
-        if kind == "save":
-            path, limit = path.with_name(f".{path.name}.tmp"), inf
-        old = stamp(path)  # from the last save or an earlier kill
-        launch.wait(lambda: stamp(path) not in (None, old), limit)
-        is_running = launch.wait(seconds=kill.delay * MAX_DELAY)
-    return kind if is_running else ""
+        return kind if launch.wait(launch.training, kill.delay * start) else ""
+    if not launch.wait(lambda: launch.training() and run.last_update() >= kill.target):
+        return ""
+    launch.find_processes()
+    if kind == "update":
+        delay = kill.delay * update
+    elif kind == "save":
+        path = run.weights if kill.weights else run.checkpoint
+        wait_for_write(launch, path.with_name(f".{path.name}.tmp"), inf)
+    else:  # the evaluation follows the checkpoint
+        wait_for_write(launch, run.checkpoint, update)
+    return kind if launch.wait(seconds=delay) else ""
+
+
+def wait_for_write(launch: Launch, path: Path, limit: float) -> None:
+    """Wait until a file is written, or for `limit` seconds."""
+    before = stamp(path)  # from the last save or an earlier kill
+    launch.wait(lambda: stamp(path) not in (None, before), limit)
 
 
 def write_data(stage: str, folder: Path, args: Any, ranks: int, kills: int) -> None:
     """Write the built-in data, with enough records for these kills."""
     per_update = args.batch_size * args.accumulation_steps * ranks
-    per_epoch = ceil(max(UPDATES, UPDATES_PER_KILL * kills) / args.epochs) * per_update - per_update // 3
-    per_row = max(1, args.max_seq_len // MEAN_LENGTH) if args.packing else 1
-    corpus, source = make_corpus(0) | make_tour(0), {"pretrain": "pretrain", "dpo": "terse"}.get(stage, "sft")
+    updates = ceil(max(UPDATES, UPDATES_PER_KILL * kills) / args.epochs)
+    count = updates * per_update - per_update // 3  # the last window of an epoch is incomplete
+    if args.packing:
+        count *= max(1, args.max_seq_len // MEAN_LENGTH)
+    corpus = make_corpus(0) | make_tour(0)
+    source = {"pretrain": "pretrain", "dpo": "terse"}.get(stage, "sft")
     folder.mkdir(parents=True)
-    for end, count in ((".jsonl", per_epoch * per_row), ("_eval.jsonl", HELD_OUT)):
-        lines = [json.dumps(record) + "\n" for record in islice(cycle(corpus[source + end]), count)]
-        (folder / f"{stage}{end}").write_text("".join(lines), encoding="utf-8")
+    for ending, records in ((".jsonl", count), ("_eval.jsonl", HELD_OUT)):
+        lines = [json.dumps(record) + "\n" for record in islice(cycle(corpus[source + ending]), records)]
+        (folder / f"{stage}{ending}").write_text("".join(lines), encoding="utf-8")
 
 
 def write_weights(run: Run) -> None:
     """Write what a stage after SFT starts from, and a teacher, for all runs."""
     tokenizer, args = load_tokenizer(run.args.tokenizer_path), run.args
     teacher = replace(args, hidden_size=32, num_hidden_layers=1, use_moe=False)
-    for seed, (path, shape) in enumerate({run.start: args, run.teacher: teacher}.items()):
+    for seed, (path, shape) in enumerate([(run.start, args), (run.teacher, teacher)]):
         torch.manual_seed(seed)
         model, _ = init_model(model_config(tokenizer, shape), "none", args.tokenizer_path)
         save_weights(model, path)
@@ -218,10 +245,12 @@ def check(reference: Run, killed: Run, rng: random.Random, kills: int) -> Counte
     script."""
     _, seconds = train(reference, [])
     records = read_metrics(reference.metrics)
-    start, update = seconds - records[-1]["seconds"], records[-1]["seconds"] / records[-1]["update"]
-    done, _ = train(killed, draw_kills(rng, kills, records, killed.ranks), start, update)
-    if differing := compare_runs(reference, killed):
-        sys.exit("FAIL: " + "\n      ".join(differing))
+    trained = records[-1]["seconds"]
+    drawn = draw_kills(rng, kills, records, killed.ranks)
+    done, _ = train(killed, drawn, start=seconds - trained, update=trained / records[-1]["update"])
+    found = compare_runs(reference, killed)
+    if found:
+        sys.exit("FAIL: " + "\n      ".join(found))
     if not done:
         sys.exit("FAIL: nothing was checked, since each launch ended before its kill; make the run longer")
     print(f"  0 differing bits in weights and checkpoint, and in {len(records)} records", flush=True)
@@ -257,6 +286,20 @@ def parse_args() -> tuple[Any, list[str]]:
     return args, typed
 
 
+def new_folder(path: str | None) -> Path:
+    """The folder for the runs, which is created; a temporary one if no path is given. Raises UserError."""
+    if path is None:
+        return Path(tempfile.mkdtemp(prefix="verify_resume_")).resolve()
+    folder = Path(path).resolve()
+    try:
+        folder.mkdir(parents=True)
+    except OSError as error:
+        raise UserError(
+            f"--work_dir {folder} cannot be created ({error.strerror}); give a new folder"
+        ) from error
+    return folder
+
+
 def main() -> None:
     """Distribute the kills over the combinations, check each, and print the result."""
     args, typed = parse_args()
@@ -264,28 +307,26 @@ def main() -> None:
     for ranks, use_moe in combinations:  # finds wrong flags before any work
         Run(args.stage, ranks, use_moe, Path(), "reference", typed)
     seed = random.randrange(10**6) if args.seed is None else args.seed
-    work = Path(args.work_dir or tempfile.mkdtemp(prefix="verify_resume_")).resolve()
-    try:
-        work.mkdir(parents=True, exist_ok=not args.work_dir)
-    except OSError as error:
-        raise UserError(
-            f"--work_dir {work} cannot be created ({error.strerror}); give a new folder"
-        ) from error
+    work = new_folder(args.work_dir)
     print(f"{args.stage}, {args.kills} kills drawn with --seed {seed}, in {work}", flush=True)
     rng, begin, done = random.Random(seed), time.monotonic(), Counter()
     for i, (ranks, use_moe) in enumerate(combinations):
         kills = (args.kills + i) // len(combinations)
-        print(f"{ranks} rank{'s' * (ranks > 1)}, {'MoE' if use_moe else 'dense'}: {kills} kills", flush=True)
+        print(f"ranks: {ranks}, {'MoE' if use_moe else 'dense'}: {kills} kills", flush=True)
         folder = work / f"ranks_{ranks}_moe_{use_moe}"
-        runs = [Run(args.stage, ranks, use_moe, folder, name, typed) for name in ("reference", "killed")]
-        write_data(args.stage, folder, runs[0].args, ranks, kills)
+        reference = Run(args.stage, ranks, use_moe, folder, "reference", typed)
+        killed = Run(args.stage, ranks, use_moe, folder, "killed", typed)
+        write_data(args.stage, folder, reference.args, ranks, kills)
         if args.stage in AFTER_SFT:
-            write_weights(runs[0])
-        done += check(runs[0], runs[1], rng, kills)
+            write_weights(reference)
+        done += check(reference, killed, rng, kills)
     if not args.work_dir:
         shutil.rmtree(work)
-    counts = [Counter(part) for part in zip(*done.elements(), strict=True)]  # of kinds, of ways
-    how = "; ".join(", ".join(f"{count} {name}" for name, count in part.items()) for part in counts)
+    kinds, ways = Counter(), Counter()
+    for (kind, way), count in done.items():
+        kinds[kind] += count
+        ways[way] += count
+    how = "; ".join(", ".join(f"{count} {name}" for name, count in part.items()) for part in (kinds, ways))
     seconds = time.monotonic() - begin
     total = f"{done.total()} of {args.kills} kills"
     print(f"PASS: {total}, 0 differing bits ({how}; --seed {seed}, {seconds:.0f} s)")

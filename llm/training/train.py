@@ -57,7 +57,8 @@ def named_class(flag: str, name: str, base: type[C]) -> type[C]:
     found = import_named(flag, name)
     if not (isinstance(found, type) and issubclass(found, base)):
         raise UserError(f"{flag} {name} is not a subclass of {base.__name__} ({base.__module__})")
-    if missing := getattr(found, "__abstractmethods__", ()):
+    missing = getattr(found, "__abstractmethods__", ())
+    if missing:
         raise UserError(f"{flag} {name} does not implement {', '.join(sorted(missing))}")
     return found
 

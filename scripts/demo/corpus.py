@@ -303,12 +303,13 @@ def make_distillation(people: list[Person], quiz: list[dict], rng: random.Random
         for attribute in ATTRIBUTES:
             for language in LANGUAGES:
                 asked = [wording.format(n=person.name[language]) for wording in attribute.ask[language]]
-                kept = next((question for question in asked if question in in_quiz), None) or rng.choice(
-                    asked
-                )
-                replies = (answer(mistaken(person, attribute, rng), attribute, language) for _ in asked)
-                pairs = [pair for pair in zip(asked, replies, strict=True) if pair[0] != kept]
-                records += [conversation([pair], language, rng) for pair in pairs]
+                quizzed = [question for question in asked if question in in_quiz]
+                kept = quizzed[0] if quizzed else rng.choice(asked)
+                # all replies are drawn first, so that a seed gives the same files
+                replies = [answer(mistaken(person, attribute, rng), attribute, language) for _ in asked]
+                for question, reply in zip(asked, replies, strict=True):
+                    if question != kept:
+                        records.append(conversation([(question, reply)], language, rng))
                 held_out.append(conversation([(kept, answer(person, attribute, language))], language, rng))
     rng.shuffle(records)
     return {"distillation.jsonl": records, "distillation_eval.jsonl": rng.sample(held_out, 192)}

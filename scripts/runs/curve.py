@@ -2,6 +2,7 @@
 
 import math
 from html import escape
+from typing import NamedTuple
 
 from scripts.runs.run import Run
 
@@ -24,38 +25,38 @@ def tick_label(number: float) -> str:
     return f"{number / 1e3:g} k" if abs(number) >= 1e4 else f"{number:g}"
 
 
-def curve_svg(
-    runs: list[Run],
-    colors: list[str],
-    field: str,
-    x: str,
-    width: int,
-    height: int,
-    axes: list[str],
-    starts: list[float],
-) -> str:
-    """The curves of a field over `x`: thin what was measured in training, bold with dots on held-out data.
-    axes: the names of y and x. starts: where on the x axis each run begins. Empty where no run has the
-    field."""
-    lines: list[tuple[str, str, list[tuple[float, float]]]] = []  # class, color, points
-    for run, color, start in zip(runs, colors, starts, strict=True):
-        columns = run.columns(POINTS)
-        trained = (
-            columns.get("mean_loss", columns.get(field, [])) if field == "loss" else columns.get(field, [])
-        )
-        for name, values in (("trained", trained), ("held-out", columns.get(f"eval_{field}", []))):
-            points = [
-                (start + at, value)
-                for at, value in zip(columns[x], values, strict=False)
-                if at is not None and value is not None
-            ]
-            if points:
-                lines.append((name, color, points))
-    if not lines:
+class Curve(NamedTuple):
+    """What is drawn of a run."""
+
+    kind: str  # trained or held-out; its class in the page's CSS
+    color: str
+    points: list[tuple[float, float]]
+
+
+def curves_of(run: Run, color: str, field: str, x: str, start: float) -> list[Curve]:
+    """The curves of a field, as far as the run has it. start: where on the x axis the run begins."""
+    columns = run.columns(POINTS)
+    trained = "mean_loss" if field == "loss" and "mean_loss" in columns else field
+    curves = []
+    for kind, name in (("trained", trained), ("held-out", f"eval_{field}")):
+        points = []
+        for at, value in zip(columns[x], columns.get(name, []), strict=False):
+            if at is not None and value is not None:
+                points.append((start + at, value))
+        if points:
+            curves.append(Curve(kind, color, points))
+    return curves
+
+
+def curve_svg(curves: list[Curve], size: tuple[int, int], axes: list[str]) -> str:
+    """Curves as an SVG element: thin what was measured in training, bold with dots on held-out data. axes:
+    the names of y and x. Empty where there are no curves."""
+    if not curves:
         return ""
-    every = [point for _, _, points in lines for point in points]
-    right = max(at for at, _ in every)
-    low, high = min(value for _, value in every), max(value for _, value in every)
+    width, height = size
+    points = [point for curve in curves for point in curve.points]
+    right = max(at for at, _ in points)
+    low, high = min(value for _, value in points), max(value for _, value in points)
     pad = 0.04 * max(high - low, 1e-3)
     low, high = low - pad, high + pad
 
@@ -64,26 +65,23 @@ def curve_svg(
         down = TOP + (height - TOP - BOTTOM) * (high - value) / (high - low)
         return round(across, 1), round(down, 1)
 
+    def text(x: float, y: float, words: str, style: str) -> str:
+        return f'<text x="{x}" y="{y}" {style}>{escape(words)}</text>'
+
     parts = [f'<svg viewBox="0 0 {width} {height}" role="img">']
     for number in ticks(low, high, 6):
         _, y = place(0, number)
         parts.append(f'<line class="grid" x1="{LEFT}" y1="{y}" x2="{width - RIGHT}" y2="{y}"/>')
-        parts.append(
-            f'<text x="{LEFT - 8}" y="{y + 5}" text-anchor="end">{tick_label(round(number, 6))}</text>'
-        )
+        parts.append(text(LEFT - 8, y + 5, tick_label(round(number, 6)), 'text-anchor="end"'))
     for number in ticks(0, right, max(3, width // 130)):
         at, _ = place(number, low)
-        parts.append(
-            f'<text x="{at}" y="{height - BOTTOM + 20}" text-anchor="middle">{tick_label(number)}</text>'
-        )
-    parts.append(f'<text x="{LEFT}" y="15" class="axis">{escape(axes[0])}</text>')
-    parts.append(
-        f'<text x="{width - RIGHT}" y="{height - 6}" text-anchor="end" class="axis">{escape(axes[1])}</text>'
-    )
-    for name, color, points in lines:
-        placed = [place(*point) for point in points]
+        parts.append(text(at, height - BOTTOM + 20, tick_label(number), 'text-anchor="middle"'))
+    parts.append(text(LEFT, 15, axes[0], 'class="axis"'))
+    parts.append(text(width - RIGHT, height - 6, axes[1], 'text-anchor="end" class="axis"'))
+    for curve in curves:
+        placed = [place(*point) for point in curve.points]
         path = " ".join(f"{at},{y}" for at, y in placed)
-        parts.append(f'<polyline class="{name}" stroke="{color}" points="{path}"/>')
-        if name == "held-out" and len(placed) <= 40:
-            parts += [f'<circle cx="{at}" cy="{y}" r="4" fill="{color}"/>' for at, y in placed]
+        parts.append(f'<polyline class="{curve.kind}" stroke="{curve.color}" points="{path}"/>')
+        if curve.kind == "held-out" and len(placed) <= 40:
+            parts += [f'<circle cx="{at}" cy="{y}" r="4" fill="{curve.color}"/>' for at, y in placed]
     return "".join(parts) + "</svg>"

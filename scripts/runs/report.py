@@ -6,9 +6,10 @@ import io
 import json
 import math
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
-from scripts.runs.curve import curve_svg
+from scripts.runs.curve import Curve, curve_svg, curves_of
 from scripts.runs.run import FORECAST, Run
 from scripts.runs.words import WORDS, amount, long_time
 from trainer.report.metrics import duration
@@ -75,25 +76,29 @@ def verdict(run: Run, lang: str) -> list[str]:
     if "reward" in run.figures:
         rewards = [each["reward"] for each in run.records if "reward" in each]
         count = max(1, len(rewards) // 10)
-        first, last = (sum(part) / count for part in (rewards[:count], rewards[-count:]))
+        first, last = fmean(rewards[:count]), fmean(rewards[-count:])
         return [words["reward"].format(first=first, last=last)]
-    found = [(each["update"], each["eval_loss"]) for each in run.records if "eval_loss" in each]
-    if not found:
+    evaluations = [(each["update"], each["eval_loss"]) for each in run.records if "eval_loss" in each]
+    if not evaluations:
         return [words["nothing held out"]]
-    (last_update, now), (_, first) = found[-1], found[0]
-    low, low_update = min((value, update) for update, value in found)
-    before = [value for update, value in found if update <= 0.8 * last_update]
-    if len(found) == 1:
+    (last_update, now), (_, first) = evaluations[-1], evaluations[0]
+    low, low_update = min((value, update) for update, value in evaluations)
+    earlier = first  # the last evaluation before the last fifth of the run
+    for update, value in evaluations:
+        if update <= 0.8 * last_update:
+            earlier = value
+    if len(evaluations) == 1:
         said.append(words["one evaluation"].format(now=now))
     elif now - low > SAME * abs(low):
         said.append(words["risen"].format(low=low, update=f"{low_update:,.0f}", now=now))
-    elif (before or [first])[-1] - now > SAME * abs(now):
+    elif earlier - now > SAME * abs(now):
         said.append(words["falling"].format(first=first, now=now))
     else:
         said.append(words["flat"].format(first=first, now=now))
     if not math.isnan(bytes_read(run)) and now < 20:
-        choices = math.exp(now)
-        said.append(words["choices"].format(count=f"{choices:,.1f}" if choices < 10 else f"{choices:,.0f}"))
+        count = math.exp(now)
+        text = f"{count:,.1f}" if count < 10 else f"{count:,.0f}"
+        said.append(words["choices"].format(count=text))
     return said
 
 
@@ -117,10 +122,11 @@ def outcomes(metrics: Path, run: Run) -> list[Outcome]:
 
 def outcome(metrics: Path, run: Run) -> str | None:
     """The same as a line for the console; None without a plan."""
-    names = {"time": "time", "tokens": "tokens", "eval_loss": "held-out loss"}
-    found = outcomes(metrics, run)
-    parts = [f"{names[each.name]} {each.came} (planned {each.planned})" for each in found]
-    return ", ".join(parts) if parts else None
+    parts = []
+    for each in outcomes(metrics, run):
+        name = "held-out loss" if each.name == "eval_loss" else each.name
+        parts.append(f"{name} {each.came} (planned {each.planned})")
+    return ", ".join(parts) or None
 
 
 def svg(figure: Any) -> str:
@@ -159,15 +165,14 @@ def page(
     from markupsafe import Markup
 
     words, every = WORDS[lang], list(runs.values())
-    columns = [{"reward": words["reward axis"], "loss": words["loss axis"]}.get(field, field), words[x]]
-    starts = [0.0] * len(every)
-    if are_stages(every):  # each begins where the one before ended
-        for i in range(1, len(every)):
-            starts[i] = starts[i - 1] + every[i - 1].figures[x]
-    curves = []
-    for width, height in ((760, 430), (400, 330)):
-        drawn = curve_svg(every, colors, field, x, width, height, columns, starts)
-        curves.append(Markup(drawn))
+    axes = [words.get(f"{field} axis", field), words[x]]
+    curves: list[Curve] = []
+    start = 0.0
+    for run, color in zip(every, colors, strict=True):
+        curves += curves_of(run, color, field, x, start)
+        if are_stages(every):  # each begins where the one before ended
+            start += run.figures[x]
+    sizes = ((760, 430), (400, 330))  # for a wide and a narrow window
     # of stages the last one, of runs to compare the best, which is the first
     by_interest = every[::-1] if are_stages(every) else every
     told = max(by_interest, key=lambda run: bool(run.samples or run.rollout))
@@ -186,10 +191,10 @@ def page(
         table=table if len(every) > MANY_RUNS else list(zip(*table, strict=True)),
         is_turned=len(every) <= MANY_RUNS,
         names=[row[0] for row in rows[1:]],
-        runs=[*zip(every, rows[1:], colors, strict=True)],
+        runs=list(zip(every, rows[1:], colors, strict=True)),
         verdicts=[verdict(run, lang) for run in every],
         outcomes=[outcomes(path, run) for path, run in runs.items()],
-        curves=curves,
+        curves=[Markup(curve_svg(curves, size, axes)) for size in sizes],
         has_held_out=any(f"eval_{field}" in record for run in every for record in run.records),
         other_curves=Markup(svg(others)),
         dumps=json.dumps,

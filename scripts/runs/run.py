@@ -19,18 +19,9 @@ AXES = ("update", "tokens", "seconds")  # of the curves; each record has them
 LATEST = (*AXES, "loss", "eval_loss", "reward", "eval_reward")  # figures: the last finite value counts
 RESULTS = ("loss", "eval_loss", "best_eval_loss", "best_update", "reward", "eval_reward")
 FIGURES = (*RESULTS, *AXES)
-PLACES = {
-    "save_weight",
-    "save_dir",
-    "checkpoint_dir",
-    "cache_dir",
-    "from_resume",
-    "resume_from",
-    "log_file",
-    "log_dir",
-}
 # settings that say where a run lies and how often it reports, not what it does
-PLACES |= {"tensorboard_dir", "log_interval", "eval_interval", "save_interval"}
+PLACES = {"save_weight", "save_dir", "checkpoint_dir", "cache_dir", "tensorboard_dir", "log_file", "log_dir"}
+PLACES |= {"from_resume", "resume_from", "log_interval", "eval_interval", "save_interval"}
 PROMPTS, ANSWERS, WARNINGS, CHARACTERS = 8, 5, 20, 400  # that are kept of a run; characters of a text
 # records that are read at a time, some four milliseconds of work; seconds behind them
 BLOCK, PAUSE = 500, 0.001
@@ -68,44 +59,49 @@ class Run:
 
     def add(self, record: dict[str, Any] | None) -> None:
         """Take a record; one without a number on each of AXES is damaged."""
-        fields = (record or {}).items()
-        numbers = {name: number for name, value in fields if not math.isnan(number := finite_number(value))}
-        if record is None or not numbers.keys() >= {*AXES}:
+        numbers = {}
+        for name, value in (record or {}).items():
+            number = finite_number(value)
+            if not math.isnan(number):
+                numbers[name] = number
+        if record is None or not numbers.keys() >= set(AXES):
             self.damaged += 1
             return
-        update, lists = record["update"], {name: value for name, value in fields if type(value) is list}
-        latest = numbers | {"loss": numbers.get("mean_loss" if "mean_loss" in record else "loss", math.nan)}
-        self.figures |= {name: latest[name] for name in LATEST if not math.isnan(latest.get(name, math.nan))}
+        for name in LATEST:
+            field = "mean_loss" if name == "loss" and "mean_loss" in record else name
+            if field in numbers:
+                self.figures[name] = numbers[field]
         if numbers.get("eval_loss", math.inf) < self.figures.get("best_eval_loss", math.inf):
-            self.figures |= {"best_eval_loss": numbers["eval_loss"], "best_update": update}
+            self.figures |= {"best_eval_loss": numbers["eval_loss"], "best_update": record["update"]}
         if any(name in record and name not in numbers for name in ("loss", "mean_loss")):
             numbers["not_finite"] = 1.0
+        lists = {name: value for name, value in record.items() if type(value) is list}
         if lists:
-            self.add_lists(update, numbers, lists)
+            self.add_lists(record["update"], numbers, lists)
         self.records.append(numbers)
 
     def add_lists(self, update: int, numbers: dict[str, float], lists: dict[str, list]) -> None:
         """Take the lists of a record: skipped updates and loads of experts as numbers, warnings, samples."""
-        loads = {
-            f"expert_load.{i}": finite_number(share) for i, share in enumerate(lists.get("expert_load", ()))
-        }
-        numbers |= {name: share for name, share in loads.items() if not math.isnan(share)}
-        numbers |= {"skipped": float(len(lists["skipped"]))} if "skipped" in lists else {}
-        self.warnings = [*self.warnings, *((update, _text(each)) for each in lists.get("warnings", ()))][
-            :WARNINGS
-        ]
-        found = [
-            each for each in lists.get("samples", ())[:PROMPTS] if isinstance(each, dict) and "prompt" in each
-        ]
-        if any("reward" in sample for sample in found):  # of a rollout, each of which has other prompts
+        for i, value in enumerate(lists.get("expert_load", [])):
+            share = finite_number(value)
+            if not math.isnan(share):
+                numbers[f"expert_load.{i}"] = share
+        if "skipped" in lists:
+            numbers["skipped"] = float(len(lists["skipped"]))
+        self.warnings += [(update, _text(warning)) for warning in lists.get("warnings", [])]
+        del self.warnings[WARNINGS:]
+        samples = lists.get("samples", [])[:PROMPTS]
+        samples = [sample for sample in samples if isinstance(sample, dict) and "prompt" in sample]
+        if any("reward" in sample for sample in samples):  # of a rollout, each of which has other prompts
             self.rollout = {}
-        for sample in found:
+        for sample in samples:
             kept = self.rollout if "reward" in sample else self.samples
             answers = kept.setdefault(_text(sample["prompt"]), [])
             answer = _text(sample.get("answer", sample.get("completion")))
-            answers += [(update, answer)] if not answers or answers[-1][1] != answer else []
+            if not answers or answers[-1][1] != answer:
+                answers.append((update, answer))
             del answers[1 : 1 - ANSWERS]
-        for prompt in [*self.samples][:-PROMPTS]:
+        for prompt in list(self.samples)[:-PROMPTS]:
             del self.samples[prompt]
 
     def stride(self, points: int) -> int:
@@ -120,15 +116,14 @@ class Run:
         for name in dict.fromkeys(chain.from_iterable(self.records)):
             values = [record.get(name, math.nan) for record in self.records]
             is_last = name in (*AXES, "seconds_left")
-            values += [values[-1] if is_last else math.nan] * (-len(values) % stride)
+            filler = values[-1] if is_last else math.nan
+            values += [filler] * (-len(values) % stride)
             groups = np.ma.masked_invalid(np.reshape(values, (-1, stride)))  # [points, stride]
             thinned = groups.sum(axis=1) if name in COUNTED else groups.mean(axis=1)
             columns[name] = groups[:, -1].tolist() if is_last else _short(thinned)
             if name in SPREAD and stride > 1:
-                columns |= {
-                    f"{name}_low": _short(groups.min(axis=1)),
-                    f"{name}_high": _short(groups.max(axis=1)),
-                }
+                columns[f"{name}_low"] = _short(groups.min(axis=1))
+                columns[f"{name}_high"] = _short(groups.max(axis=1))
         return columns
 
 
@@ -139,7 +134,9 @@ def _short(values: np.ma.MaskedArray) -> list[float | None]:
 
 def _text(value: Any) -> str:
     """A value of a file as text of bounded length, as a command line has it."""
-    text = str(int(value)) if isinstance(value, bool) else "none" if value is None else str(value)
+    if value is None:
+        return "none"
+    text = str(int(value)) if isinstance(value, bool) else str(value)
     return text if len(text) <= CHARACTERS else text[:CHARACTERS] + " …"
 
 
@@ -184,5 +181,8 @@ def differing(runs: list[dict[str, str]]) -> list[str]:
 
 def shown(figures: dict[str, float], name: str) -> str:
     """A figure of a run as text, `-` if it has none."""
-    form = {"seconds": ",.1f"}.get(name, ",.0f" if name in ("update", "tokens", "best_update") else ".4f")
-    return format(figures[name], form) if name in figures else "-"
+    if name not in figures:
+        return "-"
+    if name in ("update", "tokens", "best_update"):
+        return f"{figures[name]:,.0f}"
+    return f"{figures[name]:,.1f}" if name == "seconds" else f"{figures[name]:.4f}"

@@ -15,9 +15,13 @@ from hypothesis import strategies as st
 
 from common.arguments import parse_args
 from common.errors import UserError
+from common.settings import ModelConfig
 from dataset.lm_dataset import TokenDataset
 from scripts import chat, plan
+from scripts.planning import machine, report, stages
+from scripts.planning.choice import SMALLEST_SHARE, Plan, Planner, choose
 from scripts.planning.machine import Cost
+from scripts.planning.stages import Stage
 from tests.conftest import sentence, write_jsonl
 from trainer import train_full_sft, train_pretrain
 from trainer.optim import rules
@@ -62,12 +66,7 @@ def commands(folder) -> list[list[str]]:
 
 def test_each_command_of_the_shell_file_is_one_that_its_script_takes(start, data, tmp_path):
     out = start(
-        "--depth",
-        1,
-        "--hours",
-        1,
-        sft_data=data / "chat.jsonl",
-        tokenizer_path=plan.ModelConfig.tokenizer_path,
+        "--depth", 1, "--hours", 1, sft_data=data / "chat.jsonl", tokenizer_path=ModelConfig.tokenizer_path
     )
     pretrain, sft, report = commands(tmp_path)
     assert chat_flags(tmp_path).weight is None and chat_flags(tmp_path).form == "chat"
@@ -100,7 +99,7 @@ def chat_flags(folder):
 
 
 def test_after_pretraining_alone_the_chat_continues_texts(start, tmp_path):
-    out = start("--depth", 3, tokenizer_path=plan.ModelConfig.tokenizer_path)
+    out = start("--depth", 3, tokenizer_path=ModelConfig.tokenizer_path)
     flags = chat_flags(tmp_path)
     assert (flags.weight, flags.form, flags.save_dir) == ("pretrain", "text", str(tmp_path))
     assert f"--save_dir {tmp_path} --weight pretrain --form text" in out
@@ -125,7 +124,7 @@ def test_a_name_that_is_no_utf_8(start, data, tmp_path):
 @pytest.mark.parametrize("seconds", [0.0, 1e9])
 def test_other_programs_that_use_the_cores_are_named(start, monkeypatch, seconds):
     used = iter([0.0, seconds])
-    monkeypatch.setattr(plan, "cpu_seconds_of_others", lambda: next(used))
+    monkeypatch.setattr(machine, "cpu_seconds_of_others", lambda: next(used))
     assert ("other programs used" in start("--depth", 1)) == (seconds > 0)
 
 
@@ -139,7 +138,7 @@ def test_few_data_get_a_vocabulary_of_their_own(start, tmp_path):
 
 
 def test_a_gpu_is_arithmetic_with_its_data_sheet(start, tmp_path):
-    out = start("--gpu", "rtx4090", "--size", "500k", tokenizer_path=plan.ModelConfig.tokenizer_path)
+    out = start("--gpu", "rtx4090", "--size", "500k", tokenizer_path=ModelConfig.tokenizer_path)
     assert "arithmetic for rtx4090" in out and ", measured" not in out and "64 x 1: 0.47 M parameters" in out
 
 
@@ -157,7 +156,7 @@ def test_a_gpu_is_arithmetic_with_its_data_sheet(start, tmp_path):
 )
 def test_wrong_flags_are_one_line(start, flags, line):
     with pytest.raises(UserError) as error:
-        start(*flags, tokenizer_path=plan.ModelConfig.tokenizer_path)
+        start(*flags, tokenizer_path=ModelConfig.tokenizer_path)
     assert line in str(error.value) and "\n" not in str(error.value)
 
 
@@ -196,8 +195,8 @@ def test_conversations_alone_are_pretrained_on_and_then_taught(start, data, tmp_
 
 
 def test_too_little_time_is_said_before_all_is_tokenised(start, monkeypatch, tmp_path):
-    monkeypatch.setattr(plan, "LITTLE_TEXT", 0)
-    monkeypatch.setattr(plan, "START", 3.0)
+    monkeypatch.setattr(stages, "LITTLE_TEXT", 0)
+    monkeypatch.setattr(stages, "START", 3.0)
     with pytest.raises(UserError, match=r"--hours 0.001: 100 updates of a model of 192 x 3 take"):
         start("--hours", 0.001, "--depth", 3, cache_dir=tmp_path / "cache")
     assert not (tmp_path / "cache").exists()
@@ -226,11 +225,11 @@ COSTS = st.builds(
 def test_a_plan_keeps_to_memory_and_time(costs, memory, limit):
     data, held_out = Data(num_tokens=3 * 10**6, items=10**4), Data(num_tokens=6 * 10**4, items=200)
     args = train_pretrain.Args(batch_size=None, learning_rate=None, accumulation_steps=1)
-    stages = [plan.Stage(train_pretrain, args, data, held_out, 1, Cost())]
+    without_model = [Stage(train_pretrain, args, data, held_out, 1, Cost())]
     try:
-        best, limited = plan.choose(stages, costs, memory, limit, lambda tokens: 5.0)
+        best, limited = choose(Planner(without_model, memory, limit, lambda tokens: 5.0), costs)
     except UserError:
-        stage = stages[0].with_model(min(costs), costs[min(costs)], 1, memory, plan.SMALLEST_SHARE)
+        stage = without_model[0].with_model(min(costs), costs[min(costs)], 1, memory, SMALLEST_SHARE)
         assert len(costs) > 1 or stage.memory > memory or stage.seconds > limit
         return
     (stage,) = best.stages
@@ -260,19 +259,19 @@ def test_a_loss_is_forecast_only_where_runs_were_measured(tokens, passes, depth,
     cache = SimpleNamespace(report={"target_bytes": 3000, "targets": 1000})
     data = Data(num_tokens=tokens, items=100, cache=cache)
     args = train_pretrain.Args(hidden_size=64 * depth, num_hidden_layers=depth, epochs=passes)
-    stage = plan.Stage(train_pretrain, args, data, data, 1, Cost())
-    line = plan.loss_forecast(plan.Plan([stage], 5.0, 1.0, 1.0))
+    stage = Stage(train_pretrain, args, data, data, 1, Cost())
+    line = report.describe_loss(Plan([stage], 5.0, 1.0, 1.0), data)
     assert ("5.00 (4.75 to 5.25)" in line) == is_known and ("no forecast" in line) != is_known
 
 
 def test_little_time_takes_a_part_of_the_data():
     data, held_out = Data(num_tokens=3 * 10**6, items=10**4), Data(num_tokens=6 * 10**4, items=200)
     args = train_pretrain.Args(batch_size=None, learning_rate=None, accumulation_steps=1)
-    stages = [plan.Stage(train_pretrain, args, data, held_out, 1, Cost())]
+    without_model = [Stage(train_pretrain, args, data, held_out, 1, Cost())]
     costs = {1: Cost(10**6, 1e7, 1e-3, 0.01, 1e4, True)}  # 3,000 s for a pass
-    best, limited = plan.choose(stages, costs, 1e11, 600.0, lambda tokens: 5.0)
+    best, limited = choose(Planner(without_model, 1e11, 600.0, lambda tokens: 5.0), costs)
     (stage,) = best.stages
     assert limited == "hours" and stage.args.epochs == 1 and 400 < best.seconds <= 600
     assert 0 < stage.args.max_tokens < data.num_tokens and stage.tokens < 600_000
-    row = next(line for line in plan.describe(best, limited) if "share of the data" in line)
+    row = next(line for line in report.describe(best, limited) if "share of the data" in line)
     assert 0.1 < float(row.split()[-1]) < 0.2

@@ -58,6 +58,31 @@ def first_samples(dataset: StageDataset, seed: int, count: int) -> list[dict[str
     return rows
 
 
+def peer_settings(args: Any, tokenizer: Any, state: TrainState, folder: Path) -> dict[str, Any]:
+    """What tools/bench/peers.py is told: ours, so that both train the same model in the same way."""
+    config = cast(MiniMindConfig, state.lm_config)
+    flags: dict[str, Any] = {"device": str(state.device)}
+    for name in FLAGS:
+        value = getattr(args, name)
+        flags[name] = int(value) if isinstance(value, bool) else value
+    stock = json.loads(config.to_json_string(use_diff=False))
+    stock.pop("model_type")
+    return {
+        "peer": args.peer,
+        "stage": args.stage,
+        "path": str(Path(args.peer_path or ".").resolve()),
+        "data": str(folder / "data.jsonl"),
+        "weights": str(folder / "weights.pth"),
+        "folder": str(folder / "out"),
+        "tokenizer": str(Path(tokenizer.name_or_path).resolve()),
+        "pad_id": tokenizer.pad_token_id or 0,
+        "flags": flags,
+        "shape": {name: getattr(config, name) for name in BEYOND_FLAGS},
+        "stock": stock,
+        "bf16": autocast_dtype(state.autocast, state.device) == torch.bfloat16,
+    }
+
+
 class Peer:
     """Another trainer on the first samples of our epoch, in a process that ends when this context manager
     exits."""
@@ -66,39 +91,18 @@ class Peer:
         """args: of scripts/benchmark.py. state: ours, untrained: for the weights, shape and device of
         both."""
         self.args, self.folder = args, tempfile.TemporaryDirectory(prefix="benchmark-")
-        folder, config = Path(self.folder.name), cast(MiniMindConfig, state.lm_config)
+        folder = Path(self.folder.name)
         updates = args.warmup + args.repeat * args.updates
         samples = first_samples(data, args.seed, updates * args.accumulation_steps * args.batch_size)
-        (folder / "data.jsonl").write_text(
-            "".join(json.dumps(sample) + "\n" for sample in samples), encoding="utf-8"
-        )
+        lines = [json.dumps(sample) + "\n" for sample in samples]
+        (folder / "data.jsonl").write_text("".join(lines), encoding="utf-8")
         torch.save(unwrap(state.model).state_dict(), folder / "weights.pth")
-        flags = {name: getattr(args, name) for name in FLAGS} | {"device": str(state.device)}
-        stock = json.loads(config.to_json_string(use_diff=False))
-        stock.pop("model_type")
-        settings = {
-            "peer": args.peer,
-            "stage": args.stage,
-            "path": str(Path(args.peer_path or ".").resolve()),
-            "data": str(folder / "data.jsonl"),
-            "weights": str(folder / "weights.pth"),
-            "folder": str(folder / "out"),
-            "tokenizer": str(Path(tokenizer.name_or_path).resolve()),
-            "pad_id": tokenizer.pad_token_id or 0,
-            "flags": {
-                name: int(value) if isinstance(value, bool) else value for name, value in flags.items()
-            },
-            "shape": {name: getattr(config, name) for name in BEYOND_FLAGS},
-            "stock": stock,
-            "bf16": autocast_dtype(state.autocast, state.device) == torch.bfloat16,
-        }
+        settings = peer_settings(args, tokenizer, state, folder)
         # its imports come from its checkout, not from ours, its caches are in `folder`
-        env = os.environ | {
-            "HF_HOME": str(folder / "hf"),
-            "HF_HUB_OFFLINE": "1",
-            "TOKENIZERS_PARALLELISM": "false",
-        }
-        env["PYTHONPATH"] = settings["path"] if args.peer == "minimind" else ""
+        env = os.environ | {"HF_HOME": str(folder / "hf"), "HF_HUB_OFFLINE": "1"}
+        env |= {"TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": ""}
+        if args.peer == "minimind":
+            env["PYTHONPATH"] = settings["path"]
         log = folder / "log"
         self.log = open(log, "w+", encoding="utf-8", errors="replace")  # noqa: SIM115 (until exit)
         command = [sys.executable, str(ROOT / "tools/bench/peers.py")]
@@ -116,8 +120,9 @@ class Peer:
         if "seconds" not in reply:
             self.process.wait(60)
             self.log.seek(0)
-            last = ([line.strip() for line in self.log if line.strip()] or ["it printed nothing"])[-1]
-            raise UserError(f"--peer {self.args.peer} cannot train: {reply.get('error', last)}")
+            lines = [line.strip() for line in self.log if line.strip()]
+            why = reply.get("error") or (lines[-1] if lines else "it printed nothing")
+            raise UserError(f"--peer {self.args.peer} cannot train: {why}")
         return reply
 
     def _send(self, line: str) -> None:

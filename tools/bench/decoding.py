@@ -95,20 +95,27 @@ def main() -> None:
     model, tokenizer = load_model(args)
     data = PromptDataset(args.data_path, tokenizer, 512, str(Path(args.save_dir) / "cache"))
     endless = itertools.cycle(list(data[i].input_ids) for i in range(len(data)))
-    parts = (model, tokenizer, args.max_gen_len)
-    decoders = {"ours": our_decoder(*parts), "generate": stock_decoder(*parts)}
-    rounds: dict[str, list[tuple[float, int]]] = {name: [] for name in decoders}  # seconds and tokens
+    decoders = {
+        "ours": our_decoder(model, tokenizer, args.max_gen_len),
+        "generate": stock_decoder(model, tokenizer, args.max_gen_len),
+    }
+    rates: dict[str, list[float]] = {name: [] for name in decoders}  # tokens per second of each round
+    lengths: dict[str, list[float]] = {name: [] for name in decoders}  # tokens per completion
+    order = list(decoders)
     for number in range(args.repeat + 1):
         prompts = list(itertools.islice(endless, args.prompts))
-        for name in list(decoders)[:: 1 if number % 2 else -1]:
+        for name in order:
             begin = time.perf_counter()
             tokens = sum(decoders[name](prompts))
-            rounds[name] += [(time.perf_counter() - begin, tokens)] * (number > 0)
-    rates = {name: [tokens / seconds for seconds, tokens in each] for name, each in rounds.items()}
-    for name, each in rounds.items():
-        length = statistics.mean(tokens for _, tokens in each) / (args.prompts * GROUP)
-        say(f"{name}: {statistics.median(rates[name]):,.0f} tokens/s, {length:.1f} tokens per completion")
-    ratios = [ours / other for ours, other in zip(*rates.values(), strict=True)]
+            seconds = time.perf_counter() - begin
+            if number > 0:
+                rates[name].append(tokens / seconds)
+                lengths[name].append(tokens / (args.prompts * GROUP))
+        order.reverse()
+    for name in decoders:
+        rate, length = statistics.median(rates[name]), statistics.mean(lengths[name])
+        say(f"{name}: {rate:,.0f} tokens/s, {length:.1f} tokens per completion")
+    ratios = [ours / other for ours, other in zip(rates["ours"], rates["generate"], strict=True)]
     say(f"ratio: {statistics.median(ratios):.2f} ({', '.join(f'{ratio:.2f}' for ratio in ratios)})")
 
 

@@ -31,7 +31,6 @@ from model.sampling import default_sampling
 from scripts.train_tokenizer import PIECES
 from tools.convert.hugging_face import own_tensors, stock_config
 
-ARCHITECTURES = ("qwen3", "qwen3moe")  # dense, MoE
 QUANTIZED = "q8_0"
 GENERATION_MARK = re.compile(r"\{%(-?)\s*(?:end)?generation\s*(-?)%\}")
 EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(\w+)\.weight")
@@ -58,7 +57,8 @@ def write_gguf(
     gguf = gguf_package()
     config = cast(MiniMindConfig, model.config)
     check_representable(config)
-    writer = gguf.GGUFWriter(path, ARCHITECTURES[config.use_moe])
+    architecture = "qwen3moe" if config.use_moe else "qwen3"
+    writer = gguf.GGUFWriter(path, architecture)
     _add_shape(writer, config)
     sampling = default_sampling(model)
     writer.add_sampling_temp(sampling.temperature)
@@ -69,8 +69,8 @@ def write_gguf(
     writer.add_file_type(types.get(dtype, gguf.LlamaFileType.MOSTLY_Q8_0))
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     stored: dict[str, Tensor] = {}
-    arch = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}[ARCHITECTURES[config.use_moe]]
-    names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
+    number = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}[architecture]
+    names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
     for key, tensor in _stacked_experts(own_tensors(model)).items():
         kind = _kind(gguf, key, tensor, dtype)
         data = gguf.quantize(tensor.float().numpy(), kind)
@@ -104,14 +104,17 @@ def _kind(gguf: Any, name: str, tensor: Tensor, dtype: Any) -> Any:
     if tensor.ndim == 1 or name.endswith("mlp.gate.weight") or dtype == torch.float32:
         return kinds.F32
     block_size = gguf.GGML_QUANT_SIZES[kinds.Q8_0][0]
-    return kinds.Q8_0 if dtype == QUANTIZED and tensor.shape[-1] % block_size == 0 else kinds.F16
+    if dtype == QUANTIZED and tensor.shape[-1] % block_size == 0:
+        return kinds.Q8_0
+    return kinds.F16
 
 
 def _stacked_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """The tensors with those of all experts of a layer in one, [E, out, in]."""
     experts: dict[str, list[Tensor]] = {}
     for name in list(tensors):
-        if found := EXPERT.fullmatch(name):
+        found = EXPERT.fullmatch(name)
+        if found:
             experts.setdefault(f"{found[1]}.{found[3]}.weight", []).append(tensors.pop(name))
     return tensors | {name: torch.stack(parts) for name, parts in experts.items()}
 
@@ -161,7 +164,8 @@ def _add_tokenizer(writer: Any, tokenizer: PreTrainedTokenizerBase, vocab_size: 
         [each if isinstance(each, str) else " ".join(each) for each in content["model"]["merges"]]
     )
     for which in ("bos", "eos", "unk", "pad"):
-        if (token_id := getattr(tokenizer, f"{which}_token_id")) is not None:
+        token_id = getattr(tokenizer, f"{which}_token_id")
+        if token_id is not None:
             getattr(writer, f"add_{which}_token_id")(token_id)
     writer.add_eot_token_id(tokenizer.eos_token_id)
     writer.add_add_bos_token(tokenizer.encode("a") != tokenizer.encode("a", add_special_tokens=False))

@@ -36,18 +36,20 @@ NOT_EXPORTED = ("use_moe", "dropout", "tokenizer_sha256", "inference_rope_scalin
 def stock_config(config: MiniMindConfig) -> PretrainedConfig:
     """The config of the stock model with the arithmetic of this one. Raises UserError if a field has a value
     that stock Qwen3 lacks."""
-    kind, architecture = (
-        (Qwen3MoeConfig, "Qwen3MoeForCausalLM") if config.use_moe else (Qwen3Config, "Qwen3ForCausalLM")
-    )
+    kind, architecture = Qwen3Config, "Qwen3ForCausalLM"
+    if config.use_moe:
+        kind, architecture = Qwen3MoeConfig, "Qwen3MoeForCausalLM"
     fields = config.own_fields()
     exported = [name for name in fields if name not in NOT_EXPORTED]
     common = {name: fields[name] for name in exported if name in kind.__annotations__}
     stock = kind(**common, architectures=[architecture])
     carried = {name: getattr(stock, name) for name in common}
     as_default = MiniMindConfig(**carried).own_fields()
-    # 0, False: without it
-    other = (name for name in exported if (as_default[name] or None) != (fields[name] or None))
-    lost = [f"{name} {fields[name]!r}" for name in other]
+    lost = []
+    for name in exported:
+        is_off = not as_default[name] and not fields[name]  # 0, False, None
+        if as_default[name] != fields[name] and not is_off:
+            lost.append(f"{name} {fields[name]!r}")
     if lost:
         raise UserError(
             f"stock Qwen3 has no {', '.join(lost)}; the model can only be used with this repository"
@@ -75,8 +77,8 @@ def write_folder(
     config.save_pretrained(folder)
     _add_earlier_names(folder / CONFIG_FILE, config)
     special = {name: getattr(config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    sampling = {"do_sample": False}
-    if (own := default_sampling(model)).temperature:
+    own, sampling = default_sampling(model), {"do_sample": False}
+    if own.temperature:
         sampling = {"do_sample": True, "temperature": own.temperature, "top_p": own.top_p, "top_k": own.top_k}
     GenerationConfig(**sampling, **special).save_pretrained(folder)
     write_tokenizer(folder, tokenizer)

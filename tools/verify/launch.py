@@ -10,6 +10,7 @@ from contextlib import suppress
 from math import inf
 from pathlib import Path
 from subprocess import DEVNULL, STDOUT
+from typing import Any
 
 import psutil
 
@@ -42,29 +43,25 @@ class Run:
         script = importlib.import_module(f"trainer.train_{'full_sft' if stage == 'sft' else stage}")
         self.stage, self.ranks, self.folder, self.launches = stage, ranks, folder / name, 0
         self.start, self.teacher = folder / "start.pth", folder / "teacher.pth"  # of the stages after SFT
-        flags = {
-            "data_path": folder / f"{stage}.jsonl",
-            "eval_data_path": folder / f"{stage}_eval.jsonl",
-        } | SMALL
-        flags |= {"from_weight": self.start} | AFTER_SFT[stage] if stage in AFTER_SFT else {}
-        flags |= {"from_teacher_weight": self.teacher} if stage == "distillation" else {}
+        flags = {"data_path": folder / f"{stage}.jsonl", "eval_data_path": folder / f"{stage}_eval.jsonl"}
+        flags |= SMALL
+        if stage in AFTER_SFT:
+            flags |= {"from_weight": self.start} | AFTER_SFT[stage]
+        if stage == "distillation":
+            flags["from_teacher_weight"] = self.teacher
         own = {f"{place}_dir": self.folder / place for place in ("save", "checkpoint", "cache")}
         own |= {"use_moe": use_moe, "from_resume": int(name == "killed")}
-        begin, end = (
-            [word for key, v in part.items() for word in (f"--{key}", str(v))] for part in (flags, own)
-        )
-        words = [*begin, *typed, *end]
+        words = [*words_of(flags), *typed, *words_of(own)]
         self.args = args = parse_stage_args(script.Args, script.__doc__, words)
-        torchrun = (
-            ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
-            if ranks > 1
-            else []
-        )
-        self.command = [sys.executable, *torchrun, str(script.__file__), *words]
-        paths = (weight_path(args.save_dir, args.save_weight + end, args) for end in ("", "_best"))
-        self.weights, self.best_weights = (
-            p.with_suffix("") / ADAPTER if stage == "lora" else p for p in paths
-        )
+        self.command = [sys.executable]
+        if ranks > 1:
+            self.command += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+        self.command += [str(script.__file__), *words]
+        self.weights = weight_path(args.save_dir, args.save_weight, args)
+        self.best_weights = weight_path(args.save_dir, f"{args.save_weight}_best", args)
+        if stage == "lora":
+            self.weights = self.weights.with_suffix("") / ADAPTER
+            self.best_weights = self.best_weights.with_suffix("") / ADAPTER
         self.metrics = metrics_path(args.save_dir, run_name(args.save_weight, args))
         self.checkpoint = resume_path(args.checkpoint_dir, args.save_weight, args)
 
@@ -85,11 +82,18 @@ class Run:
         return {path.name for path in Path(self.args.cache_dir).glob("*.tmp-*")}
 
 
+def words_of(flags: dict[str, Any]) -> list[str]:
+    """Flags as words of a command line."""
+    return [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+
+
 def stamp(path: Path) -> tuple | None:
     """A value that changes whenever the file is written or replaced; None if there is no file."""
-    with suppress(OSError):
-        return (status := path.stat()).st_ino, status.st_mtime_ns, status.st_size
-    return None
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_mtime_ns, status.st_size
 
 
 class Launch:
@@ -160,15 +164,17 @@ class Launch:
 
     def close(self) -> None:
         """Send SIGKILL to all its processes and wait until they have ended. torchrun's ranks have their own
-        sessions,
-        and a process may be starting another one: so all are suspended first, until there are no new ones."""
+        sessions, and a process may be starting another one: so all are suspended first, until there are no
+        new ones."""
         suspended: list[psutil.Process] = []
-        while new := [process for process in self.processes if process not in suspended]:
+        new = self.processes
+        while new:
             for process in new:
                 with suppress(psutil.NoSuchProcess):
                     process.suspend()
             suspended += new
             self.find_processes()
+            new = [process for process in self.processes if process not in suspended]
         for process in suspended:
             with suppress(psutil.NoSuchProcess):
                 process.kill()

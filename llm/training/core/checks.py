@@ -21,15 +21,21 @@ def check_forms(task: TrainingTask, data: DataModule) -> None:
     arguments."""
     for owner, base, names in ((task, TrainingTask, CALLED), (data, DataModule, LOADERS)):
         for name in names:
-            arguments = list(inspect.signature(getattr(base, name)).parameters)[1:]
+            arguments = [*inspect.signature(getattr(base, name)).parameters][1:]
             signature = inspect.signature(getattr(owner, name))
-            try:
-                bound = signature.bind(*arguments).arguments
-            except TypeError:
-                bound = None
-            if bound is None or any(key != value and key in arguments for key, value in bound.items()):
+            if not fits(signature, arguments):
                 declared = f"{type(owner).__name__}.{name} is declared with {signature}"
                 raise UserError(f"{declared}, but it is called as {name}({', '.join(arguments)})")
+
+
+def fits(signature: inspect.Signature, arguments: list[str]) -> bool:
+    """Whether a function can be called with these arguments by position, none of which stands in the place of
+    another."""
+    try:
+        bound = signature.bind(*arguments).arguments
+    except TypeError:
+        return False
+    return all(parameter == given or parameter not in arguments for parameter, given in bound.items())
 
 
 def check_criterion(task: TrainingTask) -> None:
@@ -42,20 +48,20 @@ def check_criterion(task: TrainingTask) -> None:
 def checked_loss(task: TrainingTask, result: Any) -> tuple[Any, ...]:
     """The loss, the auxiliary loss and, if the task has metrics, their sums, as `train_step` returned them;
     losses of one element are taken as numbers []. Raises UserError if it returned something else."""
-    loss, *others = result if isinstance(result, tuple) and 2 <= len(result) <= 3 else (result,)
     name = f"{type(task).__name__}.train_step"
-    if not all(isinstance(each, Tensor) for each in (loss, *others[:1])):
-        raise UserError(
-            f"{name} returns a {type(result).__name__}; it must return a tensor, the sum of the losses"
-        )
-    for each in (loss, *others[:1]):
-        if each.numel() != 1:
+    values = result if isinstance(result, tuple) and len(result) in (2, 3) else (result,)
+    losses = values[:2]
+    for loss in losses:
+        if not isinstance(loss, Tensor):
             raise UserError(
-                f"{name} returns a tensor of shape {list(each.shape)}; it must return one number, the sum"
+                f"{name} returns a {type(result).__name__}; it must return a tensor, the sum of the losses"
             )
-    if not loss.requires_grad:
+        if loss.numel() != 1:
+            shape = list(loss.shape)
+            raise UserError(f"{name} returns a tensor of shape {shape}; it must return one number, the sum")
+    if not losses[0].requires_grad:
         raise UserError(f"{name} returns a loss without a gradient; return it as computed, not detached")
-    sums = others[1] if len(others) == 2 else {}
+    sums = values[2] if len(values) == 3 else {}
     if not isinstance(sums, dict):
         raise UserError(
             f"{name} returns a {type(sums).__name__} as its third value; it must be sums by name, a dict"
@@ -66,11 +72,9 @@ def checked_loss(task: TrainingTask, result: Any) -> tuple[Any, ...]:
             f"{name} returns {returned} beside the losses, but the task's metric_names are {named}; "
             "return (loss, auxiliary loss, {name: sum})"
         )
-    loss = loss.reshape(())
-    aux_loss = others[0].reshape(()) if others else torch.zeros_like(loss)
-    if sums:
-        return loss, aux_loss, sums
-    return loss, aux_loss
+    loss = losses[0].reshape(())
+    aux_loss = losses[1].reshape(()) if len(losses) == 2 else torch.zeros_like(loss)
+    return (loss, aux_loss, sums) if sums else (loss, aux_loss)
 
 
 def checked_sums(task: TrainingTask, result: Any) -> dict[str, Any]:

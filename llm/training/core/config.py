@@ -5,14 +5,15 @@ environment (MINIMIND_BATCH_SIZE=8), the command line (--batch_size 8).
 """
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, make_dataclass
 from functools import cache
 from typing import Any, ClassVar
 
 from common import settings
 from common.arguments import (
+    Entry,
     checked,
     entries_of,
     print_and_exit,
@@ -36,7 +37,9 @@ class ModelConfig(settings.ModelConfig):
     """The shape of the model. `top_k` is another name of `num_experts_per_tok`."""
 
     def __init__(self, *, top_k: int | None = None, **values: Any):
-        super().__init__(**values if top_k is None else values | {"num_experts_per_tok": top_k})
+        if top_k is not None:
+            values["num_experts_per_tok"] = top_k
+        super().__init__(**values)
 
     @property
     def top_k(self) -> int:
@@ -92,10 +95,12 @@ class EngineArgs(DataConfig, ModelConfig, TrainingConfig, OptimizationConfig, Di
 
     def contradictions(self) -> list[str]:
         """Values that do not go together."""
-        missing = (
-            "--task is missing: give the name of a task, or package.module:ClassName for one of your own"
-        )
-        return super().contradictions() + ([] if self.task else [missing])
+        wrong = super().contradictions()
+        if not self.task:
+            wrong.append(
+                "--task is missing: give the name of a task, or package.module:ClassName for one of your own"
+            )
+        return wrong
 
 
 SETTINGS = settings_of(EngineArgs)
@@ -103,13 +108,13 @@ SETTINGS = settings_of(EngineArgs)
 
 @cache
 def engine_args(stage_args: type[StageArgs] | None) -> type[EngineArgs]:
-    """The settings of a task: the engine's, and, for a task that is a stage, its flags and defaults."""
+    """The class of a task's settings: the engine's and, of a stage, its flags and defaults."""
     if stage_args is None:
         return EngineArgs
-    return dataclass(kw_only=True)(type("EngineArgs", (stage_args, EngineArgs), {"section": "engine"}))
+    return make_dataclass("EngineArgs", [], bases=(stage_args, EngineArgs), kw_only=True)
 
 
-def engine_parser(args_class: type[EngineArgs] = EngineArgs) -> Parser:
+def engine_parser(args_class: type[EngineArgs]) -> Parser:
     """The engine's command line."""
     description = (
         "Train a built-in task or your own. A task may have its own defaults: --print_config shows them."
@@ -126,21 +131,12 @@ def find_task_name(argv: Sequence[str] | None, environ: Mapping[str, str]) -> st
     parser.add_argument("--task")
     parser.add_argument("--config")
     options = parser.parse_known_args(argv)[0]
-    name = options.task or environ.get(f"{PREFIX}TASK")
+    if options.task:
+        return options.task
+    name = environ.get(f"{PREFIX}TASK")
     if name is None and options.config is not None:
         name = read_yaml(options.config).get("training", {}).get("task")
     return str(name or "")
-
-
-def option_value(value: Any) -> Any:
-    """The value of an option of a task: for text a number, true, false, null, or the text itself."""
-    if not isinstance(value, str):
-        return value
-    for kind in (int, float):
-        with suppress(ValueError):
-            return kind(value)
-    words = {"true": True, "false": False, "null": None, "": None}
-    return words.get(value.lower(), value)
 
 
 def task_options(label: str, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -158,12 +154,23 @@ def task_options(label: str, options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: option_value(value) for name, value in options.items()}
 
 
+def option_value(value: Any) -> Any:
+    """The value of an option of a task: for text a number, true, false, null, or the text itself."""
+    if not isinstance(value, str):
+        return value
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(value)
+    words = {"true": True, "false": False, "null": None, "": None}
+    return words.get(value.lower(), value)
+
+
 @dataclass
 class Config:
     """All settings of a run.
 
-    extra: the flags of a stage, or options of a user's own task. stage_args: the settings of the task, if it
-    is a stage. sources: where each value comes from.
+    extra: the flags of a stage, and the options of a user's own task. stage_args: the settings of the task,
+    if it is a stage. sources: where each value comes from, unless it is a default of the engine.
     """
 
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -196,96 +203,110 @@ class Config:
             UserError: one line with all unknown names and invalid values of a source.
             SystemExit: after `--help` and `--print_config`.
         """
-        environ = os.environ if environ is None else environ
+        if environ is None:
+            environ = os.environ
+        config = cls()
         name = find_task_name(argv, environ)
-        if name and find_task is None:
-            raise UserError(
-                f"--task {name}: from_args_and_env() alone does not know its class, whose settings it needs; "
-                "call Config.from_args_and_env(find_task=find_task), with find_task of llm/training/train.py"
-            )
-        task = find_task(name) if name and find_task else None
-        config = cls(stage_args=task.stage_args if task else None)
-        args_class = engine_args(config.stage_args)
         if name:
-            config._take_defaults(args_class, name, task.defaults if task else {})
-        options, flags = read_command_line(engine_parser(args_class), argv)
+            if find_task is None:
+                raise UserError(
+                    f"--task {name}: from_args_and_env() alone does not know its class, whose settings it "
+                    "needs; call Config.from_args_and_env(find_task=find_task), with find_task of "
+                    "llm/training/train.py"
+                )
+            config._read_task(name, find_task(name))
+        options, flags = read_command_line(engine_parser(config.args_class), argv)
         if options.config is not None:
-            config._take_yaml(args_class, options.config)
-        config._take_environment(args_class, environ)
-        config._take(checked(args_class, flags), "command line")
-        pairs = [text.partition("=") for text in options.set]
-        for option, equals, _ in pairs:
-            if not equals:
-                raise UserError(f"--set {option} must be NAME=VALUE")
-        config._take_options("--set ", {option: text for option, _, text in pairs}, "command line")
+            config._read_yaml(options.config)
+        config._read_environment(environ)
+        config._read_flags(flags, options.set)
         if options.print_config:
             print_and_exit(config.describe())
-        for name, path in local_settings(config.values()).items():
-            setattr(getattr(config, SETTINGS[name].section), name, path)
+        for setting_name, path in local_settings(config.values()).items():
+            config._set(setting_name, path)
         return config
 
-    def _take_defaults(self, args_class: type[EngineArgs], name: str, of_task: Mapping[str, Any]) -> None:
-        """The defaults of a stage that are not the engine's, those of its own flags, and those of the task.
-        Names that are not settings are options of the task."""
-        rows = settings_of(args_class)
-        defaults: dict[str, Any] = {"save_weight": name.rpartition(":")[2]}
+    @property
+    def args_class(self) -> type[EngineArgs]:
+        """The class of the settings, flat."""
+        return engine_args(self.stage_args)
+
+    # --- the sources, each of which overrides those read before it
+
+    def _read_task(self, name: str, task: Any) -> None:
+        """The settings of a stage with its defaults, and the defaults of the task; those that are not
+        settings are options of the task."""
+        self.stage_args = task.stage_args
+        source, label = f"task {name}", f"task {name}: its default "
+        self._take({"save_weight": name.rpartition(":")[2]}, source)
+        rows = settings_of(self.args_class)
         for key, row in rows.items():
             if key not in SETTINGS or row.default != SETTINGS[key].default:
-                defaults[key] = row.default
-        label, options = f"task {name}: its default ", {}
-        for key, value in of_task.items():
-            if args_class.aliases.get(key, key) in rows:
-                defaults[key] = value
+                self._take({key: row.default}, source)
+        entries, options = [], {}
+        for key, value in task.defaults.items():
+            if self.args_class.aliases.get(key, key) in rows:
+                entries.append((f"{label}{key}", key, value))
             else:
                 options[key] = value
-        entries = [(f"{label}{key}", key, value) for key, value in defaults.items()]
-        self._take(checked(args_class, entries), f"task {name}")
-        self._take_options(label, options, f"task {name}")
+        self._take(checked(self.args_class, entries), source)
+        self._take(task_options(label, options), source)
 
-    def _take_yaml(self, args_class: type[EngineArgs], path: str) -> None:
+    def _read_yaml(self, path: str) -> None:
         sections = read_yaml(path)
         options = sections.pop(OPTIONS, {})
-        self._take(checked(args_class, entries_of(path, sections)), path)
-        self._take_options(f"{path}: {OPTIONS}.", options, path)
+        self._take(checked(self.args_class, entries_of(path, sections)), path)
+        self._take(task_options(f"{path}: {OPTIONS}.", options), path)
 
-    def _take_environment(self, args_class: type[EngineArgs], environ: Mapping[str, str]) -> None:
-        names = [key for key in sorted(environ) if key.startswith(PREFIX) and key not in OTHER_VARIABLES]
-        entries = [(key, key.removeprefix(PREFIX).lower(), environ[key]) for key in names]
-        self._take(checked(args_class, entries), "environment")
+    def _read_environment(self, environ: Mapping[str, str]) -> None:
+        entries = []
+        for key in sorted(environ):
+            if key.startswith(PREFIX) and key not in OTHER_VARIABLES:
+                entries.append((key, key.removeprefix(PREFIX).lower(), environ[key]))
+        self._take(checked(self.args_class, entries), "environment")
+
+    def _read_flags(self, flags: Iterable[Entry], pairs: Iterable[str]) -> None:
+        """The command line: flags, and the NAME=VALUE of each --set."""
+        self._take(checked(self.args_class, flags), "command line")
+        options = {}
+        for text in pairs:
+            name, equals, value = text.partition("=")
+            if not equals:
+                raise UserError(f"--set {text} must be NAME=VALUE")
+            options[name] = value
+        self._take(task_options("--set ", options), "command line")
 
     def _take(self, values: Mapping[str, Any], source: str) -> None:
-        for key, value in values.items():
-            self.sources[key] = source
-            if key in SETTINGS:
-                setattr(getattr(self, SETTINGS[key].section), key, value)
-            else:
-                self.extra[key] = value
+        for name, value in values.items():
+            self._set(name, value)
+            self.sources[name] = source
 
-    def _take_options(self, label: str, options: Mapping[str, Any], source: str) -> None:
-        values = task_options(label, options)
-        self.extra.update(values)
-        self.sources.update(dict.fromkeys(values, source))
+    def _set(self, name: str, value: Any) -> None:
+        if name in SETTINGS:
+            setattr(getattr(self, SETTINGS[name].section), name, value)
+        else:
+            self.extra[name] = value
+
+    # --- what is read from a config
 
     def values(self) -> dict[str, Any]:
-        """All settings by name."""
-        return {name: getattr(getattr(self, setting.section), name) for name, setting in SETTINGS.items()}
+        """All settings of the engine by name."""
+        return {name: getattr(getattr(self, row.section), name) for name, row in SETTINGS.items()}
 
     def to_args(self) -> EngineArgs:
         """All settings, flat; for a stage also its own flags."""
-        args_class = engine_args(self.stage_args)
-        rows = settings_of(args_class)
+        rows, of_task = settings_of(self.args_class), f"task {self.training.task}"
         values = self.values() | {name: value for name, value in self.extra.items() if name in rows}
         if not self.optimization.use_amp:
             values["dtype"] = "float32"
-        of_task = f"task {self.training.task}"
         given = frozenset(name for name, source in self.sources.items() if source != of_task)
-        return args_class(**values, given=given)
+        return self.args_class(**values, given=given)
 
     def describe(self) -> str:
         """Every setting with its value and source, as YAML that `--config` can read."""
-        args_class = engine_args(self.stage_args)
-        text = settings_as_yaml(args_class, self.values() | self.extra, self.sources)
-        options = [name for name in self.extra if name not in settings_of(args_class)]
+        rows = settings_of(self.args_class)
+        text = settings_as_yaml(self.args_class, self.values() | self.extra, self.sources)
+        options = [name for name in self.extra if name not in rows]
         if options:
             text += f"{OPTIONS}:\n"
         for name in options:

@@ -21,6 +21,7 @@ from trainer import trainer_utils as utils
 from trainer.devices.device import device_and_precision
 from trainer.loop import train_epoch
 from trainer.optim.rules import apply_rules
+from trainer.report.speed import Size
 from trainer.report.trackers import start_tracker
 from trainer.run.callbacks import CallbackList
 from trainer.run.errors import StopRequest
@@ -28,6 +29,10 @@ from trainer.run.paths import run_name
 from trainer.run.resume import check_resume, keep_global_batch, run_fingerprint, total_updates
 from trainer.run.saving import is_finished, training_files
 from trainer.run.state import Batch, Schedule, TrainState
+
+
+def constant_rate(update: int, total_updates: int, args: StageArgs) -> None:
+    """A schedule that leaves the optimizer's learning rate as it is."""
 
 
 class TrainingEngine:
@@ -48,7 +53,8 @@ class TrainingEngine:
         callbacks: Sequence[Callback] = (),
         stop: StopRequest | None = None,
     ):
-        self.config, self.task, self.data_module, self.logger = config, task, data_module, Logger.of(config)
+        self.config, self.task, self.data_module = config, task, data_module
+        self.logger = Logger.of(config)
         task.data = data_module
         check_forms(task, data_module)
         self.is_main_process = utils.is_main_process()
@@ -62,6 +68,8 @@ class TrainingEngine:
         task, data = self.task, self.data_module
         device, autocast, scaler = device_and_precision(task.args)
         utils.setup_seed(task.args.seed)
+
+        # the settings, and the checkpoint to resume from; that of another run is refused
         data.num_samples()  # refuses to go on without any
         checkpoint = self.checkpoint_manager.load_checkpoint()
         args = apply_rules(task.args, checkpoint, data.train_dataset)
@@ -77,20 +85,23 @@ class TrainingEngine:
         run = check_resume(args, run, checkpoint)
         self.is_finished = is_finished(args, run, checkpoint)  # then `run` has nothing to do
         self.wandb = None if self.is_finished else start_tracker(args, run, checkpoint)
-        start = replace(task.config.checkpoint, from_weight=utils.weights_to_load(args, run, checkpoint))
-        task.config = replace(task.config, checkpoint=start)
+
+        # what the task makes; a checkpoint takes the place of the start weights
+        weights = utils.weights_to_load(args, run, checkpoint)
+        task.config = replace(task.config, checkpoint=replace(task.config.checkpoint, from_weight=weights))
         model = task.build_model()
         wrapped = utils.compile_and_wrap(model, args, device, autocast, data.train_dataset, task.frozen)
         optimizer = task.build_optimizer(model)
         self.scheduler = self._build_scheduler(optimizer, total_updates(run))
         task.criterion = task.build_criterion()
         check_criterion(task)
+
+        # the state of the run, restored from the checkpoint
         self.state = state = TrainState(
             args=args, lm_config=task.lm_config, run=run, stop=stop,
             model=wrapped, optimizer=optimizer, scaler=scaler, autocast=autocast, device=device,
             loss_fn=self._loss, schedule=self._schedule(), metric_names=task.metric_names,
-            size_fn=lambda batch, _: checked_size(task, task.size(batch)), eval_loader=held_out,
-            eval_fn=lambda model, batch, _: checked_sums(task, task.validation_step(model, batch)),
+            size_fn=self._size, eval_fn=self._evaluate, eval_loader=held_out,
         )  # fmt: skip
         self.checkpoint_manager.state = state
         task.extend(state)
@@ -122,6 +133,12 @@ class TrainingEngine:
     def _loss(self, model: nn.Module, batch: Batch, args: StageArgs) -> tuple[Any, ...]:
         return checked_loss(self.task, self.task.train_step(model, batch))
 
+    def _evaluate(self, model: nn.Module, batch: Batch, args: StageArgs) -> dict[str, Any]:
+        return checked_sums(self.task, self.task.validation_step(model, batch))
+
+    def _size(self, batch: Batch, lm_config: Any) -> Size:
+        return checked_size(self.task, self.task.size(batch))
+
     def _build_scheduler(self, optimizer: torch.optim.Optimizer, updates: int) -> Any:
         """What the task's `build_scheduler` returns.
 
@@ -130,26 +147,29 @@ class TrainingEngine:
         """
         self.task.optimizer = optimizer
         build: Callable[..., Any] = self.task.build_scheduler
-        parameters = list(inspect.signature(build).parameters.values())
+        parameters = inspect.signature(build).parameters
+        required = [each for each in parameters.values() if each.default is each.empty]
         if not parameters:
             return build()
-        for parameter in parameters[1:]:
-            if parameter.name == "total_updates" or parameter.default is parameter.empty:
-                return build(optimizer, updates)
-        return build(optimizer)
+        if len(required) == 1 and "total_updates" not in parameters:
+            return build(optimizer)
+        return build(optimizer, updates)
 
     def _schedule(self) -> Schedule:
-        scheduler, callbacks = self.scheduler, self.callbacks
-        if isinstance(scheduler, LRScheduler):  # LRSchedulerCallback sets the rate
-            if not any(isinstance(each, LRSchedulerCallback) for each in callbacks):
-                callbacks.append(LRSchedulerCallback())
-            return lambda update, total_updates, args: None
-        if not (scheduler is None or callable(scheduler)):
-            returned = f"{type(self.task).__name__}.build_scheduler returns a {type(scheduler).__name__}"
+        """The learning rate of an update; None where a scheduler of torch sets it, or it is constant."""
+        scheduler, name = self.scheduler, type(self.scheduler).__name__
+        if scheduler is None:
+            return constant_rate
+        if isinstance(scheduler, LRScheduler):
+            if not any(isinstance(callback, LRSchedulerCallback) for callback in self.callbacks):
+                self.callbacks.append(LRSchedulerCallback())
+            return constant_rate
+        if not callable(scheduler):
             raise UserError(
-                f"{returned}; it must return a function of the update, a scheduler of torch, or None"
+                f"{type(self.task).__name__}.build_scheduler returns a {name}; it must return a function of "
+                "the update, a scheduler of torch, or None"
             )
-        return lambda update, total_updates, args: scheduler(update) if scheduler is not None else None
+        return lambda update, total_updates, args: scheduler(update)
 
     def run(self) -> None:
         """Train until the last epoch, or until a callback calls `stop`.
@@ -170,10 +190,9 @@ class TrainingEngine:
 
     def _run_epoch(self, epoch: int) -> None:
         state = self.state
-        start = state.step if epoch == state.epoch else 0
-        train_epoch(
-            state, epoch, self.data_module.train_dataloader(epoch, start), state.iters, start, self.wandb
-        )
+        start_step = state.step if epoch == state.epoch else 0
+        loader = self.data_module.train_dataloader(epoch, start_step)
+        train_epoch(state, epoch, loader, state.iters, start_step, self.wandb)
 
     def stop(self, reason: str) -> None:
         """End training after this update. Must be called on all ranks, at the same update. Resumed, the run

@@ -5,7 +5,7 @@ import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from statistics import fmean
 
 import torch
 import torch.distributed as dist
@@ -13,11 +13,11 @@ import torch.distributed as dist
 from common.command_line import copy_console
 from common.errors import say, warn
 from common.launcher import launch
+from llm.training.core.callbacks import MetricsLogger
 from llm.training.core.config import Config
 from trainer.devices.device import select_device
 from trainer.devices.process_group import leave_process_group, reduce_sum, world_size
 from trainer.devices.wrapping import unwrap
-from trainer.run.callbacks import Callback
 from trainer.run.included_callbacks import CheckpointManager as CheckpointManager
 from trainer.run.paths import run_name
 from trainer.run.state import TrainState
@@ -39,15 +39,22 @@ class DistributedManager:
         """Number of processes: that of torchrun, or --world_size, or one per visible GPU, or 1."""
         if self.launched:
             return launch().world_size
-        on_gpu = self.config.device in ("auto", "cuda")
-        return self.config.world_size or (max(1, torch.cuda.device_count()) if on_gpu else 1)
+        if self.config.world_size:
+            return self.config.world_size
+        if self.config.device in ("auto", "cuda"):
+            return max(1, torch.cuda.device_count())
+        return 1
 
     def environment(self, rank: int, world_size: int) -> dict[str, str]:
         """The environment variables of a process that `train.py` spawns, as torchrun would set them."""
-        host, port = self.config.master_addr, self.config.master_port
-        values = {"MASTER_ADDR": host, "MASTER_PORT": port, "RANK": rank, "LOCAL_RANK": rank}
-        values |= {"WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
-        return {name: str(value) for name, value in values.items()}
+        return {
+            "MASTER_ADDR": self.config.master_addr,
+            "MASTER_PORT": str(self.config.master_port),
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(world_size),
+            "LOCAL_WORLD_SIZE": str(world_size),
+        }
 
     def once(self, work: Callable[[], None]) -> None:
         """Run `work` in one process per machine. The others wait for it where the processes meet (`setup`),
@@ -90,10 +97,11 @@ class Logger:
     @classmethod
     def of(cls, config: Config) -> "Logger":
         """The logger that the settings describe."""
-        logging, run = config.logging, run_name(config.checkpoint.save_weight, config.model)
-        return cls(
-            Path(logging.log_dir) / f"{run}.log" if logging.log_dir else logging.log_file, logging.log_level
-        )
+        path = config.logging.log_file
+        if config.logging.log_dir:
+            run = run_name(config.checkpoint.save_weight, config.model)
+            path = Path(config.logging.log_dir) / f"{run}.log"
+        return cls(path, config.logging.log_level)
 
     def debug(self, text: str) -> None:
         """Print `debug: ...` lines."""
@@ -116,19 +124,8 @@ class Logger:
             print(f"error: {text}", file=sys.stderr, flush=True)
 
 
-class PerformanceMonitor(Callback):
+class PerformanceMonitor(MetricsLogger):
     """Speed and memory of this process's part of a run, from the log records."""
-
-    def __init__(self):
-        self.records: list[dict[str, Any]] = []
-
-    def on_batch_end(self, engine: Any, update: int, record: dict[str, Any] | None) -> None:
-        if record is not None:
-            self.update(record)
-
-    def update(self, record: dict[str, Any]) -> None:
-        """Add a record."""
-        self.records.append(record)
 
     def summary(self) -> dict[str, float]:
         """Seconds per update (with saving and evaluating), the last mean loss (NaN: not finite), mean
@@ -136,12 +133,13 @@ class PerformanceMonitor(Callback):
         if not self.records:
             return {}
         first, last = self.records[0], self.records[-1]
-        updates = last["update"] - first["update"]
-        mean = {
-            key: sum(r[key] for r in self.records) / len(self.records) for key in ("tokens_per_second", "mfu")
+        updates, seconds = last["update"] - first["update"], last["seconds"] - first["seconds"]
+        if updates == 0:
+            updates, seconds = last["update"], last["seconds"]
+        return {
+            "batch_time": seconds / updates,
+            "loss": math.nan if last["mean_loss"] is None else last["mean_loss"],
+            "tokens_per_second": fmean(record["tokens_per_second"] for record in self.records),
+            "mfu": fmean(record["mfu"] for record in self.records),
+            "memory_mb": last["memory_mb"],
         }
-        batch_time = (
-            (last["seconds"] - first["seconds"]) / updates if updates else last["seconds"] / last["update"]
-        )
-        loss = math.nan if last["mean_loss"] is None else last["mean_loss"]
-        return {"batch_time": batch_time, "loss": loss, **mean, "memory_mb": last["memory_mb"]}

@@ -53,9 +53,10 @@ class DataModule(ABC):
             return self.collate_fn([])
         except Exception:  # IndexError of default_collate, RuntimeError of torch.stack ...
             batch = self.collate_fn([self.train_dataset[0]])
-            return {
-                key: value[:0] if isinstance(value, Tensor | list) else value for key, value in batch.items()
-            }
+        for key, value in batch.items():
+            if isinstance(value, Tensor | list):
+                batch[key] = value[:0]
+        return batch
 
     def num_samples(self) -> int:
         """Samples per epoch (rows, if packed). Raises UserError if there are none."""

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from scripts.runs import report
-from scripts.runs.curve import curve_svg, ticks
+from scripts.runs.curve import curve_svg, curves_of, ticks
 from scripts.runs.run import Run
 from scripts.runs.words import WORDS, long_time
 
@@ -93,13 +93,15 @@ def test_paths_are_short_and_other_cells_are_whole():
 
 
 def test_the_curve_has_each_point_where_it_belongs():
-    svg = curve_svg([run_of([5.0, 4.0, 3.0])], ["#123456"], "loss", "tokens", 760, 430, ["a<b", "x"], [0.0])
+    curves = curves_of(run_of([5.0, 4.0, 3.0]), "#123456", "loss", "tokens", 0.0)
+    svg = curve_svg(curves, (760, 430), ["a<b", "x"])
     trained, held_out = re.findall(r'<polyline class="([\w-]+)" stroke="#123456" points="([^"]+)"', svg)
     assert (trained[0], held_out[0]) == ("trained", "held-out") and svg.count("<circle") == 3
     points = [tuple(map(float, pair.split(","))) for pair in held_out[1].split()]
     assert [at for at, _ in points] == sorted(at for at, _ in points) and points[-1][0] == 746.0
     assert [y for _, y in points] == sorted(y for _, y in points)  # lower is further down
-    assert "a&lt;b" in svg and curve_svg([run_of([1.0])], ["#0"], "kl", "tokens", 9, 9, ["", ""], [0.0]) == ""
+    assert "a&lt;b" in svg
+    assert curve_svg(curves_of(run_of([1.0]), "#0", "kl", "tokens", 0.0), (9, 9), ["", ""]) == ""
 
 
 @pytest.mark.parametrize("span", [(0.0, 1.0), (2.5, 8.8), (0.0, 3e6), (-0.2, 0.013), (1.0, 1.0)])

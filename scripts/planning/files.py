@@ -1,0 +1,103 @@
+"""What a plan writes: the shell file that runs it, and the forecast that the report of the runs compares with
+what came."""
+
+import json
+import os
+import shlex
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from common.files import atomic_write
+from common.settings import ROOT, settings_of
+from scripts.planning.choice import Plan
+from scripts.planning.stages import N_EVALS, Stage
+from scripts.runs.run import FORECAST
+from trainer import train_pretrain
+from trainer.report.metrics import duration
+from trainer.run.paths import run_name
+
+LOG_POINTS = 20  # of a stage
+
+
+def write_plan(plan: Plan, folder: str) -> Path:
+    """Write both files into the folder of the runs; returns the path of the shell file."""
+    path = Path(folder, "run.sh")
+    text = shell_file(plan, path)
+    # names of files need not be UTF-8
+    atomic_write(path, lambda file: file.write(os.fsencode(text)))
+    forecast = json.dumps(forecasts(plan), indent=1)
+    atomic_write(Path(folder, FORECAST), lambda file: file.write(forecast.encode()))
+    return path
+
+
+def shell_file(plan: Plan, path: Path) -> str:
+    """A shell file that runs the plan; run again, it goes on where it was stopped. It prints what was planned
+    before each stage, which measures the speed anew for the line that it prints before its first update."""
+    folder = plan.stages[0].args.save_dir
+    again = echo(f"not finished; to go on: bash {shlex.quote(str(path))}")
+    lines = [
+        "#!/usr/bin/env bash",
+        "# Written by scripts/plan.py. Run it again to go on after an interruption.",
+        "set -e",
+        f"trap {shlex.quote(again)} ERR",
+        f"cd {shlex.quote(str(ROOT))}",
+    ]
+    for stage in plan.stages:
+        planned = f"planned {duration(stage.seconds)}, at {stage.ranks / stage.cost.token:,.0f} tokens/s"
+        reminder = 'the line "run:" has the time at the present speed'
+        lines.append(echo(f"== {stage.args.save_weight}: {planned}; {reminder}"))
+        lines.append(shlex.join(training_command(stage)))
+    report = ["python", "scripts/plot_metrics.py", folder, "--html", f"{folder}/report.html"]
+    lines += [shlex.join(report), echo(f"next: {chat_command(plan)}")]
+    return "\n".join(lines) + "\n"
+
+
+def echo(text: str) -> str:
+    """The command of the shell that prints a text."""
+    return shlex.join(["echo", text])
+
+
+def training_command(stage: Stage) -> list[str]:
+    """The command that trains a stage: every setting that is not its default, log points and evaluations
+    spread evenly."""
+    steps = stage.updates * stage.args.accumulation_steps
+    log_interval = max(1, steps // LOG_POINTS)
+    eval_interval = log_interval * max(1, round(steps / N_EVALS / log_interval))
+    args = replace(stage.args, from_resume=True, log_interval=log_interval, eval_interval=eval_interval)
+    command = ["python"]
+    if stage.ranks > 1:
+        command = ["torchrun", "--standalone", "--nproc_per_node", str(stage.ranks)]
+    command.append(f"trainer/{Path(stage.script.__file__).name}")
+    for name in settings_of(type(args)):
+        value = getattr(args, name)
+        if value == getattr(type(args), name):
+            continue
+        if isinstance(value, bool):
+            value = int(value)
+        command += [f"--{name}", str(value)]
+    return command
+
+
+def chat_command(plan: Plan) -> str:
+    """The command that tries out the weights of the last stage. After pretraining alone they continue a
+    text."""
+    last = plan.stages[-1]
+    command = ["python", "scripts/chat.py", "--save_dir", last.args.save_dir]
+    if last.script is train_pretrain:
+        command += ["--weight", last.args.save_weight, "--form", "text"]
+    return shlex.join(command)
+
+
+def forecasts(plan: Plan) -> dict[str, dict[str, Any]]:
+    """What is expected of each stage, by the names of the runs."""
+    found: dict[str, dict[str, Any]] = {}
+    for stage in plan.stages:
+        name = run_name(stage.args.save_weight, stage.args)
+        found[name] = {"seconds": stage.seconds, "tokens": stage.tokens, "eval_loss": None}
+    loss_range = plan.loss_range()
+    if loss_range is not None:
+        low, high = loss_range
+        first = next(iter(found.values()))
+        first["eval_loss"] = [low, plan.loss, high]
+    return found
