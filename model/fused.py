@@ -618,7 +618,8 @@ def stack_experts(model: nn.Module) -> None:
 def stacked(weights: Sequence[Tensor], x: Tensor) -> Tensor:
     """Matrices of one shape as one tensor [E, out, in], in the dtype of products of x."""
     stack, _ = getattr(weights[0], "in_stack", (None, 0))  # of `stack_experts`
-    if stack is not None and stack.dtype == product_dtype(x) and are_in_order(weights, stack):
+    is_stacked = stack is not None and are_in_order(weights, stack)
+    if is_stacked and stack.dtype == product_dtype(x) and stack.device == x.device:
         return stack
     if torch.compiler.is_compiling():  # which fuses by itself
         return torch.stack(list(weights))
