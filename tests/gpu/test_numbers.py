@@ -389,7 +389,7 @@ def test_memory_forecast(gpus, device, record_property):
     batch, ratios = micro_batch(0, (340,) * rows), {}
     for shape, use_moe in SHAPES.items():
         dtype = dtypes(device)[:2][-1]
-        state = new_state(device, dtype, use_moe, width=width)
+        state = new_state(device, dtype, use_moe, width=width, depth=8)
         parts.update(state, [batch])
         held = STATE * sum(p.numel() for p in state.model.parameters())
         # the weights and the optimizer's two moments are there before
@@ -399,7 +399,7 @@ def test_memory_forecast(gpus, device, record_property):
         ratios[shape] = round(peak / forecast, 2)
         record_property(f"{shape} MB", round(peak / 1e6))
         record_property(f"{shape} measured / forecast", ratios[shape])
-    wrong = {shape: ratio for shape, ratio in ratios.items() if not 0.5 < ratio < 1.6}
+    wrong = {shape: ratio for shape, ratio in ratios.items() if not 0.5 < ratio < 2}
     assert not wrong, f"the memory that an update needs is not that of the plan: {wrong}"
 
 
@@ -433,7 +433,7 @@ def test_muon(device, record_property):
     moved = zip(weights, right, starts, strict=True)
     distance = max(parts.gap(here.cpu().double() - start, there - start) for here, there, start in moved)
     record_property("distance", distance)
-    assert distance <= (0.05 if native_bfloat16(device) else 1e-3), "steps of Muon are wrong"
+    assert distance <= (0.02 if native_bfloat16(device) else 1e-3), "steps of Muon are wrong"
 
 
 def test_workers(device, record_property):
