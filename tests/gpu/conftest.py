@@ -15,9 +15,13 @@ from contextlib import suppress
 from datetime import date
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 import pytest
+
+if TYPE_CHECKING:
+    import torch
 
 LIMIT = 400  # seconds for a check
 # bytes that a check needs: of each GPU; in /dev/shm, of each process of several
@@ -166,11 +170,13 @@ def usable_gpus() -> int:
     return torch.cuda.device_count()
 
 
-def usable_ranks(gpus: int) -> int:
+def usable_ranks(gpus: int, device: "torch.device") -> int:
     """How many processes a check of several has: one for each GPU, two on a CPU; it is left out where there
     cannot be several."""
     import torch
 
+    if device.type == "mps":
+        pytest.skip("a Mac has one GPU (MPS), which several processes cannot share")
     if gpus == 1:
         pytest.skip("needs 2 GPUs: several processes cannot share the one that torch sees")
     if any("MIG" in torch.cuda.get_device_name(number) for number in range(gpus)):
@@ -182,10 +188,12 @@ def usable_ranks(gpus: int) -> int:
     return gpus or 2
 
 
-def need_compiler(gpus: int) -> None:
+def need_compiler(gpus: int, device: "torch.device") -> None:
     """Leave a check out where layers cannot be compiled, or take minutes."""
     from trainer.devices.wrapping import has_compiler
 
+    if device.type == "mps":
+        pytest.skip("layers are not compiled on a Mac's GPU (MPS)")
     if not gpus:
         pytest.skip("compiling takes minutes on a CPU, where the tests count it: bash scripts/test.sh --slow")
     if not has_compiler("cuda"):
@@ -212,12 +220,12 @@ def device(gpus, request):
 
 
 @pytest.fixture
-def ranks_to_check(gpus):
+def ranks_to_check(gpus, device):
     """`usable_ranks`, to be called."""
-    return partial(usable_ranks, gpus)
+    return partial(usable_ranks, gpus, device)
 
 
 @pytest.fixture
-def needs_compiler(gpus):
+def needs_compiler(gpus, device):
     """`need_compiler`, to be called."""
-    return partial(need_compiler, gpus)
+    return partial(need_compiler, gpus, device)

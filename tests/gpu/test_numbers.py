@@ -85,7 +85,7 @@ def no_waiting() -> Iterator[None]:
 def test_host_waits(gpus, device):
     """Updates during which the host must not wait for the GPU, in each mode; batches of new sizes."""
     if not gpus:
-        pytest.skip("needs a GPU")
+        pytest.skip("needs a CUDA GPU, of which torch tells each wait")
     modes = [(shape, dtype, "adamw") for shape in SHAPES for dtype in dtypes(device)]
     modes += [(shape, dtypes(device)[-1], "muon") for shape in SHAPES]
     waits = {}
@@ -141,7 +141,7 @@ def test_attention(shared, gpus, device, record_property):
     samples continue the first one."""
     if not gpus or not native_bfloat16(device):
         pytest.skip(
-            "the kernel of torch.nn.attention.varlen needs a GPU from Ampere on; others compute by sample"
+            "the kernel of torch.nn.attention.varlen needs a CUDA GPU from Ampere on; others compute by sample"
         )
     for head in (64, 96, 128):
         check_attention(head, shared, device, record_property)
