@@ -489,37 +489,85 @@ def are_alike(layers: Sequence[Any]) -> bool:
     return True
 
 
-def grouped_experts(experts: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
+def grouped_experts(experts: Any, x: Tensor, weight: Tensor, chosen: Tensor, is_one: bool) -> Tensor:
     """`MOEFeedForward.called_experts`: of x [N, C] the outputs of the chosen experts [N, K], weighted and
-    summed.
+    summed; `is_one`: the weight is to be taken for 1, as that of a single expert.
 
     The forward of the experts' class runs once, for all of them. Sizes depend on shapes alone, so no token
     is dropped and the host waits for nothing."""
-    # Sort the rows by expert; each expert's rows are padded to a multiple of `group`. Say group = 4, and
-    # the chosen experts of five rows are 1 0 1 1 0: then ends = [4, 8], and the rows go to the places 4 0
-    # 5 6 1.
+    # Sort the rows by expert, the last one first; zeros before them make their number a multiple of
+    # `group`. Say group = 4, and the chosen experts of five rows are 1 0 1 1 0: then ends = [4, 8], and the
+    # rows go to the places 7 3 6 5 2.
     count, number, expert = chosen.numel(), len(experts), chosen.flatten()
     group = GROUP if has_grouped_mm(x) else group_size(count, number)
     picked = expert == torch.arange(number, device=expert.device)[:, None]  # [E, N * K]: scanned by row
-    loads = picked.sum(dim=1)  # [E]
-    if torch.is_grad_enabled():
-        # An expert without rows gets a group of zeros: on sm_100 grouped_mm leaves the gradient of a
-        # matrix without rows unwritten (pytorch issue 172439).
-        loads = loads.clamp(min=1)
-    ends = ((loads + group - 1) // group * group).cumsum(0)  # [E]
-    begin = F.pad(ends[:-1], (1, 0))
-    place = (picked.cumsum(1) - 1 + begin[:, None]).gather(0, expert[None])[0]  # [N * K]
+    # In training an expert without rows gets a group of zeros: on sm_100 grouped_mm leaves the gradient of
+    # a matrix without rows unwritten (pytorch issue 172439).
+    spare = group if torch.is_grad_enabled() else group - 1
+    ends = ((picked.sum(dim=1) + spare) // group * group).cumsum(0, dtype=torch.int32)  # [E]
+    place = (ends[:, None] - picked.cumsum(1)).gather(0, expert[None]).view(chosen.shape)  # [N, K]
     size = (count // group + number) * group  # R, the largest possible
-    rows = x.new_zeros(size, x.shape[-1])
-    rows = rows.index_copy(0, place, x.repeat_interleave(chosen.shape[1], dim=0))
-    ends = ends.to(torch.int32)
+    rows = cast(Tensor, SortedRows.apply(x, place, size))
     all_experts = AllExperts()
     for name in experts[0]._modules:
         layers = [expert._modules[name] for expert in experts]
         setattr(all_experts, name, GroupedLinear(layers, ends, group))
     out = type(experts[0]).forward(all_experts, rows)  # [R, C]
-    out = out.index_select(0, place).view(*weight.shape, x.shape[-1])  # [N, K, C]
-    return (out * weight[..., None].to(out.dtype)).sum(dim=1)
+    return cast(Tensor, MixedRows.apply(out, weight, place, is_one))
+
+
+class SortedRows(torch.autograd.Function):
+    """Each row of x [N, C] at its K places [N, K] among R rows; the others are zeros."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, place: Tensor, size: int) -> Tensor:
+        ctx.save_for_backward(place)
+        return at_places(x, place, size)
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor):
+        (place,) = ctx.saved_tensors
+        grad = grads[0].index_select(0, place.flatten())
+        if place.shape[1] > 1:
+            grad = grad.view(*place.shape, -1).sum(1)
+        return grad, None, None
+
+
+class MixedRows(torch.autograd.Function):
+    """The rows of x [R, C] at the places [N, K], weighted by weight [N, K] and summed in its dtype, float32;
+    `is_one`: K is 1, and they are what they are."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, place: Tensor, is_one: bool) -> Tensor:
+        rows = x.index_select(0, place.flatten())
+        ctx.size, ctx.is_one = len(x), is_one
+        if is_one:
+            ctx.save_for_backward(weight, place)
+            return rows
+        rows = rows.view(*place.shape, x.shape[-1])  # [N, K, C]
+        ctx.save_for_backward(weight, place, rows)
+        out = rows[:, 0] * weight[:, :1]
+        for k in range(1, place.shape[1]):
+            out = torch.addcmul(out, rows[:, k], weight[:, k : k + 1])
+        return out
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor):
+        (grad,), (weight, place, *rest) = grads, ctx.saved_tensors
+        if ctx.is_one:  # no dependence, but distributed wrappers want a gradient
+            return at_places(grad, place, ctx.size), torch.zeros_like(weight), None, None
+        rows = rest[0]
+        grad_rows = (grad[:, None] * weight[..., None]).to(rows.dtype)
+        grad_weight = (rows * grad[:, None]).sum(-1)
+        return at_places(grad_rows, place, ctx.size), grad_weight, None, None
+
+
+def at_places(x: Tensor, place: Tensor, size: int) -> Tensor:
+    """`size` rows with those of x at their places [N, K] and zeros elsewhere; x holds a row [N, C] for all K
+    places, or one for each [N, K, C]."""
+    rows = x.new_zeros(size, x.shape[-1])
+    rows[place] = x if x.ndim == 3 else x[:, None]
+    return rows
 
 
 class AllExperts:
@@ -570,7 +618,8 @@ def stack_experts(model: nn.Module) -> None:
 def stacked(weights: Sequence[Tensor], x: Tensor) -> Tensor:
     """Matrices of one shape as one tensor [E, out, in], in the dtype of products of x."""
     stack, _ = getattr(weights[0], "in_stack", (None, 0))  # of `stack_experts`
-    if stack is not None and stack.dtype == product_dtype(x) and are_in_order(weights, stack):
+    is_stacked = stack is not None and are_in_order(weights, stack)
+    if is_stacked and stack.dtype == product_dtype(x) and stack.device == x.device:
         return stack
     if torch.compiler.is_compiling():  # which fuses by itself
         return torch.stack(list(weights))

@@ -228,10 +228,12 @@ class MOEFeedForward(nn.Module):
         flat = x.reshape(-1, x.shape[-1]).to(product_dtype(x))  # [N, C]
         probs = F.softmax(self.gate(flat), dim=-1, dtype=torch.float32)
         weight, chosen = probs.topk(self.top_k, dim=-1)  # [N, K]
-        if self.norm_topk_prob:
+        is_grouped = fused.can_group(self.experts, flat)
+        is_one = is_grouped and self.norm_topk_prob and self.top_k == 1  # the weight of a single expert
+        if self.norm_topk_prob and not is_one:
             weight = weight / weight.sum(dim=-1, keepdim=True)
-        if fused.can_group(self.experts, flat):
-            out = fused.grouped_experts(self.experts, flat, weight, chosen)
+        if is_grouped:
+            out = fused.grouped_experts(self.experts, flat, weight, chosen, is_one)
         else:
             out = self.called_experts(flat, weight, chosen)
         return out.view(x.shape), (probs, chosen)

@@ -11,13 +11,19 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from contextlib import suppress
 from datetime import date
 from functools import partial
+from importlib import metadata
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 import pytest
+
+if TYPE_CHECKING:
+    import torch
 
 LIMIT = 400  # seconds for a check
 # bytes that a check needs: of each GPU; in /dev/shm, of each process of several
@@ -105,15 +111,29 @@ def about_machine() -> dict[str, object]:
 
     from trainer.devices.unusable_gpu import nvidia_smi
 
-    about = {"date": str(date.today()), "system": platform.platform(), "cores": os.cpu_count()}
-    about |= {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda}
-    about["gpus"] = nvidia_smi("name,driver_version,memory.total,compute_cap").splitlines()
+    about: dict[str, object] = {"date": str(date.today()), "device": "CPU"}
+    if torch.backends.mps.is_available():
+        about["device"] = f"{platform.machine()} Mac (MPS)"
+    if gpus := nvidia_smi("name,memory.total,compute_cap").splitlines():
+        about["device"] = "; ".join(gpus)
+        about["driver"] = nvidia_smi("driver_version").partition("\n")[0]
+    about |= {"torch": torch.__version__, "CUDA": torch.version.cuda or "none"}
+    about["Triton"] = version_of("triton")
+    if torch.cuda.is_available() and torch.distributed.is_nccl_available():
+        about["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+    about |= {"system": platform.platform(), "cores": os.cpu_count(), "python": platform.python_version()}
     with suppress(OSError):
         command = ["git", "describe", "--always", "--dirty"]
         about["code"] = subprocess.run(command, capture_output=True, text=True).stdout.strip()
-    if torch.cuda.is_available() and torch.distributed.is_nccl_available():
-        about["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     return about
+
+
+def version_of(package: str) -> str:
+    """The version of an installed package, or none."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "none"
 
 
 def reason_of(report) -> str:
@@ -124,30 +144,47 @@ def reason_of(report) -> str:
     return (crash.message if crash else str(report.longrepr or "")).partition("\n")[0]
 
 
+def markdown(machine: dict[str, object], checks: list[dict]) -> str:
+    """One table of the machine and all checks."""
+    rows = [("what", "result", "s", "figures"), ("---", "---", "---", "---")]
+    rows += [(name, str(value), "", "") for name, value in machine.items()]
+    for check in checks:
+        figures = [f"{key} {shown(value)}" for key, value in check["figures"].items()]
+        told = "; ".join([check["reason"], *figures] if check["reason"] else figures)
+        rows.append((check["name"], check["result"], str(check["seconds"]), told))
+    counts = Counter(check["result"] for check in checks)
+    total = round(sum(check["seconds"] for check in checks), 1)
+    ended = ", ".join(f"{count} {result}" for result, count in counts.items())
+    rows.append((f"all {len(checks)} checks", ended, str(total), ""))
+    cells = ([cell.replace("|", "\\|") for cell in row] for row in rows)
+    return "".join(f"| {' | '.join(row)} |\n" for row in cells)
+
+
+def shown(value: object) -> str:
+    """A figure, with few digits where it has a fraction."""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
 def pytest_terminal_summary(terminalreporter, config):
-    """A row for each check, and the JSON."""
+    """The table, and the JSON."""
     path = config.getoption("gpu_check", None)
     if not path or REPORTS in os.environ:
         return
     checks = []
     for result in ("passed", "failed", "error", "skipped"):
         for report in terminalreporter.stats.get(result, []):
-            name, figures, reason = (
-                report.nodeid.partition("::test_")[2],
-                dict(report.user_properties),
-                reason_of(report),
-            )
-            seconds = round(report.duration, 1)
-            checks.append(
-                {"name": name, "result": result, "reason": reason, "figures": figures, "seconds": seconds}
-            )
-            told = "; ".join([reason] * bool(reason) + [f"{key} {value}" for key, value in figures.items()])
-            terminalreporter.write_line(f"{name:20} {result:8} {seconds:6.1f} s  {told}")
+            check = {"name": report.nodeid.partition("::test_")[2], "result": result}
+            check |= {"reason": reason_of(report), "figures": dict(report.user_properties)}
+            checks.append(check | {"seconds": round(report.duration, 1)})
+    machine, host = about_machine(), f" ({socket.gethostname()})"  # error lines name a rank's machine so
+    text = json.dumps({"machine": machine, "checks": checks}, indent=1, ensure_ascii=False)
+    table = markdown(machine, checks).replace(host, "")
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({"machine": about_machine(), "checks": checks}, indent=1, ensure_ascii=False)
-    text = text.replace(f" ({socket.gethostname()})", "")  # error lines name a rank's machine so
-    Path(path).write_text(text, encoding="utf-8")
-    terminalreporter.write_line(f"{path} holds it all, to send in")
+    Path(path).write_text(text.replace(host, ""), encoding="utf-8")
+    Path(path).with_suffix(".md").write_text(table, encoding="utf-8")
+    terminalreporter.write_line("")
+    terminalreporter.write(table)
+    terminalreporter.write_line(f"this table, also in {Path(path).with_suffix('.md')}, is to send in")
 
 
 # --- what checks use
@@ -166,11 +203,13 @@ def usable_gpus() -> int:
     return torch.cuda.device_count()
 
 
-def usable_ranks(gpus: int) -> int:
+def usable_ranks(gpus: int, device: "torch.device") -> int:
     """How many processes a check of several has: one for each GPU, two on a CPU; it is left out where there
     cannot be several."""
     import torch
 
+    if device.type == "mps":
+        pytest.skip("a Mac has one GPU (MPS), which several processes cannot share")
     if gpus == 1:
         pytest.skip("needs 2 GPUs: several processes cannot share the one that torch sees")
     if any("MIG" in torch.cuda.get_device_name(number) for number in range(gpus)):
@@ -182,10 +221,12 @@ def usable_ranks(gpus: int) -> int:
     return gpus or 2
 
 
-def need_compiler(gpus: int) -> None:
+def need_compiler(gpus: int, device: "torch.device") -> None:
     """Leave a check out where layers cannot be compiled, or take minutes."""
     from trainer.devices.wrapping import has_compiler
 
+    if device.type == "mps":
+        pytest.skip("layers are not compiled on a Mac's GPU (MPS)")
     if not gpus:
         pytest.skip("compiling takes minutes on a CPU, where the tests count it: bash scripts/test.sh --slow")
     if not has_compiler("cuda"):
@@ -212,12 +253,12 @@ def device(gpus, request):
 
 
 @pytest.fixture
-def ranks_to_check(gpus):
+def ranks_to_check(gpus, device):
     """`usable_ranks`, to be called."""
-    return partial(usable_ranks, gpus)
+    return partial(usable_ranks, gpus, device)
 
 
 @pytest.fixture
-def needs_compiler(gpus):
+def needs_compiler(gpus, device):
     """`need_compiler`, to be called."""
-    return partial(need_compiler, gpus)
+    return partial(need_compiler, gpus, device)

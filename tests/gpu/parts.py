@@ -2,7 +2,9 @@
 loop, and the same gradients by stock transformers in float32 on the CPU."""
 
 import re
+import weakref
 from collections import defaultdict
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -10,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from common.settings import StageArgs
 from dataset.lm_dataset import collate_flat
@@ -49,10 +53,10 @@ def micro_batch(number: int, lengths: tuple[int, ...]) -> dict[str, Any]:
     return collate_flat([samples(number, lengths)])
 
 
-def new_model(use_moe: bool, width: int = 512) -> MiniMindForCausalLM:
+def new_model(use_moe: bool, width: int = 512, depth: int = 2) -> MiniMindForCausalLM:
     """A small model on the CPU, the same at every call."""
     torch.manual_seed(0)
-    model = MiniMindForCausalLM(MiniMindConfig(hidden_size=width, num_hidden_layers=2, use_moe=use_moe))
+    model = MiniMindForCausalLM(MiniMindConfig(hidden_size=width, num_hidden_layers=depth, use_moe=use_moe))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.mul_(PEAKED if name.endswith(("q_norm.weight", "k_norm.weight")) else 1.0)
@@ -65,12 +69,13 @@ def new_state(
     use_moe: bool,
     optimizer: str = "adamw",
     width: int = 512,
+    depth: int = 2,
     **wrapping: Any,
 ) -> TrainState:
     """The model ready to be trained; `wrapping`: options of `wrap_model`."""
     prepare_device(place)
     autocast, scaler = mixed_precision(dtype, place)
-    model = wrap_model(new_model(use_moe, width), place, autocast=autocast, **wrapping)
+    model = wrap_model(new_model(use_moe, width, depth), place, autocast=autocast, **wrapping)
     return TrainState(
         args=StageArgs(seed=0, grad_clip=0.0),
         lm_config=unwrap(model).config,
@@ -173,3 +178,42 @@ def worst(here: dict[str, Tensor], right: dict[str, Tensor]) -> tuple[float, str
     """The largest gap, and of which tensor."""
     assert here.keys() == right.keys(), f"tensors in one of them only: {sorted(here.keys() ^ right.keys())}"
     return max((gap(here[name], right[name]), name) for name in right)
+
+
+class Allocations(TorchDispatchMode):
+    """The most bytes of tensors at a time that were made meanwhile, where the device does not count them."""
+
+    def __init__(self):
+        super().__init__()
+        self.now, self.peak, self.seen = 0, 0, set[int]()
+
+    def freed(self, key: int, size: int) -> None:
+        self.seen.discard(key)
+        self.now -= size
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        given = {
+            id(leaf.untyped_storage()) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)
+        }
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            storage = tensor.untyped_storage() if isinstance(tensor, Tensor) else None
+            if storage is None or id(storage) in self.seen | given:
+                continue
+            self.seen.add(id(storage))
+            self.now += storage.nbytes()
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self.freed, id(storage), storage.nbytes())
+        return out
+
+
+def peak_of(device: torch.device, work: Callable[[], object]) -> int:
+    """The most bytes that a piece of work adds to what is allocated on the device."""
+    if device.type != "cuda":
+        with Allocations() as made:
+            work()
+        return made.peak
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    work()
+    return torch.cuda.max_memory_allocated(device) - before

@@ -1,11 +1,13 @@
 """Checks of one process: gradients against stock transformers', losses against a CPU's, waits for the GPU,
-attention, grouped products, float16, rollouts, the same bits each time, compilations."""
+attention, grouped products, float16, rollouts, the same bits each time, compiled layers, recomputed ones,
+memory, Muon, loaders."""
 
 import copy
 import hashlib
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
@@ -17,11 +19,16 @@ from model.fused import GROUP, Spans, flat_attention, grouped_linear, has_groupe
 from model.generation import generate
 from model.model_minimind import MiniMindConfig
 from model.sampling import Sampling
+from scripts.planning.machine import LIBRARIES, STATE, training_cost
 from tests.gpu import parts
-from tests.gpu.parts import LENGTHS, SHAPES, dtypes, micro_batch, new_state, train
+from tests.gpu.parts import LENGTHS, SHAPES, dtypes, micro_batch, new_state, samples, train
 from tests.model.test_model_minimind import stock
+from trainer.data.order import epoch_loader
 from trainer.devices.device import native_bfloat16, use_deterministic_kernels
 from trainer.devices.wrapping import transformer_layers
+from trainer.objectives.next_token import to_device
+from trainer.optim.muon import Muon
+from trainer.run.state import TrainState
 
 # Largest distances from what is right, as a share of its norm: some three times what rounding makes of them.
 # In half precision rounding sends a few tokens to other experts. What is wrong is off by 1
@@ -78,7 +85,7 @@ def no_waiting() -> Iterator[None]:
 def test_host_waits(gpus, device):
     """Updates during which the host must not wait for the GPU, in each mode; batches of new sizes."""
     if not gpus:
-        pytest.skip("needs a GPU")
+        pytest.skip("needs a CUDA GPU, of which torch tells each wait")
     modes = [(shape, dtype, "adamw") for shape in SHAPES for dtype in dtypes(device)]
     modes += [(shape, dtypes(device)[-1], "muon") for shape in SHAPES]
     waits = {}
@@ -129,14 +136,19 @@ def test_grouped_products(device, record_property):
 
 
 @pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("head", [64, 96, 128])
-def test_attention(head, shared, gpus, device, record_property):
+def test_attention(shared, gpus, device, record_property):
     """The variable-length kernel, forward and backward, against float32 on the CPU; also where the last two
     samples continue the first one."""
     if not gpus or not native_bfloat16(device):
         pytest.skip(
-            "the kernel of torch.nn.attention.varlen needs a GPU from Ampere on; others compute by sample"
+            "the kernel of torch.nn.attention.varlen needs a CUDA GPU from Ampere on; others compute by sample"
         )
+    for head in (64, 96, 128):
+        check_attention(head, shared, device, record_property)
+
+
+def check_attention(head: int, shared: bool, device: torch.device, record_property) -> None:
+    """`test_attention` with heads of one size."""
     lengths = torch.tensor([0, 200, 1, 64, 333]).cumsum(0).to(torch.int32)
     torch.manual_seed(head)
     inputs = {
@@ -149,7 +161,7 @@ def test_attention(head, shared, gpus, device, record_property):
         there = {n: x.to(device, getattr(torch, dtype)).requires_grad_() for n, x in inputs.items()}
         found = attend(there, lengths.to(device), grad.to(device, getattr(torch, dtype)), before)
         distance = gap(found, right)
-        record_property(dtype, distance)
+        record_property(f"{head} {dtype}", distance)
         assert distance <= KERNELS[dtype], f"in {dtype} outputs or gradients are not those of a CPU"
 
 
@@ -296,18 +308,31 @@ def test_same_bits(device, monkeypatch):
     assert not others, f"other bits in {', '.join(others)}"
 
 
+def without_step(state: TrainState) -> TrainState:
+    """With the optimizer's own step again, which `parts.gradients` has replaced."""
+    del state.optimizer.step
+    return state
+
+
 @pytest.mark.parametrize("shape", SHAPES)
-def test_compilations(shape, device, needs_compiler, record_property):
-    """With --use_compile 1 nothing is compiled after the first updates, over batches of other sizes."""
+def test_compiled(shape, device, needs_compiler, record_property):
+    """With --use_compile 1 the gradients are those of stock transformers, and nothing is compiled after the
+    first updates, over batches of other sizes."""
     needs_compiler()
     torch.compiler.reset()
     counters.clear()
-    state = new_state(device, dtypes(device)[:2][-1], SHAPES[shape], use_compile=True)
-    train(state, 3)
+    dtype, begin = dtypes(device)[:2][-1], time.monotonic()
+    state = new_state(device, dtype, SHAPES[shape], use_compile=True)
+    distance, name = parts.worst(parts.gradients(state), parts.stock_gradients(SHAPES[shape]))
+    record_property(dtype, distance)
+    assert distance <= LIMITS[shape, dtype], f"gradients are not those of stock transformers: {name}"
+    train(without_step(state), 3)
+    record_property("seconds to compile", round(time.monotonic() - begin, 1))
     graphs = counters["stats"]["unique_graphs"]
     train(state, 10)
     record_property("graphs", graphs)
     record_property("breaks", sum(counters["graph_break"].values()))
+    assert graphs, "no layer is compiled"
     assert counters["stats"]["unique_graphs"] == graphs, (
         "layers are compiled again for batches of other sizes"
     )
@@ -331,3 +356,100 @@ def test_kernels(device, needs_compiler, monkeypatch, record_property):
         assert graphs > 0, "nothing was compiled"
         train(new_state(device, dtype, use_moe=False), 4)
         assert counters["stats"]["unique_graphs"] == graphs, "kernels are compiled again for other batches"
+
+
+def test_recomputed(device, record_property):
+    """With --activation_checkpointing 1 an update has the same gradients and needs less memory."""
+    wrong = []
+    for shape, use_moe in SHAPES.items():
+        for dtype in dtypes(device):
+            plain, recomputed = (
+                parts.gradients(new_state(device, dtype, use_moe, width=64, activation_checkpointing=on))
+                for on in (False, True)
+            )
+            distance, name = parts.worst(recomputed, plain)
+            record_property(f"{shape} {dtype}", distance)
+            if not distance <= KERNELS[dtype]:
+                wrong.append(f"{shape} {dtype} {name} ({distance:.2g})")
+    assert not wrong, f"recomputed layers have other gradients: {', '.join(wrong)}"
+    batch = micro_batch(0, (256,) * 8)
+    few = {"target_index": batch["target_index"][:64], "targets": batch["targets"][:64]}  # of a small head
+    peaks = []
+    for on in (False, True):
+        state = new_state(device, "float32", False, width=64, depth=8, activation_checkpointing=on)
+        parts.update(state, [batch | few])  # makes the optimizer's state
+        peaks.append(parts.peak_of(device, partial(parts.update, state, [batch | few])))
+    record_property("memory", round(peaks[1] / peaks[0], 2))
+    assert peaks[1] < 0.7 * peaks[0], f"recomputing layers needs {peaks[1] / peaks[0]:.0%} of the memory"
+
+
+def test_memory_forecast(gpus, device, record_property):
+    """The peak of an update against what scripts/plan.py expects of it."""
+    width, rows = (512, 16) if gpus else (64, 4)
+    batch, ratios = micro_batch(0, (340,) * rows), {}
+    for shape, use_moe in SHAPES.items():
+        dtype = dtypes(device)[:2][-1]
+        state = new_state(device, dtype, use_moe, width=width, depth=8)
+        parts.update(state, [batch])
+        held = STATE * sum(p.numel() for p in state.model.parameters())
+        # the weights and the optimizer's two moments are there before
+        peak = parts.peak_of(device, partial(parts.update, state, [batch])) + held * 3 // 4
+        cost = training_cost(state.lm_config, batch, device, dtype, "adamw")
+        forecast = cost.memory(len(batch["input_ids"])) - LIBRARIES
+        ratios[shape] = round(peak / forecast, 2)
+        record_property(f"{shape} MB", round(peak / 1e6))
+        record_property(f"{shape} measured / forecast", ratios[shape])
+    wrong = {shape: ratio for shape, ratio in ratios.items() if not 0.5 < ratio < 2}
+    assert not wrong, f"the memory that an update needs is not that of the plan: {wrong}"
+
+
+def orthogonalized(matrix: Tensor) -> Tensor:
+    """Newton-Schulz iterations of Muon, as its author wrote them, of one matrix [m, n]."""
+    x = matrix / matrix.norm()
+    for _ in range(5):
+        gram = x @ x.T
+        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+    return x
+
+
+def test_muon(device, record_property):
+    """Three steps of Muon on stacks of matrices, against each matrix by itself in float64 on the CPU."""
+    torch.manual_seed(0)
+    shapes = [(48, 96), (48, 96), (128, 64), (64, 64)]
+    starts = [torch.randn(shape) for shape in shapes]
+    grads = [[torch.randn(shape) for shape in shapes] for _ in range(3)]
+    weights = [nn.Parameter(start.to(device, copy=True)) for start in starts]
+    lr, decay = 0.02, 0.5
+    optimizer = Muon([{"params": weights}], {weight: len(weight) for weight in weights}, lr, decay)
+    right, momenta = [start.double() for start in starts], [torch.zeros(shape).double() for shape in shapes]
+    for step in grads:
+        for number, grad in enumerate(step):
+            weights[number].grad = grad.to(device)
+            momenta[number] = 0.95 * momenta[number] + 0.05 * grad.double()
+            update = orthogonalized(0.95 * momenta[number] + 0.05 * grad.double())
+            size = 0.2 * max(shapes[number]) ** 0.5
+            right[number] = right[number] * (1 - lr * decay) - lr * size * update
+        optimizer.step()
+    moved = zip(weights, right, starts, strict=True)
+    distance = max(parts.gap(here.cpu().double() - start, there - start) for here, there, start in moved)
+    record_property("distance", distance)
+    assert distance <= (0.02 if native_bfloat16(device) else 1e-3), "steps of Muon are wrong"
+
+
+def test_workers(device, record_property):
+    """Micro-batches that two processes make and the device is given from pinned memory, against those of this
+    process."""
+    if device.type == "cuda":
+        torch.cuda.init()  # as in training, before the loader is made
+    data = [samples(number, (40 + number % 7,)) for number in range(64)]
+    here, there = (
+        [to_device(batch, device) for batch in epoch_loader(data, 4, 0, 0, num_workers=workers)]
+        for workers in (0, 2)
+    )
+    assert len(here) == len(there) == 16
+    for right, found in zip(here, there, strict=True):
+        for name in ("input_ids", "targets", "target_index", "cu_seqlens"):
+            assert torch.equal(right[name], found[name]), f"{name} of a micro-batch is not what was made"
+    if device.type == "cuda":
+        batch = next(iter(epoch_loader(data, 4, 0, 0, num_workers=2)))
+        assert batch["input_ids"].is_pinned(), "the loader's memory is not pinned"

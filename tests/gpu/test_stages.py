@@ -1,5 +1,5 @@
-"""Checks of whole programs on the device: every stage in every dtype, a resume within a rollout, decoding, the
-server."""
+"""Checks of whole programs on the device: every stage in every dtype, rollouts that are repeated and resumed,
+decoding, the server."""
 
 import json
 import math
@@ -19,11 +19,14 @@ import pytest
 import torch
 
 from model.generation import generate
+from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from model.sampling import Sampling
 from scripts.demo.corpus import make_corpus
 from tests.conftest import ROOT, write_jsonl
 from tests.gpu import parts
 from tests.gpu.parts import dtypes
+from trainer.run.paths import weight_path
+from trainer.weights.files import save_weights
 
 pytestmark = pytest.mark.slow
 UPDATES, BATCH = 3, 4
@@ -78,12 +81,21 @@ def command(stage: str, folder: Path, device: torch.device, **flags: Any) -> lis
     return [sys.executable, str(ROOT / f"trainer/train_{stage}.py"), *words]
 
 
-def run(words: list[str]) -> str:
-    """What a command prints. Raises AssertionError with its last line if it fails."""
-    done = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT)
-    print(done.stdout)
-    assert done.returncode == 0, f"{Path(words[1]).name}: {done.stdout.strip().splitlines()[-1]}"
-    return done.stdout
+def run(*commands: list[str]) -> list[str]:
+    """What commands print, which run at the same time. Raises AssertionError with the last line of one that
+    fails."""
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    started = [subprocess.Popen(words, cwd=ROOT, **streams) for words in commands]
+    try:
+        texts = [process.communicate()[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    for words, process, text in zip(commands, started, texts, strict=True):
+        print(text)
+        said = text.strip().splitlines()[-1:]
+        assert process.returncode == 0, f"{Path(words[1]).name}: {said[0] if said else process.returncode}"
+    return texts
 
 
 def losses(folder: Path, weight: str) -> list[float]:
@@ -93,9 +105,11 @@ def losses(folder: Path, weight: str) -> list[float]:
     return [math.nan if record["loss"] is None else record["loss"] for record in records]
 
 
-def write_start(folder: Path, device: torch.device) -> None:
-    """Weights named full_sft to start from."""
-    run(command("full_sft", folder, device, data_path=write_data(folder, "chat"), from_weight="none"))
+def write_start(folder: Path) -> None:
+    """Random weights named full_sft to start from."""
+    config = MiniMindConfig(hidden_size=SHAPE["hidden_size"], num_hidden_layers=SHAPE["num_hidden_layers"])
+    torch.manual_seed(0)
+    save_weights(MiniMindForCausalLM(config), weight_path(folder / "save", "full_sft", config))
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -105,24 +119,46 @@ def test_stages(stage, device, tmp_path, record_property):
     if kind in ("prompts", "sums"):
         flags = ROLLOUTS | flags
     if "full_sft" in flags.values() or flags.get("from_weight") == "full_sft":
-        write_start(tmp_path, device)
+        write_start(tmp_path)
     else:
         flags = {"from_weight": "none"} | flags
-    data = write_data(tmp_path, kind)
+    data, weights, commands = write_data(tmp_path, kind), {}, []
     for dtype in dtypes(device):
-        weight = f"{stage}_{dtype}"
-        name = {"lora_name": weight} if script == "lora" else {"save_weight": weight}
-        begin = time.monotonic()
-        run(command(script, tmp_path, device, data_path=data, dtype=dtype, **name, **flags))
-        record_property(f"{dtype} s", round(time.monotonic() - begin, 1))
+        weights[dtype] = f"{stage}_{dtype}"
+        name = {"lora_name": weights[dtype]} if script == "lora" else {"save_weight": weights[dtype]}
+        own = {"data_path": data, "dtype": dtype, "cache_dir": tmp_path / f"cache_{dtype}"}
+        commands.append(command(script, tmp_path, device, **own, **name, **flags))
+    begin = time.monotonic()
+    run(*commands)
+    record_property("s", round(time.monotonic() - begin, 1))
+    for dtype, weight in weights.items():
         found = losses(tmp_path, weight)
         assert found and all(map(math.isfinite, found)), f"{dtype}: losses {found}"
+
+
+@pytest.mark.parametrize("stage", ["grpo", "ppo"])
+def test_deterministic_rollouts(stage, device, tmp_path):
+    """Two runs with --deterministic 1 that write rollouts: the same bits."""
+    write_start(tmp_path)
+    flags = ROLLOUTS | {"data_path": write_data(tmp_path, "prompts"), "deterministic": 1}
+    flags |= {"num_generations": 4} if stage == "grpo" else {}
+    names = ("first", "second")
+    run(*(command(stage, tmp_path, device, save_weight=name, **flags) for name in names))
+    same_weights(tmp_path, *names)
+
+
+def same_weights(folder: Path, *names: str) -> None:
+    """Raise AssertionError unless two runs have the same weights and losses, bit by bit."""
+    first, second = (torch.load(folder / f"save/{name}_{SHAPE['hidden_size']}.pth") for name in names)
+    other = [name for name, value in first.items() if not torch.equal(value, second[name])]
+    assert not other, f"{len(other)} tensors have other bits, {other[0]} the first"
+    assert losses(folder, names[0]) == losses(folder, names[1])
 
 
 def test_resume_of_a_rollout(device, tmp_path):
     """GRPO with two updates to a rollout, resumed from between them after a kill, against a run that was not
     killed: the same bits, with --deterministic 1."""
-    write_start(tmp_path, device)
+    write_start(tmp_path)
     data = write_data(tmp_path, "prompts", 8 * BATCH)
     flags = ROLLOUTS | {"num_iterations": 2, "num_generations": 4, "deterministic": 1, "save_interval": 5}
     flags |= {"learning_rate": 1e-4, "from_resume": 1}
@@ -140,11 +176,8 @@ def test_resume_of_a_rollout(device, tmp_path):
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert process.returncode == -signal.SIGKILL, "the run was over before it could be killed"
-    assert "resuming killed at epoch 1, update 5 of 16" in run(words["killed"])
-    whole, killed = (torch.load(tmp_path / f"save/{name}_64.pth") for name in words)
-    other = [name for name, value in whole.items() if not torch.equal(value, killed[name])]
-    assert not other, f"{len(other)} tensors have other bits, {other[0]} the first"
-    assert losses(tmp_path, "whole") == losses(tmp_path, "killed")
+    assert "resuming killed at epoch 1, update 5 of 16" in run(words["killed"])[0]
+    same_weights(tmp_path, *words)
 
 
 def test_decoding(gpus, device, record_property):
@@ -172,7 +205,7 @@ def test_server(device, tmp_path):
     """The server answers a question with weights on the device."""
     if find_spec("fastapi") is None or find_spec("uvicorn") is None:
         pytest.skip("needs the server's packages: pip install -r requirements-serve.txt")
-    write_start(tmp_path, device)
+    write_start(tmp_path)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -77,10 +77,14 @@ def test_a_check_that_fails_crashes_or_hangs_stops_no_other(made):
 
 def test_the_table_and_the_json(made):
     done, checks, machine, folder = made
-    assert re.search(r"^passes +passed +[\d.]+ s  ranks 2$", done.stdout, re.M)
+    table = (folder / "new/found.md").read_text(encoding="utf-8")
+    assert table in done.stdout and f"| torch | {torch.__version__} |  |  |\n" in table
+    assert re.search(r"^\| passes \| passed \| [\d.]+ \| ranks 2 \|$", table, re.M)
     assert re.search(
-        r"^fails +failed +[\d.]+ s  AssertionError: the losses.*; difference 3.0$", done.stdout, re.M
+        r"^\| fails \| failed \| [\d.]+ \| AssertionError: the losses.*; difference 3 \|$", table, re.M
     )
+    assert "| all 6 checks | 1 passed, 4 failed, 1 skipped |" in table
+    assert {"device", "CUDA", "Triton"} <= machine.keys() and os.uname().nodename not in table
     assert checks["fails"]["figures"] == {"difference": 3.0} and machine["torch"] == torch.__version__
     assert os.uname().nodename not in (folder / "new/found.json").read_text()
     assert checks["names_the_machine"]["reason"].startswith("AssertionError: error: rank 1 ended")

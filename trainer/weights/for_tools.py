@@ -123,6 +123,7 @@ def load_path(
     settings of the shape
     (`given_shape`); only needed where the file and its name do not tell. Raises UserError if it is no model,
     contradicts `asked`, or has another vocabulary than the tokenizer."""
+    from model.fused import stack_experts
     from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 
     weights, config = read_model(path, **asked)
@@ -139,4 +140,6 @@ def load_path(
     fill(model, weights, path, config)
     Logger(f"{describe_size(model)}, weights: {path.name}, tokenizer: {tokenizer_path}")
     cast(nn.Module, model).to(device)  # in place
+    if model.device.type != "cpu":
+        stack_experts(model)  # else every step of decoding copies their matrices
     return model.eval(), tokenizer

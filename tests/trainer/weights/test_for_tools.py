@@ -203,6 +203,15 @@ def test_a_checkpoint_is_a_model_in_float32(tmp_path, previous):
     )
 
 
+def test_experts_of_a_model_on_another_device_are_one_tensor(save):
+    """There each step of decoding would copy their matrices. A CPU reads those that it needs."""
+    path = save("w_32_moe") / "w_32_moe.pth"
+    for device, is_stacked in (("meta", True), ("cpu", False)):
+        model, _ = load_path(path, device=device)
+        experts = model.model.layers[0].mlp.experts.parameters()
+        assert [hasattr(weight, "in_stack") for weight in experts] == [is_stacked] * (4 * 3)
+
+
 def test_rope_scaling_of_a_tool_is_minimind_s(save):
     """YaRN for the given weights: the same tensors, other angles."""
     path = find_weights(save("w_32"), "w")
