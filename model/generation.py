@@ -21,12 +21,15 @@ Shape legend: R rows, P prompts, T tokens of a prompt's chunk, G key/value heads
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from model.sampling import Draws, Sampling, TokenLogprob, top_logprobs
+
+if TYPE_CHECKING:
+    from model.decoding import OneToken
 
 SLOTS = 128  # answers written at once on a CPU
 STEPS = 8  # at most between two looks of the host at what was drawn
@@ -86,6 +89,12 @@ class KeyValueCache:
         values[self.slots, :, self.positions] = v.transpose(1, 2)
         return keys[self.rows, :, : self.end], values[self.rows, :, : self.end]
 
+    def write(self, layer: int, kv: Tensor) -> tuple[Tensor, Tensor]:
+        """`update` with keys and values [R, 2, G, D] of one token of each row, by one kernel."""
+        both = self.tensor[layer]
+        both[:, self.slots[:, 0], :, self.positions[:, 0]] = kv
+        return both[0, self.rows, :, : self.end], both[1, self.rows, :, : self.end]
+
     def move(self, sources: list[int], targets: list[int], length: int) -> None:
         """Put copies of the first tokens of some rows in the place of others."""
         device = self.tensor.device
@@ -96,6 +105,13 @@ class KeyValueCache:
 def on_device(values: list[int], device: torch.device) -> Tensor:
     """Numbers as a tensor, without waiting for the device."""
     return torch.tensor(values, dtype=torch.int64).to(device, non_blocking=True)
+
+
+def one_token_form(model: Any, length: int) -> "OneToken | None":
+    """The fast form of the model's forward for one token of each row, where it has one."""
+    from model.decoding import OneToken, can_step  # brings in the compiler
+
+    return OneToken(model.model, length) if can_step(model.model) else None
 
 
 class Batch:
@@ -185,8 +201,12 @@ class Decoder:
         self.device = model.lm_head.weight.device
         with torch.inference_mode():
             self.cache = KeyValueCache(model, slots, length)
+            # what is added to the scores of keys that are seen, and of those that are not
+            self.mask_values = self.cache.tensor.new_zeros(()), self.cache.tensor.new_full((), -torch.inf)
         self.answers: list[Answer] = []  # that are being written
         self.prompts: list[PromptRow] = []  # that are being read, the first ones first
+        # its fast form, where there is one
+        self.one_token = one_token_form(model, length)
         # of all answers; None: since it was made, some joined, left or failed
         self.batch: Batch | None = None
         self.broken = False  # since moving rows failed, rows and cache do not agree: only `clear` helps
@@ -375,9 +395,11 @@ class Decoder:
         cache.rows, cache.slots, cache.positions, cache.end = rows, slots, positions, end
         seen = inner.visible(positions, end)[:, None]  # [R, 1, T, end]
         # once for all layers
-        mask = torch.full_like(seen, -torch.inf, dtype=cache.tensor.dtype).masked_fill_(seen, 0)
+        mask = torch.where(seen, *self.mask_values)
         # as in training: float32 between the products
         embeds = inner.embed_tokens(tokens).to(inner.norm.weight.dtype)
+        if self.one_token is not None and tokens.shape[1] == 1:
+            return self.one_token(embeds[:, 0], positions[:, 0], mask, cache)[:, None]
         return inner(embeds, positions, mask, cache)[0]
 
     def _logits(self, hidden: Tensor) -> Tensor:
