@@ -16,14 +16,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model import fused, model_minimind
-from model.linear import is_plain, is_plain_product, product_dtype
+from model import fused, graphs, model_minimind
+from model.linear import LoRALinear, is_plain, is_plain_product, product_dtype
 from model.model_minimind import (
     Attention,
     FeedForward,
     MiniMindBlock,
     MiniMindConfig,
     MiniMindModel,
+    MOEFeedForward,
     RMSNorm,
     RotaryEmbedding,
 )
@@ -90,16 +91,39 @@ def can_step(model: Any) -> bool:
     return has_usual_layers(model) and is_usual_arithmetic(usual_forwards())
 
 
-USUAL = (
+LAYERS = (
     MiniMindModel, MiniMindBlock, Attention, FeedForward, RMSNorm, RotaryEmbedding,
     nn.Embedding, nn.Linear, nn.Dropout, nn.ModuleList,
 )  # fmt: skip
 
 
+def can_record(model: Any) -> bool:
+    """Whether a step can be recorded as a CUDA graph: no layer is one that may read from the device."""
+    weight = model.embed_tokens.weight
+    if not (fused.ENABLED and graphs.ENABLED and weight.is_cuda):
+        return False
+    return waits_for_nothing(model)
+
+
+def waits_for_nothing(model: nn.Module) -> bool:
+    """Whether all layers are known not to read from the device: those that stand here, experts only where
+    they are computed together."""
+    for layer in model.modules():
+        if layer._compiled_call_impl is not None:
+            return False
+        if not any(is_plain(layer, kind) for kind in (*LAYERS, LoRALinear, MOEFeedForward)):
+            return False
+        if isinstance(layer, MOEFeedForward):
+            x = layer.gate.weight
+            if not (fused.has_grouped_mm(x) and fused.can_group(layer.experts, x)):
+                return False
+    return True
+
+
 def has_usual_layers(model: nn.Module) -> bool:
     """Whether all layers are those of a dense model, joined, and without hooks or adapters."""
     for layer in model.modules():
-        if layer.training or not any(is_plain(layer, kind) for kind in USUAL):
+        if layer.training or not any(is_plain(layer, kind) for kind in LAYERS):
             return False
         if isinstance(layer, nn.Linear) and not is_plain_product(layer):
             return False

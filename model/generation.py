@@ -21,15 +21,13 @@ Shape legend: R rows, P prompts, T tokens of a prompt's chunk, G key/value heads
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from model.graphs import MOST, Graphs, length_class, rows_class
 from model.sampling import Draws, Sampling, TokenLogprob, top_logprobs
-
-if TYPE_CHECKING:
-    from model.decoding import OneToken
 
 SLOTS = 128  # answers written at once on a CPU
 STEPS = 8  # at most between two looks of the host at what was drawn
@@ -72,9 +70,10 @@ class KeyValueCache:
     def __init__(self, model: Any, slots: int, length: int):
         config, weight = model.config, model.lm_head.weight
         layers, heads = config.num_hidden_layers, config.num_key_value_heads
+        self.length = length + -length % 8  # kernels of GPUs want masks of such rows
         # zeros, not empty: a masked value that is not a number would still spoil the sum
         self.tensor = torch.zeros(
-            layers, 2, slots, heads, length, config.head_dim, dtype=weight.dtype, device=weight.device
+            layers, 2, slots, heads, self.length, config.head_dim, dtype=weight.dtype, device=weight.device
         )
         self.rows: slice | Tensor = slice(0)  # that attend
         self.slots = torch.empty(0)  # where tokens are written, [R, 1]
@@ -107,34 +106,41 @@ def on_device(values: list[int], device: torch.device) -> Tensor:
     return torch.tensor(values, dtype=torch.int64).to(device, non_blocking=True)
 
 
-def one_token_form(model: Any, length: int) -> "OneToken | None":
-    """The fast form of the model's forward for one token of each row, where it has one."""
-    from model.decoding import OneToken, can_step  # brings in the compiler
-
-    return OneToken(model.model, length) if can_step(model.model) else None
-
-
 class Batch:
     """Answers that get their next tokens together, as a step needs them on the device; and what the steps
-    between two looks of the host draw. A step works on these tensors in place."""
+    between two looks of the host draw. A step works on these tensors in place, and they stay where they are.
 
-    def __init__(self, answers: list[Answer], vocabulary: int, device: torch.device):
+    size: R, with rows that pad it, which write to the row `spare` of the cache."""
+
+    def __init__(self, answers: list[Answer], size: int, spare: int, vocabulary: int, device: torch.device):
+        padding = size - len(answers)
         slots = [answer.slot for answer in answers]
-        self.rows: slice | Tensor = on_device(slots, device)  # of the cache
-        if slots == list(range(len(slots))):
-            self.rows = slice(len(slots))
-        self.slots = on_device(slots, device)[:, None]  # [R, 1]
-        self.tokens = on_device([answer.tokens[-1] for answer in answers], device)[:, None]  # [R, 1]
-        self.positions = on_device([answer.cached for answer in answers], device)[:, None]  # of these tokens
-        self.draws = Draws([answer.sampling for answer in answers], vocabulary, device)
+        self.rows: slice | Tensor = slice(size)  # of the cache
+        if slots != list(range(len(answers))):
+            self.rows = on_device(slots, device)
+        tokens = [answer.tokens[-1] for answer in answers]
+        positions = [answer.cached for answer in answers]
+        samplings = [answer.sampling for answer in answers]
+        self.slots = on_device(slots + [spare] * padding, device)[:, None]  # [R, 1]
+        self.tokens = on_device(tokens + [0] * padding, device)[:, None]  # [R, 1]
+        self.positions = on_device(positions + [0] * padding, device)[:, None]  # of these tokens
+        self.draws = Draws(samplings + samplings[:1] * padding, vocabulary, device)
         self.number = torch.zeros(1, dtype=torch.int64, device=device)  # of steps since the last look
-        self.uniform = self.draws.numbers([0] * len(answers), STEPS)  # [STEPS, R, 1]
-        self.drawn = torch.zeros(STEPS, len(answers), dtype=torch.int64, device=device)
-        self.logprobs = torch.zeros(STEPS, len(answers), device=device)
+        self.uniform = self.draws.numbers([0] * size, STEPS)  # [STEPS, R, 1]
+        self.drawn = torch.zeros(STEPS, size, dtype=torch.int64, device=device)
+        self.logprobs = torch.zeros(STEPS, size, device=device)
+
+    def replace(self, other: "Batch") -> None:
+        """Take the answers of another of the same size and layout."""
+        self.slots.copy_(other.slots)
+        self.tokens.copy_(other.tokens)
+        self.positions.copy_(other.positions)
+        self.draws.replace(other.draws)
 
     def begin(self, answers: list[Answer], count: int) -> None:
         """Get ready for so many steps."""
-        uniform = self.draws.numbers([len(answer.tokens) for answer in answers], count)
+        padding = len(self.tokens) - len(answers)
+        uniform = self.draws.numbers([len(answer.tokens) for answer in answers] + [0] * padding, count)
         self.uniform[:count].copy_(uniform, non_blocking=True)
         self.number.zero_()
 
@@ -199,14 +205,19 @@ class Decoder:
         self.model, self.slots, self.length, self.end_ids = model, slots, length, frozenset(end_ids)
         self.prefill_tokens, self.with_logprobs = prefill_tokens, with_logprobs
         self.device = model.lm_head.weight.device
+        from model.decoding import OneToken, can_record, can_step  # brings in the compiler
+
+        # fast forms of a step, where there are any
+        self.one_token = OneToken(model.model, length) if can_step(model.model) else None
+        self.graphs = Graphs() if can_record(model.model) else None
+        self.batches: dict[Any, Batch] = {}  # of the steps that are recorded
         with torch.inference_mode():
-            self.cache = KeyValueCache(model, slots, length)
+            # a row more, which pads batches
+            self.cache = KeyValueCache(model, slots + int(self.graphs is not None), length)
             # what is added to the scores of keys that are seen, and of those that are not
             self.mask_values = self.cache.tensor.new_zeros(()), self.cache.tensor.new_full((), -torch.inf)
         self.answers: list[Answer] = []  # that are being written
         self.prompts: list[PromptRow] = []  # that are being read, the first ones first
-        # its fast form, where there is one
-        self.one_token = one_token_form(model, length)
         # of all answers; None: since it was made, some joined, left or failed
         self.batch: Batch | None = None
         self.broken = False  # since moving rows failed, rows and cache do not agree: only `clear` helps
@@ -280,7 +291,7 @@ class Decoder:
         batch = self.batch if only is None else None
         self.batch = None  # until this half has succeeded
         if batch is None:
-            batch = Batch(answers, self.model.config.vocab_size, self.device)
+            batch = self._batch(answers)
         left = max(answer.max_new_tokens - len(answer.tokens) for answer in answers)
         count = min(count, left, STEPS)
         end = max(answer.cached for answer in answers)
@@ -288,9 +299,10 @@ class Decoder:
         details = []
         for _ in range(count):
             end = min(end + 1, self.length)
-            logits = self._write_tokens(batch, end)
-            details.append(self._details(answers, logits, batch.tokens[:, 0]))
-        tokens, logprobs = self._read(batch.drawn[:count], batch.logprobs[:count])
+            logits = self._write_tokens(batch, end)[: len(answers)]
+            details.append(self._details(answers, logits, batch.tokens[: len(answers), 0]))
+        rows = len(answers)  # without padding
+        tokens, logprobs = self._read(batch.drawn[:count, :rows], batch.logprobs[:count, :rows])
         if only is None:
             self.batch = batch
         for answer in answers:
@@ -379,8 +391,32 @@ class Decoder:
         end = min(self.length, max(row.cached for row in rows) + width)
         return self._hidden(tokens, positions, slots[:, None], slots, end)
 
+    def _batch(self, answers: list[Answer]) -> Batch:
+        """What a step of these answers needs: of all in the tensors of earlier ones, where steps are
+        recorded."""
+        size = len(answers)
+        if self.graphs is not None:
+            size = rows_class(size, self.slots)
+        batch = Batch(answers, size, self.slots, self.model.config.vocab_size, self.device)
+        if self.graphs is None or not isinstance(batch.rows, slice):
+            return batch
+        if len(self.graphs.recorded) >= MOST:
+            self.graphs.clear()
+            self.batches.clear()
+        first = self.batches.setdefault((size, batch.draws.layout), batch)
+        if first is not batch:
+            first.replace(batch)
+        return first
+
     def _write_tokens(self, batch: Batch, end: int) -> Tensor:
         """One step of a batch, whose tokens see the keys before `end` at most; returns the logits [R, V]."""
+        if self.graphs is None or not isinstance(batch.rows, slice):
+            return self._step(batch, end)
+        end = length_class(end, self.cache.length)
+        return self.graphs.run((batch, end), lambda: self._step(batch, end))
+
+    def _step(self, batch: Batch, end: int) -> Tensor:
+        """`_write_tokens` as a function of the batch's tensors and the cache."""
         hidden = self._hidden(batch.tokens, batch.positions, batch.slots, batch.rows, end)
         logits = self._logits(hidden[:, 0])
         batch.draw(logits, self.with_logprobs, self.length - 1)
@@ -391,7 +427,7 @@ class Decoder:
     ) -> Tensor:
         """Hidden states [R, T, C] of tokens [R, T] in the rows of the cache; slots [R, 1]: their numbers."""
         cache, inner = self.cache, self.model.model
-        end = min(end + -end % 8, self.length)  # kernels of GPUs want masks of such rows
+        end += -end % 8
         cache.rows, cache.slots, cache.positions, cache.end = rows, slots, positions, end
         seen = inner.visible(positions, end)[:, None]  # [R, 1, T, end]
         # once for all layers

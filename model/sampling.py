@@ -135,6 +135,17 @@ class Draws:
         self.has_top_k = all(s.top_k > 0 for s in likely)
         self.top_k = _column([s.top_k if s.top_k > 0 else vocabulary for s in likely], device)
         self.top_p = _column([s.top_p for s in likely], device)
+        # what the operators of `draw` depend on besides its tensors
+        self.layout = (*(kinds if len(groups) > 1 else groups), self.temperature is None, self.widest)
+        self.layout += (self.has_top_k,)
+
+    def replace(self, other: "Draws") -> None:
+        """Take what another of the same layout draws, in the same tensors."""
+        self.seeds = other.seeds
+        self.top_k.copy_(other.top_k)
+        self.top_p.copy_(other.top_p)
+        if self.temperature is not None:
+            self.temperature.copy_(other.temperature)
 
     def numbers(self, begin: Sequence[int], count: int) -> Tensor:
         """The numbers in [0, 1) by which tokens `begin[r]`, `begin[r] + 1` ... of answer r are drawn [count,
