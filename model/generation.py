@@ -331,20 +331,7 @@ class Decoder:
         hidden = self._read_prompts(rows, width)  # [P, T, C]
         done = [row for row in rows if row.cached + width >= len(row.tokens)]
         answers = [answer for row in done for answer in row.answers]
-        if answers:
-            last, prompt_of = [], []  # tokens of the batch; of each answer, which of these is its prompt's
-            for row in done:
-                prompt_of += [len(last)] * len(row.answers)
-                last.append(rows.index(row) * width + len(row.tokens) - row.cached - 1)
-            logits = self._logits(hidden.flatten(0, 1).index_select(0, on_device(last, self.device)))
-            logits = logits.index_select(0, on_device(prompt_of, self.device))  # [R, V]
-            draws = Draws([answer.sampling for answer in answers], logits.shape[1], self.device)
-            (uniform,) = draws.numbers([0] * len(answers), 1)
-            drawn, drawn_logprobs = draws.draw(logits, uniform, self.with_logprobs)
-            details = self._details(answers, logits, drawn)
-            if drawn_logprobs is None:
-                drawn_logprobs = drawn
-            (tokens,), (logprobs,) = self._read(drawn[None], drawn_logprobs[None])
+        tokens, logprobs, details = self._first_tokens(hidden, rows, done)
         for row in rows:
             row.cached = min(row.cached + width, len(row.tokens))
         for row in done:
@@ -353,8 +340,7 @@ class Decoder:
             for answer in row.answers:  # they share its row until `_settle` copies it
                 answer.slot, answer.cached = row.slot, row.cached
             self.batch = None
-        if answers:
-            self._append(answers, tokens, logprobs, details)
+        self._append(answers, tokens, logprobs, details)
         return answers
 
     def _settle(self) -> None:
@@ -390,6 +376,28 @@ class Decoder:
         positions = (begin[:, None] + torch.arange(width, device=self.device)).clamp(max=self.length - 1)
         end = min(self.length, max(row.cached for row in rows) + width)
         return self._hidden(tokens, positions, slots[:, None], slots, end)
+
+    def _first_tokens(
+        self, hidden: Tensor, rows: list[PromptRow], done: list[PromptRow]
+    ) -> tuple[list[int], list[float], list[TokenLogprob | None]]:
+        """What the answers to the prompts that have been read begin with; hidden [P, T, C] of all rows."""
+        if not done:
+            return [], [], []
+        last, prompt_of = [], []  # tokens of the batch; of each answer, which of these is its prompt's
+        for row in done:
+            prompt_of += [len(last)] * len(row.answers)
+            last.append(rows.index(row) * hidden.shape[1] + len(row.tokens) - row.cached - 1)
+        logits = self._logits(hidden.flatten(0, 1).index_select(0, on_device(last, self.device)))
+        logits = logits.index_select(0, on_device(prompt_of, self.device))  # [R, V]
+        answers = [answer for row in done for answer in row.answers]
+        draws = Draws([answer.sampling for answer in answers], logits.shape[1], self.device)
+        (uniform,) = draws.numbers([0] * len(answers), 1)
+        drawn, drawn_logprobs = draws.draw(logits, uniform, self.with_logprobs)
+        details = self._details(answers, logits, drawn)
+        if drawn_logprobs is None:
+            drawn_logprobs = torch.zeros_like(drawn)
+        (tokens,), (logprobs,) = self._read(drawn[None], drawn_logprobs[None])
+        return tokens, logprobs, details
 
     def _batch(self, answers: list[Answer]) -> Batch:
         """What a step of these answers needs: of all in the tensors of earlier ones, where steps are

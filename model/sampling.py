@@ -136,15 +136,15 @@ class Draws:
         self.top_k = _column([s.top_k if s.top_k > 0 else vocabulary for s in likely], device)
         self.top_p = _column([s.top_p for s in likely], device)
         # what the operators of `draw` depend on besides its tensors
-        self.layout = (*(kinds if len(groups) > 1 else groups), self.temperature is None, self.widest)
-        self.layout += (self.has_top_k,)
+        of_rows = tuple(kinds if len(groups) > 1 else groups)
+        self.layout = (of_rows, self.temperature is None, self.widest, self.has_top_k)
 
     def replace(self, other: "Draws") -> None:
         """Take what another of the same layout draws, in the same tensors."""
         self.seeds = other.seeds
         self.top_k.copy_(other.top_k)
         self.top_p.copy_(other.top_p)
-        if self.temperature is not None:
+        if self.temperature is not None and other.temperature is not None:
             self.temperature.copy_(other.temperature)
 
     def numbers(self, begin: Sequence[int], count: int) -> Tensor:

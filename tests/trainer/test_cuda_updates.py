@@ -109,6 +109,17 @@ def test_a_rollout_waits_once_for_eight_tokens(library):
         assert found["operators"]["aten.embedding.default"] == 8  # a forward for each token
 
 
+def test_a_decoded_token_is_few_launches(library):
+    """A dense model of width 512 with 8 layers; recorded a token is one, and what eight of them need is
+    four."""
+    found = json.loads(launch(FOLDER / "launches.py", LD_PRELOAD=library, PYTHONPATH=str(ROOT)).stdout)
+    most = {"float32": 150, "bfloat16": 190, "float32, as chats draw": 165}
+    assert found.keys() == most.keys()
+    for name, (one_by_one, recorded) in found.items():
+        assert 100 < one_by_one <= most[name]
+        assert 1 <= recorded <= 1.5
+
+
 def test_a_run_resumed_within_a_rollout_has_its_tensors_on_the_gpu(library):
     """A checkpoint is read on the host."""
     out = launch(FOLDER / "resumed.py", LD_PRELOAD=library, PYTHONPATH=str(ROOT)).stdout
