@@ -53,7 +53,7 @@ def join_layers(model: nn.Module) -> None:
             layers = (module.gate_proj, module.up_proj)
         if not layers or not all(is_plain_product(layer) for layer in layers):
             continue
-        weights = [layer.weight for layer in layers]
+        weights: list[Any] = [layer.weight for layer in layers]
         if any(hasattr(weight, "in_stack") for weight in weights):  # of `stack_experts`
             continue
         joint = torch.cat([weight.data for weight in weights])
@@ -72,7 +72,8 @@ def joint_weight(*layers: Any) -> Tensor | None:
         return None
     for layer in layers:
         # a model that was moved since has other tensors
-        if not torch._C._is_alias_of(layer.weight, joint) or layer.weight.storage_offset() != begin:
+        storages = [each.untyped_storage()._cdata for each in (layer.weight, joint)]
+        if storages[0] != storages[1] or layer.weight.storage_offset() != begin:
             return None
         begin += layer.weight.numel()
     return joint if begin == joint.numel() else None
