@@ -1,6 +1,11 @@
 """A decoder that notices when a model's outputs are not numbers. From such logits the first token of the
 vocabulary would be drawn again and again: a special one, which is shown as nothing."""
 
+import math
+from collections.abc import Collection
+from itertools import chain
+from typing import Any
+
 from torch import Tensor
 
 from common.errors import UserError
@@ -17,10 +22,14 @@ class NotFinite(UserError):
 
 
 class FiniteDecoder(Decoder):
-    """A `Decoder` that raises NotFinite rather than draw tokens from logits that are not finite."""
+    """A `Decoder` that raises NotFinite rather than write tokens that were drawn from logits that are not
+    finite: their log-probabilities are not, either."""
 
-    def _logits(self, hidden: Tensor) -> Tensor:
-        logits = super()._logits(hidden)  # [R, V]
-        if not bool(logits.amax(dim=-1).isfinite().all()):  # NaN is the greatest of a row; sync point
+    def __init__(self, model: Any, slots: int, length: int, end_ids: Collection[int]):
+        super().__init__(model, slots, length, end_ids, with_logprobs=True)
+
+    def _read(self, tokens: Tensor, logprobs: Tensor) -> tuple[list[list[int]], list[list[float]]]:
+        read = super()._read(tokens, logprobs)
+        if not all(map(math.isfinite, chain(*read[1]))):
             raise NotFinite
-        return logits
+        return read

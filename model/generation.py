@@ -18,16 +18,19 @@ On a GPU the host waits for the device once in `decode`, however many tokens tha
 Shape legend: R rows, P prompts, T tokens of a prompt's chunk, G key/value heads, D head size, V vocabulary.
 """
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from model.graphs import MOST, Graphs, length_class, rows_class
 from model.sampling import Draws, Sampling, TokenLogprob, top_logprobs
 
 SLOTS = 128  # answers written at once on a CPU
+STEPS = 8  # at most between two looks of the host at what was drawn
 # tokens of rollouts between two looks at which answers have ended; 8 where looking is waiting
 BURST = {"cpu": 1}
 
@@ -61,34 +64,41 @@ class PromptRow:
 
 class KeyValueCache:
     """Keys and values of `slots` rows of `length` tokens, allocated once. It takes the place of a
-    transformers cache in the model's attention: before a forward `rows` and `positions` say where its tokens
-    belong, `end` what they see."""
+    transformers cache in the model's attention: before a forward `rows`, `slots` and `positions` say where
+    its tokens belong, `end` what they see."""
 
     def __init__(self, model: Any, slots: int, length: int):
         config, weight = model.config, model.lm_head.weight
-        shape = (config.num_hidden_layers, slots, config.num_key_value_heads, length, config.head_dim)
+        layers, heads = config.num_hidden_layers, config.num_key_value_heads
+        self.length = length + -length % 8  # kernels of GPUs want masks of such rows
         # zeros, not empty: a masked value that is not a number would still spoil the sum
-        self.keys, self.values = (
-            torch.zeros(shape, dtype=weight.dtype, device=weight.device) for _ in range(2)
+        self.tensor = torch.zeros(
+            layers, 2, slots, heads, self.length, config.head_dim, dtype=weight.dtype, device=weight.device
         )
-        self.rows: slice | Tensor = slice(0)
-        # rows and positions to write, [R, T]
-        self.index: tuple[Tensor, Tensor] = (torch.empty(0), torch.empty(0))
+        self.rows: slice | Tensor = slice(0)  # that attend
+        self.slots = torch.empty(0)  # where tokens are written, [R, 1]
+        self.positions = torch.empty(0)  # in these rows, [R, T]
         self.end = 0
 
     def update(self, k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         """Store k, v [R, G, T, D] of a layer; returns the keys and values that its rows attend to, [R, G,
         end, D]."""
-        rows, positions = self.index
-        keys, values = self.keys[layer], self.values[layer]
-        keys[rows, :, positions], values[rows, :, positions] = k.transpose(1, 2), v.transpose(1, 2)
+        keys, values = self.tensor[layer]
+        keys[self.slots, :, self.positions] = k.transpose(1, 2)
+        values[self.slots, :, self.positions] = v.transpose(1, 2)
         return keys[self.rows, :, : self.end], values[self.rows, :, : self.end]
+
+    def write(self, layer: int, kv: Tensor) -> tuple[Tensor, Tensor]:
+        """`update` with keys and values [R, 2, G, D] of one token of each row, by one kernel."""
+        both = self.tensor[layer]
+        both[:, self.slots[:, 0], :, self.positions[:, 0]] = kv
+        return both[0, self.rows, :, : self.end], both[1, self.rows, :, : self.end]
 
     def move(self, sources: list[int], targets: list[int], length: int) -> None:
         """Put copies of the first tokens of some rows in the place of others."""
-        source, target = (on_device(rows, self.keys.device) for rows in (sources, targets))
-        for cache in (self.keys[:, :, :, :length], self.values[:, :, :, :length]):
-            cache.index_copy_(1, target, cache.index_select(1, source))
+        device = self.tensor.device
+        tokens = self.tensor[..., :length, :]
+        tokens.index_copy_(2, on_device(targets, device), tokens.index_select(2, on_device(sources, device)))
 
 
 def on_device(values: list[int], device: torch.device) -> Tensor:
@@ -96,37 +106,74 @@ def on_device(values: list[int], device: torch.device) -> Tensor:
     return torch.tensor(values, dtype=torch.int64).to(device, non_blocking=True)
 
 
-class Running:
-    """The answers under way as a step needs them on the device. It is made anew when one joins or leaves."""
+class Batch:
+    """Answers that get their next tokens together, as a step needs them on the device; and what the steps
+    between two looks of the host draw. A step works on these tensors in place, and they stay where they are.
 
-    def __init__(self, answers: list[Answer], vocabulary: int, device: torch.device):
+    size: R, with rows that pad it, which write to the row `spare` of the cache."""
+
+    def __init__(self, answers: list[Answer], size: int, spare: int, vocabulary: int, device: torch.device):
+        padding = size - len(answers)
         slots = [answer.slot for answer in answers]
-        # of the cache
-        self.rows = slice(len(slots)) if slots == [*range(len(slots))] else on_device(slots, device)
-        self.slots = on_device(slots, device)[:, None]  # [R, 1]
-        # the last ones [R, 1]
-        self.tokens = on_device([answer.tokens[-1] for answer in answers], device)[:, None]
-        # where they belong
-        self.positions = on_device([answer.cached for answer in answers], device)[:, None]
-        self.draws = Draws([answer.sampling for answer in answers], vocabulary, device)
+        self.rows: slice | Tensor = slice(size)  # of the cache
+        if slots != list(range(len(answers))):
+            self.rows = on_device(slots, device)
+        tokens = [answer.tokens[-1] for answer in answers]
+        positions = [answer.cached for answer in answers]
+        samplings = [answer.sampling for answer in answers]
+        self.slots = on_device(slots + [spare] * padding, device)[:, None]  # [R, 1]
+        self.tokens = on_device(tokens + [0] * padding, device)[:, None]  # [R, 1]
+        self.positions = on_device(positions + [0] * padding, device)[:, None]  # of these tokens
+        self.draws = Draws(samplings + samplings[:1] * padding, vocabulary, device)
+        self.number = torch.zeros(1, dtype=torch.int64, device=device)  # of steps since the last look
+        self.uniform = self.draws.numbers([0] * size, STEPS)  # [STEPS, R, 1]
+        self.drawn = torch.zeros(STEPS, size, dtype=torch.int64, device=device)
+        self.logprobs = torch.zeros(STEPS, size, device=device)
+
+    def replace(self, other: "Batch") -> None:
+        """Take the answers of another of the same size and layout."""
+        self.slots.copy_(other.slots)
+        self.tokens.copy_(other.tokens)
+        self.positions.copy_(other.positions)
+        self.draws.replace(other.draws)
+
+    def begin(self, answers: list[Answer], count: int) -> None:
+        """Get ready for so many steps."""
+        padding = len(self.tokens) - len(answers)
+        uniform = self.draws.numbers([len(answer.tokens) for answer in answers] + [0] * padding, count)
+        self.uniform[:count].copy_(uniform, non_blocking=True)
+        self.number.zero_()
+
+    def draw(self, logits: Tensor, with_logprobs: bool, last_position: int) -> None:
+        """Draw the tokens of a step from logits [R, V]; they are those of the next one."""
+        uniform = self.uniform.index_select(0, self.number)[0]
+        tokens, logprobs = self.draws.draw(logits, uniform, with_logprobs)
+        self.tokens.copy_(tokens[:, None])
+        self.drawn.index_copy_(0, self.number, tokens[None])
+        if logprobs is not None:
+            self.logprobs.index_copy_(0, self.number, logprobs[None])
+        self.positions.add_(1).clamp_(max=last_position)  # an answer that has ended stays in its row
+        self.number.add_(1)
 
 
 @dataclass
-class Drawn:
-    """What a step drew for each answer, on the device; `details` on the host."""
+class Move:
+    """A row of the cache that is to have another place."""
 
-    tokens: Tensor  # [R]
-    logprobs: Tensor | None  # [R]
-    details: list[TokenLogprob | None]
+    row: PromptRow | Answer
+    slot: int
 
 
-@dataclass
-class Step:
-    """What a step drew for each answer, on the host."""
-
-    tokens: list[int]
-    logprobs: list[float]  # empty if they are not kept
-    details: list[TokenLogprob | None]
+def moves_to(rows: Sequence[PromptRow | Answer], first: int) -> list[Move]:
+    """Which of the rows have to move so that they have the slots from `first` on, each its own."""
+    free = list(range(first, first + len(rows)))
+    moving = []
+    for row in rows:
+        if row.slot in free:
+            free.remove(row.slot)
+        else:
+            moving.append(row)
+    return [Move(row, slot) for row, slot in zip(moving, free, strict=True)]
 
 
 # Which row of the cache belongs to whom: first the answers that are being written, then the prompts that are
@@ -158,12 +205,21 @@ class Decoder:
         self.model, self.slots, self.length, self.end_ids = model, slots, length, frozenset(end_ids)
         self.prefill_tokens, self.with_logprobs = prefill_tokens, with_logprobs
         self.device = model.lm_head.weight.device
+        from model.decoding import OneToken, can_record, can_step  # brings in the compiler
+
+        # fast forms of a step, where there are any
+        self.one_token = OneToken(model.model, length) if can_step(model.model) else None
+        self.graphs = Graphs() if can_record(model.model) else None
+        self.batches: dict[Any, Batch] = {}  # of the steps that are recorded
         with torch.inference_mode():
-            self.cache = KeyValueCache(model, slots, length)
+            # a row more, which pads batches
+            self.cache = KeyValueCache(model, slots + int(self.graphs is not None), length)
+            # what is added to the scores of keys that are seen, and of those that are not
+            self.mask_values = self.cache.tensor.new_zeros(()), self.cache.tensor.new_full((), -torch.inf)
         self.answers: list[Answer] = []  # that are being written
         self.prompts: list[PromptRow] = []  # that are being read, the first ones first
         # of all answers; None: since it was made, some joined, left or failed
-        self.running: Running | None = None
+        self.batch: Batch | None = None
         self.broken = False  # since moving rows failed, rows and cache do not agree: only `clear` helps
 
     @property
@@ -199,7 +255,7 @@ class Decoder:
         """Stop writing an answer and free its place; nothing happens to one that has left already."""
         if answer in self.answers:
             self.answers.remove(answer)
-            self.running = None
+            self.batch = None
             return
         for row in self.prompts:
             if answer in row.answers:
@@ -208,9 +264,9 @@ class Decoder:
 
     def clear(self) -> None:
         """Remove everything, as after a step that failed."""
-        self.answers, self.prompts, self.running, self.broken = [], [], None, False
+        self.answers, self.prompts, self.batch, self.broken = [], [], None, False
         with torch.inference_mode():
-            torch._foreach_zero_([self.cache.keys, self.cache.values])
+            self.cache.tensor.zero_()
 
     @torch.inference_mode()
     def step(self, count: int = 1) -> list[Answer]:
@@ -226,119 +282,168 @@ class Decoder:
 
     @torch.inference_mode()
     def decode(self, only: Collection[Answer] | None = None, count: int = 1) -> list[Answer]:
-        """Write a token of every answer that is under way, or of some of them; or up to `count` tokens, a
-        forward for each, before it is looked which answers have ended."""
+        """Write a token of every answer that is under way, or of some of them; or up to `count` tokens (at
+        most STEPS), a forward for each, before it is looked which answers have ended."""
         self._settle()
         answers = [answer for answer in self.answers if only is None or answer in only]
         if not answers:
             return []
-        known, self.running = self.running if only is None else None, None  # until this half has succeeded
-        running = known or Running(answers, self.model.config.vocab_size, self.device)
-        tokens, positions = running.tokens, running.positions
-        count = min(count, max(answer.max_new_tokens - len(answer.tokens) for answer in answers))
-        end, drawn = max(answer.cached for answer in answers), []
-        for uniform in running.draws.numbers([len(answer.tokens) for answer in answers], count):
+        batch = self.batch if only is None else None
+        self.batch = None  # until this half has succeeded
+        if batch is None:
+            batch = self._batch(answers)
+        left = max(answer.max_new_tokens - len(answer.tokens) for answer in answers)
+        count = min(count, left, STEPS)
+        end = max(answer.cached for answer in answers)
+        batch.begin(answers, count)
+        details = []
+        for _ in range(count):
             end = min(end + 1, self.length)
-            hidden = self._hidden(tokens, positions, running.slots, running.rows, end)
-            drawn.append(self._draw(running.draws, answers, self._logits(hidden[:, 0]), uniform))
-            tokens = drawn[-1].tokens[:, None]
-            # an answer that has ended stays in its row
-            positions = (positions + 1).clamp(max=self.length - 1)
-        steps = self._read(drawn)
+            logits = self._write_tokens(batch, end)[: len(answers)]
+            details.append(self._details(answers, logits, batch.tokens[: len(answers), 0]))
+        rows = len(answers)  # without padding
+        tokens, logprobs = self._read(batch.drawn[:count, :rows], batch.logprobs[:count, :rows])
         if only is None:
-            running.tokens, running.positions, self.running = tokens, positions, running
+            self.batch = batch
         for answer in answers:
             answer.cached += count
-        return self._write(answers, steps)
+        for step in range(count):
+            self._append(answers, tokens[step], logprobs[step], details[step])
+        return answers
 
     @torch.inference_mode()
     def prefill(self, only: Collection[Answer] | None = None) -> list[Answer]:
         """One forward over the next tokens of the first prompts, or of those of some answers; answers whose
         prompt is read get their first token."""
-        chosen: list[PromptRow] = []
+        rows: list[PromptRow] = []
         width = 0  # of the padded batch
         for row in self.prompts:
             if only is not None and not any(answer in only for answer in row.answers):
                 continue
             wide = max(width, min(len(row.tokens) - row.cached, self.prefill_tokens))
-            if chosen and wide * (len(chosen) + 1) > self.prefill_tokens:
+            if rows and wide * (len(rows) + 1) > self.prefill_tokens:
                 break
-            chosen.append(row)
+            rows.append(row)
             width = wide
-        if not chosen:
+        if not rows:
             return []
         self._settle()
-        chunks = [row.tokens[row.cached : row.cached + width] for row in chosen]
-        padded = [token for chunk in chunks for token in chunk + [0] * (width - len(chunk))]
-        tokens = on_device(padded, self.device).view(-1, width)  # [P, T]
-        slots = on_device([row.slot for row in chosen], self.device)
-        begin = on_device([row.cached for row in chosen], self.device)
-        # padding goes behind the chunk, where it is overwritten before it is seen, or to the last place
-        positions = (begin[:, None] + torch.arange(width, device=self.device)).clamp(max=self.length - 1)
-        end = min(self.length, max(row.cached for row in chosen) + width)
-        hidden = self._hidden(tokens, positions, slots[:, None], slots, end)
-        read = [i for i, row in enumerate(chosen) if row.cached + len(chunks[i]) == len(row.tokens)]
-        answers = [answer for i in read for answer in chosen[i].answers]
-        steps: list[Step] = []
-        if answers:
-            last = on_device([i * width + len(chunks[i]) - 1 for i in read], self.device)
-            logits = self._logits(hidden.flatten(0, 1).index_select(0, last))  # [P, V]
-            of_prompt = on_device([at for at, i in enumerate(read) for _ in chosen[i].answers], self.device)
-            draws = Draws([answer.sampling for answer in answers], logits.shape[1], self.device)
-            (uniform,) = draws.numbers([0] * len(answers), 1)
-            steps = self._read([self._draw(draws, answers, logits.index_select(0, of_prompt), uniform)])
-        for row, chunk in zip(chosen, chunks, strict=True):
-            row.cached += len(chunk)
-        for row in (chosen[i] for i in read):
+        hidden = self._read_prompts(rows, width)  # [P, T, C]
+        done = [row for row in rows if row.cached + width >= len(row.tokens)]
+        answers = [answer for row in done for answer in row.answers]
+        tokens, logprobs, details = self._first_tokens(hidden, rows, done)
+        for row in rows:
+            row.cached = min(row.cached + width, len(row.tokens))
+        for row in done:
             self.prompts.remove(row)
             self.answers += row.answers
             for answer in row.answers:  # they share its row until `_settle` copies it
                 answer.slot, answer.cached = row.slot, row.cached
-            self.running = None
-        return self._write(answers, steps)
+            self.batch = None
+        self._append(answers, tokens, logprobs, details)
+        return answers
 
     def _settle(self) -> None:
         """Give every answer and prompt a row of its own, answers first, and move there what is cached of
         it."""
-        count, total = len(self.answers), len(self.rows)
-        taken: set[int] = set()
-        moving: list[PromptRow | Answer] = []
-        for row in self.rows:
-            first, end = (0, count) if isinstance(row, Answer) else (count, total)
-            if first <= row.slot < end and row.slot not in taken:
-                taken.add(row.slot)
-            else:
-                moving.append(row)
-        if not moving:
+        moves = moves_to(self.answers, 0) + moves_to(self.prompts, len(self.answers))
+        if not moves:
             return
-        gaps = [slot for slot in range(total) if slot not in taken]  # as many as are moving, answers first
-        sources, targets, length = [], [], 0
-        for row, gap in zip(moving, gaps, strict=True):
-            if row.cached:
-                sources.append(row.slot)
-                targets.append(gap)
-                length = max(length, row.cached)
-        if sources:
+        copied = [move for move in moves if move.row.cached]
+        if copied:
             self.broken = True
-            self.cache.move(sources, targets, length)
+            self.cache.move(
+                [move.row.slot for move in copied],
+                [move.slot for move in copied],
+                max(move.row.cached for move in copied),
+            )
             self.broken = False
-        for row, gap in zip(moving, gaps, strict=True):
-            row.slot = gap
+        for move in moves:
+            move.row.slot = move.slot
         self.answers.sort(key=lambda answer: answer.slot)
-        self.running = None
+        self.batch = None
+
+    def _read_prompts(self, rows: list[PromptRow], width: int) -> Tensor:
+        """Hidden states [P, T, C] of the next T = `width` tokens of prompts."""
+        padded: list[int] = []
+        for row in rows:
+            chunk = row.tokens[row.cached : row.cached + width]
+            padded += chunk + [0] * (width - len(chunk))
+        tokens = on_device(padded, self.device).view(-1, width)
+        slots = on_device([row.slot for row in rows], self.device)
+        begin = on_device([row.cached for row in rows], self.device)
+        # padding goes behind the chunk, where it is overwritten before it is seen, or to the last place
+        positions = (begin[:, None] + torch.arange(width, device=self.device)).clamp(max=self.length - 1)
+        end = min(self.length, max(row.cached for row in rows) + width)
+        return self._hidden(tokens, positions, slots[:, None], slots, end)
+
+    def _first_tokens(
+        self, hidden: Tensor, rows: list[PromptRow], done: list[PromptRow]
+    ) -> tuple[list[int], list[float], list[TokenLogprob | None]]:
+        """What the answers to the prompts that have been read begin with; hidden [P, T, C] of all rows."""
+        if not done:
+            return [], [], []
+        last, prompt_of = [], []  # tokens of the batch; of each answer, which of these is its prompt's
+        for row in done:
+            prompt_of += [len(last)] * len(row.answers)
+            last.append(rows.index(row) * hidden.shape[1] + len(row.tokens) - row.cached - 1)
+        logits = self._logits(hidden.flatten(0, 1).index_select(0, on_device(last, self.device)))
+        logits = logits.index_select(0, on_device(prompt_of, self.device))  # [R, V]
+        answers = [answer for row in done for answer in row.answers]
+        draws = Draws([answer.sampling for answer in answers], logits.shape[1], self.device)
+        (uniform,) = draws.numbers([0] * len(answers), 1)
+        drawn, drawn_logprobs = draws.draw(logits, uniform, self.with_logprobs)
+        details = self._details(answers, logits, drawn)
+        if drawn_logprobs is None:
+            drawn_logprobs = torch.zeros_like(drawn)
+        (tokens,), (logprobs,) = self._read(drawn[None], drawn_logprobs[None])
+        return tokens, logprobs, details
+
+    def _batch(self, answers: list[Answer]) -> Batch:
+        """What a step of these answers needs: of all in the tensors of earlier ones, where steps are
+        recorded."""
+        size = len(answers)
+        if self.graphs is not None:
+            size = rows_class(size, self.slots)
+        batch = Batch(answers, size, self.slots, self.model.config.vocab_size, self.device)
+        if self.graphs is None or not isinstance(batch.rows, slice):
+            return batch
+        if len(self.graphs.recorded) >= MOST:
+            self.graphs.clear()
+            self.batches.clear()
+        first = self.batches.setdefault((size, batch.draws.layout), batch)
+        if first is not batch:
+            first.replace(batch)
+        return first
+
+    def _write_tokens(self, batch: Batch, end: int) -> Tensor:
+        """One step of a batch, whose tokens see the keys before `end` at most; returns the logits [R, V]."""
+        if self.graphs is None or not isinstance(batch.rows, slice):
+            return self._step(batch, end)
+        end = length_class(end, self.cache.length)
+        return self.graphs.run((batch, end), lambda: self._step(batch, end))
+
+    def _step(self, batch: Batch, end: int) -> Tensor:
+        """`_write_tokens` as a function of the batch's tensors and the cache."""
+        hidden = self._hidden(batch.tokens, batch.positions, batch.slots, batch.rows, end)
+        logits = self._logits(hidden[:, 0])
+        batch.draw(logits, self.with_logprobs, self.length - 1)
+        return logits
 
     def _hidden(
         self, tokens: Tensor, positions: Tensor, slots: Tensor, rows: slice | Tensor, end: int
     ) -> Tensor:
         """Hidden states [R, T, C] of tokens [R, T] in the rows of the cache; slots [R, 1]: their numbers."""
         cache, inner = self.cache, self.model.model
-        end = min(end + -end % 8, self.length)  # kernels of GPUs want masks of such rows
-        cache.rows, cache.index, cache.end = rows, (slots, positions), end
+        end += -end % 8
+        cache.rows, cache.slots, cache.positions, cache.end = rows, slots, positions, end
         seen = inner.visible(positions, end)[:, None]  # [R, 1, T, end]
         # once for all layers
-        mask = torch.full_like(seen, -torch.inf, dtype=cache.keys.dtype).masked_fill_(seen, 0)
+        mask = torch.where(seen, *self.mask_values)
         # as in training: float32 between the products
         embeds = inner.embed_tokens(tokens).to(inner.norm.weight.dtype)
+        if self.one_token is not None and tokens.shape[1] == 1:
+            return self.one_token(embeds[:, 0], positions[:, 0], mask, cache)[:, None]
         return inner(embeds, positions, mask, cache)[0]
 
     def _logits(self, hidden: Tensor) -> Tensor:
@@ -347,9 +452,9 @@ class Decoder:
 
         return head_logits(self.model.lm_head, hidden)
 
-    def _draw(self, draws: Draws, answers: list[Answer], logits: Tensor, uniform: Tensor) -> Drawn:
-        """The next token of each answer from logits [R, V]."""
-        tokens, logprobs = draws.draw(logits, uniform, self.with_logprobs)
+    def _details(self, answers: list[Answer], logits: Tensor, tokens: Tensor) -> list[TokenLogprob | None]:
+        """What to keep of the likeliest tokens besides those that were drawn from logits [R, V]. Sync point
+        if anything is."""
         details: list[TokenLogprob | None] = [None] * len(answers)
         wanted = [answer.top for answer in answers if answer.top is not None]
         if wanted:
@@ -357,38 +462,38 @@ class Decoder:
             for i, answer in enumerate(answers):
                 if answer.top is not None:
                     details[i] = likeliest[i]._replace(top=likeliest[i].top[: answer.top])
-        return Drawn(tokens, logprobs, details)
+        return details
 
-    def _read(self, drawn: list[Drawn]) -> list[Step]:
-        """What was drawn, copied to the host. Sync point."""
-        tokens = torch.stack([each.tokens for each in drawn]).tolist()
-        logprobs: list[list[float]] = [[] for _ in drawn]
-        if self.with_logprobs:
-            logprobs = torch.stack([cast(Tensor, each.logprobs) for each in drawn]).tolist()
-        return [Step(tokens[i], logprobs[i], each.details) for i, each in enumerate(drawn)]
+    def _read(self, tokens: Tensor, logprobs: Tensor) -> tuple[list[list[int]], list[list[float]]]:
+        """Tokens [steps, R] on the host, and their log-probabilities, of which nothing is known if they are
+        not kept. Sync point."""
+        if not self.with_logprobs:
+            return tokens.tolist(), [[math.nan] * tokens.shape[1]] * len(tokens)
+        return tokens.tolist(), logprobs.tolist()
 
-    def _write(self, answers: list[Answer], steps: list[Step]) -> list[Answer]:
-        """Give each answer its next tokens, and let those leave that are finished."""
-        for step in steps:
-            for i, answer in enumerate(answers):
-                if not answer.finish:
-                    self._append(answer, step, i)
-        return answers
-
-    def _append(self, answer: Answer, step: Step, i: int) -> None:
-        """Give an answer, number i of the step, its next token."""
-        token, details = step.tokens[i], step.details[i]
-        answer.tokens.append(token)
-        if details is not None:
-            answer.details.append(details)
-        if self.with_logprobs:
-            answer.logprobs.append(step.logprobs[i])
-        if token in self.end_ids:
-            answer.finish = "stop"
-        elif len(answer.tokens) == answer.max_new_tokens:
-            answer.finish = "length"
-        if answer.finish:
-            self.remove(answer)
+    def _append(
+        self,
+        answers: list[Answer],
+        tokens: list[int],
+        logprobs: list[float],
+        details: list[TokenLogprob | None],
+    ) -> None:
+        """Give each answer that has not ended its next token, and let those leave that end with it."""
+        for i, answer in enumerate(answers):
+            if answer.finish:
+                continue
+            answer.tokens.append(tokens[i])
+            detail = details[i]
+            if detail is not None:
+                answer.details.append(detail)
+            if self.with_logprobs:
+                answer.logprobs.append(logprobs[i])
+            if tokens[i] in self.end_ids:
+                answer.finish = "stop"
+            elif len(answer.tokens) == answer.max_new_tokens:
+                answer.finish = "length"
+            if answer.finish:
+                self.remove(answer)
 
 
 def fitting_slots(model: Any, length: int) -> int:

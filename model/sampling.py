@@ -68,8 +68,34 @@ def sum_by_doubling(x: Tensor) -> Tensor:
 
 def draw_index(weights: Tensor, uniform: Tensor) -> Tensor:
     """From each row of weights [R, V], not all 0, the index [R] at which their sum exceeds the part `uniform`
-    [R, 1] of the whole; never one of weight 0. Float32 could not tell the tail's tokens apart in a sum over
-    all, so sums of blocks are cumulated in `uniform`'s dtype, and then the weights of one block."""
+    [R, 1] of the whole; never one of weight 0."""
+    # float32 could not tell the tail's tokens apart in a sum over all
+    if (
+        is_on_gpu(weights)
+        and uniform.dtype == torch.float64
+        and not torch.are_deterministic_algorithms_enabled()
+    ):
+        return draw_index_of_all(weights, uniform)
+    return draw_index_by_blocks(weights, uniform)
+
+
+def is_on_gpu(x: Tensor) -> bool:
+    """Whether each operator is a kernel that must be launched, and reading its result is waiting. Tests set
+    it to take this branch on a CPU."""
+    return x.device.type != "cpu"
+
+
+def draw_index_of_all(weights: Tensor, uniform: Tensor) -> Tensor:
+    """`draw_index` with few kernels: the weights are cumulated in float64."""
+    ends = weights.to(uniform.dtype).cumsum(dim=-1)
+    target = uniform * (1 - torch.finfo(uniform.dtype).eps) * ends[:, -1:]
+    index = torch.searchsorted(ends, target, right=True)
+    return index.clamp(max=weights.shape[1] - 1)[:, 0]  # beyond it: NaN
+
+
+def draw_index_by_blocks(weights: Tensor, uniform: Tensor) -> Tensor:
+    """`draw_index` with little arithmetic: sums of blocks are cumulated in `uniform`'s dtype, and then the
+    weights of one block."""
     size = weights.shape[1]
     extra = -size % BLOCK
     blocks = (F.pad(weights, (0, extra)) if extra else weights).unflatten(1, (-1, BLOCK))  # [R, B, BLOCK]
@@ -106,8 +132,20 @@ class Draws:
         }
         likely = [sampling for sampling, kind in zip(samplings, kinds, strict=True) if kind == "likely"]
         self.widest = max((s.top_k for s in likely), default=0)
+        self.has_top_k = all(s.top_k > 0 for s in likely)
         self.top_k = _column([s.top_k if s.top_k > 0 else vocabulary for s in likely], device)
         self.top_p = _column([s.top_p for s in likely], device)
+        # what the operators of `draw` depend on besides its tensors
+        of_rows = tuple(kinds if len(groups) > 1 else groups)
+        self.layout = (of_rows, self.temperature is None, self.widest, self.has_top_k)
+
+    def replace(self, other: "Draws") -> None:
+        """Take what another of the same layout draws, in the same tensors."""
+        self.seeds = other.seeds
+        self.top_k.copy_(other.top_k)
+        self.top_p.copy_(other.top_p)
+        if self.temperature is not None and other.temperature is not None:
+            self.temperature.copy_(other.temperature)
 
     def numbers(self, begin: Sequence[int], count: int) -> Tensor:
         """The numbers in [0, 1) by which tokens `begin[r]`, `begin[r] + 1` ... of answer r are drawn [count,
@@ -126,29 +164,40 @@ class Draws:
         """A token [R] from each row of logits [R, V] by uniform numbers [R, 1], and, if asked for, its
         log-probability [R] under softmax(logits / temperature), with temperature 1 for greedy ones; top_k and
         top_p do not count."""
-        tokens = logits.new_empty(len(logits), dtype=torch.int64)
         scores = logits if self.temperature is None else logits / self.temperature
         probs = scores.softmax(dim=-1) if with_logprobs or self.rows.keys() != {"greedy"} else scores
-        for kind, rows in self.rows.items():
-            if kind == "greedy":
-                tokens[rows] = logits[rows].argmax(dim=-1)
-            elif kind == "plain":
-                tokens[rows] = draw_index(probs[rows], uniform[rows])
-            else:
-                tokens[rows] = self._draw_likely(probs[rows], uniform[rows])
+        if len(self.rows) == 1:
+            (kind,) = self.rows
+            tokens = self._draw_kind(kind, scores, probs, uniform)
+        else:
+            tokens = logits.new_empty(len(logits), dtype=torch.int64)
+            for kind, rows in self.rows.items():
+                tokens[rows] = self._draw_kind(kind, scores[rows], probs[rows], uniform[rows])
         return tokens, probs.gather(1, tokens[:, None])[:, 0].log() if with_logprobs else None
+
+    def _draw_kind(self, kind: str, scores: Tensor, probs: Tensor, uniform: Tensor) -> Tensor:
+        """A token [R] of each row by its scores and probabilities [R, V]; all rows are of this kind."""
+        if kind == "greedy":
+            return scores.argmax(dim=-1)
+        if kind == "plain":
+            return draw_index(probs, uniform)
+        return self._draw_likely(probs, uniform)
 
     def _draw_likely(self, probs: Tensor, uniform: Tensor) -> Tensor:
         """A token [R] of those that top_k and top_p leave of probabilities [R, V]."""
         vocabulary = probs.shape[1]
         width = min(vocabulary, max(NUCLEUS, self.widest))
+        if not self.has_top_k and is_on_gpu(probs):
+            width = vocabulary  # sorting all takes less than looking whether these are enough
         while True:
             values, tokens = probs.topk(width, dim=-1)  # [R, width], sorted
             values = values.masked_fill(torch.arange(width, device=probs.device) >= self.top_k, 0)
             total = torch.where(self.top_k < vocabulary, values.sum(dim=-1, keepdim=True), 1)
             before = (cumulative_sum(values) - values) / total
+            if width == vocabulary or self.has_top_k:
+                break
             is_wide_enough = (self.top_k <= width) | (before[:, -1:] >= self.top_p)
-            if width == vocabulary or bool(is_wide_enough.all()):  # sync point
+            if bool(is_wide_enough.all()):  # sync point
                 break
             width = min(vocabulary, 8 * width)
         kept = before < self.top_p

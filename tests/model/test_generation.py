@@ -60,14 +60,14 @@ def test_half_a_step_that_fails_changes_nothing(half, monkeypatch):
     expected = tokens_of(generate(model, prompts, [samplings] * 3, 12, [END]))
     decoder = Decoder(model, 6, 64, [END], prefill_tokens=8)
     groups = [decoder.add(prompt, samplings, 12) for prompt in prompts]
-    draw, failures = decoder._draw, iter(range(10**6))
+    details, failures = decoder._details, iter(range(10**6))
 
     def failing(*args):
         if next(failures) % 2:
             raise MemoryError
-        return draw(*args)
+        return details(*args)
 
-    monkeypatch.setattr(decoder, "_draw", failing)
+    monkeypatch.setattr(decoder, "_details", failing)
     while decoder.rows:
         for part, others in ((decoder.decode, half == "decode"), (decoder.prefill, half == "prefill")):
             try:
@@ -187,4 +187,4 @@ def test_the_type_of_the_weights_is_that_of_the_cache():
     model: MiniMindForCausalLM = build("dense").to(torch.bfloat16)
     ((answer,),) = generate(model, prompts_of(9), [[GREEDY]], 5, [END])
     assert 1 <= len(answer.tokens) <= 5
-    assert Decoder(model, 1, 8, [END]).cache.keys.dtype == torch.bfloat16
+    assert Decoder(model, 1, 8, [END]).cache.tensor.dtype == torch.bfloat16

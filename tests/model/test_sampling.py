@@ -7,7 +7,8 @@ import pytest
 import torch
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from model.sampling import BLOCK, NUCLEUS, Draws, Sampling, draw_index
+from model import sampling
+from model.sampling import BLOCK, NUCLEUS, Draws, Sampling, draw_index_by_blocks, draw_index_of_all
 
 CPU = torch.device("cpu")
 
@@ -56,8 +57,10 @@ def test_the_tokens_have_the_probabilities_that_transformers_filters_leave(field
 
 
 @pytest.mark.parametrize("top_p", [0.6, 0.9, 0.999])
-def test_a_wide_nucleus_is_looked_at_as_a_whole(top_p):
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_a_wide_nucleus_is_looked_at_as_a_whole(on_gpu, top_p, monkeypatch):
     """Wider than the candidates that are looked at first."""
+    monkeypatch.setattr(sampling, "is_on_gpu", lambda x: on_gpu)
     logits = torch.randn(1, 8 * NUCLEUS, generator=torch.Generator().manual_seed(2))
     kept = TopPLogitsWarper(top_p)(None, logits)[0].isfinite()
     found = draws(logits, 3000, top_p=top_p) > 0
@@ -105,8 +108,15 @@ def test_the_numbers_are_a_function_of_seed_and_number():
 
 
 @pytest.mark.parametrize("size", [1, 7, BLOCK, BLOCK + 1, 152_000])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_the_whole_range_is_drawn_and_nothing_of_probability_zero(size, dtype):
+@pytest.mark.parametrize(
+    ("draw_index", "dtype"),
+    [
+        (draw_index_by_blocks, torch.float64),
+        (draw_index_by_blocks, torch.float32),
+        (draw_index_of_all, torch.float64),
+    ],
+)
+def test_the_whole_range_is_drawn_and_nothing_of_probability_zero(size, draw_index, dtype):
     """Also by the smallest and the largest number, and where nothing but one token is possible."""
     most = torch.finfo(dtype).eps / 2
     ends = torch.tensor([[0.0], [1 - most]], dtype=dtype)
@@ -120,7 +130,8 @@ def test_the_whole_range_is_drawn_and_nothing_of_probability_zero(size, dtype):
         assert draw_index(alone, ends).tolist() == [one, one]
 
 
-def test_the_tail_of_a_large_vocabulary_has_its_probability():
+@pytest.mark.parametrize("draw_index", [draw_index_by_blocks, draw_index_of_all])
+def test_the_tail_of_a_large_vocabulary_has_its_probability(draw_index):
     """Against exact sums: each number finds the token in whose interval it lies."""
     logits = 4 * torch.randn(1, 152_000, generator=torch.Generator().manual_seed(2))
     probs = logits.softmax(-1)
@@ -134,8 +145,25 @@ def test_the_tail_of_a_large_vocabulary_has_its_probability():
     assert (found == exact).float().mean() > 0.99
 
 
-def test_logits_that_are_no_numbers_draw_some_token():
+FILTERS = [{}, {"top_k": 5}, {"top_p": 0.8}, {"top_k": 30, "top_p": 0.5}, {"temperature": 0.0}]
+
+
+def test_a_gpu_draws_the_tokens_that_a_cpu_draws(monkeypatch):
+    """Of rows of one kind, and of all kinds."""
+    logits = 2 * torch.randn(200, 700, generator=torch.Generator().manual_seed(4))
+    for kinds in (*([fields] for fields in FILTERS), FILTERS):
+        samplings = [Sampling(seed=i, **kinds[i % len(kinds)]) for i in range(len(logits))]
+        found = []
+        for on_gpu in (False, True):
+            monkeypatch.setattr(sampling, "is_on_gpu", lambda x, on_gpu=on_gpu: on_gpu)
+            found.append(draw(logits, samplings, [0] * len(logits)))
+        assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_logits_that_are_no_numbers_draw_some_token(on_gpu, monkeypatch):
     """Of a model that has diverged: an index beyond the vocabulary would end the process on a GPU."""
+    monkeypatch.setattr(sampling, "is_on_gpu", lambda x: on_gpu)
     logits = torch.full((3, 200), torch.nan)
     samplings = [Sampling(seed=1), Sampling(top_k=5, seed=2), Sampling(top_p=0.5, seed=3)]
     tokens = draw_tokens(logits, samplings, [0] * 3)

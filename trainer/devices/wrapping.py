@@ -330,11 +330,13 @@ def gradient_sync(model: nn.Module, enabled: bool) -> AbstractContextManager:
 def whole_model(model: nn.Module, dtype: torch.dtype = torch.float32) -> nn.Module:
     """The model for decoding: a copy with whole weights where it is sharded (a collective), with matrices in
     `dtype` where that is not float32, vectors as they are; else itself. The copy shares its buffers; of each
-    weight of its experts there is one tensor for all of them, which decoding reads as it is. Raises UserError
-    if the model is sharded and has other layers than a new model of its config."""
+    weight of its experts there is one tensor for all of them, as of layers with the same input, which
+    decoding reads as it is. Raises UserError if the model is sharded and has other layers than a new model of
+    its config."""
     if dtype == torch.float32 and not is_sharded(model):
         return model
-    from model.fused import stack_experts  # brings in the compiler
+    from model.decoding import join_layers  # brings in the compiler
+    from model.fused import stack_experts
 
     # id in the model -> in the copy
     tensors: dict[int, Any] = {id(buffer): buffer for buffer in model.buffers()}
@@ -344,6 +346,7 @@ def whole_model(model: nn.Module, dtype: torch.dtype = torch.float32) -> nn.Modu
     if not is_sharded(model):
         whole = copy.deepcopy(model, tensors).eval()
         stack_experts(whole)
+        join_layers(whole)
         return whole
     classes = [class_before_sharding(module) for module in model.modules()]
     with torch.device("meta"):
@@ -359,6 +362,7 @@ def whole_model(model: nn.Module, dtype: torch.dtype = torch.float32) -> nn.Modu
         for name, value in module.named_parameters(recurse=False):
             setattr(copied, name, tensors[id(value)])
     stack_experts(whole)
+    join_layers(whole)
     return whole
 
 

@@ -1,0 +1,261 @@
+"""Decoding on a GPU in few kernels: one token of each row goes through the model, and most of the time is
+launching kernels.
+
+`join_layers` joins weights of layers with the same input, once. `OneToken` computes then what the model's
+own forward does, with one product for queries, keys and values and one for SwiGLU's gate and up, one
+rotation of queries and keys, and sums in place. It is the fast form of `MiniMindModel.forward`, for a model
+of the layers that stand there; tests/model/test_decoding.py compares the two.
+
+Shape legend: R rows, C hidden size, H query heads, G key/value heads, D head size, L layers.
+"""
+
+from functools import lru_cache
+from typing import Any, Protocol, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from model import fused, graphs, model_minimind
+from model.linear import LoRALinear, is_plain, is_plain_product, product_dtype
+from model.model_minimind import (
+    Attention,
+    FeedForward,
+    MiniMindBlock,
+    MiniMindConfig,
+    MiniMindModel,
+    MOEFeedForward,
+    RMSNorm,
+    RotaryEmbedding,
+)
+
+
+class Cache(Protocol):
+    """What `OneToken` needs of a `KeyValueCache`."""
+
+    def write(self, layer: int, kv: Tensor) -> tuple[Tensor, Tensor]:
+        """Store keys and values [R, 2, G, D]; returns those that the rows see, [R, G, end, D] each."""
+        ...
+
+
+# --- weights of layers with the same input, below each other
+
+
+@torch.no_grad()
+def join_layers(model: nn.Module) -> None:
+    """Move the weights of query, key and value, and those of SwiGLU's gate and up, into one matrix each, of
+    which the layers' weights are parts. For a model that is not trained."""
+    for module in model.modules():
+        layers: tuple[Any, ...] = ()
+        if isinstance(module, Attention):
+            layers = (module.q_proj, module.k_proj, module.v_proj)
+        elif isinstance(module, FeedForward):
+            layers = (module.gate_proj, module.up_proj)
+        if not layers or not all(is_plain_product(layer) for layer in layers):
+            continue
+        weights: list[Any] = [layer.weight for layer in layers]
+        if any(hasattr(weight, "in_stack") for weight in weights):  # of `stack_experts`
+            continue
+        joint = torch.cat([weight.data for weight in weights])
+        parts = joint.split([len(weight) for weight in weights])
+        for weight, part in zip(weights, parts, strict=True):
+            weight.data = part
+            weight.in_joint = joint
+
+
+def joint_weight(*layers: Any) -> Tensor | None:
+    """The matrix of which the layers' weights are the parts, in this order; None if there is none."""
+    if not all(is_plain_product(layer) for layer in layers):
+        return None
+    joint, begin = getattr(layers[0].weight, "in_joint", None), 0
+    if joint is None:
+        return None
+    for layer in layers:
+        # a model that was moved since has other tensors
+        storages = [each.untyped_storage()._cdata for each in (layer.weight, joint)]
+        if storages[0] != storages[1] or layer.weight.storage_offset() != begin:
+            return None
+        begin += layer.weight.numel()
+    return joint if begin == joint.numel() else None
+
+
+# --- a forward of one token for each row
+
+
+def can_step(model: Any) -> bool:
+    """Whether `OneToken` computes what the forward of a `MiniMindModel` does, and pays."""
+    weight = model.embed_tokens.weight
+    if not fused.ENABLED or not fused.has_launches(weight):
+        return False
+    if weight.device.type == "mps":  # torch's norm there needs a weight
+        return False
+    return has_usual_layers(model) and is_usual_arithmetic(usual_forwards())
+
+
+LAYERS = (
+    MiniMindModel, MiniMindBlock, Attention, FeedForward, RMSNorm, RotaryEmbedding,
+    nn.Embedding, nn.Linear, nn.Dropout, nn.ModuleList,
+)  # fmt: skip
+
+
+def can_record(model: Any) -> bool:
+    """Whether a step can be recorded as a CUDA graph: no layer is one that may read from the device."""
+    weight = model.embed_tokens.weight
+    if not (fused.ENABLED and graphs.ENABLED and weight.is_cuda):
+        return False
+    return waits_for_nothing(model)
+
+
+def waits_for_nothing(model: nn.Module) -> bool:
+    """Whether all layers are known not to read from the device: those that stand here, experts only where
+    they are computed together."""
+    for layer in model.modules():
+        if layer._compiled_call_impl is not None:
+            return False
+        if not any(is_plain(layer, kind) for kind in (*LAYERS, LoRALinear, MOEFeedForward)):
+            return False
+        if isinstance(layer, MOEFeedForward):
+            x = layer.gate.weight
+            if not (fused.has_grouped_mm(x) and fused.can_group(layer.experts, x)):
+                return False
+    return True
+
+
+def has_usual_layers(model: nn.Module) -> bool:
+    """Whether all layers are those of a dense model, joined, and without hooks or adapters."""
+    for layer in model.modules():
+        if layer.training or not any(is_plain(layer, kind) for kind in LAYERS):
+            return False
+        if isinstance(layer, nn.Linear) and not is_plain_product(layer):
+            return False
+        if isinstance(layer, RMSNorm) and layer.weight.dtype != torch.float32:
+            return False
+        if isinstance(layer, Attention):
+            if joint_weight(layer.q_proj, layer.k_proj, layer.v_proj) is None:
+                return False
+            if layer.q_norm.eps != layer.k_norm.eps:
+                return False
+        if isinstance(layer, FeedForward) and joint_weight(layer.gate_proj, layer.up_proj) is None:
+            return False
+    return True
+
+
+def usual_forwards() -> tuple[Any, ...]:
+    """The functions whose arithmetic `OneToken` repeats."""
+    layers = (MiniMindModel, MiniMindBlock, Attention, FeedForward, RMSNorm)
+    forwards = [layer.forward for layer in layers]
+    return (*forwards, Attention.heads, model_minimind.apply_rotary, fused.padded_attention)
+
+
+@lru_cache(maxsize=8)
+def is_usual_arithmetic(forwards: tuple[Any, ...]) -> bool:
+    """Whether these functions compute what `OneToken` does. Any of them may have been edited, so one example
+    is computed, on the host, the first time."""
+    config = MiniMindConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=8
+    )
+    with torch.device("cpu"), torch.autocast("cpu", enabled=False), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = MiniMindModel(config).eval()
+        for parameter in model.parameters():
+            nn.init.normal_(parameter, std=0.5)
+        embeds, positions = torch.randn(3, config.hidden_size), torch.tensor([3, 0, 5])
+        mask = torch.zeros(3, 1, 1, 8).masked_fill(~model.visible(positions[:, None], 8)[:, None], -torch.inf)
+        found = []
+        join_layers(model)
+        for forward in (model, OneToken(model, 8)):
+            cache = ExampleCache(config)
+            with torch.no_grad():
+                if forward is model:
+                    found.append(model(embeds[:, None], positions[:, None], mask, cast(Any, cache))[0][:, 0])
+                else:
+                    found.append(forward(embeds.clone(), positions, mask, cache))
+    return torch.allclose(*found, atol=1e-4)
+
+
+class ExampleCache:
+    """Eight keys and values for each of three rows; those of the new token take the first place."""
+
+    def __init__(self, config: MiniMindConfig):
+        self.tensor = torch.randn(
+            2, 3, config.num_key_value_heads, 8, config.head_dim, generator=torch.Generator().manual_seed(1)
+        )
+
+    def update(self, k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        """As a cache of transformers; k, v [R, G, 1, D]."""
+        return self.write(layer, torch.stack((k[:, :, 0], v[:, :, 0]), dim=1))
+
+    def write(self, layer: int, kv: Tensor) -> tuple[Tensor, Tensor]:
+        """As `Cache`."""
+        self.tensor[:, :, :, 0] = kv.transpose(0, 1) + layer
+        return self.tensor[0], self.tensor[1]
+
+
+class OneToken:
+    """The forward of a `MiniMindModel` for one token of each row, at positions before `length`. It is made
+    anew when weights of norms have changed."""
+
+    def __init__(self, model: Any, length: int):
+        self.model = model
+        self.layers = [OneTokenLayer(layer) for layer in model.layers]
+        norms = torch.stack([layer.norms for layer in self.layers])[:, None]  # [L, 1, H + G, D]
+        # on the second half of a head acts the weight of the first, and the other way round
+        self.norms, self.rolled_norms = norms, norms.roll(norms.shape[-1] // 2, dims=-1)
+        with torch.no_grad():
+            positions = torch.arange(length, device=norms.device)
+            self.angles = torch.stack(model.rotary_emb(positions), dim=1)[:, :, None]  # [length, 2, 1, D]
+
+    def __call__(self, x: Tensor, positions: Tensor, mask: Tensor, cache: Cache) -> Tensor:
+        """Hidden states [R, C] of embeddings x [R, C], which are overwritten, at positions [R]; the mask
+        [R, 1, 1, end] is added to the scores."""
+        cos, sin = self.angles.index_select(0, positions).unbind(1)  # [R, 1, D]
+        cos, sin = self.norms * cos, self.rolled_norms * sin  # [L, R, H + G, D]
+        for number, layer in enumerate(self.layers):
+            layer.add_attention(x, cos[number], sin[number], mask, cache)
+            layer.add_feed_forward(x)
+        return self.model.norm(x)
+
+
+class OneTokenLayer:
+    """The two halves of a `MiniMindBlock`, for `OneToken`; each is added to x [R, C] in place."""
+
+    def __init__(self, layer: Any):
+        self.layer, attention, mlp = layer, layer.self_attn, layer.mlp
+        self.head_dim, self.number = attention.head_dim, attention.layer_idx
+        self.qkv = cast(Tensor, joint_weight(attention.q_proj, attention.k_proj, attention.v_proj))
+        self.gate_up = cast(Tensor, joint_weight(mlp.gate_proj, mlp.up_proj))
+        self.q_heads, self.kv_heads = (
+            len(projection.weight) // self.head_dim for projection in (attention.q_proj, attention.k_proj)
+        )
+        q_norm, k_norm = attention.q_norm, attention.k_norm
+        weights = (q_norm.weight.expand(self.q_heads, -1), k_norm.weight.expand(self.kv_heads, -1))
+        self.norms = torch.cat(weights).detach()  # [H + G, D]
+        self.eps = q_norm.eps
+
+    def add_attention(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, cache: Cache) -> None:
+        """cos, sin [R, H + G, D] hold the norms' weights of queries and keys, too."""
+        normed = self.layer.input_layernorm(x)
+        heads = F.linear(normed.to(product_dtype(x)), self.qkv).unflatten(-1, (-1, self.head_dim))
+        qk, kv = heads[:, : cos.shape[1]], heads[:, self.q_heads :]
+        normed = F.rms_norm(qk.float(), (self.head_dim,), None, self.eps)
+        rolled = normed.roll(self.head_dim // 2, dims=-1)
+        torch.addcmul(normed.mul_(cos), rolled, sin, out=qk)
+        keys, values = cache.write(self.number, kv.unflatten(1, (2, self.kv_heads)))
+        # the heads that share a key take the place of queries
+        grouped = heads[:, : self.q_heads].unflatten(1, (self.kv_heads, -1))  # [R, G, H / G, D]
+        out = F.scaled_dot_product_attention(grouped, keys, values, mask)
+        add_product(x, out.reshape(len(x), -1), self.layer.self_attn.o_proj.weight)
+
+    def add_feed_forward(self, x: Tensor) -> None:
+        """SwiGLU."""
+        normed = self.layer.post_attention_layernorm(x)
+        gate, up = F.linear(normed.to(product_dtype(x)), self.gate_up).chunk(2, dim=-1)
+        add_product(x, F.silu(gate).mul_(up), self.layer.mlp.down_proj.weight)
+
+
+def add_product(x: Tensor, y: Tensor, weight: Tensor) -> None:
+    """x [R, C] += y W', y [R, in] and W [C, in]: one kernel if they have one dtype."""
+    if x.dtype == y.dtype == weight.dtype:
+        x.addmm_(y, weight.t())
+    else:
+        x.add_(F.linear(y, weight))
