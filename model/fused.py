@@ -44,7 +44,7 @@ def has_launches(x: Tensor) -> bool:
 
 # Whether torch's compiler turns the functions that are given to `in_one_kernel` into kernels. The trainer
 # switches it on where a run is long enough to gain from it (trainer/devices/wrapping.py).
-KERNELS = False
+KERNELS: bool = False
 
 
 def in_one_kernel(function: Callable[..., Any], rows: Tensor, *rest: Any) -> Any:
