@@ -6,6 +6,7 @@ import os
 import socket
 import time
 import traceback
+import uuid
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -21,6 +22,7 @@ from common.errors import UserError, reason, say
 
 RENDEZVOUS_TIMEOUT = timedelta(days=1)
 CLEANUP_TIMEOUT = 5.0  # seconds
+MEETING_INTERVAL = 0.05  # seconds between two looks at torchrun's store
 # in the messages of gloo and NCCL (torch 2.11 to 2.13) when a peer is gone: there is no exception type of its
 # own
 LOST_PEER_MESSAGES = (
@@ -127,16 +129,42 @@ def join_process_group(rank: int, ranks: int, backend: str, timeout: timedelta) 
     """Wait for all ranks, for a day: one machine may still be tokenising what another one has in its cache.
     Then make the process group, whose collectives wait for `timeout`.
 
-    torchrun's store outlives the processes that `--max-restarts` replaces: the restart count is the prefix of
-    the keys, so that they meet none of the replaced ones."""
+    torchrun's store outlives the processes that `--max-restarts` replaces, so the keys of each attempt have
+    its number as prefix. TORCHELASTIC_RESTART_COUNT cannot be that number: it differs between machines."""
     global _store
     torch_store, *_ = next(dist.rendezvous("env://", rank, ranks, timeout=RENDEZVOUS_TIMEOUT))
-    store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), torch_store)
-    store.set(f"host/{rank}", socket.gethostname())
-    store.wait([f"host/{other}" for other in range(ranks)], RENDEZVOUS_TIMEOUT)
+    attempt = new_attempt(torch_store, ranks) if rank == 0 else attempt_of_first_rank(torch_store, rank)
+    store = dist.PrefixStore(str(attempt), torch_store)
     store.set_timeout(timeout)
+    store.set(f"host/{rank}", socket.gethostname())
     _store = store
     dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timeout)
+
+
+def new_attempt(store: dist.Store, ranks: int) -> int:
+    """On rank 0: the number of this attempt. It waits until the other ranks have registered for it, each
+    under a name of its own, and then lists their names."""
+    attempt = store.add("attempts", 1)
+    registered = [f"{attempt}/{other}" for other in range(1, ranks)]
+    store.wait(registered, RENDEZVOUS_TIMEOUT)
+    store.set(f"{attempt}/names", " ".join(store.get(key).decode() for key in registered))
+    return attempt
+
+
+def attempt_of_first_rank(store: dist.Store, rank: int) -> int:
+    """On the other ranks: the number of rank 0's attempt. They register for the latest one under a random
+    name, until rank 0 has listed that name: then it is not one of a rank 0 that was replaced."""
+    name, attempt, deadline = uuid.uuid4().hex, 0, time.monotonic() + RENDEZVOUS_TIMEOUT.total_seconds()
+    while time.monotonic() < deadline:
+        latest = store.add("attempts", 0)
+        if latest > attempt:
+            attempt = latest
+            store.set(f"{attempt}/{rank}", name)
+        names_key = f"{attempt}/names"
+        if store.check([names_key]) and name in store.get(names_key).decode():
+            return attempt
+        time.sleep(MEETING_INTERVAL)
+    raise dist.DistStoreError("rank 0 is missing")
 
 
 def check_gpus_differ() -> None:

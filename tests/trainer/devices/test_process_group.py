@@ -114,15 +114,14 @@ def test_a_rank_that_hangs_is_named_by_the_others(stopped, corpus, tmp_path):
 
 
 def test_ranks_that_torchrun_starts_again_resume_by_themselves(corpus, tmp_path):
-    """With one store and a restart count, torchrun's: a rank killed before the first checkpoint, then one
-    after it."""
+    """With one store, torchrun's, for all attempts: a rank killed before the first checkpoint, then one after
+    it."""
     settings = {"from_weight": "none", "epochs": 1, "batch_size": 4}
     run("pretrain", flags(corpus, tmp_path / "whole", "pretrain", **settings), ranks=2)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     env = {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     argv = flags(corpus, tmp_path / "again", "pretrain", **settings, from_resume=1)
-    for restarts, (victim, micro_batch) in enumerate(((1, 2), (0, 6))):
-        env["TORCHELASTIC_RESTART_COUNT"] = str(restarts)
+    for victim, micro_batch in ((1, 2), (0, 6)):
         ranks = start_ranks(
             2, "pretrain", argv, {victim: Faults(signals={micro_batch: signal.SIGKILL})}, **env
         )
@@ -131,7 +130,6 @@ def test_ranks_that_torchrun_starts_again_resume_by_themselves(corpus, tmp_path)
         ranks[1 - victim].wait()
     # rank 0 must not take what is in the store for rank 1
     late = {1: Faults(script="import time; time.sleep(3)")}
-    env["TORCHELASTIC_RESTART_COUNT"] = "2"
     ranks = start_ranks(2, "pretrain", argv, late, **env)
     assert [rank.wait() for rank in ranks] == [0, 0] and "resuming pretrain at epoch 1" in ranks[0].out
     assert_same_run(tmp_path / "whole", tmp_path / "again", "pretrain_32")
