@@ -43,7 +43,8 @@ from torch import Tensor
 
 from common.errors import UserError, reason
 from dataset.token_cache import load_tokenizer
-from scripts.demo.corpus import make_corpus, make_tour
+from scripts.demo.tour import make_tour
+from scripts.demo.world import make_corpus
 from tools.verify.launch import AFTER_SFT, STAGES, Launch, Run, stamp
 from trainer.objectives.next_token import model_config
 from trainer.report.metrics import read_metrics

@@ -11,7 +11,9 @@ from common.settings import ROOT, DataConfig, ModelConfig
 from dataset.lm_dataset import DPODataset, PretrainDataset, SFTDataset
 from dataset.token_cache import load_tokenizer
 from model.model_minimind import MiniMindForCausalLM
-from scripts.demo.corpus import make_corpus, make_tour, write_files
+from scripts.demo.corpus import write_files
+from scripts.demo.tour import make_tour
+from scripts.demo.world import make_corpus
 from tools import learn, learn_figures
 from trainer.objectives.next_token import model_config
 from trainer.weights.files import save_weights

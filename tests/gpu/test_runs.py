@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from dataset.token_cache import load_tokenizer
-from scripts.demo.corpus import make_corpus
+from scripts.demo.world import make_corpus
 from tests.conftest import ROOT, write_jsonl
 
 pytestmark = pytest.mark.slow

@@ -21,7 +21,7 @@ import torch
 from model.generation import generate
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from model.sampling import Sampling
-from scripts.demo.corpus import make_corpus
+from scripts.demo.world import make_corpus
 from tests.conftest import ROOT, write_jsonl
 from tests.gpu import parts
 from tests.gpu.parts import dtypes

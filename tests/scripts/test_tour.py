@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from common.arguments import parse_args
-from scripts.demo.corpus import make_corpus, make_tour
 from scripts.demo.sums import make_sums
+from scripts.demo.tour import make_tour
+from scripts.demo.world import make_corpus
 from tests.conftest import ROOT
 from trainer import train_agent, train_distillation, train_dpo, train_full_sft, train_grpo, train_lora
 

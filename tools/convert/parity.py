@@ -13,7 +13,7 @@ from jinja2 import TemplateError
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from scripts.demo.corpus import make_corpus
+from scripts.demo.world import make_corpus
 
 LIMIT = 1e-3  # largest difference of two logits; float32 arithmetic in another order gives about 1e-5
 GREEDY_TOKENS = 64

@@ -10,19 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from scripts.demo.corpus import (
-    ATTRIBUTES,
-    GROUPS,
-    LANGUAGES,
-    Person,
-    answer,
-    make_corpus,
-    make_people,
-    make_tour,
-    tell,
-    write_files,
-)
+from scripts.demo.corpus import write_files
 from scripts.demo.sums import make_sums
+from scripts.demo.tour import make_tour
+from scripts.demo.world import ATTRIBUTES, GROUPS, LANGUAGES, Person, answer, make_corpus, make_people, tell
 from trainer.rollouts.rewards import contains_answer
 
 ROOT = Path(__file__).resolve().parents[3]

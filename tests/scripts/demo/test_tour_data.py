@@ -10,18 +10,8 @@ from dataset.lm_dataset import SFTDataset
 from dataset.rollout_prompts import to_prompt
 from dataset.token_cache import load_tokenizer
 from model.prompts import prompt_tokens
-from scripts.demo.corpus import (
-    ATTRIBUTES,
-    GROUPS,
-    LANGUAGES,
-    MISTAKES,
-    PERSONA,
-    PLAIN_ANSWERS,
-    answer,
-    make_corpus,
-    make_people,
-    make_tour,
-)
+from scripts.demo.tour import MISTAKES, PERSONA, PLAIN_ANSWERS, make_tour
+from scripts.demo.world import ATTRIBUTES, GROUPS, LANGUAGES, answer, make_corpus, make_people
 from tests.conftest import write_jsonl
 from trainer.rollouts.rewards import contains_answer
 
