@@ -174,6 +174,7 @@ class SiluProduct(torch.autograd.Function):
 
 
 def silu_product_forward(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up, computed in float32."""
     return (F.silu(gate.float()) * up).to(gate.dtype)
 
 

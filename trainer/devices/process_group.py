@@ -2,7 +2,6 @@
 gone."""
 
 import gc
-import os
 import socket
 import time
 import traceback
