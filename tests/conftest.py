@@ -21,30 +21,14 @@ from trainer.report import speed
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared" / "data"
-WORDS = [
-    "the",
-    "a",
-    "red",
-    "blue",
-    "fox",
-    "river",
-    "stone",
-    "walks",
-    "sees",
-    "under",
-    "and",
-    "山",
-    "水",
-    "红",
-    "的",
-    "在",
-    "走",
-]
+WORDS = ["the", "a", "red", "blue", "fox", "river", "stone", "walks", "sees", "under", "and"]
+WORDS += ["山", "水", "红", "的", "在", "走"]
 
 # a suite in the background ignores Ctrl-C, one under nohup SIGHUP; the processes that tests signal must not
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
-settings.register_profile("repeatable", print_blob=True, deadline=None)  # a failure prints how to repeat it
+# a failure prints how to repeat it
+settings.register_profile("repeatable", max_examples=40, print_blob=True, deadline=None)
 settings.load_profile("repeatable")
 torch.set_num_threads(1)
 exec(QUICK_RATE, vars(speed))

@@ -112,14 +112,9 @@ class Hub:
     def environment(self, cache: Path) -> dict[str, str]:
         """The variables of a process that uses this hub."""
         proxies = {name: value for name, value in os.environ.items() if name.lower().endswith("_proxy")}
-        own = {
-            "HF_ENDPOINT": self.address,
-            "HF_HOME": str(cache / "hf"),
-            "MODELSCOPE_DOMAIN": self.address,
-            "MODELSCOPE_CACHE": str(cache / "modelscope"),
-            "HF_HUB_DISABLE_XET": "1",
-            "HF_HUB_DISABLE_TELEMETRY": "1",
-        }
+        own = {"HF_ENDPOINT": self.address, "HF_HOME": str(cache / "hf"), "MODELSCOPE_DOMAIN": self.address}
+        own |= {"MODELSCOPE_CACHE": str(cache / "modelscope"), "HF_HUB_DISABLE_XET": "1"}
+        own |= {"HF_HUB_DISABLE_TELEMETRY": "1"}
         return {name: value for name, value in os.environ.items() if name not in proxies} | own
 
     def close(self) -> None:

@@ -39,12 +39,9 @@ def clone(tmp_path) -> Path:
         if (ROOT / name).exists():
             (clone / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, clone / name)
-    added = {
-        "dataset/tokenizing.py": IN_EACH_PROCESS,
-        "dataset/token_cache.py": "\nPARALLEL_ABOVE, data_files.BLOCK_BYTES = 0, 2000\n",
-        "common/launcher.py": "\navailable_cores = lambda: 2\n",
-        "trainer/loop.py": SPAWN,
-    }
+    added = {"dataset/tokenizing.py": IN_EACH_PROCESS}
+    added |= {"dataset/token_cache.py": "\nPARALLEL_ABOVE, data_files.BLOCK_BYTES = 0, 2000\n"}
+    added |= {"common/launcher.py": "\navailable_cores = lambda: 2\n", "trainer/loop.py": SPAWN}
     for name, text in added.items():
         with open(clone / name, "a", encoding="utf-8") as file:
             file.write(text)

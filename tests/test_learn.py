@@ -6,7 +6,6 @@ from inspect import signature
 import pytest
 import torch
 
-from common.errors import UserError
 from common.settings import ROOT, DataConfig, ModelConfig
 from dataset.lm_dataset import DPODataset, PretrainDataset, SFTDataset
 from dataset.token_cache import load_tokenizer
@@ -62,36 +61,7 @@ def test_the_excerpts_are_the_source(path):
     assert learn.with_excerpts(page) == page, "python -m tools.learn"
 
 
-def test_an_excerpt_is_a_part_of_a_function_or_the_whole():
-    whole = learn.excerpt("model/model_minimind.py FeedForward.forward")
-    assert (
-        whole.startswith("def forward(self, x: Tensor) -> Tensor:\n    ")
-        and "silu_product(gate, up)" in whole
-    )
-    part = learn.excerpt("model/model_minimind.py FeedForward.forward | return")
-    assert part.splitlines()[1:] == ["    ...", "    return self.down_proj(fused.silu_product(gate, up))"]
-    parts = learn.excerpt(
-        "trainer/trainer_utils.py setup_seed | random.seed | random.seed | torch.manual | torch.manual"
-    )
-    names = ["...", "random.seed(seed)", "...", "torch.manual_seed(seed)", "..."]
-    assert parts.splitlines()[1:] == [f"    {name}" for name in names]
-
-
-@pytest.mark.parametrize("what", ["model/linear.py no_such", "model/linear.py is_plain | no such line"])
-def test_an_excerpt_that_is_not_there_is_an_error(what):
-    with pytest.raises(UserError, match="no"):
-        learn.excerpt(what)
-
-
 # --- snippets
-
-
-@pytest.mark.parametrize("chapter", CHAPTERS)
-def test_the_languages_have_the_same_excerpts_snippets_and_outputs(chapter):
-    english, chinese = ((ROOT / folder / chapter).read_text(encoding="utf-8") for folder in learn.LANGUAGES)
-    assert learn.EXCERPT.findall(english) == learn.EXCERPT.findall(chinese)
-    assert learn.snippets(english) == learn.snippets(chinese)
-    assert learn.outputs(english) == learn.outputs(chinese)
 
 
 def form(output: str) -> list[str]:
@@ -119,22 +89,6 @@ def test_the_snippets_print_what_is_shown(chapter, quickstart):
             assert line[:length] == as_shown[:length]
 
 
-def test_a_snippet_ends_with_enter():
-    assert learn.run_snippets(["for i in range(2):\n    print(i)\n", "i\n"]) == ["0\n1\n", "1\n"]
-    with pytest.raises(UserError, match="middle of a statement"):
-        learn.run_snippets(["print(\n"])
-
-
-def test_a_block_needs_an_empty_line_before_what_follows():
-    with pytest.raises(SyntaxError):
-        learn.run_snippets(["for i in range(2):\n    print(i)\nprint(i)\n"])
-
-
-def test_an_error_in_a_snippet_is_raised():
-    with pytest.raises(ZeroDivisionError):
-        learn.run_snippets(["1 / 0\n"])
-
-
 # --- pictures
 
 
@@ -145,9 +99,3 @@ def test_a_picture_is_drawn(name, quickstart, tmp_path):
     draw(**few).savefig(tmp_path / "figure.png", dpi=50)
     assert (tmp_path / "figure.png").stat().st_size > 2000
     assert f"(../images/learn/{name}.png)" in (ROOT / f"docs/learn/{name}.md").read_text(encoding="utf-8")
-
-
-def test_every_picture_has_its_function():
-    assert sorted(path.stem for path in (ROOT / "docs/images/learn").iterdir()) == sorted(
-        learn_figures.FIGURES
-    )

@@ -92,13 +92,8 @@ def cut_after(records: int, hosts: list[str], metrics, is_alive) -> float:
 
 @pytest.mark.slow
 def test_a_host_is_cut_off_and_comes_back(hosts, corpus, tmp_path):
-    settings = {
-        "epochs": 15,
-        "batch_size": 4,
-        "save_interval": 5,
-        "eval_interval": 50,
-        "rank_timeout": RANK_TIMEOUT,
-    }
+    settings = {"epochs": 15, "batch_size": 4, "save_interval": 5, "eval_interval": 50}
+    settings |= {"rank_timeout": RANK_TIMEOUT}
     argv = flags(corpus, tmp_path, "pretrain", **settings, from_resume=1)
     ranks = start(hosts, argv, 29500, late=RANK_TIMEOUT + 1)  # whoever still tokenises is not lost
     metrics = tmp_path / "out/pretrain_32_metrics.jsonl"
@@ -129,24 +124,12 @@ def test_torchrun_on_each_host_ends_as_well(hosts, corpus, tmp_path):
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc_per_node", "1"]
     command += ["--master_addr", "10.77.0.1", "--master_port", "29500", "--node_rank"]
-    run = {
-        "env": {**os.environ, **ADDRESS},
-        "stdout": subprocess.DEVNULL,
-        "stderr": subprocess.PIPE,
-        "text": True,
-    }
+    run = {"env": {**os.environ, **ADDRESS}, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    run |= {"text": True}
     launchers = []
     for number, host in enumerate(hosts):
-        line = [
-            "ip",
-            "netns",
-            "exec",
-            host,
-            *command,
-            str(number),
-            str(ROOT / "trainer/train_pretrain.py"),
-            *argv,
-        ]
+        line = ["ip", "netns", "exec", host, *command, str(number), str(ROOT / "trainer/train_pretrain.py")]
+        line += [*argv]
         launchers.append(subprocess.Popen(line, **run))
     metrics = tmp_path / "out/pretrain_32_metrics.jsonl"
     cut_after(10, hosts, metrics, lambda: all(launcher.poll() is None for launcher in launchers))

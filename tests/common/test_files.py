@@ -156,13 +156,8 @@ def test_a_child_that_outlives_the_run_does_not_hold_its_name(folders):
 
 
 def test_rank_0_alone_reserves_the_name(folders, monkeypatch):
-    launched = {
-        "WORLD_SIZE": "2",
-        "RANK": "1",
-        "LOCAL_RANK": "0",
-        "MASTER_ADDR": "node1",
-        "MASTER_PORT": "29500",
-    }
+    launched = {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "node1"}
+    launched |= {"MASTER_PORT": "29500"}
     for name, value in launched.items():
         monkeypatch.setenv(name, value)
     lock_output("pretrain_32", save_dir=folders[0], checkpoint_dir=folders[1])

@@ -100,7 +100,6 @@ def test_patterns_and_folders_of_a_dataset(hub, tmp_path, path, files):
         ("datasets/a/none/sft.jsonl", {}, "check the name"),
         ("datasets/a/gated/sft.jsonl", {}, "gated"),
         ("datasets/a/data@v9/sft.jsonl", {}, "v9"),
-        ("datasets/a/data/sft.jsonl", NOWHERE, "http://127.0.0.1:9 cannot be reached ("),
         ("a/m-0.6B", NOWHERE, "http://127.0.0.1:9 cannot be reached ("),
     ],
 )

@@ -16,13 +16,8 @@ from tests.conftest import ROOT, write_jsonl
 
 PLACE = {"MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"} | PLACE
-BATCH_SCRIPT = {
-    "SLURM_JOB_ID": "7",
-    "SLURM_PROCID": "0",
-    "SLURM_LOCALID": "0",
-    "SLURM_NTASKS": "8",
-    "SLURM_NODEID": "0",
-}
+BATCH_SCRIPT = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "8"}
+BATCH_SCRIPT |= {"SLURM_NODEID": "0"}
 SRUN = BATCH_SCRIPT | {"SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "5", "SLURM_LOCALID": "1"}
 OPEN_MPI = {"RANK": "5", "SIZE": "8", "LOCAL_RANK": "1", "LOCAL_SIZE": "4"}
 OPEN_MPI = {f"OMPI_COMM_WORLD_{name}": value for name, value in OPEN_MPI.items()}
@@ -129,13 +124,8 @@ def test_ranks_end_with_a_torchrun_that_is_killed_while_they_start(tmp_path):
     for rank in (0, 1):
         os.mkfifo(tmp_path / f"go{rank}")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    command += [
-        str(ROOT / "trainer/train_pretrain.py"),
-        "--data_path",
-        str(data),
-        "--save_dir",
-        str(tmp_path),
-    ]
+    command += [str(ROOT / "trainer/train_pretrain.py"), "--data_path", str(data), "--save_dir"]
+    command += [str(tmp_path)]
     torchrun = subprocess.Popen(
         command,
         cwd=tmp_path,

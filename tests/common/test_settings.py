@@ -279,7 +279,7 @@ def test_an_empty_file_is_fine(run_yaml, text):
     assert parse_args(StageArgs, "", run_yaml(text)) == StageArgs()
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.text(alphabet=st.sampled_from("ab:-[]{}#&*!|>'\"%@`,? \n\t\\xU8f1~"), max_size=40)
     | st.binary(max_size=30).map(lambda data: data.decode("latin-1"))
@@ -299,7 +299,7 @@ def test_whatever_a_file_holds_it_ends_in_one_line(run_yaml, text):
 TEXT = st.text(min_size=1, max_size=12) | st.sampled_from(["no", "1e-4", "012", "~", "a #b", " a ", "\u2028"])
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(TEXT.filter(lambda text: text.lower() not in ("none", "null")), st.floats(1e-30, 1e30))
 def test_what_print_config_shows_reads_back(run_yaml, capsys, text, rate):
     with pytest.raises(SystemExit):

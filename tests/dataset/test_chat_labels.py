@@ -187,7 +187,7 @@ CONTENT = st.text(st.characters(codec="utf-8", exclude_characters="\x00"), max_s
 TURNS = st.lists(st.tuples(st.sampled_from(["user", "assistant", "tool"]), CONTENT), min_size=1, max_size=5)
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(TURNS, st.booleans(), st.booleans())
 def test_labels_equal_transformers_own_mask(tokenizer, other_tokenizer, turns, with_system, shipped):
     tok = tokenizer if shipped else other_tokenizer
@@ -201,7 +201,7 @@ def test_labels_equal_transformers_own_mask(tokenizer, other_tokenizer, turns, w
     assert mine.loss_mask.tolist() == [bool(x) for x in theirs["assistant_masks"]]
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(TURNS, st.data())
 def test_a_turn_that_must_not_be_trained_keeps_its_tokens(tokenizer, turns, data):
     """The same tokens as ever, and the targets of transformers' mask without those of the turns switched
@@ -266,7 +266,7 @@ def without_marks(template):
     return template
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(TURNS, st.booleans())
 def test_growing_prefixes_find_the_same_turns_as_the_marks(tokenizer, turns, with_tools):
     chat = Chat([{"role": r, "content": c} for r, c in turns], [TOOL] if with_tools else None)

@@ -3,7 +3,6 @@
 import gzip
 import json
 import os
-import resource
 
 import pytest
 
@@ -148,41 +147,8 @@ def test_a_bad_element_of_an_array_costs_only_itself(write, bad, message):
     assert place(path, line) == f"{path}[1]"
 
 
-@pytest.mark.parametrize("nested", [b"[" * 20_000, b'{"a":' * 20_000])
-@pytest.mark.parametrize("is_closed", [True, False])
-def test_memory_does_not_depend_on_how_deep_an_array_is_nested(write, nested, is_closed):
-    """Peak memory of the process, since the parser is not Python's."""
-    end = b""
-    if is_closed:
-        opened = {b"[": b"]", b"{": b"}"}[nested[:1]]
-        end = b"1" + opened * 20_000 + b', {"b": 1}]'
-    path = write("x.json", b'[{"a": 1}, ' + nested + end)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    if is_closed:
-        (_, first), (line, problem), (_, last) = records_of(path)
-        assert (first, last) == ({"a": 1}, {"b": 1}) and "nested too deep" in str(problem)
-        assert place(path, line) == f"{path}[1]"
-    else:
-        with pytest.raises(UserError, match=r"x.json\[1\]: from this element on the array cannot be read"):
-            records_of(path)
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # kB
-
-
 @pytest.mark.parametrize(
-    "rest",
-    [
-        b'{"a": "b"c"}\n]',
-        b'{"a": [}\n]',
-        b'{"a": 1,}]',
-        b"{'a': 1}]",
-        b'{"a": "\xff"}]',
-        b'{"a": 1e999}]',
-        b'{"a": 2}\n',
-        b'{"a": 2',
-        b"[" * 2000,
-        b"}\n]",
-        b"",
-    ],
+    "rest", [b'{"a": "b"c"}\n]', b'{"a": "\xff"}]', b'{"a": 1e999}]', b'{"a": 2', b"[" * 2000, b""]
 )
 def test_an_array_that_is_no_json_ends_at_its_element(write, rest):
     path = write("x.json", b'[\n{"a": 1},\n' + rest)

@@ -61,20 +61,8 @@ RECORDS = {
 }
 BOM = b"\xef\xbb\xbf"
 ODD = [BOM, b"\\ud800", b"\\u0000", b"\xff\xfe", b"\xed\xa0\x80", b"\r", b"\n", b"\n\n", b"\x00", b"\x0c"]
-ODD += [
-    b"[" * 99,
-    b"[" * 1200,
-    b"{",
-    b"]",
-    b'"',
-    b"\\",
-    b"NaN",
-    b"-1e999",
-    b"9" * 4400,
-    b"null",
-    b",",
-    b'{"text": 1}\n',
-]
+ODD += [b"[" * 99, b"[" * 1200, b"{", b"]", b'"', b"\\", b"NaN", b"-1e999", b"9" * 4400, b"null", b","]
+ODD += [b'{"text": 1}\n']
 ODD += [
     c.encode()
     for c in (
@@ -299,8 +287,8 @@ def same(one: dict | None, other: dict | None) -> bool:
 
 
 OTHERS = [".txt", ".csv", ".arrow", ".csv.gz"]
-few = settings(max_examples=30, deadline=None)
-more = settings(max_examples=80, deadline=None)
+few = settings(max_examples=12, deadline=None)
+more = settings(max_examples=30, deadline=None)
 
 
 @pytest.mark.parametrize("kind", ["pretrain", "sft"])
@@ -320,12 +308,6 @@ def test_arbitrary_bytes(outcome, kind, content, suffix):
 @given(KINDS.flatmap(lambda kind: st.tuples(st.just(kind), damaged(json_lines(RECORDS[kind])))))
 def test_damaged_json_lines(outcome, given):
     check_lines(outcome, *given)
-
-
-@few
-@given(KINDS.flatmap(lambda kind: st.tuples(st.just(kind), damaged(json_lines(RECORDS[kind])))))
-def test_damaged_json_lines_in_gzip(outcome, given):
-    check_lines(outcome, *given, suffix=".jsonl.gz")
 
 
 @few
@@ -398,42 +380,9 @@ def test_arbitrary_json_values_as_records(outcome, kind, records, escaped):
     check_lines(outcome, kind, b"\n".join(lines))
 
 
-@more
-@given(st.lists(MESSAGE, max_size=5), st.sampled_from(["messages", "conversations"]))
-def test_arbitrary_json_values_as_messages(outcome, messages, key):
-    record = json.dumps({key: messages}).encode()
-    check_lines(outcome, "sft", json_lines(RECORDS["sft"][:1]) + record)
-
-
 @few
 @given(st.lists(st.fixed_dictionaries({"text": JSON}) | JSON, min_size=1, max_size=5))
 def test_arbitrary_json_values_as_an_array(outcome, records):
     content = json.dumps(records, indent=1).encode()
     check_array(outcome, "pretrain", content)
     check_array(outcome, "sft", content)
-
-
-NESTS = [
-    b'{"text": "a", "x": %s}',
-    b'{"text": "\\ud83d", "x": %s}',
-    b'{"messages": %s}',
-    b'{"messages": [{"role": %s}]}',
-]
-NESTS += [
-    b'{"tools": %s, "messages": [{"role": "assistant", "content": "a"}]}',
-    b'{"instruction": %s, "output": "a"}',
-]
-
-
-@few
-@given(
-    KINDS,
-    st.sampled_from(NESTS),
-    st.sampled_from([b"[]", b'{"a":}']),
-    st.integers(1, 130) | st.integers(900, 1100),
-)
-def test_nesting_of_any_depth(outcome, kind, nest, brackets, depth):
-    nested = brackets[:-1] * depth + b"1" + brackets[-1:] * depth
-    content = json_lines(RECORDS[kind][:1]) + nest % nested
-    check_lines(outcome, kind, content)
-    check_array(outcome, kind, b"[" + content.replace(b"\n", b",\n") + b"]")

@@ -83,7 +83,7 @@ SAMPLE = st.integers(0, 6).flatmap(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.lists(st.lists(SAMPLE, max_size=3), max_size=4))
 def test_collate_equals_the_definition(rows):
     before = copy.deepcopy(rows)
@@ -109,7 +109,7 @@ GROUP = st.builds(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.lists(GROUP, max_size=4))
 def test_what_samples_share_is_there_once_and_seen_by_all(rows):
     """The keys that each sample's last query sees are the tokens of the sample, at their positions."""

@@ -38,7 +38,7 @@ def mixed(lengths: list[list[int]], weights: list[float]) -> MixedDataset:
     return MixedDataset([(f"s{i}", FakeSource(each)) for i, each in enumerate(lengths)], weights)  # pyrefly: ignore
 
 
-@settings(max_examples=200)
+@settings(max_examples=60)
 @given(lengths=LENGTHS, seed=st.integers(0, 2**63 - 1))
 def test_every_stretch_of_the_order_has_its_share_of_the_tokens(lengths, seed):
     """However many items in a row, from wherever, also across the end."""
@@ -51,7 +51,7 @@ def test_every_stretch_of_the_order_has_its_share_of_the_tokens(lengths, seed):
     assert abs(off).max() <= lengths.max() - lengths.min() + 1e-6
 
 
-@settings(max_examples=200)
+@settings(max_examples=60)
 @given(data=st.data(), seed=st.integers(0, 1000))
 def test_shares_are_exact_and_all_samples_are_seen_equally_often(data, seed):
     lengths = data.draw(st.lists(LENGTHS, min_size=1, max_size=4))
@@ -75,7 +75,7 @@ def test_shares_are_exact_and_all_samples_are_seen_equally_often(data, seed):
     assert seen.sum() == 5 * len(train)
 
 
-@settings(max_examples=100)
+@settings(max_examples=30)
 @given(data=st.data(), batch=st.integers(1, 5), ranks=st.integers(1, 4), skip=st.integers(0, 6))
 def test_ranks_and_skipped_batches_are_parts_of_one_order(data, batch, ranks, skip):
     lengths = data.draw(st.lists(LENGTHS, min_size=2, max_size=3))

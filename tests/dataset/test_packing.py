@@ -34,7 +34,7 @@ def test_the_example_of_the_docstring():
     assert packed_samples.tolist() == [1, 3, 0, 2, 4] and packed_offsets.tolist() == [0, 2, 5]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.integers(1, 40).flatmap(lambda n: st.tuples(st.just(n), st.lists(st.integers(1, n), max_size=60))))
 def test_rows_are_those_of_best_fit_decreasing(case):
     max_length, lengths = case

@@ -51,13 +51,8 @@ def test_what_both_share_is_not_trained():
     """With a system message and tools beside; what follows the first difference is."""
     shared = [QUESTION, GOOD, QUESTION]
     tools = [{"type": "function", "function": {"name": "f"}}]
-    record = {
-        "conversations": shared,
-        "chosen": [BAD, QUESTION, GOOD],
-        "rejected": "x",
-        "system": "s",
-        "tools": tools,
-    }
+    record = {"conversations": shared, "chosen": [BAD, QUESTION, GOOD], "rejected": "x", "system": "s"}
+    record |= {"tools": tools}
     chosen, rejected = to_pair(record)
     assert [message["role"] for message in chosen.messages][:2] == ["system", "user"]
     assert chosen.masked == rejected.masked == (2,) and chosen.tools == tools

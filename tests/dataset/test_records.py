@@ -129,14 +129,8 @@ def test_fields_that_nothing_reads():
 
     record = chat_of({**USER, "date": "today", "loss": False, "x": None}, BOT, id=7, meta=None)
     assert unread(record) == ["conversations.date", "id"]
-    others = {
-        "context": "c",
-        "history": [["q", "a"]],
-        "input": "i",
-        "output": "o",
-        "prompt": "p",
-        "text": "t",
-    }
+    others = {"context": "c", "history": [["q", "a"]], "input": "i", "output": "o", "prompt": "p"}
+    others |= {"text": "t"}
     assert unread(chat_of(USER, BOT, **others)) == list(others)  # read in records of other forms only
     assert unread({"prompt": "q", "completion": "a", "response": "b"}) == ["response"]
     for label, is_unread in ((True, False), ("false", False), (3, True), ("angry", True)):
@@ -280,12 +274,8 @@ def test_the_report_tells_of_fields_that_nothing_reads(write, cache_dir, other_t
 def test_null_means_absent_in_parquet(tmp_path, cache_dir, other_tokenizer, write):
     """Arrow gives every struct of a column the keys of all of them."""
     call = {"role": "assistant", "content": "", "tool_calls": [{"name": "f", "arguments": {"city": "x"}}]}
-    other = {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [{"name": "g", "arguments": {"day": 1}}],
-        "train": False,
-    }
+    other = {"role": "assistant", "content": "", "tool_calls": [{"name": "g", "arguments": {"day": 1}}]}
+    other |= {"train": False}
     tools = [
         {"name": "f", "parameters": {"city": {"type": "string"}}},
         {"name": "g", "parameters": {"day": {"x": 1}}},

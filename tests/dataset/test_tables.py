@@ -161,7 +161,7 @@ def test_bad_rows_cost_only_themselves(write):
         records_of(write("x.csv", b"\n".join([*rows[:5], b"\xb0\xa1,3", b"e,4"])))
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(
         st.text(st.characters(codec="utf-8", exclude_characters="\0\r"), max_size=20), min_size=1, max_size=9

@@ -14,7 +14,7 @@ from tests.conftest import without_first_line_breaks
 from tests.dataset.conftest import block_of
 
 RELAXED = settings(
-    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 TEXT = st.text(st.characters(codec="utf-8"), min_size=1, max_size=60) | st.lists(
     st.sampled_from(["the river ", "北京", "🙂", "𠮷", "\n\n", "  ", "é", "<|im_end|>", "a" * 9]),

@@ -28,7 +28,7 @@ from trainer.run.state import TrainState
 from trainer.trainer_utils import lm_checkpoint
 
 CPU = torch.device("cpu")
-RUNS = {"ppo": {}, "ppo with Muon": {"optimizer": "muon"}, "grpo": {}, "grpo with experts": {"use_moe": True}}
+RUNS = {"ppo with Muon": {"optimizer": "muon"}, "grpo with experts": {"use_moe": True}}
 WINDOW = [{"prompts": [None]}]  # what the loader gives; the rollout of the first update stands in for it
 
 

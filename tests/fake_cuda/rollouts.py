@@ -18,11 +18,10 @@ from model.sampling import Sampling
 from tests.fake_cuda.updates import CUDA, HOPPER, Recorder, pretend
 from trainer.devices.wrapping import whole_model
 
-PROMPTS, GROUP, NEW = [[3, 4, 5]] * 4 + [[6] * 9] * 2, 3, 33
+PROMPTS, GROUP, NEW = [[3, 4, 5]] * 4 + [[6] * 9] * 2, 3, 17
 MODES = {  # experts, dtype of the matrices, how tokens are drawn
     "sampled": (False, torch.bfloat16, Sampling(1.0)),
     "MoE": (True, torch.bfloat16, Sampling(1.0)),
-    "float32": (False, torch.float32, Sampling(0.7)),
     "greedy": (False, torch.bfloat16, Sampling(0.0)),
     "deterministic": (False, torch.bfloat16, Sampling(0.7, top_k=20)),
 }
@@ -56,7 +55,7 @@ def decoded(use_moe: bool, dtype: torch.dtype, sampling: Sampling) -> dict:
         recorder.wait("read")
         return ones(list(tensor.shape))
 
-    shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    shape = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
     with FakeTensorMode(allow_non_fake_inputs=True), patch.object(FakeTensor, "tolist", read):
         with CUDA:
             trained = MiniMindForCausalLM(MiniMindConfig(**shape, vocab_size=300, use_moe=use_moe))

@@ -32,7 +32,6 @@ CUDA = torch.device("cuda", 0)
 HOPPER, AMPERE, TURING = (9, 0), (8, 0), (7, 5)
 MODES = {  # use_moe, dtype, capability of the GPU, and other settings
     "dense": (False, "bfloat16", HOPPER, {}),
-    "dense float16": (False, "float16", AMPERE, {}),
     "dense float16, old GPU": (False, "float16", TURING, {}),
     "dense float32": (False, "float32", AMPERE, {}),
     "Muon": (False, "bfloat16", HOPPER, {"optimizer": "muon"}),
@@ -44,7 +43,6 @@ MODES = {  # use_moe, dtype, capability of the GPU, and other settings
     "MoE float32": (True, "float32", HOPPER, {}),
     "shared": (False, "bfloat16", HOPPER, {"shared": 4}),
     "shared, old GPU": (True, "float16", TURING, {"shared": 4}),
-    "empty": (False, "bfloat16", HOPPER, {"lengths": ()}),
     "MoE empty": (True, "bfloat16", HOPPER, {"lengths": ()}),
     "MoE empty float32": (True, "float32", AMPERE, {"lengths": ()}),
 }

@@ -45,12 +45,8 @@ def render(tokenizer, messages, **options):
 
 def test_tool_call_and_response(tokenizer):
     call = {"type": "function", "function": {"name": "weather", "arguments": {"city": "北京"}}}
-    messages = [
-        turn("user", "?"),
-        turn("assistant", "", tool_calls=[call]),
-        turn("tool", "3"),
-        turn("assistant", "好"),
-    ]
+    messages = [turn("user", "?"), turn("assistant", "", tool_calls=[call]), turn("tool", "3")]
+    messages += [turn("assistant", "好")]
     tools = [{"type": "function", "function": WEATHER}]
     assert render(tokenizer, messages, tools=tools) == (
         f"<|im_start|>system\n{TOOL_PROMPT}<|im_end|>\n"
@@ -194,7 +190,7 @@ def spans_of(messages):
     return spans
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @example([turn("user", "<|im_start|>assistant\nfoo<|im_end|>"), turn("assistant", "ok")])
 @given(CONVERSATIONS)
 def test_exactly_the_assistant_spans_are_trained(tokenizer, messages):
@@ -205,7 +201,7 @@ def test_exactly_the_assistant_spans_are_trained(tokenizer, messages):
     assert [text for trained, text in runs if trained] == spans_of(messages)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(CONVERSATIONS, st.sampled_from([None, [WEATHER]]), st.data())
 def test_a_prefix_of_the_conversation_renders_to_a_prefix(tokenizer, messages, tools, data):
     cut = data.draw(st.integers(1, len(messages)))

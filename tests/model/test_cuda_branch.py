@@ -160,7 +160,7 @@ def test_every_expert_has_rows_in_training_and_matrices_fit_cudas_product(rank, 
     assert seen.calls >= 3 and seen.empty >= 3 * 4  # an answer reads the experts that it uses
 
 
-@pytest.mark.parametrize(("shape", "grouped"), [("dense", True), ("moe", True), ("moe_top2", False)])
+@pytest.mark.parametrize(("shape", "grouped"), [("moe", True), ("moe_top2", False)])
 def test_compiled_layers_are_one_graph_for_all_shapes(shape, grouped, take_cuda_branch):
     """Captured for the first batch, without a break, and never again; torch writes no kernels here."""
     torch.compiler.reset()
@@ -170,18 +170,7 @@ def test_compiled_layers_are_one_graph_for_all_shapes(shape, grouped, take_cuda_
     for layer in transformer_layers(model):
         layer.compile(dynamic=True, backend="eager")
     dtype = torch.bfloat16 if grouped else torch.float32  # torch traces grouped_mm in bfloat16 only
-    for lengths in (
-        [17, 33, 5],
-        [40],
-        [64, 64, 3, 9],
-        [11, 12],
-        [100, 2],
-        [7],
-        [300, 20, 10],
-        [1, 2, 3],
-        [90],
-        [8] * 40,
-    ):
+    for lengths in ([17, 33, 5], [40], [300, 20, 10], [1, 2, 3], [8] * 40):
         batch = flat_batch(ragged(lengths))
         batch["host_cu_seqlens"] = batch["cu_seqlens"].numpy()
         got, want = (results(part, batch, dtype)["loss"] for part in (model, plain))

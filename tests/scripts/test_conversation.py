@@ -31,14 +31,10 @@ def plain(messages: list[dict], tools=None, **variables) -> list[int]:
 @pytest.mark.parametrize("tools", [None, TOOLS])
 def test_a_prompt_is_what_the_template_gives(tools, variables):
     call = {"type": "function", "function": {"name": "get_time", "arguments": {"city": "贝琳"}}}
-    messages = [
-        {"role": "system", "content": "be brief"},
-        user("\n 几点了？ <think>"),
-        {"role": "assistant", "content": "", "reasoning_content": "hm", "tool_calls": [call]},
-        {"role": "tool", "content": "noon"},
-        {"role": "assistant", "content": "Noon."},
-        user("and now?"),
-    ]
+    messages = [{"role": "system", "content": "be brief"}, user("\n 几点了？ <think>")]
+    messages += [{"role": "assistant", "content": "", "reasoning_content": "hm", "tool_calls": [call]}]
+    messages += [{"role": "tool", "content": "noon"}, {"role": "assistant", "content": "Noon."}]
+    messages += [user("and now?")]
     assert prompt_tokens(TOKENIZER, messages, tools, **variables) == plain(messages, tools, **variables)
 
 

@@ -216,13 +216,8 @@ def test_minimind_s_own_folder_is_read(convert, tmp_path):
         "model_type": "minimind",
         "auto_map": {"AutoModelForCausalLM": "model_minimind.MiniMindForCausalLM"},
     }
-    config |= {
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "rope_theta": 1e6,
-        "rope_scaling": None,
-        "flash_attn": True,
-    }
+    config |= {"hidden_size": 32, "num_hidden_layers": 2, "rope_theta": 1e6, "rope_scaling": None}
+    config |= {"flash_attn": True}
     config |= {"vocab_size": TOKENS, "hidden_act": "silu", "use_moe": False, "max_position_embeddings": 32768}
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "model_minimind.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")

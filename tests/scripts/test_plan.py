@@ -18,7 +18,7 @@ from common.errors import UserError
 from common.settings import ModelConfig
 from dataset.lm_dataset import TokenDataset
 from scripts import chat, plan
-from scripts.planning import machine, report, stages
+from scripts.planning import report, stages
 from scripts.planning.choice import SMALLEST_SHARE, Plan, Planner, choose
 from scripts.planning.machine import Cost
 from scripts.planning.stages import Stage
@@ -121,13 +121,6 @@ def test_a_name_that_is_no_utf_8(start, data, tmp_path):
     assert b"--data_path '" + name + b"'" in (tmp_path / "run.sh").read_bytes()
 
 
-@pytest.mark.parametrize("seconds", [0.0, 1e9])
-def test_other_programs_that_use_the_cores_are_named(start, monkeypatch, seconds):
-    used = iter([0.0, seconds])
-    monkeypatch.setattr(machine, "cpu_seconds_of_others", lambda: next(used))
-    assert ("other programs used" in start("--depth", 1)) == (seconds > 0)
-
-
 def test_few_data_get_a_vocabulary_of_their_own(start, tmp_path):
     out = start("--depth", 1)
     assert (
@@ -167,13 +160,6 @@ def test_missing_data_are_one_line_before_anything_is_tokenised(start, data, tmp
     with pytest.raises(UserError, match="a plan is for data without weights"):
         start(sft_data=f"{data / 'chat.jsonl'}:0.5", cache_dir=tmp_path / "cache")
     assert not (tmp_path / "cache").exists()
-
-
-def test_conversations_are_tokenised_with_the_vocabulary_that_is_used_alone(start, data, tmp_path):
-    start("--depth", 1, sft_data=data / "chat.jsonl", cache_dir=tmp_path / "cache")
-    kinds = [json.loads(meta.read_text())["kind"] for meta in (tmp_path / "cache").glob("*/meta.json")]
-    # of pretraining also with the shipped one; each held out
-    assert sorted(kinds) == ["pretrain"] * 4 + ["sft"] * 2
 
 
 def test_conversations_alone_are_pretrained_on_and_then_taught(start, data, tmp_path):

@@ -8,8 +8,6 @@ import re
 import shutil
 import sys
 import time
-from collections import Counter
-from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,7 +17,7 @@ import torch
 
 from common.command_line import one_line_errors
 from scripts import verify_resume
-from scripts.verify_resume import Kill, compare_runs, differences, draw_kills, train
+from scripts.verify_resume import Kill, compare_runs, differences, train
 from tests.conftest import ROOT
 from tests.stage_process import Faults, StageProcess
 from tools.verify import launch as launches
@@ -159,27 +157,6 @@ def test_every_bit_counts():
 # -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 5, 17, 40])
-def test_kills_are_spread_over_the_run(count):
-    records = [{"update": u} | ({"eval_loss": 1.0} if u % 5 == 0 else {}) for u in range(1, 3 * count + 31)]
-    last, kinds = len(records), Counter()
-    for seed in range(50):
-        kills = draw_kills(random.Random(seed), count, records)
-        assert kills == draw_kills(random.Random(seed), count, records)
-        kinds.update(kill.kind for kill in kills)
-        targets = [kill.target for kill in kills]
-        assert len(kills) == count and targets == sorted(targets) and 0 <= targets[0] <= targets[-1] < last
-        for i, target in enumerate(targets):
-            assert target >= last * i // count or target == last - 1
-            # an evaluation may lie behind its part, the next kills then follow it closely
-            assert target <= last * (i + 1) // count + 6
-        assert not any(kill.kind == "cache" for kill in kills[2:])
-    assert set(kinds) == {"cache", "start", "update", "save", "evaluation"}
-    for ranks, expected in ((1, {"all", "signal"}), (2, {"all", "signal", "launcher", "rank"})):
-        drawn = [draw_kills(random.Random(seed), count, records, ranks) for seed in range(50)]
-        assert {kill.way for kills in drawn for kill in kills} == expected
-
-
 # --- running and killing
 # -------------------------------------------------------------------------------------------
 
@@ -217,18 +194,6 @@ def test_a_kill_leaves_no_process(run, tmp_path):
     started.close()  # a second time changes nothing
 
 
-STUBBORN = "import signal, time; signal.signal(15, signal.SIG_IGN); print(flush=True); time.sleep(600)"
-
-
-def test_a_process_that_outlives_a_signal_is_found(run, monkeypatch):
-    monkeypatch.setattr(launches, "GRACE", 0.2)
-    run.command = [sys.executable, "-c", STUBBORN]
-    with closing(Launch(run, "signal")) as started:
-        assert started.wait(lambda: started.log.stat().st_size, seconds=30)
-        with pytest.raises(SystemExit, match="FAIL: 1 processes are left 0 s after a SIGTERM"):
-            started.end()
-
-
 def test_a_hung_run_ends(run, monkeypatch):
     monkeypatch.setattr(launches, "TIMEOUT", 0.5)
     run.command = [sys.executable, "-c", "import time; print('so far', flush=True); time.sleep(600)"]
@@ -249,16 +214,6 @@ def test_a_run_that_fails_by_itself_is_told_with_its_last_lines(run, kills):
         train(run, kills, 600.0, 1.0)
 
 
-def test_the_reason_is_not_buried_under_what_torchrun_adds(run):
-    failing = run.folder / "failing.py"
-    failing.write_text("raise SystemExit('something is wrong')")
-    flags = ["--standalone", "--nproc_per_node", "1"]
-    run.command = [sys.executable, "-m", "torch.distributed.run", *flags, str(failing)]
-    with pytest.raises(SystemExit) as end:
-        train(run, [])
-    assert end.value.code.endswith("    something is wrong")
-
-
 def test_a_run_that_starts_over_instead_of_resuming_is_found(run, monkeypatch):
     """It would reach the same bits in the end."""
     monkeypatch.setattr(run, "saved_update", lambda: 12)
@@ -274,14 +229,6 @@ def test_a_run_that_starts_over_instead_of_resuming_is_found(run, monkeypatch):
     run.command[-1] = "new run: "
     with pytest.raises(SystemExit, match="FAIL: checkpoint of update 12, but the run resumed from"):
         train(run, [])
-
-
-def test_a_stage_after_sft_starts_from_weights_of_its_own(tmp_path):
-    run = Run("dpo", 2, 1, tmp_path, "reference", ["--epochs", "7"])
-    assert run.args.epochs == 7 and run.args.from_resume == 0 and "--nproc_per_node" in run.command
-    assert run.args.from_weight == str(run.start) and run.weights.name == "dpo_64_moe.pth"
-    verify_resume.write_weights(run)
-    assert run.start.is_file() and run.teacher.is_file()
 
 
 # --- the script

@@ -13,14 +13,8 @@ from tests.stage_process import Faults, run, start_ranks
 from tests.trainer.stage_flags import assert_same_run, assert_same_tensors, flags, records, saved_state
 from trainer.report.metrics import read_metrics
 
-SETTINGS = {
-    "epochs": 2,
-    "num_hidden_layers": 1,
-    "save_interval": 3,
-    "eval_interval": 4,
-    "keep_every": 4,
-    "keep_last": 9,
-}
+SETTINGS = {"epochs": 2, "num_hidden_layers": 1, "save_interval": 3, "eval_interval": 4, "keep_every": 4}
+SETTINGS |= {"keep_last": 9}
 LAST = 16  # updates of such a run
 
 
@@ -44,7 +38,7 @@ def runs(corpus, tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_branch_under_another_runs_name_killed_three_times(corpus, runs, tmp_path, ranks):
+def test_a_branch_under_another_runs_name_that_is_killed(corpus, runs, tmp_path, ranks):
     """`b` goes on from a numbered state of `a`: the old files of both are all there, and each start goes
     on."""
     folder = tmp_path / "both"
@@ -53,7 +47,7 @@ def test_a_branch_under_another_runs_name_killed_three_times(corpus, runs, tmp_p
     assert len(before["b"]) == len(before["a"]) > 10
     start = folder / "checkpoints/a_32_update_00000008.pth"
     argv = branch(folder, corpus, "b", start, **({"batch_size": 4} if ranks == 2 else {}))
-    for number, at in enumerate((1, 3, 4)):
+    for number, at in enumerate((1, 3, 4) if ranks == 1 else (3,)):
         faults = {0: Faults(signals={at: signal.SIGKILL})}
         status = {process.wait() for process in start_ranks(ranks, "pretrain", argv, faults)}
         assert -9 in status, number
@@ -75,7 +69,7 @@ def test_a_branch_under_another_runs_name_killed_three_times(corpus, runs, tmp_p
         assert records(folder, "b_32") == records(folder, "a_32")
 
 
-@pytest.mark.parametrize("state", ["update_00000004", "resume_previous", "best_resume"])
+@pytest.mark.parametrize("state", ["update_00000004", "best_resume"])
 def test_back_to_an_older_state_of_the_same_run(corpus, runs, tmp_path, state):
     """Its later files are set aside; killed and started again with the same command, the branch goes on."""
     shutil.copytree(runs, tmp_path / "back")
@@ -110,7 +104,7 @@ os.replace = ending
 """
 
 
-@pytest.mark.parametrize("name", ["a_32.pth", "a_32_best_resume", "a_32_update_00000008"])
+@pytest.mark.parametrize("name", ["a_32.pth", "a_32_update_00000008"])
 def test_killed_while_the_earlier_run_is_set_aside(corpus, runs, tmp_path, name):
     """Whichever file it has come to: each file of the earlier run is kept, also the state that the branch
     begins with and writes over."""
@@ -191,14 +185,8 @@ def test_a_finished_run_that_is_started_again_changes_no_file(corpus, tmp_path):
 
 
 def test_an_early_stopped_run_goes_on_under_other_settings_only(corpus, tmp_path):
-    settings = {
-        "num_hidden_layers": 1,
-        "epochs": 3,
-        "eval_interval": 2,
-        "learning_rate": 1e-9,
-        "patience": 1,
-        "min_delta": 1,
-    }
+    settings = {"num_hidden_layers": 1, "epochs": 3, "eval_interval": 2, "learning_rate": 1e-9, "patience": 1}
+    settings |= {"min_delta": 1}
     argv = flags(corpus, tmp_path, "pretrain", **settings, from_resume=1)
     assert "stopping: EarlyStopping" in run("pretrain", argv).out
     assert "nothing to do" in run("pretrain", argv).out

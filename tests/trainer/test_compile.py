@@ -56,16 +56,7 @@ def check(compiled: torch.nn.Module, plain: torch.nn.Module, warm_up: list[int])
         train(compiled, flat_batch(tokens, 5))
     graphs = counters["stats"]["unique_graphs"]
     assert graphs > 0
-    for tokens, samples in (
-        (1290, 7),
-        (1409, 2),
-        (700, 1),
-        (64, 3),
-        (LARGE, 40),
-        (333, 9),
-        (2000, 4),
-        (1001, 6),
-    ):
+    for tokens, samples in ((1290, 7), (700, 1), (64, 3), (LARGE, 40), (2000, 4)):
         batch = flat_batch(tokens, samples)
         torch.testing.assert_close(train(compiled, batch), train(plain, batch), rtol=tolerance, atol=1e-3)
     assert counters["stats"]["unique_graphs"] == graphs
@@ -79,12 +70,11 @@ def nothing_compiled():
     torch.compiler.reset()
 
 
-@pytest.mark.parametrize("use_moe", [False, True])
-def test_graphs_are_captured_once(use_moe):
-    compiled = model_of(use_moe)
+def test_graphs_are_captured_once():
+    compiled = model_of(use_moe=True)
     for block in transformer_layers(compiled):
         block.compile(dynamic=True, backend="eager")  # torch writes no kernels
-    check(compiled, model_of(use_moe), [LARGE])
+    check(compiled, model_of(use_moe=True), [LARGE])
 
 
 @pytest.mark.slow
@@ -101,7 +91,7 @@ IDS = dict.fromkeys(
     ("input_ids", "position_ids", "target_index", "targets"), torch.zeros(0, dtype=torch.int64)
 )
 EMPTY = IDS | {"cu_seqlens": torch.zeros(1, dtype=torch.int32), "max_seqlen": 0}
-CASES = [(parallel, use_moe) for parallel in ("ddp", "fsdp") for use_moe in (False, True)]
+CASES = [("ddp", False), ("fsdp", True)]
 WIDE = 256  # then a layer is larger than DDP's first bucket, at whose border it would be cut
 
 

@@ -13,10 +13,10 @@ import torch
 from tests.conftest import ROOT, launch
 
 FOLDER = ROOT / "tests/fake_cuda"
-DENSE, OLD = ("dense", "dense float16", "Muon", "Muon float16"), ("dense float16, old GPU", "dense float32")
+DENSE, OLD = ("dense", "Muon", "Muon float16"), ("dense float16, old GPU", "dense float32")
 GROUPED, BATCHED = ("MoE", "recomputed"), ("MoE, Ampere", "MoE float16", "MoE float32")
 SHARED = ("shared", "shared, old GPU")
-EMPTY = ("empty", "MoE empty", "MoE empty float32")
+EMPTY = ("MoE empty", "MoE empty float32")
 IN_ONE_KERNEL = "torch_attn._varlen_attn_backward.default"
 
 
@@ -34,15 +34,8 @@ def library(tmp_path_factory) -> str:
         pytest.skip("no g++ to compile the stand-in for CUDA with")
     library = tmp_path_factory.mktemp("fake_cuda") / "fake_cuda.so"
     folder = Path(torch.__file__).parent
-    options = [
-        "-shared",
-        "-fPIC",
-        "-std=c++20",
-        f"-I{folder}/include",
-        FOLDER / "fake_cuda.cpp",
-        "-o",
-        library,
-    ]
+    options = ["-shared", "-fPIC", "-std=c++20", f"-I{folder}/include", FOLDER / "fake_cuda.cpp", "-o"]
+    options += [library]
     subprocess.run([compiler, *options, f"-L{folder}/lib", "-lc10", f"-Wl,-rpath,{folder}/lib"], check=True)
     return str(library)
 
@@ -94,7 +87,7 @@ def test_kernels_halve_the_bytes_that_an_update_moves(library):
 
 
 def test_a_rollout_waits_once_for_eight_tokens(library):
-    """And once for the first tokens, when the prompts are read: 33 tokens of 18 completions, five times. Each
+    """And once for the first tokens, when the prompts are read: 17 tokens of 18 completions, three times. Each
     time the log-probabilities are read behind the tokens, when the device is done."""
     rollouts = json.loads(launch(FOLDER / "rollouts.py", LD_PRELOAD=library, PYTHONPATH=str(ROOT)).stdout)
     assert "aten.cumsum.default" in rollouts["sampled"]["operators"]  # has no deterministic kernel
@@ -103,9 +96,9 @@ def test_a_rollout_waits_once_for_eight_tokens(library):
     for name in ("aten.stack.default", "aten._foreach_copy_.default"):
         assert not rollouts["MoE"]["operators"].get(name)
     assert rollouts["MoE"]["operators"]["aten.cat.default"] == 8 * 2  # of cosines and of sines
-    assert rollouts["MoE"]["operators"]["aten._grouped_mm.default"] == 8 * 2 * 3
+    assert rollouts["MoE"]["operators"]["aten._grouped_mm.default"] == 8 * 3
     for found in rollouts.values():
-        assert len(found["waits"]) == 2 * 5 and {wait.split(":")[0] for wait in found["waits"]} == {"read"}
+        assert len(found["waits"]) == 2 * 3 and {wait.split(":")[0] for wait in found["waits"]} == {"read"}
         assert found["operators"]["aten.embedding.default"] == 8  # a forward for each token
 
 
@@ -124,6 +117,6 @@ def test_a_run_resumed_within_a_rollout_has_its_tensors_on_the_gpu(library):
     """A checkpoint is read on the host."""
     out = launch(FOLDER / "resumed.py", LD_PRELOAD=library, PYTHONPATH=str(ROOT)).stdout
     runs = json.loads(out.splitlines()[-1])
-    assert len(runs) == 4
+    assert len(runs) == 2
     for run in runs.values():
         assert run == {"batches": ["cuda"], "optimizer": ["cuda"]}

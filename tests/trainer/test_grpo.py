@@ -27,16 +27,12 @@ def grpo_flags(prompts, folder, **extra) -> list[str]:
     return rollout_flags(prompts, folder, **{"num_generations": 4} | extra)
 
 
-@pytest.mark.parametrize(
-    "settings", [{}, {"num_iterations": 2, "epsilon": 0.1, "beta": 0.1, "temperature": 0.8}]
-)
-def test_a_killed_run_ends_with_the_same_bits(prompts, tmp_path, settings):
+def test_a_killed_run_ends_with_the_same_bits(prompts, tmp_path):
     """First stopped in the second rollout of an update, of which the first one must not count twice."""
-    settings = settings | {"batch_size": 2, "accumulation_steps": 2}
+    settings = {"num_iterations": 2, "epsilon": 0.1, "beta": 0.1, "temperature": 0.8}
+    settings |= {"batch_size": 2, "accumulation_steps": 2}
     run("grpo", grpo_flags(prompts, tmp_path / "whole", **settings))
-    assert len(
-        {json.dumps(record[:4]) for record in figures(tmp_path / "whole", "grpo_32")}
-    ) == 6 * settings.get("num_iterations", 1)
+    assert len({json.dumps(record[:4]) for record in figures(tmp_path / "whole", "grpo_32")}) == 12
     again = grpo_flags(prompts, tmp_path / "killed", from_resume=1, **settings)
     script = IN_A_ROLLOUT.format(token=9, signal="SIGTERM")
     stopped = run("grpo", again, Faults(script=script), status=128 + signal.SIGTERM)
@@ -54,22 +50,21 @@ def test_a_killed_run_ends_with_the_same_bits(prompts, tmp_path, settings):
 
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo"])
 def test_accumulation_and_ranks_change_nothing(prompts, tmp_path, loss_type):
-    for ranks, batch, steps in ((1, 8, 1), (1, 4, 2), (2, 4, 1)):
+    for ranks, batch, steps in ((1, 8, 1), (2, 2, 2)):
         own = {"batch_size": batch, "accumulation_steps": steps, "loss_type": loss_type, "beta": 0.05}
         run("grpo", grpo_flags(prompts, tmp_path / f"{ranks}x{batch}", **own, eval_interval=0), ranks=ranks)
-    for other in ("1x4", "2x4"):
-        assert_close_figures(tmp_path / "1x8", tmp_path / other, "grpo_32")
+    assert_close_figures(tmp_path / "1x8", tmp_path / "2x2", "grpo_32")
 
 
-@pytest.mark.parametrize("settings", [{}, {"num_iterations": 2, "loss_type": "grpo", "use_moe": 1}])
-def test_sharded_weights_change_nothing(prompts, tmp_path, settings):
+def test_sharded_weights_change_nothing(prompts, tmp_path):
     """The completions, of whole weights, and the updates are those of DDP; a killed run ends with the same
     bits."""
-    settings = settings | {"batch_size": 2, "accumulation_steps": 2, "beta": 0.05, "sample_prompts": "none"}
+    settings = {"num_iterations": 2, "loss_type": "grpo", "use_moe": 1}
+    settings |= {"batch_size": 2, "accumulation_steps": 2, "beta": 0.05, "sample_prompts": "none"}
     run("grpo", grpo_flags(prompts, tmp_path / "ddp", **settings), ranks=2)
     sharded = settings | {"parallel": "fsdp"}
     run("grpo", grpo_flags(prompts, tmp_path / "fsdp", **sharded), ranks=2)
-    name = "grpo_32_moe" if "use_moe" in settings else "grpo_32"
+    name = "grpo_32_moe"
     assert_close_figures(tmp_path / "ddp", tmp_path / "fsdp", name)
     again = grpo_flags(prompts, tmp_path / "killed", from_resume=1, **sharded)
     stopped = Faults(signals={5: signal.SIGTERM})

@@ -57,15 +57,7 @@ def test_what_does_not_go_together_is_one_line(corpus, tmp_path):
 def test_a_data_module_that_holds_nothing_out_refuses_the_share(task, tmp_path):
     script = "from llm.training.data.synthetic import SyntheticDataModule as M\nsetup = M.setup\n"
     script += "def alone(self):\n    setup(self)\n    self.val_dataset = None\nM.setup = alone\n"
-    argv = [
-        "--task",
-        task,
-        "--eval_share",
-        "0.1",
-        "--save_dir",
-        str(tmp_path),
-        "--checkpoint_dir",
-        str(tmp_path / "c"),
-    ]
+    argv = ["--task", task, "--eval_share", "0.1", "--save_dir", str(tmp_path), "--checkpoint_dir"]
+    argv += [str(tmp_path / "c")]
     (error,) = run("engine", argv, Faults(script=script), status=2).error_lines
     assert "--eval_share: SyntheticDataModule sets no val_dataset" in error

@@ -9,6 +9,7 @@ from transformers import AutoTokenizer
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from tests.conftest import ROOT, launch
 from tests.fake_hub import Hub
+from tests.stage_process import run
 from tests.trainer.stage_flags import flags, records
 
 
@@ -41,7 +42,7 @@ def test_a_run_on_a_hub_is_the_run_on_its_files(corpus, tmp_path, hub):
     assert done.stdout.count("hf://datasets/a/data/p.jsonl: ") == 1
     gets = [path for method, path, *_ in hub.requests if method == "GET" and "/resolve/" in path]
     assert len(gets) == len(set(gets))
-    launch(script, *flags(corpus, tmp_path / "b", "pretrain", **own), ranks=2)
+    run("pretrain", flags(corpus, tmp_path / "b", "pretrain", **own), ranks=2)
     assert records(tmp_path / "a") == records(tmp_path / "b")
 
     more = remote | {"epochs": 2, "from_resume": 1, "extend_epochs": 1}
@@ -58,13 +59,6 @@ def test_a_run_on_a_hub_is_the_run_on_its_files(corpus, tmp_path, hub):
 
 
 def test_tools_take_models_and_data_on_a_hub(corpus, tmp_path, hub):
-    env = hub.environment(tmp_path / "hub")
-    model = ("--model", "hf://a/tiny")
-    chat = launch(ROOT / "scripts/chat.py", *model, "--prompt", "hello", "--max_new_tokens", "8", **env)
-    assert "hf://a/tiny: " in chat.stderr and "hf://" not in chat.stdout
-    data = ("--task", "loss", "--data_path", "hf://datasets/a/data/se.jsonl")
-    judged = launch(ROOT / "scripts/evaluate.py", *model, *data, **env)
+    asked = ("--model", "hf://a/tiny", "--task", "loss", "--data_path", "hf://datasets/a/data/se.jsonl")
+    judged = launch(ROOT / "scripts/evaluate.py", *asked, **hub.environment(tmp_path / "hub"))
     assert "tiny" in judged.stdout.splitlines()[-3]
-    target = tmp_path / "m.pth"
-    launch(ROOT / "scripts/convert_model.py", *model, "--to", "pth", "--output", target, **env)
-    assert target.is_file()

@@ -32,35 +32,27 @@ def prompts(tmp_path_factory):
     return write_prompts(tmp_path_factory.mktemp("prompts"))
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_killed_run_ends_with_the_same_bits(prompts, tmp_path, ranks):
-    """Killed between the passes of a rollout, of which some are not made; one rank is also stopped in a
-    rollout."""
+def test_a_killed_run_ends_with_the_same_bits(prompts, tmp_path):
+    """Stopped in a rollout, then killed between the passes of one, of which some are not made."""
     settings = {"num_iterations": 3, "early_stop_kl": 5e-3, "beta": 0.1, "critic_learning_rate": 2e-2}
-    settings |= {"batch_size": 8 // ranks, "save_interval": 1}
-    run("ppo", rollout_flags(prompts, tmp_path / "whole", **settings), ranks=ranks)
+    settings |= {"batch_size": 8, "save_interval": 1}
+    run("ppo", rollout_flags(prompts, tmp_path / "whole", **settings))
     stopped = [record["stopped"] for record in read_metrics(tmp_path / f"whole/out/{NAME}_metrics.jsonl")]
     # of three rollouts, the first pass of which is always made
     assert len(stopped) == 9 and 0 < sum(stopped) < 6
     again = rollout_flags(prompts, tmp_path / "killed", from_resume=1, **settings)
-    if ranks == 1:
-        stopped_in_it = Faults(script=IN_A_ROLLOUT.format(token=3, signal="SIGTERM"))
-        run("ppo", again, stopped_in_it, status=128 + signal.SIGTERM)
-    run("ppo", again, Faults(signals={3: signal.SIGKILL}), status=-signal.SIGKILL, ranks=ranks)
-    run("ppo", again, ranks=ranks)
+    stopped_in_it = Faults(script=IN_A_ROLLOUT.format(token=3, signal="SIGTERM"))
+    run("ppo", again, stopped_in_it, status=128 + signal.SIGTERM)
+    run("ppo", again, Faults(signals={3: signal.SIGKILL}), status=-signal.SIGKILL)
+    run("ppo", again)
     assert_same_run(tmp_path / "whole", tmp_path / "killed", NAME, PPO)
 
 
 def test_accumulation_and_ranks_change_nothing(prompts, tmp_path):
     """(1 x 8) = (2 ranks x 2 micro-batches x 2)."""
     for ranks, batch, steps in ((1, 8, 1), (2, 2, 2)):
-        own = {
-            "batch_size": batch,
-            "accumulation_steps": steps,
-            "beta": 0.05,
-            "num_iterations": 2,
-            "eval_interval": 0,
-        }
+        own = {"batch_size": batch, "accumulation_steps": steps, "beta": 0.05, "num_iterations": 2}
+        own |= {"eval_interval": 0}
         run("ppo", rollout_flags(prompts, tmp_path / f"{ranks}", **own), ranks=ranks)
     assert len(figures(tmp_path / "1", NAME)) == 6
     assert_close_figures(tmp_path / "1", tmp_path / "2", NAME, PPO)

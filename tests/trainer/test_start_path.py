@@ -117,7 +117,7 @@ def test_a_run_from_a_folder_resumes_bit_for_bit(corpus, folder, tmp_path):
             [part for i, part in enumerate(typed) if part not in shape and typed[i - 1] not in shape]
         )
     run("sft", argvs[0])
-    run("sft", argvs[1], Faults(signals={6: 9}), status=-9)
+    run("sft", argvs[1], Faults(signals={9: 9}), status=-9)
     assert "resuming full_sft" in run("sft", [*argvs[1], "--from_resume", "1"]).out
     assert_same_run(tmp_path / "whole", tmp_path / "broken", "full_sft_48")
 

@@ -300,7 +300,8 @@ def code_hashes(stage_files: Sequence[str | Path]) -> dict[str, str]:
     imported: set[Path] = set()
     for module in list(sys.modules.values()):
         file = getattr(module, "__file__", None)
-        if not file or not os.path.isabs(file):  # torch has modules without files
+        # torch has modules without files; to resolve the paths of all installed packages takes long
+        if not file or not os.path.isabs(file) or "site-packages" in file:
             continue
         path = Path(file).resolve()
         is_own = path.is_relative_to(ROOT) and "site-packages" not in path.parts

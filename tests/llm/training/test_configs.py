@@ -23,12 +23,8 @@ CHAINS = {
 
 def overrides(folder: Path, corpus: dict[str, Path], config: str) -> list[str]:
     """What makes a shipped run tiny, and puts its files and data elsewhere."""
-    settings = {
-        "save_dir": folder / "out",
-        "checkpoint_dir": folder / "checkpoints",
-        "device": "cpu",
-        "epochs": 1,
-    }
+    settings = {"save_dir": folder / "out", "checkpoint_dir": folder / "checkpoints", "device": "cpu"}
+    settings |= {"epochs": 1}
     settings |= {"hidden_size": 32, "batch_size": 8, "log_interval": 1}
     if config == "regression":
         settings |= {"num_samples": 80}

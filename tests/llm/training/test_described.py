@@ -108,6 +108,10 @@ def test_six_methods_are_a_task(tmp_path, task):
     assert list(rates.values()) == pytest.approx([0.1 * 0.5 ** (step // 2) for step in steps])
     changes = [u for u in rates if u == 1 or rates[u] != rates[u - 1]]
     assert recorded.rates == {update: rates[update] for update in changes} and len(changes) > 1
+    with pytest.raises(Killed):
+        made(task, tmp_path / "killed", [Calls(("update", 13))], epochs=3).run()
+    made(task, tmp_path / "killed", epochs=3, from_resume=1).run()
+    assert_same_run(tmp_path, tmp_path / "killed", NAME)
 
 
 def test_the_data_come_from_the_task_or_are_named(tmp_path, monkeypatch, capsys):
@@ -406,24 +410,20 @@ def noted(*args):
 def failing(self, model, batch):
     calls.append(1)
     if os.environ["RANK"] == "1" and len(calls) == 9:
-        FAIL
+        raise ValueError('boom')
     return step(self, model, batch)
 dist.destroy_process_group, RegressionTask.train_step = noted, failing
 """
 
 
-@pytest.mark.parametrize(
-    ("fails", "ends"), [("raise ValueError('boom')", [2, 1]), ("os.kill(os.getpid(), 9)", [2, -9])]
-)
-def test_the_group_is_destroyed_whatever_happens(tmp_path, fails, ends):
-    script = f"FOLDER = {str(tmp_path)!r}\n{NOTED.replace('FAIL', fails)}"
+def test_the_group_is_destroyed_whatever_happens(tmp_path):
+    script = f"FOLDER = {str(tmp_path)!r}\n{NOTED}"
     faults = dict.fromkeys(range(2), Faults(script=script))
     ranks = start_ranks(2, "engine", regression(tmp_path, batch_size=16), faults)
-    assert [rank.wait(60) for rank in ranks] == ends
-    assert (tmp_path / "destroyed0").exists() and (tmp_path / "destroyed1").exists() == (ends[1] != -9)
+    assert [rank.wait(60) for rank in ranks] == [2, 1]
+    assert (tmp_path / "destroyed0").exists() and (tmp_path / "destroyed1").exists()
     assert "ended while this one waited" in ranks[0].error_lines[-1]
-    if ends[1] == 1:
-        assert "ValueError: boom" in ranks[1].err
+    assert "ValueError: boom" in ranks[1].err
 
 
 def test_the_process_group_under_its_described_name(tmp_path):
@@ -451,7 +451,7 @@ class Stops(Callback):
             engine.stop("asked")
 
 
-@pytest.mark.parametrize("place", [("train",), ("start", 1), ("end", 3), ("end", 8)])
+@pytest.mark.parametrize("place", [("train",), ("end", 3)])
 def test_a_run_that_a_callback_stops_anywhere_is_saved_there_and_can_go_on(tmp_path, place):
     """Also before its first record, which comes at the end of an epoch of 8 updates."""
     settings = {"epochs": 2, "log_interval": 100}
@@ -611,9 +611,8 @@ class OtherCalls(Calls):
     """A second one, which is called after the first."""
 
 
-UPDATES = [("update", 1), ("validation", 2), ("update", 2), ("update", 3)]
-KILLS = [(kill, None) for kill in (("start", 0), *UPDATES, ("end", 0), ("start", 1), ("end", 1))]
-KILLS += [(("end", 0), ("end", 0)), (("update", 3), ("end", 0)), (("start", 1), ("start", 1))]
+KILLS = [(kill, None) for kill in (("start", 0), ("validation", 2), ("update", 3), ("end", 0), ("end", 1))]
+KILLS += [(("end", 0), ("end", 0))]  # saved in the call in which it is killed
 
 
 @pytest.mark.parametrize(("kill", "save"), KILLS)

@@ -16,14 +16,8 @@ from trainer.report.metrics import read_metrics
 from trainer.trainer_utils import init_model
 from trainer.weights.files import save_weights
 
-TRAINED = {
-    "from_weight": "start",
-    "epochs": 1,
-    "learning_rate": 1e-3,
-    "dropout": 0.1,
-    "patience": 9,
-    "keep_every": 3,
-}
+TRAINED = {"from_weight": "start", "epochs": 1, "learning_rate": 1e-3, "dropout": 0.1, "patience": 9}
+TRAINED |= {"keep_every": 3}
 SPLIT = {"eval_data_path": "none", "eval_share": 0.2}
 RUNS = {  # stage -> its data and its settings
     "pretrain": ("pretrain", SPLIT | {"accumulation_steps": 2, "packing": 1}),

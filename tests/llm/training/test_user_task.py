@@ -57,13 +57,8 @@ def home(tmp_path_factory) -> Path:
 
 def argv(folder: Path, task: str = TASK, **extra) -> list[str]:
     """A small run whose files go to `folder`; `extra` replaces its settings."""
-    settings = {
-        "task": task,
-        "data_path": "texts.jsonl",
-        "hidden_size": 32,
-        "num_hidden_layers": 1,
-        "batch_size": 8,
-    }
+    settings = {"task": task, "data_path": "texts.jsonl", "hidden_size": 32, "num_hidden_layers": 1}
+    settings |= {"batch_size": 8}
     settings |= {"save_dir": folder / "out", "checkpoint_dir": folder / "checkpoints", "log_interval": 1}
     settings |= {"epochs": 20, "learning_rate": 2e-3, "dtype": "float32", "device": "cpu", "seed": 3}
     return [part for key, value in (settings | extra).items() for part in (f"--{key}", str(value))]

@@ -10,7 +10,7 @@ from dataset.lm_dataset import SFTDataset
 from dataset.rollout_prompts import to_prompt
 from dataset.token_cache import load_tokenizer
 from model.prompts import prompt_tokens
-from scripts.demo.tour import MISTAKES, PERSONA, PLAIN_ANSWERS, make_tour
+from scripts.demo.tour import MISTAKES, PERSONA, make_tour
 from scripts.demo.world import ATTRIBUTES, GROUPS, LANGUAGES, answer, make_corpus, make_people
 from tests.conftest import write_jsonl
 from trainer.rollouts.rewards import contains_answer
@@ -48,17 +48,6 @@ def test_the_persona_is_asked_in_wordings_that_are_not_trained(tour):
         assert contains_answer([], record["conversations"][-1]["content"], record) == 1.0
 
 
-def test_terse_answers_are_right_and_held_out_ones_about_others(tour, corpus_files):
-    values = {each["answer"] for each in corpus_files["quiz.jsonl"]}
-    for name in ("terse.jsonl", "terse_eval.jsonl"):
-        for pair in tour[name]:
-            chosen, rejected = pair["chosen"]["content"], pair["rejected"]["content"]
-            assert len(chosen) < len(rejected) and rejected.endswith(chosen)
-            assert [value for value in values if value in chosen]
-    assert len(tour["terse_eval.jsonl"]) == GROUPS["sft_eval"] * 8
-    assert not questions(tour["terse.jsonl"]) & questions(tour["terse_eval.jsonl"])
-
-
 def test_the_student_is_never_asked_a_question_of_the_quiz(tour, corpus_files):
     quiz, trained = questions(corpus_files["quiz.jsonl"]), questions(tour["distillation.jsonl"])
     held_out = questions(tour["distillation_eval.jsonl"])
@@ -75,22 +64,6 @@ def test_the_student_is_never_asked_a_question_of_the_quiz(tour, corpus_files):
     assert set(replies["distillation_eval.jsonl"]) <= true
     right = sum(reply in true for reply in replies["distillation.jsonl"]) / len(trained)
     assert right == pytest.approx(1 - MISTAKES, abs=0.03)
-
-
-def test_two_facts_are_asked_of_people_whom_the_conversations_never_mention(tour, corpus_files):
-    quizzed = [person for person in make_people(random.Random(0)) if person.group == "quiz"]
-    people = {name for person in quizzed for name in person.name.values()}
-    assert len(tour["reasoning_quiz.jsonl"]) == GROUPS["quiz"] * 2
-    assert mentioned(people, tour["reasoning.jsonl"]) == set()
-    assert mentioned(people, tour["reasoning_quiz.jsonl"]) == people
-    told = {record["text"] for record in corpus_files["pretrain.jsonl"]}
-    thoughts = [record["conversations"][-1].get("reasoning_content") for record in tour["reasoning.jsonl"]]
-    assert thoughts.count(None) == PLAIN_ANSWERS * (len(thoughts) - thoughts.count(None))
-    for record, thought in zip(tour["reasoning.jsonl"], thoughts, strict=True):
-        if thought:
-            home, place = thought.split("\n")
-            assert place in told and record["conversations"][-1]["content"][-4:-1] in place
-            assert any(name in home for name in ("住在", "lives in"))
 
 
 def test_thoughts_are_trained_and_begin_as_with_open_thinking(tour, tmp_path):

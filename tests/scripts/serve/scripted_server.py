@@ -172,12 +172,8 @@ class ScriptedServer(Serving):
             yield chunk({"reasoning_content": "First I count."})
         if said in CALLS:
             name, arguments = CALLS[said]
-            call = {
-                "index": 0,
-                "id": "call_1",
-                "type": "function",
-                "function": {"name": name, "arguments": ""},
-            }
+            call = {"index": 0, "id": "call_1", "type": "function"}
+            call |= {"function": {"name": name, "arguments": ""}}
             yield chunk({"tool_calls": [call]})
             for piece in (arguments[:9], arguments[9:]):
                 yield chunk({"tool_calls": [{"index": 0, "function": {"arguments": piece}}]})

@@ -367,14 +367,8 @@ def test_log_probabilities_of_a_chat_are_those_of_transformers(real, tiny, token
 def test_log_probabilities_of_a_completion_are_those_of_transformers(real, tiny, tokenizer, top):
     """Beside each token those of the likeliest and its own, 0: its own alone; where it begins in the text."""
     prompt = [1, *tokenizer.encode("The river", add_special_tokens=False)]
-    fields = {
-        "model": "tiny",
-        "prompt": [prompt],
-        "max_tokens": 12,
-        "logprobs": top,
-        "seed": 3,
-        "temperature": 1.5,
-    }
+    fields = {"model": "tiny", "prompt": [prompt], "max_tokens": 12, "logprobs": top, "seed": 3}
+    fields |= {"temperature": 1.5}
     whole = real.client.completions.create(n=2, **fields).choices
     streamed: list[dict[str, list]] = [{}, {}]
     for chunk in real.client.completions.create(n=2, stream=True, **fields):

@@ -93,13 +93,13 @@ def test_the_thread_ends_without_requests_and_another_one_answers_the_next(
     """Requests that come while it ends are answered, too."""
     monkeypatch.setattr(scheduling, "IDLE_SECONDS", linger)
     threads, prompt = set(), tokenizer.encode("long", add_special_tokens=False)
-    for number in range(300):
+    for number in range(60):
         request = Request(prompt, 1 + number % 2, max_new_tokens=1)
         scheduler.submit(request.job)
         threads.add(scheduler.thread)
         assert request.finished() == {"length"} and scheduler.alive
         time.sleep(0.002 * (number % 3))
-    assert len(threads) > 30 and not scheduler.busy
+    assert len(threads) > 10 and not scheduler.busy
     for thread in threads:
         thread.join(20)
         assert not thread.is_alive()

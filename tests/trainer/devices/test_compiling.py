@@ -9,17 +9,13 @@ import pytest
 import torch
 from torch._dynamo import config as dynamo
 
-from common.arguments import parse_args
-from common.errors import UserError
-from common.settings import ROOT, StageArgs
-from dataset.lm_dataset import PretrainDataset, TokenDataset
-from dataset.token_cache import TokenCache, load_tokenizer
+from common.settings import StageArgs
+from dataset.lm_dataset import TokenDataset
+from dataset.token_cache import TokenCache
 from model import fused
 from trainer import train_pretrain
-from trainer.data.datasets import open_datasets
 from trainer.devices import wrapping
 from trainer.devices.wrapping import compiles, has_compiler, operations, use_kernels
-from trainer.train_grpo import Args as GRPOArgs
 
 LONG = train_pretrain.Args(packing=True, max_seq_len=512, epochs=2, device="cpu")
 
@@ -63,14 +59,6 @@ def test_with_a_matrix_unit_all_long_runs_are(other, monkeypatch):
     assert compiles(replace(LONG, **other), RUN)
     assert not compiles(replace(LONG, packing=False, dtype="float32"), RUN)
     assert not compiles(replace(LONG, parallel="fsdp"), RUN)
-
-
-def test_the_tokens_of_the_data_count_not_the_longest_sample(corpus, tmp_path):
-    args = replace(LONG, data_path=str(corpus["pretrain"]), cache_dir=str(tmp_path))
-    train_set, _ = open_datasets(PretrainDataset, args, load_tokenizer(ROOT / "model"))
-    tokens = sum(len(sample["input_ids"]) for item in train_set for sample in item)
-    expected = 6 * 12 * args.num_hidden_layers * args.hidden_size**2 * tokens * 2
-    assert operations(args, train_set) == pytest.approx(expected)
 
 
 def test_what_was_not_measured_is_not(monkeypatch):
@@ -174,11 +162,3 @@ def test_without_a_compiler_no_gpu_takes_the_kernels(monkeypatch):
     monkeypatch.setattr(wrapping, "autocast_dtype", lambda *_: torch.bfloat16)
     use_kernels(replace(LONG, use_compile=True), RUN, torch.device("cuda", 0), nullcontext())
     assert not fused.KERNELS
-
-
-def test_what_does_not_ask_is_not_compiled(monkeypatch):
-    """Stages whose batches differ in size hand `auto` on as it is."""
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda *_, **__: pytest.fail("compiled"))
-    assert parse_args(GRPOArgs, "", []).use_compile is None
-    with pytest.raises(UserError, match="--use_compile 1 has no effect on completions"):
-        parse_args(GRPOArgs, "", ["--use_compile", "1"])

@@ -21,13 +21,7 @@ from trainer import trainer_utils as utils
 from trainer.data.order import epoch_loader, eval_loader
 from trainer.devices import device as device_module
 from trainer.devices import process_group as distributed
-from trainer.devices.device import (
-    autocast_dtype,
-    grow_segments,
-    mixed_precision,
-    select_device,
-    use_deterministic_kernels,
-)
+from trainer.devices.device import autocast_dtype, mixed_precision, select_device, use_deterministic_kernels
 from trainer.run.errors import translated_failures
 
 
@@ -38,13 +32,8 @@ def two_gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
 
     def be_rank(rank: int) -> None:
-        launched = {
-            "RANK": rank,
-            "LOCAL_RANK": rank,
-            "WORLD_SIZE": 2,
-            "MASTER_ADDR": "node1",
-            "MASTER_PORT": 29500,
-        }
+        launched = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "node1"}
+        launched |= {"MASTER_PORT": 29500}
         for name, value in launched.items():
             monkeypatch.setenv(name, str(value))
 
@@ -72,13 +61,8 @@ def test_a_task_that_sees_one_gpu_takes_it(two_gpus, monkeypatch):
     """`srun --gpus-per-task=1`, with the variables of its second task; torchrun shows all GPUs to every
     rank."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    srun = {
-        "SLURM_PROCID": 1,
-        "SLURM_LOCALID": 1,
-        "SLURM_STEP_NUM_TASKS": 2,
-        "MASTER_ADDR": "a",
-        "MASTER_PORT": 1,
-    }
+    srun = {"SLURM_PROCID": 1, "SLURM_LOCALID": 1, "SLURM_STEP_NUM_TASKS": 2, "MASTER_ADDR": "a"}
+    srun |= {"MASTER_PORT": 1}
     for name, value in srun.items():
         monkeypatch.setenv(name, str(value))
     assert str(select_device("auto")) == str(select_device("cuda")) == "cuda:0"
@@ -265,30 +249,6 @@ def test_bfloat16_is_emulated_only_when_insisted_on(emulated, monkeypatch, capsy
 def test_the_automatic_dtype_of_a_gpu_is_what_its_tensor_cores_know(capability, dtype, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
     assert device_module.automatic_dtype(torch.device("cuda", 0)) == dtype
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_rate_is_of_random_numbers_from_a_stream_of_their_own(dtype, monkeypatch):
-    made, randn = [], torch.randn
-    monkeypatch.setattr(
-        torch, "randn", lambda *shape, **options: made.append(randn(*shape, **options)) or made[-1]
-    )
-    before = torch.get_rng_state()
-    device_module.matrix_rate(torch.device("cpu"), dtype, seconds=0.0)
-    assert torch.equal(torch.get_rng_state(), before)
-    assert made[0].dtype == dtype and made[0].float().std() == pytest.approx(1.0, abs=0.05)
-
-
-def test_the_allocator_of_a_gpu_grows_its_segments_unless_it_is_set_up(monkeypatch):
-    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-    for given in ({}, {names[0]: "max_split_size_mb:64"}, {names[1]: "max_split_size_mb:64"}):
-        for name in names:
-            monkeypatch.delenv(name, raising=False)
-        for name, value in given.items():
-            monkeypatch.setenv(name, value)
-        grow_segments()
-        found = {name: os.environ[name] for name in names if name in os.environ}
-        assert found == (given or {names[0]: "expandable_segments:True"})
 
 
 def test_running_out_of_memory_on_a_gpu_tells_what_its_allocator_holds(monkeypatch):

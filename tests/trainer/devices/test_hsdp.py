@@ -1,4 +1,4 @@
-"""`--parallel hsdp`: two machines of four ranks (here on one). Shards within a machine, copies across
+"""`--parallel hsdp`: two machines of two ranks (here on one). Shards within a machine, copies across
 them."""
 
 import shutil
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.stage_process import Faults, StageProcess, start_ranks
+from tests.stage_process import Faults, StageProcess, run, start_ranks
 from tests.trainer.stage_flags import assert_same_run, flags, records, saved_state
 
 MESH = """
@@ -34,16 +34,16 @@ SETTINGS = {"epochs": 1, "num_hidden_layers": 1, "save_interval": 2, "eval_inter
 SETTINGS |= {"accumulation_steps": 2, "batch_size": 1}
 
 
-def eight_ranks(
+def four_ranks(
     corpus, folder: Path, faults: dict[int, Faults] | None = None, **settings
 ) -> list[StageProcess]:
-    """Eight ranks as two launchers of four each start them."""
-    local = {rank: f"os.environ['LOCAL_RANK'] = '{rank % 4}'\n" for rank in range(8)}
-    faults = {rank: (faults or {}).get(rank, Faults()) for rank in range(8)}
+    """Four ranks as two launchers of two each start them."""
+    local = {rank: f"os.environ['LOCAL_RANK'] = '{rank % 2}'\n" for rank in range(4)}
+    faults = {rank: (faults or {}).get(rank, Faults()) for rank in range(4)}
     for rank, script in local.items():
         faults[rank].script = script + faults[rank].script
     argv = flags(corpus, folder, "pretrain", **SETTINGS | settings)
-    return start_ranks(8, "pretrain", argv, faults, LOCAL_WORLD_SIZE="4")
+    return start_ranks(4, "pretrain", argv, faults, LOCAL_WORLD_SIZE="2")
 
 
 def parameters(folder: Path) -> int:
@@ -53,23 +53,24 @@ def parameters(folder: Path) -> int:
 
 
 def end(ranks: list[StageProcess]) -> None:
-    assert [rank.wait() for rank in ranks] == [0] * 8, ranks[0].err
+    assert [rank.wait() for rank in ranks] == [0] * 4, ranks[0].err
 
 
 @pytest.fixture(scope="module")
 def whole(corpus, tmp_path_factory) -> Path:
     """A run that nobody stops."""
     folder = tmp_path_factory.mktemp("whole")
-    ranks = eight_ranks(corpus, folder, {0: Faults(script=MESH)}, parallel="hsdp")
+    ranks = four_ranks(corpus, folder, {0: Faults(script=MESH)}, parallel="hsdp")
     end(ranks)
-    assert "mesh 2 4 4\n" in ranks[0].out  # machines, ranks of each, shards of a parameter
+    assert "mesh 2 2 2\n" in ranks[0].out  # machines, ranks of each, shards of a parameter
     held = {line for line in ranks[0].out.splitlines() if line.startswith("held ")}
-    assert held == {"held 0 0", f"held 0 {parameters(folder)}"}  # float32, a quarter of the gradients
+    assert held == {"held 0 0", f"held 0 {2 * parameters(folder)}"}  # float32, half of the gradients
     return folder
 
 
-def test_the_losses_are_those_of_copies(corpus, whole, tmp_path):
-    end(eight_ranks(corpus, tmp_path, parallel="ddp"))
+def test_the_losses_are_those_of_one_process(corpus, whole, tmp_path):
+    whole_batch = SETTINGS | {"batch_size": 4}
+    run("pretrain", flags(corpus, tmp_path, "pretrain", **whole_batch))
     one, other = records(whole), records(tmp_path)
     assert len(one) == len(other) >= 4
     for a, b in zip(one, other, strict=True):
@@ -77,11 +78,11 @@ def test_the_losses_are_those_of_copies(corpus, whole, tmp_path):
 
 
 def test_a_killed_run_resumes_bit_for_bit(corpus, whole, tmp_path):
-    faults = {rank: Faults(script=SOON) for rank in range(8)} | {6: Faults(signals={4: signal.SIGKILL})}
-    ranks = eight_ranks(corpus, tmp_path, faults, parallel="hsdp")
-    assert [rank.wait() for rank in ranks] == [2] * 6 + [-9, 2]
-    assert "error: rank 0: rank 6 (" in ranks[0].err
-    end(eight_ranks(corpus, tmp_path, parallel="hsdp", from_resume=1))
+    faults = {rank: Faults(script=SOON) for rank in range(4)} | {3: Faults(signals={4: signal.SIGKILL})}
+    ranks = four_ranks(corpus, tmp_path, faults, parallel="hsdp")
+    assert [rank.wait() for rank in ranks] == [2, 2, 2, -9]
+    assert "error: rank 0: rank 3 (" in ranks[0].err
+    end(four_ranks(corpus, tmp_path, parallel="hsdp", from_resume=1))
     assert_same_run(whole, tmp_path)
 
 
@@ -90,7 +91,7 @@ def test_shards_of_one_machine_resume_as_shards_of_all(corpus, whole, tmp_path):
     """The file is that of any run."""
     shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
     argv = {"epochs": 2, "from_resume": 1, "extend_epochs": 1}
-    end(eight_ranks(corpus, tmp_path, parallel="fsdp", **argv))
+    end(four_ranks(corpus, tmp_path, parallel="fsdp", **argv))
     assert len(records(tmp_path)) == 2 * len(records(whole))
 
 

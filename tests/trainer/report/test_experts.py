@@ -14,13 +14,9 @@ from trainer.report.metrics import read_metrics
 from trainer.report.trackers import drawable
 
 # counts by layer -> expert_load, expert_max_min, dead_experts
-TABLE = [
-    ([[5, 5], [5, 5]], [0.5, 0.5], 1.0, 0),
-    ([[8, 2], [5, 5]], [0.65, 0.35], 4.0, 0),
-    ([[10, 0], [2, 8]], [0.6, 0.4], None, 1),
-    ([[10, 0], [0, 10]], [0.5, 0.5], None, 2),
-    ([[0, 0], [0, 0]], [0.0, 0.0], None, 4),
-]
+TABLE = [([[5, 5], [5, 5]], [0.5, 0.5], 1.0, 0), ([[8, 2], [5, 5]], [0.65, 0.35], 4.0, 0)]
+TABLE += [([[10, 0], [2, 8]], [0.6, 0.4], None, 1), ([[10, 0], [0, 10]], [0.5, 0.5], None, 2)]
+TABLE += [([[0, 0], [0, 0]], [0.0, 0.0], None, 4)]
 
 
 @pytest.mark.parametrize(("counts", "shares", "ratio", "dead"), TABLE)
@@ -34,12 +30,8 @@ def flat(samples: list[torch.Tensor]) -> dict:
     lengths = [len(ids) for ids in samples]
     ends = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
     places = torch.cat([torch.arange(n) for n in lengths])
-    batch = {
-        "input_ids": torch.cat(samples),
-        "position_ids": places,
-        "cu_seqlens": ends,
-        "max_seqlen": max(lengths),
-    }
+    batch = {"input_ids": torch.cat(samples), "position_ids": places, "cu_seqlens": ends}
+    batch |= {"max_seqlen": max(lengths)}
     return batch | {"target_index": torch.arange(3), "targets": torch.tensor([5, 6, 7])}
 
 
@@ -47,19 +39,10 @@ def flat(samples: list[torch.Tensor]) -> dict:
 def test_the_model_counts_what_stock_transformers_routes(top_k):
     """Sample by sample in Qwen3MoeForCausalLM; rows that only fill the batch up are not counted."""
     torch.manual_seed(0)
-    shape = {
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "vocab_size": 96,
-        "num_attention_heads": 4,
-        "head_dim": 8,
-    }
-    shape |= {
-        "num_key_value_heads": 2,
-        "num_experts": 4,
-        "num_experts_per_tok": top_k,
-        "moe_intermediate_size": 64,
-    }
+    shape = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 96, "num_attention_heads": 4}
+    shape |= {"head_dim": 8}
+    shape |= {"num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": top_k}
+    shape |= {"moe_intermediate_size": 64}
     config = MiniMindConfig(**shape, use_moe=True)
     model = MiniMindForCausalLM(config)
     stock_config = Qwen3MoeConfig(**shape, norm_topk_prob=True, rope_parameters=config.rope_parameters)
@@ -110,12 +93,7 @@ def test_a_signal_between_log_points_and_ranks_change_nothing(corpus, tmp_path):
 
 
 def test_a_tracker_draws_each_expert():
-    record = {
-        "update": 3,
-        "loss": None,
-        "expert_load": [0.25, 0.75],
-        "expert_max_min": 3.0,
-        "skipped": [{"update": 2}],
-    }
+    record = {"update": 3, "loss": None, "expert_load": [0.25, 0.75], "expert_max_min": 3.0}
+    record |= {"skipped": [{"update": 2}]}
     drawn = {"expert_load/0": 0.25, "expert_load/1": 0.75, "expert_max_min": 3.0}
     assert drawable(record, leave_out=("update",)) == drawn

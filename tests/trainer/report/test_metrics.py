@@ -14,17 +14,8 @@ from trainer.rollouts.batches import Rollouts
 
 
 def record(update: int) -> dict:
-    fields = [
-        "loss",
-        "mean_loss",
-        "logits_loss",
-        "aux_loss",
-        "learning_rate",
-        "grad_norm",
-        "tokens_per_second",
-        "mfu",
-        "data_wait",
-    ]
+    fields = ["loss", "mean_loss", "logits_loss", "aux_loss", "learning_rate", "grad_norm"]
+    fields += ["tokens_per_second", "mfu", "data_wait"]
     return {
         "update": update,
         "seconds": 2.0 * update,

@@ -140,9 +140,10 @@ def test_a_run_with_samples_is_the_run_without_also_when_it_is_killed(corpus, tm
 def test_ranks_and_shards(corpus, tmp_path):
     """Two ranks write what one writes, up to rounding the same weights; sharded weights write nothing, with a
     line."""
-    run("pretrain", flags(corpus, tmp_path / "two", "pretrain", epochs=1), ranks=2)
+    settings = {"epochs": 1, "sample_prompts": "auto"}
+    run("pretrain", flags(corpus, tmp_path / "two", "pretrain", **settings), ranks=2)
     assert sum(len(sample) for sample in texts(tmp_path / "two") if sample) == 3  # one evaluation
-    done = run("pretrain", flags(corpus, tmp_path / "fsdp", "pretrain", epochs=1, parallel="fsdp"), ranks=2)
+    done = run("pretrain", flags(corpus, tmp_path / "fsdp", "pretrain", **settings, parallel="fsdp"), ranks=2)
     assert "--sample_prompts: none are answered with --parallel fsdp" in done.out
     assert not any(texts(tmp_path / "fsdp"))
 

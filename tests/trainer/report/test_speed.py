@@ -6,11 +6,9 @@ import pytest
 import torch
 
 from trainer import loop
-from trainer.devices import device as device_module
-from trainer.devices.device import autocast_dtype, mixed_precision
 from trainer.loop import read_meter
 from trainer.report import speed as meter_module
-from trainer.report.speed import GPUS, REMEASURE_AFTER, Meter, PeakRate, Size, data_sheet_rate
+from trainer.report.speed import GPUS, Meter, PeakRate, Size, data_sheet_rate
 
 CPU = torch.device("cpu")
 
@@ -35,13 +33,8 @@ def clock(monkeypatch) -> Clock:
 
 def make_state(total_updates: int = 10) -> SimpleNamespace:
     """What the meter needs of a run's state."""
-    parts = {
-        "total_updates": total_updates,
-        "update": 0,
-        "seconds": 0.0,
-        "tokens": 0,
-        "peak": PeakRate(1000.0),
-    }
+    parts = {"total_updates": total_updates, "update": 0, "seconds": 0.0, "tokens": 0}
+    parts |= {"peak": PeakRate(1000.0)}
     return SimpleNamespace(**parts, device=CPU, clock=0.0, meter=Meter())
 
 
@@ -92,50 +85,9 @@ def test_the_time_left_is_that_of_the_last_log_points(clock, pause):
     assert left == pytest.approx(500 + pause * 5, rel=0.06)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16_emulated", "float16", "float32"])
-def test_the_rate_is_measured_in_the_dtype_of_the_run(dtype, monkeypatch):
-    monkeypatch.setattr(device_module, "native_float16", lambda device: True)
-    expected = getattr(torch, dtype.removesuffix("_emulated"))
-    assert autocast_dtype(mixed_precision(dtype, CPU)[0], CPU) == expected
-
-
-def test_the_peak_is_the_best_of_measurements_at_growing_distances(clock):
-    """Six in the first hour: below 1 % of the time, if each takes half a second."""
-    rates, times = iter([50.0, 200.0, 100.0, 90.0, 90.0, 90.0, 90.0]), []
-    peak = PeakRate(60.0, lambda: times.append(clock.now) or next(rates), begin=clock.now)
-    best = []
-    for _ in range(3600):
-        clock.now += 1.0
-        peak.remeasure_if_due()
-        best.append(peak.best)
-    assert times == [REMEASURE_AFTER * 2**k for k in range(6)]
-    assert [best[int(at) - 1] for at in times] == [60.0, 200.0, 200.0, 200.0, 200.0, 200.0]
-
-
-def test_training_is_never_faster_than_the_peak(clock):
-    """The peak of a moment in which the CPU was busy is raised by what training itself reaches."""
-    peak = PeakRate(100.0)
-    assert peak.share(80.0) == 0.8 and peak.share(125.0) == 1.0 and peak.share(100.0) == 0.8
-    assert PeakRate().share(1.0) == 0.0
-
-
-def test_too_little_memory_is_no_failure(clock):
-
-    def measure() -> float:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    peak = PeakRate(5.0, measure, next_measurement_at=0.0)
-    peak.remeasure_if_due()
-    assert peak.best == 5.0
-
-
 def test_a_gpu_is_known_by_the_name_that_torch_gives(clock):
-    names = {
-        "rtx4090": "GeForce RTX 4090",
-        "a100": "A100-SXM4-80GB",
-        "h100": "H100 80GB HBM3",
-        "l40s": "L40S",
-    }
+    names = {"rtx4090": "GeForce RTX 4090", "a100": "A100-SXM4-80GB", "h100": "H100 80GB HBM3"}
+    names |= {"l40s": "L40S"}
     for key, name in names.items():
         assert data_sheet_rate(f"NVIDIA {name}") == GPUS[key][0] * 1e12
     for other in ("GeForce RTX 4090 Laptop GPU", "GeForce RTX 4060 Ti", "H100 PCIe", "RTX A1000", "L40"):

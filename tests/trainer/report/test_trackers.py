@@ -11,8 +11,6 @@ from tests.stage_process import Faults, run
 from tests.trainer.stage_flags import assert_same_run, flags, saved_state
 from trainer.report.trackers import Tracker
 
-CALLS = ("init", "log", "finish")
-
 
 class Stub(types.ModuleType):
     """Records what it is given; `fail` names the call that raises, `hang` the one that sleeps."""
@@ -108,7 +106,7 @@ def untracked(corpus, tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("kind", ["is missing", *(f"{a} at {b}" for a in ("raises", "hangs") for b in CALLS)])
+@pytest.mark.parametrize("kind", ["is missing", "raises at log", "hangs at init", "hangs at finish"])
 def test_training_does_not_feel_it(corpus, tmp_path, untracked, kind):
     """A whole run with a SwanLab that misbehaves: the same bits as without one, and one warning."""
     argv = [*flags(corpus, tmp_path, "pretrain", epochs=1), "--use_wandb"]
@@ -139,6 +137,7 @@ def test_every_save_keeps_the_id_of_the_curves(corpus, tmp_path):
     assert saved_state(tmp_path, "other_32")["wandb_id"] is None
 
 
+@pytest.mark.slow
 def test_the_real_swanlab_without_a_login(corpus, tmp_path, untracked):
     """Cloud mode on a machine that never logged in and has no network."""
     pytest.importorskip("swanlab")

@@ -94,12 +94,6 @@ def test_a_healthy_run_says_nothing(losses, capsys):
     assert trained(state, losses, capsys)[1] == []
 
 
-def test_evaluations_that_rise_by_chance_or_not_in_a_row_say_nothing(capsys):
-    for values in ((2.0, 2.1, 2.2, 2.0, 2.1), (2.0, 2.0001, 2.0002, 2.0003)):
-        evaluations = {20 * (i + 1): value for i, value in enumerate(values)}
-        assert trained(run_state(), noisy(4.0, 3.0, 2.0), capsys, evaluations)[1] == []
-
-
 @pytest.mark.parametrize("stop", [0, 95])
 def test_a_loss_that_rises_is_compared_with_the_lowest(stop, capsys):
     """Not with the first one; with the same warning whatever the interval of records is, and after a
@@ -127,16 +121,6 @@ def test_a_loss_that_rises_is_compared_with_the_lowest(stop, capsys):
 )
 def test_a_loss_that_rises_at_once_is_compared_with_the_first(losses, capsys):
     assert trained(run_state(), losses, capsys)[0].history.warned == ["rose"]
-
-
-def test_a_spike_that_heals_is_no_overfitting(capsys):
-    """The held-out loss is above its lowest, and the training loss fell, but only from the spike."""
-    losses = noisy(4.0, 2.0, 9.0, 9.0, 4.0, 3.0, 2.8, noise=0.01)
-    hook, _ = trained(run_state(), losses, capsys, {80: 2.0, 160: 8.0, 200: 4.0, 240: 3.0, 280: 3.1})
-    low, spike, _, _, now = hook.history.evaluations
-    assert hook.history.lowest_evaluation() is low and now.training < spike.training
-    assert not hook.history.overfits(low, now) and not hook.history.overfits(spike, now)
-    assert "overfitting" not in last_line(hook, run_state())
 
 
 @pytest.mark.parametrize(
@@ -209,17 +193,6 @@ def test_rewards_that_tell_nothing(name, capsys):
         state = run_state(metric_names=("kl",))
         warnings = trained(state, [0.0] * 20, capsys, interval=interval, rewards=[0.5] * 20, **figures)[1]
         assert [warning[: len(text or "")] for warning in warnings] == ([text] if text else [])
-
-
-def test_a_rollout_counts_from_the_update_that_it_was_made_for(capsys):
-    """With several updates to a rollout, those of the last one that was not cut belong to it."""
-    hook, state, record = Verdict(None), run_state(), {"reward": 0.5, "reward_std": 0.5}
-    for update in range(1, 26, 4):
-        more = {"update": update, "cut_share": 0.5 if update == 9 else 1.0}
-        hook.on_log(state, record | more)
-    assert capsys.readouterr().err.startswith(
-        "warning: in the rollouts of updates 10 to 21 every completion was cut"
-    )
 
 
 def test_the_first_update(capsys):
@@ -317,18 +290,6 @@ def test_the_verdict(text, capsys):
         first = "cross entropy 4.000 at update 1, 2.000 in the last 8 updates"
         assert last_line(hook, state) == f"verdict: {first}; {text}"
     assert last_line(Verdict(None), state) == ""  # no update was made
-
-
-def test_answers_that_repeat_themselves(capsys):
-    for share, said in ((None, False), (0.9, False), (0.2, True)):
-        more = {"distinct_trigrams": share} if share else {}
-        hook, _ = trained(run_state(), noisy(3.0), capsys, {20: 3.0, 40: 2.0}, **more)
-        assert (
-            last_line(hook, run_state()).endswith(
-                "; its answers repeat themselves: 20% of their trigrams are distinct"
-            )
-            is said
-        )
 
 
 def test_a_stopped_run_warns_and_judges_as_one_that_was_not(corpus, tmp_path):

@@ -79,13 +79,8 @@ class Scripted(TrajectoryWriter):
 def rollouts_of(with_critic: bool = False, **settings) -> tuple[Rollouts, SimpleNamespace]:
     """Rollouts, and a state with their model."""
     group, make_batches, policy_of = GROUP, group_batches, unwrap
-    defaults = {
-        "num_iterations": 2,
-        "beta": 0.1,
-        "loss_type": "dapo",
-        "scale_rewards": True,
-        "reward_timeout": 9.0,
-    }
+    defaults = {"num_iterations": 2, "beta": 0.1, "loss_type": "dapo", "scale_rewards": True}
+    defaults |= {"reward_timeout": 9.0}
     args = SimpleNamespace(**defaults | {"temperature": TEMPERATURE} | settings)
     torch.manual_seed(0)
     model, reference = MiniMindForCausalLM(CONFIG), MiniMindForCausalLM(CONFIG).eval()

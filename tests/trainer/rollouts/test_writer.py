@@ -64,13 +64,8 @@ class Head:
 
 
 def agent(tokenizer, prompts, **options) -> TrajectoryWriter:
-    defaults = {
-        "group": 1,
-        "environment": Calculator,
-        "max_turns": 3,
-        "max_total_len": 600,
-        "reply_timeout": 0.2,
-    }
+    defaults = {"group": 1, "environment": Calculator, "max_turns": 3, "max_total_len": 600}
+    defaults |= {"reply_timeout": 0.2}
     defaults |= {"temperature": 1.0, "max_gen_len": 64, "seed": 1}
     return TrajectoryWriter(tokenizer, **defaults | options)
 
@@ -79,12 +74,9 @@ def test_the_tokens_are_those_of_the_conversation_and_only_the_turns_are_targets
     asked = written(CALL, "42")
     (found,) = agent(tokenizer, prompts).write(Head, [prompts[0]], update=5)
     arguments = {"name": "calculate", "arguments": {"expression": "12+30"}}
-    conversation = [
-        {"role": "user", "content": "12+30=?"},
-        {"role": "assistant", "content": "", "tool_calls": [arguments]},
-        {"role": "tool", "content": "42"},
-        {"role": "assistant", "content": "42"},
-    ]
+    conversation = [{"role": "user", "content": "12+30=?"}]
+    conversation += [{"role": "assistant", "content": "", "tool_calls": [arguments]}]
+    conversation += [{"role": "tool", "content": "42"}, {"role": "assistant", "content": "42"}]
     whole = tokenizer.apply_chat_template(conversation, tools=Calculator.tools, tokenize=False)
     assert tokenizer.decode(found.tokens) == whole.rstrip("\n")
     assert found.tokens == tokenizer(whole.rstrip("\n"), add_special_tokens=False)["input_ids"]

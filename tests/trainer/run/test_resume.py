@@ -50,49 +50,33 @@ def sample_ids(files: list[Path], batch_size: int) -> list[list[int]]:
     return [[int(i) for line in lines for i in line.split()] for lines in zip(*ranks, strict=True)]
 
 
-@pytest.mark.parametrize(("use_moe", "plan"), [(0, (1, 2, 1)), (1, (2, 4))])
-def test_another_number_of_ranks(corpus, tmp_path, use_moe, plan):
-    """The same updates of the same samples, each exactly once; losses to 1e-5 (the sums are taken in another
-    order)."""
-    settings = {"batch_size": 2, "accumulation_steps": 4 // plan[0], "epochs": 2, "use_moe": use_moe}
-    settings |= {"save_interval": 1000, "eval_interval": 1000, "num_hidden_layers": 1}
-    name = "pretrain_32_moe" if use_moe else "pretrain_32"
+def test_another_number_of_ranks(corpus, tmp_path):
+    """One, two, and one again: the same updates of the same samples, each exactly once; losses to 1e-5 (the
+    sums are taken in another order)."""
+    settings = {"batch_size": 2, "accumulation_steps": 4, "epochs": 2, "num_hidden_layers": 1}
+    settings |= {"save_interval": 1000, "eval_interval": 1000}
     whole = flags(corpus, tmp_path / "whole", "pretrain", **settings)
-    run("pretrain", whole, Faults(record=str(tmp_path / "whole_ids")), ranks=1) if plan[0] == 1 else None
-    if plan[0] != 1:
-        start = start_ranks(
-            2, "pretrain", whole, {r: Faults(record=str(tmp_path / f"whole_ids{r}")) for r in (0, 1)}
-        )
-        assert [rank.wait() for rank in start] == [0, 0]
+    run("pretrain", whole, Faults(record=str(tmp_path / "whole_ids")))
     argv = flags(corpus, tmp_path, "pretrain", **settings, from_resume=1)
-    updates_each, seen = 5, []
-    for part, ranks in enumerate(plan):
-        last = part == len(plan) - 1
+    seen = []
+    for part, (ranks, stop) in enumerate(((1, 17), (2, 9), (1, 0))):  # a signal in the fifth update of each
         files = [tmp_path / f"ids{part}{rank}" for rank in range(ranks)]
-        per_update = 8 // (2 * ranks)
-        stop = {} if last else {per_update * (updates_each - 1) + 1: signal.SIGTERM}
-        processes = start_ranks(ranks, "pretrain", argv, {
-            rank: Faults(record=str(file), signals=stop if rank == 0 else {}) for rank, file in enumerate(files)
-        })  # fmt: skip
-        assert {process.wait() for process in processes} == {0 if last else 143}, processes[0].err
-        if part and ranks != plan[0]:  # back at the first number, the flags as typed are right
-            assert (
-                f"{ranks} ranks instead of {plan[part - 1]}: --accumulation_steps is now" in processes[0].out
-            )
+        faults = {rank: Faults(record=str(file)) for rank, file in enumerate(files)}
+        faults[0].signals = {stop: signal.SIGTERM}
+        processes = start_ranks(ranks, "pretrain", argv, faults)
+        assert {process.wait() for process in processes} == {143 if stop else 0}, processes[0].err
+        if ranks == 2:  # back at the first number, the flags as typed are right
+            assert "2 ranks instead of 1: --accumulation_steps is now" in processes[0].out
         seen += [i for step in sample_ids(files, 2) for i in step]
-    files = [tmp_path / "whole_ids"] if plan[0] == 1 else [tmp_path / f"whole_ids{rank}" for rank in (0, 1)]
-    wanted = [i for step in sample_ids(files, 2) for i in step]
-    assert seen == wanted and sorted(seen) == sorted(2 * list(range(max(seen) + 1)))
+    assert seen == [i for step in sample_ids([tmp_path / "whole_ids"], 2) for i in step]
+    assert sorted(seen) == sorted(2 * list(range(max(seen) + 1)))
     one, other = (
-        read_metrics(folder / f"out/{name}_metrics.jsonl") for folder in (tmp_path / "whole", tmp_path)
+        read_metrics(folder / "out/pretrain_32_metrics.jsonl") for folder in (tmp_path / "whole", tmp_path)
     )
-    by_update = {record["update"]: record for record in other}
-    compared = 0
-    for record in one:
-        assert abs(record["loss"] - by_update[record["update"]]["loss"]) <= 1e-5
-        assert record["learning_rate"] == by_update[record["update"]]["learning_rate"]
-        compared += 1
-    assert compared == len(one) == len(other) == one[-1]["update"] > 12
+    assert len(one) == one[-1]["update"] > 11
+    for record, same in zip(one, other, strict=True):
+        assert abs(record["loss"] - same["loss"]) <= 1e-5
+        assert record["learning_rate"] == same["learning_rate"]
 
 
 def test_three_ranks_resume_bit_for_bit(corpus, tmp_path):
@@ -143,14 +127,8 @@ def test_more_epochs_only_by_an_explicit_flag(corpus, tmp_path):
 
 def test_another_run_is_refused_field_by_field(corpus, tmp_path):
     run("pretrain", flags(corpus, tmp_path, "pretrain", epochs=1))
-    other = {
-        "learning_rate": 0.02,
-        "seed": 7,
-        "epochs": 2,
-        "batch_size": 4,
-        "num_hidden_layers": 1,
-        "packing": 1,
-    }
+    other = {"learning_rate": 0.02, "seed": 7, "epochs": 2, "batch_size": 4, "num_hidden_layers": 1}
+    other |= {"packing": 1}
     other |= {"optimizer": "muon", "data_path": corpus["pretrain_eval"]}
     line = run("pretrain", flags(corpus, tmp_path, "pretrain", **other, from_resume=1), status=2).error_lines[
         -1
@@ -159,13 +137,8 @@ def test_another_run_is_refused_field_by_field(corpus, tmp_path):
     for field in (*other, "samples", "global_batch"):
         name = {"data_path": "data", "batch_size": "global_batch"}.get(field, field)
         assert f"{name}: " in line, name
-    may_differ = {
-        "num_workers": 2,
-        "log_interval": 3,
-        "save_interval": 5,
-        "eval_interval": 0,
-        "use_compile": 0,
-    }
+    may_differ = {"num_workers": 2, "log_interval": 3, "save_interval": 5, "eval_interval": 0}
+    may_differ |= {"use_compile": 0}
     stopped = flags(corpus, tmp_path / "stopped", "pretrain", epochs=1)
     run("pretrain", stopped, Faults(signals={3: signal.SIGTERM}), status=143)
     done = run(
@@ -186,15 +159,14 @@ def test_another_tokenizer_is_named(corpus, tmp_path):
     assert "(tokenizer: " in line and "data: " not in line
 
 
-@pytest.mark.parametrize("start", ["pretrain", "pretrain_best"])
-def test_a_run_that_overwrites_its_start_weights_is_resumed(corpus, tmp_path, start):
+def test_a_run_that_overwrites_its_start_weights_is_resumed(corpus, tmp_path):
     """A second round over the same name: at its first save, the weights that it began with are gone."""
     settings = {"epochs": 1, "num_hidden_layers": 1, "save_interval": 2, "eval_interval": 2}
     first = tmp_path / "whole"
     run("pretrain", flags(corpus, first, "pretrain", **settings))
     shutil.copytree(first, tmp_path / "broken")
-    run("pretrain", flags(corpus, first, "pretrain", **settings, from_weight=start))
-    argv = flags(corpus, tmp_path / "broken", "pretrain", **settings, from_weight=start)
+    run("pretrain", flags(corpus, first, "pretrain", **settings, from_weight="pretrain"))
+    argv = flags(corpus, tmp_path / "broken", "pretrain", **settings, from_weight="pretrain")
     stopped = run("pretrain", argv, Faults(signals={5: signal.SIGTERM}), status=143)
     assert "--from_resume 1 goes on" in stopped.err
     run("pretrain", [*argv, "--from_resume", "1"])
@@ -232,17 +204,10 @@ def test_a_forgotten_from_resume_loses_nothing(corpus, tmp_path):
     assert_same_run(tmp_path / "whole", tmp_path)
 
 
-STARTS = {
-    "name": "w",
-    "best": "w_best",
-    "path": "out/w_512.pth",
-    "link": "link.pth",
-    "state": "checkpoints/w_512_resume.pth",
-    "numbered": "elsewhere/../checkpoints/w_512_update_00000002.pth",
-    "best state": "checkpoints/w_512_best_resume.pth",
-    "other": "other",
-    "hard link": "hard.pth",
-}
+STARTS = {"name": "w", "best": "w_best", "path": "out/w_512.pth", "link": "link.pth"}
+STARTS |= {"state": "checkpoints/w_512_resume.pth"}
+STARTS |= {"numbered": "elsewhere/../checkpoints/w_512_update_00000002.pth"}
+STARTS |= {"best state": "checkpoints/w_512_best_resume.pth", "other": "other", "hard link": "hard.pth"}
 IS_STATE = {"state", "numbered", "best state"}
 
 
@@ -589,19 +554,17 @@ def test_ranks_that_see_different_files_do_not_start(corpus, tmp_path):
     assert "the ranks do not see the same data, settings or checkpoint (samples: " in processes[0].err
 
 
-@pytest.mark.parametrize("stage", ["pretrain", "sft"])
-def test_loader_workers_and_packing_resume_exactly(corpus, tmp_path, stage):
+def test_loader_workers_and_packing_resume_exactly(corpus, tmp_path):
     """Killed with -9 in the middle of an accumulation window of the second epoch; loader workers change
     nothing."""
     settings = {"packing": 1, "accumulation_steps": 2, "batch_size": 2, "epochs": 2, "dropout": 0.1}
     settings |= {"from_weight": "none", "save_interval": 7, "eval_interval": 0, "num_hidden_layers": 1}
-    run(stage, flags(corpus, tmp_path / "whole", stage, **settings))
-    argv = flags(corpus, tmp_path / "broken", stage, **settings, num_workers=2, from_resume=1)
-    name = f"{'full_sft' if stage == 'sft' else stage}_32"
-    per_epoch = max(r["step"] for r in read_metrics(tmp_path / f"whole/out/{name}_metrics.jsonl"))
-    run(stage, argv, Faults(signals={per_epoch + 4: signal.SIGKILL}), status=-9)
-    run(stage, argv)
-    assert_same_run(tmp_path / "whole", tmp_path / "broken", name)
+    run("sft", flags(corpus, tmp_path / "whole", "sft", **settings))
+    argv = flags(corpus, tmp_path / "broken", "sft", **settings, num_workers=2, from_resume=1)
+    per_epoch = max(r["step"] for r in read_metrics(tmp_path / "whole/out/full_sft_32_metrics.jsonl"))
+    run("sft", argv, Faults(signals={per_epoch + 4: signal.SIGKILL}), status=-9)
+    run("sft", argv)
+    assert_same_run(tmp_path / "whole", tmp_path / "broken", "full_sft_32")
 
 
 def test_float16_with_a_scaler_resumes_exactly(corpus, tmp_path):
@@ -650,13 +613,8 @@ def test_a_foreign_checkpoint_is_refused(corpus, tmp_path):
 @pytest.mark.slow
 def test_compiled_runs_resume_exactly_and_compiling_may_be_toggled(corpus, tmp_path):
     """With loader processes, too, which must not outlive the run."""
-    settings = {
-        "epochs": 2,
-        "num_hidden_layers": 1,
-        "dropout": 0.1,
-        "accumulation_steps": 2,
-        "num_workers": 2,
-    }
+    settings = {"epochs": 2, "num_hidden_layers": 1, "dropout": 0.1, "accumulation_steps": 2}
+    settings |= {"num_workers": 2}
 
     def train(folder: str, use_compile: int, kill: bool = False, **more) -> None:
         argv = flags(corpus, tmp_path / folder, "pretrain", **settings, use_compile=use_compile, **more)

@@ -38,7 +38,7 @@ def whole(corpus, tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_finishes_the_update_and_saves(corpus, tmp_path, whole, number):
     argv = flags(
         corpus, tmp_path, "pretrain", epochs=3, accumulation_steps=2, batch_size=4, dropout=0.1, from_resume=1
@@ -280,15 +280,14 @@ def test_a_rank_whose_peer_has_ended_ends_at_a_signal_while_it_connects(corpus, 
 # -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["nan", "infinite_gradient"])
-def test_a_bad_update_is_left_out_on_all_ranks(corpus, tmp_path, kind):
+def test_a_bad_update_is_left_out_on_all_ranks(corpus, tmp_path):
     """Only rank 1 meets it. Weights and optimizer stay those of the update before; training goes on."""
     argv = flags(corpus, tmp_path, "pretrain", epochs=1, batch_size=4, save_interval=1, eval_interval=0)
     stop = {4: signal.SIGTERM}
     start_all = [start_ranks(2, "pretrain", flags(corpus, tmp_path / "before", "pretrain", epochs=1, batch_size=4), {
         0: Faults(signals={3: signal.SIGTERM})})]  # fmt: skip
     bad = {
-        1: Faults(**{kind: (4,)}, record=str(tmp_path / "ids1")),
+        1: Faults(infinite_gradient=(4,), record=str(tmp_path / "ids1")),
         0: Faults(record=str(tmp_path / "ids0"), signals=stop),
     }
     start_all.append(start_ranks(2, "pretrain", argv, bad))
@@ -303,7 +302,7 @@ def test_a_bad_update_is_left_out_on_all_ranks(corpus, tmp_path, kind):
     assert_same_tensors(before["model"], after["model"])
     assert_same_tensors(before["optimizer"]["state"], after["optimizer"]["state"])
     record = read_metrics(tmp_path / "out/pretrain_32_metrics.jsonl")[3]
-    assert record["loss" if kind == "nan" else "grad_norm"] is None
+    assert record["grad_norm"] is None
     ids = [int(i) for rank in (0, 1) for i in (tmp_path / f"ids{rank}").read_text().splitlines()[3].split()]
     assert record["skipped"] == [{"update": 4, "sample_ids": ids}]
     run("pretrain", [*argv, "--from_resume", "1"], ranks=2)

@@ -23,12 +23,8 @@ CONFIG = MiniMindConfig(hidden_size=32, num_hidden_layers=1)
 def batch(seed: int, trained: bool = True) -> dict:
     rng = torch.Generator().manual_seed(seed)
     tokens = torch.randint(3, 6400, (12,), generator=rng).numpy()
-    sample = {
-        "input_ids": tokens,
-        "loss_mask": tokens > (0 if trained else 9999),
-        "sample_id": seed,
-        "target_bytes": 9,
-    }
+    sample = {"input_ids": tokens, "loss_mask": tokens > (0 if trained else 9999), "sample_id": seed}
+    sample |= {"target_bytes": 9}
     return collate_flat([[sample]])
 
 

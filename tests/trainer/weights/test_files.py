@@ -23,13 +23,8 @@ from trainer.weights import files as model_files
 from trainer.weights.files import read_model, save_weights
 from trainer.weights.for_tools import load_path
 
-ODD = {
-    "hidden_size": 32,
-    "num_hidden_layers": 1,
-    "rms_norm_eps": 1e-5,
-    "head_dim": 16,
-    "norm_topk_prob": False,
-}
+ODD = {"hidden_size": 32, "num_hidden_layers": 1, "rms_norm_eps": 1e-5, "head_dim": 16}
+ODD |= {"norm_topk_prob": False}
 ODD |= {"use_moe": True, "num_experts": 3, "num_experts_per_tok": 2, "rope_parameters": {"rope_theta": 1e4}}
 IDS = torch.arange(40, 70)[None]
 

@@ -14,13 +14,8 @@ from common.errors import UserError
 from tests.conftest import ROOT
 from trainer.weights.for_tools import load_path
 
-SHAPE = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-}
+SHAPE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+SHAPE |= {"head_dim": 16}
 SHAPE |= {"vocab_size": 6400, "intermediate_size": 48, "tie_word_embeddings": True}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": False}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 1e5}

@@ -6,12 +6,11 @@ import re
 from types import SimpleNamespace
 
 import pytest
-import yaml
 
 from common.arguments import parse_args
 from common.errors import UserError
 from common.settings import StageArgs, settings_of
-from llm.training.core.config import SETTINGS, Config, EngineArgs, ModelConfig
+from llm.training.core.config import SETTINGS, Config, EngineArgs
 from trainer import train_full_sft, train_pretrain
 
 # what the engine has beyond the stage scripts' flags
@@ -57,19 +56,8 @@ def test_the_settings_are_the_stage_scripts_with_their_defaults(stage):
     args = read("--task", stage, stage_args=STAGES[stage]).to_args()
     assert {name: getattr(args, name) for name in flags} == STAGES[stage]().values()
     assert args.contradictions() == [] and isinstance(args, EngineArgs) and isinstance(args, StageArgs)
-    line = [
-        "--data_path",
-        "x",
-        "--use_moe",
-        "1",
-        "--use_wandb",
-        "--epochs",
-        "7",
-        "--learning_rate",
-        "1e-3",
-        "--eval_data_path",
-        "none",
-    ]
+    line = ["--data_path", "x", "--use_moe", "1", "--use_wandb", "--epochs", "7", "--learning_rate", "1e-3"]
+    line += ["--eval_data_path", "none"]
     expected = parse_args(STAGES[stage], "", line)
     args = read("--task", stage, *line, stage_args=STAGES[stage]).to_args()
     assert {name: args.values()[name] for name in flags} == expected.values()
@@ -104,17 +92,6 @@ def test_a_later_source_overrides_those_before_it(present, run_yaml):
     assert config.sources.get("batch_size") == WHERE.get(last) and config.sources["task"] == "command line"
 
 
-def test_the_task_may_be_named_by_every_source(run_yaml):
-    for argv, env in (
-        (["--task", "full_sft"], {}),
-        (run_yaml("training: {task: full_sft}"), {}),
-        ([], {"MINIMIND_TASK": "full_sft"}),
-    ):
-        config = read(*argv, env=env, stage_args=train_full_sft.Args)
-        assert config.training.learning_rate == 1e-5 and config.training.task == "full_sft"
-        assert config.sources["learning_rate"] == "task full_sft"
-
-
 def test_a_task_that_knows_no_better_names_its_weights_like_itself():
     assert Config().checkpoint.save_weight == "model"
     assert read("--task", "my.file:Classifier").checkpoint.save_weight == "Classifier"
@@ -122,38 +99,11 @@ def test_a_task_that_knows_no_better_names_its_weights_like_itself():
     assert read("--task", "x", task_defaults={"save_weight": "z"}).checkpoint.save_weight == "z"
 
 
-def test_sources_default_to_this_process(monkeypatch):
-    monkeypatch.setattr("sys.argv", ["train.py", "--epochs", "9"])
-    monkeypatch.setenv("MINIMIND_SEED", "5")
-    monkeypatch.setenv("OTHER", "5")
-    config = Config.from_args_and_env()
-    assert (config.training.epochs, config.training.seed) == (9, 5)
-
-
 def test_a_task_whose_class_nothing_finds_is_an_error():
     """Its settings and defaults would be ignored."""
     for argv, environ in ((["--task", "regression"], {}), ([], {"MINIMIND_TASK": "regression"})):
         with pytest.raises(UserError, match=r"--task regression: .*from_args_and_env\(find_task=find_task\)"):
             Config.from_args_and_env(argv, environ)
-
-
-def test_all_sources_agree(run_yaml):
-    chosen = {"use_moe": True, "learning_rate": 1e-5, "eval_data_path": None, "monitor": "1e-4"}
-    chosen |= {"batch_size": 7, "mode": "max", "save_weight": "w"}
-    texts = {"use_moe": "1", "eval_data_path": "none"} | {
-        name: str(value) for name, value in chosen.items() if name not in ("use_moe", "eval_data_path")
-    }
-    sections: dict[str, dict] = {}
-    for name, value in chosen.items():
-        sections.setdefault(SETTINGS[name].section, {})[name] = value
-    configs = [
-        read(*[f"--{name}={text}" for name, text in texts.items()]),
-        read(env={f"MINIMIND_{name.upper()}": text for name, text in texts.items()}),
-        read(*run_yaml(yaml.safe_dump(sections))),
-        read("--task=t", task_defaults=chosen),
-    ]
-    for config in configs:
-        assert {name: config.values()[name] for name in chosen} == chosen
 
 
 # ---- mistakes
@@ -271,21 +221,3 @@ def test_to_args_are_a_copy_in_which_use_amp_0_means_float32():
     assert args.dtype == "float32" and args.top_k == 1
     args.batch_size = 1
     assert config.training.batch_size == 32
-
-
-def test_top_k_is_another_name_of_num_experts_per_tok(run_yaml):
-    for argv, env, defaults in (
-        (["--top_k", "2"], {}, None),
-        ([], {"MINIMIND_TOP_K": "2"}, None),
-        (run_yaml("model: {top_k: 2}"), {}, None),
-        ([], {}, {"top_k": 2}),
-    ):
-        config = read("--task", "t", "--use_moe", *argv, env=env, task_defaults=defaults)
-        assert config.model.num_experts_per_tok == config.model.top_k == config.to_args().top_k == 2
-        assert config.extra == {}
-        config.model.top_k = 4
-        assert config.model.num_experts_per_tok == 4
-    assert ModelConfig(top_k=2) == ModelConfig(num_experts_per_tok=2) != ModelConfig()
-
-
-# ---- the shipped files

@@ -10,13 +10,8 @@ from llm.training.core.utils import DistributedManager
 @pytest.mark.parametrize(("rank", "local_rank"), [(0, 0), (1, 1), (2, 0)])
 def test_data_are_prepared_by_the_first_process_of_each_machine(monkeypatch, rank, local_rank):
     """The others wait for it where the processes meet."""
-    launched = {
-        "RANK": rank,
-        "LOCAL_RANK": local_rank,
-        "WORLD_SIZE": 4,
-        "MASTER_ADDR": "node1",
-        "MASTER_PORT": 29500,
-    }
+    launched = {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": 4, "MASTER_ADDR": "node1"}
+    launched |= {"MASTER_PORT": 29500}
     for name, value in launched.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setattr(utils, "init_distributed_mode", lambda timeout, device: local_rank)
