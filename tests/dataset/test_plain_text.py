@@ -151,7 +151,7 @@ def test_a_part_that_cannot_be_read_costs_only_itself(other_tokenizer, write, ca
 
 def test_memory_stays_flat_however_long_a_document_is(write, fake_backend, other_tokenizer, cache_dir):
     peaks = []
-    for megabytes in (2, 6):
+    for megabytes in (3, 12):
         path = write(f"{megabytes}.txt", (b"x" * 3999 + b"\n") * (megabytes * 250))
         tracemalloc.start()
         report = build("pretrain", path, other_tokenizer, 512, cache_dir, 1).report

@@ -80,7 +80,7 @@ def test_only_stages_that_were_measured_take_auto():
 
 def test_a_run_that_was_killed_keeps_its_numbers(corpus, tmp_path):
     """Of auto, to the bit, in a script and in the engine; a run with the numbers is the same run."""
-    auto = {"learning_rate": "auto", "batch_size": "auto", "from_resume": 1, "save_interval": 2, "epochs": 2}
+    auto = {"learning_rate": "auto", "batch_size": "auto", "from_resume": 1, "save_interval": 1, "epochs": 9}
     for name in ("whole", "killed", "numbers"):
         (tmp_path / name).mkdir()
     whole = run("pretrain", flags(corpus, tmp_path / "whole", "pretrain", **auto))
