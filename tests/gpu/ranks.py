@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from trainer.devices.process_group import leave_process_group, this_rank, world_
 from trainer.trainer_utils import init_distributed_mode
 
 ROOT = Path(__file__).resolve().parents[2]
+# environment variable: a function MODULE:NAME that a test has called first in each process
+BREAK = "GPU_CHECK_BREAK"
 
 
 def run(work: str, count: int, folder: Path, limit: float, machines: int = 1, **options: Any) -> list[Any]:
@@ -108,6 +111,9 @@ def gradients(
 
 def main() -> None:
     """The work of one process."""
+    if BREAK in os.environ:
+        module, _, name = os.environ[BREAK].partition(":")
+        getattr(import_module(module), name)()
     work, result, options = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
     device = select_device(options.pop("device"))
     init_distributed_mode(60, device)

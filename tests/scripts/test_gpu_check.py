@@ -1,4 +1,5 @@
-"""Checks of GPUs: each ends on its own, in one row and one entry of the JSON, whatever becomes of it."""
+"""Checks of GPUs: each ends on its own, in one row and one entry of the JSON, whatever becomes of it; on this
+CPU, with few updates, they pass, and what is wrong is found."""
 
 import json
 import os
@@ -9,8 +10,15 @@ import sys
 import psutil
 import pytest
 import torch
+from torch.nn import functional as F
 
+from dataset.lm_dataset import collate_flat
+from model import model_minimind
 from tests.conftest import ROOT
+from tests.gpu import parts, ranks, test_all_reduce, test_ranks
+from tests.gpu import test_numbers as numbers
+from trainer import loop
+from trainer.devices.device import mixed_precision
 
 CHECKS = """
 import os, pathlib, signal, socket, subprocess, sys, time
@@ -99,3 +107,149 @@ def test_a_gpu_that_torch_does_not_see_is_an_error(tmp_path):
     assert (
         f"torch {torch.__version__} (CUDA {torch.version.cuda})" in said and "may hide it: unset it" in said
     )
+
+
+# --- the checks, with few updates
+# ------------------------------------------------------------------------------------
+
+real_train, cpu = numbers.train, torch.device("cpu")
+
+
+# Each breaks the training that the checks look at; the reference, stock transformers, does not run through
+# it.
+
+
+def no_attention(patch) -> None:
+    patch.setattr(model_minimind, "flat_attention", lambda q, k, v, spans: 0.0 * q)
+
+
+def attention_to_the_future(patch) -> None:
+    def attend(q, k, v, spans):
+        lengths = spans[2].diff().tolist()
+        pieces = zip(*(x.split([*lengths, len(q) - sum(lengths)]) for x in (q, k, v)), strict=True)
+        heads = ([x.transpose(0, 1)[None].float() for x in piece] for piece in pieces)
+        return torch.cat(
+            [F.scaled_dot_product_attention(*each, enable_gqa=True)[0].transpose(0, 1) for each in heads]
+        )
+
+    patch.setattr(model_minimind, "flat_attention", attend)
+
+
+def no_rotary(patch) -> None:
+    patch.setattr(model_minimind, "apply_rotary", lambda x, *_: x)
+
+
+def an_experts_gradient_is_empty(patch) -> None:
+    def new_model(use_moe: bool, width: int = 512):
+        model = real_model(use_moe, width)
+        for name, parameter in model.named_parameters():
+            if ".experts.0." in name:
+                parameter.register_hook(torch.zeros_like)
+            elif ".experts." in name and parameter.ndim == 3:  # of all experts
+                parameter.register_hook(lambda grad: grad.index_fill(0, torch.tensor([0]), 0.0))
+        return model
+
+    patch.setattr(parts, "new_model", new_model)
+
+
+def a_wrong_scale_of_the_loss(patch) -> None:
+    patch.setattr(loop, "world_size", lambda: 2)
+
+
+def a_micro_batch_forgotten(patch) -> None:
+    patch.setattr(
+        loop, "to_device", lambda batch, device: batch if batch["max_seqlen"] != 150 else collate_flat([])
+    )
+
+
+SABOTAGES = [
+    no_attention,
+    attention_to_the_future,
+    no_rotary,
+    a_wrong_scale_of_the_loss,
+    a_micro_batch_forgotten,
+]
+real_model = parts.new_model
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gradients_that_are_right_pass(monkeypatch, dtype):
+    """Rounding is far from the limits."""
+    monkeypatch.setattr(parts, "native_bfloat16", lambda device: True)
+    monkeypatch.setattr(
+        parts, "mixed_precision", lambda name, place: mixed_precision(f"{name}_emulated", place)
+    )
+    monkeypatch.setattr(numbers, "dtypes", lambda device: [dtype])
+    figures = {}
+    numbers.test_gradients(cpu, figures.__setitem__)
+    assert all(distance < numbers.LIMITS[tuple(name.split())] / 1.8 for name, distance in figures.items())
+
+
+@pytest.mark.parametrize("sabotage", [*SABOTAGES, an_experts_gradient_is_empty])
+def test_gradients_that_are_wrong_are_found(monkeypatch, sabotage):
+    """By a distance that no rounding has, also in the bfloat16 of a mixture of experts."""
+    monkeypatch.setattr(numbers, "dtypes", lambda device: ["float32"])
+    right = {use_moe: parts.stock_gradients(use_moe) for use_moe in parts.SHAPES.values()}
+    monkeypatch.setattr(parts, "stock_gradients", right.__getitem__)
+    sabotage(monkeypatch)
+    figures = {}
+    with pytest.raises(AssertionError, match=r"gradients are not those of|tensors in one of them only"):
+        numbers.test_gradients(cpu, figures.__setitem__)
+    if sabotage is an_experts_gradient_is_empty:
+        assert figures.pop("dense float32") < 1e-3
+    for name, distance in figures.items():
+        shape = name.split()[0]
+        assert distance > 1.2 * max(limit for key, limit in numbers.LIMITS.items() if key[0] == shape)
+
+
+def no_all_reduce() -> None:
+    """Called in each process: DDP never exchanges gradients."""
+    sync = loop.gradient_sync
+    loop.gradient_sync = lambda model, enabled: sync(model, enabled=False)
+
+
+def test_an_all_reduce_that_is_missed_is_found(monkeypatch, tmp_path):
+    monkeypatch.setattr(parts, "dtypes", lambda device: ["float32"])
+    monkeypatch.setattr(parts, "SHAPES", {"dense": False})
+    options = (0, cpu, lambda: 2, lambda: None, tmp_path)
+    figures = {}
+    monkeypatch.setenv(ranks.BREAK, f"{__name__}:no_all_reduce")
+    with pytest.raises(AssertionError, match="gradients are not those of stock transformers: dense float32"):
+        test_ranks.test_gradients_of_ranks("ddp", *options, figures.__setitem__)
+    assert figures["dense float32"] > 0.3 and figures["ranks"] == 2
+
+
+HANG = """
+import os, time
+
+def hang():
+    if os.environ["RANK"] == "1":
+        print("NCCL WARN socketStartConnect: no route", flush=True)
+        time.sleep(600)
+"""  # rank 1 never comes
+
+
+def test_an_all_reduce_that_hangs_ends_with_what_nccl_says(monkeypatch, tmp_path):
+    (tmp_path / "hanging.py").write_text(HANG)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv(ranks.BREAK, "hanging:hang")
+    monkeypatch.setattr(test_all_reduce, "SECONDS", 20)
+    with pytest.raises(
+        RuntimeError, match=r"all_reduce: no end within 20 s on rank 0, 1; NCCL WARN socketStartConn"
+    ):
+        test_all_reduce.test_all_reduce(0, lambda: 2, tmp_path, lambda *_: None)
+
+
+def test_a_wrong_loss_is_found(monkeypatch):
+    figures = {}
+    monkeypatch.setattr(numbers, "dtypes", lambda device: ["float32"])
+    monkeypatch.setattr(numbers, "train", lambda state, updates: real_train(state, 2))
+    numbers.test_losses(cpu, figures.__setitem__)
+    assert figures == {"dense float32": 0.0, "moe float32": 0.0}
+    seen = []
+    monkeypatch.setattr(
+        numbers, "train", lambda state, updates: seen.append(1) or [1.0 + 0.001 * (len(seen) % 2)]
+    )
+    with pytest.raises(AssertionError, match="dense float32, moe float32 are not those of a CPU"):
+        numbers.test_losses(cpu, figures.__setitem__)
+    assert figures["dense float32"] == pytest.approx(0.001, rel=0.01)
