@@ -18,6 +18,8 @@ from typing import Any
 import pytest
 import torch
 
+from model import graphs
+from model.decoding import join_layers
 from model.generation import generate
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from model.sampling import Sampling
@@ -25,6 +27,7 @@ from scripts.demo.world import make_corpus
 from tests.conftest import ROOT, write_jsonl
 from tests.gpu import parts
 from tests.gpu.parts import dtypes
+from trainer.devices.wrapping import whole_model
 from trainer.run.paths import weight_path
 from trainer.weights.files import save_weights
 
@@ -180,25 +183,44 @@ def test_resume_of_a_rollout(device, tmp_path):
     same_weights(tmp_path, *words)
 
 
-def test_decoding(gpus, device, record_property):
-    """Tokens per second of one answer alone and of 16 at once, which have the tokens that each has alone."""
-    width, count, new = (512, 16, 128) if gpus else (64, 4, 16)
-    model = parts.new_model(False, width).eval().to(device)
-    for parameter in model.parameters():  # in the dtype in which answers are written
-        parameter.data = parameter.data.to(getattr(torch, dtypes(device)[:2][-1]) if gpus else torch.float32)
+def tokens_of(model: Any, count: int, new: int, dtype: torch.dtype) -> tuple[list[list[int]], float]:
+    """What so many answers at once consist of, and the tokens per second of the second time."""
     prompts = [list(range(10, 30 + i)) for i in range(count)]
     seeds = [[Sampling(seed=i)] for i in range(count)]
-    rates, alone = {}, generate(model, prompts[:1], seeds[:1], new, [2])
-    for name, number in (("alone", 1), ("at once", count)):
+    half = torch.autocast(model.device.type, dtype, enabled=dtype != torch.float32)
+    for _ in range(2):
         begin = time.perf_counter()
-        answers = generate(model, prompts[:number], seeds[:number], new, [2], number)
-        tokens = sum(len(answer.tokens) for group in answers for answer in group)
-        rates[name] = tokens / (time.perf_counter() - begin)
-        record_property(f"tokens/s {name}", round(rates[name]))
-    record_property("ratio", round(rates["at once"] / rates["alone"], 1))
-    if not gpus:  # in half precision rounding may draw another token
-        assert answers[0][0].tokens == alone[0][0].tokens
-    assert all(answer.tokens for group in answers for answer in group)
+        with half:
+            groups = generate(model, prompts, seeds, new, [2], count)
+        seconds = time.perf_counter() - begin
+    answers = [answer.tokens for (answer,) in groups]
+    return answers, sum(map(len, answers)) / seconds
+
+
+def test_decoding(gpus, device, record_property, monkeypatch):
+    """One answer alone and 16 at once, with CUDA graphs and without them: the same tokens in float32, and the
+    tokens per second of each."""
+    width, count, new = (512, 16, 128) if gpus else (64, 4, 24)
+    trained, made, record = parts.new_model(False, width).eval().to(device), [], graphs.Recorded
+    monkeypatch.setattr(graphs, "Recorded", lambda *given: made.append(1) or record(*given))
+    monkeypatch.setattr(graphs, "warn", pytest.fail)  # that a step cannot be recorded
+    for dtype in dtypes(device)[:2] if gpus else ["float32"]:
+        model: Any = whole_model(trained, getattr(torch, dtype))
+        join_layers(model)
+        found: dict[str, list[list[int]]] = {}
+        for name in ("plain", "graphs"):
+            monkeypatch.setattr(graphs, "ENABLED", name == "graphs")
+            rates = []
+            for number in (1, count):
+                found[name], rate = tokens_of(model, number, new, getattr(torch, dtype))
+                record_property(f"{dtype} tokens/s of {number}, {name}", round(rate))
+                rates.append(rate)
+            record_property(f"{dtype} ratio, {name}", round(rates[1] / rates[0], 1))
+            assert all(found[name]) and bool(made) == (name == "graphs" and gpus > 0)
+        made.clear()
+        if dtype == "float32":  # in half precision rounding may draw another token
+            assert found["plain"] == found["graphs"], "CUDA graphs write other tokens"
+            assert gpus or found["plain"][0] == tokens_of(model, 1, new, torch.float32)[0][0]
 
 
 def test_server(device, tmp_path):
