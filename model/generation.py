@@ -202,11 +202,11 @@ class Decoder:
         prefill_tokens: int = 256,
         with_logprobs: bool = False,
     ):
+        from model.decoding import OneToken, can_record, can_step  # brings in the compiler
+
         self.model, self.slots, self.length, self.end_ids = model, slots, length, frozenset(end_ids)
         self.prefill_tokens, self.with_logprobs = prefill_tokens, with_logprobs
         self.device = model.lm_head.weight.device
-        from model.decoding import OneToken, can_record, can_step  # brings in the compiler
-
         # fast forms of a step, where there are any
         self.one_token = OneToken(model.model, length) if can_step(model.model) else None
         self.graphs = Graphs() if can_record(model.model) else None

@@ -192,7 +192,7 @@ class Draws:
         while True:
             values, tokens = probs.topk(width, dim=-1)  # [R, width], sorted
             values = values.masked_fill(torch.arange(width, device=probs.device) >= self.top_k, 0)
-            total = torch.where(self.top_k < vocabulary, values.sum(dim=-1, keepdim=True), 1)
+            total = values.sum(dim=-1, keepdim=True).masked_fill(self.top_k >= vocabulary, 1)
             before = (cumulative_sum(values) - values) / total
             if width == vocabulary or self.has_top_k:
                 break
@@ -201,7 +201,7 @@ class Draws:
                 break
             width = min(vocabulary, 8 * width)
         kept = before < self.top_p
-        kept[:, 0] = True
+        kept[:, 0].fill_(True)
         return tokens.gather(1, draw_index(values * kept, uniform)[:, None])[:, 0]
 
 
