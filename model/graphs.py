@@ -29,9 +29,8 @@ class Recorded:
             # another thread may allocate memory meanwhile, as a server does that loads a model
             with torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
                 self.result = step()
-        except Exception:
-            torch.cuda.set_stream(stream)  # torch leaves the one on which it recorded
-            raise
+        finally:
+            torch.cuda.set_stream(stream)  # where it fails, torch leaves the one on which it recorded
 
     def replay(self) -> Tensor:
         """Make the step; returns its result, which the next call overwrites."""
@@ -43,7 +42,10 @@ class Graphs:
     """The recorded steps of a decoder, in one pool of memory, which is freed with them.
 
     A step of a kind is recorded after AFTER calls, so whether a step is replayed follows from the calls
-    alone. What cannot be recorded is said once, and from then on all steps are launched kernel by kernel."""
+    alone. If one cannot be recorded, that is said, once in a process, and from then on all steps of the
+    decoder are launched kernel by kernel."""
+
+    has_warned = False
 
     def __init__(self) -> None:
         self.recorded: dict[Hashable, Recorded] = {}
@@ -68,10 +70,10 @@ class Graphs:
                 self.pool = torch.cuda.graph_pool_handle()
             self.recorded[kind] = Recorded(step, self.pool)
         except Exception as error:
-            warn(
-                f"decoding launches its kernels one by one, since no CUDA graph can be made: {reason(error)}"
-            )
             self.failed = True
+            if not Graphs.has_warned:
+                Graphs.has_warned = True
+                warn(f"decoding launches its kernels one by one: no CUDA graph can be made: {reason(error)}")
         return not self.failed
 
     def clear(self) -> None:
