@@ -53,6 +53,8 @@ def join_layers(model: nn.Module) -> None:
             layers = (module.gate_proj, module.up_proj)
         if not layers or not all(is_plain_product(layer) for layer in layers):
             continue
+        if joint_weight(*layers) is not None:
+            continue
         weights: list[Any] = [layer.weight for layer in layers]
         if any(hasattr(weight, "in_stack") for weight in weights):  # of `stack_experts`
             continue

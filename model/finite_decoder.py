@@ -22,10 +22,13 @@ class NotFinite(UserError):
 
 
 class FiniteDecoder(Decoder):
-    """A `Decoder` that raises NotFinite rather than write tokens that were drawn from logits that are not
-    finite: their log-probabilities are not, either."""
+    """A `Decoder` of a model that is not trained, whose layers it joins. It raises NotFinite rather than
+    write tokens that were drawn from logits that are not finite: their log-probabilities are not, either."""
 
     def __init__(self, model: Any, slots: int, length: int, end_ids: Collection[int]):
+        from model.decoding import join_layers  # brings in the compiler
+
+        join_layers(model)
         super().__init__(model, slots, length, end_ids, with_logprobs=True)
 
     def _read(self, tokens: Tensor, logprobs: Tensor) -> tuple[list[list[int]], list[list[float]]]:

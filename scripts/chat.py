@@ -119,12 +119,9 @@ class Chat:
     """A conversation with a model, and what the user may do with it."""
 
     def __init__(self, args: argparse.Namespace, is_terminal: bool):
-        from model.decoding import join_layers  # brings in the compiler
-
         self.toolbox = Toolbox([name.strip() for name in args.tools.split(",")] if args.tools else [])
         with redirect_stdout(sys.stdout if is_terminal else sys.stderr):  # on a pipe, stdout is for answers
             self.model, self.tokenizer = load_model(args)
-        join_layers(self.model)
         given = {name: getattr(args, name) for name in DRAWN if getattr(args, name) is not None}
         self.sampling = replace(default_sampling(self.model), **given)
         self.args, self.is_terminal = args, is_terminal

@@ -51,13 +51,10 @@ class ServedModel:
     """A model that answers requests under a name; by default that of the settings."""
 
     def __init__(self, model: Any, tokenizer: Any, settings: Settings, name: str | None = None):
-        from model.decoding import join_layers  # brings in the compiler
-
         self.name, self.settings, self.created = name or settings.name, settings, int(time.time())
         self.sampling = default_sampling(model)
         self.users = 0  # requests not yet queued
         self.prompts, self.texts = PromptWriter(tokenizer, settings.context), TokenTexts(tokenizer)
-        join_layers(model)
         self.decoder = FiniteDecoder(model, settings.slots, settings.context, [tokenizer.eos_token_id])
         self.scheduler = Scheduler(self.decoder, tokenizer, settings.max_queue)
 

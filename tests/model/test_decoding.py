@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from model import decoding, fused, model_minimind
+from model.finite_decoder import FiniteDecoder
 from model.generation import Decoder, generate
 from model.model_minimind import Attention, FeedForward, MiniMindForCausalLM
 from model.sampling import Sampling
@@ -85,6 +86,13 @@ def test_other_models_are_called(on_gpu):
     assert decoding.can_step(model.model)
     model.model.layers[1].self_attn.q_norm.eps = 3.0
     assert not decoding.can_step(model.model)
+
+
+def test_chat_and_server_join_the_layers(on_gpu):
+    model = build("dense")
+    assert Decoder(model, 1, 9, [2]).one_token is None
+    for _ in range(2):
+        assert FiniteDecoder(model, 1, 9, [2]).one_token is not None
 
 
 def test_edited_arithmetic_is_noticed(on_gpu, monkeypatch):
