@@ -119,7 +119,8 @@ class BlockTokenizer(ABC):
     """Turns blocks into samples for one kind of training, tokenizer, length and split of the records (None:
     all of them)."""
 
-    template: ChatTemplate  # of conversations
+    needs_template = False  # whether all data are conversations
+    template: ChatTemplate
 
     def __init__(self, spec: TokenizerSpec, max_length: int, split: Split | None = None):
         self.spec, self.max_length, self.split = spec, max_length, split
@@ -131,6 +132,8 @@ class BlockTokenizer(ABC):
         # in a byte-level vocabulary, a character for each byte
         self.entry_lengths = np.zeros(size, dtype=np.int64)
         self.entry_lengths[list(vocabulary.values())] = [len(entry) for entry in vocabulary]
+        if self.needs_template:
+            self.template = spec.template()
         self.special = SpecialTexts(self.backend)
         added = self.backend.get_added_tokens_decoder()
         self.special_ids = [token_id for token_id, token in added.items() if token.special]
@@ -352,9 +355,7 @@ def is_conversation(record: dict) -> bool:
 class ChatTokenizer(BlockTokenizer):
     """Conversations of SFT."""
 
-    def __init__(self, spec: TokenizerSpec, max_length: int, split: Split | None = None):
-        super().__init__(spec, max_length, split)
-        self.template = spec.template()
+    needs_template = True
 
     def add(self, record: dict, line: int) -> None:
         """Add a conversation, cut at a turn if it is too long."""
