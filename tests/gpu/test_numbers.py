@@ -19,7 +19,7 @@ from model.fused import GROUP, Spans, flat_attention, grouped_linear, has_groupe
 from model.generation import generate
 from model.model_minimind import MiniMindConfig
 from model.sampling import Sampling
-from scripts.planning.machine import LIBRARIES, STATE, training_cost
+from scripts.planning.machine import LIBRARIES, STATE, Machine, training_cost
 from tests.gpu import parts
 from tests.gpu.parts import LENGTHS, SHAPES, dtypes, micro_batch, new_state, samples, train
 from tests.model.test_model_minimind import stock
@@ -394,7 +394,8 @@ def test_memory_forecast(gpus, device, record_property):
         held = STATE * sum(p.numel() for p in state.model.parameters())
         # the weights and the optimizer's two moments are there before
         peak = parts.peak_of(device, partial(parts.update, state, [batch])) + held * 3 // 4
-        cost = training_cost(state.lm_config, batch, device, dtype, "adamw")
+        machine = Machine(device, dtype, gpu=None, free_memory=0.0, ranks=1)
+        cost = training_cost(machine, state.lm_config, batch)
         forecast = cost.memory(len(batch["input_ids"])) - LIBRARIES
         ratios[shape] = round(peak / forecast, 2)
         record_property(f"{shape} MB", round(peak / 1e6))
