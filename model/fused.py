@@ -530,7 +530,7 @@ class SortedRows(torch.autograd.Function):
         (place,) = ctx.saved_tensors
         grad = grads[0].index_select(0, place.flatten())
         if place.shape[1] > 1:
-            grad = grad.view(*place.shape, -1).sum(1)
+            grad = grad.view(*place.shape, grad.shape[-1]).sum(1)
         return grad, None, None
 
 

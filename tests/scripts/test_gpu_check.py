@@ -140,8 +140,8 @@ def no_rotary(patch) -> None:
 
 
 def an_experts_gradient_is_empty(patch) -> None:
-    def new_model(use_moe: bool, width: int = 512):
-        model = real_model(use_moe, width)
+    def new_model(use_moe: bool, *size: int):
+        model = real_model(use_moe, *size)
         for name, parameter in model.named_parameters():
             if ".experts.0." in name:
                 parameter.register_hook(torch.zeros_like)
