@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Tests the guarantees of the manual on this machine's GPUs; without a GPU those that a CPU can check.
 #
-#   bash scripts/gpu_check.sh                              everything; writes out/gpu_check.json, to send in
+#   bash scripts/gpu_check.sh                              everything; ends with a table to send in
 #   bash scripts/gpu_check.sh -k "losses or attention"     some checks: arguments go to pytest
 #   bash scripts/gpu_check.sh --collect-only               what there is
 set -euo pipefail

@@ -2,6 +2,7 @@
 
 Gradients, losses and processes of several ranks are broken in tests/scripts/test_gpu_check.py."""
 
+import time
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -116,6 +117,18 @@ def no_causal_mask(patch) -> None:
     patch.setattr(numbers, "flat_attention", attend)
 
 
+def attention_across_samples(patch) -> None:
+    """In half precision; the reference is in float32."""
+    by_sample = fused.attention_by_sample
+
+    def attend(q, k, v, *borders):
+        if v.dtype == torch.float32:
+            return by_sample(q, k, v, *borders)
+        return fused.sample_attention(q.float(), k.float(), v.float()).to(v.dtype)
+
+    patch.setattr(fused, "attention_by_sample", attend)
+
+
 def the_scale_stays(patch) -> None:
     patch.setattr(torch.amp.GradScaler, "update", nothing)
 
@@ -170,9 +183,8 @@ def a_mixture_is_slow(patch) -> None:
     forward = model_minimind.MOEFeedForward.forward
 
     def slowly(self, x):
-        for _ in range(30):
-            out = forward(self, x)
-        return out
+        time.sleep(0.8)
+        return forward(self, x)
 
     patch.setattr(model_minimind.MOEFeedForward, "forward", slowly)
 
@@ -181,6 +193,17 @@ def compile_with(patch, **options) -> None:
     """torch writes no kernels here."""
     compile_ = nn.Module.compile
     patch.setattr(nn.Module, "compile", lambda self, **_: compile_(self, backend="eager", **options))
+
+
+def each_size_is_compiled(patch) -> None:
+    compile_with(patch, dynamic=False)
+
+
+def nothing_is_compiled(patch) -> None:
+    def compile_(self, **_):
+        self._compiled_call_impl = self._call_impl
+
+    patch.setattr(nn.Module, "compile", compile_)
 
 
 def compiled_layers_do_not_rotate(patch) -> None:
@@ -216,12 +239,12 @@ CHECKS = {
     numbers.test_workers: (CPU, nothing),
     numbers.test_grouped_products: (CPU, nothing),
     numbers.test_long_attention: (512, 0, CPU, nothing),
+    numbers.check_attention: (64, False, CPU, nothing),
     numbers.test_overflow: (0, CPU, nothing),
     numbers.test_rollouts: (CPU, nothing),
     numbers.test_host_waits: (1, CPU),
     numbers.test_expert_routing_time: (0, CPU, nothing),
     numbers.test_compiled: ("dense", CPU, nothing, nothing),
-    test_stages.test_decoding: (0, CPU, nothing, pytest.MonkeyPatch()),
 }
 SABOTAGES = [
     (numbers.test_recomputed, checkpointing_is_forgotten, "of the memory"),
@@ -233,13 +256,15 @@ SABOTAGES = [
     (numbers.test_workers, a_loader_hands_out_one_buffer, "input_ids of a micro-batch"),
     (numbers.test_grouped_products, experts_are_exchanged, "not those of one product"),
     (numbers.test_long_attention, no_causal_mask, "are wrong at 512 tokens"),
-    (numbers.test_overflow, the_scale_stays, None),
-    (numbers.test_overflow, an_overflow_is_not_noticed, None),
+    (numbers.check_attention, attention_across_samples, "are not those of a CPU"),
+    (numbers.test_overflow, the_scale_stays, "get_scale"),
+    (numbers.test_overflow, an_overflow_is_not_noticed, "get_scale"),
     (numbers.test_rollouts, padding_is_seen, "log-probabilities"),
     (numbers.test_host_waits, the_host_reads_the_loss, "synchronizing CUDA operation"),
     (numbers.test_expert_routing_time, a_mixture_is_slow, "times as long"),
+    (numbers.test_compiled, each_size_is_compiled, "compiled again"),
+    (numbers.test_compiled, nothing_is_compiled, "no layer is compiled"),
     (numbers.test_compiled, compiled_layers_do_not_rotate, "not those of stock"),
-    (test_stages.test_decoding, answers_that_are_drawn_together_differ, None),
 ]
 
 
@@ -260,6 +285,23 @@ def test_attention_and_compiled_layers_that_are_right_pass(monkeypatch):
     numbers.test_compiled("dense", CPU, nothing, nothing)
 
 
+def test_answers_that_differ_are_found(monkeypatch):
+    """Of recorded steps, and of those that are drawn together."""
+    tokens_of = test_stages.tokens_of
+
+    def other_tokens(*args):
+        tokens, rate = tokens_of(*args)
+        return ([each[::-1] for each in tokens] if test_stages.graphs.ENABLED else tokens), rate
+
+    with monkeypatch.context() as patch:
+        patch.setattr(test_stages, "tokens_of", other_tokens)
+        with pytest.raises(AssertionError, match="CUDA graphs write other tokens"):
+            test_stages.test_decoding(0, CPU, nothing, patch)
+    answers_that_are_drawn_together_differ(monkeypatch)
+    with pytest.raises(AssertionError, match="answers that are drawn together"):
+        test_stages.test_decoding(0, CPU, nothing, monkeypatch)
+
+
 def test_other_bits_are_found(monkeypatch):
     weights_get_noise(monkeypatch)
     monkeypatch.setattr(numbers, "use_deterministic_kernels", nothing)
@@ -273,6 +315,8 @@ def test_one_other_bit_of_a_run_is_found(tmp_path):
         torch.save({"norm": torch.tensor(value)}, tmp_path / f"save/{name}_64.pth")
         (tmp_path / f"save/{name}_metrics.jsonl").write_text('{"loss": 1.0}\n')
     test_stages.same_weights(tmp_path, "a", "a")
+    with pytest.raises(AssertionError, match="nothing is learned"):
+        test_stages.has_learned(tmp_path, "a")
     with pytest.raises(AssertionError, match="1 tensors have other bits, norm the first"):
         test_stages.same_weights(tmp_path, "a", "b")
 
@@ -351,7 +395,7 @@ def sums_are_forgotten() -> None:
 @pytest.mark.slow
 def test_a_sum_of_ranks_and_of_machines_that_is_missed_is_found(tmp_path, monkeypatch):
     monkeypatch.setenv(ranks.BREAK, f"{__name__}:machines_do_not_meet")
-    with pytest.raises(AssertionError, match="not those of stock transformers"):
+    with pytest.raises(AssertionError, match="tensors in one of them only"):
         test_ranks.test_gradients_of_ranks("hsdp", 0, CPU, lambda: 2, nothing, tmp_path, nothing)
     monkeypatch.setenv(ranks.BREAK, f"{__name__}:sums_are_forgotten")
     with pytest.raises(RuntimeError, match="the sum over the ranks is wrong"):

@@ -314,6 +314,9 @@ def without_step(state: TrainState) -> TrainState:
     return state
 
 
+OTHER_LENGTHS = ((300,), (5,) * 90, (11,), (250, 4), (63, 700))  # of more tokens, or fewer, than LENGTHS
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_compiled(shape, device, needs_compiler, record_property):
     """With --use_compile 1 the gradients are those of stock transformers, and nothing is compiled after the
@@ -329,7 +332,8 @@ def test_compiled(shape, device, needs_compiler, record_property):
     train(without_step(state), 3)
     record_property("seconds to compile", round(time.monotonic() - begin, 1))
     graphs = counters["stats"]["unique_graphs"]
-    train(state, 10)
+    for number, lengths in enumerate(OTHER_LENGTHS):
+        parts.update(state, [micro_batch(number, lengths)])
     record_property("graphs", graphs)
     record_property("breaks", sum(counters["graph_break"].values()))
     assert graphs, "no layer is compiled"

@@ -52,7 +52,7 @@ ROLLOUTS = {
     "from_weight": "full_sft",
     "max_gen_len": 16,
     "num_iterations": 1,
-    "reward": "length,repetition=0.5",
+    "reward": "tests.gpu.rewards:even_characters",
 }
 
 
@@ -101,11 +101,15 @@ def run(*commands: list[str]) -> list[str]:
     return texts
 
 
+def records_of(folder: Path, weight: str) -> list[dict[str, Any]]:
+    """What a run has recorded of its updates."""
+    (path,) = folder.glob(f"save/{weight}*_metrics.jsonl")
+    return list(map(json.loads, path.read_text().splitlines()))
+
+
 def losses(folder: Path, weight: str) -> list[float]:
     """The loss of each logged update; NaN where it was not finite."""
-    (path,) = folder.glob(f"save/{weight}*_metrics.jsonl")
-    records = map(json.loads, path.read_text().splitlines())
-    return [math.nan if record["loss"] is None else record["loss"] for record in records]
+    return [math.nan if record["loss"] is None else record["loss"] for record in records_of(folder, weight)]
 
 
 def write_start(folder: Path) -> None:
@@ -148,6 +152,13 @@ def test_deterministic_rollouts(stage, device, tmp_path):
     names = ("first", "second")
     run(*(command(stage, tmp_path, device, save_weight=name, **flags) for name in names))
     same_weights(tmp_path, *names)
+    has_learned(tmp_path, names[0])
+
+
+def has_learned(folder: Path, weight: str) -> None:
+    """Raise AssertionError if the rewards of all completions of a run were alike."""
+    found = [record.get("reward_std", 0.0) for record in records_of(folder, weight)]
+    assert any(found), f"the rewards are alike, so nothing is learned: their deviations are {found}"
 
 
 def same_weights(folder: Path, *names: str) -> None:
@@ -181,6 +192,7 @@ def test_resume_of_a_rollout(device, tmp_path):
     assert process.returncode == -signal.SIGKILL, "the run was over before it could be killed"
     assert "resuming killed at epoch 1, update 5 of 16" in run(words["killed"])[0]
     same_weights(tmp_path, *words)
+    has_learned(tmp_path, "whole")
 
 
 def tokens_of(model: Any, count: int, new: int, dtype: torch.dtype) -> tuple[list[list[int]], float]:
@@ -220,7 +232,8 @@ def test_decoding(gpus, device, record_property, monkeypatch):
         made.clear()
         if dtype == "float32":  # in half precision rounding may draw another token
             assert found["plain"] == found["graphs"], "CUDA graphs write other tokens"
-            assert gpus or found["plain"][0] == tokens_of(model, 1, new, torch.float32)[0][0]
+            alone = tokens_of(model, 1, new, torch.float32)[0][0]
+            assert gpus or found["plain"][0] == alone, "answers that are drawn together have other tokens"
 
 
 def test_server(device, tmp_path):
