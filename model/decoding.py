@@ -230,8 +230,8 @@ class OneTokenLayer:
             len(projection.weight) // self.head_dim for projection in (attention.q_proj, attention.k_proj)
         )
         q_norm, k_norm = attention.q_norm, attention.k_norm
-        weights = (q_norm.weight.expand(self.q_heads, -1), k_norm.weight.expand(self.kv_heads, -1))
-        self.norms = torch.cat(weights).detach()  # [H + G, D]
+        heads = self.q_heads, self.kv_heads
+        self.norms = fused.weights_of_heads(q_norm.weight, k_norm.weight, heads).detach()  # [H + G, D]
         self.eps = q_norm.eps
 
     def add_attention(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, cache: Cache) -> None:

@@ -51,11 +51,11 @@ def in_one_kernel(function: Callable[..., Any], rows: Tensor, *rest: Any) -> Any
     """function(rows, *rest), compiled where KERNELS is on: operator by operator, each would read and write
     all of its tensors. rows [N, ...]: the first tensor of many with as many rows, whose number changes from
     batch to batch."""
-    if not KERNELS or len(rows) < 2:  # no or one row would be compiled for itself
+    if not KERNELS or len(rows) < 2:  # the compiler takes 0 and 1 for constants, and compiles again
         return function(rows, *rest)
     for tensor in (rows, *rest):
         if isinstance(tensor, Tensor) and tensor.ndim and len(tensor) == len(rows):
-            torch._dynamo.maybe_mark_dynamic(tensor, 0)  # or a second kernel would be compiled
+            torch._dynamo.maybe_mark_dynamic(tensor, 0)  # one kernel for all numbers of rows
     return compiled(function)(rows, *rest)
 
 
@@ -67,8 +67,12 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def has_kernels(x: Tensor) -> bool:
     """Whether to take the forms with kernels: in eager training in half precision on a GPU."""
-    is_eager_training = torch.is_grad_enabled() and not torch.compiler.is_compiling()
-    return ENABLED and KERNELS and is_eager_training and has_launches(x) and x.dtype != torch.float32
+    return ENABLED and KERNELS and is_eager_training() and has_launches(x) and x.dtype != torch.float32
+
+
+def is_eager_training() -> bool:
+    """Whether derivatives are recorded, operator by operator: a compiler fuses by itself."""
+    return torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
 # --- linear layers of the same input as one product
@@ -77,11 +81,8 @@ def has_kernels(x: Tensor) -> bool:
 def can_join(x: Tensor, *layers: nn.Module) -> bool:
     """Whether to compute linear layers of x as one product.
 
-    It pays on a GPU, in training in half precision, where all weights must be cast. A compiler fuses by
-    itself."""
-    if not ENABLED or not has_launches(x) or x.dtype == torch.float32:
-        return False
-    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+    It pays on a GPU, in training in half precision, where all weights must be cast."""
+    if not ENABLED or not has_launches(x) or x.dtype == torch.float32 or not is_eager_training():
         return False
     return all(is_plain_product(layer) for layer in layers)
 
@@ -193,8 +194,7 @@ def silu_product_backward(gate: Tensor, up: Tensor, grad: Tensor) -> Tensor:
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`F.rms_norm` of float32 x over the last dimension; in training on a CPU with the derivative written
     out, since autograd's takes twice the time there (torch has no kernel for it on a CPU)."""
-    is_eager_training = torch.is_grad_enabled() and not torch.compiler.is_compiling()
-    if ENABLED and x.device.type == "cpu" and is_eager_training:
+    if ENABLED and x.device.type == "cpu" and is_eager_training():
         return cast(Tensor, WrittenOutNorm.apply(x, weight, eps))
     return F.rms_norm(x, weight.shape, weight, eps)
 

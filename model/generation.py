@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model.graphs import MOST, Graphs, length_class, rows_class
+from model.graphs import MAX_RECORDINGS, Graphs, length_class, rows_class
 from model.sampling import Draws, Sampling, TokenLogprob, top_logprobs
 
 SLOTS = 128  # answers written at once on a CPU
@@ -408,7 +408,7 @@ class Decoder:
         batch = Batch(answers, size, self.slots, self.model.config.vocab_size, self.device)
         if self.graphs is None or not isinstance(batch.rows, slice):
             return batch
-        if len(self.graphs.recorded) >= MOST:
+        if len(self.graphs.recorded) >= MAX_RECORDINGS:
             self.graphs.clear()
             self.batches.clear()
         first = self.batches.setdefault((size, batch.draws.layout), batch)

@@ -13,8 +13,8 @@ from torch import Tensor
 from common.errors import reason, warn
 
 ENABLED = True  # False: every step is launched kernel by kernel
-AFTER = 16  # steps of a kind before it is recorded, which takes about as long as so many save
-MOST = 256  # steps that are recorded at once
+CALLS_BEFORE_RECORDING = 16  # of a kind of step: to record it takes as long as so many replays save
+MAX_RECORDINGS = 256  # that a decoder keeps
 
 Step = Callable[[], Tensor]
 
@@ -41,9 +41,9 @@ class Recorded:
 class Graphs:
     """The recorded steps of a decoder, in one pool of memory, which is freed with them.
 
-    A step of a kind is recorded after AFTER calls, so whether a step is replayed follows from the calls
-    alone. If one cannot be recorded, that is said, once in a process, and from then on all steps of the
-    decoder are launched kernel by kernel."""
+    A kind of step is recorded after CALLS_BEFORE_RECORDING calls, so whether a step is replayed follows from
+    the calls alone. If one cannot be recorded, that is said, once in a process, and from then on all steps
+    of the decoder are launched kernel by kernel."""
 
     has_warned = False
 
@@ -58,7 +58,7 @@ class Graphs:
         if kind in self.recorded:
             return self.recorded[kind].replay()
         self.calls[kind] += 1
-        if self.failed or self.calls[kind] <= AFTER:
+        if self.failed or self.calls[kind] <= CALLS_BEFORE_RECORDING:
             return step()
         if not self._record(kind, step):
             return step()

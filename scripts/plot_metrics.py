@@ -152,9 +152,11 @@ def table_lines(rows: list[list[str]], width: int | None) -> list[str]:
         if lines:
             lines.append("")
         for row in rows:
-            cells = [row[0] + " " * (sizes[0] - disp_len(row[0]))]
+            # str.ljust counts characters, of which some are two columns wide
+            missing = [size - disp_len(cell) for size, cell in zip(sizes, row, strict=True)]
+            cells = [row[0].ljust(len(row[0]) + missing[0])]
             for i in block[1:]:
-                cells.append(" " * (sizes[i] - disp_len(row[i])) + row[i])
+                cells.append(row[i].rjust(len(row[i]) + missing[i]))
             lines.append("  ".join(cells).rstrip())
     return lines
 

@@ -83,7 +83,7 @@ def recorded(monkeypatch):
     """Steps are recorded early, for few tokens each."""
     monkeypatch.setattr(StandIn, "replays", 0)
     monkeypatch.setattr(graphs, "Recorded", StandIn)
-    monkeypatch.setattr(graphs, "AFTER", 2)
+    monkeypatch.setattr(graphs, "CALLS_BEFORE_RECORDING", 2)
     monkeypatch.setattr(graphs.Graphs, "has_warned", False)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(fused, "has_launches", lambda x: True)

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 MIN_FLOPS_PER_THREAD = 5e13
 # per GPU: four minutes of an RTX 4090, for a minute of compiling; by arithmetic, not measured
 MIN_FLOPS_PER_GPU = 1e16
-# for its kernels alone (`use_kernels`): half a minute of it, for some ten seconds
+# per GPU, for the kernels alone (`use_kernels`): half a minute of an RTX 4090, for ten seconds of compiling
 MIN_FLOPS_FOR_KERNELS = 2e15
 
 
