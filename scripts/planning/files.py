@@ -1,14 +1,13 @@
 """What a plan writes: the shell file that runs it, and the forecast that the report of the runs compares with
 what came."""
 
-import json
 import os
 import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from common.files import atomic_write
+from common.files import atomic_write, write_json
 from common.settings import ROOT, settings_of
 from scripts.planning.choice import Plan
 from scripts.planning.stages import N_EVALS, Stage
@@ -26,8 +25,7 @@ def write_plan(plan: Plan, folder: str) -> Path:
     text = shell_file(plan, path)
     # names of files need not be UTF-8
     atomic_write(path, lambda file: file.write(os.fsencode(text)))
-    forecast = json.dumps(forecasts(plan), indent=1)
-    atomic_write(Path(folder, FORECAST), lambda file: file.write(forecast.encode()))
+    write_json(Path(folder, FORECAST), forecasts(plan))
     return path
 
 
