@@ -13,6 +13,7 @@ import socket
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -20,6 +21,7 @@ from pathlib import Path
 import torch
 
 from trainer.report import speed
+from trainer.run.checkpoint import Writer
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = {path.name for path in ROOT.iterdir() if path.is_dir()} - {"tests"}
@@ -62,6 +64,15 @@ def called_from(function: str) -> bool:
     return frame is not None
 
 
+writers: set[Writer] = set()  # those that have something to write
+submit = Writer.submit
+
+
+def noted_submit(writer: Writer, job: Callable[[], None]) -> None:
+    writers.add(writer)
+    submit(writer, job)
+
+
 class FaultyLoss:
     """A loss function with faults."""
 
@@ -87,6 +98,10 @@ class FaultyLoss:
             resource.setrlimit(resource.RLIMIT_AS, (1 << 33, resource.RLIM_INFINITY))
             loss = loss + torch.ones(1 << 31, dtype=torch.float64).sum()
         if self.count in faults.signals:
+            # On a slow disk, a checkpoint begun just before a kill would be there or not by chance. Kills in the
+            # middle of a write: run/test_checkpoint.py.
+            for writer in writers:
+                writer.wait()
             os.kill(os.getpid(), faults.signals[self.count])
         time.sleep(faults.sleep)
         return loss, aux_loss, *shown
@@ -106,6 +121,7 @@ def _child(stage: str, argv: list[str], faults: Faults, env: dict[str, str], fol
     if faults.eval_signal:
         _signal_in_evaluation(faults.eval_signal)
     exec(QUICK_RATE, vars(speed))
+    Writer.submit = noted_submit
     exec(faults.script, {"os": os, "sys": sys})
     if stage.endswith(".py"):
         _run_file(Path(stage).resolve())
