@@ -14,7 +14,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import chain, groupby
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -36,9 +36,9 @@ from trainer.run.checkpoint import snapshot
 from trainer.run.state import Batch, TrainState
 
 SHOWN_CHARACTERS = 300  # of a sample in the log
+# sums from which the figures of a record are computed
 COUNTS = ("completions", "groups", "reward", "reward_square", "length", "log_prob", "cut", "groups_zero_std")
-COUNTS += ("seconds", "reward_seconds", "rollouts")  # sums from which the figures of a record are computed
-
+COUNTS += ("seconds", "reward_seconds", "rollouts")
 
 Judged = tuple[list[Trajectory], Tensor]  # to a micro-batch of prompts: trajectories, their rewards [P, G]
 # (trained model, what was written to each micro-batch, settings, device) -> flat batches with advantages
@@ -148,9 +148,7 @@ class Rollouts(Callback):
             return self.rollout_for_next_updates
         model = unwrap(state.model)
         model.eval()
-        self.samples = []
-        self.this_rollout.clear()
-        batches = self._roll_out(state, [batch["prompts"] for batch in window])
+        batches = self._roll_out(state, model, window)
         model.train()
         if self.args.num_iterations > 1:
             self.rollout_for_next_updates = batches
@@ -166,31 +164,27 @@ class Rollouts(Callback):
         self.this_rollout.clear()
 
     def on_record(self, engine: Any, record: dict[str, Any]) -> None:
-        """Add means over the rollouts since the last record, over all ranks, and samples of rank 0's last
-        rollout."""
-        record |= self._means({name: self.since_last_record[name] for name in self.sum_names})
-        record["samples"] = self.samples
-        self.since_last_record.clear()
-
-    def _means(self, total: dict[str, float]) -> dict[str, float | None]:
-        """The reward statistics of a record; None where there was no rollout since the last one."""
+        """Add means over the rollouts since the last record, over all ranks, None where there was none; and
+        samples of rank 0's last rollout."""
+        total = self.since_last_record
         completions, rollouts = max(total["completions"], 1), max(total["rollouts"], 1)
         mean = total["reward"] / completions
         figures: dict[str, float | None] = {"reward": mean}
         if len(self.rewards) > 1:
-            figures |= {name: total[name] / completions for name in self.reward_names}
+            for name in self.reward_names:
+                figures[name] = total[name] / completions
         figures["reward_std"] = max(0.0, total["reward_square"] / completions - mean**2) ** 0.5
-        figures |= {
-            "completion_length": total["length"] / completions,
-            "cut_share": total["cut"] / completions,
-        }
+        figures["completion_length"] = total["length"] / completions
+        figures["cut_share"] = total["cut"] / completions
         figures["entropy"] = -total["log_prob"] / max(total["length"], 1)  # estimated, per token
         if self.writer.group > 1:
             figures["frac_reward_zero_std"] = total["groups_zero_std"] / max(total["groups"], 1)
         figures["rollout_seconds"] = total["seconds"] / rollouts
         figures["reward_seconds"] = total["reward_seconds"] / rollouts
         figures["rollout_tokens_per_second"] = total["length"] / max(total["seconds"], 1e-9) * world_size()
-        return figures if total["rollouts"] else dict.fromkeys(figures)
+        record |= figures if total["rollouts"] else dict.fromkeys(figures)
+        record["samples"] = self.samples
+        total.clear()
 
     def state_dict(self) -> dict[str, Any]:
         """Reward statistics since the last record, and the rollout that further updates use, of all ranks. A
@@ -221,30 +215,33 @@ class Rollouts(Callback):
 
     # ---- a rollout
 
-    def _roll_out(self, state: TrainState, window: list[list[RolloutPrompt]]) -> list[Batch]:
+    def _roll_out(self, state: TrainState, model: nn.Module, window: list[Batch]) -> list[Batch]:
         """The flat batch of the trajectories of each micro-batch of prompts; all are written in one go."""
-        model = unwrap(state.model)
+        prompts = [prompt for batch in window for prompt in batch["prompts"]]
         start = time.perf_counter()
         with state.autocast:
-            written = self._write(self.writer, model, list(chain.from_iterable(window)), state.update)
+            written = self._write(self.writer, model, prompts, state.update)
         written_at = time.perf_counter()
         scores = [self._score(trajectory) for trajectory in written]
+        scored_at = time.perf_counter()
         values = torch.tensor([score["reward"] for score in scores], dtype=torch.float64)
         rewards = values.view(-1, self.writer.group)
-        self.this_rollout["seconds"] += written_at - start
-        self.this_rollout["reward_seconds"] += time.perf_counter() - written_at
-        self.this_rollout["rollouts"] += 1
         self._count(written, scores, rewards)
-        rollouts = []
-        begin = 0  # of the prompts of the micro-batch
-        group = self.writer.group
-        for prompts in window:
-            end = begin + len(prompts)
-            rollouts.append((written[begin * group : end * group], rewards[begin:end]))
-            begin = end
+        self.this_rollout["seconds"] = written_at - start
+        self.this_rollout["reward_seconds"] = scored_at - written_at
+        rollouts, rest = [], written
+        for part in rewards.split([len(batch["prompts"]) for batch in window]):
+            rollouts.append((rest[: part.numel()], part))
+            rest = rest[part.numel() :]
+        temperature = self.args.temperature
         with torch.no_grad(), state.autocast:
             batches = self.make_batches(model, rollouts, self.args, state.device)
-            return [batch | self._log_probs(model, batch) for batch in batches]
+            for batch in batches:
+                if self.reference is not None:
+                    batch["ref_log_probs"], _ = target_log_probs(self.reference, batch, temperature)
+                if self.args.num_iterations > 1:
+                    batch["old_log_probs"], _ = target_log_probs(self.policy_of(model), batch, temperature)
+        return batches
 
     def _write(
         self, writer: TrajectoryWriter, model: nn.Module, prompts: list[RolloutPrompt], update: int
@@ -253,47 +250,39 @@ class Rollouts(Callback):
         copy, which is freed behind it. A collective if the model is sharded."""
         policy: Any = self.policy_of(model)
         head = policy.lm_head.weight
-        return writer.write(
-            whole_model(policy, product_dtype(head) if head.is_cuda else head.dtype), prompts, update
-        )
-
-    def _log_probs(self, model: nn.Module, batch: Batch) -> Batch:
-        """Log-probabilities of the targets [M] that are compared with those under later weights."""
-        log_probs, temperature = {}, self.args.temperature
-        if self.reference is not None:
-            log_probs["ref_log_probs"], _ = target_log_probs(self.reference, batch, temperature)
-        if self.args.num_iterations > 1:
-            log_probs["old_log_probs"], _ = target_log_probs(self.policy_of(model), batch, temperature)
-        return log_probs
+        dtype = product_dtype(head) if head.is_cuda else head.dtype
+        return writer.write(whole_model(policy, dtype), prompts, update)
 
     def _score(self, trajectory: Trajectory) -> dict[str, float]:
         """The rewards of a trajectory by the names of their figures; `reward` is their weighted sum."""
-        prompt, where = trajectory.prompt.messages + trajectory.messages[:-1], trajectory.prompt.source
-        parts = compute(
-            self.rewards, prompt, trajectory.text, trajectory.prompt.record, where, self.args.reward_timeout
-        )
-        total = sum(reward.weight * parts[reward.name] for reward in self.rewards)
-        return {"reward": total} | {f"reward_{name}": value for name, value in parts.items()}
+        prompt = trajectory.prompt
+        messages = prompt.messages + trajectory.messages[:-1]
+        limit = self.args.reward_timeout
+        parts = compute(self.rewards, messages, trajectory.text, prompt.record, prompt.source, limit)
+        scores = {f"reward_{name}": value for name, value in parts.items()}
+        scores["reward"] = sum(reward.weight * parts[reward.name] for reward in self.rewards)
+        return scores
 
     def _count(self, written: list[Trajectory], scores: list[dict[str, float]], rewards: Tensor) -> None:
+        """Set the sums of this rollout, and the samples for the log."""
         values = rewards.flatten().tolist()
+        sums = self.this_rollout
+        sums.clear()
         for name in ("reward", *self.reward_names):
-            self.this_rollout[name] += sum(score[name] for score in scores)
-        self.this_rollout["completions"] += len(written)
-        self.this_rollout["groups"] += len(rewards)
-        self.this_rollout["reward_square"] += sum(value**2 for value in values)
-        self.this_rollout["length"] += sum(trajectory.sampled for trajectory in written)
-        self.this_rollout["log_prob"] += sum(trajectory.log_prob for trajectory in written)
-        self.this_rollout["cut"] += sum(trajectory.is_cut for trajectory in written)
-        self.this_rollout["groups_zero_std"] += int((rewards == rewards[:, :1]).all(dim=1).sum())
-        self.samples = self.samples or [
-            {
-                "prompt": _shown(trajectory.prompt.messages[-1]["content"]),
-                "answer": _shown("\n".join(message["content"] for message in trajectory.messages)),
-                "reward": value,
-            }
-            for trajectory, value in zip(written[:2], values[:2], strict=True)
-        ]
+            sums[name] = sum(score[name] for score in scores)
+        sums["rollouts"] = 1
+        sums["completions"] = len(written)
+        sums["groups"] = len(rewards)
+        sums["reward_square"] = sum(value**2 for value in values)
+        sums["length"] = sum(trajectory.sampled for trajectory in written)
+        sums["log_prob"] = sum(trajectory.log_prob for trajectory in written)
+        sums["cut"] = sum(trajectory.is_cut for trajectory in written)
+        sums["groups_zero_std"] = int((rewards == rewards[:, :1]).all(dim=1).sum())
+        self.samples = []
+        for trajectory, value in zip(written[:2], values[:2], strict=True):
+            question = trajectory.prompt.messages[-1]["content"]
+            answer = "\n".join(message["content"] for message in trajectory.messages)
+            self.samples.append({"prompt": _shown(question), "answer": _shown(answer), "reward": value})
 
     def held_out(self, model: nn.Module, batch: Batch, args: Any = None) -> dict[str, Tensor]:
         """Sums over held-out prompts, whose likeliest completions are scored: the rewards, and `loss`,

@@ -71,7 +71,6 @@ def checked_replies(replies: Any) -> list[dict]:
 
 
 # --- calculator
-# ------------------------------------------------------------------------------------------------------
 
 MOST_CHARACTERS, MOST_BITS = 200, 4096  # of an expression; of a number
 ROOT_BITS = 256  # behind the point of a root that is no fraction

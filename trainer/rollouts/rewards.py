@@ -40,7 +40,6 @@ class Reward(NamedTuple):
 
 
 # --- shipped rewards
-# -------------------------------------------------------------------------------------------------
 
 
 def exact_answer(prompt: list[dict], completion: str, record: dict) -> float:
@@ -168,7 +167,6 @@ def reference(record: dict) -> Any:
 
 
 # --- choosing and computing
-# ------------------------------------------------------------------------------------------
 
 
 def load_rewards(spec: str, score: RewardFn | None = None) -> list[Reward]:
@@ -234,7 +232,6 @@ def compute(
 
 
 # --- reward models
-# ---------------------------------------------------------------------------------------------------
 
 
 def reward_model(folder: str, device: torch.device) -> RewardFn:

@@ -68,9 +68,8 @@ class RolloutArgs(FrozenModelArgs):
 
     def code_files(self) -> list[Path]:
         """The modules of the rewards and of the environment that the settings name."""
-        names = [part.partition("=")[0] for part in reward_parts(self.reward)] + [
-            getattr(self, "environment", "")
-        ]
+        names = [part.partition("=")[0] for part in reward_parts(self.reward)]
+        names.append(getattr(self, "environment", ""))
         return [path for name in names if ":" in name for path in source_files(name)]
 
     def frozen_hashes(self) -> dict[str, str]:
@@ -122,17 +121,21 @@ def add_rollouts(
     args = cast(Any, state.args)
     score = reward_model(args.reward_model, state.device) if args.reward_model else None
     rewards = load_rewards(args.reward, score)
-    sampling = {"group": args.num_generations, "temperature": args.temperature, "seed": args.seed}
-    limits = {"max_gen_len": args.max_gen_len, "reply_timeout": args.reward_timeout}
+    writer = TrajectoryWriter(
+        tokenizer, args.num_generations, args.temperature, args.max_gen_len, args.seed, environment
+    )
+    writer.reply_timeout = args.reward_timeout
     if environment is not None:
-        limits |= {"max_turns": args.max_turns, "max_total_len": args.max_total_len}
-    writer = TrajectoryWriter(tokenizer, environment=environment, **sampling, **limits)
+        writer.max_turns, writer.max_total_len = args.max_turns, args.max_total_len
     rollouts = Rollouts(args, writer, rewards, None, make_batches, policy_of)
     if args.beta:
         policy = policy_of(state.model)
-        sharded = (whole_model(policy), state.device, args.parallel, False, False, state.autocast)
-        reference = wrap_model(*sharded) if is_sharded(policy) else copy.deepcopy(policy)
-        rollouts.reference = frozen_model(cast("MiniMindForCausalLM", reference), state.device)
+        if is_sharded(policy):
+            whole = whole_model(policy)
+            policy = wrap_model(whole, state.device, args.parallel, False, False, state.autocast)
+        else:
+            policy = copy.deepcopy(policy)
+        rollouts.reference = frozen_model(cast("MiniMindForCausalLM", policy), state.device)
     state.callbacks.append(rollouts)
     state.prepare, state.shown = rollouts.prepare, rollouts.shown
     state.size_fn, state.eval_fn = rollout_size, rollouts.held_out

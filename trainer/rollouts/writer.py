@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -76,31 +76,25 @@ class TrajectoryWriter:
     max_total_len: int = 1 << 20
     reply_timeout: float = 10.0
 
-    def __post_init__(self) -> None:
-        self.end_id = int(self.tokenizer.eos_token_id)  # type: ignore[arg-type]
-
     def write(self, model: Any, prompts: Sequence[RolloutPrompt], update: int) -> list[Trajectory]:
         """`group` trajectories of each prompt, prompt by prompt."""
-        trajectories = [self._begin(prompt, number) for prompt in prompts for number in range(self.group)]
+        trajectories = []
+        for prompt in prompts:
+            for number in range(self.group):
+                tokens = list(prompt.input_ids)
+                trajectory = Trajectory(prompt, number, tokens, [False] * len(tokens))
+                if self.environment is not None:
+                    with user_code("the environment", prompt.source, self.reply_timeout):
+                        trajectory.environment = self.environment(deepcopy(prompt.record))
+                trajectories.append(trajectory)
         active = trajectories
         for turn in range(self.max_turns):
             if not active:
                 break
             self._write_turn(model, active, update, turn)
-            active = [
-                trajectory
-                for trajectory in active
-                if self._reply(trajectory, is_last=turn == self.max_turns - 1)
-            ]
+            is_last = turn == self.max_turns - 1
+            active = [trajectory for trajectory in active if self._reply(trajectory, is_last)]
         return trajectories
-
-    def _begin(self, prompt: RolloutPrompt, number: int) -> Trajectory:
-        tokens = list(prompt.input_ids)
-        trajectory = Trajectory(prompt, number, tokens, [False] * len(tokens))
-        if self.environment is not None:
-            with user_code("the environment", prompt.source, self.reply_timeout):
-                trajectory.environment = self.environment(deepcopy(prompt.record))
-        return trajectory
 
     def _write_turn(self, model: Any, active: list[Trajectory], update: int, turn: int) -> None:
         """Write one turn of each; those whose tokens are still equal share one prefill."""
@@ -110,13 +104,15 @@ class TrajectoryWriter:
 
         samplings: list[list[Sampling]] = []
         for group in groups.values():
-            ids = [(trajectory.prompt.sample_id, trajectory.number) for trajectory in group]
-            seeds = [seed_of(self.seed, update, *each, turn) for each in ids]
-            samplings.append([Sampling(self.temperature, seed=seed) for seed in seeds])
+            samplings.append([])
+            for trajectory in group:
+                seed = seed_of(self.seed, update, trajectory.prompt.sample_id, trajectory.number, turn)
+                samplings[-1].append(Sampling(self.temperature, seed=seed))
         room = [max(1, min(self.max_gen_len, self.max_total_len - len(tokens))) for tokens in groups]
         weight = model.lm_head.weight  # its dtype is that of the cache
+        end_ids = [int(cast(int, self.tokenizer.eos_token_id))]
         with torch.autocast(weight.device.type, weight.dtype, enabled=weight.dtype != torch.float32):
-            answers = generate(model, list(groups), samplings, room, [self.end_id], with_logprobs=True)
+            answers = generate(model, list(groups), samplings, room, end_ids, with_logprobs=True)
         for group, written in zip(groups.values(), answers, strict=True):
             for trajectory, answer in zip(group, written, strict=True):
                 trajectory.tokens += answer.tokens

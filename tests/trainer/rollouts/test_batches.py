@@ -59,9 +59,6 @@ class Scripted(TrajectoryWriter):
 
     asked: list[tuple] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        pass
-
     def write(self, model, prompts, update) -> list[Trajectory]:
         self.asked.append((self.temperature, self.group, model.training))
         written = []
