@@ -169,19 +169,15 @@ def _run_stage(stage: str, faults: Faults) -> None:
 
 
 def _run_engine(faults: Faults) -> None:
-    from llm.training.core.engine import TrainingEngine
+    from llm.training.core import engine
     from llm.training.train import main
     from trainer.run.errors import training_errors
+    from trainer.run.state import TrainState
 
-    inner = TrainingEngine._loss
-    losses = {}
+    def state_with_faults(**fields):
+        return TrainState(**fields | {"loss_fn": FaultyLoss(faults, fields["loss_fn"])})
 
-    def loss(engine, model, batch, args):
-        return losses.setdefault(engine, FaultyLoss(faults, lambda m, b, a: inner(engine, m, b, a)))(
-            model, batch, args
-        )
-
-    TrainingEngine._loss = loss
+    vars(engine)["TrainState"] = state_with_faults
     with training_errors():
         main()
 

@@ -5,12 +5,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from common.errors import UserError
-from common.settings import StageArgs
 from llm.training.core.callbacks import Callback, LRSchedulerCallback
 from llm.training.core.checks import check_criterion, check_forms, checked_loss, checked_size, checked_sums
 from llm.training.core.config import Config
@@ -21,18 +19,13 @@ from trainer import trainer_utils as utils
 from trainer.devices.device import device_and_precision
 from trainer.loop import train_epoch
 from trainer.optim.rules import apply_rules
-from trainer.report.speed import Size
 from trainer.report.trackers import start_tracker
 from trainer.run.callbacks import CallbackList
 from trainer.run.errors import StopRequest
 from trainer.run.paths import run_name
 from trainer.run.resume import check_resume, keep_global_batch, run_fingerprint, total_updates
 from trainer.run.saving import is_finished, training_files
-from trainer.run.state import Batch, Schedule, TrainState
-
-
-def constant_rate(update: int, total_updates: int, args: StageArgs) -> None:
-    """A schedule that leaves the optimizer's learning rate as it is."""
+from trainer.run.state import Schedule, TrainState
 
 
 class TrainingEngine:
@@ -91,17 +84,20 @@ class TrainingEngine:
         task.config = replace(task.config, checkpoint=replace(task.config.checkpoint, from_weight=weights))
         model = task.build_model()
         wrapped = utils.compile_and_wrap(model, args, device, autocast, data.train_dataset, task.frozen)
-        optimizer = task.build_optimizer(model)
-        self.scheduler = self._build_scheduler(optimizer, total_updates(run))
-        task.criterion = task.build_criterion()
+        self.device = device
+        self.optimizer = task.optimizer = task.build_optimizer(model)
+        self.scheduler = self._build_scheduler(total_updates(run))
+        self.criterion = task.criterion = task.build_criterion()
         check_criterion(task)
 
         # the state of the run, restored from the checkpoint
         self.state = state = TrainState(
             args=args, lm_config=task.lm_config, run=run, stop=stop,
-            model=wrapped, optimizer=optimizer, scaler=scaler, autocast=autocast, device=device,
-            loss_fn=self._loss, schedule=self._schedule(), metric_names=task.metric_names,
-            size_fn=self._size, eval_fn=self._evaluate, eval_loader=held_out,
+            model=wrapped, optimizer=self.optimizer, scaler=scaler, autocast=autocast, device=device,
+            loss_fn=lambda model, batch, args: checked_loss(task, task.train_step(model, batch)),
+            eval_fn=lambda model, batch, args: checked_sums(task, task.validation_step(model, batch)),
+            size_fn=lambda batch, lm_config: checked_size(task, task.size(batch)),
+            schedule=self._schedule(), metric_names=task.metric_names, eval_loader=held_out,
         )  # fmt: skip
         self.checkpoint_manager.state = state
         task.extend(state)
@@ -111,65 +107,39 @@ class TrainingEngine:
         self.resumed_update = state.resumed_update
 
     @property
-    def device(self) -> torch.device:
-        """Where the model is."""
-        return self.state.device
-
-    @property
     def model(self) -> nn.Module:
         """The model, wrapped for several processes."""
         return self.state.model
 
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        """The result of the task's `build_optimizer`."""
-        return self.state.optimizer
-
-    @property
-    def criterion(self) -> Callable[..., Any]:
-        """The result of the task's `build_criterion`."""
-        return self.task.criterion
-
-    def _loss(self, model: nn.Module, batch: Batch, args: StageArgs) -> tuple[Any, ...]:
-        return checked_loss(self.task, self.task.train_step(model, batch))
-
-    def _evaluate(self, model: nn.Module, batch: Batch, args: StageArgs) -> dict[str, Any]:
-        return checked_sums(self.task, self.task.validation_step(model, batch))
-
-    def _size(self, batch: Batch, lm_config: Any) -> Size:
-        return checked_size(self.task, self.task.size(batch))
-
-    def _build_scheduler(self, optimizer: torch.optim.Optimizer, updates: int) -> Any:
+    def _build_scheduler(self, updates: int) -> Any:
         """What the task's `build_scheduler` returns.
 
         A task may declare it with `optimizer` and `total_updates`, with `optimizer`, or with nothing: it has
         the optimizer as `self.optimizer`.
         """
-        self.task.optimizer = optimizer
         build: Callable[..., Any] = self.task.build_scheduler
         parameters = inspect.signature(build).parameters
         required = [each for each in parameters.values() if each.default is each.empty]
         if not parameters:
             return build()
         if len(required) == 1 and "total_updates" not in parameters:
-            return build(optimizer)
-        return build(optimizer, updates)
+            return build(self.optimizer)
+        return build(self.optimizer, updates)
 
     def _schedule(self) -> Schedule:
         """The learning rate of an update; None where a scheduler of torch sets it, or it is constant."""
-        scheduler, name = self.scheduler, type(self.scheduler).__name__
-        if scheduler is None:
-            return constant_rate
+        scheduler = self.scheduler
         if isinstance(scheduler, LRScheduler):
             if not any(isinstance(callback, LRSchedulerCallback) for callback in self.callbacks):
                 self.callbacks.append(LRSchedulerCallback())
-            return constant_rate
-        if not callable(scheduler):
+        elif callable(scheduler):
+            return lambda update, total_updates, args: scheduler(update)
+        elif scheduler is not None:
             raise UserError(
-                f"{type(self.task).__name__}.build_scheduler returns a {name}; it must return a function of "
-                "the update, a scheduler of torch, or None"
+                f"{type(self.task).__name__}.build_scheduler returns a {type(scheduler).__name__}; it must "
+                "return a function of the update, a scheduler of torch, or None"
             )
-        return lambda update, total_updates, args: scheduler(update)
+        return lambda update, total_updates, args: None
 
     def run(self) -> None:
         """Train until the last epoch, or until a callback calls `stop`.

@@ -6,18 +6,62 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from dataset.token_cache import load_tokenizer
 from llm.training.core.config import Config
-from llm.training.data.language_model import StageDataModule
+from llm.training.data.base import DataModule
 from llm.training.tasks.base_task import TrainingTask
 from trainer import train_full_sft, train_pretrain
+from trainer.data.datasets import epoch_samples, train_loader
+from trainer.data.order import eval_loader
 from trainer.devices.wrapping import build_device
 from trainer.objectives.next_token import flat_size, held_out_loss, model_config
 from trainer.optim.build import build_optimizer
 from trainer.report.speed import Size
 from trainer.run.state import Batch
 from trainer.trainer_utils import init_model, read_start_weights
+
+
+class StageDataModule(DataModule):
+    """What `open_data` of a stage script gives.
+
+    Args:
+        task: the StageTask, whose settings may change (another number of ranks).
+    """
+
+    train_dataset: Any
+    val_dataset: Any = None
+
+    def __init__(self, task: Any):
+        super().__init__(task.config)
+        self.task = task
+
+    def prepare_data(self) -> None:
+        self.setup()  # builds the cache, under a lock, if there is none
+
+    def setup(self) -> None:
+        if not hasattr(self, "train_dataset"):  # else this process prepared the data
+            self.train_dataset, self.val_dataset = self.task.script.open_data(
+                self.task.args, self.task.tokenizer
+            )
+
+    def fingerprint(self) -> dict[str, Any]:
+        return self.train_dataset.fingerprint
+
+    def source(self, sample_id: int) -> str:
+        return self.train_dataset.source(sample_id)
+
+    def num_samples(self) -> int:
+        return epoch_samples(self.train_dataset, self.task.args)
+
+    def train_dataloader(self, epoch: int = 0, skip_batches: int = 0) -> DataLoader:
+        return train_loader(self.train_dataset, self.task.args, epoch, skip_batches)
+
+    def val_dataloader(self) -> DataLoader | None:
+        if self.val_dataset is None:
+            return None
+        return eval_loader(self.val_dataset, self.task.args.batch_size, self.val_dataset.collate)
 
 
 class StageTask(TrainingTask):
