@@ -65,8 +65,10 @@ class Args(FrozenModelArgs):
             wrong.append(
                 "--from_weight none: an adapter belongs to the trained weights that it starts from; name them"
             )
-        if unknown := lora.unknown_targets(self.lora_targets):
-            wrong.append(f"--lora_targets: no layer is named {unknown}; choose from {','.join(lora.TARGETS)}")
+        for name in self.lora_targets.split(","):
+            if name not in lora.TARGETS:
+                known = ",".join(lora.TARGETS)
+                wrong.append(f"--lora_targets: no layer is named {name!r}; choose from {known}")
         return wrong
 
 

@@ -44,22 +44,16 @@ SUPPORTED_PEFT_VALUES: dict[str, tuple] = {
 }
 
 
-def unknown_targets(targets: str) -> str:
-    """The names in a comma-separated list that no layer with an adapter has, as text; empty if there are
-    none."""
-    return " or ".join(repr(name) for name in targets.split(",") if name not in TARGETS)
-
-
 def add_adapters(
     model: "MiniMindForCausalLM", rank: int, alpha: float, dropout: float, targets: Sequence[str]
 ) -> None:
     """Freeze a model and give its layers of these names adapters, in place; those of experts included. Raises
     UserError for a layer that no adapter fits."""
     model.requires_grad_(False)
-    for module, name in [
-        (module, name) for module in model.modules() for name in targets if hasattr(module, name)
-    ]:
-        setattr(module, name, LoRALinear(getattr(module, name), rank, alpha / rank, dropout))
+    for module in list(model.modules()):
+        for name in targets:
+            if hasattr(module, name):
+                setattr(module, name, LoRALinear(getattr(module, name), rank, alpha / rank, dropout))
     config = {"r": rank, "lora_alpha": alpha, "lora_dropout": dropout, "target_modules": list(targets)}
     cast(Any, model).adapter = config
     Logger(f"{sum(p.numel() for p in model.parameters() if p.requires_grad) / 1e6:.2f} M of them are trained")

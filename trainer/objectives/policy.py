@@ -83,7 +83,8 @@ def sampled_tokens_loss(
     the stage."""
     log_probs, aux_loss = target_log_probs(model, batch, args.temperature)  # [M]
     old = batch.get("old_log_probs", log_probs.detach())  # the first update of a rollout: the ratio is 1
-    options = {name: getattr(args, name) for name in ("loss_type", "epsilon", "epsilon_high", "beta")}
-    of_token = (batch["advantages"], batch["lengths"])
-    loss, figures = policy_loss(log_probs, old, *of_token, ref_logp=batch.get("ref_log_probs"), **options)
+    loss, figures = policy_loss(
+        log_probs, old, batch["advantages"], batch["lengths"], args.loss_type, args.epsilon,
+        args.epsilon_high, batch.get("ref_log_probs"), args.beta,
+    )  # fmt: skip
     return loss, aux_loss, figures

@@ -45,12 +45,11 @@ if TYPE_CHECKING:
 Description = dict[str, Any]
 # Fields of the config that may differ for the same weights: they are of training or of the tokenizer, or
 # changed for longer texts.
-TRAINING_FIELDS = ("dropout", "router_aux_loss_coef")
-TOKENIZER_FIELDS = ("tokenizer_sha256", "pad_token_id", "bos_token_id", "eos_token_id")
-CONTEXT_FIELDS = ("rope_parameters", "inference_rope_scaling", "max_position_embeddings")
+MAY_DIFFER = ["dropout", "router_aux_loss_coef", "tokenizer_sha256", "pad_token_id", "bos_token_id"]
+MAY_DIFFER += ["eos_token_id", "rope_parameters", "inference_rope_scaling", "max_position_embeddings"]
 # Those that only one kind of model has.
-DENSE_FIELDS = ("intermediate_size",)
-EXPERT_FIELDS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
+DENSE_FIELDS = ["intermediate_size"]
+EXPERT_FIELDS = ["num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"]
 
 
 # --- writing
@@ -60,14 +59,17 @@ def half_state_dict(model: nn.Module, keep: bool = True, leave_out: tuple[str, .
     """The inference weights: MiniMind's names, fp16, on the CPU; tied tensors stay one tensor. A collective
     for a sharded model, of which a rank that does not `keep` them gets none. leave_out: prefixes of the names
     of parts that only training needs."""
-    state, copies = unwrap(model).state_dict(keep_vars=True), {}
-    state = {key: value for key, value in state.items() if not key.startswith(leave_out)}
-    for value in state.values():
+    copies: dict[int, Tensor | None] = {}
+    half = {}
+    for key, value in unwrap(model).state_dict(keep_vars=True).items():
+        if key.startswith(leave_out):
+            continue
         if id(value) not in copies:
             whole = full_tensor(value.detach().half())
             copies[id(value)] = whole.to("cpu", copy=True) if keep else None
             del whole  # before the next one is gathered
-    return {key: copies[id(value)] for key, value in state.items()}
+        half[key] = copies[id(value)]
+    return half
 
 
 def save_weights(
@@ -267,8 +269,9 @@ def find_weights(save_dir: str | Path, weight: str, **asked: Any) -> Path:
     fitting = [path for path, shape in shapes.items() if named.items() <= shape.items()]
     if not fitting:  # a plain `_moe` may come from elsewhere and have any experts: its tensors show them
         named = {name: value for name, value in named.items() if name in ("hidden_size", "use_moe")}
-        plain = (path for path in shapes if path.stem.endswith("_moe"))
-        fitting = [path for path in plain if named.items() <= shapes[path].items()]
+        for path, shape in shapes.items():
+            if path.stem.endswith("_moe") and named.items() <= shape.items():
+                fitting.append(path)
     names = ", ".join(path.name for path in fitting or shapes)
     if not fitting:
         raise UserError(
@@ -276,8 +279,9 @@ def find_weights(save_dir: str | Path, weight: str, **asked: Any) -> Path:
         )
     if len(fitting) > 1:
         differing = [name for name in NAMED_SHAPE if len({shapes[path][name] for path in fitting}) > 1]
-        choice = differing[: differing.index("use_moe") + 1] if "use_moe" in differing else differing
-        flags = " or ".join(f"--{name}" for name in choice)
+        if "use_moe" in differing:  # then the experts, which follow, need not be named
+            differing = differing[: differing.index("use_moe") + 1]
+        flags = " or ".join(f"--{name}" for name in differing)
         raise UserError(f"{save_dir} holds several weights {weight}: {names}; choose one with {flags}")
     return fitting[0]
 
@@ -315,8 +319,7 @@ def incompatible_fields(stored: "MiniMindConfig", config: "MiniMindConfig") -> l
     if stored.use_moe != config.use_moe:
         names = ["use_moe"]
     else:
-        unused = DENSE_FIELDS if stored.use_moe else EXPERT_FIELDS
-        may_differ = {*TRAINING_FIELDS, *TOKENIZER_FIELDS, *CONTEXT_FIELDS, *unused}
+        may_differ = MAY_DIFFER + (DENSE_FIELDS if stored.use_moe else EXPERT_FIELDS)
         names = [name for name in stored.own_fields() if name not in may_differ]
     differing = []
     for name in names:

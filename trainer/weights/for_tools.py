@@ -46,23 +46,17 @@ def add_trained_model_flags(parser: argparse._ActionsContainer, device: bool = T
         help="the model: a weights file, a checkpoint or a Hugging Face folder; or --weight",
     )
     parser.add_argument("--weight", help=f"name of the weights in --save_dir (default: {WEIGHT})")
+    text = "adapter (LoRA) to merge into the model: its folder, or a file of MiniMind"
+    parser.add_argument("--lora", metavar="PATH", help=text)
+    text = f"{rows['tokenizer_path'].help} (default: that of --model, or {ROOT / 'model'})"
+    beside = [rows["save_dir"]]
+    if device:
+        beside.append(rows["device"])
+    beside.append(replace(rows["tokenizer_path"], default=None, help=text))
+    add_flags(parser, beside)
+    text = "1: YaRN, as in MiniMind, for texts longer than those of the training"
     parser.add_argument(
-        "--lora",
-        metavar="PATH",
-        help="adapter (LoRA) to merge into the model: its folder, or a file of MiniMind",
-    )
-    add_flags(parser, (rows[name] for name in ("save_dir", "device")[: 1 + device]))
-    beside = replace(rows["tokenizer_path"], default=None)
-    beside = replace(beside, help=f"{beside.help} (default: that of --model, or {ROOT / 'model'})")
-    add_flags(parser, [beside])
-    parser.add_argument(
-        "--inference_rope_scaling",
-        type=int,
-        choices=(0, 1),
-        nargs="?",
-        const=1,
-        default=0,
-        help="1: YaRN, as in MiniMind, for texts longer than those of the training",
+        "--inference_rope_scaling", type=int, choices=(0, 1), nargs="?", const=1, default=0, help=text
     )
     shape = parser.add_argument_group(
         "shape", "to choose between several weights of a name; else they tell it"
