@@ -97,11 +97,11 @@ def load_model(
     if device is None:
         device = select_device(args.device)
         prepare_device(device)
-    shape = given_shape(args)
-    model, tokenizer = load_path(
-        path, args.tokenizer_path, device, bool(args.inference_rope_scaling), **shape
-    )
-    return merge_adapter(model, Path(args.lora)) if args.lora else model, tokenizer
+    scaling = bool(args.inference_rope_scaling)
+    model, tokenizer = load_path(path, args.tokenizer_path, device, scaling, **given_shape(args))
+    if args.lora:
+        merge_adapter(model, Path(args.lora))
+    return model, tokenizer
 
 
 def load_path(
@@ -114,9 +114,8 @@ def load_path(
     """The model in a file or folder, in float32 and ready for use, and its tokenizer.
 
     tokenizer_path: None: that of the model (`tokenizer_folder`). rope_scaling: with MiniMind's YaRN. asked:
-    settings of the shape
-    (`given_shape`); only needed where the file and its name do not tell. Raises UserError if it is no model,
-    contradicts `asked`, or has another vocabulary than the tokenizer."""
+    settings of the shape (`given_shape`); only needed where the file and its name do not tell. Raises
+    UserError if it is no model, contradicts `asked`, or has another vocabulary than the tokenizer."""
     from model.fused import stack_experts
     from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 

@@ -50,9 +50,9 @@ def read_folder(folder: Path) -> "tuple[dict[str, Tensor], MiniMindConfig]":
     if config.tie_word_embeddings and embedding is not None:
         weights["lm_head.weight"] = embedding
     stated: dict[str, Any] = {"use_moe": config.model_type == "qwen3_moe"}
-    stated |= {
-        name: getattr(config, name) for name in MiniMindConfig.__annotations__ if hasattr(config, name)
-    }
+    for name in MiniMindConfig.__annotations__:
+        if hasattr(config, name):
+            stated[name] = getattr(config, name)
     try:
         return weights, MiniMindConfig(**stated)
     except UserError as error:
@@ -89,10 +89,7 @@ def shape_of_tensors(weights: Mapping[str, Tensor]) -> dict[str, Any]:
     except (LookupError, ValueError, TypeError, AttributeError) as error:
         raise ValueError(f"it is not a state dict of MiniMind's or Qwen3's names: {error}") from error
     embedding = weights["model.embed_tokens.weight"]
-    experts = (
-        {"num_experts": len(weights[f"{mlp}.gate.weight"]), "moe_intermediate_size": width} if use_moe else {}
-    )
-    return {
+    shape = {
         "hidden_size": hidden_size,
         "num_hidden_layers": len(layers),
         "use_moe": use_moe,
@@ -101,7 +98,10 @@ def shape_of_tensors(weights: Mapping[str, Tensor]) -> dict[str, Any]:
         "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
         "tie_word_embeddings": torch.equal(weights.get("lm_head.weight", embedding), embedding),
-    } | (experts or {"intermediate_size": width})
+    }
+    if not use_moe:
+        return shape | {"intermediate_size": width}
+    return shape | {"num_experts": len(weights[f"{mlp}.gate.weight"]), "moe_intermediate_size": width}
 
 
 def _experts_per_token(path: Path, num_experts: int, asked: int | None) -> int:
@@ -190,7 +190,10 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
     try:
         if files[-1].name == PICKLED_WEIGHTS:
             return torch.load(files[-1], map_location="cpu", weights_only=True)
-        shards = [path for path in files if path.suffix == ".safetensors"]
-        return {key: value for path in shards for key, value in load_file(path).items()}
+        weights = {}
+        for path in files:
+            if path.suffix == ".safetensors":
+                weights |= load_file(path)
+        return weights
     except Exception as error:  # of many types, depending on what is damaged
         raise UserError(f"{folder}: its weights are not readable ({reason(error)})") from error
