@@ -52,8 +52,8 @@ from trainer.run.paths import is_path, resume_path, run_name, start_path, tensor
 from trainer.run.state import TrainState
 from trainer.weights.files import (
     described_config,
+    fill,
     keep_tokenizer,
-    load_weights,
     missing_weights,
     read_model,
     tokenizer_folder,
@@ -171,7 +171,9 @@ def init_model(
     with torch.device("meta" if str(device) == "meta" else "cpu"):
         model = MiniMindForCausalLM(lm_config)
     if from_weight != "none":
-        stored = load_weights(model, start_path(save_dir, from_weight, lm_config))
+        path = start_path(save_dir, from_weight, lm_config)
+        weights, stored = read_model(path, lm_config.num_experts_per_tok)
+        fill(model, weights, path, stored)
         check_tokenizer(tokenizer, tokenizer_path, stored)
     Logger(f"{describe_size(model)}, weights: {from_weight}")
     cast(nn.Module, model).to(device)  # in place
@@ -274,7 +276,8 @@ def weights_to_load(args: StageArgs, run: resume.Fingerprint, checkpoint: dict[s
     replaces them. Raises UserError if the checkpoint does not replace them, and they are no longer those that
     the run began with."""
     if isinstance(args, resume.FrozenModelArgs) and args.resume_needs_start_weights:
-        resume.check_start_weights(args, run)
+        if checkpoint is not None:
+            resume.check_start_weights(args, run)
         return args.from_weight
     return args.from_weight if checkpoint is None else "none"
 

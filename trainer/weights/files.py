@@ -14,7 +14,7 @@ import platform
 import shutil
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +39,7 @@ from trainer.weights.import_hf import flags_of, imported_config, read_folder
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from model.model_minimind import MiniMindConfig
+    from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 
 # {"model": the config's fields, "tokenizer": its hash, and where the weights come from}
 Description = dict[str, Any]
@@ -178,21 +178,20 @@ def read_description(path: Path) -> Description | None:
 
 
 def described_config(path: Path) -> "MiniMindConfig | None":
-    """The config in the description of a weights file, without reading its tensors; None if it has none."""
+    """The config in the description of a weights file, without reading its tensors; None if it has none.
+    Raises UserError if it is damaged, or the config has a field that the present code does not know, and so
+    would leave out of its arithmetic."""
+    from model.model_minimind import MiniMindConfig
+
     if not path.is_file():
         return None
     try:
         description = read_description(path)
     except checkpoint.UNREADABLE as error:
         raise unreadable(path, error) from error
-    return config_from(description["model"], path) if description else None
-
-
-def config_from(fields: dict[str, Any], path: Path) -> "MiniMindConfig":
-    """The config with these fields, which were read from `path`. Raises UserError if it has a field that the
-    present code does not know, and so would leave out of its arithmetic."""
-    from model.model_minimind import MiniMindConfig
-
+    if description is None:
+        return None
+    fields = description["model"]
     unknown = [name for name, value in fields.items() if name not in MiniMindConfig.__annotations__ and value]
     if unknown:
         values = ", ".join(f"{name} {fields[name]!r}" for name in unknown)
@@ -231,13 +230,11 @@ def _read_file(path: Path, experts_per_token: int | None) -> "tuple[dict[str, Te
         content = checkpoint.read_file(path)
         is_state = isinstance(content, dict) and set(content) >= checkpoint.STATE_KEYS
         weights = content["model"] if is_state else content
-        description = read_description(path)
         _shapes(weights)
     except checkpoint.UNREADABLE as error:
         raise unreadable(path, error) from error
-    if description is not None:
-        return weights, config_from(description["model"], path)
-    return weights, imported_config(path, weights, experts_per_token)
+    config = described_config(path)
+    return weights, config or imported_config(path, weights, experts_per_token)
 
 
 def unreadable(path: Path, error: BaseException) -> UserError:
@@ -286,22 +283,13 @@ def find_weights(save_dir: str | Path, weight: str, **asked: Any) -> Path:
     return fitting[0]
 
 
-def load_weights(model: nn.Module, path: Path) -> "MiniMindConfig":
-    """Load a file or folder of weights strictly, into the model's own dtype; returns their config. Raises
-    UserError if it is missing, holds no weights, or does not fit the model; the difference is named."""
-    weights, stored = read_model(path, getattr(getattr(model, "config", None), "num_experts_per_tok", None))
-    fill(model, weights, path, stored)
-    return stored
-
-
-def fill(model: nn.Module, weights: dict[str, Tensor], path: Path, stored: "MiniMindConfig") -> None:
-    """Load weights that were read from `path`, with the config `stored`, into a model. Raises UserError if
-    they do not fit; the settings or the tensor that differ are named."""
-    config = getattr(model, "config", None)
-    if isinstance(config, type(stored)):
-        differing = incompatible_fields(stored, config)
-        if differing:
-            raise UserError(f"weights {path} do not fit the model: they are of {', '.join(differing)}")
+def fill(
+    model: "MiniMindForCausalLM", weights: dict[str, Tensor], path: Path, stored: "MiniMindConfig"
+) -> None:
+    """Load weights that were read from `path`, with the config `stored`, into a model, strictly. Raises
+    UserError if they do not fit; the settings or the tensor that differ are named."""
+    if differing := incompatible_fields(stored, cast(Any, model).config):
+        raise UserError(f"weights {path} do not fit the model: they are of {', '.join(differing)}")
     given, expected = _shapes(weights), _shapes(model.state_dict())
     for name in sorted(given.keys() | expected.keys()):
         if given.get(name) != expected.get(name):

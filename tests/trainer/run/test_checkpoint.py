@@ -23,7 +23,7 @@ from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from trainer.optim.build import build_optimizer
 from trainer.run.checkpoint import UNREADABLE, Writer, read_file, write_file
 from trainer.trainer_utils import lm_checkpoint
-from trainer.weights.files import load_weights
+from trainer.weights.files import read_model
 
 CONFIG = MiniMindConfig(hidden_size=32, num_hidden_layers=1)
 
@@ -93,10 +93,10 @@ def test_a_pickle_that_runs_code_is_refused_and_does_not_run(tmp_path):
     with pytest.raises(UserError):
         lm_checkpoint(CONFIG, "w", save_dir=tmp_path)
     with pytest.raises(UserError, match="not a readable weights file"):
-        load_weights(MiniMindForCausalLM(CONFIG), tmp_path / "w_32.pth")
+        read_model(tmp_path / "w_32.pth")
     (tmp_path / "w_32.pth").write_bytes(pickle.dumps(Malicious(str(trap))))
     with pytest.raises(UserError, match="not a readable weights file"):
-        load_weights(MiniMindForCausalLM(CONFIG), tmp_path / "w_32.pth")
+        read_model(tmp_path / "w_32.pth")
     assert not trap.exists()
 
 
@@ -180,7 +180,7 @@ def test_weights_of_arbitrary_bytes_are_refused(tmp_path, data):
     path = tmp_path / "w_32.pth"
     path.write_bytes(data)
     with pytest.raises(UserError, match="not a readable weights file"):
-        load_weights(MiniMindForCausalLM(CONFIG), path)
+        read_model(path)
 
 
 def test_each_bit_of_the_directory_and_the_digest_of_a_file(tmp_path, monkeypatch):
