@@ -58,8 +58,8 @@ def home(tmp_path_factory) -> Path:
 def argv(folder: Path, task: str = TASK, **extra) -> list[str]:
     """A small run whose files go to `folder`; `extra` replaces its settings."""
     settings = {"task": task, "data_path": "texts.jsonl", "hidden_size": 32, "num_hidden_layers": 1}
-    settings |= {"batch_size": 8}
-    settings |= {"save_dir": folder / "out", "checkpoint_dir": folder / "checkpoints", "log_interval": 1}
+    settings |= {"save_dir": folder / "out", "checkpoint_dir": folder / "checkpoints"}
+    settings |= {"log_interval": 1, "batch_size": 8}
     settings |= {"epochs": 20, "learning_rate": 2e-3, "dtype": "float32", "device": "cpu", "seed": 3}
     return [part for key, value in (settings | extra).items() for part in (f"--{key}", str(value))]
 
@@ -103,21 +103,15 @@ def test_killed_and_resumed_it_is_the_same_run(home, whole, tmp_path):
     settings = STOPPING | {"from_resume": 1, "save_interval": 4, "tensorboard_dir": tmp_path / "runs"}
     updates = saved_state(whole, NAME)["update"]
     for micro_batch in (17, updates - 20):  # of each process
-        run(
-            "engine",
-            argv(tmp_path, **settings),
-            started_in(home, signals={micro_batch: signal.SIGKILL}),
-            status=-9,
-        )
+        killed = started_in(home, signals={micro_batch: signal.SIGKILL})
+        run("engine", argv(tmp_path, **settings), killed, status=-9)
     done = run("engine", argv(tmp_path, **settings), started_in(home))
     assert "resuming TextClassifier at" in done.out and "stopping: EarlyStopping" in done.out
     assert_same_run(whole, tmp_path, NAME)
     assert saved_state(whole, NAME)["callbacks"] == saved_state(tmp_path, NAME)["callbacks"]
-    accuracy = [
-        [r.get("eval_accuracy") for r in read_metrics(folder / f"out/{NAME}_metrics.jsonl")]
-        for folder in (whole, tmp_path)
-    ]
-    assert accuracy[0] == accuracy[1]
+    logs = [read_metrics(folder / f"out/{NAME}_metrics.jsonl") for folder in (whole, tmp_path)]
+    one, other = ([record.get("eval_accuracy") for record in log] for log in logs)
+    assert one == other
     steps = [point.step for point in EventAccumulator(str(tmp_path / "runs" / NAME)).Reload().Scalars("loss")]
     assert steps == list(range(1, updates + 1))
     refused = {"held_out_every=4": "held_out_every: None -> 4", "": "data: "}
@@ -130,16 +124,13 @@ def test_killed_and_resumed_it_is_the_same_run(home, whole, tmp_path):
 
 def test_the_command_of_the_manual_from_the_users_folder(home, tmp_path):
     """--from_weight starts from a pretrained body."""
-    command = re.search(
-        rf"^python -m llm.training.train (--task {TASK} .*--from_weight pretrain.*)$", PAGE, flags=re.M
-    )
+    form = rf"^python -m llm.training.train (--task {TASK} .*--from_weight pretrain.*)$"
+    command = re.search(form, PAGE, flags=re.M)
     torch.manual_seed(5)
-    shape = MiniMindConfig(
-        hidden_size=32, num_hidden_layers=1, vocab_size=len(load_tokenizer(ROOT / "model"))
-    )
-    weights = half_state_dict(MiniMindForCausalLM(shape))
-    for name in ("out",):
-        (tmp_path / name).mkdir()
+    vocab_size = len(load_tokenizer(ROOT / "model"))
+    config = MiniMindConfig(hidden_size=32, num_hidden_layers=1, vocab_size=vocab_size)
+    weights = half_state_dict(MiniMindForCausalLM(config))
+    (tmp_path / "out").mkdir()
     torch.save(weights, tmp_path / "out/pretrain_32.pth")
     settings = {"cache_dir": tmp_path / "cache", "epochs": 1, "learning_rate": 1e-12}
     words = [*shlex.split(command[1]), *argv(tmp_path, **settings)[2:]]
@@ -206,25 +197,21 @@ def broken(home) -> Path:
     return home
 
 
-@pytest.mark.parametrize(
-    ("task", "more", "told"),
-    [
-        ("classifier", [], "--task classifier is unknown; there are regression, pretrain, full_sft, "),
-        (
-            "nowhere:Task",
-            [],
-            "--task nowhere:Task cannot be imported (No module named 'nowhere'); start from its folder",
-        ),
-        ("broken:Missing", [], "broken.py has no 'Missing'"),
-        ("half:Half", [], "half.py:1: '(' was never closed (--task half:Half)"),
-        ("broken:Forgetful", [], "--task broken:Forgetful does not implement train_step, validation_step"),
-        ("broken:MisspeltCallback", [], "callback Misspelt: on_bach_end would never be called"),
-    ],
-)
-def test_a_mistake_is_one_line_and_exit_status_2(broken, tmp_path, task, more, told):
-    process = run("engine", argv(tmp_path, task, epochs=1) + more, started_in(broken), status=2)
+MISTAKES = {
+    "classifier": "--task classifier is unknown; there are regression, pretrain, full_sft, ",
+    "nowhere:Task": "--task nowhere:Task cannot be imported (No module named 'nowhere'); start from its folder",
+    "broken:Missing": "broken.py has no 'Missing'",
+    "half:Half": "half.py:1: '(' was never closed (--task half:Half)",
+    "broken:Forgetful": "--task broken:Forgetful does not implement train_step, validation_step",
+    "broken:MisspeltCallback": "callback Misspelt: on_bach_end would never be called",
+}
+
+
+@pytest.mark.parametrize("task", MISTAKES)
+def test_a_mistake_is_one_line_and_exit_status_2(broken, tmp_path, task):
+    process = run("engine", argv(tmp_path, task, epochs=1), started_in(broken), status=2)
     (line,) = process.error_lines
-    assert line.startswith("error: ") and told in line
+    assert line.startswith("error: ") and MISTAKES[task] in line
     assert not list(tmp_path.rglob("*.pth"))
 
 
