@@ -67,7 +67,8 @@ def make_checkpoint(name: str, folder: str, settings: dict) -> dict:
     rewards = torch.arange(4.0, dtype=torch.float64).view(-1, state.args.num_generations)
     with torch.no_grad():
         [batch] = hook.make_batches(state.model, [(written, rewards)], state.args, CPU)
-        hook.rollout_for_next_updates = [batch | hook._log_probs(state.model, batch)]
+        hook.add_log_probs(state.model, batch)
+    hook.rollout_for_next_updates = [batch]
     train_update(state, hook.rollout_for_next_updates, 24.0, 48.0)
     state.update = 1
     save_checkpoint(state)

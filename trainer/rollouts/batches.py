@@ -233,15 +233,19 @@ class Rollouts(Callback):
         for part in rewards.split([len(batch["prompts"]) for batch in window]):
             rollouts.append((rest[: part.numel()], part))
             rest = rest[part.numel() :]
-        temperature = self.args.temperature
         with torch.no_grad(), state.autocast:
             batches = self.make_batches(model, rollouts, self.args, state.device)
             for batch in batches:
-                if self.reference is not None:
-                    batch["ref_log_probs"], _ = target_log_probs(self.reference, batch, temperature)
-                if self.args.num_iterations > 1:
-                    batch["old_log_probs"], _ = target_log_probs(self.policy_of(model), batch, temperature)
+                self.add_log_probs(model, batch)
         return batches
+
+    def add_log_probs(self, model: nn.Module, batch: Batch) -> None:
+        """Add the log-probabilities of the targets [M] that are compared with those under later weights."""
+        temperature = self.args.temperature
+        if self.reference is not None:
+            batch["ref_log_probs"], _ = target_log_probs(self.reference, batch, temperature)
+        if self.args.num_iterations > 1:
+            batch["old_log_probs"], _ = target_log_probs(self.policy_of(model), batch, temperature)
 
     def _write(
         self, writer: TrajectoryWriter, model: nn.Module, prompts: list[RolloutPrompt], update: int

@@ -75,77 +75,43 @@ def test_a_shipped_reward(name, completion, record, value):
 def test_a_tool_counts_since_the_users_last_message():
     asked, replied = {"role": "user", "content": "1+1"}, {"role": "tool", "content": "2"}
     called = {"role": "assistant", "content": "<tool_call>"}
-    for prompt, value in (
-        ([asked, called, replied], 1.0),
-        ([asked, called, replied, called, asked], 0.0),
-        ([asked], 0.0),
-    ):
-        assert SHIPPED["tool_used"](prompt, "2", {}) == value
+    prompts = [[asked, called, replied], [asked, called, replied, called, asked], [asked]]
+    assert [SHIPPED["tool_used"](prompt, "2", {}) for prompt in prompts] == [1.0, 0.0, 0.0]
 
 
-def test_a_reward_in_a_file(tmp_path):
-    file = tmp_path / "my file.py"
-    file.write_text(
-        "import beside\ndef politeness(prompt, completion, record): return beside.word in completion"
+@pytest.fixture
+def modules(tmp_path, monkeypatch):
+    """Writes modules of a user, by name and source; returns their folder."""
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def write(**sources):
+        for name, source in sources.items():
+            (tmp_path / f"{name}.py").write_text(source)
+        return tmp_path
+
+    return write
+
+
+POLITE = "def politeness(prompt, completion, record): return 'please' in completion\n"
+
+
+def test_several_rewards_with_weights(modules):
+    modules(my_rewards=POLITE)
+    rewards = load_rewards("exact_answer, my_rewards:politeness=0.5")
+    names = [(reward.name, reward.weight) for reward in rewards]
+    assert names == [("exact_answer", 1.0), ("politeness", 0.5)]
+    values = compute(rewards, [], "42 please", {"answer": 42}, "a:1", 1)
+    assert values == {"exact_answer": 0.0, "politeness": 1.0}
+
+
+def test_a_reward_in_a_file(modules):
+    """It may import what lies beside it."""
+    folder = modules(
+        beside="word = 'please'", file="import beside\n" + POLITE.replace("'please'", "beside.word")
     )
-    (tmp_path / "beside.py").write_text("word = 'please'")
+    file = (folder / "file.py").rename(folder / "my file.py")
     (reward,) = load_rewards(f"{file}:politeness=2")
     assert (reward.name, reward.weight) == ("politeness", 2.0) and reward.function([], "please", {})
-    for spec, says in (
-        (f"{tmp_path}/no.py:f", "no such file"),
-        (f"{file}:rudeness", "my file.py has no 'rudeness'"),
-    ):
-        with pytest.raises(UserError, match=says):
-            load_rewards(spec)
-    file = tmp_path / "wrong.py"
-    file.write_text("def politeness(:")
-    with pytest.raises(UserError, match=r"wrong.py:1: invalid syntax"):
-        load_rewards(f"{file}:politeness")
-
-
-def test_several_rewards_with_weights(tmp_path, monkeypatch):
-    (tmp_path / "my_rewards.py").write_text(
-        "def politeness(prompt, completion, record): return 'please' in completion"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    rewards = load_rewards("exact_answer, my_rewards:politeness=0.5")
-    assert [(reward.name, reward.weight) for reward in rewards] == [
-        ("exact_answer", 1.0),
-        ("politeness", 0.5),
-    ]
-    assert compute(rewards, [], "42 please", {"answer": 42}, "a:1", 1) == {
-        "exact_answer": 0.0,
-        "politeness": 1.0,
-    }
-
-
-@pytest.mark.parametrize("spec", ["ra:score=10,rb:score", "ra:score,ra:std", "ra:model"])
-def test_rewards_have_names_of_their_own(tmp_path, monkeypatch, spec):
-    """Not that of a figure of all rewards either, or of the reward model."""
-    for module in ("ra", "rb"):
-        source = "".join(
-            f"def {name}(prompt, completion, record): return 1\n" for name in ("score", "std", "model")
-        )
-        (tmp_path / f"{module}.py").write_text(source)
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(UserError, match=r"(score|std|model) is named twice, or the name of another figure"):
-        load_rewards(spec, lambda *_: 7.0)
-
-
-def test_another_reward_model_and_other_code_are_noticed(tmp_path, monkeypatch):
-    (tmp_path / "rc.py").write_text(
-        "def score(prompt, completion, record): return 1\nclass World: tools = []\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    load_rewards("rc:score=2")
-    names = {"reward": "length,rc:score=2", "environment": "rc:World"}
-    args = train_agent.Args(**names, reward_model=str(tmp_path), cache_dir=str(tmp_path / "cache"))
-    before, code = args.frozen_hashes(), code_hashes([__file__, *args.code_files()])
-    assert {"rc.py", "trainer/rollouts/rewards.py"} <= code.keys() and list(before) == ["reward_model_sha256"]
-    (tmp_path / "rc.py").write_text("def score(prompt, completion, record): return 2\n")
-    after = code_hashes([__file__, *args.code_files()])
-    assert [name for name in code if code[name] != after[name]] == ["rc.py"]
-    assert args.frozen_hashes() != before
 
 
 @pytest.mark.parametrize(
@@ -156,20 +122,36 @@ def test_another_reward_model_and_other_code_are_noticed(tmp_path, monkeypatch):
         ("math:no_function", "--reward math:no_function: .* has no 'no_function'"),
         ("math:pi", "--reward math:pi is not a function"),
         ("exact_answer=nan", "the weight 'nan' must be a finite number"),
+        ("no.py:f", "no such file"),
+        ("{}/polite.py:rudeness", "polite.py has no 'rudeness'"),
+        ("{}/wrong.py:politeness", "wrong.py:1: invalid syntax"),
+        ("leaves:f", r"--reward leaves:f cannot be imported: the module calls sys.exit\(0\)"),
+        ("ra:score=10,rb:score", "score is named twice, or the name of another figure"),
+        ("ra:score,ra:std", "std is named twice, or the name of another figure"),
+        ("ra:model", "model is named twice, or the name of another figure"),
     ],
 )
-def test_a_mistake_is_one_line(spec, line):
+def test_a_mistake_is_one_line(modules, spec, line):
+    """A name must not be that of a figure of all rewards either, or of the reward model."""
+    names = ("score", "std", "model")
+    several = "".join(POLITE.replace("politeness", name) for name in names)
+    sources = {"polite": POLITE, "wrong": "def politeness(:", "leaves": "import sys\nsys.exit(0)\n"}
+    folder = modules(**sources, ra=several, rb=several)
     with pytest.raises(UserError, match=line):
-        load_rewards(spec)
+        load_rewards(spec.format(folder), (lambda *_: 7.0) if "ra:" in spec else None)
 
 
-def test_a_module_that_ends_the_process(tmp_path, monkeypatch):
-    (tmp_path / "leaves.py").write_text("import sys\nsys.exit(0)\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(
-        UserError, match=r"--reward leaves:f cannot be imported: the module calls sys.exit\(0\)"
-    ):
-        load_rewards("leaves:f")
+def test_another_reward_model_and_other_code_are_noticed(modules):
+    folder = modules(rc=POLITE + "class World: tools = []\n")
+    load_rewards("rc:politeness=2")
+    names = {"reward": "length,rc:politeness=2", "environment": "rc:World"}
+    args = train_agent.Args(**names, reward_model=str(folder), cache_dir=str(folder / "cache"))
+    before, code = args.frozen_hashes(), code_hashes([__file__, *args.code_files()])
+    assert {"rc.py", "trainer/rollouts/rewards.py"} <= code.keys() and list(before) == ["reward_model_sha256"]
+    modules(rc=POLITE)
+    after = code_hashes([__file__, *args.code_files()])
+    assert [name for name in code if code[name] != after[name]] == ["rc.py"]
+    assert args.frozen_hashes() != before
 
 
 def divide(prompt, completion, record):
@@ -209,9 +191,8 @@ def test_a_reward_that_fails_names_the_record(function, line):
 
 
 def test_a_reward_with_a_weight_that_makes_it_too_large():
-    with pytest.raises(
-        UserError, match=r"reward mine is -2 \(its weight: 1e\+15\), not a finite number of at most"
-    ):
+    line = r"reward mine is -2 \(its weight: 1e\+15\), not a finite number of at most"
+    with pytest.raises(UserError, match=line):
         compute([Reward("mine", lambda *_: -2, 1e15)], [], "text", {}, "rl.jsonl:7", 1)
 
 
