@@ -62,11 +62,9 @@ def test_loss_and_gradient_are_those_of_trl(loss_type, beta):
     log_probs, old, reference = drawn_by_numpy()
     lengths = torch.tensor(LENGTHS)
     advantages = torch.tensor([1.2, -0.7, 0.4, -1.5], dtype=torch.float64).repeat_interleave(lengths)
-    options = {"epsilon": EPSILON, "epsilon_high": EPSILON_HIGH, "beta": beta}
     of_token = advantages, lengths.repeat_interleave(lengths).double()
-    found, _ = policy_loss(
-        log_probs.requires_grad_(), old, *of_token, loss_type, ref_logp=reference, **options
-    )
+    options = loss_type, EPSILON, EPSILON_HIGH, reference, beta
+    found, _ = policy_loss(log_probs.requires_grad_(), old, *of_token, *options)
     loss = found / (sum(LENGTHS) if loss_type in TOKEN_LEVEL else len(LENGTHS))
     (gradient,) = torch.autograd.grad(loss, log_probs)
     products = (gradient @ torch.arange(1, len(gradient) + 1, dtype=torch.float64)).item()
@@ -77,10 +75,8 @@ def test_loss_and_gradient_are_those_of_trl(loss_type, beta):
 def test_where_the_ratio_is_clipped_nothing_is_learned(loss_type):
     """From below for a negative advantage, from above for a positive one; cispo clips its factor, from
     above."""
-    ratio, advantages = (
-        torch.tensor([0.5, 0.5, 1.5, 1.5, 1.0]).double(),
-        torch.tensor([1, -1, 1, -1, 1]).double(),
-    )
+    ratio = torch.tensor([0.5, 0.5, 1.5, 1.5, 1.0], dtype=torch.float64)
+    advantages = torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0], dtype=torch.float64)
     log_probs, ones = ratio.log().requires_grad_(), torch.ones(5, dtype=torch.float64)
     found, figures = policy_loss(log_probs, 0 * ones, advantages, ones, loss_type, EPSILON, EPSILON_HIGH)
     (gradient,) = torch.autograd.grad(found, log_probs)
@@ -90,14 +86,14 @@ def test_where_the_ratio_is_clipped_nothing_is_learned(loss_type):
     assert figures["clip_ratio"] == (1 if loss_type == "cispo" else 2)
 
 
-def sampled_batch() -> dict:
-    """A flat batch of completions of LENGTHS, behind prompts of 4 tokens."""
+def sampled_batch(lengths: list[int]) -> dict:
+    """A flat batch of completions of these lengths, behind prompts of 4 tokens."""
     draw, rows = np.random.RandomState(0), []
-    for number, length in enumerate(LENGTHS):
+    for number, length in enumerate(lengths):
         sample = {"input_ids": draw.randint(3, 50, 4 + length), "loss_mask": np.arange(4 + length) >= 4}
         rows.append([sample | {"sample_id": number, "target_bytes": 0}])
-    lengths = torch.tensor(LENGTHS)
-    return collate_flat(rows) | {"lengths": lengths.repeat_interleave(lengths).float()}
+    of_tokens = torch.tensor(lengths).repeat_interleave(torch.tensor(lengths))
+    return collate_flat(rows) | {"lengths": of_tokens.float()}
 
 
 def log_probs_one_by_one(model: MiniMindForCausalLM, batch: dict, temperature: float) -> torch.Tensor:
@@ -118,7 +114,7 @@ def test_several_updates_of_one_rollout_are_those_of_the_formula(loss_type):
     torch.manual_seed(0)
     config = MiniMindConfig(hidden_size=32, num_hidden_layers=1, vocab_size=50)
     start, actor = MiniMindForCausalLM(config), MiniMindForCausalLM(config)
-    batch, temperature, beta = sampled_batch(), 0.6, 0.04
+    batch, temperature, beta = sampled_batch(LENGTHS), 0.6, 0.04
     with torch.no_grad():
         old, reference = (log_probs_one_by_one(model, batch, temperature) for model in (actor, start))
     advantages = torch.tensor([1.2, -0.7, 0.4, -1.5])
@@ -138,9 +134,8 @@ def test_several_updates_of_one_rollout_are_those_of_the_formula(loss_type):
         wanted = count * written_out(log_probs, old, reference, advantages, as_written, beta, high)
         loss, _, shown = loss_fn(model, batch, args)
         torch.testing.assert_close(loss, wanted, rtol=1e-4, atol=1e-5)
-        gradients = [
-            torch.autograd.grad(each, list(actor.parameters()), retain_graph=True) for each in (loss, wanted)
-        ]
+        parameters = list(actor.parameters())
+        gradients = [torch.autograd.grad(each, parameters, retain_graph=True) for each in (loss, wanted)]
         for one, other in zip(*gradients, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
         ratio = (log_probs - old).exp()
@@ -148,14 +143,12 @@ def test_several_updates_of_one_rollout_are_those_of_the_formula(loss_type):
         apart = reference - log_probs
         kl = (weight * ratio * (apart.exp() - apart - 1)).sum().item()
         assert shown["kl"].item() == pytest.approx(kl, rel=1e-3)
-        lower, upper = (
-            (ratio < 1 - EPSILON) & (batch["advantages"] < 0),
-            (ratio > 1 + high) & (batch["advantages"] > 0),
-        )
+        lower = (ratio < 1 - EPSILON) & (batch["advantages"] < 0)
+        upper = (ratio > 1 + high) & (batch["advantages"] > 0)
         sides |= {side for side, clipped in (("below", lower), ("above", upper)) if clipped.any()}
         assert (shown["clip_ratio"] > 0) == bool(upper.any() or (loss_type != "cispo" and lower.any()))
         with torch.no_grad():
-            for parameter, gradient in zip(actor.parameters(), gradients[0], strict=True):
+            for parameter, gradient in zip(parameters, gradients[0], strict=True):
                 parameter -= 0.2 * gradient / count
     assert sides == {"below", "above"}
 

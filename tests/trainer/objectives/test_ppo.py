@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from dataset.lm_dataset import collate_flat
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
+from tests.trainer.objectives.test_policy import sampled_batch
 from trainer.objectives.next_token import target_log_probs
 from trainer.objectives.ppo import METRICS, ActorCritic, actor_critic_loss, token_advantages
 
@@ -33,21 +33,6 @@ def test_advantages_are_the_discounted_sums_of_the_errors(gamma, lam):
         assert returns == pytest.approx([gamma ** (4 - t) * REWARD for t in range(5)])
 
 
-def flat_batch(lengths: list[int]) -> dict:
-    """Completions of these lengths behind prompts of 4 tokens."""
-    draw = np.random.RandomState(0)
-    samples = [
-        {
-            "input_ids": draw.randint(3, 50, 4 + n),
-            "loss_mask": np.arange(4 + n) >= 4,
-            "sample_id": i,
-            "target_bytes": 0,
-        }
-        for i, n in enumerate(lengths)
-    ]
-    return collate_flat([[sample] for sample in samples])
-
-
 def test_loss_and_gradient_are_those_of_the_formula():
     draw, count = np.random.RandomState(0), 24
     log_probs, values = (torch.tensor(-2 * draw.rand(count), requires_grad=True) for _ in range(2))
@@ -61,14 +46,12 @@ def test_loss_and_gradient_are_those_of_the_formula():
         ratio, advantage = torch.exp(log_probs[t] - batch["old_log_probs"][t]), batch["advantages"][t]
         bounded = min(max(ratio, 1 - EPSILON), 1 + EPSILON)
         apart = batch["ref_log_probs"][t] - log_probs[t]
-        wanted = (
-            wanted - min(ratio * advantage, bounded * advantage) + BETA * ratio * (apart.exp() - apart - 1)
-        )
+        kl = ratio * (apart.exp() - apart - 1)
+        wanted = wanted - min(ratio * advantage, bounded * advantage) + BETA * kl
         old, now = batch["old_values"][t], values[t]
         bounded = min(max(now, old - CLIP), old + CLIP)
-        wanted = wanted + VF_COEF / 2 * max(
-            (now - batch["returns"][t]) ** 2, (bounded - batch["returns"][t]) ** 2
-        )
+        errors = (now - batch["returns"][t]) ** 2, (bounded - batch["returns"][t]) ** 2
+        wanted = wanted + VF_COEF / 2 * max(errors)
     torch.testing.assert_close(loss, wanted, rtol=1e-12, atol=1e-12)
     gradients = (torch.cat(torch.autograd.grad(each, (log_probs, values))) for each in (loss, wanted))
     torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-12)
@@ -76,7 +59,7 @@ def test_loss_and_gradient_are_those_of_the_formula():
 
 
 def test_it_reads_a_batch_as_its_two_models_do():
-    model, batch = tiny(use_moe=True), flat_batch([3, 1, 5])
+    model, batch = tiny(use_moe=True), sampled_batch([3, 1, 5])
     log_probs, values, aux_loss = model(batch, 0.8)
     wanted, of_actor = target_log_probs(model.actor, batch, 0.8)
     torch.testing.assert_close(log_probs, wanted)
@@ -86,7 +69,7 @@ def test_it_reads_a_batch_as_its_two_models_do():
 
 
 def test_the_critic_begins_at_zero_and_shares_nothing_with_the_policy():
-    model, batch = tiny(), flat_batch([3, 2])
+    model, batch = tiny(), sampled_batch([3, 2])
     values, _ = model.values(batch)
     assert values.tolist() == [0.0] * 5
     pointers = [{p.data_ptr() for p in part.parameters()} for part in (model.actor, model.critic)]

@@ -20,40 +20,26 @@ def test_whole_numbers_are_exact(a, b, operation):
     assert calculate(f"({a}) {operation} ({b})") == str({"+": a + b, "-": a - b, "*": a * b}[operation])
 
 
-@pytest.mark.parametrize(
-    ("expression", "value"),
-    [
-        ("12*(3+4)", "84"),
-        ("1/4", "0.25"),
-        ("-7%3", "2"),
-        ("1/3*3", "1"),
-        ("2**-1 + 3² - 2³", "1.5"),
-        ("2¹⁰ + 10⁰ - 4²³ / 4²²", "1021"),
-        ("math.sqrt(9/4) + 2**0.5", "2.914213562"),
-        ("1**(2**4095) + (-1)**99999999", "0"),
-    ],
-)
-def test_expressions(expression, value):
-    assert calculate(expression) == value
+EXPRESSIONS = {
+    "12*(3+4)": "84",
+    "1/4": "0.25",
+    "-7%3": "2",
+    "1/3*3": "1",
+    "2**-1 + 3² - 2³": "1.5",
+    "2¹⁰ + 10⁰ - 4²³ / 4²²": "1021",
+    "math.sqrt(9/4) + 2**0.5": "2.914213562",
+    "1**(2**4095) + (-1)**99999999": "0",
+    "（3 + 4）× 6 ÷ 2 − 1": "20",
+}
+REFUSED = ["", "a", "2**9999999", "(10**300)**(10**300)", "2**0.3", "sqrt(-1)", "sqrt.__class__(4)"]
+REFUSED += ["__import__('os')", "(" * 150, "1/0", "9" * 201, "1e999"]
 
 
-@pytest.mark.parametrize(
-    "expression",
-    [
-        "",
-        "2**9999999",
-        "(10**300)**(10**300)",
-        "2**0.3",
-        "sqrt(-1)",
-        "sqrt.__class__(4)",
-        "__import__('os')",
-        "a",
-        "(" * 150,
-        "1/0",
-        "9" * 201,
-        "1e999",
-    ],
-)
+def test_expressions():
+    assert {expression: calculate(expression) for expression in EXPRESSIONS} == EXPRESSIONS
+
+
+@pytest.mark.parametrize("expression", REFUSED)
 def test_anything_else_is_refused(expression):
     with pytest.raises(ValueError):
         calculate(expression)
@@ -65,21 +51,20 @@ def test_any_text_gives_a_number_or_is_refused(expression):
         Fraction(calculate(expression))
 
 
+def call(name: str, **arguments) -> dict:
+    return {"name": name, "arguments": arguments}
+
+
 def test_the_calculator_replies_to_each_call():
-    calls = [
-        {"name": "calculate", "arguments": {"expression": "123+456"}},
-        {"name": "calculate", "arguments": {}},
-    ]
-    calls += [{"name": "other", "arguments": {}}, {"name": "calculate", "arguments": {"expression": "1/0"}}]
-    replies = Calculator({}).reply(calls)
-    assert [reply["role"] for reply in replies] == ["tool"] * 4
-    contents = [reply["content"] for reply in replies]
-    assert contents == [
-        "579",
-        "error: calculate needs an expression",
-        "error: no tool named other",
-        "error: division by zero",
-    ]
+    """Also under MiniMind's name of it."""
+    calls = [call("calculate", expression="123+456"), call("calculate"), call("other")]
+    calls += [call("calculate_math", expression="1/0")]
+    replies = ["579", "error: calculate needs an expression", "error: no tool named other"]
+    replies += ["error: division by zero"]
+    for environment in (Calculator, load_environment("calculate_math")):
+        messages = [{"role": "tool", "content": reply} for reply in replies]
+        assert environment({}).reply(calls) == messages
+    assert load_environment("calculate_math").tools[0]["function"]["name"] == "calculate_math"
 
 
 @pytest.mark.parametrize(
@@ -95,24 +80,13 @@ def test_a_mistake_is_one_line(name, line):
         load_environment(name)
 
 
-def test_minimind_s_name_and_signs():
-    calls = [{"name": "calculate_math", "arguments": {"expression": "（3 + 4）× 6 ÷ 2 − 1"}}]
-    assert [reply["content"] for reply in Calculator({}).reply(calls)] == ["20"]
-    offered = load_environment("calculate_math")
-    assert (
-        offered.tools[0]["function"]["name"] == "calculate_math"
-        and offered({}).reply(calls)[0]["content"] == "20"
-    )
-
-
 def test_a_tool_that_nothing_answers_is_refused():
     """What the environment does not say it does not answer, it may answer."""
     known, unknown = ([tool_schema(name, "")] for name in ("calculate_math", "get_current_weather"))
     prompts = [RolloutPrompt([], [], tools, {}, 0, "rl.jsonl:7") for tools in (None, known, unknown)]
     check_tools(Calculator, prompts[:2])
-    with pytest.raises(
-        UserError, match=r"^rl.jsonl:7: the record names the tool get_current_weather, but Calculator"
-    ):
+    told = r"^rl.jsonl:7: the record names the tool get_current_weather, but Calculator"
+    with pytest.raises(UserError, match=told):
         check_tools(Calculator, prompts)
     check_tools(type("Any", (), {"tools": []}), prompts)
 
