@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from common.arguments import parse_args
 from common.errors import UserError
 from dataset.token_cache import load_tokenizer
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
@@ -57,9 +58,8 @@ def test_the_loss_is_that_of_the_formula_and_scales_no_balancing_loss(monkeypatc
     expected = 0.3 * cross_entropy + 0.7 * 4.0 * apart
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6) and torch.equal(aux_loss, out.aux_loss)
     assert abs(shown["divergence"].item() - apart.item()) <= 1e-6 * len(batch["targets"])
-    for one, other in zip(
-        gradients, torch.autograd.grad(expected + out.aux_loss, list(student.parameters())), strict=True
-    ):
+    wanted_gradients = torch.autograd.grad(expected + out.aux_loss, list(student.parameters()))
+    for one, other in zip(gradients, wanted_gradients, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
     assert not any(parameter.requires_grad for parameter in teacher.parameters())
 
@@ -67,9 +67,8 @@ def test_the_loss_is_that_of_the_formula_and_scales_no_balancing_loss(monkeypatc
 def test_an_empty_batch_has_a_zero_gradient():
     student = MiniMindForCausalLM(MiniMindConfig(hidden_size=32, num_hidden_layers=1))
     teacher = small_teacher()
-    loss, aux_loss, _ = train_distillation.loss_fn(
-        teacher, student, flat_batch(0, []), train_distillation.Args()
-    )
+    args = train_distillation.Args()
+    loss, aux_loss, _ = train_distillation.loss_fn(teacher, student, flat_batch(0, []), args)
     (loss + aux_loss).backward()
     assert loss == 0 and not any(p.grad.any() for p in student.parameters())
 
@@ -79,10 +78,13 @@ def teacher_in(path, **flags):
     return load_teacher(args, load_tokenizer(ROOT / "model"), torch.device("cpu"))
 
 
+def write_teacher(path, **fields):
+    config = MiniMindConfig(**{"hidden_size": 32, "num_hidden_layers": 1} | fields)
+    save_weights(MiniMindForCausalLM(config), path)
+
+
 def test_a_teacher_with_another_tokenizer_is_refused(tmp_path):
-    save_weights(
-        MiniMindForCausalLM(MiniMindConfig(hidden_size=32, num_hidden_layers=1)), tmp_path / "t_32.pth"
-    )
+    write_teacher(tmp_path / "t_32.pth")
     assert teacher_in(tmp_path / "t_32.pth").config.hidden_size == 32
     with pytest.raises(UserError, match="contradicts the weights"):
         teacher_in(tmp_path / "t_32.pth", teacher_num_layers=3)
@@ -98,22 +100,16 @@ def test_a_teacher_with_another_tokenizer_is_refused(tmp_path):
 
 @pytest.mark.parametrize("field", [{"vocab_size": 6401}, {"tokenizer_sha256": "0" * 64}])
 def test_a_teacher_whose_file_says_that_its_tokens_are_others_is_refused(tmp_path, field):
-    shape = {"hidden_size": 32, "num_hidden_layers": 1} | field
-    save_weights(MiniMindForCausalLM(MiniMindConfig(**shape)), tmp_path / "t_32.pth")
+    write_teacher(tmp_path / "t_32.pth", **field)
     with pytest.raises(UserError, match="has another tokenizer"):
         teacher_in(tmp_path / "t_32.pth")
 
 
 def test_minimind_names_of_the_student_are_the_common_flags():
-    from common.arguments import parse_args
-
     typed = ["--student_hidden_size", "64", "--student_num_layers", "3", "--student_use_moe", "1"]
-    args = parse_args(
-        train_distillation.Args, None, [*typed, "--from_student_weight", "w", "--teacher_use_moe", "0"]
-    )
+    typed += ["--from_student_weight", "w", "--teacher_use_moe", "0"]
+    args = parse_args(train_distillation.Args, None, typed)
     assert (args.hidden_size, args.num_hidden_layers, args.use_moe, args.from_weight) == (64, 3, True, "w")
     assert args.teacher_shape() == {"use_moe": False}
-    assert train_distillation.Args(teacher_hidden_size=768, teacher_num_layers=16).teacher_shape() == {
-        "hidden_size": 768,
-        "num_hidden_layers": 16,
-    }
+    args = train_distillation.Args(teacher_hidden_size=768, teacher_num_layers=16)
+    assert args.teacher_shape() == {"hidden_size": 768, "num_hidden_layers": 16}

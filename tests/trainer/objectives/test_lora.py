@@ -27,9 +27,8 @@ from trainer.run.checkpoint import Writer
 
 def base(use_moe: bool = False, **shape) -> MiniMindForCausalLM:
     torch.manual_seed(0)
-    return MiniMindForCausalLM(
-        MiniMindConfig(hidden_size=32, num_hidden_layers=2, use_moe=use_moe, **shape)
-    ).eval()
+    config = MiniMindConfig(hidden_size=32, num_hidden_layers=2, use_moe=use_moe, **shape)
+    return MiniMindForCausalLM(config).eval()
 
 
 def adapted(use_moe: bool = False, targets: tuple[str, ...] = TARGETS) -> MiniMindForCausalLM:
@@ -63,10 +62,8 @@ def test_only_adapters_are_trained_and_each_of_them(use_moe):
     layers = 2 * (4 + 3 * (4 if use_moe else 1))
     assert len(trained) == 2 * layers and set(trained) == set(adapter_state_dict(model))
     assert all(p.grad is not None for p in trained.values())
-    assert (
-        sum(bool(p.grad.any()) for name, p in trained.items() if "lora_B" in name)
-        >= layers - 2 * 3 * 3 * use_moe
-    )
+    changed = sum(bool(p.grad.any()) for name, p in trained.items() if "lora_B" in name)
+    assert changed >= layers - (18 if use_moe else 0)  # not all experts are chosen
     assert all(p.grad is None for name, p in model.named_parameters() if name not in trained)
 
 
@@ -112,23 +109,22 @@ def change_config(folder: Path, **fields) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))
 
 
-WRONG = {
-    "missing": (lambda folder: (folder / "adapter_config.json").unlink(), "is not readable"),
-    "another kind": (
-        lambda folder: change_config(folder, peft_type="IA3"),
-        "peft_type 'IA3' is not supported",
-    ),
-    "dora": (lambda folder: change_config(folder, use_dora=True), "use_dora True is not supported"),
-    "targets": (lambda folder: change_config(folder, target_modules=["lm_head"]), "its targets must be of"),
-    "rank": (lambda folder: change_config(folder, r=8), "is of another model"),
-}
+WRONG = [  # fields of the adapter's config, and what is told; None: there is no config
+    (None, "is not readable"),
+    ({"peft_type": "IA3"}, "peft_type 'IA3' is not supported"),
+    ({"use_dora": True}, "use_dora True is not supported"),
+    ({"target_modules": ["lm_head"]}, "its targets must be of"),
+    ({"r": 8}, "is of another model"),
+]
 
 
-@pytest.mark.parametrize("case", WRONG)
-def test_an_adapter_that_does_not_fit_is_one_line(tmp_path, case):
-    spoil, line = WRONG[case]
+@pytest.mark.parametrize(("fields", "line"), WRONG)
+def test_an_adapter_that_does_not_fit_is_one_line(tmp_path, fields, line):
     folder = written(adapted(targets=("q_proj",)), tmp_path)
-    spoil(folder)
+    if fields is None:
+        (folder / "adapter_config.json").unlink()
+    else:
+        change_config(folder, **fields)
     with pytest.raises(UserError) as error:
         merge_adapter(base(), folder)
     assert line in str(error.value) and str(folder) in str(error.value)
@@ -158,9 +154,8 @@ def test_minimind_s_file_of_an_adapter(tmp_path):
     assert {name.split(".")[-4] for name in saved} == {"q_proj", "o_proj"}
     with torch.no_grad():
         merged, plain = merge_adapter(model, path)(ids).logits, base()(ids).logits
-        assert torch.allclose(merged, wanted(ids).logits, atol=1e-5) and not torch.allclose(
-            merged, plain, atol=1e-3
-        )
+        assert torch.allclose(merged, wanted(ids).logits, atol=1e-5)
+        assert not torch.allclose(merged, plain, atol=1e-3)
     torch.save({"model.norm.weight": torch.ones(32)}, path)
     with pytest.raises(UserError, match=r"it holds model.norm.weight, which is not a tensor of an adapter"):
         merge_adapter(base(), path)
@@ -222,8 +217,7 @@ def test_an_adapter_is_merged_into_plain_layers_only(tmp_path):
     add_adapters(model, 4, 8.0, 0.0, ("up_proj",))
     assert isinstance(model.model.layers[0].mlp.up_proj, LoRALinear)
     folder = written(model, tmp_path)
-    with pytest.raises(
-        UserError, match=r"cannot be merged into model\.layers\.0\.mlp\.up_proj, which is no plain"
-    ):
+    told = r"cannot be merged into model\.layers\.0\.mlp\.up_proj, which is no plain"
+    with pytest.raises(UserError, match=told):
         merge_adapter(bent_base(), folder)
     assert merge_adapter(base(), folder)
