@@ -12,6 +12,7 @@ from torch.optim import lr_scheduler
 
 from common.command_line import ConsoleStream, copy_console
 from common.errors import UserError
+from llm.training.core import utils
 from llm.training.core.callbacks import Callback, LRSchedulerCallback, MetricsLogger
 from llm.training.core.config import Config
 from llm.training.core.engine import TrainingEngine
@@ -342,6 +343,19 @@ def test_the_process_group_under_its_described_name(tmp_path):
     manager.cleanup()
 
 
+@pytest.mark.parametrize(("rank", "local_rank"), [(0, 0), (1, 1), (2, 0)])
+def test_data_are_prepared_by_the_first_process_of_each_machine(monkeypatch, rank, local_rank):
+    """The others wait for it where the processes meet."""
+    launched = {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": 4}
+    for name, value in (launched | {"MASTER_ADDR": "node1", "MASTER_PORT": 29500}).items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(utils, "init_distributed_mode", lambda timeout, device: local_rank)
+    done = []
+    manager = DistributedManager(Config())
+    manager.once(lambda: done.append(1))
+    assert manager.setup() == local_rank and len(done) == (local_rank == 0)
+
+
 class Stops(Callback):
     """Stops the run after an update; 0: before the first one."""
 
@@ -444,15 +458,6 @@ def test_a_path_to_resume_from_that_is_no_checkpoint(tmp_path):
         with pytest.raises(UserError, match=rf"--resume_from .*{name}.pth is no checkpoint.*{told}"):
             manager.load_checkpoint()
     assert CheckpointManager(config_of(tmp_path).to_args()).load_checkpoint() is None
-
-
-def test_numbered_states_of_a_name_with_characters_of_patterns_are_pruned(tmp_path):
-    paths = [tmp_path / f"a[1].5_64_update_0000000{number}.pth" for number in range(4)]
-    for path in paths:
-        path.touch()
-    settings = {"checkpoint_dir": tmp_path, "keep_last": 2, "save_weight": "a[1].5"}
-    CheckpointManager(config_of(tmp_path, **settings).to_args()).prune(now=9, best=None)
-    assert sorted(tmp_path.glob("*_update_*")) == paths[-2:]
 
 
 # --- epochs over resumes

@@ -173,18 +173,6 @@ class BrokenCallback(TextClassifier):
     def callbacks(self):
         return [Broken()]
 
-
-class Misspelt(Callback):
-    """Would never be called."""
-
-    def on_bach_end(self, engine, update, record): ...
-
-
-class MisspeltCallback(TextClassifier):
-    """Brings it along."""
-
-    def callbacks(self):
-        return [Misspelt()]
 '''
 
 
@@ -192,7 +180,6 @@ class MisspeltCallback(TextClassifier):
 def broken(home) -> Path:
     """The user's folder with tasks that are wrong."""
     (home / "broken.py").write_text(BROKEN, encoding="utf-8")
-    (home / "half.py").write_text("class Half(\n", encoding="utf-8")
     (home / "empty.jsonl").write_text("")
     return home
 
@@ -200,10 +187,7 @@ def broken(home) -> Path:
 MISTAKES = {
     "classifier": "--task classifier is unknown; there are regression, pretrain, full_sft, ",
     "nowhere:Task": "--task nowhere:Task cannot be imported (No module named 'nowhere'); start from its folder",
-    "broken:Missing": "broken.py has no 'Missing'",
-    "half:Half": "half.py:1: '(' was never closed (--task half:Half)",
     "broken:Forgetful": "--task broken:Forgetful does not implement train_step, validation_step",
-    "broken:MisspeltCallback": "callback Misspelt: on_bach_end would never be called",
 }
 
 

@@ -5,10 +5,14 @@ import sys
 import time
 
 import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3ForSequenceClassification
 
 from common.errors import UserError
+from dataset.token_cache import load_tokenizer
+from tests.conftest import ROOT
 from trainer import train_agent
-from trainer.rollouts.rewards import SHIPPED, Reward, compute, load_rewards
+from trainer.rollouts.rewards import SHIPPED, Reward, compute, load_rewards, reward_model
 from trainer.run.resume import code_hashes
 
 EXAMPLES = [
@@ -206,3 +210,18 @@ def test_a_reward_changes_nothing_for_the_next_one():
     rewards = [Reward("one", rewrites, 1.0), Reward("two", rewrites, 1.0)]
     for _ in range(2):
         assert compute(rewards, prompt, "text", record, "a:1", 1) == {"one": 4.0, "two": 4.0}
+
+
+def test_a_reward_model_is_a_sequence_classifier(tmp_path):
+    """The head of a causal language model would be random."""
+    shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
+    shape |= {"vocab_size": 6400, "head_dim": 16, "num_key_value_heads": 1, "num_labels": 1}
+    for name, kind in (("lm", Qwen3ForCausalLM), ("classifier", Qwen3ForSequenceClassification)):
+        kind(Qwen3Config(**shape, pad_token_id=0)).save_pretrained(tmp_path / name)
+        load_tokenizer(ROOT / "model").save_pretrained(tmp_path / name)
+    refused = {"": "no sequence classifier", "lm": "no sequence classifier: its weights lack score.weight"}
+    for name, why in refused.items():
+        with pytest.raises(UserError, match=f"--reward_model {tmp_path / name} holds {why}"):
+            reward_model(str(tmp_path / name), torch.device("cpu"))
+    score = reward_model(str(tmp_path / "classifier"), torch.device("cpu"))
+    assert isinstance(score([{"role": "user", "content": "1+1?"}], "2", {}), float)

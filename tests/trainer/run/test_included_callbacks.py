@@ -7,16 +7,15 @@ from trainer.run.included_callbacks import CheckpointManager
 
 
 def kept(folder: Path, keep_last: int = 2) -> CheckpointManager:
-    """The hook of a run that has states of the updates 2, 4 ... 12."""
+    """The hook of a run that has states of the updates 2, 4 ... 12; its name has characters of patterns."""
     for update in range(2, 14, 2):
-        (folder / f"w_512_update_{update:08d}.pth").write_text("")
-    return CheckpointManager(
-        StageArgs(save_weight="w", checkpoint_dir=str(folder), keep_every=2, keep_last=keep_last)
-    )
+        (folder / f"w[1].5_512_update_{update:08d}.pth").write_text("")
+    args = StageArgs(save_weight="w[1].5", checkpoint_dir=str(folder), keep_every=2, keep_last=keep_last)
+    return CheckpointManager(args)
 
 
 def numbers(folder: Path) -> list[int]:
-    return sorted(int(path.stem[-8:]) for path in folder.glob("w_512_update_*.pth"))
+    return sorted(int(path.stem[-8:]) for path in folder.glob("*_update_*.pth"))
 
 
 def test_later_ones_than_the_present_update_stay(tmp_path):

@@ -70,23 +70,13 @@ def test_all_are_called_in_order():
 
 
 class Broken(Callback):
-    """Fails at each update and at the end."""
+    """Fails at the end."""
 
     def __init__(self, error):
         self.error = error
 
-    def on_batch_end(self, engine, update, record):
-        raise self.error
-
     def on_exception(self, engine, error):
         raise self.error
-
-
-def test_a_callback_that_raises_is_named():
-    error = KeyError("x")
-    with pytest.raises(KeyError) as caught:
-        CallbackList([Callback(), Broken(error)]).call("on_batch_end", 1, None)
-    assert caught.value is error and error.__notes__ == ["callback Broken failed in on_batch_end"]
 
 
 @pytest.mark.parametrize("second", [ValueError("also this"), UserError("also this")])
