@@ -23,9 +23,10 @@ from trainer.weights import files as model_files
 from trainer.weights.files import read_model, save_weights
 from trainer.weights.for_tools import load_path
 
-ODD = {"hidden_size": 32, "num_hidden_layers": 1, "rms_norm_eps": 1e-5, "head_dim": 16}
-ODD |= {"norm_topk_prob": False}
-ODD |= {"use_moe": True, "num_experts": 3, "num_experts_per_tok": 2, "rope_parameters": {"rope_theta": 1e4}}
+ODD = {"hidden_size": 32, "num_hidden_layers": 1, "rms_norm_eps": 1e-5, "head_dim": 16, "use_moe": True}
+ODD |= {"num_experts": 3, "num_experts_per_tok": 2, "norm_topk_prob": False}
+ODD |= {"rope_parameters": {"rope_theta": 1e4}}
+SMALL = {"hidden_size": 32, "num_hidden_layers": 1}
 IDS = torch.arange(40, 70)[None]
 
 
@@ -61,15 +62,14 @@ def test_the_copy_for_people(tmp_path):
 
 def test_parts_that_only_training_needs_are_left_out(tmp_path):
     """Such as a second head: the file is that of the model without it."""
-    model = model_of(hidden_size=32, num_hidden_layers=1)
+    model = model_of(**SMALL)
     plain = save_weights(model, tmp_path / "plain.pth").read_bytes()
     model.mtp, model.mtp_norm = torch.nn.Linear(32, 100), torch.nn.LayerNorm(32)
     path = save_weights(model, tmp_path / "w.pth", leave_out=("mtp.", "mtp_norm."))
     assert path.read_bytes() == plain
     load_path(path)
-    with pytest.raises(
-        UserError, match=r"do not fit the model: .*mtp.bias is \(100,\), the model wants none"
-    ):
+    line = r"do not fit the model: .*mtp.bias is \(100,\), the model wants none"
+    with pytest.raises(UserError, match=line):
         load_path(save_weights(model, path, leave_out=("mtp_norm.",)))
 
 
@@ -83,7 +83,7 @@ def test_killed_between_the_two_files_nothing_is_wrong(tmp_path, monkeypatch):
 
 
 def test_weights_from_elsewhere_beside_the_description_of_others_are_refused(tmp_path):
-    model = model_of(hidden_size=32, num_hidden_layers=1)
+    model = model_of(**SMALL)
     path = save_weights(model, tmp_path / "w_32.pth")
     torch.save(model.half().state_dict(), path)
     with pytest.raises(UserError, match=r"w_32.json describes other weights than .*w_32.pth.*; delete it"):
@@ -93,16 +93,15 @@ def test_weights_from_elsewhere_beside_the_description_of_others_are_refused(tmp
 
 
 def test_a_field_that_the_code_does_not_know_is_refused(tmp_path):
-    model = model_of(hidden_size=32, num_hidden_layers=1)
+    model = model_of(**SMALL)
     fields = model.config.own_fields()
-    for more, refused in (({"window": 7}, True), ({"window": 0}, False)):
-        described = {"model": fields | more, "tokenizer": None}
+    for more in ({"window": 0}, {"window": 7}):
         with open(tmp_path / "w.pth", "w+b") as file:
-            write_file(model.state_dict(), file, described)
-        if refused:
-            with pytest.raises(UserError, match=r"w.pth is of a model with window 7, which this version"):
-                read_model(tmp_path / "w.pth")
-    assert read_model(tmp_path / "w.pth")[1].own_fields() == fields
+            write_file(model.state_dict(), file, {"model": fields | more, "tokenizer": None})
+        if not more["window"]:
+            assert read_model(tmp_path / "w.pth")[1].own_fields() == fields
+    with pytest.raises(UserError, match=r"w.pth is of a model with window 7, which this version"):
+        read_model(tmp_path / "w.pth")
 
 
 @dataclass(kw_only=True)
@@ -125,46 +124,38 @@ def test_a_stage_takes_the_config_of_its_start_weights(tmp_path):
         assert (config.rms_norm_eps, config.norm_topk_prob, config.head_dim) == (1e-5, False, 16)
         assert config.dropout == 0.1 and config.tokenizer_sha256 == vocabulary_hash(tokenizer)
         init_model(config, args.from_weight, save_dir=tmp_path)
+    four = Args(save_dir=str(tmp_path), hidden_size=32, num_hidden_layers=4, **experts)
     with pytest.raises(
         UserError, match=r"--num_hidden_layers 4: --from_weight .* is of 3; leave the flag out"
     ):
-        read_start_weights(Args(save_dir=str(tmp_path), hidden_size=32, num_hidden_layers=4, **experts))
+        read_start_weights(four)
 
 
 def test_weights_do_not_become_a_model_of_other_arithmetic(tmp_path):
     """A config of one's own that leaves out a field would give a model that runs, and is wrong."""
-    path = save_weights(model_of(hidden_size=32, num_hidden_layers=1, rms_norm_eps=1e-5), tmp_path / "w.pth")
-    shape = {"hidden_size": 32, "num_hidden_layers": 1}
+    path = save_weights(model_of(**SMALL, rms_norm_eps=1e-5), tmp_path / "w.pth")
     with pytest.raises(UserError, match="they are of rms_norm_eps 1e-05, not 1e-06"):
-        init_model(MiniMindConfig(**shape), str(path))
-    longer = MiniMindConfig(**shape, rms_norm_eps=1e-5, inference_rope_scaling=True)
+        init_model(MiniMindConfig(**SMALL), str(path))
+    longer = MiniMindConfig(**SMALL, rms_norm_eps=1e-5, inference_rope_scaling=True)
     assert init_model(longer, str(path))[0].config.rope_parameters["rope_type"] == "yarn"  # for longer texts
 
 
 def test_weights_that_do_not_fit_the_text_are_warned_of(corpus, tmp_path):
     """MiniMind's weights have as many tokens as ours, and nothing says which: the first loss shows it."""
     (tmp_path / "out").mkdir()
-    model = model_of(hidden_size=32, num_hidden_layers=1)
+    model = model_of(**SMALL)
     for parameter in model.parameters():
         parameter.data *= 8  # sure of the wrong tokens
     torch.save(model.half().state_dict(), tmp_path / "out/pretrain_32.pth")
     argv = flags(corpus, tmp_path, "sft", num_hidden_layers=1, epochs=1)
     warned = run("full_sft", argv).err
-    assert (
-        "that of guessing each token" in warned and "weights of --from_weight pretrain do not fit" in warned
-    )
+    assert "that of guessing each token" in warned
+    assert "weights of --from_weight pretrain do not fit" in warned
     described = json.loads((tmp_path / "out/full_sft_32.json").read_text())
-    assert (
-        described["stage"] == "trainer/train_full_sft.py" and described["from_weight"]["name"] == "pretrain"
-    )
     start = hashlib.sha256((tmp_path / "out/pretrain_32.pth").read_bytes()).hexdigest()
-    assert (
-        described["from_weight"]["sha256"] == start and described["update"] > 1 and described["data"]["data"]
-    )
-    torch.save(
-        model_of(hidden_size=32, num_hidden_layers=1).half().state_dict(), tmp_path / "out/random_32.pth"
-    )
-    argv = flags(
-        corpus, tmp_path, "sft", num_hidden_layers=1, epochs=1, save_weight="second", from_weight="random"
-    )
+    assert described["stage"] == "trainer/train_full_sft.py"
+    assert described["from_weight"] == {"name": "pretrain", "sha256": start}
+    assert described["update"] > 1 and described["data"]["data"]
+    torch.save(model_of(**SMALL).half().state_dict(), tmp_path / "out/random_32.pth")
+    argv += ["--save_weight", "second", "--from_weight", "random"]
     assert "of guessing" not in run("full_sft", argv).err

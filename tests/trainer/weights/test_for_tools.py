@@ -16,15 +16,15 @@ from trainer.weights.for_tools import add_trained_model_flags, load_model, load_
 from trainer.weights.import_hf import shape_of_tensors
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 1}
+TINY = SMALL | {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 70}
+MOE = SMALL | {"use_moe": True}
 SHAPES = {
     "w_32": SMALL,
     "w_64": {"hidden_size": 64, "num_hidden_layers": 3, "tie_word_embeddings": False},
-    "w_48": {"hidden_size": 48, "num_hidden_layers": 1, "num_attention_heads": 6, "num_key_value_heads": 2}
-    | {"head_dim": 16, "intermediate_size": 80, "vocab_size": 70},
-    "w_32_moe": SMALL | {"use_moe": True},
-    "w_32_moe_8x2": SMALL
-    | {"use_moe": True, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
-    "w_32_moe_4x4": SMALL | {"use_moe": True, "num_experts_per_tok": 4},
+    "w_48": TINY | {"hidden_size": 48, "intermediate_size": 80},
+    "w_32_moe": MOE,
+    "w_32_moe_8x2": MOE | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+    "w_32_moe_4x4": MOE | {"num_experts_per_tok": 4},
 }
 
 
@@ -68,9 +68,8 @@ def test_a_state_dict_and_its_name_tell_the_whole_shape(name):
     if config.tie_word_embeddings:
         copies = {key: value.clone() for key, value in state.items()}
         assert shape_of_tensors(copies)["tie_word_embeddings"]
-        assert shape_of_tensors({k: v for k, v in copies.items() if k != "lm_head.weight"})[
-            "tie_word_embeddings"
-        ]
+        del copies["lm_head.weight"]
+        assert shape_of_tensors(copies)["tie_word_embeddings"]
     named = shape_in_name(Path(f"some/w_2_{name.removeprefix('w_')}.pth"))
     experts = (config.num_experts, config.num_experts_per_tok) if config.use_moe else (None, None)
     assert tuple(named.values()) == (config.hidden_size, config.use_moe, *experts)
@@ -100,15 +99,13 @@ def test_the_only_weights_need_no_flags(save, name, capsys):
 def test_of_several_weights_a_flag_chooses(save):
     folder = save("w_32", "w_64", "w_32_moe", "w_32_moe_8x2")
     save("w_32", name="w_best_32.pth"), save("w_32", name="w_32_resume.pth")
-    assert refused(find_weights, folder, "w") == (
-        f"{folder} holds several weights w: w_32.pth, w_32_moe.pth, w_32_moe_8x2.pth, w_64.pth; "
-        "choose one with --hidden_size or --use_moe"
-    )
+    there = "w_32.pth, w_32_moe.pth, w_32_moe_8x2.pth, w_64.pth"
+    line = f"{folder} holds several weights w: {there}; choose one with --hidden_size or --use_moe"
+    assert refused(find_weights, folder, "w") == line
     assert find_weights(folder, "w", hidden_size=64).name == "w_64.pth"
     assert find_weights(folder, "w", hidden_size=32, use_moe=False).name == "w_32.pth"
-    assert refused(find_weights, folder, "w", use_moe=True).endswith(
-        "w_32_moe.pth, w_32_moe_8x2.pth; choose one with --num_experts or --num_experts_per_tok"
-    )
+    line = refused(find_weights, folder, "w", use_moe=True)
+    assert line.endswith("choose one with --num_experts or --num_experts_per_tok")
     assert find_weights(folder, "w", num_experts=4).name == "w_32_moe.pth"
     assert find_weights(folder, "w", num_experts_per_tok=2).name == "w_32_moe_8x2.pth"
     assert find_weights(folder, "w_best").name == "w_best_32.pth"
@@ -116,12 +113,9 @@ def test_of_several_weights_a_flag_chooses(save):
 
 def test_flags_that_contradict_the_weights_are_refused(save):
     folder = save("w_32")
-    for asked in ({"hidden_size": 64}, {"use_moe": True}, {"num_experts": 4}, {"num_experts_per_tok": 1}):
-        ((name, value),) = asked.items()
-        line = (
-            f"--{name} {int(value)}: {folder} holds no such weights, only w_32.pth; leave out what is wrong"
-        )
-        assert refused(load, folder, **asked) == line
+    there = f"{folder} holds no such weights, only w_32.pth; leave out what is wrong"
+    for name, value in {"hidden_size": 64, "use_moe": 1, "num_experts": 4, "num_experts_per_tok": 1}.items():
+        assert refused(load, folder, **{name: value}) == f"--{name} {value}: {there}"
     line = refused(load, folder, num_hidden_layers=2)
     assert (
         line.startswith("--num_hidden_layers 2 contradicts the weights") and "--num_hidden_layers 1;" in line
@@ -134,21 +128,21 @@ def test_what_cannot_be_known_is_asked_for(save):
     """A file named as if it had MiniMind's four experts, but it has eight: how many a token uses, nobody has
     said."""
     folder = save("w_32_moe_8x2", name="w_32_moe.pth")
-    assert "w_32_moe.pth have 8 experts per layer, and nothing tells how many" in refused(load, folder)
-    assert "give --num_experts_per_tok" in refused(load, folder)
-    assert load(folder, num_experts_per_tok=2).config.num_experts_per_tok == 2
-    assert load(folder, num_experts=8, num_experts_per_tok=3).config.num_experts_per_tok == 3
-    assert "num_experts_per_tok 9 must be num_experts 8 or less" in refused(
-        load, folder, num_experts_per_tok=9
-    )
+    line = refused(load, folder)
+    assert "w_32_moe.pth have 8 experts per layer, and nothing tells how many" in line
+    assert "give --num_experts_per_tok" in line
+    for asked in ({"num_experts_per_tok": 2}, {"num_experts": 8, "num_experts_per_tok": 3}):
+        config = load(folder, **asked).config
+        assert config.num_experts_per_tok == asked["num_experts_per_tok"]
+    line = refused(load, folder, num_experts_per_tok=9)
+    assert "num_experts_per_tok 9 must be num_experts 8 or less" in line
     line = refused(load, folder, num_experts=4, num_experts_per_tok=2)
     assert line.startswith("--num_experts 4 contradicts the weights") and "--num_experts 8;" in line
 
 
 def test_names_that_are_wrong_are_refused(save):
-    assert "have 4 experts per layer, but their name says others" in refused(
-        load, save("w_32_moe", name="w_32_moe_8x2.pth")
-    )
+    line = refused(load, save("w_32_moe", name="w_32_moe_8x2.pth"))
+    assert "have 4 experts per layer, but their name says others" in line
 
 
 def test_what_is_no_model_or_of_another_vocabulary_is_refused(save, tmp_path):
@@ -174,11 +168,12 @@ def test_a_model_by_its_path(save, tmp_path):
     assert load_named("--model", folder / "w_32.pth").config.num_hidden_layers == 1
     assert load_named("--model", folder / "w_32_moe_8x2.pth").config.num_experts_per_tok == 2
     assert load_named("--weight", "w", "--save_dir", folder, "--use_moe", 0).config.hidden_size == 32
+    file, none = folder / "w_32.pth", "no Hugging Face folder, it has no config.json"
     for flags, line in (
         (["--model", "none.pth"], "--model none.pth: no such file or folder"),
-        (["--model", folder / "w_32.pth", "--weight", "w"], "both name a model; leave one of them out"),
-        (["--model", folder / "w_32.pth", "--hidden_size", 64], "--hidden_size 64 contradicts the weights"),
-        (["--model", folder], "no Hugging Face folder, it has no config.json"),
+        (["--model", file, "--weight", "w"], "both name a model; leave one of them out"),
+        (["--model", file, "--hidden_size", 64], "--hidden_size 64 contradicts the weights"),
+        (["--model", folder], none),
         (["--model", folder / "w.gguf"], "w.gguf is for llama.cpp; give the .pth or the Hugging Face folder"),
         (["--model", ROOT / "README.md"], "README.md: not a readable weights file ("),
         ([], "/out/full_sft_*.pth do not exist"),
@@ -186,21 +181,18 @@ def test_a_model_by_its_path(save, tmp_path):
         assert line in refused(load_named, *flags)
 
 
-@pytest.mark.parametrize("previous", [False, True])
-def test_a_checkpoint_is_a_model_in_float32(tmp_path, previous):
+def test_a_checkpoint_is_a_model_in_float32(tmp_path):
     """It tells the experts per token itself, under any name."""
     config = MiniMindConfig(**SHAPES["w_32_moe_8x2"])
     model = MiniMindForCausalLM(config).eval()
-    run = {"num_experts_per_tok": 2}
-    lm_checkpoint(config, "w", model, torch.optim.SGD(model.parameters(), 0.1), save_dir=tmp_path, run=run)
-    path = tmp_path / "w_32_moe_8x2_resume.pth"
-    path = path.rename(tmp_path / "other.pth") if previous else path
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    lm_checkpoint(config, "w", model, optimizer, save_dir=tmp_path, run={"num_experts_per_tok": 2})
+    path = (tmp_path / "w_32_moe_8x2_resume.pth").rename(tmp_path / "other.pth")
     ids = torch.arange(3, 30)[None]
     with torch.no_grad():
         assert torch.equal(load_named("--model", path)(ids).logits, model(ids).logits)
-    assert "--num_experts_per_tok 3 contradicts" in refused(
-        load_named, "--model", path, "--num_experts_per_tok", 3
-    )
+    line = refused(load_named, "--model", path, "--num_experts_per_tok", 3)
+    assert "--num_experts_per_tok 3 contradicts" in line
 
 
 def test_experts_of_a_model_on_another_device_are_one_tensor(save):

@@ -15,16 +15,13 @@ from tests.conftest import ROOT
 from trainer.weights.for_tools import load_path
 
 SHAPE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-SHAPE |= {"head_dim": 16}
-SHAPE |= {"vocab_size": 6400, "intermediate_size": 48, "tie_word_embeddings": True}
+SHAPE |= {"head_dim": 16, "vocab_size": 6400, "intermediate_size": 48, "tie_word_embeddings": True}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": False}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 1e5}
 IDS = torch.arange(60, 160).view(2, 50)
 FOLDERS = {
     "dense": Qwen3Config(**SHAPE),
-    "other rotary base": Qwen3Config(
-        **SHAPE | {"tie_word_embeddings": False}, rope_theta=1e4, rms_norm_eps=1e-5
-    ),
+    "untied": Qwen3Config(**SHAPE | {"tie_word_embeddings": False}, rope_theta=1e4, rms_norm_eps=1e-5),
     "yarn": Qwen3Config(**SHAPE, rope_parameters=YARN),
     "moe": Qwen3MoeConfig(**SHAPE, **EXPERTS),
 }
@@ -71,27 +68,20 @@ def test_a_folder_of_several_files(tmp_path):
     assert (load_path(tmp_path)[0](IDS).logits - stock(IDS).logits).abs().max() < 1e-5
 
 
+TYPES = "it must be one of qwen3, qwen3_moe, minimind"
+TWO_KINDS = {"layer_types": ["full_attention", "sliding_attention"]}
+DYNAMIC = {"rope_parameters": YARN | {"rope_type": "dynamic"}}
+
+
 @pytest.mark.parametrize(
     ("changed", "line"),
     [
-        (
-            {"model_type": "llama"},
-            "model_type llama is not supported; it must be one of qwen3, qwen3_moe, minimind",
-        ),
+        ({"model_type": "llama"}, f"model_type llama is not supported; {TYPES}"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; it must be 'silu'"),
-        (
-            {"layer_types": ["full_attention", "sliding_attention"]},
-            "layers of sliding_attention are not supported",
-        ),
-        (
-            {"rope_parameters": YARN | {"rope_type": "dynamic"}},
-            "rope_scaling of type dynamic is not supported",
-        ),
+        (TWO_KINDS, "layers of sliding_attention are not supported"),
+        (DYNAMIC, "rope_scaling of type dynamic is not supported"),
         ({"hidden_size": 64}, "lm_head.weight is (6400, 32), the model wants (6400, 64)"),
-        (
-            {"num_hidden_layers": 3},
-            "`num_hidden_layers` (3) must be equal to the number of `layer_types` (2)",
-        ),
+        ({"num_hidden_layers": 3}, "(3) must be equal to the number of `layer_types` (2)"),
     ],
 )
 def test_what_the_model_cannot_represent_is_named(folder, changed, line):
