@@ -14,8 +14,8 @@ from llm.training.core.config import SETTINGS, Config, EngineArgs
 from trainer import train_full_sft, train_pretrain
 
 # what the engine has beyond the stage scripts' flags
-OWN = {"task", "num_samples", "noise", "validation_share", "data_module"}
-OWN |= {"world_size", "master_addr", "master_port", "use_amp"}
+OWN = {"task", "num_samples", "noise", "validation_share", "data_module", "use_amp"}
+OWN |= {"world_size", "master_addr", "master_port"}
 STAGES = {"pretrain": train_pretrain.Args, "full_sft": train_full_sft.Args}
 
 
@@ -24,14 +24,6 @@ def read(*argv, env=None, task_defaults=None, stage_args=None) -> Config:
         return SimpleNamespace(defaults=task_defaults or {}, stage_args=stage_args)
 
     return Config.from_args_and_env([str(part) for part in argv], env or {}, find_task)
-
-
-def mistake(*argv, **sources) -> str:
-    """The one line that these settings end in."""
-    with pytest.raises(UserError) as error:
-        read(*argv, **sources)
-    assert "\n" not in str(error.value)
-    return str(error.value)
 
 
 @pytest.fixture
@@ -84,10 +76,8 @@ def test_a_later_source_overrides_those_before_it(present, run_yaml):
         env["MINIMIND_BATCH_SIZE"] = str(VALUES["environment"])
     if "command line" in present:
         argv += ["--batch_size", VALUES["command line"]]
-    config, last = (
-        read(*argv, env=env, task_defaults=task_defaults),
-        max((*present, "default"), key=SOURCES.index),
-    )
+    config = read(*argv, env=env, task_defaults=task_defaults)
+    last = max((*present, "default"), key=SOURCES.index)
     assert config.training.batch_size == VALUES[last]
     assert config.sources.get("batch_size") == WHERE.get(last) and config.sources["task"] == "command line"
 
@@ -108,69 +98,66 @@ def test_a_task_whose_class_nothing_finds_is_an_error():
 
 # ---- mistakes
 
-TOLD = {
-    "--batch_siez 8 --epochs two": (
-        "--epochs must be a whole number, not 'two'; --batch_siez is unknown; did you"
+API_KEY = {"MINIMIND_API_KEY": "x"}  # of the server
+WRONG_VARIABLES = API_KEY | {"MINIMIND_BATCH_SIEZ": "8", "MINIMIND_EPOCHS": "1.5", "MINIMIND_QQQQQQ": "8"}
+WRONG_YAML = "training: {batch_siez: 8}\nmodel: {use_moe: 3}"
+TOLD = [  # flags, variables, YAML, defaults of the task; what is told
+    (
+        "--batch_siez 8 --epochs two", {}, "", {},
+        "--epochs must be a whole number, not 'two'; --batch_siez is unknown; did you",
     ),
-    "full_sft": "full_sft is unknown",
-    "--top_k 0": "--top_k must be 1 or more, not '0'",
-    "--set seed=3": "--set seed is a setting of the engine, in section training",
-    "--config nowhere.yaml": "--config nowhere.yaml cannot be read (No such file or directory)",
-}
+    ("full_sft", {}, "", {}, "full_sft is unknown"),
+    ("--top_k 0", {}, "", {}, "--num_experts_per_tok must be 1 or more, not '0'"),
+    ("--set seed=3", {}, "", {}, "--set seed is a setting of the engine, in section training"),
+    ("--config nowhere.yaml", {}, "", {}, "--config nowhere.yaml cannot be read (No such file or directory)"),
+    (
+        "", WRONG_VARIABLES, "", {},
+        "MINIMIND_BATCH_SIEZ is unknown; did you mean batch_size; MINIMIND_EPOCHS must be a whole number, "
+        "not '1.5'; MINIMIND_QQQQQQ is unknown; see --help",
+    ),
+    (
+        "", {}, WRONG_YAML, {},
+        "run.yaml: training.batch_siez is unknown; did you mean batch_size; run.yaml: model.use_moe must be "
+        "0 or 1, not 3",
+    ),
+    ("", {}, "task_options: {seed: 1}", {}, "run.yaml: task_options.seed is a setting"),
+    ("", {}, "task_options: {a: [1]}", {}, "run.yaml: task_options.a must be a single"),
+    (
+        "--task t", {}, "", {"epochs": "two", "seed": None},
+        "task t: its default epochs must be a whole number, not 'two'; task t: its default seed must be a "
+        "whole number, not null",
+    ),
+    (
+        "--task t", {}, "", {"a-b": 1, "a": [1]},
+        "task t: its default a-b must be named with letters, digits and underscores; ",
+    ),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("line", TOLD)
-def test_refused_flags(line):
-    named = line.split()
-    assert mistake(*named).startswith(TOLD[line].replace("--top_k", "--num_experts_per_tok"))
+@pytest.mark.parametrize(("flags", "env", "yaml", "defaults", "told"), TOLD)
+def test_all_mistakes_of_a_source_are_one_line(run_yaml, flags, env, yaml, defaults, told):
+    argv = [*flags.split(), *(run_yaml(yaml) if yaml else ())]
+    with pytest.raises(UserError) as error:
+        read(*argv, env=env, task_defaults=defaults)
+    assert str(error.value).startswith(told) and "\n" not in str(error.value)
 
 
-def test_refused_environment():
-    env = {"MINIMIND_BATCH_SIEZ": "8", "MINIMIND_EPOCHS": "1.5", "MINIMIND_QQQQQQ": "8"}
-    assert mistake(env=env) == (
-        "MINIMIND_BATCH_SIEZ is unknown; did you mean batch_size; "
-        "MINIMIND_EPOCHS must be a whole number, not '1.5'; MINIMIND_QQQQQQ is unknown; see --help"
-    )
-    assert read(env={"MINIMIND_API_KEY": "x"}) == Config()  # of the server
+def test_a_variable_of_another_program_is_no_setting():
+    assert read(env=API_KEY) == Config()
 
 
-def test_refused_defaults_of_a_task():
-    assert mistake("--task", "mine", task_defaults={"epochs": "two", "seed": None}) == (
-        "task mine: its default epochs must be a whole number, not 'two'; "
-        "task mine: its default seed must be a whole number, not null"
-    )
-    line = mistake("--task", "mine", task_defaults={"a-b": 1, "a": [1]})
-    assert line.startswith("task mine: its default a-b must be named with letters, digits and underscores; ")
-
-
-def test_refused_yaml(run_yaml):
-    text = "training: {batch_siez: 8}\nmodel: {use_moe: 3}"
-    assert mistake(*run_yaml(text)) == (
-        "run.yaml: training.batch_siez is unknown; did you mean batch_size; "
-        "run.yaml: model.use_moe must be 0 or 1, not 3"
-    )
-    assert mistake(*run_yaml("task_options: {seed: 1}")).startswith(
-        "run.yaml: task_options.seed is a setting"
-    )
-    assert mistake(*run_yaml("task_options: {a: [1]}")).startswith(
-        "run.yaml: task_options.a must be a single"
-    )
-
-
+NO_TASK = "--task is missing: give the name of a task, or package.module:ClassName for one of your own"
+TWO_FILES = "--log_file and --log_dir both name the log file; leave one of them out"
 CONTRADICTIONS = {
     "--task t --use_moe --top_k 5": "--num_experts_per_tok 5 must be --num_experts 4 or less",
-    "--log_file a --log_dir b": (
-        "--log_file and --log_dir both name the log file; leave one of them out; --task is missing: "
-        "give the name of a task, or package.module:ClassName for one of your own"
-    ),
+    "--log_file a --log_dir b": f"{TWO_FILES}; {NO_TASK}",
 }
 
 
 @pytest.mark.parametrize("line", CONTRADICTIONS)
 def test_validate(line):
-    config = read(*line.split())
     with pytest.raises(UserError) as error:
-        config.validate()
+        read(*line.split()).validate()
     assert str(error.value) == CONTRADICTIONS[line]
 
 
@@ -199,17 +186,15 @@ def test_print_config_shows_every_value_and_its_source_and_reads_back(run_yaml, 
     assert not stop.value.code
     for line in ("seed: 3 +# run.yaml", "batch_size: 5 +# environment", "use_moe: true +# command line"):
         assert re.search(line, text)
-    assert re.search("max_seq_len: 768 +# task full_sft", text) and re.search(
-        "log_file: null +# default", text
-    )
+    assert re.search("max_seq_len: 768 +# task full_sft", text)
+    assert re.search("log_file: null +# default", text)
     config = read(*argv, **sources)
     assert read(*run_yaml(text), stage_args=train_full_sft.Args) == config
     copy = pickle.loads(pickle.dumps(config))
     assert copy == config and copy.sources == config.sources
-    for name, value in {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}.items():
+    second = {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}
+    for name, value in (second | {"MASTER_ADDR": "node1", "MASTER_PORT": "29500"}).items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setenv("MASTER_ADDR", "node1")
-    monkeypatch.setenv("MASTER_PORT", "29500")
     with pytest.raises(SystemExit):
         read(*argv, "--print_config", **sources)
     assert capsys.readouterr().out == ""
