@@ -5,7 +5,7 @@ environment (MINIMIND_BATCH_SIZE=8), the command line (--batch_size 8).
 """
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, make_dataclass
 from functools import cache
@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 
 from common import settings
 from common.arguments import (
-    Entry,
     checked,
     entries_of,
     print_and_exit,
@@ -215,11 +214,30 @@ class Config:
                     "llm/training/train.py"
                 )
             config._read_task(name, find_task(name))
-        options, flags = read_command_line(engine_parser(config.args_class), argv)
+        args_class = config.args_class
+        options, flags = read_command_line(engine_parser(args_class), argv)
+
         if options.config is not None:
-            config._read_yaml(options.config)
-        config._read_environment(environ)
-        config._read_flags(flags, options.set)
+            sections = read_yaml(options.config)
+            of_task = sections.pop(OPTIONS, {})
+            config._take(checked(args_class, entries_of(options.config, sections)), options.config)
+            config._take(task_options(f"{options.config}: {OPTIONS}.", of_task), options.config)
+
+        variables = []
+        for key in sorted(environ):
+            if key.startswith(PREFIX) and key not in OTHER_VARIABLES:
+                variables.append((key, key.removeprefix(PREFIX).lower(), environ[key]))
+        config._take(checked(args_class, variables), "environment")
+
+        config._take(checked(args_class, flags), "command line")
+        of_task = {}
+        for text in options.set:
+            name, equals, value = text.partition("=")
+            if not equals:
+                raise UserError(f"--set {text} must be NAME=VALUE")
+            of_task[name] = value
+        config._take(task_options("--set ", of_task), "command line")
+
         if options.print_config:
             print_and_exit(config.describe())
         for setting_name, path in local_settings(config.values()).items():
@@ -230,8 +248,6 @@ class Config:
     def args_class(self) -> type[EngineArgs]:
         """The class of the settings, flat."""
         return engine_args(self.stage_args)
-
-    # --- the sources, each of which overrides those read before it
 
     def _read_task(self, name: str, task: Any) -> None:
         """The settings of a stage with its defaults, and the defaults of the task; those that are not
@@ -251,30 +267,6 @@ class Config:
                 options[key] = value
         self._take(checked(self.args_class, entries), source)
         self._take(task_options(label, options), source)
-
-    def _read_yaml(self, path: str) -> None:
-        sections = read_yaml(path)
-        options = sections.pop(OPTIONS, {})
-        self._take(checked(self.args_class, entries_of(path, sections)), path)
-        self._take(task_options(f"{path}: {OPTIONS}.", options), path)
-
-    def _read_environment(self, environ: Mapping[str, str]) -> None:
-        entries = []
-        for key in sorted(environ):
-            if key.startswith(PREFIX) and key not in OTHER_VARIABLES:
-                entries.append((key, key.removeprefix(PREFIX).lower(), environ[key]))
-        self._take(checked(self.args_class, entries), "environment")
-
-    def _read_flags(self, flags: Iterable[Entry], pairs: Iterable[str]) -> None:
-        """The command line: flags, and the NAME=VALUE of each --set."""
-        self._take(checked(self.args_class, flags), "command line")
-        options = {}
-        for text in pairs:
-            name, equals, value = text.partition("=")
-            if not equals:
-                raise UserError(f"--set {text} must be NAME=VALUE")
-            options[name] = value
-        self._take(task_options("--set ", options), "command line")
 
     def _take(self, values: Mapping[str, Any], source: str) -> None:
         for name, value in values.items():
