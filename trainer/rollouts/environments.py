@@ -45,10 +45,8 @@ def tool_schema(tool: str, description: str, /, **parameters: str) -> dict:
 
 def tool_message(content: Any) -> dict:
     """The message with a tool's reply."""
-    return {
-        "role": "tool",
-        "content": content if isinstance(content, str) else json.dumps(content, ensure_ascii=False),
-    }
+    text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
+    return {"role": "tool", "content": text}
 
 
 def checked_replies(replies: Any) -> list[dict]:
@@ -111,12 +109,8 @@ OPERATIONS: dict[type, Any] = {
     ast.Mod: operator.mod,
     ast.Pow: _power,
 }
-SIGNS = str.maketrans({"×": "*", "÷": "/", "−": "-", "（": "(", "）": ")", "^": "**"})
 RAISED = "⁰¹²³⁴⁵⁶⁷⁸⁹"  # digits of an exponent
-
-
-def _exponent(raised: re.Match) -> str:
-    return f"**{raised[0].translate(str.maketrans(RAISED, '0123456789'))}"
+SIGNS = str.maketrans("×÷−（）" + RAISED, "*/-()0123456789") | {ord("^"): "**"}
 
 
 def calculate(expression: str) -> str:
@@ -124,15 +118,14 @@ def calculate(expression: str) -> str:
     for roots. Raises ValueError for anything else, a division by zero, or a number that is too large."""
     if len(expression) > MOST_CHARACTERS:
         raise ValueError(f"more than {MOST_CHARACTERS} characters")
+    with_powers = re.sub(f"([{RAISED}]+)", r"**\1", expression.strip())
     try:
-        text = re.sub(f"[{RAISED}]+", _exponent, expression.strip()).translate(SIGNS)
-        value = _value(ast.parse(text, mode="eval").body)
+        value = _value(ast.parse(with_powers.translate(SIGNS), mode="eval").body)
+        text = str(value.numerator) if value.denominator == 1 else f"{float(value):.10g}"
     except (SyntaxError, RecursionError, MemoryError):
         raise ValueError("not an arithmetic expression") from None
     except ZeroDivisionError:
         raise ValueError("division by zero") from None
-    try:
-        text = str(value.numerator) if value.denominator == 1 else f"{float(value):.10g}"
     except OverflowError:
         raise ValueError("the number is too large") from None
     if value and text == "0":
@@ -227,10 +220,8 @@ def load_environment(name: str, flag: str = "--environment") -> type[Environment
         known = ", ".join([*SHIPPED, *IN_OTHER_FILES])
         raise UserError(f"{flag} {name}: give module:Class, or one of {known}")
     environment = import_named(flag, name)
-    if not (
-        callable(getattr(environment, "reply", None))
-        and isinstance(getattr(environment, "tools", None), list)
-    ):
+    has_tools = isinstance(getattr(environment, "tools", None), list)
+    if not (has_tools and callable(getattr(environment, "reply", None))):
         raise UserError(f"{flag} {name} needs `tools`, a list of JSON schemas, and a method `reply(calls)`")
     return environment
 

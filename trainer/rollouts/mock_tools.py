@@ -202,14 +202,11 @@ def cases() -> list[dict[str, Any]]:
         ),
     ]
     by_name = {tool["function"]["name"]: tool for tool in TOOLS}
-    return [
-        {
-            "prompt": question,
-            "tools": [by_name[name] for name in offered.split()],
-            "gt": [str(reference) for reference in references],
-        }
-        for question, offered, references in rows
-    ]
+    records = []
+    for question, offered, references in rows:
+        tools = [by_name[name] for name in offered.split()]
+        records.append({"prompt": question, "tools": tools, "gt": [str(each) for each in references]})
+    return records
 
 
 if __name__ == "__main__":

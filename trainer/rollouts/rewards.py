@@ -14,7 +14,6 @@ import re
 from collections.abc import Callable
 from copy import deepcopy
 from decimal import Decimal
-from itertools import takewhile
 from typing import Any, NamedTuple
 
 import torch
@@ -60,8 +59,9 @@ def numeric_answer(prompt: list[dict], completion: str, record: dict) -> float:
 def contains_answer(prompt: list[dict], completion: str, record: dict) -> float:
     """The share of the texts in the reference answer (a text, or a list of them, such as MiniMind's `gt`)
     that occur in the completion, without its thoughts; a number occurs where a number equals it."""
-    wanted, text = reference(record), spoken(completion).lower()
-    wanted = [str(part).strip().lower() for part in (wanted if isinstance(wanted, list) else [wanted])]
+    answer, text = reference(record), spoken(completion).lower()
+    answers = answer if isinstance(answer, list) else [answer]
+    wanted = [str(part).strip().lower() for part in answers]
     given = {number_of(found) for found in NUMBER.findall(text)}
     hits = [number_of(part) in given if NUMBER.fullmatch(part) else part in text for part in wanted]
     return sum(hits) / len(hits)
@@ -134,7 +134,11 @@ SHIPPED: dict[str, RewardFn] = {function.__name__: function for function in FUNC
 
 def messages_since_user(prompt: list[dict]) -> list[dict]:
     """The messages behind the user's last one, the oldest first."""
-    return list(takewhile(lambda message: message["role"] != "user", reversed(prompt)))[::-1]
+    first = 0
+    for number, message in enumerate(prompt, 1):
+        if message["role"] == "user":
+            first = number
+    return prompt[first:]
 
 
 def turns_since_user(prompt: list[dict], completion: str) -> list[str]:
@@ -246,12 +250,10 @@ def reward_model(folder: str, device: torch.device) -> RewardFn:
         model, loading = AutoModelForSequenceClassification.from_pretrained(folder, **options)
     except Exception as error:  # transformers raises errors of any type for untrusted files
         raise UserError(f"--reward_model {folder} holds no sequence classifier ({reason(error)})") from error
-    missing = sorted(loading["missing_keys"])
-    if missing:
+    if missing := sorted(loading["missing_keys"])[:3]:
         raise UserError(
-            f"--reward_model {folder} holds no sequence classifier: its weights lack "
-            f"{', '.join(missing[:3])}, which would be random numbers; give a model that was "
-            "trained to score answers"
+            f"--reward_model {folder} holds no sequence classifier: its weights lack {', '.join(missing)}, "
+            "which would be random numbers; give a model that was trained to score answers"
         )
     model = model.eval().to(device)
 

@@ -38,9 +38,7 @@ class RolloutArgs(FrozenModelArgs):
         "exact_answer", "rewards: module:function or a shipped one, several with commas, NAME=WEIGHT"
     )
     reward_model: str | None = setting(
-        None,
-        "adds the score of a sequence classifier: a Hugging Face folder",
-        hashed_as="reward_model_sha256",
+        None, "adds a sequence classifier's score: a Hugging Face folder", hashed_as="reward_model_sha256"
     )
     reward_timeout: float = setting(
         10.0, "longest time of a reward, or of a reply of an environment", "seconds", gt=0
@@ -75,19 +73,16 @@ class RolloutArgs(FrozenModelArgs):
     def frozen_hashes(self) -> dict[str, str]:
         if self.reward_model is None:
             return {}
-        # also its template
         files = sorted(each for each in Path(self.reward_model).glob("*") if each.is_file())
-        return files_fingerprint("reward_model", files, self.cache_dir)
+        return files_fingerprint("reward_model", files, self.cache_dir)  # also of its template
 
     def contradictions(self) -> list[str]:
         """Flags that have no effect, or do not go together."""
         wrong = super().contradictions()
         given = [name for name in self.clips if getattr(self, name) != getattr(type(self), name)]
         if given and self.num_iterations == 1:
-            wrong.append(
-                f"--{given[0]} has no effect with one update per rollout; add --num_iterations 2, or leave "
-                "it out"
-            )
+            why = "has no effect with one update per rollout"
+            wrong.append(f"--{given[0]} {why}; add --num_iterations 2, or leave it out")
         if self.open_thinking and self.thinking_ratio:
             wrong.append("--open_thinking 1 is --thinking_ratio 1; leave one of them out")
         for name in ("packing", "use_compile"):
