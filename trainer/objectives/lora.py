@@ -85,8 +85,8 @@ def save_adapter(
     for name, value in adapter_state_dict(model).items():
         tensors[PREFIX + name] = full_tensor(value.detach()).float().cpu().clone()
     described = description_of(model, description)
-    fixed = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none", "inference_mode": True}
-    config = fixed | {"base_model_name_or_path": None} | cast(dict[str, Any], inner.adapter)
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none", "inference_mode": True}
+    config |= {"base_model_name_or_path": None} | cast(dict[str, Any], inner.adapter)
 
     def job() -> None:
         atomic_write(folder / CONFIG, lambda file: file.write(json.dumps(config, indent=2).encode()))
@@ -125,15 +125,11 @@ def minimind_adapter(
     adapted = {name.rsplit(".lora_", 1)[0] for name in tensors}
     if others := sorted({name.rsplit(".", 1)[1] for name in adapted - square.keys()}):
         here = ",".join(sorted({name.rsplit(".", 1)[1] for name in square}))
-        raise UserError(
-            f"the adapter has {', '.join(others)}, and MiniMind adapts square matrices only: train it with "
-            f"--lora_targets {here}"
-        )
+        why = f"the adapter has {', '.join(others)}, and MiniMind adapts square matrices only"
+        raise UserError(f"{why}: train it with --lora_targets {here}")
     if config["r"] > MINIMIND_RANK:
-        raise UserError(
-            f"the adapter has rank {config['r']}, and MiniMind loads {MINIMIND_RANK}: train it with "
-            f"--lora_rank {MINIMIND_RANK}"
-        )
+        why = f"the adapter has rank {config['r']}, and MiniMind loads {MINIMIND_RANK}"
+        raise UserError(f"{why}: train it with --lora_rank {MINIMIND_RANK}")
     found = {}
     for name, size in square.items():
         a, b = torch.zeros(MINIMIND_RANK, size), torch.zeros(size, MINIMIND_RANK)
@@ -171,10 +167,8 @@ def read_adapter(model: "MiniMindForCausalLM", folder: Path) -> tuple[dict[str, 
         if name.rsplit(".", 1)[-1] not in config["target_modules"]:
             continue
         if not (is_plain(layer, nn.Linear) and isinstance(layer.weight, nn.Parameter)):
-            raise UserError(
-                f"adapter {folder}: it cannot be merged into {name}, which is no plain nn.Linear (it is a "
-                f"{type(layer).__name__}, or has hooks)"
-            )
+            what = f"{name}, which is no plain nn.Linear (it is a {type(layer).__name__}, or has hooks)"
+            raise UserError(f"adapter {folder}: it cannot be merged into {what}")
         out, into = layer.weight.shape
         wanted |= {f"{name}.lora_A.weight": (config["r"], into), f"{name}.lora_B.weight": (out, config["r"])}
     given = {name: tuple(value.shape) for name, value in tensors.items()}
@@ -194,12 +188,12 @@ def _read_minimind(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """What MiniMind's `save_lora` writes: `<layer>.lora.A.weight` and `.lora.B.weight`, whose product is not
     scaled."""
     file = torch.load(path, map_location="cpu", weights_only=True)
-    tensors = {
-        name.removeprefix("module.").replace(".lora.", ".lora_"): value for name, value in file.items()
-    }
-    for name in tensors:
+    tensors = {}
+    for key, value in file.items():
+        name = key.removeprefix("module.").replace(".lora.", ".lora_")
         if not re.search(r"\.lora_[AB]\.weight$", name):
-            raise UserError(f"adapter {path}: it holds {name}, which is not a tensor of an adapter")
+            raise UserError(f"adapter {path}: it holds {key}, which is not a tensor of an adapter")
+        tensors[name] = value
     rank = next((len(value) for name, value in tensors.items() if ".lora_A." in name), 0)
     targets = sorted({name.split(".")[-3] for name in tensors})
     return {"r": rank, "lora_alpha": rank, "target_modules": targets}, tensors

@@ -215,9 +215,8 @@ def read_model(
     wrong = {name: value for name, value in asked.items() if getattr(config, name) != value}
     if wrong:
         true = flags_of({name: getattr(config, name) for name in wrong})
-        raise UserError(
-            f"{flags_of(wrong)} contradicts the weights {path}, which are of {true}; leave it out"
-        )
+        what = f"{flags_of(wrong)} contradicts the weights {path}, which are of {true}"
+        raise UserError(f"{what}; leave it out")
     return weights, config
 
 
@@ -240,20 +239,17 @@ def _read_file(path: Path, experts_per_token: int | None) -> "tuple[dict[str, Te
 def unreadable(path: Path, error: BaseException) -> UserError:
     """The error of a file that holds no weights, or damaged ones."""
     if path.suffix == ".gguf":
-        return UserError(
-            f"{path} is for llama.cpp; give the .pth or the Hugging Face folder that it was made from"
-        )
+        what = "give the .pth or the Hugging Face folder that it was made from"
+        return UserError(f"{path} is for llama.cpp; {what}")
     return UserError(f"weights {path}: not a readable weights file ({reason(error)})")
 
 
 def missing_weights(path: Path) -> UserError:
     """The error of weights that are not there, with those that are."""
-    there = sorted(p.name for p in path.parent.glob("*.pth")) if path.parent.is_dir() else []
+    there = sorted(p.name for p in path.parent.glob("*.pth"))
     listed = f"found there: {', '.join(there)}" if there else f"{path.parent} holds no weights"
-    return UserError(
-        f"weights {path} do not exist ({listed}); train that stage first, or name another (--from_weight, "
-        "--weight) or its shape (--hidden_size)"
-    )
+    advice = "train that stage first, or name another (--from_weight, --weight) or its shape (--hidden_size)"
+    return UserError(f"weights {path} do not exist ({listed}); {advice}")
 
 
 def find_weights(save_dir: str | Path, weight: str, **asked: Any) -> Path:
@@ -292,11 +288,10 @@ def fill(
         raise UserError(f"weights {path} do not fit the model: they are of {', '.join(differing)}")
     given, expected = _shapes(weights), _shapes(model.state_dict())
     for name in sorted(given.keys() | expected.keys()):
-        if given.get(name) != expected.get(name):
-            raise UserError(
-                f"weights {path} do not fit the model: {name} is {given.get(name, 'missing')}, "
-                f"the model wants {expected.get(name, 'none')}"
-            )
+        shape, wanted = given.get(name, "missing"), expected.get(name, "none")
+        if shape != wanted:
+            what = f"{name} is {shape}, the model wants {wanted}"
+            raise UserError(f"weights {path} do not fit the model: {what}")
     if not next(model.parameters()).is_meta:  # such a model gets its values from rank 0
         model.load_state_dict(weights, strict=True)
 

@@ -108,15 +108,13 @@ def _experts_per_token(path: Path, num_experts: int, asked: int | None) -> int:
     named = shape_in_name(path)
     if named and named["num_experts"] == num_experts:
         return named["num_experts_per_tok"]
+    are = f"weights {path} have {num_experts} experts per layer"
     if named and named["use_moe"] and not path.stem.endswith("_moe"):
-        raise UserError(
-            f"weights {path} have {num_experts} experts per layer, but their name says others; rename them"
-        )
+        raise UserError(f"{are}, but their name says others; rename them")
     if asked is None:
         raise UserError(
-            f"weights {path} have {num_experts} experts per layer, and nothing tells how many of them each "
-            f"token goes through: give --num_experts_per_tok, or name the file ..._moe_{num_experts}xN.pth "
-            "with that number as N"
+            f"{are}, and nothing tells how many of them each token goes through: give --num_experts_per_tok, "
+            f"or name the file ..._moe_{num_experts}xN.pth with that number as N"
         )
     return asked
 
@@ -166,16 +164,14 @@ def read_config(folder: Path) -> "PretrainedConfig":
     except (OSError, ValueError, AttributeError) as error:
         raise UserError(f"{path}: not a readable config ({reason(error)})") from error
     if model_type not in kinds:
-        raise UserError(
-            f"{path}: model_type {model_type} is not supported; it must be one of {', '.join(kinds)}"
-        )
+        known = ", ".join(kinds)
+        raise UserError(f"{path}: model_type {model_type} is not supported; it must be one of {known}")
     for name, values in SUPPORTED_VALUES.items():
         if name in content and content[name] not in values:
             raise UserError(f"{path}: {name} {content[name]!r} is not supported; it must be {values[0]!r}")
     if other := set(content.get("layer_types") or ()) - {"full_attention"}:
-        raise UserError(
-            f"{path}: layers of {', '.join(sorted(other))} are not supported, only of full_attention"
-        )
+        kinds_of_layers = ", ".join(sorted(other))
+        raise UserError(f"{path}: layers of {kinds_of_layers} are not supported, only of full_attention")
     content.pop("auto_map", None)  # the folder's own code
     if content.get("rope_scaling", ...) is None:
         del content["rope_scaling"]  # transformers warns of this name
