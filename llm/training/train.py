@@ -43,12 +43,14 @@ AVAILABLE_TASKS: dict[str, type[TrainingTask]] = {
 def find_task(name: str) -> type[TrainingTask]:
     """The class of a task: one of AVAILABLE_TASKS, or `package.module:ClassName`, also from the current
     folder. Raises UserError if there is no such class, or it lacks methods that a task must implement."""
-    if name not in AVAILABLE_TASKS and ":" not in name:
+    if name in AVAILABLE_TASKS:
+        return AVAILABLE_TASKS[name]
+    if ":" not in name:
         known = ", ".join(AVAILABLE_TASKS)
         raise UserError(
             f"--task {name} is unknown; there are {known}, and package.module:ClassName for your own"
         )
-    return AVAILABLE_TASKS.get(name) or named_class("--task", name, TrainingTask)
+    return named_class("--task", name, TrainingTask)
 
 
 def named_class(flag: str, name: str, base: type[C]) -> type[C]:
@@ -57,8 +59,7 @@ def named_class(flag: str, name: str, base: type[C]) -> type[C]:
     found = import_named(flag, name)
     if not (isinstance(found, type) and issubclass(found, base)):
         raise UserError(f"{flag} {name} is not a subclass of {base.__name__} ({base.__module__})")
-    missing = getattr(found, "__abstractmethods__", ())
-    if missing:
+    if missing := getattr(found, "__abstractmethods__", ()):
         raise UserError(f"{flag} {name} does not implement {', '.join(sorted(missing))}")
     return found
 
@@ -86,9 +87,8 @@ def _train(config: Config) -> None:
             task, name = find_task(config.training.task)(config), config.data.data_module
             data = named_class("--data_module", name, DataModule)(config) if name else task.build_data()
             args, task.data = task.args, data
-            lock_output(
-                run_name(args.save_weight, args), save_dir=args.save_dir, checkpoint_dir=args.checkpoint_dir
-            )
+            run = run_name(args.save_weight, args)
+            lock_output(run, save_dir=args.save_dir, checkpoint_dir=args.checkpoint_dir)
             distributed.once(data.prepare_data)
             with translated_failures():
                 distributed.setup()

@@ -50,10 +50,9 @@ class LRSchedulerCallback(Callback):
                     "ReduceLROnPlateau is stepped after each validation, but no data are held out"
                 )
             if self.scheduler.mode != training.mode:
-                raise UserError(
-                    f"ReduceLROnPlateau has mode {self.scheduler.mode}, but --monitor {training.monitor} has "
-                    f"--mode {training.mode}; give both the same"
-                )
+                of_monitor = f"--monitor {training.monitor} has --mode {training.mode}"
+                mode = self.scheduler.mode
+                raise UserError(f"ReduceLROnPlateau has mode {mode}, but {of_monitor}; give both the same")
         else:
             epochs, updates = engine.state.args.epochs, engine.state.total_updates
             engine.logger.info(steps_ahead(self.scheduler, engine.task, epochs, updates))
@@ -102,16 +101,14 @@ def steps_ahead(scheduler: LRScheduler, task: Any, epochs: int, updates: int) ->
     `scheduler_interval` is unknown, or not the one that the scheduler is made for."""
     name, given = type(scheduler).__name__, task.scheduler_interval
     if given not in ("epoch", "update", None):
-        raise UserError(
-            f"{type(task).__name__}.scheduler_interval must be 'epoch' or 'update', not {given!r}"
-        )
+        interval = f"{type(task).__name__}.scheduler_interval"
+        raise UserError(f"{interval} must be 'epoch' or 'update', not {given!r}")
     steps = updates if given == "update" else epochs
     made_for = [getattr(scheduler, key, None) for key in ("total_steps", "T_max", "total_iters")]
     if given is None and updates in made_for and updates != epochs:
         raise UserError(
-            f"{name} is made for {updates} steps, as many as there are updates, but it is stepped after "
-            f'each of {epochs} epochs; set scheduler_interval = "update" in the task, or "epoch" if that is '
-            "meant"
+            f"{name} is made for {updates} steps, as many as there are updates, but it is stepped after each "
+            f'of {epochs} epochs; set scheduler_interval = "update" in the task, or "epoch" if that is meant'
         )
     if isinstance(scheduler, OneCycleLR) and scheduler.total_steps < steps:
         raise UserError(f"OneCycleLR is made for {scheduler.total_steps} steps, but there will be {steps}")

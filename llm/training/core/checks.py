@@ -13,7 +13,6 @@ from trainer.report.speed import Size
 
 CALLED = ("build_model", "build_optimizer", "build_criterion", "train_step", "validation_step", "size")
 LOADERS = ("train_dataloader", "val_dataloader")
-SUMS = "the loop divides the sums by the number of targets of the whole update"
 
 
 def check_forms(task: TrainingTask, data: DataModule) -> None:
@@ -42,30 +41,31 @@ def check_criterion(task: TrainingTask) -> None:
     """Raise UserError if the loss function is one of torch that returns means."""
     if getattr(task.criterion, "reduction", None) == "mean":
         made, kind = f"{type(task).__name__}.build_criterion", type(task.criterion).__name__
-        raise UserError(f"{made} returns {kind}(reduction='mean'), but {SUMS}: use {kind}(reduction='sum')")
+        raise UserError(
+            f"{made} returns {kind}(reduction='mean'), but the loop divides the sums by the number of targets "
+            f"of the whole update: use {kind}(reduction='sum')"
+        )
 
 
-def checked_loss(task: TrainingTask, result: Any) -> tuple[Any, ...]:
-    """The loss, the auxiliary loss and, if the task has metrics, their sums, as `train_step` returned them;
-    losses of one element are taken as numbers []. Raises UserError if it returned something else."""
+def checked_loss(task: TrainingTask, result: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """The loss, the auxiliary loss and the sums of the metrics, if any, as `train_step` returned them; losses
+    of one element are taken as numbers []. Raises UserError if it returned something else."""
     name = f"{type(task).__name__}.train_step"
     values = result if isinstance(result, tuple) and len(result) in (2, 3) else (result,)
     losses = values[:2]
+    sums = values[2] if len(values) == 3 else {}
     for loss in losses:
         if not isinstance(loss, Tensor):
-            raise UserError(
-                f"{name} returns a {type(result).__name__}; it must return a tensor, the sum of the losses"
-            )
+            what = type(result).__name__
+            raise UserError(f"{name} returns a {what}; it must return a tensor, the sum of the losses")
         if loss.numel() != 1:
             shape = list(loss.shape)
             raise UserError(f"{name} returns a tensor of shape {shape}; it must return one number, the sum")
     if not losses[0].requires_grad:
         raise UserError(f"{name} returns a loss without a gradient; return it as computed, not detached")
-    sums = values[2] if len(values) == 3 else {}
     if not isinstance(sums, dict):
-        raise UserError(
-            f"{name} returns a {type(sums).__name__} as its third value; it must be sums by name, a dict"
-        )
+        what = type(sums).__name__
+        raise UserError(f"{name} returns a {what} as its third value; it must be sums by name, a dict")
     if set(sums) - {"cross_entropy"} != set(task.metric_names) - {"cross_entropy"}:
         returned, named = ", ".join(sums) or "no metrics", ", ".join(task.metric_names) or "none"
         raise UserError(
@@ -74,7 +74,7 @@ def checked_loss(task: TrainingTask, result: Any) -> tuple[Any, ...]:
         )
     loss = losses[0].reshape(())
     aux_loss = losses[1].reshape(()) if len(losses) == 2 else torch.zeros_like(loss)
-    return (loss, aux_loss, sums) if sums else (loss, aux_loss)
+    return loss, aux_loss, sums
 
 
 def checked_sums(task: TrainingTask, result: Any) -> dict[str, Any]:
@@ -84,17 +84,13 @@ def checked_sums(task: TrainingTask, result: Any) -> dict[str, Any]:
     returned = f"a {type(result).__name__}"
     if isinstance(result, dict):
         returned = f"only {', '.join(map(str, result))}"
-    raise UserError(
-        f"{type(task).__name__}.validation_step returns {returned}; it must return sums by name, such as "
-        "{'loss': ...}"
-    )
+    name = f"{type(task).__name__}.validation_step"
+    raise UserError(f"{name} returns {returned}; it must return sums by name, such as {{'loss': ...}}")
 
 
 def checked_size(task: TrainingTask, size: Any) -> Size:
     """What `size` returned. Raises UserError if it returned something else than a Size."""
     if isinstance(size, Size):
         return size
-    raise UserError(
-        f"{type(task).__name__}.size returns a {type(size).__name__}; "
-        "it must return Size(targets=..., tokens=...)"
-    )
+    returned = f"{type(task).__name__}.size returns a {type(size).__name__}"
+    raise UserError(f"{returned}; it must return Size(targets=..., tokens=...)")

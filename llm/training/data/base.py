@@ -78,7 +78,6 @@ class DataModule(ABC):
         if self.val_dataset is None:
             return None
         if len(self.val_dataset) == 0:
-            raise UserError(
-                f"{type(self).__name__}: val_dataset is empty; leave it None if nothing is held out"
-            )
+            what = f"{type(self).__name__}: val_dataset is empty"
+            raise UserError(f"{what}; leave it None if nothing is held out")
         return eval_loader(self.val_dataset, self.config.training.batch_size, self.collate)

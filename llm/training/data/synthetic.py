@@ -25,7 +25,5 @@ class SyntheticDataModule(DataModule):
 
     def fingerprint(self) -> dict[str, Any]:
         data = self.config.data
-        return {
-            "data": f"synthetic, {data.num_samples} samples, noise {data.noise}, "
-            f"held out {data.validation_share}"
-        }
+        text = f"synthetic, {data.num_samples} samples, noise {data.noise}, held out {data.validation_share}"
+        return {"data": text}

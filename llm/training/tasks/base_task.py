@@ -50,8 +50,7 @@ class TrainingTask(ABC):
 
     def __init__(self, config: Config):
         self.config = config
-        args = config.to_args()
-        # all settings, flat
+        args = config.to_args()  # all settings, flat
         self.args = replace(args, from_resume=args.from_resume or args.resume_from is not None)
         self.lm_config: Any = self.args  # the shape in the names of files, such as a MiniMindConfig
 
@@ -79,10 +78,8 @@ class TrainingTask(ABC):
         """The data module; by default that of the class in `data_module`. --data_module replaces it. Raises
         UserError if there is none."""
         if self.data_module is None:
-            name = type(self).__name__
-            raise UserError(
-                f"{name} has no data: set its data_module, or give --data_module package.module:ClassName"
-            )
+            advice = "set its data_module, or give --data_module package.module:ClassName"
+            raise UserError(f"{type(self).__name__} has no data: {advice}")
         return self.data_module(self.config)
 
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
@@ -111,10 +108,8 @@ class TrainingTask(ABC):
     def fingerprint(self) -> dict[str, Any]:
         """Properties of the model that a resumed run must share with its checkpoint."""
         model = self.config.model
-        return {
-            "hidden_size": model.hidden_size,
-            "num_hidden_layers": model.num_hidden_layers,
-        } | self.config.extra
+        shape = {"hidden_size": model.hidden_size, "num_hidden_layers": model.num_hidden_layers}
+        return shape | self.config.extra
 
     def code_files(self) -> list[str]:
         """Source files whose change causes a warning on resume. By default the file that defines the task."""
