@@ -46,9 +46,8 @@ class LRSchedulerCallback(Callback):
         self.scheduler, training = engine.scheduler, engine.config.training
         if isinstance(self.scheduler, ReduceLROnPlateau):
             if engine.state.eval_loader is None:
-                raise UserError(
-                    "ReduceLROnPlateau is stepped after each validation, but no data are held out"
-                )
+                why = "but no data are held out"
+                raise UserError(f"ReduceLROnPlateau is stepped after each validation, {why}")
             if self.scheduler.mode != training.mode:
                 of_monitor = f"--monitor {training.monitor} has --mode {training.mode}"
                 mode = self.scheduler.mode

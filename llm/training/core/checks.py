@@ -41,10 +41,8 @@ def check_criterion(task: TrainingTask) -> None:
     """Raise UserError if the loss function is one of torch that returns means."""
     if getattr(task.criterion, "reduction", None) == "mean":
         made, kind = f"{type(task).__name__}.build_criterion", type(task.criterion).__name__
-        raise UserError(
-            f"{made} returns {kind}(reduction='mean'), but the loop divides the sums by the number of targets "
-            f"of the whole update: use {kind}(reduction='sum')"
-        )
+        why = "but the loop divides the sums by the number of targets of the whole update"
+        raise UserError(f"{made} returns {kind}(reduction='mean'), {why}: use {kind}(reduction='sum')")
 
 
 def checked_loss(task: TrainingTask, result: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from tests.conftest import ROOT
-from tests.stage_process import StageProcess, run, start_ranks
+from tests.stage_process import StageProcess, run
 from tests.trainer.stage_flags import saved_state
 from trainer.report.metrics import read_metrics
 
@@ -24,34 +24,22 @@ CHAINS = {
 def overrides(folder: Path, corpus: dict[str, Path], config: str) -> list[str]:
     """What makes a shipped run tiny, and puts its files and data elsewhere."""
     settings = {"save_dir": folder / "out", "checkpoint_dir": folder / "checkpoints", "device": "cpu"}
-    settings |= {"epochs": 1}
-    settings |= {"hidden_size": 32, "batch_size": 8, "log_interval": 1}
+    settings |= {"epochs": 1, "hidden_size": 32, "batch_size": 8, "log_interval": 1}
     if config == "regression":
         settings |= {"num_samples": 80}
     else:
         kind = "sft" if "sft" in config else "pretrain"
-        settings |= {
-            "data_path": corpus[kind],
-            "eval_data_path": corpus[f"{kind}_eval"],
-            "cache_dir": corpus["cache"],
-        }
-        settings |= {"num_hidden_layers": 2, "max_seq_len": 64}
+        settings |= {"data_path": corpus[kind], "eval_data_path": corpus[f"{kind}_eval"]}
+        settings |= {"cache_dir": corpus["cache"], "num_hidden_layers": 2, "max_seq_len": 64}
     return [part for key, value in settings.items() for part in (f"--{key}", str(value))]
 
 
-def start(folder: Path, corpus: dict[str, Path], config: str, *more: str, ranks: int = 1) -> StageProcess:
+def start(folder: Path, corpus: dict[str, Path], config: str) -> StageProcess:
     """Run a config by the command that its head shows."""
     text = (CONFIGS / f"{config}.yaml").read_text(encoding="utf-8")
     (command,) = re.findall(r"^# +python -m llm\.training\.train (.+)$", text, flags=re.M)
-    words = shlex.split(
-        command.replace("llm/training", f"{ROOT}/llm/training").replace("FILE", "replaced.jsonl")
-    )
-    words += [*overrides(folder, corpus, config), *more]
-    if ranks == 1:
-        return run("engine", words)
-    processes = start_ranks(ranks, "engine", words)
-    assert [process.wait() for process in processes] == [0] * ranks, "".join(p.err for p in processes)
-    return processes[0]
+    command = command.replace("llm/training", f"{ROOT}/llm/training").replace("FILE", "replaced.jsonl")
+    return run("engine", [*shlex.split(command), *overrides(folder, corpus, config)])
 
 
 @pytest.mark.parametrize("chain", CHAINS)

@@ -17,11 +17,11 @@ from trainer.trainer_utils import init_model
 from trainer.weights.files import save_weights
 
 TRAINED = {"from_weight": "start", "epochs": 1, "learning_rate": 1e-3, "dropout": 0.1, "patience": 9}
-TRAINED |= {"keep_every": 3}
+TRAINED |= {"keep_every": 3, "use_moe": 1}
 SPLIT = {"eval_data_path": "none", "eval_share": 0.2}
 RUNS = {  # stage -> its data and its settings
     "pretrain": ("pretrain", SPLIT | {"accumulation_steps": 2, "packing": 1}),
-    "full_sft": ("sft", TRAINED | {"use_moe": 1}),
+    "full_sft": ("sft", TRAINED),
 }
 
 
@@ -67,9 +67,8 @@ def test_engine_and_script_give_equal_bits(data, tmp_path, stage):
     (one, log), (other, others) = (everything(tmp_path / folder, name) for folder in ("script", "engine"))
     assert_same_tensors(one, other)
     assert log == others and len(log) >= 3 and any("eval_loss" in record for record in log)
-    about = [
-        json.loads((tmp_path / f"{each}/out/{name}_run.json").read_text()) for each in ("script", "engine")
-    ]
+    files = [tmp_path / f"{each}/out/{name}_run.json" for each in ("script", "engine")]
+    about = [json.loads(file.read_text()) for file in files]
     assert len({each["stage"] for each in about}) == 1 and about[0]["run"] == about[1]["run"]
     assert about[0]["settings"].keys() <= about[1]["settings"].keys()
     assert [start["update"] for start in about[0]["starts"]] == [0] and len(about[1]["starts"]) == 2
@@ -102,9 +101,8 @@ def test_the_parts_of_a_script_have_the_same_effect_in_both(data, tmp_path):
     changed = Faults(script=CHANGED)
     run("sft", argv(data, tmp_path / "script", "full_sft"), changed)
     run("engine", ["--task", "full_sft", *argv(data, tmp_path / "engine", "full_sft")], changed)
-    (one, log), (other, others) = (
-        everything(tmp_path / each, "full_sft_32_moe") for each in ("script", "engine")
-    )
+    name = "full_sft_32_moe"
+    (one, log), (other, others) = (everything(tmp_path / each, name) for each in ("script", "engine"))
     assert_same_tensors(one, other)
     assert log == others and log[2]["learning_rate"] == pytest.approx(1e-3 / log[2]["update"])
     start = torch.load(data["start"] / "start_32_moe.pth")

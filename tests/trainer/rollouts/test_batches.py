@@ -3,6 +3,7 @@
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -36,19 +37,23 @@ WEIGHTED = [0.0, 1.25, 0.5, 1.75]  # their sum with weights 1 and 0.5
 
 
 def prompt(number: int) -> RolloutPrompt:
-    return RolloutPrompt(
-        [number + 3, 4, 5, 6], [{"role": "user", "content": f"{number}?"}], None, {}, number, f"p:{number}"
-    )
+    messages = [{"role": "user", "content": f"{number}?"}]
+    return RolloutPrompt([number + 3, 4, 5, 6], messages, None, {}, number, f"p:{number}")
 
 
-def numbers(text: str) -> tuple[int, int]:
-    sample_id, number = map(int, text.split())
-    return sample_id, number
+def by_number(factor):
+    """A reward that is a function of the number in the group, for the first prompt; 1 for the others."""
+
+    def reward(prompt, text, record):
+        sample_id, number = map(int, text.split())
+        return factor(number) if sample_id == 0 else 1.0
+
+    return reward
 
 
 REWARDS = [
-    Reward("odd", lambda prompt, text, record: numbers(text)[1] % 2 if numbers(text)[0] == 0 else 1.0, 1.0),
-    Reward("size", lambda prompt, text, record: numbers(text)[1] / 2 if numbers(text)[0] == 0 else 1.0, 0.5),
+    Reward("odd", by_number(lambda number: number % 2), 1.0),
+    Reward("size", by_number(lambda number: number / 2), 0.5),
 ]
 
 
@@ -77,8 +82,8 @@ def rollouts_of(with_critic: bool = False, **settings) -> tuple[Rollouts, Simple
     """Rollouts, and a state with their model."""
     group, make_batches, policy_of = GROUP, group_batches, unwrap
     defaults = {"num_iterations": 2, "beta": 0.1, "loss_type": "dapo", "scale_rewards": True}
-    defaults |= {"reward_timeout": 9.0}
-    args = SimpleNamespace(**defaults | {"temperature": TEMPERATURE} | settings)
+    defaults |= {"reward_timeout": 9.0, "temperature": TEMPERATURE}
+    args = SimpleNamespace(**defaults | settings)
     torch.manual_seed(0)
     model, reference = MiniMindForCausalLM(CONFIG), MiniMindForCausalLM(CONFIG).eval()
     if with_critic:
@@ -113,24 +118,18 @@ def test_a_rollout_becomes_a_flat_batch(loss_type, beta, scale_rewards):
     advantages = torch.tensor(WEIGHTED).double() - np.mean(WEIGHTED)
     advantages /= np.std(WEIGHTED, ddof=1) + 1e-4 if scale_rewards else 1.0
     of_completion = {1: [0.0] * GROUP, 0: advantages.tolist()}
-    lengths = [number + 1 for _ in kept for number in range(GROUP)]
-    wanted = [
-        a
-        for number in kept
-        for a, n in zip(of_completion[number], range(1, 5), strict=True)
-        for _ in range(n)
-    ]
-    assert batch["advantages"].tolist() == pytest.approx(wanted)
-    assert batch["lengths"].tolist() == [n for n in lengths for _ in range(n)]
+    lengths = torch.arange(1, GROUP + 1).repeat(len(kept))
+    wanted = torch.tensor([of_completion[number] for number in kept]).flatten().repeat_interleave(lengths)
+    assert batch["advantages"].tolist() == pytest.approx(wanted.tolist())
+    assert batch["lengths"].tolist() == lengths.repeat_interleave(lengths).tolist()
     assert rollout_size(batch, CONFIG).targets == (2 * sum(range(1, 5)) if loss_type == "dapo" else 2 * GROUP)
     with torch.no_grad():
         old = log_probs_one_by_one(state.model, batch, TEMPERATURE)
         torch.testing.assert_close(batch["old_log_probs"], old)
         assert ("ref_log_probs" in batch) == bool(beta)
         if beta:
-            torch.testing.assert_close(
-                batch["ref_log_probs"], log_probs_one_by_one(rollouts.reference, batch, TEMPERATURE)
-            )
+            wanted = log_probs_one_by_one(rollouts.reference, batch, TEMPERATURE)
+            torch.testing.assert_close(batch["ref_log_probs"], wanted)
     assert rollouts.writer.asked == [(TEMPERATURE, GROUP, False)] and state.model.training
 
 
@@ -213,10 +212,9 @@ def test_tokens_are_judged_with_the_values_of_the_critic(several):
         if several > 1:
             torch.testing.assert_close(batch["old_values"], values)
     scaled = (np.array(advantages) - np.mean(advantages)) / np.sqrt(np.var(advantages, ddof=1) + 1e-8)
-    assert torch.cat([batch["advantages"] for batch in batches]).tolist() == pytest.approx(
-        scaled.tolist(), abs=1e-5
-    )
-    assert torch.cat([batch["returns"] for batch in batches]).tolist() == pytest.approx(returns, abs=1e-5)
+    found = [torch.cat([batch[name] for batch in batches]).tolist() for name in ("advantages", "returns")]
+    assert found[0] == pytest.approx(scaled.tolist(), abs=1e-5)
+    assert found[1] == pytest.approx(returns, abs=1e-5)
 
 
 def test_how_far_the_policy_has_moved_is_a_mean_per_token():
@@ -227,12 +225,11 @@ def test_how_far_the_policy_has_moved_is_a_mean_per_token():
     with torch.no_grad():
         for parameter in state.model.actor.parameters():
             parameter += 0.05 * torch.randn_like(parameter)
-        apart = torch.cat(
-            [
-                log_probs_one_by_one(state.model.actor, each, TEMPERATURE) - each["old_log_probs"]
-                for each in batches
-            ]
-        )
+        moved = []
+        for batch in batches:
+            log_probs = log_probs_one_by_one(state.model.actor, batch, TEMPERATURE)
+            moved.append(log_probs - batch["old_log_probs"])
+    apart = torch.cat(moved)
     wanted = float((apart.exp() - apart - 1).mean())
     assert moved_since_rollout(state, batches, TEMPERATURE) == pytest.approx(wanted, rel=1e-3)
     state.update = 1
@@ -254,18 +251,11 @@ class Prompts(list):
 
 def test_the_prompts_of_an_update_come_once_for_each_iteration():
     """And prompts that are left over by the last update are not trained."""
-    args = SimpleNamespace(
-        batch_size=2, accumulation_steps=2, num_iterations=3, seed=1, num_workers=0, max_tokens=0
-    )
-    prompts = Prompts(prompt(number) for number in range(11))
-    assert epoch_samples(prompts, args) == 8 * 3  # type: ignore[arg-type]
-    batches = [each["sample_ids"].tolist() for each in train_loader(prompts, args, epoch=0)]  # type: ignore[arg-type]
-    updates = [sum(batches[i : i + 2], []) for i in range(0, len(batches), 2)]
-    assert (
-        len(updates) == 6
-        and updates[0] == updates[1] == updates[2]
-        and updates[3] == updates[4] == updates[5]
-    )
+    settings = {"batch_size": 2, "accumulation_steps": 2, "num_iterations": 3, "seed": 1}
+    args = SimpleNamespace(**settings, num_workers=0, max_tokens=0)
+    prompts: Any = Prompts(prompt(number) for number in range(11))
+    assert epoch_samples(prompts, args) == 8 * 3
+    batches = [batch["sample_ids"].tolist() for batch in train_loader(prompts, args, epoch=0)]
+    updates = [one + other for one, other in zip(batches[::2], batches[1::2], strict=True)]
+    assert updates == [updates[0]] * 3 + [updates[3]] * 3
     assert len({*updates[0], *updates[3]}) == 8
-    other = [each["sample_ids"].tolist() for each in train_loader(prompts, args, epoch=1)]  # type: ignore[arg-type]
-    assert other != batches
