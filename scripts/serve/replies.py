@@ -8,7 +8,7 @@ from model.answer_stream import AnswerParser, merge
 from model.sampling import TokenLogprob
 from scripts.serve.logprobs import TextLogprobs
 from scripts.serve.models import ServedModel
-from scripts.serve.protocol import ApiError, ChatRequest, CompletionRequest
+from scripts.serve.protocol import ChatRequest, CompletionRequest
 from scripts.serve.scheduler import Progress
 
 
@@ -104,10 +104,6 @@ class ChatReply(BaseReply):
         deltas = parser.push(progress.text)
         if progress.finish:
             deltas += parser.end()
-        if self.asked.must_call and deltas and not parser.calls:
-            message = "The model wrote no valid call of a tool, which tool_choice asks for; try again, or "
-            message += "use 'auto'."
-            raise ApiError(message, 500, "server_error", "tool_choice", "no_tool_call")
         for delta in deltas:
             merge(choice["message"], delta)
         if not self.begun[progress.number]:

@@ -289,24 +289,33 @@ def test_a_model_whose_template_has_no_calls_cannot_be_made_to_call(scripted, mo
 
 
 @pytest.mark.parametrize(
-    "said", ["fire", 'weather", "arguments": {"city', 'weather", "arguments": {}}</tool_call> so']
+    "said", ["fire", 'weather", "arguments": {"city', 'time", "arguments": [1]}</tool_call>']
 )
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
-def test_an_answer_that_must_call_a_tool_is_a_call_or_an_error(scripted, said, choice):
-    """Never the text of a broken call, nor half of one."""
+@pytest.mark.parametrize(
+    ("choice", "opening"),
+    [
+        ("required", '<tool_call>\n{"name": "'),
+        (
+            {"type": "function", "function": {"name": "weather"}},
+            '<tool_call>\n{"name": "weather", "arguments": {',
+        ),
+    ],
+)
+def test_a_forced_call_that_is_malformed_is_the_text_of_the_answer(scripted, said, choice, opening):
+    """As with `auto`; other answers to the same request, and the log-probabilities, are not lost for it."""
     SAYS['{"name": "'] = said
-    fields = {"tools": TWO_TOOLS, "tool_choice": choice}
-    if said.endswith("so") and choice == "required":
-        message = chat(scripted, "x", **fields).choices[0].message
-        assert message.tool_calls[0].function.arguments == "{}" and message.content == " so"
-        return
-    with pytest.raises(openai.InternalServerError) as error:
-        chat(scripted, "x", **fields)
-    assert error.value.code == "no_tool_call" and error.value.param == "tool_choice"
-    seen = []
-    with pytest.raises(openai.APIError, match="no valid call"):
-        seen += [chunk.choices[0].delta for chunk in chat(scripted, "x", stream=True, **fields)]
-    assert not any(delta.content or delta.tool_calls for delta in seen)
+    fields = {"tools": TWO_TOOLS, "tool_choice": choice, "logprobs": True, "n": 2}
+    for answer in chat(scripted, "x", **fields).choices:
+        assert (answer.finish_reason, answer.message.tool_calls) == ("stop", None)
+        assert answer.message.content == opening + said
+        assert "".join(token.token for token in answer.logprobs.content) == said
+    chunks = [chunk.choices[0] for chunk in chat(scripted, "x", stream=True, **fields)]
+    for index in range(2):
+        own = [chunk for chunk in chunks if chunk.index == index]
+        assert "".join(chunk.delta.content or "" for chunk in own) == opening + said
+        assert own[-1].finish_reason == "stop" and not any(chunk.delta.tool_calls for chunk in own)
+    cut = chat(scripted, "x", max_tokens=1, **fields).choices[0]
+    assert cut.finish_reason == "length" and cut.message.content.startswith(opening)
 
 
 @pytest.mark.parametrize("name", ["enable_thinking", "open_thinking"])  # Qwen3's and MiniMind's
