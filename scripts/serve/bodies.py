@@ -1,8 +1,9 @@
 """The bodies of requests: their type, sizes and times."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 from fastapi import Request
 from starlette.requests import ClientDisconnect
@@ -20,7 +21,7 @@ class Bodies:
 
     def __init__(self) -> None:
         self.held = 0
-        self.large = asyncio.Semaphore(1)  # large ones are decoded one after the other, off the event loop
+        self.one_at_a_time = asyncio.Semaphore(1)
 
     @asynccontextmanager
     async def read(self, request: Request, most: int = MAX_BODY) -> AsyncIterator[bytes]:
@@ -55,3 +56,11 @@ class Bodies:
             yield bytes(body)
         finally:
             self.held -= len(body)
+
+    async def work(self, body: bytes, function: Callable[..., Any], *args: Any) -> Any:
+        """The result of a function whose time grows with the size of a body. That of large ones is called in
+        a thread, one after the other, so the event loop goes on."""
+        if len(body) <= SMALL_BODY:
+            return function(*args)
+        async with self.one_at_a_time:
+            return await asyncio.to_thread(function, *args)

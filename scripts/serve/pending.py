@@ -2,7 +2,7 @@
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -35,7 +35,7 @@ def samplings_of(asked: ChatRequest | CompletionRequest, default: Sampling) -> l
 
 def longest_answer(asked: ChatRequest | CompletionRequest, settings: Settings) -> int:
     """Tokens that an answer may have, apart from what the context leaves."""
-    return min(asked.limit or settings.max_new_tokens, settings.max_new_tokens)
+    return min(asked.max_tokens or settings.max_new_tokens, settings.max_new_tokens)
 
 
 def check_size(asked: ChatRequest | CompletionRequest, prompts: int, settings: Settings) -> None:
@@ -53,7 +53,8 @@ def check_size(asked: ChatRequest | CompletionRequest, prompts: int, settings: S
 
 
 class PendingAnswers:
-    """The answers to one HTTP request, whose size was checked: one job for each of its prompts."""
+    """The answers to one HTTP request, whose size was checked: one job for each of its prompts. The jobs are
+    queued at once, so whoever makes this calls `close` at the end. Raises ApiError if too many wait."""
 
     def __init__(
         self, served: ServedModel, prompts: Sequence[list[int]], asked: ChatRequest | CompletionRequest
@@ -66,25 +67,15 @@ class PendingAnswers:
                 prompt,
                 samplings_of(asked, served.sampling),
                 max_new_tokens=min(longest, served.settings.context - len(prompt)),
-                notify=self._notifier(asyncio.get_running_loop(), number * asked.n),
+                notify=self._notify,
+                first=number * asked.n,
                 stops=asked.stop,
                 streams=asked.stream,
                 top=asked.top,
             )
             for number, prompt in enumerate(prompts)
         ]
-
-    def _notifier(self, loop: asyncio.AbstractEventLoop, first: int) -> Callable[[Progress], None]:
-        def notify(progress: Progress) -> None:
-            loop.call_soon_threadsafe(
-                self.queue.put_nowait, progress._replace(number=first + progress.number)
-            )
-
-        return notify
-
-    def submit(self) -> None:
-        """Queue the jobs; whoever calls this calls `close` at the end, whatever happens. Raises ApiError if
-        too many wait."""
+        self.loop = asyncio.get_running_loop()
         try:
             self.scheduler.submit(*self.jobs)
         except QueueFull:
@@ -92,6 +83,9 @@ class PendingAnswers:
                 raise ApiError("The server can no longer answer; see its log.", 503, "server_error") from None
             message = "Too many requests are waiting; try again later."
             raise ApiError(message, 429, "rate_limit_error", code="queue_full") from None
+
+    def _notify(self, progress: Progress) -> None:
+        self.loop.call_soon_threadsafe(self.queue.put_nowait, progress)
 
     def close(self) -> None:
         """Free the places of what is not written yet."""

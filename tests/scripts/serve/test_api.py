@@ -469,9 +469,9 @@ def test_a_model_of_no_finite_outputs_answers_with_an_error(tiny, tokenizer, dam
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "fire"}}}, 400, None),
         ({"response_format": {"type": "json_object"}}, 400, "response_format"),
         ({"logprobs": True, "top_logprobs": 21}, 400, "top_logprobs"),
-        ({"min_p": 0.1}, 400, None),
-        ({"echo": True}, 400, None),
-        ({"guided_json": {"type": "object"}}, 400, None),
+        ({"min_p": 0.1}, 400, "min_p"),
+        ({"echo": True}, 400, "echo"),
+        ({"guided_json": {"type": "object"}}, 400, "guided_json"),
         ({"tools": [{"function": {"name": "x" * 129}}]}, 400, None),
         ({"model": "other"}, 404, "model"),
         *(
@@ -599,6 +599,8 @@ def test_pydantic_does_not_build_an_error_for_every_item_of_a_large_body(tokeniz
     for kind, body in large_bodies():
         try:
             asked, _ = parse(kind, body)
+            if kind is CompletionRequest:
+                prompt_writer.check_length(asked.prompt[0], CONTEXT, "prompt")
             writer.chat(prompt_writer.turns_of(asked.messages), asked.tools)
         except ApiError as refused:
             assert refused.status == 400 and len(str(refused)) < 300, body[:80]
