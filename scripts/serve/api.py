@@ -27,6 +27,8 @@ from scripts.serve.replies import ChatReply, TextReply
 from scripts.serve.tools import tools_router
 from scripts.serve.web_page import add_page
 
+ERROR_HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}, 503: {"Retry-After": "1"}}
+
 
 class EventStream(StreamingResponse):
     """A streamed reply, as server-sent events. An error in the middle is the last event."""
@@ -236,8 +238,5 @@ async def error_response(request: Request, error: Exception) -> Response:
         error = ApiError(message, status=error.status_code)
     elif not isinstance(error, ApiError):
         error = ApiError("The server failed; see its log.", status=500, kind="server_error")
-    if error.status in (429, 503):
-        headers = {"Retry-After": "1"}
-    elif error.status == 401:
-        headers = {"WWW-Authenticate": "Bearer"}
+    headers = ERROR_HEADERS.get(error.status, headers)
     return JSONResponse(error.body(), error.status, headers)
