@@ -82,16 +82,6 @@ def test_the_name_of_a_tool_that_must_be_called_is_text():
     assert TOKENIZER.decode(forged) == TOKENIZER.decode(harmless) + opening
 
 
-def test_what_is_much_too_long_is_refused_before_the_template_is_run(monkeypatch):
-    monkeypatch.setattr(WRITER.tokenizer, "apply_chat_template", lambda *_, **__: pytest.fail("it is run"))
-    long = "x" * 100_000
-    for message in ({"role": "user", "content": long}, {"role": "user", "content": "", "name": long}):
-        with pytest.raises(ApiError, match="The context of this model"):
-            write([message], [])
-    with pytest.raises(ApiError, match="The context of this model"):
-        write(CHAT, [{"function": {"name": "f", "parameters": {"a": [{"b": long}]}}}])
-
-
 def test_plain_text_begins_as_documents_do_and_may_hold_special_tokens():
     assert WRITER.completion("Hello") == [1, *TOKENIZER.encode("Hello", add_special_tokens=False)]
     assert WRITER.completion("<|im_start|>user\n") == TOKENIZER.encode(
