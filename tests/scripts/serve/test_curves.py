@@ -111,7 +111,7 @@ def test_damaged_lines_are_left_out_and_counted(folder, get):
 
 def test_a_growing_file_is_read_on_and_a_replaced_one_anew(folder, get):
     path = folder / "growing_64_metrics.jsonl"
-    append(path, *(record(update) for update in range(1, 4)))
+    append(path, *map(record, (1, 2, 3)))
     assert get("runs/growing_64")["columns"]["update"] == [1, 2, 3]
     append(path, record(4))
     with open(path, "a") as file:
@@ -121,15 +121,7 @@ def test_a_growing_file_is_read_on_and_a_replaced_one_anew(folder, get):
         file.write('_loss": 0.25, "new": 7}\n')
     columns = get("runs/growing_64")["columns"]
     assert columns["mean_loss"][3:] == [0.25, 0.25] and columns["new"] == [None] * 4 + [7]
-    append(
-        path.with_suffix(".new"),
-        record(1, mean_loss=7.0),
-        record(2),
-        record(3),
-        record(4),
-        record(5),
-        record(6),
-    )
+    append(path.with_suffix(".new"), record(1, mean_loss=7.0), *map(record, range(2, 7)))
     path.with_suffix(".new").replace(path)  # resumed from an earlier update, or another run of this name
     answer = get("runs/growing_64")
     assert (answer["records"], answer["damaged"]) == (6, 0) and answer["columns"]["mean_loss"][0] == 7.0
