@@ -20,10 +20,9 @@ from common.errors import printable, warn
 from scripts.serve.bodies import Bodies
 from scripts.serve.curves import curves_router
 from scripts.serve.models import Models, ServedModel, Settings, in_own_thread
-from scripts.serve.pending import PendingAnswers, check_size
 from scripts.serve.prompt_writer import call_opening, check_length, turns_of
 from scripts.serve.protocol import MAX_NAMED, ApiError, ChatRequest, CompletionRequest, parse
-from scripts.serve.replies import ChatReply, TextReply
+from scripts.serve.replies import BaseReply, ChatReply, TextReply, check_size
 from scripts.serve.tools import tools_router
 from scripts.serve.web_page import add_page
 
@@ -33,8 +32,8 @@ ERROR_HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"},
 class EventStream(StreamingResponse):
     """A streamed reply, as server-sent events. An error in the middle is the last event."""
 
-    def __init__(self, answers: PendingAnswers, reply: ChatReply | TextReply, with_usage: bool):
-        self.answers, self.reply, self.with_usage = answers, reply, with_usage
+    def __init__(self, reply: BaseReply):
+        self.reply = reply
         super().__init__(
             self._events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
         )
@@ -43,29 +42,31 @@ class EventStream(StreamingResponse):
         try:
             await super().__call__(scope, receive, send)  # it is cancelled when the client hangs up
         finally:
-            self.answers.close()
+            self.reply.close()
 
     async def _events(self) -> AsyncIterator[bytes]:
         def event(data: dict[str, Any]) -> bytes:
             text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
             return f"data: {text}\n\n".encode()
 
-        reply, extra = self.reply, {"usage": None} if self.with_usage else {}
+        reply = self.reply
+        with_usage = reply.asked.stream_options.include_usage
+        extra = {"usage": None} if with_usage else {}
         try:
-            async for progress in self.answers:
+            async for progress in reply.news():
                 for choice in reply.take(progress):
                     yield event(reply.chunk([choice]) | extra)
         except ApiError as error:
             yield event(error.body())
             return
-        if self.with_usage:
+        if with_usage:
             yield event(reply.chunk([]) | {"usage": reply.usage()})
         yield b"data: [DONE]\n\n"
 
 
-async def whole_reply(answers: PendingAnswers, reply: ChatReply | TextReply) -> Response:
+async def whole_reply(reply: BaseReply) -> Response:
     """The response when all answers are written. Raises ApiError if the step that was to write one failed."""
-    news = [progress async for progress in answers]
+    news = [progress async for progress in reply.news()]
 
     def render() -> Response:
         for progress in news:
@@ -81,25 +82,19 @@ async def hung_up(request: Request) -> None:
         pass
 
 
-async def respond(
-    request: Request,
-    answers: PendingAnswers,
-    reply: ChatReply | TextReply,
-    asked: ChatRequest | CompletionRequest,
-) -> Response:
+async def respond(request: Request, reply: BaseReply) -> Response:
     """The response to a request whose answers are queued, whole or streamed; their places are free again as
     soon as the client hangs up."""
-    if asked.stream:
-        return EventStream(answers, reply, asked.stream_options.include_usage)
-    work = asyncio.create_task(whole_reply(answers, reply))
-    gone = asyncio.create_task(hung_up(request))
+    if reply.asked.stream:
+        return EventStream(reply)
+    work, gone = asyncio.create_task(whole_reply(reply)), asyncio.create_task(hung_up(request))
     try:
         await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
         return work.result() if work.done() else Response(status_code=499)  # nobody reads it
     finally:
         work.cancel()
         gone.cancel()
-        answers.close()
+        reply.close()
 
 
 class HeadAsGet:
@@ -205,9 +200,9 @@ def openai_routes(offered: Models, bodies: Bodies) -> APIRouter:
             tools = asked.tools if asked.tool_names else []
             async with offered.use(asked.model) as served:
                 prompt = await bodies.work(body, served.prompts.chat, turns, tools, thinks, opening)
-                reply = ChatReply(served, asked, len(prompt), bool(thinks), opening)
-                answers = PendingAnswers(served, [prompt], asked)
-        return await respond(request, answers, reply, asked)
+                reply = ChatReply(served, asked, prompt, bool(thinks), opening)
+                reply.submit()
+        return await respond(request, reply)
 
     @routes.post("/completions")
     async def complete(request: Request) -> Response:
@@ -223,8 +218,8 @@ def openai_routes(offered: Models, bodies: Bodies) -> APIRouter:
                     await bodies.work(body, served.prompts.completion, prompt) for prompt in asked.prompt
                 ]
                 reply = TextReply(served, asked, prompts)
-                answers = PendingAnswers(served, prompts, asked)
-        return await respond(request, answers, reply, asked)
+                reply.submit()
+        return await respond(request, reply)
 
     return routes
 

@@ -23,7 +23,7 @@ from transformers import AutoTokenizer
 
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from model.sampling import Sampling
-from scripts.serve import bodies, models, pending, prompt_writer
+from scripts.serve import bodies, models, prompt_writer, replies
 from scripts.serve.api import create_app
 from scripts.serve.models import Settings
 from scripts.serve.protocol import ApiError, ChatRequest, CompletionRequest, parse
@@ -128,9 +128,9 @@ def test_what_a_request_leaves_out_is_the_models_default(real):
     default = Sampling(temperature=0.3, top_k=7, top_p=0.8)
     message = '"messages": [{"role": "user", "content": "x"}]'
     asked, _ = parse(ChatRequest, f'{{{message}, "top_p": 0.5, "top_k": -1, "seed": 3}}'.encode())
-    assert pending.samplings_of(asked, default) == [Sampling(0.3, 0, 0.5, seed=3)]
+    assert replies.samplings_of(asked, default) == [Sampling(0.3, 0, 0.5, seed=3)]
     asked, _ = parse(CompletionRequest, b'{"prompt": "x", "temperature": 0, "seed": 3}')
-    assert pending.samplings_of(asked, default) == [Sampling(0.0, 7, 0.8, seed=3)]
+    assert replies.samplings_of(asked, default) == [Sampling(0.0, 7, 0.8, seed=3)]
     assert real.client.models.list().data[0].sampling == {"temperature": 0.7, "top_p": 0.9, "top_k": 50}
 
 
