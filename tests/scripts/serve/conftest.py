@@ -90,6 +90,16 @@ class Page:
         self.answered()
         return self.text(".message.assistant .text")
 
+    def ask_and_stop(self, text: str) -> None:
+        """Say something and stop the answer when it has begun."""
+        self.say(text)
+        self.stop_answer()
+
+    def stop_answer(self) -> None:
+        self.wait(lambda: "5 6 7" in self.text(".message.assistant .text"))
+        self.keys(Keys.ESCAPE)
+        self.answered()
+
     def answered(self) -> None:
         self.wait(lambda: not self.all(".writing") and not self.shown("#stop"))
 

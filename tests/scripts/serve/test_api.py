@@ -212,15 +212,14 @@ def test_models_and_health(real):
 # --- what is in an answer
 
 
-def test_stop_strings_end_the_text_and_are_left_out(scripted):
+@pytest.mark.parametrize("stop", [", th", [" four", ", th"]])
+@pytest.mark.parametrize("stream", [False, True])
+def test_stop_strings_end_the_text_and_are_left_out(scripted, stop, stream):
     SAYS["list"] = "one, two, three, four"
-    for stop in (", th", [" four", "three"], "ee"):
-        expected = "one, two, three, four".split(stop if isinstance(stop, str) else "three")[0]
-        answer = chat(scripted, "list", stop=stop)
-        assert answer.choices[0].message.content == expected and answer.choices[0].finish_reason == "stop"
-        chunks = list(chat(scripted, "list", stop=stop, stream=True))
-        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == expected
-    assert chat(scripted, "list", stop="five").choices[0].message.content == "one, two, three, four"
+    answer = chat(scripted, "list", stop=stop, stream=stream)
+    choices = [chunk.choices[0] for chunk in answer] if stream else answer.choices
+    texts = [(choice.delta if stream else choice.message).content or "" for choice in choices]
+    assert "".join(texts) == "one, two" and choices[-1].finish_reason == "stop"
     assert scripted.model.decoder.free == 4
 
 
@@ -295,13 +294,12 @@ def test_a_forced_call_that_is_malformed_is_the_text_of_the_answer(scripted, sai
     assert cut.finish_reason == "length" and cut.message.content.startswith(opening)
 
 
-@pytest.mark.parametrize("name", ["enable_thinking", "open_thinking"])  # Qwen3's and MiniMind's
-def test_reasoning_stands_beside_the_content(scripted, name):
+def test_reasoning_stands_beside_the_content(scripted):
     SAYS["why"] = "<think>\nBecause.\n</think>\n\nSo."
     message = chat(scripted, "why").choices[0].message
     assert (message.reasoning_content, message.content) == ("Because.", "So.")
     SAYS["<think>"] = "\nHm.\n</think>\n\nYes."
-    thinking = {"chat_template_kwargs": {name: True, "chat_template": "{{ evil }}"}}
+    thinking = {"chat_template_kwargs": {"enable_thinking": True, "chat_template": "{{ evil }}"}}
     message = chat(scripted, "x", extra_body=thinking).choices[0].message
     assert (message.reasoning_content, message.content) == ("Hm.", "Yes.")
     deltas = [chunk.choices[0].delta for chunk in chat(scripted, "x", stream=True, extra_body=thinking)]
@@ -423,6 +421,7 @@ def test_a_model_of_no_finite_outputs_answers_with_an_error(tiny, tokenizer, dam
     [
         ({"messages": []}, 400, "messages"),
         ({"messages": [{"role": "king", "content": ""}]}, 400, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages"),
         ({"max_completion_tokens": 0}, 400, "max_completion_tokens"),
         ({"temperature": "hot"}, 400, "temperature"),
         ({"top_p": 1.5}, 400, "top_p"),

@@ -280,10 +280,7 @@ def test_an_exported_chat_is_training_data_and_comes_back(chat, server, tmp_path
     chat.one(".results button").click()
     chat.wait(lambda: chat.text(ANSWER) == "You said: rain")
     chat.answered()
-    chat.say("long")
-    chat.wait(lambda: "5 6 7" in chat.text(ANSWER))
-    chat.keys(Keys.ESCAPE)
-    chat.answered()
+    chat.ask_and_stop("long")
     text = exported(chat)
     (tmp_path / "chats.jsonl").write_text(text, encoding="utf-8")
     record = to_chat(json.loads(text))
@@ -350,25 +347,19 @@ def test_a_second_model_answers_all_questions_itself(chat, server):
     def second() -> list[str]:
         return [cell.text for cell in chat.all(".side-of-two:nth-child(3n) .body > .text")]
 
-    def stop_the_last_answer() -> None:
-        chat.wait(lambda: "5 6 7" in chat.text(ANSWER))
-        chat.keys(Keys.ESCAPE)
-        chat.answered()
-
     chat.ask("who")
-    chat.say("long")
-    stop_the_last_answer()
+    chat.ask_and_stop("long")
     Select(chat.one("#other")).select_by_value("small")
     chat.wait(lambda: len(second()) == 2 and "5 6 7" in second()[1])
     assert second()[0] == "small"
-    stop_the_last_answer()
+    chat.stop_answer()
     asked = [body["messages"] for body in server.asked if body["model"] == "small"]
     said = [[message["content"] for message in messages] for messages in asked]
     assert said == [["who"], ["who", "small", "long"]]
     Select(chat.one("#model")).select_by_value("small")
     Select(chat.one("#other")).select_by_value("tiny")  # another second one
     chat.wait(lambda: len(second()) == 2 and "5 6 7" in second()[1])
-    stop_the_last_answer()
+    chat.stop_answer()
     assert second()[0] == "tiny" and server.asked[-1]["messages"][1]["content"] == "tiny"
     # who gave each answer
     assert [element.text for element in chat.all(".side-of-two strong")] == ["tiny"] * 4
