@@ -136,11 +136,28 @@ class Chat:
         self.conversation = Conversation(self.tokenizer, limit, system, self.toolbox.tools, thinking)
 
     def say(self, text: str) -> None:
-        """Answer a message, or with `--form text` stream how a document goes on that begins with it. Raises
-        UserError if it is too long, or the chat template refuses it."""
-        if self.args.form == "chat":
-            self.hear({"role": "user", "content": text})
+        """Stream the answer to a message, or with `--form text` how a document goes on that begins with it.
+        The answer's calls of tools are executed, and their results answered in turn. Raises UserError if the
+        text is too long, or the chat template refuses it."""
+        if self.args.form == "text":
+            self.continue_text(text)
             return
+        answer = self.reply([{"role": "user", "content": text}])
+        if not self.toolbox.tools:
+            return
+        for _ in range(ROUNDS):
+            calls = [call["function"] for call in answer.get("tool_calls", ())]
+            if not calls or self.stop.asked:
+                return
+            results = self.toolbox.reply(calls)
+            for call, result in zip(calls, results, strict=True):
+                self.screen.note(f"result of {call['name']}: {result['content']}")
+            answer = self.reply(results)
+        if answer.get("tool_calls"):
+            self.screen.note(f"stopped after {ROUNDS} rounds of calls")
+
+    def continue_text(self, text: str) -> None:
+        """Stream how a document goes on that begins with this text."""
         tokens, limit = document_tokens(self.tokenizer, text), self.conversation.limit
         room = limit - min(self.args.max_new_tokens, limit // 2)
         if len(tokens) > room:
@@ -149,28 +166,9 @@ class Chat:
             )
         self.answer(tokens)
 
-    def hear(self, message: dict) -> dict[str, Any]:
-        """Add a message, stream the answer and return it; `{}` if there was none. The answer's calls of tools
-        are executed, and their results answered in turn. Raises UserError if the message is too long, or the
-        chat template refuses it; it is not added."""
-        answer = self._hear([message])
-        if not self.toolbox.tools:
-            return answer
-        for _ in range(ROUNDS):
-            calls = [call["function"] for call in answer.get("tool_calls", ())]
-            if not calls or self.stop.asked:
-                return answer
-            replies = self.toolbox.reply(calls)
-            for call, reply in zip(calls, replies, strict=True):
-                self.screen.note(f"result of {call['name']}: {reply['content']}")
-            answer = self._hear(replies)
-        if answer.get("tool_calls"):
-            self.screen.note(f"stopped after {ROUNDS} rounds of calls")
-        return answer
-
-    def _hear(self, messages: list[dict]) -> dict[str, Any]:
-        """Add messages, stream the answer, add and return it; without an answer the messages are not
-        added."""
+    def reply(self, messages: list[dict]) -> dict[str, Any]:
+        """Add messages to the conversation, stream the answer, add and return it; without an answer, `{}`,
+        the messages are not added."""
         self.conversation.messages += messages
         answer: dict[str, Any] = {}
         try:
@@ -300,9 +298,8 @@ def on_terminal(chat: Chat) -> None:
 
 def on_pipe(chat: Chat) -> None:
     """Answer each line of stdin, in one conversation, or continue each alone; blank lines are skipped.
-    Commands are for
-    who types: a line of a file is a message, whatever it says. Raises UserError if a line is not UTF-8, or
-    cannot be answered."""
+    Commands are for who types: a line of a file is a message, whatever it says. Raises UserError if a line
+    is not UTF-8, or cannot be answered."""
     is_typed = sys.stdin.isatty()
     for number, line in enumerate(sys.stdin.buffer, 1):
         try:

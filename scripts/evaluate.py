@@ -145,15 +145,11 @@ def show(answers: list[dict[str, Any]], count: int) -> None:
 
 
 def mean(values: list[float]) -> dict[str, float]:
-    """The mean, with Wilson's interval if it is a share of right answers: all values are 0 or 1."""
-    if set(values) <= {0.0, 1.0}:
-        return wilson(int(sum(values)), len(values))
-    return {"value": float(np.mean(values))}
-
-
-def wilson(right: int, count: int) -> dict[str, float]:
-    """A share and Wilson's 95 % score interval (Wilson 1927), which holds near 0 and 1 and for few items."""
-    share = right / count
+    """The mean. If it is the share of right answers, all values are 0 or 1, with Wilson's 95 % score interval
+    (Wilson 1927), which holds near 0 and 1 and for few items."""
+    count, share = len(values), float(np.mean(values))
+    if not set(values) <= {0.0, 1.0}:
+        return {"value": share}
     center = (share + Z**2 / (2 * count)) / (1 + Z**2 / count)
     half = Z / (1 + Z**2 / count) * sqrt(share * (1 - share) / count + Z**2 / (4 * count**2))
     return {"value": share, "low": max(0.0, center - half), "high": min(1.0, center + half)}

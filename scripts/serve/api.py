@@ -1,46 +1,39 @@
-"""The HTTP side of the server: OpenAI's routes over the scheduler. Beside it curves.py and web_page.py need
-FastAPI."""
+"""The HTTP side of the server: OpenAI's routes over the scheduler."""
 
 import asyncio
 import gc
 import hmac
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any
+from contextlib import asynccontextmanager
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from common.errors import printable, warn
-from scripts.serve.bodies import SMALL_BODY, Bodies
+from scripts.serve.bodies import Bodies
 from scripts.serve.curves import curves_router
 from scripts.serve.models import Models, ServedModel, Settings, in_own_thread
-from scripts.serve.pending import PendingAnswers, check_size
-from scripts.serve.prompt_writer import call_opening, check_prompt, turns_of
-from scripts.serve.protocol import MAX_NAMED, ApiError, Body, ChatRequest, CompletionRequest, parse
-from scripts.serve.replies import ChatReply, TextReply
-from scripts.serve.scheduler import Progress
+from scripts.serve.prompt_writer import call_opening, check_length, turns_of
+from scripts.serve.protocol import MAX_NAMED, ApiError, ChatRequest, CompletionRequest, parse
+from scripts.serve.replies import BaseReply, ChatReply, TextReply, check_size
 from scripts.serve.tools import tools_router
 from scripts.serve.web_page import add_page
 
-OffLoop = Callable[..., Awaitable[Any]]
-
-
-def event(data: dict[str, Any]) -> bytes:
-    """A server-sent event."""
-    return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+ERROR_HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}, 503: {"Retry-After": "1"}}
 
 
 class EventStream(StreamingResponse):
     """A streamed reply, as server-sent events. An error in the middle is the last event."""
 
-    def __init__(self, answers: PendingAnswers, reply: ChatReply | TextReply, with_usage: bool):
-        self.answers, self.reply, self.with_usage = answers, reply, with_usage
+    def __init__(self, reply: BaseReply):
+        self.reply = reply
         super().__init__(
             self._events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
         )
@@ -49,57 +42,59 @@ class EventStream(StreamingResponse):
         try:
             await super().__call__(scope, receive, send)  # it is cancelled when the client hangs up
         finally:
-            self.answers.close()
+            self.reply.close()
 
     async def _events(self) -> AsyncIterator[bytes]:
-        reply, extra = self.reply, {"usage": None} if self.with_usage else {}
+        def event(data: dict[str, Any]) -> bytes:
+            text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
+            return f"data: {text}\n\n".encode()
+
+        reply = self.reply
+        with_usage = reply.asked.stream_options.include_usage
+        extra = {"usage": None} if with_usage else {}
         try:
-            async for progress in self.answers:
+            async for progress in reply.news():
                 for choice in reply.take(progress):
                     yield event(reply.chunk([choice]) | extra)
         except ApiError as error:
             yield event(error.body())
             return
-        if self.with_usage:
+        if with_usage:
             yield event(reply.chunk([]) | {"usage": reply.usage()})
         yield b"data: [DONE]\n\n"
 
 
-async def respond(
-    request: Request,
-    answers: PendingAnswers,
-    reply: ChatReply | TextReply,
-    asked: ChatRequest | CompletionRequest,
-) -> Response:
-    """The response to a request, whole or streamed; its places are free again as soon as the client hangs up.
-    Raises ApiError if too many wait, or the step that was to write the answer failed."""
-    answers.submit()
-    if asked.stream:
-        return EventStream(answers, reply, asked.stream_options.include_usage)
+async def whole_reply(reply: BaseReply) -> Response:
+    """The response when all answers are written. Raises ApiError if the step that was to write one failed."""
+    news = [progress async for progress in reply.news()]
 
-    async def whole() -> Response:
-        news = [progress async for progress in answers]
-        return await asyncio.to_thread(written, news)  # many log-probabilities take 50 ms
-
-    def written(news: list[Progress]) -> Response:
+    def render() -> Response:
         for progress in news:
             reply.take(progress)
         return JSONResponse(reply.whole())
 
-    work, gone = asyncio.create_task(whole()), asyncio.create_task(_hung_up(request))
+    return await asyncio.to_thread(render)  # many log-probabilities take 50 ms
+
+
+async def hung_up(request: Request) -> None:
+    """Return when the client closes its connection; the body must have been read."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def respond(request: Request, reply: BaseReply) -> Response:
+    """The response to a request whose answers are queued, whole or streamed; their places are free again as
+    soon as the client hangs up."""
+    if reply.asked.stream:
+        return EventStream(reply)
+    work, gone = asyncio.create_task(whole_reply(reply)), asyncio.create_task(hung_up(request))
     try:
         await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
         return work.result() if work.done() else Response(status_code=499)  # nobody reads it
     finally:
         work.cancel()
         gone.cancel()
-        answers.close()
-
-
-async def _hung_up(request: Request) -> None:
-    """Return when the client closes its connection; the body must have been read."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
+        reply.close()
 
 
 class HeadAsGet:
@@ -158,15 +153,13 @@ def create_app(model: Any, tokenizer: Any, settings: Settings) -> FastAPI:
     return app
 
 
-def key_check(api_key: str | None) -> Callable[[Request], Awaitable[None]]:
+def key_check(api_key: str | None) -> Callable[..., Awaitable[None]]:
     """A dependency of routes that refuses requests without the key, if there is one."""
+    bearer = Depends(HTTPBearer(auto_error=False))
 
-    async def check(request: Request) -> None:  # FastAPI would call a plain function in a thread
-        scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        is_right = scheme.lower() == "bearer" and hmac.compare_digest(
-            given.strip().encode(), str(api_key).encode()
-        )
-        if api_key is not None and not is_right:
+    async def check(given: Annotated[HTTPAuthorizationCredentials | None, bearer]) -> None:
+        key = given.credentials if given else ""
+        if api_key is not None and not hmac.compare_digest(key.encode(), api_key.encode()):
             raise ApiError("The API key is missing or wrong.", status=401, code="invalid_api_key")
 
     return check
@@ -177,7 +170,7 @@ def openai_routes(offered: Models, bodies: Bodies) -> APIRouter:
     routes = APIRouter(prefix="/v1")
     named: set[str] = set()
 
-    def name_once(fields: list[str]) -> None:
+    def warn_once(fields: list[str]) -> None:
         """Say in the log which fields of requests are ignored."""
         new = [field for field in fields if field not in named][: MAX_NAMED - len(named)]
         named.update(new)
@@ -192,48 +185,41 @@ def openai_routes(offered: Models, bodies: Bodies) -> APIRouter:
     async def model(name: str) -> dict[str, Any]:
         return await offered.card(name)
 
-    @asynccontextmanager
-    async def asked_for(kind: type[Body], request: Request) -> AsyncIterator[tuple[Body, OffLoop]]:
-        """A request, and how to do work whose time grows with its size; its body counts as held meanwhile."""
-        async with bodies.read(request) as body:
-
-            async def off_loop(work: Callable[..., Any], *args: Any) -> Any:
-                if len(body) <= SMALL_BODY:
-                    return work(*args)
-                async with bodies.large:
-                    return await asyncio.to_thread(work, *args)
-
-            asked, unknown_fields = await off_loop(parse, kind, body)
-            name_once(unknown_fields)
-            yield asked, off_loop
+    # What can be refused without a model is refused before one is loaded, which may take long. Work whose
+    # time grows with the size of a body goes through `bodies.work`.
 
     @routes.post("/chat/completions")
     async def chat(request: Request) -> Response:
-        async with AsyncExitStack() as stack:
-            async with asked_for(ChatRequest, request) as (asked, off_loop):
-                turns = await off_loop(turns_of, asked.messages)
-                check_size(asked, 1, offered.settings)
-                opening = call_opening(asked)
-                thinking = False if opening else asked.thinks
-                tools = asked.tools if asked.tool_names else []
-                # may take long: behind refusals
-                served = await stack.enter_async_context(offered.use(asked.model))
-                prompt = await off_loop(served.prompts.chat, turns, tools, thinking, opening)
-            asked.messages = []
-            reply = ChatReply(served, asked, len(prompt), bool(thinking), opening)
-            return await respond(request, PendingAnswers(served, [prompt], asked), reply, asked)
+        async with bodies.read(request) as body:
+            asked, unknown_fields = await bodies.work(body, parse, ChatRequest, body)
+            warn_once(unknown_fields)
+            turns = await bodies.work(body, turns_of, asked.messages)
+            check_size(asked, 1, offered.settings)
+            opening = call_opening(asked.forced_tools)
+            thinks = False if opening else asked.thinks
+            tools = asked.tools if asked.tool_names else []
+            async with offered.use(asked.model) as served:
+                prompt = await bodies.work(body, served.prompts.chat, turns, tools, thinks, opening)
+                reply = ChatReply(served, asked, prompt, bool(thinks), opening)
+                reply.submit()
+        return await respond(request, reply)
 
     @routes.post("/completions")
     async def complete(request: Request) -> Response:
-        async with AsyncExitStack() as stack:
-            async with asked_for(CompletionRequest, request) as (asked, off_loop):
-                check_size(asked, len(asked.prompts), offered.settings)
-                for prompt in asked.prompts:
-                    await off_loop(check_prompt, prompt, offered.settings.context)
-                served = await stack.enter_async_context(offered.use(asked.model))
-                prompts = [await off_loop(served.prompts.completion, prompt) for prompt in asked.prompts]
-            reply = TextReply(served, asked, prompts)
-            return await respond(request, PendingAnswers(served, prompts, asked), reply, asked)
+        async with bodies.read(request) as body:
+            asked, unknown_fields = await bodies.work(body, parse, CompletionRequest, body)
+            warn_once(unknown_fields)
+            check_size(asked, len(asked.prompt), offered.settings)
+            for prompt in asked.prompt:
+                if isinstance(prompt, list):
+                    check_length(prompt, offered.settings.context, "prompt")
+            async with offered.use(asked.model) as served:
+                prompts = [
+                    await bodies.work(body, served.prompts.completion, prompt) for prompt in asked.prompt
+                ]
+                reply = TextReply(served, asked, prompts)
+                reply.submit()
+        return await respond(request, reply)
 
     return routes
 
@@ -247,8 +233,5 @@ async def error_response(request: Request, error: Exception) -> Response:
         error = ApiError(message, status=error.status_code)
     elif not isinstance(error, ApiError):
         error = ApiError("The server failed; see its log.", status=500, kind="server_error")
-    if error.status in (429, 503):
-        headers = {"Retry-After": "1"}
-    elif error.status == 401:
-        headers = {"WWW-Authenticate": "Bearer"}
+    headers = ERROR_HEADERS.get(error.status, headers)
     return JSONResponse(error.body(), error.status, headers)

@@ -1,8 +1,9 @@
 """The bodies of requests: their type, sizes and times."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 from fastapi import Request
 from starlette.requests import ClientDisconnect
@@ -20,7 +21,7 @@ class Bodies:
 
     def __init__(self) -> None:
         self.held = 0
-        self.large = asyncio.Semaphore(1)  # large ones are decoded one after the other, off the event loop
+        self.one_at_a_time = asyncio.Semaphore(1)
 
     @asynccontextmanager
     async def read(self, request: Request, most: int = MAX_BODY) -> AsyncIterator[bytes]:
@@ -29,11 +30,10 @@ class Bodies:
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":  # a browser lets pages of other sites send other types without asking
             raise ApiError("Send the header Content-Type: application/json.", status=415)
-        length = request.headers.get("content-length", "")
         too_large = ApiError(
             f"The request is larger than {most >> 10} KB.", status=413, code="request_too_large"
         )
-        if len(length) > 12 or (length.isdecimal() and int(length) > most):
+        if int(request.headers.get("content-length", 0)) > most:  # a number: h11 checked it
             raise too_large
         body = bytearray()
         try:
@@ -55,3 +55,11 @@ class Bodies:
             yield bytes(body)
         finally:
             self.held -= len(body)
+
+    async def work(self, body: bytes, function: Callable[..., Any], *args: Any) -> Any:
+        """The result of a function whose time grows with the size of a body. That of large ones is called in
+        a thread, one after the other, so the event loop goes on."""
+        if len(body) <= SMALL_BODY:
+            return function(*args)
+        async with self.one_at_a_time:
+            return await asyncio.to_thread(function, *args)

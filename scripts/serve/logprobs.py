@@ -48,17 +48,16 @@ class TokenTexts:
 
 
 class TextLogprobs:
-    """`logprobs` of a choice of a completion, which grows. whole: all that was taken."""
+    """`logprobs` of a choice of a completion, piece by piece."""
 
     def __init__(self, texts: TokenTexts):
         self.texts, self.decoder, self.characters = texts, codecs.getincrementaldecoder("utf-8")("replace"), 0
-        self.whole: dict[str, list[Any]] = {
-            "tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []
-        }  # fmt: skip
 
     def take(self, entries: Sequence[TokenLogprob]) -> dict[str, list[Any]]:
-        """Add the next tokens; returns what they add."""
-        new: dict[str, list[Any]] = {name: [] for name in self.whole}
+        """What the next tokens add."""
+        new: dict[str, list[Any]] = {
+            "tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []
+        }  # fmt: skip
         for entry in self.texts.content(entries):
             likely = {other["token"]: other["logprob"] for other in entry["top_logprobs"]}
             new["tokens"].append(entry["token"])
@@ -66,6 +65,4 @@ class TextLogprobs:
             new["top_logprobs"].append({entry["token"]: entry["logprob"]} | likely)
             new["text_offset"].append(self.characters)
             self.characters += len(self.decoder.decode(bytes(entry["bytes"])))
-        for name, values in new.items():
-            self.whole[name] += values
         return new

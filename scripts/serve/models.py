@@ -3,10 +3,9 @@ demand."""
 
 import asyncio
 import re
-import threading
 import time
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,20 +66,9 @@ class ServedModel:
 def in_own_thread(work: Callable[..., T], *args: Any) -> T:
     """The result of work in a thread that ends with it. The threads among which torch divides an operator
     belong to the thread that called it; while those of another thread live, libgomp counts more threads than
-    cores and lets all of
-    them sleep between two operators: decoding took twice the time."""
-    found: Future[T] = Future()
-
-    def call() -> None:
-        try:
-            found.set_result(work(*args))
-        except BaseException as error:
-            found.set_exception(error)
-
-    thread = threading.Thread(target=call, daemon=True)  # Ctrl-C does not wait for it
-    thread.start()
-    thread.join()
-    return found.result()
+    cores and lets all of them sleep between two operators: decoding took twice the time."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(work, *args).result()
 
 
 def unknown(name: str) -> ApiError:
@@ -171,7 +159,7 @@ class Models:
     async def _read(self, name: str, path: Path) -> None:
         """Load a model, and drop another one if there is no room. Raises ApiError."""
         assert self.settings.load is not None
-        self._models_to_drop(1)  # before the time is spent
+        self._models_to_drop(1)  # refuse before the time is spent
         try:
             model, tokenizer = await asyncio.to_thread(in_own_thread, self.settings.load, path)
             for dropped in self._models_to_drop(1):

@@ -12,7 +12,7 @@ from dataset.json_values import BadRecord
 from dataset.messages import parse_message
 from model.answers import CALL
 from model.prompts import document_tokens, encode_pieces, prompt_pieces
-from scripts.serve.protocol import ApiError, ChatRequest
+from scripts.serve.protocol import ApiError
 
 
 def characters(value: Any) -> int:
@@ -35,14 +35,11 @@ def turns_of(messages: list[Any]) -> list[dict]:
         raise ApiError(reason(error), param="messages", code="invalid_value") from error
 
 
-def call_opening(asked: ChatRequest) -> str:
-    """How an answer that has to call a tool begins, as the chat templates write calls; with only one tool up
-    to its arguments. Empty if no tool has to be called."""
-    if not asked.must_call:
+def call_opening(names: list[str]) -> str:
+    """How an answer that has to call one of these tools begins, as the chat templates write calls; with only
+    one tool up to its arguments. Empty if there are none."""
+    if not names:
         return ""
-    names = asked.tool_names
-    if asked.forced_tool is not None:
-        names = [asked.forced_tool]
     if len(names) > 1:
         return f'{CALL}\n{{"name": "'
     name = json.dumps(names[0], ensure_ascii=False)
@@ -53,16 +50,6 @@ def too_long(length: int, why: str, param: str) -> ApiError:
     """A prompt does not fit a context of so many tokens."""
     message = f"The context of this model has {length} tokens; {why}."
     return ApiError(message, param=param, code="context_length_exceeded")
-
-
-def check_prompt(prompt: str | list[int], length: int) -> None:
-    """Raise ApiError for tokens that are no prompt of any model with a context of `length` tokens."""
-    if isinstance(prompt, str):
-        return
-    negative = next((number for number, token in enumerate(prompt) if token < 0), None)
-    if negative is not None:
-        raise ApiError(f"number {negative} is no token: it is negative", param="prompt", code="invalid_value")
-    check_length(prompt, length, "prompt")
 
 
 def check_length(tokens: list[int], length: int, param: str) -> None:
@@ -107,9 +94,8 @@ class PromptWriter:
         if isinstance(prompt, str):
             self._check_size(len(prompt), "prompt")
             prompt = document_tokens(self.tokenizer, prompt)
-        wrong = next((number for number, token in enumerate(prompt) if not 0 <= token < self.size), None)
-        if wrong is not None:
-            message = f"number {wrong} is no token of this model, whose vocabulary has {self.size}"
+        if max(prompt, default=0) >= self.size:
+            message = f"{max(prompt)} is no token of this model, whose vocabulary has {self.size}"
             raise ApiError(message, param="prompt", code="invalid_value")
         check_length(prompt, self.length, "prompt")
         return prompt

@@ -5,15 +5,22 @@ A request comes from anybody, so its size is looked at before it is validated: p
 every wrong item of a list, a hundred times as large as the item.
 """
 
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    AliasChoices,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import from_json
 
 MAX_ANSWERS = 128  # of one request
 MAX_LOGPROBS = 20  # likeliest tokens beside each
 MAX_BRACKETS = 1 << 16  # of a body, in its texts as well
-MAX_TOKENS = 1 << 18  # of one prompt
 MAX_NAMED = 100  # unknown fields
 Count = Annotated[int, Field(ge=1, lt=2**31)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
@@ -33,22 +40,21 @@ NOT_DONE = (
     "structured_outputs", "json_schema", "grammar", "regex", "ebnf", "stop_regex",
     "no_stop_trim", "lora_path", "custom_logit_processor",
 )  # fmt: skip
-NOTHING: tuple[Any, ...] = (False, "", [], {})  # 0 equals False
 NO_EFFECT: dict[str, tuple[Any, ...]] = {  # field -> its values that ask for nothing
-    **dict.fromkeys(NOT_DONE, NOTHING),
+    **dict.fromkeys(NOT_DONE, (False, "", [], {})),  # 0 equals False
     "repetition_penalty": (0, 1),
     "repeat_penalty": (0, 1),
     "typical_p": (0, 1),
     "tfs_z": (0, 1),
     "best_of": (0, 1),
-    "top_n_sigma": (-1, *NOTHING),
+    "top_n_sigma": (-1, False, "", [], {}),
     "skip_special_tokens": (True,),
     "add_generation_prompt": (True,),
     "modalities": (["text"], []),
+    "response_format": ({"type": "text"},),
 }
-# likewise in completions; chats have their own response_format
-NO_EFFECT_IN_COMPLETIONS = {"add_special_tokens": (True,), "response_format": ({"type": "text"},)}
-BOOKKEEPING = {  # fields that cannot change an answer, and are not named in the log
+OTHERS = {  # other names of fields, and fields that cannot change an answer; they are not named in the log
+    "max_completion_tokens", "open_thinking", "add_special_tokens",
     "user", "metadata", "store", "service_tier", "safety_identifier",
     "prompt_cache_key", "prompt_cache_retention", "prediction", "parallel_tool_calls",
 }  # fmt: skip
@@ -96,13 +102,9 @@ class TemplateSettings(Lenient):
     """Settings of the chat template. Only this one, under Qwen's or MiniMind's name: others could replace
     it."""
 
-    enable_thinking: bool | None = None
-    open_thinking: bool | None = None
-
-    @property
-    def thinking(self) -> bool | None:
-        """Whether the model is to reason first, if the client says so."""
-        return self.open_thinking if self.enable_thinking is None else self.enable_thinking
+    enable_thinking: bool | None = Field(
+        None, validation_alias=AliasChoices("enable_thinking", "open_thinking")
+    )
 
 
 class Request(Lenient):
@@ -118,12 +120,6 @@ class Request(Lenient):
     stop: tuple[StopString, ...] = ()
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
-    no_effect: ClassVar[dict[str, tuple[Any, ...]]] = NO_EFFECT
-
-    @property
-    def limit(self) -> int | None:
-        """The longest answer, if the client sets one."""
-        return self.max_tokens
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -134,37 +130,31 @@ class Request(Lenient):
             return [stop] if stop else []
         return stop
 
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse(cls, data: Any) -> Any:
-        for name, values in cls.no_effect.items():
-            value = data.get(name)
-            asks_for_nothing = value is None or value in values
-            if name == "best_of" and value == data.get("n"):  # all of them
-                asks_for_nothing = True
-            if not asks_for_nothing:
-                raise ValueError(f"'{name}' is not supported; leave it out")
-        return data
+
+class NamedFunction(Lenient):
+    """A function by its name."""
+
+    name: str
+
+
+class ToolChoice(Lenient):
+    """The tool that must be called."""
+
+    function: NamedFunction
 
 
 class ChatRequest(Request, TemplateSettings):
     """The body of /v1/chat/completions."""
 
     messages: list[Any] = Field(min_length=1)
-    max_completion_tokens: Count | None = None
+    max_tokens: Count | None = Field(
+        None, validation_alias=AliasChoices("max_completion_tokens", "max_tokens")
+    )
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=MAX_LOGPROBS)
     tools: list[dict[str, Any]] = Field([], max_length=128)
-    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] = "auto"
-    response_format: dict[str, Any] = {"type": "text"}
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice = "auto"
     chat_template_kwargs: TemplateSettings = TemplateSettings()
-
-    @field_validator("response_format")
-    @classmethod
-    def _text_only(cls, value: dict[str, Any]) -> dict[str, Any]:
-        if value.get("type") != "text":
-            raise ValueError("only answers of type 'text' are supported")
-        return value
 
     @model_validator(mode="after")
     def _tools_have_names(self) -> "ChatRequest":
@@ -174,7 +164,7 @@ class ChatRequest(Request, TemplateSettings):
                 raise ValueError(f"tools.{number} has no function with a name")
             if len(function["name"]) > 128:
                 raise ValueError(f"the name of tools.{number} has more than 128 characters")
-        if isinstance(self.tool_choice, dict) and self.forced_tool not in self.tool_names:
+        if not {*self.forced_tools} <= {*self.tool_names}:
             raise ValueError("tool_choice names a tool that is not among the tools")
         if self.tool_choice == "required" and not self.tools:
             raise ValueError("tool_choice is 'required', but there are no tools")
@@ -184,14 +174,9 @@ class ChatRequest(Request, TemplateSettings):
 
     @property
     def thinks(self) -> bool | None:
-        """`thinking`, wherever the request says it."""
-        inner = self.chat_template_kwargs.thinking
-        return self.thinking if inner is None else inner
-
-    @property
-    def must_call(self) -> bool:
-        """Whether the answer must begin with a call of a tool."""
-        return self.tool_choice == "required" or self.forced_tool is not None
+        """Whether the model is to reason first, if the client says so."""
+        inner = self.chat_template_kwargs.enable_thinking
+        return self.enable_thinking if inner is None else inner
 
     @property
     def tool_names(self) -> list[str]:
@@ -199,14 +184,11 @@ class ChatRequest(Request, TemplateSettings):
         return [] if self.tool_choice == "none" else [tool["function"]["name"] for tool in self.tools]
 
     @property
-    def forced_tool(self) -> str | None:
-        """Name of the tool that must be called."""
-        function = self.tool_choice.get("function") if isinstance(self.tool_choice, dict) else None
-        return function.get("name") if isinstance(function, dict) else None
-
-    @property
-    def limit(self) -> int | None:
-        return self.max_completion_tokens or self.max_tokens
+    def forced_tools(self) -> list[str]:
+        """Names of the tools one of which must be called; none if no tool has to be called."""
+        if isinstance(self.tool_choice, ToolChoice):
+            return [self.tool_choice.function.name]
+        return self.tool_names if self.tool_choice == "required" else []
 
     @property
     def top(self) -> int | None:
@@ -217,21 +199,21 @@ class ChatRequest(Request, TemplateSettings):
 class CompletionRequest(Request):
     """The body of /v1/completions."""
 
-    no_effect: ClassVar = NO_EFFECT | NO_EFFECT_IN_COMPLETIONS
-    prompt: Any
+    prompt: Any  # a list of prompts, each as text or as tokens
+    add_special_tokens: Literal[True] = True
     max_tokens: Count | None = 16
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)  # how many of the likeliest tokens beside each
 
     @field_validator("prompt")
     @classmethod
-    def _texts_or_tokens(cls, prompt: Any) -> Any:
-        prompts = _several(prompt)
-        if len(prompts) > MAX_ANSWERS:
+    def _as_list(cls, prompt: Any) -> list[str | list[int]]:
+        prompts = [prompt] if isinstance(prompt, str) or is_tokens(prompt) else prompt
+        if isinstance(prompts, list) and len(prompts) > MAX_ANSWERS:
             raise ValueError(f"more than {MAX_ANSWERS} prompts in one request")
-        are_texts = all(isinstance(one, str) for one in prompts)
-        if not prompts or not (are_texts or all(map(_is_tokens, prompts))):
+        are_texts = isinstance(prompts, list) and all(isinstance(one, str) for one in prompts)
+        if not prompts or not (are_texts or all(map(is_tokens, prompts))):
             raise ValueError("must be a text, a list of token numbers, or a list of either")
-        return prompt
+        return prompts
 
     @field_validator("logprobs", mode="before")
     @classmethod
@@ -243,35 +225,34 @@ class CompletionRequest(Request):
         """How many of the likeliest tokens to name beside each token; None: no log-probabilities at all."""
         return self.logprobs
 
-    @property
-    def prompts(self) -> list[str | list[int]]:
-        """The prompts, each as text or as tokens."""
-        return _several(self.prompt)
+
+def is_tokens(prompt: Any) -> bool:
+    """Whether this is a list of token numbers."""
+    if not isinstance(prompt, list) or not prompt:
+        return False
+    return all(type(token) is int and token >= 0 for token in prompt)
 
 
-def _several(prompt: Any) -> list[Any]:
-    if not isinstance(prompt, list) or (prompt and isinstance(prompt[0], int)):
-        return [prompt]
-    return prompt
-
-
-def _is_tokens(prompt: Any) -> bool:
-    return (
-        isinstance(prompt, list)
-        and 0 < len(prompt) <= MAX_TOKENS
-        and all(type(token) is int for token in prompt)
-    )
-
-
-def _unknown_fields(kind: type[Request], data: dict[str, Any]) -> list[str]:
+def unknown_fields(kind: type[Request], data: dict[str, Any]) -> list[str]:
     """Some of the fields of a request, and of its settings of the chat template, that are not looked at."""
-    known = kind.model_fields.keys() | NO_EFFECT.keys() | NO_EFFECT_IN_COMPLETIONS.keys() | BOOKKEEPING
+    known = kind.model_fields.keys() | NO_EFFECT.keys() | OTHERS
     unknown = [name for name, value in data.items() if value is not None and name not in known]
-    inner = data.get("chat_template_kwargs") if kind is ChatRequest else None
-    for name, value in (inner or {}).items():
-        if value is not None and name not in TemplateSettings.model_fields:
-            unknown.append(f"chat_template_kwargs.{name}")
+    if kind is ChatRequest:
+        for name, value in (data.get("chat_template_kwargs") or {}).items():
+            if value is not None and name not in ("enable_thinking", "open_thinking"):
+                unknown.append(f"chat_template_kwargs.{name}")
     return unknown[:MAX_NAMED]
+
+
+def refuse_unsupported(data: dict[str, Any]) -> None:
+    """Raise ApiError for a field that would change the answer and has no effect here."""
+    for name, harmless_values in NO_EFFECT.items():
+        value = data.get(name)
+        is_harmless = value is None or value in harmless_values
+        if name == "best_of" and value == data.get("n"):  # all of them
+            is_harmless = True
+        if not is_harmless:
+            raise ApiError(f"'{name}' is not supported; leave it out", param=name, code="invalid_value")
 
 
 Body = TypeVar("Body", bound=Request)
@@ -288,8 +269,9 @@ def parse(kind: type[Body], body: bytes) -> tuple[Body, list[str]]:
         raise ApiError(f"The body of the request is no JSON: {error}", code="invalid_value") from error
     if not isinstance(data, dict):
         raise ApiError("The body of the request must be a JSON object.", code="invalid_value")
+    refuse_unsupported(data)
     try:
-        return kind.model_validate(data), _unknown_fields(kind, data)
+        return kind.model_validate(data), unknown_fields(kind, data)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         # without the kinds of a union

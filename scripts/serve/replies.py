@@ -1,30 +1,128 @@
-"""Replies in OpenAI's form, whole or in chunks, from what the scheduler reports."""
+"""The reply to one request: its answers, as the decoding thread reports them, in OpenAI's form, whole or in
+chunks."""
 
+import asyncio
 import secrets
 import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from model.answer_stream import AnswerParser, merge
-from model.sampling import TokenLogprob
+from model.sampling import Sampling, TokenLogprob
 from scripts.serve.logprobs import TextLogprobs
-from scripts.serve.models import ServedModel
-from scripts.serve.protocol import ApiError, ChatRequest, CompletionRequest
-from scripts.serve.scheduler import Progress
+from scripts.serve.models import ServedModel, Settings
+from scripts.serve.protocol import MAX_ANSWERS, ApiError, ChatRequest, CompletionRequest
+from scripts.serve.scheduler import Job, Progress, QueueFull
+
+MAX_LOGPROBS = 1 << 15  # of one request, the likeliest tokens included
+FAILURES = {  # how an answer ended -> status and message
+    "memory": (503, "The server has too little memory for this answer; try again later."),
+    "not_finite": (
+        500,
+        "The model's outputs are not finite numbers: its training diverged, or the file is damaged.",
+    ),
+    "error": (500, "The server failed to answer; try again."),
+}
+
+
+def samplings_of(asked: ChatRequest | CompletionRequest, default: Sampling) -> list[Sampling]:
+    """How each answer to a prompt is drawn; the first one has the seed itself, so it does not depend on `n`.
+    default: of what the request leaves out."""
+    seed = secrets.randbits(63) if asked.seed is None else asked.seed
+    seeds = (seed + number * 0x9E3779B97F4A7C15 for number in range(asked.n))
+    given: dict[str, Any] = asked.model_dump(include={"temperature", "top_p", "top_k"}, exclude_none=True)
+    if asked.top_k == -1:  # vLLM's name for all tokens
+        given["top_k"] = 0
+    return [replace(default, **given, seed=seed) for seed in seeds]
+
+
+def longest_answer(asked: ChatRequest | CompletionRequest, settings: Settings) -> int:
+    """Tokens that an answer may have, apart from what the context leaves."""
+    return min(asked.max_tokens or settings.max_new_tokens, settings.max_new_tokens)
+
+
+def check_size(asked: ChatRequest | CompletionRequest, prompts: int, settings: Settings) -> None:
+    """Raise ApiError for more answers, or more log-probabilities, than one may ask for."""
+    answers, slots = prompts * asked.n, settings.slots
+    if answers > MAX_ANSWERS:
+        raise ApiError(
+            f"More than {MAX_ANSWERS} answers in one request.", param="prompt", code="invalid_value"
+        )
+    if asked.n > slots:
+        raise ApiError(f"n must be {slots} or less; this server writes so many answers at once", param="n")
+    if asked.top is not None and longest_answer(asked, settings) * answers * (1 + asked.top) > MAX_LOGPROBS:
+        message = f"More than {MAX_LOGPROBS} log-probabilities in one request; ask for fewer tokens."
+        raise ApiError(message, param="logprobs", code="invalid_value")
 
 
 class BaseReply:
-    """What replies have in common."""
+    """The answers to a request whose size was checked, one job for each of its prompts. Whoever calls
+    `submit` calls `close` at the end, whatever happens."""
 
     kind, streamed, prefix = "", "", ""
 
-    def __init__(self, model: str, choices: int, prompt_tokens: int):
-        self.tokens, self.prompt_tokens = [0] * choices, prompt_tokens
+    def __init__(
+        self, served: ServedModel, asked: ChatRequest | CompletionRequest, prompts: Sequence[list[int]]
+    ):
+        self.served, self.asked = served, asked
+        self.tokens = [0] * (len(prompts) * asked.n)  # of each answer so far
+        self.open = len(self.tokens)  # answers that are not finished
+        self.prompt_tokens = sum(map(len, prompts))
         self.head = {
             "id": f"{self.prefix}-{secrets.token_hex(12)}",
             "created": int(time.time()),
-            "model": model,
+            "model": served.name,
         }
         self.choices: list[dict[str, Any]] = []
+        self.queue, self.loop = asyncio.Queue[Progress](), asyncio.get_running_loop()
+        longest = longest_answer(asked, served.settings)
+        self.jobs = [
+            Job(
+                prompt,
+                samplings_of(asked, served.sampling),
+                max_new_tokens=min(longest, served.settings.context - len(prompt)),
+                notify=self._notify,
+                first=number * asked.n,
+                stops=asked.stop,
+                streams=asked.stream,
+                top=asked.top,
+            )
+            for number, prompt in enumerate(prompts)
+        ]
+
+    def _notify(self, progress: Progress) -> None:
+        self.loop.call_soon_threadsafe(self.queue.put_nowait, progress)
+
+    def submit(self) -> None:
+        """Queue the jobs. Raises ApiError if too many wait."""
+        try:
+            self.served.scheduler.submit(*self.jobs)
+        except QueueFull:
+            if self.served.scheduler.closing:
+                raise ApiError("The server can no longer answer; see its log.", 503, "server_error") from None
+            message = "Too many requests are waiting; try again later."
+            raise ApiError(message, 429, "rate_limit_error", code="queue_full") from None
+
+    def close(self) -> None:
+        """Free the places of what is not written yet."""
+        if self.open:
+            self.served.scheduler.cancel(*self.jobs)
+
+    async def news(self) -> AsyncIterator[Progress]:
+        """News of the answers until all are finished. Raises ApiError if a step that was to write one
+        failed."""
+        while self.open:
+            progress = await self.queue.get()
+            if progress.finish in FAILURES:
+                status, message = FAILURES[progress.finish]
+                raise ApiError(message, status, "server_error")
+            self.open -= progress.finish is not None
+            yield progress
+
+    def take(self, progress: Progress) -> list[dict[str, Any]]:
+        """Add news of an answer; returns the choices of the chunks that tell a client of it."""
+        raise NotImplementedError
 
     def usage(self) -> dict[str, int]:
         """Tokens of prompts and answers."""
@@ -50,22 +148,24 @@ class TextReply(BaseReply):
     kind, streamed, prefix = "text_completion", "text_completion", "cmpl"
 
     def __init__(self, served: ServedModel, asked: CompletionRequest, prompts: list[list[int]]):
-        super().__init__(served.name, len(prompts) * asked.n, sum(map(len, prompts)))
+        super().__init__(served, asked, prompts)
         self.choices = [_text_choice(index) for index in range(len(self.tokens))]
         self.logprobs: list[TextLogprobs] = []  # of each choice, if they were asked for
         if asked.top is not None:
             self.logprobs = [TextLogprobs(served.texts) for _ in self.choices]
 
     def take(self, progress: Progress) -> list[dict[str, Any]]:
-        """Add news of an answer; returns the choices of the chunks that tell a client of it."""
         self.tokens[progress.number] = progress.tokens
         choice = self.choices[progress.number]
         chunk = _text_choice(progress.number, progress.text, progress.finish)
         choice["text"] += progress.text
         choice["finish_reason"] = progress.finish
         if self.logprobs:
-            chunk["logprobs"] = self.logprobs[progress.number].take(progress.logprobs)
-            choice["logprobs"] = self.logprobs[progress.number].whole
+            new = self.logprobs[progress.number].take(progress.logprobs)
+            chunk["logprobs"] = new
+            choice["logprobs"] = choice["logprobs"] or {name: [] for name in new}
+            for name, values in new.items():
+                choice["logprobs"][name] += values
         return [chunk]
 
 
@@ -79,10 +179,9 @@ class ChatReply(BaseReply):
     kind, streamed, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
     def __init__(
-        self, served: ServedModel, asked: ChatRequest, prompt_tokens: int, thinks: bool, opening: str
+        self, served: ServedModel, asked: ChatRequest, prompt: list[int], thinks: bool, opening: str
     ):
-        super().__init__(served.name, asked.n, prompt_tokens)
-        self.served, self.asked = served, asked
+        super().__init__(served, asked, [prompt])
         self.details: list[list[TokenLogprob]] = [[] for _ in range(asked.n)]  # that wait for a delta
         self.parsers = [AnswerParser(thinks, asked.tool_names) for _ in range(asked.n)]
         for parser in self.parsers:
@@ -98,16 +197,11 @@ class ChatReply(BaseReply):
         ]
 
     def take(self, progress: Progress) -> list[dict[str, Any]]:
-        """Add news of an answer; returns the choices of the chunks that tell a client of it."""
         self.tokens[progress.number] = progress.tokens
         choice, parser = self.choices[progress.number], self.parsers[progress.number]
         deltas = parser.push(progress.text)
         if progress.finish:
             deltas += parser.end()
-        if self.asked.must_call and deltas and not parser.calls:
-            message = "The model wrote no valid call of a tool, which tool_choice asks for; try again, or "
-            message += "use 'auto'."
-            raise ApiError(message, 500, "server_error", "tool_choice", "no_tool_call")
         for delta in deltas:
             merge(choice["message"], delta)
         if not self.begun[progress.number]:

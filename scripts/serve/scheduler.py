@@ -30,7 +30,7 @@ class Progress(NamedTuple):
     """News of one answer of a job. finish: "stop", "length" or, if it failed, "memory", "not_finite" or
     "error"."""
 
-    number: int  # of the answer in its job
+    number: int  # of the answer
     text: str
     tokens: int  # of the answer so far
     finish: str | None
@@ -45,10 +45,16 @@ class Job:
     samplings: list[Sampling]
     max_new_tokens: int
     notify: Callable[[Progress], None]
+    first: int = 0  # number of the first answer in what is reported
     stops: tuple[str, ...] = ()
     streams: bool = True  # whether it wants the text as it is written, or each answer as a whole
     top: int | None = None  # as that of `Decoder.add`
     cancelled: bool = False
+
+    @property
+    def numbers(self) -> range:
+        """The numbers of its answers."""
+        return range(self.first, self.first + len(self.samplings))
 
 
 @dataclass(eq=False)
@@ -145,7 +151,7 @@ class Scheduler:
             if not self.closing:  # there was nothing to do; by now another thread may have begun
                 return
             jobs = [(writing.job, writing.number) for writing in self.writing.values()]
-            jobs += [(job, number) for job in self.waiting for number in range(len(job.samplings))]
+            jobs += [(job, number) for job in self.waiting for number in job.numbers]
             self.writing.clear()
             self.waiting.clear()
         for job, number in jobs:
@@ -207,10 +213,10 @@ class Scheduler:
             answers = self.decoder.add(job.prompt, job.samplings, job.max_new_tokens, job.top)
         except Exception as error:  # the request was not checked before
             warn(f"a request was not answered: {reason(error)}")
-            for number in range(len(job.samplings)):
+            for number in job.numbers:
                 self._notify(job, Progress(number, "", 0, "error"))
             return
-        for number, answer in enumerate(answers):
+        for number, answer in zip(job.numbers, answers, strict=True):
             self.writing[answer] = ActiveAnswer(job, number, TextStream(self.tokenizer, job.stops))
 
     def _leave(self, answer: Answer) -> None:

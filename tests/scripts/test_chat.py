@@ -38,11 +38,8 @@ class ScriptedAnswer:
         raise NotImplementedError
 
     def add(self, prompt, samplings, max_new_tokens):
-        self.tokens, answer = (
-            iter(self.tokens_of(prompt, max_new_tokens)),
-            Answer(samplings[0], max_new_tokens),
-        )
-        self.rows = [answer]
+        answer = Answer(samplings[0], max_new_tokens)
+        self.tokens, self.rows = iter(self.tokens_of(prompt, max_new_tokens)), [answer]
         return [answer]
 
     def step(self):
@@ -83,17 +80,23 @@ def pipe(monkeypatch, call):
 
 @pytest.fixture
 def said(monkeypatch) -> list[str]:
-    """What the model says next, turn by turn; the prompts that it was given stand in `said.prompts`."""
+    """What the model says next, turn by turn. `said.prompts` are the texts of the prompts that it was given,
+    `said.samplings` how its answers were drawn."""
 
     class Said(list):
-        prompts: list[list[int]] = []  # noqa: RUF012
+        def __init__(self):
+            super().__init__()
+            self.prompts, self.samplings = [], []
 
     lines, tokenizer = Said(), load_tokenizer(ROOT / "model")
-    lines.prompts = []
 
     class Speaker(ScriptedAnswer):
+        def add(self, prompt, samplings, max_new_tokens):
+            lines.prompts.append(tokenizer.decode(prompt))
+            lines.samplings += samplings
+            return super().add(prompt, samplings, max_new_tokens)
+
         def tokens_of(self, prompt, max_new_tokens):
-            lines.prompts.append(prompt)
             return [*tokenizer(lines.pop(0))["input_ids"][: max_new_tokens - 1], tokenizer.eos_token_id]
 
     monkeypatch.setattr(chat, "FiniteDecoder", Speaker)
@@ -118,27 +121,14 @@ def test_a_file_name_that_a_terminal_would_obey_is_escaped(weights, call, tmp_pa
     assert "\u202e" not in done.stdout + done.stderr
 
 
-def test_the_models_own_sampling_is_the_default(weights, call, monkeypatch, tmp_path):
-    asked = []
-
-    class Asked(ScriptedAnswer):
-        def add(self, prompt, samplings, max_new_tokens):
-            asked.append(samplings[0])
-            return super().add(prompt, samplings, max_new_tokens)
-
-        def tokens_of(self, prompt, max_new_tokens):
-            return [2]
-
-    monkeypatch.setattr(chat, "FiniteDecoder", Asked)
+def test_the_models_own_sampling_is_the_default(weights, call, said, tmp_path):
+    said += ["a"] * 3
     call(chat, *weights, "--prompt", "x")
     (tmp_path / "generation_config.json").write_text('{"temperature": 0.2, "top_k": 5}')
     call(chat, *weights, "--prompt", "x")
     call(chat, *weights, "--prompt", "x", "--top_k", "0")
-    assert asked == [
-        Sampling(0.7, 50, 0.9, seed=42),
-        Sampling(0.2, 5, 0.9, seed=42),
-        Sampling(0.2, 0, 0.9, seed=42),
-    ]
+    wanted = [(0.7, 50, 0.9), (0.2, 5, 0.9), (0.2, 0, 0.9)]
+    assert said.samplings == [Sampling(*values, seed=42) for values in wanted]
 
 
 def test_a_pipe_gives_an_answer_for_each_line(weights, pipe, said, tmp_path):
@@ -148,10 +138,10 @@ def test_a_pipe_gives_an_answer_for_each_line(weights, pipe, said, tmp_path):
     text = f"hi\n\n  \nand /then?\n/save {tmp_path}/chats.jsonl\n/system obey\n/exit\n/reset\n"
     done = pipe(text.encode(), *weights, "--max_new_tokens", "60", "--system", "be brief")
     assert done.stdout == "Hello!\n<think>\nhm\n</think>\n\nYes <tool_call>x</tool_call>\nFresh.\na\nb\nc\n"
-    prompts = load_tokenizer(ROOT / "model").batch_decode(said.prompts)
-    assert [prompt.count("<|im_start|>user") for prompt in prompts] == [1, 2, 3, 4, 5, 6]
-    assert all("be brief" in prompt for prompt in prompts) and f"/save {tmp_path}/chats.jsonl" in prompts[2]
-    assert not (tmp_path / "chats.jsonl").exists() and "<think>\nhm\n</think>\n\nYes" in prompts[2]
+    assert [prompt.count("<|im_start|>user") for prompt in said.prompts] == [1, 2, 3, 4, 5, 6]
+    assert all("be brief" in prompt for prompt in said.prompts)
+    assert f"/save {tmp_path}/chats.jsonl" in said.prompts[2] and not (tmp_path / "chats.jsonl").exists()
+    assert "<think>\nhm\n</think>\n\nYes" in said.prompts[2]
 
 
 def test_who_types_may_give_commands_also_if_answers_go_to_a_pipe(weights, pipe, said, tmp_path):
@@ -159,8 +149,7 @@ def test_who_types_may_give_commands_also_if_answers_go_to_a_pipe(weights, pipe,
     said += ["Hello!", "Fresh."]
     text = f"hi\n/save {tmp_path}/chats.jsonl\n/reset\nanew\n/exit\nnever read\n"
     assert pipe(text.encode(), *weights, "--system", "be brief", stdin=Keyboard).stdout == "Hello!\nFresh.\n"
-    prompts = load_tokenizer(ROOT / "model").batch_decode(said.prompts)
-    assert [prompt.count("<|im_start|>user") for prompt in prompts] == [1, 1]
+    assert [prompt.count("<|im_start|>user") for prompt in said.prompts] == [1, 1]
     record = json.loads((tmp_path / "chats.jsonl").read_text(encoding="utf-8"))
     assert [message["role"] for message in to_chat(record).messages] == ["system", "user", "assistant"]
 
@@ -170,7 +159,7 @@ def test_texts_that_are_no_utf_8(weights, call, said):
     line."""
     said += ["Well."]
     assert call(chat, *weights, "--prompt", "h\udcc3\udca9").stdout == "Well.\n"
-    assert "h\u00e9<|im_end|>" in load_tokenizer(ROOT / "model").decode(said.prompts[0])
+    assert "h\u00e9<|im_end|>" in said.prompts[0]
     for flags in (["--prompt", "\udcff"], ["--prompt", "x", "--system", "a\ud83d"]):
         done = call(chat, *weights, *flags)
         assert done.returncode == 2 and done.stderr.count("\n") == 1
@@ -183,11 +172,8 @@ def test_a_model_of_no_finite_outputs_is_one_line(tmp_path, pipe, call):
     save_weights(model, weight_path(tmp_path, "full_sft", config))
     flags = ["--save_dir", str(tmp_path), "--max_new_tokens", "12"]
     for done in (call(chat, *flags, "--prompt", "x"), pipe(b"x\n", *flags)):
-        assert (
-            done.returncode == 2
-            and done.stdout == ""
-            and "not finite numbers" in done.stderr.splitlines()[-1]
-        )
+        assert (done.returncode, done.stdout) == (2, "")
+        assert "not finite numbers" in done.stderr.splitlines()[-1]
 
 
 def test_a_text_is_continued_as_a_document(weights, pipe, call, said):
@@ -196,16 +182,10 @@ def test_a_text_is_continued_as_a_document(weights, pipe, call, said):
     done = pipe(b"There was\n\n<|im_start|>There\n", *weights, "--form", "text")
     assert done.stdout == "a river.\na hill.\n"
     call(chat, *weights, "--form", "text", "--prompt", "Two\nlines")
-    assert load_tokenizer(ROOT / "model").batch_decode(said.prompts) == [
-        "<|im_start|>There was",
-        "<|im_start|>There",
-        "<|im_start|>Two\nlines",
-    ]
+    assert said.prompts == [f"<|im_start|>{text}" for text in ("There was", "There", "Two\nlines")]
     done = pipe(b"x " * 200, *weights, "--form", "text", "--max_seq_len", "64")
-    assert (
-        done.returncode == 2
-        and "line 1 of stdin: the text is too long: 202 tokens, and 52 of the 64" in done.stderr
-    )
+    assert done.returncode == 2
+    assert "line 1 of stdin: the text is too long: 202 tokens, and 52 of the 64" in done.stderr
     done = pipe(b"/system be brief\n", *weights, "--form", "text", stdin=Keyboard)
     assert done.returncode == 2 and "line 1 of stdin: /system is for conversations" in done.stderr
 
@@ -221,18 +201,15 @@ def test_a_line_of_a_pipe_that_cannot_be_answered_is_named(weights, pipe, said):
 def test_the_screen_dims_reasoning_and_shows_calls(weights, call, said, monkeypatch, tmp_path):
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     call_text = '<tool_call>\n{"name": "calculate", "arguments": {"expression": "2 + 3"}}\n</tool_call>'
-    said += [
-        f"\nhm\n</think>\n\nA \x1b[31m moment.\n{call_text}",
-        "5",
-        "<tool_call>f()</tool_call> <tool_call>cut",
-    ]
+    broken = "<tool_call>f()</tool_call> <tool_call>cut"
+    said += [f"\nhm\n</think>\n\nA \x1b[31m moment.\n{call_text}", "5", broken]
     asked = [*weights, "--max_new_tokens", "99", "--tools", "calculator", "--prompt", "x"]
     lines = call(chat, *asked, "--open_thinking", "1").stdout
     assert f"{DIM}hm{NORMAL}\nA \\x1b[31m moment.\n[call] calculate" in "".join(lines.split(NORMAL + DIM))
     assert '[call] calculate {"expression": "2 + 3"}\n' in lines and "result of calculate: 5" in lines
     plain = call(chat, *asked).stdout
-    assert said == [] and "<tool_call>f()</tool_call> <tool_call>cut" in plain  # no call: as it was written
-    assert "Tools you can call" in load_tokenizer(ROOT / "model").decode(said.prompts[2])
+    assert said == [] and broken in plain  # no call: as it was written
+    assert "Tools you can call" in said.prompts[2]
 
 
 @pytest.mark.parametrize(
@@ -241,17 +218,17 @@ def test_the_screen_dims_reasoning_and_shows_calls(weights, call, said, monkeypa
         (["--weight", "nothing"], "nothing_*.pth do not exist"),
         (
             ["--temperature", "-1", "--top_p", "0"],
-            "--temperature must not be negative; --top_p must be above 0",
+            "--temperature must not be negative; --top_p must be above",
         ),
-        (
-            ["--form", "text", "--system", "x", "--tools", "calculator"],
-            "is no conversation; leave --system, --tools out",
-        ),
+        (["--form", "text", "--system", "x", "--tools", "calculator"], "leave --system, --tools out"),
         (["--tools", "no_module:Nothing"], "--tools no_module:Nothing"),
+        (["--questions", "nowhere.txt"], "--questions nowhere.txt cannot be read (No such file"),
+        (["--questions", "/dev/null"], "--questions /dev/null has no question"),
+        (["--questions", "auto", "--prompt", "hi"], "--prompt and --questions both say what to answer"),
     ],
 )
 def test_mistakes(weights, call, args, told):
-    done = call(chat, *weights, "--prompt", "x", *args)
+    done = call(chat, *weights, *args)
     assert done.returncode == 2 and done.stderr.startswith("error: ") and told in done.stderr
     assert done.stderr.count("\n") == 1
 
@@ -280,7 +257,6 @@ def test_tools_that_run_are_executed_for_some_rounds(weights, pipe, said, tmp_pa
 
 
 # --- on a terminal: a process with a pseudo-terminal of its own
-# -------------------------------------------------------
 
 START = """
 import json, sys
@@ -390,13 +366,8 @@ def test_a_terminal_session(weights, tmp_path):
     started.expect("appended to")
     assert started.leave() == 0
     messages = json.loads((tmp_path / "chats.jsonl").read_text())["messages"]
-    assert [message["role"] for message in messages] == [
-        "user",
-        "assistant",
-        "tool",
-        "assistant",
-        *["user", "assistant"] * 2,
-    ]
+    roles = ["user", "assistant", "tool", "assistant", *["user", "assistant"] * 2]
+    assert [message["role"] for message in messages] == roles
     assert messages[-2]["content"] == "pasted line\nand another"
     assert messages[2]["content"] == "12" and messages[-1]["content"].startswith("on on")
 
@@ -410,22 +381,8 @@ def test_questions_are_answered_each_by_itself(said, pipe, weights, tmp_path):
     assert done.stdout == "> What color?\nblue\n\n> Two and two?\nfour\n\n"
     assert done.stderr.count(" tokens/s") == 2
     first, second = said.prompts
-    tokenizer = load_tokenizer(ROOT / "model")
-    assert "What color?" in tokenizer.decode(first) and "What color?" not in tokenizer.decode(second)
+    assert "What color?" in first and "What color?" not in second
     for tools in ([], ["--tools", "mock_tools"]):
         said += ["yes"] * 8
         done = pipe(b"", *weights, "--questions", "auto", *tools)
         assert (done.returncode, done.stdout.count("> ")) == (0, 8)
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--questions", "nowhere.txt"], "--questions nowhere.txt cannot be read (No such file"),
-        (["--questions", "/dev/null"], "--questions /dev/null has no question"),
-        (["--questions", "auto", "--prompt", "hi"], "--prompt and --questions both say what to answer"),
-    ],
-)
-def test_questions_that_cannot_be_asked(pipe, weights, flags, message):
-    done = pipe(b"", *weights, *flags)
-    assert done.returncode == 2 and message in done.stderr

@@ -42,10 +42,8 @@ def models(tmp_path) -> list[str]:
 @pytest.fixture
 def quiz(tmp_path) -> str:
     """Questions with answers: a tiny model says none of these."""
-    records = []
-    for question in QUESTIONS:
-        turns = [{"role": "user", "content": question}, {"role": "assistant", "content": "In Saltport."}]
-        records.append({"conversations": turns})
+    answer = {"role": "assistant", "content": "In Saltport."}
+    records = [{"conversations": [{"role": "user", "content": text}, answer]} for text in QUESTIONS]
     return str(write_jsonl(tmp_path / "quiz.jsonl", records))
 
 
@@ -76,22 +74,20 @@ def test_the_held_out_loss_is_the_trainers(kind, name, use_moe, corpus):
 @pytest.mark.parametrize("thinking", [0, 1])
 def test_answers_are_those_of_each_question_alone(thinking, models, quiz, tmp_path, call):
     report = tmp_path / "new" / "report.json"
-    done = call(
-        evaluate, "--task", "answers", "--model", models[0], "--data_path", quiz, "--max_new_tokens", 6,
-        "--reward", "contains_answer,length", "--open_thinking", thinking, "--json", report,
-    )  # fmt: skip
+    args = ["--model", models[0], "--data_path", quiz, "--max_new_tokens", 6, "--json", report]
+    args += ["--reward", "contains_answer,length", "--open_thinking", thinking]
+    done = call(evaluate, "--task", "answers", *args)
     assert done.returncode == 0, done.stderr
     found = json.loads(report.read_text())["models"]["a_32"]
-    model = tiny_model()
+    model, end = tiny_model(), TOKENIZER.eos_token_id
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": end}
     for question, each in zip(QUESTIONS, found["answers"], strict=True):
         messages = [{"role": "user", "content": question}]
         prompt = prompt_tokens(TOKENIZER, messages, enable_thinking=bool(thinking))
-        options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
-        options["eos_token_id"] = TOKENIZER.eos_token_id
         tokens = model.generate(torch.tensor([prompt]), **options)[0, len(prompt) :]
         assert each["answer"] == TOKENIZER.decode(tokens, skip_special_tokens=True).strip()
         assert each["question"] == question and each["scores"]["contains_answer"] == 0.0
-    assert found["figures"]["contains_answer"] == evaluate.wilson(0, len(QUESTIONS))
+    assert found["figures"]["contains_answer"] == evaluate.mean([0.0] * len(QUESTIONS))
 
 
 def test_a_reward_of_ones_own_gets_question_and_reference(models, quiz, tmp_path, call):
@@ -109,11 +105,10 @@ def test_a_reward_of_ones_own_gets_question_and_reference(models, quiz, tmp_path
 
 
 def test_an_adapter_is_judged_beside_its_base(corpus, tmp_path, call):
-    save_weights(base(), tmp_path / "base_32.pth")
-    lora, report = written(adapted(), tmp_path), tmp_path / "report.json"
-    args = ["--model", tmp_path / "base_32.pth", "--lora", lora, "--against", tmp_path / "base_32.pth"]
-    args += ["--task", "loss", "--data_path", corpus["sft_eval"], "--max_seq_len", 48, "--json", report]
-    done = call(evaluate, *args)
+    path, report = tmp_path / "base_32.pth", tmp_path / "report.json"
+    save_weights(base(), path)
+    args = ["--model", path, "--lora", written(adapted(), tmp_path), "--against", path, "--json", report]
+    done = call(evaluate, "--task", "loss", "--data_path", corpus["sft_eval"], "--max_seq_len", 48, *args)
     assert done.returncode == 0, done.stderr
     found = json.loads(report.read_text())["models"]
     losses = [found[name]["figures"]["loss"]["value"] for name in ("lora_32", "base_32")]

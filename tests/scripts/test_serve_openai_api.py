@@ -37,30 +37,28 @@ def wait_for_line(process: StageProcess, begin: str) -> str:
     return lines[0]
 
 
+def port_of(process: StageProcess) -> int:
+    return int(
+        wait_for_line(process, "serving full_sft_32 at http://127.0.0.1:").split(";")[0].rsplit(":", 1)[1]
+    )
+
+
 def test_a_signal_lets_answers_be_finished_and_a_second_one_does_not(weights):
     script = str(ROOT / "scripts/serve_openai_api.py")
     argv = [*weights, "--port", "0", "--slots", "4", "--context", "32000", "--max_new_tokens"]
-    processes = [StageProcess(script, [*argv, length]) for length in ("120", "30000")]
+    gentle, hasty = processes = [StageProcess(script, [*argv, length]) for length in ("120", "30000")]
+    body = {"messages": [{"role": "user", "content": "hello"}], "stream": True, "n": 4, "seed": 1}
     streams = []
     for process in processes:
-        line = wait_for_line(process, "serving ")
-        assert line.startswith("serving full_sft_32 at http://127.0.0.1:")
-        connection = http.client.HTTPConnection(
-            "127.0.0.1", int(line.split(";")[0].rsplit(":", 1)[1]), timeout=60
-        )
-        body = {"messages": [{"role": "user", "content": "hello"}], "stream": True, "n": 4, "seed": 1}
-        connection.request(
-            "POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"}
-        )
+        connection = http.client.HTTPConnection("127.0.0.1", port_of(process), timeout=60)
+        kind = {"Content-Type": "application/json"}
+        connection.request("POST", "/v1/chat/completions", json.dumps(body), kind)
         response = connection.getresponse()
         assert response.status == 200 and response.readline().startswith(b"data: ")
         streams.append((connection, response))
-    gentle, hasty = processes
     unfinished = socket.create_connection(("127.0.0.1", streams[0][0].port))  # must not hold up the end
-    unfinished.sendall(
-        b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    )
-    unfinished.sendall(b"Content-Length: 1000\r\n\r\n{")
+    unfinished.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n")
+    unfinished.sendall(b"Content-Type: application/json\r\nContent-Length: 1000\r\n\r\n{")
     for process in processes:
         process.send(signal.SIGTERM)
     wait_for_line(hasty, "finishing ")
@@ -80,7 +78,7 @@ def test_a_connection_without_a_request_is_cut_and_one_that_is_used_is_not(weigh
     impatient = Faults(script="from scripts import serve_openai_api; serve_openai_api.IDLE = 1")
     process = StageProcess("scripts.serve_openai_api", [*weights, "--port", "0"], impatient)
     try:
-        port = int(wait_for_line(process, "serving ").split(";")[0].rsplit(":", 1)[1])
+        port = port_of(process)
         silent, half = (socket.create_connection(("127.0.0.1", port), timeout=20) for _ in range(2))
         half.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: loc")
         used = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
@@ -116,19 +114,18 @@ def test_mistakes(weights, call, flags, told):
     assert done.stderr.count("\n") == 1
 
 
-def test_the_key_may_stand_in_the_environment(weights, call, monkeypatch):
+@pytest.mark.parametrize(
+    ("value", "flags", "key"),
+    [("secret", [], "secret"), ("secret", ["--api_key", "other"], "other"), ("", [], None)],
+)
+def test_the_key_may_stand_in_the_environment(weights, call, monkeypatch, value, flags, key):
     """The command line is there for every user of the machine to see."""
     served = []
     monkeypatch.setattr(api, "create_app", lambda model, tokenizer, settings: served.append(settings))
     monkeypatch.setattr(serve_openai_api, "run", lambda app, listener: listener.close())
-    for value, flags, key in (
-        ("secret", [], "secret"),
-        ("secret", ["--api_key", "other"], "other"),
-        ("", [], None),
-    ):
-        monkeypatch.setenv("MINIMIND_API_KEY", value)
-        assert call(serve_openai_api, *weights, "--port", "0", *flags).returncode == 0
-        assert served[-1].api_key == key and ("*" not in served[-1].hosts) == (key is None)
+    monkeypatch.setenv("MINIMIND_API_KEY", value)
+    assert call(serve_openai_api, *weights, "--port", "0", *flags).returncode == 0
+    assert served[0].api_key == key and ("*" not in served[0].hosts) == (key is None)
 
 
 def test_a_port_that_is_taken(weights, call):
@@ -141,10 +138,8 @@ def test_missing_packages_are_told_in_one_line(weights, call, monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "uvicorn" else find(name))
     done = call(serve_openai_api, *weights)
-    assert (
-        done.returncode == 2
-        and done.stderr == "error: uvicorn missing: pip install -r requirements-serve.txt\n"
-    )
+    assert done.returncode == 2
+    assert done.stderr == "error: uvicorn missing: pip install -r requirements-serve.txt\n"
 
 
 @pytest.mark.parametrize(("flags", "warns"), [([], False), (["--host", "0.0.0.0"], True)])

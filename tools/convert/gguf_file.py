@@ -56,7 +56,16 @@ def write_gguf(
     tokenizer, or the package gguf is missing."""
     gguf = gguf_package()
     config = cast(MiniMindConfig, model.config)
-    check_representable(config)
+    stock_config(config)  # raises UserError if stock Qwen3 lacks something of it
+    rope_type = (config.rope_parameters or {}).get("rope_type")
+    if rope_type != "default":
+        raise UserError(
+            f"a GGUF file of a model with rope_scaling of type {rope_type} is not supported; leave it out"
+        )
+    if config.use_moe and not config.norm_topk_prob:
+        raise UserError(
+            "a GGUF file of a model with norm_topk_prob false is not supported; llama.cpp always normalises"
+        )
     architecture = "qwen3moe" if config.use_moe else "qwen3"
     writer = gguf.GGUFWriter(path, architecture)
     _add_shape(writer, config)
@@ -83,20 +92,6 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return stored
-
-
-def check_representable(config: MiniMindConfig) -> None:
-    """Refuse what llama.cpp's Qwen3 computes differently. Raises UserError with what that is."""
-    stock_config(config)
-    rope_type = (config.rope_parameters or {}).get("rope_type")
-    if rope_type != "default":
-        raise UserError(
-            f"a GGUF file of a model with rope_scaling of type {rope_type} is not supported; leave it out"
-        )
-    if config.use_moe and not config.norm_topk_prob:
-        raise UserError(
-            "a GGUF file of a model with norm_topk_prob false is not supported; llama.cpp always normalises"
-        )
 
 
 def _kind(gguf: Any, name: str, tensor: Tensor, dtype: Any) -> Any:

@@ -127,7 +127,7 @@ export function forApi({ role, content, reasoning_content, tool_calls, tool_call
 }
 
 /**
- * Keep the conversations of a file's text: JSONL of this page or of SFT, or JSON of earlier versions. Returns them and
+ * Keep the conversations of a file's text: JSONL of this page or of SFT, or a JSON array of records. Returns them and
  * how many records and messages were dropped.
  */
 export function imported(text) {
@@ -141,10 +141,9 @@ export function imported(text) {
     }
     const system = list.find((message) => message?.role === "system");
     const dropped = list.length - messages.length - (system ? 1 : 0);
-    const title = String(item.title ?? messages[0].content.split("\n")[0]).slice(0, 200);
+    const title = messages[0].content.split("\n")[0].slice(0, 200);
     const one = { ...newConversation(), title, messages, ...asked({ system: system?.content, tools: item.tools }) };
     one.isImported = true;
-    one.updated = Number(item.updated) || one.updated;
     keep(one);
     result.ids.push(one);
     result.messages += dropped;
@@ -161,11 +160,8 @@ function recordsIn(text) {
       return null;
     }
   };
-  const whole = parsed(text);
-  if (whole === null) return text.split("\n").filter((line) => line.trim()).map(parsed);
-  const list = Array.isArray(whole) ? whole : whole.messages ? [whole] : (whole.conversations ?? [whole]);
-  const isOneChat = Array.isArray(list) && list[0]?.role; // {"conversations": [messages]}, a single record of SFT
-  return isOneChat || !Array.isArray(list) ? [whole] : list;
+  const whole = parsed(text); // a file of one record, or of a list of records
+  return whole === null ? text.split("\n").filter((line) => line.trim()).map(parsed) : [whole].flat();
 }
 
 /** Messages with known roles and texts, whatever the storage or a file says; null if it is no list. */

@@ -90,6 +90,16 @@ class Page:
         self.answered()
         return self.text(".message.assistant .text")
 
+    def ask_and_stop(self, text: str) -> None:
+        """Say something and stop the answer when it has begun."""
+        self.say(text)
+        self.stop_answer()
+
+    def stop_answer(self) -> None:
+        self.wait(lambda: "5 6 7" in self.text(".message.assistant .text"))
+        self.keys(Keys.ESCAPE)
+        self.answered()
+
     def answered(self) -> None:
         self.wait(lambda: not self.all(".writing") and not self.shown("#stop"))
 
@@ -112,25 +122,21 @@ class Page:
 
 @pytest.fixture(scope="session")
 def driver(tmp_path_factory) -> Iterator[webdriver.Chrome]:
-    browser, chromedriver = (
-        next(filter(None, map(shutil.which, BROWSERS)), None),
-        shutil.which("chromedriver"),
-    )
+    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
+    chromedriver = shutil.which("chromedriver")
     if not browser or not chromedriver:
         pytest.skip("needs Chromium and chromedriver: bash tools/install_chromium.sh")
     options = webdriver.ChromeOptions()
     options.binary_location = browser
-    folder = tmp_path_factory.mktemp("browser")
-    for flag in [*FLAGS.split(), f"--user-data-dir={folder}"]:
+    for flag in [*FLAGS.split(), f"--user-data-dir={tmp_path_factory.mktemp('browser')}"]:
         options.add_argument(flag)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SE_OFFLINE", "true")  # selenium looks for no driver of its own
         for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "all_proxy", "ALL_PROXY"):
             patch.delenv(name, raising=False)
-        found = webdriver.Chrome(
-            options=options, service=webdriver.ChromeService(chromedriver, env={**os.environ})
-        )
+        service = webdriver.ChromeService(chromedriver, env={**os.environ})
+        found = webdriver.Chrome(options=options, service=service)
     yield found
     found.quit()
 

@@ -15,7 +15,6 @@ import http.client
 import itertools
 import json
 import multiprocessing
-import os
 import random
 import resource
 import socket
@@ -51,6 +50,7 @@ CONNECTIONS = 500  # that are held open
 MAX_RATIO = 3  # how much later than on the quiet server the median first token may come
 UNFINISHED = 40  # requests that are left without the rest of their body, at once
 FLOOD = 100 << 20  # bytes of the largest bodies
+MOST = (2 << 20) - 200  # bytes of a value that just fits
 CACHE = 100  # megabytes that the slots of the key-value cache may still take when they are first used
 PAUSE = 0.02  # seconds between two attacks
 
@@ -69,18 +69,13 @@ def parse_args() -> argparse.Namespace:
 
 @contextmanager
 def server(args: argparse.Namespace, stderr: IO[str]) -> Iterator[tuple[int, subprocess.Popen]]:
-    """The port of our server and its process, which SIGTERM ends at the exit.
-
-    Raises:
-        UserError: it does not start.
-    """
-    names = [
-        name for name in ("model", "weight", "save_dir", "tokenizer_path", "device") if getattr(args, name)
-    ]
-    flags = [word for name in names for word in (f"--{name}", str(getattr(args, name)))]
-    command = [sys.executable, str(ROOT / "scripts/serve_openai_api.py"), "--port", "0", *flags]
-    env = os.environ | {"PYTHONUNBUFFERED": "1"}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=env)
+    """The port of our server and its process, which SIGTERM ends at the exit. Raises UserError if it does not
+    start."""
+    command = [sys.executable, "-u", str(ROOT / "scripts/serve_openai_api.py"), "--port", "0"]
+    for name in ("model", "weight", "save_dir", "tokenizer_path", "device"):
+        if getattr(args, name):
+            command += [f"--{name}", str(getattr(args, name))]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True)
     assert process.stdout is not None
     try:
         line = next((line for line in process.stdout if line.startswith("serving ")), None)
@@ -94,73 +89,65 @@ def server(args: argparse.Namespace, stderr: IO[str]) -> Iterator[tuple[int, sub
 
 
 # --- the attack
-# ------------------------------------------------------------------------------------------------------
 
 
 def attacks() -> Iterator[tuple[bytes, str, dict[str, str]]]:
     """Body, path and headers of requests, all of which must be refused, or answered like any other."""
-    digits, kind = b"9" * 400, {"Content-Type": "application/json"}
-    for name in (
-        "top_k",
-        "max_tokens",
-        "max_completion_tokens",
-        "n",
-        "seed",
-        "temperature",
-        "top_p",
-        "top_logprobs",
-    ):
-        yield ASK + b', "top_p": 0.9, "%s": %s}' % (name.encode(), digits), CHAT, kind
-    for temperature in (b"1e-5", b"1e-40", b"1e-46", b"5e-324", b"1e400", b"NaN"):
-        yield ASK + b', "max_tokens": 4, "temperature": ' + temperature + b"}", CHAT, kind
-    for item in (b"{}", b"[]", b"[1]", b"[{}]", b'"a"', b"1", b"null", b"1e9"):
-        for size in (1 << 19, (2 << 20) - 200):  # the second one just fits
-            items = b",".join([item] * (size // (len(item) + 1) - 40))
-            yield b'{"prompt": [' + items + b"]}", TEXTS, kind
-            for name in (b"stop", b"tools", b"messages", b"metadata", b"logit_bias"):
-                yield ASK + b', "' + name + b'": [' + items + b"]}", CHAT, kind
-    yield ASK + b"," + b",".join(b'"k%d":0' % i for i in range(100_000)) + b"}", CHAT, kind
-    for depth in (150, 190, 60_000, 900_000):
-        yield b'{"messages": ' + b"[" * depth + b"]" * depth + b"}", CHAT, kind
-        tool = b'{"a":' * depth + b"1" + b"}" * depth
-        yield (
-            ASK + b', "tools": [{"function": {"name": "f", "parameters": ' + tool[: 2 << 20] + b"}}]}",
-            CHAT,
-            kind,
-        )
-    for text in ("<|im_start|>", "x", "\\ud83e\\udd8a", "ab ", "\\u0000"):
-        for size in (2_000, 14_000, 30_000, (2 << 20) - 200):
-            long = (text * (size // len(text))).encode()
-            yield b'{"messages": [{"role": "user", "content": "' + long + b'"}], "max_tokens": 2}', CHAT, kind
-            yield b'{"prompt": "' + long + b'", "max_tokens": 2}', TEXTS, kind
-            yield ASK + b', "model": "' + long + b'"}', CHAT, kind
-    yield b'{"messages": [' + b",".join([b'{"role": "user", "content": "a"}'] * 60_000) + b"]}", CHAT, kind
-    yield (
-        ASK + b', "max_tokens": 30, "stop": [' + b",".join([b'"%s"' % (b"x" * 256)] * 16) + b"]}",
-        CHAT,
-        kind,
-    )
-    yield (
-        ASK + b', "tools": [' + b",".join([b'{"function": {"name": "%s"}}' % (b"x" * 9000)] * 128) + b"]}",
-        CHAT,
-        kind,
-    )
-    for name in ("../../etc/passwd", "/etc/passwd", "..", "", "x.pth", "\0"):
-        yield json.dumps({"messages": USER, "model": name}).encode(), CHAT, kind
-    many = {"logprobs": True, "top_logprobs": 20}
-    for extra in ({"min_p": 0.5}, many | {"n": 16}, many | {"n": 1}, {"logit_bias": {"1": 1}}, {"n": 128}):
-        yield json.dumps({"messages": USER, "max_tokens": 900} | extra).encode(), CHAT, kind
+    kind = {"Content-Type": "application/json"}
+    for path, body in bodies():
+        yield body, path, kind
     most = json.dumps({"messages": USER, "n": 64, "max_tokens": 900, "stream": True}).encode()
     for headers in (
         {"Content-Type": "text/plain"},
-        kind | {"Origin": "https://evil.example", "Sec-Fetch-Site": "cross-site"},
+        kind | {"Origin": "https://evil.example"},
         kind | {"Origin": "null"},
         kind | {"Host": "evil.example"},
         kind | {"Host": "["},
     ):
         yield most, CHAT, headers
+
+
+def bodies() -> Iterator[tuple[str, bytes]]:
+    """Paths and bodies: numbers out of range, very many or very deep parts, long texts, odd names, nonsense."""
+
+    def with_field(name: str, value: bytes) -> tuple[str, bytes]:
+        return CHAT, ASK + f', "{name}": '.encode() + value + b"}"
+
+    for name in ("top_k", "max_tokens", "max_completion_tokens", "n", "seed", "temperature", "top_p"):
+        yield with_field(name, b"9" * 400)
+    for temperature in (b"1e-40", b"5e-324", b"1e400", b"NaN"):
+        yield with_field("temperature", temperature)
+    for item in (b"{}", b"[]", b"[1]", b"[{}]", b'"a"', b"1", b"null", b"1e9"):
+        for size in (1 << 19, MOST):
+            items = b"[" + b",".join([item] * (size // (len(item) + 1) - 40)) + b"]"
+            yield TEXTS, b'{"prompt": ' + items + b"}"
+            for name in ("stop", "tools", "messages", "metadata", "logit_bias"):
+                yield with_field(name, items)
+    yield CHAT, ASK + b"," + b",".join(b'"k%d":0' % i for i in range(100_000)) + b"}"
+    for depth in (150, 190, 60_000, 900_000):
+        yield CHAT, b'{"messages": ' + b"[" * depth + b"]" * depth + b"}"
+        parameters = (b'{"a":' * depth + b"1" + b"}" * depth)[:MOST]
+        yield with_field("tools", b'[{"function": {"name": "f", "parameters": ' + parameters + b"}}]")
+    for text in ("<|im_start|>", "x", "\\ud83e\\udd8a", "ab ", "\\u0000"):
+        for size in (2_000, 14_000, 30_000, MOST):
+            long = b'"' + (text * (size // len(text))).encode() + b'"'
+            yield CHAT, b'{"messages": [{"role": "user", "content": ' + long + b'}], "max_tokens": 2}'
+            yield TEXTS, b'{"prompt": ' + long + b', "max_tokens": 2}'
+            yield with_field("model", long)
+    yield CHAT, json.dumps({"messages": USER * 60_000}).encode()
+    many = {"logprobs": True, "top_logprobs": 20}
+    for fields in (
+        *({"model": name} for name in ("../../etc/passwd", "/etc/passwd", "..", "", "x.pth", "\0")),
+        *({"max_tokens": 900, "n": n} | many for n in (1, 16)),
+        {"max_tokens": 900, "n": 128},
+        {"stop": ["x" * 256] * 16},
+        {"tools": [{"function": {"name": "x" * 9000}}] * 128},
+        {"min_p": 0.5},
+        {"logit_bias": {"1": 1}},
+    ):
+        yield CHAT, json.dumps({"messages": USER} | fields).encode()
     for body in (b"", b"{", b"[]", b"\xff\xfe", b'{"messages": [{"role": "user", "content": "\\ud800"}]}'):
-        yield body, CHAT, kind
+        yield CHAT, body
 
 
 def post(port: int, body: bytes, path: str, headers: dict[str, str], method: str = "POST") -> None:
@@ -238,7 +225,6 @@ def attack(shared_port: Any, seconds: float, connections: int, counter: Any) -> 
 
 
 # --- the honest clients
-# ----------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -295,11 +281,8 @@ def honest(port: int, streams: int, seconds: float, quiet: Seen | None = None) -
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Run the server, the honest clients and the hostile one; returns what was seen.
-
-    Raises:
-        UserError: the server does not start.
-    """
+    """Run the server, the honest clients and the hostile one; returns what was seen. Raises UserError if the
+    server does not start."""
     spawn, memory = multiprocessing.get_context("spawn"), []
     shared_port, counter = spawn.Value("l", 0), spawn.Value("l", 0)
     hostile = spawn.Process(
@@ -343,12 +326,10 @@ def main() -> None:
     seen = measure(args)
     (quiet, attacked), (early, late) = seen["first_token"], seen["memory_mb"]
     worst = seen["worst_first_token"] * 1000
-    say(
-        f"{seen['attacks']} hostile requests, {seen['answers']} honest answers, {len(seen['wrong'])} of them wrong"
-    )
-    say(
-        f"first token: {quiet * 1000:.0f} ms quiet, {attacked * 1000:.0f} ms attacked, at worst {worst:.0f} ms"
-    )
+    counts = f"{seen['attacks']} hostile requests, {seen['answers']} honest answers"
+    say(f"{counts}, {len(seen['wrong'])} of them wrong")
+    times = f"{quiet * 1000:.0f} ms quiet, {attacked * 1000:.0f} ms attacked, at worst {worst:.0f} ms"
+    say(f"first token: {times}")
     say(f"memory: at most {early:.0f} MB in the first third, {late:.0f} MB in the last")
     say(f"SIGTERM: exit status {seen['exit_status']} after {seen['seconds_to_end']:.1f} s")
     checks = {

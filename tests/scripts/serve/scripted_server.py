@@ -69,7 +69,7 @@ class Serving:
 
     def __init__(self, app: FastAPI):
         self.server = uvicorn.Server(
-            uvicorn.Config(app, port=0, log_level="error", timeout_graceful_shutdown=1)
+            uvicorn.Config(app, port=0, log_level="error", timeout_graceful_shutdown=1, timeout_keep_alive=60)
         )
         self.thread = threading.Thread(target=self.server.run, daemon=True)
 
@@ -78,12 +78,13 @@ class Serving:
         while not self.server.started:
             assert self.thread.is_alive()
             time.sleep(0.01)
-        self.address = f"http://127.0.0.1:{self.server.servers[0].sockets[0].getsockname()[1]}/"
+        self.port = self.server.servers[0].sockets[0].getsockname()[1]
+        self.address = f"http://127.0.0.1:{self.port}/"
         return self
 
     def __exit__(self, *error: object) -> None:
         self.server.should_exit = True
-        self.thread.join(10)
+        self.thread.join(20)
 
 
 class Stream(StreamingResponse):

@@ -111,7 +111,7 @@ def test_damaged_lines_are_left_out_and_counted(folder, get):
 
 def test_a_growing_file_is_read_on_and_a_replaced_one_anew(folder, get):
     path = folder / "growing_64_metrics.jsonl"
-    append(path, *(record(update) for update in range(1, 4)))
+    append(path, *map(record, (1, 2, 3)))
     assert get("runs/growing_64")["columns"]["update"] == [1, 2, 3]
     append(path, record(4))
     with open(path, "a") as file:
@@ -121,15 +121,7 @@ def test_a_growing_file_is_read_on_and_a_replaced_one_anew(folder, get):
         file.write('_loss": 0.25, "new": 7}\n')
     columns = get("runs/growing_64")["columns"]
     assert columns["mean_loss"][3:] == [0.25, 0.25] and columns["new"] == [None] * 4 + [7]
-    append(
-        path.with_suffix(".new"),
-        record(1, mean_loss=7.0),
-        record(2),
-        record(3),
-        record(4),
-        record(5),
-        record(6),
-    )
+    append(path.with_suffix(".new"), record(1, mean_loss=7.0), *map(record, range(2, 7)))
     path.with_suffix(".new").replace(path)  # resumed from an earlier update, or another run of this name
     answer = get("runs/growing_64")
     assert (answer["records"], answer["damaged"]) == (6, 0) and answer["columns"]["mean_loss"][0] == 7.0
@@ -141,7 +133,8 @@ def test_a_long_run_is_thinned_to_means_and_extremes(tmp_path, count):
     rng = random.Random(count)
     losses = [rng.uniform(0, 9) for _ in range(count)]
     path = tmp_path / "long_metrics.jsonl"
-    append(path, *(record(i + 1, mean_loss=loss, expert_load=[0.25, 0.75]) for i, loss in enumerate(losses)))
+    more = {"expert_load": [0.25, 0.75], "skipped": [{"update": 1}, {"update": 2}]}
+    append(path, *(record(i, mean_loss=loss, **more) for i, loss in enumerate(losses, 1)))
     answer = curves(path, POINTS)
     stride, columns = answer["stride"], answer["columns"]
     assert len(columns["update"]) <= POINTS < 2 * math.ceil(count / stride) + 2
@@ -149,15 +142,7 @@ def test_a_long_run_is_thinned_to_means_and_extremes(tmp_path, count):
     assert columns["mean_loss"] == pytest.approx([sum(group) / len(group) for group in groups], rel=1e-5)
     assert columns["update"] == [min(count, at + stride) for at in range(0, count, stride)]
     assert columns["expert_load"] == [[0.25, 0.75]] * len(groups)
+    assert columns["skipped"] == [2 * len(group) for group in groups]
     if stride > 1:
         assert columns["mean_loss_high"] == pytest.approx([max(group) for group in groups], rel=1e-5)
         assert columns["mean_loss_low"] == pytest.approx([min(group) for group in groups], rel=1e-5)
-
-
-def test_skipped_updates_and_lost_losses_are_counted_in_their_points(tmp_path):
-    path, count = tmp_path / "run_metrics.jsonl", 2 * POINTS
-    bad = {"loss": None, "mean_loss": None, "skipped": [{"update": 4}, {"update": 5}]}
-    append(path, *(record(i, **(bad if i in (4, 5, count) else {})) for i in range(1, count + 1)))
-    columns = curves(path, POINTS)["columns"]
-    assert columns["skipped"][1:4] == [2, 2, None] and columns["not_finite"][-1] == 1
-    assert columns["mean_loss"][1] == pytest.approx(1 / 3, rel=1e-5) and columns["update"][-1] == count

@@ -7,7 +7,6 @@ import pytest
 from transformers import AutoTokenizer
 
 from scripts.serve.prompt_writer import PromptWriter, turns_of
-from scripts.serve.protocol import ApiError
 from tests.conftest import ROOT
 
 TOKENIZER = AutoTokenizer.from_pretrained(ROOT / "model")
@@ -48,22 +47,15 @@ def test_a_conversation_has_the_tokens_of_the_template():
 def test_special_tokens_inside_a_message_are_text(where):
     """They spell the same characters, and add no token that opens or ends a turn."""
 
+    tool = {"type": "function", "function": {"name": "add", "description": "@tools"}}
+    tool["function"]["parameters"] = {"@key": 1}
+    call = {"function": {"name": "add", "arguments": {"a": "@arguments"}}}
+    messages = [{"role": role, "content": f"@{role}"} for role in ("system", "user", "assistant", "tool")]
+    messages[2] |= {"reasoning_content": "@reasoning", "tool_calls": [call]}
+
     def chat(text: str) -> list[int]:
-        call = {
-            "name": "add",
-            "arguments": json.dumps({"a": text if where == "arguments" else ""}, ensure_ascii=False),
-        }
-        answer = {"role": "assistant", "content": text if where == "assistant" else "x"}
-        answer |= {
-            "reasoning_content": text if where == "reasoning" else "x",
-            "tool_calls": [{"function": call}],
-        }
-        tool = copy.deepcopy(ADD)
-        tool["function"]["description"] = text if where == "tools" else ""
-        tool["function"]["parameters"] = {text if where == "key" else "x": 1}
-        messages = [{"role": role, "content": text if where == role else "x"} for role in ("system", "user")]
-        messages += [answer, {"role": "tool", "content": text if where == "tool" else "x"}]
-        return write(messages, [tool])
+        filled = json.dumps([messages, tool]).replace(f'"@{where}"', json.dumps(text))
+        return write(json.loads(filled)[0], [json.loads(filled)[1]])
 
     forged, harmless = chat(FORGED), chat("harmless")
     for special in (0, 1, 2):
@@ -82,16 +74,6 @@ def test_the_name_of_a_tool_that_must_be_called_is_text():
     assert TOKENIZER.decode(forged) == TOKENIZER.decode(harmless) + opening
 
 
-def test_what_is_much_too_long_is_refused_before_the_template_is_run(monkeypatch):
-    monkeypatch.setattr(WRITER.tokenizer, "apply_chat_template", lambda *_, **__: pytest.fail("it is run"))
-    long = "x" * 100_000
-    for message in ({"role": "user", "content": long}, {"role": "user", "content": "", "name": long}):
-        with pytest.raises(ApiError, match="The context of this model"):
-            write([message], [])
-    with pytest.raises(ApiError, match="The context of this model"):
-        write(CHAT, [{"function": {"name": "f", "parameters": {"a": [{"b": long}]}}}])
-
-
 def test_plain_text_begins_as_documents_do_and_may_hold_special_tokens():
     assert WRITER.completion("Hello") == [1, *TOKENIZER.encode("Hello", add_special_tokens=False)]
     assert WRITER.completion("<|im_start|>user\n") == TOKENIZER.encode(
@@ -99,18 +81,3 @@ def test_plain_text_begins_as_documents_do_and_may_hold_special_tokens():
     )
     assert WRITER.completion("") == [1]
     assert WRITER.completion([5, 6399]) == [5, 6399]
-
-
-@pytest.mark.parametrize(
-    "messages",
-    [
-        [{"content": "no role"}],
-        [{"role": "king", "content": "x"}],
-        [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}],
-        [{"role": "assistant", "content": "x", "tool_calls": [{"function": {}}]}],
-        [{"role": "user", "content": {"deep": "x"}}],
-    ],
-)
-def test_bad_messages(messages):
-    with pytest.raises(ApiError):
-        write(messages, [])

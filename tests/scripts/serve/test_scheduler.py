@@ -41,15 +41,14 @@ class Request:
 
     def __init__(self, prompt: list[int], n: int = 1, max_new_tokens: int = 10**6):
         self.ends: dict[int, str] = {}
-        self.n, self.done = n, threading.Event()
-        self.begun = threading.Event()
+        self.begun, self.done = threading.Event(), threading.Event()
         self.job = Job(prompt, [Sampling(seed=i) for i in range(n)], max_new_tokens, self.take)
 
     def take(self, progress: Progress) -> None:
         self.begun.set()
         if progress.finish:
             self.ends[progress.number] = progress.finish
-        if len(self.ends) == self.n:
+        if self.ends.keys() == {*self.job.numbers}:
             self.done.set()
 
     def finished(self) -> set[str]:
@@ -107,6 +106,7 @@ def test_the_thread_ends_without_requests_and_another_one_answers_the_next(
 
 
 def test_it_is_busy_also_while_a_request_begins(scheduler, tokenizer, monkeypatch):
+    """So its model is not dropped meanwhile: whoever asks waits until the request has begun."""
     add, begins, goes_on = scheduler.decoder.add, threading.Event(), threading.Event()
 
     def slow(*args: Any) -> Any:
@@ -115,13 +115,12 @@ def test_it_is_busy_also_while_a_request_begins(scheduler, tokenizer, monkeypatc
         return add(*args)
 
     monkeypatch.setattr(scheduler.decoder, "add", slow)
-    request = Request(tokenizer.encode("long", add_special_tokens=False))
-    scheduler.submit(request.job)
+    scheduler.submit(Request(tokenizer.encode("long", add_special_tokens=False)).job)
     assert begins.wait(20)
     with ThreadPoolExecutor(1) as pool:
         busy = pool.submit(lambda: scheduler.busy)
         with pytest.raises(TimeoutError):
-            busy.result(0.2)  # it waits until the request has begun
+            busy.result(0.2)
         goes_on.set()
         assert busy.result()
 

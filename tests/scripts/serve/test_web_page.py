@@ -24,6 +24,8 @@ from tests.scripts.serve.scripted_server import ScriptedServer, Serving
 from tests.scripts.serve.test_curves import append, record
 
 LONG_WORD = "x" * 300
+ANSWER = ".message.assistant .text"
+PICTURE = "#plots .plot:first-child svg"
 EDIT, AGAIN = '.message.user [aria-label="Edit"]', '[aria-label="Answer again"]'
 
 
@@ -62,69 +64,56 @@ def points(path: str) -> list[tuple[float, float]]:
 
 
 def test_an_answer_streams_and_is_there_after_a_reload(chat, server):
-    chat.say("long")
-    seen = chat.wait(lambda: len(chat.text(".message.assistant .text")))
-    chat.wait(lambda: len(chat.text(".message.assistant .text")) > seen + 20)  # it grows while it arrives
-    chat.keys(Keys.ESCAPE)
-    chat.answered()
-    assert chat.ask("and again") == "You said: and again"
-    assert "21 tokens" in chat.text(".message.assistant .foot")
-    said = [element.text for element in chat.all(".message .body")]
-    chat.reload()
-    assert [element.text for element in chat.all(".message .body")] == said and len(said) == 4
-    assert [one["title"] for one in chat.stored()] == ["long"]
-    assert server.asked[1]["messages"][-1] == {"role": "user", "content": "and again"}
-    assert [message["role"] for message in server.asked[1]["messages"]] == ["user", "assistant", "user"]
-
-
-def test_stop_ends_the_answer_here_and_at_the_server(chat, server):
     for stop in (lambda: chat.keys(Keys.ESCAPE), lambda: chat.one("#stop").click()):
+        chat.click("#new-chat")
         chat.say("long")
-        chat.wait(lambda: "5 6 7" in chat.text(".message.assistant .text"))
+        for part in ("1 2 3", "15 16 17"):  # it grows while it arrives
+            chat.wait(lambda part=part: part in chat.text(ANSWER))
+            assert chat.all(".writing")
         assert not any(asked is server.asked[-1] for asked in server.hung_up)
         stop()
         chat.wait(lambda: any(asked is server.asked[-1] for asked in server.hung_up))
         chat.answered()
         assert "Stopped" in chat.text(".message.assistant")
-        chat.click("#new-chat")
+    assert chat.ask("and again") == "You said: and again"
+    assert "21 tokens" in chat.text(".message.assistant .foot")
+    said = [element.text for element in chat.all(".message .body")]
+    chat.reload()
+    assert [element.text for element in chat.all(".message .body")] == said and len(said) == 4
+    assert [one["title"] for one in chat.stored()] == ["long"] * 2
     assert all(one["messages"][1]["note"] == "stopped" for one in chat.stored())
+    messages = server.asked[-1]["messages"]
+    assert [message["role"] for message in messages] == ["user", "assistant", "user"]
+    assert messages[-1] == {"role": "user", "content": "and again"}
 
 
-def test_edit_goes_on_from_there_and_can_be_undone(chat, server):
+def test_edit_goes_on_from_there_and_can_be_undone_answer_again_asks_the_same(chat, server):
     for text in ("one", "two", "three"):
         chat.ask(text)
+    chat.click(AGAIN)
+    chat.wait(lambda: len(server.asked) == 4)
+    chat.answered()
+    assert server.asked[2] == server.asked[3] and len(chat.all(".message")) == 6
     chat.run("document.querySelectorAll(arguments[0])[1].click()", EDIT)
     chat.keys(Keys.CONTROL, "a")
     chat.keys("deux", Keys.ENTER)
-    chat.wait(lambda: chat.text(".message.assistant .text") == "You said: deux")
+    chat.wait(lambda: chat.text(ANSWER) == "You said: deux")
     chat.answered()
     asked = [message["content"] for message in server.asked[-1]["messages"]]
     assert asked == ["one", "You said: one", "deux"] and len(chat.all(".message")) == 4
     chat.click("#notice button")
     chat.wait(lambda: len(chat.all(".message")) == 6)
-    assert chat.text(".message.assistant .text") == "You said: three"
+    assert chat.text(ANSWER) == "You said: three"
     assert [element.text for element in chat.all(".message.user .body")] == ["one", "two", "three"]
-
-
-def test_answer_again_asks_the_same_once_more(chat, server):
-    chat.ask("one")
-    chat.click(AGAIN)
-    chat.wait(lambda: len(server.asked) == 2)
-    chat.answered()
-    assert server.asked[0] == server.asked[1] and len(chat.all(".message")) == 2
 
 
 def test_markdown_becomes_elements(chat):
     chat.ask("markdown")
-    inside = ".message.assistant .text "
-    assert chat.text(inside + "h4") == "Tides" and chat.text(inside + "strong") == "moon"
-    assert chat.text(inside + "em") == "sea" and chat.text(inside + "p code") == "g"
-    assert (
-        chat.text(inside + "ul > li > ol > li") == "nested" and chat.text(inside + "blockquote") == "quoted"
-    )
-    assert [cell.text for cell in chat.all(inside + "td")] == ["Monday", "3.2"]
-    assert chat.text(inside + "pre") == 'print("<b>1 < 2</b>")' and chat.text(".code-head span") == "python"
-    link = chat.one(inside + "a")
+    wanted = {"h4": "Tides", "strong": "moon", "em": "sea", "p code": "g", "ul > li > ol > li": "nested"}
+    wanted |= {"blockquote": "quoted", "pre": 'print("<b>1 < 2</b>")', "td": "3.2"}
+    assert {css: chat.text(f"{ANSWER} {css}") for css in wanted} == wanted
+    assert chat.text(".code-head span") == "python"
+    link = chat.one(f"{ANSWER} a")
     assert link.get_attribute("href") == "https://example.org/a?b=c"
     assert {"noopener", "noreferrer"} <= {*link.get_attribute("rel").split()}
 
@@ -183,13 +172,12 @@ def test_no_text_is_too_much_for_the_markdown(chat):
 def test_nothing_that_a_model_says_runs_or_loads(chat):
     chat.ask("attack")
     chat.reload()  # what is kept is shown again
-    text = chat.text(".message.assistant .text")
+    text = chat.text(ANSWER)
     assert '<img src=x onerror="window.hacked = 1">' in text and "<script>window.hacked = 2</script>" in text
-    tags = chat.run(
-        "return [...document.querySelectorAll('.message.assistant .text *')].map((e) => e.tagName)"
+    assert (
+        chat.all(", ".join(f"{ANSWER} {tag}" for tag in ("img", "script", "iframe", "object", "style"))) == []
     )
-    assert not {"IMG", "SCRIPT", "IFRAME", "OBJECT", "STYLE"} & set(tags)
-    links = [link.get_attribute("href") for link in chat.all(".message.assistant .text a")]
+    links = [link.get_attribute("href") for link in chat.all(f"{ANSWER} a")]
     assert links == ["https://example.org/tracked.png"]
     loaded = chat.run("return performance.getEntriesByType('resource').map((entry) => entry.name)")
     assert not [name for name in loaded if "example.org" in name]
@@ -198,45 +186,50 @@ def test_nothing_that_a_model_says_runs_or_loads(chat):
 
 def test_reasoning_is_folded_and_a_tool_call_goes_round(chat, server):
     assert chat.ask("think") == "You said: think"
-    assert chat.text(".reasoning summary") == "Reasoning" and "First I count." not in chat.text(
-        ".message.assistant"
-    )
+    assert chat.text(".reasoning summary") == "Reasoning"
+    assert "First I count." not in chat.text(".message.assistant")
     chat.click(".reasoning summary")
     assert "First I count." in chat.text(".message.assistant")
     chat.say("tool")
     chat.wait(lambda: chat.all(".results textarea"))
     assert chat.text(".reasoning[open] .text") == "First I count."  # what was unfolded stays so
-    assert chat.text(".call summary") == "Calls weather" and json.loads(chat.text(".call pre")) == {
-        "city": "Reedmarsh"
-    }
+    assert chat.text(".call summary") == "Calls weather"
+    assert json.loads(chat.text(".call pre")) == {"city": "Reedmarsh"}
     chat.one(".results textarea").send_keys("rain")
     chat.one(".results button").click()
-    chat.wait(lambda: chat.text(".message.assistant .text") == "You said: rain")
-    call, result = server.asked[-1]["messages"][-2:]
+    chat.wait(lambda: chat.text(ANSWER) == "You said: rain")
+    first, (call, result) = server.asked[-1]["messages"][1], server.asked[-1]["messages"][-2:]
     assert result == {"role": "tool", "tool_call_id": "call_1", "content": "rain"}
     function = {"name": "weather", "arguments": '{"city": "Reedmarsh"}'}
     assert call["tool_calls"] == [{"id": "call_1", "type": "function", "function": function}]
-    first = {"role": "assistant", "content": "You said: think", "reasoning_content": "First I count."}
-    assert server.asked[-1]["messages"][1] == first
+    said = {"role": "assistant", "content": "You said: think", "reasoning_content": "First I count."}
+    assert first == said
 
 
 def test_settings_are_sent_and_remembered(chat, server):
-    Select(chat.one("#model")).select_by_value("small")
+    def placeholders() -> list[str]:
+        names = ("temperature", "top_p", "top_k", "max_tokens")
+        return [chat.one(f"#set-{name}").get_attribute("placeholder") for name in names]
+
     chat.one("#open-settings").click()
-    values = {"temperature": "0.5", "top_p": "0.9", "max_tokens": "12", "seed": "7", "system": "Be brief."}
+    assert placeholders() == ["0.7", "0.9", "50", "default"]  # the model's own
+    chat.keys(Keys.ESCAPE)
+    Select(chat.one("#model")).select_by_value("small")
+    assert placeholders() == ["0.2", "default", "default", "default"]
+    chat.one("#open-settings").click()
+    values = {"temperature": 0.5, "top_p": 0.9, "max_tokens": 12, "seed": 7}
     tools = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
-    for name, value in {**values, "tools": json.dumps(tools)}.items():
-        chat.one(f"#set-{name}").send_keys(value)
+    for name, value in (values | {"system": "Be brief.", "tools": json.dumps(tools)}).items():
+        chat.one(f"#set-{name}").send_keys(str(value))
     chat.one("#set-thinking").click()
     chat.keys(Keys.ESCAPE)
     chat.reload()
     chat.ask("hello")
     asked = server.asked[-1]
-    assert asked["messages"][0] == {"role": "system", "content": "Be brief."} and asked["stream"] is True
-    sent = [asked[name] for name in ("model", "temperature", "top_p", "max_tokens", "seed", "tools")]
-    assert sent == ["small", 0.5, 0.9, 12, 7, tools] and asked["chat_template_kwargs"] == {
-        "enable_thinking": True
-    }
+    wanted = {"model": "small", "tools": tools, "stream": True} | values
+    wanted |= {"chat_template_kwargs": {"enable_thinking": True}}
+    assert {name: asked[name] for name in wanted} == wanted
+    assert asked["messages"][0] == {"role": "system", "content": "Be brief."}
     chat.one("#open-settings").click()
     chat.one("#set-temperature").send_keys("9")
     assert chat.shown(".fields .error")  # 0.59 was kept, 0.599 is no step of 0.05
@@ -262,7 +255,7 @@ def test_conversations_are_renamed_deleted_and_brought_back(chat):
     chat.click('[aria-label="Delete: first"]')
     assert names() == ["deuxième"]
     chat.click("#notice button")
-    assert names() == ["deuxième", "first"] and chat.text(".message.assistant .text") == "You said: first"
+    assert names() == ["deuxième", "first"] and chat.text(ANSWER) == "You said: first"
 
 
 def exported(chat) -> str:
@@ -285,12 +278,9 @@ def test_an_exported_chat_is_training_data_and_comes_back(chat, server, tmp_path
         chat.answered()
     chat.wait(lambda: chat.all(".results textarea"))[0].send_keys("rain")
     chat.one(".results button").click()
-    chat.wait(lambda: chat.text(".message.assistant .text") == "You said: rain")
+    chat.wait(lambda: chat.text(ANSWER) == "You said: rain")
     chat.answered()
-    chat.say("long")
-    chat.wait(lambda: "5 6 7" in chat.text(".message.assistant .text"))
-    chat.keys(Keys.ESCAPE)
-    chat.answered()
+    chat.ask_and_stop("long")
     text = exported(chat)
     (tmp_path / "chats.jsonl").write_text(text, encoding="utf-8")
     record = to_chat(json.loads(text))
@@ -311,22 +301,15 @@ def test_an_exported_chat_is_training_data_and_comes_back(chat, server, tmp_path
 def test_an_import_says_what_it_drops(chat, tmp_path):
     talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     good = json.dumps({"conversations": [*talk, {"role": "root", "content": "c"}]})
-    # as earlier versions exported it
-    earlier = {"conversations": [{"title": "An old one", "messages": talk}]}
     (tmp_path / "bad.jsonl").write_text('{"messages": [{"role": "root"}]', encoding="utf-8")
     (tmp_path / "some.jsonl").write_text(f"{good}\nnonsense\n\n{good}\n[]\n", encoding="utf-8")
-    (tmp_path / "old.json").write_text(json.dumps(earlier), encoding="utf-8")
     field = chat.one("#import-file")
     field.send_keys(str(tmp_path / "bad.jsonl"))
     chat.wait(lambda: "no conversations" in chat.text("#notice"))
     field.send_keys(str(tmp_path / "some.jsonl"))
     left_out = "2 lines without a conversation were left out. 2 messages of unknown roles were left out."
     chat.wait(lambda: chat.text("#notice") == f"2 chats imported. {left_out}")
-    field.send_keys(str(tmp_path / "old.json"))
-    chat.wait(
-        lambda: "An old one" in chat.text("#conversations") and chat.text("#notice") == "1 chats imported."
-    )
-    assert len(chat.stored()) == 3
+    assert len(chat.stored()) == 2
 
 
 # --- models
@@ -336,15 +319,15 @@ def test_two_models_answer_side_by_side(chat, server):
     def sides() -> list[str]:
         return [cell.text for cell in chat.all(".side-of-two .body > .text")]
 
+    both = ["tiny", "small", "You said: one", "You said: one"]
     chat.ask("who")
     Select(chat.one("#other")).select_by_value("small")
-    chat.wait(lambda: sides() == ["tiny", "small"])
-    chat.say("one")
-    chat.answered()
-    assert sides() == ["tiny", "small", "You said: one", "You said: one"]
+    chat.wait(lambda: sides() == both[:2])
+    chat.ask("one")
+    assert sides() == both
     assert [element.text for element in chat.all(".side-of-two strong")] == ["tiny", "small"] * 2
     chat.reload()
-    assert sides() == ["tiny", "small", "You said: one", "You said: one"]
+    assert sides() == both
     chat.run("document.querySelectorAll(arguments[0])[1].click()", EDIT)
     chat.keys(Keys.CONTROL, "a")
     chat.keys("two", Keys.ENTER)
@@ -361,55 +344,25 @@ def test_two_models_answer_side_by_side(chat, server):
 def test_a_second_model_answers_all_questions_itself(chat, server):
     """Whatever was said before it was chosen: no answer of another model is shown or sent as its own."""
 
-    def asked_of(model: str) -> list[list[str]]:
-        return [
-            [one["content"] for one in asked["messages"]] for asked in server.asked if asked["model"] == model
-        ]
-
     def second() -> list[str]:
         return [cell.text for cell in chat.all(".side-of-two:nth-child(3n) .body > .text")]
 
-    for text in ("who", "one", "long"):
-        chat.say(text)
-        if text != "long":
-            chat.answered()
-    chat.wait(lambda: "5 6 7" in chat.text(".message.assistant .text"))
-    chat.keys(Keys.ESCAPE)
-    chat.answered()
+    chat.ask("who")
+    chat.ask_and_stop("long")
     Select(chat.one("#other")).select_by_value("small")
-    chat.wait(lambda: len(second()) == 3 and "5 6 7" in second()[2])
-    assert second()[:2] == ["small", "You said: one"]
-    chat.keys(Keys.ESCAPE)  # its last answer
-    chat.answered()
-    assert asked_of("small") == [
-        ["who"],
-        ["who", "small", "one"],
-        ["who", "small", "one", "You said: one", "long"],
-    ]
+    chat.wait(lambda: len(second()) == 2 and "5 6 7" in second()[1])
+    assert second()[0] == "small"
+    chat.stop_answer()
+    asked = [body["messages"] for body in server.asked if body["model"] == "small"]
+    said = [[message["content"] for message in messages] for messages in asked]
+    assert said == [["who"], ["who", "small", "long"]]
     Select(chat.one("#model")).select_by_value("small")
     Select(chat.one("#other")).select_by_value("tiny")  # another second one
-    chat.wait(lambda: len(second()) == 3 and "5 6 7" in second()[2])
-    chat.keys(Keys.ESCAPE)
-    chat.answered()
-    assert second()[0] == "tiny" and asked_of("tiny")[-1][1] == "tiny"
+    chat.wait(lambda: len(second()) == 2 and "5 6 7" in second()[1])
+    chat.stop_answer()
+    assert second()[0] == "tiny" and server.asked[-1]["messages"][1]["content"] == "tiny"
     # who gave each answer
-    assert [element.text for element in chat.all(".side-of-two strong")] == ["tiny"] * 6
-
-
-def test_the_models_own_defaults_are_shown_and_left_to_the_server(chat, server):
-    chat.one("#open-settings").click()
-    shown = lambda name: chat.one(f"#set-{name}").get_attribute("placeholder")  # noqa: E731
-    assert [shown(name) for name in ("temperature", "top_p", "top_k", "max_tokens")] == [
-        "0.7",
-        "0.9",
-        "50",
-        "default",
-    ]
-    chat.keys(Keys.ESCAPE)
-    Select(chat.one("#model")).select_by_value("small")
-    assert [shown(name) for name in ("temperature", "top_p")] == ["0.2", "default"]
-    chat.ask("hello")
-    assert "temperature" not in server.asked[-1] and server.asked[-1]["model"] == "small"
+    assert [element.text for element in chat.all(".side-of-two strong")] == ["tiny"] * 4
 
 
 def test_the_probabilities_of_tokens_are_shown_when_asked_for(chat, server):
@@ -420,11 +373,9 @@ def test_the_probabilities_of_tokens_are_shown_when_asked_for(chat, server):
     chat.one("#set-tokenProbabilities").click()
     chat.keys(Keys.ESCAPE)
     assert chat.ask("likely") == "You said: likely" and server.asked[-1]["logprobs"] is True
-    spans = [
-        (span.text, span.get_attribute("class"), span.get_attribute("title"))
-        for span in chat.all(".token-probabilities span")
-    ]
-    assert spans == [("You", "shade0", '"You" 99.0 %'), (" said", "shade4", '" said" 5.0 %\n"<b>" 95.1 %')]
+    tokens = chat.all(".token-probabilities span")
+    shown = [(token.text, token.get_attribute("class"), token.get_attribute("title")) for token in tokens]
+    assert shown == [("You", "shade0", '"You" 99.0 %'), (" said", "shade4", '" said" 5.0 %\n"<b>" 95.1 %')]
 
 
 def test_a_tool_that_is_switched_on_runs_at_the_server_for_some_rounds(chat, server):
@@ -444,7 +395,7 @@ def test_a_tool_that_is_switched_on_runs_at_the_server_for_some_rounds(chat, ser
     chat.keys(Keys.ESCAPE)
     server.asked.clear()
     chat.say("sum")
-    chat.wait(lambda: chat.text(".message.assistant .text") == "You said: 408")
+    chat.wait(lambda: chat.text(ANSWER) == "You said: 408")
     assert chat.text(".message.tool .body") == "408" and not chat.all(".results")
     assert [tool["function"]["name"] for tool in server.asked[0]["tools"]] == ["calculate"]
     assert server.asked[1]["messages"][-1] == {"role": "tool", "tool_call_id": "call_1", "content": "408"}
@@ -471,7 +422,7 @@ def test_errors_are_said_in_plain_words(chat):
     chat.wait(lambda: chat.text(".message .error") == "The server refused this: max_tokens must be above 0")
     chat.say("break")
     chat.wait(lambda: "connection was lost" in chat.text(".message .error"))
-    assert chat.text(".message.assistant .text") == "You said: break"
+    assert chat.text(ANSWER) == "You said: break"
     chat.ask("cut")
     assert "length limit" in chat.text(".message.assistant .note")
 
@@ -489,7 +440,7 @@ def test_a_server_with_a_key_is_asked_for_it_once(page, folder):
         page.say("more")
         page.wait(lambda: page.shown("#key-dialog"))
         page.keys("another", Keys.ENTER)
-        page.wait(lambda: page.text(".message.assistant .text") == "You said: more")
+        page.wait(lambda: page.text(ANSWER) == "You said: more")
         page.answered()
         assert len(page.all(".message")) == 4
         assert "another" not in json.dumps(page.run("return {...localStorage}"))
@@ -511,9 +462,8 @@ def test_the_projects_own_server_answers_and_shows_its_runs(page, folder):
         page.keys("secret", Keys.ENTER)
         page.wait(lambda: page.text("#model") == "own")
         page.ask("Hello")
-        assert re.match(r"\d+ tokens", page.text(".message.assistant .foot")) and not page.shown(
-            ".message .error"
-        )
+        assert re.match(r"\d+ tokens", page.text(".message.assistant .foot"))
+        assert not page.shown(".message .error")
         page.say("word " * 300)
         page.wait(lambda: "too long for this model" in page.text(".message .error"))
         page.click("#tab-training")
@@ -526,17 +476,13 @@ def test_the_projects_own_server_answers_and_shows_its_runs(page, folder):
 
 def test_the_language_is_the_browsers_until_it_is_switched(page, server):
     page.open(server.address, language="zh-CN")
-    assert (
-        page.text("#tab-training") == "训练曲线"
-        and page.run("return document.documentElement.lang") == "zh-CN"
-    )
+    assert page.text("#tab-training") == "训练曲线"
+    assert page.run("return document.documentElement.lang") == "zh-CN"
     page.ask("你好")
     page.click("#language")
     assert page.text("#tab-training") == "Training" and page.text("#language") == "中文"
     page.reload()
-    assert (
-        page.text("#tab-training") == "Training" and page.text(".message.assistant .text") == "You said: 你好"
-    )
+    assert page.text("#tab-training") == "Training" and page.text(ANSWER) == "You said: 你好"
     unknown = "import('/page/text.js').then((text) => arguments[0](text.untranslated()))"
     assert page.driver.execute_async_script(unknown) == []
 
@@ -570,9 +516,8 @@ def test_the_buttons_of_the_composer_are_on_the_screen(page, folder):
 
 
 def test_a_narrow_screen_never_scrolls_sideways(chat, folder):
-    append(
-        folder / f"{'long_' * 12}64_metrics.jsonl", *(record(i, expert_load=[0.5, 0.5]) for i in range(1, 9))
-    )
+    name = f"{'long_' * 12}64_metrics.jsonl"
+    append(folder / name, *(record(i, expert_load=[0.5, 0.5]) for i in range(1, 9)))
     chat.size(360, 700)
     for text in ("markdown", "attack", LONG_WORD, f"`{LONG_WORD}` | a |"):
         chat.ask(text)
@@ -625,11 +570,10 @@ def test_enter_does_not_send_while_chinese_is_being_composed(chat, server):
 def curves(page, server, folder):
     for path in folder.iterdir():
         path.unlink()
-    append(folder / "first_64_metrics.jsonl", *(record(i, expert_load=[0.25, 0.75]) for i in range(1, 31)))
-    append(
-        folder / "second_64_metrics.jsonl",
-        *(record(i, eval_loss=2.0, eval_accuracy=0.5) for i in range(1, 11)),
-    )
+    first = (record(i, expert_load=[0.25, 0.75]) for i in range(1, 31))
+    append(folder / "first_64_metrics.jsonl", *first)
+    second = (record(i, eval_loss=2.0, eval_accuracy=0.5) for i in range(1, 11))
+    append(folder / "second_64_metrics.jsonl", *second)
     page.open(server.address)
     page.click("#tab-training")
     page.wait(lambda: len(curve(page, "Loss")) == 2)
@@ -640,13 +584,10 @@ def test_curves_of_all_runs_on_one_picture(curves):
     titles = [element.text for element in curves.all("#plots .plot h2")]
     assert titles == ["Loss", "Learning rate", "Gradient norm", "Experts’ load"]
     assert [len(curve(curves, title)) for title in titles] == [2, 2, 2, 2]
-    assert len(curves.all("#plots .held-out")) == 1 and "second_64, held-out 2" in curves.one(
-        "#plots .plot:first-child svg"
-    ).get_attribute("aria-label")
+    assert len(curves.all("#plots .held-out")) == 1
+    assert "second_64, held-out 2" in curves.one(PICTURE).get_attribute("aria-label")
     curves.click("#more summary")
-    curves.wait(
-        lambda: curves.text("#more-plots h2") == "eval accuracy" and len(curves.all("#more-plots h2")) == 1
-    )
+    curves.wait(lambda: [title.text for title in curves.all("#more-plots h2")] == ["eval accuracy"])
     long, short = sorted(map(points, curve(curves, "Loss")), key=len, reverse=True)
     assert (len(long), len(short)) == (30, 10) and long[9][0] == pytest.approx(short[-1][0], abs=0.2)
     assert "eval" not in curves.text("#latest-values") and "0.1" in curves.text("#latest-values")
@@ -657,28 +598,24 @@ def test_curves_of_all_runs_on_one_picture(curves):
 
 
 def test_the_table_of_runs_and_their_samples(curves, folder):
-    attack = "<img src=x onerror=alert(1)>"
-    answers = [
-        {"samples": [{"prompt": attack, "answer": f"answer {i}"}], "eval_loss": 3.0 - i} for i in (1, 2)
-    ]
-    append(folder / "sampled_64_metrics.jsonl", *(record(i + 1, **each) for i, each in enumerate(answers)))
-    append(folder / "sampled_64_metrics.jsonl", record(3, warnings=[attack]))
+    attack, path = "<img src=x onerror=alert(1)>", folder / "sampled_64_metrics.jsonl"
+    for i in (1, 2):
+        sample = {"prompt": attack, "answer": f"answer {i}"}
+        append(path, record(i, samples=[sample], eval_loss=3.0 - i))
+    append(path, record(3, warnings=[attack]))
+    append(folder / "second_64_metrics.jsonl", record(11))
     for name, rate in (("sampled", 0.5), ("second", 0.25)):
         settings = {"data_path": f"data/{name}", "learning_rate": rate, "constructor": attack}
         settings |= {"save_dir": name}
         (folder / f"{name}_64_run.json").write_text(json.dumps({"settings": settings}), encoding="utf-8")
-    append(folder / "second_64_metrics.jsonl", record(11))
     curves.wait(lambda: "sampled_64" in curves.text("#runs"))
     curves.click('[data-run="sampled_64"]')
     curves.wait(lambda: "sampled_64" in curves.text("#latest-values"))
     head = [cell.text for cell in curves.all("#latest-values th")]
     results = ["Run", "Loss", "Held-out loss", "Best held-out loss", "at update", "Updates", "Tokens", "Time"]
     assert head == [*results, "learning_rate", "data_path"]
-    rows = [
-        [cell.text for cell in row.find_elements("css selector", "td")]
-        for row in curves.all("#latest-values tr")
-    ]
-    rows = [row for row in rows if row]
+    cells = [cell.text for cell in curves.all("#latest-values td")]
+    rows = [cells[at : at + len(head)] for at in range(0, len(cells), len(head))]
     assert [[row[0], *row[2:6], row[8]] for row in rows] == [
         ["sampled_64", "1", "1", "2", "3", "0.5"],
         ["second_64", "2", "2", "1", "11", "0.25"],
@@ -687,7 +624,7 @@ def test_the_table_of_runs_and_their_samples(curves, folder):
     assert f"sampled_64: update 3: {attack}" in curves.text("#latest-values")
     curves.click("#samples summary")
     curves.wait(lambda: "update 2: answer 2" in curves.text("#sample-texts"))
-    append(folder / "sampled_64_metrics.jsonl", record(4, samples=[{"prompt": attack, "completion": "more"}]))
+    append(path, record(4, samples=[{"prompt": attack, "completion": "more"}]))
     # it stays open while the file grows
     curves.wait(lambda: "update 4: more" in curves.text("#sample-texts"))
     assert "update 1: answer 1" in curves.text("#sample-texts") and attack in curves.text("#sample-texts")
@@ -706,23 +643,20 @@ def test_axis_log_scale_smoothing_and_values(curves):
     start = curve(curves, "Loss")
     for x in ("seconds", "tokens"):
         curves.click(f'#x-axis [value="{x}"]')
-    assert "2000" in curves.one("#plots .plot:first-child svg").get_attribute("textContent")
+    picture = curves.one(PICTURE)
+    assert "2000" in picture.get_attribute("textContent")
     curves.click("#log-scale")
-    straight = curve(curves, "Loss")
-    assert straight != start
-    curves.run(
-        "const r = document.querySelector('#smoothing'); r.value = 0.9; r.dispatchEvent(new Event('input'))"
-    )
-    smooth = curve(curves, "Gradient norm")
+    assert curve(curves, "Loss") != start
+    slide = "arguments[0].value = 0.9; arguments[0].dispatchEvent(new Event('input'))"
+    curves.run(slide, curves.one("#smoothing"))
     assert len(curves.all(".faint")) == 4 and curves.text("#smoothing-value") == "0.9"
-    rises = [sum(b[1] > a[1] for a, b in pairwise(line)) for line in map(points, smooth)]
-    assert max(rises) < 29
-    picture = curves.one("#plots .plot:first-child svg")
+    for line in map(points, curve(curves, "Gradient norm")):
+        assert sum(after[1] > before[1] for before, after in pairwise(line)) < 29
     ActionChains(curves.driver).move_to_element(picture).perform()
     curves.wait(lambda: curves.shown(".tip"))
     assert re.search(r"Tokens 1,?\d+|Tokens 1\.\d+k", curves.text("#plots .plot:first-child .tip"))
     assert len(curves.all("#plots .cross")) == len(curves.all("#plots .plot"))
-    curves.run("document.querySelector('#plots .plot:first-child svg').focus()")
+    curves.run("arguments[0].focus()", picture)
     curves.keys(Keys.ARROW_RIGHT)
     curves.wait(lambda: "first_64" in curves.one("#announcer").get_attribute("textContent"))
     assert "first_64" in picture.get_attribute("aria-label")
@@ -750,16 +684,14 @@ def test_metrics_and_runs_may_have_any_name(curves, folder):
     append(folder / "constructor_metrics.jsonl", record(1, **named), record(2, **named))
     with open(os.fsencode(folder) + b"/caf\xe9_64_metrics.jsonl", "w", encoding="utf-8") as file:
         file.write(json.dumps(record(1)) + "\n")
+    choose = "[...document.querySelectorAll('.run')].find((e) => e.innerText.includes(arguments[0])).click()"
     for name in ("constructor", "caf\\xe9_64"):
         curves.wait(lambda name=name: name in curves.text("#runs"))
-        curves.run(
-            "[...document.querySelectorAll('.run')].find((e) => e.innerText.includes(arguments[0])).click()",
-            name,
-        )
+        curves.run(choose, name)
     curves.wait(lambda: len(curve(curves, "Loss")) == 4)
     curves.click("#more summary")
-    titles = lambda: {element.text for element in curves.all("#more-plots h2")}  # noqa: E731
-    curves.wait(lambda: {"constructor", "proto", "toString"} <= titles())
+    wanted = {"constructor", "proto", "toString"}
+    curves.wait(lambda: wanted <= {element.text for element in curves.all("#more-plots h2")})
     assert not curves.shown("#curves-error")
 
 
@@ -771,9 +703,7 @@ def test_the_headers_let_only_the_pages_own_files_in(server):
         with urlopen(server.address + name, timeout=10) as answer:
             headers = answer.headers
         policy = headers["Content-Security-Policy"]
-        assert (
-            "default-src 'self'" in policy and "unsafe" not in policy and "frame-ancestors 'none'" in policy
-        )
-        assert headers["X-Content-Type-Options"] == "nosniff" and headers["Referrer-Policy"] == "no-referrer"
-        if name.endswith(".js"):
-            assert headers["Content-Type"].startswith("text/javascript")
+        assert "default-src 'self'" in policy and "frame-ancestors 'none'" in policy
+        assert "unsafe" not in policy and headers["Referrer-Policy"] == "no-referrer"
+        assert headers["X-Content-Type-Options"] == "nosniff"
+        assert not name.endswith(".js") or headers["Content-Type"].startswith("text/javascript")
