@@ -29,7 +29,7 @@ from trainer.devices.device import describe_device
 from trainer.devices.process_group import Logger, gather, is_main_process, reduce_sum, this_rank, world_size
 from trainer.devices.wrapping import full_tensor, gradient_sync, is_sharded, unwrap
 from trainer.objectives.next_token import to_device
-from trainer.optim.build import set_learning_rate, should_step
+from trainer.optim.build import should_step
 from trainer.report.metrics import duration
 from trainer.report.speed import Size, read_meter
 from trainer.report.trackers import drawable
@@ -143,27 +143,28 @@ def train_update(
         target; the gradient norm [] before clipping. The loop reads them only to log.
     """
     args, model, optimizer, scaler = state.args, state.model, state.optimizer, state.scaler
-    set_learning_rate(optimizer, state.schedule(state.update + 1, state.total_updates, args))
+    rate = state.schedule(state.update + 1, state.total_updates, args)
+    if rate is not None:  # None: a scheduler of torch sets it
+        for group in optimizer.param_groups:
+            group["lr"] = rate * group.get("lr_scale", 1.0)
     is_empty = targets == 0  # then there is nothing to learn from: no step, and no loss
     targets, tokens = max(targets, 1.0), max(tokens, 1.0)
     sums = state.losses.new_zeros(3 + len(state.metric_names))
     for i, batch in enumerate(window):
         seed_dropout(args.seed, state.update, i)
-        with gradient_sync(model, enabled=i == len(window) - 1):
-            with state.autocast:
-                loss, aux_loss, *rest = state.loss_fn(model, to_device(batch, state.device), args)
-            metrics = rest[0] if rest else {}
-            if not set(state.metric_names) <= metrics.keys() <= {*state.metric_names, "cross_entropy"}:
-                raise other_names_error(metrics, state.metric_names)
-            # DDP and FSDP average the gradients over the ranks; times world_size makes the average a sum
-            scaler.scale((loss / targets + aux_loss / tokens) * world_size()).backward()
-            state.loss_is_cross_entropy = "cross_entropy" in metrics
-        values = [
-            loss,
-            aux_loss,
-            *(metrics[name] for name in state.metric_names),
-            metrics.get("cross_entropy", loss),
-        ]
+        if world_size() > 1:  # the ranks exchange gradients after the last micro-batch
+            gradient_sync(model, enabled=i == len(window) - 1)
+        with state.autocast:
+            loss, aux_loss, *rest = state.loss_fn(model, to_device(batch, state.device), args)
+        metrics = rest[0] if rest else {}
+        if not set(state.metric_names) <= metrics.keys() <= {*state.metric_names, "cross_entropy"}:
+            raise other_names_error(metrics, state.metric_names)
+        # DDP and FSDP average the gradients over the ranks; times world_size makes the average a sum
+        scaler.scale((loss / targets + aux_loss / tokens) * world_size()).backward()
+        state.loss_is_cross_entropy = "cross_entropy" in metrics
+        values = [loss, aux_loss]
+        values += [metrics[name] for name in state.metric_names]
+        values.append(metrics.get("cross_entropy", loss))
         sums += torch.stack([value.detach().to(sums.dtype) for value in values])
     counts = [targets, tokens] + [targets] * (len(state.metric_names) + 1)
     losses = torch.stack([total / count for total, count in zip(reduce_sum(sums), counts, strict=True)])
@@ -268,10 +269,11 @@ def describe_run(
         parts.append(
             f"{amount / 1e6:,.1f} M tokens in all" if amount >= 1e6 else f"{amount:,.0f} tokens in all"
         )
-        with gradient_sync(state.model, enabled=len(window) == 1 or is_sharded(state.model)):
-            trial_pass(state, window[0])  # it compiles, and asks for memory
-            trials = gather((own_tokens, trial_pass(state, window[0])))
-        rate = sum(size for size, _ in trials) / max(seconds for _, seconds in trials)
+        if world_size() > 1:
+            gradient_sync(state.model, enabled=len(window) == 1 or is_sharded(state.model))
+        trial_pass(state, window[0])  # it compiles, and asks for memory
+        own_rate = own_tokens / trial_pass(state, window[0])
+        rate = float(reduce_sum(torch.tensor(own_rate)))  # tokens per second, of all ranks
         if rate:
             time_left.append(f"about {duration(amount / rate)}")
             is_few = state.total_updates < FEW_UPDATES_TO_ADVISE

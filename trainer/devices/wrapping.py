@@ -310,8 +310,8 @@ def is_sharded(model: nn.Module | None) -> bool:
     return isinstance(model, FSDPModule)
 
 
-def gradient_sync(model: nn.Module, enabled: bool) -> AbstractContextManager:
-    """Context of a micro-batch: whether the ranks exchange gradients after it; only after the last one of an
+def gradient_sync(model: nn.Module, enabled: bool) -> None:
+    """Set whether the ranks exchange gradients after the next micro-batch; only after the last one of an
     update. With hsdp those of a machine always do, so that none holds the gradients whole; the machines after
     the last one."""
     if is_sharded(model):
@@ -322,9 +322,8 @@ def gradient_sync(model: nn.Module, enabled: bool) -> AbstractContextManager:
             sharded.set_requires_gradient_sync(enabled)
         else:
             sharded.set_requires_all_reduce(enabled)
-    if isinstance(model, DistributedDataParallel) and not enabled:
-        return model.no_sync()
-    return nullcontext()
+    if isinstance(model, DistributedDataParallel):
+        model.require_backward_grad_sync = enabled  # as its `no_sync` does
 
 
 def whole_model(model: nn.Module, dtype: torch.dtype = torch.float32) -> nn.Module:
