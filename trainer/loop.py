@@ -26,7 +26,7 @@ from dataset.lm_dataset import TokenDataset
 from dataset.mixing import split_weights
 from trainer.data.datasets import epoch_tokens
 from trainer.devices.device import describe_device
-from trainer.devices.process_group import Logger, gather, is_main_process, reduce_sum, this_rank, world_size
+from trainer.devices.process_group import Logger, gather, reduce_sum, this_rank, world_size
 from trainer.devices.wrapping import full_tensor, gradient_sync, is_sharded, unwrap
 from trainer.objectives.next_token import to_device
 from trainer.optim.build import should_step
@@ -306,26 +306,34 @@ def make_record(state: TrainState, losses: Tensor, grad_norm: Tensor, evaluate_d
     means over the updates since the last record. Sync point: the host waits for the device."""
     total, count, *sums = state.losses.tolist()
     state.losses.zero_()
+    count = count or math.nan  # no update had a loss: then there is no mean
     logits_loss, aux_loss = losses[:2].tolist()
+    rate = state.schedule(state.update, state.total_updates, state.args)
+    if rate is None:  # a scheduler of torch sets it
+        rate = float(state.optimizer.param_groups[0]["lr"])
+    values = {
+        "loss": logits_loss + aux_loss,
+        "mean_loss": total / count,
+        "logits_loss": logits_loss,
+        "aux_loss": aux_loss,
+        "grad_norm": float(grad_norm),
+        "learning_rate": rate,
+    }
+    for name, value in zip(state.metric_names, sums, strict=True):
+        values[name] = value / count
     record: dict[str, Any] = {
         "update": state.update,
         "epoch": state.epoch,
         "step": state.step,
         "iters": state.iters,
     }
-    values = {"loss": logits_loss + aux_loss, "mean_loss": total / count if count else math.nan}
-    values |= {"logits_loss": logits_loss, "aux_loss": aux_loss, "grad_norm": float(grad_norm)}
-    rate = state.schedule(state.update, state.total_updates, state.args)
-    # None: a scheduler of torch sets it
-    values["learning_rate"] = float(state.optimizer.param_groups[0]["lr"] if rate is None else rate)
-    values |= {
-        name: value / count if count else math.nan
-        for name, value in zip(state.metric_names, sums, strict=True)
-    }
     record |= {key: finite(value) for key, value in values.items()} | read_meter(state)
     state.callbacks.call("on_record", record)
-    record |= state.skipped_updates.pop_record_fields()
-    return record | ({"evaluating": True} if evaluate_due else {})
+    if state.skipped_updates.skipped or state.skipped_updates.overflows:
+        record |= state.skipped_updates.pop_record_fields()
+    if evaluate_due:
+        record["evaluating"] = True
+    return record
 
 
 def finite(value: float) -> float | None:
@@ -354,8 +362,7 @@ def finish_update(state: TrainState) -> None:
         state.callbacks.call("on_validation_end", held_out)
     state.callbacks.call("on_log", record)
     iters = record.pop("iters")
-    if is_main_process():
-        state.writer.check()
+    state.writer.check()
     if state.metrics is not None:
         share = record["update"] / state.total_updates
         head = f"Epoch:[{record['epoch'] + 1}/{state.args.epochs}]({record['step']}/{iters}) {share:.0%}"

@@ -114,17 +114,21 @@ def read_meter(state: Any) -> dict[str, Any]:
     state.tokens += int(total["tokens"])
     state.seconds, state.clock = state.seconds + now - state.clock, now
     rate = total["flops"] / seconds / world_size()
-    return {
+    figures = {
         "tokens": state.tokens,
         "tokens_per_second": total["tokens"] / seconds,
         "mfu": state.peak.share(rate),
-        **({"mfu_of_sheet": rate / state.peak.data_sheet_rate} if state.peak.data_sheet_rate else {}),
         "data_wait": total["wait"] / seconds / world_size(),
         "comm_wait": total["comm"] / seconds / world_size(),
         "seconds": state.seconds,
         "seconds_left": meter.seconds_per_update() * (state.total_updates - state.update),
         "memory_mb": peak_memory_mb(state.device),
-    } | ({"reserved_mb": reserved_memory_mb(state.device)} if state.device.type == "cuda" else {})
+    }
+    if state.peak.data_sheet_rate:
+        figures["mfu_of_sheet"] = rate / state.peak.data_sheet_rate
+    if state.device.type == "cuda":
+        figures["reserved_mb"] = reserved_memory_mb(state.device)
+    return figures
 
 
 def training_flops(
