@@ -292,8 +292,9 @@ def compile_and_wrap(
     prepare_device(device)
     if frozen:
         freeze(model, frozen)
-    compiled = compiles(args, train_set)
-    use_kernels(args, train_set, device, autocast)
+    compiled = compiles(args, train_set, device)
+    if device.type == "cuda":
+        use_kernels(args, train_set, device, autocast)
     return wrap_model(model, device, args.parallel, compiled, args.activation_checkpointing, autocast)
 
 

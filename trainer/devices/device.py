@@ -141,12 +141,6 @@ def automatic_dtype(device: torch.device) -> str:
     return "float32"
 
 
-def has_matrix_unit() -> bool:
-    """Whether the CPU has a unit for products of bfloat16 matrices (AMX): four times the rate, on the same
-    memory."""
-    return native_bfloat16(torch.device("cpu")) and torch.cpu._is_amx_tile_supported()
-
-
 def native_float16(device: torch.device) -> bool:
     """Whether the device has float16 arithmetic; emulated it is hundreds of times slower than float32."""
     return device.type != "cpu" or torch.cpu._is_amx_fp16_supported()

@@ -28,7 +28,7 @@ from common.settings import StageArgs
 from dataset.lm_dataset import TokenDataset
 from trainer.data.datasets import epoch_tokens
 from trainer.data.order import SizedDataset
-from trainer.devices.device import autocast_dtype, has_matrix_unit, native_bfloat16, select_device
+from trainer.devices.device import autocast_dtype, native_bfloat16
 from trainer.devices.process_group import Logger, gather, this_rank, world_size
 from trainer.report.speed import layer_weights
 
@@ -166,7 +166,7 @@ def build_device(args: StageArgs) -> torch.device:
     return torch.device("cpu" if args.parallel == "ddp" or this_rank() == 0 else "meta")
 
 
-def compiles(args: StageArgs, train_set: SizedDataset) -> bool:
+def compiles(args: StageArgs, train_set: SizedDataset, device: torch.device) -> bool:
     """Whether a run compiles its layers: what --use_compile says, or where that is `auto`, whether it pays.
 
     It pays in long pretraining and SFT: on a CPU with a unit for matrix products, which leaves most of the
@@ -181,17 +181,17 @@ def compiles(args: StageArgs, train_set: SizedDataset) -> bool:
     is_text = isinstance(train_set, TokenDataset)
     if not (args.compiling_pays and is_text) or args.activation_checkpointing:
         return False
-    device = select_device(args.device)
     if device.type == "cuda":
-        fits = args.dtype != "float32" and native_bfloat16(device)
+        pays = args.dtype != "float32" and native_bfloat16(device)
         needed = MIN_FLOPS_PER_GPU
     elif device.type == "cpu" and args.parallel == "ddp":
-        is_dense_and_packed = args.packing and not args.use_moe
-        fits = is_dense_and_packed or (args.dtype in ("auto", "bfloat16") and has_matrix_unit())
+        pays = args.packing and not args.use_moe
+        if args.dtype in ("auto", "bfloat16") and torch.cpu._is_amx_tile_supported():
+            pays = pays or native_bfloat16(device)
         needed = MIN_FLOPS_PER_THREAD * torch.get_num_threads()
     else:
         return False
-    if not fits or operations(args, train_set) < needed or not has_compiler(device.type):
+    if not pays or operations(args, train_set) < needed or not has_compiler(device.type):
         return False
     Logger("--use_compile auto: the layers are compiled, as the run is long enough to gain from it")
     compiler_may_fail()
@@ -201,14 +201,14 @@ def compiles(args: StageArgs, train_set: SizedDataset) -> bool:
 def use_kernels(
     args: StageArgs, train_set: SizedDataset, device: torch.device, autocast: AbstractContextManager
 ) -> None:
-    """Switch on the kernels of model/fused.py, for layers that are not compiled and for the loss, where they
-    pay: on a GPU in half precision, unless the run is too short or --use_compile is 0. They halve the bytes
+    """On a GPU: switch on the kernels of model/fused.py, for layers that are not compiled and for the loss,
+    where they pay: in half precision, unless the run is too short or --use_compile is 0. They halve the bytes
     that an update moves (docs/dev/LOG.md)."""
     from model import fused  # brings in the compiler
 
     fused.KERNELS = False
     is_half = autocast_dtype(autocast, device) != torch.float32
-    if device.type != "cuda" or not is_half or args.use_compile is False or not has_compiler("cuda"):
+    if not is_half or args.use_compile is False or not has_compiler("cuda"):
         return
     if args.use_compile is None:
         is_text = isinstance(train_set, TokenDataset)
