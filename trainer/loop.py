@@ -176,7 +176,8 @@ def train_update(
         optimizer.step()
     scaler.update()
     optimizer.zero_grad(set_to_none=True)
-    losses = losses * math.nan if is_empty else losses
+    if is_empty:
+        losses = losses * math.nan
     losses, cross_entropy = losses[:-1], losses[-1]
     loss = losses[:2].sum()
     is_finite = torch.isfinite(loss)
@@ -265,10 +266,9 @@ def describe_run(
         # else prompts are counted once
         is_exact = isinstance(data, TokenDataset) and "key_index" not in window[0]
         amount = epoch_tokens(data, state.args) * passes if is_exact else tokens * left
+        in_all = f"{amount / 1e6:,.1f} M" if amount >= 1e6 else f"{amount:,.0f}"
         parts[0] += f" of about {amount / left:,.0f} tokens"
-        parts.append(
-            f"{amount / 1e6:,.1f} M tokens in all" if amount >= 1e6 else f"{amount:,.0f} tokens in all"
-        )
+        parts.append(f"{in_all} tokens in all")
         if world_size() > 1:
             gradient_sync(state.model, enabled=len(window) == 1 or is_sharded(state.model))
         trial_pass(state, window[0])  # it compiles, and asks for memory

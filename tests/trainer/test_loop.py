@@ -200,6 +200,6 @@ def test_a_long_run_of_few_updates_names_the_plan(corpus, tmp_path, monkeypatch)
     (line,) = [line for line in out.splitlines() if "plan.py" in line]
     script, *advised = shlex.split(line.partition(": python ")[2])
     assert advised[:3] == ["--pretrain_data", f"{corpus['pretrain']},{corpus['pretrain_eval']}", "--hours"]
-    monkeypatch.setattr(sys, "argv", [script, *advised])
+    monkeypatch.setattr(sys, "argv", [script, *advised[:-1], "1"])  # hours
     plan.parse_args()
     assert "--sft_data" in loop.plan_advice("a.jsonl", "sft", 9.0) and not loop.plan_advice("a", "dpo", 9.0)

@@ -74,12 +74,12 @@ def wrap_model(
         cast("PreTrainedModel", model).activation_checkpointing_enable({"use_reentrant": False})
     if use_compile:
         compile_layers(model)
-    if parallel != "ddp" and dist.is_initialized():
+    if not dist.is_initialized():
+        return model.to(device)
+    if parallel != "ddp":
         dtype = autocast_dtype(autocast or nullcontext(), device)
         return _shard(model, device, _mesh(device.type, parallel), dtype)
     model = model.to(device)
-    if not dist.is_initialized():
-        return model
     ids = [device.index] if device.type == "cuda" else None
     names = inspect.signature(DistributedDataParallel).parameters
     # renamed in 2.13
@@ -145,12 +145,9 @@ def _fill_from_first_rank(model: nn.Module, whole: dict[str, Tensor], device: to
 
     filled = {}  # tied parameters stay one
     for name, value in cast(Any, model.named_parameters()):
-        is_source = this_rank() == 0
-        full = (
-            whole[name].to(device)
-            if is_source
-            else torch.empty(value.shape, dtype=value.dtype, device=device)
-        )
+        full = torch.empty(value.shape, dtype=value.dtype, device=device)
+        if this_rank() == 0:
+            full = whole[name].to(device)
         filled[value] = nn.Parameter(distribute_tensor(full, value.device_mesh, value.placements))
     names = model.named_parameters(remove_duplicate=False)
     model.load_state_dict({name: filled[value] for name, value in names}, strict=False, assign=True)

@@ -194,9 +194,8 @@ def peak_rate(autocast: AbstractContextManager, device: torch.device) -> PeakRat
     dtype = autocast_dtype(autocast, device)
     peak = PeakRate(matrix_rate(device, dtype), lambda: matrix_rate(device, dtype))
     if device.type == "cuda":
-        peak.data_sheet_rate = (
-            data_sheet_rate(torch.cuda.get_device_name(device)) if dtype.itemsize == 2 else None
-        )
+        if dtype.itemsize == 2:
+            peak.data_sheet_rate = data_sheet_rate(torch.cuda.get_device_name(device))
         # leave no trace in the run's memory figures
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
@@ -206,5 +205,7 @@ def peak_rate(autocast: AbstractContextManager, device: torch.device) -> PeakRat
 def data_sheet_rate(name: str) -> float | None:
     """Floating-point operations per second in half precision of the GPU that torch calls so, if its sheet is
     known."""
-    known = (rate for rate, _, pattern in GPUS.values() if re.fullmatch(f"NVIDIA {pattern}", name))
-    return next((rate * 1e12 for rate in known), None)
+    for rate, _, pattern in GPUS.values():
+        if re.fullmatch(f"NVIDIA {pattern}", name):
+            return rate * 1e12
+    return None
