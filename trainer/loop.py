@@ -120,7 +120,8 @@ def train_epoch(
             save_checkpoint(state)
         finish_update(state)  # log, after evaluating if that is due
         if log_due:
-            state.peak.remeasure_if_due()
+            if time.perf_counter() >= state.peak.next_at:
+                state.peak.measure_again()
             meter.restart()  # saving and evaluating are not training time
     if step == iters:
         next(batches, None)  # exhausts the loader, which then ends its worker processes

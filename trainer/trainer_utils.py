@@ -246,7 +246,9 @@ def set_up_process(args: StageArgs) -> tuple[torch.device, Any, torch.amp.GradSc
         device, autocast, gradient scaler, and what reports a signal.
     """
     run = run_name(args.save_weight, args)
-    log_file = Path(args.log_dir) / f"{run}.log" if args.log_dir else args.log_file
+    log_file = args.log_file
+    if args.log_dir:
+        log_file = f"{args.log_dir}/{run}.log"
     copy_console(Path(log_file) if log_file else None, args.log_level)
     place = device_and_precision(args)
     stop = StopRequest().install()

@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import platform
-import re
 import signal
 import sys
 from collections.abc import Iterator
@@ -53,7 +52,6 @@ def set_earlier_run_aside(args: StageArgs, lm_config: Any, state_file: Path | No
         return
     metrics = paths.metrics_path(out, run)
     logs = [path for path in (metrics, paths.settings_path(metrics)) if path.is_file()]
-    curves = paths.tensorboard_folder(args, lm_config)
     starts = []
     if args.from_weight != "none":
         starts.append(paths.start_path(out, args.from_weight, lm_config))
@@ -67,15 +65,19 @@ def set_earlier_run_aside(args: StageArgs, lm_config: Any, state_file: Path | No
         return
     # states last: a run killed before that finds the rest and sets it aside again
     files = [(out, path) for path in logs + weights]
-    files += [(curves.parent, curves)] if curves.is_dir() else []
+    curves = paths.tensorboard_folder(args, lm_config)
+    if curves.is_dir():
+        files.append((curves.parent, curves))
     files += [(states, path) for path in old_states]
-    # a start that lay there alone would no longer be set aside
+    # starts first: one that lay there alone would no longer be set aside
     files.sort(key=lambda file: not is_start(file[1]))
-    folders = {folder for folder, _ in files}
-    taken = [
-        re.fullmatch(r"earlier_(\d+)", path.name) for folder in folders for path in folder.glob("earlier_*")
-    ]
-    name = f"earlier_{1 + max((int(match[1]) for match in taken if match), default=0)}"
+    taken = [0]
+    for folder in {folder for folder, _ in files}:
+        for path in folder.glob("earlier_*"):
+            number = path.name.removeprefix("earlier_")
+            if number.isdecimal():
+                taken.append(int(number))
+    name = f"earlier_{max(taken) + 1}"
     try:
         for folder, path in files:
             kept = folder / name / path.relative_to(folder)
@@ -90,8 +92,9 @@ def set_earlier_run_aside(args: StageArgs, lm_config: Any, state_file: Path | No
         raise write_error(out / name, error) from error
     places = dict.fromkeys(str(folder / name) for folder, _ in files)
     text = f"a run named {run} was here; its files are kept in {' and '.join(places)}"
-    would_continue = bool(old_states) and state_file is None
-    Logger(f"{text} (--from_resume 1 would have continued it)" if would_continue else text)
+    if old_states and state_file is None:
+        text += " (--from_resume 1 would have continued it)"
+    Logger(text)
 
 
 def save_checkpoint(state: TrainState) -> None:

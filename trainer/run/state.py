@@ -157,7 +157,11 @@ class TrainState:
         """Whether the monitored metric is the best so far; then it becomes the one to beat. Raises UserError
         if there is no such metric."""
         value = monitored("--monitor", self.args.monitor, metrics)
-        if value is None or (value := value if self.args.mode == "min" else -value) >= self.best_eval:
+        if value is None:
+            return False
+        if self.args.mode == "max":
+            value = -value
+        if value >= self.best_eval:
             return False
         self.best_eval, self.best_update = value, self.update
         return True
@@ -200,10 +204,12 @@ class TrainState:
         saved = shard_like(self.model, checkpoint) if is_sharded(self.model) else checkpoint
         # not strict: the names were compared above, and a checkpoint of adapters holds these alone
         unwrap(self.model).load_state_dict(saved["model"], strict=False)
-        # on a CPU the optimizer keeps the tensors that it is given, which should not be those of a file
-        self.optimizer.load_state_dict(
-            deepcopy(saved["optimizer"]) if self.device.type == "cpu" else saved["optimizer"]
-        )
+        optimizer_state = saved["optimizer"]
+        if (
+            self.device.type == "cpu"
+        ):  # the optimizer keeps these tensors, which should not be those of a file
+            optimizer_state = deepcopy(optimizer_state)
+        self.optimizer.load_state_dict(optimizer_state)
         if saved["scaler"]:  # empty unless that part of the run was in float16
             self.scaler.load_state_dict(saved["scaler"])
         self.skipped_updates.load_state_dict(saved["skipped_updates"])
