@@ -205,9 +205,8 @@ class TrainState:
         # not strict: the names were compared above, and a checkpoint of adapters holds these alone
         unwrap(self.model).load_state_dict(saved["model"], strict=False)
         optimizer_state = saved["optimizer"]
-        if (
-            self.device.type == "cpu"
-        ):  # the optimizer keeps these tensors, which should not be those of a file
+        # on a CPU the optimizer keeps these tensors, which should not be those of a file
+        if self.device.type == "cpu":
             optimizer_state = deepcopy(optimizer_state)
         self.optimizer.load_state_dict(optimizer_state)
         if saved["scaler"]:  # empty unless that part of the run was in float16
