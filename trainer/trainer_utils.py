@@ -34,6 +34,7 @@ from trainer.devices.process_group import (  # noqa: F401
     interruptible,
     is_main_process,
     join_process_group,
+    world_size,
 )
 from trainer.devices.wrapping import compiles, freeze, unwrap, use_kernels, wrap_model
 from trainer.objectives.next_token import SHAPE, check_tokenizer, describe_size
@@ -263,7 +264,7 @@ def resolve_settings_and_check_resume(
     run. Raises UserError if the checkpoint belongs to another run."""
     if args.learning_rate is None or args.batch_size is None:
         args = apply_rules(args, checkpoint, train_set)
-    if checkpoint is not None:
+    if checkpoint is not None and checkpoint["world_size"] != world_size():
         args = resume.keep_global_batch(args, checkpoint)
     run = resume.run_fingerprint(
         args, lm_config.own_fields(), train_set.fingerprint, epoch_samples(train_set, args)

@@ -139,8 +139,8 @@ class Writer:
     """A thread that writes files one after another in the order given, so that training does not wait for a
     disk.
 
-    What a job writes must not change any more. After a failure nothing further is written, and each call of a
-    method raises it: the files on the disk stay those of the last complete save.
+    What a job writes must not change any more. After a failure nothing further is written: the files on the
+    disk stay those of the last complete save.
     """
 
     def __init__(self):
@@ -148,8 +148,7 @@ class Writer:
         self._last: Future = self._thread.submit(lambda: None)
 
     def submit(self, job: Callable[[], None]) -> None:
-        """Queue a job; raises the failure of an earlier one."""
-        self.check()
+        """Queue a job; it is left out if one before it fails, which `check` and `wait` tell."""
         before = self._last
 
         def run() -> None:

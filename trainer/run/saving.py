@@ -106,14 +106,9 @@ def save_checkpoint(state: TrainState) -> None:
     if state.metrics is not None:
         state.metrics.sync()
     path = paths.resume_path(args.checkpoint_dir, args.save_weight, state.lm_config)
+    progress = state.progress()
     checkpoint.save(
-        path,
-        state.lm_config,
-        state.model,
-        state.optimizer,
-        state.progress(),
-        state.writer,
-        state.state_dict_fn,
+        path, state.lm_config, state.model, state.optimizer, progress, state.writer, state.state_dict_fn
     )
     write_weights(state, args.save_weight)
     state.state_file = path
