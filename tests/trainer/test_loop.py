@@ -14,11 +14,13 @@ from common.errors import UserError
 from scripts import plan
 from tests.conftest import write_jsonl
 from tests.stage_process import Faults, run
+from tests.trainer.run.test_skipped_updates import batch, make_state
 from tests.trainer.stage_flags import assert_same_tensors, flags, records, saved_state
 from trainer import loop
 from trainer.data.order import epoch_loader
-from trainer.loop import train_epoch, trial_pass
-from trainer.report.metrics import read_metrics
+from trainer.loop import make_record, train_epoch, train_update, trial_pass, update_size
+from trainer.objectives.next_token import next_token_loss
+from trainer.report.metrics import describe, read_metrics
 
 
 def test_the_end_of_an_epoch_is_evaluated_once(corpus, tmp_path):
@@ -35,9 +37,6 @@ def test_the_end_of_an_epoch_is_evaluated_once(corpus, tmp_path):
 
 def test_a_metric_that_is_not_named_is_one_line():
     """It would be in no record, and nothing would say so."""
-    from tests.trainer.run.test_skipped_updates import batch, make_state
-    from trainer.loop import train_update
-    from trainer.objectives.next_token import next_token_loss
 
     def loss_fn(model, batch, args):
         loss, aux_loss, _ = next_token_loss(model, batch)
@@ -55,9 +54,6 @@ def test_a_metric_that_is_not_named_is_one_line():
 
 def test_the_loss_that_is_judged_is_the_plain_cross_entropy_where_loss_fn_gives_it():
     """Per target over the micro-batches, not the loss that is trained; it needs no name among the metrics."""
-    from tests.trainer.run.test_skipped_updates import batch, make_state
-    from trainer.loop import train_update, update_size
-    from trainer.objectives.next_token import next_token_loss
 
     def with_term(model, batch, args):
         loss, aux_loss, metrics = next_token_loss(model, batch)
@@ -83,10 +79,6 @@ def test_the_loss_that_is_judged_is_the_plain_cross_entropy_where_loss_fn_gives_
 
 def test_what_a_loss_shows_is_a_mean_over_the_targets_since_the_last_record():
     """Of all micro-batches of an update, then of the updates; an update that is not finite does not count."""
-    from tests.trainer.run.test_skipped_updates import batch, make_state
-    from trainer.loop import make_record, train_update, update_size
-    from trainer.objectives.next_token import next_token_loss
-    from trainer.report.metrics import describe
 
     def loss_fn(model, batch, args):
         loss, aux_loss, _ = next_token_loss(model, batch)
