@@ -48,11 +48,6 @@ USE_INSTEAD = {
 }
 
 
-def handled_signals() -> list[signal.Signals]:
-    """The stop signals that are not ignored here: nohup ignores SIGHUP, a shell SIGINT in background jobs."""
-    return [number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
-
-
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
     """Shows the default of each flag that has one, unless its help does so."""
 

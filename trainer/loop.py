@@ -26,10 +26,10 @@ from dataset.lm_dataset import TokenDataset
 from dataset.mixing import split_weights
 from trainer.data.datasets import epoch_tokens
 from trainer.devices.device import describe_device
-from trainer.devices.process_group import Logger, gather, is_main_process, reduce_sum, this_rank, world_size
+from trainer.devices.process_group import Logger, gather, reduce_sum, this_rank, world_size
 from trainer.devices.wrapping import full_tensor, gradient_sync, is_sharded, unwrap
 from trainer.objectives.next_token import to_device
-from trainer.optim.build import set_learning_rate, should_step
+from trainer.optim.build import should_step
 from trainer.report.metrics import duration
 from trainer.report.speed import Size, read_meter
 from trainer.report.trackers import drawable
@@ -120,7 +120,8 @@ def train_epoch(
             save_checkpoint(state)
         finish_update(state)  # log, after evaluating if that is due
         if log_due:
-            state.peak.remeasure_if_due()
+            if time.perf_counter() >= state.peak.next_at:
+                state.peak.measure_again()
             meter.restart()  # saving and evaluating are not training time
     if step == iters:
         next(batches, None)  # exhausts the loader, which then ends its worker processes
@@ -143,27 +144,28 @@ def train_update(
         target; the gradient norm [] before clipping. The loop reads them only to log.
     """
     args, model, optimizer, scaler = state.args, state.model, state.optimizer, state.scaler
-    set_learning_rate(optimizer, state.schedule(state.update + 1, state.total_updates, args))
+    rate = state.schedule(state.update + 1, state.total_updates, args)
+    if rate is not None:  # None: a scheduler of torch sets it
+        for group in optimizer.param_groups:
+            group["lr"] = rate * group.get("lr_scale", 1.0)
     is_empty = targets == 0  # then there is nothing to learn from: no step, and no loss
     targets, tokens = max(targets, 1.0), max(tokens, 1.0)
     sums = state.losses.new_zeros(3 + len(state.metric_names))
     for i, batch in enumerate(window):
         seed_dropout(args.seed, state.update, i)
-        with gradient_sync(model, enabled=i == len(window) - 1):
-            with state.autocast:
-                loss, aux_loss, *rest = state.loss_fn(model, to_device(batch, state.device), args)
-            metrics = rest[0] if rest else {}
-            if not set(state.metric_names) <= metrics.keys() <= {*state.metric_names, "cross_entropy"}:
-                raise other_names_error(metrics, state.metric_names)
-            # DDP and FSDP average the gradients over the ranks; times world_size makes the average a sum
-            scaler.scale((loss / targets + aux_loss / tokens) * world_size()).backward()
-            state.loss_is_cross_entropy = "cross_entropy" in metrics
-        values = [
-            loss,
-            aux_loss,
-            *(metrics[name] for name in state.metric_names),
-            metrics.get("cross_entropy", loss),
-        ]
+        if world_size() > 1:  # the ranks exchange gradients after the last micro-batch
+            gradient_sync(model, enabled=i == len(window) - 1)
+        with state.autocast:
+            loss, aux_loss, *rest = state.loss_fn(model, to_device(batch, state.device), args)
+        metrics = rest[0] if rest else {}
+        if not set(state.metric_names) <= metrics.keys() <= {*state.metric_names, "cross_entropy"}:
+            raise other_names_error(metrics, state.metric_names)
+        # DDP and FSDP average the gradients over the ranks; times world_size makes the average a sum
+        scaler.scale((loss / targets + aux_loss / tokens) * world_size()).backward()
+        state.loss_is_cross_entropy = "cross_entropy" in metrics
+        values = [loss, aux_loss]
+        values += [metrics[name] for name in state.metric_names]
+        values.append(metrics.get("cross_entropy", loss))
         sums += torch.stack([value.detach().to(sums.dtype) for value in values])
     counts = [targets, tokens] + [targets] * (len(state.metric_names) + 1)
     losses = torch.stack([total / count for total, count in zip(reduce_sum(sums), counts, strict=True)])
@@ -175,7 +177,8 @@ def train_update(
         optimizer.step()
     scaler.update()
     optimizer.zero_grad(set_to_none=True)
-    losses = losses * math.nan if is_empty else losses
+    if is_empty:
+        losses = losses * math.nan
     losses, cross_entropy = losses[:-1], losses[-1]
     loss = losses[:2].sum()
     is_finite = torch.isfinite(loss)
@@ -264,14 +267,14 @@ def describe_run(
         # else prompts are counted once
         is_exact = isinstance(data, TokenDataset) and "key_index" not in window[0]
         amount = epoch_tokens(data, state.args) * passes if is_exact else tokens * left
+        in_all = f"{amount / 1e6:,.1f} M" if amount >= 1e6 else f"{amount:,.0f}"
         parts[0] += f" of about {amount / left:,.0f} tokens"
-        parts.append(
-            f"{amount / 1e6:,.1f} M tokens in all" if amount >= 1e6 else f"{amount:,.0f} tokens in all"
-        )
-        with gradient_sync(state.model, enabled=len(window) == 1 or is_sharded(state.model)):
-            trial_pass(state, window[0])  # it compiles, and asks for memory
-            trials = gather((own_tokens, trial_pass(state, window[0])))
-        rate = sum(size for size, _ in trials) / max(seconds for _, seconds in trials)
+        parts.append(f"{in_all} tokens in all")
+        if world_size() > 1:
+            gradient_sync(state.model, enabled=len(window) == 1 or is_sharded(state.model))
+        trial_pass(state, window[0])  # it compiles, and asks for memory
+        own_rate = own_tokens / trial_pass(state, window[0])
+        rate = float(reduce_sum(torch.tensor(own_rate)))  # tokens per second, of all ranks
         if rate:
             time_left.append(f"about {duration(amount / rate)}")
             is_few = state.total_updates < FEW_UPDATES_TO_ADVISE
@@ -304,26 +307,34 @@ def make_record(state: TrainState, losses: Tensor, grad_norm: Tensor, evaluate_d
     means over the updates since the last record. Sync point: the host waits for the device."""
     total, count, *sums = state.losses.tolist()
     state.losses.zero_()
+    count = count or math.nan  # no update had a loss: then there is no mean
     logits_loss, aux_loss = losses[:2].tolist()
+    rate = state.schedule(state.update, state.total_updates, state.args)
+    if rate is None:  # a scheduler of torch sets it
+        rate = float(state.optimizer.param_groups[0]["lr"])
+    values = {
+        "loss": logits_loss + aux_loss,
+        "mean_loss": total / count,
+        "logits_loss": logits_loss,
+        "aux_loss": aux_loss,
+        "grad_norm": float(grad_norm),
+        "learning_rate": rate,
+    }
+    for name, value in zip(state.metric_names, sums, strict=True):
+        values[name] = value / count
     record: dict[str, Any] = {
         "update": state.update,
         "epoch": state.epoch,
         "step": state.step,
         "iters": state.iters,
     }
-    values = {"loss": logits_loss + aux_loss, "mean_loss": total / count if count else math.nan}
-    values |= {"logits_loss": logits_loss, "aux_loss": aux_loss, "grad_norm": float(grad_norm)}
-    rate = state.schedule(state.update, state.total_updates, state.args)
-    # None: a scheduler of torch sets it
-    values["learning_rate"] = float(state.optimizer.param_groups[0]["lr"] if rate is None else rate)
-    values |= {
-        name: value / count if count else math.nan
-        for name, value in zip(state.metric_names, sums, strict=True)
-    }
     record |= {key: finite(value) for key, value in values.items()} | read_meter(state)
     state.callbacks.call("on_record", record)
-    record |= state.skipped_updates.pop_record_fields()
-    return record | ({"evaluating": True} if evaluate_due else {})
+    if state.skipped_updates.skipped or state.skipped_updates.overflows:
+        record |= state.skipped_updates.pop_record_fields()
+    if evaluate_due:
+        record["evaluating"] = True
+    return record
 
 
 def finite(value: float) -> float | None:
@@ -352,8 +363,7 @@ def finish_update(state: TrainState) -> None:
         state.callbacks.call("on_validation_end", held_out)
     state.callbacks.call("on_log", record)
     iters = record.pop("iters")
-    if is_main_process():
-        state.writer.check()
+    state.writer.check()
     if state.metrics is not None:
         share = record["update"] / state.total_updates
         head = f"Epoch:[{record['epoch'] + 1}/{state.args.epochs}]({record['step']}/{iters}) {share:.0%}"

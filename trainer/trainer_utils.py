@@ -34,6 +34,7 @@ from trainer.devices.process_group import (  # noqa: F401
     interruptible,
     is_main_process,
     join_process_group,
+    world_size,
 )
 from trainer.devices.wrapping import compiles, freeze, unwrap, use_kernels, wrap_model
 from trainer.objectives.next_token import SHAPE, check_tokenizer, describe_size
@@ -248,7 +249,9 @@ def set_up_process(args: StageArgs) -> tuple[torch.device, Any, torch.amp.GradSc
         device, autocast, gradient scaler, and what reports a signal.
     """
     run = run_name(args.save_weight, args)
-    log_file = Path(args.log_dir) / f"{run}.log" if args.log_dir else args.log_file
+    log_file = args.log_file
+    if args.log_dir:
+        log_file = f"{args.log_dir}/{run}.log"
     copy_console(Path(log_file) if log_file else None, args.log_level)
     place = device_and_precision(args)
     stop = StopRequest().install()
@@ -263,7 +266,7 @@ def resolve_settings_and_check_resume(
     run. Raises UserError if the checkpoint belongs to another run."""
     if args.learning_rate is None or args.batch_size is None:
         args = apply_rules(args, checkpoint, train_set)
-    if checkpoint is not None:
+    if checkpoint is not None and checkpoint["world_size"] != world_size():
         args = resume.keep_global_batch(args, checkpoint)
     run = resume.run_fingerprint(
         args, lm_config.own_fields(), train_set.fingerprint, epoch_samples(train_set, args)
@@ -295,8 +298,9 @@ def compile_and_wrap(
     prepare_device(device)
     if frozen:
         freeze(model, frozen)
-    compiled = compiles(args, train_set)
-    use_kernels(args, train_set, device, autocast)
+    compiled = compiles(args, train_set, device)
+    if device.type == "cuda":
+        use_kernels(args, train_set, device, autocast)
     return wrap_model(model, device, args.parallel, compiled, args.activation_checkpointing, autocast)
 
 

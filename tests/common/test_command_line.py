@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from common.command_line import Parser, handled_signals, one_line_errors
+from common.command_line import Parser, one_line_errors
 from common.errors import Interrupted, LostRank, UserError
 from tests.conftest import ROOT
 
@@ -118,16 +118,6 @@ def test_under_torchrun_only_the_cause_is_in_the_report_and_a_signal_is_told_onc
     told = [rank("Interrupted(15, 'by SIGTERM')", number, tmp_path) for number in (0, 1)]
     assert [done.returncode for done in told] == [143, 143]
     assert [done.stderr for done in told] == ["stopped: by SIGTERM\n", ""]
-
-
-def test_an_ignored_signal_stays_ignored():
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        assert handled_signals() == [signal.SIGINT, signal.SIGTERM]
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)
-        assert handled_signals() == [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
-    finally:
-        signal.signal(signal.SIGHUP, before)
 
 
 def test_the_parser_raises_and_knows_no_abbreviations():

@@ -94,13 +94,6 @@ def test_the_settings_of_a_run_lie_beside_its_metrics(corpus, tmp_path):
     assert fourth["settings"]["seed"] == 5 and [start["update"] for start in fourth["starts"]] == [0]
 
 
-def test_a_mistake_in_the_file_is_one_line(corpus, tmp_path):
-    (tmp_path / "run.yaml").write_text("stage: {beta: -1}")
-    argv = [*flags(corpus, tmp_path, "dpo"), "--config", str(tmp_path / "run.yaml")]
-    line = f"error: {tmp_path}/run.yaml: stage.beta must be above 0, not -1"
-    assert run("dpo", argv, status=2).error_lines == [line]
-
-
 def test_patience_without_held_out_data_is_refused(corpus, tmp_path):
     argv = flags(corpus, tmp_path, "pretrain", patience=2, eval_data_path="none")
     assert "early stopping needs held-out data" in run("pretrain", argv, status=2).error_lines[-1]

@@ -1,11 +1,10 @@
-"""The stage scripts as a user runs them: files, falling losses, ranks, resuming after kill -9, mistakes."""
+"""The stage scripts as a user runs them: files, falling losses, ranks, resuming after kill -9."""
 
 import os
 import shutil
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
@@ -68,15 +67,6 @@ def test_resuming(corpus, tmp_path):
     done = run("pretrain", argv)
     assert "warning: damaged checkpoint" in done.err and "done: 8 updates" in done.out
     assert (tmp_path / "out/pretrain_32.pth").read_bytes() == before
-
-
-def test_a_mistake_is_one_line_and_exit_status_2(corpus, tmp_path):
-    """As a user meets it; tests/trainer/test_settings.py and tests/test_bad_data.py have the tables of
-    them."""
-    begin, line = time.time(), f"error: weights {tmp_path}/out/pretrain_32.pth do not exist"
-    (alone,) = run(str(SFT), flags(corpus, tmp_path, "sft"), status=2).error_lines
-    assert alone.startswith(line)
-    assert time.time() - begin < 60 and not list(tmp_path.rglob("*.pth"))
 
 
 INSTEAD_OF_PYTHON = f"""#!/bin/sh

@@ -32,6 +32,8 @@ def select_device(device: str) -> torch.device:
     place = launch()
     if place.problem:
         raise UserError(place.problem)
+    if device == "cpu":
+        return torch.device("cpu")
     alone, local_rank = place.world_size == 1, place.local_rank
     cuda_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device == "auto":
@@ -40,13 +42,13 @@ def select_device(device: str) -> torch.device:
         elif alone and torch.backends.mps.is_available():
             device = "mps"
         else:
-            device = "cpu"
             if os.path.exists("/proc/driver/nvidia/version") and "CUDA_VISIBLE_DEVICES" not in os.environ:
                 from trainer.devices.unusable_gpu import why_unseen
 
                 warn(
                     f"this machine has an NVIDIA GPU, but torch cannot use it: {why_unseen()}; using the CPU"
                 )
+            return torch.device("cpu")
     if cuda_devices == 1 and not dist.is_torchelastic_launched():
         local_rank = 0
     try:
@@ -139,12 +141,6 @@ def automatic_dtype(device: torch.device) -> str:
     if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (7, 0):
         return "float16"
     return "float32"
-
-
-def has_matrix_unit() -> bool:
-    """Whether the CPU has a unit for products of bfloat16 matrices (AMX): four times the rate, on the same
-    memory."""
-    return native_bfloat16(torch.device("cpu")) and torch.cpu._is_amx_tile_supported()
 
 
 def native_float16(device: torch.device) -> bool:

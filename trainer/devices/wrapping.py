@@ -28,7 +28,7 @@ from common.settings import StageArgs
 from dataset.lm_dataset import TokenDataset
 from trainer.data.datasets import epoch_tokens
 from trainer.data.order import SizedDataset
-from trainer.devices.device import autocast_dtype, has_matrix_unit, native_bfloat16, select_device
+from trainer.devices.device import autocast_dtype, native_bfloat16
 from trainer.devices.process_group import Logger, gather, this_rank, world_size
 from trainer.report.speed import layer_weights
 
@@ -74,12 +74,12 @@ def wrap_model(
         cast("PreTrainedModel", model).activation_checkpointing_enable({"use_reentrant": False})
     if use_compile:
         compile_layers(model)
-    if parallel != "ddp" and dist.is_initialized():
+    if not dist.is_initialized():
+        return model.to(device)
+    if parallel != "ddp":
         dtype = autocast_dtype(autocast or nullcontext(), device)
         return _shard(model, device, _mesh(device.type, parallel), dtype)
     model = model.to(device)
-    if not dist.is_initialized():
-        return model
     ids = [device.index] if device.type == "cuda" else None
     names = inspect.signature(DistributedDataParallel).parameters
     # renamed in 2.13
@@ -145,12 +145,9 @@ def _fill_from_first_rank(model: nn.Module, whole: dict[str, Tensor], device: to
 
     filled = {}  # tied parameters stay one
     for name, value in cast(Any, model.named_parameters()):
-        is_source = this_rank() == 0
-        full = (
-            whole[name].to(device)
-            if is_source
-            else torch.empty(value.shape, dtype=value.dtype, device=device)
-        )
+        full = torch.empty(value.shape, dtype=value.dtype, device=device)
+        if this_rank() == 0:
+            full = whole[name].to(device)
         filled[value] = nn.Parameter(distribute_tensor(full, value.device_mesh, value.placements))
     names = model.named_parameters(remove_duplicate=False)
     model.load_state_dict({name: filled[value] for name, value in names}, strict=False, assign=True)
@@ -166,7 +163,7 @@ def build_device(args: StageArgs) -> torch.device:
     return torch.device("cpu" if args.parallel == "ddp" or this_rank() == 0 else "meta")
 
 
-def compiles(args: StageArgs, train_set: SizedDataset) -> bool:
+def compiles(args: StageArgs, train_set: SizedDataset, device: torch.device) -> bool:
     """Whether a run compiles its layers: what --use_compile says, or where that is `auto`, whether it pays.
 
     It pays in long pretraining and SFT: on a CPU with a unit for matrix products, which leaves most of the
@@ -181,17 +178,17 @@ def compiles(args: StageArgs, train_set: SizedDataset) -> bool:
     is_text = isinstance(train_set, TokenDataset)
     if not (args.compiling_pays and is_text) or args.activation_checkpointing:
         return False
-    device = select_device(args.device)
     if device.type == "cuda":
-        fits = args.dtype != "float32" and native_bfloat16(device)
+        pays = args.dtype != "float32" and native_bfloat16(device)
         needed = MIN_FLOPS_PER_GPU
     elif device.type == "cpu" and args.parallel == "ddp":
-        is_dense_and_packed = args.packing and not args.use_moe
-        fits = is_dense_and_packed or (args.dtype in ("auto", "bfloat16") and has_matrix_unit())
+        pays = args.packing and not args.use_moe
+        if args.dtype in ("auto", "bfloat16") and torch.cpu._is_amx_tile_supported():
+            pays = pays or native_bfloat16(device)
         needed = MIN_FLOPS_PER_THREAD * torch.get_num_threads()
     else:
         return False
-    if not fits or operations(args, train_set) < needed or not has_compiler(device.type):
+    if not pays or operations(args, train_set) < needed or not has_compiler(device.type):
         return False
     Logger("--use_compile auto: the layers are compiled, as the run is long enough to gain from it")
     compiler_may_fail()
@@ -201,14 +198,14 @@ def compiles(args: StageArgs, train_set: SizedDataset) -> bool:
 def use_kernels(
     args: StageArgs, train_set: SizedDataset, device: torch.device, autocast: AbstractContextManager
 ) -> None:
-    """Switch on the kernels of model/fused.py, for layers that are not compiled and for the loss, where they
-    pay: on a GPU in half precision, unless the run is too short or --use_compile is 0. They halve the bytes
+    """On a GPU: switch on the kernels of model/fused.py, for layers that are not compiled and for the loss,
+    where they pay: in half precision, unless the run is too short or --use_compile is 0. They halve the bytes
     that an update moves (docs/dev/LOG.md)."""
     from model import fused  # brings in the compiler
 
     fused.KERNELS = False
     is_half = autocast_dtype(autocast, device) != torch.float32
-    if device.type != "cuda" or not is_half or args.use_compile is False or not has_compiler("cuda"):
+    if not is_half or args.use_compile is False or not has_compiler("cuda"):
         return
     if args.use_compile is None:
         is_text = isinstance(train_set, TokenDataset)
@@ -310,8 +307,8 @@ def is_sharded(model: nn.Module | None) -> bool:
     return isinstance(model, FSDPModule)
 
 
-def gradient_sync(model: nn.Module, enabled: bool) -> AbstractContextManager:
-    """Context of a micro-batch: whether the ranks exchange gradients after it; only after the last one of an
+def gradient_sync(model: nn.Module, enabled: bool) -> None:
+    """Set whether the ranks exchange gradients after the next micro-batch; only after the last one of an
     update. With hsdp those of a machine always do, so that none holds the gradients whole; the machines after
     the last one."""
     if is_sharded(model):
@@ -322,9 +319,8 @@ def gradient_sync(model: nn.Module, enabled: bool) -> AbstractContextManager:
             sharded.set_requires_gradient_sync(enabled)
         else:
             sharded.set_requires_all_reduce(enabled)
-    if isinstance(model, DistributedDataParallel) and not enabled:
-        return model.no_sync()
-    return nullcontext()
+    if isinstance(model, DistributedDataParallel):
+        model.require_backward_grad_sync = enabled  # as its `no_sync` does
 
 
 def whole_model(model: nn.Module, dtype: torch.dtype = torch.float32) -> nn.Module:

@@ -38,6 +38,16 @@ def build_optimizer(
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if not named:
         raise UserError("nothing to train: all parameters of the model are frozen")
+    is_fused = named[0][1].device.type in ("cpu", "cuda", "mps")
+    if kind == "adamw" and not lr_scales:
+        matrices = [p for _, p in named if p.ndim >= 2]
+        vectors = [p for _, p in named if p.ndim < 2]
+        groups = [
+            {"params": matrices, "weight_decay": weight_decay},
+            {"params": vectors, "weight_decay": 0.0},
+        ]
+        return AdamW(groups, lr=lr, fused=is_fused)
+
     if kind == "muon" and not any(is_hidden_matrix(name, p) for name, p in named):
         raise UserError("--optimizer muon: this model has no matrices in `layers`; use adamw")
     rate = lr
@@ -45,12 +55,11 @@ def build_optimizer(
         rate = lr * MUON_LR_SCALE
     scales = {"": 1.0, **(lr_scales or {})}  # "": parameters in none of the modules
     hidden: list[dict[str, Any]] = []
-    groups: list[dict[str, Any]] = []
+    groups = []
     rows: dict[nn.Parameter, int] = {}
     for module, scale in scales.items():
         by_muon: list[nn.Parameter] = []
-        matrices: list[nn.Parameter] = []
-        vectors: list[nn.Parameter] = []
+        matrices, vectors = [], []
         for name, p in named:
             if lr_scales and _module_of(name, lr_scales) != module:
                 continue
@@ -73,8 +82,7 @@ def build_optimizer(
         hidden.append({"params": by_muon} | scaled)
         groups.append({"params": matrices, "weight_decay": weight_decay} | scaled)
         groups.append({"params": vectors, "weight_decay": 0.0} | scaled)
-    device = named[0][1].device.type
-    adamw = AdamW(groups, lr=rate, fused=device in ("cpu", "cuda", "mps"))
+    adamw = AdamW(groups, lr=rate, fused=is_fused)
     if kind == "adamw":
         return adamw
     return MuonWithAdamW(Muon(hidden, rows, rate, weight_decay), adamw)
@@ -129,14 +137,6 @@ class MuonWithAdamW(Optimizer):
         self.muon.load_state_dict(state_dict["muon"])
         self.adamw.load_state_dict(state_dict["adamw"])
         self.param_groups = [*self.muon.param_groups, *self.adamw.param_groups]
-
-
-def set_learning_rate(optimizer: Optimizer, lr: float | None) -> None:
-    """Set the rate of all groups; None leaves them to a torch scheduler."""
-    if lr is None:
-        return
-    for group in optimizer.param_groups:
-        group["lr"] = lr * group.get("lr_scale", 1.0)
 
 
 def should_step(optimizer: Optimizer, skip: Tensor) -> bool:

@@ -114,17 +114,22 @@ def read_meter(state: Any) -> dict[str, Any]:
     state.tokens += int(total["tokens"])
     state.seconds, state.clock = state.seconds + now - state.clock, now
     rate = total["flops"] / seconds / world_size()
-    return {
+    state.peak.best = max(state.peak.best, rate)
+    figures = {
         "tokens": state.tokens,
         "tokens_per_second": total["tokens"] / seconds,
-        "mfu": state.peak.share(rate),
-        **({"mfu_of_sheet": rate / state.peak.data_sheet_rate} if state.peak.data_sheet_rate else {}),
+        "mfu": rate / state.peak.best,
         "data_wait": total["wait"] / seconds / world_size(),
         "comm_wait": total["comm"] / seconds / world_size(),
         "seconds": state.seconds,
         "seconds_left": meter.seconds_per_update() * (state.total_updates - state.update),
         "memory_mb": peak_memory_mb(state.device),
-    } | ({"reserved_mb": reserved_memory_mb(state.device)} if state.device.type == "cuda" else {})
+    }
+    if state.peak.data_sheet_rate:
+        figures["mfu_of_sheet"] = rate / state.peak.data_sheet_rate
+    if state.device.type == "cuda":
+        figures["reserved_mb"] = reserved_memory_mb(state.device)
+    return figures
 
 
 def training_flops(
@@ -167,21 +172,16 @@ class PeakRate:
     best: float = math.inf
     measure: Callable[[], float] | None = None
     data_sheet_rate: float | None = None  # of this GPU by its data sheet
-    next_measurement_at: float = REMEASURE_AFTER
     begin: float = field(default_factory=time.perf_counter)
+    next_at: float = math.inf  # when to measure again, by time.perf_counter
 
-    def remeasure_if_due(self) -> None:
-        """Measure once more, if that is due and there is memory for it."""
-        age = time.perf_counter() - self.begin
-        if self.measure is not None and age >= self.next_measurement_at:
-            self.next_measurement_at = 2 * age
+    def measure_again(self) -> None:
+        """Measure once more, if there is memory for it; the next time at twice the age."""
+        now = time.perf_counter()
+        self.next_at = now + (now - self.begin)
+        if self.measure is not None:
             with suppress(torch.OutOfMemoryError):
                 self.best = max(self.best, self.measure())
-
-    def share(self, rate: float) -> float:
-        """The MFU of training at this rate."""
-        self.best = max(self.best, rate)
-        return rate / self.best
 
 
 def peak_rate(autocast: AbstractContextManager, device: torch.device) -> PeakRate:
@@ -189,10 +189,10 @@ def peak_rate(autocast: AbstractContextManager, device: torch.device) -> PeakRat
     time."""
     dtype = autocast_dtype(autocast, device)
     peak = PeakRate(matrix_rate(device, dtype), lambda: matrix_rate(device, dtype))
+    peak.next_at = peak.begin + REMEASURE_AFTER
     if device.type == "cuda":
-        peak.data_sheet_rate = (
-            data_sheet_rate(torch.cuda.get_device_name(device)) if dtype.itemsize == 2 else None
-        )
+        if dtype.itemsize == 2:
+            peak.data_sheet_rate = data_sheet_rate(torch.cuda.get_device_name(device))
         # leave no trace in the run's memory figures
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
@@ -202,5 +202,7 @@ def peak_rate(autocast: AbstractContextManager, device: torch.device) -> PeakRat
 def data_sheet_rate(name: str) -> float | None:
     """Floating-point operations per second in half precision of the GPU that torch calls so, if its sheet is
     known."""
-    known = (rate for rate, _, pattern in GPUS.values() if re.fullmatch(f"NVIDIA {pattern}", name))
-    return next((rate * 1e12 for rate in known), None)
+    for rate, _, pattern in GPUS.values():
+        if re.fullmatch(f"NVIDIA {pattern}", name):
+            return rate * 1e12
+    return None

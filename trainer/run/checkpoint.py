@@ -88,7 +88,8 @@ def read_file(path: Path) -> Any:
         length = max(0, file.seek(0, os.SEEK_END) - len(DIGEST_MARK) - DIGEST_SIZE)
         file.seek(length)
         comment = file.read()
-    if comment.startswith(DIGEST_MARK):
+    has_digest = comment.startswith(DIGEST_MARK)
+    if has_digest:
         if file_digest(path, length).encode() != comment.removeprefix(DIGEST_MARK):
             raise zipfile.BadZipFile("its digest is wrong")
     else:
@@ -96,21 +97,18 @@ def read_file(path: Path) -> Any:
             damaged = archive.testzip()
         if damaged is not None:
             raise zipfile.BadZipFile(f"the checksum of {damaged} is wrong")
-    content = _load_file(path, is_whole=comment.startswith(DIGEST_MARK))
-    if isinstance(content, dict) and FORMAT in content and not comment.startswith(DIGEST_MARK):
-        raise zipfile.BadZipFile("its digest is missing")
-    return content
-
-
-def _load_file(path: Path, is_whole: bool) -> Any:
     try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (MemoryError, RuntimeError) as error:
-        if is_whole and (isinstance(error, MemoryError) or "allocate memory" in str(error)):
+        lacks_memory = isinstance(error, MemoryError) or "allocate memory" in str(error)
+        if has_digest and lacks_memory:
             raise UserError(
                 f"out of memory while {path} is read ({reason(error)}); the file is whole"
             ) from error
         raise
+    if isinstance(content, dict) and FORMAT in content and not has_digest:
+        raise zipfile.BadZipFile("its digest is missing")
+    return content
 
 
 def stored_digest(path: Path) -> str | None:
@@ -141,8 +139,8 @@ class Writer:
     """A thread that writes files one after another in the order given, so that training does not wait for a
     disk.
 
-    What a job writes must not change any more. After a failure nothing further is written, and each call of a
-    method raises it: the files on the disk stay those of the last complete save.
+    What a job writes must not change any more. After a failure nothing further is written: the files on the
+    disk stay those of the last complete save.
     """
 
     def __init__(self):
@@ -150,8 +148,7 @@ class Writer:
         self._last: Future = self._thread.submit(lambda: None)
 
     def submit(self, job: Callable[[], None]) -> None:
-        """Queue a job; raises the failure of an earlier one."""
-        self.check()
+        """Queue a job; it is left out if one before it fails, which `check` and `wait` tell."""
         before = self._last
 
         def run() -> None:
@@ -261,9 +258,24 @@ def load(path: Path, resume_from: str | None = None) -> dict[str, Any] | None:
     Falls back to the previous state, with a warning, when the newest is damaged. `resume_from`: the state
     with which a branch begins; the newest state is loaded if it continues this one, else this one, with
     `is_new_branch` set."""
-    if resume_from is None:
-        return _load_newest(path)
-    return _load_branch(path, Path(resume_from))
+    if resume_from is not None:
+        return _load_branch(path, Path(resume_from))
+    damaged = []
+    for place in (path, previous_path(path)):
+        if not place.exists():
+            continue
+        try:
+            state = read_state(place)
+        except UNREADABLE as error:
+            damaged.append(f"{place} ({reason(error)})")
+            _damaged.add(place.absolute())
+            continue
+        if damaged:
+            warn(f"damaged checkpoint {damaged[0]}; going back to {place}")
+        return state | {"loaded_from": str(place)}
+    if damaged:
+        raise UserError(f"--from_resume 1: no readable checkpoint, {damaged[0]}; delete it to start afresh")
+    return None
 
 
 def read_state(path: Path) -> dict[str, Any]:
@@ -290,26 +302,6 @@ def load_state(path: Path) -> dict[str, Any]:
     return state | {"loaded_from": str(path)}
 
 
-def _load_newest(newest: Path) -> dict[str, Any] | None:
-    """The first readable state, newest first."""
-    damaged = []
-    for path in (newest, previous_path(newest)):
-        if not path.exists():
-            continue
-        try:
-            state = read_state(path)
-        except UNREADABLE as error:
-            damaged.append(f"{path} ({reason(error)})")
-            _damaged.add(path.absolute())
-            continue
-        if damaged:
-            warn(f"damaged checkpoint {damaged[0]}; going back to {path}")
-        return state | {"loaded_from": str(path)}
-    if damaged:
-        raise UserError(f"--from_resume 1: no readable checkpoint, {damaged[0]}; delete it to start afresh")
-    return None
-
-
 def _load_branch(newest: Path, start: Path) -> dict[str, Any]:
     """The state `start` as the beginning of a branch, or the newest state of this run if that is `start`
     itself, or continues it, in a branch or as the same run: then the run was only interrupted."""
@@ -318,7 +310,7 @@ def _load_branch(newest: Path, start: Path) -> dict[str, Any]:
         state = load_state(start)
         return state | {"went_on_from": _origin(state, start, digest)}
     with suppress(UserError):  # a run without any readable state is set aside like others
-        own = _load_newest(newest)
+        own = load(newest)
         if own is not None and _continues(own, start, digest, newest):
             Logger(f"--resume_from {start}: going on from the newest state, which continues it")
             return own

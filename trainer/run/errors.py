@@ -15,7 +15,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from common.command_line import STOP_SIGNALS, copy_console, handled_signals, one_line_errors, write_now
+from common.command_line import STOP_SIGNALS, copy_console, one_line_errors, write_now
 from common.errors import Interrupted, LostRank, UserError, WriteError, reason
 from common.launcher import launch
 from trainer.devices.device import peak_memory_mb, reserved_memory_mb
@@ -146,9 +146,13 @@ class StopRequest:
         self._since = 0.0
 
     def install(self) -> "StopRequest":
-        """Handle the stop signals from here on."""
+        """Handle the stop signals from here on, without those that are ignored: nohup ignores SIGHUP, a shell
+        SIGINT in background jobs."""
         self._owner = os.getpid()
-        self._before = {number: signal.signal(number, self._receive) for number in handled_signals()}
+        self._before = {}
+        for number in STOP_SIGNALS:
+            if signal.getsignal(number) != signal.SIG_IGN:
+                self._before[number] = signal.signal(number, self._receive)
         return self
 
     __enter__ = install

@@ -52,18 +52,23 @@ def shape_in_name(path: Path) -> dict[str, Any] | None:
     if not name:
         return None
     _, hidden_size, moe, experts, per_token = name.groups()
-    numbers = ((int(experts), int(per_token)) if experts else EXPERTS) if moe else (None, None)
+    if not moe:
+        numbers = (None, None)
+    elif experts:
+        numbers = (int(experts), int(per_token))
+    else:
+        numbers = EXPERTS
     return dict(zip(NAMED_SHAPE, (int(hidden_size), bool(moe), *numbers), strict=True))
 
 
 def weight_files(save_dir: str | Path, weight: str) -> dict[Path, dict[str, Any]]:
     """The files of the weights of this name, in all shapes, each with its `shape_in_name`."""
-    paths = [
-        path
-        for path in sorted(Path(save_dir).glob("*.pth"))
-        if (name := WEIGHT_NAME.fullmatch(path.name)) and name["weight"] == weight
-    ]
-    return {path: shape for path in paths if (shape := shape_in_name(path))}
+    files = {}
+    for path in sorted(Path(save_dir).glob("*.pth")):
+        name, shape = WEIGHT_NAME.fullmatch(path.name), shape_in_name(path)
+        if name and shape and name["weight"] == weight:
+            files[path] = shape
+    return files
 
 
 def is_state(run: str, name: str) -> bool:

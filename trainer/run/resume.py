@@ -17,7 +17,7 @@ import torch
 from common.errors import UserError, warn
 from common.settings import ROOT, StageArgs, settings_of
 from dataset.token_cache import file_hash
-from trainer.devices.device import autocast_dtype, has_matrix_unit, native_bfloat16
+from trainer.devices.device import autocast_dtype, native_bfloat16
 from trainer.devices.process_group import Logger, gather, world_size
 from trainer.run import paths
 
@@ -157,7 +157,7 @@ def keep_global_batch(args: A, checkpoint: dict[str, Any]) -> A:
     ranks, micro_batch = world_size(), args.batch_size * world_size()
     if not isinstance(wanted, int) or wanted == micro_batch * args.accumulation_steps:
         return args
-    if ranks == checkpoint["world_size"] or wanted % micro_batch:
+    if wanted % micro_batch:
         return args  # check_resume refuses it
     steps = wanted // micro_batch
     Logger(
@@ -325,11 +325,14 @@ def computing(args: StageArgs, device: torch.device, autocast: AbstractContextMa
         "torch": str(torch.__version__),
         "--deterministic": int(args.deterministic),
     }
-    if device.type != "cpu":
-        return environment
-    units = {"bfloat16": native_bfloat16(device), "AMX": has_matrix_unit()}
-    names = (torch.backends.cpu.get_cpu_capability(), *(name for name, there in units.items() if there))
-    return environment | {"threads": torch.get_num_threads(), "instructions": " ".join(names)}
+    if device.type == "cpu":
+        instructions = torch.backends.cpu.get_cpu_capability()
+        if native_bfloat16(device):
+            instructions += " bfloat16"
+            if torch.cpu._is_amx_tile_supported():  # a unit for matrix products
+                instructions += " AMX"
+        environment |= {"threads": torch.get_num_threads(), "instructions": instructions}
+    return environment
 
 
 def warn_of_changes(checkpoint: dict[str, Any], code: dict[str, str], now: dict[str, Any]) -> None:

@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import platform
-import re
 import signal
 import sys
 from collections.abc import Iterator
@@ -25,7 +24,7 @@ from trainer.report.metrics import MetricsLog, complete_lines, readable_records
 from trainer.report.speed import read_meter
 from trainer.run import checkpoint, paths
 from trainer.run.errors import end_loader_processes
-from trainer.run.resume import Fingerprint, computing, total_updates
+from trainer.run.resume import Fingerprint, total_updates
 from trainer.run.state import TrainState
 from trainer.weights.files import Description, save_weights
 
@@ -53,7 +52,6 @@ def set_earlier_run_aside(args: StageArgs, lm_config: Any, state_file: Path | No
         return
     metrics = paths.metrics_path(out, run)
     logs = [path for path in (metrics, paths.settings_path(metrics)) if path.is_file()]
-    curves = paths.tensorboard_folder(args, lm_config)
     starts = []
     if args.from_weight != "none":
         starts.append(paths.start_path(out, args.from_weight, lm_config))
@@ -67,15 +65,19 @@ def set_earlier_run_aside(args: StageArgs, lm_config: Any, state_file: Path | No
         return
     # states last: a run killed before that finds the rest and sets it aside again
     files = [(out, path) for path in logs + weights]
-    files += [(curves.parent, curves)] if curves.is_dir() else []
+    curves = paths.tensorboard_folder(args, lm_config)
+    if curves.is_dir():
+        files.append((curves.parent, curves))
     files += [(states, path) for path in old_states]
-    # a start that lay there alone would no longer be set aside
+    # starts first: one that lay there alone would no longer be set aside
     files.sort(key=lambda file: not is_start(file[1]))
-    folders = {folder for folder, _ in files}
-    taken = [
-        re.fullmatch(r"earlier_(\d+)", path.name) for folder in folders for path in folder.glob("earlier_*")
-    ]
-    name = f"earlier_{1 + max((int(match[1]) for match in taken if match), default=0)}"
+    taken = [0]
+    for folder in {folder for folder, _ in files}:
+        for path in folder.glob("earlier_*"):
+            number = path.name.removeprefix("earlier_")
+            if number.isdecimal():
+                taken.append(int(number))
+    name = f"earlier_{max(taken) + 1}"
     try:
         for folder, path in files:
             kept = folder / name / path.relative_to(folder)
@@ -90,8 +92,9 @@ def set_earlier_run_aside(args: StageArgs, lm_config: Any, state_file: Path | No
         raise write_error(out / name, error) from error
     places = dict.fromkeys(str(folder / name) for folder, _ in files)
     text = f"a run named {run} was here; its files are kept in {' and '.join(places)}"
-    would_continue = bool(old_states) and state_file is None
-    Logger(f"{text} (--from_resume 1 would have continued it)" if would_continue else text)
+    if old_states and state_file is None:
+        text += " (--from_resume 1 would have continued it)"
+    Logger(text)
 
 
 def save_checkpoint(state: TrainState) -> None:
@@ -103,8 +106,10 @@ def save_checkpoint(state: TrainState) -> None:
     if state.metrics is not None:
         state.metrics.sync()
     path = paths.resume_path(args.checkpoint_dir, args.save_weight, state.lm_config)
-    parts = (state.lm_config, state.model, state.optimizer, state.progress())
-    checkpoint.save(path, *parts, state.writer, state.state_dict_fn)
+    progress = state.progress()
+    checkpoint.save(
+        path, state.lm_config, state.model, state.optimizer, progress, state.writer, state.state_dict_fn
+    )
     write_weights(state, args.save_weight)
     state.state_file = path
     state.saved_update = state.update
@@ -115,13 +120,17 @@ def write_weights(state: TrainState, weight: str) -> Path:
     """Write what is used of the model under this name, in the background; returns where. Beside the weights
     stands where they come from: stage, parent, position in the run, data, code."""
     run = state.run
-    parent = {"name": run.get("from_weight"), "sha256": run.get("from_weight_sha256")}
-    data = {key: run.get(key) for key in ("data", "samples")}
-    position = {"epoch": state.epoch, "update": state.update, "tokens": state.tokens}
-    stage = next(iter(state.code), None)  # the first of its files
-    code = hashlib.sha256(json.dumps(state.code).encode()).hexdigest()  # file by file in `<run>_run.json`
-    origin = {"stage": stage, "from_weight": parent} | position | {"data": data, "code": code}
-    description: Description = {"tokenizer": run.get("tokenizer")} | origin
+    description: Description = {
+        "tokenizer": run.get("tokenizer"),
+        "stage": next(iter(state.code), None),  # the first of its files
+        "from_weight": {"name": run.get("from_weight"), "sha256": run.get("from_weight_sha256")},
+        "epoch": state.epoch,
+        "update": state.update,
+        "tokens": state.tokens,
+        "data": {"data": run.get("data"), "samples": run.get("samples")},
+        # file by file in `<run>_run.json`
+        "code": hashlib.sha256(json.dumps(state.code).encode()).hexdigest(),
+    }
     write = state.save_fn or save_weights
     path = paths.weight_path(state.args.save_dir, weight, state.lm_config)
     return write(state.model, path, state.writer, description)
@@ -135,18 +144,22 @@ def write_settings(state: TrainState, path: Path) -> dict[str, Any]:
     starts = list(read_settings_file(path).get("starts", ())) if is_resumed else []
     now = datetime.now(UTC).isoformat(timespec="seconds")
     starts.append({"time": now, "update": state.update, "command": sys.argv})
-    environment = {
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "ranks": world_size(),
+    environment = dict(state.computing)
+    environment |= {"python": platform.python_version(), "platform": platform.platform()}
+    environment["ranks"] = world_size()
+    if state.device.type == "cuda":
+        environment["GPU"] = torch.cuda.get_device_name(state.device)
+    content = {
+        "run_id": state.run_id,
+        "branch_of": state.branch_of,
+        "stage": next(iter(state.code), None),  # the first of its files
+        "parameters": sum(parameter.numel() for parameter in state.model.parameters()),
+        "settings": state.args.values(),
+        "environment": environment,
+        "run": state.run,
+        "code": state.code,
+        "starts": starts[:1] + starts[1:][-KEPT_STARTS:],
     }
-    environment |= {"GPU": torch.cuda.get_device_name(state.device)} if state.device.type == "cuda" else {}
-    stage = next(iter(state.code), None)  # the first of its files
-    content: dict[str, Any] = {"run_id": state.run_id, "branch_of": state.branch_of, "stage": stage}
-    content["parameters"] = sum(parameter.numel() for parameter in state.model.parameters())
-    environment = computing(state.args, state.device, state.autocast) | environment
-    content |= {"settings": state.args.values(), "environment": environment}
-    content |= {"run": state.run, "code": state.code, "starts": starts[:1] + starts[1:][-KEPT_STARTS:]}
     write_json(path, content)
     return content
 

@@ -113,6 +113,7 @@ class TrainState:
         self.run_id = self.run_id or uuid.uuid4().hex
         self.clock = time.perf_counter()  # when `seconds` was last brought up to date
         self.total_updates = total_updates(self.run)  # of the whole run
+        self.computing = computing(self.args, self.device, self.autocast)
         exact = torch.float32 if self.device.type == "mps" else torch.float64
         # sum of the losses since the last record, number of their updates, sums of the metrics; on the
         # device, checkpoints save it
@@ -156,29 +157,37 @@ class TrainState:
         """Whether the monitored metric is the best so far; then it becomes the one to beat. Raises UserError
         if there is no such metric."""
         value = monitored("--monitor", self.args.monitor, metrics)
-        if value is None or (value := value if self.args.mode == "min" else -value) >= self.best_eval:
+        if value is None:
+            return False
+        if self.args.mode == "max":
+            value = -value
+        if value >= self.best_eval:
             return False
         self.best_eval, self.best_update = value, self.update
         return True
 
     def progress(self) -> dict[str, Any]:
         """What a checkpoint saves besides weights and optimizer."""
-        parts: dict[str, Any] = {
+        args = self.args
+        saved = {key: getattr(self, key) for key in SAVED_FIELDS}
+        # samples of the epoch, over all ranks
+        samples_done = min(self.run["samples"], self.step * args.batch_size * world_size())
+        return saved | {
             "scaler": self.scaler,
             "skipped_updates": self.skipped_updates,
             "callbacks": self.callbacks.state_dict(),
             "callback_epochs": self.callbacks.epochs,
             "code": self.code,
+            "loss_sum": self.losses.tolist(),
+            "computing": self.computing,
+            "monitor": (args.monitor, args.mode),
+            "run": self.run,
+            "run_name": run_name(args.save_weight, self.lm_config),
+            "epoch": self.epoch,
+            "step": self.step,
+            "samples_done": samples_done,
+            "wandb_id": getattr(self.wandb, "id", self.wandb_id),
         }
-        parts |= {"loss_sum": self.losses.tolist()}
-        parts |= {"computing": computing(self.args, self.device, self.autocast)}
-        parts |= {"monitor": (self.args.monitor, self.args.mode), "run": self.run}
-        parts |= {"run_name": run_name(self.args.save_weight, self.lm_config)}
-        parts |= {"epoch": self.epoch, "step": self.step}
-        parts |= {"wandb_id": getattr(self.wandb, "id", self.wandb_id)}
-        # samples of the epoch, over all ranks
-        parts["samples_done"] = min(self.run["samples"], self.step * self.args.batch_size * world_size())
-        return {key: getattr(self, key) for key in SAVED_FIELDS} | parts
 
     def restore(self, checkpoint: dict[str, Any]) -> None:
         """Load a checkpoint of `lm_checkpoint`: weights, optimizer, scaler and progress. Raises UserError if
@@ -191,16 +200,15 @@ class TrainState:
                 f"--from_resume 1: the checkpoint is of another stage or model ({min(other)} is in one of "
                 "them only); give another --save_weight, or --from_resume 0"
             )
-        warn_of_changes(checkpoint, self.code, computing(self.args, self.device, self.autocast))
-        saved = checkpoint
-        if is_sharded(self.model):
-            saved = shard_like(self.model, checkpoint)
+        warn_of_changes(checkpoint, self.code, self.computing)
+        saved = shard_like(self.model, checkpoint) if is_sharded(self.model) else checkpoint
         # not strict: the names were compared above, and a checkpoint of adapters holds these alone
         unwrap(self.model).load_state_dict(saved["model"], strict=False)
-        # on a CPU the optimizer keeps the tensors that it is given, which should not be those of a file
-        self.optimizer.load_state_dict(
-            deepcopy(saved["optimizer"]) if self.device.type == "cpu" else saved["optimizer"]
-        )
+        optimizer_state = saved["optimizer"]
+        # on a CPU the optimizer keeps these tensors, which should not be those of a file
+        if self.device.type == "cpu":
+            optimizer_state = deepcopy(optimizer_state)
+        self.optimizer.load_state_dict(optimizer_state)
         if saved["scaler"]:  # empty unless that part of the run was in float16
             self.scaler.load_state_dict(saved["scaler"])
         self.skipped_updates.load_state_dict(saved["skipped_updates"])

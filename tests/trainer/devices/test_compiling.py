@@ -25,6 +25,7 @@ def data_of(tokens: int) -> TokenDataset:
     return TokenDataset(cast(TokenCache, SimpleNamespace(report=report)))
 
 
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 RUN = data_of(500_000_000)
 
 
@@ -32,13 +33,18 @@ RUN = data_of(500_000_000)
 def machine(monkeypatch):
     """A CPU with a compiler and without a matrix unit."""
     monkeypatch.setattr(wrapping, "has_compiler", lambda device: True)
-    monkeypatch.setattr(wrapping, "has_matrix_unit", lambda: False)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     with dynamo.patch(suppress_errors=False):
         yield
 
 
+def add_matrix_unit(monkeypatch) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    monkeypatch.setattr(wrapping, "native_bfloat16", lambda device: True)
+
+
 def test_long_packed_runs_are_compiled_and_one_line_says_so(capsys):
-    assert compiles(LONG, RUN) is True
+    assert compiles(LONG, RUN, CPU) is True
     out = capsys.readouterr().out
     assert out.startswith("--use_compile auto: the layers are compiled") and out.count("\n") == 1
 
@@ -47,7 +53,7 @@ def test_long_packed_runs_are_compiled_and_one_line_says_so(capsys):
     "other", [{"packing": False}, {"use_moe": True}, {"activation_checkpointing": True}, {"parallel": "fsdp"}]
 )
 def test_other_runs_are_not(other, capsys):
-    assert compiles(replace(LONG, **other), RUN) is False
+    assert compiles(replace(LONG, **other), RUN, CPU) is False
     assert capsys.readouterr().out == ""
 
 
@@ -55,21 +61,21 @@ def test_other_runs_are_not(other, capsys):
     "other", [{"packing": False}, {"use_moe": True}, {"dtype": "bfloat16", "packing": False}]
 )
 def test_with_a_matrix_unit_all_long_runs_are(other, monkeypatch):
-    monkeypatch.setattr(wrapping, "has_matrix_unit", lambda: True)
-    assert compiles(replace(LONG, **other), RUN)
-    assert not compiles(replace(LONG, packing=False, dtype="float32"), RUN)
-    assert not compiles(replace(LONG, parallel="fsdp"), RUN)
+    add_matrix_unit(monkeypatch)
+    assert compiles(replace(LONG, **other), RUN, CPU)
+    assert not compiles(replace(LONG, packing=False, dtype="float32"), RUN, CPU)
+    assert not compiles(replace(LONG, parallel="fsdp"), RUN, CPU)
 
 
 def test_what_was_not_measured_is_not(monkeypatch):
     """Other stages, data of one's own, short runs, a machine without a compiler."""
-    assert not compiles(LONG, data_of(50_000))
+    assert not compiles(LONG, data_of(50_000), CPU)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(wrapping, "has_compiler", lambda device: False)
-        assert not compiles(LONG, RUN)
-    monkeypatch.setattr(wrapping, "has_matrix_unit", lambda: True)
-    assert not compiles(StageArgs(packing=True, max_seq_len=512, epochs=2, device="cpu"), RUN)
-    assert not compiles(LONG, range(10**9))
+        assert not compiles(LONG, RUN, CPU)
+    add_matrix_unit(monkeypatch)
+    assert not compiles(StageArgs(packing=True, max_seq_len=512, epochs=2, device="cpu"), RUN, CPU)
+    assert not compiles(LONG, range(10**9), CPU)
 
 
 def test_what_compiling_needs_is_looked_for(monkeypatch, tmp_path):
@@ -100,14 +106,13 @@ def test_what_compiling_needs_is_looked_for(monkeypatch, tmp_path):
 )
 def test_on_a_gpu_all_long_runs_in_half_precision_are(other, monkeypatch):
     for native in (False, True):
-        monkeypatch.setattr(wrapping, "select_device", lambda device: torch.device("cuda", 0))
         monkeypatch.setattr(wrapping, "native_bfloat16", lambda device, native=native: native)
-        assert compiles(replace(LONG, **other), RUN) is native
+        assert compiles(replace(LONG, **other), RUN, GPU) is native
     for short in (replace(LONG, dtype="float32"), replace(LONG, activation_checkpointing=True)):
-        assert not compiles(replace(short, packing=False), RUN)
+        assert not compiles(replace(short, packing=False), RUN, GPU)
     per_token = operations(LONG, data_of(1))
-    assert compiles(LONG, data_of(int(wrapping.MIN_FLOPS_PER_GPU / per_token) + 1))
-    assert not compiles(LONG, data_of(int(wrapping.MIN_FLOPS_PER_GPU / per_token) - 1))
+    assert compiles(LONG, data_of(int(wrapping.MIN_FLOPS_PER_GPU / per_token) + 1), GPU)
+    assert not compiles(LONG, data_of(int(wrapping.MIN_FLOPS_PER_GPU / per_token) - 1), GPU)
 
 
 def test_what_cannot_be_compiled_runs_as_it_is():
@@ -120,7 +125,7 @@ def test_what_cannot_be_compiled_runs_as_it_is():
     for auto in (False, True):
         torch.compiler.reset()
         args = LONG if auto else replace(LONG, use_compile=True)
-        assert compiles(args, RUN)
+        assert compiles(args, RUN, CPU)
         compiled = torch.compile(layer, backend=broken)
         if auto:
             assert torch.equal(compiled(x), layer(x))
@@ -130,8 +135,8 @@ def test_what_cannot_be_compiled_runs_as_it_is():
 
 
 def test_zero_and_one_stay(capsys):
-    assert compiles(replace(LONG, use_compile=False), RUN) is False
-    assert compiles(replace(LONG, use_compile=True, packing=False), data_of(500)) is True
+    assert compiles(replace(LONG, use_compile=False), RUN, CPU) is False
+    assert compiles(replace(LONG, use_compile=True, packing=False), data_of(500), CPU) is True
     assert capsys.readouterr().out == ""
 
 
@@ -143,16 +148,15 @@ def test_zero_and_one_stay(capsys):
         ({"use_compile": True}, 50_000, True),
         ({"use_compile": False}, 500_000_000, False),
         ({"dtype": "float32"}, 500_000_000, False),
-        ({"device": "cpu"}, 500_000_000, False),
         ({}, None, True),  # rollouts: their number of tokens is not known
     ],
 )
 def test_a_gpu_takes_the_kernels_where_they_pay(settings, tokens, on, monkeypatch, capsys):
     monkeypatch.setattr(fused, "KERNELS", not on)
-    args = replace(LONG, **{"dtype": "bfloat16", "device": "cuda:0"} | settings)
+    args = replace(LONG, **{"dtype": "bfloat16"} | settings)
     monkeypatch.setattr(wrapping, "autocast_dtype", lambda *_: getattr(torch, args.dtype))
     train_set = range(9) if tokens is None else data_of(tokens)
-    use_kernels(args, train_set, torch.device(args.device), nullcontext())
+    use_kernels(args, train_set, GPU, nullcontext())
     assert fused.KERNELS is on
     assert capsys.readouterr().out.count("\n") == (on and args.use_compile is None)
 
@@ -160,5 +164,5 @@ def test_a_gpu_takes_the_kernels_where_they_pay(settings, tokens, on, monkeypatc
 def test_without_a_compiler_no_gpu_takes_the_kernels(monkeypatch):
     monkeypatch.setattr(wrapping, "has_compiler", lambda device: False)
     monkeypatch.setattr(wrapping, "autocast_dtype", lambda *_: torch.bfloat16)
-    use_kernels(replace(LONG, use_compile=True), RUN, torch.device("cuda", 0), nullcontext())
+    use_kernels(replace(LONG, use_compile=True), RUN, GPU, nullcontext())
     assert not fused.KERNELS

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -155,7 +154,7 @@ def test_the_list_of_starts_keeps_the_first_one_and_the_latest(tmp_path):
     state = SimpleNamespace(
         resumed_update=None, is_new_branch=False, update=0, device=torch.device("cpu"), code={}
     )
-    parts = {"model": torch.nn.Linear(2, 3), "args": StageArgs(), "autocast": nullcontext()}
+    parts = {"model": torch.nn.Linear(2, 3), "args": StageArgs(), "computing": {}}
     state.__dict__.update(parts, run_id="id", branch_of=None, run={})
     for update in range(saving.KEPT_STARTS + 5):
         state.update = update
