@@ -103,7 +103,6 @@ def launches(use_moe: bool, dtype: torch.dtype, sampling: Sampling, is_recorded:
             trained = MiniMindForCausalLM(config)
         autocast = torch.autocast("cuda", dtype, enabled=dtype != torch.float32)
         model = whole_model(trained, dtype).eval()
-        decoding.join_layers(model)
         with Recorder(), autocast:
             decoder = Decoder(model, ROWS, 512, [2], with_logprobs=True)
             decoder.add([3, 4, 5], [sampling] * ROWS, 64)

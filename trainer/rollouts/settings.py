@@ -130,8 +130,11 @@ def add_rollouts(
     rollouts = Rollouts(args, writer, rewards, None, make_batches, policy_of)
     if args.beta:
         policy = policy_of(state.model)
-        sharded = (whole_model(policy), state.device, args.parallel, False, False, state.autocast)
-        reference = wrap_model(*sharded) if is_sharded(policy) else copy.deepcopy(policy)
+        if is_sharded(policy):
+            whole = whole_model(policy)
+            reference = wrap_model(whole, state.device, args.parallel, False, False, state.autocast)
+        else:
+            reference = copy.deepcopy(policy)
         rollouts.reference = frozen_model(cast("MiniMindForCausalLM", reference), state.device)
     state.callbacks.append(rollouts)
     state.prepare, state.shown = rollouts.prepare, rollouts.shown
