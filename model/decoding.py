@@ -3,8 +3,10 @@ launching kernels.
 
 `join_layers` joins weights of layers with the same input, once. `OneToken` computes then what the model's
 own forward does, with one product for queries, keys and values and one for SwiGLU's gate and up, one
-rotation of queries and keys, and sums in place. It is the fast form of `MiniMindModel.forward`, for a model
-of the layers that stand there; tests/model/test_decoding.py compares the two.
+rotation of queries and keys, and sums in place. All of it is in the dtype of the matrices, also the sums and
+the norms, which autocast leaves in float32: nothing is cast, and each sum is part of a product. It is the
+fast form of `MiniMindModel.forward`, for a model of the layers that stand there; tests/model/test_decoding.py
+compares the two.
 
 Shape legend: R rows, C hidden size, H query heads, G key/value heads, D head size, L layers.
 """
@@ -91,6 +93,8 @@ def can_step(model: Any) -> bool:
         return False
     if weight.device.type == "mps":  # torch's norm there needs a weight
         return False
+    if product_dtype(weight) != weight.dtype:  # autocast would cast the matrices for each token
+        return False
     return has_usual_layers(model) and is_usual_arithmetic(usual_forwards())
 
 
@@ -124,8 +128,15 @@ def waits_for_nothing(model: nn.Module) -> bool:
 
 
 def has_usual_layers(model: nn.Module) -> bool:
-    """Whether all layers are those of a dense model, joined, and without hooks or adapters."""
+    """Whether all layers but experts, which are called, are those that stand here, joined, and without hooks
+    or adapters."""
+    within_experts = set()
     for layer in model.modules():
+        if isinstance(layer, MOEFeedForward):
+            within_experts.update(layer.modules())
+    for layer in model.modules():
+        if layer in within_experts:
+            continue
         if layer.training or not any(is_plain(layer, kind) for kind in LAYERS):
             return False
         if isinstance(layer, nn.Linear) and not is_plain_product(layer):
@@ -198,8 +209,8 @@ class OneToken:
     anew when weights of norms have changed."""
 
     def __init__(self, model: Any, length: int):
-        self.model = model
         self.layers = [OneTokenLayer(layer) for layer in model.layers]
+        self.norm = Norm(model.norm, model.embed_tokens.weight.dtype)
         norms = torch.stack([layer.norms for layer in self.layers])[:, None]  # [L, 1, H + G, D]
         # on the second half of a head acts the weight of the first, and the other way round
         self.norms, self.rolled_norms = norms, norms.roll(norms.shape[-1] // 2, dims=-1)
@@ -215,17 +226,33 @@ class OneToken:
         for number, layer in enumerate(self.layers):
             layer.add_attention(x, cos[number], sin[number], mask, cache)
             layer.add_feed_forward(x)
-        return self.model.norm(x)
+        return self.norm(x)
+
+
+class Norm:
+    """An `RMSNorm` whose input and output have this dtype."""
+
+    def __init__(self, layer: RMSNorm, dtype: torch.dtype):
+        self.weight, self.eps = layer.weight.detach().to(dtype), layer.eps
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
 class OneTokenLayer:
     """The two halves of a `MiniMindBlock`, for `OneToken`; each is added to x [R, C] in place."""
 
     def __init__(self, layer: Any):
-        self.layer, attention, mlp = layer, layer.self_attn, layer.mlp
+        attention, mlp = layer.self_attn, layer.mlp
         self.head_dim, self.number = attention.head_dim, attention.layer_idx
         self.qkv = cast(Tensor, joint_weight(attention.q_proj, attention.k_proj, attention.v_proj))
-        self.gate_up = cast(Tensor, joint_weight(mlp.gate_proj, mlp.up_proj))
+        self.out = attention.o_proj.weight
+        self.experts = mlp if isinstance(mlp, MOEFeedForward) else None
+        if self.experts is None:
+            self.gate_up = cast(Tensor, joint_weight(mlp.gate_proj, mlp.up_proj))
+            self.down = mlp.down_proj.weight
+        self.norm_before_attention = Norm(layer.input_layernorm, self.qkv.dtype)
+        self.norm_before_feed_forward = Norm(layer.post_attention_layernorm, self.qkv.dtype)
         self.q_heads, self.kv_heads = (
             len(projection.weight) // self.head_dim for projection in (attention.q_proj, attention.k_proj)
         )
@@ -236,28 +263,22 @@ class OneTokenLayer:
 
     def add_attention(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, cache: Cache) -> None:
         """cos, sin [R, H + G, D] hold the norms' weights of queries and keys, too."""
-        normed = self.layer.input_layernorm(x)
-        heads = F.linear(normed.to(product_dtype(x)), self.qkv).unflatten(-1, (-1, self.head_dim))
+        heads = F.linear(self.norm_before_attention(x), self.qkv).unflatten(-1, (-1, self.head_dim))
         qk, kv = heads[:, : cos.shape[1]], heads[:, self.q_heads :]
-        normed = F.rms_norm(qk.float(), (self.head_dim,), None, self.eps)
+        normed = F.rms_norm(qk, (self.head_dim,), None, self.eps)
         rolled = normed.roll(self.head_dim // 2, dims=-1)
-        torch.addcmul(normed.mul_(cos), rolled, sin, out=qk)
+        torch.addcmul(normed * cos, rolled, sin, out=qk)
         keys, values = cache.write(self.number, kv.unflatten(1, (2, self.kv_heads)))
         # the heads that share a key take the place of queries
         grouped = heads[:, : self.q_heads].unflatten(1, (self.kv_heads, -1))  # [R, G, H / G, D]
         out = F.scaled_dot_product_attention(grouped, keys, values, mask)
-        add_product(x, out.reshape(len(x), -1), self.layer.self_attn.o_proj.weight)
+        x.addmm_(out.reshape(len(x), -1), self.out.t())
 
     def add_feed_forward(self, x: Tensor) -> None:
-        """SwiGLU."""
-        normed = self.layer.post_attention_layernorm(x)
-        gate, up = F.linear(normed.to(product_dtype(x)), self.gate_up).chunk(2, dim=-1)
-        add_product(x, F.silu(gate).mul_(up), self.layer.mlp.down_proj.weight)
-
-
-def add_product(x: Tensor, y: Tensor, weight: Tensor) -> None:
-    """x [R, C] += y W', y [R, in] and W [C, in]: one kernel if they have one dtype."""
-    if x.dtype == y.dtype == weight.dtype:
-        x.addmm_(y, weight.t())
-    else:
-        x.add_(F.linear(y, weight))
+        """SwiGLU, or experts, which are called."""
+        normed = self.norm_before_feed_forward(x)
+        if self.experts is not None:
+            x.add_(self.experts(normed)[0])
+            return
+        gate, up = F.linear(normed, self.gate_up).chunk(2, dim=-1)
+        x.addmm_(F.silu(gate).mul_(up), self.down.t())

@@ -54,7 +54,9 @@ def in_one_kernel(function: Callable[..., Any], rows: Tensor, *rest: Any) -> Any
     if not KERNELS or len(rows) < 2:  # the compiler takes 0 and 1 for constants, and compiles again
         return function(rows, *rest)
     for tensor in (rows, *rest):
-        if isinstance(tensor, Tensor) and tensor.ndim and len(tensor) == len(rows):
+        if not isinstance(tensor, Tensor) or isinstance(tensor, nn.Parameter):
+            continue
+        if tensor.ndim and len(tensor) == len(rows):
             torch._dynamo.maybe_mark_dynamic(tensor, 0)  # one kernel for all numbers of rows
     return compiled(function)(rows, *rest)
 
@@ -778,6 +780,7 @@ def head_logits(head: nn.Module, hidden: Tensor) -> Tensor:
     product = getattr(torch.ops.mkldnn, ONEDNN_PRODUCT, None)
     if not ENABLED or product is None or hidden.device.type != "cpu" or not is_plain_product(head):
         return head(hidden).float()
-    if hidden.dtype != torch.float32 or len(hidden) < MIN_ROWS_FOR_ONEDNN_HEAD:
+    is_float32 = hidden.dtype == head.weight.dtype == torch.float32
+    if not is_float32 or len(hidden) < MIN_ROWS_FOR_ONEDNN_HEAD:
         return head(hidden).float()
     return product(hidden, head.weight, None, "none", [], "")

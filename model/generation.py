@@ -440,11 +440,11 @@ class Decoder:
         seen = inner.visible(positions, end)[:, None]  # [R, 1, T, end]
         # once for all layers
         mask = torch.where(seen, *self.mask_values)
-        # as in training: float32 between the products
-        embeds = inner.embed_tokens(tokens).to(inner.norm.weight.dtype)
+        embeds = inner.embed_tokens(tokens)
         if self.one_token is not None and tokens.shape[1] == 1:
             return self.one_token(embeds[:, 0], positions[:, 0], mask, cache)[:, None]
-        return inner(embeds, positions, mask, cache)[0]
+        # as in training: float32 between the products
+        return inner(embeds.to(inner.norm.weight.dtype), positions, mask, cache)[0]
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """Float32 logits [R, V] of hidden states [R, C]."""

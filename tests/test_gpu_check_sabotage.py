@@ -5,7 +5,7 @@ Gradients, losses and processes of several ranks are broken in tests/scripts/tes
 import time
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from itertools import count
 from subprocess import CompletedProcess
 from types import SimpleNamespace
@@ -212,6 +212,30 @@ def compiled_layers_do_not_rotate(patch) -> None:
     patch.setattr(model_minimind, "apply_rotary", lambda x, *_: x)
 
 
+def call_kernels(patch, **options) -> None:
+    """A CPU takes the branch of a GPU; torch writes no kernels there."""
+    patch.setattr(numbers, "dtypes", lambda device: ["float32", "bfloat16"])
+    patch.setattr(fused, "has_launches", lambda x: True)
+    compiled = cache(partial(torch.compile, backend="eager", **options))
+    patch.setattr(fused, "compiled", compiled)
+
+
+def a_kernel_has_a_wrong_sign(patch) -> None:
+    call_kernels(patch)
+    backward = fused.silu_product_backward
+    patch.setattr(fused, "silu_product_backward", lambda *tensors: -backward(*tensors))
+
+
+def a_kernel_is_compiled_for_each_size(patch) -> None:
+    call_kernels(patch, dynamic=False)
+    patch.setattr(torch._dynamo, "maybe_mark_dynamic", nothing)
+
+
+def no_kernel_is_called(patch) -> None:
+    call_kernels(patch)
+    patch.setattr(fused, "in_one_kernel", lambda function, *tensors: function(*tensors))
+
+
 def answers_that_are_drawn_together_differ(patch) -> None:
     write = test_stages.generate
 
@@ -283,6 +307,25 @@ def test_attention_and_compiled_layers_that_are_right_pass(monkeypatch):
     torch.compiler.reset()
     compile_with(monkeypatch, dynamic=True)
     numbers.test_compiled("dense", CPU, nothing, nothing)
+
+
+KERNEL_SABOTAGES = [
+    (a_kernel_has_a_wrong_sign, "bfloat16: the gradient of .* is off by"),
+    (a_kernel_is_compiled_for_each_size, "compiled again for other batches"),
+    (no_kernel_is_called, "nothing was compiled"),
+]
+
+
+@pytest.mark.parametrize(("sabotage", "message"), KERNEL_SABOTAGES)
+def test_kernels_that_are_wrong_are_found(sabotage, message, monkeypatch):
+    sabotage(monkeypatch)
+    with pytest.raises(AssertionError, match=message):
+        numbers.test_kernels(CPU, nothing, monkeypatch, nothing)
+
+
+def test_kernels_that_are_right_pass(monkeypatch):
+    call_kernels(monkeypatch)
+    numbers.test_kernels(CPU, nothing, monkeypatch, nothing)
 
 
 def test_answers_that_differ_are_found(monkeypatch):

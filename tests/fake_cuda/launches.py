@@ -1,5 +1,5 @@
-"""Kernels that a decoded token launches, counted on fake CUDA tensors: as rollouts.py, for a dense model of
-width 512 with 8 layers.
+"""Kernels that a decoded token launches, counted on fake CUDA tensors: as rollouts.py, for models of width 512
+with 8 layers.
 
 Norms and attention are one kernel each there, which fake tensors take apart; so operators that do nothing take
 their place. It prints, for each of MODES, the launches of a token kernel by kernel and recorded.
@@ -22,10 +22,11 @@ from tests.fake_cuda.updates import CUDA, HOPPER, Recorder, pretend
 from trainer.devices.wrapping import whole_model
 
 ROWS, STEPS = 8, 8
-MODES = {
-    "float32": (torch.float32, Sampling(1.0)),
-    "bfloat16": (torch.bfloat16, Sampling(1.0)),
-    "float32, as chats draw": (torch.float32, Sampling(0.7, top_k=50, top_p=0.9)),
+MODES = {  # experts, dtype of the matrices, how tokens are drawn
+    "float32": (False, torch.float32, Sampling(1.0)),
+    "bfloat16": (False, torch.bfloat16, Sampling(1.0)),
+    "float32, as chats draw": (False, torch.float32, Sampling(0.7, top_k=50, top_p=0.9)),
+    "MoE, bfloat16": (True, torch.bfloat16, Sampling(1.0)),
 }
 # no kernels: views, memory without values
 FREE = {
@@ -91,17 +92,17 @@ class Replayed:
         return self.result
 
 
-def launches(dtype: torch.dtype, sampling: Sampling, is_recorded: bool) -> float:
+def launches(use_moe: bool, dtype: torch.dtype, sampling: Sampling, is_recorded: bool) -> float:
     """Of one token, where eight are written between two looks of the host."""
     from model.generation import Decoder
 
     graphs.ENABLED = is_recorded
     with FakeTensorMode(allow_non_fake_inputs=True), patch.object(FakeTensor, "tolist", read):
         with CUDA:
-            trained = MiniMindForCausalLM(MiniMindConfig(hidden_size=512, num_hidden_layers=8))
+            config = MiniMindConfig(hidden_size=512, num_hidden_layers=8, use_moe=use_moe)
+            trained = MiniMindForCausalLM(config)
         autocast = torch.autocast("cuda", dtype, enabled=dtype != torch.float32)
         model = whole_model(trained, dtype).eval()
-        decoding.join_layers(model)
         with Recorder(), autocast:
             decoder = Decoder(model, ROWS, 512, [2], with_logprobs=True)
             decoder.add([3, 4, 5], [sampling] * ROWS, 64)

@@ -87,7 +87,8 @@ def test_a_split_copies_no_gradient_that_is_whole(monkeypatch):
 
 
 def test_kernels_are_compiled_once_for_all_sizes(monkeypatch):
-    """Two for each of norm and rotation, SwiGLU and loss."""
+    """Two for each of norm and rotation, SwiGLU and loss; also where a batch has as many tokens as a head has
+    dimensions."""
     monkeypatch.setattr(fused, "has_launches", lambda x: True)
     monkeypatch.setattr(fused, "has_grouped_mm", lambda x: False)
     monkeypatch.setattr(fused, "pad_rows", lambda x: 0)
@@ -96,7 +97,7 @@ def test_kernels_are_compiled_once_for_all_sizes(monkeypatch):
     monkeypatch.setattr(fused, "compiled", lru_cache(lambda f: torch.compile(f, backend=counter)))
     torch.compiler.reset()
     model = build("dense").train()
-    for lengths in ([5, 33, 12, 1, 70], [7, 9], [40, 3, 3, 3], [1, 2]):
+    for lengths in ([5, 33, 12, 1, 70], [7, 9], [8], [40, 3, 3, 3], [1, 2]):
         with torch.autocast("cpu", torch.bfloat16):
             loss = model(**flat_batch(ragged(lengths))).loss
         loss.backward()

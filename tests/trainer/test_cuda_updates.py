@@ -93,9 +93,8 @@ def test_a_rollout_waits_once_for_eight_tokens(library):
     assert "aten.cumsum.default" in rollouts["sampled"]["operators"]  # has no deterministic kernel
     assert "aten.cumsum.default" not in rollouts.pop("deterministic")["operators"]
     # the experts' matrices are not stacked anew for each token
-    for name in ("aten.stack.default", "aten._foreach_copy_.default"):
+    for name in ("aten.stack.default", "aten.cat.default", "aten._foreach_copy_.default"):
         assert not rollouts["MoE"]["operators"].get(name)
-    assert rollouts["MoE"]["operators"]["aten.cat.default"] == 8 * 2  # of cosines and of sines
     assert rollouts["MoE"]["operators"]["aten._grouped_mm.default"] == 8 * 3
     for found in rollouts.values():
         assert len(found["waits"]) == 2 * 3 and {wait.split(":")[0] for wait in found["waits"]} == {"read"}
@@ -103,10 +102,9 @@ def test_a_rollout_waits_once_for_eight_tokens(library):
 
 
 def test_a_decoded_token_is_few_launches(library):
-    """A dense model of width 512 with 8 layers; recorded a token is one, and what eight of them need is
-    four."""
+    """Of models of width 512 with 8 layers; recorded a token is one, and what eight of them need is four."""
     found = json.loads(launch(FOLDER / "launches.py", LD_PRELOAD=library, PYTHONPATH=str(ROOT)).stdout)
-    most = {"float32": 150, "bfloat16": 190, "float32, as chats draw": 165}
+    most = {"float32": 150, "bfloat16": 150, "float32, as chats draw": 165, "MoE, bfloat16": 300}
     assert found.keys() == most.keys()
     for name, (one_by_one, recorded) in found.items():
         assert 100 < one_by_one <= most[name]

@@ -127,10 +127,10 @@ def add_rollouts(
         policy = policy_of(state.model)
         if is_sharded(policy):
             whole = whole_model(policy)
-            policy = wrap_model(whole, state.device, args.parallel, False, False, state.autocast)
+            reference = wrap_model(whole, state.device, args.parallel, False, False, state.autocast)
         else:
-            policy = copy.deepcopy(policy)
-        rollouts.reference = frozen_model(cast("MiniMindForCausalLM", policy), state.device)
+            reference = copy.deepcopy(policy)
+        rollouts.reference = frozen_model(cast("MiniMindForCausalLM", reference), state.device)
     state.callbacks.append(rollouts)
     state.prepare, state.shown = rollouts.prepare, rollouts.shown
     state.size_fn, state.eval_fn = rollout_size, rollouts.held_out
