@@ -20,7 +20,7 @@ import numpy as np
 
 from common.errors import UserError
 from dataset.json_values import BadRecord
-from dataset.messages import Chat
+from dataset.records import Chat
 
 GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 THOUGHTS = re.compile(r"<think>\s*$")  # opened at the end of a text

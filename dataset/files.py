@@ -13,11 +13,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatch
-from functools import cache
 from typing import Any
 
 from common.errors import UserError, reason
-from dataset.json_values import BOM, TOO_DEEP, BadRecord, check_value, kind_of, not_utf8
+from dataset.json_values import BOM, TOO_DEEP, BadRecord, check_value, kind_of, not_json, not_utf8
 from dataset.plain_text import read_text
 from dataset.tables import read_arrow, read_csv, read_parquet
 
@@ -51,42 +50,6 @@ def place(path: str, line: int) -> str:
     return f"{path}[{line - FIRST_ELEMENT}]"
 
 
-def parse_json(raw: bytes) -> dict:
-    """A record from a line of JSON Lines. A byte order mark and escaped NULs (\\u0000) are accepted. Raises
-    BadRecord, also for a lone surrogate (half a character: \\ud83d), which no tokenizer takes."""
-    raw = raw.removeprefix(BOM).strip(BLANKS)
-    try:
-        record = json.loads(raw.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise BadRecord(not_utf8(raw, error.start)) from None
-    except json.JSONDecodeError as error:
-        where = f"column {error.colno}"
-        if error.lineno > 1:
-            where += f" of its line {error.lineno}"
-        what = "each line must hold one JSON object, or the file one array of them"
-        raise BadRecord(f"not valid JSON ({error.msg} at {where}); {what}") from None
-    except RecursionError:
-        raise BadRecord(TOO_DEEP) from None
-    except ValueError as error:  # a number with thousands of digits
-        raise BadRecord(f"JSON that cannot be read ({error})") from None
-    if not isinstance(record, dict):
-        raise BadRecord(f"{kind_of(record)} instead of a JSON object; write {{...}}")
-    if b"\\ud" in raw or b"\\uD" in raw:  # only these escapes can be half a character
-        check_value(record)
-    return record
-
-
-def check_record(value: object) -> dict | BadRecord:
-    """An element of a JSON array as a record, or the BadRecord in its place."""
-    try:
-        if not isinstance(value, dict):
-            raise BadRecord(f"{kind_of(value)} instead of a JSON object; write {{...}}")
-        check_value(value)
-    except BadRecord as error:
-        return error
-    return value
-
-
 def read_json_lines(content: Any, path: str) -> Iterator[tuple[int, bytes]]:
     """Yield (line, raw record) for each line that is not blank; the processes that tokenise parse it."""
     for line, raw in enumerate(content, 1):
@@ -102,37 +65,40 @@ def read_json(content: Any, path: str) -> Iterator[tuple[int, Any]]:
     return read_json_lines(content, path)
 
 
+def _element(value: Any, is_too_deep: bool) -> Any:
+    """An element of a JSON array, or the BadRecord in its place."""
+    try:
+        if is_too_deep:
+            raise BadRecord(TOO_DEEP)
+        check_value(value)
+    except BadRecord as error:
+        return error
+    return value
+
+
 def _read_json_array(content: Any, path: str) -> Iterator[tuple[int, dict | BadRecord]]:
-    """Yield (line, record) of each element. Raises UserError where the JSON is not valid. An element that is
-    nested too deep is not built; ijson's own `items` needs memory that grows with the square of the depth."""
+    """Yield (line, record) of each element. Raises UserError where the JSON is not valid."""
     import ijson  # only where arrays are read
 
     if content.peek(len(BOM)).startswith(BOM):
         content.read(len(BOM))
     line = FIRST_ELEMENT
     depth = 0  # 1: in the array itself, above: in an element
-    deepest = 0  # in this element
-    builder = ijson.ObjectBuilder()
+    is_too_deep = False
+    builder = ijson.ObjectBuilder()  # ijson's own `items` needs memory that grows with the depth squared
     try:
         for event, value in ijson.basic_parse(content, use_float=True):
+            if event in ("end_map", "end_array"):
+                depth -= 1
+            if depth > 0:
+                builder.event(event, value)
             if event in ("start_map", "start_array"):
                 depth += 1
-                deepest = max(deepest, depth)
-                if depth == 1:
-                    continue
-            elif event in ("end_map", "end_array"):
-                depth -= 1
-                if depth == 0:
-                    continue
-            if deepest <= MAX_DEPTH:
-                builder.event(event, value)
-            if depth == 1:
-                if deepest <= MAX_DEPTH:
-                    yield line, check_record(builder.value)
-                else:
-                    yield line, BadRecord(TOO_DEEP)
+                is_too_deep |= depth > MAX_DEPTH
+            elif depth == 1:  # an element is complete
+                yield line, _element(builder.value, is_too_deep)
                 line += 1
-                deepest = 0
+                is_too_deep = False
                 builder = ijson.ObjectBuilder()
     except (ijson.JSONError, UnicodeDecodeError) as error:
         message = str(error).splitlines()[0].strip("b\"'")
@@ -299,25 +265,26 @@ def iter_blocks(paths: Sequence[str], text_separator: str = "") -> Iterator[Bloc
 
 
 def parse_block(block: Block) -> Iterator[tuple[int, dict | BadRecord]]:
-    """Yield (line, record) for each record of a block; an unusable one is replaced by its BadRecord.
-    Raises UserError if it is unusable because a compressed file is damaged."""
+    """Yield (line, record) for each record of a block; an unusable one is replaced by its BadRecord. A byte
+    order mark and escaped NULs (\\u0000) are accepted, half a character (\\ud83d) is not: no tokenizer takes
+    it."""
     for line, record in block.records:
         if isinstance(record, bytes):
+            raw = record.removeprefix(BOM).strip(BLANKS)
             try:
-                record = parse_json(record)
+                record = json.loads(raw.decode("utf-8"))
+                if b"\\ud" in raw or b"\\uD" in raw:
+                    check_value(record)
             except BadRecord as error:
-                if block.path.lower().endswith(GZIP):
-                    check_compressed(block.path)
                 record = error
+            except UnicodeDecodeError as error:
+                record = BadRecord(not_utf8(raw, error.start))
+            except json.JSONDecodeError as error:
+                record = BadRecord(not_json(error))
+            except RecursionError:
+                record = BadRecord(TOO_DEEP)
+            except ValueError as error:  # a number with thousands of digits
+                record = BadRecord(f"JSON that cannot be read ({error})")
+        if not isinstance(record, dict | BadRecord):
+            record = BadRecord(f"{kind_of(record)} instead of a JSON object; write {{...}}")
         yield line, record
-
-
-@cache
-def check_compressed(path: str) -> None:
-    """Read a compressed file to its end, where its checksum is. Raises UserError if it is damaged."""
-    try:
-        with gzip.open(path) as content:
-            while content.read(BLOCK_BYTES):
-                pass
-    except (EOFError, OSError, zlib.error) as error:
-        raise UserError(f"{path}: {DAMAGED} ({reason(error)}); get it again") from error

@@ -99,6 +99,15 @@ def not_utf8(raw: bytes, at: int) -> str:
     return f"not UTF-8 (byte 0x{raw[at]:02x}); save the file as UTF-8: {convert}"
 
 
+def not_json(error: json.JSONDecodeError) -> str:
+    """The message for a line that is not JSON."""
+    where = f"column {error.colno}"
+    if error.lineno > 1:
+        where += f" of its line {error.lineno}"
+    what = "each line must hold one JSON object, or the file one array of them"
+    return f"not valid JSON ({error.msg} at {where}); {what}"
+
+
 def kind_of(value: object) -> str:
     """The JSON type of a value in words."""
     if value is None:

@@ -23,8 +23,7 @@ from common.launcher import launch
 from dataset.files import expand_paths, iter_blocks, parse_block, place
 from dataset.held_out import Split, first_question
 from dataset.json_values import BadRecord
-from dataset.messages import Chat
-from dataset.records import to_chat
+from dataset.records import Chat, to_chat
 from dataset.report import judge_bad_records, stop_at_bad_record
 from dataset.token_cache import file_hash
 from dataset.tokenizing import TokenizerSpec
@@ -97,7 +96,7 @@ class PromptDataset(Dataset):
                 "--tokenizer_path: this tokenizer has no chat template, which prompts need; add one to it"
             )
         described: list = [[file_hash(path, Path(cache_dir)) for path in self.paths], tools, thinking_ratio]
-        self.fingerprint: dict[str, Any] = {"tokenizer": spec.fingerprint()[:16]}
+        self.fingerprint: dict[str, Any] = {"tokenizer": spec.fingerprint[:16]}
         if split:
             described.append(list(split))
             self.fingerprint["eval_share"] = split.share

@@ -172,7 +172,7 @@ def build_token_cache(data_path: str, tokenizer, options: CacheOptions) -> Token
         if options.packing:
             settings["packing"] = True
         code = b"".join(path.read_bytes() for path in sorted(CODE.glob("*.py")))
-        settings |= {"code": hashlib.sha256(code).hexdigest(), "tokenizer": spec.fingerprint()}
+        settings |= {"code": hashlib.sha256(code).hexdigest(), "tokenizer": spec.fingerprint}
         key = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
         folder = cache_dir / key[:32]
         if not _is_complete(folder):

@@ -27,7 +27,7 @@ import json
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
@@ -39,9 +39,8 @@ from dataset.chat_labels import ChatTemplate, token_ranges
 from dataset.files import Block, parse_block, place
 from dataset.held_out import Split, first_question, is_one_passage, question_in
 from dataset.json_values import TOO_DEEP, BadRecord
-from dataset.messages import Chat
 from dataset.plain_text import DocumentPart
-from dataset.records import find_format, to_chat, to_pair, to_text, unread_fields
+from dataset.records import Chat, find_format, to_chat, to_pair, to_text, unread_fields
 from model.prompts import SpecialTexts, plain_backend
 
 
@@ -55,6 +54,7 @@ class TokenizerSpec:
     special_tokens: dict  # variables of the template, such as bos_token
     start: int | None  # token id before a document
     end: int | None  # token id after a document
+    fingerprint: str = ""  # SHA-256 of the fields above
 
     @classmethod
     def of(cls, tokenizer) -> "TokenizerSpec":
@@ -69,13 +69,15 @@ class TokenizerSpec:
         # Padding and truncation reflect the tokenizer's latest call, so they must not change the cache's key.
         described = {**json.loads(backend.to_str()), "padding": None, "truncation": None}
         bos, eos, pad = tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id
-        return cls(
-            backend=json.dumps(described, sort_keys=True),
-            chat_template=tokenizer.chat_template,
-            special_tokens=dict(tokenizer.special_tokens_map),
-            start=bos if bos is not None else eos,
-            end=eos if eos is not None else pad,
-        )
+        fields = {
+            "backend": json.dumps(described, sort_keys=True),
+            "chat_template": tokenizer.chat_template,
+            "special_tokens": dict(tokenizer.special_tokens_map),
+            "start": bos if bos is not None else eos,
+            "end": eos if eos is not None else pad,
+        }
+        content = json.dumps(fields, sort_keys=True, default=str)
+        return cls(**fields, fingerprint=hashlib.sha256(content.encode()).hexdigest())
 
     def template(self) -> ChatTemplate:
         """The chat template. Raises UserError if there is none, or several."""
@@ -85,10 +87,6 @@ class TokenizerSpec:
         if self.chat_template:
             problem = "several chat templates; keep the one for conversations"
         raise UserError(f"--tokenizer_path: this tokenizer has {problem}")
-
-    def fingerprint(self) -> str:
-        """SHA-256 of all fields."""
-        return hashlib.sha256(json.dumps(astuple(self), sort_keys=True, default=str).encode()).hexdigest()
 
 
 @dataclass
@@ -106,13 +104,16 @@ class Samples:
     bad: list[tuple[int, str]]  # (line, reason) of each bad record
 
 
-class Labelled(NamedTuple):
-    """A conversation of T tokens."""
+class Sample(NamedTuple):
+    """T tokens to train on."""
 
     tokens: np.ndarray  # int64 [T]
     loss_mask: np.ndarray  # bool [T]
     bytes_per_token: np.ndarray  # int64 [T]: UTF-8 bytes of the text that each target spells
-    turns: list[tuple[int, int]]  # [first, last) tokens of each turn of the assistant
+
+    def cut(self, length: int) -> "Sample":
+        """The first `length` tokens."""
+        return Sample(self.tokens[:length], self.loss_mask[:length], self.bytes_per_token[:length])
 
 
 class BlockTokenizer(ABC):
@@ -139,8 +140,8 @@ class BlockTokenizer(ABC):
         self.special_ids = [token_id for token_id, token in added.items() if token.special]
 
     @abstractmethod
-    def add(self, record: dict, line: int) -> None:
-        """Add the samples of a record and count what became of it. Raises BadRecord."""
+    def samples_of(self, record: dict) -> list[Sample]:
+        """The samples of a record; counts what became of it. Raises BadRecord."""
 
     @abstractmethod
     def split_key(self, record: dict) -> str:
@@ -157,34 +158,44 @@ class BlockTokenizer(ABC):
 
     def __call__(self, block: Block) -> Samples:
         """The samples of a block. Raises UserError for problems of the tokenizer rather than of a record."""
-        self.tokens: list[np.ndarray] = []  # of each sample
-        self.masks: list[np.ndarray] = []
-        self.target_bytes: list[int] = []
-        self.lines: list[int] = []
+        all_tokens, masks = [np.empty(0, dtype=self.dtype)], [np.empty(0, dtype=bool)]
+        lengths, num_targets, target_bytes, lines = [], [], [], []
+        bad = []
         self.counts: Counter[str] = Counter()
         self.unused: Counter[str] = Counter()
-        bad = []
         records = parse_block(block) if self.split is None else self.selected(block, self.split)
         for line, record in records:
             self.counts["records"] += record.num_records if isinstance(record, DocumentPart) else 1
-            if isinstance(record, BadRecord):
-                bad.append((line, str(record)))
-                continue
             try:
-                self.add(record, line)
+                if isinstance(record, BadRecord):
+                    raise record
+                samples = self.samples_of(record)
             except BadRecord as error:
                 bad.append((line, str(error)))
+                continue
             except RecursionError:
                 bad.append((line, TOO_DEEP))
+                continue
             except UserError as error:
                 raise UserError(f"{place(block.path, line)}: {error}") from None
+            for tokens, mask, bytes_per_token in samples:
+                mask[:1] = False  # the first token has no context to be predicted from
+                if not mask.any():
+                    self.counts["dropped_without_label"] += 1
+                    continue
+                all_tokens.append(tokens.astype(self.dtype))
+                masks.append(mask)
+                lengths.append(len(tokens))
+                num_targets.append(mask.sum())
+                target_bytes.append(bytes_per_token[mask].sum())
+                lines.append(line)
         return Samples(
-            tokens=np.concatenate([np.empty(0, dtype=self.dtype), *self.tokens]),
-            lengths=np.array([len(tokens) for tokens in self.tokens], dtype=np.int64),
-            loss_mask=np.concatenate([np.empty(0, dtype=bool), *self.masks]),
-            num_targets=np.array([mask.sum() for mask in self.masks], dtype=np.int64),
-            target_bytes=np.array(self.target_bytes, dtype=np.int64),
-            lines=np.array(self.lines, dtype=np.int64),
+            tokens=np.concatenate(all_tokens),
+            lengths=np.array(lengths, dtype=np.int64),
+            loss_mask=np.concatenate(masks),
+            num_targets=np.array(num_targets, dtype=np.int64),
+            target_bytes=np.array(target_bytes, dtype=np.int64),
+            lines=np.array(lines, dtype=np.int64),
             counts=self.counts,
             unused_fields=self.unused,
             bad=bad,
@@ -221,9 +232,9 @@ class BlockTokenizer(ABC):
         """The backend for the text of special tokens, which must stay text."""
         return plain_backend(self.backend)
 
-    def labelled(self, chat: Chat, train_all: bool = False) -> Labelled:
-        """The tokens of a conversation with their labels. Targets are the assistant's turns, or with
-        `train_all` all of it."""
+    def labelled(self, chat: Chat, train_all: bool = False) -> tuple[Sample, list[tuple[int, int]]]:
+        """A conversation with its labels, and the [first, last) tokens of each turn of the assistant. Targets
+        are these turns, or with `train_all` all of it."""
         hidden = chat._replace(messages=self.special.hide(chat.messages), tools=self.special.hide(chat.tools))
         rendered, spans = self.template.render(hidden)
         pieces = self.special.pieces(rendered)
@@ -252,58 +263,61 @@ class BlockTokenizer(ABC):
             limit = len(text[:end].encode())
             bytes_per_token[first:last] = np.diff(np.clip(byte_ends[first:last], begin, limit), prepend=begin)
         bytes_per_token[np.isin(token_ids, self.special_ids)] = 0
-        return Labelled(token_ids, loss_mask, bytes_per_token, turns)
-
-    def add_sample(
-        self, tokens: np.ndarray, mask: np.ndarray, bytes_per_token: np.ndarray, line: int
-    ) -> None:
-        """Add a sample, unless it has no target. tokens, bytes_per_token: integers [T]. mask: bool [T]."""
-        mask[:1] = False  # the first token has no context to be predicted from
-        if not mask.any():
-            self.counts["dropped_without_label"] += 1
-            return
-        self.tokens.append(tokens.astype(self.dtype))
-        self.masks.append(mask)
-        self.target_bytes.append(int(bytes_per_token[mask].sum()))
-        self.lines.append(line)
+        return Sample(token_ids, loss_mask, bytes_per_token), turns
 
 
 class DocumentTokenizer(BlockTokenizer):
     """Documents of pretraining: texts, and conversations as the chat template writes them."""
 
-    def add(self, record: dict, line: int) -> None:
-        """Split a document, or a part of one, into samples."""
-        if is_conversation(record):
-            self.add_conversation(record, line)
-            return
-        text = to_text(record)
-        part = record if isinstance(record, DocumentPart) else DocumentPart(text)
+    def samples_of(self, record: dict) -> list[Sample]:
+        """A document, or a part of one: each sample begins with the last token of the one before."""
+        text = record.get("text")
+        if isinstance(text, str):
+            tokens, bytes_per_token = self.document(record, text)
+        else:
+            tokens, bytes_per_token = self.conversation(record)
+        if len(tokens) == 0:
+            return []
+        samples = []
+        for first in range(0, max(1, len(tokens) - 1), self.max_length - 1):
+            piece = tokens[first : first + self.max_length]
+            spelled = bytes_per_token[first : first + self.max_length]
+            samples.append(Sample(piece, np.ones(len(piece), dtype=bool), spelled))
+        return samples
+
+    def document(self, record: dict, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """The tokens of a document, or of a part of one, and the bytes that each spells."""
         self.unused.update(key for key, value in record.items() if key != "text" and value is not None)
+        begins, ends, context = True, True, ""
+        if isinstance(record, DocumentPart):
+            begins, ends, context = record.begins, record.ends, record.context
         encoding = self.backend.encode(text, add_special_tokens=False)
         token_ids = np.array(encoding.ids, dtype=np.int64)
-        ends = np.maximum.accumulate(np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)[:, 1])
-        byte_ends = self.byte_ends(text, token_ids, ends)
+        last_characters = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)[:, 1]
+        byte_ends = self.byte_ends(text, token_ids, np.maximum.accumulate(last_characters))
         before, after = [], []  # tokens around the text
-        if not part.begins:
-            before = self.backend.encode(part.context, add_special_tokens=False).ids[-1:]
+        if not begins:
+            before = self.backend.encode(context, add_special_tokens=False).ids[-1:]
         elif self.spec.start is not None:
             before = [self.spec.start]
-        if part.ends and self.spec.end is not None:
+        if ends and self.spec.end is not None:
             after = [self.spec.end]
-        if part.begins:
+        if begins:
             self.counts["documents"] += 1
             if len(token_ids) == 0:
                 self.counts["empty_documents"] += 1
-                return
-            if not part.ends or len(before) + len(token_ids) + len(after) > self.max_length:
+                return token_ids, token_ids
+            if not ends or len(before) + len(token_ids) + len(after) > self.max_length:
                 self.counts["documents_split"] += 1
         tokens = np.concatenate([before, token_ids, after]).astype(np.int64)
         bytes_per_token = np.zeros(len(tokens), dtype=np.int64)  # none of the tokens around the text
         bytes_per_token[len(before) : len(before) + len(token_ids)] = np.diff(byte_ends, prepend=0)
-        self.add_pieces(tokens, bytes_per_token, line)
+        return tokens, bytes_per_token
 
-    def add_conversation(self, record: dict, line: int) -> None:
-        """Split a conversation into samples, which say what SFT's say. Raises BadRecord."""
+    def conversation(self, record: dict) -> tuple[np.ndarray, np.ndarray]:
+        """The tokens of a conversation, as SFT has them, and the bytes that each spells. Raises BadRecord."""
+        if record.get("text") is not None or find_format(record)[0] == "":
+            to_text(record)  # says what is wrong
         chat = to_chat(record)
         if chat.masked:
             raise BadRecord(
@@ -312,21 +326,14 @@ class DocumentTokenizer(BlockTokenizer):
             )
         self.unused.update(unread_fields(record))
         self.template = self.spec.template()  # texts alone need none
-        tokens, _, bytes_per_token, _ = self.labelled(chat, train_all=True)
+        (tokens, _, bytes_per_token), _ = self.labelled(chat, train_all=True)
         self.counts["conversations"] += 1
         if len(tokens) > self.max_length:
             self.counts["documents_split"] += 1
-        self.add_pieces(tokens, bytes_per_token, line)
-
-    def add_pieces(self, token_ids: np.ndarray, bytes_per_token: np.ndarray, line: int) -> None:
-        """Add a document as samples; each begins with the last token of the one before."""
-        for first in range(0, max(1, len(token_ids) - 1), self.max_length - 1):
-            tokens = token_ids[first : first + self.max_length]
-            spelled = bytes_per_token[first : first + self.max_length]
-            self.add_sample(tokens, np.ones(len(tokens), dtype=bool), spelled, line)
+        return tokens, bytes_per_token
 
     def split_key(self, record: dict) -> str:
-        if is_conversation(record):
+        if record.get("text") is None:
             return first_question(to_chat(record).messages)
         text = to_text(record)
         if not any(token in text for token in self.added_tokens):
@@ -347,31 +354,26 @@ class DocumentTokenizer(BlockTokenizer):
         return self.spec.template().around_question()
 
 
-def is_conversation(record: dict) -> bool:
-    """Whether a record of pretraining data holds a conversation instead of a text."""
-    return record.get("text") is None and find_format(record)[0] != ""
-
-
 class ChatTokenizer(BlockTokenizer):
     """Conversations of SFT."""
 
     needs_template = True
 
-    def add(self, record: dict, line: int) -> None:
-        """Add a conversation, cut at a turn if it is too long."""
+    def samples_of(self, record: dict) -> list[Sample]:
+        """The conversation, cut at a turn if it is too long."""
         chat = to_chat(record)
         self.unused.update(unread_fields(record))
-        tokens, loss_mask, bytes_per_token, turns = self.labelled(chat)
+        sample, turns = self.labelled(chat)
         self.counts["conversations"] += 1
         self.counts["masked_turns"] += len(chat.masked)
-        kept = len(tokens)
-        if kept > self.max_length:
-            # after the last assistant turn that fits, else inside the first one
-            complete = [last for first, last in turns if first < last <= self.max_length]
-            kept = max(complete, default=self.max_length)
-            if loss_mask[1:kept].any():
-                self.counts["cut_at_turn" if complete else "cut_inside_turn"] += 1
-        self.add_sample(tokens[:kept], loss_mask[:kept], bytes_per_token[:kept], line)
+        if len(sample.tokens) <= self.max_length:
+            return [sample]
+        # after the last assistant turn that fits, else inside the first one
+        complete = [last for first, last in turns if first < last <= self.max_length]
+        sample = sample.cut(max(complete, default=self.max_length))
+        if sample.loss_mask[1:].any():
+            self.counts["cut_at_turn" if complete else "cut_inside_turn"] += 1
+        return [sample]
 
     def split_key(self, record: dict) -> str:
         return first_question(to_chat(record).messages)
@@ -380,22 +382,21 @@ class ChatTokenizer(BlockTokenizer):
 class PairTokenizer(ChatTokenizer):
     """Preferences of DPO: a chosen and a rejected answer."""
 
-    def add(self, record: dict, line: int) -> None:
-        """Add both conversations, the chosen one first, or neither."""
-        chosen, rejected = (self.labelled(chat) for chat in to_pair(record))
+    def samples_of(self, record: dict) -> list[Sample]:
+        """Both conversations, the chosen one first, or neither."""
+        (chosen, _), (rejected, _) = (self.labelled(chat) for chat in to_pair(record))
         self.unused.update(unread_fields(record))
         self.counts["pairs"] += 1
-        length = self.max_length
-        if not (chosen.loss_mask[1:length].any() and rejected.loss_mask[1:length].any()):
+        is_cut = max(len(chosen.tokens), len(rejected.tokens)) > self.max_length
+        chosen, rejected = chosen.cut(self.max_length), rejected.cut(self.max_length)
+        if not (chosen.loss_mask[1:].any() and rejected.loss_mask[1:].any()):
             self.counts["dropped_without_label"] += 1
-        elif np.array_equal(chosen.tokens[:length], rejected.tokens[:length]):
+        elif np.array_equal(chosen.tokens, rejected.tokens):
             self.counts["dropped_alike"] += 1
         else:
-            if max(len(chosen.tokens), len(rejected.tokens)) > length:
-                self.counts["pairs_cut"] += 1
-            for side in (chosen, rejected):
-                mask, spelled = side.loss_mask[:length], side.bytes_per_token[:length]
-                self.add_sample(side.tokens[:length], mask, spelled, line)
+            self.counts["pairs_cut"] += is_cut
+            return [chosen, rejected]
+        return []
 
     def split_key(self, record: dict) -> str:
         chosen, _ = to_pair(record)

@@ -6,7 +6,6 @@ becomes ordinary tokens that spell it, so nobody can end a turn or begin another
 """
 
 import re
-from collections.abc import Iterable
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -52,11 +51,6 @@ def prompt_pieces(
     return special.pieces(str(text) + special.hide(opening))
 
 
-def any_of(texts: Iterable[str]) -> re.Pattern:
-    """A pattern that matches each of some texts, the first ones first, and nothing if there are none."""
-    return re.compile("|".join(map(re.escape, texts)) or "(?!)")
-
-
 class SpecialTexts:
     """The text of a tokenizer's special tokens. While a template is rendered, characters for private use
     stand for it, as many, so that nothing moves.
@@ -70,7 +64,9 @@ class SpecialTexts:
         ordered = sorted(contents, key=lambda content: (-len(content), content))
         self.stand_ins = {content: chr(PRIVATE_USE + i) * len(content) for i, content in enumerate(ordered)}
         self.contents = {stand_in: content for content, stand_in in self.stand_ins.items()}
-        self.pattern, self.hidden = any_of(ordered), any_of(self.stand_ins.values())
+        nothing = "(?!)"  # matches nowhere
+        self.pattern = re.compile("|".join(map(re.escape, ordered)) or nothing)
+        self.hidden = re.compile("|".join(self.contents) or nothing)
 
     def hide(self, value: Any) -> Any:
         """The value with stand-ins for the text of special tokens, also in the keys of its objects."""

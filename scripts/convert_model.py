@@ -80,7 +80,7 @@ def convert(
     as lines. Raises UserError if the form cannot represent the model, the place cannot be written, or what is
     read back is not the same model; then nothing is written."""
     before = text_logits(model, tokenizer)
-    fingerprint = TokenizerSpec.of(tokenizer).fingerprint()[:16]
+    fingerprint = TokenizerSpec.of(tokenizer).fingerprint[:16]
     description = description_of(model, {"tokenizer": fingerprint})
     with new_path(output) as path:
         if form == "hf":

@@ -9,7 +9,7 @@ from typing import Any
 
 from common.errors import reason
 from dataset.json_values import BadRecord
-from dataset.messages import parse_message
+from dataset.records import parse_message
 from model.answers import CALL
 from model.prompts import document_tokens, encode_pieces, prompt_pieces
 from scripts.serve.protocol import ApiError

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from common.errors import UserError
 from dataset.chat_labels import ChatTemplate, token_ranges
 from dataset.json_values import BadRecord
-from dataset.messages import Chat
+from dataset.records import Chat
 from dataset.tokenizing import TOKENIZERS, ChatTokenizer, TokenizerSpec
 from model.prompts import prompt_tokens
 from tests.conftest import without_first_line_breaks

@@ -22,8 +22,7 @@ from common.errors import UserError
 from dataset import files
 from dataset import plain_text as plain_text_files
 from dataset.files import FIRST_ELEMENT
-from dataset.messages import MESSAGE_FIELDS
-from dataset.records import known_fields
+from dataset.records import MESSAGE_FIELDS, known_fields
 from tests.dataset.conftest import build
 
 LENGTH = 24

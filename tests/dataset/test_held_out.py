@@ -283,12 +283,12 @@ def test_a_conversation_has_one_key_in_every_spelling_and_stage(record, tokenize
         make(spec, 64, Split(0.5)) for make in (ChatTokenizer, PairTokenizer, DocumentTokenizer)
     )
     sft.counts = {"special_texts": 0}  # pyrefly: ignore[bad-assignment]
-    tokens, question = sft.labelled(to_chat(record)).tokens, sft.split_key(record)
+    tokens, question = sft.labelled(to_chat(record))[0].tokens, sft.split_key(record)
     assert question == next(turn["content"] for turn in record["messages"] if turn["role"] == "user")
     for spell in SPELLINGS:
         other = respelled(record, spell)
         assert sft.split_key(other) == question, spell.__name__
-        assert np.array_equal(sft.labelled(to_chat(other)).tokens, tokens), spell.__name__
+        assert np.array_equal(sft.labelled(to_chat(other))[0].tokens, tokens), spell.__name__
     assert pairs.split_key(pair_of(record)) == texts.split_key(rendered(tokenizer, record)) == question
 
 

@@ -10,8 +10,7 @@ import pytest
 from common.errors import UserError
 from dataset import records as record_formats
 from dataset.json_values import BadRecord
-from dataset.messages import Chat, Turn, parse_message
-from dataset.records import to_chat, to_text, unread_fields
+from dataset.records import Chat, Turn, parse_message, to_chat, to_text, unread_fields
 from tests.conftest import ROOT
 from tests.dataset.conftest import build
 

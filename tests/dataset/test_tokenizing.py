@@ -271,9 +271,9 @@ def test_padding_and_truncation_of_the_latest_call_do_not_change_the_fingerprint
     tok = small_tokenizer(pad_token="<|endoftext|>", eos_token="<|im_end|>")
     before = TokenizerSpec.of(tok)
     tok(["a", "the river"], padding=True, truncation=True, max_length=2)
-    assert TokenizerSpec.of(tok).fingerprint() == before.fingerprint()
+    assert TokenizerSpec.of(tok).fingerprint == before.fingerprint
     tok.chat_template += " "
-    assert TokenizerSpec.of(tok).fingerprint() != before.fingerprint()
+    assert TokenizerSpec.of(tok).fingerprint != before.fingerprint
 
 
 def test_tokenizers_that_cannot_be_used(small_tokenizer):

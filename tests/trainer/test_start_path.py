@@ -88,7 +88,7 @@ def test_the_tokenizer_is_named_once(corpus, tokenizers, tmp_path):
             found, wanted = tokenizer_folder(tmp_path / "out" / weights), load_tokenizer(tokenizer)
             assert found.parent == (ROOT if name == "model" else tmp_path / "out")
             loaded = load_path(tmp_path / "out" / weights)[1]
-            assert TokenizerSpec.of(loaded).fingerprint() == TokenizerSpec.of(wanted).fingerprint()
+            assert TokenizerSpec.of(loaded).fingerprint == TokenizerSpec.of(wanted).fingerprint
     assert len(list((tmp_path / "out").glob("tokenizer_*"))) == 2
     resumed = flags(corpus, tmp_path, "sft", **settings, from_weight="base_tokens", save_weight="chat_tokens")
     typed = [*resumed, "--tokenizer_path", str(tokenizers["tokens"])]
@@ -100,7 +100,7 @@ def test_the_tokenizer_is_named_once(corpus, tokenizers, tmp_path):
         tmp_path / "checkpoints/earlier_1/chat_tokens_32_resume.pth",
     ]
     for path in (*kept, tmp_path / "checkpoints/chat_tokens_32_resume.pth"):
-        assert TokenizerSpec.of(load_path(path)[1]).fingerprint() == TokenizerSpec.of(wanted).fingerprint()
+        assert TokenizerSpec.of(load_path(path)[1]).fingerprint == TokenizerSpec.of(wanted).fingerprint
     (tmp_path / "moved").mkdir()
     weights = shutil.copyfile(tmp_path / "out/chat_tokens_32.pth", tmp_path / "moved/chat_tokens_32.pth")
     with pytest.raises(UserError, match="has other tokens than that of the weights"):

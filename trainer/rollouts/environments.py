@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from common.errors import UserError, reason
 from common.plugins import import_named
 from dataset.json_values import BadRecord, check_value, kind_of
-from dataset.messages import parse_message
+from dataset.records import parse_message
 from dataset.rollout_prompts import RolloutPrompt
 
 Call = dict[str, Any]  # {"name": ..., "arguments": {...}}
