@@ -16,14 +16,8 @@ from trainer.report.speed import Size
 if TYPE_CHECKING:
     from model.model_minimind import MiniMindConfig
 
-METRICS = (
-    "accuracy",
-    "reward_margin",
-    "reward_chosen",
-    "reward_rejected",
-    "log_prob_chosen",
-    "log_prob_rejected",
-)
+METRICS = ("accuracy", "reward_margin", "reward_chosen", "reward_rejected")
+METRICS += ("log_prob_chosen", "log_prob_rejected")
 
 
 def answer_log_probs(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -54,15 +48,15 @@ def preference_figures(log_probs: Tensor, reference: Tensor, beta: float) -> dic
     accuracy is the share of the pairs whose chosen answer has the higher one."""
     rewards = beta * (log_probs - reference)
     chosen, rejected = rewards[::2], rewards[1::2]
-    figures = (
-        (chosen > rejected).float(),
-        chosen - rejected,
-        chosen,
-        rejected,
-        log_probs[::2],
-        log_probs[1::2],
-    )
-    return {name: figure.sum() for name, figure in zip(METRICS, figures, strict=True)}
+    figures = {
+        "accuracy": (chosen > rejected).float(),
+        "reward_margin": chosen - rejected,
+        "reward_chosen": chosen,
+        "reward_rejected": rejected,
+        "log_prob_chosen": log_probs[::2],
+        "log_prob_rejected": log_probs[1::2],
+    }
+    return {name: figure.sum() for name, figure in figures.items()}
 
 
 def pair_size(batch: Batch, lm_config: "MiniMindConfig") -> Size:
