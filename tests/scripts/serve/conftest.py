@@ -70,6 +70,10 @@ class Page:
             "return [...document.querySelectorAll(arguments[0])].at(-1)?.innerText ?? ''", css
         ).strip()
 
+    def texts(self, css: str) -> list[str]:
+        """The texts of all elements that fit, at one moment: what is drawn anew meanwhile does not matter."""
+        return self.run("return [...document.querySelectorAll(arguments[0])].map((e) => e.innerText)", css)
+
     def shown(self, css: str) -> bool:
         return any(element.is_displayed() for element in self.all(css))
 
