@@ -18,8 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model import fused, graphs, model_minimind
-from model.linear import LoRALinear, is_plain, is_plain_product, product_dtype
+from model import attention, fused, graphs, model_minimind
+from model.experts import can_group
+from model.linear import LoRALinear, is_plain, is_plain_product, whole_of
 from model.model_minimind import (
     Attention,
     FeedForward,
@@ -29,6 +30,7 @@ from model.model_minimind import (
     MOEFeedForward,
     RMSNorm,
     RotaryEmbedding,
+    product_dtype,
 )
 
 
@@ -47,40 +49,28 @@ class Cache(Protocol):
 def join_layers(model: nn.Module) -> None:
     """Move the weights of query, key and value, and those of SwiGLU's gate and up, into one matrix each, of
     which the layers' weights are parts. For a model that is not trained."""
-    for module in model.modules():
-        layers: tuple[Any, ...] = ()
-        if isinstance(module, Attention):
-            layers = (module.q_proj, module.k_proj, module.v_proj)
-        elif isinstance(module, FeedForward):
-            layers = (module.gate_proj, module.up_proj)
-        if not layers or not all(is_plain_product(layer) for layer in layers):
+    for block in model.modules():
+        if not isinstance(block, MiniMindBlock):
             continue
-        if joint_weight(*layers) is not None:
-            continue
-        weights: list[Any] = [layer.weight for layer in layers]
-        if any(hasattr(weight, "in_stack") for weight in weights):  # of `stack_experts`
-            continue
-        joint = torch.cat([weight.data for weight in weights])
-        parts = joint.split([len(weight) for weight in weights])
-        for weight, part in zip(weights, parts, strict=True):
-            weight.data = part
-            weight.in_joint = joint
+        both: list[tuple[Any, ...]] = []
+        if isinstance(block.self_attn, Attention):
+            both.append((block.self_attn.q_proj, block.self_attn.k_proj, block.self_attn.v_proj))
+        if isinstance(block.mlp, FeedForward):
+            both.append((block.mlp.gate_proj, block.mlp.up_proj))
+        for layers in both:
+            if not all(is_plain_product(layer) for layer in layers) or joint_weight(*layers) is not None:
+                continue
+            joint = torch.cat([layer.weight.data for layer in layers])
+            parts = joint.split([len(layer.weight) for layer in layers])
+            for layer, part in zip(layers, parts, strict=True):
+                layer.weight.data = part
 
 
 def joint_weight(*layers: Any) -> Tensor | None:
     """The matrix of which the layers' weights are the parts, in this order; None if there is none."""
     if not all(is_plain_product(layer) for layer in layers):
         return None
-    joint, begin = getattr(layers[0].weight, "in_joint", None), 0
-    if joint is None:
-        return None
-    for layer in layers:
-        # a model that was moved since has other tensors
-        storages = [each.untyped_storage()._cdata for each in (layer.weight, joint)]
-        if storages[0] != storages[1] or layer.weight.storage_offset() != begin:
-            return None
-        begin += layer.weight.numel()
-    return joint if begin == joint.numel() else None
+    return whole_of([layer.weight for layer in layers])
 
 
 # --- a forward of one token for each row
@@ -89,7 +79,7 @@ def joint_weight(*layers: Any) -> Tensor | None:
 def can_step(model: Any) -> bool:
     """Whether `OneToken` computes what the forward of a `MiniMindModel` does, and pays."""
     weight = model.embed_tokens.weight
-    if not fused.ENABLED or not fused.has_launches(weight):
+    if not fused.ENABLED or weight.device.type == fused.HOST:
         return False
     if weight.device.type == "mps":  # torch's norm there needs a weight
         return False
@@ -121,8 +111,8 @@ def waits_for_nothing(model: nn.Module) -> bool:
         if not any(is_plain(layer, kind) for kind in (*LAYERS, LoRALinear, MOEFeedForward)):
             return False
         if isinstance(layer, MOEFeedForward):
-            x = layer.gate.weight
-            if not (fused.has_grouped_mm(x) and fused.can_group(layer.experts, x)):
+            x = layer.gate.weight.to(product_dtype(layer.gate.weight))
+            if not (fused.has_grouped_mm(x) and can_group(layer.experts, x)):
                 return False
     return True
 
@@ -157,7 +147,7 @@ def usual_forwards() -> tuple[Any, ...]:
     """The functions whose arithmetic `OneToken` repeats."""
     layers = (MiniMindModel, MiniMindBlock, Attention, FeedForward, RMSNorm)
     forwards = [layer.forward for layer in layers]
-    return (*forwards, Attention.heads, model_minimind.apply_rotary, fused.padded_attention)
+    return (*forwards, Attention.heads, model_minimind.apply_rotary, attention.padded_attention)
 
 
 @lru_cache(maxsize=8)

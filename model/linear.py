@@ -1,19 +1,15 @@
-"""Linear layers: their dtype, which of them may be computed without being called, and LoRA
-(arXiv:2106.09685)."""
+"""Linear layers: which may be computed without being called, several of the same input as one product, and
+LoRA (arXiv:2106.09685)."""
 
 import math
+from collections.abc import Sequence
 from typing import cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.errors import UserError
-
-
-def product_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of matrix products of x: autocast's, or its own."""
-    device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
 def is_plain(layer: object, kind: type[nn.Module]) -> bool:
@@ -34,6 +30,70 @@ def is_plain(layer: object, kind: type[nn.Module]) -> bool:
 def is_plain_product(layer: object) -> bool:
     """Whether a layer is x W' and nothing else, with its `weight` W [out, in]."""
     return is_plain(layer, nn.Linear) and layer.bias is None  # type: ignore[attr-defined]
+
+
+# --- layers of the same input as one product
+
+
+def whole_of(parts: Sequence[Tensor], dim: int = 0) -> Tensor | None:
+    """The tensor that lies in memory where these do, of which they are the parts along `dim` in this order;
+    None if there is none. It has no derivative."""
+    first = parts[0]
+    storage, end = first.untyped_storage()._cdata, first.storage_offset()
+    for part in parts:
+        if part.untyped_storage()._cdata != storage or part.storage_offset() != end:
+            return None
+        if part.stride() != first.stride():
+            return None
+        end += part.shape[dim] * part.stride(dim)
+    shape = list(first.shape)
+    shape[dim] = sum(part.shape[dim] for part in parts)
+    return first.detach().as_strided(shape, first.stride())
+
+
+def join(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """Matrices [out, in] below each other in another dtype: one cast of them all."""
+    rows = [len(weight) for weight in weights]
+    joined = weights[0].new_empty(sum(rows), weights[0].shape[1], dtype=dtype)
+    torch._foreach_copy_(joined.split(rows), list(weights))
+    return joined
+
+
+class JoinedLinear(torch.autograd.Function):
+    """Linear layers side by side: x [..., in] -> [..., sum of out].
+
+    One product, one cast of all weights and one of their gradients. The weights are joined again for the
+    backward pass, so no copy of them is kept."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, *weights: Tensor) -> Tensor:
+        ctx.save_for_backward(x, *weights)
+        return F.linear(x, join(weights, x.dtype))
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor):
+        x, *weights = ctx.saved_tensors
+        grad = grads[0]
+        grad_weights = (grad.flatten(0, -2).T @ x.flatten(0, -2)).to(weights[0].dtype)
+        rows = [len(weight) for weight in weights]
+        return grad @ join(weights, x.dtype), *grad_weights.split(rows)
+
+
+class Split(torch.autograd.Function):
+    """`x.split(sizes, dim=-1)`. The gradients of the parts are not copied where they are the parts of one
+    tensor already, as `SiluProduct` leaves them."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, sizes: list[int]):
+        return x.split(sizes, dim=-1)
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor):
+        whole = whole_of(grads, dim=-1)
+        return torch.cat(grads, dim=-1) if whole is None else whole, None
+
+
+# --- adapters
 
 
 class LoRALinear(nn.Module):

@@ -1,8 +1,9 @@
 """MiniMind: a decoder-only transformer, dense or mixture of experts (MoE).
 
 Parameter names, shapes and arithmetic are those of MiniMind-3 and of Qwen3 / Qwen3-MoE, so the weights load
-into a stock `Qwen3ForCausalLM` / `Qwen3MoeForCausalLM` unchanged. What stands here is plain PyTorch; where
-`fused.` is called, a faster form of the same arithmetic may take its place (model/fused.py).
+into a stock `Qwen3ForCausalLM` / `Qwen3MoeForCausalLM` unchanged. What stands here is plain PyTorch: with
+attention.py, all that a dense model computes on a CPU. On a GPU faster forms of the same arithmetic take its
+place (fused.py), and for experts in half precision (experts.py).
 
 There are two forms of input (shape legend: B batch, T padded length, N tokens of a flat batch, S samples, M
 targets, V vocabulary, C hidden size, H query heads, G key/value heads, D head size, E experts, K experts per
@@ -22,6 +23,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import GenerationMixin, GradientCheckpointingLayer, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
@@ -30,11 +32,19 @@ from transformers.modeling_utils import slice_logits_to_keep
 
 from common.errors import UserError
 from model import fused
-from model.fused import Spans, flat_attention, padded_attention
-from model.linear import product_dtype
+from model.attention import Spans, flat_attention, padded_attention
+from model.experts import can_group, grouped_experts
 
 # the others' frequencies depend on the length of the input
 ROPE_TYPES = ("default", "linear", "yarn", "llama3")
+
+MAX_LOGITS = 2**27  # of a head at once: 0.5 GB in float32
+
+
+def product_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of matrix products of x: autocast's, or its own."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
 class MiniMindConfig(PretrainedConfig):
@@ -111,8 +121,33 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        normed = fused.rms_norm(x.float(), self.weight.float(), self.eps)
+        x, weight = x.float(), self.weight.float()
+        is_eager_training = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        if x.device.type == fused.HOST and is_eager_training and fused.ENABLED:
+            normed = NormWithDerivative.apply(x, weight, self.eps)
+        else:
+            normed = F.rms_norm(x, weight.shape, weight, self.eps)
         return normed.to(self.weight.dtype)
+
+
+class NormWithDerivative(torch.autograd.Function):
+    """RMSNorm of x [..., C] with the derivative written out, for a CPU: torch has no kernel for it there, and
+    autograd's takes twice the time. Kept for the backward pass: x, and one number for each row."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+        ctx.save_for_backward(x, weight, scale)
+        return (x * scale).mul_(weight)
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor):
+        (grad,), (x, weight, scale) = grads, ctx.saved_tensors
+        normed = x * scale
+        product = grad * normed
+        grad_weight = product.flatten(0, -2).sum(0)
+        mean = product.mul_(weight).mean(-1, keepdim=True)
+        return torch.addcmul(grad * weight, normed, mean, value=-1).mul_(scale), grad_weight, None
 
 
 class RotaryEmbedding(nn.Module):
@@ -166,7 +201,7 @@ class Attention(nn.Module):
 
     def heads(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries [..., H, D] and keys, and values [..., G, D] of x [..., C]."""
-        if fused.can_fuse_heads(self, x, RMSNorm, apply_rotary):
+        if x.device.type != fused.HOST and fused.can_rotate_heads(self, x, RMSNorm, apply_rotary):
             return fused.rotated_heads(self, x, cos, sin)
         q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))
         k = self.k_proj(x).unflatten(-1, (-1, self.head_dim))
@@ -203,8 +238,10 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., C] -> [..., C]."""
-        gate, up = fused.products(x.to(product_dtype(x)), self.gate_proj, self.up_proj)
-        return self.down_proj(fused.silu_product(gate, up))
+        x = x.to(product_dtype(x))  # cast once for two products
+        if x.device.type != fused.HOST and fused.is_half_training(x):
+            return self.down_proj(fused.gated(x, self.gate_proj, self.up_proj))
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class MOEFeedForward(nn.Module):
@@ -228,12 +265,12 @@ class MOEFeedForward(nn.Module):
         flat = x.reshape(-1, x.shape[-1]).to(product_dtype(x))  # [N, C]
         probs = F.softmax(self.gate(flat), dim=-1, dtype=torch.float32)
         weight, chosen = probs.topk(self.top_k, dim=-1)  # [N, K]
-        is_grouped = fused.can_group(self.experts, flat)
+        is_grouped = can_group(self.experts, flat)
         is_one = is_grouped and self.norm_topk_prob and self.top_k == 1  # the weight of a single expert
         if self.norm_topk_prob and not is_one:
             weight = weight / weight.sum(dim=-1, keepdim=True)
         if is_grouped:
-            out = fused.grouped_experts(self.experts, flat, weight, chosen, is_one)
+            out = grouped_experts(self.experts, flat, weight, chosen, is_one)
         else:
             out = self.called_experts(flat, weight, chosen)
         return out.view(x.shape), (probs, chosen)
@@ -267,6 +304,42 @@ def load_balancing_loss(
         tokens_per_expert += counts.sum(dim=0).to(tokens_per_expert.dtype)
     lengths = (counts.sum(dim=-1) / chosen.shape[-1]).clamp(min=1)
     return probs.shape[-1] * ((counts * masses).sum(dim=-1) / lengths).sum()
+
+
+def cross_entropy(logits: Tensor, targets: Tensor, reduction: str = "sum") -> Tensor:
+    """Cross entropies of logits [M, V] in float32, their sum or (`none`) each [M].
+
+    On a CPU 512 rows at a time, whose float32 copies fit its cache; on a GPU with one kernel for each pass,
+    without a float32 copy. Plain is all at once."""
+    rows = len(logits)
+    if logits.device.type == fused.HOST:
+        if fused.ENABLED:
+            rows = 512
+    elif fused.KERNELS and fused.is_half_training(logits):
+        losses = cast(Tensor, fused.CrossEntropy.apply(logits, targets))
+        return losses.sum() if reduction == "sum" else losses
+    losses = []
+    for x, y in zip(logits.split(rows), targets.split(rows), strict=True):
+        losses.append(F.cross_entropy(x.float(), y, reduction=reduction))
+    return torch.stack(losses).sum() if reduction == "sum" else torch.cat(losses)
+
+
+def head_cross_entropy(head: nn.Module, hidden: Tensor, targets: Tensor, reduction: str) -> Tensor:
+    """`cross_entropy` of the logits head(hidden [M, C]).
+
+    More logits than MAX_LOGITS are computed in pieces, and again in the backward pass, so that memory does
+    not grow with the vocabulary times the targets."""
+    rows = max(1, MAX_LOGITS // cast(int, head.out_features))
+    if len(hidden) <= rows or not fused.ENABLED:
+        return cross_entropy(head(hidden), targets, reduction)
+
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
+        return cross_entropy(head(x), y, reduction)
+
+    losses = []
+    for x, y in zip(hidden.split(rows), targets.split(rows), strict=True):
+        losses.append(checkpoint(loss_of, x, y, use_reentrant=False, preserve_rng_state=False))
+    return torch.stack(losses).sum() if reduction == "sum" else torch.cat(losses)
 
 
 class MiniMindBlock(GradientCheckpointingLayer):
@@ -373,10 +446,12 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
         them it may wait for the device. `seen_keys`: where samples begin alike, `key_index` [R], and of these
         `cu_seqlens`, `max_seqlen` and `host_cu_seqlens`; see `collate_shared` in dataset/lm_dataset.py."""
         if cu_seqlens is not None:
-            spans = self._spans(cu_seqlens, max_seqlen, host_cu_seqlens)
+            on_host = cu_seqlens if host_cu_seqlens is None else torch.from_numpy(host_cu_seqlens)
+            spans = Spans(cu_seqlens, cast(int, max_seqlen), on_host)
             if seen_keys is not None:
-                shared_prefix = seen_keys[0], self._spans(*seen_keys[1:])
-                spans = spans._replace(shared_prefix=shared_prefix)
+                rows, cu_seqlens, max_seqlen, host_cu_seqlens = seen_keys
+                on_host = cu_seqlens if host_cu_seqlens is None else torch.from_numpy(host_cu_seqlens)
+                spans = spans._replace(shared_prefix=(rows, Spans(cu_seqlens, max_seqlen, on_host)))
             return self._forward_flat(input_ids, position_ids, spans, target_index, targets, reduction)
         embeds = self.model.embed_tokens(input_ids)
         cache = past_key_values
@@ -401,16 +476,15 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
             loss = self.loss_function(logits, labels, self.config.vocab_size, **kwargs)
         return MoeCausalLMOutputWithPast(loss=loss, aux_loss=aux_loss, logits=logits, past_key_values=cache)
 
-    @staticmethod
-    def _spans(cu_seqlens: Tensor, max_seqlen: int | None, host_cu_seqlens: np.ndarray | None) -> Spans:
-        already_on_host = cu_seqlens.device.type == "cpu" or host_cu_seqlens is None
-        on_host = cu_seqlens if already_on_host else torch.from_numpy(host_cu_seqlens)
-        return Spans(cu_seqlens, cast(int, max_seqlen), on_host)
-
     def _forward_flat(
         self, input_ids, position_ids, spans, target_index, targets, reduction
     ) -> MoeCausalLMOutputWithPast:
-        tokens, extra = len(input_ids), fused.pad_rows(input_ids)
+        # On a CPU and on MPS rows are padded to a multiple: oneDNN compiles and keeps a product for each new
+        # number of rows (docs/dev/LOG.md, "Few kernel shapes on the CPU"), and MPS a graph.
+        multiple = 1
+        if fused.ENABLED and input_ids.device.type in (fused.HOST, "mps"):
+            multiple = 64
+        tokens, extra = len(input_ids), -len(input_ids) % multiple
         if extra:
             input_ids, position_ids = F.pad(input_ids, (0, extra)), F.pad(position_ids, (0, extra))
         if extra and spans.shared_prefix is not None:  # padding rows see any
@@ -427,13 +501,13 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
             samples = len(spans.cu_seqlens) - 1  # the number of padding rows
             sample = torch.bucketize(positions, spans.cu_seqlens[1:].to(positions), right=True)  # [N]
             aux_loss = self._aux_loss(routings, sample, samples)
-        count, extra = len(target_index), fused.pad_rows(target_index)
+        count, extra = len(target_index), -len(target_index) % multiple
         hidden = hidden.index_select(0, F.pad(target_index, (0, extra)))  # [M, C]
         if targets is None:
             logits = self.lm_head(hidden)[:count]
             return MoeCausalLMOutputWithPast(logits=logits, aux_loss=aux_loss, hidden_states=states)
         targets = F.pad(targets, (0, extra), value=-100)  # is ignored
-        loss = fused.head_cross_entropy(self.lm_head, hidden, targets, reduction)
+        loss = head_cross_entropy(self.lm_head, hidden, targets, reduction)
         if reduction == "none":
             loss = loss[:count]
         return MoeCausalLMOutputWithPast(loss=loss, aux_loss=aux_loss, hidden_states=states)

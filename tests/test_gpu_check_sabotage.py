@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from model import fused, model_minimind
+from model import attention, fused, model_minimind
 from tests.gpu import parts, ranks, test_all_reduce, test_ranks, test_runs, test_stages
 from tests.gpu import test_numbers as numbers
 from trainer import loop
@@ -119,14 +119,14 @@ def no_causal_mask(patch) -> None:
 
 def attention_across_samples(patch) -> None:
     """In half precision; the reference is in float32."""
-    by_sample = fused.attention_by_sample
+    by_sample = attention.attention_by_sample
 
     def attend(q, k, v, *borders):
         if v.dtype == torch.float32:
             return by_sample(q, k, v, *borders)
-        return fused.sample_attention(q.float(), k.float(), v.float()).to(v.dtype)
+        return attention.attention_behind_prefix(q.float(), k.float(), v.float()).to(v.dtype)
 
-    patch.setattr(fused, "attention_by_sample", attend)
+    patch.setattr(attention, "attention_by_sample", attend)
 
 
 def the_scale_stays(patch) -> None:
@@ -143,7 +143,7 @@ def an_overflow_is_not_noticed(patch) -> None:
 
 
 def padding_is_seen(patch) -> None:
-    attend = fused.padded_attention
+    attend = attention.padded_attention
 
     def blind(q, k, v, mask):
         return attend(q, k, v, None if mask is None else torch.zeros_like(mask, dtype=q.dtype))
@@ -215,7 +215,7 @@ def compiled_layers_do_not_rotate(patch) -> None:
 def call_kernels(patch, **options) -> None:
     """A CPU takes the branch of a GPU; torch writes no kernels there."""
     patch.setattr(numbers, "dtypes", lambda device: ["float32", "bfloat16"])
-    patch.setattr(fused, "has_launches", lambda x: True)
+    patch.setattr(fused, "HOST", "none")
     compiled = cache(partial(torch.compile, backend="eager", **options))
     patch.setattr(fused, "compiled", compiled)
 

@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from model import fused
-from model.fused import GROUP, Spans, flat_attention, grouped_linear, has_grouped_mm
+from model.attention import Spans, flat_attention
+from model.experts import GROUP, grouped_linear
+from model.fused import has_grouped_mm
 from model.generation import generate
 from model.model_minimind import MiniMindConfig
 from model.sampling import Sampling

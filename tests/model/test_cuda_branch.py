@@ -12,8 +12,8 @@ from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dataset.lm_dataset import collate_flat, collate_shared
-from model import fused
-from model.fused import group_size
+from model import attention, fused
+from model.experts import group_size
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM, MOEFeedForward
 from tests.model.test_model_minimind import SHAPES, VOCAB, build, flat_batch, gradients, ragged
 from trainer.devices.wrapping import transformer_layers
@@ -33,9 +33,10 @@ def take_cuda_branch(monkeypatch):
 
     def take(grouped: bool) -> None:
         monkeypatch.setattr(fused, "has_varlen_kernel", lambda values: True)
-        monkeypatch.setattr(fused, "attention_by_sample", lambda *_: pytest.fail("not the branch of CUDA"))
-        monkeypatch.setattr(fused, "has_launches", lambda x: True)
-        monkeypatch.setattr(fused, "pad_rows", lambda rows: 0)
+        monkeypatch.setattr(
+            attention, "attention_by_sample", lambda *_: pytest.fail("not the branch of CUDA")
+        )
+        monkeypatch.setattr(fused, "HOST", "none")
         monkeypatch.setattr(fused, "has_grouped_mm", lambda x: grouped)
 
     return take
@@ -108,7 +109,7 @@ def test_no_token_is_dropped_however_the_experts_are_loaded(tokens, experts, top
     layer.gate.weight.data[1] += skew
     found = []
     for grouped in (None, True, False):  # None: the experts are called
-        monkeypatch.setattr(fused, "has_launches", lambda x, grouped=grouped: grouped is not None)
+        monkeypatch.setattr(fused, "HOST", "cpu" if grouped is None else "none")
         monkeypatch.setattr(fused, "has_grouped_mm", lambda x, grouped=grouped: grouped)
         leaf = x.clone().requires_grad_()
         out, _ = layer(leaf)
@@ -154,7 +155,7 @@ def test_every_expert_has_rows_in_training_and_matrices_fit_cudas_product(rank, 
     with GroupedProducts() as seen, torch.autocast("cpu", torch.bfloat16):
         layer(x)[0].sin().sum().backward()
     assert seen.calls >= 3 * 3 and not seen.empty and not seen.uneven
-    monkeypatch.setattr(fused, "has_launches", lambda x: True)
+    monkeypatch.setattr(fused, "HOST", "none")
     with GroupedProducts() as seen, torch.no_grad():
         layer(x)
     assert seen.calls >= 3 and seen.empty >= 3 * 4  # an answer reads the experts that it uses

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from model import decoding, fused, model_minimind
+from model import attention, decoding, fused, model_minimind
 from model.finite_decoder import FiniteDecoder
 from model.generation import Decoder, generate
 from model.model_minimind import Attention, FeedForward, MiniMindConfig, MiniMindForCausalLM
@@ -23,7 +23,7 @@ SAMPLINGS = [Sampling(seed=1), Sampling(0.7, top_k=20, top_p=0.9, seed=2), Sampl
 @pytest.fixture
 def on_gpu(monkeypatch):
     """The model takes the branch of a GPU."""
-    monkeypatch.setattr(fused, "has_launches", lambda x: True)
+    monkeypatch.setattr(fused, "HOST", "none")
     monkeypatch.setattr(fused, "has_grouped_mm", lambda x: False)
 
 
@@ -120,12 +120,12 @@ def test_edited_arithmetic_is_noticed(on_gpu, monkeypatch):
         (model_minimind, "apply_rotary"): interleaved,
         (FeedForward, "forward"): lambda self, x: self.down_proj(F.gelu(self.gate_proj(x)) * self.up_proj(x)),
         (Attention, "forward"): lambda self, x, *rest: attend(self, x, *rest) * 1.1,
-        (fused, "padded_attention"): lambda q, k, v, mask: v[:, -1:].repeat_interleave(2, dim=2),
+        (attention, "padded_attention"): lambda q, k, v, mask: v[:, -1:].repeat_interleave(2, dim=2),
     }
     for (place, name), edited in edits.items():
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(place, name, edited)
-            patch.setattr(model_minimind, "padded_attention", fused.padded_attention)
+            patch.setattr(model_minimind, "padded_attention", attention.padded_attention)
             assert not decoding.can_step(model.model), name
     monkeypatch.setattr(FeedForward, "forward", lambda self, x: forward(self, x))
     assert decoding.can_step(model.model)  # another function, and the same arithmetic

@@ -1,14 +1,15 @@
 """The faster forms against the plain ones: the same model with `fused.ENABLED` switched off."""
 
 from functools import lru_cache
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounter
 
-from model import fused
+from model import experts, fused, model_minimind
+from model.experts import stack_experts
+from model.linear import Split
 from model.model_minimind import apply_rotary
 from tests.model.test_model_minimind import SHAPES, build, flat_batch, gradients, ragged
 
@@ -19,11 +20,11 @@ from tests.model.test_model_minimind import SHAPES, build, flat_batch, gradients
 def test_losses_and_gradients_are_those_of_the_plain_forms(shape, dtype, branch, monkeypatch):
     model, batch, found = build(shape).train(), flat_batch(ragged([5, 33, 12, 1, 70])), []
     if branch != "cpu":
-        monkeypatch.setattr(fused, "has_launches", lambda x: True)
+        monkeypatch.setattr(fused, "HOST", "none")
         monkeypatch.setattr(fused, "has_grouped_mm", lambda x: False)
     monkeypatch.setattr(fused, "KERNELS", branch == "gpu with kernels")
     monkeypatch.setattr(fused, "compiled", lambda function: function)
-    monkeypatch.setattr(fused, "MAX_LOGITS", 50 * 300)
+    monkeypatch.setattr(model_minimind, "MAX_LOGITS", 50 * 300)
     for enabled in (True, False):
         monkeypatch.setattr(fused, "ENABLED", enabled)
         with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
@@ -79,19 +80,18 @@ def test_a_split_copies_no_gradient_that_is_whole(monkeypatch):
     """And takes parts of other tensors, or in another order, for what they are."""
     whole = torch.randn(3, 10)
     parts = whole.split((4, 6), dim=-1)
-    ctx = SimpleNamespace(sizes=[4, 6])
-    assert fused.Split.backward(ctx, *parts)[0] is whole
+    found = Split.backward(None, *parts)[0]
+    assert torch.equal(found, whole) and found.data_ptr() == whole.data_ptr()
     for grads in ((parts[0], parts[1] + 0), (whole[:, 4:8], whole[:, :6]), (parts[0].clone(), parts[1])):
-        found = fused.Split.backward(ctx, *grads)[0]
-        assert found is not whole and torch.equal(found, torch.cat(grads, dim=-1))
+        found = Split.backward(None, *grads)[0]
+        assert found.data_ptr() != whole.data_ptr() and torch.equal(found, torch.cat(grads, dim=-1))
 
 
 def test_kernels_are_compiled_once_for_all_sizes(monkeypatch):
     """Two for each of norm and rotation, SwiGLU and loss; also where a batch has as many tokens as a head has
     dimensions."""
-    monkeypatch.setattr(fused, "has_launches", lambda x: True)
+    monkeypatch.setattr(fused, "HOST", "none")
     monkeypatch.setattr(fused, "has_grouped_mm", lambda x: False)
-    monkeypatch.setattr(fused, "pad_rows", lambda x: 0)
     monkeypatch.setattr(fused, "KERNELS", True)
     counter = CompileCounter()
     monkeypatch.setattr(fused, "compiled", lru_cache(lambda f: torch.compile(f, backend=counter)))
@@ -107,22 +107,22 @@ def test_kernels_are_compiled_once_for_all_sizes(monkeypatch):
 @torch.no_grad()
 def test_experts_whose_weights_are_one_tensor_compute_the_same(monkeypatch):
     """Their matrices are not copied; one that is put in another's place later is not passed over."""
-    monkeypatch.setattr(fused, "has_launches", lambda x: True)
+    monkeypatch.setattr(fused, "HOST", "none")
     monkeypatch.setattr(fused, "has_grouped_mm", lambda x: False)
-    joins, join = [], fused.join
-    monkeypatch.setattr(fused, "join", lambda *given: joins.append(1) or join(*given))
+    joins, join = [], experts.join
+    monkeypatch.setattr(experts, "join", lambda *given: joins.append(1) or join(*given))
     model, batch = build("moe_top2").eval(), flat_batch(ragged([5, 33]))
-    experts = model.model.layers[0].mlp.experts
+    layer = model.model.layers[0].mlp
     before = {name: value.clone() for name, value in model.state_dict().items()}
     want = model(**batch).loss
     copies = len(joins)
-    fused.stack_experts(model)
+    stack_experts(model)
     assert torch.equal(model(**batch).loss, want) and len(joins) == copies == 2 * 3
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    experts[0].up_proj.weight.copy_(experts[1].up_proj.weight)
+    layer.experts[0].up_proj.weight.copy_(layer.experts[1].up_proj.weight)
     edited = model(**batch).loss
     model.load_state_dict(before)
     assert torch.equal(model(**batch).loss, want)
-    experts[0].up_proj = experts[1].up_proj
+    layer.experts[0].up_proj = layer.experts[1].up_proj
     assert torch.equal(model(**batch).loss, edited) and not torch.equal(edited, want)
     assert len(joins) == copies + 1

@@ -15,14 +15,16 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from common.errors import UserError
 from dataset.lm_dataset import SFTDataset, collate_flat
 from dataset.token_cache import load_tokenizer
-from model import fused
-from model.fused import NormAndRotary, cross_entropy, head_cross_entropy
+from model import model_minimind
+from model.fused import NormAndRotary
 from model.model_minimind import (
     ROPE_TYPES,
     MiniMindConfig,
     MiniMindForCausalLM,
     RMSNorm,
     apply_rotary,
+    cross_entropy,
+    head_cross_entropy,
     load_balancing_loss,
 )
 from tests.conftest import ROOT
@@ -342,8 +344,8 @@ def test_the_loss_in_pieces_is_torchs_cross_entropy(rows):
 @pytest.mark.parametrize("reduction", ["sum", "none"])
 def test_a_head_in_pieces_has_the_same_losses_and_gradients(shape, reduction, monkeypatch):
     found, batch = [], flat_batch(ragged([20, 31, 90])) | {"reduction": reduction}
-    for piece in (fused.MAX_LOGITS, 50 * VOCAB):  # 50 of 192 rows at once: the last piece is shorter
-        monkeypatch.setattr(fused, "MAX_LOGITS", piece)
+    for piece in (model_minimind.MAX_LOGITS, 50 * VOCAB):  # 50 of 192 rows at once: the last piece is shorter
+        monkeypatch.setattr(model_minimind, "MAX_LOGITS", piece)
         model = build(shape).train()
         out = model(**batch)
         (out.loss.norm() + out.aux_loss).backward()
@@ -372,7 +374,7 @@ def test_memory_of_the_head_does_not_grow_with_a_large_vocabulary_times_the_targ
     )
     peaks = {}
     for piece in (2**27, 64 * 20_000, 128 * 20_000):
-        monkeypatch.setattr(fused, "MAX_LOGITS", piece)
+        monkeypatch.setattr(model_minimind, "MAX_LOGITS", piece)
         peaks[piece] = peak_bytes(lambda: head_cross_entropy(head, x, targets, "sum").backward())
     whole, small, twice = peaks.values()
     print(f"peak bytes: {whole:,} whole, {small:,} in pieces of 64 rows, {twice:,} of 128")

@@ -9,9 +9,17 @@ from torch.nn.utils import parametrize
 
 from common.errors import UserError
 from model import fused, model_minimind
+from model.experts import can_group
 from model.generation import Decoder
-from model.linear import LoRALinear, product_dtype
-from model.model_minimind import FeedForward, MiniMindConfig, MiniMindForCausalLM, MOEFeedForward, RMSNorm
+from model.linear import LoRALinear
+from model.model_minimind import (
+    FeedForward,
+    MiniMindConfig,
+    MiniMindForCausalLM,
+    MOEFeedForward,
+    RMSNorm,
+    product_dtype,
+)
 from model.sampling import Sampling
 from tests.model.test_model_minimind import build, flat_batch, ragged
 from trainer.devices.wrapping import transformer_layers, whole_model
@@ -117,7 +125,7 @@ def results(model: MiniMindForCausalLM, dtype: torch.dtype, trains: bool) -> dic
 
 def take_cuda_branch(monkeypatch, grouped: bool) -> None:
     """The joined products, norms and rotations of half precision on a GPU."""
-    monkeypatch.setattr(fused, "has_launches", lambda x: True)
+    monkeypatch.setattr(fused, "HOST", "none")
     monkeypatch.setattr(fused, "has_grouped_mm", lambda x: grouped)
 
 
@@ -201,7 +209,7 @@ class Squared(FeedForward):
 def test_experts_compute_what_their_forward_says(kind, monkeypatch):
     layer, x = mixture(kind, monkeypatch), torch.randn(50, 32)
     take_cuda_branch(monkeypatch, grouped=False)
-    assert fused.can_group(layer.experts, x) == (kind is Squared)
+    assert can_group(layer.experts, x) == (kind is Squared)
     torch.testing.assert_close(layer(x)[0], mixture_by_calls(layer, x)[0], rtol=1e-5, atol=1e-5)
     before = layer(x)[0]
     layer.experts[2].register_forward_hook(lambda _, inputs, out: out.sin())
@@ -226,7 +234,7 @@ def test_adapters_of_experts_that_are_not_alike_are_called(spoil, monkeypatch):
             expert.up_proj = LoRALinear(expert.up_proj, *others[spoil])
         if on_gpu:
             take_cuda_branch(monkeypatch, grouped=False)
-        assert not fused.can_group(model.model.layers[1].mlp.experts, torch.zeros(1))
+        assert not can_group(model.model.layers[1].mlp.experts, torch.zeros(1))
         torch.manual_seed(0)
         found.append(results(model, torch.float32, True))
     torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)

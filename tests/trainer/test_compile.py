@@ -9,7 +9,7 @@ from torch._dynamo.testing import CompileCounter
 from torch._dynamo.utils import counters
 from torch.nn.utils import clip_grad_norm_
 
-from model import fused
+from model import attention
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from tests.stage_process import context, finish, free_port, rank_variables, run
 from tests.trainer.stage_flags import flags
@@ -97,7 +97,7 @@ WIDE = 256  # then a layer is larger than DDP's first bucket, at whose border it
 
 def of_itself(q, k, v, *_) -> torch.Tensor:
     """In place of the attention on a CPU, which reads the lengths, so that a graph breaks there."""
-    k, v = (fused.repeat_heads(x, q.shape[1]) for x in (k, v))
+    k, v = (attention.repeat_heads(x, q.shape[1]) for x in (k, v))
     return (v + 0.1 * q * k).to(v.dtype)
 
 
@@ -107,7 +107,7 @@ def _rank(rank: int, port: int, folder: str) -> None:
     os.environ |= rank_variables(rank, 2, port)
     torch.set_num_threads(1)
     init_distributed_mode()
-    fused.attention_by_sample = of_itself
+    attention.attention_by_sample = of_itself
     compile_in_place, found = torch.nn.Module.compile, {}
     for parallel, use_moe in CASES:
         torch.compiler.reset()

@@ -332,7 +332,7 @@ def whole_model(model: nn.Module, dtype: torch.dtype = torch.float32) -> nn.Modu
     if dtype == torch.float32 and not next(model.parameters()).is_cuda and not is_sharded(model):
         return model
     from model.decoding import join_layers  # brings in the compiler
-    from model.fused import stack_experts
+    from model.experts import stack_experts
 
     # id in the model -> in the copy
     tensors: dict[int, Any] = {id(buffer): buffer for buffer in model.buffers()}

@@ -103,7 +103,7 @@ def target_log_probs(model: nn.Module, batch: Batch, temperature: float = 1.0) -
     """The log-probability of each target [M] under softmax(logits / temperature), and the load-balancing
     loss."""
     if temperature != 1.0:
-        from model.fused import cross_entropy  # brings in the compiler
+        from model.model_minimind import cross_entropy  # brings in the compiler
 
         logits, aux_loss = target_logits(model, batch)
         return -cross_entropy(logits / temperature, batch["targets"], "none"), aux_loss

@@ -116,7 +116,7 @@ def load_path(
     tokenizer_path: None: that of the model (`tokenizer_folder`). rope_scaling: with MiniMind's YaRN. asked:
     settings of the shape (`given_shape`); only needed where the file and its name do not tell. Raises
     UserError if it is no model, contradicts `asked`, or has another vocabulary than the tokenizer."""
-    from model.fused import stack_experts
+    from model.experts import stack_experts
     from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 
     weights, config = read_model(path, **asked)

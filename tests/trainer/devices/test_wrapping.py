@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from common.errors import UserError
 from common.settings import StageArgs
-from model import fused
+from model import fused, model_minimind
 from model.generation import generate
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from model.sampling import Sampling
@@ -145,8 +145,8 @@ def updates(rank: int, case: dict, parallel: str, policy: bool = True) -> dict:
     expected = seeded_model(config)
     model = seeded_model(config, empty=bool(case.get("empty") and parallel == "fsdp" and rank))
     again = case.get("activation_checkpointing", 0) if parallel == "fsdp" else 0
-    fused.MAX_LOGITS = case.get("piece", 2**27)
-    fused.has_launches = lambda x: case.get("joined", False)
+    model_minimind.MAX_LOGITS = case.get("piece", 2**27)
+    fused.HOST = "none" if case.get("joined") else "cpu"
     dtype, held = case.get("dtype", torch.float32), Held(model)
     autocast = torch.autocast("cpu", dtype=dtype) if dtype != torch.float32 else nullcontext()
     wrapped = wrap_model(model, CPU, parallel, False, bool(again), autocast if policy else None)
