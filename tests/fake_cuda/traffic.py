@@ -29,17 +29,8 @@ from trainer.objectives.next_token import next_token_loss
 
 SAMPLES, LENGTH, LAYERS, MICRO_BATCHES = 32, 340, 8, 8
 # allocations; and what the attention's stand-in does to its random state, which no GPU does
-FREE = {
-    "empty",
-    "empty_like",
-    "new_empty",
-    "empty_strided",
-    "new_empty_strided",
-    "detach",
-    "lift_fresh",
-    "zeros",
-    "device",
-}
+FREE = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "zeros"}
+FREE |= {"detach", "lift_fresh", "device"}
 GATHERS = {"embedding", "index_select"}  # read as many rows as they write
 # launches, and how often the tensors are read, where it is not once; from the code that torch 2.13 generates
 KERNELS = {"norm_and_rotate_backward": (6, 3), "cross_entropy_forward": (1, 2)}
@@ -123,9 +114,8 @@ def micro_batch(kernels: bool, layers: int) -> Traffic:
         torch.ops.aten._fused_rms_norm = lambda x, shape, weight, eps: (operator(x), x[..., :1])
         functional.rms_norm = lambda x, shape, weight, eps: operator(x, weight)
         fused.KERNELS = kernels
-        fused.in_one_kernel = (
-            traffic.in_one_kernel if kernels else lambda function, *tensors: function(*tensors)
-        )
+        if kernels:
+            fused.in_one_kernel = traffic.in_one_kernel
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
         with traffic, autocast:

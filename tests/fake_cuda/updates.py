@@ -60,9 +60,9 @@ class Recorder(TorchDispatchMode):
         # a virtual environment may lie in the project's folder
         folders = (str(ROOT / "model"), str(ROOT / "trainer"))
         ours = [frame for frame in traceback.extract_stack() if frame.filename.startswith(folders)]
-        place = (
-            f"{Path(ours[-1].filename).name}:{ours[-1].lineno} {ours[-1].line}" if ours else "backward pass"
-        )
+        place = "backward pass"
+        if ours:
+            place = f"{Path(ours[-1].filename).name}:{ours[-1].lineno} {ours[-1].line}"
         self.waits.append(f"{what}: {place}")
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -76,18 +76,13 @@ class Recorder(TorchDispatchMode):
         if func is aten._local_scalar_dense.default:
             self.wait("item")
             return 1.0 if args[0].is_floating_point() else 0
-        if (
-            func is aten._to_copy.default
-            and target.type != args[0].device.type
-            and not kwargs.get("non_blocking")
-        ):
-            self.wait(f"copy {args[0].device.type} -> {target.type}")
-        if (
-            func is aten.copy_.default
-            and args[0].device.type != args[1].device.type
-            and not (args[2:] and args[2])
-        ):
-            self.wait(f"copy {args[1].device.type} -> {args[0].device.type}")
+        begin, end, blocks = target.type, target.type, False
+        if func is aten._to_copy.default:
+            begin, blocks = args[0].device.type, not kwargs.get("non_blocking")
+        if func is aten.copy_.default:
+            begin, end, blocks = args[1].device.type, args[0].device.type, not (args[2:] and args[2])
+        if blocks and begin != end:
+            self.wait(f"copy {begin} -> {end}")
         return func(*args, **kwargs)
 
 
@@ -142,11 +137,8 @@ def update(
 ) -> dict:
     """What there is to know of an update of two micro-batches."""
     torch.cuda.get_device_capability = lambda *_: capability
-    window, recorder, attention = (
-        [flat_batch(lengths, shared)] * 2,
-        Recorder(),
-        functional.scaled_dot_product_attention,
-    )
+    window, recorder = [flat_batch(lengths, shared)] * 2, Recorder()
+    attention = functional.scaled_dot_product_attention
 
     def noted(q, k, *rest, **options):
         recorder.operators.add(f"attention of {q.shape[1]} heads to {k.shape[1]}")
@@ -179,8 +171,6 @@ if __name__ == "__main__":
         try:
             found[name] = update(use_moe, dtype, capability, **settings)
         except Exception as error:
-            found[name] = {
-                "waits": [f"{type(error).__name__}: {error}", traceback.format_exc()],
-                "operators": [],
-            }
+            waits = [f"{type(error).__name__}: {error}", traceback.format_exc()]
+            found[name] = {"waits": waits, "operators": []}
     print(json.dumps(found))

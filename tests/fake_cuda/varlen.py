@@ -43,11 +43,8 @@ def forward(
     for q_part, k_part, v_part in samples(cu_q, cu_k, q, k, v):
         weights = probabilities(q_part, k_part, scale or q.shape[-1] ** -0.5)
         out.append(weights @ v_part.repeat_interleave(len(q_part) // len(k_part), dim=0))
-    return (
-        joined(out, q),
-        q.new_zeros(q.shape[1], len(q), dtype=torch.float32),
-        torch.zeros(2, dtype=torch.uint64),
-    )
+    lse = q.new_zeros(q.shape[1], len(q), dtype=torch.float32)
+    return joined(out, q), lse, torch.zeros(2, dtype=torch.uint64)
 
 
 @varlen._varlen_attn_backward.register_kernel("cpu")
@@ -60,9 +57,7 @@ def backward(grad, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, is_causal, rng, 
         of_weights = g_part @ v_part.repeat_interleave(shared, dim=0).transpose(1, 2)
         of_scores = weights * (of_weights - (weights * of_weights).sum(dim=-1, keepdim=True)) * scale
         grads[0].append(of_scores @ k_part.repeat_interleave(shared, dim=0))
-        for kept, of_heads in (
-            (grads[1], of_scores.transpose(1, 2) @ q_part),
-            (grads[2], weights.mT @ g_part),
-        ):
+        of_k, of_v = of_scores.transpose(1, 2) @ q_part, weights.mT @ g_part
+        for kept, of_heads in ((grads[1], of_k), (grads[2], of_v)):
             kept.append(of_heads.unflatten(0, (-1, shared)).sum(dim=1))
     return tuple(joined(parts, like) for parts, like in zip(grads, (q, k, v), strict=True))

@@ -15,7 +15,15 @@ from dataset.lm_dataset import collate_flat, collate_shared
 from model import attention, fused
 from model.experts import group_size
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM, MOEFeedForward
-from tests.model.test_model_minimind import SHAPES, VOCAB, build, flat_batch, gradients, ragged
+from tests.model.test_model_minimind import (
+    SHAPES,
+    VOCAB,
+    build,
+    flat_batch,
+    gradients,
+    ragged,
+    take_gpu_branch,
+)
 from trainer.devices.wrapping import transformer_layers
 from trainer.objectives.lora import TARGETS, add_adapters
 from trainer.objectives.next_token import target_log_probs
@@ -36,8 +44,7 @@ def take_cuda_branch(monkeypatch):
         monkeypatch.setattr(
             attention, "attention_by_sample", lambda *_: pytest.fail("not the branch of CUDA")
         )
-        monkeypatch.setattr(fused, "HOST", "none")
-        monkeypatch.setattr(fused, "has_grouped_mm", lambda x: grouped)
+        take_gpu_branch(monkeypatch, grouped)
 
     return take
 
@@ -62,11 +69,9 @@ def test_in_float32_losses_and_gradients_are_the_cpus(shape, grouped, take_cuda_
 
 def group(prompt: int, lengths: list[int]) -> list[dict]:
     """Samples of so many targets behind one prompt."""
+    rest = {"sample_id": 0, "target_bytes": 0}
     ids = [np.r_[np.arange(prompt) + 1, np.random.RandomState(n).randint(3, VOCAB, n)] for n in lengths]
-    return [
-        {"input_ids": x, "loss_mask": np.arange(len(x)) >= prompt, "sample_id": 0, "target_bytes": 0}
-        for x in ids
-    ]
+    return [{"input_ids": x, "loss_mask": np.arange(len(x)) >= prompt, **rest} for x in ids]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -87,12 +92,16 @@ def test_a_shared_prompt_is_computed_once_and_learned_from_by_all(shape, branch,
         assert (value - found[1][name]).abs().max() <= 1e-5 * max(1.0, value.abs().max().item()), name
 
 
-def test_an_empty_micro_batch_has_zero_gradients(take_cuda_branch):
-    take_cuda_branch(False)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("branch", ["cpu", "cuda"])
+def test_an_empty_micro_batch_has_zero_gradients(shape, branch, take_cuda_branch):
+    if branch == "cuda":
+        take_cuda_branch(False)
     batch = {name: value[:0] for name, value in flat_batch(ragged([4])).items() if torch.is_tensor(value)}
     batch |= {"max_seqlen": 0, "cu_seqlens": torch.zeros(1, dtype=torch.int32)}
-    model = build("moe").train()
-    out = model(**batch)
+    model = build(shape).train()
+    with torch.autocast("cpu", torch.bfloat16, enabled=branch == "cpu"):
+        out = model(**batch)
     (out.loss + out.aux_loss).backward()
     assert out.loss == out.aux_loss == 0 and all(not grad.any() for grad in gradients(model).values())
 
@@ -145,9 +154,8 @@ class GroupedProducts(TorchDispatchMode):
 def test_every_expert_has_rows_in_training_and_matrices_fit_cudas_product(rank, tokens, monkeypatch):
     """Nearly all tokens go to one expert; with adapters of this rank, or without."""
     torch.manual_seed(0)
-    model = MiniMindForCausalLM(
-        MiniMindConfig(hidden_size=32, num_hidden_layers=1, use_moe=True, num_experts=6)
-    )
+    config = MiniMindConfig(hidden_size=32, num_hidden_layers=1, use_moe=True, num_experts=6)
+    model = MiniMindForCausalLM(config)
     if rank:
         add_adapters(model, rank, 8.0, 0.0, TARGETS)
     layer, x = cast(MOEFeedForward, model.model.layers[0].mlp), torch.randn(tokens, 32).abs().requires_grad_()

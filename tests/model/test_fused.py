@@ -11,7 +11,7 @@ from model import experts, fused, model_minimind
 from model.experts import stack_experts
 from model.linear import Split
 from model.model_minimind import apply_rotary
-from tests.model.test_model_minimind import SHAPES, build, flat_batch, gradients, ragged
+from tests.model.test_model_minimind import SHAPES, build, flat_batch, gradients, ragged, take_gpu_branch
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -20,8 +20,7 @@ from tests.model.test_model_minimind import SHAPES, build, flat_batch, gradients
 def test_losses_and_gradients_are_those_of_the_plain_forms(shape, dtype, branch, monkeypatch):
     model, batch, found = build(shape).train(), flat_batch(ragged([5, 33, 12, 1, 70])), []
     if branch != "cpu":
-        monkeypatch.setattr(fused, "HOST", "none")
-        monkeypatch.setattr(fused, "has_grouped_mm", lambda x: False)
+        take_gpu_branch(monkeypatch)
     monkeypatch.setattr(fused, "KERNELS", branch == "gpu with kernels")
     monkeypatch.setattr(fused, "compiled", lambda function: function)
     monkeypatch.setattr(model_minimind, "MAX_LOGITS", 50 * 300)
@@ -37,10 +36,10 @@ def test_losses_and_gradients_are_those_of_the_plain_forms(shape, dtype, branch,
     assert (grads - plain_grads).norm() <= tolerance * plain_grads.norm()
 
 
-def gradients_of(function, *tensors: torch.Tensor, **options) -> list[torch.Tensor]:
+def gradients_of(function, *tensors: torch.Tensor) -> list[torch.Tensor]:
     """The result of a function, and the gradients of a weighted sum of it."""
     leaves = [tensor.clone().requires_grad_() for tensor in tensors]
-    out = function(*leaves, **options)
+    out = function(*leaves)
     weights = torch.linspace(-1, 1, out.numel()).view_as(out)
     return [out.detach(), *torch.autograd.grad((out * weights).sum(), leaves)]
 
@@ -62,21 +61,20 @@ def test_derivatives_that_are_written_out_are_torchs():
         q, k = F.rms_norm(q, (8,), q_weight, 0.1), F.rms_norm(k, (8,), k_weight, 0.1)
         return torch.cat((apply_rotary(q, cos, sin), apply_rotary(k, cos, sin), v), dim=1)
 
-    pairs = [
-        (gradients_of(fused.SiluProduct.apply, gate, up), gradients_of(lambda a, b: F.silu(a) * b, gate, up)),
-        (
-            gradients_of(lambda x: fused.CrossEntropy.apply(x, targets), logits),
-            gradients_of(lambda x: F.cross_entropy(x, targets, reduction="none"), logits),
-        ),
+    def losses(x):
+        return F.cross_entropy(x, targets, reduction="none")
+
+    cases = [
+        (fused.SiluProduct.apply, lambda a, b: F.silu(a) * b, (gate, up)),
+        (lambda x: fused.CrossEntropy.apply(x, targets), losses, (logits,)),
+        (in_kernels, plain, (torch.randn(7, 4, 8), torch.rand(8), torch.rand(8))),
     ]
-    qkv_and_weights = torch.randn(7, 4, 8), torch.rand(8), torch.rand(8)
-    pairs.append((gradients_of(in_kernels, *qkv_and_weights), gradients_of(plain, *qkv_and_weights)))
-    for here, right in pairs:
-        for a, b in zip(here, right, strict=True):
-            torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+    for kernels, torchs, tensors in cases:
+        found, want = gradients_of(kernels, *tensors), gradients_of(torchs, *tensors)
+        torch.testing.assert_close(found, want, atol=1e-5, rtol=1e-5)
 
 
-def test_a_split_copies_no_gradient_that_is_whole(monkeypatch):
+def test_a_split_copies_no_gradient_that_is_whole():
     """And takes parts of other tensors, or in another order, for what they are."""
     whole = torch.randn(3, 10)
     parts = whole.split((4, 6), dim=-1)
@@ -90,8 +88,7 @@ def test_a_split_copies_no_gradient_that_is_whole(monkeypatch):
 def test_kernels_are_compiled_once_for_all_sizes(monkeypatch):
     """Two for each of norm and rotation, SwiGLU and loss; also where a batch has as many tokens as a head has
     dimensions."""
-    monkeypatch.setattr(fused, "HOST", "none")
-    monkeypatch.setattr(fused, "has_grouped_mm", lambda x: False)
+    take_gpu_branch(monkeypatch)
     monkeypatch.setattr(fused, "KERNELS", True)
     counter = CompileCounter()
     monkeypatch.setattr(fused, "compiled", lru_cache(lambda f: torch.compile(f, backend=counter)))
@@ -107,8 +104,7 @@ def test_kernels_are_compiled_once_for_all_sizes(monkeypatch):
 @torch.no_grad()
 def test_experts_whose_weights_are_one_tensor_compute_the_same(monkeypatch):
     """Their matrices are not copied; one that is put in another's place later is not passed over."""
-    monkeypatch.setattr(fused, "HOST", "none")
-    monkeypatch.setattr(fused, "has_grouped_mm", lambda x: False)
+    take_gpu_branch(monkeypatch)
     joins, join = [], experts.join
     monkeypatch.setattr(experts, "join", lambda *given: joins.append(1) or join(*given))
     model, batch = build("moe_top2").eval(), flat_batch(ragged([5, 33]))

@@ -1,6 +1,8 @@
 """Other layers than those of the model, put in their place: each is called; none is passed over by the forms
 that compute layers without calling them."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -21,7 +23,7 @@ from model.model_minimind import (
     product_dtype,
 )
 from model.sampling import Sampling
-from tests.model.test_model_minimind import build, flat_batch, ragged
+from tests.model.test_model_minimind import build, flat_batch, ragged, take_gpu_branch
 from trainer.devices.wrapping import transformer_layers, whole_model
 from trainer.objectives.lora import add_adapters
 
@@ -101,8 +103,7 @@ def changed(shape: str, change: str, adapters: bool) -> MiniMindForCausalLM:
 
 def mixture_by_calls(self: MOEFeedForward, x: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     """The forward of a mixture in plain words: each expert is called for each token, and weighted."""
-    flat = x.reshape(-1, x.shape[-1])
-    flat = flat.to(product_dtype(flat))
+    flat = x.reshape(-1, x.shape[-1]).to(product_dtype(x))
     probs = F.softmax(self.gate(flat), dim=-1, dtype=torch.float32)
     weight, chosen = probs.topk(self.top_k, dim=-1)
     weight = weight / weight.sum(dim=-1, keepdim=True)
@@ -121,12 +122,6 @@ def results(model: MiniMindForCausalLM, dtype: torch.dtype, trains: bool) -> dic
         (out.loss.sum() + out.aux_loss).backward()
         found |= {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return found
-
-
-def take_cuda_branch(monkeypatch, grouped: bool) -> None:
-    """The joined products, norms and rotations of half precision on a GPU."""
-    monkeypatch.setattr(fused, "HOST", "none")
-    monkeypatch.setattr(fused, "has_grouped_mm", lambda x: grouped)
 
 
 FORMS = {  # dtype, training, the branch of a GPU, compiled
@@ -152,7 +147,7 @@ def test_another_layer_is_called(change, shape, form, adapters, monkeypatch):
         patch.setattr(MOEFeedForward, "forward", mixture_by_calls)
         want = results(changed(shape, change, adapters), dtype, trains)
     if on_gpu:
-        take_cuda_branch(monkeypatch, grouped=False)
+        take_gpu_branch(monkeypatch, grouped=False)
     if is_compiled:
         torch.compiler.reset()
         for layer in transformer_layers(model):
@@ -208,7 +203,7 @@ class Squared(FeedForward):
 @pytest.mark.parametrize("kind", [Smoothed, Normed, Squared])
 def test_experts_compute_what_their_forward_says(kind, monkeypatch):
     layer, x = mixture(kind, monkeypatch), torch.randn(50, 32)
-    take_cuda_branch(monkeypatch, grouped=False)
+    take_gpu_branch(monkeypatch, grouped=False)
     assert can_group(layer.experts, x) == (kind is Squared)
     torch.testing.assert_close(layer(x)[0], mixture_by_calls(layer, x)[0], rtol=1e-5, atol=1e-5)
     before = layer(x)[0]
@@ -217,23 +212,22 @@ def test_experts_compute_what_their_forward_says(kind, monkeypatch):
     torch.testing.assert_close(layer(x)[0], mixture_by_calls(layer, x)[0], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("spoil", ["one without", "another scale", "another rank", "another dropout"])
-def test_adapters_of_experts_that_are_not_alike_are_called(spoil, monkeypatch):
+OTHERS = {"none": None, "scale": (4, 3.0, 0.0), "rank": (2, 2.0, 0.0), "dropout": (4, 2.0, 0.5)}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_adapters_of_experts_that_are_not_alike_are_called(other, monkeypatch):
+    """One has another adapter than the others."""
     found = []
     for on_gpu in (False, True):
         model = changed("moe_top2", "parametrized", adapters=True)
         torch.manual_seed(0)
         expert = model.model.layers[1].mlp.experts[3]
         expert.up_proj = expert.up_proj.base
-        others = {
-            "another scale": (4, 3.0, 0.0),
-            "another rank": (2, 2.0, 0.0),
-            "another dropout": (4, 2.0, 0.5),
-        }
-        if spoil in others:
-            expert.up_proj = LoRALinear(expert.up_proj, *others[spoil])
+        if OTHERS[other] is not None:
+            expert.up_proj = LoRALinear(expert.up_proj, *OTHERS[other])
         if on_gpu:
-            take_cuda_branch(monkeypatch, grouped=False)
+            take_gpu_branch(monkeypatch, grouped=False)
         assert not can_group(model.model.layers[1].mlp.experts, torch.zeros(1))
         torch.manual_seed(0)
         found.append(results(model, torch.float32, True))
@@ -254,11 +248,8 @@ class UnwrittenRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads):
         of_x, of_weights = torch.autograd.grad(ctx.out, ctx.inputs, grads[0])
-        return (
-            of_x.index_fill(0, torch.arange(int(ctx.saved_tensors[2][-1]), len(of_x)), torch.nan),
-            of_weights,
-            None,
-        )
+        unwritten = torch.arange(int(ctx.saved_tensors[2][-1]), len(of_x))
+        return of_x.index_fill(0, unwritten, torch.nan), of_weights, None
 
 
 GROUPED_MM = F.grouped_mm
@@ -274,7 +265,7 @@ def test_nothing_reads_the_rows_that_grouped_mm_does_not_write(adapters, monkeyp
         return UnwrittenRows.apply(x, weights, offs)
 
     monkeypatch.setattr(F, "grouped_mm", grouped_mm)
-    take_cuda_branch(monkeypatch, grouped=True)
+    take_gpu_branch(monkeypatch, grouped=True)
     got = results(changed("moe_top2", "parametrized", adapters), torch.float32, True)
     assert any(calls) and len(calls) == 2 * 3 * (3 if adapters else 1)
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4, equal_nan=False)
@@ -290,50 +281,41 @@ def interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 APPLY_ROTARY = model_minimind.apply_rotary
 
 
-@pytest.mark.parametrize(
-    "change", ["another class", "an edited class", "an edited rotation", "a hook", "another epsilon"]
-)
+@pytest.mark.parametrize("change", ["class", "edited class", "edited rotation", "hook", "epsilon"])
 def test_other_norms_and_rotations_of_queries_and_keys_are_called(change, monkeypatch):
     """On a GPU in half precision norm and rotation are one kernel, which knows RMSNorm and Llama's layout
     only."""
     usual = results(build("dense"), torch.bfloat16, True)
-    if change == "an edited class":
+    if change == "edited class":
         forward = RMSNorm.forward
         monkeypatch.setattr(RMSNorm, "forward", lambda self, x: forward(self, x - x.mean(-1, keepdim=True)))
-    elif change == "an edited rotation":
+    elif change == "edited rotation":
         monkeypatch.setattr(model_minimind, "apply_rotary", interleaved)
 
     def model() -> MiniMindForCausalLM:
         model = build("dense")
         for layer in model.model.layers:
             norm = layer.self_attn.k_norm
-            if change == "another class":
+            if change == "class":
                 layer.self_attn.k_norm = nn.LayerNorm(norm.weight.shape[0])
-            elif change == "a hook":
+            elif change == "hook":
                 norm.register_forward_hook(lambda _, inputs, out: out.sin())
-            elif change == "another epsilon":
+            elif change == "epsilon":
                 norm.eps = 3.0
         return model
 
     want = results(model(), torch.bfloat16, True)
-    take_cuda_branch(monkeypatch, grouped=False)
+    take_gpu_branch(monkeypatch, grouped=False)
     got = results(model(), torch.bfloat16, True)
-    assert (
-        (got["loss"] - want["loss"]).norm()
-        <= 0.01 * want["loss"].norm()
-        < (usual["loss"] - want["loss"]).norm()
-    )
+    error, effect = ((each["loss"] - want["loss"]).norm() for each in (got, usual))
+    assert error <= 0.01 * want["loss"].norm() < effect
 
 
 def test_the_usual_norm_and_rotation_are_one_kernel(monkeypatch):
-    take_cuda_branch(monkeypatch, grouped=False)
-    calls = []
-    monkeypatch.setattr(fused, "rotated_heads", lambda *given: calls.append(1) or ROTATED_HEADS(*given))
-    results(build("dense"), torch.bfloat16, True)
-    assert len(calls) == 2
-
-
-ROTATED_HEADS = fused.rotated_heads
+    take_gpu_branch(monkeypatch, grouped=False)
+    with patch.object(fused, "rotated_heads", wraps=fused.rotated_heads) as heads:
+        results(build("dense"), torch.bfloat16, True)
+    assert heads.call_count == 2
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 text."""
 
 import json
-from pathlib import Path
 from unicodedata import normalize
 
 import pytest
@@ -13,8 +12,9 @@ from transformers import AutoTokenizer, Qwen2Tokenizer
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
 from scripts.train_tokenizer import MAX_TOKEN_BYTES, PIECES
+from tests.conftest import ROOT
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+MODEL = ROOT / "model"
 
 TAGS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
 RESERVED = [f"<|reserved_{i}|>" for i in range(16)]
@@ -23,11 +23,7 @@ SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *TAGS, *RESERVED]
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return AutoTokenizer.from_pretrained(REPOSITORY / "model")
-
-
-def decode(tokenizer, ids):
-    return tokenizer.decode(ids, skip_special_tokens=False)
+    return AutoTokenizer.from_pretrained(MODEL)
 
 
 def test_size_and_special_ids(tokenizer):
@@ -76,22 +72,19 @@ def test_tags_survive_skip_special_tokens(tokenizer):
 )
 def test_any_text_comes_back(tokenizer, text):
     """Also text with the spelling of special tokens."""
-    assert decode(tokenizer, tokenizer.encode(text)) == text
+    assert tokenizer.decode(tokenizer.encode(text), skip_special_tokens=False) == text
 
 
 def test_every_byte_has_an_id():
     # The alphabet of byte-level BPE: 256 characters, one for each byte; no text can need anything else.
-    vocabulary = Tokenizer.from_file(str(REPOSITORY / "model" / "tokenizer.json")).get_vocab(
-        with_added_tokens=False
-    )
+    vocabulary = Tokenizer.from_file(str(MODEL / "tokenizer.json")).get_vocab(with_added_tokens=False)
     assert len([token for token in vocabulary if len(token) == 1]) == 256
     assert max(len(token) for token in vocabulary if token not in SPECIALS) <= MAX_TOKEN_BYTES
 
 
 # --- the same ids in programs that know the split pattern as "qwen2"
-# -------------------------------------------------
 
-FILE = json.loads((REPOSITORY / "model" / "tokenizer.json").read_text(encoding="utf-8"))
+FILE = json.loads((MODEL / "tokenizer.json").read_text(encoding="utf-8"))
 MERGES = [tuple(pair) for pair in FILE["model"]["merges"]]
 TEXTS = [
     "",
@@ -115,7 +108,7 @@ def test_the_split_pattern_is_qwen2s():
 
 def test_others_read_the_same():
     """transformers' own class for Qwen2, which composes characters first."""
-    ours = Tokenizer.from_file(str(REPOSITORY / "model" / "tokenizer.json"))
+    ours = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
     qwen2 = Qwen2Tokenizer(vocab=FILE["model"]["vocab"], merges=MERGES)
     for text in TEXTS:
         assert ours.encode(normalize("NFC", text)).ids == qwen2.encode(text), text

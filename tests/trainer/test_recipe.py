@@ -55,9 +55,7 @@ def balance_loss(router_logits: list[torch.Tensor], mask: torch.Tensor, coeffici
     return coefficient * total
 
 
-def train_plainly(
-    model, samples: list[dict], ranks: int, epochs: int, clip: float, dtype: str
-) -> tuple[list, dict]:
+def train_plainly(model, samples: list[dict], ranks: int, epochs: int, clip: float, dtype: str):
     """Train `model` in place, in one process; returns figures of each update, and the state of the
     GradScaler."""
     matrices = [p for p in model.parameters() if p.ndim >= 2]
@@ -66,10 +64,8 @@ def train_plainly(
     optimizer = torch.optim.AdamW(groups, lr=RATE)
     scaler = torch.amp.GradScaler("cpu", enabled=dtype == "float16")
     per_update = BATCH * ACCUMULATION * ranks
-    orders = [
-        np.random.Generator(np.random.PCG64([SEED, epoch])).permutation(len(samples))
-        for epoch in range(epochs)
-    ]
+    generators = [np.random.Generator(np.random.PCG64([SEED, epoch])) for epoch in range(epochs)]
+    orders = [generator.permutation(len(samples)) for generator in generators]
     updates = [order[i : i + per_update] for order in orders for i in range(0, len(order), per_update)]
     history = []
     for u, chosen in enumerate(updates, start=1):
@@ -83,18 +79,16 @@ def train_plainly(
         update_loss = 0.0
         for batch in batches:
             labels, mask = batch.pop("labels"), batch["attention_mask"]
+            has_experts = hasattr(model, "num_experts")
+            if has_experts:
+                batch["output_router_logits"] = True
             with torch.autocast("cpu", dtype=torch.float16, enabled=dtype == "float16"):
-                out = model(
-                    **batch, **({"output_router_logits": True} if hasattr(model, "num_experts") else {})
-                )
-            loss = F.cross_entropy(
-                out.logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten(), reduction="sum"
-            )
-            loss = loss / targets
-            if hasattr(model, "num_experts"):
-                loss = (
-                    loss + balance_loss(out.router_logits, mask, MiniMindConfig.router_aux_loss_coef) / tokens
-                )
+                out = model(**batch)
+            logits = out.logits[:, :-1].flatten(0, 1).float()
+            loss = F.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum") / targets
+            if has_experts:
+                coefficient = MiniMindConfig.router_aux_loss_coef
+                loss = loss + balance_loss(out.router_logits, mask, coefficient) / tokens
             scaler.scale(loss).backward()
             update_loss += loss.item()
         scaler.unscale_(optimizer)
@@ -133,10 +127,8 @@ def test_the_trainer_does_what_the_plain_loop_does(corpus, tmp_path, name):
     stage, ranks, moe, dtype, epochs, clip, close = CASES[name]
     model, suffix = initial_model(moe), "_moe" if moe else ""
     (tmp_path / "out").mkdir()
-    torch.save(
-        {key: value.half() for key, value in model.state_dict().items()},
-        tmp_path / f"out/start_32{suffix}.pth",
-    )
+    halves = {key: value.half() for key, value in model.state_dict().items()}
+    torch.save(halves, tmp_path / f"out/start_32{suffix}.pth")
     settings = {"from_weight": "start", "use_moe": int(moe), "dtype": dtype, "seed": SEED, "epochs": epochs}
     settings |= {"batch_size": BATCH, "accumulation_steps": ACCUMULATION, "learning_rate": RATE}
     settings |= {"grad_clip": clip}
@@ -145,9 +137,7 @@ def test_the_trainer_does_what_the_plain_loop_does(corpus, tmp_path, name):
     run(stage, argv, Faults(script=ALLOW_FLOAT16) if dtype == "float16" else None, ranks=ranks)
 
     kind, run_name = {"sft": (SFTDataset, "full_sft_32"), "pretrain": (PretrainDataset, "pretrain_32")}[stage]
-    dataset = kind(
-        str(corpus[stage]), load_tokenizer(ROOT / "model"), max_length=64, cache_dir=corpus["cache"]
-    )
+    dataset = kind(str(corpus[stage]), load_tokenizer(ROOT / "model"), 64, cache_dir=corpus["cache"])
     samples = [dataset[i][0] for i in range(len(dataset))]
     start, reference = (deepcopy(stock(model)).train() for _ in range(2))  # stock() shares the model's memory
     history, scaler = train_plainly(reference, samples, ranks, epochs, clip, dtype)
@@ -190,9 +180,8 @@ def test_the_ranks_exchange_their_gradients_once_per_update(corpus, tmp_path, pa
     settings = {"parallel": parallel, "batch_size": 1, "accumulation_steps": 3, "epochs": 1}
     settings |= {"num_hidden_layers": 1}
     settings |= {"data_path": corpus["pretrain_eval"], "eval_interval": 0}
-    rank = run(
-        "pretrain", flags(corpus, tmp_path, "pretrain", **settings), Faults(script=COUNT_ALL_REDUCES), ranks=2
-    )
+    argv = flags(corpus, tmp_path, "pretrain", **settings)
+    rank = run("pretrain", argv, Faults(script=COUNT_ALL_REDUCES), ranks=2)
     updates = len(read_metrics(tmp_path / "out/pretrain_32_metrics.jsonl"))
     weights = torch.load(tmp_path / "out/pretrain_32.pth", weights_only=True)
     parameters = sum(value.numel() for key, value in weights.items() if key != "lm_head.weight")  # tied
