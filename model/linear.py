@@ -17,8 +17,7 @@ def is_plain(layer: object, kind: type[nn.Module]) -> bool:
     no hooks.
 
     Only such a layer may be computed from its parameters, without a call. A weight under torch's
-    `parametrize`
-    is plain: reading it computes it."""
+    `parametrize` is plain: reading it computes it."""
     if not isinstance(layer, kind) or type(layer).forward is not kind.forward or "forward" in layer.__dict__:
         return False
     has_hooks = (

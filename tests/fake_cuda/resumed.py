@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
-from tests.fake_cuda.updates import AMPERE, CUDA, Recorder, pretend
+from tests.fake_cuda.updates import AMPERE, CUDA, SHAPE, Recorder, pretend
 from trainer import train_grpo, train_ppo
 from trainer.devices.device import mixed_precision
 from trainer.devices.wrapping import unwrap
@@ -42,8 +42,7 @@ def state_of(name: str, device: torch.device, folder: str, optimizer: str = "ada
         args.early_stop_kl = 10.0  # more than fake tensors show
     else:
         args.num_generations = 4
-    shape = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = MiniMindConfig(**shape, vocab_size=100, use_moe=use_moe)
+    config = MiniMindConfig(**SHAPE, vocab_size=100, use_moe=use_moe)
     with device:
         model, reference = (MiniMindForCausalLM(config) for _ in range(2))
         model = ppo.ActorCritic(model) if stage is train_ppo else model

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from model import decoding, graphs
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from model.sampling import Sampling
-from tests.fake_cuda.updates import CUDA, HOPPER, Recorder, pretend
+from tests.fake_cuda.updates import CUDA, HOPPER, SHAPE, Recorder, pretend
 from trainer.devices.wrapping import whole_model
 
 PROMPTS, GROUP, NEW = [[3, 4, 5]] * 4 + [[6] * 9] * 2, 3, 17
@@ -55,10 +55,9 @@ def decoded(use_moe: bool, dtype: torch.dtype, sampling: Sampling) -> dict:
         recorder.wait("read")
         return ones(list(tensor.shape))
 
-    shape = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
     with FakeTensorMode(allow_non_fake_inputs=True), patch.object(FakeTensor, "tolist", read):
         with CUDA:
-            trained = MiniMindForCausalLM(MiniMindConfig(**shape, vocab_size=300, use_moe=use_moe))
+            trained = MiniMindForCausalLM(MiniMindConfig(**SHAPE, vocab_size=300, use_moe=use_moe))
         autocast = torch.autocast("cuda", dtype, enabled=dtype != torch.float32)
         model = whole_model(trained, dtype).eval()
         with recorder, autocast:

@@ -30,6 +30,7 @@ from trainer.run.state import TrainState
 ROOT = Path(__file__).resolve().parents[2]
 CUDA = torch.device("cuda", 0)
 HOPPER, AMPERE, TURING = (9, 0), (8, 0), (7, 5)
+SHAPE = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
 MODES = {  # use_moe, dtype, capability of the GPU, and other settings
     "dense": (False, "bfloat16", HOPPER, {}),
     "dense float16, old GPU": (False, "float16", TURING, {}),
@@ -111,8 +112,7 @@ def state_of(
 ) -> TrainState:
     """The state of a run whose model is on the fake device."""
     args = StageArgs(seed=1, grad_clip=1.0, optimizer=optimizer)
-    shape = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = MiniMindConfig(**shape, vocab_size=100, use_moe=use_moe)
+    config = MiniMindConfig(**SHAPE, vocab_size=100, use_moe=use_moe)
     with CUDA:
         model = MiniMindForCausalLM(config)
     if activation_checkpointing:
