@@ -6,7 +6,6 @@ import subprocess
 import sys
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -14,9 +13,9 @@ from scripts.demo.corpus import write_files
 from scripts.demo.sums import make_sums
 from scripts.demo.tour import make_tour
 from scripts.demo.world import ATTRIBUTES, GROUPS, LANGUAGES, Person, answer, make_corpus, make_people
+from tests.conftest import ROOT
 from trainer.rollouts.rewards import contains_answer
 
-ROOT = Path(__file__).resolve().parents[3]
 FILES = ["pretrain.jsonl", "pretrain_eval.jsonl", "sft.jsonl", "sft_eval.jsonl", "quiz.jsonl"]
 
 
