@@ -49,27 +49,17 @@ def parse_args() -> argparse.Namespace:
     flag("--model_name", help="name of the model for clients; by default that of its file or folder")
     flag("--host", default="127.0.0.1", help="address to listen at; 0.0.0.0: all addresses of this machine")
     flag("--port", type=int, default=8000, help="port to listen at; 0: any that is free")
-    flag(
-        "--api_key",
-        help=f"answer only clients that send this key; by default that in the environment as {KEY}",
-    )
-    flag(
-        "--allow_origin",
-        nargs="+",
-        default=[],
-        help="origins of other web pages that may use the API, such as http://localhost:3000",
-    )
+    text = f"answer only clients that send this key; by default that in the environment as {KEY}"
+    flag("--api_key", help=text)
+    text = "origins of other web pages that may use the API, such as http://localhost:3000"
+    flag("--allow_origin", nargs="+", default=[], help=text)
     flag("--slots", type=int, default=64, help="answers that are written at once")
     text = "longest prompt together with its answer, in tokens"
     flag("--context", "--max_seq_len", type=int, default=2048, help=text)
     flag("--max_new_tokens", type=int, default=1024, help="longest answer, in tokens")
     flag("--max_queue", type=int, default=256, help="requests that may wait for a place; others are refused")
-    flag(
-        "--max_models",
-        type=int,
-        default=4,
-        help="models of --save_dir that are loaded at once, on demand; 1: only the one given",
-    )
+    text = "models of --save_dir that are loaded at once, on demand; 1: only the one given"
+    flag("--max_models", type=int, default=4, help=text)
     args = parser.parse_args()
     args.api_key = args.api_key or os.environ.get(KEY) or None
     for origin in args.allow_origin:
@@ -131,12 +121,11 @@ def run(app: "FastAPI", listener: socket.socket) -> None:
                 await asyncio.sleep(0.1)
                 now = time.monotonic()
                 connections: list[Any] = list(self.server_state.connections)
-                idle = [
-                    (one, one.cycle)
-                    for one in connections
-                    if one.cycle is None or one.cycle.response_complete
-                ]
-                idle_since = {each: idle_since.get(each, now) for each in idle}
+                since = {}
+                for one in connections:
+                    if one.cycle is None or one.cycle.response_complete:
+                        since[one, one.cycle] = idle_since.get((one, one.cycle), now)
+                idle_since = since
                 if not self.should_exit or app.state.models.busy:
                     useful = now
                 for one in connections:

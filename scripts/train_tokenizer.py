@@ -163,12 +163,10 @@ def train(texts: Iterable[str], vocab_size: int, characters: bool = False) -> To
             f"--vocab_size {vocab_size} is too small: {256 + added} ids go to bytes and special tokens"
         )
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(r"[\s\S]" if characters else PIECES), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    pieces = Regex(r"[\s\S]" if characters else PIECES)
+    split = pre_tokenizers.Split(pieces, behavior="isolated")
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, to_bytes])
     tokenizer.decoder = decoders.ByteLevel()
     # All added tokens are special here, so that the trainer gives them the first ids.
     trainer = trainers.BpeTrainer(
@@ -219,32 +217,21 @@ def characters_per_token(tokenizer: Tokenizer, texts: Iterable[str]) -> dict[str
         encoding, language = tokenizer.encode(text), language_of(text)
         characters[language] += len(text)
         tokens[language] += len(encoding)
-    return {
-        language: characters[language] / tokens[language] for language in characters if language != "mixed"
-    }
+    del characters["mixed"]
+    return {language: count / tokens[language] for language, count in characters.items()}
 
 
 def parse_args() -> argparse.Namespace:
     """The command line."""
     parser = Parser(description=__doc__.split("\n", 1)[0])
     flag = parser.add_argument
-    flag(
-        "--data_path",
-        nargs="+",
-        action="extend",
-        required=True,
-        help="files to learn from; may be given repeatedly",
-    )
+    text = "files to learn from; may be given repeatedly"
+    flag("--data_path", nargs="+", action="extend", required=True, help=text)
     flag("--vocab_size", type=int, default=6400, help="number of ids, including special tokens")
     flag("--output_dir", type=Path, default=ROOT / "out" / "tokenizer", help="folder for the tokenizer")
     flag("--zh_share", type=float, help="repeat texts until Chinese ones have this share of the characters")
-    flag(
-        "--characters",
-        type=int,
-        choices=(0, 1),
-        default=0,
-        help="1: characters as tokens, bytes of rare ones",
-    )
+    text = "1: characters as tokens, bytes of rare ones"
+    flag("--characters", type=int, choices=(0, 1), default=0, help=text)
     add_flags(parser, [settings_of(StageArgs)["text_separator"]])
     return parser.parse_args()
 

@@ -40,20 +40,8 @@ def hosts():
     names = [f"minimind-{os.getpid()}-{number}" for number in (1, 2)]
     try:
         why = "".join(ip("netns", "add", name) for name in names)
-        why += ip(
-            "link",
-            "add",
-            "cable",
-            "netns",
-            names[0],
-            "type",
-            "veth",
-            "peer",
-            "name",
-            "cable",
-            "netns",
-            names[1],
-        )
+        pair = f"type veth peer name cable netns {names[1]}"
+        why += ip("link", "add", "cable", "netns", names[0], *pair.split())
         if why:
             pytest.skip(f"network namespaces are not permitted here: {why.splitlines()[0]}")
         for number, name in enumerate(names, 1):
@@ -63,10 +51,9 @@ def hosts():
         yield names
     finally:
         for name in names:
-            left = subprocess.run(
-                ["ip", "netns", "pids", name], capture_output=True, text=True, check=False
-            ).stdout
-            for pid in left.split():
+            command = ["ip", "netns", "pids", name]
+            left = subprocess.run(command, capture_output=True, text=True, check=False)
+            for pid in left.stdout.split():
                 os.kill(int(pid), signal.SIGKILL)
             ip("netns", "delete", name)
 
@@ -119,9 +106,8 @@ def test_a_host_is_cut_off_and_comes_back(hosts, corpus, tmp_path):
 @pytest.mark.slow
 def test_torchrun_on_each_host_ends_as_well(hosts, corpus, tmp_path):
     """README's commands: with --node_rank the launchers do not depend on each other, and none hangs."""
-    argv = flags(
-        corpus, tmp_path, "pretrain", epochs=300, batch_size=4, rank_timeout=RANK_TIMEOUT, eval_interval=500
-    )
+    settings = {"epochs": 300, "batch_size": 4, "rank_timeout": RANK_TIMEOUT, "eval_interval": 500}
+    argv = flags(corpus, tmp_path, "pretrain", **settings)
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc_per_node", "1"]
     command += ["--master_addr", "10.77.0.1", "--master_port", "29500", "--node_rank"]
     run = {"env": {**os.environ, **ADDRESS}, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}

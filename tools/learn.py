@@ -150,14 +150,13 @@ def with_outputs(page: str, printed: list[str]) -> str:
 # --- the command
 
 
-def rewrite(path: Path, change: Callable[[str], str]) -> bool:
-    """Change a page; returns whether anything was changed."""
+def rewrite(path: Path, change: Callable[[str], str]) -> None:
+    """Change a page, and say so if it is another then."""
     before = path.read_text(encoding="utf-8")
     after = change(before)
     if after != before:
         path.write_text(after, encoding="utf-8")
         print(f"{path.relative_to(ROOT)} rewritten")
-    return after != before
 
 
 def main() -> None:

@@ -73,13 +73,10 @@ def main() -> None:
     parser.add_argument("--output_dir", default=default, help="folder for the files")
     parser.add_argument("--seed", type=int, default=0, help="number that selects the world")
     args = parser.parse_args()
-    files = make_corpus(args.seed) | make_tour(args.seed)
-    files |= {f"sums/{name}": records for name, records in make_sums(args.seed).items()}
+    files = make_corpus(args.seed) | make_tour(args.seed) | make_sums(args.seed)
     counts = write_files(args.output_dir, files)
-    print(
-        f"seed {args.seed} in {args.output_dir}: "
-        + ", ".join(f"{count} {name}" for name, count in counts.items())
-    )
+    sizes = ", ".join(f"{count} {name}" for name, count in counts.items())
+    print(f"seed {args.seed} in {args.output_dir}: {sizes}")
 
 
 if __name__ == "__main__":

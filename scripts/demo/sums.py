@@ -81,4 +81,5 @@ def make_agent_sums(rng: random.Random) -> dict[str, list[dict]]:
 def make_sums(seed: int) -> dict[str, list[dict]]:
     """All files as {file name: records}, a pure function of the seed."""
     rng = random.Random(seed)
-    return make_small_sums(rng) | make_agent_sums(rng)
+    files = make_small_sums(rng) | make_agent_sums(rng)
+    return {f"sums/{name}": records for name, records in files.items()}

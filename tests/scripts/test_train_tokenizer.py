@@ -2,29 +2,19 @@
 cannot use."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from transformers import AutoTokenizer
 
 from common.errors import UserError
+from scripts import train_tokenizer
 from scripts.train_tokenizer import language_of, read_records, repeated, repeats_for
-
-REPOSITORY = Path(__file__).resolve().parents[2]
-
-
-def train(*arguments):
-    command = [sys.executable, "-m", "scripts.train_tokenizer", *map(str, arguments)]
-    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
+from tests.conftest import ROOT, write_jsonl
 
 
-def write_lines(path, records):
-    path.write_text(
-        "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records), encoding="utf-8"
-    )
-    return path
+@pytest.fixture
+def train(call):
+    return lambda *flags: call(train_tokenizer, *flags)
 
 
 @pytest.fixture
@@ -34,10 +24,10 @@ def corpus(tmp_path):
         {"conversations": [{"role": "user", "content": f"第{i}个村庄的面包师卖什么？面包和蜂蜜。"}]}
         for i in range(60)
     ]
-    return write_lines(tmp_path / "corpus.jsonl", english + chinese)
+    return write_jsonl(tmp_path / "corpus.jsonl", english + chinese)
 
 
-def test_train_reload_and_report(corpus, tmp_path):
+def test_train_reload_and_report(train, corpus, tmp_path):
     out = tmp_path / "tokenizer"
     plain = tmp_path / "notes.txt"
     plain.write_text("One record\n\na line.\n", encoding="utf-8")
@@ -49,21 +39,15 @@ def test_train_reload_and_report(corpus, tmp_path):
 
     tokenizer = AutoTokenizer.from_pretrained(out)
     assert len(tokenizer) == 400
-    assert tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>"]) == [
-        0,
-        1,
-        2,
-        3,
-    ]
+    first = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>"]
+    assert tokenizer.convert_tokens_to_ids(first) == [0, 1, 2, 3]
     assert (tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id) == (0, 1, 2)
     for text in ["The baker 面包师 1234", " \n\t\x00 é 👍 <think> <|im_end|>", "", "don 't , ."]:
         assert tokenizer.decode(tokenizer.encode(text)) == text
-    shipped = AutoTokenizer.from_pretrained(REPOSITORY / "model")
+    shipped = AutoTokenizer.from_pretrained(ROOT / "model")
     assert tokenizer.chat_template == shipped.chat_template
 
-    files = [
-        json.loads((folder / "tokenizer.json").read_text("utf-8")) for folder in (out, REPOSITORY / "model")
-    ]
+    files = [json.loads((folder / "tokenizer.json").read_text("utf-8")) for folder in (out, ROOT / "model")]
     for part in ("normalizer", "pre_tokenizer", "decoder"):  # what makes it readable to other programs
         assert files[0][part] == files[1][part]
 
@@ -82,7 +66,7 @@ def test_train_reload_and_report(corpus, tmp_path):
         (b"\n", "bad.jsonl holds no record"),
     ],
 )
-def test_a_bad_file_is_named_with_its_line(tmp_path, content, says):
+def test_a_bad_file_is_named_with_its_line(train, tmp_path, content, says):
     bad = tmp_path / "bad.jsonl"
     bad.write_bytes(content)
     result = train("--data_path", bad, "--output_dir", tmp_path / "out")
@@ -101,7 +85,7 @@ def test_a_bad_file_is_named_with_its_line(tmp_path, content, says):
         (["--output_dir", "README.md/x"], "cannot be written"),
     ],
 )
-def test_a_bad_flag_is_named(corpus, tmp_path, options, says):
+def test_a_bad_flag_is_named(train, corpus, tmp_path, options, says):
     (tmp_path / "README.md").write_text("a file")
     options = [str(tmp_path / option) if option == "README.md/x" else option for option in options]
     result = train("--data_path", corpus, "--output_dir", tmp_path / "out", "--vocab_size", 300, *options)
@@ -109,7 +93,7 @@ def test_a_bad_flag_is_named(corpus, tmp_path, options, says):
     assert result.stderr.startswith("error: ") and says in result.stderr
 
 
-def test_a_vocabulary_of_characters(corpus, tmp_path):
+def test_a_vocabulary_of_characters(train, corpus, tmp_path):
     result = train("--data_path", corpus, "--characters", 1, "--output_dir", tmp_path / "out")
     assert (result.returncode, result.stderr) == (0, "")
     assert "held out, zh: 1.000" in result.stdout and "held out, en: 1.000" in result.stdout
@@ -132,7 +116,7 @@ def test_text_of_every_format(tmp_path):
         {"prompt": "i", "chosen": "j", "rejected": "k"},
         {"prompt": "l", "completion": "m", "tools": [{"type": "function", "function": {"name": "n"}}]},
     ]
-    *others, called = read_records(write_lines(tmp_path / "x.jsonl", records))
+    *others, called = read_records(write_jsonl(tmp_path / "x.jsonl", records))
     assert others == ["a", "b\nd\nc", "e", "g\nG\nf\nh", "i\nj\ni\nk"]
     assert {*called.split("\n")} >= {"l", "m", "n"}
 
@@ -147,11 +131,11 @@ def test_texts_are_repeated_for_a_share_of_chinese(share):
         repeats_for(["a", "b"], share)
 
 
-def test_nothing_is_repeated_unless_asked_for(tmp_path):
+def test_nothing_is_repeated_unless_asked_for(train, tmp_path):
     """One Chinese sentence among English ones is learned once, not thousands of times."""
     sentence = "面包师卖面包和蜂蜜"
     english = [{"text": f"The baker of village {i} sells bread and honey."} for i in range(400)]
-    path = write_lines(tmp_path / "a.jsonl", [{"text": sentence}, *english])
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": sentence}, *english])
     counts = []
     for flags in ([], ["--zh_share", 0.45]):
         done = train("--data_path", path, "--vocab_size", 400, "--output_dir", tmp_path / "out", *flags)

@@ -6,7 +6,6 @@ import subprocess
 import sys
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -14,9 +13,9 @@ from scripts.demo.corpus import write_files
 from scripts.demo.sums import make_sums
 from scripts.demo.tour import make_tour
 from scripts.demo.world import ATTRIBUTES, GROUPS, LANGUAGES, Person, answer, make_corpus, make_people
+from tests.conftest import ROOT
 from trainer.rollouts.rewards import contains_answer
 
-ROOT = Path(__file__).resolve().parents[3]
 FILES = ["pretrain.jsonl", "pretrain_eval.jsonl", "sft.jsonl", "sft_eval.jsonl", "quiz.jsonl"]
 
 
@@ -47,9 +46,7 @@ def test_a_seed_gives_the_same_bytes(tmp_path):
     # in a process of its own: an order taken from a set or a hash would differ there
     command = [sys.executable, "-m", "scripts.demo.corpus", "--output_dir", tmp_path / "a", "--seed", "3"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    files = (
-        make_corpus(3) | make_tour(3) | {f"sums/{name}": records for name, records in make_sums(3).items()}
-    )
+    files = make_corpus(3) | make_tour(3) | make_sums(3)
     counts = write_files(tmp_path / "b", files)
     write_files(tmp_path / "c", make_corpus(4))
     for name in files:

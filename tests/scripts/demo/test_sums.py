@@ -2,6 +2,7 @@
 
 from collections import Counter
 from itertools import combinations
+from pathlib import Path
 
 import pytest
 
@@ -13,7 +14,7 @@ FILES = ("sft", "rl", "test", "agent_sft", "agent_rl", "agent_test")
 
 @pytest.fixture(scope="module")
 def sums() -> dict[str, list[dict]]:
-    return {name.removesuffix(".jsonl"): records for name, records in make_sums(0).items()}
+    return {Path(name).stem: records for name, records in make_sums(0).items()}
 
 
 def pair(record: dict) -> tuple[int, int]:

@@ -28,9 +28,8 @@ def corpus_files() -> dict[str, list[dict]]:
 
 def questions(records: list[dict]) -> set[str]:
     """What users ask in conversations."""
-    return {
-        turn["content"] for record in records for turn in record["conversations"] if turn["role"] == "user"
-    }
+    turns = [turn for record in records for turn in record["conversations"]]
+    return {turn["content"] for turn in turns if turn["role"] == "user"}
 
 
 def mentioned(names: set[str], records: list[dict]) -> set[str]:
