@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from dataset.token_cache import STAGE_LENGTH, CacheOptions, TokenCache, build_token_cache
+from dataset.token_cache import STAGE_LENGTH, CacheOptions, build_token_cache
 
 
 def collate_pairs(items: list[list[dict]]) -> dict:
@@ -136,24 +136,71 @@ def collate_flat(items: list[list[dict]]) -> dict:
     }
 
 
-class TokenDataset(Dataset):
-    """Items of a token cache. Worker processes receive only its path and open the memory maps again."""
+class StageDataset(Dataset):
+    """The data of a training stage: items of a token cache. Worker processes receive only its path and open
+    the memory maps again. `options`: of CacheOptions."""
 
-    def __init__(self, cache: TokenCache, packing: bool = False):
-        self.cache, self.packing = cache, packing
-        self.records: int = cache.report["records"]  # that were read, bad ones too
-        self.num_tokens: int = cache.report["tokens"]  # of all samples
-        self.num_targets: int = cache.report["targets"]
+    kind: str
+    samples_per_item = 1  # without packing
+    collate: Callable[[list], dict] = staticmethod(collate_flat)  # makes a batch of items
+
+    def __init__(
+        self,
+        data_path: str,
+        tokenizer,
+        max_length: int | None = None,
+        packing: bool = False,
+        cache_dir: str | None = None,
+        **options: Any,
+    ):
+        length = STAGE_LENGTH[self.kind] if max_length is None else max_length
+        self.packing = packing and self.samples_per_item == 1
+        how = CacheOptions(self.kind, length, cache_dir, packing=self.packing, **options)
+        self.cache = build_token_cache(data_path, tokenizer, how)
+        self.records: int = self.cache.report["records"]  # that were read, bad ones too
+        self.num_tokens: int = self.cache.report["tokens"]  # of all samples
+        self.num_targets: int = self.cache.report["targets"]
+        meta = self.cache.meta
+        keys = ("format", "kind", "data", "text_separator", "split")
+        content = json.dumps([meta.get(key) for key in keys]).encode()
+        # identifies the tokenised data
+        self.fingerprint: dict[str, Any] = {
+            "data": hashlib.sha256(content).hexdigest()[:16],
+            "tokenizer": meta["tokenizer"][:16],
+        }
+        if "split" in meta:
+            self.fingerprint["eval_share"] = meta["split"][0]
 
     def __len__(self) -> int:
-        return len(self.cache.packed_offsets) - 1 if self.packing else self.cache.num_samples
+        if self.packing:
+            return len(self.cache.packed_offsets) - 1
+        return self.cache.num_samples // self.samples_per_item
 
     def __getitem__(self, index: int) -> list[dict]:
+        """The samples of an item; their arrays are copies, so that the memory maps can be released."""
+        cache = self.cache
         index = range(len(self))[index]
-        if not self.packing:
-            return [self.sample(index)]
-        begin, end = self.cache.packed_offsets[index : index + 2]
-        return [self.sample(sample_id) for sample_id in self.cache.packed_samples[begin:end].tolist()]
+        if self.packing:
+            begin, end = cache.packed_offsets[index : index + 2]
+            sample_ids = cache.packed_samples[begin:end].tolist()
+        else:
+            sample_ids = range(index * self.samples_per_item, (index + 1) * self.samples_per_item)
+        item = []
+        for sample_id in sample_ids:
+            begin, end = cache.offsets[sample_id], cache.offsets[sample_id + 1]
+            if cache.loss_mask is None:
+                loss_mask = np.arange(end - begin) > 0
+            else:
+                loss_mask = np.array(cache.loss_mask[begin:end])
+            item.append(
+                {
+                    "input_ids": np.array(cache.tokens[begin:end]),
+                    "loss_mask": loss_mask,
+                    "sample_id": sample_id,
+                    "target_bytes": int(cache.target_bytes[sample_id]),
+                }
+            )
+        return item
 
     def __getitems__(self, indices: list[int]) -> list[list[dict]]:
         """The items of a micro-batch, called by the data loader."""
@@ -162,27 +209,16 @@ class TokenDataset(Dataset):
             self.cache.release()
         return items
 
-    def sample(self, sample_id: int) -> dict:
-        """One sample; its arrays are copies, so that the memory maps can be released."""
-        cache = self.cache
-        begin, end = cache.offsets[sample_id], cache.offsets[sample_id + 1]
-        if cache.loss_mask is None:
-            loss_mask = np.arange(end - begin) > 0
-        else:
-            loss_mask = np.array(cache.loss_mask[begin:end])
-        return {
-            "input_ids": np.array(cache.tokens[begin:end]),
-            "loss_mask": loss_mask,
-            "sample_id": sample_id,
-            "target_bytes": int(cache.target_bytes[sample_id]),
-        }
+    def source(self, sample_id: int) -> str:
+        """FILE:LINE of a sample."""
+        return self.cache.source(sample_id)
 
     @property
     def item_tokens(self) -> np.ndarray:
         """Tokens of each item, integers [items]."""
         lengths = np.diff(self.cache.offsets)
         if not self.packing:
-            return lengths
+            return lengths.reshape(-1, self.samples_per_item).sum(axis=1)
         starts = self.cache.packed_offsets[:-1].astype(np.int64)
         return np.add.reduceat(lengths[self.cache.packed_samples], starts)
 
@@ -196,40 +232,6 @@ class TokenDataset(Dataset):
         samples, length = self.cache.num_samples, self.cache.meta["max_length"]
         text = f"packing: {samples:,} samples in {len(self):,} sequences of {length} tokens, "
         return text + f"{self.num_tokens / (len(self) * length):.1%} filled, no sample split"
-
-
-class StageDataset(TokenDataset):
-    """The data of a training stage. For `options` see CacheOptions."""
-
-    kind: str
-    collate: Callable[[list], dict] = staticmethod(collate_flat)  # makes a batch of items
-
-    def __init__(
-        self,
-        data_path: str,
-        tokenizer,
-        max_length: int | None = None,
-        packing: bool = False,
-        cache_dir: str | None = None,
-        **options: Any,
-    ):
-        length = STAGE_LENGTH[self.kind] if max_length is None else max_length
-        how = CacheOptions(self.kind, length, cache_dir, packing=packing, **options)
-        super().__init__(build_token_cache(data_path, tokenizer, how), packing)
-        meta = self.cache.meta
-        keys = ("format", "kind", "data", "text_separator", "split")
-        content = json.dumps([meta.get(key) for key in keys]).encode()
-        # identifies the tokenised data
-        self.fingerprint: dict[str, Any] = {
-            "data": hashlib.sha256(content).hexdigest()[:16],
-            "tokenizer": meta["tokenizer"][:16],
-        }
-        if "split" in meta:
-            self.fingerprint["eval_share"] = meta["split"][0]
-
-    def source(self, sample_id: int) -> str:
-        """FILE:LINE of a sample."""
-        return self.cache.source(sample_id)
 
 
 class PretrainDataset(StageDataset):
@@ -248,16 +250,10 @@ class DPODataset(StageDataset):
     """Preferences: an item is the pair of a chosen and a rejected answer."""
 
     kind = "dpo"
+    samples_per_item = 2
     collate: Callable[[list], dict] = staticmethod(collate_pairs)
 
-    def __len__(self) -> int:
-        return self.cache.num_samples // 2
 
-    def __getitem__(self, index: int) -> list[dict]:
-        index = range(len(self))[index]
-        return [self.sample(2 * index), self.sample(2 * index + 1)]
-
-    @property
-    def item_tokens(self) -> np.ndarray:
-        """Tokens of each pair, integers [pairs]."""
-        return np.diff(self.cache.offsets).reshape(-1, 2).sum(axis=1)
+DATASETS: dict[str, type[StageDataset]] = {
+    dataset.kind: dataset for dataset in (PretrainDataset, SFTDataset, DPODataset)
+}

@@ -15,11 +15,10 @@ from common.errors import UserError, printable, say
 from common.hub import local_settings
 from common.settings import StageArgs, add_flags, settings_of
 from dataset.held_out import Split
-from dataset.lm_dataset import TokenDataset
+from dataset.lm_dataset import DATASETS, StageDataset
 from dataset.mixing import split_weights
 from dataset.report import format_report
-from dataset.token_cache import STAGE_LENGTH, CacheOptions, build_token_cache, load_tokenizer
-from dataset.tokenizing import KINDS
+from dataset.token_cache import load_tokenizer
 
 OPTIONS = ("text_separator", "cache_dir", "on_bad_data", "max_bad_share")
 
@@ -35,7 +34,7 @@ def marked_text(tokenizer, sample: dict) -> str:
     return shown
 
 
-def show(dataset: TokenDataset, tokenizer, count: int) -> None:
+def show(dataset: StageDataset, tokenizer, count: int) -> None:
     """Print the first `count` items of the dataset, then its report."""
     for index in range(min(count, len(dataset))):
         item = dataset[index]
@@ -45,7 +44,7 @@ def show(dataset: TokenDataset, tokenizer, count: int) -> None:
         for sample in item:
             targets, target_bytes = int(sample["loss_mask"].sum()), sample["target_bytes"]
             size = f"{len(sample['input_ids'])} tokens, {targets} targets of {target_bytes} bytes"
-            say(f"sample {sample['sample_id']} from {dataset.cache.source(sample['sample_id'])}: {size}")
+            say(f"sample {sample['sample_id']} from {dataset.source(sample['sample_id'])}: {size}")
             say(f"{marked_text(tokenizer, sample)}\n")
     say(format_report(dataset.cache.report, dataset.cache.files))
     if dataset.packing:
@@ -55,7 +54,7 @@ def show(dataset: TokenDataset, tokenizer, count: int) -> None:
 def main() -> None:
     """Read the options, build or open the cache, print."""
     parser = Parser(prog="python -m dataset.show_samples", description=__doc__.splitlines()[0])
-    parser.add_argument("--kind", choices=KINDS, required=True, help="kind of training")
+    parser.add_argument("--kind", choices=list(DATASETS), required=True, help="kind of training")
     settings = settings_of(StageArgs)
     shown = ("data_path", "eval_share", "tokenizer_path", "max_seq_len", *OPTIONS)
     add_flags(parser, [settings[name] for name in shown])
@@ -72,7 +71,6 @@ def main() -> None:
         setattr(args, name, value)
     tokenizer = load_tokenizer(args.tokenizer_path)
     options = {name: getattr(args, name) for name in ("num_proc", *OPTIONS)}
-    length = args.max_seq_len or STAGE_LENGTH[args.kind]
     paths, _ = split_weights(args.data_path)
     parts: list[tuple[str, Split | None]] = [(path, None) for path in paths]
     if args.eval_share:
@@ -80,9 +78,8 @@ def main() -> None:
         parts.append((",".join(paths), Split(args.eval_share, held_out=True)))
     for path, split in parts:
         packing = bool(args.packing) and not (split and split.held_out)
-        how = CacheOptions(args.kind, length, **options, split=split, packing=packing)
-        cache = build_token_cache(path, tokenizer, how)
-        show(TokenDataset(cache, packing), tokenizer, args.samples)
+        data = DATASETS[args.kind](path, tokenizer, args.max_seq_len, packing, split=split, **options)
+        show(data, tokenizer, args.samples)
 
 
 if __name__ == "__main__":

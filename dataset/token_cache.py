@@ -73,7 +73,7 @@ PARALLEL_ABOVE = 8 << 20  # bytes of data; below that, starting processes costs 
 class CacheOptions:
     """How data become a token cache.
 
-    kind: one of KINDS. max_length: tokens per sample at most. cache_dir: default `dataset/cache` in the
+    kind: one of TOKENIZERS. max_length: tokens per sample at most. cache_dir: default `dataset/cache` in the
     repository. num_proc: processes that tokenise, default one per core. on_bad_data: "stop" at a bad record,
     or "skip" and list each. max_bad_share: the share of the records, 0 to 1, above which "skip" stops as
     well. text_separator: the line between documents of .txt files. split: the records to read, None for all.

@@ -408,4 +408,3 @@ TOKENIZERS: dict[str, type[BlockTokenizer]] = {
     "sft": ChatTokenizer,
     "dpo": PairTokenizer,
 }
-KINDS = tuple(TOKENIZERS)

@@ -35,7 +35,7 @@ from model.prompts import prompt_tokens
 from model.sampling import Sampling
 from tools import learn_drawings as drawings
 from tools.learn_drawings import BLUE, DATA, GRAY, GREEN, LENGTH, MODELS, ORANGE, STYLE, new_figure
-from trainer.data.order import epoch_loader
+from trainer.data.datasets import epoch_loader, epoch_order
 from trainer.objectives.next_token import Batch, next_token_loss
 from trainer.objectives.policy import group_advantages
 from trainer.objectives.ppo import token_advantages
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 def pretraining_batches(count: int, tokenizer: Any) -> Iterator[Batch]:
     """The first micro-batches of the quickstart's pretraining data."""
     data = PretrainDataset(str(DATA / "pretrain.jsonl"), tokenizer, LENGTH)
-    return islice(epoch_loader(data, batch_size=8, seed=0, epoch=0), count)
+    return islice(epoch_loader(data, epoch_order(len(data), seed=0, epoch=0), batch_size=8), count)
 
 
 def update(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch) -> None:
@@ -90,7 +90,9 @@ def preferences(updates: int = 41) -> "Figure":
     reference = copy.deepcopy(model).requires_grad_(False)
     data = DPODataset(str(DATA / "terse.jsonl"), tokenizer, LENGTH)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-5)
-    loader = epoch_loader(data, batch_size=8, seed=0, epoch=0, collate_fn=data.collate)
+    loader = epoch_loader(
+        data, epoch_order(len(data), seed=0, epoch=0), batch_size=8, collate_fn=data.collate
+    )
     chosen, rejected, losses = [], [], []
     for batch in islice(loader, updates):
         log_probs, before = answer_log_probs(model, batch)[0], answer_log_probs(reference, batch)[0]

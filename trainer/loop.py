@@ -22,9 +22,8 @@ from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader
 
 from common.errors import UserError
-from dataset.lm_dataset import TokenDataset
+from dataset.lm_dataset import StageDataset
 from dataset.mixing import split_weights
-from trainer.data.datasets import epoch_tokens
 from trainer.devices.device import describe_device
 from trainer.devices.process_group import Logger, gather, reduce_sum, this_rank, world_size
 from trainer.devices.wrapping import full_tensor, gradient_sync, is_sharded, unwrap
@@ -265,8 +264,10 @@ def describe_run(
     if window[0] is fetched[0] and tokens:
         data = loader.dataset
         # else prompts are counted once
-        is_exact = isinstance(data, TokenDataset) and "key_index" not in window[0]
-        amount = epoch_tokens(data, state.args) * passes if is_exact else tokens * left
+        is_exact = isinstance(data, StageDataset) and "key_index" not in window[0]
+        amount = tokens * left
+        if is_exact:
+            amount = data.num_tokens / len(data) * state.run["samples"] * passes
         in_all = f"{amount / 1e6:,.1f} M" if amount >= 1e6 else f"{amount:,.0f}"
         parts[0] += f" of about {amount / left:,.0f} tokens"
         parts.append(f"{in_all} tokens in all")

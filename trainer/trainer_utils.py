@@ -25,8 +25,15 @@ from common.files import lock_output
 from common.launcher import available_cores, launch
 from common.settings import ROOT, StageArgs
 from dataset.token_cache import load_tokenizer
-from trainer.data.datasets import StageData, check_data_paths, epoch_samples
-from trainer.data.order import SizedDataset, SkipBatchSampler, eval_loader, steps_per_epoch  # noqa: F401
+from trainer.data.datasets import (  # noqa: F401
+    SizedDataset,
+    SkipBatchSampler,
+    StageData,
+    check_data_paths,
+    epoch_samples,
+    eval_loader,
+    steps_per_epoch,
+)
 from trainer.devices.device import device_and_precision, prepare_device
 from trainer.devices.process_group import (  # noqa: F401
     Logger,

@@ -180,6 +180,11 @@ def test_items_and_targets_of_sft(sft, tokenizer):
 def test_packed_rows_hold_the_same_samples(sft):
     plain, packed = sft(), sft(packing=True)
     assert len(packed) <= len(plain) / 2
+    filled = packed.num_tokens / (64 * len(packed))
+    told = (
+        f"packing: 60 samples in {len(packed)} sequences of 64 tokens, {filled:.1%} filled, no sample split"
+    )
+    assert packed.describe_packing() == told
     seen = {}
     for r in range(len(packed)):
         row = packed[r]

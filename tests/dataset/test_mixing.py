@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import UserError
-from dataset.lm_dataset import DPODataset, PretrainDataset, SFTDataset, TokenDataset, collate_flat
+from dataset.lm_dataset import DPODataset, PretrainDataset, SFTDataset, StageDataset, collate_flat
 from dataset.mixing import MixedDataset, even_order, split_weights
-from trainer.data.order import SkipBatchSampler, epoch_order, rank_share, steps_per_epoch
+from trainer.data.datasets import SkipBatchSampler, epoch_order, rank_share, steps_per_epoch
 
 LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=40) | st.lists(
     st.just(7), min_size=1, max_size=40
@@ -22,7 +22,7 @@ LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=40) | st.lists(
 class FakeSource:
     """Items of these lengths, a sample each."""
 
-    mean_tokens = TokenDataset.mean_tokens
+    mean_tokens = StageDataset.mean_tokens
 
     def __init__(self, lengths: list[int]):
         self.item_tokens, self.num_tokens, self.records = np.array(lengths), sum(lengths), len(lengths)

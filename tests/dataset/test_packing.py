@@ -1,14 +1,12 @@
 """Packing: every sample once, no row too full, rows well filled, and the greedy rule it claims to follow."""
 
 import itertools
-from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dataset.lm_dataset import TokenDataset
 from dataset.packing import pack
 
 
@@ -44,20 +42,6 @@ def test_rows_are_those_of_best_fit_decreasing(case):
     rooms = [max_length - sum(lengths[i] for i in row) for row in rows]
     assert sorted(rooms) == best_fit_decreasing(lengths, max_length)
     assert rows == rows_of(lengths, max_length)
-
-
-def test_the_report_says_how_full_the_sequences_are():
-    def packed(lengths):
-        samples, ends = pack(np.array(lengths), 100)
-        cache = MagicMock(num_samples=len(lengths), meta={"max_length": 100})
-        cache.packed_samples, cache.packed_offsets = samples, ends
-        cache.report = {"records": len(lengths), "tokens": sum(lengths), "targets": 0}
-        return TokenDataset(cache, packing=True).describe_packing()
-
-    assert packed([60, 40, 50, 50]).startswith(
-        "packing: 4 samples in 2 sequences of 100 tokens, 100.0% filled"
-    )
-    assert packed([51, 51, 51]).startswith("packing: 3 samples in 3 sequences of 100 tokens, 51.0% filled")
 
 
 def test_lengths_that_cannot_be():

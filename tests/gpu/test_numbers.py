@@ -26,7 +26,7 @@ from scripts.planning.machine import LIBRARIES, STATE, Machine, training_cost
 from tests.gpu import parts
 from tests.gpu.parts import LENGTHS, SHAPES, dtypes, micro_batch, new_state, samples, train
 from tests.model.test_model_minimind import stock
-from trainer.data.order import epoch_loader
+from trainer.data.datasets import epoch_loader, epoch_order
 from trainer.devices.device import native_bfloat16, use_deterministic_kernels
 from trainer.devices.wrapping import transformer_layers, whole_model
 from trainer.objectives.next_token import to_device
@@ -452,7 +452,10 @@ def test_workers(device, record_property):
         torch.cuda.init()  # as in training, before the loader is made
     data = [samples(number, (40 + number % 7,)) for number in range(64)]
     here, there = (
-        [to_device(batch, device) for batch in epoch_loader(data, 4, 0, 0, num_workers=workers)]
+        [
+            to_device(batch, device)
+            for batch in epoch_loader(data, epoch_order(len(data), 0, 0), 4, num_workers=workers)
+        ]
         for workers in (0, 2)
     )
     assert len(here) == len(there) == 16
@@ -460,5 +463,5 @@ def test_workers(device, record_property):
         for name in ("input_ids", "targets", "target_index", "cu_seqlens"):
             assert torch.equal(right[name], found[name]), f"{name} of a micro-batch is not what was made"
     if device.type == "cuda":
-        batch = next(iter(epoch_loader(data, 4, 0, 0, num_workers=2)))
+        batch = next(iter(epoch_loader(data, epoch_order(len(data), 0, 0), 4, num_workers=2)))
         assert batch["input_ids"].is_pinned(), "the loader's memory is not pinned"

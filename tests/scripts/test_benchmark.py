@@ -16,7 +16,7 @@ from scripts import benchmark
 from tests.conftest import ROOT
 from tests.scripts.fake_minimind import make_checkout
 from tests.stage_process import run
-from trainer.data.order import epoch_loader
+from trainer.data.datasets import epoch_loader, epoch_order
 from trainer.report.speed import training_flops
 
 SMALL = ["--hidden_size", 32, "--num_hidden_layers", 1, "--max_seq_len", 64, "--batch_size", 4]
@@ -87,7 +87,7 @@ def test_counted_arithmetic_is_torchs(corpus):
     """torch counts matrix products only, and attention per sample; the masked half of attention is left out
     here."""
     dataset = SFTDataset(str(corpus["sft"]), load_tokenizer(ROOT / "model"), 64, cache_dir=corpus["cache"])
-    batch = next(iter(epoch_loader(dataset, 6, 0, 0)))
+    batch = next(iter(epoch_loader(dataset, epoch_order(len(dataset), 0, 0), 6)))
     config = MiniMindConfig(hidden_size=64, num_hidden_layers=2)
     model = MiniMindForCausalLM(config)
     batch.pop("sample_ids"), batch.pop("target_bytes")

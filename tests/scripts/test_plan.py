@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from common.arguments import parse_args
 from common.errors import UserError
 from common.settings import ModelConfig
-from dataset.lm_dataset import TokenDataset
+from dataset.lm_dataset import StageDataset
 from scripts import chat, plan
 from scripts.planning import report, stages
 from scripts.planning.choice import SMALLEST_SHARE, Plan, Planner, choose
@@ -182,7 +182,7 @@ def test_too_little_time_is_said_before_all_is_tokenised(start, monkeypatch, tmp
 
 
 class Data(SimpleNamespace):
-    mean_tokens = TokenDataset.mean_tokens
+    mean_tokens = StageDataset.mean_tokens
     cache = SimpleNamespace(report={"target_bytes": 3000, "targets": 1000})
 
     def __len__(self) -> int:

@@ -17,7 +17,7 @@ from tests.stage_process import Faults, run
 from tests.trainer.run.test_skipped_updates import batch, make_state
 from tests.trainer.stage_flags import assert_same_tensors, flags, records, saved_state
 from trainer import loop
-from trainer.data.order import epoch_loader
+from trainer.data.datasets import epoch_loader, epoch_order
 from trainer.loop import make_record, train_epoch, train_update, trial_pass, update_size
 from trainer.objectives.next_token import next_token_loss
 from trainer.report.metrics import describe, read_metrics
@@ -165,7 +165,14 @@ def test_data_loader_processes_make_a_whole_update_ahead(tmp_path, processes, wi
     """While the first update is computed, the micro-batches of the next one are made, and no more."""
     data, ahead = Noting(tmp_path / "read"), max(2 * processes, -(-window // processes) * processes)
     batches = iter(
-        epoch_loader(data, 1, 1, 0, num_workers=processes, collate_fn=lambda x: {"x": x}, window=window)
+        epoch_loader(
+            data,
+            epoch_order(len(data), 1, 0),
+            1,
+            num_workers=processes,
+            collate_fn=lambda x: {"x": x},
+            window=window,
+        )
     )
     for _ in range(window):
         next(batches)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from common.errors import UserError
 from model.model_minimind import MiniMindConfig
 from trainer import trainer_utils as utils
-from trainer.data.order import epoch_order, rank_share
+from trainer.data.datasets import epoch_order, rank_share
 from trainer.loop import train_epoch
 
 

@@ -19,7 +19,7 @@ from common.launcher import launch
 from common.settings import ROOT
 from dataset.lm_dataset import StageDataset
 from model.model_minimind import MiniMindConfig
-from trainer.data.order import epoch_order
+from trainer.data.datasets import epoch_order
 from trainer.devices.device import autocast_dtype
 from trainer.devices.wrapping import unwrap
 from trainer.run.state import TrainState

@@ -1,26 +1,35 @@
-"""The datasets of a stage, opened before the process group exists, and the micro-batches made of them."""
+"""The data of a stage: its datasets, opened before the process group exists; the order of their samples, a
+pure function of the seed and the epoch for any number of ranks; and the micro-batches made of them."""
 
+import math
+import signal
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
-from torch.utils.data import DataLoader
+import torch
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from common.errors import UserError, say
 from common.launcher import launch
 from common.settings import ROOT, StageArgs
 from dataset.files import expand_paths
 from dataset.held_out import Split
-from dataset.lm_dataset import StageDataset, TokenDataset
+from dataset.lm_dataset import StageDataset, collate_flat
 from dataset.mixing import MixedDataset, split_weights
 from dataset.rollout_prompts import PromptDataset
-from trainer.data.order import epoch_loader, epoch_order
-from trainer.devices.process_group import world_size
+from trainer.devices.process_group import this_rank, world_size
+from trainer.run.errors import check_shared_memory, ignore_stop_signals, loader_error
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 StageData = StageDataset | PromptDataset
+
+
+# --- datasets
 
 
 def check_data_paths(args: StageArgs) -> None:
@@ -41,20 +50,6 @@ def check_data_paths(args: StageArgs) -> None:
         paths.append(args.eval_data_path)
     for path in paths:
         expand_paths(path)
-
-
-def epoch_items(train_set: TokenDataset | PromptDataset, args: Any) -> int:
-    """Items of an epoch: all, or with --max_tokens as many as have so many tokens on average."""
-    if not args.max_tokens or args.max_tokens >= train_set.num_tokens:
-        return len(train_set)
-    return max(1, round(len(train_set) * args.max_tokens / train_set.num_tokens))
-
-
-def epoch_tokens(train_set: TokenDataset | PromptDataset, args: Any) -> float:
-    """Tokens of an epoch; with --max_tokens about."""
-    if not args.max_tokens:
-        return train_set.num_tokens
-    return train_set.num_tokens * epoch_items(train_set, args) / len(train_set)
 
 
 def held_out_source(args: StageArgs) -> tuple[str, Split | None]:
@@ -90,7 +85,7 @@ def open_datasets(
     if weights:
         train = MixedDataset(list(zip(paths, sources, strict=True)), weights)
     ranks = launch().world_size
-    items = epoch_items(train, args)
+    items = epoch_items(train, args) if args.max_tokens else len(train)
     if ranks > items:
         raise UserError(f"{ranks} processes, but an epoch has only {items} samples; start fewer processes")
     if launch().rank == 0:
@@ -104,57 +99,12 @@ def open_datasets(
         held_out = open_split(*held_out_source(args))
     text = f"data: {train.records:,} records, {train.num_tokens:,} tokens"
     if items < len(train):
-        text += f", of which an epoch takes {epoch_tokens(train, args):,.0f} (--max_tokens)"
+        text += f", of which an epoch takes {items * train.mean_tokens:,.0f} (--max_tokens)"
     if held_out is not None:
         text += f"; held out: {held_out.records:,} records, {held_out.num_tokens:,} tokens"
     if launch().rank == 0:
         say(text)
     return train, held_out
-
-
-def train_loader(train_set: StageData, args: Any, epoch: int, skip_batches: int = 0) -> DataLoader:
-    """The micro-batches of one epoch on this rank, from micro-batch `skip_batches` on; those of prompts come
-    --num_iterations times, update by update. For another order of the samples change `order`; a second source
-    of them is another `epoch_loader` (order.py)."""
-    order = epoch_order(len(train_set), args.seed, epoch)[: epoch_items(train_set, args)]
-    if isinstance(train_set, MixedDataset):
-        order = train_set.items_of_epoch(args.seed, epoch)[order]
-    elif not isinstance(train_set, StageDataset):  # prompts
-        per_update = prompts_per_update(args)
-        updates = order[: len(order) // per_update * per_update].reshape(-1, per_update)
-        order = np.repeat(updates, args.num_iterations, axis=0).reshape(-1)
-    return epoch_loader(
-        train_set,
-        args.batch_size,
-        args.seed,
-        epoch,
-        skip_batches,
-        args.num_workers,
-        train_set.collate,
-        order=order,
-        window=args.accumulation_steps,
-    )
-
-
-def prompts_per_update(args: Any) -> int:
-    """Prompts that an update takes, over all ranks."""
-    return args.batch_size * args.accumulation_steps * world_size()
-
-
-def epoch_samples(train_set: StageData, args: Any) -> int:
-    """The samples that an epoch trains, over all ranks. Of prompts only whole updates are made,
-    --num_iterations times; the prompts left over are others in the next epoch. Raises UserError if there are
-    fewer than an update takes."""
-    items = epoch_items(train_set, args)
-    if isinstance(train_set, StageDataset):
-        return items
-    per_update = prompts_per_update(args)
-    if items < per_update:
-        raise UserError(
-            f"an epoch has {items} prompts, and an update takes {per_update} (batch_size x "
-            "accumulation_steps x processes); lower --batch_size"
-        )
-    return items // per_update * per_update * args.num_iterations
 
 
 def open_prompts(
@@ -180,3 +130,191 @@ def open_prompts(
     if args.eval_share or args.eval_data_path:
         held_out = open_split(*held_out_source(args))
     return train, held_out
+
+
+# --- what an epoch takes, in which order
+
+
+def epoch_items(train_set: StageDataset | PromptDataset, args: Any) -> int:
+    """Items of an epoch: all, or with --max_tokens as many as have so many tokens on average."""
+    if not args.max_tokens or args.max_tokens >= train_set.num_tokens:
+        return len(train_set)
+    return max(1, round(len(train_set) * args.max_tokens / train_set.num_tokens))
+
+
+def epoch_tokens(train_set: StageDataset | PromptDataset, args: Any) -> float:
+    """Tokens of an epoch; with --max_tokens about."""
+    if not args.max_tokens:
+        return train_set.num_tokens
+    return train_set.num_tokens * epoch_items(train_set, args) / len(train_set)
+
+
+def prompts_per_update(args: Any) -> int:
+    """Prompts that an update takes, over all ranks."""
+    return args.batch_size * args.accumulation_steps * world_size()
+
+
+def epoch_samples(train_set: StageData, args: Any) -> int:
+    """The samples that an epoch trains, over all ranks. Of prompts only whole updates are made,
+    --num_iterations times; the prompts left over are others in the next epoch. Raises UserError if there are
+    fewer than an update takes."""
+    items = epoch_items(train_set, args) if args.max_tokens else len(train_set)
+    if isinstance(train_set, StageDataset):
+        return items
+    per_update = prompts_per_update(args)
+    if items < per_update:
+        raise UserError(
+            f"an epoch has {items} prompts, and an update takes {per_update} (batch_size x "
+            "accumulation_steps x processes); lower --batch_size"
+        )
+    return items // per_update * per_update * args.num_iterations
+
+
+def steps_per_epoch(num_samples: int, batch_size: int) -> int:
+    """Micro-batches of each rank in one epoch."""
+    return math.ceil(num_samples / (batch_size * world_size()))
+
+
+def epoch_order(num_samples: int, seed: int, epoch: int) -> np.ndarray:
+    """The permutation of the samples [num_samples] in an epoch: a function of (seed, epoch), the same on
+    every rank."""
+    # narrow: there may be 10^8 of them
+    samples = np.arange(num_samples, dtype=np.min_scalar_type(num_samples))
+    return np.random.Generator(np.random.PCG64([seed, epoch])).permutation(samples)
+
+
+def rank_share(order: np.ndarray, batch_size: int, rank: int, ranks: int) -> np.ndarray:
+    """The samples of one rank: of each global micro-batch (`batch_size * ranks` samples of `order`) the
+    rank-th part.
+
+    The shares of all ranks together are the order, nothing twice; at the end a rank may have fewer samples,
+    or none.
+    """
+    turns = np.arange(math.ceil(len(order) / batch_size)) % ranks == rank
+    return order[np.repeat(turns, batch_size)[: len(order)]]
+
+
+class SkipBatchSampler(Sampler):
+    """Batches of `sampler`'s indices without the first `skip_batches` (those trained before a resume).
+
+    Args:
+        sampler: the indices in order, asked again for each pass, so that a later `set_epoch` counts; of an
+            array or list the skipped ones are not even read.
+        batch_size: samples per micro-batch of this rank.
+        skip_batches: how many micro-batches to leave out, exactly.
+        num_batches: micro-batches of the epoch before skipping, the same on every rank; a rank that runs out
+            of samples yields empty ones. Derived from the sampler if not given.
+    """
+
+    def __init__(self, sampler: Any, batch_size: int, skip_batches: int = 0, num_batches: int | None = None):
+        self.sampler = list(sampler) if isinstance(sampler, Iterator) else sampler
+        self.batch_size = batch_size
+        self.skip_batches = skip_batches
+        self.num_batches = math.ceil(len(self.sampler) / batch_size) if num_batches is None else num_batches
+
+    def __iter__(self) -> Iterator[list[int]]:
+        indices = self.sampler if hasattr(self.sampler, "__getitem__") else list(self.sampler)
+        for batch in range(self.skip_batches, self.num_batches):
+            yield [int(i) for i in indices[batch * self.batch_size : (batch + 1) * self.batch_size]]
+
+    def __len__(self) -> int:
+        return max(0, self.num_batches - self.skip_batches)
+
+
+# --- micro-batches
+
+
+class ProcessLoader(DataLoader):
+    """A DataLoader with processes, which reports a killed one with the next micro-batch.
+
+    torch's own handler of SIGCHLD raises at once, wherever the training process is: also while it saves.
+    """
+
+    def __iter__(self) -> Any:
+        batches = super().__iter__()
+        if threading.current_thread() is threading.main_thread():
+            # torch sets its handler with the first iterator only
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        try:
+            yield from batches
+        except (EOFError, ConnectionError) as error:  # killed while it handed a micro-batch over
+            raise loader_error(error) from error
+
+
+class SizedDataset(Protocol):
+    """A map-style dataset."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+def train_loader(train_set: StageData, args: Any, epoch: int, skip_batches: int = 0) -> DataLoader:
+    """The micro-batches of one epoch on this rank, from micro-batch `skip_batches` on; those of prompts come
+    --num_iterations times, update by update. For another order of the samples change `order`; a second source
+    of them is another `epoch_loader`."""
+    order = epoch_order(len(train_set), args.seed, epoch)
+    if args.max_tokens:
+        order = order[: epoch_items(train_set, args)]
+    if isinstance(train_set, MixedDataset):
+        order = train_set.items_of_epoch(args.seed, epoch)[order]
+    elif not isinstance(train_set, StageDataset):  # prompts
+        per_update = prompts_per_update(args)
+        updates = order[: len(order) // per_update * per_update].reshape(-1, per_update)
+        order = np.repeat(updates, args.num_iterations, axis=0).reshape(-1)
+    return epoch_loader(
+        train_set,
+        order,
+        args.batch_size,
+        skip_batches,
+        args.num_workers,
+        train_set.collate,
+        window=args.accumulation_steps,
+    )
+
+
+def epoch_loader(
+    dataset: SizedDataset,
+    order: np.ndarray,
+    batch_size: int,
+    skip_batches: int = 0,
+    num_workers: int = 0,
+    collate_fn: Callable[[list], dict[str, Any]] = collate_flat,
+    window: int = 1,
+) -> DataLoader:
+    """The micro-batches of one epoch on this rank, from micro-batch `skip_batches` on. `order`: of the
+    samples of all ranks (`epoch_order`). `window`: micro-batches of an update; processes make so many
+    ahead."""
+    mine = order
+    if world_size() > 1:
+        mine = rank_share(order, batch_size, this_rank(), world_size())
+    num_batches = steps_per_epoch(len(order), batch_size)
+    options: dict[str, Any] = {
+        "batch_sampler": SkipBatchSampler(mine, batch_size, skip_batches, num_batches),
+        "collate_fn": collate_fn,
+        "pin_memory": torch.cuda.is_initialized(),  # if this process computes on a GPU
+        "generator": torch.Generator(),  # the loader draws a base seed: keep it off the global stream
+    }
+    if not num_workers:
+        return DataLoader(cast(Dataset, dataset), **options)
+    check_shared_memory(num_workers)
+    return ProcessLoader(
+        cast(Dataset, dataset),
+        num_workers=num_workers,
+        prefetch_factor=max(2, math.ceil(window / num_workers)),  # of each process
+        worker_init_fn=ignore_stop_signals,
+        **options,
+    )
+
+
+def eval_loader(
+    dataset: SizedDataset, batch_size: int, collate_fn: Callable[[list], dict[str, Any]] = collate_flat
+) -> DataLoader:
+    """This rank's share of the held-out data. Micro-batch k is samples k * batch_size onwards for any world
+    size; each rank has equally many micro-batches, the last of which may be empty."""
+    mine = rank_share(np.arange(len(dataset)), batch_size, this_rank(), world_size())
+    batches = SkipBatchSampler(mine, batch_size, 0, steps_per_epoch(len(dataset), batch_size))
+    pin_memory = torch.cuda.is_initialized()
+    return DataLoader(
+        cast(Dataset, dataset), batch_sampler=batches, collate_fn=collate_fn, pin_memory=pin_memory
+    )

@@ -25,9 +25,8 @@ from torch.nn.parallel import DistributedDataParallel
 from common.errors import UserError
 from common.launcher import launch
 from common.settings import StageArgs
-from dataset.lm_dataset import TokenDataset
-from trainer.data.datasets import epoch_tokens
-from trainer.data.order import SizedDataset
+from dataset.lm_dataset import StageDataset
+from trainer.data.datasets import SizedDataset, epoch_tokens
 from trainer.devices.device import autocast_dtype, native_bfloat16
 from trainer.devices.process_group import Logger, gather, this_rank, world_size
 from trainer.report.speed import layer_weights
@@ -175,7 +174,7 @@ def compiles(args: StageArgs, train_set: SizedDataset, device: torch.device) -> 
     if args.use_compile is not None:
         return args.use_compile
     # an engine task may have other data, for which nothing was measured
-    is_text = isinstance(train_set, TokenDataset)
+    is_text = isinstance(train_set, StageDataset)
     if not (args.compiling_pays and is_text) or args.activation_checkpointing:
         return False
     if device.type == "cuda":
@@ -208,7 +207,7 @@ def use_kernels(
     if not is_half or args.use_compile is False or not has_compiler("cuda"):
         return
     if args.use_compile is None:
-        is_text = isinstance(train_set, TokenDataset)
+        is_text = isinstance(train_set, StageDataset)
         if is_text and operations(args, train_set) < MIN_FLOPS_FOR_KERNELS:
             return
         Logger("--use_compile auto: norms, SwiGLU and the loss are compiled, which takes seconds")
@@ -223,7 +222,7 @@ def compiler_may_fail() -> None:
     config.suppress_errors = True
 
 
-def operations(args: StageArgs, train_set: TokenDataset) -> float:
+def operations(args: StageArgs, train_set: StageDataset) -> float:
     """Roughly the floating-point operations of a run, of each rank."""
     weights = layer_weights(args.num_hidden_layers, args.hidden_size)
     return 6.0 * weights * epoch_tokens(cast(Any, train_set), args) * args.epochs / world_size()

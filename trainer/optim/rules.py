@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from common.errors import UserError
 from common.settings import StageArgs
-from dataset.lm_dataset import TokenDataset
+from dataset.lm_dataset import StageDataset
 from trainer.data.datasets import epoch_tokens
 from trainer.devices.process_group import Logger, world_size
 from trainer.run.resume import largest_divisor
@@ -91,7 +91,7 @@ def apply_rules(args: A, checkpoint: dict[str, Any] | None, data: Any) -> A:
             of_rank = max(1, run["global_batch"] // world_size())
             args = replace(args, batch_size=largest_divisor(of_rank, max(1, before)))
         return replace(args, learning_rate=args.learning_rate or run["learning_rate"])
-    if not isinstance(data, TokenDataset):
+    if not isinstance(data, StageDataset):
         raise UserError(
             f"{flags[0]}: the rules know text and SFT data, not a {type(data).__name__}; give a number"
         )

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, default_collate
 
 from common.errors import UserError
 from llm.training.core.config import Config
-from trainer.data.order import SizedDataset, epoch_loader, eval_loader
+from trainer.data.datasets import SizedDataset, epoch_loader, epoch_order, eval_loader
 
 
 class DataModule(ABC):
@@ -70,7 +70,8 @@ class DataModule(ABC):
         """This rank's micro-batches of one epoch, from micro-batch `skip_batches` on."""
         size, seed = self.config.training.batch_size, self.config.training.seed
         workers = self.config.data.num_workers
-        return epoch_loader(self.train_dataset, size, seed, epoch, skip_batches, workers, self.collate)
+        order = epoch_order(len(self.train_dataset), seed, epoch)
+        return epoch_loader(self.train_dataset, order, size, skip_batches, workers, self.collate)
 
     def val_dataloader(self) -> DataLoader | None:
         """This rank's share of the held-out data, or None. Every rank gets equally many batches: FSDP needs

@@ -13,8 +13,7 @@ from llm.training.core.config import Config
 from llm.training.data.base import DataModule
 from llm.training.tasks.base_task import TrainingTask
 from trainer import train_full_sft, train_pretrain
-from trainer.data.datasets import epoch_samples, train_loader
-from trainer.data.order import eval_loader
+from trainer.data.datasets import epoch_samples, eval_loader, train_loader
 from trainer.devices.wrapping import build_device
 from trainer.objectives.next_token import flat_size, held_out_loss, model_config
 from trainer.optim.build import build_optimizer

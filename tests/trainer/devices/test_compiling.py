@@ -2,16 +2,13 @@
 
 from contextlib import nullcontext
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import cast
 
 import pytest
 import torch
 from torch._dynamo import config as dynamo
 
 from common.settings import StageArgs
-from dataset.lm_dataset import TokenDataset
-from dataset.token_cache import TokenCache
+from dataset.lm_dataset import StageDataset
 from model import fused
 from trainer import train_pretrain
 from trainer.devices import wrapping
@@ -20,13 +17,15 @@ from trainer.devices.wrapping import compiles, has_compiler, operations, use_ker
 LONG = train_pretrain.Args(packing=True, max_seq_len=512, epochs=2, device="cpu")
 
 
-def data_of(tokens: int) -> TokenDataset:
-    report = {"records": 1, "tokens": tokens, "targets": 0}
-    return TokenDataset(cast(TokenCache, SimpleNamespace(report=report)))
+class Data(StageDataset):
+    """Data of so many tokens."""
+
+    def __init__(self, num_tokens: int):
+        self.num_tokens = num_tokens
 
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
-RUN = data_of(500_000_000)
+RUN = Data(500_000_000)
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +68,7 @@ def test_with_a_matrix_unit_all_long_runs_are(other, monkeypatch):
 
 def test_what_was_not_measured_is_not(monkeypatch):
     """Other stages, data of one's own, short runs, a machine without a compiler."""
-    assert not compiles(LONG, data_of(50_000), CPU)
+    assert not compiles(LONG, Data(50_000), CPU)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(wrapping, "has_compiler", lambda device: False)
         assert not compiles(LONG, RUN, CPU)
@@ -110,9 +109,9 @@ def test_on_a_gpu_all_long_runs_in_half_precision_are(other, monkeypatch):
         assert compiles(replace(LONG, **other), RUN, GPU) is native
     for short in (replace(LONG, dtype="float32"), replace(LONG, activation_checkpointing=True)):
         assert not compiles(replace(short, packing=False), RUN, GPU)
-    per_token = operations(LONG, data_of(1))
-    assert compiles(LONG, data_of(int(wrapping.MIN_FLOPS_PER_GPU / per_token) + 1), GPU)
-    assert not compiles(LONG, data_of(int(wrapping.MIN_FLOPS_PER_GPU / per_token) - 1), GPU)
+    per_token = operations(LONG, Data(1))
+    assert compiles(LONG, Data(int(wrapping.MIN_FLOPS_PER_GPU / per_token) + 1), GPU)
+    assert not compiles(LONG, Data(int(wrapping.MIN_FLOPS_PER_GPU / per_token) - 1), GPU)
 
 
 def test_what_cannot_be_compiled_runs_as_it_is():
@@ -136,7 +135,7 @@ def test_what_cannot_be_compiled_runs_as_it_is():
 
 def test_zero_and_one_stay(capsys):
     assert compiles(replace(LONG, use_compile=False), RUN, CPU) is False
-    assert compiles(replace(LONG, use_compile=True, packing=False), data_of(500), CPU) is True
+    assert compiles(replace(LONG, use_compile=True, packing=False), Data(500), CPU) is True
     assert capsys.readouterr().out == ""
 
 
@@ -155,7 +154,7 @@ def test_a_gpu_takes_the_kernels_where_they_pay(settings, tokens, on, monkeypatc
     monkeypatch.setattr(fused, "KERNELS", not on)
     args = replace(LONG, **{"dtype": "bfloat16"} | settings)
     monkeypatch.setattr(wrapping, "autocast_dtype", lambda *_: getattr(torch, args.dtype))
-    train_set = range(9) if tokens is None else data_of(tokens)
+    train_set = range(9) if tokens is None else Data(tokens)
     use_kernels(args, train_set, GPU, nullcontext())
     assert fused.KERNELS is on
     assert capsys.readouterr().out.count("\n") == (on and args.use_compile is None)

@@ -18,7 +18,7 @@ from tests.conftest import ROOT
 from tests.trainer.stage_flags import flags
 from trainer import train_full_sft, train_pretrain
 from trainer import trainer_utils as utils
-from trainer.data.order import epoch_loader, eval_loader
+from trainer.data.datasets import epoch_loader, epoch_order, eval_loader
 from trainer.devices import device as device_module
 from trainer.devices import process_group as distributed
 from trainer.devices.device import autocast_dtype, mixed_precision, select_device, use_deterministic_kernels
@@ -139,7 +139,7 @@ def test_kernels_are_chosen_before_the_device_is(script, kernels, monkeypatch, t
 def test_memory_is_pinned_only_where_a_gpu_is_used(initialized, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: initialized)
-    assert epoch_loader(range(4), 2, seed=1, epoch=0).pin_memory is initialized
+    assert epoch_loader(range(4), epoch_order(4, 0, 0), 2).pin_memory is initialized
     assert eval_loader(range(4), 2).pin_memory is initialized
 
 

@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from common.errors import UserError
-from dataset.lm_dataset import TokenDataset
+from dataset.lm_dataset import StageDataset
 from tests.stage_process import Faults, run
 from tests.trainer.stage_flags import assert_same_run, flags, saved_state
 from trainer import train_dpo, train_full_sft, train_pretrain
@@ -18,7 +18,7 @@ from trainer.run import resume
 TOKENS, WIDTHS = st.floats(1e3, 1e12), st.integers(1, 128).map(lambda n: 16 * n)
 
 
-class Data(TokenDataset):
+class Data(StageDataset):
     """Data of so many items and tokens."""
 
     num_tokens = 0

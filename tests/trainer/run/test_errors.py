@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from common.errors import UserError
-from trainer.data.order import ProcessLoader, epoch_loader
+from trainer.data.datasets import ProcessLoader, epoch_loader, epoch_order
 from trainer.run.errors import translated_failures
 
 
@@ -20,9 +20,10 @@ def test_without_shared_memory_no_loader_process_is_started(monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(multiprocessing, "Lock", no_room)
-    assert len(epoch_loader(range(4), 2, seed=1, epoch=0)) == 2
+    order = epoch_order(4, seed=1, epoch=0)
+    assert len(epoch_loader(range(4), order, 2)) == 2
     with pytest.raises(UserError, match=r"No space left on device\); use --num_workers 0, .*/dev/shm"):
-        epoch_loader(range(4), 2, seed=1, epoch=0, num_workers=2)
+        epoch_loader(range(4), order, 2, num_workers=2)
 
 
 def test_without_descriptors_no_loader_process_is_started():
@@ -31,7 +32,7 @@ def test_without_descriptors_no_loader_process_is_started():
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (before + 10, limits[1]))
         with pytest.raises(UserError, match="Too many open files"):
-            epoch_loader(range(4), 2, seed=1, epoch=0, num_workers=2)
+            epoch_loader(range(4), epoch_order(4, seed=1, epoch=0), 2, num_workers=2)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     assert len(os.listdir("/proc/self/fd")) == before
