@@ -56,13 +56,6 @@ def describe_records(report: dict) -> str:
     return ", ".join(parts)
 
 
-def format_files(paths: Sequence[str]) -> str:
-    """The names of files, of many the first ones."""
-    if len(paths) > 5:
-        return f"{', '.join(paths[:5])} and {len(paths) - 5:,} more"
-    return ", ".join(paths)
-
-
 def describe_unused_fields(report: dict) -> str:
     """The fields that nothing reads."""
     fields = [f"{repr(name)[1:-1][:40]} {count:,}" for name, count in report["unused_fields"].items()]
@@ -78,8 +71,11 @@ def format_report(report: dict, paths: Sequence[str]) -> str:
     records = f"{r['records']:,} records in {len(paths)} files"
     targets = f"{r['targets']:,} ({r['targets'] / r['tokens']:.1%})"
     lengths = ", ".join(f"{percent} % {length:,}" for percent, length in r["length_percentiles"].items())
+    names = ", ".join(paths[:5])
+    if len(paths) > 5:
+        names += f" and {len(paths) - 5:,} more"
     lines = [
-        f"data: {format_files(paths)}",
+        f"data: {names}",
         f"{kind}, at most {r['max_length']} tokens a sample: {records}",
         f"  {describe_records(r)}",
         f"  samples {r['samples']:,}, tokens {r['tokens']:,}, of which targets {targets}",

@@ -21,11 +21,11 @@ from torch.utils.data import Dataset
 from common.errors import UserError, say
 from common.launcher import launch
 from dataset.files import expand_paths, iter_blocks, parse_block, place
-from dataset.held_out import Split, first_question
+from dataset.held_out import first_question
 from dataset.json_values import BadRecord
 from dataset.records import Chat, to_chat
 from dataset.report import judge_bad_records, stop_at_bad_record
-from dataset.token_cache import file_hash
+from dataset.token_cache import CacheOptions, file_hash
 from dataset.tokenizing import TokenizerSpec
 from model.prompts import encode_pieces, prompt_pieces
 
@@ -63,11 +63,10 @@ class PromptDataset(Dataset):
         tokenizer: with a chat template.
         max_length: prompts of more tokens are left out and counted.
         cache_dir: where the hashes of the files are remembered.
-        on_bad_data, max_bad_share: as of every stage.
-        split: the records to read, None for all.
         tools: JSON schemas of the tools of an environment, offered where a record names none.
         thinking_ratio: share of the prompts after which the model begins with thoughts; which ones, their
             number decides.
+        options: on_bad_data, max_bad_share and split of CacheOptions.
 
     Raises:
         UserError: bad records, or no prompt is left.
@@ -81,14 +80,14 @@ class PromptDataset(Dataset):
         tokenizer: "PreTrainedTokenizerBase",
         max_length: int,
         cache_dir: str,
-        on_bad_data: str = "stop",
-        max_bad_share: float = 0.1,
-        split: Split | None = None,
         tools: list[dict] | None = None,
         thinking_ratio: float = 0.0,
+        **options: Any,
     ):
-        self.tokenizer, self.max_length, self.tools, self.split = tokenizer, max_length, tools, split
+        self.tokenizer, self.max_length, self.tools = tokenizer, max_length, tools
         self.thinking_ratio = thinking_ratio
+        how = CacheOptions("prompts", max_length, **options)
+        self.split = how.split
         self.paths = expand_paths(data_path, plain_text=False)
         spec = TokenizerSpec.of(tokenizer)
         if not spec.chat_template:
@@ -97,16 +96,16 @@ class PromptDataset(Dataset):
             )
         described: list = [[file_hash(path, Path(cache_dir)) for path in self.paths], tools, thinking_ratio]
         self.fingerprint: dict[str, Any] = {"tokenizer": spec.fingerprint[:16]}
-        if split:
-            described.append(list(split))
-            self.fingerprint["eval_share"] = split.share
+        if self.split:
+            described.append(list(self.split))
+            self.fingerprint["eval_share"] = self.split.share
         content = json.dumps(described, sort_keys=True).encode()
         self.fingerprint["data"] = hashlib.sha256(content).hexdigest()[:16]
         self.prompts: list[RolloutPrompt] = []
         self.too_long = 0
-        self._read(on_bad_data, max_bad_share)
+        self._read(how)
 
-    def _read(self, on_bad_data: str, max_bad_share: float) -> None:
+    def _read(self, how: CacheOptions) -> None:
         bad: list[str] = []
         self.records = 0  # bad ones too
         for block in iter_blocks(self.paths):
@@ -120,9 +119,9 @@ class PromptDataset(Dataset):
                     self._add(place(block.path, line), record)
                 except BadRecord as error:
                     bad.append(f"{place(block.path, line)}: {error}")
-                    stop_at_bad_record(bad[0], on_bad_data)
+                    stop_at_bad_record(bad[0], how.on_bad_data)
         if bad:
-            judge_bad_records(bad[0], len(bad), self.records, f"the first: {bad[0]}", max_bad_share)
+            judge_bad_records(bad[0], len(bad), self.records, f"the first: {bad[0]}", how.max_bad_share)
         if self.split and not self.records:
             raise self.split.no_records_error(self.paths[0])
         if not self.prompts:

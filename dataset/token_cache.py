@@ -42,7 +42,6 @@ from dataset.report import (
     describe_records,
     describe_unused_fields,
     first_bad_record,
-    format_files,
     judge_bad_records,
     make_report,
     stop_at_bad_record,
@@ -73,11 +72,12 @@ PARALLEL_ABOVE = 8 << 20  # bytes of data; below that, starting processes costs 
 class CacheOptions:
     """How data become a token cache.
 
-    kind: one of TOKENIZERS. max_length: tokens per sample at most. cache_dir: default `dataset/cache` in the
-    repository. num_proc: processes that tokenise, default one per core. on_bad_data: "stop" at a bad record,
-    or "skip" and list each. max_bad_share: the share of the records, 0 to 1, above which "skip" stops as
-    well. text_separator: the line between documents of .txt files. split: the records to read, None for all.
-    packing: whether to pack the samples into sequences of max_length tokens.
+    kind: one of TOKENIZERS, or "prompts", which no cache holds. max_length: tokens per sample at most.
+    cache_dir: default `dataset/cache` in the repository. num_proc: processes that tokenise, default one per
+    core. on_bad_data: "stop" at a bad record, or "skip" and list each. max_bad_share: the share of the
+    records, 0 to 1, above which "skip" stops as well. text_separator: the line between documents of .txt
+    files. split: the records to read, None for all. packing: whether to pack the samples into sequences of
+    max_length tokens.
     """
 
     kind: str
@@ -176,7 +176,7 @@ def build_token_cache(data_path: str, tokenizer, options: CacheOptions) -> Token
         key = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
         folder = cache_dir / key[:32]
         if not _is_complete(folder):
-            _build_once(folder, stamps, spec, options, settings)
+            _build_once(folder, data_path, stamps, spec, options, settings)
         cache = TokenCache(folder, paths)
     except MemoryError as error:
         raise UserError(
@@ -198,7 +198,12 @@ def build_token_cache(data_path: str, tokenizer, options: CacheOptions) -> Token
 
 
 def _build_once(
-    folder: Path, stamps: dict[str, list], spec: TokenizerSpec, options: CacheOptions, settings: dict
+    folder: Path,
+    data_path: str,
+    stamps: dict[str, list],
+    spec: TokenizerSpec,
+    options: CacheOptions,
+    settings: dict,
 ) -> None:
     """Build the cache in `folder` unless another process has; `stamps`: `_stamp` of each file when it was
     hashed."""
@@ -220,7 +225,12 @@ def _build_once(
             for path, stamp in stamps.items():
                 if not os.path.exists(path) or _stamp(path) != stamp:
                     raise UserError(f"{path} changed while it was read; start again when it is complete")
-            hashes = {path.name: [_sha256(path), _stamp(path)] for path in sorted(building.iterdir())}
+            hashes = {}
+            for path in sorted(building.iterdir()):
+                with open(path, "rb") as file:
+                    os.fsync(file.fileno())
+                    digest = hashlib.file_digest(file, "sha256").hexdigest()
+                hashes[path.name] = [digest, _stamp(path)]
             meta = {**settings, "report": report, "types": types, "files": hashes}
             with open(building / "meta.json", "w", encoding="utf-8") as file:
                 json.dump(meta, file, indent=1)  # ASCII: file names may hold bytes that are not UTF-8
@@ -233,7 +243,7 @@ def _build_once(
             sync_folder(folder.parent)
         finally:
             shutil.rmtree(building, ignore_errors=True)
-    which = format_files(list(stamps))
+    which = data_path
     if report["held_out"]:
         which += " (held out)"
     say(f"tokenised {which} in {time.monotonic() - begin:.1f} s: {describe_records(report)}")
@@ -351,7 +361,8 @@ def file_hash(path: str, cache_dir: Path) -> str:
     if stamp[0] > 2e9 and launch().local_rank == 0:
         say(f"reading {path} ({stamp[0] / 1e9:.1f} GB) once to compute its hash")
     try:
-        digest = _sha256(path)
+        with open(path, "rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise UserError(
             f"{path} cannot be read ({error.strerror}); check the file and its permissions"
@@ -364,13 +375,6 @@ def file_hash(path: str, cache_dir: Path) -> str:
             known.parent.mkdir(parents=True, exist_ok=True)
             atomic_write(known, lambda file: file.write(entry))
     return digest
-
-
-def _sha256(path: str | Path) -> str:
-    """The hash of a file, which is also flushed to the disk."""
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _stamp(path: str | Path) -> list[int]:
