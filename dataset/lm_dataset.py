@@ -254,6 +254,4 @@ class DPODataset(StageDataset):
     collate: Callable[[list], dict] = staticmethod(collate_pairs)
 
 
-DATASETS: dict[str, type[StageDataset]] = {
-    dataset.kind: dataset for dataset in (PretrainDataset, SFTDataset, DPODataset)
-}
+DATASETS: dict[str, type[StageDataset]] = {"pretrain": PretrainDataset, "sft": SFTDataset, "dpo": DPODataset}
