@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from functools import cache
 from typing import Any
 
 from common.errors import UserError, reason
@@ -265,8 +266,8 @@ def iter_blocks(paths: Sequence[str], text_separator: str = "") -> Iterator[Bloc
 
 
 def parse_block(block: Block) -> Iterator[tuple[int, dict | BadRecord]]:
-    """Yield (line, record) for each record of a block; an unusable one is replaced by its BadRecord. A byte
-    order mark and escaped NULs (\\u0000) are accepted, half a character (\\ud83d) is not: no tokenizer takes
+    """Yield (line, record) for each record of a block; an unusable one is replaced by its BadRecord.
+    Raises UserError if that is because a compressed file is damaged. A byte order mark and escaped NULs (\\u0000) are accepted, half a character (\\ud83d) is not: no tokenizer takes
     it."""
     for line, record in block.records:
         if isinstance(record, bytes):
@@ -285,6 +286,19 @@ def parse_block(block: Block) -> Iterator[tuple[int, dict | BadRecord]]:
                 record = BadRecord(TOO_DEEP)
             except ValueError as error:  # a number with thousands of digits
                 record = BadRecord(f"JSON that cannot be read ({error})")
+            if isinstance(record, BadRecord) and block.path.lower().endswith(GZIP):
+                check_compressed(block.path)
         if not isinstance(record, dict | BadRecord):
             record = BadRecord(f"{kind_of(record)} instead of a JSON object; write {{...}}")
         yield line, record
+
+
+@cache
+def check_compressed(path: str) -> None:
+    """Read a compressed file to its end, where its checksum is. Raises UserError if it is damaged."""
+    try:
+        with gzip.open(path) as content:
+            while content.read(BLOCK_BYTES):
+                pass
+    except (EOFError, OSError, zlib.error) as error:
+        raise UserError(f"{path}: {DAMAGED} ({reason(error)}); get it again") from error
