@@ -267,8 +267,8 @@ def iter_blocks(paths: Sequence[str], text_separator: str = "") -> Iterator[Bloc
 
 def parse_block(block: Block) -> Iterator[tuple[int, dict | BadRecord]]:
     """Yield (line, record) for each record of a block; an unusable one is replaced by its BadRecord.
-    Raises UserError if that is because a compressed file is damaged. A byte order mark and escaped NULs (\\u0000) are accepted, half a character (\\ud83d) is not: no tokenizer takes
-    it."""
+    A byte order mark and escaped NULs (\\u0000) are accepted, half a character (\\ud83d) is not: no tokenizer
+    takes it. Raises UserError where a compressed file is damaged."""
     for line, record in block.records:
         if isinstance(record, bytes):
             raw = record.removeprefix(BOM).strip(BLANKS)
