@@ -4,7 +4,7 @@ Each command imports this package before torch, which reads GOMP_SPINCOUNT when 
 wait for others then sleep early instead of spinning, which is several times faster where other programs want
 the cores, and hardly slower where none do (docs/dev/LOG.md, "Waiting CPU threads"). What the user set stays.
 
-A rank asks here, before it loads torch for seconds, to end with its torchrun.
+A rank that torchrun started asks here, before it loads torch for seconds, to end with it.
 
 Where the requirements are missing, as with a virtual environment that was not activated, one line says what
 to do.
@@ -16,7 +16,8 @@ import sys
 
 from common.launcher import end_with_torchrun
 
-end_with_torchrun()
+if "TORCHELASTIC_RUN_ID" in os.environ:
+    end_with_torchrun()
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 

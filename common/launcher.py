@@ -110,8 +110,7 @@ def end_with_torchrun() -> None:
     Called by the first import, since the ranks take seconds to load torch. A rank leads a session; the
     processes that it starts do not, and end with it.
     """
-    is_rank = "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux" and os.getsid(0) == os.getpid()
-    if not is_rank:
+    if sys.platform != "linux" or os.getsid(0) != os.getpid():
         return
     import ctypes
 

@@ -288,11 +288,6 @@ class StageArgs(
         """All settings by name."""
         return {name: value for name, value in vars(self).items() if name != "given"}
 
-    @property
-    def lr_scales(self) -> dict[str, float]:
-        """Learning rates of parts of the model as multiples of --learning_rate."""
-        return {}
-
     def contradictions(self) -> list[str]:
         """Values that are fine alone but not together, or not as file names."""
         name, wrong = self.save_weight, []

@@ -134,7 +134,7 @@ def main() -> None:
     weight = utils.weights_to_load(args, run, checkpoint)
     model, _ = utils.init_model(lm_config, weight, args.tokenizer_path, args.save_dir, build_device(args))
     model = utils.compile_and_wrap(model, args, device, autocast, train_set, frozen)
-    optimizer = build_optimizer(model, args.learning_rate, args.weight_decay, args.optimizer, args.lr_scales)
+    optimizer = build_optimizer(model, args.learning_rate, args.weight_decay, args.optimizer)
 
     # 7. The state of the run, with the reference, restored from the checkpoint.
     loss = partial(loss_fn, None)  # extend_run sets the reference

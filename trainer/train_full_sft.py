@@ -92,7 +92,7 @@ def main() -> None:
     weight = args.from_weight if checkpoint is None else "none"  # the checkpoint replaces them
     model, _ = utils.init_model(lm_config, weight, args.tokenizer_path, args.save_dir, build_device(args))
     model = utils.compile_and_wrap(model, args, device, autocast, train_set, frozen)
-    optimizer = build_optimizer(model, args.learning_rate, args.weight_decay, args.optimizer, args.lr_scales)
+    optimizer = build_optimizer(model, args.learning_rate, args.weight_decay, args.optimizer)
 
     # 7. The state of the run, restored from the checkpoint.
     state = TrainState(

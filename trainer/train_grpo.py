@@ -92,7 +92,7 @@ def main() -> None:
     weight = utils.weights_to_load(args, run, checkpoint)
     model, _ = utils.init_model(lm_config, weight, args.tokenizer_path, args.save_dir)
     model = utils.compile_and_wrap(model, args, device, autocast, train_set)
-    optimizer = build_optimizer(model, args.learning_rate, args.weight_decay, args.optimizer, args.lr_scales)
+    optimizer = build_optimizer(model, args.learning_rate, args.weight_decay, args.optimizer)
 
     # 7. The state of the run, with its rollouts, restored from the checkpoint.
     state = TrainState(

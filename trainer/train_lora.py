@@ -116,7 +116,7 @@ def main() -> None:
     model, _ = utils.init_model(lm_config, weight, args.tokenizer_path, args.save_dir, build_device(args))
     lora.add_adapters(model, args.lora_rank, args.lora_alpha, args.lora_dropout, args.lora_targets.split(","))
     model = utils.compile_and_wrap(model, args, device, autocast, train_set)
-    optimizer = build_optimizer(model, args.learning_rate, args.weight_decay, args.optimizer, args.lr_scales)
+    optimizer = build_optimizer(model, args.learning_rate, args.weight_decay, args.optimizer)
 
     # 7. The state of the run, restored from the checkpoint.
     state = TrainState(

@@ -77,11 +77,6 @@ class Args(RolloutArgs):
             )
         return wrong
 
-    @property
-    def lr_scales(self) -> dict[str, float]:
-        """Learning rates of parts of the model as multiples of --learning_rate."""
-        return {"critic": self.critic_learning_rate / self.learning_rate}
-
 
 METRICS = ppo.METRICS  # names of the sums that loss_fn returns beside the loss
 # (model, batch, args) -> sums: of both losses, of auxiliary losses, and METRICS
@@ -126,7 +121,8 @@ def main() -> None:
     policy, _ = utils.init_model(lm_config, weight, args.tokenizer_path, args.save_dir)
     model = ppo.ActorCritic(policy)
     model = utils.compile_and_wrap(model, args, device, autocast, train_set)
-    optimizer = build_optimizer(model, args.learning_rate, args.weight_decay, args.optimizer, args.lr_scales)
+    scales = {"critic": args.critic_learning_rate / args.learning_rate}
+    optimizer = build_optimizer(model, args.learning_rate, args.weight_decay, args.optimizer, scales)
 
     # 7. The state of the run, with its rollouts, restored from the checkpoint.
     state = TrainState(

@@ -37,6 +37,7 @@ def state_of(name: str, device: torch.device, folder: str, optimizer: str = "ada
     stage, make_batches, policy_of = train_grpo, group_batches, unwrap
     if name.startswith("ppo"):
         stage, make_batches, policy_of = train_ppo, ppo.critic_batches, ppo.actor_of
+    scales = {"critic": 2.0} if stage is train_ppo else None
     args = stage.Args(num_iterations=2, beta=0.1, optimizer=optimizer, checkpoint_dir=folder, save_dir=folder)
     if stage is train_ppo:
         args.early_stop_kl = 10.0  # more than fake tensors show
@@ -49,7 +50,7 @@ def state_of(name: str, device: torch.device, folder: str, optimizer: str = "ada
     autocast, scaler = mixed_precision("float32", device)
     state = TrainState(
         args=args, lm_config=config, model=model.train(), device=device, autocast=autocast, scaler=scaler,
-        optimizer=build_optimizer(model, 1e-3, 0.1, optimizer, getattr(args, "lr_scales", None)),
+        optimizer=build_optimizer(model, 1e-3, 0.1, optimizer, scales),
         loss_fn=stage.loss_fn, schedule=lambda *_: 1e-3, metric_names=stage.METRICS,
         run={"samples": 9, "global_batch": 3, "epochs": 1},
     )  # fmt: skip

@@ -87,7 +87,7 @@ class StageTask(TrainingTask):
 
     def build_optimizer(self, model: nn.Module) -> Optimizer:
         args = self.args
-        return build_optimizer(model, args.learning_rate, args.weight_decay, args.optimizer, args.lr_scales)
+        return build_optimizer(model, args.learning_rate, args.weight_decay, args.optimizer)
 
     def build_scheduler(self, optimizer: Optimizer, total_updates: int) -> Callable[[int], float]:
         return lambda update: self.script.schedule(update, total_updates, self.args)
