@@ -229,7 +229,6 @@ def test_skip_lists_each_bad_record_and_stops_above_the_share(stage, tmp_path):
 
 
 # --- data that look odd and are fine
-# -------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -318,7 +317,6 @@ def test_a_document_of_200_000_tokens(tokenizer, tmp_path):
 
 
 # --- the same in processes of their own
-# ------------------------------------------------------------------------------
 
 
 def start_script(kind: str, tmp_path: Path, data_path, ranks: int = 1) -> StageProcess:

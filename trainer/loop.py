@@ -300,7 +300,6 @@ def plan_advice(data_path: str, kind: str, seconds: float) -> str:
 
 
 # --- the log
-# ---------------------------------------------------------------------------------------------------------
 
 
 def make_record(state: TrainState, losses: Tensor, grad_norm: Tensor, evaluate_due: bool) -> dict[str, Any]:
@@ -377,7 +376,6 @@ def finish_update(state: TrainState) -> None:
 
 
 # --- held-out data
-# ---------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()

@@ -189,7 +189,6 @@ def init_model(
 
 
 # --- what every stage does alike
-# -------------------------------------------------------------------------------------
 
 
 def warmup_cosine(update: int, total_updates: int, args: StageArgs) -> float:

@@ -110,7 +110,6 @@ class HeadAsGet:
 
 
 # --- routes
-# ----------------------------------------------------------------------------------------------------------
 
 
 def create_app(model: Any, tokenizer: Any, settings: Settings) -> FastAPI:

@@ -145,7 +145,6 @@ def test_bad_records_count_as_training_data(write, tokenizer, cache_dir, capsys)
 
 
 # --- one conversation in many spellings
-# ------------------------------------------------------------------------------
 
 TOOL = {
     "type": "function",
@@ -355,7 +354,6 @@ def test_the_question_of_a_text_that_another_template_made(template):
 
 
 # --- plain text
-# ------------------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=25)

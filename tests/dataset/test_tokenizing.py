@@ -39,7 +39,6 @@ def split(samples, array):
 
 
 # --- pretraining
-# ---------------------------------------------------------------------------------------------------
 
 
 @RELAXED
@@ -175,7 +174,6 @@ def test_a_tokenizer_that_drops_and_adds_spaces(small_tokenizer):
 
 
 # --- SFT: cuts and drops
-# -------------------------------------------------------------------------------------------
 
 
 def conversation(*turns):
@@ -264,7 +262,6 @@ def test_a_conversation_that_begins_with_the_assistant_never_trains_its_first_to
 
 
 # --- the tokenizer
-# -------------------------------------------------------------------------------------------------
 
 
 def test_padding_and_truncation_of_the_latest_call_do_not_change_the_fingerprint(small_tokenizer):

@@ -48,7 +48,6 @@ def pytest_configure(config):
 
 
 # --- a process for each check
-# ----------------------------------------------------------------------------------------
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -102,7 +101,6 @@ def pytest_runtest_makereport(item, call):
 
 
 # --- the report
-# ------------------------------------------------------------------------------------------------------
 
 
 def about_machine() -> dict[str, object]:
@@ -188,7 +186,6 @@ def pytest_terminal_summary(terminalreporter, config):
 
 
 # --- what checks use
-# -------------------------------------------------------------------------------------------------
 
 
 def usable_gpus() -> int:

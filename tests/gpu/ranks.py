@@ -81,7 +81,6 @@ def said(logs: list[str]) -> str:
 
 
 # --- what they do
-# ----------------------------------------------------------------------------------------------------
 
 
 def all_reduce(device: torch.device, megabytes: int) -> float:

@@ -48,7 +48,6 @@ def test_resume(parallel, gpus, ranks_to_check):
 
 
 # --- a killed rank, SIGTERM
-# -------------------------------------------------------------------------------------------
 
 
 @contextmanager

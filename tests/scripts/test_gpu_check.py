@@ -110,7 +110,6 @@ def test_a_gpu_that_torch_does_not_see_is_an_error(tmp_path):
 
 
 # --- the checks, with few updates
-# ------------------------------------------------------------------------------------
 
 real_train, cpu = numbers.train, torch.device("cpu")
 

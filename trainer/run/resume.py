@@ -290,7 +290,6 @@ def check_same_run(
 
 
 # --- the code of a run
-# -----------------------------------------------------------------------------------------------
 
 
 def code_hashes(stage_files: Sequence[str | Path]) -> dict[str, str]:

@@ -277,7 +277,6 @@ def test_a_rank_whose_peer_has_ended_ends_at_a_signal_while_it_connects(corpus, 
 
 
 # --- updates that are not finite
-# -----------------------------------------------------------------------------------
 
 
 def test_a_bad_update_is_left_out_on_all_ranks(corpus, tmp_path):
