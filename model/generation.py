@@ -30,7 +30,7 @@ from model.sampling import Draws, Sampling, TokenLogprob, top_logprobs
 from model.steps import MAX_STEPS, Answer, Batch, PromptRow, Steps, on_device
 
 SLOTS = 128  # answers written at once on a CPU
-# tokens of rollouts between two looks at which answers have ended; 8 where looking is waiting
+# tokens that `generate` writes between two looks at which answers have ended; on a GPU MAX_STEPS
 BURST = {"cpu": 1}
 
 
@@ -329,12 +329,12 @@ def generate(
     length = max((len(prompt) + count for prompt, count in zip(prompts, new, strict=True)), default=0)
     slots = min(slots or max(fitting_slots(model, length), *map(len, samplings), 1), sum(map(len, samplings)))
     decoder = Decoder(model, slots, length, end_ids, prefill_tokens=1024, with_logprobs=with_logprobs)
-    burst = BURST.get(decoder.device.type, 8)
+    burst = BURST.get(decoder.device.type, MAX_STEPS)
     groups: list[list[Answer]] = []
     while len(groups) < len(prompts) or decoder.rows:
-        while len(groups) < len(prompts) and (
-            not decoder.rows or len(samplings[len(groups)]) <= decoder.free
-        ):
-            groups.append(decoder.add(prompts[len(groups)], samplings[len(groups)], new[len(groups)]))
+        for number in range(len(groups), len(prompts)):
+            if decoder.rows and len(samplings[number]) > decoder.free:
+                break
+            groups.append(decoder.add(prompts[number], samplings[number], new[number]))
         decoder.step(burst)
     return groups
