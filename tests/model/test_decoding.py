@@ -37,14 +37,14 @@ def in_dtype(model: MiniMindForCausalLM, dtype: torch.dtype) -> MiniMindForCausa
 def first_logits(model: MiniMindForCausalLM, dtype: torch.dtype, is_fast: bool) -> torch.Tensor:
     """Of a step that writes one token of each of three answers behind prompts of different lengths."""
     decoder = Decoder(model, 4, 64, [])
-    assert (decoder.one_token is not None) == is_fast
+    assert (decoder.steps.one_token is not None) == is_fast
     for prompt in prompts_of(7, 30, 1):
         decoder.add(prompt, [Sampling(0.0)], 5)
     found = []
     with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
         decoder.step()
-        write = decoder._write_tokens
-        decoder._write_tokens = lambda *given: found.append(write(*given)) or found[-1]
+        write = decoder.steps.write_tokens
+        decoder.steps.write_tokens = lambda *given: found.append(write(*given)) or found[-1]
         decoder.step()
     return found[0]
 
@@ -106,9 +106,9 @@ def test_other_models_are_called(on_gpu):
 
 def test_chat_and_server_join_the_layers(on_gpu):
     model = build("dense")
-    assert Decoder(model, 1, 9, [2]).one_token is None
+    assert Decoder(model, 1, 9, [2]).steps.one_token is None
     for _ in range(2):
-        assert FiniteDecoder(model, 1, 9, [2]).one_token is not None
+        assert FiniteDecoder(model, 1, 9, [2]).steps.one_token is not None
 
 
 def test_edited_arithmetic_is_noticed(on_gpu, monkeypatch):

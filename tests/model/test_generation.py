@@ -187,4 +187,4 @@ def test_the_type_of_the_weights_is_that_of_the_cache():
     model: MiniMindForCausalLM = build("dense").to(torch.bfloat16)
     ((answer,),) = generate(model, prompts_of(9), [[GREEDY]], 5, [END])
     assert 1 <= len(answer.tokens) <= 5
-    assert Decoder(model, 1, 8, [END]).cache.tensor.dtype == torch.bfloat16
+    assert Decoder(model, 1, 8, [END]).steps.cache.tensor.dtype == torch.bfloat16

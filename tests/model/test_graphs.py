@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from model import decoding, fused, generation, graphs
-from model.generation import Answer, Batch, Decoder, generate
+from model import decoding, fused, generation, graphs, steps
+from model.generation import Answer, Decoder, generate
 from model.sampling import Draws, Sampling
+from model.steps import Batch
 from tests.model.test_generation import END, prompts_of
 from tests.model.test_model_minimind import build
 from trainer.objectives.lora import TARGETS, add_adapters
@@ -90,7 +91,7 @@ def recorded(monkeypatch):
     monkeypatch.setattr(fused, "has_grouped_mm", lambda x: True)
     monkeypatch.setattr(decoding, "can_record", decoding.waits_for_nothing)
     monkeypatch.setattr(generation, "BURST", {"cpu": 3})
-    monkeypatch.setattr(generation, "length_class", lambda length, most: min(length + -length % 16, most))
+    monkeypatch.setattr(steps, "length_class", lambda length, most: min(length + -length % 16, most))
 
 
 def model_of(kind: str):
@@ -228,11 +229,11 @@ def test_a_step_that_cannot_be_recorded_is_launched_kernel_by_kernel(monkeypatch
 
 def test_a_model_with_layers_of_a_reader_is_not_recorded(monkeypatch):
     model = model_of("joined")
-    assert Decoder(model, 2, 9, [END]).graphs is not None
+    assert Decoder(model, 2, 9, [END]).steps.graphs is not None
     model.model.layers[0].mlp.register_forward_hook(lambda *_: None)
-    assert Decoder(model, 2, 9, [END]).graphs is None
+    assert Decoder(model, 2, 9, [END]).steps.graphs is None
     monkeypatch.setattr(fused, "has_grouped_mm", lambda x: False)
-    assert Decoder(model_of("moe"), 2, 9, [END]).graphs is None
+    assert Decoder(model_of("moe"), 2, 9, [END]).steps.graphs is None
 
 
 def test_rows_and_lengths_come_in_few_classes():

@@ -11,9 +11,10 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from model.generation import Decoder, KeyValueCache
+from model.generation import Decoder
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from model.sampling import Sampling
+from model.steps import KeyValueCache
 from scripts.serve import scheduler as scheduling
 from scripts.serve.scheduler import Job, Progress, QueueFull, Scheduler
 from tests.conftest import ROOT
