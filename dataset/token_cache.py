@@ -367,8 +367,8 @@ def file_hash(path: str, cache_dir: Path) -> str:
         raise UserError(
             f"{path} cannot be read ({error.strerror}); check the file and its permissions"
         ) from error
-    # A file modified just now may change again within the same time stamp, so its hash is not stored. One rank
-    # of a machine stores it: two would write the same temporary file.
+    # A file modified just now may change again within the same time stamp, so its hash is not stored. One
+    # rank of a machine stores it: two would write the same temporary file.
     is_settled = _stamp(path) == stamp and max(stamp[1:]) < (begin - 2) * 1e9
     if is_settled and launch().local_rank == 0:
         entry = json.dumps({"path": path, "stamp": stamp, "sha256": digest}).encode()
