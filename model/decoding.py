@@ -52,12 +52,12 @@ def join_layers(model: nn.Module) -> None:
     for block in model.modules():
         if not isinstance(block, MiniMindBlock):
             continue
-        both: list[tuple[Any, ...]] = []
+        groups: list[tuple[Any, ...]] = []
         if isinstance(block.self_attn, Attention):
-            both.append((block.self_attn.q_proj, block.self_attn.k_proj, block.self_attn.v_proj))
+            groups.append((block.self_attn.q_proj, block.self_attn.k_proj, block.self_attn.v_proj))
         if isinstance(block.mlp, FeedForward):
-            both.append((block.mlp.gate_proj, block.mlp.up_proj))
-        for layers in both:
+            groups.append((block.mlp.gate_proj, block.mlp.up_proj))
+        for layers in groups:
             if not all(is_plain_product(layer) for layer in layers) or joint_weight(*layers) is not None:
                 continue
             joint = torch.cat([layer.weight.data for layer in layers])

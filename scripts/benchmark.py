@@ -148,8 +148,7 @@ class Ours:
             meter.count(sizes, self.state.device)
         self.losses += torch.stack(losses).tolist()  # waits for the device
         seconds, counts = time.perf_counter() - meter.begin, meter.counts
-        if time.perf_counter() >= self.peak.next_at:
-            self.peak.measure_again()
+        self.peak.remeasure_if_due()
         return Block(seconds, counts["wait"], counts["tokens"], counts["flops"], counts["samples"])
 
 
@@ -157,10 +156,9 @@ def figures_of(ours: Ours, blocks: list[Block]) -> dict[str, float]:
     """Rates and shares of the timed blocks over all ranks, as multiples of rank 0's."""
     total, ranks = Block(*np.sum(blocks, axis=0).tolist()), world_size()
     flops_per_second = total.flops / total.seconds
-    ours.peak.best = max(ours.peak.best, flops_per_second)
     figures = {
         "tokens_per_second": total.rate * ranks,
-        "mfu": flops_per_second / ours.peak.best,
+        "mfu": ours.peak.share(flops_per_second),
         "matmul_peak_tflops": ours.peak.best * ranks / 1e12,
         "padded_share": 1 - total.tokens / (total.samples * ours.args.max_seq_len),
         "data_wait": total.wait / total.seconds,

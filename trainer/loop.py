@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader
 from common.errors import UserError
 from dataset.lm_dataset import StageDataset
 from dataset.mixing import split_weights
+from trainer.data.datasets import epoch_tokens
 from trainer.devices.device import describe_device
 from trainer.devices.process_group import Logger, gather, reduce_sum, this_rank, world_size
 from trainer.devices.wrapping import full_tensor, gradient_sync, is_sharded, unwrap
@@ -119,8 +120,7 @@ def train_epoch(
             save_checkpoint(state)
         finish_update(state)  # log, after evaluating if that is due
         if log_due:
-            if time.perf_counter() >= state.peak.next_at:
-                state.peak.measure_again()
+            state.peak.remeasure_if_due()
             meter.restart()  # saving and evaluating are not training time
     if step == iters:
         next(batches, None)  # exhausts the loader, which then ends its worker processes
@@ -265,17 +265,15 @@ def describe_run(
         data = loader.dataset
         # else prompts are counted once
         is_exact = isinstance(data, StageDataset) and "key_index" not in window[0]
-        amount = tokens * left
-        if is_exact:
-            amount = data.num_tokens / len(data) * state.run["samples"] * passes
+        amount = epoch_tokens(data, state.args) * passes if is_exact else tokens * left
         in_all = f"{amount / 1e6:,.1f} M" if amount >= 1e6 else f"{amount:,.0f}"
         parts[0] += f" of about {amount / left:,.0f} tokens"
         parts.append(f"{in_all} tokens in all")
         if world_size() > 1:
             gradient_sync(state.model, enabled=len(window) == 1 or is_sharded(state.model))
         trial_pass(state, window[0])  # it compiles, and asks for memory
-        own_rate = own_tokens / trial_pass(state, window[0])
-        rate = float(reduce_sum(torch.tensor(own_rate)))  # tokens per second, of all ranks
+        trials = gather((own_tokens, trial_pass(state, window[0])))
+        rate = sum(size for size, _ in trials) / max(seconds for _, seconds in trials)
         if rate:
             time_left.append(f"about {duration(amount / rate)}")
             is_few = state.total_updates < FEW_UPDATES_TO_ADVISE

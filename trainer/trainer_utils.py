@@ -2,7 +2,7 @@
 
 Three of MiniMind's names are defined in files that this one is built upon, and are only imported here:
 `Logger` and `is_main_process` in devices/process_group.py, since everything prints through them, and
-`SkipBatchSampler` in data/order.py, beside the loaders that use it.
+`SkipBatchSampler` in data/datasets.py, beside the loaders that use it.
 """
 
 import math
@@ -41,7 +41,6 @@ from trainer.devices.process_group import (  # noqa: F401
     interruptible,
     is_main_process,
     join_process_group,
-    world_size,
 )
 from trainer.devices.wrapping import compiles, freeze, unwrap, use_kernels, wrap_model
 from trainer.objectives.next_token import SHAPE, check_tokenizer, describe_size
@@ -272,7 +271,7 @@ def resolve_settings_and_check_resume(
     run. Raises UserError if the checkpoint belongs to another run."""
     if args.learning_rate is None or args.batch_size is None:
         args = apply_rules(args, checkpoint, train_set)
-    if checkpoint is not None and checkpoint["world_size"] != world_size():
+    if checkpoint is not None:
         args = resume.keep_global_batch(args, checkpoint)
     run = resume.run_fingerprint(
         args, lm_config.own_fields(), train_set.fingerprint, epoch_samples(train_set, args)

@@ -85,7 +85,7 @@ def open_datasets(
     if weights:
         train = MixedDataset(list(zip(paths, sources, strict=True)), weights)
     ranks = launch().world_size
-    items = epoch_items(train, args) if args.max_tokens else len(train)
+    items = epoch_items(train, args)
     if ranks > items:
         raise UserError(f"{ranks} processes, but an epoch has only {items} samples; start fewer processes")
     if launch().rank == 0:
@@ -99,7 +99,7 @@ def open_datasets(
         held_out = open_split(*held_out_source(args))
     text = f"data: {train.records:,} records, {train.num_tokens:,} tokens"
     if items < len(train):
-        text += f", of which an epoch takes {items * train.mean_tokens:,.0f} (--max_tokens)"
+        text += f", of which an epoch takes {epoch_tokens(train, args):,.0f} (--max_tokens)"
     if held_out is not None:
         text += f"; held out: {held_out.records:,} records, {held_out.num_tokens:,} tokens"
     if launch().rank == 0:
@@ -158,7 +158,7 @@ def epoch_samples(train_set: StageData, args: Any) -> int:
     """The samples that an epoch trains, over all ranks. Of prompts only whole updates are made,
     --num_iterations times; the prompts left over are others in the next epoch. Raises UserError if there are
     fewer than an update takes."""
-    items = epoch_items(train_set, args) if args.max_tokens else len(train_set)
+    items = epoch_items(train_set, args)
     if isinstance(train_set, StageDataset):
         return items
     per_update = prompts_per_update(args)
@@ -253,9 +253,7 @@ def train_loader(train_set: StageData, args: Any, epoch: int, skip_batches: int 
     """The micro-batches of one epoch on this rank, from micro-batch `skip_batches` on; those of prompts come
     --num_iterations times, update by update. For another order of the samples change `order`; a second source
     of them is another `epoch_loader`."""
-    order = epoch_order(len(train_set), args.seed, epoch)
-    if args.max_tokens:
-        order = order[: epoch_items(train_set, args)]
+    order = epoch_order(len(train_set), args.seed, epoch)[: epoch_items(train_set, args)]
     if isinstance(train_set, MixedDataset):
         order = train_set.items_of_epoch(args.seed, epoch)[order]
     elif not isinstance(train_set, StageDataset):  # prompts

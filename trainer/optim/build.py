@@ -38,16 +38,6 @@ def build_optimizer(
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if not named:
         raise UserError("nothing to train: all parameters of the model are frozen")
-    is_fused = named[0][1].device.type in ("cpu", "cuda", "mps")
-    if kind == "adamw" and not lr_scales:
-        matrices = [p for _, p in named if p.ndim >= 2]
-        vectors = [p for _, p in named if p.ndim < 2]
-        groups = [
-            {"params": matrices, "weight_decay": weight_decay},
-            {"params": vectors, "weight_decay": 0.0},
-        ]
-        return AdamW(groups, lr=lr, fused=is_fused)
-
     if kind == "muon" and not any(is_hidden_matrix(name, p) for name, p in named):
         raise UserError("--optimizer muon: this model has no matrices in `layers`; use adamw")
     rate = lr
@@ -55,11 +45,12 @@ def build_optimizer(
         rate = lr * MUON_LR_SCALE
     scales = {"": 1.0, **(lr_scales or {})}  # "": parameters in none of the modules
     hidden: list[dict[str, Any]] = []
-    groups = []
+    groups: list[dict[str, Any]] = []
     rows: dict[nn.Parameter, int] = {}
     for module, scale in scales.items():
         by_muon: list[nn.Parameter] = []
-        matrices, vectors = [], []
+        matrices: list[nn.Parameter] = []
+        vectors: list[nn.Parameter] = []
         for name, p in named:
             if lr_scales and _module_of(name, lr_scales) != module:
                 continue
@@ -82,7 +73,8 @@ def build_optimizer(
         hidden.append({"params": by_muon} | scaled)
         groups.append({"params": matrices, "weight_decay": weight_decay} | scaled)
         groups.append({"params": vectors, "weight_decay": 0.0} | scaled)
-    adamw = AdamW(groups, lr=rate, fused=is_fused)
+    device = named[0][1].device.type
+    adamw = AdamW(groups, lr=rate, fused=device in ("cpu", "cuda", "mps"))
     if kind == "adamw":
         return adamw
     return MuonWithAdamW(Muon(hidden, rows, rate, weight_decay), adamw)

@@ -114,11 +114,10 @@ def read_meter(state: Any) -> dict[str, Any]:
     state.tokens += int(total["tokens"])
     state.seconds, state.clock = state.seconds + now - state.clock, now
     rate = total["flops"] / seconds / world_size()
-    state.peak.best = max(state.peak.best, rate)
     figures = {
         "tokens": state.tokens,
         "tokens_per_second": total["tokens"] / seconds,
-        "mfu": rate / state.peak.best,
+        "mfu": state.peak.share(rate),
         "data_wait": total["wait"] / seconds / world_size(),
         "comm_wait": total["comm"] / seconds / world_size(),
         "seconds": state.seconds,
@@ -173,15 +172,20 @@ class PeakRate:
     measure: Callable[[], float] | None = None
     data_sheet_rate: float | None = None  # of this GPU by its data sheet
     begin: float = field(default_factory=time.perf_counter)
-    next_at: float = math.inf  # when to measure again, by time.perf_counter
+    next_measurement_at: float = REMEASURE_AFTER  # its age then, in seconds
 
-    def measure_again(self) -> None:
-        """Measure once more, if there is memory for it; the next time at twice the age."""
-        now = time.perf_counter()
-        self.next_at = now + (now - self.begin)
-        if self.measure is not None:
+    def remeasure_if_due(self) -> None:
+        """Measure once more, if that is due and there is memory for it."""
+        age = time.perf_counter() - self.begin
+        if self.measure is not None and age >= self.next_measurement_at:
+            self.next_measurement_at = 2 * age
             with suppress(torch.OutOfMemoryError):
                 self.best = max(self.best, self.measure())
+
+    def share(self, rate: float) -> float:
+        """The MFU of training at this rate."""
+        self.best = max(self.best, rate)
+        return rate / self.best
 
 
 def peak_rate(autocast: AbstractContextManager, device: torch.device) -> PeakRate:
@@ -189,7 +193,6 @@ def peak_rate(autocast: AbstractContextManager, device: torch.device) -> PeakRat
     time."""
     dtype = autocast_dtype(autocast, device)
     peak = PeakRate(matrix_rate(device, dtype), lambda: matrix_rate(device, dtype))
-    peak.next_at = peak.begin + REMEASURE_AFTER
     if device.type == "cuda":
         if dtype.itemsize == 2:
             peak.data_sheet_rate = data_sheet_rate(torch.cuda.get_device_name(device))

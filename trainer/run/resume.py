@@ -157,7 +157,7 @@ def keep_global_batch(args: A, checkpoint: dict[str, Any]) -> A:
     ranks, micro_batch = world_size(), args.batch_size * world_size()
     if not isinstance(wanted, int) or wanted == micro_batch * args.accumulation_steps:
         return args
-    if wanted % micro_batch:
+    if ranks == checkpoint["world_size"] or wanted % micro_batch:
         return args  # check_resume refuses it
     steps = wanted // micro_batch
     Logger(

@@ -17,7 +17,6 @@ from llm.training.data.base import DataModule
 from llm.training.tasks.base_task import TrainingTask
 from trainer import trainer_utils as utils
 from trainer.devices.device import device_and_precision
-from trainer.devices.process_group import world_size
 from trainer.loop import train_epoch
 from trainer.optim.rules import apply_rules
 from trainer.report.speed import Size
@@ -72,7 +71,7 @@ class TrainingEngine:
         data.num_samples()  # refuses to go on without any
         checkpoint = self.checkpoint_manager.load_checkpoint()
         args = apply_rules(task.args, checkpoint, data.train_dataset)
-        if checkpoint is not None and checkpoint["world_size"] != world_size():
+        if checkpoint is not None:
             args = keep_global_batch(args, checkpoint)
         task.args = args
         held_out = data.val_dataloader()
