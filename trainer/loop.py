@@ -89,7 +89,7 @@ def train_epoch(
             read_meter(state)
             save_and_stop(state)
         if not meter.updates:
-            Logger(describe_run(state, loader, fetched, window, sizes[0].tokens, tokens))
+            Logger(describe_run(state, loader.dataset, window, tokens))
             gc.freeze()  # what start-up made lives as long as the run: no collection looks at it again
             meter.restart()  # nor is that training time
         state.callbacks.call("on_batch_start", state.update + 1)
@@ -242,45 +242,43 @@ def trial_pass(state: TrainState, batch: Batch) -> float:
     return seconds
 
 
-def describe_run(
-    state: TrainState,
-    loader: DataLoader,
-    fetched: list[Batch],
-    window: list[Batch],
-    own_tokens: int,
-    tokens: float,
-) -> str:
+def describe_run(state: TrainState, data: Any, window: list[Batch], tokens: float) -> str:
     """The line before the first update of this process: the updates that are left, their tokens, passes over
-    the data and time, which two micro-batches tell (saves and evaluations not included), device and dtype. Of
-    rollouts, which take most of the time, it says neither tokens nor time. Called on all ranks.
+    the data and time (saves and evaluations not included), device and dtype. Of rollouts, which take most of
+    the time, it says neither tokens nor time. Called on all ranks.
 
-    own_tokens: of this rank's first micro-batch. tokens: of the first update, over all ranks.
+    data: what the run trains on. window: this rank's micro-batches of the first update. tokens: of that
+    update, over all ranks.
     """
     left, updates = state.total_updates - state.update, f"{state.total_updates:,} updates"
     passes = state.args.epochs * left / state.total_updates
     parts = [f"run: {left:,} of {updates} are left" if state.update else f"run: {updates}"]
     time_left: list[str] = []
     advice = ""
-    if window[0] is fetched[0] and tokens:
-        data = loader.dataset
+    if state.prepare is None and tokens:
         # else prompts are counted once
         is_exact = isinstance(data, StageDataset) and "key_index" not in window[0]
         amount = epoch_tokens(data, state.args) * passes if is_exact else tokens * left
         in_all = f"{amount / 1e6:,.1f} M" if amount >= 1e6 else f"{amount:,.0f}"
         parts[0] += f" of about {amount / left:,.0f} tokens"
         parts.append(f"{in_all} tokens in all")
-        if world_size() > 1:
-            gradient_sync(state.model, enabled=len(window) == 1 or is_sharded(state.model))
-        trial_pass(state, window[0])  # it compiles, and asks for memory
-        trials = gather((own_tokens, trial_pass(state, window[0])))
-        rate = sum(size for size, _ in trials) / max(seconds for _, seconds in trials)
-        if rate:
+        if rate := trial_rate(state, window):
             time_left.append(f"about {duration(amount / rate)}")
             is_few = state.total_updates < FEW_UPDATES_TO_ADVISE
             if is_exact and is_few and amount / rate > SECONDS_TO_ADVISE:
                 advice = plan_advice(str(state.args.data_path), getattr(data, "kind", ""), amount / rate)
     parts += [f"{passes:.3g} {'pass' if passes == 1 else 'passes'} over the data", *time_left]
     return f"{', '.join(parts)}; {describe_device(state.device, state.autocast)}{advice}"
+
+
+def trial_rate(state: TrainState, window: list[Batch]) -> float:
+    """Tokens per second of all ranks, in a trial of each rank's first micro-batch."""
+    if world_size() > 1:
+        gradient_sync(state.model, enabled=len(window) == 1 or is_sharded(state.model))
+    trial_pass(state, window[0])  # it compiles, and asks for memory
+    tokens = state.size_fn(window[0], state.lm_config).tokens
+    trials = gather((tokens, trial_pass(state, window[0])))
+    return sum(size for size, _ in trials) / max(seconds for _, seconds in trials)
 
 
 def plan_advice(data_path: str, kind: str, seconds: float) -> str:

@@ -50,9 +50,9 @@ class TrainState:
     scaler: torch.amp.GradScaler
     autocast: AbstractContextManager
     device: torch.device
-    # (model, batch, settings) -> sums: losses of targets, auxiliary losses[, metrics by name, such as
+    # (model, batch, settings) -> sums: losses of targets, auxiliary losses[, metrics by name; the one named
+    # `cross_entropy` is the plain loss, with which warnings and verdict compare the held-out loss]
     loss_fn: LossFn
-    # `cross_entropy`, the plain one, with which warnings and verdict compare the held-out loss]
     # (update from 1, total updates, settings) -> learning rate; None: a torch scheduler sets it
     schedule: Schedule
     run: Fingerprint  # what must not differ on resume
