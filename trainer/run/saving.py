@@ -48,41 +48,28 @@ def set_earlier_run_aside(args: StageArgs, lm_config: Any, state_file: Path | No
     weights = [path for name in (run, best) for path in (out / f"{name}.pth", out / f"{name}.json")]
     weights += [path for name in (run, best) for path in (out / name).glob("adapter_*")]
     weights = [path for path in weights if path.is_file()]
-    if not old_states and not weights:  # it ended before it saved anything
+    starts = [] if state_file is None else [state_file]
+    if args.from_weight != "none":
+        starts.append(paths.start_path(out, args.from_weight, lm_config))
+    stays = {path for path in old_states + weights if any(paths.same_file(start, path) for start in starts)}
+    if len(stays) == len(old_states + weights):  # nothing else was saved
         return
     metrics = paths.metrics_path(out, run)
     logs = [path for path in (metrics, paths.settings_path(metrics)) if path.is_file()]
-    starts = []
-    if args.from_weight != "none":
-        starts.append(paths.start_path(out, args.from_weight, lm_config))
-    if state_file is not None:
-        starts.append(state_file)
-
-    def is_start(path: Path) -> bool:
-        return any(paths.same_file(start, path) for start in starts)
-
-    if all(is_start(path) for path in old_states + weights):
-        return
     # states last: a run killed before that finds the rest and sets it aside again
     files = [(out, path) for path in logs + weights]
     curves = paths.tensorboard_folder(args, lm_config)
     if curves.is_dir():
         files.append((curves.parent, curves))
     files += [(states, path) for path in old_states]
-    # starts first: one that lay there alone would no longer be set aside
-    files.sort(key=lambda file: not is_start(file[1]))
-    taken = [0]
-    for folder in {folder for folder, _ in files}:
-        for path in folder.glob("earlier_*"):
-            number = path.name.removeprefix("earlier_")
-            if number.isdecimal():
-                taken.append(int(number))
-    name = f"earlier_{max(taken) + 1}"
+    # what stays first: alone it would no longer be set aside
+    files.sort(key=lambda file: file[1] not in stays)
+    name = unused_name({folder for folder, _ in files})
     try:
         for folder, path in files:
             kept = folder / name / path.relative_to(folder)
             kept.parent.mkdir(parents=True, exist_ok=True)
-            if is_start(path) or path in logs:
+            if path in stays or path in logs:
                 link(path, kept)
             else:
                 os.replace(path, kept)
@@ -95,6 +82,17 @@ def set_earlier_run_aside(args: StageArgs, lm_config: Any, state_file: Path | No
     if old_states and state_file is None:
         text += " (--from_resume 1 would have continued it)"
     Logger(text)
+
+
+def unused_name(folders: set[Path]) -> str:
+    """`earlier_<n>`, n above those that are in any of the folders."""
+    taken = [0]
+    for folder in folders:
+        for path in folder.glob("earlier_*"):
+            number = path.name.removeprefix("earlier_")
+            if number.isdecimal():
+                taken.append(int(number))
+    return f"earlier_{max(taken) + 1}"
 
 
 def save_checkpoint(state: TrainState) -> None:
