@@ -32,23 +32,18 @@ def select_device(device: str) -> torch.device:
     place = launch()
     if place.problem:
         raise UserError(place.problem)
-    if device == "cpu":
-        return torch.device("cpu")
-    alone, local_rank = place.world_size == 1, place.local_rank
+    is_alone, local_rank = place.world_size == 1, place.local_rank
     cuda_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if device == "auto":
-        if cuda_devices:
-            device = "cuda"
-        elif alone and torch.backends.mps.is_available():
-            device = "mps"
-        else:
-            if os.path.exists("/proc/driver/nvidia/version") and "CUDA_VISIBLE_DEVICES" not in os.environ:
-                from trainer.devices.unusable_gpu import why_unseen
+    if device == "auto" and cuda_devices:
+        device = "cuda"
+    elif device == "auto" and is_alone and torch.backends.mps.is_available():
+        device = "mps"
+    elif device == "auto":
+        if os.path.exists("/proc/driver/nvidia/version") and "CUDA_VISIBLE_DEVICES" not in os.environ:
+            from trainer.devices.unusable_gpu import why_unseen
 
-                warn(
-                    f"this machine has an NVIDIA GPU, but torch cannot use it: {why_unseen()}; using the CPU"
-                )
-            return torch.device("cpu")
+            warn(f"this machine has an NVIDIA GPU, but torch cannot use it: {why_unseen()}; using the CPU")
+        device = "cpu"
     if cuda_devices == 1 and not dist.is_torchelastic_launched():
         local_rank = 0
     try:
@@ -58,27 +53,32 @@ def select_device(device: str) -> torch.device:
     if chosen.type not in ("cpu", "cuda", "mps"):
         raise UserError(f"--device {device} is unknown; use auto, cpu, cuda, cuda:N or mps")
     if chosen.type == "cuda" and (chosen.index or 0) >= cuda_devices:
-        why = f"torch sees {cuda_devices} CUDA devices"
-        limit = os.environ.get("CUDA_VISIBLE_DEVICES")
-        if limit is not None:
-            why += f", CUDA_VISIBLE_DEVICES={limit!r}"
-        elif not cuda_devices:
-            from trainer.devices.unusable_gpu import driver, why_unseen
-
-            if driver():
-                why += f", but there is one: {why_unseen()}"
         raise UserError(
-            f"--device {device} cannot be used ({why}); start fewer processes, or use another device"
+            f"--device {device} cannot be used ({cuda_devices_seen(cuda_devices)}); "
+            "start fewer processes, or use another device"
         )
     if chosen.type == "mps" and not torch.backends.mps.is_available():
         raise UserError(
             f"--device {device} cannot be used (this torch or machine has no MPS); use another device"
         )
-    if not alone and (chosen.type == "mps" or ":" in device):
+    if not is_alone and (chosen.type == "mps" or ":" in device):
         raise UserError(
             f"--device {device} cannot be shared by several processes; with auto each takes its own"
         )
     return chosen
+
+
+def cuda_devices_seen(number: int) -> str:
+    """How many CUDA devices torch sees, and why not more, for an error."""
+    text = f"torch sees {number} CUDA devices"
+    limit = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if limit is not None:
+        return f"{text}, CUDA_VISIBLE_DEVICES={limit!r}"
+    if number:
+        return text
+    from trainer.devices.unusable_gpu import driver, why_unseen
+
+    return f"{text}, but there is one: {why_unseen()}" if driver() else text
 
 
 def use_deterministic_kernels(enabled: bool) -> None:

@@ -18,10 +18,7 @@ if TYPE_CHECKING:
     from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 
 # a field that a reader adds is of the shape, too
-SHAPE: list[str] = []
-for name, row in settings_of(ModelConfig).items():
-    if row.role != "not_shape":
-        SHAPE.append(name)
+SHAPE = [name for name, row in settings_of(ModelConfig).items() if row.role != "not_shape"]
 Batch = dict[str, Any]  # flat; see `collate_flat` in dataset/lm_dataset.py
 
 
