@@ -324,35 +324,35 @@ class Verdict(Callback):
             text += f"{end:.3f} in the last {count} update{plural}"
             if "rose" in history.warned and is_less(history.lowest, end):
                 text += f", the lowest {history.lowest:.3f} at update {history.lowest_update}"
-
-        if not history.evaluations:
-            text += "; no held-out data (--eval_share 0.02) tell how the model does on other text"
-        elif rewards.number:
-            low, now = history.lowest_evaluation(), history.evaluations[-1]
-            text += f"; held-out reward {-now.held_out:.3f}, the highest {-low.held_out:.3f} "
-            text += f"at update {low.update}"
+        if history.evaluations:
+            text += f"; {self.describe_evaluations(state)}"
         else:
-            low, now = history.lowest_evaluation(), history.evaluations[-1]
-            text += f"; held-out loss {now.held_out:.3f}"
-            if history.is_cross_entropy and now.training is not None:
-                text += f" ({now.held_out - now.training:+.3f})"
-            earlier = [each for each in history.evaluations if each.update <= 0.8 * now.update]
-            before = earlier[-1] if earlier else history.evaluations[0]
-            if low.held_out < now.held_out:  # it falls no more
-                before = low
-            if is_less(low.held_out, now.held_out):
-                text += f", {self.describe_rise(state)}"
-            elif len(history.evaluations) == 1:
-                text += ", evaluated once; --eval_interval shows where it goes"
-            elif is_less(now.held_out, before.held_out):
-                text += f", still falling ({before.held_out:.3f} at update {before.update})"
-            else:
-                text += f", hardly changed ({before.held_out:.3f} at update {before.update})"
-
+            text += "; no held-out data (--eval_share 0.02) tell how the model does on other text"
         share = history.distinct_trigrams
         if share is not None and share < MIN_DISTINCT_TRIGRAMS:
             text += f"; its answers repeat themselves: {share:.0%} of their trigrams are distinct"
         state.last_lines.append(f"verdict: {text}")
+
+    def describe_evaluations(self, state: TrainState) -> str:
+        """The last held-out loss or reward, and where it goes."""
+        history = self.history
+        low, now = history.lowest_evaluation(), history.evaluations[-1]
+        if history.rewards.number:
+            text = f"held-out reward {-now.held_out:.3f}"
+            return f"{text}, the highest {-low.held_out:.3f} at update {low.update}"
+        text = f"held-out loss {now.held_out:.3f}"
+        if history.is_cross_entropy and now.training is not None:
+            text += f" ({now.held_out - now.training:+.3f})"
+        if is_less(low.held_out, now.held_out):
+            return f"{text}, {self.describe_rise(state)}"
+        if len(history.evaluations) == 1:
+            return f"{text}, evaluated once; --eval_interval shows where it goes"
+        before = low
+        if low.held_out >= now.held_out:  # it is the lowest: compared with the one at four fifths of the run
+            earlier = [each for each in history.evaluations if each.update <= 0.8 * now.update]
+            before = earlier[-1] if earlier else history.evaluations[0]
+        change = "still falling" if is_less(now.held_out, before.held_out) else "hardly changed"
+        return f"{text}, {change} ({before.held_out:.3f} at update {before.update})"
 
 
 def is_less(low: float, high: float, share: float = 0.005) -> bool:
