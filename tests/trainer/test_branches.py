@@ -47,10 +47,10 @@ def test_a_branch_under_another_runs_name_that_is_killed(corpus, runs, tmp_path,
     assert len(before["b"]) == len(before["a"]) > 10
     start = folder / "checkpoints/a_32_update_00000008.pth"
     argv = branch(folder, corpus, "b", start, **({"batch_size": 4} if ranks == 2 else {}))
-    for number, at in enumerate((1, 3, 4) if ranks == 1 else (3,)):
+    for at in (1, 4) if ranks == 1 else (3,):
         faults = {0: Faults(signals={at: signal.SIGKILL})}
         status = {process.wait() for process in start_ranks(ranks, "pretrain", argv, faults)}
-        assert -9 in status, number
+        assert -9 in status, at
     processes = start_ranks(ranks, "pretrain", argv)
     assert {process.wait() for process in processes} == {0}, processes[0].err
     assert "going on from the newest state, which continues it" in processes[0].out
@@ -69,17 +69,14 @@ def test_a_branch_under_another_runs_name_that_is_killed(corpus, runs, tmp_path,
         assert records(folder, "b_32") == records(folder, "a_32")
 
 
-@pytest.mark.parametrize("state", ["update_00000004", "best_resume"])
-def test_back_to_an_older_state_of_the_same_run(corpus, runs, tmp_path, state):
-    """Its later files are set aside; killed and started again with the same command, the branch goes on."""
+def test_back_to_an_older_state_of_the_same_run(corpus, runs, tmp_path):
+    """To its best one, which the branch writes over. Its later files are set aside; killed and started again
+    with the same command, the branch goes on."""
     shutil.copytree(runs, tmp_path / "back")
     folder = tmp_path / "back"
-    if state == "best_resume":  # one that is not the newest, and that the branch writes over
-        os.replace(
-            folder / "checkpoints/a_32_update_00000008.pth", folder / "checkpoints/a_32_best_resume.pth"
-        )
+    start = folder / "checkpoints/a_32_best_resume.pth"
+    os.replace(folder / "checkpoints/a_32_update_00000008.pth", start)  # a best one that is not the newest
     before = of_run(folder, "a")
-    start = folder / f"checkpoints/a_32_{state}.pth"
     argv = branch(folder, corpus, "a", start)
     run("pretrain", argv, Faults(signals={1: signal.SIGKILL}), status=-9)
     assert of_run(folder, "a", "earlier_1") == before
@@ -104,16 +101,15 @@ os.replace = ending
 """
 
 
-@pytest.mark.parametrize("name", ["a_32.pth", "a_32_update_00000008"])
-def test_killed_while_the_earlier_run_is_set_aside(corpus, runs, tmp_path, name):
-    """Whichever file it has come to: each file of the earlier run is kept, also the state that the branch
-    begins with and writes over."""
+def test_killed_while_the_earlier_run_is_set_aside(corpus, runs, tmp_path):
+    """Each file of the earlier run is kept, also the state that the branch begins with and writes over."""
     folder = tmp_path / "aside"
     shutil.copytree(runs, folder)
     (folder / "checkpoints/a_32_update_00000016.pth").unlink()  # so that the start is the last file
     old = of_run(folder, "a")
     argv = branch(folder, corpus, "a", folder / "checkpoints/a_32_update_00000012.pth")
-    run("pretrain", argv, Faults(script=ENDS_AFTER_A_RENAME.format(name=name)), status=9)
+    killed = Faults(script=ENDS_AFTER_A_RENAME.format(name="a_32_update_00000008"))
+    run("pretrain", argv, killed, status=9)
     run("pretrain", argv)
     kept = [of_run(folder, "a", aside) for aside in ("earlier_1", "earlier_2")]
     for file, content in old.items():
@@ -137,6 +133,7 @@ def test_a_restart_goes_on_where_the_state_was_the_newest(corpus, runs, tmp_path
 
 
 def test_a_state_that_was_set_aside_begins_a_branch(corpus, runs, tmp_path):
+    """Also where it was moved to, beside the metrics of a later run of the name, which are not its past."""
     folder = tmp_path / "aside"
     shutil.copytree(runs, folder)
     whole = flags(corpus, folder, "pretrain", **SETTINGS, save_weight="a")
@@ -144,44 +141,31 @@ def test_a_state_that_was_set_aside_begins_a_branch(corpus, runs, tmp_path):
     run("pretrain", whole, Faults(signals={6: signal.SIGTERM}), status=143)
     second = of_run(folder, "a")
     start = folder / "checkpoints/earlier_1/a_32_update_00000008.pth"
+    moved = shutil.copy(start, folder / "checkpoints/mine.pth")
+    run("pretrain", branch(folder, corpus, "c", moved))
+    updates = [record["update"] for record in read_metrics(folder / "out/c_32_metrics.jsonl")]
+    assert updates == [*range(8, LAST + 1)]
     run("pretrain", branch(folder, corpus, "a", start))
     assert of_run(folder, "a", "earlier_2") == second
     assert_same_run(runs, folder, "a_32")
 
 
-def test_metrics_of_another_run_are_no_head_of_a_branch(corpus, runs, tmp_path):
-    """The state lies where the metrics of a later run of the same name lie: they are not those of its
-    past."""
-    folder = tmp_path / "moved"
-    shutil.copytree(runs, folder)
-    shutil.copy(folder / "checkpoints/a_32_update_00000008.pth", folder / "checkpoints/mine.pth")
-    run("pretrain", flags(corpus, folder, "pretrain", **SETTINGS, save_weight="a"))
-    run("pretrain", branch(folder, corpus, "c", folder / "checkpoints/mine.pth"))
-    updates = [record["update"] for record in read_metrics(folder / "out/c_32_metrics.jsonl")]
-    assert updates == [*range(8, LAST + 1)]
-
-
-def test_a_finished_run_that_is_started_again_changes_no_file(corpus, tmp_path):
+def test_a_finished_run_that_is_started_again_changes_no_file(corpus, runs, tmp_path):
     """Also where the code has changed since; a lost weights file is written once more, with the same
     bytes."""
-    pretrain = flags(corpus, tmp_path, "pretrain", epochs=1, num_hidden_layers=1, from_resume=1)
-    tuned = flags(
-        corpus, tmp_path, "sft", epochs=1, num_hidden_layers=1, from_weight="pretrain", from_resume=1
-    )
-    run("pretrain", pretrain)
-    run("full_sft", tuned, Faults(signals={2: signal.SIGTERM}), status=143)
-    states = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in tmp_path.glob("*/pretrain*")}
-    other_version = "import platform; platform.python_version = lambda: '3.99'"
-    assert "nothing to do" in run("pretrain", pretrain, Faults(script=other_version)).out
-    assert {
-        path: (path.stat().st_mtime_ns, path.read_bytes()) for path in tmp_path.glob("*/pretrain*")
-    } == states
-    weights = tmp_path / "out/pretrain_32.pth"
+    shutil.copytree(runs, tmp_path / "again")
+    folder = tmp_path / "again"
+    argv = flags(corpus, folder, "pretrain", **SETTINGS, save_weight="a", from_resume=1)
+    states = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in folder.glob("*/a_*")}
+    other_version = Faults(script="import platform; platform.python_version = lambda: '3.99'")
+    assert "nothing to do" in run("pretrain", argv, other_version).out
+    after = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in folder.glob("*/a_*")}
+    assert after == states
+    weights = folder / "out/a_32.pth"
     whole = weights.read_bytes()
     weights.unlink()
-    assert "nothing to do" not in run("pretrain", pretrain, Faults(script=other_version)).out
+    assert "nothing to do" not in run("pretrain", argv, other_version).out
     assert weights.read_bytes() == whole
-    assert "done" in run("full_sft", tuned).out  # it is still a run from these weights
 
 
 def test_an_early_stopped_run_goes_on_under_other_settings_only(corpus, tmp_path):

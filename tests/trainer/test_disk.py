@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.stage_process import Faults, run, start_ranks
+from tests.stage_process import Faults, run
 from tests.trainer.stage_flags import assert_same_run, flags
 from trainer.report.metrics import read_metrics
 
@@ -23,22 +23,20 @@ def only_line(process) -> str:
 def test_no_room_for_the_checkpoint(corpus, tmp_path):
     """The limit is set while it runs, so that an older checkpoint and weights are there: they stay as they
     were."""
-    argv = flags(corpus, tmp_path, "pretrain", epochs=1, from_resume=1, batch_size=4)
-    run("pretrain", argv, Faults(signals={5: 15}), ranks=2, status=143)
+    argv = flags(corpus, tmp_path, "pretrain", epochs=1, from_resume=1)
+    run("pretrain", argv, Faults(signals={5: 15}), status=143)
     files = {path: path.read_bytes() for path in tmp_path.rglob("*.pth")}
     assert len(files) >= 3
-    limit = Faults(file_limit=min(map(len, files.values())) // 2)
-    processes = start_ranks(2, "pretrain", argv, dict.fromkeys(range(2), limit))
-    assert [process.wait(60) for process in processes] == [2, 2]
-    line = processes[0].error_lines[0]
+    process = run("pretrain", argv, Faults(file_limit=min(map(len, files.values())) // 2), status=2)
+    line = process.error_lines[0]
     checkpoint = f"{tmp_path}/checkpoints/pretrain_32_resume.pth"
     assert line.startswith(f"error: {checkpoint} cannot be written (File too large)")
     assert line.endswith("; --from_resume 1 then goes on from the last checkpoint, if there is one")
-    assert "Traceback" not in processes[0].err
+    assert "Traceback" not in process.err
     assert {path: path.read_bytes() for path in tmp_path.rglob("*.pth")} == files
     assert not list(tmp_path.rglob("*.tmp"))
-    run("pretrain", argv, ranks=2)
-    run("pretrain", flags(corpus, tmp_path / "whole", "pretrain", epochs=1, batch_size=4), ranks=2)
+    run("pretrain", argv)
+    run("pretrain", flags(corpus, tmp_path / "whole", "pretrain", epochs=1))
     assert_same_run(tmp_path / "whole", tmp_path)
 
 
@@ -59,25 +57,21 @@ def test_a_folder_that_cannot_be_made(corpus, tmp_path, flag):
     assert str(tmp_path / "file") in line and f"--{flag}" in line
 
 
-@pytest.mark.parametrize("flag", ["save_dir", "checkpoint_dir"])
-def test_a_read_only_folder(corpus, tmp_path, flag):
-    if os.name != "posix":
-        pytest.skip("rights of folders are another matter there")
+@pytest.mark.skipif(os.name != "posix", reason="rights of folders are another matter there")
+def test_a_read_only_folder(corpus, tmp_path):
     base = Path(tempfile.mkdtemp())
     base.chmod(0o755)
-    folders = {name: base / name for name in ("save_dir", "checkpoint_dir")}
-    for name, folder in folders.items():
+    folders = {"save_dir": base / "save_dir", "checkpoint_dir": base / "checkpoint_dir"}
+    for folder, rights in zip(folders.values(), (0o777, 0o555), strict=True):
         folder.mkdir()
-        folder.chmod(0o555 if name == flag else 0o777)
-    folder = folders[flag]
+        folder.chmod(rights)
     # where others may read, too
     files = {name: path for name, path in corpus.items() if path.is_file()}
     corpus = corpus | {name: Path(shutil.copy(path, base)) for name, path in files.items()}
     argv = flags(corpus, tmp_path, "pretrain", **folders)
-    # root may write anywhere: give the rights up, in a process that has everything loaded
-    if os.getuid() == 0:
-        script = "os.setgroups([]); os.setgid(65534); os.setuid(65534)"
-        line = only_line(run("pretrain", argv, Faults(script=script), status=2))
-    else:
-        line = only_line(run("pretrain", argv, status=2))
-    assert line.startswith(f"error: --{flag} {folder} cannot be written (Permission denied)")
+    faults = Faults()
+    if os.getuid() == 0:  # root may write anywhere: give the rights up, in a process that has all loaded
+        faults.script = "os.setgroups([]); os.setgid(65534); os.setuid(65534)"
+    line = only_line(run("pretrain", argv, faults, status=2))
+    told = f"error: --checkpoint_dir {folders['checkpoint_dir']} cannot be written (Permission denied)"
+    assert line.startswith(told)

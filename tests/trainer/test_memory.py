@@ -1,9 +1,7 @@
 """Memory does not grow: over the updates of a run, and with the part of a large cache that was read."""
 
-import platform
 import re
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -73,24 +71,3 @@ def test_what_was_read_of_a_large_cache_does_not_count(corpus, tmp_path, monkeyp
             one["sample_id"] == other["sample_id"]
             and one["input_ids"].tolist() == other["input_ids"].tolist()
         )
-
-
-PAGES = """
-import resource, torch
-from trainer.devices.device import prepare_device
-prepare_device(torch.device("cpu"))
-for _ in range(2):  # the first round asks the system for the pages
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    for _ in range(5):
-        tensors = [torch.empty(24 << 20, dtype=torch.uint8).fill_(1) for _ in range(4)]
-        del tensors
-print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-"""
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="asks glibc to keep memory")
-def test_freed_memory_is_used_again():
-    """Page faults of five rounds over four tensors of 24 MB, of 6,144 pages each: 122,880 if each round gave
-    them back, as glibc by itself mostly does."""
-    done = subprocess.run([sys.executable, "-c", PAGES], check=True, capture_output=True)
-    assert int(done.stdout) < 6144

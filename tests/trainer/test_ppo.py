@@ -72,7 +72,7 @@ def test_passes_that_the_limit_stops_are_not_made(prompts, tmp_path):
     }
     losses, rewards, stopped = zip(*figures(tmp_path, NAME, ("loss", "reward", "stopped")), strict=True)
     assert stopped == (0.0, 1.0, 1.0) * 6
-    for told in (losses, rewards):  # of a pass that was not made, or made without a rollout, nothing is told
+    for told in (losses, rewards):  # None of a pass that was not made, or made without a rollout
         assert [value is None for value in told] == [False, True, True] * 6
     policy = {
         key.removeprefix("actor."): value for key, value in state["model"].items() if key.startswith("actor.")

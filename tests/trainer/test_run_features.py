@@ -30,14 +30,8 @@ def test_file_and_command_line_in_a_stage_script(corpus, tmp_path):
     for name in ("whole", "killed"):
         argv = flags(corpus, tmp_path / name, "pretrain", batch_size=8, log_file=tmp_path / name / "run.log")
         at = argv.index("--epochs")
-        argvs[name] = [
-            *argv[:at],
-            *argv[at + 2 :],
-            "--config",
-            str(tmp_path / "run.yaml"),
-            "--from_resume",
-            "1",
-        ]
+        del argv[at : at + 2]  # the file says it
+        argvs[name] = [*argv, "--config", str(tmp_path / "run.yaml"), "--from_resume", "1"]
     done = run("pretrain", argvs["whole"])
     state = saved_state(tmp_path / "whole")
     assert (state["run"]["epochs"], state["run"]["seed"], state["run"]["global_batch"]) == (9, 3, 8)
@@ -56,13 +50,6 @@ def test_file_and_command_line_in_a_stage_script(corpus, tmp_path):
     assert numbered - {best} >= set(range(4, last + 1, 4)[-2:]) - {best} and len(numbered) <= 3
     log = (tmp_path / "whole/run.log").read_text()
     assert "model: " in log and "Epoch:[1/9]" in log and "stopping: EarlyStopping" in log
-    again = [
-        *argvs["killed"][:-2],
-        "--resume_from",
-        str(folder / f"pretrain_32_update_{min(numbered):08d}.pth"),
-    ]
-    assert f"update {min(numbered)} of" in run("pretrain", again).out
-    assert_same_run(tmp_path / "whole", tmp_path / "killed")
 
 
 def test_the_settings_of_a_run_lie_beside_its_metrics(corpus, tmp_path):
@@ -86,12 +73,8 @@ def test_the_settings_of_a_run_lie_beside_its_metrics(corpus, tmp_path):
     assert second["starts"][0] == first["starts"][0] and len(updates) == 2 and 0 < updates[1] < 5
     path.write_text(path.read_text()[:-20])
     run("pretrain", argv)
-    third = json.loads(path.read_text())
-    assert len(third["starts"]) == 1 and third["starts"][0]["update"] > updates[1]
-    run("pretrain", [*argv, "--from_resume", "0", "--seed", "5"])  # another run of this name
-    assert json.loads((tmp_path / "out/earlier_1/pretrain_32_run.json").read_text()) == third
-    fourth = json.loads(path.read_text())
-    assert fourth["settings"]["seed"] == 5 and [start["update"] for start in fourth["starts"]] == [0]
+    (start,) = json.loads(path.read_text())["starts"]
+    assert start["update"] > updates[1]
 
 
 def test_patience_without_held_out_data_is_refused(corpus, tmp_path):

@@ -4,9 +4,11 @@ built."""
 import pytest
 import torch
 
+from common.errors import UserError
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
-from tests.stage_process import run, start_ranks
+from tests.stage_process import run
 from tests.trainer.stage_flags import flags
+from trainer import train_pretrain
 from trainer.weights.files import save_weights
 
 # setting -> what the line says
@@ -25,27 +27,26 @@ IMPOSSIBLE = {
 
 
 @pytest.mark.parametrize("case", IMPOSSIBLE, ids=lambda case: f"{case[0]}={case[1]}")
-def test_an_impossible_setting(corpus, tmp_path, case):
+def test_an_impossible_setting(corpus, tmp_path, monkeypatch, case):
     name, value = case
     if case == ("dtype", "float16") and torch.cpu._is_amx_fp16_supported():
         pytest.skip("this CPU has arithmetic for float16")
     if name == "device" and torch.cuda.device_count() > 7:
         pytest.skip("there is such a device")
-    device = {} if name == "device" else {"device": "cpu"}
-    process = run("pretrain", flags(corpus, tmp_path, "pretrain", **device, **{name: value}), status=2)
-    assert len(process.error_lines) == 1 and process.error_lines[0].startswith("error: ")
-    assert process.error_lines[0].startswith(f"error: {IMPOSSIBLE[case]}")
-    assert process.out == "" and not list(tmp_path.rglob("*.pth"))
+    settings = {"device": "cpu"} | {name: value}
+    monkeypatch.setattr("sys.argv", ["train_pretrain.py", *flags(corpus, tmp_path, "pretrain", **settings)])
+    with pytest.raises(UserError) as error:
+        train_pretrain.main()
+    assert str(error.value).startswith(IMPOSSIBLE[case]) and "\n" not in str(error.value)
 
 
 def test_more_ranks_than_samples(corpus, tmp_path):
-    data = tmp_path / "two.jsonl"
-    data.write_text('{"text": "one"}\n{"text": "two"}\n')
-    processes = start_ranks(3, "pretrain", flags(corpus, tmp_path, "pretrain", data_path=data))
-    assert [process.wait() for process in processes] == [2, 2, 2]
-    assert (
-        "3 processes, but an epoch has only 2 samples; start fewer processes" in processes[0].error_lines[0]
-    )
+    data = tmp_path / "one.jsonl"
+    data.write_text('{"text": "one"}\n')
+    first = run("pretrain", flags(corpus, tmp_path, "pretrain", data_path=data), ranks=2, status=2)
+    (line,) = first.error_lines
+    assert line.startswith("error: 2 processes, but an epoch has only 1 samples")
+    assert first.out == "" and not list(tmp_path.rglob("*.pth"))
 
 
 @pytest.mark.parametrize("damage", ["another shape", "cut off", "another tokenizer"])

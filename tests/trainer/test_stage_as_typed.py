@@ -5,6 +5,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -70,16 +71,8 @@ def test_the_users_launch_lines_as_typed(clone):
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
     }
     launch = "CUDA_VISIBLE_DEVICES=2,3 torchrun --nproc_per_node 2 train_full_sft.py"
-    first = subprocess.run(
-        launch,
-        shell=True,
-        cwd=clone / "trainer",
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    options = {"cwd": clone / "trainer", "env": env, "capture_output": True, "text": True, "timeout": 240}
+    first = subprocess.run(launch, shell=True, **options)
     assert first.returncode == 0, first.stdout[-2000:] + first.stderr[-3000:]
     assert "done: 4 updates" in first.stdout and (clone / "out/full_sft_32.pth").is_file()
     argv = ["--epochs", "3", "--extend_epochs", "1", "--batch_size", "16", "--from_resume", "1"]
@@ -136,8 +129,6 @@ def test_a_loss_and_a_flag_of_ones_own_are_local_to_the_stage(clone, corpus):
 
 def test_mean_loss_is_the_mean_since_the_last_record_also_after_a_resume(corpus, tmp_path):
     """Against a run that logs every update: of the whole one, and of one stopped between two log points."""
-    import signal
-
     settings = {"epochs": 1, "save_interval": 1000, "eval_interval": 0, "batch_size": 4}
     run("pretrain", flags(corpus, tmp_path / "every", "pretrain", **settings, log_interval=1))
     losses = [row[2] for row in records(tmp_path / "every")]

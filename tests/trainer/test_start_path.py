@@ -55,54 +55,44 @@ def test_shape_and_tensors_are_those_of_the_model(folder):
 
 @pytest.fixture
 def tokenizers(tmp_path) -> dict[str, Path]:
-    """The repository's, one of the same tokens with another template, and one with other tokens."""
+    """One of the repository's tokens with another template, and one with other tokens."""
     own = AutoTokenizer.from_pretrained(ROOT / "model")
     own.chat_template += " "
     own.save_pretrained(tmp_path / "template")
     content = (ROOT / "model" / "tokenizer.json").read_text(encoding="utf-8")
-    ids = [json.loads(content)["model"]["vocab"][token] for token in ("a", "b")]
-    swapped = content.replace(f'"a": {ids[0]},', f'"a": {ids[1]},').replace(
-        f'"b": {ids[1]},', f'"b": {ids[0]},'
-    )
+    a, b = (json.loads(content)["model"]["vocab"][token] for token in ("a", "b"))
+    swapped = content.replace(f'"a": {a},', f'"a": {b},').replace(f'"b": {b},', f'"b": {a},')
     shutil.copytree(tmp_path / "template", tmp_path / "tokens")
     (tmp_path / "tokens" / "tokenizer.json").write_text(swapped, encoding="utf-8")
-    return {"model": ROOT / "model", "template": tmp_path / "template", "tokens": tmp_path / "tokens"}
+    return {"template": tmp_path / "template", "tokens": tmp_path / "tokens"}
+
+
+def fingerprint(tokenizer) -> str:
+    return TokenizerSpec.of(tokenizer).fingerprint
 
 
 def test_the_tokenizer_is_named_once(corpus, tokenizers, tmp_path):
-    """Three of them in one --save_dir, two runs each: those that start from weights find theirs, and so do
-    tools."""
+    """Two of them in one --save_dir: runs that start from weights find theirs, and so do tools."""
     settings = {"epochs": 1, "num_hidden_layers": 1, "eval_interval": 0, "save_interval": 100}
-    (tmp_path / "out" / ".tokenizer_x.tmp").mkdir(parents=True)  # left behind by a kill
+    out = tmp_path / "out"
+    (out / ".tokenizer_x.tmp").mkdir(parents=True)  # left behind by a kill
     for name, tokenizer in tokenizers.items():
-        given = {} if name == "model" else {"tokenizer_path": tokenizer}
-        run("pretrain", flags(corpus, tmp_path, "pretrain", **settings, **given, save_weight=f"base_{name}"))
-    for name, tokenizer in tokenizers.items():
-        run(
-            "sft",
-            flags(
-                corpus, tmp_path, "sft", **settings, from_weight=f"base_{name}", save_weight=f"chat_{name}"
-            ),
-        )
+        base = flags(corpus, tmp_path, "pretrain", **settings, save_weight=f"base_{name}")
+        run("pretrain", [*base, "--tokenizer_path", str(tokenizer)])
+        tuned = settings | {"from_weight": f"base_{name}", "save_weight": f"chat_{name}"}
+        run("sft", flags(corpus, tmp_path, "sft", **tuned))
+        wanted = fingerprint(load_tokenizer(tokenizer))
         for weights in (f"base_{name}_32.pth", f"chat_{name}_32.pth"):
-            found, wanted = tokenizer_folder(tmp_path / "out" / weights), load_tokenizer(tokenizer)
-            assert found.parent == (ROOT if name == "model" else tmp_path / "out")
-            loaded = load_path(tmp_path / "out" / weights)[1]
-            assert TokenizerSpec.of(loaded).fingerprint == TokenizerSpec.of(wanted).fingerprint
-    assert len(list((tmp_path / "out").glob("tokenizer_*"))) == 2
-    resumed = flags(corpus, tmp_path, "sft", **settings, from_weight="base_tokens", save_weight="chat_tokens")
-    typed = [*resumed, "--tokenizer_path", str(tokenizers["tokens"])]
-    assert "nothing to do" in run("sft", [*typed, "--from_resume", "1"]).out
-    # a new run: the files of the one before are set aside, and still have their tokenizer
-    run("sft", resumed)
-    kept = [
-        tmp_path / "out/earlier_1/chat_tokens_32.pth",
-        tmp_path / "checkpoints/earlier_1/chat_tokens_32_resume.pth",
-    ]
-    for path in (*kept, tmp_path / "checkpoints/chat_tokens_32_resume.pth"):
-        assert TokenizerSpec.of(load_path(path)[1]).fingerprint == TokenizerSpec.of(wanted).fingerprint
+            assert tokenizer_folder(out / weights).parent == out
+            assert fingerprint(load_path(out / weights)[1]) == wanted
+    assert len(list(out.glob("tokenizer_*"))) == 2
+    again = flags(corpus, tmp_path, "sft", **tuned)
+    assert "nothing to do" in run("sft", [*again, "--from_resume", "1"]).out
+    run("sft", again)  # a new run: the files of the one before are set aside, with their tokenizer
+    for path in (out / "earlier_1/chat_tokens_32.pth", tmp_path / "checkpoints/chat_tokens_32_resume.pth"):
+        assert fingerprint(load_path(path)[1]) == wanted
     (tmp_path / "moved").mkdir()
-    weights = shutil.copyfile(tmp_path / "out/chat_tokens_32.pth", tmp_path / "moved/chat_tokens_32.pth")
+    weights = shutil.copyfile(out / "chat_tokens_32.pth", tmp_path / "moved/chat_tokens_32.pth")
     with pytest.raises(UserError, match="has other tokens than that of the weights"):
         load_path(weights)
 

@@ -85,21 +85,6 @@ def test_the_ranks_share_one_order(count, batch_size, ranks, epoch):
         assert sum((batches[rank][k] for rank in range(ranks)), []) == slice_k
 
 
-def test_skipping_a_million_batches_reads_nothing():
-    class Order:
-        reads = 0
-
-        def __len__(self):
-            return 8_000_008
-
-        def __getitem__(self, piece):
-            Order.reads += piece.stop - piece.start
-            return range(piece.start, min(piece.stop, len(self)))
-
-    assert list(utils.SkipBatchSampler(Order(), 8, 1_000_000)) == [list(range(8_000_000, 8_000_008))]
-    assert Order.reads == 8
-
-
 def test_a_tokenizer_too_large_for_the_model_is_refused():
     with pytest.raises(UserError, match="6400 tokens, the model's vocabulary 100"):
         utils.init_model(MiniMindConfig(hidden_size=32, num_hidden_layers=1, vocab_size=100), "none")

@@ -12,7 +12,7 @@ from dataset.lm_dataset import StageDataset
 from model import fused
 from trainer import train_pretrain
 from trainer.devices import wrapping
-from trainer.devices.wrapping import compiles, has_compiler, operations, use_kernels
+from trainer.devices.wrapping import compiles, use_kernels
 
 LONG = train_pretrain.Args(packing=True, max_seq_len=512, epochs=2, device="cpu")
 
@@ -30,88 +30,56 @@ RUN = Data(500_000_000)
 
 @pytest.fixture(autouse=True)
 def machine(monkeypatch):
-    """A CPU with a compiler and without a matrix unit."""
+    """It has a compiler."""
     monkeypatch.setattr(wrapping, "has_compiler", lambda device: True)
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     with dynamo.patch(suppress_errors=False):
         yield
 
 
-def add_matrix_unit(monkeypatch) -> None:
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
-    monkeypatch.setattr(wrapping, "native_bfloat16", lambda device: True)
+PLAIN = {"packing": False}
+# device, whether it has a matrix unit or bfloat16 of its own -> settings that are compiled, that are not
+COMPILED: dict[tuple[str, bool], tuple[list[dict], list[dict]]] = {
+    ("cpu", False): (
+        [{}],
+        [PLAIN, {"use_moe": True}, {"activation_checkpointing": True}, {"parallel": "fsdp"}],
+    ),
+    ("cpu", True): (
+        [PLAIN, {"use_moe": True}, PLAIN | {"dtype": "bfloat16"}],
+        [PLAIN | {"dtype": "float32"}, {"parallel": "fsdp"}],
+    ),
+    ("cuda", False): ([], [{}, PLAIN]),
+    ("cuda", True): (
+        [{}, PLAIN, {"use_moe": True}, {"parallel": "fsdp"}, {"dtype": "float16"}],
+        [PLAIN | {"dtype": "float32"}, PLAIN | {"activation_checkpointing": True}],
+    ),
+}
 
 
-def test_long_packed_runs_are_compiled_and_one_line_says_so(capsys):
-    assert compiles(LONG, RUN, CPU) is True
-    out = capsys.readouterr().out
-    assert out.startswith("--use_compile auto: the layers are compiled") and out.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    "other", [{"packing": False}, {"use_moe": True}, {"activation_checkpointing": True}, {"parallel": "fsdp"}]
-)
-def test_other_runs_are_not(other, capsys):
-    assert compiles(replace(LONG, **other), RUN, CPU) is False
+@pytest.mark.parametrize(("kind", "has_unit"), COMPILED)
+def test_which_long_runs_are_compiled(kind, has_unit, monkeypatch, capsys):
+    """And one line says so. Short runs, and a machine without a compiler, never."""
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_unit)
+    monkeypatch.setattr(wrapping, "native_bfloat16", lambda device: has_unit)
+    device = torch.device(kind)
+    compiled, others = COMPILED[kind, has_unit]
+    for settings in compiled:
+        args = replace(LONG, **settings)
+        assert compiles(args, RUN, device) is True
+        out = capsys.readouterr().out
+        assert out.startswith("--use_compile auto: the layers are compiled") and out.count("\n") == 1
+        assert not compiles(args, Data(50_000), device)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(wrapping, "has_compiler", lambda device: False)
+            assert not compiles(args, RUN, device)
+    for settings in others:
+        assert compiles(replace(LONG, **settings), RUN, device) is False
     assert capsys.readouterr().out == ""
 
 
-@pytest.mark.parametrize(
-    "other", [{"packing": False}, {"use_moe": True}, {"dtype": "bfloat16", "packing": False}]
-)
-def test_with_a_matrix_unit_all_long_runs_are(other, monkeypatch):
-    add_matrix_unit(monkeypatch)
-    assert compiles(replace(LONG, **other), RUN, CPU)
-    assert not compiles(replace(LONG, packing=False, dtype="float32"), RUN, CPU)
-    assert not compiles(replace(LONG, parallel="fsdp"), RUN, CPU)
-
-
-def test_what_was_not_measured_is_not(monkeypatch):
-    """Other stages, data of one's own, short runs, a machine without a compiler."""
-    assert not compiles(LONG, Data(50_000), CPU)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(wrapping, "has_compiler", lambda device: False)
-        assert not compiles(LONG, RUN, CPU)
-    add_matrix_unit(monkeypatch)
+def test_what_was_not_measured_is_not():
+    """Other stages, data of one's own."""
     assert not compiles(StageArgs(packing=True, max_seq_len=512, epochs=2, device="cpu"), RUN, CPU)
     assert not compiles(LONG, range(10**9), CPU)
-
-
-def test_what_compiling_needs_is_looked_for(monkeypatch, tmp_path):
-    """On a CPU a C++ compiler; for CUDA Triton, and the C compiler that it takes: CC, else gcc, else
-    clang."""
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    assert not has_compiler("cpu")
-    for name in ("g++", "clang", "Python.h"):
-        (tmp_path / name).write_text("")
-        (tmp_path / name).chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.delenv("CXX")
-    monkeypatch.delenv("CC", raising=False)
-    monkeypatch.setattr(wrapping.sysconfig, "get_path", lambda name: str(tmp_path))
-    monkeypatch.setattr(wrapping, "find_spec", lambda name: name)
-    assert has_compiler("cpu") and has_compiler("cuda")
-    monkeypatch.setenv("CC", "no-such-compiler")
-    assert has_compiler("cpu") and not has_compiler("cuda")
-    monkeypatch.delenv("CC")
-    monkeypatch.setattr(wrapping, "find_spec", lambda name: None)
-    assert has_compiler("cpu") and not has_compiler("cuda")
-    (tmp_path / "Python.h").unlink()
-    assert not has_compiler("cpu")
-
-
-@pytest.mark.parametrize(
-    "other", [{}, {"packing": False}, {"use_moe": True}, {"parallel": "fsdp"}, {"dtype": "float16"}]
-)
-def test_on_a_gpu_all_long_runs_in_half_precision_are(other, monkeypatch):
-    for native in (False, True):
-        monkeypatch.setattr(wrapping, "native_bfloat16", lambda device, native=native: native)
-        assert compiles(replace(LONG, **other), RUN, GPU) is native
-    for short in (replace(LONG, dtype="float32"), replace(LONG, activation_checkpointing=True)):
-        assert not compiles(replace(short, packing=False), RUN, GPU)
-    per_token = operations(LONG, Data(1))
-    assert compiles(LONG, Data(int(wrapping.MIN_FLOPS_PER_GPU / per_token) + 1), GPU)
-    assert not compiles(LONG, Data(int(wrapping.MIN_FLOPS_PER_GPU / per_token) - 1), GPU)
 
 
 def test_what_cannot_be_compiled_runs_as_it_is():

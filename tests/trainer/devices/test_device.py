@@ -1,8 +1,6 @@
 """Which device a process takes, alone and among several, what is refused, and what of CUDA is touched."""
 
 import os
-import platform
-import subprocess
 import sys
 from datetime import timedelta
 from types import SimpleNamespace
@@ -14,15 +12,12 @@ from common.errors import UserError
 from common.settings import StageArgs
 from llm.training import train as engine_command
 from llm.training.core import engine
-from tests.conftest import ROOT
-from tests.trainer.stage_flags import flags
 from trainer import train_full_sft, train_pretrain
 from trainer import trainer_utils as utils
 from trainer.data.datasets import epoch_loader, epoch_order, eval_loader
 from trainer.devices import device as device_module
 from trainer.devices import process_group as distributed
 from trainer.devices.device import autocast_dtype, mixed_precision, select_device, use_deterministic_kernels
-from trainer.run.errors import translated_failures
 
 
 @pytest.fixture
@@ -174,64 +169,6 @@ def test_the_engine_checks_its_settings_without_cuda(dtype, two_gpus, monkeypatc
     assert started == [2]
 
 
-def test_autocast_asks_the_gpu_of_its_own_rank(monkeypatch):
-    """`torch.autocast` in bfloat16 asks the current GPU, an old one by allocating: every rank would do so on
-    GPU 0."""
-    current, asked = [0], []
-    monkeypatch.setattr(torch.cuda, "_exchange_device", lambda index: current.append(index) or current[-2])
-    monkeypatch.setattr(
-        torch.cuda, "_maybe_exchange_device", lambda index: current.append(index) or current[-2]
-    )
-    monkeypatch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: asked.append(current[-1]) or True)
-    for index in (0, 1):
-        mixed_precision("bfloat16", torch.device("cuda", index))
-    assert asked == [0, 1] and current[-1] == 0
-
-
-# any x86 CPU becomes one of AVX2 alone
-NO_BFLOAT16 = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
-
-
-@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="instruction sets of x86 CPUs")
-def test_a_cpu_without_bfloat16_trains_in_float32_and_says_so(corpus, tmp_path):
-    """MiniMind's usual --dtype, with Muon, whose iteration is in bfloat16 elsewhere: a product of 2,048 rows
-    takes minutes there."""
-    argv = flags(corpus, tmp_path, "pretrain", epochs=1, dtype="bfloat16", optimizer="muon", hidden_size=64)
-    products = f"""
-import sys
-import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-
-class Products(TorchDispatchMode):
-    dtypes = set()
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function.overloadpacket.__name__ in ("mm", "addmm", "bmm"):
-            self.dtypes |= {{each.dtype for each in args if isinstance(each, torch.Tensor)}}
-        return function(*args, **(kwargs or {{}}))
-
-sys.argv = ["train_pretrain.py", *{argv!r}]
-import trainer.train_pretrain as stage
-with Products():
-    stage.main()
-assert Products.dtypes == {{torch.float32}}, Products.dtypes
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", products],
-        cwd=ROOT,
-        env=os.environ | NO_BFLOAT16,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    lines = [line for line in done.stderr.splitlines() if "bfloat16" in line]
-    assert lines == [
-        "warning: --dtype bfloat16: this CPU has to emulate it, with matrix products that take 3 to 100 times as long "
-        "as in float32: training in float32 (--dtype bfloat16_emulated insists)"
-    ]
-    assert "done: 8 updates" in done.stdout
-
-
 @pytest.mark.parametrize("emulated", [False, True])
 def test_bfloat16_is_emulated_only_when_insisted_on(emulated, monkeypatch, capsys):
     monkeypatch.setattr(device_module, "native_bfloat16", lambda device: not emulated)
@@ -249,15 +186,3 @@ def test_bfloat16_is_emulated_only_when_insisted_on(emulated, monkeypatch, capsy
 def test_the_automatic_dtype_of_a_gpu_is_what_its_tensor_cores_know(capability, dtype, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
     assert device_module.automatic_dtype(torch.device("cuda", 0)) == dtype
-
-
-def test_running_out_of_memory_on_a_gpu_tells_what_its_allocator_holds(monkeypatch):
-    for name, value in {"is_initialized": True, "current_device": 1}.items():
-        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 3 << 30)
-    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: device.index << 32)
-    with (
-        pytest.raises(UserError, match="; at most 3,072 MB in use, 4,096 MB reserved"),
-        translated_failures(),
-    ):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")

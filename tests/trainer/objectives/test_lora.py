@@ -130,15 +130,6 @@ def test_an_adapter_that_does_not_fit_is_one_line(tmp_path, fields, line):
     assert line in str(error.value) and str(folder) in str(error.value)
 
 
-def test_alpha_over_the_root_of_the_rank(tmp_path):
-    """PEFT's `use_rslora`: of rank 4, twice the usual scale."""
-    folder, name = written(adapted(targets=("q_proj",)), tmp_path), "model.layers.0.self_attn.q_proj.weight"
-    usual = merge_adapter(base(), folder).get_parameter(name) - base().get_parameter(name)
-    change_config(folder, use_rslora=True)
-    change = merge_adapter(base(), folder).get_parameter(name) - base().get_parameter(name)
-    assert (change - 2 * usual).abs().max() <= 1e-6 < usual.abs().max()
-
-
 def test_minimind_s_file_of_an_adapter(tmp_path):
     """In its form, of its square layers: the merged model computes what its `forward` with the adapter beside
     does."""

@@ -58,16 +58,6 @@ def test_loss_and_gradient_are_those_of_the_formula():
     assert all(float(shown[name]) > 0 for name in METRICS)
 
 
-def test_it_reads_a_batch_as_its_two_models_do():
-    model, batch = tiny(use_moe=True), sampled_batch([3, 1, 5])
-    log_probs, values, aux_loss = model(batch, 0.8)
-    wanted, of_actor = target_log_probs(model.actor, batch, 0.8)
-    torch.testing.assert_close(log_probs, wanted)
-    of_values, of_critic = model.values(batch)
-    torch.testing.assert_close(values, of_values)
-    assert of_critic > 0 and aux_loss.item() == pytest.approx((of_actor + of_critic).item())
-
-
 def test_the_critic_begins_at_zero_and_shares_nothing_with_the_policy():
     model, batch = tiny(), sampled_batch([3, 2])
     values, _ = model.values(batch)

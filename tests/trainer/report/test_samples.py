@@ -15,7 +15,7 @@ from model.prompts import prompt_tokens
 from tests.conftest import write_jsonl
 from tests.stage_process import Faults, run
 from tests.trainer.rollout_runs import rollout_flags, write_prompts
-from tests.trainer.stage_flags import assert_same_run, flags, saved_state
+from tests.trainer.stage_flags import assert_same_run, flags
 from trainer.report import samples
 from trainer.report.experts import token_counters
 from trainer.report.metrics import read_metrics
@@ -148,39 +148,25 @@ def test_ranks_and_shards(corpus, tmp_path):
     assert not any(texts(tmp_path / "fsdp"))
 
 
-@pytest.mark.parametrize("stage", ["grpo", "ppo"])
-def test_stages_with_rewards_show_rollouts_and_held_out_prompts(tmp_path, stage):
-    prompts = write_prompts(tmp_path)
-    name = f"{stage}_32"
-    group = {} if stage == "ppo" else {"num_generations": 2}
-    run(stage, rollout_flags(prompts, tmp_path, save_weight=stage, **group))
-    found = [sample for sample in texts(tmp_path, name) if sample]
-    last = found[-1]
+def test_a_stage_with_rewards_shows_rollouts_and_held_out_prompts(tmp_path):
+    run("grpo", rollout_flags(write_prompts(tmp_path), tmp_path, num_generations=2))
+    *_, last = [sample for sample in texts(tmp_path, "grpo_32") if sample]
     assert [("reward" in each) for each in last] == [True, True, False, False, False]
     assert [each["prompt"] for each in last[2:]] == ["river!", "stone!", "fox!"]
-    assert math.isfinite(last[0]["reward"]) and saved_state(tmp_path, name)["update"] > 0
-
-
-def wrong_prompts(folder, kind):
-    path = folder / "prompts.txt"
-    if kind != "missing":
-        path.write_bytes({"empty": b"\n \n", "latin": b"\xe9t\xe9\n", "held-out": b"hello\n"}[kind])
-    return path
+    assert math.isfinite(last[0]["reward"])
 
 
 @pytest.mark.parametrize(
-    ("kind", "line"),
+    ("content", "held_out", "line"),
     [
-        ("missing", "no such file; give auto, none, or a text file"),
-        ("empty", "the file holds no prompt; write one per line"),
-        ("latin", "'utf-8' codec can't decode byte 0xe9"),
-        ("held-out", "needs held-out data: they are answered at each evaluation"),
+        (b"\xe9t\xe9\n", True, "'utf-8' codec can't decode byte 0xe9"),
+        (b"hello\n", False, "needs held-out data: they are answered at each evaluation"),
     ],
 )
-def test_a_mistake_is_one_line(corpus, tmp_path, kind, line):
-    argv = flags(corpus, tmp_path, "pretrain", epochs=1, sample_prompts=wrong_prompts(tmp_path, kind))
-    if kind == "held-out":
-        at = argv.index("--eval_data_path")
-        del argv[at : at + 2]
-    (error,) = run("pretrain", argv, status=2).error_lines
+def test_a_mistake_is_one_line(corpus, tmp_path, content, held_out, line):
+    (tmp_path / "prompts.txt").write_bytes(content)
+    settings = {"sample_prompts": tmp_path / "prompts.txt"}
+    if not held_out:
+        settings["eval_data_path"] = "none"
+    (error,) = run("pretrain", flags(corpus, tmp_path, "pretrain", **settings), status=2).error_lines
     assert error.startswith("error: --sample_prompts ") and line in error

@@ -56,19 +56,6 @@ def test_one_point_per_update(monkeypatch):
     assert tracker.id == "run7"
 
 
-def test_samples_are_texts(monkeypatch):
-    stub = Stub()
-    stub.Text = lambda text: ("Text", text)
-    tracker = track(monkeypatch, stub)
-    tracker.log({"loss": 1.0, "samples": ["a\n-> b", "c"]}, 1)
-    tracker.log({"loss": 0.5}, 2)
-    tracker.finish()
-    assert stub.points == [
-        (1, {"loss": 1.0, "samples": [("Text", "a\n-> b"), ("Text", "c")]}),
-        (2, {"loss": 0.5}),
-    ]
-
-
 def test_a_resumed_run_goes_on_under_its_id(monkeypatch):
     stub = Stub()
     monkeypatch.setitem(sys.modules, "swanlab", stub)
@@ -106,7 +93,7 @@ def untracked(corpus, tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("kind", ["is missing", "raises at log", "hangs at init", "hangs at finish"])
+@pytest.mark.parametrize("kind", ["is missing", "raises at log", "hangs at finish"])
 def test_training_does_not_feel_it(corpus, tmp_path, untracked, kind):
     """A whole run with a SwanLab that misbehaves: the same bits as without one, and one warning."""
     argv = [*flags(corpus, tmp_path, "pretrain", epochs=1), "--use_wandb"]
@@ -135,19 +122,6 @@ def test_every_save_keeps_the_id_of_the_curves(corpus, tmp_path):
     branch = [*tracked[:-4], "--resume_from", str(tmp_path / "checkpoints/pretrain_32_resume_previous.pth")]
     run("pretrain", [*branch, "--save_weight", "other"])
     assert saved_state(tmp_path, "other_32")["wandb_id"] is None
-
-
-@pytest.mark.slow
-def test_the_real_swanlab_without_a_login(corpus, tmp_path, untracked):
-    """Cloud mode on a machine that never logged in and has no network."""
-    pytest.importorskip("swanlab")
-    argv = [*flags(corpus, tmp_path, "pretrain", epochs=1), "--use_wandb"]
-    home = f"os.environ['HOME'] = os.environ['SWANLAB_SAVE_DIR'] = {str(tmp_path)!r}; os.chdir({str(tmp_path)!r}); "
-    home += "os.environ.pop('SWANLAB_API_KEY', None); from trainer.report import trackers as t; "
-    home += "t.START_TIMEOUT = t.END_TIMEOUT = 5.0"
-    process = run("pretrain", argv, Faults(script=home))
-    assert_same_run(untracked, tmp_path)
-    assert sum(line.startswith("warning: SwanLab ") for line in process.error_lines) == 1, process.err
 
 
 def test_the_real_swanlab_offline(tmp_path, monkeypatch):

@@ -37,28 +37,6 @@ def trained(seed: int = 0) -> tuple[MiniMindForCausalLM, torch.optim.Optimizer]:
     return model, optimizer
 
 
-def test_which_state_a_branch_goes_on_with(tmp_path):
-    """Its own newest one, wherever a copy of the state that it began with lies; another state begins a
-    branch."""
-    model, optimizer = trained()
-    start, moved = tmp_path / "a_32_resume.pth", tmp_path / "moved.pth"
-    lm_checkpoint(CONFIG, "a", model, optimizer, 0, 1, save_dir=tmp_path, run_id="of a", update=1)
-    begun = lm_checkpoint(CONFIG, "b", save_dir=tmp_path, resume_from=str(start))
-    assert begun["is_new_branch"] and begun["branch_of"]["run_id"] == "of a" and begun["update"] == 1
-    more = {"branch_of": begun["branch_of"], "run_id": "of b", "update": 2}
-    lm_checkpoint(CONFIG, "b", model, optimizer, 0, 2, save_dir=tmp_path, **more)
-    shutil.copy(start, moved)
-    for same in (start, moved):
-        own = lm_checkpoint(CONFIG, "b", save_dir=tmp_path, resume_from=str(same))
-        assert own["update"] == 2 and "is_new_branch" not in own
-    # `a` went on
-    lm_checkpoint(CONFIG, "a", model, optimizer, 0, 3, save_dir=tmp_path, run_id="of a", update=3)
-    other = lm_checkpoint(CONFIG, "b", save_dir=tmp_path, resume_from=str(start))
-    assert other["is_new_branch"] and other["update"] == 3
-    start.unlink()  # the branch is what is left of it
-    assert lm_checkpoint(CONFIG, "b", save_dir=tmp_path, resume_from=str(start))["update"] == 2
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
 def test_a_state_that_is_read_takes_no_memory_of_its_own(tmp_path):
     """Pages of the file, which the ranks of a machine share."""
@@ -98,19 +76,6 @@ def test_a_pickle_that_runs_code_is_refused_and_does_not_run(tmp_path):
     with pytest.raises(UserError, match="not a readable weights file"):
         read_model(tmp_path / "w_32.pth")
     assert not trap.exists()
-
-
-def test_a_failing_write_changes_nothing(tmp_path):
-    path = tmp_path / "file"
-    atomic_write(path, lambda file: file.write(b"first"))
-
-    def fail(file):
-        file.write(b"half")
-        raise OSError("disk full")
-
-    with pytest.raises(UserError, match=r"file cannot be written \(disk full\)"):
-        atomic_write(path, fail)
-    assert path.read_bytes() == b"first" and os.listdir(tmp_path) == ["file"]
 
 
 @pytest.fixture(scope="module")
@@ -183,7 +148,7 @@ def test_weights_of_arbitrary_bytes_are_refused(tmp_path, data):
         read_model(path)
 
 
-def test_each_bit_of_the_directory_and_the_digest_of_a_file(tmp_path, monkeypatch):
+def test_bits_of_the_directory_and_the_digest_of_a_file(tmp_path, monkeypatch):
     """One flipped bit: the file is refused, and unless the bit hides the digest's mark, before torch parses
     anything: what a damaged directory or pickle asks for (memory, other bytes) does not matter."""
     path = tmp_path / "state.pth"
@@ -196,8 +161,8 @@ def test_each_bit_of_the_directory_and_the_digest_of_a_file(tmp_path, monkeypatc
     load, parsed = torch.load, []
     monkeypatch.setattr(torch, "load", lambda *args, **kwargs: (parsed.append(bit), load(*args, **kwargs))[1])
     directory, comment = saved.index(b"PK\x01\x02"), len(saved) - len("sha256:") - 64
-    refused = 0
-    for bit in range(8 * directory, 8 * len(saved)):
+    bits, refused = range(8 * directory, 8 * len(saved), 7), 0  # each place of a byte comes up
+    for bit in bits:
         damaged = bytearray(saved)
         damaged[bit // 8] ^= 1 << bit % 8
         path.write_bytes(damaged)
@@ -205,7 +170,7 @@ def test_each_bit_of_the_directory_and_the_digest_of_a_file(tmp_path, monkeypatc
             assert same(read_file(path), content)
         except UNREADABLE:
             refused += 1
-    assert refused == 8 * (len(saved) - directory) > 3000  # the mark is required as well
+    assert refused == len(bits) > 400  # the mark is required as well
     assert set(parsed) <= set(range(8 * comment, 8 * (comment + len("sha256:"))))
     path.write_bytes(saved[: -len("sha256:") - 64])  # the digest cut off
     with pytest.raises(zipfile.BadZipFile, match="its digest is missing"):

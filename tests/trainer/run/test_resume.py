@@ -12,9 +12,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -23,52 +21,63 @@ from common.settings import StageArgs
 from dataset.token_cache import load_tokenizer
 from tests.conftest import ROOT, write_jsonl
 from tests.stage_process import IMPATIENT, Faults, StageProcess, run, start_ranks
-from tests.trainer.stage_flags import assert_same_run, assert_same_tensors, flags, records, saved_state
+from tests.trainer.stage_flags import assert_same_run, flags, records, saved_state
 from trainer import train_distillation, train_dpo, train_full_sft, train_grpo
 from trainer.objectives.distillation import TeacherArgs
 from trainer.objectives.next_token import model_config
 from trainer.report.metrics import read_metrics
-from trainer.rollouts.settings import add_rollouts
+from trainer.run import resume
 from trainer.run.checkpoint import FORMAT
 from trainer.run.paths import start_path
 from trainer.run.resume import (
     check_resume,
     computing,
-    held_out_fingerprint,
+    keep_global_batch,
     run_fingerprint,
     warn_of_changes,
     weights_fingerprint,
 )
 from trainer.run.state import TrainState
-from trainer.trainer_utils import init_model, weights_to_load
-from trainer.weights.files import save_weights
 
 
-def sample_ids(files: list[Path], batch_size: int) -> list[list[int]]:
-    """Samples of each micro-batch of all ranks together, in the order of global micro-batches."""
+def sample_ids(files: list[Path]) -> list[int]:
+    """Samples of all ranks together, in the order of global micro-batches."""
     ranks = [file.read_text().splitlines() for file in files]
-    return [[int(i) for line in lines for i in line.split()] for lines in zip(*ranks, strict=True)]
+    return [int(i) for lines in zip(*ranks, strict=True) for line in lines for i in line.split()]
 
 
-def test_another_number_of_ranks(corpus, tmp_path):
-    """One, two, and one again: the same updates of the same samples, each exactly once; losses to 1e-5 (the
-    sums are taken in another order)."""
+SMALL = {"epochs": 1, "num_hidden_layers": 1, "save_interval": 2, "eval_interval": 2}
+
+
+@pytest.fixture(scope="module")
+def finished(corpus, tmp_path_factory) -> Path:
+    """A run of eight updates that nobody stops; tests only read its files."""
+    folder = tmp_path_factory.mktemp("finished")
+    run("pretrain", flags(corpus, folder, "pretrain", **SMALL))
+    return folder
+
+
+def test_another_number_of_ranks_and_another_grouping(corpus, tmp_path):
+    """One rank, two, and one again with larger micro-batches: the same updates of the same samples, each
+    exactly once; losses to 1e-5 (the sums are taken in another order)."""
     settings = {"batch_size": 2, "accumulation_steps": 4, "epochs": 2, "num_hidden_layers": 1}
     settings |= {"save_interval": 1000, "eval_interval": 1000}
     whole = flags(corpus, tmp_path / "whole", "pretrain", **settings)
     run("pretrain", whole, Faults(record=str(tmp_path / "whole_ids")))
-    argv = flags(corpus, tmp_path, "pretrain", **settings, from_resume=1)
     seen = []
-    for part, (ranks, stop) in enumerate(((1, 17), (2, 9), (1, 0))):  # a signal in the fifth update of each
+    # ranks, micro-batch at which a signal comes, other settings
+    parts = [(1, 17, {}), (2, 9, {}), (1, 0, {"batch_size": 4, "accumulation_steps": 2})]
+    for part, (ranks, stop, others) in enumerate(parts):
+        argv = flags(corpus, tmp_path, "pretrain", **settings | others, from_resume=1)
         files = [tmp_path / f"ids{part}{rank}" for rank in range(ranks)]
         faults = {rank: Faults(record=str(file)) for rank, file in enumerate(files)}
         faults[0].signals = {stop: signal.SIGTERM}
         processes = start_ranks(ranks, "pretrain", argv, faults)
         assert {process.wait() for process in processes} == {143 if stop else 0}, processes[0].err
-        if ranks == 2:  # back at the first number, the flags as typed are right
+        if ranks == 2:
             assert "2 ranks instead of 1: --accumulation_steps is now" in processes[0].out
-        seen += [i for step in sample_ids(files, 2) for i in step]
-    assert seen == [i for step in sample_ids([tmp_path / "whole_ids"], 2) for i in step]
+        seen += sample_ids(files)
+    assert seen == sample_ids([tmp_path / "whole_ids"])
     assert sorted(seen) == sorted(2 * list(range(max(seen) + 1)))
     one, other = (
         read_metrics(folder / "out/pretrain_32_metrics.jsonl") for folder in (tmp_path / "whole", tmp_path)
@@ -77,6 +86,111 @@ def test_another_number_of_ranks(corpus, tmp_path):
     for record, same in zip(one, other, strict=True):
         assert abs(record["loss"] - same["loss"]) <= 1e-5
         assert record["learning_rate"] == same["learning_rate"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "batch_size", "accumulation", "advice"),
+    [
+        (2, 5, 3, "12 -> 30.*must be 12: --batch_size 3 --accumulation_steps 2$"),
+        (1, 4, 2, "12 -> 8.*must be 12: --batch_size 4 --accumulation_steps 3$"),
+        (5, 4, 3, "12 -> 60.*5 processes do not divide it"),
+    ],
+)
+def test_a_global_batch_that_cannot_be_kept(monkeypatch, ranks, batch_size, accumulation, advice):
+    """It is refused with what would work."""
+    start = {"from_weight": "none", "from_resume": True}
+    saved = run_fingerprint(StageArgs(**start, batch_size=4, accumulation_steps=3), {}, {}, 9)
+    checkpoint = {"run": saved, "epoch": 0, "step": 1, "update": 1, "world_size": 1}
+    monkeypatch.setattr(resume, "world_size", lambda: ranks)
+    monkeypatch.setattr(resume, "gather", lambda own: [own] * ranks)
+    args = StageArgs(**start, batch_size=batch_size, accumulation_steps=accumulation)
+    args = keep_global_batch(args, checkpoint)
+    with pytest.raises(UserError, match=f"global_batch: {advice}"):
+        check_resume(args, run_fingerprint(args, {}, {}, 9), checkpoint)
+
+
+def test_more_epochs_only_by_an_explicit_flag(corpus, finished, tmp_path):
+    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
+    longer = flags(corpus, tmp_path, "pretrain", **SMALL | {"epochs": 3}, from_resume=1)
+    line = run("pretrain", longer, status=2).error_lines[-1]
+    assert "epochs: 1 -> 3" in line and "--extend_epochs 1 would go on" in line
+    done = run("pretrain", [*longer, "--extend_epochs", "1"])
+    assert "--extend_epochs 1: 3 epochs instead of 1" in done.out
+    rates = [record["learning_rate"] for record in read_metrics(tmp_path / "out/pretrain_32_metrics.jsonl")]
+    assert len(rates) == 24 and rates[7] == pytest.approx(1e-3) and 7e-3 < rates[8] < 7.75e-3
+    assert "nothing to do" in run("pretrain", longer).out  # it is now one of three epochs
+    shorter = flags(corpus, tmp_path, "pretrain", **SMALL | {"epochs": 2}, from_resume=1, extend_epochs=1)
+    assert "epochs: 3 -> 2" in run("pretrain", shorter, status=2).error_lines[-1]
+
+
+def test_another_run_is_refused_field_by_field(corpus, finished, tmp_path):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "model")
+    tokenizer.chat_template += " "
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    others = [{"tokenizer_path": tmp_path / "tokenizer"}]
+    others.append({"learning_rate": 0.02, "seed": 7, "epochs": 2, "batch_size": 4, "num_hidden_layers": 2})
+    others[-1] |= {"packing": 1, "optimizer": "muon", "data_path": corpus["pretrain_eval"]}
+    lines = []
+    for other in others:
+        argv = flags(corpus, finished, "pretrain", **SMALL | other, from_resume=1)
+        lines.append(run("pretrain", argv, status=2).error_lines[-1])
+    assert "(tokenizer: " in lines[0] and "data: " not in lines[0]
+    assert lines[1].startswith("error: --from_resume 1: the checkpoint belongs to another run (")
+    for field in (*others[1], "samples", "global_batch"):
+        name = {"data_path": "data", "batch_size": "global_batch"}.get(field, field)
+        assert f"{name}: " in lines[1], name
+
+
+PRECISIONS = {
+    # emulated, to see the scaler come back
+    "float16": {"dtype": "float16", "batch_size": 16, "max_seq_len": 16, "num_hidden_layers": 1},
+    "bfloat16": {"dtype": "bfloat16_emulated"},
+}
+ALLOW_FLOAT16 = "import trainer.devices.device as a; a.native_float16 = lambda device: True"
+
+
+@pytest.mark.parametrize("name", PRECISIONS)
+def test_half_precision_resumes_exactly_and_float32_may_follow(corpus, tmp_path, name):
+    """Killed, gone on in the same precision; then stopped by a signal, gone on in float32."""
+    settings = PRECISIONS[name] | {"epochs": 2}
+    run("pretrain", flags(corpus, tmp_path / "whole", "pretrain", **settings), Faults(script=ALLOW_FLOAT16))
+    at = len(records(tmp_path / "whole")) - 2
+    argv = flags(corpus, tmp_path / "broken", "pretrain", **settings, from_resume=1)
+    run("pretrain", argv, Faults(script=ALLOW_FLOAT16, signals={at: signal.SIGKILL}), status=-9)
+    shutil.copytree(tmp_path / "broken", tmp_path / "other")
+    run("pretrain", argv, Faults(script=ALLOW_FLOAT16))
+    assert_same_run(tmp_path / "whole", tmp_path / "broken")
+    if name == "float16":
+        scales = [saved_state(tmp_path / folder)["scaler"] for folder in ("whole", "broken")]
+        assert scales[0] == scales[1] and scales[0]["scale"] >= 1 and scales[0]["_growth_tracker"] > 0
+    argv = flags(
+        corpus,
+        tmp_path / "other",
+        "pretrain",
+        **settings | {"dtype": "float32"},
+        from_resume=1,
+        log_interval=2,
+    )
+    run("pretrain", argv)
+    one, other = (
+        read_metrics(tmp_path / folder / "out/pretrain_32_metrics.jsonl") for folder in ("whole", "other")
+    )
+    assert one[-1]["update"] == other[-1]["update"] and abs(one[-1]["loss"] - other[-1]["loss"]) < 0.05
+
+
+def test_ranks_that_see_different_files_do_not_start(corpus, tmp_path):
+    """As on two machines without a shared file system."""
+    argv = flags(corpus, tmp_path, "pretrain", **SMALL | {"batch_size": 4}, from_resume=1)
+    run("pretrain", argv, ranks=2)
+    elsewhere = f"sys.argv[sys.argv.index('--checkpoint_dir') + 1] = {str(tmp_path / 'elsewhere')!r}"
+    processes = start_ranks(2, "pretrain", argv, {1: Faults(script=elsewhere)})
+    assert [process.wait() for process in processes] == [2, 2]
+    told = (
+        "the ranks do not see the same data, settings or checkpoint (checkpoint's epoch: 0 on rank 0, None "
+    )
+    assert told in processes[0].err
 
 
 def test_three_ranks_resume_bit_for_bit(corpus, tmp_path):
@@ -91,93 +205,10 @@ def test_three_ranks_resume_bit_for_bit(corpus, tmp_path):
     assert_same_run(tmp_path / "whole", tmp_path / "broken", "pretrain_64")
 
 
-def test_a_global_batch_that_cannot_be_kept_is_refused_with_what_would_work(corpus, tmp_path):
-    settings = {"batch_size": 4, "accumulation_steps": 3, "epochs": 1}
-    run("pretrain", flags(corpus, tmp_path, "pretrain", **settings))
-    before = (tmp_path / "checkpoints/pretrain_32_resume.pth").read_bytes()
-    argv = flags(corpus, tmp_path, "pretrain", **(settings | {"batch_size": 5}), from_resume=1)
-    processes = start_ranks(2, "pretrain", argv)
-    assert [process.wait() for process in processes] == [2, 2]
-    line = processes[0].error_lines[-1]
-    assert (
-        "global_batch: 12 -> 30" in line and "batch_size x accumulation_steps x processes must be 12" in line
-    )
-    assert line.endswith("must be 12: --batch_size 3 --accumulation_steps 2")
-    same_ranks = flags(corpus, tmp_path, "pretrain", **(settings | {"accumulation_steps": 2}), from_resume=1)
-    # asked for another update, not for other ranks
-    line = run("pretrain", same_ranks, status=2).error_lines[-1]
-    assert "global_batch: 12 -> 8" in line and "must be 12: --batch_size 4 --accumulation_steps 3" in line
-    assert (tmp_path / "checkpoints/pretrain_32_resume.pth").read_bytes() == before
-
-
-def test_more_epochs_only_by_an_explicit_flag(corpus, tmp_path):
-    run("pretrain", flags(corpus, tmp_path, "pretrain", epochs=1))
-    longer = flags(corpus, tmp_path, "pretrain", epochs=3, from_resume=1)
-    line = run("pretrain", longer, status=2).error_lines[-1]
-    assert "epochs: 1 -> 3" in line and "--extend_epochs 1 would go on" in line
-    done = run("pretrain", [*longer, "--extend_epochs", "1"])
-    assert "--extend_epochs 1: 3 epochs instead of 1" in done.out
-    rates = [record["learning_rate"] for record in read_metrics(tmp_path / "out/pretrain_32_metrics.jsonl")]
-    assert len(rates) == 24 and rates[7] == pytest.approx(1e-3) and 7e-3 < rates[8] < 7.75e-3
-    run("pretrain", [*longer, "--extend_epochs", "1"])  # again: nothing left to train
-    run("pretrain", longer)  # and the run is now one of three epochs
-    shorter = flags(corpus, tmp_path, "pretrain", epochs=2, from_resume=1, extend_epochs=1)
-    assert "epochs: 3 -> 2" in run("pretrain", shorter, status=2).error_lines[-1]
-
-
-def test_another_run_is_refused_field_by_field(corpus, tmp_path):
-    run("pretrain", flags(corpus, tmp_path, "pretrain", epochs=1))
-    other = {"learning_rate": 0.02, "seed": 7, "epochs": 2, "batch_size": 4, "num_hidden_layers": 1}
-    other |= {"packing": 1}
-    other |= {"optimizer": "muon", "data_path": corpus["pretrain_eval"]}
-    line = run("pretrain", flags(corpus, tmp_path, "pretrain", **other, from_resume=1), status=2).error_lines[
-        -1
-    ]
-    assert line.startswith("error: --from_resume 1: the checkpoint belongs to another run (")
-    for field in (*other, "samples", "global_batch"):
-        name = {"data_path": "data", "batch_size": "global_batch"}.get(field, field)
-        assert f"{name}: " in line, name
-    may_differ = {"num_workers": 2, "log_interval": 3, "save_interval": 5, "eval_interval": 0}
-    may_differ |= {"use_compile": 0}
-    stopped = flags(corpus, tmp_path / "stopped", "pretrain", epochs=1)
-    run("pretrain", stopped, Faults(signals={3: signal.SIGTERM}), status=143)
-    done = run(
-        "pretrain", flags(corpus, tmp_path / "stopped", "pretrain", epochs=1, **may_differ, from_resume=1)
-    )
-    assert "done: 8 updates" in done.out
-
-
-def test_another_tokenizer_is_named(corpus, tmp_path):
-    from transformers import AutoTokenizer
-
-    run("pretrain", flags(corpus, tmp_path, "pretrain", epochs=1))
-    tokenizer = AutoTokenizer.from_pretrained(Path(__file__).parents[3] / "model")
-    tokenizer.chat_template += " "
-    tokenizer.save_pretrained(tmp_path / "tokenizer")
-    argv = flags(corpus, tmp_path, "pretrain", epochs=1, tokenizer_path=tmp_path / "tokenizer", from_resume=1)
-    line = run("pretrain", argv, status=2).error_lines[-1]
-    assert "(tokenizer: " in line and "data: " not in line
-
-
-def test_a_run_that_overwrites_its_start_weights_is_resumed(corpus, tmp_path):
-    """A second round over the same name: at its first save, the weights that it began with are gone."""
-    settings = {"epochs": 1, "num_hidden_layers": 1, "save_interval": 2, "eval_interval": 2}
-    first = tmp_path / "whole"
-    run("pretrain", flags(corpus, first, "pretrain", **settings))
-    shutil.copytree(first, tmp_path / "broken")
-    run("pretrain", flags(corpus, first, "pretrain", **settings, from_weight="pretrain"))
-    argv = flags(corpus, tmp_path / "broken", "pretrain", **settings, from_weight="pretrain")
-    stopped = run("pretrain", argv, Faults(signals={5: signal.SIGTERM}), status=143)
-    assert "--from_resume 1 goes on" in stopped.err
-    run("pretrain", [*argv, "--from_resume", "1"])
-    assert_same_run(first, tmp_path / "broken")
-
-
-def test_a_forgotten_from_resume_loses_nothing(corpus, tmp_path):
+def test_a_forgotten_from_resume_loses_nothing(corpus, finished, tmp_path):
     """The old run's files are set aside together, and a new run that is killed early never continues the old
     one."""
-    whole = {"epochs": 1, "num_hidden_layers": 1, "save_interval": 2, "eval_interval": 2}
-    argv = flags(corpus, tmp_path, "pretrain", **whole)
+    argv = flags(corpus, tmp_path, "pretrain", **SMALL)
     run("pretrain", argv, Faults(signals={5: signal.SIGTERM}), status=143)
     old = {path.name: path.read_bytes() for path in tmp_path.rglob("pretrain*")}
     assert set(old) > {
@@ -200,8 +231,7 @@ def test_a_forgotten_from_resume_loses_nothing(corpus, tmp_path):
     for path in tmp_path.glob("*/earlier_1/*"):  # put back, the old run goes on
         os.replace(path, path.parents[1] / path.name)
     assert "resuming pretrain at epoch 1, update 5" in run("pretrain", [*argv, "--from_resume", "1"]).out
-    run("pretrain", flags(corpus, tmp_path / "whole", "pretrain", **whole))
-    assert_same_run(tmp_path / "whole", tmp_path)
+    assert_same_run(finished, tmp_path)
 
 
 STARTS = {"name": "w", "best": "w_best", "path": "out/w_512.pth", "link": "link.pth"}
@@ -310,33 +340,6 @@ def test_only_the_model_in_a_folder_is_what_a_run_starts_from(tmp_path):
     assert digest() == before
 
 
-def test_the_reference_of_a_resumed_run_is_what_it_began_with(own_files, tmp_path):
-    """And not what became of these weights."""
-    settings = own_files | {
-        "hidden_size": 32,
-        "num_hidden_layers": 1,
-        "cache_dir": str(tmp_path),
-        "beta": 0.1,
-    }
-    args = train_grpo.Args(**settings, from_weight="w")
-    config, cpu = model_config(load_tokenizer(ROOT / "model"), args), torch.device("cpu")
-    save_weights(init_model(config, "none")[0], tmp_path / "out/w_32.pth")
-    run = run_fingerprint(args, {}, {}, 9)
-    assert [weights_to_load(args, run, checkpoint) for checkpoint in (None, {})] == ["w", "w"]
-    without = replace(args, beta=0.0)
-    assert [weights_to_load(without, run, checkpoint) for checkpoint in (None, {})] == ["w", "none"]
-    model = init_model(config, "w", args.tokenizer_path, args.save_dir)[0]
-    run_of: dict[str, Any] = {"device": cpu, "callbacks": [], "autocast": nullcontext()}
-    state: Any = SimpleNamespace(args=args, lm_config=config, model=model, **run_of)
-    add_rollouts(state, load_tokenizer(ROOT / "model"))
-    reference = state.callbacks[0].reference
-    assert_same_tensors(dict(reference.state_dict()), dict(model.state_dict()))
-    assert reference is not model and not any(p.requires_grad for p in reference.parameters())
-    save_weights(init_model(config, "none")[0], tmp_path / "out/w_32.pth")
-    with pytest.raises(UserError, match="no longer those that the run began with, and it needs them again"):
-        weights_to_load(args, run, {})
-
-
 def test_a_field_that_is_added_to_the_model_does_not_end_its_runs(monkeypatch):
     """What a fingerprint lacks was the default."""
     args = StageArgs(from_weight="none", from_resume=True)
@@ -347,13 +350,6 @@ def test_a_field_that_is_added_to_the_model_does_not_end_its_runs(monkeypatch):
     assert check_resume(args, run, checkpoint | {"run": before}) == run
     with pytest.raises(UserError, match=r"another run \(norm_topk_prob: True -> False\)"):
         check_resume(args, run | {"norm_topk_prob": False}, checkpoint | {"run": before})
-
-
-@pytest.mark.parametrize("cache", [{"a": 1}, np.zeros(2), None])
-def test_held_out_data_of_a_users_own_kind_have_no_fingerprint(cache):
-    dataset = SimpleNamespace(cache=cache, fingerprint=lambda: "x")
-    assert held_out_fingerprint(SimpleNamespace(dataset=dataset)) is None
-    assert held_out_fingerprint(SimpleNamespace(dataset=SimpleNamespace(fingerprint={"data": "x"}))) == "x"
 
 
 def test_other_threads_or_another_cpu_are_a_warning(monkeypatch, capsys):
@@ -460,36 +456,6 @@ def test_a_flag_that_is_added_to_a_stage_does_not_end_its_runs():
             check_resume(args, fingerprint(args), checkpoint)
 
 
-def test_batch_size_and_accumulation_may_be_regrouped(corpus, tmp_path):
-    """As long as an update stays as large: each sample once, the same losses."""
-    settings = {"epochs": 2, "num_hidden_layers": 1, "eval_interval": 0}
-    run("pretrain", flags(corpus, tmp_path / "whole", "pretrain", **settings))
-    seen, shapes = [], [(8, 1, 4), (4, 2, 11), (2, 4, None)]  # stopped in the first epoch, then in the second
-    for batch_size, accumulation, update in shapes:
-        regrouped = settings | {
-            "batch_size": batch_size,
-            "accumulation_steps": accumulation,
-            "from_resume": 1,
-        }
-        begin = 1 if batch_size == 8 else 5
-        stop = {} if update is None else {(update - begin) * accumulation + 1: signal.SIGTERM}
-        ids = tmp_path / f"ids{batch_size}"
-        argv = flags(corpus, tmp_path, "pretrain", **regrouped)
-        run("pretrain", argv, Faults(signals=stop, record=str(ids)), status=143 if stop else 0)
-        seen += [i for step in sample_ids([ids], batch_size) for i in step]
-    assert sorted(seen) == sorted(2 * list(range(max(seen) + 1)))
-    one, other = records(tmp_path / "whole"), records(tmp_path)
-    assert len(one) == len(other) == 16
-    assert all(a[0] == b[0] and abs(a[2] - b[2]) <= 1e-5 for a, b in zip(one, other, strict=True))
-
-
-def test_weights_named_none_are_not_start_weights(tmp_path):
-    """A file that some run wrote under this name does not change what a run from random weights is."""
-    (tmp_path / "none_512.pth").write_bytes(b"weights")
-    args = StageArgs(save_dir=str(tmp_path), cache_dir=str(tmp_path), from_weight="none")
-    assert run_fingerprint(args, {}, {}, 9)["from_weight_sha256"] is None
-
-
 def test_a_second_run_of_the_same_name_is_refused(corpus, tmp_path):
     """As long as the first lives; killed with -9, it holds nothing any more."""
     argv = flags(corpus, tmp_path, "pretrain", epochs=1)
@@ -500,7 +466,6 @@ def test_a_second_run_of_the_same_name_is_refused(corpus, tmp_path):
     second = run("pretrain", argv, IMPATIENT, status=2)
     assert len(second.error_lines) == 1
     assert f"error: process {first.process.pid} on " in second.err and "another --save_weight" in second.err
-    run("pretrain", [*argv, "--save_weight", "other"])
     first.send(signal.SIGKILL)
     assert first.wait() == -9
     assert "done: 8 updates" in run("pretrain", argv).out
@@ -516,10 +481,9 @@ checkpoint.atomic_write = slow
 """
 
 
-def test_a_restart_while_the_old_run_still_saves(corpus, tmp_path):
+def test_a_restart_while_the_old_run_still_saves(corpus, finished, tmp_path):
     """As by a supervisor that restarts what it has just ended: it waits, and goes on."""
-    settings = {"epochs": 1, "num_hidden_layers": 1, "save_interval": 1000, "eval_interval": 0}
-    argv = flags(corpus, tmp_path, "pretrain", **settings, from_resume=1)
+    argv = flags(corpus, tmp_path, "pretrain", **SMALL, from_resume=1)
     old = StageProcess("pretrain", argv, Faults(script=SLOW_DISK, signals={4: signal.SIGTERM}))
     deadline = time.time() + 60
     while "finishing this update" not in old.err and time.time() < deadline:
@@ -533,25 +497,7 @@ def test_a_restart_while_the_old_run_still_saves(corpus, tmp_path):
         f"{told}{tmp_path}/out; waiting up to 60 s, in case it is saving and about to end\n"
     )
     assert "resuming pretrain at epoch 1, update 4 of 8" in new.out
-    run("pretrain", flags(corpus, tmp_path / "whole", "pretrain", **settings))
-    assert_same_run(tmp_path / "whole", tmp_path)
-
-
-def test_ranks_that_see_different_files_do_not_start(corpus, tmp_path):
-    """As on two machines without a shared file system."""
-    argv = flags(corpus, tmp_path, "pretrain", epochs=1, batch_size=4, from_resume=1)
-    run("pretrain", argv, ranks=2)
-    elsewhere = f"sys.argv[sys.argv.index('--checkpoint_dir') + 1] = {str(tmp_path / 'elsewhere')!r}"
-    processes = start_ranks(2, "pretrain", argv, {1: Faults(script=elsewhere)})
-    assert [process.wait() for process in processes] == [2, 2]
-    assert (
-        "the ranks do not see the same data, settings or checkpoint (checkpoint's epoch: 0 on rank 0, None on rank 1; "
-        in processes[0].err
-    )
-    other_data = f"sys.argv[sys.argv.index('--data_path') + 1] = {str(corpus['pretrain_eval'])!r}"
-    processes = start_ranks(2, "pretrain", argv, {1: Faults(script=other_data)})
-    assert [process.wait() for process in processes] == [2, 2]
-    assert "the ranks do not see the same data, settings or checkpoint (samples: " in processes[0].err
+    assert_same_run(finished, tmp_path)
 
 
 def test_loader_workers_and_packing_resume_exactly(corpus, tmp_path):
@@ -565,37 +511,6 @@ def test_loader_workers_and_packing_resume_exactly(corpus, tmp_path):
     run("sft", argv, Faults(signals={per_epoch + 4: signal.SIGKILL}), status=-9)
     run("sft", argv)
     assert_same_run(tmp_path / "whole", tmp_path / "broken", "full_sft_32")
-
-
-def test_float16_with_a_scaler_resumes_exactly(corpus, tmp_path):
-    """On a device without float16 arithmetic it is refused; here the emulation serves to see the scaler come
-    back."""
-    settings = {"dtype": "float16", "epochs": 2, "num_hidden_layers": 1, "batch_size": 16, "max_seq_len": 16}
-    allow = "import trainer.devices.device as a; a.native_float16 = lambda device: True"
-    run("pretrain", flags(corpus, tmp_path / "whole", "pretrain", **settings), Faults(script=allow))
-    argv = flags(corpus, tmp_path / "broken", "pretrain", **settings, from_resume=1)
-    count = len(records(tmp_path / "whole"))
-    run("pretrain", argv, Faults(script=allow, signals={count - 2: signal.SIGKILL}), status=-9)
-    run("pretrain", argv, Faults(script=allow))
-    assert_same_run(tmp_path / "whole", tmp_path / "broken")
-    scales = [saved_state(tmp_path / folder)["scaler"] for folder in ("whole", "broken")]
-    assert scales[0] == scales[1] and scales[0]["scale"] >= 1 and scales[0]["_growth_tracker"] > 0
-
-
-def test_bfloat16_resumes_exactly_and_float32_may_follow(corpus, tmp_path):
-    settings = {"dtype": "bfloat16_emulated", "epochs": 2}
-    run("pretrain", flags(corpus, tmp_path / "whole", "pretrain", **settings))
-    argv = flags(corpus, tmp_path / "broken", "pretrain", **settings, from_resume=1)
-    run("pretrain", argv, Faults(signals={11: signal.SIGKILL}), status=-9)
-    run("pretrain", argv)
-    assert_same_run(tmp_path / "whole", tmp_path / "broken")
-    argv = flags(corpus, tmp_path / "other", "pretrain", **settings, from_resume=1)
-    run("pretrain", argv, Faults(signals={11: signal.SIGTERM}), status=143)
-    run("pretrain", [*argv, "--dtype", "float32"])
-    one, other = (
-        read_metrics(tmp_path / folder / "out/pretrain_32_metrics.jsonl") for folder in ("whole", "other")
-    )
-    assert all(abs(a["loss"] - b["loss"]) < 0.05 for a, b in zip(one, other, strict=True))
 
 
 def test_a_foreign_checkpoint_is_refused(corpus, tmp_path):

@@ -3,12 +3,9 @@
 import os
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-import torch
 
-from common.errors import UserError
 from common.settings import StageArgs
 from trainer.report.metrics import MetricsLog
 from trainer.run import saving
@@ -77,21 +74,6 @@ def test_a_name_with_characters_of_patterns(tmp_path):
     assert len(list((tmp_path / "checkpoints/earlier_1").iterdir())) == len(STATES)
 
 
-def test_no_room_for_a_copy_is_one_line(tmp_path, monkeypatch):
-    """Where the file system has no links, the weights that the new run starts from are copied."""
-    args = earlier_run(tmp_path)
-    args.from_weight = "w"
-
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "link", full)
-    monkeypatch.setattr(shutil, "copyfile", full)
-    with pytest.raises(UserError, match=r"earlier_1 cannot be written \(No space left on device\)"):
-        set_earlier_run_aside(args, args)
-    assert len(list((tmp_path / "checkpoints").glob("*.pth"))) == len(STATES)
-
-
 def everything(folder: Path) -> dict[str, str]:
     return {
         str(path.relative_to(folder)): path.read_text()
@@ -147,21 +129,3 @@ def test_an_earlier_adapter_is_kept(tmp_path):
     names = [f"{folder}/adapter_model.safetensors" for folder in ("w_512", "w_best_512")]
     assert not any((tmp_path / "out" / name).exists() for name in names)
     assert all((tmp_path / "out/earlier_1" / name).exists() for name in names)
-
-
-def test_the_list_of_starts_keeps_the_first_one_and_the_latest(tmp_path):
-    path = tmp_path / "w_512_run.json"
-    state = SimpleNamespace(
-        resumed_update=None, is_new_branch=False, update=0, device=torch.device("cpu"), code={}
-    )
-    parts = {"model": torch.nn.Linear(2, 3), "args": StageArgs(), "computing": {}}
-    state.__dict__.update(parts, run_id="id", branch_of=None, run={})
-    for update in range(saving.KEPT_STARTS + 5):
-        state.update = update
-        saving.write_settings(state, path)  # pyrefly: ignore[bad-argument-type]
-        state.resumed_update = update
-    updates = [start["update"] for start in saving.read_settings_file(path)["starts"]]
-    assert updates == [0, *range(5, 24)]
-    state.is_new_branch = True
-    saving.write_settings(state, path)  # pyrefly: ignore[bad-argument-type]
-    assert len(saving.read_settings_file(path)["starts"]) == 1

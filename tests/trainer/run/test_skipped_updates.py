@@ -11,10 +11,9 @@ from common.errors import UserError
 from common.settings import StageArgs
 from dataset.lm_dataset import collate_flat
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
-from trainer.loop import make_record, train_update, update_size
+from trainer.loop import train_update, update_size
 from trainer.objectives.next_token import next_token_loss
 from trainer.optim.build import SkippedUpdates, build_optimizer
-from trainer.report.metrics import describe
 from trainer.run.state import TrainState
 
 CONFIG = MiniMindConfig(hidden_size=32, num_hidden_layers=1)
@@ -151,18 +150,6 @@ def test_in_float16_an_overflow_lowers_the_scale_and_is_no_bad_update():
     )
     assert not all(torch.equal(a, b) for a, b in zip(before, weights(state), strict=True))
     assert 1 < state.scaler.get_scale() < 2.0**38
-
-
-def test_overflows_stand_in_the_record_of_the_updates_that_they_skipped():
-    state = make_state(scale=2.0**41)
-    state.autocast = torch.autocast("cpu", dtype=torch.float16)
-    state.iters = 3
-    for _ in range(2):
-        train(state, [batch(1)])
-    record = make_record(state, torch.ones(2), torch.tensor(math.inf), evaluate_due=False)
-    assert record["overflows"] == 2 and "skipped" not in record and "overflows: 2" in describe(record, "")[0]
-    record = make_record(state, torch.ones(2), torch.tensor(1.0), evaluate_due=False)
-    assert "overflows" not in record and "overflows" not in describe(record, "")[0]
 
 
 def test_in_float16_a_loss_that_is_not_finite_is_one():

@@ -7,7 +7,6 @@ import torch
 
 from common.command_line import Parser
 from common.errors import UserError
-from model.linear import whole_of
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from tests.conftest import ROOT
 from trainer.run.paths import resume_path, run_name, shape_in_name, weight_path
@@ -194,16 +193,6 @@ def test_a_checkpoint_is_a_model_in_float32(tmp_path):
         assert torch.equal(load_named("--model", path)(ids).logits, model(ids).logits)
     line = refused(load_named, "--model", path, "--num_experts_per_tok", 3)
     assert "--num_experts_per_tok 3 contradicts" in line
-
-
-def test_experts_of_a_model_on_another_device_are_one_tensor(save):
-    """There each step of decoding would copy their matrices. A CPU reads those that it needs."""
-    path = save("w_32_moe") / "w_32_moe.pth"
-    for device, is_stacked in (("meta", True), ("cpu", False)):
-        model, _ = load_path(path, device=device)
-        for name in ("gate_proj", "up_proj", "down_proj"):
-            weights = [getattr(expert, name).weight for expert in model.model.layers[0].mlp.experts]
-            assert (whole_of(weights) is not None) == is_stacked
 
 
 def test_rope_scaling_of_a_tool_is_minimind_s(save):
