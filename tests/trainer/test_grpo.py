@@ -74,7 +74,6 @@ def test_resumed_in_a_rollout_with_another_number_of_ranks(prompts, tmp_path):
     [
         ({"epsilon": 0.1}, "^--epsilon has no effect with one update per rollout"),
         ({"packing": 1}, "^--packing 1 has no effect"),
-        ({"batch_size": 40}, "^an epoch has 24 prompts, and an update takes 40"),
     ],
 )
 def test_a_mistake_is_one_line(prompts, tmp_path, monkeypatch, settings, line):

@@ -4,11 +4,9 @@ built."""
 import pytest
 import torch
 
-from common.errors import UserError
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from tests.stage_process import run
 from tests.trainer.stage_flags import flags
-from trainer import train_pretrain
 from trainer.weights.files import save_weights
 
 # setting -> what the line says
@@ -27,17 +25,17 @@ IMPOSSIBLE = {
 
 
 @pytest.mark.parametrize("case", IMPOSSIBLE, ids=lambda case: f"{case[0]}={case[1]}")
-def test_an_impossible_setting(corpus, tmp_path, monkeypatch, case):
+def test_an_impossible_setting(corpus, tmp_path, case):
     name, value = case
     if case == ("dtype", "float16") and torch.cpu._is_amx_fp16_supported():
         pytest.skip("this CPU has arithmetic for float16")
     if name == "device" and torch.cuda.device_count() > 7:
         pytest.skip("there is such a device")
     settings = {"device": "cpu"} | {name: value}
-    monkeypatch.setattr("sys.argv", ["train_pretrain.py", *flags(corpus, tmp_path, "pretrain", **settings)])
-    with pytest.raises(UserError) as error:
-        train_pretrain.main()
-    assert str(error.value).startswith(IMPOSSIBLE[case]) and "\n" not in str(error.value)
+    process = run("pretrain", flags(corpus, tmp_path, "pretrain", **settings), status=2)
+    assert len(process.error_lines) == 1
+    assert process.error_lines[0].startswith(f"error: {IMPOSSIBLE[case]}")
+    assert process.out == "" and not list(tmp_path.rglob("*.pth"))
 
 
 def test_more_ranks_than_samples(corpus, tmp_path):

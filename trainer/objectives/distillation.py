@@ -3,7 +3,6 @@
 Shape legend: M targets, m targets of a piece, V vocabulary, C hidden size.
 """
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -56,9 +55,14 @@ class TeacherArgs(FrozenModelArgs):
 
     def teacher_shape(self) -> dict[str, Any]:
         """What the flags say of the teacher's shape."""
-        sizes = {"hidden_size": self.teacher_hidden_size, "num_hidden_layers": self.teacher_num_layers}
-        shape: dict[str, Any] = {name: value for name, value in sizes.items() if value}
-        return shape if self.teacher_use_moe == "auto" else shape | {"use_moe": self.teacher_use_moe == "1"}
+        shape: dict[str, Any] = {}
+        if self.teacher_hidden_size:
+            shape["hidden_size"] = self.teacher_hidden_size
+        if self.teacher_num_layers:
+            shape["num_hidden_layers"] = self.teacher_num_layers
+        if self.teacher_use_moe != "auto":
+            shape["use_moe"] = self.teacher_use_moe == "1"
+        return shape
 
     def teacher(self) -> Path:
         """The file or folder of the teacher. Raises UserError if there is none, or there are several of its
@@ -71,8 +75,8 @@ class TeacherArgs(FrozenModelArgs):
         try:
             return find_weights(self.save_dir, weight, **self.teacher_shape())
         except UserError as error:
-            flags = {f"--{name}": f"--teacher_{name}" for name in ("hidden_size", "use_moe")}
-            message = re.sub("|".join(flags), lambda flag: flags[flag[0]], str(error))
+            message = str(error).replace("--hidden_size", "--teacher_hidden_size")
+            message = message.replace("--use_moe", "--teacher_use_moe")
             raise UserError(f"teacher: {message}") from error
 
     def frozen_weights(self) -> dict[str, Path]:

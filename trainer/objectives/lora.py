@@ -37,6 +37,7 @@ SUPPORTED_PEFT_VALUES: dict[str, tuple] = {
     "peft_type": ("LORA",),
     "bias": ("none",),
     "use_dora": (False, None),
+    "use_rslora": (False, None),
     "rank_pattern": ({}, None),
     "alpha_pattern": ({}, None),
     "modules_to_save": ([], None),
@@ -103,7 +104,7 @@ def merge_adapter(model: "MiniMindForCausalLM", folder: Path) -> "MiniMindForCau
     """Add scale B A of each layer to the weights of a model in float32, in place: it then is a model without
     adapters. Raises UserError as `read_adapter` does."""
     config, tensors = read_adapter(model, folder)
-    scale = scale_of(config)
+    scale = config["lora_alpha"] / config["r"]
     for name in {name.rsplit(".lora_", 1)[0] for name in tensors}:
         weight = model.get_parameter(f"{name}.weight")
         a, b = (tensors[f"{name}.lora_{part}.weight"].to(weight) for part in "AB")
@@ -130,20 +131,15 @@ def minimind_adapter(
     if config["r"] > MINIMIND_RANK:
         why = f"the adapter has rank {config['r']}, and MiniMind loads {MINIMIND_RANK}"
         raise UserError(f"{why}: train it with --lora_rank {MINIMIND_RANK}")
+    scale = config["lora_alpha"] / config["r"]
     found = {}
     for name, size in square.items():
         a, b = torch.zeros(MINIMIND_RANK, size), torch.zeros(size, MINIMIND_RANK)
         if name in adapted:
             a[: config["r"]] = tensors[f"{name}.lora_A.weight"]
-            b[:, : config["r"]] = scale_of(config) * tensors[f"{name}.lora_B.weight"]
+            b[:, : config["r"]] = scale * tensors[f"{name}.lora_B.weight"]
         found[f"{name}.lora.A.weight"], found[f"{name}.lora.B.weight"] = a.half(), b.half()
     return found
-
-
-def scale_of(config: dict[str, Any]) -> float:
-    """What the product of an adapter's matrices is multiplied by."""
-    rank = config["r"] ** 0.5 if config.get("use_rslora") else config["r"]
-    return config["lora_alpha"] / rank
 
 
 def read_adapter(model: "MiniMindForCausalLM", folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:

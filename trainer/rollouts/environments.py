@@ -9,7 +9,6 @@ import ast
 import json
 import math
 import operator
-import re
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from typing import Any, Protocol
@@ -71,7 +70,6 @@ def checked_replies(replies: Any) -> list[dict]:
 # --- calculator
 
 MOST_CHARACTERS, MOST_BITS = 200, 4096  # of an expression; of a number
-ROOT_BITS = 256  # behind the point of a root that is no fraction
 
 
 def _bits(value: Fraction) -> int:
@@ -93,11 +91,10 @@ def _root(value: Fraction) -> Fraction:
     """The square root, exact if it is a fraction."""
     if value < 0:
         raise ValueError("the root of a negative number")
-    product = value.numerator * value.denominator  # sqrt(n / d) = sqrt(n * d) / d
-    root = Fraction(math.isqrt(product), value.denominator)
+    root = Fraction(math.isqrt(value.numerator), math.isqrt(value.denominator))
     if root**2 == value:
         return root
-    return Fraction(math.isqrt(product << 2 * ROOT_BITS), value.denominator << ROOT_BITS)
+    return Fraction(math.sqrt(value))
 
 
 OPERATIONS: dict[type, Any] = {
@@ -109,8 +106,7 @@ OPERATIONS: dict[type, Any] = {
     ast.Mod: operator.mod,
     ast.Pow: _power,
 }
-RAISED = "⁰¹²³⁴⁵⁶⁷⁸⁹"  # digits of an exponent
-SIGNS = str.maketrans("×÷−（）" + RAISED, "*/-()0123456789") | {ord("^"): "**"}
+SIGNS = str.maketrans("×÷−（）", "*/-()") | {ord("^"): "**", ord("²"): "**2", ord("³"): "**3"}
 
 
 def calculate(expression: str) -> str:
@@ -118,9 +114,8 @@ def calculate(expression: str) -> str:
     for roots. Raises ValueError for anything else, a division by zero, or a number that is too large."""
     if len(expression) > MOST_CHARACTERS:
         raise ValueError(f"more than {MOST_CHARACTERS} characters")
-    with_powers = re.sub(f"([{RAISED}]+)", r"**\1", expression.strip())
     try:
-        value = _value(ast.parse(with_powers.translate(SIGNS), mode="eval").body)
+        value = _value(ast.parse(expression.strip().translate(SIGNS), mode="eval").body)
         text = str(value.numerator) if value.denominator == 1 else f"{float(value):.10g}"
     except (SyntaxError, RecursionError, MemoryError):
         raise ValueError("not an arithmetic expression") from None

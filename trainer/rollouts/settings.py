@@ -117,9 +117,9 @@ def add_rollouts(
     score = reward_model(args.reward_model, state.device) if args.reward_model else None
     rewards = load_rewards(args.reward, score)
     writer = TrajectoryWriter(
-        tokenizer, args.num_generations, args.temperature, args.max_gen_len, args.seed, environment
-    )
-    writer.reply_timeout = args.reward_timeout
+        tokenizer, args.num_generations, args.temperature, args.max_gen_len, args.seed,
+        environment, reply_timeout=args.reward_timeout,
+    )  # fmt: skip
     if environment is not None:
         writer.max_turns, writer.max_total_len = args.max_turns, args.max_total_len
     rollouts = Rollouts(args, writer, rewards, None, make_batches, policy_of)

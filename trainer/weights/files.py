@@ -12,7 +12,6 @@ file is executed.
 import json
 import platform
 import shutil
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -150,31 +149,39 @@ def tokenizer_folder(path: Path) -> Path:
     """The folder of the tokenizer that belongs to a model: the copy that its description names
     (`keep_tokenizer`), or the tokenizer beside its weights, or that of this repository."""
     folder = path if path.is_dir() else path.parent
-    described = None
-    with suppress(*checkpoint.UNREADABLE):  # the weights themselves are read later
-        described = read_description(path) if path.is_file() else None
-    if described:
+    fingerprint = read_description(path).get("tokenizer")
+    if fingerprint:
         for place in (folder, folder.parent):  # the parent: of files that were set aside, in `earlier_<n>`
-            copy = place / f"tokenizer_{described.get('tokenizer')}"
+            copy = place / f"tokenizer_{fingerprint}"
             if copy.is_dir():
                 return copy
-    return folder if is_hugging_face(path) or (folder / TOKENIZER_FILE).is_file() else ROOT / "model"
+    if is_hugging_face(path) or (folder / TOKENIZER_FILE).is_file():
+        return folder
+    return ROOT / "model"
 
 
-def read_description(path: Path) -> Description | None:
-    """What a weights file or a checkpoint says of its model; None if it comes from elsewhere. Raises
-    UserError if it comes from elsewhere, but a description of other weights lies beside it, and one of
-    UNREADABLE if it is damaged."""
-    if comment := checkpoint.comment_of(path):
-        return json.loads(comment)
+def read_description(path: Path) -> Description:
+    """What a weights file or a checkpoint says of its model; empty for a model from elsewhere. Raises
+    UserError if the file is damaged, or comes from elsewhere and the description of others lies beside it."""
+    if not path.is_file():
+        return {}
+    try:
+        comment = checkpoint.comment_of(path)
+        if comment:
+            return json.loads(comment)
+    except checkpoint.UNREADABLE as error:
+        raise unreadable(path, error) from error
     beside = path.with_suffix(".json")
-    with suppress(OSError, ValueError, TypeError):
-        if "model" in json.loads(beside.read_text(encoding="utf-8")):
-            raise UserError(
-                f"{beside} describes other weights than {path}, which come from elsewhere or were written "
-                "anew by another program; delete it, then the shape is taken from the tensors"
-            )
-    return None
+    try:
+        is_described = "model" in json.loads(beside.read_text(encoding="utf-8"))
+    except (OSError, ValueError, TypeError):  # no such file, or another program's
+        is_described = False
+    if is_described:
+        raise UserError(
+            f"{beside} describes other weights than {path}, which come from elsewhere or were written anew "
+            "by another program; delete it, then the shape is taken from the tensors"
+        )
+    return {}
 
 
 def described_config(path: Path) -> "MiniMindConfig | None":
@@ -183,15 +190,9 @@ def described_config(path: Path) -> "MiniMindConfig | None":
     would leave out of its arithmetic."""
     from model.model_minimind import MiniMindConfig
 
-    if not path.is_file():
+    fields = read_description(path).get("model")
+    if fields is None:
         return None
-    try:
-        description = read_description(path)
-    except checkpoint.UNREADABLE as error:
-        raise unreadable(path, error) from error
-    if description is None:
-        return None
-    fields = description["model"]
     unknown = [name for name, value in fields.items() if name not in MiniMindConfig.__annotations__ and value]
     if unknown:
         values = ", ".join(f"{name} {fields[name]!r}" for name in unknown)

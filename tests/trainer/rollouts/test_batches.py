@@ -259,3 +259,6 @@ def test_the_prompts_of_an_update_come_once_for_each_iteration():
     updates = [one + other for one, other in zip(batches[::2], batches[1::2], strict=True)]
     assert updates == [updates[0]] * 3 + [updates[3]] * 3
     assert len({*updates[0], *updates[3]}) == 8
+    args.batch_size = 6
+    with pytest.raises(UserError, match="an epoch has 11 prompts, and an update takes 12"):
+        epoch_samples(prompts, args)
