@@ -2,16 +2,12 @@
 nothing."""
 
 import os
-import weakref
-from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from torch.utils._pytree import tree_leaves
 
 from common.errors import UserError
 from common.settings import StageArgs
@@ -34,11 +30,8 @@ from trainer.devices.wrapping import (
 from trainer.loop import evaluate, train_update, update_size
 from trainer.objectives.next_token import next_token_loss
 from trainer.optim.build import build_optimizer
-from trainer.run import checkpoint
-from trainer.run.checkpoint import snapshot
 from trainer.run.state import TrainState
 from trainer.trainer_utils import init_distributed_mode, init_model
-from trainer.weights import files
 from trainer.weights.files import half_state_dict, save_weights
 
 CPU = torch.device("cpu")
@@ -102,25 +95,6 @@ class Held:
         return loss
 
 
-def gathered(work: Callable[[], object]) -> tuple[int, int]:
-    """Most bytes of whole tensors that Python holds while `work` gathers the next one, and those of its
-    result."""
-    whole, made, most = wrapping.full_tensor, [], 0
-
-    def counted(value: torch.Tensor) -> torch.Tensor:
-        nonlocal most
-        tensor = whole(value)
-        made.append((weakref.ref(tensor), tensor.nbytes))
-        most = max(most, sum(nbytes for kept, nbytes in made if kept() is not None))
-        return tensor
-
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (checkpoint, files):
-            patch.setattr(module, "full_tensor", counted)
-        result = {id(each): each.nbytes for each in tree_leaves(work()) if isinstance(each, torch.Tensor)}
-    return most, sum(result.values())
-
-
 @torch.no_grad()
 def scale_weights(model: torch.nn.Module, scale: float) -> None:
     for parameter in model.parameters() if scale != 1 else ():
@@ -181,15 +155,10 @@ def updates(rank: int, case: dict, parallel: str, policy: bool = True) -> dict:
         means, norm = train_update(state, window, targets, tokens)
         found += [*means.tolist(), float(norm)]
         state.skipped_updates.read_and_warn()
-    saved = {"model": model.state_dict(keep_vars=True), "optimizer": state.optimizer.state_dict()}
-    copied = [gathered(partial(snapshot, saved, keep)) for keep in (True, rank == 0)] if case == {} else []
-    copied += (
-        [gathered(partial(half_state_dict, model, keep)) for keep in (True, rank == 0)] if case == {} else []
-    )
     weights = half_state_dict(state.model)
     bad = [skipped["update"] for skipped in state.skipped_updates.skipped]
     state.model = wrapped = None
-    return {"numbers": found, "weights": weights, "bad": bad, "held": held.bytes, "copied": copied}
+    return {"numbers": found, "weights": weights, "bad": bad, "held": held.bytes}
 
 
 def _rank(rank: int, port: int, folder: str) -> None:
@@ -233,23 +202,6 @@ def test_shards_train_as_copies_do(both, name):
         assert torch.equal(fsdp["weights"][key], other["weights"][key])
     tied = [fsdp["weights"][key].data_ptr() for key in ("lm_head.weight", "model.embed_tokens.weight")]
     assert tied[0] == tied[1]
-
-
-def test_only_the_rank_that_writes_holds_the_whole_state(both):
-    """Weights and both moments of AdamW in float32, and the weights in float16: rank 0 has them all, the
-    other one holds one tensor at a time."""
-    parameters = list(MiniMindForCausalLM(MiniMindConfig(hidden_size=32, num_hidden_layers=2)).parameters())
-    numbers, largest = sum(p.numel() for p in parameters), max(p.numel() for p in parameters)
-    first, other = (torch.load(both / f"dense_fsdp_{rank}")["copied"] for rank in (0, 1))
-    steps = 4 * len(parameters)  # AdamW's count of steps, of each parameter
-    state, weights = 12 * numbers + steps, 2 * numbers
-    assert first == [
-        (4 * largest, state),
-        (4 * largest, state),
-        (2 * largest, weights),
-        (2 * largest, weights),
-    ]
-    assert other == [(4 * largest, state), (4 * largest, 0), (2 * largest, weights), (2 * largest, 0)]
 
 
 def test_no_copy_of_the_layers_is_kept_for_the_backward_pass(both):

@@ -1,5 +1,4 @@
 import os
-import signal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -12,13 +11,11 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from common.errors import UserError
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
-from tests.stage_process import Faults, context, finish, free_port, rank_variables, run
-from tests.trainer.stage_flags import assert_same_run, flags
+from tests.stage_process import context, finish, free_port, rank_variables
 from trainer.devices.process_group import leave_process_group
 from trainer.devices.wrapping import full_tensor, is_sharded, unwrap, wrap_model
 from trainer.optim import build, muon
 from trainer.optim.build import MUON_LR_SCALE, build_optimizer, should_step
-from trainer.report.metrics import read_metrics
 from trainer.trainer_utils import init_distributed_mode
 
 
@@ -124,19 +121,6 @@ def test_each_layer_may_have_a_rate_of_its_own(kind):
         torch.testing.assert_close(step, expected, rtol=1e-3, atol=2e-7)
     with pytest.raises(UserError, match="lr_scales: no trained parameter is in a module"):
         build_optimizer(model, 1e-3, 0.1, kind, {"layers.7": 0.5})
-
-
-def test_a_run_with_muon_that_is_killed_ends_with_the_same_bits(corpus, tmp_path):
-    """Its log has the learning rate as given; Muon steps at a multiple of it."""
-    settings = {"optimizer": "muon", "use_moe": 1, "epochs": 1, "dropout": 0.1, "accumulation_steps": 2}
-    whole, cut = tmp_path / "whole", tmp_path / "cut"
-    run("pretrain", flags(corpus, whole, "pretrain", **settings))
-    broken = flags(corpus, cut, "pretrain", **settings, from_resume=1)
-    run("pretrain", broken, Faults(signals={5: signal.SIGKILL}), status=-signal.SIGKILL)
-    assert "resuming" in run("pretrain", broken).out
-    assert_same_run(whole, cut, "pretrain_32_moe")
-    rates = [record["learning_rate"] for record in read_metrics(whole / "out/pretrain_32_moe_metrics.jsonl")]
-    assert rates[-1] == pytest.approx(1e-3) and max(rates) < 1e-2
 
 
 @pytest.mark.parametrize("skip", [False, True])

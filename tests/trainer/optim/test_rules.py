@@ -1,6 +1,5 @@
 """`auto` for the batch and the learning rate: the rules, who takes them, and what a resumed run does."""
 
-import signal
 from dataclasses import replace
 
 import pytest
@@ -9,8 +8,6 @@ from hypothesis import strategies as st
 
 from common.errors import UserError
 from dataset.lm_dataset import StageDataset
-from tests.stage_process import Faults, run
-from tests.trainer.stage_flags import assert_same_run, flags, saved_state
 from trainer import train_dpo, train_full_sft, train_pretrain
 from trainer.optim import rules
 from trainer.run import resume
@@ -76,20 +73,6 @@ def test_only_stages_that_were_measured_take_auto():
         assert not stage.Args(learning_rate=None, batch_size=None).contradictions()
     wrong = train_dpo.Args(learning_rate=None).contradictions()
     assert wrong == ["--learning_rate auto: the rules are those of pretraining and SFT; give a number"]
-
-
-def test_a_run_that_was_killed_keeps_its_numbers(corpus, tmp_path):
-    """Of auto, to the bit."""
-    auto = {"learning_rate": "auto", "batch_size": "auto", "from_resume": 1, "save_interval": 1, "epochs": 9}
-    whole = run("pretrain", flags(corpus, tmp_path / "whole", "pretrain", **auto))
-    state = saved_state(tmp_path / "whole")["run"]
-    assert (
-        f"auto: --batch_size {state['global_batch']} --learning_rate {state['learning_rate']:g}" in whole.out
-    )
-    killed = flags(corpus, tmp_path / "killed", "pretrain", **auto)
-    run("pretrain", killed, Faults(signals={5: signal.SIGKILL}), status=-9)
-    run("pretrain", killed)
-    assert_same_run(tmp_path / "whole", tmp_path / "killed")
 
 
 @given(ranks=st.integers(1, 8), now=st.integers(1, 8), size=st.integers(1, 64), steps=st.integers(1, 8))

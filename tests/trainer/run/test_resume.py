@@ -21,7 +21,7 @@ from common.settings import StageArgs
 from dataset.token_cache import load_tokenizer
 from tests.conftest import ROOT, write_jsonl
 from tests.stage_process import IMPATIENT, Faults, StageProcess, run, start_ranks
-from tests.trainer.stage_flags import assert_same_run, flags, records, saved_state
+from tests.trainer.stage_flags import assert_same_run, assert_same_tensors, flags, records, saved_state
 from trainer import train_distillation, train_dpo, train_full_sft, train_grpo
 from trainer.objectives.distillation import TeacherArgs
 from trainer.objectives.next_token import model_config
@@ -500,17 +500,28 @@ def test_a_restart_while_the_old_run_still_saves(corpus, finished, tmp_path):
     assert_same_run(finished, tmp_path)
 
 
-def test_loader_workers_and_packing_resume_exactly(corpus, tmp_path):
-    """Killed with -9 in the middle of an accumulation window of the second epoch; loader workers change
-    nothing."""
-    settings = {"packing": 1, "accumulation_steps": 2, "batch_size": 2, "epochs": 2, "dropout": 0.1}
-    settings |= {"from_weight": "none", "save_interval": 7, "eval_interval": 0, "num_hidden_layers": 1}
-    run("sft", flags(corpus, tmp_path / "whole", "sft", **settings))
-    argv = flags(corpus, tmp_path / "broken", "sft", **settings, num_workers=2, from_resume=1)
-    per_epoch = max(r["step"] for r in read_metrics(tmp_path / "whole/out/full_sft_32_metrics.jsonl"))
-    run("sft", argv, Faults(signals={per_epoch + 4: signal.SIGKILL}), status=-9)
-    run("sft", argv)
-    assert_same_run(tmp_path / "whole", tmp_path / "broken", "full_sft_32")
+KILLED = {
+    "dense": ("sft", "full_sft", "", {"packing": 1, "batch_size": 2, "epochs": 2, "save_interval": 7}),
+    "moe": ("pretrain", "pretrain", "_moe", {"use_moe": 1, "optimizer": "muon", "epochs": 9}),
+}
+KILLED["moe"][3].update(learning_rate="auto", batch_size="auto")
+
+
+@pytest.mark.parametrize("kind", KILLED)
+def test_a_run_that_is_killed_ends_with_the_same_bits(corpus, tmp_path, kind):
+    """Twice, within accumulation windows of two epochs; loader processes change nothing.
+    scripts/verify_resume.py does more."""
+    stage, weight, suffix, settings = KILLED[kind]
+    settings |= {"from_weight": "none", "num_hidden_layers": 1, "dropout": 0.1, "accumulation_steps": 2}
+    whole = run(stage, flags(corpus, tmp_path / "whole", stage, **settings))
+    assert ("auto: --batch_size 2" in whole.out) == (kind == "moe")
+    broken = flags(corpus, tmp_path / "broken", stage, **settings, num_workers=2, from_resume=1)
+    for micro_batch in (7, 10):
+        run(stage, broken, Faults(signals={micro_batch: signal.SIGKILL}), status=-signal.SIGKILL)
+    assert f"resuming {weight} at epoch" in run(stage, broken).out
+    assert_same_run(tmp_path / "whole", tmp_path / "broken", f"{weight}_32{suffix}")
+    best = f"out/{weight}_best_32{suffix}.pth"
+    assert_same_tensors(*(torch.load(tmp_path / name / best) for name in ("whole", "broken")))
 
 
 def test_a_foreign_checkpoint_is_refused(corpus, tmp_path):
