@@ -49,7 +49,7 @@ def test_accumulation_ranks_and_shards_change_nothing(prompts, tmp_path):
     """The completions, of whole weights, and the updates are those of one process; a killed run ends with the
     same bits."""
     settings = {"num_iterations": 2, "loss_type": "grpo", "use_moe": 1, "beta": 0.05}
-    settings |= {"sample_prompts": "none"}
+    settings |= {"sample_prompts": "none", "eval_interval": 0}
     run("grpo", grpo_flags(prompts, tmp_path / "one", **settings, batch_size=8))
     sharded = settings | {"batch_size": 2, "accumulation_steps": 2, "parallel": "fsdp"}
     run("grpo", grpo_flags(prompts, tmp_path / "fsdp", **sharded), ranks=2)

@@ -44,7 +44,7 @@ def test_more_ranks_than_samples(corpus, tmp_path):
     first = run("pretrain", flags(corpus, tmp_path, "pretrain", data_path=data), ranks=2, status=2)
     (line,) = first.error_lines
     assert line.startswith("error: 2 processes, but an epoch has only 1 samples")
-    assert first.out == "" and not list(tmp_path.rglob("*.pth"))
+    assert not list(tmp_path.rglob("*.pth"))
 
 
 @pytest.mark.parametrize("damage", ["another shape", "cut off", "another tokenizer"])

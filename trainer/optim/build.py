@@ -43,36 +43,36 @@ def build_optimizer(
     rate = lr
     if kind == "muon":
         rate = lr * MUON_LR_SCALE
-    scales = {"": 1.0, **(lr_scales or {})}  # "": parameters in none of the modules
+    scales = {"": 1.0} | dict(lr_scales or {})  # "": parameters in none of the modules
+    parts: dict[str, dict[str, list[nn.Parameter]]] = {}
+    for module in scales:
+        parts[module] = {"muon": [], "matrices": [], "vectors": []}
+    rows: dict[nn.Parameter, int] = {}
+    for name, p in named:
+        part = parts[_module_of(name, lr_scales or {})]
+        if p.ndim < 2:
+            part["vectors"].append(p)
+        elif kind == "muon" and is_hidden_matrix(name, p):
+            part["muon"].append(p)
+            rows[p] = p.shape[-2]
+            if name.endswith("gate_up_proj"):  # two matrices, one below the other
+                rows[p] = p.shape[-2] // 2
+        else:
+            part["matrices"].append(p)
+
     hidden: list[dict[str, Any]] = []
     groups: list[dict[str, Any]] = []
-    rows: dict[nn.Parameter, int] = {}
-    for module, scale in scales.items():
-        by_muon: list[nn.Parameter] = []
-        matrices: list[nn.Parameter] = []
-        vectors: list[nn.Parameter] = []
-        for name, p in named:
-            if lr_scales and _module_of(name, lr_scales) != module:
-                continue
-            if p.ndim < 2:
-                vectors.append(p)
-            elif kind == "muon" and is_hidden_matrix(name, p):
-                by_muon.append(p)
-                rows[p] = p.shape[-2]
-                if name.endswith("gate_up_proj"):  # two matrices, one below the other
-                    rows[p] = p.shape[-2] // 2
-            else:
-                matrices.append(p)
+    for module, part in parts.items():
         scaled: dict[str, Any] = {}
         if module:
-            if not (by_muon or matrices or vectors):
+            if not any(part.values()):
                 raise UserError(
                     f"lr_scales: no trained parameter is in a module {module!r}; one is {named[0][0]!r}"
                 )
-            scaled = {"lr": rate * scale, "lr_scale": scale}
-        hidden.append({"params": by_muon} | scaled)
-        groups.append({"params": matrices, "weight_decay": weight_decay} | scaled)
-        groups.append({"params": vectors, "weight_decay": 0.0} | scaled)
+            scaled = {"lr": rate * scales[module], "lr_scale": scales[module]}
+        hidden.append({"params": part["muon"]} | scaled)
+        groups.append({"params": part["matrices"], "weight_decay": weight_decay} | scaled)
+        groups.append({"params": part["vectors"], "weight_decay": 0.0} | scaled)
     device = named[0][1].device.type
     adamw = AdamW(groups, lr=rate, fused=device in ("cpu", "cuda", "mps"))
     if kind == "adamw":

@@ -23,8 +23,6 @@ from trainer.run.state import TrainState
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from model.model_minimind import MiniMindForCausalLM
-
 
 @dataclass(kw_only=True)
 class RolloutArgs(FrozenModelArgs):
@@ -122,7 +120,7 @@ def add_rollouts(
     )  # fmt: skip
     if environment is not None:
         writer.max_turns, writer.max_total_len = args.max_turns, args.max_total_len
-    rollouts = Rollouts(args, writer, rewards, None, make_batches, policy_of)
+    reference: Any = None
     if args.beta:
         policy = policy_of(state.model)
         if is_sharded(policy):
@@ -130,7 +128,8 @@ def add_rollouts(
             reference = wrap_model(whole, state.device, args.parallel, False, False, state.autocast)
         else:
             reference = copy.deepcopy(policy)
-        rollouts.reference = frozen_model(cast("MiniMindForCausalLM", reference), state.device)
+        reference = frozen_model(reference, state.device)
+    rollouts = Rollouts(args, writer, rewards, reference, make_batches, policy_of)
     state.callbacks.append(rollouts)
     state.prepare, state.shown = rollouts.prepare, rollouts.shown
     state.size_fn, state.eval_fn = rollout_size, rollouts.held_out
