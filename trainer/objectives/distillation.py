@@ -112,7 +112,8 @@ def load_teacher(
 def divergence(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
     """Sum over the rows of logits [m, V] of KL(teacher, student), the predictions at this temperature, in
     nats."""
-    q, p = ((logits.float() / temperature).log_softmax(-1) for logits in (student, teacher))
+    q = (student.float() / temperature).log_softmax(-1)
+    p = (teacher.float() / temperature).log_softmax(-1)
     return F.kl_div(q, p, reduction="sum", log_target=True)
 
 
@@ -130,7 +131,11 @@ def distillation_sums(
     logits, aux_loss = target_logits(model, batch)
     with torch.no_grad():
         wanted, _ = target_logits(teacher, batch)
-    pieces = zip(*(part.split(TARGETS_AT_ONCE) for part in (logits, batch["targets"], wanted)), strict=True)
-    options = {"use_reentrant": False, "preserve_rng_state": False}
-    sums = torch.stack([checkpoint(compared, *piece, **options) for piece in pieces]).sum(0)
+    sums = logits.new_zeros(2, dtype=torch.float32)
+    for start in range(0, max(1, len(logits)), TARGETS_AT_ONCE):
+        piece = slice(start, start + TARGETS_AT_ONCE)
+        sums = sums + checkpoint(
+            compared, logits[piece], batch["targets"][piece], wanted[piece],
+            use_reentrant=False, preserve_rng_state=False,
+        )  # fmt: skip
     return sums[0], sums[1], aux_loss

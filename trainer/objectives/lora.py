@@ -107,7 +107,8 @@ def merge_adapter(model: "MiniMindForCausalLM", folder: Path) -> "MiniMindForCau
     scale = config["lora_alpha"] / config["r"]
     for name in {name.rsplit(".lora_", 1)[0] for name in tensors}:
         weight = model.get_parameter(f"{name}.weight")
-        a, b = (tensors[f"{name}.lora_{part}.weight"].to(weight) for part in "AB")
+        a = tensors[f"{name}.lora_A.weight"].to(weight)
+        b = tensors[f"{name}.lora_B.weight"].to(weight)
         weight += scale * (b @ a)
     Logger(f"merged the adapter {folder}")
     return model
@@ -190,6 +191,6 @@ def _read_minimind(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         if not re.search(r"\.lora_[AB]\.weight$", name):
             raise UserError(f"adapter {path}: it holds {key}, which is not a tensor of an adapter")
         tensors[name] = value
-    rank = next((len(value) for name, value in tensors.items() if ".lora_A." in name), 0)
+    rank = max((len(value) for name, value in tensors.items() if ".lora_A." in name), default=0)
     targets = sorted({name.split(".")[-3] for name in tensors})
     return {"r": rank, "lora_alpha": rank, "target_modules": targets}, tensors

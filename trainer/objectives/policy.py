@@ -71,8 +71,8 @@ def policy_loss(
         kl = ratio * (difference.exp() - difference - 1)
         per_token = per_token + beta * kl
     weight = 1.0 if loss_type in TOKEN_LEVEL else 1.0 / lengths
-    loss, kl, is_clipped = ((weight * value).sum() for value in (per_token, kl, clipped.to(logp.dtype)))
-    return loss, {"kl": kl.detach(), "clip_ratio": is_clipped}
+    loss = (weight * per_token).sum()
+    return loss, {"kl": (weight * kl).sum().detach(), "clip_ratio": (weight * clipped.to(logp.dtype)).sum()}
 
 
 def sampled_tokens_loss(

@@ -16,8 +16,9 @@ from trainer.report.speed import Size
 if TYPE_CHECKING:
     from model.model_minimind import MiniMindConfig
 
-METRICS = ("accuracy", "reward_margin", "reward_chosen", "reward_rejected")
-METRICS += ("log_prob_chosen", "log_prob_rejected")
+METRICS = (
+    "accuracy", "reward_margin", "reward_chosen", "reward_rejected", "log_prob_chosen", "log_prob_rejected",
+)  # fmt: skip
 
 
 def answer_log_probs(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:

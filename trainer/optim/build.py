@@ -106,11 +106,11 @@ class MuonWithAdamW(Optimizer):
         self.muon, self.adamw = muon, adamw
         for group in (*self.muon.param_groups, *adamw.param_groups):
             group["lr_scale"] = MUON_LR_SCALE * group.get("lr_scale", 1.0)
-        self.grad_scale = self.found_inf = None  # set by `should_step` where the next line says so: on a GPU
         super().__init__([*self.muon.param_groups, *self.adamw.param_groups], {})
-        self._step_supports_amp_scaling = next(
-            p.is_cuda for group in self.param_groups for p in group["params"]
-        )
+        # torch's names for an optimizer that reads on the device whether to skip; `should_step` sets them
+        self.grad_scale = self.found_inf = None
+        devices = {p.device.type for group in self.param_groups for p in group["params"]}
+        self._step_supports_amp_scaling = devices == {"cuda"}
 
     def step(self, closure=None) -> None:  # type: ignore[override]
         """Step both, or, as a fused optimizer, neither if `found_inf` [] is set; a closure is not

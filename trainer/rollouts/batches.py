@@ -36,8 +36,10 @@ from trainer.run.state import Batch, TrainState
 
 SHOWN_CHARACTERS = 300  # of a sample in the log
 # sums from which the figures of a record are computed
-COUNTS = ("completions", "groups", "reward", "reward_square", "length", "log_prob", "cut", "groups_zero_std")
-COUNTS += ("seconds", "reward_seconds", "rollouts")
+COUNTS = (
+    "completions", "groups", "reward", "reward_square", "length", "log_prob", "cut", "groups_zero_std",
+    "seconds", "reward_seconds", "rollouts",
+)  # fmt: skip
 
 Judged = tuple[list[Trajectory], Tensor]  # to a micro-batch of prompts: trajectories, their rewards [P, G]
 # (trained model, what was written to each micro-batch, settings, device) -> flat batches with advantages

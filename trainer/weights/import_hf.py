@@ -83,7 +83,8 @@ def shape_of_tensors(weights: Mapping[str, Tensor]) -> dict[str, Any]:
         attention, mlp = "model.layers.0.self_attn", "model.layers.0.mlp"
         vocab_size, hidden_size = weights["model.embed_tokens.weight"].shape
         (head_dim,) = weights[f"{attention}.q_norm.weight"].shape
-        heads, kv_heads = (len(weights[f"{attention}.{name}_proj.weight"]) // head_dim for name in ("q", "k"))
+        heads = len(weights[f"{attention}.q_proj.weight"]) // head_dim
+        kv_heads = len(weights[f"{attention}.k_proj.weight"]) // head_dim
         use_moe = f"{mlp}.gate.weight" in weights
         width = len(weights[f"{mlp}.experts.0.gate_proj.weight" if use_moe else f"{mlp}.gate_proj.weight"])
     except (LookupError, ValueError, TypeError, AttributeError) as error:
@@ -142,8 +143,9 @@ def read_sampling(folder: Path) -> Sampling:
     try:
         given = StoredSampling.model_validate_json(path.read_bytes()).model_dump(exclude_none=True)
     except ValidationError as error:
-        wrong = "; ".join(": ".join(map(str, (*each["loc"], each["msg"]))) for each in error.errors())
-        raise UserError(f"{path}: {wrong}; correct the file or remove the line") from error
+        first = error.errors()[0]
+        name = ".".join(map(str, first["loc"]))
+        raise UserError(f"{path}: {name}: {first['msg']}; correct the file or remove the line") from error
     if not given.pop("do_sample", True):
         given["temperature"] = 0.0
     return replace(DEFAULTS, **given)
