@@ -9,12 +9,8 @@ import pytest
 import torch
 
 from common.errors import UserError
-from common.settings import StageArgs
 from llm.training import train as engine_command
-from llm.training.core import engine
-from trainer import train_full_sft, train_pretrain
 from trainer import trainer_utils as utils
-from trainer.data.datasets import epoch_loader, epoch_order, eval_loader
 from trainer.devices import device as device_module
 from trainer.devices import process_group as distributed
 from trainer.devices.device import autocast_dtype, mixed_precision, select_device, use_deterministic_kernels
@@ -84,10 +80,6 @@ def test_ranks_on_one_gpu_are_refused_by_all_of_them(monkeypatch):
             distributed.check_gpus_differ()
 
 
-class Reached(BaseException):
-    """Ends a command at a certain point."""
-
-
 @pytest.fixture
 def kernels(monkeypatch):
     """Puts torch's choice of kernels back."""
@@ -108,34 +100,6 @@ def test_deterministic_kernels(kernels, monkeypatch):
         monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", given)
         use_deterministic_kernels(True)
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == kept
-
-
-@pytest.mark.parametrize("script", [train_pretrain, train_full_sft, engine])
-def test_kernels_are_chosen_before_the_device_is(script, kernels, monkeypatch, tmp_path):
-    data = tmp_path / "data.jsonl"
-    data.write_text("{}")
-
-    def select(name: str):
-        raise Reached(os.environ.get("CUBLAS_WORKSPACE_CONFIG"))
-
-    monkeypatch.setattr(device_module, "select_device", select)
-    monkeypatch.setattr(
-        sys, "argv", ["train", "--deterministic", "1", "--from_weight", "none", "--data_path", str(data)]
-    )
-    with pytest.raises(Reached, match=":4096:8"):
-        if script is engine:
-            made = SimpleNamespace(task=SimpleNamespace(args=StageArgs(deterministic=True)), data_module=None)
-            engine.TrainingEngine._setup_components(made, None)
-        else:
-            script.main()
-
-
-@pytest.mark.parametrize("initialized", [False, True])
-def test_memory_is_pinned_only_where_a_gpu_is_used(initialized, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: initialized)
-    assert epoch_loader(range(4), epoch_order(4, 0, 0), 2).pin_memory is initialized
-    assert eval_loader(range(4), 2).pin_memory is initialized
 
 
 def test_the_cpu_group_does_not_touch_a_gpu(two_gpus, monkeypatch):
