@@ -1,9 +1,7 @@
-"""LoRA adapters: added to a model for training, written and read in PEFT's file format, merged into the
-weights.
+"""LoRA adapters: added to a model for training, written and read in PEFT's format, merged into the weights.
 
-An adapter is a folder with `adapter_model.safetensors`, in float32, and `adapter_config.json`; PEFT loads it
-onto the exported model. (Only that of a mixture of experts it cannot load where the targets are in the
-experts: stock Qwen3-MoE keeps those in one tensor. Merged, such an adapter works everywhere.)
+An adapter is a folder with `adapter_model.safetensors`, in float32, and `adapter_config.json`. PEFT loads it
+onto the exported model, but for adapters inside experts, which stock Qwen3-MoE keeps in one tensor.
 """
 
 import json

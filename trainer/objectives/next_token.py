@@ -28,11 +28,10 @@ def model_config(
     start: "MiniMindConfig | None" = None,
     **fields: Any,
 ) -> "MiniMindConfig":
-    """The config of a model of this shape (a stage's settings, or the engine's `config.model`), with this
-    tokenizer's vocabulary and special tokens.
+    """The config of a model of this shape with this tokenizer's vocabulary and special tokens.
 
-    start: the config of the weights that it starts from. fields: those of the config that are no settings,
-    such as `head_dim`. Raises UserError if the start weights were trained with another tokenizer."""
+    start: the config of the weights that it starts from. fields: those that are no settings, such as
+    `head_dim`. Raises UserError if the start weights were trained with another tokenizer."""
     from model.model_minimind import MiniMindConfig
 
     values: dict[str, Any] = {"vocab_size": len(tokenizer)} | fields
@@ -89,9 +88,8 @@ def describe_size(model: "MiniMindForCausalLM") -> str:
 def next_token_loss(
     model: nn.Module, batch: Batch, args: Any = None
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """The sum of the cross entropies of the batch's targets, the MoE load-balancing loss summed over its
-    tokens (zero for a dense model), and the first one again as the metric `cross_entropy`, for a loss to
-    which something is added. `args`, the settings, are not used."""
+    """The sum of the cross entropies of the targets, the load-balancing loss summed over the tokens (zero for
+    a dense model), and the first once more as the metric `cross_entropy`."""
     out = model(**model_inputs(batch), targets=batch["targets"])
     return out.loss, out.aux_loss, {"cross_entropy": out.loss.detach()}
 

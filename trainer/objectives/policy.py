@@ -1,12 +1,10 @@
 """Losses of reinforcement learning on sampled completions, and the advantages that they use.
 
-Every loss is a SUM over the tokens of a flat batch. What it is divided by, over the whole update, is one of
-two counts: the tokens that were sampled (dapo, cispo) or the completions (grpo), see `TOKEN_LEVEL`.
+Every loss is a SUM over the tokens of a flat batch; TOKEN_LEVEL says what it is divided by.
 
     grpo   arXiv:2402.03300: clipped ratio, mean over the tokens of a completion, then over completions
-    dapo   arXiv:2503.14476: the same, mean over all tokens of the update
-    cispo  arXiv:2506.13585: log-probability times the clipped ratio, which is a constant; mean over all
-    tokens
+    dapo   arXiv:2503.14476: the same, mean over all sampled tokens of the update
+    cispo  arXiv:2506.13585: log-probability times the clipped ratio, a constant; mean as in dapo
 """
 
 from typing import Any
@@ -16,7 +14,7 @@ from torch import Tensor, nn
 
 from trainer.objectives.next_token import Batch, target_log_probs
 
-TOKEN_LEVEL = ("dapo", "cispo")
+TOKEN_LEVEL = ("dapo", "cispo")  # divided by the sampled tokens of an update; the others by its completions
 METRICS = ("kl", "clip_ratio")  # names of the sums beside the loss
 
 
@@ -41,20 +39,15 @@ def policy_loss(
     beta: float = 0.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Sums over M sampled tokens, each []: of the loss, and by name of METRICS of the KL divergence from the
-    reference and of those whose ratio was clipped, with the loss's denominator: per token for dapo and cispo,
-    per completion for grpo.
+    reference and of those whose ratio was clipped.
 
     Args:
-        logp: log-probabilities [M] under the present weights.
-        old_logp: the same under the weights that sampled them; `logp.detach()` right after the rollout.
-        advantages: [M], of the completion that each token belongs to.
-        lengths: [M], tokens of that completion.
-        loss_type: grpo, dapo or cispo.
+        logp, old_logp, ref_logp: log-probabilities [M] under the present weights, those that sampled, and
+            the reference.
+        advantages, lengths: [M], of the completion that each token belongs to.
         epsilon, epsilon_high: the ratio is clipped to 1 - epsilon .. 1 + epsilon_high; cispo only from above.
-        ref_logp: log-probabilities [M] under the reference, if `beta` is not 0.
-        beta: weight of the KL divergence from the reference, by the k3 estimator
-            (http://joschu.net/blog/kl-approx.html) times the ratio, which makes its gradient unbiased
-            (arXiv:2512.02556).
+        beta: weight of the KL divergence, by the k3 estimator (http://joschu.net/blog/kl-approx.html) times
+            the ratio, which makes its gradient unbiased (arXiv:2512.02556).
     """
     ratio = (logp - old_logp).exp()
     if loss_type == "cispo":

@@ -25,15 +25,9 @@ def build_optimizer(
 ) -> Optimizer:
     """Fused AdamW; with `kind` muon, Muon for the layers' matrices and AdamW for embedding, router and norms.
 
-    `lr` is on AdamW's scale: with Muon all groups run at MUON_LR_SCALE times as much, noted as their
-    `lr_scale`. Weight decay acts on matrices only (norm weights keep their scale). Frozen parameters are left
-    out.
-
-    Args:
-        lr_scales: learning rates of modules of the model as multiples of `lr`, such as {"layers.0": 0.5}.
-
-    Raises:
-        UserError: there is nothing to optimize, or nothing for Muon; `lr_scales` names no trained module.
+    lr: on AdamW's scale; with Muon all groups run at MUON_LR_SCALE times as much, their `lr_scale`.
+    weight_decay: of matrices only. lr_scales: learning rates of modules as multiples of `lr`, such as
+    {"layers.0": 0.5}. Raises UserError if there is nothing to optimize, or nothing in one of the modules.
     """
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if not named:
@@ -97,9 +91,8 @@ def is_hidden_matrix(name: str, parameter: nn.Parameter) -> bool:
 class MuonWithAdamW(Optimizer):
     """Two optimizers that step as one.
 
-    Muon (K. Jordan, "Muon: An optimizer for hidden layers in neural networks", 2024) orthogonalises the
-    update of each matrix; scaled as in "Muon is Scalable for LLM Training" (arXiv:2502.16982) its steps have
-    AdamW's size, so one learning rate serves both, larger than AdamW's alone.
+    Muon (K. Jordan, 2024) orthogonalises the update of each matrix; scaled as in arXiv:2502.16982 its steps
+    have AdamW's size, so one learning rate serves both, larger than AdamW's alone.
     """
 
     def __init__(self, muon: Muon, adamw: AdamW):
@@ -132,12 +125,10 @@ class MuonWithAdamW(Optimizer):
 
 
 def should_step(optimizer: Optimizer, skip: Tensor) -> bool:
-    """Whether to call `optimizer.step()`; hands the flag `skip` [], which is on the device, to a fused
-    optimizer.
+    """Whether to call `optimizer.step()`, with the flag `skip` [] on the device.
 
-    Fused optimizers, and Muon on a GPU, read it on the device (as torch's own `found_inf` of gradient
-    scaling): then always True, and the host does not wait. For others the host reads it, and on MPS, whose
-    fused kernels ignore it: a sync point.
+    Fused optimizers, and Muon on a GPU, read it there, as torch's own `found_inf`: then always True, and the
+    host does not wait. For others, and on MPS, whose fused kernels ignore it, the host reads: a sync point.
     """
     if getattr(optimizer, "_step_supports_amp_scaling", False) and skip.device.type != "mps":
         optimizer.grad_scale, optimizer.found_inf = None, skip.float()  # type: ignore[attr-defined]
@@ -149,14 +140,11 @@ class SkippedUpdates:
     """Updates with a non-finite loss or gradient are skipped on all ranks and counted; too many in a row end
     the run.
 
-    Losses and gradient norm are all-reduced, so all ranks decide alike. The decision stays on the device
-    until `read_and_warn`, so that the host does not wait for a GPU in every update. In float16 a gradient may
-    overflow because the scaler's scale is too high; the scaler then lowers it. Such an update is skipped as
-    well, but counted apart, as an overflow.
+    Losses and norm are all-reduced, so all ranks decide alike, on the device; the host reads the decisions in
+    `read_and_warn`. A gradient that overflows float16 because the scaler's scale is too high is skipped as
+    well, but counted apart.
 
-    Args:
-        limit: non-finite updates in a row that end the run.
-        source: FILE:LINE of a sample.
+    limit: non-finite updates in a row that end the run. source: FILE:LINE of a sample.
     """
 
     def __init__(self, limit: int = 5, source: Callable[[int], str] = str):
@@ -181,10 +169,8 @@ class SkippedUpdates:
     ) -> Tensor:
         """Whether to skip the optimizer step of an update: a bool [] on the device.
 
-        window: its micro-batches, whose samples a warning names. losses [2]: its mean losses over all ranks.
-        grad_norm []: of the unscaled, reduced gradient. An overflow counts as one only while the scaler can
-        still lower its scale.
-        """
+        window: its micro-batches. losses [2]: its mean losses over all ranks. grad_norm []: of the unscaled,
+        reduced gradient. An overflow counts as one only while the scaler can lower its scale."""
         bad_loss = ~torch.isfinite(losses).all()
         skip = bad_loss | ~torch.isfinite(grad_norm)
         scale = scaler.scale(torch.ones_like(grad_norm))  # read on the device; 1 without a scaler
@@ -221,9 +207,8 @@ class SkippedUpdates:
         warn(f"update {update} is skipped, its loss or gradient is not finite; its samples: {named}{more}")
 
     def pop_record_fields(self) -> dict[str, Any]:
-        """The fields of a log record, and a new start: `skipped`, the updates [{"update", "sample_ids"}]
-        since the last record, and `overflows`, how many more were skipped because of one in float16; each
-        where there are any."""
+        """The fields of a log record, where there is something to say: `skipped`, the updates
+        [{"update", "sample_ids"}] since the last record, and `overflows`, how many overflowed float16."""
         taken = {"skipped": self.skipped, "overflows": self.overflows}
         self.skipped, self.overflows = [], 0
         return {name: value for name, value in taken.items() if value}

@@ -21,10 +21,8 @@ class Muon(Optimizer):
     """torch's Muon on stacks of matrices of one shape, so that the operators of an update do not grow with
     depth.
 
-    Several ranks share the stacks, also those of sharded parameters. How they are cut does not depend on the
-    ranks, so the results are bitwise identical. The iteration is in float32 where bfloat16 is emulated
-    (on such a CPU a product of matrices takes 3 to 100 times as long), and a step can be undone on the
-    device.
+    Several ranks share the stacks, also those of sharded parameters; how they are cut does not depend on the
+    ranks, so the results are bitwise identical. The iteration is in float32 where bfloat16 is emulated.
 
     rows: m of the matrices [m, n] in each parameter; one of three dimensions holds several, one below the
     other.
@@ -76,11 +74,8 @@ class Muon(Optimizer):
                 self.move(group, params, cast(Tensor, directions), skip)
 
     def stacks(self) -> list[tuple[dict[str, Any], list[Tensor]]]:
-        """The parameters with a gradient, in stacks of one group and shape, each with its group.
-
-        A stack has STACKED_ELEMENTS at most, or a single parameter. Those with most work come first: ranks
-        that take one each then end together.
-        """
+        """The parameters with a gradient, in stacks of one group and shape, each with its group. Those with
+        most work come first: ranks that take one each then end together."""
         alike: dict[tuple, list[Tensor]] = {}
         for number, group in enumerate(self.param_groups):
             for p in group["params"]:
@@ -131,10 +126,7 @@ class Muon(Optimizer):
 
 def orthogonalized(matrices: Tensor, group: Mapping[str, Any]) -> Tensor:
     """The semi-orthogonal matrices nearest to the given ones [k, m, n], roughly: quintic Newton-Schulz
-    iterations, as in torch's Muon.
-
-    group: `ns_coefficients`, `ns_steps` and `eps` of a parameter group.
-    """
+    iterations, as in torch's Muon. group: of parameters, with `ns_coefficients`, `ns_steps` and `eps`."""
     a, b, c = group["ns_coefficients"]
     is_tall = matrices.shape[1] > matrices.shape[2]
     x = matrices / matrices.norm(dim=(1, 2), keepdim=True).clamp(min=group["eps"])  # spectral norm at most 1

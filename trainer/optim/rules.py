@@ -48,10 +48,8 @@ def vocabulary(text_bytes: float, bytes_per_token: float) -> int | None:
 def expected_loss(trigram: float, weights: float, tokens: float, passes: int) -> float:
     """Held-out loss of pretraining, from that of a trigram model of the same data.
 
-    weights: of the layers, 12 x layers x width^2. tokens: of one pass. The fit's rms error is 2 %, on models
-    of 0.05 to 3 M weights and 0.3 to 1.4 M tokens; beyond 20 M and 1,000 M a quarter of it is believed. Where
-    `was_checked` is False it serves to compare models, not to promise a loss.
-    """
+    weights: of the layers, 12 x layers x width^2. tokens: of one pass. Beyond 20 M weights and 1,000 M tokens
+    a quarter of the fit is believed; where `was_checked` is False it serves to compare models only."""
     size, trained = math.log(weights / 4e5), math.log(passes * tokens / 1e6)
     size, trained = min(size, 3.9 + (size - 3.9) / 4), min(trained, 6.9 + (trained - 6.9) / 4)
     change = -0.004 - 0.035 * math.log(passes) - 0.015 * size - 0.02 * trained - 0.011 * size * trained

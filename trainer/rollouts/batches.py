@@ -1,13 +1,8 @@
-"""Rollouts: where a micro-batch of prompts becomes a flat batch of the completions that the model writes to
-them.
+"""Rollouts: a micro-batch of prompts becomes a flat batch of the completions that the model writes to them.
 
-A completion is a function of (weights, seed, update, prompt, number in the group): its draws are keyed by
-these, so a run that was killed writes the same texts again, and a checkpoint holds nothing of them. Only
-where a rollout is used for several updates (--num_iterations) a checkpoint between them holds it, for as many
-ranks and micro-batches.
-
-Token ids are trained as they were sampled, with the end token; nothing is decoded and tokenised again.
-Sampled is softmax(logits / temperature), which is also what is trained.
+A completion is a function of (weights, seed, update, prompt, number in the group), so a run that was killed
+writes the same texts again. Only between several updates of one rollout (--num_iterations) a checkpoint holds
+it. Token ids are trained as they were sampled, from softmax(logits / temperature), with the end token.
 """
 
 import time
@@ -67,11 +62,8 @@ def group_batches(model: nn.Module, rollouts: list[Judged], args: Any, device: t
 
 
 def flat_batch(written: list[Trajectory], loss_denominator: int) -> Batch:
-    """The flat batch of trajectories; those to one prompt share it.
-
-    Beside the fields of `collate_shared`: for each target [M] the length of its completion (`lengths`), and
-    `loss_denominator`, this micro-batch's part of it.
-    """
+    """The flat batch of trajectories; those to one prompt share it. With `lengths` [M], tokens of the
+    completion of each target, and `loss_denominator`, this micro-batch's part of it."""
     samples = [
         {
             "input_ids": np.array(trajectory.tokens, dtype=np.int64),
@@ -103,13 +95,8 @@ def rollout_size(batch: Batch, lm_config: Any) -> Size:
 class Rollouts(Callback):
     """Makes the micro-batches of reinforcement learning, and accumulates reward statistics.
 
-    Args:
-        args: the settings of the stage.
-        writer: lets the model write the trajectories.
-        rewards: a trajectory's reward is their weighted sum.
-        reference: a frozen model for the KL divergence; None with --beta 0.
-        make_batches: makes the flat batches with their advantages, as `group_batches` does.
-        policy_of: the part of the trained model that writes.
+    rewards: a trajectory's reward is their weighted sum. reference: a frozen model for the KL divergence.
+    make_batches: as `group_batches`. policy_of: the part of the trained model that writes.
     """
 
     shown = ("reward", "reward_std", "frac_reward_zero_std", "completion_length")

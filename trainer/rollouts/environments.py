@@ -1,8 +1,7 @@
 """Environments of agents: the tools that a model may call, and the replies to its calls.
 
-`--environment module:Class` names one; `calculator` and `mock_tools` are shipped. An environment is made
-anew for each trajectory, from its record; replies are a pure function of the record and the calls, so a
-resumed run repeats them.
+One is made anew for each trajectory, from its record; its replies are a pure function of the record and the
+calls, so a resumed run repeats them.
 """
 
 import ast

@@ -1,8 +1,5 @@
-"""The eight tools of MiniMind's data and of its program for trying tool calls, with fixed replies.
-
-`--environment mock_tools` of train_agent.py answers every record of MiniMind's agent_rl.jsonl; `--tools
-mock_tools` of chat.py offers all eight. What these tools say of weather, time and money is invented: the
-references of these data belong to it. A random number is a function of its bounds.
+"""The eight tools of MiniMind's data, with fixed replies, to which the references of these data belong: what
+they say of weather, time and money is invented. A random number is a function of its bounds.
 
     python -m trainer.rollouts.mock_tools > data/tool_cases.jsonl
 

@@ -1,12 +1,8 @@
 """Rewards of reinforcement learning: pure Python functions `(prompt, completion, record) -> float`.
 
-`--reward module:function` names one; a plain name is one of those below; several are separated by commas,
-each with an optional weight: `--reward exact_answer,my_rewards:politeness=0.5`. A completion's reward is the
-weighted sum.
-
-prompt: the messages before the completion. completion: the text, without special tokens. record: what the
-data file says about the prompt; `record["answer"]` is its reference answer, if it has one, and
-`record["tools"]` the tools that were offered. Both are copies.
+`--reward` names them: `module:function` or one of those below, several with commas, each with an optional
+weight. prompt: the messages before the completion. completion: its text, without special tokens. record: that
+of the data file, with the reference answer as `answer` and the offered `tools`. Both are copies.
 """
 
 import math

@@ -53,28 +53,17 @@ def seed_of(seed: int, update: int, sample_id: int, number: int, turn: int = 0) 
 
 @dataclass
 class TrajectoryWriter:
-    """Lets a model write trajectories: one turn each, or with an environment several.
-
-    Args:
-        tokenizer: with the chat template of the prompts.
-        group: trajectories per prompt.
-        temperature: of the sampling; 0 takes the likeliest token, always.
-        max_gen_len: tokens of one turn at most.
-        seed: of the run.
-        environment: made anew for each trajectory; replies to its calls.
-        max_turns, max_total_len: turns and tokens of a trajectory at most, with prompt and replies.
-        reply_timeout: seconds that a reply may take.
-    """
+    """Lets a model write trajectories: one turn each, or with an environment several."""
 
     tokenizer: "PreTrainedTokenizerBase"
-    group: int
-    temperature: float
-    max_gen_len: int
-    seed: int
-    environment: type[Environment] | None = None
+    group: int  # trajectories per prompt
+    temperature: float  # 0 takes the likeliest token, always
+    max_gen_len: int  # tokens of one turn at most
+    seed: int  # of the run
+    environment: type[Environment] | None = None  # made anew for each trajectory
     max_turns: int = 1
-    max_total_len: int = 1 << 20
-    reply_timeout: float = 10.0
+    max_total_len: int = 1 << 20  # tokens of a trajectory at most, with prompt and replies
+    reply_timeout: float = 10.0  # seconds
 
     def write(self, model: Any, prompts: Sequence[RolloutPrompt], update: int) -> list[Trajectory]:
         """`group` trajectories of each prompt, prompt by prompt."""

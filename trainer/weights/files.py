@@ -1,12 +1,10 @@
 """A model on the disk: its tensors, and its config, which travels with them.
 
-A weights file of `out/` holds what belongs to the model alone: its tensors, its config under Hugging Face's
-names and a hash of its tokenizer, so that the same training gives the same bytes. Config and hash stand in
-the zip comment, which `torch.load` passes over: a kill can never part them from the tensors. Where the
-weights come from (stage, parent, data, code, versions) stands in `<name>.json` beside them. A checkpoint has
-such a comment as well, a Hugging Face folder has `config.json`. Only of a file from elsewhere (MiniMind's
-.pth) is the config inferred, from the names and shapes of its tensors and from the file's name. Nothing in a
-file is executed.
+A weights file of `out/` holds what belongs to the model alone: tensors, config and a hash of its tokenizer,
+so the same training gives the same bytes. Config and hash stand in the zip comment, which `torch.load` passes
+over: a kill cannot part them from the tensors. A checkpoint has such a comment, too. Where the weights come
+from stands in `<name>.json` beside them. Only of a file from elsewhere (MiniMind's .pth) is the config
+inferred, from its tensors and its name. Nothing in a file is executed.
 """
 
 import json
@@ -79,11 +77,8 @@ def save_weights(
     leave_out: tuple[str, ...] = (),
 ) -> Path:
     """Write the fp16 inference weights with their description, on rank 0; with a writer in the background,
-    from a copy.
-
-    description: what the file says of itself beside the model's config, such as the stage that wrote it.
-    leave_out: prefixes of the names of parts that only training needs. Returns the path.
-    """
+    from a copy. description: what more it says, such as the stage. leave_out: prefixes of the names of parts
+    that only training needs. Returns the path."""
     if not (is_main_process() or is_sharded(model)):
         return path
     state = half_state_dict(model, is_main_process(), leave_out)
@@ -203,12 +198,9 @@ def described_config(path: Path) -> "MiniMindConfig | None":
 def read_model(
     path: Path, experts_per_token: int | None = None, **asked: Any
 ) -> "tuple[dict[str, Tensor], MiniMindConfig]":
-    """The tensors of a model under MiniMind's names, and its config.
-
-    path: a weights file, a checkpoint or a Hugging Face folder.
-    experts_per_token: of a mixture of experts from elsewhere, whose file does not say it. asked: settings of
-    the shape that it must have. Raises UserError if it is not there, damaged, holds no such model, or
-    contradicts `asked`."""
+    """The tensors of a weights file, a checkpoint or a Hugging Face folder under MiniMind's names, and its
+    config. experts_per_token: where a file from elsewhere does not say it. asked: settings of the shape that
+    it must have. Raises UserError if it is no such model, or contradicts `asked`."""
     if is_hugging_face(path):
         weights, config = read_folder(path)
     else:

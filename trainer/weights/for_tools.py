@@ -1,8 +1,4 @@
-"""Trained models for use: which one a command line names, the shape of its model, and the model itself.
-
-A model is a weights file of `out/`, a checkpoint of `checkpoints/`, or a Hugging Face folder; files.py reads
-them.
-"""
+"""Trained models for use: which one a command line names, its shape, and the model itself."""
 
 import argparse
 from dataclasses import replace
@@ -34,11 +30,8 @@ PATHS = ("model", "lora", "tokenizer_path")  # flags that may name a hub
 
 
 def add_trained_model_flags(parser: argparse._ActionsContainer, device: bool = True) -> None:
-    """The flags of tools that use a trained model: which one, where to run, and the shape where nothing else
-    says it.
-
-    device: whether to add `--device`.
-    """
+    """The flags of tools that use a trained model: which one, where to run (`device`: whether to ask), and
+    the shape where nothing else says it."""
     rows = settings_of(StageArgs)
     parser.add_argument(
         "--model",
@@ -89,10 +82,7 @@ def load_model(
     args: argparse.Namespace, device: str | torch.device | None = None
 ) -> "tuple[MiniMindForCausalLM, PreTrainedTokenizerBase]":
     """The model that the flags of `add_trained_model_flags` name, in float32 and ready for use, and its
-    tokenizer.
-
-    device: where to put the model; None: where `--device` says. Raises UserError as `model_path`, `load_path`
-    and `merge_adapter`, or there is no such device."""
+    tokenizer. device: None: where `--device` says. Raises UserError if there is none, or no such device."""
     path = model_path(args)
     if device is None:
         device = select_device(args.device)
@@ -113,9 +103,8 @@ def load_path(
 ) -> "tuple[MiniMindForCausalLM, PreTrainedTokenizerBase]":
     """The model in a file or folder, in float32 and ready for use, and its tokenizer.
 
-    tokenizer_path: None: that of the model (`tokenizer_folder`). rope_scaling: with MiniMind's YaRN. asked:
-    settings of the shape (`given_shape`); only needed where the file and its name do not tell. Raises
-    UserError if it is no model, contradicts `asked`, or has another vocabulary than the tokenizer."""
+    tokenizer_path: None: that of the model. rope_scaling: with MiniMind's YaRN. asked: settings of the shape.
+    Raises UserError if it is no model, contradicts `asked`, or has another vocabulary than the tokenizer."""
     from model.experts import stack_experts
     from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 

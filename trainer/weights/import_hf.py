@@ -1,9 +1,7 @@
 """Models from elsewhere: Hugging Face folders (stock Qwen3, Qwen3-MoE, MiniMind's own) and MiniMind's .pth
-files.
+files, whose config is inferred from the names and shapes of their tensors and from the file's name.
 
-What MiniMindForCausalLM can represent is read. Of a folder only `config.json`, safetensors (of MiniMind also
-`pytorch_model.bin`, as plain tensors) and the tokenizer's files are read; code that it brings is never run. A
-.pth file has no config: it is inferred from the names and shapes of the tensors and from the file's name.
+Of a folder only `config.json`, weights and the tokenizer's files are read; code that it brings is never run.
 """
 
 import json
