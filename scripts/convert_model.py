@@ -34,7 +34,7 @@ from model.model_minimind import MiniMindForCausalLM
 from tools.convert.gguf_file import QUANTIZED, read_gguf, write_gguf
 from tools.convert.hugging_face import read_stock, write_folder
 from tools.convert.parity import compare, text_logits
-from trainer.objectives.lora import minimind_adapter, read_adapter, scale_of
+from trainer.objectives.lora import minimind_adapter, read_adapter
 from trainer.run.checkpoint import file_digest, write_file
 from trainer.run.paths import run_name, shape_in_name
 from trainer.weights.files import Description, description_of, half_state_dict, keep_tokenizer
@@ -121,7 +121,7 @@ def convert_adapter(model: MiniMindForCausalLM, adapter: Path, output: Path) -> 
     largest, difference = 0.0, 0.0
     for name in {name.rsplit(".lora_", 1)[0] for name in tensors}:
         a, b = (f"{name}.lora_{part}.weight" for part in "AB")
-        wanted = scale_of(config) * (tensors[b] @ tensors[a])
+        wanted = config["lora_alpha"] / config["r"] * (tensors[b] @ tensors[a])
         largest = max(largest, float(wanted.abs().max()))
         difference = max(difference, float((stored[b].float() @ stored[a].float() - wanted).abs().max()))
     return f"read back: what it adds to a weight, {largest:.1e} at most, differs by at most {difference:.1e}"

@@ -120,15 +120,15 @@ def add_rollouts(
     )  # fmt: skip
     if environment is not None:
         writer.max_turns, writer.max_total_len = args.max_turns, args.max_total_len
-    reference: Any = None
+    reference: nn.Module | None = None
     if args.beta:
-        policy = policy_of(state.model)
+        policy: Any = policy_of(state.model)
         if is_sharded(policy):
-            whole = whole_model(policy)
-            reference = wrap_model(whole, state.device, args.parallel, False, False, state.autocast)
+            policy = whole_model(policy)
+            policy = wrap_model(policy, state.device, args.parallel, False, False, state.autocast)
         else:
-            reference = copy.deepcopy(policy)
-        reference = frozen_model(reference, state.device)
+            policy = copy.deepcopy(policy)
+        reference = frozen_model(cast(Any, policy), state.device)
     rollouts = Rollouts(args, writer, rewards, reference, make_batches, policy_of)
     state.callbacks.append(rollouts)
     state.prepare, state.shown = rollouts.prepare, rollouts.shown
