@@ -2,9 +2,8 @@
 cannot be."""
 
 import json
+import re
 from pathlib import Path
-
-import pytest
 
 from tests.conftest import write_jsonl
 from tests.trainer.test_stage_as_typed import clone, typed  # noqa: F401 (a fixture)
@@ -72,18 +71,14 @@ def test_eight_stages_and_their_files(clone):  # noqa: F811
     assert read_metrics(clone / "out/grpo_32_metrics.jsonl")[-1]["completion_length"] > 0
 
 
-@pytest.mark.parametrize("stage", ["pretrain", "grpo"])
-def test_its_earlier_names_of_files(clone, stage):  # noqa: F811
+def test_its_earlier_names_of_files(clone):  # noqa: F811
     write_data(clone / "dataset", old_names=True)
-    flags = STAGES[stage][0]
-    assert "done: " in typed(clone, f"train_{stage}.py {SMALL} {flags} --from_weight none").out
+    flags = STAGES["grpo"][0]
+    assert "done: " in typed(clone, f"train_grpo.py {SMALL} {flags} --from_weight none").out
 
 
 def test_blank_answers_are_no_reference(clone):  # noqa: F811
     """They would reward silence."""
     write_data(clone / "dataset")
     (line,) = typed(clone, f"train_grpo.py {SMALL} {ROLLOUTS} --from_weight none", status=2).error_lines
-    assert (
-        "rlaif.jsonl:" in line
-        and "the record has no reference answer: add one, or give --reward length,repetition" in line
-    )
+    assert re.search(r"rlaif.jsonl:\d+: .*no reference answer: add one, or give --reward length,repet", line)

@@ -32,15 +32,13 @@ os.fsync, os.replace, os.rename = watched_fsync, watched(replace), watched(renam
 """
 
 
-@pytest.fixture(scope="module", params=["ddp", "fsdp"])
-def events(request, corpus, tmp_path_factory) -> tuple[Path, list]:
-    """The flushes and renames of rank 0 in a run on a fresh cache, and where its files lie."""
-    folder = tmp_path_factory.mktemp(request.param)
-    settings = {"epochs": 1, "batch_size": 4, "cache_dir": folder / "cache", "parallel": request.param}
-    settings |= {"num_hidden_layers": 1, "save_interval": 2, "eval_interval": 4}
-    ranks = 2 if request.param == "fsdp" else 1
-    argv = flags(corpus, folder, "pretrain", **settings)
-    run("pretrain", argv, Faults(script=WATCH.format(log=str(folder / "log"))), ranks=ranks)
+@pytest.fixture(scope="module")
+def events(corpus, tmp_path_factory) -> tuple[Path, list]:
+    """The flushes and renames in a run on a fresh cache, and where its files lie."""
+    folder = tmp_path_factory.mktemp("run")
+    settings = {"epochs": 1, "batch_size": 4, "cache_dir": folder / "cache", "num_hidden_layers": 1}
+    argv = flags(corpus, folder, "pretrain", **settings, save_interval=2, eval_interval=4)
+    run("pretrain", argv, Faults(script=WATCH.format(log=str(folder / "log"))))
     return folder, [json.loads(line) for line in (folder / "log").read_text().splitlines()]
 
 

@@ -141,9 +141,11 @@ def read_sampling(folder: Path) -> Sampling:
     try:
         given = StoredSampling.model_validate_json(path.read_bytes()).model_dump(exclude_none=True)
     except ValidationError as error:
-        first = error.errors()[0]
-        name = ".".join(map(str, first["loc"]))
-        raise UserError(f"{path}: {name}: {first['msg']}; correct the file or remove the line") from error
+        wrong = []
+        for each in error.errors():
+            wrong.append(f"{each['loc'][0]}: {each['msg']}")
+        told = "; ".join(wrong)
+        raise UserError(f"{path}: {told}; correct the file or remove the line") from error
     if not given.pop("do_sample", True):
         given["temperature"] = 0.0
     return replace(DEFAULTS, **given)
