@@ -143,7 +143,7 @@ def read_sampling(folder: Path) -> Sampling:
     except ValidationError as error:
         wrong = []
         for each in error.errors():
-            wrong.append(f"{each['loc'][0]}: {each['msg']}")
+            wrong.append(": ".join([*map(str, each["loc"]), each["msg"]]))  # of a damaged file no name
         told = "; ".join(wrong)
         raise UserError(f"{path}: {told}; correct the file or remove the line") from error
     if not given.pop("do_sample", True):
