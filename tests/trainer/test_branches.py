@@ -90,33 +90,6 @@ def test_back_to_an_older_state_of_the_same_run(corpus, runs, tmp_path):
     assert "nothing to do" in run("pretrain", argv).out and of_run(folder, "a") == after
 
 
-ENDS_AFTER_A_RENAME = """
-import os
-replace = os.replace
-def ending(source, target):
-    replace(source, target)
-    if {name!r} in str(source) and "earlier_" in str(target):
-        os._exit(9)
-os.replace = ending
-"""
-
-
-def test_killed_while_the_earlier_run_is_set_aside(corpus, runs, tmp_path):
-    """Each file of the earlier run is kept, also the state that the branch begins with and writes over."""
-    folder = tmp_path / "aside"
-    shutil.copytree(runs, folder)
-    (folder / "checkpoints/a_32_update_00000016.pth").unlink()  # so that the start is the last file
-    old = of_run(folder, "a")
-    argv = branch(folder, corpus, "a", folder / "checkpoints/a_32_update_00000012.pth")
-    killed = Faults(script=ENDS_AFTER_A_RENAME.format(name="a_32_update_00000008"))
-    run("pretrain", argv, killed, status=9)
-    run("pretrain", argv)
-    kept = [of_run(folder, "a", aside) for aside in ("earlier_1", "earlier_2")]
-    for file, content in old.items():
-        assert any(files.get(file) == content for files in kept), file
-    assert_same_run(runs, folder, "a_32")
-
-
 def test_a_restart_goes_on_where_the_state_was_the_newest(corpus, runs, tmp_path):
     """Then it is the same run, and no branch, also when the command is given again and there are newer
     states."""

@@ -13,7 +13,6 @@ from tests.trainer.rollout_runs import (
     IN_A_ROLLOUT,
     SAMPLED,
     assert_close_figures,
-    assert_goes_on_with_another_grouping,
     assert_same_run,
     figures,
     rollout_flags,
@@ -56,10 +55,6 @@ def test_accumulation_and_ranks_change_nothing(prompts, tmp_path):
         run("ppo", rollout_flags(prompts, tmp_path / f"{ranks}", **own), ranks=ranks)
     assert len(figures(tmp_path / "1", NAME)) == 6
     assert_close_figures(tmp_path / "1", tmp_path / "2", NAME, PPO)
-
-
-def test_resumed_in_a_rollout_with_another_grouping(prompts, tmp_path):
-    assert_goes_on_with_another_grouping("ppo", prompts, tmp_path, NAME, (4, 1, 1), (2, 2, 1))
 
 
 def test_passes_that_the_limit_stops_are_not_made(prompts, tmp_path):

@@ -34,11 +34,13 @@ class Killed(BaseException):
     """Stands for kill -9."""
 
 
+@pytest.mark.parametrize("is_branch", [False, True])
 @pytest.mark.parametrize("step", range(20))
-def test_killed_at_any_step_nothing_is_lost(tmp_path, monkeypatch, step):
+def test_killed_at_any_step_nothing_is_lost(tmp_path, monkeypatch, step, is_branch):
     """The metrics, too, which the new run would write over: after a second start each file is in some
-    `earlier_<n>`."""
+    `earlier_<n>`, also the state with which a branch begins, and which it will write over."""
     args = earlier_run(tmp_path)
+    start = tmp_path / "checkpoints/w_512_update_00000002.pth" if is_branch else None
     left = [step]
 
     def counted(do):
@@ -59,11 +61,11 @@ def test_killed_at_any_step_nothing_is_lost(tmp_path, monkeypatch, step):
     ):
         monkeypatch.setattr(owner, name, counted(getattr(owner, name)))
     with pytest.raises(Killed):
-        set_earlier_run_aside(args, args)
+        set_earlier_run_aside(args, args, start)
     monkeypatch.undo()
-    set_earlier_run_aside(args, args)
+    set_earlier_run_aside(args, args, start)
     MetricsLog(tmp_path / "out/w_512_metrics.jsonl", 9).close()  # that of the new run
-    assert not list((tmp_path / "checkpoints").glob("*.pth"))
+    assert list((tmp_path / "checkpoints").glob("*.pth")) == ([start] if is_branch else [])
     kept = {path.name: path.read_text() for path in sorted(tmp_path.glob("*/earlier_*/*"))}
     assert kept == {name: name for name in STATES + OUT}
 
