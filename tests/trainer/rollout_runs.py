@@ -1,27 +1,15 @@
 """Small runs of the stages that learn from rewards, for tests, and what must be equal when two runs are the
 same."""
 
-import signal
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import write_jsonl
-from tests.stage_process import Faults, run
-from tests.trainer.stage_flags import assert_same_tensors, flags, saved_state
-from trainer.report.metrics import read_metrics
+from tests.trainer.stage_flags import flags, records
 
-SAMPLED = (
-    "loss",
-    "grad_norm",
-    "reward",
-    "entropy",
-    "completion_length",
-    "kl",
-    "clip_ratio",
-    "samples",
-    "eval_reward",
-)
+SAMPLED = ("loss", "grad_norm", "reward", "entropy", "completion_length", "kl", "clip_ratio", "samples")
+SAMPLED += ("eval_reward",)
 # Ends the process, as kill -9 would, or stops it, as SIGTERM would, before the Nth token of all rollouts.
 IN_A_ROLLOUT = """
 import signal
@@ -53,43 +41,13 @@ def rollout_flags(prompts: dict[str, Path], folder: Path, **extra) -> list[str]:
     return flags(prompts, folder, "rl", **own | extra)
 
 
-def figures(folder: Path, name: str, fields: tuple[str, ...] = SAMPLED) -> list[list]:
-    """What the metrics file says about each update."""
-    return [
-        [record.get(key) for key in fields] for record in read_metrics(folder / f"out/{name}_metrics.jsonl")
-    ]
-
-
-def assert_same_run(one: Path, other: Path, name: str, fields: tuple[str, ...] = SAMPLED) -> None:
-    """Weights, optimizer and metrics of two runs are the same bits."""
-    a, b = saved_state(one, name), saved_state(other, name)
-    for part in ("model", "optimizer", "update"):
-        assert_same_tensors(a[part], b[part])
-    assert figures(one, name, fields) == figures(other, name, fields)
-
-
 def assert_close_figures(one: Path, other: Path, name: str, fields: tuple[str, ...] = SAMPLED) -> None:
     """The metrics of two runs are equal up to rounding."""
-    first, second = figures(one, name, fields), figures(other, name, fields)
+    first, second = records(one, name, fields), records(other, name, fields)
     assert len(first) == len(second) > 0
     for a, b in zip(first, second, strict=True):
         for field, x, y in zip(fields, a, b, strict=True):
-            assert x == (y if field == "samples" or x is None else pytest.approx(y, rel=1e-4, abs=1e-6)), (
-                field
-            )
-
-
-def assert_goes_on_with_another_grouping(stage, prompts, folder, name, before, after, **settings) -> None:
-    """A run that is stopped between two updates of a rollout goes on with another (--batch_size,
-    --accumulation_steps, processes)."""
-    settings |= {"num_iterations": 2, "eval_interval": 0, "save_interval": 1000}
-
-    def again(grouping, **more) -> list[str]:
-        grouping = dict(zip(("batch_size", "accumulation_steps"), grouping, strict=False))
-        return rollout_flags(prompts, folder, **settings | grouping | more)
-
-    at = Faults(signals={3 * before[1]: signal.SIGTERM})  # in the third update: it is made, and saved
-    run(stage, again(before), at, ranks=before[2], status=128 + signal.SIGTERM)
-    assert saved_state(folder, name)["update"] == 3
-    run(stage, again(after, from_resume=1), ranks=after[2])
-    assert saved_state(folder, name)["update"] == 12
+            if field == "samples" or x is None:
+                assert x == y, field
+            else:
+                assert x == pytest.approx(y, rel=1e-4, abs=1e-6), field

@@ -1,6 +1,5 @@
 """GRPO as runs: they resume bit for bit, also in the middle of a rollout, however they are distributed."""
 
-import json
 import signal
 
 import pytest
@@ -9,13 +8,12 @@ from common.errors import UserError
 from tests.stage_process import Faults, run
 from tests.trainer.rollout_runs import (
     IN_A_ROLLOUT,
+    SAMPLED,
     assert_close_figures,
-    assert_goes_on_with_another_grouping,
-    assert_same_run,
-    figures,
     rollout_flags,
     write_prompts,
 )
+from tests.trainer.stage_flags import assert_same_run, records, saved_state
 from trainer import train_grpo
 
 
@@ -33,7 +31,7 @@ def test_a_killed_run_ends_with_the_same_bits(prompts, tmp_path):
     settings = {"num_iterations": 2, "epsilon": 0.1, "beta": 0.1, "temperature": 0.8}
     settings |= {"batch_size": 2, "accumulation_steps": 2}
     run("grpo", grpo_flags(prompts, tmp_path / "whole", **settings))
-    assert len({json.dumps(record[:4]) for record in figures(tmp_path / "whole", "grpo_32")}) == 12
+    assert len({tuple(record[:4]) for record in records(tmp_path / "whole", "grpo_32", SAMPLED)}) == 12
     again = grpo_flags(prompts, tmp_path / "killed", from_resume=1, **settings)
     script = IN_A_ROLLOUT.format(token=9, signal="SIGTERM")
     stopped = run("grpo", again, Faults(script=script), status=128 + signal.SIGTERM)
@@ -42,7 +40,7 @@ def test_a_killed_run_ends_with_the_same_bits(prompts, tmp_path):
     # between two iterations
     run("grpo", again, Faults(signals={1: signal.SIGTERM}), status=128 + signal.SIGTERM)
     run("grpo", again)
-    assert_same_run(tmp_path / "whole", tmp_path / "killed", "grpo_32")
+    assert_same_run(tmp_path / "whole", tmp_path / "killed", "grpo_32", SAMPLED)
 
 
 def test_accumulation_ranks_and_shards_change_nothing(prompts, tmp_path):
@@ -59,14 +57,18 @@ def test_accumulation_ranks_and_shards_change_nothing(prompts, tmp_path):
     stopped = Faults(signals={5: signal.SIGTERM})
     run("grpo", again, stopped, ranks=2, status=128 + signal.SIGTERM)
     run("grpo", again, ranks=2)
-    assert_same_run(tmp_path / "fsdp", tmp_path / "killed", name)
+    assert_same_run(tmp_path / "fsdp", tmp_path / "killed", name, SAMPLED)
 
 
 def test_resumed_in_a_rollout_with_another_number_of_ranks(prompts, tmp_path):
     """The rest of that rollout's updates are made of new completions."""
-    assert_goes_on_with_another_grouping(
-        "grpo", prompts, tmp_path, "grpo_32", (2, 1, 2), (4, 1, 1), num_generations=4
-    )
+    settings = {"num_iterations": 2, "eval_interval": 0, "save_interval": 1000}
+    argv = grpo_flags(prompts, tmp_path, **settings, batch_size=2)
+    at = Faults(signals={3: signal.SIGTERM})  # in the third update: it is made, and saved
+    run("grpo", argv, at, ranks=2, status=128 + signal.SIGTERM)
+    assert saved_state(tmp_path, "grpo_32")["update"] == 3
+    run("grpo", grpo_flags(prompts, tmp_path, **settings, batch_size=4, from_resume=1))
+    assert saved_state(tmp_path, "grpo_32")["update"] == 12
 
 
 @pytest.mark.parametrize(

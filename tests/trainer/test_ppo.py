@@ -13,12 +13,10 @@ from tests.trainer.rollout_runs import (
     IN_A_ROLLOUT,
     SAMPLED,
     assert_close_figures,
-    assert_same_run,
-    figures,
     rollout_flags,
     write_prompts,
 )
-from tests.trainer.stage_flags import saved_state
+from tests.trainer.stage_flags import assert_same_run, records, saved_state
 from trainer import train_ppo
 from trainer.report.metrics import read_metrics
 
@@ -53,7 +51,7 @@ def test_accumulation_and_ranks_change_nothing(prompts, tmp_path):
         own = {"batch_size": batch, "accumulation_steps": steps, "beta": 0.05, "num_iterations": 2}
         own |= {"eval_interval": 0}
         run("ppo", rollout_flags(prompts, tmp_path / f"{ranks}", **own), ranks=ranks)
-    assert len(figures(tmp_path / "1", NAME)) == 6
+    assert len(records(tmp_path / "1", NAME)) == 6
     assert_close_figures(tmp_path / "1", tmp_path / "2", NAME, PPO)
 
 
@@ -65,7 +63,7 @@ def test_passes_that_the_limit_stops_are_not_made(prompts, tmp_path):
     assert state["update"] == 18 and {int(each["step"]) for each in state["optimizer"]["state"].values()} == {
         6
     }
-    losses, rewards, stopped = zip(*figures(tmp_path, NAME, ("loss", "reward", "stopped")), strict=True)
+    losses, rewards, stopped = zip(*records(tmp_path, NAME, ("loss", "reward", "stopped")), strict=True)
     assert stopped == (0.0, 1.0, 1.0) * 6
     for told in (losses, rewards):  # None of a pass that was not made, or made without a rollout
         assert [value is None for value in told] == [False, True, True] * 6

@@ -26,45 +26,29 @@ def tokenizer():
     return load_tokenizer("model")
 
 
-@pytest.fixture(scope="module")
-def conversations(tmp_path_factory):
-    """One conversation in each form that a stage reads."""
-    folder = tmp_path_factory.mktemp("conversations")
-    question, answer = (
-        {"role": "user", "content": "how many\nfoxes?"},
-        {"role": "assistant", "content": "two foxes"},
-    )
-    system = {"role": "system", "content": "be brief"}
-    records = {
-        "sft": {"conversations": [system, question, answer, question, answer]},
-        "dpo": {"chosen": [question, answer], "rejected": [question, answer | {"content": "three"}]},
-        "pretrain": {"text": " ".join(["the red fox"] * 15)},
-        "rl": {"prompt": question["content"], "answer": "2"},
-    }
-    return {key: write_jsonl(folder / f"{key}.jsonl", [record] * 2) for key, record in records.items()}
+SYSTEM = {"role": "system", "content": "be brief"}
+QUESTION = {"role": "user", "content": "how many\nfoxes?"}
+ANSWER, OTHER = ({"role": "assistant", "content": text} for text in ("two foxes", "three"))
+HELD_OUT = {  # dataset, record, messages before its first answer
+    "sft": (SFTDataset, {"conversations": [SYSTEM, QUESTION, ANSWER, QUESTION, ANSWER]}, [SYSTEM, QUESTION]),
+    "dpo": (DPODataset, {"chosen": [QUESTION, ANSWER], "rejected": [QUESTION, OTHER]}, [QUESTION]),
+    "rl": (PromptDataset, {"prompt": QUESTION["content"], "answer": "2"}, [QUESTION]),
+}
 
 
-KINDS = {"pretrain": PretrainDataset, "sft": SFTDataset, "dpo": DPODataset, "rl": PromptDataset}
-
-
-def opened(kind, path, tokenizer, cache):
-    return KINDS[kind](str(path), tokenizer, 64, cache_dir=str(cache))
-
-
-@pytest.mark.parametrize("kind", ["sft", "dpo", "rl"])
-def test_a_held_out_conversation_is_cut_before_its_first_answer(conversations, corpus, tokenizer, kind):
+@pytest.mark.parametrize("kind", HELD_OUT)
+def test_a_held_out_conversation_is_cut_before_its_first_answer(tmp_path, tokenizer, kind):
     """Tokens: what the chat template writes; text: the last message, without its role."""
-    held_out = opened(kind, conversations[kind], tokenizer, corpus["cache"])
-    prompts = samples.held_out_prompts(tokenizer, held_out)
-    assert len(prompts) == len(held_out) == 2 and prompts[0] == prompts[1]
-    before = [{"role": "system", "content": "be brief"}] * (kind == "sft")
-    question = {"role": "user", "content": "how many\nfoxes?"}
-    expected = prompt_tokens(tokenizer, [*before, question], enable_thinking=False)
-    assert prompts[0] == ("how many\nfoxes?", expected)
+    dataset, record, messages = HELD_OUT[kind]
+    path = write_jsonl(tmp_path / "data.jsonl", [record] * 2)
+    prompts = samples.held_out_prompts(tokenizer, dataset(str(path), tokenizer, 64, cache_dir=str(tmp_path)))
+    expected = prompt_tokens(tokenizer, messages, enable_thinking=False)
+    assert prompts == [("how many\nfoxes?", expected)] * 2
 
 
-def test_a_held_out_document_is_cut_after_its_first_words(conversations, corpus, tokenizer):
-    held_out = opened("pretrain", conversations["pretrain"], tokenizer, corpus["cache"])
+def test_a_held_out_document_is_cut_after_its_first_words(tmp_path, tokenizer):
+    path = write_jsonl(tmp_path / "data.jsonl", [{"text": " ".join(["the red fox"] * 15)}])
+    held_out = PretrainDataset(str(path), tokenizer, 64, cache_dir=str(tmp_path))
     (text, tokens), *_ = samples.held_out_prompts(tokenizer, held_out)
     assert "the red fox the red fox".startswith(text[:12]) and len(tokens) == samples.OPENING_TOKENS
     assert tokens == held_out[0][0]["input_ids"][: len(tokens)].tolist()

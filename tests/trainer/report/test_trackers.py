@@ -3,7 +3,7 @@
 import signal
 import sys
 import time
-import types
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -12,59 +12,17 @@ from tests.trainer.stage_flags import assert_same_run, flags, saved_state
 from trainer.report.trackers import Tracker
 
 
-class Stub(types.ModuleType):
-    """Records what it is given; `fail` names the call that raises, `hang` the one that sleeps."""
-
-    def __init__(self, fail="", hang=""):
-        super().__init__("swanlab")
-        self.points, self.settings, self.finished = [], None, False
-        self._fail, self._hang = fail, hang
-        self.id = "run7"
-
-    def _act(self, name):
-        if self._hang == name:
-            time.sleep(60)
-        if self._fail == name:
-            raise RuntimeError(f"{name} failed")
-
-    def init(self, **settings):
-        self.settings = settings
-        self._act("init")
-        return self
-
-    def log(self, metrics, step):
-        self._act("log")
-        self.points.append((step, metrics))
-
-    def finish(self):
-        self._act("finish")
-        self.finished = True
-
-
-def track(monkeypatch, stub, **kwargs) -> Tracker:
-    monkeypatch.setitem(sys.modules, "swanlab", stub)
-    return Tracker("project", "name", "offline", {"a": 1}, **kwargs)
-
-
-def test_one_point_per_update(monkeypatch):
-    stub = Stub()
-    tracker = track(monkeypatch, stub, last_step=3)
-    for step in (2, 3, 4, 4, 5, 3, 6):  # a resumed run comes by its last updates again
+def test_a_resumed_run_goes_on_under_its_id_with_one_point_per_update(monkeypatch):
+    swanlab, points, settings = MagicMock(), [], {}
+    swanlab.init.side_effect = lambda **given: settings.update(given) or swanlab
+    swanlab.log.side_effect = lambda metrics, step: points.append(step)
+    monkeypatch.setitem(sys.modules, "swanlab", swanlab)
+    tracker = Tracker("project", "name", "cloud", {"a": 1}, run_id="run3", last_step=3)
+    for step in (2, 3, 4, 4, 5, 3, 6):  # it comes by its last updates again
         tracker.log({"loss": 1.0}, step)
     tracker.finish()
-    assert [step for step, _ in stub.points] == [4, 5, 6] and stub.finished
-    assert tracker.id == "run7"
-
-
-def test_a_resumed_run_goes_on_under_its_id(monkeypatch):
-    stub = Stub()
-    monkeypatch.setitem(sys.modules, "swanlab", stub)
-    Tracker("project", "name", "cloud", {}, run_id="run3").finish()
-    assert (
-        stub.settings["id"] == "run3"
-        and stub.settings["resume"] == "allow"
-        and stub.settings["mode"] == "online"
-    )
+    assert points == [4, 5, 6] and swanlab.finish.called
+    assert settings.items() >= {"id": "run3", "resume": "allow", "mode": "online"}.items()
 
 
 STUB = """
