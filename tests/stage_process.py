@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 
+from trainer.devices import process_group
 from trainer.report import speed
 from trainer.run.checkpoint import Writer
 
@@ -121,6 +122,7 @@ def _child(stage: str, argv: list[str], faults: Faults, env: dict[str, str], fol
     if faults.eval_signal:
         _signal_in_evaluation(faults.eval_signal)
     exec(QUICK_RATE, vars(speed))
+    process_group.ANSWER_TIMEOUT = 1.0  # seconds until a rank that does not answer is taken for lost
     Writer.submit = noted_submit
     exec(faults.script, {"os": os, "sys": sys})
     if stage.endswith(".py"):

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from common.errors import Interrupted, UserError
 from tests.stage_process import Faults, context, free_port, rank_variables, run, start_ranks
 from tests.trainer.stage_flags import assert_same_run, flags
+from trainer.devices import process_group
 from trainer.devices.process_group import leave_process_group, meet
 from trainer.report.speed import Meter
 from trainer.run.errors import training_errors
@@ -32,6 +33,7 @@ def _rank(rank: int, port: int, folder: str, ending: str) -> None:
     os.dup2(os.open(f"{folder}/{rank}", os.O_CREAT | os.O_WRONLY), 2)
     sys.stderr = os.fdopen(2, "w", buffering=1)
     os.environ |= rank_variables(rank, 2, port)
+    process_group.ANSWER_TIMEOUT = 1.0
     init_distributed_mode()
     with training_errors():
         if ending.startswith("killed") and rank:
@@ -98,9 +100,7 @@ def test_a_rank_that_hangs_is_named_by_the_others(corpus, tmp_path):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     env = {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     argv = flags(corpus, tmp_path, "pretrain", rank_timeout=3)
-    soon = "import trainer.devices.process_group as distributed\ndistributed.ANSWER_TIMEOUT = 1.0"
-    faults = {rank: Faults(script=soon) for rank in range(3)} | {0: Faults(signals={2: signal.SIGSTOP})}
-    ranks = start_ranks(3, "pretrain", argv, faults, **env)
+    ranks = start_ranks(3, "pretrain", argv, {0: Faults(signals={2: signal.SIGSTOP})}, **env)
     others = ranks[1:]
     assert [rank.wait(60) for rank in others] == [2, 2], others[0].err
     for rank in others:

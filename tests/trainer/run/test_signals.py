@@ -129,9 +129,9 @@ def test_a_second_ctrl_c_stops_within_the_update(corpus, tmp_path):
     """The last save is whole, and the run goes on from it."""
     argv = flags(corpus, tmp_path, "pretrain", batch_size=4, accumulation_steps=40, epochs=9, from_resume=1)
     metrics = tmp_path / "out/pretrain_32_metrics.jsonl"
-    process = StageProcess("pretrain", argv, Faults(sleep=0.5))
+    process = StageProcess("pretrain", argv, Faults(sleep=0.4))
     wait_for_records(metrics, 1, process.process.is_alive)
-    time.sleep(1.5)  # within the next update
+    time.sleep(1)  # within the next update
     process.send(signal.SIGINT)
     time.sleep(2.5)
     process.send(signal.SIGINT)
@@ -140,7 +140,7 @@ def test_a_second_ctrl_c_stops_within_the_update(corpus, tmp_path):
     finishing, stopped = process.error_lines
     assert "a second Ctrl-C stops at once" in finishing
     seconds = int(re.search(r"at most about (\d+) s", finishing)[1])
-    assert 6 <= seconds <= 20 and stopped.startswith("stopped: by SIGINT; --from_resume 1 goes on from")
+    assert 4 <= seconds <= 20 and stopped.startswith("stopped: by SIGINT; --from_resume 1 goes on from")
     done = saved_state(tmp_path)["update"]
     assert f"at epoch {done}, update {done} of 9" in run("pretrain", argv).out
 
