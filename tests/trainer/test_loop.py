@@ -16,7 +16,7 @@ from tests.stage_process import Faults, run
 from tests.trainer.run.test_skipped_updates import batch, make_state
 from tests.trainer.stage_flags import assert_same_tensors, flags, records, saved_state
 from trainer import loop
-from trainer.loop import make_record, train_update, trial_pass, update_size
+from trainer.loop import make_record, train_epoch, train_update, trial_pass, update_size
 from trainer.objectives.next_token import next_token_loss
 from trainer.report.metrics import describe, read_metrics
 
@@ -135,6 +135,12 @@ def test_a_trial_leaves_the_model_and_the_random_streams_as_they_were():
     assert trial_pass(state, {"x": torch.randn(5, 4, generator=torch.Generator().manual_seed(1))}) > 0
     assert_same_tensors(model.state_dict(), before)
     assert torch.equal(torch.get_rng_state(), seed) and all(p.grad is None for p in model.parameters())
+
+
+def test_a_call_without_the_run_is_one_line():
+    """With MiniMind's arguments alone."""
+    with pytest.raises(UserError, match=r"train_epoch\(state, epoch, loader, iters, start_step, wandb\)"):
+        train_epoch(0, [], 500, 0, None)  # pyrefly: ignore[bad-argument-type]
 
 
 def test_a_long_run_of_few_updates_names_the_plan(corpus, tmp_path, monkeypatch):

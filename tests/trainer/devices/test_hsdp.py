@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.stage_process import Faults, StageProcess, run, start_ranks
-from tests.trainer.stage_flags import assert_same_run, flags, records
+from tests.trainer.stage_flags import assert_same_run, flags, records, saved_state
 
 MESH = """
 import trainer.train_pretrain as stage
@@ -18,7 +18,16 @@ def noted(*args):
     first = next(model.parameters())
     print("mesh", *first.device_mesh.shape, first.numel() // first.to_local().numel())
     return model
-stage.utils.compile_and_wrap = noted
+loss_fn = stage.loss_fn
+def counted(model, batch, args):  # what waits for the micro-batches that are left
+    states = [module._get_fsdp_state() for module in model.modules() if hasattr(module, "_get_fsdp_state")]
+    groups = [group for state in states for group in state._fsdp_param_groups]
+    params = [p for g in groups for p in g.fsdp_params if hasattr(p, "_unsharded_param")]
+    whole = [grad for p in params for grad in (p.unsharded_accumulated_grad, p._unsharded_param.grad)]
+    parts = [g._partial_reduce_output for g in groups]
+    print("held", *(sum(each.nbytes for each in kind if each is not None) for kind in (whole, parts)))
+    return loss_fn(model, batch, args)
+stage.utils.compile_and_wrap, stage.loss_fn = noted, counted
 """
 SETTINGS = {"epochs": 1, "num_hidden_layers": 1, "save_interval": 2, "eval_interval": 1000}
 SETTINGS |= {"accumulation_steps": 2, "batch_size": 1}
@@ -36,6 +45,12 @@ def four_ranks(
     return start_ranks(4, "pretrain", argv, faults, LOCAL_WORLD_SIZE="2")
 
 
+def parameters(folder: Path) -> int:
+    """Numbers of the model; tied ones count once."""
+    state = saved_state(folder)["model"]
+    return sum(value.numel() for name, value in state.items() if name != "lm_head.weight")
+
+
 def end(ranks: list[StageProcess]) -> None:
     assert [rank.wait() for rank in ranks] == [0] * 4, ranks[0].err
 
@@ -47,6 +62,8 @@ def whole(corpus, tmp_path_factory) -> Path:
     ranks = four_ranks(corpus, folder, {0: Faults(script=MESH)}, parallel="hsdp")
     end(ranks)
     assert "mesh 2 2 2\n" in ranks[0].out  # machines, ranks of each, shards of a parameter
+    held = {line for line in ranks[0].out.splitlines() if line.startswith("held ")}
+    assert held == {"held 0 0", f"held 0 {2 * parameters(folder)}"}  # float32, half of the gradients
     return folder
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.errors import UserError
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
@@ -24,6 +25,18 @@ def tiny(use_moe: bool) -> MiniMindForCausalLM:
     return MiniMindForCausalLM(
         MiniMindConfig(hidden_size=32, num_hidden_layers=1, vocab_size=50, use_moe=use_moe)
     )
+
+
+class Operators(TorchDispatchMode):
+    """Counts operators, without those that only view memory, and the elements of the largest result."""
+
+    number = largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.number += not (func.is_view or func.namespace == "profiler")
+        result = func(*args, **(kwargs or {}))
+        self.largest = max(self.largest, result.numel() if isinstance(result, torch.Tensor) else 0)
+        return result
 
 
 def give_gradients(model: torch.nn.Module, seed: int) -> None:
@@ -64,6 +77,29 @@ def test_a_step_is_that_of_torchs_own_two_optimizers(native, monkeypatch):
     steps = [(a - s).norm() for a, s in zip(model.parameters(), start, strict=True)]
     gaps = [(a - b).norm() for a, b in zip(model.parameters(), reference.parameters(), strict=True)]
     assert max(gap / step for gap, step in zip(gaps, steps, strict=True)) < (1e-4 if native else 2e-2)
+
+
+def test_as_many_operators_at_any_depth():
+    """In an update of Muon, views not counted; more only for each further stack of weights of one shape."""
+
+    def operators(layers: int, width: int = 64) -> int:
+        counter = Operators()
+        with torch.device("meta"):
+            model = MiniMindForCausalLM(
+                MiniMindConfig(hidden_size=width, num_hidden_layers=layers, vocab_size=50)
+            )
+        for p in model.parameters():
+            p.grad = torch.empty_like(p)
+        optimizer = build_optimizer(model, 1e-3, 0.1, "muon")
+        optimizer.muon.step()
+        with counter:
+            optimizer.muon.step(skip=torch.zeros((), dtype=torch.bool, device="meta"))
+        assert counter.largest <= muon.STACKED_ELEMENTS
+        return counter.number
+
+    shapes = 4  # of queries and outputs, keys and values, gate and up, down
+    assert operators(4) == operators(16) <= shapes * 32
+    assert operators(16, 512) <= (shapes + 1) * 32  # 26 M weights of gate and up
 
 
 def test_experts_in_one_parameter_are_matrices_of_their_own():

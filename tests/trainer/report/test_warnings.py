@@ -21,6 +21,7 @@ from trainer.devices import device as device_module
 from trainer.report import warnings as verdicts
 from trainer.report.metrics import read_metrics
 from trainer.report.warnings import Verdict, unigram_entropy
+from trainer.run.state import TrainState
 from trainer.trainer_utils import warmup_cosine
 
 
@@ -130,6 +131,36 @@ def test_overfitting_is_a_training_loss_that_falls_while_the_held_out_loss_rises
     hook, (warning,) = trained(run_state(), noisy(4, 2, *levels, noise=0.001), capsys, evaluations)
     assert hook.history.warned == ["rising"] and hook.history.lowest_evaluation().update == 80
     assert ("overfitting" in warning) == ("overfitting" in last_line(hook, run_state())) == falls
+
+
+@pytest.mark.parametrize(
+    ("updates", "noise"), [(50, 0.7), (3, 0.1)], ids=["one sample per update", "a short run"]
+)
+def test_a_training_loss_that_falls_by_chance_is_no_overfitting(updates, noise, capsys):
+    evaluations = {updates * (i + 1): value for i, value in enumerate((3.0, 3.1, 3.2, 3.3))}
+    falls = 0
+    for seed in range(20):
+        losses = noisy(*[3.0] * 4, updates=updates, noise=noise, seed=seed)
+        hook, noted = trained(run_state(), losses, capsys, evaluations)
+        falls += hook.history.evaluations[-1].training < hook.history.evaluations[0].training
+        assert "rising" in hook.history.warned
+        assert "overfitting" not in " ".join([*noted, last_line(hook, run_state())])
+    assert falls > 5
+
+
+def test_evaluations_of_other_held_out_data_are_forgotten(capsys):
+    state = run_state()
+    state.eval_loader = DataLoader(SimpleNamespace(fingerprint={"data": "a"}, __len__=lambda: 1))  # type: ignore
+    hook, _ = trained(state, noisy(2.0), capsys, {10: 1.0, 20: 1.1, 30: 1.2})
+    state.callbacks, state.eval_data, monitor = [hook], "a", (state.args.monitor, state.args.mode)
+    TrainState.check_held_out(state, monitor)
+    assert len(hook.history.evaluations) == 3
+    state.eval_loader.dataset.fingerprint["data"] = "b"
+    TrainState.check_held_out(state, monitor)
+    record = {"update": 50, "eval_loss": 5.0}
+    hook.on_log(state, record)
+    assert "warnings" not in record
+    assert "held-out loss 5.000" in last_line(hook, state) and "1.000" not in last_line(hook, state)
 
 
 def test_settings_that_cannot_go_well_are_named_before_the_first_update(capsys):

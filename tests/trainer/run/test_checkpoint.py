@@ -37,6 +37,28 @@ def trained(seed: int = 0) -> tuple[MiniMindForCausalLM, torch.optim.Optimizer]:
     return model, optimizer
 
 
+def test_which_state_a_branch_goes_on_with(tmp_path):
+    """Its own newest one, wherever a copy of the state that it began with lies; another state begins a
+    branch."""
+    model, optimizer = trained()
+    start, moved = tmp_path / "a_32_resume.pth", tmp_path / "moved.pth"
+    lm_checkpoint(CONFIG, "a", model, optimizer, 0, 1, save_dir=tmp_path, run_id="of a", update=1)
+    begun = lm_checkpoint(CONFIG, "b", save_dir=tmp_path, resume_from=str(start))
+    assert begun["is_new_branch"] and begun["branch_of"]["run_id"] == "of a" and begun["update"] == 1
+    more = {"branch_of": begun["branch_of"], "run_id": "of b", "update": 2}
+    lm_checkpoint(CONFIG, "b", model, optimizer, 0, 2, save_dir=tmp_path, **more)
+    shutil.copy(start, moved)
+    for same in (start, moved):
+        own = lm_checkpoint(CONFIG, "b", save_dir=tmp_path, resume_from=str(same))
+        assert own["update"] == 2 and "is_new_branch" not in own
+    # `a` went on
+    lm_checkpoint(CONFIG, "a", model, optimizer, 0, 3, save_dir=tmp_path, run_id="of a", update=3)
+    other = lm_checkpoint(CONFIG, "b", save_dir=tmp_path, resume_from=str(start))
+    assert other["is_new_branch"] and other["update"] == 3
+    start.unlink()  # the branch is what is left of it
+    assert lm_checkpoint(CONFIG, "b", save_dir=tmp_path, resume_from=str(start))["update"] == 2
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
 def test_a_state_that_is_read_takes_no_memory_of_its_own(tmp_path):
     """Pages of the file, which the ranks of a machine share."""
