@@ -35,7 +35,7 @@ class Killed(BaseException):
 
 
 @pytest.mark.parametrize("is_branch", [False, True])
-@pytest.mark.parametrize("step", range(20))
+@pytest.mark.parametrize("step", range(32))  # all that it makes
 def test_killed_at_any_step_nothing_is_lost(tmp_path, monkeypatch, step, is_branch):
     """The metrics, too, which the new run would write over: after a second start each file is in some
     `earlier_<n>`, also the state with which a branch begins, and which it will write over."""
