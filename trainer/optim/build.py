@@ -43,7 +43,10 @@ def build_optimizer(
         parts[module] = {"muon": [], "matrices": [], "vectors": []}
     rows: dict[nn.Parameter, int] = {}
     for name, p in named:
-        part = parts[_module_of(name, lr_scales) if lr_scales else ""]
+        module = ""
+        if lr_scales:
+            module = _module_of(name, lr_scales)
+        part = parts[module]
         if p.ndim < 2:
             part["vectors"].append(p)
         elif kind == "muon" and is_hidden_matrix(name, p):
