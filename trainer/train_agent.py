@@ -68,7 +68,9 @@ def open_data(args, tokenizer):
     """The training and held-out (or None) prompts, with the tools of the environment."""
     environment = load_environment(args.environment)
     train_set, eval_set = open_prompts(args, tokenizer, environment.tools)
-    check_tools(environment, [*train_set.prompts, *(eval_set.prompts if eval_set else ())])
+    check_tools(environment, train_set.prompts)
+    if eval_set is not None:
+        check_tools(environment, eval_set.prompts)
     return train_set, eval_set
 
 

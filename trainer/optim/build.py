@@ -38,9 +38,9 @@ def build_optimizer(
     if kind == "muon":
         rate = lr * MUON_LR_SCALE
     scales = {"": 1.0} | dict(lr_scales or {})  # "": parameters in none of the modules
-    parts: dict[str, dict[str, list[nn.Parameter]]] = {}
-    for module in scales:
-        parts[module] = {"muon": [], "matrices": [], "vectors": []}
+    parts: dict[str, dict[str, list[nn.Parameter]]] = {
+        module: {"muon": [], "matrices": [], "vectors": []} for module in scales
+    }
     rows: dict[nn.Parameter, int] = {}
     for name, p in named:
         module = ""
@@ -56,7 +56,6 @@ def build_optimizer(
                 rows[p] = p.shape[-2] // 2
         else:
             part["matrices"].append(p)
-
     hidden: list[dict[str, Any]] = []
     groups: list[dict[str, Any]] = []
     for module, part in parts.items():
@@ -170,10 +169,9 @@ class SkippedUpdates:
     def check_on_device(
         self, update: int, window: list[dict], losses: Tensor, grad_norm: Tensor, scaler: GradScaler
     ) -> Tensor:
-        """Whether to skip the optimizer step of an update: a bool [] on the device.
-
-        window: its micro-batches. losses [2]: its mean losses over all ranks. grad_norm []: of the unscaled,
-        reduced gradient. An overflow counts as one only while the scaler can lower its scale."""
+        """Whether to skip the optimizer step of an update: a bool [] on the device. losses [2]: its mean
+        losses over all ranks. grad_norm []: of the unscaled, reduced gradient. An overflow counts as one only
+        while the scaler can lower its scale."""
         bad_loss = ~torch.isfinite(losses).all()
         skip = bad_loss | ~torch.isfinite(grad_norm)
         scale = scaler.scale(torch.ones_like(grad_norm))  # read on the device; 1 without a scaler

@@ -59,8 +59,13 @@ def contains_answer(prompt: list[dict], completion: str, record: dict) -> float:
     answers = answer if isinstance(answer, list) else [answer]
     wanted = [str(part).strip().lower() for part in answers]
     given = {number_of(found) for found in NUMBER.findall(text)}
-    hits = [number_of(part) in given if NUMBER.fullmatch(part) else part in text for part in wanted]
-    return sum(hits) / len(hits)
+    hits = 0
+    for part in wanted:
+        if NUMBER.fullmatch(part):
+            hits += number_of(part) in given
+        else:
+            hits += part in text
+    return hits / len(wanted)
 
 
 def think_format(prompt: list[dict], completion: str, record: dict) -> float:

@@ -66,7 +66,11 @@ class RolloutArgs(FrozenModelArgs):
         """The modules of the rewards and of the environment that the settings name."""
         names = [part.partition("=")[0] for part in reward_parts(self.reward)]
         names.append(getattr(self, "environment", ""))
-        return [path for name in names if ":" in name for path in source_files(name)]
+        paths: list[Path] = []
+        for name in names:
+            if ":" in name:
+                paths += source_files(name)
+        return paths
 
     def frozen_hashes(self) -> dict[str, str]:
         if self.reward_model is None:

@@ -84,7 +84,8 @@ def shape_of_tensors(weights: Mapping[str, Tensor]) -> dict[str, Any]:
         heads = len(weights[f"{attention}.q_proj.weight"]) // head_dim
         kv_heads = len(weights[f"{attention}.k_proj.weight"]) // head_dim
         use_moe = f"{mlp}.gate.weight" in weights
-        width = len(weights[f"{mlp}.experts.0.gate_proj.weight" if use_moe else f"{mlp}.gate_proj.weight"])
+        gate = f"{mlp}.experts.0.gate_proj" if use_moe else f"{mlp}.gate_proj"
+        width = len(weights[f"{gate}.weight"])
     except (LookupError, ValueError, TypeError, AttributeError) as error:
         raise ValueError(f"it is not a state dict of MiniMind's or Qwen3's names: {error}") from error
     embedding = weights["model.embed_tokens.weight"]
