@@ -34,9 +34,7 @@ def build_optimizer(
         raise UserError("nothing to train: all parameters of the model are frozen")
     if kind == "muon" and not any(is_hidden_matrix(name, p) for name, p in named):
         raise UserError("--optimizer muon: this model has no matrices in `layers`; use adamw")
-    rate = lr
-    if kind == "muon":
-        rate = lr * MUON_LR_SCALE
+    rate = lr * MUON_LR_SCALE if kind == "muon" else lr
     scales = {"": 1.0} | dict(lr_scales or {})  # "": parameters in none of the modules
     parts: dict[str, dict[str, list[nn.Parameter]]] = {
         module: {"muon": [], "matrices": [], "vectors": []} for module in scales
