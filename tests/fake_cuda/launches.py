@@ -23,7 +23,6 @@ from trainer.devices.wrapping import whole_model
 
 ROWS, STEPS = 8, 8
 MODES = {  # experts, dtype of the matrices, how tokens are drawn
-    "float32": (False, torch.float32, Sampling(1.0)),
     "bfloat16": (False, torch.bfloat16, Sampling(1.0)),
     "float32, as chats draw": (False, torch.float32, Sampling(0.7, top_k=50, top_p=0.9)),
     "MoE, bfloat16": (True, torch.bfloat16, Sampling(1.0)),
