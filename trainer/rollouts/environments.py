@@ -69,6 +69,7 @@ def checked_replies(replies: Any) -> list[dict]:
 # --- calculator
 
 MOST_CHARACTERS, MOST_BITS = 200, 4096  # of an expression; of a number
+ROOT_BITS = 256  # behind the point of a root that is no fraction
 
 
 def _bits(value: Fraction) -> int:
@@ -90,10 +91,11 @@ def _root(value: Fraction) -> Fraction:
     """The square root, exact if it is a fraction."""
     if value < 0:
         raise ValueError("the root of a negative number")
-    root = Fraction(math.isqrt(value.numerator), math.isqrt(value.denominator))
+    product = value.numerator * value.denominator  # sqrt(n / d) = sqrt(n * d) / d
+    root = Fraction(math.isqrt(product), value.denominator)
     if root**2 == value:
         return root
-    return Fraction(math.sqrt(value))
+    return Fraction(math.isqrt(product << 2 * ROOT_BITS), value.denominator << ROOT_BITS)
 
 
 OPERATIONS: dict[type, Any] = {
