@@ -76,7 +76,7 @@ def train_epoch(
         empty = [cast(Any, loader).collate_fn([])]
         trial_pass(state, (empty if state.prepare is None else state.prepare(state, empty))[0])
     state.iters = iters
-    state.stop.seconds_left = lambda: meter.seconds_per_update() if meter.updates else None
+    state.stop_request.seconds_left = lambda: meter.seconds_per_update() if meter.updates else None
     meter.restart()
     while step < iters and not state.finished:
         # the update's micro-batches
@@ -99,24 +99,26 @@ def train_epoch(
         state.epoch, state.step, state.update = epoch, step, state.update + 1
         state.callbacks.call("on_optimizer_step", state.update)
 
-        evaluate_due = False
+        # what is due, alike on all ranks; it stays so while it is postponed because updates are skipped
         if state.eval_loader is not None:
             is_near_end = 0 < iters - step < args.eval_interval / 2  # the evaluation there is enough
-            evaluate_due = reached(args.eval_interval, before, step, iters) and not is_near_end
-        # alike on all ranks; save_due stays set while a save is postponed because updates are skipped
-        if reached(args.save_interval, before, step, iters) or evaluate_due:
-            state.save_due = True
+            state.evaluate_due |= reached(args.eval_interval, before, step, iters) and not is_near_end
         if args.keep_every and state.update % args.keep_every == 0:
-            state.save_due = True
+            state.keep_due = True
+        state.save_due |= reached(args.save_interval, before, step, iters)
+        state.save_due |= state.evaluate_due or state.keep_due
         log_due = reached(args.log_interval, before, step, iters) or state.save_due
         if log_due and state.device.type == "cuda":
             meter.wait_for_device()
         if log_due or state.device.type == "cpu":
             state.skipped_updates.read_and_warn()
+        # while updates are skipped the last good checkpoint stays
+        is_last = state.update == state.total_updates
+        save_now = state.save_due and (is_last or not state.skipped_updates.in_a_row)
         if log_due:
-            state.record = make_record(state, losses, grad_norm, evaluate_due)
-        # keep the last good checkpoint while updates are skipped
-        if state.save_due and not state.skipped_updates.in_a_row:
+            state.record = make_record(state, losses, grad_norm, state.evaluate_due and save_now)
+        if save_now:
+            state.evaluate_due = False
             save_checkpoint(state)
         finish_update(state)  # log, after evaluating if that is due
         if log_due:
@@ -124,7 +126,7 @@ def train_epoch(
             meter.restart()  # saving and evaluating are not training time
     if step == iters:
         next(batches, None)  # exhausts the loader, which then ends its worker processes
-    state.callbacks.call("on_epoch_end", epoch)
+        state.callbacks.call("on_epoch_end", epoch)
 
 
 def train_update(
@@ -207,7 +209,7 @@ def update_size(state: TrainState, sizes: list[Size]) -> tuple[float, float, boo
     a lost rank is noticed here.
     """
     targets, tokens = sum(size.targets for size in sizes), sum(size.tokens for size in sizes)
-    host = torch.tensor([targets, tokens, state.stop.signal], dtype=torch.float64)
+    host = torch.tensor([targets, tokens, state.stop_request.signal], dtype=torch.float64)
     with state.meter.timing("comm"):
         total_targets, total_tokens, stop = reduce_sum(host).tolist()
     return total_targets, total_tokens, stop > 0
@@ -256,7 +258,7 @@ def describe_run(state: TrainState, data: Any, window: list[Batch], tokens: floa
     time_left: list[str] = []
     advice = ""
     if state.prepare is None and tokens:
-        # else prompts are counted once
+        # in batches that share prompts (`key_index`) a prompt is counted once, unlike in the data
         is_exact = isinstance(data, StageDataset) and "key_index" not in window[0]
         amount = epoch_tokens(data, state.args) * passes if is_exact else tokens * left
         in_all = f"{amount / 1e6:,.1f} M" if amount >= 1e6 else f"{amount:,.0f}"
@@ -387,7 +389,7 @@ def evaluate(state: TrainState, loader: Iterable[Batch]) -> dict[str, float | No
     targets = text_bytes = 0
     stop = False
     for batch in loader:
-        stop = state.stop.signal > 0
+        stop = state.stop_request.signal > 0
         if is_sharded(model):  # a forward pass takes all ranks, so all stop at the same batch
             stop = bool(reduce_sum(torch.tensor(float(stop))) > 0)
         if stop:

@@ -83,7 +83,7 @@ def main() -> None:
     """Run the stage, from its command line to its weights."""
     # 1. Settings; the console, device, precision, signals and files of this run.
     args, start = utils.read_settings(Args, __doc__)
-    device, autocast, scaler, stop = utils.set_up_process(args)
+    device, autocast, scaler, stop_request = utils.set_up_process(args)
 
     # 2. Prompts, with the tools of the environment.
     tokenizer = load_tokenizer(args.tokenizer_path)
@@ -112,7 +112,7 @@ def main() -> None:
 
     # 7. The state of the run, with its rollouts, restored from the checkpoint.
     state = TrainState(
-        args=args, lm_config=lm_config, run=run, stop=stop,
+        args=args, lm_config=lm_config, run=run, stop_request=stop_request,
         model=model, optimizer=optimizer, scaler=scaler, autocast=autocast, device=device,
         loss_fn=loss_fn, schedule=schedule, metric_names=METRICS,
     )  # fmt: skip

@@ -90,7 +90,7 @@ def main() -> None:
     """Run the stage, from its command line to its weights."""
     # 1. Settings; the console, device, precision, signals and files of this run.
     args, start = utils.read_settings(Args, __doc__)
-    device, autocast, scaler, stop = utils.set_up_process(args)
+    device, autocast, scaler, stop_request = utils.set_up_process(args)
 
     # 2. Data, tokenised before the process group exists: that may take longer than a collective waits.
     tokenizer = load_tokenizer(args.tokenizer_path)
@@ -120,7 +120,7 @@ def main() -> None:
     # 7. The state of the run, with the teacher, restored from the checkpoint.
     loss = partial(loss_fn, None)  # extend_run sets the teacher
     state = TrainState(
-        args=args, lm_config=lm_config, run=run, stop=stop,
+        args=args, lm_config=lm_config, run=run, stop_request=stop_request,
         model=model, optimizer=optimizer, scaler=scaler, autocast=autocast, device=device,
         loss_fn=loss, schedule=schedule, metric_names=METRICS,
     )  # fmt: skip

@@ -41,6 +41,7 @@ from trainer.devices.process_group import (  # noqa: F401
     interruptible,
     is_main_process,
     join_process_group,
+    world_size,
 )
 from trainer.devices.wrapping import compiles, freeze, unwrap, use_kernels, wrap_model
 from trainer.objectives.next_token import SHAPE, check_tokenizer, describe_size
@@ -177,12 +178,14 @@ def init_model(
     check_tokenizer(tokenizer, tokenizer_path, lm_config)
     with torch.device("meta" if str(device) == "meta" else "cpu"):
         model = MiniMindForCausalLM(lm_config)
+    loaded = ""
     if from_weight != "none":
         path = start_path(save_dir, from_weight, lm_config)
         weights, stored = read_model(path, lm_config.num_experts_per_tok)
         fill(model, weights, path, stored)
         check_tokenizer(tokenizer, tokenizer_path, stored)
-    Logger(f"{describe_size(model)}, weights: {from_weight}")
+        loaded = f", weights: {from_weight}"
+    Logger(f"{describe_size(model)}{loaded}")
     cast(nn.Module, model).to(device)  # in place
     return model, tokenizer
 
@@ -322,6 +325,8 @@ def begin_run(
     files whose change is a warning. Raises UserError if the checkpoint is of another kind of model; early
     stopping without held-out data."""
     args = state.args
+    if world_size() > 1:
+        resume.check_ranks_compute_alike(state.computing)
     if eval_set is not None:
         state.eval_loader = eval_loader(eval_set, args.batch_size, eval_set.collate)
     if state.eval_loader is not None:
@@ -336,7 +341,9 @@ def begin_run(
     if args.keep_every or state.eval_loader is not None:  # with held-out data the best checkpoint is kept
         included.append(CheckpointManager(args))
     if args.patience:
-        included.append(EarlyStopping(args.monitor, args.mode, args.patience, args.min_delta))
+        stopping = EarlyStopping(args.monitor, args.mode, args.patience, args.min_delta)
+        stopping.key = "EarlyStopping of --patience"  # apart from one that a task adds
+        included.append(stopping)
     if args.use_tensorboard or args.tensorboard_dir:
         included.append(TensorBoardLogger(tensorboard_folder(args, args)))
     state.callbacks[:0] = included

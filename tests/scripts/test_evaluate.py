@@ -55,7 +55,7 @@ def test_the_held_out_loss_is_the_trainers(kind, name, use_moe, corpus):
     dataset = dataset_class(str(corpus[name]), TOKENIZER, 24, cache_dir=corpus["cache"])
     autocast, _ = mixed_precision("float32", torch.device("cpu"))
     state = SimpleNamespace(
-        model=model, stop=SimpleNamespace(signal=0), autocast=autocast, device=torch.device("cpu"),
+        model=model, stop_request=SimpleNamespace(signal=0), autocast=autocast, device=torch.device("cpu"),
         size_fn=flat_size, lm_config=model.config, eval_fn=held_out_loss, args=None,
         losses=torch.zeros(2, dtype=torch.float64),
     )  # fmt: skip

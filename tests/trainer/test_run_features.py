@@ -36,7 +36,7 @@ def test_file_and_command_line_in_a_stage_script(corpus, tmp_path):
     state = saved_state(tmp_path / "whole")
     assert (state["run"]["epochs"], state["run"]["seed"], state["run"]["global_batch"]) == (9, 3, 8)
     assert "stopping: EarlyStopping: eval_loss got no better than" in done.out and state["epoch"] < 8
-    assert state["callbacks"]["EarlyStopping"]["waited"] <= 2
+    assert state["callbacks"]["EarlyStopping of --patience"]["waited"] <= 2
     run("pretrain", argvs["killed"], Faults(signals={9: signal.SIGKILL}), status=-9)
     assert "stopping: EarlyStopping" in run("pretrain", argvs["killed"]).out
     assert_same_run(tmp_path / "whole", tmp_path / "killed")

@@ -100,8 +100,8 @@ class MuonWithAdamW(Optimizer):
         for group in (*self.muon.param_groups, *adamw.param_groups):
             group["lr_scale"] = MUON_LR_SCALE * group.get("lr_scale", 1.0)
         super().__init__([*self.muon.param_groups, *self.adamw.param_groups], {})
-        # torch's names for an optimizer that reads on the device whether to skip; `should_step` sets them
-        self.grad_scale = self.found_inf = None
+        # torch's names for an optimizer that reads on the device whether to skip, which `should_step` sets
+        self.found_inf: Tensor | None = None
         devices = {p.device.type for group in self.param_groups for p in group["params"]}
         self._step_supports_amp_scaling = devices == {"cuda"}
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trainer.devices.device import native_bfloat16
+from trainer.devices.process_group import gather
 from trainer.devices.wrapping import local_tensor
 
 STACKED_ELEMENTS = 1 << 24  # elements of the matrices that are orthogonalised at once: 64 MiB in float32
@@ -22,17 +23,23 @@ class Muon(Optimizer):
     depth.
 
     Several ranks share the stacks, also those of sharded parameters; how they are cut does not depend on the
-    ranks, so the results are bitwise identical. The iteration is in float32 where bfloat16 is emulated.
+    ranks, so the results are bitwise identical. The iteration is in float32 where a rank would have to
+    emulate bfloat16.
 
     rows: m of the matrices [m, n] in each parameter; one of three dimensions holds several, one below the
     other.
     """
 
     def __init__(self, groups: list[dict[str, Any]], rows: Mapping[Any, int], lr: float, weight_decay: float):
-        torchs = torch.optim.Muon([torch.zeros(1, 1)], lr, weight_decay, adjust_lr_fn="match_rms_adamw")
-        # checkpoints hold them; adjust_lr_fn is the factor in `move`
-        super().__init__(groups, torchs.defaults)
+        defaults = {
+            "lr": lr, "weight_decay": weight_decay, "momentum": 0.95,
+            "ns_coefficients": (3.4445, -4.7750, 2.0315), "ns_steps": 5, "eps": 1e-7,
+        }  # fmt: skip
+        super().__init__(groups, defaults)  # those of torch's Muon
         self.rows = rows
+        device = next(iter(rows)).device
+        # of the iteration; the ranks send each other the results, so it is one for all of them
+        self.dtype = torch.bfloat16 if all(gather(native_bfloat16(device))) else torch.float32
 
     @torch.no_grad()
     def step(self, closure=None, skip: Tensor | None = None) -> None:  # type: ignore[override]
@@ -104,7 +111,7 @@ class Muon(Optimizer):
             grads = torch.where(skip, torch.stack(buffers), grads)  # then the momentum stays what it is
         torch._foreach_lerp_(buffers, grads.unbind(), 1 - group["momentum"])
         update = grads.lerp_(torch.stack(buffers), group["momentum"])  # Nesterov momentum
-        return update.to(torch.bfloat16 if native_bfloat16(update.device) else torch.float32)
+        return update.to(self.dtype)
 
     def directions(self, group: dict[str, Any], params: list[Tensor], update: Tensor) -> Tensor:
         """The update of whole parameters [k, rows, ...], its matrices orthogonalised."""

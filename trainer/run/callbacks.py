@@ -2,6 +2,7 @@
 docs/CALLBACKS.md is the user's page."""
 
 import inspect
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,11 @@ class Callback:
 
     `engine` is the TrainingEngine; in a stage script the TrainState. Both have `state`, the TrainState. The
     methods stand in the order of the calls.
+
+    key: the name of its state in checkpoints; None: that of its class.
     """
+
+    key: str | None = None
 
     def on_train_start(self, engine: Any) -> None:
         """Everything is set up and restored; this process has not made an update yet."""
@@ -70,15 +75,12 @@ class Callback:
         """Restore the result of `state_dict`; called before `on_train_start` of a resumed run."""
 
     def forget_evaluations(self, state: Any) -> None:
-        """After `load_state_dict`, if the run has other held-out data or another --monitor than before: what
-        is kept of earlier evaluations does not count any more."""
+        """After `load_state_dict`, if the run has other held-out data than before: what is kept of earlier
+        evaluations does not count any more."""
 
 
 EPOCH_HOOKS = ("on_epoch_start", "on_epoch_end")  # called once per epoch, also over resumes
-HOOKS: list[str] = []
-for name in vars(Callback):
-    if name.startswith("on_"):
-        HOOKS.append(name)
+HOOKS = [name for name in vars(Callback) if name.startswith("on_")]
 
 
 class CallbackList(list[Callback]):
@@ -99,12 +101,14 @@ class CallbackList(list[Callback]):
             check_methods(callback)
 
     def by_name(self) -> dict[str, Callback]:
-        """The callbacks by class name, `EarlyStopping#2` for the second of a class."""
+        """The callbacks by their keys, by default the class name, `EarlyStopping#2` for the second of a
+        class."""
         named: dict[str, Callback] = {}
+        numbers: Counter[str] = Counter()
         for callback in self:
-            name = type(callback).__name__
-            same = sum(type(other).__name__ == name for other in named.values())
-            named[f"{name}#{same + 1}" if same else name] = callback
+            name = callback.key or type(callback).__name__
+            numbers[name] += 1
+            named[name if numbers[name] == 1 else f"{name}#{numbers[name]}"] = callback
         return named
 
     def call(self, name: str, *args: Any) -> None:

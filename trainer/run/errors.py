@@ -178,7 +178,7 @@ class StopRequest:
             self.signal, self._since = number, now
             if launch().local_rank == 0:
                 seconds = self.seconds_left()
-                about = "" if seconds is None else f", at most about {duration(seconds)}"
+                about = "" if seconds is None else f" (an update takes about {duration(seconds)})"
                 text = f"{name}: finishing this update{about}, then saving"
                 if number == signal.SIGINT:
                     text += "; a second Ctrl-C stops at once, and the last checkpoint remains"

@@ -113,11 +113,12 @@ class CheckpointManager(Callback):
         return load(resume_path(self.folder, args.save_weight, args), args.resume_from)
 
     def on_checkpoint_saved(self, engine: Any, path: Path) -> None:
-        state, keep_every = engine.state, self.args.keep_every
-        if keep_every and state.update % keep_every == 0 and is_main_process():
+        state = engine.state
+        if state.keep_due and is_main_process():
             self._keep(state, f"update_{state.update:08d}")
             update, best = state.update, state.best_update
             state.writer.submit(lambda: self.prune(update, best))
+        state.keep_due = False
 
     def on_validation_end(self, engine: Any, metrics: dict[str, float | None]) -> None:
         state = engine.state

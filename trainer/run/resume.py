@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
 from common.errors import UserError, warn
 from common.settings import ROOT, StageArgs, settings_of
@@ -20,6 +21,7 @@ from dataset.token_cache import file_hash
 from trainer.devices.device import autocast_dtype, native_bfloat16
 from trainer.devices.process_group import Logger, gather, world_size
 from trainer.run import paths
+from trainer.run.checkpoint import stored_digest
 
 Fingerprint = dict[str, Any]
 A = TypeVar("A", bound=StageArgs)
@@ -251,9 +253,12 @@ def normalised(args: StageArgs, run: Fingerprint, saved: Fingerprint) -> tuple[F
 
 def _check_ranks_agree(run: Fingerprint, checkpoint: dict[str, Any] | None) -> None:
     """Raise UserError if ranks (on several machines) see other files: then none of them starts."""
-    everyone = gather(
-        run | {f"checkpoint's {key}": (checkpoint or {}).get(key) for key in ("epoch", "step", "update")}
-    )
+    seen = dict(run)
+    if checkpoint is not None:
+        for key in ("epoch", "step", "update", "run_id", "is_new_branch"):
+            seen[f"checkpoint's {key}"] = checkpoint.get(key)
+        seen["checkpoint's sha256"] = stored_digest(Path(checkpoint["loaded_from"]))
+    everyone = gather(seen)
     for rank, other in enumerate(everyone):
         if differing := _differing(everyone[0], other):
             fields = (
@@ -314,7 +319,9 @@ def code_hashes(stage_files: Sequence[str | Path]) -> dict[str, str]:
     return {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
 
 
-def computing(args: StageArgs, device: torch.device, autocast: AbstractContextManager) -> dict[str, Any]:
+def computing(
+    args: StageArgs, model: nn.Module, device: torch.device, autocast: AbstractContextManager
+) -> dict[str, Any]:
     """Device, dtype, kernels, torch version, threads and instruction set: what bitwise identical results need
     besides code and the other settings. On a CPU the number of threads decides how sums are cut, and the
     instruction set which kernels run."""
@@ -323,7 +330,14 @@ def computing(args: StageArgs, device: torch.device, autocast: AbstractContextMa
         "dtype": str(autocast_dtype(autocast, device)),
         "torch": str(torch.__version__),
         "--deterministic": int(args.deterministic),
+        "--use_compile": int(any(module._compiled_call_impl is not None for module in model.modules())),
     }
+    if world_size() > 1:
+        environment["--parallel"] = args.parallel
+    if device.type == "cuda":
+        from model import fused  # brings in the compiler
+
+        environment["compiled kernels"] = fused.KERNELS
     if device.type == "cpu":
         instructions = torch.backends.cpu.get_cpu_capability()
         if native_bfloat16(device):
@@ -332,6 +346,21 @@ def computing(args: StageArgs, device: torch.device, autocast: AbstractContextMa
                 instructions += " AMX"
         environment |= {"threads": torch.get_num_threads(), "instructions": instructions}
     return environment
+
+
+def check_ranks_compute_alike(environment: dict[str, Any]) -> None:
+    """Refuse ranks of different devices or dtypes, such as `auto` gives on different machines: one with loss
+    scaling and one without would skip different updates, and their weights would part. A collective.
+
+    environment: what `computing` returns on this rank.
+    """
+    kinds = gather(f"{environment['dtype'].removeprefix('torch.')} on {environment['device']}")
+    for rank, kind in enumerate(kinds):
+        if kind != kinds[0]:
+            raise UserError(
+                f"the ranks compute differently: rank 0 in {kinds[0]}, rank {rank} in {kind}; give a --dtype "
+                "(and --device) that all machines have, such as float32"
+            )
 
 
 def warn_of_changes(checkpoint: dict[str, Any], code: dict[str, str], now: dict[str, Any]) -> None:

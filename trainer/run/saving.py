@@ -203,7 +203,7 @@ def interrupted(state: TrainState) -> Interrupted:
     """
     state.writer.wait()
     meet()
-    number = state.stop.signal or signal.SIGTERM
+    number = state.stop_request.signal or signal.SIGTERM
     name, done = signal.Signals(number).name, f"update {state.update} of {state.total_updates}"
     text = f"by {name} after {done}, which is saved; --from_resume 1 goes on from there"
     return Interrupted(number, text)
@@ -229,11 +229,11 @@ def training_files(state: TrainState, wandb=None) -> Iterator[None]:
             state.metrics = MetricsLog(path, state.total_updates, state.resumed_update, kept, shown)
             # last: until then the file tells whose metrics lie here
             settings = write_settings(state, settings_file)
-        state.stop.defer = True
+        state.stop_request.defer = True
         if state.is_new_branch:
             save_checkpoint(state)  # from here on a restart goes on with the branch
         yield
-        if state.save_due or state.saved_update != state.update:  # a callback ended the run
+        if state.saved_update != state.update:  # a callback ended the run
             read_meter(state)
             state.skipped_updates.read_and_warn()
             save_checkpoint(state)
@@ -252,7 +252,7 @@ def training_files(state: TrainState, wandb=None) -> Iterator[None]:
         state.callbacks.call("on_exception", error)
         raise
     finally:
-        state.stop.defer = False
+        state.stop_request.defer = False
         if state.args.num_workers:
             end_loader_processes()
         if wandb is not None:

@@ -36,7 +36,7 @@ EvalFn = Callable[[nn.Module, Batch, StageArgs], dict[str, Tensor]]
 SaveFn = Callable[[nn.Module, Path, Writer, dict[str, Any]], Path]
 Schedule = Callable[[int, int, StageArgs], float | None]
 SAVED_FIELDS = ("run_id", "branch_of", "went_on_from", "update", "tokens", "seconds")
-SAVED_FIELDS += ("best_eval", "best_update", "eval_data", "record", "save_due")
+SAVED_FIELDS += ("best_eval", "best_update", "eval_data", "record", "evaluate_due")
 
 
 @dataclass(kw_only=True)
@@ -56,7 +56,7 @@ class TrainState:
     # (update from 1, total updates, settings) -> learning rate; None: a torch scheduler sets it
     schedule: Schedule
     run: Fingerprint  # what must not differ on resume
-    stop: StopRequest = field(default_factory=StopRequest)
+    stop_request: StopRequest = field(default_factory=StopRequest)
     metric_names: tuple[str, ...] = ()  # of the metrics to report
     size_fn: Callable[[Batch, Any], Size] = flat_size  # (batch, model config) -> its size
     save_fn: SaveFn | None = None  # writes what is used of the model; None: `save_weights`
@@ -77,11 +77,14 @@ class TrainState:
     skipped_updates: SkippedUpdates = field(default_factory=SkippedUpdates)
     meter: Meter = field(default_factory=Meter)  # of this process
     iters: int = 0  # micro-batches of an epoch
-    finished: bool = False  # no further update, on all ranks alike; see `finish`
-    can_continue: bool = False  # a callback ended the run early: started again, it goes on
+    finished: bool = False  # no further update, on all ranks alike; see `finish` and `stop`
+    can_continue: bool = False  # `stop` ended the run early: resumed, it goes on
     resumed_update: int | None = None  # the last update reported before the resume; None in a new run
     is_new_branch: bool = False  # this process begins a branch of the run whose state it has restored
     saved_update: int | None = None  # of the newest checkpoint
+    # due after this update, or postponed while updates are skipped
+    save_due: bool = False
+    keep_due: bool = False  # a numbered checkpoint of --keep_every
     state_file: Path | None = None  # the newest file with a state of this run, once there is one
     wandb: Any = None  # the tracker
     wandb_id: str | None = None  # of the tracker before the resume
@@ -105,7 +108,7 @@ class TrainState:
     best_update: int | None = None  # the update with that value
     eval_data: str | None = None  # identifies the held-out data of the evaluations so far
     record: dict[str, Any] | None = None  # of the last update, until it is reported
-    save_due: bool = False  # a save postponed while updates are skipped
+    evaluate_due: bool = False  # an evaluation postponed while updates are skipped
 
     def __post_init__(self):
         # callbacks find the state under this name, also in a stage script, which has no engine
@@ -113,41 +116,49 @@ class TrainState:
         self.run_id = self.run_id or uuid.uuid4().hex
         self.clock = time.perf_counter()  # when `seconds` was last brought up to date
         self.total_updates = total_updates(self.run)  # of the whole run
-        self.computing = computing(self.args, self.device, self.autocast)
+        self.computing = computing(self.args, self.model, self.device, self.autocast)
         exact = torch.float32 if self.device.type == "mps" else torch.float64
         # sum of the losses since the last record, number of their updates, sums of the metrics; on the
         # device, checkpoints save it
         self.losses = torch.zeros(2 + len(self.metric_names), dtype=exact, device=self.device)
 
     def finish(self, reason: str) -> None:
-        """End training after this update. To be called on all ranks, at the same update."""
+        """End the run after this update: resumed, it is finished. To be called on all ranks, at the same
+        update."""
         if not self.finished:
             Logger(f"stopping: {reason}")
         self.finished = True
 
+    def stop(self, reason: str) -> None:
+        """End training after this update: resumed, the run goes on. To be called on all ranks, at the same
+        update."""
+        self.finish(reason)
+        self.can_continue = self.update < self.total_updates
+
     def check_held_out(self, monitor: tuple[str, str]) -> None:
-        """Forget all earlier evaluations if they were of other held-out data or of another metric, so that
-        nothing is compared with them. monitor: name and mode of the metric before the resume."""
+        """Compare nothing with earlier evaluations if they were of other held-out data, and with earlier best
+        weights if another metric was monitored. monitor: its name and mode before the resume."""
         held_out = held_out_fingerprint(self.eval_loader)
-        is_other = None not in (held_out, self.eval_data) and held_out != self.eval_data
-        if is_other or monitor != (self.args.monitor, self.args.mode):
-            text = "the held-out data or --monitor are not those of before"
+        if None not in (held_out, self.eval_data) and held_out != self.eval_data:
             warn(
-                f"{text}: earlier evaluations do not count, for the best weights, early stopping and the "
-                "verdict"
+                "the held-out data are not those of before: earlier evaluations do not count, for the best "
+                "weights, early stopping and the verdict"
             )
             self.best_eval, self.best_update = math.inf, None
             for callback in self.callbacks:
                 callback.forget_evaluations(self)
+        elif monitor != (self.args.monitor, self.args.mode):
+            before, now = " ".join(monitor), f"{self.args.monitor} {self.args.mode}"
+            warn(f"{now} is monitored instead of {before}: the best weights are those from here on")
+            self.best_eval, self.best_update = math.inf, None
         self.eval_data = held_out or self.eval_data
 
     def report_more_epochs(self, before: Fingerprint) -> None:
         """Say what --extend_epochs does to the learning rate. before: the run that it extends."""
-        rates = [
-            self.schedule(self.update, total_updates(before), self.args),
-            self.schedule(self.update + 1, self.total_updates, self.args),
-        ]
-        jump = "" if None in rates else f"; the learning rate jumps from {rates[0]:.2e} to {rates[1]:.2e}"
+        group = self.optimizer.param_groups[0]  # as the checkpoint restored it
+        last = group["lr"] / group.get("lr_scale", 1.0)
+        rate = self.schedule(self.update + 1, self.total_updates, self.args)
+        jump = "" if rate is None else f"; the learning rate goes from {last:.2e} to {rate:.2e}"
         Logger(
             f"--extend_epochs 1: {self.run['epochs']} epochs instead of {before['epochs']}. The schedule "
             f"spans all of them, so the result is not that of a run of so many from the start{jump}"

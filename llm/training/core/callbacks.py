@@ -39,6 +39,7 @@ class LRSchedulerCallback(Callback):
         self.rates: dict[int, float] = {}
         self.done = 0  # updates or epochs; a resumed run may report the last one again
         self.saved: State | None = None
+        self.monitor: str | None = None  # what ReduceLROnPlateau follows
 
     def on_train_start(self, engine: Any) -> None:
         if not isinstance(engine.scheduler, LRScheduler):
@@ -52,6 +53,9 @@ class LRSchedulerCallback(Callback):
                 of_monitor = f"--monitor {training.monitor} has --mode {training.mode}"
                 mode = self.scheduler.mode
                 raise UserError(f"ReduceLROnPlateau has mode {mode}, but {of_monitor}; give both the same")
+            if self.monitor not in (None, training.monitor):
+                self.forget_evaluations(engine.state)
+            self.monitor = training.monitor
         else:
             epochs, updates = engine.state.args.epochs, engine.state.total_updates
             engine.logger.info(steps_ahead(self.scheduler, engine.task, epochs, updates))
@@ -89,10 +93,11 @@ class LRSchedulerCallback(Callback):
 
     def state_dict(self) -> State:
         scheduler = self.saved if self.scheduler is None else self.scheduler.state_dict()
-        return {"done": self.done, "scheduler": scheduler, "rates": self.rates}
+        return {"done": self.done, "scheduler": scheduler, "rates": self.rates, "monitor": self.monitor}
 
     def load_state_dict(self, state: State) -> None:
-        self.done, self.saved, self.rates = state["done"], state["scheduler"], dict(state.get("rates", {}))
+        self.done, self.saved, self.monitor = state["done"], state["scheduler"], state["monitor"]
+        self.rates = dict(state["rates"])
 
 
 def steps_ahead(scheduler: LRScheduler, task: Any, epochs: int, updates: int) -> str:

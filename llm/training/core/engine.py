@@ -97,7 +97,7 @@ class TrainingEngine:
 
         # the state of the run, restored from the checkpoint
         self.state = state = TrainState(
-            args=args, lm_config=task.lm_config, run=run, stop=stop,
+            args=args, lm_config=task.lm_config, run=run, stop_request=stop,
             model=wrapped, optimizer=self.optimizer, scaler=scaler, autocast=autocast, device=device,
             loss_fn=lambda model, batch, args: checked_loss(task, task.train_step(model, batch)),
             eval_fn=lambda model, batch, args: checked_sums(task, task.validation_step(model, batch)),
@@ -172,8 +172,7 @@ class TrainingEngine:
     def stop(self, reason: str) -> None:
         """End training after this update. Must be called on all ranks, at the same update. Resumed, the run
         goes on."""
-        self.state.finish(reason)
-        self.state.can_continue = self.state.update < self.state.total_updates
+        self.state.stop(reason)
 
 
 # --- how a task's methods are declared, and the form of what they return

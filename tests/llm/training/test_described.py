@@ -308,6 +308,28 @@ def test_a_plateau_lowers_the_rate_after_a_validation_also_when_resumed(tmp_path
     )
 
 
+def test_a_plateau_of_another_metric_begins_anew(tmp_path):
+    settings = {"epochs": 4, "noise": 0.3, "learning_rate": 0.05}
+    run(
+        "engine",
+        regression(tmp_path, **settings),
+        Faults(script=LOWERED, signals={17: signal.SIGTERM}),
+        status=143,
+    )
+    saved = saved_state(tmp_path, NAME)["callbacks"]["LRSchedulerCallback"]
+    assert saved["monitor"] == "eval_loss" and saved["scheduler"]["best"] < 10
+    script = (
+        LOWERED
+        + """
+step = RegressionTask.validation_step
+RegressionTask.validation_step = lambda self, *args: (found := step(self, *args)) | {"other": found["loss"] + 1000}
+"""
+    )
+    settings |= {"monitor": "eval_other", "from_resume": 1}
+    run("engine", regression(tmp_path, **settings), Faults(script=script))
+    assert saved_state(tmp_path, NAME)["callbacks"]["LRSchedulerCallback"]["scheduler"]["best"] > 20
+
+
 # --- the end of a run
 
 
@@ -383,6 +405,20 @@ def test_a_run_that_a_callback_stops_anywhere_is_saved_there_and_can_go_on(tmp_p
     assert_same_run(tmp_path / "whole", tmp_path / "stopped", NAME)
     (tmp_path / f"stopped/checkpoints/{NAME}_resume.pth").unlink()
     resumed.checkpoint_manager.save_checkpoint()  # also after the run
+    assert_same_run(tmp_path / "whole", tmp_path / "stopped", NAME)
+
+
+def with_step_lr(optimizer, total_updates):
+    return lr_scheduler.StepLR(optimizer, 1, 0.5)
+
+
+def test_an_epoch_that_is_stopped_within_has_not_ended(tmp_path):
+    """A scheduler of torch is stepped at its end, once, as in a run that was not stopped."""
+    task = type("Stepped", (RegressionTask,), with_scheduler(with_step_lr))
+    for folder, callbacks in (("whole", []), ("stopped", [Stops(3)])):
+        made(task, tmp_path / folder, callbacks, epochs=2).run()
+    assert "LRSchedulerCallback" not in saved_state(tmp_path / "stopped", NAME)["callback_epochs"]
+    made(task, tmp_path / "stopped", epochs=2, from_resume=1).run()
     assert_same_run(tmp_path / "whole", tmp_path / "stopped", NAME)
 
 

@@ -195,13 +195,13 @@ def test_from_the_engine_to_a_script_and_back(corpus, tmp_path):
     run("engine", typed, Faults(signals={5: signal.SIGTERM}), status=143)
     before = saved_state(tmp_path)["callbacks"]
     before.pop("Verdict")  # it judges what the script trains, too
-    assert before["EarlyStopping"]["best"] > 0
+    assert before["EarlyStopping of --patience"]["best"] > 0
     lines = run("pretrain", argv, Faults(signals={2: signal.SIGTERM}), status=143).error_lines
-    assert lines[0].endswith("this run does not have: EarlyStopping; their state is kept")
-    assert lines[1].startswith("warning: the held-out data or --monitor are not those of before")
+    assert lines[0].endswith("this run does not have: EarlyStopping of --patience; their state is kept")
+    assert lines[1].startswith("warning: eval_loss min is monitored instead of eval_bpb min")
     after = saved_state(tmp_path)["callbacks"]
     assert after.pop("Verdict") and after == before
     done = run("engine", typed)
     assert "resuming pretrain" in done.out
-    assert len(done.error_lines) == 1 and "--monitor are not those" in done.err
-    assert saved_state(tmp_path)["callbacks"]["EarlyStopping"]["waited"] == 0
+    assert len(done.error_lines) == 1 and "eval_bpb min is monitored" in done.err
+    assert saved_state(tmp_path)["callbacks"]["EarlyStopping of --patience"]["waited"] == 0

@@ -92,7 +92,7 @@ def rollouts_of(with_critic: bool = False, **settings) -> tuple[Rollouts, Simple
     rollouts = Rollouts(args, writer, REWARDS, reference if args.beta else None, make_batches, policy_of)
     state = SimpleNamespace(model=model, update=0, device=torch.device("cpu"), autocast=nullcontext())
     state.state = state
-    state.stop, state.meter = SimpleNamespace(signal=0), Meter()
+    state.stop_request, state.meter = SimpleNamespace(signal=0), Meter()
     return rollouts, state
 
 

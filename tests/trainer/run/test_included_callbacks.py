@@ -1,8 +1,14 @@
-"""The checkpoints that are kept besides the latest: which of them are deleted."""
+"""The checkpoints that are kept besides the latest: when, and which of them are deleted."""
 
+import signal
 from pathlib import Path
 
+import torch
+
 from common.settings import StageArgs
+from tests.stage_process import Faults, run
+from tests.trainer.stage_flags import assert_same_run, flags, saved_state
+from trainer.report.metrics import read_metrics
 from trainer.run.included_callbacks import CheckpointManager
 
 
@@ -27,3 +33,37 @@ def test_later_ones_than_the_present_update_stay(tmp_path):
 def test_one_stays_in_any_case(tmp_path):
     kept(tmp_path, keep_last=0).prune(now=12, best=None)
     assert numbers(tmp_path) == [12]
+
+
+def test_what_is_due_waits_while_updates_are_skipped(corpus, tmp_path):
+    """The evaluation and the numbered checkpoint come with the postponed save, after the next good update: the
+    best state is that of the best weights. A run that was stopped in between does the same."""
+    settings = {
+        "num_hidden_layers": 1,
+        "epochs": 1,
+        "eval_interval": 2,
+        "keep_every": 2,
+        "save_interval": 100,
+    }
+    run("pretrain", flags(corpus, tmp_path / "whole", "pretrain", **settings, keep_last=9), Faults(nan=(4,)))
+    found = read_metrics(tmp_path / "whole/out/pretrain_32_metrics.jsonl")
+    assert [record["update"] for record in found if "eval_loss" in record] == [2, 5, 6, 8]
+    assert numbers(tmp_path / "whole/checkpoints") == [2, 5, 6, 8]
+    best = torch.load(tmp_path / "whole/checkpoints/pretrain_32_best_resume.pth", weights_only=True)
+    weights = torch.load(tmp_path / "whole/out/pretrain_best_32.pth", weights_only=True)
+    evaluated = {record["eval_loss"]: record["update"] for record in found if "eval_loss" in record}
+    assert best["update"] == evaluated[min(evaluated)]
+    assert torch.equal(best["model"]["model.norm.weight"].half(), weights["model.norm.weight"])
+
+    argv = flags(corpus, tmp_path / "stopped", "pretrain", **settings, from_resume=1)
+    run("pretrain", argv, Faults(nan=(4,), signals={4: signal.SIGTERM}), status=143)
+    assert saved_state(tmp_path / "stopped")["evaluate_due"]
+    run("pretrain", argv)
+    assert_same_run(tmp_path / "whole", tmp_path / "stopped")
+
+
+def test_the_last_update_is_evaluated_even_if_it_is_skipped(corpus, tmp_path):
+    settings = {"num_hidden_layers": 1, "epochs": 1, "eval_interval": 0}
+    run("pretrain", flags(corpus, tmp_path, "pretrain", **settings), Faults(nan=(8,)))
+    assert "eval_loss" in read_metrics(tmp_path / "out/pretrain_32_metrics.jsonl")[-1]
+    assert saved_state(tmp_path)["update"] == 8

@@ -27,7 +27,7 @@ from trainer.objectives.distillation import TeacherArgs
 from trainer.objectives.next_token import model_config
 from trainer.report.metrics import read_metrics
 from trainer.run import resume
-from trainer.run.checkpoint import FORMAT
+from trainer.run.checkpoint import FORMAT, write_file
 from trainer.run.paths import start_path
 from trainer.run.resume import (
     check_resume,
@@ -100,7 +100,7 @@ def test_a_global_batch_that_cannot_be_kept(monkeypatch, ranks, batch_size, accu
     """It is refused with what would work."""
     start = {"from_weight": "none", "from_resume": True}
     saved = run_fingerprint(StageArgs(**start, batch_size=4, accumulation_steps=3), {}, {}, 9)
-    checkpoint = {"run": saved, "epoch": 0, "step": 1, "update": 1, "world_size": 1}
+    checkpoint = {"run": saved, "epoch": 0, "step": 1, "update": 1, "world_size": 1, "loaded_from": "x.pth"}
     monkeypatch.setattr(resume, "world_size", lambda: ranks)
     monkeypatch.setattr(resume, "gather", lambda own: [own] * ranks)
     args = StageArgs(**start, batch_size=batch_size, accumulation_steps=accumulation)
@@ -118,6 +118,7 @@ def test_more_epochs_only_by_an_explicit_flag(corpus, finished, tmp_path):
     assert "--extend_epochs 1: 3 epochs instead of 1" in done.out
     rates = [record["learning_rate"] for record in read_metrics(tmp_path / "out/pretrain_32_metrics.jsonl")]
     assert len(rates) == 24 and rates[7] == pytest.approx(1e-3) and 7e-3 < rates[8] < 7.75e-3
+    assert f"the learning rate goes from 1.00e-03 to {rates[8]:.2e}" in done.out
     assert "nothing to do" in run("pretrain", longer).out  # it is now one of three epochs
     shorter = flags(corpus, tmp_path, "pretrain", **SMALL | {"epochs": 2}, from_resume=1, extend_epochs=1)
     assert "epochs: 3 -> 2" in run("pretrain", shorter, status=2).error_lines[-1]
@@ -191,6 +192,33 @@ def test_ranks_that_see_different_files_do_not_start(corpus, tmp_path):
         "the ranks do not see the same data, settings or checkpoint (checkpoint's epoch: 0 on rank 0, None "
     )
     assert told in processes[0].err
+    # another run's checkpoint, at the same place in the same update
+    shutil.copytree(tmp_path / "checkpoints", tmp_path / "elsewhere")
+    path = tmp_path / "elsewhere/pretrain_32_resume.pth"
+    state = torch.load(path, weights_only=True)
+    state["model"]["model.norm.weight"] += 1
+    with path.open("w+b") as file:
+        write_file(state, file)
+    processes = start_ranks(2, "pretrain", argv, {1: Faults(script=elsewhere)})
+    assert [process.wait() for process in processes] == [2, 2]
+    assert "data, settings or checkpoint (checkpoint's sha256: " in processes[0].err
+
+
+def test_ranks_of_different_precision_do_not_train(corpus, tmp_path):
+    """As `auto` gives on machines with different devices."""
+    argv = flags(corpus, tmp_path, "pretrain", **SMALL | {"dtype": "auto", "batch_size": 4})
+    dtypes = ("float32", "bfloat16_emulated")
+    faults = {
+        rank: Faults(script=f"import trainer.devices.device as d; d.automatic_dtype = lambda _: {dtype!r}")
+        for rank, dtype in enumerate(dtypes)
+    }
+    processes = start_ranks(2, "pretrain", argv, faults)
+    assert [process.wait() for process in processes] == [2, 2]
+    told = (
+        "the ranks compute differently: rank 0 in float32 on cpu, rank 1 in bfloat16 on cpu; give a --dtype"
+    )
+    assert told in processes[0].error_lines[-1]
+    assert not list((tmp_path / "out").glob("*.pth"))
 
 
 def test_three_ranks_resume_bit_for_bit(corpus, tmp_path):
@@ -338,20 +366,24 @@ def test_only_the_model_in_a_folder_is_what_a_run_starts_from(tmp_path):
 
 def test_other_threads_or_another_cpu_are_a_warning(monkeypatch, capsys):
     """The run then equals one that was not stopped to rounding only; with other ranks it does so anyway."""
-    cpu = torch.device("cpu")
-    before = computing(StageArgs(), cpu, nullcontext())
-    assert (
-        not {"threads", "instructions"} & computing(StageArgs(), torch.device("cuda"), nullcontext()).keys()
-    )
+    cpu, model = torch.device("cpu"), torch.nn.Linear(2, 2)
+    before = computing(StageArgs(), model, cpu, nullcontext())
+    on_gpu = computing(StageArgs(), model, torch.device("cuda"), nullcontext())
+    assert not {"threads", "instructions"} & on_gpu.keys() and on_gpu["compiled kernels"] is False
     checkpoint = {"world_size": 1, "computing": before, "code": {"a.py": "1", "b.py": "2"}}
     monkeypatch.setattr(torch, "get_num_threads", lambda: 99)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "Z80")
     args = StageArgs(deterministic=True)
-    now = computing(args, cpu, torch.autocast("cpu", torch.bfloat16))
+    model.compile()
+    now = computing(args, model, cpu, torch.autocast("cpu", torch.bfloat16))
     warn_of_changes(checkpoint, {}, now)
     line = capsys.readouterr().err
     told = [f"threads was {before['threads']} and is 99", "and is Z80", "torch.bfloat16"]
-    told += ["--deterministic was 0 and is 1", "up to rounding, not bit for bit"]
+    told += [
+        "--deterministic was 0 and is 1",
+        "--use_compile was 0 and is 1",
+        "up to rounding, not bit for bit",
+    ]
     assert all(text in line for text in told)
     warn_of_changes(checkpoint, {"a.py": "1"}, before)
     warn_of_changes(checkpoint | {"world_size": 2}, {}, now)
@@ -371,7 +403,7 @@ def test_evaluations_of_other_held_out_data_do_not_count(corpus, tmp_path):
         status=143,
     )
     path, state = tmp_path / "checkpoints/pretrain_32_resume.pth", saved_state(tmp_path)
-    state["callbacks"]["EarlyStopping"]["best"] = 0.1  # what no evaluation reaches
+    state["callbacks"]["EarlyStopping of --patience"]["best"] = 0.1  # what no evaluation reaches
     torch.save({key: value for key, value in state.items() if key != FORMAT} | {"best_eval": 0.1}, path)
     shutil.copytree(tmp_path, tmp_path / "same")
     same = run("pretrain", flags(corpus, tmp_path / "same", "pretrain", **settings, from_resume=1))
@@ -379,11 +411,11 @@ def test_evaluations_of_other_held_out_data_do_not_count(corpus, tmp_path):
     other = write_jsonl(tmp_path / "other.jsonl", [{"text": "the river walks"}])
     resumed = [*flags(corpus, tmp_path, "pretrain", **settings, from_resume=1), "--eval_data_path", other]
     process = run("pretrain", resumed)
-    assert "warning: the held-out data or --monitor are not those of before" in process.err
+    assert "warning: the held-out data are not those of before" in process.err
     assert "done: 8 updates" in process.out and "stopping" not in process.out
     last = saved_state(tmp_path)
     assert last["eval_data"] != state["eval_data"] and 1 < last["best_eval"] < 20
-    assert last["callbacks"]["EarlyStopping"]["best"] > 1
+    assert last["callbacks"]["EarlyStopping of --patience"]["best"] > 1
 
 
 def test_the_best_state_is_that_of_the_weights_which_were_evaluated(corpus, tmp_path):

@@ -44,7 +44,7 @@ def test_a_signal_finishes_the_update_and_saves(corpus, tmp_path, whole):
     # the first half of update 4
     stopped = run("pretrain", argv, Faults(signals={7: signal.SIGTERM}), status=143)
     finishing, last = stopped.error_lines
-    assert re.match(r"SIGTERM: finishing this update, at most about \d+ s, then saving", finishing)
+    assert re.match(r"SIGTERM: finishing this update \(an update takes about \d+ s\), then saving", finishing)
     text = "stopped: by SIGTERM after update 4 of 24, which is saved; --from_resume 1 goes on from there"
     assert last == text
     assert saved_state(tmp_path)["update"] == 4
@@ -139,7 +139,7 @@ def test_a_second_ctrl_c_stops_within_the_update(corpus, tmp_path):
     assert process.wait(60) == 130 and time.time() - begin < 3
     finishing, stopped = process.error_lines
     assert "a second Ctrl-C stops at once" in finishing
-    seconds = int(re.search(r"at most about (\d+) s", finishing)[1])
+    seconds = int(re.search(r"an update takes about (\d+) s", finishing)[1])
     assert 4 <= seconds <= 20 and stopped.startswith("stopped: by SIGINT; --from_resume 1 goes on from")
     done = saved_state(tmp_path)["update"]
     assert f"at epoch {done}, update {done} of 9" in run("pretrain", argv).out
