@@ -59,41 +59,26 @@ def parse_args() -> argparse.Namespace:
     flag = parser.add_argument
     add_trained_model_flags(parser)
     flag("--prompt", help="answer this one message and exit")
-    flag(
-        "--questions",
-        metavar="FILE",
-        help="answer each line of a file by itself and exit; auto: questions that come with this program",
-    )
+    text = "answer each line of a file by itself and exit; auto: questions that come with this program"
+    flag("--questions", metavar="FILE", help=text)
     text = "chat, or text: continue each message as a document, without chat template, for pretrained weights"
     flag("--form", choices=("chat", "text"), default="chat", help=text)
     flag("--system", default="", help="system prompt")
     shipped = ", ".join([*SHIPPED, *IN_OTHER_FILES])
     flag("--tools", help=f"tools that the model may call: {shipped} or module:Class, separated by commas")
-    flag(
-        "--open_thinking",
-        type=int,
-        choices=(0, 1),
-        default=0,
-        help="1: have the model reason before it answers",
-    )
+    text = "1: have the model reason before it answers"
+    flag("--open_thinking", type=int, choices=(0, 1), default=0, help=text)
     flag("--show_speed", type=int, choices=(0, 1), default=0, help="1: tokens per second of each answer")
     flag("--max_new_tokens", type=int, default=512, help="longest answer, in tokens")
-    flag(
-        "--max_seq_len",
-        type=int,
-        help="longest conversation, in tokens (default: the model's max_position_embeddings)",
-    )
+    text = "longest conversation, in tokens (default: the model's max_position_embeddings)"
+    flag("--max_seq_len", type=int, help=text)
     default = "(default: the model's generation_config.json, else {})"
-    drawn = {name: default.format(getattr(DEFAULTS, name)) for name in DRAWN}
-    flag("--temperature", type=float, help=f"0: always the likeliest token {drawn['temperature']}")
-    flag(
-        "--top_p",
-        type=float,
-        help=f"sample from the smallest set of tokens with this probability {drawn['top_p']}",
-    )
-    flag(
-        "--top_k", type=int, help=f"sample from so many of the likeliest tokens; 0: from all {drawn['top_k']}"
-    )
+    text = "0: always the likeliest token " + default.format(DEFAULTS.temperature)
+    flag("--temperature", type=float, help=text)
+    text = "sample from the smallest set of tokens with this probability " + default.format(DEFAULTS.top_p)
+    flag("--top_p", type=float, help=text)
+    text = "sample from so many of the likeliest tokens; 0: from all " + default.format(DEFAULTS.top_k)
+    flag("--top_k", type=int, help=text)
     flag("--seed", type=int, default=42, help="random seed of the first answer; each further one counts up")
     args = parser.parse_args()
     of_chats = [f"--{name}" for name in ("system", "tools", "open_thinking") if getattr(args, name)]
@@ -229,7 +214,7 @@ class Chat:
             self.screen.note("a new conversation")
         elif name == "/save":
             self.save(rest.strip())
-        elif self.is_terminal and re.fullmatch(r"/\w+", name):
+        elif re.fullmatch(r"/\w+", name):
             raise UserError(f"there is no command {name}; /help lists them")
         elif line.strip():
             self.say(line)
@@ -300,34 +285,29 @@ def on_pipe(chat: Chat) -> None:
     """Answer each line of stdin, in one conversation, or continue each alone; blank lines are skipped.
     Commands are for who types: a line of a file is a message, whatever it says. Raises UserError if a line
     is not UTF-8, or cannot be answered."""
-    is_typed = sys.stdin.isatty()
     for number, line in enumerate(sys.stdin.buffer, 1):
         try:
             text = line.decode("utf-8").rstrip("\r\n")
-            if is_typed:
-                chat.take(text)
-            elif text.strip():
+            if text.strip():
                 chat.say(text)
         except UnicodeDecodeError:
             raise UserError(f"line {number} of stdin is not UTF-8; convert the input") from None
         except UserError as error:
             raise UserError(f"line {number} of stdin: {error}") from error
-        except EOFError:
-            return
 
 
 def main() -> None:
     """Answer one message, or chat until the input ends."""
     args = parse_args()
-    is_asked = args.prompt is not None or args.questions is not None
-    is_terminal = sys.stdout.isatty() and (is_asked or sys.stdin.isatty())
     questions = questions_of(args) if args.questions is not None else []
-    chat = Chat(args, is_terminal)
+    is_typed = sys.stdin.isatty()
+    is_asked = args.prompt is not None or args.questions is not None
+    chat = Chat(args, is_terminal=sys.stdout.isatty() and (is_asked or is_typed))
     if questions:
         answer_each(chat, questions)
     elif args.prompt is not None:
         chat.say(args.prompt)
-    elif is_terminal:
+    elif is_typed:
         on_terminal(chat)
     else:
         on_pipe(chat)

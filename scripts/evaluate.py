@@ -37,6 +37,7 @@ from trainer.objectives.next_token import held_out_loss, to_device
 from trainer.rollouts.rewards import compute, load_rewards
 from trainer.weights.for_tools import add_trained_model_flags, given_shape, load_path, model_path
 
+BATCH_TOKENS = 4096  # of a forward pass
 DATASETS = {"pretrain": PretrainDataset, "sft": SFTDataset}
 Z = 1.959964  # standard normal quantile of 97.5 %
 
@@ -55,7 +56,6 @@ def parse_args() -> argparse.Namespace:
     loss = parser.add_argument_group("--task loss")
     loss.add_argument("--kind", choices=list(DATASETS), default="sft", help="documents or conversations")
     loss.add_argument("--text_separator", help="line between the documents of plain text files")
-    loss.add_argument("--batch_tokens", type=int, default=4096, help="tokens of a forward pass")
 
     answers = parser.add_argument_group("--task answers")
     answers.add_argument("--reward", default="exact_answer", help="rewards, as --reward of train_grpo.py")
@@ -67,8 +67,8 @@ def parse_args() -> argparse.Namespace:
     text = "seconds that one call of a reward may take"
     answers.add_argument("--reward_timeout", type=float, default=10.0, help=text)
     args = parser.parse_args()
-    if min(args.batch_tokens, args.max_new_tokens) < 1 or args.show < 0:
-        raise UserError("--batch_tokens and --max_new_tokens must be at least 1, and --show not negative")
+    if args.max_new_tokens < 1 or args.show < 0:
+        raise UserError("--max_new_tokens must be at least 1, and --show not negative")
     if not 0 < args.reward_timeout < 1e6:
         raise UserError("--reward_timeout must be above 0 and below 1000000")
     return args
@@ -82,7 +82,7 @@ def judge_loss(args: argparse.Namespace, model: Any, tokenizer: Any) -> dict[str
     dataset_class = DATASETS[args.kind]
     dataset = dataset_class(args.data_path, tokenizer, args.max_seq_len, text_separator=args.text_separator)
     nats, targets, target_bytes = 0.0, 0, 0
-    for items in batches(dataset.item_tokens, args.batch_tokens):
+    for items in batches(dataset.item_tokens, BATCH_TOKENS):
         batch = to_device(collate_flat([dataset[int(item)] for item in items]), model.device)
         with torch.no_grad():
             loss = held_out_loss(model, batch)["loss"]

@@ -19,9 +19,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 # run the code beside this file, installed or not
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -42,9 +40,6 @@ from scripts.planning.trigrams import trigram_loss
 from trainer.optim import rules
 from trainer.report.speed import GPUS
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 DEPTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24)
 MEASURED_TOKENS = 8192  # of an update, at most
 
@@ -57,8 +52,8 @@ def main() -> None:
 
     # 1. Refuse what cannot be done before all data are tokenised; then tokenise them.
     tokenizer = load_tokenizer(args.tokenizer_path or ModelConfig.tokenizer_path)
-    smallest = min(depths_for(args, tokenizer))
-    stages.check_first(args, here, stages.shape_of(smallest, tokenizer))
+    depths = [args.depth] if args.depth else DEPTHS
+    stages.check_first(args, here, stages.shape_of(depths[0], tokenizer))
     opened = stages.open_stages(args, here.ranks)
     data, held_out = opened[0].data, opened[0].held_out
     tokenizer = load_tokenizer(opened[0].args.tokenizer_path)
@@ -69,7 +64,6 @@ def main() -> None:
     count = max(1, round(tokens / (8 if args.gpu else 1) / data.mean_tokens))
     batch = data.collate([data[i * len(data) // count] for i in range(count)])
     begin, before = time.monotonic(), machine.cpu_seconds_of_others()
-    depths = depths_for(args, tokenizer)
     costs = machine.measure(here, lambda depth: stages.shape_of(depth, tokenizer), depths, batch)
     used = (machine.cpu_seconds_of_others() - before) / (time.monotonic() - begin)
     say("\n".join(report.describe_costs(costs) + report.describe_other_programs(here, used)))
@@ -77,7 +71,7 @@ def main() -> None:
     # 3. Choose the model and the share of the data.
     plan, limit = choose(Planner(opened, here.memory, 3600 * args.hours, trigram), costs)
     say("\n".join(report.describe(plan, limit)))
-    for text in report.unwise(plan, size_is_given=bool(args.depth or args.size)):
+    for text in report.unwise(plan, size_is_given=bool(args.depth)):
         say(f"  unwise: {text}")
 
     # 4. Write what runs it.
@@ -85,25 +79,6 @@ def main() -> None:
     say(f"wrote {path}; next, in this order (the first ends with {args.save_dir}/report.html):")
     say(f"  bash {shlex.quote(str(path))}")
     say(f"  {files.chat_command(plan)}")
-
-
-def depths_for(args: argparse.Namespace, tokenizer: "PreTrainedTokenizerBase") -> Iterable[int]:
-    """The depths to choose from. Raises UserError for a --size that is none."""
-    if args.depth is not None:
-        return [args.depth]
-    if args.size is None:
-        return DEPTHS
-    try:
-        wanted = float(args.size[:-1]) * {"k": 1e3, "m": 1e6, "b": 1e9}[args.size[-1:].lower()]
-    except (ValueError, LookupError):
-        wanted = math.nan
-    if not 0 < wanted < math.inf:
-        raise UserError(f"--size {args.size} must be a number above 0 with k, m or b, such as 30m")
-
-    def distance(depth: int) -> float:
-        return abs(math.log(machine.count_parameters(stages.shape_of(depth, tokenizer)) / wanted))
-
-    return [min(range(1, 41), key=distance)]
 
 
 def parse_args() -> argparse.Namespace:
@@ -116,10 +91,8 @@ def parse_args() -> argparse.Namespace:
     flag("--sft_data", help=text)
     text = "time for all stages; without it as long as the data are worth"
     flag("--hours", type=float, default=math.inf, help=text)
-    size = parser.add_mutually_exclusive_group()
     text = f"layers of the model, {stages.WIDTH} times as wide: the one dial"
-    size.add_argument("--depth", type=int, help=text)
-    size.add_argument("--size", help="parameters of the model, such as 5m or 30m, instead of --depth")
+    flag("--depth", type=int, help=text)
     flag("--gpu", choices=sorted(GPUS), help="plan for this GPU by its data sheet; nothing is measured")
     flag("--save_dir", default=str(ROOT / "out" / "plan"), help="folder for run.sh and what it writes")
     text = "folder of a tokenizer; without it the shipped one, or for few data a smaller one"

@@ -34,8 +34,7 @@ if TYPE_CHECKING:
 # environment variable: the command line is there for every user of the machine to see
 KEY = "MINIMIND_API_KEY"
 CLIENT_TIMEOUT = 60  # seconds that an answer may wait for its client to read on
-# seconds that a connection may last without a request; clients use theirs again within some seconds
-IDLE = 60
+IDLE = 60  # seconds that a connection lasts without a further request
 OWN_NAMES = ("localhost", "*.localhost", "127.0.0.1", "[::1]")
 GRACE = 3.0  # seconds that a connection has for the rest of its request or answer when the server ends
 FLAGS = ("slots", "context", "max_new_tokens", "max_queue", "max_models")
@@ -102,35 +101,27 @@ def run(app: "FastAPI", listener: socket.socket) -> None:
     import uvicorn
 
     class Server(uvicorn.Server):
-        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-            await super().startup(sockets)
-            self.closing_stale = asyncio.create_task(self.close_stale())
-
         def handle_exit(self, sig: int, frame: Any) -> None:
             if self.should_exit:
                 os._exit(128 + sig)
             self.should_exit = True  # first: the next signal may come while the line is written
             say("finishing what is being answered; once more to end at once")
 
-        async def close_stale(self) -> None:
-            """Cut connections that bring no request for a minute. When the server ends, also cut those of
-            clients that do not send the rest of their request, or do not read their answer."""
-            idle_since: dict[tuple[Any, Any], float] = {}  # (connection, its last request) -> time
-            useful = time.monotonic()  # when something was last being answered
-            while True:
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            cutting = asyncio.create_task(self.cut_off())
+            await super().shutdown(sockets)
+            cutting.cancel()
+
+        async def cut_off(self) -> None:
+            """Cut the connections of clients that do not send the rest of their request, or do not read their
+            answer, once nothing is being answered any more."""
+            useful = time.monotonic()
+            while time.monotonic() - useful < GRACE:
+                if app.state.models.busy:
+                    useful = time.monotonic()
                 await asyncio.sleep(0.1)
-                now = time.monotonic()
-                connections: list[Any] = list(self.server_state.connections)
-                since = {}
-                for one in connections:
-                    if one.cycle is None or one.cycle.response_complete:
-                        since[one, one.cycle] = idle_since.get((one, one.cycle), now)
-                idle_since = since
-                if not self.should_exit or app.state.models.busy:
-                    useful = now
-                for one in connections:
-                    if now - idle_since.get((one, one.cycle), now) > IDLE or now - useful > GRACE:
-                        one.transport.abort()
+            for connection in list(self.server_state.connections):
+                connection.transport.abort()
 
     config = uvicorn.Config(app, http="h11", log_level="error", access_log=False, timeout_keep_alive=IDLE)
     server = Server(config)

@@ -1,8 +1,7 @@
 """The pages of docs/learn: fills in the excerpts of the source, and the outputs of the snippets.
 
-    python -m tools.learn            the excerpts, in both languages
-    python -m tools.learn --check    only say which excerpts differ from the source
-    python -m tools.learn --run      also run the snippets on the quickstart's result, for their outputs
+    python -m tools.learn          the excerpts, in both languages
+    python -m tools.learn --run    also run the snippets on the quickstart's result, for their outputs
 
 A comment stands before an excerpt and names the file, and the function or method. If not all of it is shown,
 it says how the first and the last line of each part begin; without a last line, a part goes to the end:
@@ -23,7 +22,6 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 
 # run the code beside this file
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -110,20 +108,11 @@ def outputs(page: str) -> list[str]:
 
 
 class _Console(code.InteractiveConsole):
-    """Python's prompt, where an error is raised."""
+    """Python's prompt, where an error is raised instead of written."""
 
-    def _raise(self, kind: type, value: BaseException, trace: TracebackType | None, source: str) -> None:
-        raise value.with_traceback(trace)
-
-    _excepthook = _raise  # of Python 3.13; before it:
-
-    def showtraceback(self) -> None:
-        """Raise it."""
-        raise sys.exc_info()[1] or RuntimeError
-
-    def showsyntaxerror(self, filename: str | None = None, **kwargs: object) -> None:
-        """Raise it."""
-        raise sys.exc_info()[1] or SyntaxError
+    def write(self, data: str) -> None:
+        """Of errors; what is printed goes to stdout."""
+        raise RuntimeError(data)
 
 
 def run_snippets(texts: list[str]) -> list[str]:
@@ -160,20 +149,13 @@ def rewrite(path: Path, change: Callable[[str], str]) -> None:
 
 
 def main() -> None:
-    """Fill in the pages, or check them."""
+    """Fill in the pages."""
     parser = Parser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--check", action="store_true", help="change nothing; exit status 1 if pages differ")
     parser.add_argument("--run", nargs="*", metavar="NUMBER", help="run the snippets (of these chapters)")
     args = parser.parse_args()
-    pages = [path for language in LANGUAGES for path in chapters(language)]
-    if args.check:
-        texts = {path: path.read_text(encoding="utf-8") for path in pages}
-        differ = [path for path, text in texts.items() if with_excerpts(text) != text]
-        for path in differ:
-            print(f"{path.relative_to(ROOT)} differs from the source: python -m tools.learn")
-        sys.exit(1 if differ else 0)
-    for path in pages:
-        rewrite(path, with_excerpts)
+    for language in LANGUAGES:
+        for path in chapters(language):
+            rewrite(path, with_excerpts)
     if args.run is None:
         return
     for path in chapters():

@@ -17,7 +17,7 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from common.errors import printable, warn
-from scripts.serve.bodies import Bodies
+from scripts.serve.bodies import read_body, work_on
 from scripts.serve.curves import curves_router
 from scripts.serve.models import Models, ServedModel, Settings, in_own_thread
 from scripts.serve.prompt_writer import call_opening, check_length, turns_of
@@ -133,13 +133,12 @@ def create_app(model: Any, tokenizer: Any, settings: Settings) -> FastAPI:
             CORSMiddleware, allow_origins=settings.origins, allow_methods=["GET", "POST"], allow_headers=["*"]
         )
     app.state.models = models
-    bodies = Bodies()
     for kind in (ApiError, HTTPException, Exception):
         app.add_exception_handler(kind, error_response)
     key = Depends(key_check(settings.api_key))
-    app.include_router(openai_routes(models, bodies), dependencies=[key])
+    app.include_router(openai_routes(models), dependencies=[key])
     app.include_router(curves_router(settings.save_dir), dependencies=[key])
-    app.include_router(tools_router(bodies), dependencies=[key])
+    app.include_router(tools_router(), dependencies=[key])
     add_page(app)
 
     @app.get("/health")
@@ -164,7 +163,7 @@ def key_check(api_key: str | None) -> Callable[..., Awaitable[None]]:
     return check
 
 
-def openai_routes(offered: Models, bodies: Bodies) -> APIRouter:
+def openai_routes(offered: Models) -> APIRouter:
     """The routes of OpenAI's API under /v1."""
     routes = APIRouter(prefix="/v1")
     named: set[str] = set()
@@ -185,39 +184,37 @@ def openai_routes(offered: Models, bodies: Bodies) -> APIRouter:
         return await offered.card(name)
 
     # What can be refused without a model is refused before one is loaded, which may take long. Work whose
-    # time grows with the size of a body goes through `bodies.work`.
+    # time grows with the size of a body goes through `work_on`.
 
     @routes.post("/chat/completions")
     async def chat(request: Request) -> Response:
-        async with bodies.read(request) as body:
-            asked, unknown_fields = await bodies.work(body, parse, ChatRequest, body)
-            warn_once(unknown_fields)
-            turns = await bodies.work(body, turns_of, asked.messages)
-            check_size(asked, 1, offered.settings)
-            opening = call_opening(asked.forced_tools)
-            thinks = False if opening else asked.thinks
-            tools = asked.tools if asked.tool_names else []
-            async with offered.use(asked.model) as served:
-                prompt = await bodies.work(body, served.prompts.chat, turns, tools, thinks, opening)
-                reply = ChatReply(served, asked, prompt, bool(thinks), opening)
-                reply.submit()
+        body = await read_body(request)
+        asked, unknown_fields = await work_on(body, parse, ChatRequest, body)
+        warn_once(unknown_fields)
+        turns = await work_on(body, turns_of, asked.messages)
+        check_size(asked, 1, offered.settings)
+        opening = call_opening(asked.forced_tools)
+        thinks = False if opening else asked.thinks
+        tools = asked.tools if asked.tool_names else []
+        async with offered.use(asked.model) as served:
+            prompt = await work_on(body, served.prompts.chat, turns, tools, thinks, opening)
+            reply = ChatReply(served, asked, prompt, bool(thinks), opening)
+            reply.submit()
         return await respond(request, reply)
 
     @routes.post("/completions")
     async def complete(request: Request) -> Response:
-        async with bodies.read(request) as body:
-            asked, unknown_fields = await bodies.work(body, parse, CompletionRequest, body)
-            warn_once(unknown_fields)
-            check_size(asked, len(asked.prompt), offered.settings)
-            for prompt in asked.prompt:
-                if isinstance(prompt, list):
-                    check_length(prompt, offered.settings.context, "prompt")
-            async with offered.use(asked.model) as served:
-                prompts = [
-                    await bodies.work(body, served.prompts.completion, prompt) for prompt in asked.prompt
-                ]
-                reply = TextReply(served, asked, prompts)
-                reply.submit()
+        body = await read_body(request)
+        asked, unknown_fields = await work_on(body, parse, CompletionRequest, body)
+        warn_once(unknown_fields)
+        check_size(asked, len(asked.prompt), offered.settings)
+        for prompt in asked.prompt:
+            if isinstance(prompt, list):
+                check_length(prompt, offered.settings.context, "prompt")
+        async with offered.use(asked.model) as served:
+            prompts = [await work_on(body, served.prompts.completion, prompt) for prompt in asked.prompt]
+            reply = TextReply(served, asked, prompts)
+            reply.submit()
         return await respond(request, reply)
 
     return routes

@@ -85,7 +85,6 @@ class Models:
         self.first, self.settings = first, settings
         self.loaded = {first.name: first}  # least recently used first
         self.loading = asyncio.Lock()
-        self.awaited: list[str] = []  # name of the model, for each request that waits until it is loaded
 
     def files(self) -> dict[str, Path]:
         """Name -> weights file of what --save_dir offers besides the first model, newest first; never outside
@@ -145,24 +144,18 @@ class Models:
             if ANY_MODEL.fullmatch(name):
                 return self.first
             raise unknown(name)
-        # refuse at once what will find no room when the models before it are loaded
-        self._models_to_drop(1 + len({*self.awaited} - {name}))
-        self.awaited.append(name)
-        try:
-            async with self.loading:  # one at a time
-                if name not in self.loaded:
-                    await self._read(name, path)
-                return self.loaded[name]
-        finally:
-            self.awaited.remove(name)
+        async with self.loading:  # one at a time
+            if name not in self.loaded:
+                await self._read(name, path)
+            return self.loaded[name]
 
     async def _read(self, name: str, path: Path) -> None:
         """Load a model, and drop another one if there is no room. Raises ApiError."""
         assert self.settings.load is not None
-        self._models_to_drop(1)  # refuse before the time is spent
+        self._models_to_drop()  # refuse before the time is spent
         try:
             model, tokenizer = await asyncio.to_thread(in_own_thread, self.settings.load, path)
-            for dropped in self._models_to_drop(1):
+            for dropped in self._models_to_drop():
                 del self.loaded[dropped.name]
                 await asyncio.to_thread(dropped.scheduler.close)
             served = await asyncio.to_thread(
@@ -176,9 +169,9 @@ class Models:
             raise ApiError(message, 500, "server_error", "model", "model_not_loadable") from error
         self.loaded[name] = served
 
-    def _models_to_drop(self, new: int) -> list[ServedModel]:
-        """The loaded models that make room for so many new ones. Raises ApiError if too many are busy."""
-        count = max(0, len(self.loaded) + new - self.settings.max_models)
+    def _models_to_drop(self) -> list[ServedModel]:
+        """The loaded models that make room for a new one. Raises ApiError if all are busy."""
+        count = max(0, len(self.loaded) + 1 - self.settings.max_models)
         idle = [served for served in self.loaded.values() if served is not self.first and not served.busy]
         if len(idle) < count:
             message = (

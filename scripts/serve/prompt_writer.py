@@ -15,18 +15,6 @@ from model.prompts import document_tokens, encode_pieces, prompt_pieces
 from scripts.serve.protocol import ApiError
 
 
-def characters(value: Any) -> int:
-    """Characters of all texts in a JSON value, the names of fields included; everything else counts as
-    one."""
-    if isinstance(value, str):
-        return len(value)
-    if isinstance(value, dict):
-        return 1 + sum(map(len, value)) + sum(map(characters, value.values()))
-    if isinstance(value, list):
-        return 1 + sum(map(characters, value))
-    return 1
-
-
 def turns_of(messages: list[Any]) -> list[dict]:
     """The messages of a request as chat templates take them. Raises ApiError."""
     try:
@@ -76,7 +64,8 @@ class PromptWriter:
         how that turn begins (`call_opening`)."""
         options: dict[str, Any] = {} if thinking is None else {"enable_thinking": thinking}
         try:
-            self._check_size(characters([turns, tools]), "messages")  # before the template is run
+            # before the template is run
+            self._check_size(len(json.dumps([turns, tools], ensure_ascii=False)), "messages")
             if opening and CALL not in self.tokenizer.get_chat_template(tools=tools):
                 message = f"the chat template of this model has no calls of tools in {CALL}; use 'auto'"
                 raise ApiError(message, param="tool_choice", code="unsupported_value")

@@ -27,37 +27,25 @@ Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
 Name = Annotated[str, Field(max_length=256)]
 StopString = Annotated[str, Field(min_length=1, max_length=256)]
 
-# Fields of OpenAI, vLLM, SGLang and llama.cpp that would change the answer and have no effect here. Each may
-# be sent with a value that asks for nothing; with any other one the request is refused.
-NOT_DONE = (
-    "frequency_penalty", "presence_penalty", "logit_bias", "suffix", "echo",
-    "functions", "audio", "web_search_options", "documents", "chat_template",
-    "min_p", "mirostat", "n_predict", "dynatemp_range", "dry_multiplier", "lora",
-    "xtc_probability", "use_beam_search", "min_tokens", "ignore_eos", "stop_token_ids",
-    "bad_words", "allowed_token_ids", "logits_processors", "prompt_embeds",
-    "continue_final_message", "include_stop_str_in_output", "truncate_prompt_tokens",
-    "guided_json", "guided_regex", "guided_choice", "guided_grammar",
-    "structured_outputs", "json_schema", "grammar", "regex", "ebnf", "stop_regex",
-    "no_stop_trim", "lora_path", "custom_logit_processor",
-)  # fmt: skip
-NO_EFFECT: dict[str, tuple[Any, ...]] = {  # field -> its values that ask for nothing
-    **dict.fromkeys(NOT_DONE, (False, "", [], {})),  # 0 equals False
-    "repetition_penalty": (0, 1),
-    "repeat_penalty": (0, 1),
-    "typical_p": (0, 1),
-    "tfs_z": (0, 1),
-    "best_of": (0, 1),
-    "top_n_sigma": (-1, False, "", [], {}),
-    "skip_special_tokens": (True,),
-    "add_generation_prompt": (True,),
-    "modalities": (["text"], []),
-    "response_format": ({"type": "text"},),
+# Fields that would change the answer and have no effect here -> the value that asks for nothing, as null, 0,
+# false and what is empty do; with any other value the request is refused.
+REFUSED: dict[str, Any] = {
+    "min_p": 0,
+    "frequency_penalty": 0,
+    "presence_penalty": 0,
+    "repetition_penalty": 1,
+    "logit_bias": {},
+    "best_of": 1,
+    "suffix": "",
+    "echo": False,
+    "functions": [],
+    "response_format": {"type": "text"},
+    "modalities": ["text"],
+    "audio": {},
 }
-OTHERS = {  # other names of fields, and fields that cannot change an answer; they are not named in the log
-    "max_completion_tokens", "open_thinking", "add_special_tokens",
-    "user", "metadata", "store", "service_tier", "safety_identifier",
-    "prompt_cache_key", "prompt_cache_retention", "prediction", "parallel_tool_calls",
-}  # fmt: skip
+# other names of fields, and fields that cannot change an answer; they are not named in the log
+OTHERS = {"max_completion_tokens", "open_thinking", "add_special_tokens"}
+OTHERS |= {"user", "metadata", "store", "service_tier", "parallel_tool_calls"}
 
 
 class ApiError(Exception):
@@ -235,7 +223,7 @@ def is_tokens(prompt: Any) -> bool:
 
 def unknown_fields(kind: type[Request], data: dict[str, Any]) -> list[str]:
     """Some of the fields of a request, and of its settings of the chat template, that are not looked at."""
-    known = kind.model_fields.keys() | NO_EFFECT.keys() | OTHERS
+    known = kind.model_fields.keys() | REFUSED.keys() | OTHERS
     unknown = [name for name, value in data.items() if value is not None and name not in known]
     if kind is ChatRequest:
         for name, value in (data.get("chat_template_kwargs") or {}).items():
@@ -246,9 +234,9 @@ def unknown_fields(kind: type[Request], data: dict[str, Any]) -> list[str]:
 
 def refuse_unsupported(data: dict[str, Any]) -> None:
     """Raise ApiError for a field that would change the answer and has no effect here."""
-    for name, harmless_values in NO_EFFECT.items():
+    for name, harmless in REFUSED.items():
         value = data.get(name)
-        is_harmless = value is None or value in harmless_values
+        is_harmless = not value or value == harmless
         if name == "best_of" and value == data.get("n"):  # all of them
             is_harmless = True
         if not is_harmless:

@@ -8,7 +8,7 @@ from fastapi import APIRouter, HTTPException, Request
 from pydantic import BaseModel, Field, ValidationError
 
 from model.answers import parse_call
-from scripts.serve.bodies import Bodies
+from scripts.serve.bodies import read_body
 from trainer.rollouts.environments import SHIPPED, Toolbox
 
 MAX_BYTES = 1 << 16  # of a request
@@ -27,7 +27,7 @@ class Calls(BaseModel):
     calls: Annotated[list[FunctionCall], Field(max_length=32)]
 
 
-def tools_router(bodies: Bodies) -> APIRouter:
+def tools_router() -> APIRouter:
     """The two routes."""
     router, toolbox = APIRouter(prefix="/api"), Toolbox([*SHIPPED])
 
@@ -40,8 +40,7 @@ def tools_router(bodies: Bodies) -> APIRouter:
     @router.post("/tools")
     async def run(request: Request) -> dict[str, Any]:
         try:
-            async with bodies.read(request, MAX_BYTES) as body:
-                asked = Calls.model_validate_json(body)
+            asked = Calls.model_validate_json(await read_body(request, MAX_BYTES))
         except ValidationError:
             raise HTTPException(
                 400, "these are no calls: {'calls': [{'name': ..., 'arguments': JSON text}]}"

@@ -49,7 +49,7 @@ def quiz(tmp_path) -> str:
 
 @pytest.mark.parametrize("use_moe", [False, True])
 @pytest.mark.parametrize(("kind", "name"), [("pretrain", "pretrain_eval"), ("sft", "sft_eval")])
-def test_the_held_out_loss_is_the_trainers(kind, name, use_moe, corpus):
+def test_the_held_out_loss_is_the_trainers(kind, name, use_moe, corpus, monkeypatch):
     model = tiny_model(use_moe=use_moe)
     dataset_class = {"pretrain": PretrainDataset, "sft": SFTDataset}[kind]
     dataset = dataset_class(str(corpus[name]), TOKENIZER, 24, cache_dir=corpus["cache"])
@@ -62,10 +62,9 @@ def test_the_held_out_loss_is_the_trainers(kind, name, use_moe, corpus):
     expected = loop.evaluate(state, DataLoader(dataset, 4, collate_fn=collate_flat))
     model.eval()
     for batch_tokens in (1, 100, 10_000):
-        args = SimpleNamespace(
-            kind=kind, data_path=str(corpus[name]), max_seq_len=24, text_separator=None,
-            batch_tokens=batch_tokens,
-        )  # fmt: skip
+        monkeypatch.setattr(evaluate, "BATCH_TOKENS", batch_tokens)
+        path = str(corpus[name])
+        args = SimpleNamespace(kind=kind, data_path=path, max_seq_len=24, text_separator=None)
         figures = evaluate.judge_loss(args, model, TOKENIZER)["figures"]
         found = [figures["loss"]["value"], figures["bits per byte"]["value"]]
         assert found == pytest.approx([expected["eval_loss"], expected["eval_bpb"]], rel=1e-6)

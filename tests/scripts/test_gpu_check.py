@@ -52,7 +52,7 @@ def made(tmp_path_factory):
     """CHECKS made: the process, what is in its JSON by name, and the folder."""
     folder = tmp_path_factory.mktemp("checks")
     text = (ROOT / "tests/gpu/conftest.py").read_text(encoding="utf-8")
-    (folder / "conftest.py").write_text(text.replace("LIMIT = 400 ", "LIMIT = 16 "), encoding="utf-8")
+    (folder / "conftest.py").write_text(text.replace("LIMIT = 400 ", "LIMIT = 10 "), encoding="utf-8")
     (folder / "test_made_up.py").write_text(CHECKS, encoding="utf-8")
     command = [sys.executable, "-m", "pytest", "test_made_up.py", "--gpu_check", "new/found.json"]
     env = os.environ | {"PYTHONPATH": str(ROOT)}
@@ -68,7 +68,7 @@ def test_a_check_that_fails_crashes_or_hangs_stops_no_other(made):
     assert ends["fails"][0] == "failed" and ends["fails"][1].startswith(
         "AssertionError: the losses are wrong"
     )
-    assert ends["hangs"] == ("failed", "no end within 16 s") and " in test_hangs" in done.stdout
+    assert ends["hangs"] == ("failed", "no end within 10 s") and " in test_hangs" in done.stdout
     assert ends["crashes"] == ("failed", "its process ended with status -9")
     assert ends["is_left_out"] == ("skipped", "no such kernel") and ends["passes"] == ("passed", "")
     assert done.returncode == 1
@@ -232,9 +232,9 @@ def test_an_all_reduce_that_hangs_ends_with_what_nccl_says(monkeypatch, tmp_path
     (tmp_path / "hanging.py").write_text(HANG)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv(ranks.BREAK, "hanging:hang")
-    monkeypatch.setattr(test_all_reduce, "SECONDS", 20)
+    monkeypatch.setattr(test_all_reduce, "SECONDS", 12)
     with pytest.raises(
-        RuntimeError, match=r"all_reduce: no end within 20 s on rank 0, 1; NCCL WARN socketStartConn"
+        RuntimeError, match=r"all_reduce: no end within 12 s on rank 0, 1; NCCL WARN socketStartConn"
     ):
         test_all_reduce.test_all_reduce(0, lambda: 2, tmp_path, lambda *_: None)
 

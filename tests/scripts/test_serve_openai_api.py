@@ -1,6 +1,5 @@
 """The server as a command: its flags, and how it ends."""
 
-import contextlib
 import http.client
 import importlib.util
 import json
@@ -15,7 +14,7 @@ from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from scripts import serve_openai_api
 from scripts.serve import api
 from tests.conftest import ROOT
-from tests.stage_process import Faults, StageProcess
+from tests.stage_process import StageProcess
 from trainer.run.paths import weight_path
 from trainer.weights.files import save_weights
 
@@ -72,30 +71,6 @@ def test_a_signal_lets_answers_be_finished_and_a_second_one_does_not(weights):
     assert said == ["finishing what is being answered; once more to end at once"]
     for connection in (unfinished, *(connection for connection, _ in streams)):
         connection.close()
-
-
-def test_a_connection_without_a_request_is_cut_and_one_that_is_used_is_not(weights):
-    impatient = Faults(script="from scripts import serve_openai_api; serve_openai_api.IDLE = 1")
-    process = StageProcess("scripts.serve_openai_api", [*weights, "--port", "0"], impatient)
-    try:
-        port = port_of(process)
-        silent, half = (socket.create_connection(("127.0.0.1", port), timeout=20) for _ in range(2))
-        half.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: loc")
-        used = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
-        for _ in range(8):
-            used.request("GET", "/health")
-            assert used.getresponse().read()
-            first = used.sock
-            time.sleep(0.3)
-        used.request("GET", "/health")
-        assert used.getresponse().read() and used.sock is first
-        for one in (silent, half):
-            with contextlib.suppress(ConnectionResetError):
-                assert one.recv(1000) == b""
-            one.close()
-    finally:
-        process.send(signal.SIGTERM)
-        assert process.wait(20) == 0
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,6 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 
-from scripts.serve.bodies import Bodies
 from scripts.serve.curves import curves_router
 from scripts.serve.tools import tools_router
 from scripts.serve.web_page import add_page
@@ -122,7 +121,7 @@ class ScriptedServer(Serving):
         app = FastAPI()
         add_page(app)
         app.include_router(curves_router(save_dir))
-        app.include_router(tools_router(Bodies()))
+        app.include_router(tools_router())
         app.middleware("http")(self.check_key)
         app.get("/v1/models")(self.models)
         app.post("/v1/chat/completions")(self.chat)

@@ -14,7 +14,7 @@ def test_honest_answers_beside_a_hostile_client_are_those_of_a_quiet_server(tmp_
     save_weights(MiniMindForCausalLM(config), weight_path(tmp_path, "full_sft", config))
     monkeypatch.setattr(hostile, "STREAMS", 8)
     monkeypatch.setattr(hostile, "CONNECTIONS", 100)
-    monkeypatch.setattr("sys.argv", ["hostile.py", "--save_dir", str(tmp_path), "--seconds", "4"])
+    monkeypatch.setattr("sys.argv", ["hostile.py", "--save_dir", str(tmp_path), "--seconds", "2"])
     found = hostile.measure(hostile.parse_args())
     assert found["wrong"] == [] and found["exit_status"] == 0 and "Traceback" not in found["log"]
     assert found["answers"] >= 8 and found["attacks"] > 0

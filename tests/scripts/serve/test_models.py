@@ -119,7 +119,7 @@ def test_names_that_no_file_of_the_folder_has_are_refused(server, folder, name):
 
 
 def test_what_is_refused_anyway_does_not_wait_for_a_model_to_be_loaded(server, monkeypatch):
-    """Neither what needs no model, nor a model for which there will be no room."""
+    """Also while one is being loaded."""
     gate, loads = threading.Event(), threading.Event()
 
     def slow(path: Path) -> Any:
@@ -139,10 +139,7 @@ def test_what_is_refused_anyway_does_not_wait_for_a_model_to_be_loaded(server, m
                     server.client.completions.create(model="dpo_32_moe", prompt=prompt, timeout=5)
             with pytest.raises(openai.NotFoundError):
                 ask(server, "none_32", timeout=20)
-            with pytest.raises(openai.InternalServerError) as error:
-                ask(server, "dpo_32_moe", timeout=20)
-            assert error.value.code == "models_busy" and ask(server, None, timeout=20)
-            assert not answer.done()
+            assert ask(server, None, timeout=20) and not answer.done()
         finally:
             gate.set()
         assert answer.result()

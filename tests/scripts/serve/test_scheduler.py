@@ -92,7 +92,7 @@ def test_the_thread_ends_without_requests_and_another_one_answers_the_next(
 ):
     """Requests that come while it ends are answered, too."""
     monkeypatch.setattr(scheduling, "IDLE_SECONDS", linger)
-    threads, prompt = set(), tokenizer.encode("long", add_special_tokens=False)
+    threads, prompt = set(), tokenizer.encode("short", add_special_tokens=False)
     for number in range(60):
         request = Request(prompt, 1 + number % 2, max_new_tokens=1)
         scheduler.submit(request.job)

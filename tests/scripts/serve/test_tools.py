@@ -8,7 +8,6 @@ from fastapi.testclient import TestClient
 
 from common.errors import UserError
 from scripts.serve.api import error_response
-from scripts.serve.bodies import Bodies
 from scripts.serve.protocol import ApiError
 from scripts.serve.tools import MAX_BYTES, tools_router
 from trainer.rollouts import environments
@@ -19,7 +18,7 @@ from trainer.rollouts.environments import Toolbox
 def client() -> TestClient:
     app = FastAPI()
     app.add_exception_handler(ApiError, error_response)
-    app.include_router(tools_router(Bodies()))
+    app.include_router(tools_router())
     return TestClient(app)
 
 
