@@ -27,7 +27,7 @@ from dataset.mixing import split_weights
 from trainer.data.datasets import epoch_tokens
 from trainer.devices.device import describe_device
 from trainer.devices.process_group import Logger, gather, reduce_sum, this_rank, world_size
-from trainer.devices.wrapping import full_tensor, gradient_sync, is_sharded, unwrap
+from trainer.devices.wrapping import backward_on_gpu, full_tensor, gradient_sync, is_sharded, unwrap
 from trainer.objectives.next_token import to_device
 from trainer.optim.build import should_step
 from trainer.report.metrics import duration
@@ -162,7 +162,11 @@ def train_update(
         if not set(state.metric_names) <= metrics.keys() <= {*state.metric_names, "cross_entropy"}:
             raise other_names_error(metrics, state.metric_names)
         # DDP and FSDP average the gradients over the ranks; times world_size makes the average a sum
-        scaler.scale((loss / targets + aux_loss / tokens) * world_size()).backward()
+        scaled_loss = scaler.scale((loss / targets + aux_loss / tokens) * world_size())
+        if state.device.type == "cuda":
+            backward_on_gpu(scaled_loss, model)
+        else:
+            scaled_loss.backward()
         state.loss_is_cross_entropy = "cross_entropy" in metrics
         values = [loss, aux_loss]
         values += [metrics[name] for name in state.metric_names]

@@ -7,6 +7,7 @@ update is one of the default shape (512 x 8) in bfloat16, of 32 samples of 340 t
 """
 
 import json
+import math
 import os
 from collections.abc import Callable
 from typing import Any, cast
@@ -25,6 +26,7 @@ from model import fused
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from tests.fake_cuda.updates import CUDA, HOPPER, pretend
 from trainer.devices.device import mixed_precision
+from trainer.devices.wrapping import backward_on_gpu
 from trainer.objectives.next_token import next_token_loss
 
 SAMPLES, LENGTH, LAYERS, MICRO_BATCHES = 32, 340, 8, 8
@@ -38,6 +40,12 @@ KERNELS = {"norm_and_rotate_backward": (6, 3), "cross_entropy_forward": (1, 2)}
 
 def size(tree: Any) -> int:
     return sum(leaf.numel() * leaf.itemsize for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))
+
+
+def launches_of_lists(tensors: list[Tensor]) -> int:
+    """Of an operator of two lists: a kernel has room for 64 tensors, and for 320 blocks of 65,536 elements."""
+    blocks = sum(math.ceil(tensor.numel() / 65536) for tensor in tensors)
+    return math.ceil(max(len(tensors) / 64, blocks / 320))
 
 
 class Traffic(TorchDispatchMode):
@@ -57,7 +65,10 @@ class Traffic(TorchDispatchMode):
         name = func._opname
         if func.is_view or name in FREE:
             return out
-        self.count((args, kwargs) if name not in GATHERS else out, out)
+        if name == "_foreach_add_":  # of lists, in place
+            self.count(args, args[0], launches_of_lists(args[0]))
+        else:
+            self.count((args, kwargs) if name not in GATHERS else out, out)
         return out
 
     def count(self, read: Any, written: Any, launches: int = 1) -> None:
@@ -120,7 +131,7 @@ def micro_batch(kernels: bool, layers: int) -> Traffic:
             parameter.grad = torch.zeros_like(parameter)
         with traffic, autocast:
             loss, _, _ = next_token_loss(model, batch, StageArgs())
-            loss.backward()
+            backward_on_gpu(loss, model)
     return traffic
 
 
@@ -129,9 +140,9 @@ def main() -> None:
     torch.cuda.get_device_capability = lambda *_: HOPPER
     found = {}
     for kernels in (False, True):
-        traffic, more = micro_batch(kernels, LAYERS), micro_batch(kernels, LAYERS + 1)
+        traffic, more = micro_batch(kernels, LAYERS), micro_batch(kernels, 2 * LAYERS)
         found["kernels" if kernels else "eager"] = {
-            "launches for each layer": more.launches - traffic.launches,
+            "launches for each layer": (more.launches - traffic.launches) / LAYERS,
             "GB of an update": MICRO_BATCHES * traffic.bytes / 1e9,
         }
     print(json.dumps(found), flush=True)

@@ -69,6 +69,8 @@ def test_each_gpu_and_dtype_has_its_kernels(found):
             "attention of 4 heads to 4" in operators[mode]
             and "attention of 4 heads to 2" not in operators[mode]
         )
+    # of the second micro-batch, to the gradients of the first
+    assert all("aten._foreach_add_.List" in names for names in operators.values())
     assert all("aten._grouped_mm.default" in operators[mode] for mode in GROUPED)
     for mode in BATCHED:
         assert "aten._grouped_mm.default" not in operators[mode] and "aten.bmm.default" in operators[mode]
@@ -80,10 +82,10 @@ def test_each_gpu_and_dtype_has_its_kernels(found):
 
 
 def test_kernels_halve_the_bytes_that_an_update_moves(library):
-    """Of the default model, in bfloat16; 11 of the launches add the gradients of a layer's weights."""
+    """Of the default model, in bfloat16; the launches are those of a micro-batch that follows others."""
     found = json.loads(launch(FOLDER / "traffic.py", LD_PRELOAD=library, PYTHONPATH=str(ROOT)).stdout)
     assert found["kernels"]["GB of an update"] <= 140 < 240 < found["eager"]["GB of an update"]
-    assert found["kernels"]["launches for each layer"] <= 50 + 11
+    assert found["kernels"]["launches for each layer"] <= 50
 
 
 def test_a_rollout_waits_once_for_eight_tokens(library):
