@@ -63,7 +63,7 @@ def train_epoch(
             "train_epoch(state, epoch, loader, iters, start_step, wandb), with the state that the stage's "
             "main makes"
         )
-    if state.finished and start_step == 0:
+    if state.finished and start_step == 0:  # it ended in an epoch before
         return
     state.wandb = wandb
     state.callbacks.call("on_epoch_start", epoch)
@@ -71,8 +71,9 @@ def train_epoch(
         finish_update(state)  # the run was stopped between saving an update and reporting it
     args, meter, batches, step = state.args, state.meter, iter(loader), start_step
     state.model.train()
-    # DDP rebuilds its buckets after the first backward pass: run it on an empty batch now
-    if isinstance(state.model, DistributedDataParallel) and not state.finished:
+    # DDP rebuilds its buckets after the first backward pass of a process, and sums in another order from then
+    # on: run it on an empty batch, so that all updates, also of a resumed run, come after that
+    if isinstance(state.model, DistributedDataParallel) and not meter.updates:
         empty = [cast(Any, loader).collate_fn([])]
         trial_pass(state, (empty if state.prepare is None else state.prepare(state, empty))[0])
     state.iters = iters

@@ -18,6 +18,7 @@ import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import ClassVar
 
 # run the code beside this file, installed or not
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -51,8 +52,8 @@ class Args(StageArgs):
     accumulation_steps: int = 8
     learning_rate: float = 5e-4
     max_seq_len: int = 340
-    compiling_pays = True
-    auto_rate = 1.0
+    compiling_pays: ClassVar[bool] = True
+    auto_rate: ClassVar[float] = 1.0
 
 
 # (model, batch, args) -> sums: of the loss over the targets, of auxiliary losses over the tokens, and metrics

@@ -337,22 +337,7 @@ def begin_run(
     state.peak = peak_rate(state.autocast, state.device)
     state.code = resume.code_hashes(code)
     state.iters = steps_per_epoch(state.run["samples"], args.batch_size)
-    included: list[Callback] = []
-    if args.keep_every or state.eval_loader is not None:  # with held-out data the best checkpoint is kept
-        included.append(CheckpointManager(args))
-    if args.patience:
-        stopping = EarlyStopping(args.monitor, args.mode, args.patience, args.min_delta)
-        stopping.key = "EarlyStopping of --patience"  # apart from one that a task adds
-        included.append(stopping)
-    if args.use_tensorboard or args.tensorboard_dir:
-        included.append(TensorBoardLogger(tensorboard_folder(args, args)))
-    state.callbacks[:0] = included
-    if getattr(state.lm_config, "use_moe", False) and token_counters(unwrap(state.model)):
-        state.callbacks.append(ExpertLoad(unwrap(state.model)))
-    has_prompts = args.sample_prompts != "auto" or state.eval_loader is not None
-    if args.sample_prompts != "none" and has_prompts:
-        state.callbacks += sample_callbacks(state)
-    state.callbacks.append(Verdict(getattr(data, "train_dataset", data)))
+    add_callbacks(state, data)
     tokenizer = state.run.get("tokenizer")
     if tokenizer and Path(args.tokenizer_path).resolve() != ROOT / "model":
         for folder in (args.save_dir, args.checkpoint_dir):
@@ -360,3 +345,24 @@ def begin_run(
     if checkpoint is not None:
         state.restore(checkpoint)
         checkpoint.clear()  # whoever read it still refers to it: 12 bytes a parameter
+
+
+def add_callbacks(state: TrainState, data: Any) -> None:
+    """The callbacks that the settings ask for. Before those that the run has: what keeps checkpoints, stops
+    early, draws curves. Behind them, what reports: load of experts, samples, verdict."""
+    args, model = state.args, unwrap(state.model)
+    first: list[Callback] = []
+    if args.keep_every or state.eval_loader is not None:  # with held-out data the best checkpoint is kept
+        first.append(CheckpointManager(args))
+    if args.patience:
+        stopping = EarlyStopping(args.monitor, args.mode, args.patience, args.min_delta)
+        stopping.key = "EarlyStopping of --patience"  # apart from one that a task adds
+        first.append(stopping)
+    if args.use_tensorboard or args.tensorboard_dir:
+        first.append(TensorBoardLogger(tensorboard_folder(args, args)))
+    state.callbacks[:0] = first
+    if getattr(state.lm_config, "use_moe", False) and token_counters(model):
+        state.callbacks.append(ExpertLoad(model))
+    if args.sample_prompts != "none" and (args.sample_prompts != "auto" or state.eval_loader is not None):
+        state.callbacks += sample_callbacks(state)
+    state.callbacks.append(Verdict(getattr(data, "train_dataset", data)))

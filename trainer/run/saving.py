@@ -65,9 +65,9 @@ def set_earlier_run_aside(args: StageArgs, lm_config: Any, state_file: Path | No
     # what stays first: alone it would no longer be set aside
     files.sort(key=lambda file: file[1] not in stays)
     name = unused_name({folder for folder, _ in files})
-    try:
-        for folder, path in files:
-            kept = folder / name / path.relative_to(folder)
+    for folder, path in files:
+        kept = folder / name / path.relative_to(folder)
+        try:
             kept.parent.mkdir(parents=True, exist_ok=True)
             if path in stays or path in logs:
                 link(path, kept)
@@ -75,8 +75,8 @@ def set_earlier_run_aside(args: StageArgs, lm_config: Any, state_file: Path | No
                 os.replace(path, kept)
             for changed in {kept.parent, folder / name, path.parent, folder}:
                 sync_folder(changed)
-    except OSError as error:
-        raise write_error(out / name, error) from error
+        except OSError as error:
+            raise write_error(kept, error) from error
     places = dict.fromkeys(str(folder / name) for folder, _ in files)
     text = f"a run named {run} was here; its files are kept in {' and '.join(places)}"
     if old_states and state_file is None:
