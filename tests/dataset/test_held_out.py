@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from common.errors import UserError
 from dataset import files
 from dataset.chat_labels import ChatTemplate
-from dataset.held_out import PASSAGE, Split, question_in
+from dataset.held_out import PASSAGE, Split, first_question, question_in
 from dataset.plain_text import DocumentPart
 from dataset.records import to_chat
 from dataset.rollout_prompts import PromptDataset
@@ -58,6 +58,19 @@ def test_the_form_of_characters_makes_no_difference():
     for i in range(64):
         forms = {f"Café {i}？", f"Cafe\u0301 {i}?", f"CAFÉ {i}？", f"cafe\u0301 {i}？"}
         assert len({Split(0.5, True).includes(form) for form in forms}) == 1
+
+
+def test_the_first_question_is_the_first_message_of_the_user():
+    """Whatever the assistant said before it."""
+    greeting = [{"role": "system", "content": "s"}, {"role": "assistant", "content": "hello"}]
+    assert first_question(greeting + messages("why?")) == "why?"
+
+
+def test_a_record_that_is_too_deep_to_choose_is_training_data():
+    def key_of(record):
+        raise RecursionError
+
+    assert Split(0.5).includes_record({}, key_of) and not Split(0.5, True).includes_record({}, key_of)
 
 
 def test_the_share_is_that_of_the_records_and_fixed():

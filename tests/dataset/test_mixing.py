@@ -91,6 +91,11 @@ def test_ranks_and_skipped_batches_are_parts_of_one_order(data, batch, ranks, sk
     assert steps_per_epoch(len(train), batch) == -(-len(order) // batch)
 
 
+def test_each_source_has_an_order_of_its_own():
+    items = mixed([[5] * 20, [5] * 20], [1, 1]).items_of_epoch(seed=0, epoch=0)
+    assert list(items[:20]) != list(items[20:] - 20)
+
+
 def test_a_source_of_hardly_any_weight_still_has_an_item():
     train = mixed([[5] * 100, [50] * 2], [1, 1e-6])
     assert train.counts[1] == 1 and (train.items_of_epoch(1, 0) >= 100).sum() == 1
