@@ -39,6 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from common.command_line import Parser, one_line_errors
 from common.errors import UserError
 from common.files import atomic_write
+from common.settings import ROOT
 from scripts.demo.sums import make_sums
 from scripts.demo.tour import make_tour
 from scripts.demo.world import make_corpus
@@ -69,8 +70,7 @@ def write_files(output_dir: str | Path, files: dict[str, list[dict]]) -> dict[st
 def main() -> None:
     """Write the files of a seed, and print their sizes."""
     parser = Parser(description="Generate the built-in demo data; nothing is downloaded.")
-    default = str(Path(__file__).resolve().parent / "demo")
-    parser.add_argument("--output_dir", default=default, help="folder for the files")
+    parser.add_argument("--output_dir", default=str(ROOT / "dataset/demo"), help="folder for the files")
     parser.add_argument("--seed", type=int, default=0, help="number that selects the world")
     args = parser.parse_args()
     files = make_corpus(args.seed) | make_tour(args.seed) | make_sums(args.seed)
