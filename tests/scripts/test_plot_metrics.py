@@ -9,6 +9,7 @@ import pytest
 
 from common.errors import UserError
 from scripts import plot_metrics
+from scripts.runs import figures
 from scripts.runs.run import Run
 from tests.conftest import write_jsonl
 from tests.stage_process import run
@@ -29,7 +30,7 @@ def run_of(records: list[dict]) -> Run:
 
 
 def draw(runs: dict[str, list[dict]], *how, **more):
-    return plot_metrics.draw({name: run_of(records) for name, records in runs.items()}, *how, **more)
+    return figures.draw({name: run_of(records) for name, records in runs.items()}, *how, **more)
 
 
 def drawn(figure) -> dict[str, dict[str, tuple[list, list]]]:
@@ -177,7 +178,7 @@ def test_a_run_from_rewards_shows_them(tmp_path):
     found = dict(zip(head, row, strict=True))
     names = ("reward", "eval_reward", "best_update")
     assert [found[name] for name in names] == ["0.2500", "0.5000", "1"]
-    panels = drawn(plot_metrics.draw(plot_metrics.read_runs([str(tmp_path)]), "update"))
+    panels = drawn(figures.draw(plot_metrics.read_runs([str(tmp_path)]), "update"))
     # minus it is no loss to draw
     assert [*panels["loss"]] == ["a"] and [*panels["reward"]] == ["a", "a, held-out"]
 
