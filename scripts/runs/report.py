@@ -150,7 +150,8 @@ def page(runs: list[Run], rows: list[list[str]], field: str, x: str, others: Any
     curve = draw_large(runs, x, field, labels, in_a_row=are_stages(runs))
     # of stages the last one, of runs to compare the best, which is the first
     by_interest = runs[::-1] if are_stages(runs) else runs
-    told = max(by_interest, key=lambda run: bool(run.samples or run.rollout))
+    with_samples = [run for run in by_interest if run.samples or run.rollout] or by_interest
+    told = with_samples[0]
     shown = told.samples or told.rollout
     table = [[words.get(cell, cell) for cell in rows[0]]]
     table += [[row[0], *map(short_path, row[1:])] for row in rows[1:]]

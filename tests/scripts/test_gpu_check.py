@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from itertools import cycle
 
 import psutil
 import pytest
@@ -245,10 +246,8 @@ def test_a_wrong_loss_is_found(monkeypatch):
     monkeypatch.setattr(numbers, "train", lambda state, updates: real_train(state, 2))
     numbers.test_losses(cpu, figures.__setitem__)
     assert figures == {"dense float32": 0.0, "moe float32": 0.0}
-    seen = []
-    monkeypatch.setattr(
-        numbers, "train", lambda state, updates: seen.append(1) or [1.0 + 0.001 * (len(seen) % 2)]
-    )
+    losses = cycle([[1.001], [1.0]])
+    monkeypatch.setattr(numbers, "train", lambda state, updates: next(losses))
     with pytest.raises(AssertionError, match="dense float32, moe float32 are not those of a CPU"):
         numbers.test_losses(cpu, figures.__setitem__)
     assert figures["dense float32"] == pytest.approx(0.001, rel=0.01)

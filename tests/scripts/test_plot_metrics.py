@@ -75,16 +75,19 @@ def test_panels_are_chosen_by_name():
 
 def test_a_folder_stands_for_its_runs(tmp_path, start, monkeypatch):
     seen = []
-    original = plot_metrics.draw
-    monkeypatch.setattr(
-        plot_metrics, "draw", lambda runs, *how: seen.append(list(runs)) or original(runs, *how)
-    )
+
+    def noted_draw(runs, *how):
+        seen.append(list(runs))
+        return figures.draw(runs, *how)
+
+    monkeypatch.setattr(plot_metrics, "draw", noted_draw)
     for name in ("b_64", "a_64"):
         write_jsonl(tmp_path / f"{name}_metrics.jsonl", [record(1)])
     start(tmp_path, tmp_path / "b_64_metrics.jsonl", "--png", tmp_path / "one.png")
     assert seen == [["a_64", "b_64"]]
+    (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match="holds no metrics"):
-        (tmp_path / "empty").mkdir() or start(tmp_path / "empty")
+        start(tmp_path / "empty")
     with pytest.raises(UserError, match="add where to: --png FILE"):
         start(tmp_path, "--panels", "loss")
     with pytest.raises(UserError, match="--smoothing"):

@@ -8,23 +8,10 @@ import socket
 import time
 
 import pytest
-import torch
 
-from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from scripts import serve_openai_api
 from scripts.serve import api
 from tests.stage_process import Faults, StageProcess
-from trainer.run.paths import weight_path
-from trainer.weights.files import save_weights
-
-
-@pytest.fixture
-def weights(tmp_path) -> list[str]:
-    """Flags that name a saved model."""
-    torch.manual_seed(0)
-    config = MiniMindConfig(hidden_size=32, num_hidden_layers=1)
-    save_weights(MiniMindForCausalLM(config), weight_path(tmp_path, "full_sft", config))
-    return ["--save_dir", str(tmp_path)]
 
 
 def wait_for_line(process: StageProcess, begin: str) -> str:
