@@ -81,20 +81,24 @@ def parse_args() -> argparse.Namespace:
     flag("--top_k", type=int, help=text)
     flag("--seed", type=int, default=42, help="random seed of the first answer; each further one counts up")
     args = parser.parse_args()
+    mistakes = []
+    if args.prompt is not None and args.questions is not None:
+        mistakes.append("--prompt and --questions both say what to answer; leave one of them out")
     of_chats = [f"--{name}" for name in ("system", "tools", "open_thinking") if getattr(args, name)]
-    limits = {
-        "--prompt and --questions both say what to answer; leave one of them out": args.prompt is None
-        or args.questions is None,
-        f"--form text is no conversation; leave {', '.join(of_chats)} out": args.form == "chat"
-        or not of_chats,
-        "--temperature must not be negative": args.temperature is None or args.temperature >= 0,
-        "--top_p must be above 0 and at most 1": args.top_p is None or 0 < args.top_p <= 1,
-        "--top_k must not be negative": args.top_k is None or args.top_k >= 0,
-        "--max_new_tokens must be at least 1": args.max_new_tokens >= 1,
-        "--max_seq_len must be at least 16": args.max_seq_len is None or args.max_seq_len >= 16,
-    }
-    if wrong := [text for text, is_met in limits.items() if not is_met]:
-        raise UserError("; ".join(wrong))
+    if args.form == "text" and of_chats:
+        mistakes.append(f"--form text is no conversation; leave {', '.join(of_chats)} out")
+    if args.temperature is not None and args.temperature < 0:
+        mistakes.append("--temperature must not be negative")
+    if args.top_p is not None and not 0 < args.top_p <= 1:
+        mistakes.append("--top_p must be above 0 and at most 1")
+    if args.top_k is not None and args.top_k < 0:
+        mistakes.append("--top_k must not be negative")
+    if args.max_new_tokens < 1:
+        mistakes.append("--max_new_tokens must be at least 1")
+    if args.max_seq_len is not None and args.max_seq_len < 16:
+        mistakes.append("--max_seq_len must be at least 16")
+    if mistakes:
+        raise UserError("; ".join(mistakes))
     args.system = utf8_text(args.system, "--system")
     args.prompt = None if args.prompt is None else utf8_text(args.prompt, "--prompt")
     return args

@@ -16,7 +16,6 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 # run the code beside this file, installed or not
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -28,13 +27,10 @@ from tqdm.utils import disp_len
 
 from common.errors import UserError, printable, say, warn
 from scripts.runs import report
+from scripts.runs.figures import PANELS, draw
 from scripts.runs.run import AXES, ENDING, RESULTS, Run, differing, read_run, shown
 from trainer.run.paths import settings_path
 
-PANELS = ("loss", "reward", "kl", "entropy", "completion_length", "learning_rate", "grad_norm")
-PANELS += ("tokens_per_second", "expert_max_min")
-PANEL_SIZE = (4.0, 2.8)  # inches
-POINTS = 4000  # of all curves of a panel together, but some of each
 LONGEST = 28  # characters of a cell on a terminal
 
 
@@ -161,111 +157,6 @@ def table_lines(rows: list[list[str]], width: int | None) -> list[str]:
     return lines
 
 
-# --- the curves
-
-
-def draw(runs: dict[str, Run], x: str, panels: Sequence[str] = PANELS) -> Any:
-    """A matplotlib figure with a panel for each of the fields that a run has, a color for each run; what was
-    measured on held-out data (`eval_<field>`) is dashed, in the panel of its field. The loss is the mean
-    since the record before, where there is one; `null` (not finite) leaves a gap in the curve. Raises
-    UserError if no run has any of the fields, or matplotlib is not installed."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise UserError("plotting needs matplotlib: pip install -r requirements.txt") from error
-    curves = {name: curves_of(run, max(40, POINTS // len(runs))) for name, run in runs.items()}
-    fields = {field for columns in curves.values() for field in columns}
-    # a held-out field has no panel of its own beside that of its field
-    others = {f"eval_{panel}" for panel in panels}
-    panels = [panel for panel in panels if panel in fields and panel not in others]
-    if not panels:
-        raise UserError("--panels: no run has any of these fields; leave the flag out to see what there is")
-    across = min(3, len(panels))
-    down = math.ceil(len(panels) / across)
-    legend_height = 0.4 + 0.2 * math.ceil(len(runs) / 4)
-    size = (PANEL_SIZE[0] * across, PANEL_SIZE[1] * down + legend_height)
-    figure = Figure(layout="constrained", figsize=size)
-    for place, panel in enumerate(panels, start=1):
-        draw_panel(figure.add_subplot(down, across, place), panel, x, curves)
-    drawn: dict[str, Any] = {}  # the runs of which there is a curve, with their colors
-    for (name, columns), color in zip(curves.items(), run_colors(len(runs)), strict=True):
-        if any(panel in columns or f"eval_{panel}" in columns for panel in panels):
-            drawn[name] = color
-    add_legend(figure, drawn)
-    return figure
-
-
-def curves_of(run: Run, points: int) -> dict[str, list]:
-    """The values of each field to draw."""
-    columns = run.columns(points)
-    if "mean_loss" in columns:
-        means = columns["mean_loss"]
-        losses = columns.get("loss", means)
-        columns["loss"] = [loss if mean is None else mean for loss, mean in zip(losses, means, strict=True)]
-    if "eval_reward" in columns:
-        columns.pop("eval_loss", None)  # minus the reward, which is no loss to draw
-    return columns
-
-
-def draw_panel(axes: Any, panel: str, x: str, curves: dict[str, dict[str, list]]) -> None:
-    """Draw the curves of a field, and of what was measured of it on held-out data."""
-    colors = run_colors(len(curves))
-    for number, (name, columns) in enumerate(curves.items()):
-        # a run over another one hides it only in part
-        style = {"color": colors[number], "linewidth": max(0.8, 2.4 - 0.4 * number)}
-        if panel in columns:
-            ys = [math.nan if y is None else y for y in columns[panel]]
-            count = sum(not math.isnan(y) for y in ys)
-            marker = "." if count < max(40, len(ys) / 2) else None
-            axes.plot(columns[x], ys, label=name, marker=marker, **style)
-        if f"eval_{panel}" in columns:
-            points = zip(columns[x], columns[f"eval_{panel}"], strict=True)
-            points = [(at, y) for at, y in points if y is not None]
-            xs, ys = zip(*points, strict=True)
-            axes.plot(xs, ys, label=f"{name}, held-out", linestyle="--", marker=".", **style)
-    axes.set_title(panel, parse_math=False)
-    axes.set_xlabel(x)
-    axes.grid(alpha=0.3)
-
-
-def add_legend(figure: Any, drawn: dict[str, Any]) -> None:
-    """A legend of the runs below the panels, and of the dashed lines if there are any."""
-    from matplotlib.lines import Line2D
-
-    names = list(drawn)
-    handles = [Line2D([], [], color=color) for color in drawn.values()]
-    if any(line.get_linestyle() == "--" for axes in figure.axes for line in axes.lines):
-        names.append("held-out")
-        handles.append(Line2D([], [], color="gray", linestyle="--", marker="."))
-    # matplotlib hides names that begin with `_`
-    labels = [f" {name}" if name.startswith("_") else name for name in names]
-    legend = figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
-    for text in legend.get_texts():
-        text.set_parse_math(False)  # a `$` in a name
-
-
-def run_colors(count: int) -> list[Any]:
-    """A colour for each run, none twice."""
-    from matplotlib.colors import hsv_to_rgb
-
-    if count <= 10:
-        return [f"C{number}" for number in range(count)]  # matplotlib's own
-    return [tuple(hsv_to_rgb((number / count, 1, 0.85 if number % 2 else 0.55))) for number in range(count)]
-
-
-def html_page(
-    runs: dict[str, Run], rows: list[list[str]], x: str, panels: Sequence[str], figure: Any, lang: str
-) -> str:
-    """The page of the report, with a large curve of the reward where the runs have one, else of the loss."""
-    from matplotlib.colors import to_hex
-
-    colors = [to_hex(color) for color in run_colors(len(runs))]
-    field = panels[0]
-    if "reward" in panels and all("reward" in run.figures for run in runs.values()):
-        field = "reward"
-    return report.page({run.path: run for run in runs.values()}, rows, colors, field, x, figure, lang)
-
-
 def main() -> None:
     """Read the runs, print their table, write the files that are asked for."""
     args = parse_args()
@@ -277,7 +168,7 @@ def main() -> None:
     for line in table_lines(rows, width):
         say(line)
     for name, run in runs.items():
-        outcome = report.outcome(run.path, run)
+        outcome = report.outcome(run)
         if outcome:
             say(f"{name}: {outcome}")
     if not (args.png or args.html):
@@ -290,7 +181,10 @@ def main() -> None:
         with writing("--png", args.png):
             figure.savefig(args.png, dpi=150)
     if args.html:
-        page = html_page(runs, rows, args.x or "tokens", panels, figure, args.lang or "en")
+        field = panels[0]
+        if "reward" in panels and all("reward" in run.figures for run in runs.values()):
+            field = "reward"
+        page = report.page(list(runs.values()), rows, field, args.x or "tokens", figure, args.lang or "en")
         with writing("--html", args.html):
             Path(args.html).write_bytes(page.encode("utf-8", "backslashreplace"))
 

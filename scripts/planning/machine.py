@@ -26,6 +26,7 @@ SHARE_OF_SHEET = 0.2  # of a data sheet's rate (GPUS), assumed
 STATE = 16  # bytes per parameter: weight, gradient and two moments of AdamW, in float32
 LIBRARIES = 0.6e9  # bytes of a process without a model
 MEASURED = 3  # updates of a model, at least; other programs make single ones slow
+MORE, MORE_SECONDS = 20, 1.0  # updates of a small model, as far as they take no longer
 MEASURING = 40.0  # seconds after which no larger model is measured
 COUNTED = 4  # layers of the largest model of which the bytes are counted for a GPU that is not here
 
@@ -152,12 +153,11 @@ def kept_bytes(model: nn.Module, batch: Batch, autocast: AbstractContextManager)
 def update_seconds(
     model: nn.Module, batch: Batch, autocast: AbstractContextManager, device: torch.device
 ) -> tuple[float, float]:
-    """Seconds of forward and backward, and of the optimizer: of the fastest of at least MEASURED updates, of
-    a small model of more, within a second."""
+    """Seconds of forward and backward, and of the optimizer: of the fastest of MEASURED to MORE updates."""
     optimizer = build_optimizer(model, 1e-4, 0.0, rules.OPTIMIZER)
     passes: list[float] = []
     steps: list[float] = []
-    while len(passes) < MEASURED or (len(passes) < 20 and sum(passes) + sum(steps) < 1):
+    while len(passes) < MEASURED or (len(passes) < MORE and sum(passes) + sum(steps) < MORE_SECONDS):
         begin = clock(device)
         with autocast:
             loss = next_token_loss(model, batch)[0]

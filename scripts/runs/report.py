@@ -2,15 +2,14 @@
 large curve, what the model wrote from first to last, the verdict, the plan against what came; then the table,
 and folded away the other curves and the settings. Its words are in words.py."""
 
-import io
 import json
 import math
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from scripts.runs.curve import Curve, curve_svg, curves_of
-from scripts.runs.run import FORECAST, Run
+from scripts.runs.figures import draw_large, run_colors, svg
+from scripts.runs.run import ENDING, FORECAST, Run
 from scripts.runs.words import WORDS, amount, long_time
 from trainer.report.metrics import duration
 
@@ -102,11 +101,11 @@ def verdict(run: Run, lang: str) -> list[str]:
     return said
 
 
-def outcomes(metrics: Path, run: Run) -> list[Outcome]:
+def outcomes(run: Run) -> list[Outcome]:
     """A run beside what the plan in its folder (scripts/plan.py) had expected; empty without one."""
     try:
-        plan = json.loads((metrics.parent / FORECAST).read_bytes())
-        plan = plan[metrics.name.removesuffix("_metrics.jsonl")]
+        plan = json.loads((run.path.parent / FORECAST).read_bytes())
+        plan = plan[run.path.name.removesuffix(ENDING)]
         figures = run.figures
         found = [
             Outcome("time", duration(float(plan["seconds"])), duration(figures["seconds"])),
@@ -120,23 +119,13 @@ def outcomes(metrics: Path, run: Run) -> list[Outcome]:
         return []
 
 
-def outcome(metrics: Path, run: Run) -> str | None:
+def outcome(run: Run) -> str | None:
     """The same as a line for the console; None without a plan."""
     parts = []
-    for each in outcomes(metrics, run):
+    for each in outcomes(run):
         name = "held-out loss" if each.name == "eval_loss" else each.name
         parts.append(f"{name} {each.came} (planned {each.planned})")
     return ", ".join(parts) or None
-
-
-def svg(figure: Any) -> str:
-    """A matplotlib figure as an SVG element whose text stays text."""
-    from matplotlib import rc_context
-
-    file = io.StringIO()
-    with rc_context({"svg.fonttype": "none"}):
-        figure.savefig(file, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
-    return file.getvalue().partition("<!DOCTYPE")[2].partition(">")[2]
 
 
 def first_and_last(samples: dict[str, list[tuple[int, str]]]) -> dict[str, list[tuple[int, str]]]:
@@ -150,32 +139,19 @@ def short_path(cell: str) -> str:
     return ",".join(Path(part).name or part for part in cell.split(",")) if "/" in cell else cell
 
 
-def page(
-    runs: dict[Path, Run],
-    rows: list[list[str]],
-    colors: list[str],
-    field: str,
-    x: str,
-    others: Any,
-    lang: str,
-) -> str:
+def page(runs: list[Run], rows: list[list[str]], field: str, x: str, others: Any, lang: str) -> str:
     """The page. rows: the table with its head. field: what the large curve shows. others: the figure of
     everything else."""
     from jinja2 import Template
     from markupsafe import Markup
 
-    words, every = WORDS[lang], list(runs.values())
-    axes = [words.get(f"{field} axis", field), words[x]]
-    curves: list[Curve] = []
-    start = 0.0
-    for run, color in zip(every, colors, strict=True):
-        curves += curves_of(run, color, field, x, start)
-        if are_stages(every):  # each begins where the one before ended
-            start += run.figures[x]
-    sizes = ((760, 430), (400, 330))  # for a wide and a narrow window
+    words, colors = WORDS[lang], run_colors(len(runs))
+    labels = [words[x], words.get(f"{field} axis", field)]
+    curve = draw_large(runs, x, field, labels, in_a_row=are_stages(runs))
     # of stages the last one, of runs to compare the best, which is the first
-    by_interest = every[::-1] if are_stages(every) else every
-    told = max(by_interest, key=lambda run: bool(run.samples or run.rollout))
+    by_interest = runs[::-1] if are_stages(runs) else runs
+    with_samples = [run for run in by_interest if run.samples or run.rollout] or by_interest
+    told = with_samples[0]
     shown = told.samples or told.rollout
     table = [[words.get(cell, cell) for cell in rows[0]]]
     table += [[row[0], *map(short_path, row[1:])] for row in rows[1:]]
@@ -185,17 +161,17 @@ def page(
     return template.render(
         lang=lang,
         words=words,
-        title=title(every, lang),
+        title=title(runs, lang),
         shown=first_and_last(shown),
         samples_of_run=told,
-        table=table if len(every) > MANY_RUNS else list(zip(*table, strict=True)),
-        is_turned=len(every) <= MANY_RUNS,
+        table=table if len(runs) > MANY_RUNS else list(zip(*table, strict=True)),
+        is_turned=len(runs) <= MANY_RUNS,
         names=[row[0] for row in rows[1:]],
-        runs=list(zip(every, rows[1:], colors, strict=True)),
-        verdicts=[verdict(run, lang) for run in every],
-        outcomes=[outcomes(path, run) for path, run in runs.items()],
-        curves=[Markup(curve_svg(curves, size, axes)) for size in sizes],
-        has_held_out=any(f"eval_{field}" in record for run in every for record in run.records),
+        runs=list(zip(runs, rows[1:], colors, strict=True)),
+        verdicts=[verdict(run, lang) for run in runs],
+        outcomes=[outcomes(run) for run in runs],
+        curve=Markup(svg(curve)) if curve else "",
+        has_held_out=any(f"eval_{field}" in record for run in runs for record in run.records),
         other_curves=Markup(svg(others)),
         dumps=json.dumps,
     )

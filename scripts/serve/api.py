@@ -14,7 +14,7 @@ from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from common.errors import printable, warn
 from scripts.serve.bodies import read_body, work_on
@@ -97,18 +97,6 @@ async def respond(request: Request, reply: BaseReply) -> Response:
         reply.close()
 
 
-class HeadAsGet:
-    """A HEAD request is answered as a GET; uvicorn, which knows what it was, leaves the body out."""
-
-    def __init__(self, app: ASGIApp):
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["method"] == "HEAD":
-            scope = {**scope, "method": "GET"}
-        await self.app(scope, receive, send)
-
-
 # --- routes
 
 
@@ -126,7 +114,6 @@ def create_app(model: Any, tokenizer: Any, settings: Settings) -> FastAPI:
         await asyncio.to_thread(models.close)
 
     app = FastAPI(title="MiniMind", openapi_url=None, lifespan=lifespan)
-    app.add_middleware(HeadAsGet)
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=settings.hosts, www_redirect=False)
     if settings.origins:
         app.add_middleware(

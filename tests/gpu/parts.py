@@ -30,6 +30,7 @@ from trainer.run.state import TrainState
 SHAPES = {"dense": False, "moe": True}
 # tokens of the samples of micro-batches
 LENGTHS = ((17, 33, 5), (64, 64, 3, 9), (100,), (7, 1, 40), (12, 90, 31))
+EMPTY = 5  # number of the micro-batch without samples
 WINDOW = ((150, 1, 33), (64, 7), (), (90, 40))  # those of the update whose gradients are compared
 PEAKED = 1.5  # factor on the norms of queries and keys: attention is less even than at random weights
 
@@ -103,11 +104,10 @@ def train(state: TrainState, updates: int) -> list[float]:
     then."""
     losses = []
     for number in range(updates):
-        lengths = [LENGTHS[(2 * number + i) % len(LENGTHS)] for i in range(2)]
-        window = [
-            micro_batch(2 * number + i, each if (number, i) != (2, 1) else ())
-            for i, each in enumerate(lengths)
-        ]
+        window = []
+        for seed in (2 * number, 2 * number + 1):
+            lengths = LENGTHS[seed % len(LENGTHS)]
+            window.append(micro_batch(seed, () if seed == EMPTY else lengths))
         losses.append(update(state, window))
     return torch.stack(losses).tolist()
 
@@ -164,8 +164,14 @@ def by_stock_names(named: dict[str, Tensor]) -> dict[str, Tensor]:
         pairs = [torch.cat((parts["gate", e], parts["up", e])) for e in experts]
         named |= {f"{prefix}.gate_up_proj": torch.stack(pairs)}
         named |= {f"{prefix}.down_proj": torch.stack([parts["down", e] for e in experts])}
-    each = {name: value.unbind() if value.ndim == 3 else [value] for name, value in named.items()}
-    return {f"{name}[{i}]" * (len(v) > 1) or name: one for name, v in each.items() for i, one in enumerate(v)}
+    matrices = {}
+    for name, value in named.items():
+        if value.ndim < 3:
+            matrices[name] = value
+            continue
+        for expert, matrix in enumerate(value):
+            matrices[f"{name}[{expert}]"] = matrix
+    return matrices
 
 
 def gap(here: Tensor, right: Tensor) -> float:

@@ -1,5 +1,5 @@
-"""Runs a script's `main` in this process, as its command line would: starting Python and torch anew takes
-seconds."""
+"""A tiny saved model, and what runs a script's `main` in this process, as its command line would: starting
+Python and torch anew takes seconds."""
 
 import sys
 from collections.abc import Callable
@@ -7,8 +7,21 @@ from subprocess import CompletedProcess
 from types import ModuleType
 
 import pytest
+import torch
 
 from common.command_line import one_line_errors
+from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
+from trainer.run.paths import weight_path
+from trainer.weights.files import save_weights
+
+
+@pytest.fixture
+def weights(tmp_path) -> list[str]:
+    """Flags that name a saved model; its shape is in the file, full_sft_32.pth."""
+    torch.manual_seed(0)
+    config = MiniMindConfig(hidden_size=32, num_hidden_layers=1)
+    save_weights(MiniMindForCausalLM(config), weight_path(tmp_path, "full_sft", config))
+    return ["--save_dir", str(tmp_path)]
 
 
 @pytest.fixture

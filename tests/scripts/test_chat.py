@@ -51,12 +51,9 @@ class ScriptedAnswer:
 
 
 @pytest.fixture
-def weights(tmp_path) -> list[str]:
-    """Flags that name a saved model; its shape is in the file."""
-    torch.manual_seed(0)
-    config = MiniMindConfig(hidden_size=32, num_hidden_layers=1)
-    save_weights(MiniMindForCausalLM(config), weight_path(tmp_path, "full_sft", config))
-    return ["--save_dir", str(tmp_path), "--max_new_tokens", "12"]
+def weights(weights) -> list[str]:
+    """Flags that name a saved model and ask for short answers."""
+    return [*weights, "--max_new_tokens", "12"]
 
 
 class Keyboard(io.TextIOWrapper):

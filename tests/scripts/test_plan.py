@@ -19,7 +19,7 @@ from common.errors import UserError
 from common.settings import ModelConfig
 from dataset.lm_dataset import StageDataset
 from scripts import chat, plan
-from scripts.planning import report, stages
+from scripts.planning import machine, report, stages
 from scripts.planning.choice import SMALLEST_SHARE, Plan, Planner, choose
 from scripts.planning.machine import Cost
 from scripts.planning.stages import Stage
@@ -44,6 +44,8 @@ def data(tmp_path_factory):
 @pytest.fixture
 def start(data, tmp_path, monkeypatch, capsys):
     """Runs the command on small data and returns what it printed."""
+
+    monkeypatch.setattr(machine, "MORE_SECONDS", 0.0)
 
     def run(*flags, **paths) -> str:
         argv = []

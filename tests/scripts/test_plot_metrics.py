@@ -9,6 +9,7 @@ import pytest
 
 from common.errors import UserError
 from scripts import plot_metrics
+from scripts.runs import figures
 from scripts.runs.run import Run
 from tests.conftest import write_jsonl
 from tests.stage_process import run
@@ -29,7 +30,7 @@ def run_of(records: list[dict]) -> Run:
 
 
 def draw(runs: dict[str, list[dict]], *how, **more):
-    return plot_metrics.draw({name: run_of(records) for name, records in runs.items()}, *how, **more)
+    return figures.draw({name: run_of(records) for name, records in runs.items()}, *how, **more)
 
 
 def drawn(figure) -> dict[str, dict[str, tuple[list, list]]]:
@@ -74,16 +75,19 @@ def test_panels_are_chosen_by_name():
 
 def test_a_folder_stands_for_its_runs(tmp_path, start, monkeypatch):
     seen = []
-    original = plot_metrics.draw
-    monkeypatch.setattr(
-        plot_metrics, "draw", lambda runs, *how: seen.append(list(runs)) or original(runs, *how)
-    )
+
+    def noted_draw(runs, *how):
+        seen.append(list(runs))
+        return figures.draw(runs, *how)
+
+    monkeypatch.setattr(plot_metrics, "draw", noted_draw)
     for name in ("b_64", "a_64"):
         write_jsonl(tmp_path / f"{name}_metrics.jsonl", [record(1)])
     start(tmp_path, tmp_path / "b_64_metrics.jsonl", "--png", tmp_path / "one.png")
     assert seen == [["a_64", "b_64"]]
+    (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match="holds no metrics"):
-        (tmp_path / "empty").mkdir() or start(tmp_path / "empty")
+        start(tmp_path / "empty")
     with pytest.raises(UserError, match="add where to: --png FILE"):
         start(tmp_path, "--panels", "loss")
     with pytest.raises(UserError, match="--smoothing"):
@@ -177,7 +181,7 @@ def test_a_run_from_rewards_shows_them(tmp_path):
     found = dict(zip(head, row, strict=True))
     names = ("reward", "eval_reward", "best_update")
     assert [found[name] for name in names] == ["0.2500", "0.5000", "1"]
-    panels = drawn(plot_metrics.draw(plot_metrics.read_runs([str(tmp_path)]), "update"))
+    panels = drawn(figures.draw(plot_metrics.read_runs([str(tmp_path)]), "update"))
     # minus it is no loss to draw
     assert [*panels["loss"]] == ["a"] and [*panels["reward"]] == ["a", "a, held-out"]
 

@@ -8,24 +8,10 @@ import socket
 import time
 
 import pytest
-import torch
 
-from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from scripts import serve_openai_api
 from scripts.serve import api
-from tests.conftest import ROOT
-from tests.stage_process import StageProcess
-from trainer.run.paths import weight_path
-from trainer.weights.files import save_weights
-
-
-@pytest.fixture
-def weights(tmp_path) -> list[str]:
-    """Flags that name a saved model."""
-    torch.manual_seed(0)
-    config = MiniMindConfig(hidden_size=32, num_hidden_layers=1)
-    save_weights(MiniMindForCausalLM(config), weight_path(tmp_path, "full_sft", config))
-    return ["--save_dir", str(tmp_path)]
+from tests.stage_process import Faults, StageProcess
 
 
 def wait_for_line(process: StageProcess, begin: str) -> str:
@@ -43,9 +29,10 @@ def port_of(process: StageProcess) -> int:
 
 
 def test_a_signal_lets_answers_be_finished_and_a_second_one_does_not(weights):
-    script = str(ROOT / "scripts/serve_openai_api.py")
+    script = "scripts.serve_openai_api"
     argv = [*weights, "--port", "0", "--slots", "4", "--context", "32000", "--max_new_tokens"]
-    gentle, hasty = processes = [StageProcess(script, [*argv, length]) for length in ("120", "30000")]
+    short = Faults(script="from scripts import serve_openai_api; serve_openai_api.GRACE = 0.5")
+    gentle, hasty = processes = [StageProcess(script, [*argv, length], short) for length in ("120", "30000")]
     body = {"messages": [{"role": "user", "content": "hello"}], "stream": True, "n": 4, "seed": 1}
     streams = []
     for process in processes:

@@ -245,7 +245,8 @@ MISTAKES = {
         "--hidden_size must be divisible by 16, not '17'; --epochs must be 1 or more, not '0'",
     ),
     "a flag of this script": (["--", "--use_moe", 1], "--use_moe goes before the --"),
-    "a folder that is there": (["--work_dir", ROOT], "give a new folder"),
+    "a folder that is there": (["--work_dir", ROOT], "cannot be created (File exists); give a new folder"),
+    "a folder in a file": (["--work_dir", ROOT / "README.md" / "x"], "cannot be created (Not a directory)"),
 }
 
 
@@ -294,6 +295,7 @@ def test_one_rank_killed_at_random_moments(monkeypatch, capsys):
     """A failure shows the seed that draws the same kills again."""
     seed = new_seed()
     monkeypatch.setattr(psutil, "Popen", Forked)
+    monkeypatch.setattr(verify_resume, "UPDATES", 24)
     try:
         call(monkeypatch, "--kills", 2, "--seed", seed)
     except SystemExit as end:

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from scripts.runs import report
-from scripts.runs.curve import curve_svg, curves_of
+from scripts.runs.figures import draw_large
 from scripts.runs.run import Run
 from scripts.runs.words import WORDS, long_time
 
@@ -73,27 +73,29 @@ def test_the_verdict_without_held_out_text_and_of_rewards():
 
 
 def test_a_plan_beside_what_came(tmp_path):
-    metrics, run = tmp_path / "pretrain_64_metrics.jsonl", run_of([5.0, 4.0])
-    assert report.outcomes(metrics, run) == []
+    run = run_of([5.0, 4.0])
+    run.path = tmp_path / "pretrain_64_metrics.jsonl"
+    assert report.outcomes(run) == []
     plan = {"seconds": 90.0, "tokens": 1_900_000, "eval_loss": [3.8, 4.1, 4.4]}
     (tmp_path / "plan.json").write_text(json.dumps({"pretrain_64": plan}))
-    assert [tuple(each) for each in report.outcomes(metrics, run)] == [
+    assert [tuple(each) for each in report.outcomes(run)] == [
         ("time", "1.5 min", "2.0 min"),
         ("tokens", "1,900,000", "2,000,000"),
         ("eval_loss", "3.80 – 4.40", "4.00"),
     ]
-    assert report.outcome(metrics, run).endswith("held-out loss 4.00 (planned 3.80 – 4.40)")
+    assert report.outcome(run).endswith("held-out loss 4.00 (planned 3.80 – 4.40)")
     (tmp_path / "plan.json").write_text('{"pretrain_64": {"seconds": "soon"}}')
-    assert report.outcome(metrics, run) is None
+    assert report.outcome(run) is None
 
 
-def test_the_curve_has_each_point_where_it_belongs():
-    curves = curves_of(run_of([5.0, 4.0, 3.0]), "#123456", "loss", "tokens", 0.0)
-    svg = curve_svg(curves, (760, 430), ["a<b", "x"])
-    trained, held_out = re.findall(r'<polyline class="([\w-]+)" stroke="#123456" points="([^"]+)"', svg)
-    assert (trained[0], held_out[0]) == ("trained", "held-out") and svg.count("<circle") == 3
-    points = [tuple(map(float, pair.split(","))) for pair in held_out[1].split()]
-    assert [at for at, _ in points] == sorted(at for at, _ in points) and points[-1][0] == 746.0
-    assert [y for _, y in points] == sorted(y for _, y in points)  # lower is further down
-    assert "a&lt;b" in svg
-    assert curve_svg(curves_of(run_of([1.0]), "#0", "kl", "tokens", 0.0), (9, 9), ["", ""]) == ""
+@pytest.mark.parametrize("in_a_row", [True, False])
+def test_the_large_curve(in_a_row):
+    """Stages stand one behind the other."""
+    runs = [run_of([5.0, 4.0, 3.0]), run_of([2.0])]
+    (axes,) = draw_large(runs, "update", "loss", ["x", "y"], in_a_row).axes
+    points = [line.get_xydata().tolist() for line in axes.lines]
+    at = 40 if in_a_row else 10
+    held_out = [[10, 5.0], [20, 4.0], [30, 3.0]]
+    trained = [[update, loss + 1] for update, loss in held_out]
+    assert points == [trained, held_out, [[at, 3.0]], [[at, 2.0]]]
+    assert draw_large(runs, "update", "kl", ["x", "y"], in_a_row) is None

@@ -38,7 +38,8 @@ def folder(tmp_path_factory) -> Path:
         )
         model = MiniMindForCausalLM(config)
         for parameter in model.parameters():
-            torch.nn.init.normal_(parameter, std=0.4) if parameter.ndim > 1 else None
+            if parameter.ndim > 1:
+                torch.nn.init.normal_(parameter, std=0.4)
         save_weights(model, weight_path(folder, name, config))
     (folder / "other.pth").write_bytes(b"")
     (folder / "damaged_32.pth").write_bytes(b"PK")

@@ -56,6 +56,11 @@ def curve(page, title: str) -> list[str]:
     return page.run(script, title)
 
 
+def look(page) -> None:
+    """Have the page look at the folder of the runs, as it does every two seconds."""
+    page.run("document.dispatchEvent(new Event('visibilitychange'))")
+
+
 def points(path: str) -> list[tuple[float, float]]:
     return [(float(x), float(y)) for x, y in re.findall(r"([\d.]+),([\d.]+)", path)]
 
@@ -609,6 +614,7 @@ def test_the_table_of_runs_and_their_samples(curves, folder):
         settings = {"data_path": f"data/{name}", "learning_rate": rate, "constructor": attack}
         settings |= {"save_dir": name}
         (folder / f"{name}_64_run.json").write_text(json.dumps({"settings": settings}), encoding="utf-8")
+    look(curves)
     curves.wait(lambda: "sampled_64" in curves.text("#runs"))
     curves.click('[data-run="sampled_64"]')
     curves.wait(lambda: "sampled_64" in curves.text("#latest-values"))
@@ -626,7 +632,7 @@ def test_the_table_of_runs_and_their_samples(curves, folder):
     curves.click("#samples summary")
     curves.wait(lambda: "update 2: answer 2" in curves.text("#sample-texts"))
     append(path, record(4, samples=[{"prompt": attack, "completion": "more"}]))
-    # it stays open while the file grows
+    look(curves)  # it stays open while the file grows
     curves.wait(lambda: "update 4: more" in curves.text("#sample-texts"))
     assert "update 1: answer 1" in curves.text("#sample-texts") and attack in curves.text("#sample-texts")
 
@@ -637,6 +643,7 @@ def test_curves_move_while_a_file_grows(curves, folder):
     assert curves.shown("#live") and "running" in curves.text("#runs")
     (folder / "new.part").write_text("", encoding="utf-8")
     append(folder / "third_64_metrics.jsonl", record(1, seconds_left=0))
+    look(curves)
     curves.wait(lambda: "third_64" in curves.text("#runs"))
 
 
@@ -668,6 +675,7 @@ def test_updates_without_a_finite_loss_are_seen(curves, folder):
     bad = [record(i, **lost, skipped=[{"update": i, "sample_ids": [1]}]) for i in (4, 5)]
     append(folder / "hurt_64_metrics.jsonl", *map(record, (1, 2, 3)), *bad, record(6))
     append(folder / "lost_64_metrics.jsonl", *map(record, (1, 2)), record(3, **lost))
+    look(curves)
     for name in ("hurt_64", "lost_64"):
         curves.wait(lambda name=name: name in curves.text("#runs"))
         curves.click(f'[data-run="{name}"]')
@@ -685,6 +693,7 @@ def test_metrics_and_runs_may_have_any_name(curves, folder):
     append(folder / "constructor_metrics.jsonl", record(1, **named), record(2, **named))
     with open(os.fsencode(folder) + b"/caf\xe9_64_metrics.jsonl", "w", encoding="utf-8") as file:
         file.write(json.dumps(record(1)) + "\n")
+    look(curves)
     choose = "[...document.querySelectorAll('.run')].find((e) => e.innerText.includes(arguments[0])).click()"
     for name in ("constructor", "caf\\xe9_64"):
         curves.wait(lambda name=name: name in curves.text("#runs"))
