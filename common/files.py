@@ -69,35 +69,35 @@ def new_path(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def _temporary(path: Path) -> Iterator[Path]:
-    """A temporary name beside `path`, which the block renames; an OSError becomes a WriteError."""
+    """A temporary name beside `path`, which the block renames. Raises WriteError."""
     # always the same name, so that what a kill leaves behind is replaced
     temp = path.with_name(f".{path.name}.tmp")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        remove(temp)  # it may be another user's file, which cannot be written but can be deleted
-        yield temp
-        sync_folder(path.parent)  # the rename itself must survive a power cut
-    except (OSError, RuntimeError) as error:  # torch.save wraps an OSError in a RuntimeError
-        translated = write_error(path, error)
-        if translated is error:
-            raise
-        raise translated from error
+        with write_errors(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            remove(temp)  # it may be another user's file, which cannot be written but can be deleted
+            yield temp
+            sync_folder(path.parent)  # the rename itself must survive a power cut
     finally:
         with suppress(OSError):  # a read-only folder: nothing was written
             remove(temp)
 
 
-def write_error(path: Path, error: BaseException) -> BaseException:
-    """The WriteError for an OSError among the causes of `error`; any other error as it is."""
-    cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, OSError):
-        cause = cause.__cause__ or cause.__context__
-    if cause is None:
-        return error
-    return WriteError(
-        f"{path} cannot be written ({cause.strerror or cause}); what was there is untouched; make room "
-        "or give another folder"
-    )
+@contextmanager
+def write_errors(path: Path) -> Iterator[None]:
+    """Turn an OSError of the block, also one that torch.save wraps in a RuntimeError, into a WriteError."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, OSError):
+            cause = cause.__cause__ or cause.__context__
+        if cause is None:
+            raise
+        raise WriteError(
+            f"{path} cannot be written ({cause.strerror or cause}); what was there is untouched; make room "
+            "or give another folder"
+        ) from error
 
 
 def remove(path: Path) -> None:
