@@ -3,6 +3,7 @@ the console of a process: it may go away, lines below a level are hidden, a log 
 """
 
 import argparse
+import difflib
 import errno
 import io
 import json
@@ -15,7 +16,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn, TextIO, cast
@@ -68,10 +69,21 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise UserError; argparse would print the usage and exit."""
-        words = message.split() if message.startswith("unrecognized arguments") else ()
+        if not message.startswith("unrecognized arguments: "):
+            raise UserError(f"{message}; see --help")
+        words = message.split()[2:]
         flags = [word.partition("=")[0] for word in words if word.startswith("--")]
-        hints = [f"{flag}: {USE_INSTEAD[flag[2:]]}" for flag in flags if flag[2:] in USE_INSTEAD]
-        raise UserError("; ".join([message, *hints, "see --help"]))
+        known = self._option_string_actions
+        raise UserError("; ".join(f"{word} is unknown; {hint(word, known)}" for word in flags or words))
+
+
+def hint(name: str, known: Iterable[str]) -> str:
+    """What to use instead of an unknown setting or flag."""
+    instead = USE_INSTEAD.get(name.lstrip("-"))
+    if instead is not None:
+        return instead
+    near = difflib.get_close_matches(name.lower(), known, 1)
+    return f"did you mean {near[0]}" if near else "see --help"
 
 
 @contextmanager
@@ -87,10 +99,9 @@ def one_line_errors() -> Iterator[None]:
     more, as behind `| head -1`, the command ends silently. Standard streams that are closed are opened, and
     many open files are allowed.
     """
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:  # `>&-`: print would fail, and the next file would get its number
             null = os.open(os.devnull, os.O_RDWR)  # the lowest free number, so usually this one
-            mode = "w" if number else "r"
             stream = open(null, mode, closefd=False, encoding="utf-8")  # noqa: SIM115 (it stays open)
             setattr(sys, name, stream)
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -110,17 +121,11 @@ def one_line_errors() -> Iterator[None]:
         line = _about_limits(error) or (str(error) if isinstance(error, UserError) else "")
         if not line:
             raise
-        _exit(
-            f"error: {line}",
-            2,
-            print_first=launch().local_rank == 0,
-            is_cause=not isinstance(error, LostRank),
-        )
+        _exit(f"error: {line}", 2, error)
     except Interrupted as error:
-        # the ranks stop together
-        _exit(f"stopped: {error}", 128 + error.number, silent=launch().local_rank > 0)
-    except KeyboardInterrupt:
-        _exit("stopped: by Ctrl-C", 128 + signal.SIGINT)
+        _exit(f"stopped: {error}", 128 + error.number, error)
+    except KeyboardInterrupt as error:
+        _exit("stopped: by Ctrl-C", 128 + signal.SIGINT, error)
 
 
 def _end_with_reader() -> None:
@@ -150,29 +155,29 @@ def _about_limits(error: BaseException | None) -> str:
     return ""
 
 
-def _exit(
-    line: str, status: int, print_first: bool = True, is_cause: bool = True, silent: bool = False
-) -> NoReturn:
-    distributed = launch().world_size > 1
-    if distributed:
+def _exit(line: str, status: int, error: BaseException) -> NoReturn:
+    place, is_lost = launch(), isinstance(error, LostRank)
+    is_distributed = place.world_size > 1
+    if is_distributed:
         # from here on torchrun may terminate this rank at any moment
         for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_DFL)
-    if distributed and is_cause:
+    if is_distributed and not is_lost:
         _write_torchrun_error_file(line)
-    if silent or not print_first:
-        time.sleep(2)
+    if place.local_rank > 0:
+        time.sleep(2)  # local rank 0 prints first
     try:
         sys.stdout.flush()
     except OSError:  # the terminal is gone, or the disk full; Python flushes once more at its end
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    with suppress(OSError):
-        if not silent:
+    # at a signal the ranks stop together, and one of them says so
+    if place.local_rank == 0 or not isinstance(error, Interrupted):
+        with suppress(OSError):
             print(printable(" ".join(line.splitlines())), file=sys.stderr, flush=True)
-    if distributed and not is_cause:
+    if is_distributed and is_lost:
         # torchrun reports the rank that exits first, which must be the one that caused the failure
         time.sleep(2)
-    if distributed:
+    if is_distributed:
         os._exit(status)  # destroying a process group whose peers are gone can hang
     sys.exit(status)
 

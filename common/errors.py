@@ -39,10 +39,8 @@ def printable(text: str) -> str:
 
 
 def say(text: str) -> None:
-    """Print a line, escaping what a terminal would obey and characters that stdout's encoding lacks (file
-    names and records may hold any)."""
-    encoding = sys.stdout.encoding or "utf-8"
-    print(printable(text).encode(encoding, "backslashreplace").decode(encoding), flush=True)
+    """Print a line, escaping what a terminal would obey: file names and records may hold anything."""
+    print(printable(text), flush=True)
 
 
 def warn(text: str) -> None:

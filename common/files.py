@@ -69,35 +69,35 @@ def new_path(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def _temporary(path: Path) -> Iterator[Path]:
-    """A temporary name beside `path`, which the block renames; an OSError becomes a WriteError."""
+    """A temporary name beside `path`, which the block renames. Raises WriteError."""
     # always the same name, so that what a kill leaves behind is replaced
     temp = path.with_name(f".{path.name}.tmp")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        remove(temp)  # it may be another user's file, which cannot be written but can be deleted
-        yield temp
-        sync_folder(path.parent)  # the rename itself must survive a power cut
-    except (OSError, RuntimeError) as error:  # torch.save wraps an OSError in a RuntimeError
-        translated = write_error(path, error)
-        if translated is error:
-            raise
-        raise translated from error
+        with write_errors(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            remove(temp)  # it may be another user's file, which cannot be written but can be deleted
+            yield temp
+            sync_folder(path.parent)  # the rename itself must survive a power cut
     finally:
         with suppress(OSError):  # a read-only folder: nothing was written
             remove(temp)
 
 
-def write_error(path: Path, error: BaseException) -> BaseException:
-    """The WriteError for an OSError among the causes of `error`; any other error as it is."""
-    cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, OSError):
-        cause = cause.__cause__ or cause.__context__
-    if cause is None:
-        return error
-    return WriteError(
-        f"{path} cannot be written ({cause.strerror or cause}); what was there is untouched; make room "
-        "or give another folder"
-    )
+@contextmanager
+def write_errors(path: Path) -> Iterator[None]:
+    """Turn an OSError of the block, also one that torch.save wraps in a RuntimeError, into a WriteError."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, OSError):
+            cause = cause.__cause__ or cause.__context__
+        if cause is None:
+            raise
+        raise WriteError(
+            f"{path} cannot be written ({cause.strerror or cause}); what was there is untouched; make room "
+            "or give another folder"
+        ) from error
 
 
 def remove(path: Path) -> None:
@@ -145,16 +145,16 @@ def locked(path: Path, message: str) -> Iterator[bool]:
     """Hold a lock file. If another process has it, print `message` and wait. Yields whether it is held: not
     on a file system without locks, and not where no file can be made."""
     with ExitStack() as stack:
-        is_held = False
+        is_held: bool | None = None
         with suppress(OSError):
             file = stack.enter_context(open(path, "a+", encoding="utf-8"))
-            holder = _try_lock(file)
-            if holder:
+            is_held = _try_lock(file)
+            if is_held is False:
                 if launch().local_rank == 0:
                     say(message)
                 fcntl.lockf(file, fcntl.LOCK_EX)
-            is_held = holder is not None
-        yield is_held
+                is_held = True
+        yield bool(is_held)
 
 
 def lock_output(run: str, **folders: str) -> None:
@@ -174,9 +174,8 @@ def lock_output(run: str, **folders: str) -> None:
             with suppress(PermissionError):  # it is the file of another user
                 # who may write into the folder may resume the run
                 path.chmod(path.parent.stat().st_mode & 0o666)
-            holder = _try_lock(file)
-            if holder:
-                _wait_for(holder, file, path.parent)
+            if _try_lock(file) is False:
+                _wait_for(file, path.parent)
             file.truncate(0)
             file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
             file.flush()
@@ -185,25 +184,26 @@ def lock_output(run: str, **folders: str) -> None:
             raise UserError(f"--{flag} {folder} cannot be written ({why}); give another folder") from error
 
 
-def _wait_for(holder: str, file: TextIO, folder: Path) -> None:
-    """Wait until another process releases a lock file. Raises UserError after LOCK_TIMEOUT."""
+def _wait_for(file: TextIO, folder: Path) -> None:
+    """Wait until another process, which the lock file names, releases it. Raises UserError after
+    LOCK_TIMEOUT."""
+    file.seek(0)
+    holder = file.read().strip() or "another process"
     taken = f"{holder} is training a run of this name and writes to {folder}"
     say(f"{taken}; waiting up to {LOCK_TIMEOUT:.0f} s, in case it is saving and about to end")
     begin = time.monotonic()
-    while _try_lock(file):
+    while _try_lock(file) is False:
         if time.monotonic() - begin >= LOCK_TIMEOUT:
             raise UserError(f"{taken}; wait for it, end it, or choose another --save_weight")
         time.sleep(0.2)
 
 
-def _try_lock(file: TextIO) -> str | None:
-    """Lock a file: "" if that worked, None on a file system without locks. If another process has the lock,
-    who that is, as the file says."""
+def _try_lock(file: TextIO) -> bool | None:
+    """Lock a file: False if another process has the lock, None on a file system without locks."""
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
-        file.seek(0)
-        return file.read().strip() or "another process"
+        return False
     except OSError:
         return None
-    return ""
+    return True

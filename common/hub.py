@@ -153,21 +153,13 @@ def _from_hugging_face(path: HubPath, cache: Path, tokenizer_only: bool) -> Path
         return _download_by_library(path, tokenizer_only)
     except errors.GatedRepoError:
         what = f"it is gated: ask for access at {page}, then {login}"
-    except errors.RepositoryNotFoundError:
-        what = f"there is no {page}, or it is private; check the name, or {login}"
-    except errors.RevisionNotFoundError:
-        what = f"{page} has no revision {path.revision}"
-    except errors.RemoteEntryNotFoundError:
-        what = f"{page} holds no such file; check the name"
+    except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, errors.RemoteEntryNotFoundError):
+        what = f"{page} has no such file or revision, or is private; check the name, or {login}"
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
+        why = f"cannot be reached ({reason(error.__cause__ or error)})"
         if constants.HF_HUB_OFFLINE:
-            what = f"HF_HUB_OFFLINE is set, and {cache} does not hold it; download it once without that"
-        else:
-            why = reason(error.__cause__ or error)
-            what = (
-                f"{constants.ENDPOINT} cannot be reached ({why}), and {cache} does not hold it; "
-                "HF_ENDPOINT names a mirror, such as https://hf-mirror.com"
-            )
+            why = "is not asked, since HF_HUB_OFFLINE is set"
+        what = f"{constants.ENDPOINT} {why}, and {cache} does not hold it; HF_ENDPOINT names a mirror"
     except Exception as error:  # of the network, in any of several libraries
         what = f"the download failed ({reason(error)}); start again"
     raise UserError(f"{path.typed}: {what}")

@@ -10,9 +10,8 @@ alone.
 import argparse
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
-from inspect import get_annotations
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast, get_args, get_origin
 
@@ -62,40 +61,30 @@ class DataConfig:
     section: ClassVar[str] = "data"
     data_path: str | None = setting(
         None,
-        "training data: file, folder or glob, several separated by commas (JSON, "
-        "Parquet, CSV, Arrow, text), each with "
-        "a weight after a colon to mix them",
+        "training data: file, folder or glob, several separated by commas (JSON, Parquet, CSV, Arrow, text), "
+        "each with a weight after a colon to mix them",
     )
     eval_data_path: str | None = setting(
         None, "held-out data, in the same forms; gives eval_loss, eval_bpb and <save_weight>_best"
     )
     eval_share: float = setting(
-        0.0,
-        "share of the records of --data_path that is held out, instead of --eval_data_path; 0: none",
-        ge=0,
-        le=0.5,
+        0.0, "share of the records of --data_path to hold out, instead of --eval_data_path", ge=0, le=0.5
     )
     max_tokens: int = setting(
-        0,
-        "train on about so many tokens of the data in each epoch, the beginning of its order; 0: all",
-        "tokens",
-        role="run",
-        ge=0,
+        0, "tokens of the data per epoch, from the beginning of its order; 0: all", "tokens", role="run", ge=0
     )
     text_separator: str | None = setting(
-        None, "line between documents in .txt files; without it each file is one document"
+        None, "line between the documents of a .txt file; without it the file is one"
     )
     cache_dir: str = setting(str(ROOT / "dataset" / "cache"), "folder of the token cache")
     max_seq_len: int = setting(512, "length of the longest sample", "tokens", role="run", ge=8, le=32768)
     packing: bool = setting(False, "1: fill rows of --max_seq_len tokens with whole samples", role="run")
-    on_bad_data: Literal["stop", "skip"] = setting(
-        "stop", "at a record that cannot be used: stop, or skip and list it"
-    )
+    on_bad_data: Literal["stop", "skip"] = setting("stop", "at an unusable record: stop, or skip and list it")
     max_bad_share: float = setting(
-        0.1, "with --on_bad_data skip: stop above this share of bad records", ge=0, le=1
+        0.1, "share of bad records above which --on_bad_data skip stops", ge=0, le=1
     )
     num_workers: int = setting(
-        0, "data loader processes per rank; 0 loads in the training process", "processes", ge=0
+        0, "data loader processes per rank; 0: the training process loads", "processes", ge=0
     )
 
 
@@ -104,17 +93,14 @@ class ModelConfig:
     """The shape of the model."""
 
     section: ClassVar[str] = "model"
-    hidden_size: int = setting(
-        512, "width; divisible by 16 (8 heads of an even size)", role="shape", ge=16, multiple_of=16
-    )
+    # 8 heads of an even size
+    hidden_size: int = setting(512, "width; a multiple of 16", role="shape", ge=16, multiple_of=16)
     num_hidden_layers: int = setting(8, "depth", "layers", role="shape", ge=1)
     use_moe: bool = setting(False, "1: mixture of experts instead of a dense model", role="shape")
     num_experts: int = setting(4, "experts per layer, with --use_moe 1", role="shape", ge=1)
-    num_experts_per_tok: int = setting(
-        1, "experts that each token goes through, with --use_moe 1", role="shape", ge=1
-    )
+    num_experts_per_tok: int = setting(1, "experts per token, with --use_moe 1", role="shape", ge=1)
     dropout: float = setting(
-        0.0, "dropout probability, after the embedding and each attention", role="not_shape", ge=0, lt=1
+        0.0, "dropout after the embedding and each attention", role="not_shape", ge=0, lt=1
     )
     tokenizer_path: str = setting(str(ROOT / "model"), "folder of a Hugging Face tokenizer", role="not_shape")
 
@@ -126,42 +112,26 @@ class TrainingConfig:
     section: ClassVar[str] = "training"
     epochs: int = setting(2, "passes over the data", role="run", ge=1)
     batch_size: int = setting(
-        32,
-        "micro-batch size of each rank (with --packing 1 in rows); auto: by the data",
-        "samples",
-        auto=True,
-        ge=1,
+        32, "samples (or packed rows) of a rank's micro-batch; auto: by the data", auto=True, ge=1
     )
-    accumulation_steps: int = setting(
-        1, "gradient accumulation: micro-batches per update", "micro-batches", ge=1
-    )
+    accumulation_steps: int = setting(1, "gradient accumulation", "micro-batches per update", ge=1)
     learning_rate: float = setting(
         5e-4,
-        "peak learning rate (muon: 8 times this value); auto: by width, batch and data",
+        "peak learning rate (muon: 8 times it); auto: by width, batch and data",
         auto=True,
         role="run",
         gt=0,
     )
     warmup_updates: int = setting(0, "linear warm-up of the learning rate", "updates", role="run", ge=0)
     optimizer: Literal["adamw", "muon"] = setting(
-        "adamw", "AdamW, or Muon for the layers' matrices (AdamW for others)", role="run"
+        "adamw", "muon: for the layers' matrices, AdamW for the rest", role="run"
     )
-    weight_decay: float = setting(
-        0.01, "weight decay of the optimizer, on matrices only", role="run", ge=0, le=1
-    )
+    weight_decay: float = setting(0.01, "weight decay, on matrices only", role="run", ge=0, le=1)
     grad_clip: float = setting(1.0, "largest L2 norm of the gradient; 0: no clipping", role="run", ge=0)
-    seed: int = setting(
-        42, "seed of the initial weights, the order of samples and dropout", role="run", ge=0, le=2**63 - 1
-    )
-    max_bad_updates: int = setting(
-        5, "updates in a row with a non-finite loss or gradient that end the run", ge=1
-    )
-    patience: int = setting(
-        0, "early stopping: evaluations without improvement before it stops; 0: off", ge=0
-    )
-    min_delta: float = setting(
-        0.0, "a change of --monitor counts as an improvement if it is larger than this", ge=0
-    )
+    seed: int = setting(42, "seed of weights, data order and dropout", role="run", ge=0, le=2**63 - 1)
+    max_bad_updates: int = setting(5, "non-finite updates in a row that end the run", ge=1)
+    patience: int = setting(0, "early stopping: evaluations without improvement; 0: off", ge=0)
+    min_delta: float = setting(0.0, "an improvement of --monitor exceeds this", ge=0)
     monitor: str = setting("eval_loss", "held-out metric for early stopping and for the best weights")
     mode: Literal["min", "max"] = setting("min", "whether a smaller or a larger --monitor is better")
 
@@ -178,10 +148,7 @@ class OptimizationConfig:
     )
     use_compile: bool | None = setting(None, "1: torch.compile each layer; auto: where it pays", auto=True)
     parallel: Literal["ddp", "fsdp", "hsdp"] = setting(
-        "ddp",
-        "several ranks: replicate the model (DDP), shard it (FSDP2, fully_shard), or "
-        "shard it within each machine and "
-        "replicate it across machines (hsdp)",
+        "ddp", "replicate the model (DDP), shard it (FSDP2), or shard within and replicate across machines"
     )
     activation_checkpointing: bool = setting(
         False, "1: recompute activations: less memory, a third more work"
@@ -195,9 +162,7 @@ class DistributedConfig:
 
     section: ClassVar[str] = "distributed"
     device: str = setting("auto", "auto (CUDA, then MPS, then CPU), cuda, cuda:N, mps or cpu")
-    rank_timeout: int = setting(
-        600, "time without a sign of another rank until it counts as lost", "seconds", ge=1
-    )
+    rank_timeout: int = setting(600, "a rank without a sign for so long is lost", "seconds", ge=1)
 
 
 @dataclass(kw_only=True)
@@ -215,15 +180,11 @@ class CheckpointConfig:
     )
     from_resume: bool = setting(False, "1: continue from the newest checkpoint, if there is one")
     resume_from: str | None = setting(
-        None,
-        "state with which a branch begins; once the branch has a newer state of its own, "
-        "that one is continued",
+        None, "state with which a branch begins; resumed, the branch continues with its own newer one"
     )
     extend_epochs: bool = setting(False, "1: a resumed run may have more --epochs than before")
-    save_interval: int = setting(
-        1000, "interval of checkpoints; each epoch ends with one", "micro-batches", ge=1
-    )
-    keep_every: int = setting(0, "keep a numbered checkpoint every N updates; 0: none", "updates", ge=0)
+    save_interval: int = setting(1000, "between checkpoints; each epoch ends with one", "micro-batches", ge=1)
+    keep_every: int = setting(0, "interval of numbered checkpoints; 0: none", "updates", ge=0)
     keep_last: int = setting(3, "numbered checkpoints to keep, in addition to the best", ge=0)
 
 
@@ -237,29 +198,18 @@ class LoggingConfig:
         0, "interval of evaluations; 0: only at the end of each epoch", "micro-batches", ge=0
     )
     sample_prompts: str = setting(
-        "auto",
-        "answered at each evaluation: auto (beginnings of held-out data), none, or a "
-        "text file of one per line",
+        "auto", "to answer at each evaluation: auto (held-out ones), none, or a text file of one per line"
     )
     use_tensorboard: bool = setting(False, "1: curves for TensorBoard, in --tensorboard_dir")
-    tensorboard_dir: str | None = setting(
-        None,
-        "folder of TensorBoard curves, <save_dir>/tensorboard; to view them: tensorboard --logdir FOLDER",
-    )
+    tensorboard_dir: str | None = setting(None, "folder of the curves; without it <save_dir>/tensorboard")
     use_wandb: bool = setting(False, "log to SwanLab")
     wandb_project: str = setting("MiniMind-Trainer", "SwanLab project")
     swanlab_mode: Literal["cloud", "disabled", "local", "offline", "online"] = setting(
         "cloud", "where SwanLab keeps the run"
     )
-    log_level: Literal["debug", "info", "warning", "error"] = setting(
-        "info", "least severe lines that are shown"
-    )
-    log_file: str | None = setting(
-        None, "file to which every console line is appended, with its time and level"
-    )
-    log_dir: str | None = setting(
-        None, "folder of the log file, which is then <run>.log; instead of --log_file"
-    )
+    log_level: Literal["debug", "info", "warning", "error"] = setting("info", "least severe lines shown")
+    log_file: str | None = setting(None, "appends every console line, with time and level, to this file")
+    log_dir: str | None = setting(None, "folder of the log file <run>.log, instead of --log_file")
 
 
 @dataclass(kw_only=True)
@@ -320,19 +270,6 @@ class StageArgs(
 
 # --- one setting
 
-MUST_BE = {  # pydantic's error types; `{...}` is filled from the limits or the error's context
-    "int": "a whole number",
-    "float": "a finite number",
-    "finite_number": "a finite number",
-    "bool": "0 or 1",
-    "string": "text (in YAML put it in quotes)",
-    "literal_error": "{expected}",
-    "greater_than_equal": "{ge} or more",
-    "greater_than": "above {gt}",
-    "less_than_equal": "{le} or less",
-    "less_than": "below {lt}",
-    "multiple_of": "divisible by {multiple_of}",
-}
 METAVARS = {bool: "{0,1}", int: "INT", float: "FLOAT"}
 
 
@@ -353,27 +290,23 @@ class Setting:
 
     def parse(self, value: Any) -> Any:
         """A value of this setting, from text or from YAML. Raises ValueError with what it must be."""
-        text = str(value).lower()
-        if value is None or text in ("", "none", "null"):
-            if type(None) in get_args(self.kind):
-                return None
-            if value == "" and self.kind is str and self.default != "":
-                raise ValueError("must not be empty")
-        if self.auto and value == "auto":
+        may_be_none = type(None) in get_args(self.kind)
+        if may_be_none and str(value).lower() in ("", "none", "null"):
             return None
+        if self.auto and value in ("auto", None):
+            return None
+        if value == "" and self.kind is str:
+            raise ValueError("must not be empty")
         if isinstance(value, bool) and self.kind is not bool:
-            value = text  # for pydantic True is the number 1
+            value = str(value)  # for pydantic True is the number 1
         limits = {"allow_inf_nan": False, **self.limits} if self.kind is float else self.limits
         try:
             return TypeAdapter(Annotated[self.kind, Field(**limits)]).validate_python(value)
         except ValidationError as error:
-            problem = error.errors()[0]
-            kind = problem["type"] if problem["type"] in MUST_BE else problem["type"].split("_")[0]
-            must_be = MUST_BE[kind].format(**{**problem.get("ctx", {}), **self.limits})
+            message = error.errors()[0]["msg"].replace("Input should", "must").partition(", unable")[0]
             if self.auto:
-                must_be += " or auto"
-            shown = "null" if value is None else repr(value)
-            raise ValueError(f"must be {must_be}, not {shown}") from None
+                message += " or auto"
+            raise ValueError(f"{message}, not {value!r}") from None
 
     def parse_flag(self, text: str) -> Any:
         """`parse` for argparse, which shows the message of its own type of error only."""
@@ -403,22 +336,26 @@ class Setting:
 def settings_of(args_class: type) -> Mapping[str, Setting]:
     """The settings of a dataclass by name, section by section, a stage's own last. The class that introduces
     a field says what it is; a subclass may only override the default."""
-    fields = args_class.__dataclass_fields__
+    defaults = {each.name: each.default for each in fields(args_class)}
+    bases: list[Any] = [base for base in reversed(args_class.__mro__) if is_dataclass(base)]
     settings: dict[str, Setting] = {}
-    for base in reversed(args_class.__mro__):
-        for name, kind in get_annotations(base, eval_str=True).items():
-            if name in settings or name == "given" or name not in fields or get_origin(kind) is ClassVar:
+    for base in bases:
+        for each in fields(base):
+            if each.name in settings or each.name == "given":
                 continue
-            marks = dict(base.__dataclass_fields__[name].metadata)
+            marks, kind = dict(each.metadata), each.type
             if marks.get("auto") and type(None) in get_args(kind):
                 kind = get_args(kind)[0]  # None stands for `auto`
             if base.section == StageArgs.section:
                 marks["role"] = "run"
-            settings[name] = Setting(name, kind, fields[name].default, base.section, **marks)
-    by_section: dict[str, dict[str, Setting]] = {base.section: {} for base in StageArgs.__bases__}
-    for name, each in settings.items():
-        by_section.setdefault(each.section, {})[name] = each
-    return {name: each for rows in by_section.values() for name, each in rows.items()}
+            settings[each.name] = Setting(each.name, kind, defaults[each.name], base.section, **marks)
+
+    sections = [base.section for base in StageArgs.__bases__]
+
+    def place(each: Setting) -> int:
+        return sections.index(each.section) if each.section in sections else len(sections)
+
+    return {each.name: each for each in sorted(settings.values(), key=place)}
 
 
 def add_flags(parser: argparse._ActionsContainer, settings: Iterable[Setting]) -> None:

@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from common.errors import UserError
 from common.files import lock_output
+from common.launcher import launch
 from common.plugins import import_named
 from llm.training.core.config import Config
 from llm.training.core.engine import TrainingEngine
@@ -89,7 +90,8 @@ def _train(config: Config) -> None:
             args, task.data = task.args, data
             run = run_name(args.save_weight, args)
             lock_output(run, save_dir=args.save_dir, checkpoint_dir=args.checkpoint_dir)
-            distributed.once(data.prepare_data)
+            if launch().local_rank == 0:  # the other ranks of this machine wait in `setup`
+                data.prepare_data()
             with translated_failures():
                 distributed.setup()
                 data.setup()

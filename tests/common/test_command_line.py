@@ -118,11 +118,12 @@ def test_under_torchrun_only_the_cause_is_in_the_report_and_a_signal_is_told_onc
 def test_the_parser_raises_and_knows_no_abbreviations():
     parser = Parser()
     parser.add_argument("--epochs", type=int, default=2, help="passes")
-    wrongs = {"--epoch=3": "unrecognized arguments: --epoch=3", "--epochs=x": "--epochs"}
+    wrongs = {"--epoch=3": "--epoch is unknown; did you mean --epochs"}
+    wrongs |= {"--epochs=x": "argument --epochs: invalid int value: 'x'; see --help"}
     for wrong, message in wrongs.items():
-        with pytest.raises(UserError, match=message) as error:
+        with pytest.raises(UserError) as error:
             parser.parse_args([wrong])
-        assert str(error.value).endswith("; see --help") and "\n" not in str(error.value)
+        assert str(error.value) == message
     assert "passes (default: 2)" in parser.format_help()
 
 

@@ -139,6 +139,7 @@ def test_ranks_end_with_a_torchrun_that_is_killed_while_they_start(tmp_path):
     ranks = psutil.Process(torchrun.pid).children()
     ranks.sort(key=lambda rank: rank.environ()["LOCAL_RANK"])
     torchrun.kill()
+    torchrun.wait()  # each of its threads that ends sends the signal again, which would end rank 0 unheard
     wait_for(ranks[1])
     (tmp_path / "go0").write_text("")
     wait_for(ranks[0])

@@ -515,10 +515,10 @@ def test_a_hash_that_cannot_be_remembered_is_still_a_hash(write, tmp_path, settl
             ["--tokenizer_path", "."],
             "error: --tokenizer_path . holds no tokenizer that transformers can load",
         ),
-        (["--max_seq_len", "1"], "error: argument --max_seq_len: must be 8 or more, not '1'"),
+        (["--max_seq_len", "1"], "error: argument --max_seq_len: must be greater than or equal to 8"),
         (["--samples", "-1"], "error: --samples -1 is negative"),
         (["--kind", "sft"], "error: {path}:1: no 'conversations'"),
-        (["--max_bad_share", "2"], "error: argument --max_bad_share: must be 1 or less, not '2'"),
+        (["--max_bad_share", "2"], "error: argument --max_bad_share: must be less than or equal to 1"),
     ],
 )
 def test_mistakes_on_the_command_line_end_in_one_line(

@@ -73,7 +73,7 @@ def test_a_missing_peer_is_one_line(corpus, tmp_path, monkeypatch):
         run_benchmark(monkeypatch, *data, "--stage", "pretrain", "--peer", "trl")
     with pytest.raises(UserError, match=r"--json none/a\.json: there is no folder none"):
         run_benchmark(monkeypatch, *data, "--json", "none/a.json")
-    with pytest.raises(UserError, match="--repeat must be 1 or more"):
+    with pytest.raises(UserError, match="--repeat must be greater than or equal to 1"):
         run_benchmark(monkeypatch, *data, "--repeat", 0)
     checkout = make_checkout(tmp_path / "a", model_minimind="import no_such_package")
     peer = ["--peer", "minimind", "--peer_path", checkout]

@@ -242,7 +242,7 @@ MISTAKES = {
     "a stage's own flag": (["--", "--bath_size", 4], "--bath_size"),
     "impossible settings": (
         ["--", "--epochs", 0, "--hidden_size", 17],
-        "--hidden_size must be divisible by 16, not '17'; --epochs must be 1 or more, not '0'",
+        "--hidden_size must be a multiple of 16, not '17'; --epochs must be greater than or equal to 1, not '0'",
     ),
     "a flag of this script": (["--", "--use_moe", 1], "--use_moe goes before the --"),
     "a folder that is there": (["--work_dir", ROOT], "cannot be created (File exists); give a new folder"),

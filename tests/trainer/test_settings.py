@@ -11,7 +11,7 @@ from trainer.weights.files import save_weights
 
 # setting -> what the line says
 IMPOSSIBLE = {
-    ("hidden_size", 100): "--hidden_size must be divisible by 16, not '100'",
+    ("hidden_size", 100): "--hidden_size must be a multiple of 16, not '100'",
     (
         "dtype",
         "float16",

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from common.errors import UserError, reason, warn
-from common.files import link, remove, sync_folder, write_error
+from common.files import link, remove, sync_folder, write_errors
 from common.settings import StageArgs
 from trainer.devices.process_group import is_main_process
 from trainer.report.speed import read_meter
@@ -146,14 +146,12 @@ def link_state(source: Path, name: Path) -> None:
     """Hard-link a checkpoint under another name, atomically; copy where links fail. Raises UserError if the
     disk is full ..."""
     temp = name.with_name(f".{name.name}.tmp")
-    try:
+    with write_errors(name):
         remove(temp)
         link(source, temp)
         os.replace(temp, name)
         remove(temp)  # it is still there if both were links to the same file
         sync_folder(name.parent)
-    except OSError as error:
-        raise write_error(name, error) from error
 
 
 class TensorBoardLogger(Callback):

@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 
 from common.errors import Interrupted, warn
-from common.files import link, sync_folder, write_error, write_json
+from common.files import link, sync_folder, write_errors, write_json
 from common.settings import StageArgs
 from trainer.devices.process_group import Logger, gather, is_main_process, meet, world_size
 from trainer.report.metrics import MetricsLog, complete_lines, readable_records
@@ -67,7 +67,7 @@ def set_earlier_run_aside(args: StageArgs, lm_config: Any, state_file: Path | No
     name = unused_name({folder for folder, _ in files})
     for folder, path in files:
         kept = folder / name / path.relative_to(folder)
-        try:
+        with write_errors(kept):
             kept.parent.mkdir(parents=True, exist_ok=True)
             if path in stays or path in logs:
                 link(path, kept)
@@ -75,8 +75,6 @@ def set_earlier_run_aside(args: StageArgs, lm_config: Any, state_file: Path | No
                 os.replace(path, kept)
             for changed in {kept.parent, folder / name, path.parent, folder}:
                 sync_folder(changed)
-        except OSError as error:
-            raise write_error(kept, error) from error
     places = dict.fromkeys(str(folder / name) for folder, _ in files)
     text = f"a run named {run} was here; its files are kept in {' and '.join(places)}"
     if old_states and state_file is None:

@@ -4,7 +4,7 @@ page."""
 import math
 from typing import Any
 
-from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from common.errors import UserError
 from trainer.run.callbacks import Callback as Callback
@@ -114,8 +114,6 @@ def steps_ahead(scheduler: LRScheduler, task: Any, epochs: int, updates: int) ->
             f"{name} is made for {updates} steps, as many as there are updates, but it is stepped after each "
             f'of {epochs} epochs; set scheduler_interval = "update" in the task, or "epoch" if that is meant'
         )
-    if isinstance(scheduler, OneCycleLR) and scheduler.total_steps < steps:
-        raise UserError(f"OneCycleLR is made for {scheduler.total_steps} steps, but there will be {steps}")
     if given == "update":
         return f"{name} is stepped after each update: {steps:,} times"
     text = f"{name} is stepped after each epoch: {steps:,} times"

@@ -4,6 +4,7 @@ Later sources override earlier ones: the defaults below, the task's own defaults
 environment (MINIMIND_BATCH_SIZE=8), the command line (--batch_size 8).
 """
 
+import argparse
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -14,9 +15,7 @@ from typing import Any, ClassVar
 from common import settings
 from common.arguments import (
     checked,
-    entries_of,
     print_and_exit,
-    read_command_line,
     read_yaml,
     setting_as_yaml,
     settings_as_yaml,
@@ -120,8 +119,18 @@ def engine_parser(args_class: type[EngineArgs]) -> Parser:
     )
     parser = stage_parser(args_class, description, prog="python -m llm.training.train")
     text = f"an option of your own task, stored in config.extra (in YAML: section {OPTIONS}); may be repeated"
-    parser.add_argument("--set", action="append", metavar="NAME=VALUE", default=[], help=text)
+    parser.add_argument(
+        "--set", action="append", type=named_value, metavar="NAME=VALUE", default=[], help=text
+    )
     return parser
+
+
+def named_value(text: str) -> tuple[str, str]:
+    """A value of --set, with the section of YAML in its name."""
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise argparse.ArgumentTypeError(f"must be NAME=VALUE, not {text!r}")
+    return f"{OPTIONS}.{name}", value
 
 
 def find_task_name(argv: Sequence[str] | None, environ: Mapping[str, str]) -> str:
@@ -134,23 +143,8 @@ def find_task_name(argv: Sequence[str] | None, environ: Mapping[str, str]) -> st
         return options.task
     name = environ.get(f"{PREFIX}TASK")
     if name is None and options.config is not None:
-        name = read_yaml(options.config).get("training", {}).get("task")
+        name = read_yaml(options.config).get("training.task")
     return str(name or "")
-
-
-def task_options(label: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a user's own task. Raises UserError: one line with all mistakes."""
-    wrong = []
-    for name, value in options.items():
-        if name in SETTINGS:
-            wrong.append(f"{label}{name} is a setting of the engine, in section {SETTINGS[name].section}")
-        elif not str(name).isidentifier():
-            wrong.append(f"{label}{name} must be named with letters, digits and underscores")
-        elif not isinstance(value, str | int | float | None):
-            wrong.append(f"{label}{name} must be a single value (in YAML put text in quotes)")
-    if wrong:
-        raise UserError("; ".join(wrong))
-    return {name: option_value(value) for name, value in options.items()}
 
 
 def option_value(value: Any) -> Any:
@@ -209,39 +203,27 @@ class Config:
         if name:
             if find_task is None:
                 raise UserError(
-                    f"--task {name}: from_args_and_env() alone does not know its class, whose settings it "
-                    "needs; call Config.from_args_and_env(find_task=find_task), with find_task of "
-                    "llm/training/train.py"
+                    f"--task {name}: its class is needed; call Config.from_args_and_env(find_task=find_task) "
+                    "with find_task of llm/training/train.py"
                 )
             config._read_task(name, find_task(name))
-        args_class = config.args_class
-        options, flags = read_command_line(engine_parser(args_class), argv)
-
-        if options.config is not None:
-            sections = read_yaml(options.config)
-            of_task = sections.pop(OPTIONS, {})
-            config._take(checked(args_class, entries_of(options.config, sections)), options.config)
-            config._take(task_options(f"{options.config}: {OPTIONS}.", of_task), options.config)
-
-        variables = []
+        flags = vars(engine_parser(config.args_class).parse_args(argv))
+        path, print_config = flags.pop("config"), flags.pop("print_config")
+        options = dict(flags.pop("set"))
+        variables = {}
         for key in sorted(environ):
             if key.startswith(PREFIX) and key not in OTHER_VARIABLES:
-                variables.append((key, key.removeprefix(PREFIX).lower(), environ[key]))
-        config._take(checked(args_class, variables), "environment")
+                variables[key.removeprefix(PREFIX).lower()] = environ[key]
 
-        config._take(checked(args_class, flags), "command line")
-        of_task = {}
-        for text in options.set:
-            name, equals, value = text.partition("=")
-            if not equals:
-                raise UserError(f"--set {text} must be NAME=VALUE")
-            of_task[name] = value
-        config._take(task_options("--set ", of_task), "command line")
-
-        if options.print_config:
+        if path is not None:
+            config._take(path, f"{path}: ", read_yaml(path))
+        config._take("environment", "environment: ", variables)
+        config._take("command line", "--", flags)
+        config._take("command line", "--set ", options)
+        if print_config:
             print_and_exit(config.describe())
-        for setting_name, path in local_settings(config.values()).items():
-            config._set(setting_name, path)
+        for setting_name, local in local_settings(config.values()).items():
+            config._set(setting_name, local)
         return config
 
     @property
@@ -253,23 +235,32 @@ class Config:
         """The settings of a stage with its defaults, and the defaults of the task; those that are not
         settings are options of the task."""
         self.stage_args = task.stage_args
-        source, label = f"task {name}", f"task {name}: its default "
-        self._take({"save_weight": name.rpartition(":")[2]}, source)
-        rows = settings_of(self.args_class)
-        for key, row in rows.items():
-            if key not in SETTINGS or row.default != SETTINGS[key].default:
-                self._take({key: row.default}, source)
-        entries, options = [], {}
+        settings, defaults = settings_of(self.args_class), {"save_weight": name.rpartition(":")[2]}
+        for key, each in settings.items():
+            if key not in SETTINGS or each.default != SETTINGS[key].default:
+                defaults[key] = each.default
         for key, value in task.defaults.items():
-            if self.args_class.aliases.get(key, key) in rows:
-                entries.append((f"{label}{key}", key, value))
-            else:
-                options[key] = value
-        self._take(checked(self.args_class, entries), source)
-        self._take(task_options(label, options), source)
+            is_setting = self.args_class.aliases.get(key, key) in settings
+            defaults[key if is_setting else f"{OPTIONS}.{key}"] = value
+        self._take(f"task {name}", f"task {name}: its default ", defaults)
 
-    def _take(self, values: Mapping[str, Any], source: str) -> None:
-        for name, value in values.items():
+    def _take(self, source: str, label: str, values: Mapping[str, Any]) -> None:
+        """Set the values of a source, of which those in section `task_options` are options of the task.
+        Raises UserError: one line with all mistakes, each of which begins with `label`."""
+        settings, options, wrong = {}, {}, []
+        for key, value in values.items():
+            section, _, name = key.rpartition(".")
+            if section != OPTIONS:
+                settings[key] = value
+            elif name in SETTINGS:
+                wrong.append(f"{label}{name} is a setting of the engine, in section {SETTINGS[name].section}")
+            elif not isinstance(value, str | int | float | None):
+                wrong.append(f"{label}{name} must be a single value (in YAML put text in quotes)")
+            else:
+                options[name] = option_value(value)
+        if wrong:
+            raise UserError("; ".join(wrong))
+        for name, value in {**checked(self.args_class, label, settings), **options}.items():
             self._set(name, value)
             self.sources[name] = source
 

@@ -19,7 +19,6 @@ from trainer import trainer_utils as utils
 from trainer.devices.device import device_and_precision
 from trainer.loop import train_epoch
 from trainer.optim.rules import apply_rules
-from trainer.report.speed import Size
 from trainer.report.trackers import start_tracker
 from trainer.run.callbacks import CallbackList
 from trainer.run.errors import StopRequest
@@ -27,10 +26,6 @@ from trainer.run.paths import run_name
 from trainer.run.resume import check_resume, keep_global_batch, run_fingerprint, total_updates
 from trainer.run.saving import is_finished, training_files
 from trainer.run.state import Schedule, TrainState
-
-# methods that the engine calls: of a task, and of its data
-CALLED = ("build_model", "build_optimizer", "build_criterion", "train_step", "validation_step", "size")
-LOADERS = ("train_dataloader", "val_dataloader")
 
 
 class TrainingEngine:
@@ -54,7 +49,6 @@ class TrainingEngine:
         self.config, self.task, self.data_module = config, task, data_module
         self.logger = Logger.of(config)
         task.data = data_module
-        check_forms(task, data_module)
         self.is_main_process = utils.is_main_process()
         self.run_name = run_name(task.args.save_weight, task.args)
         self.checkpoint_manager = CheckpointManager(task.args)
@@ -101,11 +95,10 @@ class TrainingEngine:
             model=wrapped, optimizer=self.optimizer, scaler=scaler, autocast=autocast, device=device,
             loss_fn=lambda model, batch, args: checked_loss(task, task.train_step(model, batch)),
             eval_fn=lambda model, batch, args: checked_sums(task, task.validation_step(model, batch)),
-            size_fn=lambda batch, lm_config: checked_size(task, task.size(batch)),
+            size_fn=lambda batch, lm_config: task.size(batch),
             schedule=self._schedule(), metric_names=task.metric_names, eval_loader=held_out,
         )  # fmt: skip
         self.checkpoint_manager.state = state
-        task.extend(state)
         state.callbacks.engine = self
         state.callbacks += [*self.callbacks, self.performance_monitor]
         utils.begin_run(state, checkpoint, data, None, task.code_files())
@@ -117,19 +110,15 @@ class TrainingEngine:
         return self.state.model
 
     def _build_scheduler(self, updates: int) -> Any:
-        """What the task's `build_scheduler` returns.
-
-        A task may declare it with `optimizer` and `total_updates`, with `optimizer`, or with nothing: it has
-        the optimizer as `self.optimizer`.
-        """
+        """What the task's `build_scheduler` returns, which may be declared with `optimizer` and
+        `total_updates`, with `optimizer`, or with nothing: a task has the optimizer as `self.optimizer`."""
         build: Callable[..., Any] = self.task.build_scheduler
         parameters = inspect.signature(build).parameters
-        required = [each for each in parameters.values() if each.default is each.empty]
         if not parameters:
             return build()
-        if len(required) == 1 and "total_updates" not in parameters:
-            return build(self.optimizer)
-        return build(self.optimizer, updates)
+        if "total_updates" in parameters:
+            return build(self.optimizer, total_updates=updates)
+        return build(self.optimizer)
 
     def _schedule(self) -> Schedule:
         """The learning rate of an update; None where a scheduler of torch sets it, or it is constant."""
@@ -175,29 +164,7 @@ class TrainingEngine:
         self.state.stop(reason)
 
 
-# --- how a task's methods are declared, and the form of what they return
-
-
-def check_forms(task: TrainingTask, data: DataModule) -> None:
-    """Raise UserError if a method is declared so that the engine cannot call it, or would mix up its
-    arguments."""
-    for owner, base, names in ((task, TrainingTask, CALLED), (data, DataModule, LOADERS)):
-        for name in names:
-            arguments = [*inspect.signature(getattr(base, name)).parameters][1:]
-            signature = inspect.signature(getattr(owner, name))
-            if not fits(signature, arguments):
-                declared = f"{type(owner).__name__}.{name} is declared with {signature}"
-                raise UserError(f"{declared}, but it is called as {name}({', '.join(arguments)})")
-
-
-def fits(signature: inspect.Signature, arguments: list[str]) -> bool:
-    """Whether a function can be called with these arguments by position, none of which stands in the place of
-    another."""
-    try:
-        bound = signature.bind(*arguments).arguments
-    except TypeError:
-        return False
-    return all(parameter == given or parameter not in arguments for parameter, given in bound.items())
+# --- the form of what a task's methods return
 
 
 def check_criterion(task: TrainingTask) -> None:
@@ -209,49 +176,25 @@ def check_criterion(task: TrainingTask) -> None:
 
 
 def checked_loss(task: TrainingTask, result: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """The loss, the auxiliary loss and the sums of the metrics, if any, as `train_step` returned them; losses
-    of one element are taken as numbers []. Raises UserError if it returned something else."""
-    name = f"{type(task).__name__}.train_step"
-    values = result if isinstance(result, tuple) and len(result) in (2, 3) else (result,)
-    losses = values[:2]
-    sums = values[2] if len(values) == 3 else {}
-    for loss in losses:
-        if not isinstance(loss, Tensor):
-            what = type(result).__name__
-            raise UserError(f"{name} returns a {what}; it must return a tensor, the sum of the losses")
-        if loss.numel() != 1:
-            shape = list(loss.shape)
-            raise UserError(f"{name} returns a tensor of shape {shape}; it must return one number, the sum")
-    if not losses[0].requires_grad:
-        raise UserError(f"{name} returns a loss without a gradient; return it as computed, not detached")
-    if not isinstance(sums, dict):
-        what = type(sums).__name__
-        raise UserError(f"{name} returns a {what} as its third value; it must be sums by name, a dict")
-    if set(sums) - {"cross_entropy"} != set(task.metric_names) - {"cross_entropy"}:
-        returned, named = ", ".join(sums) or "no metrics", ", ".join(task.metric_names) or "none"
+    """The loss [], the auxiliary loss [] and the sums of metrics that `train_step` returned; the last two may
+    be missing. Raises UserError if the loss is no single number with a gradient."""
+    loss, *others = result if isinstance(result, tuple) else (result,)
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+        what = f"a {type(loss).__name__}"
+        if isinstance(loss, Tensor):
+            what += f" of shape {list(loss.shape)}, requires_grad={loss.requires_grad}"
         raise UserError(
-            f"{name} returns {returned} beside the losses, but the task's metric_names are {named}; "
-            "return (loss, auxiliary loss, {name: sum})"
+            f"{type(task).__name__}.train_step returns {what}; it must return the sum of the losses as "
+            "computed, one number with a gradient"
         )
-    loss = losses[0].reshape(())
-    aux_loss = losses[1].reshape(()) if len(losses) == 2 else torch.zeros_like(loss)
-    return loss, aux_loss, sums
+    aux_loss = others[0] if others else torch.zeros_like(loss)
+    sums = others[1] if len(others) > 1 else {}
+    return loss.reshape(()), aux_loss.reshape(()), sums
 
 
 def checked_sums(task: TrainingTask, result: Any) -> dict[str, Any]:
     """The sums that `validation_step` returned. Raises UserError if it returned something else."""
-    if isinstance(result, dict) and "loss" in result:
-        return result
-    returned = f"a {type(result).__name__}"
-    if isinstance(result, dict):
-        returned = f"only {', '.join(map(str, result))}"
-    name = f"{type(task).__name__}.validation_step"
-    raise UserError(f"{name} returns {returned}; it must return sums by name, such as {{'loss': ...}}")
-
-
-def checked_size(task: TrainingTask, size: Any) -> Size:
-    """What `size` returned. Raises UserError if it returned something else than a Size."""
-    if isinstance(size, Size):
-        return size
-    returned = f"{type(task).__name__}.size returns a {type(size).__name__}"
-    raise UserError(f"{returned}; it must return Size(targets=..., tokens=...)")
+    if not isinstance(result, dict):
+        returned = f"{type(task).__name__}.validation_step returns a {type(result).__name__}"
+        raise UserError(f"{returned}; it must return sums by name, such as {{'loss': ...}}")
+    return result

@@ -3,7 +3,6 @@ kept."""
 
 import math
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
 
@@ -55,12 +54,6 @@ class DistributedManager:
             "WORLD_SIZE": str(world_size),
             "LOCAL_WORLD_SIZE": str(world_size),
         }
-
-    def once(self, work: Callable[[], None]) -> None:
-        """Run `work` in one process per machine. The others wait for it where the processes meet (`setup`),
-        for as long as it takes."""
-        if launch().local_rank == 0:
-            work()
 
     def setup(self) -> int:
         """Join the process group described by the environment; returns the local rank."""

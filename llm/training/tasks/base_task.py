@@ -18,7 +18,7 @@ from llm.training.core.config import Config
 from llm.training.data.base import DataModule
 from trainer.optim.build import build_optimizer
 from trainer.report.speed import Size
-from trainer.run.state import Batch, TrainState
+from trainer.run.state import Batch
 from trainer.trainer_utils import warmup_cosine
 
 
@@ -95,10 +95,6 @@ class TrainingTask(ABC):
         constant rate. By default linear warm-up, then a cosine to a tenth of the peak. It may be declared
         without `total_updates`, or without both: `self.optimizer` is there."""
         return lambda update: warmup_cosine(update, total_updates, self.args)
-
-    def extend(self, state: TrainState) -> None:  # noqa: B027 (optional)
-        """Add to the state of the run what only this task needs, such as hooks. Called before it is
-        restored."""
 
     def size(self, batch: Batch) -> Size:
         """The number of targets and tokens in a batch. By default one of each per sample."""

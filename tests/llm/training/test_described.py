@@ -12,7 +12,6 @@ from torch.optim import lr_scheduler
 
 from common.command_line import ConsoleStream, copy_console
 from common.errors import UserError
-from llm.training.core import utils
 from llm.training.core.callbacks import Callback, LRSchedulerCallback, MetricsLogger
 from llm.training.core.config import Config
 from llm.training.core.engine import TrainingEngine
@@ -171,19 +170,10 @@ def with_loss(change) -> dict:
     return {"train_step": lambda self, model, batch: change(step(self, model, batch))}
 
 
-def with_sums(change) -> dict:
-    """A task that returns something else than the sums of its validation."""
-    return {"validation_step": lambda self, model, batch: change(validate(self, model, batch))}
-
-
 def with_scheduler(make, interval=None) -> dict:
     """A task with a scheduler of torch, made of the optimizer and the number of updates."""
     build = {"build_scheduler": lambda self, optimizer, total_updates: make(optimizer, total_updates)}
     return build | {"scheduler_interval": interval}
-
-
-def one_cycle(steps):
-    return lambda optimizer, updates: lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=steps or updates)
 
 
 def without_held_out(data):
@@ -196,35 +186,28 @@ def pairs(rows):
 
 
 NAMED = {"metric_names": ("error",)}
-ONLY_ERROR = "the task's metric_names are error"
 PLATEAU = with_scheduler(lambda optimizer, _: lr_scheduler.ReduceLROnPlateau(optimizer))
 COSINE = with_scheduler(lambda optimizer, updates: lr_scheduler.CosineAnnealingLR(optimizer, updates), "step")
-MANY_STEPS = "made for 24 steps, as many as there are updates, but it is stepped after each of 3"
-OTHER_TASKS = [  # what a task has instead of RegressionTask, and what it is told
-    (with_loss(lambda loss: loss.detach()), "train_step returns a loss without a gradient"),
-    (with_loss(lambda loss: loss.expand(2)), r"train_step returns a tensor of shape \[2\]"),
-    (with_loss(lambda loss: loss.item()), "train_step returns a float; it must return a tensor"),
-    (NAMED, f"train_step returns no metrics beside the losses, but {ONLY_ERROR}"),
-    (NAMED | with_loss(lambda loss: (loss, loss, {"other": 1})), f"returns other beside .*{ONLY_ERROR}"),
-    ({"size": lambda self, batch: 3}, "Changed.size returns a int; it must return Size"),
+ONE_CYCLE = with_scheduler(lambda optimizer, updates: lr_scheduler.OneCycleLR(optimizer, 0.1, updates))
+REFUSED = [  # what a task, its data and the settings have instead of RegressionTask's; what is said
     (
-        {"train_step": lambda self, batch, model, criterion: 0},
-        r"but it is called as train_step\(model, batch\)",
+        with_loss(lambda loss: loss.detach()),
+        {},
+        {},
+        "train_step returns a Tensor of shape .* with a gradient",
     ),
-    ({"build_criterion": lambda self: nn.MSELoss()}, r"returns MSELoss\(reduction='mean'\).*reduction='sum'"),
-    (with_scheduler(one_cycle(0)), f"OneCycleLR is {MANY_STEPS}"),
-    (with_scheduler(one_cycle(2), "epoch"), "OneCycleLR is made for 2 steps, but there will be 3"),
-    (COSINE, "Changed.scheduler_interval must be 'epoch' or 'update', not 'step'"),
-    (with_scheduler(lambda *_: 3), "Changed.build_scheduler returns a int; it must return"),
+    (with_loss(lambda loss: loss.expand(2)), {}, {}, r"of shape \[2\], .* one number with a gradient"),
+    (with_loss(lambda loss: loss.item()), {}, {}, "train_step returns a float; it must return the sum"),
+    (NAMED, {}, {}, "gives nothing beside the loss, but .*metric_names are error"),
+    (NAMED | with_loss(lambda loss: (loss, loss, {"other": 1})), {}, {}, "gives other beside the loss"),
+    ({"build_criterion": lambda self: nn.MSELoss()}, {}, {}, "MSELoss.*'mean'.*use MSELoss.*'sum'"),
+    (ONE_CYCLE, {}, {}, "made for 24 steps, as many as there are updates, but it is stepped after each of 3"),
+    (COSINE, {}, {}, "Changed.scheduler_interval must be 'epoch' or 'update', not 'step'"),
+    (with_scheduler(lambda *_: 3), {}, {}, "Changed.build_scheduler returns a int; it must return"),
+    ({}, {"collate_fn": staticmethod(pairs)}, {}, "collate_fn returns a list; a batch is a dict of tensors"),
+    (PLATEAU, {"setup": without_held_out}, {}, "no data are held out"),
+    (PLATEAU, {}, {"mode": "max"}, "has mode min"),
 ]
-OTHER_DATA = [
-    ({}, {"train_dataloader": lambda self: 0}, r"called as train_dataloader\(epoch, skip_batches\)"),
-    ({}, {"collate_fn": staticmethod(pairs)}, "collate_fn returns a list; a batch is a dict of tensors"),
-    (PLATEAU, {"setup": without_held_out}, "no data are held out"),
-]
-REFUSED = [(task, {}, {}, message) for task, message in OTHER_TASKS]
-REFUSED += [(task, data, {}, message) for task, data, message in OTHER_DATA]
-REFUSED += [(PLATEAU, {}, {"mode": "max"}, "has mode min")]
 
 
 @pytest.mark.parametrize(("task", "data", "settings", "message"), REFUSED)
@@ -236,19 +219,14 @@ def test_a_task_of_another_form_is_refused_before_the_first_update(tmp_path, tas
 
 
 @pytest.mark.parametrize(
-    ("task", "message"),
+    ("change", "message"),
     [
-        (
-            with_sums(lambda sums: sums["loss"]),
-            "validation_step returns a Tensor; it must return sums by name",
-        ),
-        (
-            with_sums(lambda sums: {"error": 0}),
-            "validation_step returns only error; it must return sums by name",
-        ),
+        (lambda sums: sums["loss"], "validation_step returns a Tensor; it must return sums by name"),
+        (lambda sums: {"error": 0}, "validation gives error; `loss` must be one of its sums"),
     ],
 )
-def test_a_validation_of_another_form_is_refused(tmp_path, task, message):
+def test_a_validation_of_another_form_is_refused(tmp_path, change, message):
+    task = {"validation_step": lambda self, model, batch: change(validate(self, model, batch))}
     with pytest.raises(UserError, match=message):
         made(changed(RegressionTask, **task), tmp_path).run()
 
@@ -365,17 +343,23 @@ def test_the_process_group_under_its_described_name(tmp_path):
     manager.cleanup()
 
 
-@pytest.mark.parametrize(("rank", "local_rank"), [(0, 0), (1, 1), (2, 0)])
-def test_data_are_prepared_by_the_first_process_of_each_machine(monkeypatch, rank, local_rank):
-    """The others wait for it where the processes meet."""
-    launched = {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": 4}
+@pytest.mark.parametrize(("rank", "local_rank"), [(0, 0), (1, 1), (2, 0), (3, 1)])
+def test_data_are_prepared_once_per_machine(tmp_path, monkeypatch, rank, local_rank):
+    """Two machines of two processes: the first of each prepares, before it meets the others."""
+    calls = []
+
+    def meet(manager):
+        calls.append("setup")
+        raise KeyboardInterrupt  # here the ranks would wait for one another
+
+    launched = {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 2}
     for name, value in (launched | {"MASTER_ADDR": "node1", "MASTER_PORT": 29500}).items():
         monkeypatch.setenv(name, str(value))
-    monkeypatch.setattr(utils, "init_distributed_mode", lambda timeout, device: local_rank)
-    done = []
-    manager = DistributedManager(Config())
-    manager.once(lambda: done.append(1))
-    assert manager.setup() == local_rank and len(done) == (local_rank == 0)
+    monkeypatch.setattr(SyntheticDataModule, "prepare_data", lambda self: calls.append("prepare_data"))
+    monkeypatch.setattr(DistributedManager, "setup", meet)
+    with pytest.raises(KeyboardInterrupt):
+        train_worker(rank, 4, config_of(tmp_path))
+    assert calls == (["prepare_data"] if local_rank == 0 else []) + ["setup"]
 
 
 class Stops(Callback):
