@@ -12,11 +12,8 @@ refused.
 
 import os
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
-
-import numpy as np
 
 from common.errors import UserError
 from dataset.json_values import BadRecord
@@ -116,19 +113,3 @@ def _without_masked(chat: Chat, spans: list[tuple[int, int]]) -> list[tuple[int,
             f"{ADD_MARKS}, once for each turn"
         )
     return [span for index, span in zip(spoken, spans, strict=True) if index not in chat.masked]
-
-
-def token_ranges(
-    starts: np.ndarray, ends: np.ndarray, spans: Sequence[tuple[int, int]]
-) -> list[tuple[int, int]]:
-    """[first, last) tokens that overlap each [start, end) span of characters.
-
-    `starts`, `ends` [T]: characters of each token, non-decreasing. A token across the start of a span counts
-    as inside, as in transformers' assistant mask. Empty spans give empty ranges.
-    """
-    ranges = []
-    for start, end in spans:
-        first = int(np.searchsorted(ends, start, side="right"))
-        last = int(np.searchsorted(starts, end, side="left"))
-        ranges.append((first, max(first, last) if end > start else first))
-    return ranges

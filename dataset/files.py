@@ -26,7 +26,6 @@ GZIP = ".gz"
 BLANKS = b" \t\r\n"  # of JSON
 BLOCK_BYTES = 1 << 20  # of a file: outweighs the cost of handing a block on, and fits the memory
 BLOCK_RECORDS = 1024
-MAX_DEPTH = 1000  # of lists and objects in a JSON array; as deep as Python's own parser goes
 FIRST_ELEMENT = 1 << 40  # line FIRST_ELEMENT + i stands for element i of a JSON array
 DAMAGED = "the compressed file is damaged or cut off"
 # written by `datasets` beside the data
@@ -51,56 +50,25 @@ def place(path: str, line: int) -> str:
     return f"{path}[{line - FIRST_ELEMENT}]"
 
 
-def read_json_lines(content: Any, path: str) -> Iterator[tuple[int, bytes]]:
-    """Yield (line, raw record) for each line that is not blank; the processes that tokenise parse it."""
-    for line, raw in enumerate(content, 1):
-        if raw.removeprefix(BOM).strip(BLANKS):
-            yield line, raw
-
-
 def read_json(content: Any, path: str) -> Iterator[tuple[int, Any]]:
-    """Yield (line, record) of a file that holds one array, or else JSON Lines."""
-    start = content.peek(4096)[:4096]
-    if start.removeprefix(BOM).lstrip(BLANKS).startswith(b"["):
-        return _read_json_array(content, path)
-    return read_json_lines(content, path)
-
-
-def _element(value: Any, is_too_deep: bool) -> Any:
-    """An element of a JSON array, or the BadRecord in its place."""
-    try:
-        if is_too_deep:
-            raise BadRecord(TOO_DEEP)
-        check_value(value)
-    except BadRecord as error:
-        return error
-    return value
-
-
-def _read_json_array(content: Any, path: str) -> Iterator[tuple[int, dict | BadRecord]]:
-    """Yield (line, record) of each element. Raises UserError where the JSON is not valid."""
+    """Yield (line, record) of a file that holds one array, else the lines of JSON Lines. Raises UserError
+    where an array is not valid JSON."""
+    if not content.peek(4096)[:4096].removeprefix(BOM).lstrip(BLANKS).startswith(b"["):
+        yield from enumerate(content, 1)
+        return
     import ijson  # only where arrays are read
 
     if content.peek(len(BOM)).startswith(BOM):
         content.read(len(BOM))
     line = FIRST_ELEMENT
-    depth = 0  # 1: in the array itself, above: in an element
-    is_too_deep = False
-    builder = ijson.ObjectBuilder()  # ijson's own `items` needs memory that grows with the depth squared
     try:
-        for event, value in ijson.basic_parse(content, use_float=True):
-            if event in ("end_map", "end_array"):
-                depth -= 1
-            if depth > 0:
-                builder.event(event, value)
-            if event in ("start_map", "start_array"):
-                depth += 1
-                is_too_deep |= depth > MAX_DEPTH
-            elif depth == 1:  # an element is complete
-                yield line, _element(builder.value, is_too_deep)
-                line += 1
-                is_too_deep = False
-                builder = ijson.ObjectBuilder()
+        for record in ijson.items(content, "item", use_float=True):
+            try:
+                check_value(record)
+            except BadRecord as error:
+                record = error
+            yield line, record
+            line += 1
     except (ijson.JSONError, UnicodeDecodeError) as error:
         message = str(error).splitlines()[0].strip("b\"'")
         raise UserError(
@@ -110,9 +78,9 @@ def _read_json_array(content: Any, path: str) -> Iterator[tuple[int, dict | BadR
 
 
 # Suffix -> what yields (line, record) of an open file (decompressed) and its path. A record is a dict, a
-# BadRecord, or raw JSON.
+# BadRecord, or raw JSON, which the processes that tokenise parse.
 READERS: dict[str, Callable[[Any, str], Iterator[tuple[int, Any]]]] = {
-    ".jsonl": read_json_lines,
+    ".jsonl": lambda content, path: enumerate(content, 1),
     ".json": read_json,
     ".csv": read_csv,
     ".parquet": read_parquet,
@@ -235,7 +203,7 @@ def iter_blocks(paths: Sequence[str], text_separator: str = "") -> Iterator[Bloc
     for index, path in enumerate(paths):
         is_compressed = path.lower().endswith(GZIP)
         records: list[tuple[int, Any]] = []
-        line = begin = 0  # the last line; where in the file the block begins
+        line = begin = 0  # the last line with a record; where in the file the block begins
         try:
             with open(path, "rb") as file:
                 content = gzip.GzipFile(fileobj=file) if is_compressed else file
@@ -243,8 +211,11 @@ def iter_blocks(paths: Sequence[str], text_separator: str = "") -> Iterator[Bloc
                 if kind == PLAIN_TEXT:
                     reader = read_text(content, text_separator)
                 else:
-                    reader = READERS.get(kind, read_json_lines)(content, path)
-                for line, record in reader:
+                    reader = READERS[kind or ".jsonl"](content, path)
+                for number, record in reader:
+                    if isinstance(record, bytes) and not record.removeprefix(BOM).strip(BLANKS):
+                        continue
+                    line = number
                     records.append((line, record))
                     position = file.tell()
                     if len(records) == BLOCK_RECORDS or position - begin >= BLOCK_BYTES:

@@ -2,7 +2,7 @@
 
 pretrain  {"text"}
 SFT       {"conversations" | "messages": [...]}; or a question and its answer: {"instruction", "output"}
-          (Alpaca), {"prompt", "completion"} (TRL) and the other pairs of FORMATS, optional "input" or
+          (Alpaca), {"prompt", "completion"} (TRL) and the other pairs of ANSWERS, optional "input" or
           "context" (below the question) and "history": [[question, answer], ...]; beside either, optional
           "system" or "system_prompt", "tools" or "functions"
 DPO       {"chosen": [...], "rejected": [...]}, two conversations that begin alike, which may stand beside
@@ -37,8 +37,8 @@ OTHER_ROLES = {
     "function": "tool",
 }
 # LLaMA-Factory, OpenAI, ms-swift and Axolotl, in this order.
-TRAIN_FLAGS = frozenset({"loss_weight", "weight", "loss", "train", "training", "train_on_turn"})
-EXTRAS = ("name", "tool_call_id")
+TRAIN_FLAGS = ("loss_weight", "weight", "loss", "train", "training", "train_on_turn")
+TEXT_FIELDS = ("reasoning_content", "name", "tool_call_id")  # of a message, beside its content
 # The type of a part of the content -> the field of the message that it belongs to.
 PARTS = {
     "reasoning": "reasoning_content",
@@ -56,9 +56,7 @@ REFUSED = dict.fromkeys(("image", "images", "audio", "audios", "video", "videos"
     "train_on_inputs": NO_INPUTS,
     "train_on_prompt": NO_INPUTS,
 }
-MESSAGE_FIELDS = PLAIN.union(
-    ["reasoning_content", "tool_calls", "function_call", "tools"], EXTRAS, TRAIN_FLAGS, REFUSED
-)
+MESSAGE_FIELDS = PLAIN.union(TEXT_FIELDS, ["tool_calls", "function_call", "tools"], TRAIN_FLAGS, REFUSED)
 INPUT_FIELDS = ("input", "context")  # what a question is about, written below it
 SYSTEM = ("system", "system_prompt")
 TOOLS = ("tools", "functions")
@@ -66,8 +64,22 @@ LABELS = ("kto_tag", "label")  # of KTO: whether the answer is a good one
 PAIR = ("chosen", "rejected")
 PREFERENCE = (*PAIR, "chosen_messages", "rejected_messages", "rejected_response")
 PREFERENCE += ("preferred_output", "non_preferred_output")
-# Read beside the conversation, whatever its format.
+NO_PREFERENCES = dict.fromkeys(
+    PREFERENCE,
+    "a preference file (DPO), which is another stage; for SFT write the good answer as the last message and "
+    "remove the other one",
+)
+NOT_SFT = REFUSED | NO_PREFERENCES
+# Read beside the conversation, whatever its form.
 COMPANION_FIELDS = frozenset(REFUSED).union(SYSTEM, TOOLS, LABELS, PREFERENCE, ["mask_history"])
+
+
+def refuse_fields(record: dict, refused: dict[str, str], where: str = "") -> None:
+    """Raise BadRecord for a field of `refused` (field -> why), which would be lost in silence; `where`:
+    " of message 2"."""
+    for key, why in refused.items():
+        if record.get(key):
+            raise BadRecord(f"'{key}'{where}: {why}")
 
 
 # --- messages
@@ -90,30 +102,33 @@ class Chat(NamedTuple):
     masked: tuple[int, ...] = ()  # indices of the assistant's messages that are no targets
 
 
-def text_turn(role: str, text: str) -> Turn:
-    """A turn with a text alone."""
-    return Turn({"role": role, "content": text}, [])
-
-
 def parse_message(item: object, where: str) -> Turn:
-    """A message in any spelling; `where`: "message 2", for messages. Raises BadRecord."""
+    """A message in any spelling; `where`: "message 2", for errors. Raises BadRecord."""
     if not isinstance(item, dict):
         raise BadRecord(f"{where} is {kind_of(item)} instead of an object with 'role' and 'content'")
-    if item.get("role") is None and item.get("from") is not None:  # ShareGPT
-        typed, key = item["from"], "value"
-    else:
-        typed, key = item.get("role"), "content"
-    role = OTHER_ROLES.get(typed, typed) if isinstance(typed, str) else typed
-    if role is None:
+    speaker, key = item.get("role"), "content"
+    if speaker is None and item.get("from") is not None:  # ShareGPT
+        speaker, key = item["from"], "value"
+    if speaker is None:
         raise BadRecord(f"{where} has no 'role' (its keys: {keys_of(item)}); write one of {', '.join(ROLES)}")
+    role = OTHER_ROLES.get(speaker, speaker) if isinstance(speaker, str) else None
     if role not in ROLES:
-        raise BadRecord(f"{where} has the unknown role {short(typed)}; known are {', '.join(ROLES)}")
+        raise BadRecord(f"{where} has the unknown role {short(speaker)}; known are {', '.join(ROLES)}")
     content = item.get(key)
-    if isinstance(content, str) and PLAIN.issuperset(item) and typed != "function_call":
+    if isinstance(content, str) and PLAIN.issuperset(item) and speaker != "function_call":
         return Turn({"role": role, "content": content}, [])  # most messages
+
+    refuse_fields(item, REFUSED, f" of {where}")
+    beside: dict[str, Any] = {}  # the content
+    for field in TEXT_FIELDS:
+        if item.get(field) is not None:
+            beside[field] = text_of(item, field, f" of {where}")
+    for field in ("function_call", "tool_calls"):
+        calls = objects_of(item.get(field), f"'{field}' of {where}", "name")
+        if calls:
+            beside["tool_calls"] = calls
     message: dict[str, Any] = {"role": role, "content": ""}
-    beside = _fields_beside_content(item, where)
-    if typed == "function_call":
+    if speaker == "function_call":
         message["tool_calls"] = _tool_calls(content, f"'{key}' of {where}")
     elif isinstance(content, list):
         message |= _join_parts(content, f"'{key}' of {where}")
@@ -123,25 +138,11 @@ def parse_message(item: object, where: str) -> Turn:
         if field in message:
             raise BadRecord(f"{where} gives its '{field}' in '{key}' and beside it; keep one of them")
     message |= beside
-    for field, does in (("tool_calls", "calls tools"), ("reasoning_content", "reasons")):
+    for field, verb in (("tool_calls", "calls tools"), ("reasoning_content", "reasons")):
         if message.get(field) and role != "assistant":
-            raise BadRecord(f"{where} has '{field}' but the role {role}; only the assistant {does}")
-    refuse_fields(item, f"of {where}")
+            raise BadRecord(f"{where} has '{field}' but the role {role}; only the assistant {verb}")
     tools = objects_of(item.get("tools"), f"'tools' of {where}")
     return Turn(message, tools, _is_masked(item, role, where))
-
-
-def _fields_beside_content(item: dict, where: str) -> dict[str, Any]:
-    """The fields of a message that stand beside its content."""
-    fields: dict[str, Any] = {}
-    for field in ("tool_calls", "function_call"):
-        calls = objects_of(item.get(field), f"'{field}' of {where}", "name")
-        if calls and "tool_calls" not in fields:
-            fields["tool_calls"] = calls
-    for field in ("reasoning_content", *EXTRAS):
-        if item.get(field) is not None:
-            fields[field] = text_of(item, field, f" of {where}")
-    return fields
 
 
 def _tool_calls(value: object, where: str) -> list[dict]:
@@ -183,18 +184,10 @@ def _join_parts(parts: list, where: str) -> dict[str, Any]:
     return fields
 
 
-def refuse_fields(record: dict, where: str) -> None:
-    """Raise BadRecord if a record or message has a field of REFUSED, such as a picture, which would be
-    lost."""
-    for key, why in REFUSED.items():
-        if record.get(key):
-            raise BadRecord(f"'{key}' {where}: {why}")
-
-
 def _is_masked(item: dict, role: str, where: str) -> bool:
     """Whether TRAIN_FLAGS of a message leave the assistant's turn out of training."""
     asked = {}
-    for key in sorted(TRAIN_FLAGS):
+    for key in TRAIN_FLAGS:
         switch = switch_of(item, key, f" of {where}")
         if switch is not None:
             asked[key] = switch
@@ -203,79 +196,67 @@ def _is_masked(item: dict, role: str, where: str) -> bool:
         raise BadRecord(f"{where} {what}; keep one of them")
     if role != "assistant" and True in asked.values():
         what = f"asks to train the role {role}; only the assistant is trained"
-        raise BadRecord(f"'{min(asked)}' of {where} {what}")
+        raise BadRecord(f"'{next(iter(asked))}' of {where} {what}")
     return role == "assistant" and False in asked.values()
 
 
-# --- how a record holds its conversation
+# --- forms: how a record holds its messages, in any spelling
 
 
-class RecordFormat(NamedTuple):
-    """How a record holds its conversation, under a key of FORMATS.
-
-    read: the turns, given the record and that key; of a format with answers those before the answer. answers:
-    the fields of which one holds the answer. fields: the others that `read` reads.
-    """
-
-    read: Callable[[dict, str], list[Turn]]
-    answers: tuple[str, ...] = ()
-    fields: tuple[str, ...] = ()
-
-
-def read_messages(record: dict, key: str, prefix: str = "") -> list[Turn]:
-    """A list of messages; `prefix`: how error messages call one of them."""
-    items = record[key]
-    if not isinstance(items, list):
-        raise BadRecord(f"'{key}' is {kind_of(items)} instead of a list of messages")
-    if not items:
+def read_messages(record: dict, key: str) -> list:
+    """A list of messages."""
+    messages = record[key]
+    if not isinstance(messages, list):
+        raise BadRecord(f"'{key}' is {kind_of(messages)} instead of a list of messages")
+    if not messages:
         raise BadRecord(f"'{key}' is an empty list; write messages into it or remove the line")
-    return [parse_message(item, f"{prefix}message {number}") for number, item in enumerate(items, 1)]
+    return messages
 
 
-def read_question(record: dict, key: str) -> list[Turn]:
-    """The turns before an answer: a history and a question, or a list of messages, none of them trained."""
-    turns = _read_history(record)
-    below = [text_of(record, name) for name in INPUT_FIELDS if record.get(name)]
-    if not isinstance(record[key], list):
-        text = "\n".join([text_of(record, key), *below])
-        return [*turns, text_turn("user", text)]
-    if turns or below:
-        raise BadRecord(f"'{key}' is a list of messages, so 'history', 'input' and 'context' belong into it")
-    turns = read_messages(record, key, f"{key}'s ")
-    return [turn._replace(is_masked=turn.message["role"] == "assistant") for turn in turns]
-
-
-def _read_history(record: dict) -> list[Turn]:
-    """Earlier questions and answers."""
+def read_question(record: dict, key: str) -> list:
+    """What comes before an answer: a history and a question, or a list of messages."""
     history = record.get("history") or []
     if not isinstance(history, list):
         raise BadRecord(f"'history' is {kind_of(history)} instead of a list of [question, answer]")
-    turns = []
+    messages = []
     for number, pair in enumerate(history, 1):
         if not (isinstance(pair, list) and len(pair) == 2 and all(isinstance(part, str) for part in pair)):
             raise BadRecord(f"turn {number} of 'history' is not [question, answer], both of them text")
-        turns += [text_turn("user", pair[0]), text_turn("assistant", pair[1])]
-    return turns
+        messages.append({"role": "user", "content": pair[0]})
+        messages.append({"role": "assistant", "content": pair[1]})
+    below = [text_of(record, name) for name in INPUT_FIELDS if record.get(name)]
+    if not isinstance(record[key], list):
+        text = "\n".join([text_of(record, key), *below])
+        return [*messages, {"role": "user", "content": text}]
+    if messages or below:
+        raise BadRecord(f"'{key}' is a list of messages, so 'history', 'input' and 'context' belong into it")
+    return read_messages(record, key)
 
 
-def _read_answer(record: dict, key: str) -> list[Turn]:
-    """The turns of an answer: a text, a message or a list of messages."""
-    value = record.get(key)
-    if isinstance(value, dict):
-        return [parse_message(value, f"'{key}'")]
-    if isinstance(value, list):
-        return read_messages(record, key, f"{key}'s ")
-    return [text_turn("assistant", text_of(record, key))]
+def read_answer(record: dict, key: str) -> list:
+    """An answer: a text, a message or a list of messages."""
+    if isinstance(record.get(key), list):
+        return read_messages(record, key)
+    if isinstance(record.get(key), dict):
+        return [record[key]]
+    return [{"role": "assistant", "content": text_of(record, key)}]
 
 
-QUESTION_FIELDS = (*INPUT_FIELDS, "history")
-FORMATS: dict[str, RecordFormat] = {  # by the key that decides the format
-    "conversations": RecordFormat(read_messages),
-    "messages": RecordFormat(read_messages),
-    "instruction": RecordFormat(read_question, ("output", "response"), QUESTION_FIELDS),
-    "prompt": RecordFormat(read_question, ("completion", "response"), QUESTION_FIELDS),
-    "question": RecordFormat(read_question, ("answer", "response"), QUESTION_FIELDS),
-    "query": RecordFormat(read_question, ("response", "answer"), QUESTION_FIELDS),
+# The key that holds a conversation, or the question of one -> its messages, of that record and key.
+FORMATS: dict[str, Callable[[dict, str], list]] = {
+    "conversations": read_messages,
+    "messages": read_messages,
+    "instruction": read_question,
+    "prompt": read_question,
+    "question": read_question,
+    "query": read_question,
+}
+# The key of a question -> the fields of which one holds the answer.
+ANSWERS = {
+    "instruction": ("output", "response"),
+    "prompt": ("completion", "response"),
+    "question": ("answer", "response"),
+    "query": ("response", "answer"),
 }
 
 
@@ -283,24 +264,21 @@ def find_format(record: dict) -> tuple[str, str]:
     """The key of FORMATS that holds a record's conversation and the field of its answer, each "" if there is
     none. A question without an answer is only taken if there is no other conversation."""
     complete, unanswered = [], []
-    for key, each in FORMATS.items():
+    for key in FORMATS:
         if record.get(key) is None:
             continue
-        answers = [field for field in each.answers if record.get(field) is not None]
+        if key not in ANSWERS:
+            complete.append((key, ""))
+            continue
+        answers = [field for field in ANSWERS[key] if record.get(field) is not None]
         if answers:
             complete.append((key, answers[0]))
-        elif each.answers:
-            unanswered.append((key, each.answers[0]))
         else:
-            complete.append((key, ""))
+            unanswered.append((key, ANSWERS[key][0]))
     if len(complete) > 1:
-        first, second = complete[0][0], complete[1][0]
-        raise BadRecord(f"both '{first}' and '{second}' in one record; keep one of them")
-    if complete:
-        return complete[0]
-    if unanswered:
-        return unanswered[0]
-    return "", ""
+        raise BadRecord(f"both '{complete[0][0]}' and '{complete[1][0]}' in one record; keep one of them")
+    found = complete + unanswered
+    return found[0] if found else ("", "")
 
 
 # --- records of each stage
@@ -309,7 +287,7 @@ def find_format(record: dict) -> tuple[str, str]:
 def to_text(record: dict) -> str:
     """The document of a pretraining record. Raises BadRecord."""
     if "text" not in record:
-        _refuse_preferences(record)
+        refuse_fields(record, NO_PREFERENCES)
         raise BadRecord(
             f"no 'text' in this record (its keys: {keys_of(record)}); write {{\"text\": ...}}, or a "
             'conversation, {"conversations": [{"role": ..., "content": ...}, ...]}'
@@ -318,14 +296,9 @@ def to_text(record: dict) -> str:
 
 
 def to_chat(record: dict, answered: bool = True) -> Chat:
-    """The conversation of an SFT record in any form. `answered`: the assistant must speak. Raises
-    BadRecord."""
-    if not record.keys().isdisjoint(PREFERENCE):
-        _refuse_preferences(record)
-    if not record.keys().isdisjoint(REFUSED):
-        refuse_fields(record, "beside the conversation")
-    if answered and not record.keys().isdisjoint(LABELS):
-        _refuse_bad_answers(record)
+    """The conversation of an SFT record in any form. `answered`: the assistant must speak, and KTO must not
+    call the answer a bad one. Raises BadRecord."""
+    refuse_fields(record, NOT_SFT)
     key, answer = find_format(record)
     if not key:
         hint = "is this pretraining data? " if "text" in record else ""
@@ -333,16 +306,49 @@ def to_chat(record: dict, answered: bool = True) -> Chat:
             f"no 'conversations', 'messages' or 'instruction' in this record (its keys: {keys_of(record)}); "
             f'{hint}write {{"conversations": [{{"role": ..., "content": ...}}, ...]}}'
         )
-    turns = FORMATS[key].read(record, key)
+    items = FORMATS[key](record, key)
+    context = len(items) if answer and isinstance(record[key], list) else 0  # messages that are not trained
     if answer:
-        turns = turns + _read_answer(record, answer)
-    chat = _join_turns(record, turns)
-    speakers = [index for index, message in enumerate(chat.messages) if message["role"] == "assistant"]
-    if answered and not speakers:
-        raise BadRecord("no assistant turn, so nothing to learn; add the answer or remove the line")
-    if record.get("mask_history") is not None and switch_of(record, "mask_history"):
-        return chat._replace(masked=tuple(sorted({*chat.masked, *speakers[:-1]})))
-    return chat
+        items = items + read_answer(record, answer)
+    turns = [parse_message(item, f"message {number}") for number, item in enumerate(items, 1)]
+    for index in range(context):
+        is_answer = turns[index].message["role"] == "assistant"
+        turns[index] = turns[index]._replace(is_masked=is_answer)
+    for field in SYSTEM:
+        if record.get(field):
+            system = {"role": "system", "content": text_of(record, field)}
+            if system not in [turn.message for turn in turns]:  # else it repeats one of them
+                turns = [Turn(system, []), *turns]
+    messages = [turn.message for turn in turns]
+    roles = [message["role"] for message in messages]
+    if roles.count("system") > 1:
+        raise BadRecord("two system messages in one conversation; join them into one")
+    if "system" in roles[1:]:
+        raise BadRecord("the system message is not the first one; move it to the front")
+    tools = [turn.tools for turn in turns] + [objects_of(record.get(field), f"'{field}'") for field in TOOLS]
+    tools = [schemas for schemas in tools if schemas]
+    if len(tools) > 1:
+        raise BadRecord("'tools' are given more than once; keep one list of them")
+    speakers = [index for index, role in enumerate(roles) if role == "assistant"]
+    if answered:
+        _check_labels(record)
+        if not speakers:
+            raise BadRecord("no assistant turn, so nothing to learn; add the answer or remove the line")
+    masked = {index for index, turn in enumerate(turns) if turn.is_masked}
+    if switch_of(record, "mask_history"):
+        masked.update(speakers[:-1])
+    return Chat(messages, tools[0] if tools else None, tuple(sorted(masked)))
+
+
+def _check_labels(record: dict) -> None:
+    """Raise BadRecord for an answer that KTO calls a bad one."""
+    for key in LABELS:
+        if str(record.get(key)).lower() == "false":
+            how = "which SFT must not train; remove or skip such records"
+            raise BadRecord(f"'{key}' is false: a bad answer (KTO), {how}")
+    tag = record.get("kto_tag")
+    if tag not in (None, "") and str(tag).lower() != "true":
+        raise BadRecord(f"'kto_tag' is {short(tag)}; write true (a good answer) or false (a bad one)")
 
 
 def to_pair(record: dict) -> tuple[Chat, Chat]:
@@ -352,39 +358,38 @@ def to_pair(record: dict) -> tuple[Chat, Chat]:
         if not record.get(side):
             how = 'write {"conversations": [...], "chosen": ..., "rejected": ...}'
             raise BadRecord(f"no '{side}' in this record (its keys: {keys_of(record)}); {how}")
-    refuse_fields(record, "beside the conversation")
+    refuse_fields(record, REFUSED)
     key, _ = find_format(record)
-    question = FORMATS[key].read(record, key) if key else []
-    chosen, rejected = _read_answer(record, "chosen"), _read_answer(record, "rejected")
-    if chosen[0].message["role"] != "assistant" and rejected[0].message["role"] != "assistant":
-        _check_repeated_question(key, question, chosen, rejected)  # both are whole conversations
-    elif question:
-        chosen, rejected = question + chosen, question + rejected
-    else:
+    question = FORMATS[key](record, key) if key else []
+    repeated: list = []  # the question, where it stands in both answers as well
+    answers = {side: read_answer(record, side) for side in PAIR}
+    first = [parse_message(items[0], f"message 1 of '{side}'").message for side, items in answers.items()]
+    if all(message["role"] != "assistant" for message in first):  # both are whole conversations
+        question, repeated = [], question
+    elif not question:
         raise BadRecord("answers without a question; write it as 'prompt', 'conversations' or 'instruction'")
-    first, second = _join_turns(record, chosen), _join_turns(record, rejected)
-    for side, chat in (("chosen", first), ("rejected", second)):
+    beside = {field: record[field] for field in (*SYSTEM, *TOOLS) if field in record}
+    chats = []
+    for side, items in answers.items():
+        try:
+            chat = to_chat(beside | {"messages": question + items}, answered=False)
+        except BadRecord as error:
+            raise BadRecord(f"with '{side}': {error}") from None
         if chat.messages[-1]["role"] != "assistant":
             raise BadRecord(f"'{side}' does not end with a message of the assistant; remove what follows it")
-    masked = _shared_answers(first.messages, second.messages)
-    return first._replace(masked=masked), second._replace(masked=masked)
-
-
-def _check_repeated_question(
-    key: str, question: list[Turn], chosen: list[Turn], rejected: list[Turn]
-) -> None:
-    """Where both sides are whole conversations, what stands beside them must be their beginning, or repeat
-    the chosen one."""
-    asked = [turn.message for turn in question]
-    in_chosen = [turn.message for turn in chosen]
-    in_rejected = [turn.message for turn in rejected]
-    if asked == in_chosen:
-        return
-    for message in asked:
-        if message not in in_chosen or message not in in_rejected:
+        chats.append(chat)
+    chosen, rejected = chats
+    if repeated:  # it must be their beginning, or repeat the chosen one
+        asked = to_chat(beside | {"messages": repeated}, answered=False).messages
+        in_both = [
+            message for message in asked if message in chosen.messages and message in rejected.messages
+        ]
+        if asked not in (in_both, chosen.messages):
             raise BadRecord(
                 f"'chosen' and 'rejected' do not begin with '{key}'; keep the answers in them alone"
             )
+    masked = _shared_answers(chosen.messages, rejected.messages)
+    return chosen._replace(masked=masked), rejected._replace(masked=masked)
 
 
 def _shared_answers(chosen: list[dict], rejected: list[dict]) -> tuple[int, ...]:
@@ -399,77 +404,26 @@ def _shared_answers(chosen: list[dict], rejected: list[dict]) -> tuple[int, ...]
     return tuple(indices)
 
 
-def _join_turns(record: dict, turns: list[Turn]) -> Chat:
-    """The conversation of these turns, with the system message and the tools that stand beside them in the
-    record."""
-    for key in SYSTEM:
-        if record.get(key):
-            system = text_turn("system", text_of(record, key))
-            if system.message not in [turn.message for turn in turns]:  # else it repeats one of them
-                turns = [system, *turns]
-    messages = [turn.message for turn in turns]
-    roles = [message["role"] for message in messages]
-    if roles.count("system") > 1:
-        raise BadRecord("two system messages in one conversation; join them into one")
-    if "system" in roles[1:]:
-        raise BadRecord("the system message is not the first one; move it to the front")
-    lists = [turn.tools for turn in turns if turn.tools]
-    for key in TOOLS:
-        if record.get(key):
-            tools = objects_of(record[key], f"'{key}'")
-            if tools:
-                lists.append(tools)
-    if len(lists) > 1:
-        raise BadRecord("'tools' are given more than once; keep one list of them")
-    masked = tuple(index for index, turn in enumerate(turns) if turn.is_masked)
-    return Chat(messages, lists[0] if lists else None, masked)
-
-
-# --- records of another stage
-
-
-def _refuse_bad_answers(record: dict) -> None:
-    """Raise BadRecord for an answer that KTO calls a bad one."""
-    for key in LABELS:
-        if str(record.get(key)).lower() == "false":
-            how = "which SFT must not train; remove or skip such records"
-            raise BadRecord(f"'{key}' is false: a bad answer (KTO), {how}")
-    tag = record.get("kto_tag")
-    if tag not in (None, "") and str(tag).lower() != "true":
-        raise BadRecord(f"'kto_tag' is {short(tag)}; write true (a good answer) or false (a bad one)")
-
-
-def _refuse_preferences(record: dict) -> None:
-    """Raise BadRecord for a record of DPO."""
-    names = [f"'{key}'" for key in PREFERENCE if record.get(key)]
-    if names:
-        raise BadRecord(
-            f"{' and '.join(names)}: a preference file (DPO), which is another stage; "
-            f"for SFT write the good answer as the last message and remove the other one"
-        )
-
-
 # --- names of fields
 
 
 def known_fields() -> frozenset[str]:
-    """All fields that are read in a record of some format."""
-    fields = COMPANION_FIELDS.union(["text"], FORMATS)
-    return fields.union(*(each.answers + each.fields for each in FORMATS.values()))
+    """All fields that are read in a record of some form."""
+    return COMPANION_FIELDS.union(["text", "history"], INPUT_FIELDS, FORMATS, *ANSWERS.values())
 
 
 def list_fields() -> set[str]:
     """The fields that may hold a list, in a CSV file as JSON text."""
-    return {"history", *PREFERENCE, *(key for key, each in FORMATS.items() if not each.answers)}
+    return {"history", *PREFERENCE, *(FORMATS.keys() - ANSWERS.keys())}
 
 
 def unread_fields(record: dict) -> Iterator[str]:
     """Names of the fields of a conversation or a preference that nothing reads, and, as `messages.name`, of
     its messages."""
     key, answer = find_format(record)
-    read = set(COMPANION_FIELDS)
-    if key:
-        read.update((key, answer), FORMATS[key].fields)
+    read = COMPANION_FIELDS.union([key, answer])
+    if answer:
+        read = read.union(INPUT_FIELDS, ["history"])
     for name, value in record.items():
         if value is None:
             continue

@@ -35,7 +35,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from common.errors import UserError
-from dataset.chat_labels import ChatTemplate, token_ranges
+from dataset.chat_labels import ChatTemplate
 from dataset.files import Block, parse_block, place
 from dataset.held_out import Split, first_question, is_one_passage, question_in
 from dataset.json_values import TOO_DEEP, BadRecord
@@ -120,9 +120,6 @@ class BlockTokenizer(ABC):
     """Turns blocks into samples for one kind of training, tokenizer, length and split of the records (None:
     all of them)."""
 
-    needs_template = False  # whether all data are conversations
-    template: ChatTemplate
-
     def __init__(self, spec: TokenizerSpec, max_length: int, split: Split | None = None):
         self.spec, self.max_length, self.split = spec, max_length, split
         self.backend = Tokenizer.from_str(spec.backend)
@@ -133,8 +130,6 @@ class BlockTokenizer(ABC):
         # in a byte-level vocabulary, a character for each byte
         self.entry_lengths = np.zeros(size, dtype=np.int64)
         self.entry_lengths[list(vocabulary.values())] = [len(entry) for entry in vocabulary]
-        if self.needs_template:
-            self.template = spec.template()
         self.special = SpecialTexts(self.backend)
         added = self.backend.get_added_tokens_decoder()
         self.special_ids = [token_id for token_id, token in added.items() if token.special]
@@ -158,9 +153,9 @@ class BlockTokenizer(ABC):
 
     def __call__(self, block: Block) -> Samples:
         """The samples of a block. Raises UserError for problems of the tokenizer rather than of a record."""
-        all_tokens, masks = [np.empty(0, dtype=self.dtype)], [np.empty(0, dtype=bool)]
-        lengths, num_targets, target_bytes, lines = [], [], [], []
-        bad = []
+        kept: list[Sample] = []
+        lines: list[int] = []  # of the record of each
+        bad: list[tuple[int, str]] = []
         self.counts: Counter[str] = Counter()
         self.unused: Counter[str] = Counter()
         records = parse_block(block) if self.split is None else self.selected(block, self.split)
@@ -178,23 +173,20 @@ class BlockTokenizer(ABC):
                 continue
             except UserError as error:
                 raise UserError(f"{place(block.path, line)}: {error}") from None
-            for tokens, mask, bytes_per_token in samples:
-                mask[:1] = False  # the first token has no context to be predicted from
-                if not mask.any():
+            for sample in samples:
+                sample.loss_mask[:1] = False  # the first token has no context to be predicted from
+                if sample.loss_mask.any():
+                    kept.append(sample)
+                    lines.append(line)
+                else:
                     self.counts["dropped_without_label"] += 1
-                    continue
-                all_tokens.append(tokens.astype(self.dtype))
-                masks.append(mask)
-                lengths.append(len(tokens))
-                num_targets.append(mask.sum())
-                target_bytes.append(bytes_per_token[mask].sum())
-                lines.append(line)
+        tokens, masks = [np.empty(0, np.int64)], [np.empty(0, bool)]  # also where nothing is kept
         return Samples(
-            tokens=np.concatenate(all_tokens),
-            lengths=np.array(lengths, dtype=np.int64),
-            loss_mask=np.concatenate(masks),
-            num_targets=np.array(num_targets, dtype=np.int64),
-            target_bytes=np.array(target_bytes, dtype=np.int64),
+            tokens=np.concatenate(tokens + [sample.tokens for sample in kept]).astype(self.dtype),
+            lengths=np.array([len(sample.tokens) for sample in kept], dtype=np.int64),
+            loss_mask=np.concatenate(masks + [sample.loss_mask for sample in kept]),
+            num_targets=np.array([sample.loss_mask.sum() for sample in kept], dtype=np.int64),
+            target_bytes=np.array([s.bytes_per_token[s.loss_mask].sum() for s in kept], dtype=np.int64),
             lines=np.array(lines, dtype=np.int64),
             counts=self.counts,
             unused_fields=self.unused,
@@ -215,16 +207,14 @@ class BlockTokenizer(ABC):
         """
         if len(token_ids) == 0:
             return np.zeros(0, dtype=np.int64)
-        code_points = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
-        bytes_before = np.ones(len(text) + 1, dtype=np.int64)  # of each character, and of the whole text
-        bytes_before[0] = 0
-        for limit in (0x80, 0x800, 0x10000):
-            bytes_before[1:] += code_points >= limit
-        np.cumsum(bytes_before, out=bytes_before)
         byte_ends = np.cumsum(self.entry_lengths[token_ids])
-        if not self.is_byte_level or byte_ends[-1] != bytes_before[-1]:
-            byte_ends = bytes_before[ends]
-            byte_ends[-1] = bytes_before[-1]
+        if self.is_byte_level and byte_ends[-1] == len(text.encode()):
+            return byte_ends
+        characters = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
+        sizes = 1 + (characters >= 0x80) + (characters >= 0x800) + (characters >= 0x10000)
+        bytes_before = np.concatenate([[0], np.cumsum(sizes)])  # of each character, and of the whole text
+        byte_ends = bytes_before[ends]
+        byte_ends[-1] = bytes_before[-1]
         return byte_ends
 
     @cached_property
@@ -232,9 +222,14 @@ class BlockTokenizer(ABC):
         """The backend for the text of special tokens, which must stay text."""
         return plain_backend(self.backend)
 
-    def labelled(self, chat: Chat, train_all: bool = False) -> tuple[Sample, list[tuple[int, int]]]:
-        """A conversation with its labels, and the [first, last) tokens of each turn of the assistant. Targets
-        are these turns, or with `train_all` all of it."""
+    @cached_property
+    def template(self) -> ChatTemplate:
+        """The chat template, without which texts can be tokenised. Raises UserError if there is none."""
+        return self.spec.template()
+
+    def labelled(self, chat: Chat, train_all: bool = False) -> tuple[Sample, list[int]]:
+        """A conversation with its labels, and where each turn of the assistant ends, behind its last token.
+        Targets are these turns, or with `train_all` all of it."""
         hidden = chat._replace(messages=self.special.hide(chat.messages), tools=self.special.hide(chat.tools))
         rendered, spans = self.template.render(hidden)
         pieces = self.special.pieces(rendered)
@@ -250,20 +245,23 @@ class BlockTokenizer(ABC):
         if train_all:
             spans = [(0, len(text))]
         token_ids = np.array(ids, dtype=np.int64)
-        characters = np.concatenate(offsets)  # [T, 2], [start, end) of each token
-        starts = np.maximum.accumulate(characters[:, 0])
-        ends = np.maximum.accumulate(characters[:, 1])
-        turns = token_ranges(starts, ends, spans)
-        loss_mask = np.zeros(len(token_ids), dtype=bool)
+        characters = np.maximum.accumulate(np.concatenate(offsets))  # [T, 2], [start, end) of each token
+        starts, ends = characters[:, 0], characters[:, 1]
         byte_ends = self.byte_ends(text, token_ids, ends)
+        loss_mask = np.zeros(len(token_ids), dtype=bool)
         bytes_per_token = np.zeros(len(token_ids), dtype=np.int64)
-        for (start, end), (first, last) in zip(spans, turns, strict=True):
+        turn_ends = []
+        for start, end in spans:  # of characters
+            first = int(np.searchsorted(ends, start, side="right"))  # token that ends within
+            last = int(np.searchsorted(starts, end, side="left"))  # behind the last one that begins within
+            if start == end or first == last:  # the turn is empty
+                continue
             loss_mask[first:last] = True
-            begin = len(text[:start].encode())
-            limit = len(text[:end].encode())
+            turn_ends.append(last)
+            begin, limit = len(text[:start].encode()), len(text[:end].encode())
             bytes_per_token[first:last] = np.diff(np.clip(byte_ends[first:last], begin, limit), prepend=begin)
         bytes_per_token[np.isin(token_ids, self.special_ids)] = 0
-        return Sample(token_ids, loss_mask, bytes_per_token), turns
+        return Sample(token_ids, loss_mask, bytes_per_token), turn_ends
 
 
 class DocumentTokenizer(BlockTokenizer):
@@ -325,7 +323,6 @@ class DocumentTokenizer(BlockTokenizer):
                 "leave the record out"
             )
         self.unused.update(unread_fields(record))
-        self.template = self.spec.template()  # texts alone need none
         (tokens, _, bytes_per_token), _ = self.labelled(chat, train_all=True)
         self.counts["conversations"] += 1
         if len(tokens) > self.max_length:
@@ -357,19 +354,21 @@ class DocumentTokenizer(BlockTokenizer):
 class ChatTokenizer(BlockTokenizer):
     """Conversations of SFT."""
 
-    needs_template = True
+    def __init__(self, spec: TokenizerSpec, max_length: int, split: Split | None = None):
+        super().__init__(spec, max_length, split)
+        self.template = spec.template()  # raises before any record is read
 
     def samples_of(self, record: dict) -> list[Sample]:
         """The conversation, cut at a turn if it is too long."""
         chat = to_chat(record)
         self.unused.update(unread_fields(record))
-        sample, turns = self.labelled(chat)
+        sample, turn_ends = self.labelled(chat)
         self.counts["conversations"] += 1
         self.counts["masked_turns"] += len(chat.masked)
         if len(sample.tokens) <= self.max_length:
             return [sample]
         # after the last assistant turn that fits, else inside the first one
-        complete = [last for first, last in turns if first < last <= self.max_length]
+        complete = [end for end in turn_ends if end <= self.max_length]
         sample = sample.cut(max(complete, default=self.max_length))
         if sample.loss_mask[1:].any():
             self.counts["cut_at_turn" if complete else "cut_inside_turn"] += 1

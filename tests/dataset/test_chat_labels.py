@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from common.errors import UserError
-from dataset.chat_labels import ChatTemplate, token_ranges
+from dataset.chat_labels import ChatTemplate
 from dataset.json_values import BadRecord
 from dataset.records import Chat
 from dataset.tokenizing import TOKENIZERS, ChatTokenizer, TokenizerSpec
@@ -349,12 +349,17 @@ def test_special_token_names_reach_the_template(other_tokenizer):
     )
 
 
-def test_tokens_across_a_border_count_as_inside():
-    starts, ends = np.array([0, 2, 4, 4, 6]), np.array([2, 4, 6, 6, 9])  # tokens 2 and 3 share one character
-    assert token_ranges(starts, ends, [(2, 4), (4, 6), (5, 5), (1, 3), (6, 9)]) == [
-        (1, 2),
-        (2, 4),
-        (2, 2),
-        (0, 2),
-        (4, 5),
-    ]
+def test_tokens_across_a_border_count_as_inside(small_tokenizer):
+    tokenizer = small_tokenizer(eos_token="<|im_end|>")
+    tokenizer.chat_template = (
+        "A{% for m in messages %} t{% generation %}{{ m.content }}{% endgeneration %}he{% endfor %}"
+    )
+    assert len(tokenizer.encode(" the", add_special_tokens=False)) == 1
+    messages = [{"role": "assistant", "content": content} for content in ("he town, t", "")]
+    samples = samples_of(tokenizer, {"messages": messages})
+    assert tokenizer.decode(samples.tokens) == "A the town, the the"
+    assert tokenizer.decode(samples.tokens[samples.loss_mask]) == " the town, the"
+    assert samples.target_bytes.tolist() == [len("he town, t")]
+    theirs = tokenizer.apply_chat_template(messages[:1], return_assistant_tokens_mask=True, return_dict=True)
+    expected = [bool(x) for x in theirs["assistant_masks"]]
+    assert samples.loss_mask.tolist() == [*expected, False]

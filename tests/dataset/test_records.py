@@ -168,19 +168,23 @@ BAD_LINES = [
     ("pretrain", b'{"text": "\\uDE00\\ud83d\\ude00"}', "lone surrogate \\ude00 (half a character)"),
     ("pretrain", b'{"text": "\xe4\xb8"}', "not UTF-8 (byte 0xe4); save the file as UTF-8"),
     ("pretrain", '{"text": "中文"}'.encode("gb18030"), "not UTF-8 (byte 0xd6); save the file as UTF-8:"),
-    ("pretrain", {"prompt": "q", "chosen": "a", "rejected": "b"}, "'chosen' and 'rejected': a"),
+    ("pretrain", {"prompt": "q", "chosen": "a", "rejected": "b"}, "'chosen': a preference file"),
     ("pretrain", {"prompt": "q"}, "no 'completion' (its keys: 'prompt'); add it"),
     ("sft", {"chosen": "qa", "rejected": "qb"}, "a preference file (DPO), which is another stage; for"),
     ("sft", {"chosen": [USER, BOT], "rejected": [USER, BOT], "messages": [USER, BOT]}, "a preference"),
-    ("sft", chat_of(USER, chosen=BOT, rejected=BOT), "'chosen' and 'rejected': a preference file (DPO)"),
-    ("sft", {"chosen_messages": [USER, BOT], "rejected_messages": [USER, BOT]}, "'chosen_messages' and"),
+    ("sft", chat_of(USER, chosen=BOT, rejected=BOT), "'chosen': a preference file (DPO)"),
+    (
+        "sft",
+        {"chosen_messages": [USER, BOT], "rejected_messages": [USER, BOT]},
+        "'chosen_messages': a preference",
+    ),
     ("sft", {"input": {}, "preferred_output": [BOT], "non_preferred_output": [BOT]}, "a preference file"),
     ("sft", chat_of(USER, BOT, rejected_response="b"), "'rejected_response': a preference file (DPO)"),
-    ("sft", chat_of(USER, BOT, images=["1.jpg"]), "'images' beside the conversation: the model reads"),
+    ("sft", chat_of(USER, BOT, images=["1.jpg"]), "'images': the model reads text only;"),
     ("sft", chat_of(USER, BOT, kto_tag=False), "'kto_tag' is false: a bad answer (KTO), which SFT must"),
     ("sft", chat_of(USER, BOT, mask_history="some"), "'mask_history' is 'some'; it is a switch: write"),
     ("sft", {"prompt": "q"}, "no 'completion' (its keys: 'prompt'); add it"),
-    ("sft", {"prompt": "q", "completion": ["a"]}, "completion's message 1 is text instead of an object"),
+    ("sft", {"prompt": "q", "completion": ["a"]}, "message 2 is text instead of an object"),
     ("sft", {"prompt": [USER], "completion": [BOT], "context": "c"}, "'prompt' is a list of messages,"),
     ("sft", {"prompt": [], "completion": "a"}, "'prompt' is an empty list"),
     ("sft", {"prompt": "q", "completion": "a", "question": "q", "answer": "a"}, "both 'prompt' and"),
@@ -320,9 +324,7 @@ def test_another_form_is_one_entry(write, tmp_path, cache_dir, other_tokenizer, 
 
 
 def test_two_forms_of_one_conversation_are_refused_whoever_adds_them(monkeypatch):
-    monkeypatch.setitem(
-        record_formats.FORMATS, "dialogue", record_formats.RecordFormat(lambda record, key: [])
-    )
+    monkeypatch.setitem(record_formats.FORMATS, "dialogue", lambda record, key: [])
     with pytest.raises(BadRecord, match="both 'messages' and 'dialogue' in one record; keep one of them"):
         to_chat({"messages": [USER, BOT], "dialogue": ["q"]})
 
@@ -403,7 +405,7 @@ BAD_MESSAGES = [
     ({**BOT, "images": ["1.jpg"]}, "'images' of message 1: the model reads text only; leave the"),
     ({**BOT, "loss_weight": 0.5}, "'loss_weight' of message 1 is 0.5; it is a switch: write true or"),
     ({**BOT, "train": "no"}, "'train' of message 1 is 'no'; it is a switch: write true or 1, false"),
-    ({**BOT, "train": True, "weight": 0}, "message 1 is to be trained and not to be trained (train,"),
+    ({**BOT, "train": True, "weight": 0}, "message 1 is to be trained and not to be trained (weight,"),
     ({**BOT, "train_detail": [{"begin_offset": 0, "end_offset": 3}]}, "'train_detail' of message 1:"),
     ({**BOT, "train_on_inputs": True}, "'train_on_inputs' of message 1: only the assistant's turns"),
     ({"role": "user", "content": "q", "loss": True}, "'loss' of message 1 asks to train the role user;"),
