@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model import fused
-from model.linear import LoRALinear, is_plain, is_plain_product, join, whole_of
+from model.linear import LoRALinear, Split, is_plain, is_plain_product, join, whole_of
 
 # each expert's rows are padded to a multiple: CUDA's grouped_mm needs 8, and oneDNN caches few shapes
 GROUP = 16
@@ -160,6 +160,15 @@ class GroupedLinear:
         b = torch.stack([layer.lora_B.weight for layer in self.layers])  # [E, out, rank]
         low = self.product(first.dropout(x), F.pad(a, (0, 0, 0, extra)))
         return out + self.product(low, F.pad(b, (0, extra))) * first.scale
+
+    def with_same_input(self, other: "GroupedLinear", x: Tensor) -> tuple[Tensor, Tensor]:
+        """self(x) and other(x), which give as many columns; in one product if the layers have no adapters."""
+        if isinstance(self.layers[0], LoRALinear) or isinstance(other.layers[0], LoRALinear):
+            return self(x), other(x)
+        pairs = zip(self.layers, other.layers, strict=True)
+        weights = stacked([layer.weight for pair in pairs for layer in pair], self.dtype)
+        weights = weights.view(len(self.layers), -1, weights.shape[-1])  # [E, 2 * out, in]
+        return cast(tuple[Tensor, Tensor], Split.apply(self.product(x, weights), [weights.shape[1] // 2] * 2))
 
     def product(self, x: Tensor, weights: Tensor) -> Tensor:
         return grouped_linear(x.to(self.dtype), weights, self.ends, self.group)

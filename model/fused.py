@@ -78,9 +78,12 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 # --- SwiGLU: gate and up in one product, then one kernel for each pass
 
 
-def gated(x: Tensor, gate_proj: nn.Module, up_proj: nn.Module) -> Tensor:
-    """silu(gate_proj(x)) * up_proj(x) of x [..., in]; with one product if calls would compute no more."""
-    if is_plain_product(gate_proj) and is_plain_product(up_proj):
+def gated(x: Tensor, gate_proj: Any, up_proj: Any) -> Tensor:
+    """silu(gate_proj(x)) * up_proj(x) of x [..., in]; with one product if calls would compute no more. The
+    layers are those of one MLP, or of all experts (`GroupedLinear`)."""
+    if not isinstance(gate_proj, nn.Module):
+        gate, up = gate_proj.with_same_input(up_proj, x)
+    elif is_plain_product(gate_proj) and is_plain_product(up_proj):
         weights = [cast(Tensor, gate_proj.weight), cast(Tensor, up_proj.weight)]
         gate, up = Split.apply(JoinedLinear.apply(x, *weights), [len(weight) for weight in weights])
     else:

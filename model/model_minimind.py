@@ -287,23 +287,23 @@ class MOEFeedForward(nn.Module):
 
 
 def load_balancing_loss(
-    probs: Tensor, chosen: Tensor, sample: Tensor, num_samples: int, tokens_per_expert: Tensor | None = None
-) -> Tensor:
-    """Sum over samples of (tokens of the sample) * E * sum_e f_e * P_e, for one layer.
+    probs: Tensor, chosen: Tensor, sample: Tensor, num_samples: int
+) -> tuple[Tensor, Tensor]:
+    """Sum over samples of (tokens of the sample) * E * sum_e f_e * P_e, of each of L layers: [L]; and the
+    tokens that each expert got, [L, E].
 
     f_e is the share of a sample's tokens routed to expert e, P_e its mean probability (Switch Transformer,
     arXiv:2101.03961, eq. 4). Taken per sample (DeepSeek-V3, arXiv:2412.19437, eq. 17) it is a sum that does
-    not depend on how samples are cut into micro-batches and ranks. `probs` [N, E], `chosen` [N, K], `sample`
-    [N]; sample number `num_samples` marks padding. The tokens that each expert got are added to
-    `tokens_per_expert` [E]."""
-    picked = F.one_hot(chosen, probs.shape[-1]).sum(dim=1).to(probs.dtype)  # [N, E]
-    totals = probs.new_zeros(num_samples + 1, probs.shape[-1])
-    counts = totals.index_add(0, sample, picked)[:num_samples]
-    masses = totals.index_add(0, sample, probs)[:num_samples]
-    if tokens_per_expert is not None:
-        tokens_per_expert += counts.sum(dim=0).to(tokens_per_expert.dtype)
-    lengths = (counts.sum(dim=-1) / chosen.shape[-1]).clamp(min=1)
-    return probs.shape[-1] * ((counts * masses).sum(dim=-1) / lengths).sum()
+    not depend on how samples are cut into micro-batches and ranks. `probs` [L, N, E], `chosen` [L, N, K],
+    `sample` [N]; sample number `num_samples` marks padding."""
+    layers, _, experts = probs.shape
+    picked = torch.zeros_like(probs).scatter_(-1, chosen, 1.0)  # [L, N, E]
+    totals = probs.new_zeros(layers, num_samples + 1, experts)
+    counts = totals.index_add(1, sample, picked)[:, :num_samples]  # [L, S, E]
+    masses = totals.index_add(1, sample, probs)[:, :num_samples]
+    lengths = (counts.sum(dim=-1) / chosen.shape[-1]).clamp(min=1)  # [L, S]
+    losses = experts * ((counts * masses).sum(dim=-1) / lengths).sum(dim=-1)
+    return losses, counts.sum(dim=1)
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, reduction: str = "sum") -> Tensor:
@@ -513,8 +513,9 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
         return MoeCausalLMOutputWithPast(loss=loss, aux_loss=aux_loss, hidden_states=states)
 
     def _aux_loss(self, routings: list[tuple[Tensor, Tensor]], sample: Tensor, num_samples: int) -> Tensor:
-        losses = []
-        for layer, (probs, chosen) in zip(self.model.layers, routings, strict=True):
-            counts = layer.mlp.tokens_per_expert if self.training else None
-            losses.append(load_balancing_loss(probs, chosen, sample, num_samples, counts))
-        return self.config.router_aux_loss_coef * torch.stack(losses).sum()
+        probs, chosen = (torch.stack(each) for each in zip(*routings, strict=True))  # of all layers
+        losses, tokens = load_balancing_loss(probs, chosen, sample, num_samples)
+        if self.training:
+            counters = [layer.mlp.tokens_per_expert for layer in self.model.layers]
+            torch._foreach_add_(counters, tokens.to(torch.int64).unbind())
+        return self.config.router_aux_loss_coef * losses.sum()

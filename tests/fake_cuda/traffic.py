@@ -30,6 +30,12 @@ from trainer.devices.wrapping import backward_on_gpu
 from trainer.objectives.next_token import next_token_loss
 
 SAMPLES, LENGTH, LAYERS, MICRO_BATCHES = 32, 340, 8, 8
+CASES: dict[str, tuple[bool, dict[str, Any]]] = {  # with kernels or not, fields of the config
+    "eager": (False, {}),
+    "kernels": (True, {}),
+    "one expert of four": (True, {"use_moe": True}),
+    "two experts of four": (True, {"use_moe": True, "num_experts_per_tok": 2}),
+}
 # allocations; and what the attention's stand-in does to its random state, which no GPU does
 FREE = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "zeros"}
 FREE |= {"detach", "lift_fresh", "device"}
@@ -107,13 +113,13 @@ def one_kernel_each_way(traffic: Traffic) -> Callable[..., Tensor]:
     return cast(Callable[..., Tensor], Operator.apply)
 
 
-def micro_batch(kernels: bool, layers: int) -> Traffic:
+def micro_batch(kernels: bool, layers: int, **shape: Any) -> Traffic:
     """Forward and backward pass of one, gradients added to those of the one before."""
     rng = np.random.default_rng(0)
     ids = [rng.integers(3, 6400, LENGTH).astype(np.uint16) for _ in range(SAMPLES)]
     parts = {"loss_mask": np.ones(LENGTH, bool), "sample_id": 0, "target_bytes": 1}
     batch = collate_flat([[{"input_ids": x} | parts for x in ids]])
-    config = MiniMindConfig(hidden_size=512, num_hidden_layers=layers)
+    config = MiniMindConfig(hidden_size=512, num_hidden_layers=layers, **shape)
     with FakeTensorMode(allow_non_fake_inputs=True):
         with CUDA:
             model = MiniMindForCausalLM(config).train()
@@ -130,8 +136,8 @@ def micro_batch(kernels: bool, layers: int) -> Traffic:
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
         with traffic, autocast:
-            loss, _, _ = next_token_loss(model, batch, StageArgs())
-            backward_on_gpu(loss, model)
+            loss, aux_loss, _ = next_token_loss(model, batch, StageArgs())
+            backward_on_gpu(loss + aux_loss, model)
     return traffic
 
 
@@ -139,9 +145,9 @@ def main() -> None:
     pretend()
     torch.cuda.get_device_capability = lambda *_: HOPPER
     found = {}
-    for kernels in (False, True):
-        traffic, more = micro_batch(kernels, LAYERS), micro_batch(kernels, 2 * LAYERS)
-        found["kernels" if kernels else "eager"] = {
+    for name, (kernels, shape) in CASES.items():
+        traffic, more = (micro_batch(kernels, layers, **shape) for layers in (LAYERS, 2 * LAYERS))
+        found[name] = {
             "launches for each layer": (more.launches - traffic.launches) / LAYERS,
             "GB of an update": MICRO_BATCHES * traffic.bytes / 1e9,
         }

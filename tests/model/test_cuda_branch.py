@@ -111,8 +111,10 @@ def test_an_empty_micro_batch_has_zero_gradients(shape, branch, take_cuda_branch
 )
 @pytest.mark.parametrize("skew", [0.0, 50.0])
 def test_no_token_is_dropped_however_the_experts_are_loaded(tokens, experts, top_k, skew, monkeypatch):
-    """With the skew nearly all tokens go to one expert, and the others are idle."""
+    """With the skew nearly all tokens go to one expert, and the others are idle. Gate and up are one product,
+    as in half precision."""
     torch.manual_seed(tokens)
+    monkeypatch.setattr(fused, "is_half_training", lambda x: True)
     config = MiniMindConfig(hidden_size=32, use_moe=True, num_experts=experts, num_experts_per_tok=top_k)
     layer, x = MOEFeedForward(config), torch.randn(tokens, 32).abs()
     layer.gate.weight.data[1] += skew
@@ -164,6 +166,9 @@ def test_every_expert_has_rows_in_training_and_matrices_fit_cudas_product(rank, 
         layer(x)[0].sin().sum().backward()
     assert seen.calls >= 3 * 3 and not seen.empty and not seen.uneven
     monkeypatch.setattr(fused, "HOST", "none")
+    with GroupedProducts() as seen, torch.autocast("cpu", torch.bfloat16):
+        layer(x)[0].sin().sum().backward()
+    assert seen.calls == (3 * 8 if rank else 2 * 3) and not seen.empty and not seen.uneven
     with GroupedProducts() as seen, torch.no_grad():
         layer(x)
     assert seen.calls >= 3 and seen.empty >= 3 * 4  # an answer reads the experts that it uses

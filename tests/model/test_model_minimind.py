@@ -369,14 +369,21 @@ def test_bfloat16_autocast_stays_near_float32(shape):
 
 
 def test_the_load_balancing_loss_is_switch_transformers():
-    """One sample, one layer: E * sum f_e P_e from transformers' own function, times the tokens."""
+    """E * sum f_e P_e of each layer and sample from transformers' own function, times the tokens; and how
+    many of these each expert got. Padding counts for nothing."""
     from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
-    logits = torch.randn(40, 4, generator=torch.Generator().manual_seed(3))
-    probs = logits.softmax(-1)
+    logits = torch.randn(3, 50, 4, generator=torch.Generator().manual_seed(3))
+    probs, sample = logits.softmax(-1), torch.tensor([0] * 30 + [1] * 12 + [2] * 8)  # 2: padding
     for k in (1, 2):
-        ours = load_balancing_loss(probs, probs.topk(k).indices, torch.zeros(40, dtype=torch.long), 1) / 40
-        torch.testing.assert_close(ours, load_balancing_loss_func((logits,), 4, k))
+        chosen = probs.topk(k).indices
+        losses, tokens = load_balancing_loss(probs, chosen, sample, 2)
+        for layer in range(3):
+            first, second = logits[layer].split((30, 20))
+            want = 30 * load_balancing_loss_func((first,), 4, k)
+            want += 12 * load_balancing_loss_func((second[:12],), 4, k)
+            torch.testing.assert_close(losses[layer], want)
+            assert tokens[layer].tolist() == chosen[layer, :42].flatten().bincount(minlength=4).tolist()
 
 
 def test_names_and_defaults_are_minimind_3s():
