@@ -67,3 +67,28 @@ def test_the_last_update_is_evaluated_even_if_it_is_skipped(corpus, tmp_path):
     run("pretrain", flags(corpus, tmp_path, "pretrain", **settings), Faults(nan=(8,)))
     assert "eval_loss" in read_metrics(tmp_path / "out/pretrain_32_metrics.jsonl")[-1]
     assert saved_state(tmp_path)["update"] == 8
+
+
+STOPPING = """
+from trainer import trainer_utils
+from trainer.run.callbacks import Callback
+class Stops(Callback):
+    def on_batch_end(self, engine, update, record):
+        if update == 3:
+            engine.stop("asked")
+begin_run = trainer_utils.begin_run
+def with_callback(state, *others, **named):
+    state.callbacks.append(Stops())
+    begin_run(state, *others, **named)
+trainer_utils.begin_run = with_callback
+"""
+
+
+def test_a_callback_stops_a_stage_script_which_then_goes_on(corpus, tmp_path):
+    settings = {"num_hidden_layers": 1, "epochs": 1, "save_interval": 100}
+    run("pretrain", flags(corpus, tmp_path / "whole", "pretrain", **settings))
+    argv = flags(corpus, tmp_path / "stopped", "pretrain", **settings, from_resume=1)
+    assert "stopping: asked" in run("pretrain", argv, Faults(script=STOPPING)).out
+    assert saved_state(tmp_path / "stopped")["update"] == 3
+    assert "done: 8 updates" in run("pretrain", argv).out
+    assert_same_run(tmp_path / "whole", tmp_path / "stopped")
