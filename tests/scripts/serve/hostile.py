@@ -39,7 +39,6 @@ import psutil
 from common.command_line import Parser, one_line_errors
 from common.errors import UserError, say
 from common.settings import ROOT
-from trainer.weights.for_tools import add_trained_model_flags
 
 CHAT, TEXTS = "/v1/chat/completions", "/v1/completions"
 USER = [{"role": "user", "content": "hello"}]
@@ -57,6 +56,8 @@ PAUSE = 0.02  # seconds between two attacks
 
 def parse_args() -> argparse.Namespace:
     """The command line."""
+    from trainer.weights.for_tools import add_trained_model_flags  # not in the attacker's process: seconds
+
     parser = Parser(description=__doc__.split("\n", 1)[0])
     add_trained_model_flags(parser)
     help_text = "how long the attack lasts; a quarter of it is measured before, on the quiet server"

@@ -16,8 +16,9 @@ from fastapi.testclient import TestClient
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from scripts.serve.api import create_app
 from scripts.serve.models import Settings
-from tests.conftest import ROOT, launch
+from tests.conftest import ROOT
 from tests.scripts.serve.test_api import serving, user, wait_for
+from tests.stage_process import run
 from trainer.run.paths import weight_path
 from trainer.weights.files import save_weights
 from trainer.weights.for_tools import load_path
@@ -202,6 +203,6 @@ def test_no_threads_of_torch_are_left_beside_those_of_the_decoder(tmp_path):
     filled."""
     script = tmp_path / "threads.py"
     script.write_text(THREADS.format(root=str(ROOT)), encoding="utf-8")
-    here, left = launch(script).stdout.strip().splitlines()[-2:]
+    here, left = run(str(script), []).out.strip().splitlines()[-2:]
     assert here.startswith("here tensor(True)") and int(here.split()[-1]) >= 4
     assert left == "left 0 0"
