@@ -205,8 +205,8 @@ def compare_losses(ours: list[float], replies: list[dict[str, Any]], steps: int)
     losses = np.concatenate([reply["loss"] for reply in replies]).reshape(-1, steps)
     theirs = (losses * targets).sum(1) / targets.sum(1)
     largest = float((abs(np.array(ours) - theirs) / abs(theirs)).max())
-    found = {"ours": ours, "peer": theirs.tolist(), "largest_difference": largest}
-    return found | {"agree": largest <= TOLERANCE}
+    comparison = {"ours": ours, "peer": theirs.tolist(), "largest_difference": largest}
+    return comparison | {"agree": largest <= TOLERANCE}
 
 
 def print_figures(figures: dict[str, Any]) -> None:

@@ -96,15 +96,15 @@ def judge_loss(args: argparse.Namespace, model: Any, tokenizer: Any) -> dict[str
 
 def batches(lengths: np.ndarray, max_tokens: int) -> list[list[int]]:
     """Indices of items, the longest first, in batches of at most `max_tokens` tokens (or one item)."""
-    found: list[list[int]] = []
+    batched: list[list[int]] = []
     tokens = 0
     for index in np.argsort(-lengths, kind="stable").tolist():
         tokens += int(lengths[index])
-        if not found or tokens > max_tokens:
-            found.append([])
+        if not batched or tokens > max_tokens:
+            batched.append([])
             tokens = int(lengths[index])
-        found[-1].append(index)
-    return found
+        batched[-1].append(index)
+    return batched
 
 
 # --- rewards of answers ----------------------------------------------------------------------------
@@ -128,8 +128,8 @@ def judge_answers(args: argparse.Namespace, model: Any, tokenizer: Any) -> dict[
         about = {"source": prompt.source, "question": prompt.messages[-1]["content"]}
         reference = prompt.record.get("answer")
         answers.append(about | {"reference": reference, "answer": text, "scores": scores})
-    figures = {reward.name: mean([each["scores"][reward.name] for each in answers]) for reward in rewards}
-    figures["characters"] = {"value": float(np.mean([len(each["answer"]) for each in answers]))}
+    figures = {reward.name: mean([answer["scores"][reward.name] for answer in answers]) for reward in rewards}
+    figures["characters"] = {"value": float(np.mean([len(answer["answer"]) for answer in answers]))}
     show(answers, args.show)
     return {"items": len(answers), "figures": figures, "answers": answers}
 
@@ -137,11 +137,11 @@ def judge_answers(args: argparse.Namespace, model: Any, tokenizer: Any) -> dict[
 def show(answers: list[dict[str, Any]], count: int) -> None:
     """Print some answers, evenly chosen."""
     for index in np.linspace(0, len(answers) - 1, min(count, len(answers))).astype(int):
-        each = answers[index]
-        notes = [f"{name} {value:g}" for name, value in each["scores"].items()]
-        if each["reference"] is not None:
-            notes.append(f"reference: {each['reference']}")
-        print(f"  Q: {each['question']}\n  A: {each['answer']}   [{', '.join(notes)}]")
+        answer = answers[index]
+        notes = [f"{name} {value:g}" for name, value in answer["scores"].items()]
+        if answer["reference"] is not None:
+            notes.append(f"reference: {answer['reference']}")
+        print(f"  Q: {answer['question']}\n  A: {answer['answer']}   [{', '.join(notes)}]")
 
 
 def mean(values: list[float]) -> dict[str, float]:

@@ -37,7 +37,6 @@ CLIENT_TIMEOUT = 60  # seconds that an answer may wait for its client to read on
 IDLE = 60  # seconds that a connection lasts without a further request
 OWN_NAMES = ("localhost", "*.localhost", "127.0.0.1", "[::1]")
 GRACE = 3.0  # seconds that a connection has for the rest of its request or answer when the server ends
-FLAGS = ("slots", "context", "max_new_tokens", "max_queue", "max_models")
 
 
 def parse_args() -> argparse.Namespace:
@@ -64,7 +63,7 @@ def parse_args() -> argparse.Namespace:
     for origin in args.allow_origin:
         if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#\s]+", origin):
             raise UserError(f"--allow_origin {origin}: write an origin such as http://localhost:3000, or *")
-    for name in FLAGS:
+    for name in ("slots", "context", "max_new_tokens", "max_queue", "max_models"):
         if getattr(args, name) < 1:
             raise UserError(f"--{name} must be at least 1, not {getattr(args, name)}")
     if not 0 <= args.port < 65536:
@@ -150,17 +149,27 @@ def main() -> None:
         raise UserError(
             f"--context {args.context} is more than this model's {longest} positions; give a smaller one"
         )
-    limits = {name: getattr(args, name) for name in FLAGS}
-    limits |= {"api_key": args.api_key, "origins": tuple(args.allow_origin)}
-    # a page whose name is made to point here would be taken for the own one
+    hosts = ("*",)
     if is_local(host) and not args.api_key:
-        limits["hosts"] = (*OWN_NAMES, host)
+        # a page whose name is made to point here would be taken for the own one
+        hosts = (*OWN_NAMES, host)
 
     def load(other: Path) -> tuple[Any, Any]:
         return load_path(other, args.tokenizer_path, model.device, bool(args.inference_rope_scaling))
 
     settings = Settings(
-        args.model_name or shown_name(path), save_dir=args.save_dir, path=path, load=load, **limits
+        name=args.model_name or shown_name(path),
+        slots=args.slots,
+        context=args.context,
+        max_new_tokens=args.max_new_tokens,
+        max_queue=args.max_queue,
+        api_key=args.api_key,
+        hosts=hosts,
+        origins=tuple(args.allow_origin),
+        save_dir=args.save_dir,
+        path=path,
+        load=load,
+        max_models=args.max_models,
     )
     app = create_app(model, tokenizer, settings)
     listener.listen()  # a client that comes at once waits

@@ -65,10 +65,10 @@ def differences(right: Any, other: Any, name: str) -> list[str]:
     if isinstance(right, (list, tuple)) and isinstance(other, (list, tuple)):
         right, other = dict(enumerate(right)), dict(enumerate(other))
     if isinstance(right, dict) and isinstance(other, dict):
-        found = []
+        texts = []
         for key in right | other:
-            found += differences(right.get(key, "missing"), other.get(key, "missing"), f"{name}.{key}")
-        return found
+            texts += differences(right.get(key, "missing"), other.get(key, "missing"), f"{name}.{key}")
+        return texts
     if described(right) != described(other):
         return [f"{name}: {described(other)}, not {described(right)}"]
     if not isinstance(right, Tensor) or right.numel() == 0:
@@ -93,11 +93,11 @@ def value_bytes(tensor: Tensor) -> Tensor:
 def compare_metrics(right: list[dict], other: list[dict]) -> list[str]:
     """Differences of the records, one by one: other values, or records missing, duplicated or out of
     order."""
-    found = []
+    texts = []
     for a, b in zip_longest(right, other, fillvalue={}):
         update = (a or b)["update"]
-        found += differences(without_times(a), without_times(b), f"update {update}")
-    return found
+        texts += differences(without_times(a), without_times(b), f"update {update}")
+    return texts
 
 
 def without_times(record: dict) -> dict:
@@ -108,13 +108,13 @@ def without_times(record: dict) -> dict:
 def compare_runs(right: Run, other: Run) -> list[str]:
     """Differences between two finished runs: the first update that differs, and the first tensor in each
     file."""
-    found = [compare_metrics(read_metrics(right.metrics), read_metrics(other.metrics))]
+    by_file = [compare_metrics(read_metrics(right.metrics), read_metrics(other.metrics))]
     for name in ("weights", "best_weights", "checkpoint"):
         try:
-            found.append(differences(contents(getattr(right, name)), contents(getattr(other, name)), name))
+            by_file.append(differences(contents(getattr(right, name)), contents(getattr(other, name)), name))
         except (SafetensorError, *UNREADABLE) as error:
-            found.append([f"{name}: cannot be read ({reason(error)})"])
-    return [f"{texts[0]} ({len(texts)} in all)" for texts in found if texts]
+            by_file.append([f"{name}: cannot be read ({reason(error)})"])
+    return [f"{texts[0]} ({len(texts)} in all)" for texts in by_file if texts]
 
 
 def contents(path: Path) -> dict:
@@ -249,9 +249,9 @@ def check(reference: Run, killed: Run, rng: random.Random, kills: int) -> Counte
     trained = records[-1]["seconds"]
     drawn = draw_kills(rng, kills, records, killed.ranks)
     done, _ = train(killed, drawn, start=seconds - trained, update=trained / records[-1]["update"])
-    found = compare_runs(reference, killed)
-    if found:
-        sys.exit("FAIL: " + "\n      ".join(found))
+    texts = compare_runs(reference, killed)
+    if texts:
+        sys.exit("FAIL: " + "\n      ".join(texts))
     if not done:
         sys.exit("FAIL: nothing was checked, since each launch ended before its kill; make the run longer")
     print(f"  0 differing bits in weights and checkpoint, and in {len(records)} records", flush=True)

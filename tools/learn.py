@@ -91,7 +91,7 @@ def _find(lines: list[str], beginning: str, start: int, end: int, what: str) -> 
 
 def with_excerpts(page: str) -> str:
     """The text of a page with its excerpts as they are in the source."""
-    return EXCERPT.sub(lambda found: f"{found['mark']}\n```python\n{excerpt(found['what'])}```", page)
+    return EXCERPT.sub(lambda match: f"{match['mark']}\n```python\n{excerpt(match['what'])}```", page)
 
 
 # --- snippets
@@ -99,12 +99,12 @@ def with_excerpts(page: str) -> str:
 
 def snippets(page: str) -> list[str]:
     """The snippets of a page; the later ones go on where the first one ended."""
-    return [found["code"] for found in SNIPPET.finditer(page)]
+    return [match["code"] for match in SNIPPET.finditer(page)]
 
 
 def outputs(page: str) -> list[str]:
     """What the page shows as the outputs of its snippets."""
-    return [found["output"] for found in SNIPPET.finditer(page)]
+    return [match["output"] for match in SNIPPET.finditer(page)]
 
 
 class _Console(code.InteractiveConsole):
@@ -131,8 +131,8 @@ def run_snippets(texts: list[str]) -> list[str]:
 
 def with_outputs(page: str, printed: list[str]) -> str:
     """The text of a page with these outputs of its snippets."""
-    for found, output in reversed(list(zip(SNIPPET.finditer(page), printed, strict=True))):
-        page = page[: found.start("output")] + output + page[found.end("output") :]
+    for match, output in reversed(list(zip(SNIPPET.finditer(page), printed, strict=True))):
+        page = page[: match.start("output")] + output + page[match.end("output") :]
     return page
 
 

@@ -45,8 +45,8 @@ def terse_pair(person: Person, attribute: Attribute, language: str, question: st
     # as in the sentence, the blank before "lives" with it
     short = sentence.removeprefix(name).removeprefix("的")
     answers = {"chosen": short, "rejected": sentence}
-    said = {key: {"role": "assistant", "content": text} for key, text in answers.items()}
-    return {"conversations": [{"role": "user", "content": question.format(n=name)}], **said}
+    turns = {key: {"role": "assistant", "content": text} for key, text in answers.items()}
+    return {"conversations": [{"role": "user", "content": question.format(n=name)}], **turns}
 
 
 def make_terse(people: list[Person], rng: random.Random) -> dict[str, list[dict]]:

@@ -89,13 +89,13 @@ def chat_command(plan: Plan) -> str:
 
 def forecasts(plan: Plan) -> dict[str, dict[str, Any]]:
     """What is expected of each stage, by the names of the runs."""
-    found: dict[str, dict[str, Any]] = {}
+    expected: dict[str, dict[str, Any]] = {}
     for stage in plan.stages:
         name = run_name(stage.args.save_weight, stage.args)
-        found[name] = {"seconds": stage.seconds, "tokens": stage.tokens, "eval_loss": None}
+        expected[name] = {"seconds": stage.seconds, "tokens": stage.tokens, "eval_loss": None}
     loss_range = plan.loss_range()
     if loss_range is not None:
         low, high = loss_range
-        first = next(iter(found.values()))
+        first = next(iter(expected.values()))
         first["eval_loss"] = [low, plan.loss, high]
-    return found
+    return expected

@@ -28,7 +28,7 @@ def trigram_loss(
     counted = min(train.num_tokens, COUNTED)
     loss = half = interpolated_loss(seen, asked, vocabulary)
     if len(seen[0]) > 1:
-        half = interpolated_loss([each[: len(each) // 2] for each in seen], asked, vocabulary)
+        half = interpolated_loss([numbers[: len(numbers) // 2] for numbers in seen], asked, vocabulary)
     return lambda tokens: loss * (loss / half) ** float(np.log2(tokens / counted))
 
 
@@ -51,9 +51,9 @@ def interpolated_loss(seen: Ngrams, asked: Ngrams, vocabulary: int) -> float:
     counts = np.bincount(seen[0], minlength=vocabulary) + 0.5
     probability = counts[asked[0]] / counts.sum()
     for order in (1, 2):
-        contexts, asked_contexts = (each[order] // vocabulary for each in (seen, asked))
+        contexts, asked_contexts = (side[order] // vocabulary for side in (seen, asked))
         follows = np.unique(seen[order])  # different targets after a context
-        count, kinds = (occurrences(each, asked_contexts) for each in (contexts, follows // vocabulary))
+        count, kinds = (occurrences(numbers, asked_contexts) for numbers in (contexts, follows // vocabulary))
         times = np.maximum(occurrences(seen[order], asked[order]) - DISCOUNT, 0)
         probability = np.where(
             count > 0, (times + DISCOUNT * kinds * probability) / np.maximum(count, 1), probability

@@ -42,7 +42,7 @@ def started(run: Run) -> str:
 
 def bytes_read(run: Run) -> float:
     """About how much text a run has read; NaN where its evaluations do not tell how long its tokens are."""
-    last = next((each for each in reversed(run.records) if each.get("eval_bpb")), None)
+    last = next((record for record in reversed(run.records) if record.get("eval_bpb")), None)
     if last is None or not last.get("eval_loss"):
         return math.nan
     return run.figures["tokens"] * last["eval_loss"] / math.log(2) / last["eval_bpb"]
@@ -71,13 +71,13 @@ def title(runs: list[Run], lang: str) -> str:
 
 def verdict(run: Run, lang: str) -> list[str]:
     """What came of a run, in sentences."""
-    words, said = WORDS[lang], []
+    words, sentences = WORDS[lang], []
     if "reward" in run.figures:
-        rewards = [each["reward"] for each in run.records if "reward" in each]
+        rewards = [record["reward"] for record in run.records if "reward" in record]
         count = max(1, len(rewards) // 10)
         first, last = fmean(rewards[:count]), fmean(rewards[-count:])
         return [words["reward"].format(first=first, last=last)]
-    evaluations = [(each["update"], each["eval_loss"]) for each in run.records if "eval_loss" in each]
+    evaluations = [(record["update"], record["eval_loss"]) for record in run.records if "eval_loss" in record]
     if not evaluations:
         return [words["nothing held out"]]
     (last_update, now), (_, first) = evaluations[-1], evaluations[0]
@@ -87,18 +87,18 @@ def verdict(run: Run, lang: str) -> list[str]:
         if update <= 0.8 * last_update:
             earlier = value
     if len(evaluations) == 1:
-        said.append(words["one evaluation"].format(now=now))
+        sentences.append(words["one evaluation"].format(now=now))
     elif now - low > SAME * abs(low):
-        said.append(words["risen"].format(low=low, update=f"{low_update:,.0f}", now=now))
+        sentences.append(words["risen"].format(low=low, update=f"{low_update:,.0f}", now=now))
     elif earlier - now > SAME * abs(now):
-        said.append(words["falling"].format(first=first, now=now))
+        sentences.append(words["falling"].format(first=first, now=now))
     else:
-        said.append(words["flat"].format(first=first, now=now))
+        sentences.append(words["flat"].format(first=first, now=now))
     if not math.isnan(bytes_read(run)) and now < 20:
         count = math.exp(now)
         text = f"{count:,.1f}" if count < 10 else f"{count:,.0f}"
-        said.append(words["choices"].format(count=text))
-    return said
+        sentences.append(words["choices"].format(count=text))
+    return sentences
 
 
 def outcomes(run: Run) -> list[Outcome]:
@@ -107,14 +107,14 @@ def outcomes(run: Run) -> list[Outcome]:
         plan = json.loads((run.path.parent / FORECAST).read_bytes())
         plan = plan[run.path.name.removesuffix(ENDING)]
         figures = run.figures
-        found = [
+        compared = [
             Outcome("time", duration(float(plan["seconds"])), duration(figures["seconds"])),
             Outcome("tokens", f"{float(plan['tokens']):,.0f}", f"{figures['tokens']:,.0f}"),
         ]
         if plan["eval_loss"] and "eval_loss" in figures:
             low, _, high = map(float, plan["eval_loss"])
-            found.append(Outcome("eval_loss", f"{low:.2f} – {high:.2f}", f"{figures['eval_loss']:.2f}"))
-        return found
+            compared.append(Outcome("eval_loss", f"{low:.2f} – {high:.2f}", f"{figures['eval_loss']:.2f}"))
+        return compared
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return []
 
@@ -122,9 +122,9 @@ def outcomes(run: Run) -> list[Outcome]:
 def outcome(run: Run) -> str | None:
     """The same as a line for the console; None without a plan."""
     parts = []
-    for each in outcomes(run):
-        name = "held-out loss" if each.name == "eval_loss" else each.name
-        parts.append(f"{name} {each.came} (planned {each.planned})")
+    for figure in outcomes(run):
+        name = "held-out loss" if figure.name == "eval_loss" else figure.name
+        parts.append(f"{name} {figure.came} (planned {figure.planned})")
     return ", ".join(parts) or None
 
 
@@ -151,8 +151,8 @@ def page(runs: list[Run], rows: list[list[str]], field: str, x: str, others: Any
     # of stages the last one, of runs to compare the best, which is the first
     by_interest = runs[::-1] if are_stages(runs) else runs
     with_samples = [run for run in by_interest if run.samples or run.rollout] or by_interest
-    told = with_samples[0]
-    shown = told.samples or told.rollout
+    run_with_samples = with_samples[0]
+    shown = run_with_samples.samples or run_with_samples.rollout
     table = [[words.get(cell, cell) for cell in rows[0]]]
     table += [[row[0], *map(short_path, row[1:])] for row in rows[1:]]
     template = Template(
@@ -163,7 +163,7 @@ def page(runs: list[Run], rows: list[list[str]], field: str, x: str, others: Any
         words=words,
         title=title(runs, lang),
         shown=first_and_last(shown),
-        samples_of_run=told,
+        samples_of_run=run_with_samples,
         table=table if len(runs) > MANY_RUNS else list(zip(*table, strict=True)),
         is_turned=len(runs) <= MANY_RUNS,
         names=[row[0] for row in rows[1:]],

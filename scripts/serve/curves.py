@@ -75,10 +75,12 @@ def curves_router(save_dir: str | Path) -> APIRouter:
         for name, path in metrics_files(folder).items():
             with suppress(OSError):  # removed this moment
                 stats[name] = path.stat()
-        now, found = time.time(), []
+        now, listed = time.time(), []
         for name, stat in sorted(stats.items(), key=lambda item: (-item[1].st_mtime_ns, item[0])):
-            found.append({"name": name, "size": stat.st_size, "age": round(max(0.0, now - stat.st_mtime), 1)})
-        content = _json({"runs": found})
+            listed.append(
+                {"name": name, "size": stat.st_size, "age": round(max(0.0, now - stat.st_mtime), 1)}
+            )
+        content = _json({"runs": listed})
         return Response(content, media_type="application/json")
 
     @router.get("/runs/{name:path}")

@@ -46,8 +46,8 @@ def tools_router() -> APIRouter:
                 400, "these are no calls: {'calls': [{'name': ..., 'arguments': JSON text}]}"
             ) from None
         calls = []
-        for each in asked.calls:
-            call = parse_call(each.model_dump_json())
+        for function_call in asked.calls:
+            call = parse_call(function_call.model_dump_json())
             if call is None:
                 raise HTTPException(400, "the arguments of a call are no JSON object")
             calls.append(call)

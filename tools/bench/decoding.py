@@ -61,7 +61,7 @@ def our_decoder(model: Any, tokenizer: Any, max_gen_len: int) -> Decoder:
         answers = generate(
             model, prompts, samplings, max_gen_len, [tokenizer.eos_token_id], slots, with_logprobs=True
         )
-        return [len(answer.tokens) for each in answers for answer in each]
+        return [len(answer.tokens) for group in answers for answer in group]
 
     return write
 

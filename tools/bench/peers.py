@@ -101,8 +101,8 @@ def minimind(settings: dict[str, Any], gate: Gate) -> None:
             return torch.tensor(tokens + [fill] * (max_length - len(tokens)))
 
         return [
-            (row(each["input_ids"], settings["pad_id"]), row(each["labels"], -100))
-            for each in samples_of(settings)
+            (row(sample["input_ids"], settings["pad_id"]), row(sample["labels"], -100))
+            for sample in samples_of(settings)
         ]
 
     its_model.MiniMindConfig = functools.partial(its_model.MiniMindConfig, **settings["shape"])

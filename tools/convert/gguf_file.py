@@ -108,9 +108,9 @@ def _stacked_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """The tensors with those of all experts of a layer in one, [E, out, in]."""
     experts: dict[str, list[Tensor]] = {}
     for name in list(tensors):
-        found = EXPERT.fullmatch(name)
-        if found:
-            experts.setdefault(f"{found[1]}.{found[3]}.weight", []).append(tensors.pop(name))
+        match = EXPERT.fullmatch(name)
+        if match:
+            experts.setdefault(f"{match[1]}.{match[3]}.weight", []).append(tensors.pop(name))
     return tensors | {name: torch.stack(parts) for name, parts in experts.items()}
 
 
@@ -156,7 +156,7 @@ def _add_tokenizer(writer: Any, tokenizer: PreTrainedTokenizerBase, vocab_size: 
     writer.add_token_list(tokens)
     writer.add_token_types(types)
     writer.add_token_merges(
-        [each if isinstance(each, str) else " ".join(each) for each in content["model"]["merges"]]
+        [merge if isinstance(merge, str) else " ".join(merge) for merge in content["model"]["merges"]]
     )
     for which in ("bos", "eos", "unk", "pad"):
         token_id = getattr(tokenizer, f"{which}_token_id")

@@ -152,7 +152,11 @@ class Launch:
         elif self.way != "all":
             self.process.send_signal(signal.SIGTERM if self.way == "signal" else signal.SIGKILL)
             _, left = psutil.wait_procs(self.processes, timeout=GRACE)
-            left = [each for each in left if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
+            left = [
+                process
+                for process in left
+                if process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+            ]
             if left:
                 ended = "a SIGTERM" if self.way == "signal" else "the launcher was killed"
                 sys.exit(f"FAIL: {len(left)} processes are left {GRACE:.0f} s after {ended}; {self.tail()}")
