@@ -32,6 +32,7 @@ def test_gradients_of_ranks(way, gpus, device, ranks_to_check, needs_compiler, t
         shape = "moe" if use_moe else "dense"
         distance, name = parts.worst(here, parts.stock_gradients(use_moe))
         record_property(f"{shape} {dtype}", distance)
-        wrong += [f"{shape} {dtype} {name} ({distance:.2g})"] * (not distance <= LIMITS[shape, dtype])
+        if not distance <= LIMITS[shape, dtype]:  # not a number fails
+            wrong.append(f"{shape} {dtype} {name} ({distance:.2g})")
     record_property("ranks", count)
     assert not wrong, f"gradients are not those of stock transformers: {', '.join(wrong)}"

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from functools import partial
 from itertools import cycle
 
 import psutil
@@ -240,6 +241,7 @@ def test_an_all_reduce_that_hangs_ends_with_what_nccl_says(monkeypatch, tmp_path
 def test_a_wrong_loss_is_found(monkeypatch):
     figures = {}
     monkeypatch.setattr(numbers, "dtypes", lambda device: ["float32"])
+    monkeypatch.setattr(numbers, "new_state", partial(parts.new_state, width=64))
     monkeypatch.setattr(numbers, "train", lambda state, updates: real_train(state, 2))
     numbers.test_losses(cpu, figures.__setitem__)
     assert figures == {"dense float32": 0.0, "moe float32": 0.0}

@@ -639,19 +639,13 @@ def test_pages_that_are_named_may_use_it(tokenizer, origins):
         assert (allows in other.headers) == (origins == ("*",))
 
 
-@pytest.mark.parametrize(
-    ("status", "host"),
-    [
-        *((200, host) for host in ("127.0.0.1:8000", "localhost", "[::1]:8000", "my.localhost:1")),
-        *(
-            (400, host)
-            for host in ("evil.example", "127.0.0.1.evil.example:8000", "", "192.168.0.7", "[", "]", "[::1")
-        ),
-    ],
-)
-def test_a_server_for_this_machine_answers_to_its_own_names_only(tokenizer, status, host):
+def test_a_server_for_this_machine_answers_to_its_own_names_only(tokenizer):
+    own = ("127.0.0.1:8000", "localhost", "[::1]:8000", "my.localhost:1")
+    others = ("evil.example", "127.0.0.1.evil.example:8000", "", "192.168.0.7", "[", "]", "[::1")
+    wanted = dict.fromkeys(own, 200) | dict.fromkeys(others, 400)
     with TestClient(scripted_app(tokenizer, hosts=OWN_NAMES), base_url="http://127.0.0.1") as client:
-        assert client.get("/v1/models", headers={"Host": host}).status_code == status
+        found = {host: client.get("/v1/models", headers={"Host": host}).status_code for host in wanted}
+    assert found == wanted
 
 
 @pytest.mark.parametrize("stream", [False, True])

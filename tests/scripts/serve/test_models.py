@@ -108,14 +108,12 @@ def test_two_models_answer_at_the_same_time_and_a_third_waits_for_one_that_is_id
     wait_for(lambda: not second.scheduler.thread.is_alive())
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["linked_32", "../outside_32", "outside_32", "/etc/passwd", "FOLDER/outside_32", "x" * 250, "", "\0"],
-)
-def test_names_that_no_file_of_the_folder_has_are_refused(server, folder, name):
-    with pytest.raises(openai.NotFoundError) as error:
-        ask(server, name.replace("FOLDER", str(folder.parent)))
-    assert error.value.code == "model_not_found" and "GET /v1/models" in str(error.value)
+def test_names_that_no_file_of_the_folder_has_are_refused(server, folder):
+    names = ["linked_32", "../outside_32", "outside_32", "/etc/passwd", f"{folder.parent}/outside_32"]
+    for name in [*names, "x" * 250, "", "\0"]:
+        with pytest.raises(openai.NotFoundError) as error:
+            ask(server, name)
+        assert error.value.code == "model_not_found" and "GET /v1/models" in str(error.value)
     with pytest.raises(openai.NotFoundError):
         server.client.get("/models/..%2foutside_32", cast_to=object)
 
