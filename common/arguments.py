@@ -43,8 +43,8 @@ def parse_args(
     wrong = args.contradictions()
     if wrong:
         raise UserError("; ".join(wrong))
-    if any("://" in str(value) for value in args.values().values()):
-        args = replace(args, **local_settings(args.values()))
+    if any("://" in str(value) for value in vars(args).values()):
+        args = replace(args, **local_settings(vars(args)))
     return args
 
 
