@@ -101,7 +101,7 @@ def checked(args_class: type[StageArgs], source: str, values: Mapping[str, Any])
             continue
         try:
             converted[name] = settings[name].parse(value)
-        except ValueError as error:
+        except argparse.ArgumentTypeError as error:
             wrong.append(f"{source}{label} {error}")
     if wrong:
         raise UserError(" ".join("; ".join(wrong).splitlines()))
