@@ -11,6 +11,7 @@ from common.arguments import parse_args
 from common.errors import UserError
 from common.settings import StageArgs, settings_of
 from llm.training.core.config import SETTINGS, Config, EngineArgs, ModelConfig
+from tests.stage_process import rank_variables
 from trainer import train_full_sft, train_pretrain
 
 # what the engine has beyond the stage scripts' flags
@@ -182,8 +183,7 @@ def test_print_config_shows_every_value_and_its_source_and_reads_back(run_yaml, 
     assert read(*run_yaml(text), stage_args=train_full_sft.Args) == config
     copy = pickle.loads(pickle.dumps(config))
     assert copy == config and copy.sources == config.sources
-    second = {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}
-    for name, value in (second | {"MASTER_ADDR": "node1", "MASTER_PORT": "29500"}).items():
+    for name, value in rank_variables(1, 2, 29500).items():
         monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit):
         read(*argv, "--print_config", **sources)
