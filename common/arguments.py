@@ -43,8 +43,8 @@ def parse_args(
     wrong = args.contradictions()
     if wrong:
         raise UserError("; ".join(wrong))
-    if any("://" in str(value) for value in args.values().values()):
-        args = replace(args, **local_settings(args.values()))
+    if any("://" in str(value) for value in vars(args).values()):
+        args = replace(args, **local_settings(vars(args)))
     return args
 
 
@@ -101,7 +101,7 @@ def checked(args_class: type[StageArgs], source: str, values: Mapping[str, Any])
             continue
         try:
             converted[name] = settings[name].parse(value)
-        except ValueError as error:
+        except argparse.ArgumentTypeError as error:
             wrong.append(f"{source}{label} {error}")
     if wrong:
         raise UserError(" ".join("; ".join(wrong).splitlines()))

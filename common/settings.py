@@ -289,14 +289,15 @@ class Setting:
     limits: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def parse(self, value: Any) -> Any:
-        """A value of this setting, from text or from YAML. Raises ValueError with what it must be."""
+        """A value of this setting, from text or from YAML. Raises ArgumentTypeError, the error whose message
+        argparse shows."""
         may_be_none = type(None) in get_args(self.kind)
         if may_be_none and str(value).lower() in ("", "none", "null"):
             return None
         if self.auto and value in ("auto", None):
             return None
         if value == "" and self.kind is str:
-            raise ValueError("must not be empty")
+            raise argparse.ArgumentTypeError("must not be empty")
         if isinstance(value, bool) and self.kind is not bool:
             value = str(value)  # for pydantic True is the number 1
         limits = {"allow_inf_nan": False, **self.limits} if self.kind is float else self.limits
@@ -306,14 +307,7 @@ class Setting:
             message = error.errors()[0]["msg"].replace("Input should", "must").partition(", unable")[0]
             if self.auto:
                 message += " or auto"
-            raise ValueError(f"{message}, not {value!r}") from None
-
-    def parse_flag(self, text: str) -> Any:
-        """`parse` for argparse, which shows the message of its own type of error only."""
-        try:
-            return self.parse(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
+            raise argparse.ArgumentTypeError(f"{message}, not {value!r}") from None
 
     def flag_options(self) -> dict[str, Any]:
         """What argparse is given for the flag, except for its type and default."""
@@ -361,6 +355,4 @@ def settings_of(args_class: type) -> Mapping[str, Setting]:
 def add_flags(parser: argparse._ActionsContainer, settings: Iterable[Setting]) -> None:
     """Add a flag for each setting to the command line of a tool."""
     for each in settings:
-        parser.add_argument(
-            f"--{each.name}", type=each.parse_flag, default=each.default, **each.flag_options()
-        )
+        parser.add_argument(f"--{each.name}", type=each.parse, default=each.default, **each.flag_options())

@@ -98,7 +98,7 @@ def parse_args() -> argparse.Namespace:
     text = "folder of a tokenizer; without it the shipped one, or for few data a smaller one"
     flag("--tokenizer_path", help=text)
     text = "share of the records to hold out"
-    flag("--eval_share", type=rows["eval_share"].parse_flag, default=0.02, help=text)
+    flag("--eval_share", type=rows["eval_share"].parse, default=0.02, help=text)
     add_flags(parser, [rows[name] for name in stages.SHARED if name != "eval_share"])
     args = parser.parse_args()
     for name in ("hours", "eval_share", "depth"):

@@ -16,6 +16,7 @@ from common import files
 from common.errors import UserError
 from common.files import atomic_write, link, lock_output, locked, sync_folder
 from tests.conftest import ROOT
+from tests.stage_process import rank_variables
 from trainer.run.included_callbacks import link_state
 
 HOLD = """
@@ -36,11 +37,15 @@ with locked(Path(sys.argv[1]), "waiting for the other"):
 """
 
 
-def start(code: str, *args, **env: str) -> subprocess.Popen:
-    """Another process, which holds the lock when this returns."""
+def popen(code: str, *args, **env: str) -> subprocess.Popen:
     command = [sys.executable, "-c", code, *map(str, args)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    process = subprocess.Popen(command, cwd=ROOT, env=os.environ | env, **pipes)
+    return subprocess.Popen(command, cwd=ROOT, env=os.environ | env, **pipes)
+
+
+def start(code: str, *args) -> subprocess.Popen:
+    """Another process, which holds the lock when this returns."""
+    process = popen(code, *args)
     assert process.stdout.readline() == "held\n", process.communicate()
     return process
 
@@ -156,9 +161,7 @@ def test_a_child_that_outlives_the_run_does_not_hold_its_name(folders):
 
 
 def test_rank_0_alone_reserves_the_name(folders, monkeypatch):
-    launched = {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "node1"}
-    launched |= {"MASTER_PORT": "29500"}
-    for name, value in launched.items():
+    for name, value in (rank_variables(1, 2, 29500) | {"LOCAL_RANK": "0"}).items():
         monkeypatch.setenv(name, value)
     lock_output("pretrain_32", save_dir=folders[0], checkpoint_dir=folders[1])
     assert not folders[0].exists()
@@ -217,19 +220,15 @@ def test_whoever_may_write_into_the_folder_may_lock_it(tmp_path):
         assert (folder / ".w_32_save_dir.lock").stat().st_mode & 0o777 == mode & 0o666
 
 
-@pytest.mark.parametrize("local_rank", ["0", "1"])
+@pytest.mark.parametrize("local_rank", [0, 1])
 def test_a_held_lock_is_waited_for_and_that_is_said_once_per_machine(
     tmp_path, monkeypatch, capsys, local_rank
 ):
     path = Path(tmp_path / "cache.lock")
     other = start(LOCKED, path)
-    command = [sys.executable, "-c", LOCKED, str(path)]
-    ranks = {"RANK": local_rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": "2"}
-    environment = os.environ | ranks | {"MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    waiting = subprocess.Popen(command, cwd=ROOT, env=environment, **pipes)
+    waiting = popen(LOCKED, path, **rank_variables(local_rank, 2, 29500))
     try:
-        if local_rank == "0":
+        if local_rank == 0:
             assert waiting.stdout.readline() == "waiting for the other\n"
         else:
             time.sleep(1)

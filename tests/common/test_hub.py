@@ -10,6 +10,7 @@ from common.errors import UserError
 from common.hub import is_remote, local_path, parse, shown_name
 from tests.conftest import ROOT
 from tests.fake_hub import Hub
+from tests.stage_process import rank_variables
 
 PROGRAM = """
 import sys
@@ -138,16 +139,12 @@ def test_an_interrupted_download_goes_on(hub, tmp_path):
     hub.repositories["datasets/a/data"]["sft.jsonl"] = ROWS
 
 
-@pytest.mark.parametrize("scheme", ["hf", "modelscope"])
+@BOTH
 def test_one_process_downloads_while_others_wait(hub, tmp_path, scheme):
     hub.requests.clear()
     command = [sys.executable, "-c", PROGRAM, f"{scheme}://datasets/a/data/sft.jsonl"]
-    places = [{"RANK": str(i), "LOCAL_RANK": str(i), "WORLD_SIZE": "3"} for i in range(3)]
-    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29999"}
-    ranks = [
-        subprocess.Popen(command, cwd=ROOT, env=hub.environment(tmp_path) | where | place, stdout=-1)
-        for place in places
-    ]
+    envs = [hub.environment(tmp_path) | rank_variables(rank, 3, 29999) for rank in range(3)]
+    ranks = [subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE) for env in envs]
     copies = {rank.communicate()[0].decode().splitlines()[-1] for rank in ranks}
     assert len(copies) == 1
     assert [request[0] for request in hub.requests].count("GET") == 1

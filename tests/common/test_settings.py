@@ -3,6 +3,7 @@ all mistakes of a source in one line."""
 
 import re
 import string
+from argparse import ArgumentTypeError
 from dataclasses import dataclass, fields
 from typing import Literal
 
@@ -139,7 +140,7 @@ ANY_TEXT = st.text(max_size=12) | st.text(alphabet=string.digits + "+-._eE ", ma
 def test_any_text_is_a_value_or_one_line(name, text):
     try:
         value = SETTINGS[name].parse(text)
-    except ValueError as error:
+    except ArgumentTypeError as error:
         assert len(str(error).splitlines()) == 1
     else:
         assert value is None or SETTINGS[name].parse(value) == value

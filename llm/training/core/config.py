@@ -260,7 +260,8 @@ class Config:
                 options[name] = option_value(value)
         if wrong:
             raise UserError("; ".join(wrong))
-        for name, value in {**checked(self.args_class, label, settings), **options}.items():
+        taken = checked(self.args_class, label, settings) | options
+        for name, value in taken.items():
             self._set(name, value)
             self.sources[name] = source
 

@@ -79,7 +79,7 @@ class TrainingEngine:
         self.wandb = None if self.is_finished else start_tracker(args, run, checkpoint)
 
         # what the task makes; a checkpoint takes the place of the start weights
-        weights = utils.weights_to_load(args, run, checkpoint)
+        weights = args.from_weight if checkpoint is None else "none"
         task.config = replace(task.config, checkpoint=replace(task.config.checkpoint, from_weight=weights))
         model = task.build_model()
         wrapped = utils.compile_and_wrap(model, args, device, autocast, data.train_dataset, task.frozen)
@@ -178,7 +178,8 @@ def check_criterion(task: TrainingTask) -> None:
 def checked_loss(task: TrainingTask, result: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """The loss [], the auxiliary loss [] and the sums of metrics that `train_step` returned; the last two may
     be missing. Raises UserError if the loss is no single number with a gradient."""
-    loss, *others = result if isinstance(result, tuple) else (result,)
+    values = result if isinstance(result, tuple) else (result,)
+    loss = values[0]
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
         what = f"a {type(loss).__name__}"
         if isinstance(loss, Tensor):
@@ -187,8 +188,8 @@ def checked_loss(task: TrainingTask, result: Any) -> tuple[Tensor, Tensor, dict[
             f"{type(task).__name__}.train_step returns {what}; it must return the sum of the losses as "
             "computed, one number with a gradient"
         )
-    aux_loss = others[0] if others else torch.zeros_like(loss)
-    sums = others[1] if len(others) > 1 else {}
+    aux_loss = values[1] if len(values) > 1 else torch.zeros_like(loss)
+    sums = values[2] if len(values) > 2 else {}
     return loss.reshape(()), aux_loss.reshape(()), sums
 
 

@@ -22,7 +22,7 @@ from llm.training.tasks.base_task import TrainingTask
 from llm.training.tasks.regression_task import RegressionTask
 from llm.training.train import named_class, train_worker
 from tests.llm.training.test_engine import NAME, regression
-from tests.stage_process import Faults, run, start_ranks
+from tests.stage_process import Faults, rank_variables, run, start_ranks
 from tests.trainer.stage_flags import assert_same_run, flags, saved_state
 from trainer.report.metrics import read_metrics
 
@@ -352,9 +352,8 @@ def test_data_are_prepared_once_per_machine(tmp_path, monkeypatch, rank, local_r
         calls.append("setup")
         raise KeyboardInterrupt  # here the ranks would wait for one another
 
-    launched = {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 2}
-    for name, value in (launched | {"MASTER_ADDR": "node1", "MASTER_PORT": 29500}).items():
-        monkeypatch.setenv(name, str(value))
+    for name, value in (rank_variables(rank, 4, 29500) | {"LOCAL_RANK": str(local_rank)}).items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setattr(SyntheticDataModule, "prepare_data", lambda self: calls.append("prepare_data"))
     monkeypatch.setattr(DistributedManager, "setup", meet)
     with pytest.raises(KeyboardInterrupt):
