@@ -161,14 +161,13 @@ class StageDataset(Dataset):
         self.num_tokens: int = self.cache.report["tokens"]  # of all samples
         self.num_targets: int = self.cache.report["targets"]
         meta = self.cache.meta
-        keys = ("format", "kind", "data", "text_separator", "split")
-        content = json.dumps([meta.get(key) for key in keys]).encode()
+        content = json.dumps([meta[key] for key in ("kind", "data", "text_separator", "split")]).encode()
         # identifies the tokenised data
         self.fingerprint: dict[str, Any] = {
             "data": hashlib.sha256(content).hexdigest()[:16],
             "tokenizer": meta["tokenizer"][:16],
         }
-        if "split" in meta:
+        if meta["split"]:
             self.fingerprint["eval_share"] = meta["split"][0]
 
     def __len__(self) -> int:

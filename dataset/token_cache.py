@@ -52,7 +52,6 @@ from dataset.worker_pool import in_processes
 if TYPE_CHECKING:  # transformers imports torch
     from transformers import PreTrainedTokenizerBase
 
-FORMAT_VERSION = 1  # raise it when the same data give other tokens or labels; checkpoints record it
 STAGE_LENGTH = {"pretrain": 340, "sft": 768, "dpo": 1024}  # default --max_seq_len of the stage scripts
 CODE = Path(__file__).parent  # whose files decide the samples: a change of one gives another cache
 RELEASE_PAGES_ABOVE = 1 << 28  # bytes; pages of larger caches are unmapped after use
@@ -61,7 +60,6 @@ ARRAYS = {  # to which a block's samples are appended, each in a file; for their
     "offsets": "int64",
     "loss_mask": "bool",
     "target_bytes": "int64",
-    "num_targets": "int64",
     "sources": "int64",
 }
 PROGRESS = {"delay": 10, "mininterval": 10, "leave": False}  # seconds: nothing is shown of a short build
@@ -101,7 +99,6 @@ class TokenCache:
     offsets: np.ndarray  # int64 [S+1]
     loss_mask: np.ndarray | None = None  # bool [N]: this token is a target; None: all but each sample's first
     target_bytes: np.ndarray  # int64 [S]: UTF-8 bytes of the targets' text
-    num_targets: np.ndarray  # int64 [S]
     sources: np.ndarray  # int64 [S, 2]: file (index into `files`) and line of the record (`place`)
     packed_samples: np.ndarray  # with packing, unsigned [S]: the samples of one packed sequence after another
     packed_offsets: np.ndarray  # unsigned [P+1]: sequence p is packed_samples[packed_offsets[p]:...[p + 1]]
@@ -149,30 +146,25 @@ def build_token_cache(data_path: str, tokenizer, options: CacheOptions) -> Token
     data_path: files, globs and folders, separated by commas. tokenizer: a transformers tokenizer. Raises
     UserError.
     """
-    kind, max_length, split = options.kind, options.max_length, options.split
-    if max_length < 2:
-        raise UserError(f"--max_seq_len {max_length} leaves no token to predict; use at least 2")
-    paths = expand_paths(data_path, plain_text=kind == "pretrain")
+    if options.max_length < 2:
+        raise UserError(f"--max_seq_len {options.max_length} leaves no token to predict; use at least 2")
+    paths = expand_paths(data_path, plain_text=options.kind == "pretrain")
     spec = TokenizerSpec.of(tokenizer)
     cache_dir = Path(options.cache_dir or DataConfig.cache_dir).expanduser()
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
         stamps = {path: _stamp(path) for path in paths}
-        data = [[file_kind(path), file_hash(path, cache_dir)] for path in paths]
-        settings: dict[str, Any] = {
-            "format": FORMAT_VERSION,
-            "kind": kind,
-            "max_length": max_length,
-            "data": data,
-        }
-        if any(file == data_files.PLAIN_TEXT for file, _ in data):
-            settings["text_separator"] = (options.text_separator or "").strip()
-        if split:
-            settings["split"] = list(split)
-        if options.packing:
-            settings["packing"] = True
         code = b"".join(path.read_bytes() for path in sorted(CODE.glob("*.py")))
-        settings |= {"code": hashlib.sha256(code).hexdigest(), "tokenizer": spec.fingerprint}
+        settings = {
+            "kind": options.kind,
+            "max_length": options.max_length,
+            "packing": options.packing,
+            "split": options.split,
+            "text_separator": (options.text_separator or "").strip(),
+            "data": [[file_kind(path), file_hash(path, cache_dir)] for path in paths],
+            "tokenizer": spec.fingerprint,
+            "code": hashlib.sha256(code).hexdigest(),
+        }
         key = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
         folder = cache_dir / key[:32]
         if not _is_complete(folder):
@@ -291,7 +283,6 @@ def _write_arrays(
                 "offsets": counts["tokens"] + np.cumsum(samples.lengths),
                 "loss_mask": samples.loss_mask,
                 "target_bytes": samples.target_bytes,
-                "num_targets": samples.num_targets,
                 "sources": np.stack([np.full_like(samples.lines, block.file), samples.lines], axis=1),
             }
             for name, file in files.items():
@@ -300,7 +291,7 @@ def _write_arrays(
             counts["skipped_bad_records"] += len(samples.bad)
             counts["samples"] += len(samples.lengths)
             counts["tokens"] += len(samples.tokens)
-            counts["targets"] += int(samples.num_targets.sum())
+            counts["targets"] += int(samples.loss_mask.sum())
             counts["target_bytes"] += int(samples.target_bytes.sum())
             unused.update(samples.unused_fields)
             progress.update(block.size)

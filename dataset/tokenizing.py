@@ -96,7 +96,6 @@ class Samples:
     tokens: np.ndarray  # [N]
     lengths: np.ndarray  # int64 [S]
     loss_mask: np.ndarray  # bool [N]: this token is a target
-    num_targets: np.ndarray  # int64 [S]
     target_bytes: np.ndarray  # int64 [S]: UTF-8 bytes of the targets' text
     lines: np.ndarray  # int64 [S]: line of the record
     counts: Counter
@@ -185,7 +184,6 @@ class BlockTokenizer(ABC):
             tokens=np.concatenate(tokens + [sample.tokens for sample in kept]).astype(self.dtype),
             lengths=np.array([len(sample.tokens) for sample in kept], dtype=np.int64),
             loss_mask=np.concatenate(masks + [sample.loss_mask for sample in kept]),
-            num_targets=np.array([sample.loss_mask.sum() for sample in kept], dtype=np.int64),
             target_bytes=np.array([s.bytes_per_token[s.loss_mask].sum() for s in kept], dtype=np.int64),
             lines=np.array(lines, dtype=np.int64),
             counts=self.counts,
@@ -269,11 +267,10 @@ class DocumentTokenizer(BlockTokenizer):
 
     def samples_of(self, record: dict) -> list[Sample]:
         """A document, or a part of one: each sample begins with the last token of the one before."""
-        text = record.get("text")
-        if isinstance(text, str):
-            tokens, bytes_per_token = self.document(record, text)
-        else:
+        if record.get("text") is None and find_format(record)[0]:
             tokens, bytes_per_token = self.conversation(record)
+        else:
+            tokens, bytes_per_token = self.document(record, to_text(record))
         if len(tokens) == 0:
             return []
         samples = []
@@ -314,8 +311,6 @@ class DocumentTokenizer(BlockTokenizer):
 
     def conversation(self, record: dict) -> tuple[np.ndarray, np.ndarray]:
         """The tokens of a conversation, as SFT has them, and the bytes that each spells. Raises BadRecord."""
-        if record.get("text") is not None or find_format(record)[0] == "":
-            to_text(record)  # says what is wrong
         chat = to_chat(record)
         if chat.masked:
             raise BadRecord(
@@ -333,22 +328,17 @@ class DocumentTokenizer(BlockTokenizer):
         if record.get("text") is None:
             return first_question(to_chat(record).messages)
         text = to_text(record)
-        if not any(token in text for token in self.added_tokens):
+        if not self.special.pattern.search(text):
             return text  # no template made it; do not load what renders one
         question = question_in(text, self.around_question)
         return text if question is None else question
-
-    @cached_property
-    def added_tokens(self) -> list[str]:
-        """The text of the special tokens and of other tokens that are not made of merges."""
-        return [token.content for token in self.backend.get_added_tokens_decoder().values()]
 
     @cached_property
     def around_question(self) -> tuple[str, str] | None:
         """The text that the chat template, if there is one, writes before and after a user's message."""
         if not isinstance(self.spec.chat_template, str):
             return None
-        return self.spec.template().around_question()
+        return self.template.around_question()
 
 
 class ChatTokenizer(BlockTokenizer):

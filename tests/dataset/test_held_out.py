@@ -118,9 +118,8 @@ def test_the_same_records_in_any_order_of_records_and_files_and_in_any_form(
     shuffled = random.Random(1).sample(FORMS[kind], len(QUESTIONS))
     write("b/1.jsonl", shuffled[:100])
     write("b/0.json", json.dumps(shuffled[100:] + shuffled[:9]).encode())  # nine of them twice
-    monkeypatch.setattr("dataset.token_cache.PARALLEL_ABOVE", 0)
     monkeypatch.setattr(files, "BLOCK_BYTES", 1 << 12)
-    again = split(kind, write("b/2.jsonl", shuffled[:50]).rsplit("/", 1)[0], num_proc=2)
+    again = split(kind, write("b/2.jsonl", shuffled[:50]).rsplit("/", 1)[0])
     assert [set(each) for each in again] == [set(train), set(held_out)]
 
 
@@ -286,7 +285,7 @@ WORDS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="<|>
 RECORD = st.builds(conversation, WORDS, st.lists(WORDS, min_size=1, max_size=3), WORDS, st.booleans())
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(record=RECORD)
 def test_a_conversation_has_one_key_in_every_spelling_and_stage(record, tokenizer):
     """And each spelling of it gives the same tokens, so it would be trained as the same sample."""
@@ -306,14 +305,14 @@ def test_a_conversation_has_one_key_in_every_spelling_and_stage(record, tokenize
 
 def test_no_held_out_conversation_is_trained_in_another_spelling_or_stage(write, tokenizer, cache_dir):
     records = [
-        conversation(f"Add one to {i} 加一", [str(i)], "Be brief." * (i % 2), i % 3 > 0) for i in range(200)
+        conversation(f"Add one to {i} 加一", [str(i)], "Be brief." * (i % 2), i % 3 > 0) for i in range(100)
     ]
     spelled = {spell.__name__: ("sft", [respelled(each, spell) for each in records]) for spell in SPELLINGS}
     stages = spelled | {
         "sft": ("sft", records),
         "sft of the beginnings": (
             "sft",
-            [conversation(f"Add one to {i} 加一", ["other"]) for i in range(200)],
+            [conversation(f"Add one to {i} 加一", ["other"]) for i in range(100)],
         ),
         "dpo": ("dpo", [pair_of(each) for each in records]),
         "pretrain": ("pretrain", [rendered(tokenizer, each) for each in records]),
@@ -326,7 +325,7 @@ def test_no_held_out_conversation_is_trained_in_another_spelling_or_stage(write,
         return set(build(kind, path, tokenizer, 256, cache_dir, split=split).sources[:, 1].tolist())
 
     held_out = lines("sft", True)
-    assert 20 < len(held_out) < 60
+    assert 10 < len(held_out) < 35
     for name in stages:
         assert lines(name, True) == held_out, name
         assert not lines(name, False) & held_out, name

@@ -162,10 +162,7 @@ def test_items_and_targets_of_sft(sft, tokenizer):
         )
         assert tokenizer.decode(sample["input_ids"][sample["loss_mask"]].tolist()) == answer + "<|im_end|>"
         assert sample["target_bytes"] == len(answer.encode())
-        assert (
-            np.diff(ds.cache.offsets)[i] == len(sample["input_ids"])
-            and ds.cache.num_targets[i] == sample["loss_mask"].sum()
-        )
+        assert np.diff(ds.cache.offsets)[i] == len(sample["input_ids"])
         batch = collate_flat([[sample]])
         assert tokenizer.decode(batch["targets"].tolist()) == answer + "<|im_end|>"
         assert torch.equal(batch["targets"], batch["input_ids"][batch["target_index"] + 1])
@@ -194,13 +191,13 @@ def test_packed_rows_hold_the_same_samples(sft):
     for i, sample in seen.items():
         for name, value in plain[i][0].items():
             assert np.array_equal(value, sample[name])
-    assert [s["sample_id"] for r in range(len(packed)) for s in packed[r]] == [
-        s["sample_id"] for r in range(len(packed)) for s in sft(packing=True)[r]
-    ]
+    again = sft(packing=True)
+    for r in range(len(packed)):
+        assert [s["sample_id"] for s in packed[r]] == [s["sample_id"] for s in again[r]]
 
 
-@pytest.mark.parametrize(("packing", "method", "workers"), [(False, "spawn", 1), (True, "fork", 2)])
-def test_worker_processes_load_the_same(sft, packing, method, workers):
+@pytest.mark.parametrize(("packing", "workers"), [(False, 1), (True, 2)])
+def test_worker_processes_load_the_same(sft, packing, workers):
     ds = sft(packing)
     batches = [list(range(i, min(i + 5, len(ds)))) for i in range(0, len(ds), 5)] + [[]]
     direct = [collate_flat([ds[i] for i in batch]) for batch in batches]
@@ -209,7 +206,7 @@ def test_worker_processes_load_the_same(sft, packing, method, workers):
         batch_sampler=batches,
         collate_fn=collate_flat,
         num_workers=workers,
-        multiprocessing_context=method,
+        multiprocessing_context="fork",
     )
     for got, expected in zip(loader, direct, strict=True):
         assert_same_batch(got, expected)

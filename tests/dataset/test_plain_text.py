@@ -185,5 +185,3 @@ def test_the_separator_and_the_kind_of_file_are_part_of_the_cache(other_tokenize
         len({whole.path, divided.path, skipped.path}) == 3
         and skipped.report["tokens"] < divided.report["tokens"]
     )
-    records = write("y.jsonl", [{"text": "a"}])
-    assert made(records, text_separator="-").path == made(records).path

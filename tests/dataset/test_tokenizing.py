@@ -192,7 +192,7 @@ def test_pretraining_takes_a_conversation_as_sft_renders_it(tokenizer):
         mine = [i for i in range(len(both.lengths)) if both.lines[i] == 1]
         pieces = [split(both, both.tokens)[i].tolist() for i in mine]
         assert pieces[0] + [token for piece in pieces[1:] for token in piece[1:]] == sft.tokens.tolist()
-        assert both.num_targets[mine].sum() == len(sft.tokens) - 1
+        assert sum(split(both, both.loss_mask)[i].sum() for i in mine) == len(sft.tokens) - 1
         special = set(tokenizer.all_special_ids)
         words = [token for token in sft.tokens[1:].tolist() if token not in special]
         assert both.target_bytes[mine].sum() == spelled(tokenizer, words)
