@@ -6,6 +6,7 @@ D head size, R rows.
 
 from typing import NamedTuple, cast
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -23,6 +24,33 @@ class Spans(NamedTuple):
     max_seqlen: int
     host_cu_seqlens: Tensor  # [S + 1] on the host
     shared_prefix: "tuple[Tensor, Spans] | None" = None
+
+
+def spans_of(
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    host_cu_seqlens: np.ndarray | None,
+    seen_keys: tuple[Tensor, Tensor, int, np.ndarray | None] | None = None,
+) -> Spans:
+    """From the arguments of these names of `MiniMindForCausalLM.forward`."""
+    on_host = cu_seqlens if host_cu_seqlens is None else torch.from_numpy(host_cu_seqlens)
+    shared_prefix = None
+    if seen_keys is not None:
+        rows, cu_seqlens_k, max_seqlen_k, host_cu_seqlens_k = seen_keys
+        shared_prefix = rows, spans_of(cu_seqlens_k, max_seqlen_k, host_cu_seqlens_k)
+    return Spans(cu_seqlens, max_seqlen, on_host, shared_prefix)
+
+
+def spans_with_padding(spans: Spans, extra: int) -> Spans:
+    """Spans with a shared prefix, and so many rows of padding behind them, which may see any keys."""
+    rows, keys = cast(tuple[Tensor, Spans], spans.shared_prefix)
+    return spans._replace(shared_prefix=(F.pad(rows, (0, extra)), keys))
+
+
+def samples_of_rows(spans: Spans, rows: int) -> Tensor:
+    """The number of the sample of each row [N]; rows of padding have that behind the last sample's."""
+    ends = spans.cu_seqlens[1:].to(torch.int64)
+    return torch.bucketize(torch.arange(rows, device=ends.device), ends, right=True)
 
 
 def flat_attention(q: Tensor, k: Tensor, v: Tensor, spans: Spans) -> Tensor:

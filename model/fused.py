@@ -1,5 +1,5 @@
-"""Faster forms of the model's arithmetic for training on a GPU in half precision. Each equals the plain form
-beside which it is called in model_minimind.py.
+"""Faster forms of the model's arithmetic, most of them for training on a GPU in half precision. Each equals
+the plain form beside which it is called in model_minimind.py and losses.py.
 
 ENABLED = False computes everything in the plain forms, also attention and experts;
 tests/model/test_fused.py compares the two. A form that multiplies by weights without calling their layers is
@@ -32,11 +32,14 @@ KERNELS: bool = False
 Rotary = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
+def is_training() -> bool:
+    """Whether gradients are computed, operator by operator: a compiler fuses by itself."""
+    return ENABLED and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+
+
 def is_half_training(x: Tensor) -> bool:
-    """Whether to take the forms of this file for x on a GPU: in training in half precision, operator by
-    operator, since a compiler fuses by itself."""
-    is_eager = torch.is_grad_enabled() and not torch.compiler.is_compiling()
-    return ENABLED and is_eager and x.dtype != torch.float32
+    """Whether to take the forms of this file for x on a GPU: in training in half precision."""
+    return is_training() and x.dtype != torch.float32
 
 
 def has_varlen_kernel(values: Tensor) -> bool:
@@ -73,6 +76,38 @@ def in_one_kernel(function: Callable[..., Any], rows: Tensor, *rest: Any) -> Any
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """A function compiled; no measured times decide how it sums, so a resumed run computes the same."""
     return torch.compile(function, options={"deterministic": True})
+
+
+# --- on a CPU
+
+
+class NormWithDerivative(torch.autograd.Function):
+    """RMSNorm of x [..., C] with the derivative written out, for a CPU: torch has no kernel for it there, and
+    autograd's takes twice the time. Kept for the backward pass: x, and one number for each row."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+        ctx.save_for_backward(x, weight, scale)
+        return (x * scale).mul_(weight)
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor):
+        (grad,), (x, weight, scale) = grads, ctx.saved_tensors
+        normed = x * scale
+        product = grad * normed
+        grad_weight = product.flatten(0, -2).sum(0)
+        mean = product.mul_(weight).mean(-1, keepdim=True)
+        return torch.addcmul(grad * weight, normed, mean, value=-1).mul_(scale), grad_weight, None
+
+
+def padded(x: Tensor, value: int = 0) -> Tensor:
+    """x [N] filled up to a multiple of 64, on a CPU and on MPS: oneDNN compiles and keeps a product for each
+    new number of rows (docs/dev/LOG.md, "Few kernel shapes on the CPU"), and MPS a graph."""
+    extra = -len(x) % 64
+    if not (ENABLED and extra and x.device.type in (HOST, "mps")):
+        return x
+    return F.pad(x, (0, extra), value=value)
 
 
 # --- SwiGLU: gate and up in one product, then one kernel for each pass

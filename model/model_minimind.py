@@ -1,9 +1,9 @@
 """MiniMind: a decoder-only transformer, dense or mixture of experts (MoE).
 
 Parameter names, shapes and arithmetic are those of MiniMind-3 and of Qwen3 / Qwen3-MoE, so the weights load
-into a stock `Qwen3ForCausalLM` / `Qwen3MoeForCausalLM` unchanged. What stands here is plain PyTorch: with
-attention.py, all that a dense model computes on a CPU. On a GPU faster forms of the same arithmetic take its
-place (fused.py), and for experts in half precision (experts.py).
+into a stock `Qwen3ForCausalLM` / `Qwen3MoeForCausalLM` unchanged. What stands here is plain PyTorch, with
+attention.py and losses.py. Faster forms of the same arithmetic take its place in training (fused.py), and for
+experts in half precision (experts.py).
 
 There are two forms of input (shape legend: B batch, T padded length, N tokens of a flat batch, S samples, M
 targets, V vocabulary, C hidden size, H query heads, G key/value heads, D head size, E experts, K experts per
@@ -23,7 +23,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers import GenerationMixin, GradientCheckpointingLayer, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
@@ -32,19 +31,20 @@ from transformers.modeling_utils import slice_logits_to_keep
 
 from common.errors import UserError
 from model import fused
-from model.attention import Spans, flat_attention, padded_attention
+from model.attention import (
+    Spans,
+    flat_attention,
+    padded_attention,
+    samples_of_rows,
+    spans_of,
+    spans_with_padding,
+)
 from model.experts import can_group, grouped_experts
+from model.linear import product_dtype
+from model.losses import head_cross_entropy, load_balancing_loss
 
 # the others' frequencies depend on the length of the input
 ROPE_TYPES = ("default", "linear", "yarn", "llama3")
-
-MAX_LOGITS = 2**27  # of a head at once: 0.5 GB in float32
-
-
-def product_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of matrix products of x: autocast's, or its own."""
-    device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
 class MiniMindConfig(PretrainedConfig):
@@ -122,32 +122,11 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x, weight = x.float(), self.weight.float()
-        is_eager_training = torch.is_grad_enabled() and not torch.compiler.is_compiling()
-        if x.device.type == fused.HOST and is_eager_training and fused.ENABLED:
-            normed = NormWithDerivative.apply(x, weight, self.eps)
+        if x.device.type == fused.HOST and fused.is_training():
+            normed = fused.NormWithDerivative.apply(x, weight, self.eps)
         else:
             normed = F.rms_norm(x, weight.shape, weight, self.eps)
         return normed.to(self.weight.dtype)
-
-
-class NormWithDerivative(torch.autograd.Function):
-    """RMSNorm of x [..., C] with the derivative written out, for a CPU: torch has no kernel for it there, and
-    autograd's takes twice the time. Kept for the backward pass: x, and one number for each row."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
-        ctx.save_for_backward(x, weight, scale)
-        return (x * scale).mul_(weight)
-
-    @staticmethod
-    def backward(ctx, *grads: Tensor):
-        (grad,), (x, weight, scale) = grads, ctx.saved_tensors
-        normed = x * scale
-        product = grad * normed
-        grad_weight = product.flatten(0, -2).sum(0)
-        mean = product.mul_(weight).mean(-1, keepdim=True)
-        return torch.addcmul(grad * weight, normed, mean, value=-1).mul_(scale), grad_weight, None
 
 
 class RotaryEmbedding(nn.Module):
@@ -286,62 +265,6 @@ class MOEFeedForward(nn.Module):
         return out
 
 
-def load_balancing_loss(
-    probs: Tensor, chosen: Tensor, sample: Tensor, num_samples: int
-) -> tuple[Tensor, Tensor]:
-    """Sum over samples of (tokens of the sample) * E * sum_e f_e * P_e, of each of L layers: [L]; and the
-    tokens that each expert got, [L, E].
-
-    f_e is the share of a sample's tokens routed to expert e, P_e its mean probability (Switch Transformer,
-    arXiv:2101.03961, eq. 4). Taken per sample (DeepSeek-V3, arXiv:2412.19437, eq. 17) it is a sum that does
-    not depend on how samples are cut into micro-batches and ranks. `probs` [L, N, E], `chosen` [L, N, K],
-    `sample` [N]; sample number `num_samples` marks padding."""
-    layers, _, experts = probs.shape
-    picked = torch.zeros_like(probs).scatter_(-1, chosen, 1.0)  # [L, N, E]
-    totals = probs.new_zeros(layers, num_samples + 1, experts)
-    counts = totals.index_add(1, sample, picked)[:, :num_samples]  # [L, S, E]
-    masses = totals.index_add(1, sample, probs)[:, :num_samples]
-    lengths = (counts.sum(dim=-1) / chosen.shape[-1]).clamp(min=1)  # [L, S]
-    losses = experts * ((counts * masses).sum(dim=-1) / lengths).sum(dim=-1)
-    return losses, counts.sum(dim=1)
-
-
-def cross_entropy(logits: Tensor, targets: Tensor, reduction: str = "sum") -> Tensor:
-    """Cross entropies of logits [M, V] in float32, their sum or (`none`) each [M].
-
-    On a CPU 512 rows at a time, whose float32 copies fit its cache; on a GPU with one kernel for each pass,
-    without a float32 copy. Plain is all at once."""
-    rows = len(logits)
-    if logits.device.type == fused.HOST:
-        if fused.ENABLED:
-            rows = 512
-    elif fused.KERNELS and fused.is_half_training(logits):
-        losses = cast(Tensor, fused.CrossEntropy.apply(logits, targets))
-        return losses.sum() if reduction == "sum" else losses
-    losses = []
-    for x, y in zip(logits.split(rows), targets.split(rows), strict=True):
-        losses.append(F.cross_entropy(x.float(), y, reduction=reduction))
-    return torch.stack(losses).sum() if reduction == "sum" else torch.cat(losses)
-
-
-def head_cross_entropy(head: nn.Module, hidden: Tensor, targets: Tensor, reduction: str) -> Tensor:
-    """`cross_entropy` of the logits head(hidden [M, C]).
-
-    More logits than MAX_LOGITS are computed in pieces, and again in the backward pass, so that memory does
-    not grow with the vocabulary times the targets."""
-    rows = max(1, MAX_LOGITS // cast(int, head.out_features))
-    if len(hidden) <= rows or not fused.ENABLED:
-        return cross_entropy(head(hidden), targets, reduction)
-
-    def loss_of(x: Tensor, y: Tensor) -> Tensor:
-        return cross_entropy(head(x), y, reduction)
-
-    losses = []
-    for x, y in zip(hidden.split(rows), targets.split(rows), strict=True):
-        losses.append(checkpoint(loss_of, x, y, use_reentrant=False, preserve_rng_state=False))
-    return torch.stack(losses).sum() if reduction == "sum" else torch.cat(losses)
-
-
 class MiniMindBlock(GradientCheckpointingLayer):
     """One pre-norm layer: attention, then SwiGLU or experts, each added to the residual stream.
 
@@ -446,12 +369,7 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
         them it may wait for the device. `seen_keys`: where samples begin alike, `key_index` [R], and of these
         `cu_seqlens`, `max_seqlen` and `host_cu_seqlens`; see `collate_shared` in dataset/lm_dataset.py."""
         if cu_seqlens is not None:
-            on_host = cu_seqlens if host_cu_seqlens is None else torch.from_numpy(host_cu_seqlens)
-            spans = Spans(cu_seqlens, cast(int, max_seqlen), on_host)
-            if seen_keys is not None:
-                rows, cu_seqlens, max_seqlen, host_cu_seqlens = seen_keys
-                on_host = cu_seqlens if host_cu_seqlens is None else torch.from_numpy(host_cu_seqlens)
-                spans = spans._replace(shared_prefix=(rows, Spans(cu_seqlens, max_seqlen, on_host)))
+            spans = spans_of(cu_seqlens, cast(int, max_seqlen), host_cu_seqlens, seen_keys)
             return self._forward_flat(input_ids, position_ids, spans, target_index, targets, reduction)
         embeds = self.model.embed_tokens(input_ids)
         cache = past_key_values
@@ -479,40 +397,30 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
     def _forward_flat(
         self, input_ids, position_ids, spans, target_index, targets, reduction
     ) -> MoeCausalLMOutputWithPast:
-        # On a CPU and on MPS rows are padded to a multiple: oneDNN compiles and keeps a product for each new
-        # number of rows (docs/dev/LOG.md, "Few kernel shapes on the CPU"), and MPS a graph.
-        multiple = 1
-        if fused.ENABLED and input_ids.device.type in (fused.HOST, "mps"):
-            multiple = 64
-        tokens, extra = len(input_ids), -len(input_ids) % multiple
-        if extra:
-            input_ids, position_ids = F.pad(input_ids, (0, extra)), F.pad(position_ids, (0, extra))
-        if extra and spans.shared_prefix is not None:  # padding rows see any
-            rows, key_spans = spans.shared_prefix
-            spans = spans._replace(shared_prefix=(F.pad(rows, (0, extra)), key_spans))
-        embeds = self.model.embed_tokens(input_ids)
-        hidden, routings = self.model(embeds, position_ids, flat=spans)  # [N, C]
+        tokens = len(input_ids)
+        input_ids, position_ids = fused.padded(input_ids), fused.padded(position_ids)
+        if spans.shared_prefix is not None:
+            spans = spans_with_padding(spans, len(input_ids) - tokens)
+        hidden, routings = self.model(self.model.embed_tokens(input_ids), position_ids, flat=spans)  # [N, C]
         states = (hidden[:tokens],)
         if target_index is None:
             return MoeCausalLMOutputWithPast(logits=self.lm_head(hidden[:tokens]), hidden_states=states)
         aux_loss = hidden.new_zeros((), dtype=torch.float32)
         if self.config.use_moe:
-            positions = torch.arange(len(input_ids), device=hidden.device)
-            samples = len(spans.cu_seqlens) - 1  # the number of padding rows
-            sample = torch.bucketize(positions, spans.cu_seqlens[1:].to(positions), right=True)  # [N]
-            aux_loss = self._aux_loss(routings, sample, samples)
-        count, extra = len(target_index), -len(target_index) % multiple
-        hidden = hidden.index_select(0, F.pad(target_index, (0, extra)))  # [M, C]
+            sample = samples_of_rows(spans, len(hidden))
+            aux_loss = self._aux_loss(routings, sample, len(spans.cu_seqlens) - 1)
+        count = len(target_index)
+        hidden = hidden.index_select(0, fused.padded(target_index))  # [M, C]
         if targets is None:
             logits = self.lm_head(hidden)[:count]
             return MoeCausalLMOutputWithPast(logits=logits, aux_loss=aux_loss, hidden_states=states)
-        targets = F.pad(targets, (0, extra), value=-100)  # is ignored
-        loss = head_cross_entropy(self.lm_head, hidden, targets, reduction)
+        loss = head_cross_entropy(self.lm_head, hidden, fused.padded(targets, -100), reduction)
         if reduction == "none":
             loss = loss[:count]
         return MoeCausalLMOutputWithPast(loss=loss, aux_loss=aux_loss, hidden_states=states)
 
     def _aux_loss(self, routings: list[tuple[Tensor, Tensor]], sample: Tensor, num_samples: int) -> Tensor:
+        """The weighted load-balancing loss of all layers; in training the experts' tokens are counted."""
         probs, chosen = (torch.stack(each) for each in zip(*routings, strict=True))  # of all layers
         losses, tokens = load_balancing_loss(probs, chosen, sample, num_samples)
         if self.training:

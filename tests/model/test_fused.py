@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounter
 
-from model import experts, fused, model_minimind
+from model import experts, fused, losses
 from model.experts import stack_experts
 from model.linear import Split
 from model.model_minimind import apply_rotary
@@ -23,7 +23,7 @@ def test_losses_and_gradients_are_those_of_the_plain_forms(shape, dtype, branch,
         take_gpu_branch(monkeypatch)
     monkeypatch.setattr(fused, "KERNELS", branch == "gpu with kernels")
     monkeypatch.setattr(fused, "compiled", lambda function: function)
-    monkeypatch.setattr(model_minimind, "MAX_LOGITS", 50 * 300)
+    monkeypatch.setattr(losses, "MAX_LOGITS", 50 * 300)
     for enabled in (True, False):
         monkeypatch.setattr(fused, "ENABLED", enabled)
         with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):

@@ -13,15 +13,8 @@ from common.errors import UserError
 from model import fused, model_minimind
 from model.experts import can_group
 from model.generation import Decoder
-from model.linear import LoRALinear
-from model.model_minimind import (
-    FeedForward,
-    MiniMindConfig,
-    MiniMindForCausalLM,
-    MOEFeedForward,
-    RMSNorm,
-    product_dtype,
-)
+from model.linear import LoRALinear, product_dtype
+from model.model_minimind import FeedForward, MiniMindConfig, MiniMindForCausalLM, MOEFeedForward, RMSNorm
 from model.sampling import Sampling
 from tests.model.test_model_minimind import build, flat_batch, ragged, take_gpu_branch
 from trainer.devices.wrapping import transformer_layers, whole_model

@@ -26,6 +26,7 @@ from common.errors import UserError
 from common.launcher import launch
 from common.settings import StageArgs
 from dataset.lm_dataset import StageDataset
+from model import fused
 from trainer.data.datasets import SizedDataset, epoch_tokens
 from trainer.devices.device import autocast_dtype, native_bfloat16
 from trainer.devices.process_group import Logger, gather, this_rank, world_size
@@ -202,8 +203,6 @@ def use_kernels(
     """On a GPU: switch on the kernels of model/fused.py, for layers that are not compiled and for the loss,
     where they pay: in half precision, unless the run is too short or --use_compile is 0. They halve the bytes
     that an update moves (docs/dev/LOG.md)."""
-    from model import fused  # brings in the compiler
-
     fused.KERNELS = False
     is_half = autocast_dtype(autocast, device) != torch.float32
     if not is_half or args.use_compile is False or not has_compiler("cuda"):

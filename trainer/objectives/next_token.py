@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from common.errors import UserError
 from common.settings import ModelConfig, settings_of
+from model.losses import cross_entropy
 from trainer.report.speed import Size, training_flops
 
 if TYPE_CHECKING:
@@ -98,8 +99,6 @@ def target_log_probs(model: nn.Module, batch: Batch, temperature: float = 1.0) -
     """The log-probability of each target [M] under softmax(logits / temperature), and the load-balancing
     loss."""
     if temperature != 1.0:
-        from model.model_minimind import cross_entropy  # brings in the compiler
-
         logits, aux_loss = target_logits(model, batch)
         return -cross_entropy(logits / temperature, batch["targets"], "none"), aux_loss
     out = model(**model_inputs(batch), targets=batch["targets"], reduction="none")

@@ -11,7 +11,7 @@ import torch
 
 from common.errors import UserError
 from common.settings import StageArgs
-from model import fused, model_minimind
+from model import fused, losses
 from model.generation import generate
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from model.sampling import Sampling
@@ -120,7 +120,7 @@ def updates(rank: int, case: dict, parallel: str, policy: bool = True) -> dict:
     expected = seeded_model(config)
     model = seeded_model(config, empty=bool(case.get("empty") and parallel == "fsdp" and rank))
     again = case.get("activation_checkpointing", 0) if parallel == "fsdp" else 0
-    model_minimind.MAX_LOGITS = case.get("piece", 2**27)
+    losses.MAX_LOGITS = case.get("piece", 2**27)
     fused.HOST = "none" if case.get("joined") else "cpu"
     dtype, held = case.get("dtype", torch.float32), Held(model)
     autocast = torch.autocast("cpu", dtype=dtype) if dtype != torch.float32 else nullcontext()

@@ -1,0 +1,72 @@
+"""The losses of the model: the cross entropy of its head, and the load-balancing loss of its experts.
+
+Shape legend: M targets, V vocabulary, C hidden size, L layers, N tokens of a flat batch, S samples, E
+experts, K experts per token.
+"""
+
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from model import fused
+
+MAX_LOGITS = 2**27  # of a head at once: 0.5 GB in float32
+
+
+def cross_entropy(logits: Tensor, targets: Tensor, reduction: str = "sum") -> Tensor:
+    """Cross entropies of logits [M, V] in float32, their sum or (`none`) each [M].
+
+    On a CPU 512 rows at a time, whose float32 copies fit its cache; on a GPU with one kernel for each pass,
+    without a float32 copy. Plain is all at once."""
+    rows = len(logits)
+    if logits.device.type == fused.HOST:
+        if fused.ENABLED:
+            rows = 512
+    elif fused.KERNELS and fused.is_half_training(logits):
+        losses = cast(Tensor, fused.CrossEntropy.apply(logits, targets))
+        return losses.sum() if reduction == "sum" else losses
+    losses = []
+    for x, y in zip(logits.split(rows), targets.split(rows), strict=True):
+        losses.append(F.cross_entropy(x.float(), y, reduction=reduction))
+    return torch.stack(losses).sum() if reduction == "sum" else torch.cat(losses)
+
+
+def head_cross_entropy(head: nn.Module, hidden: Tensor, targets: Tensor, reduction: str) -> Tensor:
+    """`cross_entropy` of the logits head(hidden [M, C]).
+
+    More logits than MAX_LOGITS are computed in pieces, and again in the backward pass, so that memory does
+    not grow with the vocabulary times the targets."""
+    rows = max(1, MAX_LOGITS // cast(int, head.out_features))
+    if len(hidden) <= rows or not fused.ENABLED:
+        return cross_entropy(head(hidden), targets, reduction)
+
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
+        return cross_entropy(head(x), y, reduction)
+
+    losses = []
+    for x, y in zip(hidden.split(rows), targets.split(rows), strict=True):
+        losses.append(checkpoint(loss_of, x, y, use_reentrant=False, preserve_rng_state=False))
+    return torch.stack(losses).sum() if reduction == "sum" else torch.cat(losses)
+
+
+def load_balancing_loss(
+    probs: Tensor, chosen: Tensor, sample: Tensor, num_samples: int
+) -> tuple[Tensor, Tensor]:
+    """Sum over samples of (tokens of the sample) * E * sum_e f_e * P_e, of each of L layers: [L]; and the
+    tokens that each expert got, [L, E].
+
+    f_e is the share of a sample's tokens routed to expert e, P_e its mean probability (Switch Transformer,
+    arXiv:2101.03961, eq. 4). Taken per sample (DeepSeek-V3, arXiv:2412.19437, eq. 17) it is a sum that does
+    not depend on how samples are cut into micro-batches and ranks. `probs` [L, N, E], `chosen` [L, N, K],
+    `sample` [N]; sample number `num_samples` marks padding."""
+    layers, _, experts = probs.shape
+    picked = torch.zeros_like(probs).scatter_(-1, chosen, 1.0)  # [L, N, E]
+    totals = probs.new_zeros(layers, num_samples + 1, experts)
+    counts = totals.index_add(1, sample, picked)[:, :num_samples]  # [L, S, E]
+    masses = totals.index_add(1, sample, probs)[:, :num_samples]
+    lengths = (counts.sum(dim=-1) / chosen.shape[-1]).clamp(min=1)  # [L, S]
+    losses = experts * ((counts * masses).sum(dim=-1) / lengths).sum(dim=-1)
+    return losses, counts.sum(dim=1)
