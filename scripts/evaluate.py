@@ -11,6 +11,7 @@ confidence interval. `--against` judges further models on the same data, `--json
 import argparse
 import json
 import sys
+from collections.abc import Iterable, Iterator
 from math import log, sqrt
 from pathlib import Path
 from typing import Any
@@ -82,8 +83,8 @@ def judge_loss(args: argparse.Namespace, model: Any, tokenizer: Any) -> dict[str
     dataset_class = DATASETS[args.kind]
     dataset = dataset_class(args.data_path, tokenizer, args.max_seq_len, text_separator=args.text_separator)
     nats, targets, target_bytes = 0.0, 0, 0
-    for items in batches(dataset.item_tokens, BATCH_TOKENS):
-        batch = to_device(collate_flat([dataset[int(item)] for item in items]), model.device)
+    for items in batches(dataset.item_tokens.tolist(), BATCH_TOKENS):
+        batch = to_device(collate_flat([dataset[item] for item in items]), model.device)
         with torch.no_grad():
             loss = held_out_loss(model, batch)["loss"]
         nats += float(loss)
@@ -94,17 +95,17 @@ def judge_loss(args: argparse.Namespace, model: Any, tokenizer: Any) -> dict[str
     return {"items": dataset.records, "figures": figures}
 
 
-def batches(lengths: np.ndarray, max_tokens: int) -> list[list[int]]:
-    """Indices of items, the longest first, in batches of at most `max_tokens` tokens (or one item)."""
-    batched: list[list[int]] = []
+def batches(lengths: Iterable[int], max_tokens: int) -> Iterator[list[int]]:
+    """Indices of items of these lengths, in order, in batches of at most so many tokens (or one item)."""
+    batch: list[int] = []
     tokens = 0
-    for index in np.argsort(-lengths, kind="stable").tolist():
-        tokens += int(lengths[index])
-        if not batched or tokens > max_tokens:
-            batched.append([])
-            tokens = int(lengths[index])
-        batched[-1].append(index)
-    return batched
+    for index, length in enumerate(lengths):
+        if batch and tokens + length > max_tokens:
+            yield batch
+            batch, tokens = [], 0
+        batch.append(index)
+        tokens += length
+    yield batch
 
 
 # --- rewards of answers ----------------------------------------------------------------------------
