@@ -121,10 +121,9 @@ def outcomes(run: Run) -> list[Outcome]:
 
 def outcome(run: Run) -> str | None:
     """The same as a line for the console; None without a plan."""
-    parts = []
+    words, parts = WORDS["en"], []
     for figure in outcomes(run):
-        name = "held-out loss" if figure.name == "eval_loss" else figure.name
-        parts.append(f"{name} {figure.came} (planned {figure.planned})")
+        parts.append(f"{words[figure.name]} {figure.came} (planned {figure.planned})")
     return ", ".join(parts) or None
 
 

@@ -13,29 +13,10 @@ from tests.conftest import ROOT
 
 TOKENIZER = load_tokenizer(ROOT / "model")
 SPECIALS = [token.content for token in TOKENIZER.added_tokens_decoder.values() if token.special]
-TOOLS = [{"type": "function", "function": {"name": "get_time", "parameters": {"type": "object"}}}]
 
 
 def user(text: str) -> dict:
     return {"role": "user", "content": text}
-
-
-def plain(messages: list[dict], tools=None, **variables) -> list[int]:
-    """transformers' own way."""
-    return TOKENIZER.apply_chat_template(
-        messages, tools=tools, add_generation_prompt=True, tokenize=True, return_dict=False, **variables
-    )
-
-
-@pytest.mark.parametrize("variables", [{}, {"enable_thinking": True}])
-@pytest.mark.parametrize("tools", [None, TOOLS])
-def test_a_prompt_is_what_the_template_gives(tools, variables):
-    call = {"type": "function", "function": {"name": "get_time", "arguments": {"city": "贝琳"}}}
-    messages = [{"role": "system", "content": "be brief"}, user("\n 几点了？ <think>")]
-    messages += [{"role": "assistant", "content": "", "reasoning_content": "hm", "tool_calls": [call]}]
-    messages += [{"role": "tool", "content": "noon"}, {"role": "assistant", "content": "Noon."}]
-    messages += [user("and now?")]
-    assert prompt_tokens(TOKENIZER, messages, tools, **variables) == plain(messages, tools, **variables)
 
 
 def test_truncation_and_padding_saved_with_a_tokenizer_do_not_change_a_prompt():

@@ -15,7 +15,7 @@ ADD = {
     "type": "function",
     "function": {"name": "add", "description": "adds", "parameters": {"type": "object"}},
 }
-CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "你好 <b>"}]
+CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "\n 你好 <b> <think>"}]
 CHAT += [{"role": "assistant", "content": None, "tool_calls": [{"id": "call_1", **ADD}]}]
 CHAT += [{"role": "tool", "tool_call_id": "call_1", "content": "3"}]
 CHAT += [{"role": "assistant", "reasoning_content": "Hm.", "content": "It is 3."}]
