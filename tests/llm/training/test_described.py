@@ -240,56 +240,43 @@ def test_what_an_engine_has(tmp_path):
 # --- ReduceLROnPlateau
 
 
-LOWERED = """
-import torch
-from llm.training.tasks.regression_task import RegressionTask
-def build_scheduler(self, optimizer):
-    return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.3)
-RegressionTask.build_scheduler = build_scheduler
-"""
+class Lowered(RegressionTask):
+    def build_scheduler(self, optimizer):
+        return lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.3)
 
 
-def test_a_plateau_lowers_the_rate_after_a_validation_also_when_resumed(tmp_path):
+class OtherMetric(Lowered):
+    def validation_step(self, model, batch):
+        sums = super().validation_step(model, batch)
+        return sums | {"other": sums["loss"] + 1000}
+
+
+def test_a_plateau_lowers_the_rate_after_a_validation_also_when_resumed(tmp_path, capsys):
     settings = {"epochs": 8, "noise": 0.3, "learning_rate": 0.05, "log_level": "debug"}
-    done = run("engine", regression(tmp_path / "whole", **settings), Faults(script=LOWERED))
-    found = read_metrics(tmp_path / f"whole/out/{NAME}_metrics.jsonl")
-    parameter = nn.Parameter(torch.zeros(1))
-    scheduler = lr_scheduler.ReduceLROnPlateau(
-        torch.optim.SGD([parameter], 0.05), factor=0.5, patience=0, threshold=0.3
-    )
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    made(Lowered, whole, **settings).run()
+    assert "debug: update" in capsys.readouterr().out
+    found = read_metrics(whole / f"out/{NAME}_metrics.jsonl")
+    scheduler = Lowered.build_scheduler(None, torch.optim.SGD([nn.Parameter(torch.zeros(1))], 0.05))
     for record in found:  # the rate of an update is that after all validations before it
         assert record["learning_rate"] == scheduler.get_last_lr()[0]
         if "eval_loss" in record:
             scheduler.step(record["eval_loss"])
     assert len({record["learning_rate"] for record in found}) > 2
-    assert "debug: update" in done.out
-    broken = regression(tmp_path / "broken", **settings, from_resume=1)
-    run("engine", broken, Faults(script=LOWERED, signals={31: signal.SIGKILL}), status=-9)
-    run("engine", broken, Faults(script=LOWERED))
-    assert_same_run(tmp_path / "whole", tmp_path / "broken", NAME)
-    one, other = (saved_state(tmp_path / name, NAME) for name in ("whole", "broken"))
-    assert one["callbacks"] == other["callbacks"]
+    with pytest.raises(Killed):
+        made(Lowered, broken, [Calls(("update", 31))], **settings).run()
+    made(Lowered, broken, **settings, from_resume=1).run()
+    assert_same_run(whole, broken, NAME)
+    one, other = (saved_state(folder, NAME)["callbacks"] for folder in (whole, broken))
+    assert one["LRSchedulerCallback"] == other["LRSchedulerCallback"]
 
 
 def test_a_plateau_of_another_metric_begins_anew(tmp_path):
     settings = {"epochs": 4, "noise": 0.3, "learning_rate": 0.05}
-    run(
-        "engine",
-        regression(tmp_path, **settings),
-        Faults(script=LOWERED, signals={17: signal.SIGTERM}),
-        status=143,
-    )
+    made(Lowered, tmp_path, [Stops(17)], **settings).run()
     saved = saved_state(tmp_path, NAME)["callbacks"]["LRSchedulerCallback"]
     assert saved["monitor"] == "eval_loss" and saved["scheduler"]["best"] < 10
-    script = (
-        LOWERED
-        + """
-step = RegressionTask.validation_step
-RegressionTask.validation_step = lambda self, *args: (found := step(self, *args)) | {"other": found["loss"] + 1000}
-"""
-    )
-    settings |= {"monitor": "eval_other", "from_resume": 1}
-    run("engine", regression(tmp_path, **settings), Faults(script=script))
+    made(OtherMetric, tmp_path, **settings, monitor="eval_other", from_resume=1).run()
     assert saved_state(tmp_path, NAME)["callbacks"]["LRSchedulerCallback"]["scheduler"]["best"] > 20
 
 
