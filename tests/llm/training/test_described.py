@@ -4,6 +4,7 @@ import re
 import signal
 import sys
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,10 +22,12 @@ from llm.training.data.synthetic import SyntheticDataModule
 from llm.training.tasks.base_task import TrainingTask
 from llm.training.tasks.regression_task import RegressionTask
 from llm.training.train import named_class, train_worker
+from tests.conftest import ROOT
 from tests.llm.training.test_engine import NAME, regression
 from tests.stage_process import Faults, rank_variables, run, start_ranks
 from tests.trainer.stage_flags import assert_same_run, flags, saved_state
 from trainer.report.metrics import read_metrics
+from trainer.run.callbacks import HOOKS
 
 
 def release_console() -> None:
@@ -375,6 +378,32 @@ def test_an_epoch_that_is_stopped_within_has_not_ended(tmp_path):
     assert "LRSchedulerCallback" not in saved_state(tmp_path / "stopped", NAME)["callback_epochs"]
     made(task, tmp_path / "stopped", epochs=2, from_resume=1).run()
     assert_same_run(tmp_path / "whole", tmp_path / "stopped", NAME)
+
+
+# --- the order of the callbacks
+
+
+def test_the_order_of_calls_is_the_one_that_the_page_tells(tmp_path):
+    calls = []
+
+    def recording(name):
+        def hook(self, engine, *args):
+            shown = ["engine"]
+            for value in args:
+                if isinstance(value, dict):
+                    value = "metrics" if "valid" in name else "record"
+                elif isinstance(value, Path):
+                    value = "path"
+                shown.append(str(value))
+            calls.append(f"{name}({', '.join(shown)})\n")
+
+        return hook
+
+    recorder = type("Recorder", (Callback,), {name: recording(name) for name in HOOKS})()
+    settings = {"num_samples": 40, "batch_size": 16, "validation_share": 0.2, "log_interval": 100}
+    made(RegressionTask, tmp_path, [recorder], epochs=2, **settings).run()
+    page = (ROOT / "docs/CALLBACKS.md").read_text(encoding="utf-8")
+    assert "".join(calls) == re.search(r"^```text\n(.*?)^```", page, flags=re.M | re.S)[1]
 
 
 # --- the log
