@@ -58,11 +58,11 @@ def stage_parser(args_class: type[StageArgs], description: str | None, **options
     text = "show every setting with its source, as YAML, and exit"
     parser.add_argument("--print_config", action="store_true", default=False, help=text)
     groups: dict[str, Any] = {}
-    for each in settings_of(args_class).values():
-        if each.section not in groups:
-            groups[each.section] = parser.add_argument_group(each.section)
-        names = [each.name] + [alias for alias, name in args_class.aliases.items() if name == each.name]
-        groups[each.section].add_argument(*(f"--{name}" for name in names), **each.flag_options())
+    for entry in settings_of(args_class).values():
+        if entry.section not in groups:
+            groups[entry.section] = parser.add_argument_group(entry.section)
+        names = [entry.name] + [alias for alias, name in args_class.aliases.items() if name == entry.name]
+        groups[entry.section].add_argument(*(f"--{name}" for name in names), **entry.flag_options())
     return parser
 
 
@@ -113,11 +113,11 @@ def settings_as_yaml(
 ) -> str:
     """Every setting with its value and source, as YAML that `--config` can read."""
     lines, section = [], ""
-    for name, each in settings_of(args_class).items():
-        if each.section != section:
-            section = each.section
+    for name, entry in settings_of(args_class).items():
+        if entry.section != section:
+            section = entry.section
             lines.append(f"{section}:")
-        value = "auto" if each.auto and values[name] is None else values[name]
+        value = "auto" if entry.auto and values[name] is None else values[name]
         lines.append(setting_as_yaml(name, value, sources.get(name, "default")))
     return "\n".join(lines) + "\n"
 

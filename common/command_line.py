@@ -24,7 +24,7 @@ from typing import Any, NoReturn, TextIO, cast
 from common.errors import Interrupted, LostRank, UserError, printable
 from common.launcher import launch
 
-LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40}
+LEVELS = ["debug", "info", "warning", "error"]
 STOP_SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 # MiniMind's flags that do not exist here -> what to use; the others are flags, or `aliases` of a setting
 ANSWERS_ARE_SHOWN = "leave it out: two completions with their rewards are shown at every --log_interval"
@@ -212,13 +212,12 @@ class LogFile:
             ) from error
         self.path: Path | None = path
 
-    def line(self, level: int, text: str) -> None:
+    def line(self, level: str, text: str) -> None:
         """Write one line; when the disk is full, say so once and go on without the file."""
         if self.path is None:
             return
-        name = next(name.upper() for name, number in LEVELS.items() if number == level)
         try:
-            line = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {name:7} {text}\n"
+            line = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {level.upper():7} {text}\n"
             os.write(self.descriptor, line.encode("utf-8", "backslashreplace"))
         except OSError as error:
             warning = f"warning: the log file {self.path} cannot be written ({error.strerror or error})"
@@ -235,9 +234,9 @@ class ConsoleStream:
     returns to the beginning of its line, the file receives the last state.
     """
 
-    def __init__(self, stream: TextIO, usual: int):
-        self.stream, self.usual = stream, usual
-        self.threshold, self.file = LEVELS["info"], cast(LogFile | None, None)
+    def __init__(self, stream: TextIO, usual: str):
+        self.stream, self.usual, self.threshold = stream, usual, "info"
+        self.file: LogFile | None = None
         self.level, self.text, self.lock = usual, "", threading.RLock()
 
     def __getattr__(self, name: str) -> Any:
@@ -247,22 +246,21 @@ class ConsoleStream:
         """Write text, of which only complete lines reach the file."""
         with self.lock:
             for part in re.findall(r"[^\n]*\n|[^\n]+", text):
-                if not self.text:
-                    self.level = LEVELS["warning"] if "Warning: " in part else self.usual
-                    for name, level in LEVELS.items():
-                        if part.startswith(f"{name}: "):
+                if not self.text:  # a line begins
+                    self.level = "warning" if "Warning: " in part else self.usual
+                    for level in LEVELS:
+                        if part.startswith(f"{level}: "):
                             self.level = level
-                if self.level < self.threshold:
-                    self.text = "" if part.endswith("\n") else "..."
-                    continue
-                with suppress(OSError, ValueError):
-                    self.stream.write(part)
+                is_shown = LEVELS.index(self.level) >= LEVELS.index(self.threshold)
+                if is_shown:
+                    with suppress(OSError, ValueError):
+                        self.stream.write(part)
                 self.text += part
                 if part.endswith("\n"):
-                    line, self.text = self.text.rstrip("\r\n").rpartition("\r")[2], ""
-                    if self.file is not None:
-                        self.file.line(self.level, line)
-                self.text = self.text[self.text.rfind("\r", 0, -1) + 1 :]
+                    if is_shown and self.file is not None:
+                        self.file.line(self.level, self.text.rstrip("\r\n").rpartition("\r")[2])
+                    self.text = ""
+                self.text = self.text[self.text.rfind("\r", 0, -1) + 1 :]  # of a progress bar the last state
         return len(text)
 
     def flush(self) -> None:
@@ -276,16 +274,16 @@ def copy_console(path: Path | None = None, level: str = "info") -> None:
     Only lines of `level` and above are shown, and appended to the file, if one is given. Calling it again
     replaces what an earlier call set."""
     if not isinstance(sys.stdout, ConsoleStream):
-        sys.stdout = cast(Any, ConsoleStream(sys.stdout, LEVELS["info"]))
+        sys.stdout = cast(Any, ConsoleStream(sys.stdout, "info"))
     if not isinstance(sys.stderr, ConsoleStream):
-        sys.stderr = cast(Any, ConsoleStream(sys.stderr, LEVELS["error"]))
+        sys.stderr = cast(Any, ConsoleStream(sys.stderr, "error"))
     out, err = cast(list[ConsoleStream], [sys.stdout, sys.stderr])
     if out.file is None or out.file.path != path:
         if out.file is not None:
             os.close(out.file.descriptor)
             out.file.path = None
         out.file = err.file = LogFile(path) if path is not None else None
-    out.threshold = err.threshold = LEVELS[level]
+    out.threshold = err.threshold = level
 
 
 def write_now(text: str) -> None:
@@ -293,4 +291,4 @@ def write_now(text: str) -> None:
     with suppress(OSError):  # the terminal may be what went away
         os.write(2, f"{text}\n".encode())
     if isinstance(sys.stderr, ConsoleStream) and sys.stderr.file is not None:
-        sys.stderr.file.line(LEVELS["warning"], text)
+        sys.stderr.file.line("warning", text)

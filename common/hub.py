@@ -108,12 +108,12 @@ def has_pattern(path: HubPath) -> bool:
 
 def _fetched(path: HubPath, tokenizer_only: bool) -> str:
     """The local copy, downloaded by one process while others wait."""
-    from huggingface_hub import constants
-
     if path.hub == "hf":
+        from huggingface_hub import constants
+
         cache, download = Path(constants.HF_HUB_CACHE), _from_hugging_face
     else:
-        default = Path.home() / ".cache" / "modelscope" / "hub"
+        default = "~/.cache/modelscope/hub"
         cache, download = Path(os.environ.get("MODELSCOPE_CACHE") or default).expanduser(), _from_modelscope
     with suppress(OSError):  # a cache that can only be read may have the files
         cache.mkdir(parents=True, exist_ok=True)

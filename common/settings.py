@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
 
 from pydantic import Field, TypeAdapter, ValidationError
 
@@ -330,29 +330,30 @@ class Setting:
 def settings_of(args_class: type) -> Mapping[str, Setting]:
     """The settings of a dataclass by name, section by section, a stage's own last. The class that introduces
     a field says what it is; a subclass may only override the default."""
-    defaults = {each.name: each.default for each in fields(args_class)}
+    kinds = get_type_hints(args_class)
+    defaults = {declared.name: declared.default for declared in fields(args_class)}
     bases: list[Any] = [base for base in reversed(args_class.__mro__) if is_dataclass(base)]
     settings: dict[str, Setting] = {}
     for base in bases:
-        for each in fields(base):
-            if each.name in settings or each.name == "given":
+        for declared in fields(base):
+            name, marks = declared.name, dict(declared.metadata)
+            if name in settings or name == "given":
                 continue
-            marks, kind = dict(each.metadata), each.type
+            kind = kinds[name]
             if marks.get("auto") and type(None) in get_args(kind):
                 kind = get_args(kind)[0]  # None stands for `auto`
             if base.section == StageArgs.section:
                 marks["role"] = "run"
-            settings[each.name] = Setting(each.name, kind, defaults[each.name], base.section, **marks)
+            settings[name] = Setting(name, kind, defaults[name], base.section, **marks)
 
-    sections = [base.section for base in StageArgs.__bases__]
-
-    def place(each: Setting) -> int:
-        return sections.index(each.section) if each.section in sections else len(sections)
-
-    return {each.name: each for each in sorted(settings.values(), key=place)}
+    order = {base.section: number for number, base in enumerate(StageArgs.__bases__)}
+    by_section = sorted(settings.values(), key=lambda entry: order.get(entry.section, len(order)))
+    return {entry.name: entry for entry in by_section}
 
 
 def add_flags(parser: argparse._ActionsContainer, settings: Iterable[Setting]) -> None:
     """Add a flag for each setting to the command line of a tool."""
-    for each in settings:
-        parser.add_argument(f"--{each.name}", type=each.parse, default=each.default, **each.flag_options())
+    for entry in settings:
+        parser.add_argument(
+            f"--{entry.name}", type=entry.parse, default=entry.default, **entry.flag_options()
+        )

@@ -50,6 +50,10 @@ def start(code: str, *args) -> subprocess.Popen:
     return process
 
 
+def holder(pid: int) -> str:
+    return f"process {pid} on {socket.gethostname()}"
+
+
 def end(process: subprocess.Popen) -> None:
     process.kill()
     process.communicate()
@@ -130,19 +134,14 @@ def test_a_second_run_of_the_name_is_refused_until_the_first_ends(folders, monke
         for kept, own in ((out, {"save_dir": out}), (checkpoints, other)):
             with pytest.raises(UserError) as error:
                 lock_output("pretrain_32", **own)
-            assert str(error.value) == (
-                f"process {first.pid} on {socket.gethostname()} is training a run of this "
-                f"name and writes to {kept}; "
-                "wait for it, end it, or choose another --save_weight"
-            )
+            taken = f"{holder(first.pid)} is training a run of this name and writes to {kept}; "
+            assert str(error.value) == taken + "wait for it, end it, or choose another --save_weight"
         lock_output("pretrain_32_moe", save_dir=out, checkpoint_dir=checkpoints)  # another name
         lock_output("pretrain_32", save_dir=out.parent / "elsewhere")
     finally:
         end(first)  # killed
     lock_output("pretrain_32", save_dir=out, checkpoint_dir=checkpoints)
-    assert (
-        out / ".pretrain_32_save_dir.lock"
-    ).read_text() == f"process {os.getpid()} on {socket.gethostname()}\n"
+    assert (out / ".pretrain_32_save_dir.lock").read_text() == f"{holder(os.getpid())}\n"
 
 
 def test_a_child_that_outlives_the_run_does_not_hold_its_name(folders):
@@ -196,18 +195,15 @@ def test_a_file_system_without_locks_is_no_obstacle(tmp_path, monkeypatch):
 
 def test_a_run_that_is_about_to_end_is_waited_for(folders, capsys):
     """A restart right after the old run was told to end, while that still saves."""
-    first = start(
-        HOLD.format(then="import threading; threading.Timer(1.0, os._exit, [0]).start()"), "w_32", *folders
-    )
+    ends = "import threading; threading.Timer(1.0, os._exit, [0]).start()"
+    first = start(HOLD.format(then=ends), "w_32", *folders)
     try:
         lock_output("w_32", save_dir=folders[0], checkpoint_dir=folders[1])
     finally:
         end(first)
-    assert capsys.readouterr().out == (
-        f"process {first.pid} on {socket.gethostname()} is training a run of this name "
-        f"and writes to {folders[0]}; "
-        "waiting up to 60 s, in case it is saving and about to end\n"
-    )
+    taken = f"{holder(first.pid)} is training a run of this name and writes to {folders[0]}; "
+    said = taken + "waiting up to 60 s, in case it is saving and about to end\n"
+    assert capsys.readouterr().out == said
 
 
 def test_whoever_may_write_into_the_folder_may_lock_it(tmp_path):
@@ -221,10 +217,8 @@ def test_whoever_may_write_into_the_folder_may_lock_it(tmp_path):
 
 
 @pytest.mark.parametrize("local_rank", [0, 1])
-def test_a_held_lock_is_waited_for_and_that_is_said_once_per_machine(
-    tmp_path, monkeypatch, capsys, local_rank
-):
-    path = Path(tmp_path / "cache.lock")
+def test_a_held_lock_is_waited_for_and_that_is_said_once_per_machine(tmp_path, capsys, local_rank):
+    path = tmp_path / "cache.lock"
     other = start(LOCKED, path)
     waiting = popen(LOCKED, path, **rank_variables(local_rank, 2, 29500))
     try:

@@ -236,9 +236,9 @@ class Config:
         settings are options of the task."""
         self.stage_args = task.stage_args
         settings, defaults = settings_of(self.args_class), {"save_weight": name.rpartition(":")[2]}
-        for key, each in settings.items():
-            if key not in SETTINGS or each.default != SETTINGS[key].default:
-                defaults[key] = each.default
+        for key, entry in settings.items():
+            if key not in SETTINGS or entry.default != SETTINGS[key].default:
+                defaults[key] = entry.default
         for key, value in task.defaults.items():
             is_setting = self.args_class.aliases.get(key, key) in settings
             defaults[key if is_setting else f"{OPTIONS}.{key}"] = value
@@ -275,12 +275,12 @@ class Config:
 
     def values(self) -> dict[str, Any]:
         """All settings of the engine by name."""
-        return {name: getattr(getattr(self, row.section), name) for name, row in SETTINGS.items()}
+        return {name: getattr(getattr(self, entry.section), name) for name, entry in SETTINGS.items()}
 
     def to_args(self) -> EngineArgs:
         """All settings, flat; for a stage also its own flags."""
-        rows, of_task = settings_of(self.args_class), f"task {self.training.task}"
-        values = self.values() | {name: value for name, value in self.extra.items() if name in rows}
+        settings, of_task = settings_of(self.args_class), f"task {self.training.task}"
+        values = self.values() | {name: value for name, value in self.extra.items() if name in settings}
         if not self.optimization.use_amp:
             values["dtype"] = "float32"
         given = frozenset(name for name, source in self.sources.items() if source != of_task)
@@ -288,9 +288,8 @@ class Config:
 
     def describe(self) -> str:
         """Every setting with its value and source, as YAML that `--config` can read."""
-        rows = settings_of(self.args_class)
         text = settings_as_yaml(self.args_class, self.values() | self.extra, self.sources)
-        options = [name for name in self.extra if name not in rows]
+        options = [name for name in self.extra if name not in settings_of(self.args_class)]
         if options:
             text += f"{OPTIONS}:\n"
         for name in options:

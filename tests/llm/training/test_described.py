@@ -4,6 +4,7 @@ import re
 import signal
 import sys
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,10 +22,12 @@ from llm.training.data.synthetic import SyntheticDataModule
 from llm.training.tasks.base_task import TrainingTask
 from llm.training.tasks.regression_task import RegressionTask
 from llm.training.train import named_class, train_worker
+from tests.conftest import ROOT
 from tests.llm.training.test_engine import NAME, regression
 from tests.stage_process import Faults, rank_variables, run, start_ranks
 from tests.trainer.stage_flags import assert_same_run, flags, saved_state
 from trainer.report.metrics import read_metrics
+from trainer.run.callbacks import HOOKS
 
 
 def release_console() -> None:
@@ -99,10 +102,8 @@ def test_six_methods_are_a_task(tmp_path, task):
     assert isinstance(engine.performance_monitor, PerformanceMonitor)
     engine.run()
     found = read_metrics(tmp_path / f"out/{NAME}_metrics.jsonl")
-    assert (
-        found[-1]["eval_loss"] < found[0]["loss"]
-        and engine.performance_monitor.summary()["loss"] == found[-1]["mean_loss"]
-    )
+    assert found[-1]["eval_loss"] < found[0]["loss"]
+    assert engine.performance_monitor.summary()["loss"] == found[-1]["mean_loss"]
     steps = [r["epoch"] if task is Six else r["update"] - 1 for r in found]
     rates = {r["update"]: r["learning_rate"] for r in found}
     assert list(rates.values()) == pytest.approx([0.1 * 0.5 ** (step // 2) for step in steps])
@@ -116,17 +117,15 @@ def test_six_methods_are_a_task(tmp_path, task):
 
 def test_the_data_come_from_the_task_or_are_named(tmp_path, monkeypatch, capsys):
     monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "named.py").write_text(
-        "from llm.training.data.synthetic import SyntheticDataModule as Points; import os\n"
-    )
+    source = "from llm.training.data.synthetic import SyntheticDataModule as Points\n"
+    (tmp_path / "named.py").write_text(source)
     config = config_of(tmp_path, epochs=1)
     assert isinstance(RegressionTask(config).build_data(), SyntheticDataModule)
     with pytest.raises(UserError, match="Six has no data: set its data_module, or give --data_module"):
         Six(config).build_data()
     assert named_class("--data_module", "named:Points", DataModule) is SyntheticDataModule
-    config = config_of(
-        tmp_path, epochs=1, data_module="named:Points", task=f"{__name__}:Six", save_weight="six"
-    )
+    own = {"data_module": "named:Points", "task": f"{__name__}:Six", "save_weight": "six"}
+    config = config_of(tmp_path, epochs=1, **own)
     train_worker(rank=0, world_size=1, config=config)
     assert "done: 8 updates" in capsys.readouterr().out
 
@@ -170,10 +169,14 @@ def with_loss(change) -> dict:
     return {"train_step": lambda self, model, batch: change(step(self, model, batch))}
 
 
-def with_scheduler(make, interval=None) -> dict:
-    """A task with a scheduler of torch, made of the optimizer and the number of updates."""
-    build = {"build_scheduler": lambda self, optimizer, total_updates: make(optimizer, total_updates)}
-    return build | {"scheduler_interval": interval}
+def with_sums(change) -> dict:
+    """A task that returns something else than the sums of its validation."""
+    return {"validation_step": lambda self, model, batch: change(validate(self, model, batch))}
+
+
+def with_scheduler(make) -> dict:
+    """A task with a scheduler, made of the optimizer and the number of updates."""
+    return {"build_scheduler": lambda self, optimizer, total_updates: make(optimizer, total_updates)}
 
 
 def without_held_out(data):
@@ -187,48 +190,35 @@ def pairs(rows):
 
 NAMED = {"metric_names": ("error",)}
 PLATEAU = with_scheduler(lambda optimizer, _: lr_scheduler.ReduceLROnPlateau(optimizer))
-COSINE = with_scheduler(lambda optimizer, updates: lr_scheduler.CosineAnnealingLR(optimizer, updates), "step")
 ONE_CYCLE = with_scheduler(lambda optimizer, updates: lr_scheduler.OneCycleLR(optimizer, 0.1, updates))
-REFUSED = [  # what a task, its data and the settings have instead of RegressionTask's; what is said
-    (
-        with_loss(lambda loss: loss.detach()),
-        {},
-        {},
-        "train_step returns a Tensor of shape .* with a gradient",
-    ),
-    (with_loss(lambda loss: loss.expand(2)), {}, {}, r"of shape \[2\], .* one number with a gradient"),
-    (with_loss(lambda loss: loss.item()), {}, {}, "train_step returns a float; it must return the sum"),
-    (NAMED, {}, {}, "gives nothing beside the loss, but .*metric_names are error"),
-    (NAMED | with_loss(lambda loss: (loss, loss, {"other": 1})), {}, {}, "gives other beside the loss"),
-    ({"build_criterion": lambda self: nn.MSELoss()}, {}, {}, "MSELoss.*'mean'.*use MSELoss.*'sum'"),
-    (ONE_CYCLE, {}, {}, "made for 24 steps, as many as there are updates, but it is stepped after each of 3"),
-    (COSINE, {}, {}, "Changed.scheduler_interval must be 'epoch' or 'update', not 'step'"),
-    (with_scheduler(lambda *_: 3), {}, {}, "Changed.build_scheduler returns a int; it must return"),
-    ({}, {"collate_fn": staticmethod(pairs)}, {}, "collate_fn returns a list; a batch is a dict of tensors"),
-    (PLATEAU, {"setup": without_held_out}, {}, "no data are held out"),
-    (PLATEAU, {}, {"mode": "max"}, "has mode min"),
-]
+REFUSED = {  # what is said -> what a task, its data and the settings have instead of RegressionTask's
+    "step returns a Tensor .* with a gradient": {"task": with_loss(lambda loss: loss.detach())},
+    r"of shape \[2\], .* one number with": {"task": with_loss(lambda loss: loss.expand(2))},
+    "train_step returns a float; it must": {"task": with_loss(lambda loss: loss.item())},
+    "gives nothing beside the loss, but .*metric_names are error": {"task": NAMED},
+    "gives other beside the loss": {"task": NAMED | with_loss(lambda loss: (loss, loss, {"other": 1}))},
+    "MSELoss.*'mean'.*use MSELoss.*'sum'": {"task": {"build_criterion": lambda self: nn.MSELoss()}},
+    "made for 24 steps, as many as there are updates, but it is stepped after each of 3": {"task": ONE_CYCLE},
+    "must be 'epoch' or 'update', not 'step'": {"task": ONE_CYCLE | {"scheduler_interval": "step"}},
+    "build_scheduler returns a int; it must return": {"task": with_scheduler(lambda *_: 3)},
+    "collate_fn returns a list; a batch is a dict": {"data": {"collate_fn": staticmethod(pairs)}},
+    "no data are held out": {"task": PLATEAU, "data": {"setup": without_held_out}},
+    "has mode min": {"task": PLATEAU, "mode": "max"},
+    "validation_step returns a Tensor; it must": {"task": with_sums(lambda sums: sums["loss"])},
+    "gives error; `loss` must be one of its sums": {"task": with_sums(lambda sums: {"error": 0})},
+}
 
 
-@pytest.mark.parametrize(("task", "data", "settings", "message"), REFUSED)
-def test_a_task_of_another_form_is_refused_before_the_first_update(tmp_path, task, data, settings, message):
-    data_class = changed(SyntheticDataModule, **data)
+@pytest.mark.parametrize("message", REFUSED)
+def test_a_task_of_another_form_is_refused(tmp_path, message):
+    """Before the first update, or at the first validation, which is after it."""
+    settings = {"task": {}, "data": {}, "epochs": 3} | REFUSED[message]
+    task = changed(RegressionTask, **settings.pop("task"))
+    data_class = changed(SyntheticDataModule, **settings.pop("data"))
     with pytest.raises(UserError, match=message):
-        made(changed(RegressionTask, **task), tmp_path, data_class=data_class, epochs=3, **settings).run()
-    assert not list(tmp_path.rglob("*.pth"))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda sums: sums["loss"], "validation_step returns a Tensor; it must return sums by name"),
-        (lambda sums: {"error": 0}, "validation gives error; `loss` must be one of its sums"),
-    ],
-)
-def test_a_validation_of_another_form_is_refused(tmp_path, change, message):
-    task = {"validation_step": lambda self, model, batch: change(validate(self, model, batch))}
-    with pytest.raises(UserError, match=message):
-        made(changed(RegressionTask, **task), tmp_path).run()
+        made(task, tmp_path, data_class=data_class, **settings).run()
+    is_trained = task.validation_step is not validate
+    assert bool(list(tmp_path.rglob("*.pth"))) == is_trained
 
 
 def test_losses_of_one_element_are_numbers(tmp_path):
@@ -253,58 +243,43 @@ def test_what_an_engine_has(tmp_path):
 # --- ReduceLROnPlateau
 
 
-LOWERED = """
-import torch
-from llm.training.tasks.regression_task import RegressionTask
-def build_scheduler(self, optimizer):
-    return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.3)
-RegressionTask.build_scheduler = build_scheduler
-"""
+class Lowered(RegressionTask):
+    def build_scheduler(self, optimizer):
+        return lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.3)
 
 
-def test_a_plateau_lowers_the_rate_after_a_validation_also_when_resumed(tmp_path):
+class OtherMetric(Lowered):
+    def validation_step(self, model, batch):
+        sums = super().validation_step(model, batch)
+        return sums | {"other": sums["loss"] + 1000}
+
+
+def test_a_plateau_lowers_the_rate_after_a_validation_also_when_resumed(tmp_path, capsys):
     settings = {"epochs": 8, "noise": 0.3, "learning_rate": 0.05, "log_level": "debug"}
-    done = run("engine", regression(tmp_path / "whole", **settings), Faults(script=LOWERED))
-    found = read_metrics(tmp_path / f"whole/out/{NAME}_metrics.jsonl")
-    parameter = nn.Parameter(torch.zeros(1))
-    scheduler = lr_scheduler.ReduceLROnPlateau(
-        torch.optim.SGD([parameter], 0.05), factor=0.5, patience=0, threshold=0.3
-    )
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    made(Lowered, whole, **settings).run()
+    assert "debug: update" in capsys.readouterr().out
+    found = read_metrics(whole / f"out/{NAME}_metrics.jsonl")
+    scheduler = Lowered.build_scheduler(None, torch.optim.SGD([nn.Parameter(torch.zeros(1))], 0.05))
     for record in found:  # the rate of an update is that after all validations before it
         assert record["learning_rate"] == scheduler.get_last_lr()[0]
         if "eval_loss" in record:
             scheduler.step(record["eval_loss"])
     assert len({record["learning_rate"] for record in found}) > 2
-    assert "debug: update" in done.out
-    broken = regression(tmp_path / "broken", **settings, from_resume=1)
-    run("engine", broken, Faults(script=LOWERED, signals={31: signal.SIGKILL}), status=-9)
-    run("engine", broken, Faults(script=LOWERED))
-    assert_same_run(tmp_path / "whole", tmp_path / "broken", NAME)
-    assert (
-        saved_state(tmp_path / "whole", NAME)["callbacks"]
-        == saved_state(tmp_path / "broken", NAME)["callbacks"]
-    )
+    with pytest.raises(Killed):
+        made(Lowered, broken, [Calls(("update", 31))], **settings).run()
+    made(Lowered, broken, **settings, from_resume=1).run()
+    assert_same_run(whole, broken, NAME)
+    one, other = (saved_state(folder, NAME)["callbacks"] for folder in (whole, broken))
+    assert one["LRSchedulerCallback"] == other["LRSchedulerCallback"]
 
 
 def test_a_plateau_of_another_metric_begins_anew(tmp_path):
     settings = {"epochs": 4, "noise": 0.3, "learning_rate": 0.05}
-    run(
-        "engine",
-        regression(tmp_path, **settings),
-        Faults(script=LOWERED, signals={17: signal.SIGTERM}),
-        status=143,
-    )
+    made(Lowered, tmp_path, [Stops(17)], **settings).run()
     saved = saved_state(tmp_path, NAME)["callbacks"]["LRSchedulerCallback"]
     assert saved["monitor"] == "eval_loss" and saved["scheduler"]["best"] < 10
-    script = (
-        LOWERED
-        + """
-step = RegressionTask.validation_step
-RegressionTask.validation_step = lambda self, *args: (found := step(self, *args)) | {"other": found["loss"] + 1000}
-"""
-    )
-    settings |= {"monitor": "eval_other", "from_resume": 1}
-    run("engine", regression(tmp_path, **settings), Faults(script=script))
+    made(OtherMetric, tmp_path, **settings, monitor="eval_other", from_resume=1).run()
     assert saved_state(tmp_path, NAME)["callbacks"]["LRSchedulerCallback"]["scheduler"]["best"] > 20
 
 
@@ -403,6 +378,32 @@ def test_an_epoch_that_is_stopped_within_has_not_ended(tmp_path):
     assert "LRSchedulerCallback" not in saved_state(tmp_path / "stopped", NAME)["callback_epochs"]
     made(task, tmp_path / "stopped", epochs=2, from_resume=1).run()
     assert_same_run(tmp_path / "whole", tmp_path / "stopped", NAME)
+
+
+# --- the order of the callbacks
+
+
+def test_the_order_of_calls_is_the_one_that_the_page_tells(tmp_path):
+    calls = []
+
+    def recording(name):
+        def hook(self, engine, *args):
+            shown = ["engine"]
+            for value in args:
+                if isinstance(value, dict):
+                    value = "metrics" if "valid" in name else "record"
+                elif isinstance(value, Path):
+                    value = "path"
+                shown.append(str(value))
+            calls.append(f"{name}({', '.join(shown)})\n")
+
+        return hook
+
+    recorder = type("Recorder", (Callback,), {name: recording(name) for name in HOOKS})()
+    settings = {"num_samples": 40, "batch_size": 16, "validation_share": 0.2, "log_interval": 100}
+    made(RegressionTask, tmp_path, [recorder], epochs=2, **settings).run()
+    page = (ROOT / "docs/CALLBACKS.md").read_text(encoding="utf-8")
+    assert "".join(calls) == re.search(r"^```text\n(.*?)^```", page, flags=re.M | re.S)[1]
 
 
 # --- the log

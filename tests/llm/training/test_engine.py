@@ -157,37 +157,6 @@ def test_a_sharded_run_resumes_from_a_numbered_state(tmp_path):
         assert (a[2], a[8]) == pytest.approx((b[2], b[8]), abs=1e-5)
 
 
-# --- the order of the callbacks, and the engine's size
-
-
-RECORDER = """
-from trainer.run import callbacks
-from llm.training.tasks.regression_task import RegressionTask
-class Recorder(callbacks.Callback):
-    pass
-def recording(name):
-    def hook(self, engine, *args):
-        kinds = {dict: "metrics" if "valid" in name else "record"}
-        shown = [str(a) if isinstance(a, int) or a is None else kinds.get(type(a), "path") for a in args]
-        with open(PATH, "a") as file:
-            print(f"{name}({', '.join(['engine', *shown])})", file=file)
-    return hook
-for name in callbacks.HOOKS:
-    setattr(Recorder, name, recording(name))
-RegressionTask.callbacks = lambda self: [Recorder()]
-"""
-
-
-def test_the_order_of_calls_is_the_one_that_the_page_tells(tmp_path):
-    path = tmp_path / "calls"
-    settings = {"num_samples": 40, "batch_size": 16, "validation_share": 0.2}
-    argv = regression(tmp_path, epochs=2, log_interval=100, **settings)
-    run("engine", argv, Faults(script=f"PATH = {str(path)!r}\n{RECORDER}"))
-    page = (ROOT / "docs/CALLBACKS.md").read_text(encoding="utf-8")
-    block = re.search(r"^```text\n(.*?)^```", page, flags=re.M | re.S)[1]
-    assert path.read_text() == block
-
-
 def test_from_the_engine_to_a_script_and_back(corpus, tmp_path):
     """Early stopping is the same in both; a script without it keeps its state, and that of callbacks."""
     argv = flags(corpus, tmp_path, "pretrain", num_hidden_layers=1, from_resume=1)

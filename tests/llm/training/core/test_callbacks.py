@@ -57,60 +57,43 @@ def test_the_example_on_the_page_runs_and_resumes():
 # --- the list
 
 
+def with_method(name, method) -> Callback:
+    return type("Own", (Callback,), {name: method})()
+
+
 def test_all_are_called_in_order():
     seen = []
-
-    class Noisy(Callback):
-        def on_train_start(self, engine):
-            seen.append(self)
-
-    noisy = CallbackList([Noisy(), Callback(), Noisy()])
-    noisy.call("on_train_start")
-    assert seen == [noisy[0], noisy[2]] and noisy.state_dict() == {}
-
-
-class Broken(Callback):
-    """Fails at the end."""
-
-    def __init__(self, error):
-        self.error = error
-
-    def on_exception(self, engine, error):
-        raise self.error
+    noisy = [with_method("on_train_start", lambda self, engine: seen.append(self)) for _ in range(2)]
+    callbacks = CallbackList([noisy[0], Callback(), noisy[1]])
+    callbacks.call("on_train_start")
+    assert seen == noisy and callbacks.state_dict() == {}
 
 
 @pytest.mark.parametrize("second", [ValueError("also this"), UserError("also this")])
 def test_a_failure_in_on_exception_is_a_warning_and_the_others_are_called(capsys, second):
-    class Closes(Callback):
-        def on_exception(self, engine, error):
-            print("closed")
+    def fail(self, engine, error):
+        raise second
 
-    CallbackList([Broken(second), Closes()]).call("on_exception", UserError("mend it"))
+    closes = with_method("on_exception", lambda self, engine, error: print("closed"))
+    CallbackList([with_method("on_exception", fail), closes]).call("on_exception", UserError("mend it"))
     said = capsys.readouterr()
     assert said.out == "closed\n" and said.err.count("\n") == 1
     assert said.err.startswith("warning: ") and "also this" in said.err
 
 
-def with_method(name, method) -> Callback:
-    return type("Wrong", (Callback,), {name: method})()
+WRONG = {
+    "called as on_epoch_end(engine, epoch)": with_method("on_epoch_end", lambda self, epoch: 0),
+    "called as on_log(engine, record)": with_method("on_log", lambda self, engine, record, logs: 0),
+    "on_epoch_finish would never be called; the methods": with_method("on_epoch_finish", lambda *_: 0),
+    "EarlyStopping'> is not a callback": EarlyStopping,
+    "None is not a callback": None,
+}
 
 
-@pytest.mark.parametrize(
-    ("callback", "message"),
-    [
-        (with_method("on_epoch_end", lambda self, epoch: 0), "called as on_epoch_end(engine, epoch)"),
-        (with_method("on_log", lambda self, engine, record, logs: 0), "called as on_log(engine, record)"),
-        (
-            with_method("on_epoch_finish", lambda *_: 0),
-            "on_epoch_finish would never be called; the methods are",
-        ),
-        (EarlyStopping, "is not a callback"),
-        (None, "is not a callback"),
-    ],
-)
-def test_what_cannot_be_called_is_refused_before_training(callback, message):
+@pytest.mark.parametrize("message", WRONG)
+def test_what_cannot_be_called_is_refused_before_training(message):
     with pytest.raises(UserError, match=re.escape(message)):
-        CallbackList([callback])
+        CallbackList([WRONG[message]])
 
 
 def test_a_method_may_take_more_than_it_is_given():
@@ -242,12 +225,12 @@ def reason_after(evals: list, **settings) -> str:
     return reasons[0]
 
 
-@pytest.mark.parametrize(
-    ("evals", "told"),
-    [([0.51234, 0.6, 0.7], "got no better than 0.51234"), ([None, None], "was never finite")],
-)
-def test_the_reason_tells_metric_and_best_value(evals, told):
-    assert reason_after(evals, patience=2) == f"EarlyStopping: eval_loss {told} in 2 validations"
+def test_the_reason_tells_metric_and_best_value():
+    for evals, told in (
+        ([0.51234, 0.6, 0.7], "got no better than 0.51234"),
+        ([None] * 2, "was never finite"),
+    ):
+        assert reason_after(evals, patience=2) == f"EarlyStopping: eval_loss {told} in 2 validations"
 
 
 def test_another_metric_is_not_compared_with_the_best_of_the_one_before(capsys):
@@ -266,13 +249,10 @@ def test_a_metric_that_is_missing_names_those_there_are():
         reason_after([1.0], monitor="accuracy", mode="max")
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"mode": "low"}, {"patience": 0}, {"min_delta": -0.1}, {"min_delta": math.nan}]
-)
-def test_impossible_arguments(wrong):
-    ((name, value),) = wrong.items()
-    with pytest.raises(UserError, match=rf"EarlyStopping: .*{name} {re.escape(repr(value))}"):
-        EarlyStopping(**wrong)
+def test_impossible_arguments():
+    for name, value in (("mode", "low"), ("patience", 0), ("min_delta", -0.1), ("min_delta", math.nan)):
+        with pytest.raises(UserError, match=rf"EarlyStopping: .*{name} {re.escape(repr(value))}"):
+            EarlyStopping(**{name: value})
 
 
 # --- TensorBoard
@@ -300,8 +280,8 @@ def test_the_points_read_back_are_those_of_the_records(tmp_path):
     assert set(found) == names | {"evaluated"}
     for name in names:
         kept = [r for r in records if r.get(name) is not None and not math.isnan(r[name])]
-        assert [step for step, _ in found[name]] == [r["update"] for r in kept]
-        assert [value for _, value in found[name]] == pytest.approx([r[name] for r in kept], rel=1e-6)
+        expected = [(r["update"], pytest.approx(r[name], rel=1e-6)) for r in kept]
+        assert found[name] == expected
 
 
 def killed_run(folder):
