@@ -323,6 +323,13 @@ def test_another_form_is_one_entry(write, tmp_path, cache_dir, other_tokenizer, 
         assert cache.report["unused_fields"] == {"id": 1}
 
 
+def test_a_question_is_an_entry_with_the_fields_of_its_answer(monkeypatch):
+    monkeypatch.setitem(record_formats.FORMATS, "ask", record_formats.read_question)
+    monkeypatch.setitem(record_formats.ANSWERS, "ask", ("reply",))
+    assert to_chat({"ask": "q", "reply": "a"}) == Chat([USER, BOT], None)
+    assert list(unread_fields({"ask": "q", "reply": "a", "input": "", "answer": "b"})) == ["answer"]
+
+
 def test_two_forms_of_one_conversation_are_refused_whoever_adds_them(monkeypatch):
     monkeypatch.setitem(record_formats.FORMATS, "dialogue", lambda record, key: [])
     with pytest.raises(BadRecord, match="both 'messages' and 'dialogue' in one record; keep one of them"):
