@@ -291,8 +291,10 @@ def to_chat(record: dict, answered: bool = True) -> Chat:
     for field, why in REFUSED_IN_SFT.items():
         if record.get(field):
             raise BadRecord(f"'{field}': {why}")
-    if answered and not record.keys().isdisjoint(LABELS):
-        _check_labels(record)
+    for field in LABELS:
+        if answered and str(record.get(field)).lower() == "false":
+            how = "which SFT must not train; remove or skip such records"
+            raise BadRecord(f"'{field}' is false: a bad answer (KTO), {how}")
     key, answer = find_format(record)
     if not key:
         hint = "is this pretraining data? " if "text" in record else ""
@@ -333,17 +335,6 @@ def to_chat(record: dict, answered: bool = True) -> Chat:
     if record.get("mask_history") is not None and switch_of(record, "mask_history"):
         masked.update(speakers[:-1])
     return Chat(messages, tools[0] if tools else None, tuple(sorted(masked)))
-
-
-def _check_labels(record: dict) -> None:
-    """Raise BadRecord for an answer that KTO calls a bad one."""
-    for key in LABELS:
-        if str(record.get(key)).lower() == "false":
-            how = "which SFT must not train; remove or skip such records"
-            raise BadRecord(f"'{key}' is false: a bad answer (KTO), {how}")
-    tag = record.get("kto_tag")
-    if tag not in (None, "") and str(tag).lower() != "true":
-        raise BadRecord(f"'kto_tag' is {short(tag)}; write true (a good answer) or false (a bad one)")
 
 
 def to_pair(record: dict) -> tuple[Chat, Chat]:
@@ -421,8 +412,8 @@ def unread_fields(record: dict) -> Iterator[str]:
     for name, value in record.items():
         if value is None:
             continue
-        is_class_number = name == "label" and str(value).lower() not in ("true", "false")  # not KTO's
-        if name not in read or is_class_number:
+        is_other_label = name in LABELS and str(value).lower() not in ("true", "false")  # not KTO's
+        if name not in read or is_other_label:
             yield name
         elif isinstance(value, list) and name not in TOOLS:
             for item in value:

@@ -118,8 +118,7 @@ def test_the_labels_of_kto(record, key):
     for bad in (False, "false"):
         with pytest.raises(BadRecord, match=f"'{key}' is false: a bad answer"):
             to_chat({**record, key: bad})
-    with pytest.raises(BadRecord, match="'kto_tag' is 3; write true"):
-        to_chat({**record, "kto_tag": 3})
+    assert "kto_tag" in unread_fields({**record, "kto_tag": 3})
 
 
 def test_fields_that_nothing_reads():
