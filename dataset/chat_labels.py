@@ -35,15 +35,30 @@ class ChatTemplate:
     template: str  # Jinja text
     special_tokens: dict  # its variables
 
-    def render(self, chat: Chat) -> Rendered:
-        """Render the conversation; the spans are of the assistant's turns that may be trained.
+    def render(self, chat: Chat, find_turns: bool = True, **options: Any) -> Rendered:
+        """Render the conversation. `find_turns`: with the spans of the assistant's turns that may be trained.
+        options: of the template.
 
         Raises BadRecord if the template refuses the conversation, UserError if the turns cannot be located.
         """
-        if GENERATION_MARK.search(self.template):
-            text, spans = self._rendered(chat.messages, chat.tools, return_assistant_tokens_mask=True)
-        else:
-            text, spans = self._render_by_prefixes(chat)
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        has_marks = GENERATION_MARK.search(self.template) is not None
+        options |= {"tools": chat.tools, "chat_template": self.template, **self.special_tokens}
+        options["return_assistant_tokens_mask"] = has_marks
+        try:
+            texts, marked = render_jinja_template([chat.messages], **options)
+            text = texts[0]
+            text.encode("utf-8")
+        except Exception as error:  # a template is untrusted code that can raise anything
+            reason = " ".join(str(error).split())[:200]
+            raise BadRecord(
+                f"the chat template refuses this conversation ({type(error).__name__}: {reason})"
+            ) from None
+        if not find_turns:
+            return text, []
+        # typed as text by transformers
+        spans = cast(list[tuple[int, int]], marked[0]) if has_marks else self._turns_by_prefixes(chat, text)
         if chat.masked:
             spans = _without_masked(chat, spans)
         return text, spans
@@ -53,7 +68,8 @@ class ChatTemplate:
         rendered; None if that is not clear."""
         question = {"role": "user", "content": "\ue000"}  # a character for private use: the template has none
         try:
-            text, _ = self._rendered([question, {"role": "assistant", "content": "yes"}, question], None)
+            messages = [question, {"role": "assistant", "content": "yes"}, question]
+            text, _ = self.render(Chat(messages, None), find_turns=False)
             first, between, last = text.split("\ue000")
         except (BadRecord, ValueError):
             return None
@@ -61,46 +77,32 @@ class ChatTemplate:
         after = os.path.commonprefix([between, last])  # noqa: RUF071
         return (before, after) if before.strip() and after.strip() else None
 
-    def _rendered(self, messages: list[dict], tools: list[dict] | None, **options: Any) -> Rendered:
-        from transformers.utils.chat_template_utils import render_jinja_template
-
-        options |= {"tools": tools, "chat_template": self.template, **self.special_tokens}
-        try:
-            texts, spans = render_jinja_template([messages], **options)
-            texts[0].encode("utf-8")
-        except Exception as error:  # a template is untrusted code that can raise anything
-            reason = " ".join(str(error).split())[:200]
-            raise BadRecord(
-                f"the chat template refuses this conversation ({type(error).__name__}: {reason})"
-            ) from None
-        # typed as text by transformers
-        return texts[0], cast(list[tuple[int, int]], list(spans[0]) if spans else [])
-
-    def _render_by_prefixes(self, chat: Chat) -> Rendered:
+    def _turns_by_prefixes(self, chat: Chat, text: str) -> list[tuple[int, int]]:
+        """The spans of the assistant's turns in the rendered text, for a template without marks."""
         if "add_generation_prompt" not in self.template:
             raise UserError(
                 "the chat template has neither generation marks nor a generation prompt, so where an answer "
                 f"starts is ambiguous; {ADD_MARKS}"
             )
-        full, _ = self._rendered(chat.messages, chat.tools)
         spans = []
         for index, message in enumerate(chat.messages):
             if message["role"] != "assistant":
                 continue
-            before = chat.messages[:index]
-            prompt, _ = self._rendered(before, chat.tools, add_generation_prompt=True)
-            turn, _ = self._rendered(chat.messages[: index + 1], chat.tools)
+            before = chat._replace(messages=chat.messages[:index])
+            prompt, _ = self.render(before, find_turns=False, add_generation_prompt=True)
+            until = chat._replace(messages=chat.messages[: index + 1])
+            turn, _ = self.render(until, find_turns=False)
             spoken = turn.rstrip()  # whitespace after the end-of-turn token belongs to the next turn
             begin = len(os.path.commonprefix([prompt, turn]))  # noqa: RUF071 (of characters)
             opened = begin == len(prompt) or THOUGHTS.search(prompt[:begin])
-            if not (opened and full.startswith(spoken)):
+            if not (opened and text.startswith(spoken)):
                 raise UserError(
                     f"the chat template has no generation marks and writes turn {index + 1} differently when "
                     "more turns follow or a prompt goes before, so what to train on is ambiguous; "
                     f"{ADD_MARKS}"
                 )
             spans.append((begin, max(begin, len(spoken))))
-        return full, spans
+        return spans
 
 
 def _without_masked(chat: Chat, spans: list[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -21,6 +21,7 @@ from dataset.json_values import BOM, TOO_DEEP, BadRecord, check_value, kind_of, 
 from dataset.plain_text import read_text
 from dataset.tables import read_arrow, read_csv, read_parquet
 
+JSON_LINES = ".jsonl"
 PLAIN_TEXT = ".txt"
 GZIP = ".gz"
 BLANKS = b" \t\r\n"  # of JSON
@@ -78,9 +79,8 @@ def read_json(content: Any, path: str) -> Iterator[tuple[int, Any]]:
 
 
 # Suffix -> what yields (line, record) of an open file (decompressed) and its path. A record is a dict, a
-# BadRecord, or raw JSON, which the processes that tokenise parse.
+# BadRecord, or raw JSON, which the processes that tokenise parse, as they do each line of JSON Lines.
 READERS: dict[str, Callable[[Any, str], Iterator[tuple[int, Any]]]] = {
-    ".jsonl": lambda content, path: enumerate(content, 1),
     ".json": read_json,
     ".csv": read_csv,
     ".parquet": read_parquet,
@@ -91,7 +91,7 @@ READERS: dict[str, Callable[[Any, str], Iterator[tuple[int, Any]]]] = {
 def file_kind(path: str | os.PathLike) -> str:
     """The suffix that decides how a file is read, without `.gz`; "" for other files, read as JSON Lines."""
     suffix = os.path.splitext(os.fspath(path).lower().removesuffix(GZIP))[1]
-    return suffix if suffix in READERS or suffix == PLAIN_TEXT else ""
+    return suffix if suffix in (JSON_LINES, PLAIN_TEXT, *READERS) else ""
 
 
 def parts_of(data_path: str | os.PathLike) -> list[str]:
@@ -172,7 +172,7 @@ def _files_of_folder(folder: str, plain_text: bool) -> list[str]:
             elif kind:
                 records.append(os.path.join(current, name))
     if not texts and not records:
-        kinds = ", ".join(f"*{suffix}" for suffix in (*READERS, PLAIN_TEXT))
+        kinds = ", ".join(f"*{suffix}" for suffix in (JSON_LINES, *READERS, PLAIN_TEXT))
         raise UserError(f"{folder} is a folder without data; it must hold files named {kinds} (also {GZIP})")
     if texts and records and plain_text:
         record = min(records)
@@ -208,10 +208,11 @@ def iter_blocks(paths: Sequence[str], text_separator: str = "") -> Iterator[Bloc
             with open(path, "rb") as file:
                 content = gzip.GzipFile(fileobj=file) if is_compressed else file
                 kind = file_kind(path)
+                reader: Iterator[tuple[int, Any]] = enumerate(content, 1)
                 if kind == PLAIN_TEXT:
                     reader = read_text(content, text_separator)
-                else:
-                    reader = READERS[kind or ".jsonl"](content, path)
+                elif kind in READERS:
+                    reader = READERS[kind](content, path)
                 for number, record in reader:
                     if isinstance(record, bytes) and not record.removeprefix(BOM).strip(BLANKS):
                         continue

@@ -18,6 +18,8 @@ from torch.utils.data import Dataset
 
 from dataset.token_cache import STAGE_LENGTH, CacheOptions, build_token_cache
 
+ITEMS_PER_RELEASE = 64  # after so many, the pages of a large cache that were read are released
+
 
 def collate_pairs(items: list[list[dict]]) -> dict:
     """The flat batch of P pairs, whose samples are chosen, rejected, chosen, rejected ...; beside the fields
@@ -157,6 +159,7 @@ class StageDataset(Dataset):
         self.packing = packing and self.samples_per_item == 1
         how = CacheOptions(self.kind, length, cache_dir, packing=self.packing, **options)
         self.cache = build_token_cache(data_path, tokenizer, how)
+        self.items_read = 0
         self.records: int = self.cache.report["records"]  # that were read, bad ones too
         self.num_tokens: int = self.cache.report["tokens"]  # of all samples
         self.num_targets: int = self.cache.report["targets"]
@@ -199,14 +202,10 @@ class StageDataset(Dataset):
                     "target_bytes": int(cache.target_bytes[sample_id]),
                 }
             )
+        self.items_read += 1
+        if cache.is_large and self.items_read % ITEMS_PER_RELEASE == 0:
+            cache.release()
         return item
-
-    def __getitems__(self, indices: list[int]) -> list[list[dict]]:
-        """The items of a micro-batch, called by the data loader."""
-        items = [self[index] for index in indices]
-        if self.cache.is_large:
-            self.cache.release()
-        return items
 
     def source(self, sample_id: int) -> str:
         """FILE:LINE of a sample."""

@@ -101,13 +101,6 @@ class MixedDataset(StageDataset):
         first = int(self.first_samples[number])
         return [sample | {"sample_id": first + sample["sample_id"]} for sample in item]
 
-    def __getitems__(self, indices: list[int]) -> list[list[dict]]:
-        items = [self[index] for index in indices]
-        for source in self.sources:
-            if source.cache.is_large:
-                source.cache.release()
-        return items
-
     def items_of_epoch(self, seed: int, epoch: int) -> np.ndarray:
         """The items of an epoch, source by source: of each the next `counts` items of its order, which begins
         anew where it ends. A function of seed and epoch, so there is no state to save.

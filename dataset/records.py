@@ -64,22 +64,11 @@ LABELS = ("kto_tag", "label")  # of KTO: whether the answer is a good one
 PAIR = ("chosen", "rejected")
 PREFERENCE = (*PAIR, "chosen_messages", "rejected_messages", "rejected_response")
 PREFERENCE += ("preferred_output", "non_preferred_output")
-NO_PREFERENCES = dict.fromkeys(
-    PREFERENCE,
-    "a preference file (DPO), which is another stage; for SFT write the good answer as the last message and "
-    "remove the other one",
-)
-NOT_SFT = REFUSED | NO_PREFERENCES
+NO_PREFERENCES = "a preference file (DPO), which is another stage; for SFT write the good answer as the last "
+NO_PREFERENCES += "message and remove the other one"
+REFUSED_IN_SFT = REFUSED | dict.fromkeys(PREFERENCE, NO_PREFERENCES)
 # Read beside the conversation, whatever its form.
 COMPANION_FIELDS = frozenset(REFUSED).union(SYSTEM, TOOLS, LABELS, PREFERENCE, ["mask_history"])
-
-
-def refuse_fields(record: dict, refused: dict[str, str], where: str = "") -> None:
-    """Raise BadRecord for a field of `refused` (field -> why), which would be lost in silence; `where`:
-    " of message 2"."""
-    for key, why in refused.items():
-        if record.get(key):
-            raise BadRecord(f"'{key}'{where}: {why}")
 
 
 # --- messages
@@ -118,7 +107,9 @@ def parse_message(item: object, where: str) -> Turn:
     if isinstance(content, str) and PLAIN.issuperset(item) and speaker != "function_call":
         return Turn({"role": role, "content": content}, [])  # most messages
 
-    refuse_fields(item, REFUSED, f" of {where}")
+    for field, why in REFUSED.items():
+        if item.get(field):
+            raise BadRecord(f"'{field}' of {where}: {why}")
     beside: dict[str, Any] = {}  # the content
     for field in TEXT_FIELDS:
         if item.get(field) is not None:
@@ -287,7 +278,6 @@ def find_format(record: dict) -> tuple[str, str]:
 def to_text(record: dict) -> str:
     """The document of a pretraining record. Raises BadRecord."""
     if "text" not in record:
-        refuse_fields(record, NO_PREFERENCES)
         raise BadRecord(
             f"no 'text' in this record (its keys: {keys_of(record)}); write {{\"text\": ...}}, or a "
             'conversation, {"conversations": [{"role": ..., "content": ...}, ...]}'
@@ -298,7 +288,13 @@ def to_text(record: dict) -> str:
 def to_chat(record: dict, answered: bool = True) -> Chat:
     """The conversation of an SFT record in any form. `answered`: the assistant must speak, and KTO must not
     call the answer a bad one. Raises BadRecord."""
-    refuse_fields(record, NOT_SFT)
+    for field, why in REFUSED_IN_SFT.items():
+        if record.get(field):
+            raise BadRecord(f"'{field}': {why}")
+    for field in LABELS:
+        if answered and str(record.get(field)).lower() == "false":
+            how = "which SFT must not train; remove or skip such records"
+            raise BadRecord(f"'{field}' is false: a bad answer (KTO), {how}")
     key, answer = find_format(record)
     if not key:
         hint = "is this pretraining data? " if "text" in record else ""
@@ -325,30 +321,20 @@ def to_chat(record: dict, answered: bool = True) -> Chat:
         raise BadRecord("two system messages in one conversation; join them into one")
     if "system" in roles[1:]:
         raise BadRecord("the system message is not the first one; move it to the front")
-    tools = [turn.tools for turn in turns] + [objects_of(record.get(field), f"'{field}'") for field in TOOLS]
+    tools = [turn.tools for turn in turns]
+    for field in TOOLS:
+        if record.get(field):
+            tools.append(objects_of(record[field], f"'{field}'"))
     tools = [schemas for schemas in tools if schemas]
     if len(tools) > 1:
         raise BadRecord("'tools' are given more than once; keep one list of them")
     speakers = [index for index, role in enumerate(roles) if role == "assistant"]
-    if answered:
-        _check_labels(record)
-        if not speakers:
-            raise BadRecord("no assistant turn, so nothing to learn; add the answer or remove the line")
+    if answered and not speakers:
+        raise BadRecord("no assistant turn, so nothing to learn; add the answer or remove the line")
     masked = {index for index, turn in enumerate(turns) if turn.is_masked}
-    if switch_of(record, "mask_history"):
+    if record.get("mask_history") is not None and switch_of(record, "mask_history"):
         masked.update(speakers[:-1])
     return Chat(messages, tools[0] if tools else None, tuple(sorted(masked)))
-
-
-def _check_labels(record: dict) -> None:
-    """Raise BadRecord for an answer that KTO calls a bad one."""
-    for key in LABELS:
-        if str(record.get(key)).lower() == "false":
-            how = "which SFT must not train; remove or skip such records"
-            raise BadRecord(f"'{key}' is false: a bad answer (KTO), {how}")
-    tag = record.get("kto_tag")
-    if tag not in (None, "") and str(tag).lower() != "true":
-        raise BadRecord(f"'kto_tag' is {short(tag)}; write true (a good answer) or false (a bad one)")
 
 
 def to_pair(record: dict) -> tuple[Chat, Chat]:
@@ -358,7 +344,6 @@ def to_pair(record: dict) -> tuple[Chat, Chat]:
         if not record.get(side):
             how = 'write {"conversations": [...], "chosen": ..., "rejected": ...}'
             raise BadRecord(f"no '{side}' in this record (its keys: {keys_of(record)}); {how}")
-    refuse_fields(record, REFUSED)
     key, _ = find_format(record)
     question = FORMATS[key](record, key) if key else []
     repeated: list = []  # the question, where it stands in both answers as well
@@ -368,7 +353,7 @@ def to_pair(record: dict) -> tuple[Chat, Chat]:
         question, repeated = [], question
     elif not question:
         raise BadRecord("answers without a question; write it as 'prompt', 'conversations' or 'instruction'")
-    beside = {field: record[field] for field in (*SYSTEM, *TOOLS) if field in record}
+    beside = {field: record[field] for field in (*SYSTEM, *TOOLS, *REFUSED) if field in record}
     chats = []
     for side, items in answers.items():
         try:
@@ -427,8 +412,8 @@ def unread_fields(record: dict) -> Iterator[str]:
     for name, value in record.items():
         if value is None:
             continue
-        is_class_number = name == "label" and str(value).lower() not in ("true", "false")  # not KTO's
-        if name not in read or is_class_number:
+        is_other_label = name in LABELS and str(value).lower() not in ("true", "false")  # not KTO's
+        if name not in read or is_other_label:
             yield name
         elif isinstance(value, list) and name not in TOOLS:
             for item in value:

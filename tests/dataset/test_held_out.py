@@ -15,7 +15,7 @@ from dataset import files
 from dataset.chat_labels import ChatTemplate
 from dataset.held_out import PASSAGE, Split, first_question, question_in
 from dataset.plain_text import DocumentPart
-from dataset.records import to_chat
+from dataset.records import Chat, to_chat
 from dataset.rollout_prompts import PromptDataset
 from dataset.tokenizing import ChatTokenizer, DocumentTokenizer, PairTokenizer, TokenizerSpec
 from tests.dataset.conftest import build
@@ -352,7 +352,7 @@ def test_the_question_of_a_text_that_another_template_made(template):
     around = chat.around_question()
     turns = conversation(" What is it?\n\nSay it. ", ["This."] * 2)["messages"]
     for messages in (turns, [{"role": "system", "content": "Be brief."}, *turns]):
-        text, _ = chat._rendered(messages, None)
+        text, _ = chat.render(Chat(messages, None), find_turns=False)
         assert (question_in(text, around) or "").strip() == "What is it?\n\nSay it."
         assert (question_in(text[: text.index("Say")], around) or "").strip() == "What is it?"  # cut off
         assert (question_in(text[: text.index(" it?")], around) or "").strip() == "What is"

@@ -136,7 +136,7 @@ def test_items_samples_and_sources_of_real_data(kind, packing, write, tokenizer,
     with pytest.raises(IndexError):
         train[int(train.first_items[-1])]
     again = pickle.loads(pickle.dumps(train))
-    assert len(again.__getitems__([0, 1])) == 2 and again.fingerprint == train.fingerprint
+    assert len([again[0], again[1]]) == 2 and again.fingerprint == train.fingerprint
     batch = train.collate([train[0], train[int(train.first_items[1])]])
     assert len(set(batch["sample_ids"].tolist())) == len(batch["sample_ids"])
     prints = [MixedDataset(sources, weights).fingerprint for weights in ([1, 1], [2, 1], [1, 2])]

@@ -66,6 +66,16 @@ def test_a_conversation_beside_two_others_is_no_third_one():
             to_pair(whole | {"messages": messages})
 
 
+def test_a_bad_message_is_named_with_its_side():
+    whole = SAME["two conversations"]
+    with pytest.raises(BadRecord, match="with 'rejected': message 2 has the unknown role 'robot'"):
+        to_pair(whole | {"rejected": [QUESTION, GOOD | {"role": "robot"}]})
+    with pytest.raises(BadRecord, match="'chosen' does not end with a message of the assistant"):
+        to_pair(whole | {"chosen": [QUESTION, GOOD, QUESTION]})
+    with pytest.raises(BadRecord, match="answers without a question"):
+        to_pair({"chosen": "g", "rejected": "b"})
+
+
 @pytest.fixture(scope="module")
 def tokenizer():
     return load_tokenizer(ROOT / "model")

@@ -410,12 +410,13 @@ def test_any_name_of_a_file_and_any_encoding_of_the_console(tmp_path, cache_dir)
     os.utime(path, (1e9, 1e9))
     name = os.fsencode(path)
     build = f"build('pretrain', os.fsdecode({name!r}), 64, {str(cache_dir)!r}, 1, ON)"
+    build = f"with one_line_errors():\n    {build}"
     skip = run(build.replace("ON", "'skip'"), env={**os.environ, "PYTHONIOENCODING": "ascii"})
     assert skip.returncode == 0 and skip.stderr == ""
     assert "1 of 21 records" in skip.stdout
     (cache,) = cache_dir.glob("*/meta.json")
     shutil.rmtree(cache.parent)
-    stop = run(f"with one_line_errors():\n    {build}".replace("ON", "'stop'"))
+    stop = run(build.replace("ON", "'stop'"))
     assert stop.returncode == 2 and stop.stderr.startswith("error: ") and stop.stderr.count("\n") == 1
     assert r"\udcff.jsonl:21: no 'text' in this record (its keys: '键🙂')" in stop.stderr
 
