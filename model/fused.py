@@ -101,7 +101,7 @@ class NormWithDerivative(torch.autograd.Function):
         return torch.addcmul(grad * weight, normed, mean, value=-1).mul_(scale), grad_weight, None
 
 
-def padded(x: Tensor, value: int = 0) -> Tensor:
+def pad_to_multiple(x: Tensor, value: int = 0) -> Tensor:
     """x [N] filled up to a multiple of 64, on a CPU and on MPS: oneDNN compiles and keeps a product for each
     new number of rows (docs/dev/LOG.md, "Few kernel shapes on the CPU"), and MPS a graph."""
     extra = -len(x) % 64

@@ -398,7 +398,7 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
         self, input_ids, position_ids, spans, target_index, targets, reduction
     ) -> MoeCausalLMOutputWithPast:
         tokens = len(input_ids)
-        input_ids, position_ids = fused.padded(input_ids), fused.padded(position_ids)
+        input_ids, position_ids = fused.pad_to_multiple(input_ids), fused.pad_to_multiple(position_ids)
         if spans.shared_prefix is not None:
             spans = spans_with_padding(spans, len(input_ids) - tokens)
         hidden, routings = self.model(self.model.embed_tokens(input_ids), position_ids, flat=spans)  # [N, C]
@@ -410,11 +410,11 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
             sample = samples_of_rows(spans, len(hidden))
             aux_loss = self._aux_loss(routings, sample, len(spans.cu_seqlens) - 1)
         count = len(target_index)
-        hidden = hidden.index_select(0, fused.padded(target_index))  # [M, C]
+        hidden = hidden.index_select(0, fused.pad_to_multiple(target_index))  # [M, C]
         if targets is None:
             logits = self.lm_head(hidden)[:count]
             return MoeCausalLMOutputWithPast(logits=logits, aux_loss=aux_loss, hidden_states=states)
-        loss = head_cross_entropy(self.lm_head, hidden, fused.padded(targets, -100), reduction)
+        loss = head_cross_entropy(self.lm_head, hidden, fused.pad_to_multiple(targets, -100), reduction)
         if reduction == "none":
             loss = loss[:count]
         return MoeCausalLMOutputWithPast(loss=loss, aux_loss=aux_loss, hidden_states=states)

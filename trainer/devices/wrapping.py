@@ -327,12 +327,12 @@ def backward_on_gpu(loss: Tensor, model: nn.Module) -> None:
     """`loss.backward()` that adds all gradients to those of earlier micro-batches at once, where autograd
     launches an addition for each parameter. The sums are the same.
 
-    Until then there are two copies of the gradients. Large ones, and those of several ranks, whose wrappers
+    Until then there are two copies of the gradients. Large ones, and those of a process group, whose wrappers
     look at them during the backward pass, are added by autograd."""
     parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
     earlier = [cast(Tensor, parameter.grad) for parameter in parameters]
     size = sum(grad.numel() * grad.element_size() for grad in earlier)
-    if world_size() > 1 or size > MAX_BYTES_SET_ASIDE:
+    if dist.is_initialized() or size > MAX_BYTES_SET_ASIDE:
         loss.backward()
         return
     for parameter in parameters:

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from common.errors import UserError
 from common.settings import StageArgs
@@ -285,33 +286,30 @@ def test_a_model_for_decoding_computes_what_autocast_does(use_moe):
                 torch.testing.assert_close(torch.tensor(answer.logprobs), expected, atol=0.02, rtol=0)
 
 
-@pytest.mark.parametrize("ranks_or_size", ["one rank", "several ranks", "too large"])
-def test_gradients_added_at_once_are_those_of_autograd(ranks_or_size, monkeypatch):
-    """To the bit; also of an expert that one micro-batch does not use. Only on one rank are they set aside
-    during a backward pass, and only if they are small."""
-    monkeypatch.setattr(wrapping, "world_size", lambda: 2 if ranks_or_size == "several ranks" else 1)
-    if ranks_or_size == "too large":
+@pytest.mark.parametrize("case", ["small", "too large", "copies on ranks"])
+def test_gradients_added_at_once_are_those_of_autograd(case, monkeypatch):
+    """To the bit. They are set aside during a backward pass if they are small, and no wrapper holds them: DDP
+    does also for a single rank."""
+    if case == "too large":
         monkeypatch.setattr(wrapping, "MAX_BYTES_SET_ASIDE", 10_000)
+    elif case == "copies on ranks":
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     config, found, seen = MiniMindConfig(hidden_size=32, num_hidden_layers=2, use_moe=True), [], []
     for backward in (backward_on_gpu, lambda loss, model: loss.backward()):
-        model = seeded_model(config)
-        weight = model.model.layers[0].mlp.experts[1].up_proj.weight.requires_grad_(False)  # frozen
-        last = model.model.layers[1].mlp.experts[3].up_proj.weight
-        model.model.norm.weight.register_hook(lambda _, norm=model.model.norm: seen.append(norm.weight.grad))
+        plain = seeded_model(config)
+        plain.model.layers[0].mlp.experts[1].up_proj.weight.requires_grad_(False)
+        plain.model.norm.weight.register_hook(lambda _, norm=plain.model.norm: seen.append(norm.weight.grad))
+        model = wrap_model(plain, CPU)
         for seed, lengths in enumerate(([7, 20], [1], [9, 3])):
-            out = model(
-                **{
-                    k: v
-                    for k, v in flat_batch(seed, lengths).items()
-                    if k not in ("target_bytes", "sample_ids")
-                }
-            )
+            batch = flat_batch(seed, lengths)
+            out = model(**{name: batch[name] for name in batch if name not in ("target_bytes", "sample_ids")})
             backward(out.loss + out.aux_loss, model)
-        assert weight.grad is None and last.grad is not None
         found.append([p.grad for p in model.parameters() if p.grad is not None])
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    assert len(found[0]) == len(list(plain.parameters())) - 1
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True)) and len(seen) == 6
-    assert all(grad is None for grad in seen[1:3]) == (ranks_or_size == "one rank")
-    assert all(grad is not None for grad in seen[4:])
+    assert all(grad is None for grad in seen[1:3]) == (case == "small")
 
 
 def test_what_does_not_go_together_is_refused():
