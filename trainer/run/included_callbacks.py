@@ -113,8 +113,9 @@ class CheckpointManager(Callback):
         return load(resume_path(self.folder, args.save_weight, args), args.resume_from)
 
     def on_checkpoint_saved(self, engine: Any, path: Path) -> None:
-        state = engine.state
-        if state.keep_due and is_main_process():
+        state, keep_every = engine.state, self.args.keep_every
+        is_due = keep_every and (state.keep_due or state.update % keep_every == 0)
+        if is_due and is_main_process():
             self._keep(state, f"update_{state.update:08d}")
             update, best = state.update, state.best_update
             state.writer.submit(lambda: self.prune(update, best))

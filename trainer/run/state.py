@@ -84,7 +84,7 @@ class TrainState:
     saved_update: int | None = None  # of the newest checkpoint
     # due after this update, or postponed while updates are skipped
     save_due: bool = False
-    keep_due: bool = False  # a numbered checkpoint of --keep_every
+    keep_due: bool = False  # a save that is kept under its number, for --keep_every
     state_file: Path | None = None  # the newest file with a state of this run, once there is one
     wandb: Any = None  # the tracker
     wandb_id: str | None = None  # of the tracker before the resume
