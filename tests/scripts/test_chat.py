@@ -1,13 +1,11 @@
 """Chat from a pipe, with --prompt and on a terminal; the model is a small random one, or one that says its
 lines."""
 
-import contextlib
 import io
 import json
 import os
 import pty
 import select
-import signal
 import sys
 import time
 from types import SimpleNamespace
@@ -24,6 +22,7 @@ from scripts import chat
 from scripts.chat import ROUNDS
 from scripts.terminal import DIM, NORMAL
 from tests.conftest import ROOT
+from tests.stage_process import Faults, StageProcess
 from trainer.run.paths import weight_path
 from trainer.weights.files import save_weights
 
@@ -256,12 +255,15 @@ def test_tools_that_run_are_executed_for_some_rounds(weights, pipe, said, tmp_pa
 
 # --- on a terminal: a process with a pseudo-terminal of its own
 
-START = """
-import json, sys
+JOIN = """
 from scripts import chat
 from tests.scripts.test_chat import slowly
-chat.FiniteDecoder = slowly(json.loads(sys.argv.pop(1)))
-chat.main()
+os.setsid()
+screen = os.open({path!r}, os.O_RDWR)  # becomes the terminal of the new session
+for number in (0, 1, 2):
+    os.dup2(screen, number)
+sys.stdin = os.fdopen(0)
+chat.FiniteDecoder = slowly({answers!r})
 """
 
 
@@ -271,11 +273,10 @@ class Terminal:
 
     def __init__(self, args: list[str], answers: list[str]):
         self.seen = ""
-        command = [sys.executable, "-c", START, json.dumps(answers), *args, "--max_new_tokens", "100000"]
-        own = {"TERM": "xterm", "NO_COLOR": "1", "PYTHONPATH": str(ROOT)}
-        self.process, self.screen = pty.fork()
-        if not self.process:
-            os.execve(sys.executable, command, {**os.environ, **own})
+        self.screen, self.inner = pty.openpty()
+        join = Faults(script=JOIN.format(path=os.ttyname(self.inner), answers=answers))
+        argv = [*args, "--max_new_tokens", "100000"]
+        self.process = StageProcess("scripts.chat", argv, join, TERM="xterm", NO_COLOR="1").process
 
     def type(self, text: str) -> None:
         os.write(self.screen, text.encode())
@@ -304,20 +305,14 @@ class Terminal:
         """Press Ctrl-D until the chat has ended (it counts only while the chat waits for a key); its exit
         status."""
         end = time.monotonic() + 120
-        while time.monotonic() < end:
-            with contextlib.suppress(OSError):
-                self.type("\x04")
+        while self.process.exitcode is None:
+            assert time.monotonic() < end, "the chat does not end"
+            self.type("\x04")
             while select.select([self.screen], [], [], 0.2)[0]:
-                try:
-                    os.read(self.screen, 4096)
-                except OSError:  # Linux: the process has closed its side
-                    break
-            done, status = os.waitpid(self.process, os.WNOHANG)
-            if done:
-                return os.waitstatus_to_exitcode(status)
-        os.kill(self.process, signal.SIGKILL)
-        os.waitpid(self.process, 0)
-        raise AssertionError("the chat does not end")
+                os.read(self.screen, 4096)
+        os.close(self.screen)
+        os.close(self.inner)
+        return self.process.exitcode
 
 
 def slowly(answers: list[str]) -> type:
