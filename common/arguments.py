@@ -30,7 +30,7 @@ def parse_args(
         SystemExit: after `--help` and `--print_config`.
     """
     flags = vars(stage_parser(args_class, description).parse_args(argv))
-    config, print_config = flags.pop("config"), flags.pop("print_config")
+    config, print_config = flags.pop("config", None), flags.pop("print_config", False)
     given = checked(args_class, "--", flags)
     sources = dict.fromkeys(given, "command line")
     if config is not None:
@@ -54,9 +54,9 @@ def stage_parser(args_class: type[StageArgs], description: str | None, **options
     title = (description or "").split("\n", 1)[0]
     parser = Parser(description=title, argument_default=argparse.SUPPRESS, **options)
     text = "YAML file with settings, in the sections shown here; flags override it"
-    parser.add_argument("--config", metavar="FILE", default=None, help=text)
+    parser.add_argument("--config", metavar="FILE", help=text)
     text = "show every setting with its source, as YAML, and exit"
-    parser.add_argument("--print_config", action="store_true", default=False, help=text)
+    parser.add_argument("--print_config", action="store_true", help=text)
     groups: dict[str, Any] = {}
     for entry in settings_of(args_class).values():
         if entry.section not in groups:

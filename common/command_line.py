@@ -256,11 +256,12 @@ class ConsoleStream:
                     with suppress(OSError, ValueError):
                         self.stream.write(part)
                 self.text += part
+                last_state = self.text.rstrip("\r\n").rfind("\r") + 1  # of a progress bar
+                self.text = self.text[last_state:]
                 if part.endswith("\n"):
                     if is_shown and self.file is not None:
-                        self.file.line(self.level, self.text.rstrip("\r\n").rpartition("\r")[2])
+                        self.file.line(self.level, self.text.rstrip("\r\n"))
                     self.text = ""
-                self.text = self.text[self.text.rfind("\r", 0, -1) + 1 :]  # of a progress bar the last state
         return len(text)
 
     def flush(self) -> None:

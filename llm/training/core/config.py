@@ -119,9 +119,7 @@ def engine_parser(args_class: type[EngineArgs]) -> Parser:
     )
     parser = stage_parser(args_class, description, prog="python -m llm.training.train")
     text = f"an option of your own task, stored in config.extra (in YAML: section {OPTIONS}); may be repeated"
-    parser.add_argument(
-        "--set", action="append", type=named_value, metavar="NAME=VALUE", default=[], help=text
-    )
+    parser.add_argument("--set", action="append", type=named_value, metavar="NAME=VALUE", help=text)
     return parser
 
 
@@ -208,8 +206,8 @@ class Config:
                 )
             config._read_task(name, find_task(name))
         flags = vars(engine_parser(config.args_class).parse_args(argv))
-        path, print_config = flags.pop("config"), flags.pop("print_config")
-        options = dict(flags.pop("set"))
+        path, print_config = flags.pop("config", None), flags.pop("print_config", False)
+        options = dict(flags.pop("set", []))
         variables = {}
         for key in sorted(environ):
             if key.startswith(PREFIX) and key not in OTHER_VARIABLES:
