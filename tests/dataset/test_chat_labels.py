@@ -359,7 +359,7 @@ def test_tokens_across_a_border_count_as_inside(small_tokenizer):
     samples = samples_of(tokenizer, {"messages": messages})
     assert tokenizer.decode(samples.tokens) == "A the town, the the"
     assert tokenizer.decode(samples.tokens[samples.loss_mask]) == " the town, the"
-    assert samples.target_bytes.tolist() == [len("he town, t")]
+    assert samples.target_bytes.tolist() == [len(" the town, the")]
     theirs = tokenizer.apply_chat_template(messages[:1], return_assistant_tokens_mask=True, return_dict=True)
     expected = [bool(x) for x in theirs["assistant_masks"]]
     assert samples.loss_mask.tolist() == [*expected, False]

@@ -90,12 +90,12 @@ def test_a_sample_cut_inside_a_character_counts_the_bytes_that_it_spells(
         assert chat.target_bytes.sum() == spelled(tok, [i for i in ids if i != tok.eos_token_id])
 
 
-@pytest.mark.parametrize(("is_byte_level", "reached"), [(True, [1, 3, 4, 5]), (False, [1, 4, 4, 5])])
-def test_byte_ends(tokenizer, is_byte_level, reached):
+@pytest.mark.parametrize(("is_byte_level", "reached"), [(True, [1, 2, 1, 1]), (False, [1, 3, 0, 1])])
+def test_bytes_of(tokenizer, is_byte_level, reached):
     make = DocumentTokenizer(TokenizerSpec.of(tokenizer), 64)
     make.is_byte_level, make.entry_lengths = is_byte_level, np.array([1, 2])
     ends = np.array([1, 2, 2, 3])
-    assert make.byte_ends("a河b", np.array([0, 1, 0, 0]), ends).tolist() == reached
+    assert make.bytes_of("a河b", np.array([0, 1, 0, 0]), ends).tolist() == reached
 
 
 @pytest.mark.parametrize("normalizer", [None, "NFC", "prefix"])
