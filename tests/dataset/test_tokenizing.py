@@ -1,7 +1,6 @@
 """From text to samples: nothing lost in splitting, cuts at turns, and bytes that add up."""
 
 import itertools
-import json
 
 import numpy as np
 import pytest
@@ -9,9 +8,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from common.errors import UserError
-from dataset.tokenizing import TOKENIZERS, ChatTokenizer, DocumentTokenizer, TokenizerSpec
+from dataset.tokenizing import ChatTokenizer, DocumentTokenizer, TokenizerSpec
 from tests.conftest import without_first_line_breaks
-from tests.dataset.conftest import block_of
+from tests.dataset.conftest import samples_of
 
 RELAXED = settings(
     max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
@@ -21,17 +20,6 @@ TEXT = st.text(st.characters(codec="utf-8"), min_size=1, max_size=60) | st.lists
     min_size=1,
     max_size=30,
 ).map("".join)
-
-
-made = {}
-
-
-def samples_of(tokenizer, kind, records, max_length):
-    data = "".join(json.dumps(record) + "\n" for record in records).encode()
-    if (tokenizer, kind) not in made:  # making one takes longer than using it
-        made[tokenizer, kind] = TOKENIZERS[kind](TokenizerSpec.of(tokenizer), max_length)
-    made[tokenizer, kind].max_length = max_length
-    return made[tokenizer, kind](block_of(data))
 
 
 def split(samples, array):
