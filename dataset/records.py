@@ -60,7 +60,7 @@ MESSAGE_FIELDS = PLAIN.union(TEXT_FIELDS, ["tool_calls", "function_call", "tools
 INPUT_FIELDS = ("input", "context")  # what a question is about, written below it
 SYSTEM = ("system", "system_prompt")
 TOOLS = ("tools", "functions")
-LABELS = ("kto_tag", "label")  # of KTO: whether the answer is a good one
+LABELS = {"kto_tag": ("false", "0"), "label": ("false",)}  # of KTO -> values that mark a bad answer
 PAIR = ("chosen", "rejected")
 PREFERENCE = (*PAIR, "chosen_messages", "rejected_messages", "rejected_response")
 PREFERENCE += ("preferred_output", "non_preferred_output")
@@ -291,8 +291,8 @@ def to_chat(record: dict, answered: bool = True) -> Chat:
     for field, why in REFUSED_IN_SFT.items():
         if record.get(field):
             raise BadRecord(f"'{field}': {why}")
-    for field in LABELS:
-        if answered and str(record.get(field)).lower() == "false":
+    for field, bad in LABELS.items():
+        if answered and str(record.get(field)).lower() in bad:
             how = "which SFT must not train; remove or skip such records"
             raise BadRecord(f"'{field}' is false: a bad answer (KTO), {how}")
     key, answer = find_format(record)

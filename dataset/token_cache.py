@@ -55,13 +55,6 @@ if TYPE_CHECKING:  # transformers imports torch
 STAGE_LENGTH = {"pretrain": 340, "sft": 768, "dpo": 1024}  # default --max_seq_len of the stage scripts
 CODE = Path(__file__).parent  # whose files decide the samples: a change of one gives another cache
 RELEASE_PAGES_ABOVE = 1 << 28  # bytes; pages of larger caches are unmapped after use
-ARRAYS = {  # to which a block's samples are appended, each in a file; for their meaning see TokenCache
-    "tokens": "",  # the smallest type that holds every id
-    "offsets": "int64",
-    "loss_mask": "bool",
-    "target_bytes": "int64",
-    "sources": "int64",
-}
 PROGRESS = {"delay": 10, "mininterval": 10, "leave": False}  # seconds: nothing is shown of a short build
 PARALLEL_ABOVE = 8 << 20  # bytes of data; below that, starting processes costs more than it saves
 
@@ -256,9 +249,9 @@ def _write_arrays(
     tokenizer = TOKENIZERS[kind](spec, max_length, split)  # also validates the tokenizer
     num_proc = min(options.num_proc or available_cores(), 1 + total // data_files.BLOCK_BYTES)
     blocks = iter_blocks(paths, options.text_separator or "")
-    types = ARRAYS | {"tokens": tokenizer.dtype.name}
-    if kind == "pretrain":
-        del types["loss_mask"]  # every token but a sample's first is a target
+    types = {"tokens": tokenizer.dtype.name, "offsets": "int64", "target_bytes": "int64", "sources": "int64"}
+    if kind != "pretrain":  # where every token but a sample's first is a target
+        types["loss_mask"] = "bool"
     counts, unused = Counter(), Counter()
     first_bad: tuple[int, int, str] | None = None  # index of the file, line, reason
     with ExitStack() as stack:
@@ -303,10 +296,10 @@ def _write_arrays(
     if not counts["samples"]:
         raise _no_samples_error(report, paths, split)
     if options.packing:
-        packed = dict(zip(("packed_samples", "packed_offsets"), pack(lengths, max_length), strict=True))
-        for name, values in packed.items():
-            types[name] = np.min_scalar_type(len(lengths)).name
-            values.astype(types[name]).tofile(folder / f"{name}.bin")
+        number = np.min_scalar_type(len(lengths))
+        for name, values in zip(("packed_samples", "packed_offsets"), pack(lengths, max_length), strict=True):
+            values.astype(number).tofile(folder / f"{name}.bin")
+            types[name] = number.name
     return report, types
 
 

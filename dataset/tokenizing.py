@@ -19,7 +19,7 @@ whose samples are then the same, is dropped and counted.
 In a conversation only the chat template writes special tokens: the text of one in the data (`<|im_end|>`) is
 text, as for the server (model/prompts.py). A document of pretraining has no template: there it becomes that
 token. Target bytes: in pretraining those of the text, so that a document's pieces add up to the document, and
-none for BOS and EOS; in SFT those of the assistant's text, and none for special tokens.
+none for BOS and EOS; in SFT those that the assistant's tokens spell, and none for special tokens.
 """
 
 import hashlib
@@ -191,29 +191,27 @@ class BlockTokenizer(ABC):
             bad=bad,
         )
 
-    def byte_ends(self, text: str, token_ids: np.ndarray, ends: np.ndarray) -> np.ndarray:
-        """int64 [T]: UTF-8 bytes of the text up to the end of each token. ends: int64 [T], the character at
+    def bytes_of(self, text: str, token_ids: np.ndarray, ends: np.ndarray) -> np.ndarray:
+        """int64 [T]: how many UTF-8 bytes of the text each token spells. ends: int64 [T], the character at
         which each token ends, non-decreasing.
 
-        The entries of a byte-level vocabulary say how many bytes they spell; if the sum is that of the text,
-        no normaliser has changed it. Otherwise `ends` says it: a character that several tokens share counts
-        for the first one, and text after the last token is part of it.
+        The entries of a byte-level vocabulary say it; if the sum is that of the text, no normaliser has
+        changed it. Otherwise `ends` says it: a character that several tokens share counts for the first one,
+        and text after the last token is part of it.
 
         Example: "a河b" is 1 + 3 + 1 bytes, so `bytes_before` is [0, 1, 4, 5]. The tokens are "a", two bytes
-        of "河", its third byte, and "b". A byte-level vocabulary gives [1, 3, 4, 5]. The tokens end at the
-        characters 1, 2, 2 and 3, which is at the bytes [1, 4, 4, 5].
+        of "河", its third byte, and "b". A byte-level vocabulary gives [1, 2, 1, 1]. The tokens end at the
+        characters 1, 2, 2 and 3, which is at the bytes [1, 4, 4, 5], so without one it is [1, 3, 0, 1].
         """
-        if len(token_ids) == 0:
-            return np.zeros(0, dtype=np.int64)
-        byte_ends = np.cumsum(self.entry_lengths[token_ids])
-        if self.is_byte_level and byte_ends[-1] == len(text.encode()):
-            return byte_ends
+        sizes = self.entry_lengths[token_ids]
+        if len(sizes) == 0 or (self.is_byte_level and sizes.sum() == len(text.encode())):
+            return sizes
         characters = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
-        sizes = 1 + (characters >= 0x80) + (characters >= 0x800) + (characters >= 0x10000)
-        bytes_before = np.concatenate([[0], np.cumsum(sizes)])  # of each character, and of the whole text
+        character_bytes = 1 + (characters >= 0x80) + (characters >= 0x800) + (characters >= 0x10000)
+        bytes_before = np.concatenate([[0], np.cumsum(character_bytes)])  # each character, and in all
         byte_ends = bytes_before[ends]
         byte_ends[-1] = bytes_before[-1]
-        return byte_ends
+        return np.diff(byte_ends, prepend=0)
 
     @cached_property
     def plain_backend(self) -> Tokenizer:
@@ -245,20 +243,16 @@ class BlockTokenizer(ABC):
         token_ids = np.array(ids, dtype=np.int64)
         characters = np.maximum.accumulate(np.concatenate(offsets))  # [T, 2], [start, end) of each token
         starts, ends = characters[:, 0], characters[:, 1]
-        byte_ends = self.byte_ends(text, token_ids, ends)
+        bytes_per_token = self.bytes_of(text, token_ids, ends)
+        bytes_per_token[np.isin(token_ids, self.special_ids)] = 0
         loss_mask = np.zeros(len(token_ids), dtype=bool)
-        bytes_per_token = np.zeros(len(token_ids), dtype=np.int64)
         turn_ends = []
         for start, end in spans:  # of characters
             first = int(np.searchsorted(ends, start, side="right"))  # token that ends within
             last = int(np.searchsorted(starts, end, side="left"))  # behind the last one that begins within
-            if start == end or first == last:  # the turn is empty
-                continue
-            loss_mask[first:last] = True
-            turn_ends.append(last)
-            begin, limit = len(text[:start].encode()), len(text[:end].encode())
-            bytes_per_token[first:last] = np.diff(np.clip(byte_ends[first:last], begin, limit), prepend=begin)
-        bytes_per_token[np.isin(token_ids, self.special_ids)] = 0
+            if start < end and first < last:  # else the turn is empty
+                loss_mask[first:last] = True
+                turn_ends.append(last)
         return Sample(token_ids, loss_mask, bytes_per_token), turn_ends
 
 
@@ -289,7 +283,7 @@ class DocumentTokenizer(BlockTokenizer):
         encoding = self.backend.encode(text, add_special_tokens=False)
         token_ids = np.array(encoding.ids, dtype=np.int64)
         last_characters = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)[:, 1]
-        byte_ends = self.byte_ends(text, token_ids, np.maximum.accumulate(last_characters))
+        sizes = self.bytes_of(text, token_ids, np.maximum.accumulate(last_characters))
         before, after = [], []  # tokens around the text
         if not begins:
             before = self.backend.encode(context, add_special_tokens=False).ids[-1:]
@@ -305,8 +299,7 @@ class DocumentTokenizer(BlockTokenizer):
             if not ends or len(before) + len(token_ids) + len(after) > self.max_length:
                 self.counts["documents_split"] += 1
         tokens = np.concatenate([before, token_ids, after]).astype(np.int64)
-        bytes_per_token = np.zeros(len(tokens), dtype=np.int64)  # none of the tokens around the text
-        bytes_per_token[len(before) : len(before) + len(token_ids)] = np.diff(byte_ends, prepend=0)
+        bytes_per_token = np.concatenate([[0] * len(before), sizes, [0] * len(after)]).astype(np.int64)
         return tokens, bytes_per_token
 
     def conversation(self, record: dict) -> tuple[np.ndarray, np.ndarray]:

@@ -10,7 +10,7 @@ import pytest
 
 from dataset.files import Block, iter_blocks, parse_block
 from dataset.token_cache import CacheOptions, TokenCache, build_token_cache
-from dataset.tokenizing import DocumentTokenizer
+from dataset.tokenizing import TOKENIZERS, DocumentTokenizer, Samples, TokenizerSpec
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -41,6 +41,18 @@ def block_of(data: bytes, first: int = 1, path: str = "x.jsonl") -> Block:
 def records_of(path: str, separator: str = "") -> list[tuple[int, object]]:
     """(line, record) of each record of a file."""
     return [pair for block in iter_blocks([path], separator) for pair in parse_block(block)]
+
+
+made: dict = {}  # tokenizer and kind -> what makes samples: making it takes longer than using it
+
+
+def samples_of(tokenizer, kind: str, records: list[dict], max_length: int = 10_000) -> Samples:
+    """The samples of a few records."""
+    data = "".join(json.dumps(record) + "\n" for record in records).encode()
+    if (tokenizer, kind) not in made:
+        made[tokenizer, kind] = TOKENIZERS[kind](TokenizerSpec.of(tokenizer), max_length)
+    made[tokenizer, kind].max_length = max_length
+    return made[tokenizer, kind](block_of(data))
 
 
 def build(kind: str, path: str, tokenizer, max_length: int, cache_dir, *args, **options) -> TokenCache:

@@ -13,26 +13,16 @@ from common.errors import UserError
 from dataset.chat_labels import ChatTemplate
 from dataset.json_values import BadRecord
 from dataset.records import Chat
-from dataset.tokenizing import TOKENIZERS, ChatTokenizer, TokenizerSpec
+from dataset.tokenizing import ChatTokenizer, TokenizerSpec
 from model.prompts import prompt_tokens
 from tests.conftest import without_first_line_breaks
-from tests.dataset.conftest import block_of
+from tests.dataset.conftest import block_of, samples_of
 
 USER, BOT = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
 CHATML = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
 PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 CALL = {"name": "weather", "arguments": {"city": "北京"}}
 TOOL = {"name": "weather", "description": "Weather of a city", "parameters": {}}
-
-
-made = {}
-
-
-def samples_of(tokenizer, *records):
-    data = "".join(json.dumps(record) + "\n" for record in records).encode()
-    if tokenizer not in made:  # making one takes longer than using it
-        made[tokenizer] = ChatTokenizer(TokenizerSpec.of(tokenizer), 10_000)
-    return made[tokenizer](block_of(data))
 
 
 def segments(tokenizer, tokens, trained):
@@ -133,7 +123,7 @@ GOLDEN = {
 def test_golden_labels_of_the_shipped_template(name, tokenizer):
     messages, tools, expected = GOLDEN[name]
     record = {"messages": messages, "tools": tools} if tools else {"messages": messages}
-    samples = samples_of(tokenizer, record)
+    samples = samples_of(tokenizer, "sft", [record])
     found = segments(tokenizer, samples.tokens, samples.loss_mask)
     assert len(found) == len(expected)
     for (trained, text), (is_trained, golden) in zip(found, expected, strict=True):
@@ -141,9 +131,8 @@ def test_golden_labels_of_the_shipped_template(name, tokenizer):
 
 
 def test_every_token_of_a_golden_turn(tokenizer):
-    samples = samples_of(
-        tokenizer, {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "北"}]}
-    )
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "北"}]
+    samples = samples_of(tokenizer, "sft", [{"messages": messages}])
     answer = tokenizer.encode("北", add_special_tokens=False)
     prompt = tokenizer.encode(
         "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n", add_special_tokens=False
@@ -166,8 +155,7 @@ def test_the_text_of_special_tokens_in_the_data_is_text(kind, tokenizer, other_t
         record = {"tools": tools, "messages": [*messages, answers[0]]}
         if kind == "dpo":
             record = {"tools": tools, "prompt": messages, "chosen": answers[:1], "rejected": answers[1:]}
-        line = json.dumps(record).encode()
-        samples = TOKENIZERS[kind](TokenizerSpec.of(tok), 10_000)(block_of(line))
+        samples = samples_of(tok, kind, [record])
         assert not samples.bad and samples.counts["special_texts"] == len(samples.lengths)
         tokens = samples.tokens[: samples.lengths[0]].tolist()
         mask = samples.loss_mask[: samples.lengths[0]]
@@ -195,7 +183,7 @@ def test_labels_equal_transformers_own_mask(tokenizer, other_tokenizer, turns, w
         {"role": r, "content": c} for r, c in turns
     ]
     messages.append({"role": "assistant", "content": turns[0][1]})
-    mine = samples_of(tok, {"messages": messages})
+    mine = samples_of(tok, "sft", [{"messages": messages}])
     theirs = tok.apply_chat_template(messages, return_assistant_tokens_mask=True, return_dict=True)
     assert mine.tokens.tolist() == theirs["input_ids"]
     assert mine.loss_mask.tolist() == [bool(x) for x in theirs["assistant_masks"]]
@@ -212,7 +200,7 @@ def test_a_turn_that_must_not_be_trained_keeps_its_tokens(tokenizer, turns, data
     marked = [
         {**message, "train": False} if index in off else message for index, message in enumerate(messages)
     ]
-    mine = samples_of(tokenizer, {"messages": marked})
+    mine = samples_of(tokenizer, "sft", [{"messages": marked}])
     theirs = tokenizer.apply_chat_template(messages, return_assistant_tokens_mask=True, return_dict=True)
     expected = np.array(theirs["assistant_masks"], dtype=bool)
     edges = np.flatnonzero(np.diff(np.concatenate([[False], expected, [False]]))).reshape(-1, 2)
@@ -251,10 +239,9 @@ def test_a_template_that_marks_turns_more_than_once_cannot_switch_them_off():
 def test_a_sample_is_cut_after_the_last_turn_that_is_trained(tokenizer):
     long = {"role": "assistant", "content": "the river " * 40, "loss": False}
     record = {"messages": [USER, long, USER, BOT, USER, long]}
-    data = json.dumps(record).encode()
     length = len(tokenizer.apply_chat_template(record["messages"][:4], return_dict=True)["input_ids"])
     for max_length, kept in ((length + 20, length - 1), (length - 2, length - 2)):
-        samples = ChatTokenizer(TokenizerSpec.of(tokenizer), max_length)(block_of(data))
+        samples = samples_of(tokenizer, "sft", [record], max_length)
         assert samples.lengths.tolist() == [kept]
         assert tokenizer.decode(samples.tokens[samples.loss_mask].tolist()) in ("a<|im_end|>", "a")
 
@@ -356,10 +343,10 @@ def test_tokens_across_a_border_count_as_inside(small_tokenizer):
     )
     assert len(tokenizer.encode(" the", add_special_tokens=False)) == 1
     messages = [{"role": "assistant", "content": content} for content in ("he town, t", "")]
-    samples = samples_of(tokenizer, {"messages": messages})
+    samples = samples_of(tokenizer, "sft", [{"messages": messages}])
     assert tokenizer.decode(samples.tokens) == "A the town, the the"
     assert tokenizer.decode(samples.tokens[samples.loss_mask]) == " the town, the"
-    assert samples.target_bytes.tolist() == [len("he town, t")]
+    assert samples.target_bytes.tolist() == [len(" the town, the")]
     theirs = tokenizer.apply_chat_template(messages[:1], return_assistant_tokens_mask=True, return_dict=True)
     expected = [bool(x) for x in theirs["assistant_masks"]]
     assert samples.loss_mask.tolist() == [*expected, False]

@@ -118,6 +118,8 @@ def test_the_labels_of_kto(record, key):
     for bad in (False, "false"):
         with pytest.raises(BadRecord, match=f"'{key}' is false: a bad answer"):
             to_chat({**record, key: bad})
+    with pytest.raises(BadRecord, match="'kto_tag' is false"):
+        to_chat({**record, "kto_tag": 0})
     assert "kto_tag" in unread_fields({**record, "kto_tag": 3})
 
 

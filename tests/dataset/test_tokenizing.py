@@ -1,7 +1,6 @@
 """From text to samples: nothing lost in splitting, cuts at turns, and bytes that add up."""
 
 import itertools
-import json
 
 import numpy as np
 import pytest
@@ -9,9 +8,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from common.errors import UserError
-from dataset.tokenizing import TOKENIZERS, ChatTokenizer, DocumentTokenizer, TokenizerSpec
+from dataset.tokenizing import ChatTokenizer, DocumentTokenizer, TokenizerSpec
 from tests.conftest import without_first_line_breaks
-from tests.dataset.conftest import block_of
+from tests.dataset.conftest import samples_of
 
 RELAXED = settings(
     max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
@@ -21,17 +20,6 @@ TEXT = st.text(st.characters(codec="utf-8"), min_size=1, max_size=60) | st.lists
     min_size=1,
     max_size=30,
 ).map("".join)
-
-
-made = {}
-
-
-def samples_of(tokenizer, kind, records, max_length):
-    data = "".join(json.dumps(record) + "\n" for record in records).encode()
-    if (tokenizer, kind) not in made:  # making one takes longer than using it
-        made[tokenizer, kind] = TOKENIZERS[kind](TokenizerSpec.of(tokenizer), max_length)
-    made[tokenizer, kind].max_length = max_length
-    return made[tokenizer, kind](block_of(data))
 
 
 def split(samples, array):
@@ -90,12 +78,12 @@ def test_a_sample_cut_inside_a_character_counts_the_bytes_that_it_spells(
         assert chat.target_bytes.sum() == spelled(tok, [i for i in ids if i != tok.eos_token_id])
 
 
-@pytest.mark.parametrize(("is_byte_level", "reached"), [(True, [1, 3, 4, 5]), (False, [1, 4, 4, 5])])
-def test_byte_ends(tokenizer, is_byte_level, reached):
+@pytest.mark.parametrize(("is_byte_level", "reached"), [(True, [1, 2, 1, 1]), (False, [1, 3, 0, 1])])
+def test_bytes_of(tokenizer, is_byte_level, reached):
     make = DocumentTokenizer(TokenizerSpec.of(tokenizer), 64)
     make.is_byte_level, make.entry_lengths = is_byte_level, np.array([1, 2])
     ends = np.array([1, 2, 2, 3])
-    assert make.byte_ends("a河b", np.array([0, 1, 0, 0]), ends).tolist() == reached
+    assert make.bytes_of("a河b", np.array([0, 1, 0, 0]), ends).tolist() == reached
 
 
 @pytest.mark.parametrize("normalizer", [None, "NFC", "prefix"])
