@@ -41,8 +41,11 @@ def typed(clone: Path, line: str, status: int = 0) -> StageProcess:
 
 def test_without_data_one_line_says_how_to_get_some(clone):
     done = typed(clone, "train_full_sft.py", status=2)
-    told = r"error: \S+/dataset/sft_t2t_mini\.jsonl: no such file; .*python -m scripts\.demo\.corpus.*\n"
-    assert re.fullmatch(told, done.err)
+    told = r"error: \S+/dataset/sft_t2t_mini\.jsonl: no such file; .*\(python (\S+) writes (\S+) to try\)\n"
+    script, folder = re.fullmatch(told, done.err).groups()
+    shutil.copytree(ROOT / "scripts/demo", clone / "scripts/demo")
+    subprocess.run([sys.executable, script], cwd=clone, check=True)
+    assert folder == str(clone / "dataset/demo") and (clone / "dataset/demo/sft.jsonl").is_file()
 
 
 def test_the_users_launch_lines_as_typed(clone):
