@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from model import attention, fused, graphs, model_minimind
 from model.experts import can_group
-from model.linear import LoRALinear, is_plain, is_plain_product, product_dtype, whole_of
+from model.fused import product_dtype
+from model.linear import LoRALinear, is_plain, is_plain_product, whole_of
 from model.model_minimind import (
     Attention,
     FeedForward,

@@ -42,6 +42,12 @@ def is_half_training(x: Tensor) -> bool:
     return is_training() and x.dtype != torch.float32
 
 
+def product_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of matrix products of x: autocast's, or its own."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
 def has_varlen_kernel(values: Tensor) -> bool:
     """Whether torch has a variable-length attention kernel: in half precision, on GPUs from Ampere on."""
     half, head_dim = values.dtype in (torch.float16, torch.bfloat16), values.shape[-1]

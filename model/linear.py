@@ -1,5 +1,5 @@
-"""Linear layers: the dtype of their products, which of them may be computed without being called, several of
-the same input as one product, and LoRA (arXiv:2106.09685)."""
+"""Linear layers: which of them may be computed without being called, several of the same input as one
+product, and LoRA (arXiv:2106.09685)."""
 
 import math
 from collections.abc import Sequence
@@ -10,12 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.errors import UserError
-
-
-def product_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of matrix products of x: autocast's, or its own."""
-    device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
 def is_plain(layer: object, kind: type[nn.Module]) -> bool:

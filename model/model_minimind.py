@@ -40,7 +40,7 @@ from model.attention import (
     spans_with_padding,
 )
 from model.experts import can_group, grouped_experts
-from model.linear import product_dtype
+from model.fused import product_dtype
 from model.losses import head_cross_entropy, load_balancing_loss
 
 # the others' frequencies depend on the length of the input

@@ -12,8 +12,9 @@ from torch.nn.utils import parametrize
 from common.errors import UserError
 from model import fused, model_minimind
 from model.experts import can_group
+from model.fused import product_dtype
 from model.generation import Decoder
-from model.linear import LoRALinear, product_dtype
+from model.linear import LoRALinear
 from model.model_minimind import FeedForward, MiniMindConfig, MiniMindForCausalLM, MOEFeedForward, RMSNorm
 from model.sampling import Sampling
 from tests.model.test_model_minimind import build, flat_batch, ragged, take_gpu_branch

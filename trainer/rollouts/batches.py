@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from dataset.lm_dataset import collate_shared
 from dataset.rollout_prompts import RolloutPrompt
-from model.linear import product_dtype
+from model.fused import product_dtype
 from trainer.devices.process_group import gather, reduce_sum, this_rank, world_size
 from trainer.devices.wrapping import unwrap, whole_model
 from trainer.objectives.next_token import flat_size, target_log_probs, to_device
