@@ -18,7 +18,6 @@ from torch.nn import functional as F
 from model import attention, fused, model_minimind
 from tests.gpu import parts, ranks, test_all_reduce, test_ranks, test_runs, test_stages
 from tests.gpu import test_numbers as numbers
-from trainer import loop
 
 CPU = torch.device("cpu")
 
@@ -426,12 +425,6 @@ def test_a_traceback_is_not_one_line(tmp_path, monkeypatch):
 # --- several processes
 
 
-def machines_do_not_meet() -> None:
-    """Called in each process: gradients stay on their machine."""
-    sync = loop.gradient_sync
-    loop.gradient_sync = lambda model, enabled: sync(model, enabled=False)
-
-
 def sums_are_forgotten() -> None:
     """Called in each process: each rank keeps its own tensor."""
     ranks.dist.all_reduce = nothing
@@ -439,7 +432,7 @@ def sums_are_forgotten() -> None:
 
 @pytest.mark.slow
 def test_a_sum_of_ranks_and_of_machines_that_is_missed_is_found(tmp_path, monkeypatch):
-    monkeypatch.setenv(ranks.BREAK, f"{__name__}:machines_do_not_meet")
+    monkeypatch.setenv(ranks.BREAK, "tests.scripts.test_gpu_check:no_all_reduce")
     with pytest.raises(AssertionError, match="tensors in one of them only"):
         test_ranks.test_gradients_of_ranks("hsdp", 0, CPU, lambda: 2, nothing, tmp_path, nothing)
     monkeypatch.setenv(ranks.BREAK, f"{__name__}:sums_are_forgotten")

@@ -40,3 +40,15 @@ def call(monkeypatch, capsys) -> Callable[..., CompletedProcess]:
         return CompletedProcess(sys.argv, status, *capsys.readouterr())
 
     return run
+
+
+@pytest.fixture
+def error_line(call) -> Callable[..., str]:
+    """error_line(module, *args) gives the one line with which the command refuses."""
+
+    def run(module: ModuleType, *args) -> str:
+        done = call(module, *args)
+        assert done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+        return done.stderr
+
+    return run

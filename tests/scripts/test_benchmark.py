@@ -3,12 +3,10 @@ counter, and a peer trains on the same samples to the same losses."""
 
 import json
 import math
-import sys
 
 import pytest
 from torch.utils.flop_counter import FlopCounterMode
 
-from common.errors import UserError
 from dataset.lm_dataset import SFTDataset
 from dataset.token_cache import load_tokenizer
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
@@ -22,32 +20,26 @@ from trainer.report.speed import training_flops
 SMALL = ["--hidden_size", 32, "--num_hidden_layers", 1, "--max_seq_len", 64, "--batch_size", 4]
 
 
-def run_benchmark(monkeypatch, *flags) -> None:
-    """The script in this process."""
-    monkeypatch.setattr(sys, "argv", ["benchmark.py", *map(str, flags)])
-    benchmark.main()
-
-
 @pytest.mark.parametrize("stage", ["sft", "pretrain"])
-def test_figures(corpus, tmp_path, monkeypatch, stage):
+def test_figures(corpus, tmp_path, call, stage):
     out = tmp_path / "figures.json"
     flags = ["--stage", stage, "--data_path", corpus[stage], "--cache_dir", corpus["cache"], *SMALL]
     flags += ["--json", out, "--accumulation_steps", 2, "--warmup", 1, "--updates", 3]
     if stage == "sft":
         run(str(ROOT / "scripts/benchmark.py"), flags)
     else:
-        run_benchmark(monkeypatch, *flags)
+        call(benchmark, *flags)
     figures = json.loads(out.read_text())
     assert figures["tokens_per_second"] > 0 and 0 < figures["mfu"] <= 1
     assert 0 < figures["padded_share"] < 1 and 0 <= figures["data_wait"] < 1
     assert figures["peak_memory_mb"] > 50
 
 
-def test_a_peer_in_turn_on_the_same_samples_with_the_same_losses(corpus, tmp_path, monkeypatch, capsys):
+def test_a_peer_in_turn_on_the_same_samples_with_the_same_losses(corpus, tmp_path, call):
     """The peer is a checkout whose model is transformers' Qwen3."""
     out = tmp_path / "figures.json"
-    run_benchmark(
-        monkeypatch, "--data_path", corpus["sft"], "--cache_dir", corpus["cache"], *SMALL,
+    done = call(
+        benchmark, "--data_path", corpus["sft"], "--cache_dir", corpus["cache"], *SMALL,
         "--max_seq_len", 256,
         "--dtype", "float32", "--learning_rate", 1e-2, "--warmup", 1, "--updates", 2,
         "--repeat", 2, "--peer", "minimind", "--peer_path", make_checkout(tmp_path / "peer"), "--json", out,
@@ -60,27 +52,27 @@ def test_a_peer_in_turn_on_the_same_samples_with_the_same_losses(corpus, tmp_pat
     assert losses["ours"][0] == pytest.approx(losses["peer"][0], rel=1e-6)
     assert losses["ours"] == pytest.approx(losses["peer"], rel=1e-3) and losses["agree"]
     assert losses["ours"][-1] < losses["ours"][0] - 0.1  # the weights did move
-    assert "losses of 5 updates on the same targets agree" in capsys.readouterr().out
+    assert "losses of 5 updates on the same targets agree" in done.stdout
 
 
-def test_a_missing_peer_is_one_line(corpus, tmp_path, monkeypatch):
+def test_a_missing_peer_is_one_line(corpus, tmp_path, error_line):
     data = ["--data_path", corpus["sft"], "--cache_dir", corpus["cache"], *SMALL, "--warmup", 1]
-    with pytest.raises(UserError, match="needs --peer_path"):
-        run_benchmark(monkeypatch, *data, "--peer", "minimind")
-    with pytest.raises(UserError, match=r"not a checkout of minimind: it has no trainer/train_full_sft\.py"):
-        run_benchmark(monkeypatch, *data, "--peer", "minimind", "--peer_path", tmp_path)
-    with pytest.raises(UserError, match="--peer trl is for --stage sft"):
-        run_benchmark(monkeypatch, *data, "--stage", "pretrain", "--peer", "trl")
-    with pytest.raises(UserError, match=r"--json none/a\.json: there is no folder none"):
-        run_benchmark(monkeypatch, *data, "--json", "none/a.json")
-    with pytest.raises(UserError, match="--repeat must be greater than or equal to 1"):
-        run_benchmark(monkeypatch, *data, "--repeat", 0)
+    minimind = ["--peer", "minimind"]
     checkout = make_checkout(tmp_path / "a", model_minimind="import no_such_package")
-    peer = ["--peer", "minimind", "--peer_path", checkout]
-    with pytest.raises(UserError, match=r"No module named 'no_such_package'; install it for"):
-        run_benchmark(monkeypatch, *data, *peer, "--updates", 1)
-    with pytest.raises(UserError, match=r"samples, .* are needed"):
-        run_benchmark(monkeypatch, *data, *peer, "--updates", 100)
+    peer = [*minimind, "--peer_path", checkout]
+    for flags, told in (
+        (minimind, "needs --peer_path"),
+        (
+            [*minimind, "--peer_path", tmp_path],
+            "not a checkout of minimind: it has no trainer/train_full_sft.py",
+        ),
+        (["--stage", "pretrain", "--peer", "trl"], "--peer trl is for --stage sft"),
+        (["--json", "none/a.json"], "--json none/a.json: there is no folder none"),
+        (["--repeat", 0], "--repeat must be greater than or equal to 1"),
+        ([*peer, "--updates", 1], "No module named 'no_such_package'; install it for"),
+        ([*peer, "--updates", 100], " are needed"),
+    ):
+        assert told in error_line(benchmark, *data, *flags)
 
 
 def test_counted_arithmetic_is_torchs(corpus):

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from functools import partial
 from itertools import cycle
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -17,7 +18,7 @@ from torch.nn import functional as F
 from dataset.lm_dataset import collate_flat
 from model import model_minimind
 from tests.conftest import ROOT
-from tests.gpu import parts, ranks, test_all_reduce, test_ranks
+from tests.gpu import conftest, parts, ranks, test_all_reduce, test_ranks
 from tests.gpu import test_numbers as numbers
 from trainer import loop
 from trainer.devices.device import mixed_precision
@@ -89,23 +90,21 @@ def test_the_table_and_the_json(made):
     assert os.uname().nodename not in (folder / "new/found.json").read_text()
 
 
-def test_a_gpu_that_torch_does_not_see_is_an_error(tmp_path):
+def test_a_gpu_that_torch_does_not_see_is_an_error(tmp_path, monkeypatch):
     """A driver's program is there, and torch sees no GPU."""
     program = tmp_path / "nvidia-smi"
     program.write_text("#!/bin/sh\necho NVIDIA X100, 999.1\n")
     program.chmod(0o755)
-    env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "pytest", "tests/gpu", "--gpu_check", str(tmp_path / "found.json")]
-    done = subprocess.run(
-        command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120, check=False
-    )
-    said = done.stdout + done.stderr
-    assert done.returncode == 4 and re.search(
-        r"sees no GPU, but there is one \((NVRM|NVIDIA X100, 999.1)", said
-    )
-    assert (
-        f"torch {torch.__version__} (CUDA {torch.version.cuda})" in said and "may hide it: unset it" in said
-    )
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    asked = SimpleNamespace(getoption=lambda *_: "found.json")
+    with pytest.raises(pytest.UsageError) as error:  # pytest ends with status 4
+        conftest.pytest_configure(asked)
+    said = str(error.value)
+    assert re.search(r"sees no GPU, but there is one \((NVRM|NVIDIA X100, 999.1)", said)
+    assert said.startswith(f"torch {torch.__version__} (CUDA {torch.version.cuda})")
+    assert "may hide it: unset it" in said
 
 
 # --- the checks, with few updates

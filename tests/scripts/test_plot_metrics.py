@@ -41,15 +41,6 @@ def drawn(figure) -> dict[str, dict[str, tuple[list, list]]]:
     }
 
 
-@pytest.fixture
-def start(monkeypatch):
-    def run(*args):
-        monkeypatch.setattr(sys, "argv", [SCRIPT, *map(str, args)])
-        plot_metrics.main()
-
-    return run
-
-
 def test_one_panel_per_quantity_and_one_curve_per_run():
     runs = {"a": [record(1), record(2, eval_loss=2.5)], "b": [record(1), record(3)]}
     panels = drawn(draw(runs, "update"))
@@ -73,7 +64,7 @@ def test_panels_are_chosen_by_name():
         draw(runs, "update", panels=["dead_experts"])
 
 
-def test_a_folder_stands_for_its_runs(tmp_path, start, monkeypatch):
+def test_a_folder_stands_for_its_runs(tmp_path, call, error_line, monkeypatch):
     seen = []
 
     def noted_draw(runs, *how):
@@ -83,15 +74,12 @@ def test_a_folder_stands_for_its_runs(tmp_path, start, monkeypatch):
     monkeypatch.setattr(plot_metrics, "draw", noted_draw)
     for name in ("b_64", "a_64"):
         write_jsonl(tmp_path / f"{name}_metrics.jsonl", [record(1)])
-    start(tmp_path, tmp_path / "b_64_metrics.jsonl", "--png", tmp_path / "one.png")
+    call(plot_metrics, tmp_path, tmp_path / "b_64_metrics.jsonl", "--png", tmp_path / "one.png")
     assert seen == [["a_64", "b_64"]]
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match="holds no metrics"):
-        start(tmp_path / "empty")
-    with pytest.raises(UserError, match="add where to: --png FILE"):
-        start(tmp_path, "--panels", "loss")
-    with pytest.raises(UserError, match="--smoothing"):
-        start(tmp_path, "--smoothing", 1)
+    assert "holds no metrics" in error_line(plot_metrics, tmp_path / "empty")
+    assert "add where to: --png FILE" in error_line(plot_metrics, tmp_path, "--panels", "loss")
+    assert "--smoothing" in error_line(plot_metrics, tmp_path, "--smoothing", 1)
 
 
 def test_a_png_of_several_runs_is_written_by_the_command(tmp_path):
@@ -117,20 +105,18 @@ def test_a_png_of_several_runs_is_written_by_the_command(tmp_path):
         (json.dumps({"update": 1}) + "\n", "is not a metrics file"),
     ],
 )
-def test_a_file_that_cannot_be_drawn_is_named(text, told, tmp_path, start):
+def test_a_file_that_cannot_be_drawn_is_named(text, told, tmp_path, error_line):
     path = tmp_path / "x_metrics.jsonl"
     if text is not None:
         path.write_text(text)
-    with pytest.raises(UserError, match=told) as error:
-        start(path)
-    assert str(path) in str(error.value)
+    line = error_line(plot_metrics, path)
+    assert told in line and str(path) in line
 
 
 @pytest.mark.parametrize("name", ["missing/curves.png", "curves.nonsense"])
-def test_a_picture_that_cannot_be_written_is_one_line(name, tmp_path, start):
+def test_a_picture_that_cannot_be_written_is_one_line(name, tmp_path, error_line):
     metrics = write_jsonl(tmp_path / "x_metrics.jsonl", [record(1)])
-    with pytest.raises(UserError, match="cannot be written"):
-        start(metrics, "--png", tmp_path / name)
+    assert "cannot be written" in error_line(plot_metrics, metrics, "--png", tmp_path / name)
 
 
 # --- the table
@@ -203,7 +189,7 @@ def test_what_is_written_this_moment_or_damaged_does_not_hide_the_other_runs(tmp
 # --- the page
 
 
-def test_the_html_page_holds_everything_and_takes_no_text_for_markup(tmp_path, start):
+def test_the_html_page_holds_everything_and_takes_no_text_for_markup(tmp_path, call):
     attack = "<script>alert(1)</script>\"'&"
     samples = [{"prompt": attack, "answer": attack + "x" * 9999}, {"prompt": 1}, "no sample", None]
     records = [
@@ -213,7 +199,7 @@ def test_the_html_page_holds_everything_and_takes_no_text_for_markup(tmp_path, s
     name = "a<img src=x>$b_中\x1b[31m"
     write_run(tmp_path, name, {"data_path": attack, "seed": 1}, records)
     write_run(tmp_path, "_plain", {"seed": 2}, [record(1, eval_loss=2.0)])
-    start(tmp_path, "--html", tmp_path / "runs.html")
+    call(plot_metrics, tmp_path, "--html", tmp_path / "runs.html")
     page = (tmp_path / "runs.html").read_text(encoding="utf-8")
 
     class Tags(HTMLParser):
@@ -242,8 +228,8 @@ def test_the_html_page_holds_everything_and_takes_no_text_for_markup(tmp_path, s
     assert len(page) < 200_000 and "default-src 'none'" in page
 
 
-def test_without_matplotlib_it_says_how_to_get_it(tmp_path, start, monkeypatch):
+def test_without_matplotlib_it_says_how_to_get_it(tmp_path, error_line, monkeypatch):
     metrics = write_jsonl(tmp_path / "x_metrics.jsonl", [record(1)])
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(UserError, match="needs matplotlib: pip install"):
-        start(metrics, "--png", tmp_path / "curves.png")
+    line = error_line(plot_metrics, metrics, "--png", tmp_path / "curves.png")
+    assert "needs matplotlib: pip install" in line

@@ -70,10 +70,8 @@ def test_a_signal_lets_answers_be_finished_and_a_second_one_does_not(weights):
         (["--allow_origin", "localhost:3000"], "--allow_origin localhost:3000: write an origin such as"),
     ],
 )
-def test_mistakes(weights, call, flags, told):
-    done = call(serve_openai_api, *weights, *flags)
-    assert done.returncode == 2 and done.stderr.startswith("error: ") and told in done.stderr
-    assert done.stderr.count("\n") == 1
+def test_mistakes(weights, error_line, flags, told):
+    assert told in error_line(serve_openai_api, *weights, *flags)
 
 
 @pytest.mark.parametrize(
@@ -90,18 +88,17 @@ def test_the_key_may_stand_in_the_environment(weights, call, monkeypatch, value,
     assert served[0].api_key == key and ("*" not in served[0].hosts) == (key is None)
 
 
-def test_a_port_that_is_taken(weights, call):
+def test_a_port_that_is_taken(weights, error_line):
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        done = call(serve_openai_api, *weights, "--port", taken.getsockname()[1])
-    assert done.returncode == 2 and "Address already in use" in done.stderr
+        line = error_line(serve_openai_api, *weights, "--port", taken.getsockname()[1])
+    assert "Address already in use" in line
 
 
-def test_missing_packages_are_told_in_one_line(weights, call, monkeypatch):
+def test_missing_packages_are_told_in_one_line(weights, error_line, monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "uvicorn" else find(name))
-    done = call(serve_openai_api, *weights)
-    assert done.returncode == 2
-    assert done.stderr == "error: uvicorn missing: pip install -r requirements-serve.txt\n"
+    line = error_line(serve_openai_api, *weights)
+    assert line == "error: uvicorn missing: pip install -r requirements-serve.txt\n"
 
 
 @pytest.mark.parametrize(("flags", "warns"), [([], False), (["--host", "0.0.0.0"], True)])
