@@ -6,14 +6,13 @@ Flags override the file, and that the defaults of the stage. One line names all 
 import argparse
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NoReturn, TypeVar
 
 import yaml
 
 from common.command_line import Parser, hint
 from common.errors import UserError
-from common.hub import local_settings
+from common.hub import make_local
 from common.launcher import launch
 from common.settings import StageArgs, settings_of
 
@@ -44,7 +43,7 @@ def parse_args(
     if wrong:
         raise UserError("; ".join(wrong))
     if any("://" in str(value) for value in vars(args).values()):
-        args = replace(args, **local_settings(vars(args)))
+        make_local(args)
     return args
 
 

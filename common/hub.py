@@ -60,14 +60,12 @@ def is_remote(path: Any) -> bool:
     )
 
 
-def local_settings(settings: dict[str, Any]) -> dict[str, Any]:
-    """Those of the settings that are on a hub, as local paths; what is not there yet is downloaded. Raises
-    UserError."""
-    found = {}
-    for name, value in settings.items():
+def make_local(args: Any) -> None:
+    """Replace the attributes of `args` that are paths on a hub by local ones; what is not there yet is
+    downloaded. Raises UserError."""
+    for name, value in vars(args).items():
         if is_remote(value):
-            found[name] = local_path(value, tokenizer_only=name == "tokenizer_path")
-    return found
+            setattr(args, name, local_path(value, tokenizer_only=name == "tokenizer_path"))
 
 
 def local_path(path: str, tokenizer_only: bool = False) -> str:

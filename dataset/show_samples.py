@@ -12,7 +12,7 @@ import signal
 
 from common.command_line import Parser, one_line_errors
 from common.errors import UserError, printable, say
-from common.hub import local_settings
+from common.hub import make_local
 from common.settings import StageArgs, add_flags, settings_of
 from dataset.held_out import Split
 from dataset.lm_dataset import DATASETS, StageDataset
@@ -67,8 +67,7 @@ def main() -> None:
         raise UserError(f"--samples {args.samples} is negative; use 0 for the report alone")
     if args.data_path is None:
         raise UserError("--data_path is missing: give files, globs or folders, separated by commas")
-    for name, value in local_settings(vars(args)).items():
-        setattr(args, name, value)
+    make_local(args)
     tokenizer = load_tokenizer(args.tokenizer_path)
     options = {name: getattr(args, name) for name in ("num_proc", *OPTIONS)}
     paths, _ = split_weights(args.data_path)

@@ -28,7 +28,7 @@ from common.command_line import Parser, one_line_errors  # first: without requir
 
 # isort: split
 from common.errors import UserError, say
-from common.hub import local_settings
+from common.hub import make_local
 from common.settings import ROOT, ModelConfig, StageArgs, add_flags, settings_of
 from dataset.files import expand_paths
 from dataset.mixing import split_weights
@@ -113,8 +113,7 @@ def parse_args() -> argparse.Namespace:
         raise UserError(
             f"--hours {args.hours:g}: starting the stages alone takes {least:.0f} s; give more time"
         )
-    for name, value in local_settings(vars(args)).items():
-        setattr(args, name, value)
+    make_local(args)
     for path in (args.pretrain_data, args.sft_data):
         if path is None:
             continue

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from common.errors import UserError
-from common.hub import local_settings
+from common.hub import make_local
 from common.settings import ROOT, StageArgs, add_flags, settings_of
 from dataset.token_cache import load_tokenizer
 from trainer.devices.device import prepare_device, select_device
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from model.model_minimind import MiniMindForCausalLM
 
 WEIGHT = "full_sft"  # the weights that tools use by default
-PATHS = ("model", "lora", "tokenizer_path")  # flags that may name a hub
 
 
 def add_trained_model_flags(parser: argparse._ActionsContainer, device: bool = True) -> None:
@@ -65,8 +64,7 @@ def given_shape(args: argparse.Namespace) -> dict[str, Any]:
 def model_path(args: argparse.Namespace) -> Path:
     """The file or folder of the model that the flags of `add_trained_model_flags` name; paths on a hub become
     those of local copies, in `args` too. Raises UserError if it is not there, or not clear."""
-    for name, value in local_settings({name: getattr(args, name) for name in PATHS}).items():
-        setattr(args, name, value)
+    make_local(args)
     if args.model is None:
         return find_weights(args.save_dir, args.weight or WEIGHT, **given_shape(args))
     if args.weight is not None:

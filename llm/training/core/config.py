@@ -23,7 +23,7 @@ from common.arguments import (
 )
 from common.command_line import Parser
 from common.errors import UserError
-from common.hub import local_settings
+from common.hub import make_local
 from common.settings import CheckpointConfig, LoggingConfig, StageArgs, setting, settings_of
 
 PREFIX = "MINIMIND_"  # of environment variables
@@ -220,8 +220,8 @@ class Config:
         config._take("command line", "--set ", options)
         if print_config:
             print_and_exit(config.describe())
-        for setting_name, local in local_settings(config.values()).items():
-            config._set(setting_name, local)
+        for section in (config.data, config.model, config.checkpoint):
+            make_local(section)
         return config
 
     @property

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from common import hub
 from common.arguments import parse_args
 from common.errors import UserError
 from common.settings import StageArgs, settings_of
@@ -196,3 +197,18 @@ def test_to_args_are_a_copy_in_which_use_amp_0_means_float32():
     assert args.dtype == "float32"
     args.batch_size = 1
     assert config.training.batch_size == 32
+
+
+def test_paths_on_a_hub_become_local(monkeypatch):
+    monkeypatch.setattr(hub, "local_path", lambda path, tokenizer_only: f"/copy/{tokenizer_only}")
+    argv = [
+        "--data_path",
+        "hf://datasets/a/data",
+        "--tokenizer_path",
+        "hf://a/b",
+        "--from_weight",
+        "hf://a/b",
+    ]
+    args = read(*argv).to_args()
+    assert (args.data_path, args.from_weight) == ("/copy/False", "/copy/False")
+    assert args.tokenizer_path == "/copy/True"
