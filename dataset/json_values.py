@@ -4,6 +4,7 @@ A user's mistake is a BadRecord; whoever reads the file adds FILE:LINE.
 """
 
 import json
+import pickle
 
 BOM = b"\xef\xbb\xbf"
 TOO_DEEP = "lists and objects are nested too deep; make the record flatter"
@@ -14,9 +15,11 @@ class BadRecord(Exception):
 
 
 def check_value(value: object) -> None:
-    """Raise BadRecord if any text in a JSON value holds a lone surrogate, or it is nested too deep."""
+    """Raise BadRecord if any text in a JSON value holds a lone surrogate, or it is nested too deep for Python
+    to write it or to hand it to another process."""
     try:
         json.dumps(value, ensure_ascii=False).encode("utf-8")
+        pickle.dumps(value)
     except UnicodeEncodeError as error:
         half = ascii(error.object[error.start])[1:-1]
         raise BadRecord(

@@ -22,7 +22,7 @@ from common.errors import UserError, say
 from common.launcher import launch
 from dataset.files import expand_paths, iter_blocks, parse_block, place
 from dataset.held_out import first_question
-from dataset.json_values import BadRecord
+from dataset.json_values import TOO_DEEP, BadRecord
 from dataset.records import Chat, to_chat
 from dataset.report import judge_bad_records, stop_at_bad_record
 from dataset.token_cache import CacheOptions, file_hash
@@ -113,12 +113,14 @@ class PromptDataset(Dataset):
                 if self.split and not self.split.includes_record(record, _split_key):
                     continue
                 self.records += 1
+                source = place(block.path, line)
                 try:
                     if isinstance(record, BadRecord):
                         raise record
-                    self._add(place(block.path, line), record)
-                except BadRecord as error:
-                    bad.append(f"{place(block.path, line)}: {error}")
+                    self._add(source, record)
+                except (BadRecord, RecursionError) as error:
+                    why = TOO_DEEP if isinstance(error, RecursionError) else error
+                    bad.append(f"{source}: {why}")
                     stop_at_bad_record(bad[0], how.on_bad_data)
         if bad:
             judge_bad_records(bad[0], len(bad), self.records, f"the first: {bad[0]}", how.max_bad_share)

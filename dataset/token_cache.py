@@ -12,7 +12,6 @@ meta.json has the SHA-256, size and times of each file. A file changed since is 
 opened, which builds it again.
 """
 
-import contextlib
 import hashlib
 import json
 import mmap
@@ -22,7 +21,7 @@ import shutil
 import time
 import uuid
 from collections import Counter
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -31,7 +30,7 @@ import numpy as np
 from tqdm import tqdm
 
 from common.errors import UserError, reason, say, warn
-from common.files import atomic_write, locked, sync_folder
+from common.files import locked, sync_folder, write_json
 from common.launcher import available_cores, launch
 from common.settings import DataConfig
 from dataset import files as data_files
@@ -217,11 +216,7 @@ def _build_once(
                     digest = hashlib.file_digest(file, "sha256").hexdigest()
                 hashes[path.name] = [digest, _stamp(path)]
             meta = {**settings, "report": report, "types": types, "files": hashes}
-            with open(building / "meta.json", "w", encoding="utf-8") as file:
-                json.dump(meta, file, indent=1)  # ASCII: file names may hold bytes that are not UTF-8
-                file.flush()
-                os.fsync(file.fileno())
-            sync_folder(building)
+            write_json(building / "meta.json", meta)
             if not _is_complete(folder):  # without locks another process may have been faster
                 shutil.rmtree(folder, ignore_errors=True)  # exists but is incomplete: damaged
                 os.rename(building, folder)
@@ -338,7 +333,7 @@ def file_hash(path: str, cache_dir: Path) -> str:
     name = hashlib.sha256(os.fsencode(os.path.realpath(path))).hexdigest()[:32]
     known = cache_dir / "hashes" / f"{name}.json"
     stamp, begin = _stamp(path), time.time()
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+    with suppress(OSError, ValueError, KeyError, TypeError):
         entry = json.loads(known.read_text(encoding="utf-8"))
         if entry["stamp"] == stamp:
             return entry["sha256"]
@@ -355,11 +350,8 @@ def file_hash(path: str, cache_dir: Path) -> str:
     # rank of a machine stores it: two would write the same temporary file.
     is_settled = _stamp(path) == stamp and max(stamp[1:]) < (begin - 2) * 1e9
     if is_settled and launch().local_rank == 0:
-        entry = json.dumps({"path": path, "stamp": stamp, "sha256": digest}).encode()
-        # a read-only folder, a full disk: then it is not remembered
-        with contextlib.suppress(OSError, UserError):
-            known.parent.mkdir(parents=True, exist_ok=True)
-            atomic_write(known, lambda file: file.write(entry))
+        with suppress(UserError):  # a read-only folder, a full disk: then it is not remembered
+            write_json(known, {"path": path, "stamp": stamp, "sha256": digest})
     return digest
 
 

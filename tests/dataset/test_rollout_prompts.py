@@ -128,3 +128,7 @@ def test_bad_records(tokenizer, tmp_path):
     assert len(PromptDataset(path, tokenizer, 64, str(tmp_path), on_bad_data="skip")) == 19
     with pytest.raises(UserError, match=f"{path}:1: "):
         PromptDataset(path, tokenizer, 64, str(tmp_path), on_bad_data="skip", max_bad_share=0.01)
+    deep = {"name": json.loads("[" * 700 + "]" * 700)}
+    path = write(tmp_path / "deep.jsonl", [{"prompt": "1+1=?", "tools": [deep]}])
+    with pytest.raises(UserError, match=f"{path}:1: lists and objects are nested too deep"):
+        PromptDataset(path, tokenizer, 64, str(tmp_path))
