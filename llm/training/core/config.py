@@ -215,7 +215,7 @@ class Config:
 
         if path is not None:
             config._take(path, f"{path}: ", read_yaml(path))
-        config._take("environment", "environment: ", variables)
+        config._take("environment", f"variable {PREFIX}", variables)
         config._take("command line", "--", flags)
         config._take("command line", "--set ", options)
         if print_config:

@@ -109,8 +109,8 @@ TOLD = [  # flags, variables, YAML, defaults of the task; what is told
     ("--set seed", {}, "", {}, "argument --set: must be NAME=VALUE, not 'seed'"),
     (
         "", VARIABLES, "", {},
-        "environment: batch_siez is unknown; did you mean batch_size; environment: epochs must be a valid "
-        "integer, not '1.5'; environment: qqqqqq is unknown; see --help",
+        "variable MINIMIND_batch_siez is unknown; did you mean batch_size; variable MINIMIND_epochs must be a "
+        "valid integer, not '1.5'; variable MINIMIND_qqqqqq is unknown; see --help",
     ),
     (
         "", {}, "training: {batch_siez: 8}\nmodel: {use_moe: 3}", {},
