@@ -49,10 +49,10 @@ srun --kill-on-bad-exit=1 bash -c 'exec torchrun --nnodes "$SLURM_NNODES" --node
     --log_dir "$LOGS/node_$SLURM_NODEID" --redirects 3 --tee 0:3 \
     trainer/train_pretrain.py --data_path "$DATA" --cache_dir "$CACHE" --from_resume 1 "$@"' torchrun "$@" &
 step=$!
-status=1
-while kill -0 "$step" 2>/dev/null; do # a signal interrupts wait
+while true; do # a signal interrupts wait
     status=0
     wait "$step" || status=$?
+    kill -0 "$step" 2>/dev/null || break
 done
 if ((is_over && status)); then
     scontrol requeue "$SLURM_JOB_ID"
