@@ -14,7 +14,7 @@ from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from common.errors import printable, warn
 from scripts.serve.bodies import read_body, work_on
@@ -114,6 +114,7 @@ def create_app(model: Any, tokenizer: Any, settings: Settings) -> FastAPI:
         await asyncio.to_thread(models.close)
 
     app = FastAPI(title="MiniMind", openapi_url=None, lifespan=lifespan)
+    app.add_middleware(HeadAsGet)
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=settings.hosts, www_redirect=False)
     if settings.origins:
         app.add_middleware(
@@ -148,6 +149,18 @@ def key_check(api_key: str | None) -> Callable[..., Awaitable[None]]:
             raise ApiError("The API key is missing or wrong.", status=401, code="invalid_api_key")
 
     return check
+
+
+class HeadAsGet:
+    """A HEAD request is answered as a GET; uvicorn, which knows what it was, leaves the body out."""
+
+    def __init__(self, app: ASGIApp):
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] == "HEAD":
+            scope = {**scope, "method": "GET"}
+        await self.app(scope, receive, send)
 
 
 def openai_routes(offered: Models) -> APIRouter:

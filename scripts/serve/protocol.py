@@ -42,7 +42,16 @@ REFUSED: dict[str, Any] = {
     "response_format": {"type": "text"},
     "modalities": ["text"],
     "audio": {},
-}
+} | dict.fromkeys(
+    (  # of vLLM, SGLang and llama.cpp
+        "repeat_penalty", "min_tokens", "n_predict", "ignore_eos", "stop_token_ids", "stop_regex",
+        "bad_words", "allowed_token_ids", "logits_processors", "use_beam_search", "mirostat", "typical_p",
+        "guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs",
+        "json_schema", "grammar", "regex", "prompt_embeds", "truncate_prompt_tokens",
+        "continue_final_message", "chat_template", "lora",
+    ),
+    1,
+)  # fmt: skip
 # other names of fields, and fields that cannot change an answer; they are not named in the log
 OTHERS = {"max_completion_tokens", "open_thinking", "add_special_tokens"}
 OTHERS |= {"user", "metadata", "store", "service_tier", "parallel_tool_calls"}

@@ -452,6 +452,7 @@ def test_a_model_of_no_finite_outputs_answers_with_an_error(tiny, tokenizer, dam
         ({"response_format": {"type": "json_object"}}, 400, "response_format"),
         ({"logprobs": True, "top_logprobs": 21}, 400, "top_logprobs"),
         ({"min_p": 0.1}, 400, "min_p"),
+        ({"guided_json": {"type": "object"}}, 400, "guided_json"),
         ({"echo": True}, 400, "echo"),
         ({"tools": [{"function": {"name": "x" * 129}}]}, 400, None),
         ({"model": "other"}, 404, "model"),
@@ -529,6 +530,18 @@ def test_requests_as_minimind_sends_them_are_answered(scripted):
         assert message.get("reasoning_content") == ("Hm." if thought else None)
     with pytest.raises(openai.NotFoundError):
         scripted.client.chat.completions.create(model="full_sft_512", messages=user("hi"))
+
+
+def test_a_page_or_model_is_there_for_head(scripted):
+    paths = ("/", "/page/app.js", "/health", "/v1/models", "/v1/models/scripted", "/api/runs")
+    wanted = dict.fromkeys(paths, 200) | {"/v1/models/none": 404, "/v1/completions": 405}
+    connection = http.client.HTTPConnection("127.0.0.1", scripted.port, timeout=60)
+    for (path, status), method in product(wanted.items(), ("HEAD", "GET", "HEAD")):
+        connection.request(method, path, headers={"Authorization": "Bearer key"})  # no body is left in it
+        response = connection.getresponse()
+        body = response.read()
+        assert response.status == status and bool(body) == (method == "GET"), (method, path)
+    connection.close()
 
 
 @pytest.mark.parametrize("key", ["Bearer wrong", "Bearer ", "Bearer k\u00e9y", "Basic key", ""])
