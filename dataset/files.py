@@ -62,20 +62,35 @@ def read_json(content: Any, path: str) -> Iterator[tuple[int, Any]]:
     if content.peek(len(BOM)).startswith(BOM):
         content.read(len(BOM))
     line = FIRST_ELEMENT
+    depth = 0  # 1: in the array itself, above: in an element
+    builder = ijson.ObjectBuilder()  # ijson's own `items` needs memory that grows with the depth squared
     try:
-        for record in ijson.items(content, "item", use_float=True):
-            try:
-                check_value(record)
-            except BadRecord as error:
-                record = error
-            yield line, record
-            line += 1
+        for event, value in ijson.basic_parse(content, use_float=True):
+            if event in ("end_map", "end_array"):
+                depth -= 1
+            if depth > 0:
+                builder.event(event, value)
+            if event in ("start_map", "start_array"):
+                depth += 1
+            elif depth == 1:  # an element is complete
+                yield line, checked_value(builder.value)
+                line += 1
+                builder = ijson.ObjectBuilder()
     except (ijson.JSONError, UnicodeDecodeError) as error:
         message = str(error).splitlines()[0].strip("b\"'")
         raise UserError(
             f"{place(path, line)}: from this element on the array cannot be read ({message}); mend the JSON, "
             "or write JSON Lines"
         ) from error
+
+
+def checked_value(value: Any) -> Any:
+    """An element of a JSON array, or the BadRecord in its place."""
+    try:
+        check_value(value)
+    except BadRecord as error:
+        return error
+    return value
 
 
 # Suffix -> what yields (line, record) of an open file (decompressed) and its path. A record is a dict, a

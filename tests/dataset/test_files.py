@@ -136,7 +136,7 @@ def test_a_json_file_may_hold_one_array(write, monkeypatch):
     [
         (b'"a"', "text instead of a JSON object"),
         (b"17", "a number instead of a JSON object"),
-        (b'{"a": ' + b"[" * 5000 + b"]" * 5000 + b"}", "nested too deep"),
+        (b'{"a": ' + b"[" * 200_000 + b"]" * 200_000 + b"}", "nested too deep"),
         (b'{"a": ' + b"[" * 700 + b"]" * 700 + b"}", "nested too deep"),  # to be handed to a process
     ],
 )
