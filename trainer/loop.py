@@ -71,11 +71,11 @@ def train_epoch(
         finish_update(state)  # the run was stopped between saving an update and reporting it
     args, meter, batches, step = state.args, state.meter, iter(loader), start_step
     state.model.train()
-    # DDP rebuilds its buckets after the first backward pass of a process, and sums in another order from then
-    # on: run it on an empty batch, so that all updates, also of a resumed run, come after that
+    # After the first backward pass of a process DDP rebuilds its buckets, and then sums in another order. So
+    # the first pass is one over an empty batch: all updates, also of a resumed run, come after it.
     if isinstance(state.model, DistributedDataParallel) and not meter.updates:
-        empty = [cast(Any, loader).collate_fn([])]
-        trial_pass(state, (empty if state.prepare is None else state.prepare(state, empty))[0])
+        window = [cast(Any, loader).collate_fn([])]
+        trial_pass(state, (window if state.prepare is None else state.prepare(state, window))[0])
     state.iters = iters
     state.stop_request.seconds_left = lambda: meter.seconds_per_update() if meter.updates else None
     meter.restart()
@@ -92,7 +92,7 @@ def train_epoch(
         if not meter.updates:
             Logger(describe_run(state, loader.dataset, window, tokens))
             gc.freeze()  # what start-up made lives as long as the run: no collection looks at it again
-            meter.restart()  # nor is that training time
+            meter.restart()  # what came before the first update is not training time
         state.callbacks.call("on_batch_start", state.update + 1)
         losses, grad_norm = train_update(state, window, targets, tokens)
         meter.count(sizes, state.device)
@@ -100,7 +100,8 @@ def train_epoch(
         state.epoch, state.step, state.update = epoch, step, state.update + 1
         state.callbacks.call("on_optimizer_step", state.update)
 
-        # what is due, alike on all ranks; it stays so while it is postponed because updates are skipped
+        # What is due, alike on all ranks. While updates are skipped nothing is saved: what is due then stays
+        # due.
         if state.eval_loader is not None:
             is_near_end = 0 < iters - step < args.eval_interval / 2  # the evaluation there is enough
             state.evaluate_due |= reached(args.eval_interval, before, step, iters) and not is_near_end
@@ -111,9 +112,9 @@ def train_epoch(
         log_due = reached(args.log_interval, before, step, iters) or state.save_due
         if log_due and state.device.type == "cuda":
             meter.wait_for_device()
-        if log_due or state.device.type == "cpu":
+        if log_due or state.device.type == "cpu":  # on a CPU after each update: to read waits for nothing
             state.skipped_updates.read_and_warn()
-        # while updates are skipped the last good checkpoint stays
+        # while updates are skipped the last good checkpoint stays, but the last update of a run is saved
         is_last = state.update == state.total_updates
         save_now = state.save_due and (is_last or not state.skipped_updates.in_a_row)
         if log_due:
@@ -141,9 +142,9 @@ def train_update(
         targets, tokens: of the whole update, over all ranks.
 
     Returns:
-        On the device, over all ranks: losses [2 + K], the mean cross entropy per target, the mean auxiliary
-        loss per token and the means per target of the K metrics, in float64 (float32 on MPS), NaN without any
-        target; the gradient norm [] before clipping. The loop reads them only to log.
+        On the device, over all ranks: losses [2 + K], the mean loss per target, the mean auxiliary loss per
+        token and the means per target of the K metrics, in float64 (float32 on MPS), NaN without any target;
+        the gradient norm [] before clipping. The loop reads them only to log.
     """
     args, model, optimizer, scaler = state.args, state.model, state.optimizer, state.scaler
     rate = state.schedule(state.update + 1, state.total_updates, args)
@@ -152,6 +153,7 @@ def train_update(
             group["lr"] = rate * group.get("lr_scale", 1.0)
     is_empty = targets == 0  # then there is nothing to learn from: no step, and no loss
     targets, tokens = max(targets, 1.0), max(tokens, 1.0)
+    # over the update: loss, auxiliary loss, the K metrics, cross entropy
     sums = state.losses.new_zeros(3 + len(state.metric_names))
     for i, batch in enumerate(window):
         seed_dropout(args.seed, state.update, i)
@@ -188,8 +190,10 @@ def train_update(
     losses, cross_entropy = losses[:-1], losses[-1]
     loss = losses[:2].sum()
     is_finite = torch.isfinite(loss)
-    sums = torch.cat((torch.stack((loss, torch.ones_like(loss))), losses[2:]))
-    state.losses += torch.where(is_finite, sums, 0.0)  # for the means over the updates since the last record
+    # as in `state.losses`, for the means over the updates since the last record: loss, number of updates,
+    # metrics
+    of_update = torch.cat((torch.stack((loss, torch.ones_like(loss))), losses[2:]))
+    state.losses += torch.where(is_finite, of_update, 0.0)
     state.update_loss = torch.where(is_finite, cross_entropy, math.nan)
     return losses, grad_norm
 
@@ -407,7 +411,7 @@ def evaluate(state: TrainState, loader: Iterable[Batch]) -> dict[str, float | No
             sums[name] = sums[name] + value if name in sums else value
         targets, text_bytes = targets + size.targets, text_bytes + size.text_bytes
     model.train()
-    # what the forward pass gathered may be of other weights
+    # let go of gathered weights: a callback may have put others in place for the validation alone
     for module in filter(is_sharded, model.modules()):
         cast(Any, module).reshard()
     names = sorted(set().union(*gather(list(sums))))  # a rank may have had no batch

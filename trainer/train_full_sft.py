@@ -66,7 +66,7 @@ open_data = partial(open_datasets, SFTDataset)  # (args, tokenizer) -> training 
 
 def main() -> None:
     """Run the stage, from its command line to its weights."""
-    # 1. Settings; the console, device, precision, signals and files of this run.
+    # 1. Settings, and the config of the start weights (None: none); console, device, dtype, signals, locks.
     args, start = utils.read_settings(Args, __doc__)
     device, autocast, scaler, stop_request = utils.set_up_process(args)
 

@@ -87,7 +87,7 @@ def extend_run(state, tokenizer, train_set, eval_set):
 
 def main() -> None:
     """Run the stage, from its command line to its weights."""
-    # 1. Settings; the console, device, precision, signals and files of this run.
+    # 1. Settings, and the config of the start weights (None: none); console, device, dtype, signals, locks.
     args, start = utils.read_settings(Args, __doc__)
     device, autocast, scaler, stop_request = utils.set_up_process(args)
 

@@ -99,9 +99,9 @@ def init_distributed_mode(rank_timeout: float = 600, device: torch.device | None
     on_gpu = device.type == "cuda" if device is not None else torch.cuda.is_available()
     if on_gpu:
         torch.cuda.set_device(min(local_rank, torch.cuda.device_count() - 1) if device is None else device)
-    # torchrun's own default
     elif place.local_world_size > 1 and os.environ.get("OMP_NUM_THREADS", "1") == "1":
-        torch.set_num_threads(max(1, available_cores() // place.local_world_size))  # share the cores instead
+        # torchrun gives each process one thread; share all cores instead
+        torch.set_num_threads(max(1, available_cores() // place.local_world_size))
     try:
         timeout = timedelta(seconds=rank_timeout)
         backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
@@ -200,8 +200,9 @@ def warmup_cosine(update: int, total_updates: int, args: StageArgs) -> float:
 
 
 def read_start_weights(args: A) -> "tuple[A, MiniMindConfig | None]":
-    """The settings with the shape and the tokenizer of the model in --from_weight, and its config; None if
-    there are no such weights any more, and a checkpoint replaces them.
+    """The settings with the shape and the tokenizer of the model in --from_weight, and its config. Where the
+    weights are gone, but the run is resumed from a checkpoint, which replaces them: the settings as they are,
+    and None.
 
     Order of precedence, the first that there is:
         config of the weights: in their file, else what the tensors and the name of the file show.
@@ -250,21 +251,21 @@ def read_settings(args_class: type[A], description: str | None) -> "tuple[A, Min
 
 
 def set_up_process(args: StageArgs) -> tuple[torch.device, Any, torch.amp.GradScaler, StopRequest]:
-    """Make this process one of the run: its console, kernels, device and precision; signals are handled, and
-    no other run may write its files.
+    """Prepare this process: its console (and log file), device and precision. Signals are handled from here
+    on, and no other run may write to the files of this name.
 
     Returns:
-        device, autocast, gradient scaler, and what reports a signal.
+        device, autocast, gradient scaler, and what notes a signal.
     """
-    run = run_name(args.save_weight, args)
+    name = run_name(args.save_weight, args)
     log_file = args.log_file
     if args.log_dir:
-        log_file = f"{args.log_dir}/{run}.log"
+        log_file = f"{args.log_dir}/{name}.log"
     copy_console(Path(log_file) if log_file else None, args.log_level)
-    place = device_and_precision(args)
-    stop = StopRequest().install()
-    lock_output(run, save_dir=args.save_dir, checkpoint_dir=args.checkpoint_dir)
-    return *place, stop
+    device, autocast, scaler = device_and_precision(args)
+    stop_request = StopRequest().install()
+    lock_output(name, save_dir=args.save_dir, checkpoint_dir=args.checkpoint_dir)
+    return device, autocast, scaler, stop_request
 
 
 def resolve_settings_and_check_resume(
@@ -321,8 +322,9 @@ def begin_run(
 ) -> None:
     """Complete the state of a run before it trains, from the checkpoint if there is one.
 
-    checkpoint: is emptied. data: the training data, or whatever has a `source`, FILE:LINE of a sample. code:
-    files whose change is a warning. Raises UserError if the checkpoint is of another kind of model; early
+    checkpoint: emptied here, to free its memory. data: the training data, or what else has their `source`
+    (FILE:LINE of a sample), such as the data module of the engine. code: files of the stage, whose change is
+    a warning when the run is resumed. Raises UserError if the checkpoint is of another kind of model; early
     stopping without held-out data."""
     args = state.args
     if world_size() > 1:
@@ -348,21 +350,22 @@ def begin_run(
 
 
 def add_callbacks(state: TrainState, data: Any) -> None:
-    """The callbacks that the settings ask for. Before those that the run has: what keeps checkpoints, stops
-    early, draws curves. Behind them, what reports: load of experts, samples, verdict."""
+    """Add the callbacks that the settings ask for: before those that the run has already, what keeps
+    checkpoints, stops early and draws curves; behind them, what reports: load of experts, samples, verdict.
+    data: as of `begin_run`."""
     args, model = state.args, unwrap(state.model)
-    first: list[Callback] = []
+    before: list[Callback] = []
     if args.keep_every or state.eval_loader is not None:  # with held-out data the best checkpoint is kept
-        first.append(CheckpointManager(args))
+        before.append(CheckpointManager(args))
     if args.patience:
         stopping = EarlyStopping(args.monitor, args.mode, args.patience, args.min_delta)
         stopping.key = "EarlyStopping of --patience"  # apart from one that a task adds
-        first.append(stopping)
+        before.append(stopping)
     if args.use_tensorboard or args.tensorboard_dir:
-        first.append(TensorBoardLogger(tensorboard_folder(args, args)))
-    state.callbacks[:0] = first
+        before.append(TensorBoardLogger(tensorboard_folder(args, args)))
+    state.callbacks[:0] = before
     if getattr(state.lm_config, "use_moe", False) and token_counters(model):
         state.callbacks.append(ExpertLoad(model))
     if args.sample_prompts != "none" and (args.sample_prompts != "auto" or state.eval_loader is not None):
         state.callbacks += sample_callbacks(state)
-    state.callbacks.append(Verdict(getattr(data, "train_dataset", data)))
+    state.callbacks.append(Verdict(getattr(data, "train_dataset", data)))  # the engine gives its data module

@@ -198,8 +198,8 @@ class SkipBatchSampler(Sampler):
     """Batches of `sampler`'s indices without the first `skip_batches` (those trained before a resume).
 
     Args:
-        sampler: the indices in order, asked again for each pass, so that a later `set_epoch` counts; of an
-            array or list the skipped ones are not even read.
+        sampler: the indices in order. A torch sampler is read anew for each pass, so that a `set_epoch` in
+            between has its effect; of an array or list the skipped indices are not read at all.
         batch_size: samples per micro-batch of this rank.
         skip_batches: how many micro-batches to leave out, exactly.
         num_batches: micro-batches of the epoch before skipping, the same on every rank; a rank that runs out
@@ -251,8 +251,8 @@ class SizedDataset(Protocol):
 
 def train_loader(train_set: StageData, args: Any, epoch: int, skip_batches: int = 0) -> DataLoader:
     """The micro-batches of one epoch on this rank, from micro-batch `skip_batches` on; those of prompts come
-    --num_iterations times, update by update. For another order of the samples change `order`; a second source
-    of them is another `epoch_loader`."""
+    --num_iterations times, update by update. For another order of the samples change `order`; a loader of
+    other samples is made by `epoch_loader`, too."""
     order = epoch_order(len(train_set), args.seed, epoch)[: epoch_items(train_set, args)]
     if isinstance(train_set, MixedDataset):
         order = train_set.items_of_epoch(args.seed, epoch)[order]

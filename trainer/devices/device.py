@@ -49,7 +49,7 @@ def select_device(device: str) -> torch.device:
     try:
         chosen = torch.device("cuda", local_rank) if device == "cuda" else torch.device(device)
     except RuntimeError:
-        chosen = torch.device("meta")
+        chosen = torch.device("meta")  # refused below, as any other type is
     if chosen.type not in ("cpu", "cuda", "mps"):
         raise UserError(f"--device {device} is unknown; use auto, cpu, cuda, cuda:N or mps")
     if chosen.type == "cuda" and (chosen.index or 0) >= cuda_devices:
@@ -176,7 +176,8 @@ def mixed_precision(dtype: str, device: torch.device) -> tuple[AbstractContextMa
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == "float16")
     if dtype == "float32":
         return nullcontext(), scaler
-    # autocast asks the current GPU for bfloat16, an old one by allocating on it: that must be this rank's own
+    # autocast asks the current GPU whether it knows bfloat16, and allocates memory on an old one: the current
+    # one must be this rank's own
     with torch.cuda.device(device) if device.type == "cuda" and device.index else nullcontext():
         return torch.autocast(device.type, dtype=getattr(torch, dtype)), scaler
 

@@ -61,7 +61,7 @@ class Meter:
     def restart(self) -> None:
         """Begin a new interval; what passed since the last reading (saving, evaluating) was not training."""
         self.counts, self.begin = dict.fromkeys(COUNTS, 0.0), time.perf_counter()
-        if not self.updates:  # nor was what came before the first update
+        if not self.updates:  # what came before the first update was no training, either
             self.pace[0] = (0, self.begin)
 
     @contextmanager

@@ -60,7 +60,7 @@ def write_file(value: Any, file: BinaryIO, described: dict[str, Any] | None = No
     file.seek(0)
     digest = hashlib.file_digest(cast(Any, file), "sha256")
     last = DIGEST_MARK + digest.hexdigest().encode()
-    file.write(last)  # reading it has ended at the end
+    file.write(last)  # appended: the digest has read the file to its end
     digest.update(last)
     return digest.hexdigest()
 
@@ -326,9 +326,10 @@ def _origin(state: dict[str, Any], path: Path, digest: str | None) -> dict[str, 
 
 
 def _continues(own: dict[str, Any], start: Path, digest: str | None, newest: Path) -> bool:
-    """Whether the state `own`, which lies at `newest`, came of the one that was at `start` when --resume_from
-    named it."""
-    # the run has written over the file that it continued, such as its best state, or that is gone
+    """Whether the state `own` (of the file `newest`) continues the one that was in the file `start` when
+    --resume_from named it. digest: of `start` as it is now."""
+    # `start` may hold another state by now, if it is a file that the run itself writes, such as its best
+    # state; or it is gone
     is_own_file = start.parent.resolve() == newest.parent.resolve()
     is_own_file = is_own_file and is_state(newest.stem.removesuffix("_resume"), start.name)
     may_have_changed = is_own_file or not start.exists()

@@ -220,8 +220,8 @@ def check_resume(args: StageArgs, run: Fingerprint, checkpoint: dict[str, Any] |
 
 
 def normalised(args: StageArgs, run: Fingerprint, saved: Fingerprint) -> tuple[Fingerprint, Fingerprint]:
-    """The fingerprints of the present settings and of a checkpoint, so that they differ only where the runs
-    do: what stands in one of them for the same thing is made equal."""
+    """The fingerprints of the present settings and of a checkpoint, made comparable: fields that differ
+    although they mean the same are set equal, so that what still differs makes it another run."""
     from model.model_minimind import MiniMindConfig
 
     # flags and fields of the model that were added since: the run did what their defaults do

@@ -111,7 +111,7 @@ class TrainState:
     evaluate_due: bool = False  # an evaluation postponed while updates are skipped
 
     def __post_init__(self):
-        # callbacks find the state under this name, also in a stage script, which has no engine
+        # A callback reads `engine.state`. A stage script has no engine: there the state is both.
         self.callbacks.engine = self.state = self
         self.run_id = self.run_id or uuid.uuid4().hex
         self.clock = time.perf_counter()  # when `seconds` was last brought up to date
@@ -136,8 +136,8 @@ class TrainState:
         self.can_continue = self.update < self.total_updates
 
     def check_held_out(self, monitor: tuple[str, str]) -> None:
-        """Compare nothing with earlier evaluations if they were of other held-out data, and with earlier best
-        weights if another metric was monitored. monitor: its name and mode before the resume."""
+        """After a resume: forget the earlier evaluations if they were of other held-out data, or only their
+        best if another metric was monitored. monitor: its name and mode before the resume."""
         held_out = held_out_fingerprint(self.eval_loader)
         if None not in (held_out, self.eval_data) and held_out != self.eval_data:
             warn(
@@ -229,7 +229,7 @@ class TrainState:
         for key in SAVED_FIELDS:
             setattr(self, key, saved.get(key))
         self.saved_update = self.update
-        self.resumed_update = self.update - (self.record is not None)
+        self.resumed_update = self.update - (self.record is not None)  # its record is not reported yet
         self.state_file, self.is_new_branch = Path(saved["loaded_from"]), saved.get("is_new_branch", False)
         self.wandb_id = saved["wandb_id"]
         if self.is_new_branch:  # its best weights are those that it finds itself
@@ -239,8 +239,8 @@ class TrainState:
         sums = saved["loss_sum"]
         self.losses[: len(sums)] = torch.tensor(sums[: len(self.losses)], dtype=self.losses.dtype)
         self.epoch = saved["epoch"]
-        # in micro-batches of the present batch size and ranks; complete global batches are done, or the whole
-        # epoch
+        # The samples that are done, in micro-batches of the present batch size and ranks. They are whole
+        # updates; only the end of an epoch makes it necessary to round up.
         self.step = math.ceil(saved["samples_done"] / (self.args.batch_size * world_size()))
         if self.is_new_branch:
             Logger(f"a new branch of the run {saved['run_name']} begins, with the state in {self.state_file}")
