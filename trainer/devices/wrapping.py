@@ -83,12 +83,11 @@ def wrap_model(
         return _shard(model, device, _mesh(device.type, parallel), dtype)
     model = model.to(device)
     ids = [device.index] if device.type == "cuda" else None
+    # no buffer is broadcast: the rotary frequencies are constant, and each rank counts its own tokens per
+    # expert; torch 2.13 renamed the flag
     names = inspect.signature(DistributedDataParallel).parameters
-    # renamed in 2.13
     sync_buffers = "forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers"
     options: dict[str, Any] = {"device_ids": ids, "gradient_as_bucket_view": True, sync_buffers: False}
-    # no buffer is broadcast: the rotary frequencies are constant, and each rank counts its own tokens per
-    # expert
     return DistributedDataParallel(model, **options)
 
 

@@ -50,7 +50,7 @@ def build_optimizer(
         elif kind == "muon" and is_hidden_matrix(name, p):
             part["muon"].append(p)
             rows[p] = p.shape[-2]
-            if name.endswith("gate_up_proj"):  # two matrices, one below the other
+            if name.endswith("gate_up_proj"):  # of transformers' experts: two, one below the other
                 rows[p] = p.shape[-2] // 2
         else:
             part["matrices"].append(p)

@@ -29,8 +29,8 @@ MIN_TRIGRAMS = 24  # of fewer it says little how many are distinct
 
 
 def sample_callbacks(state: TrainState) -> list[Callback]:
-    """What --sample_prompts asks for. Raises UserError for a file of prompts, but no held-out data or a model
-    that writes no text; the file holds no prompt."""
+    """What --sample_prompts asks for. Raises UserError if it names a file and there are no held-out data, the
+    model writes no text, or the file holds no prompt."""
     args, held_out = state.args, getattr(state.eval_loader, "dataset", None)
     is_file = args.sample_prompts != "auto"
     if is_file and not isinstance(held_out, StageData):

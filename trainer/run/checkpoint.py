@@ -303,8 +303,8 @@ def load_state(path: Path) -> dict[str, Any]:
 
 
 def _load_branch(newest: Path, start: Path) -> dict[str, Any]:
-    """The state `start` as the beginning of a branch, or the newest state of this run if that is `start`
-    itself, or continues it, in a branch or as the same run: then the run was only interrupted."""
+    """The state in the file `start`, with which a branch begins. If the newest state of this run (in the file
+    `newest`) is the same one or continues it, that one: then the run was only interrupted."""
     digest = stored_digest(start)
     if digest is not None and digest == stored_digest(newest):
         state = load_state(start)

@@ -243,7 +243,7 @@ def normalised(args: StageArgs, run: Fingerprint, saved: Fingerprint) -> tuple[F
         if paths.same_file(start, before) and (is_gone or is_own):
             run["from_weight_sha256"] = saved["from_weight_sha256"]
 
-    # the same weights in another place
+    # the same weights in another place: their hash, whose field `hashed_as` names, is equal
     for row in settings:
         digest = run.get(row.hashed_as)
         if digest is not None and digest == saved.get(row.hashed_as) and row.name in saved:
