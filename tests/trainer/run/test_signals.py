@@ -209,24 +209,6 @@ def test_under_torchrun_a_signal_saves_and_ends_all(corpus, tmp_path, target):
     assert saved_state(tmp_path)["update"] == done >= 3
 
 
-SLOW_DISK = """
-import time
-flush = os.fsync
-os.fsync = lambda descriptor: (time.sleep(0.7), flush(descriptor))
-"""
-
-
-def test_no_rank_ends_before_the_state_is_on_the_disk(corpus, tmp_path):
-    """At a signal: torchrun kills the ranks that are left when the first one ends."""
-    argv = flags(corpus, tmp_path, "pretrain", batch_size=4, save_interval=100, eval_interval=100)
-    at_once = "import trainer.devices.process_group as group; group.CLEANUP_TIMEOUT = 0.0"
-    faults = {0: Faults(script=SLOW_DISK), 1: Faults(script=at_once, signals={3: signal.SIGTERM})}
-    first, second = start_ranks(2, "pretrain", argv, faults)
-    assert second.wait(60) == 143
-    assert saved_state(tmp_path)["update"] == 3
-    assert first.wait(60) == 143
-
-
 def test_out_of_memory_says_what_to_lower(corpus, tmp_path):
     argv = flags(corpus, tmp_path, "pretrain")
     process = run("pretrain", argv, Faults(hog=5), status=2)
