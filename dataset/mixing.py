@@ -119,11 +119,12 @@ class MixedDataset(StageDataset):
         number = int(np.searchsorted(self.first_samples, sample_id, side="right")) - 1
         return self.sources[number].source(sample_id - int(self.first_samples[number]))
 
-    def report(self, epochs: int) -> None:
-        """Print a line for each source, and warn of those that are passed many times."""
+    def report(self, epochs: int, share: float = 1.0) -> None:
+        """Print a line for each source, and warn of those that are passed many times. share: of the items
+        that an epoch takes."""
         passes, tokens, targets = [], [], []  # an epoch, of each source
         for source, count in zip(self.sources, self.counts, strict=True):
-            passes.append(count / len(source))
+            passes.append(share * count / len(source))
             tokens.append(passes[-1] * source.num_tokens)
             targets.append(passes[-1] * source.num_targets)
         for i, (name, source) in enumerate(zip(self.names, self.sources, strict=True)):

@@ -11,6 +11,7 @@ compares the two.
 Shape legend: R rows, C hidden size, H query heads, G key/value heads, D head size, L layers.
 """
 
+import json
 from functools import lru_cache
 from typing import Any, Protocol, cast
 
@@ -85,9 +86,14 @@ def can_step(model: Any) -> bool:
         return False
     if product_dtype(weight) != weight.dtype:  # autocast would cast the matrices for each token
         return False
-    return has_usual_layers(model) and is_usual_arithmetic(usual_forwards())
+    return has_usual_layers(model) and is_usual_arithmetic(usual_forwards(), config_fields(model))
 
 
+EXAMPLE_SIZES = {
+    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 8, "intermediate_size": 64, "moe_intermediate_size": 64, "vocab_size": 8,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "tokenizer_sha256": None,
+}  # fmt: skip
 LAYERS = (
     MiniMindModel, MiniMindBlock, Attention, FeedForward, RMSNorm, RotaryEmbedding,
     nn.Embedding, nn.Linear, nn.Dropout, nn.ModuleList,
@@ -150,13 +156,17 @@ def usual_forwards() -> tuple[Any, ...]:
     return (*forwards, Attention.heads, model_minimind.apply_rotary, attention.padded_attention)
 
 
+def config_fields(model: MiniMindModel) -> str:
+    """The fields of a model's config as JSON, with the sizes of an example in place of its own."""
+    return json.dumps(model.rotary_emb.config.own_fields() | EXAMPLE_SIZES, sort_keys=True)
+
+
 @lru_cache(maxsize=8)
-def is_usual_arithmetic(forwards: tuple[Any, ...]) -> bool:
-    """Whether these functions compute what `OneToken` does. Any of them may have been edited, so one example
-    is computed, on the host, the first time."""
-    config = MiniMindConfig(
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=8
-    )
+def is_usual_arithmetic(forwards: tuple[Any, ...], fields: str) -> bool:
+    """Whether these functions compute what `OneToken` does, in a model of these `config_fields`. Any of them
+    may have been edited, or obey a field that was added, so one example is computed, on the host, the first
+    time."""
+    config = MiniMindConfig(**json.loads(fields))
     with torch.device("cpu"), torch.autocast("cpu", enabled=False), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = MiniMindModel(config).eval()

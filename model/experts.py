@@ -26,7 +26,7 @@ def can_group(experts: Any, x: Tensor) -> bool:
     of rows; but not in decoding there, which reads only the weights that it needs.
 
     Only experts of one class with nothing but plain linear layers in them, or adapters of one kind around
-    these, can be computed without calls."""
+    these, can be computed without calls; one with an attribute beside them may obey it."""
     if not fused.ENABLED:
         return False
     if x.device.type == fused.HOST:
@@ -35,6 +35,8 @@ def can_group(experts: Any, x: Tensor) -> bool:
             return False
     for expert in experts:
         if not is_plain(expert, type(experts[0])) or expert._parameters or expert._buffers:
+            return False
+        if [name for name in vars(expert) if not name.startswith("_")] != ["training"]:
             return False
         if expert._modules.keys() != experts[0]._modules.keys():
             return False

@@ -174,28 +174,43 @@ def can_rotate_heads(attention: Any, x: Tensor, norm: type[nn.Module], rotary: R
     if not all(is_plain_product(layer) for layer in (attention.q_proj, attention.k_proj, attention.v_proj)):
         return False
     q_norm, k_norm = attention.q_norm, attention.k_norm
-    if not (is_plain(q_norm, norm) and is_plain(k_norm, norm)):
+    if not (is_plain(q_norm, norm) and is_plain(k_norm, norm)) or q_norm.weight.dtype != torch.float32:
         return False
-    if q_norm.eps != k_norm.eps or q_norm.weight.dtype != torch.float32:
+    attributes = own_attributes(q_norm)
+    if attributes is None or attributes != own_attributes(k_norm):
         return False
-    return is_norm_and_rotary(norm, norm.forward, rotary)
+    return is_norm_and_rotary(norm, norm.forward, attributes, rotary)
+
+
+def own_attributes(layer: nn.Module) -> tuple[tuple[str, Any], ...] | None:
+    """What a layer holds beside its parameters, such as an epsilon, or a field of the config; None if these
+    are not numbers and texts alone."""
+    attributes = tuple((name, value) for name, value in vars(layer).items() if not name.startswith("_"))
+    is_plain_data = all(isinstance(value, bool | int | float | str | None) for _, value in attributes)
+    return attributes if is_plain_data else None
 
 
 @lru_cache(maxsize=8)
-def is_norm_and_rotary(norm: type[nn.Module], forward: object, rotary: Rotary) -> bool:
-    """Whether a class of norms, with this forward, and a rotation compute what `NormAndRotary` does. Either
-    may have been edited, so one example is computed, on the host, the first time."""
+def is_norm_and_rotary(
+    norm: type[nn.Module], forward: object, attributes: tuple[tuple[str, Any], ...], rotary: Rotary
+) -> bool:
+    """Whether norms of a class, with this forward and these attributes, and a rotation compute what
+    `NormAndRotary` does. Any of them may have been edited, so one example is computed, on the host, the first
+    time."""
     with torch.device("cpu"), torch.autocast("cpu", enabled=False), torch.no_grad():
         weight, qkv = torch.linspace(0.5, 1.5, 8), torch.linspace(-1, 2, 5 * 3 * 8).view(5, 3, 8)
         cos, sin = torch.linspace(-1, 1, 40).view(5, 8), torch.linspace(1, 0, 40).view(5, 8)
         try:
-            layer = norm(8, 0.1)
-            layer.weight.copy_(weight)  # type: ignore[operator]
-            found = rotary(layer(qkv[:, :1]), cos, sin)
+            layer = norm.__new__(norm)
+            nn.Module.__init__(layer)
+            for name, value in attributes:
+                setattr(layer, name, value)
+            layer.weight = nn.Parameter(weight)
+            found, eps = rotary(layer(qkv[:, :1]), cos, sin), cast(float, layer.eps)
         except (AttributeError, RuntimeError, TypeError):  # an edited one may want something else
             return False
         angles = cos.unsqueeze(-2), sin.unsqueeze(-2)
-        heads, _ = norm_and_rotate(qkv, weight, weight, *angles, 0.1, (1, 1), torch.float32)
+        heads, _ = norm_and_rotate(qkv, weight, weight, *angles, eps, (1, 1), torch.float32)
     q = heads[:, :1]
     return found.shape == q.shape and torch.allclose(found, q, atol=1e-5)
 

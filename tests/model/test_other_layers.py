@@ -306,12 +306,31 @@ def test_the_usual_norm_and_rotation_are_one_kernel(monkeypatch):
     assert heads.call_count == 2
 
 
-@pytest.mark.parametrize(
-    "norm",
-    [lambda dim: RMSNorm(dim, 0.1), lambda dim, eps: nn.Identity(), lambda dim, eps: nn.Linear(dim, 3)],
-)
+@pytest.mark.parametrize("norm", [nn.Identity, nn.LayerNorm, nn.Linear])
 def test_a_norm_of_another_form_is_not_taken_for_the_usual_one(norm):
-    assert not fused.is_norm_and_rotary(norm, None, APPLY_ROTARY)
+    assert not fused.is_norm_and_rotary(norm, norm.forward, (("eps", 0.1),), APPLY_ROTARY)
+
+
+def test_a_norm_that_obeys_an_attribute_of_its_own_is_called(monkeypatch):
+    """Such as a field of the config: its class and its forward are those of the usual one."""
+    forward = RMSNorm.forward
+
+    def bent(self, x):
+        return forward(self, x).sin() if getattr(self, "bent", False) else forward(self, x)
+
+    monkeypatch.setattr(RMSNorm, "forward", bent)
+
+    def model() -> MiniMindForCausalLM:
+        model = build("dense")
+        for layer in model.model.layers:
+            layer.self_attn.q_norm.bent = layer.self_attn.k_norm.bent = True
+        return model
+
+    want = results(model(), torch.bfloat16, True)
+    usual = results(build("dense"), torch.bfloat16, True)
+    take_gpu_branch(monkeypatch, grouped=False)
+    found = results(model(), torch.bfloat16, True)
+    assert (found["loss"] - want["loss"]).abs().max() < (usual["loss"] - want["loss"]).abs().max() / 5
 
 
 @torch.no_grad()

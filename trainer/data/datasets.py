@@ -93,7 +93,7 @@ def open_datasets(
             for source in sources:
                 say(source.describe_packing())
         if isinstance(train, MixedDataset):
-            train.report(args.epochs)
+            train.report(args.epochs, items / len(train))
     held_out = None
     if args.eval_share or args.eval_data_path:
         held_out = open_split(*held_out_source(args))

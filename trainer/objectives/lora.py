@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
-from common.errors import UserError, reason
+from common.errors import UserError, reason, warn
 from common.files import atomic_write, write_json
 from model.linear import LoRALinear, is_plain
 from trainer.devices.process_group import Logger, is_main_process
@@ -30,6 +30,10 @@ TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 MINIMIND_RANK = 16  # of all adapters that MiniMind loads
 PREFIX = "base_model.model."  # of the names in the file
+# fields of a model that may be others than those which an adapter was trained with
+FREE_FIELDS = {"dropout", "router_aux_loss_coef", "max_position_embeddings", "inference_rope_scaling"}
+FREE_FIELDS |= {"rope_parameters", "vocab_size", "tie_word_embeddings", "tokenizer_sha256"}
+FREE_FIELDS |= {"pad_token_id", "bos_token_id", "eos_token_id"}
 # fields of PEFT's config -> the values whose arithmetic is that of LoRALinear
 SUPPORTED_PEFT_VALUES: dict[str, tuple] = {
     "peft_type": ("LORA",),
@@ -53,9 +57,20 @@ def add_adapters(
         for name in targets:
             if hasattr(module, name):
                 setattr(module, name, LoRALinear(getattr(module, name), rank, alpha / rank, dropout))
+    adapted = [layer.base for layer in model.modules() if isinstance(layer, LoRALinear)]
+    if others := sorted({type(layer).__name__ for layer in adapted if not can_merge(layer)}):
+        warn(
+            f"adapters cannot be merged into layers that are no plain nn.Linear ({', '.join(others)}): chat, "
+            "evaluation and export will refuse this adapter"
+        )
     config = {"r": rank, "lora_alpha": alpha, "lora_dropout": dropout, "target_modules": list(targets)}
     cast(Any, model).adapter = config
     Logger(f"{sum(p.numel() for p in model.parameters() if p.requires_grad) / 1e6:.2f} M of them are trained")
+
+
+def can_merge(layer: nn.Module) -> bool:
+    """Whether a layer is x W' + b, so that the product of an adapter can be added to its weight."""
+    return is_plain(layer, nn.Linear) and isinstance(layer.weight, nn.Parameter)
 
 
 def adapter_state_dict(model: nn.Module) -> dict[str, Tensor]:
@@ -65,8 +80,11 @@ def adapter_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
 
 def check_that_adapters_alone_are_trained(model: nn.Module) -> None:
-    """Raise UserError if a parameter is trained that is none of an adapter: `save_adapter` would not write
-    it."""
+    """Raise UserError if a parameter is trained that is none of an adapter, or an adapter is no product of
+    two matrices: what `save_adapter` writes would not be what was trained."""
+    for name, layer in unwrap(model).named_modules():
+        if isinstance(layer, LoRALinear) and not (can_merge(layer.lora_A) and can_merge(layer.lora_B)):
+            raise UserError(f"{name}: lora_A and lora_B must be plain nn.Linear layers, as their file says")
     for name, parameter in unwrap(model).named_parameters():
         if parameter.requires_grad and ".lora_" not in name:
             raise UserError(f"{name} is trained besides the adapters, whose file cannot hold it; freeze it")
@@ -157,14 +175,15 @@ def read_adapter(model: "MiniMindForCausalLM", folder: Path) -> tuple[dict[str, 
             raise UserError(f"adapter {folder}: {name} {config[name]!r} is not supported, only {values[0]!r}")
     if not set(config["target_modules"]) <= set(TARGETS):
         raise UserError(f"adapter {folder}: its targets must be of {', '.join(TARGETS)}")
+    check_base(model, folder)
     wanted = {}
     for name, layer in model.named_modules():
         if name.rsplit(".", 1)[-1] not in config["target_modules"]:
             continue
-        if not (is_plain(layer, nn.Linear) and isinstance(layer.weight, nn.Parameter)):
+        if not can_merge(layer):
             what = f"{name}, which is no plain nn.Linear (it is a {type(layer).__name__}, or has hooks)"
             raise UserError(f"adapter {folder}: it cannot be merged into {what}")
-        out, into = layer.weight.shape
+        out, into = cast(Tensor, layer.weight).shape
         wanted |= {f"{name}.lora_A.weight": (config["r"], into), f"{name}.lora_B.weight": (out, config["r"])}
     given = {name: tuple(value.shape) for name, value in tensors.items()}
     if given != wanted:
@@ -172,6 +191,23 @@ def read_adapter(model: "MiniMindForCausalLM", folder: Path) -> tuple[dict[str, 
         shapes = f"{name} is {given.get(name, 'missing')}, the model wants {wanted.get(name, 'none')}"
         raise UserError(f"adapter {folder} is of another model: {shapes}")
     return config, tensors
+
+
+def check_base(model: "MiniMindForCausalLM", folder: Path) -> None:
+    """Refuse an adapter that was trained on a model of another arithmetic, by the description beside it, if
+    there is one."""
+    try:
+        trained_on = json.loads(folder.with_name(f"{folder.name}.json").read_text(encoding="utf-8"))["model"]
+        fields = trained_on.keys() - FREE_FIELDS
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return
+    own, others = model.config.own_fields(), []
+    for name in sorted(fields):
+        here = own.get(name, "unknown")
+        if trained_on[name] != here:
+            others.append(f"{name} {trained_on[name]!r}, which is {here!r} here")
+    if others:
+        raise UserError(f"adapter {folder} is of another model: it was trained with {', '.join(others)}")
 
 
 def _read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -188,7 +188,7 @@ def described_config(path: Path) -> "MiniMindConfig | None":
     fields = read_description(path).get("model")
     if fields is None:
         return None
-    unknown = [name for name, value in fields.items() if name not in MiniMindConfig.__annotations__ and value]
+    unknown = [name for name in fields if name not in MiniMindConfig.__annotations__]
     if unknown:
         values = ", ".join(f"{name} {fields[name]!r}" for name in unknown)
         raise UserError(f"{path} is of a model with {values}, which this version of the code does not have")

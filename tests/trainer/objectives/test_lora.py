@@ -190,7 +190,35 @@ def test_what_is_trained_beside_the_adapters_is_refused_before_training():
         check_that_adapters_alone_are_trained(model)
 
 
-def test_an_adapter_is_merged_into_plain_layers_only(tmp_path):
+def test_the_matrices_of_an_adapter_are_called_and_are_plain():
+    """What a hook makes of them is used in training; what is no matrix could not be written."""
+    model = adapted()
+    layer = model.model.layers[0].mlp.up_proj
+    x, calls = torch.randn(5, 32), []
+    wanted = layer(x)
+    hook = layer.lora_B.register_forward_hook(lambda *_: calls.append(1))
+    torch.testing.assert_close(layer(x), wanted)
+    assert calls == [1]
+    hook.remove()
+    layer.lora_A = torch.nn.Sequential(layer.lora_A, torch.nn.Tanh())
+    with pytest.raises(UserError, match=r"up_proj: lora_A and lora_B must be plain nn.Linear layers"):
+        check_that_adapters_alone_are_trained(model)
+
+
+def test_an_adapter_of_another_arithmetic_is_refused(tmp_path):
+    """By the description beside it, if that is there."""
+    folder = written(adapted(), tmp_path)
+    beside = folder.with_name(f"{folder.name}.json")
+    described = json.loads(beside.read_text())
+    for field, value in (("rms_norm_eps", 0.5), ("layer_norm", False)):
+        beside.write_text(json.dumps(described | {"model": described["model"] | {field: value}}))
+        with pytest.raises(UserError, match=f"of another model: it was trained with {field} {value}, which"):
+            merge_adapter(base(), folder)
+    beside.unlink()
+    assert merge_adapter(base(), folder)
+
+
+def test_an_adapter_is_merged_into_plain_layers_only(tmp_path, capsys):
     """Beside a layer of another class it is trained; the product of that layer is not known."""
 
     class Bent(torch.nn.Linear):
@@ -206,6 +234,7 @@ def test_an_adapter_is_merged_into_plain_layers_only(tmp_path):
 
     model = bent_base()
     add_adapters(model, 4, 8.0, 0.0, ("up_proj",))
+    assert "no plain nn.Linear (Bent): chat, evaluation and export will refuse" in capsys.readouterr().err
     assert isinstance(model.model.layers[0].mlp.up_proj, LoRALinear)
     folder = written(model, tmp_path)
     told = r"cannot be merged into model\.layers\.0\.mlp\.up_proj, which is no plain"
