@@ -45,6 +45,13 @@ def give_gradients(model: torch.nn.Module, seed: int) -> None:
         p.grad = torch.randn(p.shape, generator=generator)
 
 
+def test_all_ranks_take_one_dtype(monkeypatch):
+    """They send each other what they computed; float32 if one of them would have to emulate bfloat16."""
+    for ranks, dtype in (([True, True], torch.bfloat16), ([True, False], torch.float32)):
+        monkeypatch.setattr(muon, "gather", lambda own, ranks=ranks: ranks)
+        assert build_optimizer(tiny(use_moe=False), 1e-3, 0.1, "muon").muon.dtype == dtype
+
+
 @pytest.mark.parametrize("native", [True, False])
 def test_a_step_is_that_of_torchs_own_two_optimizers(native, monkeypatch):
     """torch iterates in bfloat16; where that is emulated ours is in float32, and equal within bfloat16's

@@ -221,6 +221,22 @@ def test_ranks_of_different_precision_do_not_train(corpus, tmp_path):
     assert not list((tmp_path / "out").glob("*.pth"))
 
 
+def test_a_mean_over_the_updates_since_a_record_goes_on(corpus, tmp_path):
+    """The run is stopped between two records."""
+    settings = {
+        "epochs": 1,
+        "num_hidden_layers": 1,
+        "log_interval": 4,
+        "save_interval": 100,
+        "eval_interval": 0,
+    }
+    run("pretrain", flags(corpus, tmp_path / "whole", "pretrain", **settings))
+    argv = flags(corpus, tmp_path / "stopped", "pretrain", **settings, from_resume=1)
+    run("pretrain", argv, Faults(signals={2: signal.SIGTERM}), status=143)
+    run("pretrain", argv)
+    assert_same_run(tmp_path / "whole", tmp_path / "stopped")
+
+
 def test_three_ranks_resume_bit_for_bit(corpus, tmp_path):
     """Two ranks would hide another order of summation: a + b is b + a. Unequal layers make DDP change its
     buckets."""
