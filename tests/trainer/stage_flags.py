@@ -18,7 +18,7 @@ FIELDS = (
     "grad_norm",
     "tokens",
 )
-FIELDS += ("eval_loss", "eval_bpb", "skipped", "expert_load", "expert_max_min", "dead_experts")
+FIELDS += ("eval_loss", "eval_bpb", "skipped", "expert_load", "expert_max_min", "dead_experts", "mean_loss")
 
 
 def flags(corpus, folder, stage, **extra) -> list[str]:
