@@ -7,17 +7,7 @@ import torch
 from trainer.report.metrics import read_metrics
 
 # figures of a record that are not of time
-FIELDS = (
-    "update",
-    "epoch",
-    "loss",
-    "mean_loss",
-    "logits_loss",
-    "aux_loss",
-    "learning_rate",
-    "grad_norm",
-    "tokens",
-)
+FIELDS = ("update", "epoch", "loss", "logits_loss", "aux_loss", "learning_rate", "grad_norm", "tokens")
 FIELDS += ("eval_loss", "eval_bpb", "skipped", "expert_load", "expert_max_min", "dead_experts", "mean_loss")
 
 
