@@ -30,6 +30,11 @@ def test_later_ones_than_the_present_update_stay(tmp_path):
     assert numbers(tmp_path) == [4, 6, 8, 10, 12]
 
 
+def test_the_best_one_stays(tmp_path):
+    kept(tmp_path).prune(now=12, best=4)
+    assert numbers(tmp_path) == [4, 10, 12]
+
+
 def test_one_stays_in_any_case(tmp_path):
     kept(tmp_path, keep_last=0).prune(now=12, best=None)
     assert numbers(tmp_path) == [12]
