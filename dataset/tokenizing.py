@@ -223,9 +223,9 @@ class BlockTokenizer(ABC):
         """The chat template, without which texts can be tokenised. Raises UserError if there is none."""
         return self.spec.template()
 
-    def labelled(self, chat: Chat, train_all: bool = False) -> tuple[Sample, list[int]]:
+    def labelled(self, chat: Chat) -> tuple[Sample, list[int]]:
         """A conversation with its labels, and where each turn of the assistant ends, behind its last token.
-        Targets are these turns, or with `train_all` all of it."""
+        Targets are these turns."""
         hidden = chat._replace(messages=self.special.hide(chat.messages), tools=self.special.hide(chat.tools))
         rendered, spans = self.template.render(hidden)
         pieces = self.special.pieces(rendered)
@@ -238,8 +238,6 @@ class BlockTokenizer(ABC):
             ids += encoding.ids
             offsets.append(np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2) + len(text))
             text += piece.text
-        if train_all:
-            spans = [(0, len(text))]
         token_ids = np.array(ids, dtype=np.int64)
         characters = np.maximum.accumulate(np.concatenate(offsets))  # [T, 2], [start, end) of each token
         starts, ends = characters[:, 0], characters[:, 1]
@@ -311,7 +309,7 @@ class DocumentTokenizer(BlockTokenizer):
                 "leave the record out"
             )
         self.unused.update(unread_fields(record))
-        (tokens, _, bytes_per_token), _ = self.labelled(chat, train_all=True)
+        (tokens, _, bytes_per_token), _ = self.labelled(chat)
         self.counts["conversations"] += 1
         if len(tokens) > self.max_length:
             self.counts["documents_split"] += 1
