@@ -27,31 +27,34 @@ Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
 Name = Annotated[str, Field(max_length=256)]
 StopString = Annotated[str, Field(min_length=1, max_length=256)]
 
-# Fields that would change the answer and have no effect here -> the value that asks for nothing, as null, 0,
-# false and what is empty do; with any other value the request is refused.
-REFUSED: dict[str, Any] = {
-    "min_p": 0,
-    "frequency_penalty": 0,
-    "presence_penalty": 0,
-    "repetition_penalty": 1,
-    "logit_bias": {},
-    "best_of": 1,
-    "suffix": "",
-    "echo": False,
-    "functions": [],
-    "response_format": {"type": "text"},
-    "modalities": ["text"],
-    "audio": {},
-} | dict.fromkeys(
-    (  # of vLLM, SGLang and llama.cpp
-        "repeat_penalty", "min_tokens", "n_predict", "ignore_eos", "stop_token_ids", "stop_regex",
-        "bad_words", "allowed_token_ids", "logits_processors", "use_beam_search", "mirostat", "typical_p",
-        "guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs",
-        "json_schema", "grammar", "regex", "prompt_embeds", "truncate_prompt_tokens",
-        "continue_final_message", "chat_template", "lora",
+# Fields of OpenAI, vLLM, SGLang and llama.cpp that would change the answer and are not done here -> their
+# values without an effect; with any other one but null the request is refused.
+REFUSED: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(
+        (
+            "frequency_penalty", "presence_penalty", "logit_bias", "suffix", "echo",
+            "functions", "audio", "web_search_options", "documents", "chat_template",
+            "min_p", "mirostat", "n_predict", "dynatemp_range", "dry_multiplier", "lora",
+            "xtc_probability", "use_beam_search", "min_tokens", "ignore_eos", "stop_token_ids",
+            "bad_words", "allowed_token_ids", "logits_processors", "prompt_embeds",
+            "continue_final_message", "include_stop_str_in_output", "truncate_prompt_tokens",
+            "guided_json", "guided_regex", "guided_choice", "guided_grammar",
+            "structured_outputs", "json_schema", "grammar", "regex", "ebnf", "stop_regex",
+            "no_stop_trim", "lora_path", "custom_logit_processor",
+        ),
+        (False, "", [], {}),  # 0 equals False
     ),
-    1,
-)  # fmt: skip
+    "repetition_penalty": (0, 1),
+    "repeat_penalty": (0, 1),
+    "typical_p": (0, 1),
+    "tfs_z": (0, 1),
+    "best_of": (0, 1),
+    "top_n_sigma": (-1, False, "", [], {}),
+    "skip_special_tokens": (True,),
+    "add_generation_prompt": (True,),
+    "modalities": (["text"], []),
+    "response_format": ({"type": "text"},),
+}  # fmt: skip
 # other names of fields, and fields that cannot change an answer; they are not named in the log
 OTHERS = {"max_completion_tokens", "open_thinking", "add_special_tokens"}
 OTHERS |= {"user", "metadata", "store", "service_tier", "parallel_tool_calls"}
@@ -243,9 +246,9 @@ def unknown_fields(kind: type[Request], data: dict[str, Any]) -> list[str]:
 
 def refuse_unsupported(data: dict[str, Any]) -> None:
     """Raise ApiError for a field that would change the answer and has no effect here."""
-    for name, harmless in REFUSED.items():
+    for name, harmless_values in REFUSED.items():
         value = data.get(name)
-        is_harmless = not value or value == harmless
+        is_harmless = value is None or value in harmless_values
         if name == "best_of" and value == data.get("n"):  # all of them
             is_harmless = True
         if not is_harmless:

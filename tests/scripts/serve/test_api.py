@@ -453,6 +453,9 @@ def test_a_model_of_no_finite_outputs_answers_with_an_error(tiny, tokenizer, dam
         ({"logprobs": True, "top_logprobs": 21}, 400, "top_logprobs"),
         ({"min_p": 0.1}, 400, "min_p"),
         ({"guided_json": {"type": "object"}}, 400, "guided_json"),
+        ({"ignore_eos": True}, 400, "ignore_eos"),
+        ({"min_tokens": 1}, 400, "min_tokens"),
+        ({"skip_special_tokens": False}, 400, "skip_special_tokens"),
         ({"echo": True}, 400, "echo"),
         ({"tools": [{"function": {"name": "x" * 129}}]}, 400, None),
         ({"model": "other"}, 404, "model"),
@@ -488,7 +491,7 @@ def test_bodies_that_are_no_requests(scripted):
 def test_fields_that_change_nothing_are_ignored(scripted):
     body = {"messages": user("hello"), "unheard_of": None, "user": "me", "frequency_penalty": 0, "stop": ""}
     body |= {"min_p": 0.0, "metadata": {"a": "b"}, "n": 2, "best_of": 2, "repetition_penalty": 1}
-    body |= {"logit_bias": {}, "response_format": {"type": "text"}}
+    body |= {"logit_bias": {}, "response_format": {"type": "text"}, "repeat_penalty": 1, "ignore_eos": False}
     status, answer = post(scripted, json.dumps(body).encode())
     assert status == 200 and [choice["message"]["content"] for choice in answer["choices"]] == ["Well."] * 2
 
