@@ -206,12 +206,12 @@ def _fetch_model(path: HubPath, folder: Path, tokenizer_only: bool) -> None:
     for name in COMPANION_FILES:
         _fetch(path, folder, prefix + name, is_needed=tokenizer_only and name == TOKENIZER[0])
     if not tokenizer_only:
-        found = [_fetch(path, folder, prefix + name, is_needed=False) for name in WEIGHTS]
-        if not any(found) and _fetch(path, folder, prefix + INDEX, is_needed=False):
+        fetched = [_fetch(path, folder, prefix + name, is_needed=False) for name in WEIGHTS]
+        if not any(fetched) and _fetch(path, folder, prefix + INDEX, is_needed=False):
             content = json.loads((folder / prefix / INDEX).read_text(encoding="utf-8"))
             for name in sorted(set(content["weight_map"].values())):
                 _fetch(path, folder, prefix + name)
-        elif not any(found):
+        elif not any(fetched):
             _fetch(path, folder, prefix + PICKLED)
     marker.touch()
 

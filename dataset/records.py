@@ -268,8 +268,8 @@ def find_format(record: dict) -> tuple[str, str]:
             unanswered.append((key, ANSWERS[key][0]))
     if len(complete) > 1:
         raise BadRecord(f"both '{complete[0][0]}' and '{complete[1][0]}' in one record; keep one of them")
-    found = complete + unanswered
-    return found[0] if found else ("", "")
+    candidates = complete + unanswered
+    return candidates[0] if candidates else ("", "")
 
 
 # --- records of each stage

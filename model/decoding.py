@@ -174,16 +174,18 @@ def is_usual_arithmetic(forwards: tuple[Any, ...], fields: str) -> bool:
             nn.init.normal_(parameter, std=0.5)
         embeds, positions = torch.randn(3, config.hidden_size), torch.tensor([3, 0, 5])
         mask = torch.zeros(3, 1, 1, 8).masked_fill(~model.visible(positions[:, None], 8)[:, None], -torch.inf)
-        found = []
+        outputs = []
         join_layers(model)
         for forward in (model, OneToken(model, 8)):
             cache = ExampleCache(config)
             with torch.no_grad():
                 if forward is model:
-                    found.append(model(embeds[:, None], positions[:, None], mask, cast(Any, cache))[0][:, 0])
+                    outputs.append(
+                        model(embeds[:, None], positions[:, None], mask, cast(Any, cache))[0][:, 0]
+                    )
                 else:
-                    found.append(forward(embeds.clone(), positions, mask, cache))
-    return torch.allclose(*found, atol=1e-4)
+                    outputs.append(forward(embeds.clone(), positions, mask, cache))
+    return torch.allclose(*outputs, atol=1e-4)
 
 
 class ExampleCache:

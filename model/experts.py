@@ -36,7 +36,7 @@ def can_group(experts: Any, x: Tensor) -> bool:
     for expert in experts:
         if not is_plain(expert, type(experts[0])) or expert._parameters or expert._buffers:
             return False
-        if [name for name in vars(expert) if not name.startswith("_")] != ["training"]:
+        if fused.own_attributes(expert) != (("training", expert.training),):
             return False
         if expert._modules.keys() != experts[0]._modules.keys():
             return False

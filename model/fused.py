@@ -42,6 +42,14 @@ def is_half_training(x: Tensor) -> bool:
     return is_training() and x.dtype != torch.float32
 
 
+def own_attributes(layer: nn.Module) -> tuple[tuple[str, Any], ...] | None:
+    """What a layer holds beside its parameters, such as an epsilon, or a field of the config; None if these
+    are not numbers and texts alone."""
+    attributes = tuple((name, value) for name, value in vars(layer).items() if not name.startswith("_"))
+    is_plain_data = all(isinstance(value, bool | int | float | str | None) for _, value in attributes)
+    return attributes if is_plain_data else None
+
+
 def product_dtype(x: Tensor) -> torch.dtype:
     """The dtype of matrix products of x: autocast's, or its own."""
     device = x.device.type
@@ -182,14 +190,6 @@ def can_rotate_heads(attention: Any, x: Tensor, norm: type[nn.Module], rotary: R
     return is_norm_and_rotary(norm, norm.forward, attributes, rotary)
 
 
-def own_attributes(layer: nn.Module) -> tuple[tuple[str, Any], ...] | None:
-    """What a layer holds beside its parameters, such as an epsilon, or a field of the config; None if these
-    are not numbers and texts alone."""
-    attributes = tuple((name, value) for name, value in vars(layer).items() if not name.startswith("_"))
-    is_plain_data = all(isinstance(value, bool | int | float | str | None) for _, value in attributes)
-    return attributes if is_plain_data else None
-
-
 @lru_cache(maxsize=8)
 def is_norm_and_rotary(
     norm: type[nn.Module], forward: object, attributes: tuple[tuple[str, Any], ...], rotary: Rotary
@@ -206,13 +206,13 @@ def is_norm_and_rotary(
             for name, value in attributes:
                 setattr(layer, name, value)
             layer.weight = nn.Parameter(weight)
-            found, eps = rotary(layer(qkv[:, :1]), cos, sin), cast(float, layer.eps)
+            rotated, eps = rotary(layer(qkv[:, :1]), cos, sin), cast(float, layer.eps)
         except (AttributeError, RuntimeError, TypeError):  # an edited one may want something else
             return False
         angles = cos.unsqueeze(-2), sin.unsqueeze(-2)
         heads, _ = norm_and_rotate(qkv, weight, weight, *angles, eps, (1, 1), torch.float32)
     q = heads[:, :1]
-    return found.shape == q.shape and torch.allclose(found, q, atol=1e-5)
+    return rotated.shape == q.shape and torch.allclose(rotated, q, atol=1e-5)
 
 
 def rotated_heads(attention: Any, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -245,8 +245,8 @@ class NormAndRotary(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads: Tensor):
-        found = in_one_kernel(norm_and_rotate_backward, *ctx.saved_tensors, *grads)
-        return *found, None, None, None, None, None
+        gradients = in_one_kernel(norm_and_rotate_backward, *ctx.saved_tensors, *grads)
+        return *gradients, None, None, None, None, None
 
 
 def norm_and_rotate(

@@ -57,12 +57,12 @@ def find_task(name: str) -> type[TrainingTask]:
 def named_class(flag: str, name: str, base: type[C]) -> type[C]:
     """The class `package.module:ClassName`, also from the current folder, which a flag names. Raises
     UserError if there is no such class, or it lacks methods that a subclass of `base` must implement."""
-    found = import_named(flag, name)
-    if not (isinstance(found, type) and issubclass(found, base)):
+    imported = import_named(flag, name)
+    if not (isinstance(imported, type) and issubclass(imported, base)):
         raise UserError(f"{flag} {name} is not a subclass of {base.__name__} ({base.__module__})")
-    if missing := getattr(found, "__abstractmethods__", ()):
+    if missing := getattr(imported, "__abstractmethods__", ()):
         raise UserError(f"{flag} {name} does not implement {', '.join(sorted(missing))}")
-    return found
+    return imported
 
 
 def train_worker(rank: int, world_size: int, config: Config) -> None:

@@ -27,8 +27,8 @@ def driver() -> str:
     """What this machine says of an NVIDIA GPU and its driver; empty without one."""
     with suppress(OSError):
         return DRIVER.read_text(encoding="utf-8").splitlines()[0]
-    found = nvidia_smi("name,driver_version") or ", ".join(map(str, Path("/dev").glob("nvidia[0-9]*")))
-    return found or ", ".join(f"no driver, {path.name}" for path in sorted(PCI.glob("*")) if is_gpu(path))
+    gpus = nvidia_smi("name,driver_version") or ", ".join(map(str, Path("/dev").glob("nvidia[0-9]*")))
+    return gpus or ", ".join(f"no driver, {path.name}" for path in sorted(PCI.glob("*")) if is_gpu(path))
 
 
 def is_gpu(path: Path) -> bool:

@@ -30,10 +30,10 @@ TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 MINIMIND_RANK = 16  # of all adapters that MiniMind loads
 PREFIX = "base_model.model."  # of the names in the file
-# fields of a model that may be others than those which an adapter was trained with
-FREE_FIELDS = {"dropout", "router_aux_loss_coef", "max_position_embeddings", "inference_rope_scaling"}
-FREE_FIELDS |= {"rope_parameters", "vocab_size", "tie_word_embeddings", "tokenizer_sha256"}
-FREE_FIELDS |= {"pad_token_id", "bos_token_id", "eos_token_id"}
+# fields of the config in which a model may differ from the one that an adapter was trained on
+NOT_COMPARED = {"dropout", "router_aux_loss_coef", "max_position_embeddings", "inference_rope_scaling"}
+NOT_COMPARED |= {"rope_parameters", "vocab_size", "tie_word_embeddings", "tokenizer_sha256"}
+NOT_COMPARED |= {"pad_token_id", "bos_token_id", "eos_token_id"}
 # fields of PEFT's config -> the values whose arithmetic is that of LoRALinear
 SUPPORTED_PEFT_VALUES: dict[str, tuple] = {
     "peft_type": ("LORA",),
@@ -149,14 +149,14 @@ def minimind_adapter(
         why = f"the adapter has rank {config['r']}, and MiniMind loads {MINIMIND_RANK}"
         raise UserError(f"{why}: train it with --lora_rank {MINIMIND_RANK}")
     scale = config["lora_alpha"] / config["r"]
-    found = {}
+    matrices = {}
     for name, size in square.items():
         a, b = torch.zeros(MINIMIND_RANK, size), torch.zeros(size, MINIMIND_RANK)
         if name in adapted:
             a[: config["r"]] = tensors[f"{name}.lora_A.weight"]
             b[:, : config["r"]] = scale * tensors[f"{name}.lora_B.weight"]
-        found[f"{name}.lora.A.weight"], found[f"{name}.lora.B.weight"] = a.half(), b.half()
-    return found
+        matrices[f"{name}.lora.A.weight"], matrices[f"{name}.lora.B.weight"] = a.half(), b.half()
+    return matrices
 
 
 def read_adapter(model: "MiniMindForCausalLM", folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -198,7 +198,7 @@ def check_base(model: "MiniMindForCausalLM", folder: Path) -> None:
     there is one."""
     try:
         trained_on = json.loads(folder.with_name(f"{folder.name}.json").read_text(encoding="utf-8"))["model"]
-        fields = trained_on.keys() - FREE_FIELDS
+        fields = trained_on.keys() - NOT_COMPARED
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return
     own, others = model.config.own_fields(), []

@@ -114,6 +114,7 @@ class CheckpointManager(Callback):
 
     def on_checkpoint_saved(self, engine: Any, path: Path) -> None:
         state, keep_every = engine.state, self.args.keep_every
+        # a save at a multiple, whoever asked for it, or one that was postponed beyond a multiple
         is_due = keep_every and (state.keep_due or state.update % keep_every == 0)
         if is_due and is_main_process():
             self._keep(state, f"update_{state.update:08d}")

@@ -145,8 +145,8 @@ def read_sampling(folder: Path) -> Sampling:
         wrong = []
         for each in error.errors():
             wrong.append(": ".join([*map(str, each["loc"]), each["msg"]]))  # of a damaged file no name
-        told = "; ".join(wrong)
-        raise UserError(f"{path}: {told}; correct the file or remove the line") from error
+        message = "; ".join(wrong)
+        raise UserError(f"{path}: {message}; correct the file or remove the line") from error
     if not given.pop("do_sample", True):
         given["temperature"] = 0.0
     return replace(DEFAULTS, **given)
