@@ -24,8 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.command_line import Parser, one_line_errors
 from common.errors import UserError, printable, reason
-from model.answer_stream import TextStream
-from model.answers import THINK, answer_message
+from model.answers import THINK, TextStream, answer_message
 from model.finite_decoder import FiniteDecoder
 from model.prompts import document_tokens
 from model.sampling import DEFAULTS, default_sampling
@@ -180,7 +179,7 @@ class Chat:
         start = time.perf_counter()
         (answer,) = decoder.add(tokens, [replace(self.sampling, seed=args.seed + self.count)], room)
         text, thinks = TextStream(self.tokenizer), bool(args.open_thinking)
-        self.screen.begin(thinks, self.toolbox.owners)
+        self.screen.begin(thinks)
         with self.stop.listening() if self.is_terminal else nullcontext():
             while decoder.rows and not self.stop.asked:
                 if decoder.step():

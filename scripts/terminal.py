@@ -1,15 +1,15 @@
 """The terminal of a chat: answers shown while they are made, Ctrl-C, line editing."""
 
+import json
 import os
 import signal
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from common.errors import UserError, printable
-from model.answer_stream import AnswerParser
-from model.answers import THINK
+from model.answers import THINK, AnswerParser
 
 DIM, NORMAL = "\033[2m", "\033[0m"
 
@@ -33,9 +33,9 @@ class Screen:
         self.is_terminal = is_terminal
         self.has_colors = is_terminal and "NO_COLOR" not in os.environ
 
-    def begin(self, thinks: bool, tools: Collection[str]) -> None:
-        """An answer begins. thinks: inside its reasoning; tools: names that its calls may have."""
-        self.parser, self.kind = AnswerParser(thinks, tools), ""
+    def begin(self, thinks: bool) -> None:
+        """An answer begins. thinks: inside its reasoning."""
+        self.parser, self.kind = AnswerParser(thinks), ""
         if thinks and not self.is_terminal:
             sys.stdout.write(THINK)
 
@@ -44,23 +44,20 @@ class Screen:
         if not self.is_terminal:
             sys.stdout.write(text)
         else:
-            deltas = self.parser.push(text)
-            if is_last:
-                deltas += self.parser.end()
-            for delta in deltas:
-                self._show(delta)
+            for part in self.parser.push(text, is_last):
+                self._show(part)
         if is_last:
             sys.stdout.write("\n")
         sys.stdout.flush()
 
-    def _show(self, delta: dict[str, Any]) -> None:
-        ((kind, value),) = delta.items()
+    def _show(self, part: dict[str, Any]) -> None:
+        ((kind, value),) = part.items()
         if self.kind and (kind != self.kind or kind == "tool_calls"):
             sys.stdout.write("\n")
         self.kind = kind
         if kind == "tool_calls":
             call = value[0]["function"]
-            value = f"[call] {call['name']} {call['arguments']}"
+            value = f"[call] {call['name']} {json.dumps(call['arguments'], ensure_ascii=False)}"
         dim = self.has_colors and kind == "reasoning_content"
         sys.stdout.write(f"{DIM}{printable(value)}{NORMAL}" if dim else printable(value))
 

@@ -2,13 +2,14 @@
 chunks."""
 
 import asyncio
+import json
 import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from model.answer_stream import AnswerParser, merge
+from model.answers import AnswerParser, merge
 from model.sampling import Sampling, TokenLogprob
 from scripts.serve.logprobs import TextLogprobs
 from scripts.serve.models import ServedModel, Settings
@@ -199,19 +200,16 @@ class ChatReply(BaseReply):
     def take(self, progress: Progress) -> list[dict[str, Any]]:
         self.tokens[progress.number] = progress.tokens
         choice, parser = self.choices[progress.number], self.parsers[progress.number]
-        deltas = parser.push(progress.text)
-        if progress.finish:
-            deltas += parser.end()
-        for delta in deltas:
-            merge(choice["message"], delta)
+        message = choice["message"]
+        parts = parser.push(progress.text, is_last=progress.finish is not None)
+        deltas = [_add_part(message, part) for part in parts]
         if not self.begun[progress.number]:
             self.begun[progress.number] = True
             deltas.insert(0, {"role": "assistant", "content": ""})
         chunks = [_chat_choice(progress.number, delta) for delta in deltas]
         if progress.finish:
-            called = parser.calls > 0 and progress.finish == "stop"
+            called = "tool_calls" in message and progress.finish == "stop"
             choice["finish_reason"] = "tool_calls" if called else progress.finish
-            message = choice["message"]
             if message["content"] is None and "tool_calls" not in message:
                 message["content"] = ""
             chunks.append(_chat_choice(progress.number, {}, choice["finish_reason"]))
@@ -233,3 +231,21 @@ class ChatReply(BaseReply):
 
 def _chat_choice(index: int, delta: dict[str, Any], finish: str | None = None) -> dict[str, Any]:
     return {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish}
+
+
+def _add_part(message: dict[str, Any], part: dict[str, Any]) -> dict[str, Any]:
+    """Add a part of an answer to the reply's message; returns the delta of a chunk with it."""
+    if "tool_calls" not in part:
+        merge(message, part)
+        return part
+    (call,) = part["tool_calls"]
+    function = call["function"]
+    arguments = json.dumps(function["arguments"], ensure_ascii=False)
+    openai_call = {
+        "id": f"call_{secrets.token_hex(12)}",
+        "type": "function",
+        "function": {"name": function["name"], "arguments": arguments},
+    }
+    index = len(message.get("tool_calls", ()))
+    merge(message, {"tool_calls": [openai_call]})
+    return {"tool_calls": [{"index": index} | openai_call]}

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from common.errors import reason, warn
-from model.answer_stream import TextStream
+from model.answers import TextStream
 from model.finite_decoder import NotFinite
 from model.generation import Answer, Decoder
 from model.sampling import Sampling, TokenLogprob

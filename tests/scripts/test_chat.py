@@ -358,7 +358,7 @@ def test_a_terminal_session(weights, tmp_path):
     roles = ["user", "assistant", "tool", "assistant", *["user", "assistant"] * 2]
     assert [message["role"] for message in messages] == roles
     assert messages[-2]["content"] == "pasted line\nand another"
-    assert messages[2]["content"] == "12" and messages[-1]["content"].startswith("on on")
+    assert messages[2]["content"] == "12" and messages[-1]["content"].startswith(" on on")
 
 
 def test_questions_are_answered_each_by_itself(said, pipe, weights, tmp_path):

@@ -1,4 +1,4 @@
-"""Prompts of a conversation, what an answer's text becomes, and a context that forgets."""
+"""Prompts of a conversation, and a context that forgets."""
 
 import pytest
 from hypothesis import given
@@ -6,7 +6,6 @@ from hypothesis import strategies as st
 
 from common.errors import UserError
 from dataset.token_cache import load_tokenizer
-from model.answers import answer_message
 from model.prompts import prompt_tokens
 from scripts.conversation import Conversation
 from tests.conftest import ROOT
@@ -41,31 +40,6 @@ def test_nobody_can_end_their_turn_from_within_it(text):
     begin, end = TOKENIZER.bos_token_id, TOKENIZER.eos_token_id
     assert [i for i in tokens if i in TOKENIZER.all_special_ids] == [begin, end] * 3 + [begin]
     assert TOKENIZER.decode(tokens).count(f"<|im_start|>user\n{text}<|im_end|>") >= 1
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("  Hello \n", {"content": "Hello"}),
-        ("<think>\nwhy\n</think>\n\nBecause.", {"content": "Because.", "reasoning_content": "why"}),
-        ("<think>\nendless", {"content": "", "reasoning_content": "endless"}),
-        ("a <think> b", {"content": "a <think> b"}),
-        ('<tool_call>{"name": "f"}', {"content": '<tool_call>{"name": "f"}'}),
-        ("<tool_call>f(1)</tool_call>", {"content": "<tool_call>f(1)</tool_call>"}),
-        ('<tool_call>{"name": 1}</tool_call>', {"content": '<tool_call>{"name": 1}</tool_call>'}),
-        (f"<tool_call>{'[' * 100_000}</tool_call>", {"content": f"<tool_call>{'[' * 100_000}</tool_call>"}),
-    ],
-)
-def test_the_message_of_an_answer(text, expected):
-    assert answer_message(text) == {"role": "assistant", **expected}
-
-
-@pytest.mark.parametrize(
-    "marks", ["<tool_call>", " ", "<tool_call>{</tool_call>", "<think>", '<tool_call>{"name": "f"']
-)
-def test_parsing_takes_time_in_proportion_to_the_text(marks):
-    """A search that begins anew at each mark would take an hour here."""
-    assert answer_message(marks * 100_000)["role"] == "assistant"
 
 
 def conversation(limit: int) -> Conversation:

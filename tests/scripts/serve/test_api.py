@@ -22,6 +22,7 @@ from fastapi.testclient import TestClient
 from pydantic import ValidationError
 from transformers import AutoTokenizer
 
+from model.answers import TextStream
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from model.sampling import Sampling
 from scripts.serve import bodies, models, prompt_writer, replies
@@ -697,8 +698,8 @@ def test_a_full_queue_refuses_and_goes_on(scripted):
 def test_a_step_that_fails_ends_the_requests_that_fail_alone(scripted, monkeypatch, capfd):
     """Also one whose text cannot be decoded, and one without memory. The others write on as if nothing had
     been."""
-    decoder, tokenizer = scripted.model.decoder, scripted.model.scheduler.tokenizer
-    decode, spell = decoder.decode, tokenizer.decode
+    decoder = scripted.model.decoder
+    decode, push = decoder.decode, TextStream.push
     SAYS["long"], PACE["seconds"] = "word " * 60, 0.01
     SAYS["bad text"] = "Poison."
     failures = {1: RuntimeError("not enough memory"), 2: ValueError("a row")}  # by seed
@@ -709,14 +710,14 @@ def test_a_step_that_fails_ends_the_requests_that_fail_alone(scripted, monkeypat
                 raise failures[answer.sampling.seed]
         return decode(only)
 
-    def spelling(tokens: Any, **options: Any) -> str:
-        text = spell(tokens, **options)
-        if "ois" in text:
+    def spelling(stream: TextStream, token: int) -> str:
+        text = push(stream, token)
+        if "P" in text:
             raise RuntimeError("no such text")
         return text
 
     monkeypatch.setattr(decoder, "decode", failing)
-    monkeypatch.setattr(tokenizer, "decode", spelling)
+    monkeypatch.setattr(TextStream, "push", spelling)
     with ThreadPoolExecutor(1) as pool:
         long = pool.submit(lambda: list(chat(scripted, "long", stream=True)))
         wait_for(lambda: scripted.model.scheduler.writing)
