@@ -1,105 +1,112 @@
 """Batched decoding: many answers are written at once, over one cache of keys and values; they join and leave
-between two steps. For serving, and for whoever needs many answers (`generate`); no threads, no text and no
-network here.
+between two steps. For chat, the server, evaluation and rollouts; no threads, no text and no network here.
 
     decoder = Decoder(model, slots=64, length=2048, end_ids=[2])
-    # one prefill, two answers
     answers = decoder.add(prompt, [Sampling(seed=1), Sampling(seed=2)], max_new_tokens=100)
-    while decoder.rows:
-        for answer in decoder.step():       # every answer that got a token: answer.tokens, answer.finish
+    while decoder.answers:
+        for answer in decoder.step():  # every answer that got a token: answer.tokens, answer.finish
             ...
 
 The same prompt and seed give the same answer whatever else is decoded beside it (see sampling.py), except
 where two tokens tie to within the rounding of a matrix product, which may depend on the number of rows.
 
-On a GPU the host waits for the device once in `decode`, however many tokens that writes, and once in
-`prefill`.
-
-Shape legend: R rows, P prompts, T tokens of a prompt's chunk, G key/value heads, D head size, V vocabulary.
+Shape legend: R rows, T tokens, G key/value heads, D head size, V vocabulary.
 """
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from model.sampling import Draws, Sampling, TokenLogprob, top_logprobs
-from model.steps import MAX_STEPS, Answer, Batch, PromptRow, Steps, on_device
+from common.errors import UserError
+from model.attention import visible_mask
+from model.sampling import Sampling, TokenLogprob, draw, top_logprobs
 
-SLOTS = 128  # answers written at once on a CPU
-# tokens that `generate` writes between two looks at which answers have ended; on a GPU MAX_STEPS
-BURST = {"cpu": 1}
-
-
-@dataclass
-class Move:
-    """A row of the cache that is to have another place."""
-
-    row: PromptRow | Answer
-    slot: int
+SLOTS = 128  # answers that `generate` writes at once on a CPU
+READ_AT_ONCE = 512  # tokens of a prompt: the mask and the activations of more take much memory
 
 
-def moves_to(rows: Sequence[PromptRow | Answer], first: int) -> list[Move]:
-    """Which of the rows have to move so that they have the slots from `first` on, each its own."""
-    free = list(range(first, first + len(rows)))
-    moving = []
-    for row in rows:
-        if row.slot in free:
-            free.remove(row.slot)
-        else:
-            moving.append(row)
-    return [Move(row, slot) for row, slot in zip(moving, free, strict=True)]
+class NotFinite(UserError):
+    """A model's outputs are not finite numbers. From such logits the first token of the vocabulary would be
+    drawn again and again: a special one, which is shown as nothing."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the model's outputs are not finite numbers: its training diverged, or the file is damaged"
+        )
 
 
-# Which row of the cache belongs to whom: first the answers that are being written, then the prompts that are
-# being read, without gaps, so that a step of all answers works on one slice. `_settle` puts them there before
-# a forward.
-#
-#   A0 A1 A2 | P0 P1        three answers, two prompts
-#   A0 A2 | P0 P1           A1 has ended: A2 and P1 moved to the gaps
-#   A0 A2 A3 A4 | P1        P0 is read: its first answer A3 has its row, A4 a copy of it in the next, P1 moved
+@dataclass(eq=False)
+class Answer:
+    """One answer. finish: None while it is written; "stop" after an end token (which is the last of its
+    tokens), "length" if it has all tokens that it may have."""
+
+    sampling: Sampling
+    max_new_tokens: int
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)  # of these tokens under softmax(logits / temperature)
+    # how many of the likeliest tokens `details` names beside each; None: it stays empty
+    top: int | None = None
+    details: list[TokenLogprob] = field(default_factory=list)  # of these tokens
+    finish: str | None = None
+    cached: int = 0  # tokens whose keys and values are in the cache
+
+
+class KeyValueCache:
+    """Keys and values of `slots` rows of `length` tokens, allocated once. It takes the place of a
+    transformers cache in the model's attention: before a forward `seek` says where its tokens belong."""
+
+    def __init__(self, model: Any, slots: int, length: int):
+        config, weight = model.config, model.lm_head.weight
+        shape = (config.num_hidden_layers, 2, slots, config.num_key_value_heads, length, config.head_dim)
+        # zeros, not empty: a masked value that is not a number would still spoil the sum
+        self.tensor = torch.zeros(shape, dtype=weight.dtype, device=weight.device)
+        self.rows, self.end = torch.empty(0), 0
+        self.positions = torch.empty(0)
+
+    def seek(self, first: int, positions: Tensor, end: int) -> None:
+        """Tokens at `positions` [R, T] of the rows from `first` on are written next, and see keys before
+        `end` at most."""
+        self.first, self.last = first, first + len(positions)
+        self.rows = torch.arange(self.first, self.last, device=positions.device)[:, None]
+        self.positions, self.end = positions, end
+
+    def update(self, k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        """Store k, v [R, G, T, D] of a layer; returns all keys and values of its rows, [R, G, end, D]."""
+        keys, values = self.tensor[layer]
+        keys[self.rows, :, self.positions] = k.transpose(1, 2)
+        values[self.rows, :, self.positions] = v.transpose(1, 2)
+        rows = slice(self.first, self.last)
+        return keys[rows, :, : self.end], values[rows, :, : self.end]
+
+    def copy(self, source: int, targets: slice, length: int) -> None:
+        """Put the first tokens of a row in the place of others."""
+        tokens = self.tensor[..., :length, :]
+        tokens[:, :, targets] = tokens[:, :, source : source + 1]
 
 
 class Decoder:
-    """Decodes up to `slots` answers at once, each with its prompt of up to `length` tokens.
+    """Writes up to `slots` answers at once, each with its prompt of up to `length` tokens.
 
-    model: a `MiniMindForCausalLM`. end_ids: tokens that end an answer. prefill_tokens: how many tokens of
-    prompts a step reads at most, so that a long prompt does not hold up the answers that are being written.
-    with_logprobs: keep the tokens' log-probabilities.
-    """
+    model: a `MiniMindForCausalLM`. end_ids: tokens that end an answer. A call that raises leaves the answers
+    as they were; raises NotFinite if the model's outputs are no numbers."""
 
-    def __init__(
-        self,
-        model: Any,
-        slots: int,
-        length: int,
-        end_ids: Collection[int],
-        prefill_tokens: int = 256,
-        with_logprobs: bool = False,
-    ):
-        self.slots, self.length, self.end_ids = slots, length, frozenset(end_ids)
-        self.prefill_tokens, self.with_logprobs = prefill_tokens, with_logprobs
-        self.steps = Steps(model, slots, length, with_logprobs)
-        self.device = self.steps.device
-        self.answers: list[Answer] = []  # that are being written
-        self.prompts: list[PromptRow] = []  # that are being read, the first ones first
-        # of all answers; None: since it was made, some joined, left or failed
-        self.batch: Batch | None = None
-        self.broken = False  # since moving rows failed, rows and cache do not agree: only `clear` helps
-
-    @property
-    def rows(self) -> list[PromptRow | Answer]:
-        """What has a row of the cache, or will get one."""
-        return [*self.answers, *self.prompts]
+    def __init__(self, model: Any, slots: int, length: int, end_ids: Collection[int]):
+        self.model, self.slots, self.length, self.end_ids = model, slots, length, frozenset(end_ids)
+        self.device = model.lm_head.weight.device
+        with torch.inference_mode():
+            self.cache = KeyValueCache(model, slots, length)
+        self.answers: list[Answer] = []  # answer i has row i of the cache
 
     @property
     def free(self) -> int:
         """Answers that can be added now."""
-        return self.slots - len(self.answers) - sum(len(row.answers) for row in self.prompts)
+        return self.slots - len(self.answers)
 
+    @torch.inference_mode()
     def add(
         self,
         prompt: Sequence[int],
@@ -107,170 +114,78 @@ class Decoder:
         max_new_tokens: int,
         top: int | None = None,
     ) -> list[Answer]:
-        """Begin one answer for each sampling; the prompt is read once. Raises ValueError if there is no room
-        for so many answers, or prompt and answer are longer than the cache.
+        """Begin an answer for each sampling: the prompt is read once, and their first tokens are drawn.
+        Raises ValueError if there is no room for so many answers, or prompt and answer are longer than the
+        cache.
 
         top: keep the log-probabilities of the tokens and of so many of the likeliest."""
         if not 1 <= len(samplings) <= self.free:
             raise ValueError(f"{len(samplings)} answers were asked for, and there is room for {self.free}")
         if not prompt or max_new_tokens < 1 or len(prompt) + max_new_tokens > self.length:
             raise ValueError(f"{len(prompt)} + {max_new_tokens} tokens do not fit the cache of {self.length}")
-        answers = [Answer(one, max_new_tokens, top=top) for one in samplings]
-        self.prompts.append(PromptRow(list(prompt), list(answers)))
+        row = len(self.answers)
+        for begin in range(0, len(prompt), READ_AT_ONCE):
+            tokens = torch.tensor([prompt[begin : begin + READ_AT_ONCE]])
+            positions = torch.arange(begin, begin + tokens.shape[1])[None]
+            hidden = self._hidden(row, tokens, positions)
+        answers = [Answer(each, max_new_tokens, top=top, cached=len(prompt)) for each in samplings]
+        self.cache.copy(row, slice(row + 1, row + len(answers)), len(prompt))
+        logits = self.model.lm_head(hidden[:, -1]).float().expand(len(answers), -1)
+        drawn = self._draw(answers, logits)
+        self.answers += answers
+        self._append(answers, *drawn)
         return answers
 
-    def remove(self, answer: Answer) -> None:
-        """Stop writing an answer and free its place; nothing happens to one that has left already."""
-        if answer in self.answers:
-            self.answers.remove(answer)
-            self.batch = None
-            return
-        for row in self.prompts:
-            if answer in row.answers:
-                row.answers.remove(answer)
-        self.prompts = [row for row in self.prompts if row.answers]
-
-    def clear(self) -> None:
-        """Remove everything, as after a step that failed."""
-        self.answers, self.prompts, self.batch, self.broken = [], [], None, False
-        with torch.inference_mode():
-            self.steps.cache.tensor.zero_()
-
     @torch.inference_mode()
-    def step(self, count: int = 1) -> list[Answer]:
-        """Read a chunk of the prompts that wait, and write a token, or `count`, of every answer that is under
-        way.
-
-        Returns the answers that got tokens; those with a `finish` have left.
-        """
-        return [*self.decode(count=count), *self.prefill()]
-
-    # Each half of a step either succeeds or, if it raises, leaves everything as it was, so it can be tried
-    # again with some of the rows; unless the decoder is `broken` then.
-
-    @torch.inference_mode()
-    def decode(self, only: Collection[Answer] | None = None, count: int = 1) -> list[Answer]:
-        """Write a token of every answer that is under way, or of some of them; or up to `count` tokens (at
-        most MAX_STEPS), a forward for each, before it is looked which answers have ended."""
-        self._settle()
-        answers = [answer for answer in self.answers if only is None or answer in only]
-        if not answers:
-            return []
-        batch = self.batch if only is None else None
-        self.batch = None  # until this half has succeeded
-        if batch is None:
-            batch = self.steps.batch_of(answers)
-        left = max(answer.max_new_tokens - len(answer.tokens) for answer in answers)
-        count = min(count, left, MAX_STEPS)
-        end = max(answer.cached for answer in answers)
-        batch.begin(answers, count)
-        details = []
-        for _ in range(count):
-            end = min(end + 1, self.length)
-            logits = self.steps.write_tokens(batch, end)[: len(answers)]
-            details.append(self._details(answers, logits, batch.tokens[: len(answers), 0]))
-        rows = len(answers)  # without padding
-        tokens, logprobs = self._read(batch.drawn[:count, :rows], batch.logprobs[:count, :rows])
-        if only is None:
-            self.batch = batch
+    def step(self) -> list[Answer]:
+        """Write a token of every answer; returns them all. Those with a `finish` have left."""
+        answers = list(self.answers)
+        tokens = torch.tensor([[answer.tokens[-1]] for answer in answers])
+        positions = torch.tensor([[answer.cached] for answer in answers])
+        hidden = self._hidden(0, tokens, positions)
+        drawn = self._draw(answers, self.model.lm_head(hidden[:, 0]).float())
         for answer in answers:
-            answer.cached += count
-        for step in range(count):
-            self._append(answers, tokens[step], logprobs[step], details[step])
+            answer.cached += 1
+        self._append(answers, *drawn)
         return answers
 
     @torch.inference_mode()
-    def prefill(self, only: Collection[Answer] | None = None) -> list[Answer]:
-        """One forward over the next tokens of the first prompts, or of those of some answers; answers whose
-        prompt is read get their first token."""
-        rows: list[PromptRow] = []
-        width = 0  # of the padded batch
-        for row in self.prompts:
-            if only is not None and not any(answer in only for answer in row.answers):
-                continue
-            wide = max(width, min(len(row.tokens) - row.cached, self.prefill_tokens))
-            if rows and wide * (len(rows) + 1) > self.prefill_tokens:
-                break
-            rows.append(row)
-            width = wide
-        if not rows:
-            return []
-        self._settle()
-        hidden = self.steps.read_prompts(rows, width)  # [P, T, C]
-        done = [row for row in rows if row.cached + width >= len(row.tokens)]
-        answers = [answer for row in done for answer in row.answers]
-        tokens, logprobs, details = self._first_tokens(hidden, rows, done)
-        for row in rows:
-            row.cached = min(row.cached + width, len(row.tokens))
-        for row in done:
-            self.prompts.remove(row)
-            self.answers += row.answers
-            for answer in row.answers:  # they share its row until `_settle` copies it
-                answer.slot, answer.cached = row.slot, row.cached
-            self.batch = None
-        self._append(answers, tokens, logprobs, details)
-        return answers
-
-    def _settle(self) -> None:
-        """Give every answer and prompt a row of its own, answers first, and move there what is cached of
-        it."""
-        moves = moves_to(self.answers, 0) + moves_to(self.prompts, len(self.answers))
-        if not moves:
+    def remove(self, answer: Answer) -> None:
+        """Stop writing an answer; the last one gets its row. Nothing happens to one that has left already."""
+        if answer not in self.answers:
             return
-        copied = [move for move in moves if move.row.cached]
-        if copied:
-            self.broken = True
-            self.steps.cache.move(
-                [move.row.slot for move in copied],
-                [move.slot for move in copied],
-                max(move.row.cached for move in copied),
-            )
-            self.broken = False
-        for move in moves:
-            move.row.slot = move.slot
-        self.answers.sort(key=lambda answer: answer.slot)
-        self.batch = None
+        row, last = self.answers.index(answer), self.answers[-1]
+        if last is not answer:
+            self.cache.copy(len(self.answers) - 1, slice(row, row + 1), last.cached)
+            self.answers[row] = last
+        self.answers.pop()
 
-    def _first_tokens(
-        self, hidden: Tensor, rows: list[PromptRow], done: list[PromptRow]
+    def _hidden(self, row: int, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Hidden states [R, T, C] of tokens [R, T] in the rows from `row` on, which are cached."""
+        end, inner = int(positions.max()) + 1, self.model.model
+        tokens, positions = tokens.to(self.device), positions.to(self.device)
+        self.cache.seek(row, positions, end)
+        keys = torch.arange(end, device=self.device)
+        mask = visible_mask(positions[..., None], keys, self.model.config)[:, None]  # [R, 1, T, end]
+        embeds = inner.embed_tokens(tokens)
+        if torch.is_autocast_enabled(self.device.type):
+            embeds = embeds.float()  # as in training, where the weights are float32
+        return inner(embeds, positions, mask, self.cache)[0]
+
+    def _draw(
+        self, answers: list[Answer], logits: Tensor
     ) -> tuple[list[int], list[float], list[TokenLogprob | None]]:
-        """What the answers to the prompts that have been read begin with; hidden [P, T, C] of all rows."""
-        if not done:
-            return [], [], []
-        last, prompt_of = [], []  # tokens of the batch; of each answer, which of these is its prompt's
-        for row in done:
-            prompt_of += [len(last)] * len(row.answers)
-            last.append(rows.index(row) * hidden.shape[1] + len(row.tokens) - row.cached - 1)
-        logits = self.steps.logits(hidden.flatten(0, 1).index_select(0, on_device(last, self.device)))
-        logits = logits.index_select(0, on_device(prompt_of, self.device))  # [R, V]
-        answers = [answer for row in done for answer in row.answers]
-        draws = Draws([answer.sampling for answer in answers], logits.shape[1], self.device)
-        (uniform,) = draws.numbers([0] * len(answers), 1)
-        drawn, drawn_logprobs = draws.draw(logits, uniform, self.with_logprobs)
-        details = self._details(answers, logits, drawn)
-        if drawn_logprobs is None:
-            drawn_logprobs = torch.zeros_like(drawn)
-        (tokens,), (logprobs,) = self._read(drawn[None], drawn_logprobs[None])
-        return tokens, logprobs, details
-
-    def _details(self, answers: list[Answer], logits: Tensor, tokens: Tensor) -> list[TokenLogprob | None]:
-        """What to keep of the likeliest tokens besides those that were drawn from logits [R, V]. Sync point
-        if anything is."""
+        """The next token of each answer, its log-probability, and what is kept of the likeliest ones."""
+        numbers = [len(answer.tokens) for answer in answers]
+        drawn = draw(logits, [answer.sampling for answer in answers], numbers)
+        tokens, logprobs = (each.tolist() for each in drawn)  # sync point
+        if not all(map(math.isfinite, logprobs)):
+            raise NotFinite
         details: list[TokenLogprob | None] = [None] * len(answers)
-        wanted = [answer.top for answer in answers if answer.top is not None]
-        if wanted:
-            likeliest = top_logprobs(logits, tokens, max(wanted))
-            for i, answer in enumerate(answers):
-                if answer.top is not None:
-                    details[i] = likeliest[i]._replace(top=likeliest[i].top[: answer.top])
-        return details
-
-    def _read(self, tokens: Tensor, logprobs: Tensor) -> tuple[list[list[int]], list[list[float]]]:
-        """Tokens [steps, R] on the host, and their log-probabilities, of which nothing is known if they are
-        not kept. Sync point."""
-        if not self.with_logprobs:
-            return tokens.tolist(), [[math.nan] * tokens.shape[1]] * len(tokens)
-        return tokens.tolist(), logprobs.tolist()
+        for i, answer in enumerate(answers):
+            if answer.top is not None:
+                details[i] = top_logprobs(logits[i], tokens[i], answer.top)
+        return tokens, logprobs, details
 
     def _append(
         self,
@@ -279,16 +194,13 @@ class Decoder:
         logprobs: list[float],
         details: list[TokenLogprob | None],
     ) -> None:
-        """Give each answer that has not ended its next token, and let those leave that end with it."""
+        """Give each answer its next token, and let those leave that end with it."""
         for i, answer in enumerate(answers):
-            if answer.finish:
-                continue
             answer.tokens.append(tokens[i])
+            answer.logprobs.append(logprobs[i])
             detail = details[i]
             if detail is not None:
                 answer.details.append(detail)
-            if self.with_logprobs:
-                answer.logprobs.append(logprobs[i])
             if tokens[i] in self.end_ids:
                 answer.finish = "stop"
             elif len(answer.tokens) == answer.max_new_tokens:
@@ -302,10 +214,9 @@ def fitting_slots(model: Any, length: int) -> int:
     weight, config = model.lm_head.weight, model.config
     if weight.device.type != "cuda":
         return SLOTS
-    of_token = (
-        2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * weight.element_size()
-    )
-    of_logits = 16 * config.vocab_size  # logits, scaled logits, probabilities and one more, in float32
+    heads = config.num_hidden_layers * config.num_key_value_heads
+    of_token = 2 * heads * config.head_dim * weight.element_size()
+    of_logits = 24 * config.vocab_size  # logits, probabilities and their sums in float64
     idle = torch.cuda.memory_reserved(weight.device) - torch.cuda.memory_allocated(weight.device)
     free = torch.cuda.mem_get_info(weight.device)[0] + idle
     return max(1, free // 2 // (of_token * length + of_logits))
@@ -318,7 +229,6 @@ def generate(
     max_new_tokens: int | Sequence[int],
     end_ids: Collection[int],
     slots: int = 0,
-    with_logprobs: bool = False,
 ) -> list[list[Answer]]:
     """Answers to all prompts (lists of token ids), for each prompt one per sampling; `slots` of them at a
     time (0: as many as half of a GPU's free memory holds, and SLOTS on a CPU, but at least those of one
@@ -328,13 +238,12 @@ def generate(
     new = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else max_new_tokens
     length = max((len(prompt) + count for prompt, count in zip(prompts, new, strict=True)), default=0)
     slots = min(slots or max(fitting_slots(model, length), *map(len, samplings), 1), sum(map(len, samplings)))
-    decoder = Decoder(model, slots, length, end_ids, prefill_tokens=1024, with_logprobs=with_logprobs)
-    burst = BURST.get(decoder.device.type, MAX_STEPS)
+    decoder = Decoder(model, slots, length, end_ids)
     groups: list[list[Answer]] = []
-    while len(groups) < len(prompts) or decoder.rows:
-        for number in range(len(groups), len(prompts)):
-            if decoder.rows and len(samplings[number]) > decoder.free:
-                break
-            groups.append(decoder.add(prompts[number], samplings[number], new[number]))
-        decoder.step(burst)
+    for prompt, of_prompt, count in zip(prompts, samplings, new, strict=True):
+        while decoder.answers and len(of_prompt) > decoder.free:
+            decoder.step()
+        groups.append(decoder.add(prompt, of_prompt, count))
+    while decoder.answers:
+        decoder.step()
     return groups

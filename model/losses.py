@@ -11,23 +11,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from model import fused
+from model.cpu import is_eager_cpu
 
+ROWS_IN_CACHE = 512  # whose float32 logits fit a CPU's cache
 MAX_LOGITS = 2**27  # of a head at once: 0.5 GB in float32
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, reduction: str = "sum") -> Tensor:
-    """Cross entropies of logits [M, V] in float32, their sum or (`none`) each [M].
-
-    On a CPU 512 rows at a time, whose float32 copies fit its cache; on a GPU with one kernel for each pass,
-    without a float32 copy. Plain is all at once."""
-    rows = len(logits)
-    if logits.device.type == fused.HOST:
-        if fused.ENABLED:
-            rows = 512
-    elif fused.KERNELS and fused.is_half_training(logits):
-        losses = cast(Tensor, fused.CrossEntropy.apply(logits, targets))
-        return losses.sum() if reduction == "sum" else losses
+    """Cross entropies of logits [M, V] in float32, their sum or (`none`) each [M]; on a CPU some rows at a
+    time, whose float32 copies fit its cache."""
+    rows = ROWS_IN_CACHE if is_eager_cpu(logits) else max(1, len(logits))
     losses = []
     for x, y in zip(logits.split(rows), targets.split(rows), strict=True):
         losses.append(F.cross_entropy(x.float(), y, reduction=reduction))
@@ -40,7 +33,7 @@ def head_cross_entropy(head: nn.Module, hidden: Tensor, targets: Tensor, reducti
     More logits than MAX_LOGITS are computed in pieces, and again in the backward pass, so that memory does
     not grow with the vocabulary times the targets."""
     rows = max(1, MAX_LOGITS // cast(int, head.out_features))
-    if len(hidden) <= rows or not fused.ENABLED:
+    if len(hidden) <= rows:
         return cross_entropy(head(hidden), targets, reduction)
 
     def loss_of(x: Tensor, y: Tensor) -> Tensor:

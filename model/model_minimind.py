@@ -1,9 +1,9 @@
 """MiniMind: a decoder-only transformer, dense or mixture of experts (MoE).
 
 Parameter names, shapes and arithmetic are those of MiniMind-3 and of Qwen3 / Qwen3-MoE, so the weights load
-into a stock `Qwen3ForCausalLM` / `Qwen3MoeForCausalLM` unchanged. What stands here is plain PyTorch, with
-attention.py and losses.py. Faster forms of the same arithmetic take its place in training (fused.py), and for
-experts in half precision (experts.py).
+into a stock `Qwen3ForCausalLM` / `Qwen3MoeForCausalLM` unchanged. Every layer that stands here is called, in
+training and in decoding: what you change here is what runs. Who sees whom is in attention.py, the losses are
+in losses.py, and forms that are faster on a CPU in cpu.py.
 
 There are two forms of input (shape legend: B batch, T padded length, N tokens of a flat batch, S samples, M
 targets, V vocabulary, C hidden size, H query heads, G key/value heads, D head size, E experts, K experts per
@@ -17,7 +17,7 @@ token):
 """
 
 import math
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,21 +30,24 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.modeling_utils import slice_logits_to_keep
 
 from common.errors import UserError
-from model import fused
+from model import cpu
 from model.attention import (
     Spans,
     flat_attention,
     padded_attention,
+    padded_mask,
     samples_of_rows,
     spans_of,
     spans_with_padding,
 )
-from model.experts import can_group, grouped_experts
-from model.fused import product_dtype
 from model.losses import head_cross_entropy, load_balancing_loss
 
 # the others' frequencies depend on the length of the input
 ROPE_TYPES = ("default", "linear", "yarn", "llama3")
+# fields for which the cache of transformers' generate() drops keys, whatever `visible` says
+CACHE_FIELDS = ("sliding_window", "attention_chunk_size", "layer_types")
+# rows of an expert, and of a flat batch, are padded to multiples of these on a CPU
+EXPERT_ROWS, FLAT_ROWS = 16, 64
 
 
 class MiniMindConfig(PretrainedConfig):
@@ -55,7 +58,8 @@ class MiniMindConfig(PretrainedConfig):
     `inference_rope_scaling` is MiniMind's setting of it; `top_k` is another name of `num_experts_per_tok`.
 
     Raises:
-        UserError: of `rope_scaling`, or of more experts per token than there are."""
+        UserError: of `rope_scaling`, of more experts per token than there are, or of a field in
+            CACHE_FIELDS."""
 
     model_type = "minimind"
     default_theta = 1e6  # rope_theta, unless given
@@ -99,6 +103,12 @@ class MiniMindConfig(PretrainedConfig):
             raise UserError(
                 f"rope_scaling of type {rope_type} is not supported; use one of {', '.join(ROPE_TYPES)}"
             )
+        for name in CACHE_FIELDS:
+            if getattr(self, name, None) is not None:
+                raise UserError(
+                    f"the config field {name} changes the cache of transformers' generate() alone; give a "
+                    "field of your own another name, and obey it in `visible` of model/attention.py"
+                )
         if self.use_moe and self.num_experts_per_tok > self.num_experts:
             k, experts = self.num_experts_per_tok, self.num_experts
             raise UserError(f"num_experts_per_tok {k} must be num_experts {experts} or less")
@@ -111,6 +121,12 @@ class MiniMindConfig(PretrainedConfig):
         return {name: values[name] for name in type(self).__annotations__}
 
 
+def product_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of matrix products of x: autocast's, or its own."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
 class RMSNorm(nn.Module):
     """Root mean square norm over the last dimension (arXiv:1910.07467), in float32 as in Qwen3; returns the
     weight's dtype."""
@@ -121,12 +137,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        x, weight = x.float(), self.weight.float()
-        if x.device.type == fused.HOST and fused.is_training():
-            normed = fused.NormWithDerivative.apply(x, weight, self.eps)
-        else:
-            normed = F.rms_norm(x, weight.shape, weight, self.eps)
-        return normed.to(self.weight.dtype)
+        return cpu.rms_norm(x.float(), self.weight.float(), self.eps).to(self.weight.dtype)
 
 
 class RotaryEmbedding(nn.Module):
@@ -180,8 +191,6 @@ class Attention(nn.Module):
 
     def heads(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries [..., H, D] and keys, and values [..., G, D] of x [..., C]."""
-        if x.device.type != fused.HOST and fused.can_rotate_heads(self, x, RMSNorm, apply_rotary):
-            return fused.rotated_heads(self, x, cos, sin)
         q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))
         k = self.k_proj(x).unflatten(-1, (-1, self.head_dim))
         v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
@@ -191,19 +200,17 @@ class Attention(nn.Module):
         self,
         x: Tensor,
         rotary: tuple[Tensor, Tensor],
-        mask: Tensor | None = None,
+        seen: Spans | Tensor | None,
         cache: Cache | None = None,
-        flat: Spans | None = None,
     ) -> Tensor:
         q, k, v = self.heads(x.to(product_dtype(x)), *rotary)  # cast once for three products
-        if flat is not None:
-            out = flat_attention(q, k, v, flat)
-            return self.dropout(self.o_proj(out.flatten(-2)))
+        if isinstance(seen, Spans):
+            return self.dropout(self.o_proj(flat_attention(q, k, v, seen).flatten(-2)))
         q, k = q.to(v.dtype), k.to(v.dtype)
         if cache is not None:  # transformers' caches hold [B, G, T, D]
             k, v = cache.update(k.transpose(1, 2), v.transpose(1, 2), self.layer_idx)
             k, v = k.transpose(1, 2), v.transpose(1, 2)
-        return self.dropout(self.o_proj(padded_attention(q, k, v, mask).flatten(-2)))
+        return self.dropout(self.o_proj(padded_attention(q, k, v, seen).flatten(-2)))
 
 
 class FeedForward(nn.Module):
@@ -218,8 +225,6 @@ class FeedForward(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x [..., C] -> [..., C]."""
         x = x.to(product_dtype(x))  # cast once for two products
-        if x.device.type != fused.HOST and fused.is_half_training(x):
-            return self.down_proj(fused.gated(x, self.gate_proj, self.up_proj))
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
@@ -244,25 +249,32 @@ class MOEFeedForward(nn.Module):
         flat = x.reshape(-1, x.shape[-1]).to(product_dtype(x))  # [N, C]
         probs = F.softmax(self.gate(flat), dim=-1, dtype=torch.float32)
         weight, chosen = probs.topk(self.top_k, dim=-1)  # [N, K]
-        is_grouped = can_group(self.experts, flat)
-        is_one = is_grouped and self.norm_topk_prob and self.top_k == 1  # the weight of a single expert
-        if self.norm_topk_prob and not is_one:
+        if self.norm_topk_prob:
             weight = weight / weight.sum(dim=-1, keepdim=True)
-        if is_grouped:
-            out = grouped_experts(self.experts, flat, weight, chosen, is_one)
-        else:
-            out = self.called_experts(flat, weight, chosen)
+        out = self.chosen_experts(flat, chosen)  # [N, K, C]
+        out = (out * weight[..., None]).sum(dim=1)  # in float32
         return out.view(x.shape), (probs, chosen)
 
     @torch.compiler.disable
-    def called_experts(self, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
-        """Each expert is called for the rows of x [N, C] that chose it; weighted sum [N, C]."""
-        out = torch.zeros_like(x)
-        for number, expert in enumerate(self.experts):
-            row, place = (chosen == number).nonzero(as_tuple=True)
-            part = expert(x[row]) * weight[row, place, None]
-            out.index_add_(0, row, part.to(out.dtype))
-        return out
+    def chosen_experts(self, x: Tensor, chosen: Tensor) -> Tensor:
+        """The outputs [N, K, C] of the chosen experts [N, K] for x [N, C]: rows are sorted by expert, and each
+        expert is called once. Sync point: the host reads how many rows each has."""
+        order = chosen.flatten().argsort(stable=True)
+        counts = chosen.flatten().bincount(minlength=self.num_experts).tolist()
+        # K copies of each row, so that their gradients are summed in one order
+        rows = x[:, None].expand(-1, self.top_k, -1).flatten(0, 1)[order]
+        out = []
+        for expert, part in zip(self.experts, rows.split(counts), strict=True):
+            if len(part) or torch.is_grad_enabled():  # DDP wants zero gradients, not None
+                out.append(self.call_padded(expert, part))
+        return torch.cat(out)[order.argsort()].view(*chosen.shape, -1)
+
+    @staticmethod
+    def call_padded(expert: nn.Module, x: Tensor) -> Tensor:
+        """expert(x); in half precision on a CPU with rows of padding, see `pad_to_multiple`."""
+        if x.dtype == torch.float32:
+            return expert(x)
+        return expert(cpu.pad_to_multiple(x, EXPERT_ROWS))[: len(x)]
 
 
 class MiniMindBlock(GradientCheckpointingLayer):
@@ -277,8 +289,8 @@ class MiniMindBlock(GradientCheckpointingLayer):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, x: Tensor, rotary, mask=None, cache=None, flat=None):
-        x = x + self.self_attn(self.input_layernorm(x), rotary, mask, cache, flat)
+    def forward(self, x: Tensor, rotary, seen: Spans | Tensor | None, cache: Cache | None = None):
+        x = x + self.self_attn(self.input_layernorm(x), rotary, seen, cache)
         out, routing = self.mlp(self.post_attention_layernorm(x)), None
         if isinstance(out, tuple):
             out, routing = out
@@ -289,7 +301,9 @@ TransformerBlock = MiniMindBlock  # by its general name
 
 
 class MiniMindModel(nn.Module):
-    """Embeddings -> hidden states, and the routing of each MoE layer."""
+    """Embeddings -> hidden states, and the routing of each MoE layer.
+
+    seen: which keys each query sees, the `Spans` of a flat batch or a mask [B, 1, T, T']."""
 
     def __init__(self, config: MiniMindConfig):
         super().__init__()
@@ -299,18 +313,25 @@ class MiniMindModel(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary_emb = RotaryEmbedding(config)
 
-    def forward(self, embeds: Tensor, position_ids: Tensor, mask=None, cache=None, flat=None):
+    def forward(
+        self, embeds: Tensor, position_ids: Tensor, seen: Spans | Tensor | None, cache: Cache | None = None
+    ) -> tuple[Tensor, list[tuple[Tensor, Tensor] | None]]:
         x, rotary, routings = self.dropout(embeds), self.rotary_emb(position_ids), []
         for layer in self.layers:
-            x, routing = layer(x, rotary, mask, cache, flat)
+            x, routing = layer(x, rotary, seen, cache)
             routings.append(routing)
         return self.norm(x), routings
 
-    @staticmethod
-    def visible(positions: Tensor, end: int) -> Tensor:
-        """Which of the keys at positions 0 to end - 1 the queries at `positions` [R, T] see -> bool [R, T,
-        end]."""
-        return torch.arange(end, device=positions.device) <= positions[..., None]
+
+class Head(nn.Linear):
+    """The language-model head, without a bias."""
+
+    def __init__(self, config: MiniMindConfig):
+        super().__init__(config.hidden_size, config.vocab_size, bias=False)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Hidden states [..., C] -> logits [..., V]."""
+        return cpu.head_product(input, self.weight)
 
 
 class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
@@ -325,7 +346,7 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
     def __init__(self, config: MiniMindConfig):
         super().__init__(config)
         self.model = MiniMindModel(config)
-        self.lm_head = nn.Linear(self.config.hidden_size, self.config.vocab_size, bias=False)
+        self.lm_head = Head(config)
         self.post_init()  # initialises the weights and ties lm_head to the embedding
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -345,79 +366,87 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
-        cu_seqlens: Tensor | None = None,
-        max_seqlen: int | None = None,
+        **kwargs,
+    ) -> MoeCausalLMOutputWithPast:
+        """The padded form, as transformers calls it; with `cu_seqlens` it is `forward_flat`.
+
+        `attention_mask` [B, up to T'] is 1 for tokens and 0 for padding; one of four dimensions is bool
+        [B, 1, T, T'] and taken as it is. `labels` [B, T] are as in transformers (-100 is ignored); loss and
+        aux_loss are means, to be added. The aux_loss is 0 in a dense model, and in a call with a cache but no
+        labels, as generation makes it."""
+        if "cu_seqlens" in kwargs:
+            return self.forward_flat(input_ids, position_ids, **kwargs)
+        rows, length = input_ids.shape
+        embeds, cache = self.model.embed_tokens(input_ids), past_key_values
+        if cache is None and use_cache:
+            cache = DynamicCache()
+        before = 0 if cache is None else cache.get_seq_length()
+        if position_ids is None:
+            position_ids = (torch.arange(length, device=embeds.device) + before)[None]
+        real = attention_mask
+        if real is not None and real.ndim == 4:
+            mask, real = real, None
+        else:
+            end = length if cache is None else cache.get_mask_sizes(length, 0)[0]
+            mask = padded_mask(real, rows, length, before, end, self.config, embeds.device)
+        hidden, routings = self.model(embeds, position_ids, mask, cache)
+        logits = self.lm_head(slice_logits_to_keep(hidden, logits_to_keep))
+        loss, aux_loss = None, logits.new_zeros((), dtype=torch.float32)
+        if self.config.use_moe and (labels is not None or cache is None):
+            real = torch.ones_like(input_ids) if real is None else real[:, -length:]  # [B, T]
+            sample = torch.where(real > 0, torch.arange(rows, device=real.device)[:, None], rows)
+            aux_loss = self._aux_loss(routings, sample.flatten(), rows) / real.sum()
+        if labels is not None:
+            loss = self.loss_function(logits, labels, self.config.vocab_size, **kwargs)
+        return MoeCausalLMOutputWithPast(loss=loss, aux_loss=aux_loss, logits=logits, past_key_values=cache)
+
+    def forward_flat(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None,
+        cu_seqlens: Tensor,
+        max_seqlen: int,
         target_index: Tensor | None = None,
         targets: Tensor | None = None,
         host_cu_seqlens: np.ndarray | None = None,
         seen_keys: tuple[Tensor, Tensor, int, np.ndarray | None] | None = None,
         reduction: str = "sum",
-        **kwargs,
     ) -> MoeCausalLMOutputWithPast:
-        """Run the padded or (with `cu_seqlens`) the flat form; see the module docstring for shapes.
+        """The flat form; see the module docstring for shapes.
 
-        Padded: `labels` [B, T] as in transformers (-100 is ignored); loss and aux_loss are means, to be
-        added. The aux_loss is 0 in a dense model, and in a call with a cache but no labels, as generation
-        makes it.
-
-        Flat: `target_index` [M] are the positions whose next token is a target, `targets` [M] those tokens;
-        the head runs at these positions only. Loss and aux_loss are SUMS over targets and over tokens: the
-        caller divides by the counts of the whole update; with `reduction` "none" the loss is [M], minus the
+        `target_index` [M] are the positions whose next token is a target, `targets` [M] those tokens; the
+        head runs at these positions only. Loss and aux_loss are SUMS over targets and over tokens: the caller
+        divides by the counts of the whole update; with `reduction` "none" the loss is [M], minus the
         log-probability of each target. Without `targets`: logits [M, V] instead of a loss; without
         `target_index`, [N, V]. For a head of your own, `hidden_states` is a tuple of one tensor, the last
         hidden states [N, C]. `host_cu_seqlens` [S + 1] are the `cu_seqlens` for the host to read; without
         them it may wait for the device. `seen_keys`: where samples begin alike, `key_index` [R], and of these
         `cu_seqlens`, `max_seqlen` and `host_cu_seqlens`; see `collate_shared` in dataset/lm_dataset.py."""
-        if cu_seqlens is not None:
-            spans = spans_of(cu_seqlens, cast(int, max_seqlen), host_cu_seqlens, seen_keys)
-            return self._forward_flat(input_ids, position_ids, spans, target_index, targets, reduction)
-        embeds = self.model.embed_tokens(input_ids)
-        cache = past_key_values
-        if cache is None and use_cache:
-            cache = DynamicCache(config=self.config)
-        if position_ids is None:
-            seen = cache.get_seq_length() if cache is not None else 0
-            position_ids = (torch.arange(embeds.shape[1], device=embeds.device) + seen)[None]
-        from transformers.masking_utils import create_causal_mask  # brings in the compiler
-
-        mask = create_causal_mask(self.config, embeds, attention_mask, cache, position_ids)
-        hidden, routings = self.model(embeds, position_ids, mask, cache)
-        logits = self.lm_head(slice_logits_to_keep(hidden, logits_to_keep))
-        loss, aux_loss = None, logits.new_zeros((), dtype=torch.float32)
-        if self.config.use_moe and (labels is not None or cache is None):
-            real = torch.ones(embeds.shape[:2], dtype=torch.long, device=embeds.device)  # [B, T]
-            if attention_mask is not None and attention_mask.ndim == 2:
-                real = attention_mask
-            sample = torch.where(real > 0, torch.arange(len(real), device=real.device)[:, None], len(real))
-            aux_loss = self._aux_loss(routings, sample.flatten(), len(real)) / real.sum()
-        if labels is not None:
-            loss = self.loss_function(logits, labels, self.config.vocab_size, **kwargs)
-        return MoeCausalLMOutputWithPast(loss=loss, aux_loss=aux_loss, logits=logits, past_key_values=cache)
-
-    def _forward_flat(
-        self, input_ids, position_ids, spans, target_index, targets, reduction
-    ) -> MoeCausalLMOutputWithPast:
+        spans = spans_of(self.config, cu_seqlens, max_seqlen, host_cu_seqlens, seen_keys)
         tokens = len(input_ids)
-        input_ids, position_ids = fused.pad_to_multiple(input_ids), fused.pad_to_multiple(position_ids)
+        input_ids = cpu.pad_to_multiple(input_ids, FLAT_ROWS)
+        position_ids = cpu.pad_to_multiple(position_ids, FLAT_ROWS)
         if spans.shared_prefix is not None:
             spans = spans_with_padding(spans, len(input_ids) - tokens)
-        hidden, routings = self.model(self.model.embed_tokens(input_ids), position_ids, flat=spans)  # [N, C]
-        states = (hidden[:tokens],)
+        hidden, routings = self.model(self.model.embed_tokens(input_ids), position_ids, spans)  # [N, C]
+        out = MoeCausalLMOutputWithPast(hidden_states=(hidden[:tokens],))
         if target_index is None:
-            return MoeCausalLMOutputWithPast(logits=self.lm_head(hidden[:tokens]), hidden_states=states)
-        aux_loss = hidden.new_zeros((), dtype=torch.float32)
+            out.logits = self.lm_head(hidden[:tokens])
+            return out
+        out.aux_loss = hidden.new_zeros((), dtype=torch.float32)
         if self.config.use_moe:
             sample = samples_of_rows(spans, len(hidden))
-            aux_loss = self._aux_loss(routings, sample, len(spans.cu_seqlens) - 1)
+            out.aux_loss = self._aux_loss(routings, sample, len(spans.cu_seqlens) - 1)
         count = len(target_index)
-        hidden = hidden.index_select(0, fused.pad_to_multiple(target_index))  # [M, C]
+        hidden = hidden.index_select(0, cpu.pad_to_multiple(target_index, FLAT_ROWS))  # [M, C]
         if targets is None:
-            logits = self.lm_head(hidden)[:count]
-            return MoeCausalLMOutputWithPast(logits=logits, aux_loss=aux_loss, hidden_states=states)
-        loss = head_cross_entropy(self.lm_head, hidden, fused.pad_to_multiple(targets, -100), reduction)
+            out.logits = self.lm_head(hidden)[:count]
+            return out
+        targets = cpu.pad_to_multiple(targets, FLAT_ROWS, -100)
+        out.loss = head_cross_entropy(self.lm_head, hidden, targets, reduction)
         if reduction == "none":
-            loss = loss[:count]
-        return MoeCausalLMOutputWithPast(loss=loss, aux_loss=aux_loss, hidden_states=states)
+            out.loss = out.loss[:count]
+        return out
 
     def _aux_loss(self, routings: list[tuple[Tensor, Tensor]], sample: Tensor, num_samples: int) -> Tensor:
         """The weighted load-balancing loss of all layers; in training the experts' tokens are counted."""

@@ -2,9 +2,9 @@
 
 A token is drawn with one uniform number, by the inverse of the cumulated softmax(logits / temperature). The
 number is a function of the answer's seed and of the number of the token in the answer alone, so it does not
-matter which other answers are drawn in the same call, nor on which device.
+matter which other answers are drawn in the same call.
 
-Shape legend: R rows (answers), V vocabulary, B blocks of it.
+Shape legend: R rows (answers), V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -13,12 +13,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 COLDEST = 1e-5  # a lower temperature takes the likeliest token: float32 has no room for logits divided by it
-BLOCK = 128  # tokens whose probabilities are summed up first
-NUCLEUS = 64  # candidates that `top_p` looks at first; sorting the vocabulary takes longer than a step
 
 
 @dataclass(frozen=True)
@@ -32,6 +29,11 @@ class Sampling:
     top_p: float = 1.0
     seed: int = 0
 
+    @property
+    def is_greedy(self) -> bool:
+        """Whether it takes the likeliest token, always."""
+        return self.temperature < COLDEST
+
 
 # of a chat, on the terminal, the page and the server
 DEFAULTS = Sampling(temperature=0.7, top_k=50, top_p=0.9)
@@ -43,176 +45,71 @@ def default_sampling(model: Any) -> Sampling:
     return getattr(model, "sampling", DEFAULTS)
 
 
-def _mixed(x: np.ndarray) -> np.ndarray:
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+def draw(logits: Tensor, samplings: Sequence[Sampling], numbers: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """A token [R] from each row of float32 logits [R, V], and its log-probability [R] under
+    softmax(logits / temperature), with temperature 1 for greedy ones; top_k and top_p do not count.
+
+    numbers: which token of its answer each is."""
+    is_greedy = [sampling.is_greedy for sampling in samplings]
+    temperatures = [1.0 if each.is_greedy else each.temperature for each in samplings]
+    if set(temperatures) != {1.0}:
+        logits = logits / logits.new_tensor(temperatures)[:, None]
+    probs = logits.softmax(dim=-1)
+    if all(is_greedy):
+        tokens = probs.argmax(dim=-1)
+    else:
+        uniform = uniform_numbers([sampling.seed for sampling in samplings], numbers)
+        tokens = draw_index(likeliest(probs, samplings), uniform)
+        if any(is_greedy):
+            tokens = torch.where(torch.tensor(is_greedy).to(tokens.device), probs.argmax(dim=-1), tokens)
+    return tokens, probs.gather(1, tokens[:, None])[:, 0].log()
 
 
-def cumulative_sum(x: Tensor) -> Tensor:
-    """`x.cumsum(-1)`; on CUDA with --deterministic 1 by doubling, since torch has no deterministic kernel for
-    floating-point numbers there."""
-    if not (x.is_cuda and torch.are_deterministic_algorithms_enabled()):
-        return x.cumsum(dim=-1)
-    return sum_by_doubling(x)
-
-
-def sum_by_doubling(x: Tensor) -> Tensor:
-    """Cumulative sums of the last dimension in log2 passes (Hillis and Steele, CACM 1986)."""
-    step = 1
-    while step < x.shape[-1]:
-        x = torch.cat((x[..., :step], x[..., step:] + x[..., :-step]), dim=-1)
-        step *= 2
-    return x
+def likeliest(probs: Tensor, samplings: Sequence[Sampling]) -> Tensor:
+    """The probabilities [R, V] with 0 for the tokens that top_k and top_p leave out; of equally likely ones
+    all stay."""
+    vocabulary = probs.shape[1]
+    top_k = [sampling.top_k if 0 < sampling.top_k < vocabulary else vocabulary for sampling in samplings]
+    top_p = [sampling.top_p for sampling in samplings]
+    if min(top_k) == vocabulary and min(top_p) >= 1:
+        return probs
+    values = probs.topk(max(top_k)).values  # sorted
+    counts = torch.tensor(top_k).to(probs.device)[:, None]  # [R, 1]
+    values = values.masked_fill(torch.arange(max(top_k), device=probs.device) >= counts, 0)
+    shares = probs.new_tensor([share if share < 1 else torch.inf for share in top_p])[:, None]
+    before = values.cumsum(dim=-1) - values
+    kept = (before < shares * values.sum(dim=-1, keepdim=True)) & (values > 0)
+    last = (kept.sum(dim=-1, keepdim=True) - 1).clamp(min=0)
+    return probs.where(probs >= values.gather(1, last), 0)
 
 
 def draw_index(weights: Tensor, uniform: Tensor) -> Tensor:
     """From each row of weights [R, V], not all 0, the index [R] at which their sum exceeds the part `uniform`
     [R, 1] of the whole; never one of weight 0."""
-    # float32 could not tell the tail's tokens apart in a sum over all
-    if (
-        is_on_gpu(weights)
-        and uniform.dtype == torch.float64
-        and not torch.are_deterministic_algorithms_enabled()
-    ):
-        return draw_index_of_all(weights, uniform)
-    return draw_index_by_blocks(weights, uniform)
-
-
-def is_on_gpu(x: Tensor) -> bool:
-    """Whether each operator is a kernel that must be launched, and reading its result is waiting. Tests set
-    it to take this branch on a CPU."""
-    return x.device.type != "cpu"
-
-
-def draw_index_of_all(weights: Tensor, uniform: Tensor) -> Tensor:
-    """`draw_index` with few kernels: the weights are cumulated in float64."""
-    ends = weights.to(uniform.dtype).cumsum(dim=-1)
-    target = uniform * (1 - torch.finfo(uniform.dtype).eps) * ends[:, -1:]
+    device = weights.device
+    if device.type == "mps" or torch.are_deterministic_algorithms_enabled():
+        # Metal has no float64, and CUDA no deterministic sum of this kind
+        weights = weights.cpu()
+    ends = weights.double().cumsum(dim=-1)
+    target = uniform.to(ends.device) * ends[:, -1:] * (1 - torch.finfo(ends.dtype).eps)
     index = torch.searchsorted(ends, target, right=True)
-    return index.clamp(max=weights.shape[1] - 1)[:, 0]  # beyond it: NaN
+    return index.clamp(max=weights.shape[1] - 1)[:, 0].to(device)  # beyond it: NaN
 
 
-def draw_index_by_blocks(weights: Tensor, uniform: Tensor) -> Tensor:
-    """`draw_index` with little arithmetic: sums of blocks are cumulated in `uniform`'s dtype, and then the
-    weights of one block."""
-    size = weights.shape[1]
-    extra = -size % BLOCK
-    blocks = (F.pad(weights, (0, extra)) if extra else weights).unflatten(1, (-1, BLOCK))  # [R, B, BLOCK]
-    below = 1 - torch.finfo(uniform.dtype).eps
-    sums = blocks.sum(dim=-1).to(uniform.dtype)
-    ends = cumulative_sum(sums)
-    target = uniform * below * ends[:, -1:]
-    block = torch.searchsorted(ends, target, right=True).clamp(max=blocks.shape[1] - 1)  # beyond it: NaN
-    rest = target - (ends - sums).gather(1, block)
-    own = blocks.gather(1, block[..., None].expand(-1, -1, BLOCK))[:, 0]  # [R, BLOCK]
-    ends = cumulative_sum(own.to(uniform.dtype))
-    rest = rest.clamp(min=0).minimum(ends[:, -1:] * below)  # rounding may have carried it out of the block
-    return (block * BLOCK + torch.searchsorted(ends, rest, right=True)).clamp(max=size - 1)[:, 0]
+def uniform_numbers(seeds: Sequence[int], numbers: Sequence[int]) -> Tensor:
+    """For each answer a number in [0, 1), float64 [R, 1]: a function of the seed, of which 64 bits count, and
+    of the number of its token, by SplitMix64 (Steele et al., OOPSLA 2014)."""
+    keys = mixed(np.array([seed % 2**64 for seed in seeds], dtype=np.uint64))
+    steps = np.array(numbers, dtype=np.uint64) + np.uint64(1)
+    bits = mixed(keys + steps * np.uint64(0x9E3779B97F4A7C15))  # modulo 2**64
+    return torch.from_numpy((bits >> np.uint64(11)) * 2.0**-53)[:, None]
 
 
-class Draws:
-    """How the next tokens of some answers are drawn, on a device.
-
-    Args:
-        samplings: of the answers, R of them.
-        vocabulary: V.
-    """
-
-    def __init__(self, samplings: Sequence[Sampling], vocabulary: int, device: torch.device):
-        self.device = device
-        self.seeds = _mixed(np.array([sampling.seed % 2**64 for sampling in samplings], dtype=np.uint64))
-        temperatures = [s.temperature if s.temperature >= COLDEST else 1.0 for s in samplings]
-        self.temperature = None if set(temperatures) == {1.0} else _column(temperatures, device)
-        kinds = [_kind(sampling, vocabulary) for sampling in samplings]
-        groups = {kind: [i for i, each in enumerate(kinds) if each == kind] for kind in set(kinds)}
-        self.rows: dict[str, Tensor | slice] = {
-            kind: slice(None) if len(groups) == 1 else torch.tensor(rows).to(device, non_blocking=True)
-            for kind, rows in groups.items()
-        }
-        likely = [sampling for sampling, kind in zip(samplings, kinds, strict=True) if kind == "likely"]
-        self.widest = max((s.top_k for s in likely), default=0)
-        self.has_top_k = all(s.top_k > 0 for s in likely)
-        self.top_k = _column([s.top_k if s.top_k > 0 else vocabulary for s in likely], device)
-        self.top_p = _column([s.top_p for s in likely], device)
-        # what the operators of `draw` depend on besides its tensors
-        of_rows = tuple(kinds if len(groups) > 1 else groups)
-        self.layout = (of_rows, self.temperature is None, self.widest, self.has_top_k)
-
-    def replace(self, other: "Draws") -> None:
-        """Take what another of the same layout draws, in the same tensors."""
-        self.seeds = other.seeds
-        self.top_k.copy_(other.top_k)
-        self.top_p.copy_(other.top_p)
-        if self.temperature is not None and other.temperature is not None:
-            self.temperature.copy_(other.temperature)
-
-    def numbers(self, begin: Sequence[int], count: int) -> Tensor:
-        """The numbers in [0, 1) by which tokens `begin[r]`, `begin[r] + 1` ... of answer r are drawn [count,
-        R, 1]: float64 where the device has it, functions of the seed (64 bits count) and the token's number
-        alone, by SplitMix64 (Steele et al., OOPSLA 2014)."""
-        numbers = np.array(begin, dtype=np.uint64) + np.arange(1, count + 1, dtype=np.uint64)[:, None]
-        bits = _mixed(self.seeds + numbers * np.uint64(0x9E3779B97F4A7C15))  # modulo 2**64
-        uniform = torch.from_numpy((bits >> np.uint64(11)) * 2.0**-53)[..., None]
-        return uniform.to(
-            self.device, torch.float32 if self.device.type == "mps" else None, non_blocking=True
-        )
-
-    def draw(
-        self, logits: Tensor, uniform: Tensor, with_logprobs: bool = False
-    ) -> tuple[Tensor, Tensor | None]:
-        """A token [R] from each row of logits [R, V] by uniform numbers [R, 1], and, if asked for, its
-        log-probability [R] under softmax(logits / temperature), with temperature 1 for greedy ones; top_k and
-        top_p do not count."""
-        scores = logits if self.temperature is None else logits / self.temperature
-        probs = scores.softmax(dim=-1) if with_logprobs or self.rows.keys() != {"greedy"} else scores
-        if len(self.rows) == 1:
-            (kind,) = self.rows
-            tokens = self._draw_kind(kind, scores, probs, uniform)
-        else:
-            tokens = logits.new_empty(len(logits), dtype=torch.int64)
-            for kind, rows in self.rows.items():
-                tokens[rows] = self._draw_kind(kind, scores[rows], probs[rows], uniform[rows])
-        return tokens, probs.gather(1, tokens[:, None])[:, 0].log() if with_logprobs else None
-
-    def _draw_kind(self, kind: str, scores: Tensor, probs: Tensor, uniform: Tensor) -> Tensor:
-        """A token [R] of each row by its scores and probabilities [R, V]; all rows are of this kind."""
-        if kind == "greedy":
-            return scores.argmax(dim=-1)
-        if kind == "plain":
-            return draw_index(probs, uniform)
-        return self._draw_likely(probs, uniform)
-
-    def _draw_likely(self, probs: Tensor, uniform: Tensor) -> Tensor:
-        """A token [R] of those that top_k and top_p leave of probabilities [R, V]."""
-        vocabulary = probs.shape[1]
-        width = min(vocabulary, max(NUCLEUS, self.widest))
-        if not self.has_top_k and is_on_gpu(probs):
-            width = vocabulary  # sorting all takes less than looking whether these are enough
-        while True:
-            values, tokens = probs.topk(width, dim=-1)  # [R, width], sorted
-            values = values.masked_fill(torch.arange(width, device=probs.device) >= self.top_k, 0)
-            total = values.sum(dim=-1, keepdim=True).masked_fill(self.top_k >= vocabulary, 1)
-            before = (cumulative_sum(values) - values) / total
-            if width == vocabulary or self.has_top_k:
-                break
-            is_wide_enough = (self.top_k <= width) | (before[:, -1:] >= self.top_p)
-            if bool(is_wide_enough.all()):  # sync point
-                break
-            width = min(vocabulary, 8 * width)
-        kept = before < self.top_p
-        kept[:, 0].fill_(True)
-        return tokens.gather(1, draw_index(values * kept, uniform)[:, None])[:, 0]
-
-
-def _kind(sampling: Sampling, vocabulary: int) -> str:
-    if sampling.temperature < COLDEST:
-        return "greedy"
-    return "plain" if sampling.top_p >= 1 and not 0 < sampling.top_k < vocabulary else "likely"
-
-
-def _column(values: Sequence[float], device: torch.device) -> Tensor:
-    return torch.tensor([[float(value)] for value in values]).to(device, non_blocking=True)  # [R, 1]
+def mixed(x: np.ndarray) -> np.ndarray:
+    """SplitMix64's mixing of 64 bits."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
 
 
 class TokenLogprob(NamedTuple):
@@ -223,11 +120,9 @@ class TokenLogprob(NamedTuple):
     top: list[tuple[int, float]]
 
 
-def top_logprobs(logits: Tensor, tokens: Tensor, top: int) -> list[TokenLogprob]:
-    """What logits [R, V] say of tokens [R] and of the `top` likeliest; temperature, top_k and top_p do not
+def top_logprobs(logits: Tensor, token: int, top: int) -> TokenLogprob:
+    """What logits [V] say of a token and of the `top` likeliest; temperature, top_k and top_p do not
     count."""
-    logprobs = logits.float().log_softmax(dim=-1)
-    own = logprobs.gather(1, tokens[:, None])[:, 0].tolist()
-    values, ids = (tensor.tolist() for tensor in logprobs.topk(min(top, logprobs.shape[1]), dim=-1))
-    rows = zip(tokens.tolist(), own, ids, values, strict=True)
-    return [TokenLogprob(token, logprob, list(zip(*best, strict=True))) for token, logprob, *best in rows]
+    logprobs = logits.log_softmax(dim=-1)
+    values, tokens = (each.tolist() for each in logprobs.topk(min(top, len(logprobs))))
+    return TokenLogprob(token, logprobs[token].item(), list(zip(tokens, values, strict=True)))
