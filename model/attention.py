@@ -5,7 +5,7 @@ Shape legend: N tokens of a flat batch, S samples, R rows, B batch, T queries, T
 key/value heads, D head size.
 """
 
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -14,11 +14,8 @@ from torch import Tensor
 
 from model import cpu
 
-if TYPE_CHECKING:
-    from model.model_minimind import MiniMindConfig
 
-
-def visible(queries: Tensor, keys: Tensor, config: "MiniMindConfig") -> Tensor | None:
+def visible(queries: Tensor, keys: Tensor, config: Any) -> Tensor | None:
     """Whether the token at each position of `queries` sees that at each of `keys`, of the same sample: bool,
     in the shape to which the two broadcast. None: causal, it sees itself and what is before it; kernels have
     a faster form of that than a mask.
@@ -27,7 +24,7 @@ def visible(queries: Tensor, keys: Tensor, config: "MiniMindConfig") -> Tensor |
     return None
 
 
-def visible_mask(queries: Tensor, keys: Tensor, config: "MiniMindConfig") -> Tensor:
+def visible_mask(queries: Tensor, keys: Tensor, config: Any) -> Tensor:
     """`visible`, with the causal mask in place of None."""
     mask = visible(queries, keys, config)
     return keys <= queries if mask is None else mask
@@ -73,9 +70,9 @@ def padded_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Te
 class Spans(NamedTuple):
     """Where the samples of a flat batch begin and end, and who sees whom in them.
 
-    mask: `visible` of the positions in the longest sample, bool [T', T'], or None. shared_prefix: where samples begin alike, each also sees keys
-    of that beginning; the rows [R] of the keys that each sample sees, one sample behind the other, and where
-    those of each begin and end."""
+    mask: `visible` of the positions in the longest sample, bool [T', T'], or None. shared_prefix: where
+    samples begin alike, each also sees keys of that beginning; the rows [R] of the keys that each sample
+    sees, one sample behind the other, and where those of each begin and end."""
 
     cu_seqlens: Tensor  # [S + 1] on the device
     max_seqlen: int
@@ -85,7 +82,7 @@ class Spans(NamedTuple):
 
 
 def spans_of(
-    config: "MiniMindConfig",
+    config: Any,
     cu_seqlens: Tensor,
     max_seqlen: int,
     host_cu_seqlens: np.ndarray | None,
@@ -180,7 +177,7 @@ def attention_of_sample(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) ->
         mask = mask[None, None, before:end, :end]
     elif before == 0:
         return padded_attention(q[None], k[None], v[None], None)[0]
-    elif 1 < len(q) and before < len(q):
+    elif len(q) > 1 and before < len(q):
         # pad the queries: the causal kernel skips the future, with a mask it computes all
         q = F.pad(q, (0, 0, 0, 0, before, 0))
         return padded_attention(q[None], k[None], v[None], None)[0, before:]

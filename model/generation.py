@@ -124,14 +124,13 @@ class Decoder:
         if not prompt or max_new_tokens < 1 or len(prompt) + max_new_tokens > self.length:
             raise ValueError(f"{len(prompt)} + {max_new_tokens} tokens do not fit the cache of {self.length}")
         row = len(self.answers)
-        for begin in range(0, len(prompt), READ_AT_ONCE):
-            tokens = torch.tensor([prompt[begin : begin + READ_AT_ONCE]])
-            positions = torch.arange(begin, begin + tokens.shape[1])[None]
-            hidden = self._hidden(row, tokens, positions)
+        tokens, positions = torch.tensor([list(prompt)]), torch.arange(len(prompt))[None]
+        chunks = zip(tokens.split(READ_AT_ONCE, 1), positions.split(READ_AT_ONCE, 1), strict=True)
+        hidden = [self._hidden(row, *chunk) for chunk in chunks][-1]
         answers = [Answer(each, max_new_tokens, top=top, cached=len(prompt)) for each in samplings]
-        self.cache.copy(row, slice(row + 1, row + len(answers)), len(prompt))
         logits = self.model.lm_head(hidden[:, -1]).float().expand(len(answers), -1)
         drawn = self._draw(answers, logits)
+        self.cache.copy(row, slice(row + 1, row + len(answers)), len(prompt))
         self.answers += answers
         self._append(answers, *drawn)
         return answers

@@ -17,7 +17,7 @@ token):
 """
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -257,8 +257,8 @@ class MOEFeedForward(nn.Module):
 
     @torch.compiler.disable
     def chosen_experts(self, x: Tensor, chosen: Tensor) -> Tensor:
-        """The outputs [N, K, C] of the chosen experts [N, K] for x [N, C]: rows are sorted by expert, and each
-        expert is called once. Sync point: the host reads how many rows each has."""
+        """The outputs [N, K, C] of the chosen experts [N, K] for x [N, C]: rows are sorted by expert, and
+        each expert is called once. Sync point: the host reads how many rows each has."""
         order = chosen.flatten().argsort(stable=True)
         counts = chosen.flatten().bincount(minlength=self.num_experts).tolist()
         # K copies of each row, so that their gradients are summed in one order
@@ -375,7 +375,7 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
         aux_loss are means, to be added. The aux_loss is 0 in a dense model, and in a call with a cache but no
         labels, as generation makes it."""
         if "cu_seqlens" in kwargs:
-            return self.forward_flat(input_ids, position_ids, **kwargs)
+            return self.forward_flat(input_ids, cast(Tensor, position_ids), **kwargs)
         rows, length = input_ids.shape
         embeds, cache = self.model.embed_tokens(input_ids), past_key_values
         if cache is None and use_cache:
@@ -403,7 +403,7 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
     def forward_flat(
         self,
         input_ids: Tensor,
-        position_ids: Tensor | None,
+        position_ids: Tensor,
         cu_seqlens: Tensor,
         max_seqlen: int,
         target_index: Tensor | None = None,

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common.command_line import Parser, one_line_errors
 from common.errors import UserError, printable, reason
 from model.answers import THINK, TextStream, answer_message
-from model.finite_decoder import FiniteDecoder
+from model.generation import Decoder
 from model.prompts import document_tokens
 from model.sampling import DEFAULTS, default_sampling
 from scripts.conversation import Conversation
@@ -175,15 +175,16 @@ class Chat:
         """Stream the answer to a prompt; returns its message, `{}` if Ctrl-C came before its first token."""
         args, self.stop, self.count = self.args, Stop(), self.count + 1
         room = min(args.max_new_tokens, self.conversation.limit - len(tokens))
-        decoder = FiniteDecoder(self.model, 1, len(tokens) + room, [self.tokenizer.eos_token_id])
+        decoder = Decoder(self.model, 1, len(tokens) + room, [self.tokenizer.eos_token_id])
         start = time.perf_counter()
-        (answer,) = decoder.add(tokens, [replace(self.sampling, seed=args.seed + self.count)], room)
         text, thinks = TextStream(self.tokenizer), bool(args.open_thinking)
         self.screen.begin(thinks)
         with self.stop.listening() if self.is_terminal else nullcontext():
-            while decoder.rows and not self.stop.asked:
-                if decoder.step():
-                    self.screen.write(text.take(answer))
+            (answer,) = decoder.add(tokens, [replace(self.sampling, seed=args.seed + self.count)], room)
+            self.screen.write(text.take(answer))
+            while decoder.answers and not self.stop.asked:
+                decoder.step()
+                self.screen.write(text.take(answer))
         self.screen.write(text.end(), is_last=True)
         if args.show_speed:
             seconds = time.perf_counter() - start

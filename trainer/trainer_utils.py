@@ -43,7 +43,7 @@ from trainer.devices.process_group import (  # noqa: F401
     join_process_group,
     world_size,
 )
-from trainer.devices.wrapping import compiles, freeze, unwrap, use_kernels, wrap_model
+from trainer.devices.wrapping import compiles, freeze, unwrap, wrap_model
 from trainer.objectives.next_token import SHAPE, check_tokenizer, describe_size
 from trainer.optim.build import SkippedUpdates
 from trainer.optim.rules import apply_rules
@@ -308,8 +308,6 @@ def compile_and_wrap(
     if frozen:
         freeze(model, frozen)
     compiled = compiles(args, train_set, device)
-    if device.type == "cuda":
-        use_kernels(args, train_set, device, autocast)
     return wrap_model(model, device, args.parallel, compiled, args.activation_checkpointing, autocast)
 
 

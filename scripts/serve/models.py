@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from common.errors import printable, reason, warn
 from common.settings import ROOT
-from model.finite_decoder import FiniteDecoder
+from model.generation import Decoder
 from model.sampling import default_sampling
 from scripts.serve.logprobs import TokenTexts
 from scripts.serve.prompt_writer import PromptWriter
@@ -54,7 +54,7 @@ class ServedModel:
         self.sampling = default_sampling(model)
         self.users = 0  # requests not yet queued
         self.prompts, self.texts = PromptWriter(tokenizer, settings.context), TokenTexts(tokenizer)
-        self.decoder = FiniteDecoder(model, settings.slots, settings.context, [tokenizer.eos_token_id])
+        self.decoder = Decoder(model, settings.slots, settings.context, [tokenizer.eos_token_id])
         self.scheduler = Scheduler(self.decoder, tokenizer, settings.max_queue)
 
     @property

@@ -2,8 +2,9 @@
 steps. Without requests it ends, and with it the threads that torch started for it, so that they do not slow
 down those of another model (see `in_own_thread` in models.py).
 
-A request is a `Job`. Its texts go to `Job.notify`, which is called in this thread and must not wait. A step
-that fails is repeated job by job: those that fail alone end with an error, the others and the thread go on.
+A request is a `Job`. Its texts go to `Job.notify`, which is called in this thread and must not wait. A prompt
+that cannot be read ends its job with an error; a step that fails ends all answers that are being written. The
+thread goes on.
 """
 
 import threading
@@ -14,8 +15,7 @@ from typing import Any, NamedTuple
 
 from common.errors import reason, warn
 from model.answers import TextStream
-from model.finite_decoder import NotFinite
-from model.generation import Answer, Decoder
+from model.generation import READ_AT_ONCE, Answer, Decoder, NotFinite
 from model.sampling import Sampling, TokenLogprob
 from trainer.run.errors import is_out_of_memory
 
@@ -135,18 +135,13 @@ class Scheduler:
             return bool(self.writing or self.waiting)
 
     def _run(self) -> None:
-        try:
-            while True:
-                try:
-                    if not self._admit():
-                        break
-                    self._advance(self.decoder.decode)
-                    self._advance(self.decoder.prefill)
-                except Exception as error:  # of no job in particular: the thread must go on
-                    self._fail(list(self.writing), error)
-        except Exception as error:
-            warn(f"no more requests are answered, since the decoder cannot be cleared: {reason(error)}")
-            self.closing = True
+        while self._admit():
+            try:
+                if self.writing:
+                    for answer in self.decoder.step():
+                        self._send(answer)
+            except Exception as error:
+                self._fail(list(self.writing), error)
         with self.changed:
             if not self.closing:  # there was nothing to do; by now another thread may have begun
                 return
@@ -158,48 +153,40 @@ class Scheduler:
             self._notify(job, Progress(number, "", 0, "error"))
 
     def _admit(self) -> bool:
-        """Drop cancelled jobs and begin what there is room for, in order; waits a while if there is nothing
-        to do. Whether there is something."""
+        """Drop cancelled jobs and begin what there is room for, in order, but only some prompts between two
+        steps; waits a while if there is nothing to do. Whether there is something."""
         with self.changed:
-            while not self.closing:
-                for answer in [answer for answer, writing in self.writing.items() if writing.job.cancelled]:
-                    self._leave(answer)
-                while self.waiting and (
-                    self.waiting[0].cancelled or len(self.waiting[0].samplings) <= self.decoder.free
-                ):
-                    self._begin(self.waiting.popleft())
-                if self.writing:
-                    return True
+            while not (self.closing or self.writing or self.waiting):
                 if not self.changed.wait(IDLE_SECONDS) and not self.waiting:
                     self.running = False
                     return False
-        return False
+            for answer in [answer for answer, writing in self.writing.items() if writing.job.cancelled]:
+                self._leave(answer)
+        tokens = 0
+        while tokens < READ_AT_ONCE and (job := self._next_job()) is not None:
+            self._begin(job)
+            tokens += len(job.prompt)
+        return not self.closing
 
-    def _advance(self, phase: Callable[..., list[Answer]]) -> None:
-        """Prefill or decode for all answers; if that fails, for those of each job alone."""
-        advanced: list[Answer] = []
-        try:
-            advanced = phase()
-        except Exception as error:
-            if self.decoder.broken:
-                self._fail([], error)
-            for job in {writing.job: None for writing in self.writing.values()}:
-                answers = [answer for answer, writing in self.writing.items() if writing.job is job]
-                try:
-                    advanced += phase(answers)
-                except Exception as own_error:
-                    self._fail(answers, own_error)
-        for answer in advanced:
-            try:
-                if answer in self.writing:
-                    self._send(answer)
-            except Exception as error:  # its text cannot be decoded
-                self._fail([answer], error)
+    def _next_job(self) -> Job | None:
+        """The first job that waits, if there is room for its answers; cancelled ones are dropped."""
+        with self.changed:
+            while self.waiting and self.waiting[0].cancelled:
+                self.waiting.popleft()
+            if not self.waiting or len(self.waiting[0].samplings) > self.decoder.free:
+                return None
+            return self.waiting.popleft()
 
     def _send(self, answer: Answer) -> None:
         """Send what the answer's last token brings, if it is time to."""
-        writing = self.writing[answer]
-        news = writing.news(answer)
+        writing = self.writing.get(answer)
+        if writing is None:
+            return
+        try:
+            news = writing.news(answer)
+        except Exception as error:  # its text cannot be decoded
+            self._fail([answer], error)
+            return
         if news is None:
             return
         if news.finish:
@@ -207,17 +194,15 @@ class Scheduler:
         self._notify(writing.job, news)
 
     def _begin(self, job: Job) -> None:
-        if job.cancelled:
-            return
         try:
             answers = self.decoder.add(job.prompt, job.samplings, job.max_new_tokens, job.top)
-        except Exception as error:  # the request was not checked before
-            warn(f"a request was not answered: {reason(error)}")
-            for number in job.numbers:
-                self._notify(job, Progress(number, "", 0, "error"))
+        except Exception as error:
+            self._end(job, list(job.numbers), error)
             return
         for number, answer in zip(job.numbers, answers, strict=True):
             self.writing[answer] = ActiveAnswer(job, number, TextStream(self.tokenizer, job.stops))
+        for answer in answers:
+            self._send(answer)
 
     def _leave(self, answer: Answer) -> None:
         self.decoder.remove(answer)
@@ -230,19 +215,18 @@ class Scheduler:
             job.cancelled = True
 
     def _fail(self, answers: list[Answer], error: Exception) -> None:
-        """End answers with an error, all of them if the decoder is broken; if none are left, clear the
-        decoder."""
+        """End answers with an error."""
+        for answer in answers:
+            writing = self.writing[answer]
+            self._leave(answer)
+            self._end(writing.job, [writing.number], error)
+
+    def _end(self, job: Job, numbers: list[int], error: Exception) -> None:
         warn(f"a request failed while its answer was written: {reason(error)}")
-        answers = list(self.writing) if self.decoder.broken else answers
         finish = "error"
         if is_out_of_memory(error):
             finish = "memory"
         elif isinstance(error, NotFinite):
             finish = "not_finite"
-        failed = {answer: self.writing.pop(answer) for answer in answers if answer in self.writing}
-        for answer, writing in failed.items():
-            self._notify(writing.job, Progress(writing.number, "", len(answer.tokens), finish))
-        if not self.writing:
-            self.decoder.clear()
-        for answer in failed:
-            self.decoder.remove(answer)
+        for number in numbers:
+            self._notify(job, Progress(number, "", 0, finish))

@@ -58,9 +58,7 @@ def our_decoder(model: Any, tokenizer: Any, max_gen_len: int) -> Decoder:
     def write(prompts: list[list[int]]) -> list[int]:
         samplings = [[Sampling(1.0, seed=next(seeds)) for _ in range(GROUP)] for _ in prompts]
         slots = len(prompts) * GROUP
-        answers = generate(
-            model, prompts, samplings, max_gen_len, [tokenizer.eos_token_id], slots, with_logprobs=True
-        )
+        answers = generate(model, prompts, samplings, max_gen_len, [tokenizer.eos_token_id], slots)
         return [len(answer.tokens) for group in answers for answer in group]
 
     return write

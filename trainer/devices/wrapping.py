@@ -26,7 +26,6 @@ from common.errors import UserError
 from common.launcher import launch
 from common.settings import StageArgs
 from dataset.lm_dataset import StageDataset
-from model import fused
 from trainer.data.datasets import SizedDataset, epoch_tokens
 from trainer.devices.device import autocast_dtype, native_bfloat16
 from trainer.devices.process_group import Logger, gather, this_rank, world_size
@@ -40,8 +39,6 @@ if TYPE_CHECKING:
 MIN_FLOPS_PER_THREAD = 5e13
 # per GPU: four minutes of an RTX 4090, for a minute of compiling; by arithmetic, not measured
 MIN_FLOPS_PER_GPU = 1e16
-# per GPU, for the kernels alone (`use_kernels`): half a minute of an RTX 4090, for ten seconds of compiling
-MIN_FLOPS_FOR_KERNELS = 2e15
 # a second copy of gradients larger than this is not kept, see `backward_on_gpu`
 MAX_BYTES_SET_ASIDE = 2**30
 
@@ -196,25 +193,6 @@ def compiles(args: StageArgs, train_set: SizedDataset, device: torch.device) -> 
     return True
 
 
-def use_kernels(
-    args: StageArgs, train_set: SizedDataset, device: torch.device, autocast: AbstractContextManager
-) -> None:
-    """On a GPU: switch on the kernels of model/fused.py, for layers that are not compiled and for the loss,
-    where they pay: in half precision, unless the run is too short or --use_compile is 0. They halve the bytes
-    that an update moves (docs/dev/LOG.md)."""
-    fused.KERNELS = False
-    is_half = autocast_dtype(autocast, device) != torch.float32
-    if not is_half or args.use_compile is False or not has_compiler("cuda"):
-        return
-    if args.use_compile is None:
-        is_text = isinstance(train_set, StageDataset)
-        if is_text and operations(args, train_set) < MIN_FLOPS_FOR_KERNELS:
-            return
-        Logger("--use_compile auto: norms, SwiGLU and the loss are compiled, which takes seconds")
-        compiler_may_fail()
-    fused.KERNELS = True
-
-
 def compiler_may_fail() -> None:
     """What cannot be compiled runs as it is, with a warning."""
     from torch._dynamo import config
@@ -355,19 +333,13 @@ def whole_model(model: nn.Module, dtype: torch.dtype = torch.float32) -> nn.Modu
     its config."""
     if dtype == torch.float32 and not next(model.parameters()).is_cuda and not is_sharded(model):
         return model
-    from model.decoding import join_layers  # brings in the compiler
-    from model.experts import stack_experts
-
     # id in the model -> in the copy
     tensors: dict[int, Any] = {id(buffer): buffer for buffer in model.buffers()}
     for value in model.parameters():  # tied ones are there once
         full = full_tensor(value.detach())
         tensors[id(value)] = nn.Parameter(full.to(dtype) if value.ndim > 1 else full, requires_grad=False)
     if not is_sharded(model):
-        whole = copy.deepcopy(model, tensors).eval()
-        stack_experts(whole)
-        join_layers(whole)
-        return whole
+        return copy.deepcopy(model, tensors).eval()
     classes = [class_before_sharding(module) for module in model.modules()]
     with torch.device("meta"):
         whole = classes[0](cast(Any, model).config).eval()
@@ -381,8 +353,6 @@ def whole_model(model: nn.Module, dtype: torch.dtype = torch.float32) -> nn.Modu
             setattr(copied, name, buffer)
         for name, value in module.named_parameters(recurse=False):
             setattr(copied, name, tensors[id(value)])
-    stack_experts(whole)
-    join_layers(whole)
     return whole
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from common.errors import UserError, reason, warn
 from common.files import atomic_write, write_json
-from model.linear import LoRALinear, is_plain
+from model.lora import LoRALinear
 from trainer.devices.process_group import Logger, is_main_process
 from trainer.devices.wrapping import full_tensor, is_sharded, unwrap
 from trainer.run.checkpoint import UNREADABLE, Writer
@@ -69,8 +69,13 @@ def add_adapters(
 
 
 def can_merge(layer: nn.Module) -> bool:
-    """Whether a layer is x W' + b, so that the product of an adapter can be added to its weight."""
-    return is_plain(layer, nn.Linear) and isinstance(layer.weight, nn.Parameter)
+    """Whether a layer is x W' + b and nothing else, no subclass and without hooks, so that the product of an
+    adapter can be added to its weight."""
+    has_hooks = (
+        layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks
+    )
+    is_linear = type(layer) is nn.Linear and "forward" not in vars(layer)
+    return is_linear and not has_hooks and isinstance(layer.weight, nn.Parameter)
 
 
 def adapter_state_dict(model: nn.Module) -> dict[str, Tensor]:

@@ -131,7 +131,7 @@ class Samples(Callback):
 
     def write_answers(self, state: TrainState) -> list[list[int]]:
         """The tokens that the model writes to each prompt."""
-        from model.generation import generate
+        from model.generation import NotFinite, generate
         from model.sampling import Sampling
 
         model: Any = unwrap(state.model)
@@ -144,12 +144,15 @@ class Samples(Callback):
         is_compiled = any(module._compiled_call_impl is not None for module in model.modules())
         eager = torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()
         # the cache holds the weights' own dtype
-        with torch.autocast(state.device.type, enabled=False), eager:
-            greedy = [[Sampling(temperature=0.0)]] * len(prompts)
-            written = generate(
-                model, prompts, greedy, MAX_NEW_TOKENS, [cast(int, self.tokenizer.eos_token_id)]
-            )
-        model.train(was_training)
+        greedy = [[Sampling(temperature=0.0)]] * len(prompts)
+        end_ids = [cast(int, self.tokenizer.eos_token_id)]
+        try:
+            with torch.autocast(state.device.type, enabled=False), eager:
+                written = generate(model, prompts, greedy, MAX_NEW_TOKENS, end_ids)
+        except NotFinite:  # a run that diverges has other words for it
+            return []
+        finally:
+            model.train(was_training)
         return [answer.tokens for (answer,) in written]
 
 

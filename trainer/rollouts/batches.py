@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from dataset.lm_dataset import collate_shared
 from dataset.rollout_prompts import RolloutPrompt
-from model.fused import product_dtype
 from trainer.devices.process_group import gather, reduce_sum, this_rank, world_size
 from trainer.devices.wrapping import unwrap, whole_model
 from trainer.objectives.next_token import flat_size, target_log_probs, to_device
@@ -241,6 +240,8 @@ class Rollouts(Callback):
     ) -> list[Trajectory]:
         """What the policy writes, with whole weights and on a GPU with matrices in autocast's dtype: of a
         copy, which is freed behind it. A collective if the model is sharded."""
+        from model.model_minimind import product_dtype  # brings in the compiler
+
         policy: Any = self.policy_of(model)
         head = policy.lm_head.weight
         dtype = product_dtype(head) if head.is_cuda else head.dtype

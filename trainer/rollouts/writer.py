@@ -101,7 +101,7 @@ class TrajectoryWriter:
         weight = model.lm_head.weight  # its dtype is that of the cache
         end_ids = [int(cast(int, self.tokenizer.eos_token_id))]
         with torch.autocast(weight.device.type, weight.dtype, enabled=weight.dtype != torch.float32):
-            answers = generate(model, list(groups), samplings, room, end_ids, with_logprobs=True)
+            answers = generate(model, list(groups), samplings, room, end_ids)
         for group, written in zip(groups.values(), answers, strict=True):
             for trajectory, answer in zip(group, written, strict=True):
                 trajectory.tokens += answer.tokens

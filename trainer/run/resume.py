@@ -18,7 +18,6 @@ from torch import nn
 from common.errors import UserError, warn
 from common.settings import ROOT, StageArgs, settings_of
 from dataset.token_cache import file_hash
-from model import fused
 from trainer.devices.device import autocast_dtype, native_bfloat16
 from trainer.devices.process_group import Logger, gather, world_size
 from trainer.run import paths
@@ -335,8 +334,6 @@ def computing(
     }
     if world_size() > 1:
         environment["--parallel"] = args.parallel
-    if device.type == "cuda":
-        environment["compiled kernels"] = fused.KERNELS
     if device.type == "cpu":
         instructions = torch.backends.cpu.get_cpu_capability()
         if native_bfloat16(device):

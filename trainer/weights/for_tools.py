@@ -103,7 +103,6 @@ def load_path(
 
     tokenizer_path: None: that of the model. rope_scaling: with MiniMind's YaRN. asked: settings of the shape.
     Raises UserError if it is no model, contradicts `asked`, or has another vocabulary than the tokenizer."""
-    from model.experts import stack_experts
     from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 
     weights, config = read_model(path, **asked)
@@ -120,6 +119,4 @@ def load_path(
     fill(model, weights, path, config)
     Logger(f"{describe_size(model)}, weights: {path.name}, tokenizer: {tokenizer_path}")
     cast(nn.Module, model).to(device)  # in place
-    if model.device.type != "cpu":
-        stack_experts(model)  # else every step of decoding copies their matrices
     return model.eval(), tokenizer
