@@ -265,9 +265,9 @@ class MOEFeedForward(nn.Module):
         rows = x[:, None].expand(-1, self.top_k, -1).flatten(0, 1)[order]
         out = []
         for expert, part in zip(self.experts, rows.split(counts), strict=True):
-            if len(part) or torch.is_grad_enabled():  # DDP wants zero gradients, not None
+            if len(part) or not len(x) or torch.is_grad_enabled():  # DDP wants zero gradients, not None
                 out.append(self.call_padded(expert, part))
-        return torch.cat(out)[order.argsort()].view(*chosen.shape, -1)
+        return torch.cat(out)[order.argsort()].view(*chosen.shape, x.shape[-1])
 
     @staticmethod
     def call_padded(expert: nn.Module, x: Tensor) -> Tensor:
