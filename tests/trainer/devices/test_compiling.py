@@ -1,6 +1,5 @@
 """--use_compile auto: when the layers are compiled, and what is said of it."""
 
-from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -9,10 +8,9 @@ from torch._dynamo import config as dynamo
 
 from common.settings import StageArgs
 from dataset.lm_dataset import StageDataset
-from model import fused
 from trainer import train_pretrain
 from trainer.devices import wrapping
-from trainer.devices.wrapping import compiles, use_kernels
+from trainer.devices.wrapping import compiles
 
 LONG = train_pretrain.Args(packing=True, max_seq_len=512, epochs=2, device="cpu")
 
@@ -24,7 +22,7 @@ class Data(StageDataset):
         self.num_tokens = num_tokens
 
 
-CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+CPU = torch.device("cpu")
 RUN = Data(500_000_000)
 
 
@@ -105,31 +103,3 @@ def test_zero_and_one_stay(capsys):
     assert compiles(replace(LONG, use_compile=False), RUN, CPU) is False
     assert compiles(replace(LONG, use_compile=True, packing=False), Data(500), CPU) is True
     assert capsys.readouterr().out == ""
-
-
-@pytest.mark.parametrize(
-    ("settings", "tokens", "on"),
-    [
-        ({}, 500_000_000, True),
-        ({}, 50_000, False),  # too short
-        ({"use_compile": True}, 50_000, True),
-        ({"use_compile": False}, 500_000_000, False),
-        ({"dtype": "float32"}, 500_000_000, False),
-        ({}, None, True),  # rollouts: their number of tokens is not known
-    ],
-)
-def test_a_gpu_takes_the_kernels_where_they_pay(settings, tokens, on, monkeypatch, capsys):
-    monkeypatch.setattr(fused, "KERNELS", not on)
-    args = replace(LONG, **{"dtype": "bfloat16"} | settings)
-    monkeypatch.setattr(wrapping, "autocast_dtype", lambda *_: getattr(torch, args.dtype))
-    train_set = range(9) if tokens is None else Data(tokens)
-    use_kernels(args, train_set, GPU, nullcontext())
-    assert fused.KERNELS is on
-    assert capsys.readouterr().out.count("\n") == (on and args.use_compile is None)
-
-
-def test_without_a_compiler_no_gpu_takes_the_kernels(monkeypatch):
-    monkeypatch.setattr(wrapping, "has_compiler", lambda device: False)
-    monkeypatch.setattr(wrapping, "autocast_dtype", lambda *_: torch.bfloat16)
-    use_kernels(replace(LONG, use_compile=True), RUN, GPU, nullcontext())
-    assert not fused.KERNELS

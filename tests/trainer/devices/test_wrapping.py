@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from common.errors import UserError
 from common.settings import StageArgs
-from model import fused, losses
+from model import losses
 from model.generation import generate
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from model.sampling import Sampling
@@ -46,7 +46,6 @@ CASES = {
     "bfloat16_moe": {"dtype": torch.bfloat16, "use_moe": True, "activation_checkpointing": 1},
     "float16": {"dtype": torch.float16},
     "head_in_pieces": {"piece": 16 * 6400},  # 16 targets at once
-    "joined": {"dtype": torch.bfloat16, "joined": True},  # products together, as on a GPU
     # the second rank has no weights but what it gets from the first
     "empty": {"empty": True, "use_moe": True},
 }
@@ -122,7 +121,6 @@ def updates(rank: int, case: dict, parallel: str, policy: bool = True) -> dict:
     model = seeded_model(config, empty=bool(case.get("empty") and parallel == "fsdp" and rank))
     again = case.get("activation_checkpointing", 0) if parallel == "fsdp" else 0
     losses.MAX_LOGITS = case.get("piece", 2**27)
-    fused.HOST = "none" if case.get("joined") else "cpu"
     dtype, held = case.get("dtype", torch.float32), Held(model)
     autocast = torch.autocast("cpu", dtype=dtype) if dtype != torch.float32 else nullcontext()
     wrapped = wrap_model(model, CPU, parallel, False, bool(again), autocast if policy else None)
@@ -213,9 +211,6 @@ def test_no_copy_of_the_layers_is_kept_for_the_backward_pass(both):
     matrices = 2 * sum(p.numel() for p in layers.parameters() if p.ndim == 2)
     held = [torch.load(both / name)["held"] for name in ("bfloat16_ddp_0", "cast_fsdp_0", "bfloat16_fsdp_0")]
     assert held == [matrices, matrices, 0]
-    alone = ("o_proj.weight", "down_proj.weight")  # those of products together are joined again
-    matrices = 2 * sum(p.numel() for name, p in layers.named_parameters() if name.endswith(alone))
-    assert [torch.load(both / name)["held"] for name in ("joined_ddp_0", "joined_fsdp_0")] == [matrices, 0]
 
 
 @pytest.mark.parametrize("use_moe", [False, True])
@@ -272,7 +267,7 @@ def test_a_model_for_decoding_computes_what_autocast_does(use_moe):
     assert all(one is other for one, other in zip(model.buffers(), half.buffers(), strict=True))
     prompts, samplings = [[5, 6, 7], [8] * 20], [[Sampling(1.0, seed=1), Sampling(1.0, seed=2)]] * 2
     with torch.autocast("cpu", torch.bfloat16):
-        groups = generate(half, prompts, samplings, 12, [2], with_logprobs=True)
+        groups = generate(half, prompts, samplings, 12, [2])
         for prompt, group in zip(prompts, groups, strict=True):
             for answer in group:
                 tokens = torch.tensor(prompt + answer.tokens)

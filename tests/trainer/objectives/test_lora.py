@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from common.errors import UserError
-from model.linear import LoRALinear
+from model.lora import LoRALinear
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from tests.trainer.devices.test_wrapping import flat_batch
 from trainer.objectives.lora import (
