@@ -172,7 +172,7 @@ class Chat:
         return answer
 
     def answer(self, tokens: list[int]) -> dict[str, Any]:
-        """Stream the answer to a prompt; returns its message, `{}` if Ctrl-C came before its first token."""
+        """Stream the answer to a prompt; returns its message, `{}` if Ctrl-C came before its first text."""
         args, self.stop, self.count = self.args, Stop(), self.count + 1
         room = min(args.max_new_tokens, self.conversation.limit - len(tokens))
         decoder = Decoder(self.model, 1, len(tokens) + room, [self.tokenizer.eos_token_id])

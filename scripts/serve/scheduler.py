@@ -169,13 +169,14 @@ class Scheduler:
         return not self.closing
 
     def _next_job(self) -> Job | None:
-        """The first job that waits, if there is room for its answers; cancelled ones are dropped."""
+        """The first job that waits, if there is room for its answers; cancelled ones are dropped. It stays
+        among those that wait until it is begun."""
         with self.changed:
             while self.waiting and self.waiting[0].cancelled:
                 self.waiting.popleft()
             if not self.waiting or len(self.waiting[0].samplings) > self.decoder.free:
                 return None
-            return self.waiting.popleft()
+            return self.waiting[0]
 
     def _send(self, answer: Answer) -> None:
         """Send what the answer's last token brings, if it is time to."""
@@ -197,10 +198,14 @@ class Scheduler:
         try:
             answers = self.decoder.add(job.prompt, job.samplings, job.max_new_tokens, job.top)
         except Exception as error:
+            with self.changed:
+                self.waiting.popleft()
             self._end(job, list(job.numbers), error)
             return
-        for number, answer in zip(job.numbers, answers, strict=True):
-            self.writing[answer] = ActiveAnswer(job, number, TextStream(self.tokenizer, job.stops))
+        with self.changed:
+            self.waiting.popleft()
+            for number, answer in zip(job.numbers, answers, strict=True):
+                self.writing[answer] = ActiveAnswer(job, number, TextStream(self.tokenizer, job.stops))
         for answer in answers:
             self._send(answer)
 
