@@ -31,21 +31,21 @@ class ScriptedAnswer:
     """Stands in for the decoder: one answer, of the tokens that `tokens_of` gives, one in each step."""
 
     def __init__(self, model, slots, length, end_ids):
-        self.end_ids, self.rows = end_ids, []
+        self.end_ids, self.answers = end_ids, []
 
     def tokens_of(self, prompt, max_new_tokens):
         raise NotImplementedError
 
     def add(self, prompt, samplings, max_new_tokens):
-        answer = Answer(samplings[0], max_new_tokens)
-        self.tokens, self.rows = iter(self.tokens_of(prompt, max_new_tokens)), [answer]
-        return [answer]
+        self.answers = [Answer(samplings[0], max_new_tokens)]
+        self.tokens = iter(self.tokens_of(prompt, max_new_tokens))
+        return self.step()
 
     def step(self):
-        (answer,) = self.rows
+        (answer,) = self.answers
         answer.tokens.append(next(self.tokens))
         if answer.tokens[-1] in self.end_ids:
-            answer.finish, self.rows = "stop", []
+            answer.finish, self.answers = "stop", []
         return [answer]
 
 
@@ -95,7 +95,7 @@ def said(monkeypatch) -> list[str]:
         def tokens_of(self, prompt, max_new_tokens):
             return [*tokenizer(lines.pop(0))["input_ids"][: max_new_tokens - 1], tokenizer.eos_token_id]
 
-    monkeypatch.setattr(chat, "FiniteDecoder", Speaker)
+    monkeypatch.setattr(chat, "Decoder", Speaker)
     return lines
 
 
@@ -259,7 +259,7 @@ screen = os.open({path!r}, os.O_RDWR)  # becomes the terminal of the new session
 for number in (0, 1, 2):
     os.dup2(screen, number)
 sys.stdin = os.fdopen(0)
-chat.FiniteDecoder = slowly({answers!r})
+chat.Decoder = slowly({answers!r})
 """
 
 

@@ -17,13 +17,16 @@ class ScriptedDecoder:
 
     def __init__(self, model: Any, slots: int, length: int, end_ids: set[int]):
         self.tokenizer, self.slots, self.length, self.end_ids = model.tokenizer, slots, length, end_ids
-        self.rows: dict[Answer, list[int]] = {}  # what it has still to say
+        self.saying: dict[Answer, list[int]] = {}  # what each has still to say
         self.prompts: list[str] = []
-        self.broken = False
+
+    @property
+    def answers(self) -> list[Answer]:
+        return list(self.saying)
 
     @property
     def free(self) -> int:
-        return self.slots - len(self.rows)
+        return self.slots - len(self.saying)
 
     def add(
         self, prompt: list[int], samplings: list[Sampling], max_new_tokens: int, top: int | None = None
@@ -32,24 +35,24 @@ class ScriptedDecoder:
         self.prompts.append(text)
         said = next((answer for key, answer in reversed(SAYS.items()) if key in text), "Well.")
         tokens = [*self.tokenizer.encode(said, add_special_tokens=False), END]
-        answers = [Answer(sampling, max_new_tokens, slot=0, top=top) for sampling in samplings]
-        self.rows |= {answer: list(tokens) for answer in answers}
+        answers = [Answer(sampling, max_new_tokens, top=top) for sampling in samplings]
+        self.saying |= {answer: list(tokens) for answer in answers}
+        self.write(answers)
         return answers
 
     def remove(self, answer: Answer) -> None:
-        self.rows.pop(answer, None)
+        self.saying.pop(answer, None)
 
-    def clear(self) -> None:
-        self.rows.clear()
-
-    def prefill(self, only: list[Answer] | None = None) -> list[Answer]:
-        return []
-
-    def decode(self, only: list[Answer] | None = None) -> list[Answer]:
+    def step(self) -> list[Answer]:
         time.sleep(PACE["seconds"])
-        advanced = [answer for answer in self.rows if only is None or answer in only]
-        for answer in advanced:
-            answer.tokens.append(self.rows[answer].pop(0))
+        answers = self.answers
+        self.write(answers)
+        return answers
+
+    def write(self, answers: list[Answer]) -> None:
+        """The next token of each."""
+        for answer in answers:
+            answer.tokens.append(self.saying[answer].pop(0))
             if answer.top is not None:
                 answer.details.append(TokenLogprob(answer.tokens[-1], -len(answer.tokens) / 2, []))
             if answer.tokens[-1] == END:
@@ -58,4 +61,3 @@ class ScriptedDecoder:
                 answer.finish = "length"
             if answer.finish:
                 self.remove(answer)
-        return advanced

@@ -6,6 +6,7 @@ import http.client
 import json
 import logging
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -86,7 +87,7 @@ def scripted_app(tokenizer: Any, **fields: Any) -> FastAPI:
     """An application whose answers are those of SAYS."""
     settings = Settings("scripted", slots=4, context=CONTEXT, max_queue=3, **fields)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(models, "FiniteDecoder", ScriptedDecoder)
+        patch.setattr(models, "Decoder", ScriptedDecoder)
         return create_app(SimpleNamespace(tokenizer=tokenizer), tokenizer, settings)
 
 
@@ -695,20 +696,25 @@ def test_a_full_queue_refuses_and_goes_on(scripted):
     assert 5 <= ends.count("refused") <= 8 and ends.count("stop") == 12 - ends.count("refused")
 
 
-def test_a_step_that_fails_ends_the_requests_that_fail_alone(scripted, monkeypatch, capfd):
-    """Also one whose text cannot be decoded, and one without memory. The others write on as if nothing had
-    been."""
+def test_what_fails_ends_with_an_error_and_the_server_goes_on(scripted, monkeypatch, capfd):
+    """A prompt that cannot be read and a text that cannot be decoded end their request alone; a step that
+    fails ends all that are written."""
     decoder = scripted.model.decoder
-    decode, push = decoder.decode, TextStream.push
+    add, step, push = decoder.add, decoder.step, TextStream.push
     SAYS["long"], PACE["seconds"] = "word " * 60, 0.01
     SAYS["bad text"] = "Poison."
     failures = {1: RuntimeError("not enough memory"), 2: ValueError("a row")}  # by seed
+    fails = threading.Event()
 
-    def failing(only: Any = None) -> Any:
-        for answer in decoder.rows if only is None else only:
-            if answer.sampling.seed in failures:
-                raise failures[answer.sampling.seed]
-        return decode(only)
+    def failing_add(prompt: Any, samplings: Any, *rest: Any) -> Any:
+        if samplings[0].seed in failures:
+            raise failures[samplings[0].seed]
+        return add(prompt, samplings, *rest)
+
+    def failing_step() -> Any:
+        if fails.is_set():
+            raise RuntimeError("the step failed")
+        return step()
 
     def spelling(stream: TextStream, token: int) -> str:
         text = push(stream, token)
@@ -716,7 +722,8 @@ def test_a_step_that_fails_ends_the_requests_that_fail_alone(scripted, monkeypat
             raise RuntimeError("no such text")
         return text
 
-    monkeypatch.setattr(decoder, "decode", failing)
+    monkeypatch.setattr(decoder, "add", failing_add)
+    monkeypatch.setattr(decoder, "step", failing_step)
     monkeypatch.setattr(TextStream, "push", spelling)
     with ThreadPoolExecutor(1) as pool:
         long = pool.submit(lambda: list(chat(scripted, "long", stream=True)))
@@ -728,6 +735,10 @@ def test_a_step_that_fails_ends_the_requests_that_fail_alone(scripted, monkeypat
         with pytest.raises(openai.APIError):
             list(chat(scripted, "x", seed=2, stream=True))
         assert "".join(chunk.choices[0].delta.content or "" for chunk in long.result()) == "word " * 60
+    fails.set()
+    with pytest.raises(openai.InternalServerError):
+        chat(scripted, "long")
+    fails.clear()
     assert chat(scripted, "hello").choices[0].message.content == "Well."
     assert "a request failed while its answer was written: not enough memory" in capfd.readouterr().err
     assert decoder.free == 4

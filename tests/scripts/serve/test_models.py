@@ -92,8 +92,8 @@ def test_two_models_answer_at_the_same_time_and_a_third_waits_for_one_that_is_id
     assert together == [*alone.values()] * 4
     gate = threading.Event()
     second = loaded["pretrain_32"]
-    prefill = second.decoder.prefill
-    second.decoder.prefill = lambda *args: gate.wait(30) and prefill(*args)
+    add = second.decoder.add
+    second.decoder.add = lambda *args: gate.wait(30) and add(*args)
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(ask, server, "pretrain_32")
         wait_for(lambda: second.busy)

@@ -3,7 +3,6 @@
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,9 +13,8 @@ from transformers import AutoTokenizer
 from model.generation import Decoder
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from model.sampling import Sampling
-from model.steps import KeyValueCache
 from scripts.serve import scheduler as scheduling
-from scripts.serve.scheduler import Job, Progress, QueueFull, Scheduler
+from scripts.serve.scheduler import Job, Progress, Scheduler
 from tests.conftest import ROOT
 from tests.scripts.serve.scripted_decoder import SAYS, ScriptedDecoder
 
@@ -66,20 +64,6 @@ def requests(tokenizer: Any, scheduler: Scheduler) -> list[Request]:
     return asked
 
 
-def test_when_the_decoder_cannot_even_be_cleared_every_request_ends(scheduler, tokenizer, monkeypatch):
-    asked = requests(tokenizer, scheduler)
-
-    def lost(*_: Any) -> Any:
-        raise RuntimeError("the device is lost")
-
-    for name in ("remove", "clear", "decode"):
-        monkeypatch.setattr(scheduler.decoder, name, lost)
-    assert [one.finished() for one in asked] == [{"error"}] * 4
-    scheduler.thread.join(20)
-    with pytest.raises(QueueFull):
-        scheduler.submit(Request([1]).job)
-
-
 def test_closing_ends_every_request(scheduler, tokenizer):
     asked = requests(tokenizer, scheduler)
     scheduler.close()
@@ -106,8 +90,8 @@ def test_the_thread_ends_without_requests_and_another_one_answers_the_next(
     assert scheduler.alive and not scheduler.closing
 
 
-def test_it_is_busy_also_while_a_request_begins(scheduler, tokenizer, monkeypatch):
-    """So its model is not dropped meanwhile: whoever asks waits until the request has begun."""
+def test_it_is_busy_also_while_a_prompt_is_read(scheduler, tokenizer, monkeypatch):
+    """So its model is not dropped meanwhile."""
     add, begins, goes_on = scheduler.decoder.add, threading.Event(), threading.Event()
 
     def slow(*args: Any) -> Any:
@@ -116,36 +100,38 @@ def test_it_is_busy_also_while_a_request_begins(scheduler, tokenizer, monkeypatc
         return add(*args)
 
     monkeypatch.setattr(scheduler.decoder, "add", slow)
-    scheduler.submit(Request(tokenizer.encode("long", add_special_tokens=False)).job)
-    assert begins.wait(20)
-    with ThreadPoolExecutor(1) as pool:
-        busy = pool.submit(lambda: scheduler.busy)
-        with pytest.raises(TimeoutError):
-            busy.result(0.2)
-        goes_on.set()
-        assert busy.result()
+    request = Request(tokenizer.encode("short", add_special_tokens=False))
+    scheduler.submit(request.job)
+    assert begins.wait(20) and scheduler.busy
+    goes_on.set()
+    assert request.finished() == {"stop"}
 
 
-def test_rows_that_cannot_be_moved_end_their_requests_and_the_next_is_answered(tokenizer, monkeypatch):
+def test_a_failing_step_ends_what_is_written_and_a_failing_prompt_its_job_alone(tokenizer, monkeypatch):
+    """The next request is answered, from rows that are free again."""
     torch.manual_seed(0)
     model = MiniMindForCausalLM(MiniMindConfig(hidden_size=32, num_hidden_layers=1)).eval()
-    failures = iter([torch.OutOfMemoryError()])
-    moved = KeyValueCache.move
+    decoder, fails = Decoder(model, 4, 256, []), threading.Event()
+    hidden = decoder._hidden
 
-    def failing(*args: Any) -> None:
-        for error in failures:
-            raise error
-        moved(*args)
+    def failing(row: int, tokens: Any, positions: Any) -> Any:
+        if tokens.shape[1] == 1 and fails.is_set():
+            fails.clear()
+            raise torch.OutOfMemoryError
+        if tokens.shape[1] == 9:
+            raise RuntimeError("a prompt of nine tokens")
+        return hidden(row, tokens, positions)
 
-    monkeypatch.setattr(KeyValueCache, "move", failing)
-    scheduler = Scheduler(Decoder(model, 4, 64, []), tokenizer, 8)
+    monkeypatch.setattr(decoder, "_hidden", failing)
+    scheduler = Scheduler(decoder, tokenizer, 8)
     try:
-        asked = [Request([5, 6, 7], 1, 3), Request([8, 9], 2, 20)]
+        fails.set()
+        first = Request([5, 6, 7], 3, 20)
+        scheduler.submit(first.job)
+        assert first.finished() == {"memory"}
+        asked = [Request([8, 9], 2, 200), Request([5] * 9, 2, 20), Request([5, 6, 7], 1, 3)]
         scheduler.submit(*(one.job for one in asked))
-        ends = [one.finished() for one in asked]
-        assert {"memory"} in ends and ends[0] <= {"memory", "length"}
-        again = Request([5, 6, 7], 2, 3)
-        scheduler.submit(again.job)
-        assert again.finished() == {"length"}
+        assert [one.finished() for one in asked] == [{"length"}, {"error"}, {"length"}]
+        assert decoder.free == 4
     finally:
         scheduler.close()
