@@ -1,4 +1,4 @@
-// A CUDA that does nothing, for a torch built without CUDA: what autograd asks of a device, for fake tensors.
+// A CUDA and a Mac's GPU that do nothing, for a torch built without them: what fake tensors ask of a device.
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
@@ -9,16 +9,17 @@ using c10::DeviceType;
 using c10::Stream;
 
 namespace {
-const Device first(DeviceType::CUDA, 0);
-
-struct Guard final : c10::impl::NoOpDeviceGuardImpl<DeviceType::CUDA> {
+template <DeviceType type>
+struct Guard final : c10::impl::NoOpDeviceGuardImpl<type> {
+  const Device first{type, 0};
   Device exchangeDevice(Device) const override { return first; }
   Device getDevice() const override { return first; }
   Stream getStream(Device) const noexcept override { return Stream(Stream::DEFAULT, first); }
 };
 
-Guard guard;
-c10::impl::DeviceGuardImplRegistrar registrar(DeviceType::CUDA, &guard);
+Guard<DeviceType::CUDA> cuda;
+Guard<DeviceType::MPS> mps;
+c10::impl::DeviceGuardImplRegistrar register_cuda(DeviceType::CUDA, &cuda), register_mps(DeviceType::MPS, &mps);
 
 struct Hooks final : at::CUDAHooksInterface {
   bool hasCUDA() const override { return true; }

@@ -1,85 +1,87 @@
-"""Answers decoded on fake CUDA tensors: as updates.py, for `generate` of model/generation.py.
+"""Answers of the shape of PPO's rollouts, decoded on fake tensors: 16 prompts of 20 to 90 tokens, one answer
+each.
 
-It prints, for each of MODES, what made the host wait for the device, and how often each operator ran in one
-decode of eight tokens.
+It prints, for each of MODES, the devices of the tensors that met in operators, and how long the answers are.
 """
 
 import json
-from collections import Counter
+from itertools import count
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.nn import functional
+from torch.utils._pytree import tree_leaves
 
-from model import decoding, graphs
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from model.sampling import Sampling
-from tests.fake_cuda.updates import CUDA, HOPPER, SHAPE, Recorder, pretend
+from tests.fake_cuda.updates import SHAPE, Recorder, pretend
 from trainer.devices.wrapping import whole_model
 
-PROMPTS, GROUP, NEW = [[3, 4, 5]] * 4 + [[6] * 9] * 2, 3, 17
-MODES = {  # experts, dtype of the matrices, how tokens are drawn
-    "sampled": (False, torch.bfloat16, Sampling(1.0)),
-    "MoE": (True, torch.bfloat16, Sampling(1.0)),
-    "greedy": (False, torch.bfloat16, Sampling(0.0)),
-    "deterministic": (False, torch.bfloat16, Sampling(0.7, top_k=20)),
+PROMPTS = [[3] * n for n in range(20, 95, 5)] + [[4] * 90]
+NEW, SLOTS, STOP = 6, 5, 2
+MODES = {  # device, experts, dtype of the matrices, how tokens are drawn
+    "cuda:0": ("cuda:0", False, torch.bfloat16, Sampling()),
+    "cuda:1": ("cuda:1", False, torch.float32, Sampling(0.7, top_k=20, top_p=0.9)),
+    "cuda:1 greedy": ("cuda:1", True, torch.bfloat16, Sampling(0.0)),
+    "mps": ("mps:0", True, torch.bfloat16, Sampling()),  # rows are padded there
 }
 
 
-class Counting(Recorder):
-    """Counts the operators, too."""
+class Meetings(Recorder):
+    """Notes which devices the tensors of an operator are on, copies between devices left out."""
 
     def __init__(self):
         super().__init__()
-        self.counts: Counter[str] = Counter()
+        self.devices: set[str] = set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.counts[str(func)] += not func.is_view and func.namespace == "aten"
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        kwargs = kwargs or {}
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        is_host = torch.device(kwargs.get("device") or "cpu").type == "cpu"
+        if is_host and not any(isinstance(each, FakeTensor) for each in tensors):
+            with unset_fake_temporarily():  # the host's own tensors have numbers
+                return func(*args, **kwargs)
+        out = func(*args, **kwargs)
+        if func._opname not in ("_to_copy", "copy_"):
+            tensors += [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+            self.devices.add(" and ".join(sorted({str(each.device) for each in tensors})))
+        return out
 
 
-def decoded(use_moe: bool, dtype: torch.dtype, sampling: Sampling) -> dict:
-    """The waits of a rollout, and the operators of one decode."""
-    # there operators come one by one, as a GPU would launch them
-    torch.inference_mode = lambda *_: torch.no_grad()
-    from model.generation import Decoder, generate
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, **options: Any) -> Tensor:
+    """`F.scaled_dot_product_attention`, of which the stand-in has no kernel for a Mac's GPU."""
+    return torch.empty_like(q * (k.sum() + v.sum() + mask.sum()), dtype=v.dtype)
 
-    torch.cuda.get_device_capability = lambda *_: HOPPER
-    recorder, counting = Counting(), Counting()
 
-    def ones(shape: list[int]) -> Any:
-        return [ones(shape[1:]) for _ in range(shape[0])] if shape else 1
+def decoded(device: str, use_moe: bool, dtype: torch.dtype, sampling: Sampling) -> dict:
+    """What there is to know of a rollout."""
+    from model.generation import generate
 
-    def read(tensor: torch.Tensor) -> Any:  # fake tensors cannot be read
-        recorder.wait("read")
-        return ones(list(tensor.shape))
+    numbers = count()
 
+    def read(tensor: Tensor) -> list[float]:
+        """Tokens, of which every seventh ends its answer, or their log-probabilities."""
+        is_token = not tensor.is_floating_point()
+        return [STOP if is_token and next(numbers) % 7 == 6 else 3 for _ in range(len(tensor))]
+
+    meetings = Meetings()
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.device(device):
+        model = MiniMindForCausalLM(MiniMindConfig(**SHAPE, vocab_size=300, use_moe=use_moe))
     with FakeTensorMode(allow_non_fake_inputs=True), patch.object(FakeTensor, "tolist", read):
-        with CUDA:
-            trained = MiniMindForCausalLM(MiniMindConfig(**SHAPE, vocab_size=300, use_moe=use_moe))
-        autocast = torch.autocast("cuda", dtype, enabled=dtype != torch.float32)
-        model = whole_model(trained, dtype).eval()
-        with recorder, autocast:
-            generate(
-                model, PROMPTS, [[sampling] * GROUP] * len(PROMPTS), NEW, [2], 6 * GROUP, with_logprobs=True
-            )
-            waits = len(recorder.waits)
-            decoder = Decoder(model, 8, 64, [2], with_logprobs=True)
-            decoder.add(PROMPTS[0], [sampling] * 8, NEW)
-            decoder.step()
-            decoder.step()
-        with counting, autocast:
-            decoder.decode(count=8)
-    return {"waits": recorder.waits[:waits], "operators": counting.counts}
+        whole: Any = whole_model(model.eval(), dtype)
+        with meetings, torch.autocast(device.partition(":")[0], dtype, enabled=dtype != torch.float32):
+            groups = generate(whole, PROMPTS, [[sampling]] * len(PROMPTS), NEW, [STOP], SLOTS)
+    answers = [answer for group in groups for answer in group]
+    return {"devices": sorted(meetings.devices), "lengths": [len(answer.tokens) for answer in answers]}
 
 
 if __name__ == "__main__":
-    decoding.is_usual_arithmetic = lambda *_: True  # an example needs numbers
-    graphs.ENABLED = False  # there is nothing that records
+    torch.inference_mode = lambda *_: torch.no_grad()  # there operators come one by one
     pretend()
-    found = {}
-    for name, mode in MODES.items():
-        torch.use_deterministic_algorithms(name == "deterministic")
-        found[name] = decoded(*mode)
-    print(json.dumps(found))
+    functional.scaled_dot_product_attention = attention
+    # the stand-in knows the first GPU only
+    Tensor.new_tensor = lambda like, data: torch.tensor(data, dtype=like.dtype, device=like.device)
+    print(json.dumps({name: decoded(*mode) for name, mode in MODES.items()}))

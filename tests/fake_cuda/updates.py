@@ -7,18 +7,17 @@ what made the host wait for the device, with its line, and the names of the oper
 import json
 import traceback
 from pathlib import Path
-from unittest.mock import patch
+from types import SimpleNamespace
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
-from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from common.settings import StageArgs
 from dataset.lm_dataset import collate_flat, collate_shared
-from model import fused
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from trainer.devices.device import mixed_precision
 from trainer.loop import evaluate, train_update
@@ -31,21 +30,18 @@ ROOT = Path(__file__).resolve().parents[2]
 CUDA = torch.device("cuda", 0)
 HOPPER, AMPERE, TURING = (9, 0), (8, 0), (7, 5)
 SHAPE = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
-MODES = {  # use_moe, dtype, capability of the GPU, and other settings
-    "dense": (False, "bfloat16", HOPPER, {}),
-    "dense float16, old GPU": (False, "float16", TURING, {}),
-    "dense float32": (False, "float32", AMPERE, {}),
-    "Muon": (False, "bfloat16", HOPPER, {"optimizer": "muon"}),
-    "Muon float16": (False, "float16", AMPERE, {"optimizer": "muon"}),
-    "recomputed": (True, "bfloat16", HOPPER, {"activation_checkpointing": 1}),
-    "MoE": (True, "bfloat16", HOPPER, {}),
-    "MoE, Ampere": (True, "bfloat16", AMPERE, {}),
-    "MoE float16": (True, "float16", HOPPER, {}),
-    "MoE float32": (True, "float32", HOPPER, {}),
-    "shared": (False, "bfloat16", HOPPER, {"shared": 4}),
-    "shared, old GPU": (True, "float16", TURING, {"shared": 4}),
-    "MoE empty": (True, "bfloat16", HOPPER, {"lengths": ()}),
-    "MoE empty float32": (True, "float32", AMPERE, {"lengths": ()}),
+MODES = {  # dtype, capability of the GPU, and other settings
+    "dense": ("bfloat16", HOPPER, {}),
+    "old GPU": ("float16", TURING, {}),
+    "float32": ("float32", AMPERE, {}),
+    "Muon": ("bfloat16", HOPPER, {"optimizer": "muon"}),
+    "Muon float16": ("float16", AMPERE, {"optimizer": "muon"}),
+    "recomputed": ("bfloat16", HOPPER, {"activation_checkpointing": 1}),
+    "shared": ("bfloat16", HOPPER, {"shared": 4}),
+    "shared, old GPU": ("float16", TURING, {"shared": 4}),
+    "MoE": ("bfloat16", HOPPER, {"use_moe": True}),
+    "empty": ("bfloat16", HOPPER, {"lengths": ()}),
+    "empty float32": ("float32", AMPERE, {"lengths": ()}),
 }
 
 
@@ -66,9 +62,18 @@ class Recorder(TorchDispatchMode):
             place = f"{Path(ours[-1].filename).name}:{ours[-1].lineno} {ours[-1].line}"
         self.waits.append(f"{what}: {place}")
 
+    def __enter__(self):
+        Tensor.bincount = lambda chosen, minlength: self.counts(chosen, minlength)
+        return super().__enter__()
+
+    def counts(self, chosen: Tensor, minlength: int) -> SimpleNamespace:
+        """`Tensor.bincount` of the chosen experts: all rows are the first one's."""
+        self.wait("counts")
+        return SimpleNamespace(tolist=lambda: [len(chosen), *[0] * (minlength - 1)])
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs, aten = kwargs or {}, torch.ops.aten
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         self.operators.add(str(func))
         target = torch.device(kwargs.get("device") or (tensors[0].device if tensors else CUDA))
         if tensors and target.type == "cpu" and not any(isinstance(tensor, FakeTensor) for tensor in tensors):
@@ -94,8 +99,6 @@ def pretend() -> None:
     torch.cuda.manual_seed_all = lambda _: None
     torch.cuda.amp.common.amp_definitely_not_available = lambda: False
     FakeTensorMode.avoid_device_init = property(lambda _: True)
-    # an example needs numbers
-    fused.is_norm_and_rotary = lambda *_: True
 
 
 def flat_batch(lengths: tuple[int, ...], shared: int = 0) -> dict:
@@ -108,7 +111,7 @@ def flat_batch(lengths: tuple[int, ...], shared: int = 0) -> dict:
 
 
 def state_of(
-    use_moe: bool, dtype: str, optimizer: str = "adamw", activation_checkpointing: int = 0
+    dtype: str, use_moe: bool = False, optimizer: str = "adamw", activation_checkpointing: int = 0
 ) -> TrainState:
     """The state of a run whose model is on the fake device."""
     args = StageArgs(seed=1, grad_clip=1.0, optimizer=optimizer)
@@ -132,20 +135,12 @@ def state_of(
     )
 
 
-def update(
-    use_moe: bool, dtype: str, capability: tuple[int, int], lengths=(17, 33, 5), shared: int = 0, **settings
-) -> dict:
+def update(dtype: str, capability: tuple[int, int], lengths=(17, 33, 5), shared: int = 0, **settings) -> dict:
     """What there is to know of an update of two micro-batches."""
     torch.cuda.get_device_capability = lambda *_: capability
     window, recorder = [flat_batch(lengths, shared)] * 2, Recorder()
-    attention = functional.scaled_dot_product_attention
-
-    def noted(q, k, *rest, **options):
-        recorder.operators.add(f"attention of {q.shape[1]} heads to {k.shape[1]}")
-        return attention(q, k, *rest, **options)
-
-    with FakeTensorMode(allow_non_fake_inputs=True), patch.object(functional, attention.__name__, noted):
-        state = state_of(use_moe, dtype, **settings)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        state = state_of(dtype, **settings)
         with recorder:
             train_update(state, window, 100.0, 110.0)
             state.update = 2
@@ -158,7 +153,7 @@ def evaluation(batches: int) -> dict:
     torch.cuda.get_device_capability = lambda *_: HOPPER
     recorder = Recorder()
     with FakeTensorMode(allow_non_fake_inputs=True):
-        state = state_of(False, "bfloat16")
+        state = state_of("bfloat16")
         with recorder:
             evaluate(state, [flat_batch((17, 33, 5))] * batches)
     return {"waits": recorder.waits, "operators": sorted(recorder.operators)}
@@ -167,9 +162,9 @@ def evaluation(batches: int) -> dict:
 if __name__ == "__main__":
     pretend()
     found = {f"evaluation of {batches}": evaluation(batches) for batches in (2, 7)}
-    for name, (use_moe, dtype, capability, settings) in MODES.items():
+    for name, (dtype, capability, settings) in MODES.items():
         try:
-            found[name] = update(use_moe, dtype, capability, **settings)
+            found[name] = update(dtype, capability, **settings)
         except Exception as error:
             waits = [f"{type(error).__name__}: {error}", traceback.format_exc()]
             found[name] = {"waits": waits, "operators": []}

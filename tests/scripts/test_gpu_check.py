@@ -142,8 +142,6 @@ def an_experts_gradient_is_empty(patch) -> None:
         for name, parameter in model.named_parameters():
             if ".experts.0." in name:
                 parameter.register_hook(torch.zeros_like)
-            elif ".experts." in name and parameter.ndim == 3:  # of all experts
-                parameter.register_hook(lambda grad: grad.index_fill(0, torch.tensor([0]), 0.0))
         return model
 
     patch.setattr(parts, "new_model", new_model)
