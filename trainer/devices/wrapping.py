@@ -327,10 +327,8 @@ def backward_on_gpu(loss: Tensor, model: nn.Module) -> None:
 
 def whole_model(model: nn.Module, dtype: torch.dtype = torch.float32) -> nn.Module:
     """The model for decoding: a copy with whole weights where it is sharded (a collective) and on a GPU, with
-    matrices in `dtype`, vectors as they are; else, in float32, itself. The copy shares its buffers; of each
-    weight of its experts there is one tensor for all of them, as of layers with the same input, which
-    decoding reads as it is. Raises UserError if the model is sharded and has other layers than a new model of
-    its config."""
+    matrices in `dtype`, vectors as they are; else, in float32, itself. The copy shares its buffers. Raises
+    UserError if the model is sharded and has other layers than a new model of its config."""
     if dtype == torch.float32 and not next(model.parameters()).is_cuda and not is_sharded(model):
         return model
     # id in the model -> in the copy
