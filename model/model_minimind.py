@@ -303,7 +303,8 @@ TransformerBlock = MiniMindBlock  # by its general name
 class MiniMindModel(nn.Module):
     """Embeddings -> hidden states, and the routing of each MoE layer.
 
-    seen: which keys each query sees, the `Spans` of a flat batch or a mask [B, 1, T, T']."""
+    seen: which keys each query sees, the `Spans` of a flat batch or a mask [B, 1, T, T']; None: each token
+    sees itself and what is before it."""
 
     def __init__(self, config: MiniMindConfig):
         super().__init__()
@@ -314,7 +315,11 @@ class MiniMindModel(nn.Module):
         self.rotary_emb = RotaryEmbedding(config)
 
     def forward(
-        self, embeds: Tensor, position_ids: Tensor, seen: Spans | Tensor | None, cache: Cache | None = None
+        self,
+        embeds: Tensor,
+        position_ids: Tensor,
+        seen: Spans | Tensor | None = None,
+        cache: Cache | None = None,
     ) -> tuple[Tensor, list[tuple[Tensor, Tensor] | None]]:
         x, rotary, routings = self.dropout(embeds), self.rotary_emb(position_ids), []
         for layer in self.layers:
