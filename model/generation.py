@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from common.errors import UserError
-from model.attention import visible_mask
 from model.sampling import Sampling, TokenLogprob, draw, top_logprobs
 
 SLOTS = 128  # answers that `generate` writes at once on a CPU
@@ -161,6 +160,8 @@ class Decoder:
 
     def _hidden(self, row: int, tokens: Tensor, positions: Tensor) -> Tensor:
         """Hidden states [R, T, C] of tokens [R, T] in the rows from `row` on, which are cached."""
+        from model.attention import visible_mask  # brings in the compiler
+
         end, inner = int(positions.max()) + 1, self.model.model
         tokens, positions = tokens.to(self.device), positions.to(self.device)
         self.cache.seek(row, positions, end)
