@@ -1,170 +1,109 @@
-"""Finds the files of a `--data_path` and reads them in blocks of records.
+"""Finds the files of a `--data_path` and reads their records.
 
 Files: JSON Lines, `.json` with either JSON Lines or one array, CSV and plain text, each also as .gz; Parquet
-and Arrow; folders written by `datasets.save_to_disk`. Another kind of file is one more entry of READERS.
+and Arrow, also in folders written by `datasets.save_to_disk`. A file of another name is read as JSON Lines.
+Another kind of file is one more entry of READERS.
 """
 
+import csv
 import glob
 import gzip
 import json
 import os
-import zlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from fnmatch import fnmatch
-from functools import cache
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from common.errors import UserError, reason
-from dataset.json_values import BOM, TOO_DEEP, BadRecord, check_value, kind_of, not_json, not_utf8
-from dataset.plain_text import read_text
-from dataset.tables import read_arrow, read_csv, read_parquet
+from dataset.records import ANSWERS, FORMATS, PAIR, BadRecord, json_of
 
-JSON_LINES = ".jsonl"
 PLAIN_TEXT = ".txt"
-GZIP = ".gz"
-BLANKS = b" \t\r\n"  # of JSON
-BLOCK_BYTES = 1 << 20  # of a file: outweighs the cost of handing a block on, and fits the memory
-BLOCK_RECORDS = 1024
-FIRST_ELEMENT = 1 << 40  # line FIRST_ELEMENT + i stands for element i of a JSON array
-DAMAGED = "the compressed file is damaged or cut off"
-# written by `datasets` beside the data
-DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
+NOT_UTF8 = "not UTF-8; save the file as UTF-8: iconv -f GB18030 -t UTF-8 OLD > NEW (or from UTF-16 ...)"
+PART_BYTES = 1 << 20  # about so long are the parts of a long plain text
+BATCH_ROWS = 1024
+LIST_FIELDS = {"history", *PAIR, *(FORMATS.keys() - ANSWERS.keys())}  # in a table they may be JSON text
+SEPARATOR = re.compile(r"\s*(,\s*|\])")  # behind an element of an array
+# what `datasets` writes beside the data
+DESCRIPTIONS = ("dataset_info*.json", "dataset_dict.json", "state.json", "cache-*.arrow")
 
 
-@dataclass(frozen=True)
-class Block:
-    """Consecutive records of one file, which are tokenised at a time."""
+class Source(NamedTuple):
+    """Where a record stands."""
 
     file: int  # index into the list of files
-    path: str
-    records: list[tuple[int, Any]]  # (line, record): raw JSON, parsed, or a BadRecord in its place
-    size: int  # bytes of the file that it covers, for the progress
+    line: int  # or row of a table, from 1; element i of a JSON array is line -1 - i
+
+
+Record = tuple[Source, dict | BadRecord]  # a BadRecord in the place of one that cannot be read
 
 
 def place(path: str, line: int) -> str:
-    """Where a record stands, for messages: FILE:LINE (of a table FILE:ROW), or FILE[INDEX] in a JSON array.
-    Lines and rows count from 1, indices from 0."""
-    if line < FIRST_ELEMENT:
-        return f"{path}:{line}"
-    return f"{path}[{line - FIRST_ELEMENT}]"
+    """Where a record stands, for messages: FILE:LINE, or FILE[INDEX] in a JSON array."""
+    return f"{path}:{line}" if line >= 0 else f"{path}[{-1 - line}]"
 
 
-def read_json(content: Any, path: str) -> Iterator[tuple[int, Any]]:
-    """Yield (line, record) of a file that holds one array, else the lines of JSON Lines. Raises UserError
-    where an array is not valid JSON."""
-    if not content.peek(4096)[:4096].removeprefix(BOM).lstrip(BLANKS).startswith(b"["):
-        yield from enumerate(content, 1)
-        return
-    import ijson  # only where arrays are read
-
-    if content.peek(len(BOM)).startswith(BOM):
-        content.read(len(BOM))
-    line = FIRST_ELEMENT
-    depth = 0  # 1: in the array itself, above: in an element
-    builder = ijson.ObjectBuilder()  # ijson's own `items` needs memory that grows with the depth squared
-    try:
-        for event, value in ijson.basic_parse(content, use_float=True):
-            if event in ("end_map", "end_array"):
-                depth -= 1
-            if depth > 0:
-                builder.event(event, value)
-            if event in ("start_map", "start_array"):
-                depth += 1
-            elif depth == 1:  # an element is complete
-                yield line, checked_value(builder.value)
-                line += 1
-                builder = ijson.ObjectBuilder()
-    except (ijson.JSONError, UnicodeDecodeError) as error:
-        message = str(error).splitlines()[0].strip("b\"'")
-        raise UserError(
-            f"{place(path, line)}: from this element on the array cannot be read ({message}); mend the JSON, "
-            "or write JSON Lines"
-        ) from error
+# --- which files
 
 
-def checked_value(value: Any) -> Any:
-    """An element of a JSON array, or the BadRecord in its place."""
-    try:
-        check_value(value)
-    except BadRecord as error:
-        return error
-    return value
+def file_kind(path: str) -> str:
+    """The suffix that decides how a file is read, without `.gz`; "" for other files."""
+    suffix = Path(path.lower().removesuffix(".gz")).suffix
+    return suffix if suffix in READERS or suffix in (".jsonl", PLAIN_TEXT) else ""
 
 
-# Suffix -> what yields (line, record) of an open file (decompressed) and its path. A record is a dict, a
-# BadRecord, or raw JSON, which the processes that tokenise parse, as they do each line of JSON Lines.
-READERS: dict[str, Callable[[Any, str], Iterator[tuple[int, Any]]]] = {
-    ".json": read_json,
-    ".csv": read_csv,
-    ".parquet": read_parquet,
-    ".arrow": read_arrow,
-}
+def is_plain_text(path: str) -> bool:
+    """Whether a file holds documents rather than records."""
+    return file_kind(path) == PLAIN_TEXT
 
 
-def file_kind(path: str | os.PathLike) -> str:
-    """The suffix that decides how a file is read, without `.gz`; "" for other files, read as JSON Lines."""
-    suffix = os.path.splitext(os.fspath(path).lower().removesuffix(GZIP))[1]
-    return suffix if suffix in (JSON_LINES, PLAIN_TEXT, *READERS) else ""
+def parts_of(data_path: str) -> list[str]:
+    """The files, globs and folders of a data path, as typed. A path that exists as typed is a single part."""
+    if os.path.exists(data_path):
+        return [data_path]
+    return [part.strip() for part in data_path.split(",") if part.strip()]
 
 
-def parts_of(data_path: str | os.PathLike) -> list[str]:
-    """The files, globs and folders of a data path without weights, as typed; empty parts, as in `a.jsonl,`,
-    are left out. A path that exists as typed is a single part."""
-    typed = os.fspath(data_path)
-    if os.path.exists(typed):
-        return [typed]
-    return [part.strip() for part in typed.split(",") if part.strip()]
+def expand_paths(data_path: str) -> list[str]:
+    """The files of `data_path`: files, globs and folders (searched recursively), separated by commas. A file
+    that is named twice is read once. Raises UserError where there are none."""
+    files, _ = find_files(data_path)
+    return files
 
 
-def expand_paths(data_path: str | os.PathLike, plain_text: bool = True) -> list[str]:
-    """The files of `data_path`: files, globs and folders (searched recursively), separated by commas.
-
-    The parts keep their order; within a glob or folder the paths are sorted. A file named twice is read once.
-    A path that exists as typed is never read as a pattern or a list. A folder that holds both plain text and
-    records is refused, or without `plain_text` only its records are taken.
-    Raises UserError for a missing or empty file, for a pattern or folder without data, and for unwanted plain
-    text.
-    """
-    parts = parts_of(data_path)
-    if not parts:
-        raise UserError("--data_path is empty; give a file, a folder or a pattern such as 'data/*.jsonl'")
-    files: dict[str, str] = {}
-    for part in parts:
+def find_files(data_path: str) -> tuple[list[str], list[str]]:
+    """The files to read, and what is not read of folders: files of other kinds, plain text beside records,
+    and what cannot be opened. Raises UserError."""
+    found: dict[str, str] = {}  # real path -> the first name of it
+    left_out: list[str] = []
+    for part in parts_of(data_path):
         typed = os.path.expanduser(part)
-        try:
-            if os.path.isdir(typed):
-                paths = _files_of_folder(typed, plain_text)
-            elif os.path.lexists(typed):
-                paths = [typed]
-            else:
-                paths = [path for path in glob.glob(typed, recursive=True) if not os.path.isdir(path)]
-        except OSError as error:
-            where = error.filename or part
-            raise UserError(f"{where} cannot be read ({error.strerror}); check --data_path") from error
+        if os.path.isdir(typed):
+            paths, others = files_of_folder(typed)
+            left_out += others
+        else:
+            names = [typed] if os.path.exists(typed) else glob.glob(typed, recursive=True)
+            paths = [path for path in names if os.path.isfile(path)]
         if not paths:
-            raise UserError(f"{part}: no such file; check --data_path")
+            raise UserError(f"{part}: no such file, or a folder without data; check --data_path")
         for path in sorted(paths):
-            files.setdefault(os.path.realpath(path), path)
-    for path in files.values():
-        if not os.path.isfile(path):
-            what = "a pipe, a device or a link to nothing"
-            raise UserError(f"{path} is {what}; data are read more than once, so give a file, or remove it")
-        if os.path.getsize(path) == 0:
-            raise UserError(f"{path} is an empty file; remove it from --data_path or write it again")
-        if not plain_text and file_kind(path) == PLAIN_TEXT:
-            raise UserError(f"{path} is plain text, which only pretraining takes; SFT needs conversations")
-    return list(files.values())
+            found.setdefault(os.path.realpath(path), path)
+    if not found:
+        raise UserError("--data_path is empty; give a file, a folder or a pattern such as 'data/*.jsonl'")
+    return list(found.values()), left_out
 
 
-def _files_of_folder(folder: str, plain_text: bool) -> list[str]:
-    """The data files below a folder, without hidden ones and `datasets`' own; of a saved DatasetDict those of
-    `train`. Refuses plain text beside records, so that a README.txt is not trained in silence."""
-    texts: list[str] = []
-    records: list[str] = []
+def files_of_folder(folder: str) -> tuple[list[str], list[str]]:
+    """The data files below a folder, and what else is there. Hidden files and descriptions of `datasets` are
+    neither; of a saved DatasetDict `train` is taken."""
+    paths: list[str] = []
+    left_out: list[str] = []
     seen = set()
-    for current, folders, names in os.walk(folder, onerror=_fail, followlinks=True):
+    for current, folders, names in os.walk(
+        folder, followlinks=True, onerror=lambda error: left_out.append(error.filename)
+    ):
         real = os.path.realpath(current)
         if real in seen:  # a link leads back here
             folders.clear()
@@ -173,119 +112,210 @@ def _files_of_folder(folder: str, plain_text: bool) -> list[str]:
         folders[:] = [name for name in folders if not name.startswith(".")]
         if "dataset_dict.json" in names:
             folders[:] = ["train"]
-        if "state.json" in names and _is_selection(os.path.join(current, "state.json")):
-            raise UserError(
-                f"{current} holds a selection of rows beside all of them (_indices_data_files in its "
-                "state.json); save the selected rows alone: dataset.flatten_indices().save_to_disk(...)"
-            )
         for name in names:
-            kind = file_kind(name)
-            if name.startswith(".") or name in DESCRIPTIONS or fnmatch(name, "cache-*.arrow"):
-                continue
-            if kind == PLAIN_TEXT:
-                texts.append(os.path.join(current, name))
-            elif kind:
-                records.append(os.path.join(current, name))
-    if not texts and not records:
-        kinds = ", ".join(f"*{suffix}" for suffix in (JSON_LINES, *READERS, PLAIN_TEXT))
-        raise UserError(f"{folder} is a folder without data; it must hold files named {kinds} (also {GZIP})")
-    if texts and records and plain_text:
-        record = min(records)
-        wanted = os.path.join(folder, "**", f"*{file_kind(record)}")
-        raise UserError(
-            f"{folder} holds both plain text ({min(texts)}) and records ({record}); say which to read with a "
-            f"pattern, such as --data_path '{wanted}'"
-        )
-    return records or texts
+            is_description = any(fnmatch(name, pattern) for pattern in DESCRIPTIONS)
+            if not name.startswith(".") and not is_description:
+                paths.append(os.path.join(current, name))
+    data = [path for path in paths if file_kind(path) and os.path.isfile(path)]
+    records = [path for path in data if not is_plain_text(path)]
+    chosen = records or data  # a README.txt beside records is not data
+    return chosen, sorted(left_out + list(set(paths) - set(chosen)))
 
 
-def _is_selection(state: str) -> bool:
-    """Whether the description of a dataset names rows that were selected, which would be lost."""
-    with suppress(ValueError, AttributeError), open(state, encoding="utf-8") as file:
-        return bool(json.load(file).get("_indices_data_files"))
-    return False
+# --- what is in them
 
 
-def _fail(error: OSError) -> None:
-    raise error
+def read_records(paths: list[str], separator: str = "") -> Iterator[Record]:
+    """The records of the files, one file after another. Raises UserError where a file cannot be read on.
 
-
-def iter_blocks(paths: Sequence[str], text_separator: str = "") -> Iterator[Block]:
-    """Read the files one after another as blocks of records. Raises UserError where a file cannot be read.
-
-    text_separator: the line that separates documents in plain text; empty for one document per file.
+    separator: the line between documents of plain text.
     """
-    for index, path in enumerate(paths):
-        is_compressed = path.lower().endswith(GZIP)
-        records: list[tuple[int, Any]] = []
-        line = begin = 0  # the last line with a record; where in the file the block begins
+    for number, path in enumerate(paths):
+        line = 0
         try:
-            with open(path, "rb") as file:
-                content = gzip.GzipFile(fileobj=file) if is_compressed else file
-                kind = file_kind(path)
-                reader: Iterator[tuple[int, Any]] = enumerate(content, 1)
-                if kind == PLAIN_TEXT:
-                    reader = read_text(content, text_separator)
-                elif kind in READERS:
-                    reader = READERS[kind](content, path)
-                for number, record in reader:
-                    if isinstance(record, bytes) and not record.removeprefix(BOM).strip(BLANKS):
-                        continue
-                    line = number
-                    records.append((line, record))
-                    position = file.tell()
-                    if len(records) == BLOCK_RECORDS or position - begin >= BLOCK_BYTES:
-                        yield Block(index, path, records, max(0, position - begin))
-                        records, begin = [], position
-        except (EOFError, OSError, zlib.error) as error:
-            if is_compressed and getattr(error, "errno", None) is None:
-                where = place(path, line or 1)
-                raise UserError(
-                    f"{where}: after this line {DAMAGED} ({reason(error)}); get it again"
-                ) from error
-            why = getattr(error, "strerror", None) or reason(error)
-            raise UserError(
-                f"{path} cannot be read ({why}); check the file or remove it from --data_path"
-            ) from error
+            for line, record in read_file(path, separator):
+                if not isinstance(record, dict | BadRecord):
+                    record = BadRecord("no JSON object; write {...}")
+                yield Source(number, line), record
+        except UserError:
+            raise
+        except Exception as error:  # a damaged file may raise anything
+            why = NOT_UTF8 if isinstance(error, UnicodeDecodeError) else reason(error)
+            where = f"{place(path, line)}: after it the file" if line else f"{path}: it"
+            raise UserError(f"{where} cannot be read ({why}); mend the file or leave it out") from error
         if line == 0:
             raise UserError(f"{path} holds no record; leave it out or write it again")
-        yield Block(index, path, records, max(0, os.path.getsize(path) - begin))
 
 
-def parse_block(block: Block) -> Iterator[tuple[int, dict | BadRecord]]:
-    """Yield (line, record) for each record of a block; an unusable one is replaced by its BadRecord.
-    A byte order mark and escaped NULs (\\u0000) are accepted, half a character (\\ud83d) is not: no tokenizer
-    takes it. Raises UserError where a compressed file is damaged."""
-    for line, record in block.records:
-        if isinstance(record, bytes):
-            raw = record.removeprefix(BOM).strip(BLANKS)
-            try:
-                record = json.loads(raw.decode("utf-8"))
-                if b"\\ud" in raw or b"\\uD" in raw:
-                    check_value(record)
-            except BadRecord as error:
-                record = error
-            except UnicodeDecodeError as error:
-                record = BadRecord(not_utf8(raw, error.start))
-            except json.JSONDecodeError as error:
-                record = BadRecord(not_json(error))
-            except RecursionError:
-                record = BadRecord(TOO_DEEP)
-            except ValueError as error:  # a number with thousands of digits
-                record = BadRecord(f"JSON that cannot be read ({error})")
-            if isinstance(record, BadRecord) and block.path.lower().endswith(GZIP):
-                check_compressed(block.path)
-        if not isinstance(record, dict | BadRecord):
-            record = BadRecord(f"{kind_of(record)} instead of a JSON object; write {{...}}")
+def read_file(path: str, separator: str) -> Iterator[tuple[int, Any]]:
+    """The records of a file with their lines (of `Source`)."""
+    open_file: Callable = gzip.open if path.lower().endswith(".gz") else open
+    with open_file(path, "rb") as file:
+        kind = file_kind(path)
+        if kind == PLAIN_TEXT:
+            yield from read_text(file, separator)
+        else:
+            yield from READERS.get(kind, read_json_lines)(file)
+
+
+def read_json_lines(file: Any) -> Iterator[tuple[int, Any]]:
+    """JSON Lines. A byte order mark and blank lines are passed over."""
+    for line, raw in enumerate(file, 1):
+        try:
+            text = raw.decode("utf-8-sig").strip()
+            if text:
+                yield line, json.loads(text)
+        except UnicodeDecodeError:
+            yield line, BadRecord(NOT_UTF8)
+        except (ValueError, RecursionError) as error:
+            yield line, BadRecord(f"not valid JSON ({error}); write one object a line, or one array")
+
+
+def read_json(file: Any) -> Iterator[tuple[int, Any]]:
+    """JSON Lines, or one array. A broken element costs only itself where the next one begins a line as the
+    first one does; otherwise ValueError is raised."""
+    if not file.peek(4096)[:4096].removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
+        yield from read_json_lines(file)
+        return
+    # a byte that is not UTF-8 becomes half a character, which is found below
+    text = file.read().decode("utf-8-sig", "surrogateescape")
+    decoder = json.JSONDecoder()
+    at = len(text) - len(text.partition("[")[2].lstrip())
+    indent = text[text.rfind("\n", 0, at) + 1 : at]
+    next_line = "\n{" if indent.strip() else f"\n{indent}{{"
+    line, is_end = 0, text[at : at + 1] == "]"
+    while not is_end:
+        line -= 1
+        try:
+            record, end = decoder.raw_decode(text, at)
+            separator = SEPARATOR.match(text, end)
+            if not separator:
+                raise json.JSONDecodeError("Expecting ',' delimiter", text, end)
+            following, is_end = separator.end(), separator[1] == "]"
+        except (ValueError, RecursionError) as error:
+            record = BadRecord(f"not valid JSON ({error})")
+            found = text.find(next_line, at)
+            if found < 0:
+                raise ValueError(error if is_utf8(text[at:]) else NOT_UTF8) from None
+            following = found + len(next_line) - 1
+        if not is_utf8(text[at:following]):
+            record = BadRecord(NOT_UTF8)
         yield line, record
+        at = following
+    if text[at:].strip("] \t\r\n"):
+        raise ValueError("more follows the end of the array")
 
 
-@cache
-def check_compressed(path: str) -> None:
-    """Read a compressed file to its end, where its checksum is. Raises UserError if it is damaged."""
+def is_utf8(text: str) -> bool:
+    """Whether a text that was decoded with surrogateescape was UTF-8."""
     try:
-        with gzip.open(path) as content:
-            while content.read(BLOCK_BYTES):
-                pass
-    except (EOFError, OSError, zlib.error) as error:
-        raise UserError(f"{path}: {DAMAGED} ({reason(error)}); get it again") from error
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def read_text(file: Any, separator: str) -> Iterator[tuple[int, dict | BadRecord]]:
+    """The documents of plain text, between lines that hold only the separator. A long one comes in parts of
+    whole lines."""
+    lines: list[bytes] = []
+    first = size = 0  # line of the document or part, and its bytes
+    for number, raw in enumerate(file, 1):
+        is_separator = bool(separator) and raw.rstrip() == separator.strip().encode()
+        if not is_separator and (lines or raw.strip()):
+            first = first if lines else number
+            lines.append(raw)
+            size += len(raw)
+        if lines and (is_separator or size >= PART_BYTES):
+            yield first, document(lines)
+            lines, size = [], 0
+    if lines:
+        yield first, document(lines)
+
+
+def document(lines: list[bytes]) -> dict | BadRecord:
+    """The record of a document."""
+    try:
+        text = b"".join(lines).decode("utf-8-sig")
+    except UnicodeDecodeError:
+        return BadRecord(NOT_UTF8)
+    return {"text": text.replace("\r\n", "\n").strip("\n")}
+
+
+def read_csv(file: Any) -> Iterator[tuple[int, Any]]:
+    """The rows of CSV, whose first line names the columns."""
+    csv.field_size_limit(sys.maxsize)
+    # strict: a quote that is never closed raises an error, where it would swallow what follows
+    rows = csv.reader((raw.decode("utf-8-sig") for raw in file), strict=True)
+    header = [name.strip() for name in next(rows, [])]
+    if len(set(header)) < len(header):
+        raise ValueError("two columns have the same name")
+    line = rows.line_num + 1
+    for cells in rows:
+        if len(cells) == len(header):
+            yield line, with_lists(dict(zip(header, cells, strict=True)))
+        elif cells:
+            what = f"{len(cells)} cells, but {len(header)} columns"
+            yield line, BadRecord(f"{what}; put text with commas into quotes")
+        line = rows.line_num + 1
+
+
+def read_parquet(file: Any) -> Iterator[tuple[int, Any]]:
+    """The rows of a Parquet file."""
+    from pyarrow.parquet import ParquetFile  # only where such tables are read
+
+    return records_of(ParquetFile(file).iter_batches(BATCH_ROWS))
+
+
+def read_arrow(file: Any) -> Iterator[tuple[int, Any]]:
+    """The rows of an Arrow file, of the file format or the streaming format (of `datasets`)."""
+    from pyarrow import ipc
+
+    if not file.peek(6).startswith(b"ARROW1"):
+        return records_of(ipc.open_stream(file))
+    table = ipc.open_file(file)
+    return records_of(table.get_batch(index) for index in range(table.num_record_batches))
+
+
+def records_of(batches: Iterable) -> Iterator[tuple[int, Any]]:
+    """The rows of batches of a table."""
+    row = 0
+    for batch in batches:
+        batch.validate(full=True)  # damaged offsets would end the process
+        for start in range(0, len(batch), BATCH_ROWS):
+            for record in batch.slice(start, BATCH_ROWS).to_pylist():
+                row += 1
+                yield row, with_lists(without_nulls(record))
+
+
+def with_lists(row: dict) -> dict | BadRecord:
+    """The row with lists in place of their JSON text, which CSV needs; blank ones are left out."""
+    for key in LIST_FIELDS & row.keys():
+        text = row[key]
+        if text == "":
+            del row[key]
+        elif isinstance(text, str) and text.lstrip().startswith("["):
+            try:
+                row[key] = json_of(text, f"'{key}'")
+            except BadRecord as error:
+                return error
+    return row
+
+
+def without_nulls(value: Any) -> Any:
+    """The value without the keys that are null in its objects: typed files fill them in where a key is
+    lacking."""
+    if isinstance(value, dict):
+        return {key: without_nulls(entry) for key, entry in value.items() if entry is not None}
+    if isinstance(value, list):
+        return [without_nulls(entry) for entry in value]
+    return value
+
+
+# Suffix -> what yields (line, record) of an open file, decompressed; an unusable record as a BadRecord.
+READERS: dict[str, Callable[[Any], Iterator[tuple[int, Any]]]] = {
+    ".json": read_json,
+    ".csv": read_csv,
+    ".parquet": read_parquet,
+    ".arrow": read_arrow,
+}

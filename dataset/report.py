@@ -1,115 +1,167 @@
-"""The report of a token cache: what became of the records, lengths of the samples, fields that nothing reads;
-whether bad records are skipped or end the run."""
+"""The report of a token cache: what became of the records, and how long the samples are; and whether bad
+records are skipped or end the run."""
 
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from common.errors import UserError, say
+from common.errors import UserError, reason, say
 from common.launcher import launch
-from dataset.files import place
+from dataset.files import Source, place
+from dataset.records import BadRecord
 
-COUNTS = {  # what becomes of the records of each kind of training, as the report calls it
-    "documents": "documents",
-    "documents_split": "split into several samples",
-    "empty_documents": "empty",
-    "pairs": "pairs",
-    "pairs_cut": "cut",
-    "dropped_alike": "dropped as alike",
-    "conversations": "conversations",
-    "cut_at_turn": "cut after a turn",
-    "cut_inside_turn": "cut inside the first turn",
-    "masked_turns": "turns not to be trained",
-    "special_texts": "with special tokens as text",
-    "dropped_without_label": "dropped for lack of a label",
-    "skipped_bad_records": "bad",
+if TYPE_CHECKING:
+    from dataset.held_out import Split
+    from dataset.tokenizing import SampleMaker
+
+COUNTS = {  # what becomes of records, as the report calls it
+    "split": "split into several samples",
+    "empty": "empty",
+    "cut": "cut",
+    "dropped": "dropped for lack of a target",
+    "bad": "bad",
 }
-TOTALS = ("records", "samples", "tokens", "targets", "target_bytes")
+MOST_FIELDS = 12  # in the report
+MOST_FILES = 20  # that are named
 PERCENTILES = (1, 10, 25, 50, 75, 90, 99, 100)
-MOST_FIELDS = 12  # of the fields that nothing reads, the most frequent ones stand in the report
 
 
-def make_report(counts: Counter, unused: Counter, lengths: np.ndarray, max_length: int) -> dict:
-    """All counts under fixed names, and the lengths of the samples [S]. The same data give the same
-    report."""
-    percentiles = np.percentile(lengths, PERCENTILES) if len(lengths) else []
-    most_used = sorted(unused.items(), key=lambda item: (-item[1], item[0]))
-    return {
-        **{name: int(counts[name]) for name in (*TOTALS, *COUNTS)},
-        "length_mean": round(float(lengths.mean()), 1) if len(lengths) else 0.0,
-        "length_percentiles": dict(zip(map(str, PERCENTILES), map(int, percentiles), strict=False)),
-        "padding_efficiency": round(counts["tokens"] / (max(1, len(lengths)) * max_length), 4),
-        "unused_fields": dict(most_used[:MOST_FIELDS]),
-    }
+def make_report(options: Any, maker: "SampleMaker", totals: dict, lengths: np.ndarray) -> dict:
+    """All counts, and the lengths of the samples. The same data give the same report."""
+    bad = maker.bad.lines
+    report = {name: maker.counts[name] for name in ("records", *COUNTS)} | totals
+    report |= {"kind": options.kind, "max_length": options.max_length, "samples": len(lengths)}
+    report |= {"held_out": bool(options.split and options.split.held_out)}
+    report |= {"bad": len(bad), "first_bad": bad[0] if bad else ""}
+    if len(lengths):
+        percentiles = map(int, np.percentile(lengths, PERCENTILES))
+        report["percentiles"] = dict(zip(map(str, PERCENTILES), percentiles, strict=True))
+    most_used = sorted(maker.unused.items(), key=lambda item: (-item[1], item[0]))
+    report["unused_fields"] = dict(most_used[:MOST_FIELDS])
+    return report
+
+
+def describe_files(paths: list[str], left_out: list[str], is_held_out: bool) -> str:
+    """Which files were read, for which part of the data, and which were not."""
+    text = "held out: " if is_held_out else ""
+    text += first_of(paths)
+    if left_out:
+        text += f" (not read: {first_of(left_out)})"
+    return text
+
+
+def first_of(paths: list[str]) -> str:
+    """The first of some paths, and how many more there are."""
+    more = f" and {len(paths) - MOST_FILES:,} more" if len(paths) > MOST_FILES else ""
+    return ", ".join(paths[:MOST_FILES]) + more
 
 
 def describe_records(report: dict) -> str:
     """What became of the records, in a line."""
-    parts = []
-    for name, text in COUNTS.items():
-        if report[name]:
-            share = ""
-            if report[name] < report["records"]:
-                share = f" ({report[name] / report['records']:.1%})"
-            parts.append(f"{text} {report[name]:,}{share}")
-    return ", ".join(parts)
+    text = f"{report['records']:,} records, {report['samples']:,} samples"
+    for name, words in COUNTS.items():
+        if report.get(name):
+            text += f", {words} {report[name]:,} ({report[name] / report['records']:.1%})"
+    if report.get("unused_fields"):
+        fields = [f"{repr(name)[1:-1][:40]} {count:,}" for name, count in report["unused_fields"].items()]
+        text += f"; unused fields: {', '.join(fields)}"
+    return text
 
 
-def describe_unused_fields(report: dict) -> str:
-    """The fields that nothing reads."""
-    fields = [f"{repr(name)[1:-1][:40]} {count:,}" for name, count in report["unused_fields"].items()]
-    return f"unused fields: {', '.join(fields)}"
-
-
-def format_report(report: dict, paths: Sequence[str]) -> str:
+def format_report(report: dict, paths: list[str]) -> str:
     """The report as text; paths: the files that were read."""
-    r = report
-    kind = r["kind"]
-    if r["held_out"]:
-        kind += ", held out"
-    records = f"{r['records']:,} records in {len(paths)} files"
-    targets = f"{r['targets']:,} ({r['targets'] / r['tokens']:.1%})"
-    lengths = ", ".join(f"{percent} % {length:,}" for percent, length in r["length_percentiles"].items())
-    names = ", ".join(paths[:5])
-    if len(paths) > 5:
-        names += f" and {len(paths) - 5:,} more"
-    lines = [
-        f"data: {names}",
-        f"{kind}, at most {r['max_length']} tokens a sample: {records}",
-        f"  {describe_records(r)}",
-        f"  samples {r['samples']:,}, tokens {r['tokens']:,}, of which targets {targets}",
-        f"  length of a sample: mean {r['length_mean']}; percentiles {lengths}",
-        f"  a batch padded to {r['max_length']} would be {r['padding_efficiency']:.1%} real tokens",
-    ]
-    if r["unused_fields"]:
-        lines.append(f"  {describe_unused_fields(r)}")
-    return "\n".join(lines)
+    kind = f"{report['kind']}, held out" if report["held_out"] else report["kind"]
+    share = report["targets"] / report["tokens"]
+    filled = report["tokens"] / (report["samples"] * report["max_length"])
+    lengths = ", ".join(f"{percent} % {length:,}" for percent, length in report["percentiles"].items())
+    return "\n".join(
+        [
+            f"data: {first_of(paths)}",
+            f"{kind}, at most {report['max_length']} tokens a sample: {describe_records(report)}",
+            f"  tokens {report['tokens']:,}, of which targets {report['targets']:,} ({share:.1%})",
+            f"  length of a sample: mean {report['tokens'] / report['samples']:.1f}; percentiles {lengths}",
+            f"  a batch padded to {report['max_length']} would be {filled:.1%} real tokens",
+        ]
+    )
 
 
-def first_bad_record(report: dict, paths: list[str]) -> str:
-    """Place and reason of the first bad record that a report counts."""
-    file, line, reason = report["first_bad_record"]
-    return f"{place(paths[file], line)}: {reason}"
+class BadRecords:
+    """The policy for bad records, --on_bad_data: the first one ends the run, or all are skipped and listed.
 
-
-def stop_at_bad_record(line: str, on_bad_data: str) -> None:
-    """Raise UserError, unless bad records are to be skipped. `line`: FILE:LINE: reason."""
-    if on_bad_data == "stop":
-        raise UserError(f"{line} (with --on_bad_data skip bad records are skipped and listed)")
-
-
-def judge_bad_records(first: str, count: int, records: int, listed: str, max_share: float) -> None:
-    """Report how many bad records are skipped. Raises UserError if they are more than `max_share` of all.
-
-    first: FILE:LINE: reason of the first one. count: how many there are. records: how many records there are.
-    listed: where all of them stand.
+    paths: the files that are read. lines: FILE:LINE and reason of each bad record.
     """
+
+    def __init__(self, paths: list[str], on_bad_data: str):
+        self.paths, self.on_bad_data = paths, on_bad_data
+        self.lines: list[str] = []
+
+    def attempt(self, source: Source, record: dict | BadRecord, function: Callable[[dict], Any]) -> Any:
+        """What the function makes of the record, None if it is a bad one. Raises UserError."""
+        try:
+            if isinstance(record, BadRecord):
+                raise record
+            return function(record)
+        except UserError:  # of the tokenizer
+            raise
+        except Exception as error:  # data and templates may raise anything
+            line = f"{place(self.paths[source.file], source.line)}: {why_bad(error)}"
+        if self.on_bad_data == "stop":
+            raise stop_error(line)
+        self.lines.append(line)
+        return None
+
+
+def why_bad(error: Exception) -> str:
+    """What is wrong with a record that raised this error."""
+    if isinstance(error, BadRecord):
+        return str(error)
+    if isinstance(error, UnicodeEncodeError):
+        half = ascii(error.object[error.start])[1:-1]
+        return f"half a character ({half}); write the whole one or none"
+    return f"not usable ({type(error).__name__}: {reason(error)}); correct it or leave it out"
+
+
+def stop_error(line: str) -> UserError:
+    """The error for a bad record."""
+    return UserError(f"{line} (with --on_bad_data skip bad records are skipped and listed)")
+
+
+def check_bad_records(report: dict, options: Any, listed: str) -> None:
+    """Say how many bad records are skipped. Raises UserError if none may be, or so many.
+
+    report: of `make_report`. listed: where all of them stand.
+    """
+    count, records = report["bad"], report["records"]
+    if not count:
+        return
+    if options.on_bad_data == "stop":  # they were skipped when the cache was built
+        raise stop_error(report["first_bad"])
     share = f"{count:,} of {records:,} records ({count / records:.1%})"
-    if count > max_share * records:
+    if count > options.max_bad_share * records:
         raise UserError(
-            f"{first}; {share} are bad, more than --max_bad_share {max_share:g} allows; {listed}; "
-            f"fix them or raise --max_bad_share"
+            f"{report['first_bad']}; {share} are bad, more than --max_bad_share {options.max_bad_share:g} "
+            f"allows; {listed}; mend them or raise --max_bad_share"
         )
     if launch().local_rank == 0:
         say(f"bad records are skipped: {share}; {listed}")
+
+
+def no_records_error(split: "Split", paths: list[str]) -> UserError:
+    """The error for a split without a record."""
+    amount, other = ("none", "larger") if split.held_out else ("all", "smaller")
+    return UserError(
+        f"--eval_share {split.share:g} holds out {amount} of the records of {first_of(paths)}; give a "
+        f"{other} share, or held-out data in files of their own (--eval_data_path)"
+    )
+
+
+def no_samples_error(report: dict, options: Any, paths: list[str]) -> UserError:
+    """The error for data without a single sample."""
+    if options.split and not report["records"]:
+        return no_records_error(options.split, paths)
+    text = f"{first_of(paths)}: none of the {report['records']} records gives a sample with something to "
+    text += f"train on ({describe_records(report)}"
+    if report["bad"]:
+        text += f"; the first bad one: {report['first_bad']}"
+    return UserError(f"{text}); raise --max_seq_len or look at them: python -m dataset.show_samples")

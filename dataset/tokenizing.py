@@ -1,390 +1,313 @@
-"""Turns a block of raw records into training samples. Runs in worker processes, so nothing here imports
-torch.
+"""Turns records into samples. `tokenizers` encodes many texts at once, on all cores.
 
-pretrain: BOS + document + EOS. A document longer than `max_length` becomes consecutive samples, each of which
-begins with the last token of the previous one, so that every token but the first is a target exactly once. (A
-document of plain text may arrive in parts, one block each; see dataset/plain_text.py.) If the tokenizer
-has no BOS, documents begin with its EOS, as in GPT-2; if it has no EOS, they end with the padding token; if
-it has none of the three, documents are not delimited and their first token is not a target. A conversation
-is a document, too: as SFT renders it, each of its tokens a target.
-
-SFT: the conversation as the chat template renders it, labels by `chat_labels`. If too long, it is cut after
-the last assistant turn that fits, or inside the first one if not even that fits; without any label left it is
-dropped. All of this is counted.
-
-DPO: the conversations with the chosen and the rejected answer, as two samples in this order; their labels are
-what follows the common beginning. Both are cut off at `max_length`; a pair of which one has no label left, or
-whose samples are then the same, is dropped and counted.
+pretrain  BOS + document + EOS, in pieces of `max_length` that share a token: each token is a target once
+SFT       the conversation as the chat template writes it; targets are the assistant's turns, with their
+          end-of-turn tokens; a long one is cut after the last turn that fits, else inside the first one
+DPO       two conversations, the chosen one first; targets are what follows their common beginning
 
 In a conversation only the chat template writes special tokens: the text of one in the data (`<|im_end|>`) is
-text, as for the server (model/prompts.py). A document of pretraining has no template: there it becomes that
-token. Target bytes: in pretraining those of the text, so that a document's pieces add up to the document, and
-none for BOS and EOS; in SFT those that the assistant's tokens spell, and none for special tokens.
+text, as for the server (model/prompts.py).
 """
 
 import hashlib
 import json
-from abc import ABC, abstractmethod
+import os
+import re
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import cached_property
-from typing import NamedTuple
+from collections.abc import Generator, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 from tokenizers import Tokenizer
 
 from common.errors import UserError
-from dataset.chat_labels import ChatTemplate
-from dataset.files import Block, parse_block, place
-from dataset.held_out import Split, first_question, is_one_passage, question_in
-from dataset.json_values import TOO_DEEP, BadRecord
-from dataset.plain_text import DocumentPart
-from dataset.records import Chat, find_format, to_chat, to_pair, to_text, unread_fields
+from dataset.files import Record, Source
+from dataset.records import BadRecord, Chat, find_format, to_chat, to_pair, to_text, unread_fields
+from dataset.report import BadRecords
 from model.prompts import SpecialTexts, plain_backend
 
+if TYPE_CHECKING:  # transformers imports torch
+    from transformers import PreTrainedTokenizerBase
 
-@dataclass(frozen=True)
-class TokenizerSpec:
-    """Everything of a tokenizer that determines tokens and labels, in a picklable form for worker
-    processes."""
-
-    backend: str  # JSON of the `tokenizers` backend
-    chat_template: str | dict | None
-    special_tokens: dict  # variables of the template, such as bos_token
-    start: int | None  # token id before a document
-    end: int | None  # token id after a document
-    fingerprint: str = ""  # SHA-256 of the fields above
-
-    @classmethod
-    def of(cls, tokenizer) -> "TokenizerSpec":
-        """The spec of a transformers tokenizer. Raises UserError for one that is not backed by
-        `tokenizers`."""
-        backend = getattr(tokenizer, "backend_tokenizer", None)
-        if backend is None:
-            raise UserError(
-                f"--tokenizer_path: {type(tokenizer).__name__} has no fast backend; "
-                f"save it with a tokenizer.json (tokenizer.save_pretrained of its fast version)"
-            )
-        # Padding and truncation reflect the tokenizer's latest call, so they must not change the cache's key.
-        described = {**json.loads(backend.to_str()), "padding": None, "truncation": None}
-        bos, eos, pad = tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id
-        fields = {
-            "backend": json.dumps(described, sort_keys=True),
-            "chat_template": tokenizer.chat_template,
-            "special_tokens": dict(tokenizer.special_tokens_map),
-            "start": bos if bos is not None else eos,
-            "end": eos if eos is not None else pad,
-        }
-        content = json.dumps(fields, sort_keys=True, default=str)
-        return cls(**fields, fingerprint=hashlib.sha256(content.encode()).hexdigest())
-
-    def template(self) -> ChatTemplate:
-        """The chat template. Raises UserError if there is none, or several."""
-        if isinstance(self.chat_template, str):
-            return ChatTemplate(self.chat_template, self.special_tokens)
-        problem = "no chat template; add one for conversations"
-        if self.chat_template:
-            problem = "several chat templates; keep the one for conversations"
-        raise UserError(f"--tokenizer_path: this tokenizer has {problem}")
-
-
-@dataclass
-class Samples:
-    """The samples of one block, concatenated: N tokens, S samples."""
-
-    tokens: np.ndarray  # [N]
-    lengths: np.ndarray  # int64 [S]
-    loss_mask: np.ndarray  # bool [N]: this token is a target
-    target_bytes: np.ndarray  # int64 [S]: UTF-8 bytes of the targets' text
-    lines: np.ndarray  # int64 [S]: line of the record
-    counts: Counter
-    unused_fields: Counter  # records (or messages) in which each field that nothing reads occurs
-    bad: list[tuple[int, str]]  # (line, reason) of each bad record
+KINDS = ("pretrain", "sft", "dpo")
+BLOCK_RECORDS, BLOCK_CHARACTERS = 1024, 1 << 21  # encoded at a time
+GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+THOUGHTS = re.compile(r"<think>\s*$")  # opened at the end of a text
+ADD_MARKS = "put {% generation %} ... {% endgeneration %} around the assistant's text in the chat template"
 
 
 class Sample(NamedTuple):
     """T tokens to train on."""
 
     tokens: np.ndarray  # int64 [T]
-    loss_mask: np.ndarray  # bool [T]
-    bytes_per_token: np.ndarray  # int64 [T]: UTF-8 bytes of the text that each target spells
-
-    def cut(self, length: int) -> "Sample":
-        """The first `length` tokens."""
-        return Sample(self.tokens[:length], self.loss_mask[:length], self.bytes_per_token[:length])
+    loss_mask: np.ndarray  # bool [T]: this token is a target
+    source: Source
 
 
-class BlockTokenizer(ABC):
-    """Turns blocks into samples for one kind of training, tokenizer, length and split of the records (None:
-    all of them)."""
+class Text(NamedTuple):
+    """A text to encode."""
 
-    def __init__(self, spec: TokenizerSpec, max_length: int, split: Split | None = None):
-        self.spec, self.max_length, self.split = spec, max_length, split
-        self.backend = Tokenizer.from_str(spec.backend)
-        vocabulary = self.backend.get_vocab(with_added_tokens=True)
-        size = 1 + max(vocabulary.values(), default=0)
-        self.dtype = np.min_scalar_type(size - 1)  # the smallest unsigned type that holds every id
-        self.is_byte_level = '"ByteLevel"' in json.dumps(json.loads(spec.backend)["decoder"])
-        # in a byte-level vocabulary, a character for each byte
-        self.entry_lengths = np.zeros(size, dtype=np.int64)
-        self.entry_lengths[list(vocabulary.values())] = [len(entry) for entry in vocabulary]
+    text: str
+    spans: list[tuple[int, int]] | None = None  # its characters that are targets; None: a document
+
+
+Block = list[tuple[Source, list[Text]]]  # the texts of each record
+
+
+class SampleMaker:
+    """Makes the samples of one kind of training.
+
+    bad: what becomes of bad records. counts: what became of the records. unused: in how many records each
+    field that nothing reads stands.
+    """
+
+    def __init__(self, kind: str, tokenizer: "PreTrainedTokenizerBase", max_length: int, bad: BadRecords):
+        # says that threads are wanted: else a process that is forked later prints a warning
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+        self.kind, self.max_length, self.bad = kind, max_length, bad
+        self.backend = fresh_backend(tokenizer)
+        self.plain_backend = plain_backend(self.backend)
         self.special = SpecialTexts(self.backend)
-        added = self.backend.get_added_tokens_decoder()
-        self.special_ids = [token_id for token_id, token in added.items() if token.special]
-
-    @abstractmethod
-    def samples_of(self, record: dict) -> list[Sample]:
-        """The samples of a record; counts what became of it. Raises BadRecord."""
-
-    @abstractmethod
-    def split_key(self, record: dict) -> str:
-        """The text that decides whether a record is held out. Raises BadRecord."""
-
-    def selected(self, block: Block, split: Split) -> Iterator[tuple[int, dict | BadRecord]]:
-        """(line, record) of the records of a block, or of the passages of long plain text, in the split."""
-        for line, record in parse_block(block):
-            if isinstance(record, DocumentPart) and not is_one_passage(record):
-                for passage in split.passages(record):
-                    yield line, passage
-            elif split.includes_record(record, self.split_key):
-                yield line, record
-
-    def __call__(self, block: Block) -> Samples:
-        """The samples of a block. Raises UserError for problems of the tokenizer rather than of a record."""
-        kept: list[Sample] = []
-        lines: list[int] = []  # of the record of each
-        bad: list[tuple[int, str]] = []
+        self.template: Any = tokenizer.chat_template
+        self.special_tokens = tokenizer.special_tokens_map
+        if kind != "pretrain":
+            check_template(self.template)
+        self.begin, self.end = ends_of_documents(tokenizer)
         self.counts: Counter[str] = Counter()
         self.unused: Counter[str] = Counter()
-        records = parse_block(block) if self.split is None else self.selected(block, self.split)
-        for line, record in records:
-            self.counts["records"] += record.num_records if isinstance(record, DocumentPart) else 1
-            try:
-                if isinstance(record, BadRecord):
-                    raise record
-                samples = self.samples_of(record)
-            except BadRecord as error:
-                bad.append((line, str(error)))
+
+    def samples(self, records: Iterable[Record]) -> Generator[Sample]:
+        """The samples of all records, in order. While a block is encoded, in threads of their own, the next
+        one is rendered. Raises UserError."""
+        waiting: tuple[Block, Future] | None = None
+        with ThreadPoolExecutor(1) as pool:
+            for block in self.blocks(records):
+                encoding = pool.submit(self.encode, block)
+                if waiting:
+                    yield from self.samples_of(*waiting)
+                waiting = block, encoding
+            if waiting:
+                yield from self.samples_of(*waiting)
+
+    def blocks(self, records: Iterable[Record]) -> Iterator[Block]:
+        """The texts of about a thousand records at a time."""
+        block: Block = []
+        characters = 0
+        for source, record in records:
+            self.counts["records"] += 1
+            texts = self.bad.attempt(source, record, self.texts_of)
+            if texts is None:
                 continue
-            except RecursionError:
-                bad.append((line, TOO_DEEP))
+            block.append((source, texts))
+            characters += sum(len(text.text) for text in texts)
+            if len(block) == BLOCK_RECORDS or characters >= BLOCK_CHARACTERS:
+                yield block
+                block, characters = [], 0
+        if block:
+            yield block
+
+    # --- from a record to texts
+
+    def texts_of(self, record: dict) -> list[Text]:
+        """The document, the conversation, or the two of a pair. Raises BadRecord."""
+        is_document = self.kind == "pretrain"
+        if self.kind == "dpo":
+            texts = [self.rendered(chat) for chat in to_pair(record)]
+        elif self.kind == "sft":
+            texts = [self.rendered(to_chat(record))]
+        elif record.get("text") is None and find_format(record)[0]:
+            check_template(self.template)
+            chat = to_chat(record)
+            if chat.masked:
+                raise BadRecord("a turn is not to be trained, but pretraining trains all; leave it out")
+            text, _ = self.render(chat)
+            texts = [Text(text, [])]
+        else:
+            texts = [Text(to_text(record))]
+        for text in texts:
+            text.text.encode()  # fails for half a character (\ud83d)
+        self.unused.update(set(unread_fields(record, is_document)))
+        return texts
+
+    def rendered(self, chat: Chat) -> Text:
+        """The conversation as the chat template writes it, and the assistant's turns that are trained."""
+        text, spans = self.render(chat)
+        if not GENERATION_MARK.search(self.template):
+            spans = self.turns_by_prefixes(chat, text)
+        spoken = assistant_turns(chat)
+        if chat.masked and len(spans) != len(spoken):
+            raise UserError(f"--tokenizer_path: {ADD_MARKS}, once for each turn")
+        if chat.masked:
+            pairs = zip(spoken, spans, strict=True)
+            spans = [span for index, span in pairs if index not in chat.masked]
+        return Text(text, spans)
+
+    def render(self, chat: Chat, **options: Any) -> tuple[str, list[tuple[int, int]]]:
+        """The text, and the characters between the template's marks."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        options |= self.special_tokens
+        options["tools"] = self.special.hide(chat.tools)
+        options["return_assistant_tokens_mask"] = bool(GENERATION_MARK.search(self.template))
+        messages = self.special.hide(chat.messages)
+        texts, spans = render_jinja_template([messages], chat_template=self.template, **options)
+        return texts[0], cast(list[tuple[int, int]], spans[0]) if spans else []
+
+    def turns_by_prefixes(self, chat: Chat, text: str) -> list[tuple[int, int]]:
+        """The assistant's turns for a template without marks (Qwen's): an answer is what stands between the
+        generation prompt before it and its end. Where the prompt closes empty thoughts that the answer fills,
+        the answer begins where the two part."""
+        spans = []
+        for index in assistant_turns(chat):
+            before = chat._replace(messages=chat.messages[:index])
+            until = chat._replace(messages=chat.messages[: index + 1])
+            prompt, _ = self.render(before, add_generation_prompt=True)
+            turn, _ = self.render(until)
+            turn = turn.rstrip()  # white space behind it belongs to the next turn
+            begin = len(os.path.commonprefix([prompt, turn]))  # noqa: RUF071 (of characters)
+            opened = begin == len(prompt) or THOUGHTS.search(prompt[:begin])
+            if not (opened and text.startswith(turn)):
+                raise UserError(
+                    f"--tokenizer_path: the chat template writes turn {index + 1} differently when others "
+                    f"follow, so what to train on is unclear; {ADD_MARKS}"
+                )
+            spans.append((begin, len(turn)))
+        return spans
+
+    # --- from texts to samples
+
+    def encode(self, block: Block) -> list[Any]:
+        """The encodings of all texts of a block, made on all cores."""
+        texts = [text.text for _, several in block for text in several]
+        if self.kind == "pretrain":  # without offsets
+            return self.backend.encode_batch_fast(texts, add_special_tokens=False)
+        return self.backend.encode_batch(texts, add_special_tokens=False)
+
+    def samples_of(self, block: Block, encoding: Future) -> Iterator[Sample]:
+        """The samples of a block."""
+        encodings = iter(encoding.result())
+        for source, texts in block:
+            if self.kind == "pretrain":
+                yield from self.pieces(texts[0], next(encodings).ids, source)
                 continue
-            except UserError as error:
-                raise UserError(f"{place(block.path, line)}: {error}") from None
-            for sample in samples:
-                sample.loss_mask[:1] = False  # the first token has no context to be predicted from
-                if sample.loss_mask.any():
-                    kept.append(sample)
-                    lines.append(line)
-                else:
-                    self.counts["dropped_without_label"] += 1
-        tokens, masks = [np.empty(0, np.int64)], [np.empty(0, bool)]  # also where nothing is kept
-        return Samples(
-            tokens=np.concatenate(tokens + [sample.tokens for sample in kept]).astype(self.dtype),
-            lengths=np.array([len(sample.tokens) for sample in kept], dtype=np.int64),
-            loss_mask=np.concatenate(masks + [sample.loss_mask for sample in kept]),
-            target_bytes=np.array([s.bytes_per_token[s.loss_mask].sum() for s in kept], dtype=np.int64),
-            lines=np.array(lines, dtype=np.int64),
-            counts=self.counts,
-            unused_fields=self.unused,
-            bad=bad,
-        )
+            whole = [self.labelled(text, next(encodings), source) for text in texts]
+            kept = [self.cut(sample) for sample in whole]
+            is_alike = len(kept) == 2 and np.array_equal(kept[0].tokens, kept[1].tokens)
+            if is_alike or not all(sample.loss_mask.any() for sample in kept):
+                self.counts["dropped"] += 1
+                continue
+            sizes = [len(sample.tokens) for sample in kept]
+            self.counts["cut"] += sizes != [len(sample.tokens) for sample in whole]
+            yield from kept
 
-    def bytes_of(self, text: str, token_ids: np.ndarray, ends: np.ndarray) -> np.ndarray:
-        """int64 [T]: how many UTF-8 bytes of the text each token spells. ends: int64 [T], the character at
-        which each token ends, non-decreasing.
+    def pieces(self, text: Text, ids: list[int], source: Source) -> Iterator[Sample]:
+        """The samples of a document: each begins with the last token of the one before."""
+        if text.spans is None:
+            ids = [*self.begin, *ids, *self.end] if ids else []
+        elif self.special.hidden.search(text.text):
+            ids, _ = self.encode_hidden(text.text)
+        tokens = np.array(ids, dtype=np.int64)
+        self.counts["empty"] += len(tokens) < 2
+        self.counts["split"] += len(tokens) > self.max_length
+        for first in range(0, len(tokens) - 1, self.max_length - 1):
+            piece = tokens[first : first + self.max_length]
+            yield Sample(piece, np.arange(len(piece)) > 0, source)
 
-        The entries of a byte-level vocabulary say it; if the sum is that of the text, no normaliser has
-        changed it. Otherwise `ends` says it: a character that several tokens share counts for the first one,
-        and text after the last token is part of it.
+    def labelled(self, text: Text, encoding: Any, source: Source) -> Sample:
+        """A conversation with its labels: the tokens that reach into a span."""
+        ids, offsets = encoding.ids, encoding.offsets
+        if self.special.hidden.search(text.text):
+            ids, offsets = self.encode_hidden(text.text)
+        starts, ends = np.maximum.accumulate(np.array(offsets, dtype=np.int64).reshape(-1, 2)).T
+        loss_mask = np.zeros(len(ids), dtype=bool)
+        for start, end in text.spans or ():
+            first = np.searchsorted(ends, start, side="right")
+            loss_mask[first : np.searchsorted(starts, end)] = start < end
+        loss_mask[:1] = False  # the first token has nothing to be predicted from
+        return Sample(np.array(ids, dtype=np.int64), loss_mask, source)
 
-        Example: "a河b" is 1 + 3 + 1 bytes, so `bytes_before` is [0, 1, 4, 5]. The tokens are "a", two bytes
-        of "河", its third byte, and "b". A byte-level vocabulary gives [1, 2, 1, 1]. The tokens end at the
-        characters 1, 2, 2 and 3, which is at the bytes [1, 4, 4, 5], so without one it is [1, 3, 0, 1].
-        """
-        sizes = self.entry_lengths[token_ids]
-        if len(sizes) == 0 or (self.is_byte_level and sizes.sum() == len(text.encode())):
-            return sizes
-        characters = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
-        character_bytes = 1 + (characters >= 0x80) + (characters >= 0x800) + (characters >= 0x10000)
-        bytes_before = np.concatenate([[0], np.cumsum(character_bytes)])  # each character, and in all
-        byte_ends = bytes_before[ends]
-        byte_ends[-1] = bytes_before[-1]
-        return np.diff(byte_ends, prepend=0)
-
-    @cached_property
-    def plain_backend(self) -> Tokenizer:
-        """The backend for the text of special tokens, which must stay text."""
-        return plain_backend(self.backend)
-
-    @cached_property
-    def template(self) -> ChatTemplate:
-        """The chat template, without which texts can be tokenised. Raises UserError if there is none."""
-        return self.spec.template()
-
-    def labelled(self, chat: Chat) -> tuple[Sample, list[int]]:
-        """A conversation with its labels, and where each turn of the assistant ends, behind its last token.
-        Targets are these turns."""
-        hidden = chat._replace(messages=self.special.hide(chat.messages), tools=self.special.hide(chat.tools))
-        rendered, spans = self.template.render(hidden)
-        pieces = self.special.pieces(rendered)
-        if len(pieces) > 1:
-            self.counts["special_texts"] += 1
-        ids, offsets, text = [], [np.empty((0, 2), np.int64)], ""
-        for piece in pieces:
+    def encode_hidden(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """The tokens of a text with the text of special tokens in it, and the characters of each."""
+        ids, offsets, position = [], [], 0
+        for piece in self.special.pieces(text):
             backend = self.plain_backend if piece.is_plain else self.backend
             encoding = backend.encode(piece.text, add_special_tokens=False)
             ids += encoding.ids
-            offsets.append(np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2) + len(text))
-            text += piece.text
-        token_ids = np.array(ids, dtype=np.int64)
-        characters = np.maximum.accumulate(np.concatenate(offsets))  # [T, 2], [start, end) of each token
-        starts, ends = characters[:, 0], characters[:, 1]
-        bytes_per_token = self.bytes_of(text, token_ids, ends)
-        bytes_per_token[np.isin(token_ids, self.special_ids)] = 0
-        loss_mask = np.zeros(len(token_ids), dtype=bool)
-        turn_ends = []
-        for start, end in spans:  # of characters
-            first = int(np.searchsorted(ends, start, side="right"))  # token that ends within
-            last = int(np.searchsorted(starts, end, side="left"))  # behind the last one that begins within
-            if start < end and first < last:  # else the turn is empty
-                loss_mask[first:last] = True
-                turn_ends.append(last)
-        return Sample(token_ids, loss_mask, bytes_per_token), turn_ends
+            offsets += [(start + position, end + position) for start, end in encoding.offsets]
+            position += len(piece.text)
+        return ids, offsets
 
-
-class DocumentTokenizer(BlockTokenizer):
-    """Documents of pretraining: texts, and conversations as the chat template writes them."""
-
-    def samples_of(self, record: dict) -> list[Sample]:
-        """A document, or a part of one: each sample begins with the last token of the one before."""
-        if record.get("text") is None and find_format(record)[0]:
-            tokens, bytes_per_token = self.conversation(record)
-        else:
-            tokens, bytes_per_token = self.document(record, to_text(record))
-        if len(tokens) == 0:
-            return []
-        samples = []
-        for first in range(0, max(1, len(tokens) - 1), self.max_length - 1):
-            piece = tokens[first : first + self.max_length]
-            spelled = bytes_per_token[first : first + self.max_length]
-            samples.append(Sample(piece, np.ones(len(piece), dtype=bool), spelled))
-        return samples
-
-    def document(self, record: dict, text: str) -> tuple[np.ndarray, np.ndarray]:
-        """The tokens of a document, or of a part of one, and the bytes that each spells."""
-        self.unused.update(key for key, value in record.items() if key != "text" and value is not None)
-        begins, ends, context = True, True, ""
-        if isinstance(record, DocumentPart):
-            begins, ends, context = record.begins, record.ends, record.context
-        encoding = self.backend.encode(text, add_special_tokens=False)
-        token_ids = np.array(encoding.ids, dtype=np.int64)
-        last_characters = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)[:, 1]
-        sizes = self.bytes_of(text, token_ids, np.maximum.accumulate(last_characters))
-        before, after = [], []  # tokens around the text
-        if not begins:
-            before = self.backend.encode(context, add_special_tokens=False).ids[-1:]
-        elif self.spec.start is not None:
-            before = [self.spec.start]
-        if ends and self.spec.end is not None:
-            after = [self.spec.end]
-        if begins:
-            self.counts["documents"] += 1
-            if len(token_ids) == 0:
-                self.counts["empty_documents"] += 1
-                return token_ids, token_ids
-            if not ends or len(before) + len(token_ids) + len(after) > self.max_length:
-                self.counts["documents_split"] += 1
-        tokens = np.concatenate([before, token_ids, after]).astype(np.int64)
-        bytes_per_token = np.concatenate([[0] * len(before), sizes, [0] * len(after)]).astype(np.int64)
-        return tokens, bytes_per_token
-
-    def conversation(self, record: dict) -> tuple[np.ndarray, np.ndarray]:
-        """The tokens of a conversation, as SFT has them, and the bytes that each spells. Raises BadRecord."""
-        chat = to_chat(record)
-        if chat.masked:
-            raise BadRecord(
-                "a turn of this conversation is not to be trained, and pretraining trains all of it; "
-                "leave the record out"
-            )
-        self.unused.update(unread_fields(record))
-        (tokens, _, bytes_per_token), _ = self.labelled(chat)
-        self.counts["conversations"] += 1
-        if len(tokens) > self.max_length:
-            self.counts["documents_split"] += 1
-        return tokens, bytes_per_token
-
-    def split_key(self, record: dict) -> str:
-        if record.get("text") is None:
-            return first_question(to_chat(record).messages)
-        text = to_text(record)
-        if not self.special.pattern.search(text):
-            return text  # no template made it; do not load what renders one
-        question = question_in(text, self.around_question)
-        return text if question is None else question
-
-    @cached_property
-    def around_question(self) -> tuple[str, str] | None:
-        """The text that the chat template, if there is one, writes before and after a user's message."""
-        if not isinstance(self.spec.chat_template, str):
-            return None
-        return self.template.around_question()
-
-
-class ChatTokenizer(BlockTokenizer):
-    """Conversations of SFT."""
-
-    def __init__(self, spec: TokenizerSpec, max_length: int, split: Split | None = None):
-        super().__init__(spec, max_length, split)
-        self.template = spec.template()  # raises before any record is read
-
-    def samples_of(self, record: dict) -> list[Sample]:
-        """The conversation, cut at a turn if it is too long."""
-        chat = to_chat(record)
-        self.unused.update(unread_fields(record))
-        sample, turn_ends = self.labelled(chat)
-        self.counts["conversations"] += 1
-        self.counts["masked_turns"] += len(chat.masked)
+    def cut(self, sample: Sample) -> Sample:
+        """A conversation that is too long ends after the last turn that fits, else inside the first one; one
+        of a pair where the length ends."""
         if len(sample.tokens) <= self.max_length:
-            return [sample]
-        # after the last assistant turn that fits, else inside the first one
-        complete = [end for end in turn_ends if end <= self.max_length]
-        sample = sample.cut(max(complete, default=self.max_length))
-        if sample.loss_mask[1:].any():
-            self.counts["cut_at_turn" if complete else "cut_inside_turn"] += 1
-        return [sample]
-
-    def split_key(self, record: dict) -> str:
-        return first_question(to_chat(record).messages)
+            return sample
+        end = self.max_length
+        if self.kind == "sft":
+            turn_ends = 1 + np.flatnonzero(sample.loss_mask[:-1] & ~sample.loss_mask[1:])
+            end = max(turn_ends[turn_ends <= end], default=end)
+        return Sample(sample.tokens[:end], sample.loss_mask[:end], sample.source)
 
 
-class PairTokenizer(ChatTokenizer):
-    """Preferences of DPO: a chosen and a rejected answer."""
+def assistant_turns(chat: Chat) -> list[int]:
+    """The indices of the assistant's messages."""
+    return [index for index, message in enumerate(chat.messages) if message["role"] == "assistant"]
 
-    def samples_of(self, record: dict) -> list[Sample]:
-        """Both conversations, the chosen one first, or neither."""
-        (chosen, _), (rejected, _) = (self.labelled(chat) for chat in to_pair(record))
-        self.unused.update(unread_fields(record))
-        self.counts["pairs"] += 1
-        is_cut = max(len(chosen.tokens), len(rejected.tokens)) > self.max_length
-        chosen, rejected = chosen.cut(self.max_length), rejected.cut(self.max_length)
-        if not (chosen.loss_mask[1:].any() and rejected.loss_mask[1:].any()):
-            self.counts["dropped_without_label"] += 1
-        elif np.array_equal(chosen.tokens, rejected.tokens):
-            self.counts["dropped_alike"] += 1
+
+def check_template(template: Any) -> None:
+    """Raise UserError where a tokenizer has no usable chat template."""
+    if not isinstance(template, str):
+        raise UserError("--tokenizer_path: this tokenizer has no chat template, or several; keep one")
+    if not GENERATION_MARK.search(template) and "add_generation_prompt" not in template:
+        raise UserError(f"--tokenizer_path: {ADD_MARKS}")
+
+
+def fresh_backend(tokenizer: "PreTrainedTokenizerBase") -> Tokenizer:
+    """A copy of the backend without padding and truncation, which are of whoever used it last."""
+    if not hasattr(tokenizer, "backend_tokenizer"):
+        raise UserError("--tokenizer_path: this tokenizer has no tokenizer.json; save its fast version")
+    backend = Tokenizer.from_str(cast(Any, tokenizer).backend_tokenizer.to_str())
+    backend.no_padding()
+    backend.no_truncation()
+    return backend
+
+
+def ends_of_documents(tokenizer: "PreTrainedTokenizerBase") -> tuple[list[int], list[int]]:
+    """The tokens before and after a document: BOS and EOS, where there is none EOS and padding."""
+    bos, eos, pad = tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id
+    begin = [token for token in (bos, eos) if token is not None]
+    end = [token for token in (eos, pad) if token is not None]
+    return cast(list[int], begin[:1]), cast(list[int], end[:1])
+
+
+def fingerprint(tokenizer: "PreTrainedTokenizerBase") -> str:
+    """A hash of what determines tokens and labels."""
+    (begin, end), backend = ends_of_documents(tokenizer), json.loads(fresh_backend(tokenizer).to_str())
+    content = {
+        "backend": json.dumps(backend, sort_keys=True),
+        "chat_template": tokenizer.chat_template,
+        "special_tokens": dict(tokenizer.special_tokens_map),
+        "start": begin[0] if begin else None,
+        "end": end[0] if end else None,
+    }
+    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def bytes_of_tokens(tokenizer: "PreTrainedTokenizerBase") -> np.ndarray:
+    """How many UTF-8 bytes each entry of the vocabulary spells, int64 [ids]; a special token none."""
+    backend = fresh_backend(tokenizer)
+    vocabulary = backend.get_vocab(with_added_tokens=True)
+    added = backend.get_added_tokens_decoder()
+    is_byte_level = '"ByteLevel"' in json.dumps(json.loads(backend.to_str())["decoder"])
+    sizes = np.zeros(1 + max(vocabulary.values()), dtype=np.int64)
+    for entry, token in vocabulary.items():
+        if token in added:
+            sizes[token] = 0 if added[token].special else len(entry.encode())
+        elif is_byte_level:  # a character for each byte
+            sizes[token] = len(entry)
+        elif re.fullmatch("<0x[0-9A-F]{2}>", entry):
+            sizes[token] = 1
         else:
-            self.counts["pairs_cut"] += is_cut
-            return [chosen, rejected]
-        return []
-
-    def split_key(self, record: dict) -> str:
-        chosen, _ = to_pair(record)
-        return first_question(chosen.messages)
-
-
-TOKENIZERS: dict[str, type[BlockTokenizer]] = {
-    "pretrain": DocumentTokenizer,
-    "sft": ChatTokenizer,
-    "dpo": PairTokenizer,
-}
+            sizes[token] = len(entry.replace("▁", " ").removeprefix("##").encode())
+    return sizes

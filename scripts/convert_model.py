@@ -29,7 +29,7 @@ from transformers.utils import logging
 from common.errors import UserError, say
 from common.files import new_path, write_json
 from common.settings import ROOT
-from dataset.tokenizing import TokenizerSpec
+from dataset.tokenizing import fingerprint
 from model.model_minimind import MiniMindForCausalLM
 from tools.convert.gguf_file import QUANTIZED, read_gguf, write_gguf
 from tools.convert.hugging_face import read_stock, write_folder
@@ -80,8 +80,8 @@ def convert(
     as lines. Raises UserError if the form cannot represent the model, the place cannot be written, or what is
     read back is not the same model; then nothing is written."""
     before = text_logits(model, tokenizer)
-    fingerprint = TokenizerSpec.of(tokenizer).fingerprint[:16]
-    description = description_of(model, {"tokenizer": fingerprint})
+    tokenizer_hash = fingerprint(tokenizer)
+    description = description_of(model, {"tokenizer": tokenizer_hash})
     with new_path(output) as path:
         if form == "hf":
             stored = write_folder(path, model, tokenizer, dtype)
@@ -103,7 +103,7 @@ def convert(
     if form == "pth":
         write_json(output.with_suffix(".json"), description | {"sha256": file_digest(output)})
         if Path(tokenizer.name_or_path).resolve() != ROOT / "model":
-            keep_tokenizer(tokenizer.name_or_path, output.parent, fingerprint)
+            keep_tokenizer(tokenizer.name_or_path, output.parent, tokenizer_hash)
     rounding = (text_logits(model, tokenizer) - before).abs().max()
     return [
         f"read back: {parity}",

@@ -27,7 +27,6 @@ import torch
 
 from common.errors import UserError, reason
 from common.hub import local_path, shown_name
-from common.settings import ROOT
 from dataset.lm_dataset import PretrainDataset, SFTDataset, collate_flat
 from dataset.rollout_prompts import PromptDataset
 from model.generation import generate
@@ -90,7 +89,6 @@ def judge_loss(args: argparse.Namespace, model: Any, tokenizer: Any) -> dict[str
         nats += float(loss)
         targets += len(batch["targets"])
         target_bytes += batch["target_bytes"]
-        dataset.cache.release()
     figures = {"loss": {"value": nats / targets}, "bits per byte": {"value": nats / log(2) / target_bytes}}
     return {"items": dataset.records, "figures": figures}
 
@@ -116,7 +114,7 @@ def judge_answers(args: argparse.Namespace, model: Any, tokenizer: Any) -> dict[
     rewards = load_rewards(args.reward)
     longest = args.max_seq_len or model.config.max_position_embeddings - args.max_new_tokens
     prompts = PromptDataset(
-        args.data_path, tokenizer, longest, str(ROOT / "dataset" / "cache"),
+        args.data_path, tokenizer, longest,
         thinking_ratio=float(args.open_thinking),
     ).prompts  # fmt: skip
     greedy = [[Sampling(temperature=0)]] * len(prompts)

@@ -33,9 +33,10 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from common.errors import UserError
 from common.hub import local_path
 from common.settings import ROOT, StageArgs, add_flags, settings_of
-from dataset.files import expand_paths, iter_blocks, parse_block
-from dataset.json_values import BadRecord
-from dataset.records import PREFERENCE, to_chat, to_pair, to_text
+from dataset.files import expand_paths, place
+from dataset.files import read_records as read_files
+from dataset.records import PAIR, BadRecord, to_chat, to_pair, to_text
+from dataset.report import why_bad
 
 CHAT_TEMPLATE = ROOT / "model" / "chat_template.jinja"
 
@@ -91,23 +92,23 @@ def read_records(path: str | Path, separator: str = "") -> Iterator[str]:
 
     Raises UserError for a missing file and a record that no stage can read.
     """
-    for block in iter_blocks(expand_paths(path), separator):
-        for line, record in parse_block(block):
+    paths = expand_paths(str(path))
+    for source, record in read_files(paths, separator):
+        try:
             if isinstance(record, BadRecord):
-                raise UserError(f"{block.path}:{line}: {record}")
-            try:
-                text = text_of(record)
-            except BadRecord as error:
-                raise UserError(f"{block.path}:{line}: {error}") from error
-            if text.strip():
-                yield text
+                raise record
+            text = text_of(record)
+        except Exception as error:  # data may hold anything
+            raise UserError(f"{place(paths[source.file], source.line)}: {why_bad(error)}") from error
+        if text.strip():
+            yield text
 
 
 def text_of(record: dict) -> str:
     """All text of a record of any stage. Raises BadRecord."""
     if "text" in record:
         return to_text(record)
-    chats = to_pair(record) if record.keys() & {*PREFERENCE} else [to_chat(record, answered=False)]
+    chats = to_pair(record) if record.keys() & {*PAIR} else [to_chat(record, answered=False)]
     return "\n".join(strings_in([[chat.messages, chat.tools] for chat in chats]))
 
 

@@ -7,15 +7,18 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from common.errors import UserError, say
-from common.launcher import available_cores
 from common.settings import ROOT, ModelConfig, StageArgs
-from dataset.files import expand_paths, iter_blocks, parts_of
+from dataset.files import expand_paths, is_plain_text, parts_of, read_records
 from dataset.lm_dataset import StageDataset, collate_flat
+from dataset.report import BadRecords
 from dataset.token_cache import load_tokenizer
-from dataset.tokenizing import DocumentTokenizer, TokenizerSpec
+from dataset.tokenizing import Sample, SampleMaker, bytes_of_tokens
 from scripts.planning.machine import STATE, Cost, Machine, count_parameters, training_cost
 from trainer import train_full_sft, train_pretrain
 from trainer.data.datasets import epoch_items, epoch_tokens
@@ -32,6 +35,7 @@ WIDTH = 64  # of a model, per layer: --depth 8 is the default model, 512 x 8
 START = 12.0  # seconds of a stage before it trains
 N_EVALS, EVAL_COST = 5, 0.4  # of a stage; the cost of a token in one, where training it costs 1
 FEW_UPDATES = 100
+FIRST_RECORDS = 1000  # that are tokenised to tell how long all of them take; of plain text a single part
 LITTLE_TEXT = 2e6  # bytes: tokenised in seconds
 SHARED = ("eval_share", "text_separator", "cache_dir", "device", "dtype")  # flags that are the stages' own
 
@@ -94,18 +98,23 @@ def check_first(args: argparse.Namespace, machine: Machine, config: "MiniMindCon
     size = f"{config.hidden_size} x {config.num_hidden_layers}"
     if STATE * count_parameters(config) > machine.memory:
         raise UserError(f"{machine.memory / 1e9:.1f} GB of memory do not hold a model of {size}")
-    paths = expand_paths(args.pretrain_data, plain_text=True)
+    paths = expand_paths(args.pretrain_data)
     text_bytes = sum(os.path.getsize(path) for path in paths)
     if text_bytes < LITTLE_TEXT:
         return
-    spec = TokenizerSpec.of(load_tokenizer(args.tokenizer_path or ModelConfig.tokenizer_path))
+    tokenizer = load_tokenizer(args.tokenizer_path or ModelConfig.tokenizer_path)
+    maker = SampleMaker("pretrain", tokenizer, train_pretrain.Args.max_seq_len, BadRecords(paths, "skip"))
     begin = time.monotonic()
-    block = next(iter_blocks(paths, args.text_separator or ""))
-    samples = DocumentTokenizer(spec, train_pretrain.Args.max_seq_len)(block)
-    seconds = (time.monotonic() - begin) * text_bytes / block.size / available_cores()
+    count = 1 if is_plain_text(paths[0]) else FIRST_RECORDS
+    records = islice(read_records(paths, args.text_separator or ""), count)
+    samples = list(maker.samples(records))
+    if not samples:
+        return
+    spelled = bytes_of_tokens(tokenizer)[np.concatenate([sample.tokens for sample in samples])].sum()
+    seconds = (time.monotonic() - begin) * text_bytes / spelled
     if seconds > 60:
         say(f"tokenising {text_bytes / 1e6:,.0f} MB takes about {duration(seconds)}")
-    if args.hours == math.inf or not len(samples.lengths):
+    if args.hours == math.inf:
         return
     update_tokens = rules.update_tokens(0)
     cost = training_cost(machine, config, first_batch(samples, update_tokens))
@@ -118,15 +127,14 @@ def check_first(args: argparse.Namespace, machine: Machine, config: "MiniMindCon
         )
 
 
-def first_batch(samples: Any, tokens: float) -> Batch:
-    """The flat batch of the first samples of a tokenised block, of so many tokens or a little more."""
-    items, begin = [], 0
-    for length in samples.lengths.tolist():
-        part = slice(begin, begin + length)
-        sample = {"input_ids": samples.tokens[part], "loss_mask": samples.loss_mask[part]}
-        items.append([sample | {"sample_id": 0, "target_bytes": 0}])
-        begin += length
-        if begin >= tokens:
+def first_batch(samples: list[Sample], tokens: float) -> Batch:
+    """The flat batch of the first samples, of so many tokens or a little more."""
+    items, size = [], 0
+    for sample in samples:
+        fields = {"input_ids": sample.tokens, "loss_mask": sample.loss_mask}
+        items.append([fields | {"sample_id": 0, "target_bytes": 0}])
+        size += len(sample.tokens)
+        if size >= tokens:
             break
     return collate_flat(items)
 

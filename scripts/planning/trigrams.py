@@ -6,8 +6,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dataset.token_cache import target_mask
-
 if TYPE_CHECKING:
     from dataset.lm_dataset import StageDataset
 
@@ -36,7 +34,7 @@ def ngrams(data: "StageDataset", vocabulary: int) -> Ngrams:
     """The n-grams of the targets among the first COUNTED tokens."""
     cache = data.cache
     tokens = np.array(cache.tokens[:COUNTED], dtype=np.int64)
-    at = np.flatnonzero(target_mask(cache, 0, len(tokens)))
+    at = np.flatnonzero(cache.loss_mask[: len(tokens)])
     last, before = tokens[at - 1], tokens[np.maximum(at - 2, 0)]
     return [
         tokens[at],

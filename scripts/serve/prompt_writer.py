@@ -8,8 +8,7 @@ import json
 from typing import Any
 
 from common.errors import reason
-from dataset.json_values import BadRecord
-from dataset.records import parse_message
+from dataset.records import message_of
 from model.answers import CALL
 from model.prompts import document_tokens, encode_pieces, prompt_pieces
 from scripts.serve.protocol import ApiError
@@ -18,8 +17,8 @@ from scripts.serve.protocol import ApiError
 def turns_of(messages: list[Any]) -> list[dict]:
     """The messages of a request as chat templates take them. Raises ApiError."""
     try:
-        return [parse_message(item, f"message {number}").message for number, item in enumerate(messages, 1)]
-    except (BadRecord, RecursionError) as error:
+        return [message_of(item, f"message {number}") for number, item in enumerate(messages, 1)]
+    except Exception as error:  # a request may hold anything
         raise ApiError(reason(error), param="messages", code="invalid_value") from error
 
 

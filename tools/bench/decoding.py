@@ -91,7 +91,7 @@ def main() -> None:
     args = parse_args()
     torch.manual_seed(0)
     model, tokenizer = load_model(args)
-    data = PromptDataset(args.data_path, tokenizer, 512, str(Path(args.save_dir) / "cache"))
+    data = PromptDataset(args.data_path, tokenizer, 512)
     endless = itertools.cycle(list(data[i].input_ids) for i in range(len(data)))
     decoders = {
         "ours": our_decoder(model, tokenizer, args.max_gen_len),

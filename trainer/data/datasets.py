@@ -116,9 +116,7 @@ def open_prompts(
         raise UserError(
             f"--data_path {args.data_path}: prompts are not mixed by weight; leave the weights out"
         )
-    options: dict[str, Any] = {
-        name: getattr(args, name) for name in ("cache_dir", "on_bad_data", "max_bad_share")
-    }
+    options: dict[str, Any] = {name: getattr(args, name) for name in ("on_bad_data", "max_bad_share")}
     thinking_ratio = 1.0 if args.open_thinking else args.thinking_ratio
     options |= {"tools": tools, "thinking_ratio": thinking_ratio}
 

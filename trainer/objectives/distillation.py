@@ -83,7 +83,7 @@ class TeacherArgs(FrozenModelArgs):
         return {"from_teacher_weight": self.teacher()}
 
     def frozen_hashes(self) -> dict[str, str]:
-        return weights_fingerprint("teacher", self.teacher(), self.cache_dir)
+        return weights_fingerprint("teacher", self.teacher())
 
 
 def load_teacher(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from common.errors import warn
-from dataset.token_cache import TokenCache, target_mask
+from dataset.token_cache import TokenCache
 from trainer.devices.device import autocast_dtype, automatic_dtype, native_bfloat16
 from trainer.run.callbacks import Callback
 from trainer.run.resume import held_out_fingerprint
@@ -366,8 +366,7 @@ def unigram_entropy(cache: TokenCache) -> float:
     size, parts = len(cache.tokens), []
     for begin in range(0, size, max(PART_TOKENS, size // CACHE_PARTS)):
         tokens = np.array(cache.tokens[begin : begin + PART_TOKENS])
-        parts.append(tokens[target_mask(cache, begin, begin + len(tokens))])
-    cache.release()
+        parts.append(tokens[cache.loss_mask[begin : begin + len(tokens)]])
     counts = np.bincount(np.concatenate(parts))
     shares = counts[counts > 0] / max(1, counts.sum())
     return float(-(shares * np.log(shares)).sum())

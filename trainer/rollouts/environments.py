@@ -14,8 +14,7 @@ from typing import Any, Protocol
 
 from common.errors import UserError, reason
 from common.plugins import import_named
-from dataset.json_values import BadRecord, check_value, kind_of
-from dataset.records import parse_message
+from dataset.records import BadRecord, message_of
 from dataset.rollout_prompts import RolloutPrompt
 
 Call = dict[str, Any]  # {"name": ..., "arguments": {...}}
@@ -51,13 +50,13 @@ def checked_replies(replies: Any) -> list[dict]:
     """Copies of the messages that an environment's `reply` gave, in the form that chat templates take. Raises
     ValueError if they are no messages of others than the assistant, or no text that can be written."""
     if not isinstance(replies, (list, tuple)):
-        raise ValueError(f"reply(calls) gave {kind_of(replies)} instead of a list of messages")
+        raise ValueError(f"reply(calls) gave {type(replies).__name__} instead of a list of messages")
     messages = []
     for number, reply in enumerate(replies, 1):
         try:
-            check_value(reply)
-            messages.append(parse_message(reply, f"message {number} of its reply").message)
-        except (BadRecord, TypeError) as error:
+            messages.append(message_of(reply, f"message {number} of its reply"))
+            json.dumps(messages[-1], ensure_ascii=False).encode()  # fails for half a character
+        except (BadRecord, TypeError, UnicodeEncodeError) as error:
             raise ValueError(str(error)) from None
         if messages[-1]["role"] == "assistant":
             raise ValueError(

@@ -76,7 +76,7 @@ class RolloutArgs(FrozenModelArgs):
         if self.reward_model is None:
             return {}
         files = sorted(each for each in Path(self.reward_model).glob("*") if each.is_file())
-        return files_fingerprint("reward_model", files, self.cache_dir)  # also of its template
+        return files_fingerprint("reward_model", files)  # also of its template
 
     def contradictions(self) -> list[str]:
         """Flags that have no effect, or do not go together."""

@@ -56,16 +56,16 @@ def held_out_fingerprint(loader: Any) -> str | None:
     return described.get("data") if isinstance(described, dict) else None
 
 
-def weights_fingerprint(name: str, path: Path, cache_dir: str) -> Fingerprint:
+def weights_fingerprint(name: str, path: Path) -> Fingerprint:
     """The part of the run fingerprint that describes the weights of a frozen model, such as a teacher: a
     file, or config and tensors of a Hugging Face folder."""
     files = paths.model_files(path) if path.is_dir() else [path]
-    return files_fingerprint(name, files, cache_dir)
+    return files_fingerprint(name, files)
 
 
-def files_fingerprint(name: str, files: Sequence[Path], cache_dir: str) -> Fingerprint:
-    """The part of the run fingerprint that describes the contents of files; the hashes are remembered."""
-    hashes = [file_hash(str(each), Path(cache_dir)) for each in files]
+def files_fingerprint(name: str, files: Sequence[Path]) -> Fingerprint:
+    """The part of the run fingerprint that describes the contents of files."""
+    hashes = [file_hash(each) for each in files]
     whole = hashes[0] if len(hashes) == 1 else hashlib.sha256(json.dumps(hashes).encode()).hexdigest()
     return {f"{name}_sha256": whole}
 
@@ -92,7 +92,7 @@ def start_fingerprint(args: StageArgs) -> Fingerprint:
     start = paths.start_path(args.save_dir, args.from_weight, args)
     if not start.exists():
         return {"from_weight_sha256": None}
-    return weights_fingerprint("from_weight", start, args.cache_dir)
+    return weights_fingerprint("from_weight", start)
 
 
 def check_start_weights(args: StageArgs, run: Fingerprint) -> None:

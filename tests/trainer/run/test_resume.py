@@ -367,7 +367,7 @@ def test_only_the_model_in_a_folder_is_what_a_run_starts_from(tmp_path):
         (folder / name).write_text(name)
 
     def digest() -> str:
-        return weights_fingerprint("teacher", folder, str(tmp_path / "cache"))["teacher_sha256"]
+        return weights_fingerprint("teacher", folder)["teacher_sha256"]
 
     before = digest()
     for name in ("out/w_512.pth", "w_512_metrics.jsonl", "adapter_model.safetensors", "README.md"):
