@@ -16,34 +16,24 @@ from common.errors import UserError, say, warn
 from dataset.lm_dataset import StageDataset
 
 MANY_PASSES = 4  # over a source; more of them teach little (arXiv:2305.16264)
-NUMBER = r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?"  # a weight
+WEIGHTED = re.compile(r"(.+):\s*((?:\d+\.?\d*|\.\d+)(?:[eE]-?\d+)?)")
 
 
 def split_weights(data_path: str) -> tuple[list[str], list[float]]:
     """The sources of a data path and their weights: `a.jsonl:0.7,b/*.jsonl:0.3` -> (["a.jsonl", "b/*.jsonl"],
-    [0.7, 0.3]). Without weights ([data_path], []). A path that exists as typed has no weight.
-    Raises UserError for a weight that is not a number above 0, and where some sources have one and others
-    have not.
-    """
-    if os.path.lexists(data_path):
-        return [data_path], []
+    [0.7, 0.3]). Without weights ([data_path], []). A path that exists as typed has no weight."""
     paths, weights = [], []
-    for part in data_path.split(","):
-        part = part.strip()
-        path, _, weight = part.rpartition(":")
-        if path and re.fullmatch(NUMBER, weight.strip()) and not os.path.lexists(part):
-            paths.append(path)
-            weights.append(float(weight))
-            if not 0 < weights[-1] < float("inf"):
-                raise UserError(f"--data_path: the weight of {part} must be a number above 0")
-        elif part:
+    for part in filter(None, map(str.strip, data_path.split(","))):
+        match = WEIGHTED.fullmatch(part)
+        if match and not os.path.lexists(part):
+            paths.append(match[1])
+            weights.append(float(match[2]))
+        else:
             paths.append(part)
-    if not weights:
+    if not weights or os.path.lexists(data_path):
         return [data_path], []
-    if len(weights) < len(paths):
-        raise UserError(
-            f"--data_path {data_path}: give each of the {len(paths)} sources a weight, or none of them"
-        )
+    if len(weights) < len(paths) or min(weights) == 0:
+        raise UserError(f"--data_path {data_path}: give each source a weight above 0, or none of them")
     return paths, weights
 
 

@@ -14,22 +14,16 @@ BadRecord, to which the reader of the file adds FILE:LINE.
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
-ROLES = {
-    "system": "system",
-    "developer": "system",
-    "user": "user",
-    "human": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "function_call": "assistant",
-    "tool": "tool",
-    "observation": "tool",
-    "function": "tool",
+SPEAKERS = {  # role -> its names in data
+    "system": ("system", "developer"),
+    "user": ("user", "human"),
+    "assistant": ("assistant", "gpt", "chatgpt", "function_call"),
+    "tool": ("tool", "observation", "function"),
 }
+ROLES = {name: role for role, names in SPEAKERS.items() for name in names}
 TEXT_FIELDS = ("content", "reasoning_content", "name", "tool_call_id")  # of a message
 # Type of a part of the content -> the field of the message that it belongs to, as templates order them.
 PARTS = {
@@ -44,7 +38,7 @@ SWITCHES = ("loss_weight", "weight", "loss", "train", "training", "train_on_turn
 INPUT_FIELDS = ("input", "context")  # what a question is about
 SYSTEM = ("system", "system_prompt")
 TOOLS = ("tools", "functions")
-LABELS = {"kto_tag": ("false", "0"), "label": ("false",)}  # of KTO -> values that mark a bad answer
+LABELS = ("kto_tag", "label")  # of KTO
 PAIR = ("chosen", "rejected")
 OTHER_PAIRS = ("chosen_messages", "rejected_messages", "rejected_response")
 OTHER_PAIRS += ("preferred_output", "non_preferred_output")
@@ -60,18 +54,7 @@ PREFERENCES = dict.fromkeys(
     (*PAIR, *OTHER_PAIRS),
     "a preference, for train_dpo.py; for SFT write the good answer as the last message, without the other",
 )
-MESSAGE_FIELDS = {
-    *TEXT_FIELDS,
-    *SWITCHES,
-    *REFUSED,
-    "role",
-    "from",
-    "value",
-    "tool_calls",
-    "function_call",
-    "tools",
-}
-CHATML_QUESTION = re.compile(r"<\|im_start\|>user\n(.*?)<\|im_end\|>", re.DOTALL)
+CHATML_QUESTION = re.compile(r"<\|im_start\|>user\n(.*?)(?:<\|im_end\|>|\Z)", re.DOTALL)
 
 
 class BadRecord(Exception):
@@ -103,8 +86,8 @@ def to_chat(record: dict, answered: bool = True) -> Chat:
     for name, why in (REFUSED | PREFERENCES).items():
         if record.get(name):
             raise BadRecord(f"'{name}': {why}")
-    for name, bad in LABELS.items():
-        if answered and str(record.get(name)).lower() in bad:
+    for name in LABELS:
+        if answered and str(record.get(name)).lower() == "false":
             raise BadRecord(f"'{name}' is false: a bad answer (KTO), which SFT must not train; remove it")
     key, answer = find_format(record)
     if not key:
@@ -198,23 +181,16 @@ def held_out_key(record: dict, is_document: bool) -> str:
     return "\n".join(message["content"] for message in messages)
 
 
-def unread_fields(record: dict, is_document: bool) -> Iterator[str]:
-    """The fields of a record that nothing reads, those of its messages as `messages.name`. is_document: as
-    in `held_out_key`."""
-    key, answer = find_format(record)
-    read = {key, answer, *SYSTEM, *TOOLS, *PAIR, *REFUSED, "mask_history"}
-    if answer:
-        read |= {*INPUT_FIELDS, "history"}
+def unread_fields(record: dict, is_document: bool) -> set[str]:
+    """The fields of a record that nothing reads. is_document: as in `held_out_key`."""
     if is_document and record.get("text") is not None:
         read = {"text"}
-    for name, value in record.items():
-        is_label = name in LABELS and str(value).lower() in ("true", "false")
-        if value is not None and name not in read and not is_label:
-            yield name
-        elif isinstance(value, list) and name not in TOOLS:
-            for item in value:
-                if isinstance(item, dict):
-                    yield from (f"{name}.{field}" for field in item if field not in MESSAGE_FIELDS)
+    else:
+        key, answer = find_format(record)
+        read = {key, answer, *SYSTEM, *TOOLS, *PAIR, *LABELS, "mask_history"}
+        if answer:
+            read |= {*INPUT_FIELDS, "history"}
+    return {name for name, value in record.items() if value is not None} - read
 
 
 # --- forms: how a record holds its messages

@@ -11,9 +11,7 @@ runs, one builds while the others wait.
 import hashlib
 import json
 import os
-import platform
 import shutil
-import uuid
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from itertools import islice
@@ -122,9 +120,9 @@ def build_token_cache(
         cache_dir.mkdir(parents=True, exist_ok=True)
         if not is_complete(folder):
             message = f"waiting for the token cache {key}, which another process builds"
-            with locked(folder.with_suffix(".lock"), message) as is_held:
+            with locked(folder.with_suffix(".lock"), message):
                 if not is_complete(folder):
-                    report = build(folder, paths, tokenizer, options, settings, is_held)
+                    report = build(folder, paths, tokenizer, options, settings)
                     files = describe_files(paths, left_out, report["held_out"])
                     say(f"tokenised {files}: {describe_records(report)}")
         cache = TokenCache(folder, paths)
@@ -143,14 +141,11 @@ def build(
     tokenizer: "PreTrainedTokenizerBase",
     options: CacheOptions,
     settings: dict,
-    is_locked: bool,
 ) -> dict:
     """Build the cache in `folder`; returns its report."""
-    # Under the lock a machine builds in one place, where a killed build may have left files. Some shared
-    # file systems have locks that hold on one machine only, others have none.
-    name = platform.node() if is_locked else uuid.uuid4().hex
-    building = folder.with_name(f"{folder.name}.tmp-{name}")
-    shutil.rmtree(building, ignore_errors=True)
+    building = folder.with_suffix(".tmp")
+    shutil.rmtree(building, ignore_errors=True)  # of a build that was killed
+    shutil.rmtree(folder, ignore_errors=True)  # damaged, if it is there
     building.mkdir()
     try:
         report, dtypes = write_arrays(building, paths, tokenizer, options)
@@ -160,10 +155,8 @@ def build(
         meta["data"] = [file_hash(path) for path in paths]
         meta["sizes"] = {path.name: path.stat().st_size for path in building.glob("*.bin")}
         write_json(building / "meta.json", meta)
-        if not is_complete(folder):  # without locks another process may have been faster
-            shutil.rmtree(folder, ignore_errors=True)
-            os.rename(building, folder)
-            sync_folder(folder.parent)
+        os.rename(building, folder)
+        sync_folder(folder.parent)
     finally:
         shutil.rmtree(building, ignore_errors=True)
     return report

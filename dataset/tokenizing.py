@@ -127,7 +127,7 @@ class SampleMaker:
             texts = [Text(to_text(record))]
         for text in texts:
             text.text.encode()  # fails for half a character (\ud83d)
-        self.unused.update(set(unread_fields(record, is_document)))
+        self.unused.update(unread_fields(record, is_document))
         return texts
 
     def rendered(self, chat: Chat) -> Text:
@@ -283,7 +283,8 @@ def ends_of_documents(tokenizer: "PreTrainedTokenizerBase") -> tuple[list[int], 
 
 def fingerprint(tokenizer: "PreTrainedTokenizerBase") -> str:
     """A hash of what determines tokens and labels."""
-    (begin, end), backend = ends_of_documents(tokenizer), json.loads(fresh_backend(tokenizer).to_str())
+    backend = json.loads(fresh_backend(tokenizer).to_str())
+    begin, end = ends_of_documents(tokenizer)
     content = {
         "backend": json.dumps(backend, sort_keys=True),
         "chat_template": tokenizer.chat_template,

@@ -3,19 +3,18 @@
 import json
 import os
 from pathlib import Path
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
-from dataset.files import Block, iter_blocks, parse_block
+from dataset.files import Source, read_records
+from dataset.records import BadRecord
+from dataset.report import BadRecords
 from dataset.token_cache import CacheOptions, TokenCache, build_token_cache
-from dataset.tokenizing import TOKENIZERS, DocumentTokenizer, Samples, TokenizerSpec
+from dataset.tokenizing import SampleMaker
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-SHARED = REPOSITORY.parent / "shared" / "data"
 
 # A ChatML template in one line.
 MARKED = (
@@ -33,33 +32,37 @@ TEXTS = [
 ] * 3
 
 
-def block_of(data: bytes, first: int = 1, path: str = "x.jsonl") -> Block:
-    """The block of a file of JSON Lines whose lines are these."""
-    return Block(0, path, [(first + i, line) for i, line in enumerate(data.splitlines())], len(data))
+def samples_of(tokenizer, kind: str, records: list[dict], max_length: int = 10_000):
+    """The samples of a few records, and what made them. A bad record is a failure."""
+    maker = SampleMaker(kind, tokenizer, max_length, BadRecords(["x.jsonl"], "stop"))
+    numbered = [(Source(0, line), record) for line, record in enumerate(records, 1)]
+    return list(maker.samples(numbered)), maker
 
 
 def records_of(path: str, separator: str = "") -> list[tuple[int, object]]:
-    """(line, record) of each record of a file."""
-    return [pair for block in iter_blocks([path], separator) for pair in parse_block(block)]
+    """(line, record) of each record of a file; of a bad one the reason."""
+    found = read_records([path], separator)
+    return [(source.line, str(each) if isinstance(each, BadRecord) else each) for source, each in found]
 
 
-made: dict = {}  # tokenizer and kind -> what makes samples: making it takes longer than using it
-
-
-def samples_of(tokenizer, kind: str, records: list[dict], max_length: int = 10_000) -> Samples:
-    """The samples of a few records."""
-    data = "".join(json.dumps(record) + "\n" for record in records).encode()
-    if (tokenizer, kind) not in made:
-        made[tokenizer, kind] = TOKENIZERS[kind](TokenizerSpec.of(tokenizer), max_length)
-    made[tokenizer, kind].max_length = max_length
-    return made[tokenizer, kind](block_of(data))
-
-
-def build(kind: str, path: str, tokenizer, max_length: int, cache_dir, *args, **options) -> TokenCache:
+def build(kind: str, path, tokenizer, cache_dir, max_length: int = 64, **options) -> TokenCache:
     """The token cache of a file; further options as in CacheOptions."""
-    return build_token_cache(
-        str(path), tokenizer, CacheOptions(kind, max_length, cache_dir, *args, **options)
-    )
+    return build_token_cache(str(path), tokenizer, CacheOptions(kind, max_length, cache_dir, **options))
+
+
+def contents(cache: TokenCache) -> list[tuple]:
+    """Tokens, mask, target bytes and place of each sample of a cache."""
+    return [
+        (cache.tokens[a:b].tolist(), cache.loss_mask[a:b].tolist(), int(size), cache.source(i))
+        for i, (a, b, size) in enumerate(
+            zip(cache.offsets[:-1], cache.offsets[1:], cache.target_bytes, strict=True)
+        )
+    ]
+
+
+def texts_of(tokenizer, cache: TokenCache) -> list[str]:
+    """The text of each sample of a cache."""
+    return [tokenizer.decode(tokens) for tokens, *_ in contents(cache)]
 
 
 @pytest.fixture(scope="session")
@@ -102,24 +105,6 @@ def other_tokenizer(small_tokenizer):
 
 
 @pytest.fixture
-def fake_backend(monkeypatch):
-    """Tokenise without the tokenizer, four characters a token, where its time is not what is measured."""
-
-    def encode(text):
-        starts = np.arange(0, len(text), 4)
-        offsets = np.stack([starts, np.minimum(starts + 4, len(text))], axis=1)
-        return SimpleNamespace(ids=starts % 400, offsets=offsets)
-
-    make = DocumentTokenizer.__init__
-
-    def init(self, *args):
-        make(self, *args)
-        self.backend = SimpleNamespace(encode=lambda text, **_: encode(text))
-
-    monkeypatch.setattr(DocumentTokenizer, "__init__", init)
-
-
-@pytest.fixture
 def write(tmp_path):
     """write(name, records) writes JSON Lines (or bytes as they are) into the test's folder and returns the
     path."""
@@ -142,16 +127,3 @@ def write(tmp_path):
 def cache_dir(tmp_path):
     """A folder of caches of the test's own."""
     return tmp_path / "cache"
-
-
-@pytest.fixture
-def shared():
-    """shared(name) is the path of a file of real text beside the repository; skips where there is none."""
-
-    def find(name: str) -> str:
-        path = SHARED / name
-        if not path.exists():
-            pytest.skip(f"{path} is not on this machine")
-        return str(path)
-
-    return find

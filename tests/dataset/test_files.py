@@ -1,178 +1,298 @@
-"""Which files a path means, and the blocks they are read in."""
+"""Which files are found, and the records of each kind of file; what cannot be read is one line."""
 
+import csv
 import gzip
+import io
 import json
 import os
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from common.errors import UserError
 from dataset import files
-from dataset.files import expand_paths, iter_blocks, parse_block, place
-from dataset.json_values import BadRecord
+from dataset.files import expand_paths, find_files, place, read_records
+from dataset.records import to_chat
 from tests.dataset.conftest import records_of
 
+CHAT = [{"role": "user", "content": "河?"}, {"role": "assistant", "content": 'the "river",\nbrown'}]
+ICONV = "iconv -f GB18030 -t UTF-8"
 
-def test_files_globs_and_folders_in_a_fixed_order(tmp_path, write):
-    one, two = write("b.jsonl", [{"text": "b"}]), write("a.jsonl", [{"text": "a"}])
-    packed, deep = write("sub/y.jsonl.gz", gzip.compress(b'{"text": "y"}\n')), write("sub/z.jsonl", [{}])
-    write("sub/notes.md", b"not data")
-    write("sub/dataset_info.json", b"{}")
-    write(".hidden/x.jsonl", [{}])
-    assert expand_paths(one) == [one]
-    assert expand_paths(f"{one}, {two}") == [one, two]  # as typed
-    assert expand_paths(str(tmp_path / "*.jsonl")) == [two, one]  # sorted
-    assert expand_paths(tmp_path) == [two, one, packed, deep]
-    assert expand_paths(f"{two},{tmp_path}/*.jsonl") == [two, one]  # named twice, read once
-    existing = write("a,b[1].jsonl", [{"text": "x"}])
-    assert expand_paths(existing) == [existing]  # no list, no pattern
+# --- which files
 
 
-def test_links_are_followed_once(tmp_path, write):
+def test_files_globs_and_folders(write, tmp_path, monkeypatch):
+    names = ("d/b.jsonl", "d/a.json", "d/sub/c.csv", "d/.hidden/x.jsonl", "d/.x.jsonl")
+    b, a, c, _, _ = (write(name, [{"text": "x"}]) for name in names)
+    assert expand_paths(f"{tmp_path}/d") == [a, b, c]
+    assert expand_paths(f"{b}, {tmp_path}/d/**/*.csv,{tmp_path}/d,") == [b, c, a]
+    odd = write("x,y*.jsonl", [{"text": "x"}])
+    assert expand_paths(odd) == [odd]  # exists as typed
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert expand_paths("~/d/b.jsonl") == [b]
+
+
+def test_links_are_followed_and_no_file_is_read_twice(write, tmp_path):
     one, two = write("data/a/x.jsonl", [{}]), write("else/where/y.jsonl", [{}])
-    for name, target in (("a/up", ".."), ("self", "."), ("a/loop", "../a"), ("linked", "../else")):
+    for name, target in (("a/up", ".."), ("self", "."), ("linked", "../else"), ("x.jsonl", "a/x.jsonl")):
         (tmp_path / "data" / name).symlink_to(target)
-    linked = str(tmp_path / "data/linked/where/y.jsonl")
-    assert expand_paths(tmp_path / "data") == [one, linked]
-    for name in ("a/up", "self"):
-        (tmp_path / "data" / name).unlink()
-    found = expand_paths(f"{tmp_path}/data/**/*.jsonl")
-    assert len(found) == 2 and {os.path.realpath(path) for path in found} == {one, two}
+    assert expand_paths(f"{tmp_path}/data") == [one, str(tmp_path / "data/linked/where/y.jsonl")]
+    assert expand_paths(f"{two},{tmp_path}/else") == [two]
 
 
-@pytest.mark.parametrize("asked", ["data", "data/*", "data/**/*.jsonl", "data/b.jsonl"])
-@pytest.mark.parametrize("kind", ["dangling link", "link to itself", "pipe"])
-def test_what_is_no_file_is_not_left_out_in_silence(asked, kind, tmp_path, write):
-    write("data/a.jsonl", [{}])
-    path = tmp_path / "data/b.jsonl"
-    if kind == "pipe":
-        os.mkfifo(path)
-    else:
-        path.symlink_to("gone" if kind == "dangling link" else "b.jsonl")
-    with pytest.raises(UserError, match=r"data/b\.jsonl is a pipe, a device or a link to nothing"):
-        expand_paths(f"{tmp_path}/{asked}")
+def test_what_a_folder_holds_beside_the_data_is_named(write, tmp_path):
+    """Files of other kinds, text beside records, links to nothing; not what is hidden or described."""
+    names = ("d/a.tsv", "d/b.jsonl.zst", "d/README.txt", "d/.git", "d/dataset_info.json", "d/cache-1.arrow")
+    tsv, zst, text, *_ = (write(name, b"x") for name in names)
+    data = write("d/c.jsonl", [{}])
+    (tmp_path / "d/gone.jsonl").symlink_to("nowhere")
+    others = [text, tsv, zst, str(tmp_path / "d/gone.jsonl")]
+    assert find_files(f"{tmp_path}/d") == ([data], others)
+    novels = [write("novels/a.txt", b"a"), write("novels/sub/b.txt.gz", gzip.compress(b"b"))]
+    assert find_files(f"{tmp_path}/novels") == (novels, [])
 
 
-def test_a_folder_that_cannot_be_searched(tmp_path, write, monkeypatch):
-    write("data/b/a.jsonl", [{}])
-    scandir = os.scandir
-
-    def refused(folder):
-        if os.fspath(folder).endswith("data/b"):
-            raise PermissionError(13, "Permission denied", str(folder))
-        return scandir(folder)
-
-    monkeypatch.setattr(os, "scandir", refused)  # root may read anything
-    with pytest.raises(UserError, match=r"data/b cannot be read \(Permission denied\)"):
-        expand_paths(f"{tmp_path}/data")
+def test_of_a_saved_dataset_the_training_part_is_read(write, tmp_path):
+    for part in ("train", "test"):
+        write(f"d/{part}/data-00000-of-00001.arrow", b"x")
+        write(f"d/{part}/state.json", b"{}")
+    write("d/dataset_dict.json", b"{}")
+    assert expand_paths(f"{tmp_path}/d") == [f"{tmp_path}/d/train/data-00000-of-00001.arrow"]
+    assert expand_paths(f"{tmp_path}/d/test") == [f"{tmp_path}/d/test/data-00000-of-00001.arrow"]
 
 
-@pytest.mark.parametrize(
-    ("path", "message"),
-    [
-        ("missing.jsonl", "missing.jsonl: no such file; check --data_path"),
-        ("nothing*.jsonl", r"nothing\*.jsonl: no such file; check --data_path"),
-        ("folder", "folder is a folder without data"),
-        ("empty.jsonl", "empty.jsonl is an empty file"),
-        (" , ", "--data_path is empty"),
-    ],
-)
-def test_paths_without_data(tmp_path, write, path, message, monkeypatch):
-    (tmp_path / "folder").mkdir()
-    write("empty.jsonl", b"")
+@pytest.mark.parametrize("path", ["missing.jsonl", "nothing*.jsonl", "empty", "pipe", "good.jsonl,missing"])
+def test_paths_without_data_are_one_line(path, write, tmp_path, monkeypatch):
+    (tmp_path / "empty").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    write("good.jsonl", [{}])
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match=message):
+    name = path.split(",")[-1].replace("*", r"\*")
+    with pytest.raises(UserError, match=f"^{name}: no such file, or a folder without data"):
         expand_paths(path)
+    with pytest.raises(UserError, match="--data_path is empty"):
+        expand_paths(" , ")
 
 
-@pytest.mark.parametrize("content", [b"\n \r\n", b"\xef\xbb\xbf", b"\xef\xbb\xbf\r\n\n", b"[]", b" [ ]\n"])
-def test_a_file_without_a_record(content, write):
-    for name in ("x.json", "x.jsonl") if b"[" not in content else ("x.json",):
-        with pytest.raises(UserError, match=f"{name} holds no record; leave it out or write it again"):
-            records_of(write(name, content))
+# --- the same records in every kind of file
 
 
-@pytest.mark.parametrize("block_bytes", [1, 7, 1 << 20])
-def test_lines_keep_their_numbers_whatever_the_blocks(write, monkeypatch, block_bytes):
-    monkeypatch.setattr(files, "BLOCK_BYTES", block_bytes)
+def parquet(rows: list[dict]) -> bytes:
+    pq.write_table(pa.Table.from_pylist(rows), memory := io.BytesIO(), row_group_size=700)
+    return memory.getvalue()
+
+
+def arrow(rows: list[dict], form=pa.ipc.new_stream) -> bytes:
+    table = pa.Table.from_pylist(rows)
+    with form(memory := io.BytesIO(), table.schema) as writer:
+        writer.write_table(table, max_chunksize=700)
+    return memory.getvalue()
+
+
+def csv_of(rows: list[dict]) -> bytes:
+    memory = io.StringIO(newline="")
+    writer = csv.DictWriter(memory, rows[0].keys())
+    writer.writeheader()
+    writer.writerows(rows)
+    return memory.getvalue().encode()
+
+
+def lines_of(rows: list[dict]) -> bytes:
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
+
+
+WRITERS = {
+    "x.jsonl": lines_of,
+    "x.JSON": lines_of,
+    "x.log": lines_of,
+    "array.json": lambda rows: json.dumps(rows).encode(),
+    "indented.json": lambda rows: b"\xef\xbb\xbf \n" + json.dumps(rows, indent=2).encode(),
+    "x.csv": csv_of,
+    "x.parquet": parquet,
+    "stream.arrow": arrow,
+    "file.arrow": lambda rows: arrow(rows, pa.ipc.new_file),
+}
+PACKED = [name for name in WRITERS if not name.endswith(("parquet", "arrow"))]
+
+
+@pytest.mark.parametrize("name", [*WRITERS, *(f"{name}.gz" for name in PACKED)])
+def test_the_same_records_in_every_kind_of_file(name, write):
+    rows = [{"text": f'row {i}, "河"', "url": "u"} for i in range(1500)]
+    content = WRITERS[name.removesuffix(".gz")](rows)
+    path = write(name, gzip.compress(content) if name.endswith(".gz") else content)
+    found = records_of(path)
+    assert [record for _, record in found] == rows
+    first, last = place(path, found[0][0]), place(path, found[-1][0])
+    if ".json" in name and "x." not in name:
+        assert (first, last) == (f"{path}[0]", f"{path}[1499]")
+    else:
+        begin = 2 if "csv" in name else 1
+        assert (first, last) == (f"{path}:{begin}", f"{path}:{begin + 1499}")
+
+
+def test_lines_keep_their_numbers(write):
     lines = b'\xef\xbb\xbf{"text": "one"}\r\n\n  \n{"text": "four"}\n\xef\xbb\xbf{"text": "five"}'
-    path = write("x.jsonl", lines)
-    assert records_of(path) == [(1, {"text": "one"}), (4, {"text": "four"}), (5, {"text": "five"})]
-    assert sum(block.size for block in iter_blocks([path])) == 60
+    assert records_of(write("x.jsonl", lines)) == [
+        (1, {"text": "one"}), (4, {"text": "four"}), (5, {"text": "five"})
+    ]  # fmt: skip
 
 
-def test_gzip_reads_like_the_plain_file_and_reports_damage(tmp_path, write, monkeypatch):
-    monkeypatch.setattr(files, "BLOCK_BYTES", 1000)
-    plain = write("x.jsonl", [{"text": f"record {i} {i * 7919}"} for i in range(2000)])
-    content = gzip.compress((tmp_path / "x.jsonl").read_bytes())
-    packed = write("x.jsonl.gz", content)
-    assert records_of(packed) == records_of(plain)
-    assert sum(block.size for block in iter_blocks([packed])) == len(content)
-    cut, garbled = content[: len(content) // 2], content[:500] + b"garbage" + content[507:]
-    for damaged in (cut, garbled, b"not gzip at all"):
-        write("x.jsonl.gz", damaged)
-        with pytest.raises(
-            UserError, match=r"x.jsonl.gz:\d+: after this line the compressed file is damaged"
-        ):
-            records_of(packed)
+@pytest.mark.parametrize("name", ["x.jsonl", "x.json"])
+def test_numbers_of_any_size_and_nan_do_no_harm(name, write):
+    """In a field that nothing reads; lines and arrays alike."""
+    record = '{"text": "a", "id": 123456789012345678901234567890, "x": NaN, "y": 1e999}'
+    content = f"[{record}]" if name == "x.json" else record
+    ((_, found),) = records_of(write(name, content.encode()))
+    assert (found["text"], found["id"]) == ("a", 123456789012345678901234567890)
 
 
-def test_a_json_file_may_hold_one_array(write, monkeypatch):
-    rows = [{"text": f"record {i} " * (i % 50), "n": i, "half": 0.5} for i in range(3000)]
-    for content in (json.dumps(rows), "\ufeff" + json.dumps(rows, indent=1, ensure_ascii=False)):
-        path = write("x.json", content.encode())
-        assert [record for _, record in records_of(path)] == rows
-        monkeypatch.setattr(files, "BLOCK_BYTES", 70_000)
-        blocks = list(iter_blocks([path]))
-        assert len(blocks) > 5 and sum(block.size for block in blocks) == len(content.encode())
-        monkeypatch.undo()
-    assert [place(path, line) for line, _ in records_of(path)[:2]] == [f"{path}[0]", f"{path}[1]"]
-    lines = write("y.json", b'{"text": "a"}\n{"text": "b"}\n')
-    assert records_of(lines) == [(1, {"text": "a"}), (2, {"text": "b"})]
+def test_conversations_as_json_text_in_a_table(write):
+    rows = [["messages", "system"], [json.dumps(CHAT), ""], [str(CHAT), ""], ["", "s"]]
+    csv.writer(memory := io.StringIO(newline="")).writerows(rows)
+    (_, good), (_, python), (_, empty) = records_of(write("x.csv", memory.getvalue().encode()))
+    assert to_chat(good).messages == CHAT and empty == {"system": "s"}
+    assert "'messages' is not JSON" in python
+    table = parquet(
+        [{"messages": CHAT, "n": 1}, {"messages": [{"role": "user", "content": "q", "name": "n"}]}]
+    )
+    (_, first), (_, second) = records_of(write("x.parquet", table))
+    assert first == {"messages": CHAT, "n": 1}  # null is absent
+    assert second == {"messages": [{"role": "user", "content": "q", "name": "n"}]}
 
 
-@pytest.mark.parametrize(
-    ("bad", "message"),
-    [
-        (b'"a"', "text instead of a JSON object"),
-        (b"17", "a number instead of a JSON object"),
-        (b'{"a": ' + b"[" * 200_000 + b"]" * 200_000 + b"}", "nested too deep"),
-        (b'{"a": ' + b"[" * 700 + b"]" * 700 + b"}", "nested too deep"),  # to be handed to a process
-    ],
-)
-def test_a_bad_element_of_an_array_costs_only_itself(write, bad, message):
-    path = write("x.json", '[\n{"a": "你"},\n'.encode() + bad + b'\n,\n{"b": [2]}\n]\n')
-    (_, first), (line, problem), (_, last) = records_of(path)
-    assert (first, last) == ({"a": "你"}, {"b": [2]})
-    assert isinstance(problem, BadRecord) and message in str(problem)
-    assert place(path, line) == f"{path}[1]"
+TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="\0\r\ufeff"), max_size=20)
 
 
-@pytest.mark.parametrize(
-    "rest", [b'{"a": "b"c"}\n]', b'{"a": "\xff"}]', b'{"a": 1e999}]', b'{"a": 2', b"[" * 2000, b""]
-)
-def test_an_array_that_is_no_json_ends_at_its_element(write, rest):
-    path = write("x.json", b'[\n{"a": 1},\n' + rest)
-    with pytest.raises(UserError, match=r"x.json\[[12]\]: from this element on the array cannot be read \("):
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(TEXTS, min_size=1, max_size=9))
+def test_what_csv_writes_is_read(write, texts):
+    path = write("x.csv", csv_of([{"id": "", "text": text} for text in texts]))
+    assert [record["text"] for _, record in records_of(path)] == texts
+
+
+# --- plain text
+
+
+def test_plain_text_is_one_document_or_several(write):
+    novel = write("novel.txt", "\ufeff\r\n\r\n第一章\r\n\r\nIt was night.\r\n\r\n".encode())
+    assert [record for _, record in records_of(novel)] == [{"text": "第一章\n\nIt was night."}]
+    path = write("x.txt", b"***\none\n*** not\n ***\n\n***  \r\n\n***\n\nt\xc3\xa9\n***\n  three\n***")
+    assert records_of(path, "***") == [
+        (2, {"text": "one\n*** not\n ***"}), (10, {"text": "té"}), (12, {"text": "  three"})
+    ]  # fmt: skip
+
+
+def test_a_long_text_comes_in_parts_of_whole_lines(write, monkeypatch):
+    monkeypatch.setattr(files, "PART_BYTES", 500)
+    lines = [f"Chapter {i}. 港口在河口 {i * 7919}." for i in range(100)]
+    found = records_of(write("x.txt", "\n".join(lines).encode()))
+    assert len(found) > 5 and "\n".join(record["text"] for _, record in found) == "\n".join(lines)
+    for line, record in found:
+        assert record["text"].startswith(lines[line - 1])
+
+
+# --- what cannot be read
+
+
+def test_bad_lines_and_rows_cost_only_themselves(write):
+    content = b'{"a": 1}\n{"b": \n["c"]\n{"d": "\xff"}\n7\n' + b"[" * 100_000 + b'\n{"e": 2}\n'
+    found = dict(records_of(write("x.jsonl", content)))
+    assert (found.pop(1), found.pop(7)) == ({"a": 1}, {"e": 2})
+    assert found[2].startswith("not valid JSON (Expecting value: line 1 column") and ICONV in found[4]
+    assert found[3] == found[5] == "no JSON object; write {...}" and "not valid JSON" in found[6]
+    rows = dict(records_of(write("x.csv", b"text,n\na,1\nb,1,2\nc\n\ne,4\n")))
+    assert rows[2] == {"text": "a", "n": "1"} and rows[6] == {"text": "e", "n": "4"}
+    assert "3 cells, but 2 columns" in rows[3] and "1 cells, but 2 columns" in rows[4]
+
+
+BROKEN = {
+    "a quote": b'{"b": "x}',
+    "a comma": b'{"b": 2} {"b": 3}',
+    "another encoding": '{"b": "你说"}'.encode("gb18030"),
+    "too deep": b'{"b": ' + b"[" * 100_000 + b"}",
+}
+
+
+@pytest.mark.parametrize("bad", BROKEN.values(), ids=BROKEN)
+def test_a_broken_element_of_an_array_costs_only_itself(bad, write):
+    """Where elements begin lines; one that is no object does anyway."""
+    content = b'[\n  {"a": 1},\n  ' + bad + b',\n  {"c": [\n  3]}, 7\n]'
+    (_, first), (line, why), *rest = records_of(path := write("x.json", content))
+    assert first == {"a": 1} and place(path, line) == f"{path}[1]"
+    assert ICONV in why if bad in BROKEN["another encoding"] else "not valid JSON (" in why
+    assert rest == [(-3, {"c": [3]}), (-4, "no JSON object; write {...}")]
+
+
+@pytest.mark.parametrize("rest", [b'{"b": "x}, {"c": 3}]', b'{"b": 2} {"c": 3}]', b'{"b": 2', b"", b"3}]"])
+def test_an_array_that_cannot_be_read_on_names_element_and_line(rest, write):
+    path = write("x.json", b'[{"a": 1},\n' + rest)
+    with pytest.raises(UserError, match=r"x\.json\[\d\]: after it the file cannot be read \(.*: line 2 "):
         records_of(path)
-    with pytest.raises(UserError, match=r"x.json\[1\]: from this element on"):
+    with pytest.raises(UserError, match=r"x\.json\[0\]: after it the file .*more follows"):
         records_of(write("x.json", b'[{"a": 1}]\n[{"a": 2}]'))
 
 
-def test_another_kind_of_file_is_one_entry(write, monkeypatch, tmp_path):
-    def read_pairs(content, path):
-        for number, raw in enumerate(content, 1):
-            text = raw.decode().strip()
-            yield number, {"text": text} if text else BadRecord("an empty line")
+@pytest.mark.parametrize("text", ["中文小说", "你说"])  # the second holds a backslash in GBK
+@pytest.mark.parametrize("name", ["x.jsonl", "x.json", "x.csv", "x.txt", "x.jsonl.gz", "one_line.json"])
+def test_another_encoding_is_met_with_iconv(name, text, write):
+    form = {"x.csv": 'text\n"%s"\n', "x.txt": "%s", "x.json": '[\n{"text": "%s"}\n]'}
+    form["one_line.json"] = '[{"text": "%s"}]'
+    content = (form.get(name, '{"text": "%s"}') % text).encode("gb18030")
+    path = write(name, gzip.compress(content) if name.endswith(".gz") else content)
+    try:
+        said = records_of(path)[0][1]
+    except UserError as error:
+        said = str(error)
+        assert said.startswith(path) and "\n" not in said
+    assert ICONV in said and "Expecting" not in said and "escape" not in said
 
-    path = write("d/a.lines", b"one\n\ntwo\n")
-    with pytest.raises(UserError, match="is a folder without data"):
-        expand_paths(tmp_path / "d")
+
+def damaged(content: bytes) -> bytes:
+    return content[: len(content) // 2]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("x.jsonl", b"", "x.jsonl holds no record"),
+        ("x.json", b" [ ]\n", "x.json holds no record"),
+        ("x.csv", b"text\n", "x.csv holds no record"),
+        ("x.txt", b"\n \n", "x.txt holds no record"),
+        ("x.csv", b'text,n\na,1\n"never closed,2\nb,3\n', r"x.csv:2: after it .*unexpected end of data"),
+        ("x.csv", b"text,text\na,b\n", "x.csv: it .*two columns have the same name"),
+        ("x.jsonl.gz", damaged(gzip.compress(lines_of([{"text": str(i)} for i in range(9999)]))), "after it"),
+        ("x.jsonl.gz", b"not gzip at all", "x.jsonl.gz: it cannot be read"),
+        ("x.parquet", damaged(parquet([{"text": "a"}])), "x.parquet: it cannot be read"),
+        ("x.arrow", b"not Arrow at all", "x.arrow: it cannot be read"),
+        ("x.arrow", damaged(arrow([{"text": f"row {i}"} for i in range(3000)])), r"x.arrow:\d+: after it"),
+    ],
+)
+def test_files_that_cannot_be_read_are_one_line(name, content, message, write):
+    with pytest.raises(UserError, match=message) as caught:
+        records_of(write(name, content))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_cannot_be_opened(write, monkeypatch):
+    path = write("x.jsonl", [{}])
+
+    def refuse(*_):
+        raise PermissionError(13, "Permission denied", path)
+
+    monkeypatch.setattr("builtins.open", refuse)  # root may read anything
+    with pytest.raises(UserError, match=r"x.jsonl: it cannot be read .*Permission denied"):
+        list(read_records([path]))
+
+
+def test_another_kind_of_file_is_one_entry(write, monkeypatch, tmp_path):
+    def read_pairs(file):
+        for number, raw in enumerate(file, 1):
+            yield number, {"text": raw.decode().strip()}
+
+    path = write("d/a.lines", b"one\ntwo\n")
     monkeypatch.setitem(files.READERS, ".lines", read_pairs)
-    assert expand_paths(tmp_path / "d") == [path]
-    (_, one), (_, bad), (_, two) = records_of(path)
-    assert (one, two) == ({"text": "one"}, {"text": "two"}) and isinstance(bad, BadRecord)
-    packed = write("a.lines.gz", gzip.compress(b"one\n"))
-    assert [record for block in iter_blocks([packed]) for _, record in parse_block(block)] == [
-        {"text": "one"}
-    ]
+    assert expand_paths(f"{tmp_path}/d") == [path]
+    assert records_of(path) == [(1, {"text": "one"}), (2, {"text": "two"})]
