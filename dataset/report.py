@@ -20,6 +20,7 @@ COUNTS = {  # what becomes of records, as the report calls it
     "empty": "empty",
     "cut": "cut",
     "dropped": "dropped for lack of a target",
+    "too_long": "left out as too long",
     "bad": "bad",
 }
 MOST_FIELDS = 12  # in the report
@@ -72,18 +73,14 @@ def describe_records(report: dict) -> str:
 def format_report(report: dict, paths: list[str]) -> str:
     """The report as text; paths: the files that were read."""
     kind = f"{report['kind']}, held out" if report["held_out"] else report["kind"]
-    share = report["targets"] / report["tokens"]
-    filled = report["tokens"] / (report["samples"] * report["max_length"])
+    tokens, targets, longest = report["tokens"], report["targets"], report["max_length"]
+    mean = tokens / report["samples"]
     lengths = ", ".join(f"{percent} % {length:,}" for percent, length in report["percentiles"].items())
-    return "\n".join(
-        [
-            f"data: {first_of(paths)}",
-            f"{kind}, at most {report['max_length']} tokens a sample: {describe_records(report)}",
-            f"  tokens {report['tokens']:,}, of which targets {report['targets']:,} ({share:.1%})",
-            f"  length of a sample: mean {report['tokens'] / report['samples']:.1f}; percentiles {lengths}",
-            f"  a batch padded to {report['max_length']} would be {filled:.1%} real tokens",
-        ]
-    )
+    return f"""data: {first_of(paths)}
+{kind}, at most {longest} tokens a sample: {describe_records(report)}
+  tokens {tokens:,}, of which targets {targets:,} ({targets / tokens:.1%})
+  length of a sample: mean {mean:.1f}; percentiles {lengths}
+  a batch padded to {longest} would be {mean / longest:.1%} real tokens"""
 
 
 class BadRecords:
@@ -147,21 +144,16 @@ def check_bad_records(report: dict, options: Any, listed: str) -> None:
         say(f"bad records are skipped: {share}; {listed}")
 
 
-def no_records_error(split: "Split", paths: list[str]) -> UserError:
-    """The error for a split without a record."""
-    amount, other = ("none", "larger") if split.held_out else ("all", "smaller")
+def no_samples_error(report: dict, split: "Split | None", paths: list[str]) -> UserError:
+    """The error for data without a single sample or prompt."""
+    if split and not report["records"]:
+        amount, other = ("none", "larger") if split.held_out else ("all", "smaller")
+        return UserError(
+            f"--eval_share {split.share:g} holds out {amount} of the records of {first_of(paths)}; give a "
+            f"{other} share, or held-out data in files of their own (--eval_data_path)"
+        )
+    first = f"; the first bad one: {report['first_bad']}" if report["bad"] else ""
     return UserError(
-        f"--eval_share {split.share:g} holds out {amount} of the records of {first_of(paths)}; give a "
-        f"{other} share, or held-out data in files of their own (--eval_data_path)"
+        f"{first_of(paths)}: none of the {report['records']} records is of use "
+        f"({describe_records(report)}{first}); raise --max_seq_len or look at the data"
     )
-
-
-def no_samples_error(report: dict, options: Any, paths: list[str]) -> UserError:
-    """The error for data without a single sample."""
-    if options.split and not report["records"]:
-        return no_records_error(options.split, paths)
-    text = f"{first_of(paths)}: none of the {report['records']} records gives a sample with something to "
-    text += f"train on ({describe_records(report)}"
-    if report["bad"]:
-        text += f"; the first bad one: {report['first_bad']}"
-    return UserError(f"{text}); raise --max_seq_len or look at them: python -m dataset.show_samples")

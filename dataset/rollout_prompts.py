@@ -18,9 +18,9 @@ from torch.utils.data import Dataset
 
 from common.errors import UserError, say
 from common.launcher import launch
-from dataset.files import find_files, place, read_records
+from dataset.files import find_files, is_plain_text, place, read_records
 from dataset.records import BadRecord, Chat, to_chat
-from dataset.report import BadRecords, check_bad_records, describe_files, no_records_error
+from dataset.report import BadRecords, check_bad_records, describe_files, no_samples_error
 from dataset.token_cache import CacheOptions, file_hash
 from dataset.tokenizing import check_template, fingerprint
 from model.prompts import encode_pieces, prompt_pieces
@@ -78,6 +78,8 @@ class PromptDataset(Dataset):
         how = CacheOptions("prompts", max_length, **options)
         self.split = how.split
         self.paths, left_out = find_files(data_path)
+        for path in filter(is_plain_text, self.paths):
+            raise UserError(f"{path} is plain text, which has no prompts; give conversations or questions")
         self.fingerprint = self.describe()
         self.prompts: list[RolloutPrompt] = []
         self.too_long = 0
@@ -116,15 +118,11 @@ class PromptDataset(Dataset):
             where = place(self.paths[source.file], source.line)
             self.prompts.append(prompt._replace(source=where))
         first = bad.lines[0] if bad.lines else ""
-        report = {"records": self.records, "bad": len(bad.lines), "first_bad": first}
+        report = {"records": self.records, "samples": len(self), "too_long": self.too_long}
+        report |= {"bad": len(bad.lines), "first_bad": first}
         check_bad_records(report, how, f"the first: {first}")
-        if self.split and not self.records:
-            raise no_records_error(self.split, self.paths)
         if not self.prompts:
-            raise UserError(
-                f"{self.paths[0]}: none of the {self.records} records gives a prompt of at most "
-                f"{self.max_length} tokens; raise --max_seq_len"
-            )
+            raise no_samples_error(report, self.split, self.paths)
 
     def prompt_of(self, record: dict) -> RolloutPrompt:
         """The prompt of a record. Raises BadRecord and whatever its template raises."""

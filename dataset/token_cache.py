@@ -204,7 +204,7 @@ def write_arrays(
     listed = "".join(f"{line}\n" for line in bad.lines)
     (folder / BAD_RECORDS).write_text(listed, encoding="utf-8", errors="backslashreplace")
     if not len(lengths):
-        raise no_samples_error(report, options, paths)
+        raise no_samples_error(report, options.split, paths)
     return report, dtypes
 
 

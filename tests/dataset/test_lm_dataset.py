@@ -169,9 +169,6 @@ def test_items_and_targets_of_sft(sft, tokenizer):
     assert ds[-1][0]["sample_id"] == 59
     with pytest.raises(IndexError):
         ds[60]
-    with pytest.raises(RuntimeError, match="equal size"):  # torch's default, without collate_flat
-        next(iter(DataLoader(ds, batch_size=8)))
-    assert isinstance(next(iter(DataLoader(ds, batch_size=1))), list)  # no batch that a model takes
 
 
 def test_packed_rows_hold_the_same_samples(sft):

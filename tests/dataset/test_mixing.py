@@ -175,9 +175,6 @@ def test_weights_of_a_data_path(write):
     for path in ("a.jsonl,b.jsonl", "a", "", "C:/a,b", "a:x", ":0.5", named, f"{named},{weighted}"):
         assert split_weights(path) == ([path], [])
     assert split_weights(f"{named}:2,{weighted}:1") == ([named, weighted], [2.0, 1.0])
-    for wrong in ("a:0,b:1", "a:-1,b:1", "a:1e999,b:1"):
-        with pytest.raises(UserError, match="must be a number above 0"):
-            split_weights(wrong)
-    for wrong in ("a:0.5,b", "a,b:0.5", f"{named},{weighted}:1"):
-        with pytest.raises(UserError, match="give each of the 2 sources a weight, or none of them"):
+    for wrong in ("a:0,b:1", "a:-1,b:1", "a:0.5,b", "a,b:0.5", f"{named},{weighted}:1"):
+        with pytest.raises(UserError, match="give each source a weight above 0, or none of them"):
             split_weights(wrong)

@@ -5,7 +5,8 @@ import json
 import pytest
 
 from common.errors import UserError
-from dataset.json_values import BadRecord
+from dataset.held_out import Split
+from dataset.records import BadRecord
 from dataset.rollout_prompts import PromptDataset, collate_prompts, to_prompt
 
 QUESTION = {"role": "user", "content": "1+1=?"}
@@ -65,7 +66,7 @@ def test_a_prompt_ends_where_the_answer_begins(tokenizer, tmp_path):
         tmp_path / "rl.jsonl",
         [{"prompt": "1+1=?", "answer": "2", "gt": [2]}, {"messages": [QUESTION, ANSWER]}],
     )
-    prompts = PromptDataset(path, tokenizer, 64, str(tmp_path))
+    prompts = PromptDataset(path, tokenizer, 64)
     wanted = tokenizer.apply_chat_template([QUESTION], add_generation_prompt=True, tokenize=False)
     assert [tokenizer.decode(prompt.input_ids) for prompt in prompts] == [wanted] * 2
     assert (
@@ -75,7 +76,7 @@ def test_a_prompt_ends_where_the_answer_begins(tokenizer, tmp_path):
     assert prompts.source(1) == f"{path}:2"
     one_line = str(tmp_path / "rl.json")
     (tmp_path / "rl.json").write_text(json.dumps([{"prompt": "1+1=?"}, {"prompt": "2+2=?"}]))
-    sources = [prompt.source for prompt in PromptDataset(one_line, tokenizer, 64, str(tmp_path))]
+    sources = [prompt.source for prompt in PromptDataset(one_line, tokenizer, 64)]
     assert sources == [f"{one_line}[0]", f"{one_line}[1]"]
     assert collate_prompts([prompts[1]])["sample_ids"].tolist() == [1]
 
@@ -83,8 +84,8 @@ def test_a_prompt_ends_where_the_answer_begins(tokenizer, tmp_path):
 def test_thinking_and_tools_are_part_of_the_prompt(tokenizer, tmp_path):
     path = write(tmp_path / "rl.jsonl", [{"prompt": "1+1=?"}])
     tool = {"type": "function", "function": {"name": "calculate", "parameters": {}}}
-    plain = PromptDataset(path, tokenizer, 256, str(tmp_path))
-    full = PromptDataset(path, tokenizer, 256, str(tmp_path), tools=[tool], thinking_ratio=1.0)
+    plain = PromptDataset(path, tokenizer, 256)
+    full = PromptDataset(path, tokenizer, 256, tools=[tool], thinking_ratio=1.0)
     text = tokenizer.decode(full[0].input_ids)
     assert text.endswith("<think>") and '"calculate"' in text and plain.fingerprint != full.fingerprint
 
@@ -94,7 +95,7 @@ def test_a_share_of_the_prompts_begins_with_thoughts(tokenizer, tmp_path):
     path = write(tmp_path / "rl.jsonl", [{"prompt": f"{i}+1=?"} for i in range(400)])
     kinds = []
     for ratio in (0.25, 0.25, 0.75):
-        prompts = PromptDataset(path, tokenizer, 64, str(tmp_path), thinking_ratio=ratio)
+        prompts = PromptDataset(path, tokenizer, 64, thinking_ratio=ratio)
         kinds.append([tokenizer.decode(prompt.input_ids).endswith("<think>") for prompt in prompts])
         assert abs(sum(kinds[-1]) / 400 - ratio) < 0.07
     assert kinds[0] == kinds[1]
@@ -106,29 +107,47 @@ def test_tools_of_the_record_are_offered_instead_of_the_environment_s(tokenizer,
         {"type": "function", "function": {"name": name, "parameters": {}}} for name in ("add", "calculate")
     ]
     rows = [{"prompt": "1+1=?", "tools": json.dumps(tools[:1])}, {"prompt": "1+2=?"}]
-    prompts = PromptDataset(
-        write(tmp_path / "rl.jsonl", rows), tokenizer, 256, str(tmp_path), tools=tools[1:]
-    )
+    prompts = PromptDataset(write(tmp_path / "rl.jsonl", rows), tokenizer, 256, tools=tools[1:])
     assert [prompt.tools for prompt in prompts] == [tools[:1], tools[1:]]
     assert [prompt.record["tools"] for prompt in prompts] == [tools[:1], tools[1:]]
 
 
 def test_long_prompts_are_left_out_and_counted(tokenizer, tmp_path, capsys):
     path = write(tmp_path / "rl.jsonl", [{"prompt": "word " * 200}, {"prompt": "short"}])
-    assert len(PromptDataset(path, tokenizer, 64, str(tmp_path))) == 1
-    assert "1 prompts, 1 left out (more than 64 tokens)" in capsys.readouterr().out
-    with pytest.raises(UserError, match="none of the 2 records gives a prompt of at most 8 tokens"):
-        PromptDataset(path, tokenizer, 8, str(tmp_path))
+    assert len(PromptDataset(path, tokenizer, 64)) == 1
+    assert f"1 prompts of {path}, 1 left out (more than 64 tokens)" in capsys.readouterr().out
+    with pytest.raises(UserError, match=r"none of the 2 records is of use .*left out as too long 2"):
+        PromptDataset(path, tokenizer, 8)
 
 
-def test_bad_records(tokenizer, tmp_path):
+def test_bad_records(tokenizer, tmp_path, monkeypatch):
     path = write(tmp_path / "rl.jsonl", [{"prompt": 7}, *({"prompt": "1+1=?"} for _ in range(19))])
-    with pytest.raises(UserError, match=f"{path}:1: 'content' of message 1 is a number"):
-        PromptDataset(path, tokenizer, 64, str(tmp_path))
-    assert len(PromptDataset(path, tokenizer, 64, str(tmp_path), on_bad_data="skip")) == 19
+    with pytest.raises(UserError, match=f"{path}:1: 'content' of message 1 is 7 instead of text"):
+        PromptDataset(path, tokenizer, 64)
+    assert len(PromptDataset(path, tokenizer, 64, on_bad_data="skip")) == 19
     with pytest.raises(UserError, match=f"{path}:1: "):
-        PromptDataset(path, tokenizer, 64, str(tmp_path), on_bad_data="skip", max_bad_share=0.01)
-    deep = {"name": json.loads("[" * 700 + "]" * 700)}
-    path = write(tmp_path / "deep.jsonl", [{"prompt": "1+1=?", "tools": [deep]}])
-    with pytest.raises(UserError, match=f"{path}:1: lists and objects are nested too deep"):
-        PromptDataset(path, tokenizer, 64, str(tmp_path))
+        PromptDataset(path, tokenizer, 64, on_bad_data="skip", max_bad_share=0.01)
+    half = write(tmp_path / "half.jsonl", [{"prompt": "\ud83d"}])
+    with pytest.raises(UserError, match=rf"{half}:1: half a character \(\\ud83d\)"):
+        PromptDataset(half, tokenizer, 64)
+    monkeypatch.setattr(tokenizer, "chat_template", None)
+    with pytest.raises(UserError, match="this tokenizer has no chat template"):
+        PromptDataset(half, tokenizer, 64)
+    (tmp_path / "x.txt").write_text("Read me.")
+    monkeypatch.undo()
+    with pytest.raises(UserError, match="is plain text, which has no prompts"):
+        PromptDataset(str(tmp_path / "x.txt"), tokenizer, 64)
+
+
+def test_what_was_read_held_out_and_not_read_is_named(tokenizer, tmp_path, capsys):
+    path = write(tmp_path / "rl.jsonl", [{"prompt": f"{i}+1=?"} for i in range(60)])
+    (tmp_path / "b.tsv").write_text("x")
+    counts = [
+        len(PromptDataset(str(tmp_path), tokenizer, 64, split=Split(0.2, is_held_out)))
+        for is_held_out in (False, True)
+    ]
+    assert sum(counts) == 60 and 4 < counts[1] < 25
+    assert capsys.readouterr().out.splitlines() == [
+        f"{counts[0]:,} prompts of {path} (not read: {tmp_path}/b.tsv)",
+        f"{counts[1]:,} prompts of held out: {path} (not read: {tmp_path}/b.tsv)",
+    ]

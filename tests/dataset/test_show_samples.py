@@ -33,7 +33,7 @@ def test_samples_and_report(write, cache_dir, inspect):
     path = write("a.jsonl", CHATS)
     common = ("--kind", "sft", "--data_path", path, "--cache_dir", cache_dir, "--max_seq_len", 64)
     out = inspect(*common, "--samples", 1)
-    assert f"\nsample 0 from {path}:1: " in out and "5 records in 1 files" in out and "tokenised " in out
+    assert f"\nsample 0 from {path}:1: " in out and "5 records, 5 samples" in out and "tokenised " in out
     packed = inspect(*common, "--samples", 1, "--packing", 1)
     assert "sequence 0: " in packed and "filled" in packed
     assert "sample 0" not in inspect(*common, "--samples", 0)

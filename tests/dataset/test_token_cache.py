@@ -286,7 +286,7 @@ def test_skip_stops_above_a_share_of_bad_records(write, tokenizer, cache_dir, ca
 def test_data_without_a_sample_are_one_line(write, tokenizer, cache_dir):
     question = {"role": "user", "content": "q " * 200}
     path = write("a.jsonl", [{"messages": [question, {"role": "assistant", "content": "a"}]}] * 3)
-    line = r"none of the 3 records gives .*dropped for lack of a target 3 \(100.0%\)\); raise --max_"
+    line = r"none of the 3 records is of use .*dropped for lack of a target 3 \(100.0%\)\); raise --max_"
     with pytest.raises(UserError, match=line):
         build("sft", path, tokenizer, cache_dir)
     with pytest.raises(UserError, match="--max_seq_len 1 leaves no token to predict"):
