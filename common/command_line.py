@@ -148,8 +148,7 @@ def _about_limits(error: BaseException | None) -> str:
             limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
             return (
                 f"too many open files: a process here may have {limit}; raise the hard "
-                f"limit (ulimit -Hn), or use "
-                "fewer processes (--num_workers, --num_proc)"
+                "limit (ulimit -Hn), or use fewer processes (--num_workers)"
             )
         error = error.__cause__ or error.__context__
     return ""

@@ -18,7 +18,7 @@ from tests.stage_process import rank_variables
 FILES = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 HARD_LIMIT = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 TOO_MANY = f"too many open files: a process here may have {HARD_LIMIT}; raise the hard limit (ulimit -Hn), "
-TOO_MANY += "or use fewer processes (--num_workers, --num_proc)"
+TOO_MANY += "or use fewer processes (--num_workers)"
 IN_COMMAND = "from common.command_line import one_line_errors\nfrom common.errors import *\n"
 IN_COMMAND += "with one_line_errors():\n    "
 

@@ -1,16 +1,7 @@
-"""Memory does not grow: over the updates of a run, and with the part of a large cache that was read."""
+"""Memory does not grow over the updates of a run."""
 
-import re
 import signal
-import sys
-from pathlib import Path
 
-import pytest
-
-from dataset import lm_dataset
-from dataset.lm_dataset import PretrainDataset
-from dataset.token_cache import load_tokenizer
-from tests.conftest import ROOT
 from tests.stage_process import Faults, run
 from tests.trainer.stage_flags import flags
 from trainer.report.metrics import read_metrics
@@ -50,27 +41,3 @@ def test_a_resumed_run_does_not_keep_its_checkpoint(corpus, tmp_path):
     said = run("pretrain", [*argv, "--from_resume", "1"], Faults(script=HELD)).out.splitlines()
     held, read = (int(line.split(": ")[1]) for line in said if line.startswith("bytes "))
     assert held == 0 and read > 900_000
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/smaps")
-def test_what_was_read_of_a_large_cache_does_not_count(corpus, tmp_path, monkeypatch):
-    data = PretrainDataset(str(corpus["pretrain"]), load_tokenizer(ROOT / "model"), 64, True, str(tmp_path))
-
-    def resident() -> int:
-        """kB of the cache's files that are mapped in."""
-        text = Path("/proc/self/smaps").read_text(encoding="utf-8")
-        return sum(
-            map(int, re.findall(rf"{re.escape(str(data.cache.path))}/.*\n(?:.*\n)*?Rss: +(\d+) kB", text))
-        )
-
-    items = [data[i] for i in range(len(data))]
-    assert resident() > 0
-    monkeypatch.setattr(data.cache, "is_large", True)
-    monkeypatch.setattr(lm_dataset, "ITEMS_PER_RELEASE", 1)
-    again = [data[i] for i in range(len(data))]
-    assert resident() == 0
-    for one, other in zip(sum(items, []), sum(again, []), strict=True):
-        assert (
-            one["sample_id"] == other["sample_id"]
-            and one["input_ids"].tolist() == other["input_ids"].tolist()
-        )

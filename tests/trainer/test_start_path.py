@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from common.errors import UserError
 from dataset.token_cache import load_tokenizer
-from dataset.tokenizing import TokenizerSpec
+from dataset.tokenizing import fingerprint
 from llm.training.core.config import Config
 from llm.training.train import AVAILABLE_TASKS, find_task
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
@@ -65,10 +65,6 @@ def tokenizers(tmp_path) -> dict[str, Path]:
     shutil.copytree(tmp_path / "template", tmp_path / "tokens")
     (tmp_path / "tokens" / "tokenizer.json").write_text(swapped, encoding="utf-8")
     return {"template": tmp_path / "template", "tokens": tmp_path / "tokens"}
-
-
-def fingerprint(tokenizer) -> str:
-    return TokenizerSpec.of(tokenizer).fingerprint
 
 
 def test_the_tokenizer_is_named_once(corpus, tokenizers, tmp_path):

@@ -117,7 +117,7 @@ def test_mock_tools(name, arguments, reply):
 def test_cases_of_the_mock_tools(tmp_path):
     """Prompts for --eval_data_path, each offered some of the tools; its references are what they reply."""
     path = write_jsonl(tmp_path / "cases.jsonl", cases())
-    prompts = PromptDataset(str(path), load_tokenizer(ROOT / "model"), 1024, str(tmp_path)).prompts
+    prompts = PromptDataset(str(path), load_tokenizer(ROOT / "model"), 1024).prompts
     assert len(prompts) == 8 and all(2 <= len(prompt.tools) <= 3 for prompt in prompts)
     check_tools(load_environment("mock_tools"), prompts)
     assert [prompt.record["gt"] for prompt in prompts[:3]] == [["903"], ["14:30"], ["8.0467"]]
