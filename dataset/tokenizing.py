@@ -30,7 +30,6 @@ from model.prompts import SpecialTexts, plain_backend
 if TYPE_CHECKING:  # transformers imports torch
     from transformers import PreTrainedTokenizerBase
 
-KINDS = ("pretrain", "sft", "dpo")
 BLOCK_RECORDS, BLOCK_CHARACTERS = 1024, 1 << 21  # encoded at a time
 GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 THOUGHTS = re.compile(r"<think>\s*$")  # opened at the end of a text

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from common.errors import UserError, reason
 from common.plugins import import_named
 from dataset.records import BadRecord, message_of
+from dataset.report import why_bad
 from dataset.rollout_prompts import RolloutPrompt
 
 Call = dict[str, Any]  # {"name": ..., "arguments": {...}}
@@ -57,7 +58,7 @@ def checked_replies(replies: Any) -> list[dict]:
             messages.append(message_of(reply, f"message {number} of its reply"))
             json.dumps(messages[-1], ensure_ascii=False).encode()  # fails for half a character
         except (BadRecord, TypeError, UnicodeEncodeError) as error:
-            raise ValueError(str(error)) from None
+            raise ValueError(why_bad(error)) from None
         if messages[-1]["role"] == "assistant":
             raise ValueError(
                 f"message {number} of its reply has the role assistant, which is the model's; use tool"
