@@ -45,11 +45,11 @@ def make_report(options: Any, maker: "SampleMaker", totals: dict, lengths: np.nd
 
 def describe_files(paths: list[str], left_out: list[str], is_held_out: bool) -> str:
     """Which files were read, for which part of the data, and which were not."""
-    text = "held out: " if is_held_out else ""
-    text += first_of(paths)
+    notes = ["held out"] if is_held_out else []
     if left_out:
-        text += f" (not read: {first_of(left_out)})"
-    return text
+        notes.append(f"not read: {first_of(left_out)}")
+    beside = f" ({'; '.join(notes)})" if notes else ""
+    return first_of(paths) + beside
 
 
 def first_of(paths: list[str]) -> str:

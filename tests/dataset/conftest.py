@@ -1,9 +1,13 @@
 """Tokenizers and data files for the tests of dataset/."""
 
+import csv
+import io
 import json
 import os
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from dataset.files import Source, read_records
@@ -63,6 +67,30 @@ def contents(cache: TokenCache) -> list[tuple]:
 def texts_of(tokenizer, cache: TokenCache) -> list[str]:
     """The text of each sample of a cache."""
     return [tokenizer.decode(tokens) for tokens, *_ in contents(cache)]
+
+
+def parquet(rows: list[dict]) -> bytes:
+    pq.write_table(pa.Table.from_pylist(rows), memory := io.BytesIO(), row_group_size=700)
+    return memory.getvalue()
+
+
+def arrow(rows: list[dict], form=pa.ipc.new_stream) -> bytes:
+    table = pa.Table.from_pylist(rows)
+    with form(memory := io.BytesIO(), table.schema) as writer:
+        writer.write_table(table, max_chunksize=700)
+    return memory.getvalue()
+
+
+def csv_of(rows: list[dict]) -> bytes:
+    memory = io.StringIO(newline="")
+    writer = csv.DictWriter(memory, rows[0].keys())
+    writer.writeheader()
+    writer.writerows(rows)
+    return memory.getvalue().encode()
+
+
+def lines_of(rows: list[dict]) -> bytes:
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
 
 
 @pytest.fixture(scope="session")

@@ -7,16 +7,15 @@ import json
 import os
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from common.errors import UserError
 from dataset import files
-from dataset.files import expand_paths, find_files, place, read_records
+from dataset.files import expand_paths, find_files, place
 from dataset.records import to_chat
-from tests.dataset.conftest import records_of
+from tests.dataset.conftest import arrow, csv_of, lines_of, parquet, records_of
 
 CHAT = [{"role": "user", "content": "河?"}, {"role": "assistant", "content": 'the "river",\nbrown'}]
 ICONV = "iconv -f GB18030 -t UTF-8"
@@ -78,30 +77,6 @@ def test_paths_without_data_are_one_line(path, write, tmp_path, monkeypatch):
 
 
 # --- the same records in every kind of file
-
-
-def parquet(rows: list[dict]) -> bytes:
-    pq.write_table(pa.Table.from_pylist(rows), memory := io.BytesIO(), row_group_size=700)
-    return memory.getvalue()
-
-
-def arrow(rows: list[dict], form=pa.ipc.new_stream) -> bytes:
-    table = pa.Table.from_pylist(rows)
-    with form(memory := io.BytesIO(), table.schema) as writer:
-        writer.write_table(table, max_chunksize=700)
-    return memory.getvalue()
-
-
-def csv_of(rows: list[dict]) -> bytes:
-    memory = io.StringIO(newline="")
-    writer = csv.DictWriter(memory, rows[0].keys())
-    writer.writeheader()
-    writer.writerows(rows)
-    return memory.getvalue().encode()
-
-
-def lines_of(rows: list[dict]) -> bytes:
-    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
 
 
 WRITERS = {
@@ -274,17 +249,6 @@ def test_files_that_cannot_be_read_are_one_line(name, content, message, write):
     with pytest.raises(UserError, match=message) as caught:
         records_of(write(name, content))
     assert "\n" not in str(caught.value)
-
-
-def test_a_file_that_cannot_be_opened(write, monkeypatch):
-    path = write("x.jsonl", [{}])
-
-    def refuse(*_):
-        raise PermissionError(13, "Permission denied", path)
-
-    monkeypatch.setattr("builtins.open", refuse)  # root may read anything
-    with pytest.raises(UserError, match=r"x.jsonl: it cannot be read .*Permission denied"):
-        list(read_records([path]))
 
 
 def test_another_kind_of_file_is_one_entry(write, monkeypatch, tmp_path):

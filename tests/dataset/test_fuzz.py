@@ -1,27 +1,24 @@
 """Whatever bytes a data file holds: the outcome is a sound cache or one line for the user, and skipping loses
 nothing but what it lists."""
 
-import csv
 import gzip
-import io
 import json
 import os
 import tempfile
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import UserError
 from dataset.records import REFUSED, SWITCHES
-from tests.dataset.conftest import build
+from tests.dataset.conftest import arrow, build, csv_of, lines_of, parquet
 
 LENGTH = 24
 MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # building waits for the disk several times
+FEW = settings(max_examples=40, deadline=None)
 KINDS = st.sampled_from(["pretrain", "sft", "dpo"])
 CALL = {"name": "weather", "arguments": {"city": "北京"}}
 USER, BOT = {"role": "user", "content": "the river?"}, {"role": "assistant", "content": "brown 河流 🙂 " * 3}
@@ -29,69 +26,28 @@ RECORDS = {
     "pretrain": [{"text": text} for text in ("the river", "", "河流 🙂 " * 12, "<|im_end|>", "a\nb\u0000")],
     "sft": [
         {"conversations": [USER, BOT, USER, BOT]},
-        {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}], "system": "s"},
         {"instruction": "q", "input": "i", "output": "a", "history": [["q0", "a0"]]},
-        {"prompt": [USER], "completion": [BOT | {"content": [{"type": "text", "text": "a"}]}], "label": True},
         {"messages": [USER, {"role": "assistant", "content": None, "tool_calls": [CALL]}], "tools": "[]"},
     ],
-    "dpo": [
-        {"prompt": "q", "chosen": "a", "rejected": "b"},
-        {"chosen": [USER, BOT], "rejected": [USER, USER]},
-    ],
+    "dpo": [{"prompt": "q", "chosen": "a", "rejected": "b"}, {"chosen": [USER, BOT], "rejected": "a"}],
 }
 
 
-def json_lines(records: list) -> bytes:
-    return "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records).encode()
-
-
-def json_array(records: list) -> bytes:
-    return json.dumps(records, ensure_ascii=False, indent=1).encode()
-
-
-def parquet(records: list) -> bytes:
-    texts = [{key: json.dumps(value) for key, value in record.items()} for record in records]
-    pq.write_table(pa.Table.from_pylist(texts), memory := io.BytesIO(), row_group_size=2)
-    return memory.getvalue()
-
-
-def arrow(records: list) -> bytes:
-    table = pa.table({"text": [json.dumps(record) for record in records]})
-    with pa.ipc.new_stream(memory := io.BytesIO(), table.schema) as writer:
-        writer.write_table(table)
-    return memory.getvalue()
-
-
-def csv_of(records: list) -> bytes:
-    rows = [["text", "messages"], *([json.dumps(record), "[]"] for record in records)]
-    csv.writer(memory := io.StringIO(newline="")).writerows(rows)
-    return memory.getvalue().encode()
+def as_text(records: list) -> list[dict]:
+    return [{"text": json.dumps(record), "messages": "[]"} for record in records]
 
 
 FILES = {
-    "x.jsonl": json_lines,
-    "x.json": json_array,
-    "x.parquet": parquet,
-    "x.arrow": arrow,
-    "x.csv": csv_of,
-    "x.txt": json_lines,
-    "x.jsonl.gz": lambda records: gzip.compress(json_lines(records)),
+    "x.jsonl": lines_of,
+    "x.json": lambda records: json.dumps(records, ensure_ascii=False, indent=1).encode(),
+    "x.parquet": lambda records: parquet(as_text(records)),
+    "x.arrow": lambda records: arrow(as_text(records)),
+    "x.csv": lambda records: csv_of(as_text(records)),
+    "x.txt": lines_of,
+    "x.jsonl.gz": lambda records: gzip.compress(lines_of(records)),
 }
 ODD = [b"\xef\xbb\xbf", b"\\ud800", b"\\u0000", b"\xff\xfe", b"\xed\xa0\x80", b"\r", b"\n\n", b"\x00", b"NaN"]
-ODD += [
-    b"[" * 99,
-    b"[" * 1200,
-    b"{",
-    b"]",
-    b'"',
-    b"\\",
-    b"-1e999",
-    b"9" * 4400,
-    b"null",
-    b",",
-    b'{"text": 1}\n',
-]
-ODD += ["\u2028".encode(), "\U0010ffff".encode(), "𠮷".encode(), b"<|im_start|>assistant\n"]
+ODD += [b"[" * 1200, b"{", b"]", b'"', b"\\", b"-1e999", b"9" * 4400, b"null", b",", b'{"text": 1}\n']
 
 
 @st.composite
@@ -100,19 +56,11 @@ def damaged(draw, content: bytes) -> bytes:
     content = bytearray(content)
     for _ in range(draw(st.integers(1, 4))):
         at = draw(st.integers(0, len(content)))
-        accident = draw(st.sampled_from(["flip", "delete", "insert", "odd", "truncate", "repeat"]))
-        if accident == "flip" and at < len(content):
-            content[at] ^= 1 << draw(st.integers(0, 7))
-        elif accident == "delete":
-            del content[at : at + draw(st.integers(1, 40))]
-        elif accident == "insert":
-            content[at:at] = draw(st.binary(min_size=1, max_size=8))
-        elif accident == "odd":
-            content[at:at] = draw(st.sampled_from(ODD))
-        elif accident == "truncate":
+        end = at + draw(st.integers(0, 40))
+        new = draw(st.binary(max_size=8) | st.sampled_from(ODD))
+        content[at:end] = draw(st.sampled_from([new, new + content[at:end], content[at:end] * 2]))
+        if draw(st.integers(0, 9)) == 0:
             del content[at:]
-        elif accident == "repeat":
-            content[at:at] = content[at : at + draw(st.integers(1, 200))]
     return bytes(content)
 
 
@@ -131,10 +79,9 @@ def check(other_tokenizer):
         lengths, report = np.diff(cache.offsets), cache.report
         assert lengths.min() >= 2 and lengths.max() <= LENGTH
         assert cache.offsets[-1] == len(cache.tokens) == len(cache.loss_mask) == report["tokens"]
-        assert len(cache.tokens) == 0 or cache.tokens.max() < len(other_tokenizer)
+        assert cache.tokens.max() < len(other_tokenizer) and cache.target_bytes.min() >= 0
         assert not cache.loss_mask[cache.offsets[:-1]].any()
         assert np.add.reduceat(cache.loss_mask, cache.offsets[:-1]).min() > 0
-        assert cache.target_bytes.min() >= 0 and len(cache.sources) == len(lengths)
         listed = (cache.path / "bad_records.txt").read_text().splitlines()
         assert len(listed) == report["bad"] <= report["records"]
         return cache
@@ -154,58 +101,36 @@ def check(other_tokenizer):
     return run
 
 
-FEW = settings(max_examples=40, deadline=None)
-
-
 @FEW
 @given(data=st.data(), kind=KINDS, name=st.sampled_from(sorted(FILES)))
 def test_damaged_files(check, data, kind, name):
     check(kind, name, data.draw(damaged(FILES[name](RECORDS[kind]))))
 
 
-ANY_TEXT = st.text(st.characters(), max_size=8)  # lone surrogates among them
+TEXT = st.text(st.characters(), max_size=8)  # lone surrogates among them
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | ANY_TEXT,
+    st.none() | st.booleans() | st.integers() | st.floats() | TEXT,
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4),
     max_leaves=12,
 )
-NAMES = ["user", "assistant", "system", "tool", "human", "gpt", "function_call", "observation"]
-FIELDS = [
-    "role",
-    "from",
-    "content",
-    "value",
-    "tool_calls",
-    "function_call",
-    "tools",
-    "name",
-    "reasoning_content",
-]
 VALUE = JSON | st.sampled_from([[CALL], json.dumps(CALL), [{"type": "text", "text": "a"}], True, 0])
-MESSAGE = st.fixed_dictionaries(
-    {},
-    optional={
-        "role": st.sampled_from(NAMES),
-        "content": ANY_TEXT,
-        "from": st.sampled_from(NAMES),
-        "value": ANY_TEXT,
-    },
-).flatmap(
-    lambda plain: st.dictionaries(st.sampled_from([*FIELDS, *SWITCHES, *REFUSED]), VALUE, max_size=2).map(
-        lambda odd: plain | odd
-    )
-)
-MESSAGES = st.lists(MESSAGE | JSON, max_size=4)
+FIELDS = ["content", "tool_calls", "function_call", "tools", "reasoning_content", *SWITCHES, *REFUSED]
+SPEAKERS = st.sampled_from(["user", "assistant", "system", "tool", "human", "function_call", "observation"])
+MESSAGE = st.builds(
+    lambda role, content, odd: {"role": role, "content": content} | odd,
+    SPEAKERS, TEXT, st.dictionaries(st.sampled_from(FIELDS), VALUE, max_size=2),
+)  # fmt: skip
 KEYS = ["conversations", "messages", "prompt", "completion", "chosen", "rejected", "instruction", "output"]
 KEYS += ["history", "input", "system", "tools", "label", "mask_history", "text"]
-RECORD = st.dictionaries(st.sampled_from(KEYS), MESSAGES | VALUE, min_size=1, max_size=4) | JSON
+HOLDS = st.lists(MESSAGE | JSON, max_size=4) | VALUE
+RECORD = st.dictionaries(st.sampled_from(KEYS), HOLDS, min_size=1, max_size=4) | JSON
 
 
 @FEW
 @given(kind=KINDS, records=st.lists(RECORD, min_size=1, max_size=4), as_array=st.booleans())
 def test_arbitrary_values_as_records(check, kind, records, as_array):
-    records = [*RECORDS[kind], *records]
+    lines = [json.dumps(record).encode() for record in [*RECORDS[kind], *records]]
     if as_array:
-        check(kind, "x.json", json.dumps(records, indent=1).encode())
+        check(kind, "x.json", b"[\n" + b",\n".join(lines) + b"\n]")
     else:
-        check(kind, "x.jsonl", "".join(json.dumps(record) + "\n" for record in records).encode())
+        check(kind, "x.jsonl", b"\n".join(lines))

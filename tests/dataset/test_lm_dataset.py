@@ -142,14 +142,6 @@ def test_what_samples_share_is_there_once_and_seen_by_all(rows):
     assert len(batch["target_index"].unique()) == len(batch["target_index"])
 
 
-def test_an_empty_micro_batch():
-    assert_same_batch(collate_shared([]), naive_batch([]))
-    for rows in ([], [[]]):
-        batch = collate_flat(rows)
-        assert_same_batch(batch, naive_batch([]))
-        assert batch["cu_seqlens"].tolist() == [0] and batch["input_ids"].shape == (0,)
-
-
 def test_items_and_targets_of_sft(sft, tokenizer):
     ds = sft()
     assert len(ds) == 60 and np.diff(ds.cache.offsets).sum() == len(ds.cache.tokens)

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from common.errors import UserError
 from dataset.lm_dataset import DPODataset, PretrainDataset, SFTDataset, StageDataset, collate_flat
 from dataset.mixing import MixedDataset, even_order, split_weights
-from trainer.data.datasets import SkipBatchSampler, epoch_order, rank_share, steps_per_epoch
 
 LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=40) | st.lists(
     st.just(7), min_size=1, max_size=40
@@ -73,32 +72,6 @@ def test_shares_are_exact_and_all_samples_are_seen_equally_often(data, seed):
             )  # half an item of rounding, less than one of order
             assert seen[first:end].max() - seen[first:end].min() <= 1
     assert seen.sum() == 5 * len(train)
-
-
-@settings(max_examples=30)
-@given(data=st.data(), batch=st.integers(1, 5), ranks=st.integers(1, 4), skip=st.integers(0, 6))
-def test_ranks_and_skipped_batches_are_parts_of_one_order(data, batch, ranks, skip):
-    lengths = data.draw(st.lists(LENGTHS, min_size=2, max_size=3))
-    train = mixed(lengths, [1.0] * len(lengths))
-    order = train.items_of_epoch(3, 2)[epoch_order(len(train), 3, 2)]
-    shares = [rank_share(order, batch, rank, ranks) for rank in range(ranks)]
-    assert sorted(np.concatenate(shares)) == sorted(order)
-    steps = -(-len(order) // (batch * ranks))
-    batches = [list(SkipBatchSampler(share, batch, 0, steps)) for share in shares]
-    assert [i for step in zip(*batches, strict=True) for each in step for i in each] == order.tolist()
-    for share, whole in zip(shares, batches, strict=True):
-        assert list(SkipBatchSampler(share, batch, skip, steps)) == whole[skip:]
-    assert steps_per_epoch(len(train), batch) == -(-len(order) // batch)
-
-
-def test_each_source_has_an_order_of_its_own():
-    items = mixed([[5] * 20, [5] * 20], [1, 1]).items_of_epoch(seed=0, epoch=0)
-    assert list(items[:20]) != list(items[20:] - 20)
-
-
-def test_a_source_of_hardly_any_weight_still_has_an_item():
-    train = mixed([[5] * 100, [50] * 2], [1, 1e-6])
-    assert train.counts[1] == 1 and (train.items_of_epoch(1, 0) >= 100).sum() == 1
 
 
 @pytest.mark.parametrize("packing", [False, True])

@@ -3,7 +3,6 @@
 import itertools
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -42,9 +41,3 @@ def test_rows_are_those_of_best_fit_decreasing(case):
     rooms = [max_length - sum(lengths[i] for i in row) for row in rows]
     assert sorted(rooms) == best_fit_decreasing(lengths, max_length)
     assert rows == rows_of(lengths, max_length)
-
-
-def test_lengths_that_cannot_be():
-    for wrong in ([0], [9], [-1, 3]):
-        with pytest.raises(ValueError, match="between 1 and 8"):
-            pack(np.array(wrong), 8)

@@ -8,7 +8,7 @@ import pytest
 from common.errors import UserError
 from dataset import records as record_formats
 from dataset.lm_dataset import DPODataset, collate_pairs
-from dataset.records import BadRecord, Chat, to_chat, to_pair, to_text, unread_fields
+from dataset.records import BadRecord, Chat, to_chat, to_pair, unread_fields
 from tests.dataset.conftest import build, samples_of
 
 USER, BOT = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
@@ -27,64 +27,31 @@ def said(role: str, content) -> dict:
     return {"role": role, "content": content}
 
 
+PARTS = [{"type": "thinking", "thinking": "h"}, {"type": "reasoning", "value": "m"}, "a"]
+PARTS += [{"type": "tool_call", "value": json.dumps(CALL)}]
+CALLS = [{"from": "function_call", "value": json.dumps(CALL)}, {"from": "observation", "value": "r"}]
 FORMS = [
     (chat_of(USER, BOT), [USER, BOT]),
-    ({"messages": [USER, BOT], "id": 7}, [USER, BOT]),
-    ({"conversations": None, "messages": [USER, BOT]}, [USER, BOT]),  # as Parquet fills absent columns
-    (chat_of(HUMAN, GPT), [USER, BOT]),
+    ({"messages": [USER, BOT], "id": 7, "conversations": None}, [USER, BOT]),  # as Parquet fills it in
     (chat_of(HUMAN, GPT, system="s"), [SYSTEM, USER, BOT]),
-    (
-        chat_of({"from": "developer", "value": "s"}, USER, {"from": "chatgpt", "value": "a"}),
-        [SYSTEM, USER, BOT],
-    ),
-    (
-        chat_of(
-            HUMAN,
-            {"from": "function_call", "value": json.dumps(CALL)},
-            {"from": "observation", "value": "r"},
-            GPT,
-        ),
-        [USER, CALLING, said("tool", "r"), BOT],
-    ),
-    ({"instruction": "q", "output": "a"}, [USER, BOT]),
+    (chat_of({"from": "developer", "value": "s"}, USER, GPT), [SYSTEM, USER, BOT]),
+    (chat_of(HUMAN, *CALLS, GPT), [USER, CALLING, said("tool", "r"), BOT]),
     ({"instruction": "q", "input": "", "output": "a", "history": [], "system": ""}, [USER, BOT]),
     ({"instruction": "q", "input": "i", "output": "a"}, [said("user", "q\ni"), BOT]),
-    (
-        {"instruction": "q", "output": "a", "history": [["q0", "a0"]], "system": "s"},
-        [SYSTEM, said("user", "q0"), said("assistant", "a0"), USER, BOT],
-    ),
-    (
-        chat_of(USER, BOT | {"reasoning_content": "hm", "tool_calls": None, "tools": ""}),
-        [USER, BOT | {"reasoning_content": "hm"}],
-    ),
+    ({"instruction": "q", "output": "a", "history": [["q", "a"]], "system": "s"}, [SYSTEM, USER, BOT, USER, BOT]),
+    (chat_of(USER, BOT | {"reasoning_content": "hm", "tools": ""}), [USER, BOT | {"reasoning_content": "hm"}]),
     (chat_of(USER, CALLING | {"content": None, "tool_calls": json.dumps([CALL])}), [USER, CALLING]),
     (chat_of(USER, said("assistant", None) | {"function_call": CALL}), [USER, CALLING]),
     ({"instruction": "q", "context": "c", "response": "a"}, [said("user", "q\nc"), BOT]),
-    ({"prompt": "q", "completion": "a"}, [USER, BOT]),
     ({"prompt": "q", "completion": [BOT]}, [USER, BOT]),
     ({"prompt": "q", "response": "a"}, [USER, BOT]),
     ({"question": "q", "answer": "a", "prompt": "unused"}, [USER, BOT]),
     ({"system_prompt": "s", "query": "q", "response": "a"}, [SYSTEM, USER, BOT]),
-    ({"messages": [USER, BOT], "prompt": "q"}, [USER, BOT]),
     (chat_of(SYSTEM, USER, BOT, system="s"), [SYSTEM, USER, BOT]),  # said twice
     (chat_of(USER, BOT, images=[], label=3, mask_history=False, chosen=None, rejected=""), [USER, BOT]),
-    (chat_of(USER, BOT, label=True, kto_tag="True"), [USER, BOT]),
-    (
-        chat_of(
-            said("user", [{"type": "text", "text": "q"}]),
-            said(
-                "assistant",
-                [
-                    {"type": "thinking", "thinking": "h"},
-                    {"type": "reasoning", "value": "m"},
-                    "a",
-                    {"type": "tool_call", "value": json.dumps(CALL)},
-                ],
-            ),
-        ),
-        [USER, BOT | {"reasoning_content": "hm", "tool_calls": [CALL]}],
-    ),
-]
+    (chat_of(USER, said("assistant", PARTS)), [USER, CALLING | {"content": "a", "reasoning_content": "hm"}]),
+    (chat_of(said("user", " \t NUL \x00\r\n"), BOT), [said("user", " \t NUL \x00\r\n"), BOT]),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("record", "messages"), FORMS, ids=range(len(FORMS)))
@@ -113,12 +80,6 @@ def test_history_and_prompts_are_context():
     assert to_chat(chat_of(USER, BOT, USER, BOT, USER, BOT, mask_history=True)).masked == (1, 3)
     pair = to_chat({"prompt": [USER, BOT, USER], "completion": [BOT, USER, BOT]})
     assert pair == Chat([USER, BOT, USER, BOT, USER, BOT], None, masked=(1,))
-
-
-def test_nothing_is_changed_in_a_text():
-    text = " \t leading, NUL \x00, trailing \r\n\n"
-    assert to_text({"text": text}) == text
-    assert to_chat(chat_of(said("user", text), BOT)).messages[0]["content"] == text
 
 
 def test_fields_that_nothing_reads():
@@ -161,22 +122,18 @@ def test_every_form_is_the_same_pair(record):
     assert to_pair(record) == (Chat([USER, GOOD]), Chat([USER, BAD]))
 
 
-def test_of_a_pair_only_what_follows_the_common_beginning_is_trained(tokenizer, write, cache_dir):
+def test_of_a_pair_only_what_follows_the_common_beginning_is_trained(tokenizer):
     shared = [USER, GOOD, USER]
     record = {"conversations": shared, "chosen": [BAD, USER, GOOD], "rejected": "x", "system": "s"}
-    chosen, rejected = to_pair(record | {"tools": [TOOL]})
-    assert chosen.masked == rejected.masked == (2,) and chosen.tools == [TOOL]
-    assert [len(chosen.messages), len(rejected.messages)] == [7, 5]
-    data = DPODataset(write("x.jsonl", [record]), tokenizer, 100, cache_dir=cache_dir)
-    for sample, messages in zip(data[0], (chosen.messages, rejected.messages), strict=True):
+    samples, _ = samples_of(tokenizer, "dpo", [record])
+    answers = record["chosen"], [said("assistant", "x")]
+    for sample, answer in zip(samples, answers, strict=True):
+        messages = [SYSTEM, *shared, *answer]
         whole = tokenizer.apply_chat_template(messages, return_dict=True)["input_ids"]
-        assert sample["input_ids"].tolist() == whole
-        begin = len(
-            tokenizer.apply_chat_template(messages[:4], add_generation_prompt=True, return_dict=True)[
-                "input_ids"
-            ]
-        )
-        assert not sample["loss_mask"][:begin].any() and sample["loss_mask"][begin]
+        prompt = tokenizer.apply_chat_template(messages[:4], add_generation_prompt=True, return_dict=True)
+        begin = len(prompt["input_ids"])
+        assert sample.tokens.tolist() == whole
+        assert not sample.loss_mask[:begin].any() and sample.loss_mask[begin]
 
 
 def test_pairs_are_cut_alike_or_dropped_and_counted(write, tokenizer, cache_dir):
@@ -321,14 +278,6 @@ def test_all_bad_records_at_once_can_be_skipped_and_are_listed(kind, form, write
     with pytest.raises(UserError) as caught:
         build(kind, path, tokenizer, cache_dir)  # the cache is there, and the default is to stop
     assert str(caught.value).startswith(listed[0]) and "--on_bad_data skip" in str(caught.value)
-
-
-def test_a_template_that_refuses_a_conversation_is_a_bad_record(other_tokenizer, monkeypatch):
-    monkeypatch.setattr(
-        other_tokenizer, "chat_template", "{{ raise_exception('no') }}{% generation %}{% endgeneration %}"
-    )
-    with pytest.raises(UserError, match=r"x.jsonl:1: not usable \(TemplateError: no\)"):
-        samples_of(other_tokenizer, "sft", [chat_of(USER, BOT)])
 
 
 def test_another_form_is_one_entry(monkeypatch):

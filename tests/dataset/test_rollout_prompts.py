@@ -149,5 +149,5 @@ def test_what_was_read_held_out_and_not_read_is_named(tokenizer, tmp_path, capsy
     assert sum(counts) == 60 and 4 < counts[1] < 25
     assert capsys.readouterr().out.splitlines() == [
         f"{counts[0]:,} prompts of {path} (not read: {tmp_path}/b.tsv)",
-        f"{counts[1]:,} prompts of held out: {path} (not read: {tmp_path}/b.tsv)",
+        f"{counts[1]:,} prompts of {path} (held out; not read: {tmp_path}/b.tsv)",
     ]

@@ -1,6 +1,5 @@
 """`python -m dataset.show_samples`: what a person sees of the labels."""
 
-import subprocess
 import sys
 
 import pytest
@@ -48,12 +47,3 @@ def test_the_text_marks_what_is_trained(write, cache_dir, inspect):
     seen = ODD.replace("\x1b", "\\x1b").replace("\x00", "\\x00").replace("\u202e", "\\u202e")
     out = inspect("--kind", "sft", "--data_path", path, "--cache_dir", cache_dir, "--samples", 1)
     assert f"<|im_start|>user\n{seen}<|im_end|>\n<|im_start|>assistant\n⟦{seen}<|im_end|>⟧\n" in out
-
-
-def test_a_reader_who_has_seen_enough(write, cache_dir):
-    path = write("a.jsonl", [{"text": "the river 🙂 " * 50}] * 50)
-    start = (
-        f"{sys.executable} -m dataset.show_samples --kind pretrain --data_path {path} --cache_dir {cache_dir}"
-    )
-    done = subprocess.run(f"{start} --samples 50 | head -n 12", shell=True, capture_output=True, text=True)
-    assert done.stderr == "" and done.stdout.count("river") >= 1

@@ -155,9 +155,9 @@ def test_the_build_names_what_was_read_held_out_and_not_read(write, tokenizer, c
     left = [write(f"d/{name}", b"x") for name in ("c.tsv", "d.jsonl.zst")]
     for is_held_out in (False, True):
         build("pretrain", f"{tmp_path}/d", tokenizer, cache_dir, split=Split(0.2, is_held_out))
-        begin = "tokenised held out: " if is_held_out else "tokenised "
+        notes = "held out; " if is_held_out else ""
         out = capsys.readouterr().out
-        assert out.startswith(f"{begin}{', '.join(data)} (not read: {', '.join(left)}): ")
+        assert out.startswith(f"tokenised {', '.join(data)} ({notes}not read: {', '.join(left)}): ")
     build("pretrain", data[0], tokenizer, cache_dir)
     assert "unused fields: url 1" in (out := capsys.readouterr().out) and "not read" not in out
     for number in range(30):
@@ -220,12 +220,6 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(write, cache_dir):
     assert not list(cache_dir.glob("*.tmp")) and not list(cache_dir.glob("*/meta.json"))
 
 
-def test_a_folder_that_cannot_be_written_is_one_line(write, tokenizer, tmp_path):
-    place = write("a file", b"")
-    with pytest.raises(UserError, match=r"the token cache in \S*a file cannot be written or read"):
-        build("pretrain", write("a.jsonl", TEXTS), tokenizer, place)
-
-
 def test_a_file_that_changes_while_it_is_read_is_refused(write, tokenizer, cache_dir, monkeypatch):
     path, read = write("a.jsonl", TEXTS), token_cache.read_records
 
@@ -259,28 +253,24 @@ def test_the_first_bad_record_ends_the_build_at_once(write, tokenizer, cache_dir
 
 
 def test_skip_stops_above_a_share_of_bad_records(write, tokenizer, cache_dir, capsys):
-    records = [{"txt": 1} if i % 8 == 5 else {"text": f"text {i}"} for i in range(80)]
-    path = write("a.jsonl", records)
-
-    def built(**options):
-        return build("pretrain", path, tokenizer, cache_dir, on_bad_data="skip", **options)
-
+    path = write("a.jsonl", [{"txt": 1} if i % 8 == 5 else {"text": f"text {i}"} for i in range(80)])
+    options = {"on_bad_data": "skip"}
     with pytest.raises(UserError) as caught:
-        built()
-    text, (meta,) = str(caught.value), cache_dir.glob("*/meta.json")
-    listed = meta.parent / "bad_records.txt"
-    assert f"{path}:6: no 'text'" in text and "\n" not in text
-    assert "10 of 80 records (12.5%) are bad, more than --max_bad_share 0.1 allows" in text
-    assert f"all of them are listed in {listed}; mend them or raise --max_bad_share" in text
-    numbers = [int(line.split(": ")[0].rsplit(":", 1)[1]) for line in listed.read_text().splitlines()]
-    assert numbers == list(range(6, 80, 8))
+        build("pretrain", path, tokenizer, cache_dir, **options)
+    (meta,) = cache_dir.glob("*/meta.json")
+    assert str(caught.value).startswith(f"{path}:6: no 'text'") and "\n" not in str(caught.value)
+    assert (
+        "10 of 80 records (12.5%) are bad, more than --max_bad_share 0.1 allows; all of them are listed in "
+        f"{meta.parent / 'bad_records.txt'}; mend them or raise"
+    ) in str(caught.value)
     capsys.readouterr()
     for share in (0.125, 1):  # exactly the share is allowed, and the cache is there already
-        assert built(max_bad_share=share).num_samples == 70
+        cache = build("pretrain", path, tokenizer, cache_dir, max_bad_share=share, **options)
         out = capsys.readouterr().out  # a later run says it, too
         assert "tokenised " not in out and "bad records are skipped: 10 of 80 records (12.5%)" in out
+        assert cache.num_samples == 70
     with pytest.raises(UserError, match="are bad, more than --max_bad_share"):
-        built(max_bad_share=0.1249)
+        build("pretrain", path, tokenizer, cache_dir, max_bad_share=0.1249, **options)
 
 
 def test_data_without_a_sample_are_one_line(write, tokenizer, cache_dir):
@@ -295,39 +285,18 @@ def test_data_without_a_sample_are_one_line(write, tokenizer, cache_dir):
         build("sft", write("x.txt", b"Call me Ishmael."), tokenizer, cache_dir)
 
 
-def test_any_name_of_a_file(tmp_path, cache_dir, tokenizer, capsys):
-    path = tmp_path / os.fsdecode("文-\udcff.jsonl".encode("utf-8", "surrogateescape"))
-    path.write_text('{"text": "a"}\n' * 20 + '{"键🙂": 1}\n', encoding="utf-8")
-    cache = build("pretrain", path, tokenizer, cache_dir, on_bad_data="skip")
-    assert "1 of 21 records" in capsys.readouterr().out
-    assert r"\udcff.jsonl:21: no 'text' (its keys: '键🙂')" in (cache.path / "bad_records.txt").read_text()
+CODE = {"auto_map": {"AutoTokenizer": ["x.T", None]}, "tokenizer_class": "T"}
 
 
-FOLDERS = {
-    "empty": {},
-    "not JSON": {"tokenizer.json": "{oops"},
-    "another JSON": {"tokenizer.json": "[]"},
-    "settings": {"tokenizer_config.json": "[]"},
-    "code": {
-        "config.json": '{"model_type": "zzz"}',
-        "tokenizer_config.json": json.dumps(
-            {"auto_map": {"AutoTokenizer": ["x.T", None]}, "tokenizer_class": "T"}
-        ),
-        "x.py": "raise SystemExit('this must not run')",
-    },
-}
-
-
-@pytest.mark.parametrize("files", FOLDERS.values(), ids=FOLDERS)
-def test_folders_that_hold_no_tokenizer(files, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "files", [{}, {"tokenizer.json": "[]"}, {"tokenizer_config.json": json.dumps(CODE), "x.py": "exit(1)"}]
+)
+def test_folders_that_hold_no_tokenizer(files, tmp_path):
     for name, content in files.items():
         (tmp_path / name).write_text(content)
-    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("a run in the night can answer no question"))
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError, match=f"^--tokenizer_path {tmp_path} holds no tokenizer that .*") as caught:
         load_tokenizer(tmp_path)
-    text = str(caught.value)
-    assert text.startswith(f"--tokenizer_path {tmp_path} holds no tokenizer that transformers can load (")
-    assert "\n" not in text
+    assert "\n" not in str(caught.value)
 
 
 def test_the_cache_needs_no_torch():

@@ -143,15 +143,6 @@ def test_tokens_across_a_border_count_as_inside(small_tokenizer):
     assert segments(tok, sample) == [(False, "A"), (True, " the town, the"), (False, " the")]
 
 
-def test_the_first_token_is_never_a_target(small_tokenizer):
-    tok = small_tokenizer(eos_token="<|im_end|>")
-    tok.chat_template = (
-        "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
-    )
-    (sample,), _ = samples_of(tok, "sft", [{"messages": [BOT | {"content": "the river"}]}])
-    assert sample.loss_mask.tolist() == [False] + [True] * (len(sample.tokens) - 1)
-
-
 # --- chat templates of others
 
 
@@ -193,15 +184,19 @@ def test_thoughts_that_the_prompt_closes_empty_and_the_answer_fills(small_tokeni
 
 CHATML = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
 PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+LOOP, END = "{% for m in messages %}", "{% endfor %}"
 TEMPLATES = {
-    "drops the reasoning of earlier turns": "{% for m in messages %}<|im_start|>{{ m.role }}\n"
-    "{% if m.reasoning_content and loop.last %}<think>{{ m.reasoning_content }}</think>{% endif %}"
-    "{{ m.content }}<|im_end|>\n{% endfor %}" + PROMPT,
-    "opens a thought that the data do not have": "{% for m in messages %}" + CHATML + "{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>{% endif %}",
-    "has no header of an answer": "{% for m in messages %}" + CHATML + "{% endfor %}",
-    "marks turns more than once": "{% for m in messages %}{% generation %}{{ m.content }}"
-    "{% endgeneration %}{% endfor %}",
+    "drops earlier reasoning": LOOP
+    + "{% if loop.last %}{{ m.reasoning_content }}{% endif %}"
+    + CHATML
+    + END
+    + PROMPT,
+    "opens a thought that the data do not have": LOOP
+    + CHATML
+    + END
+    + PROMPT.replace("{% endif", "<think>{% endif"),
+    "has no header of an answer": LOOP + CHATML + END,
+    "marks turns more than once": LOOP + "{% generation %}{{ m.content }}{% endgeneration %}" + END,
 }
 
 
@@ -246,16 +241,6 @@ def test_an_answer_too_long_is_cut_inside_and_one_out_of_reach_dropped(tokenizer
         for sample in samples:
             assert sample.tokens.tolist() == whole[:max_length].tolist()
             assert sample.loss_mask.sum() == max_length - first
-
-
-def test_a_sample_is_cut_after_the_last_turn_that_is_trained(tokenizer):
-    long = {"role": "assistant", "content": "the river " * 40, "loss": False}
-    messages = [USER, long, USER, BOT, USER, long]
-    length = len(reference(tokenizer, messages[:4])[0])
-    for max_length, kept in ((length + 20, length - 1), (length - 2, length - 2)):
-        (sample,), _ = samples_of(tokenizer, "sft", [{"messages": messages}], max_length)
-        assert len(sample.tokens) == kept
-        assert tokenizer.decode(sample.tokens[sample.loss_mask].tolist()) in ("a<|im_end|>", "a")
 
 
 @RELAXED
