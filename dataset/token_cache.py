@@ -210,11 +210,11 @@ def write_arrays(
 
 def is_complete(folder: Path) -> bool:
     """Whether a cache is there, with files of the sizes in its meta.json."""
-    if not (folder / "meta.json").exists():
+    try:
+        sizes = json.loads((folder / "meta.json").read_text(encoding="utf-8"))["sizes"]
+        return all((folder / name).stat().st_size == size for name, size in sizes.items())
+    except (OSError, ValueError, LookupError):
         return False
-    sizes = json.loads((folder / "meta.json").read_text(encoding="utf-8"))["sizes"]
-    files = [(folder / name, size) for name, size in sizes.items()]
-    return all(path.exists() and path.stat().st_size == size for path, size in files)
 
 
 def stamps_of(paths: list[str]) -> list[list[int]]:
