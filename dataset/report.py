@@ -1,19 +1,17 @@
 """The report of a token cache: what became of the records, and how long the samples are; and whether bad
 records are skipped or end the run."""
 
+from collections import Counter
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from common.errors import UserError, reason, say
 from common.launcher import launch
 from dataset.files import Source, place
+from dataset.held_out import Split
 from dataset.records import BadRecord
-
-if TYPE_CHECKING:
-    from dataset.held_out import Split
-    from dataset.tokenizing import SampleMaker
 
 COUNTS = {  # what becomes of records, as the report calls it
     "split": "split into several samples",
@@ -23,22 +21,25 @@ COUNTS = {  # what becomes of records, as the report calls it
     "too_long": "left out as too long",
     "bad": "bad",
 }
+TOTALS = ("records", "tokens", "targets", "target_bytes")
 MOST_FIELDS = 12  # in the report
 MOST_FILES = 20  # that are named
 PERCENTILES = (1, 10, 25, 50, 75, 90, 99, 100)
 
 
-def make_report(options: Any, maker: "SampleMaker", totals: dict, lengths: np.ndarray) -> dict:
-    """All counts, and the lengths of the samples. The same data give the same report."""
-    bad = maker.bad.lines
-    report = {name: maker.counts[name] for name in ("records", *COUNTS)} | totals
+def make_report(
+    options: Any, counts: Counter, unused: Counter, bad: list[str], lengths: np.ndarray
+) -> dict[str, Any]:
+    """All counts, and the lengths of the samples. The same data give the same report. unused: how many
+    records have each field that nothing reads. bad: the lines of BadRecords."""
+    report: dict[str, Any] = {name: counts[name] for name in (*TOTALS, *COUNTS)}
     report |= {"kind": options.kind, "max_length": options.max_length, "samples": len(lengths)}
     report |= {"held_out": bool(options.split and options.split.held_out)}
     report |= {"bad": len(bad), "first_bad": bad[0] if bad else ""}
     if len(lengths):
         percentiles = map(int, np.percentile(lengths, PERCENTILES))
         report["percentiles"] = dict(zip(map(str, PERCENTILES), percentiles, strict=True))
-    most_used = sorted(maker.unused.items(), key=lambda item: (-item[1], item[0]))
+    most_used = sorted(unused.items(), key=lambda item: (-item[1], item[0]))
     report["unused_fields"] = dict(most_used[:MOST_FIELDS])
     return report
 
@@ -144,7 +145,7 @@ def check_bad_records(report: dict, options: Any, listed: str) -> None:
         say(f"bad records are skipped: {share}; {listed}")
 
 
-def no_samples_error(report: dict, split: "Split | None", paths: list[str]) -> UserError:
+def no_samples_error(report: dict, split: Split | None, paths: list[str]) -> UserError:
     """The error for data without a single sample or prompt."""
     if split and not report["records"]:
         amount, other = ("none", "larger") if split.held_out else ("all", "smaller")

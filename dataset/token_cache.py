@@ -174,7 +174,6 @@ def write_arrays(
     if options.split:
         records = options.split.choose(records, paths, is_document=options.kind == "pretrain")
     records = tqdm(records, desc="tokenising", unit=" records", delay=10, mininterval=10, leave=False)
-    totals = {"tokens": 0, "targets": 0, "target_bytes": 0}
     with ExitStack() as stack:
         files = {name: stack.enter_context(open(folder / f"{name}.bin", "wb")) for name in dtypes}
         files["offsets"].write(np.zeros(1, dtype=np.int64).data)
@@ -187,20 +186,20 @@ def write_arrays(
             arrays = {
                 "tokens": tokens.astype(dtypes["tokens"]),
                 "loss_mask": loss_mask,
-                "offsets": totals["tokens"] + ends,
+                "offsets": maker.counts["tokens"] + ends,
                 "target_bytes": np.add.reduceat(token_bytes[tokens] * loss_mask, ends - sizes),
                 "sources": np.array([sample.source for sample in batch], dtype=np.int64),
             }
             for name, file in files.items():
                 file.write(arrays[name].data)
-            totals["tokens"] += len(tokens)
-            totals["targets"] += int(loss_mask.sum())
-            totals["target_bytes"] += int(arrays["target_bytes"].sum())
+            maker.counts["tokens"] += len(tokens)
+            maker.counts["targets"] += int(loss_mask.sum())
+            maker.counts["target_bytes"] += int(arrays["target_bytes"].sum())
         for file in files.values():
             file.flush()
             os.fsync(file.fileno())
     lengths = np.diff(np.fromfile(folder / "offsets.bin", dtype=np.int64))
-    report = make_report(options, maker, totals, lengths)
+    report = make_report(options, maker.counts, maker.unused, bad.lines, lengths)
     listed = "".join(f"{line}\n" for line in bad.lines)
     (folder / BAD_RECORDS).write_text(listed, encoding="utf-8", errors="backslashreplace")
     if not len(lengths):

@@ -218,11 +218,14 @@ class SampleMaker:
         ids, offsets = encoding.ids, encoding.offsets
         if self.special.hidden.search(text.text):
             ids, offsets = self.encode_hidden(text.text)
-        starts, ends = np.maximum.accumulate(np.array(offsets, dtype=np.int64).reshape(-1, 2)).T
+        characters = np.array(offsets, dtype=np.int64).reshape(-1, 2)  # [start, end) of each token
+        starts, ends = np.maximum.accumulate(characters).T
         loss_mask = np.zeros(len(ids), dtype=bool)
         for start, end in text.spans or ():
-            first = np.searchsorted(ends, start, side="right")
-            loss_mask[first : np.searchsorted(starts, end)] = start < end
+            first = np.searchsorted(ends, start, side="right")  # token that ends within
+            last = np.searchsorted(starts, end, side="left")  # behind the last one that begins within
+            if start < end:  # else the turn is empty
+                loss_mask[first:last] = True
         loss_mask[:1] = False  # the first token has nothing to be predicted from
         return Sample(np.array(ids, dtype=np.int64), loss_mask, source)
 

@@ -143,6 +143,13 @@ def test_tokens_across_a_border_count_as_inside(small_tokenizer):
     assert segments(tok, sample) == [(False, "A"), (True, " the town, the"), (False, " the")]
 
 
+def test_the_first_token_is_never_a_target(small_tokenizer):
+    tok = small_tokenizer(eos_token="<|im_end|>")
+    tok.chat_template = "{% generation %}{{ messages[0].content }}{% endgeneration %}"
+    (sample,), _ = samples_of(tok, "sft", [{"messages": [BOT | {"content": "the river"}]}])
+    assert not sample.loss_mask[0] and sample.loss_mask[1:].all() and len(sample.tokens) > 1
+
+
 # --- chat templates of others
 
 
