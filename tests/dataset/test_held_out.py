@@ -208,10 +208,3 @@ def test_of_a_book_the_last_lines_are_held_out(part_bytes, write, tokenizer, cac
     assert len(train) + len(held_out) > 985  # the others span two samples
     if part_bytes > 100_000:
         assert held_out[-1] == lines[-1] and train[0] == lines[0]
-
-
-def test_short_texts_are_records_like_others(write, tokenizer, cache_dir):
-    path = write("x.txt", "\n---\n".join(QUESTIONS).encode())
-    cache = build("pretrain", path, tokenizer, cache_dir, text_separator="---", split=Split(0.1, True))
-    expected = [text for text in QUESTIONS if Split(0.1, True).includes(text)]
-    assert [text.split("|>")[1].split("<")[0] for text in texts_of(tokenizer, cache)] == expected

@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader
 
 from dataset.lm_dataset import PretrainDataset, SFTDataset, collate_flat, collate_shared
 
@@ -144,61 +143,31 @@ def test_what_samples_share_is_there_once_and_seen_by_all(rows):
 
 def test_items_and_targets_of_sft(sft, tokenizer):
     ds = sft()
-    assert len(ds) == 60 and np.diff(ds.cache.offsets).sum() == len(ds.cache.tokens)
+    assert len(ds) == 60 and ds[-1][0]["sample_id"] == 59
     for i, answer in enumerate(ANSWERS):
         (sample,) = ds[i]
-        assert (
-            sample["sample_id"] == i
-            and type(sample["sample_id"]) is int
-            and type(sample["target_bytes"]) is int
-        )
-        assert tokenizer.decode(sample["input_ids"][sample["loss_mask"]].tolist()) == answer + "<|im_end|>"
-        assert sample["target_bytes"] == len(answer.encode())
-        assert np.diff(ds.cache.offsets)[i] == len(sample["input_ids"])
+        assert sample["sample_id"] == i and sample["target_bytes"] == len(answer.encode())
+        assert sample["input_ids"].base is None  # a copy, which does not keep the memory map busy
         batch = collate_flat([[sample]])
         assert tokenizer.decode(batch["targets"].tolist()) == answer + "<|im_end|>"
-        assert torch.equal(batch["targets"], batch["input_ids"][batch["target_index"] + 1])
-    assert ds[-1][0]["sample_id"] == 59
     with pytest.raises(IndexError):
         ds[60]
 
 
 def test_packed_rows_hold_the_same_samples(sft):
-    plain, packed = sft(), sft(packing=True)
+    plain, packed, again = sft(), sft(packing=True), sft(packing=True)
+    filled = f"{packed.num_tokens / (64 * len(packed)):.1%}"
     assert len(packed) <= len(plain) / 2
-    filled = packed.num_tokens / (64 * len(packed))
-    told = (
-        f"packing: 60 samples in {len(packed)} sequences of 64 tokens, {filled:.1%} filled, no sample split"
-    )
-    assert packed.describe_packing() == told
-    seen = {}
+    assert packed.describe_packing().endswith(f"sequences of 64 tokens, {filled} filled, no sample split")
+    seen = []
     for r in range(len(packed)):
-        row = packed[r]
-        assert sum(len(sample["input_ids"]) for sample in row) <= 64
-        seen.update({sample["sample_id"]: sample for sample in row})
-    assert sorted(seen) == list(range(60))
-    for i, sample in seen.items():
-        for name, value in plain[i][0].items():
-            assert np.array_equal(value, sample[name])
-    again = sft(packing=True)
-    for r in range(len(packed)):
+        assert sum(len(sample["input_ids"]) for sample in packed[r]) == packed.item_tokens[r] <= 64
         assert [s["sample_id"] for s in packed[r]] == [s["sample_id"] for s in again[r]]
-
-
-@pytest.mark.parametrize(("packing", "workers"), [(False, 1), (True, 2)])
-def test_worker_processes_load_the_same(sft, packing, workers):
-    ds = sft(packing)
-    batches = [list(range(i, min(i + 5, len(ds)))) for i in range(0, len(ds), 5)] + [[]]
-    direct = [collate_flat([ds[i] for i in batch]) for batch in batches]
-    loader = DataLoader(
-        ds,
-        batch_sampler=batches,
-        collate_fn=collate_flat,
-        num_workers=workers,
-        multiprocessing_context="fork",
-    )
-    for got, expected in zip(loader, direct, strict=True):
-        assert_same_batch(got, expected)
+        for sample in packed[r]:
+            seen.append(sample["sample_id"])
+            for name, value in plain[sample["sample_id"]][0].items():
+                assert np.array_equal(value, sample[name])
+    assert sorted(seen) == list(range(60))
 
 
 def test_a_pickled_dataset_carries_no_tokens(write, tokenizer, cache_dir):
@@ -209,4 +178,3 @@ def test_a_pickled_dataset_carries_no_tokens(write, tokenizer, cache_dir):
     again = pickle.loads(travelling)
     assert isinstance(again.cache.tokens, np.memmap)
     assert all(np.array_equal(ds[i][0]["input_ids"], again[i][0]["input_ids"]) for i in range(len(ds)))
-    assert ds[0][0]["input_ids"].base is None  # a copy, which does not keep the memory map busy

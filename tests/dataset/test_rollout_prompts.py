@@ -81,15 +81,6 @@ def test_a_prompt_ends_where_the_answer_begins(tokenizer, tmp_path):
     assert collate_prompts([prompts[1]])["sample_ids"].tolist() == [1]
 
 
-def test_thinking_and_tools_are_part_of_the_prompt(tokenizer, tmp_path):
-    path = write(tmp_path / "rl.jsonl", [{"prompt": "1+1=?"}])
-    tool = {"type": "function", "function": {"name": "calculate", "parameters": {}}}
-    plain = PromptDataset(path, tokenizer, 256)
-    full = PromptDataset(path, tokenizer, 256, tools=[tool], thinking_ratio=1.0)
-    text = tokenizer.decode(full[0].input_ids)
-    assert text.endswith("<think>") and '"calculate"' in text and plain.fingerprint != full.fingerprint
-
-
 def test_a_share_of_the_prompts_begins_with_thoughts(tokenizer, tmp_path):
     """The same ones whenever the data are read."""
     path = write(tmp_path / "rl.jsonl", [{"prompt": f"{i}+1=?"} for i in range(400)])
@@ -110,6 +101,11 @@ def test_tools_of_the_record_are_offered_instead_of_the_environment_s(tokenizer,
     prompts = PromptDataset(write(tmp_path / "rl.jsonl", rows), tokenizer, 256, tools=tools[1:])
     assert [prompt.tools for prompt in prompts] == [tools[:1], tools[1:]]
     assert [prompt.record["tools"] for prompt in prompts] == [tools[:1], tools[1:]]
+    assert [f'"{name}"' in tokenizer.decode(prompts[1].input_ids) for name in ("add", "calculate")] == [
+        False,
+        True,
+    ]
+    assert PromptDataset(prompts.paths[0], tokenizer, 256).fingerprint != prompts.fingerprint
 
 
 def test_long_prompts_are_left_out_and_counted(tokenizer, tmp_path, capsys):
