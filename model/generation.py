@@ -13,7 +13,6 @@ where two tokens tie to within the rounding of a matrix product, which may depen
 Shape legend: R rows, T tokens, G key/value heads, D head size, V vocabulary.
 """
 
-import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,7 +23,7 @@ from torch import Tensor
 from common.errors import UserError
 from model.sampling import Sampling, TokenLogprob, draw, top_logprobs
 
-SLOTS = 128  # answers that `generate` writes at once on a CPU
+SLOTS = 128  # answers that `generate` writes at once
 READ_AT_ONCE = 512  # tokens of a prompt: the mask and the activations of more take much memory
 
 
@@ -131,7 +130,7 @@ class Decoder:
         drawn = self._draw(answers, logits)
         self.cache.copy(row, slice(row + 1, row + len(answers)), len(prompt))
         self.answers += answers
-        self._append(answers, *drawn)
+        self._append(answers, logits, *drawn)
         return answers
 
     @torch.inference_mode()
@@ -141,10 +140,11 @@ class Decoder:
         tokens = torch.tensor([[answer.tokens[-1]] for answer in answers])
         positions = torch.tensor([[answer.cached] for answer in answers])
         hidden = self._hidden(0, tokens, positions)
-        drawn = self._draw(answers, self.model.lm_head(hidden[:, 0]).float())
+        logits = self.model.lm_head(hidden[:, 0]).float()
+        drawn = self._draw(answers, logits)
         for answer in answers:
             answer.cached += 1
-        self._append(answers, *drawn)
+        self._append(answers, logits, *drawn)
         return answers
 
     @torch.inference_mode()
@@ -172,35 +172,23 @@ class Decoder:
             embeds = embeds.float()  # as in training, where the weights are float32
         return inner(embeds, positions, mask, self.cache)[0]
 
-    def _draw(
-        self, answers: list[Answer], logits: Tensor
-    ) -> tuple[list[int], list[float], list[TokenLogprob | None]]:
-        """The next token of each answer, its log-probability, and what is kept of the likeliest ones."""
+    def _draw(self, answers: list[Answer], logits: Tensor) -> tuple[list[int], list[float]]:
+        """The next token of each answer from logits [R, V], and its log-probability. Sync point."""
         numbers = [len(answer.tokens) for answer in answers]
-        drawn = draw(logits, [answer.sampling for answer in answers], numbers)
-        tokens, logprobs = (each.tolist() for each in drawn)  # sync point
-        if not all(map(math.isfinite, logprobs)):
+        tokens, logprobs = draw(logits, [answer.sampling for answer in answers], numbers)
+        if not bool(logprobs.isfinite().all()):
             raise NotFinite
-        details: list[TokenLogprob | None] = [None] * len(answers)
-        for i, answer in enumerate(answers):
-            if answer.top is not None:
-                details[i] = top_logprobs(logits[i], tokens[i], answer.top)
-        return tokens, logprobs, details
+        return tokens.tolist(), logprobs.tolist()
 
     def _append(
-        self,
-        answers: list[Answer],
-        tokens: list[int],
-        logprobs: list[float],
-        details: list[TokenLogprob | None],
+        self, answers: list[Answer], logits: Tensor, tokens: list[int], logprobs: list[float]
     ) -> None:
         """Give each answer its next token, and let those leave that end with it."""
         for i, answer in enumerate(answers):
             answer.tokens.append(tokens[i])
             answer.logprobs.append(logprobs[i])
-            detail = details[i]
-            if detail is not None:
-                answer.details.append(detail)
+            if answer.top is not None:
+                answer.details.append(top_logprobs(logits[i], tokens[i], answer.top))
             if tokens[i] in self.end_ids:
                 answer.finish = "stop"
             elif len(answer.tokens) == answer.max_new_tokens:
@@ -209,35 +197,21 @@ class Decoder:
                 self.remove(answer)
 
 
-def fitting_slots(model: Any, length: int) -> int:
-    """How many answers of `length` tokens fit in half of the free memory of a GPU; SLOTS on a CPU."""
-    weight, config = model.lm_head.weight, model.config
-    if weight.device.type != "cuda":
-        return SLOTS
-    heads = config.num_hidden_layers * config.num_key_value_heads
-    of_token = 2 * heads * config.head_dim * weight.element_size()
-    of_logits = 24 * config.vocab_size  # logits, probabilities and their sums in float64
-    idle = torch.cuda.memory_reserved(weight.device) - torch.cuda.memory_allocated(weight.device)
-    free = torch.cuda.mem_get_info(weight.device)[0] + idle
-    return max(1, free // 2 // (of_token * length + of_logits))
-
-
 def generate(
     model: Any,
     prompts: Sequence[Sequence[int]],
     samplings: Sequence[Sequence[Sampling]],
     max_new_tokens: int | Sequence[int],
     end_ids: Collection[int],
-    slots: int = 0,
+    slots: int = SLOTS,
 ) -> list[list[Answer]]:
     """Answers to all prompts (lists of token ids), for each prompt one per sampling; `slots` of them at a
-    time (0: as many as half of a GPU's free memory holds, and SLOTS on a CPU, but at least those of one
-    prompt). Raises ValueError if a prompt is empty, or has more answers than there are slots.
+    time, but at least those of one prompt. Raises ValueError if a prompt is empty.
 
     max_new_tokens: of every answer, or of those of each prompt."""
     new = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else max_new_tokens
     length = max((len(prompt) + count for prompt, count in zip(prompts, new, strict=True)), default=0)
-    slots = min(slots or max(fitting_slots(model, length), *map(len, samplings), 1), sum(map(len, samplings)))
+    slots = min(max(slots, *map(len, samplings), 1), sum(map(len, samplings)))
     decoder = Decoder(model, slots, length, end_ids)
     groups: list[list[Answer]] = []
     for prompt, of_prompt, count in zip(prompts, samplings, new, strict=True):

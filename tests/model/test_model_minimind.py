@@ -10,7 +10,6 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from common.errors import UserError
 from dataset.lm_dataset import SFTDataset, collate_flat
 from dataset.token_cache import load_tokenizer
-from model import fused
 from model.model_minimind import ROPE_TYPES, MiniMindConfig, MiniMindForCausalLM
 from tests.conftest import ROOT
 
@@ -33,12 +32,6 @@ def build(shape: str, seed: int = 0, **kwargs) -> MiniMindForCausalLM:
         parameter.data = centre + spread * torch.randn(parameter.shape, generator=generator)
     model.tie_weights()
     return model
-
-
-def take_gpu_branch(monkeypatch, grouped: bool = False) -> None:
-    """Compute on a CPU as on a GPU, which has a kernel for the experts if `grouped`."""
-    monkeypatch.setattr(fused, "HOST", "none")
-    monkeypatch.setattr(fused, "has_grouped_mm", lambda x: grouped)
 
 
 def stock(model: MiniMindForCausalLM) -> Qwen3ForCausalLM:
@@ -140,6 +133,40 @@ def test_rotary_angles_that_depend_on_the_input_are_refused(name, field):
         MiniMindConfig(hidden_size=64, **{field: rope})
     with pytest.raises(UserError, match="num_experts_per_tok 5 must be num_experts 4 or less"):
         MiniMindConfig(use_moe=True, num_experts_per_tok=5)
+
+
+@pytest.mark.parametrize("name", ["sliding_window", "attention_chunk_size", "layer_types"])
+def test_fields_that_change_the_cache_of_generate_alone_are_refused(name):
+    with pytest.raises(UserError, match=f"the config field {name} changes the cache"):
+        MiniMindConfig(hidden_size=64, **{name: ["full_attention"] * 8 if name == "layer_types" else 4})
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_losses_and_gradients_are_stock_qwen3s_in_float64(shape):
+    """Both compute norms and angles in float32."""
+    model = build(shape).double().train()
+    reference, samples = stock(model).double().train(), ragged([5, 33, 12])
+    reference.config._experts_implementation = "eager"  # the grouped product knows no float64
+    batch = flat_batch(samples)
+    out = model(**batch)
+    out.loss.backward()
+    for ids in samples:
+        logits = reference(ids[None]).logits[0, :-1]
+        F.cross_entropy(logits, ids[1:], reduction="sum").backward()
+    pairs = []
+    flat = {name: parameter.grad for name, parameter in model.named_parameters()}
+    for name, parameter in reference.named_parameters():
+        if name in flat:
+            pairs.append((flat[name], parameter.grad))
+        else:  # stock transformers holds the experts stacked
+            layer, _, stacked = name.rpartition(".")
+            parts = ("gate", "up") if stacked == "gate_up_proj" else ("down",)
+            for number, grad in enumerate(parameter.grad):
+                ours = [flat[f"{layer}.{number}.{part}_proj.weight"] for part in parts]
+                pairs.append((torch.cat(ours), grad))
+    assert len(pairs) >= 24 and max(grad.abs().max() for _, grad in pairs) > 1
+    for ours, grad in pairs:  # with one expert per token the router's is 0
+        assert (ours - grad).abs().max() <= 1e-5 * grad.abs().max() + 1e-6
 
 
 @pytest.mark.parametrize("shape", SHAPES)
