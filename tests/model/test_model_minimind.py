@@ -357,3 +357,15 @@ def test_save_pretrained_comes_back_bit_for_bit(shape, tmp_path):
     ids = ragged([9])[0][None]  # a product of few rows may round by where a weight lies in memory
     torch.testing.assert_close(again(ids).logits, model(ids).logits, rtol=0, atol=1e-5)
     assert again.lm_head.weight is again.model.embed_tokens.weight
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_an_empty_micro_batch_has_gradients_of_zero(shape):
+    """Ranks without samples take part with one; DDP waits for each gradient."""
+    model = build(shape).train()
+    empty = torch.empty(0, dtype=torch.long)
+    batch = {"input_ids": empty, "position_ids": empty, "cu_seqlens": torch.zeros(1, dtype=torch.int32)}
+    out = model(**batch, max_seqlen=0, target_index=empty, targets=empty)
+    (out.loss + out.aux_loss).backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    assert out.loss == 0 and not any(parameter.grad.any() for parameter in model.parameters())
