@@ -5,128 +5,231 @@ Flags override the file, and that the defaults of the stage. One line names all 
 
 import argparse
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn, TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, NoReturn, TypeVar, get_origin
 
 import yaml
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
 
 from common.command_line import Parser, hint
 from common.errors import UserError
 from common.hub import make_local
 from common.launcher import launch
-from common.settings import StageArgs, settings_of
+from common.settings import Settings, StageArgs, mark
 
 A = TypeVar("A", bound=StageArgs)
+# a value with the name of its setting, and how the user spelt that
+Given = tuple[str, str, Any]
+METAVARS = {bool: "{0,1}", int: "INT", float: "FLOAT"}
 
 
-def parse_args(
-    args_class: type[A], description: str | None, argv: Sequence[str] | None = None, **defaults: Any
-) -> A:
-    """The settings of a stage: the defaults of its class (or `defaults`), overridden by --config and flags.
+def parse_args(args_class: type[A], description: str | None, argv: Sequence[str] | None = None) -> A:
+    """The settings of a stage: the defaults of its class, overridden by --config and flags.
 
     Raises:
         UserError: one line with everything that is wrong in a source.
         SystemExit: after `--help` and `--print_config`.
     """
-    flags = vars(stage_parser(args_class, description).parse_args(argv))
+    flags = read_flags(stage_parser(args_class, description), argv)
     config, print_config = flags.pop("config", None), flags.pop("print_config", False)
-    given = checked(args_class, "--", flags)
-    sources = dict.fromkeys(given, "command line")
+    given = checked(args_class, flag_values(flags))
     if config is not None:
-        from_file = checked(args_class, f"{config}: ", read_yaml(config))
-        given = from_file | given
-        sources = dict.fromkeys(from_file, config) | sources
-    args = args_class(**defaults | given, given=frozenset(given))
+        given = checked(args_class, yaml_values(config, read_yaml(config))) | given
+    args = args_class().model_copy(update=given)
     if print_config:
-        print_and_exit(settings_as_yaml(args_class, args.values(), sources))
+        print_and_exit(as_yaml(args_class, dict(args)))
     wrong = args.contradictions()
     if wrong:
         raise UserError("; ".join(wrong))
-    if any("://" in str(value) for value in vars(args).values()):
-        make_local(args)
+    make_local(args)
     return args
+
+
+# --- the command line
 
 
 def stage_parser(args_class: type[StageArgs], description: str | None, **options: Any) -> Parser:
     """The command line: every setting as a flag whose value stays text, in one group per section. What is not
     given is not in the result."""
-    title = (description or "").split("\n", 1)[0]
+    title = " ".join((description or "").split("\n\n", 1)[0].split())
     parser = Parser(description=title, argument_default=argparse.SUPPRESS, **options)
     text = "YAML file with settings, in the sections shown here; flags override it"
     parser.add_argument("--config", metavar="FILE", help=text)
-    text = "show every setting with its source, as YAML, and exit"
-    parser.add_argument("--print_config", action="store_true", help=text)
-    groups: dict[str, Any] = {}
-    for entry in settings_of(args_class).values():
-        if entry.section not in groups:
-            groups[entry.section] = parser.add_argument_group(entry.section)
-        names = [entry.name] + [alias for alias, name in args_class.aliases.items() if name == entry.name]
-        groups[entry.section].add_argument(*(f"--{name}" for name in names), **entry.flag_options())
+    parser.add_argument("--print_config", action="store_true", help="show every setting as YAML, and exit")
+    for section, names in sections(args_class).items():
+        group = parser.add_argument_group(section)
+        for name in names:
+            field = args_class.model_fields[name]
+            group.add_argument(f"--{name}", **flag_options(field, field.default))
+            for alias in [alias for alias, of in args_class.aliases.items() if of == name]:
+                options = flag_options(field, None) | {"help": f"another name of --{name}"}
+                group.add_argument(f"--{alias}", **options)
     return parser
 
 
-def read_yaml(path: str) -> dict[str, Any]:
-    """The settings of a YAML file, named `section.name`. Raises UserError if the file cannot be read or has
-    another form."""
+def sections(args_class: type[StageArgs]) -> dict[str, list[str]]:
+    """The settings of each section, those of a stage last."""
+    names: dict[str, list[str]] = {base.section: [] for base in StageArgs.__bases__}
+    of_earlier: set[str] = set()
+    for base in reversed(args_class.__mro__):
+        if not issubclass(base, Settings) or base is Settings:
+            continue
+        own = [name for name in base.model_fields if name not in of_earlier]
+        of_earlier.update(own)
+        names.setdefault(base.section, []).extend(own)
+    return {section: own for section, own in names.items() if own}
+
+
+def flag_options(field: FieldInfo, default: Any) -> dict[str, Any]:
+    """What argparse is given for the flag of a setting; its value stays text."""
+    kind: Any = field.annotation
+    metavar = METAVARS.get(kind, "TEXT")
+    if get_origin(kind) is Literal:
+        metavar = "{" + ",".join(kind.__args__) + "}"
+    if kind == bool | None:
+        metavar = METAVARS[bool]
+    text = field.description or ""
+    if mark(field, "auto") and default is None:
+        default = "auto"
+    if isinstance(default, bool):
+        default = int(default)
+    if default not in (None, ""):
+        text += f" (default: {default} {mark(field, 'unit') or ''}".rstrip() + ")"
+    options = {"metavar": metavar, "help": text.replace("%", "%%")}
+    if metavar == METAVARS[bool]:  # a bare flag switches it on
+        options |= {"nargs": "?", "const": "1"}
+    return options
+
+
+def add_flag(
+    parser: argparse._ActionsContainer, args_class: type[Settings], name: str, **options: Any
+) -> None:
+    """Add the flag of a setting to the command line of a tool; `options` replace those of the setting."""
+    field = args_class.model_fields[name]
+    default = options.get("default", field.default)
+
+    def value(text: str) -> Any:
+        try:
+            return getattr(args_class.model_validate({name: text}), name)
+        except ValidationError as error:
+            message = describe_mistake(args_class, name, error.errors()[0])
+            raise argparse.ArgumentTypeError(message) from None
+
+    options = flag_options(field, default) | {"type": value, "default": default} | options
+    parser.add_argument(f"--{name}", **options)
+
+
+def read_flags(parser: Parser, argv: Sequence[str] | None) -> dict[str, Any]:
+    """The flags that are given, also those that do not exist: they are told with the wrong values of the
+    others. Raises UserError if there are words that belong to no flag."""
+    flags, rest = parser.parse_known_args(argv)
+    unknown = [word for word in rest if word.startswith("--")]
+    if rest and not unknown:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    for word in unknown:
+        name = word.removeprefix("--").partition("=")[0]
+        setattr(flags, name, None)
+    return vars(flags)
+
+
+def flag_values(flags: Mapping[str, Any]) -> list[Given]:
+    """The flags as values of settings."""
+    return [(name, f"--{name}", value) for name, value in flags.items()]
+
+
+# --- the values
+
+
+def read_yaml(path: str) -> dict[str, dict[str, Any]]:
+    """The sections of a YAML file. Raises UserError if the file cannot be read or has another form."""
     try:
         with open(path, encoding="utf-8-sig") as file:
-            content = yaml.safe_load(file)
+            content = yaml.load(file, Loader)
     # ValueError: not UTF-8, or a date that there is not
     except (OSError, ValueError, ArithmeticError, RecursionError, yaml.YAMLError) as error:
         why = getattr(error, "strerror", None) or " ".join(str(error).split())
         raise UserError(f"--config {path} cannot be read ({why})") from error
     if not isinstance(content, dict | None):
         raise UserError(f"{path}: must be a mapping of sections, not {content!r}")
-    values = {}
+    sections = {}
     for section, settings in (content or {}).items():
         if not isinstance(settings, dict | None):
             raise UserError(f"{path}: section {section} must be a mapping of settings, not {settings!r}")
-        for name, value in (settings or {}).items():
-            values[f"{section}.{name}"] = value
+        sections[str(section)] = settings or {}
+    return sections
+
+
+def yaml_values(path: str, sections: Mapping[str, Mapping[str, Any]]) -> list[Given]:
+    """The sections of a file as values of settings."""
+    values = []
+    for section, settings in sections.items():
+        for name, value in settings.items():
+            values.append((str(name), f"{path}: {section}.{name}", value))
     return values
 
 
-def checked(args_class: type[StageArgs], source: str, values: Mapping[str, Any]) -> dict[str, Any]:
+class Loader(yaml.SafeLoader):
+    """Refuses a key that is given twice; YAML's own would take the last one."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        names = [key.value for key, _ in node.value]
+        for key, _ in node.value:
+            if names.count(key.value) > 1:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"{key.value} is given twice", key.start_mark
+                )
+        return super().construct_mapping(node, deep)
+
+
+def checked(args_class: type[StageArgs], given: Iterable[Given]) -> dict[str, Any]:
     """The values of a source by the names of their settings, converted. Raises UserError: one line with all
-    mistakes, each of which begins with `source` and the name."""
-    settings = settings_of(args_class)
-    converted: dict[str, Any] = {}
+    mistakes, each of which begins with the name as the user spelt it."""
+    labels: dict[str, str] = {}
+    values: dict[str, Any] = {}
     wrong = []
-    for label, value in values.items():
-        name = label.rpartition(".")[2]
-        name = args_class.aliases.get(name, name)
-        if name not in settings:
-            wrong.append(f"{source}{label} is unknown; {hint(name, settings)}")
-            continue
-        try:
-            converted[name] = settings[name].parse(value)
-        except argparse.ArgumentTypeError as error:
-            wrong.append(f"{source}{label} {error}")
+    for spelt, label, value in given:
+        name = args_class.aliases.get(spelt, spelt)
+        if name in values and values[name] != value:
+            wrong.append(f"{labels[name]} and {label} are one setting; leave one of them out")
+        labels[name], values[name] = label, value
+    try:
+        valid = args_class.model_validate(values)
+    except ValidationError as error:
+        mistakes = {str(mistake["loc"][0]): mistake for mistake in error.errors()}
+        for name, label in labels.items():
+            if name in mistakes:
+                wrong.append(f"{label} {describe_mistake(args_class, name, mistakes[name])}")
+        raise UserError(" ".join("; ".join(wrong).splitlines())) from None
     if wrong:
-        raise UserError(" ".join("; ".join(wrong).splitlines()))
-    return converted
+        raise UserError("; ".join(wrong))
+    return {name: getattr(valid, name) for name in valid.model_fields_set}
 
 
-def settings_as_yaml(
-    args_class: type[StageArgs], values: Mapping[str, Any], sources: Mapping[str, str]
-) -> str:
-    """Every setting with its value and source, as YAML that `--config` can read."""
-    lines, section = [], ""
-    for name, entry in settings_of(args_class).items():
-        if entry.section != section:
-            section = entry.section
-            lines.append(f"{section}:")
-        value = "auto" if entry.auto and values[name] is None else values[name]
-        lines.append(setting_as_yaml(name, value, sources.get(name, "default")))
-    return "\n".join(lines) + "\n"
+def describe_mistake(args_class: type[Settings], name: str, mistake: Mapping[str, Any]) -> str:
+    """What is wrong with a value, or with the name itself."""
+    if mistake["type"] == "extra_forbidden":
+        return f"is unknown; {hint(name, [*args_class.model_fields, *args_class.aliases])}"
+    if mistake["type"] == "value_error":
+        return str(mistake["ctx"]["error"])
+    message = mistake["msg"].replace("Input should", "must").partition(", unable")[0]
+    if mark(args_class.model_fields[name], "auto"):
+        message += " or auto"
+    return f"{message}, not {mistake['input']!r}"
 
 
-def setting_as_yaml(name: str, value: Any, source: str) -> str:
-    """A line of YAML that reads back as the same value, with its source."""
-    style = '"' if isinstance(value, str) and not value.isprintable() else None
-    text = yaml.safe_dump(value, default_style=style, allow_unicode=True, width=math.inf)
-    text = text.removesuffix("...\n").rstrip("\n")
-    return f"  {name}: {text}".ljust(60) + f"  # {source}"
+# --- --print_config
+
+
+def as_yaml(args_class: type[StageArgs], values: Mapping[str, Any], **more: Any) -> str:
+    """Every setting in its section, and further sections, as YAML that `--config` can read."""
+    content: dict[str, Any] = {}
+    for section, names in sections(args_class).items():
+        content[section] = {}
+        for name in names:
+            is_auto = values[name] is None and mark(args_class.model_fields[name], "auto")
+            content[section][name] = "auto" if is_auto else values[name]
+    return yaml.safe_dump(content | more, allow_unicode=True, sort_keys=False, width=math.inf)
 
 
 def print_and_exit(text: str) -> NoReturn:

@@ -1,25 +1,22 @@
-"""Every setting of a training run, written once: name, type, default, unit, limits, choices and help.
+"""Every setting of a training run, declared once: name, type, default, unit, limits and help.
 
-Command lines and YAML files (arguments.py) and the sections of the engine are made from these dataclasses.
-pydantic converts and checks the values.
-
-A stage script subclasses `StageArgs` for its own defaults; a field that it adds is a flag of that stage
-alone.
+Each section is a pydantic model, and a stage's settings are one flat model that inherits them all: see
+arguments.py for what reads them. A stage script subclasses `StageArgs` for its own defaults; a field that it
+adds is a flag of that stage alone.
 """
 
-import argparse
+import inspect
 import os
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
-from functools import cache
+from collections.abc import Callable
+from copy import copy
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, get_args
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic.fields import FieldInfo
 
 # the repository: default paths start here, not in the current folder
 ROOT = Path(__file__).resolve().parents[1]
-T = TypeVar("T")
 
 
 def data_file(*names: str) -> str:
@@ -32,33 +29,73 @@ def data_file(*names: str) -> str:
 
 
 def setting(
-    default: T,
-    help: str,
-    unit: str = "",
-    auto: bool = False,
-    role: Literal["", "shape", "run", "not_shape"] = "",
-    hashed_as: str = "",
-    **limits: Any,
-) -> T:
+    default: Any, help: str, unit: str = "", auto: bool = False, hashed_as: str = "", **limits: Any
+) -> Any:
     """A field of a section.
 
-    auto: whether `auto` is a value, too: None until the program has chosen one. role: `shape` of the model,
-    as each field of ModelConfig but those marked `not_shape`; or `run` for what must be the same in a resumed
-    run, as all flags of a stage's own. hashed_as: for a path, the hash in the run fingerprint by which the
-    content is recognised, so that it may be moved. limits: pydantic's ge, gt, le, lt, multiple_of.
+    auto: whether `auto` is a value, too: None until the program has chosen one. hashed_as: for a path, the
+    hash in the run fingerprint by which the content is recognised, so that it may be moved. limits:
+    pydantic's ge, gt, le, lt, multiple_of.
     """
-    metadata = {"help": help, "unit": unit, "auto": auto, "role": role, "hashed_as": hashed_as}
-    return cast(T, field(default=default, metadata=metadata | {"limits": limits}))
+    marks: Any = {"unit": unit, "auto": auto, "hashed_as": hashed_as}
+    return Field(default, description=help, json_schema_extra=marks, **limits)
 
 
-# --- the settings
+def mark(field: FieldInfo, name: str) -> Any:
+    """What `setting` says of a field; None for a field without it."""
+    marks: Any = field.json_schema_extra or {}
+    return marks.get(name)
 
 
-@dataclass(kw_only=True)
-class DataConfig:
+class Settings(BaseModel):
+    """A group of settings: a section of YAML files and of --help."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, defer_build=True)
+    section: ClassVar[str]
+    # of this class's settings those that may differ when a run is resumed; all others must stay the same
+    may_change: ClassVar[str] = ""
+    # other names of settings, in every source
+    aliases: ClassVar[dict[str, str]] = {}
+
+    def __init_subclass__(cls, **options: Any):
+        """A field that is declared again, such as `epochs: int = 3`, keeps its limits, help and marks."""
+        super().__init_subclass__(**options)
+        for name in inspect.get_annotations(cls):
+            default = vars(cls).get(name)
+            for base in cls.__mro__[1:]:
+                fields = getattr(base, "model_fields", {})
+                if name in fields and not isinstance(default, FieldInfo):
+                    inherited = copy(fields[name])
+                    inherited.default = default
+                    setattr(cls, name, inherited)
+                    break
+
+    @field_validator("*", mode="wrap")
+    @classmethod
+    def _convert(cls, value: Any, validate: Callable[[Any], Any], info: ValidationInfo) -> Any:
+        """A value from text, from YAML or from Python; `auto`, and `none` where there may be none, are
+        None."""
+        field = cls.model_fields[str(info.field_name)]
+        is_auto = mark(field, "auto")
+        if is_auto and value == "auto":
+            return None
+        may_be_none = not is_auto and type(None) in get_args(field.annotation)
+        if may_be_none and str(value).lower() in ("", "none", "null"):
+            return None
+        if value in ("", None):
+            raise ValueError("must not be empty")
+        if isinstance(value, bool) and field.annotation is not bool:
+            value = str(value)  # for pydantic True is the number 1
+        return validate(value)
+
+
+class DataConfig(Settings):
     """What the model is trained on."""
 
     section: ClassVar[str] = "data"
+    may_change: ClassVar[str] = (
+        "data_path eval_data_path eval_share text_separator cache_dir on_bad_data max_bad_share num_workers"
+    )
     data_path: str | None = setting(
         None,
         "training data: file, folder or glob, several separated by commas (JSON, Parquet, CSV, Arrow, text), "
@@ -71,14 +108,14 @@ class DataConfig:
         0.0, "share of the records of --data_path to hold out, instead of --eval_data_path", ge=0, le=0.5
     )
     max_tokens: int = setting(
-        0, "tokens of the data per epoch, from the beginning of its order; 0: all", "tokens", role="run", ge=0
+        0, "tokens of the data per epoch, from the beginning of its order; 0: all", "tokens", ge=0
     )
     text_separator: str | None = setting(
         None, "line between the documents of a .txt file; without it the file is one"
     )
     cache_dir: str = setting(str(ROOT / "dataset" / "cache"), "folder of the token cache")
-    max_seq_len: int = setting(512, "length of the longest sample", "tokens", role="run", ge=8, le=32768)
-    packing: bool = setting(False, "1: fill rows of --max_seq_len tokens with whole samples", role="run")
+    max_seq_len: int = setting(512, "length of the longest sample", "tokens", ge=8, le=32768)
+    packing: bool = setting(False, "1: fill rows of --max_seq_len tokens with whole samples")
     on_bad_data: Literal["stop", "skip"] = setting("stop", "at an unusable record: stop, or skip and list it")
     max_bad_share: float = setting(
         0.1, "share of bad records above which --on_bad_data skip stops", ge=0, le=1
@@ -88,47 +125,43 @@ class DataConfig:
     )
 
 
-@dataclass(kw_only=True)
-class ModelConfig:
+class ModelConfig(Settings):
     """The shape of the model."""
 
     section: ClassVar[str] = "model"
+    may_change: ClassVar[str] = "tokenizer_path"
     # 8 heads of an even size
-    hidden_size: int = setting(512, "width; a multiple of 16", role="shape", ge=16, multiple_of=16)
-    num_hidden_layers: int = setting(8, "depth", "layers", role="shape", ge=1)
-    use_moe: bool = setting(False, "1: mixture of experts instead of a dense model", role="shape")
-    num_experts: int = setting(4, "experts per layer, with --use_moe 1", role="shape", ge=1)
-    num_experts_per_tok: int = setting(1, "experts per token, with --use_moe 1", role="shape", ge=1)
-    dropout: float = setting(
-        0.0, "dropout after the embedding and each attention", role="not_shape", ge=0, lt=1
-    )
-    tokenizer_path: str = setting(str(ROOT / "model"), "folder of a Hugging Face tokenizer", role="not_shape")
+    hidden_size: int = setting(512, "width; a multiple of 16", ge=16, multiple_of=16)
+    num_hidden_layers: int = setting(8, "depth", "layers", ge=1)
+    use_moe: bool = setting(False, "1: mixture of experts instead of a dense model")
+    num_experts: int = setting(4, "experts per layer, with --use_moe 1", ge=1)
+    num_experts_per_tok: int = setting(1, "experts per token, with --use_moe 1", ge=1)
+    dropout: float = setting(0.0, "dropout after the embedding and each attention", ge=0, lt=1)
+    tokenizer_path: str = setting(str(ROOT / "model"), "folder of a Hugging Face tokenizer")
 
 
-@dataclass(kw_only=True)
-class TrainingConfig:
+class TrainingConfig(Settings):
     """How the model is trained."""
 
     section: ClassVar[str] = "training"
-    epochs: int = setting(2, "passes over the data", role="run", ge=1)
+    may_change: ClassVar[str] = (
+        "batch_size accumulation_steps max_bad_updates patience min_delta monitor mode"
+    )
+    epochs: int = setting(2, "passes over the data", ge=1)
     batch_size: int = setting(
         32, "samples (or packed rows) of a rank's micro-batch; auto: by the data", auto=True, ge=1
     )
     accumulation_steps: int = setting(1, "gradient accumulation", "micro-batches per update", ge=1)
     learning_rate: float = setting(
-        5e-4,
-        "peak learning rate (muon: 8 times it); auto: by width, batch and data",
-        auto=True,
-        role="run",
-        gt=0,
+        5e-4, "peak learning rate (muon: 8 times it); auto: by width, batch and data", auto=True, gt=0
     )
-    warmup_updates: int = setting(0, "linear warm-up of the learning rate", "updates", role="run", ge=0)
+    warmup_updates: int = setting(0, "linear warm-up of the learning rate", "updates", ge=0)
     optimizer: Literal["adamw", "muon"] = setting(
-        "adamw", "muon: for the layers' matrices, AdamW for the rest", role="run"
+        "adamw", "muon: for the layers' matrices, AdamW for the rest"
     )
-    weight_decay: float = setting(0.01, "weight decay, on matrices only", role="run", ge=0, le=1)
-    grad_clip: float = setting(1.0, "largest L2 norm of the gradient; 0: no clipping", role="run", ge=0)
-    seed: int = setting(42, "seed of weights, data order and dropout", role="run", ge=0, le=2**63 - 1)
+    weight_decay: float = setting(0.01, "weight decay, on matrices only", ge=0, le=1)
+    grad_clip: float = setting(1.0, "largest L2 norm of the gradient; 0: no clipping", ge=0)
+    seed: int = setting(42, "seed of weights, data order and dropout", ge=0, le=2**63 - 1)
     max_bad_updates: int = setting(5, "non-finite updates in a row that end the run", ge=1)
     patience: int = setting(0, "early stopping: evaluations without improvement; 0: off", ge=0)
     min_delta: float = setting(0.0, "an improvement of --monitor exceeds this", ge=0)
@@ -136,11 +169,11 @@ class TrainingConfig:
     mode: Literal["min", "max"] = setting("min", "whether a smaller or a larger --monitor is better")
 
 
-@dataclass(kw_only=True)
-class OptimizationConfig:
+class OptimizationConfig(Settings):
     """Precision, compilation and memory."""
 
     section: ClassVar[str] = "optimization"
+    may_change: ClassVar[str] = "dtype use_compile parallel activation_checkpointing deterministic"
     dtype: Literal["auto", "bfloat16", "float16", "float32", "bfloat16_emulated"] = setting(
         "auto",
         "autocast dtype of matrix products; weights and optimizer state stay float32. A CPU without bfloat16 "
@@ -156,20 +189,23 @@ class OptimizationConfig:
     deterministic: bool = setting(False, "1: deterministic kernels on a GPU: bitwise identical runs, slower")
 
 
-@dataclass(kw_only=True)
-class DistributedConfig:
+class DistributedConfig(Settings):
     """Devices and processes."""
 
     section: ClassVar[str] = "distributed"
+    may_change: ClassVar[str] = "device rank_timeout"
     device: str = setting("auto", "auto (CUDA, then MPS, then CPU), cuda, cuda:N, mps or cpu")
     rank_timeout: int = setting(600, "a rank without a sign for so long is lost", "seconds", ge=1)
 
 
-@dataclass(kw_only=True)
-class CheckpointConfig:
+class CheckpointConfig(Settings):
     """What is saved, and what the run starts from."""
 
     section: ClassVar[str] = "checkpoint"
+    may_change: ClassVar[str] = (
+        "save_dir save_weight checkpoint_dir from_weight from_resume resume_from "
+        "extend_epochs save_interval keep_every keep_last"
+    )
     save_dir: str = setting(str(ROOT / "out"), "folder of the inference weights and the metrics")
     save_weight: str = setting("model", "name of the weights that this run writes")
     checkpoint_dir: str = setting(str(ROOT / "checkpoints"), "folder of the state to resume from")
@@ -188,11 +224,14 @@ class CheckpointConfig:
     keep_last: int = setting(3, "numbered checkpoints to keep, in addition to the best", ge=0)
 
 
-@dataclass(kw_only=True)
-class LoggingConfig:
+class LoggingConfig(Settings):
     """What is reported, and where."""
 
     section: ClassVar[str] = "logging"
+    may_change: ClassVar[str] = (
+        "log_interval eval_interval sample_prompts use_tensorboard tensorboard_dir use_wandb "
+        "wandb_project swanlab_mode log_level log_file log_dir"
+    )
     log_interval: int = setting(100, "interval of log records", "micro-batches", ge=1)
     eval_interval: int = setting(
         0, "interval of evaluations; 0: only at the end of each epoch", "micro-batches", ge=0
@@ -212,7 +251,6 @@ class LoggingConfig:
     log_dir: str | None = setting(None, "folder of the log file <run>.log, instead of --log_file")
 
 
-@dataclass(kw_only=True)
 class StageArgs(
     DataConfig,
     ModelConfig,
@@ -222,7 +260,8 @@ class StageArgs(
     CheckpointConfig,
     LoggingConfig,
 ):
-    """The settings of a training stage, flat. A stage script subclasses it for its own defaults and flags."""
+    """The settings of a training stage, flat. A stage script subclasses it for its own defaults and flags.
+    `model_fields_set` holds the names of those that the user gave."""
 
     section: ClassVar[str] = "stage"
     # other names of settings, in every source
@@ -231,12 +270,17 @@ class StageArgs(
     compiling_pays: ClassVar[bool] = False
     # --learning_rate auto, as a multiple of pretraining's; 0: nobody measured it
     auto_rate: ClassVar[float] = 0.0
-    # settings that the user gave
-    given: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
 
-    def values(self) -> dict[str, Any]:
-        """All settings by name."""
-        return {name: value for name, value in vars(self).items() if name != "given"}
+    def compared(self) -> dict[str, Any]:
+        """The settings that must stay the same when the run is resumed."""
+        may_change: set[str] = set()
+        for base in type(self).__mro__:
+            may_change.update(vars(base).get("may_change", "").split())
+        return {name: value for name, value in self if name not in may_change}
+
+    def is_default(self, name: str) -> bool:
+        """Whether a setting has the value of its stage's default."""
+        return getattr(self, name) == type(self).model_fields[name].default
 
     def contradictions(self) -> list[str]:
         """Values that are fine alone but not together, or not as file names."""
@@ -251,8 +295,8 @@ class StageArgs(
             wrong.append("--eval_share and --eval_data_path both give held-out data; leave one of them out")
         if self.log_file and self.log_dir:
             wrong.append("--log_file and --log_dir both name the log file; leave one of them out")
-        experts = (self.num_experts, self.num_experts_per_tok)
-        if not self.use_moe and experts != (ModelConfig.num_experts, ModelConfig.num_experts_per_tok):
+        has_default_experts = self.is_default("num_experts") and self.is_default("num_experts_per_tok")
+        if not self.use_moe and not has_default_experts:
             wrong.append(
                 "--num_experts and --num_experts_per_tok shape a mixture of experts; add --use_moe 1, "
                 "or leave them out"
@@ -266,94 +310,3 @@ class StageArgs(
             if getattr(self, name) is None and not self.auto_rate:
                 wrong.append(f"--{name} auto: the rules are those of pretraining and SFT; give a number")
         return wrong
-
-
-# --- one setting
-
-METAVARS = {bool: "{0,1}", int: "INT", float: "FLOAT"}
-
-
-@dataclass(frozen=True)
-class Setting:
-    """A setting of a class of settings; see `setting` for the fields."""
-
-    name: str
-    kind: Any  # bool, int, float, str, str | None, or a Literal of texts
-    default: Any
-    section: str
-    help: str = ""
-    unit: str = ""
-    auto: bool = False
-    role: str = ""
-    hashed_as: str = ""
-    limits: Mapping[str, Any] = field(default_factory=dict, hash=False)
-
-    def parse(self, value: Any) -> Any:
-        """A value of this setting, from text or from YAML. Raises ArgumentTypeError, the error whose message
-        argparse shows."""
-        may_be_none = type(None) in get_args(self.kind)
-        if may_be_none and str(value).lower() in ("", "none", "null"):
-            return None
-        if self.auto and value in ("auto", None):
-            return None
-        if value == "" and self.kind is str:
-            raise argparse.ArgumentTypeError("must not be empty")
-        if isinstance(value, bool) and self.kind is not bool:
-            value = str(value)  # for pydantic True is the number 1
-        limits = {"allow_inf_nan": False, **self.limits} if self.kind is float else self.limits
-        try:
-            return TypeAdapter(Annotated[self.kind, Field(**limits)]).validate_python(value)
-        except ValidationError as error:
-            message = error.errors()[0]["msg"].replace("Input should", "must").partition(", unable")[0]
-            if self.auto:
-                message += " or auto"
-            raise argparse.ArgumentTypeError(f"{message}, not {value!r}") from None
-
-    def flag_options(self) -> dict[str, Any]:
-        """What argparse is given for the flag, except for its type and default."""
-        metavar = METAVARS.get(self.kind, "TEXT")
-        if get_origin(self.kind) is Literal:
-            metavar = "{" + ",".join(get_args(self.kind)) + "}"
-        default = "auto" if self.auto and self.default is None else self.default
-        if isinstance(default, bool):
-            default = int(default)
-        text = self.help
-        if default not in (None, ""):
-            text += f" (default: {default} {self.unit}".rstrip() + ")"
-        options = {"dest": self.name, "metavar": metavar, "help": text.replace("%", "%%")}
-        if self.kind is bool:  # a bare flag switches it on
-            options |= {"nargs": "?", "const": "1"}
-        return options
-
-
-@cache
-def settings_of(args_class: type) -> Mapping[str, Setting]:
-    """The settings of a dataclass by name, section by section, a stage's own last. The class that introduces
-    a field says what it is; a subclass may only override the default."""
-    kinds = get_type_hints(args_class)
-    defaults = {declared.name: declared.default for declared in fields(args_class)}
-    bases: list[Any] = [base for base in reversed(args_class.__mro__) if is_dataclass(base)]
-    settings: dict[str, Setting] = {}
-    for base in bases:
-        for declared in fields(base):
-            name, marks = declared.name, dict(declared.metadata)
-            if name in settings or name == "given":
-                continue
-            kind = kinds[name]
-            if marks.get("auto") and type(None) in get_args(kind):
-                kind = get_args(kind)[0]  # None stands for `auto`
-            if base.section == StageArgs.section:
-                marks["role"] = "run"
-            settings[name] = Setting(name, kind, defaults[name], base.section, **marks)
-
-    order = {base.section: number for number, base in enumerate(StageArgs.__bases__)}
-    by_section = sorted(settings.values(), key=lambda entry: order.get(entry.section, len(order)))
-    return {entry.name: entry for entry in by_section}
-
-
-def add_flags(parser: argparse._ActionsContainer, settings: Iterable[Setting]) -> None:
-    """Add a flag for each setting to the command line of a tool."""
-    for entry in settings:
-        parser.add_argument(
-            f"--{entry.name}", type=entry.parse, default=entry.default, **entry.flag_options()
-        )

@@ -17,7 +17,6 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, make_dataclass
 from datetime import date
 from itertools import chain, islice
 from pathlib import Path
@@ -32,9 +31,9 @@ from common.command_line import Parser, one_line_errors  # before torch, as in t
 import numpy as np
 import torch
 
-from common.arguments import parse_args
+from common.arguments import add_flag, parse_args
 from common.errors import UserError
-from common.settings import StageArgs, add_flags, setting, settings_of
+from common.settings import StageArgs, setting
 from dataset.token_cache import load_tokenizer
 from tools.bench.comparison import Peer, check_peer
 from trainer import train_full_sft, train_pretrain
@@ -62,11 +61,11 @@ SHAPES: dict[str, dict[str, int]] = {  # settings without a flag
 }
 
 
-@dataclass(kw_only=True)
 class BenchmarkArgs(StageArgs):
     """What to measure, beside the settings of the stage."""
 
     section: ClassVar[str] = "benchmark"
+    aliases: ClassVar[dict[str, str]] = StageArgs.aliases | {"json": "json_path"}
     stage: Literal["pretrain", "sft"] = setting("sft", "stage whose data and defaults to use")
     preset: Literal["30m", "64m", "moe", "0.6b"] = setting(
         "30m", "shape of the model; --hidden_size and the like override it"
@@ -76,18 +75,21 @@ class BenchmarkArgs(StageArgs):
     repeat: int = setting(3, "timed blocks; with --peer pairs of blocks, ours and the peer's", ge=1)
     peer: Literal["minimind", "trl", "none"] = setting("none", "another trainer to compare with")
     peer_path: str | None = setting(None, "folder of a checkout of jingyaogong/minimind")
-    json: str | None = setting(None, "JSON file to write the figures to")
+    json_path: str | None = setting(None, "JSON file to write the figures to")
 
 
 def read_args() -> BenchmarkArgs:
     """The command line; its defaults are those of --stage and --preset."""
     first = Parser(add_help=False)
-    add_flags(first, (settings_of(BenchmarkArgs)[name] for name in ("stage", "preset")))
+    add_flag(first, BenchmarkArgs, "stage")
+    add_flag(first, BenchmarkArgs, "preset")
     known = first.parse_known_args()[0]
     stage_args = STAGES[known.stage].Args
-    args_class = make_dataclass("Args", [], bases=(BenchmarkArgs, stage_args), kw_only=True)
-    own = {name: getattr(stage_args, name) for name in settings_of(stage_args)}
-    return parse_args(args_class, __doc__, None, **own | PRESETS[known.preset])
+    preset = PRESETS[known.preset]
+    kinds = {name: stage_args.model_fields[name].annotation for name in preset}
+    content = {"__module__": __name__, "__annotations__": kinds, **preset}
+    args_class: Any = type("Args", (stage_args, BenchmarkArgs), content)
+    return parse_args(args_class, __doc__)
 
 
 class Block(NamedTuple):
@@ -228,9 +230,9 @@ def main() -> None:
     args = read_args()
     if args.peer != "none":
         check_peer(args.peer, args.stage, args.peer_path)
-    if args.json and not Path(args.json).parent.is_dir():
-        folder = Path(args.json).parent
-        raise UserError(f"--json {args.json}: there is no folder {folder}; create it first")
+    if args.json_path and not Path(args.json_path).parent.is_dir():
+        folder = Path(args.json_path).parent
+        raise UserError(f"--json {args.json_path}: there is no folder {folder}; create it first")
     ours = Ours(args)
     if args.peer != "none":
         with Peer(args, ours.train_set, ours.tokenizer, ours.state) as peer:
@@ -241,12 +243,12 @@ def main() -> None:
         blocks, comparison = [ours.train(args.updates) for _ in range(args.repeat)], {}
     figures = figures_of(ours, blocks) | comparison
     print_figures(figures)
-    if args.json and utils.is_main_process():
+    if args.json_path and utils.is_main_process():
         device = ours.state.device
         machine = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()
         about = {"command": shlex.join(sys.argv), "date": str(date.today()), "machine": machine}
         about |= {"device": str(device), "torch": torch.__version__, "threads": torch.get_num_threads()}
-        Path(args.json).write_text(json.dumps(figures | about, indent=1), encoding="utf-8")
+        Path(args.json_path).write_text(json.dumps(figures | about, indent=1), encoding="utf-8")
     ours.state.model = unwrap(ours.state.model)
     leave_process_group()
 

@@ -24,12 +24,13 @@ from pathlib import Path
 # run the code beside this file, installed or not
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from common.arguments import add_flag
 from common.command_line import Parser, one_line_errors  # first: without requirements it says so
 
 # isort: split
 from common.errors import UserError, say
 from common.hub import make_local
-from common.settings import ROOT, ModelConfig, StageArgs, add_flags, settings_of
+from common.settings import ROOT, ModelConfig, StageArgs
 from dataset.files import expand_paths
 from dataset.mixing import split_weights
 from dataset.token_cache import load_tokenizer
@@ -51,7 +52,7 @@ def main() -> None:
     say(here.describe())
 
     # 1. Refuse what cannot be done before all data are tokenised; then tokenise them.
-    tokenizer = load_tokenizer(args.tokenizer_path or ModelConfig.tokenizer_path)
+    tokenizer = load_tokenizer(args.tokenizer_path or ModelConfig().tokenizer_path)
     depths = [args.depth] if args.depth else DEPTHS
     stages.check_first(args, here, stages.shape_of(depths[0], tokenizer))
     opened = stages.open_stages(args, here.ranks)
@@ -84,7 +85,7 @@ def main() -> None:
 def parse_args() -> argparse.Namespace:
     """The command line; paths become local and absolute."""
     parser = Parser(description=__doc__.split("\n", 1)[0])
-    flag, rows = parser.add_argument, settings_of(StageArgs)
+    flag = parser.add_argument
     text = "text to learn from, as --data_path of train_pretrain.py; without it the conversations"
     flag("--pretrain_data", help=text)
     text = "conversations, as --data_path of train_full_sft.py; without it pretraining alone"
@@ -98,8 +99,10 @@ def parse_args() -> argparse.Namespace:
     text = "folder of a tokenizer; without it the shipped one, or for few data a smaller one"
     flag("--tokenizer_path", help=text)
     text = "share of the records to hold out"
-    flag("--eval_share", type=rows["eval_share"].parse, default=0.02, help=text)
-    add_flags(parser, [rows[name] for name in stages.SHARED if name != "eval_share"])
+    add_flag(parser, StageArgs, "eval_share", default=0.02, help=text)
+    for name in stages.SHARED:
+        if name != "eval_share":
+            add_flag(parser, StageArgs, name)
     args = parser.parse_args()
     for name in ("hours", "eval_share", "depth"):
         value = getattr(args, name)

@@ -25,6 +25,7 @@ from pathlib import Path
 # run the code beside this file
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from common.arguments import add_flag
 from common.command_line import Parser, one_line_errors  # first: without requirements it says so
 
 # isort: split
@@ -32,7 +33,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 
 from common.errors import UserError
 from common.hub import local_path
-from common.settings import ROOT, StageArgs, add_flags, settings_of
+from common.settings import ROOT, StageArgs
 from dataset.files import expand_paths, place
 from dataset.files import read_records as read_files
 from dataset.records import PAIR, BadRecord, to_chat, to_pair, to_text
@@ -233,7 +234,7 @@ def parse_args() -> argparse.Namespace:
     flag("--zh_share", type=float, help="repeat texts until Chinese ones have this share of the characters")
     text = "1: characters as tokens, bytes of rare ones"
     flag("--characters", type=int, choices=(0, 1), default=0, help=text)
-    add_flags(parser, [settings_of(StageArgs)["text_separator"]])
+    add_flag(parser, StageArgs, "text_separator")
     return parser.parse_args()
 
 

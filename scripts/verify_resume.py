@@ -24,7 +24,6 @@ import tempfile
 import time
 from collections import Counter
 from contextlib import closing
-from dataclasses import replace
 from itertools import cycle, islice, product, zip_longest
 from math import ceil, inf
 from pathlib import Path
@@ -212,7 +211,8 @@ def write_data(stage: str, folder: Path, args: Any, ranks: int, kills: int) -> N
 def write_weights(run: Run) -> None:
     """Write what a stage after SFT starts from, and a teacher, for all runs."""
     tokenizer, args = load_tokenizer(run.args.tokenizer_path), run.args
-    teacher = replace(args, hidden_size=32, num_hidden_layers=1, use_moe=False)
+    smaller = {"hidden_size": 32, "num_hidden_layers": 1, "use_moe": False}
+    teacher = args.model_copy(update=smaller)
     for seed, (path, shape) in enumerate([(run.start, args), (run.teacher, teacher)]):
         torch.manual_seed(seed)
         model, _ = init_model(model_config(tokenizer, shape), "none", args.tokenizer_path)

@@ -15,7 +15,6 @@ To change this stage, change it here: `Args` (defaults and flags), `loss_fn`, `h
 """
 
 import sys
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -38,7 +37,6 @@ from trainer.run.saving import is_finished, training_files
 from trainer.run.state import TrainState
 
 
-@dataclass(kw_only=True)
 class Args(distillation.TeacherArgs):
     """The defaults of this stage; --hidden_size, --num_hidden_layers, --use_moe and --from_weight are the
     student's.

@@ -15,7 +15,6 @@ To change this stage, change it here: `Args` (defaults and flags), `loss_fn`, `h
 """
 
 import sys
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -39,7 +38,6 @@ from trainer.run.saving import is_finished, training_files
 from trainer.run.state import TrainState
 
 
-@dataclass(kw_only=True)
 class Args(FrozenModelArgs):
     """The defaults of this stage (MiniMind's, but for the learning rate: its 4e-8 changes nothing).
     A field added here is a flag of this stage: `my_flag: float = 0.0`, or `= setting(0.0, "help", ge=0)`."""
@@ -56,8 +54,13 @@ class Args(FrozenModelArgs):
         0.0, "weight of the cross entropy of the chosen answers beside that loss (RPO)", ge=0
     )
 
-    reference_is_start_weights = True
-    resume_needs_start_weights = True
+    @property
+    def reference_is_start_weights(self) -> bool:
+        return True
+
+    @property
+    def resume_needs_start_weights(self) -> bool:
+        return True
 
     def contradictions(self) -> list[str]:
         wrong = super().contradictions()

@@ -16,7 +16,6 @@ To change this stage, change it here: `Args` (defaults and flags), `loss_fn`, `s
 """
 
 import sys
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import ClassVar
@@ -39,7 +38,6 @@ from trainer.run.saving import is_finished, training_files
 from trainer.run.state import TrainState
 
 
-@dataclass(kw_only=True)
 class Args(StageArgs):
     """The defaults of this stage (MiniMind's; after a short pretraining a learning rate of 1e-4 to 1e-3 is
     better).

@@ -16,7 +16,6 @@ Rewards are functions in trainer/rollouts/rewards.py or in a module of your own.
 """
 
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 # run the code beside this file, installed or not
@@ -37,7 +36,6 @@ from trainer.run.saving import is_finished, training_files
 from trainer.run.state import TrainState
 
 
-@dataclass(kw_only=True)
 class Args(ReinforcementArgs):
     """The defaults of this stage. A field added here is a flag of this stage: `my_flag: float = 0.0`, or
     `= setting(0.0, "help", ge=0)`; the flags of rewards and rollouts are in rollouts/settings.py."""

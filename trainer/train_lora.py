@@ -15,7 +15,6 @@ To change this stage, change it here: `Args` (defaults and flags), `loss_fn`, `s
 """
 
 import sys
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -38,7 +37,6 @@ from trainer.run.saving import is_finished, training_files
 from trainer.run.state import TrainState
 
 
-@dataclass(kw_only=True)
 class Args(FrozenModelArgs):
     """The defaults of this stage (MiniMind's, but for the learning rate: its 1e-4 learns too little).
     A field added here is a flag of this stage: `my_flag: float = 0.0`, or `= setting(0.0, "help", ge=0)`."""
@@ -57,7 +55,9 @@ class Args(FrozenModelArgs):
     lora_dropout: float = setting(0.0, "dropout probability at the adapters' inputs", ge=0, lt=1)
     lora_targets: str = setting(",".join(lora.TARGETS), "layers that get an adapter, separated by commas")
 
-    resume_needs_start_weights = True  # a checkpoint holds the adapters alone
+    @property
+    def resume_needs_start_weights(self) -> bool:
+        return True  # a checkpoint holds the adapters alone
 
     def contradictions(self) -> list[str]:
         wrong = super().contradictions()

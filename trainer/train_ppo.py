@@ -15,8 +15,8 @@ To change this stage, change it here: `Args` (defaults and flags), `loss_fn`, `s
 """
 
 import sys
-from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 # run the code beside this file, installed or not
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -36,7 +36,6 @@ from trainer.run.saving import is_finished, training_files
 from trainer.run.state import TrainState
 
 
-@dataclass(kw_only=True)
 class Args(RolloutArgs):
     """The defaults of this stage. A field added here is a flag of this stage: `my_flag: float = 0.0`, or
     `= setting(0.0, "help", ge=0)`; the flags of rewards and rollouts are in rollouts/settings.py."""
@@ -67,7 +66,8 @@ class Args(RolloutArgs):
     )
 
     clips = ("epsilon", "cliprange_value", "early_stop_kl")
-    num_generations = 1  # completions are compared with the critic's values, not with each other
+    # completions are compared with the critic's values, not with each other
+    num_generations: ClassVar[int] = 1
 
     def contradictions(self) -> list[str]:
         wrong = super().contradictions()

@@ -15,7 +15,6 @@ To change this stage, change it here: `Args` (defaults and flags), `loss_fn`, `s
 """
 
 import sys
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import ClassVar
@@ -38,7 +37,6 @@ from trainer.run.saving import is_finished, training_files
 from trainer.run.state import TrainState
 
 
-@dataclass(kw_only=True)
 class Args(StageArgs):
     """The defaults of this stage (MiniMind's; on some megabytes of text --accumulation_steps 1 learns far
     more, by eight times as many updates). A field added here is a flag of this stage: `my_flag: float = 0.0`,

@@ -9,7 +9,6 @@ import math
 import os
 import random
 from collections.abc import Sequence
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -229,13 +228,13 @@ def read_start_weights(args: A) -> "tuple[A, MiniMindConfig | None]":
                 f"--{name} {getattr(args, name)}: --from_weight {path} is of {value}; leave the flag out"
             )
     if not is_given(args, "tokenizer_path"):
-        args = replace(args, tokenizer_path=str(tokenizer_folder(path)))
-    return replace(args, **shape), config
+        args = args.model_copy(update={"tokenizer_path": str(tokenizer_folder(path))})
+    return args.model_copy(update=shape), config
 
 
 def is_given(args: StageArgs, name: str) -> bool:
     """Whether the user gave a setting, be it with the value of its default."""
-    return name in args.given or getattr(args, name) != getattr(type(args), name)
+    return name in args.model_fields_set or not args.is_default(name)
 
 
 def read_settings(args_class: type[A], description: str | None) -> "tuple[A, MiniMindConfig | None]":
@@ -244,7 +243,7 @@ def read_settings(args_class: type[A], description: str | None) -> "tuple[A, Min
     args = parse_args(args_class, description)
     check_data_paths(args)
     if args.resume_from is not None:
-        args = replace(args, from_resume=True)
+        args = args.model_copy(update={"from_resume": True})
     if args.from_weight == "none":
         return args, None
     return read_start_weights(args)

@@ -3,12 +3,11 @@ what came."""
 
 import os
 import shlex
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from common.files import atomic_write, write_json
-from common.settings import ROOT, settings_of
+from common.settings import ROOT
 from scripts.planning.choice import Plan
 from scripts.planning.stages import N_EVALS, Stage
 from scripts.runs.run import FORECAST
@@ -62,14 +61,14 @@ def training_command(stage: Stage) -> list[str]:
     steps = stage.updates * stage.args.accumulation_steps
     log_interval = max(1, steps // LOG_POINTS)
     eval_interval = log_interval * max(1, round(steps / N_EVALS / log_interval))
-    args = replace(stage.args, from_resume=True, log_interval=log_interval, eval_interval=eval_interval)
+    intervals = {"log_interval": log_interval, "eval_interval": eval_interval}
+    args = stage.args.model_copy(update={"from_resume": True} | intervals)
     command = ["python"]
     if stage.ranks > 1:
         command = ["torchrun", "--standalone", "--nproc_per_node", str(stage.ranks)]
     command.append(f"trainer/{Path(stage.script.__file__).name}")
-    for name in settings_of(type(args)):
-        value = getattr(args, name)
-        if value == getattr(type(args), name):
+    for name, value in args:
+        if args.is_default(name):
             continue
         if isinstance(value, bool):
             value = int(value)

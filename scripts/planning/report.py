@@ -105,7 +105,7 @@ def unwise(plan: Plan, size_is_given: bool) -> list[str]:
     if share > COSTLY_STEP:
         lines.append(f"--optimizer {rules.OPTIMIZER} takes {share:.0%} of the time here; compare with adamw")
     _, bytes_per_token = spelling(first.data)
-    if bytes_per_token < FEW_BYTES and first.args.tokenizer_path == ModelConfig.tokenizer_path:
+    if bytes_per_token < FEW_BYTES and first.args.tokenizer_path == ModelConfig().tokenizer_path:
         lines.append(
             f"{bytes_per_token:.1f} bytes per token: the vocabulary was made for other text "
             "(docs/tokenizer.md)"

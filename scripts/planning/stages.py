@@ -76,14 +76,18 @@ class Stage:
     def with_model(self, depth: int, cost: Cost, epochs: int, memory: float, share: float = 1.0) -> "Stage":
         """With a model of so many layers and this share of the data: batch and rate by the rules, the
         micro-batch as the memory allows."""
-        args = replace(self.args, hidden_size=WIDTH * depth, num_hidden_layers=depth, epochs=epochs)
+        shape = {"hidden_size": WIDTH * depth, "num_hidden_layers": depth}
+        args = self.args.model_copy(update=shape | {"epochs": epochs})
         if share < 1:
-            args = replace(args, max_tokens=max(1, round(share * self.data.num_tokens)))
+            max_tokens = max(1, round(share * self.data.num_tokens))
+            args = args.model_copy(update={"max_tokens": max_tokens})
         stage = replace(self, args=rules.chosen(args, self.data, self.ranks), cost=cost)
         while stage.memory > memory and stage.args.batch_size > 1:
             half, twice = stage.args.batch_size // 2, stage.args.accumulation_steps * 2
-            stage = replace(stage, args=replace(stage.args, batch_size=half, accumulation_steps=twice))
-        return replace(stage, args=replace(stage.args, warmup_updates=rules.warmup(stage.updates)))
+            smaller = {"batch_size": half, "accumulation_steps": twice}
+            stage = replace(stage, args=stage.args.model_copy(update=smaller))
+        warmup = {"warmup_updates": rules.warmup(stage.updates)}
+        return replace(stage, args=stage.args.model_copy(update=warmup))
 
 
 def shape_of(depth: int, tokenizer: "PreTrainedTokenizerBase") -> "MiniMindConfig":
@@ -102,8 +106,8 @@ def check_first(args: argparse.Namespace, machine: Machine, config: "MiniMindCon
     text_bytes = sum(os.path.getsize(path) for path in paths)
     if text_bytes < LITTLE_TEXT:
         return
-    tokenizer = load_tokenizer(args.tokenizer_path or ModelConfig.tokenizer_path)
-    maker = SampleMaker("pretrain", tokenizer, train_pretrain.Args.max_seq_len, BadRecords(paths, "skip"))
+    tokenizer = load_tokenizer(args.tokenizer_path or ModelConfig().tokenizer_path)
+    maker = SampleMaker("pretrain", tokenizer, train_pretrain.Args().max_seq_len, BadRecords(paths, "skip"))
     begin = time.monotonic()
     count = 1 if is_plain_text(paths[0]) else FIRST_RECORDS
     records = islice(read_records(paths, args.text_separator or ""), count)
@@ -142,7 +146,7 @@ def first_batch(samples: list[Sample], tokens: float) -> Batch:
 def open_stages(args: argparse.Namespace, ranks: int) -> list[Stage]:
     """Pretraining and, with --sft_data, SFT, with their data tokenised. Without --tokenizer_path, few data
     get a vocabulary of their own. Raises UserError."""
-    tokenizer_path = args.tokenizer_path or ModelConfig.tokenizer_path
+    tokenizer_path = args.tokenizer_path or ModelConfig().tokenizer_path
     pretrain = open_stage(args, train_pretrain, args.pretrain_data, tokenizer_path, ranks)
     if not args.tokenizer_path:
         size = rules.vocabulary(*spelling(pretrain.data))
@@ -161,7 +165,7 @@ def open_stage(args: argparse.Namespace, script: Any, path: str, tokenizer_path:
         "save_dir": args.save_dir, "checkpoint_dir": f"{args.save_dir}/checkpoints",
         "tokenizer_path": tokenizer_path,
         "packing": script is train_pretrain, "optimizer": rules.OPTIMIZER,
-        "batch_size": None, "learning_rate": None, "accumulation_steps": 1,
+        "batch_size": "auto", "learning_rate": "auto", "accumulation_steps": 1,
     }  # fmt: skip
     stage_args = script.Args(**settings)
     data, held_out = script.open_data(stage_args, load_tokenizer(tokenizer_path))

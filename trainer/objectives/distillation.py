@@ -3,7 +3,6 @@
 Shape legend: M targets, m targets of a piece, V vocabulary, C hidden size.
 """
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
 TARGETS_AT_ONCE = 1024  # targets whose predictions are compared at once
 
 
-@dataclass(kw_only=True)
 class TeacherArgs(FrozenModelArgs):
     """The flags that name the teacher."""
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from common.errors import UserError
-from common.settings import ModelConfig, settings_of
+from common.settings import ModelConfig
 from model.losses import cross_entropy
 from trainer.report.speed import Size, training_flops
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 
 # a field that a reader adds is of the shape, too
-SHAPE = [name for name, row in settings_of(ModelConfig).items() if row.role != "not_shape"]
+SHAPE = [name for name in ModelConfig.model_fields if name not in ("dropout", "tokenizer_path")]
 Batch = dict[str, Any]  # flat; see `collate_flat` in dataset/lm_dataset.py
 
 

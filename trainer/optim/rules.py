@@ -5,7 +5,6 @@ scripts/plan.py uses them, and `--learning_rate auto` and `--batch_size auto`.
 """
 
 import math
-from dataclasses import replace
 from typing import Any, TypeVar
 
 from common.errors import UserError
@@ -67,11 +66,11 @@ def chosen(args: A, data: Any, ranks: int) -> A:
     tokens = epoch_tokens(data, args) * args.epochs
     if args.batch_size is None:
         wanted = update_tokens(tokens) / item / of_ranks
-        args = replace(args, batch_size=max(1, min(round(wanted), len(data))))
+        args = args.model_copy(update={"batch_size": max(1, min(round(wanted), len(data)))})
     if args.learning_rate is None:
         of_update = item * args.batch_size * of_ranks
         rate = learning_rate(args.hidden_size, tokens, of_update, args.optimizer)
-        args = replace(args, learning_rate=float(f"{rate * args.auto_rate:.1e}"))
+        args = args.model_copy(update={"learning_rate": float(f"{rate * args.auto_rate:.1e}")})
     return args
 
 
@@ -87,8 +86,8 @@ def apply_rules(args: A, checkpoint: dict[str, Any] | None, data: Any) -> A:
         if args.batch_size is None:  # at most as large as it was; `keep_global_batch` adapts the accumulation
             before = run["global_batch"] // (args.accumulation_steps * checkpoint["world_size"])
             of_rank = max(1, run["global_batch"] // world_size())
-            args = replace(args, batch_size=largest_divisor(of_rank, max(1, before)))
-        return replace(args, learning_rate=args.learning_rate or run["learning_rate"])
+            args = args.model_copy(update={"batch_size": largest_divisor(of_rank, max(1, before))})
+        return args.model_copy(update={"learning_rate": args.learning_rate or run["learning_rate"]})
     if not isinstance(data, StageDataset):
         raise UserError(
             f"{flags[0]}: the rules know text and SFT data, not a {type(data).__name__}; give a number"

@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-@dataclass(kw_only=True)
 class RolloutArgs(FrozenModelArgs):
     """The flags of all stages that learn from rollouts."""
 
@@ -81,7 +79,7 @@ class RolloutArgs(FrozenModelArgs):
     def contradictions(self) -> list[str]:
         """Flags that have no effect, or do not go together."""
         wrong = super().contradictions()
-        given = [name for name in self.clips if getattr(self, name) != getattr(type(self), name)]
+        given = [name for name in self.clips if not self.is_default(name)]
         if given and self.num_iterations == 1:
             why = "has no effect with one update per rollout"
             wrong.append(f"--{given[0]} {why}; add --num_iterations 2, or leave it out")
@@ -93,7 +91,6 @@ class RolloutArgs(FrozenModelArgs):
         return wrong
 
 
-@dataclass(kw_only=True)
 class ReinforcementArgs(RolloutArgs):
     """The flags of the stages that compare the completions of a prompt with each other."""
 

@@ -10,7 +10,7 @@ from common.errors import UserError, reason
 from common.settings import ModelConfig, StageArgs
 
 # MiniMind's, which its names do not mention
-EXPERTS = (ModelConfig.num_experts, ModelConfig.num_experts_per_tok)
+EXPERTS = tuple(ModelConfig.model_fields[name].default for name in ("num_experts", "num_experts_per_tok"))
 # the settings in a file's name
 NAMED_SHAPE = ("hidden_size", "use_moe", "num_experts", "num_experts_per_tok")
 WEIGHT_NAME = re.compile(r"(?P<weight>.+)_(\d+)(_moe)?(?:(?<=_moe)_(\d+)x(\d+))?\.pth")

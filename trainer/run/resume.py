@@ -8,7 +8,6 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,7 +15,7 @@ import torch
 from torch import nn
 
 from common.errors import UserError, warn
-from common.settings import ROOT, StageArgs, settings_of
+from common.settings import ROOT, StageArgs, mark
 from dataset.token_cache import file_hash
 from trainer.devices.device import autocast_dtype, native_bfloat16
 from trainer.devices.process_group import Logger, gather, world_size
@@ -27,7 +26,6 @@ Fingerprint = dict[str, Any]
 A = TypeVar("A", bound=StageArgs)
 
 
-@dataclass(kw_only=True)
 class FrozenModelArgs(StageArgs):
     """Settings of a stage with frozen weights beside the trained ones, which a resumed run reads again."""
 
@@ -75,8 +73,7 @@ def run_fingerprint(args: StageArgs, model: Fingerprint, data: Fingerprint, samp
 
     model: the fields of its config. data: the fingerprint of its dataset. samples: items of an epoch.
     """
-    rows = settings_of(type(args)).items()
-    run = {name: getattr(args, name) for name, row in rows if row.role == "run"} | model
+    run = args.compared() | model
     run["global_batch"] = args.batch_size * args.accumulation_steps * world_size()
     run |= {"samples": samples} | data
     if isinstance(args, FrozenModelArgs):
@@ -166,7 +163,7 @@ def keep_global_batch(args: A, checkpoint: dict[str, Any]) -> A:
         f"{ranks} ranks instead of {checkpoint['world_size']}: --accumulation_steps is now {steps}, "
         f"so that an update stays {wanted} samples"
     )
-    return replace(args, accumulation_steps=steps)
+    return args.model_copy(update={"accumulation_steps": steps})
 
 
 def batch_flags(batch_size: int, wanted: int) -> str:
@@ -225,8 +222,7 @@ def normalised(args: StageArgs, run: Fingerprint, saved: Fingerprint) -> tuple[F
     from model.model_minimind import MiniMindConfig
 
     # flags and fields of the model that were added since: the run did what their defaults do
-    settings = settings_of(type(args)).values()
-    defaults = {row.name: row.default for row in settings if row.role == "run"}
+    defaults = type(args)().compared()
     defaults |= {
         name: getattr(MiniMindConfig, name) for name in MiniMindConfig.__annotations__ if name in run
     }
@@ -244,10 +240,11 @@ def normalised(args: StageArgs, run: Fingerprint, saved: Fingerprint) -> tuple[F
             run["from_weight_sha256"] = saved["from_weight_sha256"]
 
     # the same weights in another place: their hash, whose field `hashed_as` names, is equal
-    for row in settings:
-        digest = run.get(row.hashed_as)
-        if digest is not None and digest == saved.get(row.hashed_as) and row.name in saved:
-            run[row.name] = saved[row.name]
+    for name, field in type(args).model_fields.items():
+        hashed_as = mark(field, "hashed_as")
+        digest = run.get(hashed_as)
+        if digest is not None and digest == saved.get(hashed_as) and name in saved:
+            run[name] = saved[name]
     return run, saved
 
 

@@ -150,7 +150,7 @@ def write_settings(state: TrainState, path: Path) -> dict[str, Any]:
         "branch_of": state.branch_of,
         "stage": next(iter(state.code), None),  # the first of its files
         "parameters": sum(parameter.numel() for parameter in state.model.parameters()),
-        "settings": state.args.values(),
+        "settings": dict(state.args),
         "environment": environment,
         "run": state.run,
         "code": state.code,
@@ -275,7 +275,7 @@ def is_finished(args: StageArgs, run: Fingerprint, saved: dict[str, Any] | None)
     is_of_run = content.get("run_id") == saved["run_id"] and weights.exists()
     has_ended = is_of_run and content.get("finished") == {"update": saved["update"]}
     if saved["update"] < total_updates(run):
-        has_ended = has_ended and comparable(content["settings"]) == comparable(args.values())
+        has_ended = has_ended and comparable(content["settings"]) == comparable(dict(args))
     if gather(has_ended)[0]:
         Logger(
             f"{path.stem} is finished, after {saved['update']} updates: nothing to do; its weights: {weights}"

@@ -1,16 +1,16 @@
 """Trained models for use: which one a command line names, its shape, and the model itself."""
 
 import argparse
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
 
+from common.arguments import add_flag
 from common.errors import UserError
 from common.hub import make_local
-from common.settings import ROOT, StageArgs, add_flags, settings_of
+from common.settings import ROOT, StageArgs
 from dataset.token_cache import load_tokenizer
 from trainer.devices.device import prepare_device, select_device
 from trainer.devices.process_group import Logger
@@ -31,7 +31,6 @@ WEIGHT = "full_sft"  # the weights that tools use by default
 def add_trained_model_flags(parser: argparse._ActionsContainer, device: bool = True) -> None:
     """The flags of tools that use a trained model: which one, where to run (`device`: whether to ask), and
     the shape where nothing else says it."""
-    rows = settings_of(StageArgs)
     parser.add_argument(
         "--model",
         metavar="PATH",
@@ -40,12 +39,11 @@ def add_trained_model_flags(parser: argparse._ActionsContainer, device: bool = T
     parser.add_argument("--weight", help=f"name of the weights in --save_dir (default: {WEIGHT})")
     text = "adapter (LoRA) to merge into the model: its folder, or a file of MiniMind"
     parser.add_argument("--lora", metavar="PATH", help=text)
-    text = f"{rows['tokenizer_path'].help} (default: that of --model, or {ROOT / 'model'})"
-    beside = [rows["save_dir"]]
+    add_flag(parser, StageArgs, "save_dir")
     if device:
-        beside.append(rows["device"])
-    beside.append(replace(rows["tokenizer_path"], default=None, help=text))
-    add_flags(parser, beside)
+        add_flag(parser, StageArgs, "device")
+    text = f"folder of a Hugging Face tokenizer (default: that of --model, or {ROOT / 'model'})"
+    add_flag(parser, StageArgs, "tokenizer_path", default=None, help=text)
     text = "1: YaRN, as in MiniMind, for texts longer than those of the training"
     parser.add_argument(
         "--inference_rope_scaling", type=int, choices=(0, 1), nargs="?", const=1, default=0, help=text
@@ -53,7 +51,8 @@ def add_trained_model_flags(parser: argparse._ActionsContainer, device: bool = T
     shape = parser.add_argument_group(
         "shape", "to choose between several weights of a name; else they tell it"
     )
-    add_flags(shape, (replace(rows[name], default=None) for name in SHAPE))
+    for name in SHAPE:
+        add_flag(shape, StageArgs, name, default=None)
 
 
 def given_shape(args: argparse.Namespace) -> dict[str, Any]:

@@ -5,26 +5,29 @@ environment (MINIMIND_BATCH_SIZE=8), the command line (--batch_size 8).
 """
 
 import argparse
+import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, make_dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, ClassVar
 
 from common import settings
 from common.arguments import (
+    as_yaml,
     checked,
+    flag_values,
     print_and_exit,
+    read_flags,
     read_yaml,
-    setting_as_yaml,
-    settings_as_yaml,
     stage_parser,
+    yaml_values,
 )
 from common.command_line import Parser
 from common.errors import UserError
 from common.hub import make_local
-from common.settings import CheckpointConfig, LoggingConfig, StageArgs, setting, settings_of
+from common.settings import CheckpointConfig, LoggingConfig, Settings, StageArgs, setting
 
 PREFIX = "MINIMIND_"  # of environment variables
 OTHER_VARIABLES = ("MINIMIND_API_KEY",)  # of other programs
@@ -48,10 +51,10 @@ class ModelConfig(settings.ModelConfig):
         self.num_experts_per_tok = value
 
 
-@dataclass(kw_only=True)
 class DataConfig(settings.DataConfig):
     """What the model is trained on."""
 
+    may_change: ClassVar[str] = "data_module num_samples noise validation_share"
     data_module: str | None = setting(
         None, "package.module:ClassName of a data module, instead of the task's own"
     )
@@ -60,32 +63,31 @@ class DataConfig(settings.DataConfig):
     validation_share: float = setting(0.2, "share of the synthetic samples that is held out", gt=0, lt=1)
 
 
-@dataclass(kw_only=True)
 class TrainingConfig(settings.TrainingConfig):
     """How the model is trained."""
 
+    may_change: ClassVar[str] = "task"
     task: str = setting(
         "", "what to train: regression, pretrain, full_sft, or package.module:ClassName for your own"
     )
 
 
-@dataclass(kw_only=True)
 class DistributedConfig(settings.DistributedConfig):
     """Devices and processes. Under torchrun, torchrun sets the number of processes and their address."""
 
+    may_change: ClassVar[str] = "world_size master_addr master_port"
     world_size: int = setting(0, "processes to start; 0: one per visible GPU, or 1", ge=0)
     master_addr: str = setting("127.0.0.1", "rendezvous address of the processes")
     master_port: int = setting(0, "rendezvous port; 0: a free one", ge=0, le=65535)
 
 
-@dataclass(kw_only=True)
 class OptimizationConfig(settings.OptimizationConfig):
     """Precision, compilation and memory."""
 
+    may_change: ClassVar[str] = "use_amp"
     use_amp: bool = setting(True, "mixed precision in --dtype; 0: float32, ignoring --dtype")
 
 
-@dataclass(kw_only=True)
 class EngineArgs(DataConfig, ModelConfig, TrainingConfig, OptimizationConfig, DistributedConfig, StageArgs):
     """All settings, flat, as the functions of `trainer/` take them."""
 
@@ -101,15 +103,12 @@ class EngineArgs(DataConfig, ModelConfig, TrainingConfig, OptimizationConfig, Di
         return wrong
 
 
-SETTINGS = settings_of(EngineArgs)
-
-
 @cache
 def engine_args(stage_args: type[StageArgs] | None) -> type[EngineArgs]:
     """The class of a task's settings: the engine's and, of a stage, its flags and defaults."""
     if stage_args is None:
         return EngineArgs
-    return make_dataclass("EngineArgs", [], bases=(stage_args, EngineArgs), kw_only=True)
+    return type("EngineArgs", (stage_args, EngineArgs), {"__module__": __name__})
 
 
 def engine_parser(args_class: type[EngineArgs]) -> Parser:
@@ -124,11 +123,11 @@ def engine_parser(args_class: type[EngineArgs]) -> Parser:
 
 
 def named_value(text: str) -> tuple[str, str]:
-    """A value of --set, with the section of YAML in its name."""
+    """Name and value of --set."""
     name, equals, value = text.partition("=")
     if not equals:
         raise argparse.ArgumentTypeError(f"must be NAME=VALUE, not {text!r}")
-    return f"{OPTIONS}.{name}", value
+    return name, value
 
 
 def find_task_name(argv: Sequence[str] | None, environ: Mapping[str, str]) -> str:
@@ -141,19 +140,59 @@ def find_task_name(argv: Sequence[str] | None, environ: Mapping[str, str]) -> st
         return options.task
     name = environ.get(f"{PREFIX}TASK")
     if name is None and options.config is not None:
-        name = read_yaml(options.config).get("training.task")
+        name = read_yaml(options.config).get("training", {}).get("task")
     return str(name or "")
 
 
-def option_value(value: Any) -> Any:
-    """The value of an option of a task: for text a number, true, false, null, or the text itself."""
-    if not isinstance(value, str):
-        return value
-    for kind in (int, float):
-        with suppress(ValueError):
-            return kind(value)
-    words = {"true": True, "false": False, "null": None, "": None}
-    return words.get(value.lower(), value)
+def checked_options(label: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of a task; text such as `3` and `true` becomes what it says in JSON. Raises UserError for the
+    name of a setting, after `label`."""
+    options = {}
+    for name, value in given.items():
+        if name in EngineArgs.model_fields:
+            raise UserError(f"{label}{name} is a setting of the engine; give it as --{name}")
+        options[name] = value
+        if isinstance(value, str):
+            with suppress(ValueError):
+                options[name] = json.loads(value)
+    return options
+
+
+SECTIONS: dict[str, type[Settings]] = {
+    "model": ModelConfig,
+    "data": DataConfig,
+    "training": TrainingConfig,
+    "distributed": DistributedConfig,
+    "optimization": OptimizationConfig,
+    "checkpoint": CheckpointConfig,
+    "logging": LoggingConfig,
+}
+
+
+def task_defaults(
+    name: str, find_task: Callable[[str], Any] | None
+) -> tuple[type[StageArgs] | None, dict[str, Any], dict[str, Any]]:
+    """The settings of the task, if it is a stage; the defaults of all settings; and those that are options of
+    the task. Raises UserError if they are wrong, or nothing finds the task."""
+    if not name:
+        return None, dict(EngineArgs()), {}
+    if find_task is None:
+        raise UserError(
+            f"--task {name}: its class is needed; call Config.from_args_and_env(find_task=find_task) "
+            "with find_task of llm/training/train.py"
+        )
+    task = find_task(name)
+    args_class = engine_args(task.stage_args)
+    values, settings, options = dict(args_class()), [], {}
+    if task.stage_args is None:
+        values["save_weight"] = name.rpartition(":")[2]
+    label = f"task {name}: its default "
+    for key, value in task.defaults.items():
+        if args_class.aliases.get(key, key) in args_class.model_fields:
+            settings.append((key, label + key, value))
+        else:
+            options[key] = value
+    return task.stage_args, values | checked(args_class, settings), options
 
 
 @dataclass
@@ -161,7 +200,7 @@ class Config:
     """All settings of a run.
 
     extra: the flags of a stage, and the options of a user's own task. stage_args: the settings of the task,
-    if it is a stage. sources: where each value comes from, unless it is a default of the engine.
+    if it is a stage.
     """
 
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -173,7 +212,6 @@ class Config:
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     extra: dict[str, Any] = field(default_factory=dict)
     stage_args: type[StageArgs] | None = None
-    sources: dict[str, str] = field(default_factory=dict, compare=False)
 
     @classmethod
     def from_args_and_env(
@@ -196,103 +234,62 @@ class Config:
         """
         if environ is None:
             environ = os.environ
-        config = cls()
-        name = find_task_name(argv, environ)
-        if name:
-            if find_task is None:
-                raise UserError(
-                    f"--task {name}: its class is needed; call Config.from_args_and_env(find_task=find_task) "
-                    "with find_task of llm/training/train.py"
-                )
-            config._read_task(name, find_task(name))
-        flags = vars(engine_parser(config.args_class).parse_args(argv))
+        stage_args, values, options = task_defaults(find_task_name(argv, environ), find_task)
+        args_class = engine_args(stage_args)
+        flags = read_flags(engine_parser(args_class), argv)
         path, print_config = flags.pop("config", None), flags.pop("print_config", False)
-        options = dict(flags.pop("set", []))
-        variables = {}
+        set_options = checked_options("--set ", dict(flags.pop("set", [])))
+        variables = []
         for key in sorted(environ):
             if key.startswith(PREFIX) and key not in OTHER_VARIABLES:
-                variables[key.removeprefix(PREFIX).lower()] = environ[key]
+                variables.append((key.removeprefix(PREFIX).lower(), f"variable {key}", environ[key]))
 
+        given: dict[str, Any] = {}
         if path is not None:
-            config._take(path, f"{path}: ", read_yaml(path))
-        config._take("environment", f"variable {PREFIX}", variables)
-        config._take("command line", "--", flags)
-        config._take("command line", "--set ", options)
+            sections = read_yaml(path)
+            options |= checked_options(f"{path}: ", sections.pop(OPTIONS, {}))
+            given = checked(args_class, yaml_values(path, sections))
+        given |= checked(args_class, variables)
+        given |= checked(args_class, flag_values(flags))
+        values |= given
+
+        parts: dict[str, Any] = {}
+        for section, kind in SECTIONS.items():
+            names = kind.model_fields.keys()
+            part = {name: values.pop(name) for name in names}
+            parts[section] = kind.model_construct(names & given.keys(), **part)
+        config = cls(**parts, extra=values | options | set_options, stage_args=stage_args)
         if print_config:
             print_and_exit(config.describe())
         for section in (config.data, config.model, config.checkpoint):
             make_local(section)
         return config
 
-    @property
-    def args_class(self) -> type[EngineArgs]:
-        """The class of the settings, flat."""
-        return engine_args(self.stage_args)
-
-    def _read_task(self, name: str, task: Any) -> None:
-        """The settings of a stage with its defaults, and the defaults of the task; those that are not
-        settings are options of the task."""
-        self.stage_args = task.stage_args
-        settings, defaults = settings_of(self.args_class), {"save_weight": name.rpartition(":")[2]}
-        for key, entry in settings.items():
-            if key not in SETTINGS or entry.default != SETTINGS[key].default:
-                defaults[key] = entry.default
-        for key, value in task.defaults.items():
-            is_setting = self.args_class.aliases.get(key, key) in settings
-            defaults[key if is_setting else f"{OPTIONS}.{key}"] = value
-        self._take(f"task {name}", f"task {name}: its default ", defaults)
-
-    def _take(self, source: str, label: str, values: Mapping[str, Any]) -> None:
-        """Set the values of a source, of which those in section `task_options` are options of the task.
-        Raises UserError: one line with all mistakes, each of which begins with `label`."""
-        settings, options, wrong = {}, {}, []
-        for key, value in values.items():
-            section, _, name = key.rpartition(".")
-            if section != OPTIONS:
-                settings[key] = value
-            elif name in SETTINGS:
-                wrong.append(f"{label}{name} is a setting of the engine, in section {SETTINGS[name].section}")
-            elif not isinstance(value, str | int | float | None):
-                wrong.append(f"{label}{name} must be a single value (in YAML put text in quotes)")
-            else:
-                options[name] = option_value(value)
-        if wrong:
-            raise UserError("; ".join(wrong))
-        taken = checked(self.args_class, label, settings) | options
-        for name, value in taken.items():
-            self._set(name, value)
-            self.sources[name] = source
-
-    def _set(self, name: str, value: Any) -> None:
-        if name in SETTINGS:
-            setattr(getattr(self, SETTINGS[name].section), name, value)
-        else:
-            self.extra[name] = value
-
     # --- what is read from a config
 
     def values(self) -> dict[str, Any]:
-        """All settings of the engine by name."""
-        return {name: getattr(getattr(self, entry.section), name) for name, entry in SETTINGS.items()}
+        """All settings by name, with the flags of a stage."""
+        values: dict[str, Any] = {}
+        for section in SECTIONS:
+            values |= dict(getattr(self, section))
+        of_stage = engine_args(self.stage_args).model_fields
+        return values | {name: value for name, value in self.extra.items() if name in of_stage}
 
     def to_args(self) -> EngineArgs:
         """All settings, flat; for a stage also its own flags."""
-        settings, of_task = settings_of(self.args_class), f"task {self.training.task}"
-        values = self.values() | {name: value for name, value in self.extra.items() if name in settings}
+        values, given = self.values(), set()
+        for section in SECTIONS:
+            given |= getattr(self, section).model_fields_set
         if not self.optimization.use_amp:
             values["dtype"] = "float32"
-        given = frozenset(name for name, source in self.sources.items() if source != of_task)
-        return self.args_class(**values, given=given)
+        return engine_args(self.stage_args).model_construct(given, **values)
 
     def describe(self) -> str:
-        """Every setting with its value and source, as YAML that `--config` can read."""
-        text = settings_as_yaml(self.args_class, self.values() | self.extra, self.sources)
-        options = [name for name in self.extra if name not in settings_of(self.args_class)]
-        if options:
-            text += f"{OPTIONS}:\n"
-        for name in options:
-            text += setting_as_yaml(name, self.extra[name], self.sources.get(name, "default")) + "\n"
-        return text
+        """Every setting as YAML that `--config` can read."""
+        values = self.values()
+        options = {name: value for name, value in self.extra.items() if name not in values}
+        more = {OPTIONS: options} if options else {}
+        return as_yaml(engine_args(self.stage_args), values, **more)
 
     def validate(self) -> None:
         """Check how the values go together; each alone was checked where it was read. Raises UserError: one

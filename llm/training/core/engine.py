@@ -80,7 +80,8 @@ class TrainingEngine:
 
         # what the task makes; a checkpoint takes the place of the start weights
         weights = args.from_weight if checkpoint is None else "none"
-        task.config = replace(task.config, checkpoint=replace(task.config.checkpoint, from_weight=weights))
+        start = task.config.checkpoint.model_copy(update={"from_weight": weights})
+        task.config = replace(task.config, checkpoint=start)
         model = task.build_model()
         wrapped = utils.compile_and_wrap(model, args, device, autocast, data.train_dataset, task.frozen)
         self.device = device

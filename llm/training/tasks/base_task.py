@@ -4,7 +4,6 @@ data."""
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -51,7 +50,8 @@ class TrainingTask(ABC):
     def __init__(self, config: Config):
         self.config = config
         args = config.to_args()  # all settings, flat
-        self.args = replace(args, from_resume=args.from_resume or args.resume_from is not None)
+        from_resume = args.from_resume or args.resume_from is not None
+        self.args = args.model_copy(update={"from_resume": from_resume})
         self.lm_config: Any = self.args  # the shape in the names of files, such as a MiniMindConfig
 
     @abstractmethod
