@@ -1,5 +1,11 @@
-"""Errors that a user can act on, and the lines that report them."""
+"""Errors that a user can act on, and the lines that report them.
 
+Lines go through `log`, a logger of the standard library: to stdout, warnings and errors to stderr, and to the
+log file, if there is one (`log_to` in command_line.py). A line that cannot be written, because the terminal
+is gone or the disk full, is left out: a run does not end for it.
+"""
+
+import logging
 import sys
 
 from common.launcher import launch
@@ -38,12 +44,32 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c in "\n\t\u00a0\u3000" else ascii(c)[1:-1] for c in text)
 
 
+# --- lines
+
+
+class Console(logging.StreamHandler):
+    """Shows warnings and errors on stderr, all else on stdout."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Show a line on the stream that is the standard one now."""
+        self.stream = sys.stderr if record.levelno >= logging.WARNING else sys.stdout
+        super().emit(record)
+
+
+logging.raiseExceptions = False
+log = logging.getLogger("minimind")
+log.setLevel(logging.INFO)
+log.propagate = False
+log.addHandler(Console())
+
+
 def say(text: str) -> None:
     """Print a line, escaping what a terminal would obey: file names and records may hold anything."""
-    print(printable(text), flush=True)
+    for line in printable(text).split("\n"):
+        log.info(line)
 
 
 def warn(text: str) -> None:
     """Print one `warning: ...` line on stderr, on rank 0 only."""
     if launch().rank == 0:
-        print(f"warning: {printable(text)}", file=sys.stderr, flush=True)
+        log.warning(f"warning: {printable(text)}")

@@ -11,7 +11,6 @@ import json
 import os
 import shutil
 import socket
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -20,7 +19,6 @@ from typing import Any, BinaryIO, TextIO
 from common.errors import UserError, WriteError, say
 from common.launcher import launch
 
-LOCK_TIMEOUT = 60.0  # seconds for the run that holds a name to save and end
 _held: list[TextIO] = []  # lock files of this process, open until it ends
 
 
@@ -145,21 +143,18 @@ def locked(path: Path, message: str) -> Iterator[bool]:
     """Hold a lock file. If another process has it, print `message` and wait. Yields whether it is held: not
     on a file system without locks, and not where no file can be made."""
     with ExitStack() as stack:
-        is_held: bool | None = None
+        is_held = False
         with suppress(OSError):
             file = stack.enter_context(open(path, "a+", encoding="utf-8"))
-            is_held = _try_lock(file)
-            if is_held is False:
-                if launch().local_rank == 0:
-                    say(message)
-                fcntl.lockf(file, fcntl.LOCK_EX)
-                is_held = True
-        yield bool(is_held)
+            if _is_taken(file) and launch().local_rank == 0:
+                say(message)
+            fcntl.lockf(file, fcntl.LOCK_EX)
+            is_held = True
+        yield is_held
 
 
 def lock_output(run: str, **folders: str) -> None:
-    """Reserve a run's name in its output folders until this process ends (rank 0 only); `folders` by flag. A
-    run that has the name is waited for, but not longer than LOCK_TIMEOUT.
+    """Reserve a run's name in its output folders until this process ends (rank 0 only); `folders` by flag.
 
     Keeps a second run from writing the same files, and finds folders that cannot be written before any work.
     Raises UserError if another run has the name, or a folder cannot be written."""
@@ -174,8 +169,13 @@ def lock_output(run: str, **folders: str) -> None:
             with suppress(PermissionError):  # it is the file of another user
                 # who may write into the folder may resume the run
                 path.chmod(path.parent.stat().st_mode & 0o666)
-            if _try_lock(file) is False:
-                _wait_for(file, path.parent)
+            if _is_taken(file):
+                file.seek(0)
+                holder = file.read().strip() or "another process"
+                raise UserError(
+                    f"{holder} is training a run of this name and writes to {folder}; wait for it, end it, "
+                    "or choose another --save_weight"
+                )
             file.truncate(0)
             file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
             file.flush()
@@ -184,26 +184,12 @@ def lock_output(run: str, **folders: str) -> None:
             raise UserError(f"--{flag} {folder} cannot be written ({why}); give another folder") from error
 
 
-def _wait_for(file: TextIO, folder: Path) -> None:
-    """Wait until another process, which the lock file names, releases it. Raises UserError after
-    LOCK_TIMEOUT."""
-    file.seek(0)
-    holder = file.read().strip() or "another process"
-    taken = f"{holder} is training a run of this name and writes to {folder}"
-    say(f"{taken}; waiting up to {LOCK_TIMEOUT:.0f} s, in case it is saving and about to end")
-    begin = time.monotonic()
-    while _try_lock(file) is False:
-        if time.monotonic() - begin >= LOCK_TIMEOUT:
-            raise UserError(f"{taken}; wait for it, end it, or choose another --save_weight")
-        time.sleep(0.2)
-
-
-def _try_lock(file: TextIO) -> bool | None:
-    """Lock a file: False if another process has the lock, None on a file system without locks."""
+def _is_taken(file: TextIO) -> bool:
+    """Lock a file, unless another process has the lock, or the file system has none."""
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
-        return False
+        return True
     except OSError:
-        return None
-    return True
+        return False
+    return False

@@ -53,8 +53,6 @@ import torch.multiprocessing as mp
 start = mp.start_processes
 mp.start_processes = lambda *args, **options: start(*args, **options | {"start_method": "fork"})
 """  # the processes that the engine starts have torch loaded, too
-# a lock that is held is refused at once
-IMPATIENT = Faults(script="import common.files; common.files.LOCK_TIMEOUT = 0")
 
 
 def called_from(function: str) -> bool:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from common.arguments import parse_args
-from common.command_line import copy_console
+from common.command_line import log_to
 from common.errors import UserError, reason
 from common.files import lock_output
 from common.launcher import available_cores, launch
@@ -260,7 +260,7 @@ def set_up_process(args: StageArgs) -> tuple[torch.device, Any, torch.amp.GradSc
     log_file = args.log_file
     if args.log_dir:
         log_file = f"{args.log_dir}/{name}.log"
-    copy_console(Path(log_file) if log_file else None, args.log_level)
+    log_to(Path(log_file) if log_file else None, args.log_level)
     device, autocast, scaler = device_and_precision(args)
     stop_request = StopRequest().install()
     lock_output(name, save_dir=args.save_dir, checkpoint_dir=args.checkpoint_dir)

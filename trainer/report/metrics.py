@@ -12,7 +12,7 @@ from typing import Any
 from tqdm import tqdm
 from tqdm.utils import disp_len, disp_trim
 
-from common.errors import UserError, WriteError
+from common.errors import UserError, WriteError, say
 from common.files import atomic_write
 
 WIDTH = 100  # columns of a line on the console
@@ -93,9 +93,9 @@ class MetricsLog:
             self.file.flush()
         except OSError as error:
             raise WriteError(f"{self.path} cannot be written ({error.strerror}); make room") from error
-        for line in describe(record, head, self.shown):
-            self.bar.write(line, file=sys.stdout)
-        sys.stdout.flush()
+        with tqdm.external_write_mode(file=sys.stdout):  # the lines stand above the bar
+            for line in describe(record, head, self.shown):
+                say(line)
 
     def close(self) -> None:
         """Flush to the disk."""

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from common.command_line import STOP_SIGNALS, copy_console, one_line_errors, write_now
+from common.command_line import STOP_SIGNALS, one_line_errors, write_now
 from common.errors import Interrupted, LostRank, UserError, WriteError, reason
 from common.launcher import launch
 from trainer.devices.device import peak_memory_mb, reserved_memory_mb
@@ -44,7 +44,6 @@ def training_errors() -> Iterator[None]:
     """Wrap the `main()` of a training command: `one_line_errors`, for failures of memory and of other ranks
     too. The run does not end with its console."""
     with one_line_errors(), translated_failures():
-        copy_console()
         yield
         if dist.is_initialized():
             leave_process_group()  # after `main`, whose DDP is freed

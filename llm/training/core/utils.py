@@ -9,8 +9,8 @@ from statistics import fmean
 import torch
 import torch.distributed as dist
 
-from common.command_line import copy_console
-from common.errors import say, warn
+from common.command_line import log_to
+from common.errors import log, say, warn
 from common.launcher import launch
 from llm.training.core.callbacks import MetricsLogger
 from llm.training.core.config import Config
@@ -72,8 +72,8 @@ class DistributedManager:
 
 
 class Logger:
-    """Prints messages of a level, on rank 0. From its creation on, lines of the console below the level are
-    hidden, and all others, whoever prints them, are also appended to a log file, if one is given.
+    """Prints messages of a level, on rank 0. From its creation on, lines below the level are hidden, and all
+    other lines of the run are also appended to a log file, if one is given.
 
     Args:
         path: the log file.
@@ -85,7 +85,7 @@ class Logger:
 
     def __init__(self, path: str | Path | None = None, level: str = "info"):
         self.path, self.level = Path(path) if path is not None else None, level
-        copy_console(self.path, level)
+        log_to(self.path, level)
 
     @classmethod
     def of(cls, config: Config) -> "Logger":
@@ -98,8 +98,9 @@ class Logger:
 
     def debug(self, text: str) -> None:
         """Print `debug: ...` lines."""
-        if self.level == "debug" and is_main_process():
-            say("\n".join(f"debug: {line}" for line in text.splitlines()))
+        if is_main_process():
+            for line in text.splitlines():
+                log.debug(f"debug: {line}")
 
     def info(self, text: str) -> None:
         """Print a line."""
@@ -114,7 +115,7 @@ class Logger:
     def error(self, text: str) -> None:
         """Print an `error: ...` line on stderr."""
         if is_main_process():
-            print(f"error: {text}", file=sys.stderr, flush=True)
+            log.error(f"error: {text}")
 
 
 class PerformanceMonitor(MetricsLogger):

@@ -20,7 +20,7 @@ from common.errors import UserError
 from common.settings import StageArgs
 from dataset.token_cache import load_tokenizer
 from tests.conftest import ROOT, write_jsonl
-from tests.stage_process import IMPATIENT, Faults, StageProcess, run, start_ranks
+from tests.stage_process import Faults, StageProcess, run, start_ranks
 from tests.trainer.stage_flags import assert_same_run, assert_same_tensors, flags, records, saved_state
 from trainer import train_distillation, train_dpo, train_full_sft, train_grpo
 from trainer.objectives.distillation import TeacherArgs
@@ -498,7 +498,7 @@ def test_a_second_run_of_the_same_name_is_refused(corpus, tmp_path):
     deadline = time.time() + 60
     while "Epoch" not in first.out and "model:" not in first.out and time.time() < deadline:
         time.sleep(0.02)
-    second = run("pretrain", argv, IMPATIENT, status=2)
+    second = run("pretrain", argv, status=2)
     assert len(second.error_lines) == 1
     assert f"error: process {first.process.pid} on " in second.err and "another --save_weight" in second.err
     first.send(signal.SIGKILL)
