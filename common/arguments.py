@@ -193,13 +193,19 @@ def checked(args_class: type[StageArgs], given: Iterable[Given]) -> dict[str, An
         if name in values and values[name] != value:
             wrong.append(f"{labels[name]} and {label} are one setting; leave one of them out")
         labels[name], values[name] = label, value
+        if value is None:
+            values[name] = ""  # YAML's null is an empty text
     try:
         valid = args_class.model_validate(values)
     except ValidationError as error:
         mistakes = {str(mistake["loc"][0]): mistake for mistake in error.errors()}
         for name, label in labels.items():
-            if name in mistakes:
+            if name in mistakes and name in args_class.model_fields:
                 wrong.append(f"{label} {describe_mistake(args_class, name, mistakes[name])}")
+            elif name in mistakes:
+                prefix = "--" if label.startswith("--") else ""
+                known = [prefix + other for other in (*args_class.model_fields, *args_class.aliases)]
+                wrong.append(f"{label} is unknown; {hint(name, known)}")
         raise UserError(" ".join("; ".join(wrong).splitlines())) from None
     if wrong:
         raise UserError("; ".join(wrong))
@@ -207,9 +213,7 @@ def checked(args_class: type[StageArgs], given: Iterable[Given]) -> dict[str, An
 
 
 def describe_mistake(args_class: type[Settings], name: str, mistake: Mapping[str, Any]) -> str:
-    """What is wrong with a value, or with the name itself."""
-    if mistake["type"] == "extra_forbidden":
-        return f"is unknown; {hint(name, [*args_class.model_fields, *args_class.aliases])}"
+    """What is wrong with a value, from an error of pydantic."""
     if mistake["type"] == "value_error":
         return str(mistake["ctx"]["error"])
     message = mistake["msg"].replace("Input should", "must").partition(", unable")[0]

@@ -1,6 +1,6 @@
 """A user's own code: classes and functions that are named on the command line, and calls of it."""
 
-import pkgutil
+import importlib
 import signal
 import sys
 from collections.abc import Iterator
@@ -25,23 +25,18 @@ def import_named(flag: str, name: str) -> Any:
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
     try:
-        return pkgutil.resolve_name(f"{module}:{attribute}")
-    except (
-        ModuleNotFoundError,
-        ValueError,
-    ) as error:  # ValueError: not names of a module and something in it
-        if isinstance(error, ModuleNotFoundError) and not module.startswith(str(error.name)):
+        imported = importlib.import_module(module)
+    except (ModuleNotFoundError, ValueError, TypeError) as error:  # not found, or no name of a module
+        if isinstance(error, ModuleNotFoundError) and error.name not in (module, module.partition(".")[0]):
             raise
         raise UserError(
             f"{flag} {name} cannot be imported ({reason(error)}); start from its folder"
         ) from error
     except SyntaxError as error:
         raise UserError(f"{error.filename}:{error.lineno}: {error.msg} ({flag} {name})") from error
-    except AttributeError as error:
-        if module not in sys.modules or hasattr(sys.modules[module], attribute):
-            raise
-        file = getattr(sys.modules[module], "__file__", module)
-        raise UserError(f"{flag} {name}: {file} has no {attribute!r}") from error
+    if not hasattr(imported, attribute):
+        raise UserError(f"{flag} {name}: {getattr(imported, '__file__', module)} has no {attribute!r}")
+    return getattr(imported, attribute)
 
 
 def source_files(name: str) -> list[Path]:

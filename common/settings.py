@@ -77,7 +77,7 @@ class Settings(BaseModel):
         None."""
         field = cls.model_fields[str(info.field_name)]
         is_auto = mark(field, "auto")
-        if is_auto and value == "auto":
+        if is_auto and value in ("auto", None):
             return None
         may_be_none = not is_auto and type(None) in get_args(field.annotation)
         if may_be_none and str(value).lower() in ("", "none", "null"):

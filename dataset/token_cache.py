@@ -102,7 +102,7 @@ def build_token_cache(
     texts = [path for path in paths if is_plain_text(path)]
     if texts and options.kind != "pretrain":
         raise UserError(f"{texts[0]} is plain text, which only pretraining takes; SFT needs conversations")
-    cache_dir = Path(options.cache_dir or DataConfig().cache_dir).expanduser()
+    cache_dir = Path(options.cache_dir or DataConfig.model_fields["cache_dir"].default).expanduser()
     code = b"".join(path.read_bytes() for path in sorted(CODE.glob("*.py")))
     settings = {
         "kind": options.kind,

@@ -39,7 +39,7 @@ def quickstart(tmp_path_factory):
     record = '{"update": 100, "mean_loss": 2.0}\n{"update": 200, "mean_loss": 1.0, "eval_loss": 1.1}\n'
     (folder / "out/demo/pretrain_256_metrics.jsonl").write_text(record, encoding="utf-8")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DataConfig, "cache_dir", str(folder / "cache"))
+        patch.setattr(DataConfig.model_fields["cache_dir"], "default", str(folder / "cache"))
         patch.chdir(folder)
         for kind, data in (
             (PretrainDataset, "pretrain"),

@@ -165,7 +165,7 @@ def open_stage(args: argparse.Namespace, script: Any, path: str, tokenizer_path:
         "save_dir": args.save_dir, "checkpoint_dir": f"{args.save_dir}/checkpoints",
         "tokenizer_path": tokenizer_path,
         "packing": script is train_pretrain, "optimizer": rules.OPTIMIZER,
-        "batch_size": "auto", "learning_rate": "auto", "accumulation_steps": 1,
+        "batch_size": None, "learning_rate": None, "accumulation_steps": 1,
     }  # fmt: skip
     stage_args = script.Args(**settings)
     data, held_out = script.open_data(stage_args, load_tokenizer(tokenizer_path))

@@ -6,7 +6,6 @@ import random
 import shlex
 import shutil
 import sys
-from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -67,7 +66,7 @@ def commands(folder) -> list[list[str]]:
 
 def test_each_command_of_the_shell_file_is_one_that_its_script_takes(start, data, tmp_path):
     out = start(
-        "--depth", 1, "--hours", 1, sft_data=data / "chat.jsonl", tokenizer_path=ModelConfig.tokenizer_path
+        "--depth", 1, "--hours", 1, sft_data=data / "chat.jsonl", tokenizer_path=ModelConfig().tokenizer_path
     )
     pretrain, sft, report = commands(tmp_path)
     assert chat_flags(tmp_path).weight is None and chat_flags(tmp_path).form == "chat"
@@ -96,7 +95,7 @@ def chat_flags(folder):
 
 
 def test_after_pretraining_alone_the_chat_continues_texts(start, tmp_path):
-    out = start("--depth", 3, tokenizer_path=ModelConfig.tokenizer_path)
+    out = start("--depth", 3, tokenizer_path=ModelConfig().tokenizer_path)
     flags = chat_flags(tmp_path)
     assert (flags.weight, flags.form, flags.save_dir) == ("pretrain", "text", str(tmp_path))
     assert f"--save_dir {tmp_path} --weight pretrain --form text" in out
@@ -126,7 +125,7 @@ def test_few_data_get_a_vocabulary_of_their_own(start, tmp_path):
 
 
 def test_a_gpu_is_arithmetic_with_its_data_sheet(start, tmp_path):
-    out = start("--gpu", "rtx4090", "--depth", "1", tokenizer_path=ModelConfig.tokenizer_path)
+    out = start("--gpu", "rtx4090", "--depth", "1", tokenizer_path=ModelConfig().tokenizer_path)
     assert "arithmetic for rtx4090" in out and ", measured" not in out and "64 x 1: 0.47 M parameters" in out
 
 
@@ -142,7 +141,7 @@ def test_a_gpu_is_arithmetic_with_its_data_sheet(start, tmp_path):
 )
 def test_wrong_flags_are_one_line(start, flags, line):
     with pytest.raises(UserError) as error:
-        start(*flags, tokenizer_path=ModelConfig.tokenizer_path)
+        start(*flags, tokenizer_path=ModelConfig().tokenizer_path)
     assert line in str(error.value) and "\n" not in str(error.value)
 
 
@@ -218,7 +217,7 @@ def test_a_plan_keeps_to_memory_and_time(without_model, costs, memory, limit):
         return
     (stage,) = best.stages
     assert stage.memory <= memory and stage.seconds <= limit and limited in ("hours", "memory", "data")
-    free = replace(stage.args, batch_size=None, learning_rate=None, accumulation_steps=1)
+    free = stage.args.model_copy(update={"batch_size": None, "learning_rate": None, "accumulation_steps": 1})
     whole = rules.chosen(free, stage.data, 1)
     split = stage.args.batch_size * stage.args.accumulation_steps
     # the memory changes the micro-batch, not the update

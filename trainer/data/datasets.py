@@ -36,7 +36,7 @@ def check_data_paths(args: StageArgs) -> None:
     """Raise UserError where the data are missing: called before anything that takes time."""
     if not args.data_path:
         raise UserError("--data_path is missing: give a file, a folder or a pattern")
-    if args.data_path == type(args).data_path and not Path(args.data_path).exists():
+    if args.is_default("data_path") and not Path(args.data_path).exists():
         demo = f"python {ROOT / 'scripts/demo/corpus.py'} writes {ROOT / 'dataset/demo'} to try"
         raise UserError(f"{args.data_path}: no such file; put your data there, or give --data_path ({demo})")
     if args.sample_prompts not in ("auto", "none") and not Path(args.sample_prompts).is_file():

@@ -1,7 +1,5 @@
 """`auto` for the batch and the learning rate: the rules, who takes them, and what a resumed run does."""
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -51,7 +49,7 @@ def test_an_update_is_near_the_rule_and_never_empty(items, length, epochs, ranks
     of_ranks, wanted = length * accumulation * ranks, rules.update_tokens(items * length * epochs)
     if of_ranks < wanted < items * of_ranks:
         assert abs(chosen.batch_size * of_ranks - wanted) <= of_ranks / 2 + 1e-6 * wanted
-    explicit = replace(args, batch_size=7, learning_rate=0.25)
+    explicit = args.model_copy(update={"batch_size": 7, "learning_rate": 0.25})
     assert rules.chosen(explicit, data, ranks) == explicit
 
 

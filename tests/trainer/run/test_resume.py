@@ -6,10 +6,8 @@ import os
 import re
 import shutil
 import signal
-import socket
 import time
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -331,11 +329,11 @@ def test_a_run_goes_on_whose_start_weights_it_has_written_over(own_files, tmp_pa
     path = start_path(args.save_dir, args.from_weight, args)
     path.resolve().write_text("after update 1")
     assert check_resume(args, run_fingerprint(args, {}, {}, 9), checkpoint) == saved
-    absolute = replace(args, from_weight=str(path.absolute()))
+    absolute = args.model_copy(update={"from_weight": str(path.absolute())})
     again = check_resume(absolute, run_fingerprint(absolute, {}, {}, 9), checkpoint)
     assert again["from_weight_sha256"] == saved["from_weight_sha256"]
     with pytest.raises(UserError, match=r"another run \(from_weight: .* -> other"):
-        other = replace(args, from_weight="other")
+        other = args.model_copy(update={"from_weight": "other"})
         check_resume(other, run_fingerprint(other, {}, {}, 9), checkpoint)
 
 
@@ -349,7 +347,7 @@ def test_start_weights_may_lie_elsewhere_than_before(own_files, tmp_path):
     args = Args(**own_files, cache_dir=str(tmp_path), from_weight="other", from_resume=True)
     saved = run_fingerprint(args, {}, {}, 9)
     os.rename("out/other_512.pth", "moved.pth")
-    args = replace(args, from_weight="moved.pth", teacher_hidden_size=768)
+    args = args.model_copy(update={"from_weight": "moved.pth", "teacher_hidden_size": 768})
     run = run_fingerprint(args, {}, {}, 9)
     checkpoint = {"run": saved, "epoch": 0, "step": 1, "update": 1, "world_size": 1}
     assert check_resume(args, run, checkpoint) == saved
@@ -460,12 +458,10 @@ def test_the_checkpoint_of_another_stage_is_one_line():
         TrainState.restore(state, {"model": {"weight": torch.zeros(2, 2), "lora": torch.zeros(2)}})
 
 
-@dataclass(kw_only=True)
 class Before(StageArgs):
     mine: int = 1
 
 
-@dataclass(kw_only=True)
 class After(Before):
     added: float = 0.5
 
@@ -504,35 +500,6 @@ def test_a_second_run_of_the_same_name_is_refused(corpus, tmp_path):
     first.send(signal.SIGKILL)
     assert first.wait() == -9
     assert "done: 8 updates" in run("pretrain", argv).out
-
-
-SLOW_DISK = """
-import time
-import trainer.run.checkpoint as checkpoint
-write = checkpoint.atomic_write
-def slow(path, content, **options):
-    write(path, lambda file: (content(file), time.sleep(1)), **options)
-checkpoint.atomic_write = slow
-"""
-
-
-def test_a_restart_while_the_old_run_still_saves(corpus, finished, tmp_path):
-    """As by a supervisor that restarts what it has just ended: it waits, and goes on."""
-    argv = flags(corpus, tmp_path, "pretrain", **SMALL, from_resume=1)
-    old = StageProcess("pretrain", argv, Faults(script=SLOW_DISK, signals={4: signal.SIGTERM}))
-    deadline = time.time() + 60
-    while "finishing this update" not in old.err and time.time() < deadline:
-        time.sleep(0.01)
-    new = run("pretrain", argv)
-    assert old.wait() == 143
-    told = (
-        f"process {old.process.pid} on {socket.gethostname()} is training a run of this name and writes to "
-    )
-    assert new.out.startswith(
-        f"{told}{tmp_path}/out; waiting up to 60 s, in case it is saving and about to end\n"
-    )
-    assert "resuming pretrain at epoch 1, update 4 of 8" in new.out
-    assert_same_run(finished, tmp_path)
 
 
 KILLED = {

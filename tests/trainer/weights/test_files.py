@@ -4,7 +4,6 @@ silence."""
 import hashlib
 import json
 import os
-from dataclasses import dataclass
 
 import pytest
 import torch
@@ -106,7 +105,6 @@ def test_a_field_that_the_code_does_not_know_is_refused(tmp_path):
             read_model(tmp_path / "w.pth")
 
 
-@dataclass(kw_only=True)
 class Args(StageArgs):
     from_weight: str = "w"
 
