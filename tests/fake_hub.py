@@ -1,5 +1,4 @@
-"""A hub on the loopback: the endpoints of Hugging Face that huggingface_hub uses, and ModelScope's plain
-addresses."""
+"""A hub on the loopback: the endpoints of Hugging Face that huggingface_hub uses."""
 
 import hashlib
 import json
@@ -62,7 +61,7 @@ class Hub:
                     self.answer(404, X_Error_Code="RepoNotFound")
                 elif repo in hub.gated:
                     self.answer(403, X_Error_Code="GatedRepo")
-                elif revision not in ("main", "master", hub.commit(repo)):
+                elif revision not in ("main", hub.commit(repo)):
                     self.answer(404, X_Error_Code="RevisionNotFound")
                 else:
                     return False
@@ -112,9 +111,8 @@ class Hub:
     def environment(self, cache: Path) -> dict[str, str]:
         """The variables of a process that uses this hub."""
         proxies = {name: value for name, value in os.environ.items() if name.lower().endswith("_proxy")}
-        own = {"HF_ENDPOINT": self.address, "HF_HOME": str(cache / "hf"), "MODELSCOPE_DOMAIN": self.address}
-        own |= {"MODELSCOPE_CACHE": str(cache / "modelscope"), "HF_HUB_DISABLE_XET": "1"}
-        own |= {"HF_HUB_DISABLE_TELEMETRY": "1"}
+        own = {"HF_ENDPOINT": self.address, "HF_HOME": str(cache / "hf")}
+        own |= {"HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
         return {name: value for name, value in os.environ.items() if name not in proxies} | own
 
     def close(self) -> None:

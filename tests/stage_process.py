@@ -246,7 +246,7 @@ def finish(processes: list, seconds: float) -> None:
 def rank_variables(rank: int, ranks: int, port: int | str) -> dict[str, str]:
     """What torchrun sets for a rank on this machine."""
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
-    return place | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    return place | {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)}
 
 
 def start_ranks(

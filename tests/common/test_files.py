@@ -14,17 +14,17 @@ import pytest
 
 from common import files
 from common.errors import UserError
-from common.files import atomic_write, link, lock_output, locked, sync_folder
+from common.files import atomic_write, link, lock_output, locked, new_path, sync_folder
 from tests.conftest import ROOT
 from tests.stage_process import rank_variables
-from trainer.run.included_callbacks import link_state
 
 HOLD = """
 import os, sys, time
 from common.files import lock_output
 lock_output(sys.argv[1], save_dir=sys.argv[2], checkpoint_dir=sys.argv[3])
-{then}
-print("held", flush=True)
+child = os.fork()  # such as a data loader process
+if child:
+    print(child, flush=True)
 time.sleep(60)
 """
 LOCKED = """
@@ -39,24 +39,8 @@ with locked(Path(sys.argv[1]), "waiting for the other"):
 
 def popen(code: str, *args, **env: str) -> subprocess.Popen:
     command = [sys.executable, "-c", code, *map(str, args)]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     return subprocess.Popen(command, cwd=ROOT, env=os.environ | env, **pipes)
-
-
-def start(code: str, *args) -> subprocess.Popen:
-    """Another process, which holds the lock when this returns."""
-    process = popen(code, *args)
-    assert process.stdout.readline() == "held\n", process.communicate()
-    return process
-
-
-def holder(pid: int) -> str:
-    return f"process {pid} on {socket.gethostname()}"
-
-
-def end(process: subprocess.Popen) -> None:
-    process.kill()
-    process.communicate()
 
 
 @pytest.fixture
@@ -90,6 +74,24 @@ def test_a_folder_that_cannot_be_flushed(tmp_path, monkeypatch, number):
         sync_folder(tmp_path)
 
 
+def test_what_cannot_be_written_leaves_the_old_file(tmp_path):
+    def fails(file):
+        file.write(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    (tmp_path / "file").write_bytes(b"old")
+    with pytest.raises(UserError, match=r"file cannot be written \(No space left on device\)"):
+        atomic_write(tmp_path / "file", fails)
+    with pytest.raises(UserError, match="file exists already"), new_path(tmp_path / "file"):
+        pass
+    with pytest.raises(RuntimeError, match="of the model"), new_path(tmp_path / "folder") as place:
+        place.mkdir()
+        raise RuntimeError("of the model")
+    assert os.listdir(tmp_path) == ["file"] and (tmp_path / "file").read_bytes() == b"old"
+    with pytest.raises(UserError, match=r"file/x cannot be written \(File exists\)"):
+        atomic_write(tmp_path / "file/x", lambda file: None)
+
+
 def test_a_copy_that_finds_no_room_leaves_nothing_behind(tmp_path, monkeypatch):
     """On a file system without links a second name is a copy."""
     (tmp_path / "state").write_bytes(b"x" * 100)
@@ -107,8 +109,6 @@ def test_a_copy_that_finds_no_room_leaves_nothing_behind(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "copyfile", half)
     with pytest.raises(OSError, match="No space left"):
         link(tmp_path / "state", tmp_path / "second")
-    with pytest.raises(UserError, match=r"best_resume.pth cannot be written \(No space left on device\)"):
-        link_state(tmp_path / "state", tmp_path / "best_resume.pth")
     assert sorted(os.listdir(tmp_path)) == ["copy", "state"]
 
 
@@ -125,38 +125,31 @@ def test_what_a_kill_left_behind_is_replaced_not_written_to(tmp_path):
 # --- the output of a run
 
 
-def test_a_second_run_of_the_name_is_refused_until_the_first_ends(folders, monkeypatch):
-    monkeypatch.setattr(files, "LOCK_TIMEOUT", 0.0)
-    first = start(HOLD.format(then=""), "pretrain_32", *folders)
+def test_a_second_run_of_the_name_is_refused_at_once_until_the_first_is_killed(folders):
+    """A child that outlives the first does not hold the name."""
+    first = popen(HOLD, "pretrain_32", *folders)
+    child = int(first.stdout.readline())
     out, checkpoints = folders
+    holder = f"process {first.pid} on {socket.gethostname()}"
     try:
         other = {"save_dir": out.parent / "b", "checkpoint_dir": checkpoints}
         for kept, own in ((out, {"save_dir": out}), (checkpoints, other)):
             with pytest.raises(UserError) as error:
                 lock_output("pretrain_32", **own)
-            taken = f"{holder(first.pid)} is training a run of this name and writes to {kept}; "
+            taken = f"{holder} is training a run of this name and writes to {kept}; "
             assert str(error.value) == taken + "wait for it, end it, or choose another --save_weight"
         lock_output("pretrain_32_moe", save_dir=out, checkpoint_dir=checkpoints)  # another name
         lock_output("pretrain_32", save_dir=out.parent / "elsewhere")
-    finally:
-        end(first)  # killed
-    lock_output("pretrain_32", save_dir=out, checkpoint_dir=checkpoints)
-    assert (out / ".pretrain_32_save_dir.lock").read_text() == f"{holder(os.getpid())}\n"
-
-
-def test_a_child_that_outlives_the_run_does_not_hold_its_name(folders):
-    """Such as a data loader process of a run that was killed."""
-    fork = "child = os.fork()\nif child == 0:\n    time.sleep(60)\nprint(child, file=sys.stderr, flush=True)"
-    first = start(HOLD.format(then=fork), "pretrain_32", *folders)
-    child = int(first.stderr.readline())
-    try:
-        os.kill(first.pid, signal.SIGKILL)
+        first.kill()
         first.wait()
         os.kill(child, 0)  # alive
-        lock_output("pretrain_32", save_dir=folders[0], checkpoint_dir=folders[1])
+        lock_output("pretrain_32", save_dir=out, checkpoint_dir=checkpoints)
     finally:
         os.kill(child, signal.SIGKILL)
-        end(first)
+        first.kill()
+        first.communicate()
+    holder = f"process {os.getpid()} on {socket.gethostname()}"
+    assert (out / ".pretrain_32_save_dir.lock").read_text() == f"{holder}\n"
 
 
 def test_rank_0_alone_reserves_the_name(folders, monkeypatch):
@@ -169,13 +162,10 @@ def test_rank_0_alone_reserves_the_name(folders, monkeypatch):
     assert [path.name for path in folders[1].iterdir()] == [".pretrain_32_checkpoint_dir.lock"]
 
 
-def test_one_folder_for_both(tmp_path):
+def test_one_folder_for_both_or_one_that_cannot_be_written(tmp_path):
     """Closing one of two record locks of a file would release both: each flag has a file of its own."""
     lock_output("pretrain_32", save_dir=tmp_path, checkpoint_dir=tmp_path)
     assert len(list(tmp_path.iterdir())) == 2
-
-
-def test_a_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UserError) as error:
         lock_output("pretrain_32", save_dir=tmp_path, checkpoint_dir=tmp_path / "file" / "x")
@@ -193,19 +183,6 @@ def test_a_file_system_without_locks_is_no_obstacle(tmp_path, monkeypatch):
         assert not is_held
 
 
-def test_a_run_that_is_about_to_end_is_waited_for(folders, capsys):
-    """A restart right after the old run was told to end, while that still saves."""
-    ends = "import threading; threading.Timer(1.0, os._exit, [0]).start()"
-    first = start(HOLD.format(then=ends), "w_32", *folders)
-    try:
-        lock_output("w_32", save_dir=folders[0], checkpoint_dir=folders[1])
-    finally:
-        end(first)
-    taken = f"{holder(first.pid)} is training a run of this name and writes to {folders[0]}; "
-    said = taken + "waiting up to 60 s, in case it is saving and about to end\n"
-    assert capsys.readouterr().out == said
-
-
 def test_whoever_may_write_into_the_folder_may_lock_it(tmp_path):
     """Another user of the group, who resumes the run in a shared folder."""
     for mode in (0o775, 0o755, 0o700):
@@ -217,9 +194,10 @@ def test_whoever_may_write_into_the_folder_may_lock_it(tmp_path):
 
 
 @pytest.mark.parametrize("local_rank", [0, 1])
-def test_a_held_lock_is_waited_for_and_that_is_said_once_per_machine(tmp_path, capsys, local_rank):
+def test_a_shared_file_is_waited_for_and_that_is_said_once_per_machine(tmp_path, local_rank):
     path = tmp_path / "cache.lock"
-    other = start(LOCKED, path)
+    other = popen(LOCKED, path)
+    assert other.stdout.readline() == "held\n"
     waiting = popen(LOCKED, path, **rank_variables(local_rank, 2, 29500))
     try:
         if local_rank == 0:
@@ -228,8 +206,6 @@ def test_a_held_lock_is_waited_for_and_that_is_said_once_per_machine(tmp_path, c
             time.sleep(1)
         assert waiting.poll() is None
     finally:
-        end(other)
+        other.kill()
+        other.communicate()
     assert waiting.communicate("", timeout=30)[0] == "held\n" and waiting.returncode == 0
-    with locked(path, "waiting for the other") as is_held:
-        assert is_held
-    assert capsys.readouterr().out == ""

@@ -32,7 +32,7 @@ def test_a_run_on_a_hub_is_the_run_on_its_files(corpus, tmp_path, hub):
     settings = {"epochs": 1, "num_hidden_layers": 1, "cache_dir": tmp_path / "cache"}
     remote = settings | {
         "data_path": f"hf://datasets/a/data/p.jsonl:2,{local}:1",
-        "eval_data_path": "modelscope://datasets/a/data/pe.jsonl",
+        "eval_data_path": "hf://datasets/a/data/pe.jsonl",
         "from_weight": "hf://a/tiny",
     }
     own = settings | {"data_path": f"{corpus['pretrain']}:2,{local}:1", "from_weight": tmp_path / "model"}

@@ -24,7 +24,7 @@ def two_gpus(monkeypatch):
 
     def be_rank(rank: int) -> None:
         launched = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "node1"}
-        launched |= {"MASTER_PORT": 29500}
+        launched |= {"MASTER_PORT": 29500, "LOCAL_WORLD_SIZE": 2}
         for name, value in launched.items():
             monkeypatch.setenv(name, str(value))
 
