@@ -62,9 +62,10 @@ def stage_parser(args_class: type[StageArgs], description: str | None, **options
         for name in names:
             field = args_class.model_fields[name]
             group.add_argument(f"--{name}", **flag_options(field, field.default))
-            for alias in [alias for alias, of in args_class.aliases.items() if of == name]:
-                options = flag_options(field, None) | {"help": f"another name of --{name}"}
-                group.add_argument(f"--{alias}", **options)
+            for alias, of in args_class.aliases.items():
+                if of == name:
+                    same = flag_options(field, None) | {"help": f"another name of --{name}"}
+                    group.add_argument(f"--{alias}", **same)
     return parser
 
 

@@ -60,7 +60,8 @@ logging.raiseExceptions = False
 log = logging.getLogger("minimind")
 log.setLevel(logging.INFO)
 log.propagate = False
-log.addHandler(Console())
+if not log.handlers:
+    log.addHandler(Console())
 
 
 def say(text: str) -> None:
