@@ -28,16 +28,13 @@ def data_file(*names: str) -> str:
     return paths[0]
 
 
-def setting(
-    default: Any, help: str, unit: str = "", auto: bool = False, hashed_as: str = "", **limits: Any
-) -> Any:
+def setting(default: Any, help: str, unit: str = "", auto: bool = False, **limits: Any) -> Any:
     """A field of a section.
 
-    auto: whether `auto` is a value, too: None until the program has chosen one. hashed_as: for a path, the
-    hash in the run fingerprint by which the content is recognised, so that it may be moved. limits:
-    pydantic's ge, gt, le, lt, multiple_of.
+    auto: whether `auto` is a value, too: None until the program has chosen one. limits: pydantic's ge, gt,
+    le, lt, multiple_of.
     """
-    marks: Any = {"unit": unit, "auto": auto, "hashed_as": hashed_as}
+    marks: Any = {"unit": unit, "auto": auto}
     return Field(default, description=help, json_schema_extra=marks, **limits)
 
 
@@ -210,9 +207,7 @@ class CheckpointConfig(Settings):
     save_weight: str = setting("model", "name of the weights that this run writes")
     checkpoint_dir: str = setting(str(ROOT / "checkpoints"), "folder of the state to resume from")
     from_weight: str = setting(
-        "none",
-        "weights to start from: a name in --save_dir, or a path; none: random weights",
-        hashed_as="from_weight_sha256",
+        "none", "weights to start from: a name in --save_dir, or a path; none: random weights"
     )
     from_resume: bool = setting(False, "1: continue from the newest checkpoint, if there is one")
     resume_from: str | None = setting(

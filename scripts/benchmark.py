@@ -39,13 +39,20 @@ from tools.bench.comparison import Peer, check_peer
 from trainer import train_full_sft, train_pretrain
 from trainer import trainer_utils as utils
 from trainer.data.datasets import train_loader
-from trainer.devices.device import mixed_precision, peak_memory_mb, select_device, use_deterministic_kernels
+from trainer.devices.device import (
+    autocast_dtype,
+    matrix_rate,
+    mixed_precision,
+    peak_memory_mb,
+    select_device,
+    use_deterministic_kernels,
+)
 from trainer.devices.process_group import leave_process_group, world_size
 from trainer.devices.wrapping import unwrap
 from trainer.loop import train_update, update_size
-from trainer.objectives.next_token import model_config, next_token_loss
+from trainer.objectives.next_token import NextToken, model_config
 from trainer.optim.build import build_optimizer
-from trainer.report.speed import Meter, peak_rate
+from trainer.report.speed import Meter
 from trainer.run.state import TrainState
 
 STAGES: dict[str, Any] = {"pretrain": train_pretrain, "sft": train_full_sft}
@@ -126,15 +133,15 @@ class Ours:
         self.state = TrainState(
             args=args, lm_config=config, run=run,
             model=wrapped, optimizer=optimizer, scaler=scaler, autocast=autocast, device=device,
-            loss_fn=next_token_loss, schedule=lambda update, total, args: args.learning_rate,
+            objective=NextToken(), schedule=lambda update, total, args: args.learning_rate,
         )  # fmt: skip
         loaders = (train_loader(self.train_set, args, epoch) for epoch in range(100))
         self.batches: Iterator[dict] = chain.from_iterable(loaders)
         self.losses: list[float] = []  # per target, of each update
-        self.peak = peak_rate(autocast, device)
+        self.peak = matrix_rate(device, autocast_dtype(autocast, device))
 
     def train(self, updates: int) -> Block:
-        """Time the next updates with their data loading. As in training, only the end waits for the device.
+        """Time the next updates with their data loading.
         Raises UserError if there are too few data."""
         meter, losses = Meter(), []
         for _ in range(updates):
@@ -144,13 +151,12 @@ class Ours:
                 raise UserError(
                     "--data_path holds too few samples; use fewer --updates or a smaller --batch_size"
                 )
-            sizes = [self.state.size_fn(batch, self.state.lm_config) for batch in window]
-            targets, tokens, _ = update_size(self.state, sizes)
-            losses.append(train_update(self.state, window, targets, tokens)[0][0])
-            meter.count(sizes, self.state.device)
-        self.losses += torch.stack(losses).tolist()  # waits for the device
+            sizes = [self.state.objective.size(batch, self.state.lm_config) for batch in window]
+            targets, tokens, *_ = update_size(self.state, sizes, missing=0)
+            losses.append(train_update(self.state, window, targets, tokens)["logits_loss"][0])
+            meter.count(sizes)
+        self.losses += losses
         seconds, counts = time.perf_counter() - meter.begin, meter.counts
-        self.peak.remeasure_if_due()
         return Block(seconds, counts["wait"], counts["tokens"], counts["flops"], counts["samples"])
 
 
@@ -158,17 +164,15 @@ def figures_of(ours: Ours, blocks: list[Block]) -> dict[str, float]:
     """Rates and shares of the timed blocks over all ranks, as multiples of rank 0's."""
     total, ranks = Block(*np.sum(blocks, axis=0).tolist()), world_size()
     flops_per_second = total.flops / total.seconds
-    figures = {
+    peak = max(ours.peak, flops_per_second)
+    return {
         "tokens_per_second": total.rate * ranks,
-        "mfu": ours.peak.share(flops_per_second),
-        "matmul_peak_tflops": ours.peak.best * ranks / 1e12,
+        "mfu": flops_per_second / peak,
+        "matmul_peak_tflops": peak * ranks / 1e12,
         "padded_share": 1 - total.tokens / (total.samples * ours.args.max_seq_len),
         "data_wait": total.wait / total.seconds,
         "peak_memory_mb": peak_memory_mb(ours.state.device),
     }
-    if ours.peak.data_sheet_rate:
-        figures["mfu_of_sheet"] = flops_per_second / ours.peak.data_sheet_rate
-    return figures
 
 
 def measure_pairs(ours: Ours, peer: Peer) -> tuple[list[Block], dict[str, Any]]:

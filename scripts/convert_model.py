@@ -35,7 +35,7 @@ from tools.convert.gguf_file import QUANTIZED, read_gguf, write_gguf
 from tools.convert.hugging_face import read_stock, write_folder
 from tools.convert.parity import compare, text_logits
 from trainer.objectives.lora import minimind_adapter, read_adapter
-from trainer.run.checkpoint import file_digest, write_file
+from trainer.run.checkpoint import write_file
 from trainer.run.paths import run_name, shape_in_name
 from trainer.weights.files import Description, description_of, half_state_dict, keep_tokenizer
 from trainer.weights.for_tools import add_trained_model_flags, load_model, load_path, model_path
@@ -101,7 +101,7 @@ def convert(
                 f"{output} is not written: read back, it is not the same model; {error}"
             ) from error
     if form == "pth":
-        write_json(output.with_suffix(".json"), description | {"sha256": file_digest(output)})
+        write_json(output.with_suffix(".json"), description)
         if Path(tokenizer.name_or_path).resolve() != ROOT / "model":
             keep_tokenizer(tokenizer.name_or_path, output.parent, tokenizer_hash)
     rounding = (text_logits(model, tokenizer) - before).abs().max()

@@ -33,7 +33,7 @@ from model.generation import generate
 from model.sampling import Sampling
 from trainer.devices.device import prepare_device, select_device
 from trainer.objectives.lora import merge_adapter
-from trainer.objectives.next_token import held_out_loss, to_device
+from trainer.objectives.next_token import next_token_loss, to_device
 from trainer.rollouts.rewards import compute, load_rewards
 from trainer.weights.for_tools import add_trained_model_flags, given_shape, load_path, model_path
 
@@ -85,7 +85,7 @@ def judge_loss(args: argparse.Namespace, model: Any, tokenizer: Any) -> dict[str
     for items in batches(dataset.item_tokens.tolist(), BATCH_TOKENS):
         batch = to_device(collate_flat([dataset[item] for item in items]), model.device)
         with torch.no_grad():
-            loss = held_out_loss(model, batch)["loss"]
+            loss, _, _ = next_token_loss(model, batch)
         nats += float(loss)
         targets += len(batch["targets"])
         target_bytes += batch["target_bytes"]

@@ -182,8 +182,8 @@ def wait_for(kill: Kill, launch: Launch, start: float, update: float) -> str:
     elif kind == "save":
         path = run.weights if kill.weights else run.checkpoint
         wait_for_write(launch, path.with_name(f".{path.name}.tmp"), inf)
-    else:  # the evaluation follows the checkpoint
-        wait_for_write(launch, run.checkpoint, update)
+    else:  # the evaluation follows the next update
+        launch.wait(seconds=update)
     return kind if launch.wait(seconds=delay) else ""
 
 

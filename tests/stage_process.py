@@ -20,8 +20,7 @@ from pathlib import Path
 
 import torch
 
-from trainer.devices import process_group
-from trainer.report import speed
+from trainer import trainer_utils
 from trainer.run.checkpoint import Writer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -82,7 +81,7 @@ class FaultyLoss:
         # others: a frozen model, if there is one, the batch, the settings
         faults, batch = self.faults, others[-2]
         loss, aux_loss, *shown = self.loss_fn(model, *others)
-        if called_from("trial_pass") or not torch.is_grad_enabled():
+        if called_from("first_pass") or not torch.is_grad_enabled():
             return loss, aux_loss, *shown
         self.count += 1
         if faults.record:
@@ -119,8 +118,7 @@ def _child(stage: str, argv: list[str], faults: Faults, env: dict[str, str], fol
     sys.argv = [f"train_{stage}.py", *argv]
     if faults.eval_signal:
         _signal_in_evaluation(faults.eval_signal)
-    exec(QUICK_RATE, vars(speed))
-    process_group.ANSWER_TIMEOUT = 1.0  # seconds until a rank that does not answer is taken for lost
+    exec(QUICK_RATE, vars(trainer_utils))
     Writer.submit = noted_submit
     exec(faults.script, {"os": os, "sys": sys})
     if stage.endswith(".py"):
@@ -163,23 +161,26 @@ def _run_stage(stage: str, faults: Faults) -> None:
     from trainer.run.errors import training_errors
 
     script = import_module(f"trainer.train_{'full_sft' if stage == 'sft' else stage}")
-    script.loss_fn = FaultyLoss(faults, script.loss_fn)
+    _make_faulty(script.Objective, faults)
     with training_errors():
         script.main()
 
 
 def _run_engine(faults: Faults) -> None:
-    from llm.training.core import engine
+    from llm.training.core.objective import TaskObjective
     from llm.training.train import main
+    from trainer import train_full_sft, train_pretrain
     from trainer.run.errors import training_errors
-    from trainer.run.state import TrainState
 
-    def state_with_faults(**fields):
-        return TrainState(**fields | {"loss_fn": FaultyLoss(faults, fields["loss_fn"])})
-
-    vars(engine)["TrainState"] = state_with_faults
+    for objective in (TaskObjective, train_full_sft.Objective, train_pretrain.Objective):
+        _make_faulty(objective, faults)
     with training_errors():
         main()
+
+
+def _make_faulty(objective: type, faults: Faults) -> None:
+    faulty = FaultyLoss(faults, objective.loss)
+    objective.loss = lambda *args: faulty(*args)
 
 
 class StageProcess:

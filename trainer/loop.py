@@ -6,10 +6,8 @@ tokens, on all ranks and micro-batches, divided by their number: how it was cut 
 changes nothing.
 """
 
-import gc
 import math
-import shlex
-import time
+import random
 from collections.abc import Iterable
 from itertools import islice
 from typing import Any, cast
@@ -21,23 +19,19 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader
 
-from common.errors import UserError
-from dataset.lm_dataset import StageDataset
-from dataset.mixing import split_weights
-from trainer.data.datasets import epoch_tokens
-from trainer.devices.device import describe_device
-from trainer.devices.process_group import Logger, gather, reduce_sum, this_rank, world_size
-from trainer.devices.wrapping import backward_on_gpu, full_tensor, gradient_sync, is_sharded, unwrap
+from common.errors import UserError, warn
+from trainer.devices.process_group import gather, reduce_sum, this_rank, world_size
+from trainer.devices.wrapping import full_tensor, gradient_sync, is_sharded, unwrap
 from trainer.objectives.next_token import to_device
-from trainer.optim.build import should_step
-from trainer.report.metrics import duration
-from trainer.report.speed import Size, read_meter
+from trainer.report.speed import Size
+from trainer.report.sums import COUNT, Figures, add_sums, checked_names, finite, quotient, update_figures
 from trainer.report.trackers import drawable
-from trainer.run.saving import interrupted, save_and_stop, save_checkpoint, write_weights
+from trainer.report.warnings import advice
+from trainer.run.callbacks import monitored
+from trainer.run.saving import interrupted, save_checkpoint, write_weights
 from trainer.run.state import Batch, TrainState
 
-# fewer updates in more seconds are better spent on a smaller model
-FEW_UPDATES_TO_ADVISE, SECONDS_TO_ADVISE = 100, 600
+Record = dict[str, Any]
 
 
 def train_epoch(
@@ -58,83 +52,90 @@ def train_epoch(
         UserError: too many updates in a row with a non-finite loss or gradient, or a file cannot be written.
     """
     if not isinstance(state, TrainState):
-        raise UserError(
-            "train_epoch takes the run first, then MiniMind's arguments: "
-            "train_epoch(state, epoch, loader, iters, start_step, wandb), with the state that the stage's "
-            "main makes"
-        )
-    if state.finished and start_step == 0:  # it ended in an epoch before
+        call = "train_epoch(state, epoch, loader, iters, start_step, wandb)"
+        raise UserError(f"train_epoch takes the run before MiniMind's arguments: {call}")
+    if state.stopped or start_step == iters:
         return
+    args, progress, meter, callbacks = state.args, state.progress, state.meter, state.callbacks
     state.wandb = wandb
-    state.callbacks.call("on_epoch_start", epoch)
-    if state.record is not None:
-        finish_update(state)  # the run was stopped between saving an update and reporting it
-    args, meter, batches, step = state.args, state.meter, iter(loader), start_step
     state.model.train()
-    # After the first backward pass of a process DDP rebuilds its buckets, and then sums in another order. So
-    # the first pass is one over an empty batch: all updates, also of a resumed run, come after it.
-    if isinstance(state.model, DistributedDataParallel) and not meter.updates:
-        window = [cast(Any, loader).collate_fn([])]
-        trial_pass(state, (window if state.prepare is None else state.prepare(state, window))[0])
-    state.iters = iters
-    state.stop_request.seconds_left = lambda: meter.seconds_per_update() if meter.updates else None
+    collate = cast(Any, loader).collate_fn
+    seed_update(args.seed, progress.update)
+    if isinstance(state.model, DistributedDataParallel) and meter.updates == 0:
+        first_pass(state, collate([]))
+    if start_step == 0:
+        callbacks.call("on_epoch_start", epoch)
+    batches, step = iter(loader), start_step
     meter.restart()
-    while step < iters and not state.finished:
+    while step < iters and not state.stopped:
         # the update's micro-batches
+        seed_update(args.seed, progress.update)
+        number = min(args.accumulation_steps, iters - step)
         with meter.timing("wait"):
-            fetched = list(islice(batches, min(args.accumulation_steps, iters - step)))
-        window = fetched if state.prepare is None else state.prepare(state, fetched)
-        sizes = [state.size_fn(batch, state.lm_config) for batch in window]
-        targets, tokens, stop_requested = update_size(state, sizes)  # all-reduced on the hosts
+            fetched = list(islice(batches, number))
+        missing = number - len(fetched)
+        window = state.objective.prepare(state, fetched or [collate([])])
+        sizes = [state.objective.size(batch, state.lm_config) for batch in window]
+        targets, tokens, stop_requested, missing = update_size(state, sizes, missing)
         if stop_requested:
-            read_meter(state)
-            save_and_stop(state)
-        if not meter.updates:
-            Logger(describe_run(state, loader.dataset, window, tokens))
-            gc.freeze()  # what start-up made lives as long as the run: no collection looks at it again
-            meter.restart()  # what came before the first update is not training time
-        state.callbacks.call("on_batch_start", state.update + 1)
-        losses, grad_norm = train_update(state, window, targets, tokens)
-        meter.count(sizes, state.device)
-        before, step = step, step + len(fetched)
-        state.epoch, state.step, state.update = epoch, step, state.update + 1
-        state.callbacks.call("on_optimizer_step", state.update)
+            if state.saved_update != progress.update:
+                save_checkpoint(state)
+            raise interrupted(state)
 
-        # What is due, alike on all ranks. While updates are skipped nothing is saved: what is due then stays
-        # due.
-        if state.eval_loader is not None:
-            is_near_end = 0 < iters - step < args.eval_interval / 2  # the evaluation there is enough
-            state.evaluate_due |= reached(args.eval_interval, before, step, iters) and not is_near_end
-        if args.keep_every and state.update % args.keep_every == 0:
-            state.keep_due = True
-        state.save_due |= reached(args.save_interval, before, step, iters)
-        state.save_due |= state.evaluate_due or state.keep_due
-        log_due = reached(args.log_interval, before, step, iters) or state.save_due
-        if log_due and state.device.type == "cuda":
-            meter.wait_for_device()
-        if log_due or state.device.type == "cpu":  # on a CPU after each update: to read waits for nothing
-            state.skipped_updates.read_and_warn()
-        # while updates are skipped the last good checkpoint stays, but the last update of a run is saved
-        is_last = state.update == state.total_updates
-        save_now = state.save_due and (is_last or not state.skipped_updates.in_a_row)
+        callbacks.call("on_batch_start", progress.update + 1)
+        figures = train_update(state, window, targets, tokens)
+        meter.count(sizes)
+        before, step = step, step + number
+        if missing:
+            given = f"{step - missing / world_size():g} of {iters} micro-batches"
+            warn(f"epoch {epoch + 1}: the data loader gave only {given}; the epoch ends here")
+            step = iters
+        progress.epoch, progress.step, progress.update = epoch, step, progress.update + 1
+        progress.samples_done = min(state.run["samples"], step * args.batch_size * world_size())
+        progress.tokens += int(tokens)
+        count_figures(state, window, figures, targets)
+        callbacks.call("on_optimizer_step", progress.update)
+
+        # What is due, alike on all ranks. The first update of a run is saved, too: what a checkpoint cannot
+        # hold shows at once.
+        is_near_end = 0 < iters - step < args.eval_interval / 2  # the evaluation there is enough
+        evaluate_due = state.eval_loader is not None and not is_near_end
+        evaluate_due = evaluate_due and reached(args.eval_interval, before, step, iters)
+        save_due = evaluate_due or reached(args.save_interval, before, step, iters)
+        save_due = save_due or state.saved_update is None
+        save_due = save_due or bool(args.keep_every and progress.update % args.keep_every == 0)
+        log_due = save_due or reached(args.log_interval, before, step, iters)
+        record = make_record(state, figures, iters) if log_due else None
+        if record is not None:
+            if evaluate_due:
+                record |= validate(state)
+            callbacks.call("on_log", record)
+            write_record(state, record)
+        callbacks.call("on_batch_end", progress.update, record)
+        if step == iters:
+            callbacks.call("on_epoch_end", epoch)
+        if save_due or state.stopped:
+            save_checkpoint(state)  # last: a resumed run does all that follows it anew
         if log_due:
-            state.record = make_record(state, losses, grad_norm, state.evaluate_due and save_now)
-        if save_now:
-            state.evaluate_due = False
-            save_checkpoint(state)
-        finish_update(state)  # log, after evaluating if that is due
-        if log_due:
-            state.peak.remeasure_if_due()
             meter.restart()  # saving and evaluating are not training time
     if step == iters:
         next(batches, None)  # exhausts the loader, which then ends its worker processes
-        state.callbacks.call("on_epoch_end", epoch)
 
 
-def train_update(
-    state: TrainState, window: list[Batch], targets: float, tokens: float
-) -> tuple[Tensor, Tensor]:
-    """One optimizer update over a window of micro-batches.
+def first_pass(state: TrainState, batch: Batch) -> None:
+    """A pass over an empty batch, which changes nothing. After the first backward pass of a process DDP
+    rebuilds its buckets, and then sums in another order: so all updates, also of a resumed run, come after
+    it."""
+    (batch,) = state.objective.prepare(state, [batch])
+    with state.autocast:
+        loss, aux_loss, _ = state.objective.loss(state.model, to_device(batch, state.device), state.args)
+    (loss + aux_loss).backward()
+    state.optimizer.zero_grad(set_to_none=True)
+
+
+def train_update(state: TrainState, window: list[Batch], targets: float, tokens: float) -> Figures:
+    """One optimizer update over a window of micro-batches; it is skipped if a loss or the gradient is not
+    finite, or there is no target.
 
     Args:
         state: the run.
@@ -142,67 +143,95 @@ def train_update(
         targets, tokens: of the whole update, over all ranks.
 
     Returns:
-        On the device, over all ranks: losses [2 + K], the mean loss per target, the mean auxiliary loss per
-        token and the means per target of the K metrics, in float64 (float32 on MPS), NaN without any target;
-        the gradient norm [] before clipping. The loop reads them only to log.
+        Figures over all ranks as (sum, count), of which the quotient is reported: `logits_loss` and the
+        objective's metrics, `aux_loss`, `loss` and `grad_norm` before clipping. A mean over the targets or
+        tokens of the update counts once.
     """
     args, model, optimizer, scaler = state.args, state.model, state.optimizer, state.scaler
-    rate = state.schedule(state.update + 1, state.total_updates, args)
-    if rate is not None:  # None: a scheduler of torch sets it
-        for group in optimizer.param_groups:
-            group["lr"] = rate * group.get("lr_scale", 1.0)
-    is_empty = targets == 0  # then there is nothing to learn from: no step, and no loss
-    targets, tokens = max(targets, 1.0), max(tokens, 1.0)
-    # over the update: loss, auxiliary loss, the K metrics, cross entropy
-    sums = state.losses.new_zeros(3 + len(state.metric_names))
+    set_learning_rate(state)
+    sums: dict[str, Tensor] = {}
     for i, batch in enumerate(window):
-        seed_dropout(args.seed, state.update, i)
+        seed_dropout(args.seed, state.progress.update, i)
         if world_size() > 1:  # the ranks exchange gradients after the last micro-batch
             gradient_sync(model, enabled=i == len(window) - 1)
         with state.autocast:
-            loss, aux_loss, *rest = state.loss_fn(model, to_device(batch, state.device), args)
-        metrics = rest[0] if rest else {}
-        if not set(state.metric_names) <= metrics.keys() <= {*state.metric_names, "cross_entropy"}:
-            raise other_names_error(metrics, state.metric_names)
+            loss, aux_loss, metrics = state.objective.loss(model, to_device(batch, state.device), args)
         # DDP and FSDP average the gradients over the ranks; times world_size makes the average a sum
-        scaled_loss = scaler.scale((loss / targets + aux_loss / tokens) * world_size())
-        if state.device.type == "cuda":
-            backward_on_gpu(scaled_loss, model)
-        else:
-            scaled_loss.backward()
-        state.loss_is_cross_entropy = "cross_entropy" in metrics
-        values = [loss, aux_loss]
-        values += [metrics[name] for name in state.metric_names]
-        values.append(metrics.get("cross_entropy", loss))
-        sums += torch.stack([value.detach().to(sums.dtype) for value in values])
-    counts = [targets, tokens] + [targets] * (len(state.metric_names) + 1)
-    losses = torch.stack([total / count for total, count in zip(reduce_sum(sums), counts, strict=True)])
+        mean = loss / max(targets, 1.0) + aux_loss / max(tokens, 1.0)
+        scaler.scale(mean * world_size()).backward()
+        add_sums(sums, {"logits_loss": loss, "aux_loss": aux_loss, **metrics}, state.device)
+    if state.metric_names is None:
+        state.metric_names = checked_names(list(sums), type(state.objective).__name__)
     scaler.unscale_(optimizer)  # float16: clip the true gradient, not the scaled one
     grad_norm = full_tensor(clip_grad_norm_(unwrap(model).parameters(), args.grad_clip or math.inf))
-    # alike on all ranks
-    skip = state.skipped_updates.check_on_device(state.update + 1, window, losses[:2], grad_norm, scaler)
-    if not is_empty and should_step(optimizer, skip):  # fused optimizers read `skip` on the device
+    totals = reduce_sum(torch.stack(list(sums.values())))
+    *totals, norm = torch.cat((totals, grad_norm.to(totals).reshape(1))).tolist()  # the only sync point
+
+    figures = update_figures(dict(zip(sums, totals, strict=True)), targets, tokens)
+    loss = figures["logits_loss"][0] + figures["aux_loss"][0]
+    if math.isfinite(loss) and math.isfinite(norm):  # alike on all ranks
         optimizer.step()
     scaler.update()
     optimizer.zero_grad(set_to_none=True)
-    if is_empty:
-        losses = losses * math.nan
-    losses, cross_entropy = losses[:-1], losses[-1]
-    loss = losses[:2].sum()
-    is_finite = torch.isfinite(loss)
-    # as in `state.losses`, for the means over the updates since the last record: loss, number of updates,
-    # metrics
-    of_update = torch.cat((torch.stack((loss, torch.ones_like(loss))), losses[2:]))
-    state.losses += torch.where(is_finite, of_update, 0.0)
-    state.update_loss = torch.where(is_finite, cross_entropy, math.nan)
-    return losses, grad_norm
+    return figures | {"loss": (loss, 1.0), "grad_norm": (norm, 1.0)}
 
 
-def other_names_error(metrics: dict[str, Tensor], names: tuple[str, ...]) -> UserError:
-    """The error for a `loss_fn` that gives other metrics than those of these names, and `cross_entropy`,
-    which needs no naming."""
-    given, named = ", ".join(metrics) or "nothing", ", ".join(names) or "empty"
-    return UserError(f"loss_fn gives {given} beside the loss, but TrainState's metric_names are {named}")
+def set_learning_rate(state: TrainState) -> None:
+    """Set the rate of the update that comes, unless a scheduler of torch does."""
+    rate = learning_rate(state, state.progress.update + 1)
+    for group in state.optimizer.param_groups:
+        if rate is not None:
+            group["lr"] = rate * group.get("lr_scale", 1.0)
+        elif not isinstance(group["lr"], Tensor):
+            group["lr"] = float(group["lr"])  # a scheduler may compute with NumPy
+
+
+def learning_rate(state: TrainState, update: int) -> float | None:
+    """The rate of an update, None where a scheduler of torch sets it. Raises UserError if the schedule gives
+    something else."""
+    rate = state.schedule(update, state.total_updates, state.args)
+    if rate is None:
+        return None
+    try:
+        value = float(rate)
+    except (TypeError, ValueError):
+        value = math.nan
+    if not math.isfinite(value):
+        raise UserError(f"the schedule gives {rate!r} at update {update}; it must give a learning rate")
+    return value
+
+
+def update_size(state: TrainState, sizes: list[Size], missing: int) -> tuple[float, float, bool, float]:
+    """Targets and tokens of an update over all ranks, whether any rank was asked to stop, and how many
+    micro-batches the loaders did not give.
+
+    sizes: of this rank's micro-batches. The hosts exchange them over gloo: the device is not waited for, and
+    a lost rank is noticed here.
+    """
+    targets, tokens = sum(size.targets for size in sizes), sum(size.tokens for size in sizes)
+    host = torch.tensor([targets, tokens, state.stop_request.signal, missing], dtype=torch.float64)
+    with state.meter.timing("comm"):
+        total_targets, total_tokens, stop, total_missing = reduce_sum(host).tolist()
+    return total_targets, total_tokens, stop > 0, total_missing
+
+
+def update_seed(*numbers: int) -> int:
+    """A random seed made of numbers and the rank."""
+    return int(np.random.SeedSequence([*numbers, this_rank()]).generate_state(1)[0])
+
+
+def seed_update(seed: int, update: int) -> None:
+    """Make what a data set, a collate function or a callback draws a function of (seed, update, rank), so
+    that there is no random state to save."""
+    number = update_seed(seed, update)
+    random.seed(number)
+    np.random.seed(number)
+    torch.manual_seed(number)
+
+
+def seed_dropout(seed: int, update: int, micro_batch: int) -> None:
+    """Make dropout a function of (seed, update, micro-batch, rank)."""
+    torch.manual_seed(update_seed(seed, update, micro_batch))
 
 
 def reached(interval: int, before: int, step: int, iters: int) -> bool:
@@ -211,204 +240,124 @@ def reached(interval: int, before: int, step: int, iters: int) -> bool:
     return step == iters or (interval > 0 and before // interval != step // interval)
 
 
-def update_size(state: TrainState, sizes: list[Size]) -> tuple[float, float, bool]:
-    """Targets and tokens of an update over all ranks, and whether any rank was asked to stop.
-
-    sizes: of this rank's micro-batches. The hosts exchange them over gloo: the device is not waited for, and
-    a lost rank is noticed here.
-    """
-    targets, tokens = sum(size.targets for size in sizes), sum(size.tokens for size in sizes)
-    host = torch.tensor([targets, tokens, state.stop_request.signal], dtype=torch.float64)
-    with state.meter.timing("comm"):
-        total_targets, total_tokens, stop = reduce_sum(host).tolist()
-    return total_targets, total_tokens, stop > 0
+# --- figures
 
 
-def seed_dropout(seed: int, update: int, micro_batch: int) -> None:
-    """Make dropout a function of (seed, update, micro-batch, rank), so that there is no random state to
-    save."""
-    torch.manual_seed(
-        int(np.random.SeedSequence([seed, update, micro_batch, this_rank()]).generate_state(1)[0])
+def count_figures(state: TrainState, window: list[Batch], figures: Figures, targets: float) -> None:
+    """Add the figures of an update to the sums since the last record, or count it as skipped. Raises
+    UserError if too many in a row were."""
+    progress, limit = state.progress, state.args.max_bad_updates
+    is_finite = {name: math.isfinite(figures[name][0]) for name in ("loss", "grad_norm")}
+    if all(is_finite.values()):
+        progress.bad_updates = 0
+        for name, (value, count) in figures.items():
+            total, total_count = progress.sums.get(name, (0.0, 0.0))
+            progress.sums[name] = total + value, total_count + count
+        return
+    if targets == 0:
+        return
+    if is_finite["loss"] and state.scaler.is_enabled() and state.scaler.get_scale() > 1.0:
+        progress.overflows += 1  # the scaler has lowered its scale
+        return
+    own = [i for batch in window if "sample_ids" in batch for i in batch["sample_ids"].tolist()]
+    samples = sum(gather(own), [])
+    progress.bad_updates += 1
+    progress.skipped.append({"update": progress.update, "sample_ids": samples})
+    named = ", ".join(f"{sample} ({state.source(sample)})" for sample in samples[:4])
+    warn(
+        f"update {progress.update} is skipped, its loss or gradient is not finite; its samples: {named}"
+        f"{' ...' if len(samples) > 4 else ''}"
     )
+    if progress.bad_updates >= limit:
+        raise UserError(
+            f"--max_bad_updates {limit}: the loss or gradient was not finite in {limit} updates in a row; "
+            "lower --learning_rate, look at the samples named above, or use --dtype float32; the last "
+            "checkpoint is intact"
+        )
 
 
-# --- before the first update
-
-
-def trial_pass(state: TrainState, batch: Batch) -> float:
-    """Seconds of a micro-batch forward and backward that changes nothing: the gradients are thrown away;
-    buffers, such as token counts, and random streams are put back. Sync point."""
-    buffers = [(buffer, buffer.clone()) for buffer in state.model.buffers()]
-    begin = time.perf_counter()
-    with torch.random.fork_rng([state.device] if state.device.type == "cuda" else []):
-        with state.autocast:
-            loss, aux_loss, *_ = state.loss_fn(state.model, to_device(batch, state.device), state.args)
-        (loss + aux_loss).backward()
-    loss.item()  # a device works in order: then the backward pass is done as well
-    seconds = time.perf_counter() - begin
-    state.optimizer.zero_grad(set_to_none=True)
-    with torch.no_grad():
-        for buffer, before in buffers:
-            buffer.copy_(before)
-    return seconds
-
-
-def describe_run(state: TrainState, data: Any, window: list[Batch], tokens: float) -> str:
-    """The line before the first update of this process: the updates that are left, their tokens, passes over
-    the data and time (saves and evaluations not included), device and dtype. Of rollouts, which take most of
-    the time, it says neither tokens nor time. Called on all ranks.
-
-    data: what the run trains on. window: this rank's micro-batches of the first update. tokens: of that
-    update, over all ranks.
-    """
-    left, updates = state.total_updates - state.update, f"{state.total_updates:,} updates"
-    passes = state.args.epochs * left / state.total_updates
-    parts = [f"run: {left:,} of {updates} are left" if state.update else f"run: {updates}"]
-    time_left: list[str] = []
-    advice = ""
-    if state.prepare is None and tokens:
-        # in batches that share prompts (`key_index`) a prompt is counted once, unlike in the data
-        is_exact = isinstance(data, StageDataset) and "key_index" not in window[0]
-        amount = epoch_tokens(data, state.args) * passes if is_exact else tokens * left
-        in_all = f"{amount / 1e6:,.1f} M" if amount >= 1e6 else f"{amount:,.0f}"
-        parts[0] += f" of about {amount / left:,.0f} tokens"
-        parts.append(f"{in_all} tokens in all")
-        if rate := trial_rate(state, window):
-            time_left.append(f"about {duration(amount / rate)}")
-            is_few = state.total_updates < FEW_UPDATES_TO_ADVISE
-            if is_exact and is_few and amount / rate > SECONDS_TO_ADVISE:
-                advice = plan_advice(str(state.args.data_path), getattr(data, "kind", ""), amount / rate)
-    parts += [f"{passes:.3g} {'pass' if passes == 1 else 'passes'} over the data", *time_left]
-    return f"{', '.join(parts)}; {describe_device(state.device, state.autocast)}{advice}"
-
-
-def trial_rate(state: TrainState, window: list[Batch]) -> float:
-    """Tokens per second of all ranks, in a trial of each rank's first micro-batch."""
-    if world_size() > 1:
-        gradient_sync(state.model, enabled=len(window) == 1 or is_sharded(state.model))
-    trial_pass(state, window[0])  # it compiles, and asks for memory
-    tokens = state.size_fn(window[0], state.lm_config).tokens
-    trials = gather((tokens, trial_pass(state, window[0])))
-    return sum(size for size, _ in trials) / max(seconds for _, seconds in trials)
-
-
-def plan_advice(data_path: str, kind: str, seconds: float) -> str:
-    """A second line for a run that takes long and makes few updates: the command of the plan that fits the
-    model to the data and to this time."""
-    flag = {"pretrain": "--pretrain_data", "sft": "--sft_data"}.get(kind)
-    if flag is None:
-        return ""
-    command = ["python", "scripts/plan.py", flag, ",".join(split_weights(data_path)[0])]
-    command += ["--hours", f"{seconds / 3600:.2g}"]
-    return (
-        "\nso few updates in so long a time teach little; a plan chooses the model and the batch that learn "
-        f"most in it: {shlex.join(command)}"
-    )
-
-
-# --- the log
-
-
-def make_record(state: TrainState, losses: Tensor, grad_norm: Tensor, evaluate_due: bool) -> dict[str, Any]:
-    """The log record of the update just made: `loss` is its own; `mean_loss` and the stage's metrics are
-    means over the updates since the last record. Sync point: the host waits for the device."""
-    total, count, *sums = state.losses.tolist()
-    state.losses.zero_()
-    count = count or math.nan  # no update had a loss: then there is no mean
-    logits_loss, aux_loss = losses[:2].tolist()
-    rate = state.schedule(state.update, state.total_updates, state.args)
+def make_record(state: TrainState, figures: Figures, iters: int) -> Record:
+    """The log record of the update just made: its own losses and gradient norm; `mean_loss` and the
+    objective's metrics are means over the updates since the last record."""
+    progress = state.progress
+    means = {name: quotient(*progress.sums.get(name, (0.0, 0.0))) for name in figures}
+    own = {name: quotient(*figures[name]) for name in ("loss", "logits_loss", "aux_loss", "grad_norm")}
+    rate = learning_rate(state, progress.update)
     if rate is None:  # a scheduler of torch sets it
         rate = float(state.optimizer.param_groups[0]["lr"])
-    values = {
-        "loss": logits_loss + aux_loss,
-        "mean_loss": total / count,
-        "logits_loss": logits_loss,
-        "aux_loss": aux_loss,
-        "grad_norm": float(grad_norm),
+    state.read_clock()
+    record: Record = {
+        "update": progress.update,
+        "epoch": progress.epoch,
+        "step": progress.step,
+        "iters": iters,
+        **own,
+        "mean_loss": means["loss"],
         "learning_rate": rate,
+        **{name: value for name, value in means.items() if name not in own},
+        "tokens": progress.tokens,
+        "seconds": progress.seconds,
+        **state.meter.figures(state.total_updates - progress.update, state.device),
     }
-    for name, value in zip(state.metric_names, sums, strict=True):
-        values[name] = value / count
-    record: dict[str, Any] = {
-        "update": state.update,
-        "epoch": state.epoch,
-        "step": state.step,
-        "iters": state.iters,
-    }
-    record |= {key: finite(value) for key, value in values.items()} | read_meter(state)
-    state.callbacks.call("on_record", record)
-    if state.skipped_updates.skipped or state.skipped_updates.overflows:
-        record |= state.skipped_updates.pop_record_fields()
-    if evaluate_due:
-        record["evaluating"] = True
+    if progress.skipped:
+        record["skipped"] = progress.skipped
+    if progress.overflows:
+        record["overflows"] = progress.overflows
+    progress.sums, progress.skipped, progress.overflows = {}, [], 0
     return record
 
 
-def finite(value: float) -> float | None:
-    """The value, or None for NaN and infinities, which JSON cannot hold."""
-    return value if math.isfinite(value) else None
-
-
-def finish_update(state: TrainState) -> None:
-    """Complete the pending record, if there is one: evaluate if due, keep the best weights, log. A resumed
-    run does so before its first update. Raises Interrupted if a signal came during the evaluation. The
-    checkpoint just written holds the record, and the resumed run evaluates again."""
-    if state.metrics is not None:
-        state.metrics.bar.update(state.update - state.metrics.bar.n)
-    if state.record is None:
-        state.callbacks.call("on_batch_end", state.update, None)
-        return
-    record, state.record = dict(state.record), None
-    if record.pop("evaluating", False) and state.eval_loader is not None:
-        state.callbacks.call("on_validation_start")
-        held_out = evaluate(state, state.eval_loader)
-        if held_out is None:  # a signal interrupted it
-            raise interrupted(state)
-        record |= held_out
-        if state.is_best(held_out):
-            write_weights(state, f"{state.args.save_weight}_best")
-        state.callbacks.call("on_validation_end", held_out)
-    state.callbacks.call("on_log", record)
-    iters = record.pop("iters")
+def write_record(state: TrainState, record: Record) -> None:
+    """Write a complete record, on rank 0: to the metrics file, the console and the tracker. Warn of what it
+    shows."""
     state.writer.check()
-    if state.metrics is not None:
+    iters = record.pop("iters")
+    if state.log is not None:
+        for name, text in advice([*state.log.records, record], state.facts):
+            if name not in state.log.warned:
+                state.log.warned.add(name)
+                record.setdefault("warnings", []).append(f"{name}: {text}")
+                warn(f"{name}: {text}")
         share = record["update"] / state.total_updates
         head = f"Epoch:[{record['epoch'] + 1}/{state.args.epochs}]({record['step']}/{iters}) {share:.0%}"
-        state.metrics.write(record, head)
+        state.log.write(record, head)
     if state.wandb is not None:
         texts = [f"{sample['prompt']}\n-> {sample['answer']}" for sample in record.get("samples", ())]
         points = drawable(record, leave_out=("update", "seconds"))
         state.wandb.log(points | ({"samples": texts} if texts else {}), record["update"])
-    state.callbacks.call("on_batch_end", state.update, record)
 
 
 # --- held-out data
 
 
-@torch.no_grad()
-def evaluate(state: TrainState, loader: Iterable[Batch]) -> dict[str, float | None] | None:
-    """Held-out loss (nats per target) and bits per byte of the text that the targets spell, over all ranks.
+def validate(state: TrainState) -> dict[str, float | None]:
+    """Evaluate, and write the best weights if these are the best so far."""
+    args, progress = state.args, state.progress
+    state.callbacks.call("on_validation_start")
+    metrics = evaluate(state, cast(DataLoader, state.eval_loader))
+    value = monitored("--monitor", args.monitor, metrics)
+    best = progress.best_eval
+    if value is not None and (best is None or (value > best if args.mode == "max" else value < best)):
+        progress.best_eval, progress.best_update = value, progress.update
+        write_weights(state, f"{args.save_weight}_best")
+    state.callbacks.call("on_validation_end", metrics)
+    return metrics
 
-    Bits per byte do not depend on the tokenizer. The micro-batches do not depend on the world size. None if a
-    signal interrupted it.
-    """
+
+@torch.no_grad()
+def evaluate(state: TrainState, loader: Iterable[Batch]) -> dict[str, float | None]:
+    """Held-out loss (nats per target), other sums of the objective, and bits per byte of the text that the
+    targets spell, over all ranks. Bits per byte do not depend on the tokenizer, the micro-batches not on the
+    number of ranks."""
     model = unwrap(state.model)
     model.eval()
-    sums: dict[str, Tensor] = {}  # on the device: the host reads them once, at the end
+    sums: dict[str, Tensor] = {}
     targets = text_bytes = 0
-    stop = False
     for batch in loader:
-        stop = state.stop_request.signal > 0
-        if is_sharded(model):  # a forward pass takes all ranks, so all stop at the same batch
-            stop = bool(reduce_sum(torch.tensor(float(stop))) > 0)
-        if stop:
-            break
-        size = state.size_fn(batch, state.lm_config)
+        size = state.objective.size(batch, state.lm_config)
         with state.autocast:
-            batch_sums = state.eval_fn(model, to_device(batch, state.device), state.args)
-        for name, value in batch_sums.items():
-            value = torch.as_tensor(value, dtype=state.losses.dtype)
-            sums[name] = sums[name] + value if name in sums else value
+            values = state.objective.held_out(model, to_device(batch, state.device), state.args)
+        add_sums(sums, values, state.device)
         targets, text_bytes = targets + size.targets, text_bytes + size.text_bytes
     model.train()
     # let go of gathered weights: a callback may have put others in place for the validation alone
@@ -416,13 +365,15 @@ def evaluate(state: TrainState, loader: Iterable[Batch]) -> dict[str, float | No
         cast(Any, module).reshard()
     names = sorted(set().union(*gather(list(sums))))  # a rank may have had no batch
     own = [float(sums.get(name, 0.0)) for name in names]  # sync point
-    host = torch.tensor([*own, targets, text_bytes, stop], dtype=torch.float64)
-    *totals, all_targets, all_bytes, any_stop = reduce_sum(host).tolist()
-    if any_stop:
-        return None
-    if "loss" not in names:
+    host = torch.tensor([*own, targets, text_bytes], dtype=torch.float64)
+    *totals, all_targets, all_bytes = reduce_sum(host).tolist()
+    total = dict(zip(names, totals, strict=True))
+    if "loss" not in total:
         raise UserError(f"validation gives {', '.join(names) or 'nothing'}; `loss` must be one of its sums")
-    metrics = {f"eval_{name}": total / max(all_targets, 1) for name, total in zip(names, totals, strict=True)}
+    metrics: dict[str, float | None] = {}
+    for name in names:
+        if not name.endswith(COUNT):
+            metrics[f"eval_{name}"] = quotient(total[name], total.get(name + COUNT, max(all_targets, 1)))
     if all_bytes:
-        metrics["eval_bpb"] = totals[names.index("loss")] / math.log(2) / all_bytes
-    return {name: finite(value) for name, value in metrics.items()}
+        metrics["eval_bpb"] = finite(total["loss"] / math.log(2) / all_bytes)
+    return metrics

@@ -10,8 +10,8 @@ replies, and its reply is put behind the turn: in the context, never a target. A
 last turn, and all its turns are trained. Starts from out/full_sft_<hidden_size>[_moe].pth and writes
 out/agent_<hidden_size>[_moe].pth.
 
-To change this stage, change it here: `Args` (defaults and flags), `loss_fn`, `schedule`, `open_data`,
-`extend_run`, and in `main` the model.
+To change this stage, change it here: `Args` (defaults and flags), `Objective`, `schedule`, `open_data`,
+and in `main` the model.
 Environments are classes in trainer/rollouts/environments.py or in a module of your own.
 """
 
@@ -24,14 +24,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common.settings import ROOT, setting
 from dataset.token_cache import load_tokenizer
 from trainer import trainer_utils as utils
-from trainer.data.datasets import open_prompts, train_loader
+from trainer.data.datasets import open_prompts, steps_per_epoch, train_loader
 from trainer.loop import train_epoch
 from trainer.objectives import policy
 from trainer.objectives.next_token import model_config
-from trainer.optim.build import build_optimizer
 from trainer.report.trackers import start_tracker
+from trainer.rollouts.batches import Rollouts
 from trainer.rollouts.environments import check_tools, load_environment
-from trainer.rollouts.settings import ReinforcementArgs, add_rollouts
+from trainer.rollouts.settings import ReinforcementArgs, make_rollouts
+from trainer.run.callbacks import CallbackList
 from trainer.run.errors import training_errors
 from trainer.run.saving import is_finished, training_files
 from trainer.run.state import TrainState
@@ -56,9 +57,15 @@ class Args(ReinforcementArgs):
     max_total_len: int = setting(2048, "tokens of a trajectory at most, with its prompt and replies", ge=8)
 
 
-METRICS = policy.METRICS  # names of the sums that loss_fn returns beside the loss
-# (model, batch, args) -> sums: of the policy loss, of auxiliary losses, and METRICS
-loss_fn = policy.sampled_tokens_loss
+class Objective(Rollouts):
+    """What this stage learns, from what the model writes to the prompts."""
+
+    def loss(self, model, batch, args):
+        """Sums, each []: of the losses of the targets, of the auxiliary losses of the tokens, and of metrics
+        by name over the targets."""
+        return policy.sampled_tokens_loss(model, batch, args)
+
+
 schedule = utils.warmup_cosine  # (update from 1, total updates, args) -> learning rate
 
 
@@ -72,16 +79,11 @@ def open_data(args, tokenizer):
     return train_set, eval_set
 
 
-def extend_run(state, tokenizer, train_set, eval_set):
-    """Have a micro-batch of prompts become trajectories, which model and environment write, with rewards."""
-    add_rollouts(state, tokenizer, load_environment(state.args.environment))
-
-
 def main() -> None:
     """Run the stage, from its command line to its weights."""
-    # 1. Settings, and the config of the start weights, if any; console, device, precision, signals, locks.
+    # 1. Settings, and the config of the start weights, if any; console, device, precision, locks.
     args, start = utils.read_settings(Args, __doc__)
-    device, autocast, scaler, stop_request = utils.set_up_process(args)
+    device, autocast, scaler = utils.set_up_process(args)
 
     # 2. Prompts, with the tools of the environment.
     tokenizer = load_tokenizer(args.tokenizer_path)
@@ -95,34 +97,36 @@ def main() -> None:
     lm_config = model_config(tokenizer, args, start)
     where = {"save_dir": args.checkpoint_dir, "resume_from": args.resume_from}
     checkpoint = utils.lm_checkpoint(lm_config, args.save_weight, **where) if args.from_resume else None
-    args, run = utils.resolve_settings_and_check_resume(args, checkpoint, lm_config, train_set)
+    args, run = utils.resolve_settings_and_check_resume(args, checkpoint, lm_config, train_set, eval_set)
     if checkpoint is not None and is_finished(args, run, checkpoint):
         return
 
     # 5. SwanLab (wandb, as in MiniMind).
     wandb = start_tracker(args, run, checkpoint) if args.use_wandb else None
 
-    # 6. Model, wrapped in DDP, and optimizer.
-    weight = utils.weights_to_load(args, run, checkpoint)
+    # 6. Model, wrapped in DDP; rollouts, and optimizer.
+    weight = args.from_weight if checkpoint is None else "none"  # the checkpoint replaces them
     model, _ = utils.init_model(lm_config, weight, args.tokenizer_path, args.save_dir)
     model = utils.compile_and_wrap(model, args, device, autocast, train_set)
-    optimizer = build_optimizer(model, args.learning_rate, args.weight_decay, args.optimizer)
+    environment = load_environment(args.environment)
+    objective = make_rollouts(Objective, args, tokenizer, device, environment)
+    optimizer = objective.optimizer(model, args)
 
     # 7. The state of the run, with its rollouts, restored from the checkpoint.
     state = TrainState(
-        args=args, lm_config=lm_config, run=run, stop_request=stop_request,
+        args=args, lm_config=lm_config, run=run,
         model=model, optimizer=optimizer, scaler=scaler, autocast=autocast, device=device,
-        loss_fn=loss_fn, schedule=schedule, metric_names=METRICS,
+        objective=objective, schedule=schedule, callbacks=CallbackList([objective]),
     )  # fmt: skip
-    extend_run(state, tokenizer, train_set, eval_set)
-    utils.begin_run(state, checkpoint, train_set, eval_set, code=[__file__, *args.code_files()])
+    utils.begin_run(state, checkpoint, train_set, eval_set)
 
     # 8. Train.
     with training_files(state, wandb):
-        for epoch in range(state.epoch, args.epochs):
-            start_step = state.step if epoch == state.epoch else 0
+        iters = steps_per_epoch(run["samples"], args.batch_size)
+        for epoch in range(state.progress.epoch, args.epochs):
+            start_step = state.progress.step if epoch == state.progress.epoch else 0
             loader = train_loader(train_set, args, epoch, start_step)
-            train_epoch(state, epoch, loader, state.iters, start_step, wandb)
+            train_epoch(state, epoch, loader, iters, start_step, wandb)
 
 
 if __name__ == "__main__":

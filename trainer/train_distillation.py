@@ -10,8 +10,8 @@ x KL divergence of teacher and student, over the tokens that the assistant says.
 shape, and the student's tokenizer; it is only read. Starts from out/full_sft_<hidden_size>[_moe].pth and
 writes full_dist_... beside.
 
-To change this stage, change it here: `Args` (defaults and flags), `loss_fn`, `held_out`, `schedule`,
-`frozen`, `open_data`, `extend_run`, and in `main` the model.
+To change this stage, change it here: `Args` (defaults and flags), `Objective`, `schedule`,
+`frozen`, `open_data`, and in `main` the model.
 """
 
 import sys
@@ -25,12 +25,10 @@ from common.settings import data_file, setting
 from dataset.lm_dataset import SFTDataset
 from dataset.token_cache import load_tokenizer
 from trainer import trainer_utils as utils
-from trainer.data.datasets import open_datasets, train_loader
+from trainer.data.datasets import open_datasets, steps_per_epoch, train_loader
 from trainer.devices.wrapping import build_device
 from trainer.loop import train_epoch
-from trainer.objectives import distillation
-from trainer.objectives.next_token import model_config
-from trainer.optim.build import build_optimizer
+from trainer.objectives import distillation, next_token
 from trainer.report.trackers import start_tracker
 from trainer.run.errors import training_errors
 from trainer.run.saving import is_finished, training_files
@@ -54,23 +52,27 @@ class Args(distillation.TeacherArgs):
     temperature: float = setting(1.5, "divides the logits of both models before they are compared", gt=0)
 
 
-METRICS = ("cross_entropy", "divergence")  # names of the sums that loss_fn returns beside the loss
+class Objective(next_token.Objective):
+    """What this stage learns: the answers, and what a teacher, a frozen model, predicts for each token."""
 
+    shown = ("cross_entropy", "divergence")
 
-def loss_fn(teacher, model, batch, args):
-    """Sums, each []: of the losses of the targets, of the load-balancing losses of the tokens, and by name of
-    METRICS over the targets."""
-    cross_entropy, divergence, aux_loss = distillation.distillation_sums(
-        model, teacher, batch, args.temperature
-    )
-    loss = args.alpha * cross_entropy + (1 - args.alpha) * args.temperature**2 * divergence
-    return loss, aux_loss, {"cross_entropy": cross_entropy, "divergence": divergence}
+    def __init__(self, teacher):
+        self.teacher = teacher
 
+    def loss(self, model, batch, args):
+        """Sums, each []: of the losses of the targets, of the load-balancing losses of the tokens, and of
+        metrics by name over the targets."""
+        cross_entropy, divergence, aux_loss = distillation.distillation_sums(
+            model, self.teacher, batch, args.temperature
+        )
+        loss = args.alpha * cross_entropy + (1 - args.alpha) * args.temperature**2 * divergence
+        return loss, aux_loss, {"cross_entropy": cross_entropy, "divergence": divergence}
 
-def held_out(teacher, model, batch, args):
-    """The cross entropy and the divergence of held-out data, each a sum [] over the targets."""
-    _, _, sums = loss_fn(teacher, model, batch, args)
-    return {"loss": sums["cross_entropy"], "divergence": sums["divergence"]}
+    def held_out(self, model, batch, args):
+        """The cross entropy and the divergence of held-out data, each a sum [] over the targets."""
+        _, _, sums = self.loss(model, batch, args)
+        return {"loss": sums["cross_entropy"], "divergence": sums["divergence"]}
 
 
 schedule = utils.warmup_cosine  # (update from 1, total updates, args) -> learning rate
@@ -78,17 +80,11 @@ frozen: tuple[str, ...] = ()  # prefixes of the names of frozen parameters, e.g.
 open_data = partial(open_datasets, SFTDataset)  # (args, tokenizer) -> training and held-out (or None) data
 
 
-def extend_run(state, tokenizer, train_set, eval_set):
-    """Give the losses their teacher, a frozen model."""
-    teacher = distillation.load_teacher(state.args, tokenizer, state.device)
-    state.loss_fn, state.eval_fn = partial(loss_fn, teacher), partial(held_out, teacher)
-
-
 def main() -> None:
     """Run the stage, from its command line to its weights."""
-    # 1. Settings, and the config of the start weights, if any; console, device, precision, signals, locks.
+    # 1. Settings, and the config of the start weights, if any; console, device, precision, locks.
     args, start = utils.read_settings(Args, __doc__)
-    device, autocast, scaler, stop_request = utils.set_up_process(args)
+    device, autocast, scaler = utils.set_up_process(args)
 
     # 2. Data, tokenised before the process group exists: that may take longer than a collective waits.
     tokenizer = load_tokenizer(args.tokenizer_path)
@@ -99,38 +95,38 @@ def main() -> None:
     utils.setup_seed(args.seed)
 
     # 4. Model config, and the checkpoint to resume from; that of another run is refused.
-    lm_config = model_config(tokenizer, args, start)
+    lm_config = next_token.model_config(tokenizer, args, start)
     where = {"save_dir": args.checkpoint_dir, "resume_from": args.resume_from}
     checkpoint = utils.lm_checkpoint(lm_config, args.save_weight, **where) if args.from_resume else None
-    args, run = utils.resolve_settings_and_check_resume(args, checkpoint, lm_config, train_set)
+    args, run = utils.resolve_settings_and_check_resume(args, checkpoint, lm_config, train_set, eval_set)
     if checkpoint is not None and is_finished(args, run, checkpoint):
         return
 
     # 5. SwanLab (wandb, as in MiniMind).
     wandb = start_tracker(args, run, checkpoint) if args.use_wandb else None
 
-    # 6. Model, compiled and wrapped in DDP or FSDP; then the optimizer, since FSDP replaces the parameters.
-    weight = utils.weights_to_load(args, run, checkpoint)
+    # 6. Model, compiled and wrapped in DDP or FSDP; teacher; the optimizer, as FSDP replaces the parameters.
+    weight = args.from_weight if checkpoint is None else "none"  # the checkpoint replaces them
     model, _ = utils.init_model(lm_config, weight, args.tokenizer_path, args.save_dir, build_device(args))
     model = utils.compile_and_wrap(model, args, device, autocast, train_set, frozen)
-    optimizer = build_optimizer(model, args.learning_rate, args.weight_decay, args.optimizer)
+    objective = Objective(distillation.load_teacher(args, tokenizer, device))
+    optimizer = objective.optimizer(model, args)
 
-    # 7. The state of the run, with the teacher, restored from the checkpoint.
-    loss = partial(loss_fn, None)  # extend_run sets the teacher
+    # 7. The state of the run, restored from the checkpoint.
     state = TrainState(
-        args=args, lm_config=lm_config, run=run, stop_request=stop_request,
+        args=args, lm_config=lm_config, run=run,
         model=model, optimizer=optimizer, scaler=scaler, autocast=autocast, device=device,
-        loss_fn=loss, schedule=schedule, metric_names=METRICS,
+        objective=objective, schedule=schedule,
     )  # fmt: skip
-    extend_run(state, tokenizer, train_set, eval_set)
-    utils.begin_run(state, checkpoint, train_set, eval_set, code=[__file__])
+    utils.begin_run(state, checkpoint, train_set, eval_set)
 
     # 8. Train.
     with training_files(state, wandb):
-        for epoch in range(state.epoch, args.epochs):
-            start_step = state.step if epoch == state.epoch else 0
+        iters = steps_per_epoch(run["samples"], args.batch_size)
+        for epoch in range(state.progress.epoch, args.epochs):
+            start_step = state.progress.step if epoch == state.progress.epoch else 0
             loader = train_loader(train_set, args, epoch, start_step)
-            train_epoch(state, epoch, loader, state.iters, start_step, wandb)
+            train_epoch(state, epoch, loader, iters, start_step, wandb)
 
 
 if __name__ == "__main__":

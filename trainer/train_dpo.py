@@ -10,8 +10,8 @@ Reads pairs ({"conversations": [...], "chosen": ..., "rejected": ...} and the fo
 is a mean over pairs. The reference is the model that the run starts from,
 out/full_sft_<hidden_size>[_moe].pth, kept as a second, frozen model. Writes out/dpo_<hidden_size>[_moe].pth.
 
-To change this stage, change it here: `Args` (defaults and flags), `loss_fn`, `held_out`, `schedule`,
-`frozen`, `open_data`, `extend_run`, and in `main` the model.
+To change this stage, change it here: `Args` (defaults and flags), `Objective`, `schedule`,
+`frozen`, `open_data`, and in `main` the model.
 """
 
 import sys
@@ -21,24 +21,21 @@ from pathlib import Path
 # run the code beside this file, installed or not
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common.settings import ROOT, setting
+from common.settings import ROOT, StageArgs, setting
 from dataset.lm_dataset import DPODataset
 from dataset.token_cache import load_tokenizer
 from trainer import trainer_utils as utils
-from trainer.data.datasets import open_datasets, train_loader
+from trainer.data.datasets import open_datasets, steps_per_epoch, train_loader
 from trainer.devices.wrapping import build_device
 from trainer.loop import train_epoch
-from trainer.objectives import preference
-from trainer.objectives.next_token import model_config
-from trainer.optim.build import build_optimizer
+from trainer.objectives import next_token, preference
 from trainer.report.trackers import start_tracker
 from trainer.run.errors import training_errors
-from trainer.run.resume import FrozenModelArgs
 from trainer.run.saving import is_finished, training_files
 from trainer.run.state import TrainState
 
 
-class Args(FrozenModelArgs):
+class Args(StageArgs):
     """The defaults of this stage (MiniMind's, but for the learning rate: its 4e-8 changes nothing).
     A field added here is a flag of this stage: `my_flag: float = 0.0`, or `= setting(0.0, "help", ge=0)`."""
 
@@ -54,14 +51,6 @@ class Args(FrozenModelArgs):
         0.0, "weight of the cross entropy of the chosen answers beside that loss (RPO)", ge=0
     )
 
-    @property
-    def reference_is_start_weights(self) -> bool:
-        return True
-
-    @property
-    def resume_needs_start_weights(self) -> bool:
-        return True
-
     def contradictions(self) -> list[str]:
         wrong = super().contradictions()
         if self.from_weight == "none":
@@ -71,25 +60,30 @@ class Args(FrozenModelArgs):
         return wrong
 
 
-METRICS = preference.METRICS  # names of the sums that loss_fn returns beside the loss
+class Objective(next_token.Objective):
+    """What this stage learns: to prefer the chosen answers more than the reference does, a frozen model."""
 
+    shown = ("accuracy", "reward_margin", "reward_chosen", "reward_rejected")
+    needs_reference = True
 
-def loss_fn(reference, model, batch, args):
-    """Sums, each []: of the losses of the P pairs, of the load-balancing losses of the tokens, and by name of
-    METRICS over the pairs."""
-    # [2 P]: chosen, rejected, chosen, rejected ...
-    log_probs, aux_loss = preference.answer_log_probs(model, batch)
-    before, _ = preference.answer_log_probs(reference, batch)  # without a gradient: it is frozen
-    losses = preference.preference_loss(log_probs, before, args.beta)  # [P]
-    if args.rpo_alpha:
-        losses = losses + args.rpo_alpha * preference.chosen_loss(log_probs, batch)
-    return losses.sum(), aux_loss, preference.preference_figures(log_probs, before, args.beta)
+    def size(self, batch, lm_config):
+        return preference.pair_size(batch, lm_config)
 
+    def loss(self, model, batch, args):
+        """Sums, each []: of the losses of the P pairs, of the load-balancing losses of the tokens, and by
+        name of figures over the pairs."""
+        # [2 P]: chosen, rejected, chosen, rejected ...
+        log_probs, aux_loss = preference.answer_log_probs(model, batch)
+        before, _ = preference.answer_log_probs(self.reference, batch)  # without a gradient: it is frozen
+        losses = preference.preference_loss(log_probs, before, args.beta)  # [P]
+        if args.rpo_alpha:
+            losses = losses + args.rpo_alpha * preference.chosen_loss(log_probs, batch)
+        return losses.sum(), aux_loss, preference.preference_figures(log_probs, before, args.beta)
 
-def held_out(reference, model, batch, args):
-    """The same sums, each [], of held-out pairs, by name."""
-    loss, _, figures = loss_fn(reference, model, batch, args)
-    return {"loss": loss, **figures}
+    def held_out(self, model, batch, args):
+        """The same sums, each [], of held-out pairs, by name."""
+        loss, _, figures = self.loss(model, batch, args)
+        return {"loss": loss, **figures}
 
 
 schedule = utils.warmup_cosine  # (update from 1, total updates, args) -> learning rate
@@ -97,22 +91,11 @@ frozen: tuple[str, ...] = ()  # prefixes of the names of frozen parameters, e.g.
 open_data = partial(open_datasets, DPODataset)  # (args, tokenizer) -> training and held-out (or None) data
 
 
-def extend_run(state, tokenizer, train_set, eval_set):
-    """Give the losses their reference, the model that the run starts from, frozen."""
-    args = state.args
-    reference, _ = utils.init_model(
-        state.lm_config, args.from_weight, args.tokenizer_path, args.save_dir, state.device
-    )
-    reference.requires_grad_(False).eval()
-    state.loss_fn, state.eval_fn = partial(loss_fn, reference), partial(held_out, reference)
-    state.size_fn = preference.pair_size
-
-
 def main() -> None:
     """Run the stage, from its command line to its weights."""
-    # 1. Settings, and the config of the start weights, if any; console, device, precision, signals, locks.
+    # 1. Settings, and the config of the start weights, if any; console, device, precision, locks.
     args, start = utils.read_settings(Args, __doc__)
-    device, autocast, scaler, stop_request = utils.set_up_process(args)
+    device, autocast, scaler = utils.set_up_process(args)
 
     # 2. Data, tokenised before the process group exists: that may take longer than a collective waits.
     tokenizer = load_tokenizer(args.tokenizer_path)
@@ -123,10 +106,10 @@ def main() -> None:
     utils.setup_seed(args.seed)
 
     # 4. Model config, and the checkpoint to resume from; that of another run is refused.
-    lm_config = model_config(tokenizer, args, start)
+    lm_config = next_token.model_config(tokenizer, args, start)
     where = {"save_dir": args.checkpoint_dir, "resume_from": args.resume_from}
     checkpoint = utils.lm_checkpoint(lm_config, args.save_weight, **where) if args.from_resume else None
-    args, run = utils.resolve_settings_and_check_resume(args, checkpoint, lm_config, train_set)
+    args, run = utils.resolve_settings_and_check_resume(args, checkpoint, lm_config, train_set, eval_set)
     if checkpoint is not None and is_finished(args, run, checkpoint):
         return
 
@@ -134,27 +117,27 @@ def main() -> None:
     wandb = start_tracker(args, run, checkpoint) if args.use_wandb else None
 
     # 6. Model, compiled and wrapped in DDP or FSDP; then the optimizer, since FSDP replaces the parameters.
-    weight = utils.weights_to_load(args, run, checkpoint)
+    objective = Objective()
+    weight = args.from_weight if checkpoint is None else "none"  # the checkpoint replaces them
     model, _ = utils.init_model(lm_config, weight, args.tokenizer_path, args.save_dir, build_device(args))
     model = utils.compile_and_wrap(model, args, device, autocast, train_set, frozen)
-    optimizer = build_optimizer(model, args.learning_rate, args.weight_decay, args.optimizer)
+    optimizer = objective.optimizer(model, args)
 
-    # 7. The state of the run, with the reference, restored from the checkpoint.
-    loss = partial(loss_fn, None)  # extend_run sets the reference
+    # 7. The state of the run, with its reference, restored from the checkpoint.
     state = TrainState(
-        args=args, lm_config=lm_config, run=run, stop_request=stop_request,
+        args=args, lm_config=lm_config, run=run,
         model=model, optimizer=optimizer, scaler=scaler, autocast=autocast, device=device,
-        loss_fn=loss, schedule=schedule, metric_names=METRICS,
+        objective=objective, schedule=schedule,
     )  # fmt: skip
-    extend_run(state, tokenizer, train_set, eval_set)
-    utils.begin_run(state, checkpoint, train_set, eval_set, code=[__file__])
+    utils.begin_run(state, checkpoint, train_set, eval_set)
 
     # 8. Train.
     with training_files(state, wandb):
-        for epoch in range(state.epoch, args.epochs):
-            start_step = state.step if epoch == state.epoch else 0
+        iters = steps_per_epoch(run["samples"], args.batch_size)
+        for epoch in range(state.progress.epoch, args.epochs):
+            start_step = state.progress.step if epoch == state.progress.epoch else 0
             loader = train_loader(train_set, args, epoch, start_step)
-            train_epoch(state, epoch, loader, state.iters, start_step, wandb)
+            train_epoch(state, epoch, loader, iters, start_step, wandb)
 
 
 if __name__ == "__main__":

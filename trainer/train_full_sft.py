@@ -10,7 +10,7 @@ assistant's tokens, with the end-of-turn token of each turn, contribute to the l
 out/pretrain_<hidden_size>[_moe].pth and writes out/full_sft_<hidden_size>[_moe].pth, which scripts/chat.py
 reads.
 
-To change this stage, change it here: `Args` (defaults and flags), `loss_fn`, `schedule`, `frozen`,
+To change this stage, change it here: `Args` (defaults and flags), `Objective`, `schedule`, `frozen`,
 `open_data`, and in `main` the model. The engine's task `full_sft` has the same parts; what you change in
 `main` is the script's alone.
 """
@@ -27,11 +27,10 @@ from common.settings import StageArgs, data_file
 from dataset.lm_dataset import SFTDataset
 from dataset.token_cache import load_tokenizer
 from trainer import trainer_utils as utils
-from trainer.data.datasets import open_datasets, train_loader
+from trainer.data.datasets import open_datasets, steps_per_epoch, train_loader
 from trainer.devices.wrapping import build_device
 from trainer.loop import train_epoch
 from trainer.objectives import next_token
-from trainer.optim.build import build_optimizer
 from trainer.report.trackers import start_tracker
 from trainer.run.errors import training_errors
 from trainer.run.saving import is_finished, training_files
@@ -54,9 +53,15 @@ class Args(StageArgs):
     auto_rate: ClassVar[float] = 1.0
 
 
-# (model, batch, args) -> sums: of the loss over the targets, of auxiliary losses over the tokens, and metrics
-# by name; one of your own gives the plain loss as the metric `cross_entropy`, see docs/training.md
-loss_fn = next_token.next_token_loss
+class Objective(next_token.NextToken):
+    """What this stage learns; see docs/training.md for losses of your own."""
+
+    def loss(self, model, batch, args):
+        """Sums, each []: of the losses of the targets, of the auxiliary losses of the tokens, and of metrics
+        by name over the targets."""
+        return next_token.next_token_loss(model, batch)
+
+
 schedule = utils.warmup_cosine  # (update from 1, total updates, args) -> learning rate
 frozen: tuple[str, ...] = ()  # prefixes of the names of frozen parameters, e.g. "model.layers.0."
 open_data = partial(open_datasets, SFTDataset)  # (args, tokenizer) -> training and held-out (or None) data
@@ -64,9 +69,9 @@ open_data = partial(open_datasets, SFTDataset)  # (args, tokenizer) -> training 
 
 def main() -> None:
     """Run the stage, from its command line to its weights."""
-    # 1. Settings, and the config of the start weights, if any; console, device, precision, signals, locks.
+    # 1. Settings, and the config of the start weights, if any; console, device, precision, locks.
     args, start = utils.read_settings(Args, __doc__)
-    device, autocast, scaler, stop_request = utils.set_up_process(args)
+    device, autocast, scaler = utils.set_up_process(args)
 
     # 2. Data, tokenised before the process group exists: that may take longer than a collective waits.
     tokenizer = load_tokenizer(args.tokenizer_path)
@@ -80,7 +85,7 @@ def main() -> None:
     lm_config = next_token.model_config(tokenizer, args, start)
     where = {"save_dir": args.checkpoint_dir, "resume_from": args.resume_from}
     checkpoint = utils.lm_checkpoint(lm_config, args.save_weight, **where) if args.from_resume else None
-    args, run = utils.resolve_settings_and_check_resume(args, checkpoint, lm_config, train_set)
+    args, run = utils.resolve_settings_and_check_resume(args, checkpoint, lm_config, train_set, eval_set)
     if checkpoint is not None and is_finished(args, run, checkpoint):
         return
 
@@ -88,25 +93,27 @@ def main() -> None:
     wandb = start_tracker(args, run, checkpoint) if args.use_wandb else None
 
     # 6. Model, compiled and wrapped in DDP or FSDP; then the optimizer, since FSDP replaces the parameters.
+    objective = Objective()
     weight = args.from_weight if checkpoint is None else "none"  # the checkpoint replaces them
     model, _ = utils.init_model(lm_config, weight, args.tokenizer_path, args.save_dir, build_device(args))
     model = utils.compile_and_wrap(model, args, device, autocast, train_set, frozen)
-    optimizer = build_optimizer(model, args.learning_rate, args.weight_decay, args.optimizer)
+    optimizer = objective.optimizer(model, args)
 
     # 7. The state of the run, restored from the checkpoint.
     state = TrainState(
-        args=args, lm_config=lm_config, run=run, stop_request=stop_request,
+        args=args, lm_config=lm_config, run=run,
         model=model, optimizer=optimizer, scaler=scaler, autocast=autocast, device=device,
-        loss_fn=loss_fn, schedule=schedule,
+        objective=objective, schedule=schedule,
     )  # fmt: skip
-    utils.begin_run(state, checkpoint, train_set, eval_set, code=[__file__])
+    utils.begin_run(state, checkpoint, train_set, eval_set)
 
     # 8. Train.
     with training_files(state, wandb):
-        for epoch in range(state.epoch, args.epochs):
-            start_step = state.step if epoch == state.epoch else 0
+        iters = steps_per_epoch(run["samples"], args.batch_size)
+        for epoch in range(state.progress.epoch, args.epochs):
+            start_step = state.progress.step if epoch == state.progress.epoch else 0
             loader = train_loader(train_set, args, epoch, start_step)
-            train_epoch(state, epoch, loader, state.iters, start_step, wandb)
+            train_epoch(state, epoch, loader, iters, start_step, wandb)
 
 
 if __name__ == "__main__":

@@ -10,8 +10,8 @@ Reads the conversations of SFT (docs/data.md). Starts from out/full_sft_<hidden_
 reads, and writes the adapter out/<lora_name>_<hidden_size>[_moe]/ in PEFT's format: `--lora` of the tools
 loads it.
 
-To change this stage, change it here: `Args` (defaults and flags), `loss_fn`, `schedule`, `open_data`,
-`extend_run`, and in `main` the model.
+To change this stage, change it here: `Args` (defaults and flags), `Objective`, `schedule`, `open_data`,
+and in `main` the model.
 """
 
 import sys
@@ -25,19 +25,17 @@ from common.settings import ROOT, StageArgs, setting
 from dataset.lm_dataset import SFTDataset
 from dataset.token_cache import load_tokenizer
 from trainer import trainer_utils as utils
-from trainer.data.datasets import open_datasets, train_loader
+from trainer.data.datasets import open_datasets, steps_per_epoch, train_loader
 from trainer.devices.wrapping import build_device
 from trainer.loop import train_epoch
 from trainer.objectives import lora, next_token
-from trainer.optim.build import build_optimizer
 from trainer.report.trackers import start_tracker
 from trainer.run.errors import training_errors
-from trainer.run.resume import FrozenModelArgs
 from trainer.run.saving import is_finished, training_files
 from trainer.run.state import TrainState
 
 
-class Args(FrozenModelArgs):
+class Args(StageArgs):
     """The defaults of this stage (MiniMind's, but for the learning rate: its 1e-4 learns too little).
     A field added here is a flag of this stage: `my_flag: float = 0.0`, or `= setting(0.0, "help", ge=0)`."""
 
@@ -55,10 +53,6 @@ class Args(FrozenModelArgs):
     lora_dropout: float = setting(0.0, "dropout probability at the adapters' inputs", ge=0, lt=1)
     lora_targets: str = setting(",".join(lora.TARGETS), "layers that get an adapter, separated by commas")
 
-    @property
-    def resume_needs_start_weights(self) -> bool:
-        return True  # a checkpoint holds the adapters alone
-
     def contradictions(self) -> list[str]:
         wrong = super().contradictions()
         if self.from_weight == "none":
@@ -72,24 +66,30 @@ class Args(FrozenModelArgs):
         return wrong
 
 
-# (model, batch, args) -> sums: of the loss over the targets, of auxiliary losses over the tokens, and metrics
-# by name; one of your own gives the plain loss as the metric `cross_entropy`, see docs/training.md
-loss_fn = next_token.next_token_loss
+class Objective(next_token.NextToken):
+    """What this stage learns; of the model only its adapters are written and saved, so a resumed run
+    reads the start weights again."""
+
+    saves_trained_only = True
+
+    def loss(self, model, batch, args):
+        """Sums, each []: of the losses of the targets, of the auxiliary losses of the tokens, and of metrics
+        by name over the targets."""
+        return next_token.next_token_loss(model, batch)
+
+    def save(self, model, path, writer, description):
+        return lora.save_adapter(model, path, writer, description)
+
+
 schedule = utils.warmup_cosine  # (update from 1, total updates, args) -> learning rate
 open_data = partial(open_datasets, SFTDataset)  # (args, tokenizer) -> training and held-out (or None) data
 
 
-def extend_run(state, tokenizer, train_set, eval_set):
-    """Of the model only its adapters are written and saved."""
-    lora.check_that_adapters_alone_are_trained(state.model)
-    state.save_fn, state.state_dict_fn = lora.save_adapter, lora.adapter_state_dict
-
-
 def main() -> None:
     """Run the stage, from its command line to its weights."""
-    # 1. Settings, and the config of the start weights, if any; console, device, precision, signals, locks.
+    # 1. Settings, and the config of the start weights, if any; console, device, precision, locks.
     args, start = utils.read_settings(Args, __doc__)
-    device, autocast, scaler, stop_request = utils.set_up_process(args)
+    device, autocast, scaler = utils.set_up_process(args)
 
     # 2. Data, tokenised before the process group exists: that may take longer than a collective waits.
     tokenizer = load_tokenizer(args.tokenizer_path)
@@ -103,7 +103,7 @@ def main() -> None:
     lm_config = next_token.model_config(tokenizer, args, start)
     where = {"save_dir": args.checkpoint_dir, "resume_from": args.resume_from}
     checkpoint = utils.lm_checkpoint(lm_config, args.save_weight, **where) if args.from_resume else None
-    args, run = utils.resolve_settings_and_check_resume(args, checkpoint, lm_config, train_set)
+    args, run = utils.resolve_settings_and_check_resume(args, checkpoint, lm_config, train_set, eval_set)
     if checkpoint is not None and is_finished(args, run, checkpoint):
         return
 
@@ -112,27 +112,30 @@ def main() -> None:
 
     # 6. Model, frozen, with adapters, wrapped in DDP or FSDP; then the optimizer, since FSDP replaces the
     # parameters.
-    weight = utils.weights_to_load(args, run, checkpoint)
-    model, _ = utils.init_model(lm_config, weight, args.tokenizer_path, args.save_dir, build_device(args))
+    objective = Objective()
+    model, _ = utils.init_model(
+        lm_config, args.from_weight, args.tokenizer_path, args.save_dir, build_device(args)
+    )
     lora.add_adapters(model, args.lora_rank, args.lora_alpha, args.lora_dropout, args.lora_targets.split(","))
+    lora.check_that_adapters_alone_are_trained(model)
     model = utils.compile_and_wrap(model, args, device, autocast, train_set)
-    optimizer = build_optimizer(model, args.learning_rate, args.weight_decay, args.optimizer)
+    optimizer = objective.optimizer(model, args)
 
     # 7. The state of the run, restored from the checkpoint.
     state = TrainState(
-        args=args, lm_config=lm_config, run=run, stop_request=stop_request,
+        args=args, lm_config=lm_config, run=run,
         model=model, optimizer=optimizer, scaler=scaler, autocast=autocast, device=device,
-        loss_fn=loss_fn, schedule=schedule,
+        objective=objective, schedule=schedule,
     )  # fmt: skip
-    extend_run(state, tokenizer, train_set, eval_set)
-    utils.begin_run(state, checkpoint, train_set, eval_set, code=[__file__])
+    utils.begin_run(state, checkpoint, train_set, eval_set)
 
     # 8. Train.
     with training_files(state, wandb):
-        for epoch in range(state.epoch, args.epochs):
-            start_step = state.step if epoch == state.epoch else 0
+        iters = steps_per_epoch(run["samples"], args.batch_size)
+        for epoch in range(state.progress.epoch, args.epochs):
+            start_step = state.progress.step if epoch == state.progress.epoch else 0
             loader = train_loader(train_set, args, epoch, start_step)
-            train_epoch(state, epoch, loader, state.iters, start_step, wandb)
+            train_epoch(state, epoch, loader, iters, start_step, wandb)
 
 
 if __name__ == "__main__":

@@ -10,8 +10,8 @@ tells how much reward was to be expected at each token, and tokens after which i
 --num_iterations updates are made of each rollout. Starts from out/full_sft_<hidden_size>[_moe].pth, and the
 critic from a copy of it; writes the policy alone as out/ppo_actor_<hidden_size>[_moe].pth.
 
-To change this stage, change it here: `Args` (defaults and flags), `loss_fn`, `schedule`, `open_data`,
-`extend_run`, and in `main` the model.
+To change this stage, change it here: `Args` (defaults and flags), `Objective`, `schedule`, `open_data`,
+and in `main` the model.
 """
 
 import sys
@@ -24,13 +24,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common.settings import data_file, setting
 from dataset.token_cache import load_tokenizer
 from trainer import trainer_utils as utils
-from trainer.data.datasets import open_prompts, train_loader
+from trainer.data.datasets import open_prompts, steps_per_epoch, train_loader
 from trainer.loop import train_epoch
 from trainer.objectives import ppo
 from trainer.objectives.next_token import model_config
 from trainer.optim.build import build_optimizer
 from trainer.report.trackers import start_tracker
-from trainer.rollouts.settings import RolloutArgs
+from trainer.rollouts.settings import RolloutArgs, make_rollouts
+from trainer.run.callbacks import CallbackList
 from trainer.run.errors import training_errors
 from trainer.run.saving import is_finished, training_files
 from trainer.run.state import TrainState
@@ -78,24 +79,28 @@ class Args(RolloutArgs):
         return wrong
 
 
-METRICS = ppo.METRICS  # names of the sums that loss_fn returns beside the loss
-# (model, batch, args) -> sums: of both losses, of auxiliary losses, and METRICS
-loss_fn = ppo.actor_critic_loss
+class Objective(ppo.PPO):
+    """What this stage learns, from what the model writes to the prompts."""
+
+    def loss(self, model, batch, args):
+        """Sums, each []: of the losses of the targets, of the auxiliary losses of the tokens, and of metrics
+        by name over the targets."""
+        return ppo.actor_critic_loss(model, batch, args)
+
+    def optimizer(self, model, args):
+        scales = {"critic": args.critic_learning_rate / args.learning_rate}
+        return build_optimizer(model, args.learning_rate, args.weight_decay, args.optimizer, scales)
+
+
 schedule = utils.warmup_cosine  # (update from 1, total updates, args) -> learning rate
 open_data = open_prompts  # (args, tokenizer) -> training and held-out (or None) prompts
 
 
-def extend_run(state, tokenizer, train_set, eval_set):
-    """Have a micro-batch of prompts become the completions that the model writes to them, with their
-    rewards."""
-    ppo.add_ppo_rollouts(state, tokenizer)
-
-
 def main() -> None:
     """Run the stage, from its command line to its weights."""
-    # 1. Settings, and the config of the start weights, if any; console, device, precision, signals, locks.
+    # 1. Settings, and the config of the start weights, if any; console, device, precision, locks.
     args, start = utils.read_settings(Args, __doc__)
-    device, autocast, scaler, stop_request = utils.set_up_process(args)
+    device, autocast, scaler = utils.set_up_process(args)
 
     # 2. Prompts.
     tokenizer = load_tokenizer(args.tokenizer_path)
@@ -109,36 +114,36 @@ def main() -> None:
     lm_config = model_config(tokenizer, args, start)
     where = {"save_dir": args.checkpoint_dir, "resume_from": args.resume_from}
     checkpoint = utils.lm_checkpoint(lm_config, args.save_weight, **where) if args.from_resume else None
-    args, run = utils.resolve_settings_and_check_resume(args, checkpoint, lm_config, train_set)
+    args, run = utils.resolve_settings_and_check_resume(args, checkpoint, lm_config, train_set, eval_set)
     if checkpoint is not None and is_finished(args, run, checkpoint):
         return
 
     # 5. SwanLab (wandb, as in MiniMind).
     wandb = start_tracker(args, run, checkpoint) if args.use_wandb else None
 
-    # 6. Policy and critic as one model, wrapped in DDP, and one optimizer with two rates.
-    weight = utils.weights_to_load(args, run, checkpoint)
+    # 6. Policy and critic as one model, wrapped in DDP; rollouts, and one optimizer with two rates.
+    weight = args.from_weight if checkpoint is None else "none"  # the checkpoint replaces them
     policy, _ = utils.init_model(lm_config, weight, args.tokenizer_path, args.save_dir)
     model = ppo.ActorCritic(policy)
     model = utils.compile_and_wrap(model, args, device, autocast, train_set)
-    scales = {"critic": args.critic_learning_rate / args.learning_rate}
-    optimizer = build_optimizer(model, args.learning_rate, args.weight_decay, args.optimizer, scales)
+    objective = make_rollouts(Objective, args, tokenizer, device)
+    optimizer = objective.optimizer(model, args)
 
     # 7. The state of the run, with its rollouts, restored from the checkpoint.
     state = TrainState(
-        args=args, lm_config=lm_config, run=run, stop_request=stop_request,
+        args=args, lm_config=lm_config, run=run,
         model=model, optimizer=optimizer, scaler=scaler, autocast=autocast, device=device,
-        loss_fn=loss_fn, schedule=schedule, metric_names=METRICS,
+        objective=objective, schedule=schedule, callbacks=CallbackList([objective]),
     )  # fmt: skip
-    extend_run(state, tokenizer, train_set, eval_set)
-    utils.begin_run(state, checkpoint, train_set, eval_set, code=[__file__, *args.code_files()])
+    utils.begin_run(state, checkpoint, train_set, eval_set)
 
     # 8. Train.
     with training_files(state, wandb):
-        for epoch in range(state.epoch, args.epochs):
-            start_step = state.step if epoch == state.epoch else 0
+        iters = steps_per_epoch(run["samples"], args.batch_size)
+        for epoch in range(state.progress.epoch, args.epochs):
+            start_step = state.progress.step if epoch == state.progress.epoch else 0
             loader = train_loader(train_set, args, epoch, start_step)
-            train_epoch(state, epoch, loader, state.iters, start_step, wandb)
+            train_epoch(state, epoch, loader, iters, start_step, wandb)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,8 @@ Three of MiniMind's names are defined in files that this one is built upon, and 
 import math
 import os
 import random
-from collections.abc import Sequence
+import uuid
+from dataclasses import fields
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -23,6 +24,7 @@ from common.errors import UserError, reason
 from common.files import lock_output
 from common.launcher import available_cores, launch
 from common.settings import ROOT, StageArgs
+from dataset.lm_dataset import StageDataset
 from dataset.token_cache import load_tokenizer
 from trainer.data.datasets import (  # noqa: F401
     SizedDataset,
@@ -30,11 +32,18 @@ from trainer.data.datasets import (  # noqa: F401
     StageData,
     check_data_paths,
     epoch_samples,
+    epoch_tokens,
     eval_loader,
     steps_per_epoch,
 )
-from trainer.devices.device import device_and_precision, prepare_device
-from trainer.devices.process_group import (  # noqa: F401
+from trainer.devices.device import (
+    autocast_dtype,
+    describe_device,
+    device_and_precision,
+    matrix_rate,
+    prepare_device,
+)
+from trainer.devices.process_group import (
     Logger,
     check_gpus_differ,
     interruptible,
@@ -43,20 +52,16 @@ from trainer.devices.process_group import (  # noqa: F401
     world_size,
 )
 from trainer.devices.wrapping import compiles, freeze, unwrap, wrap_model
-from trainer.objectives.next_token import SHAPE, check_tokenizer, describe_size
-from trainer.optim.build import SkippedUpdates
+from trainer.objectives.next_token import SHAPE, check_tokenizer, describe_size, frozen_model
 from trainer.optim.rules import apply_rules
 from trainer.report.experts import ExpertLoad, token_counters
 from trainer.report.samples import sample_callbacks
-from trainer.report.speed import peak_rate
-from trainer.report.warnings import Verdict
-from trainer.run import resume
-from trainer.run.callbacks import Callback
-from trainer.run.checkpoint import Writer, load, save
-from trainer.run.errors import StopRequest
-from trainer.run.included_callbacks import CheckpointManager, EarlyStopping, TensorBoardLogger
-from trainer.run.paths import is_path, resume_path, run_name, start_path, tensorboard_folder
-from trainer.run.state import TrainState
+from trainer.report.warnings import facts_for_advice
+from trainer.run import checkpoint, resume
+from trainer.run.included_callbacks import EarlyStopping, TensorBoardLogger
+from trainer.run.paths import is_path, resume_path, run_name, start_path, tensorboard_folder, weight_path
+from trainer.run.saving import check_starts, is_new
+from trainer.run.state import Progress, TrainState
 from trainer.weights.files import (
     described_config,
     fill,
@@ -140,23 +145,24 @@ def lm_checkpoint(
     step: int = 0,
     wandb: Any = None,
     save_dir: str | Path = ROOT / "checkpoints",
-    writer: Writer | None = None,
     resume_from: str | None = None,
     **kwargs: Any,
 ) -> dict[str, Any] | None:
     """Save the state to resume from when given a model, else return the saved one (None if there is none).
 
-    Saved (see `save` in run/checkpoint.py): fp32 weights, optimizer, epoch, step (micro-batches of this epoch
-    done), world size, id of the tracker (`wandb`: its run, or its module), and whatever `kwargs` holds. Of a
-    sharded model all ranks must call. Loading (see `load` there) never runs code from a file.
+    Saved: fp32 weights, optimizer, epoch, step (micro-batches of this epoch done), world size, id of the
+    tracker (`wandb`: its run, or its module), and whatever `kwargs` holds. All ranks must call.
     `resume_from`: the state with which a branch begins.
     """
     path = resume_path(save_dir, weight, lm_config)
     if model is None:
-        return load(path, resume_from)
+        return checkpoint.load(path, resume_from)
     run = wandb.get_run() if hasattr(wandb, "get_run") else wandb
-    progress = {"epoch": epoch, "step": step, "wandb_id": getattr(run, "id", None)}
-    save(path, lm_config, model, optimizer, progress | kwargs, writer)
+    weights, optimizer_state = checkpoint.get_state(model, optimizer)
+    state = {"model": weights, "optimizer": optimizer_state, "epoch": epoch, "step": step}
+    state |= {"world_size": world_size(), "wandb_id": getattr(run, "id", None)}
+    if is_main_process():
+        checkpoint.write_state(path, state | kwargs)
     return None
 
 
@@ -241,6 +247,7 @@ def read_settings(args_class: type[A], description: str | None) -> "tuple[A, Min
     """The settings of a stage, from its class, --config and command line, and the config of its start
     weights, see `read_start_weights`; None without any."""
     args = parse_args(args_class, description)
+    resume.check_utf8(args)
     check_data_paths(args)
     if args.resume_from is not None:
         args = args.model_copy(update={"from_resume": True})
@@ -249,48 +256,44 @@ def read_settings(args_class: type[A], description: str | None) -> "tuple[A, Min
     return read_start_weights(args)
 
 
-def set_up_process(args: StageArgs) -> tuple[torch.device, Any, torch.amp.GradScaler, StopRequest]:
-    """Prepare this process: its console (and log file), device and precision. Signals are handled from here
-    on, and no other run may write to the files of this name.
-
-    Returns:
-        device, autocast, gradient scaler, and what notes a signal.
-    """
+def set_up_process(args: StageArgs) -> tuple[torch.device, Any, torch.amp.GradScaler]:
+    """Prepare this process: its console (and log file), device and precision; from here on no other run may
+    write to the files of this name. Returns device, autocast and gradient scaler."""
     name = run_name(args.save_weight, args)
-    log_file = args.log_file
-    if args.log_dir:
-        log_file = f"{args.log_dir}/{name}.log"
+    log_file = f"{args.log_dir}/{name}.log" if args.log_dir else args.log_file
     log_to(Path(log_file) if log_file else None, args.log_level)
-    device, autocast, scaler = device_and_precision(args)
-    stop_request = StopRequest().install()
     lock_output(name, save_dir=args.save_dir, checkpoint_dir=args.checkpoint_dir)
-    return device, autocast, scaler, stop_request
+    return device_and_precision(args)
 
 
 def resolve_settings_and_check_resume(
-    args: A, checkpoint: dict[str, Any] | None, lm_config: "MiniMindConfig", train_set: StageData
+    args: A,
+    saved: dict[str, Any] | None,
+    lm_config: "MiniMindConfig",
+    train_set: StageData,
+    eval_set: StageData | None,
 ) -> tuple[A, resume.Fingerprint]:
     """The settings, with numbers for `auto` and adapted to another number of ranks, and what identifies the
-    run. Raises UserError if the checkpoint belongs to another run."""
+    run. Raises UserError if the checkpoint `saved` belongs to another run."""
     if args.learning_rate is None or args.batch_size is None:
-        args = apply_rules(args, checkpoint, train_set)
-    if checkpoint is not None:
-        args = resume.keep_global_batch(args, checkpoint)
-    run = resume.run_fingerprint(
-        args, lm_config.own_fields(), train_set.fingerprint, epoch_samples(train_set, args)
-    )
-    return args, resume.check_resume(args, run, checkpoint)
+        args = apply_rules(args, saved, train_set)
+    if saved is not None:
+        args = resume.keep_global_batch(args, saved)
+    data = train_set.fingerprint
+    if eval_set is not None:
+        data = data | {"held_out_data": eval_set.fingerprint["data"]}
+    run = resume.run_fingerprint(args, lm_config.own_fields(), data, epoch_samples(train_set, args))
+    resume.check_resume(args, run, saved)
+    if is_new(saved):
+        check_starts(args)
+    return args, run
 
 
-def weights_to_load(args: StageArgs, run: resume.Fingerprint, checkpoint: dict[str, Any] | None) -> str:
-    """The weights that the model is built with: those of --from_weight, or `none` where the checkpoint
-    replaces them. Raises UserError if the checkpoint does not replace them, and they are no longer those that
-    the run began with."""
-    if isinstance(args, resume.FrozenModelArgs) and args.resume_needs_start_weights:
-        if checkpoint is not None:
-            resume.check_start_weights(args, run)
-        return args.from_weight
-    return args.from_weight if checkpoint is None else "none"
+def reference_model(args: StageArgs, lm_config: "MiniMindConfig", device: torch.device) -> nn.Module:
+    """A frozen model with the weights that a run starts from, which it reads again when it is resumed."""
+    setup_seed(args.seed)  # --from_weight none: the same random ones
+    model, _ = init_model(lm_config, args.from_weight, args.tokenizer_path, args.save_dir, device)
+    return frozen_model(model, device)
 
 
 def compile_and_wrap(
@@ -311,58 +314,79 @@ def compile_and_wrap(
 
 
 def begin_run(
-    state: TrainState,
-    checkpoint: dict[str, Any] | None,
-    data: Any,
-    eval_set: StageData | None,
-    code: Sequence[Any],
+    state: TrainState, saved: dict[str, Any] | None, data: Any, eval_set: StageData | None = None
 ) -> None:
-    """Complete the state of a run before it trains, from the checkpoint if there is one.
-
-    checkpoint: emptied here, to free its memory. data: the training data, or what else has their `source`
-    (FILE:LINE of a sample), such as the data module of the engine. code: files of the stage, whose change is
-    a warning when the run is resumed. Raises UserError if the checkpoint is of another kind of model; early
-    stopping without held-out data."""
+    """Complete the state of a run before it trains, from the checkpoint `saved` if there is one, which is
+    emptied to free its memory. data: the training data, or what else has their `source` (FILE:LINE of a
+    sample). Raises UserError if the checkpoint is of another kind of model; early stopping without held-out
+    data."""
     args = state.args
-    if world_size() > 1:
-        resume.check_ranks_compute_alike(state.computing)
+    state.environment = resume.environment(args, state.device, state.autocast)
+    resume.check_ranks_agree({name: state.environment[name] for name in ("device", "dtype")})
+    state.source = data.source
     if eval_set is not None:
         state.eval_loader = eval_loader(eval_set, args.batch_size, eval_set.collate)
-    if state.eval_loader is not None:
-        state.eval_data = resume.held_out_fingerprint(state.eval_loader)
-    if args.patience and state.eval_loader is None:
-        raise UserError(f"--patience {args.patience}: early stopping needs held-out data, but there are none")
-    state.skipped_updates = SkippedUpdates(args.max_bad_updates, data.source)
-    state.peak = peak_rate(state.autocast, state.device)
-    state.code = resume.code_hashes(code)
-    state.iters = steps_per_epoch(state.run["samples"], args.batch_size)
-    add_callbacks(state, data)
+    add_callbacks(state)
+    if state.objective.needs_reference and state.objective.reference is None:
+        state.objective.reference = reference_model(args, state.lm_config, state.device)
+    dtype = autocast_dtype(state.autocast, state.device)
+    state.meter.peak = matrix_rate(state.device, dtype)
+    vocabulary = getattr(state.lm_config, "vocab_size", 0)
+    guessing = math.log(vocabulary) if vocabulary and state.objective.loss_is_cross_entropy else None
+    state.facts = facts_for_advice(
+        args,
+        state.total_updates,
+        guessing,
+        held_out_is_training=state.run.get("held_out_data", "") == state.run.get("data"),
+        best_weights=weight_path(args.save_dir, f"{args.save_weight}_best", args).name,
+    )
     tokenizer = state.run.get("tokenizer")
     if tokenizer and Path(args.tokenizer_path).resolve() != ROOT / "model":
         for folder in (args.save_dir, args.checkpoint_dir):
             keep_tokenizer(args.tokenizer_path, folder, tokenizer)
-    if checkpoint is not None:
-        state.restore(checkpoint)
-        checkpoint.clear()  # whoever read it still refers to it: 12 bytes a parameter
+    if saved is not None:
+        restore(state, saved)
+    state.progress.run_id = state.progress.run_id or uuid.uuid4().hex
+    text = f"run: {state.total_updates - state.progress.update:,} of {state.total_updates:,} updates"
+    if isinstance(data, StageDataset):
+        text += f", {epoch_tokens(data, args) * args.epochs:,.0f} tokens"
+    Logger(f"{text}; {describe_device(state.device, state.autocast)}")
 
 
-def add_callbacks(state: TrainState, data: Any) -> None:
-    """Add the callbacks that the settings ask for: before those that the run has already, what keeps
-    checkpoints, stops early and draws curves; behind them, what reports: load of experts, samples, verdict.
-    data: as of `begin_run`."""
-    args, model = state.args, unwrap(state.model)
-    before: list[Callback] = []
-    if args.keep_every or state.eval_loader is not None:  # with held-out data the best checkpoint is kept
-        before.append(CheckpointManager(args))
+def restore(state: TrainState, saved: dict[str, Any]) -> None:
+    """Load a checkpoint: weights, optimizer, scaler, callbacks and progress."""
+    resume.warn_of_changes(saved["environment"], state.environment)
+    checkpoint.set_state(state.model, state.optimizer, saved)
+    if saved["scaler"]:  # empty unless that part of the run was in float16
+        state.scaler.load_state_dict(saved["scaler"])
+    state.callbacks.load_state_dict(saved["callbacks"])
+    progress = state.progress = Progress(**{row.name: saved[row.name] for row in fields(Progress)})
+    if state.args.extend_epochs:
+        progress.finished = False
+    state.stopped = progress.finished
+    if progress.run_id:  # else a branch begins
+        state.resumed_update = state.saved_update = progress.update
+    # The samples that are done, in micro-batches of the present batch size and ranks. They are whole updates;
+    # only the end of an epoch makes it necessary to round up.
+    progress.step = steps_per_epoch(progress.samples_done, state.args.batch_size)
+    Logger(
+        f"resuming {state.args.save_weight} at epoch {progress.epoch + 1}, update {progress.update} of "
+        f"{state.total_updates}, from {saved['loaded_from']}"
+    )
+    saved.clear()  # whoever read it still refers to it: 12 bytes a parameter
+
+
+def add_callbacks(state: TrainState) -> None:
+    """Add the callbacks that the settings ask for, behind those that the run has already."""
+    args = state.args
     if args.patience:
-        stopping = EarlyStopping(args.monitor, args.mode, args.patience, args.min_delta)
-        stopping.key = "EarlyStopping of --patience"  # apart from one that a task adds
-        before.append(stopping)
+        if state.eval_loader is None:
+            raise UserError(f"--patience {args.patience}: early stopping needs held-out data; there are none")
+        state.callbacks.append(EarlyStopping(args.monitor, args.mode, args.patience, args.min_delta))
     if args.use_tensorboard or args.tensorboard_dir:
-        before.append(TensorBoardLogger(tensorboard_folder(args, args)))
-    state.callbacks[:0] = before
-    if getattr(state.lm_config, "use_moe", False) and token_counters(model):
-        state.callbacks.append(ExpertLoad(model))
+        state.callbacks.append(TensorBoardLogger(tensorboard_folder(args)))
+    if getattr(state.lm_config, "use_moe", False) and token_counters(unwrap(state.model)):
+        state.callbacks.append(ExpertLoad(unwrap(state.model)))
     if args.sample_prompts != "none" and (args.sample_prompts != "auto" or state.eval_loader is not None):
         state.callbacks += sample_callbacks(state)
-    state.callbacks.append(Verdict(getattr(data, "train_dataset", data)))  # the engine gives its data module
+    state.callbacks.check()

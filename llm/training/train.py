@@ -32,6 +32,7 @@ from llm.training.tasks.regression_task import RegressionTask
 from trainer.devices.device import check_dtype, select_device
 from trainer.run.errors import StopRequest, training_errors, translated_failures
 from trainer.run.paths import run_name
+from trainer.run.resume import check_utf8
 
 C = TypeVar("C")
 AVAILABLE_TASKS: dict[str, type[TrainingTask]] = {
@@ -83,23 +84,23 @@ def train_worker(rank: int, world_size: int, config: Config) -> None:
 def _train(config: Config) -> None:
     logger, distributed = Logger.of(config), DistributedManager(config)
     engine: TrainingEngine | None = None
-    with StopRequest() as stop:
-        try:
-            task, name = find_task(config.training.task)(config), config.data.data_module
-            data = named_class("--data_module", name, DataModule)(config) if name else task.build_data()
-            args, task.data = task.args, data
-            run = run_name(args.save_weight, args)
-            lock_output(run, save_dir=args.save_dir, checkpoint_dir=args.checkpoint_dir)
-            if launch().local_rank == 0:  # the other ranks of this machine wait in `setup`
-                data.prepare_data()
-            with translated_failures():
-                distributed.setup()
-                data.setup()
-                logger.debug(config.describe())
-                engine = TrainingEngine(config, task, data, task.callbacks(), stop)
-                engine.run()
-        finally:
-            distributed.cleanup(engine.state if engine is not None else None)
+    try:
+        task, name = find_task(config.training.task)(config), config.data.data_module
+        data = named_class("--data_module", name, DataModule)(config) if name else task.build_data()
+        args, task.data = task.args, data
+        run = run_name(args.save_weight, args)
+        check_utf8(args)
+        lock_output(run, save_dir=args.save_dir, checkpoint_dir=args.checkpoint_dir)
+        if launch().local_rank == 0:  # the other ranks of this machine wait in `setup`
+            data.prepare_data()
+        with translated_failures():
+            distributed.setup()
+            data.setup()
+            logger.debug(config.describe())
+            engine = TrainingEngine(config, task, data, task.callbacks())
+            engine.run()
+    finally:
+        distributed.cleanup(engine.state if engine is not None else None)
 
 
 def spawn(world_size: int, config: Config) -> None:
@@ -114,7 +115,6 @@ def spawn(world_size: int, config: Config) -> None:
     assert context is not None  # join=False
     try:
         with StopRequest() as stop:
-            stop.defer = True
             while not context.join(timeout=0.2) and not stop.signal:
                 pass
             if stop.signal:

@@ -5,17 +5,17 @@ and folded away the other curves and the settings. Its words are in words.py."""
 import json
 import math
 from pathlib import Path
-from statistics import fmean
 from typing import Any, NamedTuple
 
 from scripts.runs.figures import draw_large, run_colors, svg
 from scripts.runs.run import ENDING, FORECAST, Run
 from scripts.runs.words import WORDS, amount, long_time
 from trainer.report.metrics import duration
+from trainer.report.warnings import findings
 
 PAGE = Path(__file__).parent / "page.html"
 PROMPTS, MANY_RUNS = 3, 3  # prompts beside the curve; runs of which each is a row of the table
-SAME = 0.005  # evaluations differ by chance by this share
+DEFAULT_FACTS = {"monitor": "eval_loss", "mode": "min", "guessing": None, "best_weights": "_best"}
 
 
 class Outcome(NamedTuple):
@@ -70,35 +70,22 @@ def title(runs: list[Run], lang: str) -> str:
 
 
 def verdict(run: Run, lang: str) -> list[str]:
-    """What came of a run, in sentences."""
-    words, sentences = WORDS[lang], []
-    if "reward" in run.figures:
-        rewards = [record["reward"] for record in run.records if "reward" in record]
-        count = max(1, len(rewards) // 10)
-        first, last = fmean(rewards[:count]), fmean(rewards[-count:])
-        return [words["reward"].format(first=first, last=last)]
-    evaluations = [(record["update"], record["eval_loss"]) for record in run.records if "eval_loss" in record]
-    if not evaluations:
-        return [words["nothing held out"]]
-    (last_update, now), (_, first) = evaluations[-1], evaluations[0]
-    low, low_update = min((value, update) for update, value in evaluations)
-    earlier = first  # the last evaluation before the last fifth of the run
-    for update, value in evaluations:
-        if update <= 0.8 * last_update:
-            earlier = value
-    if len(evaluations) == 1:
-        sentences.append(words["one evaluation"].format(now=now))
-    elif now - low > SAME * abs(low):
-        sentences.append(words["risen"].format(low=low, update=f"{low_update:,.0f}", now=now))
-    elif earlier - now > SAME * abs(now):
-        sentences.append(words["falling"].format(first=first, now=now))
-    else:
-        sentences.append(words["flat"].format(first=first, now=now))
-    if not math.isnan(bytes_read(run)) and now < 20:
-        count = math.exp(now)
+    """What came of a run, in the sentences of its last line; of a language model also how sure it is."""
+    facts = DEFAULT_FACTS | run_facts(run)
+    found = findings(run.records, facts)
+    sentences = [WORDS[lang][key].format(**values) for key, values in found]
+    loss = run.figures.get("eval_loss", math.inf)
+    if facts["guessing"] is not None and loss < 20:
+        count = math.exp(loss)
         text = f"{count:,.1f}" if count < 10 else f"{count:,.0f}"
-        sentences.append(words["choices"].format(count=text))
+        sentences.append(WORDS[lang]["choices"].format(count=text))
     return sentences
+
+
+def run_facts(run: Run) -> dict[str, Any]:
+    """What a run says of itself beside its records; empty if it does not, or the file is damaged."""
+    facts = (run.about or {}).get("facts")
+    return facts if isinstance(facts, dict) else {}
 
 
 def outcomes(run: Run) -> list[Outcome]:

@@ -1,29 +1,16 @@
-"""The words of the report, in English and Chinese."""
+"""The words of the report, in English and Chinese. The English verdict is that of the run's last line."""
+
+from trainer.report.warnings import SENTENCES
 
 WORDS = {
-    "en": {
+    "en": SENTENCES
+    | {
         "a model": "A model",
         "a model of": "A model of {parameters} parameters",
         "read": "{model} read {text} of text in {time}",
         "read tokens": "{model} read {tokens} tokens in {time}",
         "practised": "{model} practised for rewards, {updates} updates in {time}",
         "compared": "{count} runs compared, {time} in all",
-        "reward": "The reward went from {first:.3f} to {last:.3f} (means of the first and last tenth).",
-        "nothing held out": "No text was held out, so nothing tells how it does on other text.",
-        "one evaluation": "Its loss on text that it has not read is {now:.2f}.",
-        "falling": (
-            "Its loss on text that it has not read fell from {first:.2f} to {now:.2f} and was still falling: "
-            "more time, or more text, would help."
-        ),
-        "flat": (
-            "Its loss on text that it has not read fell from {first:.2f} to {now:.2f} and hardly changes any "
-            "more: more text, or a larger model, would help."
-        ),
-        "risen": (
-            "Its loss on text that it has not read was lowest, {low:.2f}, at update {update} and is now "
-            "{now:.2f}: it learns its text by heart. More text would help; the weights named _best are those "
-            "of the lowest loss."
-        ),
         "choices": "It is as unsure of the next token as if {count} were equally likely.",
         "samples": "What it writes, first and last",
         "after": "update {update}",
@@ -50,31 +37,25 @@ WORDS = {
         "environment": "environment",
         "settings": "settings",
         "others": "starts, data and code",
-        "said": "what the run said at its end",
         "unknown": "not known",
     },
     "zh": {
+        "no loss": "没有一次更新的损失是有限值",
+        "trained": "{name}：开始 {first:.3f}，最后 {last:.3f}",
+        "diverged": "损失从第 {low_update:,.0f} 次更新的 {low:.3f} 又升高：训练发散",
+        "nothing held out": "没有验证数据（--eval_share 0.02），无法知道在其他文本上的表现",
+        "evaluated once": "{name} {now:.3f}，只评估了一次",
+        "better": "{name} {now:.3f}，仍在变好（第 {before_update:,.0f} 次更新时为 {before:.3f}）",
+        "same": "{name} {now:.3f}，自第 {before_update:,.0f} 次更新（{before:.3f}）以来几乎没有变化",
+        "worse": "{name} {now:.3f}，最好的 {best:.3f} 出现在第 {best_update:,.0f} 次更新（{best_weights}）",
+        "overfitting": "同时训练损失仍在下降，即过拟合",
+        "repeats": "它的回答在重复：三元词组中只有 {share:.0%} 互不相同",
         "a model": "一个模型",
         "a model of": "一个 {parameters}参数的模型",
         "read": "{model}，用 {time}读了 {text} 文本",
         "read tokens": "{model}，用 {time}读了 {tokens} 个 token",
         "practised": "{model}，用 {time}做了 {updates} 次奖励更新",
         "compared": "比较 {count} 次训练，共 {time}",
-        "reward": "奖励从 {first:.3f} 到 {last:.3f}（最初与最后十分之一的均值）。",
-        "nothing held out": "没有留出验证文本，因此不知道它在没读过的文本上表现如何。",
-        "one evaluation": "它在没读过的文本上的损失是 {now:.2f}。",
-        "falling": (
-            "它在没读过的文本上的损失从 {first:.2f} 降到 {now:.2f}，"
-            "结束时仍在下降：更多时间或更多文本会有帮助。"
-        ),
-        "flat": (
-            "它在没读过的文本上的损失从 {first:.2f} 降到 {now:.2f}，"
-            "已几乎不再变化：需要更多文本或更大的模型。"
-        ),
-        "risen": (
-            "它在没读过的文本上的损失在第 {update} 次更新时最低（{low:.2f}），"
-            "现在是 {now:.2f}：它开始死记文本。更多文本会有帮助；名字带 _best 的权重是损失最低时的。"
-        ),
         "choices": "它对下一个 token 的把握，相当于在 {count} 个等可能的选项中猜。",
         "samples": "它写的内容：最初与最后",
         "after": "第 {update} 次更新",
@@ -101,7 +82,6 @@ WORDS = {
         "environment": "环境",
         "settings": "设置",
         "others": "启动记录、数据与代码",
-        "said": "训练结束时的输出",
         "unknown": "未知",
     },
 }

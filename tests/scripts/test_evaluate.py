@@ -17,7 +17,7 @@ from tests.conftest import ROOT, write_jsonl
 from tests.trainer.objectives.test_lora import adapted, base, written
 from trainer import loop
 from trainer.devices.device import mixed_precision
-from trainer.objectives.next_token import flat_size, held_out_loss
+from trainer.objectives.next_token import NextToken
 from trainer.weights.files import save_weights
 
 TOKENIZER = load_tokenizer(ROOT / "model")
@@ -55,9 +55,8 @@ def test_the_held_out_loss_is_the_trainers(kind, name, use_moe, corpus, monkeypa
     dataset = dataset_class(str(corpus[name]), TOKENIZER, 24, cache_dir=corpus["cache"])
     autocast, _ = mixed_precision("float32", torch.device("cpu"))
     state = SimpleNamespace(
-        model=model, stop_request=SimpleNamespace(signal=0), autocast=autocast, device=torch.device("cpu"),
-        size_fn=flat_size, lm_config=model.config, eval_fn=held_out_loss, args=None,
-        losses=torch.zeros(2, dtype=torch.float64),
+        model=model, autocast=autocast, device=torch.device("cpu"), objective=NextToken(),
+        lm_config=model.config, args=None,
     )  # fmt: skip
     expected = loop.evaluate(state, DataLoader(dataset, 4, collate_fn=collate_flat))
     model.eval()

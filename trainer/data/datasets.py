@@ -21,7 +21,7 @@ from dataset.lm_dataset import StageDataset, collate_flat
 from dataset.mixing import MixedDataset, split_weights
 from dataset.rollout_prompts import PromptDataset
 from trainer.devices.process_group import this_rank, world_size
-from trainer.run.errors import check_shared_memory, ignore_stop_signals, loader_error
+from trainer.run.errors import ignore_stop_signals, loader_error
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -293,7 +293,6 @@ def epoch_loader(
     }
     if not num_workers:
         return DataLoader(cast(Dataset, dataset), **options)
-    check_shared_memory(num_workers)
     return ProcessLoader(
         cast(Dataset, dataset),
         num_workers=num_workers,

@@ -39,8 +39,6 @@ if TYPE_CHECKING:
 MIN_FLOPS_PER_THREAD = 5e13
 # per GPU: four minutes of an RTX 4090, for a minute of compiling; by arithmetic, not measured
 MIN_FLOPS_PER_GPU = 1e16
-# a second copy of gradients larger than this is not kept, see `backward_on_gpu`
-MAX_BYTES_SET_ASIDE = 2**30
 
 
 def wrap_model(
@@ -298,31 +296,6 @@ def gradient_sync(model: nn.Module, enabled: bool) -> None:
             sharded.set_requires_all_reduce(enabled)
     if isinstance(model, DistributedDataParallel):
         model.require_backward_grad_sync = enabled  # as its `no_sync` does
-
-
-def backward_on_gpu(loss: Tensor, model: nn.Module) -> None:
-    """`loss.backward()` that adds all gradients to those of earlier micro-batches at once, where autograd
-    launches an addition for each parameter. The sums are the same.
-
-    Until then there are two copies of the gradients. Large ones, and those of a process group, whose wrappers
-    look at them during the backward pass, are added by autograd."""
-    parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
-    earlier = [cast(Tensor, parameter.grad) for parameter in parameters]
-    size = sum(grad.numel() * grad.element_size() for grad in earlier)
-    if dist.is_initialized() or size > MAX_BYTES_SET_ASIDE:
-        loss.backward()
-        return
-    for parameter in parameters:
-        parameter.grad = None
-    loss.backward()
-    sums, grads = [], []
-    for parameter, total in zip(parameters, earlier, strict=True):
-        if parameter.grad is not None:
-            sums.append(total)
-            grads.append(parameter.grad)
-        parameter.grad = total
-    if grads:
-        torch._foreach_add_(sums, grads)
 
 
 def whole_model(model: nn.Module, dtype: torch.dtype = torch.float32) -> nn.Module:

@@ -17,7 +17,7 @@ from dataset.token_cache import load_tokenizer
 from trainer.devices.process_group import Logger
 from trainer.objectives.next_token import Batch, describe_size, frozen_model, target_logits, vocabulary_hash
 from trainer.run.paths import TOKENIZER_FILE, is_path
-from trainer.run.resume import FrozenModelArgs, weights_fingerprint
+from trainer.run.resume import FrozenModelArgs, weights_hash
 from trainer.weights.files import fill, find_weights, read_model
 
 if TYPE_CHECKING:
@@ -38,17 +38,14 @@ class TeacherArgs(FrozenModelArgs):
         "from_student_weight": "from_weight",
     }
 
-    from_teacher_weight: str = setting(
-        "full_sft", "the teacher: name of weights in --save_dir, or a path", hashed_as="teacher_sha256"
-    )
-    teacher_hidden_size: int = setting(
-        0, "width of the teacher; 0: that of its weights", hashed_as="teacher_sha256", ge=0
-    )
-    teacher_num_layers: int = setting(
-        0, "depth of the teacher; 0: that of its weights", "layers", hashed_as="teacher_sha256", ge=0
-    )
+    # the hash of its weights is compared
+    may_change: ClassVar[str] = "from_teacher_weight teacher_hidden_size teacher_num_layers teacher_use_moe"
+
+    from_teacher_weight: str = setting("full_sft", "the teacher: name of weights in --save_dir, or a path")
+    teacher_hidden_size: int = setting(0, "width of the teacher; 0: that of its weights", ge=0)
+    teacher_num_layers: int = setting(0, "depth of the teacher; 0: that of its weights", "layers", ge=0)
     teacher_use_moe: Literal["auto", "0", "1"] = setting(
-        "auto", "whether the teacher has experts; auto: as it is", hashed_as="teacher_sha256"
+        "auto", "whether the teacher has experts; auto: as it is"
     )
 
     def teacher_shape(self) -> dict[str, Any]:
@@ -80,8 +77,8 @@ class TeacherArgs(FrozenModelArgs):
     def frozen_weights(self) -> dict[str, Path]:
         return {"from_teacher_weight": self.teacher()}
 
-    def frozen_hashes(self) -> dict[str, str]:
-        return weights_fingerprint("teacher", self.teacher())
+    def frozen_hashes(self) -> dict[str, str | None]:
+        return {"teacher_sha256": weights_hash(self.teacher())}
 
 
 def load_teacher(

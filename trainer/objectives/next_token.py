@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -11,7 +13,10 @@ from torch import Tensor, nn
 from common.errors import UserError
 from common.settings import ModelConfig
 from model.losses import cross_entropy
+from trainer.optim.build import build_optimizer
 from trainer.report.speed import Size, training_flops
+from trainer.run.checkpoint import Writer
+from trainer.weights.files import save_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -21,6 +26,7 @@ if TYPE_CHECKING:
 # a field that a reader adds is of the shape, too
 SHAPE = [name for name in ModelConfig.model_fields if name not in ("dropout", "tokenizer_path")]
 Batch = dict[str, Any]  # flat; see `collate_flat` in dataset/lm_dataset.py
+Metrics = Mapping[str, Tensor | tuple[Tensor, Tensor]]  # sums over the targets, or pairs (sum, count)
 
 
 def model_config(
@@ -86,13 +92,64 @@ def describe_size(model: "MiniMindForCausalLM") -> str:
     return f"model: {params / 1e6:.2f} M parameters (active per token: {(params - idle) / 1e6:.2f} M)"
 
 
-def next_token_loss(
-    model: nn.Module, batch: Batch, args: Any = None
-) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+class Objective:
+    """What a stage learns, from which batches, and what is written of its model: for the scripts and for the
+    engine. By default the next token. A stage overrides what differs."""
+
+    shown: tuple[str, ...] = ()  # metrics that stand on the console's line
+    loss_is_cross_entropy = False
+    saves_trained_only = False  # a checkpoint leaves out frozen weights, which a resumed run reads again
+    needs_reference = False  # `reference` becomes a frozen model with the start weights, on the device
+    reference: Any = None
+
+    def optimizer(self, model: nn.Module, args: Any) -> torch.optim.Optimizer:
+        """The optimizer of a model."""
+        return build_optimizer(model, args.learning_rate, args.weight_decay, args.optimizer)
+
+    @property
+    def stage(self) -> str:
+        """The name of the file that says what is learned."""
+        return defining_file(self)
+
+    def prepare(self, state: Any, window: list[Batch]) -> list[Batch]:
+        """The micro-batches to train of those that the loader gave, such as rollouts of prompts."""
+        return window
+
+    def size(self, batch: Batch, lm_config: Any) -> Size:
+        """The size of a micro-batch."""
+        return flat_size(batch, lm_config)
+
+    def loss(self, model: nn.Module, batch: Batch, args: Any) -> tuple[Tensor, Tensor, Metrics]:
+        """Sums, each []: of the losses of the targets, of the auxiliary losses of the tokens, and of metrics
+        by name: over the targets, or a pair (sum, count), such as those of one source."""
+        return next_token_loss(model, batch)
+
+    def held_out(self, model: nn.Module, batch: Batch, args: Any) -> Metrics:
+        """The same of a held-out batch, by name; `loss` is one of them."""
+        return {"loss": next_token_loss(model, batch)[0]}
+
+    def save(self, model: nn.Module, path: Path, writer: Writer, description: dict[str, Any]) -> Path:
+        """Write what is used of the model, in the background; returns where."""
+        return save_weights(model, path, writer, description)
+
+
+def defining_file(value: Any) -> str:
+    """The name of the file that defines the class of an object."""
+    module = sys.modules.get(type(value).__module__)
+    return Path(getattr(module, "__file__", None) or type(value).__name__).name
+
+
+class NextToken(Objective):
+    """Pretraining and SFT."""
+
+    loss_is_cross_entropy = True
+
+
+def next_token_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor, Metrics]:
     """The sum of the cross entropies of the targets, the load-balancing loss summed over the tokens (zero for
-    a dense model), and the first once more as the metric `cross_entropy`."""
+    a dense model), and no metrics."""
     out = model(**model_inputs(batch), targets=batch["targets"])
-    return out.loss, out.aux_loss, {"cross_entropy": out.loss.detach()}
+    return out.loss, out.aux_loss, {}
 
 
 def target_log_probs(model: nn.Module, batch: Batch, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -110,6 +167,12 @@ def target_logits(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
     loss."""
     out = model(**model_inputs(batch))
     return out.logits, out.aux_loss
+
+
+def target_samples(batch: Batch) -> Tensor:
+    """The sample id of each target [M], on the host: for a metric of some samples only."""
+    number = torch.searchsorted(batch["cu_seqlens"], batch["target_index"], right=True) - 1
+    return batch["sample_ids"][number.cpu()]
 
 
 def scalar_head(model: "MiniMindForCausalLM") -> "MiniMindForCausalLM":
@@ -147,12 +210,6 @@ def model_inputs(batch: Batch) -> dict[str, Any]:
         names = ("key_index", "cu_seqlens_k", "max_seqlen_k", "host_cu_seqlens_k")
         inputs["seen_keys"] = tuple(batch.get(name) for name in names)
     return inputs | {"host_cu_seqlens": batch.get("host_cu_seqlens")}
-
-
-def held_out_loss(model: nn.Module, batch: Batch, args: Any = None) -> dict[str, Tensor]:
-    """What is evaluated on held-out data: the cross entropy, summed over the targets, whatever the training
-    loss is."""
-    return {"loss": next_token_loss(model, batch)[0]}
 
 
 def flat_size(batch: Batch, lm_config: "MiniMindConfig") -> Size:

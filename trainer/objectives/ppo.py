@@ -20,15 +20,11 @@ from trainer.objectives.next_token import Batch, scalar_head, target_log_probs, 
 from trainer.objectives.policy import policy_loss
 from trainer.report.speed import Size, training_flops
 from trainer.rollouts.batches import Judged, Rollouts, empty_batch, flat_batch, rollout_size
-from trainer.rollouts.settings import add_rollouts
-from trainer.run.callbacks import Callback
 from trainer.run.checkpoint import Writer
 from trainer.run.state import TrainState
 from trainer.weights.files import Description, save_weights
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from model.model_minimind import MiniMindForCausalLM
 
 METRICS = ("value_loss", "kl", "approx_kl", "clip_ratio")  # names of the sums beside the loss
@@ -60,13 +56,6 @@ class ActorCritic(nn.Module):
         """Recompute the activations of both."""
         for model in (self.actor, self.critic):
             model.activation_checkpointing_enable(options)
-
-
-def save_actor(
-    model: nn.Module, path: Path, writer: Writer | None = None, description: Description | None = None
-) -> Path:
-    """Write the weights for use: those of the policy alone, under the names of any other stage."""
-    return save_weights(actor_of(model), path, writer, description)
 
 
 def unwrapped(model: nn.Module) -> ActorCritic:
@@ -147,40 +136,59 @@ def critic_batches(model: nn.Module, rollouts: list[Judged], args: Any, device: 
     return [batch | {"advantages": (batch["advantages"] - mean) * scale} for batch in batches]
 
 
-class KLLimit(Callback):
-    """Leaves out the later updates of a rollout once the policy has moved too far from the one that sampled
-    it (--early_stop_kl). Adds to a record the share of the later updates that were left out."""
+class PPO(Rollouts):
+    """What the stage learns: what the actor writes to the prompts, judged by the critic.
 
-    def __init__(self, rollouts: Rollouts):
-        self.rollouts = rollouts
-        self.later = self.left_out = 0  # updates since the last record
-        self.is_over: bool | None = None  # of the update that comes; None: it is a rollout's first
+    Leaves out the later updates of a rollout once the policy has moved too far from the one that sampled it
+    (--early_stop_kl). Adds to a record the share of the later updates that were left out."""
+
+    later = left_out = 0  # updates since the last record
+    is_over: bool | None = None  # of the update that comes; None: it is a rollout's first
+
+    def loss(self, model: nn.Module, batch: Batch, args: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        return actor_critic_loss(model, batch, args)
+
+    def size(self, batch: Batch, lm_config: Any) -> Size:
+        return actor_critic_size(batch, lm_config)
+
+    def save(self, model: nn.Module, path: Path, writer: Writer, description: Description) -> Path:
+        return save_weights(actor_of(model), path, writer, description)  # under the names of any other stage
+
+    @staticmethod
+    def policy_of(model: nn.Module) -> nn.Module:
+        return actor_of(model)
+
+    def make_batches(self, model: nn.Module, rollouts: list[Judged], device: torch.device) -> list[Batch]:
+        return critic_batches(model, rollouts, self.args, device)
 
     def prepare(self, state: TrainState, window: list[Batch]) -> list[Batch]:
         """The micro-batches of a rollout, or empty ones."""
-        batches = self.rollouts.prepare(state, window)
+        batches = super().prepare(state, window)
         self.is_over = None
-        is_first = state.update % self.rollouts.args.num_iterations == 0
+        is_first = state.progress.update % self.args.num_iterations == 0
         if is_first or not any(batch["prompts"] for batch in window):
             return batches
-        limit = self.rollouts.args.early_stop_kl
-        self.is_over = 0 < limit < moved_since_rollout(state, batches, self.rollouts.args.temperature)
+        limit = self.args.early_stop_kl
+        self.is_over = 0 < limit < moved_since_rollout(state, batches, self.args.temperature)
         return [empty_batch() for _ in window] if self.is_over else batches
 
-    def on_batch_start(self, engine: Any, update: int) -> None:
+    def on_batch_start(self, state: TrainState, update: int) -> None:
+        super().on_batch_start(state, update)
         if self.is_over is not None:
             self.later += 1
             self.left_out += self.is_over
 
-    def on_record(self, engine: Any, record: dict[str, Any]) -> None:
+    def on_log(self, state: TrainState, record: dict[str, Any]) -> None:
+        super().on_log(state, record)
         record["stopped"] = self.left_out / max(self.later, 1)
         self.later = self.left_out = 0
 
     def state_dict(self) -> dict[str, Any]:
-        return {"later": self.later, "left_out": self.left_out}
+        return super().state_dict() | {"later": self.later, "left_out": self.left_out}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.later, self.left_out = state["later"], state["left_out"]
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        super().load_state_dict(saved)
+        self.later, self.left_out = saved["later"], saved["left_out"]
 
 
 @torch.no_grad()
@@ -205,11 +213,3 @@ def actor_critic_size(batch: Batch, lm_config: Any) -> Size:
         return size
     ends = batch["host_cu_seqlens"], batch.get("host_cu_seqlens_k")
     return size._replace(flops=size.flops + training_flops(lm_config, size.tokens, 0, *ends))
-
-
-def add_ppo_rollouts(state: TrainState, tokenizer: "PreTrainedTokenizerBase") -> None:
-    """Have the loop train what the actor writes to the prompts, judged by the critic."""
-    rollouts = add_rollouts(state, tokenizer, make_batches=critic_batches, policy_of=actor_of)
-    limit = KLLimit(rollouts)
-    state.callbacks.append(limit)
-    state.prepare, state.size_fn, state.save_fn = limit.prepare, actor_critic_size, save_actor

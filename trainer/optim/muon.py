@@ -42,8 +42,8 @@ class Muon(Optimizer):
         self.dtype = torch.bfloat16 if all(gather(native_bfloat16(device))) else torch.float32
 
     @torch.no_grad()
-    def step(self, closure=None, skip: Tensor | None = None) -> None:  # type: ignore[override]
-        """Step each matrix; with `skip` [], read on the device, all stay what they were. No closure."""
+    def step(self, closure=None) -> None:  # type: ignore[override]
+        """Step each matrix. No closure."""
         stacks = self.stacks()
         if not stacks:
             return
@@ -58,7 +58,7 @@ class Muon(Optimizer):
             own = None
             shapes = []  # and types of what this rank has
             for owner, (group, params) in enumerate(turn):
-                update = self.momentum(group, params, skip)
+                update = self.momentum(group, params)
                 shapes.append((update.shape, update.dtype))
                 whole: Tensor | None = update
                 if mesh is not None:
@@ -78,7 +78,7 @@ class Muon(Optimizer):
                     if directions is None:
                         directions = torch.empty(shape, dtype=dtype, device=params[0].device)
                     dist.broadcast(directions, owner)
-                self.move(group, params, cast(Tensor, directions), skip)
+                self.move(group, params, cast(Tensor, directions))
 
     def stacks(self) -> list[tuple[dict[str, Any], list[Tensor]]]:
         """The parameters with a gradient, in stacks of one group and shape, each with its group. Those with
@@ -99,7 +99,7 @@ class Muon(Optimizer):
         stacks.sort(key=lambda stack: -stack[0])
         return [(group, piece) for _, group, piece in stacks]
 
-    def momentum(self, group: dict[str, Any], params: list[Tensor], skip: Tensor | None) -> Tensor:
+    def momentum(self, group: dict[str, Any], params: list[Tensor]) -> Tensor:
         """Take the gradients into the momentum -> the update [k, rows, ...] to orthogonalise, of what this
         rank has."""
         for p in params:
@@ -107,8 +107,6 @@ class Muon(Optimizer):
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p)
         buffers = [local_tensor(self.state[p]["momentum_buffer"]) for p in params]
         grads = torch.stack([local_tensor(cast(Tensor, p.grad)) for p in params])
-        if skip is not None:
-            grads = torch.where(skip, torch.stack(buffers), grads)  # then the momentum stays what it is
         torch._foreach_lerp_(buffers, grads.unbind(), 1 - group["momentum"])
         update = grads.lerp_(torch.stack(buffers), group["momentum"])  # Nesterov momentum
         return update.to(self.dtype)
@@ -118,13 +116,9 @@ class Muon(Optimizer):
         matrices = update.reshape(-1, self.rows[params[0]], update.shape[-1])
         return orthogonalized(matrices, group).view(update.shape)
 
-    def move(
-        self, group: dict[str, Any], params: list[Tensor], directions: Tensor, skip: Tensor | None
-    ) -> None:
+    def move(self, group: dict[str, Any], params: list[Tensor], directions: Tensor) -> None:
         """Decay the parameters, and add the directions [k, rows, ...], what this rank has of both."""
-        decay: Any = 1 - group["lr"] * group["weight_decay"]
-        if skip is not None:
-            decay, directions = 1 - ~skip * (1 - decay), directions * ~skip
+        decay = 1 - group["lr"] * group["weight_decay"]
         values = [local_tensor(p) for p in params]
         torch._foreach_mul_(values, decay)
         size = 0.2 * math.sqrt(max(self.rows[params[0]], params[0].shape[-1]))  # of AdamW's steps

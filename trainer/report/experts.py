@@ -34,10 +34,10 @@ class ExpertLoad(Callback):
         self.read()
         return {"kept": self.kept}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.kept = state["kept"]
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        self.kept = saved["kept"]
 
-    def on_record(self, engine: Any, record: dict[str, Any]) -> None:
+    def on_log(self, state: Any, record: dict[str, Any]) -> None:
         """Add the figures to the record, and count anew."""
         self.read()
         record |= balance_figures(torch.tensor(self.kept))

@@ -4,7 +4,6 @@ bar."""
 import json
 import os
 import sys
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from common.errors import UserError, WriteError, say
 from common.files import atomic_write
 
 WIDTH = 100  # columns of a line on the console
+KEPT_RECORDS = 500  # that warnings look at
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -56,26 +56,25 @@ class MetricsLog:
     Args:
         path: the metrics file.
         total_updates: length of the whole run, for the bar.
-        last_update: the last one that was reported before a resume.
-        kept: the records that the file begins with.
+        resumed_update: the last one before a resume, whose records are kept; None in a new run.
         shown: names of the metrics that stand on the console's line, beside the loss.
     """
 
     def __init__(
-        self,
-        path: Path,
-        total_updates: int,
-        last_update: int | None = None,
-        kept: Sequence[dict[str, Any]] = (),
-        shown: tuple[str, ...] = (),
+        self, path: Path, total_updates: int, resumed_update: int | None = None, shown: tuple[str, ...] = ()
     ):
+        kept = []
+        if resumed_update is not None:
+            kept = [record for record in readable_records(path) if record["update"] <= resumed_update]
         text = "".join(json.dumps(record) + "\n" for record in kept)
-        self.path, self.shown = path, shown
         atomic_write(path, lambda file: file.write(text.encode()))
+        self.path, self.shown = path, shown
+        self.records = kept[:1] + kept[1:][-KEPT_RECORDS:]  # the first and the last ones, for warnings
+        self.warned = {text.partition(":")[0] for record in kept for text in record.get("warnings", ())}
         self.file = open(path, "a", encoding="utf-8")  # noqa: SIM115 (open for the whole run)
         form = "{percentage:3.0f}%|{bar:30}| update {n_fmt}/{total_fmt}, {elapsed}<{remaining}"
         options = {"bar_format": form, "file": sys.stdout, "disable": not sys.stdout.isatty()}
-        self.bar = tqdm(total=total_updates, initial=last_update or 0, **options)
+        self.bar = tqdm(total=total_updates, initial=resumed_update or 0, **options)
 
     def sync(self) -> None:
         """Flush to the disk, before the checkpoint that counts these records; nothing to do when it is
@@ -88,6 +87,10 @@ class MetricsLog:
 
     def write(self, record: dict[str, Any], head: str) -> None:
         """Record one update. `head` opens the console line, e.g. `Epoch:[1/2](100/1200) 4%`."""
+        if len(self.records) > KEPT_RECORDS:
+            del self.records[1]
+        self.records.append(record)
+        self.bar.update(record["update"] - self.bar.n)
         try:
             self.file.write(json.dumps(record, allow_nan=False) + "\n")
             self.file.flush()
@@ -116,39 +119,40 @@ def duration(seconds: float) -> str:
 def describe(record: dict[str, Any], head: str, shown: tuple[str, ...] = ()) -> list[str]:
     """One record as lines of at most WIDTH columns: what a person looks at. The metrics file holds the rest.
 
-    head: opens the line, e.g. `Epoch:[1/2](100/1200) 4%`. shown: names of the values of the stage.
+    head: opens the first line, e.g. `Epoch:[1/2](100/1200) 4%`. shown: names of the values of the stage.
     """
-    # (rank, text): while the line is too long, the last text of the highest rank is left out, none of rank 0
-    parts = [(0, head), (0, value_text("loss", record["loss"], ".4f"))]
+    parts = [head, value_text("loss", record["loss"], ".4f")]
     names = [name for name in shown if name in record]
-    if names:
-        parts += [(min(1 + i, 3), value_text(name, record[name], ".3f")) for i, name in enumerate(names)]
-    else:
-        parts.append((2, value_text("mean", record["mean_loss"], ".4f")))
-    if "eval_loss" in record:
-        parts.append((0, value_text("eval_loss", record["eval_loss"], ".4f")))
-    others = [name for name in record if name.startswith("eval_") and name not in ("eval_loss", "eval_bpb")]
-    parts += [(4, value_text(name, record[name], ".4f")) for name in others]
-    parts.append((6, value_text("lr", record["learning_rate"], ".2e")))
-    parts.append((5, f"{record['tokens_per_second']:,.0f} tokens/s"))
-    if record["data_wait"] > 0.05:
-        parts.append((3, f"data wait: {record['data_wait']:.0%}"))
+    parts += [value_text(name, record[name], ".3f") for name in names]
+    if not names:
+        parts.append(value_text("mean", record["mean_loss"], ".4f"))
+    held_out = [name for name in record if name.startswith("eval_")]
+    parts += [value_text(name, record[name], ".4f") for name in held_out]
+    if record["aux_loss"]:
+        parts.append(value_text("aux_loss", record["aux_loss"], ".4f"))
+    if record.get("expert_max_min"):
+        parts.append(f"experts: {record['expert_max_min']:.1f} to 1")
     if record.get("dead_experts"):
-        parts.append((1, f"dead experts: {record['dead_experts']}"))
+        parts.append(f"dead experts: {record['dead_experts']}")
+    parts.append(value_text("lr", record["learning_rate"], ".2e"))
+    parts.append(f"{record['tokens_per_second']:,.0f} tokens/s")
+    if record["mfu"] is not None:
+        parts.append(f"mfu: {record['mfu']:.0%}")
+    if record["data_wait"] > 0.05:
+        parts.append(f"data wait: {record['data_wait']:.0%}")
     if "skipped" in record:
-        parts.append((0, f"updates skipped: {len(record['skipped'])}"))
+        parts.append(f"updates skipped: {len(record['skipped'])}")
     if "overflows" in record:
-        parts.append((0, f"overflows: {record['overflows']}"))
-    parts.append((0, f"eta: {duration(record['seconds_left'])}"))
-    line = ", ".join(text for _, text in parts)
-    while len(line) > WIDTH:
-        worst = max(rank for rank, _ in parts)
-        if worst == 0:
-            break
-        last = max(i for i, (rank, _) in enumerate(parts) if rank == worst)
-        del parts[last]
-        line = ", ".join(text for _, text in parts)
-    return [line, *(sample_line(sample) for sample in record.get("samples", ()))]
+        parts.append(f"overflows: {record['overflows']}")
+    parts.append(f"eta: {duration(record['seconds_left'])}")
+    lines = [parts[0]]
+    for part in parts[1:]:
+        if len(lines[-1]) + len(part) + 3 > WIDTH:
+            lines[-1] += ","
+            lines.append(f"  {part}")
+        else:
+            lines[-1] += f", {part}"
+    return [*lines, *(sample_line(sample) for sample in record.get("samples", ()))]
 
 
 def value_text(name: str, value: float | None, form: str) -> str:

@@ -109,11 +109,11 @@ class Samples(Callback):
         self.prompts, self.tokenizer = prompts, tokenizer
         self.answers: list[list[int]] = []  # of the evaluation whose record is not written yet
 
-    def on_validation_start(self, engine: Any) -> None:
+    def on_validation_start(self, state: Any) -> None:
         if is_main_process():
-            self.answers = self.write_answers(engine.state)
+            self.answers = self.write_answers(state)
 
-    def on_log(self, engine: Any, record: dict[str, Any]) -> None:
+    def on_log(self, state: Any, record: dict[str, Any]) -> None:
         """After an evaluation add the samples, on rank 0, behind those of the rollouts if there are any; on
         all ranks how many of the answers' trigrams are distinct."""
         if "eval_loss" not in record:

@@ -23,10 +23,9 @@ def start_tracker(
     name = f"{args.save_weight}-epochs-{args.epochs}-batch-{run['global_batch']}-lr-{args.learning_rate}"
     if checkpoint is None:
         return Tracker(args.wandb_project, name, args.swanlab_mode, dict(run))
-    # a pending record has not been drawn yet
-    last = checkpoint["update"] - (checkpoint["record"] is not None)
-    run_id = None if checkpoint.get("is_new_branch") else checkpoint["wandb_id"]
-    return Tracker(args.wandb_project, name, args.swanlab_mode, dict(run), run_id, last)
+    return Tracker(
+        args.wandb_project, name, args.swanlab_mode, dict(run), checkpoint["wandb_id"], checkpoint["update"]
+    )
 
 
 def drawable(record: dict[str, Any], leave_out: Iterable[str] = ()) -> dict[str, float]:

@@ -7,7 +7,6 @@ it. Token ids are trained as they were sampled, from softmax(logits / temperatur
 
 import time
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import groupby
 from typing import Any
@@ -20,14 +19,13 @@ from dataset.lm_dataset import collate_shared
 from dataset.rollout_prompts import RolloutPrompt
 from trainer.devices.process_group import gather, reduce_sum, this_rank, world_size
 from trainer.devices.wrapping import unwrap, whole_model
-from trainer.objectives.next_token import flat_size, target_log_probs, to_device
+from trainer.objectives.next_token import Batch, Objective, flat_size, target_log_probs, to_device
 from trainer.objectives.policy import TOKEN_LEVEL, group_advantages
 from trainer.report.speed import Size
 from trainer.rollouts.rewards import Reward, compute
 from trainer.rollouts.writer import Trajectory, TrajectoryWriter
 from trainer.run.callbacks import Callback
-from trainer.run.checkpoint import snapshot
-from trainer.run.state import Batch, TrainState
+from trainer.run.state import TrainState
 
 SHOWN_CHARACTERS = 300  # of a sample in the log
 # sums from which the figures of a record are computed
@@ -37,8 +35,6 @@ COUNTS = (
 )  # fmt: skip
 
 Judged = tuple[list[Trajectory], Tensor]  # to a micro-batch of prompts: trajectories, their rewards [P, G]
-# (trained model, what was written to each micro-batch, settings, device) -> flat batches with advantages
-MakeBatches = Callable[[nn.Module, list[Judged], Any, torch.device], list[Batch]]
 
 
 def group_batches(model: nn.Module, rollouts: list[Judged], args: Any, device: torch.device) -> list[Batch]:
@@ -92,26 +88,18 @@ def rollout_size(batch: Batch, lm_config: Any) -> Size:
     return flat_size(batch, lm_config)._replace(targets=batch["loss_denominator"])
 
 
-class Rollouts(Callback):
+class Rollouts(Callback, Objective):
     """Makes the micro-batches of reinforcement learning, and accumulates reward statistics.
 
-    rewards: a trajectory's reward is their weighted sum. reference: a frozen model for the KL divergence.
-    make_batches: as `group_batches`. policy_of: the part of the trained model that writes.
+    rewards: a trajectory's reward is their weighted sum. With --beta the start weights are kept as the
+    reference of the KL divergence.
     """
 
     shown = ("reward", "reward_std", "frac_reward_zero_std", "completion_length")
 
-    def __init__(
-        self,
-        args: Any,
-        writer: TrajectoryWriter,
-        rewards: list[Reward],
-        reference: nn.Module | None = None,
-        make_batches: MakeBatches = group_batches,
-        policy_of: Callable[[nn.Module], nn.Module] = unwrap,
-    ):
+    def __init__(self, args: Any, writer: TrajectoryWriter, rewards: list[Reward]):
         self.args, self.writer, self.rewards = args, writer, rewards
-        self.reference, self.make_batches, self.policy_of = reference, make_batches, policy_of
+        self.needs_reference = args.beta > 0
         self.reward_names = tuple(f"reward_{reward.name}" for reward in rewards)
         self.sum_names = (*COUNTS, *self.reward_names)
         # sums over the rollouts of all ranks
@@ -122,15 +110,28 @@ class Rollouts(Callback):
         # with --num_iterations 2 or more: this rank's last rollout
         self.rollout_for_next_updates: list[Batch] = []
 
+    @staticmethod
+    def policy_of(model: nn.Module) -> nn.Module:
+        """The part of the trained model that writes."""
+        return unwrap(model)
+
+    def make_batches(self, model: nn.Module, rollouts: list[Judged], device: torch.device) -> list[Batch]:
+        """Flat batches with advantages, of what was written to each micro-batch."""
+        return group_batches(model, rollouts, self.args, device)
+
     # ---- called by the loop
+
+    def size(self, batch: Batch, lm_config: Any) -> Size:
+        return rollout_size(batch, lm_config)
 
     def prepare(self, state: TrainState, window: list[Batch]) -> list[Batch]:
         """Flat batches of the trajectories for micro-batches of prompts, or those of this rollout's first
         update."""
-        state.meter.wait_for_device()
         if not any(batch["prompts"] for batch in window):
             return [empty_batch() for _ in window]
-        if state.update % self.args.num_iterations and len(self.rollout_for_next_updates) == len(window):
+        if state.progress.update % self.args.num_iterations and len(self.rollout_for_next_updates) == len(
+            window
+        ):
             batches = self.rollout_for_next_updates  # on the host after a resume
             self.rollout_for_next_updates = [to_device(batch, state.device) for batch in batches]
             return self.rollout_for_next_updates
@@ -142,16 +143,15 @@ class Rollouts(Callback):
             self.rollout_for_next_updates = batches
         return batches
 
-    def on_batch_start(self, engine: Any, update: int) -> None:
+    def on_batch_start(self, state: Any, update: int) -> None:
         """The update will be made: its rollout counts, on all ranks."""
         host = torch.tensor([self.this_rollout[name] for name in self.sum_names], dtype=torch.float64)
         sums = dict(zip(self.sum_names, reduce_sum(host).tolist(), strict=True))
         for name, value in sums.items():
             self.since_last_record[name] += value
-        engine.state.reward = sums["reward"] / sums["completions"] if sums["completions"] else None
         self.this_rollout.clear()
 
-    def on_record(self, engine: Any, record: dict[str, Any]) -> None:
+    def on_log(self, state: Any, record: dict[str, Any]) -> None:
         """Add means over the rollouts since the last record, over all ranks, None where there was none; and
         samples of rank 0's last rollout."""
         total = self.since_last_record
@@ -171,7 +171,7 @@ class Rollouts(Callback):
         figures["reward_seconds"] = total["reward_seconds"] / rollouts
         figures["rollout_tokens_per_second"] = total["length"] / max(total["seconds"], 1e-9) * world_size()
         record |= figures if total["rollouts"] else dict.fromkeys(figures)
-        record["samples"] = self.samples
+        record["samples"] = [*self.samples, *record.get("samples", ())]
         total.clear()
 
     def state_dict(self) -> dict[str, Any]:
@@ -179,19 +179,20 @@ class Rollouts(Callback):
         collective."""
         rollout = []
         for batch in self.rollout_for_next_updates:
-            rollout.append({name: value for name, value in batch.items() if not name.startswith("host_")})
+            kept = {name: value for name, value in batch.items() if not name.startswith("host_")}
+            rollout.append({name: on_host(value) for name, value in kept.items()})
         return {
             "since_last_record": dict(self.since_last_record),
-            "rollout_for_next_updates": gather(snapshot(rollout)),
+            "rollout_for_next_updates": gather(rollout),
             "samples": self.samples,
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Restore what `state_dict` gave."""
-        self.since_last_record = defaultdict(float, state["since_last_record"])
-        self.samples = state["samples"]
+        self.since_last_record = defaultdict(float, saved["since_last_record"])
+        self.samples = saved["samples"]
         self.rollout_for_next_updates = []
-        of_ranks = state["rollout_for_next_updates"]
+        of_ranks = saved["rollout_for_next_updates"]
         if len(of_ranks) != world_size():
             return
         for batch in of_ranks[this_rank()]:
@@ -208,7 +209,7 @@ class Rollouts(Callback):
         prompts = [prompt for batch in window for prompt in batch["prompts"]]
         start = time.perf_counter()
         with state.autocast:
-            written = self._write(self.writer, model, prompts, state.update)
+            written = self._write(self.writer, model, prompts, state.progress.update)
         written_at = time.perf_counter()
         scores = [self._score(trajectory) for trajectory in written]
         scored_at = time.perf_counter()
@@ -222,7 +223,7 @@ class Rollouts(Callback):
             rollouts.append((rest[: part.numel()], part))
             rest = rest[part.numel() :]
         with torch.no_grad(), state.autocast:
-            batches = self.make_batches(model, rollouts, self.args, state.device)
+            batches = self.make_batches(model, rollouts, state.device)
             for batch in batches:
                 self.add_log_probs(model, batch)
         return batches
@@ -287,6 +288,11 @@ class Rollouts(Callback):
         figures = {name: sum(score[name] for score in scores) for name in names}
         figures["loss"] = -figures["reward"]
         return {name: torch.tensor(value, dtype=torch.float64) for name, value in figures.items()}
+
+
+def on_host(value: Any) -> Any:
+    """A tensor on the host, anything else as it is."""
+    return value.detach().cpu() if isinstance(value, Tensor) else value
 
 
 def _shown(text: str) -> str:

@@ -1,193 +1,168 @@
-"""What a callback is, and the list of those of a run. included_callbacks.py has the included ones;
-docs/CALLBACKS.md is the user's page."""
+"""What a callback is, and the list of those of a run. docs/CALLBACKS.md is the user's page."""
 
-import inspect
+import math
 from collections import Counter
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from common.errors import UserError, reason, warn
 
 State = dict[str, Any]
-SAVABLE_TYPES = (type(None), bool, int, float, str)
 
 
 class Callback:
-    """Base class: all methods do nothing. A subclass overrides those it needs; each is called on every rank.
+    """Base class: all methods do nothing. A subclass overrides those it needs; each is called on every rank,
+    with the TrainState. The methods stand in the order of the calls; a checkpoint is written after them."""
 
-    `engine` is the TrainingEngine; in a stage script the TrainState. Both have `state`, the TrainState. The
-    methods stand in the order of the calls.
-
-    key: the name of its state in checkpoints; None: that of its class.
-    """
-
-    key: str | None = None
-
-    def on_train_start(self, engine: Any) -> None:
+    def on_train_start(self, state: Any) -> None:
         """Everything is set up and restored; this process has not made an update yet."""
 
-    def on_epoch_start(self, engine: Any, epoch: int) -> None:
+    def on_epoch_start(self, state: Any, epoch: int) -> None:
         """Before the first update of an epoch (from 0); not again after a resume within it."""
 
-    def on_batch_start(self, engine: Any, update: int) -> None:
+    def on_batch_start(self, state: Any, update: int) -> None:
         """Before an optimizer update; `update` is its number, from 1."""
 
-    def on_optimizer_step(self, engine: Any, update: int) -> None:
-        """After the optimizer step of an update, before the update is saved, validated or logged."""
+    def on_optimizer_step(self, state: Any, update: int) -> None:
+        """After the optimizer step of an update, before it is validated, logged or saved."""
 
-    def on_record(self, engine: Any, record: State) -> None:
-        """A log record is made; values may be added to it. The checkpoint of the update holds them."""
-
-    def on_checkpoint_saved(self, engine: Any, path: Path) -> None:
-        """The checkpoint of the last update is being written in the background; it may not be complete
-        yet."""
-
-    def on_validation_start(self, engine: Any) -> None:
+    def on_validation_start(self, state: Any) -> None:
         """Before a validation; other weights may be put in place, which `<name>_best` then holds."""
 
-    def on_validation_end(self, engine: Any, metrics: dict[str, float | None]) -> None:
+    def on_validation_end(self, state: Any, metrics: dict[str, float | None]) -> None:
         """After a validation; `metrics` are the same on all ranks."""
 
-    def on_log(self, engine: Any, record: State) -> None:
-        """A log record is complete, with the metrics of a validation if there was one, and will be written;
-        values may be added to it."""
+    def on_log(self, state: Any, record: State) -> None:
+        """A log record is complete and will be written; values may be added to it."""
 
-    def on_batch_end(self, engine: Any, update: int, record: State | None) -> None:
-        """After an optimizer update; `record` is its complete log record at a log point, else None."""
+    def on_batch_end(self, state: Any, update: int, record: State | None) -> None:
+        """After an optimizer update; `record` is its log record at a log point, else None."""
 
-    def on_epoch_end(self, engine: Any, epoch: int) -> None:
-        """After the last update of an epoch, its validation and its checkpoint."""
+    def on_epoch_end(self, state: Any, epoch: int) -> None:
+        """After the last update of an epoch and its validation."""
 
-    def on_train_end(self, engine: Any) -> None:
-        """Training is finished, or was stopped by `engine.stop`. Not called after an exception."""
+    def on_train_end(self, state: Any) -> None:
+        """Training is finished, or was stopped. Not called after an exception."""
 
-    def on_exception(self, engine: Any, error: BaseException) -> None:
+    def on_exception(self, state: Any, error: BaseException) -> None:
         """This exception ends training (`Interrupted`: a signal does); it is raised again afterwards."""
 
     def state_dict(self) -> State:
         """State to save in the checkpoint: numbers, strings, tensors, and lists and dicts of them."""
         return {}
 
-    def load_state_dict(self, state: State) -> None:
+    def load_state_dict(self, saved: State) -> None:
         """Restore the result of `state_dict`; called before `on_train_start` of a resumed run."""
 
-    def forget_evaluations(self, state: Any) -> None:
-        """After `load_state_dict`, if the run has other held-out data than before: what is kept of earlier
-        evaluations does not count any more."""
 
-
-EPOCH_HOOKS = ("on_epoch_start", "on_epoch_end")  # called once per epoch, also over resumes
 HOOKS = [name for name in vars(Callback) if name.startswith("on_")]
 
 
 class CallbackList(list[Callback]):
-    """The callbacks of a run, called in order. Raises UserError for a method `on_...` of one it is created
-    with that is never called, or cannot be called with its arguments.
+    """The callbacks of a run, called in order."""
 
-    epochs: for each callback the last epoch for which each of EPOCH_HOOKS was called; a checkpoint saves it.
-    absent: the saved states of callbacks that this run does not have; they are kept.
-    engine: what they are called with, the TrainingEngine or the TrainState.
-    """
+    state: Any = None  # the TrainState
 
-    def __init__(self, callbacks: Iterable[Callback] = ()):
-        super().__init__(callbacks)
-        self.epochs: dict[str, dict[str, int]] = {}
-        self.absent: dict[str, State] = {}
-        self.engine: Any = None
+    def check(self) -> None:
+        """Raise UserError for a method `on_...` that would never be called."""
         for callback in self:
-            check_methods(callback)
+            for name in dir(callback):
+                if name.startswith("on_") and name not in HOOKS:
+                    text = f"callback {type(callback).__name__}: {name} would never be called"
+                    raise UserError(f"{text}; there are {', '.join(HOOKS)}")
 
     def by_name(self) -> dict[str, Callback]:
-        """The callbacks by their keys, by default the class name, `EarlyStopping#2` for the second of a
-        class."""
+        """The callbacks by class name, `EarlyStopping#2` for the second of a class."""
         named: dict[str, Callback] = {}
         numbers: Counter[str] = Counter()
         for callback in self:
-            name = callback.key or type(callback).__name__
+            name = type(callback).__name__
             numbers[name] += 1
             named[name if numbers[name] == 1 else f"{name}#{numbers[name]}"] = callback
         return named
 
     def call(self, name: str, *args: Any) -> None:
-        """Call a method of each callback that overrides it; the traceback of an exception names the callback.
-        In `on_exception` one is only a warning, because the other callbacks still have to close their
-        files."""
-        base_method = getattr(Callback, name)
-        for key, callback in self.by_name().items():
-            method = getattr(callback, name)
-            if getattr(method, "__func__", method) is base_method:
-                continue  # it does nothing
-            if name in EPOCH_HOOKS:
-                last = self.epochs.setdefault(key, {})
-                if args[0] <= last.get(name, -1):
-                    continue  # before the resume
-                last[name] = args[0]
+        """Call a method of each callback; the traceback of an exception names the callback. In `on_exception`
+        one is only a warning, because the other callbacks still have to close their files."""
+        for callback in self:
+            kind = type(callback).__name__
             try:
-                method(self.engine, *args)
+                getattr(callback, name)(self.state, *args)
             except Exception as error:
                 if name != "on_exception":
-                    error.add_note(f"callback {key} failed in {name}")
+                    error.add_note(f"callback {kind} failed in {name}")
                     raise
-                warn(f"callback {key} failed in {name}: {type(error).__name__}: {reason(error)}")
+                warn(f"callback {kind} failed in {name}: {type(error).__name__}: {reason(error)}")
+            if name == "on_log":
+                (record,) = args
+                for key, value in record.items():
+                    where = f"{key!r}, which callback {kind} puts into the record,"
+                    record[key] = plain(value, where, in_record=True)
 
     def state_dict(self) -> dict[str, State]:
-        """The non-empty states by name. Raises UserError if one contains a type that a checkpoint cannot
-        hold."""
-        states = dict(self.absent)
-        for key, callback in self.by_name().items():
-            state = _savable(callback.state_dict(), f"the state of callback {key}")
-            if state:
-                states[key] = state
+        """The states by name."""
+        states = {}
+        for name, callback in self.by_name().items():
+            states[name] = plain(callback.state_dict(), f"the state of callback {name}")
         return states
 
     def load_state_dict(self, states: dict[str, State]) -> None:
         """Restore the state of each callback; warn of the states of callbacks that are no longer there."""
         named = self.by_name()
-        self.absent = {key: state for key, state in states.items() if key not in named}
-        if self.absent:
-            gone = ", ".join(self.absent)
-            warn(f"callbacks of the checkpoint that this run does not have: {gone}; their state is kept")
-        for key in named.keys() & states.keys():
-            named[key].load_state_dict(states[key])
+        gone = [name for name in states if states[name] and name not in named]
+        if gone:
+            warn(f"callbacks of the checkpoint that this run does not have: {', '.join(gone)}")
+        for name in named.keys() & states.keys():
+            named[name].load_state_dict(states[name])
 
 
-def check_methods(callback: Callback) -> None:
-    """Raise UserError if this is no callback, or a method is declared so that it cannot be called."""
-    if not isinstance(callback, Callback):
-        raise UserError(f"{callback!r} is not a callback, an instance of a subclass of Callback")
-    name = type(callback).__name__
-    for key in dir(callback):
-        if key.startswith("on_") and key not in HOOKS:
-            raise UserError(
-                f"callback {name}: {key} would never be called; the methods are {', '.join(HOOKS)}"
-            )
-    for hook in HOOKS:
-        arguments = list(inspect.signature(getattr(Callback, hook)).parameters)[1:]
-        signature = inspect.signature(getattr(callback, hook))
-        try:
-            signature.bind(*arguments)
-        except TypeError as error:
-            declared = f"callback {name}: {hook} is declared with {signature}"
-            raise UserError(f"{declared}, but it is called as {hook}({', '.join(arguments)})") from error
-
-
-def _savable(value: Any, where: str) -> Any:
-    """The value in types that `torch.load(weights_only=True)` accepts: any other would make the file
-    unreadable."""
+def plain(value: Any, where: str, in_record: bool = False) -> Any:
+    """A value as a checkpoint can hold it, whose file nothing else may make unreadable: a number of NumPy as
+    one of Python, a path as text. in_record: for JSON; a tensor of one number is that number, NaN and
+    infinities are None. Raises UserError for what is neither a number, a text, a tensor, nor a list or dict
+    of them."""
     if isinstance(value, dict):
         return {
-            _savable(key, f"a key of {where}"): _savable(item, f"{where}[{key!r}]")
+            plain(key, where): plain(item, f"{where.rstrip(',')}[{key!r}]", in_record)
             for key, item in value.items()
         }
-    if type(value) in (list, tuple):
-        return type(value)(_savable(item, f"{where}[{i}]") for i, item in enumerate(value))
-    if type(value) in SAVABLE_TYPES or isinstance(value, Tensor):
+    if isinstance(value, (list, tuple)):
+        items = [plain(item, where, in_record) for item in value]
+        return tuple(items) if isinstance(value, tuple) else items
+    if isinstance(value, Tensor):
+        if not in_record:
+            return value
+        if value.numel() == 1:
+            value = value.item()
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, Path):
+        value = str(value)
+    if isinstance(value, float):
+        return None if in_record and not math.isfinite(value) else float(value)
+    if isinstance(value, str):
+        return utf8(str(value), where)
+    if value is None or isinstance(value, bool):
         return value
-    kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
-    raise UserError(f"{where} is a {kind}; a checkpoint holds numbers, strings, tensors, lists and dicts")
+    if isinstance(value, int):
+        return int(value)
+    raise UserError(
+        f"{where} is a {type(value).__name__}; it must be a number, a text, or a list or dict of them"
+        + ("" if in_record else ", or a tensor")
+    )
+
+
+def utf8(text: str, where: str) -> str:
+    """The text. Raises UserError if it holds bytes of a file name that are not UTF-8: a file with it could
+    not be read again."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"{where} is not UTF-8: {text!a}; rename it") from error
+    return text
 
 
 def monitored(who: str, monitor: str, metrics: dict[str, float | None]) -> float | None:

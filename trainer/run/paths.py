@@ -71,18 +71,6 @@ def weight_files(save_dir: str | Path, weight: str) -> dict[Path, dict[str, Any]
     return files
 
 
-def is_state(run: str, name: str) -> bool:
-    """Whether this is the name of a state of the run with this `run_name`."""
-    state = r"_(resume|resume_previous|best_resume|update_\d+)\.pth"
-    return re.fullmatch(re.escape(run) + state, name) is not None
-
-
-def same_file(path: Path, written: Path) -> bool:
-    """Whether writing (and renaming to) `written` may change what `path` leads to; a hard link stays what it
-    was."""
-    return path.resolve() == written.resolve()
-
-
 def is_hugging_face(path: Path) -> bool:
     """Whether it is a Hugging Face folder."""
     return (path / CONFIG_FILE).is_file()
@@ -115,19 +103,10 @@ def settings_path(metrics: Path) -> Path:
     return metrics.with_name(metrics.name.removesuffix(".jsonl").removesuffix("_metrics") + "_run.json")
 
 
-def tensorboard_folder(args: StageArgs, lm_config: Any) -> Path:
+def tensorboard_folder(args: StageArgs) -> Path:
     """The folder of a run's TensorBoard curves."""
-    return Path(args.tensorboard_dir or Path(args.save_dir) / "tensorboard") / run_name(
-        args.save_weight, lm_config
-    )
-
-
-def metrics_of_branched_run(args: StageArgs, branch_of: dict[str, Any]) -> Path:
-    """The metrics file of the run that wrote the state `branch_of`: in the folder below --save_dir that the
-    state's folder is below --checkpoint_dir, such as `earlier_1`."""
-    folder, checkpoints = Path(branch_of["path"]).parent, Path(args.checkpoint_dir).resolve()
-    below = folder.relative_to(checkpoints) if folder.is_relative_to(checkpoints) else Path()
-    return metrics_path(Path(args.save_dir) / below, branch_of["run_name"])
+    folder = Path(args.tensorboard_dir or Path(args.save_dir) / "tensorboard")
+    return folder / run_name(args.save_weight, args)
 
 
 def resume_path(checkpoint_dir: str | Path, weight: str, lm_config: Any) -> Path:

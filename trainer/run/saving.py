@@ -1,209 +1,237 @@
-"""When files are written: checkpoints at the end of an update, the best weights, the last ones, and at a
-signal."""
+"""The files of a run: checkpoints and weights, its metrics and settings, and those of an earlier run of its
+name."""
 
-import glob
-import hashlib
+import gc
 import json
 import os
 import platform
+import re
 import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
-from common.errors import Interrupted, warn
-from common.files import link, sync_folder, write_errors, write_json
+from common.errors import Interrupted, UserError, reason
+from common.files import link, remove, write_errors, write_json
 from common.settings import StageArgs
 from trainer.devices.process_group import Logger, gather, is_main_process, meet, world_size
-from trainer.report.metrics import MetricsLog, complete_lines, readable_records
-from trainer.report.speed import read_meter
+from trainer.devices.wrapping import is_sharded, unwrap
+from trainer.report.metrics import MetricsLog
+from trainer.report.warnings import verdict
 from trainer.run import checkpoint, paths
 from trainer.run.errors import end_loader_processes
-from trainer.run.resume import Fingerprint, total_updates
+from trainer.run.resume import Fingerprint, FrozenModelArgs, total_updates
 from trainer.run.state import TrainState
-from trainer.weights.files import Description, save_weights
 
-KEPT_STARTS = 19  # of a run that was resumed more often than that, beside the first one
+# --- an earlier run of this name
 
 
-def set_earlier_run_aside(args: StageArgs, lm_config: Any, state_file: Path | None = None) -> None:
-    """Move the checkpoints, metrics, settings, curves and weights of an earlier run of this name into a
-    folder `earlier_<n>` beside them: a forgotten --from_resume 1 loses nothing, and no two runs share a file.
+def run_files(folder: Path, run: str) -> list[Path]:
+    """The files of a run of this name in a folder: weights, states, metrics, settings, adapters, curves."""
+    endings = r"(_metrics|_run|_resume|_resume_previous|_best_resume|_update_\d+)?(\.\w+)*"
+    return sorted(path for path in folder.glob("*") if re.fullmatch(re.escape(run) + endings, path.name))
 
-    Weights and a state (`state_file`) that the new run starts from stay where they are, too; so do metrics
-    and settings, which the new run replaces: until then they tell what the state that it goes back to comes
-    from.
-    Raises UserError if the disk is full ...
-    """
-    states, out = Path(args.checkpoint_dir), Path(args.save_dir)
-    run, best = (paths.run_name(name, lm_config) for name in (args.save_weight, f"{args.save_weight}_best"))
-    old_states = [
-        path for path in sorted(states.glob(f"{glob.escape(run)}_*")) if paths.is_state(run, path.name)
-    ]
-    weights = [path for name in (run, best) for path in (out / f"{name}.pth", out / f"{name}.json")]
-    weights += [path for name in (run, best) for path in (out / name).glob("adapter_*")]
-    weights = [path for path in weights if path.is_file()]
-    starts = [] if state_file is None else [state_file]
+
+def earlier_run_files(args: StageArgs) -> list[Path]:
+    """The files that a new run with these settings sets aside."""
+    name = paths.run_name(args.save_weight, args)
+    best = paths.run_name(f"{args.save_weight}_best", args)
+    out, states = Path(args.save_dir), Path(args.checkpoint_dir)
+    # states first: what is left of a run without one cannot be taken for a run to go on with
+    files = run_files(states, name) + run_files(out, name) + run_files(out, best)
+    files += run_files(paths.tensorboard_folder(args).parent, name)
+    return list(dict.fromkeys(files))  # both folders may be the same
+
+
+def check_starts(args: StageArgs) -> None:
+    """Raise UserError if a new run starts from, or reads again, a file that it sets aside and writes anew."""
+    starts = args.frozen_weights() if isinstance(args, FrozenModelArgs) else {}
     if args.from_weight != "none":
-        starts.append(paths.start_path(out, args.from_weight, lm_config))
-    stays = {path for path in old_states + weights if any(paths.same_file(start, path) for start in starts)}
-    if len(stays) == len(old_states + weights):  # nothing else was saved
+        starts["from_weight"] = paths.start_path(args.save_dir, args.from_weight, args)
+    if args.resume_from is not None:
+        starts["resume_from"] = Path(args.resume_from)
+    files = earlier_run_files(args)
+    for flag, start in starts.items():
+        if any(start.exists() and start.samefile(path) for path in files):
+            raise UserError(
+                f"--{flag} {start} is a file of the run --save_weight {args.save_weight}, which a new run of "
+                "this name sets aside; give another --save_weight, or go on with that run (--from_resume 1)"
+            )
+
+
+def set_earlier_run_aside(args: StageArgs) -> None:
+    """Move the files of an earlier run of this name into folders `earlier_<n>` beside them: a forgotten
+    --from_resume 1 loses nothing."""
+    files = earlier_run_files(args)
+    if not files:
         return
-    metrics = paths.metrics_path(out, run)
-    logs = [path for path in (metrics, paths.settings_path(metrics)) if path.is_file()]
-    # states last: a run killed before that finds the rest and sets it aside again
-    files = [(out, path) for path in logs + weights]
-    curves = paths.tensorboard_folder(args, lm_config)
-    if curves.is_dir():
-        files.append((curves.parent, curves))
-    files += [(states, path) for path in old_states]
-    # what stays first: alone it would no longer be set aside
-    files.sort(key=lambda file: file[1] not in stays)
-    name = unused_name({folder for folder, _ in files})
-    for folder, path in files:
-        kept = folder / name / path.relative_to(folder)
+    number = 1
+    while any((path.parent / f"earlier_{number}").exists() for path in files):
+        number += 1
+    for path in files:
+        kept = path.parent / f"earlier_{number}" / path.name
         with write_errors(kept):
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            if path in stays or path in logs:
-                link(path, kept)
-            else:
-                os.replace(path, kept)
-            for changed in {kept.parent, folder / name, path.parent, folder}:
-                sync_folder(changed)
-    places = dict.fromkeys(str(folder / name) for folder, _ in files)
-    text = f"a run named {run} was here; its files are kept in {' and '.join(places)}"
-    if old_states and state_file is None:
-        text += " (--from_resume 1 would have continued it)"
-    Logger(text)
+            kept.parent.mkdir(exist_ok=True)
+            os.replace(path, kept)
+    places = " and ".join(sorted({str(path.parent / f"earlier_{number}") for path in files}))
+    name = paths.run_name(args.save_weight, args)
+    text = f"a run named {name} was here; its files are now in {places}"
+    Logger(f"{text} (--from_resume 1 would have continued it)")
 
 
-def unused_name(folders: set[Path]) -> str:
-    """`earlier_<n>`, n above those that are in any of the folders."""
-    taken = [0]
-    for folder in folders:
-        for path in folder.glob("earlier_*"):
-            number = path.name.removeprefix("earlier_")
-            if number.isdecimal():
-                taken.append(int(number))
-    return f"earlier_{max(taken) + 1}"
+# --- checkpoints and weights
 
 
 def save_checkpoint(state: TrainState) -> None:
-    """Write the resume state, then the inference weights, in the background; called on all ranks. The pending
-    record is saved too: a run killed while it evaluates completes that report when it is resumed."""
-    args = state.args
-    state.save_due = False
+    """Write the inference weights, then the state to resume from, in the background; called on all ranks. The
+    state comes last: while the older one stands, a resumed run writes the rest anew."""
+    args, progress = state.args, state.progress
+    is_first = state.saved_update is None
     state.writer.wait()  # at most one copy of the state waits in memory
-    if state.metrics is not None:
-        state.metrics.sync()
+    check_replicas(state)
+    if state.log is not None:
+        state.log.sync()
+    state.weights, state.saved_update = write_weights(state, args.save_weight), progress.update
+    model, optimizer = checkpoint.get_state(state.model, state.optimizer, state.objective.saves_trained_only)
+    callbacks = state.callbacks.state_dict()  # a collective, perhaps
+    if not is_main_process():
+        return
+    progress.wandb_id = getattr(state.wandb, "id", progress.wandb_id)
+    saved = asdict(progress) | {
+        "model": model,
+        "optimizer": optimizer,
+        "scaler": state.scaler.state_dict(),
+        "callbacks": callbacks,
+        "run": state.run,
+        "environment": state.environment,
+        "world_size": world_size(),
+    }
+    described = None
+    if hasattr(state.lm_config, "own_fields"):
+        described = {"model": state.lm_config.own_fields(), "tokenizer": state.run.get("tokenizer")}
     path = paths.resume_path(args.checkpoint_dir, args.save_weight, state.lm_config)
-    progress = state.progress()
-    checkpoint.save(
-        path, state.lm_config, state.model, state.optimizer, progress, state.writer, state.state_dict_fn
-    )
-    write_weights(state, args.save_weight)
-    state.state_file = path
-    state.saved_update = state.update
-    state.callbacks.call("on_checkpoint_saved", state.state_file)
+    run = paths.run_name(args.save_weight, state.lm_config)
+    is_numbered = args.keep_every and progress.update % args.keep_every == 0
+    is_best = progress.best_update == progress.update
+
+    def write() -> None:
+        checkpoint.write_state(path, saved, described)
+        if is_numbered:
+            keep(path, path.with_name(f"{run}_update_{saved['update']:08d}.pth"))  # `progress` moves on
+            delete_old_states(path.parent, run, args.keep_last, saved)
+        if is_best:
+            keep(path, path.with_name(f"{run}_best_resume.pth"))
+
+    state.writer.submit(write)
+    if is_first:
+        state.writer.wait()
+        try:
+            checkpoint.read_state(path)
+        except checkpoint.UNREADABLE as error:
+            raise UserError(f"{path}, just written, cannot be read again: {reason(error)}") from error
+
+
+def check_replicas(state: TrainState) -> None:
+    """Raise UserError if the ranks do not all have the same weights. A collective."""
+    if world_size() == 1 or is_sharded(state.model):
+        return
+    weights = dict(unwrap(state.model).named_parameters())
+    hashes = [torch.hash_tensor(value.detach()) for value in weights.values() if value.numel()]
+    everyone = gather(torch.stack(hashes).tolist())
+    for rank, others in enumerate(everyone):
+        if others != everyone[0]:
+            differing = [name for name, a, b in zip(weights, everyone[0], others, strict=False) if a != b]
+            raise UserError(
+                f"after update {state.progress.update} rank {rank} has other weights than rank 0 "
+                f"({differing[0]} and {len(differing) - 1} more): something makes the ranks train "
+                "differently; the last checkpoint is intact"
+            )
+
+
+def keep(path: Path, name: Path) -> None:
+    """Give a checkpoint a second name, which stays when a newer one is written."""
+    with write_errors(name):
+        temp = name.with_name(f".{name.name}.tmp")
+        remove(temp)
+        link(path, temp)
+        os.replace(temp, name)
+
+
+def delete_old_states(folder: Path, run: str, keep_last: int, saved: dict[str, Any]) -> None:
+    """Delete the numbered checkpoints up to the present update, except for the last --keep_last (at least
+    one) and the best."""
+    numbered = {}
+    for path in folder.glob("*.pth"):
+        if name := re.fullmatch(re.escape(run) + r"_update_(\d+)\.pth", path.name):
+            numbered[int(name[1])] = path
+    past = sorted(update for update in numbered if update <= saved["update"])
+    for update in past[: -max(1, keep_last)]:
+        if update != saved["best_update"]:
+            remove(numbered[update])
 
 
 def write_weights(state: TrainState, weight: str) -> Path:
     """Write what is used of the model under this name, in the background; returns where. Beside the weights
-    stands where they come from: stage, parent, position in the run, data, code."""
-    run = state.run
-    description: Description = {
+    stands where they come from."""
+    run, progress = state.run, state.progress
+    description = {
         "tokenizer": run.get("tokenizer"),
-        "stage": next(iter(state.code), None),  # the first of its files
-        "from_weight": {"name": run.get("from_weight"), "sha256": run.get("from_weight_sha256")},
-        "epoch": state.epoch,
-        "update": state.update,
-        "tokens": state.tokens,
+        "stage": state.objective.stage,
+        "from_weight": {"name": state.args.from_weight, "sha256": run["from_weight_sha256"]},
+        "epoch": progress.epoch,
+        "update": progress.update,
+        "tokens": progress.tokens,
         "data": {"data": run.get("data"), "samples": run.get("samples")},
-        # file by file in `<run>_run.json`
-        "code": hashlib.sha256(json.dumps(state.code).encode()).hexdigest(),
+        "code": state.environment["code"],
     }
-    write = state.save_fn or save_weights
     path = paths.weight_path(state.args.save_dir, weight, state.lm_config)
-    return write(state.model, path, state.writer, description)
+    return state.objective.save(state.model, path, state.writer, description)
 
 
-def write_settings(state: TrainState, path: Path) -> dict[str, Any]:
-    """Write what this run is, and return it: its settings, command lines, environment, data and code; of the
-    process's environment variables nothing. A resumed run replaces the file and keeps the list of starts.
-    Raises UserError if the disk is full ..."""
-    is_resumed = state.resumed_update is not None and not state.is_new_branch
-    starts = list(read_settings_file(path).get("starts", ())) if is_resumed else []
+# --- settings
+
+
+def write_settings(state: TrainState, path: Path) -> None:
+    """Write what this run is: its settings, command lines, environment and data. A resumed run adds its
+    command line."""
+    try:
+        content = json.loads(path.read_bytes()) if state.resumed_update is not None else {}
+    except (OSError, ValueError):
+        content = {}
     now = datetime.now(UTC).isoformat(timespec="seconds")
-    starts.append({"time": now, "update": state.update, "command": sys.argv})
-    environment = dict(state.computing)
-    environment |= {"python": platform.python_version(), "platform": platform.platform()}
-    environment["ranks"] = world_size()
-    if state.device.type == "cuda":
-        environment["GPU"] = torch.cuda.get_device_name(state.device)
+    start = {"time": now, "update": state.progress.update, "command": sys.argv}
+    versions = {"python": platform.python_version(), "platform": platform.platform()}
     content = {
-        "run_id": state.run_id,
-        "branch_of": state.branch_of,
-        "stage": next(iter(state.code), None),  # the first of its files
-        "parameters": sum(parameter.numel() for parameter in state.model.parameters()),
+        "run_id": state.progress.run_id,
+        "branch_of": state.progress.branch_of,
+        "stage": state.objective.stage,
+        "parameters": sum(parameter.numel() for parameter in unwrap(state.model).parameters()),
         "settings": dict(state.args),
-        "environment": environment,
+        "environment": state.environment | versions,
         "run": state.run,
-        "code": state.code,
-        "starts": starts[:1] + starts[1:][-KEPT_STARTS:],
+        "facts": state.facts,
+        "starts": [*content.get("starts", []), start],
     }
     write_json(path, content)
-    return content
 
 
-def read_settings_file(path: Path) -> dict[str, Any]:
-    """The content of `<run>_run.json`; empty if there is none, or it is damaged."""
-    try:
-        content = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return content if isinstance(content, dict) else {}
-
-
-def records_before(state: TrainState, metrics: Path) -> list[dict[str, Any]]:
-    """The records that the metrics file of a resumed run begins with, up to the update that it goes on from.
-
-    A new branch begins with those of the run that it branches off, if that run's files lie where its state
-    says: below --save_dir as the state lies below --checkpoint_dir. metrics: of this run.
-    """
-    if state.is_new_branch and state.branch_of is not None:
-        metrics = paths.metrics_of_branched_run(state.args, state.branch_of)
-        if read_settings_file(paths.settings_path(metrics)).get("run_id") != state.branch_of["run_id"]:
-            return []
-    records = readable_records(metrics)
-    if damaged := len(complete_lines(metrics)) - len(records):
-        warn(f"{metrics}: {damaged} lines are damaged; these records are lost")
-    last = cast(int, state.resumed_update)
-    return [record for record in records if record["update"] <= last]
-
-
-def save_and_stop(state: TrainState) -> None:
-    """Grant a stop request at the end of an update: save, and raise Interrupted."""
-    state.skipped_updates.read_and_warn()
-    save_checkpoint(state)
-    raise interrupted(state)
+# --- a run from its first file to its last
 
 
 def interrupted(state: TrainState) -> Interrupted:
-    """The exception that ends a run at a signal, which another rank may have received.
-
-    Called on all ranks, which wait until the state is on the disk: torchrun ends all ranks when the first one
-    exits.
-    """
+    """The exception that ends a run at a signal, which another rank may have received. Called on all ranks,
+    which wait until the state is on the disk: torchrun ends all ranks when the first one exits."""
     state.writer.wait()
     meet()
     number = state.stop_request.signal or signal.SIGTERM
-    name, done = signal.Signals(number).name, f"update {state.update} of {state.total_updates}"
-    text = f"by {name} after {done}, which is saved; --from_resume 1 goes on from there"
+    done = f"after update {state.progress.update} of {state.total_updates}"
+    text = f"by {signal.Signals(number).name} {done}, which is saved; --from_resume 1 goes on from there"
     return Interrupted(number, text)
 
 
@@ -211,79 +239,57 @@ def interrupted(state: TrainState) -> Interrupted:
 def training_files(state: TrainState, wandb=None) -> Iterator[None]:
     """Wrap training: the files of an earlier run of this name are set aside, unless this run goes on with
     them, the metrics file opened and the settings written. A signal waits for the end of an update. However
-    training ends, the files being written are completed: a checkpoint in the background, the metrics file,
-    the tracker's curves; at its normal end the weights are written."""
-    tracker_timeout: float | None = 10.0  # seconds; after an interruption somebody is waiting
+    training ends, the files being written are completed."""
+    args, tracker_timeout = state.args, 10.0  # seconds; after an interruption somebody is waiting
     state.wandb = wandb
+    path = paths.metrics_path(args.save_dir, paths.run_name(args.save_weight, args))
+    if is_main_process():
+        if state.resumed_update is None:
+            set_earlier_run_aside(args)
+        state.log = MetricsLog(path, state.total_updates, state.resumed_update, state.objective.shown)
+        write_settings(state, paths.settings_path(path))
     try:
         state.callbacks.call("on_train_start")
-        path = paths.metrics_path(state.args.save_dir, paths.run_name(state.args.save_weight, state.args))
-        settings_file, settings = paths.settings_path(path), {}
-        if is_main_process():
-            if state.resumed_update is None or state.is_new_branch:
-                set_earlier_run_aside(state.args, state.lm_config, state.state_file)
-            shown = state.shown + state.metric_names
-            kept = records_before(state, path) if state.resumed_update is not None else []
-            state.metrics = MetricsLog(path, state.total_updates, state.resumed_update, kept, shown)
-            # last: until then the file tells whose metrics lie here
-            settings = write_settings(state, settings_file)
-        state.stop_request.defer = True
-        if state.is_new_branch:
-            save_checkpoint(state)  # from here on a restart goes on with the branch
-        yield
-        if state.saved_update != state.update:  # a callback ended the run
-            read_meter(state)
-            state.skipped_updates.read_and_warn()
+        gc.freeze()  # what start-up made lives as long as the run: no collection looks at it again
+        with state.stop_request:
+            yield
+        progress = state.progress
+        if progress.update and state.weights is None:  # resumed at the end, without the weights
             save_checkpoint(state)
-        weights = write_weights(state, state.args.save_weight)
         state.writer.wait()
         state.callbacks.call("on_train_end")
-        if is_main_process() and not state.can_continue:
-            # last: everything else is written
-            finished = {"last_lines": state.last_lines, "finished": {"update": state.update}}
-            write_json(settings_file, settings | finished)
-        Logger(f"done: {state.update} updates in {state.seconds:.0f} s; weights in {weights}")
-        for line in state.last_lines:
-            Logger(line)
+        Logger(f"done: {progress.update} updates in {progress.seconds:.0f} s; weights in {state.weights}")
+        if state.log is not None:
+            Logger(f"verdict: {verdict(state.log.records, state.facts)}")
         tracker_timeout = None
     except BaseException as error:
         state.callbacks.call("on_exception", error)
         raise
     finally:
-        state.stop_request.defer = False
-        if state.args.num_workers:
+        if args.num_workers:
             end_loader_processes()
         if wandb is not None:
             wandb.finish(tracker_timeout)
-        if state.metrics is not None:
-            state.metrics.close()
+        if state.log is not None:
+            state.log.close()
         state.writer.wait()
 
 
-def is_finished(args: StageArgs, run: Fingerprint, saved: dict[str, Any] | None) -> bool:
-    """Whether the run of a checkpoint, `saved`, has come to its end, with all files written: then nothing is
-    left to do, and no file may change. Says so. Called on all ranks; rank 0 decides.
+def is_new(saved: dict[str, Any] | None) -> bool:
+    """Whether a run begins: without a checkpoint, or with one of another run, as a branch of it."""
+    return saved is None or not saved["run_id"]
 
-    run: the fingerprint of this run. One that ended before its last update, by early stopping for instance,
-    is finished under the settings with which it ended.
-    """
-    if saved is None or saved.get("is_new_branch"):
+
+def is_finished(args: StageArgs, run: Fingerprint, saved: dict[str, Any] | None) -> bool:
+    """Whether the run of a checkpoint has come to its end: then nothing is left to do. Says so."""
+    if saved is None or is_new(saved):
+        return False
+    is_over = saved["finished"] and not args.extend_epochs
+    if not is_over and saved["update"] < total_updates(run):
         return False
     path = paths.weight_path(args.save_dir, args.save_weight, args)
-    weights = path if path.exists() else path.with_suffix("")  # or the folder of an adapter
-    content = read_settings_file(paths.settings_path(paths.metrics_path(args.save_dir, path.stem)))
-    is_of_run = content.get("run_id") == saved["run_id"] and weights.exists()
-    has_ended = is_of_run and content.get("finished") == {"update": saved["update"]}
-    if saved["update"] < total_updates(run):
-        has_ended = has_ended and comparable(content["settings"]) == comparable(dict(args))
-    if gather(has_ended)[0]:
-        Logger(
-            f"{path.stem} is finished, after {saved['update']} updates: nothing to do; its weights: {weights}"
-        )
-        return True
-    return False
-
-
-def comparable(settings: dict[str, Any]) -> dict[str, Any]:
-    """Settings as JSON has them, without those that only say how the run was started."""
-    return json.loads(json.dumps(settings, default=str)) | {"from_resume": True, "resume_from": None}
+    has_weights = path.exists() or path.with_suffix("").exists()  # of an adapter, a folder
+    if not gather(has_weights)[0]:  # they are written once more
+        return False
+    Logger(f"{path.stem} is finished, after {saved['update']} updates: nothing to do; its weights: {path}")
+    return True

@@ -87,11 +87,10 @@ def save_weights(
         return path
 
     def write() -> None:
-        sha256: list[str] = []
         of_model = {key: described.get(key) for key in ("model", "tokenizer")} if described else None
-        atomic_write(path, lambda file: sha256.append(checkpoint.write_file(state, file, of_model)))
+        atomic_write(path, lambda file: checkpoint.write_file(state, file, of_model))
         if described:
-            write_json(path.with_suffix(".json"), described | {"sha256": sha256[-1]})
+            write_json(path.with_suffix(".json"), described)
 
     if writer is None:
         write()

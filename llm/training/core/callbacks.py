@@ -4,14 +4,14 @@ page."""
 import math
 from typing import Any
 
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from common.errors import UserError
+from trainer.devices.process_group import Logger
 from trainer.run.callbacks import Callback as Callback
 from trainer.run.callbacks import monitored
 from trainer.run.included_callbacks import EarlyStopping as EarlyStopping
 from trainer.run.included_callbacks import TensorBoardLogger as TensorBoardLogger
-from trainer.run.state import TrainState
 
 State = dict[str, Any]
 
@@ -23,98 +23,65 @@ class MetricsLogger(Callback):
     def __init__(self):
         self.records: list[State] = []
 
-    def on_batch_end(self, engine: Any, update: int, record: State | None) -> None:
+    def on_batch_end(self, state: Any, update: int, record: State | None) -> None:
         if record is not None:
             self.records.append(record)
 
 
 class LRSchedulerCallback(Callback):
-    """Steps the scheduler of torch that the task's `build_scheduler` returned: after each epoch or update, as
-    its `scheduler_interval` says, `ReduceLROnPlateau` after each validation. Records the learning rate:
-    `rates` has each change, {update: rate}, as seen at the log points. Raises UserError before training if
-    the scheduler is made for another number of steps."""
+    """Steps a scheduler of torch: after each epoch or update, as `interval` says, `ReduceLROnPlateau` after
+    each validation. Records the learning rate: `rates` has each change, {update: rate}, as seen at the log
+    points. The engine sets the scheduler that the task builds; without one the rate is only recorded."""
 
-    def __init__(self):
-        self.scheduler: LRScheduler | None = None
+    def __init__(self, scheduler: Any = None, interval: str | None = None):
+        self.scheduler, self.interval = scheduler, interval
         self.rates: dict[int, float] = {}
-        self.done = 0  # updates or epochs; a resumed run may report the last one again
-        self.saved: State | None = None
-        self.monitor: str | None = None  # what ReduceLROnPlateau follows
 
-    def on_train_start(self, engine: Any) -> None:
-        if not isinstance(engine.scheduler, LRScheduler):
+    @property
+    def follows_metric(self) -> bool:
+        """Whether the scheduler is stepped after validations."""
+        return isinstance(self.scheduler, ReduceLROnPlateau)
+
+    def on_train_start(self, state: Any) -> None:
+        if self.scheduler is None:
             return
-        self.scheduler, training = engine.scheduler, engine.config.training
-        if isinstance(self.scheduler, ReduceLROnPlateau):
-            if engine.state.eval_loader is None:
-                why = "but no data are held out"
-                raise UserError(f"ReduceLROnPlateau is stepped after each validation, {why}")
-            if self.scheduler.mode != training.mode:
-                of_monitor = f"--monitor {training.monitor} has --mode {training.mode}"
-                mode = self.scheduler.mode
-                raise UserError(f"ReduceLROnPlateau has mode {mode}, but {of_monitor}; give both the same")
-            if self.monitor not in (None, training.monitor):
-                self.forget_evaluations(engine.state)
-            self.monitor = training.monitor
-        else:
-            epochs, updates = engine.state.args.epochs, engine.state.total_updates
-            engine.logger.info(steps_ahead(self.scheduler, engine.task, epochs, updates))
-        if self.saved is not None:
-            self.scheduler.load_state_dict(self.saved)
-            # it was, before the resume: no warning
-            self.scheduler.optimizer._opt_called = True  # type: ignore[attr-defined]
+        name, epochs, updates = type(self.scheduler).__name__, state.args.epochs, state.total_updates
+        if self.follows_metric:
+            if state.eval_loader is None or self.scheduler.mode != state.args.mode:
+                raise UserError(f"{name} needs held-out data, and the mode of --mode ({state.args.mode})")
+            return
+        if self.interval not in ("epoch", "update", None):
+            raise UserError(f"scheduler_interval must be 'epoch' or 'update', not {self.interval!r}")
+        made_for = [getattr(self.scheduler, key, None) for key in ("total_steps", "T_max", "total_iters")]
+        if self.interval is None and updates in made_for and updates != epochs:
+            raise UserError(
+                f"{name} is made for {updates} steps, as many as there are updates, but it is stepped after "
+                f'each of {epochs} epochs; set scheduler_interval = "update" in the task, or "epoch"'
+            )
+        steps = updates if self.interval == "update" else epochs
+        Logger(f"{name} is stepped after each {self.interval or 'epoch'}: {steps:,} times")
 
-    def on_validation_end(self, engine: Any, metrics: dict[str, float | None]) -> None:
-        if isinstance(self.scheduler, ReduceLROnPlateau):
-            value = monitored("ReduceLROnPlateau", engine.config.training.monitor, metrics)
+    def on_validation_end(self, state: Any, metrics: dict[str, float | None]) -> None:
+        if self.follows_metric:
+            value = monitored("ReduceLROnPlateau", state.args.monitor, metrics)
             self.scheduler.step(math.nan if value is None else value)  # NaN is no improvement
 
-    def on_batch_end(self, engine: Any, update: int, record: State | None) -> None:
-        self._step(engine, "update", update)
-        rate = record["learning_rate"] if record else None
-        if rate is not None and rate != next(reversed(self.rates.values()), None):
-            self.rates[update] = rate
-            engine.logger.debug(f"update {update}: learning rate {rate:.3e}")
-
-    def on_epoch_end(self, engine: Any, epoch: int) -> None:
-        self._step(engine, "epoch", epoch + 1)
-
-    def _step(self, engine: Any, interval: str, count: int) -> None:
-        if self.scheduler is None or isinstance(self.scheduler, ReduceLROnPlateau):
-            return
-        if interval == (engine.task.scheduler_interval or "epoch") and count > self.done:
+    def on_batch_end(self, state: Any, update: int, record: State | None) -> None:
+        if self.interval == "update" and self.scheduler is not None and not self.follows_metric:
             self.scheduler.step()
-            self.done = count
+        if record is not None and record["learning_rate"] != next(reversed(self.rates.values()), None):
+            self.rates[update] = record["learning_rate"]
 
-    def forget_evaluations(self, state: TrainState) -> None:
-        if self.saved is not None and "num_bad_epochs" in self.saved:  # of ReduceLROnPlateau
-            worst = -math.inf if self.saved["mode"] == "max" else math.inf
-            self.saved = self.saved | {"best": worst, "num_bad_epochs": 0}
+    def on_epoch_end(self, state: Any, epoch: int) -> None:
+        if self.interval != "update" and self.scheduler is not None and not self.follows_metric:
+            self.scheduler.step()
 
     def state_dict(self) -> State:
-        scheduler = self.saved if self.scheduler is None else self.scheduler.state_dict()
-        return {"done": self.done, "scheduler": scheduler, "rates": self.rates, "monitor": self.monitor}
+        scheduler = None if self.scheduler is None else self.scheduler.state_dict()
+        return {"scheduler": scheduler, "rates": self.rates}
 
-    def load_state_dict(self, state: State) -> None:
-        self.done, self.saved, self.monitor = state["done"], state["scheduler"], state["monitor"]
-        self.rates = dict(state["rates"])
-
-
-def steps_ahead(scheduler: LRScheduler, task: Any, epochs: int, updates: int) -> str:
-    """When a scheduler of torch is stepped, as a line for people. Raises UserError if the task's
-    `scheduler_interval` is unknown, or not the one that the scheduler is made for."""
-    name, given = type(scheduler).__name__, task.scheduler_interval
-    if given not in ("epoch", "update", None):
-        interval = f"{type(task).__name__}.scheduler_interval"
-        raise UserError(f"{interval} must be 'epoch' or 'update', not {given!r}")
-    steps = updates if given == "update" else epochs
-    made_for = [getattr(scheduler, key, None) for key in ("total_steps", "T_max", "total_iters")]
-    if given is None and updates in made_for and updates != epochs:
-        raise UserError(
-            f"{name} is made for {updates} steps, as many as there are updates, but it is stepped after each "
-            f'of {epochs} epochs; set scheduler_interval = "update" in the task, or "epoch" if that is meant'
-        )
-    if given == "update":
-        return f"{name} is stepped after each update: {steps:,} times"
-    text = f"{name} is stepped after each epoch: {steps:,} times"
-    return f'{text} (scheduler_interval = "update" makes it {updates:,})'
+    def load_state_dict(self, saved: State) -> None:
+        if self.scheduler is not None and saved["scheduler"] is not None:
+            self.scheduler.load_state_dict(saved["scheduler"])
+            self.scheduler.optimizer._opt_called = True  # before the resume
+        self.rates = dict(saved["rates"])

@@ -5,6 +5,7 @@ import math
 import sys
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,13 +13,15 @@ import torch.distributed as dist
 from common.command_line import log_to
 from common.errors import log, say, warn
 from common.launcher import launch
+from common.settings import StageArgs
 from llm.training.core.callbacks import MetricsLogger
 from llm.training.core.config import Config
 from trainer.devices.device import select_device
 from trainer.devices.process_group import leave_process_group, reduce_sum, world_size
 from trainer.devices.wrapping import unwrap
-from trainer.run.included_callbacks import CheckpointManager as CheckpointManager
-from trainer.run.paths import run_name
+from trainer.run import checkpoint
+from trainer.run.paths import resume_path, run_name
+from trainer.run.saving import save_checkpoint
 from trainer.run.state import TrainState
 from trainer.trainer_utils import init_distributed_mode, is_main_process
 
@@ -118,12 +121,35 @@ class Logger:
             log.error(f"error: {text}")
 
 
+class CheckpointManager:
+    """The checkpoints of a run. The loop writes them by itself, and keeps the previous, the numbered and the
+    best one (`save_checkpoint` in trainer/run/saving.py)."""
+
+    def __init__(self, args: StageArgs):
+        self.args = args
+        self.state: TrainState | None = None  # of the engine, once it is set up
+
+    def save_checkpoint(self) -> None:
+        """Write the state of the last update and wait until it is on the disk; all ranks together. A callback
+        may call it in `on_batch_end`."""
+        assert self.state is not None
+        save_checkpoint(self.state)
+        self.state.writer.wait()
+
+    def load_checkpoint(self) -> dict[str, Any] | None:
+        """The checkpoint that --resume_from and --from_resume ask for; None if there is none."""
+        if not self.args.from_resume:
+            return None
+        path = resume_path(self.args.checkpoint_dir, self.args.save_weight, self.args)
+        return checkpoint.load(path, self.args.resume_from)
+
+
 class PerformanceMonitor(MetricsLogger):
     """Speed and memory of this process's part of a run, from the log records."""
 
     def summary(self) -> dict[str, float]:
         """Seconds per update (with saving and evaluating), the last mean loss (NaN: not finite), mean
-        tokens/s and MFU, peak memory in MB; empty if there are no records."""
+        tokens/s and MFU (0: not known), peak memory in MB; empty if there are no records."""
         if not self.records:
             return {}
         first, last = self.records[0], self.records[-1]
@@ -134,6 +160,6 @@ class PerformanceMonitor(MetricsLogger):
             "batch_time": seconds / updates,
             "loss": math.nan if last["mean_loss"] is None else last["mean_loss"],
             "tokens_per_second": fmean(record["tokens_per_second"] for record in self.records),
-            "mfu": fmean(record["mfu"] for record in self.records),
+            "mfu": fmean(record["mfu"] or 0.0 for record in self.records),
             "memory_mb": last["memory_mb"],
         }

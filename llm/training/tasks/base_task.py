@@ -1,7 +1,6 @@
 """The interface of a task: a model, an optimizer, a schedule, a criterion, and the loss of one batch; and its
 data."""
 
-import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, ClassVar, Literal
@@ -14,7 +13,9 @@ from common.errors import UserError
 from common.settings import StageArgs
 from llm.training.core.callbacks import Callback
 from llm.training.core.config import Config
+from llm.training.core.objective import TaskObjective
 from llm.training.data.base import DataModule
+from trainer.objectives.next_token import Metrics, Objective
 from trainer.optim.build import build_optimizer
 from trainer.report.speed import Size
 from trainer.run.state import Batch
@@ -40,10 +41,10 @@ class TrainingTask(ABC):
     stage_args: ClassVar[type[StageArgs] | None] = None
     # of steps of a scheduler; None: epoch
     scheduler_interval: ClassVar[Literal["epoch", "update"] | None] = None
+    shown: tuple[str, ...] = ()  # metrics that stand on the console's line
+    needs_reference = False  # `reference` becomes a frozen model with the start weights, on the device
+    reference: Any = None
     frozen: tuple[str, ...] = ()  # prefixes of the names of parameters that are not trained
-    # of further sums over the targets, which `train_step` returns as a dict
-    metric_names: tuple[str, ...] = ()
-
     data: DataModule  # set before the model is built
     criterion: Callable[..., Any]  # set by the engine to the result of `build_criterion`
 
@@ -67,10 +68,10 @@ class TrainingTask(ABC):
     @abstractmethod
     def train_step(self, model: nn.Module, batch: Batch) -> Tensor | tuple[Any, ...]:
         """Sum [] of the losses over the targets of a batch; or this and a sum [] of auxiliary losses over its
-        tokens; or these and a dict of the sums that `metric_names` names."""
+        tokens; or these and a dict of metrics: sums over the targets, or pairs (sum, count)."""
 
     @abstractmethod
-    def validation_step(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+    def validation_step(self, model: nn.Module, batch: Batch) -> Metrics:
         """Named sums over the targets of a held-out batch; `loss` is required, `accuracy` becomes
         `eval_accuracy`."""
 
@@ -96,6 +97,10 @@ class TrainingTask(ABC):
         without `total_updates`, or without both: `self.optimizer` is there."""
         return lambda update: warmup_cosine(update, total_updates, self.args)
 
+    def build_objective(self) -> Objective:
+        """What the loop trains."""
+        return TaskObjective(self)
+
     def size(self, batch: Batch) -> Size:
         """The number of targets and tokens in a batch. By default one of each per sample."""
         samples = len(next(iter(batch.values())))
@@ -106,10 +111,6 @@ class TrainingTask(ABC):
         model = self.config.model
         shape = {"hidden_size": model.hidden_size, "num_hidden_layers": model.num_hidden_layers}
         return shape | self.config.extra
-
-    def code_files(self) -> list[str]:
-        """Source files whose change causes a warning on resume. By default the file that defines the task."""
-        return [inspect.getfile(type(self))]
 
     def callbacks(self) -> list[Callback]:
         """Additional callbacks of this task."""

@@ -4,19 +4,19 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any, ClassVar
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from dataset.token_cache import load_tokenizer
 from llm.training.core.config import Config
+from llm.training.core.objective import TaskObjective
 from llm.training.data.base import DataModule
 from llm.training.tasks.base_task import TrainingTask
 from trainer import train_full_sft, train_pretrain
 from trainer.data.datasets import epoch_samples, eval_loader, train_loader
 from trainer.devices.wrapping import build_device
-from trainer.objectives.next_token import flat_size, held_out_loss, model_config
-from trainer.optim.build import build_optimizer
+from trainer.objectives.next_token import Metrics, Objective, model_config
 from trainer.report.speed import Size
 from trainer.run.state import Batch
 from trainer.trainer_utils import init_model, read_start_weights
@@ -46,7 +46,10 @@ class StageDataModule(DataModule):
             )
 
     def fingerprint(self) -> dict[str, Any]:
-        return self.train_dataset.fingerprint
+        fingerprint = dict(self.train_dataset.fingerprint)
+        if self.val_dataset is not None:
+            fingerprint["held_out_data"] = self.val_dataset.fingerprint["data"]
+        return fingerprint
 
     def source(self, sample_id: int) -> str:
         return self.train_dataset.source(sample_id)
@@ -76,6 +79,7 @@ class StageTask(TrainingTask):
         self.tokenizer = load_tokenizer(self.args.tokenizer_path)
         self.lm_config = model_config(self.tokenizer, self.args, start)
         self.frozen = self.script.frozen
+        self.objective: Objective = self.script.Objective()
 
     def build_data(self) -> StageDataModule:
         return StageDataModule(self)
@@ -86,29 +90,32 @@ class StageTask(TrainingTask):
         return model
 
     def build_optimizer(self, model: nn.Module) -> Optimizer:
-        args = self.args
-        return build_optimizer(model, args.learning_rate, args.weight_decay, args.optimizer)
+        return self.objective.optimizer(model, self.args)
 
     def build_scheduler(self, optimizer: Optimizer, total_updates: int) -> Callable[[int], float]:
         return lambda update: self.script.schedule(update, total_updates, self.args)
 
     def build_criterion(self) -> Callable[..., Any]:
-        return self.script.loss_fn
+        return self.objective.loss
 
-    def train_step(self, model: nn.Module, batch: Batch) -> tuple[Tensor, ...]:
+    def build_objective(self) -> Objective:
+        """That of the script; of a subclass with steps of its own, these."""
+        for name in ("build_criterion", "train_step", "validation_step", "size"):
+            if getattr(type(self), name) is not getattr(StageTask, name):
+                return TaskObjective(self)
+        return self.objective
+
+    def train_step(self, model: nn.Module, batch: Batch) -> tuple[Any, ...]:
         return self.criterion(model, batch, self.args)
 
-    def validation_step(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        return held_out_loss(model, batch)
+    def validation_step(self, model: nn.Module, batch: Batch) -> Metrics:
+        return self.objective.held_out(model, batch, self.args)
 
     def size(self, batch: Batch) -> Size:
-        return flat_size(batch, self.lm_config)
+        return self.objective.size(batch, self.lm_config)
 
     def fingerprint(self) -> dict[str, Any]:
         return self.lm_config.own_fields()
-
-    def code_files(self) -> list[str]:
-        return [self.script.__file__ or ""]
 
 
 class Pretrain(StageTask):

@@ -1,10 +1,12 @@
 """The engine under the names and call forms of its description (docs/dev/DESCRIBED.md)."""
 
+import math
 import re
 import signal
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -15,7 +17,7 @@ from common.errors import UserError
 from llm.training.core.callbacks import Callback, LRSchedulerCallback, MetricsLogger
 from llm.training.core.config import Config
 from llm.training.core.engine import TrainingEngine
-from llm.training.core.utils import CheckpointManager, DistributedManager, Logger, PerformanceMonitor
+from llm.training.core.utils import DistributedManager, Logger, PerformanceMonitor
 from llm.training.data.base import DataModule
 from llm.training.data.synthetic import SyntheticDataModule
 from llm.training.tasks.base_task import TrainingTask
@@ -180,22 +182,25 @@ def pairs(rows):
     return torch.utils.data.default_collate([(row["x"], row["y"]) for row in rows])
 
 
-NAMED = {"metric_names": ("error",)}
 PLATEAU = with_scheduler(lambda optimizer, _: lr_scheduler.ReduceLROnPlateau(optimizer))
 ONE_CYCLE = with_scheduler(lambda optimizer, updates: lr_scheduler.OneCycleLR(optimizer, 0.1, updates))
 REFUSED = {  # what is said -> what a task, its data and the settings have instead of RegressionTask's
     "step returns a Tensor .* with a gradient": {"task": with_loss(lambda loss: loss.detach())},
     r"of shape \[2\], .* one number with": {"task": with_loss(lambda loss: loss.expand(2))},
     "train_step returns a float; it must": {"task": with_loss(lambda loss: loss.item())},
-    "gives nothing beside the loss, but .*metric_names are error": {"task": NAMED},
-    "gives other beside the loss": {"task": NAMED | with_loss(lambda loss: (loss, loss, {"other": 1}))},
+    "a metric 'tokens', which is a field": {"task": with_loss(lambda loss: (loss, loss, {"tokens": 1}))},
+    "the schedule gives 'fast' at update 1": {"task": with_scheduler(lambda *_: lambda update: "fast")},
+    "the schedule gives nan at update 1": {"task": with_scheduler(lambda *_: lambda update: math.nan)},
+    "fingerprint of the data.* is a set": {"data": {"fingerprint": lambda self: {"data": {1}}}},
     "MSELoss.*'mean'.*use MSELoss.*'sum'": {"task": {"build_criterion": lambda self: nn.MSELoss()}},
-    "made for 24 steps, as many as there are updates, but it is stepped after each of 3": {"task": ONE_CYCLE},
+    "made for 24 steps, as many as there are updates, but it is stepped after each of 3 epochs": {
+        "task": ONE_CYCLE
+    },
     "must be 'epoch' or 'update', not 'step'": {"task": ONE_CYCLE | {"scheduler_interval": "step"}},
     "build_scheduler returns a int; it must return": {"task": with_scheduler(lambda *_: 3)},
     "collate_fn returns a list; a batch is a dict": {"data": {"collate_fn": staticmethod(pairs)}},
-    "no data are held out": {"task": PLATEAU, "data": {"setup": without_held_out}},
-    "has mode min": {"task": PLATEAU, "mode": "max"},
+    "needs held-out data": {"task": PLATEAU, "data": {"setup": without_held_out}},
+    "and the mode of --mode": {"task": PLATEAU, "mode": "max"},
     "validation_step returns a Tensor; it must": {"task": with_sums(lambda sums: sums["loss"])},
     "gives error; `loss` must be one of its sums": {"task": with_sums(lambda sums: {"error": 0})},
 }
@@ -209,8 +214,7 @@ def test_a_task_of_another_form_is_refused(tmp_path, message):
     data_class = changed(SyntheticDataModule, **settings.pop("data"))
     with pytest.raises(UserError, match=message):
         made(task, tmp_path, data_class=data_class, **settings).run()
-    is_trained = task.validation_step is not validate
-    assert bool(list(tmp_path.rglob("*.pth"))) == is_trained
+    assert bool(list(tmp_path.rglob("*.pth"))) == (task.validation_step is not validate)
 
 
 def test_losses_of_one_element_are_numbers(tmp_path):
@@ -218,7 +222,7 @@ def test_losses_of_one_element_are_numbers(tmp_path):
         return loss.reshape(1), 0 * loss.reshape(1), {"error": loss.detach()}
 
     ends = []
-    for task in (RegressionTask, changed(RegressionTask, **NAMED | with_loss(of_one_element))):
+    for task in (RegressionTask, changed(RegressionTask, **with_loss(of_one_element))):
         engine = made(task, tmp_path / task.__name__, [MetricsLogger()], epochs=2)
         engine.run()
         ends.append(engine.callbacks.by_name()["MetricsLogger"].records[-1])
@@ -232,6 +236,92 @@ def test_what_an_engine_has(tmp_path):
     assert engine.criterion is engine.task.criterion and engine.data_module is engine.task.data
 
 
+class Gives(Callback):
+    """Puts something into each record."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def on_log(self, engine, record):
+        assert engine.model is engine.state.model and engine.optimizer is not None
+        record["own"] = self.value
+
+
+def test_what_a_user_gives_is_converted_or_refused_at_the_first_update(tmp_path):
+    """Numbers of NumPy in the schedule, in a record, in the fingerprint; a path; a tensor."""
+
+    class Rows(SyntheticDataModule):
+        def fingerprint(self):
+            return super().fingerprint() | {"folder": Path("a/b"), "rows": np.int64(3)}
+
+    task = changed(RegressionTask, **with_scheduler(lambda *_: lambda update: np.float32(0.01)))
+    callbacks = [Gives(torch.tensor(2.0)), Gives(np.float64(2.0))]
+    for resumed in (0, 1):  # the file can be read
+        made(
+            task, tmp_path / "good", callbacks, Rows, epochs=1 + resumed, from_resume=resumed, extend_epochs=1
+        ).run()
+    found = read_metrics(tmp_path / f"good/out/{NAME}_metrics.jsonl")
+    assert {record["own"] for record in found} == {2.0} and found[-1]["update"] == 16
+    with pytest.raises(UserError, match="which callback Gives puts into the record"):
+        made(RegressionTask, tmp_path / "bad", [Gives(torch.zeros(3))]).run()
+    assert read_metrics(tmp_path / f"bad/out/{NAME}_metrics.jsonl") == []
+
+
+class Reference(RegressionTask):
+    """Stays near its start weights; tells the error of the samples whose target is above zero."""
+
+    needs_reference = True
+
+    def train_step(self, model, batch):
+        error = (model(batch["x"]) - batch["y"]).square()
+        with torch.no_grad():
+            before = self.reference(batch["x"])
+        distance = (model(batch["x"]) - before).square().sum()
+        above = batch["y"] > 0
+        return error.sum() + distance, 0 * distance, {"above": (error[above].sum(), above.sum())}
+
+
+def test_a_frozen_reference_and_a_metric_of_some_samples(tmp_path):
+    for folder, callbacks in (("whole", []), ("killed", [Calls(("update", 11))])):
+        engine = made(Reference, tmp_path / folder, callbacks, epochs=2)
+        start = [value.clone() for value in engine.state.objective.reference.parameters()]
+        if folder == "whole":
+            engine.run()
+        else:
+            with pytest.raises(Killed):
+                engine.run()
+        kept = engine.state.objective.reference
+        assert all(
+            torch.equal(a, b) and not b.requires_grad for a, b in zip(start, kept.parameters(), strict=True)
+        )
+    made(Reference, tmp_path / "killed", epochs=2, from_resume=1).run()
+    assert_same_run(tmp_path / "whole", tmp_path / "killed", NAME)
+    one, other = (read_metrics(tmp_path / f"{name}/out/{NAME}_metrics.jsonl") for name in ("whole", "killed"))
+    assert [record["above"] for record in one] == [record["above"] for record in other]
+    assert 0 < one[0]["above"] != one[0]["loss"]
+
+
+class Few(list):
+    def __init__(self, batches, collate_fn):
+        super().__init__(batches)
+        self.collate_fn = collate_fn
+
+
+class Short(SyntheticDataModule):
+    """A loader that gives fewer micro-batches than it announced."""
+
+    def train_dataloader(self, epoch=0, skip_batches=0):
+        loader = super().train_dataloader(epoch, skip_batches)
+        return Few(list(loader)[:5], loader.collate_fn)
+
+
+def test_a_loader_that_gives_too_little_ends_the_epoch_with_a_line(tmp_path, capsys):
+    made(RegressionTask, tmp_path, data_class=Short, epochs=2).run()
+    told = "the data loader gave only 5 of 8 micro-batches; the epoch ends here"
+    assert capsys.readouterr().err.count(told) == 2
+    assert [record["update"] for record in read_metrics(tmp_path / f"out/{NAME}_metrics.jsonl")][-1] == 12
+
+
 # --- ReduceLROnPlateau
 
 
@@ -240,17 +330,10 @@ class Lowered(RegressionTask):
         return lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.3)
 
 
-class OtherMetric(Lowered):
-    def validation_step(self, model, batch):
-        sums = super().validation_step(model, batch)
-        return sums | {"other": sums["loss"] + 1000}
-
-
-def test_a_plateau_lowers_the_rate_after_a_validation_also_when_resumed(tmp_path, capsys):
+def test_a_plateau_lowers_the_rate_after_a_validation_also_when_resumed(tmp_path):
     settings = {"epochs": 8, "noise": 0.3, "learning_rate": 0.05, "log_level": "debug"}
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     made(Lowered, whole, **settings).run()
-    assert "debug: update" in capsys.readouterr().out
     found = read_metrics(whole / f"out/{NAME}_metrics.jsonl")
     scheduler = Lowered.build_scheduler(None, torch.optim.SGD([nn.Parameter(torch.zeros(1))], 0.05))
     for record in found:  # the rate of an update is that after all validations before it
@@ -264,15 +347,6 @@ def test_a_plateau_lowers_the_rate_after_a_validation_also_when_resumed(tmp_path
     assert_same_run(whole, broken, NAME)
     one, other = (saved_state(folder, NAME)["callbacks"] for folder in (whole, broken))
     assert one["LRSchedulerCallback"] == other["LRSchedulerCallback"]
-
-
-def test_a_plateau_of_another_metric_begins_anew(tmp_path):
-    settings = {"epochs": 4, "noise": 0.3, "learning_rate": 0.05}
-    made(Lowered, tmp_path, [Stops(17)], **settings).run()
-    saved = saved_state(tmp_path, NAME)["callbacks"]["LRSchedulerCallback"]
-    assert saved["monitor"] == "eval_loss" and saved["scheduler"]["best"] < 10
-    made(OtherMetric, tmp_path, **settings, monitor="eval_other", from_resume=1).run()
-    assert saved_state(tmp_path, NAME)["callbacks"]["LRSchedulerCallback"]["scheduler"]["best"] > 20
 
 
 # --- the end of a run
@@ -349,7 +423,6 @@ def test_a_run_that_a_callback_stops_anywhere_is_saved_there_and_can_go_on(tmp_p
     settings = {"epochs": 2, "log_interval": 100}
     made(RegressionTask, tmp_path / "whole", **settings).run()
     made(RegressionTask, tmp_path / "stopped", [Stops(update)], **settings).run()
-    assert saved_state(tmp_path / "stopped", NAME)["update"] == update
     resumed = made(RegressionTask, tmp_path / "stopped", **settings, from_resume=1)
     resumed.run()
     assert_same_run(tmp_path / "whole", tmp_path / "stopped", NAME)
@@ -367,7 +440,6 @@ def test_an_epoch_that_is_stopped_within_has_not_ended(tmp_path):
     task = type("Stepped", (RegressionTask,), with_scheduler(with_step_lr))
     for folder, callbacks in (("whole", []), ("stopped", [Stops(3)])):
         made(task, tmp_path / folder, callbacks, epochs=2).run()
-    assert "LRSchedulerCallback" not in saved_state(tmp_path / "stopped", NAME)["callback_epochs"]
     made(task, tmp_path / "stopped", epochs=2, from_resume=1).run()
     assert_same_run(tmp_path / "whole", tmp_path / "stopped", NAME)
 
@@ -454,20 +526,6 @@ def test_levels(tmp_path, capsys, level):
     assert ("warning: warning" in err) == ("warning: warning" in shown)
 
 
-# --- checkpoints
-
-
-def test_a_path_to_resume_from_that_is_no_checkpoint(tmp_path):
-    (tmp_path / "text.pth").write_text("hello")
-    torch.save({"weight": torch.zeros(1)}, tmp_path / "weights.pth")
-    places = {"gone": "no such file", "text": "not a zip", "weights": "not a state to resume from"}
-    for name, told in places.items():
-        manager = CheckpointManager(config_of(tmp_path, resume_from=tmp_path / f"{name}.pth").to_args())
-        with pytest.raises(UserError, match=rf"--resume_from .*{name}.pth is no checkpoint.*{told}"):
-            manager.load_checkpoint()
-    assert CheckpointManager(config_of(tmp_path).to_args()).load_checkpoint() is None
-
-
 # --- epochs over resumes
 
 
@@ -476,29 +534,27 @@ class Killed(BaseException):
 
 
 class Calls(Callback):
-    """Keeps its calls over resumes, saves in one of them, and is killed in one."""
+    """Keeps its calls over resumes, and is killed in one of them."""
 
-    def __init__(self, kill=None, save=None):
-        self.calls, self.kill, self.save = [], kill, save
+    def __init__(self, kill=None):
+        self.calls, self.kill = [], kill
 
-    def note(self, engine, *call):
+    def note(self, *call):
         self.calls.append(list(call))
-        if call == self.save:
-            engine.checkpoint_manager.save_checkpoint()
         if call == self.kill:
             raise Killed
 
     def on_epoch_start(self, engine, epoch):
-        self.note(engine, "start", epoch)
+        self.note("start", epoch)
 
     def on_epoch_end(self, engine, epoch):
-        self.note(engine, "end", epoch)
+        self.note("end", epoch)
 
     def on_batch_end(self, engine, update, record):
-        self.note(engine, "update", update)
+        self.note("update", update)
 
     def on_validation_end(self, engine, metrics):
-        if self.kill == ("validation", engine.state.update):
+        if self.kill == ("validation", engine.state.progress.update):
             raise Killed
 
     def state_dict(self):
@@ -512,19 +568,15 @@ class OtherCalls(Calls):
     """A second one, which is called after the first."""
 
 
-KILLS = [(kill, None) for kill in (("start", 0), ("validation", 2), ("update", 3), ("end", 0), ("end", 1))]
-KILLS += [(("end", 0), ("end", 0))]  # saved in the call in which it is killed
-
-
-@pytest.mark.parametrize(("kill", "save"), KILLS)
-def test_each_epoch_begins_and_ends_once_wherever_a_run_is_killed(tmp_path, kill, save):
+@pytest.mark.parametrize("kill", [("start", 0), ("validation", 2), ("update", 3), ("end", 0), ("end", 1)])
+def test_each_epoch_begins_and_ends_once_wherever_a_run_is_killed(tmp_path, kill):
     """As seen from the state that is saved: two epochs of two updates, a checkpoint and a validation at their
     ends."""
     settings = {"epochs": 2, "num_samples": 40, "batch_size": 16, "validation_share": 0.2}
     wanted = [["start", 0], ["update", 1], ["update", 2], ["end", 0]]
     wanted += [["start", 1], ["update", 3], ["update", 4], ["end", 1]]
     with pytest.raises(Killed):
-        made(RegressionTask, tmp_path, [Calls(save=save), OtherCalls(kill)], **settings).run()
+        made(RegressionTask, tmp_path, [Calls(), OtherCalls(kill)], **settings).run()
     again = [Calls(), OtherCalls()]
     made(RegressionTask, tmp_path, again, **settings, from_resume=1).run()
     assert [each.calls for each in again] == [wanted, wanted]

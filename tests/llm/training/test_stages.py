@@ -75,24 +75,29 @@ def test_engine_and_script_give_equal_bits(data, tmp_path, stage):
 
 
 def test_the_start_weights_are_not_needed_to_resume(data, tmp_path):
+    """A branch of the run of the engine."""
     started = argv(data, tmp_path, "full_sft")
     run("engine", ["--task", "full_sft", *started])
     (tmp_path / "out/start_32_moe.pth").unlink()
     state = tmp_path / "checkpoints/full_sft_32_moe_update_00000003.pth"
-    assert "update 3 of" in run("engine", ["--task", "full_sft", *started, "--resume_from", state]).out
+    branch = ["--task", "full_sft", *started, "--resume_from", state, "--save_weight", "branch"]
+    assert "update 3 of" in run("engine", branch).out
 
 
 CHANGED = """
 from trainer import train_full_sft as stage
-from trainer.objectives.next_token import next_token_loss
-def doubled(model, batch, args):
-    loss, aux_loss, *metrics = next_token_loss(model, batch)
-    return 2 * loss, aux_loss, *metrics
-def nobodys(*args):
-    raise AssertionError("the script does not call it")
-stage.loss_fn, stage.frozen = doubled, ("model.layers.0.",)
+from trainer.objectives.next_token import NextToken, next_token_loss
+class Objective(NextToken):
+    needs_reference = True
+    def loss(self, model, batch, args):
+        loss, aux_loss, metrics = next_token_loss(model, batch)
+        assert not next(self.reference.parameters()).requires_grad
+        return 2 * loss, aux_loss, {"doubled": 2 * loss}
+    def optimizer(self, model, args):
+        import torch
+        return torch.optim.SGD(model.parameters(), lr=args.learning_rate)
+stage.Objective, stage.frozen = Objective, ("model.layers.0.",)
 stage.schedule = lambda update, total_updates, args: args.learning_rate / update
-stage.extend_model = stage.extend_run = nobodys
 """
 
 
@@ -104,7 +109,11 @@ def test_the_parts_of_a_script_have_the_same_effect_in_both(data, tmp_path):
     name = "full_sft_32_moe"
     (one, log), (other, others) = (everything(tmp_path / each, name) for each in ("script", "engine"))
     assert_same_tensors(one, other)
-    assert log == others and log[2]["learning_rate"] == pytest.approx(1e-3 / log[2]["update"])
+    assert (
+        log == others
+        and log[0]["doubled"] > 9
+        and log[2]["learning_rate"] == pytest.approx(1e-3 / log[2]["update"])
+    )
     start = torch.load(data["start"] / "start_32_moe.pth")
     trained = {name for name, value in start.items() if not torch.equal(one["model"][name].half(), value)}
     assert trained and not any(name.startswith("model.layers.0.") for name in trained)

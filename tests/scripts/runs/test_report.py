@@ -19,6 +19,7 @@ def run_of(losses: list[float], about: dict | None = None, stage: str = "a.py", 
         bits = loss / math.log(2) / 2
         run.add(
             {"update": 10 * i, "tokens": 10**6 * i, "seconds": 60.0 * i, "loss": loss + 1}
+            | {"mean_loss": loss + 1}
             | {"eval_loss": loss, "eval_bpb": bits}
             | more
         )
@@ -47,29 +48,33 @@ def test_the_title_says_what_was_trained():
     assert long_time(7500, "en") == "2.1 hours" and long_time(30, "zh") == "30 秒"
 
 
+FACTS = {"monitor": "eval_loss", "mode": "min", "guessing": 8.8, "best_weights": "a_best_64.pth"}
+
+
 @pytest.mark.parametrize(
     ("losses", "said"),
     [
-        ([5.0, 4.0, 3.5, 3.2, 3.0], "fell from 5.00 to 3.00 and was still falling"),
-        ([5.0, 3.02, 3.01, 3.01, 3.0], "fell from 5.00 to 3.00 and hardly changes"),
-        ([5.0, 3.0, 3.2, 3.4, 3.6], "was lowest, 3.00, at update 20 and is now 3.60"),
-        ([3.0], "is 3.00."),
+        ([5.0, 4.0, 3.5, 3.2, 3.0], "3.000, still getting better"),
+        ([5.0, 3.02, 3.01, 3.01, 3.0], "3.000, hardly changed"),
+        ([5.0, 3.0, 3.2, 3.4, 3.6], "3.600, the best, 3.000, was at update 20 (a_best_64.pth)"),
+        ([3.0], "3.000, evaluated once"),
     ],
 )
-def test_the_verdict(losses, said):
-    verdict = report.verdict(run_of(losses), "en")
-    assert said in verdict[0] and verdict[1].startswith(
-        f"It is as unsure of the next token as if {math.exp(losses[-1]):.0f} "
-    )
-    assert f"{losses[-1]:.2f}" in report.verdict(run_of(losses), "zh")[0]
+def test_the_page_says_the_verdict_of_the_run(losses, said):
+    run = run_of(losses, {"facts": FACTS})
+    assert said in "; ".join(report.verdict(run, "en"))
+    assert f"if {math.exp(losses[-1]):.0f} " in report.verdict(run, "en")[-1]
+    assert f"{losses[-1]:.3f}" in report.verdict(run, "zh")[1]
+    other_loss = run_of(losses, {"facts": FACTS | {"guessing": None}})  # of DPO: no cross entropy of text
+    assert not any("unsure" in sentence for sentence in report.verdict(other_loss, "en"))
 
 
-def test_the_verdict_without_held_out_text_and_of_rewards():
+def test_the_verdict_without_held_out_text_and_of_a_damaged_file():
     run = Run()
-    run.add({"update": 1, "tokens": 1, "seconds": 1.0, "loss": 1.0})
-    assert report.verdict(run, "en") == [WORDS["en"]["nothing held out"]]
-    (said,) = report.verdict(run_of([1.0, 2.0], reward=0.25), "en")
-    assert "from 0.250 to 0.250" in said
+    run.add({"update": 1, "tokens": 1, "seconds": 1.0, "loss": 1.0, "mean_loss": 1.0})
+    assert report.verdict(run, "en")[1] == WORDS["en"]["nothing held out"]
+    run.about = {"facts": 3}
+    assert report.verdict(run, "en")[1] == WORDS["en"]["nothing held out"]
 
 
 def test_a_plan_beside_what_came(tmp_path):

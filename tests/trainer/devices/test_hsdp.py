@@ -18,16 +18,16 @@ def noted(*args):
     first = next(model.parameters())
     print("mesh", *first.device_mesh.shape, first.numel() // first.to_local().numel())
     return model
-loss_fn = stage.loss_fn
-def counted(model, batch, args):  # what waits for the micro-batches that are left
+loss_fn = stage.Objective.loss
+def counted(objective, model, batch, args):  # what waits for the micro-batches that are left
     states = [module._get_fsdp_state() for module in model.modules() if hasattr(module, "_get_fsdp_state")]
     groups = [group for state in states for group in state._fsdp_param_groups]
     params = [p for g in groups for p in g.fsdp_params if hasattr(p, "_unsharded_param")]
     whole = [grad for p in params for grad in (p.unsharded_accumulated_grad, p._unsharded_param.grad)]
     parts = [g._partial_reduce_output for g in groups]
     print("held", *(sum(each.nbytes for each in kind if each is not None) for kind in (whole, parts)))
-    return loss_fn(model, batch, args)
-stage.utils.compile_and_wrap, stage.loss_fn = noted, counted
+    return loss_fn(objective, model, batch, args)
+stage.utils.compile_and_wrap, stage.Objective.loss = noted, counted
 """
 SETTINGS = {"epochs": 1, "num_hidden_layers": 1, "save_interval": 2, "eval_interval": 1000}
 SETTINGS |= {"accumulation_steps": 2, "batch_size": 1}

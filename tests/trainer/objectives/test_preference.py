@@ -44,12 +44,18 @@ def models() -> tuple[MiniMindForCausalLM, MiniMindForCausalLM]:
     return model, reference.requires_grad_(False)
 
 
+def objective_of(reference) -> train_dpo.Objective:
+    objective = train_dpo.Objective()
+    objective.reference = reference
+    return objective
+
+
 @pytest.mark.parametrize("rpo_alpha", [0.0, 0.7])
 def test_loss_and_gradients_are_those_of_the_formula(models, rpo_alpha):
     model, reference = models
     rows = pairs([(7, 12), (30, 3), (1, 9)])
     batch, args = collate_pairs(rows), train_dpo.Args(beta=0.3, rpo_alpha=rpo_alpha)
-    loss, aux_loss, shown = train_dpo.loss_fn(reference, model, batch, args)
+    loss, aux_loss, shown = objective_of(reference).loss(model, batch, args)
     gradients = torch.autograd.grad(loss / 3, list(model.parameters()))
 
     exact, exact_reference = (MiniMindForCausalLM(CONFIG).double() for _ in range(2))
@@ -77,7 +83,7 @@ def test_loss_and_gradients_are_those_of_the_formula(models, rpo_alpha):
 def test_an_empty_batch_of_pairs_has_no_loss_and_a_zero_gradient(models):
     batch = collate_pairs([])
     assert pair_size(batch, CONFIG).targets == 0
-    loss, aux_loss, shown = train_dpo.loss_fn(models[1], models[0], batch, train_dpo.Args(rpo_alpha=1.0))
+    loss, aux_loss, shown = objective_of(models[1]).loss(models[0], batch, train_dpo.Args(rpo_alpha=1.0))
     (loss + aux_loss).backward()
     assert loss == 0 and not any(value.item() for value in shown.values())
     assert not any(p.grad.any() for p in models[0].parameters() if p.grad is not None)

@@ -8,15 +8,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.errors import UserError
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from tests.stage_process import context, finish, free_port, rank_variables
 from trainer.devices.process_group import leave_process_group
 from trainer.devices.wrapping import full_tensor, is_sharded, unwrap, wrap_model
-from trainer.optim import build, muon
-from trainer.optim.build import MUON_LR_SCALE, build_optimizer, should_step
+from trainer.optim import muon
+from trainer.optim.build import MUON_LR_SCALE, build_optimizer
 from trainer.trainer_utils import init_distributed_mode
 
 
@@ -25,18 +24,6 @@ def tiny(use_moe: bool) -> MiniMindForCausalLM:
     return MiniMindForCausalLM(
         MiniMindConfig(hidden_size=32, num_hidden_layers=1, vocab_size=50, use_moe=use_moe)
     )
-
-
-class Operators(TorchDispatchMode):
-    """Counts operators, without those that only view memory, and the elements of the largest result."""
-
-    number = largest = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.number += not (func.is_view or func.namespace == "profiler")
-        result = func(*args, **(kwargs or {}))
-        self.largest = max(self.largest, result.numel() if isinstance(result, torch.Tensor) else 0)
-        return result
 
 
 def give_gradients(model: torch.nn.Module, seed: int) -> None:
@@ -84,29 +71,6 @@ def test_a_step_is_that_of_torchs_own_two_optimizers(native, monkeypatch):
     steps = [(a - s).norm() for a, s in zip(model.parameters(), start, strict=True)]
     gaps = [(a - b).norm() for a, b in zip(model.parameters(), reference.parameters(), strict=True)]
     assert max(gap / step for gap, step in zip(gaps, steps, strict=True)) < (1e-4 if native else 2e-2)
-
-
-def test_as_many_operators_at_any_depth():
-    """In an update of Muon, views not counted; more only for each further stack of weights of one shape."""
-
-    def operators(layers: int, width: int = 64) -> int:
-        counter = Operators()
-        with torch.device("meta"):
-            model = MiniMindForCausalLM(
-                MiniMindConfig(hidden_size=width, num_hidden_layers=layers, vocab_size=50)
-            )
-        for p in model.parameters():
-            p.grad = torch.empty_like(p)
-        optimizer = build_optimizer(model, 1e-3, 0.1, "muon")
-        optimizer.muon.step()
-        with counter:
-            optimizer.muon.step(skip=torch.zeros((), dtype=torch.bool, device="meta"))
-        assert counter.largest <= muon.STACKED_ELEMENTS
-        return counter.number
-
-    shapes = 4  # of queries and outputs, keys and values, gate and up, down
-    assert operators(4) == operators(16) <= shapes * 32
-    assert operators(16, 512) <= (shapes + 1) * 32  # 26 M weights of gate and up
 
 
 def test_experts_in_one_parameter_are_matrices_of_their_own():
@@ -166,19 +130,6 @@ def test_each_layer_may_have_a_rate_of_its_own(kind):
         build_optimizer(model, 1e-3, 0.1, kind, {"layers.7": 0.5})
 
 
-@pytest.mark.parametrize("skip", [False, True])
-def test_on_mps_the_host_reads_whether_to_skip(skip, monkeypatch):
-    """Its fused kernels ignore `found_inf`: with it alone a bad update would be made."""
-    made = []
-    monkeypatch.setattr(build, "AdamW", lambda groups, **options: made.append(options) or SimpleNamespace())
-    mps = SimpleNamespace(requires_grad=True, ndim=2, device=torch.device("mps"))
-    optimizer = build_optimizer(SimpleNamespace(named_parameters=lambda: [("a", mps)]), 1e-3, 0.1)
-    assert made == [{"lr": 1e-3, "fused": True}]
-    optimizer._step_supports_amp_scaling = True
-    assert should_step(optimizer, SimpleNamespace(device=mps.device, item=lambda: skip)) is not skip
-    assert not hasattr(optimizer, "found_inf")
-
-
 def stacked_experts() -> torch.nn.Module:
     """Three experts of a layer in two parameters; shards are whole experts."""
     torch.manual_seed(0)
@@ -192,8 +143,7 @@ def stacked_experts() -> torch.nn.Module:
 
 
 def three_steps(parallel: str, kind: str) -> dict[str, torch.Tensor]:
-    """Weights and momentum after three steps from gradients that all ranks share, the second of them
-    undone."""
+    """Weights and momentum after three steps from gradients that all ranks share."""
     model = stacked_experts() if kind == "stacked" else tiny(kind == "moe")
     wrapped = wrap_model(model, torch.device("cpu"), parallel)
     optimizer = build_optimizer(unwrap(wrapped), 1e-3, 0.1, "muon")
@@ -205,7 +155,7 @@ def three_steps(parallel: str, kind: str) -> dict[str, torch.Tensor]:
             p.grad = (
                 distribute_tensor(whole, p.device_mesh, p.placements) if isinstance(p, DTensor) else whole
             )
-        optimizer.muon.step(skip=torch.tensor(seed == 1))
+        optimizer.muon.step()
     momentum = {str(i): each["momentum_buffer"] for i, each in optimizer.muon.state_dict()["state"].items()}
     return {name: full_tensor(value.detach()) for name, value in (model.state_dict() | momentum).items()}
 

@@ -58,7 +58,7 @@ def test_the_model_counts_what_stock_transformers_routes(top_k):
     kept.load_state_dict(saved)
     # read before a signal, and counted after the resume
     record: dict = {}
-    kept.on_record(None, record)
+    kept.on_log(None, record)
     assert record == balance_figures(2 * wanted)
     assert not any(counter.any() for counter in token_counters(model))
     assert token_counters(torch.nn.Linear(2, 2)) == []

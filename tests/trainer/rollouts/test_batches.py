@@ -15,17 +15,8 @@ from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from tests.trainer.objectives.test_policy import log_probs_one_by_one
 from tests.trainer.stage_flags import assert_same_tensors
 from trainer.data.datasets import epoch_samples, train_loader
-from trainer.devices.wrapping import unwrap
-from trainer.objectives.ppo import (
-    ActorCritic,
-    KLLimit,
-    actor_of,
-    critic_batches,
-    moved_since_rollout,
-    token_advantages,
-)
-from trainer.report.speed import Meter
-from trainer.rollouts.batches import Rollouts, group_batches, rollout_size
+from trainer.objectives.ppo import PPO, ActorCritic, moved_since_rollout, token_advantages
+from trainer.rollouts.batches import Rollouts, rollout_size
 from trainer.rollouts.rewards import Reward
 from trainer.rollouts.writer import Trajectory, TrajectoryWriter
 
@@ -80,26 +71,28 @@ class Scripted(TrajectoryWriter):
 
 def rollouts_of(with_critic: bool = False, **settings) -> tuple[Rollouts, SimpleNamespace]:
     """Rollouts, and a state with their model."""
-    group, make_batches, policy_of = GROUP, group_batches, unwrap
     defaults = {"num_iterations": 2, "beta": 0.1, "loss_type": "dapo", "scale_rewards": True}
     defaults |= {"reward_timeout": 9.0, "temperature": TEMPERATURE}
     args = SimpleNamespace(**defaults | settings)
     torch.manual_seed(0)
     model, reference = MiniMindForCausalLM(CONFIG), MiniMindForCausalLM(CONFIG).eval()
     if with_critic:
-        model, group, make_batches, policy_of = ActorCritic(model), 1, critic_batches, actor_of
-    writer = Scripted(None, group, TEMPERATURE, 9, 1)  # type: ignore[arg-type]
-    rollouts = Rollouts(args, writer, REWARDS, reference if args.beta else None, make_batches, policy_of)
-    state = SimpleNamespace(model=model, update=0, device=torch.device("cpu"), autocast=nullcontext())
-    state.state = state
-    state.stop_request, state.meter = SimpleNamespace(signal=0), Meter()
+        model = ActorCritic(model)
+    writer = Scripted(None, 1 if with_critic else GROUP, TEMPERATURE, 9, 1)  # type: ignore[arg-type]
+    rollouts = (PPO if with_critic else Rollouts)(args, writer, REWARDS)
+    assert rollouts.needs_reference == bool(args.beta)
+    rollouts.reference = reference if args.beta else None
+    progress = SimpleNamespace(update=0)
+    state = SimpleNamespace(
+        model=model, progress=progress, device=torch.device("cpu"), autocast=nullcontext()
+    )
     return rollouts, state
 
 
 def record_of(rollouts: Rollouts) -> dict:
     """What the rollouts add to a record."""
     record: dict = {}
-    rollouts.on_record(None, record)
+    rollouts.on_log(None, record)
     return record
 
 
@@ -160,7 +153,7 @@ def test_a_rollout_is_kept_for_its_later_updates():
     saved = rollouts.state_dict()
     rollouts, state = rollouts_of(beta=0.0)
     rollouts.load_state_dict(saved)
-    state.update = 1
+    state.progress.update = 1
     again = rollouts.prepare(state, window((1, 0, 2), (3,)))
     for one, other in zip(whole, again, strict=True):
         for name in ("host_cu_seqlens", "host_cu_seqlens_k"):
@@ -219,7 +212,6 @@ def test_tokens_are_judged_with_the_values_of_the_critic(several):
 
 def test_how_far_the_policy_has_moved_is_a_mean_per_token():
     rollouts, state = rollouts_of(with_critic=True, gamma=1.0, lam=1.0, early_stop_kl=1e-9)
-    limit = KLLimit(rollouts)
     batches = rollouts.prepare(state, window((0, 1), (2,)))
     assert moved_since_rollout(state, batches, TEMPERATURE) == pytest.approx(0.0, abs=1e-7)
     with torch.no_grad():
@@ -232,14 +224,14 @@ def test_how_far_the_policy_has_moved_is_a_mean_per_token():
     apart = torch.cat(moved)
     wanted = float((apart.exp() - apart - 1).mean())
     assert moved_since_rollout(state, batches, TEMPERATURE) == pytest.approx(wanted, rel=1e-3)
-    state.update = 1
-    assert all(len(each["targets"]) == 0 for each in limit.prepare(state, window((0, 1), (2,))))
-    limit.on_batch_start(state, 1)
+    state.progress.update = 1
+    assert all(len(each["targets"]) == 0 for each in rollouts.prepare(state, window((0, 1), (2,))))
+    rollouts.on_batch_start(state, 1)
     rollouts.args.early_stop_kl = 9.0
-    assert [len(each["targets"]) for each in limit.prepare(state, window((0, 1), (2,)))] == [3, 3]
-    limit.on_batch_start(state, 1)
+    assert [len(each["targets"]) for each in rollouts.prepare(state, window((0, 1), (2,)))] == [3, 3]
+    rollouts.on_batch_start(state, 1)
     record: dict = {}
-    limit.on_record(state, record)
+    rollouts.on_log(state, record)
     assert record["stopped"] == 0.5
 
 

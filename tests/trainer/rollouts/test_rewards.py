@@ -13,7 +13,6 @@ from dataset.token_cache import load_tokenizer
 from tests.conftest import ROOT
 from trainer import train_agent
 from trainer.rollouts.rewards import SHIPPED, Reward, compute, load_rewards, reward_model
-from trainer.run.resume import code_hashes
 
 EXAMPLES = [
     ("exact_answer", " 42\n", {"answer": 42}, 1.0),
@@ -149,12 +148,9 @@ def test_another_reward_model_and_other_code_are_noticed(modules):
     load_rewards("rc:politeness=2")
     names = {"reward": "length,rc:politeness=2", "environment": "rc:World"}
     args = train_agent.Args(**names, reward_model=str(folder), cache_dir=str(folder / "cache"))
-    before, code = args.frozen_hashes(), code_hashes([__file__, *args.code_files()])
-    assert {"rc.py", "trainer/rollouts/rewards.py"} <= code.keys() and list(before) == ["reward_model_sha256"]
+    before = args.frozen_hashes()
     modules(rc=POLITE)
-    after = code_hashes([__file__, *args.code_files()])
-    assert [name for name in code if code[name] != after[name]] == ["rc.py"]
-    assert args.frozen_hashes() != before
+    assert list(before) == ["reward_model_sha256"] and args.frozen_hashes() != before
 
 
 def divide(prompt, completion, record):

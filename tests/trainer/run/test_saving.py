@@ -1,133 +1,89 @@
 """Setting the files of an earlier run aside: whatever happens in between, nothing is lost."""
 
 import os
-import shutil
 from pathlib import Path
 
 import pytest
 
+from common.errors import UserError
 from common.settings import StageArgs
-from trainer.report.metrics import MetricsLog
-from trainer.run import saving
-from trainer.run.saving import set_earlier_run_aside
+from trainer import train_distillation
+from trainer.run.saving import check_starts, set_earlier_run_aside
 
-STATES = (
-    "w_512_resume.pth",
-    "w_512_resume_previous.pth",
-    "w_512_update_00000002.pth",
-    "w_512_best_resume.pth",
-)
-OUT = ("w_512_metrics.jsonl", "w_512_run.json", "w_512.pth", "w_best_512.pth")
+STATES = ("resume.pth", "resume_previous.pth", "update_00000002.pth", "best_resume.pth")
+OUT = ("w_512_metrics.jsonl", "w_512_run.json", "w_512.pth", "w_512.json", "w_best_512.pth")
 
 
-def earlier_run(folder: Path, weight: str = "w") -> StageArgs:
+def earlier_run(folder: Path, weight: str = "w", kind=StageArgs, **more) -> StageArgs:
     """The settings of a run, and the files that an earlier run of its name left behind."""
     places = {"save_dir": folder / "out", "checkpoint_dir": folder / "checkpoints"}
-    for place, names in zip(places.values(), (OUT, STATES), strict=True):
+    states = [f"w_512_{name}" for name in STATES]
+    for place, names in zip(places.values(), (OUT, states), strict=True):
         place.mkdir(parents=True)
         for name in names:
             (place / name.replace("w_", f"{weight}_", 1)).write_text(name)
-    return StageArgs(save_weight=weight, **{name: str(place) for name, place in places.items()})
+    return kind(save_weight=weight, **{name: str(place) for name, place in places.items()}, **more)
 
 
 class Killed(BaseException):
     """Stands for kill -9."""
 
 
-@pytest.mark.parametrize("is_branch", [False, True])
-@pytest.mark.parametrize("step", range(32))  # all that it makes
-def test_killed_at_any_step_nothing_is_lost(tmp_path, monkeypatch, step, is_branch):
-    """The metrics, too, which the new run would write over: after a second start each file is in some
-    `earlier_<n>`, also the state with which a branch begins, and which it will write over."""
-    args = earlier_run(tmp_path)
-    start = tmp_path / "checkpoints/w_512_update_00000002.pth" if is_branch else None
-    left = [step]
+@pytest.mark.parametrize("step", range(9))
+def test_killed_at_any_step_nothing_is_lost(tmp_path, monkeypatch, step):
+    """After a second start each file is in some `earlier_<n>`; the states go first."""
+    args, left, replace = earlier_run(tmp_path), [step], os.replace
 
-    def counted(do):
-        def step_or_kill(*given, **options):
-            left[0] -= 1
-            if left[0] < 0:
-                raise Killed
-            return do(*given, **options)
+    def replace_or_kill(*given):
+        left[0] -= 1
+        if left[0] < 0:
+            raise Killed
+        replace(*given)
 
-        return step_or_kill
-
-    for owner, name in (
-        (os, "replace"),
-        (saving, "link"),
-        (Path, "unlink"),
-        (Path, "mkdir"),
-        (saving, "sync_folder"),
-    ):
-        monkeypatch.setattr(owner, name, counted(getattr(owner, name)))
+    monkeypatch.setattr(os, "replace", replace_or_kill)
     with pytest.raises(Killed):
-        set_earlier_run_aside(args, args, start)
+        set_earlier_run_aside(args)
     monkeypatch.undo()
-    set_earlier_run_aside(args, args, start)
-    MetricsLog(tmp_path / "out/w_512_metrics.jsonl", 9).close()  # that of the new run
-    assert list((tmp_path / "checkpoints").glob("*.pth")) == ([start] if is_branch else [])
-    kept = {path.name: path.read_text() for path in sorted(tmp_path.glob("*/earlier_*/*"))}
-    assert kept == {name: name for name in STATES + OUT}
+    assert not (step >= 4 and list((tmp_path / "checkpoints").glob("*.pth")))
+    set_earlier_run_aside(args)
+    kept = {path.name: path.read_text() for path in tmp_path.glob("*/earlier_*/*")}
+    assert kept == {name: name for name in (*OUT, *(f"w_512_{name}" for name in STATES))}
 
 
-def test_a_name_with_characters_of_patterns(tmp_path):
+def test_other_runs_stay_and_adapters_and_odd_names_do_not(tmp_path):
     args = earlier_run(tmp_path, "a[1]*")
-    set_earlier_run_aside(args, args)
-    assert len(list((tmp_path / "checkpoints/earlier_1").iterdir())) == len(STATES)
-
-
-def everything(folder: Path) -> dict[str, str]:
-    return {
-        str(path.relative_to(folder)): path.read_text()
-        for path in sorted(folder.rglob("*.*"))
-        if path.is_file()
-    }
-
-
-@pytest.mark.parametrize("checkpoint_dir", ["emptied", "another"])
-def test_an_earlier_run_is_kept_wherever_its_checkpoints_lie(tmp_path, checkpoint_dir):
-    """Its weights move away: beside a run that has saved nothing they would look like its own."""
-    args = earlier_run(tmp_path)
-    shutil.rmtree(tmp_path / "checkpoints") if checkpoint_dir == "emptied" else None
-    args.checkpoint_dir = str(tmp_path / checkpoint_dir)
-    for _ in range(2):  # the second run was killed before it saved anything
-        set_earlier_run_aside(args, args)
-        kept = {f"earlier_1/{name}": name for name in OUT}
-        left = {name: text for name, text in everything(tmp_path / "out").items() if text}
-        logs = [name for name in left if name.endswith(("metrics.jsonl", "run.json")) and "/" not in name]
-        # the new run replaces the logs
-        assert {name: text for name, text in left.items() if name not in logs} == kept
-        assert checkpoint_dir == "emptied" or len(everything(tmp_path / "checkpoints")) == len(STATES)
-        MetricsLog(tmp_path / "out/w_512_metrics.jsonl", 9).close()
-
-
-@pytest.mark.parametrize("start", ["w_best", "path", "link"])
-def test_best_weights_from_which_a_run_starts_stay(tmp_path, start):
-    args = earlier_run(tmp_path)
-    (tmp_path / "link.pth").symlink_to(tmp_path / "out/w_best_512.pth")
-    paths = {"path": str(tmp_path / "out/../out/w_best_512.pth"), "link": str(tmp_path / "link.pth")}
-    args.from_weight = paths.get(start, start)
-    set_earlier_run_aside(args, args)
-    assert (tmp_path / "out/w_best_512.pth").exists() and (tmp_path / "out/earlier_1/w_best_512.pth").exists()
-
-
-def test_the_states_of_a_run_with_a_longer_name_stay(tmp_path):
-    args = earlier_run(tmp_path)
-    others = [
-        tmp_path / "checkpoints" / f"w_512_{name}_512_resume.pth" for name in ("resume", "update", "updates")
-    ]
+    others = [tmp_path / "checkpoints" / f"a[1]*_512_{name}_512_resume.pth" for name in ("resume", "update")]
     for path in others:
         path.touch()
-    set_earlier_run_aside(args, args)
+    (tmp_path / "out/a[1]*_512").mkdir()
+    set_earlier_run_aside(args)
+    assert len(list((tmp_path / "checkpoints/earlier_1").iterdir())) == len(STATES)
+    assert (tmp_path / "out/earlier_1/a[1]*_512").is_dir()
     assert sorted((tmp_path / "checkpoints").glob("*.pth")) == others
 
 
-def test_an_earlier_adapter_is_kept(tmp_path):
-    args = earlier_run(tmp_path)
-    for folder in ("w_512", "w_best_512"):
-        (tmp_path / "out" / folder).mkdir()
-        (tmp_path / "out" / folder / "adapter_model.safetensors").write_text(folder)
-    set_earlier_run_aside(args, args)
-    names = [f"{folder}/adapter_model.safetensors" for folder in ("w_512", "w_best_512")]
-    assert not any((tmp_path / "out" / name).exists() for name in names)
-    assert all((tmp_path / "out/earlier_1" / name).exists() for name in names)
+STARTS = {"name": "w", "best": "w_best", "path": "out/w_512.pth", "link": "link.pth", "hard link": "hard.pth"}
+STARTS |= {
+    "state": "checkpoints/w_512_resume.pth",
+    "numbered": "other/../checkpoints/w_512_update_00000002.pth",
+}
+
+
+@pytest.mark.parametrize("start", STARTS.values(), ids=STARTS.keys())
+@pytest.mark.parametrize("flag", ["from_weight", "resume_from", "from_teacher_weight"])
+def test_a_start_from_a_file_of_its_own_name_is_refused(tmp_path, monkeypatch, flag, start):
+    kind = train_distillation.Args if flag == "from_teacher_weight" else StageArgs
+    if flag == "resume_from" and start in ("w", "w_best"):
+        start = f"out/{start}_512.pth"
+    args = earlier_run(tmp_path, kind=kind, **{"from_weight": "none"} | {flag: start})
+    (tmp_path / "link.pth").symlink_to("out/w_512.pth")
+    (tmp_path / "other").mkdir()
+    os.link(tmp_path / "out/w_512.pth", tmp_path / "hard.pth")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=f"--{flag} .*another --save_weight"):
+        check_starts(args)
+    (tmp_path / "out/x_512.pth").touch()
+    for path in ("out/x_512.pth", "gone.pth"):
+        setattr(args, flag, path)
+        if path.startswith("out") or flag != "from_teacher_weight":
+            check_starts(args)

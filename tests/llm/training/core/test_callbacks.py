@@ -11,6 +11,7 @@ import sys
 import time
 from argparse import Namespace
 from collections import Counter, OrderedDict
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -37,18 +38,17 @@ def make_record(update: int, **more) -> dict:
 # --- the page
 
 
-def test_the_example_on_the_page_runs_and_resumes():
+def test_the_example_on_the_page_runs_and_resumes(capsys):
     space = {}
     (example,) = re.findall(r"^```python\n(.*?)^```$", PAGE, flags=re.M | re.S)
     exec(compile(example, "CALLBACKS.md", "exec"), space)
     spikes = space["GradientSpikes"]()
-    callbacks, lines = CallbackList([spikes]), []
-    callbacks.engine = SimpleNamespace(logger=SimpleNamespace(info=lines.append))
+    callbacks = CallbackList([spikes])
     norms = [1.0, 1.2, None, 5.0, 1.0]
     callbacks.call("on_batch_end", 1, None)
     for update, norm in enumerate(norms, 2):
         callbacks.call("on_batch_end", update, make_record(update, grad_norm=norm))
-    assert lines == ["update 5: gradient norm 5.00, usually 1.02"]
+    assert capsys.readouterr().out == "update 5: gradient norm 5.00, usually 1.02\n"
     again = space["GradientSpikes"]()
     CallbackList([again]).load_state_dict(callbacks.state_dict())
     assert again.usual == spikes.usual == pytest.approx(0.9 * (0.9 * 1.02 + 0.5) + 0.1)
@@ -66,7 +66,7 @@ def test_all_are_called_in_order():
     noisy = [with_method("on_train_start", lambda self, engine: seen.append(self)) for _ in range(2)]
     callbacks = CallbackList([noisy[0], Callback(), noisy[1]])
     callbacks.call("on_train_start")
-    assert seen == noisy and callbacks.state_dict() == {}
+    assert seen == noisy
 
 
 @pytest.mark.parametrize("second", [ValueError("also this"), UserError("also this")])
@@ -81,24 +81,9 @@ def test_a_failure_in_on_exception_is_a_warning_and_the_others_are_called(capsys
     assert said.err.startswith("warning: ") and "also this" in said.err
 
 
-WRONG = {
-    "called as on_epoch_end(engine, epoch)": with_method("on_epoch_end", lambda self, epoch: 0),
-    "called as on_log(engine, record)": with_method("on_log", lambda self, engine, record, logs: 0),
-    "on_epoch_finish would never be called; the methods": with_method("on_epoch_finish", lambda *_: 0),
-    "EarlyStopping'> is not a callback": EarlyStopping,
-    "None is not a callback": None,
-}
-
-
-@pytest.mark.parametrize("message", WRONG)
-def test_what_cannot_be_called_is_refused_before_training(message):
-    with pytest.raises(UserError, match=re.escape(message)):
-        CallbackList([WRONG[message]])
-
-
-def test_a_method_may_take_more_than_it_is_given():
-    CallbackList([with_method("on_epoch_end", lambda *args: 0)])
-    CallbackList([with_method("on_batch_end", lambda self, engine, number, record, more=None: 0)])
+def test_a_method_that_would_never_be_called_is_refused():
+    with pytest.raises(UserError, match="Own: on_epoch_finish would never be called"):
+        CallbackList([with_method("on_epoch_finish", lambda *_: 0)]).check()
 
 
 class Keeper(Callback):
@@ -120,23 +105,10 @@ def through_a_file(value):
 
 def test_states_are_kept_by_class_name(capsys):
     states = CallbackList([Keeper(1), Callback(), Keeper(2), EarlyStopping()]).state_dict()
-    empty = {"best": None, "waited": 0, "monitor": "eval_loss", "mode": "min"}
-    assert states == {"Keeper": {"value": 1}, "Keeper#2": {"value": 2}, "EarlyStopping": empty}
     again = [EarlyStopping(), Keeper(), Callback(), Keeper()]
-    CallbackList(again).load_state_dict(through_a_file(states))
+    CallbackList(again).load_state_dict(through_a_file(states) | {"Gone": {"best": 1.0}})
     assert (again[1].value, again[3].value) == (1, 2)
-    assert capsys.readouterr().err == ""
-
-
-def test_callbacks_that_went_are_one_warning_and_their_state_is_kept(capsys):
-    saved = {"Keeper": {"value": 3}, "Gone": {"best": 1.0}}
-    kept = Keeper()
-    callbacks = CallbackList([kept, EarlyStopping(), Callback()])  # EarlyStopping came
-    callbacks.load_state_dict(saved)
-    assert kept.value == 3
-    told = "callbacks of the checkpoint that this run does not have: Gone; their state is kept"
-    assert capsys.readouterr().err == f"warning: {told}\n"
-    assert saved.items() <= callbacks.state_dict().items()
+    assert capsys.readouterr().err.endswith("this run does not have: Gone\n")
 
 
 def nested(inner):
@@ -159,16 +131,40 @@ def test_tensors_and_kinds_of_dicts_are_plain():
     assert back == {"counts": {"a": 2, "b": 1}, "order": {"a": 1}}
 
 
-@pytest.mark.parametrize(
-    "value, kind",
-    [({1}, "set"), (np.float64(1), "numpy.float64"), (Namespace(), "argparse.Namespace"), (b"a", "bytes")],
-)
-def test_a_state_that_no_checkpoint_could_give_back_is_refused(value, kind):
-    with pytest.raises(UserError, match=rf"the state of callback Keeper\['value'\]\[1\] is a {kind}"):
+def test_numbers_of_numpy_and_paths_become_plain():
+    value = {
+        "n": np.float64(1.5),
+        "i": np.int64(3),
+        "b": np.bool_(True),
+        "path": Path("a/b"),
+        3: [np.float32(2)],
+    }
+    back = through_a_file(CallbackList([Keeper(value)]).state_dict())["Keeper"]["value"]
+    assert back == {"n": 1.5, "i": 3, "b": True, "path": "a/b", 3: [2.0]}
+
+
+@pytest.mark.parametrize("value", [{1}, Namespace(), b"a", "\udcff", np.zeros(3)])
+def test_a_state_that_no_checkpoint_could_give_back_is_refused(value):
+    with pytest.raises(UserError, match=r"the state of callback Keeper\['value'\]"):
         CallbackList([Keeper([0, value])]).state_dict()
-    if value.__hash__ is not None:
-        with pytest.raises(UserError, match=rf"a key of the state of callback Keeper\['value'\] is a {kind}"):
-            CallbackList([Keeper({value: 0})]).state_dict()
+
+
+def test_a_record_gets_numbers_or_the_callback_is_named():
+    def adds(value):
+        return with_method("on_log", lambda self, state, record: record.update(more=value))
+
+    for value, number in (
+        (torch.tensor(2.5), 2.5),
+        (math.nan, None),
+        (np.float32(1), 1.0),
+        ([1, math.inf], [1, None]),
+    ):
+        record = {"update": 1}
+        CallbackList([adds(value)]).call("on_log", record)
+        assert record == {"update": 1, "more": number}
+    for value in (torch.zeros(2), {1}, Namespace()):
+        with pytest.raises(UserError, match="'more', which callback Own puts into the record"):
+            CallbackList([adds(value)]).call("on_log", {"update": 1})
 
 
 def test_ranks_other_than_the_first_write_nothing(tmp_path, monkeypatch):
@@ -206,7 +202,7 @@ def stops_after(evals, mode, patience, min_delta):
 def test_it_stops_where_it_should_also_when_resumed(evals, mode, patience, min_delta, resume_at):
     expected = stops_after(evals, mode, patience, min_delta)
     stopping, reasons = EarlyStopping("eval_loss", mode, patience, min_delta), []
-    engine = SimpleNamespace(state=SimpleNamespace(finish=reasons.append))
+    engine = SimpleNamespace(finish=reasons.append)
     for number, value in enumerate(evals, 1):
         if number == resume_at:
             state, stopping = stopping.state_dict(), EarlyStopping("eval_loss", mode, patience, min_delta)
@@ -219,7 +215,7 @@ def test_it_stops_where_it_should_also_when_resumed(evals, mode, patience, min_d
 
 def reason_after(evals: list, **settings) -> str:
     stopping, reasons = EarlyStopping(**settings), []
-    engine = SimpleNamespace(state=SimpleNamespace(finish=reasons.append))
+    engine = SimpleNamespace(finish=reasons.append)
     for value in evals:
         stopping.on_validation_end(engine, {"eval_loss": value, "eval_bpb": 0.5})
     return reasons[0]
@@ -231,17 +227,6 @@ def test_the_reason_tells_metric_and_best_value():
         ([None] * 2, "was never finite"),
     ):
         assert reason_after(evals, patience=2) == f"EarlyStopping: eval_loss {told} in 2 validations"
-
-
-def test_another_metric_is_not_compared_with_the_best_of_the_one_before(capsys):
-    saved = {"best": 0.1, "waited": 2, "monitor": "eval_loss", "mode": "min"}
-    same, other = EarlyStopping(), EarlyStopping("eval_bpb")
-    same.load_state_dict(saved)
-    assert (same.best, same.waited) == (0.1, 2) and capsys.readouterr().err == ""
-    other.load_state_dict(saved)
-    assert (other.best, other.waited) == (None, 0)
-    told = "EarlyStopping begins to count anew: eval_bpb min is monitored instead of eval_loss min"
-    assert capsys.readouterr().err == f"warning: {told}\n"
 
 
 def test_a_metric_that_is_missing_names_those_there_are():
@@ -303,24 +288,18 @@ def test_each_update_is_there_once_after_a_real_kill_and_resumes(tmp_path):
     (first,) = tmp_path.iterdir()
     first.write_bytes(first.read_bytes()[:-7])  # the last point was cut off by the kill
     for start, base, resumed in ((4, 200.0, 3), (6, 300.0, 5)):  # two resumes, the first one also killed
+        time.sleep(1.1)  # files of one second are read in any order; a resume takes longer
         logger, engine = TensorBoardLogger(tmp_path), SimpleNamespace(resumed_update=resumed)
         for update in range(start, start + 4):
             logger.on_batch_end(engine, update, make_record(update, loss=base + update))
     expected = [101, 102, 103, 204, 205, 306, 307, 308, 309]
     assert curves(tmp_path)["loss"] == list(enumerate(map(float, expected), 1))
     assert all([step for step, _ in points] == list(range(1, 10)) for points in curves(tmp_path).values())
+    time.sleep(1.1)
     logger = TensorBoardLogger(tmp_path)  # a new run in the same folder
     for update in (2, 4):
         logger.on_batch_end(ENGINE, update, make_record(update))
     assert curves(tmp_path)["loss"] == [(2, 0.5), (4, 0.25)]
-
-
-def test_a_new_event_file_is_read_after_the_older_ones(tmp_path):
-    pytest.importorskip("torch.utils.tensorboard")  # the import itself may take a second
-    older = tmp_path / f"events.out.tfevents.{int(time.time()):010d}.zzz.99.9"
-    older.touch()
-    TensorBoardLogger(tmp_path).on_batch_end(ENGINE, 1, make_record(1))
-    assert sorted(tmp_path.iterdir())[0] == older
 
 
 def test_without_the_package_one_line_tells_how_to_get_it(tmp_path, monkeypatch):

@@ -1,0 +1,70 @@
+"""Sums by name: of losses and metrics over the micro-batches and ranks of an update, and over updates."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from common.errors import UserError
+from trainer.devices.process_group import gather
+
+Figures = dict[str, tuple[float, float]]  # (sum, count), of which the quotient is reported
+COUNT = "/count"  # ends the name of a count beside its sum
+# of each record, which no metric may be named like
+RECORD_FIELDS = {
+    *("update", "epoch", "step", "iters", "loss", "logits_loss", "aux_loss", "mean_loss", "grad_norm"),
+    *("learning_rate", "tokens", "seconds", "tokens_per_second", "mfu", "data_wait", "comm_wait"),
+    *("seconds_left", "memory_mb", "reserved_mb", "skipped", "overflows", "samples", "warnings"),
+}
+
+
+def add_sums(sums: dict[str, Tensor], values: Mapping[str, Any], device: torch.device) -> None:
+    """Add values by name, each [] or a pair (sum, count), to the sums so far; of a pair the count stands
+    under `<name>/count`."""
+    # of sums over many tokens
+    exact = torch.float32 if device.type == "mps" else torch.float64
+    for name, value in values.items():
+        parts = {name: value}
+        if isinstance(value, tuple):
+            parts = {name: value[0], name + COUNT: value[1]}
+        for key, part in parts.items():
+            added = torch.as_tensor(part, dtype=exact, device=device).detach()
+            sums[key] = sums.get(key, 0.0) + added
+
+
+def checked_names(names: list[str], kind: str) -> list[str]:
+    """The names of the sums of an objective, a class of the name `kind`. A collective. Raises UserError if a
+    metric has the name of another field of a record, or the ranks do not all have the same metrics."""
+    if taken := RECORD_FIELDS.intersection(names) - {"logits_loss", "aux_loss"}:
+        raise UserError(
+            f"the loss of {kind} gives a metric {min(taken)!r}, which is a field of each record; give it "
+            "another name"
+        )
+    if any(others != names for others in gather(names)):
+        raise UserError("the loss must give the same metrics for each batch; (sum, 0) where there is nothing")
+    return names
+
+
+def update_figures(total: dict[str, float], targets: float, tokens: float) -> Figures:
+    """The figures of an update from its sums over all ranks. A mean over its targets or tokens counts
+    once."""
+    figures = {}
+    for name, value in total.items():
+        if name + COUNT in total:
+            figures[name] = value, total[name + COUNT]
+        elif not name.endswith(COUNT):
+            number = tokens if name == "aux_loss" else targets
+            figures[name] = (value / max(number, 1.0) if targets else math.nan), 1.0
+    return figures
+
+
+def quotient(total: float, count: float) -> float | None:
+    """A sum over its count; None if there is none, or for NaN and infinities, which JSON cannot hold."""
+    return finite(total / count) if count else None
+
+
+def finite(value: float) -> float | None:
+    """The value, or None for NaN and infinities, which JSON cannot hold."""
+    return value if math.isfinite(value) else None
