@@ -215,14 +215,14 @@ def update_size(state: TrainState, sizes: list[Size], missing: int) -> tuple[flo
     return total_targets, total_tokens, stop > 0, total_missing
 
 
-def update_seed(*numbers: int) -> int:
-    """A random seed made of numbers and the rank."""
-    return int(np.random.SeedSequence([*numbers, this_rank()]).generate_state(1)[0])
+def update_seed(seed: int, update: int, *more: int) -> int:
+    """A random seed that is a function of (seed, update, ..., rank), so that there is no random state to
+    save."""
+    return int(np.random.SeedSequence([seed, update, *more, this_rank()]).generate_state(1)[0])
 
 
 def seed_update(seed: int, update: int) -> None:
-    """Make what a data set, a collate function or a callback draws a function of (seed, update, rank), so
-    that there is no random state to save."""
+    """Seed what a data set, a collate function or a callback of a user draws for an update."""
     number = update_seed(seed, update)
     random.seed(number)
     np.random.seed(number)

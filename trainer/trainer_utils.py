@@ -59,7 +59,7 @@ from trainer.report.samples import sample_callbacks
 from trainer.report.warnings import facts_for_advice
 from trainer.run import checkpoint, resume
 from trainer.run.included_callbacks import EarlyStopping, TensorBoardLogger
-from trainer.run.paths import is_path, resume_path, run_name, start_path, tensorboard_folder, weight_path
+from trainer.run.paths import is_path, resume_path, run_name, start_path, tensorboard_folder
 from trainer.run.saving import check_starts, is_new
 from trainer.run.state import Progress, TrainState
 from trainer.weights.files import (
@@ -338,7 +338,7 @@ def begin_run(
         state.total_updates,
         guessing,
         held_out_is_training=state.run.get("held_out_data", "") == state.run.get("data"),
-        best_weights=weight_path(args.save_dir, f"{args.save_weight}_best", args).name,
+        best_weights=run_name(f"{args.save_weight}_best", args),
     )
     tokenizer = state.run.get("tokenizer")
     if tokenizer and Path(args.tokenizer_path).resolve() != ROOT / "model":

@@ -22,8 +22,8 @@ from trainer.trainer_utils import init_model
 from trainer.weights.files import save_weights
 
 STAGES = {
-    "dpo": ("dpo", train_dpo.METRICS),
-    "distillation": ("full_dist", train_distillation.METRICS),
+    "dpo": ("dpo", train_dpo.Objective.shown),
+    "distillation": ("full_dist", train_distillation.Objective.shown),
     "lora": ("lora_medical", ()),
 }
 TEACHER = {"from_teacher_weight": "teacher"}

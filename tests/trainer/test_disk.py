@@ -29,9 +29,7 @@ def test_no_room_for_the_checkpoint(corpus, tmp_path):
     assert len(files) >= 3
     process = run("pretrain", argv, Faults(file_limit=min(map(len, files.values())) // 2), status=2)
     line = process.error_lines[0]
-    checkpoint = f"{tmp_path}/checkpoints/pretrain_32_resume.pth"
-    assert line.startswith(f"error: {checkpoint} cannot be written (File too large)")
-    assert line.endswith("; --from_resume 1 then goes on from the last checkpoint, if there is one")
+    assert ".pth cannot be written (File too large)" in line and "--from_resume 1 goes on from" in line
     assert "Traceback" not in process.err
     assert {path: path.read_bytes() for path in tmp_path.rglob("*.pth")} == files
     assert not list(tmp_path.rglob("*.tmp"))
@@ -41,7 +39,10 @@ def test_no_room_for_the_checkpoint(corpus, tmp_path):
 
 
 def test_no_room_for_the_metrics(corpus, tmp_path):
-    argv = flags(corpus, tmp_path, "pretrain", save_interval=1000, eval_interval=1000, epochs=2, batch_size=1)
+    """The weights and the state of a first part of the run are there."""
+    settings = {"save_interval": 1000, "eval_interval": 1000, "epochs": 2, "batch_size": 1}
+    argv = flags(corpus, tmp_path, "pretrain", **settings, from_resume=1)
+    run("pretrain", argv, Faults(signals={5: 15}), status=143)
     line = only_line(run("pretrain", argv, Faults(file_limit=24_000), status=2))
     assert line.startswith(
         f"error: {tmp_path}/out/pretrain_32_metrics.jsonl cannot be written (File too large)"

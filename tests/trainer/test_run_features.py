@@ -36,7 +36,7 @@ def test_file_and_command_line_in_a_stage_script(corpus, tmp_path):
     state = saved_state(tmp_path / "whole")
     assert (state["run"]["epochs"], state["run"]["seed"], state["run"]["global_batch"]) == (9, 3, 8)
     assert "stopping: EarlyStopping: eval_loss got no better than" in done.out and state["epoch"] < 8
-    assert state["callbacks"]["EarlyStopping of --patience"]["waited"] <= 2
+    assert state["callbacks"]["EarlyStopping"]["waited"] <= 2
     run("pretrain", argvs["killed"], Faults(signals={9: signal.SIGKILL}), status=-9)
     assert "stopping: EarlyStopping" in run("pretrain", argvs["killed"]).out
     assert_same_run(tmp_path / "whole", tmp_path / "killed")
@@ -59,11 +59,10 @@ def test_the_settings_of_a_run_lie_beside_its_metrics(corpus, tmp_path):
     argv = flags(corpus, tmp_path, "pretrain", seed=4, from_resume=1)
     run("pretrain", argv, Faults(signals={5: signal.SIGKILL}), status=-9, **secret)
     first = json.loads(path.read_text())
-    assert (first["stage"], first["settings"]["seed"]) == ("trainer/train_pretrain.py", 4)
+    assert (first["stage"], first["settings"]["seed"]) == ("train_pretrain.py", 4)
     assert first["settings"]["batch_size"] == 8 and first["settings"]["packing"] is False
     assert (
-        first["environment"].items()
-        >= {"ranks": 1, "dtype": "torch.float32", "torch": torch.__version__}.items()
+        first["environment"].items() >= {"ranks": 1, "dtype": "float32", "torch": torch.__version__}.items()
     )
     assert first["starts"][0]["command"][1:] == argv and "hush" not in path.read_text()
     run("pretrain", [*argv, "--batch_size", "4"], Faults(signals={3: signal.SIGTERM}), 2, 143)
@@ -92,13 +91,13 @@ class Copy(Callback):
     def on_optimizer_step(self, engine, update):
         state = engine.state
         self.copy = [p.detach().clone() for p in unwrap(state.model).parameters()]
-    def on_checkpoint_saved(self, engine, path):
+    def on_batch_end(self, engine, update, record):
         self.tell(engine.state, "saved")
     def on_validation_start(self, engine):
         self.tell(engine.state, "evaluated")
     def tell(self, state, what):
         same = all(map(torch.equal, self.copy, unwrap(state.model).parameters()))
-        print(what, state.update, "as after its step" if same else "late")
+        print(what, state.progress.update, "as after its step" if same else "late")
 def begin_run(state, *args, **kwargs):
     state.callbacks.append(Copy())
     begin(state, *args, **kwargs)

@@ -1,6 +1,6 @@
 """What a task of the engine learns, as the loop takes it: the results of its methods, checked."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -9,14 +9,11 @@ from common.errors import UserError
 from trainer.objectives.next_token import Batch, Metrics, Objective, defining_file
 from trainer.report.speed import Size
 
-if TYPE_CHECKING:
-    from llm.training.tasks.base_task import TrainingTask
-
 
 class TaskObjective(Objective):
     """What a task learns, by its own methods."""
 
-    def __init__(self, task: "TrainingTask"):
+    def __init__(self, task: Any):
         self.task = task
         self.shown, self.needs_reference = task.shown, task.needs_reference
 
@@ -39,7 +36,7 @@ class TaskObjective(Objective):
 # --- the form of what a task's methods return
 
 
-def check_criterion(task: "TrainingTask") -> None:
+def check_criterion(task: Any) -> None:
     """Raise UserError if the loss function is one of torch that returns means."""
     if getattr(task.criterion, "reduction", None) == "mean":
         made, kind = f"{type(task).__name__}.build_criterion", type(task.criterion).__name__
@@ -47,7 +44,7 @@ def check_criterion(task: "TrainingTask") -> None:
         raise UserError(f"{made} returns {kind}(reduction='mean'), {why}: use {kind}(reduction='sum')")
 
 
-def checked_loss(task: "TrainingTask", result: Any) -> tuple[Tensor, Tensor, Metrics]:
+def checked_loss(task: Any, result: Any) -> tuple[Tensor, Tensor, Metrics]:
     """The loss [], the auxiliary loss [] and the sums of metrics that `train_step` returned; the last two may
     be missing. Raises UserError if the loss is no single number with a gradient."""
     values = result if isinstance(result, tuple) else (result,)
@@ -65,7 +62,7 @@ def checked_loss(task: "TrainingTask", result: Any) -> tuple[Tensor, Tensor, Met
     return loss.reshape(()), aux_loss.reshape(()), sums
 
 
-def checked_sums(task: "TrainingTask", result: Any) -> dict[str, Any]:
+def checked_sums(task: Any, result: Any) -> dict[str, Any]:
     """The sums that `validation_step` returned. Raises UserError if it returned something else."""
     if not isinstance(result, dict):
         returned = f"{type(task).__name__}.validation_step returns a {type(result).__name__}"

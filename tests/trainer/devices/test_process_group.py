@@ -4,7 +4,6 @@ meet."""
 import os
 import re
 import signal
-import socket
 import sys
 import time
 from pathlib import Path
@@ -15,25 +14,15 @@ import torch.distributed as dist
 from common.errors import Interrupted, UserError
 from tests.stage_process import Faults, context, free_port, rank_variables, run, start_ranks
 from tests.trainer.stage_flags import assert_same_run, flags
-from trainer.devices import process_group
 from trainer.devices.process_group import leave_process_group, meet
-from trainer.report.speed import Meter
 from trainer.run.errors import training_errors
 from trainer.trainer_utils import init_distributed_mode
-
-
-class SpinningKernel:
-    """The event behind an update whose exchange waits in NCCL for a rank that is gone."""
-
-    def query(self) -> bool:
-        return False
 
 
 def _rank(rank: int, port: int, folder: str, ending: str) -> None:
     os.dup2(os.open(f"{folder}/{rank}", os.O_CREAT | os.O_WRONLY), 2)
     sys.stderr = os.fdopen(2, "w", buffering=1)
     os.environ |= rank_variables(rank, 2, port)
-    process_group.ANSWER_TIMEOUT = 1.0
     init_distributed_mode()
     with training_errors():
         if ending.startswith("killed") and rank:
@@ -42,10 +31,6 @@ def _rank(rank: int, port: int, folder: str, ending: str) -> None:
             raise UserError("its disk is full")
         if ending in ("killed", "error"):
             meet()
-        if ending == "killed on GPUs":
-            meter = Meter()
-            meter.launched = SpinningKernel()
-            meter.wait_for_device()
         if ending == "signal":
             meet()
             raise Interrupted(signal.SIGTERM, "by SIGTERM")
@@ -57,7 +42,7 @@ def _rank(rank: int, port: int, folder: str, ending: str) -> None:
 def ended(tmp_path_factory) -> dict[str, list[tuple[int, str]]]:
     """Exit status and stderr of two ranks, by how they end."""
     started = {}
-    for ending in ("killed", "killed on GPUs", "error", "signal", "together"):
+    for ending in ("killed", "error", "signal", "together"):
         folder = tmp_path_factory.mktemp(ending)
         port = free_port()
         ranks = [context.Process(target=_rank, args=(rank, port, str(folder), ending)) for rank in (0, 1)]
@@ -75,18 +60,17 @@ def ended(tmp_path_factory) -> dict[str, list[tuple[int, str]]]:
     return found
 
 
-@pytest.mark.parametrize("ending", ["killed", "killed on GPUs"])
-def test_a_rank_notices_a_killed_one(ending, ended):
-    (status, text), (killed, _) = ended[ending]
+def test_a_rank_notices_a_killed_one(ended):
+    (status, text), (killed, _) = ended["killed"]
     assert (status, killed) == (2, -signal.SIGKILL)
     lines = [line for line in text.splitlines() if line.startswith("error: ")]
-    assert len(lines) == 1 and lines[0].startswith("error: rank 0: rank 1 (")
+    assert len(lines) == 1 and lines[0].startswith("error: rank 0: another rank ended")
     assert lines[0].endswith("--from_resume 1 goes on from the last checkpoint") and "Traceback" not in text
 
 
 def test_a_rank_that_ends_with_an_error_ends_the_others(ended):
     (status, text), (failed, why) = ended["error"]
-    assert (status, failed) == (2, 2) and "rank 1 (" in text and "error: its disk is full" in why
+    assert (status, failed) == (2, 2) and "another rank ended" in text and "error: its disk is full" in why
 
 
 def test_ranks_that_leave_together_or_by_a_signal_say_nothing_of_it(ended):
@@ -95,7 +79,7 @@ def test_ranks_that_leave_together_or_by_a_signal_say_nothing_of_it(ended):
             assert code == status and "ended while" not in text and "Traceback" not in text, (ending, text)
 
 
-def test_a_rank_that_hangs_is_named_by_the_others(corpus, tmp_path):
+def test_a_rank_that_hangs_is_noticed_by_the_others(corpus, tmp_path):
     """SIGSTOP: its connections stay open. The store is torchrun's, so that rank 0 may hang as well."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     env = {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
@@ -105,10 +89,7 @@ def test_a_rank_that_hangs_is_named_by_the_others(corpus, tmp_path):
     assert [rank.wait(60) for rank in others] == [2, 2], others[0].err
     for rank in others:
         (line,) = [line for line in rank.error_lines if line.startswith("error: ")]
-        name = f"rank 0 ({socket.gethostname()})"
-        assert re.match(
-            rf"error: rank \d: {re.escape(name)} ended while this one waited for it, hangs, or", line
-        ), line
+        assert re.match(r"error: rank \d: another rank ended while this one waited for it, hangs, or", line)
     ranks[0].send(signal.SIGKILL)
 
 

@@ -120,5 +120,5 @@ def test_a_run_warns_once_also_when_it_is_resumed(corpus, tmp_path):
     found = read_metrics(tmp_path / "out/pretrain_32_metrics.jsonl")
     assert [len(record.get("warnings", [])) for record in found] == [1] + [0] * 15
     last = second.out.splitlines()[-1]
-    facts = FACTS | {"best_weights": "pretrain_best_32.pth"}
+    facts = FACTS | {"best_weights": "pretrain_best_32"}
     assert last == f"verdict: {verdict(found, facts)}"

@@ -231,3 +231,23 @@ def test_what_is_written_in_the_background_is_the_state_of_the_call(tmp_path):
     set_state(model, optimizer, saved)
     assert same(dict(model.state_dict()), want)
     assert max(state["exp_avg"].abs().max() for state in optimizer.state.values()) < 1
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon", "sgd"])
+def test_a_state_from_before_the_first_step_changes_nothing(kind):
+    """Neither of the run that saves it nor of one that goes on from it."""
+    runs = []
+    for _ in range(3):
+        torch.manual_seed(0)
+        model = MiniMindForCausalLM(CONFIG)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        runs.append((model, optimizer if kind == "sgd" else build_optimizer(model, 1e-2, 0.1, kind)))
+    weights, optimizer_state = get_state(*runs[1])
+    set_state(*runs[2], {"model": weights, "optimizer": optimizer_state})
+    for model, optimizer in runs:
+        for _ in range(2):
+            model(torch.tensor([[3, 4, 5]]), labels=torch.tensor([[3, 4, 5]])).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for model, _ in runs[1:]:
+        assert same(dict(model.state_dict()), dict(runs[0][0].state_dict()))

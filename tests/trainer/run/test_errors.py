@@ -1,6 +1,5 @@
 """What a machine lacks becomes one line: shared memory or descriptors for the loader's processes."""
 
-import errno
 import gc
 import multiprocessing
 import time
@@ -9,19 +8,8 @@ import pytest
 import torch
 
 from common.errors import UserError
-from trainer.data.datasets import ProcessLoader, epoch_loader, epoch_order
+from trainer.data.datasets import ProcessLoader
 from trainer.run.errors import translated_failures
-
-
-def test_without_shared_memory_no_loader_process_is_started(monkeypatch):
-    def no_room():
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(multiprocessing, "Lock", no_room)
-    order = epoch_order(4, seed=1, epoch=0)
-    assert len(epoch_loader(range(4), order, 2)) == 2
-    with pytest.raises(UserError, match=r"No space left on device\); use --num_workers 0, .*/dev/shm"):
-        epoch_loader(range(4), order, 2, num_workers=2)
 
 
 @pytest.fixture
