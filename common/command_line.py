@@ -101,9 +101,10 @@ def one_line_errors() -> Iterator[None]:
             sys.stdout.reconfigure(errors="backslashreplace")
     try:
         yield
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except BrokenPipeError:
-        _leave_stdout()
+        leave_dead_console()
         sys.exit(128 + signal.SIGPIPE)
     except UserError as error:
         _exit(f"error: {error}", 2, error)
@@ -117,9 +118,15 @@ def one_line_errors() -> Iterator[None]:
         _exit("stopped: by Ctrl-C", 128 + signal.SIGINT, error)
 
 
-def _leave_stdout() -> None:
+def leave_dead_console() -> None:
     """Forget what cannot be written: Python would try again, and complain, at its end."""
-    sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (open until the process ends)
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        try:
+            if stream is not None:
+                stream.flush()
+        except OSError:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 (open until the process ends)
 
 
 def _exit(line: str, status: int, error: BaseException) -> NoReturn:
@@ -133,13 +140,11 @@ def _exit(line: str, status: int, error: BaseException) -> NoReturn:
         _write_torchrun_error_file(line)
     if place.local_rank > 0:
         time.sleep(2)  # local rank 0 prints first
-    try:
-        sys.stdout.flush()
-    except OSError:
-        _leave_stdout()
+    leave_dead_console()
     # at a signal the ranks stop together, and one of them says so
     if place.local_rank == 0 or not isinstance(error, Interrupted):
         log.error(printable(" ".join(line.splitlines())))
+    leave_dead_console()
     if is_distributed and is_lost:
         # torchrun reports the rank that exits first, which must be the one that caused the failure
         time.sleep(2)

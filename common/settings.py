@@ -141,9 +141,7 @@ class TrainingConfig(Settings):
     """How the model is trained."""
 
     section: ClassVar[str] = "training"
-    may_change: ClassVar[str] = (
-        "batch_size accumulation_steps max_bad_updates patience min_delta monitor mode"
-    )
+    may_change: ClassVar[str] = "batch_size accumulation_steps max_bad_updates patience min_delta"
     epochs: int = setting(2, "passes over the data", ge=1)
     batch_size: int = setting(
         32, "samples (or packed rows) of a rank's micro-batch; auto: by the data", auto=True, ge=1

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from common.command_line import STOP_SIGNALS, one_line_errors, write_now
+from common.command_line import STOP_SIGNALS, leave_dead_console, one_line_errors, write_now
 from common.errors import LostRank, UserError, WriteError, reason
 from common.launcher import launch
 from trainer.devices.process_group import leave_process_group
@@ -35,6 +35,7 @@ def training_errors() -> Iterator[None]:
         yield
         if dist.is_initialized():
             leave_process_group()  # after `main`, whose DDP is freed
+        leave_dead_console()
 
 
 @contextmanager

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
 from common.errors import UserError
 from common.settings import StageArgs
@@ -20,7 +19,6 @@ from tests.stage_process import context, finish, free_port, rank_variables
 from trainer.devices import wrapping
 from trainer.devices.process_group import leave_process_group
 from trainer.devices.wrapping import (
-    backward_on_gpu,
     build_device,
     full_tensor,
     is_sharded,
@@ -279,32 +277,6 @@ def test_a_model_for_decoding_computes_what_autocast_does(use_moe):
                 logits = out.logits[len(prompt) - 1 : -1].float()
                 expected = logits.log_softmax(-1).gather(1, tokens[len(prompt) :, None])[:, 0]
                 torch.testing.assert_close(torch.tensor(answer.logprobs), expected, atol=0.02, rtol=0)
-
-
-@pytest.mark.parametrize("case", ["small", "too large", "copies on ranks"])
-def test_gradients_added_at_once_are_those_of_autograd(case, monkeypatch):
-    """To the bit. They are set aside during a backward pass if they are small, and no wrapper holds them: DDP
-    does also for a single rank."""
-    if case == "too large":
-        monkeypatch.setattr(wrapping, "MAX_BYTES_SET_ASIDE", 10_000)
-    elif case == "copies on ranks":
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    config, found, seen = MiniMindConfig(hidden_size=32, num_hidden_layers=2, use_moe=True), [], []
-    for backward in (backward_on_gpu, lambda loss, model: loss.backward()):
-        plain = seeded_model(config)
-        plain.model.layers[0].mlp.experts[1].up_proj.weight.requires_grad_(False)
-        plain.model.norm.weight.register_hook(lambda _, norm=plain.model.norm: seen.append(norm.weight.grad))
-        model = wrap_model(plain, CPU)
-        for seed, lengths in enumerate(([7, 20], [1], [9, 3])):
-            batch = flat_batch(seed, lengths)
-            out = model(**{name: batch[name] for name in batch if name not in ("target_bytes", "sample_ids")})
-            backward(out.loss + out.aux_loss, model)
-        found.append([p.grad for p in model.parameters() if p.grad is not None])
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    assert len(found[0]) == len(list(plain.parameters())) - 1
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True)) and len(seen) == 6
-    assert all(grad is None for grad in seen[1:3]) == (case == "small")
 
 
 def test_what_does_not_go_together_is_refused():
