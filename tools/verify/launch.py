@@ -79,7 +79,7 @@ class Run:
 
     def unfinished_caches(self) -> set[str]:
         """The names of token caches that are being built, or that a killed launch left behind."""
-        return {path.name for path in Path(self.args.cache_dir).glob("*.tmp-*")}
+        return {path.name for path in Path(self.args.cache_dir).glob("*.tmp")}
 
 
 def words_of(flags: dict[str, Any]) -> list[str]:

@@ -8,6 +8,7 @@ import shutil
 import signal
 import time
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -74,19 +75,21 @@ def test_another_number_of_ranks_and_another_grouping(corpus, tmp_path):
 
 @pytest.mark.parametrize("stage", ["muon", "moe"])
 def test_another_number_of_ranks_with_other_optimizers(corpus, tmp_path, stage):
-    """From one rank to three and back; Muon iterates in bfloat16 where the machine has it."""
+    """From one rank to three and back; Muon iterates in float32 here, since bfloat16 makes rounding visible."""
+    faults = Faults(script="import trainer.optim.muon as a; a.native_bfloat16 = lambda device: False")
     settings = {"batch_size": 6, "epochs": 1, "num_hidden_layers": 1, "eval_interval": 1000}
     settings |= {"optimizer": "muon"} if stage == "muon" else {"use_moe": 1}
     name = "pretrain_32" if stage == "muon" else "pretrain_32_moe"
-    run("pretrain", flags(corpus, tmp_path / "whole", "pretrain", **settings))
+    run("pretrain", flags(corpus, tmp_path / "whole", "pretrain", **settings), faults)
     for part, (ranks, stop) in enumerate([(1, 3), (3, 2), (1, 0)]):
         argv = flags(corpus, tmp_path, "pretrain", **settings | {"batch_size": 6 // ranks}, from_resume=1)
-        processes = start_ranks(ranks, "pretrain", argv, {0: Faults(signals={stop: signal.SIGTERM})})
+        of_ranks = {rank: replace(faults, signals={stop: signal.SIGTERM}) for rank in range(ranks)}
+        processes = start_ranks(ranks, "pretrain", argv, of_ranks)
         assert {process.wait() for process in processes} == {143 if stop else 0}, (part, processes[0].err)
     one, other = (read_metrics(f / f"out/{name}_metrics.jsonl") for f in (tmp_path / "whole", tmp_path))
     assert len(one) == len(other) > 8
     for record, same in zip(one, other, strict=True):
-        assert abs(record["loss"] - same["loss"]) <= (3e-4 if stage == "muon" else 1e-5)
+        assert abs(record["loss"] - same["loss"]) <= 1e-5
 
 
 def test_a_global_batch_that_cannot_be_kept(corpus, finished):
