@@ -1,7 +1,5 @@
 """--use_compile auto: when the layers are compiled, and what is said of it."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch._dynamo import config as dynamo
@@ -61,7 +59,7 @@ def test_which_long_runs_are_compiled(kind, has_unit, monkeypatch, capsys):
     device = torch.device(kind)
     compiled, others = COMPILED[kind, has_unit]
     for settings in compiled:
-        args = replace(LONG, **settings)
+        args = LONG.model_copy(update=settings)
         assert compiles(args, RUN, device) is True
         out = capsys.readouterr().out
         assert out.startswith("--use_compile auto: the layers are compiled") and out.count("\n") == 1
@@ -70,7 +68,7 @@ def test_which_long_runs_are_compiled(kind, has_unit, monkeypatch, capsys):
             patch.setattr(wrapping, "has_compiler", lambda device: False)
             assert not compiles(args, RUN, device)
     for settings in others:
-        assert compiles(replace(LONG, **settings), RUN, device) is False
+        assert compiles(LONG.model_copy(update=settings), RUN, device) is False
     assert capsys.readouterr().out == ""
 
 
@@ -89,7 +87,7 @@ def test_what_cannot_be_compiled_runs_as_it_is():
     layer, x = torch.nn.Linear(2, 2), torch.ones(3, 2)
     for auto in (False, True):
         torch.compiler.reset()
-        args = LONG if auto else replace(LONG, use_compile=True)
+        args = LONG if auto else LONG.model_copy(update={"use_compile": True})
         assert compiles(args, RUN, CPU)
         compiled = torch.compile(layer, backend=broken)
         if auto:
@@ -100,6 +98,6 @@ def test_what_cannot_be_compiled_runs_as_it_is():
 
 
 def test_zero_and_one_stay(capsys):
-    assert compiles(replace(LONG, use_compile=False), RUN, CPU) is False
-    assert compiles(replace(LONG, use_compile=True, packing=False), Data(500), CPU) is True
+    assert compiles(LONG.model_copy(update={"use_compile": False}), RUN, CPU) is False
+    assert compiles(LONG.model_copy(update={"use_compile": True, "packing": False}), Data(500), CPU) is True
     assert capsys.readouterr().out == ""

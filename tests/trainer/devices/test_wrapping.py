@@ -27,9 +27,10 @@ from trainer.devices.wrapping import (
     whole_model,
     wrap_model,
 )
-from trainer.loop import evaluate, train_update, update_size
-from trainer.objectives.next_token import next_token_loss
+from trainer.loop import count_figures, evaluate, train_update, update_size
+from trainer.objectives.next_token import NextToken, next_token_loss
 from trainer.optim.build import build_optimizer
+from trainer.report.sums import quotient
 from trainer.run.state import TrainState
 from trainer.trainer_utils import init_distributed_mode, init_model
 from trainer.weights.files import half_state_dict, save_weights
@@ -89,7 +90,7 @@ class Held:
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            loss = next_token_loss(model, batch, args)
+            loss = next_token_loss(model, batch)
         self.bytes = max(self.bytes, sum(storage.nbytes() for storage in kept.values()))
         return loss
 
@@ -124,9 +125,11 @@ def updates(rank: int, case: dict, parallel: str, policy: bool = True) -> dict:
     wrapped = wrap_model(model, CPU, parallel, False, bool(again), autocast if policy else None)
     assert is_sharded(wrapped) == (parallel == "fsdp") and unwrap(wrapped) is model
     scaler = torch.amp.GradScaler("cpu", enabled=dtype == torch.float16, init_scale=1024.0)
+    objective = NextToken()
+    objective.loss = held
     state = TrainState(
         args=StageArgs(seed=0, grad_clip=1.0), lm_config=config, model=wrapped, scaler=scaler, autocast=autocast,
-        optimizer=build_optimizer(model, 1e-2, 0.1), device=CPU, loss_fn=held, schedule=lambda *_: 1e-2,
+        optimizer=build_optimizer(model, 1e-2, 0.1), device=CPU, objective=objective, schedule=lambda *_: 1e-2,
         run={"samples": 9, "global_batch": 3, "epochs": 1},
     )  # fmt: skip
     assert all(p.dtype == torch.float32 for p in model.parameters())  # the shards, and so the checkpoints
@@ -139,9 +142,10 @@ def updates(rank: int, case: dict, parallel: str, policy: bool = True) -> dict:
             assert torch.equal(full_tensor(one), other)
     found = []
     for update in range(3):
-        state.update = update
+        state.progress.update = update
         window = [flat_batch(10 * update + rank, [7 + rank, 20, 13]), flat_batch(5, [] if rank else [9])]
-        targets, tokens, _ = update_size(state, [state.size_fn(batch, state.lm_config) for batch in window])
+        sizes = [objective.size(batch, state.lm_config) for batch in window]
+        targets, tokens, *_ = update_size(state, sizes, missing=0)
         if case.get("bad_update") == update and rank == 1:  # NaN on one rank only
             targets = float("nan")
         if update == 2:
@@ -150,11 +154,12 @@ def updates(rank: int, case: dict, parallel: str, policy: bool = True) -> dict:
             held_out = evaluate(state, [flat_batch(77 + rank, [] if rank else [8, 9])])
             scale_weights(unwrap(state.model), 1 / scale)
             found += [held_out["eval_loss"], held_out["eval_bpb"]]
-        means, norm = train_update(state, window, targets, tokens)
-        found += [*means.tolist(), float(norm)]
-        state.skipped_updates.read_and_warn()
+        figures = train_update(state, window, targets, tokens)
+        found += [quotient(*figures[name]) for name in ("logits_loss", "aux_loss", "grad_norm")]
+        state.progress.update += 1
+        count_figures(state, window, figures, targets)
     weights = half_state_dict(state.model)
-    bad = [skipped["update"] for skipped in state.skipped_updates.skipped]
+    bad = [skipped["update"] for skipped in state.progress.skipped]
     state.model = wrapped = None
     return {"numbers": found, "weights": weights, "bad": bad, "held": held.bytes}
 
