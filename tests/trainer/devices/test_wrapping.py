@@ -30,7 +30,6 @@ from trainer.devices.wrapping import (
 from trainer.loop import count_figures, evaluate, train_update, update_size
 from trainer.objectives.next_token import NextToken, next_token_loss
 from trainer.optim.build import build_optimizer
-from trainer.report.sums import quotient
 from trainer.run.state import TrainState
 from trainer.trainer_utils import init_distributed_mode, init_model
 from trainer.weights.files import half_state_dict, save_weights
@@ -155,7 +154,9 @@ def updates(rank: int, case: dict, parallel: str, policy: bool = True) -> dict:
             scale_weights(unwrap(state.model), 1 / scale)
             found += [held_out["eval_loss"], held_out["eval_bpb"]]
         figures = train_update(state, window, targets, tokens)
-        found += [quotient(*figures[name]) for name in ("logits_loss", "aux_loss", "grad_norm")]
+        for name in ("logits_loss", "aux_loss", "grad_norm"):
+            total, count = figures[name]
+            found.append(total / (count or 1.0))
         state.progress.update += 1
         count_figures(state, window, figures, targets)
     weights = half_state_dict(state.model)
