@@ -200,8 +200,10 @@ def write_arrays(
             os.fsync(file.fileno())
     lengths = np.diff(np.fromfile(folder / "offsets.bin", dtype=np.int64))
     report = make_report(options, maker.counts, maker.unused, bad.lines, lengths)
-    listed = "".join(f"{line}\n" for line in bad.lines)
-    (folder / BAD_RECORDS).write_text(listed, encoding="utf-8", errors="backslashreplace")
+    with open(folder / BAD_RECORDS, "w", encoding="utf-8", errors="backslashreplace") as file:
+        file.writelines(f"{line}\n" for line in bad.lines)
+        file.flush()
+        os.fsync(file.fileno())
     if not len(lengths):
         raise no_samples_error(report, options.split, paths)
     return report, dtypes

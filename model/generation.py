@@ -13,6 +13,7 @@ where two tokens tie to within the rounding of a matrix product, which may depen
 Shape legend: R rows, T tokens, G key/value heads, D head size, V vocabulary.
 """
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -176,9 +177,10 @@ class Decoder:
         """The next token of each answer from logits [R, V], and its log-probability. Sync point."""
         numbers = [len(answer.tokens) for answer in answers]
         tokens, logprobs = draw(logits, [answer.sampling for answer in answers], numbers)
-        if not bool(logprobs.isfinite().all()):
+        drawn = tokens.tolist(), logprobs.tolist()
+        if not all(map(math.isfinite, drawn[1])):
             raise NotFinite
-        return tokens.tolist(), logprobs.tolist()
+        return drawn
 
     def _append(
         self, answers: list[Answer], logits: Tensor, tokens: list[int], logprobs: list[float]

@@ -17,7 +17,9 @@ SAMPLES = st.lists(st.lists(st.integers(0, VOCABULARY - 1), min_size=2, max_size
 
 def dataset(samples: list[list[int]], masks: list[list[bool]] | None = None) -> SimpleNamespace:
     tokens = np.concatenate([np.array(each, dtype=np.uint8) for each in samples])
-    mask = None if masks is None else np.concatenate([np.array(each, dtype=bool) for each in masks])
+    if masks is None:
+        masks = [[False] + [True] * (len(each) - 1) for each in samples]
+    mask = np.concatenate([np.array(each, dtype=bool) for each in masks])
     offsets = np.cumsum([0, *map(len, samples)])
     return SimpleNamespace(
         cache=SimpleNamespace(tokens=tokens, loss_mask=mask, offsets=offsets), num_tokens=len(tokens)
