@@ -4,8 +4,7 @@ between two steps. For chat, the server, evaluation and rollouts; no threads, no
     decoder = Decoder(model, slots=64, length=2048, end_ids=[2])
     answers = decoder.add(prompt, [Sampling(seed=1), Sampling(seed=2)], max_new_tokens=100)
     while decoder.answers:
-        for answer in decoder.step():  # every answer that got a token: answer.tokens, answer.finish
-            ...
+        decoder.step()  # a token of each: answer.tokens, answer.finish
 
 The same prompt and seed give the same answer whatever else is decoded beside it (see sampling.py), except
 where two tokens tie to within the rounding of a matrix product, which may depend on the number of rows.
@@ -63,12 +62,10 @@ class KeyValueCache:
         shape = (config.num_hidden_layers, 2, slots, config.num_key_value_heads, length, config.head_dim)
         # zeros, not empty: a masked value that is not a number would still spoil the sum
         self.tensor = torch.zeros(shape, dtype=weight.dtype, device=weight.device)
-        self.rows, self.end = torch.empty(0), 0
-        self.positions = torch.empty(0)
+        self.rows, self.positions, self.end = torch.empty(0), torch.empty(0), 0
 
     def seek(self, first: int, positions: Tensor, end: int) -> None:
-        """Tokens at `positions` [R, T] of the rows from `first` on are written next, and see keys before
-        `end` at most."""
+        """Next come tokens at `positions` [R, T] of the rows from `first` on, which see keys before `end`."""
         self.first, self.last = first, first + len(positions)
         self.rows = torch.arange(self.first, self.last, device=positions.device)[:, None]
         self.positions, self.end = positions, end
