@@ -161,8 +161,9 @@ def lm_checkpoint(
     weights, optimizer_state = checkpoint.get_state(model, optimizer)
     state = {"model": weights, "optimizer": optimizer_state, "epoch": epoch, "step": step}
     state |= {"world_size": world_size(), "wandb_id": getattr(run, "id", None)}
+    described = {"model": lm_config.own_fields()} if hasattr(lm_config, "own_fields") else None
     if is_main_process():
-        checkpoint.write_state(path, state | kwargs)
+        checkpoint.write_state(path, state | kwargs, described)
     return None
 
 

@@ -56,7 +56,6 @@ def test_the_copy_for_people(tmp_path):
     assert described["model"]["rms_norm_eps"] == 1e-5 and described["model"]["num_experts_per_tok"] == 2
     assert described["stage"] == "s" and described["update"] == 3
     assert described["versions"]["torch"] == torch.__version__
-    assert described["sha256"] == hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def test_parts_that_only_training_needs_are_left_out(tmp_path):
@@ -147,6 +146,6 @@ def test_weights_that_do_not_fit_the_text_are_warned_of(corpus, tmp_path):
     assert "weights of --from_weight pretrain do not fit" in warned
     described = json.loads((tmp_path / "out/full_sft_32.json").read_text())
     start = hashlib.sha256((tmp_path / "out/pretrain_32.pth").read_bytes()).hexdigest()
-    assert described["stage"] == "trainer/train_full_sft.py"
+    assert described["stage"] == "train_full_sft.py"
     assert described["from_weight"] == {"name": "pretrain", "sha256": start}
     assert described["update"] > 1 and described["data"]["data"]
