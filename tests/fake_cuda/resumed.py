@@ -17,15 +17,13 @@ from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from tests.fake_cuda.updates import AMPERE, CUDA, SHAPE, Recorder, pretend
 from trainer import train_grpo, train_ppo
 from trainer.devices.device import mixed_precision
-from trainer.devices.wrapping import unwrap
 from trainer.loop import train_update
 from trainer.objectives import ppo
-from trainer.optim.build import build_optimizer
-from trainer.rollouts.batches import Rollouts, group_batches
 from trainer.rollouts.writer import Trajectory
+from trainer.run.callbacks import CallbackList
 from trainer.run.saving import save_checkpoint
 from trainer.run.state import TrainState
-from trainer.trainer_utils import lm_checkpoint
+from trainer.trainer_utils import lm_checkpoint, restore
 
 CPU = torch.device("cpu")
 RUNS = {"ppo with Muon": {"optimizer": "muon"}, "grpo with experts": {"use_moe": True}}
@@ -34,43 +32,40 @@ WINDOW = [{"prompts": [None]}]  # what the loader gives; the rollout of the firs
 
 def state_of(name: str, device: torch.device, folder: str, optimizer: str = "adamw", use_moe: bool = False):
     """The state of a run of a stage, with its rollouts."""
-    stage, make_batches, policy_of = train_grpo, group_batches, unwrap
+    stage, more = train_grpo, {"num_generations": 4}
     if name.startswith("ppo"):
-        stage, make_batches, policy_of = train_ppo, ppo.critic_batches, ppo.actor_of
-    scales = {"critic": 2.0} if stage is train_ppo else None
-    args = stage.Args(num_iterations=2, beta=0.1, optimizer=optimizer, checkpoint_dir=folder, save_dir=folder)
-    if stage is train_ppo:
-        args.early_stop_kl = 10.0  # more than fake tensors show
-    else:
-        args.num_generations = 4
+        stage, more = train_ppo, {"early_stop_kl": 10.0}  # more than fake tensors show
+    args = stage.Args(
+        num_iterations=2, beta=0.1, optimizer=optimizer, checkpoint_dir=folder, save_dir=folder, **more
+    )
     config = MiniMindConfig(**SHAPE, vocab_size=100, use_moe=use_moe)
     with device:
         model, reference = (MiniMindForCausalLM(config) for _ in range(2))
         model = ppo.ActorCritic(model) if stage is train_ppo else model
     autocast, scaler = mixed_precision("float32", device)
-    state = TrainState(
+    objective = stage.Objective(args, None, [])
+    objective.reference = reference.eval()
+    return TrainState(
         args=args, lm_config=config, model=model.train(), device=device, autocast=autocast, scaler=scaler,
-        optimizer=build_optimizer(model, 1e-3, 0.1, optimizer, scales),
-        loss_fn=stage.loss_fn, schedule=lambda *_: 1e-3, metric_names=stage.METRICS,
-        run={"samples": 9, "global_batch": 3, "epochs": 1},
+        optimizer=objective.optimizer(model, args), objective=objective, callbacks=CallbackList([objective]),
+        schedule=lambda *_: 1e-3, environment={"code": ""},
+        run={"samples": 9, "global_batch": 3, "epochs": 1, "from_weight_sha256": None},
     )  # fmt: skip
-    state.callbacks.append(Rollouts(args, None, [], reference.eval(), make_batches, policy_of))
-    return state
 
 
 def make_checkpoint(name: str, folder: str, settings: dict) -> dict:
     """The state after the first update of a rollout, read from its file."""
     state = state_of(name, CPU, folder, **settings)
-    [hook] = state.callbacks
+    hook = state.objective
     prompt = SimpleNamespace(sample_id=0)
     written = [Trajectory(prompt, i, list(range(3, 15)), [False] * 6 + [True] * 6) for i in range(4)]
     rewards = torch.arange(4.0, dtype=torch.float64).view(-1, state.args.num_generations)
     with torch.no_grad():
-        [batch] = hook.make_batches(state.model, [(written, rewards)], state.args, CPU)
+        [batch] = hook.make_batches(state.model, [(written, rewards)], CPU)
         hook.add_log_probs(state.model, batch)
     hook.rollout_for_next_updates = [batch]
     train_update(state, hook.rollout_for_next_updates, 24.0, 48.0)
-    state.update = 1
+    state.progress.update = 1
     save_checkpoint(state)
     state.writer.wait()
     return lm_checkpoint(state.lm_config, state.args.save_weight, save_dir=folder)
@@ -90,13 +85,14 @@ def continued(name: str, folder: str, settings: dict, checkpoint: dict) -> dict:
     """What there is to know of the second update."""
     with FakeTensorMode(allow_non_fake_inputs=True), Recorder():
         state = state_of(name, CUDA, folder, **settings)
-        state.restore(checkpoint)
-        batches = state.callbacks[0].prepare(state, WINDOW)
+        restore(state, checkpoint)
+        batches = state.objective.prepare(state, WINDOW)
         for batch in batches:
             assert batch.pop("sample_ids").device.type == "cpu"  # for the host alone
         train_update(state, batches, 24.0, 48.0)
     # a step's number may stay here
-    moments = [value for value in tensors(state.optimizer.state_dict()) if value.ndim]
+    parts = getattr(state.optimizer, "parts", [state.optimizer])
+    moments = [value for value in tensors([part.state_dict() for part in parts]) if value.ndim]
     return {"batches": devices(tensors(batches)), "optimizer": devices(moments)}
 
 

@@ -20,10 +20,9 @@ from common.settings import StageArgs
 from dataset.lm_dataset import collate_flat, collate_shared
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from trainer.devices.device import mixed_precision
-from trainer.loop import evaluate, train_update
-from trainer.objectives.next_token import next_token_loss
+from trainer.loop import count_figures, evaluate, make_record, train_update
+from trainer.objectives.next_token import NextToken
 from trainer.optim.build import build_optimizer
-from trainer.report.warnings import Verdict
 from trainer.run.state import TrainState
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -64,7 +63,14 @@ class Recorder(TorchDispatchMode):
 
     def __enter__(self):
         Tensor.bincount = lambda chosen, minlength: self.counts(chosen, minlength)
+        FakeTensor.tolist = lambda tensor: self.read(tensor)
         return super().__enter__()
+
+    def read(self, tensor: Tensor) -> list[float]:
+        """`Tensor.tolist` of a fake tensor: ones."""
+        if tensor.device.type != "cpu":
+            self.wait("read")
+        return [1.0] * tensor.numel()
 
     def counts(self, chosen: Tensor, minlength: int) -> SimpleNamespace:
         """`Tensor.bincount` of the chosen experts: all rows are the first one's."""
@@ -129,22 +135,23 @@ def state_of(
         scaler=scaler,
         autocast=autocast,
         device=CUDA,
-        loss_fn=next_token_loss,
+        objective=NextToken(),
         schedule=lambda *_: 1e-3,
         run={"samples": 9, "global_batch": 3, "epochs": 1},
     )
 
 
 def update(dtype: str, capability: tuple[int, int], lengths=(17, 33, 5), shared: int = 0, **settings) -> dict:
-    """What there is to know of an update of two micro-batches."""
+    """What there is to know of an update of two micro-batches, and of its record."""
     torch.cuda.get_device_capability = lambda *_: capability
     window, recorder = [flat_batch(lengths, shared)] * 2, Recorder()
     with FakeTensorMode(allow_non_fake_inputs=True):
         state = state_of(dtype, **settings)
         with recorder:
-            train_update(state, window, 100.0, 110.0)
-            state.update = 2
-            Verdict(None).on_optimizer_step(state, 2)
+            figures = train_update(state, window, 100.0, 110.0)
+            state.progress.update = 1
+            count_figures(state, window, figures, 100.0)
+            make_record(state, figures, 9)
     return {"waits": recorder.waits, "operators": sorted(recorder.operators)}
 
 
