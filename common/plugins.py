@@ -39,17 +39,6 @@ def import_named(flag: str, name: str) -> Any:
     return getattr(imported, attribute)
 
 
-def source_files(name: str) -> list[Path]:
-    """The files of the module that `package.module:Name`, which is imported, names, and of the one that
-    defines it."""
-    module, _, attribute = name.partition(":")
-    if module.endswith(".py"):
-        module = Path(module).stem
-    definition = getattr(getattr(sys.modules[module], attribute), "__module__", None)
-    files = (getattr(sys.modules.get(each or ""), "__file__", None) for each in (module, definition))
-    return sorted({Path(file) for file in files if file})
-
-
 class OutOfTime(BaseException):
     """A user's code took too long. No `Exception`, so that the code's own `except Exception` does not catch
     it."""

@@ -50,7 +50,8 @@ REFUSED = dict.fromkeys(("image", "images", "audio", "audios", "video", "videos"
     "train_on_inputs": NO_INPUTS,
     "train_on_prompt": NO_INPUTS,
 }
-PREFERENCES = dict.fromkeys(
+# the same for a conversation
+REFUSED_IN_CHAT = REFUSED | dict.fromkeys(
     (*PAIR, *OTHER_PAIRS),
     "a preference, for train_dpo.py; for SFT write the good answer as the last message, without the other",
 )
@@ -83,7 +84,7 @@ def to_text(record: dict) -> str:
 def to_chat(record: dict, answered: bool = True) -> Chat:
     """The conversation of an SFT record in any form. answered: the assistant must speak, and KTO must not
     call the answer a bad one. Raises BadRecord."""
-    for name, why in (REFUSED | PREFERENCES).items():
+    for name, why in REFUSED_IN_CHAT.items():
         if record.get(name):
             raise BadRecord(f"'{name}': {why}")
     for name in LABELS:

@@ -33,6 +33,12 @@ def visible_mask(queries: Tensor, keys: Tensor, config: Any) -> Tensor:
 # --- padded batches and decoding
 
 
+def unpadded_mask(position_ids: Tensor, config: Any) -> Tensor | None:
+    """The mask [B, 1, T, T] of batches without padding at positions [B, T]; None: causal."""
+    mask = visible(position_ids[..., None], position_ids[..., None, :], config)
+    return None if mask is None else mask[:, None]
+
+
 def padded_mask(
     attention_mask: Tensor | None, rows: int, length: int, seen: int | Tensor, end: int, config, device
 ) -> Tensor:

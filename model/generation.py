@@ -62,21 +62,19 @@ class KeyValueCache:
         shape = (config.num_hidden_layers, 2, slots, config.num_key_value_heads, length, config.head_dim)
         # zeros, not empty: a masked value that is not a number would still spoil the sum
         self.tensor = torch.zeros(shape, dtype=weight.dtype, device=weight.device)
-        self.rows, self.positions, self.end = torch.empty(0), torch.empty(0), 0
 
     def seek(self, first: int, positions: Tensor, end: int) -> None:
         """Next come tokens at `positions` [R, T] of the rows from `first` on, which see keys before `end`."""
-        self.first, self.last = first, first + len(positions)
-        self.rows = torch.arange(self.first, self.last, device=positions.device)[:, None]
+        self.rows = slice(first, first + len(positions))
+        self.numbers = torch.arange(first, self.rows.stop, device=positions.device)[:, None]  # of the rows
         self.positions, self.end = positions, end
 
     def update(self, k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         """Store k, v [R, G, T, D] of a layer; returns all keys and values of its rows, [R, G, end, D]."""
         keys, values = self.tensor[layer]
-        keys[self.rows, :, self.positions] = k.transpose(1, 2)
-        values[self.rows, :, self.positions] = v.transpose(1, 2)
-        rows = slice(self.first, self.last)
-        return keys[rows, :, : self.end], values[rows, :, : self.end]
+        keys[self.numbers, :, self.positions] = k.transpose(1, 2)
+        values[self.numbers, :, self.positions] = v.transpose(1, 2)
+        return keys[self.rows, :, : self.end], values[self.rows, :, : self.end]
 
     def copy(self, source: int, targets: slice, length: int) -> None:
         """Put the first tokens of a row in the place of others."""
@@ -122,7 +120,9 @@ class Decoder:
         row = len(self.answers)
         tokens, positions = torch.tensor([list(prompt)]), torch.arange(len(prompt))[None]
         chunks = zip(tokens.split(READ_AT_ONCE, 1), positions.split(READ_AT_ONCE, 1), strict=True)
-        hidden = [self._hidden(row, *chunk) for chunk in chunks][-1]
+        hidden = torch.empty(0)
+        for chunk in chunks:
+            hidden = self._hidden(row, *chunk)
         answers = [Answer(each, max_new_tokens, top=top, cached=len(prompt)) for each in samplings]
         logits = self.model.lm_head(hidden[:, -1]).float().expand(len(answers), -1)
         drawn = self._draw(answers, logits)

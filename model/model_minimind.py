@@ -39,6 +39,7 @@ from model.attention import (
     samples_of_rows,
     spans_of,
     spans_with_padding,
+    unpadded_mask,
 )
 from model.losses import head_cross_entropy, load_balancing_loss
 
@@ -265,7 +266,8 @@ class MOEFeedForward(nn.Module):
         rows = x[:, None].expand(-1, self.top_k, -1).flatten(0, 1)[order]
         out = []
         for expert, part in zip(self.experts, rows.split(counts), strict=True):
-            if len(part) or not len(x) or torch.is_grad_enabled():  # DDP wants zero gradients, not None
+            # without rows only in training, for DDP wants zero gradients, not None; and in an empty batch
+            if len(part) or torch.is_grad_enabled() or not len(x):
                 out.append(self.call_padded(expert, part))
         return torch.cat(out)[order.argsort()].view(*chosen.shape, x.shape[-1])
 
@@ -303,11 +305,12 @@ TransformerBlock = MiniMindBlock  # by its general name
 class MiniMindModel(nn.Module):
     """Embeddings -> hidden states, and the routing of each MoE layer.
 
-    seen: which keys each query sees, the `Spans` of a flat batch or a mask [B, 1, T, T']; None: each token
-    sees itself and what is before it."""
+    seen: which keys each query sees, the `Spans` of a flat batch or a mask [B, 1, T, T']; None: a batch
+    without padding and cache."""
 
     def __init__(self, config: MiniMindConfig):
         super().__init__()
+        self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.dropout = nn.Dropout(config.dropout)
         self.layers = nn.ModuleList(MiniMindBlock(config, i) for i in range(config.num_hidden_layers))
@@ -321,6 +324,8 @@ class MiniMindModel(nn.Module):
         seen: Spans | Tensor | None = None,
         cache: Cache | None = None,
     ) -> tuple[Tensor, list[tuple[Tensor, Tensor] | None]]:
+        if seen is None:
+            seen = unpadded_mask(position_ids, self.config)
         x, rotary, routings = self.dropout(embeds), self.rotary_emb(position_ids), []
         for layer in self.layers:
             x, routing = layer(x, rotary, seen, cache)

@@ -27,7 +27,7 @@ from trainer.report.speed import Size
 from trainer.report.sums import COUNT, Figures, add_sums, checked_names, finite, quotient, update_figures
 from trainer.report.trackers import drawable
 from trainer.report.warnings import advice
-from trainer.run.callbacks import monitored
+from trainer.run.callbacks import is_better, monitored
 from trainer.run.saving import interrupted, save_checkpoint, write_weights
 from trainer.run.state import Batch, TrainState
 
@@ -336,8 +336,7 @@ def validate(state: TrainState) -> dict[str, float | None]:
     state.callbacks.call("on_validation_start")
     metrics = evaluate(state, cast(DataLoader, state.eval_loader))
     value = monitored("--monitor", args.monitor, metrics)
-    best = progress.best_eval
-    if value is not None and (best is None or (value > best if args.mode == "max" else value < best)):
+    if value is not None and is_better(value, progress.best_eval, args.mode):
         progress.best_eval, progress.best_update = value, progress.update
         write_weights(state, f"{args.save_weight}_best")
     state.callbacks.call("on_validation_end", metrics)

@@ -59,7 +59,7 @@ from trainer.report.samples import sample_callbacks
 from trainer.report.warnings import facts_for_advice
 from trainer.run import checkpoint, resume
 from trainer.run.included_callbacks import EarlyStopping, TensorBoardLogger
-from trainer.run.paths import is_path, resume_path, run_name, start_path, tensorboard_folder
+from trainer.run.paths import is_path, log_path, resume_path, run_name, start_path, tensorboard_folder
 from trainer.run.saving import check_starts, is_new
 from trainer.run.state import Progress, TrainState
 from trainer.weights.files import (
@@ -261,8 +261,7 @@ def set_up_process(args: StageArgs) -> tuple[torch.device, Any, torch.amp.GradSc
     """Prepare this process: its console (and log file), device and precision; from here on no other run may
     write to the files of this name. Returns device, autocast and gradient scaler."""
     name = run_name(args.save_weight, args)
-    log_file = f"{args.log_dir}/{name}.log" if args.log_dir else args.log_file
-    log_to(Path(log_file) if log_file else None, args.log_level)
+    log_to(log_path(args, name), args.log_level)
     lock_output(name, save_dir=args.save_dir, checkpoint_dir=args.checkpoint_dir)
     return device_and_precision(args)
 

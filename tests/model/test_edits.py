@@ -129,6 +129,12 @@ def test_an_edit_is_obeyed_everywhere(edit, shape, adapters, monkeypatch):
         whole = [log_probs(model, torch.cat((prompt, answer)))[len(prompt) - 1 :] for answer in answers]
         torch.testing.assert_close(shared, torch.cat(whole), rtol=1e-4, atol=1e-4)
 
+        # the body alone, without a mask
+        embeds, positions = model.model.embed_tokens(prompt[None]), torch.arange(len(prompt))[None]
+        hidden, _ = model.model(embeds, positions)
+        logits = model(prompt[None]).logits
+        torch.testing.assert_close(model.lm_head(hidden), logits, rtol=1e-4, atol=1e-4)
+
         # decoding, many at once and by transformers' generate
         greedy = [[Sampling(temperature=0.0)] * 9] * len(samples)
         written = generate(model, [ids.tolist() for ids in samples], greedy, 16, [VOCAB])

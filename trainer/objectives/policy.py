@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from trainer.objectives.next_token import Batch, target_log_probs
 
 TOKEN_LEVEL = ("dapo", "cispo")  # divided by the sampled tokens of an update; the others by its completions
-METRICS = ("kl", "clip_ratio")  # names of the sums beside the loss
 
 
 def group_advantages(rewards: Tensor, scale: bool = True) -> Tensor:
@@ -38,8 +37,8 @@ def policy_loss(
     ref_logp: Tensor | None = None,
     beta: float = 0.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Sums over M sampled tokens, each []: of the loss, and by name of METRICS of the KL divergence from the
-    reference and of those whose ratio was clipped.
+    """Sums over M sampled tokens, each []: of the loss, and by name of the KL divergence from the reference
+    and of those whose ratio was clipped.
 
     Args:
         logp, old_logp, ref_logp: log-probabilities [M] under the present weights, those that sampled, and
@@ -72,8 +71,8 @@ def sampled_tokens_loss(
     model: nn.Module, batch: Batch, args: Any
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """The loss of a stage, from the batches of rollouts/batches.py: the sum of the policy loss over the
-    sampled tokens, that of the auxiliary losses over all tokens, and METRICS, each []. args: the settings of
-    the stage."""
+    sampled tokens, that of the auxiliary losses over all tokens, and the metrics of `policy_loss`, each [].
+    args: the settings of the stage."""
     log_probs, aux_loss = target_log_probs(model, batch, args.temperature)  # [M]
     old = batch.get("old_log_probs", log_probs.detach())  # the first update of a rollout: the ratio is 1
     loss, figures = policy_loss(

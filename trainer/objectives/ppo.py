@@ -27,8 +27,6 @@ from trainer.weights.files import Description, save_weights
 if TYPE_CHECKING:
     from model.model_minimind import MiniMindForCausalLM
 
-METRICS = ("value_loss", "kl", "approx_kl", "clip_ratio")  # names of the sums beside the loss
-
 
 class ActorCritic(nn.Module):
     """The policy that writes, and the critic that estimates the reward to come; the critic's first values are
@@ -96,8 +94,8 @@ def policy_divergence(log_probs: Tensor, old: Tensor) -> Tensor:
 
 def actor_critic_loss(model: nn.Module, batch: Batch, args: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """The loss of the stage: the sum of the policy's and the critic's losses over the sampled tokens, that of
-    the auxiliary losses over all tokens, and METRICS, each []. model: an ActorCritic. args: the settings of
-    the stage."""
+    the auxiliary losses over all tokens, and metrics by name, each []. model: an ActorCritic. args: the
+    settings of the stage."""
     log_probs, values, aux_loss = model(batch, args.temperature)  # [M]
     old = batch.get("old_log_probs", log_probs.detach())  # the first update of a rollout
     old_values = batch.get("old_values", values.detach())

@@ -16,10 +16,6 @@ from trainer.report.speed import Size
 if TYPE_CHECKING:
     from model.model_minimind import MiniMindConfig
 
-METRICS = (
-    "accuracy", "reward_margin", "reward_chosen", "reward_rejected", "log_prob_chosen", "log_prob_rejected",
-)  # fmt: skip
-
 
 def answer_log_probs(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
     """The log-probability of each answer [2 P], summed over its tokens in float64 (float32 on MPS), and the
@@ -45,7 +41,7 @@ def chosen_loss(log_probs: Tensor, batch: Batch) -> Tensor:
 
 @torch.no_grad()
 def preference_figures(log_probs: Tensor, reference: Tensor, beta: float) -> dict[str, Tensor]:
-    """Sums over the pairs of the METRICS. A reward is beta times the log-ratio of model and reference;
+    """Sums over the pairs, by name. A reward is beta times the log-ratio of model and reference;
     accuracy is the share of the pairs whose chosen answer has the higher one."""
     rewards = beta * (log_probs - reference)
     chosen, rejected = rewards[::2], rewards[1::2]

@@ -149,7 +149,7 @@ class Samples(Callback):
         try:
             with torch.autocast(state.device.type, enabled=False), eager:
                 written = generate(model, prompts, greedy, MAX_NEW_TOKENS, end_ids)
-        except NotFinite:  # a run that diverges has other words for it
+        except NotFinite:  # of a run that diverges, which its losses show
             return []
         finally:
             model.train(was_training)

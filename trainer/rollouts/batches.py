@@ -129,9 +129,8 @@ class Rollouts(Callback, Objective):
         update."""
         if not any(batch["prompts"] for batch in window):
             return [empty_batch() for _ in window]
-        if state.progress.update % self.args.num_iterations and len(self.rollout_for_next_updates) == len(
-            window
-        ):
+        is_first_update = state.progress.update % self.args.num_iterations == 0
+        if not is_first_update and len(self.rollout_for_next_updates) == len(window):
             batches = self.rollout_for_next_updates  # on the host after a resume
             self.rollout_for_next_updates = [to_device(batch, state.device) for batch in batches]
             return self.rollout_for_next_updates

@@ -165,6 +165,14 @@ def utf8(text: str, where: str) -> str:
     return text
 
 
+def is_better(value: float, best: float | None, mode: str, min_delta: float = 0.0) -> bool:
+    """Whether a value improves on the best one so far (None: there is none) by more than `min_delta`; mode:
+    `min` if lower is better, `max` if higher is."""
+    if best is None:
+        return True
+    return (value - best if mode == "max" else best - value) > min_delta
+
+
 def monitored(who: str, monitor: str, metrics: dict[str, float | None]) -> float | None:
     """The value of a held-out metric; `who` monitors it. Raises UserError if validation does not report
     it."""

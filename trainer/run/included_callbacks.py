@@ -7,7 +7,7 @@ from typing import Any
 from common.errors import UserError, reason
 from trainer.devices.process_group import is_main_process
 from trainer.report.trackers import drawable
-from trainer.run.callbacks import Callback, monitored
+from trainer.run.callbacks import Callback, is_better, monitored
 
 
 class EarlyStopping(Callback):
@@ -34,21 +34,14 @@ class EarlyStopping(Callback):
 
     def on_validation_end(self, state: Any, metrics: dict[str, float | None]) -> None:
         value = monitored("EarlyStopping", self.monitor, metrics)
-        if value is not None and math.isfinite(value) and self.is_better(value):
+        is_finite = value is not None and math.isfinite(value)
+        if is_finite and is_better(value, self.best, self.mode, self.min_delta):
             self.best, self.waited = float(value), 0
             return
         self.waited += 1
         if self.waited >= self.patience:
             best = "was never finite" if self.best is None else f"got no better than {self.best:.6g}"
             state.finish(f"EarlyStopping: {self.monitor} {best} in {self.waited} validations")
-
-    def is_better(self, value: float) -> bool:
-        """Whether a value improves on the best one so far."""
-        if self.best is None:
-            return True
-        if self.mode == "max":
-            return value - self.best > self.min_delta
-        return self.best - value > self.min_delta
 
     def state_dict(self) -> dict[str, Any]:
         return {"best": self.best, "waited": self.waited}

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError, reason
-from common.settings import ModelConfig, StageArgs
+from common.settings import LoggingConfig, ModelConfig, StageArgs
 
 # MiniMind's, which its names do not mention
 EXPERTS = tuple(ModelConfig.model_fields[name].default for name in ("num_experts", "num_experts_per_tok"))
@@ -101,6 +101,13 @@ def metrics_path(save_dir: str | Path, run: str) -> Path:
 def settings_path(metrics: Path) -> Path:
     """The file of the settings and the environment of a run, `<run_name>_run.json` beside its log records."""
     return metrics.with_name(metrics.name.removesuffix(".jsonl").removesuffix("_metrics") + "_run.json")
+
+
+def log_path(settings: LoggingConfig, run: str) -> Path | None:
+    """The log file of a run of this `run_name`; None if none is wanted."""
+    if settings.log_dir:
+        return Path(settings.log_dir) / f"{run}.log"
+    return Path(settings.log_file) if settings.log_file else None
 
 
 def tensorboard_folder(args: StageArgs) -> Path:

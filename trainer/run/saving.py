@@ -141,12 +141,12 @@ def check_replicas(state: TrainState) -> None:
     """Raise UserError if the ranks do not all have the same weights. A collective."""
     if world_size() == 1 or is_sharded(state.model):
         return
-    weights = dict(unwrap(state.model).named_parameters())
-    hashes = [torch.hash_tensor(value.detach()) for value in weights.values() if value.numel()]
+    weights = {name: value for name, value in unwrap(state.model).named_parameters() if value.numel()}
+    hashes = [torch.hash_tensor(value.detach()) for value in weights.values()]
     everyone = gather(torch.stack(hashes).tolist())
     for rank, others in enumerate(everyone):
         if others != everyone[0]:
-            differing = [name for name, a, b in zip(weights, everyone[0], others, strict=False) if a != b]
+            differing = [name for name, a, b in zip(weights, everyone[0], others, strict=True) if a != b]
             raise UserError(
                 f"after update {state.progress.update} rank {rank} has other weights than rank 0 "
                 f"({differing[0]} and {len(differing) - 1} more): something makes the ranks train "

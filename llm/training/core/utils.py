@@ -20,7 +20,7 @@ from trainer.devices.device import select_device
 from trainer.devices.process_group import leave_process_group, reduce_sum, world_size
 from trainer.devices.wrapping import unwrap
 from trainer.run import checkpoint
-from trainer.run.paths import resume_path, run_name
+from trainer.run.paths import log_path, resume_path, run_name
 from trainer.run.saving import save_checkpoint
 from trainer.run.state import TrainState
 from trainer.trainer_utils import init_distributed_mode, is_main_process
@@ -93,11 +93,8 @@ class Logger:
     @classmethod
     def of(cls, config: Config) -> "Logger":
         """The logger that the settings describe."""
-        path = config.logging.log_file
-        if config.logging.log_dir:
-            run = run_name(config.checkpoint.save_weight, config.model)
-            path = Path(config.logging.log_dir) / f"{run}.log"
-        return cls(path, config.logging.log_level)
+        run = run_name(config.checkpoint.save_weight, config.model)
+        return cls(log_path(config.logging, run), config.logging.log_level)
 
     def debug(self, text: str) -> None:
         """Print `debug: ...` lines."""
