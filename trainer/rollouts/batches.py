@@ -6,7 +6,6 @@ it. Token ids are trained as they were sampled, from softmax(logits / temperatur
 """
 
 import time
-from collections import defaultdict
 from dataclasses import replace
 from itertools import groupby
 from typing import Any
@@ -22,16 +21,17 @@ from trainer.devices.wrapping import unwrap, whole_model
 from trainer.objectives.next_token import Batch, Objective, flat_size, target_log_probs, to_device
 from trainer.objectives.policy import TOKEN_LEVEL, group_advantages
 from trainer.report.speed import Size
+from trainer.report.sums import Figures, quotient
 from trainer.rollouts.rewards import Reward, compute
 from trainer.rollouts.writer import Trajectory, TrajectoryWriter
 from trainer.run.callbacks import Callback
 from trainer.run.state import TrainState
 
 SHOWN_CHARACTERS = 300  # of a sample in the log
-# sums from which the figures of a record are computed
-COUNTS = (
-    "completions", "groups", "reward", "reward_square", "length", "log_prob", "cut", "groups_zero_std",
-    "seconds", "reward_seconds", "rollouts",
+# beside the rewards; and of groups of several completions `frac_reward_zero_std`
+FIGURES = (
+    "reward_square", "completion_length", "cut_share", "entropy", "rollout_seconds", "reward_seconds",
+    "rollout_tokens_per_second",
 )  # fmt: skip
 
 Judged = tuple[list[Trajectory], Tensor]  # to a micro-batch of prompts: trajectories, their rewards [P, G]
@@ -100,12 +100,13 @@ class Rollouts(Callback, Objective):
     def __init__(self, args: Any, writer: TrajectoryWriter, rewards: list[Reward]):
         self.args, self.writer, self.rewards = args, writer, rewards
         self.needs_reference = args.beta > 0
-        self.reward_names = tuple(f"reward_{reward.name}" for reward in rewards)
-        self.sum_names = (*COUNTS, *self.reward_names)
-        # sums over the rollouts of all ranks
-        self.since_last_record: defaultdict[str, float] = defaultdict(float)
-        # sums of this rank's rollout, until its update is made
-        self.this_rollout: defaultdict[str, float] = defaultdict(float)
+        several = [f"reward_{reward.name}" for reward in rewards] if len(rewards) > 1 else []
+        self.reward_names = ("reward", *several)
+        of_groups = ["frac_reward_zero_std"] if writer.group > 1 else []
+        self.figure_names = (*self.reward_names, *FIGURES, *of_groups)
+        # (sum, count) by name: of this rank's rollout, until its update is made; of all ranks' since then
+        self.this_rollout: Figures = {}
+        self.since_last_record: Figures = {}
         self.samples: list[dict] = []  # of the last rollout, for the log
         # with --num_iterations 2 or more: this rank's last rollout
         self.rollout_for_next_updates: list[Batch] = []
@@ -144,34 +145,25 @@ class Rollouts(Callback, Objective):
 
     def on_batch_start(self, state: Any, update: int) -> None:
         """The update will be made: its rollout counts, on all ranks."""
-        host = torch.tensor([self.this_rollout[name] for name in self.sum_names], dtype=torch.float64)
-        sums = dict(zip(self.sum_names, reduce_sum(host).tolist(), strict=True))
-        for name, value in sums.items():
-            self.since_last_record[name] += value
-        self.this_rollout.clear()
+        own = [self.this_rollout.get(name, (0.0, 0.0)) for name in self.figure_names]
+        pairs = reduce_sum(torch.tensor(own, dtype=torch.float64)).tolist()
+        for name, (total, count) in zip(self.figure_names, pairs, strict=True):
+            before, count_before = self.since_last_record.get(name, (0.0, 0.0))
+            self.since_last_record[name] = before + total, count_before + count
+        self.this_rollout = {}
 
     def on_log(self, state: Any, record: dict[str, Any]) -> None:
         """Add means over the rollouts since the last record, over all ranks, None where there was none; and
         samples of rank 0's last rollout."""
-        total = self.since_last_record
-        completions, rollouts = max(total["completions"], 1), max(total["rollouts"], 1)
-        mean = total["reward"] / completions
-        figures: dict[str, float | None] = {"reward": mean}
-        if len(self.rewards) > 1:
-            for name in self.reward_names:
-                figures[name] = total[name] / completions
-        figures["reward_std"] = max(0.0, total["reward_square"] / completions - mean**2) ** 0.5
-        figures["completion_length"] = total["length"] / completions
-        figures["cut_share"] = total["cut"] / completions
-        figures["entropy"] = -total["log_prob"] / max(total["length"], 1)  # estimated, per token
-        if self.writer.group > 1:
-            figures["frac_reward_zero_std"] = total["groups_zero_std"] / max(total["groups"], 1)
-        figures["rollout_seconds"] = total["seconds"] / rollouts
-        figures["reward_seconds"] = total["reward_seconds"] / rollouts
-        figures["rollout_tokens_per_second"] = total["length"] / max(total["seconds"], 1e-9) * world_size()
-        record |= figures if total["rollouts"] else dict.fromkeys(figures)
+        sums = self.since_last_record
+        means = {name: quotient(*sums.get(name, (0.0, 0.0))) for name in self.figure_names}
+        mean, square = means["reward"], means.pop("reward_square")
+        means["reward_std"] = None
+        if mean is not None and square is not None:
+            means["reward_std"] = max(0.0, square - mean**2) ** 0.5
+        record |= means
         record["samples"] = [*self.samples, *record.get("samples", ())]
-        total.clear()
+        self.since_last_record = {}
 
     def state_dict(self) -> dict[str, Any]:
         """Reward statistics since the last record, and the rollout that further updates use, of all ranks. A
@@ -181,14 +173,14 @@ class Rollouts(Callback, Objective):
             kept = {name: value for name, value in batch.items() if not name.startswith("host_")}
             rollout.append({name: on_host(value) for name, value in kept.items()})
         return {
-            "since_last_record": dict(self.since_last_record),
+            "since_last_record": self.since_last_record,
             "rollout_for_next_updates": gather(rollout),
             "samples": self.samples,
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Restore what `state_dict` gave."""
-        self.since_last_record = defaultdict(float, saved["since_last_record"])
+        self.since_last_record = saved["since_last_record"]
         self.samples = saved["samples"]
         self.rollout_for_next_updates = []
         of_ranks = saved["rollout_for_next_updates"]
@@ -214,9 +206,10 @@ class Rollouts(Callback, Objective):
         scored_at = time.perf_counter()
         values = torch.tensor([score["reward"] for score in scores], dtype=torch.float64)
         rewards = values.view(-1, self.writer.group)
-        self._count(written, scores, rewards)
-        self.this_rollout["seconds"] = written_at - start
-        self.this_rollout["reward_seconds"] = scored_at - written_at
+        seconds = written_at - start
+        self._count(written, scores, rewards, seconds)
+        self.this_rollout["rollout_seconds"] = seconds, 1.0
+        self.this_rollout["reward_seconds"] = scored_at - written_at, 1.0
         rollouts, rest = [], written
         for part in rewards.split([len(batch["prompts"]) for batch in window]):
             rollouts.append((rest[: part.numel()], part))
@@ -257,21 +250,24 @@ class Rollouts(Callback, Objective):
         scores["reward"] = sum(reward.weight * parts[reward.name] for reward in self.rewards)
         return scores
 
-    def _count(self, written: list[Trajectory], scores: list[dict[str, float]], rewards: Tensor) -> None:
-        """Set the sums of this rollout, and the samples for the log."""
+    def _count(
+        self, written: list[Trajectory], scores: list[dict[str, float]], rewards: Tensor, seconds: float
+    ) -> None:
+        """Set the figures of this rollout, which took so many seconds to write, and the samples for the
+        log."""
         values = rewards.flatten().tolist()
-        sums = self.this_rollout
-        sums.clear()
-        for name in ("reward", *self.reward_names):
-            sums[name] = sum(score[name] for score in scores)
-        sums["rollouts"] = 1
-        sums["completions"] = len(written)
-        sums["groups"] = len(rewards)
-        sums["reward_square"] = sum(value**2 for value in values)
-        sums["length"] = sum(trajectory.sampled for trajectory in written)
-        sums["log_prob"] = sum(trajectory.log_prob for trajectory in written)
-        sums["cut"] = sum(trajectory.is_cut for trajectory in written)
-        sums["groups_zero_std"] = int((rewards == rewards[:, :1]).all(dim=1).sum())
+        number = len(written)
+        sampled = sum(trajectory.sampled for trajectory in written)
+        figures = {name: (sum(score[name] for score in scores), number) for name in self.reward_names}
+        figures["reward_square"] = sum(value**2 for value in values), number
+        figures["completion_length"] = sampled, number
+        figures["cut_share"] = sum(trajectory.is_cut for trajectory in written), number
+        # estimated, per token
+        figures["entropy"] = -sum(trajectory.log_prob for trajectory in written), sampled
+        alike = (rewards == rewards[:, :1]).all(dim=1).sum()
+        figures["frac_reward_zero_std"] = int(alike), len(rewards)
+        figures["rollout_tokens_per_second"] = sampled * world_size(), seconds
+        self.this_rollout = figures
         self.samples = []
         for trajectory, value in zip(written[:2], values[:2], strict=True):
             question = trajectory.prompt.messages[-1]["content"]
@@ -283,8 +279,7 @@ class Rollouts(Callback, Objective):
         minus the weighted one."""
         writer = replace(self.writer, group=1, temperature=0.0)
         scores = [self._score(trajectory) for trajectory in self._write(writer, model, batch["prompts"], 0)]
-        names = ("reward", *self.reward_names) if len(self.rewards) > 1 else ("reward",)
-        figures = {name: sum(score[name] for score in scores) for name in names}
+        figures = {name: sum(score[name] for score in scores) for name in self.reward_names}
         figures["loss"] = -figures["reward"]
         return {name: torch.tensor(value, dtype=torch.float64) for name, value in figures.items()}
 

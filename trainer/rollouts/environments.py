@@ -9,7 +9,6 @@ import json
 import math
 import operator
 from collections.abc import Iterable, Sequence
-from fractions import Fraction
 from typing import Any, Protocol
 
 from common.errors import UserError, reason
@@ -68,34 +67,14 @@ def checked_replies(replies: Any) -> list[dict]:
 
 # --- calculator
 
-MOST_CHARACTERS, MOST_BITS = 200, 4096  # of an expression; of a number
-ROOT_BITS = 256  # behind the point of a root that is no fraction
+MOST_CHARACTERS, MOST_BITS = 200, 4096  # of an expression; of a whole number
 
 
-def _bits(value: Fraction) -> int:
-    return max(value.numerator.bit_length(), value.denominator.bit_length())
-
-
-def _power(base: Fraction, exponent: Fraction) -> Fraction:
+def _power(base: float, exponent: float) -> Any:
     """base ** exponent, without computing what is too large."""
-    if exponent == Fraction(1, 2):
-        return _root(base)
-    if exponent.denominator != 1:
-        raise ValueError("only whole exponents and 0.5 are allowed")
-    if (_bits(base) - 1) * abs(exponent) > MOST_BITS:
+    if isinstance(base, int) and abs(base) > 1 and (base.bit_length() - 1) * abs(exponent) > MOST_BITS:
         raise ValueError("the number is too large")
-    return Fraction(base**exponent.numerator)
-
-
-def _root(value: Fraction) -> Fraction:
-    """The square root, exact if it is a fraction."""
-    if value < 0:
-        raise ValueError("the root of a negative number")
-    product = value.numerator * value.denominator  # sqrt(n / d) = sqrt(n * d) / d
-    root = Fraction(math.isqrt(product), value.denominator)
-    if root**2 == value:
-        return root
-    return Fraction(math.isqrt(product << 2 * ROOT_BITS), value.denominator << ROOT_BITS)
+    return base**exponent
 
 
 OPERATIONS: dict[type, Any] = {
@@ -111,41 +90,43 @@ SIGNS = str.maketrans("×÷−（）", "*/-()") | {ord("^"): "**", ord("²"): "*
 
 
 def calculate(expression: str) -> str:
-    """The value of an arithmetic expression: numbers, + - * / // % ** ^, parentheses and sqrt(), exact but
-    for roots. Raises ValueError for anything else, a division by zero, or a number that is too large."""
+    """The value of an arithmetic expression: numbers, + - * / // % ** ^, parentheses and sqrt(). Whole
+    numbers are exact, others floats, of which ten digits are given. Raises ValueError for anything else, a
+    division by zero, or a number that is too large."""
     if len(expression) > MOST_CHARACTERS:
         raise ValueError(f"more than {MOST_CHARACTERS} characters")
     try:
         value = _value(ast.parse(expression.strip().translate(SIGNS), mode="eval").body)
-        text = str(value.numerator) if value.denominator == 1 else f"{float(value):.10g}"
     except (SyntaxError, RecursionError, MemoryError):
         raise ValueError("not an arithmetic expression") from None
     except ZeroDivisionError:
         raise ValueError("division by zero") from None
     except OverflowError:
         raise ValueError("the number is too large") from None
-    if value and text == "0":
-        raise ValueError("the number is too small")
-    return text
+    is_whole = isinstance(value, int) or (value.is_integer() and abs(value) < 2**53)
+    return str(int(value)) if is_whole else f"{value:.10g}"
 
 
-def _value(node: ast.expr) -> Fraction:
+def _value(node: ast.expr) -> int | float:
     if isinstance(node, ast.Constant) and type(node.value) in (int, float):
-        value = Fraction(str(node.value))
+        value = node.value
     elif isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.USub, ast.UAdd)):
         value = _value(node.operand)
         if isinstance(node.op, ast.USub):
             value = -value
     elif isinstance(node, ast.BinOp) and type(node.op) in OPERATIONS:
-        operation = OPERATIONS[type(node.op)]
-        value = Fraction(operation(_value(node.left), _value(node.right)))
+        left, right = _value(node.left), _value(node.right)
+        value = OPERATIONS[type(node.op)](left, right)
     elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("sqrt", "math.sqrt"):
         if len(node.args) != 1 or node.keywords:
             raise ValueError("sqrt() takes one number")
-        value = _root(_value(node.args[0]))
+        value = _value(node.args[0]) ** 0.5
     else:
         raise ValueError("only numbers, + - * / // % **, parentheses and sqrt() are allowed")
-    if _bits(value) > MOST_BITS:
+    if isinstance(value, complex):
+        raise ValueError("the root of a negative number")
+    too_large = value.bit_length() > MOST_BITS if isinstance(value, int) else not math.isfinite(value)
+    if too_large:
         raise ValueError("the number is too large")
     return value
 

@@ -1,7 +1,6 @@
-"""The shipped environment: an exact calculator that evaluates nothing else."""
+"""The shipped environment: a calculator that evaluates nothing else."""
 
 from contextlib import suppress
-from fractions import Fraction
 
 import pytest
 from hypothesis import given
@@ -30,7 +29,7 @@ EXPRESSIONS = {
     "1**(2**4095) + (-1)**99999999": "0",
     "（3 + 4）× 6 ÷ 2 − 1": "20",
 }
-REFUSED = ["", "a", "2**9999999", "(10**300)**(10**300)", "2**0.3", "sqrt(-1)", "sqrt.__class__(4)"]
+REFUSED = ["", "a", "2**9999999", "(10**300)**(10**300)", "(-8)**0.3", "sqrt(-1)", "sqrt.__class__(4)"]
 REFUSED += ["__import__('os')", "(" * 150, "1/0", "9" * 201, "1e999"]
 
 
@@ -47,7 +46,7 @@ def test_anything_else_is_refused(expression):
 @given(st.text(max_size=60))
 def test_any_text_gives_a_number_or_is_refused(expression):
     with suppress(ValueError):
-        Fraction(calculate(expression))
+        float(calculate(expression))
 
 
 def call(name: str, **arguments) -> dict:
