@@ -9,7 +9,8 @@ import torch
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from tests.trainer.objectives.test_policy import sampled_batch
 from trainer.objectives.next_token import target_log_probs
-from trainer.objectives.ppo import ActorCritic, actor_critic_loss, token_advantages
+from trainer.objectives.ppo import ActorCritic, actor_critic_loss, critic_batches, token_advantages
+from trainer.rollouts.writer import Trajectory
 
 EPSILON, CLIP, VF_COEF, BETA = 0.2, 0.15, 0.5, 0.04
 VALUES, REWARD = [0.3, -0.2, 0.8, 0.1, 0.4], 1.5
@@ -68,3 +69,23 @@ def test_the_critic_begins_at_zero_and_shares_nothing_with_the_policy():
     values.sum().backward()
     assert all(p.grad is None for p in model.actor.parameters())
     assert torch.equal(target_log_probs(model.actor, batch)[0], before)
+
+
+def test_the_critic_learns_the_rewards_and_advantages_are_normalised():
+    """With gamma and lambda of 1 the return of each token is the reward of its completion, whatever the
+    critic says; its values are not zero here."""
+    model, rewards = tiny(), torch.tensor([[1.5], [-0.25]], dtype=torch.float64)
+    torch.nn.init.normal_(model.critic.lm_head.weight)
+    written = []
+    for number, tokens in enumerate(([4, 5, 6, 7, 8], [9, 10, 11])):
+        prompt = SimpleNamespace(sample_id=number)
+        written.append(Trajectory(prompt, 0, tokens, [False, False, *[True] * (len(tokens) - 2)]))
+    args = SimpleNamespace(gamma=1.0, lam=1.0, num_iterations=2)
+    with torch.no_grad():
+        (batch,) = critic_batches(model, [(written, rewards)], args, torch.device("cpu"))
+    assert batch["returns"].tolist() == pytest.approx([1.5] * 3 + [-0.25], abs=1e-6)
+    assert batch["old_values"].abs().min() > 1e-3
+    apart = batch["returns"] - batch["old_values"]
+    torch.testing.assert_close(
+        batch["advantages"], (apart - apart.mean()) / apart.std(), rtol=1e-4, atol=1e-5
+    )
