@@ -10,7 +10,7 @@ from common.errors import UserError
 from common.settings import StageArgs
 from dataset.lm_dataset import collate_flat
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
-from trainer.loop import count_figures, train_update, update_size
+from trainer.loop import count_figures, make_record, train_update, update_size
 from trainer.objectives.next_token import NextToken, next_token_loss
 from trainer.optim.build import build_optimizer
 from trainer.run.state import TrainState
@@ -54,12 +54,22 @@ def make_state(kind: str = "adamw", scale: float = 0.0, limit: int = 5) -> Train
     )
 
 
-def train(state: TrainState, window: list[dict]) -> None:
+class Steep(NextToken):
+    """A finite loss, whose gradient is infinite."""
+
+    def loss(self, model, batch, args):
+        loss, aux_loss, metrics = next_token_loss(model, batch)
+        loss.register_hook(lambda gradient: gradient * float("inf"))
+        return loss, aux_loss, metrics
+
+
+def train(state: TrainState, window: list[dict]) -> dict:
     sizes = [state.objective.size(batch, state.lm_config) for batch in window]
     targets, tokens, *_ = update_size(state, sizes, missing=0)
     figures = train_update(state, window, targets, tokens)
     state.progress.update += 1
     count_figures(state, window, figures, targets)
+    return figures
 
 
 def weights(state: TrainState) -> list[torch.Tensor]:
@@ -100,6 +110,10 @@ def test_a_skipped_update_is_as_if_it_had_not_been(optimizer, capsys):
     assert mixed.progress.sums["loss"][1] == 2
     warnings = capsys.readouterr().err.splitlines()
     assert len(warnings) == 2 and "its samples: 100 (data.jsonl:100)" in warnings[0]
+    figures = train(mixed, [batch(3)])
+    assert [each["update"] for each in make_record(mixed, figures, 9)["skipped"]] == [1, 3]
+    figures = train(mixed, [batch(4)])
+    assert "skipped" not in make_record(mixed, figures, 9)  # each stands in one record
 
 
 def test_in_float16_an_overflow_lowers_the_scale_and_is_no_bad_update():
@@ -123,3 +137,14 @@ def test_in_float16_a_loss_that_is_not_finite_is_a_bad_update():
         assert state.progress.bad_updates == bad
     with pytest.raises(UserError, match="--max_bad_updates 2: "):
         train(state, [batch(102)])
+
+
+def test_in_float16_a_gradient_that_is_not_finite_at_the_smallest_scale_is_a_bad_update():
+    """Lowering the scale further would not help."""
+    state = make_state(scale=4.0, limit=1)
+    state.objective = Steep()
+    for _ in range(2):
+        train(state, [batch(1)])
+    assert (state.progress.overflows, state.scaler.get_scale()) == (2, 1.0)
+    with pytest.raises(UserError, match="--max_bad_updates 1: "):
+        train(state, [batch(1)])
