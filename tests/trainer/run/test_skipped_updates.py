@@ -110,6 +110,7 @@ def test_a_skipped_update_is_as_if_it_had_not_been(optimizer, capsys):
     assert mixed.progress.sums["loss"][1] == 2
     warnings = capsys.readouterr().err.splitlines()
     assert len(warnings) == 2 and "its samples: 100 (data.jsonl:100)" in warnings[0]
+    mixed.meter.count([])
     figures = train(mixed, [batch(3)])
     assert [each["update"] for each in make_record(mixed, figures, 9)["skipped"]] == [1, 3]
     figures = train(mixed, [batch(4)])
@@ -143,8 +144,7 @@ def test_in_float16_a_gradient_that_is_not_finite_at_the_smallest_scale_is_a_bad
     """Lowering the scale further would not help."""
     state = make_state(scale=4.0, limit=1)
     state.objective = Steep()
-    for _ in range(2):
-        train(state, [batch(1)])
-    assert (state.progress.overflows, state.scaler.get_scale()) == (2, 1.0)
+    train(state, [batch(1)])
+    assert (state.progress.overflows, state.scaler.get_scale()) == (1, 2.0)
     with pytest.raises(UserError, match="--max_bad_updates 1: "):
         train(state, [batch(1)])
