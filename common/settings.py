@@ -105,7 +105,7 @@ class DataConfig(Settings):
         0.0, "share of the records of --data_path to hold out, instead of --eval_data_path", ge=0, le=0.5
     )
     max_tokens: int = setting(
-        0, "tokens of the data per epoch, from the beginning of its order; 0: all", "tokens", ge=0
+        0, "tokens of the data per epoch; what one leaves out comes in the next; 0: all", "tokens", ge=0
     )
     text_separator: str | None = setting(
         None, "line between the documents of a .txt file; without it the file is one"

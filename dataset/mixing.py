@@ -1,8 +1,8 @@
 """Several sources of data mixed by weight: each has its share of the tokens of every epoch, which has as many
-tokens as all sources together. A source with a large share is passed more than once in it, one with a small
-share only in part; the part goes on where that of the epoch before ended, so that all its items are trained
-equally often, or once more. All tokens count, also those of prompts, which are not trained: the shares of the
-targets are reported.
+tokens as all sources together, or --max_tokens. A source with a large share is passed more than once in it,
+one with a small share only in part; the part goes on where that of the epoch before ended, so that all its
+items are trained equally often, or once more. All tokens count, also those of prompts, which are not trained:
+the shares of the targets are reported.
 """
 
 import hashlib
@@ -58,24 +58,26 @@ def even_order(lengths: np.ndarray, seed: list[int]) -> np.ndarray:
 
 
 class MixedDataset(StageDataset):
-    """Sources (name, data) whose items, numbered through, make up the epochs; weights: above 0, their ratio
-    counts. The length is that of an epoch, which consists of `items_of_epoch`: of each source `counts`
-    items."""
+    """Sources (name, data) whose items, numbered through, make up the epochs.
 
-    def __init__(self, sources: list[tuple[str, StageDataset]], weights: list[float]):
+    weights: above 0, their ratio counts. max_tokens: of an epoch, at most those of all sources; 0: these. The
+    length is that of an epoch, which consists of `items_of_epoch`: of each source `counts` items."""
+
+    def __init__(self, sources: list[tuple[str, StageDataset]], weights: list[float], max_tokens: int = 0):
         self.names = [name for name, _ in sources]
         self.sources = [source for _, source in sources]
         first = self.sources[0]
         self.packing, self.kind, self.collate = first.packing, first.kind, first.collate
         self.records = sum(source.records for source in self.sources)
         self.num_tokens = sum(source.num_tokens for source in self.sources)
+        of_epoch = min(max_tokens or self.num_tokens, self.num_tokens)
         self.shares = [weight / sum(weights) for weight in weights]
         self.counts = []
         for share, source in zip(self.shares, self.sources, strict=True):
-            self.counts.append(max(1, round(share * self.num_tokens / source.mean_tokens)))
+            self.counts.append(max(1, round(share * of_epoch / source.mean_tokens)))
         self.first_items = np.cumsum([0, *map(len, self.sources)])
         self.first_samples = np.cumsum([0, *(source.cache.num_samples for source in self.sources)])
-        content = json.dumps([[source.fingerprint["data"] for source in self.sources], self.counts])
+        content = json.dumps([[source.fingerprint["data"] for source in self.sources], self.shares])
         self.fingerprint = first.fingerprint | {
             "data": hashlib.sha256(content.encode()).hexdigest()[:16],
             "weights": ", ".join(f"{share:.4g}" for share in self.shares),
@@ -83,6 +85,17 @@ class MixedDataset(StageDataset):
 
     def __len__(self) -> int:
         return sum(self.counts)
+
+    @property
+    def item_tokens(self) -> np.ndarray:
+        """Tokens of each item of all sources, which are more or fewer than those of an epoch."""
+        return np.concatenate([source.item_tokens for source in self.sources])
+
+    @property
+    def mean_tokens(self) -> float:
+        """Tokens of an item of an epoch, on average."""
+        pairs = zip(self.counts, self.sources, strict=True)
+        return sum(count * source.mean_tokens for count, source in pairs) / len(self)
 
     def __getitem__(self, index: int) -> list[dict]:
         index = range(self.first_items[-1])[index]
@@ -109,12 +122,11 @@ class MixedDataset(StageDataset):
         number = int(np.searchsorted(self.first_samples, sample_id, side="right")) - 1
         return self.sources[number].source(sample_id - int(self.first_samples[number]))
 
-    def report(self, epochs: int, share: float = 1.0) -> None:
-        """Print a line for each source, and warn of those that are passed many times. share: of the items
-        that an epoch takes."""
+    def report(self, epochs: int) -> None:
+        """Print a line for each source, and warn of those that are passed many times."""
         passes, tokens, targets = [], [], []  # an epoch, of each source
         for source, count in zip(self.sources, self.counts, strict=True):
-            passes.append(share * count / len(source))
+            passes.append(count / len(source))
             tokens.append(passes[-1] * source.num_tokens)
             targets.append(passes[-1] * source.num_targets)
         for i, (name, source) in enumerate(zip(self.names, self.sources, strict=True)):

@@ -142,9 +142,14 @@ class PromptDataset(Dataset):
         return RolloutPrompt(tokens, chat.messages, tools, kept, number)
 
     @property
+    def item_tokens(self) -> list[int]:
+        """Tokens of each prompt."""
+        return [len(prompt.input_ids) for prompt in self.prompts]
+
+    @property
     def num_tokens(self) -> int:
         """Tokens of all prompts."""
-        return sum(len(prompt.input_ids) for prompt in self.prompts)
+        return sum(self.item_tokens)
 
     def source(self, sample_id: int) -> str:
         """The place of a prompt."""

@@ -33,8 +33,9 @@ class FakeSource:
         return len(self.item_tokens)
 
 
-def mixed(lengths: list[list[int]], weights: list[float]) -> MixedDataset:
-    return MixedDataset([(f"s{i}", FakeSource(each)) for i, each in enumerate(lengths)], weights)  # pyrefly: ignore
+def mixed(lengths: list[list[int]], weights: list[float], max_tokens: int = 0) -> MixedDataset:
+    sources = [(f"s{i}", FakeSource(each)) for i, each in enumerate(lengths)]
+    return MixedDataset(sources, weights, max_tokens)  # pyrefly: ignore
 
 
 @settings(max_examples=60)
@@ -53,9 +54,12 @@ def test_every_stretch_of_the_order_has_its_share_of_the_tokens(lengths, seed):
 @settings(max_examples=60)
 @given(data=st.data(), seed=st.integers(0, 1000))
 def test_shares_are_exact_and_all_samples_are_seen_equally_often(data, seed):
+    """Also with --max_tokens: what one epoch leaves out of a source comes in the next."""
     lengths = data.draw(st.lists(LENGTHS, min_size=1, max_size=4))
     weights = [data.draw(st.floats(0.01, 100)) for _ in lengths]
-    train, total = mixed(lengths, weights), sum(map(sum, lengths))
+    max_tokens = data.draw(st.integers(0, 5000))
+    train, total = mixed(lengths, weights, max_tokens), sum(map(sum, lengths))
+    total = min(max_tokens or total, total)
     seen = np.zeros(train.first_items[-1], dtype=int)
     flat = np.concatenate([np.array(each) for each in lengths])
     for epoch in range(5):
@@ -137,7 +141,8 @@ def test_the_report_names_each_source(capsys):
     assert "2.00 passes an epoch, 2.00 in all" in (done := capsys.readouterr()).out and not done.err
     train.report(epochs=3)  # few passes of an epoch are many of all
     assert capsys.readouterr().err.startswith("warning: s1 is passed 6.0 times")
-    train.report(epochs=3, share=0.5)  # of --max_tokens
+    train = mixed([[10] * 90, [50] * 6], [0.5, 0.5], max_tokens=600)
+    train.report(epochs=3)
     assert "1.00 passes an epoch, 3.00 in all" in (done := capsys.readouterr()).out and not done.err
 
 

@@ -1,10 +1,21 @@
-"""--max_tokens: a part of the data, the beginning of each epoch's order; resumed, on two ranks, in a mixture."""
+"""--max_tokens: a part of the data in each epoch, what it leaves out in the next; resumed, on two ranks, in a
+mixture."""
 
 import re
 import signal
+from collections import Counter
+from types import SimpleNamespace
 
+import numpy as np
+import pytest
+
+from dataset.lm_dataset import PretrainDataset
+from dataset.mixing import MixedDataset
+from dataset.token_cache import load_tokenizer
+from tests.conftest import ROOT
 from tests.stage_process import Faults, run
 from tests.trainer.stage_flags import assert_same_run, flags
+from trainer.data.datasets import epoch_items, epoch_tokens, items_of_epoch
 
 
 def test_a_killed_run_of_a_part_of_a_mixture_goes_on_to_the_bit(corpus, tmp_path):
@@ -25,19 +36,38 @@ def test_a_killed_run_of_a_part_of_a_mixture_goes_on_to_the_bit(corpus, tmp_path
     assert "the checkpoint belongs to another run" in error and "max_tokens: 900 -> 1800" in error
 
 
-def test_two_ranks_train_the_samples_of_one(corpus, tmp_path):
+@pytest.mark.parametrize("mixed", [False, True])
+def test_what_an_epoch_leaves_out_comes_in_the_next(mixed, corpus):
+    """After any number of epochs samples were taken equally often, or once more; of a mixture each epoch has
+    the shares of the weights."""
+    paths, tokenizer = [str(corpus["pretrain"]), str(corpus["pretrain_eval"])], load_tokenizer(ROOT / "model")
+    sources = [(path, PretrainDataset(path, tokenizer, 64, cache_dir=corpus["cache"])) for path in paths]
+    args = SimpleNamespace(seed=3, max_tokens=900)
+    train_set = MixedDataset(sources, [3, 1], args.max_tokens) if mixed else sources[0][1]
+    lengths, first = train_set.item_tokens, len(sources[0][1])
+    assert abs(epoch_tokens(train_set, args) - 900) < lengths.max()
+    times = np.zeros(len(lengths), dtype=int)
+    for epoch in range(9):
+        items = items_of_epoch(train_set, args, epoch)
+        assert len(items) == epoch_items(train_set, args) < len(lengths)
+        np.add.at(times, items, 1)
+        for part in (times[:first], times[first:]):
+            assert not len(part) or part.max() - part.min() <= 1
+        if mixed:
+            assert abs(lengths[items[items < first]].sum() - 675) <= 2 * lengths[:first].max()
+            assert abs(lengths[items[items >= first]].sum() - 225) <= 2 * lengths[first:].max()
+    assert times.min() > 0
+
+
+@pytest.mark.parametrize("weight", ["", ":1"])
+def test_two_ranks_train_the_samples_of_one(corpus, tmp_path, weight):
     trained = []
     for ranks, size in ((1, 4), (2, 2)):
         folder = tmp_path / str(ranks)
         folder.mkdir()
-        settings = {"max_tokens": 900, "batch_size": size, "epochs": 1}
+        settings = {"data_path": f"{corpus['pretrain']}{weight}", "max_tokens": 900}
+        settings |= {"batch_size": size, "epochs": 2}
         faults = Faults(record=str(folder / "ids"))
         run("pretrain", flags(corpus, folder, "pretrain", **settings), faults, ranks=ranks)
-        trained.append(sorted(map(int, (folder / "ids").read_text().split())))
-    whole = tmp_path / "whole"
-    whole.mkdir()
-    faults = Faults(record=str(whole / "ids"))
-    run("pretrain", flags(corpus, whole, "pretrain", batch_size=4, epochs=1), faults)
-    in_order = list(map(int, (whole / "ids").read_text().split()))
-    assert trained[0] == trained[1] == sorted(in_order[: len(trained[0])])
-    assert 0 < len(trained[0]) < len(in_order)
+        trained.append(Counter((folder / "ids").read_text().split()))
+    assert trained[0] == trained[1] and max(trained[0].values()) == 1

@@ -1,5 +1,5 @@
-"""The data of a stage: its datasets, opened before the process group exists; the order of their samples, a
-pure function of the seed and the epoch for any number of ranks; and the micro-batches made of them."""
+"""The data of a stage: its datasets, opened before the process group exists; which items an epoch takes and
+in which order, a pure function of the seed and the epoch for any number of ranks; and the micro-batches."""
 
 import math
 import signal
@@ -27,6 +27,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 StageData = StageDataset | PromptDataset
+
+
+class SizedDataset(Protocol):
+    """A map-style dataset."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
 
 
 # --- datasets
@@ -83,7 +91,7 @@ def open_datasets(
     sources = [open_split(path, split, args.packing) for path in paths]
     train = sources[0]
     if weights:
-        train = MixedDataset(list(zip(paths, sources, strict=True)), weights)
+        train = MixedDataset(list(zip(paths, sources, strict=True)), weights, args.max_tokens)
     ranks = launch().world_size
     items = epoch_items(train, args)
     if ranks > items:
@@ -93,12 +101,12 @@ def open_datasets(
             for source in sources:
                 say(source.describe_packing())
         if isinstance(train, MixedDataset):
-            train.report(args.epochs, items / len(train))
+            train.report(args.epochs)
     held_out = None
     if args.eval_share or args.eval_data_path:
         held_out = open_split(*held_out_source(args))
     text = f"data: {train.records:,} records, {train.num_tokens:,} tokens"
-    if items < len(train):
+    if 0 < args.max_tokens < train.num_tokens:
         text += f", of which an epoch takes {epoch_tokens(train, args):,.0f} (--max_tokens)"
     if held_out is not None:
         text += f"; held out: {held_out.records:,} records, {held_out.num_tokens:,} tokens"
@@ -133,30 +141,14 @@ def open_prompts(
 # --- what an epoch takes, in which order
 
 
-def epoch_items(train_set: StageDataset | PromptDataset, args: Any) -> int:
-    """Items of an epoch: all, or with --max_tokens as many as have so many tokens on average."""
-    if not args.max_tokens or args.max_tokens >= train_set.num_tokens:
-        return len(train_set)
-    return max(1, round(len(train_set) * args.max_tokens / train_set.num_tokens))
-
-
-def epoch_tokens(train_set: StageDataset | PromptDataset, args: Any) -> float:
-    """Tokens of an epoch; with --max_tokens about."""
-    if not args.max_tokens:
-        return train_set.num_tokens
-    return train_set.num_tokens * epoch_items(train_set, args) / len(train_set)
-
-
-def prompts_per_update(args: Any) -> int:
-    """Prompts that an update takes, over all ranks."""
-    return args.batch_size * args.accumulation_steps * world_size()
-
-
-def epoch_samples(train_set: StageData, args: Any) -> int:
-    """The samples that an epoch trains, over all ranks. Of prompts only whole updates are made,
-    --num_iterations times; the prompts left over are others in the next epoch. Raises UserError if there are
-    fewer than an update takes."""
-    items = epoch_items(train_set, args)
+def epoch_items(train_set: StageData, args: Any) -> int:
+    """The number of items of an epoch: all, or with --max_tokens as many as have so many tokens on average;
+    of prompts those of whole updates. Raises UserError if there are fewer prompts than an update takes."""
+    items = len(train_set)
+    if isinstance(train_set, MixedDataset):  # its length is that of an epoch
+        return items
+    if 0 < args.max_tokens < train_set.num_tokens:
+        items = max(1, round(items * args.max_tokens / train_set.num_tokens))
     if isinstance(train_set, StageDataset):
         return items
     per_update = prompts_per_update(args)
@@ -165,12 +157,58 @@ def epoch_samples(train_set: StageData, args: Any) -> int:
             f"an epoch has {items} prompts, and an update takes {per_update} (batch_size x "
             "accumulation_steps x processes); lower --batch_size"
         )
-    return items // per_update * per_update * args.num_iterations
+    return items // per_update * per_update
+
+
+def epoch_tokens(train_set: StageDataset, args: Any) -> float:
+    """Tokens of an epoch; with --max_tokens about."""
+    return epoch_items(train_set, args) * train_set.mean_tokens
+
+
+def prompts_per_update(args: Any) -> int:
+    """Prompts that an update takes, over all ranks."""
+    return args.batch_size * args.accumulation_steps * world_size()
+
+
+def epoch_samples(train_set: StageData, args: Any) -> int:
+    """The items that an epoch trains, over all ranks: prompts come --num_iterations times. Raises UserError
+    if there are fewer prompts than an update takes."""
+    items = epoch_items(train_set, args)
+    return items if isinstance(train_set, StageDataset) else items * args.num_iterations
 
 
 def steps_per_epoch(num_samples: int, batch_size: int) -> int:
     """Micro-batches of each rank in one epoch."""
     return math.ceil(num_samples / (batch_size * world_size()))
+
+
+def items_of_epoch(train_set: StageData, args: Any, epoch: int) -> np.ndarray:
+    """Which items an epoch takes, integers [epoch_items]. If they are not all, an epoch goes on in a random
+    order where the one before ended: what one leaves out comes next."""
+    if isinstance(train_set, MixedDataset):
+        return train_set.items_of_epoch(args.seed, epoch)
+    total, count = len(train_set), epoch_items(train_set, args)
+    if count == total:
+        return np.arange(total, dtype=np.min_scalar_type(total))
+    order = epoch_order(total, args.seed, 0)
+    return order[np.arange(epoch * count, (epoch + 1) * count) % total]
+
+
+def in_order(dataset: SizedDataset, items: np.ndarray, seed: int, epoch: int) -> np.ndarray:
+    """The items of an epoch in the order in which all ranks together train them: a random one.
+
+    For another order change this function, for all kinds of data; it must depend on its arguments alone, and
+    lose no item. Short ones first:
+
+        return items[np.argsort(item_lengths(dataset)[items], kind="stable")]
+    """
+    return items[epoch_order(len(items), seed, epoch)]
+
+
+def item_lengths(dataset: SizedDataset) -> np.ndarray:
+    """Tokens of each item that the dataset has, integers; ones if it does not tell them (`item_tokens`)."""
+    lengths = getattr(dataset, "item_tokens", None)
+    return np.ones(len(dataset), dtype=np.int64) if lengths is None else np.asarray(lengths)
 
 
 def epoch_order(num_samples: int, seed: int, epoch: int) -> np.ndarray:
@@ -239,24 +277,12 @@ class ProcessLoader(DataLoader):
             raise loader_error(error) from error
 
 
-class SizedDataset(Protocol):
-    """A map-style dataset."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int, /) -> Any: ...
-
-
 def train_loader(train_set: StageData, args: Any, epoch: int, skip_batches: int = 0) -> DataLoader:
     """The micro-batches of one epoch on this rank, from micro-batch `skip_batches` on; those of prompts come
-    --num_iterations times, update by update. For another order of the samples change `order`; a loader of
-    other samples is made by `epoch_loader`, too."""
-    order = epoch_order(len(train_set), args.seed, epoch)[: epoch_items(train_set, args)]
-    if isinstance(train_set, MixedDataset):
-        order = train_set.items_of_epoch(args.seed, epoch)[order]
-    elif not isinstance(train_set, StageDataset):  # prompts
-        per_update = prompts_per_update(args)
-        updates = order[: len(order) // per_update * per_update].reshape(-1, per_update)
+    --num_iterations times, update by update. For another order of the samples change `in_order`."""
+    order = in_order(train_set, items_of_epoch(train_set, args, epoch), args.seed, epoch)
+    if not isinstance(train_set, StageDataset):  # prompts
+        updates = order.reshape(-1, prompts_per_update(args))
         order = np.repeat(updates, args.num_iterations, axis=0).reshape(-1)
     return epoch_loader(
         train_set,

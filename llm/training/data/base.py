@@ -5,12 +5,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 from torch.utils.data import DataLoader, default_collate
 
 from common.errors import UserError
 from llm.training.core.config import Config
-from trainer.data.datasets import SizedDataset, epoch_loader, epoch_order, eval_loader
+from trainer.data.datasets import SizedDataset, epoch_loader, eval_loader, in_order
 
 
 class DataModule(ABC):
@@ -70,7 +71,7 @@ class DataModule(ABC):
         """This rank's micro-batches of one epoch, from micro-batch `skip_batches` on."""
         size, seed = self.config.training.batch_size, self.config.training.seed
         workers = self.config.data.num_workers
-        order = epoch_order(len(self.train_dataset), seed, epoch)
+        order = in_order(self.train_dataset, np.arange(len(self.train_dataset)), seed, epoch)
         return epoch_loader(self.train_dataset, order, size, skip_batches, workers, self.collate)
 
     def val_dataloader(self) -> DataLoader | None:

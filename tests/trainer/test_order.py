@@ -1,0 +1,92 @@
+"""Another order of the samples, a change of one function (`in_order`): for every kind of data, resumed and on
+several ranks."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from dataset.lm_dataset import DPODataset, PretrainDataset, SFTDataset
+from dataset.mixing import MixedDataset
+from dataset.rollout_prompts import PromptDataset
+from dataset.token_cache import load_tokenizer
+from llm.training.data import base
+from llm.training.data.base import DataModule
+from tests.conftest import ROOT
+from trainer.data import datasets
+from trainer.data.datasets import epoch_order, item_lengths, train_loader
+
+
+def short_first(dataset, items, seed, epoch):
+    items = items[epoch_order(len(items), seed, epoch)]
+    return items[np.argsort(item_lengths(dataset)[items], kind="stable")]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer(ROOT / "model")
+
+
+def open_data(kind: str, corpus, tokenizer):
+    options = {"cache_dir": corpus["cache"]}
+    if kind == "prompts":
+        return PromptDataset(str(corpus["sft"]), tokenizer, 64)
+    if kind == "pairs":
+        return DPODataset(str(corpus["dpo"]), tokenizer, 64, **options)
+    if kind == "packed":
+        return PretrainDataset(str(corpus["pretrain"]), tokenizer, 64, True, **options)
+    paths = [str(corpus["sft"]), str(corpus["sft_eval"])]
+    sources = [(path, SFTDataset(path, tokenizer, 64, **options)) for path in paths]
+    return sources[0][1] if kind == "samples" else MixedDataset(sources, [2, 1])
+
+
+def item_length(dataset, item) -> int:
+    if isinstance(dataset, PromptDataset):
+        return len(item.input_ids)
+    return sum(len(sample["input_ids"]) for sample in item)
+
+
+@pytest.mark.parametrize("kind", ["samples", "packed", "pairs", "mixture", "prompts"])
+def test_short_samples_first(kind, corpus, tokenizer, monkeypatch):
+    train_set = open_data(kind, corpus, tokenizer)
+    args = SimpleNamespace(
+        batch_size=2, accumulation_steps=1, num_iterations=1, num_workers=0, max_tokens=0, seed=3
+    )
+    items = sorted(datasets.items_of_epoch(train_set, args, 1).tolist())
+    monkeypatch.setattr(datasets, "in_order", short_first)
+
+    def batches(rank: int, ranks: int, skip: int = 0) -> list[list[int]]:
+        monkeypatch.setattr(datasets, "this_rank", lambda: rank)
+        monkeypatch.setattr(datasets, "world_size", lambda: ranks)
+        args.batch_size = 4 // ranks
+        return list(train_loader(train_set, args, 1, skip).batch_sampler)
+
+    alone = batches(0, 1)
+    order = sum(alone, [])
+    assert sorted(order) == items
+    lengths = [item_length(train_set, train_set[item]) for item in order]
+    assert lengths == sorted(lengths) and len(set(lengths)) > 3
+    assert batches(0, 1, skip=2) == alone[2:]
+    halves = zip(batches(0, 2), batches(1, 2), strict=True)
+    assert [first + second for first, second in halves] == alone
+
+
+class Rows(list):
+    """The samples of a task that says how long they are."""
+
+    item_tokens = (3, 1, 2)
+
+
+@pytest.mark.parametrize("rows", [Rows("abc"), list("abc")])
+def test_the_data_of_a_task_of_the_engine_with_and_without_lengths(rows, monkeypatch):
+    class Data(DataModule):
+        def setup(self):
+            self.train_dataset = rows
+
+    training, data = SimpleNamespace(batch_size=1, seed=0), SimpleNamespace(num_workers=0)
+    module = Data(SimpleNamespace(training=training, data=data))  # pyrefly: ignore
+    module.setup()
+    shuffled = list(module.train_dataloader(epoch=1).batch_sampler)
+    monkeypatch.setattr(base, "in_order", short_first)
+    expected = [[1], [2], [0]] if isinstance(rows, Rows) else shuffled
+    assert list(module.train_dataloader(epoch=1).batch_sampler) == expected
