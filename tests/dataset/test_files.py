@@ -40,6 +40,9 @@ def test_links_are_followed_and_no_file_is_read_twice(write, tmp_path):
         (tmp_path / "data" / name).symlink_to(target)
     assert expand_paths(f"{tmp_path}/data") == [one, str(tmp_path / "data/linked/where/y.jsonl")]
     assert expand_paths(f"{two},{tmp_path}/else") == [two]
+    (tmp_path / "data/a/second").symlink_to("../..")
+    for pattern in ("data/**/*.jsonl", "**/[xy].jsonl", "**"):
+        assert sorted(map(os.path.realpath, expand_paths(f"{tmp_path}/{pattern}"))) == [one, two]
 
 
 def test_what_a_folder_holds_beside_the_data_is_named(write, tmp_path):
