@@ -2,12 +2,8 @@
 
 Each command imports this package before torch, which reads GOMP_SPINCOUNT when it is loaded: threads that
 wait for others then sleep early instead of spinning, which is several times faster where other programs want
-the cores, and hardly slower where none do (docs/dev/LOG.md, "Waiting CPU threads"). What the user set stays.
-
-A rank that torchrun started asks here, before it loads torch for seconds, to end with it.
-
-Where the requirements are missing, as with a virtual environment that was not activated, one line says what
-to do.
+the cores (docs/dev/LOG.md, "Waiting CPU threads"). What the user set stays. A rank that torchrun started asks
+here, before it loads torch for seconds, to end with it.
 """
 
 import importlib.util
@@ -22,13 +18,8 @@ if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
 REQUIRED = ("torch", "transformers", "numpy", "pydantic", "yaml")
-missing = []
-for name in REQUIRED:
-    if importlib.util.find_spec(name) is None:
-        missing.append(name)
-if missing:
-    advice = (
-        "activate the virtual environment (source .venv/bin/activate), or pip install -r requirements.txt"
-    )
+missing = [name for name in REQUIRED if importlib.util.find_spec(name) is None]
+if missing:  # as in a virtual environment that was not activated
+    advice = "activate the environment (source .venv/bin/activate), or pip install -r requirements.txt"
     print(f"error: {sys.executable} has no {', '.join(missing)}: {advice}", file=sys.stderr)
     sys.exit(2)

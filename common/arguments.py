@@ -147,8 +147,7 @@ def read_yaml(path: str) -> dict[str, dict[str, Any]]:
     try:
         with open(path, encoding="utf-8-sig") as file:
             content = yaml.load(file, Loader)
-    # ValueError: not UTF-8, or a date that there is not
-    except (OSError, ValueError, ArithmeticError, RecursionError, yaml.YAMLError) as error:
+    except (OSError, ValueError, yaml.YAMLError) as error:  # ValueError: not UTF-8, or no such date
         why = getattr(error, "strerror", None) or " ".join(str(error).split())
         raise UserError(f"--config {path} cannot be read ({why})") from error
     if not isinstance(content, dict | None):

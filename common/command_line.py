@@ -3,17 +3,14 @@ log file."""
 
 import argparse
 import difflib
-import errno
 import io
-import json
 import logging
 import os
 import signal
 import sys
-import textwrap
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
@@ -51,10 +48,6 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
         is_shown = action.default is None or action.required or "(default: " in (action.help or "")
         return action.help if is_shown else super()._get_help_string(action)
 
-    def _split_lines(self, text: str, width: int) -> list[str]:
-        # keeps paths in one piece
-        return textwrap.wrap(text, width, break_on_hyphens=False, break_long_words=False)
-
 
 class Parser(argparse.ArgumentParser):
     """An ArgumentParser that raises UserError and accepts no abbreviated flags."""
@@ -87,31 +80,21 @@ def hint(name: str, known: Iterable[str]) -> str:
 @contextmanager
 def one_line_errors() -> Iterator[None]:
     """Wrap a command's `main()`: a UserError becomes one line on stderr and exit status 2, a signal 128 + its
-    number.
+    number. When nobody reads stdout any more, as behind `| head -1`, the command ends silently.
 
     Under torchrun all ranks usually raise the same UserError: local rank 0 prints first, and torchrun then
-    terminates the others before they repeat it. Each rank leaves its message where torchrun's closing report
-    finds it.
-
-    Within, stdout takes any text: characters that its encoding lacks become escapes. When nobody reads it any
-    more, as behind `| head -1`, the command ends silently.
+    terminates the others before they repeat it.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
-        with suppress(OSError):  # a file whose descriptor has become a pipe cannot be repositioned
-            sys.stdout.reconfigure(errors="backslashreplace")
+        sys.stdout.reconfigure(errors="backslashreplace")  # for characters that its encoding lacks
     try:
         yield
-        if sys.stdout is not None:
-            sys.stdout.flush()
+        sys.stdout.flush()
     except BrokenPipeError:
         leave_dead_console()
         sys.exit(128 + signal.SIGPIPE)
     except UserError as error:
         _exit(f"error: {error}", 2, error)
-    except OSError as error:
-        if error.errno != errno.ENOSPC or error.filename is not None:
-            raise
-        _exit("error: no space left on the disk that the output goes to; free some", 2, error)
     except Interrupted as error:
         _exit(f"stopped: {error}", 128 + error.number, error)
     except KeyboardInterrupt as error:
@@ -121,45 +104,31 @@ def one_line_errors() -> Iterator[None]:
 def leave_dead_console() -> None:
     """Forget what cannot be written: Python would try again, and complain, at its end."""
     for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
         try:
-            if stream is not None:
-                stream.flush()
+            getattr(sys, name).flush()
         except OSError:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 (open until the process ends)
 
 
 def _exit(line: str, status: int, error: BaseException) -> NoReturn:
-    place, is_lost = launch(), isinstance(error, LostRank)
+    place = launch()
     is_distributed = place.world_size > 1
     if is_distributed:
         # from here on torchrun may terminate this rank at any moment
         for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_DFL)
-    if is_distributed and not is_lost:
-        _write_torchrun_error_file(line)
     if place.local_rank > 0:
         time.sleep(2)  # local rank 0 prints first
     leave_dead_console()
     # at a signal the ranks stop together, and one of them says so
     if place.local_rank == 0 or not isinstance(error, Interrupted):
         log.error(printable(" ".join(line.splitlines())))
-    leave_dead_console()
-    if is_distributed and is_lost:
+    if not is_distributed:
+        sys.exit(status)
+    if isinstance(error, LostRank):
         # torchrun reports the rank that exits first, which must be the one that caused the failure
         time.sleep(2)
-    if is_distributed:
-        os._exit(status)  # destroying a process group whose peers are gone can hang
-    sys.exit(status)
-
-
-def _write_torchrun_error_file(line: str) -> None:
-    """torchrun quotes this file in its closing report; the format is torch.distributed.elastic's."""
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if path:
-        message = {"message": line, "extraInfo": {"timestamp": str(int(time.time()))}}
-        with suppress(OSError), open(path, "w", encoding="utf-8") as file:
-            json.dump({"message": message}, file)
+    os._exit(status)  # destroying a process group whose peers are gone can hang
 
 
 # --- the log file
@@ -183,8 +152,3 @@ def log_to(path: Path | None, level: str = "info") -> None:
         raise UserError(f"the log file {path} cannot be written ({why}); give another --log_file") from error
     file.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(message)s", "%Y-%m-%d %H:%M:%S"))
     log.addHandler(file)
-
-
-def write_now(text: str) -> None:
-    """Write a line to stderr and the log file, as a signal handler does."""
-    log.warning(text)

@@ -57,11 +57,7 @@ def new_path(path: Path) -> Iterator[Path]:
         temp.mkdir()
         yield temp / path.name
         for written in temp.rglob("*"):
-            if written.is_file():
-                with open(written, "rb") as file:
-                    os.fsync(file.fileno())
-            else:
-                sync_folder(written)
+            sync(written)
         os.replace(temp / path.name, path)
 
 
@@ -75,7 +71,7 @@ def _temporary(path: Path) -> Iterator[Path]:
             path.parent.mkdir(parents=True, exist_ok=True)
             remove(temp)  # it may be another user's file, which cannot be written but can be deleted
             yield temp
-            sync_folder(path.parent)  # the rename itself must survive a power cut
+            sync(path.parent)  # the rename itself must survive a power cut
     finally:
         with suppress(OSError):  # a read-only folder: nothing was written
             remove(temp)
@@ -107,25 +103,19 @@ def remove(path: Path) -> None:
 
 
 def link(source: str | Path, name: str | Path) -> None:
-    """Give a file a second name (a hard link), or copy it where the file system has no links. Nothing is left
-    behind where neither works."""
-    with suppress(OSError):
-        os.link(source, name)
-        return
+    """Give a file a second name (a hard link), or copy it where the file system has no links. Raises
+    WriteError if neither works."""
     try:
-        shutil.copyfile(source, name)
-        with open(name, "rb") as copy:
-            os.fsync(copy.fileno())
+        os.link(source, name)
     except OSError:
-        with suppress(OSError):
-            os.unlink(name)
-        raise
+        with open(source, "rb") as file:
+            atomic_write(Path(name), lambda copy: shutil.copyfileobj(file, copy))
 
 
-def sync_folder(folder: Path) -> None:
-    """Flush a folder's entries, so that a rename or a new file in it survives a power cut. Some file systems
-    (of network shares, and in user space) do that by themselves and refuse to flush a folder."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Flush a file, or a folder's entries, so that a rename or a new file in it survives a power cut. Some
+    file systems (of network shares, and in user space) do that by themselves and refuse to flush a folder."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:
@@ -139,18 +129,16 @@ def sync_folder(folder: Path) -> None:
 
 
 @contextmanager
-def locked(path: Path, message: str) -> Iterator[bool]:
-    """Hold a lock file. If another process has it, print `message` and wait. Yields whether it is held: not
-    on a file system without locks, and not where no file can be made."""
+def locked(path: Path, message: str) -> Iterator[None]:
+    """Hold a lock file, such as that of a cache that several ranks want. If another process has it, print
+    `message` and wait."""
     with ExitStack() as stack:
-        is_held = False
-        with suppress(OSError):
+        with suppress(OSError):  # a file system without locks, or a folder that cannot be written
             file = stack.enter_context(open(path, "a+", encoding="utf-8"))
             if _is_taken(file) and launch().local_rank == 0:
                 say(message)
             fcntl.lockf(file, fcntl.LOCK_EX)
-            is_held = True
-        yield is_held
+        yield
 
 
 def lock_output(run: str, **folders: str) -> None:
@@ -166,9 +154,6 @@ def lock_output(run: str, **folders: str) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             file = open(path, "a+", encoding="utf-8")  # noqa: SIM115 (open until the process ends)
             _held.append(file)
-            with suppress(PermissionError):  # it is the file of another user
-                # who may write into the folder may resume the run
-                path.chmod(path.parent.stat().st_mode & 0o666)
             if _is_taken(file):
                 file.seek(0)
                 holder = file.read().strip() or "another process"

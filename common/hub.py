@@ -11,7 +11,7 @@ the contents.
 import re
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from common.errors import UserError, reason, say
 from common.launcher import launch
@@ -25,16 +25,6 @@ WEIGHT = re.compile(r":[-+.\deE]+$")  # of a source in a mixture of data
 TOKENIZER = ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json"]
 MODEL = ["config.json", "generation_config.json", "adapter_config.json", "model.safetensors.index.json"]
 WEIGHTS, PICKLED = ["*.safetensors"], ["pytorch_model.bin"]
-
-
-class HubPath(NamedTuple):
-    """A path on the hub."""
-
-    typed: str
-    is_dataset: bool
-    repo: str  # OWNER/NAME
-    revision: str | None
-    file: str  # a file, a folder or a pattern; empty: the whole repository
 
 
 def is_remote(path: Any) -> bool:
@@ -64,86 +54,72 @@ def local_path(path: str, tokenizer_only: bool = False) -> str:
         if is_remote(part):
             typed = WEIGHT.sub("", part)
             weight = part[len(typed) :]
-            part = _fetched(parse(typed), tokenizer_only) + weight
+            part = str(local_copy(typed, tokenizer_only)) + weight
         parts.append(part)
     return ",".join(parts)
 
 
-def parse(typed: str) -> HubPath:
-    """The parts of a path on the hub. Raises UserError if it is none, or on ModelScope."""
+def local_copy(typed: str, tokenizer_only: bool) -> Path:
+    """The local copy of a path on the hub, downloaded if it is not there yet. Raises UserError."""
     if typed.startswith("modelscope://"):
-        raise UserError(f"{typed}: {_modelscope_command(typed)}")
-    match = PATH.fullmatch(typed)
-    if match is None or ".." in typed.split("/"):
+        command = "modelscope download --dataset OWNER/NAME FILE, or --model OWNER/NAME"
+        raise UserError(f"{typed}: download it ({command}, with --local_dir FOLDER), and give its place")
+    path = PATH.fullmatch(typed)
+    if path is None:
         raise UserError(f"{typed}: write hf://datasets/OWNER/NAME/FILE for data, hf://OWNER/NAME for a model")
-    file = (match["file"] or "").strip("/")
-    return HubPath(typed, match["kind"] == "datasets/", match["repo"], match["revision"], file)
-
-
-def _modelscope_command(typed: str) -> str:
-    """How to download what is on ModelScope."""
-    path = typed.removeprefix("modelscope://").removeprefix("models/")
-    kind = "--dataset" if path.startswith("datasets/") else "--model"
-    words = path.removeprefix("datasets/").split("/")
-    repo, file = "/".join(words[:2]), "/".join(words[2:])
-    command = f"modelscope download {kind} {repo} {file}".strip()
-    return f"pip install modelscope, download it ({command} --local_dir FOLDER), and give its place"
-
-
-def has_pattern(path: HubPath) -> bool:
-    """Whether it stands for the files that a pattern fits."""
-    return any(character in path.file for character in "*?[")
-
-
-def _fetched(path: HubPath, tokenizer_only: bool) -> str:
-    """The local copy. Raises UserError."""
     from huggingface_hub import constants, errors
     from huggingface_hub.utils import disable_progress_bars, logging
 
     logging.set_verbosity_error()  # what goes wrong is the error below
     if launch().local_rank > 0 or not sys.stderr.isatty():
         disable_progress_bars()
-    page = f"{constants.ENDPOINT}/{'datasets/' if path.is_dataset else ''}{path.repo}"
+    page = f"{constants.ENDPOINT}/{'datasets/' if path['kind'] == 'datasets/' else ''}{path['repo']}"
     login = "log in (hf auth login, or HF_TOKEN)"
     try:
-        copy = _download(path, tokenizer_only)
+        copy = download(path, tokenizer_only)
     except errors.GatedRepoError:
-        what = f"it is gated: ask for access at {page}, then {login}"
+        problem = f"it is gated: ask for access at {page}, then {login}"
     except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, errors.RemoteEntryNotFoundError):
-        what = f"{page} has no such file or revision, or is private; check the name, or {login}"
+        problem = f"{page} has no such file or revision, or is private; check the name, or {login}"
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
-        why = f"cannot be reached ({reason(error.__cause__ or error)})"
-        if constants.HF_HUB_OFFLINE:
-            why = "is not asked, since HF_HUB_OFFLINE is set"
-        cache = constants.HF_HUB_CACHE
-        what = f"{constants.ENDPOINT} {why}, and {cache} does not hold it; HF_ENDPOINT names a mirror"
+        problem = (
+            f"{constants.ENDPOINT} cannot be reached ({reason(error.__cause__ or error)}), and "
+            f"{constants.HF_HUB_CACHE} does not hold it; HF_ENDPOINT names a mirror"
+        )
     except Exception as error:  # of the network, in any of several libraries
-        what = f"the download failed ({reason(error)}); start again"
+        problem = f"the download failed ({reason(error)}); start again"
     else:
-        if not copy.exists() and not has_pattern(path):
-            raise UserError(f"{path.typed}: the repository holds no such file or folder; check the name")
+        if not copy.exists() and not has_pattern(path["file"] or ""):
+            raise UserError(f"{typed}: the repository holds no such file or folder; check the name")
         if launch().rank == 0:
-            say(f"{path.typed}: {copy}")
-        return str(copy)
-    raise UserError(f"{path.typed}: {what}")
+            say(f"{typed}: {copy}")
+        return copy
+    raise UserError(f"{typed}: {problem}")
 
 
-def _download(path: HubPath, tokenizer_only: bool) -> Path:
+def download(path: re.Match, tokenizer_only: bool) -> Path:
+    """Download what the parts of PATH name. Raises whatever huggingface_hub does."""
     from huggingface_hub import hf_hub_download, snapshot_download
 
-    kind = "dataset" if path.is_dataset else "model"
-    where: dict[str, Any] = {"repo_id": path.repo, "repo_type": kind, "revision": path.revision}
-    if Path(path.file).suffix and not has_pattern(path):
-        return Path(hf_hub_download(filename=path.file, **where))
-    if path.is_dataset:
-        patterns = [path.file, f"{path.file}/*"] if path.file else None
-        return Path(snapshot_download(allow_patterns=patterns, **where)) / path.file
+    kind = "dataset" if path["kind"] == "datasets/" else "model"
+    where: dict[str, Any] = {"repo_id": path["repo"], "repo_type": kind, "revision": path["revision"]}
+    file = (path["file"] or "").strip("/")
+    if Path(file).suffix and not has_pattern(file):
+        return Path(hf_hub_download(filename=file, **where))
+    if kind == "dataset":
+        patterns = [file, f"{file}/*"] if file else None
+        return Path(snapshot_download(allow_patterns=patterns, **where)) / file
     names = TOKENIZER if tokenizer_only else TOKENIZER + MODEL + WEIGHTS
-    prefix = f"{path.file}/" if path.file else ""
-    folder = Path(snapshot_download(allow_patterns=[prefix + name for name in names], **where)) / path.file
+    prefix = f"{file}/" if file else ""
+    folder = Path(snapshot_download(allow_patterns=[prefix + name for name in names], **where)) / file
     if not tokenizer_only and not list(folder.glob("*.safetensors")):
         snapshot_download(allow_patterns=[prefix + name for name in PICKLED], **where)
     return folder
+
+
+def has_pattern(file: str) -> bool:
+    """Whether it stands for the files that a pattern fits."""
+    return any(character in file for character in "*?[")
 
 
 def shown_name(path: Path) -> str:

@@ -2,10 +2,8 @@
 
 import os
 import signal
-import socket
 import sys
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import NamedTuple
 
 
@@ -37,40 +35,23 @@ def launch(environ: Mapping[str, str] = os.environ) -> Launch:
     if not given or environ.get("WORLD_SIZE") == "1":
         return Launch()
     missing = [name for name in (*RANKS, *MASTER) if not environ.get(name)]
-    what = f"{', '.join(given)}: not the numbers of a process among others"
     if missing:
-        what = f"{', '.join(given)} without {', '.join(missing)}"
-    else:
-        with suppress(ValueError):
-            rank, world_size, local_rank, local_world_size = (int(environ[name]) for name in RANKS)
-            if 0 <= local_rank <= rank < world_size:
-                return Launch(rank, world_size, local_rank, local_world_size)
-    advice = "start with torchrun --nproc_per_node N, which sets them all, or with WORLD_SIZE=1 to train in "
-    return Launch(problem=f"{what}; {advice}one process")
+        advice = (
+            "start with torchrun --nproc_per_node N, which sets them all, or with WORLD_SIZE=1 to train in "
+        )
+        return Launch(problem=f"{', '.join(given)} without {', '.join(missing)}; {advice}one process")
+    rank, world_size, local_rank, local_world_size = (int(environ[name]) for name in RANKS)
+    return Launch(rank, world_size, local_rank, local_world_size)
 
 
 def end_with_torchrun() -> None:
     """In a rank that torchrun started, have the kernel send SIGTERM when torchrun ends, kill -9 included
-    (Linux): before training the rank then ends, in training it saves and ends. Where torchrun has ended
-    already, the rank ends here.
+    (Linux): before training the rank then ends, in training it saves and ends.
 
     Called by the first import, since the ranks take seconds to load torch. A rank leads a session; the
     processes that it starts do not, and end with it.
     """
-    if sys.platform != "linux" or os.getsid(0) != os.getpid():
-        return
-    import ctypes
+    if sys.platform == "linux" and os.getsid(0) == os.getpid():
+        import ctypes
 
-    with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # then rank 0 opens the store, later
-        return
-    try:
-        # asked after the prctl, so that no end between the two is missed: does nobody listen at the port of
-        # the store that torchrun keeps for its ranks?
-        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        socket.create_connection(address, timeout=10).close()
-    except ConnectionRefusedError:
-        sys.exit("error: the torchrun that started this process has ended")
-    except (OSError, KeyError, ValueError):
-        return  # a network that is slow, for instance, says nothing about torchrun

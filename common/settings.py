@@ -107,19 +107,13 @@ class DataConfig(Settings):
     max_tokens: int = setting(
         0, "tokens of the data per epoch; what one leaves out comes in the next; 0: all", "tokens", ge=0
     )
-    text_separator: str | None = setting(
-        None, "line between the documents of a .txt file; without it the file is one"
-    )
+    text_separator: str | None = setting(None, "line between the documents of a .txt file; none: it is one")
     cache_dir: str = setting(str(ROOT / "dataset" / "cache"), "folder of the token cache")
     max_seq_len: int = setting(512, "length of the longest sample", "tokens", ge=8, le=32768)
     packing: bool = setting(False, "1: fill rows of --max_seq_len tokens with whole samples")
     on_bad_data: Literal["stop", "skip"] = setting("stop", "at an unusable record: stop, or skip and list it")
-    max_bad_share: float = setting(
-        0.1, "share of bad records above which --on_bad_data skip stops", ge=0, le=1
-    )
-    num_workers: int = setting(
-        0, "data loader processes per rank; 0: the training process loads", "processes", ge=0
-    )
+    max_bad_share: float = setting(0.1, "share of bad records above which skipping stops", ge=0, le=1)
+    num_workers: int = setting(0, "data loader processes per rank; 0: none", "processes", ge=0)
 
 
 class ModelConfig(Settings):
@@ -151,9 +145,7 @@ class TrainingConfig(Settings):
         5e-4, "peak learning rate (muon: 8 times it); auto: by width, batch and data", auto=True, gt=0
     )
     warmup_updates: int = setting(0, "linear warm-up of the learning rate", "updates", ge=0)
-    optimizer: Literal["adamw", "muon"] = setting(
-        "adamw", "muon: for the layers' matrices, AdamW for the rest"
-    )
+    optimizer: Literal["adamw", "muon"] = setting("adamw", "muon: of the layers' matrices, AdamW of the rest")
     weight_decay: float = setting(0.01, "weight decay, on matrices only", ge=0, le=1)
     grad_clip: float = setting(1.0, "largest L2 norm of the gradient; 0: no clipping", ge=0)
     seed: int = setting(42, "seed of weights, data order and dropout", ge=0, le=2**63 - 1)
@@ -227,7 +219,7 @@ class LoggingConfig(Settings):
     )
     log_interval: int = setting(100, "interval of log records", "micro-batches", ge=1)
     eval_interval: int = setting(
-        0, "interval of evaluations; 0: only at the end of each epoch", "micro-batches", ge=0
+        0, "interval of evaluations; 0: each epoch ends with one", "micro-batches", ge=0
     )
     sample_prompts: str = setting(
         "auto", "to answer at each evaluation: auto (held-out ones), none, or a text file of one per line"

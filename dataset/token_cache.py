@@ -22,7 +22,7 @@ import numpy as np
 from tqdm import tqdm
 
 from common.errors import UserError, reason, say
-from common.files import locked, sync_folder, write_json
+from common.files import locked, sync, write_json
 from common.settings import DataConfig
 from dataset.files import find_files, is_plain_text, place, read_records
 from dataset.held_out import Split
@@ -156,7 +156,7 @@ def build(
         meta["sizes"] = {path.name: path.stat().st_size for path in building.glob("*.bin")}
         write_json(building / "meta.json", meta)
         os.rename(building, folder)
-        sync_folder(folder.parent)
+        sync(folder.parent)
     finally:
         shutil.rmtree(building, ignore_errors=True)
     return report

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from common.command_line import STOP_SIGNALS, leave_dead_console, one_line_errors, write_now
-from common.errors import LostRank, UserError, WriteError, reason
+from common.command_line import STOP_SIGNALS, leave_dead_console, one_line_errors
+from common.errors import LostRank, UserError, WriteError, log, reason
 from common.launcher import launch
 from trainer.devices.process_group import leave_process_group
 
@@ -103,7 +103,7 @@ class StopRequest:
             self.signal, self.since = number, time.monotonic()
             if launch().local_rank == 0:
                 hint = "; a second Ctrl-C stops at once" if number == signal.SIGINT else ""
-                write_now(f"{signal.Signals(number).name}: finishing this update, then saving{hint}")
+                log.warning(f"{signal.Signals(number).name}: finishing this update, then saving{hint}")
 
 
 def ignore_stop_signals(_: int = 0) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from common.errors import Interrupted, UserError, reason
-from common.files import link, remove, sync_folder, write_errors, write_json
+from common.files import link, remove, sync, write_errors, write_json
 from common.settings import StageArgs
 from trainer.devices.process_group import Logger, gather, is_main_process, meet, world_size
 from trainer.devices.wrapping import is_sharded, unwrap
@@ -161,7 +161,7 @@ def keep(path: Path, name: Path) -> None:
         remove(temp)
         link(path, temp)
         os.replace(temp, name)
-        sync_folder(name.parent)
+        sync(name.parent)
 
 
 def delete_old_states(folder: Path, run: str, keep_last: int, saved: dict[str, Any]) -> None:
