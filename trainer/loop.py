@@ -82,6 +82,9 @@ def train_epoch(
                 save_checkpoint(state)
             raise interrupted(state)
 
+        if missing == number * world_size() and step == start_step:
+            raise UserError(f"epoch {epoch + 1}: the data loader gave no batch at all; it must give {iters}")
+
         callbacks.call("on_batch_start", progress.update + 1)
         figures = train_update(state, window, targets, tokens)
         meter.count(sizes)

@@ -57,8 +57,8 @@ class Objective(next_token.Objective):
 
     shown = ("cross_entropy", "divergence")
 
-    def __init__(self, teacher):
-        self.teacher = teacher
+    def load_frozen(self, args, device):
+        self.teacher = distillation.load_teacher(args, load_tokenizer(args.tokenizer_path), device)
 
     def loss(self, model, batch, args):
         """Sums, each []: of the losses of the targets, of the load-balancing losses of the tokens, and of
@@ -105,14 +105,15 @@ def main() -> None:
     # 5. SwanLab (wandb, as in MiniMind).
     wandb = start_tracker(args, run, checkpoint) if args.use_wandb else None
 
-    # 6. Model, compiled and wrapped in DDP or FSDP; teacher; the optimizer, as FSDP replaces the parameters.
+    # 6. Model, compiled and wrapped in DDP or FSDP; then the optimizer, since FSDP replaces the parameters.
+    objective = Objective()
     weight = args.from_weight if checkpoint is None else "none"  # the checkpoint replaces them
     model, _ = utils.init_model(lm_config, weight, args.tokenizer_path, args.save_dir, build_device(args))
+    model = objective.extend_model(model, args)
     model = utils.compile_and_wrap(model, args, device, autocast, train_set, frozen)
-    objective = Objective(distillation.load_teacher(args, tokenizer, device))
     optimizer = objective.optimizer(model, args)
 
-    # 7. The state of the run, restored from the checkpoint.
+    # 7. The state of the run, with its teacher, restored from the checkpoint.
     state = TrainState(
         args=args, lm_config=lm_config, run=run,
         model=model, optimizer=optimizer, scaler=scaler, autocast=autocast, device=device,

@@ -120,6 +120,7 @@ def main() -> None:
     objective = Objective()
     weight = args.from_weight if checkpoint is None else "none"  # the checkpoint replaces them
     model, _ = utils.init_model(lm_config, weight, args.tokenizer_path, args.save_dir, build_device(args))
+    model = objective.extend_model(model, args)
     model = utils.compile_and_wrap(model, args, device, autocast, train_set, frozen)
     optimizer = objective.optimizer(model, args)
 

@@ -91,8 +91,9 @@ def main() -> None:
     # 6. Model, wrapped in DDP; rollouts, and optimizer.
     weight = args.from_weight if checkpoint is None else "none"  # the checkpoint replaces them
     model, _ = utils.init_model(lm_config, weight, args.tokenizer_path, args.save_dir)
-    model = utils.compile_and_wrap(model, args, device, autocast, train_set)
     objective = make_rollouts(Objective, args, tokenizer, device)
+    model = objective.extend_model(model, args)
+    model = utils.compile_and_wrap(model, args, device, autocast, train_set)
     optimizer = objective.optimizer(model, args)
 
     # 7. The state of the run, with its rollouts, restored from the checkpoint.

@@ -72,6 +72,13 @@ class Objective(next_token.NextToken):
 
     saves_trained_only = True
 
+    def extend_model(self, model, args):
+        """The model, frozen, with adapters."""
+        targets = args.lora_targets.split(",")
+        lora.add_adapters(model, args.lora_rank, args.lora_alpha, args.lora_dropout, targets)
+        lora.check_that_adapters_alone_are_trained(model)
+        return model
+
     def loss(self, model, batch, args):
         """Sums, each []: of the losses of the targets, of the auxiliary losses of the tokens, and of metrics
         by name over the targets."""
@@ -116,8 +123,7 @@ def main() -> None:
     model, _ = utils.init_model(
         lm_config, args.from_weight, args.tokenizer_path, args.save_dir, build_device(args)
     )
-    lora.add_adapters(model, args.lora_rank, args.lora_alpha, args.lora_dropout, args.lora_targets.split(","))
-    lora.check_that_adapters_alone_are_trained(model)
+    model = objective.extend_model(model, args)
     model = utils.compile_and_wrap(model, args, device, autocast, train_set)
     optimizer = objective.optimizer(model, args)
 

@@ -87,6 +87,10 @@ class Objective(ppo.PPO):
         by name over the targets."""
         return ppo.actor_critic_loss(model, batch, args)
 
+    def extend_model(self, model, args):
+        """The policy, with a critic beside it."""
+        return ppo.ActorCritic(model)
+
     def optimizer(self, model, args):
         scales = {"critic": args.critic_learning_rate / args.learning_rate}
         return build_optimizer(model, args.learning_rate, args.weight_decay, args.optimizer, scales)
@@ -124,9 +128,9 @@ def main() -> None:
     # 6. Policy and critic as one model, wrapped in DDP; rollouts, and one optimizer with two rates.
     weight = args.from_weight if checkpoint is None else "none"  # the checkpoint replaces them
     policy, _ = utils.init_model(lm_config, weight, args.tokenizer_path, args.save_dir)
-    model = ppo.ActorCritic(policy)
-    model = utils.compile_and_wrap(model, args, device, autocast, train_set)
     objective = make_rollouts(Objective, args, tokenizer, device)
+    model = objective.extend_model(policy, args)
+    model = utils.compile_and_wrap(model, args, device, autocast, train_set)
     optimizer = objective.optimizer(model, args)
 
     # 7. The state of the run, with its rollouts, restored from the checkpoint.

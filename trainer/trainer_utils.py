@@ -327,6 +327,9 @@ def begin_run(
     if eval_set is not None:
         state.eval_loader = eval_loader(eval_set, args.batch_size, eval_set.collate)
     add_callbacks(state)
+    state.objective.load_frozen(args, state.device)
+    if state.objective.needs_reference and saved is not None:
+        resume.check_reference(args, state.run, saved)
     if state.objective.needs_reference and state.objective.reference is None:
         state.objective.reference = reference_model(args, state.lm_config, state.device)
     dtype = autocast_dtype(state.autocast, state.device)

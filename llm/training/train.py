@@ -2,7 +2,7 @@
 
     python -m llm.training.train --task full_sft --data_path data/sft.jsonl --from_weight pretrain
     python -m llm.training.train --task full_sft --config llm/training/configs/full_sft.yaml --batch_size 8
-    python -m llm.training.train --task my_tasks:TextClassifier --set classes=4      a task in your own file
+    python -m llm.training.train --task my_tasks:TextClassifier                      a task in your own file
     python -m llm.training.train --task my_tasks:Six --data_module my_data:Points    its data in another one
     torchrun --nproc_per_node 2 -m llm.training.train --task pretrain --data_path data/pretrain.jsonl
 
@@ -18,11 +18,15 @@ from typing import TypeVar
 # run the code beside this file, installed or not
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from common.errors import UserError
+from pydantic import PydanticUserError
+
+from common.errors import UserError, reason
 from common.files import lock_output
 from common.launcher import launch
 from common.plugins import import_named
-from llm.training.core.config import Config
+from llm.training.core.callbacks import Callback
+from llm.training.core.checks import check_class, check_spelling, checked_type
+from llm.training.core.config import Config, EngineArgs
 from llm.training.core.engine import TrainingEngine
 from llm.training.core.utils import DistributedManager, Logger
 from llm.training.data.base import DataModule
@@ -52,18 +56,38 @@ def find_task(name: str) -> type[TrainingTask]:
         raise UserError(
             f"--task {name} is unknown; there are {known}, and package.module:ClassName for your own"
         )
-    return named_class("--task", name, TrainingTask)
+    task = named_class("--task", name, TrainingTask)
+    if not issubclass(task.args_class, EngineArgs):
+        raise UserError(
+            f"{task.__name__}.args_class must be a subclass of EngineArgs (llm.training.core.config)"
+        )
+    check_class(task, TrainingTask, called_in_other_ways=("build_scheduler",))
+    settings = EngineArgs.model_fields
+    check_spelling(task.args_class.__name__, task.args_class.model_fields.keys() - settings, settings)
+    return task
 
 
 def named_class(flag: str, name: str, base: type[C]) -> type[C]:
     """The class `package.module:ClassName`, also from the current folder, which a flag names. Raises
     UserError if there is no such class, or it lacks methods that a subclass of `base` must implement."""
-    imported = import_named(flag, name)
+    try:
+        imported = import_named(flag, name)
+    except PydanticUserError as error:  # a setting without a type
+        raise UserError(f"{flag} {name}: {reason(error)}") from error
     if not (isinstance(imported, type) and issubclass(imported, base)):
         raise UserError(f"{flag} {name} is not a subclass of {base.__name__} ({base.__module__})")
-    if missing := getattr(imported, "__abstractmethods__", ()):
-        raise UserError(f"{flag} {name} does not implement {', '.join(sorted(missing))}")
     return imported
+
+
+def checked_callbacks(task: TrainingTask) -> list[Callback]:
+    """The callbacks of a task. Raises UserError if they are no list of callbacks, or have a wrong method."""
+    callbacks = checked_type(task, "callbacks", task.callbacks(), list, "a list of callbacks")
+    for callback in callbacks:
+        if not isinstance(callback, Callback):
+            what = f"{type(task).__name__}.callbacks: {callback!r} is no Callback"
+            raise UserError(f"{what}; list objects, such as [MyCallback()]")
+        check_class(type(callback), Callback)
+    return callbacks
 
 
 def train_worker(rank: int, world_size: int, config: Config) -> None:
@@ -86,7 +110,11 @@ def _train(config: Config) -> None:
     engine: TrainingEngine | None = None
     try:
         task, name = find_task(config.training.task)(config), config.data.data_module
+        if not hasattr(task, "args"):
+            raise UserError(f"{type(task).__name__}.__init__ must call super().__init__(config)")
         data = named_class("--data_module", name, DataModule)(config) if name else task.build_data()
+        checked_type(task, "build_data", data, DataModule, "a DataModule")
+        check_class(type(data), DataModule)
         args, task.data = task.args, data
         run = run_name(args.save_weight, args)
         check_utf8(args)
@@ -97,7 +125,7 @@ def _train(config: Config) -> None:
             distributed.setup()
             data.setup()
             logger.debug(config.describe())
-            engine = TrainingEngine(config, task, data, task.callbacks())
+            engine = TrainingEngine(config, task, data, checked_callbacks(task))
             engine.run()
     finally:
         distributed.cleanup(engine.state if engine is not None else None)
@@ -139,7 +167,7 @@ def main() -> None:
     Logger.of(config)  # from here on the log file receives what is printed
     # refuse what the machine lacks before the data are prepared
     device = select_device(config.distributed.device)
-    check_dtype(config.to_args().dtype, device)
+    check_dtype(config.args.dtype, device)
     distributed = DistributedManager(config)
     world_size = distributed.get_world_size()
     if world_size > 1 and not distributed.launched:

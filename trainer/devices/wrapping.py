@@ -10,6 +10,7 @@ import inspect
 import os
 import shutil
 import sysconfig
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from importlib.util import find_spec
@@ -251,13 +252,14 @@ def transformer_layers(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
-def freeze(model: nn.Module, prefixes: tuple[str, ...]) -> None:
+def freeze(model: nn.Module, prefixes: str | Sequence[str]) -> None:
     """Exclude the parameters whose names begin with one of the prefixes from training, e.g.
     `model.layers.0.`.
 
     Raises:
         UserError: a prefix fits no parameter.
     """
+    prefixes = (prefixes,) if isinstance(prefixes, str) else tuple(prefixes)
     names = [name for name, _ in model.named_parameters()]
     for prefix in prefixes:
         if not any(name.startswith(prefix) for name in names):

@@ -111,6 +111,15 @@ class Objective:
         """The name of the file that says what is learned."""
         return defining_file(self)
 
+    def extend_model(self, model: nn.Module, args: Any) -> nn.Module:
+        """The model to train, made of a new one before it is wrapped: with adapters, a critic, another
+        head."""
+        return model
+
+    def load_frozen(self, args: Any, device: torch.device) -> None:
+        """Load frozen models other than `reference`, such as a teacher, onto the device. Their flags are a
+        subclass of `FrozenModelArgs` (run/resume.py), which has them compared and not overwritten."""
+
     def prepare(self, state: Any, window: list[Batch]) -> list[Batch]:
         """The micro-batches to train of those that the loader gave, such as rollouts of prompts."""
         return window

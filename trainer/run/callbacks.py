@@ -89,6 +89,7 @@ class CallbackList(list[Callback]):
         one is only a warning, because the other callbacks still have to close their files."""
         for callback in self:
             kind = type(callback).__name__
+            rates = self.learning_rates()
             try:
                 getattr(callback, name)(self.state, *args)
             except Exception as error:
@@ -96,11 +97,22 @@ class CallbackList(list[Callback]):
                     error.add_note(f"callback {kind} failed in {name}")
                     raise
                 warn(f"callback {kind} failed in {name}: {type(error).__name__}: {reason(error)}")
+            if self.learning_rates() != rates and self.state.has_schedule():
+                raise UserError(
+                    f"callback {kind} changes the learning rate in {name}, but the schedule sets it at each "
+                    "update; change the schedule, or let build_scheduler of a task return None"
+                )
             if name == "on_log":
                 (record,) = args
                 for key, value in record.items():
                     where = f"{key!r}, which callback {kind} puts into the record,"
                     record[key] = plain(value, where, in_record=True)
+
+    def learning_rates(self) -> list[Any]:
+        """The learning rates of the optimizer, if there is a run."""
+        if self.state is None:
+            return []
+        return [group["lr"] for group in self.state.optimizer.param_groups]
 
     def state_dict(self) -> dict[str, State]:
         """The states by name."""

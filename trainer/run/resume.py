@@ -138,6 +138,16 @@ def check_resume(args: StageArgs, run: Fingerprint, checkpoint: dict[str, Any] |
         )
 
 
+def check_reference(args: StageArgs, run: Fingerprint, checkpoint: dict[str, Any]) -> None:
+    """Raise UserError if the start weights, which are the frozen reference of a run, are others than when it
+    began."""
+    if run["from_weight_sha256"] != checkpoint["run"]["from_weight_sha256"]:
+        raise UserError(
+            f"--from_weight {args.from_weight} is not what this run began with, its frozen reference; give "
+            "the same weights"
+        )
+
+
 def check_ranks_agree(seen: dict[str, Any]) -> None:
     """Raise UserError if the ranks see other data, settings or checkpoints, or `auto` gives them other
     devices or dtypes: their weights would part."""

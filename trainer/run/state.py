@@ -92,6 +92,10 @@ class TrainState:
         """For callbacks that take what they are given for an engine, whose `state` this is."""
         return self
 
+    def has_schedule(self) -> bool:
+        """Whether a function sets the learning rate at each update, not a scheduler of torch."""
+        return self.schedule(self.progress.update + 1, self.total_updates, self.args) is not None
+
     def read_clock(self) -> None:
         """Bring the seconds of the run up to date."""
         now = time.perf_counter()

@@ -1,16 +1,11 @@
-"""The engine's settings: those of the stage scripts (common/settings.py) and its own, in sections.
+"""The engine's settings: those of the stage scripts (common/settings.py) and its own.
 
-Later sources override earlier ones: the defaults below, the task's own defaults, a YAML file (--config), the
+Later sources override earlier ones: the defaults of the task's `args_class`, a YAML file (--config), the
 environment (MINIMIND_BATCH_SIZE=8), the command line (--batch_size 8).
 """
 
-import argparse
-import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
-from functools import cache
 from typing import Any, ClassVar
 
 from common import settings
@@ -21,17 +16,20 @@ from common.arguments import (
     print_and_exit,
     read_flags,
     read_yaml,
+    sections,
     stage_parser,
     yaml_values,
 )
 from common.command_line import Parser
 from common.errors import UserError
 from common.hub import make_local
-from common.settings import CheckpointConfig, LoggingConfig, Settings, StageArgs, setting
+from common.settings import CheckpointConfig, LoggingConfig, StageArgs, setting
 
 PREFIX = "MINIMIND_"  # of environment variables
 OTHER_VARIABLES = ("MINIMIND_API_KEY",)  # of other programs
-OPTIONS = "task_options"  # section of YAML for the options of a user's own task
+DESCRIPTION = (
+    "Train a built-in task or your own. A task may have its own defaults: --print_config shows them."
+)
 
 
 class ModelConfig(settings.ModelConfig):
@@ -89,9 +87,8 @@ class OptimizationConfig(settings.OptimizationConfig):
 
 
 class EngineArgs(DataConfig, ModelConfig, TrainingConfig, OptimizationConfig, DistributedConfig, StageArgs):
-    """All settings, flat, as the functions of `trainer/` take them."""
-
-    section: ClassVar[str] = "engine"
+    """All settings, flat, as the functions of `trainer/` take them. A task of your own subclasses it for its
+    defaults and flags, as a stage script does `StageArgs`."""
 
     def contradictions(self) -> list[str]:
         """Values that do not go together."""
@@ -103,31 +100,93 @@ class EngineArgs(DataConfig, ModelConfig, TrainingConfig, OptimizationConfig, Di
         return wrong
 
 
-@cache
-def engine_args(stage_args: type[StageArgs] | None) -> type[EngineArgs]:
-    """The class of a task's settings: the engine's and, of a stage, its flags and defaults."""
-    if stage_args is None:
-        return EngineArgs
-    return type("EngineArgs", (stage_args, EngineArgs), {"__module__": __name__})
+class Config:
+    """The settings of a run: from all sources, or `Config(training=TrainingConfig(epochs=3))`.
 
+    args: all settings, flat. Each section is the same object: `config.training.epochs` is
+    `config.args.epochs`.
+    """
 
-def engine_parser(args_class: type[EngineArgs]) -> Parser:
-    """The engine's command line."""
-    description = (
-        "Train a built-in task or your own. A task may have its own defaults: --print_config shows them."
-    )
-    parser = stage_parser(args_class, description, prog="python -m llm.training.train")
-    text = f"an option of your own task, stored in config.extra (in YAML: section {OPTIONS}); may be repeated"
-    parser.add_argument("--set", action="append", type=named_value, metavar="NAME=VALUE", help=text)
-    return parser
+    def __init__(
+        self,
+        *,
+        model: ModelConfig | None = None,
+        data: DataConfig | None = None,
+        training: TrainingConfig | None = None,
+        distributed: DistributedConfig | None = None,
+        optimization: OptimizationConfig | None = None,
+        checkpoint: CheckpointConfig | None = None,
+        logging: LoggingConfig | None = None,
+        args: EngineArgs | None = None,
+    ):
+        given: dict[str, Any] = {}
+        for section in (model, data, training, distributed, optimization, checkpoint, logging):
+            if section is not None:
+                given |= section.model_dump(exclude_unset=True)
+        args = (args or EngineArgs()).model_copy(update=given)
+        if not args.use_amp:
+            args.dtype = "float32"
+        if args.resume_from is not None:
+            args.from_resume = True
+        self.args = args
+        self.model = self.data = self.training = self.distributed = args
+        self.optimization = self.checkpoint = self.logging = args
 
+    @classmethod
+    def from_args_and_env(
+        cls,
+        argv: Sequence[str] | None = None,
+        environ: Mapping[str, str] | None = None,
+        find_task: Callable[[str], Any] | None = None,
+    ) -> "Config":
+        """Read the settings from all sources. `validate` checks how they go together.
 
-def named_value(text: str) -> tuple[str, str]:
-    """Name and value of --set."""
-    name, equals, value = text.partition("=")
-    if not equals:
-        raise argparse.ArgumentTypeError(f"must be NAME=VALUE, not {text!r}")
-    return name, value
+        Args:
+            argv: the command line without the program; sys.argv by default.
+            environ: the environment; os.environ by default.
+            find_task: gives the class of a task, for its `args_class`; needed only if a task is given.
+                `save_weight` defaults to the name of the task.
+
+        Raises:
+            UserError: one line with all unknown names and invalid values of a source.
+            SystemExit: after `--help` and `--print_config`.
+        """
+        if environ is None:
+            environ = os.environ
+        name = find_task_name(argv, environ)
+        args_class = settings_of_task(name, find_task)
+        parser = stage_parser(args_class, DESCRIPTION, prog="python -m llm.training.train")
+        flags = read_flags(parser, argv)
+        path, print_config = flags.pop("config", None), flags.pop("print_config", False)
+        variables = []
+        for key in sorted(environ):
+            if key.startswith(PREFIX) and key not in OTHER_VARIABLES:
+                variables.append((key.removeprefix(PREFIX).lower(), f"variable {key}", environ[key]))
+        given: dict[str, Any] = {}
+        if path is not None:
+            content = read_yaml(path)
+            check_sections(args_class, path, content)
+            given = checked(args_class, yaml_values(path, content))
+        given |= checked(args_class, variables)
+        given |= checked(args_class, flag_values(flags))
+        if name and args_class.model_fields["save_weight"].default == EngineArgs().save_weight:
+            given.setdefault("save_weight", name.rpartition(":")[2])
+        args = args_class().model_copy(update=given)
+        if print_config:
+            print_and_exit(as_yaml(args_class, dict(args)))
+        make_local(args)
+        return cls(args=args)
+
+    def describe(self) -> str:
+        """Every setting as YAML that `--config` can read."""
+        return as_yaml(type(self.args), dict(self.args))
+
+    def validate(self) -> None:
+        """Check how the values go together; each alone was checked where it was read. Raises UserError: one
+        line with all mistakes."""
+        wrong = self.args.contradictions()
+        if wrong:
+            raise UserError("; ".join(wrong))
 
 
 def find_task_name(argv: Sequence[str] | None, environ: Mapping[str, str]) -> str:
@@ -144,156 +203,26 @@ def find_task_name(argv: Sequence[str] | None, environ: Mapping[str, str]) -> st
     return str(name or "")
 
 
-def checked_options(label: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of a task; text such as `3` and `true` becomes what it says in JSON. Raises UserError for the
-    name of a setting, after `label`."""
-    options = {}
-    for name, value in given.items():
-        if name in EngineArgs.model_fields:
-            raise UserError(f"{label}{name} is a setting of the engine; give it as --{name}")
-        options[name] = value
-        if isinstance(value, str):
-            with suppress(ValueError):
-                options[name] = json.loads(value)
-    return options
-
-
-SECTIONS: dict[str, type[Settings]] = {
-    "model": ModelConfig,
-    "data": DataConfig,
-    "training": TrainingConfig,
-    "distributed": DistributedConfig,
-    "optimization": OptimizationConfig,
-    "checkpoint": CheckpointConfig,
-    "logging": LoggingConfig,
-}
-
-
-def task_defaults(
-    name: str, find_task: Callable[[str], Any] | None
-) -> tuple[type[StageArgs] | None, dict[str, Any], dict[str, Any]]:
-    """The settings of the task, if it is a stage; the defaults of all settings; and those that are options of
-    the task. Raises UserError if they are wrong, or nothing finds the task."""
+def settings_of_task(name: str, find_task: Callable[[str], Any] | None) -> type[EngineArgs]:
+    """The class of a task's settings. Raises UserError if nothing finds the task."""
     if not name:
-        return None, dict(EngineArgs()), {}
+        return EngineArgs
     if find_task is None:
         raise UserError(
             f"--task {name}: its class is needed; call Config.from_args_and_env(find_task=find_task) "
             "with find_task of llm/training/train.py"
         )
-    task = find_task(name)
-    args_class = engine_args(task.stage_args)
-    values, settings, options = dict(args_class()), [], {}
-    if task.stage_args is None:
-        values["save_weight"] = name.rpartition(":")[2]
-    label = f"task {name}: its default "
-    for key, value in task.defaults.items():
-        if args_class.aliases.get(key, key) in args_class.model_fields:
-            settings.append((key, label + key, value))
-        else:
-            options[key] = value
-    return task.stage_args, values | checked(args_class, settings), options
+    return find_task(name).args_class
 
 
-@dataclass
-class Config:
-    """All settings of a run.
-
-    extra: the flags of a stage, and the options of a user's own task. stage_args: the settings of the task,
-    if it is a stage.
-    """
-
-    model: ModelConfig = field(default_factory=ModelConfig)
-    data: DataConfig = field(default_factory=DataConfig)
-    training: TrainingConfig = field(default_factory=TrainingConfig)
-    distributed: DistributedConfig = field(default_factory=DistributedConfig)
-    optimization: OptimizationConfig = field(default_factory=OptimizationConfig)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    logging: LoggingConfig = field(default_factory=LoggingConfig)
-    extra: dict[str, Any] = field(default_factory=dict)
-    stage_args: type[StageArgs] | None = None
-
-    @classmethod
-    def from_args_and_env(
-        cls,
-        argv: Sequence[str] | None = None,
-        environ: Mapping[str, str] | None = None,
-        find_task: Callable[[str], Any] | None = None,
-    ) -> "Config":
-        """Read the settings from all sources. `validate` checks how they go together.
-
-        Args:
-            argv: the command line without the program; sys.argv by default.
-            environ: the environment; os.environ by default.
-            find_task: gives the class of a task, for its `defaults` and `stage_args`; needed only if a task
-                is given. `save_weight` defaults to the name of the task.
-
-        Raises:
-            UserError: one line with all unknown names and invalid values of a source.
-            SystemExit: after `--help` and `--print_config`.
-        """
-        if environ is None:
-            environ = os.environ
-        stage_args, values, options = task_defaults(find_task_name(argv, environ), find_task)
-        args_class = engine_args(stage_args)
-        flags = read_flags(engine_parser(args_class), argv)
-        path, print_config = flags.pop("config", None), flags.pop("print_config", False)
-        set_options = checked_options("--set ", dict(flags.pop("set", [])))
-        variables = []
-        for key in sorted(environ):
-            if key.startswith(PREFIX) and key not in OTHER_VARIABLES:
-                variables.append((key.removeprefix(PREFIX).lower(), f"variable {key}", environ[key]))
-
-        given: dict[str, Any] = {}
-        if path is not None:
-            sections = read_yaml(path)
-            options |= checked_options(f"{path}: ", sections.pop(OPTIONS, {}))
-            given = checked(args_class, yaml_values(path, sections))
-        given |= checked(args_class, variables)
-        given |= checked(args_class, flag_values(flags))
-        values |= given
-
-        parts: dict[str, Any] = {}
-        for section, kind in SECTIONS.items():
-            names = kind.model_fields.keys()
-            part = {name: values.pop(name) for name in names}
-            parts[section] = kind.model_construct(names & given.keys(), **part)
-        config = cls(**parts, extra=values | options | set_options, stage_args=stage_args)
-        if print_config:
-            print_and_exit(config.describe())
-        for section in (config.data, config.model, config.checkpoint):
-            make_local(section)
-        return config
-
-    # --- what is read from a config
-
-    def values(self) -> dict[str, Any]:
-        """All settings by name, with the flags of a stage."""
-        values: dict[str, Any] = {}
-        for section in SECTIONS:
-            values |= dict(getattr(self, section))
-        of_stage = engine_args(self.stage_args).model_fields
-        return values | {name: value for name, value in self.extra.items() if name in of_stage}
-
-    def to_args(self) -> EngineArgs:
-        """All settings, flat; for a stage also its own flags."""
-        values, given = self.values(), set()
-        for section in SECTIONS:
-            given |= getattr(self, section).model_fields_set
-        if not self.optimization.use_amp:
-            values["dtype"] = "float32"
-        return engine_args(self.stage_args).model_construct(given, **values)
-
-    def describe(self) -> str:
-        """Every setting as YAML that `--config` can read."""
-        values = self.values()
-        options = {name: value for name, value in self.extra.items() if name not in values}
-        more = {OPTIONS: options} if options else {}
-        return as_yaml(engine_args(self.stage_args), values, **more)
-
-    def validate(self) -> None:
-        """Check how the values go together; each alone was checked where it was read. Raises UserError: one
-        line with all mistakes."""
-        wrong = self.to_args().contradictions()
-        if wrong:
-            raise UserError("; ".join(wrong))
+def check_sections(args_class: type[EngineArgs], path: str, content: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raise UserError if a setting of a YAML file stands in another section than its own."""
+    section_of = {name: section for section, names in sections(args_class).items() for name in names}
+    wrong = []
+    for section, values in content.items():
+        for spelt in values:
+            right = section_of.get(args_class.aliases.get(spelt, spelt), section)
+            if right != section:
+                wrong.append(f"{path}: {section}.{spelt} belongs in the section {right}")
+    if wrong:
+        raise UserError("; ".join(wrong))

@@ -2,24 +2,27 @@
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import default_collate
 
 from common.errors import UserError
 from llm.training.core.callbacks import Callback, LRSchedulerCallback
+from llm.training.core.checks import check_criterion, checked_type, described
 from llm.training.core.config import Config
-from llm.training.core.objective import check_criterion
+from llm.training.core.objective import TaskObjective
 from llm.training.core.utils import CheckpointManager, Logger, PerformanceMonitor
 from llm.training.data.base import DataModule
 from llm.training.tasks.base_task import TrainingTask
 from trainer import trainer_utils as utils
 from trainer.data.datasets import steps_per_epoch
 from trainer.devices.device import device_and_precision
-from trainer.loop import train_epoch
-from trainer.objectives.next_token import frozen_model
+from trainer.loop import evaluate, train_epoch
+from trainer.objectives.next_token import Objective, frozen_model
 from trainer.optim.rules import apply_rules
 from trainer.report.trackers import start_tracker
 from trainer.run.callbacks import CallbackList
@@ -76,14 +79,19 @@ class TrainingEngine:
         self.wandb = None if self.is_finished else start_tracker(args, run, checkpoint)
 
         # what the task makes; a checkpoint takes the place of the start weights
-        model = self._build_model(args.from_weight if checkpoint is None else "none")
+        objective = checked_type(task, "build_objective", task.build_objective(), Objective, "an Objective")
+        reads_start_weights = checkpoint is None or objective.saves_trained_only
+        model = self._build_model(args.from_weight if reads_start_weights else "none")
+        extended = objective.extend_model(model, args)
+        model = checked_type(objective, "extend_model", extended, nn.Module, "the model")
         wrapped = utils.compile_and_wrap(model, args, device, autocast, data.train_dataset, task.frozen)
         self.device = device
-        self.optimizer = task.optimizer = task.build_optimizer(model)
+        optimizer = task.build_optimizer(model)
+        checked_type(task, "build_optimizer", optimizer, Optimizer, "an optimizer of torch")
+        self.optimizer = task.optimizer = optimizer
         self.scheduler = self._build_scheduler(total_updates(run))
         self.criterion = task.criterion = task.build_criterion()
         check_criterion(task)
-        objective = task.build_objective()
         if objective.needs_reference:
             utils.setup_seed(args.seed)  # without start weights: the same random ones
             reference: Any = self._build_model(args.from_weight)
@@ -101,10 +109,12 @@ class TrainingEngine:
 
     def _build_model(self, weights: str) -> nn.Module:
         """The task's model, with these start weights."""
-        config = self.task.config
-        start = config.checkpoint.model_copy(update={"from_weight": weights})
-        self.task.config = replace(config, checkpoint=start)
-        return self.task.build_model()
+        task, args = self.task, self.task.args
+        task.args = args.model_copy(update={"from_weight": weights})
+        task.config = Config(args=task.args)
+        model = checked_type(task, "build_model", task.build_model(), nn.Module, "the model, an nn.Module")
+        task.args, task.config = args, Config(args=args)
+        return model
 
     @property
     def model(self) -> nn.Module:
@@ -148,7 +158,9 @@ class TrainingEngine:
         """
         if self.is_finished:
             return
-        utils.setup_seed(self.state.args.seed)  # whatever was drawn for the model
+        if isinstance(self.state.objective, TaskObjective) and self.state.eval_loader is not None:
+            evaluate(self.state, islice(self.state.eval_loader, 1))  # refuses what would fail after an epoch
+        utils.setup_seed(self.state.args.seed)  # whatever was drawn for the model and the validation
         with training_files(self.state, self.wandb):
             for epoch in range(self.state.progress.epoch, self.state.args.epochs):
                 self._run_epoch(epoch)
@@ -163,6 +175,13 @@ class TrainingEngine:
         state = self.state
         start_step = state.progress.step if epoch == state.progress.epoch else 0
         loader = self.data_module.train_dataloader(epoch, start_step)
+        if getattr(loader, "collate_fn", None) is default_collate:
+            loader.collate_fn = self.data_module.collate  # makes empty batches, too
+        if not hasattr(loader, "collate_fn"):
+            raise UserError(
+                f"{type(self.data_module).__name__}.train_dataloader returns {described(loader)}; it must "
+                "return a DataLoader, or what has its collate_fn, too"
+            )
         iters = steps_per_epoch(state.run["samples"], state.args.batch_size)
         train_epoch(state, epoch, loader, iters, start_step, self.wandb)
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, default_collate
 
 from common.errors import UserError
+from llm.training.core.checks import checked_batch
 from llm.training.core.config import Config
 from trainer.data.datasets import SizedDataset, epoch_loader, eval_loader, in_order
 
@@ -45,15 +46,11 @@ class DataModule(ABC):
         a batch of no samples, it is that of the first one, with every tensor cut to length 0. Raises
         UserError if it is no dict."""
         if rows:
-            batch = self.collate_fn(rows)
-            if not isinstance(batch, dict):
-                what = f"{type(self).__name__}: collate_fn returns a {type(batch).__name__}"
-                raise UserError(f"{what}; a batch is a dict of tensors, such as {{'x': ..., 'y': ...}}")
-            return batch
+            return checked_batch(self, self.collate_fn(rows))
         try:
             return self.collate_fn([])
         except Exception:  # IndexError of default_collate, RuntimeError of torch.stack ...
-            batch = self.collate_fn([self.train_dataset[0]])
+            batch = checked_batch(self, self.collate_fn([self.train_dataset[0]]))
         for key, value in batch.items():
             if isinstance(value, Tensor | list):
                 batch[key] = value[:0]

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from common.errors import UserError
-from common.settings import StageArgs
 from llm.training.core.callbacks import Callback
-from llm.training.core.config import Config
+from llm.training.core.checks import described
+from llm.training.core.config import Config, EngineArgs
 from llm.training.core.objective import TaskObjective
 from llm.training.data.base import DataModule
 from trainer.objectives.next_token import Metrics, Objective
@@ -30,15 +30,12 @@ class TrainingTask(ABC):
     over all micro-batches and ranks, so the result does not depend on how the update was split.
     """
 
-    # of settings; a YAML file, the environment and flags override them
-    defaults: ClassVar[dict[str, Any]] = {}
-
+    # defaults of the settings, and flags of its own; they are in `self.args`
+    args_class: ClassVar[type[EngineArgs]] = EngineArgs
     optimizer: torch.optim.Optimizer  # of `build_optimizer`, from `build_scheduler` on
 
     # the class of its data, if `build_data` is not implemented
     data_module: ClassVar[type[DataModule] | None] = None
-    # the settings of the stage that it is, whose flags it takes
-    stage_args: ClassVar[type[StageArgs] | None] = None
     # of steps of a scheduler; None: epoch
     scheduler_interval: ClassVar[Literal["epoch", "update"] | None] = None
     shown: tuple[str, ...] = ()  # metrics that stand on the console's line
@@ -49,10 +46,7 @@ class TrainingTask(ABC):
     criterion: Callable[..., Any]  # set by the engine to the result of `build_criterion`
 
     def __init__(self, config: Config):
-        self.config = config
-        args = config.to_args()  # all settings, flat
-        from_resume = args.from_resume or args.resume_from is not None
-        self.args = args.model_copy(update={"from_resume": from_resume})
+        self.config, self.args = config, config.args
         self.lm_config: Any = self.args  # the shape in the names of files, such as a MiniMindConfig
 
     @abstractmethod
@@ -85,8 +79,8 @@ class TrainingTask(ABC):
 
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """The optimizer. By default that of --optimizer, with weight decay on matrices only."""
-        training = self.config.training
-        return build_optimizer(model, training.learning_rate, training.weight_decay, training.optimizer)
+        args = self.args
+        return build_optimizer(model, args.learning_rate, args.weight_decay, args.optimizer)
 
     def build_scheduler(
         self, optimizer: torch.optim.Optimizer, total_updates: int
@@ -103,14 +97,17 @@ class TrainingTask(ABC):
 
     def size(self, batch: Batch) -> Size:
         """The number of targets and tokens in a batch. By default one of each per sample."""
-        samples = len(next(iter(batch.values())))
-        return Size(targets=samples, tokens=samples)
+        name, first = next(iter(batch.items()))
+        if not isinstance(first, list) and not (isinstance(first, Tensor) and first.dim() > 0):
+            raise UserError(
+                f"{type(self).__name__}: the first value of a batch, {name!r}, is {described(first)}; put a "
+                "tensor of the samples first, or implement `size(batch)`"
+            )
+        return Size(targets=len(first), tokens=len(first))
 
     def fingerprint(self) -> dict[str, Any]:
-        """Properties of the model that a resumed run must share with its checkpoint."""
-        model = self.config.model
-        shape = {"hidden_size": model.hidden_size, "num_hidden_layers": model.num_hidden_layers}
-        return shape | self.config.extra
+        """What a resumed run must share with its checkpoint beside the settings."""
+        return {}
 
     def callbacks(self) -> list[Callback]:
         """Additional callbacks of this task."""

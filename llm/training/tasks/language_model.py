@@ -8,8 +8,10 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from common.errors import UserError
+from common.settings import StageArgs
 from dataset.token_cache import load_tokenizer
-from llm.training.core.config import Config
+from llm.training.core.config import Config, EngineArgs
 from llm.training.core.objective import TaskObjective
 from llm.training.data.base import DataModule
 from llm.training.tasks.base_task import TrainingTask
@@ -73,6 +75,7 @@ class StageTask(TrainingTask):
 
     def __init__(self, config: Config):
         super().__init__(config)
+        check_main(self.script)
         start = None
         if self.args.from_weight != "none":
             self.args, start = read_start_weights(self.args)
@@ -85,8 +88,9 @@ class StageTask(TrainingTask):
         return StageDataModule(self)
 
     def build_model(self) -> nn.Module:
-        args, start = self.args, self.config.checkpoint.from_weight
-        model, _ = init_model(self.lm_config, start, args.tokenizer_path, args.save_dir, build_device(args))
+        args = self.args
+        device = build_device(args)
+        model, _ = init_model(self.lm_config, args.from_weight, args.tokenizer_path, args.save_dir, device)
         return model
 
     def build_optimizer(self, model: nn.Module) -> Optimizer:
@@ -118,15 +122,33 @@ class StageTask(TrainingTask):
         return self.lm_config.own_fields()
 
 
+def check_main(script: ModuleType) -> None:
+    """Raise UserError for a flag of a script that its `main` reads, which the engine does not call."""
+    flags = script.Args.model_fields.keys() - StageArgs.model_fields.keys()
+    for name in sorted(flags.intersection(script.main.__code__.co_names)):
+        raise UserError(
+            f"--{name} is read by `main` of {script.__name__}, which the engine does not call; "
+            "read it in its Objective (extend_model, load_frozen, optimizer, loss)"
+        )
+
+
+class PretrainArgs(train_pretrain.Args, EngineArgs):
+    """The settings of the script and of the engine."""
+
+
+class FullSFTArgs(train_full_sft.Args, EngineArgs):
+    """The settings of the script and of the engine."""
+
+
 class Pretrain(StageTask):
     """As trainer/train_pretrain.py."""
 
     script = train_pretrain
-    stage_args = train_pretrain.Args
+    args_class = PretrainArgs
 
 
 class FullSFT(StageTask):
     """As trainer/train_full_sft.py."""
 
     script = train_full_sft
-    stage_args = train_full_sft.Args
+    args_class = FullSFTArgs

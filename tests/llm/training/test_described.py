@@ -1,6 +1,5 @@
 """The engine under the names and call forms of its description (docs/dev/DESCRIBED.md)."""
 
-import math
 import re
 import signal
 from collections import Counter
@@ -171,50 +170,6 @@ def with_sums(change) -> dict:
 def with_scheduler(make) -> dict:
     """A task with a scheduler, made of the optimizer and the number of updates."""
     return {"build_scheduler": lambda self, optimizer, total_updates: make(optimizer, total_updates)}
-
-
-def without_held_out(data):
-    SyntheticDataModule.setup(data)
-    data.val_dataset = None
-
-
-def pairs(rows):
-    return torch.utils.data.default_collate([(row["x"], row["y"]) for row in rows])
-
-
-PLATEAU = with_scheduler(lambda optimizer, _: lr_scheduler.ReduceLROnPlateau(optimizer))
-ONE_CYCLE = with_scheduler(lambda optimizer, updates: lr_scheduler.OneCycleLR(optimizer, 0.1, updates))
-REFUSED = {  # what is said -> what a task, its data and the settings have instead of RegressionTask's
-    "step returns a Tensor .* with a gradient": {"task": with_loss(lambda loss: loss.detach())},
-    r"of shape \[2\], .* one number with": {"task": with_loss(lambda loss: loss.expand(2))},
-    "train_step returns a float; it must": {"task": with_loss(lambda loss: loss.item())},
-    "a metric 'tokens', which is a field": {"task": with_loss(lambda loss: (loss, loss, {"tokens": 1}))},
-    "the schedule gives 'fast' at update 1": {"task": with_scheduler(lambda *_: lambda update: "fast")},
-    "the schedule gives nan at update 1": {"task": with_scheduler(lambda *_: lambda update: math.nan)},
-    "fingerprint of the data.* is a set": {"data": {"fingerprint": lambda self: {"data": {1}}}},
-    "MSELoss.*'mean'.*use MSELoss.*'sum'": {"task": {"build_criterion": lambda self: nn.MSELoss()}},
-    "made for 24 steps, as many as there are updates, but it is stepped after each of 3 epochs": {
-        "task": ONE_CYCLE
-    },
-    "must be 'epoch' or 'update', not 'step'": {"task": ONE_CYCLE | {"scheduler_interval": "step"}},
-    "build_scheduler returns a int; it must return": {"task": with_scheduler(lambda *_: 3)},
-    "collate_fn returns a list; a batch is a dict": {"data": {"collate_fn": staticmethod(pairs)}},
-    "needs held-out data": {"task": PLATEAU, "data": {"setup": without_held_out}},
-    "and the mode of --mode": {"task": PLATEAU, "mode": "max"},
-    "validation_step returns a Tensor; it must": {"task": with_sums(lambda sums: sums["loss"])},
-    "gives error; `loss` must be one of its sums": {"task": with_sums(lambda sums: {"error": 0})},
-}
-
-
-@pytest.mark.parametrize("message", REFUSED)
-def test_a_task_of_another_form_is_refused(tmp_path, message):
-    """Before the first update, or at the first validation, which is after it."""
-    settings = {"task": {}, "data": {}, "epochs": 3} | REFUSED[message]
-    task = changed(RegressionTask, **settings.pop("task"))
-    data_class = changed(SyntheticDataModule, **settings.pop("data"))
-    with pytest.raises(UserError, match=message):
-        made(task, tmp_path, data_class=data_class, **settings).run()
-    assert bool(list(tmp_path.rglob("*.pth"))) == (task.validation_step is not validate)
 
 
 def test_losses_of_one_element_are_numbers(tmp_path):

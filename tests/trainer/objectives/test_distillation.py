@@ -37,7 +37,9 @@ def test_the_loss_is_that_of_the_formula_and_scales_no_balancing_loss(monkeypatc
     teacher = small_teacher()
     batch = flat_batch(3, [9, 30, 5])
     args = train_distillation.Args(alpha=0.3, temperature=2.0)
-    loss, aux_loss, shown = train_distillation.Objective(teacher).loss(student, batch, args)
+    objective = train_distillation.Objective()
+    objective.teacher = teacher
+    loss, aux_loss, shown = objective.loss(student, batch, args)
     gradients = torch.autograd.grad(loss + aux_loss, list(student.parameters()), retain_graph=True)
     inputs = {k: batch[k] for k in ("input_ids", "position_ids", "cu_seqlens", "max_seqlen", "target_index")}
     out, wanted = student(**inputs), teacher(**inputs).logits.detach()
@@ -56,7 +58,9 @@ def test_an_empty_batch_has_a_zero_gradient():
     student = MiniMindForCausalLM(MiniMindConfig(hidden_size=32, num_hidden_layers=1))
     teacher = small_teacher()
     args = train_distillation.Args()
-    loss, aux_loss, _ = train_distillation.Objective(teacher).loss(student, flat_batch(0, []), args)
+    objective = train_distillation.Objective()
+    objective.teacher = teacher
+    loss, aux_loss, _ = objective.loss(student, flat_batch(0, []), args)
     (loss + aux_loss).backward()
     assert loss == 0 and not any(p.grad.any() for p in student.parameters())
 

@@ -1,0 +1,241 @@
+"""What the author of a task gets wrong: one line that names the class and the method, and exit status 2."""
+
+import signal
+from dataclasses import replace
+from textwrap import indent
+
+import pytest
+
+from tests.llm.training.test_engine import NAME, regression
+from tests.stage_process import Faults, run
+from tests.trainer.stage_flags import assert_same_run
+from trainer.report.metrics import read_metrics
+
+# a task and its data, that a case changes
+MODULE = """
+import math
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+from torch.utils.data import DataLoader, default_collate
+
+from llm.training.core.callbacks import Callback
+from llm.training.core.config import EngineArgs
+from llm.training.data.synthetic import SyntheticDataModule
+from llm.training.tasks.regression_task import RegressionArgs, RegressionTask
+
+{before}
+
+class Points(SyntheticDataModule):
+    used = True
+{data}
+
+class Mine(RegressionTask):
+    data_module = Points
+{task}
+"""
+STEP = "loss = self.criterion(model(batch['x']), batch['y'])"
+
+
+def train_step(returned: str, name: str = "train_step") -> str:
+    """A step that computes the loss and does something else with it."""
+    return f"def {name}(self, model, batch):\n    {STEP}\n    {returned}\n"
+
+
+def validation_step(returned: str) -> str:
+    return train_step(returned, "validation_step")
+
+
+def no_return(method: str) -> str:
+    """A method that forgets its `return`."""
+    return f"def {method}:\n    value = 1\n"
+
+
+def scheduler(returned: str) -> str:
+    return f"def build_scheduler(self, optimizer, total_updates):\n    return {returned}\n"
+
+
+def callback(body: str, hook: str = "on_batch_end(self, state, update, record)") -> dict[str, str]:
+    """A callback of the task."""
+    before = f"class Changes(Callback):\n    def {hook}:\n        {body}\n"
+    return {"before": before, "task": "def callbacks(self):\n    return [Changes()]\n"}
+
+
+GRADIENT = "Mine.train_step returns a Tensor of shape {}; it must return the sum of the losses as computed"
+ONE_CYCLE = scheduler("lr_scheduler.OneCycleLR(optimizer, 0.1, total_updates)")
+PLATEAU = scheduler("lr_scheduler.ReduceLROnPlateau(optimizer)")
+NOTHING_HELD_OUT = "def setup(self):\n    super().setup()\n    self.val_dataset = None\n"
+AT_START = [  # what is told; the task, its data and settings; before anything is trained
+    ("Mine.build_model returns None (is its `return` missing?)", {"task": no_return("build_model(self)")}),
+    ("Mine.build_optimizer returns None", {"task": no_return("build_optimizer(self, model)")}),
+    ("Mine.build_criterion returns None", {"task": no_return("build_criterion(self)")}),
+    ("Mine.build_data returns None", {"task": no_return("build_data(self)")}),
+    ("Mine.build_objective returns None", {"task": no_return("build_objective(self)")}),
+    ("Mine.callbacks returns None", {"task": no_return("callbacks(self)")}),
+    ("is no Callback; list objects", {"task": "def callbacks(self):\n    return [Callback]\n"}),
+    ("MSELoss(reduction='mean')", {"task": "def build_criterion(self):\n    return nn.MSELoss()\n"}),
+    ("build_scheduler returns a int; it must return", {"task": scheduler("3")}),
+    ("made for 80 steps, as many as there are updates, but it is stepped after each of 10", {"task": ONE_CYCLE}),
+    (
+        "scheduler_interval must be 'epoch' or 'update', not 'step'",
+        {"task": "scheduler_interval = 'step'\n" + ONE_CYCLE},
+    ),
+    ("needs held-out data", {"task": PLATEAU, "data": NOTHING_HELD_OUT}),
+    ("and the mode of --mode", {"task": PLATEAU, "flags": {"mode": "max"}}),
+    ("Mine.validation_step returns None (is its", {"task": no_return("validation_step(self, model, batch)")}),
+    ("Mine.validation_step returns a Tensor of shape []", {"task": validation_step("return loss")}),
+    (
+        "'loss' of Mine.validation_step is a Tensor of shape [",
+        {"task": validation_step("return {'loss': loss + torch.zeros(len(batch['x']))}")},
+    ),
+    ("gives error; `loss` must be one of its sums", {"task": validation_step("return {'error': loss}")}),
+    ("Mine.size returns a int; it must return Size(", {"task": "def size(self, batch):\n    return 3\n"}),
+    ("write `def train_step(self, model, batch)`", {"task": "def train_step(self, batch):\n    pass\n"}),
+    (
+        "Points.train_dataloader is called in another way: write `def train_dataloader(self, epoch, skip_batches)`",
+        {"data": "def train_dataloader(self):\n    pass\n"},
+    ),
+    (
+        "Changes.on_batch_end is called in another way",
+        callback("pass", "on_batch_end(self, state, update)"),
+    ),
+    ("Mine: build_optimiser would have no effect; did you mean build_optimizer", {
+        "task": no_return("build_optimiser(self, model)")}),
+    ("Mine: need_reference would have no effect; did you mean needs_reference", {"task": "need_reference = True"}),
+    ("Points: colate_fn would have no effect; did you mean collate_fn", {"data": "colate_fn = None"}),
+    (
+        "OwnArgs: learning_rte would have no effect; did you mean learning_rate",
+        {"before": "class OwnArgs(RegressionArgs):\n    learning_rte: float = 1.0\n", "task": "args_class = OwnArgs"},
+    ),
+    (
+        "Field 'epochs' defined on a base class was overridden by a non-annotated attribute",
+        {"before": "class OwnArgs(RegressionArgs):\n    epochs = 3\n", "task": "args_class = OwnArgs"},
+    ),
+    ("args_class must be a subclass of EngineArgs", {"task": "args_class = dict"}),
+    ("Mine.__init__ must call super().__init__(config)", {"task": "def __init__(self, config):\n    pass\n"}),
+    ("Mine.shown is 3; write names", {"task": "shown = 3"}),
+    ("frozen: no parameter of the model begins with '9.'", {"task": "frozen = '9.'"}),
+    ("Points yields nothing: its train_dataset is empty", {
+        "data": "def setup(self):\n    self.train_dataset = []\n"}),
+    ("Points yields nothing: its train_dataset is not set", {"data": "def setup(self):\n    pass\n"}),
+    ("the fingerprint of the data['data'] is a set", {
+        "data": "def fingerprint(self):\n    return {'data': {1}}\n"}),
+    ("Mine does not implement build_model, train_step, validation_step", {
+        "text": "from llm.training.tasks.base_task import TrainingTask\nclass Mine(TrainingTask):\n"
+                "    def build_criterion(self): ...\n"}),
+    ("--task mine:Points is not a subclass of TrainingTask", {"task_name": "mine:Points"}),
+    ("--task mine:Yours: ", {"task_name": "mine:Yours"}),
+    ("--task mine:Mine cannot be imported", {"module": "yours"}),
+    ("--task mine is unknown; there are regression, pretrain, full_sft, and package.module:Class", {
+        "task_name": "mine"}),
+    ("mine.py:1: ", {"text": "class Mine\n"}),
+]  # fmt: skip
+AT_FIRST_UPDATE = [
+    ("Mine.train_step returns (Tensor, dict); write `return loss, 0.0, metrics`", {
+        "task": train_step("return loss, {'error': loss}")}),
+    (GRADIENT.format("[], requires_grad=False"), {"task": train_step("return loss.detach()")}),
+    (GRADIENT.format("[2], requires_grad=True"), {"task": train_step("return loss.expand(2)")}),
+    ("Mine.train_step returns None", {"task": no_return("train_step(self, model, batch)")}),
+    ("Mine.train_step returns a dict", {"task": train_step("return {'loss': loss}")}),
+    ("Mine.train_step returns a float", {"task": train_step("return loss.item()")}),
+    ("Mine.train_step calls backward(), and the loop does, too", {
+        "task": train_step("loss.backward(); return loss")}),
+    ("'error' of Mine.train_step is a Tensor of shape [3]", {
+        "task": train_step("return loss, 0.0, {'error': torch.zeros(3)}")}),
+    ("'error' of Mine.train_step is a str", {"task": train_step("return loss, 0.0, {'error': 'much'}")}),
+    ("a metric 'tokens', which is a field", {"task": train_step("return loss, 0.0, {'tokens': 1.0}")}),
+    ("the schedule gives 'fast' at update 1", {"task": scheduler("lambda update: 'fast'")}),
+    ("the schedule gives nan at update 1", {"task": scheduler("lambda update: math.nan")}),
+    ("Points: a batch is a list; let collate_fn return a dict", {
+        "data": "collate_fn = staticmethod(lambda rows: default_collate([(r['x'], r['y']) for r in rows]))"}),
+    ("the first value of a batch, 'n', is a int; put a tensor of the samples first, or implement `size", {
+        "data": "collate_fn = staticmethod(lambda rows: {'n': 1} | default_collate(rows))"}),
+    ("Points.train_dataloader returns a list; it must return a DataLoader", {
+        "data": "def train_dataloader(self, epoch=0, skip_batches=0):\n    return [{}]\n"}),
+    ("epoch 1: the data loader gave no batch at all; it must give 8", {
+        "data": "def train_dataloader(self, epoch=0, skip_batches=0):\n    return DataLoader([])\n"}),
+    ("callback Changes changes the learning rate in on_batch_end, but the schedule sets it", callback(
+        "state.optimizer.param_groups[0]['lr'] = 0.1")),
+    ("'own', which callback Changes puts into the record, is a Tensor", callback(
+        "record['own'] = torch.zeros(3)", "on_log(self, state, record)")),
+    ("'own', which callback Changes puts into the record, is a set", callback(
+        "record['own'] = {1}", "on_log(self, state, record)")),
+]  # fmt: skip
+
+
+def write_task(folder, module="mine", before="", data="", task="", text=None):
+    """The author's file."""
+    members = {"data": indent(data, "    "), "task": indent(task, "    ")}
+    folder.mkdir(exist_ok=True)
+    text = text or MODULE.format(before=before, **members)
+    (folder / f"{module}.py").write_text(text, encoding="utf-8")
+
+
+def started(folder, task_name="mine:Mine", flags=None, **parts):
+    """The settings of a run of a task, and the folder that it is started in."""
+    write_task(folder, **parts)
+    argv = regression(folder, task=task_name, save_weight="regression", epochs=10, **(flags or {}))
+    return argv, Faults(script=f"os.chdir({str(folder)!r})")
+
+
+@pytest.mark.parametrize(("told", "case"), AT_START + AT_FIRST_UPDATE, ids=lambda value: str(value)[:60])
+def test_a_task_of_another_form_is_refused(tmp_path, told, case):
+    argv, home = started(tmp_path, **case)
+    (line,) = run("engine", argv, home, status=2).error_lines
+    assert line.startswith("error: ") and told in line
+    assert not list(tmp_path.rglob("*.pth"))
+
+
+ORDERED = {
+    "before": "class OwnArgs(RegressionArgs):\n    reverse: bool = False\n    shown_as: str = ''\n"
+              "    may_change = 'shown_as'\n",
+    "task": "args_class = OwnArgs",
+    "data": "def train_dataloader(self, epoch=0, skip_batches=0):\n"
+            "    loader = super().train_dataloader(epoch, skip_batches)\n"
+            "    batches = list(loader.batch_sampler)\n"
+            "    if self.config.args.reverse:\n        batches.reverse()\n"
+            "    return DataLoader(self.train_dataset, batch_sampler=batches)\n",
+}  # fmt: skip
+
+
+def test_a_setting_of_a_task_that_changes_the_order_of_samples_is_compared_at_a_resume(tmp_path):
+    argv, home = started(tmp_path, **ORDERED)
+    whole, _ = started(tmp_path / "whole", **ORDERED)
+    run("engine", whole, home)
+    run("engine", argv, replace(home, signals={19: signal.SIGKILL}), status=-signal.SIGKILL)
+    (line,) = run("engine", [*argv, "--from_resume", 1, "--reverse", 1], home, status=2).error_lines
+    assert "the checkpoint belongs to another run: reverse: False -> True; use its settings" in line
+    run("engine", [*argv, "--from_resume", 1, "--shown_as", "other"], home)
+    assert_same_run(tmp_path / "whole", tmp_path, NAME)
+
+
+ACCEPTED = {  # what is converted
+    "a list of names": {"task": "shown = ['error']\nfrozen = ['0.']\n"
+                        + train_step("return loss, 0, {'error': 2.0, 'part': [loss, 3]}")},
+    "one name as text": {"task": "shown = 'error'\nfrozen = '0.'\n"
+                         + train_step("return loss.reshape(1), loss.detach() * 0, {'error': np.float32(2)}")},
+    "numbers of validation": {"task": validation_step("return {'loss': loss.item(), 'half': (1.0, 2)}")},
+    "a rate under no schedule": {
+        "before": callback("state.optimizer.param_groups[0]['lr'] = 0.005")["before"],
+        "task": "def callbacks(self):\n    return [Changes()]\ndef build_scheduler(self):\n    pass\n"},
+    "in a record": callback(
+        "record |= {'a': np.float64(1), 'b': Path('x'), 'c': math.nan, 'd': torch.ones(1)}",
+        "on_log(self, state, record)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_what_can_be_converted_is(tmp_path, name):
+    argv, home = started(tmp_path, **ACCEPTED[name])
+    done = run("engine", [*argv, "--epochs", "1"], home)
+    record = read_metrics(tmp_path / f"out/{NAME}_metrics.jsonl")[-1]
+    if "error" in ACCEPTED[name]["task"]:
+        assert "error: " in done.out and record["error"] == pytest.approx(2.0 / 32)
+    assert record.get("half", record.get("eval_half", 0.5)) == 0.5
+    if name == "a rate under no schedule":
+        assert record["learning_rate"] == 0.005
+    if name == "in a record":
+        assert [record[key] for key in "abcd"] == [1.0, "x", None, 1.0]
