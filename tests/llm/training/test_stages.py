@@ -2,6 +2,7 @@
 
 import json
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -89,10 +90,16 @@ from trainer import train_full_sft as stage
 from trainer.objectives.next_token import NextToken, next_token_loss
 class Objective(NextToken):
     needs_reference = True
+    def extend_model(self, model, args):
+        import torch
+        model.factor = torch.nn.Parameter(torch.full((), 2.0))
+        return model
+    def load_frozen(self, args, device):
+        self.device = device
     def loss(self, model, batch, args):
         loss, aux_loss, metrics = next_token_loss(model, batch)
-        assert not next(self.reference.parameters()).requires_grad
-        return 2 * loss, aux_loss, {"doubled": 2 * loss}
+        assert not next(self.reference.parameters()).requires_grad and self.device.type == "cpu"
+        return model.factor * loss, aux_loss, {"doubled": 2 * loss}
     def optimizer(self, model, args):
         import torch
         return torch.optim.SGD(model.parameters(), lr=args.learning_rate)
@@ -115,5 +122,41 @@ def test_the_parts_of_a_script_have_the_same_effect_in_both(data, tmp_path):
         and log[2]["learning_rate"] == pytest.approx(1e-3 / log[2]["update"])
     )
     start = torch.load(data["start"] / "start_32_moe.pth")
+    assert one["model"]["factor"] != 2.0
     trained = {name for name, value in start.items() if not torch.equal(one["model"][name].half(), value)}
     assert trained and not any(name.startswith("model.layers.0.") for name in trained)
+
+
+IN_MAIN = """
+from trainer import train_full_sft as stage
+from llm.training.tasks import language_model
+class Args(stage.Args):
+    kl_coef: float = 0.0
+class FullSFTArgs(Args, language_model.EngineArgs):
+    pass
+def main():
+    args.kl_coef
+stage.Args, stage.main, language_model.FullSFT.args_class = Args, main, FullSFTArgs
+"""
+
+
+def test_a_flag_that_only_main_of_the_script_reads_is_refused(data, tmp_path):
+    """The engine would record it and train without it."""
+    command = ["--task", "full_sft", *argv(data, tmp_path, "full_sft"), "--kl_coef", 10]
+    (line,) = run("engine", command, Faults(script=IN_MAIN), status=2).error_lines
+    assert "--kl_coef is read by `main` of trainer.train_full_sft, which the engine does not call" in line
+    assert not list(tmp_path.rglob("*_metrics.jsonl"))
+
+
+@pytest.mark.parametrize("stage", ["sft", "engine"])
+def test_a_frozen_reference_is_not_overwritten_and_is_compared_at_a_resume(data, tmp_path, stage):
+    changed = Faults(script=CHANGED.replace("factor", "other_factor"))
+    task = ["--task", "full_sft"] if stage == "engine" else []
+    started = [*task, *argv(data, tmp_path, "full_sft")]
+    (line,) = run(stage, [*started, "--save_weight", "start"], changed, status=2).error_lines
+    assert "--from_weight" in line and "a file of the run --save_weight start" in line
+    killed = replace(changed, signals={3: signal.SIGKILL})
+    run(stage, started, killed, status=-signal.SIGKILL)
+    again = [*started, "--from_resume", 1, "--from_weight", "none"]
+    (line,) = run(stage, again, changed, status=2).error_lines
+    assert "--from_weight none is not what this run began with, its frozen reference" in line
