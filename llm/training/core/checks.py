@@ -10,8 +10,6 @@ from torch import Tensor, nn
 
 from common.errors import UserError
 
-Number = Tensor | float | tuple[Any, Any]
-
 
 def check_class(kind: type, base: type, called_in_other_ways: tuple[str, ...] = ()) -> None:
     """Raise UserError if a class, of a task or its data, lacks a method that it must implement, has a method

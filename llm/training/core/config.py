@@ -23,13 +23,13 @@ from common.arguments import (
 from common.command_line import Parser
 from common.errors import UserError
 from common.hub import make_local
-from common.settings import CheckpointConfig, LoggingConfig, StageArgs, setting
+from common.settings import CheckpointConfig as CheckpointConfig
+from common.settings import LoggingConfig as LoggingConfig
+from common.settings import Settings, StageArgs, setting
 
 PREFIX = "MINIMIND_"  # of environment variables
 OTHER_VARIABLES = ("MINIMIND_API_KEY",)  # of other programs
-DESCRIPTION = (
-    "Train a built-in task or your own. A task may have its own defaults: --print_config shows them."
-)
+DESCRIPTION = "Train a built-in task or your own, with its own defaults: --print_config shows them."
 
 
 class ModelConfig(settings.ModelConfig):
@@ -107,22 +107,10 @@ class Config:
     `config.args.epochs`.
     """
 
-    def __init__(
-        self,
-        *,
-        model: ModelConfig | None = None,
-        data: DataConfig | None = None,
-        training: TrainingConfig | None = None,
-        distributed: DistributedConfig | None = None,
-        optimization: OptimizationConfig | None = None,
-        checkpoint: CheckpointConfig | None = None,
-        logging: LoggingConfig | None = None,
-        args: EngineArgs | None = None,
-    ):
+    def __init__(self, args: EngineArgs | None = None, **sections: Settings):
         given: dict[str, Any] = {}
-        for section in (model, data, training, distributed, optimization, checkpoint, logging):
-            if section is not None:
-                given |= section.model_dump(exclude_unset=True)
+        for section in sections.values():
+            given |= section.model_dump(exclude_unset=True)
         args = (args or EngineArgs()).model_copy(update=given)
         if not args.use_amp:
             args.dtype = "float32"
@@ -175,7 +163,7 @@ class Config:
         if print_config:
             print_and_exit(as_yaml(args_class, dict(args)))
         make_local(args)
-        return cls(args=args)
+        return cls(args)
 
     def describe(self) -> str:
         """Every setting as YAML that `--config` can read."""

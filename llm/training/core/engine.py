@@ -26,7 +26,6 @@ from trainer.objectives.next_token import Objective, frozen_model
 from trainer.optim.rules import apply_rules
 from trainer.report.trackers import start_tracker
 from trainer.run.callbacks import CallbackList
-from trainer.run.paths import run_name
 from trainer.run.resume import check_resume, keep_global_batch, run_fingerprint, total_updates
 from trainer.run.saving import check_starts, is_finished, is_new, training_files
 from trainer.run.state import Schedule, TrainState
@@ -47,8 +46,6 @@ class TrainingEngine:
         self.config, self.task, self.data_module = config, task, data_module
         self.logger = Logger.of(config)
         task.data = data_module
-        self.is_main_process = utils.is_main_process()
-        self.run_name = run_name(task.args.save_weight, task.args)
         self.checkpoint_manager = CheckpointManager(task.args)
         self.performance_monitor = PerformanceMonitor()
         self.callbacks = CallbackList(callbacks)
@@ -111,9 +108,9 @@ class TrainingEngine:
         """The task's model, with these start weights."""
         task, args = self.task, self.task.args
         task.args = args.model_copy(update={"from_weight": weights})
-        task.config = Config(args=task.args)
+        task.config = Config(task.args)
         model = checked_type(task, "build_model", task.build_model(), nn.Module, "the model, an nn.Module")
-        task.args, task.config = args, Config(args=args)
+        task.args, task.config = args, Config(args)
         return model
 
     @property

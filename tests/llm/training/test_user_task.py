@@ -145,6 +145,17 @@ def test_the_command_of_the_manual_from_the_users_folder(home, tmp_path):
     assert repository() == before
 
 
+def test_the_other_command_of_the_manual_has_a_flag_of_the_task(home, tmp_path):
+    """Every tenth text is held out."""
+    words = re.search(
+        rf"^python -m llm.training.train (--task {TASK}[^\n]*held_out[^\n]*\\\n.*)$", PAGE, flags=re.M
+    )
+    typed = shlex.split(words[1].replace("\\\n", " "))
+    settings = {"epochs": 1, "tensorboard_dir": tmp_path / "runs"}
+    done = run(ENGINE, [*typed, *argv(tmp_path, **settings)[2:]], started_in(home))
+    assert "done: 11 updates" in done.out  # of 82 texts, 8 at a time
+
+
 # --- what can be wrong with a task
 
 BROKEN = '''
