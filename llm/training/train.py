@@ -63,7 +63,8 @@ def find_task(name: str) -> type[TrainingTask]:
         )
     check_class(task, TrainingTask, called_in_other_ways=("build_scheduler",))
     settings = EngineArgs.model_fields
-    check_spelling(task.args_class.__name__, task.args_class.model_fields.keys() - settings, settings)
+    own = sorted(task.args_class.model_fields.keys() - settings.keys())
+    check_spelling(task.args_class.__name__, own, settings)
     return task
 
 
