@@ -12,7 +12,6 @@ from common.errors import UserError
 from common.settings import StageArgs
 from dataset.token_cache import load_tokenizer
 from llm.training.core.config import Config, EngineArgs
-from llm.training.core.objective import TaskObjective
 from llm.training.data.base import DataModule
 from llm.training.tasks.base_task import TrainingTask
 from trainer import train_full_sft, train_pretrain
@@ -69,20 +68,22 @@ class StageDataModule(DataModule):
 
 
 class StageTask(TrainingTask):
-    """The stage of a script: the same numbers, files and checkpoints as the script with the same settings."""
+    """The stage of a script: the same numbers, files and checkpoints as the script with the same settings. A
+    subclass may have its own `build_model`, and as `objective_class` a subclass of the script's Objective."""
 
     script: ClassVar[ModuleType]
+    objective_class: ClassVar[type[Objective] | None] = None
 
     def __init__(self, config: Config):
         super().__init__(config)
-        check_main(self.script)
+        check_stage(type(self))
         start = None
         if self.args.from_weight != "none":
             self.args, start = read_start_weights(self.args)
         self.tokenizer = load_tokenizer(self.args.tokenizer_path)
         self.lm_config = model_config(self.tokenizer, self.args, start)
         self.frozen = self.script.frozen
-        self.objective: Objective = self.script.Objective()
+        self.objective: Objective = (self.objective_class or self.script.Objective)()
 
     def build_data(self) -> StageDataModule:
         return StageDataModule(self)
@@ -103,10 +104,6 @@ class StageTask(TrainingTask):
         return self.objective.loss
 
     def build_objective(self) -> Objective:
-        """That of the script; of a subclass with steps of its own, these."""
-        for name in ("build_criterion", "train_step", "validation_step", "size"):
-            if getattr(type(self), name) is not getattr(StageTask, name):
-                return TaskObjective(self)
         return self.objective
 
     def train_step(self, model: nn.Module, batch: Batch) -> tuple[Any, ...]:
@@ -122,8 +119,16 @@ class StageTask(TrainingTask):
         return self.lm_config.own_fields()
 
 
-def check_main(script: ModuleType) -> None:
-    """Raise UserError for a flag of a script that its `main` reads, which the engine does not call."""
+def check_stage(task: type[StageTask]) -> None:
+    """Raise UserError for what the engine does not call: a step of a subclass, and `main` of the script,
+    where that reads a flag of the stage."""
+    for name in ("train_step", "validation_step", "size", "build_criterion"):
+        if getattr(task, name) is not getattr(StageTask, name):
+            raise UserError(
+                f"{task.__name__}.{name} would not be called: a stage learns by its Objective; set "
+                "objective_class to a subclass of it"
+            )
+    script = task.script
     flags = script.Args.model_fields.keys() - StageArgs.model_fields.keys()
     for name in sorted(flags.intersection(script.main.__code__.co_names)):
         raise UserError(

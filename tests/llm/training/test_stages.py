@@ -160,3 +160,36 @@ def test_a_frozen_reference_is_not_overwritten_and_is_compared_at_a_resume(data,
     again = [*started, "--from_resume", 1, "--from_weight", "none"]
     (line,) = run(stage, again, changed, status=2).error_lines
     assert "--from_weight none is not what this run began with, its frozen reference" in line
+
+
+OWN_STAGE = """
+from llm.training.tasks.language_model import FullSFT
+from trainer import train_full_sft
+
+
+class Doubled(train_full_sft.Objective):
+    def loss(self, model, batch, args):
+        loss, aux_loss, metrics = super().loss(model, batch, args)
+        return 2 * loss, aux_loss, {"once": loss}
+
+
+class Own(FullSFT):
+    objective_class = Doubled
+
+
+class Wrong(FullSFT):
+    def train_step(self, model, batch):
+        return 0
+"""
+
+
+def test_a_subclass_of_a_stages_task_has_an_objective_of_its_own(data, tmp_path):
+    (tmp_path / "own.py").write_text(OWN_STAGE)
+    home = Faults(script=f"os.chdir({str(tmp_path)!r})")
+    run("engine", ["--task", "own:Own", *argv(data, tmp_path, "full_sft")], home)
+    record = read_metrics(tmp_path / "out/full_sft_32_moe_metrics.jsonl")[0]
+    assert record["logits_loss"] == pytest.approx(2 * record["once"])
+    (line,) = run(
+        "engine", ["--task", "own:Wrong", *argv(data, tmp_path, "full_sft")], home, status=2
+    ).error_lines
+    assert "Wrong.train_step would not be called: a stage learns by its Objective" in line
