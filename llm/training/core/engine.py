@@ -140,7 +140,9 @@ class TrainingEngine:
             steppers[0].scheduler, steppers[0].interval = scheduler, self.task.scheduler_interval
         elif callable(scheduler):
             return lambda update, total_updates, args: scheduler(update)
-        elif scheduler is not None:
+        elif scheduler is None:
+            self.logger.info(f"{type(self.task).__name__}.build_scheduler returns None: a constant rate")
+        else:
             raise UserError(
                 f"{type(self.task).__name__}.build_scheduler returns a {type(scheduler).__name__}; it must "
                 "return a function of the update, a scheduler of torch, or None"

@@ -237,5 +237,6 @@ def test_what_can_be_converted_is(tmp_path, name):
     assert record.get("half", record.get("eval_half", 0.5)) == 0.5
     if name == "a rate under no schedule":
         assert record["learning_rate"] == 0.005
+        assert "Mine.build_scheduler returns None: a constant rate" in done.out
     if name == "in a record":
         assert [record[key] for key in "abcd"] == [1.0, "x", None, 1.0]
