@@ -40,7 +40,8 @@ def check_spelling(owner: str, names: Iterable[str], known: Iterable[str]) -> No
         near = difflib.get_close_matches(name, known, 1, cutoff=0.85)
         if near and name not in known and not name.startswith("_"):
             raise UserError(
-                f"{owner}: {name} would have no effect; did you mean {near[0]}? If not, give it another name"
+                f"{owner}.{name} is nothing that the engine knows; did you mean {near[0]}? If not, give it "
+                "another name"
             )
 
 

@@ -4,6 +4,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from common.errors import UserError
 from llm.training.core.checks import (
     check_no_gradients,
     checked_batch,
@@ -43,4 +44,9 @@ class TaskObjective(Objective):
 
     def held_out(self, model: nn.Module, batch: Batch, args: Any) -> Metrics:
         self.task.reference = self.reference
-        return checked_sums(self.task, "validation_step", self.task.validation_step(model, batch))
+        sums = checked_sums(self.task, "validation_step", self.task.validation_step(model, batch))
+        if "loss" not in sums:
+            names = ", ".join(sums) or "nothing"
+            kind = type(self.task).__name__
+            raise UserError(f"{kind}.validation_step returns {names}; `loss` must be one of its sums")
+        return sums

@@ -91,7 +91,7 @@ AT_START = [  # what is told; the task, its data and settings; before anything i
         "'loss' of Mine.validation_step is a Tensor of shape [",
         {"task": validation_step("return {'loss': loss + torch.zeros(len(batch['x']))}")},
     ),
-    ("gives error; `loss` must be one of its sums", {"task": validation_step("return {'error': loss}")}),
+    ("Mine.validation_step returns error; `loss` must be one of its sums", {"task": validation_step("return {'error': loss}")}),
     ("Mine.size returns a int; it must return Size(", {"task": "def size(self, batch):\n    return 3\n"}),
     ("write `def train_step(self, model, batch)`", {"task": "def train_step(self, batch):\n    pass\n"}),
     (
@@ -102,12 +102,12 @@ AT_START = [  # what is told; the task, its data and settings; before anything i
         "Changes.on_batch_end is called in another way",
         callback("pass", "on_batch_end(self, state, update)"),
     ),
-    ("Mine: build_optimiser would have no effect; did you mean build_optimizer", {
+    ("Mine.build_optimiser is nothing that the engine knows; did you mean build_optimizer", {
         "task": no_return("build_optimiser(self, model)")}),
-    ("Mine: need_reference would have no effect; did you mean needs_reference", {"task": "need_reference = True"}),
-    ("Points: colate_fn would have no effect; did you mean collate_fn", {"data": "colate_fn = None"}),
+    ("Mine.need_reference is nothing that the engine knows; did you mean needs_reference", {"task": "need_reference = True"}),
+    ("Points.colate_fn is nothing that the engine knows; did you mean collate_fn", {"data": "colate_fn = None"}),
     (
-        "OwnArgs: learning_rte would have no effect; did you mean learning_rate",
+        "OwnArgs.learning_rte is nothing that the engine knows; did you mean learning_rate",
         {"before": "class OwnArgs(RegressionArgs):\n    learning_rte: float = 1.0\n", "task": "args_class = OwnArgs"},
     ),
     (
@@ -132,6 +132,9 @@ AT_START = [  # what is told; the task, its data and settings; before anything i
     ("--task mine is unknown; there are regression, pretrain, full_sft, and package.module:Class", {
         "task_name": "mine"}),
     ("mine.py:1: ", {"text": "class Mine\n"}),
+    ("run.yaml: data.epochs belongs in the section training", {"yaml": "data: {epochs: 3}"}),
+    ("run.yaml: training.sede is unknown; did you mean seed", {"yaml": "training: {sede: 3}"}),
+    ("--config run.yaml cannot be read (seed is given twice", {"yaml": "training: {seed: 3, seed: 4}"}),
 ]  # fmt: skip
 AT_FIRST_UPDATE = [
     ("Mine.train_step returns (Tensor, dict); write `return loss, 0.0, metrics`", {
@@ -166,18 +169,20 @@ AT_FIRST_UPDATE = [
 ]  # fmt: skip
 
 
-def write_task(folder, module="mine", before="", data="", task="", text=None):
-    """The author's file."""
+def write_task(folder, module="mine", before="", data="", task="", text=None, yaml=""):
+    """The author's files."""
     members = {"data": indent(data, "    "), "task": indent(task, "    ")}
     folder.mkdir(exist_ok=True)
     text = text or MODULE.format(before=before, **members)
     (folder / f"{module}.py").write_text(text, encoding="utf-8")
+    (folder / "run.yaml").write_text(yaml)
 
 
 def started(folder, task_name="mine:Mine", flags=None, **parts):
     """The settings of a run of a task, and the folder that it is started in."""
     write_task(folder, **parts)
-    argv = regression(folder, task=task_name, save_weight="regression", epochs=10, **(flags or {}))
+    flags = {"epochs": 10, "config": "run.yaml"} | (flags or {})
+    argv = regression(folder, task=task_name, save_weight="regression", **flags)
     return argv, Faults(script=f"os.chdir({str(folder)!r})")
 
 
