@@ -149,7 +149,7 @@ AT_FIRST_UPDATE = [
     ("'error' of Mine.train_step is a Tensor of shape [3]", {
         "task": train_step("return loss, 0.0, {'error': torch.zeros(3)}")}),
     ("'error' of Mine.train_step is a str", {"task": train_step("return loss, 0.0, {'error': 'much'}")}),
-    ("a metric 'tokens', which is a field", {"task": train_step("return loss, 0.0, {'tokens': 1.0}")}),
+    ("Mine.train_step gives a metric 'tokens', which is a field", {"task": train_step("return loss, 0.0, {'tokens': 1.0}")}),
     ("the schedule gives 'fast' at update 1", {"task": scheduler("lambda update: 'fast'")}),
     ("the schedule gives nan at update 1", {"task": scheduler("lambda update: math.nan")}),
     ("Points: a batch is a list; let collate_fn return a dict", {
