@@ -8,24 +8,21 @@ results.
 
 The first uses built-in data, a tiny model and five kills; several combinations share the kills.
 Arguments after `--` go to the stage script. Per combination, a run without kills is compared with one that is
-killed and resumed: weights, optimizer, counters, metrics. Moments of a kill: `start`, `cache` (tokens are
-being cached), `update`, `save` (a file is being written), `evaluation`. Ways: SIGKILL to all processes,
-to torchrun alone, or to one rank, after which torchrun starts all of them anew; SIGTERM. No process may
-be left.
+killed and resumed: weights, best weights, checkpoint, metrics without times. The moments of the kills are
+random: about a quarter falls into the seconds before training, the others are spread over training. Ways:
+SIGKILL to all processes, to torchrun alone, or to one rank, after which torchrun starts all of them anew;
+SIGTERM. No process may be left.
 """
 
 import json
 import random
-import re
 import shutil
 import signal
 import sys
 import tempfile
-import time
-from collections import Counter
 from contextlib import closing
-from itertools import cycle, islice, product, zip_longest
-from math import ceil, inf
+from itertools import cycle, islice, product
+from math import ceil
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,226 +33,129 @@ from common.command_line import Parser, one_line_errors  # first: without requir
 
 # isort: split
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
-from torch import Tensor
 
-from common.errors import UserError, reason
+from common.errors import UserError
 from dataset.token_cache import load_tokenizer
 from scripts.demo.tour import make_tour
 from scripts.demo.world import make_corpus
-from tools.verify.launch import AFTER_SFT, STAGES, Launch, Run, stamp
+from scripts.text_table import text_table
+from tools.verify.compare import compare_runs
+from tools.verify.launch import AFTER_SFT, STAGES, WAYS, Launch, Run
 from trainer.objectives.next_token import model_config
 from trainer.report.metrics import read_metrics
-from trainer.run.checkpoint import UNREADABLE, read_file
 from trainer.trainer_utils import init_model
 from trainer.weights.files import save_weights
 
-TIMED = re.compile(r"second|_wait$|^mfu|_mb$")  # fields of a record that differ from run to run
-STATE = ("model", "optimizer", "scaler", "epoch", "step", "update", "tokens", "samples_done", "best_eval")
-# built-in data: least updates, records, tokens
+# built-in data: least updates of a run, held-out records, tokens of a record
 UPDATES, UPDATES_PER_KILL, HELD_OUT, MEAN_LENGTH = 45, 3, 96, 40
-OWN_FLAGS = {"--use_moe", "--from_resume", "--checkpoint_dir", "--cache_dir"}
-MAX_DELAY = 0.02  # seconds from an event to its kill
-
-
-def differences(right: Any, other: Any, name: str) -> list[str]:
-    """Every tensor or number in nested dicts and lists that is not bit-identical, and by how much."""
-    if isinstance(right, (list, tuple)) and isinstance(other, (list, tuple)):
-        right, other = dict(enumerate(right)), dict(enumerate(other))
-    if isinstance(right, dict) and isinstance(other, dict):
-        texts = []
-        for key in right | other:
-            texts += differences(right.get(key, "missing"), other.get(key, "missing"), f"{name}.{key}")
-        return texts
-    if described(right) != described(other):
-        return [f"{name}: {described(other)}, not {described(right)}"]
-    if not isinstance(right, Tensor) or right.numel() == 0:
-        return []
-    differs = (value_bytes(right) != value_bytes(other)).any(dim=1)
-    if not differs.any():
-        return []
-    largest = (right.double() - other.double()).abs().nan_to_num(nan=inf).max().item()
-    return [f"{name}: {differs.sum()} of {len(differs)} values differ, by at most {largest:.3g}"]
-
-
-def described(value: Any) -> str:
-    """A value as text, in which NaN equals NaN and 0.0 differs from -0.0; of a tensor its type and shape."""
-    return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
-
-
-def value_bytes(tensor: Tensor) -> Tensor:
-    """The bytes of each value [N, size of a value]."""
-    return tensor.reshape(-1, 1).contiguous().view(torch.uint8)
-
-
-def compare_metrics(right: list[dict], other: list[dict]) -> list[str]:
-    """Differences of the records, one by one: other values, or records missing, duplicated or out of
-    order."""
-    texts = []
-    for a, b in zip_longest(right, other, fillvalue={}):
-        update = (a or b)["update"]
-        texts += differences(without_times(a), without_times(b), f"update {update}")
-    return texts
-
-
-def without_times(record: dict) -> dict:
-    """A record without the fields that differ from run to run."""
-    return {key: value for key, value in record.items() if not TIMED.search(key)}
-
-
-def compare_runs(right: Run, other: Run) -> list[str]:
-    """Differences between two finished runs: the first update that differs, and the first tensor in each
-    file."""
-    by_file = [compare_metrics(read_metrics(right.metrics), read_metrics(other.metrics))]
-    for name in ("weights", "best_weights", "checkpoint"):
-        try:
-            by_file.append(differences(contents(getattr(right, name)), contents(getattr(other, name)), name))
-        except (SafetensorError, *UNREADABLE) as error:
-            by_file.append([f"{name}: cannot be read ({reason(error)})"])
-    return [f"{texts[0]} ({len(texts)} in all)" for texts in by_file if texts]
-
-
-def contents(path: Path) -> dict:
-    """What must be the same in a file of a run: of a checkpoint, the fields STATE."""
-    if path.suffix == ".safetensors":  # an adapter
-        return load_file(path)
-    state = read_file(path)
-    if "optimizer" not in state:
-        return state
-    return {key: state.get(key) for key in STATE}
+SHARE_BEFORE_TRAINING = 0.25  # of the kills
+OWN_FLAGS = {"--use_moe", "--from_resume", "--checkpoint_dir", "--cache_dir", "--save_dir"}
 
 
 class Kill(NamedTuple):
     """When and how a run is killed."""
 
-    kind: str
-    target: int  # the first update at which it may happen
-    delay: float  # from the event on, as a share, 0 to 1
-    weights: bool = False  # while the weights are written, not the checkpoint
-    way: str = "all"  # see Launch
+    in_training: bool
+    seconds: float  # after training has begun, else after the start of the processes
+    way: str
 
 
-def draw_kills(rng: random.Random, count: int, records: list[dict], ranks: int = 1) -> list[Kill]:
-    """Kills spread evenly over a run with these records, all kinds equally often; `cache` first, where one is
-    built. Half of them, at random, send SIGKILL to all processes; the others end it in the other ways."""
-    kinds: list[str] = []
-    if count >= 3 or rng.random() < 0.5:
-        kinds.append("cache")
-    while len(kinds) < count:
-        kinds += rng.sample(("start", "update", "save", "evaluation"), 4)
-    other_ways = ["signal", "launcher", "rank"] if ranks > 1 else ["signal"]
-    numbers = [0, *(record["update"] for record in records)]
-    # the records before an evaluation
-    before_evaluations = [numbers[i] for i, record in enumerate(records) if "eval_loss" in record]
-    kills, low, last = [], 0, numbers[-1]
-    for i, kind in enumerate(kinds[:count]):
-        low = max(low, last * i // count)
-        high = max(low + 1, last * (i + 1) // count)
-        target = rng.randrange(low, high)
-        if kind == "evaluation":
-            target = next((number for number in before_evaluations if number >= target), target)
-        way = rng.choice(["all", rng.choice(other_ways)])
-        kills.append(Kill(kind, min(target, last - 1), rng.random(), rng.random() < 0.5, way))
-        low = target
-        if kind not in ("start", "cache"):
-            low += 1
+def draw_kills(rng: random.Random, count: int, ranks: int, start: float, training: float) -> list[Kill]:
+    """Kills at random moments, at least one of them in training. start, training: the seconds that the
+    uninterrupted run took until training began, and those of training."""
+    before = [rng.random() < SHARE_BEFORE_TRAINING for _ in range(count)]
+    before[rng.randrange(count)] = False
+    moments = sorted(rng.uniform(0, training) for is_before in before if not is_before)
+    ways = ["all", "term"] if ranks == 1 else list(WAYS)
+    kills, last = [], 0.0
+    for is_before in before:
+        if is_before:
+            seconds = rng.uniform(0, start)
+        else:  # a resumed run is about where the last kill was
+            moment = moments.pop(0)
+            seconds, last = moment - last, moment
+        kills.append(Kill(not is_before, seconds, rng.choice(ways)))
     return kills
 
 
-def wait_for(kill: Kill, launch: Launch, start: float, update: float) -> str:
-    """Wait for the moment of a kill (`start`, `update`: usual seconds); returns its kind, "" if the run ended
-    before."""
-    run, kind, delay = launch.run, kill.kind, kill.delay * MAX_DELAY
-    if kind == "cache":
-        launch.wait(lambda: run.unfinished_caches() - launch.caches or launch.training())
-        if not launch.training():
-            return kind if launch.wait(seconds=delay) else ""
-        kind = "update"  # too late: the caches are complete
-    if kind == "start":
-        return kind if launch.wait(launch.training, kill.delay * start) else ""
-    if not launch.wait(lambda: launch.training() and run.last_update() >= kill.target):
-        return ""
-    launch.find_processes()
-    if kind == "update":
-        delay = kill.delay * update
-    elif kind == "save":
-        path = run.weights if kill.weights else run.checkpoint
-        wait_for_write(launch, path.with_name(f".{path.name}.tmp"), inf)
-    else:  # the evaluation follows the next update
-        launch.wait(seconds=update)
-    return kind if launch.wait(seconds=delay) else ""
+def run_to_kill(run: Run, kill: Kill, number: str) -> bool | None:
+    """Start a run and kill it; returns whether it was training, None if it ended before. Prints one line."""
+    with closing(Launch(run)) as launch:
+        if kill.in_training:
+            launch.wait(launch.is_training)
+        is_running = launch.wait(seconds=kill.seconds)
+        seconds, is_training = launch.seconds(), launch.is_training()
+        if is_running:
+            launch.end(kill.way)
+        elif launch.process.returncode != 0:
+            launch.fail(f"a launch ended by itself with status {launch.process.returncode}")
+        begin = launch.check_begin()
+    saved = run.saved_update()
+    if not is_running or launch.process.returncode == 0:
+        print(f"  {number}: the run ended before it, {begin}", flush=True)
+        return None
+    is_training = is_training and saved is not None  # its first update is made
+    where = f"in training, at update {run.last_update()}" if is_training else "before training"
+    print(f"  {number}: {where}, after {seconds:.1f} s, {begin}; {WAYS[kill.way]}", flush=True)
+    return is_training
 
 
-def wait_for_write(launch: Launch, path: Path, limit: float) -> None:
-    """Wait until a file is written, or for `limit` seconds."""
-    before = stamp(path)  # from the last save or an earlier kill
-    launch.wait(lambda: stamp(path) not in (None, before), limit)
+def run_to_end(run: Run) -> tuple[float, float]:
+    """Run without a kill; returns the seconds until training began, and those of training."""
+    with closing(Launch(run)) as launch:
+        launch.wait(launch.is_training)
+        start = launch.seconds()
+        launch.wait()
+        if launch.process.returncode != 0:
+            launch.fail(f"a launch ended by itself with status {launch.process.returncode}")
+        begin = launch.check_begin()
+        print(f"  {run.folder.name}: ended after {launch.seconds():.1f} s, {begin}", flush=True)
+    return start, read_metrics(run.metrics)[-1]["seconds"]
 
 
-def write_data(stage: str, folder: Path, args: Any, ranks: int, kills: int) -> None:
+def check(reference: Run, killed: Run, rng: random.Random, count: int) -> tuple[int, int]:
+    """Train without and with kills and compare; returns the kills made, and those in training. FAIL ends the
+    script."""
+    for run in (reference, killed):
+        Path(run.args.save_dir).mkdir(parents=True)
+    kills = draw_kills(rng, count, killed.ranks, *run_to_end(reference))
+    were_training = []
+    for i, kill in enumerate(kills, 1):
+        is_training = run_to_kill(killed, kill, f"kill {i} of {count}")
+        if is_training is None:
+            break
+        were_training.append(is_training)
+    run_to_end(killed)
+    texts = compare_runs(reference, killed)
+    if texts:
+        sys.exit("FAIL: " + "\n      ".join(texts))
+    return len(were_training), sum(were_training)
+
+
+def write_data(run: Run, folder: Path, kills: int) -> None:
     """Write the built-in data, with enough records for these kills."""
-    per_update = args.batch_size * args.accumulation_steps * ranks
+    args = run.args
+    per_update = args.batch_size * args.accumulation_steps * run.ranks
     updates = ceil(max(UPDATES, UPDATES_PER_KILL * kills) / args.epochs)
     count = updates * per_update - per_update // 3  # the last window of an epoch is incomplete
     if args.packing:
         count *= max(1, args.max_seq_len // MEAN_LENGTH)
     corpus = make_corpus(0) | make_tour(0)
-    source = {"pretrain": "pretrain", "dpo": "terse"}.get(stage, "sft")
+    source = {"pretrain": "pretrain", "dpo": "terse"}.get(run.stage, "sft")
     folder.mkdir(parents=True)
     for ending, records in ((".jsonl", count), ("_eval.jsonl", HELD_OUT)):
         lines = [json.dumps(record) + "\n" for record in islice(cycle(corpus[source + ending]), records)]
-        (folder / f"{stage}{ending}").write_text("".join(lines), encoding="utf-8")
+        (folder / f"{run.stage}{ending}").write_text("".join(lines), encoding="utf-8")
 
 
 def write_weights(run: Run) -> None:
     """Write what a stage after SFT starts from, and a teacher, for all runs."""
     tokenizer, args = load_tokenizer(run.args.tokenizer_path), run.args
-    smaller = {"hidden_size": 32, "num_hidden_layers": 1, "use_moe": False}
-    teacher = args.model_copy(update=smaller)
+    teacher = args.model_copy(update={"hidden_size": 32, "num_hidden_layers": 1, "use_moe": False})
     for seed, (path, shape) in enumerate([(run.start, args), (run.teacher, teacher)]):
         torch.manual_seed(seed)
         model, _ = init_model(model_config(tokenizer, shape), "none", args.tokenizer_path)
         save_weights(model, path)
-
-
-def train(run: Run, kills: list[Kill], start: float = 0.0, update: float = 0.0) -> tuple[Counter, float]:
-    """Train to the end with these kills; returns how many there were of each (kind, way), and the seconds of
-    the last launch. start, update: the usual seconds until training begins, and of an update."""
-    Path(run.args.save_dir).mkdir(parents=True)
-    done, name = Counter(), run.folder.name
-    for kill in kills:
-        with closing(Launch(run, kill.way)) as launch:
-            kind = wait_for(kill, launch, start, update)
-            if kind:
-                launch.end()
-        if not kind or launch.process.returncode == 0:
-            print(f"  {name}: ended {launch.result(killed=False)}, before its kill", flush=True)
-            return done, launch.seconds
-        done[kind, launch.way] += 1
-        count = f"kill {done.total()} of {len(kills)}, {kind}, {launch.way}"
-        print(f"  {name}: {count}: {launch.result(killed=True)}", flush=True)
-    with closing(Launch(run)) as launch:
-        launch.wait()
-    print(f"  {name}: ended {launch.result(killed=False)}", flush=True)
-    return done, launch.seconds
-
-
-def check(reference: Run, killed: Run, rng: random.Random, kills: int) -> Counter:
-    """Train without and with kills and compare; returns the kills of each (kind, way). FAIL ends the
-    script."""
-    _, seconds = train(reference, [])
-    records = read_metrics(reference.metrics)
-    trained = records[-1]["seconds"]
-    drawn = draw_kills(rng, kills, records, killed.ranks)
-    done, _ = train(killed, drawn, start=seconds - trained, update=trained / records[-1]["update"])
-    texts = compare_runs(reference, killed)
-    if texts:
-        sys.exit("FAIL: " + "\n      ".join(texts))
-    if not done:
-        sys.exit("FAIL: nothing was checked, since each launch ended before its kill; make the run longer")
-    print(f"  0 differing bits in weights and checkpoint, and in {len(records)} records", flush=True)
-    return done
 
 
 def int_list(text: str) -> list[int]:
@@ -295,9 +195,8 @@ def new_folder(path: str | None) -> Path:
     try:
         folder.mkdir(parents=True)
     except OSError as error:
-        raise UserError(
-            f"--work_dir {folder} cannot be created ({error.strerror}); give a new folder"
-        ) from error
+        why = f"{folder} cannot be created ({error.strerror})"
+        raise UserError(f"--work_dir {why}; give a new folder") from error
     return folder
 
 
@@ -310,23 +209,26 @@ def main() -> None:
     seed = random.randrange(10**6) if args.seed is None else args.seed
     work = new_folder(args.work_dir)
     print(f"{args.stage}, {args.kills} kills drawn with --seed {seed}, in {work}", flush=True)
-    rng, begin, done = random.Random(seed), time.monotonic(), Counter()
+    rng = random.Random(seed)
+    rows, total, total_in_training = [["model", "ranks", "kills", "in training", "differing bits"]], 0, 0
     for i, (ranks, use_moe) in enumerate(combinations):
-        kills = (args.kills + i) // len(combinations)
-        print(f"ranks: {ranks}, {'MoE' if use_moe else 'dense'}: {kills} kills", flush=True)
+        model, kills = "MoE" if use_moe else "dense", (args.kills + i) // len(combinations)
+        print(f"{model}, ranks: {ranks}", flush=True)
         folder = work / f"ranks_{ranks}_moe_{use_moe}"
         reference = Run(args.stage, ranks, use_moe, folder, "reference", typed)
         killed = Run(args.stage, ranks, use_moe, folder, "killed", typed)
-        write_data(args.stage, folder, reference.args, ranks, kills)
+        write_data(reference, folder, kills)
         if args.stage in AFTER_SFT:
             write_weights(reference)
-        done += check(reference, killed, rng, kills)
+        done, in_training = check(reference, killed, rng, kills)
+        rows.append([model, str(ranks), f"{done} of {kills}", str(in_training), "0"])
+        total, total_in_training = total + done, total_in_training + in_training
+    print(text_table(rows))
+    if not all(int(row[3]) for row in rows[1:]):
+        sys.exit("FAIL: no kill fell within training; give more --kills, or make the run longer")
     if not args.work_dir:
         shutil.rmtree(work)
-    how = ", ".join(f"{count} {kind} by {way}" for (kind, way), count in sorted(done.items()))
-    seconds = time.monotonic() - begin
-    total = f"{done.total()} of {args.kills} kills"
-    print(f"PASS: {total}, 0 differing bits ({how}; --seed {seed}, {seconds:.0f} s)")
+    print(f"PASS: {total} of {args.kills} kills, {total_in_training} of them in training, 0 differing bits")
 
 
 if __name__ == "__main__":
