@@ -13,14 +13,12 @@ only the figures. With --peer another trainer and ours alternate in blocks of up
 import json
 import platform
 import shlex
-import statistics
 import sys
-import time
-from collections.abc import Iterator
 from datetime import date
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple
+from statistics import median
+from typing import Any, ClassVar, Literal
 
 # run the code beside this file
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -28,14 +26,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common.command_line import Parser, one_line_errors  # before torch, as in the stages
 
 # isort: split
-import numpy as np
 import torch
 
 from common.arguments import add_flag, parse_args
 from common.errors import UserError
 from common.settings import StageArgs, setting
 from dataset.token_cache import load_tokenizer
-from tools.bench.comparison import Peer, check_peer
+from scripts.text_table import text_table
+from tools.bench.comparison import Peer, check_peer, compare_losses
 from trainer import train_full_sft, train_pretrain
 from trainer import trainer_utils as utils
 from trainer.data.datasets import train_loader
@@ -43,7 +41,6 @@ from trainer.devices.device import (
     autocast_dtype,
     matrix_rate,
     mixed_precision,
-    peak_memory_mb,
     select_device,
     use_deterministic_kernels,
 )
@@ -55,14 +52,12 @@ from trainer.optim.build import build_optimizer
 from trainer.report.speed import Meter
 from trainer.run.state import TrainState
 
-STAGES: dict[str, Any] = {"pretrain": train_pretrain, "sft": train_full_sft}
-PRESETS: dict[str, dict[str, Any]] = {
+PRESETS: dict[str, dict[str, int]] = {
     "30m": {"hidden_size": 512, "num_hidden_layers": 8},
     "64m": {"hidden_size": 768, "num_hidden_layers": 8},
-    "moe": {"hidden_size": 512, "num_hidden_layers": 8, "use_moe": True},
+    "moe": {"hidden_size": 512, "num_hidden_layers": 8, "use_moe": 1},
     "0.6b": {"hidden_size": 1024, "num_hidden_layers": 28},
 }
-TOLERANCE = 0.02  # relative, of the losses: bfloat16 against float32 over the updates of a benchmark
 SHAPES: dict[str, dict[str, int]] = {  # settings without a flag
     "0.6b": {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 3072}
 }
@@ -85,141 +80,130 @@ class BenchmarkArgs(StageArgs):
     json_path: str | None = setting(None, "JSON file to write the figures to")
 
 
-def read_args() -> BenchmarkArgs:
+class PretrainArgs(train_pretrain.Args, BenchmarkArgs):
+    """The settings of `--stage pretrain`."""
+
+    stage: Literal["pretrain", "sft"] = setting("pretrain", "stage whose data and defaults to use")
+
+
+class SftArgs(train_full_sft.Args, BenchmarkArgs):
+    """The settings of `--stage sft`."""
+
+
+STAGES: dict[str, tuple[Any, Any]] = {
+    "pretrain": (train_pretrain, PretrainArgs),
+    "sft": (train_full_sft, SftArgs),
+}
+
+
+def read_args() -> Any:
     """The command line; its defaults are those of --stage and --preset."""
     first = Parser(add_help=False)
     add_flag(first, BenchmarkArgs, "stage")
     add_flag(first, BenchmarkArgs, "preset")
     known = first.parse_known_args()[0]
-    stage_args = STAGES[known.stage].Args
-    preset = PRESETS[known.preset]
-    kinds = {name: stage_args.model_fields[name].annotation for name in preset}
-    content = {"__module__": __name__, "__annotations__": kinds, **preset}
-    args_class: Any = type("Args", (stage_args, BenchmarkArgs), content)
-    return parse_args(args_class, __doc__)
-
-
-class Block(NamedTuple):
-    """Measurements of some updates, timed together."""
-
-    seconds: float
-    wait: float  # seconds of these spent waiting for the loader
-    tokens: float
-    flops: float
-    samples: float
-
-    @property
-    def rate(self) -> float:
-        """Real tokens per second."""
-        return self.tokens / self.seconds
+    shape = [f"--{name}={value}" for name, value in PRESETS[known.preset].items()]
+    return parse_args(STAGES[known.stage][1], __doc__, [*shape, *sys.argv[1:]])
 
 
 class Ours:
     """This trainer, set up like a stage, without its files and schedule."""
 
-    def __init__(self, args: BenchmarkArgs):
+    def __init__(self, args: Any):
         use_deterministic_kernels(args.deterministic)
         self.args, device = args, select_device(args.device)
         autocast, scaler = mixed_precision(args.dtype, device)
         self.tokenizer = load_tokenizer(args.tokenizer_path)
-        self.train_set, _ = STAGES[args.stage].open_data(args, self.tokenizer)
+        self.train_set, _ = STAGES[args.stage][0].open_data(args, self.tokenizer)
         utils.init_distributed_mode(args.rank_timeout, device)
         utils.setup_seed(args.seed)
         config = model_config(self.tokenizer, args, None, **SHAPES.get(args.preset, {}))
         model, _ = utils.init_model(config, "none", args.tokenizer_path, args.save_dir)
         wrapped = utils.compile_and_wrap(model, args, device, autocast, self.train_set)
-        optimizer = build_optimizer(wrapped, args.learning_rate, args.weight_decay, args.optimizer)
-        run = {"samples": len(self.train_set), "global_batch": args.batch_size, "epochs": 1}
         self.state = TrainState(
-            args=args, lm_config=config, run=run,
-            model=wrapped, optimizer=optimizer, scaler=scaler, autocast=autocast, device=device,
-            objective=NextToken(), schedule=lambda update, total, args: args.learning_rate,
-        )  # fmt: skip
+            args=args,
+            lm_config=config,
+            run={"samples": len(self.train_set), "global_batch": args.batch_size, "epochs": 1},
+            model=wrapped,
+            optimizer=build_optimizer(wrapped, args.learning_rate, args.weight_decay, args.optimizer),
+            scaler=scaler,
+            autocast=autocast,
+            device=device,
+            objective=NextToken(),
+            schedule=lambda update, total, args: args.learning_rate,
+            meter=Meter(matrix_rate(device, autocast_dtype(autocast, device))),
+        )
         loaders = (train_loader(self.train_set, args, epoch) for epoch in range(100))
-        self.batches: Iterator[dict] = chain.from_iterable(loaders)
+        self.batches = chain.from_iterable(loaders)
         self.losses: list[float] = []  # per target, of each update
-        self.peak = matrix_rate(device, autocast_dtype(autocast, device))
 
-    def train(self, updates: int) -> Block:
-        """Time the next updates with their data loading.
+    def train(self, updates: int) -> dict[str, float]:
+        """Make the next updates; returns the speed with their data loading, see `Meter.figures`.
         Raises UserError if there are too few data."""
-        meter, losses = Meter(), []
+        state = self.state
+        state.meter.restart()
         for _ in range(updates):
-            with meter.timing("wait"):
+            with state.meter.timing("wait"):
                 window = list(islice(self.batches, self.args.accumulation_steps))
             if len(window) < self.args.accumulation_steps:
                 raise UserError(
                     "--data_path holds too few samples; use fewer --updates or a smaller --batch_size"
                 )
-            sizes = [self.state.objective.size(batch, self.state.lm_config) for batch in window]
-            targets, tokens, *_ = update_size(self.state, sizes, missing=0)
-            losses.append(train_update(self.state, window, targets, tokens)["logits_loss"][0])
-            meter.count(sizes)
-        self.losses += losses
-        seconds, counts = time.perf_counter() - meter.begin, meter.counts
-        return Block(seconds, counts["wait"], counts["tokens"], counts["flops"], counts["samples"])
+            sizes = [state.objective.size(batch, state.lm_config) for batch in window]
+            targets, tokens, *_ = update_size(state, sizes, missing=0)
+            self.losses.append(train_update(state, window, targets, tokens)["logits_loss"][0])
+            state.meter.count(sizes)
+        return state.meter.figures(0, state.device)
 
 
-def figures_of(ours: Ours, blocks: list[Block]) -> dict[str, float]:
-    """Rates and shares of the timed blocks over all ranks, as multiples of rank 0's."""
-    total, ranks = Block(*np.sum(blocks, axis=0).tolist()), world_size()
-    flops_per_second = total.flops / total.seconds
-    peak = max(ours.peak, flops_per_second)
+def figures_of(ours: Ours, blocks: list[dict[str, float]]) -> dict[str, Any]:
+    """The medians of the timed blocks."""
     return {
-        "tokens_per_second": total.rate * ranks,
-        "mfu": flops_per_second / peak,
-        "matmul_peak_tflops": peak * ranks / 1e12,
-        "padded_share": 1 - total.tokens / (total.samples * ours.args.max_seq_len),
-        "data_wait": total.wait / total.seconds,
-        "peak_memory_mb": peak_memory_mb(ours.state.device),
+        "tokens_per_second": median(block["tokens_per_second"] for block in blocks),
+        "mfu": median(block["mfu"] for block in blocks),
+        "matmul_peak_tflops": ours.state.meter.peak * world_size() / 1e12,
+        "data_wait": median(block["data_wait"] for block in blocks),
+        "peak_memory_mb": blocks[-1]["memory_mb"],
     }
 
 
-def measure_pairs(ours: Ours, peer: Peer) -> tuple[list[Block], dict[str, Any]]:
-    """Alternate blocks of updates, in changing order; returns our blocks, and the comparison with the
+def measure_pairs(ours: Ours, peer: Peer) -> dict[str, Any]:
+    """Alternate blocks of updates, in changing order; returns our figures and the comparison with the
     peer."""
     args, blocks = ours.args, []
+    steps = args.updates * args.accumulation_steps
     replies = [peer.train(args.warmup * args.accumulation_steps)]  # of the peer, block by block
     pairs: list[dict[str, float]] = []
     for number in range(args.repeat):
-        if number % 2 == 1:
-            blocks.append(ours.train(args.updates))
-        replies.append(peer.train(args.updates * args.accumulation_steps))
         if number % 2 == 0:
+            replies.append(peer.train(steps))
             blocks.append(ours.train(args.updates))
-        mine, theirs = blocks[-1].rate, sum(replies[-1]["tokens"]) / replies[-1]["seconds"]
+        else:
+            blocks.append(ours.train(args.updates))
+            replies.append(peer.train(steps))
+        mine = blocks[-1]["tokens_per_second"]
+        theirs = sum(replies[-1]["tokens"]) / replies[-1]["seconds"]
         pairs.append({"ours": mine, "peer": theirs, "ratio": mine / theirs})
-        text = f"{mine:,.0f} and {theirs:,.0f} real tokens/s, ratio {mine / theirs:.2f}"
-        utils.Logger(f"pair {number + 1}: {text}")
-    padded_tokens = sum(sum(reply["size"]) for reply in replies)
-    figures = {
+    figures = figures_of(ours, blocks) | {
         "peer": args.peer,
         "pairs": pairs,
-        "ratio_median": statistics.median(pair["ratio"] for pair in pairs),
-        "peer_tokens_per_second": statistics.median(pair["peer"] for pair in pairs),
-        "peer_padded_share": 1 - sum(sum(reply["tokens"]) for reply in replies) / padded_tokens,
+        "ratio_median": median(pair["ratio"] for pair in pairs),
+        "peer_tokens_per_second": median(pair["peer"] for pair in pairs),
     }
     if not args.packing:  # else our micro-batches hold more samples
         figures["losses"] = compare_losses(ours.losses, replies, args.accumulation_steps)
-    return blocks, figures
-
-
-def compare_losses(ours: list[float], replies: list[dict[str, Any]], steps: int) -> dict[str, Any]:
-    """The losses of all updates, ours and the peer's, and whether they agree. steps: micro-batches of an
-    update."""
-    targets = np.concatenate([reply["targets"] for reply in replies]).reshape(-1, steps)
-    losses = np.concatenate([reply["loss"] for reply in replies]).reshape(-1, steps)
-    theirs = (losses * targets).sum(1) / targets.sum(1)
-    largest = float((abs(np.array(ours) - theirs) / abs(theirs)).max())
-    comparison = {"ours": ours, "peer": theirs.tolist(), "largest_difference": largest}
-    return comparison | {"agree": largest <= TOLERANCE}
+    return figures
 
 
 def print_figures(figures: dict[str, Any]) -> None:
-    """Print the figures as a table, and whether the losses agree with the peer's."""
-    for name, value in figures.items():
-        if isinstance(value, float):
-            utils.Logger(f"{name:26} {value:,.3f}")
+    """Print the pairs and the figures as tables, and whether the losses agree with the peer's."""
+    if "pairs" in figures:
+        rows = [["pair", "ours, tokens/s", f"{figures['peer']}'s", "ratio"]]
+        for number, pair in enumerate(figures["pairs"], 1):
+            rows.append([str(number), f"{pair['ours']:,.0f}", f"{pair['peer']:,.0f}", f"{pair['ratio']:.2f}"])
+        utils.Logger(text_table(rows))
+    rows = [[name, f"{value:,.3f}"] for name, value in figures.items() if isinstance(value, float)]
+    utils.Logger(text_table(rows))
     if "losses" in figures:
         losses = figures["losses"]
         verdict = "agree" if losses["agree"] else "DISAGREE, so the speeds are not comparable"
@@ -227,6 +211,14 @@ def print_figures(figures: dict[str, Any]) -> None:
         utils.Logger(
             f"losses of {count} updates on the same targets {verdict}; largest difference {largest:.4%}"
         )
+
+
+def write_figures(path: str, figures: dict[str, Any], device: torch.device) -> None:
+    """Write the figures and what they were measured on as JSON."""
+    machine = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()
+    about = {"command": shlex.join(sys.argv), "date": str(date.today()), "machine": machine}
+    about |= {"device": str(device), "torch": torch.__version__, "threads": torch.get_num_threads()}
+    Path(path).write_text(json.dumps(figures | about, indent=1), encoding="utf-8")
 
 
 def main() -> None:
@@ -241,18 +233,13 @@ def main() -> None:
     if args.peer != "none":
         with Peer(args, ours.train_set, ours.tokenizer, ours.state) as peer:
             ours.train(args.warmup)
-            blocks, comparison = measure_pairs(ours, peer)
+            figures = measure_pairs(ours, peer)
     else:
         ours.train(args.warmup)
-        blocks, comparison = [ours.train(args.updates) for _ in range(args.repeat)], {}
-    figures = figures_of(ours, blocks) | comparison
+        figures = figures_of(ours, [ours.train(args.updates) for _ in range(args.repeat)])
     print_figures(figures)
     if args.json_path and utils.is_main_process():
-        device = ours.state.device
-        machine = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()
-        about = {"command": shlex.join(sys.argv), "date": str(date.today()), "machine": machine}
-        about |= {"device": str(device), "torch": torch.__version__, "threads": torch.get_num_threads()}
-        Path(args.json_path).write_text(json.dumps(figures | about, indent=1), encoding="utf-8")
+        write_figures(args.json_path, figures, ours.state.device)
     ours.state.model = unwrap(ours.state.model)
     leave_process_group()
 

@@ -34,16 +34,9 @@ from trainer.rollouts.environments import IN_OTHER_FILES, SHIPPED, Toolbox
 from trainer.rollouts.mock_tools import cases
 from trainer.weights.for_tools import add_trained_model_flags, load_model
 
-# one a line, for a model that was trained on a bit of everything
-QUESTIONS = """请用两句话介绍你自己
-为什么海水是咸的？
-用 Python 写一个函数，判断一个数是不是质数
-水为什么会结冰？
-周末想和朋友去爬山，应该带些什么？
-读书和看视频，哪种方式更适合学习？
-什么是神经网络？
-Which animals live in the desert, and how do they find water?"""
+QUESTIONS = Path(__file__).with_name("questions.txt")  # for a model that was trained on a bit of everything
 DRAWN = ("temperature", "top_p", "top_k")
+LEAST = {"temperature": 0, "top_k": 0, "max_new_tokens": 1, "max_seq_len": 16}
 ROUNDS = 8  # of tool calls and results to one question
 HELP = """/reset          start a new conversation
 /system TEXT    set the system prompt (without TEXT: none) and start a new conversation
@@ -80,27 +73,28 @@ def parse_args() -> argparse.Namespace:
     flag("--top_k", type=int, help=text)
     flag("--seed", type=int, default=42, help="random seed of the first answer; each further one counts up")
     args = parser.parse_args()
+    check_args(args)
+    args.system = utf8_text(args.system, "--system")
+    args.prompt = None if args.prompt is None else utf8_text(args.prompt, "--prompt")
+    return args
+
+
+def check_args(args: argparse.Namespace) -> None:
+    """Raise UserError with all values that are out of range or contradict each other."""
     mistakes = []
     if args.prompt is not None and args.questions is not None:
         mistakes.append("--prompt and --questions both say what to answer; leave one of them out")
     of_chats = [f"--{name}" for name in ("system", "tools", "open_thinking") if getattr(args, name)]
     if args.form == "text" and of_chats:
         mistakes.append(f"--form text is no conversation; leave {', '.join(of_chats)} out")
-    if args.temperature is not None and args.temperature < 0:
-        mistakes.append("--temperature must not be negative")
+    for name, least in LEAST.items():
+        value = getattr(args, name)
+        if value is not None and value < least:
+            mistakes.append(f"--{name} must be at least {least}")
     if args.top_p is not None and not 0 < args.top_p <= 1:
         mistakes.append("--top_p must be above 0 and at most 1")
-    if args.top_k is not None and args.top_k < 0:
-        mistakes.append("--top_k must not be negative")
-    if args.max_new_tokens < 1:
-        mistakes.append("--max_new_tokens must be at least 1")
-    if args.max_seq_len is not None and args.max_seq_len < 16:
-        mistakes.append("--max_seq_len must be at least 16")
     if mistakes:
         raise UserError("; ".join(mistakes))
-    args.system = utf8_text(args.system, "--system")
-    args.prompt = None if args.prompt is None else utf8_text(args.prompt, "--prompt")
-    return args
 
 
 class Chat:
@@ -134,7 +128,7 @@ class Chat:
         if not self.toolbox.tools:
             return
         for _ in range(ROUNDS):
-            calls = [call["function"] for call in answer.get("tool_calls", ())]
+            calls = [call["function"] for call in answer.get("tool_calls", [])]
             if not calls or self.stop.asked:
                 return
             results = self.toolbox.reply(calls)
@@ -240,19 +234,17 @@ class Chat:
 
 def questions_of(args: argparse.Namespace) -> list[str]:
     """The questions of --questions. Raises UserError if the file cannot be read or has none."""
-    if args.questions == "auto":
-        if args.tools:
-            return [case["prompt"] for case in cases()]
-        text = QUESTIONS
-    else:
-        try:
-            text = Path(args.questions).read_text(encoding="utf-8-sig")
-        except (OSError, UnicodeDecodeError) as error:
-            why = getattr(error, "strerror", None) or reason(error)
-            raise UserError(f"--questions {args.questions} cannot be read ({why})") from error
+    if args.questions == "auto" and args.tools:
+        return [case["prompt"] for case in cases()]
+    path = QUESTIONS if args.questions == "auto" else Path(args.questions)
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or reason(error)
+        raise UserError(f"--questions {path} cannot be read ({why})") from error
     questions = [line.strip() for line in text.splitlines() if line.strip()]
     if not questions:
-        raise UserError(f"--questions {args.questions} has no question; write one a line")
+        raise UserError(f"--questions {path} has no question; write one a line")
     return questions
 
 

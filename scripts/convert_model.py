@@ -1,7 +1,7 @@
 """Convert a model to another form, and check that it is the same model before saying so.
 
     python scripts/convert_model.py --model out/full_sft_512.pth --to hf --output out/full_sft_512_hf
-    python scripts/convert_model.py --weight full_sft --to gguf --output out/full_sft.gguf --dtype q8_0
+    python scripts/convert_model.py --weight full_sft --to gguf --output out/full_sft.gguf
     python scripts/convert_model.py --model SOME_FOLDER --to pth --output out/other_512.pth
     python scripts/convert_model.py --weight full_sft --lora out/mine_768 --to lora --output mine_768.pth
 
@@ -13,7 +13,6 @@ that MiniMind loads; in the other forms it is merged.
 import argparse
 import sys
 from pathlib import Path
-from typing import Any
 
 # run the code beside this file
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -31,7 +30,7 @@ from common.files import new_path, write_json
 from common.settings import ROOT
 from dataset.tokenizing import fingerprint
 from model.model_minimind import MiniMindForCausalLM
-from tools.convert.gguf_file import QUANTIZED, read_gguf, write_gguf
+from tools.convert.gguf_file import read_gguf, write_gguf
 from tools.convert.hugging_face import read_stock, write_folder
 from tools.convert.parity import compare, text_logits
 from trainer.objectives.lora import minimind_adapter, read_adapter
@@ -40,10 +39,9 @@ from trainer.run.paths import run_name, shape_in_name
 from trainer.weights.files import Description, description_of, half_state_dict, keep_tokenizer
 from trainer.weights.for_tools import add_trained_model_flags, load_model, load_path, model_path
 
-DTYPES = {name: getattr(torch, name) for name in ("float16", "bfloat16", "float32")} | {QUANTIZED: QUANTIZED}
-CHOICES = {
+DTYPES = {  # of the weights, for each form
     "hf": ("float16", "bfloat16", "float32"),
-    "gguf": ("float16", "float32", QUANTIZED),
+    "gguf": ("float16", "float32"),
     "pth": ("float16",),
     "lora": ("float16",),
 }
@@ -52,11 +50,10 @@ CHOICES = {
 def parse_args() -> argparse.Namespace:
     """The command line."""
     parser = Parser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--to", choices=CHOICES, required=True, help="form to convert to")
-    parser.add_argument(
-        "--output", type=Path, required=True, help="file or folder to write; it must not exist"
-    )
-    parser.add_argument("--dtype", choices=DTYPES, default="float16", help="type of the weights")
+    flag = parser.add_argument
+    flag("--to", choices=DTYPES, required=True, help="form to convert to")
+    flag("--output", type=Path, required=True, help="file or folder to write; it must not exist")
+    flag("--dtype", choices=DTYPES["hf"], default="float16", help="type of the weights")
     add_trained_model_flags(parser, device=False)
     return parser.parse_args()
 
@@ -74,9 +71,13 @@ def write_weights(path: Path, model: MiniMindForCausalLM, description: Descripti
 
 
 def convert(
-    model: MiniMindForCausalLM, tokenizer: PreTrainedTokenizerBase, form: str, output: Path, dtype: Any
+    model: MiniMindForCausalLM,
+    tokenizer: PreTrainedTokenizerBase,
+    form: str,
+    output: Path,
+    dtype: torch.dtype,
 ) -> list[str]:
-    """Write a model in another form (a key of CHOICES), read it back and compare; returns what was compared,
+    """Write a model in another form (a key of DTYPES), read it back and compare; returns what was compared,
     as lines. Raises UserError if the form cannot represent the model, the place cannot be written, or what is
     read back is not the same model; then nothing is written."""
     before = text_logits(model, tokenizer)
@@ -132,21 +133,20 @@ def main() -> None:
     args = parse_args()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    if args.dtype not in CHOICES[args.to]:
-        raise UserError(
-            f"--dtype {args.dtype} does not go with --to {args.to}; use {' or '.join(CHOICES[args.to])}"
-        )
+    if args.dtype not in DTYPES[args.to]:
+        possible = " or ".join(DTYPES[args.to])
+        raise UserError(f"--dtype {args.dtype} does not go with --to {args.to}; use {possible}")
     if args.to == "lora":
         if args.lora is None:
             raise UserError("--to lora converts an adapter: name it with --lora")
         model_path(args)  # paths on a hub become local ones
         adapter, args.lora = Path(args.lora), None
         model, _ = load_model(args, "cpu")
-        say(convert_adapter(model, adapter, args.output))
-        say(f"wrote {args.output}")
-        return
-    model, tokenizer = load_model(args, "cpu")
-    for line in convert(model, tokenizer, args.to, args.output, DTYPES[args.dtype]):
+        lines = [convert_adapter(model, adapter, args.output)]
+    else:
+        model, tokenizer = load_model(args, "cpu")
+        lines = convert(model, tokenizer, args.to, args.output, getattr(torch, args.dtype))
+    for line in lines:
         say(line)
     say(f"wrote {args.output}")
 

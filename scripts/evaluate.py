@@ -31,6 +31,7 @@ from dataset.lm_dataset import PretrainDataset, SFTDataset, collate_flat
 from dataset.rollout_prompts import PromptDataset
 from model.generation import generate
 from model.sampling import Sampling
+from scripts.text_table import text_table
 from trainer.devices.device import prepare_device, select_device
 from trainer.objectives.lora import merge_adapter
 from trainer.objectives.next_token import next_token_loss, to_device
@@ -38,6 +39,7 @@ from trainer.rollouts.rewards import compute, load_rewards
 from trainer.weights.for_tools import add_trained_model_flags, given_shape, load_path, model_path
 
 BATCH_TOKENS = 4096  # of a forward pass
+REWARD_TIMEOUT = 10.0  # seconds that one call of a reward may take
 DATASETS = {"pretrain": PretrainDataset, "sft": SFTDataset}
 Z = 1.959964  # standard normal quantile of 97.5 %
 
@@ -64,13 +66,9 @@ def parse_args() -> argparse.Namespace:
     answers.add_argument(
         "--open_thinking", type=int, choices=(0, 1), default=0, help="1: reason before the answer"
     )
-    text = "seconds that one call of a reward may take"
-    answers.add_argument("--reward_timeout", type=float, default=10.0, help=text)
     args = parser.parse_args()
     if args.max_new_tokens < 1 or args.show < 0:
         raise UserError("--max_new_tokens must be at least 1, and --show not negative")
-    if not 0 < args.reward_timeout < 1e6:
-        raise UserError("--reward_timeout must be above 0 and below 1000000")
     return args
 
 
@@ -113,17 +111,15 @@ def judge_answers(args: argparse.Namespace, model: Any, tokenizer: Any) -> dict[
     """Each reward of the model's greedy answers, and their length in characters, as means."""
     rewards = load_rewards(args.reward)
     longest = args.max_seq_len or model.config.max_position_embeddings - args.max_new_tokens
-    prompts = PromptDataset(
-        args.data_path, tokenizer, longest,
-        thinking_ratio=float(args.open_thinking),
-    ).prompts  # fmt: skip
+    thinking = float(args.open_thinking)
+    prompts = PromptDataset(args.data_path, tokenizer, longest, thinking_ratio=thinking).prompts
     greedy = [[Sampling(temperature=0)]] * len(prompts)
     input_ids = [prompt.input_ids for prompt in prompts]
     generated = generate(model, input_ids, greedy, args.max_new_tokens, [tokenizer.eos_token_id])
     answers: list[dict[str, Any]] = []
     for prompt, (answer,) in zip(prompts, generated, strict=True):
         text = tokenizer.decode(answer.tokens, skip_special_tokens=True).strip()
-        scores = compute(rewards, prompt.messages, text, prompt.record, prompt.source, args.reward_timeout)
+        scores = compute(rewards, prompt.messages, text, prompt.record, prompt.source, REWARD_TIMEOUT)
         about = {"source": prompt.source, "question": prompt.messages[-1]["content"]}
         reference = prompt.record.get("answer")
         answers.append(about | {"reference": reference, "answer": text, "scores": scores})
@@ -135,8 +131,8 @@ def judge_answers(args: argparse.Namespace, model: Any, tokenizer: Any) -> dict[
 
 def show(answers: list[dict[str, Any]], count: int) -> None:
     """Print some answers, evenly chosen."""
-    for index in np.linspace(0, len(answers) - 1, min(count, len(answers))).astype(int):
-        answer = answers[index]
+    for i in np.linspace(0, len(answers) - 1, min(count, len(answers))).astype(int):
+        answer = answers[i]
         notes = [f"{name} {value:g}" for name, value in answer["scores"].items()]
         if answer["reference"] is not None:
             notes.append(f"reference: {answer['reference']}")
@@ -160,13 +156,11 @@ def mean(values: list[float]) -> dict[str, float]:
 def table(results: dict[str, dict[str, Any]]) -> str:
     """The figures of all models as text, a column for each model."""
     first = next(iter(results.values()))
-    lines = [["metric", "items", *results]]
+    rows = [["metric", "items", *results]]
     for metric in first["figures"]:
         cells = [shown(result["figures"][metric]) for result in results.values()]
-        lines.append([metric, str(first["items"]), *cells])
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-    padded = [[cell.ljust(width) for cell, width in zip(line, widths, strict=True)] for line in lines]
-    return "\n".join("  ".join(cells).rstrip() for cells in padded)
+        rows.append([metric, str(first["items"]), *cells])
+    return text_table(rows)
 
 
 def shown(figure: dict[str, float]) -> str:
@@ -174,17 +168,6 @@ def shown(figure: dict[str, float]) -> str:
     if "low" in figure:
         return f"{figure['value']:.3f} [{figure['low']:.3f}, {figure['high']:.3f}]"
     return f"{figure['value']:.3f}"
-
-
-def model_names(paths: list[Path]) -> list[str]:
-    """A short name for each model: that of its file, or its path where names are equal. Raises UserError if
-    a model is given twice."""
-    if len(set(paths)) < len(paths):
-        raise UserError("--against names a model twice; leave one of them out")
-    names = [shown_name(path) for path in paths]
-    if len(set(names)) < len(names):
-        return [str(path) for path in paths]
-    return names
 
 
 def write_report(path: Path, report: dict[str, Any]) -> None:
@@ -205,21 +188,21 @@ def main() -> None:
     for path in paths:
         if not path.exists():
             raise UserError(f"--against {path}: no such file or folder")
-    adapter = Path(args.lora) if args.lora else None
-    names = model_names([adapter or paths[0], *paths[1:]])
+    names = [shown_name(path) for path in (Path(args.lora or paths[0]), *paths[1:])]
+    if len(set(names)) < len(names):
+        names = [str(path) for path in (args.lora or paths[0], *paths[1:])]
+    if len(set(names)) < len(names):
+        raise UserError("--against names a model twice; leave one of them out")
     device = select_device(args.device)
     prepare_device(device)
-    results = {}
-    for name, path in zip(names, paths, strict=True):
-        shape = given_shape(args)
-        model, tokenizer = load_path(
-            path, args.tokenizer_path, device, bool(args.inference_rope_scaling), **shape
-        )
-        if adapter and not results:
-            model = merge_adapter(model, adapter)
-        judge = judge_loss if args.task == "loss" else judge_answers
-        about = {"path": str(path), "parameters": sum(p.numel() for p in model.parameters())}
-        results[name] = about | judge(args, model, tokenizer)
+    judge = judge_loss if args.task == "loss" else judge_answers
+    scaling, results = bool(args.inference_rope_scaling), {}
+    for i, (name, path) in enumerate(zip(names, paths, strict=True)):
+        model, tokenizer = load_path(path, args.tokenizer_path, device, scaling, **given_shape(args))
+        if args.lora and i == 0:
+            model = merge_adapter(model, Path(args.lora))
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        results[name] = {"path": str(path), "parameters": parameters} | judge(args, model, tokenizer)
     print(table(results))
     if args.json:
         write_report(Path(args.json), {"settings": vars(args), "models": results})

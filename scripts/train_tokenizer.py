@@ -4,9 +4,6 @@ text.
 A vocabulary of your own, for `--tokenizer_path out/tokenizer` of the other scripts:
     python scripts/train_tokenizer.py --data_path my_corpus.jsonl notes.txt --vocab_size 8000
 
-The shipped vocabulary, from the files that model/README.md names:
-    python -m scripts.train_tokenizer --zh_share 0.45 --output_dir model --data_path pretrain_zh_en.jsonl ...
-
 Input: every kind of file and record that training takes, read as training does, several times and never held
 in memory; ten million characters are plenty for a small vocabulary.
 Output: tokenizer.json, tokenizer_config.json and chat_template.jinja, as transformers loads them. The split
@@ -113,38 +110,6 @@ def text_of(record: dict) -> str:
     return "\n".join(strings_in([[chat.messages, chat.tools] for chat in chats]))
 
 
-def language_of(text: str) -> str:
-    """Classify a text by its share of Chinese characters: "zh" from 30 %, "en" below 5 %, else "mixed"."""
-    share = len(ZH_CHARACTER.findall(text)) / max(1, len(text))
-    if share >= 0.3:
-        return "zh"
-    return "en" if share < 0.05 else "mixed"
-
-
-def repeats_for(texts: Iterable[str], zh_share: float) -> dict[bool, float]:
-    """How often to repeat Chinese (True) and other (False) texts so that Chinese ones make up `zh_share` of
-    all characters. Raises UserError if one of them is lacking."""
-    lengths = Counter()
-    for text in texts:
-        lengths[language_of(text) == "zh"] += len(text)
-    zh, rest = lengths[True], lengths[False]
-    if not (zh and rest):
-        lacking = "other" if zh else "Chinese"
-        raise UserError(f"--zh_share {zh_share}: there is no {lacking} text to repeat; leave the flag out")
-    weight = zh_share / (1 - zh_share) * rest / zh  # of Chinese relative to other texts
-    return {True: max(1.0, weight), False: max(1.0, 1 / weight)}
-
-
-def repeated(texts: Iterable[str], repeats: dict[bool, float]) -> Iterator[str]:
-    """Chinese (True) and other (False) texts, each repeated so often."""
-    due = {True: 0.0, False: 0.0}  # copies, with the fraction carried over to the next text
-    for text in texts:
-        is_chinese = language_of(text) == "zh"
-        due[is_chinese] += repeats[is_chinese]
-        copies, due[is_chinese] = int(due[is_chinese]), due[is_chinese] % 1
-        yield from [text] * copies
-
-
 def with_protocol(texts: Iterable[str]) -> Iterator[str]:
     """Add the PROTOCOL lines after every 20th text, so that role names and JSON keys become single tokens."""
     for i, text in enumerate(texts):
@@ -153,9 +118,8 @@ def with_protocol(texts: Iterable[str]) -> Iterator[str]:
             yield from PROTOCOL
 
 
-def train(texts: Iterable[str], vocab_size: int, characters: bool = False) -> Tokenizer:
-    """Train a byte-level BPE, lossless for any text: no normaliser, and an id for every byte. `characters`:
-    no token of text is longer than a character.
+def train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """Train a byte-level BPE, lossless for any text: no normaliser, and an id for every byte.
 
     Raises UserError if `vocab_size` is too small for bytes and special tokens.
     """
@@ -165,8 +129,7 @@ def train(texts: Iterable[str], vocab_size: int, characters: bool = False) -> To
             f"--vocab_size {vocab_size} is too small: {256 + added} ids go to bytes and special tokens"
         )
     tokenizer = Tokenizer(models.BPE())
-    pieces = Regex(r"[\s\S]" if characters else PIECES)
-    split = pre_tokenizers.Split(pieces, behavior="isolated")
+    split = pre_tokenizers.Split(Regex(PIECES), behavior="isolated")
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, to_bytes])
     tokenizer.decoder = decoders.ByteLevel()
@@ -213,13 +176,16 @@ def save(tokenizer: Tokenizer, output_dir: Path) -> None:
 
 
 def characters_per_token(tokenizer: Tokenizer, texts: Iterable[str]) -> dict[str, float]:
-    """{"zh": characters / tokens, "en": ...} over the records of each language that occurs."""
+    """{"zh": characters / tokens, "en": ...} over the texts of each language that occurs: "zh" with 30 % of
+    Chinese characters and more, "en" below 5 %; others are left out."""
     characters, tokens = Counter(), Counter()
     for text in texts:
-        encoding, language = tokenizer.encode(text), language_of(text)
+        chinese = len(ZH_CHARACTER.findall(text)) / max(1, len(text))
+        if 0.05 <= chinese < 0.3:
+            continue
+        language = "zh" if chinese >= 0.3 else "en"
         characters[language] += len(text)
-        tokens[language] += len(encoding)
-    del characters["mixed"]
+        tokens[language] += len(tokenizer.encode(text))
     return {language: count / tokens[language] for language, count in characters.items()}
 
 
@@ -231,43 +197,26 @@ def parse_args() -> argparse.Namespace:
     flag("--data_path", nargs="+", action="extend", required=True, help=text)
     flag("--vocab_size", type=int, default=6400, help="number of ids, including special tokens")
     flag("--output_dir", type=Path, default=ROOT / "out" / "tokenizer", help="folder for the tokenizer")
-    flag("--zh_share", type=float, help="repeat texts until Chinese ones have this share of the characters")
-    text = "1: characters as tokens, bytes of rare ones"
-    flag("--characters", type=int, choices=(0, 1), default=0, help=text)
     add_flag(parser, StageArgs, "text_separator")
     return parser.parse_args()
 
 
 def main() -> None:
-    """Read the files, train, save, evaluate."""
+    """Train on all records but every 20th, save, and evaluate on those."""
     args = parse_args()
-    if args.zh_share is not None and not 0 < args.zh_share < 1:
-        raise UserError(f"--zh_share {args.zh_share} must lie between 0 and 1")
-    args.data_path = [local_path(path) for path in args.data_path]
+    paths = [local_path(path) for path in args.data_path]
 
     def texts(held_out: bool) -> Iterator[str]:
-        for path in args.data_path:
+        for path in paths:
             for number, text in enumerate(read_records(path, args.text_separator), start=1):
                 if (number % HOLD_OUT_EVERY == 0) is held_out:
                     yield text
 
     if next(texts(held_out=False), None) is None:
-        raise UserError(
-            f"{args.data_path[0]} holds no text; give --data_path a file with at least one record"
-        )
-
-    # 1. Train on all records but some, which are held out, and save
-    learned = texts(held_out=False)
-    if args.zh_share is not None:
-        repeats = repeats_for(texts(held_out=False), args.zh_share)
-        times = f"Chinese texts {repeats[True]:,.1f} times, others {repeats[False]:,.1f} times"
-        print(f"--zh_share {args.zh_share:g}: {times}")
-        learned = repeated(learned, repeats)
-    tokenizer = train(learned, args.vocab_size, bool(args.characters))
+        raise UserError(f"{paths[0]} holds no text; give --data_path a file with at least one record")
+    tokenizer = train(texts(held_out=False), args.vocab_size)
     save(tokenizer, args.output_dir)
     print(f"{tokenizer.get_vocab_size()} tokens -> {args.output_dir}")
-
-    # 2. Evaluate on the held-out records
     for language, figure in sorted(characters_per_token(tokenizer, texts(held_out=True)).items()):
         print(f"held out, {language}: {figure:.3f} characters per token")
 

@@ -191,13 +191,11 @@ def new_folder(path: str | None) -> Path:
     """The folder for the runs, which is created; a temporary one if no path is given. Raises UserError."""
     if path is None:
         return Path(tempfile.mkdtemp(prefix="verify_resume_")).resolve()
-    folder = Path(path).resolve()
     try:
-        folder.mkdir(parents=True)
+        Path(path).mkdir(parents=True)
     except OSError as error:
-        why = f"{folder} cannot be created ({error.strerror})"
-        raise UserError(f"--work_dir {why}; give a new folder") from error
-    return folder
+        raise UserError(f"--work_dir {path}: {error.strerror}; give a new folder") from error
+    return Path(path).resolve()
 
 
 def main() -> None:

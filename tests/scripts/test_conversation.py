@@ -18,14 +18,6 @@ def user(text: str) -> dict:
     return {"role": "user", "content": text}
 
 
-def test_truncation_and_padding_saved_with_a_tokenizer_do_not_change_a_prompt():
-    saved = load_tokenizer(ROOT / "model")
-    saved.backend_tokenizer.enable_truncation(2)
-    saved.backend_tokenizer.enable_padding(length=64)
-    messages = [user("a word <|im_end|> and more")]
-    assert prompt_tokens(saved, messages) == prompt_tokens(TOKENIZER, messages)
-
-
 parts = st.sampled_from(
     [*SPECIALS[:4], "<|im_", "start|>", "end|>", "<", "user\n", "\n", "a", "山", "\ue000"]
 )

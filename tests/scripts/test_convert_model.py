@@ -3,8 +3,6 @@ line."""
 
 import json
 import os
-import resource
-import signal
 from pathlib import Path
 
 import pytest
@@ -157,18 +155,6 @@ def test_a_gguf_file_is_read_back_by_transformers(weights, convert, tmp_path):
     assert "generation -" not in template and "add_generation_prompt" in template
 
 
-def test_eight_bits(convert, tmp_path):
-    """Norms and routers stay float32."""
-    path = tmp_path / "w.gguf"
-    source = saved(tmp_path, moe_intermediate_size=112, **SHAPES["moe"])
-    said = convert(source, "gguf", path, "--dtype", "q8_0")
-    assert "as they are stored: the logits differ by at most 0.0e+00" not in said
-    tensors = {each.name: each.tensor_type.name for each in gguf_file.gguf_package().GGUFReader(path).tensors}
-    assert tensors["token_embd.weight"] == tensors["blk.0.attn_q.weight"] == "Q8_0"
-    assert tensors["blk.1.ffn_down_exps.weight"] == "F16"  # rows of 112 numbers, not of 32 each
-    assert tensors["blk.0.attn_norm.weight"] == tensors["blk.0.ffn_gate_inp.weight"] == "F32"
-
-
 def test_a_head_of_its_own_and_other_types(convert, tmp_path):
     source = saved(tmp_path, tie_word_embeddings=False)
     convert(source, "hf", tmp_path / "folder", "--dtype", "bfloat16")
@@ -176,23 +162,6 @@ def test_a_head_of_its_own_and_other_types(convert, tmp_path):
     assert "lm_head.weight" in stored and {each.dtype for each in stored.values()} == {torch.bfloat16}
     convert(source, "gguf", tmp_path / "w.gguf", "--dtype", "float32")
     assert (logits(load_path(source)[0]) - logits(read_gguf(tmp_path / "w.gguf")[0])).abs().max() < 1e-5
-
-
-def test_stock_generate_stops_by_itself(convert, tmp_path):
-    """A model that says its end token after anything: the head sees the same state everywhere, and prefers
-    it."""
-    config = MiniMindConfig(hidden_size=32, num_hidden_layers=1, vocab_size=TOKENS, tie_word_embeddings=False)
-    model = MiniMindForCausalLM(config)
-    for parameter in model.model.layers.parameters():
-        parameter.data.zero_()
-    model.model.embed_tokens.weight.data.fill_(1)
-    model.lm_head.weight.data.fill_(-1)[config.eos_token_id] = 1
-    save_weights(model, tmp_path / "w_32.pth")
-    write_tokenizer(tmp_path)
-    convert(tmp_path / "w_32.pth", "hf", tmp_path / "folder")
-    stock, tokenizer = read_stock(tmp_path / "folder")
-    text = tokenizer("hello", return_tensors="pt")
-    assert stock.generate(text["input_ids"], max_new_tokens=50)[0].tolist() == [*tokenizer.encode("hello"), 2]
 
 
 # --- MiniMind's own layout
@@ -244,21 +213,6 @@ def test_a_conversion_that_fails_leaves_nothing(convert, tmp_path, monkeypatch):
     assert set(tmp_path.iterdir()) == before and weights.read_bytes() == source
 
 
-def test_a_full_disk_leaves_nothing(convert, tmp_path):
-    weights = saved(tmp_path)
-    before, limits = set(tmp_path.iterdir()), resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
-    try:
-        lines = [convert(weights, form, tmp_path / name) for form, name in FORMS]
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        signal.signal(signal.SIGXFSZ, handler)
-    for line, (_, name) in zip(lines, FORMS, strict=True):
-        assert f"{tmp_path}/{name} cannot be written (" in line and "make room" in line
-    assert set(tmp_path.iterdir()) == before
-
-
 FORMS = (("hf", "folder"), ("gguf", "w.gguf"), ("pth", "again_32.pth"))
 
 
@@ -284,8 +238,8 @@ def test_an_adapter_becomes_minimind_s_file(convert, tmp_path):
 
 def test_names_and_types_that_do_not_go_together(convert, tmp_path):
     weights, dense = saved(tmp_path, **SHAPES["moe"]), saved(tmp_path)
-    line = convert(weights, "hf", tmp_path / "a", "--dtype", "q8_0")
-    assert "--dtype q8_0 does not go with --to hf" in line
+    line = convert(weights, "gguf", tmp_path / "a", "--dtype", "bfloat16")
+    assert "--dtype bfloat16 does not go with --to gguf; use float16 or float32" in line
     for source, name, right in (
         (weights, "x_32_moe.pth", "NAME_32_moe_3x2.pth"),
         (weights, "x_32.pth", "NAME_32_moe_3x2.pth"),

@@ -6,9 +6,8 @@ import json
 import pytest
 from transformers import AutoTokenizer
 
-from common.errors import UserError
 from scripts import train_tokenizer
-from scripts.train_tokenizer import language_of, read_records, repeated, repeats_for
+from scripts.train_tokenizer import read_records
 from tests.conftest import ROOT, write_jsonl
 
 
@@ -78,7 +77,6 @@ def test_a_bad_file_is_named_with_its_line(error_line, tmp_path, content, says):
     [
         (["--data_path", "no_such_file.jsonl"], "no_such_file.jsonl: no such file"),
         (["--vocab_size", "200"], "--vocab_size 200 is too small"),
-        (["--zh_share", "1"], "--zh_share 1.0"),
         (["--output_dir", "README.md/x"], "cannot be written"),
     ],
 )
@@ -87,15 +85,6 @@ def test_a_bad_flag_is_named(error_line, corpus, tmp_path, options, says):
     options = [str(tmp_path / option) if option == "README.md/x" else option for option in options]
     flags = ["--data_path", corpus, "--output_dir", tmp_path / "out", "--vocab_size", 300, *options]
     assert says in error_line(train_tokenizer, *flags)
-
-
-def test_a_vocabulary_of_characters(train, corpus, tmp_path):
-    result = train("--data_path", corpus, "--characters", 1, "--output_dir", tmp_path / "out")
-    assert (result.returncode, result.stderr) == (0, "")
-    assert "held out, zh: 1.000" in result.stdout and "held out, en: 1.000" in result.stdout
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
-    assert tokenizer.tokenize("bread\n<|im_end|>") == ["b", "r", "e", "a", "d", "Ċ", "<|im_end|>"]
-    assert tokenizer.decode(tokenizer.encode("龘 é 👍")) == "龘 é 👍"  # of bytes
 
 
 def test_text_of_every_format(tmp_path):
@@ -115,27 +104,3 @@ def test_text_of_every_format(tmp_path):
     *others, called = read_records(write_jsonl(tmp_path / "x.jsonl", records))
     assert others == ["a", "b\nd\nc", "e", "g\nG\nf\nh", "i\nj\ni\nk"]
     assert {*called.split("\n")} >= {"l", "m", "n"}
-
-
-@pytest.mark.parametrize("share", [0.2, 0.5, 0.8])
-def test_texts_are_repeated_for_a_share_of_chinese(share):
-    texts = ["一二三四五六七八九十"] * 300 + ["0123456789"] * 500
-    mix = list(repeated(texts, repeats_for(texts, share)))
-    assert abs(sum(language_of(text) == "zh" for text in mix) / len(mix) - share) < 0.01
-    assert mix.count(texts[0]) >= 300 and mix.count(texts[-1]) >= 500  # repeated, never thinned out
-    with pytest.raises(UserError, match="there is no Chinese text to repeat; leave the flag out"):
-        repeats_for(["a", "b"], share)
-
-
-def test_nothing_is_repeated_unless_asked_for(train, tmp_path):
-    """One Chinese sentence among English ones is learned once, not thousands of times."""
-    sentence = "面包师卖面包和蜂蜜"
-    english = [{"text": f"The baker of village {i} sells bread and honey."} for i in range(400)]
-    path = write_jsonl(tmp_path / "a.jsonl", [{"text": sentence}, *english])
-    counts = []
-    for flags in ([], ["--zh_share", 0.45]):
-        done = train("--data_path", path, "--vocab_size", 400, "--output_dir", tmp_path / "out", *flags)
-        assert done.returncode == 0, done.stderr
-        assert ("times" in done.stdout) == bool(flags)
-        counts.append(len(AutoTokenizer.from_pretrained(tmp_path / "out").tokenize(sentence)))
-    assert counts[0] > 3 * counts[1]

@@ -29,6 +29,7 @@ BEYOND_FLAGS = ("vocab_size", "num_attention_heads", "num_key_value_heads", "hea
 BEYOND_FLAGS += ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "router_aux_loss_coef")
 FLAGS = ("hidden_size", "num_hidden_layers", "use_moe", "batch_size", "accumulation_steps")
 FLAGS += ("learning_rate", "grad_clip", "max_seq_len")
+TOLERANCE = 0.02  # relative, of the losses: bfloat16 against float32 over the updates of a benchmark
 SCRIPTS = {"sft": "trainer/train_full_sft.py", "pretrain": "trainer/train_pretrain.py"}  # of MiniMind
 
 
@@ -141,3 +142,14 @@ class Peer:
             self.process.kill()
         self.log.close()
         self.folder.cleanup()
+
+
+def compare_losses(ours: list[float], replies: list[dict[str, Any]], steps: int) -> dict[str, Any]:
+    """The losses of all updates, ours and the peer's, and whether they agree. steps: micro-batches of an
+    update."""
+    targets = np.concatenate([reply["targets"] for reply in replies]).reshape(-1, steps)
+    losses = np.concatenate([reply["loss"] for reply in replies]).reshape(-1, steps)
+    theirs = (losses * targets).sum(1) / targets.sum(1)
+    largest = float((abs(np.array(ours) - theirs) / abs(theirs)).max())
+    comparison = {"ours": ours, "peer": theirs.tolist(), "largest_difference": largest}
+    return comparison | {"agree": largest <= TOLERANCE}

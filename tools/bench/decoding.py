@@ -10,11 +10,11 @@ each completion's end token; sampling being random, the completions differ, and 
 
 import argparse
 import itertools
-import statistics
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from statistics import mean, median
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from common.errors import UserError, say
 from dataset.rollout_prompts import PromptDataset
 from model.generation import generate
 from model.sampling import Sampling
+from scripts.text_table import text_table
 from tools.convert.hugging_face import own_tensors, stock_config
 from trainer.weights.for_tools import add_trained_model_flags, load_model
 
@@ -74,9 +75,8 @@ def stock_decoder(model: Any, tokenizer: Any, max_gen_len: int) -> Decoder:
     options |= {"max_new_tokens": max_gen_len, "eos_token_id": end, "pad_token_id": pad}
 
     def write(prompts: list[list[int]]) -> list[int]:
-        batch = tokenizer.pad({"input_ids": prompts}, padding_side="left", return_tensors="pt").to(
-            stock.device
-        )
+        batch = tokenizer.pad({"input_ids": prompts}, padding_side="left", return_tensors="pt")
+        batch = batch.to(stock.device)
         with torch.inference_mode():
             rows = stock.generate(**batch, **options)[:, batch["input_ids"].shape[1] :].tolist()
         # padding follows the end token
@@ -105,16 +105,16 @@ def main() -> None:
         for name in order:
             begin = time.perf_counter()
             tokens = sum(decoders[name](prompts))
-            seconds = time.perf_counter() - begin
             if number > 0:
-                rates[name].append(tokens / seconds)
+                rates[name].append(tokens / (time.perf_counter() - begin))
                 lengths[name].append(tokens / (args.prompts * GROUP))
         order.reverse()
+    rows = [["decoder", "tokens/s", "tokens per completion"]]
     for name in decoders:
-        rate, length = statistics.median(rates[name]), statistics.mean(lengths[name])
-        say(f"{name}: {rate:,.0f} tokens/s, {length:.1f} tokens per completion")
+        rows.append([name, f"{median(rates[name]):,.0f}", f"{mean(lengths[name]):.1f}"])
+    say(text_table(rows))
     ratios = [ours / other for ours, other in zip(rates["ours"], rates["generate"], strict=True)]
-    say(f"ratio: {statistics.median(ratios):.2f} ({', '.join(f'{ratio:.2f}' for ratio in ratios)})")
+    say(f"ratio: {median(ratios):.2f} ({', '.join(f'{ratio:.2f}' for ratio in ratios)})")
 
 
 if __name__ == "__main__":

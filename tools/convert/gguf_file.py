@@ -13,7 +13,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import (
@@ -31,7 +30,6 @@ from model.sampling import default_sampling
 from scripts.train_tokenizer import PIECES
 from tools.convert.hugging_face import own_tensors, stock_config
 
-QUANTIZED = "q8_0"
 GENERATION_MARK = re.compile(r"\{%(-?)\s*(?:end)?generation\s*(-?)%\}")
 EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(\w+)\.weight")
 
@@ -45,15 +43,14 @@ def gguf_package() -> ModuleType:
 
 
 def write_gguf(
-    path: Path, model: MiniMindForCausalLM, tokenizer: PreTrainedTokenizerBase, dtype: Any, name: str
+    path: Path, model: MiniMindForCausalLM, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype, name: str
 ) -> dict[str, Tensor]:
     """Write the file; returns the tensors that are in it, in float32 under our names.
 
     name: what programs show, `general.name`; beside it stands the size, such as 30M, or 4x30M of a mixture.
 
-    dtype: of the matrices, float32, float16 or "q8_0" (8 bits; rows that are no multiple of 32 long stay
-    float16). Norms and routers stay float32. Raises UserError if llama.cpp cannot represent the model or its
-    tokenizer, or the package gguf is missing."""
+    dtype: of the matrices, float32 or float16. Norms and routers stay float32. Raises UserError if llama.cpp
+    cannot represent the model or its tokenizer, or the package gguf is missing."""
     gguf = gguf_package()
     config = cast(MiniMindConfig, model.config)
     stock_config(config)  # raises UserError if stock Qwen3 lacks something of it
@@ -74,17 +71,16 @@ def write_gguf(
     writer.add_sampling_top_p(sampling.top_p)
     writer.add_sampling_top_k(sampling.top_k)
     _add_tokenizer(writer, tokenizer, config.vocab_size)
-    types = {torch.float32: gguf.LlamaFileType.ALL_F32, torch.float16: gguf.LlamaFileType.MOSTLY_F16}
-    writer.add_file_type(types.get(dtype, gguf.LlamaFileType.MOSTLY_Q8_0))
-    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    types = gguf.LlamaFileType
+    writer.add_file_type(types.ALL_F32 if dtype == torch.float32 else types.MOSTLY_F16)
     stored: dict[str, Tensor] = {}
     number = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}[architecture]
     names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
     for key, tensor in _stacked_experts(own_tensors(model)).items():
-        kind = _kind(gguf, key, tensor, dtype)
-        data = gguf.quantize(tensor.float().numpy(), kind)
-        writer.add_tensor(names.get_name(key, try_suffixes=(".weight",)), data, raw_dtype=kind)
-        stored |= _unstacked(key, torch.from_numpy(np.array(gguf.dequantize(data, kind))).view(tensor.shape))
+        is_matrix = tensor.ndim > 1 and not key.endswith("mlp.gate.weight")
+        data = tensor.to(dtype if is_matrix else torch.float32)
+        writer.add_tensor(names.get_name(key, try_suffixes=(".weight",)), data.numpy())
+        stored |= _unstacked(key, data.float())
     writer.add_name(name)
     writer.add_size_label(gguf.size_label(*writer.get_total_parameter_count()))
     writer.write_header_to_file()
@@ -92,16 +88,6 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return stored
-
-
-def _kind(gguf: Any, name: str, tensor: Tensor, dtype: Any) -> Any:
-    kinds = gguf.GGMLQuantizationType
-    if tensor.ndim == 1 or name.endswith("mlp.gate.weight") or dtype == torch.float32:
-        return kinds.F32
-    block_size = gguf.GGML_QUANT_SIZES[kinds.Q8_0][0]
-    if dtype == QUANTIZED and tensor.shape[-1] % block_size == 0:
-        return kinds.Q8_0
-    return kinds.F16
 
 
 def _stacked_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -115,6 +101,7 @@ def _stacked_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _unstacked(name: str, tensor: Tensor) -> dict[str, Tensor]:
+    """The tensors of the experts of a layer by name; another tensor as it is."""
     if ".experts." not in name:
         return {name: tensor}
     return {name.replace(".experts.", f".experts.{i}."): part for i, part in enumerate(tensor)}

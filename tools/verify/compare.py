@@ -1,7 +1,7 @@
 """The differences between two runs that must be bit-identical."""
 
 import re
-from itertools import zip_longest
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,68 +21,69 @@ STATE = ("model", "optimizer", "scaler", "epoch", "step", "update", "tokens", "s
 
 
 def compare_runs(right: Run, other: Run) -> list[str]:
-    """What differs between two finished runs: of each file the first value, and how many there are."""
-    by_file = [compare_metrics(read_metrics(right.metrics), read_metrics(other.metrics))]
-    for name in ("weights", "best_weights", "checkpoint"):
+    """What differs between two finished runs, a line for each file."""
+    found = []
+    for name in ("metrics", "weights", "best_weights", "checkpoint"):
         path, other_path = getattr(right, name), getattr(other, name)
         if name == "best_weights" and not path.exists() and not other_path.exists():
             continue  # nothing was evaluated
         try:
-            by_file.append(differences(read_contents(path), read_contents(other_path), name))
+            contents = read_contents(path), read_contents(other_path)
         except (SafetensorError, *UNREADABLE) as error:
-            by_file.append([f"{name}: cannot be read ({reason(error)})"])
-    return [f"{found[0]} ({len(found)} in all)" for found in by_file if found]
-
-
-def compare_metrics(right: list[dict], other: list[dict]) -> list[str]:
-    """Differences of the records, one by one: other values, or records missing, repeated or out of order."""
-    found = []
-    for a, b in zip_longest(right, other, fillvalue={}):
-        update = (a or b)["update"]
-        found += differences(without_times(a), without_times(b), f"update {update}")
+            found.append(f"{name}: cannot be read ({reason(error)})")
+            continue
+        differing = differences(*contents)
+        if differing:
+            found.append(f"{name}: {len(differing)} values differ, first {differing[0]}")
     return found
 
 
-def without_times(record: dict) -> dict:
-    """A record without the fields that differ from run to run."""
-    return {key: value for key, value in record.items() if not TIMES.search(key)}
-
-
-def read_contents(path: Path) -> dict:
-    """What must be the same in a file of weights, an adapter or a checkpoint."""
+def read_contents(path: Path) -> Any:
+    """What must be the same in a file of weights, an adapter, a checkpoint or a metrics file."""
     if path.suffix == ".safetensors":
         return load_file(path)
+    if path.suffix == ".jsonl":
+        records = read_metrics(path)
+        return [{key: value for key, value in each.items() if not TIMES.search(key)} for each in records]
     state = read_file(path)
     if "optimizer" not in state:
         return state
     return {key: state.get(key) for key in STATE}
 
 
-def differences(right: Any, other: Any, name: str) -> list[str]:
-    """Every tensor or number in nested dicts and lists that is not bit-identical, and by how much."""
-    if isinstance(right, (list, tuple)) and isinstance(other, (list, tuple)):
-        right, other = dict(enumerate(right)), dict(enumerate(other))
-    if isinstance(right, dict) and isinstance(other, dict):
-        found = []
-        for key in right | other:
-            found += differences(right.get(key, "missing"), other.get(key, "missing"), f"{name}.{key}")
-        return found
-    if described(right) != described(other):
-        return [f"{name}: {described(other)}, not {described(right)}"]
-    if not isinstance(right, Tensor):
-        return []
-    count = int((value_bytes(right) != value_bytes(other)).any(dim=1).sum())
-    if count == 0:
-        return []
-    largest = (right.double() - other.double()).abs().max().item()
-    return [f"{name}: {count} of {right.numel()} values differ, by at most {largest:.3g}"]
+def differences(right: Any, other: Any) -> list[str]:
+    """The tensors and numbers in nested dicts and lists that are not bit-identical, by the way to them."""
+    values, other_values = dict(leaves(right)), dict(leaves(other))
+    found = []
+    for name in values | other_values:
+        value, other_value = values.get(name, "missing"), other_values.get(name, "missing")
+        if not is_same(value, other_value):
+            found.append(f"{name}: {described(other_value)}, not {described(value)}")
+    return found
+
+
+def leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Each value in nested dicts and lists with the way to it, such as `optimizer.state.2.step`."""
+    if isinstance(value, (list, tuple)):
+        value = dict(enumerate(value))
+    if not isinstance(value, dict):
+        yield name, value
+        return
+    for key, part in value.items():
+        yield from leaves(part, f"{name}.{key}" if name else str(key))
+
+
+def is_same(a: Any, b: Any) -> bool:
+    """Whether two values are bit-identical: NaN equals NaN, 0.0 differs from -0.0."""
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
+        return repr(a) == repr(b)
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
 
 
 def described(value: Any) -> str:
-    """A value as text, in which NaN equals NaN and 0.0 differs from -0.0; of a tensor its type and shape."""
-    return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
-
-
-def value_bytes(tensor: Tensor) -> Tensor:
-    """The bytes of each value [N, size of a value]."""
-    return tensor.reshape(-1, 1).contiguous().view(torch.uint8)
+    """A value as text; of a tensor its type, shape and sum."""
+    if isinstance(value, Tensor):
+        return f"{value.dtype} {list(value.shape)} of sum {value.double().sum():.17g}"
+    return repr(value)[:100]

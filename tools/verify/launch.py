@@ -45,7 +45,7 @@ WAYS = {
     "term": "SIGTERM",
 }
 MARK = "VERIFY_RESUME_LAUNCH"  # variable by which the processes of a launch are found
-POLL = 0.001  # seconds between two looks at a run
+POLL = 0.01  # seconds between two looks at a run
 TIMEOUT = 600.0  # seconds without output
 GRACE = 60.0  # seconds for a run to save and end
 
@@ -119,13 +119,6 @@ def stamp(path: Path) -> tuple | None:
     return None
 
 
-def has_ended(process: psutil.Process) -> bool:
-    """Whether a process has ended with all its threads; where nobody waits for it, it stays a zombie."""
-    with suppress(psutil.NoSuchProcess):
-        return process.status() == psutil.STATUS_ZOMBIE and process.num_threads() <= 1
-    return True
-
-
 class Launch:
     """One start of a run, observed from outside."""
 
@@ -164,13 +157,13 @@ class Launch:
             time.sleep(POLL)
         return True
 
-    def processes(self) -> set[psutil.Process]:
-        """Its processes, also those whose parent has ended."""
-        found = set()
+    def processes(self) -> list[psutil.Process]:
+        """Those of its processes that run, also without their parent."""
+        found = []
         for process in psutil.process_iter():
-            with suppress(psutil.Error):
+            with suppress(psutil.Error):  # it has ended, or is somebody else's
                 if process.environ().get(MARK) == self.mark:
-                    found.add(process)
+                    found.append(process)
         return found
 
     def end(self, way: str) -> None:
@@ -178,13 +171,11 @@ class Launch:
         still there after GRACE."""
         if way == "rank":
             self.kill_rank()
-        if way in ("term", "torchrun"):
-            processes = self.processes()
+        elif way != "all":
             self.process.send_signal(signal.SIGTERM if way == "term" else signal.SIGKILL)
-            end = time.monotonic() + GRACE
-            while not all(map(has_ended, processes)):
-                self.process.poll()
-                if time.monotonic() > end:
+            last = time.monotonic() + GRACE
+            while self.processes():
+                if time.monotonic() > last:
                     self.fail(f"processes are left {GRACE:.0f} s after {WAYS[way]}")
                 time.sleep(POLL)
         self.close()
@@ -199,16 +190,10 @@ class Launch:
 
     def close(self) -> None:
         """SIGKILL to all its processes, until none is left."""
-        seen: set[psutil.Process] = set()
-        while True:
-            seen |= self.processes()
-            left = [process for process in seen if not has_ended(process)]
-            if not left:
-                break
+        while left := self.processes():
             for process in left:
                 with suppress(psutil.NoSuchProcess):
                     process.kill()
-            time.sleep(POLL)
         self.process.wait()
 
     def begins(self) -> list[str]:

@@ -9,16 +9,12 @@ from dataclasses import replace
 
 import pytest
 
-from common.errors import UserError
-from scripts.demo import corpus
 from scripts.demo.corpus import write_files
 from scripts.demo.sums import make_sums
 from scripts.demo.tour import make_tour
 from scripts.demo.world import ATTRIBUTES, GROUPS, LANGUAGES, Person, answer, make_corpus, make_people
 from tests.conftest import ROOT
-from trainer.data.datasets import check_data_paths
 from trainer.rollouts.rewards import contains_answer
-from trainer.train_full_sft import Args
 
 FILES = ["pretrain.jsonl", "pretrain_eval.jsonl", "sft.jsonl", "sft_eval.jsonl", "quiz.jsonl"]
 
@@ -61,17 +57,6 @@ def test_a_seed_gives_the_same_bytes(tmp_path):
     assert sorted(p.name for p in (tmp_path / "c").iterdir()) == sorted(FILES)  # no temporary file is left
 
 
-def test_without_flags_they_are_where_a_stage_without_data_says(monkeypatch):
-    """And where the quickstart looks for them."""
-    written = []
-    monkeypatch.setattr(corpus, "write_files", lambda folder, files: written.append(folder) or {})
-    monkeypatch.setattr(sys, "argv", ["corpus.py"])
-    corpus.main()
-    assert written == [str(ROOT / "dataset/demo")]
-    with pytest.raises(UserError, match=re.escape(f"corpus.py writes {written[0]} to try")):
-        check_data_paths(Args())
-
-
 def test_a_second_run_leaves_good_files_alone_and_mends_others(tmp_path):
     write_files(tmp_path, make_corpus(0))
     kept, damaged = tmp_path / "sft.jsonl", tmp_path / "quiz.jsonl"
@@ -82,7 +67,7 @@ def test_a_second_run_leaves_good_files_alone_and_mends_others(tmp_path):
     assert damaged.read_bytes() == whole
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2, 12345])
+@pytest.mark.parametrize("seed", [0, 12345])
 def test_the_quiz_asks_about_people_whom_sft_never_mentions(seed):
     demo, people = make_corpus(seed), make_people(random.Random(seed))
     sizes = Counter(person.group for person in people)
