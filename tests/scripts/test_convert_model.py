@@ -164,29 +164,6 @@ def test_a_head_of_its_own_and_other_types(convert, tmp_path):
     assert (logits(load_path(source)[0]) - logits(read_gguf(tmp_path / "w.gguf")[0])).abs().max() < 1e-5
 
 
-# --- MiniMind's own layout
-
-
-def test_minimind_s_own_folder_is_read(convert, tmp_path):
-    """Its config brings code, which is not run, and its weights may be plain tensors of torch."""
-    weights, folder = saved(tmp_path), tmp_path / "minimind"
-    folder.mkdir()
-    code = {"AutoModelForCausalLM": "model_minimind.MiniMindForCausalLM"}
-    config = {"model_type": "minimind", "auto_map": code, "flash_attn": True, "use_moe": False}
-    config |= {"hidden_size": 32, "num_hidden_layers": 2, "rope_theta": 1e6, "rope_scaling": None}
-    config |= {"vocab_size": TOKENS, "hidden_act": "silu", "max_position_embeddings": 32768}
-    (folder / "config.json").write_text(json.dumps(config))
-    (folder / "model_minimind.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
-    torch.save(read_model(weights)[0], folder / "pytorch_model.bin")
-    write_tokenizer(folder)
-    convert(folder, "hf", tmp_path / "stock")
-    convert(folder, "pth", tmp_path / "again_32.pth")
-    assert torch.equal(logits(load_path(tmp_path / "again_32.pth")[0]), logits(load_path(weights)[0]))
-    assert not (tmp_path / "ran").exists() and not list((tmp_path / "stock").glob("*.py"))
-    (folder / "config.json").write_text(json.dumps(config | {"n_shared_experts": 1}))
-    assert "n_shared_experts 1 is not supported" in convert(folder, "hf", tmp_path / "other")
-
-
 # --- what is refused
 
 
@@ -249,26 +226,6 @@ def test_names_and_types_that_do_not_go_together(convert, tmp_path):
         assert f"{name}: the name of a weights file has its shape; call it {right}" in line
 
 
-def test_what_a_form_cannot_say_is_refused(convert, tmp_path):
-    convert(saved(tmp_path, **SHAPES["moe"]), "hf", tmp_path / "folder")
-    path = tmp_path / "folder/config.json"
-    config = json.loads(path.read_text())
-    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048, "rope_theta": 1e6}
-    for changed, gguf in (
-        ({"norm_topk_prob": False}, "norm_topk_prob false is not"),
-        ({"rope_parameters": yarn, "rope_scaling": yarn}, "rope_scaling of type yarn"),
-    ):
-        path.write_text(json.dumps(config | changed))
-        assert gguf in convert(tmp_path / "folder", "gguf", tmp_path / "w.gguf")
-        # a weights file and a folder can say it
-        convert(tmp_path / "folder", "pth", tmp_path / f"{len(changed)}.pth")
-        model, reference = load_path(tmp_path / f"{len(changed)}.pth")[0], load_path(tmp_path / "folder")[0]
-        assert torch.equal(logits(model), logits(reference))
-        described = json.loads((tmp_path / f"{len(changed)}.json").read_text())["model"]
-        assert all(described[name] == value for name, value in changed.items() if name != "rope_scaling")
-    convert(tmp_path / "folder", "hf", tmp_path / "copy")
-
-
 def test_llama_cpp_s_names_of_patterns():
     ours = json.loads((ROOT / "model/tokenizer.json").read_text(encoding="utf-8"))
     gpt2 = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
@@ -285,3 +242,20 @@ def test_a_missing_package_is_one_line(convert, tmp_path, monkeypatch):
     line = convert(saved(tmp_path), "gguf", tmp_path / "w.gguf")
     assert line == "error: the package gguf is not installed; pip install -r requirements-serve.txt\n"
     assert "w.gguf" not in os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"norm_topk_prob": False}, "norm_topk_prob false is not"),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e6}},
+            "rope_scaling of type yarn",
+        ),
+    ],
+)
+def test_what_gguf_cannot_say_is_refused(convert, tmp_path, changed, told):
+    convert(saved(tmp_path, **SHAPES["moe"]), "hf", tmp_path / "folder")
+    path = tmp_path / "folder/config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changed))
+    assert told in convert(tmp_path / "folder", "gguf", tmp_path / "w.gguf")

@@ -14,7 +14,6 @@ from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from model.prompts import prompt_tokens
 from scripts import evaluate
 from tests.conftest import ROOT, write_jsonl
-from tests.trainer.objectives.test_lora import adapted, base, written
 from trainer import loop
 from trainer.devices.device import mixed_precision
 from trainer.objectives.next_token import NextToken
@@ -100,17 +99,6 @@ def test_a_reward_of_ones_own_gets_question_and_reference(models, quiz, tmp_path
     assert f"  Q: {QUESTIONS[-1]}\n" in done.stdout and "[given 0, reference: In Saltport.]" in done.stdout
     given = next(line for line in done.stdout.splitlines() if line.startswith("given "))
     assert given.split()[:3] == ["given", "4", "0.750"]
-
-
-def test_an_adapter_is_judged_beside_its_base(corpus, tmp_path, call):
-    path, report = tmp_path / "base_32.pth", tmp_path / "report.json"
-    save_weights(base(), path)
-    args = ["--model", path, "--lora", written(adapted(), tmp_path), "--against", path, "--json", report]
-    done = call(evaluate, "--task", "loss", "--data_path", corpus["sft_eval"], "--max_seq_len", 48, *args)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(report.read_text())["models"]
-    losses = [found[name]["figures"]["loss"]["value"] for name in ("lora_32", "base_32")]
-    assert abs(losses[0] - losses[1]) > 1e-3
 
 
 @pytest.mark.parametrize(  # by hand from Wilson's formula; the first two are in Newcombe 1998, table I

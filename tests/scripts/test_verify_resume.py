@@ -17,7 +17,7 @@ import torch
 from common.command_line import one_line_errors
 from scripts import verify_resume
 from scripts.verify_resume import Kill, draw_kills, run_to_end, run_to_kill
-from tests.conftest import ROOT
+from tests.conftest import ROOT, write_jsonl
 from tools.verify import launch as launches
 from tools.verify.compare import compare_runs, is_same
 from tools.verify.launch import WAYS, Launch, Run
@@ -25,20 +25,8 @@ from tools.verify.launch import WAYS, Launch, Run
 # --- comparing
 
 
-def make_records() -> list[dict]:
-    records = []
-    for update in range(1, 11):
-        record = {"update": update, "epoch": update // 6, "step": update * 2, "loss": 5 / update}
-        record |= {"grad_norm": 1.25, "tokens": update * 100, "seconds": 0.5}
-        if update % 3 == 0:
-            record |= {"eval_loss": 4.0, "eval_bpb": 2.0}
-        records.append(record)
-    records[4]["loss"] = float("nan")
-    return records
-
-
-def write_run(folder: Path, change_records=None, change_state=None, change_weights=None) -> SimpleNamespace:
-    """The files of a small made-up run, changed by functions."""
+def write_run(folder: Path, change=lambda records, state, weights: None) -> SimpleNamespace:
+    """The files of a small made-up run, after a change."""
     folder.mkdir()
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2))
@@ -49,17 +37,13 @@ def write_run(folder: Path, change_records=None, change_state=None, change_weigh
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "scaler": {"scale": 1024.0}}
     state |= {"epoch": 2, "step": 8, "update": 10, "tokens": 1000, "samples_done": 64, "best_eval": 4.0}
     state |= {"seconds": 1, "world_size": 1}
-    records = make_records()
-    for change, content in ((change_records, records), (change_state, state), (change_weights, weights)):
-        if change is not None:
-            change(content)
-    names = ("weights", "best_weights", "checkpoint")
-    run = SimpleNamespace(**{name: folder / f"{name}.pth" for name in names})
-    torch.save(weights, run.weights)
-    torch.save(weights, run.best_weights)
-    torch.save(state, run.checkpoint)
-    run.metrics = folder / "metrics.jsonl"
-    run.metrics.write_text("".join(json.dumps(record) + "\n" for record in records))
+    records = [{"update": update, "loss": 5 / update, "seconds": 0.5} for update in range(1, 11)]
+    records[4]["loss"] = float("nan")
+    change(records, state, weights)
+    run = SimpleNamespace(metrics=write_jsonl(folder / "metrics.jsonl", records))
+    for name, content in (("weights", weights), ("best_weights", weights), ("checkpoint", state)):
+        setattr(run, name, folder / f"{name}.pth")
+        torch.save(content, getattr(run, name))
     return run
 
 
@@ -69,60 +53,48 @@ def flip(tensor: torch.Tensor) -> None:
 
 
 def test_the_same_run_has_no_difference(tmp_path):
-    def other_times(records: list[dict]) -> None:
+    def other_times(records: list[dict], state: dict, _) -> None:
         for record in records:
             record |= {"seconds": 9.9, "rollout_seconds": 1.0, "tokens_per_second": 5.0, "mfu": 0.1}
-
-    def other_seconds(state: dict) -> None:
         state.update(seconds=2, world_size=2)
 
-    runs = write_run(tmp_path / "a"), write_run(tmp_path / "b", other_times, other_seconds)
-    assert compare_runs(*runs) == []
+    assert compare_runs(write_run(tmp_path / "a"), write_run(tmp_path / "b", other_times)) == []
 
 
-RECORDS = {
-    "a changed loss": (
-        lambda r: r[6].update(loss=r[6]["loss"] + 1e-16),
-        "1 values differ, first 6.loss: 0.71428",
+CHANGES = {
+    "a loss": (
+        lambda records, state, weights: records[6].update(loss=records[6]["loss"] + 1e-16),
+        "metrics: 1 values differ, first 6.loss: 0.71428",
     ),
-    "NaN in one": (lambda r: r[4].update(loss=1.0), "1 values differ, first 4.loss: 1.0, not nan"),
+    "NaN in one": (
+        lambda records, state, weights: records[4].update(loss=1.0),
+        "metrics: 1 values differ, first 4.loss: 1.0, not nan",
+    ),
     "a doubled update": (
-        lambda r: r.append(dict(r[6])),
-        "6 values differ, first 10.update: 7, not 'missing'",
+        lambda records, state, weights: records.append(dict(records[6])),
+        "metrics: 2 values differ, first 10.update: 7, not 'missing'",
     ),
-}
-
-
-@pytest.mark.parametrize("case", RECORDS)
-def test_a_difference_in_the_metrics_is_found(tmp_path, case):
-    change, expected = RECORDS[case]
-    found = compare_runs(write_run(tmp_path / "a"), write_run(tmp_path / "b", change_records=change))
-    assert len(found) == 1 and found[0].startswith(f"metrics: {expected}")
-
-
-STATES = {
     "a bit of the optimizer": (
-        lambda s: flip(s["optimizer"]["state"][2]["exp_avg_sq"]),
-        "optimizer.state.2.exp_avg_sq: torch.float32 [2, 3] of sum ",
+        lambda records, state, weights: flip(state["optimizer"]["state"][2]["exp_avg_sq"]),
+        "checkpoint: 1 values differ, first optimizer.state.2.exp_avg_sq: torch.float32 [2, 3] of sum ",
     ),
-    "a lost counter": (lambda s: s.pop("update"), "update: None, not 10"),
-    "another precision": (
-        lambda s: s["model"].update({"0.bias": s["model"]["0.bias"].double()}),
-        "model.0.bias: torch.float64 [3] of sum",
+    "a lost counter": (
+        lambda records, state, weights: state.pop("update"),
+        "checkpoint: 1 values differ, first update: None, not 10",
     ),
 }
 
 
-@pytest.mark.parametrize("case", STATES)
-def test_a_difference_in_the_checkpoint_is_found(tmp_path, case):
-    change, expected = STATES[case]
-    found = compare_runs(write_run(tmp_path / "a"), write_run(tmp_path / "b", change_state=change))
-    assert len(found) == 1 and found[0].startswith(f"checkpoint: 1 values differ, first {expected}")
+@pytest.mark.parametrize("case", CHANGES)
+def test_a_difference_is_found(tmp_path, case):
+    change, expected = CHANGES[case]
+    found = compare_runs(write_run(tmp_path / "a"), write_run(tmp_path / "b", change))
+    assert len(found) == 1 and found[0].startswith(expected)
 
 
 def test_a_bit_of_the_weights_and_a_file_that_cannot_be_read(tmp_path):
     right = write_run(tmp_path / "a")
-    found = write_run(tmp_path / "b", change_weights=lambda weights: flip(weights["0.weight"]))
+    found = write_run(tmp_path / "b", lambda records, state, weights: flip(weights["0.weight"]))
     texts = compare_runs(right, found)
     assert [text.split(":")[0] for text in texts] == ["weights", "best_weights"]
     found.weights.write_bytes(right.weights.read_bytes()[:-100])
@@ -272,10 +244,16 @@ def test_a_mistake_is_one_line(monkeypatch, capsys, case):
     assert captured.err.startswith("error: ") and expected in captured.err and captured.err.count("\n") == 1
 
 
-@pytest.mark.parametrize("flag", ["--eval_share=0.1", "--eval_data_path=mine.jsonl"])
-def test_held_out_data_of_the_users_own(tmp_path, flag):
-    args = Run("sft", 1, 0, tmp_path, "killed", [flag]).args
-    assert (args.eval_share, args.eval_data_path) in ((0.1, None), (0.0, "mine.jsonl"))
+def test_the_users_own_data_and_settings(tmp_path):
+    def args_of(*typed):
+        return Run("sft", 1, 0, tmp_path, "killed", list(map(str, typed))).args
+
+    assert args_of("--eval_share=0.1").eval_data_path is None
+    assert args_of("--eval_data_path", "mine.jsonl").eval_data_path == "mine.jsonl"
+    config = tmp_path / "run.yaml"
+    config.write_text("model: {hidden_size: 48}\ndata: {data_path: mine.jsonl}\n")
+    found = args_of("--config", config, "--batch_size", 3)
+    assert (found.hidden_size, found.data_path, found.batch_size) == (48, "mine.jsonl", 3)
 
 
 def test_no_kill_within_training_is_no_pass(monkeypatch, capsys, tmp_path):

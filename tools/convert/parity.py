@@ -29,9 +29,12 @@ HARD_TEXTS = (
     "<think>\n先想\n</think>\n\n<tool_call>\n{}\n</tool_call><|im_end|>\n<|endoftext|>",
 )
 TOOL = {
-    "name": "weather",
-    "description": "天气 of a city",
-    "parameters": {"type": "object", "properties": {}},
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "天气",
+        "parameters": {"type": "object", "properties": {}},
+    },
 }
 
 
@@ -47,20 +50,17 @@ def sample_texts() -> list[str]:
 def sample_chats() -> list[dict[str, Any]]:
     """Arguments of `apply_chat_template`: one or several turns, a system message, reasoning, tools."""
     turns = [record["conversations"] for record in make_corpus(seed=0)["sft_eval.jsonl"][:4]]
-    system = [{"role": "system", "content": "你是 a helpful assistant."}]
-    call = {"type": "function", "function": {"name": "weather", "arguments": {"city": "北京"}}}
+    system = {"role": "system", "content": "你是 a helpful assistant."}
     asked = {"role": "user", "content": "weather?"}
-    called = [
-        asked,
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "content": "20°C"},
-    ]
-    thought = [asked, {"role": "assistant", "reasoning_content": "想一想", "content": " fine\n"}]
-    chats = [*turns, system + turns[0], [*thought, asked], called]
+    call = {"type": "function", "function": {"name": "weather", "arguments": {"city": "北京"}}}
+    called = {"role": "assistant", "content": "", "tool_calls": [call]}
+    thought = {"role": "assistant", "reasoning_content": "想一想", "content": " fine\n"}
+    chats = [*turns, [system, *turns[0]], [asked, thought, asked]]
+    chats.append([asked, called, {"role": "tool", "content": "20°C"}])
     return [
         {"conversation": chat, "tools": tools, "add_generation_prompt": prompt}
         for chat in chats
-        for tools in (None, [{"type": "function", "function": TOOL}])
+        for tools in (None, [TOOL])
         for prompt in (False, True)
     ]
 

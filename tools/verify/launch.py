@@ -63,19 +63,9 @@ class Run:
         self.stage, self.ranks, self.folder, self.launches = stage, ranks, folder / name, 0
         self.start, self.teacher = folder / "start.pth", folder / "teacher.pth"
         names = {word.partition("=")[0] for word in typed}
-        flags: dict[str, Any] = {"data_path": folder / f"{stage}.jsonl"}
-        if not names & {"--eval_share", "--eval_data_path"}:
-            flags["eval_data_path"] = folder / f"{stage}_eval.jsonl"
-        flags |= SMALL
-        if stage in AFTER_SFT:
-            flags |= {"from_weight": self.start} | AFTER_SFT[stage]
-        if stage == "distillation":
-            flags["from_teacher_weight"] = self.teacher
-        if "--from_weight" not in names:
-            flags |= SHAPE
         own = {f"{place}_dir": self.folder / place for place in ("save", "checkpoint", "cache")}
         own |= {"use_moe": use_moe, "from_resume": int(name == "killed")}
-        words = [*words_of(flags), *typed, *words_of(own)]
+        words = [*words_of(self.built_in_flags(names)), *typed, *words_of(own)]
         args = parse_stage_args(script.Args, script.__doc__, words)
         if "--from_weight" in names and args.from_weight != "none":
             args, _ = read_start_weights(args)
@@ -92,6 +82,22 @@ class Run:
             self.best_weights = self.best_weights.with_suffix("") / ADAPTER
         self.metrics = metrics_path(args.save_dir, run_name(args.save_weight, args))
         self.checkpoint = resume_path(args.checkpoint_dir, args.save_weight, args)
+
+    def built_in_flags(self, names: set[str]) -> dict[str, Any]:
+        """The flags of a small run on the built-in data, before the user's own flags of these names."""
+        if "--config" in names:
+            return {}
+        flags: dict[str, Any] = {"data_path": self.start.with_name(f"{self.stage}.jsonl")}
+        if not names & {"--eval_share", "--eval_data_path"}:
+            flags["eval_data_path"] = self.start.with_name(f"{self.stage}_eval.jsonl")
+        flags |= SMALL
+        if "--from_weight" not in names:
+            flags |= SHAPE
+        if self.stage in AFTER_SFT:
+            flags |= {"from_weight": self.start} | AFTER_SFT[self.stage]
+        if self.stage == "distillation":
+            flags["from_teacher_weight"] = self.teacher
+        return flags
 
     def saved_update(self) -> int | None:
         """The update at which a resumed run must continue; None if there is no checkpoint."""

@@ -5,14 +5,8 @@ import random
 
 import pytest
 
-from common.settings import ROOT
-from dataset.lm_dataset import SFTDataset
-from dataset.rollout_prompts import to_prompt
-from dataset.token_cache import load_tokenizer
-from model.prompts import prompt_tokens
 from scripts.demo.tour import MISTAKES, PERSONA, make_tour
 from scripts.demo.world import ATTRIBUTES, GROUPS, LANGUAGES, answer, make_corpus, make_people
-from tests.conftest import write_jsonl
 from trainer.rollouts.rewards import contains_answer
 
 
@@ -63,20 +57,3 @@ def test_the_student_is_never_asked_a_question_of_the_quiz(tour, corpus_files):
     assert set(replies["distillation_eval.jsonl"]) <= true
     right = sum(reply in true for reply in replies["distillation.jsonl"]) / len(trained)
     assert right == pytest.approx(1 - MISTAKES, abs=0.03)
-
-
-def test_thoughts_are_trained_and_begin_as_with_open_thinking(tour, tmp_path):
-    tokenizer = load_tokenizer(ROOT / "model")
-    records = tour["reasoning.jsonl"][:30]
-    path = write_jsonl(tmp_path / "reasoning.jsonl", records)
-    samples = SFTDataset(str(path), tokenizer, 256, cache_dir=str(tmp_path))
-    for (sample,), record in zip((samples[i] for i in range(len(samples))), records, strict=True):
-        said = record["conversations"][-1]
-        thinks = "reasoning_content" in said
-        thought = f"<think>\n{said['reasoning_content']}\n</think>\n\n" if thinks else ""
-        ids, mask = sample["input_ids"].tolist(), sample["loss_mask"].tolist()
-        trained = [token for token, is_target in zip(ids, mask, strict=True) if is_target]
-        assert tokenizer.decode(trained) == f"{thought}{said['content']}<|im_end|>"
-        for thinking in {False, thinks}:  # with and without, a prompt is how its own training example begins
-            prompt = prompt_tokens(tokenizer, to_prompt(record)[0].messages, enable_thinking=thinking)
-            assert ids[: len(prompt)] == prompt and (tokenizer.decode(prompt[-1]) == "<think>") == thinking
