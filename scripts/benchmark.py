@@ -37,13 +37,7 @@ from tools.bench.comparison import Peer, check_peer, compare_losses
 from trainer import train_full_sft, train_pretrain
 from trainer import trainer_utils as utils
 from trainer.data.datasets import train_loader
-from trainer.devices.device import (
-    autocast_dtype,
-    matrix_rate,
-    mixed_precision,
-    select_device,
-    use_deterministic_kernels,
-)
+from trainer.devices.device import autocast_dtype, device_and_precision, matrix_rate
 from trainer.devices.process_group import leave_process_group, world_size
 from trainer.devices.wrapping import unwrap
 from trainer.loop import train_update, update_size
@@ -110,9 +104,8 @@ class Ours:
     """This trainer, set up like a stage, without its files and schedule."""
 
     def __init__(self, args: Any):
-        use_deterministic_kernels(args.deterministic)
-        self.args, device = args, select_device(args.device)
-        autocast, scaler = mixed_precision(args.dtype, device)
+        self.args = args
+        device, autocast, scaler = device_and_precision(args)
         self.tokenizer = load_tokenizer(args.tokenizer_path)
         self.train_set, _ = STAGES[args.stage][0].open_data(args, self.tokenizer)
         utils.init_distributed_mode(args.rank_timeout, device)

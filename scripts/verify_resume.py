@@ -11,7 +11,7 @@ Arguments after `--` go to the stage script. Per combination, a run without kill
 killed and resumed: weights, best weights, checkpoint, metrics without times. The moments of the kills are
 random: about a quarter falls into the seconds before training, the others are spread over training. Ways:
 SIGKILL to all processes, to torchrun alone, or to one rank, after which torchrun starts all of them anew;
-SIGTERM. No process may be left.
+SIGTERM. No process may be left. The folder of the runs is deleted after PASS.
 """
 
 import json
@@ -174,7 +174,6 @@ def parse_args() -> tuple[Any, list[str]]:
     flag("--ranks", type=int_list, default="1", help="processes, e.g. 1,2")
     flag("--use_moe", type=int_list, default="0", help="0 dense, 1 MoE, 0,1 both")
     flag("--seed", type=int, help="seed of the kills; drawn and printed if not given")
-    flag("--work_dir", help="new folder for the runs; a temporary one if not given, deleted after PASS")
     end = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     args, typed = parser.parse_args(sys.argv[1:end]), sys.argv[end + 1 :]
     taken = {part.split("=")[0] for part in typed} & OWN_FLAGS
@@ -187,17 +186,6 @@ def parse_args() -> tuple[Any, list[str]]:
     return args, typed
 
 
-def new_folder(path: str | None) -> Path:
-    """The folder for the runs, which is created; a temporary one if no path is given. Raises UserError."""
-    if path is None:
-        return Path(tempfile.mkdtemp(prefix="verify_resume_")).resolve()
-    try:
-        Path(path).mkdir(parents=True)
-    except OSError as error:
-        raise UserError(f"--work_dir {path}: {error.strerror}; give a new folder") from error
-    return Path(path).resolve()
-
-
 def main() -> None:
     """Distribute the kills over the combinations, check each, and print the result."""
     args, typed = parse_args()
@@ -205,10 +193,11 @@ def main() -> None:
     for ranks, use_moe in combinations:  # finds wrong flags before any work
         Run(args.stage, ranks, use_moe, Path(), "reference", typed)
     seed = random.randrange(10**6) if args.seed is None else args.seed
-    work = new_folder(args.work_dir)
+    work = Path(tempfile.mkdtemp(prefix="verify_resume_")).resolve()
     print(f"{args.stage}, {args.kills} kills drawn with --seed {seed}, in {work}", flush=True)
     rng = random.Random(seed)
-    rows, total, total_in_training = [["model", "ranks", "kills", "in training", "differing bits"]], 0, 0
+    rows = [["model", "ranks", "kills", "in training", "differing bits"]]
+    counts = []  # of kills, and of those in training, for each combination
     for i, (ranks, use_moe) in enumerate(combinations):
         model, kills = "MoE" if use_moe else "dense", (args.kills + i) // len(combinations)
         print(f"{model}, ranks: {ranks}", flush=True)
@@ -219,14 +208,14 @@ def main() -> None:
         if args.stage in AFTER_SFT:
             write_weights(reference)
         done, in_training = check(reference, killed, rng, kills)
+        counts.append((done, in_training))
         rows.append([model, str(ranks), f"{done} of {kills}", str(in_training), "0"])
-        total, total_in_training = total + done, total_in_training + in_training
     print(text_table(rows))
-    if not all(int(row[3]) for row in rows[1:]):
+    if any(in_training == 0 for _, in_training in counts):
         sys.exit("FAIL: no kill fell within training; give more --kills, or make the run longer")
-    if not args.work_dir:
-        shutil.rmtree(work)
-    print(f"PASS: {total} of {args.kills} kills, {total_in_training} of them in training, 0 differing bits")
+    shutil.rmtree(work)
+    total, in_training = (sum(column) for column in zip(*counts, strict=True))
+    print(f"PASS: {total} of {args.kills} kills, {in_training} of them in training, 0 differing bits")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import torch
 from common.command_line import one_line_errors
 from scripts import verify_resume
 from scripts.verify_resume import Kill, draw_kills, run_to_end, run_to_kill
-from tests.conftest import ROOT, write_jsonl
+from tests.conftest import write_jsonl
 from tools.verify import launch as launches
 from tools.verify.compare import compare_runs, is_same
 from tools.verify.launch import WAYS, Launch, Run
@@ -230,7 +230,6 @@ MISTAKES = {
     "no number": (["--ranks", "one"], "argument --ranks"),
     "a stage's own flag": (["--", "--bath_size", 4], "--bath_size"),
     "a flag of this script": (["--", "--use_moe", 1], "--use_moe goes before the --"),
-    "a folder that is there": (["--work_dir", ROOT], "File exists; give a new folder"),
 }
 
 
@@ -256,10 +255,10 @@ def test_the_users_own_data_and_settings(tmp_path):
     assert (found.hidden_size, found.data_path, found.batch_size) == (48, "mine.jsonl", 3)
 
 
-def test_no_kill_within_training_is_no_pass(monkeypatch, capsys, tmp_path):
+def test_no_kill_within_training_is_no_pass(monkeypatch, capsys):
     monkeypatch.setattr(verify_resume, "check", lambda *_: (2, 0))
     with pytest.raises(SystemExit, match="FAIL: no kill fell within training"):
-        call(monkeypatch, "--kills", 2, "--work_dir", tmp_path / "work")
+        call(monkeypatch, "--kills", 2)
     assert "PASS" not in capsys.readouterr().out
 
 
@@ -282,12 +281,8 @@ def test_one_rank_killed_at_a_random_moment(monkeypatch, capsys):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_two_ranks_of_a_mixture_of_experts_killed_at_a_random_moment(monkeypatch, capsys, tmp_path, parallel):
+def test_two_ranks_of_a_mixture_of_experts_killed_at_a_random_moment(monkeypatch, capsys, parallel):
     monkeypatch.setattr(verify_resume, "UPDATES", 18)
     flags = ["--stage", "pretrain", "--kills", 2, "--ranks", 2, "--use_moe", 1]
-    flags += ["--work_dir", tmp_path / "work"]
     small = ["--", "--num_hidden_layers", 1, "--packing", 1, "--parallel", parallel]
     assert "0 differing bits" in killed_at_random(monkeypatch, capsys, *flags, *small)
-    runs = tmp_path / "work/ranks_2_moe_1"  # a named folder is kept
-    assert len(list(runs.glob("*/save/pretrain_64_moe.pth"))) == 2
-    assert len(list(runs.glob("*/checkpoint/pretrain_64_moe_resume.pth"))) == 2

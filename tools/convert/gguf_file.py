@@ -47,8 +47,7 @@ def write_gguf(
 ) -> dict[str, Tensor]:
     """Write the file; returns the tensors that are in it, in float32 under our names.
 
-    name: what programs show, `general.name`; beside it stands the size, such as 30M, or 4x30M of a mixture.
-
+    name: what programs show, `general.name`.
     dtype: of the matrices, float32 or float16. Norms and routers stay float32. Raises UserError if llama.cpp
     cannot represent the model or its tokenizer, or the package gguf is missing."""
     gguf = gguf_package()
@@ -82,7 +81,6 @@ def write_gguf(
         writer.add_tensor(names.get_name(key, try_suffixes=(".weight",)), data.numpy())
         stored |= _unstacked(key, data.float())
     writer.add_name(name)
-    writer.add_size_label(gguf.size_label(*writer.get_total_parameter_count()))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
