@@ -13,7 +13,7 @@ import math
 import shutil
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -23,15 +23,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common.command_line import Parser, one_line_errors  # first: without requirements it says so
 
 # isort: split
-from tqdm.utils import disp_len
-
 from common.errors import UserError, printable, say, warn
 from scripts.runs import report
 from scripts.runs.figures import PANELS, draw
 from scripts.runs.run import AXES, ENDING, RESULTS, Run, differing, read_run, shown
+from scripts.text_table import table_lines
 from trainer.run.paths import settings_path
-
-LONGEST = 28  # characters of a cell on a terminal
 
 
 def parse_args() -> argparse.Namespace:
@@ -103,58 +100,15 @@ def read_runs(paths: list[str]) -> dict[str, Run]:
     return {printable(name): run for name, run in zip(names, runs, strict=True)}
 
 
-# --- the table
-
-
 def run_rows(runs: dict[str, Run]) -> list[list[str]]:
-    """The table of runs: a head, and a row for each. Behind the name stands what the run came to, then the
-    settings that differ. Figures that are the same for all, and paths, which are long, are the last
-    columns."""
-
-    def figure_columns(names: Sequence[str]) -> list[list[str]]:
-        columns = []
-        for name in names:
-            if any(name in run.figures for run in runs.values()):
-                columns.append([name, *(shown(run.figures, name) for run in runs.values())])
-        return columns
-
-    def comes_last(column: list[str]) -> bool:
-        cells = column[1:]
-        return len(set(cells)) == 1 or any("/" in cell or "\\" in cell for cell in cells)
-
-    others = figure_columns(AXES)
+    """The table of runs: a head, and a row for each: what the run came to, and the settings that differ."""
+    columns = [["run", *runs]]
+    for name in (*RESULTS, *AXES):
+        if any(name in run.figures for run in runs.values()):
+            columns.append([name, *(shown(run.figures, name) for run in runs.values())])
     for name in differing([run.settings for run in runs.values()]):
-        others.append([name, *(run.settings.get(name, "-") for run in runs.values())])
-    others.sort(key=comes_last)  # stable
-    columns = [["run", *runs], *figure_columns(RESULTS), *others]
+        columns.append([name, *(run.settings.get(name, "-") for run in runs.values())])
     return [[" ".join(printable(cell).split()) for cell in row] for row in zip(*columns, strict=True)]
-
-
-def table_lines(rows: list[list[str]], width: int | None) -> list[str]:
-    """A table as text. With the width of a terminal, long cells lose their beginning, and columns that do not
-    fit stand in further blocks below, each with the first column again."""
-    if width:
-        rows = [[cell if len(cell) <= LONGEST else f"…{cell[1 - LONGEST :]}" for cell in row] for row in rows]
-    sizes = [max(map(disp_len, column)) for column in zip(*rows, strict=True)]
-    blocks, used = [[0]], sizes[0]
-    for column in range(1, len(sizes)):
-        used += 2 + sizes[column]
-        if width and used > width and len(blocks[-1]) > 1:
-            blocks.append([0])
-            used = sizes[0] + 2 + sizes[column]
-        blocks[-1].append(column)
-    lines: list[str] = []
-    for block in blocks:
-        if lines:
-            lines.append("")
-        for row in rows:
-            # str.ljust counts characters, of which some are two columns wide
-            missing = [size - disp_len(cell) for size, cell in zip(sizes, row, strict=True)]
-            cells = [row[0].ljust(len(row[0]) + missing[0])]
-            for i in block[1:]:
-                cells.append(row[i].rjust(len(row[i]) + missing[i]))
-            lines.append("  ".join(cells).rstrip())
-    return lines
 
 
 def main() -> None:
@@ -168,9 +122,11 @@ def main() -> None:
     for line in table_lines(rows, width):
         say(line)
     for name, run in runs.items():
-        outcome = report.outcome(run)
-        if outcome:
-            say(f"{name}: {outcome}")
+        compared = [
+            f"{what} {came} (planned {planned})" for what, (planned, came) in report.outcomes(run).items()
+        ]
+        if compared:
+            say(f"{name}: {', '.join(compared)}")
     if not (args.png or args.html):
         return
     # in Chinese names; in HTML they are there
@@ -181,10 +137,9 @@ def main() -> None:
         with writing("--png", args.png):
             figure.savefig(args.png, dpi=150)
     if args.html:
-        field = panels[0]
-        if "reward" in panels and all("reward" in run.figures for run in runs.values()):
-            field = "reward"
-        page = report.page(list(runs.values()), rows, field, args.x or "tokens", figure, args.lang or "en")
+        field = "reward" if all("reward" in run.figures for run in runs.values()) else "loss"
+        curve = draw(runs, args.x or "tokens", [args.panels[0] if args.panels else field])
+        page = report.page(list(runs.values()), rows, curve, figure, args.lang or "en")
         with writing("--html", args.html):
             Path(args.html).write_bytes(page.encode("utf-8", "backslashreplace"))
 

@@ -1,105 +1,124 @@
-"""Which model and how much of the data: the plan with the least loss that fits into memory and time."""
+"""Which model, and how often it reads the data."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from common.errors import UserError
-from scripts.planning.machine import USABLE, Cost
-from scripts.planning.stages import WIDTH, Stage
-from trainer.optim import rules
-from trainer.report.metrics import duration
-from trainer.report.speed import layer_weights
+from common.errors import UserError, say
+from scripts.planning import rules
+from scripts.planning.machine import LIBRARIES, STATE, USABLE, count_parameters, measured_tokens
+from scripts.planning.stages import Stage
+from trainer.devices.device import select_device
 
-PASSES, SFT_PASSES = 4, 2  # over the data, at most: more teach little (arXiv:2305.16264)
-# of a part of the data: the least share, and the share of the time that it may take by proportion
-SMALLEST_SHARE, PART_SAFETY = 1e-4, 0.9
+SHORTER = 0.95  # a part of the data is made smaller by this factor until it fits into the time
+LONG_UPDATE = 10.0  # seconds; models that take longer for an update are not measured
 
 
 class Plan(NamedTuple):
-    """The stages of one model, the held-out loss of pretraining to expect, seconds of all stages, bytes of a
-    rank."""
+    """The stages of one model, and what keeps it from being better: data, memory, hours or speed."""
 
     stages: list[Stage]
-    loss: float
-    seconds: float
-    memory: float
+    limit: str
 
-    def loss_range(self) -> tuple[float, float] | None:
-        """The lowest and the highest loss to expect of pretraining; None where no such run was measured."""
-        args = self.stages[0].args
-        weights = layer_weights(args.num_hidden_layers, args.hidden_size)
-        if not rules.was_checked(weights, self.stages[0].tokens / args.epochs, args.epochs):
-            return None
-        return self.loss * (1 - rules.SPREAD), self.loss * (1 + rules.SPREAD)
+    @property
+    def seconds(self) -> float:
+        """Of all stages, from the first command to the last weights."""
+        return sum(stage.total_seconds for stage in self.stages)
 
 
-@dataclass(frozen=True)
-class Planner:
-    """Makes plans of stages that have no model yet.
+def choose(stages: list[Stage], depths: Sequence[int], memory: float, seconds: float) -> Plan:
+    """The largest of these models that fits into memory and time and reads enough for its size, with as many
+    passes as the time allows.
 
-    memory, limit: bytes of a rank and seconds. trigram: the held-out loss of a trigram model of so many
-    tokens of the first stage.
+    The models are measured, from the smallest up to the first one that does not fit.
+
+    Args:
+        memory: bytes of a rank.
+        seconds: of all stages; may be infinite.
+
+    Raises:
+        UserError: not even the smallest fits.
     """
-
-    stages: list[Stage]
-    memory: float
-    limit: float
-    trigram: Callable[[float], float]
-
-    def plan(self, depth: int, cost: Cost, passes: int, share: float = 1.0) -> Plan:
-        """The plan of a model of so many layers, for passes over this share of the data."""
-        stages = [self.stages[0].with_model(depth, cost, passes, self.memory, share)]
-        if len(self.stages) > 1:
-            # of SFT rather more data than a second pass
-            sft_passes = max(1, int(SFT_PASSES * share))
-            sft_share = min(1.0, SFT_PASSES * share / sft_passes)
-            stages.append(self.stages[1].with_model(depth, cost, sft_passes, self.memory, sft_share))
-        tokens, weights = share * self.stages[0].data.num_tokens, layer_weights(depth, WIDTH * depth)
-        loss = rules.expected_loss(self.trigram(tokens), weights, tokens, passes)
-        seconds = sum(stage.seconds for stage in stages)
-        return Plan(stages, loss, seconds, max(stage.memory for stage in stages))
-
-    def plans(self, depth: int, cost: Cost) -> list[Plan]:
-        """The plans of a model: one pass to PASSES over all data, and where one takes too long, one over a
-        part."""
-        plans = [self.plan(depth, cost, passes) for passes in range(1, PASSES + 1)]
-        once, least = plans[0], self.plan(depth, cost, 1, SMALLEST_SHARE)
-        if least.seconds < self.limit < once.seconds:
-            share = PART_SAFETY * (self.limit - least.seconds) / (once.seconds - least.seconds)
-            part = self.plan(depth, cost, 1, max(SMALLEST_SHARE, share))
-            while part.seconds > self.limit and share > SMALLEST_SHARE:  # updates do not shrink with the data
-                share *= PART_SAFETY
-                part = self.plan(depth, cost, 1, max(SMALLEST_SHARE, share))
-            plans.append(part)
-        return plans
-
-
-def choose(planner: Planner, costs: dict[int, Cost]) -> tuple[Plan, str]:
-    """The plan with the least loss that fits into memory and time, of models of these depths, and what limits
-    it: data, memory or hours. Raises UserError if none fits."""
-    tokens = planner.stages[0].data.num_tokens
-    plans = []
-    for depth, cost in costs.items():
-        is_too_large = layer_weights(depth, WIDTH * depth) > PASSES * tokens and depth > 1
-        if len(costs) == 1 or not is_too_large:
-            plans += planner.plans(depth, cost)
-
-    fitting = [plan for plan in plans if plan.memory <= planner.memory]
-    if not fitting:
+    best: list[Stage] = []
+    limit = "data"
+    for depth in depths:
+        models = [stage.with_depth(depth) for stage in stages]
+        limit = why_not_measured(models, best, memory)
+        if limit:
+            break
+        models = [model.measured() for model in models]
+        say(describe_cost(models))
+        planned = most_passes(models, memory, seconds)
+        limit = why_not_taken(planned, best, memory, seconds)
+        if limit:
+            break
+        best = planned
+    if not best:
+        size = f"{rules.WIDTH * depths[0]} x {depths[0]}"
         raise UserError(
-            f"{planner.memory / 1e9:.1f} GB, {USABLE:.0%} of the free memory, do not hold the smallest model"
+            f"{memory / 1e9:.1f} GB, {USABLE:.0%} of the free memory, do not hold a model of {size}"
         )
-    in_time = [plan for plan in fitting if plan.seconds <= planner.limit]
-    if not in_time:
-        least = duration(min(plan.seconds for plan in fitting))
-        raise UserError(f"--hours {planner.limit / 3600:g}: the smallest plan takes {least}; give more time")
+    if best[0].passes < rules.PASSES:
+        limit = "hours"
+    return Plan(best, limit or "largest model that is planned")
 
-    best = min(in_time, key=lambda plan: plan.loss)
-    best_any_time = min(fitting, key=lambda plan: plan.loss)
-    best_any_memory = min(plans, key=lambda plan: plan.loss)
-    if best.loss > best_any_time.loss:
-        return best, "hours"
-    if best.loss > best_any_memory.loss:
-        return best, "memory"
-    return best, "data"
+
+def why_not_measured(models: list[Stage], smaller: list[Stage], memory: float) -> str:
+    """What rules these models out before they are measured; empty: nothing. smaller: the best so far."""
+    first = models[0]
+    if LIBRARIES + STATE * count_parameters(first.args) > memory:
+        return "memory"
+    if not smaller:
+        return ""
+    depth, known = first.args.num_hidden_layers, smaller[0]
+    if rules.layer_weights(depth) * rules.TOKENS_PER_WEIGHT > rules.PASSES * first.data.num_tokens:
+        return "data"
+    growth = depth / known.args.num_hidden_layers
+    tokens = measured_tokens(select_device(first.args.device))
+    if known.cost.memory(growth**2 * tokens) > memory:
+        return "memory"
+    return "speed" if growth**3 * tokens * known.cost.token > LONG_UPDATE else ""
+
+
+def why_not_taken(planned: list[Stage], smaller: list[Stage], memory: float, seconds: float) -> str:
+    """What rules these measured models out; empty: nothing. Raises UserError where even the smallest model
+    has too little time."""
+    if max(stage.memory for stage in planned) > memory:
+        return "memory"
+    first, total = planned[0], sum(stage.total_seconds for stage in planned)
+    if not smaller and (total > seconds or (first.passes < 1 and first.updates < rules.FEW_UPDATES)):
+        raise UserError(
+            f"--hours {seconds / 3600:g}: in this time the smallest model makes fewer than "
+            f"{rules.FEW_UPDATES} updates, which teach little; give more time"
+        )
+    needed = rules.layer_weights(first.args.num_hidden_layers) * rules.TOKENS_PER_WEIGHT
+    return "hours" if smaller and (total > seconds or first.tokens < needed) else ""
+
+
+def most_passes(models: list[Stage], memory: float, seconds: float) -> list[Stage]:
+    """The stages with as many passes as fit into the time; of a time too short for one pass over a part of
+    the data, of at least FEW_UPDATES updates."""
+
+    def with_passes(passes: float) -> list[Stage]:
+        planned = [models[0].with_passes(passes, memory)]
+        for model in models[1:]:
+            planned.append(model.with_passes(min(rules.SFT_PASSES, rules.SFT_PASSES * passes), memory))
+        return planned
+
+    passes: float = rules.PASSES
+    planned = with_passes(passes)
+    while sum(stage.total_seconds for stage in planned) > seconds:
+        passes = passes - 1 if passes > 1 else passes * SHORTER
+        planned = with_passes(passes)
+        if passes < 1 and planned[0].updates < rules.FEW_UPDATES:
+            break
+    return planned
+
+
+def describe_cost(models: list[Stage]) -> str:
+    """A line of what was measured of a model."""
+    shape, speeds = models[0].args, []
+    for model in models:
+        speed = model.cost.speed(rules.update_tokens(rules.PASSES * model.data.num_tokens))
+        speeds.append(f"{model.args.save_weight} {speed:,.0f} tokens/s")
+    size = f"{models[0].cost.parameters / 1e6:,.2f} M parameters"
+    return f"  {shape.hidden_size} x {shape.num_hidden_layers}: {size}; {', '.join(speeds)}"

@@ -4,7 +4,6 @@ what came."""
 import os
 import shlex
 from pathlib import Path
-from typing import Any
 
 from common.files import atomic_write, write_json
 from common.settings import ROOT
@@ -24,13 +23,16 @@ def write_plan(plan: Plan, folder: str) -> Path:
     text = shell_file(plan, path)
     # names of files need not be UTF-8
     atomic_write(path, lambda file: file.write(os.fsencode(text)))
-    write_json(Path(folder, FORECAST), forecasts(plan))
+    expected = {}
+    for stage in plan.stages:
+        name = run_name(stage.args.save_weight, stage.args)
+        expected[name] = {"seconds": stage.seconds, "tokens": stage.tokens}
+    write_json(Path(folder, FORECAST), expected)
     return path
 
 
 def shell_file(plan: Plan, path: Path) -> str:
-    """A shell file that runs the plan; run again, it goes on where it was stopped. It prints what was planned
-    before each stage, which measures the speed anew for the line that it prints before its first update."""
+    """A shell file that runs the plan; run again, it goes on where it was stopped."""
     folder = plan.stages[0].args.save_dir
     again = echo(f"not finished; to go on: bash {shlex.quote(str(path))}")
     lines = [
@@ -41,10 +43,9 @@ def shell_file(plan: Plan, path: Path) -> str:
         f"cd {shlex.quote(str(ROOT))}",
     ]
     for stage in plan.stages:
-        planned = f"planned {duration(stage.seconds)}, at {stage.ranks / stage.cost.token:,.0f} tokens/s"
-        reminder = 'the line "run:" has the time at the present speed'
-        lines.append(echo(f"== {stage.args.save_weight}: {planned}; {reminder}"))
-        lines.append(shlex.join(training_command(stage)))
+        speed = stage.ranks * stage.cost.speed(stage.tokens / stage.updates / stage.ranks)
+        planned = f"planned {duration(stage.seconds)}, at {speed:,.0f} tokens/s"
+        lines += [echo(f"== {stage.args.save_weight}: {planned}"), shlex.join(training_command(stage))]
     report = ["python", "scripts/plot_metrics.py", folder, "--html", f"{folder}/report.html"]
     lines += [shlex.join(report), echo(f"next: {chat_command(plan)}")]
     return "\n".join(lines) + "\n"
@@ -84,17 +85,3 @@ def chat_command(plan: Plan) -> str:
     if last.script is train_pretrain:
         command += ["--weight", last.args.save_weight, "--form", "text"]
     return shlex.join(command)
-
-
-def forecasts(plan: Plan) -> dict[str, dict[str, Any]]:
-    """What is expected of each stage, by the names of the runs."""
-    expected: dict[str, dict[str, Any]] = {}
-    for stage in plan.stages:
-        name = run_name(stage.args.save_weight, stage.args)
-        expected[name] = {"seconds": stage.seconds, "tokens": stage.tokens, "eval_loss": None}
-    loss_range = plan.loss_range()
-    if loss_range is not None:
-        low, high = loss_range
-        first = next(iter(expected.values()))
-        first["eval_loss"] = [low, plan.loss, high]
-    return expected

@@ -5,56 +5,44 @@ import math
 import os
 import subprocess
 import sys
-import time
-from dataclasses import dataclass, replace
-from itertools import islice
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-import numpy as np
-
-from common.errors import UserError, say
+from common.errors import UserError
 from common.settings import ROOT, ModelConfig, StageArgs
-from dataset.files import expand_paths, is_plain_text, parts_of, read_records
-from dataset.lm_dataset import StageDataset, collate_flat
-from dataset.report import BadRecords
+from dataset.files import parts_of
+from dataset.lm_dataset import StageDataset
 from dataset.token_cache import load_tokenizer
-from dataset.tokenizing import Sample, SampleMaker, bytes_of_tokens
-from scripts.planning.machine import STATE, Cost, Machine, count_parameters, training_cost
+from scripts.planning import rules
+from scripts.planning.machine import Cost, measure
 from trainer import train_full_sft, train_pretrain
 from trainer.data.datasets import epoch_items, epoch_tokens
-from trainer.objectives.next_token import Batch, model_config
-from trainer.optim import rules
-from trainer.report.metrics import duration
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from model.model_minimind import MiniMindConfig
-
-WIDTH = 64  # of a model, per layer: --depth 8 is the default model, 512 x 8
-START = 12.0  # seconds of a stage before it trains
-N_EVALS, EVAL_COST = 5, 0.4  # of a stage; the cost of a token in one, where training it costs 1
-FEW_UPDATES = 100
-FIRST_RECORDS = 1000  # that are tokenised to tell how long all of them take; of plain text a single part
-LITTLE_TEXT = 2e6  # bytes: tokenised in seconds
+START = 12.0  # seconds in which a stage starts Python, opens its data and builds its model
+N_EVALS = 5  # of a stage
 SHARED = ("eval_share", "text_separator", "cache_dir", "device", "dtype")  # flags that are the stages' own
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage of a plan: its script and settings, its data, and what the model costs."""
+    """A stage of a plan: its script and settings, its data, and what its model costs."""
 
     script: Any
     args: StageArgs
     data: StageDataset
     held_out: StageDataset
     ranks: int
-    cost: Cost
+    cost: Cost = field(default_factory=Cost)
+
+    @property
+    def passes(self) -> float:
+        """Passes over the data; of a part of them less than 1."""
+        return self.args.epochs * epoch_items(self.data, self.args) / len(self.data)
 
     @property
     def tokens(self) -> int:
         """Tokens to train."""
-        return round(epoch_tokens(self.data, self.args)) * self.args.epochs
+        return round(epoch_tokens(self.data, self.args) * self.args.epochs)
 
     @property
     def updates(self) -> int:
@@ -63,25 +51,49 @@ class Stage:
         return math.ceil(epoch_items(self.data, self.args) / per_update) * self.args.epochs
 
     @property
+    def evaluation(self) -> float:
+        """Seconds of an evaluation."""
+        return self.held_out.num_tokens / self.ranks * self.cost.eval_token
+
+    @property
     def seconds(self) -> float:
-        """From its start to its weights, with evaluations."""
-        tokens = self.tokens + N_EVALS * EVAL_COST * self.held_out.num_tokens
-        return START + tokens / self.ranks * self.cost.token + self.updates * self.cost.update
+        """From the first update to the last log record, as `seconds` in the run's metrics: updates, and all
+        evaluations but the last. Saving is done beside them; tokenising and starting are not counted."""
+        updates = self.tokens / self.ranks * self.cost.token + self.updates * self.cost.update
+        return updates + (N_EVALS - 1) * self.evaluation
+
+    @property
+    def total_seconds(self) -> float:
+        """From the command to its end."""
+        return START + self.seconds + self.evaluation
 
     @property
     def memory(self) -> float:
         """Bytes of a rank."""
         return self.cost.memory(self.data.mean_tokens * self.args.batch_size)
 
-    def with_model(self, depth: int, cost: Cost, epochs: int, memory: float, share: float = 1.0) -> "Stage":
-        """With a model of so many layers and this share of the data: batch and rate by the rules, the
-        micro-batch as the memory allows."""
-        shape = {"hidden_size": WIDTH * depth, "num_hidden_layers": depth}
-        args = self.args.model_copy(update=shape | {"epochs": epochs})
-        if share < 1:
-            max_tokens = max(1, round(share * self.data.num_tokens))
-            args = args.model_copy(update={"max_tokens": max_tokens})
-        stage = replace(self, args=rules.chosen(args, self.data, self.ranks), cost=cost)
+    def with_depth(self, depth: int) -> "Stage":
+        """With a model of so many layers, which has not been measured."""
+        shape = {"hidden_size": rules.WIDTH * depth, "num_hidden_layers": depth}
+        return replace(self, args=self.args.model_copy(update=shape), cost=Cost())
+
+    def measured(self) -> "Stage":
+        """With what its model costs here."""
+        return replace(self, cost=measure(self.args, self.data))
+
+    def with_passes(self, passes: float, memory: float) -> "Stage":
+        """With so many passes over the data, batch and rate by the rules, and micro-batches that the memory
+        (bytes) holds. passes: a whole number, or the share of the data of a single one."""
+        epochs, max_tokens = int(passes), 0
+        if passes < 1:
+            epochs, max_tokens = 1, max(1, round(passes * self.data.num_tokens))
+        args = self.args.model_copy(update={"epochs": epochs, "max_tokens": max_tokens})
+        tokens = epoch_tokens(self.data, args) * epochs
+        item = self.data.mean_tokens * self.ranks
+        batch = max(1, min(round(rules.update_tokens(tokens) / item), len(self.data)))
+        rate = rules.learning_rate(args.hidden_size, tokens, batch * item)
+        numbers = {"batch_size": batch, "accumulation_steps": 1, "learning_rate": float(f"{rate:.1e}")}
+        stage = replace(self, args=args.model_copy(update=numbers))
         while stage.memory > memory and stage.args.batch_size > 1:
             half, twice = stage.args.batch_size // 2, stage.args.accumulation_steps * 2
             smaller = {"batch_size": half, "accumulation_steps": twice}
@@ -90,66 +102,14 @@ class Stage:
         return replace(stage, args=stage.args.model_copy(update=warmup))
 
 
-def shape_of(depth: int, tokenizer: "PreTrainedTokenizerBase") -> "MiniMindConfig":
-    """The config of the model of so many layers."""
-    return model_config(tokenizer, ModelConfig(hidden_size=WIDTH * depth, num_hidden_layers=depth))
-
-
-def check_first(args: argparse.Namespace, machine: Machine, config: "MiniMindConfig") -> None:
-    """Raise UserError if the memory does not hold this model, or FEW_UPDATES updates of it take longer than
-    --hours. The first block of the text tells, before all of it is tokenised; it also says how long that
-    takes."""
-    size = f"{config.hidden_size} x {config.num_hidden_layers}"
-    if STATE * count_parameters(config) > machine.memory:
-        raise UserError(f"{machine.memory / 1e9:.1f} GB of memory do not hold a model of {size}")
-    paths = expand_paths(args.pretrain_data)
-    text_bytes = sum(os.path.getsize(path) for path in paths)
-    if text_bytes < LITTLE_TEXT:
-        return
-    tokenizer = load_tokenizer(args.tokenizer_path or ModelConfig().tokenizer_path)
-    maker = SampleMaker("pretrain", tokenizer, train_pretrain.Args().max_seq_len, BadRecords(paths, "skip"))
-    begin = time.monotonic()
-    count = 1 if is_plain_text(paths[0]) else FIRST_RECORDS
-    records = islice(read_records(paths, args.text_separator or ""), count)
-    samples = list(maker.samples(records))
-    if not samples:
-        return
-    spelled = bytes_of_tokens(tokenizer)[np.concatenate([sample.tokens for sample in samples])].sum()
-    seconds = (time.monotonic() - begin) * text_bytes / spelled
-    if seconds > 60:
-        say(f"tokenising {text_bytes / 1e6:,.0f} MB takes about {duration(seconds)}")
-    if args.hours == math.inf:
-        return
-    update_tokens = rules.update_tokens(0)
-    cost = training_cost(machine, config, first_batch(samples, update_tokens))
-    n_stages = 1 if args.sft_data is None else 2
-    least = n_stages * START + FEW_UPDATES * (update_tokens * cost.token / machine.ranks + cost.update)
-    if least > 3600 * args.hours:
-        raise UserError(
-            f"--hours {args.hours:g}: {FEW_UPDATES} updates of a model of {size} take {duration(least)}; "
-            "give more time, or a smaller model"
-        )
-
-
-def first_batch(samples: list[Sample], tokens: float) -> Batch:
-    """The flat batch of the first samples, of so many tokens or a little more."""
-    items, size = [], 0
-    for sample in samples:
-        fields = {"input_ids": sample.tokens, "loss_mask": sample.loss_mask}
-        items.append([fields | {"sample_id": 0, "target_bytes": 0}])
-        size += len(sample.tokens)
-        if size >= tokens:
-            break
-    return collate_flat(items)
-
-
 def open_stages(args: argparse.Namespace, ranks: int) -> list[Stage]:
     """Pretraining and, with --sft_data, SFT, with their data tokenised. Without --tokenizer_path, few data
     get a vocabulary of their own. Raises UserError."""
     tokenizer_path = args.tokenizer_path or ModelConfig().tokenizer_path
     pretrain = open_stage(args, train_pretrain, args.pretrain_data, tokenizer_path, ranks)
     if not args.tokenizer_path:
-        size = rules.vocabulary(*spelling(pretrain.data))
+        report = pretrain.data.cache.report
+        size = rules.vocabulary(report["target_bytes"], bytes_per_token(pretrain))
         if size is not None:
             tokenizer_path = train_tokenizer(args, size)
             pretrain = open_stage(args, train_pretrain, args.pretrain_data, tokenizer_path, ranks)
@@ -163,13 +123,11 @@ def open_stage(args: argparse.Namespace, script: Any, path: str, tokenizer_path:
     settings: dict[str, Any] = {name: getattr(args, name) for name in SHARED} | {
         "data_path": ",".join(os.path.abspath(os.path.expanduser(part)) for part in parts_of(path)),
         "save_dir": args.save_dir, "checkpoint_dir": f"{args.save_dir}/checkpoints",
-        "tokenizer_path": tokenizer_path,
-        "packing": script is train_pretrain, "optimizer": rules.OPTIMIZER,
-        "batch_size": None, "learning_rate": None, "accumulation_steps": 1,
+        "tokenizer_path": tokenizer_path, "packing": script is train_pretrain, "optimizer": rules.OPTIMIZER,
     }  # fmt: skip
     stage_args = script.Args(**settings)
     data, held_out = script.open_data(stage_args, load_tokenizer(tokenizer_path))
-    return Stage(script, stage_args, data, held_out, ranks, Cost())
+    return Stage(script, stage_args, data, held_out, ranks)
 
 
 def train_tokenizer(args: argparse.Namespace, size: int) -> str:
@@ -178,7 +136,7 @@ def train_tokenizer(args: argparse.Namespace, size: int) -> str:
     folder = f"{args.save_dir}/tokenizer"
     command = [sys.executable, str(ROOT / "scripts/train_tokenizer.py"), "--vocab_size", str(size)]
     command += ["--output_dir", folder, "--data_path", args.pretrain_data]
-    if args.sft_data:
+    if args.sft_data and args.sft_data != args.pretrain_data:
         command.append(args.sft_data)
     if args.text_separator:
         command += ["--text_separator", args.text_separator]
@@ -187,7 +145,7 @@ def train_tokenizer(args: argparse.Namespace, size: int) -> str:
     return folder
 
 
-def spelling(data: StageDataset) -> tuple[int, float]:
-    """Bytes of text of the targets, and bytes per target."""
-    report = data.cache.report
-    return report["target_bytes"], report["target_bytes"] / report["targets"]
+def bytes_per_token(stage: Stage) -> float:
+    """Bytes of text that a token of the stage spells, on average."""
+    report = stage.data.cache.report
+    return report["target_bytes"] / report["targets"]

@@ -18,29 +18,19 @@ FORECAST = "plan.json"  # in the folder of the runs, of scripts/plan.py
 AXES = ("update", "tokens", "seconds")  # of the curves; each record has them
 LATEST = (*AXES, "loss", "eval_loss", "reward", "eval_reward")  # figures: the last finite value counts
 RESULTS = ("loss", "eval_loss", "best_eval_loss", "best_update", "reward", "eval_reward")
-FIGURES = (*RESULTS, *AXES)
 # settings that say where a run lies and how often it reports, not what it does
 PLACES = {"save_weight", "save_dir", "checkpoint_dir", "cache_dir", "tensorboard_dir", "log_file", "log_dir"}
 PLACES |= {"from_resume", "resume_from", "log_interval", "eval_interval", "save_interval"}
 PROMPTS, ANSWERS, WARNINGS, CHARACTERS = 8, 5, 20, 400  # that are kept of a run; characters of a text
 # records that are read at a time, some four milliseconds of work; seconds behind them
 BLOCK, PAUSE = 500, 0.001
-# a point has the sum: updates skipped; records whose loss is no finite number
-COUNTED = {"skipped", "not_finite"}
-# a thinned curve of these also has its lowest and highest values
-SPREAD = {"mean_loss", "loss", "reward", "grad_norm"}
-
-
-def finite_number(value: Any) -> float:
-    """A finite number of sensible size, else NaN."""
-    return float(value) if type(value) in (float, int) and -1e300 <= value <= 1e300 else math.nan
 
 
 class Run:
     """What the records of a run come to; `add` takes them one by one, the oldest first.
 
-    path: of the metrics file. records: their numbers by name. figures: values of FIGURES, as far as there
-    are any. warnings: (update, text).
+    path: of the metrics file. records: their finite numbers by name. figures: values of RESULTS and AXES, as
+    far as there are any. warnings: (update, text).
     samples: prompt -> (update, answer), the first and the last ones; an answer that did not change is not
     repeated.
     rollout: the same of the last rollout. settings, about: what the file beside holds, None if it is damaged.
@@ -59,11 +49,7 @@ class Run:
 
     def add(self, record: dict[str, Any] | None) -> None:
         """Take a record; one without a number on each of AXES is damaged."""
-        numbers = {}
-        for name, value in (record or {}).items():
-            number = finite_number(value)
-            if not math.isnan(number):
-                numbers[name] = number
+        numbers = {name: float(value) for name, value in (record or {}).items() if is_finite_number(value)}
         if record is None or not numbers.keys() >= set(AXES):
             self.damaged += 1
             return
@@ -73,31 +59,22 @@ class Run:
                 self.figures[name] = numbers[field]
         if numbers.get("eval_loss", math.inf) < self.figures.get("best_eval_loss", math.inf):
             self.figures |= {"best_eval_loss": numbers["eval_loss"], "best_update": record["update"]}
-        if any(name in record and name not in numbers for name in ("loss", "mean_loss")):
-            numbers["not_finite"] = 1.0
-        lists = {name: value for name, value in record.items() if type(value) is list}
-        if lists:
-            self.add_lists(record["update"], numbers, lists)
+        if isinstance(record.get("warnings"), list):
+            self.warnings += [(record["update"], text_of(warning)) for warning in record["warnings"]]
+            del self.warnings[WARNINGS:]
+        if isinstance(record.get("samples"), list):
+            self.add_samples(record["update"], record["samples"][:PROMPTS])
         self.records.append(numbers)
 
-    def add_lists(self, update: int, numbers: dict[str, float], lists: dict[str, list]) -> None:
-        """Take the lists of a record: skipped updates and loads of experts as numbers, warnings, samples."""
-        for i, value in enumerate(lists.get("expert_load", [])):
-            share = finite_number(value)
-            if not math.isnan(share):
-                numbers[f"expert_load.{i}"] = share
-        if "skipped" in lists:
-            numbers["skipped"] = float(len(lists["skipped"]))
-        self.warnings += [(update, _text(warning)) for warning in lists.get("warnings", [])]
-        del self.warnings[WARNINGS:]
-        samples = lists.get("samples", [])[:PROMPTS]
+    def add_samples(self, update: int, samples: list[Any]) -> None:
+        """Take what the model wrote at an update."""
         samples = [sample for sample in samples if isinstance(sample, dict) and "prompt" in sample]
         if any("reward" in sample for sample in samples):  # of a rollout, each of which has other prompts
             self.rollout = {}
         for sample in samples:
             kept = self.rollout if "reward" in sample else self.samples
-            answers = kept.setdefault(_text(sample["prompt"]), [])
-            answer = _text(sample.get("answer", sample.get("completion")))
+            answers = kept.setdefault(text_of(sample["prompt"]), [])
+            answer = text_of(sample.get("answer", sample.get("completion")))
             if not answers or answers[-1][1] != answer:
                 answers.append((update, answer))
             del answers[1 : 1 - ANSWERS]
@@ -109,9 +86,8 @@ class Run:
         return max(1, math.ceil(len(self.records) / points))
 
     def columns(self, points: int) -> dict[str, list[float | None]]:
-        """Each field's values at the points: the mean of a point's records; of AXES and `seconds_left` the
-        last value, of COUNTED the sum, of SPREAD also `_low` and `_high`. None where there is no finite
-        number."""
+        """Each field's values at the points: the mean of a point's records, of AXES and `seconds_left` the
+        last value. None where there is no finite number."""
         stride, columns = self.stride(points), {}
         for name in dict.fromkeys(chain.from_iterable(self.records)):
             values = [record.get(name, math.nan) for record in self.records]
@@ -119,20 +95,20 @@ class Run:
             filler = values[-1] if is_last else math.nan
             values += [filler] * (-len(values) % stride)
             groups = np.ma.masked_invalid(np.reshape(values, (-1, stride)))  # [points, stride]
-            thinned = groups.sum(axis=1) if name in COUNTED else groups.mean(axis=1)
-            columns[name] = groups[:, -1].tolist() if is_last else _short(thinned)
-            if name in SPREAD and stride > 1:
-                columns[f"{name}_low"] = _short(groups.min(axis=1))
-                columns[f"{name}_high"] = _short(groups.max(axis=1))
+            if is_last:
+                columns[name] = groups[:, -1].tolist()
+            else:
+                means = groups.mean(axis=1).tolist()
+                columns[name] = [None if mean is None else float(f"{mean:.6g}") for mean in means]
         return columns
 
 
-def _short(values: np.ma.MaskedArray) -> list[float | None]:
-    """Values with six digits, None for masked ones."""
-    return [None if value is None else float(f"{value:.6g}") for value in values.tolist()]
+def is_finite_number(value: Any) -> bool:
+    """Whether a value of a file is a finite number of sensible size."""
+    return type(value) in (float, int) and -1e300 <= value <= 1e300
 
 
-def _text(value: Any) -> str:
+def text_of(value: Any) -> str:
     """A value of a file as text of bounded length, as a command line has it."""
     if value is None:
         return "none"
@@ -165,7 +141,7 @@ def read_settings(metrics: Path) -> tuple[dict[str, str], dict[str, Any] | None]
             return {}, {}
         content = json.loads(path.read_bytes())
         settings = {"stage": content.pop("stage", None)} | content.pop("settings")
-        return {name: _text(value) for name, value in settings.items()}, content
+        return {name: text_of(value) for name, value in settings.items()}, content
     except FileNotFoundError:
         return {}, {}
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError):

@@ -1,0 +1,35 @@
+"""Size, passes, batch and learning rate by the amount of data: fits to measured runs (docs/dev/LOG.md, "Which
+batch, learning rate and loss")."""
+
+OPTIMIZER = "muon"
+WIDTH = 64  # of a model, per layer: --depth 8 is the default model, 512 x 8
+DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24)
+PASSES, SFT_PASSES = 4, 2  # over the data, at most: more teach little (arXiv:2305.16264)
+TOKENS_PER_WEIGHT = 1.0  # that a model reads, at least, for each weight of its layers
+FEW_UPDATES = 100  # fewer teach little
+
+
+def layer_weights(depth: int) -> float:
+    """Roughly the weights of the layers of a model of this depth."""
+    return 12.0 * depth * (WIDTH * depth) ** 2
+
+
+def update_tokens(tokens: float) -> float:
+    """Tokens of an update, in a run over so many tokens."""
+    return min(max(2048 * (tokens / 1e6) ** 0.5, 2048), 2**19)
+
+
+def learning_rate(width: int, tokens: float, tokens_per_update: float) -> float:
+    """The peak learning rate of a run over so many tokens, for OPTIMIZER."""
+    return 1e-3 * (width / 128) ** -0.6 * (tokens / 3.5e5) ** -0.4 * (tokens_per_update / 2048) ** 0.5
+
+
+def warmup(updates: int) -> int:
+    """Updates of warm-up."""
+    return max(1, min(100, updates // 20))
+
+
+def vocabulary(text_bytes: float, bytes_per_token: float) -> int | None:
+    """Size of a vocabulary of its own for little text that the shipped one spells in short tokens; None: the
+    shipped one. Most of its rows would hardly be trained there, and cost as much as the others."""
+    return 512 if text_bytes < 2e6 and bytes_per_token < 3 else None
