@@ -17,7 +17,6 @@ import math
 import os
 import shlex
 import sys
-import time
 from pathlib import Path
 
 # run the code beside this file, installed or not
@@ -49,11 +48,9 @@ def main() -> None:
     say(f"device: {text}; {memory / 1e9:.0f} GB of memory to use")
 
     opened = stages.open_stages(args, ranks)
-    begin, before = time.monotonic(), machine.cpu_seconds_of_others()
     plan = choose(opened, [args.depth] if args.depth else rules.DEPTHS, memory, 3600 * args.hours)
-    used = (machine.cpu_seconds_of_others() - before) / (time.monotonic() - begin)
-    say("\n".join(report.describe_other_programs(device, used) + report.describe(plan)))
-    for text in report.unwise(plan, size_is_given=bool(args.depth)):
+    say("\n".join(report.describe(plan)))
+    for text in report.unwise(plan):
         say(f"  unwise: {text}")
 
     path = files.write_plan(plan, args.save_dir)

@@ -28,7 +28,6 @@ from scripts.runs import report
 from scripts.runs.figures import PANELS, draw
 from scripts.runs.run import AXES, ENDING, RESULTS, Run, differing, read_run, shown
 from scripts.text_table import table_lines
-from trainer.run.paths import settings_path
 
 
 def parse_args() -> argparse.Namespace:
@@ -62,8 +61,8 @@ def find_runs(paths: list[str]) -> list[Path]:
 
 def read_runs(paths: list[str]) -> dict[str, Run]:
     """The runs by their names, the one of the lowest held-out loss first. Of several, those that cannot be
-    read or have no records yet are left out with a warning, and so are damaged lines and settings. Raises
-    UserError if none is left.
+    read or have no records are left out with a warning, and so are damaged lines. Raises UserError if none is
+    left.
     """
     runs: list[Run] = []
     problems = []
@@ -73,17 +72,12 @@ def read_runs(paths: list[str]) -> dict[str, Run]:
         except OSError as error:
             problems.append(str(error))
             continue
-        if run.about is None:
-            warn(f"{settings_path(path)} is damaged: the settings of this run are not shown")
-        if run.records:
-            runs.append(run)
-            if run.damaged:
-                warn(f"{path}: damaged lines, left out: {run.damaged}")
-        elif run.damaged:
-            fields = ", ".join(AXES)
-            problems.append(f"{path} is not a metrics file; its lines must be JSON objects with {fields}")
-        else:
-            problems.append(f"{path} holds no records yet; they come every --log_interval")
+        if not run.records:
+            problems.append(f"{path} holds no log records: none came yet, or it is not a metrics file")
+            continue
+        runs.append(run)
+        if run.damaged:
+            warn(f"{path}: damaged lines, left out: {run.damaged}")
     if not runs:
         raise UserError("; ".join(problems))
     for problem in problems:

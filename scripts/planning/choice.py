@@ -5,9 +5,8 @@ from typing import NamedTuple
 
 from common.errors import UserError, say
 from scripts.planning import rules
-from scripts.planning.machine import LIBRARIES, STATE, USABLE, count_parameters, measured_tokens
-from scripts.planning.stages import Stage
-from trainer.devices.device import select_device
+from scripts.planning.machine import LARGE_UPDATE, LIBRARIES, STATE, USABLE, count_parameters
+from scripts.planning.stages import START, Stage
 
 SHORTER = 0.95  # a part of the data is made smaller by this factor until it fits into the time
 LONG_UPDATE = 10.0  # seconds; models that take longer for an update are not measured
@@ -21,15 +20,18 @@ class Plan(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Of all stages, from the first command to the last weights."""
-        return sum(stage.total_seconds for stage in self.stages)
+        """From the first command to the last weights."""
+        return total_seconds(self.stages)
+
+
+def total_seconds(stages: list[Stage]) -> float:
+    """Of all stages, from the first command to the last weights."""
+    return sum(START + stage.seconds + stage.evaluation for stage in stages)
 
 
 def choose(stages: list[Stage], depths: Sequence[int], memory: float, seconds: float) -> Plan:
     """The largest of these models that fits into memory and time and reads enough for its size, with as many
-    passes as the time allows.
-
-    The models are measured, from the smallest up to the first one that does not fit.
+    passes as the time allows. They are measured from the smallest up to the first one that does not fit.
 
     Args:
         memory: bytes of a rank.
@@ -39,59 +41,57 @@ def choose(stages: list[Stage], depths: Sequence[int], memory: float, seconds: f
         UserError: not even the smallest fits.
     """
     best: list[Stage] = []
-    limit = "data"
+    limit = ""
     for depth in depths:
         models = [stage.with_depth(depth) for stage in stages]
-        limit = why_not_measured(models, best, memory)
+        limit = why_not_measured(models[0], best, memory)
         if limit:
             break
         models = [model.measured() for model in models]
         say(describe_cost(models))
         planned = most_passes(models, memory, seconds)
-        limit = why_not_taken(planned, best, memory, seconds)
+        limit = why_not_taken(planned, memory, seconds, is_smallest=not best)
         if limit:
             break
         best = planned
     if not best:
         size = f"{rules.WIDTH * depths[0]} x {depths[0]}"
+        if limit == "hours":
+            raise UserError(
+                f"--hours {seconds / 3600:g}: in this time a model of {size} makes fewer than "
+                f"{rules.FEW_UPDATES} updates, which teach little; give more time"
+            )
         raise UserError(
             f"{memory / 1e9:.1f} GB, {USABLE:.0%} of the free memory, do not hold a model of {size}"
         )
     if best[0].passes < rules.PASSES:
         limit = "hours"
-    return Plan(best, limit or "largest model that is planned")
+    return Plan(best, limit or "size that was asked for")
 
 
-def why_not_measured(models: list[Stage], smaller: list[Stage], memory: float) -> str:
-    """What rules these models out before they are measured; empty: nothing. smaller: the best so far."""
-    first = models[0]
-    if LIBRARIES + STATE * count_parameters(first.args) > memory:
-        return "memory"
+def why_not_measured(model: Stage, smaller: list[Stage], memory: float) -> str:
+    """What rules a model out before it is measured; empty: nothing. smaller: the best so far."""
+    depth, least = model.args.num_hidden_layers, LIBRARIES + STATE * count_parameters(model.args)
     if not smaller:
-        return ""
-    depth, known = first.args.num_hidden_layers, smaller[0]
-    if rules.layer_weights(depth) * rules.TOKENS_PER_WEIGHT > rules.PASSES * first.data.num_tokens:
+        return "memory" if least > memory else ""
+    if rules.layer_weights(depth) * rules.TOKENS_PER_WEIGHT > rules.PASSES * model.data.num_tokens:
         return "data"
+    known = smaller[0]
     growth = depth / known.args.num_hidden_layers
-    tokens = measured_tokens(select_device(first.args.device))
-    if known.cost.memory(growth**2 * tokens) > memory:
+    if least + growth**2 * known.cost.kept * LARGE_UPDATE > memory:
         return "memory"
-    return "speed" if growth**3 * tokens * known.cost.token > LONG_UPDATE else ""
+    return "speed" if growth**3 * known.cost.token * LARGE_UPDATE > LONG_UPDATE else ""
 
 
-def why_not_taken(planned: list[Stage], smaller: list[Stage], memory: float, seconds: float) -> str:
-    """What rules these measured models out; empty: nothing. Raises UserError where even the smallest model
-    has too little time."""
+def why_not_taken(planned: list[Stage], memory: float, seconds: float, is_smallest: bool) -> str:
+    """What rules a measured model out; empty: nothing."""
+    first = planned[0]
     if max(stage.memory for stage in planned) > memory:
         return "memory"
-    first, total = planned[0], sum(stage.total_seconds for stage in planned)
-    if not smaller and (total > seconds or (first.passes < 1 and first.updates < rules.FEW_UPDATES)):
-        raise UserError(
-            f"--hours {seconds / 3600:g}: in this time the smallest model makes fewer than "
-            f"{rules.FEW_UPDATES} updates, which teach little; give more time"
-        )
+    if total_seconds(planned) > seconds or (first.passes < 1 and first.updates < rules.FEW_UPDATES):
+        return "hours"
     needed = rules.layer_weights(first.args.num_hidden_layers) * rules.TOKENS_PER_WEIGHT
-    return "hours" if smaller and (total > seconds or first.tokens < needed) else ""
+    return "hours" if not is_smallest and first.tokens < needed else ""
 
 
 def most_passes(models: list[Stage], memory: float, seconds: float) -> list[Stage]:
@@ -106,7 +106,7 @@ def most_passes(models: list[Stage], memory: float, seconds: float) -> list[Stag
 
     passes: float = rules.PASSES
     planned = with_passes(passes)
-    while sum(stage.total_seconds for stage in planned) > seconds:
+    while total_seconds(planned) > seconds:
         passes = passes - 1 if passes > 1 else passes * SHORTER
         planned = with_passes(passes)
         if passes < 1 and planned[0].updates < rules.FEW_UPDATES:

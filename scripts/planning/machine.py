@@ -1,6 +1,5 @@
 """What training a model costs on this machine: seconds and bytes, measured on the user's data."""
 
-import os
 import time
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from trainer.run.state import TrainState
 USABLE = 0.8  # share of the free memory
 STATE = 16  # bytes per parameter: weight, gradient and two moments of AdamW, in float32
 LIBRARIES = 0.6e9  # bytes of a process without a model
-CPU_TOKENS, GPU_TOKENS = 2048, 16384  # of the larger update that is measured
+LARGE_UPDATE = 2048  # tokens of the larger update that is measured
 MIN_UPDATES, MAX_UPDATES, ENOUGH_SECONDS = 3, 20, 1.0  # the fastest counts: other programs slow single ones
 
 
@@ -53,11 +52,6 @@ def free_memory(device: torch.device) -> float:
     return USABLE * psutil.virtual_memory().available
 
 
-def measured_tokens(device: torch.device) -> int:
-    """Tokens of the larger update that `measure` makes."""
-    return CPU_TOKENS if device.type == "cpu" else GPU_TOKENS
-
-
 def count_parameters(args: StageArgs) -> int:
     """Parameters of a stage's model, without making it."""
     from model.model_minimind import MiniMindForCausalLM
@@ -81,8 +75,7 @@ def measure(args: StageArgs, data: StageDataset) -> Cost:
         model=model, optimizer=objective.optimizer(model, args), scaler=scaler, autocast=autocast,
         device=device, objective=objective, schedule=lambda update, total_updates, args: args.learning_rate,
     )  # fmt: skip
-    large = first_batch(data, measured_tokens(device))
-    small = first_batch(data, measured_tokens(device) // 4)
+    large, small = first_batch(data, LARGE_UPDATE), first_batch(data, LARGE_UPDATE // 4)
     tokens, small_tokens = len(large["input_ids"]), len(small["input_ids"])
     kept = kept_bytes(model, to_device(large, device), autocast) / tokens
 
@@ -125,10 +118,3 @@ def kept_bytes(model: nn.Module, batch: Batch, autocast: AbstractContextManager)
     with autocast, torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         next_token_loss(model, batch)
     return sum(sizes.values())
-
-
-def cpu_seconds_of_others() -> float:
-    """CPU seconds that all other programs have used since the machine was started."""
-    times, own = psutil.cpu_times(), os.times()
-    busy = [getattr(times, name, 0.0) for name in ("user", "nice", "system", "irq", "softirq", "steal")]
-    return sum(busy) - own.user - own.system

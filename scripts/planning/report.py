@@ -1,8 +1,5 @@
 """What a plan says: its table, and what is unwise about it."""
 
-import psutil
-import torch
-
 from common.settings import ModelConfig
 from scripts.planning import rules
 from scripts.planning.choice import Plan
@@ -10,10 +7,7 @@ from scripts.planning.stages import START, bytes_per_token
 from scripts.text_table import table_lines
 from trainer.report.metrics import duration
 
-SLACK = 0.25  # cores that other programs may use without being named
 FEW_BYTES = 2.5  # of text per token
-# outside of them a size that the user gave does not fit the data
-MIN_TOKENS_PER_PARAMETER, MAX_TOKENS_PER_PARAMETER = 0.5, 1000
 
 
 def describe(plan: Plan) -> list[str]:
@@ -52,29 +46,18 @@ def describe(plan: Plan) -> list[str]:
     return lines
 
 
-def describe_other_programs(device: torch.device, used: float) -> list[str]:
-    """A line if other programs took time from the measurement. used: cores of these programs."""
-    cores = psutil.cpu_count() or 1
-    if device.type != "cpu" or used + torch.get_num_threads() <= cores + SLACK:
-        return []
-    return [
-        f"  other programs used {used:.1f} of {cores} cores meanwhile; without them these speeds are higher, "
-        "and the plan may be another: plan again then"
-    ]
-
-
-def unwise(plan: Plan, size_is_given: bool) -> list[str]:
-    """What to think about again, one line each. size_is_given: the user has fixed the model."""
+def unwise(plan: Plan) -> list[str]:
+    """What to think about again, one line each."""
     first, lines = plan.stages[0], []
     for stage in plan.stages:
         if stage.updates < rules.FEW_UPDATES:
             advice = "more time helps" if stage.passes < 1 else "more data help"
             lines.append(f"{stage.args.save_weight}: {stage.updates} updates teach little; {advice}")
-    ratio = first.tokens / first.cost.parameters
-    if size_is_given and ratio < MIN_TOKENS_PER_PARAMETER and first.args.num_hidden_layers > 1:
-        lines.append(f"{ratio:,.2f} tokens per parameter: a smaller model learns as much")
-    if size_is_given and ratio > MAX_TOKENS_PER_PARAMETER:
-        lines.append(f"{ratio:,.0f} tokens per parameter: a larger model learns more")
+    weights = rules.layer_weights(first.args.num_hidden_layers)
+    if first.args.num_hidden_layers > 1 and first.tokens < rules.TOKENS_PER_WEIGHT * weights:
+        lines.append(
+            f"{first.tokens:,} tokens for {weights:,.0f} weights of layers: a smaller model learns as much"
+        )
     spelt = bytes_per_token(first)
     if spelt < FEW_BYTES and first.args.tokenizer_path == ModelConfig().tokenizer_path:
         lines.append(

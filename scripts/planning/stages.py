@@ -63,11 +63,6 @@ class Stage:
         return updates + (N_EVALS - 1) * self.evaluation
 
     @property
-    def total_seconds(self) -> float:
-        """From the command to its end."""
-        return START + self.seconds + self.evaluation
-
-    @property
     def memory(self) -> float:
         """Bytes of a rank."""
         return self.cost.memory(self.data.mean_tokens * self.args.batch_size)

@@ -44,11 +44,12 @@ def draw(runs: dict[str, Run], x: str, panels: Sequence[str] = PANELS) -> Any:
         for number, (name, columns) in enumerate(curves.items()):
             # a run over another one hides it only in part
             style = {"color": colors[number], "linewidth": max(0.8, 2.4 - 0.4 * number)}
-            draw_curves(axes, panel, x, name, columns, style)
+            # matplotlib hides names that begin with `_`
+            draw_curves(axes, panel, x, name.lstrip("_"), columns, style)
         axes.grid(alpha=0.3)
         axes.set_title(panel, parse_math=False)
         axes.set_xlabel(x)
-    add_legend(figure, dict(zip(curves, colors, strict=True)))
+    add_legend(figure)
     return figure
 
 
@@ -78,17 +79,15 @@ def draw_curves(
         axes.plot(*zip(*points, strict=True), label=f"{name}, held-out", linestyle="--", marker=".", **style)
 
 
-def add_legend(figure: Any, colors: dict[str, Any]) -> None:
-    """A legend of the runs below the panels, and of the dashed lines if there are any."""
-    from matplotlib.lines import Line2D
-
-    lines = [Line2D([], [], color=color) for color in colors.values()]
-    # matplotlib hides names that begin with `_`
-    labels = [f" {name}" if name.startswith("_") else name for name in colors]
-    if any(line.get_linestyle() == "--" for axes in figure.axes for line in axes.lines):
-        labels.append("held-out")
-        lines.append(Line2D([], [], color="gray", linestyle="--", marker="."))
-    legend = figure.legend(lines, labels, loc="outside lower center", ncols=4, frameon=False)
+def add_legend(figure: Any) -> None:
+    """A legend of all lines below the panels."""
+    lines: dict[str, Any] = {}
+    for axes in figure.axes:
+        handles, labels = axes.get_legend_handles_labels()
+        lines |= dict(zip(labels, handles, strict=True))
+    legend = figure.legend(
+        list(lines.values()), list(lines), loc="outside lower center", ncols=4, frameon=False
+    )
     for text in legend.get_texts():
         text.set_parse_math(False)  # a `$` in a name
 

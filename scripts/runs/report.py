@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.runs.figures import svg
-from scripts.runs.run import ENDING, FORECAST, Run
+from scripts.runs.run import AXES, ENDING, FORECAST, Run
 from scripts.runs.words import WORDS
 from trainer.report.metrics import duration
 from trainer.report.warnings import findings
@@ -18,36 +18,34 @@ DEFAULT_FACTS = {"monitor": "eval_loss", "mode": "min", "guessing": None, "best_
 
 def are_stages(runs: list[Run]) -> bool:
     """Whether the runs are stages of one model, one after the other, and not runs to compare."""
-    sizes = {(run.about or {}).get("parameters") for run in runs}
-    return (
-        sizes != {None} and len(sizes) == 1 and len({run.settings.get("stage") for run in runs}) == len(runs)
-    )
+    stages = {run.settings.get("stage") for run in runs}
+    sizes = {run.about.get("parameters") for run in runs}
+    return len(stages) == len(runs) and len(sizes) == 1 and isinstance(sizes.pop(), int)
 
 
 def started(run: Run) -> str:
     """When a run was started first, as sortable text."""
     try:
-        return str((run.about or {})["starts"][0]["time"])
+        return str(run.about["starts"][0]["time"])
     except (LookupError, TypeError):
         return ""
 
 
 def title(runs: list[Run], lang: str) -> str:
     """What was trained, in a sentence."""
-    words, total = WORDS[lang], {}
-    for name in ("tokens", "updates", "seconds"):
-        total[name] = sum(run.figures[name.removesuffix("s") if name == "updates" else name] for run in runs)
+    words = WORDS[lang]
+    total = {name: sum(run.figures[name] for run in runs) for name in AXES}
     time = duration(total["seconds"])
     if not are_stages(runs):
         return words["compared"].format(count=len(runs), time=time)
-    size = f"{float((runs[0].about or {})['parameters']) / 1e6:.2f}"
-    amounts = {name: f"{total[name]:,.0f}" for name in ("tokens", "updates")}
-    return words["stages"].format(parameters=size, time=time, **amounts)
+    size = f"{runs[0].about['parameters'] / 1e6:.2f}"
+    tokens, updates = f"{total['tokens']:,.0f}", f"{total['update']:,.0f}"
+    return words["stages"].format(parameters=size, tokens=tokens, updates=updates, time=time)
 
 
 def verdict(run: Run, lang: str) -> str:
     """The sentences of the run's last line, from its records."""
-    facts = (run.about or {}).get("facts")
+    facts = run.about.get("facts")
     found = findings(run.records, DEFAULT_FACTS | (facts if isinstance(facts, dict) else {}))
     sentences = [WORDS[lang][key].format(**values) for key, values in found]
     return ("; " if lang == "en" else "；").join(sentences)
@@ -81,7 +79,7 @@ def page(runs: list[Run], rows: list[list[str]], figure: Any, others: Any, lang:
 
     sections = []
     for run, row in zip(runs, rows[1:], strict=True):
-        about = dict(run.about or {})
+        about = dict(run.about)
         about.pop("facts", None)
         section = {
             "name": row[0],

@@ -33,7 +33,7 @@ class Run:
     far as there are any. warnings: (update, text).
     samples: prompt -> (update, answer), the first and the last ones; an answer that did not change is not
     repeated.
-    rollout: the same of the last rollout. settings, about: what the file beside holds, None if it is damaged.
+    rollout: the same of the last rollout. settings, about: what the file beside holds.
     """
 
     def __init__(self, path: Path = Path()) -> None:
@@ -45,7 +45,7 @@ class Run:
         self.samples: dict[str, list[tuple[int, str]]] = {}
         self.rollout: dict[str, list[tuple[int, str]]] = {}
         self.settings: dict[str, str] = {}
-        self.about: dict[str, Any] | None = {}
+        self.about: dict[str, Any] = {}
 
     def add(self, record: dict[str, Any] | None) -> None:
         """Take a record; one without a number on each of AXES is damaged."""
@@ -132,20 +132,15 @@ def read_run(path: Path) -> Run:
     return run
 
 
-def read_settings(metrics: Path) -> tuple[dict[str, str], dict[str, Any] | None]:
-    """The settings of a run, with its stage, and what else their file holds; ({}, {}) without a file beside
-    the metrics, wherever a link leads; ({}, None) if it is damaged."""
-    path = settings_path(metrics)
+def read_settings(metrics: Path) -> tuple[dict[str, str], dict[str, Any]]:
+    """The settings of a run, with its stage, and what else their file beside the metrics holds; nothing
+    without a readable file."""
     try:
-        if path.resolve().parent != metrics.resolve().parent:
-            return {}, {}
-        content = json.loads(path.read_bytes())
+        content = json.loads(settings_path(metrics).read_bytes())
         settings = {"stage": content.pop("stage", None)} | content.pop("settings")
         return {name: text_of(value) for name, value in settings.items()}, content
-    except FileNotFoundError:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return {}, {}
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError):
-        return {}, None
 
 
 def differing(runs: list[dict[str, str]]) -> list[str]:

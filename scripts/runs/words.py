@@ -6,7 +6,7 @@ WORDS = {
     "en": SENTENCES
     | {
         "stages": "A model of {parameters} M parameters: {tokens} tokens in {updates} updates, {time}",
-        "compared": "{count} runs, {time} in all",
+        "compared": "{count} run(s), {time} in all",
         "samples": "What it writes, first and last",
         "update at": "update {update}",
         "plan": "The plan and what came",

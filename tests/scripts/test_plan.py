@@ -42,7 +42,7 @@ def data(tmp_path_factory):
 def start(data, tmp_path, monkeypatch, capsys):
     """Runs the command on small data and returns what it printed."""
     monkeypatch.setattr(machine, "ENOUGH_SECONDS", 0.0)
-    monkeypatch.setattr(machine, "CPU_TOKENS", 512)
+    monkeypatch.setattr(machine, "LARGE_UPDATE", 512)
 
     def run(*flags, **paths) -> str:
         argv = []
@@ -96,7 +96,7 @@ def test_after_pretraining_alone_the_chat_continues_texts(start, data, tmp_path,
     out = start("--depth", 3, pretrain_data="tex*.jsonl, ,", cache_dir="cache", tokenizer_path=SHIPPED)
     flags = chat_flags(tmp_path)
     assert (flags.weight, flags.form, flags.save_dir) == ("pretrain", "text", str(tmp_path))
-    assert "tokens per parameter: a smaller model learns as much" in out
+    assert "weights of layers: a smaller model learns as much" in out
     flags = dict(zip(*[iter(commands(tmp_path)[0][2:])] * 2, strict=True))
     assert flags["--data_path"] == str(data / "tex*.jsonl") and flags["--cache_dir"] == str(data / "cache")
 
@@ -129,7 +129,7 @@ def test_conversations_alone_are_read_by_both_stages_which_the_plan_says(start, 
         (["--depth", "0"], "--depth 0 must be above 0"),
         (["--depth", "64"], "do not hold a model of 4096 x 64"),
         (["--hours", "0.001", "--depth", "1"], "--hours 0.001: starting the stages alone takes 12 s"),
-        (["--hours", "0.003334"], "--hours 0.003334: in this time the smallest model makes fewer than 100"),
+        (["--hours", "0.003334"], "--hours 0.003334: in this time a model of 64 x 1 makes fewer than 100"),
         (["--pretrain_data", "missing.jsonl"], "no such file"),
         (["--sft_data", "missing.jsonl"], "no such file"),
         (["--pretrain_data", "a.jsonl:0.5"], "a plan is for data without weights"),

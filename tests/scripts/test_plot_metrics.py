@@ -1,7 +1,6 @@
 """Curves of runs: what is drawn where, and what the user is told when it cannot be."""
 
 import json
-import sys
 from html.parser import HTMLParser
 from typing import ClassVar
 
@@ -11,6 +10,7 @@ from common.errors import UserError
 from scripts import plot_metrics
 from scripts.runs import figures
 from scripts.runs.run import Run
+from scripts.text_table import table_lines
 from tests.conftest import write_jsonl
 from tests.stage_process import run
 
@@ -99,8 +99,7 @@ def test_a_png_of_several_runs_is_written_by_the_command(tmp_path):
     ("text", "told"),
     [
         (None, "does not exist"),
-        ("", "holds no records yet"),
-        ("not json\n", "is not a metrics file"),
+        ("", "holds no log records"),
         ("[1]\n", "is not a metrics file"),
         (json.dumps({"update": 1}) + "\n", "is not a metrics file"),
     ],
@@ -131,32 +130,36 @@ def write_run(folder, name, settings: dict | str | None = None, records=()):
 
 
 def table(*paths) -> list[list[str]]:
-    lines = plot_metrics.table_lines(plot_metrics.run_rows(plot_metrics.read_runs([*map(str, paths)])), None)
+    lines = table_lines(plot_metrics.run_rows(plot_metrics.read_runs([*map(str, paths)])))
     return [line.split() for line in lines]
 
 
-def test_the_table_has_the_settings_that_differ_the_best_run_first(tmp_path, capsys):
+def test_the_table_has_the_settings_that_differ_the_best_run_first(tmp_path):
     same = {"epochs": 2, "use_moe": True, "save_dir": "/x", "reward": "exact"}
     falling = [record(i, eval_loss=4.0 - i / 10) for i in range(1, 5)]
     rising = [record(1, eval_loss=2.0), record(2), record(3, eval_loss=2.5, loss=None)]
-    write_run(
-        tmp_path, "a", same | {"data_path": "a.d/x", "learning_rate": 1e-3, "save_weight": "a"}, falling
-    )
-    same |= {"data_path": "b.d/x", "loss": "other"}  # a setting of the name of a figure
+    write_run(tmp_path, "a", same | {"learning_rate": 1e-3, "save_weight": "a"}, falling)
     write_run(tmp_path, "b", same | {"learning_rate": 3e-3, "save_weight": "b", "packing": False}, rising)
-    write_run(tmp_path, "old")
     write_run(tmp_path, "damaged", '{"settings": [')
     head, *rows = table(tmp_path)
     figures = ["loss", "eval_loss", "best_eval_loss", "best_update", "update", "tokens", "seconds"]
-    assert head == ["run", *figures, "loss", "learning_rate", "packing", "data_path"]
+    assert head == ["run", *figures, "learning_rate", "packing"]
     assert [" ".join(row) for row in rows] == [
-        "b 2.0000 2.5000 2.0000 1 3 300 6.0 other 0.003 0 b.d/x",
-        "a 0.0000 3.6000 3.6000 4 4 400 8.0 - 0.001 - a.d/x",
-        "damaged 3.0000 - - - 1 100 2.0 - - - -",
-        "old 3.0000 - - - 1 100 2.0 - - - -",
+        "b 2.0000 2.5000 2.0000 1 3 300 6.0 0.003 0",
+        "a 0.0000 3.6000 3.6000 4 4 400 8.0 0.001 -",
+        "damaged 3.0000 - - - 1 100 2.0 - -",
     ]
-    assert "damaged_run.json is damaged" in capsys.readouterr().err
-    assert table(tmp_path / "old_metrics.jsonl")[0] == ["run", "loss", "update", "tokens", "seconds"]
+    assert table(tmp_path / "damaged_metrics.jsonl")[0] == ["run", "loss", "update", "tokens", "seconds"]
+
+
+def test_a_table_fits_a_terminal():
+    """Chinese characters take two columns; columns that do not fit stand below, beside the names."""
+    rows = [["run", "loss", "data"], ["中文", "1.0", "x" * 40], ["a", "2.0", "y"]]
+    assert table_lines(rows)[1].startswith("中文   1.0  xxxx") and table_lines(rows)[2].startswith(
+        "a      2.0"
+    )
+    lines = table_lines(rows, 20)
+    assert lines[:4] == ["run   loss", "中文   1.0", "a      2.0", ""] and lines[5].endswith(" …" + "x" * 27)
 
 
 def test_a_run_from_rewards_shows_them(tmp_path):
@@ -182,7 +185,7 @@ def test_what_is_written_this_moment_or_damaged_does_not_hide_the_other_runs(tmp
     told = capsys.readouterr().err
     assert "good_metrics.jsonl: damaged lines, left out: 2" in told and "started" in told and "other" in told
     (tmp_path / "good_metrics.jsonl").unlink()
-    with pytest.raises(UserError, match=r"other_metrics.jsonl is not a metrics file.*started"):
+    with pytest.raises(UserError, match=r"other_metrics.jsonl holds no log records.*started"):
         table(tmp_path)
 
 
@@ -226,10 +229,3 @@ def test_the_html_page_holds_everything_and_takes_no_text_for_markup(tmp_path, c
     assert text.count(attack) >= 4 and "update 1:" in text and "a<img src=x>$b_中\\x1b[31m" in text
     assert "xxx …" in text and "x" * 500 not in text and "\x1b" not in page
     assert len(page) < 200_000 and "default-src 'none'" in page
-
-
-def test_without_matplotlib_it_says_how_to_get_it(tmp_path, error_line, monkeypatch):
-    metrics = write_jsonl(tmp_path / "x_metrics.jsonl", [record(1)])
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    line = error_line(plot_metrics, metrics, "--png", tmp_path / "curves.png")
-    assert "needs matplotlib: pip install" in line

@@ -1,29 +1,27 @@
-"""The page of the report: what it says of a run, in both languages, and what it draws."""
+"""The page of the report: what it says of a run, in both languages."""
 
 import json
-import math
 import re
 
 import pytest
 
 from scripts.runs import report
-from scripts.runs.figures import draw_large
 from scripts.runs.run import Run
-from scripts.runs.words import WORDS, long_time
+from scripts.runs.words import WORDS
+from trainer.report.warnings import verdict
+
+FACTS = {"monitor": "eval_loss", "mode": "min", "guessing": 8.8, "best_weights": "branch_best_64"}
 
 
-def run_of(losses: list[float], about: dict | None = None, stage: str = "a.py", **more) -> Run:
-    """A run of an evaluation every ten updates; a token spells two bytes."""
+def run_of(losses: list[float], held_out: list[float] | None = None, stage: str = "a.py", **facts) -> Run:
+    """A run of a record every ten updates."""
     run = Run()
-    for i, loss in enumerate(losses, 1):
-        bits = loss / math.log(2) / 2
-        run.add(
-            {"update": 10 * i, "tokens": 10**6 * i, "seconds": 60.0 * i, "loss": loss + 1}
-            | {"mean_loss": loss + 1}
-            | {"eval_loss": loss, "eval_bpb": bits}
-            | more
-        )
-    run.about, run.settings = about or {"parameters": 1_300_000}, {"stage": stage}
+    for i, loss in enumerate(losses):
+        record = {"update": 10 * i + 1, "tokens": 10**6 * (i + 1), "seconds": 60.0 * (i + 1), "loss": loss}
+        if held_out is not None:
+            record["eval_loss"] = held_out[i]
+        run.add(record | {"mean_loss": loss})
+    run.settings, run.about = {"stage": stage}, {"parameters": 1_300_000, "facts": FACTS | facts}
     return run
 
 
@@ -35,72 +33,64 @@ def test_the_words_are_the_same_in_both_languages():
 
 def test_the_title_says_what_was_trained():
     run = run_of([5.0, 4.0, 3.0])
-    assert report.title([run], "en") == "A model of 1.3 M parameters read 6 MB of text in 3 minutes"
-    assert report.title([run], "zh") == "一个 130 万参数的模型，用 3 分钟读了 6 MB 文本"
+    text = "A model of 1.30 M parameters: 3,000,000 tokens in 21 updates, 3.0 min"
+    assert report.title([run], "en") == text
+    assert report.title([run], "zh") == "1.30 M 参数的模型：21 次更新，3,000,000 个 token，3.0 min"
     both = [run, run_of([4.0], stage="b.py")]
-    assert report.title(both, "en") == "A model of 1.3 M parameters read 8 MB of text in 4 minutes"
-    assert report.title([run, run_of([4.0])], "en") == "2 runs compared, 4 minutes in all"
-    assert report.title([run_of([4.0], {"x": 1})], "en") == "A model read 2 MB of text in 60 seconds"
-    plain = run_of([4.0], eval_bpb=None)
-    assert report.title([plain], "en") == "A model of 1.3 M parameters read 1 M tokens in 60 seconds"
-    rewarded = run_of([4.0], reward=0.5)
-    assert "practised for rewards, 10 updates in 60 seconds" in report.title([rewarded], "en")
-    assert long_time(7500, "en") == "2.1 hours" and long_time(30, "zh") == "30 秒"
+    assert report.title(both, "en").endswith("4,000,000 tokens in 22 updates, 4.0 min")
+    assert report.title([run, run_of([4.0])], "en") == "2 run(s), 4.0 min in all"
 
 
-FACTS = {"monitor": "eval_loss", "mode": "min", "guessing": 8.8, "best_weights": "a_best_64.pth"}
+FALLING, DIVERGED = (
+    [9.0, 6.0, 5.0, 4.5, 4.2, 4.0, 3.9, 3.8],
+    [9.0, 6.0, 5.0, 4.5, 4.2, 4.0, 9.9, 9.9, 9.9, 9.9, 9.9],
+)
+BARELY = [9.0, 8.999, 8.998, 8.997, 8.996, 8.995, 8.994, 8.993]  # of a rate of 1e-7
 
 
 @pytest.mark.parametrize(
-    ("losses", "said"),
+    ("losses", "held_out", "said", "not_said"),
     [
-        ([5.0, 4.0, 3.5, 3.2, 3.0], "3.000, still getting better"),
-        ([5.0, 3.02, 3.01, 3.01, 3.0], "3.000, hardly changed"),
-        ([5.0, 3.0, 3.2, 3.4, 3.6], "3.600, the best, 3.000, was at update 20 (a_best_64.pth)"),
-        ([3.0], "3.000, evaluated once"),
+        (FALLING, FALLING, "3.800, still getting better", "overfitting"),
+        (
+            FALLING,
+            [5.0, 3.0, 3.2, 3.4, 3.6, 3.7, 3.8, 3.9],
+            "was at update 11 (branch_best_64); the training",
+            "better",
+        ),
+        (DIVERGED, DIVERGED, "the run diverged", "overfitting"),
+        (BARELY, BARELY, "hardly changed", "larger model"),
+        (FALLING, None, "no held-out data", "better"),
     ],
 )
-def test_the_page_says_the_verdict_of_the_run(losses, said):
-    run = run_of(losses, {"facts": FACTS})
-    assert said in "; ".join(report.verdict(run, "en"))
-    assert f"if {math.exp(losses[-1]):.0f} " in report.verdict(run, "en")[-1]
-    assert f"{losses[-1]:.3f}" in report.verdict(run, "zh")[1]
-    other_loss = run_of(losses, {"facts": FACTS | {"guessing": None}})  # of DPO: no cross entropy of text
-    assert not any("unsure" in sentence for sentence in report.verdict(other_loss, "en"))
+def test_the_page_says_the_verdict_of_the_console(losses, held_out, said, not_said):
+    run = run_of(losses, held_out)
+    text = report.verdict(run, "en")
+    assert said in text and not_said not in text
+    assert text == verdict(run.records, run.about["facts"])
+    assert "；" in report.verdict(run, "zh")
 
 
-def test_the_verdict_without_held_out_text_and_of_a_damaged_file():
-    run = Run()
-    run.add({"update": 1, "tokens": 1, "seconds": 1.0, "loss": 1.0, "mean_loss": 1.0})
-    assert report.verdict(run, "en")[1] == WORDS["en"]["nothing held out"]
-    run.about = {"facts": 3}
-    assert report.verdict(run, "en")[1] == WORDS["en"]["nothing held out"]
+def test_of_a_loss_that_is_not_of_text_nothing_is_said_of_text():
+    run = run_of([0.69, 0.6, 0.5], [0.69, 0.61, 0.55], guessing=None)  # DPO
+    said = report.title([run], "en") + report.verdict(run, "en")
+    assert not re.search(r"text|read|unsure|heart", said)
+
+
+def test_facts_that_are_damaged_or_missing():
+    run = run_of([4.0])
+    for about in ({"facts": 3}, {}):
+        run.about = about
+        assert WORDS["en"]["nothing held out"] in report.verdict(run, "en")
+        assert report.title([run], "en") == "1 run(s), 1.0 min in all"
 
 
 def test_a_plan_beside_what_came(tmp_path):
     run = run_of([5.0, 4.0])
     run.path = tmp_path / "pretrain_64_metrics.jsonl"
-    assert report.outcomes(run) == []
-    plan = {"seconds": 90.0, "tokens": 1_900_000, "eval_loss": [3.8, 4.1, 4.4]}
-    (tmp_path / "plan.json").write_text(json.dumps({"pretrain_64": plan}))
-    assert [tuple(each) for each in report.outcomes(run)] == [
-        ("time", "1.5 min", "2.0 min"),
-        ("tokens", "1,900,000", "2,000,000"),
-        ("eval_loss", "3.80 – 4.40", "4.00"),
-    ]
-    assert report.outcome(run).endswith("held-out loss 4.00 (planned 3.80 – 4.40)")
-    (tmp_path / "plan.json").write_text('{"pretrain_64": {"seconds": "soon"}}')
-    assert report.outcome(run) is None
-
-
-@pytest.mark.parametrize("in_a_row", [True, False])
-def test_the_large_curve(in_a_row):
-    """Stages stand one behind the other."""
-    runs = [run_of([5.0, 4.0, 3.0]), run_of([2.0])]
-    (axes,) = draw_large(runs, "update", "loss", ["x", "y"], in_a_row).axes
-    points = [line.get_xydata().tolist() for line in axes.lines]
-    at = 40 if in_a_row else 10
-    held_out = [[10, 5.0], [20, 4.0], [30, 3.0]]
-    trained = [[update, loss + 1] for update, loss in held_out]
-    assert points == [trained, held_out, [[at, 3.0]], [[at, 2.0]]]
-    assert draw_large(runs, "update", "kl", ["x", "y"], in_a_row) is None
+    assert report.outcomes(run) == {}
+    (tmp_path / "plan.json").write_text('{"pretrain_64": {"seconds": 90.0, "tokens": 1900000}}')
+    assert report.outcomes(run) == {"time": ("1.5 min", "2.0 min"), "tokens": ("1,900,000", "2,000,000")}
+    for damaged in ('{"pretrain_64": {"seconds": "soon"}}', json.dumps([1]), "{"):
+        (tmp_path / "plan.json").write_text(damaged)
+        assert report.outcomes(run) == {}
