@@ -131,8 +131,10 @@ def main() -> None:
         with writing("--png", args.png):
             figure.savefig(args.png, dpi=150)
     if args.html:
-        field = "reward" if all("reward" in run.figures for run in runs.values()) else "loss"
-        curve = draw(runs, args.x or "tokens", [args.panels[0] if args.panels else field])
+        field = figure.axes[0].get_title()
+        if not args.panels and all("reward" in run.figures for run in runs.values()):
+            field = "reward"
+        curve = draw(runs, args.x or "tokens", [field])
         page = report.page(list(runs.values()), rows, curve, figure, args.lang or "en")
         with writing("--html", args.html):
             Path(args.html).write_bytes(page.encode("utf-8", "backslashreplace"))

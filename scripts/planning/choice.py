@@ -13,7 +13,7 @@ LONG_UPDATE = 10.0  # seconds; models that take longer for an update are not mea
 
 
 class Plan(NamedTuple):
-    """The stages of one model, and what keeps it from being better: data, memory, hours or speed."""
+    """The stages of one model, and what limits it: data, memory, hours, speed or size."""
 
     stages: list[Stage]
     limit: str
@@ -66,7 +66,7 @@ def choose(stages: list[Stage], depths: Sequence[int], memory: float, seconds: f
         )
     if best[0].passes < rules.PASSES:
         limit = "hours"
-    return Plan(best, limit or "size that was asked for")
+    return Plan(best, limit or "size")
 
 
 def why_not_measured(model: Stage, smaller: list[Stage], memory: float) -> str:
@@ -101,7 +101,7 @@ def most_passes(models: list[Stage], memory: float, seconds: float) -> list[Stag
     def with_passes(passes: float) -> list[Stage]:
         planned = [models[0].with_passes(passes, memory)]
         for model in models[1:]:
-            planned.append(model.with_passes(min(rules.SFT_PASSES, rules.SFT_PASSES * passes), memory))
+            planned.append(model.with_passes(rules.SFT_PASSES * min(1, passes), memory))
         return planned
 
     passes: float = rules.PASSES

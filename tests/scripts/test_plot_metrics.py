@@ -64,18 +64,11 @@ def test_panels_are_chosen_by_name():
         draw(runs, "update", panels=["dead_experts"])
 
 
-def test_a_folder_stands_for_its_runs(tmp_path, call, error_line, monkeypatch):
-    seen = []
-
-    def noted_draw(runs, *how):
-        seen.append(list(runs))
-        return figures.draw(runs, *how)
-
-    monkeypatch.setattr(plot_metrics, "draw", noted_draw)
+def test_a_folder_stands_for_its_runs(tmp_path, call, error_line):
     for name in ("b_64", "a_64"):
         write_jsonl(tmp_path / f"{name}_metrics.jsonl", [record(1)])
-    call(plot_metrics, tmp_path, tmp_path / "b_64_metrics.jsonl", "--png", tmp_path / "one.png")
-    assert seen == [["a_64", "b_64"]]
+    out = call(plot_metrics, tmp_path, tmp_path / "b_64_metrics.jsonl").stdout
+    assert [line.split()[0] for line in out.splitlines()] == ["run", "a_64", "b_64"]
     (tmp_path / "empty").mkdir()
     assert "holds no metrics" in error_line(plot_metrics, tmp_path / "empty")
     assert "add where to: --png FILE" in error_line(plot_metrics, tmp_path, "--panels", "loss")
