@@ -4,6 +4,7 @@ import time
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import repeat
+from statistics import median
 from typing import cast
 
 import psutil
@@ -23,7 +24,7 @@ USABLE = 0.8  # share of the free memory
 STATE = 16  # bytes per parameter: weight, gradient and two moments of AdamW, in float32
 LIBRARIES = 0.6e9  # bytes of a process without a model
 LARGE_UPDATE = 2048  # tokens of the larger update that is measured
-MIN_UPDATES, MAX_UPDATES, ENOUGH_SECONDS = 3, 20, 1.0  # the fastest counts: other programs slow single ones
+MIN_UPDATES, MAX_UPDATES, ENOUGH_SECONDS = 3, 20, 2.0
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ def measure(args: StageArgs, data: StageDataset) -> Cost:
     tokens, small_tokens = len(large["input_ids"]), len(small["input_ids"])
     kept = kept_bytes(model, to_device(large, device), autocast) / tokens
 
-    seconds, small_seconds = fastest_update(state, large), fastest_update(state, small)
+    seconds, small_seconds = update_seconds(state, large), update_seconds(state, small)
     update = 0.0
     if tokens > small_tokens:  # the line through both
         update = (small_seconds * tokens - seconds * small_tokens) / (tokens - small_tokens)
@@ -97,12 +98,13 @@ def first_batch(data: StageDataset, tokens: int) -> Batch:
     return data.collate([data[i * len(data) // count] for i in range(count)])
 
 
-def fastest_update(state: TrainState, batch: Batch) -> float:
-    """Seconds of the fastest of some updates on this batch."""
+def update_seconds(state: TrainState, batch: Batch) -> float:
+    """Seconds of an update on this batch: the median of some, after a first one."""
+    time_updates(state, repeat([batch]))
     seconds: list[float] = []
     while len(seconds) < MIN_UPDATES or (len(seconds) < MAX_UPDATES and sum(seconds) < ENOUGH_SECONDS):
         seconds.append(time_updates(state, repeat([batch])).seconds)
-    return min(seconds)
+    return median(seconds)
 
 
 def kept_bytes(model: nn.Module, batch: Batch, autocast: AbstractContextManager) -> int:
