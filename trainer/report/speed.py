@@ -16,17 +16,6 @@ if TYPE_CHECKING:
     from model.model_minimind import MiniMindConfig
 
 COUNTS = ("samples", "tokens", "flops", "wait", "comm")
-# by the makers' data sheets: dense products in bfloat16 or float16 with float32 sums, TFLOP/s; memory, GB;
-# what torch calls it, behind "NVIDIA "
-GPUS = {
-    "rtx3090": (71, 24, "GeForce RTX 3090"),
-    "rtx4060": (30, 8, "GeForce RTX 4060"),
-    "rtx4090": (165, 24, "GeForce RTX 4090"),
-    "a100": (312, 80, "A100.*"),
-    "l40s": (362, 48, "L40S"),
-    "h100": (989, 80, "H100 80GB HBM3"),
-    "h200": (989, 141, "H200"),
-}
 
 
 class Size(NamedTuple):
