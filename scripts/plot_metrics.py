@@ -23,11 +23,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common.command_line import Parser, one_line_errors  # first: without requirements it says so
 
 # isort: split
+from tqdm.utils import disp_len
+
 from common.errors import UserError, printable, say, warn
 from scripts.runs import report
 from scripts.runs.figures import PANELS, draw
 from scripts.runs.run import AXES, ENDING, RESULTS, Run, differing, read_run, shown
-from scripts.text_table import table_lines
+from scripts.text_table import text_table
+
+LONGEST = 28  # characters of a cell on a terminal
 
 
 def parse_args() -> argparse.Namespace:
@@ -105,6 +109,20 @@ def run_rows(runs: dict[str, Run]) -> list[list[str]]:
     return [[" ".join(printable(cell).split()) for cell in row] for row in zip(*columns, strict=True)]
 
 
+def fitting_blocks(rows: list[list[str]], width: int) -> list[list[list[str]]]:
+    """A table for a terminal of so many columns: long cells lose their beginning, and columns that do not fit
+    stand in further tables, each with the first column again."""
+    rows = [[cell if len(cell) <= LONGEST else f"…{cell[1 - LONGEST :]}" for cell in row] for row in rows]
+    first, *columns = zip(*rows, strict=True)
+    blocks = [[first]]
+    for column in columns:
+        used = sum(2 + max(map(disp_len, each)) for each in (*blocks[-1], column))
+        if used - 2 > width and len(blocks[-1]) > 1:
+            blocks.append([first])
+        blocks[-1].append(column)
+    return [[list(row) for row in zip(*block, strict=True)] for block in blocks]
+
+
 def main() -> None:
     """Read the runs, print their table, write the files that are asked for."""
     args = parse_args()
@@ -112,9 +130,11 @@ def main() -> None:
     if report.are_stages(list(runs.values())):  # in their order
         runs = dict(sorted(runs.items(), key=lambda item: report.started(item[1])))
     rows = run_rows(runs)
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    for line in table_lines(rows, width):
-        say(line)
+    if sys.stdout.isatty():
+        blocks = fitting_blocks(rows, shutil.get_terminal_size().columns)
+        say("\n\n".join(map(text_table, blocks)))
+    else:
+        say(text_table(rows))
     for name, run in runs.items():
         compared = [
             f"{what} {came} (planned {planned})" for what, (planned, came) in report.outcomes(run).items()

@@ -103,7 +103,7 @@ def update_seconds(state: TrainState, batch: Batch) -> float:
     time_updates(state, repeat([batch]))
     seconds: list[float] = []
     while len(seconds) < MIN_UPDATES or (len(seconds) < MAX_UPDATES and sum(seconds) < ENOUGH_SECONDS):
-        seconds.append(time_updates(state, repeat([batch])).seconds)
+        seconds.append(time_updates(state, repeat([batch]))[0])
     return median(seconds)
 
 

@@ -4,7 +4,7 @@ from common.settings import ModelConfig
 from scripts.planning import rules
 from scripts.planning.choice import Plan
 from scripts.planning.stages import START, bytes_per_token
-from scripts.text_table import table_lines
+from scripts.text_table import text_table
 from trainer.report.metrics import duration
 
 FEW_BYTES = 2.5  # of text per token
@@ -36,7 +36,8 @@ def describe(plan: Plan) -> list[str]:
     size = f"{first.args.hidden_size} x {first.args.num_hidden_layers}, "
     size += f"{first.cost.parameters / 1e6:.2f} M parameters"
     lines = [f"plan: {size}; {duration(plan.seconds)} in all; limited by the {plan.limit}"]
-    lines += [f"  {line}" for line in table_lines([list(row) for row in zip(*columns, strict=True)])]
+    table = text_table([list(row) for row in zip(*columns, strict=True)])
+    lines += [f"  {line}" for line in table.split("\n")]
     lines.append(
         f"  time: updates and evaluations; beside it some {START:.0f} s to start a stage. The data are "
         "tokenised already, and saving takes no time of its own"

@@ -10,7 +10,7 @@ from common.errors import UserError
 from scripts import plot_metrics
 from scripts.runs import figures
 from scripts.runs.run import Run
-from scripts.text_table import table_lines
+from scripts.text_table import text_table
 from tests.conftest import write_jsonl
 from tests.stage_process import run
 
@@ -123,8 +123,8 @@ def write_run(folder, name, settings: dict | str | None = None, records=()):
 
 
 def table(*paths) -> list[list[str]]:
-    lines = table_lines(plot_metrics.run_rows(plot_metrics.read_runs([*map(str, paths)])))
-    return [line.split() for line in lines]
+    rows = plot_metrics.run_rows(plot_metrics.read_runs([*map(str, paths)]))
+    return [line.split() for line in text_table(rows).split("\n")]
 
 
 def test_the_table_has_the_settings_that_differ_the_best_run_first(tmp_path):
@@ -148,11 +148,10 @@ def test_the_table_has_the_settings_that_differ_the_best_run_first(tmp_path):
 def test_a_table_fits_a_terminal():
     """Chinese characters take two columns; columns that do not fit stand below, beside the names."""
     rows = [["run", "loss", "data"], ["中文", "1.0", "x" * 40], ["a", "2.0", "y"]]
-    assert table_lines(rows)[1].startswith("中文   1.0  xxxx") and table_lines(rows)[2].startswith(
-        "a      2.0"
-    )
-    lines = table_lines(rows, 20)
-    assert lines[:4] == ["run   loss", "中文   1.0", "a      2.0", ""] and lines[5].endswith(" …" + "x" * 27)
+    first, second = plot_metrics.fitting_blocks(rows, 20)
+    assert first == [row[:2] for row in rows] and plot_metrics.fitting_blocks(rows[::2], 80) == [rows[::2]]
+    assert second == [["run", "data"], ["中文", "…" + "x" * 27], ["a", "y"]]
+    assert text_table(first).split("\n") == ["run   loss", "中文   1.0", "a      2.0"]
 
 
 def test_a_run_from_rewards_shows_them(tmp_path):
