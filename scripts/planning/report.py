@@ -52,7 +52,7 @@ def unwise(plan: Plan) -> list[str]:
     first, lines = plan.stages[0], []
     for stage in plan.stages:
         if stage.updates < rules.FEW_UPDATES:
-            advice = "more time helps" if stage.passes < 1 else "more data help"
+            advice = "more time helps" if plan.limit == "hours" else "more data help"
             lines.append(f"{stage.args.save_weight}: {stage.updates} updates teach little; {advice}")
     weights = rules.layer_weights(first.args.num_hidden_layers)
     if first.args.num_hidden_layers > 1 and first.tokens < rules.TOKENS_PER_WEIGHT * weights:
