@@ -73,6 +73,8 @@ class Settings(BaseModel):
         """A value from text, from YAML or from Python; `auto`, and `none` where there may be none, are
         None."""
         field = cls.model_fields[str(info.field_name)]
+        if value == "auto" and info.field_name in ("batch_size", "learning_rate"):
+            raise ValueError("must be a number, not auto; scripts/plan.py chooses one for your data")
         is_auto = mark(field, "auto")
         if is_auto and value in ("auto", None):
             return None
@@ -137,13 +139,9 @@ class TrainingConfig(Settings):
     section: ClassVar[str] = "training"
     may_change: ClassVar[str] = "batch_size accumulation_steps max_bad_updates patience min_delta"
     epochs: int = setting(2, "passes over the data", ge=1)
-    batch_size: int = setting(
-        32, "samples (or packed rows) of a rank's micro-batch; auto: by the data", auto=True, ge=1
-    )
+    batch_size: int = setting(32, "samples (or packed rows) of a rank's micro-batch", ge=1)
     accumulation_steps: int = setting(1, "gradient accumulation", "micro-batches per update", ge=1)
-    learning_rate: float = setting(
-        5e-4, "peak learning rate (muon: 8 times it); auto: by width, batch and data", auto=True, gt=0
-    )
+    learning_rate: float = setting(5e-4, "peak learning rate (muon: 8 times it)", gt=0)
     warmup_updates: int = setting(0, "linear warm-up of the learning rate", "updates", ge=0)
     optimizer: Literal["adamw", "muon"] = setting("adamw", "muon: of the layers' matrices, AdamW of the rest")
     weight_decay: float = setting(0.01, "weight decay, on matrices only", ge=0, le=1)
@@ -166,10 +164,10 @@ class OptimizationConfig(Settings):
         "autocast dtype of matrix products; weights and optimizer state stay float32. A CPU without bfloat16 "
         "arithmetic trains in float32 unless it is bfloat16_emulated",
     )
-    use_compile: bool | None = setting(None, "1: torch.compile each layer; auto: where it pays", auto=True)
-    parallel: Literal["ddp", "fsdp", "hsdp"] = setting(
-        "ddp", "replicate the model (DDP), shard it (FSDP2), or shard within and replicate across machines"
+    use_compile: bool | None = setting(
+        None, "1: torch.compile the model; auto: on a GPU, and where it pays on a CPU", auto=True
     )
+    parallel: Literal["ddp", "fsdp"] = setting("ddp", "replicate the model (DDP), or shard it (FSDP2)")
     activation_checkpointing: bool = setting(
         False, "1: recompute activations: less memory, a third more work"
     )
@@ -251,10 +249,8 @@ class StageArgs(
     section: ClassVar[str] = "stage"
     # other names of settings, in every source
     aliases: ClassVar[dict[str, str]] = {"top_k": "num_experts_per_tok"}
-    # whether --use_compile auto may compile: it was measured for this stage
+    # whether --use_compile auto may compile on a CPU: it was measured for this stage
     compiling_pays: ClassVar[bool] = False
-    # --learning_rate auto, as a multiple of pretraining's; 0: nobody measured it
-    auto_rate: ClassVar[float] = 0.0
 
     def compared(self) -> dict[str, Any]:
         """The settings that must stay the same when the run is resumed."""
@@ -291,7 +287,6 @@ class StageArgs(
                 f"--num_experts_per_tok {self.num_experts_per_tok} must be --num_experts "
                 f"{self.num_experts} or less"
             )
-        for name in ("learning_rate", "batch_size"):
-            if getattr(self, name) is None and not self.auto_rate:
-                wrong.append(f"--{name} auto: the rules are those of pretraining and SFT; give a number")
+        if self.parallel == "fsdp" and self.optimizer == "muon":
+            wrong.append("--parallel fsdp: Muon needs whole matrices; use --parallel ddp, or adamw")
         return wrong

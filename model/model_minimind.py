@@ -128,6 +128,15 @@ def product_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
+# a graph of its own for multiples, and one for other numbers of rows, is what the compiler would make of it
+pad_outside_of_graphs = torch.compiler.disable(cpu.pad_to_multiple)
+
+
+def pad_flat(x: Tensor, value: int = 0) -> Tensor:
+    """x [N] of a flat batch; on a CPU with rows of padding, see `pad_to_multiple`."""
+    return x if x.is_cuda else pad_outside_of_graphs(x, FLAT_ROWS, value)
+
+
 class RMSNorm(nn.Module):
     """Root mean square norm over the last dimension (arXiv:1910.07467), in float32 as in Qwen3; returns the
     weight's dtype."""
@@ -434,8 +443,8 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
         `cu_seqlens`, `max_seqlen` and `host_cu_seqlens`; see `collate_shared` in dataset/lm_dataset.py."""
         spans = spans_of(self.config, cu_seqlens, max_seqlen, host_cu_seqlens, seen_keys)
         tokens = len(input_ids)
-        input_ids = cpu.pad_to_multiple(input_ids, FLAT_ROWS)
-        position_ids = cpu.pad_to_multiple(position_ids, FLAT_ROWS)
+        input_ids = pad_flat(input_ids)
+        position_ids = pad_flat(position_ids)
         if spans.shared_prefix is not None:
             spans = spans_with_padding(spans, len(input_ids) - tokens)
         hidden, routings = self.model(self.model.embed_tokens(input_ids), position_ids, spans)  # [N, C]
@@ -448,11 +457,12 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
             sample = samples_of_rows(spans, len(hidden))
             out.aux_loss = self._aux_loss(routings, sample, len(spans.cu_seqlens) - 1)
         count = len(target_index)
-        hidden = hidden.index_select(0, cpu.pad_to_multiple(target_index, FLAT_ROWS))  # [M, C]
+        target_index = pad_flat(target_index)
+        hidden = hidden.index_select(0, target_index)  # [M, C]
         if targets is None:
             out.logits = self.lm_head(hidden)[:count]
             return out
-        targets = cpu.pad_to_multiple(targets, FLAT_ROWS, -100)
+        targets = pad_flat(targets, -100)
         out.loss = head_cross_entropy(self.lm_head, hidden, targets, reduction)
         if reduction == "none":
             out.loss = out.loss[:count]

@@ -355,10 +355,10 @@ def sums_are_forgotten() -> None:
 
 
 @pytest.mark.slow
-def test_a_sum_of_ranks_and_of_machines_that_is_missed_is_found(tmp_path, monkeypatch):
+def test_a_sum_of_ranks_that_is_missed_is_found(tmp_path, monkeypatch):
     monkeypatch.setenv(ranks.BREAK, "tests.scripts.test_gpu_check:no_all_reduce")
     with pytest.raises(AssertionError, match="tensors in one of them only"):
-        test_ranks.test_gradients_of_ranks("hsdp", 0, CPU, lambda: 2, nothing, tmp_path, nothing)
+        test_ranks.test_gradients_of_ranks("fsdp", 0, CPU, lambda: 2, nothing, tmp_path, nothing)
     monkeypatch.setenv(ranks.BREAK, f"{__name__}:sums_are_forgotten")
     with pytest.raises(RuntimeError, match="the sum over the ranks is wrong"):
         test_all_reduce.test_all_reduce(0, lambda: 2, tmp_path, nothing)

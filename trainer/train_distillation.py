@@ -26,7 +26,6 @@ from dataset.lm_dataset import SFTDataset
 from dataset.token_cache import load_tokenizer
 from trainer import trainer_utils as utils
 from trainer.data.datasets import open_datasets, steps_per_epoch, train_loader
-from trainer.devices.wrapping import build_device
 from trainer.loop import train_epoch
 from trainer.objectives import distillation, next_token
 from trainer.report.trackers import start_tracker
@@ -108,7 +107,7 @@ def main() -> None:
     # 6. Model, compiled and wrapped in DDP or FSDP; then the optimizer, since FSDP replaces the parameters.
     objective = Objective()
     weight = args.from_weight if checkpoint is None else "none"  # the checkpoint replaces them
-    model, _ = utils.init_model(lm_config, weight, args.tokenizer_path, args.save_dir, build_device(args))
+    model, _ = utils.init_model(lm_config, weight, args.tokenizer_path, args.save_dir)
     model = objective.extend_model(model, args)
     model = utils.compile_and_wrap(model, args, device, autocast, train_set, frozen)
     optimizer = objective.optimizer(model, args)

@@ -70,14 +70,6 @@ class Args(RolloutArgs):
     # completions are compared with the critic's values, not with each other
     num_generations: ClassVar[int] = 1
 
-    def contradictions(self) -> list[str]:
-        wrong = super().contradictions()
-        if self.parallel != "ddp":
-            wrong.append(
-                f"--parallel {self.parallel}: policy and critic compute alone in rollouts; leave it out"
-            )
-        return wrong
-
 
 class Objective(ppo.PPO):
     """What this stage learns, from what the model writes to the prompts."""

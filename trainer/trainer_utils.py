@@ -36,6 +36,7 @@ from trainer.data.datasets import (  # noqa: F401
     eval_loader,
     steps_per_epoch,
 )
+from trainer.devices.compiling import check_cache_folder, compile_model, compiles
 from trainer.devices.device import (
     autocast_dtype,
     describe_device,
@@ -51,9 +52,8 @@ from trainer.devices.process_group import (
     join_process_group,
     world_size,
 )
-from trainer.devices.wrapping import compiles, freeze, unwrap, wrap_model
+from trainer.devices.wrapping import freeze, unwrap, wrap_model
 from trainer.objectives.next_token import SHAPE, check_tokenizer, describe_size, frozen_model
-from trainer.optim.rules import apply_rules
 from trainer.report.experts import ExpertLoad, token_counters
 from trainer.report.samples import sample_callbacks
 from trainer.report.warnings import facts_for_advice
@@ -175,15 +175,13 @@ def init_model(
     device: str | torch.device = "cpu",
 ) -> "tuple[MiniMindForCausalLM, PreTrainedTokenizerBase]":
     """Build the model in float32 and load its tokenizer; `from_weight`: the weights to start from, their name
-    in `save_dir` or their path, or `none` for random ones. On the meta device it has shapes only
-    (`build_device`). Raises UserError if the weights are missing or of another shape, or the tokenizer does
-    not fit the vocabulary."""
+    in `save_dir` or their path, or `none` for random ones. Raises UserError if the weights are missing or of
+    another shape, or the tokenizer does not fit the vocabulary."""
     from model.model_minimind import MiniMindForCausalLM
 
     tokenizer = load_tokenizer(tokenizer_path)
     check_tokenizer(tokenizer, tokenizer_path, lm_config)
-    with torch.device("meta" if str(device) == "meta" else "cpu"):
-        model = MiniMindForCausalLM(lm_config)
+    model = MiniMindForCausalLM(lm_config)
     loaded = ""
     if from_weight != "none":
         path = start_path(save_dir, from_weight, lm_config)
@@ -263,6 +261,8 @@ def set_up_process(args: StageArgs) -> tuple[torch.device, Any, torch.amp.GradSc
     name = run_name(args.save_weight, args)
     log_to(log_path(args, name), args.log_level)
     lock_output(name, save_dir=args.save_dir, checkpoint_dir=args.checkpoint_dir)
+    if "TORCHINDUCTOR_CACHE_DIR" in os.environ:
+        check_cache_folder(os.environ["TORCHINDUCTOR_CACHE_DIR"])
     return device_and_precision(args)
 
 
@@ -273,10 +273,8 @@ def resolve_settings_and_check_resume(
     train_set: StageData,
     eval_set: StageData | None,
 ) -> tuple[A, resume.Fingerprint]:
-    """The settings, with numbers for `auto` and adapted to another number of ranks, and what identifies the
-    run. Raises UserError if the checkpoint `saved` belongs to another run."""
-    if args.learning_rate is None or args.batch_size is None:
-        args = apply_rules(args, saved, train_set)
+    """The settings, adapted to another number of ranks, and what identifies the run. Raises UserError if the
+    checkpoint `saved` belongs to another run."""
     if saved is not None:
         args = resume.keep_global_batch(args, saved)
     data = train_set.fingerprint
@@ -309,8 +307,9 @@ def compile_and_wrap(
     prepare_device(device)
     if frozen:
         freeze(model, frozen)
-    compiled = compiles(args, train_set, device)
-    return wrap_model(model, device, args.parallel, compiled, args.activation_checkpointing, autocast)
+    if compiles(args, train_set, device):
+        compile_model(model)
+    return wrap_model(model, device, args.parallel, args.activation_checkpointing, autocast)
 
 
 def begin_run(

@@ -99,9 +99,10 @@ def test_booleans_auto_choices_and_texts():
     for text, value in {"0": False, "1": True, "true": True, "False": False}.items():
         assert parsed("--use_moe", text).use_moe is value
     assert parsed("--use_moe", "--epochs", "3").use_moe is True  # a bare flag
-    auto = ("--batch_size", "auto", "--learning_rate=auto", "--use_compile=auto")
-    args = parsed(*auto, args_class=train_full_sft.Args)
-    assert args.batch_size is None and args.learning_rate is None and args.use_compile is None
+    assert parsed("--use_compile=auto").use_compile is None
+    for name in ("batch_size", "learning_rate"):
+        line = f"--{name} must be a number, not auto; scripts/plan.py chooses one for your data"
+        assert mistake(f"--{name}", "auto") == line
     assert parsed("--use_compile", "0").use_compile is False
     assert mistake("--use_compile", "no way").endswith("or auto, not 'no way'")
     assert mistake("--batch_size=") == "--batch_size must not be empty"  # nothing is not auto
@@ -186,7 +187,7 @@ YAML = {
         "FILE: training.epochs must not be empty; FILE: training.batch_size must not be empty"
     ),
     "training: {epochs: true}": "FILE: training.epochs must be a valid integer, not 'True'",
-    "training: {learning_rate: .nan}": "FILE: training.learning_rate must be a finite number or auto, not nan",
+    "training: {learning_rate: .nan}": "FILE: training.learning_rate must be a finite number, not nan",
     "checkpoint: {save_weight: 7}": "FILE: checkpoint.save_weight must be a valid string, not 7",
     "training: {1: 8}": "FILE: training.1 is unknown; see --help",
     "batch_size: 8": "FILE: section batch_size must be a mapping of settings, not 8",
@@ -243,7 +244,7 @@ def test_the_help_of_a_stage_is_grouped_and_has_unit_and_default(stage, tmp_path
     assert list(groups) == ["options", *sections, *([] if stage == "pretrain" else ["stage"])]
     assert done.err == "" and "(default: 0 updates)" in groups["training"]
     assert "--use_moe [{0,1}] 1: mixture of experts instead of a dense model (default: 0)" in groups["model"]
-    assert "--use_compile [{0,1}] 1: torch.compile each layer" in groups["optimization"]
+    assert "--use_compile [{0,1}] 1: torch.compile the model" in groups["optimization"]
     if stage == "pretrain":
         assert "--epochs INT passes over the data (default: 2)" in groups["training"]
         assert "(default: 340 tokens)" in groups["data"]

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from model.sampling import Sampling
 from tests.fake_cuda.updates import SHAPE, Recorder, pretend
-from trainer.devices.wrapping import whole_model
+from trainer.devices.wrapping import decoding_model
 
 PROMPTS = [[3] * n for n in range(20, 95, 5)] + [[4] * 90]
 NEW, SLOTS, STOP = 6, 5, 2
@@ -71,7 +71,7 @@ def decoded(device: str, use_moe: bool, dtype: torch.dtype, sampling: Sampling) 
     with FakeTensorMode(allow_non_fake_inputs=True), torch.device(device):
         model = MiniMindForCausalLM(MiniMindConfig(**SHAPE, vocab_size=300, use_moe=use_moe))
     with FakeTensorMode(allow_non_fake_inputs=True):
-        whole: Any = whole_model(model.eval(), dtype)
+        whole: Any = decoding_model(model.eval(), dtype)
         with meetings, torch.autocast(device.partition(":")[0], dtype, enabled=dtype != torch.float32):
             groups = generate(whole, PROMPTS, [[sampling]] * len(PROMPTS), NEW, [STOP], SLOTS)
     answers = [answer for group in groups for answer in group]

@@ -219,17 +219,15 @@ def usable_ranks(gpus: int, device: "torch.device") -> int:
 
 
 def need_compiler(gpus: int, device: "torch.device") -> None:
-    """Leave a check out where layers cannot be compiled, or take minutes."""
-    from trainer.devices.wrapping import has_compiler
+    """Leave a check out where a model cannot be compiled, or takes minutes."""
+    from trainer.devices.compiling import compiler_problem
 
     if device.type == "mps":
-        pytest.skip("layers are not compiled on a Mac's GPU (MPS)")
+        pytest.skip("models are not compiled on a Mac's GPU (MPS)")
     if not gpus:
         pytest.skip("compiling takes minutes on a CPU, where the tests count it: bash scripts/test.sh --slow")
-    if not has_compiler("cuda"):
-        pytest.skip(
-            "needs Triton, a C compiler (apt install gcc, or CC) and Python's headers (apt install python3-dev)"
-        )
+    if problem := compiler_problem("cuda"):
+        pytest.skip(problem)
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ from dataset.lm_dataset import collate_flat
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from tests.model.test_model_minimind import stock
 from tests.trainer.test_recipe import balance_loss, padded
+from trainer.devices.compiling import compile_model
 from trainer.devices.device import mixed_precision, native_bfloat16, native_float16, prepare_device
 from trainer.devices.wrapping import full_tensor, unwrap, wrap_model
 from trainer.loop import train_update, update_size
@@ -71,12 +72,16 @@ def new_state(
     optimizer: str = "adamw",
     width: int = 512,
     depth: int = 2,
+    use_compile: bool = False,
     **wrapping: Any,
 ) -> TrainState:
     """The model ready to be trained; `wrapping`: options of `wrap_model`."""
     prepare_device(place)
     autocast, scaler = mixed_precision(dtype, place)
-    model = wrap_model(new_model(use_moe, width, depth), place, autocast=autocast, **wrapping)
+    model = new_model(use_moe, width, depth)
+    if use_compile:
+        compile_model(model)
+    model = wrap_model(model, place, autocast=autocast, **wrapping)
     return TrainState(
         args=StageArgs(seed=0, grad_clip=0.0),
         lm_config=unwrap(model).config,

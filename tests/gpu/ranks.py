@@ -23,9 +23,8 @@ ROOT = Path(__file__).resolve().parents[2]
 BREAK = "GPU_CHECK_BREAK"
 
 
-def run(work: str, count: int, folder: Path, limit: float, machines: int = 1, **options: Any) -> list[Any]:
-    """What the function `work` of this module returns in each of so many processes; `machines`: as many as
-    they take themselves to be on, each with its share of the GPUs.
+def run(work: str, count: int, folder: Path, limit: float, **options: Any) -> list[Any]:
+    """What the function `work` of this module returns in each of so many processes.
 
     Raises:
         RuntimeError: they failed, or were not done within `limit` seconds; with what NCCL says.
@@ -37,14 +36,10 @@ def run(work: str, count: int, folder: Path, limit: float, machines: int = 1, **
             "MASTER_PORT": str(probe.getsockname()[1]),
             "WORLD_SIZE": str(count),
         }
-    local = count // machines
-    place |= {"LOCAL_WORLD_SIZE": str(local), "NCCL_DEBUG": os.environ.get("NCCL_DEBUG", "INFO")}
+    place |= {"LOCAL_WORLD_SIZE": str(count), "NCCL_DEBUG": os.environ.get("NCCL_DEBUG", "INFO")}
     started, end = [], time.monotonic() + limit
     for rank in range(count):
-        env = os.environ | place | {"RANK": str(rank), "LOCAL_RANK": str(rank % local)}
-        if machines > 1:
-            gpus = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")
-            env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[rank - rank % local :][:local])
+        env = os.environ | place | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
         command = [
             sys.executable,
             "-m",

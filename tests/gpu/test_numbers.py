@@ -24,7 +24,7 @@ from tests.gpu.parts import LENGTHS, SHAPES, dtypes, micro_batch, new_state, sam
 from tests.model.test_model_minimind import stock
 from trainer.data.datasets import epoch_loader, epoch_order
 from trainer.devices.device import native_bfloat16, use_deterministic_kernels
-from trainer.devices.wrapping import whole_model
+from trainer.devices.wrapping import decoding_model
 from trainer.objectives.next_token import to_device
 from trainer.optim.muon import Muon
 from trainer.run.state import TrainState
@@ -226,7 +226,7 @@ def test_rollouts(device, record_property):
         prompts = [list(range(10, 10 + n)) for n in (3, 40, 17)]
         for name in dtypes(device)[:2]:
             dtype = getattr(torch, name)
-            there: Any = whole_model(copy.deepcopy(model).to(device), dtype)
+            there: Any = decoding_model(copy.deepcopy(model).to(device), dtype)
             seeds = [[Sampling(seed=10 * i + j) for j in range(3)] for i in range(len(prompts))]
             with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
                 groups = generate(there, prompts, seeds, 24, [2])
@@ -296,9 +296,9 @@ def test_compiled(shape, device, needs_compiler, record_property):
         parts.update(state, [micro_batch(number, lengths)])
     record_property("graphs", graphs)
     record_property("breaks", sum(counters["graph_break"].values()))
-    assert graphs, "no layer is compiled"
+    assert graphs, "nothing is compiled"
     assert counters["stats"]["unique_graphs"] == graphs, (
-        "layers are compiled again for batches of other sizes"
+        "the model is compiled again for batches of other sizes"
     )
 
 

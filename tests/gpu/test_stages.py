@@ -25,7 +25,7 @@ from scripts.demo.world import make_corpus
 from tests.conftest import ROOT, write_jsonl
 from tests.gpu import parts
 from tests.gpu.parts import dtypes
-from trainer.devices.wrapping import whole_model
+from trainer.devices.wrapping import decoding_model
 from trainer.run.paths import weight_path
 from trainer.weights.files import save_weights
 
@@ -212,7 +212,7 @@ def test_decoding(gpus, device, record_property):
     width, count, new = (512, 16, 128) if gpus else (64, 4, 24)
     trained = parts.new_model(False, width).eval().to(device)
     for dtype in dtypes(device)[:2] if gpus else ["float32"]:
-        model: Any = whole_model(trained, getattr(torch, dtype))
+        model: Any = decoding_model(trained, getattr(torch, dtype))
         found, rates = zip(
             *(tokens_of(model, n, new, getattr(torch, dtype)) for n in (1, count)), strict=True
         )

@@ -43,21 +43,21 @@ def test_a_killed_run_ends_with_the_same_bits(prompts, tmp_path):
     assert_same_run(tmp_path / "whole", tmp_path / "killed", "grpo_32", SAMPLED)
 
 
-def test_accumulation_ranks_and_shards_change_nothing(prompts, tmp_path):
-    """The completions, of whole weights, and the updates are those of one process; a killed run ends with the
+def test_accumulation_and_ranks_change_nothing(prompts, tmp_path):
+    """The completions and the updates are those of one process; a killed run ends with the
     same bits."""
     settings = {"num_iterations": 2, "loss_type": "grpo", "use_moe": 1, "beta": 0.05}
     settings |= {"sample_prompts": "none", "eval_interval": 0}
     run("grpo", grpo_flags(prompts, tmp_path / "one", **settings, batch_size=8))
-    sharded = settings | {"batch_size": 2, "accumulation_steps": 2, "parallel": "fsdp"}
-    run("grpo", grpo_flags(prompts, tmp_path / "fsdp", **sharded), ranks=2)
+    cut = settings | {"batch_size": 2, "accumulation_steps": 2}
+    run("grpo", grpo_flags(prompts, tmp_path / "two", **cut), ranks=2)
     name = "grpo_32_moe"
-    assert_close_figures(tmp_path / "one", tmp_path / "fsdp", name)
-    again = grpo_flags(prompts, tmp_path / "killed", from_resume=1, **sharded)
+    assert_close_figures(tmp_path / "one", tmp_path / "two", name)
+    again = grpo_flags(prompts, tmp_path / "killed", from_resume=1, **cut)
     stopped = Faults(signals={5: signal.SIGTERM})
     run("grpo", again, stopped, ranks=2, status=128 + signal.SIGTERM)
     run("grpo", again, ranks=2)
-    assert_same_run(tmp_path / "fsdp", tmp_path / "killed", name, SAMPLED)
+    assert_same_run(tmp_path / "two", tmp_path / "killed", name, SAMPLED)
 
 
 def test_resumed_in_a_rollout_with_another_number_of_ranks(prompts, tmp_path):

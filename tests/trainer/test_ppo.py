@@ -87,8 +87,10 @@ def test_flags_of_minimind(tmp_path):
     ("settings", "line"),
     [
         ({"num_iterations": 1, "epsilon": 0.1}, "--epsilon has no effect with one update per rollout"),
-        ({"parallel": "fsdp"}, "--parallel fsdp: policy and critic compute alone in rollouts"),
-        ({"use_compile": 1}, "--use_compile 1 has no effect"),
+        (
+            {"parallel": "fsdp"},
+            "--parallel fsdp: completions are sampled from a whole model; use --parallel ddp",
+        ),
     ],
 )
 def test_a_mistake_is_one_line(prompts, tmp_path, monkeypatch, settings, line):

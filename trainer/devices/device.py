@@ -34,16 +34,8 @@ def select_device(device: str) -> torch.device:
         raise UserError(place.problem)
     is_alone, local_rank = place.world_size == 1, place.local_rank
     cuda_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if device == "auto" and cuda_devices:
-        device = "cuda"
-    elif device == "auto" and is_alone and torch.backends.mps.is_available():
-        device = "mps"
-    elif device == "auto":
-        if os.path.exists("/proc/driver/nvidia/version") and "CUDA_VISIBLE_DEVICES" not in os.environ:
-            from trainer.devices.unusable_gpu import why_unseen
-
-            warn(f"this machine has an NVIDIA GPU, but torch cannot use it: {why_unseen()}; using the CPU")
-        device = "cpu"
+    if device == "auto":
+        device = automatic_device(cuda_devices, is_alone)
     if cuda_devices == 1 and not dist.is_torchelastic_launched():
         local_rank = 0
     try:
@@ -53,9 +45,16 @@ def select_device(device: str) -> torch.device:
     if chosen.type not in ("cpu", "cuda", "mps"):
         raise UserError(f"--device {device} is unknown; use auto, cpu, cuda, cuda:N or mps")
     if chosen.type == "cuda" and (chosen.index or 0) >= cuda_devices:
+        from trainer.devices.unusable_gpu import driver, why_unseen
+
+        why = ""
+        if not cuda_devices and driver():
+            why = f", but there is one: {why_unseen()}"
+        elif "CUDA_VISIBLE_DEVICES" in os.environ:
+            why = f", CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']!r}"
         raise UserError(
-            f"--device {device} cannot be used ({cuda_devices_seen(cuda_devices)}); "
-            "start fewer processes, or use another device"
+            f"--device {device} cannot be used (torch sees {cuda_devices} CUDA devices{why}); start fewer "
+            "processes, or use another device"
         )
     if chosen.type == "mps" and not torch.backends.mps.is_available():
         raise UserError(
@@ -68,17 +67,17 @@ def select_device(device: str) -> torch.device:
     return chosen
 
 
-def cuda_devices_seen(number: int) -> str:
-    """How many CUDA devices torch sees, and why not more, for an error."""
-    text = f"torch sees {number} CUDA devices"
-    limit = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if limit is not None:
-        return f"{text}, CUDA_VISIBLE_DEVICES={limit!r}"
-    if number:
-        return text
-    from trainer.devices.unusable_gpu import driver, why_unseen
+def automatic_device(cuda_devices: int, is_alone: bool) -> str:
+    """What `--device auto` means, with so many CUDA devices, in one process or several."""
+    if cuda_devices:
+        return "cuda"
+    if is_alone and torch.backends.mps.is_available():
+        return "mps"
+    if os.path.exists("/proc/driver/nvidia/version") and "CUDA_VISIBLE_DEVICES" not in os.environ:
+        from trainer.devices.unusable_gpu import why_unseen
 
-    return f"{text}, but there is one: {why_unseen()}" if driver() else text
+        warn(f"this machine has an NVIDIA GPU, but torch cannot use it: {why_unseen()}; using the CPU")
+    return "cpu"
 
 
 def use_deterministic_kernels(enabled: bool) -> None:
@@ -90,13 +89,6 @@ def use_deterministic_kernels(enabled: bool) -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     if enabled and os.environ.get(CUBLAS) not in CUBLAS_VALUES:
         os.environ[CUBLAS] = CUBLAS_VALUES[0]
-
-
-def grow_segments() -> None:
-    """Have CUDA's allocator grow its segments, unless the user has set it up: batches of ever new sizes
-    fragment fixed ones. Called before CUDA starts: it reads this once."""
-    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
-        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
 def prepare_device(device: torch.device) -> None:
@@ -111,6 +103,7 @@ def prepare_device(device: torch.device) -> None:
 
         check_architecture(device)
         torch.cuda.set_device(device)
+        torch.backends.cuda.enable_cudnn_sdp(False)  # it builds a plan for each shape, and keeps them all
     elif device.type == "cpu":
         with suppress(OSError, AttributeError):
             libc = ctypes.CDLL("libc.so.6")
@@ -189,8 +182,9 @@ def device_and_precision(
     needs."""
     if args.deterministic or torch.are_deterministic_algorithms_enabled():
         use_deterministic_kernels(args.deterministic)
-    if torch.cuda.is_available():
-        grow_segments()
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name
+        # batches of ever new sizes fragment segments of fixed size; read when CUDA starts
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     device = select_device(args.device)
     return device, *mixed_precision(args.dtype, device)
 

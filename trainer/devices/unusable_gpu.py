@@ -12,7 +12,7 @@ import torch
 from common.errors import UserError
 
 DRIVER = Path("/proc/driver/nvidia/version")  # of a loaded driver, Linux
-PCI = Path("/sys/bus/pci/devices")
+INSTALL = "https://pytorch.org/get-started"
 
 
 def nvidia_smi(fields: str) -> str:
@@ -27,16 +27,7 @@ def driver() -> str:
     """What this machine says of an NVIDIA GPU and its driver; empty without one."""
     with suppress(OSError):
         return DRIVER.read_text(encoding="utf-8").splitlines()[0]
-    gpus = nvidia_smi("name,driver_version") or ", ".join(map(str, Path("/dev").glob("nvidia[0-9]*")))
-    return gpus or ", ".join(f"no driver, {path.name}" for path in sorted(PCI.glob("*")) if is_gpu(path))
-
-
-def is_gpu(path: Path) -> bool:
-    """Whether a PCI device is a display or 3D controller by NVIDIA."""
-    with suppress(OSError):
-        is_nvidia = (path / "vendor").read_text().strip() == "0x10de"
-        return is_nvidia and (path / "class").read_text().startswith("0x03")
-    return False
+    return nvidia_smi("name,driver_version")
 
 
 def why_unseen() -> str:
@@ -45,9 +36,7 @@ def why_unseen() -> str:
         value = os.environ["CUDA_VISIBLE_DEVICES"]
         return f"CUDA_VISIBLE_DEVICES={value!r} may hide it: unset it, or name the GPU"
     if torch.version.cuda is None:
-        return (
-            "this torch is built without CUDA: install one with it (https://pytorch.org/get-started/locally)"
-        )
+        return f"this torch is built without CUDA: install one with it ({INSTALL}/locally)"
     reason = "torch gives no reason"
     try:
         torch.cuda.init()
@@ -55,7 +44,7 @@ def why_unseen() -> str:
         reason = str(error).splitlines()[0]
     return (
         f"{reason}; update the driver to one for CUDA {torch.version.cuda}, or install a torch for an older "
-        "CUDA (https://pytorch.org/get-started/previous-versions)"
+        f"CUDA ({INSTALL}/previous-versions)"
     )
 
 
@@ -64,21 +53,18 @@ def check_architecture(device: torch.device) -> None:
 
     A binary (sm_86) runs on its own generation from its minor version on, an intermediate form (compute_90)
     on all later GPUs."""
-    capability = torch.cuda.get_device_capability(device)
-    built = re.findall(r"(sm|compute)_(\d+)", " ".join(torch.cuda.get_arch_list()))
-    for kind, number in built:
-        major, minor = divmod(int(number), 10)
-        if kind == "compute" and (major, minor) <= capability:
-            return
-        if kind == "sm" and major == capability[0] and minor <= capability[1]:
+    own = torch.cuda.get_device_capability(device)
+    built = re.findall(r"(sm|compute)_(\d+)(\d)", " ".join(torch.cuda.get_arch_list()))
+    for kind, major, minor in built:
+        version = int(major), int(minor)
+        if version <= own and (kind == "compute" or version[0] == own[0]):
             return
     if not built:  # not a torch for NVIDIA
         return
-    name, (major, minor) = torch.cuda.get_device_name(device), capability
-    advice = "update torch"
-    if capability < min(divmod(int(number), 10) for _, number in built):
-        advice = "install an older torch (https://pytorch.org/get-started/previous-versions)"
+    oldest = min((int(major), int(minor)) for _, major, minor in built)
+    advice = f"install an older torch ({INSTALL}/previous-versions)" if own < oldest else "update torch"
     raise UserError(
-        f"--device {device}: torch {torch.__version__} has no kernels for the {name} (sm_{major}{minor}; it "
-        f"has {', '.join(torch.cuda.get_arch_list())}); {advice}, or use --device cpu"
+        f"--device {device}: torch {torch.__version__} has no kernels for the "
+        f"{torch.cuda.get_device_name(device)} (sm_{own[0]}{own[1]}; it has "
+        f"{', '.join(torch.cuda.get_arch_list())}); {advice}, or use --device cpu"
     )

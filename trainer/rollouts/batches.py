@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from dataset.lm_dataset import collate_shared
 from dataset.rollout_prompts import RolloutPrompt
 from trainer.devices.process_group import gather, reduce_sum, this_rank, world_size
-from trainer.devices.wrapping import unwrap, whole_model
+from trainer.devices.wrapping import decoding_model, unwrap
 from trainer.objectives.next_token import Batch, Objective, flat_size, target_log_probs, to_device
 from trainer.objectives.policy import TOKEN_LEVEL, group_advantages
 from trainer.report.speed import Size
@@ -231,14 +231,13 @@ class Rollouts(Callback, Objective):
     def _write(
         self, writer: TrajectoryWriter, model: nn.Module, prompts: list[RolloutPrompt], update: int
     ) -> list[Trajectory]:
-        """What the policy writes, with whole weights and on a GPU with matrices in autocast's dtype: of a
-        copy, which is freed behind it. A collective if the model is sharded."""
+        """What the policy writes, on a GPU with matrices in autocast's dtype."""
         from model.model_minimind import product_dtype  # brings in the compiler
 
         policy: Any = self.policy_of(model)
         head = policy.lm_head.weight
         dtype = product_dtype(head) if head.is_cuda else head.dtype
-        return writer.write(whole_model(policy, dtype), prompts, update)
+        return writer.write(decoding_model(policy, dtype), prompts, update)
 
     def _score(self, trajectory: Trajectory) -> dict[str, float]:
         """The rewards of a trajectory by the names of their figures; `reward` is their weighted sum."""

@@ -62,9 +62,10 @@ class RolloutArgs(FrozenModelArgs):
             wrong.append(f"--{given[0]} {why}; add --num_iterations 2, or leave it out")
         if self.open_thinking and self.thinking_ratio:
             wrong.append("--open_thinking 1 is --thinking_ratio 1; leave one of them out")
-        for name in ("packing", "use_compile"):
-            if getattr(self, name) is True:
-                wrong.append(f"--{name} 1 has no effect on completions, which are sampled; leave it out")
+        if self.packing:
+            wrong.append("--packing 1 has no effect on completions, which are sampled; leave it out")
+        if self.parallel == "fsdp":
+            wrong.append("--parallel fsdp: completions are sampled from a whole model; use --parallel ddp")
         return wrong
 
 

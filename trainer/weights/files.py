@@ -284,8 +284,7 @@ def fill(
         if shape != wanted:
             what = f"{name} is {shape}, the model wants {wanted}"
             raise UserError(f"weights {path} do not fit the model: {what}")
-    if not next(model.parameters()).is_meta:  # such a model gets its values from rank 0
-        model.load_state_dict(weights, strict=True)
+    model.load_state_dict(weights, strict=True)
 
 
 def incompatible_fields(stored: "MiniMindConfig", config: "MiniMindConfig") -> list[str]:

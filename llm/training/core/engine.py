@@ -23,7 +23,6 @@ from trainer.data.datasets import steps_per_epoch
 from trainer.devices.device import device_and_precision
 from trainer.loop import evaluate, train_epoch
 from trainer.objectives.next_token import Objective, frozen_model
-from trainer.optim.rules import apply_rules
 from trainer.report.trackers import start_tracker
 from trainer.run.callbacks import CallbackList
 from trainer.run.resume import check_resume, keep_global_batch, run_fingerprint, total_updates
@@ -59,7 +58,7 @@ class TrainingEngine:
         # the settings, and the checkpoint to resume from; that of another run is refused
         data.num_samples()  # refuses to go on without any
         checkpoint = self.checkpoint_manager.load_checkpoint()
-        args = apply_rules(task.args, checkpoint, data.train_dataset)
+        args = task.args
         if checkpoint is not None:
             args = keep_global_batch(args, checkpoint)
         task.args = args

@@ -16,7 +16,6 @@ from llm.training.data.base import DataModule
 from llm.training.tasks.base_task import TrainingTask
 from trainer import train_full_sft, train_pretrain
 from trainer.data.datasets import epoch_samples, eval_loader, train_loader
-from trainer.devices.wrapping import build_device
 from trainer.objectives.next_token import Metrics, Objective, model_config
 from trainer.report.speed import Size
 from trainer.run.state import Batch
@@ -90,8 +89,7 @@ class StageTask(TrainingTask):
 
     def build_model(self) -> nn.Module:
         args = self.args
-        device = build_device(args)
-        model, _ = init_model(self.lm_config, args.from_weight, args.tokenizer_path, args.save_dir, device)
+        model, _ = init_model(self.lm_config, args.from_weight, args.tokenizer_path, args.save_dir)
         return model
 
     def build_optimizer(self, model: nn.Module) -> Optimizer:

@@ -1,16 +1,18 @@
-"""--use_compile auto: when the layers are compiled, and what is said of it."""
+"""--use_compile: when the model is compiled, what is said of it, and what a machine may lack for it."""
 
 import pytest
 import torch
 from torch._dynamo import config as dynamo
 
+from common.errors import UserError
 from common.settings import StageArgs
 from dataset.lm_dataset import StageDataset
-from trainer import train_pretrain
-from trainer.devices import wrapping
-from trainer.devices.wrapping import compiles
+from trainer import train_dpo, train_pretrain
+from trainer.devices import compiling
+from trainer.devices.compiling import check_cache_folder, compile_model, compiler_problem, compiles
 
 LONG = train_pretrain.Args(packing=True, max_seq_len=512, epochs=2, device="cpu")
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
 class Data(StageDataset):
@@ -20,84 +22,118 @@ class Data(StageDataset):
         self.num_tokens = num_tokens
 
 
-CPU = torch.device("cpu")
 RUN = Data(500_000_000)
 
 
 @pytest.fixture(autouse=True)
 def machine(monkeypatch):
     """It has a compiler."""
-    monkeypatch.setattr(wrapping, "has_compiler", lambda device: True)
+    monkeypatch.setattr(compiling, "compiler_problem", lambda device: "")
     with dynamo.patch(suppress_errors=False):
         yield
 
 
 PLAIN = {"packing": False}
-# device, whether it has a matrix unit or bfloat16 of its own -> settings that are compiled, that are not
-COMPILED: dict[tuple[str, bool], tuple[list[dict], list[dict]]] = {
-    ("cpu", False): (
-        [{}],
-        [PLAIN, {"use_moe": True}, {"activation_checkpointing": True}, {"parallel": "fsdp"}],
-    ),
-    ("cpu", True): (
+# whether a CPU has a matrix unit -> settings of a long run that are compiled, that are not
+ON_CPU: dict[bool, tuple[list[dict], list[dict]]] = {
+    False: ([{}], [PLAIN, {"use_moe": True}, {"activation_checkpointing": True}, {"parallel": "fsdp"}]),
+    True: (
         [PLAIN, {"use_moe": True}, PLAIN | {"dtype": "bfloat16"}],
         [PLAIN | {"dtype": "float32"}, {"parallel": "fsdp"}],
-    ),
-    ("cuda", False): ([], [{}, PLAIN]),
-    ("cuda", True): (
-        [{}, PLAIN, {"use_moe": True}, {"parallel": "fsdp"}, {"dtype": "float16"}],
-        [PLAIN | {"dtype": "float32"}, PLAIN | {"activation_checkpointing": True}],
     ),
 }
 
 
-@pytest.mark.parametrize(("kind", "has_unit"), COMPILED)
-def test_which_long_runs_are_compiled(kind, has_unit, monkeypatch, capsys):
-    """And one line says so. Short runs, and a machine without a compiler, never."""
+@pytest.mark.parametrize("has_unit", ON_CPU)
+def test_which_long_runs_are_compiled_on_a_cpu(has_unit, monkeypatch, capsys):
+    """And one line says so. Short runs, other stages and data of one's own never."""
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_unit)
-    monkeypatch.setattr(wrapping, "native_bfloat16", lambda device: has_unit)
-    device = torch.device(kind)
-    compiled, others = COMPILED[kind, has_unit]
+    monkeypatch.setattr(compiling, "native_bfloat16", lambda device: has_unit)
+    compiled, others = ON_CPU[has_unit]
     for settings in compiled:
         args = LONG.model_copy(update=settings)
-        assert compiles(args, RUN, device) is True
+        assert compiles(args, RUN, CPU)
         out = capsys.readouterr().out
-        assert out.startswith("--use_compile auto: the layers are compiled") and out.count("\n") == 1
-        assert not compiles(args, Data(50_000), device)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(wrapping, "has_compiler", lambda device: False)
-            assert not compiles(args, RUN, device)
+        assert out.startswith("--use_compile auto: the model is compiled") and out.count("\n") == 1
+        assert not compiles(args, Data(50_000), CPU)
     for settings in others:
-        assert compiles(LONG.model_copy(update=settings), RUN, device) is False
+        assert not compiles(LONG.model_copy(update=settings), RUN, CPU)
+    assert not compiles(StageArgs(packing=True, max_seq_len=512, epochs=2, device="cpu"), RUN, CPU)
+    assert not compiles(LONG, range(10**9), CPU)
     assert capsys.readouterr().out == ""
 
 
-def test_what_was_not_measured_is_not():
-    """Other stages, data of one's own."""
-    assert not compiles(StageArgs(packing=True, max_seq_len=512, epochs=2, device="cpu"), RUN, CPU)
-    assert not compiles(LONG, range(10**9), CPU)
+def test_every_run_is_compiled_on_a_gpu_where_it_can_be(monkeypatch, capsys):
+    for args in (LONG, train_dpo.Args(), StageArgs(parallel="fsdp", use_moe=True)):
+        assert compiles(args, range(5), CUDA)
+    monkeypatch.setattr(
+        compiling, "compiler_problem", lambda device: "Triton is not installed; pip install triton"
+    )
+    capsys.readouterr()
+    assert not compiles(LONG, RUN, CUDA)
+    line = (
+        "warning: --use_compile auto: Triton is not installed; pip install triton; the model runs as it is\n"
+    )
+    assert capsys.readouterr().err == line
+    with pytest.raises(
+        UserError, match="--use_compile 1: Triton is not installed; pip install triton; or leave"
+    ):
+        compiles(LONG.model_copy(update={"use_compile": True}), RUN, CUDA)
+    assert not compiles(LONG.model_copy(update={"use_compile": False}), RUN, CUDA)
+
+
+def test_what_a_machine_lacks(monkeypatch, tmp_path):
+    monkeypatch.setattr(compiling, "find_spec", lambda name: None)
+    assert compiler_problem("cuda").startswith("Triton is not installed")
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert compiler_problem("cpu") == "there is no compiler no-such-compiler; install one"
+    monkeypatch.setenv("CXX", "python3")
+    monkeypatch.setattr(compiling.sysconfig, "get_path", lambda name: str(tmp_path))
+    assert compiler_problem("cpu").startswith("Python's headers are missing")
+    (tmp_path / "Python.h").touch()
+    assert compiler_problem("cpu") == ""
+
+    def refuse(dir):
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(compiling.tempfile, "TemporaryFile", refuse)
+    problem = compiler_problem("cpu")
+    assert (
+        problem.startswith("the compiler's cache ") and "cannot be written (Read-only file system)" in problem
+    )
+    with pytest.raises(
+        UserError, match=r"TORCHINDUCTOR_CACHE_DIR=.*/cache cannot be made \(Not a directory\)"
+    ):
+        check_cache_folder(str(tmp_path / "Python.h" / "cache"))
 
 
 def test_what_cannot_be_compiled_runs_as_it_is():
-    """With `auto`: nobody asked for wrapping. `1` ends in the compiler's error."""
+    """With `auto`: nobody asked for it. `1` ends in the compiler's error."""
 
     def broken(graph, inputs):
         raise RuntimeError("no kernels")
 
     layer, x = torch.nn.Linear(2, 2), torch.ones(3, 2)
-    for auto in (False, True):
+    for use_compile in (True, None):
         torch.compiler.reset()
-        args = LONG if auto else LONG.model_copy(update={"use_compile": True})
-        assert compiles(args, RUN, CPU)
+        assert compiles(LONG.model_copy(update={"use_compile": use_compile}), RUN, CPU)
         compiled = torch.compile(layer, backend=broken)
-        if auto:
+        if use_compile is None:
             assert torch.equal(compiled(x), layer(x))
         else:
             with pytest.raises(Exception, match="no kernels"):
                 compiled(x)
 
 
-def test_zero_and_one_stay(capsys):
-    assert compiles(LONG.model_copy(update={"use_compile": False}), RUN, CPU) is False
-    assert compiles(LONG.model_copy(update={"use_compile": True, "packing": False}), Data(500), CPU) is True
-    assert capsys.readouterr().out == ""
+def test_an_empty_batch_is_not_compiled(monkeypatch):
+    calls = []
+
+    def compile_in_place(module, **options):
+        module._compiled_call_impl = lambda x: calls.append(len(x)) or x
+
+    monkeypatch.setattr(torch.nn.Module, "compile", compile_in_place)
+    model = torch.nn.Linear(2, 3)
+    compile_model(model)
+    assert model(torch.ones(0, 2)).shape == (0, 3) and not calls
+    model(torch.ones(4, 2))
+    assert calls == [4] and list(model.state_dict()) == ["weight", "bias"]

@@ -80,22 +80,3 @@ def test_from_shards_to_a_plain_run_and_back(corpus, whole, killed, tmp_path):
     assert len(one) == len(other)
     for a, b in zip(one, other, strict=True):
         assert a[0] == b[0] and a[7] == b[7] and abs(a[2] - b[2]) <= 1e-5
-
-
-def test_shards_with_muon(corpus, tmp_path):
-    """Stopped and resumed: the same bits, in a checkpoint of the form that one process goes on with, to the
-    same losses up to rounding."""
-    settings = SETTINGS | {"optimizer": "muon", "learning_rate": 1e-3}
-
-    def argv(folder: str, **extra) -> list[str]:
-        return flags(corpus, tmp_path / folder, "pretrain", **settings | extra)
-
-    run("pretrain", argv("whole"), ranks=2)
-    run("pretrain", argv("cut"), Faults(signals={5: signal.SIGTERM}), ranks=2, status=143)
-    shutil.copytree(tmp_path / "cut", tmp_path / "alone")
-    run("pretrain", argv("cut", from_resume=1), ranks=2)
-    assert_same_run(tmp_path / "whole", tmp_path / "cut")
-    run("pretrain", argv("alone", from_resume=1))
-    whole, alone = records(tmp_path / "whole"), records(tmp_path / "alone")
-    assert [x[:2] for x in alone] == [x[:2] for x in whole] and len(whole) > 4
-    assert [x[2] for x in alone] == pytest.approx([x[2] for x in whole], abs=3e-4)

@@ -16,23 +16,21 @@ from model.generation import generate
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from model.sampling import Sampling
 from tests.stage_process import context, finish, free_port, rank_variables
-from trainer.devices import wrapping
 from trainer.devices.process_group import leave_process_group
 from trainer.devices.wrapping import (
-    build_device,
+    decoding_model,
     full_tensor,
     is_sharded,
     transformer_layers,
     unwrap,
-    whole_model,
     wrap_model,
 )
 from trainer.loop import count_figures, evaluate, train_update, update_size
 from trainer.objectives.next_token import NextToken, next_token_loss
 from trainer.optim.build import build_optimizer
 from trainer.run.state import TrainState
-from trainer.trainer_utils import init_distributed_mode, init_model
-from trainer.weights.files import half_state_dict, save_weights
+from trainer.trainer_utils import init_distributed_mode
+from trainer.weights.files import half_state_dict
 
 CPU = torch.device("cpu")
 CASES = {
@@ -44,8 +42,6 @@ CASES = {
     "bfloat16_moe": {"dtype": torch.bfloat16, "use_moe": True, "activation_checkpointing": 1},
     "float16": {"dtype": torch.float16},
     "head_in_pieces": {"piece": 16 * 6400},  # 16 targets at once
-    # the second rank has no weights but what it gets from the first
-    "empty": {"empty": True, "use_moe": True},
 }
 
 
@@ -100,11 +96,10 @@ def scale_weights(model: torch.nn.Module, scale: float) -> None:
         parameter.mul_(scale)
 
 
-def seeded_model(config: MiniMindConfig, empty: bool = False) -> MiniMindForCausalLM:
-    """The initial weights; of an empty model the shapes alone."""
+def seeded_model(config: MiniMindConfig) -> MiniMindForCausalLM:
+    """The initial weights."""
     torch.manual_seed(0)
-    with torch.device("meta" if empty else "cpu"):
-        model = MiniMindForCausalLM(config)
+    model = MiniMindForCausalLM(config)
     if config.use_moe:
         torch.nn.init.zeros_(model.model.layers[0].mlp.gate.weight)  # ties: all tokens go to the same expert
     return model
@@ -116,12 +111,12 @@ def updates(rank: int, case: dict, parallel: str, policy: bool = True) -> dict:
     shape = {"use_moe": case.get("use_moe", False), "dropout": case.get("dropout", 0.0)}
     config = MiniMindConfig(hidden_size=32, num_hidden_layers=2, **shape)
     expected = seeded_model(config)
-    model = seeded_model(config, empty=bool(case.get("empty") and parallel == "fsdp" and rank))
+    model = seeded_model(config)
     again = case.get("activation_checkpointing", 0) if parallel == "fsdp" else 0
     losses.MAX_LOGITS = case.get("piece", 2**27)
     dtype, held = case.get("dtype", torch.float32), Held(model)
     autocast = torch.autocast("cpu", dtype=dtype) if dtype != torch.float32 else nullcontext()
-    wrapped = wrap_model(model, CPU, parallel, False, bool(again), autocast if policy else None)
+    wrapped = wrap_model(model, CPU, parallel, bool(again), autocast if policy else None)
     assert is_sharded(wrapped) == (parallel == "fsdp") and unwrap(wrapped) is model
     scaler = torch.amp.GradScaler("cpu", enabled=dtype == torch.float16, init_scale=1024.0)
     objective = NextToken()
@@ -258,9 +253,9 @@ def test_a_model_for_decoding_computes_what_autocast_does(use_moe):
         MiniMindConfig(hidden_size=32, num_hidden_layers=2, use_moe=use_moe, num_experts=2)
     )
     model = model.eval().requires_grad_(False)
-    assert whole_model(model) is model
+    assert decoding_model(model) is model
     before = torch.get_rng_state()
-    half = whole_model(model, torch.bfloat16)
+    half = decoding_model(model, torch.bfloat16)
     assert torch.equal(before, torch.get_rng_state()) and not half.training
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert {(p.ndim > 1, p.dtype) for p in half.parameters()} == {
@@ -285,24 +280,12 @@ def test_a_model_for_decoding_computes_what_autocast_does(use_moe):
                 torch.testing.assert_close(torch.tensor(answer.logprobs), expected, atol=0.02, rtol=0)
 
 
-def test_what_does_not_go_together_is_refused():
-    assert StageArgs(parallel="fsdp", use_compile=True, optimizer="muon").contradictions() == []
+def test_what_does_not_go_together_is_refused(monkeypatch):
+    (line,) = StageArgs(parallel="fsdp", optimizer="muon").contradictions()
+    assert line.startswith("--parallel fsdp: Muon needs whole matrices; use --parallel ddp")
     with pytest.raises(UserError, match="--activation_checkpointing 1: this task's model has no layers"):
         wrap_model(torch.nn.Linear(2, 2), CPU, activation_checkpointing=True)
-
-
-def test_rank_0_alone_builds_the_weights_of_a_model_that_is_sharded(monkeypatch, recwarn, tmp_path):
-    """Bytes of parameters and of the start weights on the host of a rank, before it has its shards."""
-    config = MiniMindConfig(hidden_size=32, num_hidden_layers=2)
-    save_weights(seeded_model(config), tmp_path / "start_32.pth")
-    for rank, parallel, start, size in (
-        (1, "ddp", "none", 942_784),
-        (0, "fsdp", "start", 942_784),
-        (1, "hsdp", "start", 0),
-    ):
-        monkeypatch.setattr(wrapping, "this_rank", lambda rank=rank: rank)
-        model, _ = init_model(
-            config, start, save_dir=tmp_path, device=build_device(StageArgs(parallel=parallel))
-        )
-        assert sum(p.nbytes for p in model.parameters() if not p.is_meta) == size
-    assert not [warning for warning in recwarn if "meta" in str(warning.message)]
+    mixed = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2).bfloat16())
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    with pytest.raises(UserError, match=r"--parallel fsdp: .* several dtypes \(bfloat16, float32\)"):
+        wrap_model(mixed, CPU, "fsdp")

@@ -1,0 +1,124 @@
+"""torch.compile of the whole model: whether a run takes it, and how."""
+
+import os
+import shutil
+import sysconfig
+import tempfile
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from common.errors import UserError, warn
+from common.settings import StageArgs
+from dataset.lm_dataset import StageDataset
+from trainer.data.datasets import SizedDataset, epoch_tokens
+from trainer.devices.device import native_bfloat16
+from trainer.devices.process_group import Logger, world_size
+from trainer.report.speed import layer_weights
+
+# operations of a run per thread of a CPU from which on compiling pays: five to twelve minutes of training for
+# half a minute of compiling, which saves a tenth
+MIN_FLOPS_PER_THREAD = 5e13
+
+
+def compiles(args: StageArgs, train_set: SizedDataset, device: torch.device) -> bool:
+    """Whether a run compiles its model: what --use_compile says; where that is `auto`, on a GPU and where it
+    was measured to pay on a CPU. Raises UserError if --use_compile 1 cannot be done."""
+    if args.use_compile is False:
+        return False
+    is_auto = args.use_compile is None
+    if is_auto and device.type != "cuda" and not pays_on_cpu(args, train_set, device):
+        return False
+    problem = compiler_problem(device.type)
+    if problem and not is_auto:
+        raise UserError(f"--use_compile 1: {problem}; or leave the flag out")
+    if problem:
+        warn(f"--use_compile auto: {problem}; the model runs as it is")
+        return False
+    if is_auto:
+        from torch._dynamo import config
+
+        config.suppress_errors = True  # what cannot be compiled runs as it is, with torch's warning
+        Logger("--use_compile auto: the model is compiled; its first updates take longer")
+    return True
+
+
+def pays_on_cpu(args: StageArgs, train_set: SizedDataset, device: torch.device) -> bool:
+    """Whether compiling pays on a CPU, as measured (docs/dev/LOG.md): in long pretraining and SFT, with a
+    matrix unit, else for dense models on packed rows. The settings, the data and the machine decide, not
+    times, so that a resumed run does as it did before."""
+    is_text = args.compiling_pays and isinstance(train_set, StageDataset)
+    if device.type != "cpu" or not is_text or args.parallel != "ddp" or args.activation_checkpointing:
+        return False
+    in_bfloat16 = args.dtype in ("auto", "bfloat16") and native_bfloat16(device)
+    has_matrix_unit = in_bfloat16 and torch.cpu._is_amx_tile_supported()
+    if not has_matrix_unit and (args.use_moe or not args.packing):
+        return False
+    tokens = epoch_tokens(cast(Any, train_set), args) * args.epochs / world_size()
+    flops = 6.0 * layer_weights(args.num_hidden_layers, args.hidden_size) * tokens
+    return flops >= MIN_FLOPS_PER_THREAD * torch.get_num_threads()
+
+
+def compiler_problem(device: str) -> str:
+    """What torch lacks to compile for `cpu` or `cuda`, and what to do; empty if nothing: Python's headers, a
+    C++ compiler, or Triton with the C compiler that it calls, and a cache that can be written."""
+    compilers = [os.environ.get("CXX", "g++")]
+    if device == "cuda":
+        compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
+        if find_spec("triton") is None:
+            return "Triton is not installed; pip install triton"
+    if not any(map(shutil.which, compilers)):
+        return f"there is no compiler {' or '.join(compilers)}; install one"
+    if not (Path(sysconfig.get_path("include")) / "Python.h").is_file():
+        return "Python's headers are missing (Python.h); install them (python3-dev)"
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    try:
+        tempfile.TemporaryFile(dir=cache_dir()).close()
+    except OSError as error:
+        problem = f"the compiler's cache {cache_dir()} cannot be written ({error.strerror})"
+        return f"{problem}; set TORCHINDUCTOR_CACHE_DIR to a folder that can"
+    return ""
+
+
+def check_cache_folder(folder: str) -> None:
+    """Refuse a TORCHINDUCTOR_CACHE_DIR that cannot be made, with a UserError: torch makes it when a model is
+    imported, compiled or not."""
+    try:
+        os.makedirs(folder, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"TORCHINDUCTOR_CACHE_DIR={folder} cannot be made ({error.strerror}); unset it"
+        ) from None
+
+
+def compile_model(model: nn.Module) -> None:
+    """Compile each transformer in a model in place, or the model as a whole if it has none. A call with an
+    empty tensor runs as it is: it would be compiled for itself, and epochs begin with one under DDP."""
+    from torch._dynamo import config
+    from torch._inductor import config as inductor
+    from torch.fx.experimental import _config as shapes
+    from transformers import PreTrainedModel
+
+    inductor.deterministic = True  # no measured times decide how a kernel sums: they would differ at a resume
+    config.optimize_ddp = False  # or DDP's buckets would cut the graph
+    shapes.use_duck_shape = False  # or as many tokens as the model is wide would be taken for the width
+    parts = [module for module in model.modules() if isinstance(module, PreTrainedModel)] or [model]
+    for part in parts:
+        part.compile(dynamic=True)
+        part._compiled_call_impl = plain_if_empty(part._compiled_call_impl, part._call_impl)
+
+
+def plain_if_empty(compiled: Any, plain: Any) -> Any:
+    """A module's call that is compiled, but for empty tensors."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        values = [*args, *kwargs.values()]
+        if any(isinstance(value, Tensor) and value.numel() == 0 for value in values):
+            return plain(*args, **kwargs)
+        return compiled(*args, **kwargs)
+
+    return call
