@@ -89,7 +89,8 @@ def one_line_errors() -> Iterator[None]:
         sys.stdout.reconfigure(errors="backslashreplace")  # for characters that its encoding lacks
     try:
         yield
-        sys.stdout.flush()
+        if sys.stdout is not None:  # closed by the shell
+            sys.stdout.flush()
     except BrokenPipeError:
         leave_dead_console()
         sys.exit(128 + signal.SIGPIPE)
@@ -104,8 +105,10 @@ def one_line_errors() -> Iterator[None]:
 def leave_dead_console() -> None:
     """Forget what cannot be written: Python would try again, and complain, at its end."""
     for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
         try:
-            getattr(sys, name).flush()
+            if stream is not None:
+                stream.flush()
         except OSError:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 (open until the process ends)
 

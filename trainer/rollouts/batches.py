@@ -257,7 +257,9 @@ class Rollouts(Callback, Objective):
         values = rewards.flatten().tolist()
         number = len(written)
         sampled = sum(trajectory.sampled for trajectory in written)
-        figures = {name: (sum(score[name] for score in scores), number) for name in self.reward_names}
+        figures: Figures = {}
+        for name in self.reward_names:
+            figures[name] = sum(score[name] for score in scores), number
         figures["reward_square"] = sum(value**2 for value in values), number
         figures["completion_length"] = sampled, number
         figures["cut_share"] = sum(trajectory.is_cut for trajectory in written), number

@@ -21,6 +21,9 @@ class Data(StageDataset):
     def __init__(self, num_tokens: int):
         self.num_tokens = num_tokens
 
+    def __len__(self) -> int:
+        return self.num_tokens // 100
+
 
 RUN = Data(500_000_000)
 

@@ -56,7 +56,7 @@ def test_the_settings_are_the_stage_scripts_with_their_defaults(stage):
     of_script = dict(script_args())
     assert dict(args).keys() == of_script.keys() | OWN and not of_script.keys() & OWN
     assert dict(args).items() >= of_script.items() and args.contradictions() == []
-    line = ["--data_path", "x", "--use_moe", "1", "--epochs", "7", "--batch_size", "auto"]
+    line = ["--data_path", "x", "--use_moe", "1", "--epochs", "7", "--batch_size", "5"]
     line += ["--eval_data_path", "none"]
     expected = parse_args(script_args, "", line)
     args = read("--task", stage, *line, args_class=args_class).args
