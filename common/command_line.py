@@ -10,7 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -86,7 +86,8 @@ def one_line_errors() -> Iterator[None]:
     terminates the others before they repeat it.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # for characters that its encoding lacks
+        with suppress(OSError):  # a file whose descriptor has become a pipe cannot be repositioned
+            sys.stdout.reconfigure(errors="backslashreplace")  # for characters that its encoding lacks
     try:
         yield
         if sys.stdout is not None:  # closed by the shell
