@@ -45,5 +45,5 @@ cat <<END
 Try next$([ -x .venv/bin/python ] && echo " (in this shell first: source .venv/bin/activate)"):
   python scripts/chat.py --save_dir $weights     chat with it
   python -m dataset.show_samples --kind sft --data_path dataset/demo/sft.jsonl --samples 1     see what SFT trains on
-  PRETRAIN_DATA=a.jsonl SFT_DATA=b.jsonl bash scripts/run_pretrain_sft.sh     your own data (README.md)
+  PRETRAIN_DATA=a.jsonl SFT_DATA=b.jsonl bash scripts/run_pretrain_sft.sh     your own data (docs/quickstart.md)
 END

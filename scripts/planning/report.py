@@ -62,6 +62,6 @@ def unwise(plan: Plan) -> list[str]:
     spelt = bytes_per_token(first)
     if spelt < FEW_BYTES and first.args.tokenizer_path == ModelConfig().tokenizer_path:
         lines.append(
-            f"{spelt:.1f} bytes per token: the vocabulary was made for other text (docs/tokenizer.md)"
+            f"{spelt:.1f} bytes per token: the vocabulary was made for other text (docs/data.md)"
         )
     return lines

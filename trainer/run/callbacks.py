@@ -1,4 +1,4 @@
-"""What a callback is, and the list of those of a run. docs/CALLBACKS.md is the user's page."""
+"""What a callback is, and the list of those of a run. docs/engine.md is the user's page."""
 
 import math
 from collections import Counter

@@ -36,7 +36,7 @@ class TrainingEngine:
     Args:
         config: the validated settings.
         task, data_module: what to train, and on what; `data_module.setup()` has been called.
-        callbacks: called at the points listed in docs/CALLBACKS.md.
+        callbacks: called at the points listed in docs/engine.md.
     """
 
     def __init__(

@@ -26,7 +26,7 @@ from tests.conftest import ROOT
 from trainer.run import included_callbacks
 from trainer.run.callbacks import CallbackList
 
-PAGE = (ROOT / "docs/CALLBACKS.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs/engine.md").read_text(encoding="utf-8")
 ENGINE = SimpleNamespace(resumed_update=None)
 
 
@@ -40,8 +40,9 @@ def make_record(update: int, **more) -> dict:
 
 def test_the_example_on_the_page_runs_and_resumes(capsys):
     space = {}
-    (example,) = re.findall(r"^```python\n(.*?)^```$", PAGE, flags=re.M | re.S)
-    exec(compile(example, "CALLBACKS.md", "exec"), space)
+    examples = re.findall(r"^```python\n(.*?)^```$", PAGE, flags=re.M | re.S)
+    (example,) = [block for block in examples if "class GradientSpikes" in block]
+    exec(compile(example, "engine.md", "exec"), space)
     spikes = space["GradientSpikes"]()
     callbacks = CallbackList([spikes])
     norms = [1.0, 1.2, None, 5.0, 1.0]
