@@ -6,7 +6,6 @@ nothing is executed.
 """
 
 import json
-from bisect import bisect_left
 from collections.abc import Collection
 from typing import Any
 
@@ -33,13 +32,6 @@ class TextStream:
         self.stops = tuple(stops)
         self.stopped = False
         self.held = ""  # what may become a stop string
-        self.shown = 0  # characters
-        self.starts: list[int] = []  # where the text of each token begins
-
-    @property
-    def shown_tokens(self) -> int:
-        """Tokens whose text has begun to be emitted."""
-        return bisect_left(self.starts, self.shown)
 
     def take(self, answer: Any) -> str:
         """The text that the last token of a `generation.Answer` completes, and at its end the rest."""
@@ -52,7 +44,6 @@ class TextStream:
 
     def push(self, token: int) -> str:
         """The text that a token completes."""
-        self.starts.append(self.shown + len(self.held))
         self.pending.append(token)
         text = self.decoder.step(self.tokenizer.backend_tokenizer, token)
         if text:
@@ -77,7 +68,6 @@ class TextStream:
         elif not is_last:
             end -= held_back(text, self.stops)
         self.held = text[end:]
-        self.shown += end
         return text[:end]
 
 

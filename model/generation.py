@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from common.errors import UserError
-from model.sampling import Sampling, TokenLogprob, draw, top_logprobs
+from model.sampling import Sampling, draw
 
 SLOTS = 128  # answers that `generate` writes at once
 READ_AT_ONCE = 512  # tokens of a prompt: the mask and the activations of more take much memory
@@ -46,9 +46,6 @@ class Answer:
     max_new_tokens: int
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)  # of these tokens under softmax(logits / temperature)
-    # how many of the likeliest tokens `details` names beside each; None: it stays empty
-    top: int | None = None
-    details: list[TokenLogprob] = field(default_factory=list)  # of these tokens
     finish: str | None = None
     cached: int = 0  # tokens whose keys and values are in the cache
 
@@ -101,18 +98,10 @@ class Decoder:
         return self.slots - len(self.answers)
 
     @torch.inference_mode()
-    def add(
-        self,
-        prompt: Sequence[int],
-        samplings: Sequence[Sampling],
-        max_new_tokens: int,
-        top: int | None = None,
-    ) -> list[Answer]:
+    def add(self, prompt: Sequence[int], samplings: Sequence[Sampling], max_new_tokens: int) -> list[Answer]:
         """Begin an answer for each sampling: the prompt is read once, and their first tokens are drawn.
         Raises ValueError if there is no room for so many answers, or prompt and answer are longer than the
-        cache.
-
-        top: keep the log-probabilities of the tokens and of so many of the likeliest."""
+        cache."""
         if not 1 <= len(samplings) <= self.free:
             raise ValueError(f"{len(samplings)} answers were asked for, and there is room for {self.free}")
         if not prompt or max_new_tokens < 1 or len(prompt) + max_new_tokens > self.length:
@@ -123,12 +112,12 @@ class Decoder:
         hidden = torch.empty(0)
         for chunk in chunks:
             hidden = self._hidden(row, *chunk)
-        answers = [Answer(each, max_new_tokens, top=top, cached=len(prompt)) for each in samplings]
+        answers = [Answer(each, max_new_tokens, cached=len(prompt)) for each in samplings]
         logits = self.model.lm_head(hidden[:, -1]).float().expand(len(answers), -1)
         drawn = self._draw(answers, logits)
         self.cache.copy(row, slice(row + 1, row + len(answers)), len(prompt))
         self.answers += answers
-        self._append(answers, logits, *drawn)
+        self._append(answers, *drawn)
         return answers
 
     @torch.inference_mode()
@@ -142,7 +131,7 @@ class Decoder:
         drawn = self._draw(answers, logits)
         for answer in answers:
             answer.cached += 1
-        self._append(answers, logits, *drawn)
+        self._append(answers, *drawn)
         return answers
 
     @torch.inference_mode()
@@ -179,15 +168,11 @@ class Decoder:
             raise NotFinite
         return drawn
 
-    def _append(
-        self, answers: list[Answer], logits: Tensor, tokens: list[int], logprobs: list[float]
-    ) -> None:
+    def _append(self, answers: list[Answer], tokens: list[int], logprobs: list[float]) -> None:
         """Give each answer its next token, and let those leave that end with it."""
         for i, answer in enumerate(answers):
             answer.tokens.append(tokens[i])
             answer.logprobs.append(logprobs[i])
-            if answer.top is not None:
-                answer.details.append(top_logprobs(logits[i], tokens[i], answer.top))
             if tokens[i] in self.end_ids:
                 answer.finish = "stop"
             elif len(answer.tokens) == answer.max_new_tokens:

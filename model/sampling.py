@@ -9,7 +9,7 @@ Shape legend: R rows (answers), V vocabulary.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -110,19 +110,3 @@ def mixed(x: np.ndarray) -> np.ndarray:
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
-
-
-class TokenLogprob(NamedTuple):
-    """A token's log-probability under softmax(logits), and the likeliest tokens with theirs, best first."""
-
-    token: int
-    logprob: float
-    top: list[tuple[int, float]]
-
-
-def top_logprobs(logits: Tensor, token: int, top: int) -> TokenLogprob:
-    """What logits [V] say of a token and of the `top` likeliest; temperature, top_k and top_p do not
-    count."""
-    logprobs = logits.log_softmax(dim=-1)
-    values, tokens = (each.tolist() for each in logprobs.topk(min(top, len(logprobs))))
-    return TokenLogprob(token, logprobs[token].item(), list(zip(tokens, values, strict=True)))

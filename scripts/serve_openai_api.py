@@ -8,15 +8,14 @@ Then point any OpenAI client at http://127.0.0.1:8000/v1, or a browser at http:/
 """
 
 import argparse
-import asyncio
+import gc
 import importlib.util
 import ipaddress
 import os
 import re
-import signal
 import socket
 import sys
-import time
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,19 +23,17 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.command_line import Parser, one_line_errors
-from common.errors import UserError, reason, say, warn
+from common.errors import UserError, reason, say
 from common.hub import shown_name
+from trainer.devices.device import prepare_device, select_device
 from trainer.weights.for_tools import add_trained_model_flags, load_model, load_path, model_path
 
 if TYPE_CHECKING:
-    from fastapi import FastAPI
+    from scripts.serve.models import Models
 
 # environment variable: the command line is there for every user of the machine to see
 KEY = "MINIMIND_API_KEY"
-CLIENT_TIMEOUT = 60  # seconds that an answer may wait for its client to read on
-IDLE = 60  # seconds that a connection lasts without a further request
 OWN_NAMES = ("localhost", "*.localhost", "127.0.0.1", "[::1]")
-GRACE = 3.0  # seconds that a connection has for the rest of its request or answer when the server ends
 
 
 def parse_args() -> argparse.Namespace:
@@ -45,7 +42,11 @@ def parse_args() -> argparse.Namespace:
     flag = parser.add_argument
     add_trained_model_flags(parser)
     flag("--model_name", help="name of the model for clients; by default that of its file or folder")
-    flag("--host", default="127.0.0.1", help="address to listen at; 0.0.0.0: all addresses of this machine")
+    flag(
+        "--host",
+        default="127.0.0.1",
+        help="address to listen at; 0.0.0.0: all of this machine, with a key only",
+    )
     flag("--port", type=int, default=8000, help="port to listen at; 0: any that is free")
     text = f"answer only clients that send this key; by default that in the environment as {KEY}"
     flag("--api_key", help=text)
@@ -74,59 +75,40 @@ def parse_args() -> argparse.Namespace:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens. Raises UserError if the address cannot be had."""
+    """A socket bound to an address. Raises UserError if it cannot be had."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if hasattr(socket, "TCP_USER_TIMEOUT"):  # cut off clients that do not read; connections inherit it
-            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, CLIENT_TIMEOUT * 1000)
         listener.bind(address)
     except OSError as error:
-        raise UserError(
-            f"--host {host} --port {port}: {reason(error)}; give another address or port"
-        ) from error
+        message = f"--host {host} --port {port}: {reason(error)}; give another address or port"
+        raise UserError(message) from error
     return listener
 
 
-def is_local(address: str) -> bool:
-    """Whether only this machine reaches an address."""
-    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+def offered_models(args: argparse.Namespace) -> "Models":
+    """The models that the command line names. Raises UserError if the first one is not there."""
+    from scripts.serve.models import Models
 
+    first, device = model_path(args), select_device(args.device)
 
-def run(app: "FastAPI", listener: socket.socket) -> None:
-    """Serve until SIGTERM or Ctrl-C, and then until every request is answered. A second signal ends it at
-    once."""
-    import uvicorn
+    def load(path: Path) -> tuple[Any, Any]:
+        """Model and tokenizer; called in the decoding thread."""
+        if path == first:
+            prepare_device(device)  # makes it this thread's current one; by itself a thread has cuda:0
+            model, tokenizer = load_model(args, device)
+        else:
+            scaling = bool(args.inference_rope_scaling)
+            model, tokenizer = load_path(path, args.tokenizer_path, device, scaling)
+        longest = model.config.max_position_embeddings
+        if args.context > longest:
+            message = f"--context {args.context} is more than this model's {longest} positions"
+            raise UserError(f"{message}; give a smaller one")
+        return model, tokenizer
 
-    class Server(uvicorn.Server):
-        def handle_exit(self, sig: int, frame: Any) -> None:
-            if self.should_exit:
-                os._exit(128 + sig)
-            self.should_exit = True  # first: the next signal may come while the line is written
-            say("finishing what is being answered; once more to end at once")
-
-        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-            cutting = asyncio.create_task(self.cut_off())
-            await super().shutdown(sockets)
-            cutting.cancel()
-
-        async def cut_off(self) -> None:
-            """Cut the connections of clients that do not send the rest of their request, or do not read their
-            answer, once nothing is being answered any more."""
-            useful = time.monotonic()
-            while time.monotonic() - useful < GRACE:
-                if app.state.models.busy:
-                    useful = time.monotonic()
-                await asyncio.sleep(0.1)
-            for connection in list(self.server_state.connections):
-                connection.transport.abort()
-
-    config = uvicorn.Config(app, http="h11", log_level="error", access_log=False, timeout_keep_alive=IDLE)
-    server = Server(config)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, server.handle_exit)
-    asyncio.run(server.serve(sockets=[listener]))
+    others = Path(args.save_dir) if args.max_models > 1 else None
+    return Models(args.model_name or shown_name(first), first, load, others)
 
 
 def main() -> None:
@@ -135,48 +117,34 @@ def main() -> None:
     missing = [name for name in ("fastapi", "uvicorn") if importlib.util.find_spec(name) is None]
     if missing:
         raise UserError(f"{' and '.join(missing)} missing: pip install -r requirements-serve.txt")
-    from scripts.serve.api import create_app
-    from scripts.serve.models import Settings, in_own_thread
+    from scripts.serve.api import Access, create_app
+    from scripts.serve.connections import run
+    from scripts.serve.decoding import DecodingThread
 
+    # 1. the address
     listener = listen(args.host, args.port)
     host, port = listener.getsockname()[:2]
-    if not is_local(host) and not args.api_key:
-        warn(f"everyone who reaches {host} may use this server; give it an --api_key")
-    path = model_path(args)
-    model, tokenizer = in_own_thread(load_model, args)
-    if args.context > model.config.max_position_embeddings:
-        longest = model.config.max_position_embeddings
-        raise UserError(
-            f"--context {args.context} is more than this model's {longest} positions; give a smaller one"
-        )
-    hosts = ("*",)
-    if is_local(host) and not args.api_key:
-        # a page whose name is made to point here would be taken for the own one
-        hosts = (*OWN_NAMES, host)
+    is_local = ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    if not is_local and not args.api_key:
+        raise UserError(f"everyone who reaches {host} could use this server; give it an --api_key")
 
-    def load(other: Path) -> tuple[Any, Any]:
-        return load_path(other, args.tokenizer_path, model.device, bool(args.inference_rope_scaling))
+    # 2. who may use it; a page whose name is made to point here would be taken for the own one
+    hosts = ("*",) if args.api_key else (*OWN_NAMES, host)
+    access = Access(args.api_key, hosts, tuple(args.allow_origin))
 
-    settings = Settings(
-        name=args.model_name or shown_name(path),
-        slots=args.slots,
-        context=args.context,
-        max_new_tokens=args.max_new_tokens,
-        max_queue=args.max_queue,
-        api_key=args.api_key,
-        hosts=hosts,
-        origins=tuple(args.allow_origin),
-        save_dir=args.save_dir,
-        path=path,
-        load=load,
-        max_models=args.max_models,
-    )
-    app = create_app(model, tokenizer, settings)
-    listener.listen()  # a client that comes at once waits
-    if ":" in host:
-        host = f"[{host}]"
-    say(f"serving {settings.name} at http://{host}:{port}; Ctrl-C ends it")
-    run(app, listener)
+    # 3. the models, and the thread that decodes
+    models = offered_models(args)
+    limits = args.slots, args.context, args.max_new_tokens, args.max_models
+    with closing(DecodingThread(models, *limits)) as decoding:
+        # 4. the routes
+        app = create_app(decoding, Path(args.save_dir), args.max_queue, access)
+        gc.freeze()  # a collection over all that torch holds stops every thread for a fifth of a second
+
+        # 5. serve
+        listener.listen()  # a client that comes at once waits
+        shown_host = f"[{host}]" if ":" in host else host
+        say(f"serving {models.name} at http://{shown_host}:{port}; Ctrl-C ends it")
+        run(app, listener)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """Text shown while it is written is the beginning of the whole text; an answer's parts, wherever it is cut."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -135,16 +134,3 @@ def test_text_ends_before_the_first_stop_string(text, stops):
     assert text.startswith(joined) and not any(stop in joined for stop in stops)
     if first is None or len({len(stop) for stop in stops}) == 1:
         assert joined == text[:first]
-
-
-def test_shown_tokens_are_those_that_were_not_held_back():
-    stream = TextStream(TOKENIZER, ["##b"])
-    answer = SimpleNamespace(tokens=[], finish=None)
-    counts = []
-    for token in TOKENIZER.convert_tokens_to_ids(["a", "#", "#", "#"]):
-        answer.tokens.append(token)
-        stream.take(answer)
-        counts.append(stream.shown_tokens)
-    assert counts == [1, 1, 1, 2]
-    answer.finish = "stop"  # then the last token is no text
-    assert stream.take(answer) == "##" and stream.shown_tokens == 4

@@ -150,19 +150,6 @@ def test_logprobs_are_those_of_the_whole_sequence():
             torch.testing.assert_close(torch.tensor(answer.logprobs), expected, atol=1e-4, rtol=0)
 
 
-def test_the_likeliest_tokens_are_kept_for_those_who_ask():
-    model, (prompt,) = build("dense"), prompts_of(7)
-    decoder = Decoder(model, 2, 30, [VOCAB])
-    (asked,), (other,) = (decoder.add(prompt, [Sampling(2.0, seed=3)], 6, top) for top in (3, None))
-    while decoder.answers:
-        decoder.step()
-    assert asked.tokens == other.tokens and other.details == []
-    logits = model(torch.tensor([prompt + asked.tokens])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
-    for token, detail, row in zip(asked.tokens, asked.details, logits, strict=True):
-        assert detail.token == token and detail.logprob == pytest.approx(row[token].item(), abs=1e-4)
-        assert [each for each, _ in detail.top] == row.topk(3).indices.tolist()
-
-
 def test_the_type_of_the_weights_is_that_of_the_cache():
     model: MiniMindForCausalLM = build("dense").to(torch.bfloat16)
     ((answer,),) = generate(model, prompts_of(9), [[GREEDY]], 5, [END])

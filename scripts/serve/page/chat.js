@@ -1,25 +1,22 @@
-// The chat: what is sent, how the answer arrives, stop, edit, answer again. Several conversations may be answered at
-// the same time; the page shows one of them.
+// The chat: what is sent, how the answer arrives, stop, edit, answer again. Several conversations may be answered at the
+// same time; the page shows one of them.
 import * as api from "./api.js";
 import { announce, byId, h, notice } from "./dom.js";
 import { startHistory } from "./history.js";
-import { messageView, sends, tokenLogprobs } from "./message.js";
+import { messageView, sends } from "./message.js";
 import * as settings from "./settings.js";
 import * as store from "./store.js";
 import { t } from "./text.js";
 
 const CURRENT = "minimind.current";
-const SAVE_EVERY = 1000; // milliseconds, while an answer arrives
-const LONG_ENOUGH = 0.3; // seconds that an answer must take for its speed to mean something
-const ROUNDS = 8; // of tools that run, to one question
 
 // A thread is a list of messages that one model answers: the conversation itself, and `other` where two are compared.
 const threads = (conversation) => [conversation, conversation.other].filter(Boolean);
 
 const running = new Map(); // thread -> {stop, conversation} of its answer
 let current = store.conversation(store.read(CURRENT, "")) ?? store.newConversation();
-let views = new Map(); // thread -> views of its messages, in their order
-let made = new WeakMap(); // message -> view; one that is open, folded or being edited stays so
+let views = new Map(); // message -> its view
+let models = [];
 let drawHistory = () => {};
 
 const jobs = (id) => [...running].filter(([, job]) => job.conversation.id === id);
@@ -28,34 +25,32 @@ const isRunning = () => jobs(current.id).length > 0;
 function open(conversation) {
   current = jobs(conversation.id)[0]?.[1].conversation ?? conversation; // the one that is being answered
   store.write(CURRENT, current.id);
+  views = new Map();
   drawMessages();
   drawHistory();
+  drawModels();
   document.dispatchEvent(new Event("opened"));
 }
 
-function save(conversation) {
-  conversation.updated = Date.now();
-  store.keep(conversation);
-}
-
-// --- the messages on the page
+// --- what the page shows
 
 function drawMessages() {
-  const viewOf = (thread) => (message) => {
-    if (!made.has(message)) made.set(message, messageView(message, actions(current, thread, message)));
-    return made.get(message);
-  };
-  views = new Map(threads(current).map((thread) => [thread, thread.messages.map(viewOf(thread))]));
-  const empty = !current.messages.length;
-  byId("messages").replaceChildren(...(empty ? [welcome()] : current.other ? rows() : elements(current.messages)));
-  byId("messages").classList.toggle("two", Boolean(current.other) && !empty);
-  for (const [thread, list] of views) list.forEach((_, index) => update(thread, index));
-  byId("export-one").disabled = empty;
+  for (const thread of threads(current)) {
+    for (const message of thread.messages) {
+      if (!views.has(message)) views.set(message, messageView(message, actions(current, thread, message)));
+    }
+  }
+  const isTwo = Boolean(current.other) && current.messages.length > 0;
+  const shown = isTwo ? rows() : elements(current.messages);
+  byId("messages").replaceChildren(...(shown.length ? shown : [welcome()]));
+  byId("messages").classList.toggle("two", isTwo);
+  for (const thread of threads(current)) thread.messages.forEach((message) => update(thread, message));
+  byId("export-one").disabled = !current.messages.length;
   drawControls();
-  toEnd();
+  byId("scroll").scrollTop = byId("scroll").scrollHeight;
 }
 
-const elements = (messages) => messages.map((message) => made.get(message).element);
+const elements = (messages) => messages.map((message) => views.get(message).element);
 
 /** Two models side by side: each question above, below it the answer of each, under the name of who gave it. */
 function rows() {
@@ -67,10 +62,9 @@ function rows() {
   return left.flatMap((turn, i) => [...elements(turn.slice(0, 1)), side(turn), side(right[i])]);
 }
 
-function update(thread, index) {
-  const list = views.get(thread);
-  const last = index === list.length - 1;
-  list[index].update({ last, writing: last && running.has(thread) });
+function update(thread, message) {
+  const last = message === thread.messages.at(-1);
+  views.get(message)?.update({ last, writing: last && running.has(thread) });
 }
 
 function drawControls() {
@@ -82,95 +76,74 @@ function drawControls() {
 function welcome() {
   const example = (text) => h("button", { type: "button", onclick: () => send(text) }, text);
   const examples = h("div", { class: "examples" }, ...t("examples").split("\n").map(example));
-  const title = h("h1", {}, t("greeting"));
-  return h("div", { class: "welcome" }, title, h("p", { class: "muted" }, t("greetingMore")), examples);
+  return h("div", { class: "welcome" }, h("h1", {}, t("greeting")), h("p", { class: "muted" }, t("greetingMore")), examples);
 }
+
+/** The page follows an answer unless the reader has gone up. */
+function startScrolling() {
+  const area = byId("scroll");
+  let follow = true;
+  area.addEventListener("scroll", () => (follow = area.scrollHeight - area.scrollTop - area.clientHeight < 60));
+  new ResizeObserver(() => follow && (area.scrollTop = area.scrollHeight)).observe(byId("messages"));
+}
+
+// --- what one can do with a message
 
 function actions(conversation, thread, message) {
   return {
-    edit: (text) => {
+    edit(text) {
       const turn = store.turns(thread.messages).findIndex((turn) => turn[0] === message);
-      const before = (each) => store.turns(each.messages).slice(0, turn).flat();
-      const asked = { role: "user", content: text };
-      replace(conversation, threads(conversation), (each) => (each === thread ? [...before(each), asked] : before(each)));
+      if (turn + 1 < store.turns(thread.messages).length) offerUndo(conversation);
+      for (const each of threads(conversation)) {
+        stop(each);
+        each.messages = store.turns(each.messages).slice(0, turn).flat();
+        each.messages.push({ role: "user", content: text });
+        answer(conversation, each);
+      }
     },
-    regenerate: () => replace(conversation, [thread], ({ messages }) => messages.slice(0, messages.indexOf(message))),
-    results: (texts) => {
-      thread.messages.push(...results(message.tool_calls, texts));
+    regenerate() {
+      thread.messages = thread.messages.slice(0, thread.messages.indexOf(message));
+      answer(conversation, thread);
+    },
+    results(texts) {
+      const results = message.tool_calls.map(({ id }, i) => ({ role: "tool", tool_call_id: id, content: texts[i] }));
+      thread.messages.push(...results);
       answer(conversation, thread);
     },
   };
 }
 
-const results = (calls, texts) => calls.map(({ id }, i) => ({ role: "tool", tool_call_id: id, content: texts[i] }));
-
-/** Give threads other messages and ask for answers; what was there can be put back. */
-function replace(conversation, list, changed) {
-  list.forEach(stop);
-  const before = list.map((thread) => thread.messages);
-  for (const thread of list) thread.messages = changed(thread);
-  const undo = () => {
-    list.forEach(stop);
-    list.forEach((thread, i) => (thread.messages = before[i]));
-    save(conversation);
+/** A notice that can put back the messages that a conversation has now. */
+function offerUndo(conversation) {
+  const before = threads(conversation).map((thread) => [thread, thread.messages]);
+  notice(t("replaced"), () => {
+    for (const [thread, messages] of before) {
+      stop(thread);
+      thread.messages = messages;
+    }
+    store.keep(conversation);
     open(conversation);
-  };
-  const kept = list[0].messages.filter((message) => before[0].includes(message));
-  if (before[0].length > kept.length + 1) notice(t("replaced"), t("undo"), undo);
-  for (const thread of list) {
-    const isAsked = thread.messages.length && thread.messages.at(-1).role !== "assistant";
-    if (isAsked) answer(conversation, thread);
-    else catchUp(conversation);
-  }
-  byId("input").focus();
-}
-
-// --- scrolling: the page follows the answer unless the reader has gone up
-
-let follow = true;
-
-function toEnd() {
-  follow = true;
-  byId("scroll").scrollTop = byId("scroll").scrollHeight;
-}
-
-function startScrolling() {
-  const area = byId("scroll");
-  area.addEventListener("scroll", () => {
-    follow = area.scrollHeight - area.scrollTop - area.clientHeight < 60;
-    byId("latest").hidden = follow;
   });
-  byId("latest").addEventListener("click", toEnd);
-  new ResizeObserver(() => follow && toEnd()).observe(byId("messages"));
 }
-
-// --- asking and answering
 
 function send(text) {
   if (isRunning() || !text.trim()) return;
   if (!current.title) current.title = text.trim().split("\n")[0].slice(0, 60);
   current.messages.push({ role: "user", content: text.trim() });
   byId("input").value = "";
-  grow();
   answer(current, current);
   catchUp(current);
+  grow();
 }
 
-/**
- * Ask the second model the next question that it has not been asked. It answers every question of the conversation
- * itself, also those from before it was chosen: the first model's answers would be shown and sent as its own.
- */
+/** Ask the second model the next question that it has not been asked, also from before it was chosen. */
 function catchUp(conversation) {
-  const { other } = conversation;
+  const { other, messages } = conversation;
   if (!other || running.has(other)) return;
-  const asked = store.turns(other.messages).length;
-  for (const [first] of store.turns(conversation.messages).slice(asked)) {
-    other.messages.push({ ...first });
-    if (first.role === "user") {
-      answer(conversation, other);
-      return;
-    }
-  }
+  const next = store.turns(messages)[store.turns(other.messages).length];
+  if (!next) return;
+  other.messages.push({ ...next[0] });
+  answer(conversation, other).then(() => other.messages.at(-1).note || catchUp(conversation));
 }
 
 function stop(thread) {
@@ -178,114 +151,83 @@ function stop(thread) {
   running.delete(thread);
 }
 
-const stopAll = (id) => jobs(id).forEach(([thread]) => stop(thread));
-
-/**
- * The body of a request: answers go back as they came, failed ones stay here. The conversation keeps the system prompt
- * and the tools that it was asked with; an imported one has its own where the settings have none.
- */
-function payload(conversation, thread, model) {
-  const { tools, ...fields } = settings.requestFields();
-  const own = conversation.isImported ? conversation : {};
-  Object.assign(conversation, { system: settings.systemPrompt() || own.system, tools: tools ?? own.tools });
-  const system = conversation.system ? [{ role: "system", content: conversation.system }] : [];
-  const sent = thread.messages.filter(({ role, content, tool_calls }) => role !== "assistant" || content || tool_calls);
-  return { model, messages: [...system, ...sent.map(store.forApi)], tools: conversation.tools, ...fields };
-}
+// --- asking and answering
 
 async function answer(conversation, thread) {
-  const model = thread.model ?? (byId("model").value || undefined); // unknown yet: the server's default
-  const body = payload(conversation, thread, model);
+  const model = thread.model ?? byId("model").value;
+  const prompt = settings.systemPrompt();
+  const system = prompt ? [{ role: "system", content: prompt }] : [];
+  const sent = thread.messages.filter(({ role, content, tool_calls }) => role !== "assistant" || content || tool_calls);
+  const fields = settings.requestFields();
+  Object.assign(conversation, { system, tools: fields.tools });
+  const body = { model: model || undefined, messages: [...system, ...sent.map(store.forApi)], ...fields };
   const message = { role: "assistant", content: "", model, note: "stopped" }; // what it is if the page is closed now
   const job = { stop: new AbortController(), conversation };
   thread.messages.push(message);
   running.set(thread, job);
-  save(conversation);
-  if (current.id === conversation.id) open(conversation);
+  store.keep(conversation);
+  if (current.id === conversation.id) drawMessages();
+  drawHistory();
   announce(t("answering"));
-  let texts = null; // of the tools that ran
   try {
     await receive(body, message, thread, job);
     announce(t("answered", { text: message.content }));
-    if (roundsOf(thread) < ROUNDS) texts = await settings.runCalls(message.tool_calls ?? [], job.stop.signal);
   } catch (error) {
-    if (error.name !== "AbortError") message.error = error.message;
-    if (message.error) delete message.note;
-    if (error.status === 401) askAgain(conversation, thread, message);
+    if (error.name !== "AbortError") {
+      message.error = error.message;
+      delete message.note;
+    }
   }
   if (running.get(thread) === job) running.delete(thread);
-  if (!thread.messages.includes(message)) return; // it was replaced
-  if (store.conversation(conversation.id)) save(conversation); // else it was deleted
-  if (texts && !job.stop.signal.aborted) {
-    thread.messages.push(...results(message.tool_calls, texts));
-    return answer(conversation, thread);
-  }
-  if (views.has(thread)) {
-    update(thread, thread.messages.length - 1);
-    drawControls();
-  }
-  const isComplete = !message.error && !message.tool_calls && !job.stop.signal.aborted;
-  if (isComplete && thread === conversation.other) catchUp(conversation);
+  if (store.conversation(conversation.id)) store.keep(conversation); // else it was deleted
+  update(thread, message);
+  drawControls();
 }
 
-/** How often the model has called tools since the last question. */
-const roundsOf = (thread) => store.turns(thread.messages).at(-1).filter((message) => message.tool_calls).length - 1;
-
 async function receive(body, message, thread, job) {
-  let [first, saved, drawn] = [0, Date.now(), false];
+  let [first, drawn] = [0, false];
   const draw = () => {
     drawn = false;
-    if (running.get(thread) === job && views.has(thread)) update(thread, thread.messages.length - 1);
+    if (running.get(thread) === job) update(thread, message);
   };
-  await api.streamChat(body, job.stop.signal, (chunk) => {
-    const choice = chunk.choices?.[0];
-    if (choice?.delta && take(message, choice.delta)) first ||= performance.now();
+  await api.streamChat(body, job.stop.signal, ({ choices: [choice], usage }) => {
+    if (choice) add(message, choice.delta);
+    if (message.content || message.reasoning_content) first ||= performance.now();
     if (choice?.finish_reason === "length") message.note = "cut";
     else if (choice?.finish_reason) delete message.note;
-    const likely = choice?.logprobs?.content ?? [];
-    if (likely.length) tokenLogprobs.set(message, [...(tokenLogprobs.get(message) ?? []), ...likely]);
-    const tokens = chunk.usage?.completion_tokens;
-    if (tokens) {
-      message.tokens = tokens;
+    if (usage) {
+      message.tokens = usage.completion_tokens;
       const seconds = (performance.now() - first) / 1000;
-      if (seconds > LONG_ENOUGH) message.rate = Math.round((tokens - 1) / seconds);
+      if (first && seconds > 0.3) message.rate = Math.round((message.tokens - 1) / seconds); // else it means nothing
     }
     if (!drawn) requestAnimationFrame(draw);
     drawn = true;
-    if (Date.now() - saved < SAVE_EVERY) return;
-    saved = Date.now();
-    save(job.conversation);
   });
 }
 
-/** Add a piece of an answer to it; false if the piece is empty. */
-function take(message, delta) {
-  const { content, reasoning_content: reasoning, tool_calls: calls } = delta;
+/** Add a piece of an answer to it. */
+function add(message, { content, reasoning_content: reasoning, tool_calls: calls }) {
   if (content) message.content += content;
   if (reasoning) message.reasoning_content = (message.reasoning_content ?? "") + reasoning;
-  for (const call of calls ?? []) {
+  for (const { index, id, function: part } of calls ?? []) {
     message.tool_calls ??= [];
-    const none = { id: "", type: "function", function: { name: "", arguments: "" } };
-    const whole = (message.tool_calls[call.index ?? 0] ??= none);
-    if (call.id) whole.id = call.id;
-    whole.function.name += call.function?.name ?? "";
-    whole.function.arguments += call.function?.arguments ?? "";
+    const call = (message.tool_calls[index] ??= { id, type: "function", function: { name: "", arguments: "" } });
+    call.function.name += part.name ?? "";
+    call.function.arguments += part.arguments ?? "";
   }
-  return Boolean(content || reasoning || calls);
 }
 
-async function askAgain(conversation, thread, message) {
-  if (!(await settings.askForKey(api.hasKey()))) return;
-  if (thread.messages.includes(message)) actions(conversation, thread, message).regenerate();
-  loadModels();
-}
-
-// --- the composer
+// --- the composer and the models
 
 function grow() {
   const input = byId("input");
   input.style.height = "auto";
   input.style.height = `${input.scrollHeight}px`;
+  drawControls();
+}
+
+function stopAll(id = current.id) {
+  jobs(id).forEach(([thread]) => stop(thread));
   drawControls();
 }
 
@@ -300,102 +242,67 @@ function startComposer() {
   byId("composer").addEventListener("submit", (event) => {
     event.preventDefault();
     send(input.value);
-    input.focus();
   });
-  byId("stop").addEventListener("click", () => (stopAll(current.id), drawControls(), input.focus()));
+  byId("stop").addEventListener("click", () => stopAll());
   document.addEventListener("keydown", (event) => {
-    if (event.key === "Escape" && !document.querySelector("dialog[open]")) stopAll(current.id);
+    if (event.key === "Escape" && !document.querySelector("dialog[open]")) stopAll();
   });
-}
-
-// --- models
-
-let models = null; // as the server lists them
-let retry = 0; // timer
-
-function startModels() {
-  byId("model").addEventListener("change", (event) => {
-    settings.chooseModel(event.target.value);
-    drawModels();
-    drawMessages();
-  });
-  byId("other").addEventListener("change", (event) => compare(event.target.value));
-  document.addEventListener("opened", drawModels);
-  document.addEventListener("tab", (event) => event.detail === "chat" && models && loadModels()); // a training may have made more
-}
-
-/** Have another model answer the same questions beside the first one; "": none any more. */
-function compare(model) {
-  const conversation = current;
-  const { other } = conversation;
-  if (other) stop(other);
-  if (model) conversation.other = { model, messages: [] };
-  else delete conversation.other;
-  if (conversation.messages.length) save(conversation);
-  drawMessages();
-  const back = () => {
-    if (conversation.other) stop(conversation.other);
-    conversation.other = other;
-    save(conversation);
-    open(conversation);
-  };
-  if (other?.messages.length) notice(t("comparedNoMore"), t("undo"), back);
-  catchUp(conversation);
 }
 
 function drawModels() {
-  if (!models) return;
   const option = (chosen) => (name) => h("option", { value: name, selected: name === chosen }, name);
   const names = models.map((model) => model.id);
-  const nothing = h("option", { value: "" }, t("noModels"));
-  byId("model").replaceChildren(...(names.length ? names.map(option(settings.chosenModel())) : [nothing]));
+  byId("model").replaceChildren(...names.map(option(settings.chosenModel())));
   const chosen = byId("model").value;
   settings.setDefaults(models.find((model) => model.id === chosen)?.sampling ?? {});
   const other = current.other?.model ?? "";
   const others = names.filter((name) => name !== chosen || name === other);
-  byId("other").hidden = !others.length && !other;
+  byId("other").hidden = !others.length;
   byId("other").replaceChildren(h("option", { value: "" }, t("compareWith")), ...others.map(option(other)));
+}
+
+/** Have another model answer the same questions beside the first one; "": none any more. */
+function compare(model) {
+  if (current.other) stop(current.other);
+  current.other = model ? { model, messages: [] } : undefined;
+  drawMessages();
+  catchUp(current);
 }
 
 async function loadModels() {
   const error = byId("chat-error");
   try {
     models = await api.models();
-    await settings.loadToolboxes();
     drawModels();
     error.hidden = true;
   } catch (problem) {
-    if (problem.status === 401) return (await settings.askForKey(api.hasKey())) ? loadModels() : undefined;
     error.textContent = problem.message;
     error.hidden = false;
-    clearTimeout(retry);
-    retry = setTimeout(loadModels, 3000); // until the server is back
+    setTimeout(loadModels, 3000); // until the server is back
   }
 }
 
 /** Start the chat; it opens the conversation that was open last. */
 export function startChat() {
-  const rename = (id, title) => {
-    const one = id === current.id ? current : store.conversation(id);
-    one.title = title;
-    store.keep(one);
-  };
-  store.whenFull(() => notice(t("storageFull")));
   startScrolling();
   startComposer();
-  startModels();
-  drawHistory = startHistory({ open, stop: stopAll, rename, current: () => current });
-  byId("new-chat").addEventListener("click", () => {
-    const models = current.other && { other: { model: current.other.model, messages: [] } };
-    open({ ...store.newConversation(), ...models });
-    byId("input").focus();
-  });
-  document.addEventListener("language", () => {
-    made = new WeakMap();
-    drawMessages();
+  drawHistory = startHistory({ open, stop: stopAll, current: () => current });
+  byId("model").addEventListener("change", (event) => {
+    settings.chooseModel(event.target.value);
     drawModels();
   });
+  byId("other").addEventListener("change", (event) => compare(event.target.value));
+  byId("new-chat").addEventListener("click", () => {
+    open(store.newConversation(current.other?.model));
+    byId("input").focus();
+  });
+  document.addEventListener("language", () => open(current));
+  window.addEventListener("beforeunload", () => {
+    for (const { conversation, stop } of running.values()) {
+      store.keep(conversation); // as far as its answer came
+      stop.abort();
+    }
+  });
+  document.addEventListener("tab", (event) => event.detail === "chat" && loadModels()); // a training may have made more
   open(current);
-  loadModels();
-  if (matchMedia("(min-width: 801px)").matches) byId("input").focus(); // on a phone the keyboard would cover the page
 }

@@ -1,7 +1,5 @@
-// Building the page: elements from text (never from HTML), icons, a dialog of one line, short notices.
-
-const SVG = "http://www.w3.org/2000/svg";
-const CHOSEN_COLORS = 8; // classes c0 to c7
+// Building the page: elements from text (never from HTML), icons, short notices.
+import { t } from "./text.js";
 
 const ICONS = {
   // paths of 24 x 24 outlines
@@ -17,97 +15,65 @@ const ICONS = {
   close: "M6 6l12 12M18 6L6 18",
   sliders: "M4 7h9M17 7h3M4 17h3M11 17h9M13 5v4M7 15v4",
   down: "M12 4v11M7 11l5 5 5-5M5 20h14",
-  up: "M12 16V5M7 9l5-5 5 5M5 20h14",
   theme: "M12 4a8 8 0 1 0 0 16zM12 4a8 8 0 0 1 0 16",
-  arrow: "M12 5v14M6 13l6 6 6-6",
-  fold: "M9 6l6 6-6 6",
-  tool: "M14.5 6.5a4 4 0 0 1 5-1l-3 3 1 1 3-3a4 4 0 0 1-5.4 5L8 18.6a1.8 1.8 0 0 1-2.6-2.6l7.1-7.1a4 4 0 0 1 2-2.4z",
-  chat: "M4 5h16v11H11l-5 4v-4H4z",
-  curve: "M4 4v16h16M7 8c2 8 6 8 12 9",
 };
-
-const DIRECTIONS = /[\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]/g; // characters that reorder the text behind them
-const READ = ["title", "aria-label"]; // attributes that a person reads
-
-/** A text with escapes for characters that reorder it: with them one name could pass for another. */
-export const visible = (text) => text.replace(DIRECTIONS, (char) => `\\u${char.charCodeAt(0).toString(16).padStart(4, "0")}`);
-
-function fill(element, attributes, children) {
-  for (const [name, value] of Object.entries(attributes)) {
-    if (value === undefined || value === null || value === false) continue;
-    if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
-    else if (READ.includes(name)) element.setAttribute(name, visible(value));
-    else element.setAttribute(name, value === true ? "" : value);
-  }
-  const there = children.filter((child) => child !== null && child !== undefined && child !== false);
-  element.append(...there.map((child) => (typeof child === "string" ? visible(child) : child)));
-  return element;
-}
 
 /** An element; attributes that begin with "on" are listeners. Strings among the children become text. */
 export function h(tag, attributes = {}, ...children) {
-  return fill(document.createElement(tag), attributes, children);
-}
-
-/** An SVG element. */
-export function s(tag, attributes = {}, ...children) {
-  return fill(document.createElementNS(SVG, tag), attributes, children);
-}
-
-/** Give an element the colour of a run: the first ones are chosen (curves.css), those behind them are hues apart. */
-export function paint(element, number) {
-  element.classList.add(`c${Math.min(number, CHOSEN_COLORS)}`);
-  element.style.setProperty("--hue", 137.5 * number);
-  element.style.setProperty("--lightness", `${number % 2 ? 44 : 62}%`);
+  const element = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
+    else if (value !== undefined && value !== null && value !== false) element.setAttribute(name, value === true ? "" : value);
+  }
+  element.append(...children.filter((child) => child !== null && child !== undefined && child !== false));
   return element;
 }
 
 /** An icon; it is decoration, the label stands on its button. */
 export function icon(name) {
-  return s("svg", { class: "icon", viewBox: "0 0 24 24", "aria-hidden": "true" }, s("path", { d: ICONS[name] }));
+  const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
+  const path = document.createElementNS(svg.namespaceURI, "path");
+  svg.classList.add("icon");
+  svg.setAttribute("viewBox", "0 0 24 24");
+  svg.setAttribute("aria-hidden", "true");
+  path.setAttribute("d", ICONS[name]);
+  svg.append(path);
+  return svg;
 }
 
 /** A button that shows an icon only. */
-export function iconButton(name, label, onclick, extra = {}) {
-  const named = { type: "button", class: "icon-button", "aria-label": label, title: label, onclick, ...extra };
-  return h("button", named, icon(name));
-}
-
-/** A table that scrolls by itself where it is too wide. */
-export function table(head, rows) {
-  return h("div", { class: "table", tabindex: "0" }, h("table", {}, h("thead", {}, head), h("tbody", {}, ...rows)));
+export function iconButton(name, label, onclick) {
+  return h("button", { type: "button", class: "icon-button", "aria-label": label, title: label, onclick }, icon(name));
 }
 
 export const byId = (id) => document.getElementById(id);
 
-/** Tell a screen reader, politely. */
-export function announce(text) {
-  const region = byId("announcer");
-  region.textContent = "";
-  setTimeout(() => (region.textContent = visible(text)), 50); // a change is read out, the same text again too
-}
-
 let noticeTimer = 0;
 
-/** A short notice at the bottom, with one button if there is something to do; it goes by itself. */
-export function notice(text, action = "", onclick = null) {
-  const place = byId("notice");
-  const hide = () => place.replaceChildren();
-  const button = onclick && h("button", { type: "button", class: "link", onclick: () => (hide(), onclick()) }, action);
-  place.replaceChildren(h("div", { class: "notice" }, h("span", {}, text), button));
+/** A short notice at the bottom, with a button where it can be undone; it goes by itself. */
+export function notice(text, undo = null) {
+  const hide = () => byId("notice").replaceChildren();
+  const button = undo && h("button", { type: "button", class: "primary", onclick: () => (hide(), undo()) }, t("undo"));
+  byId("notice").replaceChildren(h("div", { class: "notice" }, h("span", {}, text), button));
   clearTimeout(noticeTimer);
-  noticeTimer = setTimeout(hide, onclick ? 10000 : 5000);
+  noticeTimer = setTimeout(hide, undo ? 10000 : 5000);
 }
 
-/** Put a text on the clipboard. Pages that are neither https nor local may not; then the old way. */
-export async function copyText(text) {
+/** Have a screen reader read a text out, when it has time. */
+export function announce(text) {
+  byId("announcer").textContent = "";
+  setTimeout(() => (byId("announcer").textContent = text), 50); // a change is read out, also to the same text
+}
+
+/** Put a text on the clipboard. Pages that are neither https nor of this machine may not; they have the old way. */
+async function copyText(text) {
   if (navigator.clipboard) return navigator.clipboard.writeText(text);
-  const area = h("textarea", { class: "hidden-copy" });
+  const area = h("textarea", { class: "visually-hidden" });
   area.value = text;
   document.body.append(area);
   area.select();
   document.execCommand("copy");
-  area.remove();
+  return area.remove();
 }
 
 /** A button that copies and shows for a moment that it did. */

@@ -1,6 +1,5 @@
 """A real browser for the tests of the web page: Chromium without a window, one for all tests."""
 
-import json
 import os
 import re
 import shutil
@@ -42,7 +41,7 @@ class Page:
 
     def ready(self) -> None:
         self.wait(lambda: self.run("return document.documentElement.dataset.ready"))
-        self.wait(lambda: self.all("#model option") or self.shown("#key-dialog"))
+        self.wait(lambda: self.all("#model option, #runs .run") or self.shown("#key-dialog"))
 
     def reload(self) -> None:
         self.driver.refresh()
@@ -66,9 +65,8 @@ class Page:
 
     def text(self, css: str) -> str:
         """The text of the last element that fits, as the page shows it."""
-        return self.run(
-            "return [...document.querySelectorAll(arguments[0])].at(-1)?.innerText ?? ''", css
-        ).strip()
+        last = "return [...document.querySelectorAll(arguments[0])].at(-1)?.innerText ?? ''"
+        return self.run(last, css).strip()
 
     def texts(self, css: str) -> list[str]:
         """The texts of all elements that fit, at one moment: what is drawn anew meanwhile does not matter."""
@@ -92,17 +90,7 @@ class Page:
         """Say something and wait for the whole answer; returns its text."""
         self.say(text)
         self.answered()
-        return self.text(".message.assistant .text")
-
-    def ask_and_stop(self, text: str) -> None:
-        """Say something and stop the answer when it has begun."""
-        self.say(text)
-        self.stop_answer()
-
-    def stop_answer(self) -> None:
-        self.wait(lambda: "5 6 7" in self.text(".message.assistant .text"))
-        self.keys(Keys.ESCAPE)
-        self.answered()
+        return self.text(".message.assistant .prose")
 
     def answered(self) -> None:
         self.wait(lambda: not self.all(".writing") and not self.shown("#stop"))
@@ -117,11 +105,6 @@ class Page:
                 pass
             time.sleep(0.03)
         raise AssertionError(f"waited for {seconds} s; the page shows: {self.text('body')[:2000]}")
-
-    def stored(self) -> list[dict]:
-        """The conversations that the browser keeps."""
-        kept = self.run("return {...localStorage}")
-        return [json.loads(text) for key, text in kept.items() if key.startswith("minimind.chat.")]
 
 
 @pytest.fixture(scope="session")

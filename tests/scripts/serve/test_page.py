@@ -1,0 +1,446 @@
+"""The web page in a real browser: chat, conversations, languages, keys, narrow screens, training curves."""
+
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from urllib.request import urlopen
+
+import pytest
+from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.support.ui import Select
+
+from dataset.records import to_chat
+from scripts.serve.page import PAGE
+from tests.scripts.serve.servers import Script, scripted
+from tests.scripts.serve.test_runs import append, record
+
+ANSWER = ".message.assistant .prose"
+EDIT, AGAIN = '.message.user [aria-label="Edit"]', '[aria-label="Answer again"]'
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Reedmarsh"}}\n</tool_call>'
+TOOLS = '[{"type": "function", "function": {"name": "weather", "parameters": {}}}]'
+LONG_WORD = "x" * 300
+MARKDOWN = """## Tides
+
+The **moon** pulls, the *sea* follows; `g` is gravity. See [the almanac](https://example.org/a?b=c).
+
+- high water
+- low water
+  1. nested
+
+> quoted
+
+| day | metres |
+|---|---:|
+| Monday | 3.2 |
+
+```python
+print("<b>1 < 2</b>")
+```
+
+So $a^2$ and \\(\\frac{1}{2}\\), but costs $5 and $6.
+
+$$\\sum_i p_i$$
+"""
+ATTACK = """<img src=x onerror="window.hacked = 1"> <script>window.hacked = 2</script>
+
+<svg onload="window.hacked = 3"></svg>
+
+[press](javascript:window.hacked=4) [data](data:text/html,<script>window.hacked=5</script>)
+![](javascript:window.hacked=6) <a href="javascript:window.hacked=7">a</a>
+<iframe srcdoc="<script>parent.hacked=8</script>"></iframe>
+
+![picture](https://example.org/tracked.png) <javascript:window.hacked=9> [x]( java\tscript:window.hacked=10)
+
+| <img src=x onerror="window.hacked = 12"> |
+|---|
+| <script>window.hacked = 13</script> $\\href{javascript:window.hacked=14}{x}$ |
+"""
+SAYS = {"markdown": MARKDOWN, "attack": ATTACK, "long": " ".join(map(str, range(400)))}
+SAYS |= {"think": "<think>\nFirst I count.\n</think>\n\nDone.", "the weather": CALL}
+SAYS |= {"<tool_response>\nrain": "It rains."}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Of the server: a second model, and runs."""
+    folder = tmp_path_factory.mktemp("out")
+    (folder / "small_32.pth").touch()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(folder):
+    script = Script()
+    with scripted(script, save_dir=folder) as server:
+        server.script = script
+        yield server
+
+
+@pytest.fixture
+def chat(page, server):
+    server.script.__init__()
+    server.script.says, server.script.pause = dict(SAYS), 0.005
+    page.open(server.address)
+    return page
+
+
+def sent(server: SimpleNamespace) -> list[str]:
+    """The turns of the last prompt."""
+    return re.findall(r"<\|im_start\|>\w+\n(.*?)<\|im_end\|>", server.script.prompts[-1], re.DOTALL)
+
+
+# --- chat
+
+
+def test_an_answer_streams_is_stopped_and_is_there_after_a_reload(chat, server):
+    chat.say("long")
+    for part in ("1 2 3", "15 16 17"):  # it grows while it arrives
+        chat.wait(lambda part=part: part in chat.text(ANSWER))
+        assert chat.all(".writing")
+    chat.keys(Keys.ESCAPE)
+    chat.answered()
+    chat.wait(lambda: server.decoding.health()["writing"] == 0)
+    assert "Stopped" in chat.text(".message.assistant")
+    assert chat.ask("and again") == "You said: and again"
+    assert re.search(r"\d+ tokens", chat.text(".message.assistant .foot"))
+    chat.wait(
+        lambda: chat.run("return document.querySelector('#announcer').textContent").endswith("and again")
+    )
+    shown = chat.texts(".message .body")
+    chat.reload()
+    assert chat.texts(".message .body") == shown and len(shown) == 4
+    assert len(sent(server)) == 3 and sent(server)[-1] == "and again"
+    chat.say("long")
+    chat.wait(lambda: "1 2 3" in chat.text(ANSWER))
+    chat.reload()  # in the middle
+    assert "1 2 3" in chat.text(ANSWER) and "Stopped" in chat.text(".message.assistant")
+
+
+def test_edit_goes_on_from_there_and_can_be_undone_answer_again_asks_the_same(chat, server):
+    for text in ("one", "two", "three"):
+        chat.ask(text)
+    chat.click(AGAIN)
+    chat.wait(lambda: len(server.script.prompts) == 4)
+    chat.answered()
+    assert server.script.prompts[2] == server.script.prompts[3] and len(chat.all(".message")) == 6
+    chat.run("document.querySelectorAll(arguments[0])[1].click()", EDIT)
+    chat.keys(Keys.CONTROL, "a")
+    chat.keys("deux", Keys.ENTER)
+    chat.wait(lambda: chat.text(ANSWER) == "You said: deux")
+    chat.answered()
+    assert sent(server) == ["one", "You said: one", "deux"] and len(chat.all(".message")) == 4
+    chat.click("#notice button")
+    chat.wait(lambda: len(chat.all(".message")) == 6)
+    assert chat.text(ANSWER) == "You said: three"
+
+
+def test_markdown_and_formulas_become_elements(chat):
+    chat.ask("markdown")
+    wanted = {"h2": "Tides", "strong": "moon", "em": "sea", "p code": "g", "ul > li > ol > li": "nested"}
+    wanted |= {
+        "blockquote": "quoted",
+        "pre": 'print("<b>1 < 2</b>")',
+        "td": "3.2",
+        ".code-head span": "python",
+    }
+    assert {css: chat.text(f"{ANSWER} {css}") for css in wanted} == wanted
+    link = chat.one(f"{ANSWER} a")
+    assert link.get_attribute("href") == "https://example.org/a?b=c"
+    assert {"noopener", "noreferrer"} <= {*link.get_attribute("rel").split()}
+    assert len(chat.all(f"{ANSWER} .katex")) == 3 and len(chat.all(f"{ANSWER} .katex-display")) == 1
+    assert "costs $5 and $6" in chat.text(ANSWER)
+
+
+def test_nothing_that_a_model_says_runs_or_loads(chat, server):
+    chat.ask("attack")
+    chat.reload()  # what is kept is shown again
+    text = chat.text(ANSWER)
+    assert '<img src=x onerror="window.hacked = 1">' in text and "<script>window.hacked = 2</script>" in text
+    assert (
+        chat.all(", ".join(f"{ANSWER} {tag}" for tag in ("img", "script", "iframe", "object", "style"))) == []
+    )
+    links = [link.get_attribute("href") for link in chat.all(f"{ANSWER} a[href]")]
+    assert links == ["https://example.org/tracked.png"]
+    loaded = chat.run("return performance.getEntriesByType('resource').map((entry) => entry.name)")
+    assert loaded and all(name.startswith(server.address) for name in loaded)
+    assert chat.run("return window.hacked") is None
+
+
+def test_reasoning_is_folded_and_a_tool_call_goes_round(chat, server):
+    assert chat.ask("think") == "Done."
+    assert chat.text(".reasoning summary") == "Reasoning"
+    assert "First I count." not in chat.text(".message.assistant")
+    chat.click(".reasoning summary")
+    assert "First I count." in chat.text(".message.assistant")
+    chat.one("#open-settings").click()
+    chat.one("#set-tools").send_keys(TOOLS)
+    chat.keys(Keys.ESCAPE)
+    chat.say("the weather")
+    chat.wait(lambda: chat.all(".results textarea"))
+    assert chat.text(".call summary") == "Calls weather"
+    assert json.loads(chat.text(".call pre")) == {"city": "Reedmarsh"}
+    chat.one(".results textarea").send_keys("rain")
+    chat.one(".results button").click()
+    chat.wait(lambda: chat.text(ANSWER) == "It rains.")
+    assert CALL in server.script.prompts[-1]
+
+
+def test_settings_are_sent_and_remembered(chat, server, monkeypatch):
+    def placeholders() -> list[str]:
+        chat.one("#open-settings").click()
+        names = ("temperature", "top_p", "top_k", "max_tokens")
+        found = [chat.one(f"#set-{name}").get_attribute("placeholder") for name in names]
+        chat.keys(Keys.ESCAPE)
+        return found
+
+    assert placeholders() == ["0.7", "0.9", "50", "default"]  # the model's own
+    asked = []
+    add = (decoder := server.decoding.loaded[Path("tiny.pth")].decoder).add
+    monkeypatch.setattr(decoder, "add", lambda *given: asked.append(given) or add(*given))
+    chat.one("#open-settings").click()
+    values = {"temperature": 0.5, "top_p": 0.8, "top_k": 3, "max_tokens": 4, "seed": 7}
+    for name, value in (values | {"system": "Be brief."}).items():
+        chat.one(f"#set-{name}").send_keys(str(value))
+    chat.keys(Keys.ESCAPE)
+    chat.reload()
+    chat.ask("hello to you")
+    _, (sampling,), longest = asked[-1]
+    given = (sampling.temperature, sampling.top_p, sampling.top_k, longest, sampling.seed)
+    assert given == tuple(values.values()) and sent(server)[0] == "Be brief."
+    assert "length limit" in chat.text(".message.assistant .note")
+    chat.one("#open-settings").click()
+    chat.one("#set-temperature").send_keys("9")
+    assert chat.shown(".fields .error")  # 0.59 is no step of 0.05
+    chat.one("#reset").click()
+    chat.one("#close-settings").click()
+    chat.ask("hello")
+    _, (sampling,), longest = asked[-1]
+    assert (sampling.temperature, sampling.top_p, longest) == (0.7, 0.9, 400) and "hello" in sent(server)
+
+
+# --- conversations
+
+
+def test_conversations_are_renamed_deleted_and_brought_back(chat):
+    chat.ask("first")
+    chat.click("#new-chat")
+    chat.ask("second")
+    names = lambda: chat.texts("#conversations .name")  # noqa: E731
+    assert names() == ["second", "first"]
+    chat.click('[aria-label="Rename: second"]')
+    chat.keys(Keys.CONTROL, "a")
+    chat.keys("deuxième", Keys.ENTER)
+    assert names() == ["deuxième", "first"]
+    chat.click('[aria-label="Rename: first"]')
+    chat.keys("x", Keys.ESCAPE)
+    chat.click('[aria-label="Delete: first"]')
+    assert names() == ["deuxième"]
+    chat.click("#notice button")
+    assert names() == ["deuxième", "first"] and chat.text(ANSWER) == "You said: first"
+    chat.reload()
+    assert names() == ["deuxième", "first"]
+
+
+def test_an_exported_chat_is_training_data(chat):
+    """Stopped answers are not trained, the system prompt is kept."""
+    chat.one("#open-settings").click()
+    chat.one("#set-system").send_keys("Be brief.")
+    chat.keys(Keys.ESCAPE)
+    chat.ask("think")
+    chat.say("long")
+    chat.wait(lambda: "5 6 7" in chat.text(ANSWER))
+    chat.keys(Keys.ESCAPE)
+    chat.answered()
+    chat.run("""window.kept = null;
+        URL.createObjectURL = (blob) => { blob.text().then((text) => (window.kept = text)); return '#'; };
+        HTMLAnchorElement.prototype.click = () => {};""")
+    chat.click("#export-one")
+    record = to_chat(json.loads(chat.wait(lambda: chat.run("return window.kept"))))
+    roles = [message["role"] for message in record.messages]
+    assert roles == ["system", "user", "assistant", "user", "assistant"] and record.masked == (4,)
+    assert record.messages[2]["reasoning_content"] == "First I count."
+
+
+def test_two_models_answer_side_by_side(chat, server):
+    """The second one answers every question itself, also those from before it was chosen."""
+
+    def sides() -> list[str]:
+        return chat.texts(".side-of-two .body > .prose")
+
+    chat.ask("who")
+    Select(chat.one("#other")).select_by_value("small_32")
+    chat.wait(lambda: sides() == ["You said: who"] * 2)
+    chat.ask("one")
+    chat.wait(lambda: sides() == ["You said: who"] * 2 + ["You said: one"] * 2)
+    assert chat.texts(".side-of-two strong") == ["tiny", "small_32"] * 2
+    chat.answered()
+    chat.reload()
+    assert len(sides()) == 4
+    chat.run("document.querySelectorAll(arguments[0])[1].click()", EDIT)
+    chat.keys(Keys.CONTROL, "a")
+    chat.keys("two", Keys.ENTER)
+    chat.wait(lambda: sides()[2:] == ["You said: two"] * 2)
+    chat.answered()
+    Select(chat.one("#other")).select_by_value("")
+    chat.wait(lambda: len(chat.all(".message")) == 4)
+
+
+# --- what goes wrong
+
+
+def test_errors_are_said_in_plain_words(chat, server, monkeypatch):
+    chat.run("document.querySelector('#input').value = 'word '.repeat(900)")
+    chat.one("#input").send_keys("x", Keys.ENTER)
+    chat.wait(lambda: "too long for this model" in chat.text(".message .error"))
+    chat.click("#new-chat")
+    chat.say("long")
+    chat.wait(lambda: "5 6 7" in chat.text(ANSWER))
+    decoder = server.decoding.loaded[Path("tiny.pth")].decoder
+    monkeypatch.setattr(decoder, "step", lambda: 1 / 0)
+    chat.wait(lambda: "The server failed: " in chat.text(".message .error"))
+    assert "5 6 7" in chat.text(ANSWER)
+
+
+def test_a_server_with_a_key_is_asked_for_it_once(page):
+    with scripted(Script(), key="open sesame") as server:
+        page.open(server.address)
+        page.wait(lambda: page.shown("#key-dialog"))
+        page.keys("wrong", Keys.ENTER)
+        page.wait(lambda: page.shown("#key-wrong"))
+        page.keys("open sesame", Keys.ENTER)
+        page.wait(lambda: page.text("#model") == "tiny")
+        assert page.ask("hello") == "You said: hello"
+        assert "sesame" not in json.dumps(page.run("return {...localStorage}"))
+        page.click("#tab-training")
+        page.wait(lambda: "No training runs" in page.text("#curves-empty"))
+        page.click("#tab-chat")
+    page.say("anybody there?")
+    page.wait(lambda: "does not answer" in page.text(".message .error"))
+    page.driver.get("about:blank")
+    page.driver.get_log("browser")  # of requests that found no server
+
+
+# --- languages, screens, keyboard
+
+
+def test_the_language_is_the_browsers_until_it_is_switched(page, server):
+    page.open(server.address, language="zh-CN")
+    assert page.text("#tab-training") == "训练曲线"
+    assert page.run("return document.documentElement.lang") == "zh-CN"
+    page.ask("你好")
+    page.click("#language")
+    assert page.text("#tab-training") == "Training" and page.text("#language") == "中文"
+    page.reload()
+    assert page.text("#tab-training") == "Training" and page.text(ANSWER) == "You said: 你好"
+    english, chinese = (PAGE / "text.js").read_text(encoding="utf-8").split("  zh: {")
+    keys = [re.findall(r"[{,]?\s(\w+): \"", part) for part in (english, chinese)]
+    assert keys[0] == keys[1] and len(keys[0]) > 80
+
+
+@pytest.mark.parametrize("width", [360, 414])
+def test_a_phone_never_scrolls_sideways_and_reaches_every_button(chat, folder, width):
+    append(folder / f"{'long_' * 12}64_metrics.jsonl", *(record(i, eval_loss=2.0) for i in range(1, 9)))
+    chat.size(width, 700)
+    for text in ("markdown", "attack", LONG_WORD, f"`{LONG_WORD}` | a |"):
+        chat.ask(text)
+    wide = """return [document.scrollingElement, ...document.querySelectorAll('.messages-scroll, .training')]
+        .some((e) => e.scrollWidth > Math.min(arguments[0], e.clientWidth) + 1)"""
+    reached = """return arguments[0].filter((css) => {
+        const box = document.querySelector(css).getBoundingClientRect();
+        const hit = document.elementFromPoint((box.left + box.right) / 2, (box.top + box.bottom) / 2);
+        return box.left < 0 || box.right > innerWidth || box.bottom > innerHeight || !hit?.closest(css);
+      });"""
+    assert not chat.run(wide, width)
+    chat.one("#input").send_keys("long")
+    assert chat.run(reached, ["#model", "#other", "#open-settings", "#send", "#open-menu"]) == []
+    chat.one("#open-menu").click()
+    chat.wait(lambda: chat.shown("#new-chat"))
+    chat.keys(Keys.ESCAPE)
+    chat.wait(lambda: not chat.shown("#new-chat"))
+    chat.one("#open-settings").click()
+    assert not chat.run(wide, width) and chat.one("#settings").rect["width"] <= width
+    chat.keys(Keys.ESCAPE)
+    chat.click("#tab-training")
+    chat.wait(lambda: chat.all("#plots .plot canvas"))
+    assert not chat.run(wide, width)
+
+
+def test_enter_does_not_send_while_chinese_is_being_composed(chat, server):
+    chat.one("#input").send_keys("ni")
+    chat.run("""document.querySelector('#input').dispatchEvent(
+        new KeyboardEvent('keydown', {key: 'Enter', isComposing: true, bubbles: true, cancelable: true}))""")
+    assert server.script.prompts == [] and chat.one("#input").get_attribute("value") == "ni"
+
+
+# --- training curves
+
+
+@pytest.fixture
+def curves(page, server, folder):
+    for path in folder.glob("*_*.json*"):
+        path.unlink()
+    append(folder / "first_64_metrics.jsonl", *(record(i) for i in range(1, 31)))
+    second = [record(i, eval_loss=2.0, seconds_left=0) for i in range(1, 11)]
+    append(folder / "second_64_metrics.jsonl", *second, record(11, seconds_left=0, mean_loss=None, loss=None))
+    page.open(server.address)
+    page.click("#tab-training")
+    page.wait(lambda: len(page.all("#plots .plot canvas")) >= 4)
+    return page
+
+
+def test_curves_table_states_and_samples(curves, folder):
+    titles = ["Loss", "Held-out loss", "Learning rate", "Gradient norm"]
+    assert curves.texts("#plots .plot h2") == titles
+    assert curves.texts("#plots .plot:first-child .u-label") == ["Updates", "first_64", "second_64"]
+    states = {text.split("\n")[0]: text.split("\n")[1:] for text in curves.texts(".run .name")}
+    assert states["first_64"] == ["running · 9 s left"]
+    assert states["second_64"] == ["finished · 11 updates", "Diverged: the loss is not finite"]
+    curves.click('[data-run="first_64"]')
+    curves.wait(lambda: len(curves.texts("#plots .plot:first-child .u-label")) == 2)
+    attack = "<img src=x onerror=alert(1)>"
+    append(folder / "third_64_metrics.jsonl", record(1, samples=[{"prompt": attack, "answer": "an answer"}]))
+    for name, rate in (("third", 0.5), ("second", 0.25)):
+        settings = {"settings": {"learning_rate": rate, "save_dir": name, "tag": attack}}
+        (folder / f"{name}_64_run.json").write_text(json.dumps(settings))
+    append(folder / "second_64_metrics.jsonl", record(12, warnings=[attack]))
+    curves.wait(lambda: "third_64" in curves.text("#runs"))  # it looks every two seconds
+    curves.click('[data-run="third_64"]')
+    curves.wait(lambda: "third_64" in curves.text("#table"))
+    assert curves.texts("#table th")[-1] == "learning_rate" and "0.25" in curves.text("#table")
+    assert f"second_64, Updates 12: {attack}" in curves.text("#table")
+    curves.click("#samples summary")
+    assert attack in curves.text("#sample-texts") and "an answer" in curves.text("#sample-texts")
+    curves.reload()
+    curves.wait(lambda: "third_64" in curves.text("#table") and "first_64" not in curves.text("#table"))
+
+
+def test_axis_log_scale_and_smoothing(curves):
+    pixels = "return document.querySelector('#plots canvas').toDataURL()"
+    seen = {curves.run(pixels)}
+    Select(curves.one("#x-axis")).select_by_value("tokens")
+    seen.add(curves.run(pixels))
+    assert curves.texts("#plots .plot:first-child .u-label")[0] == "Tokens"
+    curves.click("#log-scale")
+    seen.add(curves.run(pixels))
+    slide = "arguments[0].value = 0.9; arguments[0].dispatchEvent(new Event('input'))"
+    curves.run(slide, curves.one("#smoothing"))
+    seen.add(curves.run(pixels))
+    assert len(seen) == 4
+    assert curves.run("return document.documentElement.dataset.theme") is None
+    curves.click("#theme")
+    assert curves.run("return document.documentElement.dataset.theme") == "dark"
+    assert curves.run(pixels) not in seen
+
+
+# --- the files themselves
+
+
+def test_the_headers_let_only_the_pages_own_files_in(server):
+    for name in ("", *(f"page/{path.relative_to(PAGE)}" for path in PAGE.rglob("*") if path.is_file())):
+        with urlopen(server.address + name, timeout=10) as answer:
+            headers = answer.headers
+        policy = headers["Content-Security-Policy"]
+        assert "default-src 'self'" in policy and "frame-ancestors 'none'" in policy
+        assert "unsafe" not in policy and headers["X-Content-Type-Options"] == "nosniff"
+        assert not name.endswith(".js") or headers["Content-Type"].startswith("text/javascript")
