@@ -18,9 +18,11 @@ from typing import TypeVar
 # run the code beside this file, installed or not
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from common.errors import UserError, reason  # first: without requirements it says so
+
+# isort: split
 from pydantic import PydanticUserError
 
-from common.errors import UserError, reason
 from common.files import lock_output
 from common.launcher import launch
 from common.plugins import import_named

@@ -5,7 +5,6 @@ import random
 import shlex
 import shutil
 import sys
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -145,8 +144,11 @@ def test_wrong_flags_are_one_line(start, tmp_path, flags, line):
 # --- the choice
 
 
-class Data(SimpleNamespace):
-    mean_tokens = StageDataset.mean_tokens
+class Data(StageDataset):
+    """So many items with so many tokens."""
+
+    def __init__(self, num_tokens: int, items: int):
+        self.num_tokens, self.items = num_tokens, items
 
     def __len__(self) -> int:
         return self.items
