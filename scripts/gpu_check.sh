@@ -2,10 +2,10 @@
 # Tests the guarantees of the manual on this machine's GPUs; without a GPU those that a CPU can check.
 #
 #   bash scripts/gpu_check.sh                              everything; ends with a table to send in
-#   bash scripts/gpu_check.sh -k "losses or attention"     some checks: arguments go to pytest
+#   bash scripts/gpu_check.sh -k "losses or attention"     some checks: arguments choose, as with pytest
 #   bash scripts/gpu_check.sh --collect-only               what there is
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source tools/environment.sh
 install_requirements requirements-test.txt
-exec python -m pytest tests/gpu -vv --tb=short -p no:cacheprovider --gpu_check out/gpu_check.json "$@"
+exec python -m tests.gpu.run_checks "$@"

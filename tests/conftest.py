@@ -127,7 +127,7 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    every = config.getoption("--slow") or config.getoption("gpu_check", None)
+    every = config.getoption("--slow")
     for item in items:
         if "slow" in item.keywords and not every:
             item.add_marker(pytest.mark.skip(reason="takes minutes; bash scripts/test.sh --slow runs it"))
