@@ -1,4 +1,4 @@
-// A CUDA and a Mac's GPU that do nothing, for a torch built without them: what fake tensors ask of a device.
+// A CUDA that does nothing, for a torch built without it: what fake tensors ask of a device.
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
@@ -6,20 +6,18 @@
 
 using c10::Device;
 using c10::DeviceType;
-using c10::Stream;
 
 namespace {
-template <DeviceType type>
-struct Guard final : c10::impl::NoOpDeviceGuardImpl<type> {
-  const Device first{type, 0};
+struct Guard final : c10::impl::NoOpDeviceGuardImpl<DeviceType::CUDA> {
+  const Device first{DeviceType::CUDA, 0};
   Device exchangeDevice(Device) const override { return first; }
+  c10::DeviceIndex deviceCount() const noexcept override { return 2; }
   Device getDevice() const override { return first; }
-  Stream getStream(Device) const noexcept override { return Stream(Stream::DEFAULT, first); }
+  c10::Stream getStream(Device) const noexcept override { return c10::Stream(c10::Stream::DEFAULT, first); }
 };
 
-Guard<DeviceType::CUDA> cuda;
-Guard<DeviceType::MPS> mps;
-c10::impl::DeviceGuardImplRegistrar register_cuda(DeviceType::CUDA, &cuda), register_mps(DeviceType::MPS, &mps);
+Guard guard;
+c10::impl::DeviceGuardImplRegistrar registered(DeviceType::CUDA, &guard);
 
 struct Hooks final : at::CUDAHooksInterface {
   bool hasCUDA() const override { return true; }

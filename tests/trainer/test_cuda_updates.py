@@ -1,5 +1,4 @@
-"""What a GPU would do, seen on a CPU with fake CUDA tensors (tests/fake_cuda): the host reads it
-once in an update, and what a checkpoint holds returns to it."""
+"""What a GPU would do, seen on a CPU with fake CUDA tensors (tests/fake_cuda): an update of each stage."""
 
 import json
 import shutil
@@ -13,90 +12,57 @@ import torch
 from tests.conftest import ROOT, launch
 
 FOLDER = ROOT / "tests/fake_cuda"
-KERNEL = ("dense", "Muon", "Muon float16", "recomputed", "shared")  # have attention in one kernel
-BY_SAMPLE = ("old GPU", "float32", "shared, old GPU")
-EMPTY = ("empty", "empty float32")
-IN_ONE_KERNEL = "torch_attn._varlen_attn_backward.default"
+VARLEN = "torch_attn._varlen_attn_backward.default"  # attention in one kernel
+STAGES = ("sft", "sft on an old GPU", "sft in float32", "sft with Muon", "sft recomputed", "lora")
+STAGES += ("dpo", "distillation", "grpo", "ppo")
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory) -> str:
-    """The stand-in for CUDA."""
-    if (
-        torch.__version__.split("+")[0] != "2.13.0"
-        or torch.version.cuda
-        or not sys.platform.startswith("linux")
-    ):
+def found(tmp_path_factory) -> dict[str, dict]:
+    """What tests/fake_cuda/stages.py prints."""
+    version = torch.__version__.split("+")[0]
+    if version != "2.13.0" or torch.version.cuda or not sys.platform.startswith("linux"):
         pytest.skip("the stand-in for CUDA is written for torch 2.13.0 without CUDA, on Linux")
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("no g++ to compile the stand-in for CUDA with")
-    library = tmp_path_factory.mktemp("fake_cuda") / "fake_cuda.so"
-    folder = Path(torch.__file__).parent
-    options = ["-shared", "-fPIC", "-std=c++20", f"-I{folder}/include", FOLDER / "fake_cuda.cpp", "-o"]
-    options += [library]
-    subprocess.run([compiler, *options, f"-L{folder}/lib", "-lc10", f"-Wl,-rpath,{folder}/lib"], check=True)
-    return str(library)
+    library, torch_folder = tmp_path_factory.mktemp("fake_cuda") / "fake_cuda.so", Path(torch.__file__).parent
+    command = [compiler, "-shared", "-fPIC", "-std=c++20", f"-I{torch_folder}/include"]
+    command += [FOLDER / "fake_cuda.cpp", "-o", library, f"-L{torch_folder}/lib", "-lc10"]
+    subprocess.run([*command, f"-Wl,-rpath,{torch_folder}/lib"], check=True)
+    done = launch(FOLDER / "stages.py", LD_PRELOAD=str(library), PYTHONPATH=str(ROOT))
+    results = json.loads(done.stdout.splitlines()[-1])
+    for name, result in results.items():
+        assert "error" not in result, f"{name}: {result['error']}"
+    return results
 
 
-@pytest.fixture(scope="module")
-def found(library) -> dict[str, dict[str, list[str]]]:
-    """What tests/fake_cuda/updates.py prints."""
-    return json.loads(launch(FOLDER / "updates.py", LD_PRELOAD=library, PYTHONPATH=str(ROOT)).stdout)
+@pytest.mark.parametrize("case", STAGES)
+def test_the_host_reads_the_device_once_in_an_update(found, case):
+    """Loss, metrics and gradient norm together, which decide whether the update is made."""
+    (wait,) = found[case]["waits"]
+    assert wait.startswith("read: loop.py")
+    assert "aten._fused_adamw_.default" in found[case]["operators"]  # it was made
 
 
-READ = "read: loop.py"  # the figures of an update, which also decide whether it is made
-
-
-@pytest.mark.parametrize("mode", [*KERNEL, *BY_SAMPLE, *EMPTY])
-def test_the_host_reads_the_device_once_in_an_update(found, mode):
-    """And not for its record."""
-    waits = found[mode]["waits"]
-    assert len(waits) == 1 and waits[0].startswith(READ), waits
-    assert "aten._fused_adamw_.default" in found[mode]["operators"]  # an update was made
-
-
-def test_with_experts_the_host_waits_for_their_counts_too(found):
+def test_with_experts_the_host_reads_their_counts_too(found):
     """Once for each layer and micro-batch, of which there are one and two."""
-    *counts, last = found["MoE"]["waits"]
-    assert len(counts) == 2 and all(wait.startswith("counts: model_minimind.py") for wait in counts), counts
-    assert last.startswith(READ)
-    assert "aten._fused_adamw_.default" in found["MoE"]["operators"]
+    *counts, last = found["sft with experts"]["waits"]
+    assert len(counts) == 2 and all(wait.startswith("counts: model_minimind.py") for wait in counts)
+    assert last.startswith("read: loop.py")
 
 
-@pytest.mark.parametrize("batches", [2, 7])
-def test_an_evaluation_reads_its_sums_once(found, batches):
-    waits = found[f"evaluation of {batches}"]["waits"]
-    assert len(waits) == 1 and waits[0].startswith("item: loop.py"), waits
+def test_attention_is_one_kernel_in_half_precision_from_ampere_on(found):
+    without = {case for case, result in found.items() if VARLEN not in result["operators"]}
+    assert without == {"sft on an old GPU", "sft in float32"}
 
 
-def test_each_gpu_and_dtype_has_its_kernels(found):
-    operators = {mode: set(result["operators"]) for mode, result in found.items()}
-    assert all(IN_ONE_KERNEL in operators[mode] for mode in KERNEL)
-    assert not any(IN_ONE_KERNEL in operators[mode] for mode in BY_SAMPLE)
-    # sorts; the gradients of keys that several samples share are summed in the same order each time
-    slow = [mode for mode in (*KERNEL, *BY_SAMPLE) if "aten.index_put.default" in operators[mode]]
-    assert slow == ["shared", "shared, old GPU"]
-
-
-def test_rollouts_are_written_on_the_models_own_device(library):
-    """Of PPO's shape; also on the second GPU of a machine, and on a Mac's, which draws on the host."""
-    found = json.loads(launch(FOLDER / "rollouts.py", LD_PRELOAD=library, PYTHONPATH=str(ROOT)).stdout)
-    devices = {
-        "cuda:0": ["cuda:0"],
-        "cuda:1": ["cuda:1"],
-        "cuda:1 greedy": ["cuda:1"],
-        "mps": ["cpu", "mps:0"],
-    }
-    assert {name: mode["devices"] for name, mode in found.items()} == devices
-    for mode in found.values():
-        assert len(mode["lengths"]) == 16 and min(mode["lengths"]) < max(mode["lengths"]) == 6
-
-
-def test_a_run_resumed_within_a_rollout_has_its_tensors_on_the_gpu(library):
-    """A checkpoint is read on the host."""
-    out = launch(FOLDER / "resumed.py", LD_PRELOAD=library, PYTHONPATH=str(ROOT)).stdout
-    runs = json.loads(out.splitlines()[-1])
-    assert len(runs) == 2
-    for run in runs.values():
-        assert run == {"batches": ["cuda"], "optimizer": ["cuda"]}
+def test_all_tensors_are_on_the_models_own_device(found):
+    """In rollouts, too; also on the second GPU of a machine."""
+    second = {"sft in float32", "grpo", "ppo"}
+    for case, result in found.items():
+        right = "cuda:1" if case in second else "cuda:0"
+        assert set(result["devices"]) - {"cpu"} == {right}, case
+    for case in ("grpo", "ppo"):
+        answers = 16 * (4 if case == "grpo" else 1)
+        assert answers < sum(found[case]["targets"]) < 6 * answers  # some answers end before the limit
