@@ -53,8 +53,18 @@ def check_gpu_is_seen() -> None:
 def collect(arguments: list[str]) -> list[str]:
     """The ids of the checks that these arguments of pytest choose. Ends with pytest's message if it refuses
     them, or if they choose none."""
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider"]
-    done = subprocess.run([*command, *(arguments or ["tests/gpu"])], cwd=ROOT, capture_output=True, text=True)
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "tests/gpu",
+        "--collect-only",
+        "-q",
+        "-o",
+        "addopts=--import-mode=importlib",
+    ]
+    command += ["-p", "no:cacheprovider", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     ids = [line for line in done.stdout.splitlines() if "::" in line]
     if done.returncode or not ids:
         sys.exit(done.stdout + done.stderr)
