@@ -30,8 +30,10 @@ LOG_PROBS = {"float32": 1e-4, "bfloat16": 0.1, "float16": 0.05}  # limits of dis
 STEP = 611  # of the model that counts
 
 
-def write(model: Any, prompts: list[list[int]], samplings: list[list[Sampling]], new: int, slots: int) -> Any:
-    """The answers to each prompt, in the dtype of the model."""
+def write(
+    model: Any, prompts: list[list[int]], samplings: list[list[Sampling]], new: int | list[int], slots: int
+) -> Any:
+    """The answers to each prompt, in the dtype of the model; `new`: how many tokens they have."""
     dtype = model.lm_head.weight.dtype
     with torch.autocast(model.device.type, dtype, enabled=dtype != torch.float32):
         return generate(model, prompts, samplings, new, [2], slots)
@@ -39,8 +41,9 @@ def write(model: Any, prompts: list[list[int]], samplings: list[list[Sampling]],
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_log_probabilities(shape, device, record_property):
-    """Of answers that are written together, drawn and greedy, more than there are slots, so that a row of the
-    cache is used again: those of stock transformers; a greedy token is the likeliest."""
+    """Of answers that are written together, drawn and greedy: those of stock transformers; a greedy token is
+    the likeliest. Some are shorter, and there are more than slots, so that rows of the cache are moved and
+    used again."""
     model = parts.new_model(SHAPES[shape]).eval()
     reference = stock(model)
     prompts = [list(range(10, 10 + n)) for n in (3, 40, 17, 8)]
@@ -50,7 +53,9 @@ def test_log_probabilities(shape, device, record_property):
     for dtype in dtypes(device)[:2]:
         there = decoding_model(parts.new_model(SHAPES[shape]).eval().to(device), getattr(torch, dtype))
         distances, below = [], []
-        for prompt, answers in zip(prompts, write(there, prompts, samplings, 24, slots=5), strict=True):
+        for prompt, answers in zip(
+            prompts, write(there, prompts, samplings, [5, 24, 11, 16], slots=7), strict=True
+        ):
             for answer, sampling in zip(answers, samplings[0], strict=True):
                 with torch.no_grad():
                     logits = reference(torch.tensor([prompt + answer.tokens])).logits[0]
