@@ -4,7 +4,6 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import psutil
 import pytest
@@ -64,8 +63,8 @@ def test_a_check_that_fails_crashes_or_hangs_stops_no_other(tmp_path, monkeypatc
 
 
 def test_arguments_choose_checks():
-    command = ["bash", "scripts/gpu_check.sh", "--collect-only", "-k", "attention"]
-    done = subprocess.run(command, cwd=Path(run_checks.__file__).parents[2], capture_output=True, text=True)
+    command = [sys.executable, "-m", "tests.gpu.run_checks", "--collect-only", "-k", "attention"]
+    done = subprocess.run(command, cwd=run_checks.ROOT, capture_output=True, text=True)
     lines = done.stdout.splitlines()
     assert done.returncode == 0 and lines and all("::test_attention" in line for line in lines)
 
