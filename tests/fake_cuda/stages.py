@@ -149,10 +149,10 @@ def state_of(stage: Any, flags: dict[str, Any], device: torch.device, tokenizer:
             add_adapters(model, 4, 8.0, 0.0, ["q_proj", "v_proj"])
     if stage in (train_grpo, train_ppo):
         objective = make_rollouts(stage.Objective, args, tokenizer, device)
-    elif stage is train_distillation:
-        objective = stage.Objective(frozen.eval())
     else:
         objective = stage.Objective()
+    if stage is train_distillation:
+        objective.teacher = frozen.eval()
     if objective.needs_reference:
         objective.reference = frozen.eval()
     autocast, scaler = mixed_precision(args.dtype, device)
