@@ -7,6 +7,7 @@ import pytest
 from tests.stage_process import Faults, run
 from tests.trainer.rollout_runs import rollout_flags, write_prompts
 from tests.trainer.stage_flags import assert_same_run, flags
+from trainer.report.metrics import read_metrics
 
 SPLIT = {"eval_data_path": "none", "eval_share": 0.2, "packing": 1, "batch_size": 4}
 
@@ -39,6 +40,19 @@ def test_a_killed_run_of_a_mixture_goes_on_to_the_bit(corpus, tmp_path):
         argv = flags(corpus, tmp_path / "killed", "pretrain", **settings | change, from_resume=1)
         error = run("pretrain", argv, status=2).error_lines[-1]
         assert "the checkpoint belongs to another run" in error and line in error
+
+
+def test_an_evaluation_on_two_ranks_is_that_of_one(corpus, tmp_path):
+    """Before the rate has changed anything: the loss per target, the bits per byte, of all the ranks' data."""
+    settings = {"epochs": 1, "num_hidden_layers": 1, "learning_rate": 1e-12, "eval_interval": 0}
+    settings["from_weight"] = "none"
+    found = {}
+    for ranks in (1, 2):
+        folder = tmp_path / str(ranks)
+        run("sft", flags(corpus, folder, "sft", **settings), ranks=ranks)
+        found[ranks] = read_metrics(folder / "out/full_sft_32_metrics.jsonl")[-1]
+    for name in ("eval_loss", "eval_bpb"):
+        assert found[2][name] == pytest.approx(found[1][name], rel=1e-6)
 
 
 def test_what_does_not_go_together_is_one_line(corpus, tmp_path):
