@@ -61,7 +61,5 @@ def unwise(plan: Plan) -> list[str]:
         )
     spelt = bytes_per_token(first)
     if spelt < FEW_BYTES and first.args.tokenizer_path == ModelConfig().tokenizer_path:
-        lines.append(
-            f"{spelt:.1f} bytes per token: the vocabulary was made for other text (docs/data.md)"
-        )
+        lines.append(f"{spelt:.1f} bytes per token: the vocabulary was made for other text (docs/data.md)")
     return lines
