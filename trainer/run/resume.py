@@ -181,6 +181,7 @@ def environment(args: StageArgs, device: torch.device, autocast: AbstractContext
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "parallel": args.parallel,
         "use_compile": args.use_compile,
+        "deterministic": args.deterministic,
     }
 
 
