@@ -11,12 +11,9 @@ from model.attention import Spans, flat_attention
 from tests.gpu import parts
 from tests.gpu.parts import SHAPES, dtypes, micro_batch, new_state
 
-# largest relative differences of a loss in training
-LOSSES = {("dense", "float32"): 1e-4, ("dense", "bfloat16"): 1e-3, ("dense", "float16"): 1e-3}
-LOSSES |= {("moe", "float32"): 1e-4, ("moe", "bfloat16"): 1e-2, ("moe", "float16"): 1e-2}
+# largest differences of a loss, in nats, while training takes it from 8.9 to less than 0.2
+LOSSES = {"float32": 0.05, "bfloat16": 0.3, "float16": 0.3}
 PRODUCTS = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 1e-2}  # distances of attention
-# tokens of the samples of micro-batches
-LENGTHS = ((17, 33, 5), (64, 64, 3, 9), (100,), (7, 1, 40), (12, 90, 31))
 # torch writes kernels of their own for up to 512 and up to 1,024 rows
 WARM_UP = ((700, 600), (500, 300), (300,))
 OTHER_LENGTHS = ((280,), (5,) * 90, (11,), (250, 4), (63, 700), (900, 800))
@@ -56,14 +53,13 @@ def test_compiled(device, record_property):
 
 
 def train(device: torch.device, dtype: str, use_moe: bool, optimizer: str) -> Tensor:
-    """The loss of each of ten updates, of two micro-batches; one of these is empty."""
+    """The loss of each of ten updates on the same micro-batches, of which one is empty."""
     state, losses = new_state(device, dtype, use_moe, optimizer), []
     if dtype == "float16":  # a scale at which no update overflows
         state.scaler = torch.amp.GradScaler(device.type, init_scale=2.0**10)
-    for number in range(10):
-        first = micro_batch(2 * number, LENGTHS[2 * number % 5])
-        second = micro_batch(2 * number + 1, () if number == 2 else LENGTHS[(2 * number + 1) % 5])
-        losses.append(parts.update(state, [first, second]))
+    window = [micro_batch(0, (17, 33, 5)), micro_batch(1, (64, 9)), micro_batch(2, ())]
+    for _ in range(10):
+        losses.append(parts.update(state, window))
     return torch.tensor(losses)
 
 
@@ -75,9 +71,10 @@ def test_losses(optimizer, device, record_property):
         right = train(torch.device("cpu"), "float32", use_moe, optimizer)
         for dtype in dtypes(device):
             losses = train(device, dtype, use_moe, optimizer)
-            difference = float(((losses - right) / right).abs().max())
+            difference = float((losses - right).abs().max())
             record_property(f"{shape} {dtype}", difference)
-            assert difference <= LOSSES[shape, dtype], f"{shape}, {dtype}: losses are not those of a CPU"
+            assert difference <= LOSSES[dtype], f"{shape}, {dtype}: losses are not those of a CPU"
+        assert right[-1] < 0.2, f"{shape}: the loss does not fall"
 
 
 def dense_attention(q: Tensor, k: Tensor, v: Tensor, sees: Tensor) -> Tensor:
