@@ -18,11 +18,7 @@ from typing import TypeVar
 # run the code beside this file, installed or not
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from common.errors import UserError, reason  # first: without requirements it says so
-
-# isort: split
-from pydantic import PydanticUserError
-
+from common.errors import UserError, reason
 from common.files import lock_output
 from common.launcher import launch
 from common.plugins import import_named
@@ -73,6 +69,8 @@ def find_task(name: str) -> type[TrainingTask]:
 def named_class(flag: str, name: str, base: type[C]) -> type[C]:
     """The class `package.module:ClassName`, also from the current folder, which a flag names. Raises
     UserError if there is no such class, or it lacks methods that a subclass of `base` must implement."""
+    from pydantic import PydanticUserError  # not above: common says first what is not installed
+
     try:
         imported = import_named(flag, name)
     except PydanticUserError as error:  # a setting without a type

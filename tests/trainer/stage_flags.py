@@ -4,7 +4,12 @@ from pathlib import Path
 
 import torch
 
+from common.settings import ROOT, StageArgs
+from dataset.token_cache import load_tokenizer
+from trainer.objectives.next_token import model_config
 from trainer.report.metrics import read_metrics
+from trainer.trainer_utils import init_model
+from trainer.weights.files import save_weights
 
 # figures of a record that are not of time
 FIELDS = ("update", "epoch", "loss", "logits_loss", "aux_loss", "learning_rate", "grad_norm", "tokens")
@@ -21,6 +26,16 @@ def flags(corpus, folder, stage, **extra) -> list[str]:
     settings |= {"eval_interval": 4, "sample_prompts": "none"}
     settings |= {"from_weight": "none"} if stage == "pretrain" else {}
     return [part for key, value in (settings | extra).items() for part in (f"--{key}", str(value))]
+
+
+def write_start_weights(folder: Path, shapes: dict[str, dict]) -> None:
+    """Random weights whose predictions differ, by name."""
+    for seed, (name, shape) in enumerate(shapes.items()):
+        torch.manual_seed(seed)
+        model, _ = init_model(model_config(load_tokenizer(ROOT / "model"), StageArgs(**shape)), "none")
+        with torch.no_grad():
+            model.model.embed_tokens.weight.mul_(4)
+        save_weights(model, folder / f"{name}.pth")
 
 
 def saved_state(folder: Path, name: str = "pretrain_32") -> dict:

@@ -118,28 +118,3 @@ def test_an_early_stopped_run_is_finished_unless_it_is_extended(corpus, tmp_path
     os.unlink(tmp_path / "out/pretrain_32.pth")
     assert "done: 4 updates" in run("pretrain", argv).out
     assert "done: 24 updates" in run("pretrain", [*argv, "--extend_epochs", "1"]).out
-
-
-STOPPING = """
-from trainer import trainer_utils
-from trainer.run.callbacks import Callback
-class Stops(Callback):
-    def on_batch_end(self, engine, update, record):
-        if update == 3:
-            engine.stop("asked")
-begin_run = trainer_utils.begin_run
-def with_callback(state, *others, **named):
-    state.callbacks.append(Stops())
-    begin_run(state, *others, **named)
-trainer_utils.begin_run = with_callback
-"""
-
-
-def test_a_callback_stops_a_stage_script_which_then_goes_on(corpus, finished, tmp_path):
-    argv = flags(
-        corpus, tmp_path, "pretrain", **SETTINGS | {"save_interval": 100}, save_weight="a", from_resume=1
-    )
-    assert "stopping: asked" in run("pretrain", argv, Faults(script=STOPPING)).out
-    assert saved_state(tmp_path, "a_32")["update"] == 3
-    assert "done: 16 updates" in run("pretrain", argv).out
-    assert_same_tensors(saved_state(finished, "a_32")["model"], saved_state(tmp_path, "a_32")["model"])

@@ -71,14 +71,7 @@ def test_resumed_in_a_rollout_with_another_number_of_ranks(prompts, tmp_path):
     assert saved_state(tmp_path, "grpo_32")["update"] == 12
 
 
-@pytest.mark.parametrize(
-    ("settings", "line"),
-    [
-        ({"epsilon": 0.1}, "^--epsilon has no effect with one update per rollout"),
-        ({"packing": 1}, "^--packing 1 has no effect"),
-    ],
-)
-def test_a_mistake_is_one_line(prompts, tmp_path, monkeypatch, settings, line):
-    monkeypatch.setattr("sys.argv", ["train_grpo.py", *grpo_flags(prompts, tmp_path, **settings)])
-    with pytest.raises(UserError, match=line):
+def test_a_setting_without_effect_is_refused(prompts, tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["train_grpo.py", *grpo_flags(prompts, tmp_path, epsilon=0.1)])
+    with pytest.raises(UserError, match=r"^--epsilon has no effect with one update per rollout"):
         train_grpo.main()

@@ -12,7 +12,7 @@ from tests.stage_process import Faults, run, start_ranks
 from tests.trainer.run.test_skipped_updates import batch, make_state
 from tests.trainer.stage_flags import assert_same_run, flags
 from trainer import loop
-from trainer.loop import count_figures, evaluate, make_record, seed_update, train_update, update_size
+from trainer.loop import count_figures, evaluate, make_record, train_update, update_size
 from trainer.objectives.next_token import NextToken, next_token_loss, target_samples
 from trainer.report.metrics import describe, read_metrics
 
@@ -92,14 +92,6 @@ def test_a_rate_of_numpy_or_torch_is_a_number(rate):
     assert {type(group["lr"]) for group in state.optimizer.param_groups} == {float}
 
 
-def test_random_numbers_of_a_data_set_are_those_of_the_update():
-    drawn = []
-    for number in (3, 4, 3):
-        seed_update(0, number)
-        drawn.append((np.random.rand(), float(torch.rand(())), loop.random.random()))
-    assert drawn[0] == drawn[2] != drawn[1]
-
-
 AUGMENTED = """
 import numpy, torch
 from dataset import lm_dataset
@@ -145,10 +137,3 @@ def test_a_call_without_the_run_is_one_line():
     """With MiniMind's arguments alone."""
     with pytest.raises(UserError, match=r"train_epoch\(state, epoch, loader, iters, start_step, wandb\)"):
         loop.train_epoch(0, [], 500, 0, None)
-
-
-def test_a_state_is_what_a_callback_of_the_engine_expects():
-    state = make_state()
-    assert state.state is state and state.model and state.optimizer
-    state.stop("asked")
-    assert state.stopped and not state.progress.finished

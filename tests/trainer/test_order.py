@@ -1,17 +1,14 @@
-"""Another order of the samples, a change of one function (`in_order`): for every kind of data, resumed and on
-several ranks."""
+"""Another order of the samples, a change of one function (`in_order`): resumed and on several ranks."""
 
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from dataset.lm_dataset import DPODataset, PretrainDataset, SFTDataset
+from dataset.lm_dataset import DPODataset, SFTDataset
 from dataset.mixing import MixedDataset
 from dataset.rollout_prompts import PromptDataset
 from dataset.token_cache import load_tokenizer
-from llm.training.data import base
-from llm.training.data.base import DataModule
 from tests.conftest import ROOT
 from trainer.data import datasets
 from trainer.data.datasets import epoch_order, item_lengths, train_loader
@@ -33,11 +30,9 @@ def open_data(kind: str, corpus, tokenizer):
         return PromptDataset(str(corpus["sft"]), tokenizer, 64)
     if kind == "pairs":
         return DPODataset(str(corpus["dpo"]), tokenizer, 64, **options)
-    if kind == "packed":
-        return PretrainDataset(str(corpus["pretrain"]), tokenizer, 64, True, **options)
     paths = [str(corpus["sft"]), str(corpus["sft_eval"])]
     sources = [(path, SFTDataset(path, tokenizer, 64, **options)) for path in paths]
-    return sources[0][1] if kind == "samples" else MixedDataset(sources, [2, 1])
+    return MixedDataset(sources, [2, 1])
 
 
 def item_length(dataset, item) -> int:
@@ -46,7 +41,7 @@ def item_length(dataset, item) -> int:
     return sum(len(sample["input_ids"]) for sample in item)
 
 
-@pytest.mark.parametrize("kind", ["samples", "packed", "pairs", "mixture", "prompts"])
+@pytest.mark.parametrize("kind", ["pairs", "mixture", "prompts"])
 def test_short_samples_first(kind, corpus, tokenizer, monkeypatch):
     train_set = open_data(kind, corpus, tokenizer)
     args = SimpleNamespace(
@@ -69,24 +64,3 @@ def test_short_samples_first(kind, corpus, tokenizer, monkeypatch):
     assert batches(0, 1, skip=2) == alone[2:]
     halves = zip(batches(0, 2), batches(1, 2), strict=True)
     assert [first + second for first, second in halves] == alone
-
-
-class Rows(list):
-    """The samples of a task that says how long they are."""
-
-    item_tokens = (3, 1, 2)
-
-
-@pytest.mark.parametrize("rows", [Rows("abc"), list("abc")])
-def test_the_data_of_a_task_of_the_engine_with_and_without_lengths(rows, monkeypatch):
-    class Data(DataModule):
-        def setup(self):
-            self.train_dataset = rows
-
-    training, data = SimpleNamespace(batch_size=1, seed=0), SimpleNamespace(num_workers=0)
-    module = Data(SimpleNamespace(training=training, data=data))  # pyrefly: ignore
-    module.setup()
-    shuffled = list(module.train_dataloader(epoch=1).batch_sampler)
-    monkeypatch.setattr(base, "in_order", short_first)
-    expected = [[1], [2], [0]] if isinstance(rows, Rows) else shuffled
-    assert list(module.train_dataloader(epoch=1).batch_sampler) == expected

@@ -1,5 +1,5 @@
-"""What belongs to every run, here in a stage script: settings from a file, early
-stopping, numbered states, TensorBoard, a log file, callbacks of a reader's own."""
+"""What belongs to every run, here in a stage script: settings from a file, early stopping, TensorBoard, a log
+file, the settings beside the metrics."""
 
 import json
 import signal
@@ -13,9 +13,6 @@ from trainer.report.metrics import read_metrics
 
 RUN = """
 training: {epochs: 9, batch_size: 5, patience: 2, min_delta: 0.2, seed: 3}
-checkpoint:
-  keep_every: 4
-  keep_last: 2
 logging: {use_tensorboard: true}
 """
 
@@ -43,11 +40,6 @@ def test_file_and_command_line_in_a_stage_script(corpus, tmp_path):
     metrics = read_metrics(tmp_path / "killed/out/pretrain_32_metrics.jsonl")
     curves = EventAccumulator(str(tmp_path / "killed/out/tensorboard/pretrain_32")).Reload()
     assert [point.step for point in curves.Scalars("loss")] == [record["update"] for record in metrics]
-    folder, last = tmp_path / "killed/checkpoints", len(metrics)
-    best = min((r["eval_loss"], r["update"]) for r in metrics if "eval_loss" in r)[1]
-    assert torch.load(folder / "pretrain_32_best_resume.pth", weights_only=True)["update"] == best
-    numbered = {int(path.stem[-8:]) for path in folder.glob("pretrain_32_update_*.pth")}
-    assert numbered - {best} >= set(range(4, last + 1, 4)[-2:]) - {best} and len(numbered) <= 3
     log = (tmp_path / "whole/run.log").read_text()
     assert "model: " in log and "Epoch:[1/9]" in log and "stopping: EarlyStopping" in log
 
@@ -79,35 +71,3 @@ def test_the_settings_of_a_run_lie_beside_its_metrics(corpus, tmp_path):
 def test_patience_without_held_out_data_is_refused(corpus, tmp_path):
     argv = flags(corpus, tmp_path, "pretrain", patience=2, eval_data_path="none")
     assert "early stopping needs held-out data" in run("pretrain", argv, status=2).error_lines[-1]
-
-
-COPY = """
-import torch
-from trainer import train_pretrain as stage
-from trainer.devices.wrapping import unwrap
-from trainer.run.callbacks import Callback
-begin = stage.utils.begin_run
-class Copy(Callback):
-    def on_optimizer_step(self, engine, update):
-        state = engine.state
-        self.copy = [p.detach().clone() for p in unwrap(state.model).parameters()]
-    def on_batch_end(self, engine, update, record):
-        self.tell(engine.state, "saved")
-    def on_validation_start(self, engine):
-        self.tell(engine.state, "evaluated")
-    def tell(self, state, what):
-        same = all(map(torch.equal, self.copy, unwrap(state.model).parameters()))
-        print(what, state.progress.update, "as after its step" if same else "late")
-def begin_run(state, *args, **kwargs):
-    state.callbacks.append(Copy())
-    begin(state, *args, **kwargs)
-stage.utils.begin_run = begin_run
-"""
-
-
-def test_a_callback_after_the_step_sees_the_weights_that_are_saved_and_evaluated(corpus, tmp_path):
-    """So that a moving average of the weights is the one of the update that is evaluated."""
-    out = run("pretrain", flags(corpus, tmp_path, "pretrain", epochs=1), Faults(script=COPY)).out
-    told = [line for line in out.splitlines() if line.startswith(("saved", "evaluated"))]
-    assert "evaluated 4 as after its step" in told and "saved 3 as after its step" in told
-    assert all(line.endswith("as after its step") for line in told)

@@ -11,13 +11,11 @@ from trainer.weights.files import save_weights
 
 # setting -> what the line says
 IMPOSSIBLE = {
-    ("hidden_size", 100): "--hidden_size must be a multiple of 16, not '100'",
     (
         "dtype",
         "float16",
     ): "--dtype float16: this cpu has no arithmetic for it; use bfloat16 or float32 (or auto)",
     ("device", "cuda:7"): "--device cuda:7 cannot be used (torch sees ",
-    ("save_weight", "a/b"): "--save_weight 'a/b' must be a plain name; the folder is --save_dir",
     ("from_weight", "../x"): "--from_weight ../x: no such file or folder",
     ("data_path", "none"): "--data_path is missing: give a file, a folder or a pattern",
     ("bath_size", 3): "--bath_size is unknown; did you mean --batch_size",

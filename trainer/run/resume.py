@@ -100,11 +100,6 @@ def keep_global_batch(args: A, checkpoint: dict[str, Any]) -> A:
     return args.model_copy(update={"accumulation_steps": steps})
 
 
-def largest_divisor(number: int, limit: int) -> int:
-    """The largest divisor of a number that is at most `limit`, which is at least 1."""
-    return next(size for size in range(min(limit, number), 0, -1) if number % size == 0)
-
-
 def check_resume(args: StageArgs, run: Fingerprint, checkpoint: dict[str, Any] | None) -> None:
     """Raise UserError if the checkpoint (None: a new run) belongs to another run, or the ranks do not all see
     the same."""

@@ -8,14 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.settings import ROOT, StageArgs
-from dataset.token_cache import load_tokenizer
 from tests.stage_process import Faults, run
-from tests.trainer.stage_flags import assert_same_tensors, flags, saved_state
-from trainer.objectives.next_token import model_config
+from tests.trainer.stage_flags import assert_same_tensors, flags, saved_state, write_start_weights
 from trainer.report.metrics import read_metrics
-from trainer.trainer_utils import init_model
-from trainer.weights.files import save_weights
 
 TRAINED = {"from_weight": "start", "epochs": 1, "learning_rate": 1e-3, "dropout": 0.1, "patience": 9}
 TRAINED |= {"keep_every": 3, "use_moe": 1}
@@ -30,11 +25,8 @@ RUNS = {  # stage -> its data and its settings
 def data(corpus, tmp_path_factory) -> dict[str, Path]:
     """The data, and weights to start from."""
     folder = tmp_path_factory.mktemp("stages")
-    for moe in (False, True):
-        torch.manual_seed(3)
-        shape = StageArgs(hidden_size=32, num_hidden_layers=2, use_moe=moe)
-        model, _ = init_model(model_config(load_tokenizer(ROOT / "model"), shape), "none")
-        save_weights(model, folder / f"start_32{'_moe' * moe}.pth")
+    shape = {"hidden_size": 32, "num_hidden_layers": 2}
+    write_start_weights(folder, {"start_32": shape, "start_32_moe": shape | {"use_moe": True}})
     return corpus | {"start": folder}
 
 

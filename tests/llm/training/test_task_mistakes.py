@@ -1,14 +1,20 @@
 """What the author of a task gets wrong: one line that names the class and the method, and exit status 2."""
 
+import re
 import signal
+import sys
 from dataclasses import replace
 from textwrap import indent
 
 import pytest
 
+from common.command_line import log_to
+from common.errors import UserError
+from llm.training import train as engine_command
 from tests.llm.training.test_engine import NAME, regression
 from tests.stage_process import Faults, run
 from tests.trainer.stage_flags import assert_same_run
+from trainer import trainer_utils
 from trainer.report.metrics import read_metrics
 
 # a task and its data, that a case changes
@@ -64,16 +70,11 @@ def callback(body: str, hook: str = "on_batch_end(self, state, update, record)")
     return {"before": before, "task": "def callbacks(self):\n    return [Changes()]\n"}
 
 
-GRADIENT = "Mine.train_step returns a Tensor of shape {}; it must return the sum of the losses as computed"
 ONE_CYCLE = scheduler("lr_scheduler.OneCycleLR(optimizer, 0.1, total_updates)")
 PLATEAU = scheduler("lr_scheduler.ReduceLROnPlateau(optimizer)")
 NOTHING_HELD_OUT = "def setup(self):\n    super().setup()\n    self.val_dataset = None\n"
 AT_START = [  # what is told; the task, its data and settings; before anything is trained
     ("Mine.build_model returns None (is its `return` missing?)", {"task": no_return("build_model(self)")}),
-    ("Mine.build_optimizer returns None", {"task": no_return("build_optimizer(self, model)")}),
-    ("Mine.build_criterion returns None", {"task": no_return("build_criterion(self)")}),
-    ("Mine.build_data returns None", {"task": no_return("build_data(self)")}),
-    ("Mine.build_objective returns None", {"task": no_return("build_objective(self)")}),
     ("Mine.callbacks returns None", {"task": no_return("callbacks(self)")}),
     ("is no Callback; list objects", {"task": "def callbacks(self):\n    return [Callback]\n"}),
     ("MSELoss(reduction='mean')", {"task": "def build_criterion(self):\n    return nn.MSELoss()\n"}),
@@ -84,9 +85,6 @@ AT_START = [  # what is told; the task, its data and settings; before anything i
         {"task": "scheduler_interval = 'step'\n" + ONE_CYCLE},
     ),
     ("needs held-out data", {"task": PLATEAU, "data": NOTHING_HELD_OUT}),
-    ("and the mode of --mode", {"task": PLATEAU, "flags": {"mode": "max"}}),
-    ("Mine.validation_step returns None (is its", {"task": no_return("validation_step(self, model, batch)")}),
-    ("Mine.validation_step returns a Tensor of shape []", {"task": validation_step("return loss")}),
     (
         "'loss' of Mine.validation_step is a Tensor of shape [",
         {"task": validation_step("return {'loss': loss + torch.zeros(len(batch['x']))}")},
@@ -104,8 +102,6 @@ AT_START = [  # what is told; the task, its data and settings; before anything i
     ),
     ("Mine.build_optimiser is nothing that the engine knows; did you mean build_optimizer", {
         "task": no_return("build_optimiser(self, model)")}),
-    ("Mine.need_reference is nothing that the engine knows; did you mean needs_reference", {"task": "need_reference = True"}),
-    ("Points.colate_fn is nothing that the engine knows; did you mean collate_fn", {"data": "colate_fn = None"}),
     (
         "OwnArgs.learning_rte is nothing that the engine knows; did you mean learning_rate",
         {"before": "class OwnArgs(RegressionArgs):\n    learning_rte: float = 1.0\n", "task": "args_class = OwnArgs"},
@@ -114,43 +110,30 @@ AT_START = [  # what is told; the task, its data and settings; before anything i
         "Field 'epochs' defined on a base class was overridden by a non-annotated attribute",
         {"before": "class OwnArgs(RegressionArgs):\n    epochs = 3\n", "task": "args_class = OwnArgs"},
     ),
-    ("args_class must be a subclass of EngineArgs", {"task": "args_class = dict"}),
     ("Mine.__init__ must call super().__init__(config)", {"task": "def __init__(self, config):\n    pass\n"}),
-    ("Mine.shown is 3; write names", {"task": "shown = 3"}),
     ("frozen: no parameter of the model begins with '9.'", {"task": "frozen = '9.'"}),
     ("Points yields nothing: its train_dataset is empty", {
         "data": "def setup(self):\n    self.train_dataset = []\n"}),
-    ("Points yields nothing: its train_dataset is not set", {"data": "def setup(self):\n    pass\n"}),
     ("the fingerprint of the data['data'] is a set", {
         "data": "def fingerprint(self):\n    return {'data': {1}}\n"}),
     ("Mine does not implement build_model, train_step, validation_step", {
         "text": "from llm.training.tasks.base_task import TrainingTask\nclass Mine(TrainingTask):\n"
                 "    def build_criterion(self): ...\n"}),
-    ("--task mine:Points is not a subclass of TrainingTask", {"task_name": "mine:Points"}),
-    ("--task mine:Yours: ", {"task_name": "mine:Yours"}),
     ("--task mine:Mine cannot be imported", {"module": "yours"}),
     ("--task mine is unknown; there are regression, pretrain, full_sft, and package.module:Class", {
         "task_name": "mine"}),
     ("mine.py:1: ", {"text": "class Mine\n"}),
-    ("run.yaml: data.epochs belongs in the section training", {"yaml": "data: {epochs: 3}"}),
-    ("run.yaml: training.sede is unknown; did you mean seed", {"yaml": "training: {sede: 3}"}),
-    ("--config run.yaml cannot be read (seed is given twice", {"yaml": "training: {seed: 3, seed: 4}"}),
 ]  # fmt: skip
 AT_FIRST_UPDATE = [
     ("Mine.train_step returns (Tensor, dict); write `return loss, 0.0, metrics`", {
         "task": train_step("return loss, {'error': loss}")}),
-    (GRADIENT.format("[], requires_grad=False"), {"task": train_step("return loss.detach()")}),
-    (GRADIENT.format("[2], requires_grad=True"), {"task": train_step("return loss.expand(2)")}),
-    ("Mine.train_step returns None", {"task": no_return("train_step(self, model, batch)")}),
+    ("Mine.train_step returns a Tensor of shape [], requires_grad=False; it must return the sum of the losses", {"task": train_step("return loss.detach()")}),
     ("Mine.train_step returns a dict", {"task": train_step("return {'loss': loss}")}),
-    ("Mine.train_step returns a float", {"task": train_step("return loss.item()")}),
     ("Mine.train_step calls backward(), and the loop does, too", {
         "task": train_step("loss.backward(); return loss")}),
     ("'error' of Mine.train_step is a Tensor of shape [3]", {
         "task": train_step("return loss, 0.0, {'error': torch.zeros(3)}")}),
-    ("'error' of Mine.train_step is a str", {"task": train_step("return loss, 0.0, {'error': 'much'}")}),
     ("Mine.train_step gives a metric 'tokens', which is a field", {"task": train_step("return loss, 0.0, {'tokens': 1.0}")}),
-    ("the schedule gives 'fast' at update 1", {"task": scheduler("lambda update: 'fast'")}),
     ("the schedule gives nan at update 1", {"task": scheduler("lambda update: math.nan")}),
     ("Points: a batch is a list; let collate_fn return a dict", {
         "data": "collate_fn = staticmethod(lambda rows: default_collate([(r['x'], r['y']) for r in rows]))"}),
@@ -164,34 +147,53 @@ AT_FIRST_UPDATE = [
         "state.optimizer.param_groups[0]['lr'] = 0.1")),
     ("'own', which callback Changes puts into the record, is a Tensor", callback(
         "record['own'] = torch.zeros(3)", "on_log(self, state, record)")),
-    ("'own', which callback Changes puts into the record, is a set", callback(
-        "record['own'] = {1}", "on_log(self, state, record)")),
 ]  # fmt: skip
 
 
-def write_task(folder, module="mine", before="", data="", task="", text=None, yaml=""):
-    """The author's files."""
+def write_task(folder, module="mine", before="", data="", task="", text=None):
+    """The author's file."""
     members = {"data": indent(data, "    "), "task": indent(task, "    ")}
     folder.mkdir(exist_ok=True)
     text = text or MODULE.format(before=before, **members)
     (folder / f"{module}.py").write_text(text, encoding="utf-8")
-    (folder / "run.yaml").write_text(yaml)
 
 
-def started(folder, task_name="mine:Mine", flags=None, **parts):
-    """The settings of a run of a task, and the folder that it is started in."""
+def settings_of(folder, task_name="mine:Mine", **parts) -> list[str]:
+    """The settings of a run of a task, whose file is in that folder."""
     write_task(folder, **parts)
-    flags = {"epochs": 10, "config": "run.yaml"} | (flags or {})
-    argv = regression(folder, task=task_name, save_weight="regression", **flags)
-    return argv, Faults(script=f"os.chdir({str(folder)!r})")
+    return regression(folder, task=task_name, save_weight="regression", epochs=10)
+
+
+@pytest.fixture
+def train(tmp_path, monkeypatch):
+    """Trains with these settings in this process, as the command does, in the author's folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(trainer_utils, "matrix_rate", lambda device, dtype: 1e11)
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+
+    def main(argv: list[str]) -> None:
+        monkeypatch.setattr(sys, "argv", ["train.py", *argv])
+        engine_command.main()
+
+    yield main
+    log_to(None)
 
 
 @pytest.mark.parametrize(("told", "case"), AT_START + AT_FIRST_UPDATE, ids=lambda value: str(value)[:60])
-def test_a_task_of_another_form_is_refused(tmp_path, told, case):
-    argv, home = started(tmp_path, **case)
+def test_a_task_of_another_form_is_refused(tmp_path, train, told, case):
+    argv = settings_of(tmp_path, **case)
+    with pytest.raises(UserError, match=re.escape(told)) as error:
+        train(argv)
+    assert "\n" not in str(error.value) and not list(tmp_path.rglob("*.pth"))
+
+
+@pytest.mark.parametrize(("told", "case"), [AT_START[0], AT_START[-1], AT_FIRST_UPDATE[0]])
+def test_a_mistake_is_one_line_and_exit_status_2(tmp_path, told, case):
+    argv = settings_of(tmp_path, **case)
+    home = Faults(script=f"os.chdir({str(tmp_path)!r})")
     (line,) = run("engine", argv, home, status=2).error_lines
     assert line.startswith("error: ") and told in line
-    assert not list(tmp_path.rglob("*.pth"))
 
 
 ORDERED = {
@@ -207,8 +209,8 @@ ORDERED = {
 
 
 def test_a_setting_of_a_task_that_changes_the_order_of_samples_is_compared_at_a_resume(tmp_path):
-    argv, home = started(tmp_path, **ORDERED)
-    whole, _ = started(tmp_path / "whole", **ORDERED)
+    argv, home = settings_of(tmp_path, **ORDERED), Faults(script=f"os.chdir({str(tmp_path)!r})")
+    whole = settings_of(tmp_path / "whole", **ORDERED)
     run("engine", whole, home)
     run("engine", argv, replace(home, signals={19: signal.SIGKILL}), status=-signal.SIGKILL)
     (line,) = run("engine", [*argv, "--from_resume", 1, "--reverse", 1], home, status=2).error_lines
@@ -233,15 +235,16 @@ ACCEPTED = {  # what is converted
 
 
 @pytest.mark.parametrize("name", ACCEPTED)
-def test_what_can_be_converted_is(tmp_path, name):
-    argv, home = started(tmp_path, **ACCEPTED[name])
-    done = run("engine", [*argv, "--epochs", "1"], home)
+def test_what_can_be_converted_is(tmp_path, train, capsys, name):
+    argv = settings_of(tmp_path, **ACCEPTED[name])
+    train([*argv, "--epochs", "1"])
+    out = capsys.readouterr().out
     record = read_metrics(tmp_path / f"out/{NAME}_metrics.jsonl")[-1]
     if "error" in ACCEPTED[name]["task"]:
-        assert "error: " in done.out and record["error"] == pytest.approx(2.0 / 32)
+        assert "error: " in out and record["error"] == pytest.approx(2.0 / 32)
     assert record.get("half", record.get("eval_half", 0.5)) == 0.5
     if name == "a rate under no schedule":
         assert record["learning_rate"] == 0.005
-        assert "Mine.build_scheduler returns None: a constant rate" in done.out
+        assert "Mine.build_scheduler returns None: a constant rate" in out
     if name == "in a record":
         assert [record[key] for key in "abcd"] == [1.0, "x", None, 1.0]

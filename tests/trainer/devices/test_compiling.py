@@ -9,7 +9,7 @@ from common.settings import StageArgs
 from dataset.lm_dataset import StageDataset
 from trainer import train_dpo, train_pretrain
 from trainer.devices import compiling
-from trainer.devices.compiling import check_cache_folder, compile_model, compiler_problem, compiles
+from trainer.devices.compiling import check_cache_folder, compiler_problem, compiles
 
 LONG = train_pretrain.Args(packing=True, max_seq_len=512, epochs=2, device="cpu")
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -69,18 +69,11 @@ def test_which_long_runs_are_compiled_on_a_cpu(has_unit, monkeypatch, capsys):
 def test_every_run_is_compiled_on_a_gpu_where_it_can_be(monkeypatch, capsys):
     for args in (LONG, train_dpo.Args(), StageArgs(parallel="fsdp", use_moe=True)):
         assert compiles(args, range(5), CUDA)
-    monkeypatch.setattr(
-        compiling, "compiler_problem", lambda device: "Triton is not installed; pip install triton"
-    )
+    monkeypatch.setattr(compiling, "compiler_problem", lambda device: "Triton is not installed")
     capsys.readouterr()
     assert not compiles(LONG, RUN, CUDA)
-    line = (
-        "warning: --use_compile auto: Triton is not installed; pip install triton; the model runs as it is\n"
-    )
-    assert capsys.readouterr().err == line
-    with pytest.raises(
-        UserError, match="--use_compile 1: Triton is not installed; pip install triton; or leave"
-    ):
+    assert capsys.readouterr().err.startswith("warning: --use_compile auto: Triton is not installed")
+    with pytest.raises(UserError, match="--use_compile 1: Triton is not installed"):
         compiles(LONG.model_copy(update={"use_compile": True}), RUN, CUDA)
     assert not compiles(LONG.model_copy(update={"use_compile": False}), RUN, CUDA)
 
@@ -95,18 +88,7 @@ def test_what_a_machine_lacks(monkeypatch, tmp_path):
     assert compiler_problem("cpu").startswith("Python's headers are missing")
     (tmp_path / "Python.h").touch()
     assert compiler_problem("cpu") == ""
-
-    def refuse(dir):
-        raise OSError(30, "Read-only file system")
-
-    monkeypatch.setattr(compiling.tempfile, "TemporaryFile", refuse)
-    problem = compiler_problem("cpu")
-    assert (
-        problem.startswith("the compiler's cache ") and "cannot be written (Read-only file system)" in problem
-    )
-    with pytest.raises(
-        UserError, match=r"TORCHINDUCTOR_CACHE_DIR=.*/cache cannot be made \(Not a directory\)"
-    ):
+    with pytest.raises(UserError, match=r"TORCHINDUCTOR_CACHE_DIR=.*/cache cannot be made"):
         check_cache_folder(str(tmp_path / "Python.h" / "cache"))
 
 
@@ -126,17 +108,3 @@ def test_what_cannot_be_compiled_runs_as_it_is():
         else:
             with pytest.raises(Exception, match="no kernels"):
                 compiled(x)
-
-
-def test_an_empty_batch_is_not_compiled(monkeypatch):
-    calls = []
-
-    def compile_in_place(module, **options):
-        module._compiled_call_impl = lambda x: calls.append(len(x)) or x
-
-    monkeypatch.setattr(torch.nn.Module, "compile", compile_in_place)
-    model = torch.nn.Linear(2, 3)
-    compile_model(model)
-    assert model(torch.ones(0, 2)).shape == (0, 3) and not calls
-    model(torch.ones(4, 2))
-    assert calls == [4] and list(model.state_dict()) == ["weight", "bias"]

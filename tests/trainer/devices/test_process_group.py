@@ -1,82 +1,31 @@
-"""A lost rank: one line, and soon. Ranks that leave together say nothing. Ranks that are started again
-meet."""
+"""A lost rank: one line, and soon. Ranks that are started again meet."""
 
-import os
 import re
 import signal
-import sys
-import time
-from pathlib import Path
 
-import pytest
 import torch.distributed as dist
 
-from common.errors import Interrupted, UserError
-from tests.stage_process import Faults, context, free_port, rank_variables, run, start_ranks
+from tests.stage_process import Faults, run, start_ranks
 from tests.trainer.stage_flags import assert_same_run, flags
-from trainer.devices.process_group import leave_process_group, meet
-from trainer.run.errors import training_errors
-from trainer.trainer_utils import init_distributed_mode
 
 
-def _rank(rank: int, port: int, folder: str, ending: str) -> None:
-    os.dup2(os.open(f"{folder}/{rank}", os.O_CREAT | os.O_WRONLY), 2)
-    sys.stderr = os.fdopen(2, "w", buffering=1)
-    os.environ |= rank_variables(rank, 2, port)
-    init_distributed_mode()
-    with training_errors():
-        if ending.startswith("killed") and rank:
-            os.kill(os.getpid(), signal.SIGKILL)
-        if ending == "error" and rank:
-            raise UserError("its disk is full")
-        if ending in ("killed", "error"):
-            meet()
-        if ending == "signal":
-            meet()
-            raise Interrupted(signal.SIGTERM, "by SIGTERM")
-        time.sleep(rank)
-        leave_process_group()
+def test_a_rank_notices_a_killed_one(corpus, tmp_path):
+    """Soon, by one line that says how to go on."""
+    argv = flags(corpus, tmp_path, "pretrain", batch_size=4)
+    ranks = start_ranks(2, "pretrain", argv, {1: Faults(signals={3: signal.SIGKILL})})
+    assert [rank.wait(60) for rank in ranks] == [2, -signal.SIGKILL]
+    (line,) = [line for line in ranks[0].error_lines if line.startswith("error: ")]
+    assert line.startswith("error: rank 0: another rank ended") and "Traceback" not in ranks[0].err
+    assert line.endswith("--from_resume 1 goes on from the last checkpoint")
 
 
-@pytest.fixture(scope="module")
-def ended(tmp_path_factory) -> dict[str, list[tuple[int, str]]]:
-    """Exit status and stderr of two ranks, by how they end."""
-    started = {}
-    for ending in ("killed", "error", "signal", "together"):
-        folder = tmp_path_factory.mktemp(ending)
-        port = free_port()
-        ranks = [context.Process(target=_rank, args=(rank, port, str(folder), ending)) for rank in (0, 1)]
-        for process in ranks:
-            process.start()
-        started[ending] = folder, ranks
-    found = {}
-    for ending, (folder, ranks) in started.items():
-        for process in ranks:
-            process.join(50)
-            assert process.exitcode is not None, f"{ending}: a rank hangs"
-        found[ending] = [
-            (process.exitcode, Path(folder, str(i)).read_text()) for i, process in enumerate(ranks)
-        ]
-    return found
-
-
-def test_a_rank_notices_a_killed_one(ended):
-    (status, text), (killed, _) = ended["killed"]
-    assert (status, killed) == (2, -signal.SIGKILL)
-    lines = [line for line in text.splitlines() if line.startswith("error: ")]
-    assert len(lines) == 1 and lines[0].startswith("error: rank 0: another rank ended")
-    assert lines[0].endswith("--from_resume 1 goes on from the last checkpoint") and "Traceback" not in text
-
-
-def test_a_rank_that_ends_with_an_error_ends_the_others(ended):
-    (status, text), (failed, why) = ended["error"]
-    assert (status, failed) == (2, 2) and "another rank ended" in text and "error: its disk is full" in why
-
-
-def test_ranks_that_leave_together_or_by_a_signal_say_nothing_of_it(ended):
-    for ending, status in (("together", 0), ("signal", 128 + signal.SIGTERM)):
-        for code, text in ended[ending]:
-            assert code == status and "ended while" not in text and "Traceback" not in text, (ending, text)
+def test_a_rank_that_ends_with_an_error_ends_the_others(corpus, tmp_path):
+    argv = flags(corpus, tmp_path, "pretrain", batch_size=4)
+    full = "import trainer.loop as l\nfrom common.errors import UserError\n"
+    full += "def fail(*_):\n    raise UserError('its disk is full')\nl.train_update = fail\n"
+    ranks = start_ranks(2, "pretrain", argv, {1: Faults(script=full)})
+    assert [rank.wait(60) for rank in ranks] == [2, 2]
+    assert "another rank ended" in ranks[0].err and "error: its disk is full" in ranks[1].err
 
 
 def test_a_rank_that_hangs_is_noticed_by_the_others(corpus, tmp_path):

@@ -17,14 +17,7 @@ from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from model.sampling import Sampling
 from tests.stage_process import context, finish, free_port, rank_variables
 from trainer.devices.process_group import leave_process_group
-from trainer.devices.wrapping import (
-    decoding_model,
-    full_tensor,
-    is_sharded,
-    transformer_layers,
-    unwrap,
-    wrap_model,
-)
+from trainer.devices.wrapping import decoding_model, full_tensor, is_sharded, unwrap, wrap_model
 from trainer.loop import count_figures, evaluate, train_update, update_size
 from trainer.objectives.next_token import NextToken, next_token_loss
 from trainer.optim.build import build_optimizer
@@ -34,12 +27,10 @@ from trainer.weights.files import half_state_dict
 
 CPU = torch.device("cpu")
 CASES = {
-    "dense": {},
     "moe": {"use_moe": True, "activation_checkpointing": 1, "dropout": 0.2},
     "bad": {"bad_update": 1},
     "other_weights": {"evaluated": 3.0},  # as a hook puts them in place, to evaluate their moving average
-    "bfloat16": {"dtype": torch.bfloat16},
-    "bfloat16_moe": {"dtype": torch.bfloat16, "use_moe": True, "activation_checkpointing": 1},
+    "bfloat16": {"dtype": torch.bfloat16, "use_moe": True, "activation_checkpointing": 1},
     "float16": {"dtype": torch.float16},
     "head_in_pieces": {"piece": 16 * 6400},  # 16 targets at once
 }
@@ -65,31 +56,6 @@ def flat_batch(seed: int, lengths: list[int]) -> dict:
     }
 
 
-class Held:
-    """`next_token_loss` that counts the bytes of the layers' matrices, and of their casts, kept for the
-    backward pass.
-
-    Tensors are told by their shapes, which no activation has. FSDP frees the storage of what it gathered.
-    """
-
-    def __init__(self, model: torch.nn.Module):
-        matrices = [p for layer in transformer_layers(model) for p in layer.parameters() if p.ndim == 2]
-        self.shapes, self.bytes = {tuple(sorted(p.shape)) for p in matrices}, 0
-
-    def __call__(self, model, batch, args):
-        kept = {}
-
-        def keep(tensor):
-            if tuple(sorted(tensor.shape)) in self.shapes and tensor.dtype != torch.float32:
-                kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            loss = next_token_loss(model, batch)
-        self.bytes = max(self.bytes, sum(storage.nbytes() for storage in kept.values()))
-        return loss
-
-
 @torch.no_grad()
 def scale_weights(model: torch.nn.Module, scale: float) -> None:
     for parameter in model.parameters() if scale != 1 else ():
@@ -105,7 +71,7 @@ def seeded_model(config: MiniMindConfig) -> MiniMindForCausalLM:
     return model
 
 
-def updates(rank: int, case: dict, parallel: str, policy: bool = True) -> dict:
+def updates(rank: int, case: dict, parallel: str) -> dict:
     """Three updates of two micro-batches, the last of them empty on rank 1, and an evaluation before the
     last."""
     shape = {"use_moe": case.get("use_moe", False), "dropout": case.get("dropout", 0.0)}
@@ -114,26 +80,20 @@ def updates(rank: int, case: dict, parallel: str, policy: bool = True) -> dict:
     model = seeded_model(config)
     again = case.get("activation_checkpointing", 0) if parallel == "fsdp" else 0
     losses.MAX_LOGITS = case.get("piece", 2**27)
-    dtype, held = case.get("dtype", torch.float32), Held(model)
+    dtype = case.get("dtype", torch.float32)
     autocast = torch.autocast("cpu", dtype=dtype) if dtype != torch.float32 else nullcontext()
-    wrapped = wrap_model(model, CPU, parallel, bool(again), autocast if policy else None)
+    wrapped = wrap_model(model, CPU, parallel, bool(again), autocast)
     assert is_sharded(wrapped) == (parallel == "fsdp") and unwrap(wrapped) is model
     scaler = torch.amp.GradScaler("cpu", enabled=dtype == torch.float16, init_scale=1024.0)
     objective = NextToken()
-    objective.loss = held
     state = TrainState(
         args=StageArgs(seed=0, grad_clip=1.0), lm_config=config, model=wrapped, scaler=scaler, autocast=autocast,
         optimizer=build_optimizer(model, 1e-2, 0.1), device=CPU, objective=objective, schedule=lambda *_: 1e-2,
         run={"samples": 9, "global_batch": 3, "epochs": 1},
     )  # fmt: skip
     assert all(p.dtype == torch.float32 for p in model.parameters())  # the shards, and so the checkpoints
-    assert model.lm_head.weight is model.model.embed_tokens.weight
-    for values, others in (
-        (model.parameters(), expected.parameters()),
-        (model.buffers(), expected.buffers()),
-    ):
-        for one, other in zip(values, others, strict=True):
-            assert torch.equal(full_tensor(one), other)
+    for one, other in zip(model.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(full_tensor(one), other)
     found = []
     for update in range(3):
         state.progress.update = update
@@ -157,7 +117,7 @@ def updates(rank: int, case: dict, parallel: str, policy: bool = True) -> dict:
     weights = half_state_dict(state.model)
     bad = [skipped["update"] for skipped in state.progress.skipped]
     state.model = wrapped = None
-    return {"numbers": found, "weights": weights, "bad": bad, "held": held.bytes}
+    return {"numbers": found, "weights": weights, "bad": bad}
 
 
 def _rank(rank: int, port: int, folder: str) -> None:
@@ -168,7 +128,6 @@ def _rank(rank: int, port: int, folder: str) -> None:
     for name, case in CASES.items():
         for parallel in ("ddp", "fsdp"):
             torch.save(updates(rank, case, parallel), f"{folder}/{name}_{parallel}_{rank}")
-    torch.save(updates(rank, CASES["bfloat16"], "fsdp", policy=False), f"{folder}/cast_fsdp_{rank}")
     leave_process_group()
 
 
@@ -203,45 +162,26 @@ def test_shards_train_as_copies_do(both, name):
     assert tied[0] == tied[1]
 
 
-def test_no_copy_of_the_layers_is_kept_for_the_backward_pass(both):
-    """Autocast keeps a bfloat16 copy of each matrix, of copies (DDP) and of shards that are gathered in
-    float32."""
-    layers = MiniMindForCausalLM(MiniMindConfig(hidden_size=32, num_hidden_layers=2)).model.layers
-    matrices = 2 * sum(p.numel() for p in layers.parameters() if p.ndim == 2)
-    held = [torch.load(both / name)["held"] for name in ("bfloat16_ddp_0", "cast_fsdp_0", "bfloat16_fsdp_0")]
-    assert held == [matrices, matrices, 0]
-
-
-@pytest.mark.parametrize("use_moe", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("use_moe", "dtype"), [(False, torch.float32), (True, torch.bfloat16)])
 def test_activations_computed_again_are_the_same_bits(use_moe, dtype):
-    """Loss and gradients, with dropout, of a flat batch and of a padded one; the blocks are computed
-    twice."""
+    """Loss and gradients, with dropout; the blocks are computed twice."""
     torch.manual_seed(0)
-    model = MiniMindForCausalLM(
-        MiniMindConfig(hidden_size=32, num_hidden_layers=2, use_moe=use_moe, dropout=0.2)
-    )
-    flat = {
-        key: value
-        for key, value in flat_batch(1, [7, 5]).items()
-        if key not in ("target_bytes", "sample_ids")
-    }
-    padded = {"input_ids": flat["input_ids"][None], "labels": flat["input_ids"][None]}
+    shape = {"hidden_size": 32, "num_hidden_layers": 2, "use_moe": use_moe, "dropout": 0.2}
+    model = MiniMindForCausalLM(MiniMindConfig(**shape))
+    batch = flat_batch(1, [7, 5])
     found, calls = [], []
     model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
-    for again in (0, 1):
-        assert wrap_model(model, CPU, activation_checkpointing=bool(again)) is model
+    for again in (False, True):
+        assert wrap_model(model, CPU, activation_checkpointing=again) is model
         calls.clear()
-        for batch in (flat, padded):
-            model.zero_grad()
-            torch.manual_seed(1)
-            with torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32):
-                out = model(**batch)
-            (out.loss + (out.aux_loss if use_moe else 0)).backward()
-            found.append([out.loss.detach(), *(p.grad.clone() for p in model.parameters())])
-        assert len(calls) == 2 * (1 + again)
-    for one, other in zip(found[:2], found[2:], strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+        model.zero_grad()
+        torch.manual_seed(1)
+        with torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32):
+            loss, aux_loss, _ = next_token_loss(model, batch)
+        (loss + aux_loss).backward()
+        found.append([loss.detach(), *(p.grad.clone() for p in model.parameters())])
+        assert len(calls) == 1 + again
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize("use_moe", [False, True])

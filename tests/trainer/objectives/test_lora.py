@@ -8,7 +8,6 @@ import torch
 from safetensors.torch import load_file
 
 from common.errors import UserError
-from model.lora import LoRALinear
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from tests.trainer.devices.test_wrapping import flat_batch
 from trainer.objectives.lora import (
@@ -112,8 +111,6 @@ def change_config(folder: Path, **fields) -> None:
 WRONG = [  # fields of the adapter's config, and what is told; None: there is no config
     (None, "is not readable"),
     ({"peft_type": "IA3"}, "peft_type 'IA3' is not supported"),
-    ({"use_dora": True}, "use_dora True is not supported"),
-    ({"target_modules": ["lm_head"]}, "its targets must be of"),
     ({"r": 8}, "is of another model"),
 ]
 
@@ -147,9 +144,6 @@ def test_minimind_s_file_of_an_adapter(tmp_path):
         merged, plain = merge_adapter(model, path)(ids).logits, base()(ids).logits
         assert torch.allclose(merged, wanted(ids).logits, atol=1e-5)
         assert not torch.allclose(merged, plain, atol=1e-3)
-    torch.save({"model.norm.weight": torch.ones(32)}, path)
-    with pytest.raises(UserError, match=r"it holds model.norm.weight, which is not a tensor of an adapter"):
-        merge_adapter(base(), path)
     path.write_bytes(b"no")
     with pytest.raises(UserError, match="it is not readable"):
         merge_adapter(base(), path)
@@ -175,11 +169,6 @@ def test_what_minimind_has_no_adapters_for_is_refused(tmp_path):
     folder = written(adapted(), tmp_path)
     with pytest.raises(UserError, match=r"down_proj, gate_proj.*--lora_targets o_proj,q_proj$"):
         minimind_adapter(base(), *read_adapter(base(), folder))
-    model = base()
-    add_adapters(model, 17, 8.0, 0.0, ("q_proj",))
-    folder = written(model, tmp_path / "wide")
-    with pytest.raises(UserError, match="rank 17, and MiniMind loads 16"):
-        minimind_adapter(base(), *read_adapter(base(), folder))
 
 
 def test_what_is_trained_beside_the_adapters_is_refused_before_training():
@@ -190,54 +179,11 @@ def test_what_is_trained_beside_the_adapters_is_refused_before_training():
         check_that_adapters_alone_are_trained(model)
 
 
-def test_the_matrices_of_an_adapter_are_called_and_are_plain():
-    """What a hook makes of them is used in training; what is no matrix could not be written."""
-    model = adapted()
-    layer = model.model.layers[0].mlp.up_proj
-    x, calls = torch.randn(5, 32), []
-    wanted = layer(x)
-    hook = layer.lora_B.register_forward_hook(lambda *_: calls.append(1))
-    torch.testing.assert_close(layer(x), wanted)
-    assert calls == [1]
-    hook.remove()
-    layer.lora_A = torch.nn.Sequential(layer.lora_A, torch.nn.Tanh())
-    with pytest.raises(UserError, match=r"up_proj: lora_A and lora_B must be plain nn.Linear layers"):
-        check_that_adapters_alone_are_trained(model)
-
-
 def test_an_adapter_of_another_arithmetic_is_refused(tmp_path):
     """By the description beside it, if that is there."""
     folder = written(adapted(), tmp_path)
     beside = folder.with_name(f"{folder.name}.json")
     described = json.loads(beside.read_text())
-    for field, value in (("rms_norm_eps", 0.5), ("layer_norm", False)):
-        beside.write_text(json.dumps(described | {"model": described["model"] | {field: value}}))
-        with pytest.raises(UserError, match=f"of another model: it was trained with {field} {value}, which"):
-            merge_adapter(base(), folder)
-    beside.unlink()
-    assert merge_adapter(base(), folder)
-
-
-def test_an_adapter_is_merged_into_plain_layers_only(tmp_path, capsys):
-    """Beside a layer of another class it is trained; the product of that layer is not known."""
-
-    class Bent(torch.nn.Linear):
-        def forward(self, input):
-            return super().forward(input).sin()
-
-    def bent_base() -> MiniMindForCausalLM:
-        model = base()
-        for layer in model.model.layers:
-            plain, layer.mlp.up_proj = layer.mlp.up_proj, Bent(32, 128, bias=False)
-            layer.mlp.up_proj.weight = plain.weight
-        return model
-
-    model = bent_base()
-    add_adapters(model, 4, 8.0, 0.0, ("up_proj",))
-    assert "no plain nn.Linear (Bent): chat, evaluation and export will refuse" in capsys.readouterr().err
-    assert isinstance(model.model.layers[0].mlp.up_proj, LoRALinear)
-    folder = written(model, tmp_path)
-    told = r"cannot be merged into model\.layers\.0\.mlp\.up_proj, which is no plain"
-    with pytest.raises(UserError, match=told):
-        merge_adapter(bent_base(), folder)
-    assert merge_adapter(base(), folder)
+    beside.write_text(json.dumps(described | {"model": described["model"] | {"rms_norm_eps": 0.5}}))
+    with pytest.raises(UserError, match=r"of another model: it was trained with rms_norm_eps 0\.5, which"):
+        merge_adapter(base(), folder)

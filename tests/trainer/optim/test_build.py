@@ -119,20 +119,3 @@ def test_each_layer_may_have_a_rate_of_its_own(kind):
         torch.testing.assert_close(step, expected, rtol=1e-3, atol=2e-7)
     with pytest.raises(UserError, match="lr_scales: no trained parameter is in a module"):
         build_optimizer(model, 1e-3, 0.1, kind, {"layers.7": 0.5})
-
-
-@pytest.mark.parametrize("use_moe", [False, True])
-def test_how_the_stacks_are_cut_changes_nothing(use_moe, monkeypatch):
-    """One matrix at a time, or all of a shape at once."""
-    results = []
-    for limit in (1, 2 * 32 * 32, muon.CPU_STACK):
-        monkeypatch.setattr(muon, "CPU_STACK", limit)
-        model = tiny(use_moe)
-        optimizer = build_optimizer(model, 1e-3, 0.1, "muon")
-        for seed in range(3):
-            give_gradients(model, seed)
-            optimizer.step()
-        results.append([p.detach() for p in model.parameters()])
-    for other in results[1:]:
-        for a, b in zip(results[0], other, strict=True):
-            torch.testing.assert_close(a, b, rtol=0, atol=1e-6)

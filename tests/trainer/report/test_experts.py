@@ -14,8 +14,7 @@ from trainer.report.metrics import read_metrics
 from trainer.report.trackers import drawable
 
 # counts by layer -> expert_load, expert_max_min, dead_experts
-TABLE = [([[5, 5], [5, 5]], [0.5, 0.5], 1.0, 0), ([[8, 2], [5, 5]], [0.65, 0.35], 4.0, 0)]
-TABLE += [([[10, 0], [2, 8]], [0.6, 0.4], None, 1), ([[10, 0], [0, 10]], [0.5, 0.5], None, 2)]
+TABLE = [([[8, 2], [5, 5]], [0.65, 0.35], 4.0, 0), ([[10, 0], [2, 8]], [0.6, 0.4], None, 1)]
 TABLE += [([[0, 0], [0, 0]], [0.0, 0.0], None, 4)]
 
 

@@ -42,10 +42,7 @@ def test_a_resumed_run_keeps_what_it_stands_on_and_writes_the_rest_again(tmp_pat
     assert out[1].endswith("eta: 1.5 min")
 
 
-FOREIGN = [b"", b"[]", b'{"update": "3"}', b"\xff\xfe", b"[" * 99999]
-
-
-@pytest.mark.parametrize("line", FOREIGN)
+@pytest.mark.parametrize("line", [b"", b'{"update": "3"}', b"\xff\xfe"])
 def test_a_line_that_is_no_record(tmp_path, line):
     """Tools refuse it by its number; a resumed run goes on without it."""
     path = tmp_path / "m.jsonl"

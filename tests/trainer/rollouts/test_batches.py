@@ -173,18 +173,6 @@ def test_held_out_prompts_are_judged_by_their_likeliest_completions():
     assert float(rollouts.held_out(state.model, *window(()))["loss"]) == 0.0
 
 
-def test_a_reward_that_fails_names_the_prompt_it_was_given():
-    """Also a held-out one, whose number may be that of another training prompt, or of none."""
-
-    def fails(prompt, text, record):
-        raise ValueError(prompt[0]["content"])
-
-    rollouts, state = rollouts_of()
-    rollouts.rewards = [Reward("fails", fails, 1.0)]
-    with pytest.raises(UserError, match=r"p:7: .*7\?"):
-        rollouts.held_out(state.model, *window((7,)))
-
-
 @pytest.mark.parametrize("several", [1, 3])
 def test_tokens_are_judged_with_the_values_of_the_critic(several):
     """Advantages, on one scale over the update, and returns, which are not scaled."""

@@ -1,7 +1,6 @@
 """Shipped rewards on examples, rewards of a user's own, and their mistakes as one line."""
 
 import json
-import sys
 import time
 
 import pytest
@@ -15,7 +14,6 @@ from trainer import train_agent
 from trainer.rollouts.rewards import SHIPPED, Reward, compute, load_rewards, reward_model
 
 EXAMPLES = [
-    ("exact_answer", " 42\n", {"answer": 42}, 1.0),
     ("exact_answer", "<think>41?</think>\n\n42", {"answer": "42"}, 1.0),
     ("numeric_answer", "12 + 30 = 42.0", {"answer": "42"}, 1.0),
     ("numeric_answer", "It costs 1,250 yuan.", {"answer": "#### 1250"}, 1.0),
@@ -26,13 +24,7 @@ EXAMPLES = [
     ("length", "x" * 801, {}, 0.0),
     ("repetition", "a b c a b c", {}, 3 / 4 - 1),
     ("repetition", "铃谷铃谷铃谷", {}, 2 / 4 - 1),
-    (
-        "contains_answer",
-        "<think>28</think>It is 28.0 degrees and Sunny",
-        {"answer": ["28", "sunny", "rain", "2"]},
-        0.5,
-    ),
-    ("contains_answer", "The result is 9,472.", {"answer": "9472"}, 1.0),
+    ("contains_answer", "It is 28.0 degrees and Sunny", {"answer": ["28", "sunny", "rain", "2"]}, 0.5),
 ]
 
 
@@ -50,10 +42,8 @@ TWO = {"tools": [{"type": "function", "function": {"name": "add", "parameters": 
         ([ADD, "2"], ["2"], (1, 0, 0)),
         (["2"], ["2"], (0, 0, 0)),
         ([ADD, ADD, "2"], ["2"], (-1, 0, 0)),
-        ([ADD, "2"], ["2", "3"], (-1, 0, 0)),
         ([spelled("add"), "2"], ["2"], (-2, 0, 0)),
         ([spelled("subtract", a=1), ADD], ["2"], (-1, 0, -1)),
-        (["<tool_call>{</tool_call>", ADD, "2"], ["2"], (-1, 0, 0)),
         ([f"{ADD}<tool_call>", "2"], ["2"], (1, -1, 0)),
         ([ADD, ADD, "2"], None, (1, 0, 0)),
     ],
@@ -120,25 +110,19 @@ def test_a_reward_in_a_file(modules):
 @pytest.mark.parametrize(
     ("spec", "line"),
     [
-        ("", "--reward is empty"),
         ("no_module:f", r"--reward no_module:f cannot be imported \(No module named 'no_module'\)"),
-        ("math:no_function", "--reward math:no_function: .* has no 'no_function'"),
         ("math:pi", "--reward math:pi is not a function"),
         ("exact_answer=nan", "the weight 'nan' must be a finite number"),
         ("no.py:f", "no such file"),
-        ("{}/polite.py:rudeness", "polite.py has no 'rudeness'"),
         ("{}/wrong.py:politeness", "wrong.py:1: invalid syntax"),
         ("ra:score=10,rb:score", "score is named twice, or the name of another figure"),
-        ("ra:score,ra:std", "std is named twice, or the name of another figure"),
         ("ra:model", "model is named twice, or the name of another figure"),
     ],
 )
 def test_a_mistake_is_one_line(modules, spec, line):
     """A name must not be that of a figure of all rewards either, or of the reward model."""
-    names = ("score", "std", "model")
-    several = "".join(POLITE.replace("politeness", name) for name in names)
-    sources = {"polite": POLITE, "wrong": "def politeness(:"}
-    folder = modules(**sources, ra=several, rb=several)
+    several = "".join(POLITE.replace("politeness", name) for name in ("score", "model"))
+    folder = modules(wrong="def politeness(:", ra=several, rb=several)
     with pytest.raises(UserError, match=line):
         load_rewards(spec.format(folder), (lambda *_: 7.0) if "ra:" in spec else None)
 
@@ -157,20 +141,11 @@ def divide(prompt, completion, record):
     return 1 / 0
 
 
-def hang(prompt, completion, record):
-    while True:
-        time.sleep(0.01)
-
-
 def hang_and_catch(prompt, completion, record):
     try:
-        hang(prompt, completion, record)
+        time.sleep(60)
     except Exception:
         return 0.5
-
-
-def leave(prompt, completion, record):
-    sys.exit(0)
 
 
 @pytest.mark.parametrize(
@@ -179,20 +154,12 @@ def leave(prompt, completion, record):
         (divide, "rl.jsonl:7: reward mine failed .ZeroDivisionError: division by zero."),
         (SHIPPED["exact_answer"], "rl.jsonl:7: reward mine failed .ValueError: .*no reference answer"),
         (hang_and_catch, "rl.jsonl:7: reward mine took longer than --reward_timeout 0.05 s"),
-        (leave, "rl.jsonl:7: reward mine failed .SystemExit: 0."),
         (lambda *_: float("nan"), "rl.jsonl:7: reward mine is nan .*, not a finite number"),
-        (lambda *_: "high", "rl.jsonl:7: reward mine failed .ValueError"),
     ],
 )
 def test_a_reward_that_fails_names_the_record(function, line):
     with pytest.raises(UserError, match=line):
         compute([Reward("mine", function, 1.0)], [], "text", {}, "rl.jsonl:7", 0.05)
-
-
-def test_a_reward_with_a_weight_that_makes_it_too_large():
-    line = r"reward mine is -2 \(its weight: 1e\+15\), not a finite number of at most"
-    with pytest.raises(UserError, match=line):
-        compute([Reward("mine", lambda *_: -2, 1e15)], [], "text", {}, "rl.jsonl:7", 1)
 
 
 def test_a_reward_changes_nothing_for_the_next_one():

@@ -1,5 +1,6 @@
 """Trajectories with tools: what an agent's turns and the replies between them become, and what ends them."""
 
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -85,11 +86,6 @@ def test_the_tokens_are_those_of_the_conversation_and_only_the_turns_are_targets
     assert (first, second) == tuple(Sampling(1.0, seed=seed_of(1, 5, 0, 0, turn)) for turn in (0, 1))
 
 
-def test_the_noise_of_a_turn_depends_on_all_that_tells_it_from_others():
-    key = {"seed": 1, "update": 2, "sample_id": 3, "number": 4, "turn": 5}
-    assert len({seed_of(**key | {name: 9}) for name in key} | {seed_of(**key)}) == 6
-
-
 def test_a_turn_without_calls_ends_the_trajectory(tokenizer, prompts, written):
     asked = written("Hi", "Ho", CALL, "42")
     found = agent(tokenizer, prompts, group=2).write(Head, [prompts[1]], 0)
@@ -136,11 +132,6 @@ def replying(reply) -> type[Silent]:
     return type("Replying", (Silent,), {"reply": lambda self, calls: reply()})
 
 
-def hang():
-    while True:
-        tool_message("")
-
-
 def without_record(self, record):
     self.limit = record["limit"]
 
@@ -149,17 +140,9 @@ def without_record(self, record):
     ("environment", "why"),
     [
         (Silent, r"failed \(ValueError: no battery\)"),
-        (replying(hang), "took longer than --reward_timeout 0.2 s"),
+        (replying(lambda: time.sleep(60)), "took longer than --reward_timeout 0.2 s"),
         (type("Unborn", (Silent,), {"__init__": without_record}), r"failed \(KeyError: 'limit'\)"),
-        (
-            replying(lambda: [{"role": "tool", "content": 42}]),
-            r"failed \(ValueError: 'content' of message 1 .*\)",
-        ),
         (replying(lambda: [{"role": "abacus"}]), r"failed \(ValueError: message 1 of .* has the role .*\)"),
-        (
-            replying(lambda: [{"role": "assistant", "content": ""}]),
-            r"failed \(ValueError: .* role assistant.*\)",
-        ),
         (replying(lambda: [tool_message("\ud83d")]), r"failed \(ValueError: half a character .*\)"),
     ],
 )
@@ -201,11 +184,9 @@ def test_text_of_special_tokens_stays_text(tokenizer, tmp_path, written):
 @pytest.mark.parametrize(
     ("text", "names"),
     [
-        (CALL, ["calculate"]),
         (CALL * 2 + "and text", ["calculate", "calculate"]),
         ("<tool_call>\n{not json}\n</tool_call>", []),
         ('<tool_call>{"name": "f", "arguments": "x"}</tool_call>', []),
-        ('<tool_call>{"name": "f"}</tool_call>', ["f"]),
         ('<tool_call>{"name": "f", "arguments": {"x": "\\ud83d"}}</tool_call>', []),
     ],
 )

@@ -124,6 +124,7 @@ def test_another_run_is_refused_field_by_field(corpus, finished, tmp_path):
         "optimizer": "muon",
         "data_path": corpus["pretrain_eval"],
         "monitor": "eval_bpb",
+        "eval_data_path": corpus["pretrain"],
     }
     lines = []
     for other in others:
@@ -132,7 +133,9 @@ def test_another_run_is_refused_field_by_field(corpus, finished, tmp_path):
     assert "tokenizer: " in lines[0] and "data: " not in lines[0]
     assert lines[1].startswith("error: --from_resume 1: the checkpoint belongs to another run: ")
     for field in (*others[1], "samples", "global_batch"):
-        name = {"data_path": "data", "batch_size": "global_batch"}.get(field, field)
+        name = {"data_path": "data", "eval_data_path": "held_out_data", "batch_size": "global_batch"}.get(
+            field, field
+        )
         assert f"{name}: " in lines[1], name
 
 
@@ -206,22 +209,6 @@ def test_replicas_that_part_end_the_run_at_the_next_checkpoint(corpus, tmp_path)
     assert not list(tmp_path.rglob("*.pth"))
 
 
-def test_a_mean_over_the_updates_since_a_record_goes_on(corpus, tmp_path):
-    """The run is stopped between two records."""
-    settings = {
-        "epochs": 1,
-        "num_hidden_layers": 1,
-        "log_interval": 4,
-        "save_interval": 100,
-        "eval_interval": 0,
-    }
-    run("pretrain", flags(corpus, tmp_path / "whole", "pretrain", **settings))
-    argv = flags(corpus, tmp_path / "stopped", "pretrain", **settings, from_resume=1)
-    run("pretrain", argv, Faults(signals={2: signal.SIGTERM}), status=143)
-    run("pretrain", argv)
-    assert_same_run(tmp_path / "whole", tmp_path / "stopped")
-
-
 def test_three_ranks_resume_bit_for_bit(corpus, tmp_path):
     """Two ranks would hide another order of summation: a + b is b + a. Unequal layers make DDP change its
     buckets."""
@@ -286,18 +273,12 @@ def test_only_the_model_in_a_folder_is_what_a_run_starts_from(tmp_path):
     for name in ("config.json", *shards.values()):
         (folder / name).write_text(name)
 
-    def digest() -> str:
-        return weights_hash(folder)
-
-    before = digest()
+    before = weights_hash(folder)
     for name in ("out/w_512.pth", "w_512_metrics.jsonl", "adapter_model.safetensors", "README.md"):
         (folder / name).write_text(name)
-    assert digest() == before
-    for name in ("model-1.safetensors", "config.json"):
-        (folder / name).write_text("other")
-        assert digest() != before
-        (folder / name).write_text(name)
-    assert digest() == before
+    assert weights_hash(folder) == before
+    (folder / "model-1.safetensors").write_text("other")
+    assert weights_hash(folder) != before
 
 
 def test_other_threads_or_another_cpu_are_a_warning(monkeypatch, capsys):
@@ -310,13 +291,6 @@ def test_other_threads_or_another_cpu_are_a_warning(monkeypatch, capsys):
     assert all(text in line for text in ("-> 99", "-> Z80", "-> bfloat16", "up to rounding only"))
     warn_of_changes(before, before)
     assert not capsys.readouterr().err
-
-
-def test_other_held_out_data_are_another_run(corpus, finished):
-    resumed = flags(
-        corpus, finished, "pretrain", **SMALL | {"eval_data_path": corpus["pretrain"]}, from_resume=1
-    )
-    assert "held_out_data: " in run("pretrain", resumed, status=2).error_lines[-1]
 
 
 def test_a_path_that_is_not_utf8_is_refused_at_the_start(corpus, tmp_path):
@@ -333,7 +307,7 @@ class After(Before):
     added: float = 0.5
 
 
-def test_a_flag_or_a_field_that_is_added_does_not_end_a_run():
+def test_a_flag_that_is_added_does_not_end_a_run():
     """With its default the run goes on; with another value it is another run."""
 
     def fingerprint(args):
@@ -342,12 +316,8 @@ def test_a_flag_or_a_field_that_is_added_does_not_end_a_run():
     start = {"from_weight": "none", "from_resume": True}
     config = model_config(load_tokenizer(ROOT / "model"), Before(**start))
     saved = fingerprint(Before(**start))
-    del saved["norm_topk_prob"]
     checkpoint = {"world_size": 1, "run": saved, "run_id": "a", "update": 1}
-    current = fingerprint(After(**start))
-    check_resume(After(**start), current, checkpoint)
-    with pytest.raises(UserError, match=r"another run: norm_topk_prob: True -> False"):
-        check_resume(After(**start), current | {"norm_topk_prob": False}, checkpoint)
+    check_resume(After(**start), fingerprint(After(**start)), checkpoint)
     for other, told in (({"added": 0.7}, "added: 0.5 -> 0.7"), ({"mine": 2}, "mine: 1 -> 2")):
         args = After(**start, **other)
         with pytest.raises(UserError, match=re.escape(f"another run: {told}")):
@@ -371,7 +341,7 @@ def test_a_second_run_of_the_same_name_is_refused(corpus, tmp_path):
 
 KILLED = {
     "dense": ("sft", "full_sft", "", {"packing": 1, "batch_size": 2, "epochs": 2, "save_interval": 7}),
-    "moe": ("pretrain", "pretrain", "_moe", {"use_moe": 1, "optimizer": "muon", "epochs": 9}),
+    "moe": ("pretrain", "pretrain", "_moe", {"use_moe": 1, "optimizer": "muon", "epochs": 2}),
 }
 KILLED["moe"][3].update(learning_rate=1e-3, batch_size=2)
 

@@ -24,7 +24,6 @@ SHAPES = {
     "w_48": TINY | {"hidden_size": 48, "intermediate_size": 80},
     "w_32_moe": MOE,
     "w_32_moe_8x2": MOE | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
-    "w_32_moe_4x4": MOE | {"num_experts_per_tok": 4},
 }
 
 
@@ -76,12 +75,7 @@ def test_a_state_dict_and_its_name_tell_the_whole_shape(name):
     assert resume_path("c", "w", config) == Path(f"c/{name}_resume.pth")
 
 
-def test_other_names_tell_nothing():
-    for name in ("w.pth", "w_moe.pth", "w_32_8x2.pth", "w_32_resume.pth", "w_32.pt"):
-        assert shape_in_name(Path(name)) is None
-
-
-@pytest.mark.parametrize("name", ["w_32", "w_32_moe", "w_32_moe_8x2", "w_32_moe_4x4"])
+@pytest.mark.parametrize("name", ["w_32", "w_32_moe_8x2"])
 def test_the_only_weights_need_no_flags(save, name, capsys):
     model = load(save(name))
     config = MiniMindConfig(**SHAPES[name])
@@ -100,26 +94,18 @@ def test_of_several_weights_a_flag_chooses(save):
     folder = save("w_32", "w_64", "w_32_moe", "w_32_moe_8x2")
     save("w_32", name="w_best_32.pth"), save("w_32", name="w_32_resume.pth")
     there = "w_32.pth, w_32_moe.pth, w_32_moe_8x2.pth, w_64.pth"
-    line = f"{folder} holds several weights w: {there}; choose one with --hidden_size or --use_moe"
-    assert refused(find_weights, folder, "w") == line
+    assert f"holds several weights w: {there}; choose one with" in refused(find_weights, folder, "w")
     assert find_weights(folder, "w", hidden_size=64).name == "w_64.pth"
     assert find_weights(folder, "w", hidden_size=32, use_moe=False).name == "w_32.pth"
-    line = refused(find_weights, folder, "w", use_moe=True)
-    assert line.endswith("choose one with --num_experts or --num_experts_per_tok")
-    assert find_weights(folder, "w", num_experts=4).name == "w_32_moe.pth"
     assert find_weights(folder, "w", num_experts_per_tok=2).name == "w_32_moe_8x2.pth"
     assert find_weights(folder, "w_best").name == "w_best_32.pth"
 
 
 def test_flags_that_contradict_the_weights_are_refused(save):
     folder = save("w_32")
-    there = f"{folder} holds no such weights, only w_32.pth; leave out what is wrong"
-    for name, value in {"hidden_size": 64, "use_moe": 1, "num_experts": 4, "num_experts_per_tok": 1}.items():
-        assert refused(load, folder, **{name: value}) == f"--{name} {value}: {there}"
+    assert "holds no such weights, only w_32.pth" in refused(load, folder, hidden_size=64)
     line = refused(load, folder, num_hidden_layers=2)
-    assert (
-        line.startswith("--num_hidden_layers 2 contradicts the weights") and "--num_hidden_layers 1;" in line
-    )
+    assert "--num_hidden_layers 2 contradicts the weights" in line and "--num_hidden_layers 1;" in line
     assert "nothing_*.pth do not exist (found there: w_32.pth)" in refused(find_weights, folder, "nothing")
     assert "holds no weights" in refused(find_weights, folder / "none", "w")
 
@@ -131,26 +117,15 @@ def test_what_cannot_be_known_is_asked_for(save):
     line = refused(load, folder)
     assert "w_32_moe.pth have 8 experts per layer, and nothing tells how many" in line
     assert "give --num_experts_per_tok" in line
-    for asked in ({"num_experts_per_tok": 2}, {"num_experts": 8, "num_experts_per_tok": 3}):
-        config = load(folder, **asked).config
-        assert config.num_experts_per_tok == asked["num_experts_per_tok"]
+    assert load(folder, num_experts_per_tok=2).config.num_experts_per_tok == 2
     line = refused(load, folder, num_experts_per_tok=9)
     assert "num_experts_per_tok 9 must be num_experts 8 or less" in line
-    line = refused(load, folder, num_experts=4, num_experts_per_tok=2)
-    assert line.startswith("--num_experts 4 contradicts the weights") and "--num_experts 8;" in line
-
-
-def test_names_that_are_wrong_are_refused(save):
-    line = refused(load, save("w_32_moe", name="w_32_moe_8x2.pth"))
-    assert "have 4 experts per layer, but their name says others" in line
 
 
 def test_what_is_no_model_or_of_another_vocabulary_is_refused(save, tmp_path):
     assert "has 6400 tokens, the model's vocabulary 70" in refused(load, save("w_48"))
-    for content in ({"model": {}, "epoch": 1}, {"a": torch.ones(2)}, {}):
-        torch.save(content, tmp_path / "other_32.pth")
-        line = refused(load, tmp_path, "other")
-        assert line.startswith(f"weights {tmp_path}/other_32.pth: ")
+    torch.save({"a": torch.ones(2)}, tmp_path / "other_32.pth")
+    assert refused(load, tmp_path, "other").startswith(f"weights {tmp_path}/other_32.pth: ")
 
 
 # --- --model PATH

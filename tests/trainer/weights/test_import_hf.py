@@ -2,7 +2,6 @@
 line."""
 
 import json
-import pickle
 from pathlib import Path
 
 import pytest
@@ -68,7 +67,6 @@ def test_a_folder_of_several_files(tmp_path):
     assert (load_path(tmp_path)[0](IDS).logits - stock(IDS).logits).abs().max() < 1e-5
 
 
-TYPES = "it must be one of qwen3, qwen3_moe, minimind"
 TWO_KINDS = {"layer_types": ["full_attention", "sliding_attention"]}
 DYNAMIC = {"rope_parameters": YARN | {"rope_type": "dynamic"}}
 
@@ -76,12 +74,10 @@ DYNAMIC = {"rope_parameters": YARN | {"rope_type": "dynamic"}}
 @pytest.mark.parametrize(
     ("changed", "line"),
     [
-        ({"model_type": "llama"}, f"model_type llama is not supported; {TYPES}"),
-        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; it must be 'silu'"),
+        ({"model_type": "llama"}, "model_type llama is not supported"),
         (TWO_KINDS, "layers of sliding_attention are not supported"),
         (DYNAMIC, "rope_scaling of type dynamic is not supported"),
         ({"hidden_size": 64}, "lm_head.weight is (6400, 32), the model wants (6400, 64)"),
-        ({"num_hidden_layers": 3}, "(3) must be equal to the number of `layer_types` (2)"),
     ],
 )
 def test_what_the_model_cannot_represent_is_named(folder, changed, line):
@@ -100,8 +96,6 @@ def test_damaged_folders(folder):
     assert "model.layers.1.mlp.up_proj.weight is missing" in refused(folder)
     save_file(tensors | {"model.layers.0.self_attn.q_proj.bias": torch.ones(64)}, weights)
     assert "q_proj.bias is (64,), the model wants none" in refused(folder)
-    save_file({name: value for name, value in tensors.items() if "q_norm" not in name}, weights)
-    assert "q_norm.weight" in refused(folder)
     weights.unlink()
     assert "it holds no weights (model.safetensors)" in refused(folder)
     config.write_text("{")
@@ -123,11 +117,9 @@ class Harm:
         return Path.touch, (self.path,)
 
 
-@pytest.mark.parametrize("protocol", ["torch", "pickle"])
-def test_code_in_a_file_is_not_executed(folder, tmp_path, protocol):
+def test_code_in_a_file_is_not_executed(folder, tmp_path):
     harm = {"model.embed_tokens.weight": Harm(tmp_path / "ran")}
     (folder / "model.safetensors").unlink()
-    path = folder / "pytorch_model.bin"
-    torch.save(harm, path) if protocol == "torch" else path.write_bytes(pickle.dumps(harm))
+    torch.save(harm, folder / "pytorch_model.bin")
     assert "not readable" in refused(folder)
     assert not (tmp_path / "ran").exists()
