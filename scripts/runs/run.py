@@ -33,6 +33,7 @@ class Run:
     far as there are any. warnings: (update, text).
     samples: prompt -> (update, answer), the first and the last ones; an answer that did not change is not
     repeated.
+    skipped: updates that were. diverged: whether the last loss is no finite number.
     rollout: the same of the last rollout. settings, about: what the file beside holds.
     """
 
@@ -44,6 +45,7 @@ class Run:
         self.warnings: list[tuple[int, str]] = []
         self.samples: dict[str, list[tuple[int, str]]] = {}
         self.rollout: dict[str, list[tuple[int, str]]] = {}
+        self.skipped, self.diverged = 0, False
         self.settings: dict[str, str] = {}
         self.about: dict[str, Any] = {}
 
@@ -59,6 +61,9 @@ class Run:
                 self.figures[name] = numbers[field]
         if numbers.get("eval_loss", math.inf) < self.figures.get("best_eval_loss", math.inf):
             self.figures |= {"best_eval_loss": numbers["eval_loss"], "best_update": record["update"]}
+        self.diverged = "loss" in record and "loss" not in numbers
+        if isinstance(record.get("skipped"), list):
+            self.skipped += len(record["skipped"])
         if isinstance(record.get("warnings"), list):
             self.warnings += [(record["update"], text_of(warning)) for warning in record["warnings"]]
             del self.warnings[WARNINGS:]

@@ -76,6 +76,7 @@ def runs_router(folder: Path) -> APIRouter:
         columns = {field: values for field, values in run.columns(points).items() if field not in LEFT_OUT}
         answer = {"name": name, "columns": columns, "figures": run.figures, "settings": settings}
         samples = [*run.samples.items(), *run.rollout.items()]
+        answer |= {"skipped": run.skipped, "diverged": run.diverged}
         return JSONResponse(answer | {"warnings": run.warnings, "samples": samples})
 
     return router

@@ -2,6 +2,8 @@
 
 import signal
 
+import pytest
+
 from tests.stage_process import Faults, run
 from tests.trainer.rollout_runs import rollout_flags, write_prompts
 from tests.trainer.stage_flags import assert_same_run, flags

@@ -11,7 +11,7 @@ const FIRST = 3; // runs shown at the first visit
 const HEIGHT = 220;
 const AXES = ["update", "tokens", "seconds"];
 const MAIN = ["loss", "eval_loss", "reward", "eval_reward", "kl", "learning_rate", "grad_norm", "tokens_per_second"];
-const NO_PLOT = /^(update|tokens|seconds|seconds_left|mean_loss|skipped|not_finite)$|_(low|high)$/;
+const NO_PLOT = /^(update|tokens|seconds|seconds_left|mean_loss)$/;
 const RUNNING = 90; // seconds since its last record, in which a run counts as running
 const RESULTS = ["loss", "eval_loss", "best_eval_loss", "best_update", "reward", "eval_reward"]; // of the table of runs
 // they can be told apart on a light and on a dark ground
@@ -108,9 +108,8 @@ function stateLine(run) {
 }
 
 function troubleLine(run) {
-  const { not_finite: notFinite, skipped = [] } = known.get(run.name)?.columns ?? {};
-  const count = skipped.reduce((sum, value) => sum + (value ?? 0), 0);
-  const facts = [notFinite?.at(-1) && t("diverged"), count && t("skipped", { n: count })].filter(Boolean);
+  const { diverged, skipped: count } = known.get(run.name) ?? {};
+  const facts = [diverged && t("diverged"), count && t("skipped", { n: count })].filter(Boolean);
   return facts.length ? h("small", { class: "trouble" }, facts.join(" · ")) : null;
 }
 
