@@ -250,7 +250,7 @@ def test_a_start_from_its_own_weights_is_refused_before_the_model_is_built(corpu
     assert "another --save_weight" in refused.error_lines[-1] and "model: " not in refused.out
 
 
-def test_start_weights_may_lie_elsewhere_or_be_gone_but_not_be_others(corpus, finished, tmp_path):
+def test_start_weights_may_lie_elsewhere_but_not_be_others(corpus, finished, tmp_path):
     start = shutil.copy(finished / "out/pretrain_32.pth", tmp_path / "start.pth")
     argv = flags(corpus, tmp_path, "sft", **SMALL, from_resume=1)
     run("sft", [*argv, "--from_weight", start], Faults(signals={3: signal.SIGTERM}), status=143)
@@ -262,6 +262,15 @@ def test_start_weights_may_lie_elsewhere_or_be_gone_but_not_be_others(corpus, fi
         file.write(b" ")
     refused = run("sft", [*argv, "--from_weight", other], status=2)
     assert "from_weight_sha256: " in refused.error_lines[-1]
+
+
+def test_start_weights_that_are_gone_are_not_missed(corpus, finished, tmp_path):
+    (tmp_path / "out").mkdir()
+    start = shutil.copy(finished / "out/pretrain_32.pth", tmp_path / "out/start_32.pth")
+    argv = flags(corpus, tmp_path, "sft", **SMALL, from_weight="start", from_resume=1)
+    run("sft", argv, Faults(signals={3: signal.SIGTERM}), status=143)
+    os.remove(start)
+    assert "resuming full_sft" in run("sft", argv).out
 
 
 def test_only_the_model_in_a_folder_is_what_a_run_starts_from(tmp_path):
