@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from common.errors import UserError
@@ -167,6 +167,8 @@ def stops_after(evals, mode, patience, min_delta):
     st.sampled_from([0.0, 0.5, 1.25]),
     st.integers(0, 9),
 )
+@example([1.0, 1.0, 1.0], "min", 2, 0.0, 0)
+@example([1.0, 1.5, 2.0], "max", 1, 0.5, 0)
 def test_it_stops_where_it_should_also_when_resumed(evals, mode, patience, min_delta, resume_at):
     expected = stops_after(evals, mode, patience, min_delta)
     stopping, reasons = EarlyStopping("eval_loss", mode, patience, min_delta), []
