@@ -7,8 +7,10 @@ import pytest
 
 from common.errors import UserError
 from common.settings import StageArgs
+from tests.stage_process import Faults, run
+from tests.trainer.stage_flags import flags
 from trainer import train_distillation
-from trainer.run.saving import check_starts, set_earlier_run_aside
+from trainer.run.saving import check_starts, delete_old_states, set_earlier_run_aside
 
 STATES = ("resume.pth", "resume_previous.pth", "update_00000002.pth", "best_resume.pth")
 OUT = ("w_512_metrics.jsonl", "w_512_run.json", "w_512.pth", "w_512.json", "w_best_512.pth")
@@ -87,3 +89,19 @@ def test_a_start_from_a_file_of_its_own_name_is_refused(tmp_path, monkeypatch, f
         setattr(args, flag, path)
         if path.startswith("out") or flag != "from_teacher_weight":
             check_starts(args)
+
+
+def test_numbered_states_go_but_for_the_last_and_the_best(tmp_path):
+    """Later ones are of a run that went further before it was killed."""
+    for update in (2, 4, 6, 8, 10):
+        (tmp_path / f"a_64_update_{update:08d}.pth").touch()
+    delete_old_states(tmp_path, "a_64", 2, {"update": 8, "best_update": 2})
+    assert sorted(int(path.stem[-2:]) for path in tmp_path.iterdir()) == [2, 6, 8, 10]
+
+
+def test_a_state_that_cannot_be_read_again_ends_the_run_at_its_first_save(corpus, tmp_path):
+    odd = "import fractions, trainer.run.saving as s\n"
+    odd += "s.asdict = lambda progress, real=s.asdict: real(progress) | {'odd': fractions.Fraction(1, 2)}"
+    argv = flags(corpus, tmp_path, "pretrain", epochs=1, num_hidden_layers=1)
+    (line,) = run("pretrain", argv, Faults(script=odd), status=2).error_lines
+    assert "pretrain_32_resume.pth, just written, cannot be read again" in line
