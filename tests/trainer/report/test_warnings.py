@@ -55,6 +55,8 @@ FALLING = [8.0 - 0.4 * i for i in range(12)]
         (FALLING, False),
         ([*FALLING, 3.4, 3.7, 3.3, 3.6, 3.5], False),
         ([*FALLING, 6.0, 6.1, 6.2, 6.3, 6.4], True),
+        ([*FALLING, 5.7, 5.72, 5.74, 5.72, 5.7], True),  # by 30 %
+        ([*FALLING, 8.0, 3.6, 7.6, 3.4, 7.4], False),  # by less than they differ
         ([8.0, 9.25, 9.3, 9.4, 9.5, 9.6], True),
         ([8.0, None, 6.0, 9.3], False),
     ],
@@ -100,6 +102,18 @@ def test_a_diverged_run_does_not_learn_by_heart():
     losses = [*FALLING, 6.0, 6.1, 6.2, 6.3, 6.4]
     said = verdict(records(losses, {12: 4.0, 17: 6.5}), FACTS)
     assert "diverged" in said and "overfitting" not in said and "the best, 4.000" in said
+
+
+def test_a_held_out_loss_that_rises_beside_a_training_loss_that_does_not_fall_is_not_overfitting():
+    said = verdict(records([4.0] * 12, {8: 4.0, 12: 4.5}), FACTS)
+    assert "the best, 4.000, was at update 80" in said and "overfitting" not in said
+
+
+def test_the_best_of_a_metric_that_should_be_high():
+    found = records([0.1] * 12, reward=0.25)
+    found[3]["eval_reward"], found[11]["eval_reward"] = 0.9, 0.5
+    said = verdict(found, FACTS | {"monitor": "eval_reward", "mode": "max"})
+    assert "eval_reward 0.500, the best, 0.900, was at update 40" in said
 
 
 def test_the_verdict_of_rewards_of_answers_and_of_nothing():
