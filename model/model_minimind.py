@@ -128,7 +128,7 @@ def product_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
-# a graph of its own for multiples, and one for other numbers of rows, is what the compiler would make of it
+# compiled, it would make two graphs: for numbers of rows that are multiples already, and for others
 pad_outside_of_graphs = torch.compiler.disable(cpu.pad_to_multiple)
 
 

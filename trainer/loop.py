@@ -24,7 +24,16 @@ from trainer.devices.process_group import gather, reduce_sum, this_rank, world_s
 from trainer.devices.wrapping import full_tensor, gradient_sync, is_sharded, unwrap
 from trainer.objectives.next_token import to_device
 from trainer.report.speed import Size
-from trainer.report.sums import COUNT, Figures, add_sums, checked_names, finite, quotient, update_figures
+from trainer.report.sums import (
+    COUNT,
+    Figures,
+    add_figures,
+    add_sums,
+    checked_names,
+    finite,
+    quotient,
+    update_figures,
+)
 from trainer.report.trackers import drawable
 from trainer.report.warnings import advice
 from trainer.run.callbacks import is_better, monitored
@@ -253,9 +262,7 @@ def count_figures(state: TrainState, window: list[Batch], figures: Figures, targ
     is_finite = {name: math.isfinite(figures[name][0]) for name in ("loss", "grad_norm")}
     if all(is_finite.values()):
         progress.bad_updates = 0
-        for name, (value, count) in figures.items():
-            total, total_count = progress.sums.get(name, (0.0, 0.0))
-            progress.sums[name] = total + value, total_count + count
+        add_figures(progress.sums, figures)
         return
     if targets == 0:
         return

@@ -32,7 +32,8 @@ class Models:
     def paths(self) -> dict[str, Path]:
         """Name -> file: the first model, then the weights of the folder, the newest first."""
         ages: dict[Path, float] = {}
-        for path in self.save_dir.glob("*.pth") if self.save_dir else ():
+        files = [] if self.save_dir is None else list(self.save_dir.glob("*.pth"))
+        for path in files:
             with suppress(OSError):  # removed this moment
                 if shape_in_name(path) and path.resolve() != self.path.resolve():
                     ages[path] = path.stat().st_mtime

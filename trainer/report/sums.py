@@ -60,6 +60,13 @@ def update_figures(total: dict[str, float], targets: float, tokens: float) -> Fi
     return figures
 
 
+def add_figures(sums: Figures, figures: Figures) -> None:
+    """Add figures by name to the sums so far."""
+    for name, (value, count) in figures.items():
+        total, total_count = sums.get(name, (0.0, 0.0))
+        sums[name] = total + value, total_count + count
+
+
 def quotient(total: float, count: float) -> float | None:
     """A sum over its count; None if there is none, or for NaN and infinities, which JSON cannot hold."""
     return finite(total / count) if count else None

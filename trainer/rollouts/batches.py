@@ -21,7 +21,7 @@ from trainer.devices.wrapping import decoding_model, unwrap
 from trainer.objectives.next_token import Batch, Objective, flat_size, target_log_probs, to_device
 from trainer.objectives.policy import TOKEN_LEVEL, group_advantages
 from trainer.report.speed import Size
-from trainer.report.sums import Figures, quotient
+from trainer.report.sums import Figures, add_figures, quotient
 from trainer.rollouts.rewards import Reward, compute
 from trainer.rollouts.writer import Trajectory, TrajectoryWriter
 from trainer.run.callbacks import Callback
@@ -148,8 +148,7 @@ class Rollouts(Callback, Objective):
         own = [self.this_rollout.get(name, (0.0, 0.0)) for name in self.figure_names]
         pairs = reduce_sum(torch.tensor(own, dtype=torch.float64)).tolist()
         for name, (total, count) in zip(self.figure_names, pairs, strict=True):
-            before, count_before = self.since_last_record.get(name, (0.0, 0.0))
-            self.since_last_record[name] = before + total, count_before + count
+            add_figures(self.since_last_record, {name: (total, count)})
         self.this_rollout = {}
 
     def on_log(self, state: Any, record: dict[str, Any]) -> None:
@@ -206,10 +205,11 @@ class Rollouts(Callback, Objective):
         scored_at = time.perf_counter()
         values = torch.tensor([score["reward"] for score in scores], dtype=torch.float64)
         rewards = values.view(-1, self.writer.group)
-        seconds = written_at - start
-        self._count(written, scores, rewards, seconds)
+        self._count(written, scores, rewards)
+        seconds, (sampled, _) = written_at - start, self.this_rollout["completion_length"]
         self.this_rollout["rollout_seconds"] = seconds, 1.0
         self.this_rollout["reward_seconds"] = scored_at - written_at, 1.0
+        self.this_rollout["rollout_tokens_per_second"] = sampled * world_size(), seconds
         rollouts, rest = [], written
         for part in rewards.split([len(batch["prompts"]) for batch in window]):
             rollouts.append((rest[: part.numel()], part))
@@ -249,11 +249,8 @@ class Rollouts(Callback, Objective):
         scores["reward"] = sum(reward.weight * parts[reward.name] for reward in self.rewards)
         return scores
 
-    def _count(
-        self, written: list[Trajectory], scores: list[dict[str, float]], rewards: Tensor, seconds: float
-    ) -> None:
-        """Set the figures of this rollout, which took so many seconds to write, and the samples for the
-        log."""
+    def _count(self, written: list[Trajectory], scores: list[dict[str, float]], rewards: Tensor) -> None:
+        """Set the figures of this rollout, but for its times, and the samples for the log."""
         values = rewards.flatten().tolist()
         number = len(written)
         sampled = sum(trajectory.sampled for trajectory in written)
@@ -267,7 +264,6 @@ class Rollouts(Callback, Objective):
         figures["entropy"] = -sum(trajectory.log_prob for trajectory in written), sampled
         alike = (rewards == rewards[:, :1]).all(dim=1).sum()
         figures["frac_reward_zero_std"] = int(alike), len(rewards)
-        figures["rollout_tokens_per_second"] = sampled * world_size(), seconds
         self.this_rollout = figures
         self.samples = []
         for trajectory, value in zip(written[:2], values[:2], strict=True):

@@ -67,7 +67,7 @@ def checked_type(owner: Any, method: str, value: Any, kind: type, wanted: str) -
     )
 
 
-def checked_names(owner: Any, name: str) -> tuple[str, ...]:
+def names_of(owner: Any, name: str) -> tuple[str, ...]:
     """A task's attribute that holds names: a tuple, a list or a single one. Raises UserError for anything
     else."""
     value = getattr(owner, name)

@@ -9,9 +9,9 @@ from llm.training.core.checks import (
     check_no_gradients,
     checked_batch,
     checked_loss,
-    checked_names,
     checked_sums,
     checked_type,
+    names_of,
 )
 from trainer.objectives.next_token import Batch, Metrics, Objective, defining_file
 from trainer.report.speed import Size
@@ -22,7 +22,7 @@ class TaskObjective(Objective):
 
     def __init__(self, task: Any):
         self.task = task
-        self.shown, self.needs_reference = checked_names(task, "shown"), task.needs_reference
+        self.shown, self.needs_reference = names_of(task, "shown"), task.needs_reference
         self.is_checked = False
 
     @property
