@@ -35,7 +35,7 @@ def parse_args(args_class: type[A], description: str | None, argv: Sequence[str]
     config, print_config = flags.pop("config", None), flags.pop("print_config", False)
     given = checked(args_class, flag_values(flags))
     if config is not None:
-        given = checked(args_class, yaml_values(config, read_yaml(config))) | given
+        given = checked(args_class, yaml_values(args_class, config)) | given
     args = args_class().model_copy(update=given)
     if print_config:
         print_and_exit(as_yaml(args_class, dict(args)))
@@ -160,12 +160,18 @@ def read_yaml(path: str) -> dict[str, dict[str, Any]]:
     return sections
 
 
-def yaml_values(path: str, sections: Mapping[str, Mapping[str, Any]]) -> list[Given]:
-    """The sections of a file as values of settings."""
-    values = []
-    for section, settings in sections.items():
+def yaml_values(args_class: type[StageArgs], path: str) -> list[Given]:
+    """The values of a YAML file. Raises UserError if a setting stands in another section than its own."""
+    section_of = {name: section for section, names in sections(args_class).items() for name in names}
+    values, wrong = [], []
+    for section, settings in read_yaml(path).items():
         for name, value in settings.items():
+            right = section_of.get(args_class.aliases.get(name, name), section)
+            if right != section:
+                wrong.append(f"{path}: {section}.{name} belongs in the section {right}")
             values.append((str(name), f"{path}: {section}.{name}", value))
+    if wrong:
+        raise UserError("; ".join(wrong))
     return values
 
 

@@ -173,7 +173,7 @@ def train_update(state: TrainState, window: list[Batch], targets: float, tokens:
         scaler.scale(mean * world_size()).backward()
         add_sums(sums, {"logits_loss": loss, "aux_loss": aux_loss, **metrics}, state.device)
     if state.metric_names is None:
-        state.metric_names = checked_names(list(sums), type(state.objective).__name__)
+        state.metric_names = checked_names(list(sums), metrics)
     scaler.unscale_(optimizer)  # float16: clip the true gradient, not the scaled one
     grad_norm = full_tensor(clip_grad_norm_(unwrap(model).parameters(), args.grad_clip or math.inf))
     totals = reduce_sum(torch.stack(list(sums.values())))

@@ -182,7 +182,7 @@ YAML = {
     "training: {epochs: 1}\nmodel: {}\ntraining: {seed: 2}": "--config FILE cannot be read (training is given ",
     "training: {epochs: 1, seed: 2, epochs: 1}": "--config FILE cannot be read (epochs is given twice",
     "model: {top_k: 2, num_experts_per_tok: 1}": "FILE: model.top_k and FILE: model.num_experts_per_tok are one",
-    "training: {epochs: 1}\ndata: {epochs: 2}": "FILE: training.epochs and FILE: data.epochs are one setting",
+    "training: {epochs: 1}\ndata: {epochs: 2}": "FILE: data.epochs belongs in the section training",
     "training: {epochs: , batch_size: }": (
         "FILE: training.epochs must not be empty; FILE: training.batch_size must not be empty"
     ),

@@ -69,10 +69,11 @@ def test_what_a_loss_shows_is_a_mean_since_the_last_record():
     assert "twice: " in describe(record, "", ("twice",))[0]
     update(state, (5, 6))
     assert make_record(state, figures, iters=3)["of_three"] is None
-    state.objective.names = ("twice", "learning_rate")
-    state.metric_names = None
-    with pytest.raises(UserError, match="Shows gives a metric 'learning_rate', which is a field of each"):
-        update(state, (1,))
+    for name in ("learning_rate", "aux_loss"):
+        state.objective.names = ("twice", name)
+        state.metric_names = None
+        with pytest.raises(UserError, match=f"a metric of the loss is named '{name}', a field of each"):
+            update(state, (1,))
 
 
 def test_an_evaluation_divides_by_the_targets_or_by_the_count():

@@ -1,7 +1,7 @@
 """Sums by name: of losses and metrics over the micro-batches and ranks of an update, and over updates."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -34,13 +34,12 @@ def add_sums(sums: dict[str, Tensor], values: Mapping[str, Any], device: torch.d
             sums[key] = sums.get(key, 0.0) + added
 
 
-def checked_names(names: list[str], kind: str) -> list[str]:
-    """The names of the sums of an objective, a class of the name `kind`. A collective. Raises UserError if a
-    metric has the name of another field of a record, or the ranks do not all have the same metrics."""
-    if taken := RECORD_FIELDS.intersection(names) - {"logits_loss", "aux_loss"}:
+def checked_names(names: list[str], metrics: Iterable[str]) -> list[str]:
+    """The names of the sums of an update. A collective. Raises UserError if one of the objective's metrics
+    has the name of another field of a record, or the ranks do not all have the same sums."""
+    if taken := RECORD_FIELDS.intersection(metrics):
         raise UserError(
-            f"the loss of {kind} gives a metric {min(taken)!r}, which is a field of each record; give it "
-            "another name"
+            f"a metric of the loss is named {min(taken)!r}, a field of each record; give it another name"
         )
     if any(others != names for others in gather(names)):
         raise UserError("the loss must give the same metrics for each batch; (sum, 0) where there is nothing")

@@ -16,7 +16,6 @@ from common.arguments import (
     print_and_exit,
     read_flags,
     read_yaml,
-    sections,
     stage_parser,
     yaml_values,
 )
@@ -152,9 +151,7 @@ class Config:
                 variables.append((key.removeprefix(PREFIX).lower(), f"variable {key}", environ[key]))
         given: dict[str, Any] = {}
         if path is not None:
-            content = read_yaml(path)
-            check_sections(args_class, path, content)
-            given = checked(args_class, yaml_values(path, content))
+            given = checked(args_class, yaml_values(args_class, path))
         given |= checked(args_class, variables)
         given |= checked(args_class, flag_values(flags))
         if name and args_class.model_fields["save_weight"].default == EngineArgs().save_weight:
@@ -201,16 +198,3 @@ def settings_of_task(name: str, find_task: Callable[[str], Any] | None) -> type[
             "with find_task of llm/training/train.py"
         )
     return find_task(name).args_class
-
-
-def check_sections(args_class: type[EngineArgs], path: str, content: Mapping[str, Mapping[str, Any]]) -> None:
-    """Raise UserError if a setting of a YAML file stands in another section than its own."""
-    section_of = {name: section for section, names in sections(args_class).items() for name in names}
-    wrong = []
-    for section, values in content.items():
-        for spelt in values:
-            right = section_of.get(args_class.aliases.get(spelt, spelt), section)
-            if right != section:
-                wrong.append(f"{path}: {section}.{spelt} belongs in the section {right}")
-    if wrong:
-        raise UserError("; ".join(wrong))

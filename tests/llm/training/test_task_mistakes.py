@@ -133,7 +133,7 @@ AT_FIRST_UPDATE = [
         "task": train_step("loss.backward(); return loss")}),
     ("'error' of Mine.train_step is a Tensor of shape [3]", {
         "task": train_step("return loss, 0.0, {'error': torch.zeros(3)}")}),
-    ("Mine.train_step gives a metric 'tokens', which is a field", {"task": train_step("return loss, 0.0, {'tokens': 1.0}")}),
+    ("a metric of the loss is named 'tokens'", {"task": train_step("return loss, 0.0, {'tokens': 1.0}")}),
     ("the schedule gives nan at update 1", {"task": scheduler("lambda update: math.nan")}),
     ("Points: a batch is a list; let collate_fn return a dict", {
         "data": "collate_fn = staticmethod(lambda rows: default_collate([(r['x'], r['y']) for r in rows]))"}),
