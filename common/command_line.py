@@ -31,7 +31,7 @@ USE_INSTEAD = {
     "sglang_model_path": "leave it out, too",
     "sglang_shared_path": "leave it out, too",
     "load_from": "use --model PATH (a .pth or a Hugging Face folder), for a stage --from_weight PATH",
-    "lora_weight": "use --lora PATH, such as --lora out/lora_medical_768.pth",
+    "lora_weight": "use --lora PATH, such as --lora out/lora_medical_768",
     "historys": "leave it out: the chat keeps what fits into --max_seq_len, and /reset begins anew",
     "backend": NO_CLIENT,
     "api_base_url": NO_CLIENT,

@@ -22,7 +22,7 @@ weights=out/demo checkpoints=checkpoints/demo report=out/demo_report.json
 
 run=(--hidden_size 256 --num_hidden_layers 3 --max_seq_len 128 --accumulation_steps 1 --log_interval 100 --save_interval 500)
 run+=(--save_dir "$weights" --checkpoint_dir "$checkpoints" --from_resume "$([ -d "$checkpoints" ] && echo 1 || echo 0)")
-trap 'echo "The demo stopped. To start it over: bash scripts/quickstart.sh --fresh" >&2' ERR
+trap 'echo "The demo stopped. It goes on with: bash scripts/quickstart.sh (--fresh starts over)" >&2' ERR
 sft=(--data_path dataset/demo/sft.jsonl --eval_data_path dataset/demo/sft_eval.jsonl)
 sft+=(--epochs 3 --batch_size 8 --learning_rate 3e-4)
 
@@ -45,5 +45,5 @@ cat <<END
 Try next$([ -x .venv/bin/python ] && echo " (in this shell first: source .venv/bin/activate)"):
   python scripts/chat.py --save_dir $weights     chat with it
   python -m dataset.show_samples --kind sft --data_path dataset/demo/sft.jsonl --samples 1     see what SFT trains on
-  PRETRAIN_DATA=a.jsonl SFT_DATA=b.jsonl bash scripts/run_pretrain_sft.sh     your own data (docs/quickstart.md)
+  python scripts/plan.py --hours 0.2 --pretrain_data FILE     your own text: docs/quickstart.md#my-own-text
 END

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable
 from copy import deepcopy
 from decimal import Decimal
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from model.answers import CALL, END_CALL, parse_call
 LARGEST = 1e15  # of a reward and of its part in the sum: squares stay finite in float32
 OTHER_FIGURES = ("std", "square", "seconds")  # `reward_std` and so on are figures of all rewards together
 RewardFn = Callable[[list[dict], str, dict], float]
+LETTER = r"[^\W_\u3040-\u30ff\u3400-\u9fff]"  # or digit, of a script with spaces between words
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 CALLED = re.compile(rf"{CALL}(.*?){END_CALL}", re.DOTALL)
 THINKING = re.compile(r"<think>\n?(?P<thoughts>.+?)\n?</think>\s*(?P<answer>\S.*)", re.DOTALL)
@@ -54,18 +56,24 @@ def numeric_answer(prompt: list[dict], completion: str, record: dict) -> float:
 
 def contains_answer(prompt: list[dict], completion: str, record: dict) -> float:
     """The share of the texts in the reference answer (a text, or a list of them, such as MiniMind's `gt`)
-    that occur in the completion, without its thoughts; a number occurs where a number equals it."""
+    that occur in the completion, without its thoughts, as whole words; a number occurs where a number equals
+    it. 0 if one of the record's `wrong_answers` occurs: who names all colors has not answered."""
     answer, text = reference(record), spoken(completion).lower()
+    if any(occurs(str(wrong), text) for wrong in record.get("wrong_answers") or ()):
+        return 0.0
     answers = answer if isinstance(answer, list) else [answer]
-    wanted = [str(part).strip().lower() for part in answers]
-    given = {number_of(found) for found in NUMBER.findall(text)}
-    hits = 0
-    for part in wanted:
-        if NUMBER.fullmatch(part):
-            hits += number_of(part) in given
-        else:
-            hits += part in text
-    return hits / len(wanted)
+    return sum(occurs(str(part), text) for part in answers) / len(answers)
+
+
+def occurs(part: str, text: str) -> bool:
+    """Whether a text in lower case contains a number, or words that do not go on beyond the part. Chinese
+    and Japanese have no border between words."""
+    part = part.strip().lower()
+    if NUMBER.fullmatch(part):
+        return number_of(part) in {number_of(found) for found in NUMBER.findall(text)}
+    before = rf"(?<!{LETTER})" if re.match(LETTER, part) else ""
+    after = rf"(?!{LETTER})" if re.search(rf"{LETTER}$", part) else ""
+    return re.search(before + re.escape(part) + after, text) is not None
 
 
 def think_format(prompt: list[dict], completion: str, record: dict) -> float:
@@ -244,6 +252,8 @@ def reward_model(folder: str, device: torch.device) -> RewardFn:
     code in the folder is not run. Raises UserError if there is no such model."""
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+    if not Path(folder).is_dir():
+        raise UserError(f"--reward_model {folder}: no such folder")
     try:
         options = {"local_files_only": True, "trust_remote_code": False}
         tokenizer: Any = AutoTokenizer.from_pretrained(folder, **options)

@@ -25,6 +25,11 @@ EXAMPLES = [
     ("repetition", "a b c a b c", {}, 3 / 4 - 1),
     ("repetition", "铃谷铃谷铃谷", {}, 2 / 4 - 1),
     ("contains_answer", "It is 28.0 degrees and Sunny", {"answer": ["28", "sunny", "rain", "2"]}, 0.5),
+    ("contains_answer", "Fred is hired.", {"answer": "red"}, 0.0),
+    ("contains_answer", "She likes (Red)!", {"answer": "red", "wrong_answers": ["blue"]}, 1.0),
+    ("contains_answer", "red, blue, green", {"answer": "red", "wrong_answers": ["blue", "green"]}, 0.0),
+    ("contains_answer", "卡莫最喜欢红色。", {"answer": "红色", "wrong_answers": ["蓝色"]}, 1.0),
+    ("contains_answer", "C++ and été", {"answer": ["c++", "été", "et"]}, 2 / 3),
 ]
 
 
@@ -181,9 +186,15 @@ def test_a_reward_model_is_a_sequence_classifier(tmp_path):
     for name, kind in (("lm", Qwen3ForCausalLM), ("classifier", Qwen3ForSequenceClassification)):
         kind(Qwen3Config(**shape, pad_token_id=0)).save_pretrained(tmp_path / name)
         load_tokenizer(ROOT / "model").save_pretrained(tmp_path / name)
-    refused = {"": "no sequence classifier", "lm": "no sequence classifier: its weights lack score.weight"}
+    (tmp_path / "empty").mkdir()
+    refused = {
+        "empty": "no sequence classifier",
+        "lm": "no sequence classifier: its weights lack score.weight",
+    }
     for name, why in refused.items():
         with pytest.raises(UserError, match=f"--reward_model {tmp_path / name} holds {why}"):
             reward_model(str(tmp_path / name), torch.device("cpu"))
+    with pytest.raises(UserError, match="none: no such folder"):
+        reward_model(str(tmp_path / "none"), torch.device("cpu"))
     score = reward_model(str(tmp_path / "classifier"), torch.device("cpu"))
     assert isinstance(score([{"role": "user", "content": "1+1?"}], "2", {}), float)
