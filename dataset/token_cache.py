@@ -239,8 +239,11 @@ def load_tokenizer(path: str | os.PathLike) -> "PreTrainedTokenizerBase":
     from transformers import AutoTokenizer  # takes as long as torch
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-        return cast("PreTrainedTokenizerBase", tokenizer)
+        loaded = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        tokenizer = cast("PreTrainedTokenizerBase", loaded)
+        if len(tokenizer) < 2:  # what it makes of a folder that holds only a model's config
+            raise ValueError("there is no tokenizer.json")
+        return tokenizer
     except Exception as error:  # transformers raises errors of any type for untrusted files
         message = f"--tokenizer_path {path} holds no tokenizer that transformers can load ({reason(error)})"
         raise UserError(message) from error

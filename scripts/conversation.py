@@ -12,11 +12,12 @@ from model.prompts import prompt_tokens
 
 @dataclass
 class Conversation:
-    """The messages of a chat, which forgets its oldest turns when the context is full.
+    """The messages of a chat.
 
     Attributes:
         limit: tokens of the context, the answer included.
         variables: of the chat template.
+        messages: without the system message.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -24,36 +25,27 @@ class Conversation:
     system: str = ""
     tools: list[dict] | None = None
     variables: Mapping[str, Any] = field(default_factory=dict)
-    messages: list[dict] = field(default_factory=list)  # without the system message
+    messages: list[dict] = field(default_factory=list)
 
-    def all_messages(self) -> list[dict]:
-        """The messages, the system message first."""
-        if not self.system:
-            return self.messages
-        return [{"role": "system", "content": self.system}, *self.messages]
-
-    def prompt(self, answer: int) -> tuple[list[int], int]:
-        """The prompt's token ids and how many messages were dropped for it.
+    def extend(self, messages: list[dict], answer: int) -> tuple[list[int], int]:
+        """Add messages; returns the prompt's token ids and how many old messages were dropped for it.
 
         The oldest turns are dropped, a user's message with all that follows up to the next one's, until
         `answer` tokens fit behind the prompt (or half the context, if that is less). Raises UserError if the
-        newest turn alone is too long, nothing is dropped then, or the chat template refuses the messages."""
+        newest turn alone is too long, or the chat template refuses the messages; nothing changes then."""
+        system = [{"role": "system", "content": self.system}] if self.system else []
         room = self.limit - min(answer, self.limit // 2)
-        begins = [i for i, message in enumerate(self.messages) if message["role"] == "user"]
-        kept = self.messages
-        for first in [0, *begins[1:]]:
-            self.messages = kept[first:]
+        found = [*self.messages, *messages]
+        turns = [i for i, message in enumerate(found) if message["role"] == "user"]
+        for first in [0, *turns[1:]]:
+            kept = found[first:]
             try:
-                tokens = prompt_tokens(self.tokenizer, self.all_messages(), self.tools, **self.variables)
+                tokens = prompt_tokens(self.tokenizer, system + kept, self.tools, **self.variables)
             except ValueError as error:
                 raise UserError(str(error)) from error
             if len(tokens) <= room:
+                self.messages = kept
                 return tokens, first
-        self.messages = kept
         raise UserError(
             f"the message is too long: {len(tokens)} tokens, and {room} of the {self.limit} are for it"
         )
-
-    def record(self) -> dict[str, Any]:
-        """The conversation as a record that SFT can train on."""
-        return {"messages": self.all_messages()} | ({"tools": self.tools} if self.tools else {})

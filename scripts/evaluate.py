@@ -11,7 +11,7 @@ confidence interval. `--against` judges further models on the same data, `--json
 import argparse
 import json
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from math import log, sqrt
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,8 @@ from common.command_line import Parser, one_line_errors
 import numpy as np
 import torch
 
-from common.errors import UserError, reason
+from common.errors import UserError
+from common.files import atomic_write
 from common.hub import local_path, shown_name
 from dataset.lm_dataset import PretrainDataset, SFTDataset, collate_flat
 from dataset.rollout_prompts import PromptDataset
@@ -51,7 +52,7 @@ def parse_args() -> argparse.Namespace:
     flag("--task", choices=("loss", "answers"), required=True, help="what to measure")
     flag("--data_path", required=True, help="data that the model was not trained on: file, folder or glob")
     flag("--against", nargs="+", default=[], metavar="PATH", help="further models to judge on the same data")
-    flag("--json", metavar="FILE", help="file to write the results to, with every answer")
+    flag("--json", type=Path, metavar="FILE", help="file to write the results to, with every answer")
     add_trained_model_flags(parser)
     flag("--max_seq_len", type=int, help="longest sample (loss) or prompt (answers), in tokens")
 
@@ -63,16 +64,12 @@ def parse_args() -> argparse.Namespace:
     answers.add_argument("--reward", default="exact_answer", help="rewards, as --reward of train_grpo.py")
     answers.add_argument("--max_new_tokens", type=int, default=256, help="longest answer, in tokens")
     answers.add_argument("--show", type=int, default=0, help="number of answers to print, of each model")
-    answers.add_argument(
-        "--open_thinking", type=int, choices=(0, 1), default=0, help="1: reason before the answer"
-    )
+    text = "1: reason before the answer"
+    answers.add_argument("--open_thinking", type=int, choices=(0, 1), default=0, help=text)
     args = parser.parse_args()
     if args.max_new_tokens < 1 or args.show < 0:
         raise UserError("--max_new_tokens must be at least 1, and --show not negative")
     return args
-
-
-# --- held-out loss ---------------------------------------------------------------------------------
 
 
 def judge_loss(args: argparse.Namespace, model: Any, tokenizer: Any) -> dict[str, Any]:
@@ -80,7 +77,7 @@ def judge_loss(args: argparse.Namespace, model: Any, tokenizer: Any) -> dict[str
     dataset_class = DATASETS[args.kind]
     dataset = dataset_class(args.data_path, tokenizer, args.max_seq_len, text_separator=args.text_separator)
     nats, targets, target_bytes = 0.0, 0, 0
-    for items in batches(dataset.item_tokens.tolist(), BATCH_TOKENS):
+    for items in batches(dataset.item_tokens.tolist()):
         batch = to_device(collate_flat([dataset[item] for item in items]), model.device)
         with torch.no_grad():
             loss, _, _ = next_token_loss(model, batch)
@@ -91,20 +88,17 @@ def judge_loss(args: argparse.Namespace, model: Any, tokenizer: Any) -> dict[str
     return {"items": dataset.records, "figures": figures}
 
 
-def batches(lengths: Iterable[int], max_tokens: int) -> Iterator[list[int]]:
-    """Indices of items of these lengths, in order, in batches of at most so many tokens (or one item)."""
+def batches(lengths: list[int]) -> Iterator[list[int]]:
+    """Indices of items of these lengths, in order, in batches of at most BATCH_TOKENS (or one item)."""
     batch: list[int] = []
     tokens = 0
     for index, length in enumerate(lengths):
-        if batch and tokens + length > max_tokens:
+        if batch and tokens + length > BATCH_TOKENS:
             yield batch
             batch, tokens = [], 0
         batch.append(index)
         tokens += length
     yield batch
-
-
-# --- rewards of answers ----------------------------------------------------------------------------
 
 
 def judge_answers(args: argparse.Namespace, model: Any, tokenizer: Any) -> dict[str, Any]:
@@ -150,9 +144,6 @@ def mean(values: list[float]) -> dict[str, float]:
     return {"value": share, "low": max(0.0, center - half), "high": min(1.0, center + half)}
 
 
-# --- the results -----------------------------------------------------------------------------------
-
-
 def table(results: dict[str, dict[str, Any]]) -> str:
     """The figures of all models as text, a column for each model."""
     first = next(iter(results.values()))
@@ -170,15 +161,6 @@ def shown(figure: dict[str, float]) -> str:
     return f"{figure['value']:.3f}"
 
 
-def write_report(path: Path, report: dict[str, Any]) -> None:
-    """Write the report as JSON. Raises UserError if it cannot be written."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"--json {path} cannot be written ({reason(error)}); give another file") from error
-
-
 def main() -> None:
     """Judge each model, print the table, write the report."""
     args = parse_args()
@@ -191,8 +173,6 @@ def main() -> None:
     names = [shown_name(path) for path in (Path(args.lora or paths[0]), *paths[1:])]
     if len(set(names)) < len(names):
         names = [str(path) for path in (args.lora or paths[0], *paths[1:])]
-    if len(set(names)) < len(names):
-        raise UserError("--against names a model twice; leave one of them out")
     device = select_device(args.device)
     prepare_device(device)
     judge = judge_loss if args.task == "loss" else judge_answers
@@ -205,7 +185,9 @@ def main() -> None:
         results[name] = {"path": str(path), "parameters": parameters} | judge(args, model, tokenizer)
     print(table(results))
     if args.json:
-        write_report(Path(args.json), {"settings": vars(args), "models": results})
+        report = {"settings": vars(args), "models": results}
+        text = json.dumps(report, indent=1, ensure_ascii=False, default=str) + "\n"
+        atomic_write(args.json, lambda file: file.write(text.encode()))
 
 
 if __name__ == "__main__":

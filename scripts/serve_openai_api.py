@@ -12,12 +12,11 @@ import gc
 import importlib.util
 import ipaddress
 import os
-import re
 import socket
 import sys
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 # run the code beside this file, installed or not
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -25,11 +24,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common.command_line import Parser, one_line_errors
 from common.errors import UserError, reason, say
 from common.hub import shown_name
+from scripts.serve.decoding import DecodingThread
+from scripts.serve.models import Models
 from trainer.devices.device import prepare_device, select_device
 from trainer.weights.for_tools import add_trained_model_flags, load_model, load_path, model_path
-
-if TYPE_CHECKING:
-    from scripts.serve.models import Models
 
 # environment variable: the command line is there for every user of the machine to see
 KEY = "MINIMIND_API_KEY"
@@ -42,11 +40,8 @@ def parse_args() -> argparse.Namespace:
     flag = parser.add_argument
     add_trained_model_flags(parser)
     flag("--model_name", help="name of the model for clients; by default that of its file or folder")
-    flag(
-        "--host",
-        default="127.0.0.1",
-        help="address to listen at; 0.0.0.0: all of this machine, with a key only",
-    )
+    text = "address to listen at; 0.0.0.0: all of this machine, with a key only"
+    flag("--host", default="127.0.0.1", help=text)
     flag("--port", type=int, default=8000, help="port to listen at; 0: any that is free")
     text = f"answer only clients that send this key; by default that in the environment as {KEY}"
     flag("--api_key", help=text)
@@ -56,15 +51,11 @@ def parse_args() -> argparse.Namespace:
     text = "longest prompt together with its answer, in tokens"
     flag("--context", "--max_seq_len", type=int, default=2048, help=text)
     flag("--max_new_tokens", type=int, default=1024, help="longest answer, in tokens")
-    flag("--max_queue", type=int, default=256, help="requests that may wait for a place; others are refused")
     text = "models of --save_dir that are loaded at once, on demand; 1: only the one given"
     flag("--max_models", type=int, default=4, help=text)
     args = parser.parse_args()
     args.api_key = args.api_key or os.environ.get(KEY) or None
-    for origin in args.allow_origin:
-        if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#\s]+", origin):
-            raise UserError(f"--allow_origin {origin}: write an origin such as http://localhost:3000, or *")
-    for name in ("slots", "context", "max_new_tokens", "max_queue", "max_models"):
+    for name in ("slots", "context", "max_new_tokens", "max_models"):
         if getattr(args, name) < 1:
             raise UserError(f"--{name} must be at least 1, not {getattr(args, name)}")
     if not 0 <= args.port < 65536:
@@ -87,10 +78,8 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def offered_models(args: argparse.Namespace) -> "Models":
+def offered_models(args: argparse.Namespace) -> Models:
     """The models that the command line names. Raises UserError if the first one is not there."""
-    from scripts.serve.models import Models
-
     first, device = model_path(args), select_device(args.device)
 
     def load(path: Path) -> tuple[Any, Any]:
@@ -103,8 +92,7 @@ def offered_models(args: argparse.Namespace) -> "Models":
             model, tokenizer = load_path(path, args.tokenizer_path, device, scaling)
         longest = model.config.max_position_embeddings
         if args.context > longest:
-            message = f"--context {args.context} is more than this model's {longest} positions"
-            raise UserError(f"{message}; give a smaller one")
+            raise UserError(f"--context {args.context} is more than this model's {longest} positions")
         return model, tokenizer
 
     others = Path(args.save_dir) if args.max_models > 1 else None
@@ -119,7 +107,6 @@ def main() -> None:
         raise UserError(f"{' and '.join(missing)} missing: pip install -r requirements-serve.txt")
     from scripts.serve.api import Access, create_app
     from scripts.serve.connections import run
-    from scripts.serve.decoding import DecodingThread
 
     # 1. the address
     listener = listen(args.host, args.port)
@@ -137,7 +124,7 @@ def main() -> None:
     limits = args.slots, args.context, args.max_new_tokens, args.max_models
     with closing(DecodingThread(models, *limits)) as decoding:
         # 4. the routes
-        app = create_app(decoding, Path(args.save_dir), args.max_queue, access)
+        app = create_app(decoding, Path(args.save_dir), access)
         gc.freeze()  # a collection over all that torch holds stops every thread for a fifth of a second
 
         # 5. serve

@@ -1,18 +1,13 @@
-"""Train the byte-level BPE vocabulary in model/ on Chinese and English text, and evaluate it on held-out
-text.
+"""Train a byte-level BPE vocabulary, and evaluate it on held-out text.
 
-A vocabulary of your own, for `--tokenizer_path out/tokenizer` of the other scripts:
-    python scripts/train_tokenizer.py --data_path my_corpus.jsonl notes.txt --vocab_size 8000
+python scripts/train_tokenizer.py --data_path my_corpus.jsonl notes.txt --vocab_size 8000
 
-Input: every kind of file and record that training takes, read as training does, several times and never held
-in memory; ten million characters are plenty for a small vocabulary.
-Output: tokenizer.json, tokenizer_config.json and chat_template.jinja, as transformers loads them. The split
-pattern is Qwen2's, so llama.cpp and what is built on it can read the vocabulary, under the pre-tokenizer name
-"qwen2".
+Input: every kind of file and record that training takes; ten million characters are plenty. Output:
+tokenizer.json, tokenizer_config.json and chat_template.jinja, as transformers loads them, for
+`--tokenizer_path out/tokenizer` of the other scripts.
 """
 
 import argparse
-import json
 import re
 import sys
 from collections import Counter
@@ -31,23 +26,20 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from common.errors import UserError
 from common.hub import local_path
 from common.settings import ROOT, StageArgs
-from dataset.files import expand_paths, place
-from dataset.files import read_records as read_files
+from dataset.files import expand_paths, place, read_records
 from dataset.records import PAIR, BadRecord, to_chat, to_pair, to_text
 from dataset.report import why_bad
 
-CHAT_TEMPLATE = ROOT / "model" / "chat_template.jinja"
+COPIED = ("tokenizer_config.json", "chat_template.jinja")  # from model/
 
 # In the order of their ids. Control tokens are `special`: decode(skip_special_tokens=True) drops them. Tags
-# are part of the assistant's text, which a reader of its answers must be able to find, so each is one
-# ordinary token.
+# are part of the assistant's text, so each is one ordinary token.
 CONTROL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 TAG_TOKENS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
 RESERVED_TOKENS = [f"<|reserved_{i}|>" for i in range(16)]
 
-# BPE merges only within the pieces that this pattern matches; they cover every string, so no text is lost.
-# The pattern is Qwen2's, character for character: llama.cpp and what is built on it know patterns by name
-# only, and call this one "qwen2". Any change of it, or a normaliser, would give other tokens there.
+# BPE merges only within the pieces that this pattern matches; they cover every string. It is Qwen2's,
+# character for character: llama.cpp knows patterns by name only, and calls this one "qwen2".
 PIECES = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -72,26 +64,11 @@ PROTOCOL = [
 ZH_CHARACTER = re.compile(r"[\u3400-\u9fff]")
 
 
-def strings_in(value: object) -> Iterator[str]:
-    """Yield every text inside a JSON value, depth first, except the speakers (`role`, `from`)."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, list):
-        for item in value:
-            yield from strings_in(item)
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            if key not in ("role", "from"):
-                yield from strings_in(item)
-
-
-def read_records(path: str | Path, separator: str = "") -> Iterator[str]:
+def read_texts(path: str, separator: str = "") -> Iterator[str]:
     """Yield the text of each record that is not blank; `separator`: the line between documents of plain text.
-
-    Raises UserError for a missing file and a record that no stage can read.
-    """
-    paths = expand_paths(str(path))
-    for source, record in read_files(paths, separator):
+    Raises UserError for a missing file and a record that no stage can read."""
+    paths = expand_paths(path)
+    for source, record in read_records(paths, separator):
         try:
             if isinstance(record, BadRecord):
                 raise record
@@ -110,6 +87,19 @@ def text_of(record: dict) -> str:
     return "\n".join(strings_in([[chat.messages, chat.tools] for chat in chats]))
 
 
+def strings_in(value: object) -> Iterator[str]:
+    """Yield every text inside a JSON value, depth first, except the speakers."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list):
+        for item in value:
+            yield from strings_in(item)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            if key != "role":
+                yield from strings_in(item)
+
+
 def with_protocol(texts: Iterable[str]) -> Iterator[str]:
     """Add the PROTOCOL lines after every 20th text, so that role names and JSON keys become single tokens."""
     for i, text in enumerate(texts):
@@ -119,15 +109,11 @@ def with_protocol(texts: Iterable[str]) -> Iterator[str]:
 
 
 def train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Train a byte-level BPE, lossless for any text: no normaliser, and an id for every byte.
-
-    Raises UserError if `vocab_size` is too small for bytes and special tokens.
-    """
-    added = len(CONTROL_TOKENS) + len(TAG_TOKENS) + len(RESERVED_TOKENS)
-    if vocab_size < 256 + added:
-        raise UserError(
-            f"--vocab_size {vocab_size} is too small: {256 + added} ids go to bytes and special tokens"
-        )
+    """Train a byte-level BPE, lossless for any text: no normaliser, and an id for every byte. Raises
+    UserError if `vocab_size` is too small for bytes and special tokens."""
+    least = 256 + len(CONTROL_TOKENS + TAG_TOKENS + RESERVED_TOKENS)
+    if vocab_size < least:
+        raise UserError(f"--vocab_size {vocab_size} is too small: {least} ids go to bytes and special tokens")
     tokenizer = Tokenizer(models.BPE())
     split = pre_tokenizers.Split(Regex(PIECES), behavior="isolated")
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -148,25 +134,9 @@ def train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 def save(tokenizer: Tokenizer, output_dir: Path) -> None:
     """Write the folder that `AutoTokenizer.from_pretrained` loads: vocabulary, settings and our chat
-    template.
-
-    Raises UserError if the folder cannot be written.
-    """
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": "<|im_start|>",
-        "eos_token": "<|im_end|>",
-        "pad_token": "<|endoftext|>",
-        "unk_token": "<|endoftext|>",
-        "clean_up_tokenization_spaces": False,
-        "padding_side": "left",  # required by generate(); training never pads
-        "model_max_length": 32768,
-    }
-    files = {
-        "tokenizer.json": tokenizer.to_str(pretty=True),
-        "tokenizer_config.json": json.dumps(config, indent=2) + "\n",
-        "chat_template.jinja": CHAT_TEMPLATE.read_text(encoding="utf-8"),
-    }
+    template. Raises UserError if the folder cannot be written."""
+    files = {"tokenizer.json": tokenizer.to_str(pretty=True)}
+    files |= {name: (ROOT / "model" / name).read_text(encoding="utf-8") for name in COPIED}
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():
@@ -208,7 +178,7 @@ def main() -> None:
 
     def texts(held_out: bool) -> Iterator[str]:
         for path in paths:
-            for number, text in enumerate(read_records(path, args.text_separator), start=1):
+            for number, text in enumerate(read_texts(path, args.text_separator), start=1):
                 if (number % HOLD_OUT_EVERY == 0) is held_out:
                     yield text
 

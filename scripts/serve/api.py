@@ -3,7 +3,6 @@
 import asyncio
 import hmac
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -44,9 +43,7 @@ class Access:
             raise ApiError("The API key is missing or wrong.", 401, code="invalid_api_key")
 
 
-def create_app(
-    decoding: DecodingThread, save_dir: Path, max_queue: int = 256, access: Access = Access()
-) -> FastAPI:
+def create_app(decoding: DecodingThread, save_dir: Path, access: Access = Access()) -> FastAPI:
     """The application: the API, and the page at `/` with the runs of save_dir. Whoever made the decoding
     thread closes it."""
     app = FastAPI(title="MiniMind", openapi_url=None)
@@ -58,9 +55,8 @@ def create_app(
     for kind in (ApiError, HTTPException, Exception):
         app.add_exception_handler(kind, error_response)
     is_allowed = Depends(access.check)
-    app.include_router(model_routes(decoding), dependencies=[is_allowed])
-    app.include_router(answer_routes(decoding, max_queue), dependencies=[is_allowed])
-    app.include_router(runs_router(save_dir), dependencies=[is_allowed])
+    for routes in (model_routes(decoding), answer_routes(decoding), runs_router(save_dir)):
+        app.include_router(routes, dependencies=[is_allowed])
     add_page(app)
 
     @app.get("/health")
@@ -80,27 +76,21 @@ async def error_response(request: Request, error: Exception) -> Response:
         error = ApiError(message, error.status_code)
     elif not isinstance(error, ApiError):
         error = ApiError("The server failed; see its log.", 500)
-    headers = {"Retry-After": "1"} if error.status == 429 else None
-    return JSONResponse(error.body(), error.status, headers)
+    return JSONResponse(error.body(), error.status)
 
 
 async def read_body(request: Request) -> bytes:
     """The body of a request. Raises ApiError if it is too large, or does not arrive."""
-    too_large = ApiError(f"The request is larger than {MAX_BODY >> 10} KB.", 413)
-    if int(request.headers.get("content-length", 0)) > MAX_BODY:  # a number: h11 checked it
-        raise too_large
-    body = bytearray()
+    length = request.headers.get("content-length")  # h11 sees that it is a number, and true
+    if length is None:
+        raise ApiError("The request needs a Content-Length.", 411)
+    if int(length) > MAX_BODY:
+        raise ApiError(f"The request is larger than {MAX_BODY >> 10} KB.", 413)
     try:
         async with asyncio.timeout(BODY_SECONDS):
-            async for part in request.stream():
-                body += part
-                if len(body) > MAX_BODY:
-                    raise too_large
-    except TimeoutError as error:
+            return await request.body()
+    except (TimeoutError, ClientDisconnect) as error:
         raise ApiError(f"The body did not arrive within {BODY_SECONDS} s.", 408) from error
-    except ClientDisconnect as error:
-        raise ApiError("The client hung up.", 499) from error
-    return bytes(body)
 
 
 def model_routes(decoding: DecodingThread) -> APIRouter:
@@ -125,18 +115,15 @@ def model_routes(decoding: DecodingThread) -> APIRouter:
     return routes
 
 
-def answer_routes(decoding: DecodingThread, max_queue: int) -> APIRouter:
+def answer_routes(decoding: DecodingThread) -> APIRouter:
     """The two routes that generate."""
     routes = APIRouter(prefix="/v1")
 
     def submit(job: Job) -> None:
-        """Queue a job. Raises ApiError if it asks for too many answers, or too many jobs wait."""
+        """Queue a job. Raises ApiError if it asks for too many answers."""
         if job.asked.n > decoding.slots:
             message = f"n must be {decoding.slots} or less; this server writes so many answers at once"
             raise ApiError(message, param="n")
-        state = decoding.health()
-        if state["writing"] + state["waiting"] >= decoding.slots + max_queue:
-            raise ApiError("Too many requests are waiting; try again later.", 429, code="queue_full")
         decoding.inbox.put(job)
 
     @routes.post("/chat/completions")
@@ -151,7 +138,7 @@ def answer_routes(decoding: DecodingThread, max_queue: int) -> APIRouter:
     async def complete(request: Request) -> Response:
         asked = parse(CompletionRequest, await read_body(request))
         name, path = decoding.models.find(asked.model)
-        job = Job(asked, path, partial(text_prompts, asked, decoding.context))
+        job = Job(asked, path, lambda tokenizer: text_prompts(asked, decoding.context, tokenizer))
         submit(job)
         return await respond(request, TextReply(job, name, len(asked.prompt) * asked.n))
 

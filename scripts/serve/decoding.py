@@ -39,34 +39,27 @@ class Progress(NamedTuple):
 class Job:
     """A request for answers of the model in `path`, made in the event loop.
 
-    make_prompts: the tokens of its prompts, from a tokenizer. progress: of its answers, behind a None when
-    its prompts are accepted; an ApiError ends it.
+    make_prompts: the tokens of its prompts, from a tokenizer. progress: of its answers; the first one, of no
+    text, says that the prompts are accepted; an ApiError ends it.
     """
 
     asked: GenerationRequest
     path: Path
     make_prompts: Callable[[Any], list[list[int]]]
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
-    progress: "asyncio.Queue[Progress | ApiError | None]" = field(default_factory=asyncio.Queue)
+    progress: "asyncio.Queue[Progress | ApiError]" = field(default_factory=asyncio.Queue)
     prompt_tokens: int = 0
     cancelled: bool = False
 
-    def send(self, progress: "Progress | ApiError | None") -> None:
+    def send(self, progress: "Progress | ApiError") -> None:
         """Hand progress to the event loop; called in the decoding thread."""
         self.loop.call_soon_threadsafe(self.progress.put_nowait, progress)
-
-    async def accepted(self) -> None:
-        """Return when the prompts are accepted. Raises ApiError."""
-        first = await self.progress.get()
-        if isinstance(first, ApiError):
-            raise first
 
     async def next(self) -> Progress:
         """The next progress of an answer. Raises ApiError."""
         progress = await self.progress.get()
         if isinstance(progress, ApiError):
             raise progress
-        assert progress is not None
         return progress
 
     def samplings(self, default: Sampling) -> list[Sampling]:
@@ -110,7 +103,7 @@ class LoadedModel:
         prompts = job.make_prompts(self.tokenizer)
         job.prompt_tokens = sum(map(len, prompts))
         self.waiting += [(job, job.asked.n * number, prompt) for number, prompt in enumerate(prompts)]
-        job.send(None)
+        job.send(Progress(0, "", 0, None))
 
     def work(self) -> None:
         """Drop what is cancelled, begin answers while there are places, and write a token of each. A step

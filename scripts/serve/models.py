@@ -58,13 +58,8 @@ class Models:
         """What /v1/models says of each. samplings: of the loaded models, how they draw by default."""
         self.known, cards = self.paths(), []
         for name, path in self.known.items():
-            card: dict[str, Any] = {
-                "id": name,
-                "object": "model",
-                "created": int(time.time()),
-                "owned_by": "minimind",
-            }
-            card |= {"max_model_len": context, "loaded": path in samplings}
+            card: dict[str, Any] = {"id": name, "object": "model", "owned_by": "minimind"}
+            card |= {"created": int(time.time()), "max_model_len": context, "loaded": path in samplings}
             if path in samplings:
                 fields = ("temperature", "top_p", "top_k")
                 card["sampling"] = {field: getattr(samplings[path], field) for field in fields}

@@ -3,9 +3,9 @@
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from fastapi import APIRouter, FastAPI, HTTPException, Query
+from fastapi import APIRouter, FastAPI, HTTPException
 from fastapi.responses import FileResponse, JSONResponse, Response
 from starlette.staticfiles import StaticFiles
 
@@ -49,8 +49,8 @@ def metrics_files(folder: Path) -> dict[str, Path]:
 
 
 def runs_router(folder: Path) -> APIRouter:
-    """GET /api/runs lists the runs of a folder, the last changed first; GET /api/runs/<name>?points=512 gives
-    the curves and figures of one."""
+    """GET /api/runs lists the runs of a folder, the last changed first; GET /api/runs/<name> gives the curves
+    and figures of one."""
     router = APIRouter(prefix="/api")
 
     # plain functions: FastAPI calls them in threads
@@ -67,13 +67,13 @@ def runs_router(folder: Path) -> APIRouter:
         return JSONResponse({"runs": listed})
 
     @router.get("/runs/{name:path}")
-    def run(name: str, points: Annotated[int, Query(ge=1, le=POINTS)] = POINTS) -> Response:
+    def run(name: str) -> Response:
         path = metrics_files(folder).get(name)  # looked up, never joined to a path
         if path is None:
             raise HTTPException(404, f"there is no run {name!r}")
         run = read_run(path)
         settings = {setting: value for setting, value in run.settings.items() if setting not in PLACES}
-        columns = {field: values for field, values in run.columns(points).items() if field not in LEFT_OUT}
+        columns = {field: values for field, values in run.columns(POINTS).items() if field not in LEFT_OUT}
         answer = {"name": name, "columns": columns, "figures": run.figures, "settings": settings}
         samples = [*run.samples.items(), *run.rollout.items()]
         answer |= {"skipped": run.skipped, "diverged": run.diverged}

@@ -10,8 +10,6 @@ from model.answers import CALL
 from model.prompts import document_tokens, encode_pieces, prompt_pieces
 from scripts.serve.protocol import ApiError, ChatRequest, CompletionRequest
 
-LONGEST_TOKEN = 128  # characters; a text that is too long anyway is refused before it is tokenized
-
 
 def call_opening(names: list[str]) -> str:
     """How an answer that has to call one of these tools begins, as the chat templates write calls; with only
@@ -30,32 +28,26 @@ def chat_prompt(asked: ChatRequest, context: int, tokenizer: Any) -> list[int]:
     thinks = False if opening else asked.thinks
     options = {} if thinks is None else {"enable_thinking": thinks}
     tools = asked.tools if asked.tool_names else []
-    check_length(len(json.dumps([asked.messages, tools])) // LONGEST_TOKEN, context, "messages")
-    if opening and CALL not in str(tokenizer.chat_template):
-        message = f"the chat template of this model has no calls of tools in {CALL}; use 'auto'"
-        raise ApiError(message, param="tool_choice")
     try:
         turns = [message_of(item, f"message {number}") for number, item in enumerate(asked.messages, 1)]
         pieces = prompt_pieces(tokenizer, turns, tools, opening, **options)
     except Exception as error:  # a message may hold anything
         raise ApiError(reason(error), param="messages") from error
     tokens = encode_pieces(tokenizer, pieces)
-    check_length(len(tokens), context, "messages")
+    check_length(tokens, context, "messages")
     return tokens
 
 
 def text_prompts(asked: CompletionRequest, context: int, tokenizer: Any) -> list[list[int]]:
     """The tokens of the prompts of a completion. Raises ApiError."""
-    prompts = []
-    for text in asked.prompt:
-        check_length(len(text) // LONGEST_TOKEN, context, "prompt")
-        prompts.append(document_tokens(tokenizer, text))
-        check_length(len(prompts[-1]), context, "prompt")
+    prompts = [document_tokens(tokenizer, text) for text in asked.prompt]
+    for tokens in prompts:
+        check_length(tokens, context, "prompt")
     return prompts
 
 
-def check_length(tokens: int, context: int, param: str) -> None:
-    """Raise ApiError if a prompt of so many tokens leaves no room for an answer."""
-    if tokens >= context:
-        message = f"The context has {context} tokens; a prompt of {tokens} leaves no room for an answer."
+def check_length(tokens: list[int], context: int, param: str) -> None:
+    """Raise ApiError if a prompt leaves no room for an answer."""
+    if len(tokens) >= context:
+        message = f"The prompt has {len(tokens)} tokens, and the context {context} with the answer."
         raise ApiError(message, param=param, code="context_length_exceeded")

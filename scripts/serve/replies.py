@@ -144,7 +144,7 @@ async def respond(request: Request, reply: TextReply) -> Response:
         job.progress.put_nowait(ApiError("The client hung up.", 499))
 
     request.state.watching = asyncio.create_task(watch())  # the loop itself keeps no reference
-    await job.accepted()
+    await job.next()  # the prompts are accepted
     if job.asked.stream:
         headers = {"Cache-Control": "no-cache"}
         return StreamingResponse(reply.events(), media_type="text/event-stream", headers=headers)

@@ -8,16 +8,14 @@ import pty
 import select
 import sys
 import time
-from types import SimpleNamespace
 
 import pytest
 
-from dataset.records import to_chat
 from dataset.token_cache import load_tokenizer
 from model.generation import Answer
 from model.sampling import Sampling
 from scripts import chat
-from scripts.chat import ROUNDS
+from scripts.chat import MAX_ROUNDS
 from scripts.terminal import DIM, NORMAL
 from tests.conftest import ROOT
 from tests.stage_process import Faults, StageProcess
@@ -51,20 +49,12 @@ def weights(weights) -> list[str]:
     return [*weights, "--max_new_tokens", "12"]
 
 
-class Keyboard(io.TextIOWrapper):
-    """Text that somebody types."""
-
-    def isatty(self):
-        return True
-
-
 @pytest.fixture
 def pipe(monkeypatch, call):
-    """pipe(text, *args): what the chat makes of this text on stdin, from a file or, with stdin=Keyboard,
-    typed."""
+    """pipe(text, *args): what the chat makes of this text on stdin."""
 
-    def run(text: bytes, *args, stdin=io.TextIOWrapper):
-        monkeypatch.setattr(sys, "stdin", stdin(io.BytesIO(text)))
+    def run(text: bytes, *args):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text)))
         return call(chat, *args)
 
     return run
@@ -116,27 +106,14 @@ def test_the_models_own_sampling_is_the_default(weights, call, said, tmp_path):
     assert said.samplings == [Sampling(*values, seed=42) for values in wanted]
 
 
-def test_a_pipe_gives_an_answer_for_each_line(weights, pipe, said, tmp_path):
-    """Also for one that begins as a command: what comes from a file may be anybody's, and must not write
-    files."""
-    said += ["Hello!", "<think>\nhm\n</think>\n\nYes <tool_call>x</tool_call>", "Fresh.", "a", "b", "c"]
-    text = f"hi\n\n  \nand /then?\n/save {tmp_path}/chats.jsonl\n/system obey\n/exit\n/reset\n"
-    done = pipe(text.encode(), *weights, "--max_new_tokens", "60", "--system", "be brief")
-    assert done.stdout == "Hello!\n<think>\nhm\n</think>\n\nYes <tool_call>x</tool_call>\nFresh.\na\nb\nc\n"
-    assert [prompt.count("<|im_start|>user") for prompt in said.prompts] == [1, 2, 3, 4, 5, 6]
+def test_a_pipe_gives_an_answer_for_each_line(weights, pipe, said):
+    """Also for one that begins as a command: commands are for who types."""
+    said += ["Hello!", "<think>\nhm\n</think>\n\nYes <tool_call>x</tool_call>", "a"]
+    done = pipe(b"hi\n\n  \nand /then?\n/exit\n", *weights, "--max_new_tokens", "60", "--system", "be brief")
+    assert done.stdout == "Hello!\n<think>\nhm\n</think>\n\nYes <tool_call>x</tool_call>\na\n"
+    assert [prompt.count("<|im_start|>user") for prompt in said.prompts] == [1, 2, 3]
     assert all("be brief" in prompt for prompt in said.prompts)
-    assert f"/save {tmp_path}/chats.jsonl" in said.prompts[2] and not (tmp_path / "chats.jsonl").exists()
-    assert "<think>\nhm\n</think>\n\nYes" in said.prompts[2]
-
-
-def test_texts_that_are_no_utf_8(weights, call, error_line, said):
-    """Bytes of the command line or the keyboard that the locale does not know: UTF-8 is read, other is one
-    line."""
-    said += ["Well."]
-    assert call(chat, *weights, "--prompt", "h\udcc3\udca9").stdout == "Well.\n"
-    assert "h\u00e9<|im_end|>" in said.prompts[0]
-    for flags in (["--prompt", "\udcff"], ["--prompt", "x", "--system", "a\ud83d"]):
-        assert error_line(chat, *weights, *flags).startswith(f"error: {flags[-2]} is not UTF-8")
+    assert "/exit" in said.prompts[2] and "<think>\nhm\n</think>\n\nYes" in said.prompts[2]
 
 
 def test_a_text_is_continued_as_a_document(weights, pipe, call, said):
@@ -149,8 +126,6 @@ def test_a_text_is_continued_as_a_document(weights, pipe, call, said):
     done = pipe(b"x " * 200, *weights, "--form", "text", "--max_seq_len", "64")
     assert done.returncode == 2
     assert "line 1 of stdin: the text is too long: 202 tokens, and 52 of the 64" in done.stderr
-    done = pipe(b"/system be brief\n", *weights, "--form", "text", stdin=Keyboard)
-    assert done.returncode == 0 and "/system is for conversations" in done.stderr
 
 
 def test_a_line_of_a_pipe_that_cannot_be_answered_is_named(weights, pipe, said):
@@ -161,15 +136,16 @@ def test_a_line_of_a_pipe_that_cannot_be_answered_is_named(weights, pipe, said):
     assert done.returncode == 2 and "line 1 of stdin: the message is too long" in done.stderr
 
 
-def test_the_screen_dims_reasoning_and_shows_calls(weights, call, said, monkeypatch, tmp_path):
+def test_the_screen_dims_reasoning_and_shows_calls(weights, call, said, monkeypatch):
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     call_text = '<tool_call>\n{"name": "calculate", "arguments": {"expression": "2 + 3"}}\n</tool_call>'
     broken = "<tool_call>f()</tool_call> <tool_call>cut"
     said += [f"\nhm\n</think>\n\nA \x1b[31m moment.\n{call_text}", "5", broken]
     asked = [*weights, "--max_new_tokens", "99", "--tools", "calculator", "--prompt", "x"]
-    lines = call(chat, *asked, "--open_thinking", "1").stdout
-    assert f"{DIM}hm{NORMAL}\nA \\x1b[31m moment.\n[call] calculate" in "".join(lines.split(NORMAL + DIM))
-    assert '[call] calculate {"expression": "2 + 3"}\n' in lines and "result of calculate: 5" in lines
+    done = call(chat, *asked, "--open_thinking", "1")
+    shown = done.stdout.replace(NORMAL + DIM, "")
+    assert f"{DIM}hm{NORMAL}\nA \\x1b[31m moment.\n[call] calculate" in shown
+    assert '[call] calculate {"expression": "2 + 3"}\n' in shown and "result of calculate: 5" in done.stderr
     plain = call(chat, *asked).stdout
     assert said == [] and broken in plain  # no call: as it was written
     assert "Tools you can call" in said.prompts[2]
@@ -179,39 +155,42 @@ def test_the_screen_dims_reasoning_and_shows_calls(weights, call, said, monkeypa
     ("args", "told"),
     [
         (["--weight", "nothing"], "nothing_*.pth do not exist"),
-        (["--temperature", "-1", "--top_p", "0"], "--temperature must be at least 0; --top_p must be above"),
-        (["--form", "text", "--system", "x", "--tools", "calculator"], "leave --system, --tools out"),
+        (["--temperature", "-1"], "--temperature must be at least 0, not -1"),
+        (["--top_p", "0"], "--top_p must be above 0 and at most 1"),
+        (["--form", "text", "--tools", "calculator"], "--form text is no conversation; leave"),
         (["--tools", "no_module:Nothing"], "--tools no_module:Nothing"),
         (["--questions", "nowhere.txt"], "--questions nowhere.txt cannot be read (No such file"),
         (["--questions", "/dev/null"], "--questions /dev/null has no question"),
-        (["--questions", "auto", "--prompt", "hi"], "--prompt and --questions both say what to answer"),
+        (["--questions", "auto", "--prompt", "hi"], "not allowed with argument"),
     ],
 )
 def test_mistakes(weights, error_line, args, told):
     assert told in error_line(chat, *weights, *args)
 
 
-def test_tools_that_run_are_executed_for_some_rounds(weights, pipe, said, tmp_path, monkeypatch):
+def test_a_model_without_its_tokenizer(weights, error_line, tmp_path):
+    """Of a folder that holds only the config of a model transformers makes an empty tokenizer."""
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    told = error_line(chat, *weights, "--tokenizer_path", tmp_path, "--prompt", "hi")
+    assert "holds no tokenizer that transformers can load (there is no tokenizer.json)" in told
+
+
+def test_tools_that_run_are_executed_for_some_rounds(weights, pipe, said):
     """The model calls, the environment answers, the model goes on; a call of another tool gets an error as
     reply."""
 
     def calls(name: str, **arguments: str) -> str:
         return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
+    flags = [*weights, "--max_new_tokens", "60", "--tools", "calculator"]
     said += [calls("calculate_math", expression="12 * 34"), "It is 408.", calls("launch"), "I cannot."]
-    text = f"12 * 34?\nlaunch\n/save {tmp_path}/chats.jsonl\n"
-    done = pipe(text.encode(), *weights, "--max_new_tokens", "60", "--tools", "calculator", stdin=Keyboard)
+    done = pipe(b"12 * 34?\nlaunch\n", *flags)
     assert "It is 408." in done.stdout and "result of calculate_math: 408" in done.stderr
-    record = to_chat(json.loads((tmp_path / "chats.jsonl").read_text(encoding="utf-8")))
-    roles = ["user", "assistant", "tool", "assistant"]
-    assert [message["role"] for message in record.messages] == roles * 2 and len(record.tools) == 1
-    assert [record.messages[at]["content"] for at in (2, 6)] == ["408", "error: no tool named launch"]
+    for number, result in ((1, "408"), (3, "error: no tool named launch")):
+        assert f"<tool_response>\n{result}\n</tool_response>" in said.prompts[number]
     said += [calls("calculate", expression="1 / 0")] * 20
-    done = pipe(b"1 / 0?\n", *weights, "--max_new_tokens", "60", "--tools", "calculator")
-    assert done.stderr.count("division by zero") == ROUNDS and "stopped after 8 rounds" in done.stderr
-    monkeypatch.setattr(chat, "Stop", lambda: SimpleNamespace(asked=True))
-    done = pipe(b"1 / 0?\n", *weights, "--max_new_tokens", "60", "--tools", "calculator")
-    assert "stopped" in done.stderr and "division by zero" not in done.stderr
+    done = pipe(b"1 / 0?\n", *flags)
+    assert done.stderr.count("division by zero") == MAX_ROUNDS and "stopped after 8 rounds" in done.stderr
 
 
 # --- on a terminal: a process with a pseudo-terminal of its own
@@ -237,7 +216,7 @@ class Terminal:
         self.screen, self.inner = pty.openpty()
         join = Faults(script=JOIN.format(path=os.ttyname(self.inner), answers=answers))
         argv = [*args, "--max_new_tokens", "100000"]
-        self.process = StageProcess("scripts.chat", argv, join, TERM="xterm", NO_COLOR="1").process
+        self.process = StageProcess("scripts.chat", argv, join, TERM="xterm").process
 
     def type(self, text: str) -> None:
         os.write(self.screen, text.encode())
@@ -251,16 +230,6 @@ class Terminal:
                 self.seen += os.read(self.screen, 4096).decode()
         before, _, self.seen = self.seen.partition(text)
         return before
-
-    def discard_line(self) -> None:
-        """Press Ctrl-C at the prompt until there is a new one: Python notices it only while it waits for a
-        key."""
-        for _ in range(20):
-            self.type("\x03")
-            time.sleep(0.2)
-            if select.select([self.screen], [], [], 3)[0]:
-                break
-        self.expect("> ")
 
     def leave(self) -> int:
         """Press Ctrl-D until the chat has ended (it counts only while the chat waits for a key); its exit
@@ -291,39 +260,23 @@ def slowly(answers: list[str]) -> type:
     return Slow
 
 
-def test_a_terminal_session(weights, tmp_path):
-    """Ctrl-C ends an answer and discards a line, neither ends the program; tools, commands."""
-    call_text = '<tool_call>\n{"name": "calculate", "arguments": {"expression": "3 * 4"}}\n</tool_call>'
-    started = Terminal([*weights, "--tools", "calculator"], [call_text, "It is noon."])
+def test_a_terminal_session(weights):
+    """Ctrl-C ends an answer, not the program; a paste is one message."""
+    started = Terminal(weights, ["It is noon."])
     started.expect("\x1b[?2004h> ")  # the terminal is asked to mark what is pasted
     started.type("what time?\n")
-    started.expect("[call] calculate")
-    started.expect("(result of calculate: 12)")
     started.expect("It is noon.")
     started.expect("> ")
-    started.type("go on\n")
+    started.type("\x1b[200~pasted line\nand another\x1b[201~\n")  # as a terminal pastes
     started.expect(" on on on")
     started.type("\x03")  # the answer ends
     started.expect("(stopped)")
     started.expect("> ")
-    started.type("\x1b[200~pasted line\nand another\x1b[201~\n")  # as a terminal pastes: one message
-    started.expect(" on on on")
-    started.type("\x03")
-    started.expect("(stopped)")
-    started.expect("> ")
-    started.type("half a li")
-    started.expect("half a li")
-    started.discard_line()
     started.type("/nonsense\n")
-    started.expect("there is no command /nonsense")
-    started.type(f"/save {tmp_path}/chats.jsonl\n")
-    started.expect("appended to")
+    started.expect("/system TEXT")
+    started.type("/system be brief\n")
+    started.expect("(a new conversation)")
     assert started.leave() == 0
-    messages = json.loads((tmp_path / "chats.jsonl").read_text())["messages"]
-    roles = ["user", "assistant", "tool", "assistant", *["user", "assistant"] * 2]
-    assert [message["role"] for message in messages] == roles
-    assert messages[-2]["content"] == "pasted line\nand another"
-    assert messages[2]["content"] == "12" and messages[-1]["content"].startswith(" on on")
 
 
 def test_questions_are_answered_each_by_itself(said, pipe, weights, tmp_path):

@@ -38,33 +38,32 @@ def conversation(limit: int) -> Conversation:
     found = Conversation(TOKENIZER, limit, system="be brief")
     for text in ("one", "two", "three"):
         found.messages += [user(text), {"role": "assistant", "content": text.upper()}]
-    found.messages.append(user("four"))
     return found
 
 
 def test_a_full_context_drops_the_oldest_turns_and_keeps_the_system_message():
-    whole, dropped = conversation(1000).prompt(20)
+    whole, dropped = conversation(1000).extend([user("four")], 20)
     assert dropped == 0
+    messages = [*conversation(0).messages, user("four")]
     for room in range(len(whole) - 1, 30, -1):
         short = conversation(room + 20)
-        tokens, dropped = short.prompt(20)
+        tokens, dropped = short.extend([user("four")], 20)
         assert len(tokens) <= room and dropped in (2, 4, 6)
-        assert short.all_messages() == [
-            {"role": "system", "content": "be brief"},
-            *conversation(0).messages[dropped:],
-        ]
-        assert tokens == prompt_tokens(TOKENIZER, short.all_messages())
+        assert short.messages == messages[dropped:]
+        system = {"role": "system", "content": "be brief"}
+        assert tokens == prompt_tokens(TOKENIZER, [system, *short.messages])
     assert dropped == 6
 
 
-def test_a_message_that_does_not_fit_alone_drops_nothing():
-    long = conversation(100)
-    long.messages[-1] = user("word " * 200)
-    with pytest.raises(UserError, match="the message is too long"):
-        long.prompt(20)
-    assert len(long.messages) == 7
-
-
-def test_a_template_that_refuses_is_told():
-    with pytest.raises(UserError, match="the chat template refuses this conversation: unknown role"):
-        Conversation(TOKENIZER, 100, messages=[{"role": "nobody", "content": "x"}]).prompt(20)
+@pytest.mark.parametrize(
+    ("message", "told"),
+    [
+        (user("word " * 200), "the message is too long"),
+        ({"role": "nobody", "content": "x"}, "the chat template refuses this conversation: unknown role"),
+    ],
+)
+def test_a_message_that_is_refused_changes_nothing(message, told):
+    unchanged = conversation(100)
+    with pytest.raises(UserError, match=told):
+        unchanged.extend([message], 20)
+    assert unchanged.messages == conversation(100).messages

@@ -20,7 +20,7 @@ from trainer.objectives.next_token import NextToken
 from trainer.weights.files import save_weights
 
 TOKENIZER = load_tokenizer(ROOT / "model")
-QUESTIONS = ["Where does Belin live?", "贝琳住在哪里？", "If I want to visit Belin, where should I go?", "hi"]
+QUESTIONS = ["Where does Belin live?", "贝琳住在哪里？", "hi"]
 
 
 def tiny_model(size: int = 32, use_moe: bool = False) -> MiniMindForCausalLM:
@@ -46,8 +46,9 @@ def quiz(tmp_path) -> str:
     return str(write_jsonl(tmp_path / "quiz.jsonl", records))
 
 
-@pytest.mark.parametrize("use_moe", [False, True])
-@pytest.mark.parametrize(("kind", "name"), [("pretrain", "pretrain_eval"), ("sft", "sft_eval")])
+@pytest.mark.parametrize(
+    ("kind", "name", "use_moe"), [("pretrain", "pretrain_eval", False), ("sft", "sft_eval", True)]
+)
 def test_the_held_out_loss_is_the_trainers(kind, name, use_moe, corpus, monkeypatch):
     model = tiny_model(use_moe=use_moe)
     dataset_class = {"pretrain": PretrainDataset, "sft": SFTDataset}[kind]
@@ -88,17 +89,18 @@ def test_answers_are_those_of_each_question_alone(thinking, models, quiz, tmp_pa
 
 
 def test_a_reward_of_ones_own_gets_question_and_reference(models, quiz, tmp_path, call):
-    (tmp_path / "mine.py").write_text(
+    mine = tmp_path / "mine.py"
+    mine.write_text(
         "def given(prompt, completion, record):\n"
         "    return prompt[-1]['content'] != 'hi' and record['answer'] == 'In Saltport.'\n"
     )
     args = ["--task", "answers", "--model", models[0], "--data_path", quiz, "--max_new_tokens", 4]
-    done = call(evaluate, *args, "--reward", f"{tmp_path}/mine.py:given", "--show", 2)
+    done = call(evaluate, *args, "--reward", f"{mine}:given", "--show", 2)
     assert done.returncode == 0, done.stderr
     assert f"  Q: {QUESTIONS[0]}\n" in done.stdout and "[given 1, reference: In Saltport.]" in done.stdout
     assert f"  Q: {QUESTIONS[-1]}\n" in done.stdout and "[given 0, reference: In Saltport.]" in done.stdout
     given = next(line for line in done.stdout.splitlines() if line.startswith("given "))
-    assert given.split()[:3] == ["given", "4", "0.750"]
+    assert given.split()[:3] == ["given", "3", "0.667"]
 
 
 @pytest.mark.parametrize(  # by hand from Wilson's formula; the first two are in Newcombe 1998, table I
@@ -125,9 +127,7 @@ def test_mistakes(models, error_line, args, message):
     assert message in error_line(evaluate, "--model", models[0], *args)
 
 
-def test_a_model_twice_and_a_file_that_cannot_be_written(models, quiz, tmp_path, call):
+def test_a_file_that_cannot_be_written(models, quiz, tmp_path, call):
     args = ["--model", models[0], "--task", "answers", "--data_path", quiz, "--max_new_tokens", 2]
-    done = call(evaluate, *args, "--against", models[0])
-    assert done.returncode == 2 and "names a model twice" in done.stderr
     done = call(evaluate, *args, "--json", tmp_path)
     assert done.returncode == 2 and "cannot be written" in done.stderr and "exact_answer" in done.stdout

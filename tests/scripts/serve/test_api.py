@@ -15,16 +15,14 @@ import torch
 
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from model.sampling import Sampling
-from scripts.serve import api, connections, decoding
+from scripts.serve import api, connections
 from scripts.serve.api import Access
 from scripts.serve.models import Models
-from scripts.serve.protocol import ChatRequest, CompletionRequest, parse
 from scripts.serve_openai_api import OWN_NAMES
 from tests.scripts.serve.servers import CONTEXT, Script, load_tokenizer, scripted, serving, user, wait_for
 
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
 TWO_TOOLS = [*TOOLS, {"type": "function", "function": {"name": "time"}}]
-FORCED = ["required", {"type": "function", "function": {"name": "weather"}}]
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Reedmarsh"}}\n</tool_call>'
 CHAT, TEXTS = "v1/chat/completions", "v1/completions"
 
@@ -56,7 +54,7 @@ def real(tiny, tokenizer) -> Iterator[SimpleNamespace]:
 @pytest.fixture(scope="module")
 def scripted_server() -> Iterator[SimpleNamespace]:
     script = Script()
-    with scripted(script, "key", max_queue=3) as server:
+    with scripted(script, "key") as server:
         server.script = script
         server.decoder = next(iter(server.decoding.loaded.values())).decoder
         yield server
@@ -145,35 +143,29 @@ def test_an_answer_is_as_long_as_fits_and_no_longer(real):
     assert chat(real, "x", max_tokens=10**6).usage.completion_tokens <= 100
     words = "harbour " * 120
     assert chat(real, words, seed=1).usage.total_tokens <= CONTEXT
-    for text in (words * 3, "x" * 10**6):
-        for stream in (False, True):
-            with pytest.raises(openai.BadRequestError) as error:
-                chat(real, text, stream=stream)
-            assert error.value.code == "context_length_exceeded" and error.value.param == "messages"
+    for stream in (False, True):
+        with pytest.raises(openai.BadRequestError) as error:
+            chat(real, words * 3, stream=stream)
+        assert error.value.code == "context_length_exceeded" and error.value.param == "messages"
 
 
-def test_what_a_request_leaves_out_is_the_models_default(real):
-    def samplings(kind: Any, body: bytes) -> list[Sampling]:
-        job = decoding.Job(parse(kind, body), Path(), list, loop=None, progress=None)
-        return job.samplings(Sampling(temperature=0.3, top_k=7, top_p=0.8))
-
-    message = b'"messages": [{"role": "user", "content": "x"}]'
-    given = samplings(ChatRequest, b"{%b, " % message + b'"top_p": 0.5, "top_k": -1, "seed": 3}')
-    assert given == [Sampling(0.3, 0, 0.5, seed=3)]
-    given = samplings(CompletionRequest, b'{"prompt": "x", "temperature": 0, "seed": 3}')
-    assert given == [Sampling(0.0, 7, 0.8, seed=3)]
-    (card,) = real.client.models.list().data
+def test_what_a_request_leaves_out_is_the_models_default(said, monkeypatch):
+    asked, add = [], said.decoder.add
+    monkeypatch.setattr(said.decoder, "add", lambda *given: asked.extend(given[1]) or add(*given))
+    chat(said, "x", seed=3)
+    chat(said, "x", seed=3, top_p=0.5, temperature=0, extra_body={"top_k": -1})
+    assert asked == [Sampling(0.7, 50, 0.9, seed=3), Sampling(0.0, 0, 0.5, seed=3)]
+    (card,) = said.client.models.list().data
     assert card.sampling == {"temperature": 0.7, "top_p": 0.9, "top_k": 50} and card.loaded
-    assert real.client.models.retrieve("tiny").owned_by == "minimind"
-    health = httpx.get(f"{real.address}health").json()
-    assert health == {"status": "ok", "alive": True, "writing": 0, "waiting": 0, "slots": 16}
+    assert said.client.models.retrieve("tiny").owned_by == "minimind"
+    health = httpx.get(f"{said.address}health").json()
+    assert health == {"status": "ok", "alive": True, "writing": 0, "waiting": 0, "slots": 4}
 
 
 # --- what is in an answer
 
 
-@pytest.mark.parametrize("stop", [", th", [" four", ", th"]])
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("stop", "stream"), [(", th", False), ([" four", ", th"], True)])
 def test_stop_strings_end_the_text_and_are_left_out(said, stop, stream):
     said.script.says["list"] = "one, two, three, four"
     answer = chat(said, "list", stop=stop, stream=stream)
@@ -209,36 +201,29 @@ def test_a_whole_round_of_a_tool(said):
     assert "Tools" not in said.script.prompts[-1]
 
 
-def test_a_tool_that_must_be_called(said, monkeypatch):
+def test_a_tool_that_must_be_called(said):
     """The server writes its name, too, where there is no choice. A malformed call is the text of the answer."""
     said.script.says['{"name": "'] = 'time", "arguments": {}}\n</tool_call>'
     choice = chat(said, "x", tools=TWO_TOOLS, tool_choice="required").choices[0]
     assert choice.message.tool_calls[0].function.name == "time" and choice.message.content is None
     said.script.says['{"name": "weather", "arguments": {'] = '"city": "A"}}\n</tool_call> so'
-    for choice in FORCED:
-        message = chat(said, "x", tools=TOOLS, tool_choice=choice).choices[0].message
-        assert message.tool_calls[0].function.arguments == '{"city": "A"}' and message.content == " so"
+    forced = {"type": "function", "function": {"name": "weather"}}
+    message = chat(said, "x", tools=TOOLS, tool_choice=forced).choices[0].message
+    assert message.tool_calls[0].function.arguments == '{"city": "A"}' and message.content == " so"
     said.script.says['{"name": "weather", "arguments": {'] = "fire"
-    for answer in chat(said, "x", tools=TOOLS, tool_choice="required", n=2).choices:
-        assert (answer.finish_reason, answer.message.tool_calls) == ("stop", None)
-        assert answer.message.content == '<tool_call>\n{"name": "weather", "arguments": {fire'
-    (model,) = said.decoding.loaded.values()
-    monkeypatch.setattr(model.tokenizer, "chat_template", "{{ messages[0].content }}")
-    with pytest.raises(openai.BadRequestError, match="no calls of tools"):
-        chat(said, "x", tools=TOOLS, tool_choice="required")
+    (choice,) = chat(said, "x", tools=TOOLS, tool_choice="required").choices
+    assert (choice.finish_reason, choice.message.tool_calls) == ("stop", None)
+    assert choice.message.content == '<tool_call>\n{"name": "weather", "arguments": {fire'
 
 
-def test_reasoning_stands_beside_the_content(said):
-    said.script.says["why"] = "<think>\nBecause.\n</think>\n\nSo."
-    message = chat(said, "why").choices[0].message
-    assert (message.reasoning_content, message.content) == ("Because.", "So.")
+@pytest.mark.parametrize("stream", [False, True])
+def test_reasoning_stands_beside_the_content(said, stream):
     said.script.says["<think>"] = "\nHm.\n</think>\n\nYes."
-    thinking = {"chat_template_kwargs": {"enable_thinking": True, "chat_template": "{{ evil }}"}}
-    message = chat(said, "x", extra_body=thinking).choices[0].message
-    assert (message.reasoning_content, message.content) == ("Hm.", "Yes.")
-    deltas = [chunk.choices[0].delta for chunk in chat(said, "x", stream=True, extra_body=thinking)]
-    assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == "Hm."
-    assert "".join(delta.content or "" for delta in deltas) == "Yes."
+    thinking = {"chat_template_kwargs": {"enable_thinking": True}}
+    answer = chat(said, "x", stream=stream, extra_body=thinking)
+    choices = [chunk.choices[0].delta for chunk in answer] if stream else [answer.choices[0].message]
+    reasoning = "".join(getattr(choice, "reasoning_content", None) or "" for choice in choices)
+    assert (reasoning, "".join(choice.content or "" for choice in choices)) == ("Hm.", "Yes.")
 
 
 def test_requests_as_minimind_sends_them_are_answered(said):
@@ -269,20 +254,14 @@ def test_requests_as_minimind_sends_them_are_answered(said):
     [
         ({"messages": []}, 400, "messages"),
         ({"messages": [{"role": "king", "content": ""}]}, 400, "messages"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages"),
-        ({"max_completion_tokens": 0}, 400, "max_completion_tokens"),
         ({"temperature": "hot"}, 400, "temperature"),
-        ({"top_p": 1.5}, 400, "top_p"),
         ({"n": 5}, 400, "n"),
-        ({"seed": 2**70}, 400, "seed"),
         ({"stop": ["a"] * 17}, 400, "stop"),
         ({"tools": [{"type": "function"}]}, 400, None),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "fire"}}}, 400, None),
         ({"response_format": {"type": "json_object"}}, 400, "response_format"),
         ({"logprobs": True}, 400, "logprobs"),
-        ({"min_p": 0.1}, 400, "min_p"),
         ({"model": "other"}, 404, "model"),
-        ({"top_k": 10**400}, 400, "top_k"),
     ],
 )
 def test_what_the_client_does_wrong_is_told_in_openais_form(said, fields, status, param):
@@ -294,25 +273,23 @@ def test_what_the_client_does_wrong_is_told_in_openais_form(said, fields, status
 
 
 def test_bodies_that_are_no_requests(said, monkeypatch):
-    deep = b'{"messages": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
     half = b'{"messages": [{"role": "user", "content": "\\ud800"}]}'
-    for body in (b"", b"{", b"[]", b"3", b"\xff\xfe", deep, half, b'{"temperature": NaN, "messages": [{}]}'):
-        assert post(said, body).status_code == 400, body[:50]
-    for prompt in ([], [1, 2], [""], ["x"] * 129, {}):
+    for body in (b"", b"{", b"[]", b"\xff\xfe", half, b'{"temperature": NaN, "messages": [{}]}'):
+        assert post(said, body).status_code == 400, body
+    for prompt in ([], [1, 2], [""], {}):
         assert post(said, {"prompt": prompt}, TEXTS).status_code == 400
     assert post(said, {}, "v1/nothing").status_code == 404
-    for length in (10**15, api.MAX_BODY + 1):
-        assert b" 413 " in begin(said, b"", length).recv(100)
+    assert b" 413 " in begin(said, b"", api.MAX_BODY + 1).recv(100)
+    unknown = httpx.post(said.address + CHAT, content=iter([b"{}"]), headers={"Authorization": "Bearer key"})
+    assert unknown.status_code == 411
     monkeypatch.setattr(api, "BODY_SECONDS", 0.5)
-    slow = begin(said, b" " * 80_000, 90_000)
-    assert chat(said, "hello").choices[0].message.content == "You said: hello"
-    assert b" 408 " in slow.recv(100)
+    assert b" 408 " in begin(said, b" ", 90_000).recv(100)
 
 
 # --- who may ask
 
 
-@pytest.mark.parametrize("key", ["Bearer wrong", "Basic key", ""])
+@pytest.mark.parametrize("key", ["Bearer wrong", ""])
 def test_the_key(said, key):
     for path in ("v1/models", "api/runs"):
         answer = httpx.get(said.address + path, headers={"Authorization": key})
@@ -325,18 +302,14 @@ def test_the_key(said, key):
     ("origins", "is_allowed"), [((), False), (("https://good.example",), True), (("*",), True)]
 )
 def test_pages_of_other_sites_may_use_it_only_if_they_are_named(origins, is_allowed):
-    """A browser sends the origin with what a page asks; without asking before it sends simple types only."""
+    """A browser sends the origin with what a page asks, and asks before it sends JSON."""
     allows, origin = "access-control-allow-origin", {"Origin": "https://good.example"}
     preflight = origin | {"Access-Control-Request-Method": "POST"}
-    preflight |= {"Access-Control-Request-Headers": "authorization,content-type"}
     with scripted(Script(), access=Access("key", origins=origins)) as server:
         asked = httpx.options(server.address + CHAT, headers=preflight)
         assert (asked.status_code == 200 and allows in asked.headers) == is_allowed
-        for kind in ("text/plain", "application/json"):
-            answer = post(server, {"messages": user("hello")}, **origin, **{"Content-Type": kind})
-            assert (answer.status_code, allows in answer.headers) == (
-                (200, True) if is_allowed else (403, False)
-            )
+        answer = post(server, {"messages": user("hello")}, **origin)
+        assert (answer.status_code == 200 and allows in answer.headers) == is_allowed
         other = post(server, {"messages": user("hello")}, Origin="https://evil.example")
         assert other.status_code == (200 if origins == ("*",) else 403)
         own = post(server, {"messages": user("hello")}, Origin=server.address.rstrip("/"))
@@ -368,54 +341,21 @@ def test_a_client_that_hangs_up_frees_its_place(said, stream):
     wait_for(lambda: counts() == [0, 0] and said.decoder.free == 4)
 
 
-def test_a_full_queue_refuses_and_goes_on(said):
-    said.script.says["long"], said.script.pause = "word " * 50, 0.01
+def test_a_prompt_that_cannot_be_read_ends_its_request_alone(said, monkeypatch, capfd):
+    def failing_add(*_: Any) -> Any:
+        raise RuntimeError("not enough memory")
 
-    def ask(_: int) -> str:
-        try:
-            return chat(said, "long").choices[0].finish_reason
-        except openai.RateLimitError as error:
-            assert error.code == "queue_full" and error.response.headers["retry-after"]
-            return "refused"
-
-    with ThreadPoolExecutor(12) as pool:
-        ends = list(pool.map(ask, range(12)))
-    assert 4 <= ends.count("refused") <= 8 and ends.count("stop") == 12 - ends.count("refused")
-
-
-def test_what_fails_ends_with_an_error_and_the_server_goes_on(said, monkeypatch, capfd):
-    """A prompt that cannot be read ends its request alone, a failing step all that are written."""
-    add, step = said.decoder.add, said.decoder.step
     said.script.says["long"], said.script.pause = "word " * 60, 0.01
-    fails: list[bool] = []
-
-    def failing_add(prompt: Any, samplings: Any, longest: int) -> Any:
-        if samplings[0].seed == 1:
-            raise RuntimeError("not enough memory")
-        return add(prompt, samplings, longest)
-
-    def failing_step() -> Any:
-        if fails:
-            fails.clear()
-            raise RuntimeError("the step failed")
-        return step()
-
-    monkeypatch.setattr(said.decoder, "add", failing_add)
-    monkeypatch.setattr(said.decoder, "step", failing_step)
-    with ThreadPoolExecutor(2) as pool:
-        long = [pool.submit(lambda: list(chat(said, "long", stream=True))) for _ in range(2)]
-        wait_for(lambda: said.decoding.health()["writing"] == 2)
-        for stream in (False, True):
-            with pytest.raises(openai.APIError, match="not enough memory"):
-                list(chat(said, "x", seed=1, stream=stream))
-        assert not any(one.done() for one in long)
-        fails.append(True)
-        for one in long:
-            with pytest.raises(openai.APIError, match="the step failed"):
-                one.result()
-    assert chat(said, "hello").choices[0].message.content == "You said: hello"
+    with ThreadPoolExecutor(1) as pool:
+        long = pool.submit(chat, said, "long")
+        wait_for(lambda: said.decoding.health()["writing"] == 1)
+        with monkeypatch.context() as patch:
+            patch.setattr(said.decoder, "add", failing_add)
+            for stream in (False, True):
+                with pytest.raises(openai.APIError, match="not enough memory"):
+                    list(chat(said, "x", stream=stream))
+        assert long.result().choices[0].message.content == "word " * 60
     assert "a request failed while its answer was written: not enough memory" in capfd.readouterr().err
-    assert said.decoder.free == 4
 
 
 def test_a_model_of_no_finite_outputs_answers_with_an_error(tokenizer):
@@ -437,28 +377,11 @@ def test_connections_without_a_request_are_closed(said, monkeypatch):
     with ThreadPoolExecutor(1) as pool:
         long = pool.submit(chat, said, "long")
         connect = lambda: socket.create_connection(("127.0.0.1", said.port), timeout=10)  # noqa: E731
-        silent, half, answered = connect(), connect(), connect()
+        silent, half = connect(), connect()
         half.sendall(b"GET /health HTTP/1.1\r\nHost: x")
-        answered.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
-        assert b" 200 " in answered.recv(1000)
-        for connection in (silent, half, answered):
+        for connection in (silent, half):
             with pytest.raises(ConnectionResetError):
                 while connection.recv(1000):
                     pass
                 raise ConnectionResetError  # closed in order
         assert long.result().choices[0].message.content == "word " * 100
-
-
-def test_silent_connections_do_not_use_up_the_files(said, monkeypatch):
-    """The oldest ones make room, and whoever is being answered stays."""
-    monkeypatch.setattr(connections, "MOST", 20)
-    said.script.says["long"], said.script.pause = "word " * 100, 0.02
-    with ThreadPoolExecutor(1) as pool:
-        long = pool.submit(chat, said, "long")
-        wait_for(lambda: said.decoding.health()["writing"])
-        silent = [socket.create_connection(("127.0.0.1", said.port), timeout=10) for _ in range(110)]
-        assert httpx.get(f"{said.address}health").status_code == 200
-        assert len(connections.Connection.all) <= 21
-        assert long.result().choices[0].message.content == "word " * 100
-    for connection in silent:
-        connection.close()

@@ -187,18 +187,13 @@ def test_reasoning_is_folded_and_a_tool_call_goes_round(chat, server):
 
 
 def test_settings_are_sent_and_remembered(chat, server, monkeypatch):
-    def placeholders() -> list[str]:
-        chat.one("#open-settings").click()
-        names = ("temperature", "top_p", "top_k", "max_tokens")
-        found = [chat.one(f"#set-{name}").get_attribute("placeholder") for name in names]
-        chat.keys(Keys.ESCAPE)
-        return found
-
-    assert placeholders() == ["0.7", "0.9", "50", "default"]  # the model's own
     asked = []
     add = (decoder := server.decoding.loaded[Path("tiny.pth")].decoder).add
     monkeypatch.setattr(decoder, "add", lambda *given: asked.append(given) or add(*given))
     chat.one("#open-settings").click()
+    names = ("temperature", "top_p", "top_k", "max_tokens")
+    shown = [chat.one(f"#set-{name}").get_attribute("placeholder") for name in names]
+    assert shown == ["0.7", "0.9", "50", "default"]  # the model's own
     values = {"temperature": 0.5, "top_p": 0.8, "top_k": 3, "max_tokens": 4, "seed": 7}
     for name, value in (values | {"system": "Be brief."}).items():
         chat.one(f"#set-{name}").send_keys(str(value))
@@ -210,8 +205,6 @@ def test_settings_are_sent_and_remembered(chat, server, monkeypatch):
     assert given == tuple(values.values()) and sent(server)[0] == "Be brief."
     assert "length limit" in chat.text(".message.assistant .note")
     chat.one("#open-settings").click()
-    chat.one("#set-temperature").send_keys("9")
-    assert chat.shown(".fields .error")  # 0.59 is no step of 0.05
     chat.one("#reset").click()
     chat.one("#close-settings").click()
     chat.ask("hello")
@@ -227,19 +220,15 @@ def test_conversations_are_renamed_deleted_and_brought_back(chat):
     chat.click("#new-chat")
     chat.ask("second")
     names = lambda: chat.texts("#conversations .name")  # noqa: E731
-    assert names() == ["second", "first"]
     chat.click('[aria-label="Rename: second"]')
     chat.keys(Keys.CONTROL, "a")
     chat.keys("deuxième", Keys.ENTER)
     assert names() == ["deuxième", "first"]
-    chat.click('[aria-label="Rename: first"]')
-    chat.keys("x", Keys.ESCAPE)
     chat.click('[aria-label="Delete: first"]')
     assert names() == ["deuxième"]
     chat.click("#notice button")
-    assert names() == ["deuxième", "first"] and chat.text(ANSWER) == "You said: first"
     chat.reload()
-    assert names() == ["deuxième", "first"]
+    assert names() == ["deuxième", "first"] and chat.text(ANSWER) == "You said: first"
 
 
 def test_an_exported_chat_is_training_data(chat):
@@ -264,10 +253,7 @@ def test_an_exported_chat_is_training_data(chat):
 
 def test_two_models_answer_side_by_side(chat, server):
     """The second one answers every question itself, also those from before it was chosen."""
-
-    def sides() -> list[str]:
-        return chat.texts(".side-of-two .body > .prose")
-
+    sides = lambda: chat.texts(".side-of-two .body > .prose")  # noqa: E731
     chat.ask("who")
     Select(chat.one("#other")).select_by_value("small_32")
     chat.wait(lambda: sides() == ["You said: who"] * 2)
@@ -277,13 +263,6 @@ def test_two_models_answer_side_by_side(chat, server):
     chat.answered()
     chat.reload()
     assert len(sides()) == 4
-    chat.run("document.querySelectorAll(arguments[0])[1].click()", EDIT)
-    chat.keys(Keys.CONTROL, "a")
-    chat.keys("two", Keys.ENTER)
-    chat.wait(lambda: sides()[2:] == ["You said: two"] * 2)
-    chat.answered()
-    Select(chat.one("#other")).select_by_value("")
-    chat.wait(lambda: len(chat.all(".message")) == 4)
 
 
 # --- what goes wrong
@@ -338,8 +317,8 @@ def test_the_language_is_the_browsers_until_it_is_switched(page, server):
     assert keys[0] == keys[1] and len(keys[0]) > 80
 
 
-@pytest.mark.parametrize("width", [360, 414])
-def test_a_phone_never_scrolls_sideways_and_reaches_every_button(chat, folder, width):
+def test_a_phone_never_scrolls_sideways_and_reaches_every_button(chat, folder):
+    width = 360
     append(folder / f"{'long_' * 12}64_metrics.jsonl", *(record(i, eval_loss=2.0) for i in range(1, 9)))
     chat.size(width, 700)
     for text in ("markdown", "attack", LONG_WORD, f"`{LONG_WORD}` | a |"):
@@ -357,7 +336,6 @@ def test_a_phone_never_scrolls_sideways_and_reaches_every_button(chat, folder, w
     chat.one("#open-menu").click()
     chat.wait(lambda: chat.shown("#new-chat"))
     chat.keys(Keys.ESCAPE)
-    chat.wait(lambda: not chat.shown("#new-chat"))
     chat.one("#open-settings").click()
     assert not chat.run(wide, width) and chat.one("#settings").rect["width"] <= width
     chat.keys(Keys.ESCAPE)
@@ -420,17 +398,14 @@ def test_axis_log_scale_and_smoothing(curves):
     seen = {curves.run(pixels)}
     Select(curves.one("#x-axis")).select_by_value("tokens")
     seen.add(curves.run(pixels))
-    assert curves.texts("#plots .plot:first-child .u-label")[0] == "Tokens"
     curves.click("#log-scale")
     seen.add(curves.run(pixels))
     slide = "arguments[0].value = 0.9; arguments[0].dispatchEvent(new Event('input'))"
     curves.run(slide, curves.one("#smoothing"))
     seen.add(curves.run(pixels))
-    assert len(seen) == 4
-    assert curves.run("return document.documentElement.dataset.theme") is None
     curves.click("#theme")
-    assert curves.run("return document.documentElement.dataset.theme") == "dark"
-    assert curves.run(pixels) not in seen
+    seen.add(curves.run(pixels))
+    assert len(seen) == 5
 
 
 # --- the files themselves
