@@ -20,11 +20,11 @@ source tools/environment.sh
 weights=out/demo checkpoints=checkpoints/demo report=out/demo_report.json
 [ "${1:-}" != --fresh ] || rm -rf "$weights" "$checkpoints" "$report" dataset/demo out/tour checkpoints/tour
 
-run=(--hidden_size 256 --num_hidden_layers 3 --max_seq_len 128 --accumulation_steps 1 --log_interval 100 --save_interval 500)
+run=(--hidden_size 256 --num_hidden_layers 3 --max_seq_len 256 --accumulation_steps 1 --log_interval 100 --save_interval 500)
 run+=(--save_dir "$weights" --checkpoint_dir "$checkpoints" --from_resume "$([ -d "$checkpoints" ] && echo 1 || echo 0)")
 trap 'echo "The demo stopped. It goes on with: bash scripts/quickstart.sh (--fresh starts over)" >&2' ERR
 sft=(--data_path dataset/demo/sft.jsonl --eval_data_path dataset/demo/sft_eval.jsonl)
-sft+=(--epochs 3 --batch_size 8 --learning_rate 3e-4)
+sft+=(--epochs 5 --batch_size 8 --learning_rate 3e-4)
 
 echo "== 1/5 a small invented world, in Chinese and English"
 python -m scripts.demo.corpus --output_dir dataset/demo
@@ -35,9 +35,10 @@ echo "== 3/5 fine-tuning: how to answer, shown with some of its people"
 python trainer/train_full_sft.py --from_weight pretrain "${sft[@]}" "${run[@]}"
 echo "== 4/5 the same fine-tuning without pretraining, to compare"
 python trainer/train_full_sft.py --from_weight none --save_weight sft_only "${sft[@]}" "${run[@]}"
-echo "== 5/5 the quiz: people whom fine-tuning never mentioned"
-python scripts/evaluate.py --task answers --model "$weights/full_sft_256.pth" --against "$weights/sft_only_256.pth" \
-    --data_path dataset/demo/quiz.jsonl --reward contains_answer --max_new_tokens 32 --show 6 --json "$weights/quiz.json"
+echo "== 5/5 the quiz: people whom fine-tuning never mentioned, each question alone, then after one about somebody else"
+quiz=(python scripts/evaluate.py --task answers --model "$weights/full_sft_256.pth" --reward contains_answer --max_new_tokens 32)
+"${quiz[@]}" --data_path dataset/demo/quiz.jsonl --against "$weights/sft_only_256.pth" --show 6 --json "$weights/quiz.json"
+"${quiz[@]}" --data_path dataset/demo/quiz_second.jsonl --json "$weights/quiz_second.json"
 python scripts/demo/report.py --save_dir "$weights" --report "$report"
 python scripts/plot_metrics.py "$weights" --png "$weights/curves.png"
 cat <<END

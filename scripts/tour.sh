@@ -39,7 +39,7 @@ quiz() { # FILE FLAGS...: ask models the questions of a file
 }
 
 echo "== 1/5 persona: LoRA, another name for the assistant; the model stays as it is"
-train lora persona persona.jsonl --from_weight "$model" --max_seq_len 128 --epochs 5 --batch_size 8 --log_interval 50
+train lora persona persona.jsonl --from_weight "$model" --max_seq_len 256 --epochs 5 --batch_size 8 --log_interval 50
 for questions in persona_quiz.jsonl quiz.jsonl; do
     quiz "$questions" --model "$model" --lora out/tour/persona_256 --against "$model"
 done

@@ -5,12 +5,14 @@ downloads.
 
 It shows what each training stage is for. The pretraining data state four facts about every inhabitant of a
 valley, each in many wordings and in both languages. The SFT data show how to answer questions, about some of
-the inhabitants. The quiz asks about inhabitants whom SFT never mentions, so it needs both: facts from
-pretraining and answering from SFT.
+the inhabitants, in conversations that change the subject, and to say so where the valley has no answer. The
+quiz asks about inhabitants whom SFT never mentions, so it needs both: facts from pretraining and answering
+from SFT.
 
 Files: pretrain.jsonl, pretrain_eval.jsonl {"text"}; sft.jsonl, sft_eval.jsonl {"conversations"}; quiz.jsonl
-{"conversations", "answer"}: one question each, whose answer must contain the value in "answer". For the
-stages after SFT:
+{"conversations", "answer", "wrong_answers"}: one question each, whose answer must contain the value in
+"answer" and no other; quiz_second.jsonl and quiz_fifth.jsonl, the same questions after one and four about
+other people. For the stages after SFT:
 
 persona       another identity than in SFT, asked for in many wordings, beside conversations of SFT. The quiz
               has other wordings.

@@ -3,16 +3,21 @@ of it; see corpus.py."""
 
 import json
 import random
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 LANGUAGES = ("zh", "en")
+PRONOUNS = {"zh": ("他", "她"), "en": ("he", "she")}
 # Inhabitants per group: multiples of the 12 values, so that every value is equally common in a group.
 GROUPS = {"sft": 72, "sft_eval": 12, "quiz": 36}
 BIOGRAPHIES = 20  # pretraining documents per inhabitant and language
 PLACE_REPEATS = 3  # copies of each sentence about a place
 WORDINGS_ASKED = 2  # SFT questions per fact and language, out of the four wordings that the quiz uses
-SMALL_TALK = 40  # SFT conversations of small talk per language
+SMALL_TALK = 60  # greetings and their like in SFT per language
+PEOPLE_TOLD = (1, 1, 2, 3)  # biographies in a pretraining document, drawn from these
+SUBJECTS_ASKED = (1, 1, 2, 3, 4)  # subjects of an SFT conversation, drawn from these
 
 # A name is a first and a last syllable, each spelled in both languages: Belin is 贝琳.
 FIRST_SYLLABLES = "Al阿 Be贝 Da达 Fe菲 Ga加 Ha哈 Ju朱 Ka卡 Lo洛 Ma玛 Ne内 Pe佩 Ro罗 Sa萨 Ta塔 Vi维 Yu尤 Zo佐"
@@ -42,7 +47,8 @@ class Person:
 
 WORLD = json.loads(Path(__file__).with_name("world.json").read_text(encoding="utf-8"))
 ATTRIBUTES = tuple(Attribute(key, **WORLD[key]) for key in ("home", "trade", "animal", "color"))
-HOME, PLACES, TALK = ATTRIBUTES[0], WORLD["places"], WORLD["talk"]
+HOME, PLACES, TALK, UNKNOWN = ATTRIBUTES[0], WORLD["places"], WORLD["talk"], WORLD["unknown"]
+Turn = tuple[str, str]  # a question and its answer
 
 
 def make_people(rng: random.Random) -> list[Person]:
@@ -91,6 +97,15 @@ def answer(person: Person, attribute: Attribute, language: str) -> str:
     return tell(person, attribute, language, attribute.tell[language][0])
 
 
+def parts_of(items: list[Any], sizes: Sequence[int], rng: random.Random) -> Iterator[list[Any]]:
+    """The items in order, in parts whose sizes are drawn."""
+    at = 0
+    while at < len(items):
+        size = rng.choice(sizes)
+        yield items[at : at + size]
+        at += size
+
+
 def make_pretrain(people: list[Person], rng: random.Random) -> tuple[list[dict], list[dict]]:
     """Documents for pretraining, and held-out ones: the same facts in unseen combinations of wordings."""
     texts = []
@@ -103,23 +118,27 @@ def make_pretrain(people: list[Person], rng: random.Random) -> tuple[list[dict],
             ] * PLACE_REPEATS
     rng.shuffle(texts)
     known = set(texts)
+    # where one person follows another a model learns to go by the name that it read last
+    documents = ["\n".join(part) for part in parts_of(texts, PEOPLE_TOLD, rng)]
     candidates = [biography(person, language, rng) for person in people for language in LANGUAGES]
-    return [{"text": text} for text in texts], [{"text": text} for text in candidates if text not in known]
+    return [{"text": text} for text in documents], [
+        {"text": text} for text in candidates if text not in known
+    ]
 
 
-def conversation(turns: list[tuple[str, str]], language: str, rng: random.Random) -> dict:
+def conversation(turns: list[Turn], language: str, rng: random.Random) -> dict:
     """Turns of (question, answer) as one SFT record, about every fourth with a system prompt."""
     messages = (
-        [{"role": "system", "content": rng.choice(TALK["system"][language])}] if rng.random() < 0.25 else []
+        [{"role": "system", "content": rng.choice(WORLD["system"][language])}] if rng.random() < 0.25 else []
     )
     for question, reply in turns:
         messages += [{"role": "user", "content": question}, {"role": "assistant", "content": reply}]
     return {"conversations": messages}
 
 
-def small_talk(language: str) -> list[tuple[str, str]]:
-    """All pairs of (greeting, reply)."""
-    return list(zip(TALK["ask"][language], TALK["reply"][language], strict=True))
+def small_talk(language: str) -> list[Turn]:
+    """All greetings and their like, with the replies."""
+    return [(ask, kind["reply"][language][0]) for kind in TALK.values() for ask in kind["ask"][language]]
 
 
 def follow_up(question: str, language: str) -> str:
@@ -127,43 +146,63 @@ def follow_up(question: str, language: str) -> str:
     return f"那{question}" if language == "zh" else f"And {question[0].lower()}{question[1:]}"
 
 
-def ask_about(person: Person, language: str, rng: random.Random) -> list[dict]:
-    """Conversations that ask for each fact about a person in WORDINGS_ASKED wordings, one to three per
-    conversation."""
-    records = []
+def asked_later(wording: str, person: Person, language: str, rng: random.Random) -> str:
+    """A question about the person of the turn before, some by "she" or "he", some with an "and"."""
+    name, object_form = person.name[language], wording.count(" of {n}") + wording.count("visit {n}")
+    if rng.random() < 0.5 and not object_form:
+        name = rng.choice(PRONOUNS[language])
+    question = wording.format(n=name)
+    return follow_up(question, language) if rng.random() < 0.5 else question
+
+
+def ask_about(person: Person, language: str, rng: random.Random) -> list[list[Turn]]:
+    """Questions for each fact about a person in WORDINGS_ASKED wordings, one to three at a time."""
+    subjects = []
     wordings = {a.key: rng.sample(a.ask[language], WORDINGS_ASKED) for a in ATTRIBUTES}
     for _ in range(WORDINGS_ASKED):
         queue = rng.sample(ATTRIBUTES, len(ATTRIBUTES))
-        while queue:
-            turns = []
-            for attribute in [queue.pop() for _ in range(min(len(queue), rng.choice((1, 1, 1, 2, 3))))]:
-                question = wordings[attribute.key].pop().format(n=person.name[language])
-                question = follow_up(question, language) if turns else question
+        for attributes in parts_of(queue, (1, 1, 1, 2, 3), rng):
+            turns: list[Turn] = []
+            for attribute in attributes:
+                wording = wordings[attribute.key].pop()
+                question = wording.format(n=person.name[language])
+                if turns:
+                    question = asked_later(wording, person, language, rng)
                 turns.append((question, answer(person, attribute, language)))
-            opening = [rng.choice(small_talk(language))] if rng.random() < 0.05 else []
-            records.append(conversation(opening + turns, language, rng))
-    return records
+            subjects.append(turns)
+    return subjects
+
+
+def ask_about_others(people: list[Person], language: str, rng: random.Random) -> list[list[Turn]]:
+    """Places, small talk, and questions that nothing in the valley answers."""
+    subjects = []
+    for place in range(len(HOME.values[language])):
+        about = place_text(place, language, PLACES["tell"][language][0])
+        for wording in PLACES["ask"][language]:
+            subjects.append([(wording.format(p=HOME.values[language][place]), about)])
+    subjects += [[rng.choice(small_talk(language))] for _ in range(SMALL_TALK)]
+    for wording in UNKNOWN["ask"][language]:
+        name = rng.choice(people).name[language]
+        subjects.append([(wording.format(n=name), UNKNOWN["reply"][language][0])])
+    return subjects
 
 
 def make_sft(people: list[Person], rng: random.Random) -> tuple[list[dict], list[dict]]:
-    """Conversations about the people of group sft, with small talk and places, and held-out ones about
-    sft_eval."""
-    records: dict[str, list[dict]] = {"sft": [], "sft_eval": []}
+    """Conversations about the people of group sft, with places, small talk and the unknown, and held-out ones
+    about sft_eval. From one subject to the next person and language change."""
+    subjects: dict[str, list[list[Turn]]] = {"sft": [], "sft_eval": []}
     for language in LANGUAGES:
         for person in people:
-            if person.group in records:
-                records[person.group] += ask_about(person, language, rng)
-        for place in range(len(HOME.values[language])):
-            about = place_text(place, language, PLACES["tell"][language][0])
-            for wording in PLACES["ask"][language]:
-                question = wording.format(p=HOME.values[language][place])
-                records["sft"].append(conversation([(question, about)], language, rng))
-        for _ in range(SMALL_TALK):
-            turns = rng.sample(small_talk(language), rng.choice((1, 1, 2)))
-            records["sft"].append(conversation(turns, language, rng))
-    for group in records.values():
+            if person.group in subjects:
+                subjects[person.group] += ask_about(person, language, rng)
+        known = [person for person in people if person.group == "sft"]
+        subjects["sft"] += ask_about_others(known, language, rng)
+    records: list[list[dict]] = []
+    for group in subjects.values():
         rng.shuffle(group)
-    return records["sft"], records["sft_eval"]
+        conversations = parts_of(group, SUBJECTS_ASKED, rng)
+        records.append([conversation(sum(part, []), rng.choice(LANGUAGES), rng) for part in conversations])
+    return records[0], records[1]
 
 
 def quiz_question(question: str, reply: str, value: str) -> dict:
@@ -173,7 +212,8 @@ def quiz_question(question: str, reply: str, value: str) -> dict:
 
 
 def make_quiz(people: list[Person], rng: random.Random) -> list[dict]:
-    """One question per fact and language about the people of group quiz, whom no conversation mentions."""
+    """One question per fact and language about the people of group quiz, whom no conversation mentions. Of
+    the attribute's values an answer must contain the right one, and none of the `wrong_answers`."""
     questions = []
     for person in people:
         if person.group != "quiz":
@@ -182,8 +222,21 @@ def make_quiz(people: list[Person], rng: random.Random) -> list[dict]:
             for language in LANGUAGES:
                 question = rng.choice(attribute.ask[language]).format(n=person.name[language])
                 value = attribute.values[language][person.facts[attribute.key]]
-                questions.append(quiz_question(question, answer(person, attribute, language), value))
+                record = quiz_question(question, answer(person, attribute, language), value)
+                wrong = [other for other in attribute.values[language] if other != value]
+                questions.append(record | {"wrong_answers": wrong})
     return questions
+
+
+def after_others(quiz: list[dict], position: int, rng: random.Random) -> list[dict]:
+    """The quiz with each question at a position of a conversation, from 1, after others of the quiz and their
+    right answers."""
+    records = []
+    for record in quiz:
+        others = rng.sample([other for other in quiz if other["answer"] != record["answer"]], position - 1)
+        messages = [message for each in (*others, record) for message in each["conversations"]]
+        records.append(record | {"conversations": messages})
+    return records
 
 
 def make_corpus(seed: int) -> dict[str, list[dict]]:
@@ -192,10 +245,13 @@ def make_corpus(seed: int) -> dict[str, list[dict]]:
     people = make_people(rng)
     pretrain, pretrain_eval = make_pretrain(people, rng)
     sft, sft_eval = make_sft(people, rng)
+    quiz = make_quiz(people, rng)
     return {
         "pretrain.jsonl": pretrain,
         "pretrain_eval.jsonl": pretrain_eval,
         "sft.jsonl": sft,
         "sft_eval.jsonl": sft_eval,
-        "quiz.jsonl": make_quiz(people, rng),
+        "quiz.jsonl": quiz,
+        "quiz_second.jsonl": after_others(quiz, 2, rng),
+        "quiz_fifth.jsonl": after_others(quiz, 5, rng),
     }

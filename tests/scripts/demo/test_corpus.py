@@ -16,7 +16,8 @@ from scripts.demo.world import ATTRIBUTES, GROUPS, LANGUAGES, Person, answer, ma
 from tests.conftest import ROOT
 from trainer.rollouts.rewards import contains_answer
 
-FILES = ["pretrain.jsonl", "pretrain_eval.jsonl", "sft.jsonl", "sft_eval.jsonl", "quiz.jsonl"]
+FILES = ["pretrain.jsonl", "pretrain_eval.jsonl", "sft.jsonl", "sft_eval.jsonl"]
+FILES += ["quiz.jsonl", "quiz_second.jsonl", "quiz_fifth.jsonl"]
 
 
 @pytest.fixture(scope="module")
@@ -109,3 +110,32 @@ def test_held_out_texts_are_not_trained_on(demo):
     held_out = {record["text"] for record in demo["pretrain_eval.jsonl"]}
     assert len(held_out) > 100
     assert not told & held_out
+
+
+@pytest.mark.parametrize(("name", "position"), [("quiz_second.jsonl", 2), ("quiz_fifth.jsonl", 5)])
+def test_the_quiz_is_asked_again_after_questions_with_other_answers(demo, name, position):
+    for alone, later in zip(demo["quiz.jsonl"], demo[name], strict=True):
+        questions, answers = later["conversations"][::2], later["conversations"][1::2]
+        assert len(questions) == position and later["conversations"][-2:] == alone["conversations"]
+        assert later["answer"] == alone["answer"] and alone["answer"] not in later["wrong_answers"]
+        assert all(contains_answer([], turn["content"], later) == 0.0 for turn in answers[:-1])
+
+
+def test_conversations_change_person_and_language(demo, people):
+    """Without such conversations a model answers a second question about the first one's person."""
+    names = {name: person for person in people for name in person.name.values()}
+    changes = Counter()
+    for record in demo["sft.jsonl"]:
+        asked = [turn["content"] for turn in record["conversations"] if turn["role"] == "user"]
+        about = [{name for name in names if name in question} for question in asked]
+        for before, after in zip(about, about[1:], strict=False):
+            if before and after and before != after:
+                changes["person"] += 1
+                changes["language"] += {n.isascii() for n in before} != {n.isascii() for n in after}
+    assert changes["person"] > 200 and changes["language"] > 80
+
+
+def test_documents_of_pretraining_tell_of_several_people(demo, people):
+    names = {name for person in people for name in person.name.values()}
+    told = Counter(sum(name in record["text"] for name in names) for record in demo["pretrain.jsonl"])
+    assert told[1] > 500 and told[2] + told[3] > 500

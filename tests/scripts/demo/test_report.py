@@ -14,6 +14,8 @@ def test_the_report_has_accuracies_and_costs(tmp_path, call):
     for run, right in ((RUNS[1], 0.97222), (RUNS[2], 0.1)):
         models[run] = {"parameters": 5, "figures": {"contains_answer": {"value": right}}}
     (tmp_path / "quiz.json").write_text(json.dumps({"models": models}))
+    models[RUNS[1]]["figures"] = {"contains_answer": {"value": 0.9}}
+    (tmp_path / "quiz_second.json").write_text(json.dumps({"models": models}))
     for seconds, run in enumerate(RUNS):
         records = [{"update": 1, "seconds": 9.0, "memory_mb": 1.0}]
         records += [{"update": 2, "seconds": seconds + 0.04, "memory_mb": 900.04 + seconds}]
@@ -24,6 +26,7 @@ def test_the_report_has_accuracies_and_costs(tmp_path, call):
     assert report == json.loads(done.stdout)
     assert report == {
         "heldout_accuracy": 0.9722,
+        "heldout_accuracy_second_question": 0.9,
         "heldout_accuracy_without_pretrain": 0.1,
         "train_seconds": 3.1,
         "parameters": 5,
