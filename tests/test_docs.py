@@ -141,6 +141,8 @@ def check_python(folder: Path, words: list[str], page: str) -> None:
     if "--" in given:  # what follows goes to the stage script
         at = given.index("--")
         parts = [(script, given[:at]), ("trainer/train_full_sft.py", given[at + 1 :])]
+    if script == "scripts/benchmark.py":  # so do all flags that are not its own
+        parts = [("trainer/train_full_sft.py", parser_of(script).parse_known_args(given)[1])]
     for started, arguments in parts:
         try:
             parser_of(started).parse_args(arguments)
@@ -236,7 +238,7 @@ def test_the_snippet_for_stock_transformers_runs(use_moe, tmp_path, monkeypatch,
     model = MiniMindForCausalLM(MiniMindConfig(hidden_size=32, num_hidden_layers=2, use_moe=use_moe)).eval()
     model.load_state_dict(half_state_dict(model))
     monkeypatch.chdir(tmp_path)
-    convert(model, load_tokenizer(ROOT / "model"), "hf", Path("out/full_sft_512_hf"), torch.float16)
+    convert(model, load_tokenizer(ROOT / "model"), "hf", Path("out/full_sft_512_hf"))
     exec(compile(snippet, "docs/using.md", "exec"), {"__name__": "__main__"})
     assert capsys.readouterr().out  # an untrained model may well say nothing but blanks
     stock = AutoModelForCausalLM.from_pretrained("out/full_sft_512_hf").eval()

@@ -63,12 +63,12 @@ def test_resume_of_ranks(parallel, ranks):
     verify_resume("sft", min(3, ranks), False, {"parallel": parallel, "use_compile": 0})
 
 
-@pytest.mark.parametrize("preset", ["30m", "moe"])
-def test_speed(preset, gpus, device, tmp_path, record_property):
+@pytest.mark.parametrize("use_moe", [0, 1])
+def test_speed(use_moe, gpus, device, tmp_path, record_property):
     """scripts/benchmark.py on samples of 200 to 700 tokens, as they are and compiled: figures to send in. The
     loader keeps up with the GPU."""
     data = long_samples(tmp_path / "pretrain.jsonl", 1000 if gpus else 24)
-    settings = {"stage": "pretrain", "preset": preset, "data_path": data, "cache_dir": tmp_path / "cache"}
+    settings = {"stage": "pretrain", "use_moe": use_moe, "data_path": data, "cache_dir": tmp_path / "cache"}
     settings |= {"json": tmp_path / "figures.json", "max_seq_len": 768, "device": device.type}
     settings |= {"batch_size": 16}
     if not gpus:  # only that it runs

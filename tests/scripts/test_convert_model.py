@@ -2,23 +2,20 @@
 line."""
 
 import json
-import os
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from gguf import GGUFReader
+from safetensors.torch import load_file
 from transformers import Qwen3ForCausalLM, Qwen3MoeForCausalLM
 
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
-from model.sampling import DEFAULTS, Sampling, default_sampling
 from scripts import convert_model
 from tests.conftest import ROOT
-from tools.convert import gguf_file, parity
+from tools.convert import gguf_file, hugging_face, parity
 from tools.convert.gguf_file import pattern_name, read_gguf
 from tools.convert.hugging_face import read_stock
-from trainer.objectives.lora import add_adapters, save_adapter
-from trainer.run.checkpoint import Writer
 from trainer.run.paths import run_name
 from trainer.weights.files import read_model, save_weights, tokenizer_folder
 from trainer.weights.for_tools import load_path
@@ -86,8 +83,8 @@ def logits(model) -> torch.Tensor:
 def test_a_hugging_face_folder_is_a_stock_model_and_comes_back_bit_for_bit(weights, convert, tmp_path):
     folder, again = tmp_path / "folder", tmp_path / weights.name
     said = convert(weights, "hf", folder)
-    assert "28 conversations are rendered alike" in said and "64 greedy tokens are the same" in said
-    assert "as they are stored: the logits differ by at most 0.0e+00" in said  # fp16 as they were
+    assert "28 conversations are rendered alike" in said
+    assert "rounded to float16: the logits differ by at most 0.0e+00" in said  # fp16 as they were
     own, tokenizer = load_path(weights)
     stock, _ = read_stock(folder)
     assert type(stock) is (Qwen3MoeForCausalLM if own.config.use_moe else Qwen3ForCausalLM)
@@ -99,9 +96,6 @@ def test_a_hugging_face_folder_is_a_stock_model_and_comes_back_bit_for_bit(weigh
     assert config.get("num_experts") == (3 if own.config.use_moe else None)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         assert (folder / name).read_bytes() == (weights.parent / name).read_bytes()
-    settings = json.loads((folder / "generation_config.json").read_text())
-    wanted = {"eos_token_id": 2, "do_sample": True, "temperature": 0.7, "top_p": 0.9, "top_k": 50}
-    assert {name: settings[name] for name in wanted} == wanted
     convert(folder, "pth", again)
     assert tokenizer_folder(again).name.startswith("tokenizer_")  # the folder's went along
     assert load_path(again)[1].get_vocab() == tokenizer.get_vocab()
@@ -112,24 +106,17 @@ def test_a_hugging_face_folder_is_a_stock_model_and_comes_back_bit_for_bit(weigh
 
 def test_a_models_sampling_defaults_go_along_with_it(convert, tmp_path):
     folder, again = tmp_path / "folder", tmp_path / "again"
-    convert(saved(tmp_path, **SHAPES["dense"]), "hf", folder)
+    convert(saved(tmp_path), "hf", folder)
     path = folder / "generation_config.json"
     fields = json.loads(path.read_text())
-    path.write_text(json.dumps(fields | {"temperature": 0.3, "top_k": None, "top_p": 1}))
-    model, _ = load_path(folder)
-    assert default_sampling(model) == Sampling(temperature=0.3, top_k=DEFAULTS.top_k, top_p=1.0)
+    wanted = {"eos_token_id": 2, "do_sample": True, "temperature": 0.7, "top_p": 0.9, "top_k": 50}
+    assert {name: fields[name] for name in wanted} == wanted
+    path.write_text(json.dumps(fields | {"temperature": 0.3, "top_k": None}))
     convert(folder, "hf", again)
     written = json.loads((again / "generation_config.json").read_text())
     assert (written["temperature"], written["top_k"], written["do_sample"]) == (0.3, 50, True)
-    path.write_text(json.dumps({"do_sample": False}))
-    model, _ = load_path(folder)
-    assert default_sampling(model).temperature == 0
-    for text, told in (
-        ('{"top_p": 0, "temperature": "hot"}', "top_p: Input should be greater than 0"),
-        ("[]", "generation_config.json: Input should be an object; correct the file"),
-    ):
-        path.write_text(text)
-        assert told in convert(folder, "pth", tmp_path / "other_32.pth")
+    path.write_text('{"top_p": 0}')
+    assert "top_p: Input should be greater than 0" in convert(folder, "pth", tmp_path / "other_32.pth")
 
 
 def test_a_gguf_file_is_read_back_by_transformers(weights, convert, tmp_path):
@@ -141,7 +128,7 @@ def test_a_gguf_file_is_read_back_by_transformers(weights, convert, tmp_path):
     texts = ["Hello, it's 2024! 你好，世界。", *parity.HARD_TEXTS]
     assert [other_tokenizer.encode(text) for text in texts] == [tokenizer.encode(text) for text in texts]
     assert other_tokenizer.eos_token_id == 2 and other.config.eos_token_id == 2
-    fields = gguf_file.gguf_package().GGUFReader(path).fields
+    fields = GGUFReader(path).fields
     wanted = {"general.name": "w"}
     wanted |= {"tokenizer.ggml.pre": "qwen2", "tokenizer.ggml.add_bos_token": False}
     wanted |= {"tokenizer.ggml.eot_token_id": 2}
@@ -152,13 +139,12 @@ def test_a_gguf_file_is_read_back_by_transformers(weights, convert, tmp_path):
     assert "generation -" not in template and "add_generation_prompt" in template
 
 
-def test_a_head_of_its_own_and_other_types(convert, tmp_path):
+def test_a_head_of_its_own(convert, tmp_path):
     source = saved(tmp_path, tie_word_embeddings=False)
-    convert(source, "hf", tmp_path / "folder", "--dtype", "bfloat16")
-    stored = load_file(tmp_path / "folder/model.safetensors")
-    assert "lm_head.weight" in stored and {each.dtype for each in stored.values()} == {torch.bfloat16}
-    convert(source, "gguf", tmp_path / "w.gguf", "--dtype", "float32")
-    assert (logits(load_path(source)[0]) - logits(read_gguf(tmp_path / "w.gguf")[0])).abs().max() < 1e-5
+    convert(source, "hf", tmp_path / "folder")
+    assert "lm_head.weight" in load_file(tmp_path / "folder/model.safetensors")
+    convert(source, "gguf", tmp_path / "w.gguf")
+    assert (logits(load_path(source)[0]) - logits(read_gguf(tmp_path / "w.gguf")[0])).abs().max() < 1e-3
 
 
 # --- what is refused
@@ -167,60 +153,27 @@ def test_a_head_of_its_own_and_other_types(convert, tmp_path):
 def test_a_conversion_that_fails_leaves_nothing(convert, tmp_path, monkeypatch):
     weights = saved(tmp_path)
     before, source = set(tmp_path.iterdir()), weights.read_bytes()
-    write = convert_model.write_folder
+    own_tensors = hugging_face.own_tensors
 
-    def wrong(folder, model, *args):
-        stored = write(folder, model, *args)
-        changed = {name: value + 0.01 for name, value in stored.items()}
-        save_file(changed, folder / "model.safetensors", {"format": "pt"})
-        return stored
+    def wrong(model):
+        return {name: value + 0.01 for name, value in own_tensors(model).items()}
 
-    monkeypatch.setattr(convert_model, "write_folder", wrong)
+    monkeypatch.setattr(hugging_face, "own_tensors", wrong)
     line = convert(weights, "hf", tmp_path / "folder")
     assert "folder is not written: read back, it is not the same model; the logits differ by up to" in line
-    for name, other, told in (
+    for name, other, expected in (
         ("without_generation_marks", lambda template: template + "x", "conversation 1 of 28 is rendered"),
         ("pattern_name", lambda _: "gpt-2", "has other token ids"),
     ):
         monkeypatch.setattr(gguf_file, name, other)
-        assert told in convert(weights, "gguf", tmp_path / "w.gguf")
-    assert set(tmp_path.iterdir()) == before and weights.read_bytes() == source
-
-
-FORMS = (("hf", "folder"), ("gguf", "w.gguf"), ("pth", "again_32.pth"))
-
-
-def test_what_is_there_is_not_replaced(convert, tmp_path):
-    weights, there = saved(tmp_path), tmp_path / "there"
+        assert expected in convert(weights, "gguf", tmp_path / "w.gguf")
+    there = tmp_path / "there"
     there.mkdir()
-    for form, _ in FORMS:
-        assert f"{there} exists already; remove it" in convert(weights, form, there)
-    assert list(there.iterdir()) == []
-
-
-def test_an_adapter_becomes_minimind_s_file(convert, tmp_path):
-    weights, model = saved(tmp_path), MiniMindForCausalLM(read_model(saved(tmp_path))[1])
-    add_adapters(model, 2, 4.0, 0.0, ("q_proj", "o_proj"))
-    writer = Writer()
-    folder = save_adapter(model, tmp_path / "lora_mine_32.pth", writer)
-    writer.wait()
-    told = convert(weights, "lora", tmp_path / "mine_32.pth", "--lora", str(folder))
-    assert "read back: what it adds" in told
-    assert {value.shape[0] for value in torch.load(tmp_path / "mine_32.pth").values()} == {16, 32}
-    assert "name it with --lora" in convert(weights, "lora", tmp_path / "other_32.pth")
-
-
-def test_names_and_types_that_do_not_go_together(convert, tmp_path):
-    weights, dense = saved(tmp_path, **SHAPES["moe"]), saved(tmp_path)
-    line = convert(weights, "gguf", tmp_path / "a", "--dtype", "bfloat16")
-    assert "--dtype bfloat16 does not go with --to gguf; use float16 or float32" in line
-    for source, name, right in (
-        (weights, "x_32_moe.pth", "NAME_32_moe_3x2.pth"),
-        (weights, "x_32.pth", "NAME_32_moe_3x2.pth"),
-        (dense, "x_16.pth", "NAME_32.pth"),
-    ):
-        line = convert(source, "pth", tmp_path / name)
-        assert f"{name}: the name of a weights file has its shape; call it {right}" in line
+    assert f"{there} exists already; remove it" in convert(weights, "pth", there)
+    line = convert(weights, "pth", tmp_path / "x_16.pth")
+    assert "x_16.pth: the name of a weights file has its shape; call it NAME_32.pth" in line
+    there.rmdir()
+    assert set(tmp_path.iterdir()) == before and weights.read_bytes() == source
 
 
 def test_llama_cpp_s_names_of_patterns():
@@ -234,25 +187,18 @@ def test_llama_cpp_s_names_of_patterns():
             pattern_name(changed)
 
 
-def test_a_missing_package_is_one_line(convert, tmp_path, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "gguf", None)
-    line = convert(saved(tmp_path), "gguf", tmp_path / "w.gguf")
-    assert line == "error: the package gguf is not installed; pip install -r requirements-serve.txt\n"
-    assert "w.gguf" not in os.listdir(tmp_path)
-
-
 @pytest.mark.parametrize(
-    ("changed", "told"),
+    ("changed", "expected"),
     [
-        ({"norm_topk_prob": False}, "norm_topk_prob false is not"),
+        ({"norm_topk_prob": False}, "cannot have norm_topk_prob false"),
         (
             {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e6}},
             "rope_scaling of type yarn",
         ),
     ],
 )
-def test_what_gguf_cannot_say_is_refused(convert, tmp_path, changed, told):
+def test_what_gguf_cannot_represent_is_refused(convert, tmp_path, changed, expected):
     convert(saved(tmp_path, **SHAPES["moe"]), "hf", tmp_path / "folder")
     path = tmp_path / "folder/config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changed))
-    assert told in convert(tmp_path / "folder", "gguf", tmp_path / "w.gguf")
+    assert expected in convert(tmp_path / "folder", "gguf", tmp_path / "w.gguf")

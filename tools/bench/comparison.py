@@ -1,6 +1,7 @@
 """Speed as a ratio: another trainer in its own process (tools/bench/peers.py), in turn with ours, on the
 tokens of the same samples."""
 
+import argparse
 import json
 import os
 import subprocess
@@ -33,13 +34,15 @@ TOLERANCE = 0.02  # relative, of the losses: bfloat16 against float32 over the u
 SCRIPTS = {"sft": "trainer/train_full_sft.py", "pretrain": "trainer/train_pretrain.py"}  # of MiniMind
 
 
-def check_peer(peer: str, stage: str, path: str | None) -> None:
+def check_peer(options: argparse.Namespace) -> None:
     """Raise UserError for wrong settings of a peer, before anything is built."""
-    if peer == "minimind" and not path:
-        raise UserError("--peer minimind needs --peer_path, the folder of a checkout of jingyaogong/minimind")
-    if peer == "minimind" and not Path(path or "", SCRIPTS[stage]).is_file():
-        raise UserError(f"--peer_path {path} is not a checkout of minimind: it has no {SCRIPTS[stage]}")
-    if peer == "trl" and stage != "sft":
+    if options.peer == "minimind":
+        if options.peer_path is None:
+            raise UserError("--peer minimind needs --peer_path, a checkout of jingyaogong/minimind")
+        script = Path(options.peer_path, SCRIPTS[options.stage])
+        if not script.is_file():
+            raise UserError(f"--peer_path {options.peer_path} is not a checkout of minimind: no {script}")
+    elif options.stage != "sft":
         raise UserError("--peer trl is for --stage sft; for pretraining use --peer minimind")
     if launch().world_size > 1:
         raise UserError("a peer is compared with a single process; start it with python, not with torchrun")
@@ -59,19 +62,21 @@ def first_samples(dataset: StageDataset, seed: int, count: int) -> list[dict[str
     return rows
 
 
-def peer_settings(args: Any, tokenizer: Any, state: TrainState, folder: Path) -> dict[str, Any]:
-    """What tools/bench/peers.py is told: ours, so that both train the same model in the same way."""
+def peer_settings(
+    options: argparse.Namespace, tokenizer: Any, state: TrainState, folder: Path
+) -> dict[str, Any]:
+    """What tools/bench/peers.py gets: our settings, so that both train the same model in the same way."""
     config = cast(MiniMindConfig, state.lm_config)
     flags: dict[str, Any] = {"device": str(state.device)}
     for name in FLAGS:
-        value = getattr(args, name)
+        value = getattr(state.args, name)
         flags[name] = int(value) if isinstance(value, bool) else value
     stock = json.loads(config.to_json_string(use_diff=False))
     stock.pop("model_type")
     return {
-        "peer": args.peer,
-        "stage": args.stage,
-        "path": str(Path(args.peer_path or ".").resolve()),
+        "peer": options.peer,
+        "stage": options.stage,
+        "path": str(Path(options.peer_path or ".").resolve()),
         "data": str(folder / "data.jsonl"),
         "weights": str(folder / "weights.pth"),
         "folder": str(folder / "out"),
@@ -88,43 +93,43 @@ class Peer:
     """Another trainer on the first samples of our epoch, in a process that ends when this context manager
     exits."""
 
-    def __init__(self, args: Any, data: StageDataset, tokenizer: Any, state: TrainState):
-        """args: of scripts/benchmark.py. state: ours, untrained: for the weights, shape and device of
+    def __init__(self, options: argparse.Namespace, data: StageDataset, tokenizer: Any, state: TrainState):
+        """options: of scripts/benchmark.py. state: ours, untrained: for the weights, settings and device of
         both."""
-        self.args, self.folder = args, tempfile.TemporaryDirectory(prefix="benchmark-")
+        self.name, args = options.peer, state.args
+        self.folder = tempfile.TemporaryDirectory(prefix="benchmark-")
         folder = Path(self.folder.name)
-        updates = args.warmup + args.repeat * args.updates
+        updates = options.warmup + options.repeat * options.updates
         samples = first_samples(data, args.seed, updates * args.accumulation_steps * args.batch_size)
         lines = [json.dumps(sample) + "\n" for sample in samples]
         (folder / "data.jsonl").write_text("".join(lines), encoding="utf-8")
         torch.save(unwrap(state.model).state_dict(), folder / "weights.pth")
-        settings = peer_settings(args, tokenizer, state, folder)
+        settings = peer_settings(options, tokenizer, state, folder)
         # its imports come from its checkout, not from ours, its caches are in `folder`
         env = os.environ | {"HF_HOME": str(folder / "hf"), "HF_HUB_OFFLINE": "1"}
-        env |= {"TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": ""}
-        if args.peer == "minimind":
-            env["PYTHONPATH"] = settings["path"]
-        log = folder / "log"
-        self.log = open(log, "w+", encoding="utf-8", errors="replace")  # noqa: SIM115 (until exit)
+        env |= {"TOKENIZERS_PARALLELISM": "false"}
+        env["PYTHONPATH"] = settings["path"] if self.name == "minimind" else ""
+        self.log = open(folder / "log", "w+", encoding="utf-8", errors="replace")  # noqa: SIM115 (until exit)
         command = [sys.executable, str(ROOT / "tools/bench/peers.py")]
         streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self.log}
         self.process = subprocess.Popen(command, cwd=folder, env=env, encoding="utf-8", **streams)
-        # pipes
         self.stdin, self.stdout = cast(IO[str], self.process.stdin), cast(IO[str], self.process.stdout)
         self._send(json.dumps(settings))
 
     def train(self, micro_batches: int) -> dict[str, Any]:
-        """Train on the next micro-batches: `seconds`, and `tokens`, `targets`, `size` with padding and `loss`
-        of each. Raises UserError if the peer failed; the message quotes its last line."""
+        """Train on the next micro-batches: `seconds`, and `tokens`, `targets` and `loss` of each. Raises
+        UserError if the peer failed; the message quotes its last line."""
         self._send(str(micro_batches))
-        reply = json.loads(self.stdout.readline() or "{}")
-        if "seconds" not in reply:
+        reply = self.stdout.readline()
+        if not reply:
             self.process.wait(60)
             self.log.seek(0)
             lines = [line.strip() for line in self.log if line.strip()]
-            why = reply.get("error") or (lines[-1] if lines else "it printed nothing")
-            raise UserError(f"--peer {self.args.peer} cannot train: {why}")
-        return reply
+            why = lines[-1] if lines else "it printed nothing"
+            if why.startswith("ModuleNotFoundError"):
+                why += f"; install it for {sys.executable}"
+            raise UserError(f"--peer {self.name} cannot train: {why}")
+        return json.loads(reply)
 
     def _send(self, line: str) -> None:
         with suppress(BrokenPipeError):  # `train` reports why

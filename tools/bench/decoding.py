@@ -29,7 +29,6 @@ from common.errors import UserError, say
 from dataset.rollout_prompts import PromptDataset
 from model.generation import generate
 from model.sampling import Sampling
-from scripts.text_table import text_table
 from tools.convert.hugging_face import own_tensors, stock_config
 from trainer.weights.for_tools import add_trained_model_flags, load_model
 
@@ -109,10 +108,8 @@ def main() -> None:
                 rates[name].append(tokens / (time.perf_counter() - begin))
                 lengths[name].append(tokens / (args.prompts * GROUP))
         order.reverse()
-    rows = [["decoder", "tokens/s", "tokens per completion"]]
     for name in decoders:
-        rows.append([name, f"{median(rates[name]):,.0f}", f"{mean(lengths[name]):.1f}"])
-    say(text_table(rows))
+        say(f"{name}: {median(rates[name]):,.0f} tokens/s, {mean(lengths[name]):.1f} tokens per completion")
     ratios = [ours / other for ours, other in zip(rates["ours"], rates["generate"], strict=True)]
     say(f"ratio: {median(ratios):.2f} ({', '.join(f'{ratio:.2f}' for ratio in ratios)})")
 

@@ -2,8 +2,8 @@
 trainer's Python.
 
 The first line of stdin is a JSON object of settings; every further line is a number of micro-batches to train
-on, which is answered by one JSON line: seconds, and the tokens, targets, padded size and loss of every
-micro-batch. The end of stdin ends the process. The time before the first micro-batch is not measured.
+on, which is answered by one JSON line: seconds, and the tokens, targets and loss of every micro-batch. The
+end of stdin ends the process. The time before the first micro-batch is not measured.
 
 Nothing of this project is imported here: `model`, `dataset` and `trainer` are packages of the other trainer.
 """
@@ -44,12 +44,8 @@ class Gate:
 
     def note(self, input_ids: Tensor, labels: Tensor, loss: Tensor) -> None:
         """Called after a micro-batch: tokens and labels [B, T], and the mean loss over its labels."""
-        counts = [(input_ids != self.pad_id).sum(), (labels[:, 1:] != -100).sum()]
-        self.seen.append((*counts, input_ids.numel(), loss.detach()))
-
-    def say(self, **reply: Any) -> None:
-        """Write one line."""
-        print(json.dumps(reply), file=self.replies, flush=True)
+        tokens, targets = (input_ids != self.pad_id).sum(), (labels[:, 1:] != -100).sum()
+        self.seen.append((tokens, targets, loss.detach()))
 
     def _now(self) -> float:
         if self.cuda:
@@ -58,8 +54,9 @@ class Gate:
 
     def _answer(self) -> None:
         seconds, seen, self.seen = self._now() - self.start, self.seen, []
-        columns = ([float(value) for value in column] for column in zip(*seen, strict=True))
-        self.say(seconds=seconds, **dict(zip(("tokens", "targets", "size", "loss"), columns, strict=True)))
+        tokens, targets, losses = ([float(value) for value in column] for column in zip(*seen, strict=True))
+        reply = {"seconds": seconds, "tokens": tokens, "targets": targets, "loss": losses}
+        print(json.dumps(reply), file=self.replies, flush=True)
 
 
 def samples_of(settings: dict[str, Any]) -> list[dict[str, list[int]]]:
@@ -178,13 +175,10 @@ PEERS = {"minimind": minimind, "trl": trl}
 
 
 def main() -> None:
-    """Read the settings and run the peer; the reply to a missing package is an error."""
+    """Read the settings and run the peer."""
     settings = json.loads(sys.stdin.readline())
     gate = Gate(settings["flags"]["device"], settings["pad_id"])
-    try:
-        PEERS[settings["peer"]](settings, gate)
-    except ImportError as error:
-        gate.say(error=f"{error}; install it for {sys.executable}")
+    PEERS[settings["peer"]](settings, gate)
 
 
 if __name__ == "__main__":

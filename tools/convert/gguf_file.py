@@ -4,13 +4,11 @@ llama.cpp has Qwen3's arithmetic built in, always with routing weights that sum 
 that cut text before merging by name.
 """
 
-import importlib
 import json
 import re
 from contextlib import redirect_stderr
 from io import StringIO
 from pathlib import Path
-from types import ModuleType
 from typing import Any, cast
 
 import torch
@@ -26,7 +24,6 @@ from transformers.integrations.gguf.reader import read_gguf_metadata
 
 from common.errors import UserError
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
-from model.sampling import default_sampling
 from scripts.train_tokenizer import PIECES
 from tools.convert.hugging_face import own_tensors, stock_config
 
@@ -34,58 +31,36 @@ GENERATION_MARK = re.compile(r"\{%(-?)\s*(?:end)?generation\s*(-?)%\}")
 EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(\w+)\.weight")
 
 
-def gguf_package() -> ModuleType:
-    """The package gguf. Raises UserError: it is not installed."""
+def write_gguf(path: Path, model: MiniMindForCausalLM, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Write the file: matrices in float16, norms and routers in float32. Raises UserError if llama.cpp cannot
+    represent the model or its tokenizer, or the package gguf is missing."""
     try:
-        return importlib.import_module("gguf")
+        import gguf
     except ImportError as error:
         raise UserError("the package gguf is not installed; pip install -r requirements-serve.txt") from error
-
-
-def write_gguf(
-    path: Path, model: MiniMindForCausalLM, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype, name: str
-) -> dict[str, Tensor]:
-    """Write the file; returns the tensors that are in it, in float32 under our names.
-
-    name: what programs show, `general.name`.
-    dtype: of the matrices, float32 or float16. Norms and routers stay float32. Raises UserError if llama.cpp
-    cannot represent the model or its tokenizer, or the package gguf is missing."""
-    gguf = gguf_package()
     config = cast(MiniMindConfig, model.config)
     stock_config(config)  # raises UserError if stock Qwen3 lacks something of it
     rope_type = (config.rope_parameters or {}).get("rope_type")
     if rope_type != "default":
-        raise UserError(
-            f"a GGUF file of a model with rope_scaling of type {rope_type} is not supported; leave it out"
-        )
+        raise UserError(f"a GGUF file cannot have rope_scaling of type {rope_type}; leave it out")
     if config.use_moe and not config.norm_topk_prob:
-        raise UserError(
-            "a GGUF file of a model with norm_topk_prob false is not supported; llama.cpp always normalises"
-        )
+        raise UserError("a GGUF file cannot have norm_topk_prob false; llama.cpp always normalises")
     architecture = "qwen3moe" if config.use_moe else "qwen3"
     writer = gguf.GGUFWriter(path, architecture)
+    writer.add_name(path.stem)
     _add_shape(writer, config)
-    sampling = default_sampling(model)
-    writer.add_sampling_temp(sampling.temperature)
-    writer.add_sampling_top_p(sampling.top_p)
-    writer.add_sampling_top_k(sampling.top_k)
     _add_tokenizer(writer, tokenizer, config.vocab_size)
-    types = gguf.LlamaFileType
-    writer.add_file_type(types.ALL_F32 if dtype == torch.float32 else types.MOSTLY_F16)
-    stored: dict[str, Tensor] = {}
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_F16)
     number = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}[architecture]
-    names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
+    names: Any = gguf.get_tensor_name_map(number, config.num_hidden_layers)
     for key, tensor in _stacked_experts(own_tensors(model)).items():
         is_matrix = tensor.ndim > 1 and not key.endswith("mlp.gate.weight")
-        data = tensor.to(dtype if is_matrix else torch.float32)
+        data = tensor.half() if is_matrix else tensor.float()
         writer.add_tensor(names.get_name(key, try_suffixes=(".weight",)), data.numpy())
-        stored |= _unstacked(key, data.float())
-    writer.add_name(name)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return stored
 
 
 def _stacked_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -96,13 +71,6 @@ def _stacked_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         if match:
             experts.setdefault(f"{match[1]}.{match[3]}.weight", []).append(tensors.pop(name))
     return tensors | {name: torch.stack(parts) for name, parts in experts.items()}
-
-
-def _unstacked(name: str, tensor: Tensor) -> dict[str, Tensor]:
-    """The tensors of the experts of a layer by name; another tensor as it is."""
-    if ".experts." not in name:
-        return {name: tensor}
-    return {name.replace(".experts.", f".experts.{i}."): part for i, part in enumerate(tensor)}
 
 
 def _add_shape(writer: Any, config: MiniMindConfig) -> None:
@@ -126,23 +94,22 @@ def _add_shape(writer: Any, config: MiniMindConfig) -> None:
 
 
 def _add_tokenizer(writer: Any, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
-    gguf = gguf_package()
+    from gguf import TokenType
+
     content = json.loads(tokenizer.backend_tokenizer.to_str())
-    name = pattern_name(content)
+    pattern = pattern_name(content)
     tokens = [f"[PAD{i}]" for i in range(vocab_size)]  # ids beyond the tokenizer's
-    types = [gguf.TokenType.UNUSED] * vocab_size
+    types = [TokenType.UNUSED] * vocab_size
     for token, i in content["model"]["vocab"].items():
-        tokens[i], types[i] = token, gguf.TokenType.NORMAL
+        tokens[i], types[i] = token, TokenType.NORMAL
     for added in content["added_tokens"]:
         tokens[added["id"]] = added["content"]
-        types[added["id"]] = gguf.TokenType.CONTROL if added["special"] else gguf.TokenType.USER_DEFINED
+        types[added["id"]] = TokenType.CONTROL if added["special"] else TokenType.USER_DEFINED
     writer.add_tokenizer_model("gpt2")  # byte-level BPE
-    writer.add_tokenizer_pre(name)
+    writer.add_tokenizer_pre(pattern)
     writer.add_token_list(tokens)
     writer.add_token_types(types)
-    writer.add_token_merges(
-        [merge if isinstance(merge, str) else " ".join(merge) for merge in content["model"]["merges"]]
-    )
+    writer.add_token_merges([" ".join(merge) for merge in content["model"]["merges"]])
     for which in ("bos", "eos", "unk", "pad"):
         token_id = getattr(tokenizer, f"{which}_token_id")
         if token_id is not None:

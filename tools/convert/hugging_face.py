@@ -1,9 +1,5 @@
 """A model as a Hugging Face folder of a stock architecture, Qwen3 or Qwen3-MoE: nothing of this repository is
-needed to use it.
-
-    config.json, generation_config.json, model.safetensors, tokenizer.json, tokenizer_config.json,
-    chat_template.jinja
-"""
+needed to use it."""
 
 import json
 from pathlib import Path
@@ -65,15 +61,13 @@ def own_tensors(model: MiniMindForCausalLM) -> dict[str, Tensor]:
     return tensors
 
 
-def write_folder(
-    folder: Path, model: MiniMindForCausalLM, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype
-) -> dict[str, Tensor]:
-    """Write the folder; returns the tensors that are in it, in float32."""
+def write_folder(folder: Path, model: MiniMindForCausalLM, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Write the folder, with the weights in float16."""
     folder.mkdir()
-    tensors = {name: tensor.to(dtype).contiguous() for name, tensor in own_tensors(model).items()}
+    tensors = {name: tensor.half().contiguous() for name, tensor in own_tensors(model).items()}
     (folder / WEIGHTS_FILE).write_bytes(save(tensors, metadata={"format": "pt"}))
     config = stock_config(cast(MiniMindConfig, model.config))
-    config.dtype = dtype
+    config.dtype = torch.float16
     config.save_pretrained(folder)
     _add_earlier_names(folder / CONFIG_FILE, config)
     special = {name: getattr(config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
@@ -82,7 +76,6 @@ def write_folder(
         sampling = {"do_sample": True, "temperature": own.temperature, "top_p": own.top_p, "top_k": own.top_k}
     GenerationConfig(**sampling, **special).save_pretrained(folder)
     write_tokenizer(folder, tokenizer)
-    return {name: tensor.float() for name, tensor in tensors.items()}
 
 
 def _add_earlier_names(path: Path, config: PretrainedConfig) -> None:

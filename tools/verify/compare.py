@@ -6,60 +6,45 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from common.errors import reason
-from tools.verify.launch import Run
 from trainer.report.metrics import read_metrics
-from trainer.run.checkpoint import UNREADABLE, read_file
+from trainer.run.checkpoint import read_file
 
 TIMES = re.compile(r"second|_wait$|^mfu|_mb$")  # fields of a record that differ from run to run
 # fields of a checkpoint; the others hold times and the name of the run
 STATE = ("model", "optimizer", "scaler", "epoch", "step", "update", "tokens", "samples_done", "best_eval")
 
 
-def compare_runs(right: Run, other: Run) -> list[str]:
-    """What differs between two finished runs, a line for each file."""
+def compare_runs(right: Path, other: Path) -> list[str]:
+    """What differs between the files of two finished runs, a line for each file: weights, also the best and
+    kept ones, adapters, checkpoint, metrics."""
     found = []
-    for name in ("metrics", "weights", "best_weights", "checkpoint"):
-        path, other_path = getattr(right, name), getattr(other, name)
-        if name == "best_weights" and not path.exists() and not other_path.exists():
-            continue  # nothing was evaluated
-        try:
-            contents = read_contents(path), read_contents(other_path)
-        except (SafetensorError, *UNREADABLE) as error:
-            found.append(f"{name}: cannot be read ({reason(error)})")
+    for path in sorted(right.rglob("*")):
+        name = path.relative_to(right)
+        if path.suffix not in (".pth", ".safetensors", ".jsonl") or path.stem.endswith("_previous"):
             continue
-        differing = differences(*contents)
+        if not (other / name).exists():
+            found.append(f"{name} is missing")
+            continue
+        values, others = dict(leaves(content(path))), dict(leaves(content(other / name)))
+        keys = values | others
+        differing = [key for key in keys if not is_same(values.get(key), others.get(key))]
         if differing:
-            found.append(f"{name}: {len(differing)} values differ, first {differing[0]}")
+            found.append(f"{name}: {len(differing)} values differ, the first is {differing[0]}")
     return found
 
 
-def read_contents(path: Path) -> Any:
-    """What must be the same in a file of weights, an adapter, a checkpoint or a metrics file."""
+def content(path: Path) -> Any:
+    """What must be the same in a file."""
     if path.suffix == ".safetensors":
         return load_file(path)
     if path.suffix == ".jsonl":
         records = read_metrics(path)
         return [{key: value for key, value in each.items() if not TIMES.search(key)} for each in records]
     state = read_file(path)
-    if "optimizer" not in state:
-        return state
-    return {key: state.get(key) for key in STATE}
-
-
-def differences(right: Any, other: Any) -> list[str]:
-    """The tensors and numbers in nested dicts and lists that are not bit-identical, by the way to them."""
-    values, other_values = dict(leaves(right)), dict(leaves(other))
-    found = []
-    for name in values | other_values:
-        value, other_value = values.get(name, "missing"), other_values.get(name, "missing")
-        if not is_same(value, other_value):
-            found.append(f"{name}: {described(other_value)}, not {described(value)}")
-    return found
+    return {key: state.get(key) for key in STATE} if "optimizer" in state else state
 
 
 def leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
@@ -80,10 +65,3 @@ def is_same(a: Any, b: Any) -> bool:
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
     return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
-
-
-def described(value: Any) -> str:
-    """A value as text; of a tensor its type, shape and sum."""
-    if isinstance(value, Tensor):
-        return f"{value.dtype} {list(value.shape)} of sum {value.double().sum():.17g}"
-    return repr(value)[:100]

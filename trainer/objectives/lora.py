@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
-MINIMIND_RANK = 16  # of all adapters that MiniMind loads
 PREFIX = "base_model.model."  # of the names in the file
 # fields of the config in which a model may differ from the one that an adapter was trained on
 NOT_COMPARED = {"dropout", "router_aux_loss_coef", "max_position_embeddings", "inference_rope_scaling"}
@@ -133,35 +132,6 @@ def merge_adapter(model: "MiniMindForCausalLM", folder: Path) -> "MiniMindForCau
         weight += scale * (b @ a)
     Logger(f"merged the adapter {folder}")
     return model
-
-
-def minimind_adapter(
-    model: "MiniMindForCausalLM", config: dict[str, Any], tensors: dict[str, Tensor]
-) -> dict[str, Tensor]:
-    """The tensors of an adapter (`read_adapter`) in MiniMind's file: of each square layer A and B of rank 16,
-    in half precision; zeros where the adapter has less. Its scale is in B. Raises UserError for an adapter of
-    a higher rank or of other layers, which MiniMind has no adapters for."""
-    square = {}
-    for name, layer in model.named_modules():
-        if isinstance(layer, nn.Linear) and layer.in_features == layer.out_features:
-            square[name] = layer.in_features
-    adapted = {name.rsplit(".lora_", 1)[0] for name in tensors}
-    if others := sorted({name.rsplit(".", 1)[1] for name in adapted - square.keys()}):
-        here = ",".join(sorted({name.rsplit(".", 1)[1] for name in square}))
-        why = f"the adapter has {', '.join(others)}, and MiniMind adapts square matrices only"
-        raise UserError(f"{why}: train it with --lora_targets {here}")
-    if config["r"] > MINIMIND_RANK:
-        why = f"the adapter has rank {config['r']}, and MiniMind loads {MINIMIND_RANK}"
-        raise UserError(f"{why}: train it with --lora_rank {MINIMIND_RANK}")
-    scale = config["lora_alpha"] / config["r"]
-    matrices = {}
-    for name, size in square.items():
-        a, b = torch.zeros(MINIMIND_RANK, size), torch.zeros(size, MINIMIND_RANK)
-        if name in adapted:
-            a[: config["r"]] = tensors[f"{name}.lora_A.weight"]
-            b[:, : config["r"]] = scale * tensors[f"{name}.lora_B.weight"]
-        matrices[f"{name}.lora.A.weight"], matrices[f"{name}.lora.B.weight"] = a.half(), b.half()
-    return matrices
 
 
 def read_adapter(model: "MiniMindForCausalLM", folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -26,7 +26,7 @@ def test_the_ratio_of_rollouts(tmp_path, monkeypatch, capsys):
     size = ["--prompts", 2, "--max_gen_len", 4, "--repeat", 2]
     measured(monkeypatch, "--save_dir", tmp_path, "--data_path", data, *size)
     found = capsys.readouterr().out
-    lengths = re.findall(r"^(ours|generate) +[\d,]+ +([\d.]+)$", found, re.M)
+    lengths = re.findall(r"^(ours|generate): [\d,]+ tokens/s, ([\d.]+) tokens per completion$", found, re.M)
     assert [name for name, _ in lengths] == ["ours", "generate"]
     # random weights go on
     assert [float(length) for _, length in lengths] == pytest.approx([4.0, 4.0], abs=0.5)

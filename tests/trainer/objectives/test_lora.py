@@ -16,8 +16,6 @@ from trainer.objectives.lora import (
     add_adapters,
     check_that_adapters_alone_are_trained,
     merge_adapter,
-    minimind_adapter,
-    read_adapter,
     save_adapter,
 )
 from trainer.objectives.next_token import next_token_loss, target_logits
@@ -147,28 +145,6 @@ def test_minimind_s_file_of_an_adapter(tmp_path):
     path.write_bytes(b"no")
     with pytest.raises(UserError, match="it is not readable"):
         merge_adapter(base(), path)
-
-
-@pytest.mark.parametrize(("use_moe", "targets"), [(0, ("q_proj", "o_proj")), (1, ("q_proj",))])
-def test_an_adapter_in_minimind_s_form_is_the_same_adapter(tmp_path, use_moe, targets):
-    """Every square layer has one of MiniMind's rank; merged it gives what the folder gives."""
-    folder = written(adapted(use_moe, targets), tmp_path)
-    saved = minimind_adapter(base(use_moe), *read_adapter(base(use_moe), folder))
-    assert {name.split(".")[-4] for name in saved} == {"q_proj", "o_proj"} and len(saved) == 8
-    shapes = {"A": (16, 32), "B": (32, 16)}
-    assert all(value.shape == shapes[name.split(".")[-2]] for name, value in saved.items())
-    torch.save(saved, tmp_path / "lora_32.pth")
-    merged = merge_adapter(base(use_moe), tmp_path / "lora_32.pth")
-    for name, wanted in merge_adapter(base(use_moe), folder).named_parameters():
-        assert torch.allclose(merged.get_parameter(name), wanted, atol=1e-4)
-        changed = any(f".{target}." in name for target in targets)
-        assert changed == bool((wanted - base(use_moe).get_parameter(name)).abs().max() > 1e-3)
-
-
-def test_what_minimind_has_no_adapters_for_is_refused(tmp_path):
-    folder = written(adapted(), tmp_path)
-    with pytest.raises(UserError, match=r"down_proj, gate_proj.*--lora_targets o_proj,q_proj$"):
-        minimind_adapter(base(), *read_adapter(base(), folder))
 
 
 def test_what_is_trained_beside_the_adapters_is_refused_before_training():
