@@ -6,6 +6,7 @@ Of a long document of plain text, such as a book, the last lines are held out.
 """
 
 import hashlib
+import re
 import unicodedata
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -14,6 +15,15 @@ from dataset.files import Record, is_plain_text
 from dataset.records import BadRecord, held_out_key
 
 LONG = 10_000  # characters of a plain text that is divided; a shorter one is a record like others
+# white space and punctuation of sentences; not the sign, point or comma of a number
+UNSPOKEN = re.compile(r"""\s+|(?<!\d)[.,]|[.,](?!\d)|[;:!?'"()。、“”‘’《》「」…]""")
+
+
+def normal_form(text: str) -> str:
+    """A text without what nearly equal questions differ in: punctuation, white space, case and Unicode
+    form."""
+    folded = unicodedata.normalize("NFKC", text).casefold()
+    return UNSPOKEN.sub("", folded) or "".join(folded.split())
 
 
 class Split(NamedTuple):
@@ -43,10 +53,8 @@ class Split(NamedTuple):
             return not self.held_out
 
     def includes(self, key: str) -> bool:
-        """Whether what is chosen by this text belongs to this split. Differences of white space, case and
-        Unicode form do not count."""
-        normal = " ".join(unicodedata.normalize("NFKC", key).casefold().split())
-        digest = hashlib.sha256(normal.encode()).digest()
+        """Whether what is chosen by this text belongs to this split."""
+        digest = hashlib.sha256(normal_form(key).encode()).digest()
         is_held_out = int.from_bytes(digest[:8]) < self.share * 2**64
         return is_held_out == self.held_out
 

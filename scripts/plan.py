@@ -26,16 +26,20 @@ from common.arguments import add_flag
 from common.command_line import Parser, one_line_errors  # first: without requirements it says so
 
 # isort: split
-import torch
-
 from common.errors import UserError, say
 from common.hub import make_local
-from common.settings import ROOT, StageArgs
+from common.settings import ROOT, ModelConfig, StageArgs
 from dataset.files import expand_paths
 from dataset.mixing import split_weights
-from scripts.planning import files, machine, report, rules, stages
-from scripts.planning.choice import choose
+from dataset.token_cache import load_tokenizer
+from scripts.planning import files, machine, rules, stages
+from scripts.planning.choice import Plan, choose, total_seconds
+from scripts.runs.words import LANGUAGES, user_language
+from scripts.text_table import text_table
 from trainer.devices.device import describe_device, mixed_precision, select_device
+from trainer.report.metrics import duration
+
+FEW_BYTES = 2.5  # of text per token
 
 
 def main() -> None:
@@ -43,17 +47,16 @@ def main() -> None:
     args = parse_args()
     device = select_device(args.device)
     memory = machine.free_memory(device)
-    ranks = torch.cuda.device_count() if device.type == "cuda" and ":" not in args.device else 1
     text = describe_device(device, mixed_precision(args.dtype, device)[0])
     say(f"device: {text}; {memory / 1e9:.0f} GB of memory to use")
 
-    opened = stages.open_stages(args, ranks)
+    opened = stages.open_stages(args)
     plan = choose(opened, [args.depth] if args.depth else rules.DEPTHS, memory, 3600 * args.hours)
-    say("\n".join(report.describe(plan)))
-    for text in report.unwise(plan):
+    say("\n".join(describe(plan)))
+    for text in unwise(plan):
         say(f"  unwise: {text}")
 
-    path = files.write_plan(plan, args.save_dir)
+    path = files.write_plan(plan, args.save_dir, args.lang)
     say(f"wrote {path}; next, in this order (the first ends with {args.save_dir}/report.html):")
     say(f"  bash {shlex.quote(str(path))}")
     say(f"  {files.chat_command(plan)}")
@@ -67,12 +70,13 @@ def parse_args() -> argparse.Namespace:
     flag("--pretrain_data", help=text)
     text = "conversations, as --data_path of train_full_sft.py; without it pretraining alone"
     flag("--sft_data", help=text)
-    text = "time for all stages; without it as long as the data are worth"
-    flag("--hours", type=float, default=math.inf, help=text)
+    flag("--hours", type=float, default=8, help="time for all stages (default: 8)")
     flag("--depth", type=int, help=f"layers of the model, {rules.WIDTH} times as wide: the one dial")
     flag("--save_dir", default=str(ROOT / "out" / "plan"), help="folder for run.sh and what it writes")
     text = "folder of a tokenizer; without it the shipped one, or for few data a smaller one"
     flag("--tokenizer_path", help=text)
+    text = "language of run.sh and the report (default: that of the system)"
+    flag("--lang", choices=LANGUAGES, default=user_language(), help=text)
     text = "share of the records to hold out"
     add_flag(parser, StageArgs, "eval_share", default=0.02, help=text)
     for name in stages.SHARED:
@@ -86,11 +90,6 @@ def parse_args() -> argparse.Namespace:
     args.pretrain_data = args.pretrain_data or args.sft_data
     if not args.pretrain_data:
         raise UserError("give --pretrain_data, --sft_data or both")
-    least = stages.START * (2 if args.sft_data else 1)
-    if 3600 * args.hours <= least:
-        raise UserError(
-            f"--hours {args.hours:g}: starting the stages alone takes {least:.0f} s; give more time"
-        )
     make_local(args)
     for path in filter(None, (args.pretrain_data, args.sft_data)):
         if split_weights(path)[1]:
@@ -102,6 +101,71 @@ def parse_args() -> argparse.Namespace:
         if getattr(args, name):
             setattr(args, name, os.path.abspath(getattr(args, name)))
     return args
+
+
+def describe(plan: Plan) -> list[str]:
+    """The plan as a table with a column for each stage, and what its times are."""
+    columns = [
+        ["", "tokens of the data", "tokens held out", "passes over the data", "tokens to train", "updates",
+         "tokens of an update", "learning rate", "time", "memory, at least", "disk"]
+    ]  # fmt: skip
+    for stage in plan.stages:
+        column = [
+            stage.args.save_weight,
+            f"{stage.data.num_tokens:,}",
+            f"{stage.held_out.num_tokens:,}",
+            f"{stage.passes:.3g}",
+            f"{stage.tokens:,}",
+            f"{stage.updates:,}",
+            f"{stage.tokens / stage.updates:,.0f}",
+            f"{stage.args.learning_rate:g}",
+            duration(stage.seconds),
+            f"{stage.memory / 1e9:.1f} GB",
+            # fp16 weights twice, two checkpoints
+            f"{26 * stage.cost.parameters / 1e9:.2f} GB",
+        ]
+        columns.append(column)
+    first = plan.stages[0].args
+    size = f"{first.hidden_size} x {first.num_hidden_layers}, "
+    size += f"{plan.stages[0].cost.parameters / 1e6:.2f} M parameters"
+    all_time = duration(total_seconds(plan.stages))
+    lines = [f"plan: {size}; {all_time} in all; limited by the {plan.limit}"]
+    table = text_table([list(row) for row in zip(*columns, strict=True)])
+    lines += [f"  {line}" for line in table.split("\n")]
+    lines.append(
+        f"  time: updates and evaluations; beside it some {stages.START:.0f} s to start a stage. The data "
+        "are tokenised already, and saving takes no time of its own"
+    )
+    vocabulary = len(load_tokenizer(first.tokenizer_path))
+    lines.append(
+        f"  loss: begins near {math.log(vocabulary):.2f} nats per token, that of guessing among "
+        f"{vocabulary:,} tokens"
+    )
+    if len(plan.stages) > 1 and first.data_path == plan.stages[1].args.data_path:
+        lines.append("  the same data are read by both stages: first as text, then as conversations")
+    return lines
+
+
+def unwise(plan: Plan) -> list[str]:
+    """What to think about again, one line each."""
+    first, lines = plan.stages[0], []
+    for stage in plan.stages:
+        if stage.updates < rules.FEW_UPDATES:
+            advice = "more time helps" if plan.limit == "hours" else "more data help"
+            lines.append(f"{stage.args.save_weight}: {stage.updates} updates teach little; {advice}")
+    spelt = stages.bytes_per_token(first)
+    if spelt < FEW_BYTES and first.args.tokenizer_path == ModelConfig().tokenizer_path:
+        lines.append(f"{spelt:.1f} bytes per token: the vocabulary was made for other text (docs/data.md)")
+    for stage in plan.stages[1:]:
+        if stage.data.records < rules.FEW_CONVERSATIONS:
+            command = ["python", "trainer/train_lora.py", "--data_path", str(stage.args.data_path)]
+            command += ["--from_weight", "PATH", "--eval_share", "0.1", "--patience", "2"]
+            lines.append(
+                f"{stage.data.records:,} conversations teach a manner of answering, no knowledge. They do "
+                "more for weights that have read more, MiniMind's or a Qwen3 (PATH: a file, a folder or "
+                f"hf://OWNER/NAME):\n    {shlex.join(command)}"
+            )
+    return lines
 
 
 if __name__ == "__main__":

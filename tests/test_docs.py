@@ -194,9 +194,10 @@ def cheap_commands() -> list[str]:
 @pytest.mark.parametrize("command", cheap_commands())
 def test_the_cheap_commands_run_on_the_files_that_they_name(command, tmp_path, monkeypatch):
     texts = [json.dumps({"text": f"{i} ships lie in the harbour of Reedmarsh."}) for i in range(40)]
-    turns = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Good morning."}]
+    answer = {"role": "assistant", "content": "Good morning."}
+    chats = [json.dumps({"messages": [{"role": "user", "content": f"text {i}"}, answer]}) for i in range(90)]
     record = {"update": 1, "tokens": 9, "seconds": 1.0, "loss": 2.0, "reward": 0.5}
-    files = {"data/pretrain.jsonl": texts, "data/sft.jsonl": [json.dumps({"messages": turns})] * 40}
+    files = {"data/pretrain.jsonl": texts, "data/sft.jsonl": chats}
     for name in ["full_sft_512", "full_sft_768"]:
         files[f"out/{name}_metrics.jsonl"] = [json.dumps(record)]
     for name, lines in files.items():

@@ -20,9 +20,10 @@ from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader
 
 from common.errors import UserError, warn
-from trainer.devices.process_group import gather, reduce_sum, this_rank, world_size
+from trainer.devices.process_group import Logger, gather, reduce_sum, this_rank, world_size
 from trainer.devices.wrapping import full_tensor, gradient_sync, is_sharded, unwrap
 from trainer.objectives.next_token import to_device
+from trainer.report.metrics import value_text
 from trainer.report.speed import Size
 from trainer.report.sums import (
     COUNT,
@@ -69,6 +70,7 @@ def train_epoch(
     state.wandb = wandb
     state.model.train()
     collate = cast(Any, loader).collate_fn
+    evaluate_start(state)  # before the seed of the first update is set
     seed_update(args.seed, progress.update)
     if isinstance(state.model, DistributedDataParallel) and meter.updates == 0:
         first_pass(state, collate([]))
@@ -309,11 +311,12 @@ def make_record(state: TrainState, figures: Figures, iters: int) -> Record:
         "seconds": progress.seconds,
         **state.meter.figures(state.total_updates - progress.update, state.device),
     }
+    record |= progress.initial
     if progress.skipped:
         record["skipped"] = progress.skipped
     if progress.overflows:
         record["overflows"] = progress.overflows
-    progress.sums, progress.skipped, progress.overflows = {}, [], 0
+    progress.sums, progress.initial, progress.skipped, progress.overflows = {}, {}, [], 0
     return record
 
 
@@ -338,6 +341,16 @@ def write_record(state: TrainState, record: Record) -> None:
 
 
 # --- held-out data
+
+
+def evaluate_start(state: TrainState) -> None:
+    """Evaluate before the first update of a run, once, for its first record. It is not among the evaluations
+    that have a best one, and callbacks do not hear of it."""
+    if state.saved_update is not None or state.eval_loader is None:
+        return
+    metrics = evaluate(state, state.eval_loader)
+    state.progress.initial = {f"initial_{name}": value for name, value in metrics.items()}
+    Logger("at the start: " + ", ".join(value_text(name, value, ".4f") for name, value in metrics.items()))
 
 
 def validate(state: TrainState) -> dict[str, float | None]:

@@ -1,4 +1,4 @@
-"""What a plan writes: the shell file that runs it, and the forecast that the report of the runs compares with
+"""What a plan writes: the shell file that runs it, and the times that the report of the runs compares with
 what came."""
 
 import os
@@ -15,26 +15,35 @@ from trainer.report.metrics import duration
 from trainer.run.paths import run_name
 
 LOG_POINTS = 20  # of a stage
+WORDS = {
+    "en": {
+        "again": "not finished; to go on: {command}",
+        "stage": "== {name}: planned {time}",
+        "next": "next: {command}",
+    },
+    "zh": {
+        "again": "尚未完成；继续请运行：{command}",
+        "stage": "== {name}：计划用时 {time}",
+        "next": "下一步：{command}",
+    },
+}
 
 
-def write_plan(plan: Plan, folder: str) -> Path:
+def write_plan(plan: Plan, folder: str, lang: str) -> Path:
     """Write both files into the folder of the runs; returns the path of the shell file."""
     path = Path(folder, "run.sh")
-    text = shell_file(plan, path)
+    text = shell_file(plan, path, lang)
     # names of files need not be UTF-8
     atomic_write(path, lambda file: file.write(os.fsencode(text)))
-    expected = {}
-    for stage in plan.stages:
-        name = run_name(stage.args.save_weight, stage.args)
-        expected[name] = {"seconds": stage.seconds, "tokens": stage.tokens}
-    write_json(Path(folder, FORECAST), expected)
+    seconds = {run_name(stage.args.save_weight, stage.args): stage.seconds for stage in plan.stages}
+    write_json(Path(folder, FORECAST), seconds)
     return path
 
 
-def shell_file(plan: Plan, path: Path) -> str:
+def shell_file(plan: Plan, path: Path, lang: str) -> str:
     """A shell file that runs the plan; run again, it goes on where it was stopped."""
-    folder = plan.stages[0].args.save_dir
-    again = echo(f"not finished; to go on: bash {shlex.quote(str(path))}")
+    words, folder = WORDS[lang], plan.stages[0].args.save_dir
+    again = echo(words["again"].format(command=shlex.join(["bash", str(path)])))
     lines = [
         "#!/usr/bin/env bash",
         "# Written by scripts/plan.py. Run it again to go on after an interruption.",
@@ -43,11 +52,10 @@ def shell_file(plan: Plan, path: Path) -> str:
         f"cd {shlex.quote(str(ROOT))}",
     ]
     for stage in plan.stages:
-        speed = stage.ranks * stage.cost.speed(stage.tokens / stage.updates / stage.ranks)
-        planned = f"planned {duration(stage.seconds)}, at {speed:,.0f} tokens/s"
-        lines += [echo(f"== {stage.args.save_weight}: {planned}"), shlex.join(training_command(stage))]
-    report = ["python", "scripts/plot_metrics.py", folder, "--html", f"{folder}/report.html"]
-    lines += [shlex.join(report), echo(f"next: {chat_command(plan)}")]
+        title = words["stage"].format(name=stage.args.save_weight, time=duration(stage.seconds))
+        lines += [echo(title), shlex.join(training_command(stage))]
+    report = ["python", "scripts/plot_metrics.py", folder, "--html", f"{folder}/report.html", "--lang", lang]
+    lines += [shlex.join(report), echo(words["next"].format(command=chat_command(plan)))]
     return "\n".join(lines) + "\n"
 
 
@@ -64,10 +72,7 @@ def training_command(stage: Stage) -> list[str]:
     eval_interval = log_interval * max(1, round(steps / N_EVALS / log_interval))
     intervals = {"log_interval": log_interval, "eval_interval": eval_interval}
     args = stage.args.model_copy(update={"from_resume": True} | intervals)
-    command = ["python"]
-    if stage.ranks > 1:
-        command = ["torchrun", "--standalone", "--nproc_per_node", str(stage.ranks)]
-    command.append(f"trainer/{Path(stage.script.__file__).name}")
+    command = ["python", f"trainer/{Path(stage.script.__file__).name}"]
     for name, value in args:
         if args.is_default(name):
             continue

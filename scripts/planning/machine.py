@@ -29,7 +29,7 @@ MIN_UPDATES, MAX_UPDATES, ENOUGH_SECONDS = 3, 20, 2.0
 
 @dataclass(frozen=True)
 class Cost:
-    """What training a model costs a rank; zeros before it is measured."""
+    """What training a model costs; zeros before it is measured."""
 
     parameters: int = 0
     token: float = 0.0  # seconds of forward and backward pass per token
@@ -43,23 +43,19 @@ class Cost:
 
     def memory(self, tokens: float) -> float:
         """Bytes with micro-batches of so many tokens."""
-        return LIBRARIES + STATE * self.parameters + self.kept * tokens
+        return state_bytes(self.parameters) + self.kept * tokens
+
+
+def state_bytes(parameters: float) -> float:
+    """Bytes of a process with weights, gradients and AdamW's state."""
+    return LIBRARIES + STATE * parameters
 
 
 def free_memory(device: torch.device) -> float:
-    """Bytes that a rank may use."""
+    """Bytes that training may use."""
     if device.type == "cuda":
         return USABLE * torch.cuda.mem_get_info(device)[0]
     return USABLE * psutil.virtual_memory().available
-
-
-def count_parameters(args: StageArgs) -> int:
-    """Parameters of a stage's model, without making it."""
-    from model.model_minimind import MiniMindForCausalLM
-
-    with torch.device("meta"):
-        model = MiniMindForCausalLM(model_config(load_tokenizer(args.tokenizer_path), args))
-        return sum(parameter.numel() for parameter in model.parameters())
 
 
 def measure(args: StageArgs, data: StageDataset) -> Cost:

@@ -7,6 +7,7 @@ DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24)
 PASSES, SFT_PASSES = 4, 2  # over the data, at most: more teach little (arXiv:2305.16264)
 TOKENS_PER_WEIGHT = 1.0  # that a model reads, at least, for each weight of its layers
 FEW_UPDATES = 100  # fewer teach little
+FEW_CONVERSATIONS = 3000  # fewer teach a manner of answering, to a model that can already write
 
 
 def layer_weights(depth: int) -> float:

@@ -3,23 +3,24 @@
 import argparse
 import math
 import os
-import subprocess
-import sys
 from dataclasses import dataclass, field, replace
+from itertools import chain
+from pathlib import Path
 from typing import Any
 
-from common.errors import UserError
-from common.settings import ROOT, ModelConfig, StageArgs
+from common.errors import say
+from common.settings import ModelConfig, StageArgs
 from dataset.files import parts_of
 from dataset.lm_dataset import StageDataset
 from dataset.token_cache import load_tokenizer
+from scripts import train_tokenizer
 from scripts.planning import rules
 from scripts.planning.machine import Cost, measure
 from trainer import train_full_sft, train_pretrain
 from trainer.data.datasets import epoch_items, epoch_tokens
 
 START = 12.0  # seconds in which a stage starts Python, opens its data and builds its model
-N_EVALS = 5  # of a stage
+N_EVALS = 5  # of a stage, beside that before its first update
 SHARED = ("eval_share", "text_separator", "cache_dir", "device", "dtype")  # flags that are the stages' own
 
 
@@ -31,7 +32,6 @@ class Stage:
     args: StageArgs
     data: StageDataset
     held_out: StageDataset
-    ranks: int
     cost: Cost = field(default_factory=Cost)
 
     @property
@@ -47,34 +47,31 @@ class Stage:
     @property
     def updates(self) -> int:
         """Optimizer steps."""
-        per_update = self.args.batch_size * self.args.accumulation_steps * self.ranks
+        per_update = self.args.batch_size * self.args.accumulation_steps
         return math.ceil(epoch_items(self.data, self.args) / per_update) * self.args.epochs
 
     @property
     def evaluation(self) -> float:
         """Seconds of an evaluation."""
-        return self.held_out.num_tokens / self.ranks * self.cost.eval_token
+        return self.held_out.num_tokens * self.cost.eval_token
 
     @property
     def seconds(self) -> float:
-        """From the first update to the last log record, as `seconds` in the run's metrics: updates, and all
-        evaluations but the last. Saving is done beside them; tokenising and starting are not counted."""
-        updates = self.tokens / self.ranks * self.cost.token + self.updates * self.cost.update
-        return updates + (N_EVALS - 1) * self.evaluation
+        """From the first evaluation to the last log record, as `seconds` in the run's metrics: updates, and
+        all evaluations but the last. Saving is done beside them; tokenising and starting are not counted."""
+        updates = self.tokens * self.cost.token + self.updates * self.cost.update
+        return updates + N_EVALS * self.evaluation
 
     @property
     def memory(self) -> float:
-        """Bytes of a rank."""
+        """Bytes of the process."""
         return self.cost.memory(self.data.mean_tokens * self.args.batch_size)
 
-    def with_depth(self, depth: int) -> "Stage":
-        """With a model of so many layers, which has not been measured."""
+    def measured(self, depth: int) -> "Stage":
+        """With a model of so many layers, and what it costs here."""
         shape = {"hidden_size": rules.WIDTH * depth, "num_hidden_layers": depth}
-        return replace(self, args=self.args.model_copy(update=shape), cost=Cost())
-
-    def measured(self) -> "Stage":
-        """With what its model costs here."""
-        return replace(self, cost=measure(self.args, self.data))
+        args = self.args.model_copy(update=shape)
+        return replace(self, args=args, cost=measure(args, self.data))
 
     def with_passes(self, passes: float, memory: float) -> "Stage":
         """With so many passes over the data, batch and rate by the rules, and micro-batches that the memory
@@ -84,7 +81,7 @@ class Stage:
             epochs, max_tokens = 1, max(1, round(passes * self.data.num_tokens))
         args = self.args.model_copy(update={"epochs": epochs, "max_tokens": max_tokens})
         tokens = epoch_tokens(self.data, args) * epochs
-        item = self.data.mean_tokens * self.ranks
+        item = self.data.mean_tokens
         batch = max(1, min(round(rules.update_tokens(tokens) / item), len(self.data)))
         rate = rules.learning_rate(args.hidden_size, tokens, batch * item)
         numbers = {"batch_size": batch, "accumulation_steps": 1, "learning_rate": float(f"{rate:.1e}")}
@@ -97,23 +94,29 @@ class Stage:
         return replace(stage, args=stage.args.model_copy(update=warmup))
 
 
-def open_stages(args: argparse.Namespace, ranks: int) -> list[Stage]:
+def open_stages(args: argparse.Namespace) -> list[Stage]:
     """Pretraining and, with --sft_data, SFT, with their data tokenised. Without --tokenizer_path, few data
     get a vocabulary of their own. Raises UserError."""
     tokenizer_path = args.tokenizer_path or ModelConfig().tokenizer_path
-    pretrain = open_stage(args, train_pretrain, args.pretrain_data, tokenizer_path, ranks)
+    pretrain = open_stage(args, train_pretrain, args.pretrain_data, tokenizer_path)
     if not args.tokenizer_path:
-        report = pretrain.data.cache.report
-        size = rules.vocabulary(report["target_bytes"], bytes_per_token(pretrain))
+        spelt = bytes_per_token(pretrain)
+        size = rules.vocabulary(pretrain.data.cache.report["target_bytes"], spelt)
         if size is not None:
-            tokenizer_path = train_tokenizer(args, size)
-            pretrain = open_stage(args, train_pretrain, args.pretrain_data, tokenizer_path, ranks)
+            tokenizer_path = own_tokenizer(args, size)
+            own = len(load_tokenizer(tokenizer_path))
+            say(
+                f"vocabulary: {own} tokens of its own, in {tokenizer_path}, since the shipped one's spell "
+                f"only {spelt:.1f} bytes of these data each. The data are now more tokens; what compares "
+                "between vocabularies is eval_bpb, bits per byte of text"
+            )
+            pretrain = open_stage(args, train_pretrain, args.pretrain_data, tokenizer_path)
     if not args.sft_data:
         return [pretrain]
-    return [pretrain, open_stage(args, train_full_sft, args.sft_data, tokenizer_path, ranks)]
+    return [pretrain, open_stage(args, train_full_sft, args.sft_data, tokenizer_path)]
 
 
-def open_stage(args: argparse.Namespace, script: Any, path: str, tokenizer_path: str, ranks: int) -> Stage:
+def open_stage(args: argparse.Namespace, script: Any, path: str, tokenizer_path: str) -> Stage:
     """A stage with its data and what is the same for all sizes of the model."""
     settings: dict[str, Any] = {name: getattr(args, name) for name in SHARED} | {
         "data_path": ",".join(os.path.abspath(os.path.expanduser(part)) for part in parts_of(path)),
@@ -122,21 +125,15 @@ def open_stage(args: argparse.Namespace, script: Any, path: str, tokenizer_path:
     }  # fmt: skip
     stage_args = script.Args(**settings)
     data, held_out = script.open_data(stage_args, load_tokenizer(tokenizer_path))
-    return Stage(script, stage_args, data, held_out, ranks)
+    return Stage(script, stage_args, data, held_out)
 
 
-def train_tokenizer(args: argparse.Namespace, size: int) -> str:
-    """Train a vocabulary of this size on the data; returns its folder. Raises UserError if none can be
-    made."""
+def own_tokenizer(args: argparse.Namespace, size: int) -> str:
+    """Train a vocabulary of this size on the data; returns its folder. Raises UserError."""
+    paths = dict.fromkeys(filter(None, (args.pretrain_data, args.sft_data)))
+    texts = chain.from_iterable(train_tokenizer.read_texts(path, args.text_separator) for path in paths)
     folder = f"{args.save_dir}/tokenizer"
-    command = [sys.executable, str(ROOT / "scripts/train_tokenizer.py"), "--vocab_size", str(size)]
-    command += ["--output_dir", folder, "--data_path", args.pretrain_data]
-    if args.sft_data and args.sft_data != args.pretrain_data:
-        command.append(args.sft_data)
-    if args.text_separator:
-        command += ["--text_separator", args.text_separator]
-    if subprocess.run(command, stdout=subprocess.DEVNULL).returncode:
-        raise UserError("no tokenizer could be made for these data (see above); give --tokenizer_path")
+    train_tokenizer.save(train_tokenizer.train(texts, size), Path(folder))
     return folder
 
 

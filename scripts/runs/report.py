@@ -1,68 +1,72 @@
 """The page that `plot_metrics.py --html` writes, to send to somebody: what was trained, the curve, and of
-each run the verdict of its last line, its warnings, the plan against what came and what the model wrote."""
+each run the verdict of its last line, its warnings, the planned time and what the model wrote."""
 
 import json
 from pathlib import Path
 from typing import Any
 
 from scripts.runs.figures import svg
-from scripts.runs.run import AXES, ENDING, FORECAST, Run
+from scripts.runs.run import ENDING, FORECAST, Run
 from scripts.runs.words import WORDS
 from trainer.report.metrics import duration
 from trainer.report.warnings import findings
 
 TEMPLATE = Path(__file__).parent / "page.html"
-PROMPTS, MANY_RUNS = 3, 3  # prompts of a run that are shown; runs of which each is a row of the table
-DEFAULT_FACTS = {"monitor": "eval_loss", "mode": "min", "guessing": None, "best_weights": "_best"}
+PROMPTS = 3  # of a run that are shown
+BAD = ("no loss", "diverged", "nothing learned", "repeats")  # findings that the headline names
 
 
 def are_stages(runs: list[Run]) -> bool:
     """Whether the runs are stages of one model, one after the other, and not runs to compare."""
     stages = {run.settings.get("stage") for run in runs}
     sizes = {run.about.get("parameters") for run in runs}
-    return len(stages) == len(runs) and len(sizes) == 1 and isinstance(sizes.pop(), int)
+    return len(stages) == len(runs) and len(sizes) == 1 and None not in sizes
 
 
 def started(run: Run) -> str:
-    """When a run was started first, as sortable text."""
-    try:
-        return str(run.about["starts"][0]["time"])
-    except (LookupError, TypeError):
-        return ""
+    """When a run of known settings was started first, as sortable text."""
+    return run.about["starts"][0]["time"]
 
 
 def title(runs: list[Run], lang: str) -> str:
-    """What was trained, in a sentence."""
+    """What was trained, in a sentence, and what is bad about the last of it."""
     words = WORDS[lang]
-    total = {name: sum(run.figures[name] for run in runs) for name in AXES}
-    time = duration(total["seconds"])
+    time = duration(sum(run.figures["seconds"] for run in runs))
     if not are_stages(runs):
         return words["compared"].format(count=len(runs), time=time)
-    size = f"{runs[0].about['parameters'] / 1e6:.2f}"
-    tokens, updates = f"{total['tokens']:,.0f}", f"{total['update']:,.0f}"
-    return words["stages"].format(parameters=size, tokens=tokens, updates=updates, time=time)
+    parts = [words["model"].format(parameters=f"{runs[0].about['parameters'] / 1e6:.2f}", time=time)]
+    for run in runs:
+        epochs = int(run.records[-1]["epoch"]) + 1
+        name, tokens = run.settings["save_weight"], f"{run.figures['tokens']:,.0f}"
+        parts.append(words["read"].format(name=name, tokens=tokens, epochs=epochs))
+    return words["; "].join(parts + sentences(runs[-1], lang, BAD))
 
 
-def verdict(run: Run, lang: str) -> str:
-    """The sentences of the run's last line, from its records."""
-    facts = run.about.get("facts")
-    found = findings(run.records, DEFAULT_FACTS | (facts if isinstance(facts, dict) else {}))
-    sentences = [WORDS[lang][key].format(**values) for key, values in found]
-    return ("; " if lang == "en" else "；").join(sentences)
+def sentences(run: Run, lang: str, keys: tuple[str, ...] | None = None) -> list[str]:
+    """The sentences of the run's last line, from its records: all, or those of these keys. None if the facts
+    that they need were not found."""
+    if "facts" not in run.about:
+        return []
+    found = findings(run.records, run.about["facts"])
+    return [WORDS[lang][key].format(**values) for key, values in found if keys is None or key in keys]
 
 
-def outcomes(run: Run) -> dict[str, tuple[str, str]]:
-    """A key of the words -> what the plan in the run's folder (scripts/plan.py) expected, and what came;
-    empty without a plan. Both times are those of updates and evaluations, as `seconds` of a record."""
+def planned_seconds(run: Run) -> float | None:
+    """What the plan in the run's folder (scripts/plan.py) expected; it is defined as `seconds` of a record:
+    updates and evaluations. None without a plan."""
     try:
         plan = json.loads((run.path.parent / FORECAST).read_bytes())
-        plan = plan[run.path.name.removesuffix(ENDING)]
-        return {
-            "time": (duration(float(plan["seconds"])), duration(run.figures["seconds"])),
-            "tokens": (f"{float(plan['tokens']):,.0f}", f"{run.figures['tokens']:,.0f}"),
-        }
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        return {}
+    except (OSError, ValueError):
+        return None
+    return plan.get(run.path.name.removesuffix(ENDING))
+
+
+def outcome(run: Run, lang: str) -> str | None:
+    """The time that was planned and the time that came, if there was a plan."""
+    planned = planned_seconds(run)
+    if planned is None:
+        return None
+    return WORDS[lang]["plan"].format(planned=duration(planned), came=duration(run.figures["seconds"]))
 
 
 def first_and_last(run: Run) -> dict[str, list[tuple[int, str]]]:
@@ -71,37 +75,25 @@ def first_and_last(run: Run) -> dict[str, list[tuple[int, str]]]:
     return {prompt: answers[:1] + answers[1:][-1:] for prompt, answers in chosen}
 
 
-def page(runs: list[Run], rows: list[list[str]], figure: Any, others: Any, lang: str) -> str:
-    """The page. rows: the table with its head. figure, others: the curve, and everything else that is
-    drawn."""
+def page(runs: dict[str, Run], table: list[list[str]], figure: Any, others: Any, lang: str) -> str:
+    """The page. figure, others: the curve, and everything else that is drawn."""
     from jinja2 import Template
     from markupsafe import Markup
 
     sections = []
-    for run, row in zip(runs, rows[1:], strict=True):
-        about = dict(run.about)
-        about.pop("facts", None)
-        section = {
-            "name": row[0],
-            "verdict": verdict(run, lang),
-            "warnings": run.warnings,
-            "outcomes": outcomes(run),
-            "samples": first_and_last(run),
-            "settings": run.settings,
-            "environment": about.pop("environment", None),
-            "others": about,
-        }
-        sections.append(section)
-    template = Template(
-        TEMPLATE.read_text(encoding="utf-8"), autoescape=True, trim_blocks=True, lstrip_blocks=True
-    )
-    return template.render(
+    for name, run in runs.items():
+        about = {key: value for key, value in run.about.items() if key != "facts"}
+        section = {"name": name, "verdict": WORDS[lang]["; "].join(sentences(run, lang))}
+        section |= {"warnings": run.warnings, "outcome": outcome(run, lang)}
+        sections.append(section | {"samples": first_and_last(run), "settings": run.settings, "others": about})
+    text = TEMPLATE.read_text(encoding="utf-8")
+    return Template(text, autoescape=True, trim_blocks=True, lstrip_blocks=True).render(
         lang=lang,
         words=WORDS[lang],
-        title=title(runs, lang),
+        title=title(list(runs.values()), lang),
         curve=Markup(svg(figure)),
         other_curves=Markup(svg(others)),
         sections=sections,
-        table=rows if len(runs) > MANY_RUNS else list(zip(*rows, strict=True)),
+        table=table,
         dumps=json.dumps,
     )

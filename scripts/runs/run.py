@@ -32,15 +32,14 @@ class Run:
     path: of the metrics file. records: their finite numbers by name. figures: values of RESULTS and AXES, as
     far as there are any. warnings: (update, text).
     samples: prompt -> (update, answer), the first and the last ones; an answer that did not change is not
-    repeated.
+    repeated. rollout: the same of the last rollout.
     skipped: updates that were. diverged: whether the last loss is no finite number.
-    rollout: the same of the last rollout. settings, about: what the file beside holds.
+    settings, about: what the file beside holds.
     """
 
     def __init__(self, path: Path = Path()) -> None:
         self.path = path
         self.records: list[dict[str, float]] = []
-        self.damaged = 0  # lines that are no records
         self.figures: dict[str, float] = {}
         self.warnings: list[tuple[int, str]] = []
         self.samples: dict[str, list[tuple[int, str]]] = {}
@@ -49,11 +48,10 @@ class Run:
         self.settings: dict[str, str] = {}
         self.about: dict[str, Any] = {}
 
-    def add(self, record: dict[str, Any] | None) -> None:
-        """Take a record; one without a number on each of AXES is damaged."""
-        numbers = {name: float(value) for name, value in (record or {}).items() if is_finite_number(value)}
-        if record is None or not numbers.keys() >= set(AXES):
-            self.damaged += 1
+    def add(self, record: dict[str, Any]) -> None:
+        """Take a record; one without a number on each of AXES is left out."""
+        numbers = {name: float(value) for name, value in record.items() if is_finite_number(value)}
+        if not numbers.keys() >= set(AXES):
             return
         for name in LATEST:
             field = "mean_loss" if name == "loss" and "mean_loss" in record else name
@@ -62,38 +60,28 @@ class Run:
         if numbers.get("eval_loss", math.inf) < self.figures.get("best_eval_loss", math.inf):
             self.figures |= {"best_eval_loss": numbers["eval_loss"], "best_update": record["update"]}
         self.diverged = "loss" in record and "loss" not in numbers
-        if isinstance(record.get("skipped"), list):
-            self.skipped += len(record["skipped"])
-        if isinstance(record.get("warnings"), list):
-            self.warnings += [(record["update"], text_of(warning)) for warning in record["warnings"]]
-            del self.warnings[WARNINGS:]
-        if isinstance(record.get("samples"), list):
-            self.add_samples(record["update"], record["samples"][:PROMPTS])
+        self.skipped += len(record.get("skipped", ()))
+        self.warnings += [(record["update"], warning) for warning in record.get("warnings", ())]
+        del self.warnings[WARNINGS:]
+        self.add_samples(record["update"], record.get("samples", ()))
         self.records.append(numbers)
 
-    def add_samples(self, update: int, samples: list[Any]) -> None:
-        """Take what the model wrote at an update."""
-        samples = [sample for sample in samples if isinstance(sample, dict) and "prompt" in sample]
-        if any("reward" in sample for sample in samples):  # of a rollout, each of which has other prompts
+    def add_samples(self, update: int, samples: list[dict[str, Any]]) -> None:
+        """Take what the model wrote at an update; a rollout replaces the one before."""
+        if any("reward" in sample for sample in samples):
             self.rollout = {}
-        for sample in samples:
+        for sample in samples[:PROMPTS]:
             kept = self.rollout if "reward" in sample else self.samples
             answers = kept.setdefault(text_of(sample["prompt"]), [])
-            answer = text_of(sample.get("answer", sample.get("completion")))
+            answer = text_of(sample["answer"])
             if not answers or answers[-1][1] != answer:
                 answers.append((update, answer))
             del answers[1 : 1 - ANSWERS]
-        for prompt in list(self.samples)[:-PROMPTS]:
-            del self.samples[prompt]
-
-    def stride(self, points: int) -> int:
-        """Records to a point, where there may be so many points."""
-        return max(1, math.ceil(len(self.records) / points))
 
     def columns(self, points: int) -> dict[str, list[float | None]]:
-        """Each field's values at the points: the mean of a point's records, of AXES and `seconds_left` the
-        last value. None where there is no finite number."""
-        stride, columns = self.stride(points), {}
+        """Each field's values, of so many points at most: the mean of a point's records, of AXES and
+        `seconds_left` the last value. None where there is no finite number."""
+        stride, columns = max(1, math.ceil(len(self.records) / points)), {}
         for name in dict.fromkeys(chain.from_iterable(self.records)):
             values = [record.get(name, math.nan) for record in self.records]
             is_last = name in (*AXES, "seconds_left")
@@ -109,8 +97,8 @@ class Run:
 
 
 def is_finite_number(value: Any) -> bool:
-    """Whether a value of a file is a finite number of sensible size."""
-    return type(value) in (float, int) and -1e300 <= value <= 1e300
+    """Whether a value of a file is a finite number."""
+    return type(value) in (float, int) and math.isfinite(value)
 
 
 def text_of(value: Any) -> str:
@@ -130,7 +118,7 @@ def read_run(path: Path) -> Run:
         )
     run = Run(path)
     for number, line in enumerate(complete_lines(path), 1):
-        run.add(log_record(line))
+        run.add(log_record(line) or {})
         if number % BLOCK == 0:
             time.sleep(PAUSE)
     run.settings, run.about = read_settings(path)
@@ -143,9 +131,9 @@ def read_settings(metrics: Path) -> tuple[dict[str, str], dict[str, Any]]:
     try:
         content = json.loads(settings_path(metrics).read_bytes())
         settings = {"stage": content.pop("stage", None)} | content.pop("settings")
-        return {name: text_of(value) for name, value in settings.items()}, content
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+    except (OSError, ValueError, LookupError):
         return {}, {}
+    return {name: text_of(value) for name, value in settings.items()}, content
 
 
 def differing(runs: list[dict[str, str]]) -> list[str]:

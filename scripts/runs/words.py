@@ -1,25 +1,24 @@
 """The words of the report page, in English and Chinese. The verdict's English is the trainer's own."""
 
+import os
+
 from trainer.report.warnings import SENTENCES
 
+LANGUAGES = ("en", "zh")
 WORDS = {
     "en": SENTENCES
     | {
-        "stages": "A model of {parameters} M parameters: {tokens} tokens in {updates} updates, {time}",
+        "; ": "; ",
+        "model": "A model of {parameters} M parameters, trained in {time}",
+        "read": "{name}: {tokens} tokens (epochs: {epochs})",
         "compared": "{count} run(s), {time} in all",
         "samples": "What it writes, first and last",
         "update at": "update {update}",
-        "plan": "The plan and what came",
-        "plan note": "Time of updates and evaluations, without starting Python and tokenising.",
-        "planned": "planned",
-        "came": "came",
-        "time": "time",
-        "tokens": "tokens trained",
+        "plan": "{came} of updates and evaluations; planned: {planned}",
         "results": "Results",
         "curves": "more curves",
         "settings": "settings",
-        "environment": "environment",
-        "others": "starts, data and code",
+        "others": "environment, starts, data and code",
         "unknown": "not known",
     },
     "zh": {
@@ -27,27 +26,33 @@ WORDS = {
         "trained": "{name}：开始 {first:.3f}，最后 {last:.3f}",
         "diverged": "损失从第 {low_update:,.0f} 次更新的 {low:.3f} 又升高：训练发散",
         "nothing held out": "没有验证数据（--eval_share 0.02），无法知道在其他文本上的表现",
-        "evaluated once": "{name} {now:.3f}，只评估了一次",
-        "better": "{name} {now:.3f}，仍在变好（第 {before_update:,.0f} 次更新时为 {before:.3f}）",
-        "same": "{name} {now:.3f}，自第 {before_update:,.0f} 次更新（{before:.3f}）以来几乎没有变化",
-        "worse": "{name} {now:.3f}，最好的 {best:.3f} 出现在第 {best_update:,.0f} 次更新（{best_weights}）",
+        "learned": "{name}：第一次更新之前 {first:.3f}，最后 {now:.3f}",
+        "nothing learned": "几乎什么也没学到：--learning_rate {rate:g} 太小；短暂预训练之后用 1e-3",
+        "held out": "{name}：最后 {now:.3f}",
+        "better": "仍在变好（第 {before_update:,.0f} 次更新时为 {before:.3f}）",
+        "same": "自第 {before_update:,.0f} 次更新（{before:.3f}）以来几乎没有变化",
+        "worse": "最好的 {best:.3f} 出现在第 {best_update:,.0f} 次更新（{best_weights}）",
         "overfitting": "同时训练损失仍在下降，即过拟合",
         "repeats": "它的回答在重复：三元词组中只有 {share:.0%} 互不相同",
-        "stages": "{parameters} M 参数的模型：{updates} 次更新，{tokens} 个 token，{time}",
+        "; ": "；",
+        "model": "{parameters} M 参数的模型，训练用时 {time}",
+        "read": "{name}：{tokens} 个 token（{epochs} 个 epoch）",
         "compared": "{count} 次训练，共 {time}",
         "samples": "它写的内容：最初与最后",
         "update at": "第 {update} 次更新",
-        "plan": "计划与实际",
-        "plan note": "更新和评估的时间，不含启动 Python 和分词。",
-        "planned": "计划",
-        "came": "实际",
-        "time": "时间",
-        "tokens": "训练的 token",
+        "plan": "更新和评估用时 {came}；计划：{planned}",
         "results": "结果",
         "curves": "更多曲线",
         "settings": "设置",
-        "environment": "环境",
-        "others": "启动记录、数据与代码",
+        "others": "环境、启动记录、数据与代码",
         "unknown": "未知",
     },
 }
+
+
+def user_language() -> str:
+    """The language of the system's locale, if there are words in it, else English."""
+    for name in ("LC_ALL", "LC_MESSAGES", "LANG"):
+        if value := os.environ.get(name):
+            return "zh" if value.startswith("zh") else "en"
+    return "en"

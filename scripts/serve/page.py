@@ -73,7 +73,11 @@ def runs_router(folder: Path) -> APIRouter:
             raise HTTPException(404, f"there is no run {name!r}")
         run = read_run(path)
         settings = {setting: value for setting, value in run.settings.items() if setting not in PLACES}
-        columns = {field: values for field, values in run.columns(POINTS).items() if field not in LEFT_OUT}
+        columns = {
+            field: values
+            for field, values in run.columns(POINTS).items()
+            if field not in LEFT_OUT and not field.startswith("initial_")
+        }
         answer = {"name": name, "columns": columns, "figures": run.figures, "settings": settings}
         samples = [*run.samples.items(), *run.rollout.items()]
         answer |= {"skipped": run.skipped, "diverged": run.diverged}

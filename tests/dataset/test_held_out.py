@@ -34,10 +34,9 @@ def test_each_key_is_in_one_split_and_a_larger_share_holds_out_more(key, shares)
         assert Split(large, True).includes(key) == Split(large, True).includes(same)
 
 
-def test_the_form_of_characters_makes_no_difference():
-    """Some tokenizers give the same tokens for them."""
+def test_the_form_of_characters_and_punctuation_make_no_difference():
     for i in range(64):
-        forms = {f"Café {i}？", f"Cafe\u0301 {i}?", f"CAFÉ {i}？", f"cafe\u0301 {i}？"}
+        forms = {f"Café {i}？", f"Cafe\u0301 {i}?", f"CAFÉ {i}？", f"cafe\u0301, {i} ！", f"Café{i}"}
         assert len({Split(0.5, True).includes(form) for form in forms}) == 1
 
 
@@ -46,7 +45,7 @@ def test_the_share_is_that_of_the_records_and_fixed():
     counts = [sum(Split(share, True).includes(f"text {i}") for i in range(20_000)) for share in shares]
     assert counts[0] == 0 and abs(counts[1] - 400) < 80 and abs(counts[2] - 10_000) < 300
     chosen = [i for i in range(200) if Split(0.02, True).includes(f"text {i}")]
-    assert chosen == [19, 43, 63, 118, 130]  # in every version
+    assert chosen == [55, 83]  # in every version
 
 
 # --- one conversation in many spellings

@@ -1,10 +1,12 @@
 """`python -m dataset.show_samples`: what a person sees of the labels."""
 
+import json
 import sys
 
 import pytest
 
 from common.command_line import one_line_errors
+from dataset.held_out import Split
 from dataset.show_samples import main
 
 CHATS = [
@@ -36,6 +38,23 @@ def test_samples_and_report(write, cache_dir, inspect):
     packed = inspect(*common, "--samples", 1, "--packing", 1)
     assert "sequence 0: " in packed and "filled" in packed
     assert "sample 0" not in inspect(*common, "--samples", 0)
+
+
+def test_nearly_equal_questions_are_counted_and_the_held_out_ones_make_a_quiz(
+    write, cache_dir, inspect, tmp_path
+):
+    questions = [f"What is {i} + 1?" for i in range(60)] + ["what is 3 + 1 ?", "What is 4 + 1?"]
+    sums = [{"question": question, "answer": f"So #### {i}"} for i, question in enumerate(questions)]
+    path = write("sums.jsonl", sums)
+    common = ("--kind", "sft", "--data_path", path, "--cache_dir", cache_dir, "--samples", 0)
+    out = inspect(*common, "--eval_share", 0.1, "--quiz", tmp_path / "quiz.jsonl")
+    assert "first questions: 62, of which 2 repeat an earlier one, 1 of them but for case" in out
+    quiz = [json.loads(line) for line in (tmp_path / "quiz.jsonl").read_text().splitlines()]
+    split = Split(0.1, held_out=True)
+    assert quiz == [record for record in sums if split.includes(record["question"])] and 0 < len(quiz) < 20
+    assert f"quiz.jsonl: {len(quiz)} questions" in out
+    with pytest.raises(SystemExit):
+        inspect(*common, "--quiz", tmp_path / "quiz.jsonl")
 
 
 ODD = "<script>alert('&')</script>\x1b[2J\x00\u202e\n\n龘 🙂\u3000第"

@@ -13,7 +13,8 @@ from trainer.weights.files import save_weights
 
 # figures of a record that are not of time
 FIELDS = ("update", "epoch", "loss", "logits_loss", "aux_loss", "learning_rate", "grad_norm", "tokens")
-FIELDS += ("eval_loss", "eval_bpb", "skipped", "expert_load", "expert_max_min", "dead_experts", "mean_loss")
+FIELDS += ("initial_eval_loss", "eval_loss", "eval_bpb", "skipped", "expert_load", "expert_max_min")
+FIELDS += ("dead_experts", "mean_loss")
 
 
 def flags(corpus, folder, stage, **extra) -> list[str]:

@@ -10,17 +10,22 @@ MIN_UPDATES = 100  # a run of fewer is pointed out
 LAST_RECORDS = 5  # that all show it
 RISES = 3  # of eval_loss in a row
 SAME = 0.005  # evaluations differ by chance by this share
+SMALL_RATE = 1e-4  # for weights that have not read much
+HARDLY = 0.02  # a loss that falls by less than this share at such a rate
 MIN_DISTINCT_TRIGRAMS = 0.5  # in the answers to the sample prompts
 
 SENTENCES = {
     "no loss": "no update had a finite loss",
     "trained": "{name} {first:.3f} at first, {last:.3f} at last",
+    "learned": "{name} {first:.3f} before the first update, {now:.3f} at last",
+    "nothing learned": "hardly anything was learned: --learning_rate {rate:g} is too small; after a short "
+    "pretraining take 1e-3 (docs/training.md)",
     "diverged": "the loss rose from {low:.3f} at update {low_update:,.0f}: the run diverged",
     "nothing held out": "no held-out data (--eval_share 0.02) tell how the model does on other text",
-    "evaluated once": "{name} {now:.3f}, evaluated once",
-    "better": "{name} {now:.3f}, still getting better ({before:.3f} at update {before_update:,.0f})",
-    "same": "{name} {now:.3f}, hardly changed since update {before_update:,.0f} ({before:.3f})",
-    "worse": "{name} {now:.3f}, the best, {best:.3f}, was at update {best_update:,.0f} ({best_weights})",
+    "held out": "{name} {now:.3f} at last",
+    "better": "still getting better ({before:.3f} at update {before_update:,.0f})",
+    "same": "hardly changed since update {before_update:,.0f} ({before:.3f})",
+    "worse": "the best, {best:.3f}, was at update {best_update:,.0f} ({best_weights})",
     "overfitting": "the training loss fell meanwhile, which is overfitting",
     "repeats": "its answers repeat themselves: {share:.0%} of their trigrams are distinct",
 }
@@ -29,7 +34,7 @@ SENTENCES = {
 def facts_for_advice(args: Any, total_updates: int, guessing: float | None, **more: Any) -> dict[str, Any]:
     """What is looked at beside the records. guessing: the cross entropy of guessing each token alike; None
     for other losses. more: held_out_is_training, best_weights."""
-    names = ("warmup_updates", "from_weight", "monitor", "mode")
+    names = ("warmup_updates", "learning_rate", "from_weight", "monitor", "mode")
     facts = {name: getattr(args, name) for name in names}
     facts |= {"max_gen_len": getattr(args, "max_gen_len", None)}
     return facts | {"total_updates": total_updates, "guessing": guessing} | more
@@ -90,7 +95,27 @@ def advice_on_loss(records: list[Record], facts: dict[str, Any]) -> list[tuple[s
         best = min(evaluations, key=lambda record: record["eval_loss"])
         text = f"eval_loss has risen {RISES} times in a row, to {values[-1]:.3f}; the lowest, "
         found.append(("eval_loss rose", f"{text}{best['eval_loss']:.3f}, was at update {best['update']}"))
+    if (
+        evaluations
+        and 2 * records[-1]["update"] >= facts["total_updates"]
+        and learned_nothing(records, facts)
+    ):
+        first, now = records[0]["initial_eval_loss"], values[-1]
+        text = f"eval_loss was {first:.3f} before the first update and is {now:.3f}: "
+        found.append(
+            ("learning rate", text + SENTENCES["nothing learned"].format(rate=facts["learning_rate"]))
+        )
     return found
+
+
+def learned_nothing(records: list[Record], facts: dict[str, Any]) -> bool:
+    """Whether the held-out loss stays about where it began, closer to guessing than not, at a small learning
+    rate."""
+    evaluations = [record["eval_loss"] for record in records if record.get("eval_loss") is not None]
+    first, guessing = records[0].get("initial_eval_loss"), facts["guessing"]
+    if not evaluations or first is None or guessing is None or facts["learning_rate"] > SMALL_RATE:
+        return False
+    return first > guessing / 2 and abs(evaluations[-1] - first) <= HARDLY * first
 
 
 def loss_rise(records: list[Record], facts: dict[str, Any]) -> tuple[float, int, float] | None:
@@ -139,7 +164,8 @@ def findings(records: list[Record], facts: dict[str, Any]) -> list[tuple[str, di
     if name == "reward":  # a single one says little
         first = fmean(values[:count])
     found: list[tuple[str, dict[str, Any]]] = []
-    found.append(("trained", {"name": name.removeprefix("mean_"), "first": first, "last": last}))
+    if name == "reward" or initial_value(records, facts) is None:  # the loss of one batch says less
+        found.append(("trained", {"name": name.removeprefix("mean_"), "first": first, "last": last}))
     rise = loss_rise(records, facts) if name == "mean_loss" else None
     if rise:
         found.append(("diverged", {"low": rise[0], "low_update": rise[1]}))
@@ -148,6 +174,13 @@ def findings(records: list[Record], facts: dict[str, Any]) -> list[tuple[str, di
     if shares and shares[-1] < MIN_DISTINCT_TRIGRAMS:
         found.append(("repeats", {"share": shares[-1]}))
     return found
+
+
+def initial_value(records: list[Record], facts: dict[str, Any]) -> float | None:
+    """The held-out metric before the first update, if it was evaluated again."""
+    name = facts["monitor"]
+    is_evaluated = any(record.get(name) is not None for record in records)
+    return records[0].get(f"initial_{name}") if is_evaluated else None
 
 
 def held_out_findings(
@@ -166,18 +199,25 @@ def held_out_findings(
         if record["update"] <= 0.8 * now["update"]:
             before = record
     values = {"name": name, "now": now[name]}
+    initial = initial_value(records, facts)
+    found: list[tuple[str, dict[str, Any]]] = [("held out", values)]
+    if initial is not None:
+        found = [("learned", values | {"first": initial})]
+    if learned_nothing(records, facts):
+        return [*found, ("nothing learned", {"rate": facts["learning_rate"]})]
     if len(evaluations) == 1:
-        return [("evaluated once", values)]
+        return found
     if sign * (now[name] - best[name]) > SAME * abs(best[name]):
         values |= {"best": best[name], "best_update": best["update"], "best_weights": facts["best_weights"]}
         trained_then, trained_now = best.get("mean_loss"), now.get("mean_loss")
         has_fallen = bool(trained_then and trained_now and trained_now < 0.99 * trained_then)
+        found.append(("worse", values))
         if has_fallen and not has_diverged and name == "eval_loss":
-            return [("worse", values), ("overfitting", {})]
-        return [("worse", values)]
+            found.append(("overfitting", {}))
+        return found
     values |= {"before": before[name], "before_update": before["update"]}
     is_better = sign * (before[name] - now[name]) > SAME * abs(now[name])
-    return [("better" if is_better else "same", values)]
+    return [*found, ("better" if is_better else "same", values)]
 
 
 def verdict(records: list[Record], facts: dict[str, Any]) -> str:

@@ -47,6 +47,7 @@ class Progress:
     # since the last log record
     # (sum, count) of losses and metrics, of the updates whose loss was finite
     sums: dict[str, tuple[float, float]] = field(default_factory=dict)
+    initial: dict[str, float | None] = field(default_factory=dict)  # evaluation before the first update
     overflows: int = 0
     skipped: list[dict[str, Any]] = field(default_factory=list)
 

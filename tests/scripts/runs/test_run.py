@@ -1,27 +1,8 @@
-"""What a run came to, from records of any kind."""
+"""What a run came to, from its records."""
 
 import json
 
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
-from scripts.runs.run import (
-    ANSWERS,
-    AXES,
-    LATEST,
-    PROMPTS,
-    RESULTS,
-    WARNINGS,
-    Run,
-    differing,
-    read_settings,
-    shown,
-)
-
-NUMBERS = [0, -1, 1.5, 1e308, 10**400, -(10**400), float("nan"), float("inf")]
-SAMPLES = [{"prompt": "p", "answer": "a"}, {"prompt": ["x"]}, {"prompt": "\ud800", "completion": "x" * 999}]
-ODD = st.sampled_from([*NUMBERS, None, True, "text", [], {}, [None, 1, "a"], [*SAMPLES, 3], [{"answer": 1}]])
-RECORD = st.dictionaries(st.sampled_from(["update", *LATEST, "mean_loss", "warnings", "samples"]), ODD)
+from scripts.runs.run import ANSWERS, AXES, Run, differing, read_settings
 
 
 def run_of(*records: dict) -> Run:
@@ -29,15 +10,6 @@ def run_of(*records: dict) -> Run:
     for record in records:
         run.add(dict.fromkeys(AXES, 1) | record)
     return run
-
-
-@settings(max_examples=25, deadline=None)
-@given(st.lists(RECORD.map(lambda record: {"update": 1, **record}), max_size=5))
-def test_any_record_gives_a_summary_of_bounded_size(records):
-    run = run_of(*records)
-    assert all(shown(run.figures, name) for name in (*RESULTS, *AXES))
-    assert len(run.samples) <= PROMPTS and len(run.warnings) <= WARNINGS
-    json.dumps([run.figures, run.warnings, run.samples, run.columns(2)], allow_nan=False)
 
 
 def test_curves_are_thinned_to_means():
@@ -55,12 +27,11 @@ def test_samples_show_how_answers_changed_and_stay_beside_the_last_rollout():
     assert run.rollout == {"r2": [(2, "x")]}
 
 
-def test_settings_that_differ_and_files_that_are_damaged(tmp_path):
+def test_settings_that_differ_and_a_file_that_is_not_there(tmp_path):
     metrics = tmp_path / "a_64_metrics.jsonl"
     assert read_settings(metrics) == ({}, {})
-    for text in ("", "{", "[]", "{}", '{"settings": 1}', '{"settings": null}', "\0"):
-        (tmp_path / "a_64_run.json").write_text(text)
-        assert read_settings(metrics) == ({}, {})
+    (tmp_path / "a_64_run.json").write_text('{"settings": {')
+    assert read_settings(metrics) == ({}, {})
     content = {"settings": {"x": True, "y": None}, "stage": "s", "run": 1}
     (tmp_path / "a_64_run.json").write_text(json.dumps(content))
     assert read_settings(metrics) == ({"stage": "s", "x": "1", "y": "none"}, {"run": 1})

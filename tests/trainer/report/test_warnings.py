@@ -8,6 +8,7 @@ from trainer.report.metrics import read_metrics
 from trainer.report.warnings import advice, verdict
 
 FACTS = {"warmup_updates": 0, "from_weight": "none", "monitor": "eval_loss", "mode": "min", "guessing": 8.76}
+FACTS |= {"learning_rate": 1e-3}
 FACTS |= {"max_gen_len": 8, "total_updates": 1000, "held_out_is_training": False}
 FACTS |= {"best_weights": "a_best_64.pth"}
 
@@ -86,9 +87,9 @@ def test_rewards_that_tell_nothing_and_cut_completions(count):
 
 VERDICTS = {
     "loss 8.000 at first, 3.600 at last; no held-out data": {},
-    "eval_loss 4.000, evaluated once": {12: 4.0},
-    "eval_loss 4.000, still getting better (5.000 at update 80)": {4: 6.0, 8: 5.0, 12: 4.0},
-    "eval_loss 4.000, hardly changed since update 80 (4.001)": {4: 6.0, 8: 4.001, 12: 4.0},
+    "3.600 at last; eval_loss 4.000 at last": {12: 4.0},
+    "eval_loss 4.000 at last; still getting better (5.000 at update 80)": {4: 6.0, 8: 5.0, 12: 4.0},
+    "eval_loss 4.000 at last; hardly changed since update 80 (4.001)": {4: 6.0, 8: 4.001, 12: 4.0},
     "the best, 4.000, was at update 80 (a_best_64.pth); the training loss fell": {8: 4.0, 12: 4.5},
 }
 
@@ -109,18 +110,39 @@ def test_a_held_out_loss_that_rises_beside_a_training_loss_that_does_not_fall_is
     assert "the best, 4.000, was at update 80" in said and "overfitting" not in said
 
 
+def test_the_verdict_begins_with_the_evaluation_before_the_first_update():
+    """Not with the loss of one batch; and says so where a small rate left everything as it was."""
+    found = records(FALLING, {8: 3.99, 12: 3.972})
+    found[0]["initial_eval_loss"] = 4.498
+    said = verdict(found, FACTS)
+    assert said == (
+        "eval_loss 4.498 before the first update, 3.972 at last; hardly changed since update 80 (3.990)"
+    )
+    found = records([8.1] * 12, {6: 8.112})
+    assert names(found, learning_rate=1e-5) == []  # nothing to compare with
+    found[0]["initial_eval_loss"] = 8.114
+    assert names(found, learning_rate=1e-3) == names(found, learning_rate=1e-5, total_updates=999) == []
+    assert names(found, learning_rate=1e-5, total_updates=120) == ["learning rate"]
+    said = verdict(found, FACTS | {"learning_rate": 1e-5})
+    assert said.startswith(
+        "eval_loss 8.114 before the first update, 8.112 at last; hardly anything was learned: "
+    )
+    found[0]["initial_eval_loss"], found[5]["eval_loss"] = 2.001, 2.0  # far from guessing
+    assert "was learned" not in verdict(found, FACTS | {"learning_rate": 1e-5})
+
+
 def test_the_best_of_a_metric_that_should_be_high():
     found = records([0.1] * 12, reward=0.25)
     found[3]["eval_reward"], found[11]["eval_reward"] = 0.9, 0.5
     said = verdict(found, FACTS | {"monitor": "eval_reward", "mode": "max"})
-    assert "eval_reward 0.500, the best, 0.900, was at update 40" in said
+    assert "eval_reward 0.500 at last; the best, 0.900, was at update 40" in said
 
 
 def test_the_verdict_of_rewards_of_answers_and_of_nothing():
     facts = FACTS | {"monitor": "eval_reward", "mode": "max"}
     found = records([0.1] * 20, reward=0.25, eval_reward=0.5, distinct_trigrams=0.3)
     said = verdict(found, facts)
-    assert "reward 0.250 at first" in said and "eval_reward 0.500, hardly changed" in said
+    assert "reward 0.250 at first" in said and "eval_reward 0.500 at last; hardly changed" in said
     assert said.endswith("its answers repeat themselves: 30% of their trigrams are distinct")
     assert verdict(records([None]), FACTS) == "no update had a finite loss"
 

@@ -50,6 +50,15 @@ def test_a_signal_finishes_the_update_and_saves(corpus, tmp_path, whole):
     assert_same_run(whole, tmp_path)
 
 
+def test_a_run_that_is_stopped_before_its_first_update(corpus, whole, tmp_path):
+    """While the held-out data are evaluated, which the resumed run does not do again."""
+    argv = flags(corpus, tmp_path, "pretrain", **SETTINGS, from_resume=1)
+    run("pretrain", argv, Faults(eval_signal=signal.SIGTERM), status=143)
+    assert saved_state(tmp_path)["update"] == 0
+    assert "at the start: " not in run("pretrain", argv).out
+    assert_same_run(whole, tmp_path)
+
+
 DEAD_PIPE = """
 reader, writer = os.pipe()
 os.close(reader)
