@@ -1,7 +1,9 @@
-"""The pages of docs/learn: fills in the excerpts of the source, and the outputs of the snippets.
+"""The pages of docs/learn: fills in the excerpts of the source and the outputs of the snippets, and makes a
+notebook of each chapter.
 
-    python -m tools.learn          the excerpts, in both languages
-    python -m tools.learn --run    also run the snippets on the quickstart's result, for their outputs
+    python -m tools.learn              the excerpts and the notebooks, in both languages
+    python -m tools.learn --run        first run the snippets on the quickstart's result, for their outputs
+    python -m tools.learn --run 05     those of one chapter
 
 A comment stands before an excerpt and names the file, and the function or method. If not all of it is shown,
 it says how the first and the last line of each part begin; without a last line, a part goes to the end:
@@ -9,7 +11,7 @@ it says how the first and the last line of each part begin; without a last line,
     <!-- code: trainer/loop.py train_update -->
     <!-- code: trainer/loop.py train_update | for i, batch in | loss, aux_loss | optimizer.step -->
 
-Another Python block is a snippet, and the text block after it shows its output. The outputs of the English
+Another Python block is a snippet; a text block directly after it is its output. The outputs of the English
 pages are copied into the Chinese ones, which have the same snippets.
 """
 
@@ -17,11 +19,13 @@ import ast
 import code
 import contextlib
 import io
+import json
 import re
 import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 # run the code beside this file
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -34,10 +38,29 @@ from common.settings import ROOT
 
 LANGUAGES = ("docs/learn", "docs/zh/learn")
 EXCERPT = re.compile(r"(?P<mark><!-- code: (?P<what>.*?) -->)\n+```python\n(?P<text>.*?)^```$", re.M | re.S)
-BETWEEN = r"(?:(?!^```).)*?"  # text without a block
 SNIPPET = re.compile(
-    rf"(?<!-->\n)^```python\n(?P<code>.*?)^```${BETWEEN}^```text\n(?P<output>.*?)^```$", re.M | re.S
+    r"(?<!-->\n)^```python\n(?P<code>.*?)^```$(?:\n\n^```text\n(?P<output>.*?)^```$)?", re.M | re.S
 )
+COMMAND = re.compile(r"^```bash\n(?P<command>.*?)^```$", re.M | re.S)
+PICTURE = re.compile(r"^!\[(?P<caption>.*?)\]\((?:\.\./)+images/(?P<file>.*?)\)$", re.M)
+# The first cell of each notebook
+SETUP = """\
+# Run this cell first. It clones the repository where there is none (Colab), installs what is missing, and
+# makes the quickstart's model unless it is there, which takes minutes.
+REPOSITORY = "ADDRESS_OF_THIS_REPOSITORY"  # as for git clone; only for Colab
+import os, pathlib, subprocess, sys
+places = [pathlib.Path.cwd(), *pathlib.Path.cwd().parents, pathlib.Path("minimind-trainer")]
+clones = [place for place in places if (place / "trainer/loop.py").is_file()]
+if not clones:
+    subprocess.run(["git", "clone", REPOSITORY, "minimind-trainer"], check=True)
+os.chdir(clones[0] if clones else "minimind-trainer")
+sys.path.insert(0, os.getcwd())
+os.environ["VIRTUAL_ENV"] = sys.prefix  # the scripts use the Python of this notebook
+os.environ["PATH"] = str(pathlib.Path(sys.executable).parent) + os.pathsep + os.environ["PATH"]
+subprocess.run(["bash", "tools/environment.sh"], check=True)
+if not pathlib.Path("out/demo_report.json").is_file():
+    subprocess.run(["bash", "scripts/quickstart.sh"], check=True)
+"""
 
 
 def chapters(language: str = LANGUAGES[0]) -> list[Path]:
@@ -104,7 +127,7 @@ def snippets(page: str) -> list[str]:
 
 def outputs(page: str) -> list[str]:
     """What the page shows as the outputs of its snippets."""
-    return [match["output"] for match in SNIPPET.finditer(page)]
+    return [match["output"] or "" for match in SNIPPET.finditer(page)]
 
 
 class _Console(code.InteractiveConsole):
@@ -116,7 +139,8 @@ class _Console(code.InteractiveConsole):
 
 
 def run_snippets(texts: list[str]) -> list[str]:
-    """What snippets print that are pasted into one Python, one after the other, each followed by Enter."""
+    """What snippets print that are pasted into one Python, one after the other, each followed by Enter; but
+    for the report on data that are read for the first time."""
     console, printed = _Console(), []
     for text in texts:
         shown = io.StringIO()
@@ -125,44 +149,99 @@ def run_snippets(texts: list[str]) -> list[str]:
         if waits[-1]:
             raise UserError("a snippet ends in the middle of a statement")
         lines = shown.getvalue().replace(str(ROOT), "...").splitlines()
-        printed.append("".join(f"{line.rstrip()}\n" for line in lines))
+        lines = [line.rstrip() for line in lines if not line.startswith("tokenised ")]
+        printed.append("".join(f"{line}\n" for line in lines))
     return printed
 
 
 def with_outputs(page: str, printed: list[str]) -> str:
     """The text of a page with these outputs of its snippets."""
     for match, output in reversed(list(zip(SNIPPET.finditer(page), printed, strict=True))):
-        page = page[: match.start("output")] + output + page[match.end("output") :]
+        if match["output"] is not None:
+            page = page[: match.start("output")] + output + page[match.end("output") :]
     return page
+
+
+# --- notebooks
+
+
+def notebook_path(page: Path) -> Path:
+    """Where the notebook of a page lies."""
+    return page.parent / "notebooks" / f"{page.stem}.ipynb"
+
+
+def notebook(page: str) -> str:
+    """A page as a Jupyter notebook: snippets, commands and pictures become code cells, the rest text."""
+    cells = []
+    for kind, text, output in _parts(page):
+        cell: dict[str, Any] = {"cell_type": kind, "metadata": {}, "source": text.splitlines(keepends=True)}
+        if kind == "code":
+            shown = {"output_type": "stream", "name": "stdout", "text": output.splitlines(keepends=True)}
+            cell |= {"execution_count": None, "outputs": [shown] if output else []}
+        cells.append(cell)
+    kernel = {"name": "python3", "language": "python", "display_name": "Python 3"}
+    content = {"cells": cells, "metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 4}
+    return json.dumps(content, ensure_ascii=False, indent=1) + "\n"
+
+
+def _parts(page: str) -> list[tuple[str, str, str]]:
+    """The cells of a page: their kind, source and output. The setup stands behind the title."""
+    blocks = sorted(
+        (match for pattern in (SNIPPET, COMMAND, PICTURE) for match in pattern.finditer(page)),
+        key=lambda match: match.start(),
+    )
+    title = page.split("\n", 1)[0]
+    parts, at = [("markdown", title, ""), ("code", SETUP.rstrip(), "")], len(title)
+    for match in blocks:
+        parts.append(("markdown", _for_notebook(page[at : match.start()]), ""))
+        groups = match.groupdict()
+        if "code" in groups:
+            parts.append(("code", groups["code"].rstrip(), groups["output"] or ""))
+        elif "command" in groups:
+            parts.append(("code", "\n".join(f"!{line}" for line in groups["command"].splitlines()), ""))
+        else:
+            picture = f'from IPython.display import Image\nImage("docs/images/{groups["file"]}")'
+            parts.append(("code", picture, ""))
+        at = match.end()
+    parts.append(("markdown", _for_notebook(page[at:]), ""))
+    return [part for part in parts if part[1]]
+
+
+def _for_notebook(text: str) -> str:
+    """Markdown of a page for its notebook, which lies a folder deeper and leads to the other notebooks."""
+    text = re.sub(r"^<!-- code: .*? -->\n", "", text.strip(), flags=re.M)
+    text = re.sub(r"\]\((?!https?:|#)(.*?)\)", r"](../\1)", text)
+    return re.sub(r"\]\(\.\./(\d\d_\w+)\.md", r"](\1.ipynb", text)
 
 
 # --- the command
 
 
 def rewrite(path: Path, change: Callable[[str], str]) -> None:
-    """Change a page, and say so if it is another then."""
-    before = path.read_text(encoding="utf-8")
+    """Change a file, and say so if it is another then."""
+    before = path.read_text(encoding="utf-8") if path.exists() else ""
     after = change(before)
     if after != before:
+        path.parent.mkdir(exist_ok=True)
         path.write_text(after, encoding="utf-8")
         print(f"{path.relative_to(ROOT)} rewritten")
 
 
 def main() -> None:
-    """Fill in the pages."""
-    parser = Parser(description=(__doc__ or "").split("\n")[0])
+    """Fill in the pages, and make the notebooks."""
+    parser = Parser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--run", nargs="*", metavar="NUMBER", help="run the snippets (of these chapters)")
     args = parser.parse_args()
-    for language in LANGUAGES:
-        for path in chapters(language):
-            rewrite(path, with_excerpts)
-    if args.run is None:
-        return
-    for path in chapters():
-        if not args.run or path.name[:2] in args.run:
-            printed = run_snippets(snippets(path.read_text(encoding="utf-8")))
+    for page in chapters():
+        if args.run is not None and (not args.run or page.name[:2] in args.run):
+            printed = run_snippets(snippets(page.read_text(encoding="utf-8")))
             for language in LANGUAGES:
-                rewrite(ROOT / language / path.name, partial(with_outputs, printed=printed))
+                rewrite(ROOT / language / page.name, partial(with_outputs, printed=printed))
+    for language in LANGUAGES:
+        for page in chapters(language):
+            rewrite(page, with_excerpts)
+            text = page.read_text(encoding="utf-8")
+            rewrite(notebook_path(page), lambda _, text=text: notebook(text))
 
 
 if __name__ == "__main__":
