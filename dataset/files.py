@@ -87,7 +87,7 @@ def find_files(data_path: str) -> tuple[list[str], list[str]]:
             names = [typed] if os.path.exists(typed) else matches(typed)
             paths = [path for path in names if os.path.isfile(path)]
         if not paths:
-            raise UserError(f"{part}: no such file, or a folder without data; check --data_path")
+            raise UserError(f"{part}: no such file, or a folder without data; check the path")
         for path in sorted(paths):
             found.setdefault(os.path.realpath(path), path)
     if not found:

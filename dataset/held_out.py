@@ -2,7 +2,7 @@
 and files, in every stage, and for any form that a record is written in. A larger share holds out the records
 of a smaller one, and more.
 
-Of a long document of plain text, such as a book, the last lines are held out.
+Of a long document of plain text, such as a book, the end is held out.
 """
 
 import hashlib
@@ -59,7 +59,8 @@ class Split(NamedTuple):
         return is_held_out == self.held_out
 
     def part_of(self, text: str) -> str:
-        """The beginning or the end of a text, divided at the end of a line if there is one."""
+        """The beginning or the end of a text, divided at the end of a line unless the end would be twice the
+        share then, as with a line for each chapter."""
         limit = round(len(text) * (1 - self.share))
-        at = text.rfind("\n", 0, limit) + 1 or limit
+        at = text.rfind("\n", 2 * limit - len(text), limit) + 1 or limit
         return text[at:] if self.held_out else text[:at]

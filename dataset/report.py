@@ -151,7 +151,7 @@ def no_samples_error(report: dict, split: Split | None, paths: list[str]) -> Use
         amount, other = ("none", "larger") if split.held_out else ("all", "smaller")
         return UserError(
             f"--eval_share {split.share:g} holds out {amount} of the records of {first_of(paths)}; give a "
-            f"{other} share, or held-out data in files of their own (--eval_data_path)"
+            f"{other} share, more data, or held-out data in files of their own (--eval_data_path of a stage)"
         )
     first = f"; the first bad one: {report['first_bad']}" if report["bad"] else ""
     return UserError(

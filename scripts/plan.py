@@ -34,6 +34,7 @@ from dataset.mixing import split_weights
 from dataset.token_cache import load_tokenizer
 from scripts.planning import files, machine, rules, stages
 from scripts.planning.choice import Plan, choose, total_seconds
+from scripts.runs.run import ENDING
 from scripts.runs.words import LANGUAGES, user_language
 from scripts.text_table import text_table
 from trainer.devices.device import describe_device, mixed_precision, select_device
@@ -100,6 +101,10 @@ def parse_args() -> argparse.Namespace:
     for name in ("save_dir", "cache_dir", "tokenizer_path"):  # run.sh runs in another folder
         if getattr(args, name):
             setattr(args, name, os.path.abspath(getattr(args, name)))
+    if any(Path(args.save_dir).glob(f"*{ENDING}")):  # run.sh is needed to go on with them
+        raise UserError(
+            f"--save_dir {args.save_dir} holds runs already; give this plan another folder, or remove it"
+        )
     return args
 
 
@@ -149,9 +154,9 @@ def describe(plan: Plan) -> list[str]:
 def unwise(plan: Plan) -> list[str]:
     """What to think about again, one line each."""
     first, lines = plan.stages[0], []
-    for stage in plan.stages:
+    for stage, most_passes in zip(plan.stages, (rules.PASSES, rules.SFT_PASSES), strict=False):
         if stage.updates < rules.FEW_UPDATES:
-            advice = "more time helps" if plan.limit == "hours" else "more data help"
+            advice = "more time helps" if stage.passes < most_passes else "more data help"
             lines.append(f"{stage.args.save_weight}: {stage.updates} updates teach little; {advice}")
     spelt = stages.bytes_per_token(first)
     if spelt < FEW_BYTES and first.args.tokenizer_path == ModelConfig().tokenizer_path:

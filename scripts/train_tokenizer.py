@@ -64,9 +64,9 @@ PROTOCOL = [
 ZH_CHARACTER = re.compile(r"[\u3400-\u9fff]")
 
 
-def read_texts(path: str, separator: str = "") -> Iterator[str]:
+def read_texts(path: str, separator: str = "", skip_bad: bool = False) -> Iterator[str]:
     """Yield the text of each record that is not blank; `separator`: the line between documents of plain text.
-    Raises UserError for a missing file and a record that no stage can read."""
+    Raises UserError for a missing file and, unless `skip_bad`, a record that no stage can read."""
     paths = expand_paths(path)
     for source, record in read_records(paths, separator):
         try:
@@ -74,6 +74,8 @@ def read_texts(path: str, separator: str = "") -> Iterator[str]:
                 raise record
             text = text_of(record)
         except Exception as error:  # data may hold anything
+            if skip_bad:
+                continue
             raise UserError(f"{place(paths[source.file], source.line)}: {why_bad(error)}") from error
         if text.strip():
             yield text
@@ -142,7 +144,7 @@ def save(tokenizer: Tokenizer, output_dir: Path) -> None:
         for name, text in files.items():
             (output_dir / name).write_text(text, encoding="utf-8")
     except OSError as error:
-        raise UserError(f"--output_dir {output_dir} cannot be written: {error}") from error
+        raise UserError(f"{output_dir} cannot be written: {error}") from error
 
 
 def characters_per_token(tokenizer: Tokenizer, texts: Iterable[str]) -> dict[str, float]:

@@ -89,7 +89,7 @@ LONG_QUESTION = chat({"role": "user", "content": "the river " * 900}, BOT)
 BROKEN_CALL = {**BOT, "tool_calls": "{oops"}
 
 CASES = {
-    "missing file": Case(PRE, nothing, ": no such file, or a folder without data; check --data_path"),
+    "missing file": Case(PRE, nothing, ": no such file, or a folder without data; check the path"),
     "empty folder": Case(PRE, folder_of(), ": no such file, or a folder without data; check", "x"),
     "GB18030": Case(
         PRE, '{"text": "中文"}\n'.encode("gb18030"), ":1: not UTF-8; save the file as UTF-8: iconv"

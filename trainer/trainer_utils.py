@@ -351,7 +351,7 @@ def begin_run(
     state.progress.run_id = state.progress.run_id or uuid.uuid4().hex
     text = f"run: {state.total_updates - state.progress.update:,} of {state.total_updates:,} updates"
     if isinstance(data, StageDataset):
-        text += f", {epoch_tokens(data, args) * args.epochs:,.0f} tokens"
+        text += f", {epoch_tokens(data, args) * args.epochs:,.0f} tokens in all"
     Logger(f"{text}; {describe_device(state.device, state.autocast)}")
 
 

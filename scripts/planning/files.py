@@ -48,14 +48,15 @@ def shell_file(plan: Plan, path: Path, lang: str) -> str:
         "#!/usr/bin/env bash",
         "# Written by scripts/plan.py. Run it again to go on after an interruption.",
         "set -e",
-        f"trap {shlex.quote(again)} ERR",
+        f"trap {shlex.quote(again)} EXIT",  # also where Ctrl-C ends a stage that is only starting
         f"cd {shlex.quote(str(ROOT))}",
     ]
     for stage in plan.stages:
         title = words["stage"].format(name=stage.args.save_weight, time=duration(stage.seconds))
         lines += [echo(title), shlex.join(training_command(stage))]
     report = ["python", "scripts/plot_metrics.py", folder, "--html", f"{folder}/report.html", "--lang", lang]
-    lines += [shlex.join(report), echo(words["next"].format(command=chat_command(plan)))]
+    lines += [shlex.join(report), "trap - EXIT"]
+    lines.append(echo(words["next"].format(command=chat_command(plan))))
     return "\n".join(lines) + "\n"
 
 

@@ -21,7 +21,8 @@ from trainer.data.datasets import epoch_items, epoch_tokens
 
 START = 12.0  # seconds in which a stage starts Python, opens its data and builds its model
 N_EVALS = 5  # of a stage, beside that before its first update
-SHARED = ("eval_share", "text_separator", "cache_dir", "device", "dtype")  # flags that are the stages' own
+# flags that are the stages' own
+SHARED = ("eval_share", "text_separator", "cache_dir", "on_bad_data", "max_bad_share", "device", "dtype")
 
 
 @dataclass(frozen=True)
@@ -106,9 +107,9 @@ def open_stages(args: argparse.Namespace) -> list[Stage]:
             tokenizer_path = own_tokenizer(args, size)
             own = len(load_tokenizer(tokenizer_path))
             say(
-                f"vocabulary: {own} tokens of its own, in {tokenizer_path}, since the shipped one's spell "
-                f"only {spelt:.1f} bytes of these data each. The data are now more tokens; what compares "
-                "between vocabularies is eval_bpb, bits per byte of text"
+                f"vocabulary: {own} tokens made from these data, in {tokenizer_path}: they are few, and a "
+                f"token of the shipped vocabulary spells only {spelt:.2f} bytes of them. Losses compare with "
+                "those of another vocabulary only in bits per byte of text (eval_bpb)"
             )
             pretrain = open_stage(args, train_pretrain, args.pretrain_data, tokenizer_path)
     if not args.sft_data:
@@ -131,7 +132,10 @@ def open_stage(args: argparse.Namespace, script: Any, path: str, tokenizer_path:
 def own_tokenizer(args: argparse.Namespace, size: int) -> str:
     """Train a vocabulary of this size on the data; returns its folder. Raises UserError."""
     paths = dict.fromkeys(filter(None, (args.pretrain_data, args.sft_data)))
-    texts = chain.from_iterable(train_tokenizer.read_texts(path, args.text_separator) for path in paths)
+    skip_bad = args.on_bad_data == "skip"
+    texts = chain.from_iterable(
+        train_tokenizer.read_texts(path, args.text_separator, skip_bad) for path in paths
+    )
     folder = f"{args.save_dir}/tokenizer"
     train_tokenizer.save(train_tokenizer.train(texts, size), Path(folder))
     return folder

@@ -2,6 +2,7 @@
 each run the verdict of its last line, its warnings, the planned time and what the model wrote."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -95,5 +96,5 @@ def page(runs: dict[str, Run], table: list[list[str]], figure: Any, others: Any,
         other_curves=Markup(svg(others)),
         sections=sections,
         table=table,
-        dumps=json.dumps,
+        dumps=partial(json.dumps, ensure_ascii=False),
     )

@@ -207,3 +207,10 @@ def test_of_a_book_the_last_lines_are_held_out(part_bytes, write, tokenizer, cac
     assert len(train) + len(held_out) > 985  # the others span two samples
     if part_bytes > 100_000:
         assert held_out[-1] == lines[-1] and train[0] == lines[0]
+
+
+def test_a_text_with_few_line_ends_is_divided_by_the_share_all_the_same():
+    """Such as a title and one long line, or a line for each chapter."""
+    text = "A title\n" + "river " * 5000
+    held_out, train = Split(0.02, True).part_of(text), Split(0.02).part_of(text)
+    assert train + held_out == text and 590 <= len(held_out) <= 610

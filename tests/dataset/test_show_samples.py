@@ -48,7 +48,7 @@ def test_nearly_equal_questions_are_counted_and_the_held_out_ones_make_a_quiz(
     path = write("sums.jsonl", sums)
     common = ("--kind", "sft", "--data_path", path, "--cache_dir", cache_dir, "--samples", 0)
     out = inspect(*common, "--eval_share", 0.1, "--quiz", tmp_path / "quiz.jsonl")
-    assert "first questions: 62, of which 2 repeat an earlier one, 1 of them but for case" in out
+    assert "first questions: 62, of which 2 repeat an earlier one, 1 of them with other case" in out
     quiz = [json.loads(line) for line in (tmp_path / "quiz.jsonl").read_text().splitlines()]
     split = Split(0.1, held_out=True)
     assert quiz == [record for record in sums if split.includes(record["question"])] and 0 < len(quiz) < 20

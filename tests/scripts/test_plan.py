@@ -5,6 +5,8 @@ import os
 import random
 import shlex
 import shutil
+import signal
+import subprocess
 import sys
 
 import pytest
@@ -115,8 +117,43 @@ def test_few_data_of_a_name_that_is_no_utf_8_get_a_vocabulary_of_their_own(start
     assert b"--data_path '" + name + b"'" in (tmp_path / "run.sh").read_bytes()
     assert b"--tokenizer_path" in (tmp_path / "run.sh").read_bytes()
     own = json.loads((tmp_path / "tokenizer/tokenizer.json").read_bytes())["model"]["vocab"]
-    assert f"vocabulary: {len(own)} tokens of its own, in {tmp_path}/tokenizer, " in out
+    assert f"vocabulary: {len(own)} tokens made from these data, in {tmp_path}/tokenizer: " in out
     assert f"that of guessing among {len(own)} tokens" in out
+
+
+def test_bad_records_are_skipped_if_asked_for_also_by_the_runs_and_a_vocabulary_of_its_own(
+    start, data, tmp_path
+):
+    path = tmp_path / "some_bad.jsonl"
+    path.write_text('{"text": \n' + (data / "text.jsonl").read_text())
+    with pytest.raises(UserError, match=r"some_bad.jsonl:1: .*with --on_bad_data skip"):
+        start("--depth", 1, pretrain_data=path)
+    start("--depth", 1, "--on_bad_data", "skip", pretrain_data=path)
+    assert "--on_bad_data skip" in (tmp_path / "run.sh").read_text() and (tmp_path / "tokenizer").is_dir()
+
+
+@pytest.mark.parametrize("ending", ["kill -INT 0; sleep 9", "exit 2"])  # Ctrl-C, an error
+def test_a_shell_file_that_is_stopped_says_how_to_go_on(start, tmp_path, ending):
+    start("--depth", 1, "--lang", "en", tokenizer_path=SHIPPED)
+    (tmp_path / "bin").mkdir()
+    python = tmp_path / "bin" / "python"
+    python.write_text(f"#!/bin/sh\n{ending}\n")
+    python.chmod(0o755)
+    ended = subprocess.run(
+        ["bash", tmp_path / "run.sh"],
+        env=os.environ | {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}"},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        start_new_session=True, capture_output=True, text=True,
+    )  # fmt: skip
+    assert ended.returncode != 0 and ended.stdout.count("not finished; to go on: bash ") == 1
+
+
+def test_a_folder_with_runs_keeps_the_plan_that_goes_on_with_them(start, tmp_path):
+    (tmp_path / "run.sh").write_text("of these runs")
+    (tmp_path / "pretrain_64_metrics.jsonl").touch()
+    with pytest.raises(UserError, match="holds runs already; give this plan another folder"):
+        start("--depth", 1, tokenizer_path=SHIPPED)
+    assert (tmp_path / "run.sh").read_text() == "of these runs"
 
 
 def test_conversations_alone_are_read_by_both_stages_which_the_plan_says(start, data, tmp_path):
@@ -137,7 +174,7 @@ def test_conversations_alone_are_read_by_both_stages_which_the_plan_says(start, 
         (["--depth", "0"], "--depth 0 must be above 0"),
         (["--depth", "64"], "do not hold a model of 4096 x 64"),
         (["--hours", "0.003334"], "--hours 0.003334: in this time a model of 64 x 1 makes fewer than 100"),
-        (["--pretrain_data", "missing.jsonl"], "no such file"),
+        (["--pretrain_data", "missing.jsonl"], "no such file, or a folder without data; check the path"),
         (["--sft_data", "missing.jsonl"], "no such file"),
         (["--pretrain_data", "a.jsonl:0.5"], "a plan is for data without weights"),
     ],
@@ -156,7 +193,7 @@ class Data(StageDataset):
     """So many items with so many tokens."""
 
     def __init__(self, num_tokens: int, items: int):
-        self.num_tokens, self.items = num_tokens, items
+        self.num_tokens, self.items, self.records = num_tokens, items, rules.FEW_CONVERSATIONS
 
     def __len__(self) -> int:
         return self.items
@@ -211,3 +248,15 @@ def test_the_memory_changes_the_micro_batch_and_not_the_update(tokens, passes, k
     assert tight.memory <= 1e9 or tight.args.batch_size == 1
     wanted = rules.update_tokens(free.tokens)
     assert free.args.batch_size == len(data) or abs(free.args.batch_size * data.mean_tokens - wanted) <= 301
+
+
+def test_more_time_is_advised_only_to_a_stage_that_has_passes_left(monkeypatch):
+    """SFT of few conversations makes all its passes, whatever limits the plan."""
+    monkeypatch.setattr(stages, "bytes_per_token", lambda stage: 3.5)
+    text, chats = Data(num_tokens=300_000, items=1000), Data(num_tokens=60_000, items=600)
+    pretrain = Stage(train_pretrain, train_pretrain.Args(), text, text, Cost(10**6, 1e-5))
+    sft = Stage(train_full_sft, train_full_sft.Args(), chats, chats, Cost(10**6, 1e-5))
+    planned = [pretrain.with_passes(0.5, 1e30), sft.with_passes(rules.SFT_PASSES, 1e30)]
+    first, second = plan.unwise(choice.Plan(planned, "hours"))
+    assert first.startswith("pretrain: 72 updates") and first.endswith("more time helps")
+    assert second.startswith("full_sft: ") and second.endswith("more data help")

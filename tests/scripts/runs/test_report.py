@@ -5,6 +5,7 @@ import re
 import pytest
 
 from scripts.runs import report
+from scripts.runs.figures import draw
 from scripts.runs.run import Run
 from scripts.runs.words import WORDS
 from trainer.report.warnings import verdict
@@ -60,3 +61,10 @@ def test_a_plan_beside_what_came(tmp_path):
     assert report.outcome(run, "en") is None
     (tmp_path / "plan.json").write_text('{"pretrain_64": 90.0}')
     assert report.outcome(run, "en") == "2.0 min of updates and evaluations; planned: 1.5 min"
+
+
+def test_the_page_shows_paths_as_they_are_typed():
+    run = run_of([5.0, 4.0])
+    run.about["starts"] = [{"command": ["--data_path", "数据/书.txt"]}]
+    figure = draw({"a": run}, "tokens")
+    assert "数据/书.txt" in report.page({"a": run}, [["run", "a"]], figure, figure, "zh")
