@@ -60,7 +60,7 @@ quiz quiz.jsonl --model out/tour/alone_128.pth --against out/tour/student_128.pt
 
 echo "== 4/5 sums: GRPO, sums of one and two digits, from half known to known, by rewards for right answers"
 train full_sft sums sums/sft.jsonl --from_weight none --hidden_size 256 --num_hidden_layers 3 --max_seq_len 64 \
-    --epochs 2 --batch_size 96 --warmup_updates 20 --optimizer muon --learning_rate 5e-4 --log_interval 50
+    --epochs 2 --batch_size 112 --warmup_updates 20 --optimizer muon --learning_rate 5e-4 --log_interval 50
 train grpo sums_grpo sums/rl.jsonl --from_weight out/tour/sums_256.pth --eval_data_path "$data/sums/test.jsonl" \
     --max_seq_len 64 --max_gen_len 6 --epochs 2 --warmup_updates 5 --learning_rate 1e-4 --eval_interval 40 --log_interval 20
 

@@ -23,6 +23,7 @@ from common.errors import UserError, warn
 from trainer.devices.process_group import Logger, gather, reduce_sum, this_rank, world_size
 from trainer.devices.wrapping import full_tensor, gradient_sync, is_sharded, unwrap
 from trainer.objectives.next_token import to_device
+from trainer.optim.build import MuonWithAdamW
 from trainer.report.metrics import value_text
 from trainer.report.speed import Size
 from trainer.report.sums import (
@@ -191,8 +192,10 @@ def train_update(state: TrainState, window: list[Batch], targets: float, tokens:
 
 
 def set_learning_rate(state: TrainState) -> None:
-    """Set the rate of the update that comes, unless a scheduler of torch does."""
+    """Set the rate of the update that comes, unless a scheduler of torch does, and Muon's momentum."""
     rate = learning_rate(state, state.progress.update + 1)
+    if isinstance(state.optimizer, MuonWithAdamW):
+        state.optimizer.set_momentum(state.progress.update + 1)
     for group in state.optimizer.param_groups:
         if rate is not None:
             group["lr"] = rate * group.get("lr_scale", 1.0)

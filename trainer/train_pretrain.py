@@ -29,6 +29,7 @@ from trainer import trainer_utils as utils
 from trainer.data.datasets import open_datasets, steps_per_epoch, train_loader
 from trainer.loop import train_epoch
 from trainer.objectives import next_token
+from trainer.optim.build import build_optimizer
 from trainer.report.trackers import start_tracker
 from trainer.run.errors import training_errors
 from trainer.run.saving import is_finished, training_files
@@ -58,6 +59,11 @@ class Objective(next_token.NextToken):
         """Sums, each []: of the losses of the targets, of the auxiliary losses of the tokens, and of metrics
         by name over the targets."""
         return next_token.next_token_loss(model, batch)
+
+    def optimizer(self, model, args):
+        """AdamW or Muon; with Muon the embedding, which is AdamW's part, has twice the learning rate."""
+        scales = {"embed_tokens": 2.0} if args.optimizer == "muon" else None
+        return build_optimizer(model, args.learning_rate, args.weight_decay, args.optimizer, scales)
 
 
 schedule = utils.warmup_cosine  # (update from 1, total updates, args) -> learning rate

@@ -13,8 +13,15 @@ from trainer.devices.process_group import gather
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # coefficients of the iteration, torch's
 ITERATIONS = 5
+# of the first update and from MOMENTUM_UPDATES on; a run begins to learn sooner with less
+FIRST_MOMENTUM, MOMENTUM, MOMENTUM_UPDATES = 0.85, 0.95, 300
 STACKED_ELEMENTS = 1 << 24  # elements of the matrices that are orthogonalised at once: 64 MiB in float32
 CPU_STACK = 1 << 22  # there: memory of more than 32 MiB at once is new each time, which costs page faults
+
+
+def momentum_of(update: int) -> float:
+    """Muon's momentum at an update, from 1."""
+    return FIRST_MOMENTUM + (MOMENTUM - FIRST_MOMENTUM) * min(1.0, (update - 1) / MOMENTUM_UPDATES)
 
 
 class Muon(Optimizer):
@@ -27,7 +34,7 @@ class Muon(Optimizer):
     """
 
     def __init__(self, groups: list[dict[str, Any]], rows: Mapping[Any, int], lr: float, weight_decay: float):
-        super().__init__(groups, {"lr": lr, "weight_decay": weight_decay, "momentum": 0.95})
+        super().__init__(groups, {"lr": lr, "weight_decay": weight_decay, "momentum": MOMENTUM})
         self.rows = rows
         device = next(iter(rows)).device
         # of the iteration; float32 where one of the ranks would have to emulate bfloat16

@@ -6,6 +6,7 @@ import torch
 
 from common.errors import UserError
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
+from trainer import train_full_sft, train_pretrain
 from trainer.optim import muon
 from trainer.optim.build import MUON_LR_SCALE, build_optimizer
 
@@ -52,6 +53,8 @@ def test_a_step_is_that_of_torchs_own_two_optimizers(native, monkeypatch):
     for seed in range(3):
         for group in optimizer.param_groups:  # as the loop does
             group["lr"] = 3e-3
+        optimizer.set_momentum(1 + 200 * seed)
+        two[0].param_groups[0]["momentum"] = (0.85, 0.85 + 0.1 * 2 / 3, 0.95)[seed]
         give_gradients(model, seed)
         give_gradients(reference, seed)
         optimizer.step()
@@ -119,3 +122,23 @@ def test_each_layer_may_have_a_rate_of_its_own(kind):
         torch.testing.assert_close(step, expected, rtol=1e-3, atol=2e-7)
     with pytest.raises(UserError, match="lr_scales: no trained parameter is in a module"):
         build_optimizer(model, 1e-3, 0.1, kind, {"layers.7": 0.5})
+
+
+def test_muons_momentum_rises_with_the_updates_of_the_run():
+    """A function of the update alone, so that a resumed run has that of an uninterrupted one."""
+    optimizer = build_optimizer(tiny(use_moe=False), 1e-3, 0.1, "muon")
+    for update, momentum in ((1, 0.85), (151, 0.9), (301, 0.95), (9_999, 0.95)):
+        optimizer.set_momentum(update)
+        assert all(group["momentum"] == pytest.approx(momentum) for group in optimizer.muon.param_groups)
+
+
+def test_the_embedding_learns_faster_in_pretraining_with_muon():
+    model = tiny(use_moe=False)
+    args = SimpleNamespace(learning_rate=1e-3, weight_decay=0.1, optimizer="muon")
+    rates = {}
+    for name, stage in (("pretrain", train_pretrain), ("sft", train_full_sft)):
+        optimizer = stage.Objective().optimizer(model, args)
+        rates[name] = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
+    for name, p in model.named_parameters():
+        scale = 2 if "embed_tokens" in name else 1
+        assert rates["pretrain"][id(p)] == scale * rates["sft"][id(p)] == scale * MUON_LR_SCALE * 1e-3
