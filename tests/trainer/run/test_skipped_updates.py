@@ -102,6 +102,7 @@ def test_an_update_without_any_target_makes_no_step_and_is_no_bad_one():
 def test_a_skipped_update_is_as_if_it_had_not_been(optimizer, capsys):
     good, mixed = (make_state(optimizer) for _ in range(2))
     for number in (100, 1, 101, 2):
+        good.progress.update = mixed.progress.update  # rate and momentum follow the skipped updates, too
         train(mixed, [batch(number)])
         if number < 100:
             train(good, [batch(number)])
