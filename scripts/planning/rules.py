@@ -25,6 +25,11 @@ def learning_rate(width: int, tokens: float, tokens_per_update: float) -> float:
     return 1e-3 * (width / 128) ** -0.6 * (tokens / 3.5e5) ** -0.4 * (tokens_per_update / 2048) ** 0.5
 
 
+def sft_learning_rate(width: int, tokens: float, tokens_per_update: float) -> float:
+    """The same for SFT, whose short runs want no larger rates: they start from trained weights."""
+    return min(learning_rate(width, tokens, tokens_per_update), 6e-4 * (width / 128) ** -0.6)
+
+
 def warmup(updates: int) -> int:
     """Updates of warm-up."""
     return max(1, min(100, updates // 20))

@@ -84,7 +84,8 @@ class Stage:
         tokens = epoch_tokens(self.data, args) * epochs
         item = self.data.mean_tokens
         batch = max(1, min(round(rules.update_tokens(tokens) / item), len(self.data)))
-        rate = rules.learning_rate(args.hidden_size, tokens, batch * item)
+        rule = rules.learning_rate if self.script is train_pretrain else rules.sft_learning_rate
+        rate = rule(args.hidden_size, tokens, batch * item)
         numbers = {"batch_size": batch, "accumulation_steps": 1, "learning_rate": float(f"{rate:.1e}")}
         stage = replace(self, args=args.model_copy(update=numbers))
         while stage.memory > memory and stage.args.batch_size > 1:
