@@ -8,12 +8,14 @@ Of a long document of plain text, such as a book, the end is held out.
 import hashlib
 import re
 import unicodedata
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from dataset.files import Record, is_plain_text
 from dataset.records import BadRecord, held_out_key
 
+PIECE, SHARED = 4, 0.8
 LONG = 10_000  # characters of a plain text that is divided; a shorter one is a record like others
 # white space and punctuation of sentences; not the sign, point or comma of a number
 UNSPOKEN = re.compile(r"""\s+|(?<!\d)[.,]|[.,](?!\d)|[;:!?'"()。、“”‘’《》「」…]""")
@@ -24,6 +26,30 @@ def normal_form(text: str) -> str:
     form."""
     folded = unicodedata.normalize("NFKC", text).casefold()
     return UNSPOKEN.sub("", folded) or "".join(folded.split())
+
+
+def count_leaks(trained: Iterable[str], held_out: Iterable[str]) -> int:
+    """How many of the held-out questions share SHARED of their pieces, PIECE characters each, with a trained
+    one, and it with them: they differ in a word or a number."""
+    pieces_of = [pieces(question) for question in held_out]
+    holders: dict[str, list[int]] = {}
+    for index, own in enumerate(pieces_of):
+        for piece in own:
+            holders.setdefault(piece, []).append(index)
+    leaked: set[int] = set()
+    for question in trained:
+        own = pieces(question)
+        shared = Counter(index for piece in own for index in holders.get(piece, ()))
+        for index, count in shared.items():
+            if count >= SHARED * max(len(own), len(pieces_of[index])):
+                leaked.add(index)
+    return len(leaked)
+
+
+def pieces(text: str) -> set[str]:
+    """All runs of PIECE characters in the normal form of a text."""
+    form = normal_form(text)
+    return {form[i : i + PIECE] for i in range(max(1, len(form) - PIECE + 1))}
 
 
 class Split(NamedTuple):

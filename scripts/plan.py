@@ -31,6 +31,7 @@ from common.hub import make_local
 from common.settings import ROOT, ModelConfig, StageArgs
 from dataset.files import expand_paths
 from dataset.mixing import split_weights
+from dataset.show_samples import describe_leaks
 from dataset.token_cache import load_tokenizer
 from scripts.planning import files, machine, rules, stages
 from scripts.planning.choice import Plan, choose, total_seconds
@@ -56,6 +57,10 @@ def main() -> None:
     say("\n".join(describe(plan)))
     for text in unwise(plan):
         say(f"  unwise: {text}")
+    if args.sft_data:
+        paths, _ = split_weights(args.sft_data)
+        if leaks := describe_leaks(expand_paths(",".join(paths)), args.eval_share):
+            say(f"  unwise: {leaks}")
 
     path = files.write_plan(plan, args.save_dir, args.lang)
     say(f"wrote {path}; next, in this order (the first ends with {args.save_dir}/report.html):")

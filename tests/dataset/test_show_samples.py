@@ -57,6 +57,20 @@ def test_nearly_equal_questions_are_counted_and_the_held_out_ones_make_a_quiz(
         inspect(*common, "--quiz", tmp_path / "quiz.jsonl")
 
 
+def test_held_out_questions_that_are_nearly_trained_ones_are_named(write, cache_dir, inspect):
+    """A word apart; with other words none is."""
+    fruits = ["apples", "pears", "plums", "figs", "dates", "limes", "kiwis", "grapes", "nuts", "beans"]
+    text = "A gardener carries {} from the orchard to the market on a sunny morning; how many does he carry?"
+    near = [text.format(fruit) for fruit in fruits]
+    other = [f"{fruit * 3} {fruit[::-1] * 4}" for fruit in fruits]
+    for questions, leaks in ((near, True), (other, False)):
+        path = write("a.jsonl", [{"question": question, "answer": "9"} for question in questions])
+        out = inspect("--kind", "sft", "--data_path", path, "--cache_dir", cache_dir, "--eval_share", 0.5)
+        held_out = sum(Split(0.5, held_out=True).includes(question) for question in questions)
+        assert 0 < held_out < 10
+        assert (f"{held_out} of {held_out} held-out questions are nearly one that is trained" in out) is leaks
+
+
 ODD = "<script>alert('&')</script>\x1b[2J\x00\u202e\n\n龘 🙂\u3000第"
 ODD_CHAT = {"messages": [{"role": "user", "content": ODD}, {"role": "assistant", "content": ODD}]}
 
