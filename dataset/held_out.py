@@ -15,7 +15,8 @@ from typing import NamedTuple
 from dataset.files import Record, is_plain_text
 from dataset.records import BadRecord, held_out_key
 
-PIECE, SHARED = 4, 0.8
+NGRAM = 4  # characters, by which questions are compared
+LEAK_OVERLAP = 0.8  # of the n-grams, from which on two questions are nearly equal
 LONG = 10_000  # characters of a plain text that is divided; a shorter one is a record like others
 # white space and punctuation of sentences; not the sign, point or comma of a number
 UNSPOKEN = re.compile(r"""\s+|(?<!\d)[.,]|[.,](?!\d)|[;:!?'"()。、“”‘’《》「」…]""")
@@ -29,27 +30,27 @@ def normal_form(text: str) -> str:
 
 
 def count_leaks(trained: Iterable[str], held_out: Iterable[str]) -> int:
-    """How many of the held-out questions share SHARED of their pieces, PIECE characters each, with a trained
-    one, and it with them: they differ in a word or a number."""
-    pieces_of = [pieces(question) for question in held_out]
-    holders: dict[str, list[int]] = {}
-    for index, own in enumerate(pieces_of):
-        for piece in own:
-            holders.setdefault(piece, []).append(index)
+    """How many held-out questions nearly equal a trained one: of both, LEAK_OVERLAP of the n-grams or more
+    are in the other, so they differ in a word or a number."""
+    ngrams_of = [character_ngrams(question) for question in held_out]
+    holders: dict[str, list[int]] = {}  # n-gram -> held-out questions that have it
+    for index, own in enumerate(ngrams_of):
+        for ngram in own:
+            holders.setdefault(ngram, []).append(index)
     leaked: set[int] = set()
     for question in trained:
-        own = pieces(question)
-        shared = Counter(index for piece in own for index in holders.get(piece, ()))
+        own = character_ngrams(question)
+        shared = Counter(index for ngram in own for index in holders.get(ngram, ()))
         for index, count in shared.items():
-            if count >= SHARED * max(len(own), len(pieces_of[index])):
+            if count >= LEAK_OVERLAP * max(len(own), len(ngrams_of[index])):
                 leaked.add(index)
     return len(leaked)
 
 
-def pieces(text: str) -> set[str]:
-    """All runs of PIECE characters in the normal form of a text."""
+def character_ngrams(text: str) -> set[str]:
+    """The n-grams of NGRAM characters in the normal form of a text."""
     form = normal_form(text)
-    return {form[i : i + PIECE] for i in range(max(1, len(form) - PIECE + 1))}
+    return {form[i : i + NGRAM] for i in range(max(1, len(form) - NGRAM + 1))}
 
 
 class Split(NamedTuple):

@@ -31,7 +31,7 @@ from common.hub import make_local
 from common.settings import ROOT, ModelConfig, StageArgs
 from dataset.files import expand_paths
 from dataset.mixing import split_weights
-from dataset.show_samples import describe_leaks
+from dataset.show_samples import describe_leaks, first_questions
 from dataset.token_cache import load_tokenizer
 from scripts.planning import files, machine, rules, stages
 from scripts.planning.choice import Plan, choose, total_seconds
@@ -59,7 +59,8 @@ def main() -> None:
         say(f"  unwise: {text}")
     if args.sft_data:
         paths, _ = split_weights(args.sft_data)
-        if leaks := describe_leaks(expand_paths(",".join(paths)), args.eval_share):
+        questions = first_questions(expand_paths(",".join(paths)))
+        if leaks := describe_leaks(questions, args.eval_share):
             say(f"  unwise: {leaks}")
 
     path = files.write_plan(plan, args.save_dir, args.lang)

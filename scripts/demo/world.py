@@ -148,8 +148,8 @@ def follow_up(question: str, language: str) -> str:
 
 def asked_later(wording: str, person: Person, language: str, rng: random.Random) -> str:
     """A question about the person of the turn before, some by "she" or "he", some with an "and"."""
-    name, object_form = person.name[language], wording.count(" of {n}") + wording.count("visit {n}")
-    if rng.random() < 0.5 and not object_form:
+    name, needs_object = person.name[language], " of {n}" in wording or "visit {n}" in wording
+    if rng.random() < 0.5 and not needs_object:  # "the home of she" is wrong
         name = rng.choice(PRONOUNS[language])
     question = wording.format(n=name)
     return follow_up(question, language) if rng.random() < 0.5 else question

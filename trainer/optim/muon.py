@@ -13,7 +13,7 @@ from trainer.devices.process_group import gather
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # coefficients of the iteration, torch's
 ITERATIONS = 5
-# of the first update and from MOMENTUM_UPDATES on; a run begins to learn sooner with less
+# less momentum at first teaches short runs more (docs/dev/LOG.md, "More from the same tokens")
 FIRST_MOMENTUM, MOMENTUM, MOMENTUM_UPDATES = 0.85, 0.95, 300
 STACKED_ELEMENTS = 1 << 24  # elements of the matrices that are orthogonalised at once: 64 MiB in float32
 CPU_STACK = 1 << 22  # there: memory of more than 32 MiB at once is new each time, which costs page faults
