@@ -4,10 +4,13 @@ peer.
     python scripts/benchmark.py --data_path data/sft.jsonl --batch_size 8
     python scripts/benchmark.py --stage pretrain --data_path data/pretrain.jsonl --packing 1
     python scripts/benchmark.py --data_path data/sft.jsonl --peer minimind --peer_path ../minimind
+    python scripts/benchmark.py --stage pretrain --data_path data/pretrain.jsonl --eval_share 0.05 \\
+        --until_loss 6.5 --peer minimind --peer_path ../minimind
 
 It runs the updates of the training loop on random weights with the data and settings of the stage, and keeps
 only the figures. With --peer another trainer and ours alternate in blocks of updates, on the same samples
-(see tools/bench/comparison.py). docs/BENCHMARKS.md explains the figures and contains results.
+(see tools/bench/comparison.py). With --until_loss each trains by its own recipe until its held-out loss is as
+low. docs/BENCHMARKS.md explains the figures and contains results.
 """
 
 import argparse
@@ -18,7 +21,7 @@ from collections.abc import Iterator
 from itertools import chain, count, islice
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, cast
 
 # run the code beside this file
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -26,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common.command_line import Parser, one_line_errors  # before torch, as in the stages
 
 # isort: split
+import numpy as np
 import torch
 
 from common.arguments import parse_args
@@ -36,11 +40,12 @@ from scripts.timing import time_updates
 from tools.bench.comparison import Peer, check_peer, compare_losses
 from trainer import train_full_sft, train_pretrain
 from trainer import trainer_utils as utils
-from trainer.data.datasets import train_loader
+from trainer.data.datasets import epoch_samples, eval_loader, train_loader
 from trainer.devices.device import autocast_dtype, device_and_precision, matrix_rate
 from trainer.devices.process_group import leave_process_group, world_size
 from trainer.devices.wrapping import unwrap
-from trainer.objectives.next_token import Batch, NextToken, model_config
+from trainer.loop import evaluate
+from trainer.objectives.next_token import Batch, model_config
 from trainer.report.speed import Meter
 from trainer.run.state import TrainState
 
@@ -60,6 +65,8 @@ def read_args() -> tuple[argparse.Namespace, StageArgs]:
     flag("--repeat", type=int, default=3, help="timed blocks; with --peer pairs of blocks")
     flag("--peer", choices=("minimind", "trl"), help="another trainer to compare with")
     flag("--peer_path", help="folder of a checkout of jingyaogong/minimind")
+    flag("--until_loss", type=float, metavar="NATS", help="train until this held-out loss (nats per token)")
+    flag("--peer_flags", default="", metavar="FLAGS", help="the peer's flags with --until_loss, in quotes")
     flag("--json", type=Path, metavar="FILE", help="JSON file to write the figures to")
     options, rest = parser.parse_known_args()
     if min(options.warmup, options.updates, options.repeat) < 1:
@@ -68,33 +75,47 @@ def read_args() -> tuple[argparse.Namespace, StageArgs]:
         raise UserError(f"--json {options.json}: there is no folder {options.json.parent}; create it first")
     if options.peer:
         check_peer(options)
-    return options, parse_args(STAGES[options.stage].Args, None, rest)
+    args = parse_args(STAGES[options.stage].Args, None, rest)
+    if options.until_loss is not None and not (args.eval_data_path or args.eval_share):
+        raise UserError("--until_loss needs held-out data: --eval_data_path or --eval_share")
+    return options, args
+
+
+def constant_rate(update: int, total_updates: int, args: StageArgs) -> float:
+    """The schedule of a measurement of speed."""
+    return args.learning_rate
 
 
 class Ours:
-    """This trainer, set up like a stage, without its files and schedule."""
+    """This trainer, set up like a stage, without its files; with its schedule only where it trains
+    --until_loss."""
 
-    def __init__(self, stage: str, args: StageArgs):
-        self.args = args
+    def __init__(self, options: argparse.Namespace, args: StageArgs):
+        self.args, stage = args, STAGES[options.stage]
+        self.has_schedule = options.until_loss is not None
         device, autocast, scaler = device_and_precision(args)
         self.tokenizer = load_tokenizer(args.tokenizer_path)
-        self.train_set, _ = STAGES[stage].open_data(args, self.tokenizer)
+        self.train_set, self.eval_set = stage.open_data(args, self.tokenizer)
         utils.init_distributed_mode(args.rank_timeout, device)
         utils.setup_seed(args.seed)
-        config, objective = model_config(self.tokenizer, args), NextToken()
+        config, objective = model_config(self.tokenizer, args), stage.Objective()
         model, _ = utils.init_model(config, "none", args.tokenizer_path, args.save_dir)
         model = utils.compile_and_wrap(model, args, device, autocast, self.train_set)
         self.state = TrainState(
             args=args,
             lm_config=config,
-            run={"samples": len(self.train_set), "global_batch": args.batch_size, "epochs": 1},
+            run={
+                "samples": epoch_samples(self.train_set, args),
+                "global_batch": args.batch_size * args.accumulation_steps * world_size(),
+                "epochs": args.epochs,
+            },
             model=model,
             optimizer=objective.optimizer(model, args),
             scaler=scaler,
             autocast=autocast,
             device=device,
             objective=objective,
-            schedule=lambda update, total_updates, args: args.learning_rate,
+            schedule=stage.schedule if self.has_schedule else constant_rate,
             meter=Meter(matrix_rate(device, autocast_dtype(autocast, device))),
         )
         self.windows = self.endless_windows()
@@ -107,10 +128,24 @@ class Ours:
             yield list(islice(batches, self.args.accumulation_steps))
 
     def train(self, updates: int) -> dict[str, float]:
-        """Make the next updates; returns the speed with their data loading, see `Meter.figures`."""
-        _, losses = time_updates(self.state, self.windows, updates)
+        """Make the next updates; returns the speed with their data loading, see `Meter.figures`, their
+        seconds and tokens."""
+        if self.has_schedule:  # which has an end
+            updates = min(updates, self.state.total_updates - self.state.progress.update)
+        seconds, losses = time_updates(self.state, self.windows, updates)
         self.losses += losses
-        return self.state.meter.figures(0, self.state.device)
+        figures = self.state.meter.figures(0, self.state.device)
+        return figures | {"seconds": seconds, "tokens": figures["tokens_per_second"] * seconds}
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the run with a schedule is at its end."""
+        return self.state.progress.update >= self.state.total_updates
+
+    def held_out_loss(self) -> float:
+        """Nats per token."""
+        loader = eval_loader(self.eval_set, self.args.batch_size, self.eval_set.collate)
+        return cast(float, evaluate(self.state, loader)["eval_loss"])
 
 
 def figures_of(ours: Ours, blocks: list[dict[str, float]]) -> dict[str, Any]:
@@ -151,14 +186,42 @@ def measure_pairs(ours: Ours, peer: Peer, options: argparse.Namespace) -> dict[s
     return figures
 
 
+def measure_until(ours: Ours, peer: Peer | None, options: argparse.Namespace) -> dict[str, Any]:
+    """Train until the held-out loss is at most --until_loss: in turn --updates updates of ours and as many
+    micro-batches of the peer, each until it is there or its run is over. Returns of each the loss reached,
+    and the seconds and tokens of its training: without its start and its evaluations."""
+    sides: dict[str, Any] = {"ours": ours} | ({options.peer: peer} if peer else {})
+    found = {
+        name: {"loss": side.held_out_loss(), "seconds": 0.0, "tokens": 0.0} for name, side in sides.items()
+    }
+    while sides:
+        for name, side in list(sides.items()):
+            block, figures = side.train(options.updates), found[name]
+            figures["loss"] = side.held_out_loss()
+            figures["seconds"] += block["seconds"]
+            figures["tokens"] += float(np.sum(block["tokens"]))
+            is_reached = figures["loss"] <= options.until_loss
+            if is_reached or side.is_over:
+                del sides[name]
+                end = "reached" if is_reached else "not reached at the end of its run"
+                spent = f"{figures['seconds']:,.1f} s, {figures['tokens']:,.0f} tokens"
+                utils.Logger(f"{name}: {end}: {figures['loss']:.4f} after {spent}")
+    return {"until_loss": options.until_loss, **found}
+
+
 def main() -> None:
     """Set up, measure, print the figures and write them to --json."""
     options, args = read_args()
-    ours = Ours(options.stage, args)
+    ours = Ours(options, args)
     if options.peer:
-        with Peer(options, ours.train_set, ours.tokenizer, ours.state) as peer:
-            ours.train(options.warmup)
-            figures = measure_pairs(ours, peer, options)
+        with Peer(options, ours.train_set, ours.eval_set, ours.tokenizer, ours.state) as peer:
+            if options.until_loss is not None:
+                figures = measure_until(ours, peer, options)
+            else:
+                ours.train(options.warmup)
+                figures = measure_pairs(ours, peer, options)
+    elif options.until_loss is not None:
+        figures = measure_until(ours, None, options)
     else:
         ours.train(options.warmup)
         figures = figures_of(ours, [ours.train(options.updates) for _ in range(options.repeat)])

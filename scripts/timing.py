@@ -29,5 +29,6 @@ def time_updates(
         sizes = [state.objective.size(batch, state.lm_config) for batch in window]
         targets, tokens, *_ = update_size(state, sizes, missing=0)
         losses.append(train_update(state, window, targets, tokens)["logits_loss"][0])
+        state.progress.update += 1
         state.meter.count(sizes)
     return time.perf_counter() - state.meter.begin, losses

@@ -50,6 +50,38 @@ def test_a_peer_in_turn_on_the_same_samples_with_the_same_losses(corpus, tmp_pat
     assert "losses of 5 updates on the same targets agree" in done.stdout
 
 
+def test_until_a_loss_each_by_its_own_recipe(corpus, tmp_path, call):
+    out, data = tmp_path / "figures.json", ["--data_path", corpus["sft"], "--cache_dir", corpus["cache"]]
+    options = [
+        *data,
+        *SMALL,
+        "--eval_share",
+        0.2,
+        "--dtype",
+        "float32",
+        "--optimizer",
+        "muon",
+        "--updates",
+        2,
+    ]
+    options += ["--accumulation_steps", 1, "--learning_rate", 1e-3, "--epochs", 40, "--json", out]
+    recipe = "--batch_size 4 --accumulation_steps 1 --learning_rate 1e-4 --grad_clip 1 --epochs 1"
+    peer = ["--peer", "minimind", "--peer_path", make_checkout(tmp_path / "peer"), "--peer_flags", recipe]
+    done = call(benchmark, *options, *peer, "--until_loss", 8.0)
+    found = json.loads(out.read_text())
+    assert found["ours"]["loss"] <= 8.0 < found["minimind"]["loss"] < 8.8
+    assert found["ours"]["seconds"] > 0 and found["minimind"]["tokens"] > 100
+    assert "ours: reached: " in done.stdout and "minimind: not reached at the end of its run: " in done.stdout
+    # both evaluate the same targets of the same weights
+    frozen = ["--learning_rate", 1e-12, "--peer_flags", recipe.replace("1e-4", "1e-12")]
+    call(benchmark, *options, *peer, *frozen, "--until_loss", 9.0)
+    found = json.loads(out.read_text())
+    assert found["ours"]["loss"] == pytest.approx(found["minimind"]["loss"], rel=1e-6)
+    assert found["ours"]["tokens"] == pytest.approx(
+        found["minimind"]["tokens"], rel=0.01
+    )  # of two micro-batches
+
+
 def test_a_mistake_is_one_line(corpus, tmp_path, error_line):
     data = ["--data_path", corpus["sft"], "--cache_dir", corpus["cache"], *SMALL]
     checkout = make_checkout(tmp_path / "a", model_minimind="import no_such_package")
@@ -58,6 +90,8 @@ def test_a_mistake_is_one_line(corpus, tmp_path, error_line):
         (["--peer", "minimind"], "needs --peer_path"),
         (["--peer", "minimind", "--peer_path", tmp_path], "is not a checkout of minimind: no "),
         (["--stage", "pretrain", "--peer", "trl"], "--peer trl is for --stage sft"),
+        (["--until_loss", 3], "--until_loss needs held-out data: --eval_data_path or --eval_share"),
+        (["--until_loss", 3, "--peer", "trl", "--eval_share", 0.1], "compares with --peer minimind only"),
         (["--json", "none/a.json"], "--json none/a.json: there is no folder none"),
         (["--repeat", 0], "must be at least 1"),
         (["--bath_size", 2], "--bath_size is unknown; did you mean --batch_size"),

@@ -4,9 +4,11 @@ tokens of the same samples."""
 import argparse
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from contextlib import suppress
 from itertools import chain, islice
 from pathlib import Path
@@ -28,8 +30,8 @@ from trainer.run.state import TrainState
 # Fields of the model's shape for which MiniMind's scripts have no flag
 BEYOND_FLAGS = ("vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")
 BEYOND_FLAGS += ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "router_aux_loss_coef")
-FLAGS = ("hidden_size", "num_hidden_layers", "use_moe", "batch_size", "accumulation_steps")
-FLAGS += ("learning_rate", "grad_clip", "max_seq_len")
+FLAGS = ("hidden_size", "num_hidden_layers", "use_moe", "max_seq_len")
+RECIPE = ("batch_size", "accumulation_steps", "learning_rate", "grad_clip")  # ours where speed is compared
 TOLERANCE = 0.02  # relative, of the losses: bfloat16 against float32 over the updates of a benchmark
 SCRIPTS = {"sft": "trainer/train_full_sft.py", "pretrain": "trainer/train_pretrain.py"}  # of MiniMind
 
@@ -44,31 +46,34 @@ def check_peer(options: argparse.Namespace) -> None:
             raise UserError(f"--peer_path {options.peer_path} is not a checkout of minimind: no {script}")
     elif options.stage != "sft":
         raise UserError("--peer trl is for --stage sft; for pretraining use --peer minimind")
+    elif options.until_loss is not None:
+        raise UserError("--until_loss compares with --peer minimind only")
     if launch().world_size > 1:
         raise UserError("a peer is compared with a single process; start it with python, not with torchrun")
 
 
-def first_samples(dataset: StageDataset, seed: int, count: int) -> list[dict[str, list[int]]]:
-    """Tokens and labels (-100: no target) of the first `count` samples of our first epoch, in order. Raises
-    UserError if there are fewer."""
-    items = (dataset[item] for item in epoch_order(len(dataset), seed, 0))
+def write_samples(path: Path, dataset: StageDataset, order: Iterable[int], count: int | None = None) -> None:
+    """Write tokens and labels (-100: no target) of the first `count` samples of these items, or of all.
+    Raises UserError if there are fewer."""
     rows = []
-    for sample in islice(chain.from_iterable(items), count):
+    for sample in islice(chain.from_iterable(dataset[item] for item in order), count):
         labels = np.where(sample["loss_mask"], sample["input_ids"].astype(np.int64), -100)
         rows.append({"input_ids": sample["input_ids"].tolist(), "labels": labels.tolist()})
-    if len(rows) < count:
+    if count is not None and len(rows) < count:
         needed = f"{len(rows)} samples, {count} are needed"
         raise UserError(f"--data_path holds only {needed}; use fewer --updates or --repeat")
-    return rows
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 def peer_settings(
     options: argparse.Namespace, tokenizer: Any, state: TrainState, folder: Path
 ) -> dict[str, Any]:
-    """What tools/bench/peers.py gets: our settings, so that both train the same model in the same way."""
+    """What tools/bench/peers.py gets: our settings, so that both train the same model in the same way, or
+    with --until_loss the same model by the peer's own recipe."""
     config = cast(MiniMindConfig, state.lm_config)
     flags: dict[str, Any] = {"device": str(state.device)}
-    for name in FLAGS:
+    follows_own = options.until_loss is not None
+    for name in FLAGS if follows_own else FLAGS + RECIPE:
         value = getattr(state.args, name)
         flags[name] = int(value) if isinstance(value, bool) else value
     stock = json.loads(config.to_json_string(use_diff=False))
@@ -78,6 +83,8 @@ def peer_settings(
         "stage": options.stage,
         "path": str(Path(options.peer_path or ".").resolve()),
         "data": str(folder / "data.jsonl"),
+        "held_out": str(folder / "held_out.jsonl"),
+        "own_flags": shlex.split(options.peer_flags) if follows_own else None,
         "weights": str(folder / "weights.pth"),
         "folder": str(folder / "out"),
         "tokenizer": str(Path(tokenizer.name_or_path).resolve()),
@@ -90,19 +97,30 @@ def peer_settings(
 
 
 class Peer:
-    """Another trainer on the first samples of our epoch, in a process that ends when this context manager
-    exits."""
+    """Another trainer on the samples of our first epoch, in a process that ends when this context manager
+    exits. is_over: its run has come to its end."""
 
-    def __init__(self, options: argparse.Namespace, data: StageDataset, tokenizer: Any, state: TrainState):
+    def __init__(
+        self,
+        options: argparse.Namespace,
+        data: StageDataset,
+        held_out: StageDataset | None,
+        tokenizer: Any,
+        state: TrainState,
+    ):
         """options: of scripts/benchmark.py. state: ours, untrained: for the weights, settings and device of
         both."""
-        self.name, args = options.peer, state.args
+        self.name, args, self.is_over = options.peer, state.args, False
         self.folder = tempfile.TemporaryDirectory(prefix="benchmark-")
         folder = Path(self.folder.name)
-        updates = options.warmup + options.repeat * options.updates
-        samples = first_samples(data, args.seed, updates * args.accumulation_steps * args.batch_size)
-        lines = [json.dumps(sample) + "\n" for sample in samples]
-        (folder / "data.jsonl").write_text("".join(lines), encoding="utf-8")
+        (folder / "run").mkdir()
+        order, count = epoch_order(len(data), args.seed, 0), None
+        if options.until_loss is None:
+            updates = options.warmup + options.repeat * options.updates
+            count = updates * args.accumulation_steps * args.batch_size
+        else:
+            write_samples(folder / "held_out.jsonl", cast(Any, held_out), range(len(cast(Any, held_out))))
+        write_samples(folder / "data.jsonl", data, order, count)
         torch.save(unwrap(state.model).state_dict(), folder / "weights.pth")
         settings = peer_settings(options, tokenizer, state, folder)
         # its imports come from its checkout, not from ours, its caches are in `folder`
@@ -112,14 +130,23 @@ class Peer:
         self.log = open(folder / "log", "w+", encoding="utf-8", errors="replace")  # noqa: SIM115 (until exit)
         command = [sys.executable, str(ROOT / "tools/bench/peers.py")]
         streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self.log}
-        self.process = subprocess.Popen(command, cwd=folder, env=env, encoding="utf-8", **streams)
+        self.process = subprocess.Popen(command, cwd=folder / "run", env=env, encoding="utf-8", **streams)
         self.stdin, self.stdout = cast(IO[str], self.process.stdin), cast(IO[str], self.process.stdout)
         self._send(json.dumps(settings))
 
     def train(self, micro_batches: int) -> dict[str, Any]:
         """Train on the next micro-batches: `seconds`, and `tokens`, `targets` and `loss` of each. Raises
         UserError if the peer failed; the message quotes its last line."""
-        self._send(str(micro_batches))
+        reply = self._ask(str(micro_batches))
+        self.is_over = reply.pop("is_over")
+        return reply
+
+    def held_out_loss(self) -> float:
+        """Nats per token."""
+        return self._ask("evaluate")["loss"]
+
+    def _ask(self, line: str) -> dict[str, Any]:
+        self._send(line)
         reply = self.stdout.readline()
         if not reply:
             self.process.wait(60)
