@@ -15,7 +15,7 @@ Shape legend: R rows, T tokens, G key/value heads, D head size, V vocabulary.
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +24,26 @@ from common.errors import UserError
 from model.sampling import Sampling, draw
 
 SLOTS = 128  # answers that `generate` writes at once
-READ_AT_ONCE = 512  # tokens of a prompt: the mask and the activations of more take much memory
+READ_AT_ONCE = 512  # tokens of a prompt on a CPU: the mask and the activations of more take much memory
+
+
+class Form(NamedTuple):
+    """How a kind of device decodes.
+
+    read_at_once: tokens of prompts. reads_together: prompts are read together, filled up to the longest.
+    key_multiple: attention goes over a multiple of so many keys, so that shapes repeat."""
+
+    read_at_once: int
+    reads_together: bool
+    key_multiple: int
+
+
+CPU, GPU = Form(READ_AT_ONCE, False, 1), Form(16_384, True, 128)
+
+
+def form_of(device: torch.device) -> Form:
+    """The form of a device."""
+    return CPU if device.type == "cpu" else GPU
 
 
 class NotFinite(UserError):
@@ -60,10 +79,10 @@ class KeyValueCache:
         # zeros, not empty: a masked value that is not a number would still spoil the sum
         self.tensor = torch.zeros(shape, dtype=weight.dtype, device=weight.device)
 
-    def seek(self, first: int, positions: Tensor, end: int) -> None:
-        """Next come tokens at `positions` [R, T] of the rows from `first` on, which see keys before `end`."""
-        self.rows = slice(first, first + len(positions))
-        self.numbers = torch.arange(first, self.rows.stop, device=positions.device)[:, None]  # of the rows
+    def seek(self, rows: slice, positions: Tensor, end: int) -> None:
+        """Next come tokens at `positions` [R or 1, T] of these rows, which see keys before `end`."""
+        self.rows = rows
+        self.numbers = torch.arange(rows.start, rows.stop, device=positions.device)[:, None]
         self.positions, self.end = positions, end
 
     def update(self, k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:
@@ -88,8 +107,9 @@ class Decoder:
     def __init__(self, model: Any, slots: int, length: int, end_ids: Collection[int]):
         self.model, self.slots, self.length, self.end_ids = model, slots, length, frozenset(end_ids)
         self.device = model.lm_head.weight.device
+        self.form = form_of(self.device)
         with torch.inference_mode():
-            self.cache = KeyValueCache(model, slots, length)
+            self.cache = KeyValueCache(model, slots, self._in_multiples(length))
         self.answers: list[Answer] = []  # answer i has row i of the cache
 
     @property
@@ -97,28 +117,40 @@ class Decoder:
         """Answers that can be added now."""
         return self.slots - len(self.answers)
 
-    @torch.inference_mode()
     def add(self, prompt: Sequence[int], samplings: Sequence[Sampling], max_new_tokens: int) -> list[Answer]:
         """Begin an answer for each sampling: the prompt is read once, and their first tokens are drawn.
         Raises ValueError if there is no room for so many answers, or prompt and answer are longer than the
         cache."""
-        if not 1 <= len(samplings) <= self.free:
-            raise ValueError(f"{len(samplings)} answers were asked for, and there is room for {self.free}")
-        if not prompt or max_new_tokens < 1 or len(prompt) + max_new_tokens > self.length:
-            raise ValueError(f"{len(prompt)} + {max_new_tokens} tokens do not fit the cache of {self.length}")
-        row = len(self.answers)
-        tokens, positions = torch.tensor([list(prompt)]), torch.arange(len(prompt))[None]
-        chunks = zip(tokens.split(READ_AT_ONCE, 1), positions.split(READ_AT_ONCE, 1), strict=True)
-        hidden = torch.empty(0)
-        for chunk in chunks:
-            hidden = self._hidden(row, *chunk)
-        answers = [Answer(each, max_new_tokens, cached=len(prompt)) for each in samplings]
-        logits = self.model.lm_head(hidden[:, -1]).float().expand(len(answers), -1)
-        drawn = self._draw(answers, logits)
-        self.cache.copy(row, slice(row + 1, row + len(answers)), len(prompt))
+        return self.add_together([prompt], [samplings], [max_new_tokens])[0]
+
+    @torch.inference_mode()
+    def add_together(
+        self,
+        prompts: Sequence[Sequence[int]],
+        samplings: Sequence[Sequence[Sampling]],
+        max_new_tokens: Sequence[int],
+    ) -> list[list[Answer]]:
+        """`add` for several prompts, which are read together."""
+        groups: list[list[Answer]] = []
+        for prompt, of_prompt, new in zip(prompts, samplings, max_new_tokens, strict=True):
+            if not prompt or new < 1 or len(prompt) + new > self.length:
+                raise ValueError(f"{len(prompt)} + {new} tokens do not fit the cache of {self.length}")
+            groups.append([Answer(sampling, new, cached=len(prompt)) for sampling in of_prompt])
+        answers = [answer for group in groups for answer in group]
+        if not all(groups) or len(answers) > self.free:
+            raise ValueError(f"{len(answers)} answers were asked for, and there is room for {self.free}")
+        first = len(self.answers)
+        logits = self.model.lm_head(self._read(first, prompts)).float()
+        repeated = [row.expand(len(group), -1) for row, group in zip(logits, groups, strict=True)]
+        drawn = self._draw(answers, torch.cat(repeated))
+        end = first + len(answers)
+        for i in reversed(range(len(groups))):  # a prompt's rows begin at its own or behind it
+            begin = end - len(groups[i])
+            self.cache.copy(first + i, slice(max(begin, first + i + 1), end), len(prompts[i]))
+            end = begin
         self.answers += answers
         self._append(answers, *drawn)
-        return answers
+        return groups
 
     @torch.inference_mode()
     def step(self) -> list[Answer]:
@@ -145,28 +177,53 @@ class Decoder:
             self.answers[row] = last
         self.answers.pop()
 
+    def _in_multiples(self, keys: int) -> int:
+        """The number of keys that attention goes over, for so many that are there."""
+        return -(-keys // self.form.key_multiple) * self.form.key_multiple
+
+    def _read(self, row: int, prompts: Sequence[Sequence[int]]) -> Tensor:
+        """Hidden states [P, C] of the last tokens of P prompts, which are cached in the rows from `row`
+        on."""
+        longest = max(map(len, prompts))
+        tokens = torch.tensor([[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts])
+        width = max(1, self.form.read_at_once // len(prompts))
+        pieces = zip(tokens.split(width, 1), torch.arange(longest)[None].split(width, 1), strict=True)
+        hidden = torch.cat([self._hidden(row, *piece) for piece in pieces], dim=1)
+        return torch.stack(
+            [of_prompt[len(prompt) - 1] for of_prompt, prompt in zip(hidden, prompts, strict=True)]
+        )
+
     def _hidden(self, row: int, tokens: Tensor, positions: Tensor) -> Tensor:
-        """Hidden states [R, T, C] of tokens [R, T] in the rows from `row` on, which are cached."""
+        """Hidden states [R, T, C] of tokens [R, T] at positions [R or 1, T] in the rows from `row` on, which
+        are cached."""
         from model.attention import visible_mask  # brings in the compiler
 
         end, inner = int(positions.max()) + 1, self.model.model
-        tokens, positions = tokens.to(self.device), positions.to(self.device)
-        self.cache.seek(row, positions, end)
-        keys = torch.arange(end, device=self.device)
-        mask = visible_mask(positions[..., None], keys, self.model.config)[:, None]  # [R, 1, T, end]
+        tokens = tokens.to(self.device, non_blocking=True)
+        positions = positions.to(self.device, non_blocking=True)
+        mask = None  # of the beginning of prompts
+        if end > tokens.shape[1]:
+            end = self._in_multiples(end)
+            keys = torch.arange(end, device=self.device)
+            mask = visible_mask(positions[..., None], keys, self.model.config)[:, None]  # [R or 1, 1, T, end]
+            if self.device.type != "cpu":  # else each layer's attention makes it of the mask
+                mask = torch.where(mask, 0.0, -torch.inf).to(self.cache.tensor.dtype)
+        self.cache.seek(slice(row, row + len(tokens)), positions, end)
         embeds = inner.embed_tokens(tokens)
         if torch.is_autocast_enabled(self.device.type):
             embeds = embeds.float()  # as in training, where the weights are float32
         return inner(embeds, positions, mask, self.cache)[0]
 
     def _draw(self, answers: list[Answer], logits: Tensor) -> tuple[list[int], list[float]]:
-        """The next token of each answer from logits [R, V], and its log-probability. Sync point."""
+        """The next token of each answer from logits [R, V], and its log-probability. Sync point, the only
+        one."""
         numbers = [len(answer.tokens) for answer in answers]
         tokens, logprobs = draw(logits, [answer.sampling for answer in answers], numbers)
-        drawn = tokens.tolist(), logprobs.tolist()
-        if not all(map(math.isfinite, drawn[1])):
+        # one read for both; float32 holds whole numbers up to 2**24
+        drawn, of_drawn = torch.stack((tokens.float(), logprobs)).tolist()
+        if not all(map(math.isfinite, of_drawn)):
             raise NotFinite
-        return drawn
+        return [int(token) for token in drawn], of_drawn
 
     def _append(self, answers: list[Answer], tokens: list[int], logprobs: list[float]) -> None:
         """Give each answer its next token, and let those leave that end with it."""
@@ -198,10 +255,28 @@ def generate(
     slots = min(max(slots, *map(len, samplings), 1), sum(map(len, samplings)))
     decoder = Decoder(model, slots, length, end_ids)
     groups: list[list[Answer]] = []
-    for prompt, of_prompt, count in zip(prompts, samplings, new, strict=True):
-        while decoder.answers and len(of_prompt) > decoder.free:
+    while len(groups) < len(prompts) or decoder.answers:
+        first = len(groups)
+        last = end_of_next(decoder, prompts, samplings, first)
+        if last > first:
+            groups += decoder.add_together(prompts[first:last], samplings[first:last], new[first:last])
+        else:
             decoder.step()
-        groups.append(decoder.add(prompt, of_prompt, count))
-    while decoder.answers:
-        decoder.step()
     return groups
+
+
+def end_of_next(
+    decoder: Decoder, prompts: Sequence[Sequence[int]], samplings: Sequence[Sequence[Sampling]], first: int
+) -> int:
+    """The end of the prompts that are read now, from the first one on: one if there is room for its answers;
+    where prompts are read together all that fit, once a quarter of the slots is free."""
+    together, answers, longest = decoder.form.reads_together, 0, 0
+    if together and decoder.answers and decoder.free < decoder.slots // 4:
+        return first
+    for number in range(first, len(prompts)):
+        is_first = number == first
+        answers, longest = answers + len(samplings[number]), max(longest, len(prompts[number]))
+        too_many_tokens = (number + 1 - first) * longest > decoder.form.read_at_once
+        if answers > decoder.free or not (is_first or (together and not too_many_tokens)):
+            return number
+    return len(prompts)

@@ -53,7 +53,7 @@ def draw(logits: Tensor, samplings: Sequence[Sampling], numbers: Sequence[int]) 
     is_greedy = [sampling.is_greedy for sampling in samplings]
     temperatures = [1.0 if each.is_greedy else each.temperature for each in samplings]
     if set(temperatures) != {1.0}:
-        logits = logits / logits.new_tensor(temperatures)[:, None]
+        logits = logits / column(temperatures, logits)
     probs = logits.softmax(dim=-1)
     if all(is_greedy):
         tokens = probs.argmax(dim=-1)
@@ -61,7 +61,8 @@ def draw(logits: Tensor, samplings: Sequence[Sampling], numbers: Sequence[int]) 
         uniform = uniform_numbers([sampling.seed for sampling in samplings], numbers)
         tokens = draw_index(likeliest(probs, samplings), uniform)
         if any(is_greedy):
-            tokens = torch.where(torch.tensor(is_greedy).to(tokens.device), probs.argmax(dim=-1), tokens)
+            greedy = torch.tensor(is_greedy).to(tokens.device, non_blocking=True)
+            tokens = torch.where(greedy, probs.argmax(dim=-1), tokens)
     return tokens, probs.gather(1, tokens[:, None])[:, 0].log()
 
 
@@ -74,13 +75,18 @@ def likeliest(probs: Tensor, samplings: Sequence[Sampling]) -> Tensor:
     if min(top_k) == vocabulary and min(top_p) >= 1:
         return probs
     values = probs.topk(max(top_k)).values  # sorted
-    counts = torch.tensor(top_k).to(probs.device)[:, None]  # [R, 1]
+    counts = torch.tensor(top_k)[:, None].to(probs.device, non_blocking=True)  # [R, 1]
     values = values.masked_fill(torch.arange(max(top_k), device=probs.device) >= counts, 0)
-    shares = probs.new_tensor([share if share < 1 else torch.inf for share in top_p])[:, None]
+    shares = column([share if share < 1 else torch.inf for share in top_p], probs)
     before = values.cumsum(dim=-1) - values
     kept = (before < shares * values.sum(dim=-1, keepdim=True)) & (values > 0)
     last = (kept.sum(dim=-1, keepdim=True) - 1).clamp(min=0)
     return probs.where(probs >= values.gather(1, last), 0)
+
+
+def column(values: Sequence[float], like: Tensor) -> Tensor:
+    """The values [R, 1] with the device and dtype of a tensor; the host does not wait."""
+    return torch.tensor(values, dtype=like.dtype)[:, None].to(like.device, non_blocking=True)
 
 
 def draw_index(weights: Tensor, uniform: Tensor) -> Tensor:
@@ -91,7 +97,7 @@ def draw_index(weights: Tensor, uniform: Tensor) -> Tensor:
         # Metal has no float64, and CUDA no deterministic sum of this kind
         weights = weights.cpu()
     ends = weights.double().cumsum(dim=-1)
-    target = uniform.to(ends.device) * ends[:, -1:] * (1 - torch.finfo(ends.dtype).eps)
+    target = uniform.to(ends.device, non_blocking=True) * ends[:, -1:] * (1 - torch.finfo(ends.dtype).eps)
     index = torch.searchsorted(ends, target, right=True)
     return index.clamp(max=weights.shape[1] - 1)[:, 0].to(device)  # beyond it: NaN
 

@@ -2,7 +2,7 @@
 dtypes and devices, but no numbers.
 
 Run with fake_cuda.cpp's library preloaded, it prints a JSON object: for each of CASES what made the host wait
-for the device in the update, the devices of the tensors that met in operators, the names of the operators,
+for the device in the rollout, in the update and in the judging of held-out prompts, the devices of the tensors that met in operators, the names of the operators,
 and the lengths of the answers.
 """
 
@@ -54,6 +54,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], tuple[int, int], torch.device]] = {
     "distillation": (train_distillation, {}, HOPPER, FIRST),
     "grpo": (train_grpo, {"num_generations": 4, "num_iterations": 2, **ROLLOUT}, HOPPER, SECOND),
     "ppo": (train_ppo, {"num_iterations": 2, **ROLLOUT}, HOPPER, SECOND),
+    "ppo on an old GPU": (train_ppo, {"dtype": "float16", **ROLLOUT}, TURING, FIRST),
 }
 
 
@@ -80,12 +81,13 @@ class Recorder(TorchDispatchMode):
         FakeTensor.tolist = lambda tensor: self.read(tensor)
         return super().__enter__()
 
-    def read(self, tensor: Tensor) -> list[float]:
-        """`Tensor.tolist`: ones, or tokens, of which every seventh ends its answer."""
+    def read(self, tensor: Tensor) -> list:
+        """`Tensor.tolist`: ones; of two rows tokens, of which every seventh ends its answer, and ones."""
         self.wait("read")
-        if tensor.is_floating_point():
-            return [1.0] * tensor.numel()
-        return [STOP if next(self.tokens) % 7 == 0 else 3 for _ in range(tensor.numel())]
+        ones = [1.0] * tensor.shape[-1]
+        if tensor.ndim == 1:
+            return ones
+        return [[STOP if next(self.tokens) % 7 == 0 else 3 for _ in ones], ones]
 
     def counts(self, chosen: Tensor, minlength: int) -> SimpleNamespace:
         """`Tensor.bincount` of the chosen experts: all rows are the first one's."""
@@ -168,7 +170,7 @@ def state_of(stage: Any, flags: dict[str, Any], device: torch.device, tokenizer:
 def run(
     stage: Any, flags: dict[str, Any], capability: tuple[int, int], device: torch.device, tokenizer: Any
 ) -> dict[str, Any]:
-    """What there is to know of a rollout and an update."""
+    """What there is to know of a rollout, an update and an evaluation of what the model writes."""
     torch.cuda.get_device_capability = lambda *_: capability
     recorder = Recorder()
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -177,9 +179,16 @@ def run(
             window = state.objective.prepare(state, window_of(stage))
             sizes = [state.objective.size(batch, state.lm_config) for batch in window]
             targets, tokens, *_ = update_size(state, sizes, missing=0)
-            recorder.waits.clear()
+            of_rollout, recorder.waits = recorder.waits, []
             train_update(state, window, targets, tokens)
-    found = {"waits": recorder.waits, "devices": sorted(recorder.devices - {""})}
+            found = {"waits": recorder.waits, "rollout": of_rollout}
+            if stage in (train_grpo, train_ppo):
+                copy, recorder.waits = state.objective.decoding_copy, []
+                with torch.no_grad(), state.autocast:
+                    state.objective.held_out(state.model, window_of(stage)[0], state.args)
+                assert copy is state.objective.decoding_copy, "the weights are copied into a new model"
+                found["held_out"] = recorder.waits
+    found["devices"] = sorted(recorder.devices - {""})
     return found | {"operators": sorted(recorder.operators), "targets": [size.targets for size in sizes]}
 
 

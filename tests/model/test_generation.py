@@ -5,13 +5,22 @@ import random
 import pytest
 import torch
 
-from model.generation import READ_AT_ONCE, Answer, Decoder, NotFinite, generate
+from model import generation
+from model.generation import READ_AT_ONCE, Answer, Decoder, KeyValueCache, NotFinite, generate
 from model.model_minimind import MiniMindForCausalLM
 from model.sampling import Sampling, draw
 from tests.model.test_model_minimind import VOCAB, build, ragged, stock
 
 END = 2
 GREEDY = Sampling(temperature=0)
+
+
+@pytest.fixture(params=["CPU", "GPU"])
+def form(request, monkeypatch) -> str:
+    """Decoding in the form of a CPU and of a GPU: prompts are read together, keys are seen in multiples."""
+    gpu = generation.GPU._replace(read_at_once=400, key_multiple=16)
+    monkeypatch.setattr(generation, "CPU", {"CPU": generation.CPU, "GPU": gpu}[request.param])
+    return request.param
 
 
 def prompts_of(*lengths: int) -> list[list[int]]:
@@ -29,7 +38,7 @@ def tokens_of(groups: list[list[Answer]]) -> list[list[list[int]]]:
 
 
 @pytest.mark.parametrize("shape", ["dense", "moe_top2"])
-def test_greedy_answers_are_those_of_transformers(shape):
+def test_greedy_answers_are_those_of_transformers(shape, form):
     """One slot, fewer slots than prompts, all at once; a prompt that is read in several parts."""
     model = build(shape)
     prompts = prompts_of(3, 70, 17, 1, READ_AT_ONCE + 40)
@@ -40,7 +49,7 @@ def test_greedy_answers_are_those_of_transformers(shape):
         assert {answer.finish for (answer,) in groups} <= {"stop", "length"}
 
 
-def test_a_seed_gives_the_same_answer_in_any_company():
+def test_a_seed_gives_the_same_answer_in_any_company(form):
     model = build("dense")
     prompts = prompts_of(5, 40, 12, 90, 1)
     samplings = [
@@ -68,7 +77,7 @@ def test_each_token_is_drawn_with_a_number_of_its_own():
     assert answer.tokens == tokens[6:]
 
 
-def test_many_prompts_with_one_answer_each_end_at_any_time():
+def test_many_prompts_with_one_answer_each_end_at_any_time(form):
     """As PPO writes: 16 prompts of 20 to 90 tokens, answers that end while others begin."""
     model, rng = build("dense"), random.Random(0)
     prompts = prompts_of(*(rng.randrange(20, 90) for _ in range(16)))
@@ -112,6 +121,23 @@ def test_a_prompt_is_read_once_for_all_its_answers(monkeypatch):
     monkeypatch.setattr(model.model.embed_tokens, "forward", watched)
     generate(model, prompts_of(20), [[Sampling(seed=seed) for seed in range(8)]], 3, [VOCAB])
     assert widths == [(1, 20), (8, 1), (8, 1)]
+
+
+def test_on_a_gpu_prompts_are_read_together_and_keys_come_in_multiples(monkeypatch):
+    """Up to so many tokens, filled up; the answers of later ones begin once a quarter of the slots is
+    free."""
+    monkeypatch.setattr(generation, "CPU", generation.GPU._replace(read_at_once=100))
+    model, widths, ends = build("dense"), [], set()
+    embed, seek = model.model.embed_tokens.forward, KeyValueCache.seek
+    watched = lambda tokens: widths.append(tuple(tokens.shape)) or embed(tokens)  # noqa: E731
+    noted = lambda cache, *where: ends.add(where[-1]) or seek(cache, *where)  # noqa: E731
+    monkeypatch.setattr(model.model.embed_tokens, "forward", watched)
+    monkeypatch.setattr(KeyValueCache, "seek", noted)
+    samplings = [[Sampling(seed=2 * i), Sampling(seed=2 * i + 1)] for i in range(6)]
+    generate(model, prompts_of(20, 30, 10, 40, 50, 8), samplings, [3, 9, 3, 3, 3, 3], [VOCAB], 8)
+    read, steps = [(3, 30), (1, 40), (2, 50)], [(8, 1), (6, 1), (2, 1)]
+    assert widths == [*read[:2], *steps[:1] * 2, read[2], *steps[1:2] * 2, *steps[2:] * 4]
+    assert ends == {30, 40, 50, 128}
 
 
 def test_what_does_not_fit_is_refused():

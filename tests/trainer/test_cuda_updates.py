@@ -14,7 +14,7 @@ from tests.conftest import ROOT, launch
 FOLDER = ROOT / "tests/fake_cuda"
 VARLEN = "torch_attn._varlen_attn_backward.default"  # attention in one kernel
 STAGES = ("sft", "sft on an old GPU", "sft in float32", "sft with Muon", "sft recomputed", "lora")
-STAGES += ("dpo", "distillation", "grpo", "ppo")
+STAGES += ("dpo", "distillation", "grpo", "ppo", "ppo on an old GPU")
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +37,19 @@ def found(tmp_path_factory) -> dict[str, dict]:
     return results
 
 
+ROLLOUTS = ("grpo", "ppo", "ppo on an old GPU")
+
+
+@pytest.mark.parametrize("case", ROLLOUTS)
+def test_in_decoding_the_host_reads_the_tokens_alone(found, case):
+    """Once for all prompts, which are read together, and once for each of the further five tokens; the copy
+    of the weights is kept for the held-out prompts (stages.py asserts it)."""
+    for part in ("rollout", "held_out"):
+        of_decoder = [wait for wait in found[case][part] if "generation.py" in wait or "sampling.py" in wait]
+        assert len(of_decoder) == 6 and all(wait.startswith("read: generation.py") for wait in of_decoder)
+    assert case != "grpo" or len(found[case]["rollout"]) == 6
+
+
 @pytest.mark.parametrize("case", STAGES)
 def test_the_host_reads_the_device_once_in_an_update(found, case):
     """Loss, metrics and gradient norm together, which decide whether the update is made."""
@@ -54,7 +67,7 @@ def test_with_experts_the_host_reads_their_counts_too(found):
 
 def test_attention_is_one_kernel_in_half_precision_from_ampere_on(found):
     without = {case for case, result in found.items() if VARLEN not in result["operators"]}
-    assert without == {"sft on an old GPU", "sft in float32"}
+    assert without == {"sft on an old GPU", "sft in float32", "ppo on an old GPU"}
 
 
 def test_all_tensors_are_on_the_models_own_device(found):
@@ -63,6 +76,6 @@ def test_all_tensors_are_on_the_models_own_device(found):
     for case, result in found.items():
         right = "cuda:1" if case in second else "cuda:0"
         assert set(result["devices"]) - {"cpu"} == {right}, case
-    for case in ("grpo", "ppo"):
+    for case in ROLLOUTS:
         answers = 16 * (4 if case == "grpo" else 1)
         assert answers < sum(found[case]["targets"]) < 6 * answers  # some answers end before the limit

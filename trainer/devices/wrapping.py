@@ -137,14 +137,20 @@ def gradient_sync(model: nn.Module, enabled: bool) -> None:
         model.require_backward_grad_sync = enabled  # as its `no_sync` does
 
 
-def decoding_model(model: nn.Module, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """The model for decoding: on a GPU, or in another dtype, a copy with matrices in `dtype` and vectors as
-    they are, which shares the buffers; else itself."""
-    if dtype == torch.float32 and not next(model.parameters()).is_cuda:
+@torch.no_grad()
+def decoding_model(
+    model: nn.Module, dtype: torch.dtype = torch.float32, earlier: nn.Module | None = None
+) -> nn.Module:
+    """The model for decoding: in float32 itself, else a copy with matrices in `dtype` and float32 vectors,
+    which shares the buffers. earlier: such a copy, which gets the present weights and is returned."""
+    if dtype == torch.float32:
         return model
+    if earlier is not None:
+        torch._foreach_copy_(list(earlier.parameters()), list(model.parameters()))
+        return earlier
     tensors: dict[int, Any] = {id(buffer): buffer for buffer in model.buffers()}  # by id in the model
     for value in model.parameters():
-        copied = value.detach().to(dtype) if value.ndim > 1 else value.detach()
+        copied = value.to(dtype) if value.ndim > 1 else value.clone()
         tensors[id(value)] = nn.Parameter(copied, requires_grad=False)
     return copy.deepcopy(model, tensors).eval()
 

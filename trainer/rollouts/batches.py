@@ -53,7 +53,7 @@ def group_batches(model: nn.Module, rollouts: list[Judged], args: Any, device: t
         if args.loss_type in TOKEN_LEVEL:
             loss_denominator = sum(trajectory.sampled for trajectory in written)
         batch = to_device(flat_batch(trained, loss_denominator), device)
-        batches.append(batch | {"advantages": torch.tensor(of_tokens, device=device)})
+        batches.append(batch | {"advantages": torch.tensor(of_tokens).to(device, non_blocking=True)})
     return batches
 
 
@@ -108,6 +108,7 @@ class Rollouts(Callback, Objective):
         self.this_rollout: Figures = {}
         self.since_last_record: Figures = {}
         self.samples: list[dict] = []  # of the last rollout, for the log
+        self.decoding_copy: nn.Module | None = None  # of the policy, which writes
         # with --num_iterations 2 or more: this rank's last rollout
         self.rollout_for_next_updates: list[Batch] = []
 
@@ -237,7 +238,8 @@ class Rollouts(Callback, Objective):
         policy: Any = self.policy_of(model)
         head = policy.lm_head.weight
         dtype = product_dtype(head) if head.is_cuda else head.dtype
-        return writer.write(decoding_model(policy, dtype), prompts, update)
+        self.decoding_copy = decoding_model(policy, dtype, self.decoding_copy)
+        return writer.write(self.decoding_copy, prompts, update)
 
     def _score(self, trajectory: Trajectory) -> dict[str, float]:
         """The rewards of a trajectory by the names of their figures; `reward` is their weighted sum."""

@@ -204,6 +204,11 @@ def test_a_model_for_decoding_computes_what_autocast_does(use_moe):
     }
     assert half.lm_head.weight is half.model.embed_tokens.weight
     assert all(one is other for one, other in zip(model.buffers(), half.buffers(), strict=True))
+    for value in model.parameters():
+        value.mul_(1.25)
+    assert decoding_model(model, torch.bfloat16, half) is half  # with the present weights
+    for value, copied in zip(model.parameters(), half.parameters(), strict=True):
+        assert torch.equal(value.to(copied.dtype), copied)
     prompts, samplings = [[5, 6, 7], [8] * 20], [[Sampling(1.0, seed=1), Sampling(1.0, seed=2)]] * 2
     with torch.autocast("cpu", torch.bfloat16):
         groups = generate(half, prompts, samplings, 12, [2])
