@@ -7,9 +7,10 @@ import torch
 
 from model import generation
 from model.generation import READ_AT_ONCE, Answer, Decoder, KeyValueCache, NotFinite, generate
-from model.model_minimind import MiniMindForCausalLM
+from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from model.sampling import Sampling, draw
 from tests.model.test_model_minimind import VOCAB, build, ragged, stock
+from trainer.devices.wrapping import decoding_model
 
 END = 2
 GREEDY = Sampling(temperature=0)
@@ -181,3 +182,26 @@ def test_the_type_of_the_weights_is_that_of_the_cache():
     ((answer,),) = generate(model, prompts_of(9), [[GREEDY]], 5, [END])
     assert 1 <= len(answer.tokens) <= 5
     assert Decoder(model, 1, 8, [END]).cache.tensor.dtype == torch.bfloat16
+
+
+def test_the_residual_stream_of_float16_may_exceed_its_range():
+    """As in training under autocast: 65504 is float16's largest number, and layers add up to more."""
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": VOCAB, "tie_word_embeddings": False}
+    model = MiniMindForCausalLM(MiniMindConfig(**shape)).eval().requires_grad_(False)
+    model.model.embed_tokens.weight.sign_().mul_(40_000)
+    prompt = list(range(5, 15))
+    rotary = model.model.rotary_emb(torch.arange(10)[None])
+    x = model.model.embed_tokens(torch.tensor([prompt]))
+    for layer in model.model.layers:
+        layer.mlp.gate_proj.weight.mul_(50)
+        layer.mlp.up_proj.weight.mul_(50)
+        added = layer.mlp(layer.post_attention_layernorm(x)).abs().max()
+        layer.mlp.down_proj.weight.mul_(30_000 / added)
+        x, _ = layer(x, rotary, None)
+    assert x.abs().max() > 65_504
+    with torch.autocast("cpu", torch.float16):
+        ((answer,),) = generate(decoding_model(model, torch.float16), [prompt], [[GREEDY]], 6, [VOCAB])
+    ((expected,),) = generate(model, [prompt], [[GREEDY]], 6, [VOCAB])
+    assert answer.tokens == expected.tokens
+    assert answer.logprobs == pytest.approx(expected.logprobs, abs=0.02)
