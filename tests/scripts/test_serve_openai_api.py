@@ -5,12 +5,16 @@ import importlib.util
 import json
 import signal
 import socket
+import sys
+import threading
 import time
+from contextlib import closing
 
 import pytest
 
 from scripts import serve_openai_api
 from scripts.serve import api, connections
+from scripts.serve.decoding import DecodingThread
 from tests.stage_process import StageProcess
 
 
@@ -49,6 +53,17 @@ def test_a_signal_lets_answers_be_finished_and_a_second_one_does_not(weights):
     assert gentle.wait(30) == 0 and gentle.err == ""
     for connection, _ in streams:
         connection.close()
+
+
+def test_the_thread_that_decodes_makes_the_device_its_own(weights, monkeypatch):
+    """A thread begins on the first GPU, whichever the thread that started it is on."""
+    prepared = []
+    noted = lambda device: prepared.append((threading.current_thread().name, str(device)))  # noqa: E731
+    monkeypatch.setattr(serve_openai_api, "prepare_device", noted)
+    monkeypatch.setattr(sys, "argv", ["serve_openai_api.py", *weights, "--device", "cpu"])
+    models = serve_openai_api.offered_models(serve_openai_api.parse_args())
+    with closing(DecodingThread(models, slots=2, context=64, max_new_tokens=32, max_models=1)):
+        assert prepared == [("decoding_0", "cpu")]
 
 
 @pytest.mark.parametrize(
