@@ -30,15 +30,17 @@ READ_AT_ONCE = 512  # tokens of a prompt on a CPU: the mask and the activations 
 class Form(NamedTuple):
     """How a kind of device decodes.
 
-    read_at_once: tokens of prompts. reads_together: prompts are read together, filled up to the longest.
-    key_multiple: attention goes over a multiple of so many keys, so that shapes repeat."""
+    read_at_once: tokens of a prompt. batch_tokens: of prompts that are read together, filled up to the
+    longest; 0: each by itself. key_multiple: attention goes over a multiple of so many keys, so that shapes
+    repeat."""
 
     read_at_once: int
-    reads_together: bool
+    batch_tokens: int
     key_multiple: int
 
 
-CPU, GPU = Form(READ_AT_ONCE, False, 1), Form(16_384, True, 128)
+# on a GPU, too, longer pieces take much memory: where FlashAttention cannot be had, torch makes all scores
+CPU, GPU = Form(READ_AT_ONCE, 0, 1), Form(1024, 16_384, 128)
 
 
 def form_of(device: torch.device) -> Form:
@@ -186,8 +188,8 @@ class Decoder:
         on."""
         longest = max(map(len, prompts))
         tokens = torch.tensor([[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts])
-        width = max(1, self.form.read_at_once // len(prompts))
-        pieces = zip(tokens.split(width, 1), torch.arange(longest)[None].split(width, 1), strict=True)
+        positions, width = torch.arange(longest)[None], self.form.read_at_once
+        pieces = zip(tokens.split(width, 1), positions.split(width, 1), strict=True)
         hidden = torch.cat([self._hidden(row, *piece) for piece in pieces], dim=1)
         return torch.stack(
             [of_prompt[len(prompt) - 1] for of_prompt, prompt in zip(hidden, prompts, strict=True)]
@@ -270,13 +272,12 @@ def end_of_next(
 ) -> int:
     """The end of the prompts that are read now, from the first one on: one if there is room for its answers;
     where prompts are read together all that fit, once a quarter of the slots is free."""
-    together, answers, longest = decoder.form.reads_together, 0, 0
-    if together and decoder.answers and decoder.free < decoder.slots // 4:
+    room, answers, longest = decoder.form.batch_tokens, 0, 0
+    if room and decoder.answers and decoder.free < decoder.slots // 4:
         return first
     for number in range(first, len(prompts)):
-        is_first = number == first
         answers, longest = answers + len(samplings[number]), max(longest, len(prompts[number]))
-        too_many_tokens = (number + 1 - first) * longest > decoder.form.read_at_once
-        if answers > decoder.free or not (is_first or (together and not too_many_tokens)):
+        too_many_tokens = number > first and (number + 1 - first) * longest > room
+        if answers > decoder.free or too_many_tokens:
             return number
     return len(prompts)

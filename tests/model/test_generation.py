@@ -19,7 +19,7 @@ GREEDY = Sampling(temperature=0)
 @pytest.fixture(params=["CPU", "GPU"])
 def form(request, monkeypatch) -> str:
     """Decoding in the form of a CPU and of a GPU: prompts are read together, keys are seen in multiples."""
-    gpu = generation.GPU._replace(read_at_once=400, key_multiple=16)
+    gpu = generation.GPU._replace(read_at_once=40, batch_tokens=400, key_multiple=16)
     monkeypatch.setattr(generation, "CPU", {"CPU": generation.CPU, "GPU": gpu}[request.param])
     return request.param
 
@@ -127,7 +127,7 @@ def test_a_prompt_is_read_once_for_all_its_answers(monkeypatch):
 def test_on_a_gpu_prompts_are_read_together_and_keys_come_in_multiples(monkeypatch):
     """Up to so many tokens, filled up; the answers of later ones begin once a quarter of the slots is
     free."""
-    monkeypatch.setattr(generation, "CPU", generation.GPU._replace(read_at_once=100))
+    monkeypatch.setattr(generation, "CPU", generation.GPU._replace(batch_tokens=100))
     model, widths, ends = build("dense"), [], set()
     embed, seek = model.model.embed_tokens.forward, KeyValueCache.seek
     watched = lambda tokens: widths.append(tuple(tokens.shape)) or embed(tokens)  # noqa: E731
