@@ -14,6 +14,8 @@ from torch import Tensor
 
 from model import cpu
 
+CAUSAL_FROM_THE_LAST = 2  # torch's CustomMaskType: the last query of a sample sees all of its keys
+
 
 def visible(queries: Tensor, keys: Tensor, config: Any) -> Tensor | None:
     """Whether the token at each position of `queries` sees that at each of `keys`, of the same sample: bool,
@@ -119,13 +121,15 @@ def samples_of_rows(spans: Spans, rows: int) -> Tensor:
 def flat_attention(q: Tensor, k: Tensor, v: Tensor, spans: Spans) -> Tensor:
     """Attention within each sample of a flat batch: q [N, H, D], k and v [N, G, D] -> [N, H, D].
 
-    One variable-length FlashAttention kernel where torch has one, else one call for each sample."""
+    On a GPU one kernel for all samples where torch has one, else one call for each sample."""
     if not len(q):  # an empty micro-batch: DDP wants zero gradients, not None
         return (q + 0 * (k.sum() + v.sum())).to(v.dtype)
     seen = spans
     if spans.shared_prefix is not None:
         rows, seen = spans.shared_prefix
         k, v = take_rows(k, rows), take_rows(v, rows)
+    if spans.mask is None and has_cutlass_kernel(v):
+        return cutlass_attention(q.to(v.dtype), k.to(v.dtype), v, spans, seen)
     if spans.mask is not None or not has_varlen_kernel(v):
         return attention_by_sample(q, k, v, spans, seen)
     from torch.nn.attention.varlen import varlen_attn  # takes long, and no other device needs it
@@ -143,13 +147,38 @@ def has_varlen_kernel(values: Tensor) -> bool:
     return torch.cuda.get_device_capability(values.device) >= (8, 0)
 
 
-@torch.compiler.disable
+def has_cutlass_kernel(values: Tensor) -> bool:
+    """Whether `cutlass_attention` takes them: on GPUs in float32, and before Ampere in float16."""
+    if not values.is_cuda or values.shape[-1] % 8:
+        return False
+    is_float32 = values.dtype == torch.float32
+    return is_float32 or (values.dtype == torch.float16 and not has_varlen_kernel(values))
+
+
+def cutlass_attention(q: Tensor, k: Tensor, v: Tensor, spans: Spans, seen: Spans) -> Tensor:
+    """`flat_attention` by the kernel of torch's nested tensors, which is there for all NVIDIA GPUs; `seen`:
+    the spans of the keys, of which the queries are the last. It knows no grouped heads."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    out, *_ = torch.ops.aten._efficient_attention_forward(
+        q[None], k[None], v[None], None, spans.cu_seqlens, seen.cu_seqlens, spans.max_seqlen,
+        seen.max_seqlen, 0.0, CAUSAL_FROM_THE_LAST, compute_log_sumexp=True,
+    )  # fmt: skip
+    return out[0]
+
+
 def take_rows(x: Tensor, rows: Tensor) -> Tensor:
     """The rows [R] of x [N, ...], some of them several times.
 
-    The gradients of a row must be summed in the same order each time. On CUDA indexing does so, but not
-    index_select, which uses atomic additions; nor do the compiler's kernels."""
-    return x.index_select(0, rows) if x.device.type == "cpu" else x[rows]
+    The gradients of a row must be summed in the same order each time. On CUDA indexing does so, compiled with
+    `--deterministic 1`; index_select, which uses atomic additions, does not. On a CPU index_select does, but
+    not the compiler's kernels."""
+    return take_rows_outside_of_graphs(x, rows) if x.device.type == "cpu" else x[rows]
+
+
+@torch.compiler.disable
+def take_rows_outside_of_graphs(x: Tensor, rows: Tensor) -> Tensor:
+    """`take_rows` on a CPU."""
+    return x.index_select(0, rows)
 
 
 @torch.compiler.disable

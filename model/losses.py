@@ -31,9 +31,11 @@ def head_cross_entropy(head: nn.Module, hidden: Tensor, targets: Tensor, reducti
     """`cross_entropy` of the logits head(hidden [M, C]).
 
     More logits than MAX_LOGITS are computed in pieces, and again in the backward pass, so that memory does
-    not grow with the vocabulary times the targets."""
+    not grow with the vocabulary times the targets. Compiled for a GPU they are one piece: there would be a
+    graph for each number of pieces, and the compiler makes no float32 copies of them."""
     rows = max(1, MAX_LOGITS // cast(int, head.out_features))
-    if len(hidden) <= rows:
+    is_compiled_for_gpu = hidden.is_cuda and torch.compiler.is_compiling()
+    if is_compiled_for_gpu or len(hidden) <= rows:
         return cross_entropy(head(hidden), targets, reduction)
 
     def loss_of(x: Tensor, y: Tensor) -> Tensor:
