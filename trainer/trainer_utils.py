@@ -308,7 +308,7 @@ def compile_and_wrap(
     if frozen:
         freeze(model, frozen)
     if compiles(args, train_set, device):
-        compile_model(model)
+        compile_model(model, may_fail=args.use_compile is None)
     return wrap_model(model, device, args.parallel, args.activation_checkpointing, autocast)
 
 

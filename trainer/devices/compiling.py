@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from common.errors import UserError, warn
+from common.errors import UserError, reason, warn
 from common.settings import StageArgs
 from dataset.lm_dataset import StageDataset
 from trainer.data.datasets import SizedDataset, epoch_tokens
@@ -39,9 +39,6 @@ def compiles(args: StageArgs, train_set: SizedDataset, device: torch.device) -> 
         warn(f"--use_compile auto: {problem}; the model runs as it is")
         return False
     if is_auto:
-        from torch._dynamo import config
-
-        config.suppress_errors = True  # what cannot be compiled runs as it is, with torch's warning
         Logger("--use_compile auto: the model is compiled; its first updates take longer")
     return True
 
@@ -95,30 +92,46 @@ def check_cache_folder(folder: str) -> None:
         ) from None
 
 
-def compile_model(model: nn.Module) -> None:
+def compile_model(model: nn.Module, may_fail: bool = False) -> None:
     """Compile each transformer in a model in place, or the model as a whole if it has none. A call with an
-    empty tensor runs as it is: it would be compiled for itself, and epochs begin with one under DDP."""
+    empty tensor runs as it is: it would be compiled for itself, and epochs begin with one under DDP.
+
+    may_fail: a part that cannot be compiled runs as it is, with a warning; else the compiler's error is
+    raised."""
     from torch._dynamo import config
+    from torch._functorch import config as functorch
     from torch._inductor import config as inductor
     from torch.fx.experimental import _config as shapes
     from transformers import PreTrainedModel
 
     inductor.deterministic = True  # no measured times decide how a kernel sums: they would differ at a resume
     config.optimize_ddp = False  # or DDP's buckets would cut the graph
+    functorch.force_non_lazy_backward_lowering = True  # or it may fail in the backward pass, halfway
     shapes.use_duck_shape = False  # or as many tokens as the model is wide would be taken for the width
     parts = [module for module in model.modules() if isinstance(module, PreTrainedModel)] or [model]
     for part in parts:
         part.compile(dynamic=True)
-        part._compiled_call_impl = plain_if_empty(part._compiled_call_impl, part._call_impl)
+        part._compiled_call_impl = call_of(part, may_fail)
 
 
-def plain_if_empty(compiled: Any, plain: Any) -> Any:
-    """A module's call that is compiled, but for empty tensors."""
+def call_of(part: nn.Module, may_fail: bool) -> Any:
+    """The call of a compiled module that `compile_model` describes."""
+    from torch._dynamo.exc import TorchDynamoException
+
+    compiled, plain = cast(Any, part._compiled_call_impl), part._call_impl
 
     def call(*args: Any, **kwargs: Any) -> Any:
         values = [*args, *kwargs.values()]
         if any(isinstance(value, Tensor) and value.numel() == 0 for value in values):
             return plain(*args, **kwargs)
-        return compiled(*args, **kwargs)
+        try:
+            return compiled(*args, **kwargs)
+        except TorchDynamoException as error:
+            if not may_fail:
+                raise
+            why = reason(getattr(error, "inner_exception", error))
+            warn(f"--use_compile auto: the model cannot be compiled and runs as it is ({why})")
+            part._compiled_call_impl = None
+            return plain(*args, **kwargs)
 
     return call
