@@ -1,0 +1,83 @@
+"""Attention by CUTLASS's kernel, which only GPUs have, beside a call for each sample."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from model import attention
+from model.attention import Spans, flat_attention
+
+
+def probabilities(q: Tensor, k: Tensor) -> Tensor:
+    """The softmax [H, T, T'] of a sample's queries [T, H, D], the last of its keys [T', H, D]."""
+    scores = torch.einsum("qhd,khd->hqk", q, k) / q.shape[-1] ** 0.5
+    sees = torch.ones(len(q), len(k)).tril(len(k) - len(q)).bool()
+    return scores.masked_fill(~sees, -torch.inf).softmax(-1)
+
+
+def samples_of(tensors: tuple[Tensor, ...], ends: tuple[Tensor, ...]) -> list[tuple[Tensor, ...]]:
+    """Of tensors [1, N, H, D] the parts of each sample, [T, H, D]."""
+    parts = [x[0].split(each.diff().tolist()) for x, each in zip(tensors, ends, strict=True)]
+    return list(zip(*parts, strict=True))
+
+
+def forward(q, k, v, bias, ends_q, ends_k, most_q, most_k, dropout, mask_type, *_, **__) -> tuple:
+    assert q.shape[2] == k.shape[2] == v.shape[2]  # it knows no grouped heads
+    assert ends_q.dtype == ends_k.dtype == torch.int32
+    assert (most_q, most_k) == (ends_q.diff().max(), ends_k.diff().max()) and not dropout
+    assert mask_type == 2  # causal, counted from the last query and the last key
+    out = []
+    for queries, keys, values in samples_of((q, k, v), (ends_q, ends_k, ends_k)):
+        out.append(torch.einsum("hqk,khd->qhd", probabilities(queries, keys), values))
+    none = torch.zeros((), dtype=torch.int64)
+    return torch.cat(out)[None], q.new_zeros(len(out), q.shape[2], most_q), none, none.clone(), most_q, most_k
+
+
+def backward(grad, q, k, v, bias, out, ends_q, ends_k, *_, **__) -> tuple:
+    grads: list[list[Tensor]] = [[], [], []]
+    for g, queries, keys, values in samples_of((grad, q, k, v), (ends_q, ends_q, ends_k, ends_k)):
+        weights = probabilities(queries, keys)
+        up = torch.einsum("qhd,khd->hqk", g, values)
+        scores = weights * (up - (weights * up).sum(-1, keepdim=True)) / q.shape[-1] ** 0.5
+        grads[0].append(torch.einsum("hqk,khd->qhd", scores, keys))
+        grads[1].append(torch.einsum("hqk,qhd->khd", scores, queries))
+        grads[2].append(torch.einsum("hqk,qhd->khd", weights, g))
+    return *(torch.cat(each)[None] for each in grads), q.new_zeros(0)
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    """The kernel on a CPU."""
+    monkeypatch.setattr(attention, "has_cutlass_kernel", lambda values: True)
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        library.impl("_efficient_attention_forward", forward, "CPU")
+        library.impl("_efficient_attention_backward", backward, "CPU")
+        yield
+
+
+def spans_of_lengths(lengths: list[int]) -> Spans:
+    ends = torch.tensor([0, *lengths]).cumsum(0).int()
+    return Spans(ends, max(lengths), ends)
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["own keys", "shared prefix"])
+def test_one_kernel_gives_what_a_call_for_each_sample_does(shared, request):
+    """Outputs and gradients; also where the last two samples continue the first one."""
+    lengths, first = [20, 1, 7, 33], [0, 0, 20, 20] if shared else [0, 0, 0, 0]
+    spans = spans_of_lengths(lengths)
+    if shared:
+        begins = spans.cu_seqlens.tolist()
+        rows = [[*range(n), *range(b, b + own)] for n, b, own in zip(first, begins, lengths, strict=False)]
+        keys = spans_of_lengths([len(each) for each in rows])
+        spans = spans._replace(shared_prefix=(torch.tensor(sum(rows, [])), keys))
+    torch.manual_seed(0)
+    inputs = [torch.randn(sum(lengths), heads, 16, requires_grad=True) for heads in (4, 2, 2)]
+    grad = torch.randn_like(inputs[0])
+
+    def found() -> list[Tensor]:
+        out = flat_attention(*inputs, spans)
+        return [out.detach(), *torch.autograd.grad(out, inputs, grad)]
+
+    right = found()
+    request.getfixturevalue("kernel")
+    torch.testing.assert_close(found(), right, rtol=1e-5, atol=1e-5)
