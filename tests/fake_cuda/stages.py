@@ -3,11 +3,12 @@ dtypes and devices, but no numbers.
 
 Run with fake_cuda.cpp's library preloaded, it prints a JSON object: for each of CASES what made the host wait
 for the device in the rollout, in the update and in the judging of held-out prompts, the devices of the tensors that met in operators, the names of the operators,
-and the lengths of the answers.
+the lengths of the answers, and how many graphs there are after each of some updates of a compiled model.
 """
 
 import json
 import traceback
+from functools import partialmethod
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -26,8 +28,10 @@ from tests.fake_cuda import pretend  # noqa: F401  # first
 from dataset.lm_dataset import collate_flat, collate_pairs
 from dataset.rollout_prompts import RolloutPrompt
 from dataset.token_cache import load_tokenizer
+from model import losses
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from trainer import train_distillation, train_dpo, train_full_sft, train_grpo, train_lora, train_ppo
+from trainer.devices.compiling import compile_model
 from trainer.devices.device import mixed_precision
 from trainer.loop import train_update, update_size
 from trainer.objectives.lora import add_adapters
@@ -56,6 +60,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], tuple[int, int], torch.device]] = {
     "ppo": (train_ppo, {"num_iterations": 2, **ROLLOUT}, HOPPER, SECOND),
     "ppo on an old GPU": (train_ppo, {"dtype": "float16", **ROLLOUT}, TURING, FIRST),
 }
+COMPILED = ("sft", "dpo")
 
 
 class Recorder(TorchDispatchMode):
@@ -68,6 +73,11 @@ class Recorder(TorchDispatchMode):
         self.devices: set[str] = set()
         self.waits: list[str] = []
         self.tokens = count(1)
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Or nothing would be compiled under it."""
+        return True
 
     def wait(self, what: str) -> None:
         """Note a wait with the line of the project that causes it."""
@@ -128,15 +138,16 @@ def sample(length: int, word: int = 9) -> dict[str, Any]:
     return {"input_ids": tokens, "loss_mask": is_answer, "sample_id": 0, "target_bytes": 1}
 
 
-def window_of(stage: Any) -> list[dict[str, Any]]:
-    """Two micro-batches of a stage, on the host."""
+def window_of(stage: Any, more: int = 0) -> list[dict[str, Any]]:
+    """Two micro-batches of a stage, on the host; `more`: tokens of each sample or prompt."""
     if stage in (train_grpo, train_ppo):
         question = [{"role": "user", "content": "?"}]
-        prompts = [RolloutPrompt([3] * n, question, None, {}, sample_id=n) for n in range(20, 100, 5)]
+        prompts = [RolloutPrompt([3] * (n + more), question, None, {}, n) for n in range(20, 100, 5)]
         return [{"prompts": prompts[:8]}, {"prompts": prompts[8:]}]
     if stage is train_dpo:
-        return [collate_pairs([[sample(17), sample(33, 8)], [sample(6), sample(9, 8)]])] * 2
-    return [collate_flat([[sample(17), sample(33), sample(6)]])] * 2
+        pairs = [[sample(17 + more), sample(33 + more, 8)], [sample(6 + more), sample(9, 8)]]
+        return [collate_pairs(pairs)] * 2
+    return [collate_flat([[sample(17 + more), sample(33 + more), sample(6)]])] * 2
 
 
 def state_of(stage: Any, flags: dict[str, Any], device: torch.device, tokenizer: Any) -> TrainState:
@@ -167,6 +178,34 @@ def state_of(stage: Any, flags: dict[str, Any], device: torch.device, tokenizer:
     )  # fmt: skip
 
 
+def update(
+    state: TrainState, window: list[dict[str, Any]], recorder: Recorder
+) -> tuple[list[int], list[str]]:
+    """A rollout and an update; returns the targets of its micro-batches, and what made the host wait in the
+    rollout."""
+    window = state.objective.prepare(state, window)
+    sizes = [state.objective.size(batch, state.lm_config) for batch in window]
+    targets, tokens, *_ = update_size(state, sizes, missing=0)
+    of_rollout, recorder.waits = recorder.waits, []
+    train_update(state, window, targets, tokens)
+    return [size.targets for size in sizes], of_rollout
+
+
+def graphs_of(stage: Any, flags: dict[str, Any], device: torch.device, tokenizer: Any) -> list[int]:
+    """How many graphs there are after each update of a compiled model, the batches larger each time; later
+    ones have more targets than the head computes at once."""
+    torch.compiler.reset()
+    counters.clear()
+    with FakeTensorMode(allow_non_fake_inputs=True), Recorder() as recorder:
+        state, graphs = state_of(stage, flags, device, tokenizer), []
+        compile_model(state.model)
+        for more in (0, 30, 60):
+            state.progress.update += 1
+            update(state, window_of(stage, more), recorder)
+            graphs.append(counters["stats"]["unique_graphs"])
+    return graphs
+
+
 def run(
     stage: Any, flags: dict[str, Any], capability: tuple[int, int], device: torch.device, tokenizer: Any
 ) -> dict[str, Any]:
@@ -176,28 +215,29 @@ def run(
     with FakeTensorMode(allow_non_fake_inputs=True):
         state = state_of(stage, flags, device, tokenizer)
         with recorder:
-            window = state.objective.prepare(state, window_of(stage))
-            sizes = [state.objective.size(batch, state.lm_config) for batch in window]
-            targets, tokens, *_ = update_size(state, sizes, missing=0)
-            of_rollout, recorder.waits = recorder.waits, []
-            train_update(state, window, targets, tokens)
-            found = {"waits": recorder.waits, "rollout": of_rollout}
+            targets, of_rollout = update(state, window_of(stage), recorder)
+            found: dict[str, Any] = {"waits": recorder.waits, "rollout": of_rollout, "targets": targets}
             if stage in (train_grpo, train_ppo):
                 copy, recorder.waits = state.objective.decoding_copy, []
                 with torch.no_grad(), state.autocast:
                     state.objective.held_out(state.model, window_of(stage)[0], state.args)
                 assert copy is state.objective.decoding_copy, "the weights are copied into a new model"
                 found["held_out"] = recorder.waits
-    found["devices"] = sorted(recorder.devices - {""})
-    return found | {"operators": sorted(recorder.operators), "targets": [size.targets for size in sizes]}
+    return found | {"devices": sorted(recorder.devices - {""}), "operators": sorted(recorder.operators)}
 
 
 if __name__ == "__main__":
     tokenizer = load_tokenizer(ROOT / "model")
-    found = {}
+    found: dict[str, dict[str, Any]] = {}
+    losses.MAX_LOGITS = 50 * len(tokenizer)
+    as_they_are = partialmethod(torch.nn.Module.compile, backend="aot_eager")  # writes no kernels
+    torch.nn.Module.compile = as_they_are  # type: ignore[method-assign, assignment]
     for name, case in CASES.items():
         try:
             found[name] = run(*case, tokenizer)
+            if name in COMPILED:
+                stage, flags, _, device = case
+                found[name]["graphs"] = graphs_of(stage, flags, device, tokenizer)
         except Exception:
             found[name] = {"error": traceback.format_exc()}
     print(json.dumps(found))

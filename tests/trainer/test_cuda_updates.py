@@ -13,6 +13,7 @@ from tests.conftest import ROOT, launch
 
 FOLDER = ROOT / "tests/fake_cuda"
 VARLEN = "torch_attn._varlen_attn_backward.default"  # attention in one kernel
+CUTLASS = "aten._efficient_attention_backward.default"  # the same
 STAGES = ("sft", "sft on an old GPU", "sft in float32", "sft with Muon", "sft recomputed", "lora")
 STAGES += ("dpo", "distillation", "grpo", "ppo", "ppo on an old GPU")
 
@@ -65,9 +66,16 @@ def test_with_experts_the_host_reads_their_counts_too(found):
     assert last.startswith("read: loop.py")
 
 
-def test_attention_is_one_kernel_in_half_precision_from_ampere_on(found):
+def test_attention_is_one_kernel(found):
     without = {case for case, result in found.items() if VARLEN not in result["operators"]}
     assert without == {"sft on an old GPU", "sft in float32", "ppo on an old GPU"}
+    assert without == {case for case, result in found.items() if CUTLASS in result["operators"]}
+
+
+@pytest.mark.parametrize("case", ["sft", "dpo"])
+def test_a_compiled_model_is_one_graph(found, case):
+    """For batches of all sizes, pairs that begin alike, and more targets than the head computes at once."""
+    assert found[case]["graphs"] == [1, 1, 1]
 
 
 def test_all_tensors_are_on_the_models_own_device(found):
