@@ -265,10 +265,10 @@ class MOEFeedForward(nn.Module):
         out = (out * weight[..., None]).sum(dim=1)  # in float32
         return out.view(x.shape), (probs, chosen)
 
-    @torch.compiler.disable
+    @torch.compiler.disable(recursive=False)
     def chosen_experts(self, x: Tensor, chosen: Tensor) -> Tensor:
         """The outputs [N, K, C] of the chosen experts [N, K] for x [N, C]: rows are sorted by expert, and
-        each expert is called once. Sync point: the host reads how many rows each has."""
+        each expert is called once. Sync point: the host reads how many rows each has, between two graphs."""
         order = chosen.flatten().argsort(stable=True)
         counts = chosen.flatten().bincount(minlength=self.num_experts).tolist()
         # K copies of each row, so that their gradients are summed in one order
@@ -277,10 +277,12 @@ class MOEFeedForward(nn.Module):
         for expert, part in zip(self.experts, rows.split(counts), strict=True):
             # without rows only in training, for DDP wants zero gradients, not None; and in an empty batch
             if len(part) or torch.is_grad_enabled() or not len(x):
-                out.append(self.call_padded(expert, part))
+                is_compiled = part.is_cuda and len(part) > 1  # 0 or 1 would be graphs of their own
+                out.append(expert(part) if is_compiled else self.call_padded(expert, part))
         return torch.cat(out)[order.argsort()].view(*chosen.shape, x.shape[-1])
 
     @staticmethod
+    @torch.compiler.disable
     def call_padded(expert: nn.Module, x: Tensor) -> Tensor:
         """expert(x); in half precision on a CPU with rows of padding, see `pad_to_multiple`."""
         if x.dtype == torch.float32:
