@@ -277,14 +277,14 @@ class MOEFeedForward(nn.Module):
         for expert, part in zip(self.experts, rows.split(counts), strict=True):
             # without rows only in training, for DDP wants zero gradients, not None; and in an empty batch
             if len(part) or torch.is_grad_enabled() or not len(x):
-                is_compiled = part.is_cuda and len(part) > 1  # 0 or 1 would be graphs of their own
-                out.append(expert(part) if is_compiled else self.call_padded(expert, part))
+                out.append(expert(part) if part.is_cuda and len(part) > 1 else self.call_padded(expert, part))
         return torch.cat(out)[order.argsort()].view(*chosen.shape, x.shape[-1])
 
     @staticmethod
     @torch.compiler.disable
     def call_padded(expert: nn.Module, x: Tensor) -> Tensor:
-        """expert(x); in half precision on a CPU with rows of padding, see `pad_to_multiple`."""
+        """expert(x), never compiled: there would be graphs for one row and for none, and other numbers on a
+        CPU; there in half precision with rows of padding, see `pad_to_multiple`."""
         if x.dtype == torch.float32:
             return expert(x)
         return expert(cpu.pad_to_multiple(x, EXPERT_ROWS))[: len(x)]
