@@ -148,8 +148,8 @@ def has_varlen_kernel(values: Tensor) -> bool:
 
 
 def has_cutlass_kernel(values: Tensor) -> bool:
-    """Whether `cutlass_attention` takes them: on GPUs in float32, and before Ampere in float16."""
-    if not values.is_cuda or values.shape[-1] % 8:
+    """Whether `cutlass_attention` takes them: on NVIDIA GPUs in float32, and before Ampere in float16."""
+    if not values.is_cuda or torch.version.hip or values.shape[-1] % 8:
         return False
     is_float32 = values.dtype == torch.float32
     return is_float32 or (values.dtype == torch.float16 and not has_varlen_kernel(values))
