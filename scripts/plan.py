@@ -27,6 +27,7 @@ from common.command_line import Parser, one_line_errors  # first: without requir
 
 # isort: split
 from common.errors import UserError, say
+from common.files import lock_output
 from common.hub import make_local
 from common.settings import ROOT, ModelConfig, StageArgs
 from dataset.files import expand_paths
@@ -54,6 +55,8 @@ def main() -> None:
 
     opened = stages.open_stages(args)
     plan = choose(opened, [args.depth] if args.depth else rules.DEPTHS, memory, 3600 * args.hours)
+    if device.type == "cuda":
+        plan = plan._replace(stages=[stage.fitted(memory) for stage in plan.stages])
     say("\n".join(describe(plan)))
     for text in unwise(plan):
         say(f"  unwise: {text}")
@@ -111,6 +114,7 @@ def parse_args() -> argparse.Namespace:
         raise UserError(
             f"--save_dir {args.save_dir} holds runs already; give this plan another folder, or remove it"
         )
+    lock_output("plan", save_dir=args.save_dir)  # a folder that cannot be written is named now
     return args
 
 

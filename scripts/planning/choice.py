@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
+
 from common.errors import UserError, say
 from scripts.planning import rules
 from scripts.planning.machine import USABLE, state_bytes
@@ -45,7 +47,11 @@ def choose(stages: list[Stage], depths: Sequence[int], memory: float, seconds: f
         if 1.5 * state_bytes(rules.layer_weights(depth)) > memory:
             limit = "memory"
             break
-        models = [stage.measured(depth) for stage in stages]
+        try:
+            models = [stage.measured(depth) for stage in stages]
+        except torch.OutOfMemoryError:
+            limit = "memory"
+            break
         say(describe_cost(models))
         planned = most_passes(models, memory, seconds)
         if max(stage.memory for stage in planned) > memory:

@@ -15,7 +15,7 @@ from dataset.lm_dataset import StageDataset
 from dataset.token_cache import load_tokenizer
 from scripts import train_tokenizer
 from scripts.planning import rules
-from scripts.planning.machine import Cost, measure
+from scripts.planning.machine import Cost, measure, micro_batch_that_fits
 from trainer import train_full_sft, train_pretrain
 from trainer.data.datasets import epoch_items, epoch_tokens
 
@@ -34,6 +34,7 @@ class Stage:
     data: StageDataset
     held_out: StageDataset
     cost: Cost = field(default_factory=Cost)
+    peak: float = 0.0  # bytes of an update that were measured on a GPU
 
     @property
     def passes(self) -> float:
@@ -65,8 +66,8 @@ class Stage:
 
     @property
     def memory(self) -> float:
-        """Bytes of the process."""
-        return self.cost.memory(self.data.mean_tokens * self.args.batch_size)
+        """Bytes of the process, with micro-batches of the mean length; of a GPU those measured."""
+        return self.peak or self.cost.memory(self.data.mean_tokens * self.args.batch_size)
 
     def measured(self, depth: int) -> "Stage":
         """With a model of so many layers, and what it costs here."""
@@ -94,6 +95,14 @@ class Stage:
             stage = replace(stage, args=stage.args.model_copy(update=smaller))
         warmup = {"warmup_updates": rules.warmup(stage.updates)}
         return replace(stage, args=stage.args.model_copy(update=warmup))
+
+    def fitted(self, memory: float) -> "Stage":
+        """With the largest micro-batches that so many bytes of a GPU hold, by trial: the fewer there are, the
+        faster an update."""
+        items, peak = micro_batch_that_fits(self.args, self.data, memory)
+        of_update = self.args.batch_size * self.args.accumulation_steps
+        cut = {"batch_size": items, "accumulation_steps": max(1, round(of_update / items))}
+        return replace(self, args=self.args.model_copy(update=cut), peak=peak)
 
 
 def open_stages(args: argparse.Namespace) -> list[Stage]:

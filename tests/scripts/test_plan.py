@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import shlex
 import shutil
 import signal
@@ -10,6 +11,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -186,6 +188,52 @@ def test_wrong_flags_are_one_line(start, tmp_path, flags, line):
     assert not (tmp_path / "run.sh").exists()
 
 
+def test_a_folder_that_cannot_be_written_is_named_before_anything_is_measured(start, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(stages, "open_stage", lambda *_: pytest.fail("too late"))
+    with pytest.raises(UserError, match=r"--save_dir .*file/plan cannot be written \(Not a directory\)"):
+        start("--depth", 1, save_dir=tmp_path / "file/plan")
+
+
+# --- on a GPU
+
+
+def test_micro_batches_are_as_large_as_the_memory_of_a_gpu(start, tmp_path, monkeypatch):
+    """Of six rows there is no room for an update, three take more than the share to use, one fits."""
+    tried: list[tuple[int, int]] = []  # micro-batches, and tokens of each
+
+    def time_updates(state, windows, updates=1):
+        window = next(windows)
+        if updates == 2:
+            tried.append((len(window), len(window[0]["input_ids"])))
+            if tried[-1][1] > 1500:
+                raise torch.OutOfMemoryError
+        return 0.1 * updates, []
+
+    monkeypatch.setattr(plan, "select_device", lambda _: torch.device("cuda"))
+    monkeypatch.setattr(plan, "describe_device", lambda *_: "a GPU")
+    monkeypatch.setattr(plan, "mixed_precision", lambda *_: (None, None))
+    monkeypatch.setattr(machine, "time_updates", time_updates)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (6 * 10**9, 0))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 6e6 * tried[-1][1])
+    out = start("--depth", 1, "--hours", 1, tokenizer_path=SHIPPED)
+    assert [(count, round(tokens, -2)) for count, tokens in tried] == [(1, 2000), (2, 1000), (2, 300)]
+    args = parse_args(train_pretrain.Args, "", commands(tmp_path)[0][2:])
+    assert (args.batch_size, args.accumulation_steps) == (1, 6)
+    assert re.search(r"memory, at least +2\.0 GB", out)
+
+
+def test_a_model_that_is_too_large_to_be_measured_is_limited_by_memory(choose, monkeypatch):
+    def measure(args, data):
+        if args.num_hidden_layers > 2:
+            raise torch.OutOfMemoryError
+        return Cost(10**6, 1e-9, 0.01, 1e-9, 1e4)
+
+    plan = choose(10**9, 1e-9, measure=measure)
+    assert plan.limit == "memory" and plan.stages[0].args.num_hidden_layers == 2
+
+
 # --- the choice
 
 
@@ -204,13 +252,13 @@ def choose(monkeypatch):
     """choose(tokens, cost of a token at depth 1, memory, seconds, depths): the choice for pretraining on so
     many tokens, where a model takes depth^3 times as long."""
 
-    def run(tokens, token, memory=1e11, seconds=1e9, depths=rules.DEPTHS):
-        def measure(args, data):
+    def run(tokens, token, memory=1e11, seconds=1e9, depths=rules.DEPTHS, measure=None):
+        def cost(args, data):
             depth = args.num_hidden_layers
             weights = round(rules.layer_weights(depth)) + 6400 * args.hidden_size
             return Cost(weights, token * depth**3, 0.01, token / 3, 1e4 * depth**2)
 
-        monkeypatch.setattr(stages, "measure", measure)
+        monkeypatch.setattr(stages, "measure", measure or cost)
         data = Data(num_tokens=tokens, items=max(1, tokens // 300))
         held_out = Data(num_tokens=tokens // 50, items=200)
         stage = Stage(train_pretrain, train_pretrain.Args(tokenizer_path=SHIPPED), data, held_out)
