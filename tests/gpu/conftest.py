@@ -2,7 +2,6 @@
 in the test suite, on the CPU."""
 
 import os
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -48,18 +47,3 @@ def ranks(gpus, device) -> int:
             reason = f"needs {needed >> 20} MB in /dev/shm for NCCL; it has {free >> 20}"
             pytest.skip(f"{reason} (docker run --shm-size 1g, or --ipc host)")
     return gpus or 2
-
-
-@pytest.fixture
-def needs_compiler(device) -> Callable[[], None]:
-    """Skips, when it is called, where a model cannot be compiled."""
-
-    def check() -> None:
-        from trainer.devices.compiling import compiler_problem
-
-        if device.type == "mps":
-            pytest.skip("models are not compiled on a Mac's GPU (MPS)")
-        if problem := compiler_problem(device.type):
-            pytest.skip(problem)
-
-    return check

@@ -51,9 +51,11 @@ def micro_batch(number: int, lengths: tuple[int, ...]) -> dict[str, Any]:
 
 
 def new_model(use_moe: bool, width: int = 512) -> MiniMindForCausalLM:
-    """A small model on the CPU, the same at every call; with experts each token has two."""
+    """A small model on the CPU, the same at every call; with experts each token has two, and the
+    load-balancing loss counts enough to be compared."""
     torch.manual_seed(0)
     shape = {"hidden_size": width, "num_hidden_layers": 2, "num_experts_per_tok": 2}
+    shape |= {"router_aux_loss_coef": 0.02}
     model = MiniMindForCausalLM(MiniMindConfig(**shape, use_moe=use_moe))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -194,9 +196,12 @@ def worst(here: dict[str, Tensor], right: dict[str, Tensor]) -> tuple[float, str
     return max((gap(here[name], right[name]), name) for name in right)
 
 
-def check_gradients(found: dict[str, Tensor], shape: str, dtype: str, record_property) -> None:
-    """Compare gradients of a model of this shape with those of stock transformers."""
+def check_gradients(found: dict[str, Tensor], shape: str, dtype: str, record_property, more="") -> None:
+    """Compare gradients of a model of this shape with those of stock transformers. more: what else to say of
+    the model."""
     distance, name = worst(found, stock_gradients(SHAPES[shape]))
-    record_property(f"{shape} {dtype}", distance)
-    message = f"{shape}, {dtype}: gradients are not those of stock transformers, {name} by {distance:.2g}"
+    record_property(f"{shape} {dtype}{more}", distance)
+    message = (
+        f"{shape}, {dtype}{more}: gradients are not those of stock transformers, {name} by {distance:.2g}"
+    )
     assert distance <= LIMITS[shape, dtype], message

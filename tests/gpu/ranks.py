@@ -3,6 +3,7 @@
 
 import sys
 import time
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -31,13 +32,15 @@ def all_reduce(device: torch.device, parallel: str) -> float:
     return best
 
 
-def gradients(device: torch.device, parallel: str) -> dict[tuple[str, str], dict[str, torch.Tensor]]:
-    """`parts.gradients` by shape and dtype: an update of which each rank has its micro-batches, or none."""
+def gradients(device: torch.device, parallel: str) -> dict[tuple[str, str, bool], dict[str, torch.Tensor]]:
+    """`parts.gradients` by shape, dtype and whether layers are recomputed: an update of which each rank has
+    its micro-batches, or none."""
     found = {}
-    for shape, use_moe in parts.SHAPES.items():
-        for dtype in parts.dtypes(device)[:2]:
-            state = parts.new_state(device, dtype, use_moe, parallel=parallel)
-            found[shape, dtype] = parts.gradients(state, this_rank(), world_size())
+    for case in product(parts.SHAPES, parts.dtypes(device)[:2], (False, True)):
+        shape, dtype, recomputed = case
+        wrapping = {"parallel": parallel, "activation_checkpointing": recomputed}
+        state = parts.new_state(device, dtype, parts.SHAPES[shape], **wrapping)
+        found[case] = parts.gradients(state, this_rank(), world_size())
     return found
 
 

@@ -6,6 +6,7 @@ lists them.
 
 import os
 import platform
+import re
 import socket
 import subprocess
 import sys
@@ -31,6 +32,15 @@ from trainer.devices.unusable_gpu import driver, nvidia_smi, why_unseen
 ROOT = Path(__file__).resolve().parents[2]
 TABLE = ROOT / "out/gpu_check.md"
 LIMIT = 400.0  # seconds for a check
+# what helps where a check fails
+NUMBERS = "train with --dtype float32 if only half precision is wrong, else with --device cpu"
+RANKS = "NCCL_DEBUG=INFO says more; try NCCL_P2P_DISABLE=1, or train on one GPU"
+DECODING = "chat, serve and evaluate with --device cpu"
+RESUME = "a resumed run is not that of a run without a stop: read docs/distributed.md, bitwise identical runs"
+ADVICE = {"gradients": NUMBERS, "losses": NUMBERS, "attention": NUMBERS, "compiled": "--use_compile 0"}
+ADVICE |= {"speed": "--use_compile 0 if compiling fails or is slower; more --num_workers if the GPU waits"}
+ADVICE |= {"all_reduce": RANKS, "gradients_of_ranks": RANKS, "resume": RESUME, "resume_of_ranks": RESUME}
+ADVICE |= {"log_probabilities": DECODING, "decoding_speed": DECODING, "server": DECODING}
 
 
 @dataclass
@@ -148,7 +158,8 @@ def markdown(machine: dict[str, str], checks: list[Check]) -> str:
     for row in rows:
         cells = [cell.replace("|", "\\|") for cell in row]
         table += f"| {' | '.join(cells)} |\n"
-    return table.replace(f" ({socket.gethostname()})", "")  # errors name the machine of a rank so
+    table = table.replace(f" ({socket.gethostname()})", "")  # errors name the machine of a rank so
+    return re.sub(r"(?<!\w)/([^/\s|]+/)+", "", table)  # folders tell names of people
 
 
 def main() -> int:
@@ -169,7 +180,10 @@ def main() -> int:
     TABLE.parent.mkdir(exist_ok=True)
     TABLE.write_text(table, encoding="utf-8")
     print(f"\n{table}\nThis table, also in {TABLE.relative_to(ROOT)}, is to send in.")
-    return int(any(check.result == "failed" for check in checks))
+    failed = [check.name.partition("[")[0] for check in checks if check.result == "failed"]
+    for name in dict.fromkeys(failed):
+        print(f"{name} failed; until that is mended: {ADVICE.get(name, 'see above')}")
+    return int(bool(failed))
 
 
 if __name__ == "__main__":

@@ -31,32 +31,42 @@ STEP = 611  # of the model that counts
 
 
 def write(
-    model: Any, prompts: list[list[int]], samplings: list[list[Sampling]], new: int | list[int], slots: int
+    model: Any,
+    prompts: list[list[int]],
+    samplings: list[list[Sampling]],
+    new: int | list[int],
+    slots: int,
+    end: int = 2,
 ) -> Any:
-    """The answers to each prompt, in the dtype of the model; `new`: how many tokens they have."""
+    """The answers to each prompt, in the dtype of the model; `new`: how many tokens they have, if the token
+    `end` does not come before."""
     dtype = model.lm_head.weight.dtype
     with torch.autocast(model.device.type, dtype, enabled=dtype != torch.float32):
-        return generate(model, prompts, samplings, new, [2], slots)
+        return generate(model, prompts, samplings, new, [end], slots)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_log_probabilities(shape, device, record_property):
     """Of answers that are written together, drawn and greedy: those of stock transformers; a greedy token is
-    the likeliest. Some are shorter, and there are more than slots, so that rows of the cache are moved and
-    used again."""
+    the likeliest. There are more answers than slots, and the first prompt is by far the longest: so rows of
+    the cache are moved, and used again by shorter answers. One answer ends with its first token, while others
+    of its prompt go on."""
     model = parts.new_model(SHAPES[shape]).eval()
     reference = stock(model)
-    prompts = [list(range(10, 10 + n)) for n in (3, 40, 17, 8)]
+    prompts, new = [list(range(10, 10 + n)) for n in (600, 40, 17, 3)], [5, 24, 11, 16]
+    with torch.no_grad():
+        end = int(reference(torch.tensor(prompts[1:2])).logits[0, -1].argmax())
     samplings = [
         [Sampling(0.0), Sampling(seed=10 * i), Sampling(seed=10 * i + 1)] for i in range(len(prompts))
     ]
     for dtype in dtypes(device)[:2]:
         there = decoding_model(parts.new_model(SHAPES[shape]).eval().to(device), getattr(torch, dtype))
         distances, below = [], []
-        for prompt, answers in zip(
-            prompts, write(there, prompts, samplings, [5, 24, 11, 16], slots=7), strict=True
-        ):
+        written = write(there, prompts, samplings, new, 7, end)
+        for prompt, answers, longest in zip(prompts, written, new, strict=True):
             for answer, sampling in zip(answers, samplings[0], strict=True):
+                ended = answer.tokens.index(end) + 1 if end in answer.tokens else longest
+                assert len(answer.tokens) == ended, "an answer ends too early or too late"
                 with torch.no_grad():
                     logits = reference(torch.tensor([prompt + answer.tokens])).logits[0]
                 log_probs = logits[len(prompt) - 1 : -1].log_softmax(-1)
@@ -132,7 +142,7 @@ def test_server(gpus, device, tmp_path):
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, cwd=ROOT)
     try:
         prompts = ["The first", "A second", "One more"]
-        body = {"model": "counting_64", "prompt": prompts, "max_tokens": 8, "temperature": 0}
+        body = {"model": "counting_64", "prompt": prompts, "max_tokens": 40, "temperature": 0}
         choices = ask(port, body, process, log)["choices"]
     finally:
         process.terminate()
@@ -140,5 +150,5 @@ def test_server(gpus, device, tmp_path):
     tokenizer = load_tokenizer(ROOT / "model")
     for prompt, choice in zip(prompts, choices, strict=True):
         last = tokenizer(prompt)["input_ids"][-1]
-        right = [(last + STEP * number) % 6400 for number in range(1, 9)]
+        right = [(last + STEP * number) % 6400 for number in range(1, 41)]
         assert choice["text"] == tokenizer.decode(right), f"wrong tokens on {place}"

@@ -9,11 +9,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from dataset.token_cache import load_tokenizer
 from scripts.demo.world import make_corpus
 from tests.conftest import ROOT, write_jsonl
 from tests.gpu import parts
+from tests.gpu.conftest import FREE_GPU_BYTES
+from trainer.devices.compiling import compiler_problem
 
 pytestmark = pytest.mark.slow
 # verify_resume's stages with flags that change what a GPU computes
@@ -65,16 +68,22 @@ def test_resume_of_ranks(parallel, ranks):
 
 @pytest.mark.parametrize("use_moe", [0, 1])
 def test_speed(use_moe, gpus, device, tmp_path, record_property):
-    """scripts/benchmark.py on samples of 200 to 700 tokens, as they are and compiled: figures to send in. The
-    loader keeps up with the GPU."""
+    """scripts/benchmark.py in the form of long runs, packed rows of samples of 200 to 700 tokens in large
+    micro-batches, plain and compiled: figures to send in. The loader keeps up with the GPU, where compiling
+    pays."""
     data = long_samples(tmp_path / "pretrain.jsonl", 1000 if gpus else 24)
     settings = {"stage": "pretrain", "use_moe": use_moe, "data_path": data, "cache_dir": tmp_path / "cache"}
     settings |= {"json": tmp_path / "figures.json", "max_seq_len": 768, "device": device.type}
-    settings |= {"batch_size": 16}
-    if not gpus:  # only that it runs
-        settings |= {"batch_size": 2, "hidden_size": 64, "warmup": 1, "updates": 2, "repeat": 1}
-        settings |= {"accumulation_steps": 1}
-    for name, use_compile in {"plain": 0, "compiled": 1}.items() if gpus else {"plain": 0}.items():
+    settings |= {"packing": 1, "accumulation_steps": 1, "batch_size": 2}
+    if gpus:
+        settings["batch_size"] = 16 * min(4, int(torch.cuda.mem_get_info()[0] / FREE_GPU_BYTES))
+        record_property("rows", settings["batch_size"])
+    else:  # only that it runs
+        settings |= {"hidden_size": 64, "num_hidden_layers": 2, "warmup": 1, "updates": 2, "repeat": 1}
+    forms, speeds = {"plain": 0}, []
+    if device.type != "mps" and not compiler_problem(device.type):
+        forms["compiled"] = 1
+    for name, use_compile in forms.items():
         flags = [f"--{key}={value}" for key, value in (settings | {"use_compile": use_compile}).items()]
         command = [sys.executable, "scripts/benchmark.py", *flags]
         done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
@@ -84,6 +93,8 @@ def test_speed(use_moe, gpus, device, tmp_path, record_property):
             if metric in figures:
                 record_property(f"{name} {metric}", figures[metric])
         assert figures["data_wait"] < 0.1, f"{name}: the GPU waits for data"
+        speeds.append(figures["tokens_per_second"])
+    assert not gpus or speeds[-1] >= speeds[0], "compiled training is slower"
 
 
 def long_samples(path: Path, count: int) -> Path:

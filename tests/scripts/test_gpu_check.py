@@ -18,7 +18,7 @@ import pytest
 
 def test_fails(record_property):
     record_property("difference", 3.0)
-    assert False, f"rank 1 ({socket.gethostname()}): the losses are wrong"
+    assert False, f"rank 1 ({socket.gethostname()}): the losses in /home/ann/runs/a.json are wrong, 9 tokens/s"
 
 def test_hangs():
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
@@ -52,7 +52,7 @@ def test_a_check_that_fails_crashes_or_hangs_stops_no_other(tmp_path, monkeypatc
     rows = dict(re.findall(r"^\| (\w+) \| ((?:passed|failed|skipped) \| [\d.]+ \| .*) \|$", text, re.M))
     ends = {name: re.sub(r" \| [\d.]+ \| ", ": ", row) for name, row in rows.items()}
     assert ends == {
-        "fails": "failed: AssertionError: rank 1: the losses are wrong; difference 3",
+        "fails": "failed: AssertionError: rank 1: the losses in a.json are wrong, 9 tokens/s; difference 3",
         "hangs": "failed: no end within 10 s",
         "crashes": "failed: its process ended with status -9",
         "is_left_out": "skipped: no such kernel",
@@ -67,6 +67,12 @@ def test_arguments_choose_checks():
     done = subprocess.run(command, cwd=run_checks.ROOT, capture_output=True, text=True)
     lines = done.stdout.splitlines()
     assert done.returncode == 0 and lines and all("::test_attention" in line for line in lines)
+
+
+def test_each_check_has_advice_where_it_fails():
+    files = (run_checks.ROOT / "tests/gpu").glob("test_*.py")
+    names = {name for file in files for name in re.findall(r"^def test_(\w+)", file.read_text(), re.M)}
+    assert names == set(run_checks.ADVICE)
 
 
 def test_a_gpu_that_torch_does_not_see_is_an_error(monkeypatch):
