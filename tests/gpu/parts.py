@@ -55,7 +55,7 @@ def new_model(use_moe: bool, width: int = 512) -> MiniMindForCausalLM:
     load-balancing loss counts enough to be compared."""
     torch.manual_seed(0)
     shape = {"hidden_size": width, "num_hidden_layers": 2, "num_experts_per_tok": 2}
-    shape |= {"router_aux_loss_coef": 0.02}
+    shape |= {"router_aux_loss_coef": 0.005}
     model = MiniMindForCausalLM(MiniMindConfig(**shape, use_moe=use_moe))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
