@@ -288,5 +288,7 @@ class StageArgs(
                 f"{self.num_experts} or less"
             )
         if self.parallel == "fsdp" and self.optimizer == "muon":
-            wrong.append("--parallel fsdp: Muon needs whole matrices; use --parallel ddp, or adamw")
+            wrong.append(
+                "--parallel fsdp: Muon needs whole matrices; use --parallel ddp, or --optimizer adamw"
+            )
         return wrong

@@ -78,6 +78,8 @@ def read_args() -> tuple[argparse.Namespace, StageArgs]:
     args = parse_args(STAGES[options.stage].Args, None, rest)
     if options.until_loss is not None and not (args.eval_data_path or args.eval_share):
         raise UserError("--until_loss needs held-out data: --eval_data_path or --eval_share")
+    if options.peer and options.until_loss is None and args.optimizer != "adamw":
+        raise UserError(f"--peer {options.peer} trains with AdamW: add --optimizer adamw")
     return options, args
 
 

@@ -90,6 +90,7 @@ def test_a_mistake_is_one_line(corpus, tmp_path, error_line):
         (["--peer", "minimind"], "needs --peer_path"),
         (["--peer", "minimind", "--peer_path", tmp_path], "is not a checkout of minimind: no "),
         (["--stage", "pretrain", "--peer", "trl"], "--peer trl is for --stage sft"),
+        ([*peer, "--optimizer", "muon"], "--peer minimind trains with AdamW: add --optimizer adamw"),
         (["--until_loss", 3], "--until_loss needs held-out data: --eval_data_path or --eval_share"),
         (["--until_loss", 3, "--peer", "trl", "--eval_share", 0.1], "compares with --peer minimind only"),
         (["--json", "none/a.json"], "--json none/a.json: there is no folder none"),

@@ -216,5 +216,5 @@ def test_one_rank_killed_at_a_random_moment(monkeypatch, capsys):
 def test_two_ranks_of_a_mixture_of_experts_killed_at_a_random_moment(monkeypatch, capsys, parallel):
     monkeypatch.setattr(verify_resume, "UPDATES", 18)
     flags = ["--stage", "pretrain", "--kills", 2, "--ranks", 2, "--use_moe", 1]
-    small = ["--", "--num_hidden_layers", 1, "--packing", 1, "--parallel", parallel]
+    small = ["--", "--num_hidden_layers", 1, "--packing", 1, "--parallel", parallel, "--optimizer", "adamw"]
     assert "0 differing bits" in killed_at_random(monkeypatch, capsys, *flags, *small)

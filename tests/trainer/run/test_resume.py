@@ -46,7 +46,7 @@ def test_another_number_of_ranks_and_another_grouping(corpus, tmp_path):
     """One rank, two, and one again with larger micro-batches: the same updates of the same samples, each
     exactly once; losses to 1e-5 (the sums are taken in another order)."""
     settings = {"batch_size": 2, "accumulation_steps": 4, "epochs": 2, "num_hidden_layers": 1}
-    settings |= {"save_interval": 1000, "eval_interval": 1000}
+    settings |= {"save_interval": 1000, "eval_interval": 1000, "optimizer": "adamw"}
     whole = flags(corpus, tmp_path / "whole", "pretrain", **settings)
     run("pretrain", whole, Faults(record=str(tmp_path / "whole_ids")))
     seen = []
@@ -78,7 +78,7 @@ def test_another_number_of_ranks_with_other_optimizers(corpus, tmp_path, stage):
     """From one rank to three and back; Muon iterates in float32 here, since bfloat16 makes rounding visible."""
     faults = Faults(script="import trainer.optim.muon as a; a.native_bfloat16 = lambda device: False")
     settings = {"batch_size": 6, "epochs": 1, "num_hidden_layers": 1, "eval_interval": 1000}
-    settings |= {"optimizer": "muon"} if stage == "muon" else {"use_moe": 1}
+    settings |= {"optimizer": "muon"} if stage == "muon" else {"use_moe": 1, "optimizer": "adamw"}
     name = "pretrain_32" if stage == "muon" else "pretrain_32_moe"
     run("pretrain", flags(corpus, tmp_path / "whole", "pretrain", **settings), faults)
     for part, (ranks, stop) in enumerate([(1, 3), (3, 2), (1, 0)]):
@@ -121,7 +121,7 @@ def test_another_run_is_refused_field_by_field(corpus, finished, tmp_path):
     others.append({"learning_rate": 0.02, "seed": 7, "epochs": 2, "batch_size": 4, "num_hidden_layers": 2})
     others[-1] |= {
         "packing": 1,
-        "optimizer": "muon",
+        "optimizer": "adamw",
         "data_path": corpus["pretrain_eval"],
         "monitor": "eval_bpb",
         "eval_data_path": corpus["pretrain"],
