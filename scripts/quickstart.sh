@@ -30,7 +30,8 @@ echo "== 1/5 a small invented world, in Chinese and English"
 python -m scripts.demo.corpus --output_dir dataset/demo
 echo "== 2/5 pretraining: what the world is like"
 python trainer/train_pretrain.py --data_path dataset/demo/pretrain.jsonl \
-    --eval_data_path dataset/demo/pretrain_eval.jsonl --epochs 4 --batch_size 8 --learning_rate 1e-3 "${run[@]}"
+    --eval_data_path dataset/demo/pretrain_eval.jsonl --epochs 3 --batch_size 8 --learning_rate 2.5e-4 \
+    --warmup_updates 20 "${run[@]}"
 echo "== 3/5 fine-tuning: how to answer, shown with some of its people"
 python trainer/train_full_sft.py --from_weight pretrain "${sft[@]}" "${run[@]}"
 echo "== 4/5 the same fine-tuning without pretraining, to compare"
