@@ -148,6 +148,8 @@ def test_a_run_that_starts_over_instead_of_resuming_is_found(run, monkeypatch):
     run.command = [sys.executable, "-c", script, str(metrics), resumed]
     run_to_end(run)
     assert run.last_update() == 13
+    metrics.write_text("")
+    assert run.last_update() == 0  # killed before the first record was written
     shutil.rmtree(metrics.parent)
     run.command[-1] = "new run: "
     with pytest.raises(SystemExit, match="FAIL: there was a checkpoint of update 12, but the run began anew"):

@@ -42,9 +42,10 @@ class Run:
         return max((read_state(path)["update"] for path in states), default=None)
 
     def last_update(self) -> int:
-        """The update of the last record in the metrics file."""
+        """The update of the last record in the metrics file; 0 before the first record."""
         (metrics,) = self.folder.glob("save/*_metrics.jsonl")
-        return read_metrics(metrics)[-1]["update"]
+        records = read_metrics(metrics)
+        return records[-1]["update"] if records else 0
 
     def metrics_time(self) -> list[int]:
         """When the metrics file was last written; empty without a file."""
