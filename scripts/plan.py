@@ -164,7 +164,8 @@ def describe(plan: Plan) -> list[str]:
 def unwise(plan: Plan) -> list[str]:
     """What to think about again, one line each."""
     first, lines = plan.stages[0], []
-    for stage, most_passes in zip(plan.stages, (rules.PASSES, rules.SFT_PASSES), strict=False):
+    most = (rules.passes(first.data.num_tokens), rules.SFT_PASSES)
+    for stage, most_passes in zip(plan.stages, most, strict=False):
         if stage.updates < rules.FEW_UPDATES:
             advice = "more time helps" if stage.passes < most_passes else "more data help"
             lines.append(f"{stage.args.save_weight}: {stage.updates} updates teach little; {advice}")
