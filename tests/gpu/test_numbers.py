@@ -90,7 +90,7 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, sees: Tensor) -> Tensor:
 @pytest.mark.parametrize("shared", [False, True], ids=["own_keys", "shared_prefix"])
 def test_attention(head_dim, shared, device, record_property):
     """Outputs and gradients of attention within samples, against a softmax over all keys in float64; also
-    where the last two samples continue the first one. On GPUs from Ampere on it is one kernel."""
+    where the last two samples continue the first one. On an NVIDIA GPU it is one kernel."""
     lengths = [200, 1, 64, 333]
     before = [0, 0, 200, 200] if shared else [0, 0, 0, 0]  # keys of the first sample that each begins with
     ends = torch.tensor([0, *lengths]).cumsum(0)
