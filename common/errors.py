@@ -20,6 +20,10 @@ class WriteError(UserError):
     """A file cannot be written."""
 
 
+class ReadError(UserError):
+    """A file cannot be read at present; whether it is damaged, nobody knows."""
+
+
 class LostRank(UserError):
     """A collective failed because another rank ended; that rank's own message or torchrun's report tells
     why."""

@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
-from common.errors import UserError, WriteError, say
+from common.errors import ReadError, UserError, WriteError, reason, say
 from common.launcher import launch
 
 _held: list[TextIO] = []  # lock files of this process, open until it ends
@@ -92,6 +92,50 @@ def write_errors(path: Path) -> Iterator[None]:
             f"{path} cannot be written ({cause.strerror or cause}); what was there is untouched; make room "
             "or give another folder"
         ) from error
+
+
+# --- reading
+
+MACHINE_ERRORS = [
+    errno.EIO,
+    errno.ESTALE,
+    errno.ENOMEM,
+    errno.EMFILE,
+    errno.ENFILE,
+    errno.EACCES,
+    errno.EPERM,
+]
+
+
+@contextmanager
+def read_errors(path: Path) -> Iterator[None]:
+    """Turn an error of the machine in the block (of input and output, permission, memory, descriptors) into a
+    ReadError. What is wrong with the content of a file passes as it is."""
+    try:
+        yield
+    except (OSError, MemoryError, RuntimeError) as error:
+        if not is_machine_error(error):
+            raise
+        why = getattr(error, "strerror", None) or reason(error)
+        raise ReadError(
+            f"{path} cannot be read at present ({why}); nothing was changed: see to it, then give the same "
+            "command again"
+        ) from error
+
+
+def is_machine_error(error: BaseException) -> bool:
+    """Whether an error says that the machine could not read, rather than what was read. Of torch's, which are
+    RuntimeErrors, the text tells, in which the system's message stands."""
+    if isinstance(error, OSError):  # EINVAL: zipfile, at an offset that a damaged file gives
+        return error.errno not in (None, errno.EINVAL)
+    texts = [os.strerror(number) for number in MACHINE_ERRORS] + [
+        "allocate memory",
+        "failed because of errno",
+    ]
+    return isinstance(error, MemoryError) or any(text in str(error) for text in texts)
+
+
+# --- changing names
 
 
 def remove(path: Path) -> None:

@@ -9,7 +9,6 @@ import math
 import os
 import random
 import uuid
-from dataclasses import fields
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -21,7 +20,7 @@ from torch import nn
 from common.arguments import parse_args
 from common.command_line import log_to
 from common.errors import UserError, reason
-from common.files import lock_output
+from common.files import lock_output, read_errors
 from common.launcher import available_cores, launch
 from common.settings import ROOT, StageArgs
 from dataset.lm_dataset import StageDataset
@@ -54,14 +53,24 @@ from trainer.devices.process_group import (
 )
 from trainer.devices.wrapping import freeze, unwrap, wrap_model
 from trainer.objectives.next_token import SHAPE, check_tokenizer, describe_size, frozen_model
+from trainer.optim.build import check_optimizer
 from trainer.report.experts import ExpertLoad, token_counters
 from trainer.report.samples import sample_callbacks
 from trainer.report.warnings import facts_for_advice
 from trainer.run import checkpoint, resume
 from trainer.run.included_callbacks import EarlyStopping, TensorBoardLogger
-from trainer.run.paths import is_path, log_path, resume_path, run_name, start_path, tensorboard_folder
-from trainer.run.saving import check_starts, is_new
-from trainer.run.state import Progress, TrainState
+from trainer.run.paths import (
+    NAMED_SHAPE,
+    is_path,
+    log_path,
+    resume_path,
+    run_name,
+    start_path,
+    state_files,
+    tensorboard_folder,
+)
+from trainer.run.saving import check_starts, complete_moves, is_new, restore
+from trainer.run.state import TrainState
 from trainer.weights.files import (
     described_config,
     fill,
@@ -205,8 +214,7 @@ def warmup_cosine(update: int, total_updates: int, args: StageArgs) -> float:
 
 def read_start_weights(args: A) -> "tuple[A, MiniMindConfig | None]":
     """The settings with the shape and the tokenizer of the model in --from_weight, and its config. Where the
-    weights are gone, but the run is resumed from a checkpoint, which replaces them: the settings as they are,
-    and None.
+    weights are gone, but the run is resumed from a checkpoint, which replaces them, that says the same.
 
     Order of precedence, the first that there is:
         config of the weights: in their file, else what the tensors and the name of the file show.
@@ -217,12 +225,15 @@ def read_start_weights(args: A) -> "tuple[A, MiniMindConfig | None]":
     Raises UserError if there are no such weights, or another shape was asked for.
     """
     path = start_path(args.save_dir, args.from_weight, args)
-    if not path.exists():
-        if is_path(args.from_weight):
+    with read_errors(path):
+        is_there = path.exists()
+    if not is_there:
+        state = state_to_resume(args) if args.from_resume or args.resume_from else None
+        if state is None and is_path(args.from_weight):
             raise UserError(f"--from_weight {path}: no such file or folder")
-        if not args.from_resume and not args.resume_from:
+        if state is None:
             raise missing_weights(path)
-        return args, None
+        path = state
     config = described_config(path)
     if config is None:
         config = read_model(path, args.num_experts_per_tok if args.use_moe else None)[1]
@@ -235,6 +246,29 @@ def read_start_weights(args: A) -> "tuple[A, MiniMindConfig | None]":
     if not is_given(args, "tokenizer_path"):
         args = args.model_copy(update={"tokenizer_path": str(tokenizer_folder(path))})
     return args.model_copy(update=shape), config
+
+
+def state_to_resume(args: StageArgs) -> Path | None:
+    """The newest state of the run that the settings name, None if there is none. Where a path in
+    --from_weight told the shape, which is in the name of a run, the flags that are given must tell it from
+    others. Raises UserError if they do not."""
+    if not is_path(args.from_weight):
+        states = [resume_path(args.checkpoint_dir, args.save_weight, args)]
+    else:
+        given = {name: getattr(args, name) for name in NAMED_SHAPE if is_given(args, name)}
+        shapes = state_files(args.checkpoint_dir, args.save_weight)
+        states = [path for path, shape in shapes.items() if given.items() <= shape.items()]
+    if len(states) > 1:
+        named = ", ".join(path.name for path in states)
+        raise UserError(
+            f"--from_weight {args.from_weight} is gone, and {args.checkpoint_dir} holds several runs of this "
+            f"name ({named}); choose one with --hidden_size and --use_moe"
+        )
+    if states:
+        for place in (states[0], checkpoint.previous_path(states[0])):
+            if place.exists():
+                return place
+    return Path(args.resume_from) if args.resume_from else None
 
 
 def is_given(args: StageArgs, name: str) -> bool:
@@ -261,6 +295,8 @@ def set_up_process(args: StageArgs) -> tuple[torch.device, Any, torch.amp.GradSc
     name = run_name(args.save_weight, args)
     log_to(log_path(args, name), args.log_level)
     lock_output(name, save_dir=args.save_dir, checkpoint_dir=args.checkpoint_dir)
+    if launch().rank == 0:
+        complete_moves(args)
     if "TORCHINDUCTOR_CACHE_DIR" in os.environ:
         check_cache_folder(os.environ["TORCHINDUCTOR_CACHE_DIR"])
     return device_and_precision(args)
@@ -320,8 +356,12 @@ def begin_run(
     sample). Raises UserError if the checkpoint is of another kind of model; early stopping without held-out
     data."""
     args = state.args
+    check_optimizer(state.optimizer)
     state.environment = resume.environment(args, state.device, state.autocast)
-    resume.check_ranks_agree({name: state.environment[name] for name in ("device", "dtype")})
+    state.code = resume.code_of_run(state.optimizer)
+    resume.check_ranks_agree(
+        {name: state.environment[name] for name in ("device", "dtype")} | state.code["sources"]
+    )
     state.source = data.source
     if eval_set is not None:
         state.eval_loader = eval_loader(eval_set, args.batch_size, eval_set.collate)
@@ -347,7 +387,7 @@ def begin_run(
         for folder in (args.save_dir, args.checkpoint_dir):
             keep_tokenizer(args.tokenizer_path, folder, tokenizer)
     if saved is not None:
-        restore(state, saved)
+        go_on(state, saved)
     state.progress.run_id = state.progress.run_id or uuid.uuid4().hex
     text = f"run: {state.total_updates - state.progress.update:,} of {state.total_updates:,} updates"
     if isinstance(data, StageDataset):
@@ -355,14 +395,11 @@ def begin_run(
     Logger(f"{text}; {describe_device(state.device, state.autocast)}")
 
 
-def restore(state: TrainState, saved: dict[str, Any]) -> None:
-    """Load a checkpoint: weights, optimizer, scaler, callbacks and progress."""
-    resume.warn_of_changes(saved["environment"], state.environment)
-    checkpoint.set_state(state.model, state.optimizer, saved)
-    if saved["scaler"]:  # empty unless that part of the run was in float16
-        state.scaler.load_state_dict(saved["scaler"])
-    state.callbacks.load_state_dict(saved["callbacks"])
-    progress = state.progress = Progress(**{row.name: saved[row.name] for row in fields(Progress)})
+def go_on(state: TrainState, saved: dict[str, Any]) -> None:
+    """Restore a run, or begin a branch, from a checkpoint, and say so."""
+    resume.warn_of_changes(saved, state.environment, state.code)
+    restore(state, saved)
+    progress = state.progress
     if state.args.extend_epochs:
         progress.finished = False
     state.stopped = progress.finished

@@ -35,6 +35,7 @@ from trainer.devices.device import check_dtype, select_device
 from trainer.run.errors import StopRequest, training_errors, translated_failures
 from trainer.run.paths import run_name
 from trainer.run.resume import check_utf8
+from trainer.run.saving import complete_moves
 
 C = TypeVar("C")
 AVAILABLE_TASKS: dict[str, type[TrainingTask]] = {
@@ -120,6 +121,8 @@ def _train(config: Config) -> None:
         run = run_name(args.save_weight, args)
         check_utf8(args)
         lock_output(run, save_dir=args.save_dir, checkpoint_dir=args.checkpoint_dir)
+        if launch().rank == 0:
+            complete_moves(args)
         if launch().local_rank == 0:  # the other ranks of this machine wait in `setup`
             data.prepare_data()
         with translated_failures():

@@ -160,3 +160,13 @@ def full_tensor(value: Tensor) -> Tensor:
     from torch.distributed.tensor import DTensor
 
     return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def shard_like(value: Tensor, like: Any) -> Any:
+    """A whole tensor, which every rank has, sharded as `like` is, a parameter; as it is if that one is not
+    sharded. Nothing is sent."""
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    if not isinstance(like, DTensor):
+        return value
+    return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)

@@ -20,7 +20,7 @@ from common.files import atomic_write, write_json
 from model.lora import LoRALinear
 from trainer.devices.process_group import Logger, is_main_process
 from trainer.devices.wrapping import full_tensor, is_sharded, unwrap
-from trainer.run.checkpoint import UNREADABLE, Writer
+from trainer.run.checkpoint import DAMAGED, Writer
 from trainer.weights.files import Description, description_of
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ def read_adapter(model: "MiniMindForCausalLM", folder: Path) -> tuple[dict[str, 
     try:
         config, tensors = _read_folder(folder) if folder.is_dir() else _read_minimind(folder)
         config["lora_alpha"] / config["r"], list(config["target_modules"])
-    except (SafetensorError, ZeroDivisionError, *UNREADABLE) as error:
+    except (SafetensorError, ZeroDivisionError, *DAMAGED) as error:
         raise UserError(f"adapter {folder}: it is not readable ({reason(error)})") from error
     for name, values in SUPPORTED_PEFT_VALUES.items():
         if name in config and config[name] not in values:

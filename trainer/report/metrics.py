@@ -12,7 +12,7 @@ from tqdm import tqdm
 from tqdm.utils import disp_len, disp_trim
 
 from common.errors import UserError, WriteError, say
-from common.files import atomic_write
+from common.files import atomic_write, read_errors
 
 WIDTH = 100  # columns of a line on the console
 KEPT_RECORDS = 500  # that warnings look at
@@ -65,7 +65,8 @@ class MetricsLog:
     ):
         kept = []
         if resumed_update is not None:
-            kept = [record for record in readable_records(path) if record["update"] <= resumed_update]
+            with read_errors(path):
+                kept = [record for record in readable_records(path) if record["update"] <= resumed_update]
         text = "".join(json.dumps(record) + "\n" for record in kept)
         atomic_write(path, lambda file: file.write(text.encode()))
         self.path, self.shown = path, shown

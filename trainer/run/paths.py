@@ -71,6 +71,18 @@ def weight_files(save_dir: str | Path, weight: str) -> dict[Path, dict[str, Any]
     return files
 
 
+def state_files(checkpoint_dir: str | Path, weight: str) -> dict[Path, dict[str, Any]]:
+    """Where the newest states lie of the runs of this name, in all shapes, each with its `shape_in_name`."""
+    files = {}
+    for path in sorted(Path(checkpoint_dir).glob("*_resume*.pth")):
+        run = path.name.removesuffix(".pth").removesuffix("_previous").removesuffix("_resume")
+        weights = path.with_name(f"{run}.pth")
+        name, shape = WEIGHT_NAME.fullmatch(weights.name), shape_in_name(weights)
+        if name and shape and name["weight"] == weight:
+            files[path.with_name(f"{run}_resume.pth")] = shape
+    return files
+
+
 def is_hugging_face(path: Path) -> bool:
     """Whether it is a Hugging Face folder."""
     return (path / CONFIG_FILE).is_file()

@@ -5,6 +5,7 @@ import hashlib
 import json
 import math
 import subprocess
+import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -13,14 +14,17 @@ from typing import Any, TypeVar
 import torch
 
 from common.errors import UserError, warn
+from common.plugins import imported_files
 from common.settings import ROOT, StageArgs
 from dataset.token_cache import file_hash
 from trainer.devices.device import autocast_dtype
 from trainer.devices.process_group import Logger, gather, world_size
+from trainer.optim.build import optimizer_settings
 from trainer.run import paths
 from trainer.run.callbacks import plain, utf8
 
 Fingerprint = dict[str, Any]
+SOURCE_ROOMS = ("common", "model", "dataset", "trainer", "llm")
 A = TypeVar("A", bound=StageArgs)
 
 
@@ -118,9 +122,9 @@ def check_resume(args: StageArgs, run: Fingerprint, checkpoint: dict[str, Any] |
         saved |= {name: getattr(MiniMindConfig, name) for name in new if hasattr(MiniMindConfig, name)}
     if args.extend_epochs and run["epochs"] > saved["epochs"]:
         saved["epochs"] = run["epochs"]
-    # a checkpoint replaces the start weights; those that are gone cannot be compared
-    if run["from_weight_sha256"] is None or saved["from_weight_sha256"] is None:
-        saved["from_weight_sha256"] = run["from_weight_sha256"]
+    # a checkpoint replaces the start weights: those that are gone are taken for those of the start
+    if run["from_weight_sha256"] is None:
+        run["from_weight_sha256"] = saved["from_weight_sha256"]
     if changed := changes(saved, run):
         hint = ""
         if "global_batch" in changed:
@@ -165,9 +169,8 @@ def changes(before: Fingerprint, now: Fingerprint) -> str:
 
 
 def environment(args: StageArgs, device: torch.device, autocast: AbstractContextManager) -> dict[str, Any]:
-    """Code, torch, device, dtype, ranks and threads of this process."""
+    """Torch, device, dtype, ranks and threads of this process."""
     return {
-        "code": code_version(),
         "torch": str(torch.__version__),
         "device": device.type,
         "dtype": str(autocast_dtype(autocast, device)).removeprefix("torch."),
@@ -180,6 +183,34 @@ def environment(args: StageArgs, device: torch.device, autocast: AbstractContext
     }
 
 
+def code_of_run(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What the code says of a run: the hashes of its files, the settings that it gives the optimizer, and
+    the git revision."""
+    sources = {source_name(file): file_hash(file) for file in source_files()}
+    return {"revision": code_version(), "sources": sources, "optimizer": optimizer_settings(optimizer)}
+
+
+def source_files() -> list[Path]:
+    """The Python files of the rooms that a run executes, of its script, and of the user's own modules that
+    are loaded."""
+    files = {file for room in SOURCE_ROOMS for file in (ROOT / room).rglob("*.py")}
+    loaded = {
+        Path(module.__file__) for module in list(sys.modules.values()) if getattr(module, "__file__", None)
+    }
+    # the other stages' scripts are not executed; the engine's tasks import those of theirs
+    files -= set((ROOT / "trainer").glob("train_*.py")) - loaded
+    own = {file.parent for file in imported_files if not file.is_relative_to(ROOT)}
+    files |= {file for file in loaded if file.parent in own and file.suffix == ".py"}
+    script = getattr(sys.modules["__main__"], "__file__", None)
+    return sorted(files | ({Path(script)} if script else set()))
+
+
+def source_name(file: Path) -> str:
+    """How a source file is called in a checkpoint: its path in the repository, which may lie elsewhere when
+    the run goes on; else its name."""
+    return str(file.relative_to(ROOT)) if file.is_relative_to(ROOT) else file.name
+
+
 def code_version() -> str:
     """The git revision of the code, with `-dirty` behind it if files were changed since; `unknown` if there
     is none."""
@@ -190,8 +221,21 @@ def code_version() -> str:
         return "unknown"
 
 
-def warn_of_changes(before: dict[str, Any], now: dict[str, Any]) -> None:
-    """Warn if a run goes on with other code, or on another machine: it is the same run, but no longer bit for
-    bit."""
-    if changed := changes(before, now):
+def warn_of_changes(saved: dict[str, Any], environment: dict[str, Any], code: dict[str, Any]) -> None:
+    """Warn where a run goes on elsewhere than the checkpoint `saved` was written: on another machine, which
+    changes rounding; with other code, of which nobody knows what it changes; or with an optimizer that the
+    code makes with other settings than those in the checkpoint, which count."""
+    if changed := changes(saved["environment"], environment):
         warn(f"{changed}: from here on the results equal those of an uninterrupted run up to rounding only")
+    before = saved.get("code", {"sources": {}, "optimizer": {}})
+    shared = before["sources"].keys() & code["sources"].keys()
+    edited = sorted(name for name in shared if before["sources"][name] != code["sources"][name])
+    if edited or not shared:
+        named = (
+            f"{', '.join(edited[:5])}{' ...' if len(edited) > 5 else ''}"
+            if edited
+            else "of an unknown version"
+        )
+        warn(f"the checkpoint was written by other code ({named}): from here on the present code decides")
+    if changed := changes(before["optimizer"], code["optimizer"]):
+        warn(f"the code makes the optimizer with other settings ({changed}); the checkpoint's are kept")

@@ -9,16 +9,17 @@ import re
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, fields
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from common.errors import Interrupted, UserError, reason
-from common.files import link, remove, sync, write_errors, write_json
+from common.files import link, read_errors, remove, sync, write_errors, write_json
 from common.settings import StageArgs
 from trainer.devices.process_group import Logger, gather, is_main_process, meet, world_size
 from trainer.devices.wrapping import is_sharded, unwrap
@@ -27,7 +28,7 @@ from trainer.report.warnings import verdict
 from trainer.run import checkpoint, paths
 from trainer.run.errors import end_loader_processes
 from trainer.run.resume import Fingerprint, FrozenModelArgs, total_updates
-from trainer.run.state import TrainState
+from trainer.run.state import Progress, TrainState
 
 # --- an earlier run of this name
 
@@ -68,21 +69,42 @@ def check_starts(args: StageArgs) -> None:
 def set_earlier_run_aside(args: StageArgs) -> None:
     """Move the files of an earlier run of this name into folders `earlier_<n>` beside them: a forgotten
     --from_resume 1 loses nothing."""
-    files = earlier_run_files(args)
+    files = [path.absolute() for path in earlier_run_files(args)]
     if not files:
         return
     number = 1
     while any((path.parent / f"earlier_{number}").exists() for path in files):
         number += 1
-    for path in files:
-        kept = path.parent / f"earlier_{number}" / path.name
-        with write_errors(kept):
-            kept.parent.mkdir(exist_ok=True)
-            os.replace(path, kept)
-    places = " and ".join(sorted({str(path.parent / f"earlier_{number}") for path in files}))
+    moves = {str(path): str(path.parent / f"earlier_{number}" / path.name) for path in files}
+    write_json(moves_path(args), moves)
+    complete_moves(args)
+    places = " and ".join(sorted({str(Path(place).parent) for place in moves.values()}))
     name = paths.run_name(args.save_weight, args)
     text = f"a run named {name} was here; its files are now in {places}"
     Logger(f"{text} (--from_resume 1 would have continued it)")
+
+
+def moves_path(args: StageArgs) -> Path:
+    """The file that lists what is being set aside. It is there while that is done: a start after a kill
+    completes it, before it looks for a state to go on from."""
+    return Path(args.checkpoint_dir) / f".{paths.run_name(args.save_weight, args)}_moves.json"
+
+
+def complete_moves(args: StageArgs) -> None:
+    """Set aside what is listed and not set aside yet; rank 0 only."""
+    path = moves_path(args)
+    if not path.exists():
+        return
+    with read_errors(path):
+        moves = json.loads(path.read_bytes())
+    for source, kept in moves.items():
+        with write_errors(Path(kept)):
+            Path(kept).parent.mkdir(exist_ok=True)
+            if Path(source).exists():
+                os.replace(source, kept)
+    for folder in {Path(kept).parent for kept in moves.values()}:
+        sync(folder)
+    remove(path)
 
 
 # --- checkpoints and weights
@@ -90,7 +112,8 @@ def set_earlier_run_aside(args: StageArgs) -> None:
 
 def save_checkpoint(state: TrainState) -> None:
     """Write the inference weights, then the state to resume from, in the background; called on all ranks. The
-    state comes last: while the older one stands, a resumed run writes the rest anew."""
+    state comes last: while the older one stands, a resumed run writes the rest anew. The first state of a
+    run is restored into it at once."""
     args, progress = state.args, state.progress
     is_first = state.saved_update is None
     state.writer.wait()  # at most one copy of the state waits in memory
@@ -98,43 +121,87 @@ def save_checkpoint(state: TrainState) -> None:
     if state.log is not None:
         state.log.sync()
     state.weights, state.saved_update = write_weights(state, args.save_weight), progress.update
+    if is_main_process():
+        progress.wandb_id = getattr(state.wandb, "id", progress.wandb_id)
+    saved = collect(state)
+    path = paths.resume_path(args.checkpoint_dir, args.save_weight, state.lm_config)
+    if is_main_process():
+        state.writer.submit(partial(write_checkpoint, args, path, saved, describe_model(state)))
+    del saved  # the writer's now, which frees it
+    if is_first:
+        state.writer.wait()
+        restore_first(state, path)
+
+
+def collect(state: TrainState) -> dict[str, Any]:
+    """What a checkpoint holds of a run: a copy on the host, on rank 0. A collective."""
     model, optimizer = checkpoint.get_state(state.model, state.optimizer, state.objective.saves_trained_only)
-    callbacks = state.callbacks.state_dict()  # a collective, perhaps
-    if not is_main_process():
-        return
-    progress.wandb_id = getattr(state.wandb, "id", progress.wandb_id)
-    saved = asdict(progress) | {
+    return asdict(state.progress) | {
         "model": model,
         "optimizer": optimizer,
         "scaler": state.scaler.state_dict(),
-        "callbacks": callbacks,
+        "callbacks": checkpoint.host_copy(state.callbacks.state_dict()),
         "run": state.run,
         "environment": state.environment,
+        "code": state.code,
         "world_size": world_size(),
     }
-    described = None
-    if hasattr(state.lm_config, "own_fields"):
-        described = {"model": state.lm_config.own_fields(), "tokenizer": state.run.get("tokenizer")}
-    path = paths.resume_path(args.checkpoint_dir, args.save_weight, state.lm_config)
-    run = paths.run_name(args.save_weight, state.lm_config)
-    is_numbered = args.keep_every and progress.update % args.keep_every == 0
-    is_best = progress.best_update == progress.update
 
-    def write() -> None:
-        checkpoint.write_state(path, saved, described)
-        if is_numbered:
-            keep(path, path.with_name(f"{run}_update_{saved['update']:08d}.pth"))  # `progress` moves on
-            delete_old_states(path.parent, run, args.keep_last, saved)
-        if is_best:
-            keep(path, path.with_name(f"{run}_best_resume.pth"))
 
-    state.writer.submit(write)
-    if is_first:
-        state.writer.wait()
-        try:
-            checkpoint.read_state(path)
-        except checkpoint.UNREADABLE as error:
-            raise UserError(f"{path}, just written, cannot be read again: {reason(error)}") from error
+def restore(state: TrainState, saved: dict[str, Any]) -> None:
+    """Put what `collect` gave back into a run: weights, optimizer, scaler, callbacks and progress. A field of
+    Progress that the code did not have yet keeps its default."""
+    checkpoint.set_state(state.model, state.optimizer, saved)
+    if saved["scaler"]:  # empty unless that part of the run was in float16
+        state.scaler.load_state_dict(saved["scaler"])
+    state.callbacks.load_state_dict(saved["callbacks"])
+    for row in fields(Progress):
+        if row.name in saved:
+            setattr(state.progress, row.name, saved[row.name])
+
+
+def restore_first(state: TrainState, path: Path) -> None:
+    """Restore the first checkpoint of a run into the run itself, as a resume does: what cannot be restored
+    ends it now, not after the night. Afterwards all is what it was. A collective; left out where machines
+    do not share the folder, which no resume would do without.
+
+    Raises UserError if the file cannot be read again, or something is not what was saved."""
+    if not all(gather(path.exists())):
+        return
+    try:
+        saved = checkpoint.read_state(path)
+    except checkpoint.DAMAGED as error:
+        raise UserError(f"{path}, just written, cannot be read again: {reason(error)}") from error
+    restore(state, saved)
+    now = collect(state)
+    if not is_main_process():
+        return
+    difference = checkpoint.first_difference({key: saved[key] for key in now}, now)
+    if difference is not None:
+        raise UserError(
+            f"{path} was written, but the run cannot be restored from it: {difference}; a resumed run would "
+            "not be this run"
+        )
+
+
+def describe_model(state: TrainState) -> dict[str, Any] | None:
+    """What a state says of its model without being read, for `described_config`."""
+    if not hasattr(state.lm_config, "own_fields"):
+        return None
+    return {"model": state.lm_config.own_fields(), "tokenizer": state.run.get("tokenizer")}
+
+
+def write_checkpoint(
+    args: StageArgs, path: Path, saved: dict[str, Any], described: dict[str, Any] | None
+) -> None:
+    """Write a state as the newest at `path`, and under its number or as the best, where it is one to keep."""
+    run, update = path.stem.removesuffix("_resume"), saved["update"]
+    checkpoint.write_state(path, saved, described)
+    if args.keep_every and update % args.keep_every == 0:
+        keep(path, path.with_name(f"{run}_update_{update:08d}.pth"))
+        delete_old_states(path.parent, run, args.keep_last, saved)
+    if saved["best_update"] == update:
+        keep(path, path.with_name(f"{run}_best_resume.pth"))
 
 
 def check_replicas(state: TrainState) -> None:
@@ -189,7 +256,7 @@ def write_weights(state: TrainState, weight: str) -> Path:
         "update": progress.update,
         "tokens": progress.tokens,
         "data": {"data": run.get("data"), "samples": run.get("samples")},
-        "code": state.environment["code"],
+        "code": state.code["revision"],
     }
     path = paths.weight_path(state.args.save_dir, weight, state.lm_config)
     return state.objective.save(state.model, path, state.writer, description)
@@ -201,10 +268,11 @@ def write_weights(state: TrainState, weight: str) -> Path:
 def write_settings(state: TrainState, path: Path) -> None:
     """Write what this run is: its settings, command lines, environment and data. A resumed run adds its
     command line."""
-    try:
-        content = json.loads(path.read_bytes()) if state.resumed_update is not None else {}
-    except (OSError, ValueError):
-        content = {}
+    content: dict[str, Any] = {}
+    with read_errors(path):
+        if state.resumed_update is not None and path.exists():
+            with suppress(ValueError):  # no JSON
+                content = json.loads(path.read_bytes())
     now = datetime.now(UTC).isoformat(timespec="seconds")
     start = {"time": now, "update": state.progress.update, "command": sys.argv}
     versions = {"python": platform.python_version(), "platform": platform.platform()}
@@ -214,7 +282,7 @@ def write_settings(state: TrainState, path: Path) -> None:
         "stage": state.objective.stage,
         "parameters": sum(parameter.numel() for parameter in unwrap(state.model).parameters()),
         "settings": dict(state.args),
-        "environment": state.environment | versions,
+        "environment": {"code": state.code["revision"]} | state.environment | versions,
         "run": state.run,
         "facts": state.facts,
         "starts": [*content.get("starts", []), start],

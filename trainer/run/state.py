@@ -69,7 +69,8 @@ class TrainState:
     progress: Progress = field(default_factory=Progress)
     callbacks: CallbackList = field(default_factory=CallbackList)
     eval_loader: DataLoader | None = None
-    environment: dict[str, Any] = field(default_factory=dict)  # code, torch, dtype ...
+    environment: dict[str, Any] = field(default_factory=dict)  # torch, device, dtype, threads ...
+    code: dict[str, Any] = field(default_factory=dict)  # hashes of the sources, settings of the optimizer
     facts: dict[str, Any] = field(default_factory=dict)  # what warnings look at beside the records
     source: Callable[[int], str] = str  # FILE:LINE of a sample
     log: MetricsLog | None = None  # rank 0 only

@@ -163,7 +163,7 @@ def read_description(path: Path) -> Description:
         comment = checkpoint.comment_of(path)
         if comment:
             return json.loads(comment)
-    except checkpoint.UNREADABLE as error:
+    except checkpoint.DAMAGED as error:
         raise unreadable(path, error) from error
     beside = path.with_suffix(".json")
     try:
@@ -222,7 +222,7 @@ def _read_file(path: Path, experts_per_token: int | None) -> "tuple[dict[str, Te
         is_state = isinstance(content, dict) and set(content) >= checkpoint.STATE_KEYS
         weights = content["model"] if is_state else content
         _shapes(weights)
-    except checkpoint.UNREADABLE as error:
+    except checkpoint.DAMAGED as error:
         raise unreadable(path, error) from error
     config = described_config(path)
     return weights, config or imported_config(path, weights, experts_per_token)

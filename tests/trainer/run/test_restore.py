@@ -1,0 +1,428 @@
+"""What is saved can be restored: every optimizer, the first save of a run, states of other code, what cannot be
+read at present."""
+
+import errno
+import re
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from common.errors import ReadError, UserError
+from tests.stage_process import Faults, StageProcess, run
+from tests.trainer.rollout_runs import rollout_flags, write_prompts
+from tests.trainer.run.restored_runs import KINDS, differences, make
+from tests.trainer.stage_flags import assert_same_run, flags, saved_state, write_start_weights
+from trainer.run import checkpoint
+from trainer.run.resume import source_files, warn_of_changes
+
+# --- optimizers
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_optimizer_goes_on_with_the_same_bits(tmp_path, kind):
+    assert list(differences(tmp_path, "ddp", kinds=[kind])) == []
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_every_optimizer_goes_on_with_the_same_bits_on_two_ranks(tmp_path, parallel):
+    process = run("tests.trainer.run.restored_runs", [tmp_path, parallel], ranks=2)
+    runs = {"ddp": 50, "fsdp": 40}[parallel]
+    assert process.out.splitlines()[-1] == f"0 of {runs} runs differ"
+
+
+SHORT = {"epochs": 1, "num_hidden_layers": 1, "save_interval": 2, "eval_interval": 0, "from_weight": "none"}
+LATE_HEAD = """
+import torch
+from trainer import train_full_sft as t
+
+def extend_model(self, model, args):
+    model.extra = torch.nn.Linear(4, 4)
+    return model
+
+def loss(self, model, batch, args, loss=t.Objective.loss):
+    total, aux, metrics = loss(self, model, batch, args)
+    self.calls = getattr(self, "calls", 0) + torch.is_grad_enabled()
+    if self.update >= 5:
+        total = total + model.extra.weight.square().sum() * len(batch["targets"])
+    return total, aux, metrics
+
+def prepare(self, state, window):
+    self.update = state.progress.update
+    return window
+
+t.Objective.extend_model, t.Objective.loss, t.Objective.prepare = extend_model, loss, prepare
+t.Objective.optimizer = lambda self, model, args: torch.optim.NAdam(model.parameters(), args.learning_rate)
+"""
+FREEZE = "import trainer.train_{stage} as t; t.frozen = {names}"
+VECTORS = ("model.embed_tokens", "model.norm", "model.layers.0.input", "model.layers.0.post")
+VECTORS += ("model.layers.0.self_attn.q_norm", "model.layers.0.self_attn.k_norm")
+KILLED = {
+    # AdamW's part has no parameters
+    "muon on adapters": ("lora", "lora", {"optimizer": "muon", "save_weight": "lora"}, ""),
+    "muon on matrices": (
+        "sft",
+        "full_sft",
+        {"optimizer": "muon"},
+        FREEZE.format(stage="full_sft", names=VECTORS),
+    ),
+    # the group of the embedding has no parameters
+    "muon without embedding": (
+        "pretrain",
+        "pretrain",
+        {},
+        FREEZE.format(stage="pretrain", names=VECTORS[:1]),
+    ),
+    "head used late": ("sft", "full_sft", {}, LATE_HEAD),
+}
+
+
+@pytest.mark.parametrize("kind", KILLED)
+def test_runs_whose_optimizer_has_no_state_of_some_parameters(corpus, tmp_path, kind):
+    stage, name, more, script = KILLED[kind]
+    data = "pretrain" if stage == "pretrain" else "sft"
+    runs = [tmp_path / "whole", tmp_path / "broken"]
+    argvs = []
+    for folder in runs:
+        (folder / "out").mkdir(parents=True)
+        write_start_weights(folder / "out", {"start_32": {"hidden_size": 32, "num_hidden_layers": 1}})
+        settings = SHORT | more | ({"from_weight": "start"} if stage == "lora" else {})
+        argvs.append([*flags(corpus, folder, data, **settings), "--from_resume", "1"])
+    run(stage, argvs[0], Faults(script=script))
+    run(stage, argvs[1], Faults(script=script, signals={4: signal.SIGKILL}), status=-9)
+    assert "resuming" in run(stage, argvs[1], Faults(script=script)).out
+    if stage == "lora":
+        one, other = (saved_state(folder, "lora_32") for folder in runs)
+        parts = [(one[part], other[part]) for part in ("model", "optimizer")]
+        assert all(checkpoint.first_difference(*pair) is None for pair in parts)
+    else:
+        assert_same_run(*runs, f"{name}_32")
+
+
+def test_an_optimizer_that_computes_the_loss_itself_is_refused_at_the_start(corpus, tmp_path):
+    script = "import torch; import trainer.train_full_sft as t; "
+    script += "t.Objective.optimizer = lambda self, model, args: torch.optim.LBFGS(model.parameters())"
+    refused = run("sft", flags(corpus, tmp_path, "sft", **SHORT), Faults(script=script), status=2)
+    assert "LBFGS computes the loss several times in a step" in refused.error_lines[-1]
+    assert "Epoch" not in refused.out
+
+
+def test_another_optimizer_is_one_line(tmp_path):
+    state = dict(zip(("model", "optimizer"), checkpoint.get_state(*make("adam", "plain")), strict=True))
+    with pytest.raises(UserError, match="the checkpoint is of the optimizer Adam, not SGD"):
+        checkpoint.set_state(*make("sgd", "plain"), state)
+    with pytest.raises(UserError, match=r"model.embed_tokens.weight is trained in the checkpoint or here"):
+        checkpoint.set_state(*make("adam", "frozen"), state)
+
+
+def test_other_groups_keep_the_state_of_each_parameter(capsys):
+    model, optimizer = make("adam", "plain")
+    tokens = torch.tensor([[3, 4, 5]])
+    model(tokens, labels=tokens).loss.backward()
+    optimizer.step()
+    state = dict(zip(("model", "optimizer"), checkpoint.get_state(model, optimizer), strict=True))
+    other, its_optimizer = make("adam", "lr_scales")
+    checkpoint.set_state(other, its_optimizer, state)
+    assert "has other parameters than in the checkpoint" in capsys.readouterr().err
+    assert [group["lr"] for group in its_optimizer.param_groups] == [1e-2, 5e-3]
+    for name, value in other.named_parameters():
+        saved = state["optimizer"]["state"][name]
+        assert checkpoint.first_difference(saved, its_optimizer.state[value]) is None
+
+
+def test_a_tensor_outside_the_model_is_refused():
+    model, _ = make("adam", "plain")
+    optimizer = torch.optim.Adam([*model.parameters(), torch.nn.Parameter(torch.ones(2))])
+    with pytest.raises(UserError, match="no parameter of the model"):
+        checkpoint.get_state(model, optimizer)
+
+
+# --- the first save
+
+CALLBACK = """
+from trainer import trainer_utils
+from trainer.run.callbacks import Callback
+
+class Counter(Callback):
+    count = 0
+
+    def on_optimizer_step(self, state, update):
+        self.count += 1
+
+    def state_dict(self):
+        return {{"count": self.count}}
+
+    def load_state_dict(self, saved):
+        {load}
+
+def add_callbacks(state, add=trainer_utils.add_callbacks):
+    add(state)
+    state.callbacks.append(Counter())
+
+trainer_utils.add_callbacks = add_callbacks
+"""
+OTHER_DTYPE = """
+import torch
+import trainer.train_full_sft as t
+
+class Precise(torch.optim.SGD):
+    def step(self, closure=None):
+        super().step()
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["sum"] = torch.ones(2, dtype=torch.float64) / 3
+
+t.Objective.optimizer = lambda self, model, args: Precise(model.parameters(), args.learning_rate)
+"""
+UNRESTORABLE = {
+    "a callback that loses it": (
+        CALLBACK.format(load="self.count = 7"),
+        "['callbacks']['Counter']['count'] was 1 and is 7",
+    ),
+    "a dtype that torch changes": (OTHER_DTYPE, "of torch.float64, has other values"),
+}
+
+
+@pytest.mark.parametrize("kind", UNRESTORABLE)
+def test_what_cannot_be_restored_ends_the_run_at_its_first_update(corpus, tmp_path, kind):
+    script, told = UNRESTORABLE[kind]
+    line = run("sft", flags(corpus, tmp_path, "sft", **SHORT), Faults(script=script), status=2).error_lines[
+        -1
+    ]
+    assert "the run cannot be restored from it" in line and told.replace("'", "") in line.replace("'", "")
+    assert saved_state(tmp_path, "full_sft_32")["update"] == 1
+
+
+def test_the_first_save_is_restored_by_the_way_of_a_resume(corpus, tmp_path):
+    """The callback is given what it saved, once, and the run has the bits of one that does not look."""
+    script = CALLBACK.format(load='self.count = saved["count"]; print("given", saved, flush=True)')
+    for name in ("looks", "not"):
+        more = (
+            "" if name == "looks" else "\nimport trainer.run.saving as s; s.restore_first = lambda *_: None"
+        )
+        settings = SHORT | {"accumulation_steps": 2, "dropout": 0.1}
+        process = run("sft", flags(corpus, tmp_path / name, "sft", **settings), Faults(script=script + more))
+        assert process.out.count("given {'count': 1}") == (name == "looks")
+    assert_same_run(tmp_path / "looks", tmp_path / "not", "full_sft_32")
+
+
+def test_a_tensor_of_a_callback_is_copied_before_it_changes():
+    value = torch.zeros(3)
+    copied = checkpoint.host_copy({"ema": [value, value]})
+    value.add_(1)
+    assert copied["ema"][0].sum() == 0 and copied["ema"][0] is copied["ema"][1]
+
+
+# --- what cannot be read at present
+
+FAILING_READS = """
+import builtins, io, os, torch, zipfile
+opened, real, reader, read = [0], io.open, torch._C.PyTorchFileReader, zipfile.ZipExtFile.read
+
+def fail(path):
+    # each look at a state or at weights is counted, and the one of this number fails
+    if str(path).endswith((".pth", "_metrics.jsonl", "_run.json")):
+        opened[0] += 1
+        if opened[0] == {number}:
+            raise {error}
+
+def failing_open(file, mode="r", *args, **options):
+    if "r" in mode:
+        fail(file)
+    return real(file, mode, *args, **options)
+
+begun = set()
+
+def failing_read(archive, *args):
+    path = archive._fileobj._file.name
+    if path not in begun:  # within a file, the first record stands for all
+        begun.add(path)
+        fail(path)
+    return read(archive, *args)
+
+class Reader(reader):
+    def __init__(self, file):
+        fail(file)
+        super().__init__(file)
+
+builtins.open = io.open = failing_open
+zipfile.ZipExtFile.read = failing_read
+torch._C.PyTorchFileReader = Reader
+"""
+ERRORS = [
+    f"OSError({code}, os.strerror({code}), str(path))" for code in (errno.EIO, errno.ESTALE, errno.EMFILE)
+]
+ERRORS += [f"PermissionError({errno.EACCES}, os.strerror({errno.EACCES}), str(path))", "MemoryError()"]
+
+
+def listing(folder: Path) -> dict[str, bytes]:
+    """The states and weights of a run, with what describes them. (Records after the newest state are dropped by
+    every resume.)"""
+    files = [path for path in folder.rglob("*.*") if ".pth" in path.name or path.suffix == ".json"]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+def test_what_cannot_be_read_now_is_neither_renamed_nor_begun_anew(corpus, tmp_path):
+    """At each place that reads a state, weights or records, in turn with each error: one line, and nothing is
+    touched. Then the same command goes on with the same bits."""
+    settings = SHORT | {"from_weight": str(tmp_path / "start.pth")}
+    write_start_weights(tmp_path, {"start": {"hidden_size": 32, "num_hidden_layers": 1}})
+    whole, argv = (flags(corpus, tmp_path / name, "sft", **settings) for name in ("whole", "broken"))
+    run("sft", whole)
+    argv += ["--from_resume", "1"]
+    run("sft", argv, Faults(signals={6: signal.SIGKILL}), status=-9)
+    before, number = listing(tmp_path / "broken"), 0
+    while True:
+        number += 1
+        script = FAILING_READS.format(number=number, error=ERRORS[number % len(ERRORS)])
+        probe = StageProcess("sft", argv, Faults(script=script, signals={1: signal.SIGKILL}))
+        status = probe.wait()
+        if status == -9:  # it trained: there is no look of this number before
+            break
+        assert status == 2 and len(probe.error_lines) == 1, probe.err
+        assert "cannot be read" in probe.error_lines[0] and "Traceback" not in probe.err
+        assert listing(tmp_path / "broken") == before, number
+    assert number > 8
+    run("sft", argv)
+    assert_same_run(tmp_path / "whole", tmp_path / "broken", "full_sft_32")
+
+
+@pytest.mark.parametrize("where", ["newest", "weights"])
+def test_errors_of_torchs_own_reader_are_no_damage(tmp_path, monkeypatch, where):
+    """As on a machine without memory: torch raises a RuntimeError."""
+    path = tmp_path / "w_32_resume.pth"
+    state = dict.fromkeys(("model", "optimizer", "epoch", "step", "world_size"), 0)
+    checkpoint.write_state(path, state)
+    texts = [
+        "unable to mmap 8 bytes from file <w>: Cannot allocate memory (12)",
+        "open file failed because of errno 24",
+    ]
+    for text in (*texts, "[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory"):
+
+        def load(*_, text=text, **__):
+            raise RuntimeError(text)
+
+        monkeypatch.setattr(torch, "load", load)
+        with pytest.raises(ReadError, match="cannot be read at present"):
+            checkpoint.load(path)
+    monkeypatch.undo()
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
+    assert checkpoint.load(path)["step"] == 0
+
+
+# --- no start begins anew by accident
+
+
+def states(folder: Path, *names: str) -> Path:
+    state = dict.fromkeys(("model", "optimizer", "epoch", "step", "world_size"), 0)
+    for name in names:
+        checkpoint.write_state(folder / name, state)
+    return folder / "w_32_resume.pth"
+
+
+def test_a_run_begins_anew_only_without_a_trace_of_its_states(tmp_path):
+    path = states(tmp_path, "w_32_update_00000010.pth", "w_32_best_resume.pth")
+    for name in ("w_32_resume.pth", "w_32_resume_previous.pth"):
+        (tmp_path / name).write_bytes(b"damaged")
+    before = listing(tmp_path)
+    for _ in range(2):  # the same command again says the same
+        with pytest.raises(UserError) as raised:
+            checkpoint.load(path)
+        line = str(raised.value)
+        assert f"{path} is damaged" in line and "w_32_resume_previous.pth is damaged" in line
+        assert f"--resume_from {tmp_path}/w_32_best_resume.pth --save_weight NAME" in line
+        assert listing(tmp_path) == before
+    for name in ("w_32_resume.pth", "w_32_resume_previous.pth"):
+        (tmp_path / name).unlink()
+    with pytest.raises(
+        UserError, match=r"is missing, but there are w_32_best_resume.pth, w_32_update_00000010"
+    ):
+        checkpoint.load(path)
+    for file in tmp_path.iterdir():
+        file.unlink()
+    (tmp_path / "w_32_resume.pth.damaged").touch()
+    with pytest.raises(UserError, match=r"there are w_32_resume.pth.damaged; --from_resume 0"):
+        checkpoint.load(path)
+    states(tmp_path, "w_3_resume.pth", "other_w_32_best_resume.pth", "w_32_moe_update_00000001.pth")
+    (tmp_path / "w_32_resume.pth.damaged").unlink()
+    assert checkpoint.load(path) is None  # nothing of that is of this run
+    assert checkpoint.load(tmp_path / "no_such_folder" / path.name) is None
+
+
+# --- other code
+
+
+def test_each_edit_of_the_code_is_named_and_promises_nothing(capsys):
+    saved = {
+        "environment": {"torch": "1"},
+        "code": {"sources": {"a.py": "1", "gone.py": "1"}, "optimizer": {}},
+    }
+    same = {"sources": {"a.py": "1", "new.py": "2"}, "optimizer": {}}
+    warn_of_changes(saved, {"torch": "1"}, same)
+    assert capsys.readouterr().err == ""
+    warn_of_changes(saved, {"torch": "1"}, same | {"sources": {"a.py": "2"}})
+    line = capsys.readouterr().err
+    assert "other code (a.py)" in line and "the present code decides" in line and "rounding" not in line
+    warn_of_changes(saved, {"torch": "2"}, same)
+    assert "up to rounding only" in capsys.readouterr().err
+    warn_of_changes(saved, {"torch": "1"}, same | {"optimizer": {"weight_decay of group 0": "0.1"}})
+    assert "weight_decay of group 0: None -> 0.1" in capsys.readouterr().err
+
+
+def test_the_sources_of_a_run(tmp_path):
+    """Two edits that git would both call dirty, of a user's reward and of a module beside it."""
+    names = {str(path) for path in source_files()}
+    assert any(name.endswith("trainer/loop.py") for name in names)
+    (tmp_path / "helper.py").write_text("VALUE = 1.0\n")
+    reward = tmp_path / "mine.py"
+    reward.write_text(
+        "from helper import VALUE\n\ndef score(prompt, completion, record):\n    return VALUE * len(completion)\n"
+    )
+    prompts = write_prompts(tmp_path)
+    argv = rollout_flags(prompts, tmp_path, num_hidden_layers=1, reward=f"{reward}:score", from_resume=1)
+    run("grpo", argv, Faults(signals={2: signal.SIGKILL}), status=-9)
+    (tmp_path / "helper.py").write_text("VALUE = 2.0\n")
+    again = run("grpo", argv, Faults(signals={2: signal.SIGKILL}), status=-9)
+    assert "other code (helper.py)" in again.err
+
+
+def test_a_state_of_older_code_takes_the_default_of_a_new_field(corpus, tmp_path):
+    argv = [*flags(corpus, tmp_path, "sft", **SHORT), "--from_resume", "1"]
+    run("sft", argv, Faults(signals={4: signal.SIGKILL}), status=-9)
+    path = tmp_path / "checkpoints/full_sft_32_resume.pth"
+    state = saved_state(tmp_path, "full_sft_32")
+    del state["overflows"], state["branch_of"]
+    checkpoint.write_state(path, state)
+    assert "resuming full_sft" in run("sft", argv).out
+
+
+# --- start weights that are gone
+
+
+def test_start_weights_given_by_a_path_may_be_gone(corpus, tmp_path):
+    """Also where the shape came from them; the description of the weights keeps their hash."""
+    start = tmp_path / "start.pth"
+    write_start_weights(tmp_path, {"start": {"hidden_size": 32, "num_hidden_layers": 1}})
+    argvs = []
+    for name in ("whole", "broken"):
+        argv = flags(corpus, tmp_path / name, "sft", **SHORT | {"from_weight": str(start)}, from_resume=1)
+        for flag in ("--hidden_size", "--num_hidden_layers"):
+            del argv[argv.index(flag) : argv.index(flag) + 2]
+        argvs.append(argv)
+    run("sft", argvs[0])
+    run("sft", argvs[1], Faults(signals={4: signal.SIGKILL}), status=-9)
+    start.unlink()
+    assert "resuming full_sft" in run("sft", argvs[1]).out
+    assert_same_run(tmp_path / "whole", tmp_path / "broken", "full_sft_32")
+    described = [(tmp_path / name / "out/full_sft_32.json").read_text() for name in ("whole", "broken")]
+    hashes = [re.search(r'"sha256": "(\w{64})"', text) for text in described]
+    assert hashes[0] and hashes[1] and hashes[0][1] == hashes[1][1]
+    shutil.copy(
+        tmp_path / "broken/checkpoints/full_sft_32_resume.pth",
+        tmp_path / "broken/checkpoints/full_sft_64_resume.pth",
+    )
+    assert "holds several runs of this name" in run("sft", argvs[1], status=2).error_lines[-1]
+    run("sft", [*argvs[1], "--hidden_size", "32"])
+    new = [*argvs[1], "--save_weight", "new"]
+    assert "no such file or folder" in run("sft", new, status=2).error_lines[-1]
