@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from common.errors import Interrupted, LostRank, UserError, log, printable
+from common.files import MACHINE_ERRORS
 from common.launcher import launch
 
 STOP_SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
@@ -79,8 +80,9 @@ def hint(name: str, known: Iterable[str]) -> str:
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Wrap a command's `main()`: a UserError becomes one line on stderr and exit status 2, a signal 128 + its
-    number. When nobody reads stdout any more, as behind `| head -1`, the command ends silently.
+    """Wrap a command's `main()`: a UserError, or an error of the machine, becomes one line on stderr and exit
+    status 2, a signal 128 + its number. When nobody reads stdout any more, as behind `| head -1`, the command
+    ends silently.
 
     Under torchrun all ranks usually raise the same UserError: local rank 0 prints first, and torchrun then
     terminates the others before they repeat it.
@@ -97,6 +99,11 @@ def one_line_errors() -> Iterator[None]:
         sys.exit(128 + signal.SIGPIPE)
     except UserError as error:
         _exit(f"error: {error}", 2, error)
+    except OSError as error:  # where nobody expected one: of a disk, a network share, a limit
+        if error.errno not in MACHINE_ERRORS:
+            raise
+        file = error.filename or "a file"
+        _exit(f"error: {file} cannot be reached at present ({error.strerror}); nothing was changed", 2, error)
     except Interrupted as error:
         _exit(f"stopped: {error}", 128 + error.number, error)
     except KeyboardInterrupt as error:

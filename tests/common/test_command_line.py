@@ -26,6 +26,11 @@ ENDS = {
     "a mistake": (UserError("data.jsonl:3: no 'text'"), 2, "error: data.jsonl:3: no 'text'\n"),
     "a mistake that a terminal would obey": (UserError("a\x1b[2Jb\u202ec"), 2, "error: a\\x1b[2Jb\\u202ec\n"),
     "a mistake of two lines": (UserError("it says:\n  why"), 2, "error: it says:   why\n"),
+    "a disk": (
+        OSError(5, "Input/output error", "out"),
+        2,
+        "error: out cannot be reached at present (Input/output error); nothing was changed\n",
+    ),
     "another rank's end": (LostRank("rank 1: another rank ended"), 2, "error: rank 1: another rank ended\n"),
     "a signal": (Interrupted(signal.SIGTERM, "by SIGTERM; saved"), 143, "stopped: by SIGTERM; saved\n"),
     "Ctrl-C": (KeyboardInterrupt(), 130, "stopped: by Ctrl-C\n"),

@@ -292,13 +292,14 @@ def test_only_the_model_in_a_folder_is_what_a_run_starts_from(tmp_path):
 
 def test_other_threads_or_another_cpu_are_a_warning(monkeypatch, capsys):
     cpu = torch.device("cpu")
-    before = environment(StageArgs(), cpu, nullcontext())
+    code = {"sources": {"a.py": "1"}, "optimizer": {}}
+    before = {"environment": environment(StageArgs(), cpu, nullcontext()), "code": code}
     monkeypatch.setattr(torch, "get_num_threads", lambda: 99)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "Z80")
-    warn_of_changes(before, environment(StageArgs(), cpu, torch.autocast("cpu", torch.bfloat16)))
+    warn_of_changes(before, environment(StageArgs(), cpu, torch.autocast("cpu", torch.bfloat16)), code)
     line = capsys.readouterr().err
     assert all(text in line for text in ("-> 99", "-> Z80", "-> bfloat16", "up to rounding only"))
-    warn_of_changes(before, before)
+    warn_of_changes(before, before["environment"], code)
     assert not capsys.readouterr().err
 
 
@@ -376,7 +377,7 @@ def test_a_foreign_checkpoint_is_refused(corpus, tmp_path):
     folder.mkdir()
     torch.save({"weights": torch.ones(3)}, folder / "pretrain_32_resume.pth")
     argv = flags(corpus, tmp_path, "pretrain", epochs=1, from_resume=1)
-    assert "are damaged" in run("pretrain", argv, status=2).error_lines[-1]
+    assert "is damaged (it is not a state to resume from)" in run("pretrain", argv, status=2).error_lines[-1]
     keys = ("model", "optimizer", "epoch", "step", "world_size")
     torch.save(dict.fromkeys(keys, 0), folder / "pretrain_32_resume.pth")
     assert "is not a checkpoint of a stage script" in run("pretrain", argv, status=2).error_lines[-1]

@@ -10,7 +10,7 @@ from common.settings import StageArgs
 from tests.stage_process import Faults, run
 from tests.trainer.stage_flags import flags
 from trainer import train_distillation
-from trainer.run.saving import check_starts, delete_old_states, set_earlier_run_aside
+from trainer.run.saving import check_starts, complete_moves, delete_old_states, set_earlier_run_aside
 
 STATES = ("resume.pth", "resume_previous.pth", "update_00000002.pth", "best_resume.pth")
 OUT = ("w_512_metrics.jsonl", "w_512_run.json", "w_512.pth", "w_512.json", "w_best_512.pth")
@@ -31,9 +31,9 @@ class Killed(BaseException):
     """Stands for kill -9."""
 
 
-@pytest.mark.parametrize("step", range(9))
-def test_killed_at_any_step_nothing_is_lost(tmp_path, monkeypatch, step):
-    """After a second start each file is in some `earlier_<n>`; the states go first."""
+@pytest.mark.parametrize("step", range(11))
+def test_killed_at_any_step_the_old_run_is_either_whole_or_gone(tmp_path, monkeypatch, step):
+    """A start after that completes what was begun, before it looks for a state to go on from."""
     args, left, replace = earlier_run(tmp_path), [step], os.replace
 
     def replace_or_kill(*given):
@@ -43,13 +43,40 @@ def test_killed_at_any_step_nothing_is_lost(tmp_path, monkeypatch, step):
         replace(*given)
 
     monkeypatch.setattr(os, "replace", replace_or_kill)
-    with pytest.raises(Killed):
+    if step == 10:  # the list, nine files
         set_earlier_run_aside(args)
+    else:
+        with pytest.raises(Killed):
+            set_earlier_run_aside(args)
     monkeypatch.undo()
-    assert not (step >= 4 and list((tmp_path / "checkpoints").glob("*.pth")))
-    set_earlier_run_aside(args)
-    kept = {path.name: path.read_text() for path in tmp_path.glob("*/earlier_*/*")}
-    assert kept == {name: name for name in (*OUT, *(f"w_512_{name}" for name in STATES))}
+    complete_moves(args)
+    everything = {name: name for name in (*OUT, *(f"w_512_{name}" for name in STATES))}
+    place = "*/w_*" if step == 0 else "*/earlier_1/*"
+    assert {path.name: path.read_text() for path in tmp_path.glob(place)} == everything
+    assert not list(tmp_path.glob("*/earlier_1/*" if step == 0 else "*/w_*"))
+    complete_moves(args)
+    assert not list(tmp_path.glob("checkpoints/.*_moves.json"))
+
+
+def test_a_run_killed_while_it_sets_the_old_one_aside_does_not_go_on_with_it(corpus, tmp_path):
+    """Between its newest and its previous state."""
+    settings = {"epochs": 1, "num_hidden_layers": 1, "eval_interval": 0, "save_interval": 2}
+    argv = flags(corpus, tmp_path, "pretrain", **settings)
+    run("pretrain", argv)
+    script = """
+import trainer.run.saving as s
+replace = os.replace
+def killed(source, kept):
+    if "earlier_1" in str(kept) and "previous" in str(kept):
+        os._exit(9)
+    replace(source, kept)
+os.replace = killed
+"""
+    run("pretrain", argv, Faults(script=script), status=9)
+    assert [path.name for path in tmp_path.glob("checkpoints/*.pth")] == ["pretrain_32_resume_previous.pth"]
+    begun = run("pretrain", [*argv, "--from_resume", "1"])
+    assert "new run: " in begun.out and "run: 8 of 8 updates" in begun.out
+    assert len(list((tmp_path / "checkpoints/earlier_1").iterdir())) == 3
 
 
 def test_other_runs_stay_and_adapters_and_odd_names_do_not(tmp_path):
