@@ -128,10 +128,8 @@ def is_machine_error(error: BaseException) -> bool:
     RuntimeErrors, the text tells, in which the system's message stands."""
     if isinstance(error, OSError):  # EINVAL: zipfile, at an offset that a damaged file gives
         return error.errno not in (None, errno.EINVAL)
-    texts = [os.strerror(number) for number in MACHINE_ERRORS] + [
-        "allocate memory",
-        "failed because of errno",
-    ]
+    texts = [os.strerror(number) for number in MACHINE_ERRORS]
+    texts += ["allocate memory", "unable to mmap", "unable to open file", "failed because of errno"]
     return isinstance(error, MemoryError) or any(text in str(error) for text in texts)
 
 

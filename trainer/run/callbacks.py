@@ -55,7 +55,8 @@ class Callback:
         return {}
 
     def load_state_dict(self, saved: State) -> None:
-        """Restore the result of `state_dict`; called before `on_train_start` of a resumed run."""
+        """Restore the result of `state_dict`; called before `on_train_start` of a resumed run, and after the
+        first checkpoint of a run, when it must change nothing."""
 
 
 HOOKS = [name for name in vars(Callback) if name.startswith("on_")]

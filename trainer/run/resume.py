@@ -202,7 +202,7 @@ def source_files() -> list[Path]:
     own = {file.parent for file in imported_files if not file.is_relative_to(ROOT)}
     files |= {file for file in loaded if file.parent in own and file.suffix == ".py"}
     script = getattr(sys.modules["__main__"], "__file__", None)
-    return sorted(files | ({Path(script)} if script else set()))
+    return sorted(files | ({Path(script).resolve()} if script else set()))
 
 
 def source_name(file: Path) -> str:
@@ -227,15 +227,11 @@ def warn_of_changes(saved: dict[str, Any], environment: dict[str, Any], code: di
     code makes with other settings than those in the checkpoint, which count."""
     if changed := changes(saved["environment"], environment):
         warn(f"{changed}: from here on the results equal those of an uninterrupted run up to rounding only")
-    before = saved.get("code", {"sources": {}, "optimizer": {}})
+    before = saved["code"]
     shared = before["sources"].keys() & code["sources"].keys()
     edited = sorted(name for name in shared if before["sources"][name] != code["sources"][name])
-    if edited or not shared:
-        named = (
-            f"{', '.join(edited[:5])}{' ...' if len(edited) > 5 else ''}"
-            if edited
-            else "of an unknown version"
-        )
+    if edited:
+        named = ", ".join(edited[:5]) + (" ..." if len(edited) > 5 else "")
         warn(f"the checkpoint was written by other code ({named}): from here on the present code decides")
     if changed := changes(before["optimizer"], code["optimizer"]):
         warn(f"the code makes the optimizer with other settings ({changed}); the checkpoint's are kept")

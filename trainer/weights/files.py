@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from common.errors import UserError, reason
-from common.files import atomic_write, locked, new_path, write_json
+from common.files import atomic_write, locked, new_path, read_errors, write_json
 from common.settings import ROOT
 from dataset.token_cache import load_tokenizer
 from trainer.devices.process_group import is_main_process
@@ -167,8 +167,9 @@ def read_description(path: Path) -> Description:
         raise unreadable(path, error) from error
     beside = path.with_suffix(".json")
     try:
-        is_described = "model" in json.loads(beside.read_text(encoding="utf-8"))
-    except (OSError, ValueError, TypeError):  # no such file, or another program's
+        with read_errors(beside):
+            is_described = beside.is_file() and "model" in json.loads(beside.read_text(encoding="utf-8"))
+    except (ValueError, TypeError):  # another program's
         is_described = False
     if is_described:
         raise UserError(
