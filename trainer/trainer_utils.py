@@ -399,6 +399,8 @@ def go_on(state: TrainState, saved: dict[str, Any]) -> None:
     """Restore a run, or begin a branch, from a checkpoint, and say so."""
     resume.warn_of_changes(saved, state.environment, state.code)
     restore(state, saved)
+    # start weights that are gone keep their name
+    state.run["from_weight_sha256"] = saved["run"]["from_weight_sha256"]
     progress = state.progress
     if state.args.extend_epochs:
         progress.finished = False

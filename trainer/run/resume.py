@@ -122,9 +122,9 @@ def check_resume(args: StageArgs, run: Fingerprint, checkpoint: dict[str, Any] |
         saved |= {name: getattr(MiniMindConfig, name) for name in new if hasattr(MiniMindConfig, name)}
     if args.extend_epochs and run["epochs"] > saved["epochs"]:
         saved["epochs"] = run["epochs"]
-    # a checkpoint replaces the start weights: those that are gone are taken for those of the start
+    # a checkpoint replaces the start weights; those that are gone cannot be compared
     if run["from_weight_sha256"] is None:
-        run["from_weight_sha256"] = saved["from_weight_sha256"]
+        saved["from_weight_sha256"] = None
     if changed := changes(saved, run):
         hint = ""
         if "global_batch" in changed:
