@@ -15,6 +15,7 @@ EXPERTS = tuple(ModelConfig.model_fields[name].default for name in ("num_experts
 NAMED_SHAPE = ("hidden_size", "use_moe", "num_experts", "num_experts_per_tok")
 WEIGHT_NAME = re.compile(r"(?P<weight>.+)_(\d+)(_moe)?(?:(?<=_moe)_(\d+)x(\d+))?\.pth")
 CONFIG_FILE, WEIGHTS_FILE, PICKLED_WEIGHTS = "config.json", "model.safetensors", "pytorch_model.bin"
+ADAPTER_CONFIG = "adapter_config.json"
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_FILES = (TOKENIZER_FILE, "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
 
