@@ -60,7 +60,7 @@ from trainer.report.warnings import facts_for_advice
 from trainer.run import checkpoint, resume
 from trainer.run.included_callbacks import EarlyStopping, TensorBoardLogger
 from trainer.run.paths import is_path, log_path, resume_path, run_name, start_path, tensorboard_folder
-from trainer.run.saving import check_starts, is_new
+from trainer.run.saving import check_starts, has_ended_early, is_new
 from trainer.run.state import Progress, TrainState
 from trainer.weights.files import (
     described_config,
@@ -362,9 +362,10 @@ def restore(state: TrainState, saved: dict[str, Any]) -> None:
     if saved["scaler"]:  # empty unless that part of the run was in float16
         state.scaler.load_state_dict(saved["scaler"])
     state.callbacks.load_state_dict(saved["callbacks"])
-    progress = state.progress = Progress(**{row.name: saved[row.name] for row in fields(Progress)})
-    if state.args.extend_epochs:
-        progress.finished = False
+    names = [row.name for row in fields(Progress) if row.name in saved]
+    progress = state.progress = Progress(**{name: saved[name] for name in names})
+    if progress.finished and not has_ended_early(state.args, saved):
+        progress.finished, progress.extended_to = False, state.args.epochs
     state.stopped = progress.finished
     if progress.run_id:  # else a branch begins
         state.resumed_update = state.saved_update = progress.update

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from common.errors import UserError, say
+from common.errors import UserError, reason, say
 from common.launcher import launch
 from common.settings import ROOT, StageArgs
 from dataset.files import expand_paths
@@ -21,7 +21,7 @@ from dataset.lm_dataset import StageDataset, collate_flat
 from dataset.mixing import MixedDataset, split_weights
 from dataset.rollout_prompts import PromptDataset
 from trainer.devices.process_group import this_rank, world_size
-from trainer.run.errors import ignore_stop_signals, loader_error
+from trainer.run.errors import LoaderFailure, ignore_stop_signals
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -274,7 +274,7 @@ class ProcessLoader(DataLoader):
         try:
             yield from batches
         except (EOFError, ConnectionError) as error:  # killed while it handed a micro-batch over
-            raise loader_error(error) from error
+            raise LoaderFailure(reason(error)) from error
 
 
 def train_loader(train_set: StageData, args: Any, epoch: int, skip_batches: int = 0) -> DataLoader:
