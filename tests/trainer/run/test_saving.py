@@ -113,18 +113,22 @@ import threading
 from trainer import loop
 from trainer.weights import files
 write, save, saved = files.atomic_write, loop.save_checkpoint, threading.Event()
+write_weights = loop.write_weights
 
 def slow_write(path, *args):
     if path.name.startswith("pretrain_best"):
         print("waited" if saved.wait(20) else "training waits")
     write(path, *args)
 
-def noted_save(state):
+def best_weights(state, name):
     saved.clear()
+    return write_weights(state, name)
+
+def noted_save(state):
     save(state)
     saved.set()
 
-files.atomic_write, loop.save_checkpoint = slow_write, noted_save
+files.atomic_write, loop.save_checkpoint, loop.write_weights = slow_write, noted_save, best_weights
 """
 
 
