@@ -137,7 +137,9 @@ class TrainingConfig(Settings):
     """How the model is trained."""
 
     section: ClassVar[str] = "training"
-    may_change: ClassVar[str] = "batch_size accumulation_steps max_bad_updates patience min_delta"
+    may_change: ClassVar[str] = (
+        "batch_size accumulation_steps max_bad_updates patience min_delta monitor mode"
+    )
     epochs: int = setting(2, "passes over the data", ge=1)
     batch_size: int = setting(32, "samples (or packed rows) of a rank's micro-batch", ge=1)
     accumulation_steps: int = setting(1, "gradient accumulation", "micro-batches per update", ge=1)

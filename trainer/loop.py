@@ -348,12 +348,31 @@ def write_record(state: TrainState, record: Record) -> None:
 
 def evaluate_start(state: TrainState) -> None:
     """Evaluate before the first update of a run, once, for its first record. It is not among the evaluations
-    that have a best one, and callbacks do not hear of it."""
-    if state.saved_update is not None or state.eval_loader is None:
+    that have a best one, and callbacks do not hear of it. A run that is resumed with another --monitor or
+    --mode has no best evaluation yet."""
+    if state.eval_loader is None:
+        return
+    progress, followed = state.progress, f"{state.args.mode} {state.args.monitor}"
+    if state.saved_update is not None:
+        if progress.monitored != followed:
+            check_monitored(state, evaluate(state, islice(state.eval_loader, 1)))
+            if progress.monitored is not None:  # older code does not say
+                progress.best_eval = progress.best_update = None
+            progress.monitored = followed
         return
     metrics = evaluate(state, state.eval_loader)
-    state.progress.initial = {f"initial_{name}": value for name, value in metrics.items()}
+    check_monitored(state, metrics)
+    progress.monitored = followed
+    progress.initial = {f"initial_{name}": value for name, value in metrics.items()}
     Logger("at the start: " + ", ".join(value_text(name, value, ".4f") for name, value in metrics.items()))
+
+
+def check_monitored(state: TrainState, metrics: dict[str, float | None]) -> None:
+    """Raise UserError for a metric that --monitor or a callback names, and these of a validation lack."""
+    monitored("--monitor", state.args.monitor, metrics)
+    for name, callback in state.callbacks.by_name().items():
+        for metric in callback.held_out_metrics():
+            monitored(f"callback {name}", metric, metrics)
 
 
 def validate(state: TrainState) -> dict[str, float | None]:

@@ -22,7 +22,7 @@ R = TypeVar("R", bound=Rollouts)
 class RolloutArgs(FrozenModelArgs):
     """The flags of all stages that learn from rollouts."""
 
-    may_change: ClassVar[str] = "reward_model"  # its hash is compared
+    may_change: ClassVar[str] = "reward_model reward_timeout"  # of the model its hash is compared
     monitor: str = "eval_reward"
     mode: Literal["min", "max"] = "max"
     max_gen_len: int = setting(256, "longest completion (--max_seq_len: longest prompt)", "tokens", ge=1)

@@ -42,7 +42,8 @@ class Progress:
     seconds: float = 0.0  # training, evaluating and saving
     finished: bool = False  # no further update, however often it is resumed
     extended_to: int | None = None  # the --epochs for which --extend_epochs 1 made a finished run go on
-    best_eval: float | None = None  # of --monitor
+    best_eval: float | None = None  # of `monitored`
+    monitored: str | None = None  # the --monitor and --mode of the evaluations so far
     best_update: int | None = None
     bad_updates: int = 0  # in a row, that were skipped
     wandb_id: str | None = None
