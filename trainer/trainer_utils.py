@@ -31,6 +31,7 @@ from trainer.data.datasets import (  # noqa: F401
     SkipBatchSampler,
     StageData,
     check_data_paths,
+    check_needs_held_out,
     epoch_samples,
     epoch_tokens,
     eval_loader,
@@ -59,10 +60,19 @@ from trainer.report.samples import sample_callbacks
 from trainer.report.warnings import facts_for_advice
 from trainer.run import checkpoint, resume
 from trainer.run.included_callbacks import EarlyStopping, TensorBoardLogger
-from trainer.run.paths import is_path, log_path, resume_path, run_name, start_path, tensorboard_folder
+from trainer.run.paths import (
+    is_path,
+    log_path,
+    output_folders,
+    resume_path,
+    run_name,
+    start_path,
+    tensorboard_folder,
+)
 from trainer.run.saving import check_starts, has_ended_early, is_new
 from trainer.run.state import Progress, TrainState
 from trainer.weights.files import (
+    check_model_file,
     described_config,
     fill,
     keep_tokenizer,
@@ -223,6 +233,7 @@ def read_start_weights(args: A) -> "tuple[A, MiniMindConfig | None]":
         if not args.from_resume and not args.resume_from:
             raise missing_weights(path)
         return args, None
+    check_model_file(path)
     config = described_config(path)
     if config is None:
         config = read_model(path, args.num_experts_per_tok if args.use_moe else None)[1]
@@ -250,9 +261,20 @@ def read_settings(args_class: type[A], description: str | None) -> "tuple[A, Min
     check_data_paths(args)
     if args.resume_from is not None:
         args = args.model_copy(update={"from_resume": True})
-    if args.from_weight == "none":
-        return args, None
-    return read_start_weights(args)
+    start = None
+    if args.from_weight != "none":
+        args, start = read_start_weights(args)
+    check_names(args)
+    return args, start
+
+
+def check_names(args: StageArgs) -> None:
+    """Raise UserError if a setting names what is not there: called before anything that takes time."""
+    args.check_names()
+    own = resume_path(args.checkpoint_dir, args.save_weight, args)
+    has_own_state = own.exists() or checkpoint.previous_path(own).exists()  # a branch goes on with it
+    if args.resume_from is not None and not has_own_state and not Path(args.resume_from).is_file():
+        raise UserError(f"--resume_from {args.resume_from}: no such file")
 
 
 def set_up_process(args: StageArgs) -> tuple[torch.device, Any, torch.amp.GradScaler]:
@@ -260,7 +282,7 @@ def set_up_process(args: StageArgs) -> tuple[torch.device, Any, torch.amp.GradSc
     write to the files of this name. Returns device, autocast and gradient scaler."""
     name = run_name(args.save_weight, args)
     log_to(log_path(args, name), args.log_level)
-    lock_output(name, save_dir=args.save_dir, checkpoint_dir=args.checkpoint_dir)
+    lock_output(name, **output_folders(args))
     if "TORCHINDUCTOR_CACHE_DIR" in os.environ:
         check_cache_folder(os.environ["TORCHINDUCTOR_CACHE_DIR"])
     return device_and_precision(args)
@@ -382,9 +404,8 @@ def restore(state: TrainState, saved: dict[str, Any]) -> None:
 def add_callbacks(state: TrainState) -> None:
     """Add the callbacks that the settings ask for, behind those that the run has already."""
     args = state.args
+    check_needs_held_out(args, state.eval_loader is not None)
     if args.patience:
-        if state.eval_loader is None:
-            raise UserError(f"--patience {args.patience}: early stopping needs held-out data; there are none")
         state.callbacks.append(EarlyStopping(args.monitor, args.mode, args.patience, args.min_delta))
     if args.use_tensorboard or args.tensorboard_dir:
         state.callbacks.append(TensorBoardLogger(tensorboard_folder(args)))

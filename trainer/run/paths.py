@@ -111,6 +111,14 @@ def log_path(settings: LoggingConfig, run: str) -> Path | None:
     return Path(settings.log_file) if settings.log_file else None
 
 
+def output_folders(args: StageArgs) -> dict[str, str]:
+    """The folders in which a run writes, by the flags that name them."""
+    folders = {"save_dir": args.save_dir, "checkpoint_dir": args.checkpoint_dir}
+    if args.use_tensorboard or args.tensorboard_dir:
+        folders["tensorboard_dir"] = str(tensorboard_folder(args).parent)
+    return folders
+
+
 def tensorboard_folder(args: StageArgs) -> Path:
     """The folder of a run's TensorBoard curves."""
     folder = Path(args.tensorboard_dir or Path(args.save_dir) / "tensorboard")

@@ -222,8 +222,11 @@ def _read_file(path: Path, experts_per_token: int | None) -> "tuple[dict[str, Te
         raise missing_weights(path)
     try:
         content = checkpoint.read_file(path)
-        is_state = isinstance(content, dict) and set(content) >= checkpoint.STATE_KEYS
-        weights = _model_in_state(path, content) if is_state else content
+        weights = content
+        if is_state(content):
+            weights = _model_in_state(path, content)
+            after = f", after update {content['update']}" if "update" in content else ""
+            Logger(f"{path} is a checkpoint to resume from{after}: its float32 weights are used")
         _shapes(weights)
     except checkpoint.UNREADABLE as error:
         raise unreadable(path, error) from error
@@ -231,9 +234,26 @@ def _read_file(path: Path, experts_per_token: int | None) -> "tuple[dict[str, Te
     return weights, config or imported_config(path, weights, experts_per_token)
 
 
+def is_state(content: Any) -> bool:
+    """Whether the content of a file is a checkpoint to resume from, and no weights."""
+    return isinstance(content, dict) and set(content) >= checkpoint.STATE_KEYS
+
+
+def check_model_file(path: Path) -> None:
+    """Raise UserError if a file is neither weights nor the checkpoint of a language model. No tensor is read:
+    called before anything that takes time."""
+    if not path.is_file():
+        return
+    try:
+        content = torch.load(path, map_location="meta", weights_only=True, mmap=True)
+        _shapes(_model_in_state(path, content) if is_state(content) else content)
+    except checkpoint.UNREADABLE as error:
+        raise unreadable(path, error) from error
+
+
 def _model_in_state(path: Path, state: dict[str, Any]) -> dict[str, Tensor]:
-    """The weights in a checkpoint to resume from, in float32; says that it is one. Raises UserError if they
-    are not those of a language model alone."""
+    """The weights in a checkpoint to resume from, in float32. Raises UserError if they are not those of a
+    language model alone."""
     weights, holds = state["model"], ""
     if any(".lora_" in name for name in weights):
         holds = "an adapter without its model; the tools take the adapter's folder, in --save_dir, as --lora"
@@ -241,11 +261,8 @@ def _model_in_state(path: Path, state: dict[str, Any]) -> dict[str, Tensor]:
         holds = "a policy and its critic (PPO); give the policy's weights, the .pth in --save_dir"
     elif "model.embed_tokens.weight" not in weights:
         holds = "a model that is not MiniMind's"
-    is_state = f"{path} is a checkpoint to resume from"
     if holds:
-        raise UserError(f"{is_state}, of {holds}")
-    after = f", after update {state['update']}" if "update" in state else ""
-    Logger(f"{is_state}{after}: its float32 weights are used")
+        raise UserError(f"{path} is a checkpoint to resume from, of {holds}")
     return weights
 
 
