@@ -52,7 +52,7 @@ MISTAKES = [
 
 
 @pytest.fixture(scope="module")
-def folder(folder_factory) -> Path:
+def folder(tmp_path_factory) -> Path:
     """Start weights, and what is none."""
     folder = tmp_path_factory.mktemp("names")
     (folder / "out").mkdir()
