@@ -7,7 +7,20 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from torch.optim import SGD, Adadelta, Adafactor, Adagrad, Adam, NAdam, Optimizer, RMSprop
+from torch.optim import (
+    ASGD,
+    SGD,
+    Adadelta,
+    Adafactor,
+    Adagrad,
+    Adam,
+    Adamax,
+    NAdam,
+    Optimizer,
+    RAdam,
+    RMSprop,
+    Rprop,
+)
 
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from trainer.devices.process_group import is_main_process, meet
@@ -31,8 +44,13 @@ OPTIMIZERS: dict[str, Callable[[Groups], Optimizer]] = {
     "adafactor": lambda groups: Adafactor(groups, 1e-2),
     "adagrad": lambda groups: Adagrad(groups, 1e-2),
     "adadelta": lambda groups: Adadelta(groups, 1.0),
+    "adamax": lambda groups: Adamax(groups, 1e-2),
+    "radam": lambda groups: RAdam(groups, 1e-2),
+    "asgd": lambda groups: ASGD(groups, 1e-2),
+    "rprop": lambda groups: Rprop(groups, 1e-2),
 }
 KINDS = ("adamw", "muon", *OPTIMIZERS)
+ON_RANKS = [kind for kind in KINDS if kind not in ("adadelta", "adamax", "radam", "asgd", "rprop")]
 CASES = ("plain", "late", "frozen", "lora", "lr_scales")
 
 
@@ -97,8 +115,8 @@ def main() -> None:
     """One rank: prints how many runs are not the same, and which."""
     init_distributed_mode()
     folder, parallel = Path(sys.argv[1]), sys.argv[2]
-    kinds = list(KINDS)
+    kinds = list(ON_RANKS)
     if parallel == "fsdp":  # Muon is refused there; torch's Adafactor cannot step sharded parameters
-        kinds = [kind for kind in KINDS if kind not in ("muon", "adafactor")]
+        kinds = [kind for kind in ON_RANKS if kind not in ("muon", "adafactor")]
     found = list(differences(folder, parallel, kinds))
     print(f"{len(found)} of {len(kinds) * len(CASES)} runs differ", *found, sep="\n")

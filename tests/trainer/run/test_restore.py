@@ -29,7 +29,7 @@ def test_every_optimizer_goes_on_with_the_same_bits(tmp_path, kind):
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_every_optimizer_goes_on_with_the_same_bits_on_two_ranks(tmp_path, parallel):
     process = run("tests.trainer.run.restored_runs", [tmp_path, parallel], ranks=2)
-    runs = {"ddp": 50, "fsdp": 40}[parallel]
+    runs = {"ddp": 45, "fsdp": 35}[parallel]
     assert process.out.splitlines()[-1] == f"0 of {runs} runs differ"
 
 
