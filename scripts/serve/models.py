@@ -51,8 +51,7 @@ class Models:
             return name, self.known[name]
         if ANY_MODEL.fullmatch(name):
             return self.name, self.path
-        message = f"The model '{printable(name[:100])}' does not exist; GET /v1/models lists those that do."
-        raise ApiError(message, 404, "model", "model_not_found")
+        raise not_found(name)
 
     def cards(self, samplings: dict[Path, Sampling], context: int) -> list[dict[str, Any]]:
         """What /v1/models says of each. samplings: of the loaded models, how they draw by default."""
@@ -65,3 +64,9 @@ class Models:
                 card["sampling"] = {field: getattr(samplings[path], field) for field in fields}
             cards.append(card)
         return cards
+
+
+def not_found(name: str) -> ApiError:
+    """The error of a request for a model that is not there."""
+    message = f"The model '{printable(name[:100])}' does not exist; GET /v1/models lists those that do."
+    return ApiError(message, 404, "model", "model_not_found")

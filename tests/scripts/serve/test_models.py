@@ -1,5 +1,8 @@
 """A server of several models: the weights of a folder by name, loaded on demand."""
 
+import shutil
+import threading
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -74,6 +77,35 @@ def test_models_answer_at_the_same_time_and_one_that_finds_no_room_waits(server)
     with ThreadPoolExecutor(16) as pool:
         together = list(pool.map(lambda name: ask(server, name, max_tokens=20), [*alone] * 6))
     assert together == [*alone.values()] * 6 and len(loaded(server)) == 2
+
+
+def test_a_model_gets_room_beside_others_that_are_always_busy(server):
+    """After at most one answer of each: the one that was loaded first begins no other until it has left."""
+    is_over, answers = threading.Event(), Counter[str]()
+
+    def keep_busy(name: str) -> None:
+        while not is_over.is_set():
+            ask(server, name, max_tokens=20)
+            answers[name] += 1
+
+    with ThreadPoolExecutor(8) as pool:
+        busy = [pool.submit(keep_busy, name) for name in ["full_sft_48", "pretrain_32"] * 4]
+        wait_for(lambda: len(answers) == 2)
+        for name in ("grpo_32", "dpo_32_moe", "grpo_32"):
+            assert ask(server, name)
+        is_over.set()
+        for each in busy:
+            each.result()
+
+
+def test_a_model_that_was_deleted_is_not_found(server, folder):
+    path = folder / "gone_32.pth"
+    shutil.copyfile(folder / "grpo_32.pth", path)
+    assert "gone_32" in {model.id for model in server.client.models.list().data}
+    path.unlink()
+    with pytest.raises(openai.NotFoundError):
+        ask(server, "gone_32")
+    assert ask(server, None)
 
 
 def test_a_step_that_fails_ends_the_answers_of_its_model_alone(server, monkeypatch):
