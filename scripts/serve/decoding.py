@@ -303,8 +303,8 @@ class DecodingThread:
             self.work()
 
     def work(self) -> None:
-        """Write a token of each answer of each model. A method of its own, since a variable of `run` would keep
-        the last model in memory when it is dropped."""
+        """Write a token of each answer of each model. Not in `run`, where a variable would keep
+        a dropped model in memory."""
         for model in self.loaded.values():
             model.work()
 

@@ -35,10 +35,11 @@ class Models:
         files = [] if self.save_dir is None else list(self.save_dir.glob("*.pth"))
         for path in files:
             with suppress(OSError):  # removed this moment
-                if shape_in_name(path) and path.resolve() != self.path.resolve():
+                if shape_in_name(path) and path.is_file() and path.resolve() != self.path.resolve():
                     ages[path] = path.stat().st_mtime
         newest_first = sorted(ages, key=lambda path: (-ages[path], path.name))
-        others = {path.stem: path for path in newest_first if path.stem != self.name}
+        names = {printable(path.stem): path for path in newest_first}  # a name need not be UTF-8
+        others = {name: path for name, path in names.items() if name != self.name}
         return {self.name: self.path} | others
 
     def find(self, name: str | None) -> tuple[str, Path]:
