@@ -71,7 +71,9 @@ class Run:
         del self.warnings[WARNINGS:]
         self.add_samples(record["update"], record.get("samples", ()))
         for name, value in numbers.items():
-            self.values.setdefault(name, array("d", [math.nan] * self.count)).append(value)
+            if name not in self.values:
+                self.values[name] = array("d", [math.nan] * self.count)
+            self.values[name].append(value)
         self.count += 1
         for values in self.values.values():
             if len(values) < self.count:

@@ -300,17 +300,18 @@ class DecodingThread:
                 self.postponed.append(job)
                 is_idle = False
             self.give_jobs_to_models()
+            self.load_what_is_missing()
             self.work()
 
+    # no variable of these methods may hold a model when another one is loaded
+
     def work(self) -> None:
-        """Write a token of each answer of each model. Not in `run`, where a variable would keep
-        a dropped model in memory."""
+        """Write a token of each answer of each model."""
         for model in self.loaded.values():
             model.work()
 
     def give_jobs_to_models(self) -> None:
-        """Give requests to their models. The model of the oldest one that is left is loaded if there is
-        room, or gets the room of another, which begins no further answers."""
+        """Give requests to their models."""
         left = []
         for job in self.postponed:
             model = self.loaded.get(job.path)
@@ -322,12 +323,20 @@ class DecodingThread:
             self.loaded[job.path] = self.loaded.pop(job.path)  # the last one used stands last
             model.reading.append(job)
         self.postponed = left
-        missing = [job.path for job in left if job.path not in self.loaded]
+
+    def load_what_is_missing(self) -> None:
+        """The model of the oldest request that is left is loaded if there is room, or gets the room of one
+        that begins no further answers."""
+        missing = [job.path for job in self.postponed if job.path not in self.loaded]
         if not missing:
-            for model in self.loaded.values():
-                model.is_leaving = False
+            self.let_all_stay()
         elif self.make_room():
             self.load_for(missing[0])
+
+    def let_all_stay(self) -> None:
+        """No model leaves."""
+        for model in self.loaded.values():
+            model.is_leaving = False
 
     def make_room(self) -> bool:
         """Whether there is room for another model. Idle ones are dropped; if all are busy, the one that has
