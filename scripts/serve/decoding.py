@@ -28,6 +28,10 @@ from scripts.serve.models import Models, not_found
 from scripts.serve.protocol import ApiError, GenerationRequest
 
 
+SAMPLING_FIELDS = {"temperature", "top_p", "top_k"}
+SAMPLING_FIELDS |= {"repetition_penalty", "frequency_penalty", "presence_penalty"}
+
+
 class Progress(NamedTuple):
     """New text of one answer of a job. tokens: of the answer so far. finish: why it ended, "stop" or
     "length"; None while it is written."""
@@ -75,7 +79,7 @@ class Job:
     def samplings(self, default: Sampling) -> list[Sampling]:
         """How each answer to a prompt is drawn; the first one has the seed itself, so it does not depend on
         `n`. default: for what the request leaves out."""
-        given = self.asked.model_dump(include={"temperature", "top_p", "top_k"}, exclude_none=True)
+        given = self.asked.model_dump(include=SAMPLING_FIELDS, exclude_none=True)
         if self.asked.top_k == -1:  # vLLM's name for all tokens
             given["top_k"] = 0
         seed = secrets.randbits(63) if self.asked.seed is None else self.asked.seed

@@ -79,14 +79,15 @@ REFUSED: dict[str, list[Any]] = {
 WEIGHTS_ELSEWHERE = "export the weights (scripts/convert_model.py) and use llama-server or vLLM"
 INSTEAD = {
     "do_sample": "use temperature 0",
-    "format": WEIGHTS_ELSEWHERE,
     "logprobs": "export the weights (scripts/convert_model.py) and use transformers",
     "max_new_tokens": "use max_tokens",
     "num_predict": "use max_tokens",
     "parallel_tool_calls": "use the first of the calls",
     "repeat_penalty": "use repetition_penalty",
-    "response_format": WEIGHTS_ELSEWHERE,
 }
+CONSTRAINTS = ("ebnf", "format", "grammar", "guided_choice", "guided_grammar", "guided_json", "guided_regex")
+CONSTRAINTS += ("json_schema", "regex", "response_format", "structural_tag", "structured_outputs")
+INSTEAD |= dict.fromkeys(CONSTRAINTS, WEIGHTS_ELSEWHERE)
 IGNORED_NAMES, IGNORED_CHARACTERS = 16, 64  # of unknown fields, that come back
 
 
@@ -145,9 +146,9 @@ class GenerationRequest(Lenient):
     top_k: int | None = Field(None, ge=-1, lt=2**31)
     n: int = Field(1, ge=1, le=MAX_ANSWERS)
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)
-    repetition_penalty: float = Field(1, gt=0, le=10)
-    frequency_penalty: float = Field(0, ge=-2, le=2)
-    presence_penalty: float = Field(0, ge=-2, le=2)
+    repetition_penalty: float | None = Field(None, gt=0, le=10)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
     stop: Annotated[list[StopString], FailFast()] = Field([], max_length=MAX_STOPS)
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
