@@ -27,7 +27,6 @@ from scripts.serve.limits import CLIENT_LEAVES, MAX_WAITING, REQUEST_LEAVES, TOK
 from scripts.serve.models import Models, not_found
 from scripts.serve.protocol import ApiError, GenerationRequest
 
-
 SAMPLING_FIELDS = {"temperature", "top_p", "top_k"}
 SAMPLING_FIELDS |= {"repetition_penalty", "frequency_penalty", "presence_penalty"}
 
