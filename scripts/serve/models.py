@@ -1,5 +1,6 @@
 """The models that a server offers by name: the one it was started with, and the weights of --save_dir."""
 
+import json
 import re
 import time
 from collections.abc import Callable
@@ -55,16 +56,30 @@ class Models:
         raise not_found(name)
 
     def cards(self, samplings: dict[Path, Sampling], context: int) -> list[dict[str, Any]]:
-        """What /v1/models says of each. samplings: of the loaded models, how they draw by default."""
+        """What /v1/models says of each. samplings: of the loaded models, how they draw by default.
+        continues_text: it was pretrained only."""
         self.known, cards = self.paths(), []
         for name, path in self.known.items():
+            if path not in samplings and not path.exists():
+                continue  # the first model, which was dropped from memory and deleted
             card: dict[str, Any] = {"id": name, "object": "model", "owned_by": "minimind"}
+            card["continues_text"] = is_pretrained_only(path)
             card |= {"created": int(time.time()), "max_model_len": context, "loaded": path in samplings}
             if path in samplings:
                 fields = ("temperature", "top_p", "top_k")
                 card["sampling"] = {field: getattr(samplings[path], field) for field in fields}
             cards.append(card)
         return cards
+
+
+def is_pretrained_only(path: Path) -> bool:
+    """Whether weights have learnt to continue texts, not to answer: as the file beside them says, else their
+    name."""
+    try:
+        stage = json.loads(path.with_suffix(".json").read_bytes())["stage"]
+    except (OSError, ValueError, LookupError, TypeError):
+        stage = path.name
+    return str(stage).startswith("pretrain")
 
 
 def not_found(name: str) -> ApiError:
