@@ -79,7 +79,7 @@ def is_pretrained_only(path: Path) -> bool:
         stage = json.loads(path.with_suffix(".json").read_bytes())["stage"]
     except (OSError, ValueError, LookupError, TypeError):
         stage = path.name
-    return str(stage).startswith("pretrain")
+    return "pretrain" in str(stage)  # the stage is the name of its script
 
 
 def not_found(name: str) -> ApiError:

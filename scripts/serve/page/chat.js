@@ -11,7 +11,7 @@ import { t } from "./text.js";
 const CURRENT = "minimind.current";
 
 const { threads } = store;
-const running = new Map(); // thread -> {stop, conversation} of its answer
+const running = new Map(); // thread -> {stop, conversation, message} of its answer
 let current = store.conversation(store.read(CURRENT, "")) ?? store.newConversation();
 let views = new Map(); // message -> its view
 let models = [];
@@ -62,7 +62,7 @@ function rows() {
 
 function update(thread, message) {
   const last = message === thread.messages.at(-1);
-  views.get(message)?.update({ last, writing: last && running.has(thread) });
+  views.get(message)?.update({ last, writing: running.get(thread)?.message === message });
 }
 
 function drawControls() {
@@ -165,7 +165,7 @@ async function answer(conversation, thread) {
   const body = { model: model || undefined, ...(continues ? textFields(sent.at(-1).content, fields) : { messages, ...fields }) };
   // what it is if the page is closed now
   const message = store.ownMessage({ role: "assistant", content: "", model, note: "stopped", continues });
-  const job = { stop: new AbortController(), conversation };
+  const job = { stop: new AbortController(), conversation, message };
   thread.messages.push(message);
   running.set(thread, job);
   store.keep(conversation);

@@ -72,7 +72,9 @@ function mergeThread(mine, stored) {
   const current = kept.map((message) => {
     const here = byId.get(message.id);
     if (!here) return message;
-    return written.has(here) ? here : Object.assign(here, message); // it may go on growing there
+    if (written.has(here)) return here;
+    for (const name of Object.keys(here)) delete here[name];
+    return Object.assign(here, message); // it may have grown there
   });
   const added = mine.messages.filter(({ id }) => !there.has(id) && !before.has(id));
   mine.messages = [...current, ...added];

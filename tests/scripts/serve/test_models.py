@@ -141,6 +141,17 @@ def test_damaged_weights_are_one_line_and_nothing_else_stops(server, capfd):
     assert "the model damaged_32 cannot be loaded: " in capfd.readouterr().err and ask(server, None)
 
 
+def test_cards_say_which_weights_were_pretrained_only(server, folder):
+    """By the stage that the file beside them names, else by their own name."""
+    about = folder / "grpo_32.json"
+    about.write_text('{"stage": "train_pretrain.py"}')
+    continues = lambda: {model.id: model.continues_text for model in server.client.models.list().data}  # noqa: E731
+    assert {name for name, value in continues().items() if value} == {"pretrain_32", "grpo_32"}
+    about.write_text("[]")
+    assert {name for name, value in continues().items() if value} == {"pretrain_32"}
+    about.unlink()
+
+
 @pytest.mark.parametrize("others", [True, False])
 def test_the_name_of_the_first_model_and_one_model_alone(folder, others):
     models = Models("mine", folder / "full_sft_48.pth", load_path, folder if others else None)
