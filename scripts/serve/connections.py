@@ -100,9 +100,8 @@ class Server(uvicorn.Server):
         self.decoding = decoding
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        loop = asyncio.get_running_loop()
-        self.log_error = LoopErrors()
-        loop.set_exception_handler(self.log_error)
+        self.loop = asyncio.get_running_loop()
+        self.loop.set_exception_handler(LoopErrors())
         await super().startup(sockets)
         # asyncio accepts as many connections in one go as its backlog says, each with a descriptor; those
         # that wait in the system have none
@@ -113,7 +112,6 @@ class Server(uvicorn.Server):
         return await super().on_tick(counter) or self.decoding.failure() is not None
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self.loop = asyncio.get_running_loop()
         is_dead = self.decoding.failure() is not None
         self.loop.call_later(0 if is_dead else limits.GRACE, self.end_requests)
         await super().shutdown(sockets)
@@ -132,7 +130,7 @@ class Server(uvicorn.Server):
         if not self.should_exit:
             say("finishing what is being answered; Ctrl-C ends it at once")
             super().handle_exit(sig, frame)
-        elif hasattr(self, "loop"):
+        else:
             self.loop.call_soon_threadsafe(self.end_requests)
 
 

@@ -46,7 +46,9 @@ def test_a_signal_lets_answers_be_finished_and_a_second_one_does_not(weights):
         wait_for_line(process, "finishing ")
     start = time.monotonic()
     hasty.send(signal.SIGINT)
-    assert hasty.wait(30) == 0 and time.monotonic() - start < 10
+    assert hasty.wait(30) == 0 and time.monotonic() - start < 10 and hasty.err == ""
+    last = streams[1][1].read().decode().strip().split("\n\n")[-1]
+    assert json.loads(last.removeprefix("data: "))["error"]["message"] == "The server has ended."
     events = streams[0][1].read().decode().split("\n\n")
     assert events[-2] == "data: [DONE]" and sum('"finish_reason":"' in event for event in events) == 4
     assert gentle.wait(30) == 0 and gentle.err == ""
