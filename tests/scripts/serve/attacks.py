@@ -95,6 +95,13 @@ def answers() -> Any:
     return post({"prompt": ["the river"] * 128, "n": 64, "max_tokens": 1000}, TEXTS)
 
 
+def many_answers() -> Any:
+    """8,192 answers in 64 requests, for a minute."""
+    ask = lambda _: post({"prompt": ["the river"] * 128, "max_tokens": 1000}, TEXTS, 60)  # noqa: E731
+    with ThreadPoolExecutor(64) as pool:
+        return Counter(pool.map(ask, range(64)))
+
+
 def requests() -> Any:
     """2,000 requests, 500 at a time."""
     ask = lambda _: post({"messages": user("hello"), "max_tokens": 8})  # noqa: E731
@@ -183,6 +190,7 @@ ATTACKS: dict[str, Callable[[], Any]] = {
         many_tools,
         nested,
         answers,
+        many_answers,
         requests,
         models,
         connections,

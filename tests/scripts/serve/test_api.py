@@ -253,6 +253,47 @@ def test_requests_as_minimind_sends_them_are_answered(said):
         said.client.chat.completions.create(model="full_sft_512", messages=user("hi"))
 
 
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "a", "strict": True, "schema": {"type": "object"}}}
+PROGRAMS = {  # fields as the program sends them: which of them are unknown here, or None and the refused one
+    "Open WebUI": ({"stream": True, "params": {}, "chat_id": "c", "session_id": "s", "metadata": {}}, 4),
+    "LibreChat": (
+        {
+            "stream": True,
+            "user": "u",
+            "presence_penalty": 0,
+            "frequency_penalty": 0,
+            "temperature": 1,
+            "top_p": 1,
+        },
+        1,
+    ),
+    "LangChain": (
+        {"n": 1, "stream": False, "max_completion_tokens": 9, "tools": TOOLS, "tool_choice": "auto"},
+        0,
+    ),
+    "LangChain, structured output": (
+        {"response_format": SCHEMA, "parallel_tool_calls": False},
+        "response_format",
+    ),
+    "OpenAI's agents": (
+        {"store": False, "tools": TOOLS, "parallel_tool_calls": False},
+        "parallel_tool_calls",
+    ),
+    "MiniMind's web_demo.py": ({"stream": True, "max_tokens": 99, "top_p": 0.9, "open_thinking": False}, 0),
+}
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_requests_as_other_programs_send_them(said, program):
+    fields, wanted = PROGRAMS[program]
+    answer = post(said, {"model": "tiny", "messages": user("hello")} | fields)
+    if isinstance(wanted, str):
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == wanted
+        return
+    ignored = answer.headers.get("X-Ignored-Fields")
+    assert answer.status_code == 200 and len(ignored.split(", ") if ignored else []) == wanted
+
+
 # --- mistakes of the client
 
 
