@@ -150,11 +150,12 @@ class LoopErrors:
 
 
 def most_connections() -> int:
-    """How many connections the process may have at once: fewer than file descriptors."""
+    """How many connections the process may have at once; each has a file descriptor, and another one while
+    it sends a file of the page."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = limits.MAX_CONNECTIONS
     if soft != resource.RLIM_INFINITY:
-        most = min(most, soft - limits.RESERVED_DESCRIPTORS)
+        most = min(most, (soft - limits.RESERVED_DESCRIPTORS) // 2)
     return max(1, most)
 
 

@@ -247,7 +247,7 @@ def test_when_there_are_too_many_the_one_that_owes_a_request_for_longest_is_clos
 
 
 def test_there_are_fewer_connections_than_descriptors(monkeypatch):
-    for soft, most in ((128, 64), (20_000, 1024), (-1, 1024), (10, 1)):
+    for soft, most in ((128, 32), (1024, 480), (20_000, 1024), (-1, 1024), (10, 1)):
         monkeypatch.setattr(connections.resource, "getrlimit", lambda _, soft=soft: (soft, soft))
         assert most_connections() == most
 
