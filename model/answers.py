@@ -16,9 +16,13 @@ CALL, END_CALL = "<tool_call>", "</tool_call>"
 
 
 def held_back(text: str, marks: Collection[str]) -> int:
-    """How many characters at the end of a text may be the beginning of one of the marks."""
-    beginnings = [mark[:size] for mark in marks for size in range(1, len(mark))]
-    return max((len(part) for part in beginnings if text.endswith(part)), default=0)
+    """How many characters at the end of a text may be one of the marks, or its beginning."""
+    longest = max(map(len, marks), default=0)
+    for start in range(max(0, len(text) - longest), len(text)):
+        end = text[start:]
+        if any(mark.startswith(end) for mark in marks):
+            return len(end)
+    return 0
 
 
 class TextStream:
@@ -60,13 +64,12 @@ class TextStream:
         if self.stopped:
             return ""
         text = self.held + text
-        end = len(text)
-        places = [text.find(stop) for stop in self.stops if stop in text]
-        if places:
+        end = len(text) if is_last else len(text) - held_back(text, self.stops)
+        # behind `end` a stop string may have begun that comes before this one
+        first = min((text.find(stop) for stop in self.stops if stop in text), default=len(text))
+        if first < len(text) and first <= end:
             self.stopped = True
-            end = min(places)
-        elif not is_last:
-            end -= held_back(text, self.stops)
+            end = first
         self.held = text[end:]
         return text[:end]
 

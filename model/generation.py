@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from common.errors import UserError
-from model.sampling import Sampling, draw
+from model.sampling import Sampling, draw, penalise
 
 SLOTS = 128  # answers that `generate` writes at once
 READ_AT_ONCE = 512  # tokens of a prompt on a CPU: the mask and the activations of more take much memory
@@ -66,9 +66,11 @@ class Answer:
     sampling: Sampling
     max_new_tokens: int
     tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)  # of these tokens under softmax(logits / temperature)
+    # of these tokens under softmax(logits / temperature), with penalties
+    logprobs: list[float] = field(default_factory=list)
     finish: str | None = None
     cached: int = 0  # tokens whose keys and values are in the cache
+    prompt: Sequence[int] = ()
 
 
 class KeyValueCache:
@@ -137,7 +139,7 @@ class Decoder:
         for prompt, of_prompt, new in zip(prompts, samplings, max_new_tokens, strict=True):
             if not prompt or new < 1 or len(prompt) + new > self.length:
                 raise ValueError(f"{len(prompt)} + {new} tokens do not fit the cache of {self.length}")
-            groups.append([Answer(sampling, new, cached=len(prompt)) for sampling in of_prompt])
+            groups.append([Answer(each, new, cached=len(prompt), prompt=prompt) for each in of_prompt])
         answers = [answer for group in groups for answer in group]
         if not all(groups) or len(answers) > self.free:
             raise ValueError(f"{len(answers)} answers were asked for, and there is room for {self.free}")
@@ -219,6 +221,9 @@ class Decoder:
     def _draw(self, answers: list[Answer], logits: Tensor) -> tuple[list[int], list[float]]:
         """The next token of each answer from logits [R, V], and its log-probability. Sync point, the only
         one."""
+        for row, answer in enumerate(answers):
+            if answer.sampling.has_penalty:
+                penalise(logits[row], answer.prompt, answer.tokens, answer.sampling)
         numbers = [len(answer.tokens) for answer in answers]
         tokens, logprobs = draw(logits, [answer.sampling for answer in answers], numbers)
         # one read for both; float32 holds whole numbers up to 2**24

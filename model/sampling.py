@@ -22,12 +22,20 @@ COLDEST = 1e-5  # a lower temperature takes the likeliest token: float32 has no 
 class Sampling:
     """How the tokens of one answer are drawn: from the `top_k` likeliest (0: all), of these from the smallest
     set with probability `top_p` (1: all). A temperature below COLDEST, such as 0, takes the likeliest,
-    always."""
+    always. Penalties change the logits before that (`penalise`)."""
 
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
     seed: int = 0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+
+    @property
+    def has_penalty(self) -> bool:
+        """Whether earlier tokens change the logits."""
+        return self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
 
     @property
     def is_greedy(self) -> bool:
@@ -64,6 +72,23 @@ def draw(logits: Tensor, samplings: Sequence[Sampling], numbers: Sequence[int]) 
             greedy = torch.tensor(is_greedy).to(tokens.device, non_blocking=True)
             tokens = torch.where(greedy, probs.argmax(dim=-1), tokens)
     return tokens, probs.gather(1, tokens[:, None])[:, 0].log()
+
+
+def penalise(logits: Tensor, prompt: Sequence[int], answer: Sequence[int], sampling: Sampling) -> None:
+    """Change the logits [V] of an answer's next token, in place, by the tokens before it.
+
+    repetition_penalty: logits of the tokens of prompt and answer are divided by it, negative ones multiplied
+    (Keskar et al. 2019, as in transformers). Then of each token in the answer frequency_penalty is
+    subtracted as often as it stands there, and presence_penalty once (OpenAI's definition)."""
+    if sampling.repetition_penalty != 1:
+        seen = torch.tensor(sorted({*prompt, *answer}), dtype=torch.long).to(logits.device, non_blocking=True)
+        values, penalty = logits[seen], sampling.repetition_penalty
+        logits[seen] = torch.where(values < 0, values * penalty, values / penalty)
+    if answer and (sampling.frequency_penalty != 0 or sampling.presence_penalty != 0):
+        seen, counts = torch.tensor(answer).unique(return_counts=True)
+        penalties = counts * sampling.frequency_penalty + sampling.presence_penalty
+        seen, penalties = (each.to(logits.device, non_blocking=True) for each in (seen, penalties))
+        logits[seen] -= penalties.to(logits.dtype)
 
 
 def likeliest(probs: Tensor, samplings: Sequence[Sampling]) -> Tensor:

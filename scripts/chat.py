@@ -29,6 +29,7 @@ from model.generation import Decoder
 from model.prompts import document_tokens
 from model.sampling import DEFAULTS, default_sampling
 from scripts.conversation import Conversation
+from scripts.penalties import add_penalty_flags, check_penalties, with_penalties
 from scripts.terminal import Screen
 from trainer.rollouts.environments import IN_OTHER_FILES, SHIPPED, Toolbox
 from trainer.rollouts.mock_tools import cases
@@ -69,6 +70,7 @@ def parse_args() -> argparse.Namespace:
     flag("--top_p", type=float, help=text)
     text = "sample from so many of the likeliest tokens; 0: from all " + default.format(DEFAULTS.top_k)
     flag("--top_k", type=int, help=text)
+    add_penalty_flags(parser)
     flag("--seed", type=int, default=42, help="random seed of the first answer; each further one counts up")
     args = parser.parse_args()
     if args.form == "text" and (args.system or args.tools or args.open_thinking):
@@ -79,6 +81,7 @@ def parse_args() -> argparse.Namespace:
             raise UserError(f"--{name} must be at least {least}, not {value}")
     if args.top_p is not None and not 0 < args.top_p <= 1:
         raise UserError(f"--top_p must be above 0 and at most 1, not {args.top_p}")
+    check_penalties(args)
     return args
 
 
@@ -93,7 +96,8 @@ class Chat:
             self.model, self.tokenizer = load_model(args)
         names = ("temperature", "top_p", "top_k")
         given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-        self.sampling = replace(default_sampling(self.model), seed=args.seed, **given)
+        sampling = replace(default_sampling(self.model), seed=args.seed, **given)
+        self.sampling = with_penalties(sampling, args)
         self.is_stopped = False
         self.start(args.system)
 

@@ -32,6 +32,7 @@ from dataset.lm_dataset import PretrainDataset, SFTDataset, collate_flat
 from dataset.rollout_prompts import PromptDataset
 from model.generation import generate
 from model.sampling import Sampling
+from scripts.penalties import add_penalty_flags, check_penalties, with_penalties
 from scripts.text_table import text_table
 from trainer.devices.device import prepare_device, select_device
 from trainer.objectives.lora import merge_adapter
@@ -63,12 +64,14 @@ def parse_args() -> argparse.Namespace:
     answers = parser.add_argument_group("--task answers")
     answers.add_argument("--reward", default="exact_answer", help="rewards, as --reward of train_grpo.py")
     answers.add_argument("--max_new_tokens", type=int, default=256, help="longest answer, in tokens")
+    add_penalty_flags(answers)
     answers.add_argument("--show", type=int, default=0, help="number of answers to print, of each model")
     text = "1: reason before the answer"
     answers.add_argument("--open_thinking", type=int, choices=(0, 1), default=0, help=text)
     args = parser.parse_args()
     if args.max_new_tokens < 1 or args.show < 0:
         raise UserError("--max_new_tokens must be at least 1, and --show not negative")
+    check_penalties(args)
     return args
 
 
@@ -107,7 +110,7 @@ def judge_answers(args: argparse.Namespace, model: Any, tokenizer: Any) -> dict[
     longest = args.max_seq_len or model.config.max_position_embeddings - args.max_new_tokens
     thinking = float(args.open_thinking)
     prompts = PromptDataset(args.data_path, tokenizer, longest, thinking_ratio=thinking).prompts
-    greedy = [[Sampling(temperature=0)]] * len(prompts)
+    greedy = [[with_penalties(Sampling(temperature=0), args)]] * len(prompts)
     input_ids = [prompt.input_ids for prompt in prompts]
     generated = generate(model, input_ids, greedy, args.max_new_tokens, [tokenizer.eos_token_id])
     answers: list[dict[str, Any]] = []

@@ -72,7 +72,7 @@ def read_runs(paths: list[str]) -> dict[str, Run]:
         except OSError as error:
             problems.append(str(error))
             continue
-        if run.records:
+        if run.count:
             runs.append(run)
         else:
             problems.append(f"{path} holds no log records: none came yet, or it is not a metrics file")

@@ -12,6 +12,7 @@ import gc
 import importlib.util
 import ipaddress
 import os
+import re
 import socket
 import sys
 from contextlib import closing
@@ -22,7 +23,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.command_line import Parser, one_line_errors
-from common.errors import UserError, reason, say
+from common.errors import UserError, log, printable, reason, say
 from common.hub import shown_name
 from scripts.serve.decoding import DecodingThread
 from scripts.serve.models import Models
@@ -47,6 +48,8 @@ def parse_args() -> argparse.Namespace:
     flag("--api_key", help=text)
     text = "origins of other web pages that may use the API, such as http://localhost:3000"
     flag("--allow_origin", nargs="+", default=[], help=text)
+    text = "host names by which it may be called without a key, such as host.docker.internal"
+    flag("--allow_host", nargs="+", default=[], help=text)
     flag("--slots", type=int, default=64, help="answers that are written at once")
     text = "longest prompt together with its answer, in tokens"
     flag("--context", "--max_seq_len", type=int, default=2048, help=text)
@@ -60,18 +63,35 @@ def parse_args() -> argparse.Namespace:
             raise UserError(f"--{name} must be at least 1, not {getattr(args, name)}")
     if not 0 <= args.port < 65536:
         raise UserError(f"--port must be between 0 and 65535, not {args.port}")
+    check_access(args)
     if args.max_new_tokens >= args.context:
         raise UserError(f"--max_new_tokens {args.max_new_tokens} must be below --context {args.context}")
     return args
 
 
+def check_access(args: argparse.Namespace) -> None:
+    """Raises UserError if no client could send the key, or no browser the origin."""
+    key = args.api_key
+    if key is not None and not (key.isascii() and key.isprintable() and key == key.strip()):
+        raise UserError("--api_key must be printable ASCII without a blank at either end, to fit a header")
+    for origin in args.allow_origin:
+        if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#@*\s]+", origin):
+            message = "must be * or scheme://host[:port] in lower case, without a path or a star inside"
+            raise UserError(f"--allow_origin {origin} {message}")
+    for host in args.allow_host:
+        if not re.fullmatch(r"\*|(\*\.)?[\w.-]+|\[[0-9a-f:.]+\]", host):
+            raise UserError(f"--allow_host {host} must be a host name or an address alone, without a port")
+
+
 def listen(host: str, port: int) -> socket.socket:
-    """A socket bound to an address. Raises UserError if it cannot be had."""
+    """A socket that listens at an address: a second server for it fails before it loads its model. Raises
+    UserError if it cannot be had."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
+        listener.listen()
     except OSError as error:
         message = f"--host {host} --port {port}: {reason(error)}; give another address or port"
         raise UserError(message) from error
@@ -113,10 +133,12 @@ def main() -> None:
     host, port = listener.getsockname()[:2]
     is_local = ipaddress.ip_address(host.partition("%")[0]).is_loopback
     if not is_local and not args.api_key:
+        listener.close()
         raise UserError(f"everyone who reaches {host} could use this server; give it an --api_key")
 
     # 2. who may use it; a page whose name is made to point here would be taken for the own one
-    hosts = ("*",) if args.api_key else (*OWN_NAMES, host)
+    shown_host = f"[{host}]" if ":" in host else host
+    hosts = ("*",) if args.api_key else (*OWN_NAMES, shown_host, *map(str.lower, args.allow_host))
     access = Access(args.api_key, hosts, tuple(args.allow_origin))
 
     # 3. the models, and the thread that decodes
@@ -128,10 +150,11 @@ def main() -> None:
         gc.freeze()  # a collection over all that torch holds stops every thread for a fifth of a second
 
         # 5. serve
-        listener.listen()  # a client that comes at once waits
-        shown_host = f"[{host}]" if ":" in host else host
         say(f"serving {models.name} at http://{shown_host}:{port}; Ctrl-C ends it")
-        run(app, listener)
+        run(app, listener, decoding)
+    if failure := decoding.failure():
+        log.error(printable(f"error: the decoding thread has ended ({failure}); start the server again"))
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -4,13 +4,14 @@ page of `plot_metrics.py` and the web page show it."""
 import json
 import math
 import time
-from itertools import chain
+from array import array
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from trainer.report.metrics import complete_lines, log_record
+from trainer.report.metrics import log_record
 from trainer.run.paths import settings_path
 
 ENDING = "_metrics.jsonl"
@@ -22,14 +23,17 @@ RESULTS = ("loss", "eval_loss", "best_eval_loss", "best_update", "reward", "eval
 PLACES = {"save_weight", "save_dir", "checkpoint_dir", "cache_dir", "tensorboard_dir", "log_file", "log_dir"}
 PLACES |= {"from_resume", "resume_from", "log_interval", "eval_interval", "save_interval"}
 PROMPTS, ANSWERS, WARNINGS, CHARACTERS = 8, 5, 20, 400  # that are kept of a run; characters of a text
-# records that are read at a time, some four milliseconds of work; seconds behind them
-BLOCK, PAUSE = 500, 0.001
+# records that are read at a time, some two milliseconds of work; seconds behind them
+BLOCK, PAUSE = 100, 0.001
+# of a record that holds something else than a run writes
+WRONG_TYPES = (TypeError, AttributeError, ValueError, LookupError, ArithmeticError, RecursionError)
 
 
 class Run:
     """What the records of a run come to; `add` takes them one by one, the oldest first.
 
-    path: of the metrics file. records: their finite numbers by name. figures: values of RESULTS and AXES, as
+    path: of the metrics file. values: the numbers of the records by name, NaN where there is no finite one;
+    count: of the records. figures: values of RESULTS and AXES, as
     far as there are any. warnings: (update, text).
     samples: prompt -> (update, answer), the first and the last ones; an answer that did not change is not
     repeated. rollout: the same of the last rollout.
@@ -39,7 +43,9 @@ class Run:
 
     def __init__(self, path: Path = Path()) -> None:
         self.path = path
-        self.records: list[dict[str, float]] = []
+        self.offset, self.last_line = 0, b""  # in the file, behind the last complete line, and this line
+        self.count = 0
+        self.values: dict[str, array[float]] = {}
         self.figures: dict[str, float] = {}
         self.warnings: list[tuple[int, str]] = []
         self.samples: dict[str, list[tuple[int, str]]] = {}
@@ -64,7 +70,43 @@ class Run:
         self.warnings += [(record["update"], warning) for warning in record.get("warnings", ())]
         del self.warnings[WARNINGS:]
         self.add_samples(record["update"], record.get("samples", ()))
-        self.records.append(numbers)
+        for name, value in numbers.items():
+            if name not in self.values:
+                self.values[name] = array("d", [math.nan] * self.count)
+            self.values[name].append(value)
+        self.count += 1
+        for values in self.values.values():
+            if len(values) < self.count:
+                values.append(math.nan)
+
+    @property
+    def records(self) -> list[dict[str, float]]:
+        """The finite numbers of each record by name."""
+        rows = zip(*self.values.values(), strict=True)
+        return [
+            {name: value for name, value in zip(self.values, row, strict=True) if not math.isnan(value)}
+            for row in rows
+        ]
+
+    def read_on(self) -> bool:
+        """Read what was added to the file, with pauses, in which other threads work; a record that holds
+        something else is left out. False if what was read before is no longer there. Raises OSError."""
+        with open(self.path, "rb") as file:
+            file.seek(self.offset - len(self.last_line))
+            if file.read(len(self.last_line)) != self.last_line:
+                return False
+            lines = file.read().splitlines(keepends=True)
+        for number, line in enumerate(lines, 1):
+            if not line.endswith(b"\n"):
+                break  # it is being written
+            self.offset += len(line)
+            self.last_line = line
+            with suppress(*WRONG_TYPES):
+                self.add(log_record(line) or {})
+            if number % BLOCK == 0:
+                time.sleep(PAUSE)
+        self.settings, self.about = read_settings(self.path)
+        return True
 
     def add_samples(self, update: int, samples: list[dict[str, Any]]) -> None:
         """Take what the model wrote at an update; a rollout replaces the one before."""
@@ -81,17 +123,17 @@ class Run:
     def columns(self, points: int) -> dict[str, list[float | None]]:
         """Each field's values, of so many points at most: the mean of a point's records, of AXES and
         `seconds_left` the last value. None where there is no finite number."""
-        stride, columns = max(1, math.ceil(len(self.records) / points)), {}
-        for name in dict.fromkeys(chain.from_iterable(self.records)):
-            values = [record.get(name, math.nan) for record in self.records]
+        stride, columns = max(1, math.ceil(self.count / points)), {}
+        for name, recorded in self.values.items():
             is_last = name in (*AXES, "seconds_left")
-            filler = values[-1] if is_last else math.nan
-            values += [filler] * (-len(values) % stride)
-            groups = np.ma.masked_invalid(np.reshape(values, (-1, stride)))  # [points, stride]
+            filler = recorded[-1] if is_last else math.nan
+            values = np.array([*recorded, *[filler] * (-self.count % stride)])
+            groups = np.ma.masked_invalid(values.reshape(-1, stride))  # [points, stride]
             if is_last:
                 columns[name] = groups[:, -1].tolist()
             else:
-                means = groups.mean(axis=1).tolist()
+                with np.errstate(over="ignore"):
+                    means = np.ma.masked_invalid(groups.mean(axis=1)).tolist()
                 columns[name] = [None if mean is None else float(f"{mean:.6g}") for mean in means]
         return columns
 
@@ -110,30 +152,26 @@ def text_of(value: Any) -> str:
 
 
 def read_run(path: Path) -> Run:
-    """The run of a metrics file, read with pauses, in which other threads work. Raises OSError, with what to
-    do."""
+    """The run of a metrics file. Raises OSError, with what to do."""
     if not path.is_file():
         raise FileNotFoundError(
             f"{path} does not exist; give metrics files, such as out/full_sft_512{ENDING}"
         )
     run = Run(path)
-    for number, line in enumerate(complete_lines(path), 1):
-        run.add(log_record(line) or {})
-        if number % BLOCK == 0:
-            time.sleep(PAUSE)
-    run.settings, run.about = read_settings(path)
+    run.read_on()
     return run
 
 
 def read_settings(metrics: Path) -> tuple[dict[str, str], dict[str, Any]]:
     """The settings of a run, with its stage, and what else their file beside the metrics holds; nothing
     without a readable file."""
+    path = settings_path(metrics)
     try:
-        content = json.loads(settings_path(metrics).read_bytes())
+        content = json.loads(path.read_bytes()) if path.is_file() else {}  # a pipe would be waited for
         settings = {"stage": content.pop("stage", None)} | content.pop("settings")
-    except (OSError, ValueError, LookupError):
+        return {name: text_of(value) for name, value in settings.items()}, content
+    except (OSError, *WRONG_TYPES):
         return {}, {}
-    return {name: text_of(value) for name, value in settings.items()}, content
 
 
 def differing(runs: list[dict[str, str]]) -> list[str]:

@@ -2,6 +2,9 @@
 
 import asyncio
 import hmac
+import ipaddress
+import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,19 +12,21 @@ from urllib.parse import urlsplit
 
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Receive, Scope, Send
 
+from common.errors import warn
+from scripts.serve import limits
 from scripts.serve.decoding import DecodingThread, Job
 from scripts.serve.page import add_page, runs_router
 from scripts.serve.prompts import chat_prompt, text_prompts
-from scripts.serve.protocol import ApiError, ChatRequest, CompletionRequest, parse
-from scripts.serve.replies import ChatReply, TextReply, respond
+from scripts.serve.protocol import ApiError, Body, ChatRequest, CompletionRequest, parse
+from scripts.serve.replies import IGNORED, ChatReply, TextReply, respond
 
-MAX_BODY = 2 << 20  # bytes of a request; a full context of text is some 10 KB
-BODY_SECONDS = 30  # until a body must have arrived
+READ = ["GET", "HEAD"]
 
 
 @dataclass(frozen=True)
@@ -35,22 +40,88 @@ class Access:
     async def check(self, request: Request) -> None:
         """Refuse web pages of other sites and requests without the key. Raises ApiError."""
         origin = request.headers.get("origin")
-        is_own = origin is None or urlsplit(origin).netloc == request.headers.get("host")
+        is_own = origin is None or host_of(origin) == request.headers.get("host")
         if not is_own and origin not in self.origins and "*" not in self.origins:
-            raise ApiError(f"Pages of {origin} may not use this server; see --allow_origin.", 403)
-        given = request.headers.get("authorization", "").removeprefix("Bearer ")
+            raise ApiError(f"Pages of {origin[:200]} may not use this server; see --allow_origin.", 403)
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer":
+            given = ""
         if self.api_key is not None and not hmac.compare_digest(given.encode(), self.api_key.encode()):
             raise ApiError("The API key is missing or wrong.", 401, code="invalid_api_key")
+
+
+def host_of(origin: str) -> str | None:
+    """The host and port of an origin; None if it is no URL."""
+    try:
+        return urlsplit(origin).netloc
+    except ValueError:
+        return None
+
+
+class KnownHosts:
+    """Refuses requests to other host names. A web page whose name is made to point to this machine would
+    otherwise be taken for the server's own one. hosts: `*` for any name, `*.localhost` for those below
+    localhost."""
+
+    def __init__(self, app: ASGIApp, hosts: Collection[str]):
+        self.app, self.hosts = app, hosts
+        self.logged = Once()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle a request."""
+        host = Headers(scope=scope).get("host", "") if scope["type"] == "http" else ""
+        if scope["type"] != "http" or self.knows(host):
+            await self.app(scope, receive, send)
+            return
+        name = re.sub(r":\d*$", "", host)[:100]
+        text = f"This server does not answer to the host name '{name}'. Start it with --allow_host {name}, or"
+        text += " with an --api_key, and then every name will do."
+        self.logged.warn(f"refused the host name '{name}'; start with --allow_host {name}, or an --api_key")
+        error = ApiError(text, code="unknown_host")
+        await JSONResponse(error.body(), error.status)(scope, receive, send)
+
+    def knows(self, host: str) -> bool:
+        """Whether the server may be called so; a port does not matter."""
+        name = re.sub(r":\d*$", "", host).lower()
+        below = [known[1:] for known in self.hosts if known.startswith("*.")]
+        return "*" in self.hosts or name in self.hosts or any(name.endswith(each) for each in below)
+
+
+class Once:
+    """Warnings about what clients send, each once, and not many."""
+
+    def __init__(self, most: int = 50):
+        self.most, self.known = most, set[str]()
+
+    def warn(self, text: str) -> None:
+        """Log a line unless it was logged."""
+        if text not in self.known and len(self.known) < self.most:
+            self.known.add(text)
+            warn(text)
+
+
+def client_of(request: Request) -> str:
+    """Whose request it is: the address, of IPv6 the network, which has 2**64 of them."""
+    address = request.client.host if request.client else ""
+    try:
+        parsed = ipaddress.ip_address(address)
+    except ValueError:
+        return address
+    return str(ipaddress.ip_network((parsed, 64), strict=False)) if parsed.version == 6 else address
 
 
 def create_app(decoding: DecodingThread, save_dir: Path, access: Access = Access()) -> FastAPI:
     """The application: the API, and the page at `/` with the runs of save_dir. Whoever made the decoding
     thread closes it."""
     app = FastAPI(title="MiniMind", openapi_url=None)
-    app.add_middleware(TrustedHostMiddleware, allowed_hosts=access.hosts, www_redirect=False)
+    app.add_middleware(KnownHosts, hosts=access.hosts)
     if access.origins:
         app.add_middleware(
-            CORSMiddleware, allow_origins=access.origins, allow_methods=["GET", "POST"], allow_headers=["*"]
+            CORSMiddleware,
+            allow_origins=access.origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=[IGNORED],
         )
     for kind in (ApiError, HTTPException, Exception):
         app.add_exception_handler(kind, error_response)
@@ -59,7 +130,7 @@ def create_app(decoding: DecodingThread, save_dir: Path, access: Access = Access
         app.include_router(routes, dependencies=[is_allowed])
     add_page(app)
 
-    @app.get("/health")
+    @app.api_route("/health", methods=READ)
     async def health() -> Response:
         state = decoding.health()
         if state["alive"]:
@@ -76,21 +147,25 @@ async def error_response(request: Request, error: Exception) -> Response:
         error = ApiError(message, error.status_code)
     elif not isinstance(error, ApiError):
         error = ApiError("The server failed; see its log.", 500)
-    return JSONResponse(error.body(), error.status)
+    return JSONResponse(error.body(), error.status, error.headers)
 
 
-async def read_body(request: Request) -> bytes:
-    """The body of a request. Raises ApiError if it is too large, or does not arrive."""
-    length = request.headers.get("content-length")  # h11 sees that it is a number, and true
-    if length is None:
-        raise ApiError("The request needs a Content-Length.", 411)
-    if int(length) > MAX_BODY:
-        raise ApiError(f"The request is larger than {MAX_BODY >> 10} KB.", 413)
+async def read_body(request: Request, most: int) -> bytes:
+    """The body of a request, counted while it comes: a chunked one may have any length. Raises ApiError if it
+    has more than `most` bytes, or does not arrive."""
+    too_large = ApiError(f"The request is larger than {most >> 10} KB, more than fits.", 413)
+    if int(request.headers.get("content-length", "0")) > most:  # h11 sees that it is a number
+        raise too_large
+    body = bytearray()
     try:
-        async with asyncio.timeout(BODY_SECONDS):
-            return await request.body()
+        async with asyncio.timeout(limits.BODY_SECONDS):
+            async for piece in request.stream():
+                body += piece
+                if len(body) > most:
+                    raise too_large
     except (TimeoutError, ClientDisconnect) as error:
-        raise ApiError(f"The body did not arrive within {BODY_SECONDS} s.", 408) from error
+        raise ApiError(f"The body did not arrive within {limits.BODY_SECONDS} s.", 408) from error
+    return bytes(body)
 
 
 def model_routes(decoding: DecodingThread) -> APIRouter:
@@ -103,11 +178,11 @@ def model_routes(decoding: DecodingThread) -> APIRouter:
 
     # plain functions: FastAPI calls them in threads
 
-    @routes.get("/models")
+    @routes.api_route("/models", methods=READ)
     def models() -> dict[str, Any]:
         return {"object": "list", "data": cards()}
 
-    @routes.get("/models/{name:path}")
+    @routes.api_route("/models/{name:path}", methods=READ)
     def model(name: str) -> dict[str, Any]:
         found_name, _ = decoding.models.find(name)
         return next(card for card in cards() if card["id"] == found_name)
@@ -119,27 +194,30 @@ def answer_routes(decoding: DecodingThread) -> APIRouter:
     """The two routes that generate."""
     routes = APIRouter(prefix="/v1")
 
-    def submit(job: Job) -> None:
-        """Queue a job. Raises ApiError if it asks for too many answers."""
-        if job.asked.n > decoding.slots:
-            message = f"n must be {decoding.slots} or less; this server writes so many answers at once"
-            raise ApiError(message, param="n")
-        decoding.inbox.put(job)
+    context, ignored = decoding.context, Once()
+
+    async def read(request: Request, kind: type[Body]) -> Body:
+        """The request, if it may be answered. Raises ApiError."""
+        asked = parse(kind, await read_body(request, limits.max_body(context)))
+        asked.check_size(context, decoding.slots)
+        for name in asked.ignored_fields:
+            ignored.warn(f"the field '{name}' of a request is unknown here and ignored")
+        return asked
 
     @routes.post("/chat/completions")
     async def chat(request: Request) -> Response:
-        asked = parse(ChatRequest, await read_body(request))
+        asked = await read(request, ChatRequest)
         name, path = decoding.models.find(asked.model)
-        job = Job(asked, path, lambda tokenizer: [chat_prompt(asked, decoding.context, tokenizer)])
-        submit(job)
-        return await respond(request, ChatReply(job, name, asked))
+        job = Job(asked, path, lambda tokenizer: chat_prompt(asked, context, tokenizer), client_of(request))
+        decoding.submit(job)
+        return await respond(request, ChatReply(job, name, asked), decoding.finish)
 
     @routes.post("/completions")
     async def complete(request: Request) -> Response:
-        asked = parse(CompletionRequest, await read_body(request))
+        asked = await read(request, CompletionRequest)
         name, path = decoding.models.find(asked.model)
-        job = Job(asked, path, lambda tokenizer: text_prompts(asked, decoding.context, tokenizer))
-        submit(job)
-        return await respond(request, TextReply(job, name, len(asked.prompt) * asked.n))
+        job = Job(asked, path, lambda tokenizer: text_prompts(asked, context, tokenizer), client_of(request))
+        decoding.submit(job)
+        return await respond(request, TextReply(job, name, len(asked.prompt) * asked.n), decoding.finish)
 
     return routes

@@ -1,57 +1,184 @@
-"""uvicorn, which by itself waits without end for the first request of a connection."""
+"""uvicorn with deadlines, and an end in order.
+
+uvicorn 0.54 waits without end for the rest of a head, for a body, and for a client to read its answer; with
+`limit_concurrency` it refuses new connections, and whoever holds the old ones keeps everybody out. hypercorn
+0.18 has a deadline for each read, which a byte now and then extends and a long answer exceeds; granian 2.8
+has one for heads, none for bodies. Hence a protocol with one timer.
+"""
 
 import asyncio
+import resource
 import signal
 import socket
 import sys
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from common.errors import say
+from common.errors import reason, say, warn
+from scripts.serve import limits
+from scripts.serve.decoding import DecodingThread
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-IDLE_SECONDS = 30  # that a connection lasts without a request
-GRACE = 30  # seconds that answers have when the server ends
+ACCEPTED_AT_ONCE = 16  # connections, before the first of them is looked at
+BACKLOG = 1024  # connections that the system keeps until they are accepted
+END_SECONDS = 1  # that the last responses have to be sent
 
 
 class Connection(H11Protocol):
-    """A connection to a client, which is closed if it sends no request."""
+    """A connection to a client, which is closed if the client is too slow, or if there are too many and it is
+    the one that has waited for its client for longest.
+
+    deadline: until when the client must have sent the rest of a head or body, or read on; None while it owes
+    nothing. most: connections at once."""
+
+    deadline: asyncio.TimerHandle | None = None
+    most = limits.MAX_CONNECTIONS
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        if len(self.connections) >= self.most:
+            self.make_room()
         super().connection_made(transport)
-        self.loop.call_later(IDLE_SECONDS, self.close_if_silent)
+        if len(self.connections) > self.most:
+            transport.abort()
+        self.expect(limits.IDLE_SECONDS)
 
-    def close_if_silent(self) -> None:
-        """Close the connection if the head of its first request has not arrived."""
-        if self.cycle is None:
-            self.transport.abort()
+    def make_room(self) -> None:
+        """Close the connection that has waited for its client for longest; one whose answer is being written
+        never."""
+        ours = [each for each in self.connections if isinstance(each, Connection)]
+        timers = {each: each.deadline or each.timeout_keep_alive_task for each in ours}
+        waiting = {each: timer.when() for each, timer in timers.items() if timer is not None}
+        if waiting:
+            oldest = min(waiting, key=lambda each: waiting[each])
+            oldest.transport.abort()
+            self.connections.discard(oldest)
+
+    def data_received(self, data: bytes) -> None:
+        request = self.cycle
+        super().data_received(data)
+        state = self.conn.their_state
+        if state is h11.SEND_BODY and self.cycle is not request:
+            self.expect(limits.BODY_SECONDS + END_SECONDS)  # the application answers a little earlier
+        elif state in (h11.IDLE, h11.SEND_BODY):
+            if self.deadline is None:
+                self.expect(limits.IDLE_SECONDS)
+        else:
+            self.expect(None)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self.expect(limits.READ_SECONDS)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self.expect(None)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.expect(None)
+        super().connection_lost(exc)
+
+    def expect(self, seconds: float | None) -> None:
+        """Close the connection unless the client does what it owes within so many seconds; None: it owes
+        nothing."""
+        if self.deadline is not None:
+            self.deadline.cancel()
+        self.deadline = None if seconds is None else self.loop.call_later(seconds, self.transport.abort)
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server, which says that it ends."""
+    """uvicorn's server, which says that it ends, answers what is left with an error when the grace period is
+    over, and ends when the decoding thread has."""
+
+    def __init__(self, config: uvicorn.Config, decoding: DecodingThread):
+        super().__init__(config)
+        self.decoding = decoding
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.loop.set_exception_handler(LoopErrors())
+        await super().startup(sockets)
+        # asyncio accepts as many connections in one go as its backlog says, each with a descriptor; those
+        # that wait in the system have none
+        for listener in sockets or []:
+            listener.listen(BACKLOG)
+
+    async def on_tick(self, counter: int) -> bool:
+        return await super().on_tick(counter) or self.decoding.failure() is not None
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        is_dead = self.decoding.failure() is not None
+        self.loop.call_later(0 if is_dead else limits.GRACE, self.end_requests)
+        await super().shutdown(sockets)
+
+    def end_requests(self) -> None:
+        """Answer every request that is left with an error, and close what is left then."""
+        self.decoding.end("The server has ended.")
+        self.loop.call_later(END_SECONDS, self.close_connections)
+
+    def close_connections(self) -> None:
+        """Close the connections of clients that do not take their response, or still send their request."""
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if not self.should_exit:
             say("finishing what is being answered; Ctrl-C ends it at once")
-        super().handle_exit(sig, frame)
+            super().handle_exit(sig, frame)
+        else:
+            self.loop.call_soon_threadsafe(self.end_requests)
 
 
-def run(app: "FastAPI", listener: socket.socket) -> None:
-    """Serve until SIGTERM or Ctrl-C, and then until every request is answered, GRACE seconds at most; ends
-    with SystemExit."""
+class LoopErrors:
+    """What the event loop cannot tell anybody, such as a connection that cannot be accepted, as a line; each
+    once a minute."""
+
+    def __init__(self) -> None:
+        self.last: dict[str, float] = {}
+
+    def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        text = context["message"] + (f": {reason(error)}" if error else "")
+        if loop.time() - self.last.get(text, -60) >= 60:
+            self.last[text] = loop.time()
+            warn(text)
+
+
+def most_connections() -> int:
+    """How many connections the process may have at once; each has a file descriptor, and another one while
+    it sends a file of the page."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = limits.MAX_CONNECTIONS
+    if soft != resource.RLIM_INFINITY:
+        most = min(most, (soft - limits.RESERVED_DESCRIPTORS) // 2)
+    return max(1, most)
+
+
+def make_server(app: "FastAPI", decoding: DecodingThread, **options: Any) -> Server:
+    """The server of an application. options: of uvicorn's Config."""
+    Connection.most = most_connections()
     config = uvicorn.Config(
         app,
         http=Connection,
+        ws="none",
         log_level="error",
         access_log=False,
-        timeout_keep_alive=IDLE_SECONDS,
-        timeout_graceful_shutdown=GRACE,
+        backlog=ACCEPTED_AT_ONCE,
+        timeout_keep_alive=limits.IDLE_SECONDS,
+        timeout_graceful_shutdown=limits.GRACE + 10 * END_SECONDS,  # all connections are closed before
+        **options,
     )
+    return Server(config, decoding)
+
+
+def run(app: "FastAPI", listener: socket.socket, decoding: DecodingThread) -> None:
+    """Serve until SIGTERM or Ctrl-C, and then until every request is answered, GRACE seconds at most; ends
+    with SystemExit. Returns if the decoding thread has died."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: sys.exit())  # uvicorn raises it again when it has ended
-    Server(config).run(sockets=[listener])
+    make_server(app, decoding).run(sockets=[listener])

@@ -1,7 +1,7 @@
 """One thread that does all of torch's work: it loads models and decodes the answers of all requests together,
 each joining and leaving between two steps.
 
-    route -> Job -> DecodingThread.inbox -> LoadedModel.waiting -> .writing -> Job.progress -> route
+    route -> Job -> DecodingThread.inbox -> LoadedModel.reading, waiting, writing -> Job.progress -> route
 
 One thread, since the threads among which torch divides an operator belong to the thread that calls it: with
 several callers they outnumber the cores, and decoding took twice the time.
@@ -10,9 +10,11 @@ several callers they outnumber the cores, and decoding took twice the time.
 import asyncio
 import queue
 import secrets
-from collections import deque
-from collections.abc import Callable, Iterable
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,8 +23,12 @@ from common.errors import reason, warn
 from model.answers import TextStream
 from model.generation import READ_AT_ONCE, Answer, Decoder
 from model.sampling import Sampling, default_sampling
-from scripts.serve.models import Models
+from scripts.serve.limits import CLIENT_LEAVES, MAX_WAITING, REQUEST_LEAVES, TOKENISE_SECONDS
+from scripts.serve.models import Models, not_found
 from scripts.serve.protocol import ApiError, GenerationRequest
+
+SAMPLING_FIELDS = {"temperature", "top_p", "top_k"}
+SAMPLING_FIELDS |= {"repetition_penalty", "frequency_penalty", "presence_penalty"}
 
 
 class Progress(NamedTuple):
@@ -39,21 +45,28 @@ class Progress(NamedTuple):
 class Job:
     """A request for answers of the model in `path`, made in the event loop.
 
-    make_prompts: the tokens of its prompts, from a tokenizer. progress: of its answers; the first one, of no
-    text, says that the prompts are accepted; an ApiError ends it.
+    make_prompts: the tokens of its prompts one by one, from a tokenizer. client: who asks. progress: of its
+    answers; the first one, of no text, says that the prompts are accepted; an ApiError ends it. prompts: that
+    are not begun, with the number of their first answer.
     """
 
     asked: GenerationRequest
     path: Path
-    make_prompts: Callable[[Any], list[list[int]]]
+    make_prompts: Callable[[Any], Iterator[list[int]]]
+    client: str = ""
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
     progress: "asyncio.Queue[Progress | ApiError]" = field(default_factory=asyncio.Queue)
+    unread: Iterator[list[int]] | None = None  # prompts that are not tokenised yet
+    prompts: deque[tuple[int, list[int]]] = field(default_factory=deque)
+    tokenised: int = 0  # prompts
     prompt_tokens: int = 0
+    is_accepted: bool = False
     cancelled: bool = False
 
     def send(self, progress: "Progress | ApiError") -> None:
         """Hand progress to the event loop; called in the decoding thread."""
-        self.loop.call_soon_threadsafe(self.progress.put_nowait, progress)
+        with suppress(RuntimeError):  # the loop has ended
+            self.loop.call_soon_threadsafe(self.progress.put_nowait, progress)
 
     async def next(self) -> Progress:
         """The next progress of an answer. Raises ApiError."""
@@ -65,7 +78,7 @@ class Job:
     def samplings(self, default: Sampling) -> list[Sampling]:
         """How each answer to a prompt is drawn; the first one has the seed itself, so it does not depend on
         `n`. default: for what the request leaves out."""
-        given = self.asked.model_dump(include={"temperature", "top_p", "top_k"}, exclude_none=True)
+        given = self.asked.model_dump(include=SAMPLING_FIELDS, exclude_none=True)
         if self.asked.top_k == -1:  # vLLM's name for all tokens
             given["top_k"] = 0
         seed = secrets.randbits(63) if self.asked.seed is None else self.asked.seed
@@ -84,33 +97,34 @@ class ActiveAnswer:
 
 
 class LoadedModel:
-    """A model in memory with its requests. waiting: (job, number of its first answer, prompt)."""
+    """A model in memory with its requests.
+
+    reading: whose prompts are being tokenised. waiting: with prompts that wait for places, the oldest first.
+    is_leaving: it begins no answer, since another model waits for its room."""
 
     def __init__(self, model: Any, tokenizer: Any, slots: int, context: int, max_new_tokens: int):
         self.tokenizer, self.max_new_tokens = tokenizer, max_new_tokens
         self.sampling = default_sampling(model)
         self.decoder = Decoder(model, slots, context, [tokenizer.eos_token_id])
-        self.waiting: deque[tuple[Job, int, list[int]]] = deque()
+        self.reading: deque[Job] = deque()
+        self.waiting: list[Job] = []
         self.writing: dict[Answer, ActiveAnswer] = {}
+        self.loaded_at, self.is_leaving = time.monotonic(), False
 
     @property
     def busy(self) -> bool:
         """Whether it has requests."""
-        return bool(self.waiting or self.writing)
-
-    def queue(self, job: Job) -> None:
-        """Let the prompts of a job wait for places. Raises ApiError if they cannot be answered."""
-        prompts = job.make_prompts(self.tokenizer)
-        job.prompt_tokens = sum(map(len, prompts))
-        self.waiting += [(job, job.asked.n * number, prompt) for number, prompt in enumerate(prompts)]
-        job.send(Progress(0, "", 0, None))
+        return bool(self.reading or self.waiting or self.writing)
 
     def work(self) -> None:
         """Drop what is cancelled, begin answers while there are places, and write a token of each. A step
         that fails ends all of them."""
+        self.waiting = [job for job in self.waiting if not job.cancelled]
         for answer in [answer for answer, active in self.writing.items() if active.job.cancelled]:
             self.leave(answer)
-        self.begin_answers()
+        if not self.is_leaving:
+            self.tokenise()
+            self.begin_answers()
         if not self.writing:
             return
         try:
@@ -119,16 +133,45 @@ class LoadedModel:
         except Exception as error:
             fail([active.job for active in self.writing.values()], error)
 
-    def begin_answers(self) -> None:
-        """Begin what waits, in order, but read only some prompts between two steps."""
-        tokens_read = 0
-        while self.waiting and tokens_read < READ_AT_ONCE:
-            job, first, prompt = self.waiting[0]
-            if not job.cancelled and job.asked.n > self.decoder.free:
-                return
-            self.waiting.popleft()
+    def tokenise(self) -> None:
+        """Tokenise for a moment, one prompt of each request in turn."""
+        end = time.monotonic() + TOKENISE_SECONDS
+        while self.reading and time.monotonic() < end:
+            job = self.reading.popleft()
             if job.cancelled:
                 continue
+            try:
+                if job.unread is None:
+                    job.unread = job.make_prompts(self.tokenizer)
+                prompt = next(job.unread, None)
+            except ApiError as error:
+                job.send(error)
+            except Exception as error:
+                fail([job], error)
+            else:
+                self.take_prompt(job, prompt)
+
+    def take_prompt(self, job: Job, prompt: list[int] | None) -> None:
+        """Take the next prompt of a request; None: there is no other, and the request waits for places."""
+        if prompt is not None:
+            job.prompts.append((job.tokenised * job.asked.n, prompt))
+            job.tokenised += 1
+            job.prompt_tokens += len(prompt)
+            self.reading.append(job)
+            return
+        if not job.is_accepted:
+            job.is_accepted = True
+            job.send(Progress(0, "", 0, None))
+        if job.prompts:
+            self.waiting.append(job)
+
+    def begin_answers(self) -> None:
+        """Begin what waits, but read only some prompts between two steps."""
+        tokens_read = 0
+        while tokens_read < READ_AT_ONCE and (job := self.next_job()):
+            first, prompt = job.prompts.popleft()
+            if not job.prompts:
+                self.waiting.remove(job)
             longest = min(self.max_new_tokens, self.decoder.length - len(prompt))
             if job.asked.max_tokens is not None:
                 longest = min(longest, job.asked.max_tokens)
@@ -140,7 +183,27 @@ class LoadedModel:
                     self.send(answer)
             except Exception as error:
                 fail([job], error)
+                self.waiting = [each for each in self.waiting if each is not job]
             tokens_read += len(prompt)
+
+    def next_job(self) -> Job | None:
+        """Whose answers begin next: of the client that has the fewest places the request that has the fewest,
+        the oldest of equal ones. One request, and one client, leaves some places to the others."""
+        slots, free = self.decoder.slots, self.decoder.free
+        if not free or not self.waiting:
+            return None
+        of_request = Counter(active.job for active in self.writing.values())
+        of_client = Counter(active.job.client for active in self.writing.values())
+
+        def may_begin(job: Job) -> bool:
+            held, of_this_client, n = of_request[job], of_client[job.client], job.asked.n
+            request_leaves = not held or held + n <= slots - slots // REQUEST_LEAVES
+            client_leaves = not of_this_client or of_this_client + n <= slots - slots // CLIENT_LEAVES
+            return request_leaves and client_leaves
+
+        allowed = [job for job in self.waiting if may_begin(job)]
+        job = min(allowed, key=lambda job: (of_client[job.client], of_request[job]), default=None)
+        return job if job is not None and job.asked.n <= free else None  # else it waits for more room
 
     def send(self, answer: Answer) -> None:
         """Send the text of an answer's last token, or at its end all of it if its client wants the whole."""
@@ -168,22 +231,57 @@ def fail(jobs: Iterable[Job], error: Exception) -> None:
 
 
 class DecodingThread:
-    """The thread, and the models that it has loaded, the least recently used first."""
+    """The thread, and the models that it has loaded, the least recently used first.
+
+    The event loop calls `submit`, `finish`, `end` and `health`; all else happens in the thread."""
 
     def __init__(self, models: Models, slots: int, context: int, max_new_tokens: int, max_models: int):
         self.models, self.slots, self.context = models, slots, context
         self.max_new_tokens, self.max_models = max_new_tokens, max_models
         self.loaded: dict[Path, LoadedModel] = {}
         self.inbox: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self.postponed: list[Job] = []  # their model finds no room beside busy ones
+        self.postponed: list[Job] = []  # whose model is not loaded, the oldest first
+        self.unfinished: dict[Job, None] = {}  # requests without a whole response; the event loop's
+        self.is_ending = False
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="decoding")
         self.thread.submit(self.load, models.path).result()  # what is wrong with it ends the program
         self.running = self.thread.submit(self.run)
 
+    # --- called in the event loop
+
+    def submit(self, job: Job) -> None:
+        """Queue a request. Raises ApiError if too many wait, or the server ends."""
+        if self.is_ending or self.running.done():
+            raise ApiError("The server is ending.", 503)
+        of_client = sum(each.client == job.client for each in self.unfinished)
+        most = self.slots + MAX_WAITING
+        if len(self.unfinished) >= most or of_client >= self.slots + MAX_WAITING // 2:
+            raise ApiError("Too many requests wait; try again later.", 429, code="rate_limit_exceeded")
+        self.unfinished[job] = None
+        self.inbox.put(job)
+
+    def finish(self, job: Job) -> None:
+        """Forget a request, whose response is complete, or whose client has gone."""
+        job.cancelled = True
+        self.unfinished.pop(job, None)
+
+    def end(self, message: str) -> None:
+        """End all requests with an error, which follows what they have of their answers."""
+        self.is_ending = True
+        for job in self.unfinished:
+            job.cancelled = True
+            job.progress.put_nowait(ApiError(message, 503))
+
+    def failure(self) -> str | None:
+        """Why the thread has died; None if it has not."""
+        error = self.running.exception() if self.running.done() else None
+        return None if error is None else reason(error)
+
     def health(self) -> dict[str, Any]:
         """Whether it answers, and how many answers are being written and how many requests wait."""
         loaded = list(self.loaded.values())
-        waiting = self.inbox.qsize() + len(self.postponed) + sum(len(model.waiting) for model in loaded)
+        waiting = self.inbox.qsize() + len(self.postponed)
+        waiting += sum(len(model.reading) + len(model.waiting) for model in loaded)
         writing = sum(len(model.writing) for model in loaded)
         return {"alive": not self.running.done(), "writing": writing, "waiting": waiting, "slots": self.slots}
 
@@ -192,52 +290,88 @@ class DecodingThread:
         self.inbox.put(None)
         self.thread.shutdown()
 
+    # --- called in the thread
+
     def run(self) -> None:
         """Take requests and write answers until `close`; models take turns step by step."""
         while True:
-            jobs, self.postponed = self.postponed, []
-            is_idle = not jobs and not any(model.busy for model in self.loaded.values())
+            is_idle = not self.postponed and not any(model.busy for model in self.loaded.values())
             while is_idle or not self.inbox.empty():
                 job = self.inbox.get()
                 if job is None:
                     return
-                jobs.append(job)
-                is_idle = False
-            for job in jobs:
-                self.begin(job)
-            for model in self.loaded.values():
-                model.work()
-
-    def begin(self, job: Job) -> None:
-        """Queue a job at its model, which is loaded if need be."""
-        if job.cancelled:
-            return
-        if job.path not in self.loaded:
-            if not self.make_room():
                 self.postponed.append(job)
-                return
-            try:
-                self.load(job.path)
-            except Exception as error:
-                warn(f"the model {job.path.stem} cannot be loaded: {reason(error)}")
-                message = f"The model '{job.path.stem}' cannot be loaded; the server's log says why."
-                job.send(ApiError(message, 500, "model", "model_not_loadable"))
-                return
-        model = self.loaded.pop(job.path)
-        self.loaded[job.path] = model  # the last one used stands last
-        try:
-            model.queue(job)
-        except ApiError as error:
-            job.send(error)
-        except Exception as error:
-            fail([job], error)
+                is_idle = False
+            self.give_jobs_to_models()
+            self.load_what_is_missing()
+            self.work()
+
+    # no variable of these methods may hold a model when another one is loaded
+
+    def work(self) -> None:
+        """Write a token of each answer of each model."""
+        for model in self.loaded.values():
+            model.work()
+
+    def give_jobs_to_models(self) -> None:
+        """Give requests to their models."""
+        left = []
+        for job in self.postponed:
+            model = self.loaded.get(job.path)
+            if job.cancelled:
+                continue
+            if model is None or model.is_leaving:
+                left.append(job)
+                continue
+            self.loaded[job.path] = self.loaded.pop(job.path)  # the last one used stands last
+            model.reading.append(job)
+        self.postponed = left
+
+    def load_what_is_missing(self) -> None:
+        """The model of the oldest request that is left is loaded if there is room, or gets the room of one
+        that begins no further answers."""
+        missing = [job.path for job in self.postponed if job.path not in self.loaded]
+        if not missing:
+            self.let_all_stay()
+        elif self.make_room():
+            self.load_for(missing[0])
+
+    def let_all_stay(self) -> None:
+        """No model leaves."""
+        for model in self.loaded.values():
+            model.is_leaving = False
 
     def make_room(self) -> bool:
-        """Drop idle models until there is room for another; False if all are busy."""
-        idle = [path for path, model in self.loaded.items() if not model.busy]
-        while len(self.loaded) >= self.max_models and idle:
-            del self.loaded[idle.pop(0)]
-        return len(self.loaded) < self.max_models
+        """Whether there is room for another model. Idle ones are dropped; if all are busy, the one that has
+        been loaded for longest leaves when its answers are written, and what waits for it is postponed."""
+        leaving = [model for model in self.loaded.values() if model.is_leaving]
+        for path, model in list(self.loaded.items()):
+            is_done = not model.writing if model.is_leaving else not model.busy
+            if len(self.loaded) >= self.max_models and is_done:
+                del self.loaded[path]
+                self.postponed += [*model.waiting, *model.reading]
+        if len(self.loaded) < self.max_models:
+            return True
+        if not leaving:
+            min(self.loaded.values(), key=lambda model: model.loaded_at).is_leaving = True
+        return False
+
+    def load_for(self, path: Path) -> None:
+        """Load a model for the requests that wait for it, which otherwise fail."""
+        try:
+            self.load(path)
+            return
+        except Exception as why:
+            message = f"The model '{path.stem}' cannot be loaded; the server's log says why."
+            error = ApiError(message, 500, "model", "model_not_loadable")
+            if path.exists():
+                warn(f"the model {path.stem} cannot be loaded: {reason(why)}")
+            else:
+                error = not_found(path.stem)
+        for job in self.postponed:
+            if job.path == path:
+                job.send(error)
+        self.postponed = [job for job in self.postponed if job.path != path]
 
     def load(self, path: Path) -> None:
         """Load a model. Raises what its loading raises."""

@@ -1,5 +1,6 @@
 """The models that a server offers by name: the one it was started with, and the weights of --save_dir."""
 
+import json
 import re
 import time
 from collections.abc import Callable
@@ -35,10 +36,11 @@ class Models:
         files = [] if self.save_dir is None else list(self.save_dir.glob("*.pth"))
         for path in files:
             with suppress(OSError):  # removed this moment
-                if shape_in_name(path) and path.resolve() != self.path.resolve():
+                if shape_in_name(path) and path.is_file() and path.resolve() != self.path.resolve():
                     ages[path] = path.stat().st_mtime
         newest_first = sorted(ages, key=lambda path: (-ages[path], path.name))
-        others = {path.stem: path for path in newest_first if path.stem != self.name}
+        names = {printable(path.stem): path for path in newest_first}  # a name need not be UTF-8
+        others = {name: path for name, path in names.items() if name != self.name}
         return {self.name: self.path} | others
 
     def find(self, name: str | None) -> tuple[str, Path]:
@@ -51,17 +53,36 @@ class Models:
             return name, self.known[name]
         if ANY_MODEL.fullmatch(name):
             return self.name, self.path
-        message = f"The model '{printable(name[:100])}' does not exist; GET /v1/models lists those that do."
-        raise ApiError(message, 404, "model", "model_not_found")
+        raise not_found(name)
 
     def cards(self, samplings: dict[Path, Sampling], context: int) -> list[dict[str, Any]]:
-        """What /v1/models says of each. samplings: of the loaded models, how they draw by default."""
+        """What /v1/models says of each. samplings: of the loaded models, how they draw by default.
+        continues_text: it was pretrained only."""
         self.known, cards = self.paths(), []
         for name, path in self.known.items():
+            if path not in samplings and not path.exists():
+                continue  # the first model, which was dropped from memory and deleted
             card: dict[str, Any] = {"id": name, "object": "model", "owned_by": "minimind"}
+            card["continues_text"] = is_pretrained_only(path)
             card |= {"created": int(time.time()), "max_model_len": context, "loaded": path in samplings}
             if path in samplings:
                 fields = ("temperature", "top_p", "top_k")
                 card["sampling"] = {field: getattr(samplings[path], field) for field in fields}
             cards.append(card)
         return cards
+
+
+def is_pretrained_only(path: Path) -> bool:
+    """Whether weights have learnt to continue texts, not to answer: as the file beside them says, else their
+    name."""
+    try:
+        stage = json.loads(path.with_suffix(".json").read_bytes())["stage"]
+    except (OSError, ValueError, LookupError, TypeError):
+        stage = path.name
+    return "pretrain" in str(stage)  # the stage is the name of its script
+
+
+def not_found(name: str) -> ApiError:
+    """The error of a request for a model that is not there."""
+    message = f"The model '{printable(name[:100])}' does not exist; GET /v1/models lists those that do."
+    return ApiError(message, 404, "model", "model_not_found")

@@ -1,15 +1,19 @@
 """The web page: its files, with headers that let nothing but these run, and the runs that it draws."""
 
+import json
 import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from anyio import CapacityLimiter
+from anyio.to_thread import run_sync
 from fastapi import APIRouter, FastAPI, HTTPException
-from fastapi.responses import FileResponse, JSONResponse, Response
+from fastapi.responses import FileResponse, Response
 from starlette.staticfiles import StaticFiles
 
-from scripts.runs.run import ENDING, PLACES, read_run
+from common.errors import printable, reason
+from scripts.runs.run import ENDING, PLACES, Run
 
 PAGE = Path(__file__).parent / "page"
 HEADERS = {
@@ -20,6 +24,7 @@ HEADERS = {
     "Cache-Control": "no-cache",
 }
 POINTS = 512  # of a curve
+RUNS_KEPT = 16  # of 200,000 records each has some 25 MB
 LEFT_OUT = {"epoch", "step", "iters", "mfu", "mfu_of_sheet", "memory_mb", "reserved_mb", "logits_loss"}
 
 
@@ -37,7 +42,7 @@ def add_page(app: FastAPI) -> None:
     """`/` and `/page/<file>`."""
     app.mount("/page", PageFiles(directory=PAGE))
 
-    @app.get("/")
+    @app.api_route("/", methods=["GET", "HEAD"])
     def index() -> Response:
         return FileResponse(PAGE / "index.html", headers=HEADERS)
 
@@ -45,18 +50,38 @@ def add_page(app: FastAPI) -> None:
 def metrics_files(folder: Path) -> dict[str, Path]:
     """Name of the run -> its file, in the folder and the folders in it."""
     paths = [*folder.glob(f"*{ENDING}"), *folder.glob(f"*/*{ENDING}")]
-    return {path.relative_to(folder).as_posix().removesuffix(ENDING): path for path in paths}
+    return {
+        printable(path.relative_to(folder).as_posix().removesuffix(ENDING)): path  # it need not be UTF-8
+        for path in paths
+        if path.is_file()  # no pipe
+    }
+
+
+class RunFiles:
+    """The runs that were read last: another look costs what was added to the file since."""
+
+    def __init__(self) -> None:
+        self.runs: dict[Path, Run] = {}
+
+    def read(self, path: Path) -> Run:
+        """The run of a metrics file; calls must not overlap. Raises OSError."""
+        run = self.runs.pop(path, None)
+        if run is None or not run.read_on():
+            run = Run(path)
+            run.read_on()
+        self.runs[path] = run
+        for oldest in list(self.runs)[:-RUNS_KEPT]:
+            del self.runs[oldest]
+        return run
 
 
 def runs_router(folder: Path) -> APIRouter:
     """GET /api/runs lists the runs of a folder, the last changed first; GET /api/runs/<name> gives the curves
     and figures of one."""
-    router = APIRouter(prefix="/api")
+    router, files = APIRouter(prefix="/api"), RunFiles()
+    one_at_a_time = CapacityLimiter(1)  # reading many records keeps a core busy, and decoding waits
 
-    # plain functions: FastAPI calls them in threads
-
-    @router.get("/runs")
-    def runs() -> Response:
+    def listing() -> Response:
         now, listed = time.time(), []
         for name, path in metrics_files(folder).items():
             with suppress(OSError):  # removed this moment
@@ -64,14 +89,16 @@ def runs_router(folder: Path) -> APIRouter:
                 age = max(0.0, now - stat.st_mtime)  # seconds since its last change
                 listed.append({"name": name, "size": stat.st_size, "age": round(age, 1)})
         listed.sort(key=lambda run: (run["age"], run["name"]))
-        return JSONResponse({"runs": listed})
+        return json_response({"runs": listed})
 
-    @router.get("/runs/{name:path}")
-    def run(name: str) -> Response:
+    def curves(name: str) -> Response:
         path = metrics_files(folder).get(name)  # looked up, never joined to a path
         if path is None:
             raise HTTPException(404, f"there is no run {name!r}")
-        run = read_run(path)
+        try:
+            run = files.read(path)
+        except OSError as error:
+            raise HTTPException(404, f"the run {name!r} cannot be read ({reason(error)})") from error
         settings = {setting: value for setting, value in run.settings.items() if setting not in PLACES}
         columns = {
             field: values
@@ -81,6 +108,19 @@ def runs_router(folder: Path) -> APIRouter:
         answer = {"name": name, "columns": columns, "figures": run.figures, "settings": settings}
         samples = [*run.samples.items(), *run.rollout.items()]
         answer |= {"skipped": run.skipped, "diverged": run.diverged}
-        return JSONResponse(answer | {"warnings": run.warnings, "samples": samples})
+        return json_response(answer | {"warnings": run.warnings, "samples": samples})
+
+    @router.api_route("/runs", methods=["GET", "HEAD"])
+    async def runs() -> Response:
+        return await run_sync(listing)
+
+    @router.api_route("/runs/{name:path}", methods=["GET", "HEAD"])
+    async def run(name: str) -> Response:
+        return await run_sync(curves, name, limiter=one_at_a_time)
 
     return router
+
+
+def json_response(content: Any) -> Response:
+    """A JSON response in ASCII: a text of a metrics file may have half a character, which UTF-8 cannot."""
+    return Response(json.dumps(content, default=str), media_type="application/json")

@@ -2,13 +2,14 @@
 (model/prompts.py); the prompt of a plain completion is taken as it stands."""
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 from common.errors import reason
 from dataset.records import message_of
 from model.answers import CALL
 from model.prompts import document_tokens, encode_pieces, prompt_pieces
-from scripts.serve.protocol import ApiError, ChatRequest, CompletionRequest
+from scripts.serve.protocol import ApiError, ChatRequest, CompletionRequest, check_characters
 
 
 def call_opening(names: list[str]) -> str:
@@ -22,28 +23,44 @@ def call_opening(names: list[str]) -> str:
     return f'{CALL}\n{{"name": {name}, "arguments": {{'
 
 
-def chat_prompt(asked: ChatRequest, context: int, tokenizer: Any) -> list[int]:
-    """The tokens of a conversation, up to where the assistant's next turn begins. Raises ApiError."""
+def chat_prompt(asked: ChatRequest, context: int, tokenizer: Any) -> Iterator[list[int]]:
+    """The tokens of a conversation, up to where the assistant's next turn begins; the only prompt of its
+    request. Raises ApiError."""
     opening = call_opening(asked.forced_tools)
     thinks = False if opening else asked.thinks
     options = {} if thinks is None else {"enable_thinking": thinks}
     tools = asked.tools if asked.tool_names else []
+    for number, item in enumerate(asked.messages, 1):
+        check_parts(item, number)
     try:
         turns = [message_of(item, f"message {number}") for number, item in enumerate(asked.messages, 1)]
         pieces = prompt_pieces(tokenizer, turns, tools, opening, **options)
     except Exception as error:  # a message may hold anything
         raise ApiError(reason(error), param="messages") from error
+    check_characters(sum(len(piece.text) for piece in pieces), context, "messages")
     tokens = encode_pieces(tokenizer, pieces)
     check_length(tokens, context, "messages")
-    return tokens
+    yield tokens
 
 
-def text_prompts(asked: CompletionRequest, context: int, tokenizer: Any) -> list[list[int]]:
-    """The tokens of the prompts of a completion. Raises ApiError."""
-    prompts = [document_tokens(tokenizer, text) for text in asked.prompt]
-    for tokens in prompts:
+def check_parts(message: Any, number: int) -> None:
+    """Raise ApiError if a message's content has parts that are none of OpenAI's chat."""
+    content = message.get("content") if isinstance(message, dict) else None
+    for part in content if isinstance(content, list) else []:
+        if not isinstance(part, dict | str):
+            text = f'message {number} has the part {part!r:.100} instead of {{"type": "text", "text": ...}}'
+            raise ApiError(text, param="messages")
+        if isinstance(part, dict) and part.get("type") in ("input_text", "output_text"):
+            text = f"message {number} has a part of type '{part['type']}', of the Responses API; write 'text'"
+            raise ApiError(text, param="messages")
+
+
+def text_prompts(asked: CompletionRequest, context: int, tokenizer: Any) -> Iterator[list[int]]:
+    """The tokens of each prompt of a completion. Raises ApiError."""
+    for text in asked.prompt:
+        tokens = document_tokens(tokenizer, text)
         check_length(tokens, context, "prompt")
-    return prompts
+        yield tokens
 
 
 def check_length(tokens: list[int], context: int, param: str) -> None:

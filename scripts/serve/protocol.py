@@ -1,5 +1,5 @@
-"""OpenAI's protocol: what a request may hold, and the form of errors. Null counts as not given; fields that
-are unknown here are ignored, but a few that would change the answer are refused."""
+"""OpenAI's protocol: what a request may hold, and the form of errors. Null counts as not given. Unknown
+fields are ignored and come back by name; those that are known to change an answer are refused."""
 
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -7,36 +7,88 @@ from pydantic import (
     AliasChoices,
     BaseModel,
     ConfigDict,
+    FailFast,
     Field,
     ValidationError,
     field_validator,
     model_validator,
 )
 
-MAX_ANSWERS = 128  # to one prompt, and prompts of a request
-MAX_STOPS = 16
-Text = Annotated[str, Field(min_length=1)]
+from scripts.serve.limits import (
+    CHARACTERS_PER_TOKEN,
+    MAX_ANSWERS,
+    MAX_STOP_CHARACTERS,
+    MAX_STOPS,
+    MAX_TOOLS,
+    RETRY_AFTER,
+    max_answers,
+)
 
-# fields that would change the answer -> their value without an effect; null and empty ones have none, either
-REFUSED: dict[str, Any] = {
-    "logprobs": False,
-    "logit_bias": {},
-    "frequency_penalty": 0,
-    "presence_penalty": 0,
-    "repetition_penalty": 1,
-    "min_p": 0,
-    "best_of": 1,
-    "echo": False,
-    "suffix": "",
+Text = Annotated[str, Field(min_length=1)]
+StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+
+# fields that would change the answer and are not done -> values without an effect, beside null and empty ones
+REFUSED: dict[str, list[Any]] = {
+    # OpenAI
+    "best_of": [1],
+    "echo": [False],
     "functions": [],
-    "response_format": {"type": "text"},
-    "ignore_eos": False,  # of vLLM, from here on
-    "min_tokens": 0,
+    "logit_bias": [],
+    "logprobs": [False],
+    "top_logprobs": [0],
+    "modalities": [["text"]],
+    "parallel_tool_calls": [True],
+    "response_format": [{"type": "text"}],
+    "suffix": [],
+    # vLLM, SGLang
+    "allowed_token_ids": [],
+    "bad_words": [],
+    "chat_template": [],
+    "continue_final_message": [False],
+    "ebnf": [],
+    "guided_choice": [],
+    "guided_grammar": [],
+    "guided_json": [],
+    "guided_regex": [],
+    "ignore_eos": [False],
+    "length_penalty": [1],
+    "min_p": [0],
+    "min_tokens": [0],
+    "prompt_logprobs": [],
+    "regex": [],
     "stop_token_ids": [],
-    "guided_json": {},
-    "structured_outputs": {},
-    "continue_final_message": False,
+    "structural_tag": [],
+    "structured_outputs": [],
+    "use_beam_search": [False],
+    # llama.cpp, ollama
+    "format": [],
+    "grammar": [],
+    "ignore_eos_token": [False],
+    "json_schema": [],
+    "mirostat": [0],
+    "num_predict": [-1],
+    "options": [],
+    "repeat_penalty": [1],
+    "typical_p": [1],
+    # transformers
+    "do_sample": [True],
+    "max_new_tokens": [],
+    "no_repeat_ngram_size": [0],
+    "num_beams": [1],
 }
+WEIGHTS_ELSEWHERE = "export the weights (scripts/convert_model.py) and use llama-server or vLLM"
+INSTEAD = {
+    "do_sample": "use temperature 0",
+    "logprobs": "export the weights (scripts/convert_model.py) and use transformers",
+    "max_new_tokens": "use max_tokens",
+    "num_predict": "use max_tokens",
+    "parallel_tool_calls": "use the first of the calls",
+    "repeat_penalty": "use repetition_penalty",
+}
+CONSTRAINTS = ("ebnf", "format", "grammar", "guided_choice", "guided_grammar", "guided_json", "guided_regex")
+CONSTRAINTS += ("json_schema", "regex", "response_format", "structural_tag", "structured_outputs")
+INSTEAD |= dict.fromkeys(CONSTRAINTS, WEIGHTS_ELSEWHERE)
+IGNORED_NAMES, IGNORED_CHARACTERS = 16, 64  # of unknown fields, that come back
 
 
 class ApiError(Exception):
@@ -50,6 +102,11 @@ class ApiError(Exception):
         """The JSON body."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """The headers of the response."""
+        return {"Retry-After": str(RETRY_AFTER)} if self.status == 429 else {}
 
 
 class Lenient(BaseModel):
@@ -83,13 +140,16 @@ class GenerationRequest(Lenient):
     """What both kinds of requests hold."""
 
     model: str | None = None
-    max_tokens: int | None = Field(None, ge=1)
+    max_tokens: int | None = None
     temperature: float | None = Field(None, ge=0, le=2)  # None: the model's default
     top_p: float | None = Field(None, ge=0, le=1)
     top_k: int | None = Field(None, ge=-1, lt=2**31)
     n: int = Field(1, ge=1, le=MAX_ANSWERS)
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)
-    stop: list[Text] = Field([], max_length=MAX_STOPS)
+    repetition_penalty: float | None = Field(None, gt=0, le=10)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    stop: Annotated[list[StopString], FailFast()] = Field([], max_length=MAX_STOPS)
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
 
@@ -101,15 +161,33 @@ class GenerationRequest(Lenient):
             return [value] if value else []
         return value
 
+    @field_validator("max_tokens")
+    @classmethod
+    def _all_that_fit(cls, value: int | None) -> int | None:
+        """-1, as llama.cpp and others have it, sets no limit."""
+        if value is not None and value < 1 and value != -1:
+            raise ValueError("must be at least 1, or -1 for as many as fit")
+        return None if value == -1 else value
+
+    @property
+    def ignored_fields(self) -> list[str]:
+        """Names of unknown fields, as a header can carry them."""
+        unknown = [name for name, value in (self.model_extra or {}).items() if name not in REFUSED]
+        return [ascii(name)[1:-1][:IGNORED_CHARACTERS] for name in unknown[:IGNORED_NAMES]]
+
+    def check_size(self, context: int, slots: int) -> None:
+        """Refuse by size alone what cannot be answered, before any work is done for it. Raises ApiError."""
+        if self.n > max_answers(slots):
+            message = f"n must be {max_answers(slots)} or less; this server writes so many answers together"
+            raise ApiError(message, param="n")
+
 
 class ChatRequest(GenerationRequest, TemplateSettings):
     """The body of /v1/chat/completions."""
 
     messages: list[Any] = Field(min_length=1)
-    max_tokens: int | None = Field(
-        None, ge=1, validation_alias=AliasChoices("max_completion_tokens", "max_tokens")
-    )
-    tools: list[dict[str, Any]] = []
+    max_tokens: int | None = Field(None, validation_alias=AliasChoices("max_completion_tokens", "max_tokens"))
+    tools: Annotated[list[dict[str, Any]], FailFast()] = Field([], max_length=MAX_TOOLS)
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] = "auto"
     chat_template_kwargs: TemplateSettings = TemplateSettings()
 
@@ -119,10 +197,18 @@ class ChatRequest(GenerationRequest, TemplateSettings):
             function = tool.get("function")
             if not isinstance(function, dict) or not isinstance(function.get("name"), str):
                 raise ValueError(f"tools.{number} has no function with a name")
+        if isinstance(self.tool_choice, dict) and self.tool_choice.get("type") == "allowed_tools":
+            raise ValueError("tool_choice 'allowed_tools' is not supported; send these tools alone")
         is_forced = self.tool_choice not in ("none", "auto")
         if is_forced and not {*self.forced_tools} & {*self.tool_names}:
             raise ValueError("tool_choice names a tool that is not among the tools")
         return self
+
+    def check_size(self, context: int, slots: int) -> None:
+        super().check_size(context, slots)
+        if len(self.messages) > context:  # each has at least a token
+            message = f"{len(self.messages)} messages are more than fit the context of {context} tokens."
+            raise ApiError(message, param="messages", code="context_length_exceeded")
 
     @property
     def thinks(self) -> bool | None:
@@ -147,8 +233,23 @@ class ChatRequest(GenerationRequest, TemplateSettings):
 class CompletionRequest(GenerationRequest):
     """The body of /v1/completions."""
 
-    prompt: list[Text] = Field(min_length=1, max_length=MAX_ANSWERS)
-    max_tokens: int | None = Field(16, ge=1)
+    prompt: Annotated[list[Text], FailFast()] = Field(min_length=1, max_length=MAX_ANSWERS)
+    max_tokens: int | None = 16
+
+    def check_size(self, context: int, slots: int) -> None:
+        super().check_size(context, slots)
+        if len(self.prompt) * self.n > MAX_ANSWERS:
+            message = f"{len(self.prompt)} prompts x n {self.n} are more than {MAX_ANSWERS} answers"
+            raise ApiError(f"{message}; send several requests", param="n")
+        for text in self.prompt:
+            check_characters(len(text), context, "prompt")
+
+
+def check_characters(characters: int, context: int, param: str) -> None:
+    """Refuse a text that is too long for the context, before it is tokenised. Raises ApiError."""
+    if characters > CHARACTERS_PER_TOKEN * context:
+        message = f"The prompt has {characters} characters, more than fit the context of {context} tokens."
+        raise ApiError(message, param=param, code="context_length_exceeded")
 
 
 Body = TypeVar("Body", bound=GenerationRequest)
@@ -166,6 +267,15 @@ def parse(kind: type[Body], body: bytes) -> Body:
         message = first["msg"].removeprefix("Value error, ")
         raise ApiError(f"{place}: {message}" if place else message, param=place or None) from error
     for name, value in (asked.model_extra or {}).items():
-        if name in REFUSED and value and value != REFUSED[name]:
-            raise ApiError(f"'{name}' is not supported; leave it out", param=name)
+        if name in REFUSED and not has_no_effect(value, REFUSED[name]):
+            raise ApiError(f"'{name}' is not supported; {INSTEAD.get(name, 'leave it out')}", param=name)
     return asked
+
+
+def has_no_effect(value: Any, harmless: list[Any]) -> bool:
+    """Whether the value of a field is empty or one of these; a number is not a truth value: `"logprobs": 0`
+    asks for log-probabilities."""
+    is_bool = isinstance(value, bool)
+    return value in ("", [], {}) or any(
+        value == each and is_bool == isinstance(each, bool) for each in harmless
+    )

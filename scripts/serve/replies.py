@@ -4,7 +4,7 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from fastapi import Request
@@ -14,6 +14,8 @@ from model.answers import AnswerParser, merge
 from scripts.serve.decoding import Job, Progress
 from scripts.serve.prompts import call_opening
 from scripts.serve.protocol import ApiError, ChatRequest
+
+IGNORED = "X-Ignored-Fields"  # header with the names of a request's fields that are unknown here
 
 
 class TextReply:
@@ -132,20 +134,24 @@ def add_part(message: dict[str, Any], part: dict[str, Any]) -> dict[str, Any]:
     return {"tool_calls": [{"index": index} | call]}
 
 
-async def respond(request: Request, reply: TextReply) -> Response:
+async def respond(request: Request, reply: TextReply, finish: Callable[[Job], None]) -> Response:
     """The response to a request that is queued, whole or streamed. Its answers end when the client hangs up.
-    Raises ApiError."""
+    finish: called when the response is complete. Raises ApiError."""
     job = reply.job
 
     async def watch() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-        job.cancelled = True
+        try:
+            while (await request.receive())["type"] != "http.disconnect":
+                pass
+        finally:
+            finish(job)
         job.progress.put_nowait(ApiError("The client hung up.", 499))
 
     request.state.watching = asyncio.create_task(watch())  # the loop itself keeps no reference
     await job.next()  # the prompts are accepted
+    headers = {"Cache-Control": "no-cache"}
+    if job.asked.ignored_fields:
+        headers[IGNORED] = ", ".join(job.asked.ignored_fields)
     if job.asked.stream:
-        headers = {"Cache-Control": "no-cache"}
         return StreamingResponse(reply.events(), media_type="text/event-stream", headers=headers)
-    return JSONResponse(await reply.whole())
+    return JSONResponse(await reply.whole(), headers=headers)

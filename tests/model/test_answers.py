@@ -7,7 +7,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from model.answers import AnswerParser, TextStream, answer_message, merge, parse_call
+from model.answers import AnswerParser, TextStream, answer_message, held_back, merge, parse_call
 from tests.conftest import ROOT
 
 TOKENIZER = AutoTokenizer.from_pretrained(ROOT / "model")
@@ -130,7 +130,19 @@ def test_text_ends_before_the_first_stop_string(text, stops):
     joined = "".join(shown(stream, TOKENIZER.encode(text, add_special_tokens=False)))
     first = min((text.find(stop) for stop in stops if stop in text), default=None)
     assert stream.stopped == (first is not None)
-    # a stop string that is complete may hide one that begins earlier and is not
-    assert text.startswith(joined) and not any(stop in joined for stop in stops)
-    if first is None or len({len(stop) for stop in stops}) == 1:
-        assert joined == text[:first]
+    assert joined == text[:first]
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_an_earlier_stop_string_wins_over_one_that_is_complete_before_it(size):
+    """Whatever the pieces: "bc" is complete when "abcd" may still come."""
+    for text, shown_text in (("xabcd.", "x"), ("xabc.", "xa"), ("xabc", "xa"), ("xab.", "xab.")):
+        stream = TextStream(TOKENIZER, ("abcd", "bc"))
+        pieces = [stream._emit(text[i : i + size]) for i in range(0, len(text), size)]
+        assert "".join([*pieces, stream._emit("", is_last=True)]) == shown_text, text
+
+
+def test_a_long_stop_string_costs_no_memory_and_is_held_back_as_far_as_it_came():
+    assert held_back("x" + "a" * 50_000, ["a" * 60_000]) == 50_000
+    assert held_back("xab", ["abc", "b"]) == 2 and held_back("xab", ["xabc", "b"]) == 3
+    assert held_back("abc", []) == held_back("", ["abc"]) == 0

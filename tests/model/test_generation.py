@@ -28,9 +28,9 @@ def prompts_of(*lengths: int) -> list[list[int]]:
     return [sample.tolist() for sample in ragged(list(lengths))]
 
 
-def reference(model, prompt: list[int], new: int) -> list[int]:
+def reference(model, prompt: list[int], new: int, **options) -> list[int]:
     """What transformers' generate adds, greedily."""
-    options = {"max_new_tokens": new, "do_sample": False, "eos_token_id": END, "pad_token_id": 0}
+    options |= {"max_new_tokens": new, "do_sample": False, "eos_token_id": END, "pad_token_id": 0}
     return model.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist()
 
 
@@ -48,6 +48,20 @@ def test_greedy_answers_are_those_of_transformers(shape, form):
         groups = generate(model, prompts, [[GREEDY]] * len(prompts), 24, [END], slots)
         assert tokens_of(groups) == expected
         assert {answer.finish for (answer,) in groups} <= {"stop", "length"}
+
+
+@pytest.mark.parametrize("penalty", [1.3, 0.8, 5.0])
+def test_the_repetition_penalty_is_that_of_transformers(penalty, form):
+    """Of prompt and answer, for each answer its own, beside others without one."""
+    model = build("dense")
+    prompts = prompts_of(3, 70, 17)
+    expected = [reference(stock(model), prompt, 24, repetition_penalty=penalty) for prompt in prompts]
+    sampling = Sampling(temperature=0, repetition_penalty=penalty)
+    groups = generate(model, prompts, [[sampling, GREEDY]] * 3, 24, [END])
+    assert [penalised for penalised, _ in tokens_of(groups)] == expected
+    assert tokens_of(groups) != [[tokens, tokens] for tokens in expected]
+    plain = [reference(stock(model), prompt, 24) for prompt in prompts]
+    assert [greedy for _, greedy in tokens_of(groups)] == plain
 
 
 def test_a_seed_gives_the_same_answer_in_any_company(form):

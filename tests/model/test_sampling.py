@@ -3,9 +3,16 @@
 import numpy as np
 import pytest
 import torch
-from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import (
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
-from model.sampling import Sampling, draw, draw_index, uniform_numbers
+from model.sampling import Sampling, draw, draw_index, penalise, uniform_numbers
 
 
 def draws(logits: torch.Tensor, count: int, **fields) -> torch.Tensor:
@@ -125,3 +132,26 @@ def test_logits_that_are_no_numbers_draw_some_token():
     samplings = [Sampling(seed=1), Sampling(top_k=5, seed=2), Sampling(top_p=0.5, seed=3)]
     tokens, logprobs = draw(logits, samplings, [0] * 3)
     assert (tokens >= 0).all() and (tokens < 200).all() and logprobs.isnan().all()
+
+
+TOKENS = st.lists(st.integers(0, 29), max_size=40)
+
+
+@given(TOKENS, TOKENS, st.floats(0.1, 10), st.floats(-2, 2), st.floats(-2, 2))
+def test_penalties_are_those_of_transformers_and_of_openais_formula(
+    prompt, answer, repetition, frequency, presence
+):
+    logits = 3 * torch.randn(30, generator=torch.Generator().manual_seed(7))
+    expected = logits.clone()[None]
+    if prompt or answer:
+        expected = RepetitionPenaltyLogitsProcessor(repetition)(torch.tensor([prompt + answer]), expected)
+    for token in set(answer):
+        expected[0, token] -= answer.count(token) * frequency + presence
+    penalise(logits, prompt, answer, Sampling(1.0, 0, 1.0, 0, repetition, frequency, presence))
+    torch.testing.assert_close(logits, expected[0])
+
+
+def test_without_penalties_nothing_is_changed():
+    assert not Sampling().has_penalty
+    for name, value in (("repetition_penalty", 1.1), ("frequency_penalty", 0.1), ("presence_penalty", -0.1)):
+        assert Sampling(**{name: value}).has_penalty

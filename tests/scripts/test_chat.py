@@ -97,13 +97,15 @@ def test_one_prompt_is_repeatable(weights, call):
 
 
 def test_the_models_own_sampling_is_the_default(weights, call, said, tmp_path):
-    said += ["a"] * 3
+    said += ["a"] * 4
     call(chat, *weights, "--prompt", "x")
     (tmp_path / "generation_config.json").write_text('{"temperature": 0.2, "top_k": 5}')
     call(chat, *weights, "--prompt", "x")
     call(chat, *weights, "--prompt", "x", "--top_k", "0")
-    wanted = [(0.7, 50, 0.9), (0.2, 5, 0.9), (0.2, 0, 0.9)]
-    assert said.samplings == [Sampling(*values, seed=42) for values in wanted]
+    call(chat, *weights, "--prompt", "x", "--repetition_penalty", "1.1", "--presence_penalty", "-0.5")
+    wanted = [Sampling(*values, seed=42) for values in ((0.7, 50, 0.9), (0.2, 5, 0.9), (0.2, 0, 0.9))]
+    wanted.append(Sampling(0.2, 5, 0.9, seed=42, repetition_penalty=1.1, presence_penalty=-0.5))
+    assert said.samplings == wanted
 
 
 def test_a_pipe_gives_an_answer_for_each_line(weights, pipe, said):
@@ -157,6 +159,7 @@ def test_the_screen_dims_reasoning_and_shows_calls(weights, call, said, monkeypa
         (["--weight", "nothing"], "nothing_*.pth do not exist"),
         (["--temperature", "-1"], "--temperature must be at least 0, not -1"),
         (["--top_p", "0"], "--top_p must be above 0 and at most 1"),
+        (["--frequency_penalty", "3"], "--frequency_penalty must be -2 to 2, not 3.0"),
         (["--form", "text", "--tools", "calculator"], "--form text is no conversation; leave"),
         (["--tools", "no_module:Nothing"], "--tools no_module:Nothing"),
         (["--questions", "nowhere.txt"], "--questions nowhere.txt cannot be read (No such file"),

@@ -69,16 +69,24 @@ def test_the_held_out_loss_is_the_trainers(kind, name, use_moe, corpus, monkeypa
         assert found == pytest.approx([expected["eval_loss"], expected["eval_bpb"]], rel=1e-6)
 
 
-@pytest.mark.parametrize("thinking", [0, 1])
-def test_answers_are_those_of_each_question_alone(thinking, models, quiz, tmp_path, call):
+@pytest.mark.parametrize(("thinking", "penalty"), [(0, 1.0), (1, 1.0), (0, 1.5)])
+def test_answers_are_those_of_each_question_alone(thinking, penalty, models, quiz, tmp_path, call):
     report = tmp_path / "new" / "report.json"
     args = ["--model", models[0], "--data_path", quiz, "--max_new_tokens", 6, "--json", report]
-    args += ["--reward", "contains_answer,length", "--open_thinking", thinking]
+    args += [
+        "--reward",
+        "contains_answer,length",
+        "--open_thinking",
+        thinking,
+        "--repetition_penalty",
+        penalty,
+    ]
     done = call(evaluate, "--task", "answers", *args)
     assert done.returncode == 0, done.stderr
     found = json.loads(report.read_text())["models"]["a_32"]
     model, end = tiny_model(), TOKENIZER.eos_token_id
     options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": end}
+    options |= {"repetition_penalty": penalty}
     for question, each in zip(QUESTIONS, found["answers"], strict=True):
         messages = [{"role": "user", "content": question}]
         prompt = prompt_tokens(TOKENIZER, messages, enable_thinking=bool(thinking))
@@ -120,6 +128,10 @@ def test_wilsons_interval(right, count, low, high):
         (["--task", "loss"], "--data_path"),
         (["--task", "answers", "--data_path", "no.jsonl"], "no.jsonl"),
         (["--task", "answers", "--data_path", "x", "--reward", "nonsense"], "--reward nonsense"),
+        (
+            ["--task", "answers", "--data_path", "x", "--repetition_penalty", "0"],
+            "must be above 0 to 10, not 0",
+        ),
         (["--task", "loss", "--data_path", "x", "--against", "no.pth"], "--against no.pth: no such file"),
     ],
 )

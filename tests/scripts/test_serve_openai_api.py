@@ -4,7 +4,6 @@ import http.client
 import importlib.util
 import json
 import signal
-import socket
 import sys
 import threading
 import time
@@ -47,7 +46,9 @@ def test_a_signal_lets_answers_be_finished_and_a_second_one_does_not(weights):
         wait_for_line(process, "finishing ")
     start = time.monotonic()
     hasty.send(signal.SIGINT)
-    assert hasty.wait(30) == 0 and time.monotonic() - start < 10
+    assert hasty.wait(30) == 0 and time.monotonic() - start < 10 and hasty.err == ""
+    last = streams[1][1].read().decode().strip().split("\n\n")[-1]
+    assert json.loads(last.removeprefix("data: "))["error"]["message"] == "The server has ended."
     events = streams[0][1].read().decode().split("\n\n")
     assert events[-2] == "data: [DONE]" and sum('"finish_reason":"' in event for event in events) == 4
     assert gentle.wait(30) == 0 and gentle.err == ""
@@ -75,6 +76,11 @@ def test_the_thread_that_decodes_makes_the_device_its_own(weights, monkeypatch):
         (["--host", "0.0.0.0", "--port", "0"], "everyone who reaches 0.0.0.0 could use this server"),
         (["--context", "40000"], "--context 40000 is more than this model's 32768 positions"),
         (["--port", "70000"], "--port must be between 0 and 65535, not 70000"),
+        (["--api_key", "schlüssel"], "--api_key must be printable ASCII"),
+        (["--api_key", "key\n"], "--api_key must be printable ASCII"),
+        (["--allow_origin", "http://good.example/path"], "--allow_origin http://good.example/path must be"),
+        (["--allow_origin", "*", "https://*.example"], "--allow_origin https://*.example must be"),
+        (["--allow_host", "good.example:80"], "--allow_host good.example:80 must be a host name"),
     ],
 )
 def test_mistakes(weights, error_line, flags, told):
@@ -88,17 +94,38 @@ def test_the_key_may_stand_in_the_environment(weights, call, monkeypatch, value,
     """The command line is there for every user of the machine to see."""
     served = []
     monkeypatch.setattr(api, "create_app", lambda *given: served.append(given[-1]))
-    monkeypatch.setattr(connections, "run", lambda app, listener: listener.close())
+    monkeypatch.setattr(connections, "run", lambda app, listener, decoding: listener.close())
     monkeypatch.setenv("MINIMIND_API_KEY", value)
     done = call(serve_openai_api, *weights, "--port", "0", "--model_name", "mine", *flags)
     assert done.returncode == 0 and "serving mine at http://127.0.0.1" in done.stdout
     assert served[0].api_key == key and served[0].hosts == ("*",)
 
 
-def test_a_port_that_is_taken(weights, error_line):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
+def test_a_port_that_is_taken_is_a_line_before_the_model_is_loaded(weights, error_line, monkeypatch):
+    """Also by a server that is still loading its own."""
+    monkeypatch.setattr(serve_openai_api, "offered_models", lambda args: pytest.fail("it was loaded"))
+    with serve_openai_api.listen("127.0.0.1", 0) as taken:
         line = error_line(serve_openai_api, *weights, "--port", taken.getsockname()[1])
     assert "Address already in use" in line
+
+
+def test_a_dead_decoding_thread_ends_the_program_with_a_line_and_a_status(weights, call, monkeypatch):
+    def broken(thread: DecodingThread) -> None:
+        raise RuntimeError("no more memory")
+
+    monkeypatch.setattr(DecodingThread, "run", broken)
+    monkeypatch.setattr(connections.signal, "signal", lambda *_: None)
+    done = call(serve_openai_api, *weights, "--port", "0")
+    assert done.returncode == 1
+    assert done.stderr == "error: the decoding thread has ended (no more memory); start the server again\n"
+
+
+def test_other_host_names_may_be_allowed(weights, call, monkeypatch):
+    served = []
+    monkeypatch.setattr(api, "create_app", lambda *given: served.append(given[-1]))
+    monkeypatch.setattr(connections, "run", lambda app, listener, decoding: listener.close())
+    call(serve_openai_api, *weights, "--port", "0", "--allow_host", "host.docker.internal", "Box")
+    assert {"localhost", "127.0.0.1", "host.docker.internal", "box"} < {*served[0].hosts}
 
 
 def test_missing_packages_are_told_in_one_line(weights, error_line, monkeypatch):

@@ -10,10 +10,8 @@ import { t } from "./text.js";
 
 const CURRENT = "minimind.current";
 
-// A thread is a list of messages that one model answers: the conversation itself, and `other` where two are compared.
-const threads = (conversation) => [conversation, conversation.other].filter(Boolean);
-
-const running = new Map(); // thread -> {stop, conversation} of its answer
+const { threads } = store;
+const running = new Map(); // thread -> {stop, conversation, message} of its answer
 let current = store.conversation(store.read(CURRENT, "")) ?? store.newConversation();
 let views = new Map(); // message -> its view
 let models = [];
@@ -64,7 +62,7 @@ function rows() {
 
 function update(thread, message) {
   const last = message === thread.messages.at(-1);
-  views.get(message)?.update({ last, writing: last && running.has(thread) });
+  views.get(message)?.update({ last, writing: running.get(thread)?.message === message });
 }
 
 function drawControls() {
@@ -97,7 +95,7 @@ function actions(conversation, thread, message) {
       for (const each of threads(conversation)) {
         stop(each);
         each.messages = store.turns(each.messages).slice(0, turn).flat();
-        each.messages.push({ role: "user", content: text });
+        each.messages.push(store.ownMessage({ role: "user", content: text }));
         answer(conversation, each);
       }
     },
@@ -106,7 +104,8 @@ function actions(conversation, thread, message) {
       answer(conversation, thread);
     },
     results(texts) {
-      const results = message.tool_calls.map(({ id }, i) => ({ role: "tool", tool_call_id: id, content: texts[i] }));
+      const result = ({ id }, i) => store.ownMessage({ role: "tool", tool_call_id: id, content: texts[i] });
+      const results = message.tool_calls.map(result);
       thread.messages.push(...results);
       answer(conversation, thread);
     },
@@ -129,7 +128,8 @@ function offerUndo(conversation) {
 function send(text) {
   if (isRunning() || !text.trim()) return;
   if (!current.title) current.title = text.trim().split("\n")[0].slice(0, 60);
-  current.messages.push({ role: "user", content: text.trim() });
+  store.merge(current);
+  current.messages.push(store.ownMessage({ role: "user", content: text.trim() }));
   byId("input").value = "";
   answer(current, current);
   catchUp(current);
@@ -142,7 +142,7 @@ function catchUp(conversation) {
   if (!other || running.has(other)) return;
   const next = store.turns(messages)[store.turns(other.messages).length];
   if (!next) return;
-  other.messages.push({ ...next[0] });
+  other.messages.push(store.ownMessage({ role: next[0].role, content: next[0].content }));
   answer(conversation, other).then(() => other.messages.at(-1).note || catchUp(conversation));
 }
 
@@ -160,9 +160,12 @@ async function answer(conversation, thread) {
   const sent = thread.messages.filter(({ role, content, tool_calls }) => role !== "assistant" || content || tool_calls);
   const fields = settings.requestFields();
   Object.assign(conversation, { system, tools: fields.tools });
-  const body = { model: model || undefined, messages: [...system, ...sent.map(store.forApi)], ...fields };
-  const message = { role: "assistant", content: "", model, note: "stopped" }; // what it is if the page is closed now
-  const job = { stop: new AbortController(), conversation };
+  const continues = models.find(({ id }) => id === model)?.continues_text || undefined;
+  const messages = [...system, ...sent.map(store.forApi)];
+  const body = { model: model || undefined, ...(continues ? textFields(sent.at(-1).content, fields) : { messages, ...fields }) };
+  // what it is if the page is closed now
+  const message = store.ownMessage({ role: "assistant", content: "", model, note: "stopped", continues });
+  const job = { stop: new AbortController(), conversation, message };
   thread.messages.push(message);
   running.set(thread, job);
   store.keep(conversation);
@@ -176,6 +179,7 @@ async function answer(conversation, thread) {
     if (error.name !== "AbortError") {
       message.error = error.message;
       delete message.note;
+      if (error.code === "model_not_found") loadModels(); // it was deleted
     }
   }
   if (running.get(thread) === job) running.delete(thread);
@@ -184,13 +188,19 @@ async function answer(conversation, thread) {
   drawControls();
 }
 
+/** The fields of a request that has a text continued: its settings are those of a chat, but for what only a chat has. */
+function textFields(prompt, { tools, chat_template_kwargs, ...fields }) {
+  return { prompt, max_tokens: -1, ...fields };
+}
+
 async function receive(body, message, thread, job) {
   let [first, drawn] = [0, false];
   const draw = () => {
     drawn = false;
     if (running.get(thread) === job) update(thread, message);
   };
-  await api.streamChat(body, job.stop.signal, ({ choices: [choice], usage }) => {
+  const stream = message.continues ? api.streamText : api.streamChat;
+  await stream(body, job.stop.signal, ({ choices: [choice], usage }) => {
     if (choice) add(message, choice.delta);
     if (message.content || message.reasoning_content) first ||= performance.now();
     if (choice?.finish_reason === "length") message.note = "cut";
@@ -254,7 +264,9 @@ function drawModels() {
   const names = models.map((model) => model.id);
   byId("model").replaceChildren(...names.map(option(settings.chosenModel())));
   const chosen = byId("model").value;
-  settings.setDefaults(models.find((model) => model.id === chosen)?.sampling ?? {});
+  const about = models.find((model) => model.id === chosen);
+  settings.setDefaults(about?.sampling ?? {});
+  byId("continues").hidden = !about?.continues_text;
   const other = current.other?.model ?? "";
   const others = names.filter((name) => name !== chosen || name === other);
   byId("other").hidden = !others.length;
@@ -282,6 +294,15 @@ async function loadModels() {
   }
 }
 
+/** Show what another tab did to a conversation. */
+function follow(id) {
+  for (const one of new Set([current, ...[...running.values()].map((job) => job.conversation)])) {
+    if (one.id === id) store.merge(one);
+  }
+  if (id === current.id) drawMessages();
+  drawHistory();
+}
+
 /** Start the chat; it opens the conversation that was open last. */
 export function startChat() {
   startScrolling();
@@ -304,5 +325,7 @@ export function startChat() {
     }
   });
   document.addEventListener("tab", (event) => event.detail === "chat" && loadModels()); // a training may have made more
+  document.addEventListener("visibilitychange", () => document.hidden || loadModels());
+  window.addEventListener("storage", ({ key }) => key?.startsWith(store.CHAT) && follow(key.slice(store.CHAT.length)));
   open(current);
 }

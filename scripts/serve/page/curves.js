@@ -19,13 +19,16 @@ const COLORS = ["#4f78e6", "#e0702f", "#27a07a", "#c256ac", "#b08a1e", "#2798b5"
 
 const view = { x: "update", log: false, smoothing: 0, chosen: null, ...read(KEY, {}) };
 const known = new Map(); // name -> what the server says of a run, with the size its file had
-let runs = [];
+const failed = new Map(); // name -> what is wrong with a run that cannot be read, and the size that its file had
+let runs = null; // null: the server has not said yet
 let plots = [];
 let timer = 0;
 let isOpen = false;
 
-const shown = () => runs.filter((run) => view.chosen?.includes(run.name) && known.has(run.name));
+const shown = () => (runs ?? []).filter((run) => view.chosen?.includes(run.name) && known.has(run.name));
 const colorOf = (name) => COLORS[view.chosen.indexOf(name) % COLORS.length];
+/** What an object has under a name that a run chose, such as "constructor". */
+const own = (object, name) => (Object.hasOwn(object, name) ? object[name] : undefined);
 const title = (field) => (knows(field) ? t(field) : field.replaceAll("_", " "));
 
 function swatch(name) {
@@ -47,12 +50,13 @@ async function look() {
   clearTimeout(timer);
   if (!isOpen || document.hidden) return;
   try {
-    const states = () => JSON.stringify(runs.map((run) => [run.name, run.size, run.age < RUNNING]));
+    const states = () => JSON.stringify(runs?.map((run) => [run.name, run.size, run.age < RUNNING]));
     const before = states();
     runs = await api.runs();
     view.chosen ??= runs.length ? runs.slice(0, FIRST).map((run) => run.name) : null;
-    const due = runs.filter((run) => view.chosen?.includes(run.name) && known.get(run.name)?.size !== run.size);
-    for (const run of due) known.set(run.name, { ...(await api.run(run.name)), size: run.size });
+    const isRead = ({ name, size }) => known.get(name)?.size === size || failed.get(name)?.size === size;
+    const due = runs.filter((run) => view.chosen?.includes(run.name) && !isRead(run));
+    for (const run of due) await load(run);
     if (due.length || before !== states()) draw();
     byId("curves-error").hidden = true;
   } catch (error) {
@@ -61,6 +65,18 @@ async function look() {
   }
   clearTimeout(timer);
   timer = setTimeout(look, EVERY);
+}
+
+/** Read a run; one that cannot be read says so in the list. */
+async function load({ name, size }) {
+  try {
+    known.set(name, { ...(await api.run(name)), size });
+    failed.delete(name);
+  } catch (error) {
+    if (!error.status) throw error; // no server
+    known.delete(name);
+    failed.set(name, { message: error.message, size });
+  }
 }
 
 // --- drawing
@@ -76,13 +92,13 @@ function draw() {
   drawPlots(byId("more-plots"), byId("more").open ? more : []);
   drawTable();
   drawSamples();
-  byId("curves-empty").hidden = shown().length > 0;
-  byId("curves-empty").textContent = t(runs.length ? "noneChosen" : "noRuns");
+  byId("curves-empty").hidden = shown().length > 0 || !runs;
+  byId("curves-empty").textContent = t(runs?.length ? "noneChosen" : "noRuns");
 }
 
 function drawRuns() {
   const focused = document.activeElement?.dataset.run;
-  byId("runs").replaceChildren(...runs.map(runRow));
+  byId("runs").replaceChildren(...(runs ?? []).map(runRow));
   if (focused) [...byId("runs").querySelectorAll("input")].find((input) => input.dataset.run === focused)?.focus();
 }
 
@@ -109,7 +125,7 @@ function stateLine(run) {
 
 function troubleLine(run) {
   const { diverged, skipped: count } = known.get(run.name) ?? {};
-  const facts = [diverged && t("diverged"), count && t("skipped", { n: count })].filter(Boolean);
+  const facts = [diverged && t("diverged"), count && t("skipped", { n: count }), failed.get(run.name)?.message].filter(Boolean);
   return facts.length ? h("small", { class: "trouble" }, facts.join(" · ")) : null;
 }
 
@@ -136,7 +152,7 @@ function drawPlots(place, fields) {
 
 /** One picture: the curve of each run that has the field, over the chosen axis. */
 function drawPlot(element, field) {
-  const about = shown().map((run) => known.get(run.name)).filter(({ columns }) => columns[field]);
+  const about = shown().map((run) => known.get(run.name)).filter(({ columns }) => own(columns, field));
   const curves = about.map(({ columns }) => [columns[view.x], smooth(columns[columnOf(columns, field)])]);
   const value = (_, number) => short(number);
   const values = (_, ticks) => ticks.map((tick) => (tick === null ? "" : short(tick)));
@@ -173,10 +189,10 @@ function drawTable() {
   const about = shown().map((run) => known.get(run.name));
   const results = RESULTS.filter((name) => about.some(({ figures }) => name in figures));
   const names = new Set(about.flatMap(({ settings }) => Object.keys(settings)));
-  const differing = [...names].filter((name) => new Set(about.map(({ settings }) => settings[name])).size > 1);
+  const differing = [...names].filter((name) => new Set(about.map(({ settings }) => own(settings, name))).size > 1);
   const head = [t("run"), ...results.map(title), ...differing].map((text) => h("th", {}, text));
   const row = ({ name, figures, settings }) => {
-    const cells = [...results.map((each) => short(figures[each])), ...differing.map((each) => settings[each] ?? "–")];
+    const cells = [...results.map((each) => short(figures[each])), ...differing.map((each) => own(settings, each) ?? "–")];
     return h("tr", {}, h("td", {}, swatch(name), name), ...cells.map((text) => h("td", { title: text }, text)));
   };
   const table = h("table", {}, h("thead", {}, h("tr", {}, ...head)), h("tbody", {}, ...about.map(row)));

@@ -59,11 +59,11 @@ function wrap(element, around) {
   around.append(element);
 }
 
-/** A formula that KaTeX does not know stays as its source. */
+/** A formula that KaTeX does not know stays as its source; nothing in one is larger than 20 em. */
 function setFormula(element) {
   const tex = element.textContent;
   try {
-    katex.render(tex, element, { displayMode: element.classList.contains("display") });
+    katex.render(tex, element, { displayMode: element.classList.contains("display"), maxSize: 20 });
   } catch {
     element.replaceChildren(h("code", {}, tex));
   }

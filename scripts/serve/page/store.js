@@ -28,7 +28,57 @@ export function newConversation(other) {
 
 export function conversation(id) {
   const stored = read(CHAT + id, null);
-  return Array.isArray(stored?.messages) ? stored : null;
+  if (!Array.isArray(stored?.messages)) return null;
+  threads(stored).forEach(remember);
+  return stored;
+}
+
+/** The lists of messages of a conversation, which one model each answers: itself and, if two are compared, `other`. */
+export const threads = (conversation) => [conversation, conversation.other].filter(Boolean);
+
+// --- several tabs: what each of them added or removed since it read a conversation holds for all
+
+const known = new WeakMap(); // thread -> ids of the messages that it had when it was last read or written
+const written = new WeakSet(); // messages that came into being in this tab
+let ids = 0;
+
+/** A message that this tab adds. */
+export function ownMessage(fields) {
+  const message = { id: `${Date.now().toString(36)}-${Math.random().toString(36).slice(2, 8)}-${ids++}`, ...fields };
+  written.add(message);
+  return message;
+}
+
+function remember(thread) {
+  thread.messages.forEach((message, i) => (message.id ??= `old-${i}`)); // kept before messages had ids
+  known.set(thread, new Set(thread.messages.map(({ id }) => id)));
+}
+
+/** Bring what other tabs did to a conversation into this tab's copy. */
+export function merge(conversation) {
+  const stored = read(CHAT + conversation.id, null);
+  if (!Array.isArray(stored?.messages)) return;
+  conversation.title ||= stored.title;
+  mergeThread(conversation, stored);
+  if (conversation.other && stored.other?.model === conversation.other.model) mergeThread(conversation.other, stored.other);
+}
+
+function mergeThread(mine, stored) {
+  stored.messages.forEach((message, i) => (message.id ??= `old-${i}`));
+  const before = known.get(mine) ?? new Set();
+  const byId = new Map(mine.messages.map((message) => [message.id, message]));
+  const there = new Set(stored.messages.map(({ id }) => id));
+  const kept = stored.messages.filter(({ id }) => byId.has(id) || !before.has(id)); // else it was removed here
+  const current = kept.map((message) => {
+    const here = byId.get(message.id);
+    if (!here) return message;
+    if (written.has(here)) return here;
+    for (const name of Object.keys(here)) delete here[name];
+    return Object.assign(here, message); // it may have grown there
+  });
+  const added = mine.messages.filter(({ id }) => !there.has(id) && !before.has(id));
+  mine.messages = [...current, ...added];
+  remember(mine);
 }
 
 /** All conversations, the latest first. */
@@ -38,6 +88,8 @@ export function conversations() {
 }
 
 export function keep(conversation) {
+  merge(conversation);
+  threads(conversation).forEach(remember);
   conversation.updated = Date.now();
   write(CHAT + conversation.id, conversation);
 }
@@ -61,10 +113,10 @@ export function turns(messages) {
 
 /**
  * Conversations as JSONL that SFT can train on, a record for each model that answered, with the system prompt and the
- * tools that were asked with. Turns that failed are left out, answers that were stopped or cut are not trained.
+ * tools that were asked with. Turns that failed are left out, and texts that were continued; answers that were stopped or cut are not trained.
  */
 export function exported(list) {
-  const isWhole = (turn) => turn.at(-1).role === "assistant" && !turn.some((message) => message.error);
+  const isWhole = (turn) => turn.at(-1).role === "assistant" && !turn.some(({ error, continues }) => error || continues);
   const sent = ({ note, ...message }) => ({ ...forApi(message), ...(note && { train: false }) });
   const record = ({ system = [], tools }, { messages }) => {
     const kept = turns(messages).filter(isWhole).flat().map(sent);

@@ -11,14 +11,13 @@ from typing import Any
 
 import openai
 import pytest
-import uvicorn
 from transformers import AutoTokenizer
 
 from model.generation import Answer, Decoder
 from model.sampling import Sampling
 from scripts.serve import decoding
 from scripts.serve.api import Access, create_app
-from scripts.serve.connections import Connection
+from scripts.serve.connections import make_server
 from scripts.serve.decoding import DecodingThread
 from scripts.serve.models import Models
 from tests.conftest import ROOT
@@ -35,15 +34,16 @@ def serving(
     """A server: `client` of OpenAI, `port`, `address`, and its thread `decoding`. options: of `create_app`."""
     with closing(DecodingThread(models, slots, CONTEXT, max_new_tokens, max_models)) as thread:
         app = create_app(thread, options.pop("save_dir", Path("nowhere")), **options)
-        config = uvicorn.Config(app, http=Connection, port=0, log_level="error", timeout_graceful_shutdown=1)
-        server = uvicorn.Server(config)
+        server = make_server(app, thread, port=0)
         running = threading.Thread(target=server.run, daemon=True)
         running.start()
         wait_for(lambda: server.started)
         port = server.servers[0].sockets[0].getsockname()[1]
         address = f"http://127.0.0.1:{port}/"
         with openai.OpenAI(base_url=f"{address}v1", api_key="key", max_retries=0, timeout=60) as client:
-            yield SimpleNamespace(client=client, port=port, address=address, decoding=thread)
+            yield SimpleNamespace(
+                client=client, port=port, address=address, decoding=thread, server=server, thread=running
+            )
         server.should_exit = True
         running.join(20)
     assert not running.is_alive() and not thread.health()["alive"]

@@ -15,7 +15,7 @@ import torch
 
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from model.sampling import Sampling
-from scripts.serve import api, connections
+from scripts.serve import limits
 from scripts.serve.api import Access
 from scripts.serve.models import Models
 from scripts.serve_openai_api import OWN_NAMES
@@ -91,19 +91,22 @@ def begin(server: SimpleNamespace, body: bytes, length: int) -> socket.socket:
 # --- answers
 
 
-def test_an_answer_is_greedily_that_of_transformers_whole_and_streamed(real, tiny, tokenizer):
+@pytest.mark.parametrize("penalty", [1.0, 1.2])
+def test_an_answer_is_greedily_that_of_transformers_whole_and_streamed(real, tiny, tokenizer, penalty):
     prompt = tokenizer.apply_chat_template(user("hello"), add_generation_prompt=True)["input_ids"]
     options = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": 2, "pad_token_id": 0}
+    options |= {"repetition_penalty": penalty}
+    extra = {"extra_body": {"repetition_penalty": penalty}}
     tokens = tiny.generate(torch.tensor([prompt]), **options)[0, len(prompt) :]
     expected = tokenizer.decode(tokens, skip_special_tokens=True)
-    answer = chat(real, "hello", temperature=0, max_tokens=20)
+    answer = chat(real, "hello", temperature=0, max_tokens=20, **extra)
     usage, (choice,) = answer.usage, answer.choices
     assert choice.message.content == expected and choice.finish_reason == "length"
     assert (answer.object, answer.model) == ("chat.completion", "tiny")
     counts = [usage.prompt_tokens, usage.completion_tokens, usage.total_tokens]
     assert counts == [len(prompt), 20, len(prompt) + 20]
     fields = {"stream_options": {"include_usage": True}, "max_completion_tokens": 20, "stream": True}
-    *chunks, last = chat(real, "hello", temperature=0, **fields)
+    *chunks, last = chat(real, "hello", temperature=0, **fields, **extra)
     assert {(chunk.id, chunk.object) for chunk in (*chunks, last)} == {(last.id, "chat.completion.chunk")}
     assert last.choices == [] and last.usage == usage and not any(chunk.usage for chunk in chunks)
     choices = [chunk.choices[0] for chunk in chunks]
@@ -154,7 +157,11 @@ def test_what_a_request_leaves_out_is_the_models_default(said, monkeypatch):
     monkeypatch.setattr(said.decoder, "add", lambda *given: asked.extend(given[1]) or add(*given))
     chat(said, "x", seed=3)
     chat(said, "x", seed=3, top_p=0.5, temperature=0, extra_body={"top_k": -1})
-    assert asked == [Sampling(0.7, 50, 0.9, seed=3), Sampling(0.0, 0, 0.5, seed=3)]
+    chat(
+        said, "x", seed=3, frequency_penalty=0.5, presence_penalty=-1, extra_body={"repetition_penalty": 1.1}
+    )
+    assert asked[:2] == [Sampling(0.7, 50, 0.9, seed=3), Sampling(0.0, 0, 0.5, seed=3)]
+    assert asked[2] == Sampling(0.7, 50, 0.9, 3, 1.1, 0.5, -1.0)
     (card,) = said.client.models.list().data
     assert card.sampling == {"temperature": 0.7, "top_p": 0.9, "top_k": 50} and card.loaded
     assert said.client.models.retrieve("tiny").owned_by == "minimind"
@@ -246,6 +253,47 @@ def test_requests_as_minimind_sends_them_are_answered(said):
         said.client.chat.completions.create(model="full_sft_512", messages=user("hi"))
 
 
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "a", "strict": True, "schema": {"type": "object"}}}
+PROGRAMS = {  # fields as the program sends them: which of them are unknown here, or None and the refused one
+    "Open WebUI": ({"stream": True, "params": {}, "chat_id": "c", "session_id": "s", "metadata": {}}, 4),
+    "LibreChat": (
+        {
+            "stream": True,
+            "user": "u",
+            "presence_penalty": 0,
+            "frequency_penalty": 0,
+            "temperature": 1,
+            "top_p": 1,
+        },
+        1,
+    ),
+    "LangChain": (
+        {"n": 1, "stream": False, "max_completion_tokens": 9, "tools": TOOLS, "tool_choice": "auto"},
+        0,
+    ),
+    "LangChain, structured output": (
+        {"response_format": SCHEMA, "parallel_tool_calls": False},
+        "response_format",
+    ),
+    "OpenAI's agents": (
+        {"store": False, "tools": TOOLS, "parallel_tool_calls": False},
+        "parallel_tool_calls",
+    ),
+    "MiniMind's web_demo.py": ({"stream": True, "max_tokens": 99, "top_p": 0.9, "open_thinking": False}, 0),
+}
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_requests_as_other_programs_send_them(said, program):
+    fields, wanted = PROGRAMS[program]
+    answer = post(said, {"model": "tiny", "messages": user("hello")} | fields)
+    if isinstance(wanted, str):
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == wanted
+        return
+    ignored = answer.headers.get("X-Ignored-Fields")
+    assert answer.status_code == 200 and len(ignored.split(", ") if ignored else []) == wanted
+
+
 # --- mistakes of the client
 
 
@@ -257,6 +305,7 @@ def test_requests_as_minimind_sends_them_are_answered(said):
         ({"temperature": "hot"}, 400, "temperature"),
         ({"n": 5}, 400, "n"),
         ({"stop": ["a"] * 17}, 400, "stop"),
+        ({"stop": ["a" * 129]}, 400, "stop.0"),
         ({"tools": [{"type": "function"}]}, 400, None),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "fire"}}}, 400, None),
         ({"response_format": {"type": "json_object"}}, 400, "response_format"),
@@ -272,6 +321,94 @@ def test_what_the_client_does_wrong_is_told_in_openais_form(said, fields, status
     assert (error["type"], error["param"]) == ("invalid_request_error", param)
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "instead"),
+    [
+        ("guided_json", {"type": "object"}, "llama-server or vLLM"),
+        ("guided_regex", "a+", "llama-server or vLLM"),
+        ("grammar", "root ::= x", "llama-server or vLLM"),
+        ("json_schema", {"type": "object"}, "llama-server or vLLM"),
+        ("format", "json", "llama-server or vLLM"),
+        ("response_format", {"type": "json_schema", "json_schema": {}}, "llama-server or vLLM"),
+        ("repeat_penalty", 1.1, "use repetition_penalty"),
+        ("no_repeat_ngram_size", 3, "leave it out"),
+        ("bad_words", ["x"], "leave it out"),
+        ("allowed_token_ids", [1], "leave it out"),
+        ("max_new_tokens", 10, "use max_tokens"),
+        ("num_predict", 10, "use max_tokens"),
+        ("do_sample", False, "use temperature 0"),
+        ("num_beams", 2, "leave it out"),
+        ("chat_template", "{{ messages }}", "leave it out"),
+        ("logprobs", 0, "use transformers"),
+        ("logprobs", 5, "use transformers"),
+        ("modalities", ["text", "audio"], "leave it out"),
+        ("parallel_tool_calls", False, "the first of the calls"),
+        ("min_p", 0.1, "leave it out"),
+    ],
+)
+def test_a_field_that_would_change_the_answer_is_refused_with_what_to_use(said, name, value, instead):
+    for body, path in (({"messages": user("x")}, CHAT), ({"prompt": "x"}, TEXTS)):
+        answer = post(said, body | {name: value}, path)
+        error = answer.json()["error"]
+        assert answer.status_code == 400 and error["param"] == name and instead in error["message"]
+
+
+def test_values_without_an_effect_are_accepted_and_unknown_fields_come_back_by_name(said, capfd):
+    neutral = {
+        "logprobs": False,
+        "top_logprobs": None,
+        "min_p": 0.0,
+        "modalities": ["text"],
+        "do_sample": True,
+    }
+    neutral |= {
+        "response_format": {"type": "text"},
+        "parallel_tool_calls": True,
+        "logit_bias": {},
+        "suffix": "",
+    }
+    answer = post(said, {"messages": user("x")} | neutral)
+    assert answer.status_code == 200 and "X-Ignored-Fields" not in answer.headers
+    for _ in range(2):
+        for stream in (False, True):
+            unknown = {"safety_identifier": 1, "wärme\r\n": 2, "stream": stream}
+            answer = post(said, {"messages": user("x")} | unknown)
+            assert answer.headers["X-Ignored-Fields"] == "safety_identifier, w\\xe4rme\\r\\n"
+    logged = capfd.readouterr().err
+    assert logged.count("'safety_identifier' of a request is unknown") == 1 and len(logged.splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"messages": [{"role": "user", "content": [1]}]}, "message 1 has the part 1 instead of"),
+        ({"messages": user([{"type": "input_text", "text": "x"}])}, "'input_text', of the Responses API"),
+        ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}}, "send these tools alone"),
+        ({"max_tokens": 0}, "must be at least 1, or -1 for as many as fit"),
+    ],
+)
+def test_messages_say_what_to_do(said, fields, message):
+    answer = post(said, {"messages": user("x")} | fields)
+    assert answer.status_code == 400 and message in answer.json()["error"]["message"]
+
+
+def test_max_tokens_minus_one_is_as_many_as_fit(real):
+    for path, body in ((CHAT, {"messages": user("hello")}), (TEXTS, {"prompt": "hello"})):
+        usage = post(real, body | {"max_tokens": -1, "seed": 1}, path).json()["usage"]
+        assert usage["completion_tokens"] == 100  # this server's longest answer
+
+
+def test_head_and_a_bearer_in_any_case(said):
+    headers = {"Authorization": "bearer key"}
+    for path in ("", "health", "v1/models", "v1/models/tiny", "api/runs"):
+        got, head = (
+            httpx.request(method, said.address + path, headers=headers) for method in ("GET", "HEAD")
+        )
+        assert (head.status_code, head.content) == (200, b"") and got.status_code == 200
+    assert post(said, {"messages": user("x")}, Authorization="BEARER key").status_code == 200
+    assert post(said, {"messages": user("x")}, Authorization="Basic key").status_code == 401
+
+
 def test_bodies_that_are_no_requests(said, monkeypatch):
     half = b'{"messages": [{"role": "user", "content": "\\ud800"}]}'
     for body in (b"", b"{", b"[]", b"\xff\xfe", half, b'{"temperature": NaN, "messages": [{}]}'):
@@ -279,11 +416,9 @@ def test_bodies_that_are_no_requests(said, monkeypatch):
     for prompt in ([], [1, 2], [""], {}):
         assert post(said, {"prompt": prompt}, TEXTS).status_code == 400
     assert post(said, {}, "v1/nothing").status_code == 404
-    assert b" 413 " in begin(said, b"", api.MAX_BODY + 1).recv(100)
-    unknown = httpx.post(said.address + CHAT, content=iter([b"{}"]), headers={"Authorization": "Bearer key"})
-    assert unknown.status_code == 411
-    monkeypatch.setattr(api, "BODY_SECONDS", 0.5)
-    assert b" 408 " in begin(said, b" ", 90_000).recv(100)
+    assert b" 413 " in begin(said, b"", limits.max_body(CONTEXT) + 1).recv(100)
+    monkeypatch.setattr(limits, "BODY_SECONDS", 0.5)
+    assert b" 408 " in begin(said, b" ", 9_000).recv(100)
 
 
 # --- who may ask
@@ -312,17 +447,28 @@ def test_pages_of_other_sites_may_use_it_only_if_they_are_named(origins, is_allo
         assert (answer.status_code == 200 and allows in answer.headers) == is_allowed
         other = post(server, {"messages": user("hello")}, Origin="https://evil.example")
         assert other.status_code == (200 if origins == ("*",) else 403)
+        no_url = post(server, {"messages": user("hello")}, Origin="http://[")
+        assert no_url.status_code == (200 if origins == ("*",) else 403)
         own = post(server, {"messages": user("hello")}, Origin=server.address.rstrip("/"))
         assert own.status_code == 200
 
 
-def test_a_server_for_this_machine_answers_to_its_own_names_only():
+def test_a_server_for_this_machine_answers_to_its_own_names_only(capfd):
     own = ("127.0.0.1:8000", "localhost", "[::1]:8000", "my.localhost:1")
     others = ("evil.example", "127.0.0.1.evil.example:8000", "192.168.0.7", "[", "[::1")
     wanted = dict.fromkeys(own, 200) | dict.fromkeys(others, 400)
     with scripted(Script(), access=Access(hosts=OWN_NAMES)) as server:
         url = f"{server.address}v1/models"
         assert {host: httpx.get(url, headers={"Host": host}).status_code for host in wanted} == wanted
+        for _ in range(3):
+            answer = httpx.get(url, headers={"Host": "host.docker.internal:8000"})
+        assert answer.json()["error"]["code"] == "unknown_host"
+        assert "--allow_host host.docker.internal" in answer.json()["error"]["message"]
+    assert capfd.readouterr().err.count("start with --allow_host host.docker.internal") == 1
+    named = Access(hosts=(*OWN_NAMES, "host.docker.internal"))
+    with scripted(Script(), access=named) as server:
+        answer = httpx.get(server.address + "v1/models", headers={"Host": "HOST.docker.internal:8000"})
+        assert answer.status_code == 200
 
 
 # --- load and failures
@@ -368,20 +514,3 @@ def test_a_model_of_no_finite_outputs_answers_with_an_error(tokenizer):
             chat(server, "hello", seed=1, n=2)
         with pytest.raises(openai.APIError, match="not finite numbers"):
             list(chat(server, "hello", stream=True))
-
-
-def test_connections_without_a_request_are_closed(said, monkeypatch):
-    """After a while, also those that sent a part of one; a long answer goes on."""
-    monkeypatch.setattr(connections, "IDLE_SECONDS", 0.5)
-    said.script.says["long"], said.script.pause = "word " * 100, 0.02
-    with ThreadPoolExecutor(1) as pool:
-        long = pool.submit(chat, said, "long")
-        connect = lambda: socket.create_connection(("127.0.0.1", said.port), timeout=10)  # noqa: E731
-        silent, half = connect(), connect()
-        half.sendall(b"GET /health HTTP/1.1\r\nHost: x")
-        for connection in (silent, half):
-            with pytest.raises(ConnectionResetError):
-                while connection.recv(1000):
-                    pass
-                raise ConnectionResetError  # closed in order
-        assert long.result().choices[0].message.content == "word " * 100

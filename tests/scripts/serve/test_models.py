@@ -1,5 +1,8 @@
 """A server of several models: the weights of a folder by name, loaded on demand."""
 
+import shutil
+import threading
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -76,6 +79,35 @@ def test_models_answer_at_the_same_time_and_one_that_finds_no_room_waits(server)
     assert together == [*alone.values()] * 6 and len(loaded(server)) == 2
 
 
+def test_a_model_gets_room_beside_others_that_are_always_busy(server):
+    """After at most one answer of each: the one that was loaded first begins no other until it has left."""
+    is_over, answers = threading.Event(), Counter[str]()
+
+    def keep_busy(name: str) -> None:
+        while not is_over.is_set():
+            ask(server, name, max_tokens=20)
+            answers[name] += 1
+
+    with ThreadPoolExecutor(8) as pool:
+        busy = [pool.submit(keep_busy, name) for name in ["full_sft_48", "pretrain_32"] * 4]
+        wait_for(lambda: len(answers) == 2)
+        for name in ("grpo_32", "dpo_32_moe", "grpo_32"):
+            assert ask(server, name)
+        is_over.set()
+        for each in busy:
+            each.result()
+
+
+def test_a_model_that_was_deleted_is_not_found(server, folder):
+    path = folder / "gone_32.pth"
+    shutil.copyfile(folder / "grpo_32.pth", path)
+    assert "gone_32" in {model.id for model in server.client.models.list().data}
+    path.unlink()
+    with pytest.raises(openai.NotFoundError):
+        ask(server, "gone_32")
+    assert ask(server, None)
+
+
 def test_a_step_that_fails_ends_the_answers_of_its_model_alone(server, monkeypatch):
     def failing() -> None:
         raise RuntimeError("a broken model")
@@ -107,6 +139,17 @@ def test_damaged_weights_are_one_line_and_nothing_else_stops(server, capfd):
         ask(server, "damaged_32")
     assert error.value.status_code == 500 and error.value.code == "model_not_loadable"
     assert "the model damaged_32 cannot be loaded: " in capfd.readouterr().err and ask(server, None)
+
+
+def test_cards_say_which_weights_were_pretrained_only(server, folder):
+    """By the stage that the file beside them names, else by their own name."""
+    about = folder / "grpo_32.json"
+    about.write_text('{"stage": "train_pretrain.py"}')
+    continues = lambda: {model.id: model.continues_text for model in server.client.models.list().data}  # noqa: E731
+    assert {name for name, value in continues().items() if value} == {"pretrain_32", "grpo_32"}
+    about.write_text("[]")
+    assert {name for name, value in continues().items() if value} == {"pretrain_32"}
+    about.unlink()
 
 
 @pytest.mark.parametrize("others", [True, False])

@@ -11,7 +11,9 @@ from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import Select
 
 from dataset.records import to_chat
-from scripts.serve.page import PAGE
+from scripts.runs.run import Run
+from scripts.serve import decoding
+from scripts.serve.page import PAGE, RunFiles
 from tests.scripts.serve.servers import Script, scripted
 from tests.scripts.serve.test_runs import append, record
 
@@ -265,6 +267,75 @@ def test_two_models_answer_side_by_side(chat, server):
     assert len(sides()) == 4
 
 
+def test_two_tabs_in_one_conversation_lose_no_turn(chat, server):
+    chat.ask("one")
+    first = chat.driver.current_window_handle
+    chat.driver.switch_to.new_window("tab")
+    try:
+        chat.driver.get(server.address)
+        chat.ready()
+        assert chat.texts(".message.user .body") == ["one"]
+        chat.ask("two")
+        second = chat.driver.current_window_handle
+        chat.driver.switch_to.window(first)
+        chat.wait(lambda: chat.texts(".message.user .body") == ["one", "two"])
+        chat.say("long")  # and while its answer is written the other tab asks, too
+        chat.driver.switch_to.window(second)
+        chat.wait(lambda: chat.texts(".message.user .body") == ["one", "two", "long"])
+        chat.ask("three")
+        chat.driver.switch_to.window(first)
+        chat.answered()
+        chat.wait(lambda: chat.texts(".message.user .body") == ["one", "two", "long", "three"])
+        chat.run("document.querySelectorAll(arguments[0])[1].click()", EDIT)  # removes what follows, for both
+        chat.keys(Keys.CONTROL, "a")
+        chat.keys("deux", Keys.ENTER)
+        chat.wait(lambda: chat.text(ANSWER) == "You said: deux")
+        chat.answered()
+        chat.driver.switch_to.window(second)
+        chat.wait(lambda: chat.texts(".message.user .body") == ["one", "deux"])
+        chat.wait(lambda: chat.text(ANSWER) == "You said: deux")
+        chat.reload()
+        assert chat.texts(".message.user .body") == ["one", "deux"]
+    finally:
+        chat.driver.close()
+        chat.driver.switch_to.window(first)
+
+
+def test_pretrained_weights_continue_a_text(chat, server, folder):
+    (folder / "pretrain_32.pth").touch()
+    chat.reload()
+    chat.wait(lambda: "pretrain_32" in chat.text("#model"))
+    assert not chat.shown("#continues")
+    Select(chat.one("#model")).select_by_value("pretrain_32")
+    assert "has not learnt to answer" in chat.text("#continues")
+    chat.ask("There was a river")
+    assert server.script.prompts == ["<|im_start|>There was a river"]  # no chat template
+    assert store_of(chat)["messages"][1]["continues"]
+    (folder / "pretrain_32.pth").unlink()
+    chat.run("document.dispatchEvent(new Event('visibilitychange'))")
+    chat.wait(lambda: "pretrain_32" not in chat.text("#model"))
+    assert not chat.shown("#continues")
+
+
+def store_of(chat) -> dict:
+    return json.loads(
+        chat.run("return localStorage['minimind.chat.' + JSON.parse(localStorage['minimind.current'])]")
+    )
+
+
+def test_a_formula_is_of_bounded_size(chat, server):
+    server.script.says["rule"] = "so $\\rule{9999em}{9999em}$"
+    chat.ask("rule")
+    chat.wait(lambda: chat.all(".katex-rule"))
+    assert chat.run("return document.querySelector('.katex-rule').getBoundingClientRect().height") < 500
+
+
+def test_a_busy_server_says_when_to_try_again(chat, monkeypatch):
+    monkeypatch.setattr(decoding, "MAX_WAITING", -8)
+    chat.say("hello")
+    chat.wait(lambda: "Try again in 5 seconds" in chat.text(".message .error"))
+
+
 # --- what goes wrong
 
 
@@ -333,9 +404,13 @@ def test_a_phone_never_scrolls_sideways_and_reaches_every_button(chat, folder):
     assert not chat.run(wide, width)
     chat.one("#input").send_keys("long")
     assert chat.run(reached, ["#model", "#other", "#open-settings", "#send", "#open-menu"]) == []
+    is_expanded = lambda: chat.one("#open-menu").get_attribute("aria-expanded")  # noqa: E731
+    assert is_expanded() == "false"
     chat.one("#open-menu").click()
     chat.wait(lambda: chat.shown("#new-chat"))
+    assert is_expanded() == "true"
     chat.keys(Keys.ESCAPE)
+    assert is_expanded() == "false"
     chat.one("#open-settings").click()
     assert not chat.run(wide, width) and chat.one("#settings").rect["width"] <= width
     chat.keys(Keys.ESCAPE)
@@ -406,6 +481,45 @@ def test_axis_log_scale_and_smoothing(curves):
     curves.click("#theme")
     seen.add(curves.run(pixels))
     assert len(seen) == 5
+
+
+def test_a_run_that_cannot_be_read_hides_no_other(curves, folder, monkeypatch):
+    """Nor does a metric whose name every object of JavaScript has."""
+    read = RunFiles.read
+
+    def unreadable(files: RunFiles, path: Path) -> Run:
+        if path.name.startswith("first"):
+            raise OSError("damaged")
+        return read(files, path)
+
+    monkeypatch.setattr(RunFiles, "read", unreadable)
+    append(folder / "second_64_metrics.jsonl", record(12, constructor=1.0))
+    (folder / "second_64_run.json").write_text(json.dumps({"settings": {"toString": 1}}))
+    curves.reload()
+    curves.wait(lambda: curves.texts("#plots .plot:first-child .u-label") == ["Updates", "second_64"])
+    assert "cannot be read (damaged)" in curves.text('.run:has([data-run="first_64"])')
+    monkeypatch.undo()
+    append(folder / "first_64_metrics.jsonl", record(31))
+    curves.wait(lambda: len(curves.texts("#plots .plot:first-child .u-label")) == 3)
+    curves.click("#more summary")
+    curves.wait(lambda: "constructor" in curves.texts("#more-plots h2"))
+    assert curves.texts("#more-plots .plot:first-child .u-label") == ["Updates", "second_64"]
+
+
+def test_a_dead_server_is_not_an_empty_folder(page, server):
+    page.open(server.address)
+    page.devtools("Network.enable")
+    offline = {"latency": 0, "downloadThroughput": -1, "uploadThroughput": -1}
+    page.devtools("Network.emulateNetworkConditions", offline=True, **offline)
+    try:
+        page.click("#tab-training")
+        page.wait(lambda: "does not answer" in page.text("#curves-error"))
+        assert not page.shown("#curves-empty")
+    finally:
+        page.devtools("Network.emulateNetworkConditions", offline=False, **offline)
+    page.wait(lambda: not page.shown("#curves-error"))
+    page.driver.get("about:blank")
+    page.driver.get_log("browser")  # of requests that found no server
 
 
 # --- the files themselves

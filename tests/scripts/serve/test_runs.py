@@ -9,6 +9,7 @@ import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
+from scripts.runs.run import Run
 from scripts.serve.page import runs_router
 
 
@@ -76,3 +77,46 @@ def test_no_name_leads_out_of_the_folder(tmp_path, get):
         "x",
     ):
         assert get(f"runs/{name}").status_code in (404, 307)
+
+
+def test_one_bad_file_or_record_costs_itself(tmp_path, get):
+    good = tmp_path / "good_64_metrics.jsonl"
+    append(good, record(1, warnings=["half a character: \ud800"]))
+    others = [record(2, warnings=5), record(3, samples="x"), record(4, samples=[1], skipped=7), {"update": 5}]
+    append(good, *others, record(6, loss=10**400), record(7, big=1e308), record(8, big=1e308), record(9))
+    with open(good, "a") as file:
+        file.write("[1]\nnull\n{\n" + "[" * 100_000 + "\n")
+    (tmp_path / "good_64_run.json").write_text('{"settings": [1]}')
+    (tmp_path / os.fsdecode(b"caf\xe9_64_metrics.jsonl")).write_bytes(good.read_bytes())
+    os.mkfifo(tmp_path / "pipe_64_metrics.jsonl")
+    (tmp_path / "folder_64_metrics.jsonl").mkdir()
+    gone = tmp_path / "gone_64_metrics.jsonl"
+    gone.symlink_to(tmp_path / "nowhere")
+    assert {run["name"] for run in get("runs").json()["runs"]} == {"good_64", "caf\\udce9_64"}
+    for name in ("good_64", "caf%5Cudce9_64"):
+        answer = get(f"runs/{name}").json()
+        assert answer["columns"]["update"] == [1, 7, 8, 9] and answer["settings"] == {}
+        assert answer["warnings"] == [[1, "half a character: \ud800"]]
+    for name in ("pipe_64", "folder_64", "gone_64"):
+        assert get(f"runs/{name}").status_code == 404
+    good.chmod(0)
+    if not os.access(good, os.R_OK):  # root reads everything
+        assert get("runs/good_64").status_code == 404
+
+
+def test_another_look_reads_what_was_added_and_a_rewritten_file_anew(tmp_path, get, monkeypatch):
+    path, added = tmp_path / "a_64_metrics.jsonl", []
+    add = Run.add
+    monkeypatch.setattr(Run, "add", lambda run, one: added.append(one["update"]) or add(run, one))
+    updates = lambda: get("runs/a_64").json()["columns"]["update"]  # noqa: E731
+    append(path, record(1), record(2))
+    with open(path, "a") as file:
+        file.write('{"update": 3,')
+    assert updates() == [1, 2]
+    with open(path, "a") as file:
+        file.write(json.dumps(record(3))[len('{"update": 3,') :] + "\n")
+    assert updates() == updates() == [1, 2, 3] and added == [1, 2, 3]
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:2]))  # the run was resumed
+    append(path, record(3, loss=1.0))
+    assert updates() == [1, 2, 3] and added == [1, 2, 3] * 2
