@@ -5,9 +5,8 @@ and `--context` of the server are the other two limits.
 """
 
 # --- a request
-BYTES_PER_TOKEN = (
-    128  # of a body, for each token of the context: 16 characters, some of them as JSON's \uXXXX
-)
+# of a body, for each token of the context: 16 characters, some of them as JSON's \uXXXX
+BYTES_PER_TOKEN = 128
 LEAST_BODY = 64 << 10  # bytes that a body may always have
 CHARACTERS_PER_TOKEN = 16  # the longest token of the shipped tokenizer; English text has 4
 MAX_ANSWERS = 128  # prompts x n
