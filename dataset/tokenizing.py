@@ -23,7 +23,17 @@ from tokenizers import Tokenizer
 
 from common.errors import UserError
 from dataset.files import Record, Source
-from dataset.records import BadRecord, Chat, find_format, to_chat, to_pair, to_text, unread_fields
+from dataset.records import (
+    BadRecord,
+    Chat,
+    find_format,
+    is_blank,
+    to_chat,
+    to_pair,
+    to_text,
+    unread_fields,
+    weight_of,
+)
 from dataset.report import BadRecords
 from model.prompts import SpecialTexts, plain_backend
 
@@ -49,6 +59,7 @@ class Text(NamedTuple):
 
     text: str
     spans: list[tuple[int, int]] | None = None  # its characters that are targets; None: a document
+    weight: float = 1.0  # of its targets
 
 
 Block = list[tuple[Source, list[Text]]]  # the texts of each record
@@ -121,9 +132,9 @@ class SampleMaker:
             if chat.masked:
                 raise BadRecord("a turn is not to be trained, but pretraining trains all; leave it out")
             text, _ = self.render(chat)
-            texts = [Text(text, [])]
+            texts = [Text(text, [], chat.weight)]
         else:
-            texts = [Text(to_text(record))]
+            texts = [Text(to_text(record), None, weight_of(record))]
         for text in texts:
             text.text.encode()  # fails for half a character (\ud83d)
         self.unused.update(unread_fields(record, is_document))
@@ -140,7 +151,7 @@ class SampleMaker:
         if chat.masked:
             pairs = zip(spoken, spans, strict=True)
             spans = [span for index, span in pairs if index not in chat.masked]
-        return Text(text, spans)
+        return Text(text, spans, chat.weight)
 
     def render(self, chat: Chat, **options: Any) -> tuple[str, list[tuple[int, int]]]:
         """The text, and the characters between the template's marks."""
@@ -203,7 +214,7 @@ class SampleMaker:
     def pieces(self, text: Text, ids: list[int], source: Source) -> Iterator[Sample]:
         """The samples of a document: each begins with the last token of the one before."""
         if text.spans is None:
-            ids = [*self.begin, *ids, *self.end] if ids else []
+            ids = [] if is_blank(text.text) else [*self.begin, *ids, *self.end]
         elif self.special.hidden.search(text.text):
             ids, _ = self.encode_hidden(text.text)
         tokens = np.array(ids, dtype=np.int64)

@@ -254,6 +254,7 @@ FINE = {
     "spaces around": b'   {"text" : "one"}  \n\t{"text":"two"} ',
     "other keys": b'{"id": 1, "text": "one", "meta": {"a": [null]}}\n{"text": "two", "url": null}\n',
     "an empty text": b'{"text": "one"}\n{"text": ""}\n{"text": "two"}\n',
+    "blank texts": b'{"text": "one"}\n{"text": " \\n"}\n{"text": "\\u200b"}\n{"text": "two"}\n',
 }
 
 
@@ -263,7 +264,7 @@ def test_odd_but_fine(content, texts):
 
 
 @pytest.mark.parametrize(
-    "text", ["a\x00b", "\x00", "a\u2028b\u2029c\x85d", "\ufeffa", "🙂\U0010ffff", " \n\t ", "\\ud800"]
+    "text", ["a\x00b", "\x00", "a\u2028b\u2029c\x85d", "\ufeffa", "🙂\U0010ffff", " \n\t a ", "\\ud800"]
 )
 def test_odd_characters_are_kept(text, texts):
     assert texts(json.dumps({"text": text}).encode()) == [text]

@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from common.errors import UserError
+from dataset.records import is_blank
 from dataset.tokenizing import bytes_of_tokens, fingerprint
 from model.prompts import prompt_tokens
 from tests.conftest import without_first_line_breaks
@@ -24,6 +25,7 @@ PIECES = ["the river ", "北京", "🙂", "𠮷", "\n\n", "  ", "é", "<|im_end|
 TEXT = st.text(st.characters(codec="utf-8"), min_size=1, max_size=60) | st.lists(
     st.sampled_from(PIECES), min_size=1, max_size=30
 ).map("".join)
+TEXT = TEXT.filter(lambda text: not is_blank(text))  # a blank one is a bad record, or empty
 
 
 def conversation(*turns: str) -> dict:
@@ -51,8 +53,9 @@ def segments(tokenizer, sample) -> list[tuple[bool, str]]:
 # --- SFT: labels
 
 CONTENT = st.text(st.characters(codec="utf-8", exclude_characters="\x00"), max_size=20) | st.sampled_from(
-    ["<|im_", "start|>assistant\n", "  \n", "你好🙂", "𠮷é", "</think>", "def f():\n\treturn 1"]
+    ["<|im_", "start|>assistant\n", "  \n x", "你好🙂", "𠮷é", "<think>a</think>b", "def f():\n\treturn 1"]
 )
+CONTENT = CONTENT.filter(lambda text: not is_blank(text))  # a blank turn is a bad record
 TURNS = st.lists(st.tuples(st.sampled_from(["user", "assistant", "tool"]), CONTENT), min_size=1, max_size=5)
 
 
@@ -78,15 +81,15 @@ def test_labels_of_reasoning_tools_and_white_space(tokenizer):
         USER,
         BOT | {"reasoning_content": "Let me think."},
         USER,
-        {"role": "assistant", "content": ""},
+        {"role": "assistant", "content": "", "train": False},
     ]
     (sample,), _ = samples_of(tokenizer, "sft", [{"messages": messages, "tools": [TOOL]}])
-    assert (sample.tokens.tolist(), sample.loss_mask.tolist()) == reference(tokenizer, messages, [TOOL])
+    tokens, mask = reference(tokenizer, messages, [TOOL])
+    assert sample.tokens.tolist() == tokens and sample.loss_mask[:-2].tolist() == mask[:-2]
     assert [text for is_trained, text in segments(tokenizer, sample) if is_trained] == [
         '<tool_call>\n{"name": "weather", "arguments": {"city": "北京"}}\n</tool_call><|im_end|>',
         "  a \n<|im_end|>",  # line breaks would join the newline of the header
         "<think>\nLet me think.\n</think>\n\na<|im_end|>",
-        "<|im_end|>",
     ]
 
 
@@ -138,7 +141,8 @@ def test_tokens_across_a_border_count_as_inside(small_tokenizer):
         "A{% for m in messages %} t{% generation %}{{ m.content }}{% endgeneration %}he{% endfor %}"
     )
     assert len(tok.encode(" the", add_special_tokens=False)) == 1
-    messages = [{"role": "assistant", "content": content} for content in ("he town, t", "")]
+    messages = [{"role": "assistant", "content": "he town, t"}]
+    messages += [{"role": "assistant", "content": "", "train": False}]
     (sample,), _ = samples_of(tok, "sft", [{"messages": messages}])
     assert segments(tok, sample) == [(False, "A"), (True, " the town, the"), (False, " the")]
 
