@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 from tqdm import tqdm
 
+from common.contents import check_content
 from common.errors import UserError, reason, say
 from common.files import locked, sync, write_json
 from common.settings import DataConfig
@@ -236,6 +237,8 @@ def load_tokenizer(path: str | os.PathLike) -> "PreTrainedTokenizerBase":
     """The tokenizer of a folder, as transformers loads it. Raises UserError."""
     if not Path(path).is_dir():
         raise UserError(f"--tokenizer_path {path}: no such folder; it must hold tokenizer.json")
+    for file in Path(path).glob("tokenizer*.json"):
+        check_content(file)
     from transformers import AutoTokenizer  # takes as long as torch
 
     try:

@@ -43,7 +43,7 @@ FILES = {
     "x.parquet": lambda records: parquet(as_text(records)),
     "x.arrow": lambda records: arrow(as_text(records)),
     "x.csv": lambda records: csv_of(as_text(records)),
-    "x.txt": lines_of,
+    "x.txt": lambda records: b"A text.\n" + lines_of(records),
     "x.jsonl.gz": lambda records: gzip.compress(lines_of(records)),
 }
 ODD = [b"\xef\xbb\xbf", b"\\ud800", b"\\u0000", b"\xff\xfe", b"\xed\xa0\x80", b"\r", b"\n\n", b"\x00", b"NaN"]

@@ -230,7 +230,7 @@ BAD_LINES = [
     ("pretrain", b'{"text": "abc', "not valid JSON (Unterminated string"),
     ("pretrain", b'{"text": "a"} {"text": "b"}', "not valid JSON (Extra data"),
     ("pretrain", b"9" * 5000, "not valid JSON"),
-    ("pretrain", b'["text"]', "no JSON object; write {...}"),
+    ("pretrain", b'["text"]', "a JSON list, not an object; write {...}"),
     ("pretrain", {"content": "a"}, "no 'text' (its keys: 'content')"),
     ("pretrain", {"text": None}, "'text' is null instead of text"),
     ("pretrain", {"text": 5}, "'text' is 5 instead of text"),
