@@ -93,7 +93,8 @@ class DataConfig(Settings):
 
     section: ClassVar[str] = "data"
     may_change: ClassVar[str] = (
-        "data_path eval_data_path eval_share text_separator cache_dir on_bad_data max_bad_share num_workers"
+        "data_path eval_data_path eval_share text_separator cache_dir on_bad_data max_bad_share "
+        "max_lost_text num_workers"
     )
     data_path: str | None = setting(
         None,
@@ -115,6 +116,12 @@ class DataConfig(Settings):
     packing: bool = setting(False, "1: fill rows of --max_seq_len tokens with whole samples")
     on_bad_data: Literal["stop", "skip"] = setting("stop", "at an unusable record: stop, or skip and list it")
     max_bad_share: float = setting(0.1, "share of bad records above which skipping stops", ge=0, le=1)
+    max_lost_text: float = setting(
+        0.001,
+        "share of the text's characters that the tokenizer may lose; above it the run stops",
+        ge=0,
+        le=1,
+    )
     num_workers: int = setting(0, "data loader processes per rank; 0: none", "processes", ge=0)
 
 

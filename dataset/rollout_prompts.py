@@ -22,7 +22,7 @@ from dataset.files import find_files, is_plain_text, place, read_records
 from dataset.records import BadRecord, Chat, refuse_weight, to_chat
 from dataset.report import BadRecords, check_bad_records, describe_files, no_samples_error
 from dataset.token_cache import CacheOptions, file_hash
-from dataset.tokenizing import check_template, fingerprint
+from dataset.tokenizing import check_template, ends_of_documents, fingerprint
 from model.prompts import encode_pieces, prompt_pieces
 
 if TYPE_CHECKING:
@@ -73,6 +73,7 @@ class PromptDataset(Dataset):
         **options: Any,
     ):
         check_template(tokenizer.chat_template)
+        ends_of_documents(tokenizer)  # or the model could not end an answer
         self.tokenizer, self.max_length, self.tools = tokenizer, max_length, tools
         self.thinking_ratio = thinking_ratio
         how = CacheOptions("prompts", max_length, **options)

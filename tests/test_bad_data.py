@@ -319,7 +319,7 @@ def test_a_document_of_200_000_tokens(tokenizer, tmp_path):
     path = write_jsonl(tmp_path / "x.jsonl", [TEXT, {"text": text}])
     ds = PretrainDataset(str(path), tokenizer, 512, cache_dir=tmp_path / "cache")
     (long,) = (ds.cache.sources[:, 1] == 2).nonzero()
-    assert sum(ds[i][0]["loss_mask"].sum() for i in long) == tokens + 1  # the end of the text is one more
+    assert sum(ds[i][0]["loss_weight"].sum() for i in long) == tokens + 1  # the end of the text is one more
     assert ds.cache.target_bytes[long].sum() == len(text.encode())
 
 

@@ -196,8 +196,8 @@ def test_pairs_are_cut_alike_or_dropped_and_counted(write, tokenizer, cache_dir)
     assert lengths[1] == [40, 40] and lengths[2][0] == 40 > lengths[2][1]
     for i in range(3):
         chosen, rejected = data[i]
-        begin = int(np.flatnonzero(chosen["loss_mask"])[0])
-        assert begin == np.flatnonzero(rejected["loss_mask"])[0]
+        begin = int(np.flatnonzero(chosen["loss_weight"])[0])
+        assert begin == np.flatnonzero(rejected["loss_weight"])[0]
         assert (chosen["input_ids"][:begin] == rejected["input_ids"][:begin]).all()
     batch = collate_pairs([data[2], data[0]])
     assert batch["sample_ids"].tolist() == [4, 5, 0, 1]

@@ -68,7 +68,7 @@ def messages_of(turns: list[tuple[str, str]]) -> list[dict]:
 def test_labels_equal_the_mask_of_transformers(tokenizer, other_tokenizer, turns, shipped, with_system):
     tok = tokenizer if shipped else other_tokenizer
     messages = messages_of([("system", "s")] if with_system else []) + messages_of(turns) + [BOT]
-    ((tokens, mask, _),), _ = samples_of(tok, "sft", [{"messages": messages}])
+    ((tokens, mask, *_),), _ = samples_of(tok, "sft", [{"messages": messages}])
     assert (tokens.tolist(), mask.tolist()) == reference(tok, messages)
 
 
@@ -228,7 +228,7 @@ def test_an_ambiguous_template_is_refused(template, small_tokenizer):
 
 def test_a_long_conversation_is_cut_behind_the_last_turn_that_fits(tokenizer):
     record = conversation("one", "first answer", "two", "second answer", "three", "third answer")
-    ((whole, mask, _),), _ = samples_of(tokenizer, "sft", [record])
+    ((whole, mask, *_),), _ = samples_of(tokenizer, "sft", [record])
     ends = np.flatnonzero(whole == tokenizer.eos_token_id)[1::2] + 1  # behind each answer
     for max_length in range(ends[0], len(whole) + 1):
         (sample,), maker = samples_of(tokenizer, "sft", [record], max_length)
@@ -241,7 +241,7 @@ def test_a_long_conversation_is_cut_behind_the_last_turn_that_fits(tokenizer):
 
 def test_an_answer_too_long_is_cut_inside_and_one_out_of_reach_dropped(tokenizer):
     record = conversation("question", "an answer of several words")
-    ((whole, mask, _),), _ = samples_of(tokenizer, "sft", [record])
+    ((whole, mask, *_),), _ = samples_of(tokenizer, "sft", [record])
     first, end = np.flatnonzero(mask)[[0, -1]]
     for max_length in range(2, end + 1):
         samples, maker = samples_of(tokenizer, "sft", [record], max_length)
@@ -302,9 +302,6 @@ def test_pretraining_takes_a_conversation_as_sft_renders_it(tokenizer):
     [
         ({"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}, [1], [2]),
         ({"eos_token": "<|endoftext|>"}, [0], [0]),  # as GPT-2
-        ({"pad_token": "<|endoftext|>"}, [], [0]),
-        ({"bos_token": "<|im_start|>"}, [1], []),
-        ({}, [], []),
     ],
 )
 def test_document_marks_of_tokenizers_that_lack_some(small_tokenizer, roles, start, end):
@@ -314,6 +311,13 @@ def test_document_marks_of_tokenizers_that_lack_some(small_tokenizer, roles, sta
     text = tok.encode("the river", add_special_tokens=False)
     assert sample.tokens.tolist() == [*start, *text, *end] and sample.source.line == 2
     assert maker.counts["empty"] == 2 and not sample.loss_mask[0] and sample.loss_mask[1:].all()
+
+
+@pytest.mark.parametrize("kind", ["pretrain", "sft", "dpo"])
+def test_a_tokenizer_without_an_end_token_is_refused(kind, small_tokenizer):
+    for roles in ({}, {"pad_token": "<|endoftext|>"}, {"bos_token": "<|im_start|>"}):
+        with pytest.raises(UserError, match="this tokenizer has no end token"):
+            samples_of(small_tokenizer(**roles), kind, [{"text": "the river"}])
 
 
 # --- the tokenizer

@@ -38,7 +38,7 @@ def padded(samples: list[dict]) -> dict[str, torch.Tensor]:
     for row, sample in enumerate(samples):
         tokens = torch.from_numpy(sample["input_ids"].astype(np.int64))
         ids[row, : len(tokens)], mask[row, : len(tokens)] = tokens, 1
-        labels[row, : len(tokens)] = tokens.masked_fill(~torch.from_numpy(sample["loss_mask"]), -100)
+        labels[row, : len(tokens)] = tokens.masked_fill(torch.from_numpy(sample["loss_weight"] == 0), -100)
     labels[:, 0] = -100
     return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
