@@ -65,6 +65,9 @@ def train_epoch(
     if not isinstance(state, TrainState):
         call = "train_epoch(state, epoch, loader, iters, start_step, wandb)"
         raise UserError(f"train_epoch takes the run before MiniMind's arguments: {call}")
+    if state.args.max_steps:  # they may end within the epoch
+        updates_left = state.total_updates - state.progress.update
+        iters = min(iters, start_step + updates_left * state.args.accumulation_steps)
     if state.stopped or start_step == iters:
         return
     args, progress, meter, callbacks = state.args, state.progress, state.meter, state.callbacks

@@ -280,7 +280,9 @@ def resolve_settings_and_check_resume(
     data = train_set.fingerprint
     if eval_set is not None:
         data = data | {"held_out_data": eval_set.fingerprint["data"]}
-    run = resume.run_fingerprint(args, lm_config.own_fields(), data, epoch_samples(train_set, args))
+    samples = epoch_samples(train_set, args)
+    args = resume.with_enough_epochs(args, samples)
+    run = resume.run_fingerprint(args, lm_config.own_fields(), data, samples)
     resume.check_resume(args, run, saved)
     if is_new(saved):
         check_starts(args)
@@ -351,7 +353,8 @@ def begin_run(
     state.progress.run_id = state.progress.run_id or uuid.uuid4().hex
     text = f"run: {state.total_updates - state.progress.update:,} of {state.total_updates:,} updates"
     if isinstance(data, StageDataset):
-        text += f", {epoch_tokens(data, args) * args.epochs:,.0f} tokens in all"
+        share = state.total_updates / resume.total_updates(state.run | {"max_steps": 0})  # of the epochs
+        text += f", {epoch_tokens(data, args) * args.epochs * share:,.0f} tokens in all"
     Logger(f"{text}; {describe_device(state.device, state.autocast)}")
 
 
