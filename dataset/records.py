@@ -18,7 +18,7 @@ BadRecord, to which the reader of the file adds FILE:LINE.
 import json
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from model.answers import END_THINK, THINK
@@ -55,6 +55,7 @@ INPUT_FIELDS = ("input", "context")  # what a question is about
 SYSTEM = ("system", "system_prompt")
 TOOLS = ("tools", "functions")
 LABELS = ("kto_tag", "label")  # of KTO
+READ_BESIDE = {*SYSTEM, *TOOLS, *LABELS, *WEIGHTS, "mask_history"}  # a conversation
 PAIR = ("chosen", "rejected")
 PAIRS = (PAIR, ("response_j", "response_k"))  # names of the better and of the worse answer
 OTHER_PAIRS = ("chosen_messages", "rejected_messages", "rejected_response")
@@ -69,7 +70,7 @@ REFUSED = dict.fromkeys(("image", "images", "audio", "audios", "video", "videos"
     "train_on_prompt": NO_INPUTS,
 }
 # Fields of a message that are refused whatever they hold: 0 means one thing here and another there.
-REFUSED_SWITCHES = ("mask", "masked", "loss_mask", "skip", "ignore")
+REFUSED_SWITCHES = {"mask", "masked", "loss_mask", "skip", "ignore"}
 # the same for a conversation
 REFUSED_IN_CHAT = REFUSED | dict.fromkeys(
     (*PAIR, *PAIRS[1], *OTHER_PAIRS),
@@ -197,6 +198,8 @@ def is_blank(text: str) -> bool:
 
 def weight_of(record: dict) -> float:
     """How much the targets of a record count in the loss: 1 where it says nothing. Raises BadRecord."""
+    if record.keys().isdisjoint(WEIGHTS):
+        return 1.0
     given = {name: record[name] for name in WEIGHTS if record.get(name) not in (None, "")}
     try:
         weights = {float(value) for value in given.values()}
@@ -223,7 +226,10 @@ def refuse_weight(record: dict, what: str) -> None:
 
 def pair_names(record: dict) -> tuple[str, str]:
     """The names of the better and of the worse answer in a preference record."""
-    return next((names for names in PAIRS if any(record.get(name) is not None for name in names)), PAIR)
+    for names in PAIRS:
+        if record.get(names[0]) is not None or record.get(names[1]) is not None:
+            return names
+    return PAIR
 
 
 def to_pair(record: dict) -> tuple[Chat, Chat]:
@@ -293,29 +299,32 @@ def unread_fields(record: dict, is_document: bool) -> set[str]:
         read = {"text", *WEIGHTS}
     else:
         key, answer = find_format(record)
-        with_messages = {key, answer, *pair_names(record)}
-        read = with_messages | {*SYSTEM, *TOOLS, *LABELS, *WEIGHTS, "mask_history"}
+        with_messages = (key, answer, *pair_names(record))
+        read = {*with_messages, *READ_BESIDE}
         if answer:
             read |= {*INPUT_FIELDS, "history"}
         for name in with_messages:
             if isinstance(record.get(name), dict | list):
                 known = MESSAGE_FIELDS | TURN_FIELDS.keys() if name == "conversation" else MESSAGE_FIELDS
-                unread.update(f"{name}[].{field}" for field in unread_below(record[name], known))
+                for field in unread_below(record[name], known):
+                    unread.add(f"{name}[].{field}")
     return unread | ({name for name, value in record.items() if value is not None} - read)
 
 
-def unread_below(messages: dict | list, known: set[str]) -> Iterator[str]:
+def unread_below(messages: dict | list, known: set[str]) -> set[str]:
     """The fields of messages, beside the known ones, and of the parts of their contents that nothing
     reads."""
+    unread: set[str] = set()
     for message in messages if isinstance(messages, list) else [messages]:
         if not isinstance(message, dict):
             continue
-        yield from (field for field in message.keys() - known if message[field] is not None)
+        if not message.keys() <= known:
+            unread.update(field for field in message.keys() - known if message[field] is not None)
         content = message.get("content")
-        if isinstance(content, list):
-            for part in content:
-                if isinstance(part, dict):
-                    yield from (f"content[].{name}" for name in part.keys() - PART_FIELDS)
+        for part in content if isinstance(content, list) else ():
+            if isinstance(part, dict):
+                unread.update(f"content[].{name}" for name in part.keys() - PART_FIELDS)
+    return unread
 
 
 # --- forms: how a record holds its messages
@@ -440,8 +449,8 @@ def message_of(item: Any, where: str) -> dict[str, Any]:
     for name, why in REFUSED.items():
         if item.get(name):
             raise BadRecord(f"'{name}' of {where}: {why}")
-    for name in REFUSED_SWITCHES:
-        if item.get(name) is not None:
+    for name in item.keys() & REFUSED_SWITCHES:
+        if item[name] is not None:
             raise BadRecord(f"'{name}' of {where}: {UNCLEAR}")
     content = item.get(key)
     beside = {name: item[name] for name in TEXT_FIELDS[2:] if item.get(name) is not None}
@@ -479,6 +488,8 @@ def thoughts_of(item: dict, where: str) -> str | None:
     """What a message says of its speaker's thoughts, under one name of THOUGHTS or with the same text under
     several; None if it says nothing. Raises BadRecord."""
     texts: dict[str, str] = {}
+    if item.keys().isdisjoint(THOUGHTS):
+        return None
     for name in THOUGHTS:
         value = item.get(name)
         if isinstance(value, list):

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from common.errors import UserError, warn
 from common.launcher import launch
 
-FIRST_TEXTS, EVERY = 64, 128  # the texts that are checked: the first ones, then one of so many
+FIRST_TEXTS, EVERY = 64, 256  # the texts that are checked: the first ones, then one of so many
 STRETCH, STRETCHES = 1000, 8  # characters of a text that are encoded at a time, and how often
 MOST_NAMED = 8  # characters
 

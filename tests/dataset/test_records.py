@@ -259,7 +259,7 @@ BAD_LINES = [
     ("sft", chat_of(USER, BOT | {"tool_calls": [{"function": CALL | {"arguments": "t=1"}}]}), "'arguments' of 'weather' is not"),
     ("sft", chat_of(USER, {"from": "function_call", "value": {"name": "f", "arguments": "{"}}), "'arguments' of 'f' is not"),
     *(("sft", chat_of(USER, BOT | {name: value}), f"'{name}' of message 2: does it train the turn")
-      for name in record_formats.REFUSED_SWITCHES for value in (True, 0)),
+      for name in sorted(record_formats.REFUSED_SWITCHES) for value in (True, 0)),
     ("sft", chat_of(USER, BOT | {"train_on": "false"}), "'train_on' is 'false'; it is a switch"),
     ("sft", chat_of(USER, BOT | {"reasoning": "x", "thinking": "y"}), "'reasoning' and 'thinking' of message 2 differ"),
     ("sft", chat_of(USER, BOT | {"thinking": True}), "'thinking' of message 2 is True instead of text"),

@@ -64,3 +64,18 @@ def test_data_that_have_grown_are_refused_with_the_two_ways_on(corpus, tmp_path)
     (line,) = run("pretrain", argv, status=2).error_lines
     assert "belongs to another run: " in line and "; data: " in line
     assert "Either give those" in line and "--from_weight pretrain --save_weight NEW --from_resume 0" in line
+
+
+def test_the_engine_counts_them_alike(tmp_path):
+    argv = [
+        "--task",
+        "regression",
+        "--save_dir",
+        tmp_path / "out",
+        "--checkpoint_dir",
+        tmp_path / "checkpoints",
+    ]
+    argv += ["--num_samples", 320, "--batch_size", 32, "--epochs", 1, "--max_steps", 13, "--log_interval", 1]
+    done = run("engine", [*map(str, argv), "--device", "cpu"])
+    found = read_metrics(tmp_path / "out/regression_64_metrics.jsonl")
+    assert [record["update"] for record in found] == list(range(1, 14)) and "done: 13 updates" in done.out
