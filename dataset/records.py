@@ -50,7 +50,7 @@ SWITCHES += ("do_train", "train_on", "trainable")
 MESSAGE_FIELDS = {"role", "from", "value", "function_call", "tool_calls", "tools"}
 MESSAGE_FIELDS |= {*TEXT_FIELDS, *THOUGHTS, *SWITCHES}
 WEIGHTS = ("weight", "loss_weight")  # of a record
-MAX_WEIGHT = 1e6
+MAX_WEIGHT = 1_000_000
 INPUT_FIELDS = ("input", "context")  # what a question is about
 SYSTEM = ("system", "system_prompt")
 TOOLS = ("tools", "functions")
@@ -210,7 +210,7 @@ def weight_of(record: dict) -> float:
             shown = ", ".join(f"'{name}' is {short(value)}" for name, value in given.items())
             raise BadRecord(
                 f"{shown}; it is how much the record counts in the loss: write a number from 0 to "
-                f"{MAX_WEIGHT:g}, or remove it"
+                f"{MAX_WEIGHT:,}, or remove it"
             )
     if len(weights) > 1:
         raise BadRecord(f"{' and '.join(map(repr, given))} differ; keep one of them")
