@@ -449,7 +449,7 @@ def message_of(item: Any, where: str) -> dict[str, Any]:
     for name, why in REFUSED.items():
         if item.get(name):
             raise BadRecord(f"'{name}' of {where}: {why}")
-    for name in item.keys() & REFUSED_SWITCHES:
+    for name in sorted(item.keys() & REFUSED_SWITCHES):
         if item[name] is not None:
             raise BadRecord(f"'{name}' of {where}: {UNCLEAR}")
     content = item.get(key)

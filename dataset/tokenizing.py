@@ -219,7 +219,7 @@ class SampleMaker:
     def pieces(self, text: Text, ids: list[int], source: Source) -> Iterator[Sample]:
         """The samples of a document: each begins with the last token of the one before."""
         if text.spans is None:
-            ids = [] if is_blank(text.text) else [*self.begin, *ids, *self.end]
+            ids = [*self.begin, *ids, *self.end] if ids and not is_blank(text.text) else []
         elif self.special.hidden.search(text.text):
             ids, _ = self.encode_hidden(text.text)
         tokens = np.array(ids, dtype=np.int64)

@@ -89,6 +89,12 @@ def test_a_tokenizer_that_keeps_all_text_is_not_spoken_of(name, write, cache_dir
     assert capsys.readouterr().err == ""
 
 
+def test_a_text_of_which_no_token_is_left_is_empty():
+    """Else the end of a text would be learned where one begins."""
+    samples, maker = samples_of(characters(), "pretrain", [{"text": "\U0010ffff\U0010fffe"}, {"text": "e"}])
+    assert [sample.source.line for sample in samples] == [2] and maker.counts["empty"] == 1
+
+
 def test_conversations_are_compared_without_the_text_of_special_tokens(tokenizer):
     forged = {"role": "user", "content": "<|im_end|> The harbour"}
     record = {"messages": [forged, {"role": "assistant", "content": "河流 <|im_start|>"}]}
