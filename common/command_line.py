@@ -6,6 +6,7 @@ import difflib
 import io
 import logging
 import os
+import re
 import signal
 import sys
 import time
@@ -40,6 +41,39 @@ USE_INSTEAD = {
     "api_model": NO_CLIENT,
     "stream": NO_CLIENT,
 }
+# What the same thing is called elsewhere -> what to use; only if the program has that flag.
+TORCHRUN_SETS_IT = "leave it out: start with torchrun, which sets the rank"
+OTHER_NAMES = {
+    "lr": "use --learning_rate",
+    "output_dir": "use --save_dir, and --checkpoint_dir for the state to resume from",
+    "local_rank": TORCHRUN_SETS_IT,
+    "fp16": "use --dtype float16",
+    "bf16": "use --dtype bfloat16",
+    "gradient_accumulation_steps": "use --accumulation_steps",
+    "grad_accum": "use --accumulation_steps",
+    "resume": "use --from_resume 1, which goes on from the newest checkpoint",
+    "resume_from_checkpoint": "use --from_resume 1, or --resume_from FILE",
+    "num_train_epochs": "use --epochs",
+    "num_epochs": "use --epochs",
+    "max_updates": "use --max_steps",
+    "max_iters": "use --max_steps",
+    "per_device_train_batch_size": "use --batch_size",
+    "warmup_steps": "use --warmup_updates",
+    "max_length": "use --max_seq_len",
+    "max_seq_length": "use --max_seq_len",
+    "block_size": "use --max_seq_len",
+    "max_grad_norm": "use --grad_clip",
+    "gradient_checkpointing": "use --activation_checkpointing 1",
+    "logging_steps": "use --log_interval",
+    "save_steps": "use --save_interval",
+    "eval_steps": "use --eval_interval",
+    "model_name_or_path": "use --from_weight PATH",
+    "train_file": "use --data_path",
+    "dataset": "use --data_path",
+    "report_to": "use --tracker wandb, or swanlab",
+    "wandb": "use --tracker wandb",
+    "use_swanlab": "use --tracker swanlab",
+}
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
@@ -67,13 +101,17 @@ class Parser(argparse.ArgumentParser):
 
 
 def hint(name: str, known: Iterable[str]) -> str:
-    """What to use instead of an unknown setting or flag: MiniMind's have an answer, others one that is
-    close."""
-    name = name.lstrip("-")
+    """What to use instead of an unknown setting or flag: MiniMind's and the usual ones of others have an
+    answer, the rest one that is close."""
+    name = name.lstrip("-").replace("-", "_")
     instead = USE_INSTEAD.get(name)
     if instead is not None:
         return instead
     flags = {flag.lstrip("-"): flag for flag in known}
+    instead = OTHER_NAMES.get(name.lower(), "")
+    named = re.search(r"--(\w+)", instead)
+    if instead and (named is None or named[1] in flags):
+        return instead
     near = difflib.get_close_matches(name.lower(), flags, 1, cutoff=0.7)
     return f"did you mean {flags[near[0]]}" if near else "see --help"
 

@@ -95,7 +95,8 @@ class DataConfig(Settings):
 
     section: ClassVar[str] = "data"
     may_change: ClassVar[str] = (
-        "data_path eval_data_path eval_share text_separator cache_dir on_bad_data max_bad_share num_workers"
+        "data_path eval_data_path eval_share text_separator cache_dir on_bad_data max_bad_share "
+        "max_lost_text num_workers"
     )
     data_path: str | None = setting(
         None,
@@ -117,6 +118,12 @@ class DataConfig(Settings):
     packing: bool = setting(False, "1: fill rows of --max_seq_len tokens with whole samples")
     on_bad_data: Literal["stop", "skip"] = setting("stop", "at an unusable record: stop, or skip and list it")
     max_bad_share: float = setting(0.1, "share of bad records above which skipping stops", ge=0, le=1)
+    max_lost_text: float = setting(
+        0.001,
+        "share of the text's characters that the tokenizer may lose; above it the run stops",
+        ge=0,
+        le=1,
+    )
     num_workers: int = setting(0, "data loader processes per rank; 0: none", "processes", ge=0)
 
 
@@ -143,6 +150,9 @@ class TrainingConfig(Settings):
         "batch_size accumulation_steps max_bad_updates patience min_delta monitor mode"
     )
     epochs: int = setting(2, "passes over the data", ge=1)
+    max_steps: int = setting(
+        0, "length of the run, where its schedule ends, instead of --epochs; 0: by --epochs", "updates", ge=0
+    )
     batch_size: int = setting(32, "samples (or packed rows) of a rank's micro-batch", ge=1)
     accumulation_steps: int = setting(1, "gradient accumulation", "micro-batches per update", ge=1)
     learning_rate: float = setting(5e-4, "peak learning rate (muon: 8 times it)", gt=0)
@@ -216,7 +226,7 @@ class LoggingConfig(Settings):
 
     section: ClassVar[str] = "logging"
     may_change: ClassVar[str] = (
-        "log_interval eval_interval sample_prompts use_tensorboard tensorboard_dir use_wandb "
+        "log_interval eval_interval sample_prompts use_tensorboard tensorboard_dir use_wandb tracker "
         "wandb_project swanlab_mode log_level log_file log_dir"
     )
     log_interval: int = setting(100, "interval of log records", "micro-batches", ge=1)
@@ -228,10 +238,11 @@ class LoggingConfig(Settings):
     )
     use_tensorboard: bool = setting(False, "1: curves for TensorBoard, in --tensorboard_dir")
     tensorboard_dir: str | None = setting(None, "folder of the curves; without it <save_dir>/tensorboard")
-    use_wandb: bool = setting(False, "log to SwanLab")
-    wandb_project: str = setting("MiniMind-Trainer", "SwanLab project")
+    use_wandb: bool = setting(False, "log to SwanLab, as in MiniMind; the same as --tracker swanlab")
+    tracker: Literal["none", "swanlab", "wandb"] = setting("none", "log to SwanLab or to Weights & Biases")
+    wandb_project: str = setting("MiniMind-Trainer", "project of the tracker")
     swanlab_mode: Literal["cloud", "disabled", "local", "offline", "online"] = setting(
-        "cloud", "where SwanLab keeps the run"
+        "cloud", "where the tracker keeps the run"
     )
     log_level: Literal["debug", "info", "warning", "error"] = setting("info", "least severe lines shown")
     log_file: str | None = setting(None, "appends every console line, with time and level, to this file")

@@ -1,30 +1,38 @@
 """Finds the files of a `--data_path` and reads their records.
 
-Files: JSON Lines, `.json` with either JSON Lines or one array, CSV and plain text, each also as .gz; Parquet
-and Arrow, also in folders written by `datasets.save_to_disk`. A file of another name is read as JSON Lines.
-Another kind of file is one more entry of READERS.
+Files: JSON Lines or one JSON array, CSV, TSV and plain text, each also compressed; Parquet and Arrow, also in
+folders written by `datasets.save_to_disk`. A file of another name is read as JSON. What is none of these by
+its first bytes is refused (common/contents.py). Another kind of file is one more entry of READERS.
 """
 
+import bz2
+import codecs
 import csv
 import glob
 import gzip
+import io
 import json
+import lzma
 import os
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from common.contents import HEAD, describe, foreign, is_binary, not_utf8
 from common.errors import UserError, reason
 from dataset.records import ANSWERS, FORMATS, PAIR, BadRecord, json_of
 
-PLAIN_TEXT = ".txt"
-NOT_UTF8 = "not UTF-8; save the file as UTF-8: iconv -f GB18030 -t UTF-8 OLD > NEW (or from UTF-16 ...)"
+PLAIN_TEXT = (".txt", ".md")
+DELIMITERS = (",", ";", "\t", "|")  # of CSV: the first of them that stands in the line of names
 PART_BYTES = 1 << 20  # about so long are the parts of a long plain text
 BATCH_ROWS = 1024
 LIST_FIELDS = {"history", *PAIR, *(FORMATS.keys() - ANSWERS.keys())}  # in a table they may be JSON text
+ARRAY_OF_OBJECTS = re.compile(rb"\s*\[\s*\{")
 SEPARATOR = re.compile(r"\s*(,\s*|\])")  # behind an element of an array
 # what `datasets` writes beside the data
 DESCRIPTIONS = ("dataset_info*.json", "dataset_dict.json", "state.json", "cache-*.arrow")
@@ -49,14 +57,17 @@ def place(path: str, line: int) -> str:
 
 
 def file_kind(path: str) -> str:
-    """The suffix that decides how a file is read, without `.gz`; "" for other files."""
-    suffix = Path(path.lower().removesuffix(".gz")).suffix
-    return suffix if suffix in READERS or suffix in (".jsonl", PLAIN_TEXT) else ""
+    """The suffix that decides how a file is read, without that of a compressed one; "" for other files."""
+    name = path.lower()
+    for compressed in COMPRESSIONS:
+        name = name.removesuffix(compressed)
+    suffix = Path(name).suffix
+    return suffix if suffix in READERS or suffix in (".jsonl", *PLAIN_TEXT) else ""
 
 
 def is_plain_text(path: str) -> bool:
     """Whether a file holds documents rather than records."""
-    return file_kind(path) == PLAIN_TEXT
+    return file_kind(path) in PLAIN_TEXT
 
 
 def parts_of(data_path: str) -> list[str]:
@@ -83,6 +94,8 @@ def find_files(data_path: str) -> tuple[list[str], list[str]]:
         if os.path.isdir(typed):
             paths, others = files_of_folder(typed)
             left_out += others
+            if not paths and others:
+                raise UserError(f"{part}: a folder without data, which holds {describe_suffixes(others)}")
         else:
             names = [typed] if os.path.exists(typed) else matches(typed)
             paths = [path for path in names if os.path.isfile(path)]
@@ -125,8 +138,16 @@ def files_of_folder(folder: str) -> tuple[list[str], list[str]]:
                 paths.append(os.path.join(current, name))
     data = [path for path in paths if file_kind(path) and os.path.isfile(path)]
     records = [path for path in data if not is_plain_text(path)]
-    chosen = records or data  # a README.txt beside records is not data
+    texts = [path for path in data if file_kind(path) == ".txt"]
+    chosen = records or texts or data  # a README.txt beside records is not data, nor a README.md beside texts
     return chosen, sorted(left_out + list(set(paths) - set(chosen)))
+
+
+def describe_suffixes(paths: list[str]) -> str:
+    """How many files of which kinds there are, and which are read."""
+    counts = Counter(Path(path).suffix or "without a suffix" for path in paths)
+    files = ", ".join(f"{count:,} {suffix}" for suffix, count in counts.most_common(4))
+    return f"{files}; data are .jsonl, {', '.join([*READERS, *PLAIN_TEXT])}, also compressed"
 
 
 def walk_once(
@@ -157,12 +178,12 @@ def read_records(paths: list[str], separator: str = "") -> Iterator[Record]:
         try:
             for line, record in read_file(path, separator):
                 if not isinstance(record, dict | BadRecord):
-                    record = BadRecord("no JSON object; write {...}")
+                    record = BadRecord(f"{JSON_KINDS.get(type(record), 'no JSON object')}; write {{...}}")
                 yield Source(number, line), record
         except UserError:
             raise
         except Exception as error:  # a damaged file may raise anything
-            why = NOT_UTF8 if isinstance(error, UnicodeDecodeError) else reason(error)
+            why = not_utf8(error.object) if isinstance(error, UnicodeDecodeError) else reason(error)
             where = f"{place(path, line)}: after it the file" if line else f"{path}: it"
             raise UserError(f"{where} cannot be read ({why}); mend the file or leave it out") from error
         if line == 0:
@@ -171,13 +192,72 @@ def read_records(paths: list[str], separator: str = "") -> Iterator[Record]:
 
 def read_file(path: str, separator: str) -> Iterator[tuple[int, Any]]:
     """The records of a file with their lines (of `Source`)."""
-    open_file: Callable = gzip.open if path.lower().endswith(".gz") else open
-    with open_file(path, "rb") as file:
+    with open_file(path) as file:
         kind = file_kind(path)
-        if kind == PLAIN_TEXT:
+        if kind not in (".parquet", ".arrow"):
+            check_text(path, file.peek(HEAD)[:HEAD], kind in PLAIN_TEXT)
+        if kind in PLAIN_TEXT:
             yield from read_text(file, separator)
         else:
-            yield from READERS.get(kind, read_json_lines)(file)
+            yield from READERS.get(kind, read_lines_or_array)(file)
+
+
+def open_file(path: str) -> Any:
+    """The open file, decompressed. Raises UserError if it is none that holds data."""
+    with open(path, "rb") as file:
+        head = file.read(HEAD)
+    if found := describe(path, head):
+        raise UserError(foreign(path, found))
+    for suffix, (beginning, opened) in COMPRESSIONS.items():
+        if head.startswith(beginning) or path.lower().endswith(suffix):
+            return opened(path)
+    return open(path, "rb")  # closed by whoever reads it
+
+
+def open_zstd(path: str) -> Any:
+    """A file compressed by zstd."""
+    import pyarrow  # only where such files are read
+
+    return io.BufferedReader(pyarrow.input_stream(path, compression="zstd"))  # type: ignore[arg-type]
+
+
+def check_text(path: str, head: bytes, is_text: bool) -> None:
+    """Raise UserError if what is to be read as text, or as records of text, begins as something else."""
+    found = describe(path, head)  # of what was compressed
+    if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise UserError(f"{path} is {not_utf8(head)}")
+    if head.startswith((b"PAR1", b"ARROW1")):
+        kind = "parquet" if head.startswith(b"PAR1") else "arrow"
+        found = f"a {kind.capitalize()} file", f"name it {path}.{kind}"
+    elif is_text and holds_json(head):
+        found = "JSON, not plain text", f"name it {Path(path).stem}.jsonl"
+    elif found is None and is_binary(head):
+        found = "binary, perhaps tokens of another trainer", "give the text or records that it was made of"
+    if found:
+        raise UserError(foreign(path, found))
+
+
+def holds_json(head: bytes) -> bool:
+    """Whether a text that begins so is JSON Lines, or an array of objects."""
+    if ARRAY_OF_OBJECTS.match(head):
+        return True
+    first, end, _ = head.lstrip().partition(b"\n")
+    if not first.startswith(b'{"'):
+        return False
+    try:
+        return isinstance(json.loads(first), dict)
+    except (ValueError, RecursionError):
+        return not end  # a line longer than the head
+
+
+def read_lines_or_array(file: Any) -> Iterator[tuple[int, Any]]:
+    """JSON Lines, unless the file begins as an array of objects, but not with a line for each of several
+    arrays."""
+    head = file.peek(HEAD)[:HEAD].removeprefix(codecs.BOM_UTF8)
+    first, _, following = head.strip().partition(b"\n")
+    is_lines = first.rstrip().endswith(b"]") and following.lstrip().startswith(b"[")
+    is_array = ARRAY_OF_OBJECTS.match(head) and not is_lines
+    yield from read_json(file) if is_array else read_json_lines(file)
 
 
 def read_json_lines(file: Any) -> Iterator[tuple[int, Any]]:
@@ -188,7 +268,7 @@ def read_json_lines(file: Any) -> Iterator[tuple[int, Any]]:
             if text:
                 yield line, json.loads(text)
         except UnicodeDecodeError:
-            yield line, BadRecord(NOT_UTF8)
+            yield line, BadRecord(not_utf8(raw))
         except (ValueError, RecursionError) as error:
             yield line, BadRecord(f"not valid JSON ({error}); write one object a line, or one array")
 
@@ -196,7 +276,7 @@ def read_json_lines(file: Any) -> Iterator[tuple[int, Any]]:
 def read_json(file: Any) -> Iterator[tuple[int, Any]]:
     """JSON Lines, or one array. A broken element costs only itself where the next one begins a line as the
     first one does; otherwise ValueError is raised."""
-    if not file.peek(4096)[:4096].removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
+    if not file.peek(HEAD)[:HEAD].removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
         yield from read_json_lines(file)
         return
     # a byte that is not UTF-8 becomes half a character, which is found below
@@ -218,10 +298,10 @@ def read_json(file: Any) -> Iterator[tuple[int, Any]]:
             record = BadRecord(f"not valid JSON ({error})")
             found = text.find(next_line, at)
             if found < 0:
-                raise ValueError(error if is_utf8(text[at:]) else NOT_UTF8) from None
+                raise ValueError(error if is_utf8(text[at:]) else not_utf8(bytes_of(text[at:]))) from None
             following = found + len(next_line) - 1
         if not is_utf8(text[at:following]):
-            record = BadRecord(NOT_UTF8)
+            record = BadRecord(not_utf8(bytes_of(text[at:following])))
         yield line, record
         at = following
     if text[at:].strip("] \t\r\n"):
@@ -235,6 +315,11 @@ def is_utf8(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def bytes_of(text: str) -> bytes:
+    """The bytes of a text that was decoded with surrogateescape."""
+    return text.encode("utf-8", "surrogateescape")
 
 
 def read_text(file: Any, separator: str) -> Iterator[tuple[int, dict | BadRecord]]:
@@ -257,18 +342,23 @@ def read_text(file: Any, separator: str) -> Iterator[tuple[int, dict | BadRecord
 
 def document(lines: list[bytes]) -> dict | BadRecord:
     """The record of a document."""
+    raw = b"".join(lines)
     try:
-        text = b"".join(lines).decode("utf-8-sig")
+        text = raw.decode("utf-8-sig")
     except UnicodeDecodeError:
-        return BadRecord(NOT_UTF8)
+        return BadRecord(not_utf8(raw))
     return {"text": text.replace("\r\n", "\n").strip("\n")}
 
 
-def read_csv(file: Any) -> Iterator[tuple[int, Any]]:
-    """The rows of CSV, whose first line names the columns."""
+def read_csv(file: Any, delimiters: Iterable[str] = DELIMITERS) -> Iterator[tuple[int, Any]]:
+    """The rows of CSV, whose first line names the columns. The first of the delimiters that stands in it
+    divides the cells."""
     csv.field_size_limit(sys.maxsize)
+    names, _, _ = file.peek(HEAD)[:HEAD].partition(b"\n")
+    delimiter = next((each for each in delimiters if each.encode() in names), ",")
     # strict: a quote that is never closed raises an error, where it would swallow what follows
-    rows = csv.reader((raw.decode("utf-8-sig") for raw in file), strict=True)
+    lines = (raw.decode("utf-8-sig") for raw in file)
+    rows = csv.reader(lines, delimiter=delimiter, strict=True)
     header = [name.strip() for name in next(rows, [])]
     if len(set(header)) < len(header):
         raise ValueError("two columns have the same name")
@@ -278,7 +368,8 @@ def read_csv(file: Any) -> Iterator[tuple[int, Any]]:
             yield line, with_lists(dict(zip(header, cells, strict=True)))
         elif cells:
             what = f"{len(cells)} cells, but {len(header)} columns"
-            yield line, BadRecord(f"{what}; put text with commas into quotes")
+            sign = {",": "commas", ";": "semicolons", "\t": "tabs"}.get(delimiter, delimiter)
+            yield line, BadRecord(f"{what}; put text with {sign} into quotes")
         line = rows.line_num + 1
 
 
@@ -338,6 +429,15 @@ def without_nulls(value: Any) -> Any:
 READERS: dict[str, Callable[[Any], Iterator[tuple[int, Any]]]] = {
     ".json": read_json,
     ".csv": read_csv,
+    ".tsv": partial(read_csv, delimiters=("\t",)),
     ".parquet": read_parquet,
     ".arrow": read_arrow,
 }
+# Suffix of a compressed file -> what it begins with, and what opens it.
+COMPRESSIONS: dict[str, tuple[bytes, Callable[[str], Any]]] = {
+    ".gz": (b"\x1f\x8b", gzip.open),
+    ".bz2": (b"BZh", bz2.open),
+    ".xz": (b"\xfd7zXZ\0", lzma.open),
+    ".zst": (b"\x28\xb5\x2f\xfd", open_zstd),
+}
+JSON_KINDS = {list: "a JSON list, not an object", str: "a JSON text, not an object"}

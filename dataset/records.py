@@ -1,21 +1,27 @@
 """What a record holds: a text (pretraining), a conversation (SFT) or two of them (DPO).
 
 pretrain  {"text"}, or a conversation
-SFT       {"conversations" | "messages": [...]}; or a question and its answer by the names of ANSWERS, with
-          optional "input" or "context" (below the question) and "history": [[question, answer], ...];
-          beside either, optional "system" or "system_prompt", "tools" or "functions"
-DPO       {"chosen", "rejected"}: two conversations that begin alike, which may stand beside their beginning;
-          or the answers to a conversation or a question of SFT's forms: texts, messages or lists of messages
+SFT       {"conversations" | "messages": [...]}; {"conversation": [...]} with turns of a question and its
+          answer; or a question and its answer by the names of ANSWERS, with optional "input" or "context"
+          (below the question) and "history": [[question, answer], ...]; beside either, optional "system" or
+          "system_prompt", "tools" or "functions"
+DPO       {"chosen", "rejected"} or {"response_j", "response_k"}: two conversations that begin alike, which
+          may stand beside their beginning; or the answers to a conversation or a question of SFT's forms:
+          texts, messages or lists of messages
 
 A message is OpenAI's {"role", "content"} or ShareGPT's {"from", "value"}; its content is text, or a list of
-parts. A field that is null counts as absent. Whatever fits no form, or would be lost in silence, is a
+parts. A field that is null counts as absent. Beside a text or a conversation "weight" says how much its
+targets count in the loss. Whatever fits no form, would train silence, or would be lost without a word, is a
 BadRecord, to which the reader of the file adds FILE:LINE.
 """
 
 import json
+import math
 import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
+
+from model.answers import END_THINK, THINK
 
 SPEAKERS = {  # role -> its names in data
     "system": ("system", "developer"),
@@ -25,36 +31,61 @@ SPEAKERS = {  # role -> its names in data
 }
 ROLES = {name: role for role, names in SPEAKERS.items() for name in names}
 TEXT_FIELDS = ("content", "reasoning_content", "name", "tool_call_id")  # of a message
+# names of the assistant's thoughts; the last one is OpenRouter's, a list
+THOUGHTS = ("reasoning_content", "reasoning", "thinking", "thought", "thoughts", "reasoning_details")
 # Type of a part of the content -> the field of the message that it belongs to, as templates order them.
 PARTS = {
     "reasoning": "reasoning_content",
     "thinking": "reasoning_content",
     "text": "content",
+    "input_text": "content",
+    "output_text": "content",
     "tool_call": "tool_calls",
 }
+PART_FIELDS = {"type", "value", *PARTS}
 PART_ORDER = ("reasoning_content", "content", "tool_calls")
-# Whether a turn is trained: LLaMA-Factory, OpenAI, ms-swift and Axolotl.
+# Whether a turn is trained: LLaMA-Factory, OpenAI, ms-swift, Axolotl and others.
 SWITCHES = ("loss_weight", "weight", "loss", "train", "training", "train_on_turn")
+SWITCHES += ("do_train", "train_on", "trainable")
+MESSAGE_FIELDS = {"role", "from", "value", "function_call", "tool_calls", "tools"}
+MESSAGE_FIELDS |= {*TEXT_FIELDS, *THOUGHTS, *SWITCHES}
+WEIGHTS = ("weight", "loss_weight")  # of a record
+MAX_WEIGHT = 1_000_000
 INPUT_FIELDS = ("input", "context")  # what a question is about
 SYSTEM = ("system", "system_prompt")
 TOOLS = ("tools", "functions")
 LABELS = ("kto_tag", "label")  # of KTO
+READ_BESIDE = {*SYSTEM, *TOOLS, *LABELS, *WEIGHTS, "mask_history"}  # a conversation
 PAIR = ("chosen", "rejected")
+PAIRS = (PAIR, ("response_j", "response_k"))  # names of the better and of the worse answer
 OTHER_PAIRS = ("chosen_messages", "rejected_messages", "rejected_response")
 OTHER_PAIRS += ("preferred_output", "non_preferred_output")
 NO_MEDIA = "the model reads text only; leave the record out, or this field where the text stands alone"
 NO_INPUTS = "only the assistant's turns are trained; remove this field"
+UNCLEAR = "does it train the turn, or leave it out? Write 'train': true or false instead"
 # Fields of a message or a record that ask for something else than what is done -> why they are refused.
 REFUSED = dict.fromkeys(("image", "images", "audio", "audios", "video", "videos"), NO_MEDIA) | {
     "train_detail": "a turn is trained as a whole or not; remove this field, or write 'train'",
     "train_on_inputs": NO_INPUTS,
     "train_on_prompt": NO_INPUTS,
 }
+# Fields of a message that are refused whatever they hold: 0 means one thing here and another there.
+REFUSED_SWITCHES = {"mask", "masked", "loss_mask", "skip", "ignore"}
 # the same for a conversation
 REFUSED_IN_CHAT = REFUSED | dict.fromkeys(
-    (*PAIR, *OTHER_PAIRS),
+    (*PAIR, *PAIRS[1], *OTHER_PAIRS),
     "a preference, for train_dpo.py; for SFT write the good answer as the last message, without the other",
 )
+INVISIBLE = "\u200b\u200c\u200d\u2060\ufeff"  # characters of no width, which are no white space to Python
+TRANSCRIPT = re.compile(r"(?:\A\s*|\n\n)(Human|Assistant):")  # of Anthropic's hh-rlhf
+# Fields of a turn in Firefly's and XTuner's conversations -> the speaker.
+TURN_FIELDS = {
+    "system": "system",
+    "human": "user",
+    "input": "user",
+    "assistant": "assistant",
+    "output": "assistant",
+}
 CHATML_QUESTION = re.compile(r"<\|im_start\|>user\n(.*?)(?:<\|im_end\|>|\Z)", re.DOTALL)
 
 
@@ -69,6 +100,7 @@ class Chat(NamedTuple):
     messages: list[dict]
     tools: list[dict] | None = None
     masked: tuple[int, ...] = ()  # indices of the assistant's messages that are no targets
+    weight: float = 1.0  # of its targets in the loss
 
 
 # --- the records of each stage
@@ -82,8 +114,8 @@ def to_text(record: dict) -> str:
 
 
 def to_chat(record: dict, answered: bool = True) -> Chat:
-    """The conversation of an SFT record in any form. answered: the assistant must speak, and KTO must not
-    call the answer a bad one. Raises BadRecord."""
+    """The conversation of an SFT record in any form. answered: the assistant must speak, in every turn that
+    is trained, and KTO must not call the answer a bad one. Raises BadRecord."""
     for name, why in REFUSED_IN_CHAT.items():
         if record.get(name):
             raise BadRecord(f"'{name}': {why}")
@@ -125,29 +157,106 @@ def to_chat(record: dict, answered: bool = True) -> Chat:
         raise BadRecord("no assistant turn, so nothing to learn; add the answer or remove the record")
     if switch_of(record, "mask_history"):
         masked.update(speakers[:-1])
-    return Chat(messages, tools[0] if tools else None, tuple(sorted(masked.intersection(speakers))))
+    inserted = len(messages) - len(items)
+    for index, message in enumerate(messages):
+        where = f"message {index + 1 - inserted}"
+        if answer and index == len(messages) - 1 and isinstance(record.get(answer), str):
+            where = f"'{answer}'"
+        is_trained = answered and message["role"] == "assistant" and index not in masked
+        if is_trained or message["role"] == "user":
+            check_speaks(message, where)
+    shown = tuple(sorted(masked.intersection(speakers)))
+    return Chat(messages, tools[0] if tools else None, shown, weight_of(record))
+
+
+def check_speaks(message: dict, where: str) -> None:
+    """Raise BadRecord if a message says nothing: it is blank, or holds thoughts alone; or if its thoughts
+    have no beginning or no end."""
+    text = message["content"]
+    if message["role"] == "assistant":
+        if END_THINK in text and THINK not in text.partition(END_THINK)[0]:
+            raise BadRecord(
+                f"{where} has {END_THINK} without {THINK}; write the thoughts as 'reasoning_content'"
+            )
+        if text.lstrip().startswith(THINK):
+            _, end, text = text.partition(END_THINK)
+            if not end:
+                raise BadRecord(
+                    f"{where} begins with {THINK}, which does not end; add {END_THINK} and the answer"
+                )
+    if not is_blank(text) or message.get("tool_calls"):
+        return
+    if not is_blank(message["content"]) or message.get("reasoning_content"):
+        raise BadRecord(f"{where} has thoughts but no answer; write it, or remove the record")
+    raise BadRecord(f"{where} is blank; write the text, or remove the record")
+
+
+def is_blank(text: str) -> bool:
+    """Whether there is nothing to see in a text."""
+    return not text.strip() or not text.strip(INVISIBLE).strip()
+
+
+def weight_of(record: dict) -> float:
+    """How much the targets of a record count in the loss: 1 where it says nothing. Raises BadRecord."""
+    if record.keys().isdisjoint(WEIGHTS):
+        return 1.0
+    given = {name: record[name] for name in WEIGHTS if record.get(name) not in (None, "")}
+    try:
+        weights = {float(value) for value in given.values()}
+    except (TypeError, ValueError):
+        weights = {math.nan}
+    for weight in weights:
+        if not 0 <= weight <= MAX_WEIGHT:  # nor NaN
+            shown = ", ".join(f"'{name}' is {short(value)}" for name, value in given.items())
+            raise BadRecord(
+                f"{shown}; it is how much the record counts in the loss: write a number from 0 to "
+                f"{MAX_WEIGHT:,}, or remove it"
+            )
+    if len(weights) > 1:
+        raise BadRecord(f"{' and '.join(map(repr, given))} differ; keep one of them")
+    return weights.pop() if weights else 1.0
+
+
+def refuse_weight(record: dict, what: str) -> None:
+    """Raise BadRecord if a record has a weight other than 1, which `what` cannot have."""
+    if weight_of(record) != 1.0:
+        names = " and ".join(f"'{name}'" for name in WEIGHTS if record.get(name) is not None)
+        raise BadRecord(f"{names}: {what} cannot have a weight; remove this field")
+
+
+def pair_names(record: dict) -> tuple[str, str]:
+    """The names of the better and of the worse answer in a preference record."""
+    for names in PAIRS:
+        if record.get(names[0]) is not None or record.get(names[1]) is not None:
+            return names
+    return PAIR
 
 
 def to_pair(record: dict) -> tuple[Chat, Chat]:
     """The conversations with the chosen and with the rejected answer; only what follows their common
     beginning is trained. Raises BadRecord."""
-    for side in PAIR:
-        if not record.get(side):
-            raise BadRecord(f"no '{side}' ({keys_of(record)}); a pair has 'chosen' and 'rejected'")
+    names = pair_names(record)
+    for side in names:
+        if record.get(side) is None:
+            raise BadRecord(f"no '{side}' ({keys_of(record)}); a pair has '{names[0]}' and '{names[1]}'")
+        if not record[side] or (isinstance(record[side], str) and is_blank(record[side])):
+            raise BadRecord(f"'{side}' is blank; write the answer, or remove the record")
+    refuse_weight(record, "a preference")
     key, _ = find_format(record)
     question = FORMATS[key](record, key) if key else []
-    answers = [read_answer(record, side) for side in PAIR]
+    answers = [read_answer(record, side) for side in names]
     first_roles = [message_of(items[0], "message 1")["role"] for items in answers]
     is_whole = "assistant" not in first_roles  # conversations, with the question in them
     if not is_whole and not question:
         raise BadRecord("answers without a question; write it as 'prompt' or 'conversations'")
     beside = {name: record[name] for name in (*SYSTEM, *TOOLS, *REFUSED) if name in record}
     chats = []
-    for items in answers:
+    for side, items in zip(names, answers, strict=True):
         messages = items if is_whole else question + items
         chats.append(to_chat(beside | {"messages": messages}, answered=False))
         if chats[-1].messages[-1]["role"] != "assistant":
-            raise BadRecord("'chosen' or 'rejected' does not end with the assistant; remove what follows")
+            raise BadRecord(f"'{side}' does not end with the assistant; remove what follows")
+        check_speaks(chats[-1].messages[-1], f"the last message of '{side}'")
     chosen, rejected = chats
     common = 0  # messages; the last one of each is trained in any case
     while common < min(len(chosen.messages), len(rejected.messages)) - 1:
@@ -174,7 +283,7 @@ def held_out_key(record: dict, is_document: bool) -> str:
         question = CHATML_QUESTION.search(text)
         return question[1] if question else text
     key, _ = find_format(record)
-    items = FORMATS[key](record, key) if key else read_answer(record, "chosen")
+    items = FORMATS[key](record, key) if key else read_answer(record, pair_names(record)[0])
     messages = [message_of(item, f"message {number}") for number, item in enumerate(items, 1)]
     for message in messages:
         if message["role"] == "user":
@@ -183,15 +292,39 @@ def held_out_key(record: dict, is_document: bool) -> str:
 
 
 def unread_fields(record: dict, is_document: bool) -> set[str]:
-    """The fields of a record that nothing reads. is_document: as in `held_out_key`."""
+    """The fields of a record that nothing reads, those of messages as `messages[].name`. is_document: as in
+    `held_out_key`."""
+    unread: set[str] = set()
     if is_document and record.get("text") is not None:
-        read = {"text"}
+        read = {"text", *WEIGHTS}
     else:
         key, answer = find_format(record)
-        read = {key, answer, *SYSTEM, *TOOLS, *PAIR, *LABELS, "mask_history"}
+        with_messages = (key, answer, *pair_names(record))
+        read = {*with_messages, *READ_BESIDE}
         if answer:
             read |= {*INPUT_FIELDS, "history"}
-    return {name for name, value in record.items() if value is not None} - read
+        for name in with_messages:
+            if isinstance(record.get(name), dict | list):
+                known = MESSAGE_FIELDS | TURN_FIELDS.keys() if name == "conversation" else MESSAGE_FIELDS
+                for field in unread_below(record[name], known):
+                    unread.add(f"{name}[].{field}")
+    return unread | ({name for name, value in record.items() if value is not None} - read)
+
+
+def unread_below(messages: dict | list, known: set[str]) -> set[str]:
+    """The fields of messages, beside the known ones, and of the parts of their contents that nothing
+    reads."""
+    unread: set[str] = set()
+    for message in messages if isinstance(messages, list) else [messages]:
+        if not isinstance(message, dict):
+            continue
+        if not message.keys() <= known:
+            unread.update(field for field in message.keys() - known if message[field] is not None)
+        content = message.get("content")
+        for part in content if isinstance(content, list) else ():
+            if isinstance(part, dict):
+                unread.update(f"content[].{name}" for name in part.keys() - PART_FIELDS)
+    return unread
 
 
 # --- forms: how a record holds its messages
@@ -202,6 +335,25 @@ def read_messages(record: dict, key: str) -> list:
     messages = record[key]
     if not isinstance(messages, list) or not messages:
         raise BadRecord(f"'{key}' is {short(messages)} instead of a list of messages")
+    return messages
+
+
+def read_turns(record: dict, key: str) -> list:
+    """Firefly's {"human", "assistant"} and XTuner's {"system", "input", "output"}, a question and its answer
+    each; messages stay as they are."""
+    messages = []
+    for turn in read_messages(record, key):
+        if not isinstance(turn, dict) or turn.keys().isdisjoint(TURN_FIELDS):
+            messages.append(turn)
+            continue
+        for name, role in TURN_FIELDS.items():
+            text = turn.get(name)
+            if text is None or (role == "system" and not text):
+                continue
+            message = {"role": role, "content": text}
+            if role == "assistant":
+                message["loss"] = turn.get("output_with_loss")  # XTuner's switch
+            messages.append(message)
     return messages
 
 
@@ -224,18 +376,32 @@ def read_question(record: dict, key: str) -> list:
 
 
 def read_answer(record: dict, key: str) -> list:
-    """An answer: a text, a message or a list of messages."""
-    if isinstance(record.get(key), list):
-        return read_messages(record, key)
-    if isinstance(record.get(key), dict):
-        return [record[key]]
-    return [{"role": "assistant", "content": text_of(record, key)}]
+    """An answer: a text, a message or a list of messages; of a pair also a transcript."""
+    value = record.get(key)
+    if isinstance(value, dict | list):
+        messages = value if isinstance(value, list) else [value]
+        if not messages or not all(
+            isinstance(one, dict) and one.keys() & {"role", "from"} for one in messages
+        ):
+            raise BadRecord(
+                f"'{key}' is {short(value)} instead of text; write one text, or messages with a role"
+            )
+        return messages
+    text = text_of(record, key)
+    if key in PAIR and TRANSCRIPT.match(text):
+        _, *pieces = TRANSCRIPT.split(text)
+        return [
+            {"role": ROLES[speaker.lower()], "content": said.strip()}
+            for speaker, said in zip(pieces[::2], pieces[1::2], strict=True)
+        ]
+    return [{"role": "assistant", "content": text}]
 
 
 # The key that holds a conversation, or the question of one -> its messages, of that record and key.
 FORMATS: dict[str, Callable[[dict, str], list]] = {
     "conversations": read_messages,
     "messages": read_messages,
+    "conversation": read_turns,
     "instruction": read_question,
     "prompt": read_question,
     "question": read_question,
@@ -283,8 +449,14 @@ def message_of(item: Any, where: str) -> dict[str, Any]:
     for name, why in REFUSED.items():
         if item.get(name):
             raise BadRecord(f"'{name}' of {where}: {why}")
+    for name in sorted(item.keys() & REFUSED_SWITCHES):
+        if item[name] is not None:
+            raise BadRecord(f"'{name}' of {where}: {UNCLEAR}")
     content = item.get(key)
-    beside = {name: item[name] for name in TEXT_FIELDS[1:] if item.get(name) is not None}
+    beside = {name: item[name] for name in TEXT_FIELDS[2:] if item.get(name) is not None}
+    thoughts = thoughts_of(item, where)
+    if thoughts is not None:
+        beside["reasoning_content"] = thoughts
     for name in ("function_call", "tool_calls"):
         calls = calls_of(item.get(name), f"'{name}' of {where}")
         if calls:
@@ -312,14 +484,51 @@ def message_of(item: Any, where: str) -> dict[str, Any]:
     return message
 
 
+def thoughts_of(item: dict, where: str) -> str | None:
+    """What a message says of its speaker's thoughts, under one name of THOUGHTS or with the same text under
+    several; None if it says nothing. Raises BadRecord."""
+    texts: dict[str, str] = {}
+    if item.keys().isdisjoint(THOUGHTS):
+        return None
+    for name in THOUGHTS:
+        value = item.get(name)
+        if isinstance(value, list):
+            parts = [
+                part.get("text", part.get("summary")) if isinstance(part, dict) else part for part in value
+            ]
+            value = joined(parts) if all(isinstance(part, str) for part in parts) else value
+        if value is None:
+            continue
+        if not isinstance(value, str):
+            raise BadRecord(f"'{name}' of {where} is {short(value)} instead of text")
+        texts[name] = value
+    different = set(texts.values())
+    if len(different) > 1:
+        different.discard("")
+    if len(different) > 1:
+        raise BadRecord(f"{' and '.join(map(repr, texts))} of {where} differ; keep one of them")
+    return different.pop() if different else None
+
+
+def joined(texts: list[str]) -> str:
+    """Texts below one another, unless white space is between them."""
+    text = "".join(texts[:1])
+    for following in texts[1:]:
+        is_apart = not text or text[-1].isspace() or following[:1].isspace()
+        text += following if is_apart else f"\n{following}"
+    return text
+
+
 def join_parts(parts: list, where: str) -> dict[str, Any]:
-    """The fields of a message whose content is a list of parts: texts are joined as they are, calls in one
-    list. Raises BadRecord."""
+    """The fields of a message whose content is a list of parts: texts are joined as lines, calls in one list.
+    Raises BadRecord."""
     fields: dict[str, Any] = {}
     latest = 0
     for part in parts:
         if isinstance(part, str):
             part = {"text": part}
+        if not isinstance(part, dict):
+            raise BadRecord(f"{where} has a part {short(part)} instead of text")
         kind = part.get("type") or "text"
         if kind not in PARTS:
             raise BadRecord(f"{where} has a part of type {short(kind)}: the model reads text only")
@@ -332,7 +541,7 @@ def join_parts(parts: list, where: str) -> dict[str, Any]:
         if kind == "tool_call":
             fields[name] = fields.get(name, []) + calls_of(value, f"a call of {where}")
         elif isinstance(value, str):
-            fields[name] = fields.get(name, "") + value
+            fields[name] = joined([fields[name], value]) if name in fields else value
         else:
             raise BadRecord(f"{where} has a part with {short(value)} instead of text")
     if not fields:
@@ -367,6 +576,9 @@ def calls_of(value: Any, where: str) -> list[dict]:
         function = call.get("function", call)
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise BadRecord(f'{where} holds a call without a name; write {{"name": ..., "arguments": ...}}')
+        arguments = function.get("arguments")
+        if isinstance(arguments, str) and arguments.strip():
+            json_of(arguments, f"{where}: 'arguments' of {short(function['name'])}")
     return calls
 
 

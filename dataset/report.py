@@ -21,18 +21,18 @@ COUNTS = {  # what becomes of records, as the report calls it
     "too_long": "left out as too long",
     "bad": "bad",
 }
-TOTALS = ("records", "tokens", "targets", "target_bytes")
+TOTALS = ("records", "tokens", "targets", "target_bytes", "weighted")
 MOST_FIELDS = 12  # in the report
 MOST_FILES = 20  # that are named
 PERCENTILES = (1, 10, 25, 50, 75, 90, 99, 100)
 
 
 def make_report(
-    options: Any, counts: Counter, unused: Counter, bad: list[str], lengths: np.ndarray
+    options: Any, counts: Counter, unused: Counter, bad: list[str], lengths: np.ndarray, lost: dict[str, Any]
 ) -> dict[str, Any]:
     """All counts, and the lengths of the samples. The same data give the same report. unused: how many
-    records have each field that nothing reads. bad: the lines of BadRecords."""
-    report: dict[str, Any] = {name: counts[name] for name in (*TOTALS, *COUNTS)}
+    records have each field that nothing reads. bad: the lines of BadRecords. lost: of RoundTrip."""
+    report: dict[str, Any] = {name: counts[name] for name in (*TOTALS, *COUNTS)} | lost
     report |= {"kind": options.kind, "max_length": options.max_length, "samples": len(lengths)}
     report |= {"held_out": bool(options.split and options.split.held_out)}
     report |= {"bad": len(bad), "first_bad": bad[0] if bad else ""}
@@ -65,8 +65,10 @@ def describe_records(report: dict) -> str:
     for name, words in COUNTS.items():
         if report.get(name):
             text += f", {words} {report[name]:,} ({report[name] / report['records']:.1%})"
+    if report.get("weighted"):
+        text += f", with a weight {report['weighted']:,} ({report['weighted'] / report['records']:.1%})"
     if report.get("unused_fields"):
-        fields = [f"{repr(name)[1:-1][:40]} {count:,}" for name, count in report["unused_fields"].items()]
+        fields = [f"{repr(name)[1:-1][:60]} {count:,}" for name, count in report["unused_fields"].items()]
         text += f"; unused fields: {', '.join(fields)}"
     return text
 

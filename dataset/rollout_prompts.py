@@ -19,10 +19,10 @@ from torch.utils.data import Dataset
 from common.errors import UserError, say
 from common.launcher import launch
 from dataset.files import find_files, is_plain_text, place, read_records
-from dataset.records import BadRecord, Chat, to_chat
+from dataset.records import BadRecord, Chat, refuse_weight, to_chat
 from dataset.report import BadRecords, check_bad_records, describe_files, no_samples_error
 from dataset.token_cache import CacheOptions, file_hash
-from dataset.tokenizing import check_template, fingerprint
+from dataset.tokenizing import check_template, ends_of_documents, fingerprint
 from model.prompts import encode_pieces, prompt_pieces
 
 if TYPE_CHECKING:
@@ -73,6 +73,7 @@ class PromptDataset(Dataset):
         **options: Any,
     ):
         check_template(tokenizer.chat_template)
+        ends_of_documents(tokenizer)  # or the model could not end an answer
         self.tokenizer, self.max_length, self.tools = tokenizer, max_length, tools
         self.thinking_ratio = thinking_ratio
         how = CacheOptions("prompts", max_length, **options)
@@ -170,6 +171,7 @@ def share_of_one(number: int) -> float:
 
 def to_prompt(record: dict) -> tuple[Chat, Any]:
     """The conversation before the turn to be written, and the reference answer or None. Raises BadRecord."""
+    refuse_weight(record, "a prompt")
     answer = record.get("answer")
     if answer is None:
         answer = record.get("gt")

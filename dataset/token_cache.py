@@ -1,18 +1,22 @@
 """The token cache: data tokenised once into plain files, which every rank opens as memory maps.
 
 The first run builds it, before any process group exists, or `dataset.show_samples` ahead of time. Its name is
-a hash of the files' paths, sizes and times, the tokenizer and the settings, so a change of any of them builds
-another cache. It is built in a temporary folder and renamed when complete, under a lock: of several ranks or
-runs, one builds while the others wait.
+a hash of the files' paths, sizes and times, the tokenizer, the settings and the code that makes samples, so a
+change of any of them builds another cache. A file that is replaced by one of the same size and time is
+noticed by the system's time of change: where that differs, contents are compared. A cache is built in a
+temporary folder and renamed when complete, under a lock: of several ranks or runs, one builds while the
+others wait.
 
     <cache_dir>/<key>/  NAME.bin for each array of TokenCache; meta.json; bad_records.txt
+
+`weights.bin` is there only if a record has a weight other than 1.
 """
 
 import hashlib
 import json
 import os
 import shutil
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -21,9 +25,10 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 from tqdm import tqdm
 
+from common.contents import check_content
 from common.errors import UserError, reason, say
 from common.files import locked, sync, write_json
-from common.settings import DataConfig
+from common.settings import ROOT, DataConfig
 from dataset.files import find_files, is_plain_text, place, read_records
 from dataset.held_out import Split
 from dataset.report import (
@@ -34,16 +39,21 @@ from dataset.report import (
     make_report,
     no_samples_error,
 )
+from dataset.round_trip import check_lost_text
 from dataset.tokenizing import SampleMaker, bytes_of_tokens, fingerprint
 
 if TYPE_CHECKING:  # transformers imports torch
     from transformers import PreTrainedTokenizerBase
 
 STAGE_LENGTH = {"pretrain": 340, "sft": 768, "dpo": 1024}  # default --max_seq_len of the stage scripts
-CODE = Path(__file__).parent  # whose files decide the samples
+# the code that decides the samples; the chat template is part of the tokenizer's fingerprint
+CODE = ["dataset/files.py", "dataset/held_out.py", "dataset/records.py", "dataset/report.py"]
+CODE += ["dataset/round_trip.py", "dataset/token_cache.py", "dataset/tokenizing.py"]
+CODE += ["common/contents.py", "model/answers.py", "model/prompts.py"]
 BAD_RECORDS = "bad_records.txt"  # in the folder of a cache
 BATCH_SAMPLES = 1024  # written at a time
 DTYPES = {"offsets": "int64", "loss_mask": "bool", "target_bytes": "int64", "sources": "int64"}
+DTYPES |= {"weights": "float32"}
 
 
 @dataclass(frozen=True)
@@ -51,7 +61,8 @@ class CacheOptions:
     """How data become a token cache.
 
     kind: pretrain, sft or dpo. max_length: tokens per sample at most. on_bad_data: "stop" at a bad record, or
-    "skip" up to `max_bad_share` of all records. text_separator: the line between documents of .txt files.
+    "skip" up to `max_bad_share` of all records. max_lost_text: the largest share of the characters that the
+    tokenizer may lose. text_separator: the line between documents of .txt files.
     split: the records to read, None for all.
     """
 
@@ -60,6 +71,7 @@ class CacheOptions:
     cache_dir: str | os.PathLike | None = None
     on_bad_data: str = "stop"
     max_bad_share: float = DataConfig.model_fields["max_bad_share"].default
+    max_lost_text: float = DataConfig.model_fields["max_lost_text"].default
     text_separator: str | None = None
     split: Split | None = None
 
@@ -70,7 +82,8 @@ class TokenCache:
     tokens: np.ndarray  # unsigned [N]: sample i is tokens[offsets[i]:offsets[i + 1]]
     loss_mask: np.ndarray  # bool [N]: this token is a target
     offsets: np.ndarray  # int64 [S+1]
-    target_bytes: np.ndarray  # int64 [S]: UTF-8 bytes of the targets' text
+    target_bytes: np.ndarray  # int64 [S]: UTF-8 bytes of the targets' text; 0 if the tokenizer loses some
+    weights: np.ndarray | None = None  # float32 [S]: of the targets in the loss; None: all are 1
     sources: np.ndarray  # int64 [S, 2]: file (index into `files`) and line of the record
 
     def __init__(self, path: str | os.PathLike, files: list[str]):
@@ -103,7 +116,7 @@ def build_token_cache(
     if texts and options.kind != "pretrain":
         raise UserError(f"{texts[0]} is plain text, which only pretraining takes; SFT needs conversations")
     cache_dir = Path(options.cache_dir or DataConfig.model_fields["cache_dir"].default).expanduser()
-    code = b"".join(path.read_bytes() for path in sorted(CODE.glob("*.py")))
+    code = b"".join((ROOT / path).read_bytes() for path in CODE)
     settings = {
         "kind": options.kind,
         "max_length": options.max_length,
@@ -118,10 +131,10 @@ def build_token_cache(
     folder = cache_dir / key
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
-        if not is_complete(folder):
+        if not is_usable(folder, paths):
             message = f"waiting for the token cache {key}, which another process builds"
             with locked(folder.with_suffix(".lock"), message):
-                if not is_complete(folder):
+                if not is_usable(folder, paths):
                     report = build(folder, paths, tokenizer, options, settings)
                     files = describe_files(paths, left_out, report["held_out"])
                     say(f"tokenised {files}: {describe_records(report)}")
@@ -131,6 +144,7 @@ def build_token_cache(
             f"the token cache in {cache_dir} cannot be written or read ({error.strerror or error}); "
             "make room or give another folder (--cache_dir)"
         ) from error
+    check_lost_text(cache.report, options.max_lost_text)
     check_bad_records(cache.report, options, f"all of them are listed in {cache.path / BAD_RECORDS}")
     return cache
 
@@ -147,12 +161,14 @@ def build(
     shutil.rmtree(building, ignore_errors=True)  # of a build that was killed
     shutil.rmtree(folder, ignore_errors=True)  # damaged, if it is there
     building.mkdir()
+    changed_at = times_of_change(paths)
     try:
         report, dtypes = write_arrays(building, paths, tokenizer, options)
         if stamps_of(paths) != settings["stamps"]:
             raise UserError(f"{paths[0]} or another file changed while it was read; start again")
         meta = settings | {"report": report, "dtypes": dtypes}
         meta["data"] = [file_hash(path) for path in paths]
+        meta["changed_at"] = changed_at
         meta["sizes"] = {path.name: path.stat().st_size for path in building.glob("*.bin")}
         write_json(building / "meta.json", meta)
         os.rename(building, folder)
@@ -179,6 +195,7 @@ def write_arrays(
         files["offsets"].write(np.zeros(1, dtype=np.int64).data)
         samples = stack.enter_context(closing(maker.samples(records)))
         while batch := list(islice(samples, BATCH_SAMPLES)):
+            check_lost_text(maker.round_trip.report(), 10 * options.max_lost_text, is_final=False)
             tokens = np.concatenate([sample.tokens for sample in batch])
             loss_mask = np.concatenate([sample.loss_mask for sample in batch])
             sizes = np.array([len(sample.tokens) for sample in batch])
@@ -189,17 +206,26 @@ def write_arrays(
                 "offsets": maker.counts["tokens"] + ends,
                 "target_bytes": np.add.reduceat(token_bytes[tokens] * loss_mask, ends - sizes),
                 "sources": np.array([sample.source for sample in batch], dtype=np.int64),
+                "weights": np.array([sample.weight for sample in batch], dtype=np.float32),
             }
             for name, file in files.items():
                 file.write(arrays[name].data)
             maker.counts["tokens"] += len(tokens)
             maker.counts["targets"] += int(loss_mask.sum())
             maker.counts["target_bytes"] += int(arrays["target_bytes"].sum())
+        if maker.round_trip.lost:  # the tokens do not spell the text
+            files["target_bytes"].truncate(0)
+            files["target_bytes"].seek(0)
+            files["target_bytes"].write(bytes(files["sources"].tell() // 2))
         for file in files.values():
             file.flush()
             os.fsync(file.fileno())
+    if not maker.counts["weighted"]:
+        del dtypes["weights"]
+        (folder / "weights.bin").unlink()
     lengths = np.diff(np.fromfile(folder / "offsets.bin", dtype=np.int64))
-    report = make_report(options, maker.counts, maker.unused, bad.lines, lengths)
+    lost = maker.round_trip.report()
+    report = make_report(options, maker.counts, maker.unused, bad.lines, lengths, lost)
     with open(folder / BAD_RECORDS, "w", encoding="utf-8", errors="backslashreplace") as file:
         file.writelines(f"{line}\n" for line in bad.lines)
         file.flush()
@@ -209,13 +235,26 @@ def write_arrays(
     return report, dtypes
 
 
-def is_complete(folder: Path) -> bool:
-    """Whether a cache is there, with files of the sizes in its meta.json."""
+def is_usable(folder: Path, paths: list[str]) -> bool:
+    """Whether a cache is there, with files of the sizes in its meta.json, and of the present content of the
+    data."""
     try:
-        sizes = json.loads((folder / "meta.json").read_text(encoding="utf-8"))["sizes"]
-        return all((folder / name).stat().st_size == size for name, size in sizes.items())
+        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+        is_complete = all((folder / name).stat().st_size == size for name, size in meta["sizes"].items())
+        if not is_complete or meta["changed_at"] == times_of_change(paths):
+            return is_complete
     except (OSError, ValueError, LookupError):
         return False
+    if meta["data"] != [file_hash(path) for path in paths]:
+        return False
+    with suppress(OSError):  # a cache that may only be read: contents are compared each time
+        write_json(folder / "meta.json", meta | {"changed_at": times_of_change(paths)})
+    return True
+
+
+def times_of_change(paths: list[str]) -> list[int]:
+    """When each file, its name or its rights were changed last, as the system notes it."""
+    return [os.stat(path).st_ctime_ns for path in paths]
 
 
 def stamps_of(paths: list[str]) -> list[list[int]]:
@@ -236,6 +275,8 @@ def load_tokenizer(path: str | os.PathLike) -> "PreTrainedTokenizerBase":
     """The tokenizer of a folder, as transformers loads it. Raises UserError."""
     if not Path(path).is_dir():
         raise UserError(f"--tokenizer_path {path}: no such folder; it must hold tokenizer.json")
+    for file in Path(path).glob("tokenizer*.json"):
+        check_content(file)
     from transformers import AutoTokenizer  # takes as long as torch
 
     try:

@@ -23,8 +23,19 @@ from tokenizers import Tokenizer
 
 from common.errors import UserError
 from dataset.files import Record, Source
-from dataset.records import BadRecord, Chat, find_format, to_chat, to_pair, to_text, unread_fields
+from dataset.records import (
+    BadRecord,
+    Chat,
+    find_format,
+    is_blank,
+    to_chat,
+    to_pair,
+    to_text,
+    unread_fields,
+    weight_of,
+)
 from dataset.report import BadRecords
+from dataset.round_trip import RoundTrip
 from model.prompts import SpecialTexts, plain_backend
 
 if TYPE_CHECKING:  # transformers imports torch
@@ -42,6 +53,7 @@ class Sample(NamedTuple):
     tokens: np.ndarray  # int64 [T]
     loss_mask: np.ndarray  # bool [T]: this token is a target
     source: Source
+    weight: float = 1.0  # of the targets in the loss
 
 
 class Text(NamedTuple):
@@ -49,6 +61,7 @@ class Text(NamedTuple):
 
     text: str
     spans: list[tuple[int, int]] | None = None  # its characters that are targets; None: a document
+    weight: float = 1.0  # of its targets
 
 
 Block = list[tuple[Source, list[Text]]]  # the texts of each record
@@ -58,7 +71,7 @@ class SampleMaker:
     """Makes the samples of one kind of training.
 
     bad: what becomes of bad records. counts: what became of the records. unused: in how many records each
-    field that nothing reads stands.
+    field that nothing reads stands. round_trip: what the tokenizer loses of the texts.
     """
 
     def __init__(self, kind: str, tokenizer: "PreTrainedTokenizerBase", max_length: int, bad: BadRecords):
@@ -73,6 +86,7 @@ class SampleMaker:
         if kind != "pretrain":
             check_template(self.template)
         self.begin, self.end = ends_of_documents(tokenizer)
+        self.round_trip = RoundTrip(self.backend, self.special.hidden)
         self.counts: Counter[str] = Counter()
         self.unused: Counter[str] = Counter()
 
@@ -121,9 +135,9 @@ class SampleMaker:
             if chat.masked:
                 raise BadRecord("a turn is not to be trained, but pretraining trains all; leave it out")
             text, _ = self.render(chat)
-            texts = [Text(text, [])]
+            texts = [Text(text, [], chat.weight)]
         else:
-            texts = [Text(to_text(record))]
+            texts = [Text(to_text(record), None, weight_of(record))]
         for text in texts:
             text.text.encode()  # fails for half a character (\ud83d)
         self.unused.update(unread_fields(record, is_document))
@@ -140,7 +154,7 @@ class SampleMaker:
         if chat.masked:
             pairs = zip(spoken, spans, strict=True)
             spans = [span for index, span in pairs if index not in chat.masked]
-        return Text(text, spans)
+        return Text(text, spans, chat.weight)
 
     def render(self, chat: Chat, **options: Any) -> tuple[str, list[tuple[int, int]]]:
         """The text, and the characters between the template's marks."""
@@ -187,13 +201,15 @@ class SampleMaker:
         """The samples of a block."""
         encodings = iter(encoding.result())
         for source, texts in block:
+            self.round_trip.check(texts[-1].text)
+            self.counts["weighted"] += texts[0].weight != 1.0
             if self.kind == "pretrain":
                 yield from self.pieces(texts[0], next(encodings).ids, source)
                 continue
             whole = [self.labelled(text, next(encodings), source) for text in texts]
             kept = [self.cut(sample) for sample in whole]
             is_alike = len(kept) == 2 and np.array_equal(kept[0].tokens, kept[1].tokens)
-            if is_alike or not all(sample.loss_mask.any() for sample in kept):
+            if is_alike or not all(sample.weight and sample.loss_mask.any() for sample in kept):
                 self.counts["dropped"] += 1
                 continue
             sizes = [len(sample.tokens) for sample in kept]
@@ -203,15 +219,18 @@ class SampleMaker:
     def pieces(self, text: Text, ids: list[int], source: Source) -> Iterator[Sample]:
         """The samples of a document: each begins with the last token of the one before."""
         if text.spans is None:
-            ids = [*self.begin, *ids, *self.end] if ids else []
+            ids = [*self.begin, *ids, *self.end] if ids and not is_blank(text.text) else []
         elif self.special.hidden.search(text.text):
             ids, _ = self.encode_hidden(text.text)
         tokens = np.array(ids, dtype=np.int64)
+        if text.weight == 0:
+            self.counts["dropped"] += 1
+            return
         self.counts["empty"] += len(tokens) < 2
         self.counts["split"] += len(tokens) > self.max_length
         for first in range(0, len(tokens) - 1, self.max_length - 1):
             piece = tokens[first : first + self.max_length]
-            yield Sample(piece, np.arange(len(piece)) > 0, source)
+            yield Sample(piece, np.arange(len(piece)) > 0, source, text.weight)
 
     def labelled(self, text: Text, encoding: Any, source: Source) -> Sample:
         """A conversation with its labels: the tokens that reach into a span."""
@@ -227,7 +246,7 @@ class SampleMaker:
             if start < end:  # else the turn is empty
                 loss_mask[first:last] = True
         loss_mask[:1] = False  # the first token has nothing to be predicted from
-        return Sample(np.array(ids, dtype=np.int64), loss_mask, source)
+        return Sample(np.array(ids, dtype=np.int64), loss_mask, source, text.weight)
 
     def encode_hidden(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """The tokens of a text with the text of special tokens in it, and the characters of each."""
@@ -249,7 +268,7 @@ class SampleMaker:
         if self.kind == "sft":
             turn_ends = 1 + np.flatnonzero(sample.loss_mask[:-1] & ~sample.loss_mask[1:])
             end = max(turn_ends[turn_ends <= end], default=end)
-        return Sample(sample.tokens[:end], sample.loss_mask[:end], sample.source)
+        return sample._replace(tokens=sample.tokens[:end], loss_mask=sample.loss_mask[:end])
 
 
 def assistant_turns(chat: Chat) -> list[int]:
@@ -276,11 +295,15 @@ def fresh_backend(tokenizer: "PreTrainedTokenizerBase") -> Tokenizer:
 
 
 def ends_of_documents(tokenizer: "PreTrainedTokenizerBase") -> tuple[list[int], list[int]]:
-    """The tokens before and after a document: BOS and EOS, where there is none EOS and padding."""
-    bos, eos, pad = tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id
-    begin = [token for token in (bos, eos) if token is not None]
-    end = [token for token in (eos, pad) if token is not None]
-    return cast(list[int], begin[:1]), cast(list[int], end[:1])
+    """The tokens before and after a document: BOS, where there is none EOS, and EOS. Raises UserError if
+    there is no EOS: nothing would say where a document ends, nor end an answer."""
+    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+    if eos is None:
+        raise UserError(
+            "--tokenizer_path: this tokenizer has no end token, so the model could not learn where a text or "
+            "an answer ends; name one as `eos_token` in its tokenizer_config.json"
+        )
+    return [cast(int, eos if bos is None else bos)], [cast(int, eos)]
 
 
 def fingerprint(tokenizer: "PreTrainedTokenizerBase") -> str:
@@ -291,8 +314,8 @@ def fingerprint(tokenizer: "PreTrainedTokenizerBase") -> str:
         "backend": json.dumps(backend, sort_keys=True),
         "chat_template": tokenizer.chat_template,
         "special_tokens": dict(tokenizer.special_tokens_map),
-        "start": begin[0] if begin else None,
-        "end": end[0] if end else None,
+        "start": begin[0],
+        "end": end[0],
     }
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:16]
 

@@ -36,7 +36,7 @@ from scripts.penalties import add_penalty_flags, check_penalties, with_penalties
 from scripts.text_table import text_table
 from trainer.devices.device import prepare_device, select_device
 from trainer.objectives.lora import merge_adapter
-from trainer.objectives.next_token import next_token_loss, to_device
+from trainer.objectives.next_token import next_token_loss, to_device, weight_sum
 from trainer.rollouts.rewards import compute, load_rewards
 from trainer.weights.for_tools import add_trained_model_flags, given_shape, load_path, model_path
 
@@ -78,16 +78,20 @@ def parse_args() -> argparse.Namespace:
 def judge_loss(args: argparse.Namespace, model: Any, tokenizer: Any) -> dict[str, Any]:
     """Loss in nats per target and bits per byte, as the trainer's `eval_loss` and `eval_bpb`."""
     dataset_class = DATASETS[args.kind]
-    dataset = dataset_class(args.data_path, tokenizer, args.max_seq_len, text_separator=args.text_separator)
-    nats, targets, target_bytes = 0.0, 0, 0
+    options = {"text_separator": args.text_separator, "max_lost_text": 1.0}  # what training allowed is judged
+    dataset = dataset_class(args.data_path, tokenizer, args.max_seq_len, **options)
+    nats, targets, target_bytes = 0.0, 0.0, 0.0
     for items in batches(dataset.item_tokens.tolist()):
-        batch = to_device(collate_flat([dataset[item] for item in items]), model.device)
+        batch = collate_flat([dataset[item] for item in items])
+        targets += weight_sum(batch)
+        batch = to_device(batch, model.device)
         with torch.no_grad():
             loss, _, _ = next_token_loss(model, batch)
         nats += float(loss)
-        targets += len(batch["targets"])
         target_bytes += batch["target_bytes"]
-    figures = {"loss": {"value": nats / targets}, "bits per byte": {"value": nats / log(2) / target_bytes}}
+    figures = {"loss": {"value": nats / targets}}
+    if target_bytes:  # else the tokenizer loses text
+        figures["bits per byte"] = {"value": nats / log(2) / target_bytes}
     return {"items": dataset.records, "figures": figures}
 
 

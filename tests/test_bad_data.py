@@ -86,6 +86,7 @@ CUT_GZ = GZ[:-20]
 PARQUET = parquet({"text": [f"text {i}" for i in range(100)]})
 SURROUNDED = BOM + b'{"text": "a"}\r\n\r\n  \r\n\t\r\n{"text": "b"}\r\n\n{"text": "c",}\r\n{"text": "d"}\r\n'
 LONG_QUESTION = chat({"role": "user", "content": "the river " * 900}, BOT)
+LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:aa\nsize 1\n"
 BROKEN_CALL = {**BOT, "tool_calls": "{oops"}
 
 CASES = {
@@ -101,8 +102,17 @@ CASES = {
         PRE, SURROUNDED, ":7: not valid JSON (Expecting property name enclosed in double"
     ),
     "plain text": Case(
-        PRE, b"Call me Ishmael.\n", ":1: not valid JSON (Expecting value: line 1 column 1", "x.md"
+        PRE, b"Call me Ishmael.\n", ":1: not valid JSON (Expecting value: line 1 column 1", "x.rst"
     ),
+    "an LFS pointer": Case(PRE, LFS, "{data} is a Git LFS pointer, not the file itself; fetch", "x.txt"),
+    "a web page": Case(PRE, b"<!doctype html><html>", "{data} is a saved web page (HTML)", "x.txt"),
+    "JSON Lines as text": Case(
+        PRE, line(TEXT) * 3, "{data} is JSON, not plain text; name it x.jsonl", "x.txt"
+    ),
+    "a folder of documents": Case(
+        PRE, folder_of("a.pdf", "b.pdf"), ": a folder without data, which holds 2 .pdf", "x"
+    ),
+    "a blank answer": Case(SFT, {"instruction": "q", "output": ""}, "'output' is blank; write the text"),
     "conversation that must not be trained": Case(
         PRE,
         chat(USER, {"role": "assistant", "content": "no", "train": False}),
@@ -254,6 +264,7 @@ FINE = {
     "spaces around": b'   {"text" : "one"}  \n\t{"text":"two"} ',
     "other keys": b'{"id": 1, "text": "one", "meta": {"a": [null]}}\n{"text": "two", "url": null}\n',
     "an empty text": b'{"text": "one"}\n{"text": ""}\n{"text": "two"}\n',
+    "blank texts": b'{"text": "one"}\n{"text": " \\n"}\n{"text": "\\u200b"}\n{"text": "two"}\n',
 }
 
 
@@ -263,7 +274,7 @@ def test_odd_but_fine(content, texts):
 
 
 @pytest.mark.parametrize(
-    "text", ["a\x00b", "\x00", "a\u2028b\u2029c\x85d", "\ufeffa", "🙂\U0010ffff", " \n\t ", "\\ud800"]
+    "text", ["a\x00b", "\x00", "a\u2028b\u2029c\x85d", "\ufeffa", "🙂\U0010ffff", " \n\t a ", "\\ud800"]
 )
 def test_odd_characters_are_kept(text, texts):
     assert texts(json.dumps({"text": text}).encode()) == [text]
@@ -308,7 +319,7 @@ def test_a_document_of_200_000_tokens(tokenizer, tmp_path):
     path = write_jsonl(tmp_path / "x.jsonl", [TEXT, {"text": text}])
     ds = PretrainDataset(str(path), tokenizer, 512, cache_dir=tmp_path / "cache")
     (long,) = (ds.cache.sources[:, 1] == 2).nonzero()
-    assert sum(ds[i][0]["loss_mask"].sum() for i in long) == tokens + 1  # the end of the text is one more
+    assert sum(ds[i][0]["loss_weight"].sum() for i in long) == tokens + 1  # the end of the text is one more
     assert ds.cache.target_bytes[long].sum() == len(text.encode())
 
 

@@ -65,6 +65,9 @@ def train_epoch(
     if not isinstance(state, TrainState):
         call = "train_epoch(state, epoch, loader, iters, start_step, wandb)"
         raise UserError(f"train_epoch takes the run before MiniMind's arguments: {call}")
+    if state.args.max_steps:  # they may end within the epoch
+        updates_left = state.total_updates - state.progress.update
+        iters = min(iters, start_step + updates_left * state.args.accumulation_steps)
     if state.stopped or start_step == iters:
         return
     args, progress, meter, callbacks = state.args, state.progress, state.meter, state.callbacks
@@ -172,7 +175,7 @@ def train_update(state: TrainState, window: list[Batch], targets: float, tokens:
         with state.autocast:
             loss, aux_loss, metrics = state.objective.loss(model, to_device(batch, state.device), args)
         # DDP and FSDP average the gradients over the ranks; times world_size makes the average a sum
-        mean = loss / max(targets, 1.0) + aux_loss / max(tokens, 1.0)
+        mean = loss / (targets or 1.0) + aux_loss / (tokens or 1.0)  # without a target there is no step
         scaler.scale(mean * world_size()).backward()
         add_sums(sums, {"logits_loss": loss, "aux_loss": aux_loss, **metrics}, state.device)
     if state.metric_names is None:
@@ -417,7 +420,7 @@ def evaluate(state: TrainState, loader: Iterable[Batch]) -> dict[str, float | No
     metrics: dict[str, float | None] = {}
     for name in names:
         if not name.endswith(COUNT):
-            metrics[f"eval_{name}"] = quotient(total[name], total.get(name + COUNT, max(all_targets, 1)))
+            metrics[f"eval_{name}"] = quotient(total[name], total.get(name + COUNT, all_targets or 1.0))
     if all_bytes:
         metrics["eval_bpb"] = finite(total["loss"] / math.log(2) / all_bytes)
     return metrics

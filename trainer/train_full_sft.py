@@ -87,8 +87,8 @@ def main() -> None:
     if checkpoint is not None and is_finished(args, run, checkpoint):
         return
 
-    # 5. SwanLab (wandb, as in MiniMind).
-    wandb = start_tracker(args, run, checkpoint) if args.use_wandb else None
+    # 5. SwanLab or Weights & Biases, if one is asked for.
+    wandb = start_tracker(args, run, checkpoint)
 
     # 6. Model, compiled and wrapped in DDP or FSDP; then the optimizer, since FSDP replaces the parameters.
     objective = Objective()

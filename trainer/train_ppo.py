@@ -114,8 +114,8 @@ def main() -> None:
     if checkpoint is not None and is_finished(args, run, checkpoint):
         return
 
-    # 5. SwanLab (wandb, as in MiniMind).
-    wandb = start_tracker(args, run, checkpoint) if args.use_wandb else None
+    # 5. SwanLab or Weights & Biases, if one is asked for.
+    wandb = start_tracker(args, run, checkpoint)
 
     # 6. Policy and critic as one model, wrapped in DDP; rollouts, and one optimizer with two rates.
     weight = args.from_weight if checkpoint is None else "none"  # the checkpoint replaces them

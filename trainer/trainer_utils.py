@@ -332,7 +332,9 @@ def resolve_settings_and_check_resume(
     data = train_set.fingerprint
     if eval_set is not None:
         data = data | {"held_out_data": eval_set.fingerprint["data"]}
-    run = resume.run_fingerprint(args, lm_config.own_fields(), data, epoch_samples(train_set, args))
+    samples = epoch_samples(train_set, args)
+    args = resume.with_enough_epochs(args, samples)
+    run = resume.run_fingerprint(args, lm_config.own_fields(), data, samples)
     resume.check_resume(args, run, saved)
     if is_new(saved):
         check_starts(args)
@@ -407,7 +409,8 @@ def begin_run(
     state.progress.run_id = state.progress.run_id or uuid.uuid4().hex
     text = f"run: {state.total_updates - state.progress.update:,} of {state.total_updates:,} updates"
     if isinstance(data, StageDataset):
-        text += f", {epoch_tokens(data, args) * args.epochs:,.0f} tokens in all"
+        share = state.total_updates / resume.total_updates(state.run | {"max_steps": 0})  # of the epochs
+        text += f", {epoch_tokens(data, args) * args.epochs * share:,.0f} tokens in all"
     Logger(f"{text}; {describe_device(state.device, state.autocast)}")
 
 
@@ -418,8 +421,8 @@ def go_on(state: TrainState, saved: dict[str, Any]) -> None:
     # start weights that are gone keep their name
     state.run["from_weight_sha256"] = saved["run"]["from_weight_sha256"]
     progress = state.progress
-    if progress.finished and not has_ended_early(state.args, saved):
-        progress.finished, progress.extended_to = False, state.args.epochs
+    if progress.finished and not has_ended_early(state.args, state.total_updates, saved):
+        progress.finished, progress.extended_to = False, state.total_updates
     state.stopped = progress.finished
     if progress.run_id:  # else a branch begins
         state.resumed_update = state.saved_update = progress.update

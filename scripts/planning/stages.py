@@ -22,7 +22,16 @@ from trainer.data.datasets import epoch_items, epoch_tokens
 START = 12.0  # seconds in which a stage starts Python, opens its data and builds its model
 N_EVALS = 5  # of a stage, beside that before its first update
 # flags that are the stages' own
-SHARED = ("eval_share", "text_separator", "cache_dir", "on_bad_data", "max_bad_share", "device", "dtype")
+SHARED = (
+    "eval_share",
+    "text_separator",
+    "cache_dir",
+    "on_bad_data",
+    "max_bad_share",
+    "max_lost_text",
+    "device",
+    "dtype",
+)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from common.arguments import parse_args
-from common.command_line import USE_INSTEAD
+from common.command_line import OTHER_NAMES, USE_INSTEAD
 from common.errors import UserError
 from scripts import chat, convert_model, serve_openai_api
 from trainer import (
@@ -71,6 +71,17 @@ def test_each_hint_is_for_a_flag_of_minimind_and_names_flags_that_there_are(monk
     for flag in {flag for hint in USE_INSTEAD.values() for flag in re.findall(r"--\w+", hint)}:
         told = [refusal(program, [flag, "1"], monkeypatch) for program in (train_ppo, chat, convert_model)]
         assert any(f"{flag} is unknown" not in text for text in told), flag
+
+
+@pytest.mark.parametrize("name", OTHER_NAMES)
+def test_usual_names_of_other_programs_are_answered(name, monkeypatch):
+    """With a flag that there is, or a word on torchrun; also written with dashes or alone."""
+    for line in ([f"--{name}", "1"], [f"--{name.replace('_', '-')}=1"], [f"--{name}"]):
+        told = refusal(train_ppo, line, monkeypatch)
+        assert f"{line[0].partition('=')[0]} is unknown; {OTHER_NAMES[name]}" in told and "\n" not in told
+    for flag in re.findall(r"--\w+", OTHER_NAMES[name]):
+        assert f"{flag} is unknown" not in refusal(train_ppo, [flag, "1"], monkeypatch)
+    assert OTHER_NAMES["resume"] not in refusal(chat, ["--resume", "1"], monkeypatch)  # it has no such flag
 
 
 def test_the_reward_model_under_minimind_s_name(monkeypatch):

@@ -81,9 +81,9 @@ def arrow(rows: list[dict], form=pa.ipc.new_stream) -> bytes:
     return memory.getvalue()
 
 
-def csv_of(rows: list[dict]) -> bytes:
+def csv_of(rows: list[dict], delimiter: str = ",") -> bytes:
     memory = io.StringIO(newline="")
-    writer = csv.DictWriter(memory, rows[0].keys())
+    writer = csv.DictWriter(memory, rows[0].keys(), delimiter=delimiter)
     writer.writeheader()
     writer.writerows(rows)
     return memory.getvalue().encode()

@@ -1,11 +1,16 @@
 """Which files are found, and the records of each kind of file; what cannot be read is one line."""
 
+import bz2
 import csv
 import gzip
 import io
 import json
+import lzma
 import os
+import zipfile
+from functools import partial
 
+import numpy as np
 import pyarrow as pa
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -47,14 +52,26 @@ def test_links_are_followed_and_no_file_is_read_twice(write, tmp_path):
 
 def test_what_a_folder_holds_beside_the_data_is_named(write, tmp_path):
     """Files of other kinds, text beside records, links to nothing; not what is hidden or described."""
-    names = ("d/a.tsv", "d/b.jsonl.zst", "d/README.txt", "d/.git", "d/dataset_info.json", "d/cache-1.arrow")
-    tsv, zst, text, *_ = (write(name, b"x") for name in names)
+    names = ("d/a.pdf", "d/b.bin", "d/README.txt", "d/.git", "d/dataset_info.json", "d/cache-1.arrow")
+    pdf, binary, text, *_ = (write(name, b"x") for name in names)
     data = write("d/c.jsonl", [{}])
     (tmp_path / "d/gone.jsonl").symlink_to("nowhere")
-    others = [text, tsv, zst, str(tmp_path / "d/gone.jsonl")]
+    others = [text, pdf, binary, str(tmp_path / "d/gone.jsonl")]
     assert find_files(f"{tmp_path}/d") == ([data], others)
     novels = [write("novels/a.txt", b"a"), write("novels/sub/b.txt.gz", gzip.compress(b"b"))]
-    assert find_files(f"{tmp_path}/novels") == (novels, [])
+    readme = write("novels/README.md", b"# Novels")
+    assert find_files(f"{tmp_path}/novels") == (novels, [readme])
+    notes = [write("notes/a.md", b"# A"), write("notes/b.MD", b"# B")]
+    assert find_files(f"{tmp_path}/notes") == (notes, [])
+
+
+def test_a_folder_without_data_says_what_it_holds(write, tmp_path):
+    for name in ("d/a.pdf", "d/b.pdf", "d/sub/c.docx", "d/LICENSE"):
+        write(name, b"x")
+    with pytest.raises(
+        UserError, match=r"d: a folder without data, which holds 2 \.pdf, 1 without a suffix, 1 \.docx; "
+    ):
+        expand_paths(f"{tmp_path}/d")
 
 
 def test_of_a_saved_dataset_the_training_part_is_read(write, tmp_path):
@@ -89,6 +106,13 @@ WRITERS = {
     "array.json": lambda rows: json.dumps(rows).encode(),
     "indented.json": lambda rows: b"\xef\xbb\xbf \n" + json.dumps(rows, indent=2).encode(),
     "x.csv": csv_of,
+    "x.tsv": partial(csv_of, delimiter="\t"),
+    "semicolons.csv": partial(csv_of, delimiter=";"),
+    "tabs.csv": partial(csv_of, delimiter="\t"),
+    "bars.csv": partial(csv_of, delimiter="|"),
+    "array.jsonl": lambda rows: json.dumps(rows).encode(),
+    "brackets.jsonl": lambda rows: b"[\n" + b",\n".join(lines_of(rows).splitlines()) + b"\n]",
+    "array.data": lambda rows: b" " + json.dumps(rows, indent=1).encode(),
     "x.parquet": parquet,
     "stream.arrow": arrow,
     "file.arrow": lambda rows: arrow(rows, pa.ipc.new_file),
@@ -96,18 +120,33 @@ WRITERS = {
 PACKED = [name for name in WRITERS if not name.endswith(("parquet", "arrow"))]
 
 
-@pytest.mark.parametrize("name", [*WRITERS, *(f"{name}.gz" for name in PACKED)])
+COMPRESSED = {
+    "gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress,
+    "zst": lambda content: b"".join(  # in two frames, as zstd's own program appends them
+        pa.compress(part, "zstd", asbytes=True) for part in (content[:5000], content[5000:])
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *WRITERS,
+        *(f"{name}.gz" for name in PACKED),
+        *("x.jsonl.bz2", "x.jsonl.xz", "x.jsonl.zst", "x.csv.zst", "indented.json.zst", "x.tsv.xz"),
+    ],
+)
 def test_the_same_records_in_every_kind_of_file(name, write):
     rows = [{"text": f'row {i}, "河"', "url": "u"} for i in range(1500)]
-    content = WRITERS[name.removesuffix(".gz")](rows)
-    path = write(name, gzip.compress(content) if name.endswith(".gz") else content)
+    plain, _, suffix = name.rpartition(".") if name.split(".")[-1] in COMPRESSED else (name, "", "")
+    path = write(name, COMPRESSED.get(suffix, bytes)(WRITERS[plain](rows)))
     found = records_of(path)
     assert [record for _, record in found] == rows
     first, last = place(path, found[0][0]), place(path, found[-1][0])
-    if ".json" in name and "x." not in name:
+    if "array" in name or "indented" in name or "brackets" in name:
         assert (first, last) == (f"{path}[0]", f"{path}[1499]")
     else:
-        begin = 2 if "csv" in name else 1
+        begin = 2 if "csv" in name or "tsv" in name else 1
         assert (first, last) == (f"{path}:{begin}", f"{path}:{begin + 1499}")
 
 
@@ -176,11 +215,12 @@ def test_a_long_text_comes_in_parts_of_whole_lines(write, monkeypatch):
 
 
 def test_bad_lines_and_rows_cost_only_themselves(write):
-    content = b'{"a": 1}\n{"b": \n["c"]\n{"d": "\xff"}\n7\n' + b"[" * 100_000 + b'\n{"e": 2}\n'
+    content = b'{"a": 1}\n{"b": \n["c"]\n{"d": "\xc4\xe3"}\n7\n' + b"[" * 100_000 + b'\n{"e": 2}\n'
     found = dict(records_of(write("x.jsonl", content)))
     assert (found.pop(1), found.pop(7)) == ({"a": 1}, {"e": 2})
     assert found[2].startswith("not valid JSON (Expecting value: line 1 column") and ICONV in found[4]
-    assert found[3] == found[5] == "no JSON object; write {...}" and "not valid JSON" in found[6]
+    assert found[5] == "no JSON object; write {...}" and "not valid JSON" in found[6]
+    assert found[3] == "a JSON list, not an object; write {...}"
     rows = dict(records_of(write("x.csv", b"text,n\na,1\nb,1,2\nc\n\ne,4\n")))
     assert rows[2] == {"text": "a", "n": "1"} and rows[6] == {"text": "e", "n": "4"}
     assert "3 cells, but 2 columns" in rows[3] and "1 cells, but 2 columns" in rows[4]
@@ -252,6 +292,102 @@ def test_files_that_cannot_be_read_are_one_line(name, content, message, write):
     with pytest.raises(UserError, match=message) as caught:
         records_of(write(name, content))
     assert "\n" not in str(caught.value)
+
+
+# --- what is something else
+
+
+def zip_of(*names: str) -> bytes:
+    with zipfile.ZipFile(memory := io.BytesIO(), "w") as archive:
+        for name in names:
+            archive.writestr(name, "x")
+    return memory.getvalue()
+
+
+LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:aa\nsize 1\n"
+PAGE = b"\n<!DOCTYPE html>\n<html><body>404</body></html>"
+TOKENS = np.arange(0, 60000, 7, dtype=np.uint16).tobytes()
+FOREIGN = [
+    ("x.jsonl", LFS, "a Git LFS pointer, not the file itself; fetch that with `git lfs pull`"),
+    ("x.txt", LFS, "a Git LFS pointer"),
+    ("x.parquet", LFS, "a Git LFS pointer"),
+    ("x.jsonl.gz", LFS, "a Git LFS pointer"),
+    ("x.csv", b"/annex/objects/SHA256E-s1--aa.csv\n", "a git-annex pointer"),
+    ("x.txt", PAGE, "a saved web page"),
+    ("x.json", b"<HTML lang=en>", "a saved web page"),
+    ("x.jsonl.gz", gzip.compress(PAGE), "a saved web page"),
+    ("x.arrow", b'<?xml version="1.0"?>\n<!-- c -->\n<html>', "a saved web page"),
+    ("x.csv", zip_of("[Content_Types].xml", "xl/workbook.xml"), "an Excel workbook; save it as CSV"),
+    ("x", zip_of("[Content_Types].xml", "word/document.xml"), "a Word document"),
+    ("x.txt", zip_of("archive/data.pkl", "archive/data/0"), "a file of PyTorch"),
+    ("x.jsonl", zip_of("a.jsonl"), "a zip archive; unpack it"),
+    ("x.jsonl", b"%PDF-1.7\n", "a PDF document"),
+    ("x.jsonl.gz", gzip.compress(b"a.jsonl".ljust(257, b"\0") + b"ustar\0"), "a tar archive"),
+    ("x.bin", TOKENS, "binary, perhaps tokens of another trainer"),
+    ("x.txt", TOKENS, "binary, perhaps tokens"),
+    ("x.jsonl", np.ones(99, np.uint16).tobytes(), "binary, perhaps tokens"),
+    ("x.bin", b"\x93NUMPY\x01\x00", "a NumPy array"),
+    ("x.jsonl", parquet([{"text": "a"}]), "a Parquet file; name it"),
+    ("x.txt", b'{"text": "a"}\n{"text": "b"}\n', "JSON, not plain text; name it x.jsonl"),
+    ("x.md", b'\n[ {"text": "a"}]', "JSON, not plain text"),
+    ("x.txt", b'{"text": "' + b"long " * 9999, "JSON, not plain text"),
+    ("x.jsonl", '{"text": "a"}'.encode("utf-16"), "not UTF-8; save the file as UTF-8: iconv -f UTF-16 -t"),
+    ("x.csv", "text\nä\n".encode("utf-16"), "iconv -f UTF-16"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "content", "message"), FOREIGN, ids=range(len(FOREIGN)))
+def test_a_file_that_is_something_else_is_named(name, content, message, write):
+    path = write(name, content)
+    with pytest.raises(UserError) as caught:
+        records_of(path)
+    assert str(caught.value).startswith(f"{path} is {message}") or message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{}\nis how an empty object is written",
+        '{\n  "text": "an object over several lines"\n}',
+        "[1] A footnote, and [2] another",
+        "A page begins with <html>.",
+        "version 2 of the text\0",
+    ],
+)
+def test_text_that_only_looks_so_is_text(text, write):
+    assert records_of(write("x.txt", text.encode())) == [(1, {"text": text})]
+
+
+def test_a_list_in_each_line_is_no_array(write):
+    found = records_of(write("x.jsonl", b'[{"role": "user"}]\n[{"role": "user"}]\n'))
+    assert found == [(line, "a JSON list, not an object; write {...}") for line in (1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("text", "encoding", "iconv"),
+    [
+        ("café crème", "cp1252", "WINDOWS-1252"),
+        ("Ein Gruß aus Köln", "latin-1", "WINDOWS-1252"),
+        ("中文，小说。", "gb18030", "GB18030"),
+        ("你说", "gbk", "GB18030"),
+        ("привет, как дела", "cp1251", "FILE_ENCODING"),
+    ],
+)
+def test_the_advice_for_another_encoding_fits_it(text, encoding, iconv, write):
+    for name, form in (("x.jsonl", '{"text": "%s"}'), ("x.txt", "%s\n"), ("x.json", '[{"text": "%s"}]')):
+        try:
+            said = records_of(write(name, (form % text).encode(encoding)))[0][1]
+        except UserError as error:
+            said = str(error)
+        assert f"iconv -f {iconv} -t UTF-8" in said
+
+
+def test_cells_of_other_delimiters(write):
+    found = records_of(write("x.csv", b"question;answer\r\nSay hi;Hi, friend\r\nno;a;b\r\n"))
+    assert found[0] == (2, {"question": "Say hi", "answer": "Hi, friend"})
+    assert "3 cells, but 2 columns; put text with semicolons into quotes" in found[1][1]
+    assert records_of(write("x.tsv", b"text,x\tn\na\t1\n")) == [(2, {"text,x": "a", "n": "1"})]
 
 
 def test_another_kind_of_file_is_one_entry(write, monkeypatch, tmp_path):

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import UserError
-from dataset.records import REFUSED, SWITCHES
+from dataset.records import REFUSED, REFUSED_SWITCHES, SWITCHES, THOUGHTS
 from tests.dataset.conftest import arrow, build, csv_of, lines_of, parquet
 
 LENGTH = 24
@@ -43,7 +43,7 @@ FILES = {
     "x.parquet": lambda records: parquet(as_text(records)),
     "x.arrow": lambda records: arrow(as_text(records)),
     "x.csv": lambda records: csv_of(as_text(records)),
-    "x.txt": lines_of,
+    "x.txt": lambda records: b"A text.\n" + lines_of(records),
     "x.jsonl.gz": lambda records: gzip.compress(lines_of(records)),
 }
 ODD = [b"\xef\xbb\xbf", b"\\ud800", b"\\u0000", b"\xff\xfe", b"\xed\xa0\x80", b"\r", b"\n\n", b"\x00", b"NaN"]
@@ -114,14 +114,24 @@ JSON = st.recursive(
     max_leaves=12,
 )
 VALUE = JSON | st.sampled_from([[CALL], json.dumps(CALL), [{"type": "text", "text": "a"}], True, 0])
-FIELDS = ["content", "tool_calls", "function_call", "tools", "reasoning_content", *SWITCHES, *REFUSED]
+FIELDS = [
+    "content",
+    "tool_calls",
+    "function_call",
+    "tools",
+    *THOUGHTS,
+    *SWITCHES,
+    *REFUSED,
+    *sorted(REFUSED_SWITCHES),
+]
 SPEAKERS = st.sampled_from(["user", "assistant", "system", "tool", "human", "function_call", "observation"])
 MESSAGE = st.builds(
     lambda role, content, odd: {"role": role, "content": content} | odd,
     SPEAKERS, TEXT, st.dictionaries(st.sampled_from(FIELDS), VALUE, max_size=2),
 )  # fmt: skip
 KEYS = ["conversations", "messages", "prompt", "completion", "chosen", "rejected", "instruction", "output"]
-KEYS += ["history", "input", "system", "tools", "label", "mask_history", "text"]
+KEYS += ["history", "input", "system", "tools", "label", "mask_history", "text", "weight", "conversation"]
+KEYS += ["question", "response_j", "response_k"]
 HOLDS = st.lists(MESSAGE | JSON, max_size=4) | VALUE
 RECORD = st.dictionaries(st.sampled_from(KEYS), HOLDS, min_size=1, max_size=4) | JSON
 

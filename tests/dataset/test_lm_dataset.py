@@ -21,12 +21,13 @@ CHATS = [
 
 def naive_batch(rows):
     """The flat batch as the definition reads, one token at a time."""
-    input_ids, position_ids, cu, index, targets, sample_ids = [], [], [0], [], [], []
+    input_ids, position_ids, cu, index, targets, sample_ids, weights = [], [], [0], [], [], [], []
     for row in rows:
         for sample in row:
-            tokens, trained = sample["input_ids"].tolist(), sample["loss_mask"].tolist()
+            tokens, weight = sample["input_ids"].tolist(), sample["loss_weight"].tolist()
             for position, token in enumerate(tokens):
-                if position + 1 < len(tokens) and trained[position + 1]:
+                if position + 1 < len(tokens) and weight[position + 1]:
+                    weights.append(weight[position + 1])
                     index.append(len(input_ids))
                     targets.append(tokens[position + 1])
                 input_ids.append(token)
@@ -34,7 +35,8 @@ def naive_batch(rows):
             cu.append(len(input_ids))
             sample_ids.append(sample["sample_id"])
     lengths = [b - a for a, b in itertools.pairwise(cu)]
-    return {
+    batch = {"loss_weight": torch.tensor(weights)} if set(weights) - {1.0} else {}
+    return batch | {
         "input_ids": torch.tensor(input_ids, dtype=torch.int64),
         "position_ids": torch.tensor(position_ids, dtype=torch.int64),
         "cu_seqlens": torch.tensor(cu, dtype=torch.int32),
@@ -68,14 +70,15 @@ def sft(write, tokenizer, cache_dir):
 
 SAMPLE = st.integers(0, 6).flatmap(
     lambda n: st.builds(
-        lambda ids, trained, number, size: {
+        lambda ids, trained, weight, number, size: {
             "input_ids": np.array(ids, dtype=np.uint16),
-            "loss_mask": np.array(trained, dtype=bool),
+            "loss_weight": np.array(trained, dtype=np.float32) * np.float32(weight),
             "sample_id": number,
             "target_bytes": size,
         },
         st.lists(st.integers(0, 65535), min_size=n, max_size=n),
         st.lists(st.booleans(), min_size=n, max_size=n),
+        st.sampled_from([0.3, 1.0, 1.0, 1.0, 2.0]),
         st.integers(0, 2**40),
         st.integers(0, 100),
     )
@@ -89,7 +92,9 @@ def test_collate_equals_the_definition(rows):
     assert_same_batch(collate_flat(rows), naive_batch(rows))
     for row, old in zip(rows, before, strict=True):
         for sample, old_sample in zip(row, old, strict=True):
-            assert np.array_equal(sample["loss_mask"], old_sample["loss_mask"])  # nothing is changed in place
+            assert np.array_equal(
+                sample["loss_weight"], old_sample["loss_weight"]
+            )  # nothing is changed in place
 
 
 def behind(prompt: list[int], each: dict) -> dict:
@@ -97,7 +102,7 @@ def behind(prompt: list[int], each: dict) -> dict:
     ids = np.concatenate([np.array(prompt, dtype=np.uint16), each["input_ids"]])
     return each | {
         "input_ids": ids,
-        "loss_mask": np.concatenate([np.zeros(len(prompt), bool), each["loss_mask"]]),
+        "loss_weight": np.concatenate([np.zeros(len(prompt), np.float32), each["loss_weight"]]),
     }
 
 

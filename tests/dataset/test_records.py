@@ -49,7 +49,19 @@ FORMS = [
     ({"system_prompt": "s", "query": "q", "response": "a"}, [SYSTEM, USER, BOT]),
     (chat_of(SYSTEM, USER, BOT, system="s"), [SYSTEM, USER, BOT]),  # said twice
     (chat_of(USER, BOT, images=[], label=3, mask_history=False, chosen=None, rejected=""), [USER, BOT]),
-    (chat_of(USER, said("assistant", PARTS)), [USER, CALLING | {"content": "a", "reasoning_content": "hm"}]),
+    (chat_of(USER, said("assistant", PARTS)), [USER, CALLING | {"content": "a", "reasoning_content": "h\nm"}]),
+    ({"conversation": [{"human": "q", "assistant": "a"}] * 2}, [USER, BOT] * 2),  # Firefly
+    ({"conversation": [{"system": "s", "input": "q", "output": "a"}], "id": 1}, [SYSTEM, USER, BOT]),  # XTuner
+    ({"conversation": [{"input": "q", "output": "a", "system": ""}, USER, BOT]}, [USER, BOT] * 2),
+    (chat_of(said("user", ["l", "m"]), said("assistant", ["1. a", "2. b"])), [said("user", "l\nm"), said("assistant", "1. a\n2. b")]),
+    (chat_of(said("user", ["l\n", "m", " n"]), BOT), [said("user", "l\nm n"), BOT]),  # already apart
+    (chat_of(said("user", [{"type": "input_text", "text": "q"}]), said("assistant", [{"type": "output_text", "text": "a", "annotations": []}])), [USER, BOT]),
+    *((chat_of(USER, BOT | {name: "hm"}), [USER, BOT | {"reasoning_content": "hm"}]) for name in record_formats.THOUGHTS),
+    (chat_of(USER, BOT | {"reasoning": "hm", "reasoning_details": [{"type": "reasoning.text", "text": "hm"}]}), [USER, BOT | {"reasoning_content": "hm"}]),
+    (chat_of(USER, BOT | {"reasoning_details": [{"type": "reasoning.summary", "summary": "h"}, {"text": "m"}]}), [USER, BOT | {"reasoning_content": "h\nm"}]),
+    (chat_of(USER, BOT | {"reasoning": None, "thinking": "", "thoughts": "hm"}), [USER, BOT | {"reasoning_content": "hm"}]),
+    (chat_of(USER, said("assistant", "<think>\nhm</think>\n\na")), [USER, said("assistant", "<think>\nhm</think>\n\na")]),
+    (chat_of(USER, CALLING | {"tool_calls": [CALL | {"arguments": ""}]}), [USER, CALLING | {"tool_calls": [CALL | {"arguments": ""}]}]),
     (chat_of(said("user", " \t NUL \x00\r\n"), BOT), [said("user", " \t NUL \x00\r\n"), BOT]),
 ]  # fmt: skip
 
@@ -78,6 +90,8 @@ def test_turns_that_are_not_trained(switch):
 
 def test_history_and_prompts_are_context():
     assert to_chat(chat_of(USER, BOT, USER, BOT, USER, BOT, mask_history=True)).masked == (1, 3)
+    turns = [{"input": "q", "output": "a", "output_with_loss": loss} for loss in (False, True)]
+    assert to_chat({"conversation": turns}).masked == (1,)
     pair = to_chat({"prompt": [USER, BOT, USER], "completion": [BOT, USER, BOT]})
     assert pair == Chat([USER, BOT, USER, BOT, USER, BOT], None, masked=(1,))
 
@@ -99,6 +113,22 @@ def test_fields_that_nothing_reads():
     assert unread_fields({"text": "t", "url": "u"}, True) == {"url"}
 
 
+def test_fields_of_messages_and_parts_that_nothing_reads():
+    """Counted and named like those of a record, in every form."""
+    odd = [USER | {"id": 1, "mood": None}, {"from": "gpt", "value": "a", "emotion": "glad", "thinking": "t"}]
+    assert unread_fields(chat_of(*odd), False) == {"conversations[].id", "conversations[].emotion"}
+    part = {"type": "text", "text": "a", "cache_control": {}, "annotations": []}
+    beside = {"prompt": [USER], "completion": {"role": "assistant", "content": [part, "b"], "refusal": "no"}}
+    assert unread_fields(beside, False) == {
+        "completion[].refusal", "completion[].content[].cache_control", "completion[].content[].annotations"
+    }  # fmt: skip
+    pair = {"chosen": [USER, BOT | {"score": 1}], "rejected": [USER, BOT | {"rank": 2}]}
+    assert unread_fields(pair, False) == {"chosen[].score", "rejected[].rank"}
+    turns = {"conversation": [{"human": "q", "assistant": "a", "topic": "t"}]}
+    assert unread_fields(turns, False) == {"conversation[].topic"}
+    assert unread_fields(chat_of(USER | {"input": "i"}, BOT), False) == {"conversations[].input"}
+
+
 # --- pairs
 
 GOOD, BAD = said("assistant", "g"), said("assistant", "b")
@@ -114,12 +144,24 @@ PAIRS = [
     {"conversations": [HUMAN], "chosen": {"from": "gpt", "value": "g"}, "rejected": BAD},
     {"instruction": "q", "input": "", "chosen": "g", "rejected": "b"},
     {"question": "q", "chosen": "g", "rejected": "b"},
+    {"question": "q", "response_j": "g", "response_k": "b", "qid": 1},  # lvwerra/stack-exchange-paired
+    {"chosen": "\n\nHuman: q\n\nAssistant: g", "rejected": "\n\nHuman: q\n\nAssistant: b"},  # hh-rlhf
+    {"chosen": "Human: q\n\nAssistant: g\n", "rejected": "Human:q\n\nAssistant:b"},
 ]
 
 
 @pytest.mark.parametrize("record", PAIRS, ids=range(len(PAIRS)))
 def test_every_form_is_the_same_pair(record):
     assert to_pair(record) == (Chat([USER, GOOD]), Chat([USER, BAD]))
+
+
+def test_a_transcript_of_several_turns_and_the_mention_of_one():
+    text = "\n\nHuman: q\n\nAssistant: a\n\nHuman: Who is\n\nHumans: or?\n\nAssistant: "
+    chosen, rejected = to_pair({"chosen": f"{text}g", "rejected": f"{text}b"})
+    shared = [USER, BOT, said("user", "Who is\n\nHumans: or?")]
+    assert chosen == Chat([*shared, GOOD], None, (1,)) and rejected == Chat([*shared, BAD], None, (1,))
+    plain = to_pair({"prompt": "q", "chosen": "Not\n\nHuman: me", "rejected": "b"})
+    assert plain[0].messages[-1]["content"] == "Not\n\nHuman: me"
 
 
 def test_of_a_pair_only_what_follows_the_common_beginning_is_trained(tokenizer):
@@ -154,8 +196,8 @@ def test_pairs_are_cut_alike_or_dropped_and_counted(write, tokenizer, cache_dir)
     assert lengths[1] == [40, 40] and lengths[2][0] == 40 > lengths[2][1]
     for i in range(3):
         chosen, rejected = data[i]
-        begin = int(np.flatnonzero(chosen["loss_mask"])[0])
-        assert begin == np.flatnonzero(rejected["loss_mask"])[0]
+        begin = int(np.flatnonzero(chosen["loss_weight"])[0])
+        assert begin == np.flatnonzero(rejected["loss_weight"])[0]
         assert (chosen["input_ids"][:begin] == rejected["input_ids"][:begin]).all()
     batch = collate_pairs([data[2], data[0]])
     assert batch["sample_ids"].tolist() == [4, 5, 0, 1]
@@ -164,12 +206,31 @@ def test_pairs_are_cut_alike_or_dropped_and_counted(write, tokenizer, cache_dir)
 
 # --- refusals: (kind, line of the file, what the message says)
 
+# Records whose targets would be the end of a turn alone.
+SILENT = [
+    ({"instruction": "q", "output": ""}, "'output' is blank; write the text, or remove the record"),
+    ({"instruction": "q", "input": "", "output": " \r\n\u3000"}, "'output' is blank"),
+    ({"question": "q", "answer": "\u200b\ufeff"}, "'answer' is blank"),  # of no width
+    ({"prompt": "q", "completion": [said("assistant", "")]}, "message 2 is blank"),
+    (chat_of(HUMAN, {"from": "gpt", "value": ""}), "message 2 is blank"),
+    (chat_of(USER, said("assistant", "\n\n")), "message 2 is blank"),
+    (chat_of(USER, said("assistant", [""])), "message 2 is blank"),
+    (chat_of(USER, BOT, USER, said("assistant", ""), USER, BOT, system="s"), "message 4 is blank"),
+    (chat_of(said("user", ""), BOT), "message 1 is blank"),
+    ({"instruction": "", "input": " ", "output": "a"}, "message 1 is blank"),
+    (
+        chat_of(USER, said("assistant", "") | {"reasoning_content": "hm"}),
+        "message 2 has thoughts but no answer",
+    ),
+    ({"instruction": "q", "output": "<think>\nhm\n</think>\n\n"}, "'output' has thoughts but no answer"),
+    ({"conversation": [{"human": "q", "assistant": ""}]}, "message 2 is blank"),
+]
 REASONING, FALSE = BOT | {"reasoning_content": "r"}, {"loss_weight": 0}
 BAD_LINES = [
     ("pretrain", b'{"text": "abc', "not valid JSON (Unterminated string"),
     ("pretrain", b'{"text": "a"} {"text": "b"}', "not valid JSON (Extra data"),
     ("pretrain", b"9" * 5000, "not valid JSON"),
-    ("pretrain", b'["text"]', "no JSON object; write {...}"),
+    ("pretrain", b'["text"]', "a JSON list, not an object; write {...}"),
     ("pretrain", {"content": "a"}, "no 'text' (its keys: 'content')"),
     ("pretrain", {"text": None}, "'text' is null instead of text"),
     ("pretrain", {"text": 5}, "'text' is 5 instead of text"),
@@ -179,6 +240,35 @@ BAD_LINES = [
     ("pretrain", chat_of(USER), "no assistant turn"),
     ("sft", b'{"conversations": [{"role": "user", "content": "\\ud800"}, {"from": "gpt", "value": "a"}]}', "half a"),
     ("sft", chat_of(USER, BOT | {"tool_calls": '[{"name": "\\ud83d"}]'}), "half a character (\\ud83d)"),
+    *(("sft", record, message) for record, message in SILENT),
+    *(("dpo", WHOLE | {"rejected": value}, "'rejected' is blank") for value in ("", " \n", [], "\u200b")),
+    ("dpo", WHOLE | {"rejected": [USER, said("assistant", " ")]}, "the last message of 'rejected' is blank"),
+    ("dpo", {"question": "q", "response_j": "g"}, "no 'response_k' (its keys: 'question', 'response_j')"),
+    ("dpo", {"question": "q", "response_j": "g", "response_k": ""}, "'response_k' is blank"),
+    ("sft", {"question": "q", "response_j": "g", "response_k": "b"}, "'response_j': a preference"),
+    ("sft", {"instruction": "q", "output": {"name": "Tom"}}, "'output' is {'name': 'Tom'} instead of text"),
+    ("sft", {"instruction": "q", "output": ["a", "b"]}, "'output' is ['a', 'b'] instead of text"),
+    ("sft", {"instruction": ["q", "r"], "output": ["a", "b"]}, "'output' is ['a', 'b'] instead of text"),
+    ("sft", {"prompt": "q", "completion": []}, "'completion' is [] instead of text"),
+    ("sft", {"question": "q", "answer": 5}, "'answer' is 5 instead of text"),
+    ("dpo", {"prompt": "q", "chosen": {"text": "g"}, "rejected": "b"}, "'chosen' is {'text': 'g'} instead of text"),
+    ("sft", chat_of(USER, said("assistant", "2 + 2 is 4.\n</think>\n\n4")), "message 2 has </think> without <think>"),
+    ("sft", chat_of(USER, said("assistant", "</think><think>a</think>b")), "message 2 has </think> without <think>"),
+    ("sft", {"instruction": "q", "output": "<think>\nhm"}, "'output' begins with <think>, which does not end"),
+    ("sft", chat_of(USER, BOT | {"tool_calls": [CALL | {"arguments": "{'t': 1}"}]}), "'arguments' of 'weather' is not JSON"),
+    ("sft", chat_of(USER, BOT | {"tool_calls": [{"function": CALL | {"arguments": "t=1"}}]}), "'arguments' of 'weather' is not"),
+    ("sft", chat_of(USER, {"from": "function_call", "value": {"name": "f", "arguments": "{"}}), "'arguments' of 'f' is not"),
+    *(("sft", chat_of(USER, BOT | {name: value}), f"'{name}' of message 2: does it train the turn")
+      for name in sorted(record_formats.REFUSED_SWITCHES) for value in (True, 0)),
+    ("sft", chat_of(USER, BOT | {"train_on": "false"}), "'train_on' is 'false'; it is a switch"),
+    ("sft", chat_of(USER, BOT | {"reasoning": "x", "thinking": "y"}), "'reasoning' and 'thinking' of message 2 differ"),
+    ("sft", chat_of(USER, BOT | {"thinking": True}), "'thinking' of message 2 is True instead of text"),
+    ("sft", chat_of(USER, BOT | {"reasoning_details": [{"type": "reasoning.encrypted", "data": "x"}]}), "'reasoning_details' of message 2"),
+    ("sft", chat_of(USER, said("assistant", [5])), "message 2 has a part 5 instead of text"),
+    *((kind, record | {"weight": value}, "it is how much the record counts in the loss")
+      for kind, record in (("sft", chat_of(USER, BOT)), ("pretrain", {"text": "x"})) for value in (-1, "heavy", [1], 1e9)),
+    ("sft", chat_of(USER, BOT, weight=1, loss_weight=2), "'weight' and 'loss_weight' differ"),
+    ("dpo", WHOLE | {"weight": 0.5}, "'weight': a preference cannot have a weight"),
     ("sft", WHOLE, "'chosen': a preference, for train_dpo.py"),
     ("sft", chat_of(USER, BOT, rejected_response="b"), "'rejected_response': a preference"),
     ("sft", {"chosen_messages": [USER, BOT], "rejected_messages": [USER, BOT]}, "a preference"),

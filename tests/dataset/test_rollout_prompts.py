@@ -123,6 +123,16 @@ def test_bad_records(tokenizer, tmp_path, monkeypatch):
     assert len(PromptDataset(path, tokenizer, 64, on_bad_data="skip")) == 19
     with pytest.raises(UserError, match=f"{path}:1: "):
         PromptDataset(path, tokenizer, 64, on_bad_data="skip", max_bad_share=0.01)
+    for record, message in (
+        ({"prompt": "1+1=?", "weight": 0.3}, "'weight': a prompt cannot have a weight; remove this field"),
+        ({"prompt": " "}, "message 1 is blank"),
+        (
+            {"messages": [{"role": "user", "content": ""}, {"role": "assistant", "content": "a"}]},
+            "message 1 is",
+        ),
+    ):
+        with pytest.raises(UserError, match=f"odd.jsonl:1: {message}"):
+            PromptDataset(write(tmp_path / "odd.jsonl", [record]), tokenizer, 64)
     half = write(tmp_path / "half.jsonl", [{"prompt": "\ud83d"}])
     with pytest.raises(UserError, match=rf"{half}:1: half a character \(\\ud83d\)"):
         PromptDataset(half, tokenizer, 64)
@@ -137,13 +147,13 @@ def test_bad_records(tokenizer, tmp_path, monkeypatch):
 
 def test_what_was_read_held_out_and_not_read_is_named(tokenizer, tmp_path, capsys):
     path = write(tmp_path / "rl.jsonl", [{"prompt": f"{i}+1=?"} for i in range(60)])
-    (tmp_path / "b.tsv").write_text("x")
+    (tmp_path / "b.pdf").write_text("x")
     counts = [
         len(PromptDataset(str(tmp_path), tokenizer, 64, split=Split(0.2, is_held_out)))
         for is_held_out in (False, True)
     ]
     assert sum(counts) == 60 and 4 < counts[1] < 25
     assert capsys.readouterr().out.splitlines() == [
-        f"{counts[0]:,} prompts of {path} (not read: {tmp_path}/b.tsv)",
-        f"{counts[1]:,} prompts of {path} (held out; not read: {tmp_path}/b.tsv)",
+        f"{counts[0]:,} prompts of {path} (not read: {tmp_path}/b.pdf)",
+        f"{counts[1]:,} prompts of {path} (held out; not read: {tmp_path}/b.pdf)",
     ]

@@ -19,6 +19,7 @@ from common.settings import ROOT
 from dataset import token_cache
 from dataset.held_out import Split
 from dataset.lm_dataset import SFTDataset
+from dataset.report import describe_records
 from dataset.token_cache import load_tokenizer
 from tests.dataset.conftest import build, contents
 
@@ -120,15 +121,70 @@ def test_whatever_decides_the_samples_makes_another_cache(
         file.write('{"text": "more"}\n')
     os.utime(path, ns=(0, os.stat(path).st_mtime_ns))
     found.append(build("pretrain", path, tokenizer, cache_dir))
-    monkeypatch.setattr(token_cache, "CODE", tmp_path / "code")
-    for file in (ROOT / "dataset").glob("*.py"):
-        write(f"code/{file.name}", file.read_bytes() + b"# changed\n")
-    found.append(build("pretrain", path, tokenizer, cache_dir))
+    monkeypatch.setattr(token_cache, "ROOT", tmp_path / "code")
+    for name in token_cache.CODE:
+        write(f"code/{name}", (ROOT / name).read_bytes())
+    write("code/dataset/show_samples.py", b"")  # which only shows them
+    assert build("pretrain", path, tokenizer, cache_dir).path == found[-1].path
+    for name in ("model/prompts.py", "dataset/records.py"):
+        write(f"code/{name}", (ROOT / name).read_bytes() + b"# changed\n")
+        found.append(build("pretrain", path, tokenizer, cache_dir))
     chats = write("c.jsonl", CHATS)
     found.append(build("sft", chats, other_tokenizer, cache_dir))
     monkeypatch.setattr(other_tokenizer, "chat_template", other_tokenizer.chat_template + " ")
     found.append(build("sft", chats, other_tokenizer, cache_dir))
-    assert len({cache.path for cache in found}) == len(found) == 13
+    assert len({cache.path for cache in found}) == len(found) == 14
+
+
+def test_data_replaced_with_the_same_size_and_time_are_noticed(write, tokenizer, cache_dir, monkeypatch):
+    """As `cp -p` or rsync leave them; a file whose content is the same is not tokenised again."""
+    path, other = (
+        write("a.jsonl", TEXTS[:9]),
+        write("b.jsonl", [{"text": "x" + t["text"][1:]} for t in TEXTS[:9]]),
+    )
+    old = build("pretrain", path, tokenizer, cache_dir)
+    first, times = contents(old), os.stat(path)
+    os.chmod(path, 0o600)  # changes the system's time, not the content
+    made = (old.path / "tokens.bin").stat().st_mtime_ns
+    again = build("pretrain", path, tokenizer, cache_dir)
+    assert contents(again) == first and (again.path / "tokens.bin").stat().st_mtime_ns == made
+    hashed = []
+    monkeypatch.setattr(
+        token_cache, "file_hash", lambda path, h=token_cache.file_hash: hashed.append(path) or h(path)
+    )
+    build("pretrain", path, tokenizer, cache_dir)
+    assert not hashed  # nothing is read while nothing changed
+    os.replace(other, path)
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert (os.stat(path).st_size, os.stat(path).st_mtime_ns) == (times.st_size, times.st_mtime_ns)
+    new = build("pretrain", path, tokenizer, cache_dir)
+    assert new.path == old.path and contents(new) != first and new.meta["data"] != old.meta["data"]
+
+
+def test_weights_stand_in_the_cache_only_if_a_record_has_one(write, tokenizer, cache_dir):
+    plain = build("sft", write("a.jsonl", [chat | {"weight": 1} for chat in CHATS]), tokenizer, cache_dir)
+    assert plain.weights is None and not (plain.path / "weights.bin").exists()
+    assert plain.report["weighted"] == 0
+    weights = [None, 0.5, "", 0, 3, "0.25"]  # a cell of CSV is text
+    chats = [chat | {"weight": weights[i % 6]} for i, chat in enumerate(CHATS)]
+    some = build("sft", path := write("b.jsonl", chats), tokenizer, cache_dir)
+    assert some.report["weighted"] == 40 and some.report["dropped"] == 10
+    assert some.weights is not None and some.weights[:5].tolist() == [1, 0.5, 1, 3, 0.25]
+    data = SFTDataset(path, tokenizer, 64, cache_dir=cache_dir)
+    (one,), (half,) = data[0], data[1]
+    assert set(one["loss_weight"].tolist()) == {0, 1} and set(half["loss_weight"].tolist()) == {0, 0.5}
+    assert half["target_bytes"] == 0.5 * some.target_bytes[1] and one["target_bytes"] == some.target_bytes[0]
+    texts = write(
+        "c.jsonl", [{"text": "the river " * 60, "weight": 0.3}, {"text": "a b", "weight": 0}, {"text": "c"}]
+    )
+    documents = build("pretrain", texts, tokenizer, cache_dir)
+    assert documents.weights is not None
+    assert [round(float(weight), 6) for weight in documents.weights] == [0.3] * (
+        documents.num_samples - 1
+    ) + [1]
+    assert documents.report["dropped"] == 1 and "with a weight 2 (66.7%)" in describe_records(
+        documents.report
+    )
 
 
 def test_packing_shares_the_cache(write, tokenizer, cache_dir):
@@ -152,7 +208,7 @@ def test_the_fingerprint_of_the_data_is_that_of_their_content(write, tokenizer, 
 
 def test_the_build_names_what_was_read_held_out_and_not_read(write, tokenizer, cache_dir, tmp_path, capsys):
     data = [write(f"d/{name}.jsonl", [*TEXTS[:50], {"text": "x", "url": "u"}]) for name in "ab"]
-    left = [write(f"d/{name}", b"x") for name in ("c.tsv", "d.jsonl.zst")]
+    left = [write(f"d/{name}", b"x") for name in ("c.pdf", "d.docx")]
     for is_held_out in (False, True):
         build("pretrain", f"{tmp_path}/d", tokenizer, cache_dir, split=Split(0.2, is_held_out))
         notes = "held out; " if is_held_out else ""

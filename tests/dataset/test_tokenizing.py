@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from common.errors import UserError
+from dataset.records import is_blank
 from dataset.tokenizing import bytes_of_tokens, fingerprint
 from model.prompts import prompt_tokens
 from tests.conftest import without_first_line_breaks
@@ -24,6 +25,7 @@ PIECES = ["the river ", "北京", "🙂", "𠮷", "\n\n", "  ", "é", "<|im_end|
 TEXT = st.text(st.characters(codec="utf-8"), min_size=1, max_size=60) | st.lists(
     st.sampled_from(PIECES), min_size=1, max_size=30
 ).map("".join)
+TEXT = TEXT.filter(lambda text: not is_blank(text))  # a blank one is a bad record, or empty
 
 
 def conversation(*turns: str) -> dict:
@@ -51,8 +53,9 @@ def segments(tokenizer, sample) -> list[tuple[bool, str]]:
 # --- SFT: labels
 
 CONTENT = st.text(st.characters(codec="utf-8", exclude_characters="\x00"), max_size=20) | st.sampled_from(
-    ["<|im_", "start|>assistant\n", "  \n", "你好🙂", "𠮷é", "</think>", "def f():\n\treturn 1"]
+    ["<|im_", "start|>assistant\n", "  \n x", "你好🙂", "𠮷é", "<think>a</think>b", "def f():\n\treturn 1"]
 )
+CONTENT = CONTENT.filter(lambda text: not is_blank(text))  # a blank turn is a bad record
 TURNS = st.lists(st.tuples(st.sampled_from(["user", "assistant", "tool"]), CONTENT), min_size=1, max_size=5)
 
 
@@ -65,7 +68,7 @@ def messages_of(turns: list[tuple[str, str]]) -> list[dict]:
 def test_labels_equal_the_mask_of_transformers(tokenizer, other_tokenizer, turns, shipped, with_system):
     tok = tokenizer if shipped else other_tokenizer
     messages = messages_of([("system", "s")] if with_system else []) + messages_of(turns) + [BOT]
-    ((tokens, mask, _),), _ = samples_of(tok, "sft", [{"messages": messages}])
+    ((tokens, mask, *_),), _ = samples_of(tok, "sft", [{"messages": messages}])
     assert (tokens.tolist(), mask.tolist()) == reference(tok, messages)
 
 
@@ -78,15 +81,15 @@ def test_labels_of_reasoning_tools_and_white_space(tokenizer):
         USER,
         BOT | {"reasoning_content": "Let me think."},
         USER,
-        {"role": "assistant", "content": ""},
+        {"role": "assistant", "content": "", "train": False},
     ]
     (sample,), _ = samples_of(tokenizer, "sft", [{"messages": messages, "tools": [TOOL]}])
-    assert (sample.tokens.tolist(), sample.loss_mask.tolist()) == reference(tokenizer, messages, [TOOL])
+    tokens, mask = reference(tokenizer, messages, [TOOL])
+    assert sample.tokens.tolist() == tokens and sample.loss_mask[:-2].tolist() == mask[:-2]
     assert [text for is_trained, text in segments(tokenizer, sample) if is_trained] == [
         '<tool_call>\n{"name": "weather", "arguments": {"city": "北京"}}\n</tool_call><|im_end|>',
         "  a \n<|im_end|>",  # line breaks would join the newline of the header
         "<think>\nLet me think.\n</think>\n\na<|im_end|>",
-        "<|im_end|>",
     ]
 
 
@@ -138,7 +141,8 @@ def test_tokens_across_a_border_count_as_inside(small_tokenizer):
         "A{% for m in messages %} t{% generation %}{{ m.content }}{% endgeneration %}he{% endfor %}"
     )
     assert len(tok.encode(" the", add_special_tokens=False)) == 1
-    messages = [{"role": "assistant", "content": content} for content in ("he town, t", "")]
+    messages = [{"role": "assistant", "content": "he town, t"}]
+    messages += [{"role": "assistant", "content": "", "train": False}]
     (sample,), _ = samples_of(tok, "sft", [{"messages": messages}])
     assert segments(tok, sample) == [(False, "A"), (True, " the town, the"), (False, " the")]
 
@@ -224,7 +228,7 @@ def test_an_ambiguous_template_is_refused(template, small_tokenizer):
 
 def test_a_long_conversation_is_cut_behind_the_last_turn_that_fits(tokenizer):
     record = conversation("one", "first answer", "two", "second answer", "three", "third answer")
-    ((whole, mask, _),), _ = samples_of(tokenizer, "sft", [record])
+    ((whole, mask, *_),), _ = samples_of(tokenizer, "sft", [record])
     ends = np.flatnonzero(whole == tokenizer.eos_token_id)[1::2] + 1  # behind each answer
     for max_length in range(ends[0], len(whole) + 1):
         (sample,), maker = samples_of(tokenizer, "sft", [record], max_length)
@@ -237,7 +241,7 @@ def test_a_long_conversation_is_cut_behind_the_last_turn_that_fits(tokenizer):
 
 def test_an_answer_too_long_is_cut_inside_and_one_out_of_reach_dropped(tokenizer):
     record = conversation("question", "an answer of several words")
-    ((whole, mask, _),), _ = samples_of(tokenizer, "sft", [record])
+    ((whole, mask, *_),), _ = samples_of(tokenizer, "sft", [record])
     first, end = np.flatnonzero(mask)[[0, -1]]
     for max_length in range(2, end + 1):
         samples, maker = samples_of(tokenizer, "sft", [record], max_length)
@@ -298,9 +302,6 @@ def test_pretraining_takes_a_conversation_as_sft_renders_it(tokenizer):
     [
         ({"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}, [1], [2]),
         ({"eos_token": "<|endoftext|>"}, [0], [0]),  # as GPT-2
-        ({"pad_token": "<|endoftext|>"}, [], [0]),
-        ({"bos_token": "<|im_start|>"}, [1], []),
-        ({}, [], []),
     ],
 )
 def test_document_marks_of_tokenizers_that_lack_some(small_tokenizer, roles, start, end):
@@ -310,6 +311,13 @@ def test_document_marks_of_tokenizers_that_lack_some(small_tokenizer, roles, sta
     text = tok.encode("the river", add_special_tokens=False)
     assert sample.tokens.tolist() == [*start, *text, *end] and sample.source.line == 2
     assert maker.counts["empty"] == 2 and not sample.loss_mask[0] and sample.loss_mask[1:].all()
+
+
+@pytest.mark.parametrize("kind", ["pretrain", "sft", "dpo"])
+def test_a_tokenizer_without_an_end_token_is_refused(kind, small_tokenizer):
+    for roles in ({}, {"pad_token": "<|endoftext|>"}, {"bos_token": "<|im_start|>"}):
+        with pytest.raises(UserError, match="this tokenizer has no end token"):
+            samples_of(small_tokenizer(**roles), kind, [{"text": "the river"}])
 
 
 # --- the tokenizer

@@ -135,7 +135,7 @@ def sample(length: int, word: int = 9) -> dict[str, Any]:
     """A sample that begins with five tokens and goes on with this one, to be learned."""
     is_answer = np.arange(length) >= 5
     tokens = np.where(is_answer, word, np.arange(10, 10 + length))
-    return {"input_ids": tokens, "loss_mask": is_answer, "sample_id": 0, "target_bytes": 1}
+    return {"input_ids": tokens, "loss_weight": is_answer, "sample_id": 0, "target_bytes": 1}
 
 
 def window_of(stage: Any, more: int = 0) -> list[dict[str, Any]]:

@@ -40,7 +40,7 @@ def samples(number: int, lengths: tuple[int, ...]) -> list[dict[str, Any]]:
     numbers = np.random.default_rng(number)
     found = []
     for i, n in enumerate(lengths):
-        sample = {"input_ids": numbers.integers(3, 6400, n), "loss_mask": np.ones(n, bool)}
+        sample = {"input_ids": numbers.integers(3, 6400, n), "loss_weight": np.ones(n, bool)}
         found.append(sample | {"sample_id": i, "target_bytes": n})
     return found
 

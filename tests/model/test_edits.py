@@ -96,7 +96,7 @@ def shared_batch(prompt: Tensor, answers: list[Tensor]) -> dict:
     for number, answer in enumerate(answers):
         ids = torch.cat((prompt, answer)).numpy()
         mask = np.arange(len(ids)) >= len(prompt)
-        group.append({"input_ids": ids, "loss_mask": mask, "sample_id": number, "target_bytes": 0})
+        group.append({"input_ids": ids, "loss_weight": mask, "sample_id": number, "target_bytes": 0})
     batch = collate_shared([group])
     return model_inputs(batch) | {"targets": batch["targets"]}
 

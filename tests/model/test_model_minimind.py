@@ -298,7 +298,7 @@ def test_packed_and_unpacked_data_train_what_stock_qwen3_trains_one_at_a_time(co
     flat = gradients(model)
     for sample in samples:
         ids = torch.from_numpy(sample["input_ids"].astype("int64"))
-        labels = ids.masked_fill(~torch.from_numpy(sample["loss_mask"]), -100)[1:]
+        labels = ids.masked_fill(torch.from_numpy(sample["loss_weight"] == 0), -100)[1:]
         logits = reference(ids[None]).logits[0, :-1]
         loss = F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
         (loss / len(batch["targets"])).backward()

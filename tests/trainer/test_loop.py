@@ -100,8 +100,8 @@ get = lm_dataset.SFTDataset.__getitem__
 def changed(self, item):
     samples = get(self, item)
     for sample in samples:
-        drop = torch.rand(len(sample["loss_mask"])).numpy() < 0.2 + 0.1 * numpy.random.rand()
-        sample["loss_mask"] = sample["loss_mask"] & ~drop
+        drop = torch.rand(len(sample["loss_weight"])).numpy() < 0.2 + 0.1 * numpy.random.rand()
+        sample["loss_weight"] = sample["loss_weight"] * ~drop
     return samples
 lm_dataset.SFTDataset.__getitem__ = changed
 """

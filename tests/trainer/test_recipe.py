@@ -7,6 +7,7 @@ tests do not depend on how the trainer is built.
 
 import json
 import math
+import signal
 from collections import Counter
 from copy import deepcopy
 from pathlib import Path
@@ -19,8 +20,9 @@ from torch.nn.utils import clip_grad_norm_
 
 from dataset.lm_dataset import PretrainDataset, SFTDataset
 from dataset.token_cache import load_tokenizer
+from dataset.tokenizing import bytes_of_tokens
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
-from tests.conftest import ROOT
+from tests.conftest import ROOT, write_jsonl
 from tests.model.test_model_minimind import stock
 from tests.stage_process import Faults, run
 from tests.trainer.stage_flags import flags, saved_state
@@ -32,15 +34,24 @@ ALLOW_FLOAT16 = "import trainer.devices.device as a; a.native_float16 = lambda d
 
 
 def padded(samples: list[dict]) -> dict[str, torch.Tensor]:
-    """Right-padded input_ids, attention_mask and labels (-100: no target), all [B, T]."""
+    """Right-padded input_ids, attention_mask, labels (-100: no target) and their weights, all [B, T]."""
     shape = len(samples), max(len(sample["input_ids"]) for sample in samples)
     ids, mask, labels = torch.zeros(shape, dtype=torch.long), torch.zeros(shape), torch.full(shape, -100)
+    weights = torch.zeros(shape)
     for row, sample in enumerate(samples):
         tokens = torch.from_numpy(sample["input_ids"].astype(np.int64))
         ids[row, : len(tokens)], mask[row, : len(tokens)] = tokens, 1
-        labels[row, : len(tokens)] = tokens.masked_fill(~torch.from_numpy(sample["loss_mask"]), -100)
-    labels[:, 0] = -100
-    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+        weights[row, : len(tokens)] = torch.from_numpy(sample["loss_weight"])
+        labels[row, : len(tokens)] = tokens.masked_fill(weights[row, : len(tokens)] == 0, -100)
+    labels[:, 0], weights[:, 0] = -100, 0
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels, "weights": weights}
+
+
+def weighted_sum(logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """The sum of the labels' cross entropies times their weights; of labels and weights all but the first of
+    each row count."""
+    losses = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten(), reduction="none")
+    return (losses * weights[:, 1:].flatten()).sum()
 
 
 def balance_loss(router_logits: list[torch.Tensor], mask: torch.Tensor, coefficient: float) -> torch.Tensor:
@@ -74,18 +85,17 @@ def train_plainly(model, samples: list[dict], ranks: int, epochs: int, clip: flo
             group["lr"] = rate
         # which rank or micro-batch a sample is in does not matter
         batches = [padded([samples[i] for i in chosen[b : b + BATCH]]) for b in range(0, len(chosen), BATCH)]
-        targets = sum(int((batch["labels"] != -100).sum()) for batch in batches)
+        weight = sum(float(batch["weights"].sum(dtype=torch.float64)) for batch in batches)
         tokens = sum(int(batch["attention_mask"].sum()) for batch in batches)
         update_loss = 0.0
         for batch in batches:
-            labels, mask = batch.pop("labels"), batch["attention_mask"]
+            labels, weights, mask = batch.pop("labels"), batch.pop("weights"), batch["attention_mask"]
             has_experts = hasattr(model, "num_experts")
             if has_experts:
                 batch["output_router_logits"] = True
             with torch.autocast("cpu", dtype=torch.float16, enabled=dtype == "float16"):
                 out = model(**batch)
-            logits = out.logits[:, :-1].flatten(0, 1).float()
-            loss = F.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum") / targets
+            loss = weighted_sum(out.logits, labels, weights) / weight
             if has_experts:
                 coefficient = MiniMindConfig.router_aux_loss_coef
                 loss = loss + balance_loss(out.router_logits, mask, coefficient) / tokens
@@ -156,6 +166,65 @@ def test_the_trainer_does_what_the_plain_loop_does(corpus, tmp_path, name):
         assert record["learning_rate"] == pytest.approx(update["learning_rate"], rel=1e-12)
         assert record["loss"] == pytest.approx(update["loss"], rel=close[1])
         assert record["grad_norm"] == pytest.approx(update["grad_norm"], rel=close[2])
+
+
+def weigh(corpus, folder: Path, stage: str) -> dict[str, Path]:
+    """The corpus of a stage, trained and held out, with weights small enough that those of an update's targets
+    add up to less than one; some records have none, which counts as 1, or 0."""
+    weighed = dict(corpus)
+    for name in (stage, f"{stage}_eval"):
+        records = [json.loads(line) for line in corpus[name].read_text().splitlines()]
+        for i, record in enumerate(records):
+            record["weight"] = 0.001 * (0.3, 1, 2.5, 0, 4)[i % 5]
+        if stage == "sft":
+            del records[7]["weight"]
+        weighed[name] = write_jsonl(folder / f"{name}_weighed.jsonl", records)
+    return weighed
+
+
+@pytest.mark.parametrize("stage", ["sft", "pretrain"])
+def test_weights_of_records_are_those_of_a_plain_loop(corpus, tmp_path, stage):
+    """Accumulated on two ranks, stopped by a signal within an epoch and resumed; evaluated before, within and
+    after it."""
+    weighed, model = weigh(corpus, tmp_path, stage), initial_model(False)
+    (tmp_path / "out").mkdir()
+    halves = {key: value.half() for key, value in model.state_dict().items()}
+    torch.save(halves, tmp_path / "out/start_32.pth")
+    settings = {"from_weight": "start", "dtype": "float32", "seed": SEED, "epochs": 2, "batch_size": BATCH}
+    settings |= {"accumulation_steps": ACCUMULATION, "learning_rate": RATE, "grad_clip": 1.4}
+    settings |= {"optimizer": "adamw", "warmup_updates": WARMUP, "weight_decay": DECAY, "from_resume": 1}
+    argv = flags(weighed, tmp_path, stage, **settings)
+    stopped = run(stage, argv, Faults(signals={5: signal.SIGTERM}), ranks=2, status=128 + signal.SIGTERM)
+    resumed = run(stage, argv, ranks=2)
+    assert "stopped: " in stopped.err and "resuming" in resumed.out
+
+    kind, run_name = {"sft": (SFTDataset, "full_sft_32"), "pretrain": (PretrainDataset, "pretrain_32")}[stage]
+    tokenizer = load_tokenizer(ROOT / "model")
+    train, held_out = (
+        kind(str(weighed[name]), tokenizer, 64, cache_dir=corpus["cache"])
+        for name in (stage, f"{stage}_eval")
+    )
+    samples = [train[i][0] for i in range(len(train))]
+    weights = sorted({float(sample["loss_weight"].max()) for sample in samples})
+    assert weights == pytest.approx(
+        [0.0003, 0.001, 0.0025, 0.004] + [1] * (stage == "sft")
+    )  # those of 0 are dropped
+    reference = deepcopy(stock(model)).train()
+    history, _ = train_plainly(reference, samples, 2, 2, 1.4, "float32")
+    found = read_metrics(tmp_path / f"out/{run_name}_metrics.jsonl")
+    assert [record["update"] for record in found] == list(range(1, len(history) + 1))
+    for record, update in zip(found, history, strict=True):
+        assert record["loss"] == pytest.approx(update["loss"], rel=1e-6)
+        assert record["grad_norm"] == pytest.approx(update["grad_norm"], rel=1e-4)
+
+    # the evaluation at the end, of the reference
+    batch = padded([held_out[i][0] for i in range(len(held_out))])
+    labels, weights = batch.pop("labels"), batch.pop("weights")
+    with torch.no_grad():
+        nats = float(weighted_sum(reference.eval()(**batch).logits, labels, weights))
+    spelled = bytes_of_tokens(tokenizer)[batch["input_ids"].numpy()] * weights.numpy()
+    assert found[-1]["eval_loss"] == pytest.approx(nats / float(weights.sum()), rel=1e-5)
+    assert found[-1]["eval_bpb"] == pytest.approx(nats / math.log(2) / spelled.sum(), rel=1e-5)
 
 
 COUNT_ALL_REDUCES = """

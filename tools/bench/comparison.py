@@ -57,7 +57,7 @@ def write_samples(path: Path, dataset: StageDataset, order: Iterable[int], count
     Raises UserError if there are fewer."""
     rows = []
     for sample in islice(chain.from_iterable(dataset[item] for item in order), count):
-        labels = np.where(sample["loss_mask"], sample["input_ids"].astype(np.int64), -100)
+        labels = np.where(sample["loss_weight"] != 0, sample["input_ids"].astype(np.int64), -100)
         rows.append({"input_ids": sample["input_ids"].tolist(), "labels": labels.tolist()})
     if count is not None and len(rows) < count:
         needed = f"{len(rows)} samples, {count} are needed"

@@ -102,9 +102,8 @@ def open_datasets(
     No process group may exist yet: tokenising a large corpus takes longer than a collective waits. Raises
     UserError if data are missing or bad, or there are fewer samples than ranks."""
     check_data_paths(args)
-    options = {
-        name: getattr(args, name) for name in ("cache_dir", "on_bad_data", "max_bad_share", "text_separator")
-    }
+    names = ("cache_dir", "on_bad_data", "max_bad_share", "max_lost_text", "text_separator")
+    options = {name: getattr(args, name) for name in names}
 
     def open_split(data_path: str, split: Split | None, packing: bool = False) -> StageDataset:
         return dataset_class(data_path, tokenizer, args.max_seq_len, packing, split=split, **options)

@@ -116,33 +116,40 @@ def load_teacher(
     return frozen_model(teacher, device)
 
 
-def divergence(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
+def divergence(student: Tensor, teacher: Tensor, temperature: float, weights: Tensor | None = None) -> Tensor:
     """Sum over the rows of logits [m, V] of KL(teacher, student), the predictions at this temperature, in
-    nats."""
+    nats; of each row times its weight [m], if there are weights."""
     q = (student.float() / temperature).log_softmax(-1)
     p = (teacher.float() / temperature).log_softmax(-1)
-    return F.kl_div(q, p, reduction="sum", log_target=True)
+    if weights is None:
+        return F.kl_div(q, p, reduction="sum", log_target=True)
+    return (F.kl_div(q, p, reduction="none", log_target=True).sum(-1) * weights).sum()
 
 
 def distillation_sums(
     model: nn.Module, teacher: "MiniMindForCausalLM", batch: Batch, temperature: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Sums over the targets of the student's cross entropy and of its divergence from the teacher, and its
-    load-balancing loss. The predictions are compared piece by piece and not kept for the backward pass:
-    beside the logits of both, memory holds [TARGETS_AT_ONCE, V] at a time."""
+    """Sums over the targets, times their weights, of the student's cross entropy and of its divergence from
+    the teacher, and its load-balancing loss. The predictions are compared piece by piece and not kept for the
+    backward pass: beside the logits of both, memory holds [TARGETS_AT_ONCE, V] at a time."""
 
-    def compared(logits: Tensor, targets: Tensor, wanted: Tensor) -> Tensor:
-        cross_entropy = F.cross_entropy(logits.float(), targets, reduction="sum")
-        return torch.stack((cross_entropy, divergence(logits, wanted, temperature)))
+    def compared(logits: Tensor, targets: Tensor, wanted: Tensor, weights: Tensor | None) -> Tensor:
+        if weights is None:
+            cross_entropy = F.cross_entropy(logits.float(), targets, reduction="sum")
+        else:
+            cross_entropy = (F.cross_entropy(logits.float(), targets, reduction="none") * weights).sum()
+        return torch.stack((cross_entropy, divergence(logits, wanted, temperature, weights)))
 
     logits, aux_loss = target_logits(model, batch)
     with torch.no_grad():
         wanted, _ = target_logits(teacher, batch)
     sums = logits.new_zeros(2, dtype=torch.float32)
+    weights = batch.get("loss_weight")
     for start in range(0, max(1, len(logits)), TARGETS_AT_ONCE):
         piece = slice(start, start + TARGETS_AT_ONCE)
         sums = sums + checkpoint(
             compared, logits[piece], batch["targets"][piece], wanted[piece],
+            None if weights is None else weights[piece],
             use_reentrant=False, preserve_rng_state=False,
         )  # fmt: skip
     return sums[0], sums[1], aux_loss

@@ -155,10 +155,14 @@ class NextToken(Objective):
 
 
 def next_token_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor, Metrics]:
-    """The sum of the cross entropies of the targets, the load-balancing loss summed over the tokens (zero for
-    a dense model), and no metrics."""
-    out = model(**model_inputs(batch), targets=batch["targets"])
-    return out.loss, out.aux_loss, {}
+    """The sum of the cross entropies of the targets times their weights, the load-balancing loss summed over
+    the tokens (zero for a dense model), and no metrics."""
+    weights = batch.get("loss_weight")
+    if weights is None:  # all are 1
+        out = model(**model_inputs(batch), targets=batch["targets"])
+        return out.loss, out.aux_loss, {}
+    out = model(**model_inputs(batch), targets=batch["targets"], reduction="none")
+    return (out.loss * weights).sum(), out.aux_loss, {}
 
 
 def target_log_probs(model: nn.Module, batch: Batch, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -221,10 +225,17 @@ def model_inputs(batch: Batch) -> dict[str, Any]:
     return inputs | {"host_cu_seqlens": batch.get("host_cu_seqlens")}
 
 
+def weight_sum(batch: Batch) -> float:
+    """What the weights of a flat batch's targets add up to: their number if all are 1. Of a batch on the
+    host."""
+    weights = batch.get("loss_weight")
+    return len(batch["targets"]) if weights is None else float(weights.sum(dtype=torch.float64))
+
+
 def flat_size(batch: Batch, lm_config: "MiniMindConfig") -> Size:
     """The size of a flat batch for a language model of this shape."""
     targets, tokens, samples = len(batch["targets"]), len(batch["input_ids"]), len(batch["sample_ids"])
     flops = training_flops(
         lm_config, tokens, targets, batch["host_cu_seqlens"], batch.get("host_cu_seqlens_k")
     )
-    return Size(targets, tokens, batch["target_bytes"], flops, samples)
+    return Size(weight_sum(batch), tokens, batch["target_bytes"], flops, samples)

@@ -71,7 +71,7 @@ def held_out_prompts(tokenizer: "PreTrainedTokenizerBase", held_out: StageData) 
         return [(str(held_out[i].messages[-1]["content"]), held_out[i].input_ids) for i in chosen]
     parts = []
     for sample in (held_out[i][0] for i in chosen):
-        tokens, first_answered = sample["input_ids"].tolist(), int(sample["loss_mask"].argmax())
+        tokens, first_answered = sample["input_ids"].tolist(), int((sample["loss_weight"] != 0).argmax())
         opening = min(OPENING_TOKENS, len(tokens) // 2) if held_out.kind == "pretrain" else first_answered
         parts.append(tokens[: max(1, opening)])
     return [(shown(tokenizer, part), part) for part in parts]

@@ -21,9 +21,10 @@ COUNTS = ("samples", "tokens", "flops", "wait", "comm")
 class Size(NamedTuple):
     """The size of a micro-batch: its loss is a mean over targets, its auxiliary loss one over tokens."""
 
-    targets: int
+    targets: float  # the sum of their weights, which is their number where all are 1
     tokens: int
-    text_bytes: int = 0  # UTF-8 bytes that the targets spell; 0: bits per byte are not defined
+    # UTF-8 bytes that the targets spell, times their weights; 0: bits per byte are not defined
+    text_bytes: float = 0
     flops: float = 0.0
     samples: int = 0
 

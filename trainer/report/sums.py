@@ -55,7 +55,7 @@ def update_figures(total: dict[str, float], targets: float, tokens: float) -> Fi
             figures[name] = value, total[name + COUNT]
         elif not name.endswith(COUNT):
             number = tokens if name == "aux_loss" else targets
-            figures[name] = (value / max(number, 1.0) if targets else math.nan), 1.0
+            figures[name] = (value / (number or 1.0) if targets else math.nan), 1.0
     return figures
 
 

@@ -1,10 +1,12 @@
-"""SwanLab behind a queue: if it is missing, not logged in, raises or hangs, training goes on unchanged."""
+"""SwanLab or Weights & Biases behind a queue: if it is missing, not logged in, raises or hangs, training goes
+on unchanged."""
 
 import math
 import queue
 import threading
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
 
 from common.errors import reason, warn
 from common.settings import StageArgs
@@ -16,16 +18,16 @@ START_TIMEOUT, END_TIMEOUT = 30.0, 60.0  # seconds
 def start_tracker(
     args: StageArgs, run: Mapping[str, Any], checkpoint: Mapping[str, Any] | None = None
 ) -> "Tracker | None":
-    """SwanLab on rank 0 if asked for; a resumed run continues the curves of its first part, a new branch
-    begins curves of its own. `run`: its fingerprint."""
-    if not (args.use_wandb and is_main_process()):
+    """The tracker on rank 0 if one is asked for; a resumed run continues the curves of its first part, a new
+    branch begins curves of its own. `run`: its fingerprint."""
+    service = "swanlab" if args.use_wandb and args.tracker == "none" else args.tracker
+    if service == "none" or not is_main_process():
         return None
     name = f"{args.save_weight}-epochs-{args.epochs}-batch-{run['global_batch']}-lr-{args.learning_rate}"
-    if checkpoint is None:
-        return Tracker(args.wandb_project, name, args.swanlab_mode, dict(run))
-    return Tracker(
-        args.wandb_project, name, args.swanlab_mode, dict(run), checkpoint["wandb_id"], checkpoint["update"]
-    )
+    run_id, last_step = None, 0
+    if checkpoint is not None:
+        run_id, last_step = checkpoint["wandb_id"], checkpoint["update"]
+    return Tracker(args.wandb_project, name, args.swanlab_mode, dict(run), run_id, last_step, service)
 
 
 def drawable(record: dict[str, Any], leave_out: Iterable[str] = ()) -> dict[str, float]:
@@ -40,51 +42,100 @@ def drawable(record: dict[str, Any], leave_out: Iterable[str] = ()) -> dict[str,
     return {key: v for key, v in sorted(points.items()) if isinstance(v, int | float) and math.isfinite(v)}
 
 
+class Service(NamedTuple):
+    """A run that a tracker has opened."""
+
+    id: str | None
+    log: Callable[[dict[str, float], dict[str, list[str]], int], Any]  # numbers, texts, update
+    finish: Callable[[], Any]
+
+
+def open_swanlab(project: str, name: str, mode: str, config: dict, run_id: str | None) -> Service:
+    """A run of SwanLab, whose cloud alone continues an earlier one."""
+    import swanlab
+
+    mode = "online" if mode == "cloud" else mode
+    settings: dict[str, Any] = {"project": project, "name": name, "mode": mode, "config": config}
+    if run_id and mode == "online":
+        settings |= {"id": run_id, "resume": "allow"}
+    run = swanlab.init(**settings)
+
+    def log(numbers: dict[str, float], texts: dict[str, list[str]], step: int) -> None:
+        shown = {name: [swanlab.Text(each) for each in several] for name, several in texts.items()}
+        run.log(numbers | shown, step=step)
+
+    return Service(getattr(run, "id", None), log, swanlab.finish)
+
+
+def open_wandb(project: str, name: str, mode: str, config: dict, run_id: str | None) -> Service:
+    """A run of Weights & Biases. In the mode `cloud` WANDB_MODE says where it is kept; `local` is `offline`
+    there."""
+    import wandb  # type: ignore[import-not-found]
+
+    modes = {"cloud": None, "local": "offline"}
+    settings: dict[str, Any] = {"project": project, "name": name, "mode": modes.get(mode, mode)}
+    if run_id:
+        settings |= {"id": run_id, "resume": "allow"}
+    run = wandb.init(**settings, config=config, allow_val_change=True)
+
+    def log(numbers: dict[str, float], texts: dict[str, list[str]], step: int) -> None:
+        tables = {
+            name: wandb.Table(columns=[name], data=[[each] for each in several])
+            for name, several in texts.items()
+        }
+        run.log(numbers | tables, step=step)
+
+    return Service(run.id, log, run.finish)
+
+
+SERVICES = {"swanlab": ("SwanLab", open_swanlab), "wandb": ("Weights & Biases", open_wandb)}
+
+
 class Tracker:
-    """One SwanLab run, fed by a thread of its own; its first failure is a warning and ends the tracking.
+    """One run of a tracker, fed by a thread of its own; its first failure is a warning and ends the tracking.
 
     Args:
-        project, name, mode: as in `swanlab.init`; mode `cloud` is SwanLab's `online`.
+        project, name, mode: as --wandb_project and --swanlab_mode.
         config: the run's settings, shown beside its curves.
-        run_id: id of an earlier run to continue (from the checkpoint); SwanLab does so only in its cloud.
+        run_id: id of an earlier run to continue (from the checkpoint).
         last_step: updates up to this one are in that run already and are not drawn again.
+        service: a name of SERVICES.
     """
 
     def __init__(
-        self, project: str, name: str, mode: str, config: dict, run_id: str | None = None, last_step: int = 0
+        self,
+        project: str,
+        name: str,
+        mode: str,
+        config: dict,
+        run_id: str | None = None,
+        last_step: int = 0,
+        service: str = "swanlab",
     ):
+        self.service, open_service = SERVICES[service]
         self.id = run_id
         self.last_step = last_step
         self._queue: queue.Queue = queue.Queue(maxsize=10_000)
         self._ready = threading.Event()
-        if mode == "cloud":
-            mode = "online"
-        settings = {"project": project, "name": name, "mode": mode, "config": config}
-        if run_id and mode == "online":
-            settings |= {"id": run_id, "resume": "allow"}
-        self._thread = threading.Thread(target=self._work, args=(settings,), daemon=True, name="swanlab")
+        opened = partial(open_service, project, name, mode, config, run_id)
+        self._thread = threading.Thread(target=self._work, args=(opened,), daemon=True, name="tracker")
         self._thread.start()
         self._ready.wait(START_TIMEOUT)  # time to learn the run's id; a slower network is not waited for
 
-    def _work(self, settings: dict[str, Any]) -> None:
+    def _work(self, open_service: Callable[[], Service]) -> None:
         try:
-            import swanlab
-
-            run = swanlab.init(**settings)
-            self.id = getattr(run, "id", None)
+            run = open_service()
+            self.id = run.id
             self._ready.set()
             while (item := self._queue.get()) is not None:
                 metrics, step = item
-                texts = {
-                    name: [swanlab.Text(each) for each in v]
-                    for name, v in metrics.items()
-                    if isinstance(v, list)
-                }
-                run.log(metrics | texts, step=step)
-            swanlab.finish()
+                texts = {name: value for name, value in metrics.items() if isinstance(value, list)}
+                numbers = {name: value for name, value in metrics.items() if name not in texts}
+                run.log(numbers, texts, step)
+            run.finish()
         except BaseException as error:  # also SystemExit and KeyboardInterrupt raised inside the tracker
             why = f"{type(error).__name__}: {reason(error)}"
-            warn(f"SwanLab stopped ({why}); training goes on, the metrics file is complete")
+            warn(f"{self.service} stopped ({why}); training goes on, the metrics file is complete")
         finally:
             self._ready.set()
 
@@ -97,7 +148,7 @@ class Tracker:
         try:
             self._queue.put_nowait((dict(metrics), step))
         except queue.Full:
-            warn("SwanLab is far behind; a point was dropped")
+            warn(f"{self.service} is far behind; a point was dropped")
 
     def finish(self, timeout: float | None = None) -> None:
         """Let the queue drain and close the run, waiting `timeout` seconds at most (END_TIMEOUT)."""
@@ -108,4 +159,4 @@ class Tracker:
             return
         self._thread.join(timeout)
         if self._thread.is_alive():
-            warn(f"SwanLab did not finish within {timeout:.0f} s; leaving it behind")
+            warn(f"{self.service} did not finish within {timeout:.0f} s; leaving it behind")

@@ -63,7 +63,7 @@ def flat_batch(written: list[Trajectory], loss_denominator: int) -> Batch:
     samples = [
         {
             "input_ids": np.array(trajectory.tokens, dtype=np.int64),
-            "loss_mask": np.array(trajectory.is_target),
+            "loss_weight": np.array(trajectory.is_target, dtype=np.float32),
             "sample_id": trajectory.prompt.sample_id,
             "target_bytes": 0,
         }

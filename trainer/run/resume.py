@@ -86,7 +86,16 @@ def compared_settings(args: StageArgs) -> Fingerprint:
 
 def total_updates(run: Fingerprint) -> int:
     """Optimizer updates of the whole run; each epoch ends with an update of its own, however small."""
-    return math.ceil(run["samples"] / run["global_batch"]) * run["epochs"]
+    updates = math.ceil(run["samples"] / run["global_batch"]) * run["epochs"]
+    return min(updates, run.get("max_steps") or updates)
+
+
+def with_enough_epochs(args: A, samples: int) -> A:
+    """The settings; with --max_steps, as many epochs as these updates take. samples: items of an epoch."""
+    if not args.max_steps:
+        return args
+    updates = math.ceil(samples / (args.batch_size * args.accumulation_steps * world_size()))
+    return args.model_copy(update={"epochs": math.ceil(args.max_steps / updates)})
 
 
 def keep_global_batch(args: A, checkpoint: dict[str, Any]) -> A:
@@ -126,6 +135,8 @@ def check_resume(args: StageArgs, run: Fingerprint, checkpoint: dict[str, Any] |
         saved |= {name: getattr(MiniMindConfig, name) for name in new if hasattr(MiniMindConfig, name)}
     if args.extend_epochs and run["epochs"] > saved["epochs"]:
         saved["epochs"] = run["epochs"]
+    if args.extend_epochs and run["max_steps"] > saved["max_steps"] > 0:
+        saved |= {"epochs": run["epochs"], "max_steps": run["max_steps"]}
     # a checkpoint replaces the start weights; those that are gone cannot be compared
     if run["from_weight_sha256"] is None:
         saved["from_weight_sha256"] = None
@@ -133,8 +144,14 @@ def check_resume(args: StageArgs, run: Fingerprint, checkpoint: dict[str, Any] |
         hint = ""
         if "global_batch" in changed:
             hint = f" (batch_size x accumulation_steps x processes must be {saved['global_batch']})"
-        if run["epochs"] > saved["epochs"]:
-            hint = " (--extend_epochs 1 goes on for more epochs)"
+        if run["epochs"] > saved["epochs"] or run["max_steps"] > saved["max_steps"] > 0:
+            hint = " (--extend_epochs 1 goes on for more epochs or updates)"
+        if run.get("data") != saved.get("data"):
+            hint = (
+                ": the data are others than those it began with. Either give those, or train on the new ones "
+                f"in a run of its own that begins with this one's weights: --from_weight {args.save_weight} "
+                "--save_weight NEW --from_resume 0"
+            )
         raise UserError(
             f"--from_resume 1: the checkpoint belongs to another run: {changed}{hint}; use its settings, or "
             "another --save_weight, or --from_resume 0"

@@ -366,17 +366,17 @@ def is_new(saved: dict[str, Any] | None) -> bool:
     return saved is None or not saved["run_id"]
 
 
-def has_ended_early(args: StageArgs, saved: dict[str, Any]) -> bool:
-    """Whether early stopping, or a callback, has ended the run of a checkpoint. --extend_epochs 1 makes such
-    a run go on once for a number of epochs: the same command again does not."""
-    return saved["finished"] and not (args.extend_epochs and saved.get("extended_to") != args.epochs)
+def has_ended_early(args: StageArgs, updates: int, saved: dict[str, Any]) -> bool:
+    """Whether early stopping, or a callback, has ended the run of a checkpoint, of so many updates in all.
+    --extend_epochs 1 makes such a run go on once for a number of updates: the same command again does not."""
+    return saved["finished"] and not (args.extend_epochs and saved.get("extended_to") != updates)
 
 
 def is_finished(args: StageArgs, run: Fingerprint, saved: dict[str, Any] | None) -> bool:
     """Whether the run of a checkpoint has come to its end: then nothing is left to do. Says so."""
     if saved is None or is_new(saved):
         return False
-    if not has_ended_early(args, saved) and saved["update"] < total_updates(run):
+    if not has_ended_early(args, total_updates(run), saved) and saved["update"] < total_updates(run):
         return False
     path = paths.weight_path(args.save_dir, args.save_weight, args)
     has_weights = path.exists() or path.with_suffix("").exists()  # of an adapter, a folder

@@ -41,7 +41,7 @@ class Progress:
     tokens: int = 0
     seconds: float = 0.0  # training, evaluating and saving
     finished: bool = False  # no further update, however often it is resumed
-    extended_to: int | None = None  # the --epochs for which --extend_epochs 1 made a finished run go on
+    extended_to: int | None = None  # updates to which --extend_epochs 1 made a finished run go on
     best_eval: float | None = None  # of `monitored`
     monitored: str | None = None  # the --monitor and --mode of the evaluations so far
     best_update: int | None = None

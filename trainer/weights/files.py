@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
+from common.contents import check_content
 from common.errors import UserError, reason
 from common.files import atomic_write, locked, new_path, read_errors, write_json
 from common.settings import ROOT
@@ -160,6 +161,7 @@ def read_description(path: Path) -> Description:
     UserError if the file is damaged, or comes from elsewhere and the description of others lies beside it."""
     if not path.is_file():
         return {}
+    check_content(path)
     try:
         comment = checkpoint.comment_of(path)
         if comment:

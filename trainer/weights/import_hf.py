@@ -15,6 +15,7 @@ from pydantic import BaseModel, Field, ValidationError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from common.contents import check_content
 from common.errors import UserError, reason
 from model.sampling import DEFAULTS, Sampling
 from trainer.run.paths import CONFIG_FILE, PICKLED_WEIGHTS, model_files, shape_in_name
@@ -186,6 +187,8 @@ def read_config(folder: Path) -> "PretrainedConfig":
 
 def _read_weights(folder: Path) -> dict[str, Tensor]:
     files = model_files(folder)
+    for path in files:
+        check_content(path)
     try:
         if files[-1].name == PICKLED_WEIGHTS:
             return torch.load(files[-1], map_location="cpu", weights_only=True)

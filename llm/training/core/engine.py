@@ -25,7 +25,13 @@ from trainer.loop import check_monitored, evaluate, train_epoch
 from trainer.objectives.next_token import Objective, frozen_model
 from trainer.report.trackers import start_tracker
 from trainer.run.callbacks import CallbackList
-from trainer.run.resume import check_resume, keep_global_batch, run_fingerprint, total_updates
+from trainer.run.resume import (
+    check_resume,
+    keep_global_batch,
+    run_fingerprint,
+    total_updates,
+    with_enough_epochs,
+)
 from trainer.run.saving import check_starts, is_finished, is_new, training_files
 from trainer.run.state import Schedule, TrainState
 
@@ -61,7 +67,7 @@ class TrainingEngine:
         args = task.args
         if checkpoint is not None:
             args = keep_global_batch(args, checkpoint)
-        task.args = args
+        args = task.args = with_enough_epochs(args, data.num_samples())
         held_out = data.val_dataloader()
         if args.eval_share and held_out is None:
             raise UserError(

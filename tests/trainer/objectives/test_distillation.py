@@ -24,18 +24,22 @@ def small_teacher() -> MiniMindForCausalLM:
 
 
 def plain(student: torch.Tensor, teacher: torch.Tensor, temperature: float) -> torch.Tensor:
-    """The definition, in probabilities."""
+    """The definition, in probabilities, of each target."""
     q, p = ((logits.double() / temperature).softmax(-1) for logits in (student, teacher))
-    return (p * (p / q).log()).sum()
+    return (p * (p / q).log()).sum(-1)
 
 
-def test_the_loss_is_that_of_the_formula_and_scales_no_balancing_loss(monkeypatch):
+@pytest.mark.parametrize("weighted", [False, True])
+def test_the_loss_is_that_of_the_formula_and_scales_no_balancing_loss(weighted, monkeypatch):
     """In pieces of 8 targets; from a dense teacher of another width to a student with experts."""
     monkeypatch.setattr(distillation, "TARGETS_AT_ONCE", 8)
     torch.manual_seed(0)
     student = MiniMindForCausalLM(MiniMindConfig(hidden_size=32, num_hidden_layers=2, use_moe=True))
     teacher = small_teacher()
     batch = flat_batch(3, [9, 30, 5])
+    weights = torch.ones(len(batch["targets"]))
+    if weighted:
+        weights = batch["loss_weight"] = torch.rand(len(weights)) * 3
     args = train_distillation.Args(alpha=0.3, temperature=2.0)
     objective = train_distillation.Objective()
     objective.teacher = teacher
@@ -43,8 +47,8 @@ def test_the_loss_is_that_of_the_formula_and_scales_no_balancing_loss(monkeypatc
     gradients = torch.autograd.grad(loss + aux_loss, list(student.parameters()), retain_graph=True)
     inputs = {k: batch[k] for k in ("input_ids", "position_ids", "cu_seqlens", "max_seqlen", "target_index")}
     out, wanted = student(**inputs), teacher(**inputs).logits.detach()
-    cross_entropy = torch.nn.functional.cross_entropy(out.logits.double(), batch["targets"], reduction="sum")
-    apart = plain(out.logits, wanted, 2.0)
+    losses = torch.nn.functional.cross_entropy(out.logits.double(), batch["targets"], reduction="none")
+    cross_entropy, apart = (losses * weights).sum(), (plain(out.logits, wanted, 2.0) * weights).sum()
     expected = 0.3 * cross_entropy + 0.7 * 4.0 * apart
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6) and torch.equal(aux_loss, out.aux_loss)
     assert abs(shown["divergence"].item() - apart.item()) <= 1e-6 * len(batch["targets"])

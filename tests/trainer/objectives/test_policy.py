@@ -75,7 +75,7 @@ def sampled_batch(lengths: list[int]) -> dict:
     """A flat batch of completions of these lengths, behind prompts of 4 tokens."""
     draw, rows = np.random.RandomState(0), []
     for number, length in enumerate(lengths):
-        sample = {"input_ids": draw.randint(3, 50, 4 + length), "loss_mask": np.arange(4 + length) >= 4}
+        sample = {"input_ids": draw.randint(3, 50, 4 + length), "loss_weight": np.arange(4 + length) >= 4}
         rows.append([sample | {"sample_id": number, "target_bytes": 0}])
     of_tokens = torch.tensor(lengths).repeat_interleave(torch.tensor(lengths))
     return collate_flat(rows) | {"lengths": of_tokens.float()}

@@ -19,7 +19,7 @@ def pairs(lengths: list[tuple[int, int]], prompt: int = 5) -> list[list[dict]]:
         begin, row = draw.randint(3, 6400, prompt), []
         for length in answers:
             ids = np.concatenate((begin, draw.randint(3, 6400, length)))
-            sample = {"input_ids": ids, "loss_mask": np.arange(len(ids)) >= prompt, "target_bytes": 1}
+            sample = {"input_ids": ids, "loss_weight": np.arange(len(ids)) >= prompt, "target_bytes": 1}
             row.append(sample | {"sample_id": 2 * len(rows) + len(row)})
         rows.append(row)
     return rows
@@ -29,7 +29,7 @@ def plain_log_prob(model, sample: dict) -> torch.Tensor:
     """Of one answer, in the model's own precision."""
     ids = torch.from_numpy(sample["input_ids"])[None]
     log_probs = model(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
-    return log_probs[torch.from_numpy(sample["loss_mask"])[1:]].sum()
+    return log_probs[torch.from_numpy(sample["loss_weight"])[1:]].sum()
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ def test_loss_and_gradients_are_those_of_the_formula(models, rpo_alpha):
         margins.append(0.3 * (ratios[0] - ratios[1]))
         accurate += int(margins[-1] > 0)
         losses.append(torch.log1p(torch.exp(-margins[-1])))
-        losses[-1] = losses[-1] - rpo_alpha * plain_log_prob(exact, chosen) / chosen["loss_mask"].sum()
+        losses[-1] = losses[-1] - rpo_alpha * plain_log_prob(exact, chosen) / chosen["loss_weight"].sum()
     wanted = sum(losses) / 3
     assert loss.item() / 3 == pytest.approx(wanted.item(), abs=1e-5) and aux_loss.item() == 0
     for one, other in zip(gradients, torch.autograd.grad(wanted, list(exact.parameters())), strict=True):

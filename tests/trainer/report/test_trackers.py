@@ -1,4 +1,4 @@
-"""Whatever SwanLab does, training goes on: a stub module takes its place and misbehaves."""
+"""Whatever SwanLab or Weights & Biases do, training goes on: a stub module takes their place and misbehaves."""
 
 import signal
 import sys
@@ -25,22 +25,46 @@ def test_a_resumed_run_goes_on_under_its_id_with_one_point_per_update(monkeypatc
     assert settings.items() >= {"id": "run3", "resume": "allow", "mode": "online"}.items()
 
 
+def test_weights_and_biases_get_one_point_per_update_through_a_resume(monkeypatch):
+    wandb, points, settings = MagicMock(), [], {}
+    wandb.init.side_effect = lambda **given: settings.update(given) or wandb
+    wandb.log.side_effect = lambda metrics, step: points.append((step, metrics))
+    wandb.Table.side_effect = lambda columns, data: (columns, data)
+    wandb.id = "run7"
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    tracker = Tracker("project", "name", "cloud", {"a": 1}, service="wandb")
+    assert tracker.id == "run7" and not settings.keys() & {"id", "resume"}
+    assert (
+        settings.items() >= {"project": "project", "name": "name", "mode": None, "config": {"a": 1}}.items()
+    )
+    tracker.log({"loss": 1.0, "samples": ["q\n-> a"]}, 1)
+    tracker.finish()
+    resumed = Tracker("project", "name", "offline", {"a": 1}, "run7", 1, "wandb")
+    for step in (1, 2):
+        resumed.log({"loss": 0.5}, step)
+    resumed.finish()
+    assert settings.items() >= {"id": "run7", "resume": "allow", "mode": "offline"}.items()
+    assert points == [(1, {"loss": 1.0, "samples": (["samples"], [["q\n-> a"]])}), (2, {"loss": 0.5})]
+    assert wandb.finish.call_count == 2
+
+
 STUB = """
 import types, time
 from trainer.report import trackers as tracker
 tracker.START_TIMEOUT, tracker.END_TIMEOUT = 0.3, 0.3
-swanlab = types.ModuleType("swanlab")
+swanlab = types.ModuleType(name)
 def act(name):
     if kind == "raises at " + name: raise SystemExit("no network")
     if kind == "hangs at " + name: time.sleep(300)
 class Run:
     id = "run1"
     def log(self, metrics, step): act("log")
+    def finish(self): act("finish")
 def init(**settings):
     act("init")
     return Run()
 swanlab.init, swanlab.finish, swanlab.Text = init, lambda: act("finish"), str
-sys.modules["swanlab"] = None if kind == "is missing" else swanlab
+sys.modules[name] = None if kind == "is missing" else swanlab
 """
 
 
@@ -51,15 +75,21 @@ def untracked(corpus, tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("kind", ["is missing", "raises at log", "hangs at finish"])
-def test_training_does_not_feel_it(corpus, tmp_path, untracked, kind):
-    """A whole run with a SwanLab that misbehaves: the same bits as without one, and one warning."""
-    argv = [*flags(corpus, tmp_path, "pretrain", epochs=1), "--use_wandb"]
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("swanlab", "is missing"), ("swanlab", "raises at log"), ("swanlab", "hangs at finish"),
+     ("wandb", "is missing"), ("wandb", "hangs at init")],
+)  # fmt: skip
+def test_training_does_not_feel_it(corpus, tmp_path, untracked, name, kind):
+    """A whole run with a tracker that misbehaves: the same bits as without one, and one warning."""
+    asked = ["--use_wandb"] if name == "swanlab" else ["--use_wandb", "1", "--tracker", "wandb"]
+    argv = [*flags(corpus, tmp_path, "pretrain", epochs=1), *asked]
     begin = time.perf_counter()
-    process = run("pretrain", argv, Faults(script=f"kind = {kind!r}\n{STUB}"))
+    process = run("pretrain", argv, Faults(script=f"name, kind = {name!r}, {kind!r}\n{STUB}"))
+    called = {"swanlab": "SwanLab", "wandb": "Weights & Biases"}[name]
     assert time.perf_counter() - begin < 60
     assert_same_run(untracked, tmp_path)
-    assert len(process.error_lines) == 1 and process.error_lines[0].startswith("warning: SwanLab "), (
+    assert len(process.error_lines) == 1 and process.error_lines[0].startswith(f"warning: {called} "), (
         process.err
     )
 
@@ -68,7 +98,7 @@ def test_every_save_keeps_the_id_of_the_curves(corpus, tmp_path):
     """Also that of a part without SwanLab, and that at the end, which was put off while updates were skipped.
     A branch begins curves of its own."""
     argv = flags(corpus, tmp_path, "pretrain", epochs=1, from_resume=1)
-    works = f"kind = 'works at all'\n{STUB}"
+    works = f"name, kind = 'swanlab', 'works at all'\n{STUB}"
     tracked = [*argv, "--use_wandb", "--swanlab_mode", "online"]
     run("pretrain", tracked, Faults(script=works, signals={2: signal.SIGTERM}), status=143)
     assert saved_state(tmp_path)["wandb_id"] == "run1"

@@ -29,7 +29,7 @@ class Bad(NextToken):
 def batch(seed: int, trained: bool = True) -> dict:
     rng = torch.Generator().manual_seed(seed)
     tokens = torch.randint(3, 6400, (12,), generator=rng).numpy()
-    sample = {"input_ids": tokens, "loss_mask": tokens > (0 if trained else 9999), "sample_id": seed}
+    sample = {"input_ids": tokens, "loss_weight": tokens > (0 if trained else 9999), "sample_id": seed}
     return collate_flat([[sample | {"target_bytes": 9}]])
 
 

@@ -1,0 +1,109 @@
+"""What a file is, by its first bytes: so that a pointer, a web page or a workbook is not read as something
+else."""
+
+import codecs
+import re
+import zipfile
+from pathlib import Path
+
+from common.errors import UserError
+
+HEAD = 1 << 13  # bytes that are looked at
+# What a file begins with -> what it is, and what to do.
+BEGINNINGS = {
+    b"version https://git-lfs": ("a Git LFS pointer, not the file itself", "fetch that with `git lfs pull`"),
+    b"/annex/objects/": ("a git-annex pointer, not the file itself", "fetch that with `git annex get`"),
+    b"%PDF-": ("a PDF document", "save its text: pdftotext FILE.pdf FILE.txt"),
+    b"{\\rtf": ("a rich text document", "save it as plain text, UTF-8"),
+    b"\xd0\xcf\x11\xe0": ("an old Office document", "save a table as CSV, UTF-8, and a text as plain text"),
+    b"\x93NUMPY": ("a NumPy array", "give the text that it was made of"),
+    b"SQLite format 3\0": ("an SQLite database", "export the table as CSV"),
+    b"Rar!": ("a RAR archive", "unpack it"),
+    b"7z\xbc\xaf": ("a 7z archive", "unpack it"),
+}
+WEB_PAGE = re.compile(
+    rb"\s*(<\?xml[^>]*>\s*)?(<!--.*?-->\s*)?<(!doctype html|html)\b", re.IGNORECASE | re.DOTALL
+)
+# A name inside a zip archive -> what it is, and what to do.
+ZIPPED = {
+    "xl/": ("an Excel workbook", "save it as CSV, UTF-8"),
+    "word/": ("a Word document", "save it as plain text, UTF-8"),
+    "ppt/": ("a PowerPoint document", "save its text as plain text, UTF-8"),
+    "content.xml": ("an OpenDocument file", "save a table as CSV, UTF-8, and a text as plain text"),
+    "data.pkl": ("a file of PyTorch, such as weights", "give the text or records to train on"),
+}
+HIGH_BYTES = re.compile(rb"[\x80-\xff]+")
+
+
+def check_content(path: str | Path) -> None:
+    """Raise UserError if a file that holds weights or a tokenizer by its name is a pointer or a web page."""
+    with open(path, "rb") as file:
+        head = file.read(HEAD)
+    is_pointer = head.startswith((b"version https://git-lfs", b"/annex/objects/"))
+    found = describe(path, head) if is_pointer or WEB_PAGE.match(head) else None
+    if found:
+        raise UserError(foreign(path, found))
+
+
+def foreign(path: str | Path, found: tuple[str, str]) -> str:
+    """The line for a file that is something else."""
+    return f"{path} is {found[0]}; {found[1]}"
+
+
+def describe(path: str | Path, head: bytes) -> tuple[str, str] | None:
+    """What a file with these first bytes is, and what to do, if it is none that holds data."""
+    for beginning, found in BEGINNINGS.items():
+        if head.startswith(beginning):
+            return found
+    if WEB_PAGE.match(head.removeprefix(codecs.BOM_UTF8)):
+        return "a saved web page (HTML), perhaps the error page of a download", "fetch the file itself"
+    if head[257:262] == b"ustar":
+        return "a tar archive", "unpack it"
+    if head.startswith(b"PK\x03\x04"):
+        return describe_zip(path)
+    return None
+
+
+def describe_zip(path: str | Path) -> tuple[str, str]:
+    """What a zip archive is."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            names = archive.namelist()
+    except (OSError, zipfile.BadZipFile):
+        names = []
+    for part, found in ZIPPED.items():
+        if any(f"/{name}".endswith(f"/{part}") or name.startswith(part) for name in names):
+            return found
+    return "a zip archive", "unpack it"
+
+
+def is_binary(head: bytes) -> bool:
+    """Whether the first bytes of a file are no text: zeros between what is not UTF-8, or very many of
+    them."""
+    if 0 not in head:
+        return False
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(head)  # its last character may be cut
+    except UnicodeDecodeError:
+        return True
+    return head.count(0) > 0.3 * len(head)
+
+
+def encoding_of(raw: bytes) -> str:
+    """What iconv calls the encoding that bytes which are not UTF-8 seem to have: FILE_ENCODING if that is
+    not clear."""
+    if raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return "UTF-16"
+    lengths = [len(run) for run in HIGH_BYTES.findall(raw)]
+    if sum(length == 1 for length in lengths) > 0.5 * len(lengths):  # accents between plain letters
+        return "WINDOWS-1252"
+    try:
+        codecs.getincrementaldecoder("gb18030")().decode(raw)
+        return "GB18030"
+    except UnicodeDecodeError:
+        return "FILE_ENCODING"
+
+
+def not_utf8(raw: bytes) -> str:
+    """The reason for bytes that are not UTF-8, and what to do."""
+    return f"not UTF-8; save the file as UTF-8: iconv -f {encoding_of(raw)} -t UTF-8 OLD > NEW"
