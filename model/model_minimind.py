@@ -2,8 +2,8 @@
 
 Parameter names, shapes and arithmetic are those of MiniMind-3 and of Qwen3 / Qwen3-MoE, so the weights load
 into a stock `Qwen3ForCausalLM` / `Qwen3MoeForCausalLM` unchanged. Every layer that stands here is called, in
-training and in decoding: what you change here is what runs. Who sees whom is in attention.py, the losses are
-in losses.py, and forms that are faster on a CPU in cpu.py.
+training and in decoding: what you change here is what runs. Who sees whom and how scores are made
+is in attention.py, the losses are in losses.py; kernels.py and cpu.py have faster forms.
 
 There are two forms of input (shape legend: B batch, T padded length, N tokens of a flat batch, S samples, M
 targets, V vocabulary, C hidden size, H query heads, G key/value heads, D head size, E experts, K experts per
@@ -32,14 +32,15 @@ from transformers.modeling_utils import slice_logits_to_keep
 from common.errors import UserError
 from model import cpu
 from model.attention import (
+    Seen,
     Spans,
     flat_attention,
     padded_attention,
-    padded_mask,
     samples_of_rows,
+    seen_in,
+    seen_with_padding,
     spans_of,
     spans_with_padding,
-    unpadded_mask,
 )
 from model.losses import head_cross_entropy, load_balancing_loss
 
@@ -207,11 +208,7 @@ class Attention(nn.Module):
         return apply_rotary(self.q_norm(q), cos, sin), apply_rotary(self.k_norm(k), cos, sin), v
 
     def forward(
-        self,
-        x: Tensor,
-        rotary: tuple[Tensor, Tensor],
-        seen: Spans | Tensor | None,
-        cache: Cache | None = None,
+        self, x: Tensor, rotary: tuple[Tensor, Tensor], seen: Spans | Seen, cache: Cache | None = None
     ) -> Tensor:
         q, k, v = self.heads(x.to(product_dtype(x)), *rotary)  # cast once for three products
         if isinstance(seen, Spans):
@@ -302,7 +299,7 @@ class MiniMindBlock(GradientCheckpointingLayer):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, x: Tensor, rotary, seen: Spans | Tensor | None, cache: Cache | None = None):
+    def forward(self, x: Tensor, rotary, seen: Spans | Seen, cache: Cache | None = None):
         x = x + self.self_attn(self.input_layernorm(x), rotary, seen, cache)
         out, routing = self.mlp(self.post_attention_layernorm(x)), None
         if isinstance(out, tuple):
@@ -316,7 +313,7 @@ TransformerBlock = MiniMindBlock  # by its general name
 class MiniMindModel(nn.Module):
     """Embeddings -> hidden states, and the routing of each MoE layer.
 
-    seen: which keys each query sees, the `Spans` of a flat batch or a mask [B, 1, T, T']; None: a batch
+    seen: which keys each query sees, the `Spans` of a flat batch or `Seen` of a padded one; None: a batch
     without padding and cache."""
 
     def __init__(self, config: MiniMindConfig):
@@ -332,11 +329,11 @@ class MiniMindModel(nn.Module):
         self,
         embeds: Tensor,
         position_ids: Tensor,
-        seen: Spans | Tensor | None = None,
+        seen: Spans | Seen | None = None,
         cache: Cache | None = None,
     ) -> tuple[Tensor, list[tuple[Tensor, Tensor] | None]]:
         if seen is None:
-            seen = unpadded_mask(position_ids, self.config)
+            seen = seen_in(self.config, position_ids)
         x, rotary, routings = self.dropout(embeds), self.rotary_emb(position_ids), []
         for layer in self.layers:
             x, routing = layer(x, rotary, seen, cache)
@@ -406,11 +403,12 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
             position_ids = (torch.arange(length, device=embeds.device) + before)[None]
         real = attention_mask
         if real is not None and real.ndim == 4:
-            mask, real = real, None
+            keys = torch.arange(real.shape[-1], device=embeds.device)[None]
+            seen, real = seen_in(self.config, position_ids, keys, real), None
         else:
             end = length if cache is None else cache.get_mask_sizes(length, 0)[0]
-            mask = padded_mask(real, rows, length, before, end, self.config, embeds.device)
-        hidden, routings = self.model(embeds, position_ids, mask, cache)
+            seen = seen_with_padding(self.config, real, rows, length, before, end, embeds.device)
+        hidden, routings = self.model(embeds, position_ids, seen, cache)
         logits = self.lm_head(slice_logits_to_keep(hidden, logits_to_keep))
         loss, aux_loss = None, logits.new_zeros((), dtype=torch.float32)
         if self.config.use_moe and (labels is not None or cache is None):

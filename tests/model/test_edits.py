@@ -34,6 +34,16 @@ def sliding_window(patch) -> None:
     patch.setattr(attention, "visible", window_with_sinks)
 
 
+def soft_cap(patch) -> None:
+    patch.setattr(attention, "score", lambda scores, queries, keys, config: 2 * (scores / 2).tanh())
+
+
+def biased_window(patch) -> None:
+    """Both rules: ALiBi's bias within a window."""
+    sliding_window(patch)
+    patch.setattr(attention, "score", lambda scores, queries, keys, config: scores - 0.1 * (queries - keys))
+
+
 class Squared(FeedForward):
     """With another activation, an attribute and a layer more."""
 
@@ -70,7 +80,7 @@ def other_rotary(patch) -> None:
     patch.setattr(model_minimind, "apply_rotary", interleaved)
 
 
-EDITS = [layer_norm, sliding_window, other_layer, other_head, other_rotary]
+EDITS = [layer_norm, sliding_window, soft_cap, biased_window, other_layer, other_head, other_rotary]
 
 
 def adapted(shape: str, adapters: bool) -> MiniMindForCausalLM:
