@@ -133,6 +133,16 @@ class Objective:
         by name: over the targets, or a pair (sum, count), such as those of one source."""
         return next_token_loss(model, batch)
 
+    def after_micro_batch(self, state: Any, number: int) -> None:
+        """After the backward pass of micro-batch `number` of an update, from 0. The gradients are the sums so
+        far, of this rank alone until the last one; in float16 times the scale of the gradient scaler."""
+
+    def before_step(self, state: Any, window: list[Batch]) -> Metrics:
+        """The gradients of an update are complete, on all ranks alike, and not clipped yet: change them, or
+        make those None of parameters that this update leaves alone. window: this rank's micro-batches.
+        Returns metrics like those of `loss`."""
+        return {}
+
     def held_out(self, model: nn.Module, batch: Batch, args: Any) -> Metrics:
         """The same of a held-out batch, by name; `loss` is one of them."""
         return {"loss": next_token_loss(model, batch)[0]}

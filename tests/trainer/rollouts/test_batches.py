@@ -64,7 +64,7 @@ class Scripted(TrajectoryWriter):
                 tokens = [*each.input_ids, *(10 + each.sample_id + i for i in range(length))]
                 text = f"{each.sample_id} {number}"
                 options = {"messages": [{"role": "assistant", "content": text}], "text": text}
-                options |= {"log_prob": -float(length), "is_cut": number == 3}
+                options |= {"log_probs": [-1.0] * length, "is_cut": number == 3}
                 written.append(Trajectory(each, number, tokens, [False] * 4 + [True] * length, **options))
         return written
 
