@@ -15,6 +15,8 @@ from typing import Any, ClassVar, Literal, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
 
+LONGEST = 32768  # tokens of a sample, or of a prompt with what is written to it: the positions of a model
+LONGEST_NAME = 200  # bytes of --save_weight; a file's name, with what is added to it, may have 255
 # the repository: default paths start here, not in the current folder
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -111,7 +113,7 @@ class DataConfig(Settings):
     )
     text_separator: str | None = setting(None, "line between the documents of a .txt file; none: it is one")
     cache_dir: str = setting(str(ROOT / "dataset" / "cache"), "folder of the token cache")
-    max_seq_len: int = setting(512, "length of the longest sample", "tokens", ge=8, le=32768)
+    max_seq_len: int = setting(512, "length of the longest sample", "tokens", ge=8, le=LONGEST)
     packing: bool = setting(False, "1: fill rows of --max_seq_len tokens with whole samples")
     on_bad_data: Literal["stop", "skip"] = setting("stop", "at an unusable record: stop, or skip and list it")
     max_bad_share: float = setting(0.1, "share of bad records above which skipping stops", ge=0, le=1)
@@ -137,7 +139,9 @@ class TrainingConfig(Settings):
     """How the model is trained."""
 
     section: ClassVar[str] = "training"
-    may_change: ClassVar[str] = "batch_size accumulation_steps max_bad_updates patience min_delta"
+    may_change: ClassVar[str] = (
+        "batch_size accumulation_steps max_bad_updates patience min_delta monitor mode"
+    )
     epochs: int = setting(2, "passes over the data", ge=1)
     batch_size: int = setting(32, "samples (or packed rows) of a rank's micro-batch", ge=1)
     accumulation_steps: int = setting(1, "gradient accumulation", "micro-batches per update", ge=1)
@@ -263,6 +267,10 @@ class StageArgs(
         """Whether a setting has the value of its stage's default."""
         return getattr(self, name) == type(self).model_fields[name].default
 
+    def check_names(self) -> None:
+        """Raise UserError if a setting names what is not there, or is something else: called before the data
+        are read. A stage with such flags of its own overrides it."""
+
     def contradictions(self) -> list[str]:
         """Values that are fine alone but not together, or not as file names."""
         name, wrong = self.save_weight, []
@@ -272,6 +280,8 @@ class StageArgs(
             wrong.append(
                 f"--save_weight {name}: none, X.pth and X_best mean something else elsewhere; give another"
             )
+        if len(name.encode(errors="surrogateescape")) > LONGEST_NAME:
+            wrong.append(f"--save_weight: the name is too long for files; at most {LONGEST_NAME} bytes")
         if self.eval_share and self.eval_data_path:
             wrong.append("--eval_share and --eval_data_path both give held-out data; leave one of them out")
         if self.log_file and self.log_dir:

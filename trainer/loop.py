@@ -40,7 +40,7 @@ from trainer.report.sums import (
 from trainer.report.trackers import drawable
 from trainer.report.warnings import advice
 from trainer.run.callbacks import is_better, monitored
-from trainer.run.saving import interrupted, save_checkpoint, write_weights
+from trainer.run.saving import interrupted, save_checkpoint, where_to_go_on, write_weights
 from trainer.run.state import Batch, TrainState
 
 Record = dict[str, Any]
@@ -113,12 +113,12 @@ def train_epoch(
         callbacks.call("on_optimizer_step", progress.update)
 
         # What is due, alike on all ranks. The first update of a run is saved, too: what a checkpoint cannot
-        # hold shows at once.
+        # hold shows at once. So is that of a run which a signal stopped, and saved, before it.
         is_near_end = 0 < iters - step < args.eval_interval / 2  # the evaluation there is enough
         evaluate_due = state.eval_loader is not None and not is_near_end
         evaluate_due = evaluate_due and reached(args.eval_interval, before, step, iters)
         save_due = evaluate_due or reached(args.save_interval, before, step, iters)
-        save_due = save_due or state.saved_update is None
+        save_due = save_due or state.saved_update is None or progress.update == 1
         save_due = save_due or bool(args.keep_every and progress.update % args.keep_every == 0)
         log_due = save_due or reached(args.log_interval, before, step, iters)
         record = make_record(state, figures, iters) if log_due else None
@@ -295,8 +295,8 @@ def count_figures(state: TrainState, window: list[Batch], figures: Figures, targ
     if progress.bad_updates >= limit:
         raise UserError(
             f"--max_bad_updates {limit}: the loss or gradient was not finite in {limit} updates in a row; "
-            "lower --learning_rate, look at the samples named above, or use --dtype float32; the last "
-            "checkpoint is intact"
+            "lower --learning_rate, look at the samples named above, or use --dtype float32"
+            f"{where_to_go_on(state)}"
         )
 
 
@@ -357,12 +357,31 @@ def write_record(state: TrainState, record: Record) -> None:
 
 def evaluate_start(state: TrainState) -> None:
     """Evaluate before the first update of a run, once, for its first record. It is not among the evaluations
-    that have a best one, and callbacks do not hear of it."""
-    if state.saved_update is not None or state.eval_loader is None:
+    that have a best one, and callbacks do not hear of it. A run that is resumed with another --monitor or
+    --mode has no best evaluation yet."""
+    if state.eval_loader is None:
+        return
+    progress, followed = state.progress, f"{state.args.mode} {state.args.monitor}"
+    if state.saved_update is not None:
+        if progress.monitored != followed:
+            check_monitored(state, evaluate(state, islice(state.eval_loader, 1)))
+            if progress.monitored is not None:  # older code does not say
+                progress.best_eval = progress.best_update = None
+            progress.monitored = followed
         return
     metrics = evaluate(state, state.eval_loader)
-    state.progress.initial = {f"initial_{name}": value for name, value in metrics.items()}
+    check_monitored(state, metrics)
+    progress.monitored = followed
+    progress.initial = {f"initial_{name}": value for name, value in metrics.items()}
     Logger("at the start: " + ", ".join(value_text(name, value, ".4f") for name, value in metrics.items()))
+
+
+def check_monitored(state: TrainState, metrics: dict[str, float | None]) -> None:
+    """Raise UserError for a metric that --monitor or a callback names, and these of a validation lack."""
+    monitored("--monitor", state.args.monitor, metrics)
+    for name, callback in state.callbacks.by_name().items():
+        for metric in callback.held_out_metrics():
+            monitored(f"callback {name}", metric, metrics)
 
 
 def validate(state: TrainState) -> dict[str, float | None]:

@@ -21,7 +21,7 @@ from pathlib import Path
 # run the code beside this file, installed or not
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common.settings import ROOT, setting
+from common.settings import LONGEST, ROOT, setting
 from dataset.token_cache import load_tokenizer
 from trainer import trainer_utils as utils
 from trainer.data.datasets import open_prompts, steps_per_epoch, train_loader
@@ -54,7 +54,9 @@ class Args(ReinforcementArgs):
         "calculator", "tools and their replies: module:Class, calculator or mock_tools"
     )
     max_turns: int = setting(3, "turns of a trajectory at most", ge=2)
-    max_total_len: int = setting(2048, "tokens of a trajectory at most, with its prompt and replies", ge=8)
+    max_total_len: int = setting(
+        2048, "tokens of a trajectory at most, with its prompt and replies", ge=8, le=LONGEST
+    )
 
 
 class Objective(Rollouts):

@@ -30,6 +30,7 @@ from trainer.data.datasets import (  # noqa: F401
     SkipBatchSampler,
     StageData,
     check_data_paths,
+    check_needs_held_out,
     epoch_samples,
     epoch_tokens,
     eval_loader,
@@ -63,15 +64,17 @@ from trainer.run.paths import (
     NAMED_SHAPE,
     is_path,
     log_path,
+    output_folders,
     resume_path,
     run_name,
     start_path,
     state_files,
     tensorboard_folder,
 )
-from trainer.run.saving import check_starts, complete_moves, is_new, restore
+from trainer.run.saving import check_starts, complete_moves, has_ended_early, is_new, restore
 from trainer.run.state import TrainState
 from trainer.weights.files import (
+    check_model_file,
     described_config,
     fill,
     keep_tokenizer,
@@ -234,6 +237,8 @@ def read_start_weights(args: A) -> "tuple[A, MiniMindConfig | None]":
         if state is None:
             raise missing_weights(path)
         path = state
+    else:
+        check_model_file(path)
     config = described_config(path)
     if config is None:
         config = read_model(path, args.num_experts_per_tok if args.use_moe else None)[1]
@@ -284,9 +289,20 @@ def read_settings(args_class: type[A], description: str | None) -> "tuple[A, Min
     check_data_paths(args)
     if args.resume_from is not None:
         args = args.model_copy(update={"from_resume": True})
-    if args.from_weight == "none":
-        return args, None
-    return read_start_weights(args)
+    start = None
+    if args.from_weight != "none":
+        args, start = read_start_weights(args)
+    check_names(args)
+    return args, start
+
+
+def check_names(args: StageArgs) -> None:
+    """Raise UserError if a setting names what is not there: called before anything that takes time."""
+    args.check_names()
+    own = resume_path(args.checkpoint_dir, args.save_weight, args)
+    has_own_state = own.exists() or checkpoint.previous_path(own).exists()  # a branch goes on with it
+    if args.resume_from is not None and not has_own_state and not Path(args.resume_from).is_file():
+        raise UserError(f"--resume_from {args.resume_from}: no such file")
 
 
 def set_up_process(args: StageArgs) -> tuple[torch.device, Any, torch.amp.GradScaler]:
@@ -294,7 +310,7 @@ def set_up_process(args: StageArgs) -> tuple[torch.device, Any, torch.amp.GradSc
     write to the files of this name. Returns device, autocast and gradient scaler."""
     name = run_name(args.save_weight, args)
     log_to(log_path(args, name), args.log_level)
-    lock_output(name, save_dir=args.save_dir, checkpoint_dir=args.checkpoint_dir)
+    lock_output(name, **output_folders(args))
     if launch().rank == 0:
         complete_moves(args)
     if "TORCHINDUCTOR_CACHE_DIR" in os.environ:
@@ -399,9 +415,11 @@ def go_on(state: TrainState, saved: dict[str, Any]) -> None:
     """Restore a run, or begin a branch, from a checkpoint, and say so."""
     resume.warn_of_changes(saved, state.environment, state.code)
     restore(state, saved)
+    # start weights that are gone keep their name
+    state.run["from_weight_sha256"] = saved["run"]["from_weight_sha256"]
     progress = state.progress
-    if state.args.extend_epochs:
-        progress.finished = False
+    if progress.finished and not has_ended_early(state.args, saved):
+        progress.finished, progress.extended_to = False, state.args.epochs
     state.stopped = progress.finished
     if progress.run_id:  # else a branch begins
         state.resumed_update = state.saved_update = progress.update
@@ -418,9 +436,8 @@ def go_on(state: TrainState, saved: dict[str, Any]) -> None:
 def add_callbacks(state: TrainState) -> None:
     """Add the callbacks that the settings ask for, behind those that the run has already."""
     args = state.args
+    check_needs_held_out(args, state.eval_loader is not None)
     if args.patience:
-        if state.eval_loader is None:
-            raise UserError(f"--patience {args.patience}: early stopping needs held-out data; there are none")
         state.callbacks.append(EarlyStopping(args.monitor, args.mode, args.patience, args.min_delta))
     if args.use_tensorboard or args.tensorboard_dir:
         state.callbacks.append(TensorBoardLogger(tensorboard_folder(args)))

@@ -11,6 +11,7 @@ Without torchrun, --world_size 2 starts two processes. --print_config shows each
 
 import multiprocessing
 import os
+import socket
 import sys
 from pathlib import Path
 from typing import TypeVar
@@ -33,9 +34,10 @@ from llm.training.tasks.language_model import FullSFT, Pretrain
 from llm.training.tasks.regression_task import RegressionTask
 from trainer.devices.device import check_dtype, select_device
 from trainer.run.errors import StopRequest, training_errors, translated_failures
-from trainer.run.paths import run_name
+from trainer.run.paths import output_folders, run_name
 from trainer.run.resume import check_utf8
 from trainer.run.saving import complete_moves
+from trainer.trainer_utils import check_names
 
 C = TypeVar("C")
 AVAILABLE_TASKS: dict[str, type[TrainingTask]] = {
@@ -120,7 +122,8 @@ def _train(config: Config) -> None:
         args, task.data = task.args, data
         run = run_name(args.save_weight, args)
         check_utf8(args)
-        lock_output(run, save_dir=args.save_dir, checkpoint_dir=args.checkpoint_dir)
+        check_names(args)
+        lock_output(run, **output_folders(args))
         if launch().rank == 0:
             complete_moves(args)
         if launch().local_rank == 0:  # the other ranks of this machine wait in `setup`
@@ -142,6 +145,7 @@ def spawn(world_size: int, config: Config) -> None:
     import torch.multiprocessing as mp  # not above: torch is loaded after common
     from torch.distributed.elastic.utils.distributed import get_free_port
 
+    check_address(config.distributed.master_addr)
     config.distributed.master_port = config.distributed.master_port or get_free_port()
     context = mp.start_processes(train_worker, (world_size, config), world_size, join=False)
     assert context is not None  # join=False
@@ -162,6 +166,20 @@ def spawn(world_size: int, config: Config) -> None:
     except mp.ProcessRaisedException as error:
         print(str(error), file=sys.stderr)
         sys.exit(1)
+
+
+def check_address(address: str) -> None:
+    """Raise UserError if --master_addr is not of this machine, where the engine starts all the processes:
+    they would wait for each other."""
+    try:
+        family, kind, _, _, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.bind(place)
+    except OSError as error:
+        raise UserError(
+            f"--master_addr {address} is not of this machine ({error.strerror}), where the engine starts all "
+            "processes; leave it out, or start with torchrun"
+        ) from error
 
 
 def main() -> None:

@@ -119,3 +119,30 @@ def test_an_impossible_setting_is_one_line(corpus, start, tmp_path, monkeypatch,
         script.main()
     assert line in str(error.value) and "\n" not in str(error.value)
     assert not (tmp_path / "checkpoints").exists() or not list((tmp_path / "checkpoints").glob("*.pth"))
+
+
+def test_an_adapter_is_merged_onto_its_own_weights_alone(corpus, start, tmp_path):
+    """By the commands: onto a renamed copy, the export of its base; not onto the base trained further. An adapter
+    or its checkpoint is no model."""
+    out, states = tmp_path / "out", tmp_path / "checkpoints"
+    run("lora", argv(corpus, start, tmp_path, "lora"))
+    run("sft", argv(corpus, start, tmp_path, "sft", from_weight="full_sft", save_weight="further"))
+    shutil.copyfile(out / "full_sft_32.pth", tmp_path / "renamed.pth")
+    made, adapter = tmp_path / "made", ["--lora", out / "lora_medical_32"]
+
+    def convert(model: Path, to: str, *more, status: int = 0) -> str:
+        argv = ["--model", model, "--to", to, "--output", made / f"{model.stem}_{len(more)}", *more]
+        done = run("scripts/convert_model.py", argv, status=status)
+        return done.error_lines[-1] if status else done.out
+
+    convert(out / "full_sft_32.pth", "hf")
+    for base in (tmp_path / "renamed.pth", made / "full_sft_32_0"):
+        assert "merged the adapter" in convert(base, "hf", *adapter)
+    line = convert(out / "further_32.pth", "hf", *adapter, status=2)
+    assert "was trained on other weights than these (on --from_weight full_sft, whose base_sha256 in" in line
+    assert not (made / "further_32_2").exists()
+    told = "is a checkpoint to resume from, of an adapter without its model; the tools"
+    assert told in convert(states / "lora_medical_32_resume.pth", "hf", status=2)
+    assert "is an adapter (LoRA), no model" in convert(out / "lora_medical_32", "hf", status=2)
+    said = convert(states / "further_32_resume.pth", "hf")
+    assert "is a checkpoint to resume from, after update" in said and "its float32 weights are used" in said

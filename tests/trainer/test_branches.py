@@ -120,4 +120,8 @@ def test_an_early_stopped_run_is_finished_unless_it_is_extended(corpus, tmp_path
     assert "nothing to do" in run("pretrain", argv).out
     os.unlink(tmp_path / "out/pretrain_32.pth")
     assert "done: 4 updates" in run("pretrain", argv).out
-    assert "done: 24 updates" in run("pretrain", [*argv, "--extend_epochs", "1"]).out
+    patient = [*argv, "--patience", "1", "--extend_epochs", "1"]
+    assert "done: 8 updates" in run("pretrain", patient).out
+    assert "nothing to do" in run("pretrain", patient).out  # it was extended to these epochs already
+    assert "done: 10 updates" in run("pretrain", [*patient, "--epochs", "4"]).out
+    assert "nothing to do" in run("pretrain", [*patient, "--epochs", "4"]).out

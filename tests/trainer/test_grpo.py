@@ -89,3 +89,28 @@ def test_a_setting_without_effect_is_refused(prompts, tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", ["train_grpo.py", *grpo_flags(prompts, tmp_path, epsilon=0.1)])
     with pytest.raises(UserError, match=r"^--epsilon has no effect with one update per rollout"):
         train_grpo.main()
+
+
+SLOW = """
+import os, time
+calls = 0
+
+def slow(prompt, completion, record):
+    global calls
+    calls += 1
+    if calls == 60 and "SLOW" in os.environ:
+        time.sleep(5)
+    return float(len(completion))
+"""
+
+
+def test_a_run_that_a_reward_held_up_goes_on_with_more_time(prompts, tmp_path):
+    (tmp_path / "mine.py").write_text(SLOW)
+    own = {"reward": f"{tmp_path}/mine.py:slow", "num_generations": 2, "save_interval": 1, "from_resume": 1}
+    run("grpo", rollout_flags(prompts, tmp_path / "whole", **own))
+    argv = rollout_flags(prompts, tmp_path / "slow", **own)
+    line = run("grpo", [*argv, "--reward_timeout", "0.5"], status=2, SLOW="1").error_lines[-1]
+    assert "took longer than --reward_timeout 0.5 s" in line
+    done = run("grpo", [*argv, "--reward_timeout", "60"])
+    assert "resuming grpo at epoch 1, update" in done.out
+    assert_same_run(tmp_path / "whole", tmp_path / "slow", "grpo_32", SAMPLED)

@@ -19,6 +19,7 @@ from tests.trainer.rollout_runs import (
 from tests.trainer.stage_flags import assert_same_run, records, saved_state
 from trainer import train_ppo
 from trainer.report.metrics import read_metrics
+from trainer.weights.for_tools import load_path
 
 PPO = (*SAMPLED, "value_loss", "approx_kl", "stopped")
 NAME = "ppo_actor_32"
@@ -74,6 +75,11 @@ def test_passes_that_the_limit_stops_are_not_made(prompts, tmp_path):
         torch.equal(weights[key], policy[key].half()) for key in weights
     )
     assert state["model"]["critic.lm_head.weight"].shape == (1, 32)
+    path = tmp_path / f"checkpoints/{NAME}_resume.pth"
+    with pytest.raises(
+        UserError, match=r"is a checkpoint to resume from, of a policy and its critic \(PPO\)"
+    ):
+        load_path(path)
 
 
 def test_flags_of_minimind():

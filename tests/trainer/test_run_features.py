@@ -71,3 +71,39 @@ def test_the_settings_of_a_run_lie_beside_its_metrics(corpus, tmp_path):
 def test_patience_without_held_out_data_is_refused(corpus, tmp_path):
     argv = flags(corpus, tmp_path, "pretrain", patience=2, eval_data_path="none")
     assert "early stopping needs held-out data" in run("pretrain", argv, status=2).error_lines[-1]
+
+
+# --- what may change when a run is resumed, since it changes no number of the training
+
+
+def test_a_metric_that_no_validation_gives_is_told_before_the_first_update(corpus, tmp_path):
+    """Also at a resume, where another one may be named: the weights are the same, the best are chosen anew."""
+    settings = {"epochs": 2, "from_resume": 1}
+    whole, killed = (flags(corpus, tmp_path / name, "pretrain", **settings) for name in ("whole", "killed"))
+    run("pretrain", whole)
+    (line,) = run("pretrain", [*killed, "--monitor", "eval_los"], status=2).error_lines
+    assert line == "error: --monitor: validation gives no 'eval_los' to monitor; it gives eval_bpb, eval_loss"
+    assert not list(tmp_path.glob("killed/*/*.pth"))
+    run("pretrain", killed, Faults(signals={6: signal.SIGKILL}), status=-signal.SIGKILL)
+    before = saved_state(tmp_path / "killed")
+    assert before["best_eval"] is not None and before["monitored"] == "min eval_loss"
+    run("pretrain", [*killed, "--monitor", "eval_los"], status=2)
+    assert saved_state(tmp_path / "killed")["update"] == before["update"]
+    run("pretrain", [*killed, "--monitor", "eval_bpb", "--mode", "max", "--patience", "9"])
+    assert_same_run(tmp_path / "whole", tmp_path / "killed")
+    metrics = read_metrics(tmp_path / "killed/out/pretrain_32_metrics.jsonl")
+    later = [r["eval_bpb"] for r in metrics if "eval_bpb" in r and r["update"] > before["update"]]
+    state = saved_state(tmp_path / "killed")
+    assert len(later) >= 2 and state["best_eval"] == max(later)
+    assert state["callbacks"]["EarlyStopping"]["monitor"] == "eval_bpb"
+
+
+def test_a_state_of_older_code_that_compared_more_settings_is_resumed(corpus, tmp_path):
+    argv = flags(corpus, tmp_path, "pretrain", epochs=1, from_resume=1)
+    run("pretrain", argv, Faults(signals={6: signal.SIGTERM}), status=143)
+    path = tmp_path / "checkpoints/pretrain_32_resume.pth"
+    state = saved_state(tmp_path)
+    state["run"] |= {"monitor": "eval_los", "mode": "max"}
+    del state["monitored"]
+    torch.save(state, path)
+    assert "done: 8 updates" in run("pretrain", argv).out

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from common.errors import UserError, say
+from common.errors import UserError, reason, say
 from common.launcher import launch
 from common.settings import ROOT, StageArgs
 from dataset.files import expand_paths
@@ -21,7 +21,7 @@ from dataset.lm_dataset import StageDataset, collate_flat
 from dataset.mixing import MixedDataset, split_weights
 from dataset.rollout_prompts import PromptDataset
 from trainer.devices.process_group import this_rank, world_size
-from trainer.run.errors import ignore_stop_signals, loader_error
+from trainer.run.errors import LoaderFailure, ignore_stop_signals
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -47,10 +47,9 @@ def check_data_paths(args: StageArgs) -> None:
     if args.is_default("data_path") and not Path(args.data_path).exists():
         demo = f"python {ROOT / 'scripts/demo/corpus.py'} writes {ROOT / 'dataset/demo'} to try"
         raise UserError(f"{args.data_path}: no such file; put your data there, or give --data_path ({demo})")
-    if args.sample_prompts not in ("auto", "none") and not Path(args.sample_prompts).is_file():
-        raise UserError(
-            f"--sample_prompts {args.sample_prompts}: no such file; give auto, none, or a text file"
-        )
+    check_needs_held_out(args, bool(args.eval_data_path or args.eval_share))
+    if args.sample_prompts not in ("auto", "none"):
+        sample_lines(args.sample_prompts)
     paths = [args.data_path]
     if ":" in args.data_path:
         paths, _ = split_weights(args.data_path)
@@ -58,6 +57,32 @@ def check_data_paths(args: StageArgs) -> None:
         paths.append(args.eval_data_path)
     for path in paths:
         expand_paths(path)
+
+
+def check_needs_held_out(args: StageArgs, is_there: bool) -> None:
+    """Raise UserError for a setting that needs held-out data, unless there are some."""
+    if is_there:
+        return
+    if args.patience:
+        raise UserError(f"--patience {args.patience}: early stopping needs held-out data; there are none")
+    if args.sample_prompts not in ("auto", "none"):
+        raise UserError(
+            f"--sample_prompts {args.sample_prompts} needs held-out data: they are answered at each "
+            "evaluation; give --eval_share 0.02, or leave it out"
+        )
+
+
+def sample_lines(path: str) -> list[str]:
+    """The prompts in the file of --sample_prompts, one per line. Raises UserError if there are none."""
+    if not Path(path).is_file():
+        raise UserError(f"--sample_prompts {path}: no such file; give auto, none, or a text file")
+    try:
+        lines = [line for line in Path(path).read_text("utf-8-sig").splitlines() if line.strip()]
+    except (OSError, ValueError) as error:  # ValueError: no UTF-8
+        raise UserError(f"--sample_prompts {path}: {reason(error)}") from error
+    if not lines:
+        raise UserError(f"--sample_prompts {path}: the file holds no prompt; write one per line")
+    return lines
 
 
 def held_out_source(args: StageArgs) -> tuple[str, Split | None]:
@@ -84,6 +109,9 @@ def open_datasets(
     def open_split(data_path: str, split: Split | None, packing: bool = False) -> StageDataset:
         return dataset_class(data_path, tokenizer, args.max_seq_len, packing, split=split, **options)
 
+    held_out = None  # opened first: it is smaller, so that a mistake in it shows at once
+    if args.eval_share or args.eval_data_path:
+        held_out = open_split(*held_out_source(args))
     paths, weights = [cast(str, args.data_path)], []
     if ":" in paths[0]:  # perhaps a.jsonl:0.7,b.jsonl:0.3
         paths, weights = split_weights(paths[0])
@@ -102,9 +130,6 @@ def open_datasets(
                 say(source.describe_packing())
         if isinstance(train, MixedDataset):
             train.report(args.epochs)
-    held_out = None
-    if args.eval_share or args.eval_data_path:
-        held_out = open_split(*held_out_source(args))
     text = f"data: {train.records:,} records, {train.num_tokens:,} tokens"
     if 0 < args.max_tokens < train.num_tokens:
         text += f", of which an epoch takes {epoch_tokens(train, args):,.0f} (--max_tokens)"
@@ -274,7 +299,7 @@ class ProcessLoader(DataLoader):
         try:
             yield from batches
         except (EOFError, ConnectionError) as error:  # killed while it handed a micro-batch over
-            raise loader_error(error) from error
+            raise LoaderFailure(reason(error)) from error
 
 
 def train_loader(train_set: StageData, args: Any, epoch: int, skip_batches: int = 0) -> DataLoader:

@@ -18,7 +18,7 @@ from trainer.devices.process_group import Logger
 from trainer.objectives.next_token import Batch, describe_size, frozen_model, target_logits, vocabulary_hash
 from trainer.run.paths import TOKENIZER_FILE, is_path
 from trainer.run.resume import FrozenModelArgs, weights_hash
-from trainer.weights.files import fill, find_weights, read_model
+from trainer.weights.files import check_model_file, described_config, fill, find_weights, read_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -73,6 +73,18 @@ class TeacherArgs(FrozenModelArgs):
             message = str(error).replace("--hidden_size", "--teacher_hidden_size")
             message = message.replace("--use_moe", "--teacher_use_moe")
             raise UserError(f"teacher: {message}") from error
+
+    def check_names(self) -> None:
+        path = self.teacher()
+        check_model_file(path)
+        config = described_config(path)
+        for name, value in self.teacher_shape().items():
+            if config is not None and getattr(config, name) != value:
+                flag = {"num_hidden_layers": "num_layers"}.get(name, name)
+                raise UserError(
+                    f"--teacher_{flag} {int(value)}: --from_teacher_weight {path} is of "
+                    f"{int(getattr(config, name))}; leave the flag out"
+                )
 
     def frozen_weights(self) -> dict[str, Path]:
         return {"from_teacher_weight": self.teacher()}

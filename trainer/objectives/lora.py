@@ -4,6 +4,7 @@ An adapter is a folder with `adapter_model.safetensors`, in float32, and `adapte
 onto the exported model, but for adapters inside experts, which stock Qwen3-MoE keeps in one tensor.
 """
 
+import hashlib
 import json
 import re
 from collections.abc import Sequence
@@ -16,18 +17,19 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from common.errors import UserError, reason, warn
-from common.files import atomic_write, write_json
+from common.files import atomic_write, read_errors, write_json
 from model.lora import LoRALinear
 from trainer.devices.process_group import Logger, is_main_process
 from trainer.devices.wrapping import full_tensor, is_sharded, unwrap
 from trainer.run.checkpoint import DAMAGED, Writer
+from trainer.run.paths import ADAPTER_CONFIG
 from trainer.weights.files import Description, description_of
 
 if TYPE_CHECKING:
     from model.model_minimind import MiniMindForCausalLM
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."  # of the names in the file
 # fields of the config in which a model may differ from the one that an adapter was trained on
 NOT_COMPARED = {"dropout", "router_aux_loss_coef", "max_position_embeddings", "inference_rope_scaling"}
@@ -51,6 +53,7 @@ def add_adapters(
 ) -> None:
     """Freeze a model and give its layers of these names adapters, in place; those of experts included. Raises
     UserError for a layer that no adapter fits."""
+    cast(Any, model).base_sha256 = layers_hash(model)
     model.requires_grad_(False)
     for module in list(model.modules()):
         for name in targets:
@@ -65,6 +68,17 @@ def add_adapters(
     config = {"r": rank, "lora_alpha": alpha, "lora_dropout": dropout, "target_modules": list(targets)}
     cast(Any, model).adapter = config
     Logger(f"{sum(p.numel() for p in model.parameters() if p.requires_grad) / 1e6:.2f} M of them are trained")
+
+
+def layers_hash(model: nn.Module) -> str:
+    """SHA-256 of the layers of a model without adapters, rounded to fp16: equal for a weights file, its
+    copies and exports, and the checkpoint of the same update."""
+    digest = hashlib.sha256()
+    for name, value in sorted(model.state_dict().items()):
+        if name.startswith("model.layers."):  # head and embedding may be resized, and carry no adapter
+            digest.update(f"{name} {tuple(value.shape)} ".encode())
+            digest.update(value.half().cpu().flatten().numpy())
+    return digest.hexdigest()
 
 
 def can_merge(layer: nn.Module) -> bool:
@@ -105,12 +119,12 @@ def save_adapter(
     tensors = {}
     for name, value in adapter_state_dict(model).items():
         tensors[PREFIX + name] = full_tensor(value.detach()).float().cpu().clone()
-    described = description_of(model, description)
+    described = description_of(model, description) | {"base_sha256": cast(Any, inner).base_sha256}
     config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none", "inference_mode": True}
     config |= {"base_model_name_or_path": None} | cast(dict[str, Any], inner.adapter)
 
     def job() -> None:
-        atomic_write(folder / CONFIG, lambda file: file.write(json.dumps(config, indent=2).encode()))
+        atomic_write(folder / ADAPTER_CONFIG, lambda file: file.write(json.dumps(config, indent=2).encode()))
         atomic_write(folder / WEIGHTS, lambda file: file.write(save(tensors, {"format": "pt"})))
         write_json(path.with_suffix(".json"), described)
 
@@ -139,7 +153,7 @@ def read_adapter(model: "MiniMindForCausalLM", folder: Path) -> tuple[dict[str, 
     read, too. Raises UserError if the folder is missing or damaged, the adapter is of another kind or of
     another model."""
     if not folder.exists():
-        raise UserError(f"adapter {folder}: no such folder; it must hold {WEIGHTS} and {CONFIG}")
+        raise UserError(f"adapter {folder}: no such folder; it must hold {WEIGHTS} and {ADAPTER_CONFIG}")
     try:
         config, tensors = _read_folder(folder) if folder.is_dir() else _read_minimind(folder)
         config["lora_alpha"] / config["r"], list(config["target_modules"])
@@ -169,13 +183,17 @@ def read_adapter(model: "MiniMindForCausalLM", folder: Path) -> tuple[dict[str, 
 
 
 def check_base(model: "MiniMindForCausalLM", folder: Path) -> None:
-    """Refuse an adapter that was trained on a model of another arithmetic, by the description beside it, if
-    there is one."""
+    """Refuse an adapter that was trained on a model of another arithmetic, or on other weights, by the
+    description beside it; without one say that nothing is known."""
+    beside = folder.with_name(f"{folder.name}.json")
     try:
-        trained_on = json.loads(folder.with_name(f"{folder.name}.json").read_text(encoding="utf-8"))["model"]
+        with read_errors(beside):
+            description = json.loads(beside.read_text(encoding="utf-8")) if beside.is_file() else {}
+        trained_on, wanted = description.get("model", {}), description.get("base_sha256")
         fields = trained_on.keys() - NOT_COMPARED
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        return
+        start = description.get("from_weight", {}).get("name", "unknown")
+    except (ValueError, AttributeError):  # another program's
+        trained_on, fields, wanted, start = {}, set(), None, "unknown"
     own, others = model.config.own_fields(), []
     for name in sorted(fields):
         here = own.get(name, "unknown")
@@ -183,10 +201,17 @@ def check_base(model: "MiniMindForCausalLM", folder: Path) -> None:
             others.append(f"{name} {trained_on[name]!r}, which is {here!r} here")
     if others:
         raise UserError(f"adapter {folder} is of another model: it was trained with {', '.join(others)}")
+    if wanted is None:
+        Logger(f"adapter {folder}: nothing beside it says which weights it was trained on")
+    elif wanted != layers_hash(model):
+        raise UserError(
+            f"adapter {folder} was trained on other weights than these (on --from_weight {start}, whose "
+            f"base_sha256 in {beside} begins with {wanted[:12]}); give those, or train it anew on these"
+        )
 
 
 def _read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    config = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
     return config, {name.removeprefix(PREFIX): value for name, value in load_file(folder / WEIGHTS).items()}
 
 

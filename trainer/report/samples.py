@@ -3,7 +3,6 @@ that a run can be read as well as measured. Nothing of the training notices: no 
 nothing is kept."""
 
 from contextlib import nullcontext
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -13,7 +12,7 @@ from dataset.lm_dataset import StageDataset
 from dataset.rollout_prompts import PromptDataset
 from dataset.token_cache import load_tokenizer
 from model.prompts import document_tokens, prompt_tokens
-from trainer.data.datasets import StageData
+from trainer.data.datasets import StageData, sample_lines
 from trainer.devices.process_group import Logger, gather, is_main_process
 from trainer.devices.wrapping import is_sharded, unwrap
 from trainer.run.callbacks import Callback
@@ -29,19 +28,12 @@ MIN_TRIGRAMS = 24  # of fewer it says little how many are distinct
 
 
 def sample_callbacks(state: TrainState) -> list[Callback]:
-    """What --sample_prompts asks for. Raises UserError if it names a file and there are no held-out data, the
-    model writes no text, or the file holds no prompt."""
+    """What --sample_prompts asks for. Raises UserError if it names a file and the model writes no text, or
+    the file holds no prompt."""
     args, held_out = state.args, getattr(state.eval_loader, "dataset", None)
     is_file = args.sample_prompts != "auto"
     if is_file and not isinstance(held_out, StageData):
-        why = (
-            "needs held-out data: they are answered at each evaluation"
-            if held_out is None
-            else "is for the stages"
-        )
-        raise UserError(
-            f"--sample_prompts {args.sample_prompts} {why}; give --eval_share 0.02, or leave it out"
-        )
+        raise UserError(f"--sample_prompts {args.sample_prompts} is for the stages; leave it out")
     if not isinstance(held_out, StageData):
         return []
     if is_sharded(state.model):
@@ -66,15 +58,9 @@ def file_prompts(args: Any, tokenizer: "PreTrainedTokenizerBase", held_out: Stag
         return prompt_tokens(tokenizer, [{"role": "user", "content": line}], tools, **thinking)
 
     try:
-        lines = Path(args.sample_prompts).read_text("utf-8-sig").splitlines()
-        prompts = [(line, tokens(line)) for line in lines if line.strip()]
-    except (OSError, ValueError) as error:  # ValueError: no UTF-8, or the chat template refuses it
+        return [(line, tokens(line)) for line in sample_lines(args.sample_prompts)]
+    except ValueError as error:  # the chat template refuses it
         raise UserError(f"--sample_prompts {args.sample_prompts}: {reason(error)}") from error
-    if not prompts:
-        raise UserError(
-            f"--sample_prompts {args.sample_prompts}: the file holds no prompt; write one per line"
-        )
-    return prompts
 
 
 def held_out_prompts(tokenizer: "PreTrainedTokenizerBase", held_out: StageData) -> list[Prompt]:

@@ -18,6 +18,7 @@ import torch
 from common.errors import UserError, reason
 from common.plugins import import_named, user_code
 from model.answers import CALL, END_CALL, parse_call
+from trainer.run.paths import CONFIG_FILE, is_hugging_face
 
 LARGEST = 1e15  # of a reward and of its part in the sum: squares stay finite in float32
 OTHER_FIGURES = ("std", "square", "seconds")  # `reward_std` and so on are figures of all rewards together
@@ -247,13 +248,20 @@ def compute(
 # --- reward models
 
 
+def check_reward_model(folder: str) -> None:
+    """Raise UserError if it is no Hugging Face folder."""
+    if not Path(folder).is_dir():
+        raise UserError(f"--reward_model {folder}: no such folder")
+    if not is_hugging_face(Path(folder)):
+        raise UserError(f"--reward_model {folder} holds no sequence classifier (it has no {CONFIG_FILE})")
+
+
 def reward_model(folder: str, device: torch.device) -> RewardFn:
     """The score that the sequence classifier of one output in a Hugging Face folder gives to a conversation;
     code in the folder is not run. Raises UserError if there is no such model."""
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-    if not Path(folder).is_dir():
-        raise UserError(f"--reward_model {folder}: no such folder")
+    check_reward_model(folder)
     try:
         options = {"local_files_only": True, "trust_remote_code": False}
         tokenizer: Any = AutoTokenizer.from_pretrained(folder, **options)

@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import torch
 
-from common.settings import StageArgs, setting
+from common.settings import LONGEST, StageArgs, setting
 from model.sampling import COLDEST
 from trainer.rollouts.batches import Rollouts
 from trainer.rollouts.environments import Environment
-from trainer.rollouts.rewards import load_rewards, reward_model
+from trainer.rollouts.rewards import check_reward_model, load_rewards, reward_model, reward_parts
 from trainer.rollouts.writer import TrajectoryWriter
 from trainer.run.resume import FrozenModelArgs, files_hash
 
@@ -22,7 +22,7 @@ R = TypeVar("R", bound=Rollouts)
 class RolloutArgs(FrozenModelArgs):
     """The flags of all stages that learn from rollouts."""
 
-    may_change: ClassVar[str] = "reward_model"  # its hash is compared
+    may_change: ClassVar[str] = "reward_model reward_timeout"  # of the model its hash is compared
     monitor: str = "eval_reward"
     mode: Literal["min", "max"] = "max"
     max_gen_len: int = setting(256, "longest completion (--max_seq_len: longest prompt)", "tokens", ge=1)
@@ -53,9 +53,20 @@ class RolloutArgs(FrozenModelArgs):
         files = sorted(each for each in Path(self.reward_model).glob("*") if each.is_file())
         return {"reward_model_sha256": files_hash(files)}  # also of its template
 
+    def check_names(self) -> None:
+        if reward_parts(self.reward) or self.reward_model is None:
+            load_rewards(self.reward)
+        if self.reward_model is not None:
+            check_reward_model(self.reward_model)
+
     def contradictions(self) -> list[str]:
         """Flags that have no effect, or do not go together."""
         wrong = super().contradictions()
+        if self.max_seq_len + self.max_gen_len > LONGEST:
+            wrong.append(
+                f"--max_seq_len {self.max_seq_len} and --max_gen_len {self.max_gen_len} together exceed the "
+                f"{LONGEST} positions of a model; lower one of them"
+            )
         given = [name for name in self.clips if not self.is_default(name)]
         if given and self.num_iterations == 1:
             why = "has no effect with one update per rollout"

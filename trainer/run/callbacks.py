@@ -54,6 +54,11 @@ class Callback:
     def on_exception(self, state: Any, error: BaseException) -> None:
         """This exception ends training (`Interrupted`: a signal does); it is raised again afterwards."""
 
+    def held_out_metrics(self) -> list[str]:
+        """The names of the metrics that `on_validation_end` needs. Before the first update of a run it is
+        refused if validation does not give them."""
+        return []
+
     def state_dict(self) -> State:
         """State to save in the checkpoint: numbers, strings, tensors, and lists and dicts of them."""
         return {}

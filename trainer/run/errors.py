@@ -5,7 +5,7 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,7 +17,9 @@ from common.errors import LostRank, UserError, WriteError, log, reason
 from common.launcher import launch
 from trainer.devices.process_group import leave_process_group
 
-GO_ON = "--from_resume 1 goes on from the last checkpoint"
+
+class LoaderFailure(RuntimeError):
+    """A data loader process ended while it handed over a micro-batch."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -39,37 +41,34 @@ def training_errors() -> Iterator[None]:
 
 
 @contextmanager
-def translated_failures() -> Iterator[None]:
-    """Raise a UserError for what lacks memory, disk or shared memory, LostRank for a lost rank."""
+def translated_failures(how_to_go_on: Callable[[], str] = str) -> Iterator[None]:
+    """Raise a UserError for what lacks memory, disk or shared memory, LostRank for a lost rank. how_to_go_on:
+    gives the end of the line; empty before there is a checkpoint."""
     try:
         yield
     except WriteError as error:
-        raise UserError(f"{error}; {GO_ON}, if there is one") from error
+        raise UserError(f"{error}{how_to_go_on()}") from error
     except (MemoryError, RuntimeError) as error:
         text = str(error)
         if is_out_of_memory(error):
             raise UserError(
                 f"out of memory ({reason(error)}); lower --batch_size (raise --accumulation_steps by as "
-                f"much: the update stays the same), --max_seq_len or the model's size; {GO_ON}"
+                f"much: the update stays the same), --max_seq_len or the model's size{how_to_go_on()}"
             ) from error
         # gloo raises a plain RuntimeError
         if dist.is_initialized() and ("gloo/transport" in text or isinstance(error, dist.DistError)):
             raise LostRank(
                 f"rank {dist.get_rank()}: another rank ended while this one waited for it, hangs, or cannot "
-                f"be reached ({reason(error)}); the reason is what that rank or torchrun says; {GO_ON}"
+                f"be reached ({reason(error)}); the reason is what that rank or torchrun says{how_to_go_on()}"
             ) from error
         # torch's, of a process that cannot pass on its batches, or was killed
-        if any(phrase in text for phrase in ("shared memory", "killed by signal", "exited unexpectedly")):
-            raise loader_error(error) from error
+        phrases = ("shared memory", "killed by signal", "exited unexpectedly")
+        if isinstance(error, LoaderFailure) or any(phrase in text for phrase in phrases):
+            raise UserError(
+                f"the data loader processes failed ({reason(error)}); use --num_workers 0, or give the "
+                f"machine more shared memory in /dev/shm (docker run --shm-size 1g){how_to_go_on()}"
+            ) from error
         raise
-
-
-def loader_error(error: Exception) -> UserError:
-    """The error line for data loader processes that failed."""
-    return UserError(
-        f"the data loader processes failed ({reason(error)}); use --num_workers 0, or give the machine more "
-        f"shared memory in /dev/shm (docker run --shm-size 1g); {GO_ON}"
-    )
 
 
 class StopRequest:

@@ -14,7 +14,7 @@ class EarlyStopping(Callback):
     """Ends training when a held-out metric no longer improves.
 
     Args:
-        monitor: name of the metric; UserError during the run if validation does not report it.
+        monitor: name of the metric; UserError if validation does not report it.
         mode: `min` if lower is better, `max` if higher is better.
         patience: stop after this many validations in a row without an improvement.
         min_delta: a change counts as an improvement if it is larger than this.
@@ -32,6 +32,9 @@ class EarlyStopping(Callback):
         self.best: float | None = None
         self.waited = 0  # validations since the best
 
+    def held_out_metrics(self) -> list[str]:
+        return [self.monitor]
+
     def on_validation_end(self, state: Any, metrics: dict[str, float | None]) -> None:
         value = monitored("EarlyStopping", self.monitor, metrics)
         is_finite = value is not None and math.isfinite(value)
@@ -44,10 +47,12 @@ class EarlyStopping(Callback):
             state.finish(f"EarlyStopping: {self.monitor} {best} in {self.waited} validations")
 
     def state_dict(self) -> dict[str, Any]:
-        return {"best": self.best, "waited": self.waited}
+        return {"best": self.best, "waited": self.waited, "monitor": self.monitor, "mode": self.mode}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        self.best, self.waited = saved["best"], saved["waited"]
+        before = saved.get("monitor", self.monitor), saved.get("mode", self.mode)
+        if before == (self.monitor, self.mode):  # else nothing is known of the metric yet
+            self.best, self.waited = saved["best"], saved["waited"]
 
 
 class TensorBoardLogger(Callback):

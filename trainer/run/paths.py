@@ -15,6 +15,7 @@ EXPERTS = tuple(ModelConfig.model_fields[name].default for name in ("num_experts
 NAMED_SHAPE = ("hidden_size", "use_moe", "num_experts", "num_experts_per_tok")
 WEIGHT_NAME = re.compile(r"(?P<weight>.+)_(\d+)(_moe)?(?:(?<=_moe)_(\d+)x(\d+))?\.pth")
 CONFIG_FILE, WEIGHTS_FILE, PICKLED_WEIGHTS = "config.json", "model.safetensors", "pytorch_model.bin"
+ADAPTER_CONFIG = "adapter_config.json"
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_FILES = (TOKENIZER_FILE, "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
 
@@ -120,6 +121,14 @@ def log_path(settings: LoggingConfig, run: str) -> Path | None:
     if settings.log_dir:
         return Path(settings.log_dir) / f"{run}.log"
     return Path(settings.log_file) if settings.log_file else None
+
+
+def output_folders(args: StageArgs) -> dict[str, str]:
+    """The folders in which a run writes, by the flags that name them."""
+    folders = {"save_dir": args.save_dir, "checkpoint_dir": args.checkpoint_dir}
+    if args.use_tensorboard or args.tensorboard_dir:
+        folders["tensorboard_dir"] = str(tensorboard_folder(args).parent)
+    return folders
 
 
 def tensorboard_folder(args: StageArgs) -> Path:

@@ -114,17 +114,21 @@ def check_resume(args: StageArgs, run: Fingerprint, checkpoint: dict[str, Any] |
             run_name = paths.run_name(args.save_weight, args)
             Logger(f"new run: {args.checkpoint_dir} holds no checkpoint of {run_name}")
         return
-    # a flag that the script did not have yet counts as having had its default
+    # a flag that the script did not have yet counts as having had its default; one that older code compared
+    # may be another now
     saved = compared_settings(type(args)()) | checkpoint["run"]
+    saved = {
+        name: value for name, value in saved.items() if name in run or name not in type(args).model_fields
+    }
     if new := run.keys() - saved.keys():  # so does a field of the model
         from model.model_minimind import MiniMindConfig
 
         saved |= {name: getattr(MiniMindConfig, name) for name in new if hasattr(MiniMindConfig, name)}
     if args.extend_epochs and run["epochs"] > saved["epochs"]:
         saved["epochs"] = run["epochs"]
-    # a checkpoint replaces the start weights: those that are gone are taken for those of the start
+    # a checkpoint replaces the start weights; those that are gone cannot be compared
     if run["from_weight_sha256"] is None:
-        run["from_weight_sha256"] = saved["from_weight_sha256"]
+        saved["from_weight_sha256"] = None
     if changed := changes(saved, run):
         hint = ""
         if "global_batch" in changed:

@@ -26,7 +26,7 @@ from trainer.devices.wrapping import is_sharded, unwrap
 from trainer.report.metrics import MetricsLog
 from trainer.report.warnings import verdict
 from trainer.run import checkpoint, paths
-from trainer.run.errors import end_loader_processes
+from trainer.run.errors import end_loader_processes, translated_failures
 from trainer.run.resume import Fingerprint, FrozenModelArgs, total_updates
 from trainer.run.state import Progress, TrainState
 
@@ -115,8 +115,9 @@ def save_checkpoint(state: TrainState) -> None:
     state comes last: while the older one stands, a resumed run writes the rest anew. The first state of a
     run is restored into it at once."""
     args, progress = state.args, state.progress
-    is_first = state.saved_update is None
-    state.writer.wait()  # at most one copy of the state waits in memory
+    is_first = state.saved_update is None or progress.update == 1  # a signal may come before any update
+    if state.state_write is not None:
+        state.state_write.result()  # at most one copy of the state waits in memory
     check_replicas(state)
     if state.log is not None:
         state.log.sync()
@@ -127,6 +128,7 @@ def save_checkpoint(state: TrainState) -> None:
     path = paths.resume_path(args.checkpoint_dir, args.save_weight, state.lm_config)
     if is_main_process():
         state.writer.submit(partial(write_checkpoint, args, path, saved, describe_model(state)))
+        state.state_write = state.writer.last
     del saved  # the writer's now, which frees it
     if is_first:
         state.writer.wait()
@@ -217,7 +219,7 @@ def check_replicas(state: TrainState) -> None:
             raise UserError(
                 f"after update {state.progress.update} rank {rank} has other weights than rank 0 "
                 f"({differing[0]} and {len(differing) - 1} more): something makes the ranks train "
-                "differently; the last checkpoint is intact"
+                f"differently{where_to_go_on(state)}"
             )
 
 
@@ -304,8 +306,23 @@ def interrupted(state: TrainState) -> Interrupted:
     return Interrupted(number, text)
 
 
+def where_to_go_on(state: TrainState) -> str:
+    """The end of an error's line: that the run can be resumed; empty if there is no checkpoint yet."""
+    path = paths.resume_path(state.args.checkpoint_dir, state.args.save_weight, state.lm_config)
+    if not path.exists() and not checkpoint.previous_path(path).exists():
+        return ""
+    return "; --from_resume 1 goes on from the last checkpoint"
+
+
 @contextmanager
 def training_files(state: TrainState, wandb=None) -> Iterator[None]:
+    """Wrap training: its files (`open_files`); failures of the machine become one line."""
+    with translated_failures(partial(where_to_go_on, state)), open_files(state, wandb):
+        yield
+
+
+@contextmanager
+def open_files(state: TrainState, wandb: Any) -> Iterator[None]:
     """Wrap training: the files of an earlier run of this name are set aside, unless this run goes on with
     them, the metrics file opened and the settings written. A signal waits for the end of an update. However
     training ends, the files being written are completed."""
@@ -349,12 +366,17 @@ def is_new(saved: dict[str, Any] | None) -> bool:
     return saved is None or not saved["run_id"]
 
 
+def has_ended_early(args: StageArgs, saved: dict[str, Any]) -> bool:
+    """Whether early stopping, or a callback, has ended the run of a checkpoint. --extend_epochs 1 makes such
+    a run go on once for a number of epochs: the same command again does not."""
+    return saved["finished"] and not (args.extend_epochs and saved.get("extended_to") != args.epochs)
+
+
 def is_finished(args: StageArgs, run: Fingerprint, saved: dict[str, Any] | None) -> bool:
     """Whether the run of a checkpoint has come to its end: then nothing is left to do. Says so."""
     if saved is None or is_new(saved):
         return False
-    is_over = saved["finished"] and not args.extend_epochs
-    if not is_over and saved["update"] < total_updates(run):
+    if not has_ended_early(args, saved) and saved["update"] < total_updates(run):
         return False
     path = paths.weight_path(args.save_dir, args.save_weight, args)
     has_weights = path.exists() or path.with_suffix("").exists()  # of an adapter, a folder

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,7 +41,9 @@ class Progress:
     tokens: int = 0
     seconds: float = 0.0  # training, evaluating and saving
     finished: bool = False  # no further update, however often it is resumed
-    best_eval: float | None = None  # of --monitor
+    extended_to: int | None = None  # the --epochs for which --extend_epochs 1 made a finished run go on
+    best_eval: float | None = None  # of `monitored`
+    monitored: str | None = None  # the --monitor and --mode of the evaluations so far
     best_update: int | None = None
     bad_updates: int = 0  # in a row, that were skipped
     wandb_id: str | None = None
@@ -76,6 +79,7 @@ class TrainState:
     log: MetricsLog | None = None  # rank 0 only
     wandb: Any = None
     writer: Writer = field(default_factory=Writer)
+    state_write: Future | None = None  # of the newest checkpoint, rank 0 only
     meter: Meter = field(default_factory=Meter)
     stop_request: StopRequest = field(default_factory=StopRequest)
     stopped: bool = False  # no further update of this process

@@ -20,10 +20,11 @@ from common.errors import UserError, reason
 from common.files import atomic_write, locked, new_path, read_errors, write_json
 from common.settings import ROOT
 from dataset.token_cache import load_tokenizer
-from trainer.devices.process_group import is_main_process
+from trainer.devices.process_group import Logger, is_main_process
 from trainer.devices.wrapping import full_tensor, is_sharded, unwrap
 from trainer.run import checkpoint
 from trainer.run.paths import (
+    ADAPTER_CONFIG,
     CONFIG_FILE,
     NAMED_SHAPE,
     TOKENIZER_FILE,
@@ -214,19 +215,57 @@ def read_model(
 
 
 def _read_file(path: Path, experts_per_token: int | None) -> "tuple[dict[str, Tensor], MiniMindConfig]":
+    if (path / ADAPTER_CONFIG).is_file():
+        raise UserError(f"{path} is an adapter (LoRA), no model; the tools take it as --lora")
     if path.is_dir():
         raise UserError(f"{path}: no Hugging Face folder, it has no {CONFIG_FILE}")
     if not path.exists():
         raise missing_weights(path)
     try:
         content = checkpoint.read_file(path)
-        is_state = isinstance(content, dict) and set(content) >= checkpoint.STATE_KEYS
-        weights = content["model"] if is_state else content
+        weights = content
+        if is_state(content):
+            weights = _model_in_state(path, content)
+            after = f", after update {content['update']}" if "update" in content else ""
+            Logger(f"{path} is a checkpoint to resume from{after}: its float32 weights are used")
         _shapes(weights)
     except checkpoint.DAMAGED as error:
         raise unreadable(path, error) from error
     config = described_config(path)
     return weights, config or imported_config(path, weights, experts_per_token)
+
+
+def is_state(content: Any) -> bool:
+    """Whether the content of a file is a checkpoint to resume from, and no weights."""
+    return isinstance(content, dict) and set(content) >= checkpoint.STATE_KEYS
+
+
+def check_model_file(path: Path) -> None:
+    """Raise UserError if a file is neither weights nor the checkpoint of a language model. No tensor is read:
+    called before anything that takes time."""
+    if not path.is_file():
+        return
+    try:
+        with read_errors(path):
+            content = torch.load(path, map_location="meta", weights_only=True, mmap=True)
+        _shapes(_model_in_state(path, content) if is_state(content) else content)
+    except checkpoint.DAMAGED as error:
+        raise unreadable(path, error) from error
+
+
+def _model_in_state(path: Path, state: dict[str, Any]) -> dict[str, Tensor]:
+    """The weights in a checkpoint to resume from, in float32. Raises UserError if they are not those of a
+    language model alone."""
+    weights, holds = state["model"], ""
+    if any(".lora_" in name for name in weights):
+        holds = "an adapter without its model; the tools take the adapter's folder, in --save_dir, as --lora"
+    elif any(name.startswith("critic.") for name in weights):
+        holds = "a policy and its critic (PPO); give the policy's weights, the .pth in --save_dir"
+    elif "model.embed_tokens.weight" not in weights:
+        holds = "a model that is not MiniMind's"
+    if holds:
+        raise UserError(f"{path} is a checkpoint to resume from, of {holds}")
+    return weights
 
 
 def unreadable(path: Path, error: BaseException) -> UserError:

@@ -35,6 +35,7 @@ class LRSchedulerCallback(Callback):
 
     def __init__(self, scheduler: Any = None, interval: str | None = None):
         self.scheduler, self.interval = scheduler, interval
+        self.monitor: str | None = None  # what ReduceLROnPlateau follows
         self.rates: dict[int, float] = {}
 
     @property
@@ -49,6 +50,12 @@ class LRSchedulerCallback(Callback):
         if self.follows_metric:
             if state.eval_loader is None or self.scheduler.mode != state.args.mode:
                 raise UserError(f"{name} needs held-out data, and the mode of --mode ({state.args.mode})")
+            if self.monitor not in (None, state.args.monitor):
+                raise UserError(
+                    f"--monitor {state.args.monitor}: the learning rate of this run follows {self.monitor}, "
+                    f"by {name}; give that, or another --save_weight for another run"
+                )
+            self.monitor = state.args.monitor
             return
         if self.interval not in ("epoch", "update", None):
             raise UserError(f"scheduler_interval must be 'epoch' or 'update', not {self.interval!r}")
@@ -78,10 +85,10 @@ class LRSchedulerCallback(Callback):
 
     def state_dict(self) -> State:
         scheduler = None if self.scheduler is None else self.scheduler.state_dict()
-        return {"scheduler": scheduler, "rates": self.rates}
+        return {"scheduler": scheduler, "rates": self.rates, "monitor": self.monitor}
 
     def load_state_dict(self, saved: State) -> None:
         if self.scheduler is not None and saved["scheduler"] is not None:
             self.scheduler.load_state_dict(saved["scheduler"])
             self.scheduler.optimizer._opt_called = True  # before the resume
-        self.rates = dict(saved["rates"])
+        self.rates, self.monitor = dict(saved["rates"]), saved.get("monitor")

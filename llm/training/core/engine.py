@@ -21,7 +21,7 @@ from llm.training.tasks.base_task import TrainingTask
 from trainer import trainer_utils as utils
 from trainer.data.datasets import steps_per_epoch
 from trainer.devices.device import device_and_precision
-from trainer.loop import evaluate, train_epoch
+from trainer.loop import check_monitored, evaluate, train_epoch
 from trainer.objectives.next_token import Objective, frozen_model
 from trainer.report.trackers import start_tracker
 from trainer.run.callbacks import CallbackList
@@ -157,7 +157,8 @@ class TrainingEngine:
         if self.is_finished:
             return
         if isinstance(self.state.objective, TaskObjective) and self.state.eval_loader is not None:
-            evaluate(self.state, islice(self.state.eval_loader, 1))  # refuses what would fail after an epoch
+            # refuses what would fail after an epoch
+            check_monitored(self.state, evaluate(self.state, islice(self.state.eval_loader, 1)))
         utils.setup_seed(self.state.args.seed)  # whatever was drawn for the model and the validation
         with training_files(self.state, self.wandb):
             for epoch in range(self.state.progress.epoch, self.state.args.epochs):

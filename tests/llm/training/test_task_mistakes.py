@@ -85,6 +85,9 @@ AT_START = [  # what is told; the task, its data and settings; before anything i
         {"task": "scheduler_interval = 'step'\n" + ONE_CYCLE},
     ),
     ("needs held-out data", {"task": PLATEAU, "data": NOTHING_HELD_OUT}),
+    ("callback EarlyStopping: validation gives no 'eval_accuracy' to monitor; it gives eval_absolute_error", {
+        "before": "from llm.training.core.callbacks import EarlyStopping\n",
+        "task": "def callbacks(self):\n    return [EarlyStopping('eval_accuracy')]\n"}),
     (
         "'loss' of Mine.validation_step is a Tensor of shape [",
         {"task": validation_step("return {'loss': loss + torch.zeros(len(batch['x']))}")},
@@ -217,6 +220,15 @@ def test_a_setting_of_a_task_that_changes_the_order_of_samples_is_compared_at_a_
     assert "the checkpoint belongs to another run: reverse: False -> True; use its settings" in line
     run("engine", [*argv, "--from_resume", 1, "--shown_as", "other"], home)
     assert_same_run(tmp_path / "whole", tmp_path, NAME)
+
+
+def test_another_metric_that_the_learning_rate_follows_is_refused_at_a_resume(tmp_path):
+    """Elsewhere --monitor changes no number of the training."""
+    argv, home = settings_of(tmp_path, task=PLATEAU), Faults(script=f"os.chdir({str(tmp_path)!r})")
+    run("engine", argv, replace(home, signals={19: signal.SIGTERM}), status=143)
+    again = [*argv, "--from_resume", "1", "--monitor", "eval_absolute_error"]
+    (line,) = run("engine", again, home, status=2).error_lines
+    assert "--monitor eval_absolute_error: the learning rate of this run follows eval_loss, by Reduce" in line
 
 
 ACCEPTED = {  # what is converted

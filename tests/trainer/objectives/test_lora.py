@@ -163,3 +163,22 @@ def test_an_adapter_of_another_arithmetic_is_refused(tmp_path):
     beside.write_text(json.dumps(described | {"model": described["model"] | {"rms_norm_eps": 0.5}}))
     with pytest.raises(UserError, match=r"of another model: it was trained with rms_norm_eps 0\.5, which"):
         merge_adapter(base(), folder)
+
+
+def test_an_adapter_belongs_to_the_weights_that_it_was_trained_on(tmp_path, capsys):
+    """Under any name and in any form, but trained further they are others; without the file that says which
+    they were, nothing is known."""
+    folder = written(adapted(), tmp_path)
+    same, further = base(), base()
+    same.load_state_dict({name: value.half() for name, value in base().state_dict().items()})
+    merge_adapter(same, folder)
+    assert "nothing beside it" not in capsys.readouterr().out
+    with torch.no_grad():
+        further.model.layers[1].mlp.down_proj.weight[0, 0] += 0.01
+    with pytest.raises(
+        UserError, match=r"was trained on other weights than these \(on --from_weight unknown"
+    ):
+        merge_adapter(further, folder)
+    folder.with_name(f"{folder.name}.json").unlink()
+    merge_adapter(further, folder)
+    assert "nothing beside it says which weights it was trained on" in capsys.readouterr().out

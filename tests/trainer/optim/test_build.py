@@ -120,7 +120,7 @@ def test_each_layer_may_have_a_rate_of_its_own(kind):
     for (name, _), step, whole in zip(model.named_parameters(), steps, usual_steps, strict=True):
         expected = whole * (0.5 if "layers.0" in name else 0.0 if "embed" in name else 1.0)
         torch.testing.assert_close(step, expected, rtol=1e-3, atol=2e-7)
-    with pytest.raises(UserError, match="lr_scales: no trained parameter is in a module"):
+    with pytest.raises(UserError, match="lr_scales: no parameter is in a module"):
         build_optimizer(model, 1e-3, 0.1, kind, {"layers.7": 0.5})
 
 

@@ -47,5 +47,5 @@ def test_a_loader_process_that_died_while_it_handed_over_is_one_line(error):
             yield [0]
             raise error
 
-    with pytest.raises(UserError, match=f"{error.__name__}.*--num_workers 0"):
+    with pytest.raises(UserError, match=f"{error.__name__}.*--num_workers 0"), translated_failures():
         list(ProcessLoader([torch.zeros(1)], batch_sampler=Dying()))

@@ -123,7 +123,6 @@ def test_another_run_is_refused_field_by_field(corpus, finished, tmp_path):
         "packing": 1,
         "optimizer": "adamw",
         "data_path": corpus["pretrain_eval"],
-        "monitor": "eval_bpb",
         "eval_data_path": corpus["pretrain"],
     }
     lines = []

@@ -1,4 +1,5 @@
-"""Setting the files of an earlier run aside: whatever happens in between, nothing is lost."""
+"""Setting the files of an earlier run aside: whatever happens in between, nothing is lost. What is saved
+while training goes on."""
 
 import os
 from pathlib import Path
@@ -132,3 +133,35 @@ def test_a_state_that_cannot_be_read_again_ends_the_run_at_its_first_save(corpus
     argv = flags(corpus, tmp_path, "pretrain", epochs=1, num_hidden_layers=1)
     (line,) = run("pretrain", argv, Faults(script=odd), status=2).error_lines
     assert "pretrain_32_resume.pth, just written, cannot be read again" in line
+
+
+SLOW_BEST = """
+import threading
+from trainer import loop
+from trainer.weights import files
+write, save, saved = files.atomic_write, loop.save_checkpoint, threading.Event()
+write_weights = loop.write_weights
+
+def slow_write(path, *args):
+    if path.name.startswith("pretrain_best"):
+        print("waited" if saved.wait(20) else "training waits")
+    write(path, *args)
+
+def best_weights(state, name):
+    saved.clear()
+    return write_weights(state, name)
+
+def noted_save(state):
+    save(state)
+    saved.set()
+
+files.atomic_write, loop.save_checkpoint, loop.write_weights = slow_write, noted_save, best_weights
+"""
+
+
+def test_training_does_not_wait_for_the_best_weights(corpus, tmp_path):
+    """They are written while it goes on, also beyond the checkpoint of their update."""
+    argv = flags(corpus, tmp_path, "pretrain", epochs=1)
+    done = run("pretrain", argv, Faults(script=SLOW_BEST))
+    assert "waited" in done.out and "training waits" not in done.out
+    assert (tmp_path / "out/pretrain_best_32.pth").exists()

@@ -59,6 +59,17 @@ def test_a_run_that_is_stopped_before_its_first_update(corpus, whole, tmp_path):
     assert_same_run(whole, tmp_path)
 
 
+def test_the_records_of_a_run_that_is_stopped_before_its_first_update(corpus, tmp_path):
+    """The first update is logged, and its record has the evaluation before it, as without a signal."""
+    settings = {"epochs": 1, "log_interval": 5, "save_interval": 100, "eval_interval": 0, "from_resume": 1}
+    run("pretrain", flags(corpus, tmp_path / "whole", "pretrain", **settings))
+    argv = flags(corpus, tmp_path / "stopped", "pretrain", **settings)
+    run("pretrain", argv, Faults(eval_signal=signal.SIGTERM), status=143)
+    run("pretrain", argv)
+    assert_same_run(tmp_path / "whole", tmp_path / "stopped")
+    assert [record[0] for record in records(tmp_path / "stopped")][:2] == [1, 5]
+
+
 DEAD_PIPE = """
 reader, writer = os.pipe()
 os.close(reader)
@@ -196,7 +207,16 @@ def test_out_of_memory_says_what_to_lower(corpus, tmp_path):
     process = run("pretrain", argv, Faults(hog=5), status=2)
     assert len(process.error_lines) == 1 and process.error_lines[0].startswith("error: out of memory (")
     assert "--batch_size" in process.error_lines[0] and "--max_seq_len" in process.error_lines[0]
+    assert process.error_lines[0].endswith("; --from_resume 1 goes on from the last checkpoint")
     assert saved_state(tmp_path)["update"] in (3, 4)
+
+
+@pytest.mark.parametrize("faults", [Faults(hog=1), Faults(nan=(1,))], ids=["memory", "nan"])
+def test_an_error_before_the_first_save_names_no_checkpoint(corpus, tmp_path, faults):
+    argv = flags(corpus, tmp_path, "pretrain", max_bad_updates=1)
+    line = run("pretrain", argv, faults, status=2).error_lines[-1]
+    assert line.startswith("error: ") and "--from_resume" not in line and "checkpoint" not in line
+    assert not list(tmp_path.rglob("*.pth"))
 
 
 def test_a_port_that_is_taken(corpus, tmp_path):

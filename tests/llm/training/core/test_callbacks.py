@@ -183,6 +183,21 @@ def test_it_stops_where_it_should_also_when_resumed(evals, mode, patience, min_d
     assert (number if reasons else None) == expected
 
 
+def test_of_another_metric_nothing_is_known_when_it_is_resumed():
+    before = EarlyStopping("eval_loss", patience=3)
+    before.best, before.waited = 1.0, 2
+    for now, known in (
+        (EarlyStopping("eval_loss", patience=9), (1.0, 2)),
+        (EarlyStopping("eval_bpb"), (None, 0)),
+        (EarlyStopping("eval_loss", mode="max"), (None, 0)),
+    ):
+        now.load_state_dict(before.state_dict())
+        assert (now.best, now.waited) == known
+    old = EarlyStopping("eval_loss")
+    old.load_state_dict({"best": 1.0, "waited": 2})  # of older code
+    assert (old.best, old.waited) == (1.0, 2)
+
+
 def test_impossible_arguments():
     for name, value in (("mode", "low"), ("patience", 0), ("min_delta", -0.1), ("min_delta", math.nan)):
         with pytest.raises(UserError, match=rf"EarlyStopping: .*{name} {re.escape(repr(value))}"):
