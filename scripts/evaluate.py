@@ -34,10 +34,10 @@ from model.generation import generate
 from model.sampling import Sampling
 from scripts.text_table import text_table
 from trainer.devices.device import prepare_device, select_device
-from trainer.objectives.lora import merge_adapter
 from trainer.objectives.next_token import next_token_loss, to_device
 from trainer.rollouts.rewards import compute, load_rewards
 from trainer.weights.for_tools import add_trained_model_flags, given_shape, load_path, model_path
+from trainer.weights.lora import merge_adapter
 
 BATCH_TOKENS = 4096  # of a forward pass
 REWARD_TIMEOUT = 10.0  # seconds that one call of a reward may take

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from trainer import trainer_utils
-from trainer.run.checkpoint import Writer
+from trainer.weights.checkpoint import Writer
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = {path.name for path in ROOT.iterdir() if path.is_dir()} - {"tests"}
@@ -97,7 +97,7 @@ class FaultyLoss:
             loss = loss + torch.ones(1 << 31, dtype=torch.float64).sum()
         if self.count in faults.signals:
             # On a slow disk, a checkpoint begun just before a kill would be there or not by chance. Kills in the
-            # middle of a write: run/test_checkpoint.py.
+            # middle of a write: weights/test_checkpoint.py.
             for writer in writers:
                 writer.wait()
             os.kill(os.getpid(), faults.signals[self.count])

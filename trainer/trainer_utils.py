@@ -58,9 +58,21 @@ from trainer.optim.build import check_optimizer
 from trainer.report.experts import ExpertLoad, token_counters
 from trainer.report.samples import sample_callbacks
 from trainer.report.warnings import facts_for_advice
-from trainer.run import checkpoint, resume
+from trainer.run import resume
 from trainer.run.included_callbacks import EarlyStopping, TensorBoardLogger
-from trainer.run.paths import (
+from trainer.run.saving import check_starts, complete_moves, has_ended_early, is_new, restore
+from trainer.run.state import TrainState
+from trainer.weights import checkpoint
+from trainer.weights.files import (
+    check_model_file,
+    described_config,
+    fill,
+    keep_tokenizer,
+    missing_weights,
+    read_model,
+    tokenizer_folder,
+)
+from trainer.weights.paths import (
     NAMED_SHAPE,
     is_path,
     log_path,
@@ -70,17 +82,6 @@ from trainer.run.paths import (
     start_path,
     state_files,
     tensorboard_folder,
-)
-from trainer.run.saving import check_starts, complete_moves, has_ended_early, is_new, restore
-from trainer.run.state import TrainState
-from trainer.weights.files import (
-    check_model_file,
-    described_config,
-    fill,
-    keep_tokenizer,
-    missing_weights,
-    read_model,
-    tokenizer_folder,
 )
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from trainer.report.metrics import complete_lines, log_record
-from trainer.run.paths import settings_path
+from trainer.weights.paths import settings_path
 
 ENDING = "_metrics.jsonl"
 FORECAST = "plan.json"  # in the folder of the runs, of scripts/plan.py

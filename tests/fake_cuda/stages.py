@@ -34,10 +34,10 @@ from trainer import train_distillation, train_dpo, train_full_sft, train_grpo, t
 from trainer.devices.compiling import compile_model
 from trainer.devices.device import mixed_precision
 from trainer.loop import train_update, update_size
-from trainer.objectives.lora import add_adapters
 from trainer.objectives.ppo import ActorCritic
 from trainer.rollouts.settings import make_rollouts
 from trainer.run.state import TrainState
+from trainer.weights.lora import add_adapters
 
 ROOT = Path(__file__).resolve().parents[2]
 FIRST, SECOND = torch.device("cuda", 0), torch.device("cuda", 1)

@@ -14,8 +14,8 @@ from model.lora import LoRALinear
 from model.model_minimind import FeedForward, MiniMindForCausalLM, RMSNorm
 from model.sampling import Sampling
 from tests.model.test_model_minimind import VOCAB, build, flat_batch, padded_batch, ragged, stock
-from trainer.objectives.lora import add_adapters
 from trainer.objectives.next_token import model_inputs
+from trainer.weights.lora import add_adapters
 
 WINDOW, SINKS = 6, 4
 APPLY_ROTARY = model_minimind.apply_rotary

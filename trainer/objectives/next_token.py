@@ -15,7 +15,7 @@ from common.settings import ModelConfig
 from model.losses import cross_entropy
 from trainer.optim.build import build_optimizer
 from trainer.report.speed import Size, training_flops
-from trainer.run.checkpoint import Writer
+from trainer.weights.checkpoint import Writer
 from trainer.weights.files import save_weights
 
 if TYPE_CHECKING:

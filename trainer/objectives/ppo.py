@@ -20,8 +20,8 @@ from trainer.objectives.next_token import Batch, scalar_head, target_log_probs, 
 from trainer.objectives.policy import policy_loss, sampling_difference
 from trainer.report.speed import Size, training_flops
 from trainer.rollouts.batches import Judged, Rollouts, empty_batch, flat_batch, rollout_size
-from trainer.run.checkpoint import Writer
 from trainer.run.state import TrainState
+from trainer.weights.checkpoint import Writer
 from trainer.weights.files import Description, save_weights
 
 if TYPE_CHECKING:

@@ -20,8 +20,8 @@ from dataset.token_cache import file_hash
 from trainer.devices.device import autocast_dtype
 from trainer.devices.process_group import Logger, gather, world_size
 from trainer.optim.build import optimizer_settings
-from trainer.run import paths
 from trainer.run.callbacks import plain, utf8
+from trainer.weights import paths
 
 Fingerprint = dict[str, Any]
 SOURCE_ROOMS = ("common", "model", "dataset", "trainer", "llm")

@@ -25,10 +25,10 @@ from trainer.devices.process_group import Logger, gather, is_main_process, meet,
 from trainer.devices.wrapping import is_sharded, unwrap
 from trainer.report.metrics import MetricsLog
 from trainer.report.warnings import verdict
-from trainer.run import checkpoint, paths
 from trainer.run.errors import end_loader_processes, translated_failures
 from trainer.run.resume import Fingerprint, FrozenModelArgs, total_updates
 from trainer.run.state import Progress, TrainState
+from trainer.weights import checkpoint, paths
 
 # --- an earlier run of this name
 

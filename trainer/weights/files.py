@@ -22,8 +22,9 @@ from common.settings import ROOT
 from dataset.token_cache import load_tokenizer
 from trainer.devices.process_group import Logger, is_main_process
 from trainer.devices.wrapping import full_tensor, is_sharded, unwrap
-from trainer.run import checkpoint
-from trainer.run.paths import (
+from trainer.weights import checkpoint
+from trainer.weights.import_hf import flags_of, imported_config, read_folder
+from trainer.weights.paths import (
     ADAPTER_CONFIG,
     CONFIG_FILE,
     NAMED_SHAPE,
@@ -32,7 +33,6 @@ from trainer.run.paths import (
     is_hugging_face,
     weight_files,
 )
-from trainer.weights.import_hf import flags_of, imported_config, read_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -15,8 +15,8 @@ from tests.stage_process import Faults, StageProcess, run
 from tests.trainer.rollout_runs import rollout_flags, write_prompts
 from tests.trainer.run.restored_runs import KINDS, differences, make
 from tests.trainer.stage_flags import assert_same_run, flags, saved_state, write_start_weights
-from trainer.run import checkpoint
 from trainer.run.resume import source_files, warn_of_changes
+from trainer.weights import checkpoint
 
 # --- optimizers
 

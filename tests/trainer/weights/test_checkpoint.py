@@ -19,8 +19,8 @@ from common.files import atomic_write
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from tests.trainer.stage_flags import assert_same_tensors
 from trainer.optim.build import build_optimizer
-from trainer.run.checkpoint import Writer, get_state, read_file, set_state, write_state
 from trainer.trainer_utils import lm_checkpoint
+from trainer.weights.checkpoint import Writer, get_state, read_file, set_state, write_state
 from trainer.weights.files import read_model
 
 CONFIG = MiniMindConfig(hidden_size=32, num_hidden_layers=1)
