@@ -45,9 +45,10 @@ from trainer.devices.device import autocast_dtype, device_and_precision, matrix_
 from trainer.devices.process_group import leave_process_group, world_size
 from trainer.devices.wrapping import unwrap
 from trainer.loop import evaluate
-from trainer.objectives.next_token import Batch, model_config
+from trainer.objectives.next_token import Batch
 from trainer.report.speed import Meter
 from trainer.run.state import TrainState
+from trainer.weights.config import model_config
 
 STAGES: dict[str, Any] = {"pretrain": train_pretrain, "sft": train_full_sft}
 

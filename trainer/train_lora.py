@@ -33,6 +33,7 @@ from trainer.run.errors import training_errors
 from trainer.run.saving import is_finished, training_files
 from trainer.run.state import TrainState
 from trainer.weights import lora
+from trainer.weights.config import model_config
 
 
 class Args(StageArgs):
@@ -107,7 +108,7 @@ def main() -> None:
     utils.setup_seed(args.seed)
 
     # 4. Model config, and the checkpoint to resume from; that of another run is refused.
-    lm_config = next_token.model_config(tokenizer, args, start)
+    lm_config = model_config(tokenizer, args, start)
     where = {"save_dir": args.checkpoint_dir, "resume_from": args.resume_from}
     checkpoint = utils.lm_checkpoint(lm_config, args.save_weight, **where) if args.from_resume else None
     args, run = utils.resolve_settings_and_check_resume(args, checkpoint, lm_config, train_set, eval_set)

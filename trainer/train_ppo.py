@@ -27,7 +27,6 @@ from trainer import trainer_utils as utils
 from trainer.data.datasets import open_prompts, steps_per_epoch, train_loader
 from trainer.loop import train_epoch
 from trainer.objectives import ppo
-from trainer.objectives.next_token import model_config
 from trainer.optim.build import build_optimizer
 from trainer.report.trackers import start_tracker
 from trainer.rollouts.settings import RolloutArgs, make_rollouts
@@ -35,6 +34,7 @@ from trainer.run.callbacks import CallbackList
 from trainer.run.errors import training_errors
 from trainer.run.saving import is_finished, training_files
 from trainer.run.state import TrainState
+from trainer.weights.config import model_config
 
 
 class Args(RolloutArgs):

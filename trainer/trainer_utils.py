@@ -53,7 +53,7 @@ from trainer.devices.process_group import (
     world_size,
 )
 from trainer.devices.wrapping import freeze, unwrap, wrap_model
-from trainer.objectives.next_token import SHAPE, check_tokenizer, describe_size, frozen_model
+from trainer.objectives.next_token import frozen_model
 from trainer.optim.build import check_optimizer
 from trainer.report.experts import ExpertLoad, token_counters
 from trainer.report.samples import sample_callbacks
@@ -63,6 +63,7 @@ from trainer.run.included_callbacks import EarlyStopping, TensorBoardLogger
 from trainer.run.saving import check_starts, complete_moves, has_ended_early, is_new, restore
 from trainer.run.state import TrainState
 from trainer.weights import checkpoint
+from trainer.weights.config import SHAPE, check_tokenizer, describe_size
 from trainer.weights.files import (
     check_model_file,
     described_config,
