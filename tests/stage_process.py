@@ -158,7 +158,7 @@ def _signal_in_evaluation(number: int) -> None:
 
 
 def _run_stage(stage: str, faults: Faults) -> None:
-    from trainer.run.errors import training_errors
+    from trainer.devices.errors import training_errors
 
     script = import_module(f"trainer.train_{'full_sft' if stage == 'sft' else stage}")
     _make_faulty(script.Objective, faults)
@@ -170,7 +170,7 @@ def _run_engine(faults: Faults) -> None:
     from llm.training.core.objective import TaskObjective
     from llm.training.train import main
     from trainer import train_full_sft, train_pretrain
-    from trainer.run.errors import training_errors
+    from trainer.devices.errors import training_errors
 
     for objective in (TaskObjective, train_full_sft.Objective, train_pretrain.Objective):
         _make_faulty(objective, faults)

@@ -25,6 +25,7 @@ from common.settings import LONGEST, ROOT, setting
 from dataset.token_cache import load_tokenizer
 from trainer import trainer_utils as utils
 from trainer.data.datasets import open_prompts, steps_per_epoch, train_loader
+from trainer.devices.errors import training_errors
 from trainer.loop import train_epoch
 from trainer.objectives import policy
 from trainer.report.trackers import start_tracker
@@ -32,7 +33,6 @@ from trainer.rollouts.batches import Rollouts
 from trainer.rollouts.environments import check_tools, load_environment
 from trainer.rollouts.settings import ReinforcementArgs, make_rollouts
 from trainer.run.callbacks import CallbackList
-from trainer.run.errors import training_errors
 from trainer.run.saving import is_finished, training_files
 from trainer.run.state import TrainState
 from trainer.weights.config import model_config

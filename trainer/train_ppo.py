@@ -25,13 +25,13 @@ from common.settings import data_file, setting
 from dataset.token_cache import load_tokenizer
 from trainer import trainer_utils as utils
 from trainer.data.datasets import open_prompts, steps_per_epoch, train_loader
+from trainer.devices.errors import training_errors
 from trainer.loop import train_epoch
 from trainer.objectives import ppo
 from trainer.optim.build import build_optimizer
 from trainer.report.trackers import start_tracker
 from trainer.rollouts.settings import RolloutArgs, make_rollouts
 from trainer.run.callbacks import CallbackList
-from trainer.run.errors import training_errors
 from trainer.run.saving import is_finished, training_files
 from trainer.run.state import TrainState
 from trainer.weights.config import model_config

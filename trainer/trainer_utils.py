@@ -36,7 +36,6 @@ from trainer.data.datasets import (  # noqa: F401
     eval_loader,
     steps_per_epoch,
 )
-from trainer.devices.compiling import check_cache_folder, compile_model, compiles
 from trainer.devices.device import (
     autocast_dtype,
     describe_device,
@@ -55,11 +54,12 @@ from trainer.devices.process_group import (
 from trainer.devices.wrapping import freeze, unwrap, wrap_model
 from trainer.objectives.next_token import frozen_model
 from trainer.optim.build import check_optimizer
-from trainer.report.experts import ExpertLoad, token_counters
-from trainer.report.samples import sample_callbacks
 from trainer.report.warnings import facts_for_advice
 from trainer.run import resume
+from trainer.run.compiling import check_cache_folder, compile_model, compiles
+from trainer.run.experts import ExpertLoad, token_counters
 from trainer.run.included_callbacks import EarlyStopping, TensorBoardLogger
+from trainer.run.samples import sample_callbacks
 from trainer.run.saving import check_starts, complete_moves, has_ended_early, is_new, restore
 from trainer.run.state import TrainState
 from trainer.weights import checkpoint
