@@ -27,8 +27,8 @@ from trainer import trainer_utils as utils
 from trainer.data.datasets import open_prompts, steps_per_epoch, train_loader
 from trainer.devices.errors import training_errors
 from trainer.loop import train_epoch
-from trainer.objectives import policy
 from trainer.report.trackers import start_tracker
+from trainer.rollouts import policy
 from trainer.rollouts.batches import Rollouts
 from trainer.rollouts.environments import check_tools, load_environment
 from trainer.rollouts.settings import ReinforcementArgs, make_rollouts

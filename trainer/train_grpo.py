@@ -27,9 +27,9 @@ from trainer import trainer_utils as utils
 from trainer.data.datasets import open_prompts, steps_per_epoch, train_loader
 from trainer.devices.errors import training_errors
 from trainer.loop import train_epoch
-from trainer.objectives.policy import sampled_tokens_loss
 from trainer.report.trackers import start_tracker
 from trainer.rollouts.batches import Rollouts
+from trainer.rollouts.policy import sampled_tokens_loss
 from trainer.rollouts.settings import ReinforcementArgs, make_rollouts
 from trainer.run.callbacks import CallbackList
 from trainer.run.saving import is_finished, training_files

@@ -27,9 +27,9 @@ from trainer import trainer_utils as utils
 from trainer.data.datasets import open_prompts, steps_per_epoch, train_loader
 from trainer.devices.errors import training_errors
 from trainer.loop import train_epoch
-from trainer.objectives import ppo
 from trainer.optim.build import build_optimizer
 from trainer.report.trackers import start_tracker
+from trainer.rollouts import ppo
 from trainer.rollouts.settings import RolloutArgs, make_rollouts
 from trainer.run.callbacks import CallbackList
 from trainer.run.saving import is_finished, training_files

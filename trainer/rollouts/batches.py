@@ -19,9 +19,9 @@ from dataset.rollout_prompts import RolloutPrompt
 from trainer.devices.process_group import gather, reduce_sum, this_rank, world_size
 from trainer.devices.wrapping import decoding_model, unwrap
 from trainer.objectives.next_token import Batch, Objective, flat_size, target_log_probs, to_device
-from trainer.objectives.policy import TOKEN_LEVEL, group_advantages
 from trainer.report.speed import Size
 from trainer.report.sums import Figures, add_figures, quotient
+from trainer.rollouts.policy import TOKEN_LEVEL, group_advantages
 from trainer.rollouts.rewards import Reward, compute
 from trainer.rollouts.writer import Trajectory, TrajectoryWriter
 from trainer.run.callbacks import Callback

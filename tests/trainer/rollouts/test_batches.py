@@ -12,11 +12,11 @@ import torch
 from common.errors import UserError
 from dataset.rollout_prompts import RolloutPrompt, collate_prompts
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
-from tests.trainer.objectives.test_policy import log_probs_one_by_one
+from tests.trainer.rollouts.test_policy import log_probs_one_by_one
 from tests.trainer.stage_flags import assert_same_tensors
 from trainer.data.datasets import epoch_samples, train_loader
-from trainer.objectives.ppo import PPO, ActorCritic, moved_since_rollout, token_advantages
 from trainer.rollouts.batches import Rollouts, rollout_size
+from trainer.rollouts.ppo import PPO, ActorCritic, moved_since_rollout, token_advantages
 from trainer.rollouts.rewards import Reward
 from trainer.rollouts.writer import Trajectory, TrajectoryWriter
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
-from tests.trainer.objectives.test_policy import sampled_batch
+from tests.trainer.rollouts.test_policy import sampled_batch
 from trainer.objectives.next_token import target_log_probs
-from trainer.objectives.ppo import ActorCritic, actor_critic_loss, critic_batches, token_advantages
+from trainer.rollouts.ppo import ActorCritic, actor_critic_loss, critic_batches, token_advantages
 from trainer.rollouts.writer import Trajectory
 
 EPSILON, CLIP, VF_COEF, BETA = 0.2, 0.15, 0.5, 0.04

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from trainer.devices.process_group import reduce_sum
 from trainer.devices.wrapping import unwrap
 from trainer.objectives.next_token import Batch, scalar_head, target_log_probs, target_logits, to_device
-from trainer.objectives.policy import policy_loss, sampling_difference
 from trainer.report.speed import Size, training_flops
 from trainer.rollouts.batches import Judged, Rollouts, empty_batch, flat_batch, rollout_size
+from trainer.rollouts.policy import policy_loss, sampling_difference
 from trainer.run.state import TrainState
 from trainer.weights.checkpoint import Writer
 from trainer.weights.files import Description, save_weights

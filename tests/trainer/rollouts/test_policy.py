@@ -9,8 +9,8 @@ import torch
 
 from dataset.lm_dataset import collate_flat
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
-from trainer.objectives.policy import TOKEN_LEVEL, group_advantages, policy_loss, sampled_tokens_loss
-from trainer.objectives.ppo import ActorCritic, actor_critic_loss
+from trainer.rollouts.policy import TOKEN_LEVEL, group_advantages, policy_loss, sampled_tokens_loss
+from trainer.rollouts.ppo import ActorCritic, actor_critic_loss
 
 LENGTHS = [3, 1, 5, 2]
 LOSS_TYPES = ("grpo", "dapo", "cispo")
