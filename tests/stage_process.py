@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from trainer import trainer_utils
+import trainer.stage
 from trainer.weights.checkpoint import Writer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -118,7 +118,7 @@ def _child(stage: str, argv: list[str], faults: Faults, env: dict[str, str], fol
     sys.argv = [f"train_{stage}.py", *argv]
     if faults.eval_signal:
         _signal_in_evaluation(faults.eval_signal)
-    exec(QUICK_RATE, vars(trainer_utils))
+    exec(QUICK_RATE, vars(trainer.stage))
     Writer.submit = noted_submit
     exec(faults.script, {"os": os, "sys": sys})
     if stage.endswith(".py"):

@@ -36,7 +36,7 @@ from trainer.devices.device import check_dtype, select_device
 from trainer.devices.errors import StopRequest, training_errors, translated_failures
 from trainer.run.resume import check_utf8
 from trainer.run.saving import complete_moves
-from trainer.trainer_utils import check_names
+from trainer.stage import check_names
 from trainer.weights.paths import output_folders, run_name
 
 C = TypeVar("C")

@@ -19,7 +19,8 @@ from trainer.data.datasets import epoch_samples, eval_loader, train_loader
 from trainer.objectives.next_token import Metrics, Objective
 from trainer.report.speed import Size
 from trainer.run.state import Batch
-from trainer.trainer_utils import init_model, read_start_weights
+from trainer.stage import read_start_weights
+from trainer.trainer_utils import init_model
 from trainer.weights.config import model_config
 
 
