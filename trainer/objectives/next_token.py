@@ -124,15 +124,6 @@ def target_samples(batch: Batch) -> Tensor:
     return batch["sample_ids"][number.cpu()]
 
 
-def scalar_head(model: "MiniMindForCausalLM") -> "MiniMindForCausalLM":
-    """Replace a model's head, in place, by one of one number per position, which begins at 0."""
-    model.config.tie_word_embeddings = False
-    model.lm_head = nn.Linear(model.config.hidden_size, 1)
-    for parameter in model.lm_head.parameters():
-        nn.init.zeros_(parameter)
-    return model
-
-
 def frozen_model(model: "MiniMindForCausalLM", device: torch.device) -> "MiniMindForCausalLM":
     """A model that takes part in training but is not trained (a teacher, a reference): no gradients, no
     dropout."""

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from trainer.devices.process_group import reduce_sum
 from trainer.devices.wrapping import unwrap
-from trainer.objectives.next_token import Batch, scalar_head, target_log_probs, target_logits, to_device
+from trainer.objectives.next_token import Batch, target_log_probs, target_logits, to_device
 from trainer.report.speed import Size, training_flops
 from trainer.rollouts.batches import Judged, Rollouts, empty_batch, flat_batch, rollout_size
 from trainer.rollouts.policy import policy_loss, sampling_difference
@@ -54,6 +54,15 @@ class ActorCritic(nn.Module):
         """Recompute the activations of both."""
         for model in (self.actor, self.critic):
             model.activation_checkpointing_enable(options)
+
+
+def scalar_head(model: "MiniMindForCausalLM") -> "MiniMindForCausalLM":
+    """Replace a model's head, in place, by one of one number per position, which begins at 0."""
+    model.config.tie_word_embeddings = False
+    model.lm_head = nn.Linear(model.config.hidden_size, 1)
+    for parameter in model.lm_head.parameters():
+        nn.init.zeros_(parameter)
+    return model
 
 
 def unwrapped(model: nn.Module) -> ActorCritic:
