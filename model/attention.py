@@ -1,5 +1,8 @@
-"""Attention, and who sees whom in it. `visible` alone decides that, for all forms of input: flat batches in
-training, padded batches, and decoding.
+"""Attention: who sees whom (`visible`), how scores are made (`score`), and `attend`, which is both in plain
+PyTorch, for every form of input: flat batches in training, padded batches, and decoding.
+
+Where scores are the scaled products, kernels.py has faster forms, which take what `visible` says as a mask;
+they are taken there, and tests hold them equal to `attend`. So a change of either rule is one line here.
 
 Shape legend: N tokens of a flat batch, S samples, R rows, B batch, T queries, T' keys, H query heads, G
 key/value heads, D head size.
@@ -12,9 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model import cpu
-
-CAUSAL_FROM_THE_LAST = 2  # torch's CustomMaskType: the last query of a sample sees all of its keys
+from model import kernels
 
 
 def visible(queries: Tensor, keys: Tensor, config: Any) -> Tensor | None:
@@ -26,50 +27,90 @@ def visible(queries: Tensor, keys: Tensor, config: Any) -> Tensor | None:
     return None
 
 
+def score(scores: Tensor, queries: Tensor, keys: Tensor, config: Any) -> Tensor:
+    """The scores, before the softmax, of queries at their positions for keys at theirs: made of the scaled
+    products `scores` [..., H, T, T'] in float32; the positions broadcast to them. `scores` themselves, as
+    here, let kernels be used.
+
+    For other scores change this line, such as to `config.cap * (scores / config.cap).tanh()`."""
+    return scores
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, queries: Tensor, keys: Tensor, config: Any, mask: Tensor | None = None
+) -> Tensor:
+    """Attention of q [..., T, H, D] at positions `queries` [..., T] over k, v [..., T', G, D] at positions
+    `keys` [..., T'] -> [..., T, H, D], computed in float32.
+
+    mask: who sees whom, bool, broadcast to [..., 1, T, T'], where it is not `visible` alone."""
+    k, v = (x.repeat_interleave(q.shape[-2] // x.shape[-2], dim=-2) for x in (k, v))
+    queries, keys = queries[..., None, :, None], keys[..., None, None, :]
+    scores = torch.einsum("...qhd,...khd->...hqk", q.float(), k.float()) * q.shape[-1] ** -0.5
+    scores = score(scores, queries, keys, config)
+    mask = visible_mask(queries, keys, config) if mask is None else mask
+    weights = scores.masked_fill(~mask, -torch.inf).softmax(dim=-1)  # [..., H, T, T']
+    return torch.einsum("...hqk,...khd->...qhd", weights, v.float()).to(v.dtype)
+
+
 def visible_mask(queries: Tensor, keys: Tensor, config: Any) -> Tensor:
     """`visible`, with the causal mask in place of None."""
     mask = visible(queries, keys, config)
     return keys <= queries if mask is None else mask
 
 
+def has_other_scores(config: Any) -> bool:
+    """Whether `score` changes the scaled products for this config, so that no kernel fits."""
+    probe = torch.empty(0)
+    return score(probe, probe, probe, config) is not probe
+
+
 # --- padded batches and decoding
 
 
-def unpadded_mask(position_ids: Tensor, config: Any) -> Tensor | None:
-    """The mask [B, 1, T, T] of batches without padding at positions [B, T]; None: causal."""
-    mask = visible(position_ids[..., None], position_ids[..., None, :], config)
-    return None if mask is None else mask[:, None]
+class Seen(NamedTuple):
+    """Who sees whom in a padded batch, made by `seen_in`."""
+
+    queries: Tensor  # positions, [B or 1, T]
+    keys: Tensor  # positions, [B or 1, T']
+    config: Any
+    mask: Tensor | None  # bool [B or 1, 1, T, T']; None: causal, and T = T'
+    other_scores: bool
 
 
-def padded_mask(
-    attention_mask: Tensor | None, rows: int, length: int, seen: int | Tensor, end: int, config, device
-) -> Tensor:
-    """The mask [B, 1, T, T'] of a padded batch: bool, who sees whom.
+def seen_in(config: Any, queries: Tensor, keys: Tensor | None = None, mask: Tensor | None = None) -> Seen:
+    """Who sees whom among tokens at positions `queries` [B or 1, T] and `keys` [B or 1, T']. keys: None where
+    they are those of the queries. mask: bool [B or 1, 1, T, T'], in place of `visible`."""
+    is_square, keys = keys is None, queries if keys is None else keys
+    if mask is None and is_square:
+        mask = visible(queries[:, None, :, None], keys[:, None, None, :], config)
+    elif mask is None:
+        mask = visible_mask(queries[:, None, :, None], keys[:, None, None, :], config)
+    return Seen(queries, keys, config, mask, has_other_scores(config))
+
+
+def seen_with_padding(
+    config: Any, attention_mask: Tensor | None, rows: int, length: int, before: int | Tensor, end: int, device
+) -> Seen:
+    """Who sees whom in a padded batch.
 
     attention_mask: [B, up to T'], 1 for tokens and 0 for padding; None: no padding. rows: B. length: T, of
-    the queries, which stand behind `seen` keys. end: T', with places of a cache that are still empty."""
+    the queries, which stand behind `before` keys. end: T', with places of a cache that are still empty."""
     real = torch.ones(rows, end, dtype=torch.bool, device=device)
     if attention_mask is not None:
         real = F.pad(attention_mask.bool(), (0, end - attention_mask.shape[1]))
     positions = real.cumsum(dim=-1) - 1  # of tokens, padding does not count
-    places = seen + torch.arange(length, device=device)
-    mask = visible_mask(positions[:, places, None], positions[:, None], config) & real[:, None]
+    places = before + torch.arange(length, device=device)
+    queries = positions[:, places]
+    mask = visible_mask(queries[..., None], positions[:, None], config) & real[:, None]
     # padding sees everything: a softmax of nothing would give NaN, which spreads
-    return (mask | ~real[:, places, None])[:, None]
+    return seen_in(config, queries, positions, (mask | ~real[:, places, None])[:, None])
 
 
-def padded_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """Attention of q [B, T, H, D] over k, v [B, T', G, D] -> [B, T, H, D]. mask: bool [B, 1, T, T']; None:
-    each query sees the keys up to its own place, T = T'."""
-    k, v = k.transpose(1, 2), v.transpose(1, 2)
-    if q.shape[1] == 1 and mask is not None:
-        # the heads that share a key take the place of queries, so no key is repeated
-        grouped = q.reshape(len(q), k.shape[1], -1, q.shape[-1])  # [B, G, H / G, D]
-        return cpu.attention_of_one_query(grouped, k, v, mask).reshape(q.shape)
-    out = F.scaled_dot_product_attention(
-        q.transpose(1, 2), k, v, mask, is_causal=mask is None, enable_gqa=True
-    )
-    return out.transpose(1, 2)
+def padded_attention(q: Tensor, k: Tensor, v: Tensor, seen: Seen) -> Tensor:
+    """Attention of q [B, T, H, D] over k, v [B, T', G, D] -> [B, T, H, D]."""
+    if seen.other_scores:
+        return attend(q, k, v, seen.queries, seen.keys, seen.config, seen.mask)
+    return kernels.padded_attention(q, k, v, seen.mask)
 
 
 # --- flat batches
@@ -87,6 +128,7 @@ class Spans(NamedTuple):
     host_cu_seqlens: Tensor  # [S + 1] on the host
     mask: Tensor | None = None
     shared_prefix: "tuple[Tensor, Spans] | None" = None
+    config: Any = None  # where `score` is not the scaled product: of which config
 
 
 def spans_of(
@@ -100,10 +142,12 @@ def spans_of(
     on_host = cu_seqlens if host_cu_seqlens is None else torch.from_numpy(host_cu_seqlens)
     if seen_keys is None:
         positions = torch.arange(max_seqlen, device=cu_seqlens.device)
-        return Spans(cu_seqlens, max_seqlen, on_host, visible(positions[:, None], positions, config))
+        mask = visible(positions[:, None], positions, config)
+        other = config if has_other_scores(config) else None
+        return Spans(cu_seqlens, max_seqlen, on_host, mask, config=other)
     rows, cu_seqlens_k, max_seqlen_k, host_cu_seqlens_k = seen_keys
     keys = spans_of(config, cu_seqlens_k, max_seqlen_k, host_cu_seqlens_k)
-    return Spans(cu_seqlens, max_seqlen, on_host, keys.mask, (rows, keys))
+    return Spans(cu_seqlens, max_seqlen, on_host, keys.mask, (rows, keys), keys.config)
 
 
 def spans_with_padding(spans: Spans, extra: int) -> Spans:
@@ -119,103 +163,23 @@ def samples_of_rows(spans: Spans, rows: int) -> Tensor:
 
 
 def flat_attention(q: Tensor, k: Tensor, v: Tensor, spans: Spans) -> Tensor:
-    """Attention within each sample of a flat batch: q [N, H, D], k and v [N, G, D] -> [N, H, D].
-
-    On a GPU one kernel for all samples where torch has one, else one call for each sample."""
+    """Attention within each sample of a flat batch: q [N, H, D], k and v [N, G, D] -> [N, H, D]."""
     if not len(q):  # an empty micro-batch: DDP wants zero gradients, not None
         return (q + 0 * (k.sum() + v.sum())).to(v.dtype)
     seen = spans
     if spans.shared_prefix is not None:
         rows, seen = spans.shared_prefix
-        k, v = take_rows(k, rows), take_rows(v, rows)
-    if spans.mask is None and has_cutlass_kernel(v):
-        return cutlass_attention(q.to(v.dtype), k.to(v.dtype), v, spans, seen)
-    if spans.mask is not None or not has_varlen_kernel(v):
-        return attention_by_sample(q, k, v, spans, seen)
-    from torch.nn.attention.varlen import varlen_attn  # takes long, and no other device needs it
-
-    borders = (spans.cu_seqlens, seen.cu_seqlens, spans.max_seqlen, seen.max_seqlen)
-    q, k = q.to(v.dtype), k.to(v.dtype)
-    return cast(Tensor, varlen_attn(q, k, v, *borders, window_size=(-1, 0), enable_gqa=True))  # causal
-
-
-def has_varlen_kernel(values: Tensor) -> bool:
-    """Whether torch has a variable-length attention kernel: in half precision, on GPUs from Ampere on."""
-    half, head_dim = values.dtype in (torch.float16, torch.bfloat16), values.shape[-1]
-    if not (values.is_cuda and half and head_dim % 8 == 0 and head_dim <= 256):
-        return False
-    return torch.cuda.get_device_capability(values.device) >= (8, 0)
-
-
-def has_cutlass_kernel(values: Tensor) -> bool:
-    """Whether `cutlass_attention` takes them: on NVIDIA GPUs in float32, and before Ampere in float16."""
-    if not values.is_cuda or torch.version.hip or values.shape[-1] % 8:
-        return False
-    is_float32 = values.dtype == torch.float32
-    return is_float32 or (values.dtype == torch.float16 and not has_varlen_kernel(values))
-
-
-def cutlass_attention(q: Tensor, k: Tensor, v: Tensor, spans: Spans, seen: Spans) -> Tensor:
-    """`flat_attention` by the kernel of torch's nested tensors, which is there for all NVIDIA GPUs; `seen`:
-    the spans of the keys, of which the queries are the last. It knows no grouped heads."""
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    out, *_ = torch.ops.aten._efficient_attention_forward(
-        q[None], k[None], v[None], None, spans.cu_seqlens, seen.cu_seqlens, spans.max_seqlen,
-        seen.max_seqlen, 0.0, CAUSAL_FROM_THE_LAST, compute_log_sumexp=True,
-    )  # fmt: skip
-    return out[0]
-
-
-def take_rows(x: Tensor, rows: Tensor) -> Tensor:
-    """The rows [R] of x [N, ...], some of them several times.
-
-    The gradients of a row must be summed in the same order each time. On CUDA indexing does so, compiled with
-    `--deterministic 1`; index_select, which uses atomic additions, does not. On a CPU index_select does, but
-    not the compiler's kernels."""
-    return take_rows_outside_of_graphs(x, rows) if x.device.type == "cpu" else x[rows]
+        k, v = kernels.take_rows(k, rows), kernels.take_rows(v, rows)
+    if spans.config is not None:
+        return attend_by_sample(q, k, v, spans, seen)
+    return kernels.flat_attention(q, k, v, spans, seen)
 
 
 @torch.compiler.disable
-def take_rows_outside_of_graphs(x: Tensor, rows: Tensor) -> Tensor:
-    """`take_rows` on a CPU."""
-    return x.index_select(0, rows)
-
-
-@torch.compiler.disable
-def attention_by_sample(q: Tensor, k: Tensor, v: Tensor, spans: Spans, seen: Spans) -> Tensor:
-    """`flat_attention` with one call for each sample, whose queries are the last of its keys; `seen`: the
-    spans of the keys.
-
-    On a CPU it computes in float32: the bfloat16 kernel would be compiled for every new length."""
-    lengths, lengths_k = spans.host_cu_seqlens.diff().tolist(), seen.host_cu_seqlens.diff().tolist()
-    padding = len(q) - sum(lengths)
-    if padding:
-        lengths, lengths_k = [*lengths, padding], [*lengths_k, padding]
-    out_dtype = v.dtype
-    if v.device.type == "cpu":
-        v = v.float()
-    q, k, out = q.to(v.dtype), k.to(v.dtype), []
-    samples = zip(q.split(lengths), k.split(lengths_k), v.split(lengths_k), strict=True)
-    with torch.autocast(q.device.type, enabled=False):
-        for number, (queries, keys, values) in enumerate(samples):
-            is_padding = number == len(spans.host_cu_seqlens) - 1
-            mask = None if is_padding else spans.mask
-            out.append(attention_of_sample(queries, keys, values, mask))
-    return torch.cat(out).to(out_dtype)
-
-
-def attention_of_sample(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """Attention of the queries q [T, H, D] of a sample, the last of its keys k, v [T', G, D]: those before
-    are of a shared prefix. mask: of `Spans`."""
-    before, end = len(k) - len(q), len(k)
-    if mask is not None:
-        mask = mask[None, None, before:end, :end]
-    elif before == 0:
-        return padded_attention(q[None], k[None], v[None], None)[0]
-    elif len(q) > 1 and before < len(q):
-        # pad the queries: the causal kernel skips the future, with a mask it computes all
-        q = F.pad(q, (0, 0, 0, 0, before, 0))
-        return padded_attention(q[None], k[None], v[None], None)[0, before:]
-    else:
-        mask = torch.ones(1, 1, len(q), end, dtype=torch.bool, device=q.device).tril(before)
-    return padded_attention(q[None], k[None], v[None], mask)[0]
+def attend_by_sample(q: Tensor, k: Tensor, v: Tensor, spans: Spans, seen: Spans) -> Tensor:
+    """`attend` for each sample, whose queries are the last of its keys; `seen`: the spans of the keys."""
+    out = []
+    for queries, keys, values in kernels.samples(q, k, v, spans, seen):
+        places = torch.arange(len(keys), device=q.device)
+        out.append(attend(queries, keys, values, places[len(keys) - len(queries) :], places, spans.config))
+    return torch.cat(out)

@@ -15,7 +15,7 @@ Shape legend: R rows, T tokens, G key/value heads, D head size, V vocabulary.
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -200,23 +200,25 @@ class Decoder:
     def _hidden(self, row: int, tokens: Tensor, positions: Tensor) -> Tensor:
         """Hidden states [R, T, C] of tokens [R, T] at positions [R or 1, T] in the rows from `row` on, which
         are cached."""
-        from model.attention import visible_mask  # brings in the compiler
+        from model.attention import seen_in  # brings in the compiler
 
         end, inner = int(positions.max()) + 1, self.model.model
         tokens = tokens.to(self.device, non_blocking=True)
         positions = positions.to(self.device, non_blocking=True)
-        mask = None  # of the beginning of prompts
+        seen = None  # at the beginning of prompts
         if end > tokens.shape[1]:
             end = self._in_multiples(end)
             keys = torch.arange(end, device=self.device)
-            mask = visible_mask(positions[..., None], keys, self.model.config)[:, None]  # [R or 1, 1, T, end]
-            if self.device.type != "cpu":  # else each layer's attention makes it of the mask
-                mask = torch.where(mask, 0.0, -torch.inf).to(self.cache.tensor.dtype)
+            seen = seen_in(self.model.config, positions, keys[None])
+            # once, not in the attention of each layer
+            if self.device.type != "cpu" and not seen.other_scores:
+                added = torch.where(cast(Tensor, seen.mask), 0.0, -torch.inf)
+                seen = seen._replace(mask=added.to(self.cache.tensor.dtype))
         self.cache.seek(slice(row, row + len(tokens)), positions, end)
         embeds = inner.embed_tokens(tokens)
         if torch.is_autocast_enabled(self.device.type):
             embeds = embeds.float()  # as in training, where the weights are float32
-        return inner(embeds, positions, mask, self.cache)[0]
+        return inner(embeds, positions, seen, self.cache)[0]
 
     def _draw(self, answers: list[Answer], logits: Tensor) -> tuple[list[int], list[float]]:
         """The next token of each answer from logits [R, V], and its log-probability. Sync point, the only

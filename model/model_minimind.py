@@ -2,8 +2,8 @@
 
 Parameter names, shapes and arithmetic are those of MiniMind-3 and of Qwen3 / Qwen3-MoE, so the weights load
 into a stock `Qwen3ForCausalLM` / `Qwen3MoeForCausalLM` unchanged. Every layer that stands here is called, in
-training and in decoding: what you change here is what runs. Who sees whom is in attention.py, the losses are
-in losses.py, and forms that are faster on a CPU in cpu.py.
+training and in decoding: what you change here is what runs. Who sees whom and how scores are made
+is in attention.py, the losses are in losses.py; kernels.py and cpu.py have faster forms.
 
 There are two forms of input (shape legend: B batch, T padded length, N tokens of a flat batch, S samples, M
 targets, V vocabulary, C hidden size, H query heads, G key/value heads, D head size, E experts, K experts per
@@ -32,14 +32,15 @@ from transformers.modeling_utils import slice_logits_to_keep
 from common.errors import UserError
 from model import cpu
 from model.attention import (
+    Seen,
     Spans,
     flat_attention,
     padded_attention,
-    padded_mask,
     samples_of_rows,
+    seen_in,
+    seen_with_padding,
     spans_of,
     spans_with_padding,
-    unpadded_mask,
 )
 from model.losses import head_cross_entropy, load_balancing_loss
 
@@ -47,6 +48,9 @@ from model.losses import head_cross_entropy, load_balancing_loss
 ROPE_TYPES = ("default", "linear", "yarn", "llama3")
 # fields for which the cache of transformers' generate() drops keys, whatever `visible` says
 CACHE_FIELDS = ("sliding_window", "attention_chunk_size", "layer_types")
+# what transformers gives to a forward pass beside its arguments: `num_items_in_batch` divides the loss, the
+# others ask for nothing that changes the logits
+FORWARD_NAMES = {"num_items_in_batch", "return_dict", "cache_position"}
 # rows of an expert, and of a flat batch, are padded to multiples of these on a CPU
 EXPERT_ROWS, FLAT_ROWS = 16, 64
 
@@ -207,11 +211,7 @@ class Attention(nn.Module):
         return apply_rotary(self.q_norm(q), cos, sin), apply_rotary(self.k_norm(k), cos, sin), v
 
     def forward(
-        self,
-        x: Tensor,
-        rotary: tuple[Tensor, Tensor],
-        seen: Spans | Tensor | None,
-        cache: Cache | None = None,
+        self, x: Tensor, rotary: tuple[Tensor, Tensor], seen: Spans | Seen, cache: Cache | None = None
     ) -> Tensor:
         q, k, v = self.heads(x.to(product_dtype(x)), *rotary)  # cast once for three products
         if isinstance(seen, Spans):
@@ -302,7 +302,7 @@ class MiniMindBlock(GradientCheckpointingLayer):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, x: Tensor, rotary, seen: Spans | Tensor | None, cache: Cache | None = None):
+    def forward(self, x: Tensor, rotary, seen: Spans | Seen, cache: Cache | None = None):
         x = x + self.self_attn(self.input_layernorm(x), rotary, seen, cache)
         out, routing = self.mlp(self.post_attention_layernorm(x)), None
         if isinstance(out, tuple):
@@ -316,7 +316,7 @@ TransformerBlock = MiniMindBlock  # by its general name
 class MiniMindModel(nn.Module):
     """Embeddings -> hidden states, and the routing of each MoE layer.
 
-    seen: which keys each query sees, the `Spans` of a flat batch or a mask [B, 1, T, T']; None: a batch
+    seen: which keys each query sees, the `Spans` of a flat batch or `Seen` of a padded one; None: a batch
     without padding and cache."""
 
     def __init__(self, config: MiniMindConfig):
@@ -332,11 +332,11 @@ class MiniMindModel(nn.Module):
         self,
         embeds: Tensor,
         position_ids: Tensor,
-        seen: Spans | Tensor | None = None,
+        seen: Spans | Seen | None = None,
         cache: Cache | None = None,
     ) -> tuple[Tensor, list[tuple[Tensor, Tensor] | None]]:
         if seen is None:
-            seen = unpadded_mask(position_ids, self.config)
+            seen = seen_in(self.config, position_ids)
         x, rotary, routings = self.dropout(embeds), self.rotary_emb(position_ids), []
         for layer in self.layers:
             x, routing = layer(x, rotary, seen, cache)
@@ -387,6 +387,7 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
+        cache: Cache | None = None,
         **kwargs,
     ) -> MoeCausalLMOutputWithPast:
         """The padded form, as transformers calls it; with `cu_seqlens` it is `forward_flat`.
@@ -394,11 +395,15 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
         `attention_mask` [B, up to T'] is 1 for tokens and 0 for padding; one of four dimensions is bool
         [B, 1, T, T'] and taken as it is. `labels` [B, T] are as in transformers (-100 is ignored); loss and
         aux_loss are means, to be added. The aux_loss is 0 in a dense model, and in a call with a cache but no
-        labels, as generation makes it."""
+        labels, as generation makes it. The cache has the name `past_key_values` before transformers 5.24, and
+        `cache` since. Raises TypeError for a name that is not known here."""
         if "cu_seqlens" in kwargs:
             return self.forward_flat(input_ids, cast(Tensor, position_ids), **kwargs)
+        if unknown := kwargs.keys() - FORWARD_NAMES:
+            raise TypeError(f"forward() knows no {', '.join(sorted(unknown))}")
         rows, length = input_ids.shape
-        embeds, cache = self.model.embed_tokens(input_ids), past_key_values
+        embeds = self.model.embed_tokens(input_ids)
+        cache = past_key_values if cache is None else cache
         if cache is None and use_cache:
             cache = DynamicCache()
         before = 0 if cache is None else cache.get_seq_length()
@@ -406,11 +411,12 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
             position_ids = (torch.arange(length, device=embeds.device) + before)[None]
         real = attention_mask
         if real is not None and real.ndim == 4:
-            mask, real = real, None
+            keys = torch.arange(real.shape[-1], device=embeds.device)[None]
+            seen, real = seen_in(self.config, position_ids, keys, real), None
         else:
             end = length if cache is None else cache.get_mask_sizes(length, 0)[0]
-            mask = padded_mask(real, rows, length, before, end, self.config, embeds.device)
-        hidden, routings = self.model(embeds, position_ids, mask, cache)
+            seen = seen_with_padding(self.config, real, rows, length, before, end, embeds.device)
+        hidden, routings = self.model(embeds, position_ids, seen, cache)
         logits = self.lm_head(slice_logits_to_keep(hidden, logits_to_keep))
         loss, aux_loss = None, logits.new_zeros((), dtype=torch.float32)
         if self.config.use_moe and (labels is not None or cache is None):

@@ -45,9 +45,11 @@ from trainer.devices.device import autocast_dtype, device_and_precision, matrix_
 from trainer.devices.process_group import leave_process_group, world_size
 from trainer.devices.wrapping import unwrap
 from trainer.loop import evaluate
-from trainer.objectives.next_token import Batch, model_config
+from trainer.objectives.next_token import Batch
 from trainer.report.speed import Meter
 from trainer.run.state import TrainState
+from trainer.stage import compile_and_wrap
+from trainer.weights.config import model_config
 
 STAGES: dict[str, Any] = {"pretrain": train_pretrain, "sft": train_full_sft}
 
@@ -102,7 +104,7 @@ class Ours:
         utils.setup_seed(args.seed)
         config, objective = model_config(self.tokenizer, args), stage.Objective()
         model, _ = utils.init_model(config, "none", args.tokenizer_path, args.save_dir)
-        model = utils.compile_and_wrap(model, args, device, autocast, self.train_set)
+        model = compile_and_wrap(model, args, device, autocast, self.train_set)
         self.state = TrainState(
             args=args,
             lm_config=config,

@@ -31,9 +31,9 @@ from model.model_minimind import MiniMindForCausalLM
 from tools.convert.gguf_file import read_gguf, write_gguf
 from tools.convert.hugging_face import read_stock, write_folder
 from tools.convert.parity import compare, text_logits
-from trainer.run.paths import run_name, shape_in_name
 from trainer.weights.files import half_state_dict, keep_tokenizer, save_weights
 from trainer.weights.for_tools import add_trained_model_flags, load_model, load_path
+from trainer.weights.paths import run_name, shape_in_name
 
 
 def parse_args() -> argparse.Namespace:

@@ -35,10 +35,10 @@ from model.sampling import Sampling
 from scripts.penalties import add_penalty_flags, check_penalties, with_penalties
 from scripts.text_table import text_table
 from trainer.devices.device import prepare_device, select_device
-from trainer.objectives.lora import merge_adapter
 from trainer.objectives.next_token import next_token_loss, to_device, weight_sum
 from trainer.rollouts.rewards import compute, load_rewards
 from trainer.weights.for_tools import add_trained_model_flags, given_shape, load_path, model_path
+from trainer.weights.lora import merge_adapter
 
 BATCH_TOKENS = 4096  # of a forward pass
 REWARD_TIMEOUT = 10.0  # seconds that one call of a reward may take

@@ -38,8 +38,8 @@ from scripts.demo.tour import make_tour
 from scripts.demo.world import make_corpus
 from tools.verify.compare import compare_runs
 from tools.verify.launch import WAYS, Launch, Run
-from trainer.objectives.next_token import model_config
 from trainer.trainer_utils import init_model
+from trainer.weights.config import model_config
 from trainer.weights.files import save_weights
 
 # built-in data: least updates of a run, tokens of a record

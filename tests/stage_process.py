@@ -20,8 +20,8 @@ from pathlib import Path
 
 import torch
 
-from trainer import trainer_utils
-from trainer.run.checkpoint import Writer
+import trainer.stage
+from trainer.weights.checkpoint import Writer
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = {path.name for path in ROOT.iterdir() if path.is_dir()} - {"tests"}
@@ -97,7 +97,7 @@ class FaultyLoss:
             loss = loss + torch.ones(1 << 31, dtype=torch.float64).sum()
         if self.count in faults.signals:
             # On a slow disk, a checkpoint begun just before a kill would be there or not by chance. Kills in the
-            # middle of a write: run/test_checkpoint.py.
+            # middle of a write: weights/test_checkpoint.py.
             for writer in writers:
                 writer.wait()
             os.kill(os.getpid(), faults.signals[self.count])
@@ -118,7 +118,7 @@ def _child(stage: str, argv: list[str], faults: Faults, env: dict[str, str], fol
     sys.argv = [f"train_{stage}.py", *argv]
     if faults.eval_signal:
         _signal_in_evaluation(faults.eval_signal)
-    exec(QUICK_RATE, vars(trainer_utils))
+    exec(QUICK_RATE, vars(trainer.stage))
     Writer.submit = noted_submit
     exec(faults.script, {"os": os, "sys": sys})
     if stage.endswith(".py"):
@@ -158,7 +158,7 @@ def _signal_in_evaluation(number: int) -> None:
 
 
 def _run_stage(stage: str, faults: Faults) -> None:
-    from trainer.run.errors import training_errors
+    from trainer.devices.errors import training_errors
 
     script = import_module(f"trainer.train_{'full_sft' if stage == 'sft' else stage}")
     _make_faulty(script.Objective, faults)
@@ -170,7 +170,7 @@ def _run_engine(faults: Faults) -> None:
     from llm.training.core.objective import TaskObjective
     from llm.training.train import main
     from trainer import train_full_sft, train_pretrain
-    from trainer.run.errors import training_errors
+    from trainer.devices.errors import training_errors
 
     for objective in (TaskObjective, train_full_sft.Objective, train_pretrain.Objective):
         _make_faulty(objective, faults)

@@ -24,7 +24,7 @@ from dataset.token_cache import load_tokenizer
 from tests.conftest import ROOT, write_jsonl
 from tests.stage_process import StageProcess, run
 from trainer import train_full_sft, train_pretrain
-from trainer.run.errors import training_errors
+from trainer.devices.errors import training_errors
 
 BOM = b"\xef\xbb\xbf"
 TEXT, USER, BOT = (

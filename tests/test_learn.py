@@ -18,7 +18,7 @@ from scripts.demo.sums import make_sums
 from scripts.demo.tour import make_tour
 from scripts.demo.world import make_corpus
 from tools import learn
-from trainer.objectives.next_token import model_config
+from trainer.weights.config import model_config
 from trainer.weights.files import save_weights
 
 CHAPTERS = [path.name for path in learn.chapters()]

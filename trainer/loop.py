@@ -20,7 +20,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader
 
 from common.errors import UserError, warn
-from trainer.devices.process_group import Logger, gather, reduce_sum, this_rank, world_size
+from trainer.devices.process_group import Logger, gather, reduce_max, reduce_sum, this_rank, world_size
 from trainer.devices.wrapping import full_tensor, gradient_sync, is_sharded, unwrap
 from trainer.objectives.next_token import to_device
 from trainer.optim.build import MuonWithAdamW
@@ -28,6 +28,7 @@ from trainer.report.metrics import value_text
 from trainer.report.speed import Size
 from trainer.report.sums import (
     COUNT,
+    MAX,
     Figures,
     add_figures,
     add_sums,
@@ -178,11 +179,19 @@ def train_update(state: TrainState, window: list[Batch], targets: float, tokens:
         mean = loss / (targets or 1.0) + aux_loss / (tokens or 1.0)  # without a target there is no step
         scaler.scale(mean * world_size()).backward()
         add_sums(sums, {"logits_loss": loss, "aux_loss": aux_loss, **metrics}, state.device)
-    if state.metric_names is None:
-        state.metric_names = checked_names(list(sums), metrics)
+        state.objective.after_micro_batch(state, i)
     scaler.unscale_(optimizer)  # float16: clip the true gradient, not the scaled one
+    of_gradient = state.objective.before_step(state, window)
+    add_sums(sums, of_gradient, state.device)
+    state.callbacks.call("on_before_step", window)
+    if state.metric_names is None:
+        state.metric_names = checked_names(list(sums), [*metrics, *of_gradient])
     grad_norm = full_tensor(clip_grad_norm_(unwrap(model).parameters(), args.grad_clip or math.inf))
+    largest = {name: sums.pop(name) for name in list(sums) if name.endswith(MAX)}
     totals = reduce_sum(torch.stack(list(sums.values())))
+    if largest:
+        totals = torch.cat((totals, reduce_max(torch.stack(list(largest.values())))))
+    sums |= largest
     *totals, norm = torch.cat((totals, grad_norm.to(totals).reshape(1))).tolist()  # the only sync point
 
     figures = update_figures(dict(zip(sums, totals, strict=True)), targets, tokens)

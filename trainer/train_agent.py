@@ -23,19 +23,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.settings import LONGEST, ROOT, setting
 from dataset.token_cache import load_tokenizer
+from trainer import stage
 from trainer import trainer_utils as utils
 from trainer.data.datasets import open_prompts, steps_per_epoch, train_loader
+from trainer.devices.errors import training_errors
 from trainer.loop import train_epoch
-from trainer.objectives import policy
-from trainer.objectives.next_token import model_config
 from trainer.report.trackers import start_tracker
+from trainer.rollouts import policy
 from trainer.rollouts.batches import Rollouts
 from trainer.rollouts.environments import check_tools, load_environment
 from trainer.rollouts.settings import ReinforcementArgs, make_rollouts
 from trainer.run.callbacks import CallbackList
-from trainer.run.errors import training_errors
 from trainer.run.saving import is_finished, training_files
 from trainer.run.state import TrainState
+from trainer.weights.config import model_config
 
 
 class Args(ReinforcementArgs):
@@ -68,7 +69,7 @@ class Objective(Rollouts):
         return policy.sampled_tokens_loss(model, batch, args)
 
 
-schedule = utils.warmup_cosine  # (update from 1, total updates, args) -> learning rate
+schedule = stage.warmup_cosine  # (update from 1, total updates, args) -> learning rate
 
 
 def open_data(args, tokenizer):
@@ -84,8 +85,8 @@ def open_data(args, tokenizer):
 def main() -> None:
     """Run the stage, from its command line to its weights."""
     # 1. Settings, and the config of the start weights, if any; console, device, precision, locks.
-    args, start = utils.read_settings(Args, __doc__)
-    device, autocast, scaler = utils.set_up_process(args)
+    args, start = stage.read_settings(Args, __doc__)
+    device, autocast, scaler = stage.set_up_process(args)
 
     # 2. Prompts, with the tools of the environment.
     tokenizer = load_tokenizer(args.tokenizer_path)
@@ -99,7 +100,7 @@ def main() -> None:
     lm_config = model_config(tokenizer, args, start)
     where = {"save_dir": args.checkpoint_dir, "resume_from": args.resume_from}
     checkpoint = utils.lm_checkpoint(lm_config, args.save_weight, **where) if args.from_resume else None
-    args, run = utils.resolve_settings_and_check_resume(args, checkpoint, lm_config, train_set, eval_set)
+    args, run = stage.resolve_settings_and_check_resume(args, checkpoint, lm_config, train_set, eval_set)
     if checkpoint is not None and is_finished(args, run, checkpoint):
         return
 
@@ -112,7 +113,7 @@ def main() -> None:
     environment = load_environment(args.environment)
     objective = make_rollouts(Objective, args, tokenizer, device, environment)
     model = objective.extend_model(model, args)
-    model = utils.compile_and_wrap(model, args, device, autocast, train_set)
+    model = stage.compile_and_wrap(model, args, device, autocast, train_set)
     optimizer = objective.optimizer(model, args)
 
     # 7. The state of the run, with its rollouts, restored from the checkpoint.
@@ -121,7 +122,7 @@ def main() -> None:
         model=model, optimizer=optimizer, scaler=scaler, autocast=autocast, device=device,
         objective=objective, schedule=schedule, callbacks=CallbackList([objective]),
     )  # fmt: skip
-    utils.begin_run(state, checkpoint, train_set, eval_set)
+    stage.begin_run(state, checkpoint, train_set, eval_set)
 
     # 8. Train.
     with training_files(state, wandb):

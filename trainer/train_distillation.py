@@ -24,14 +24,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common.settings import data_file, setting
 from dataset.lm_dataset import SFTDataset
 from dataset.token_cache import load_tokenizer
+from trainer import stage
 from trainer import trainer_utils as utils
 from trainer.data.datasets import open_datasets, steps_per_epoch, train_loader
+from trainer.devices.errors import training_errors
 from trainer.loop import train_epoch
 from trainer.objectives import distillation, next_token
 from trainer.report.trackers import start_tracker
-from trainer.run.errors import training_errors
 from trainer.run.saving import is_finished, training_files
 from trainer.run.state import TrainState
+from trainer.weights.config import model_config
 
 
 class Args(distillation.TeacherArgs):
@@ -74,7 +76,7 @@ class Objective(next_token.Objective):
         return {"loss": sums["cross_entropy"], "divergence": sums["divergence"]}
 
 
-schedule = utils.warmup_cosine  # (update from 1, total updates, args) -> learning rate
+schedule = stage.warmup_cosine  # (update from 1, total updates, args) -> learning rate
 frozen: tuple[str, ...] = ()  # prefixes of the names of frozen parameters, e.g. "model.layers.0."
 open_data = partial(open_datasets, SFTDataset)  # (args, tokenizer) -> training and held-out (or None) data
 
@@ -82,8 +84,8 @@ open_data = partial(open_datasets, SFTDataset)  # (args, tokenizer) -> training 
 def main() -> None:
     """Run the stage, from its command line to its weights."""
     # 1. Settings, and the config of the start weights, if any; console, device, precision, locks.
-    args, start = utils.read_settings(Args, __doc__)
-    device, autocast, scaler = utils.set_up_process(args)
+    args, start = stage.read_settings(Args, __doc__)
+    device, autocast, scaler = stage.set_up_process(args)
 
     # 2. Data, tokenised before the process group exists: that may take longer than a collective waits.
     tokenizer = load_tokenizer(args.tokenizer_path)
@@ -94,10 +96,10 @@ def main() -> None:
     utils.setup_seed(args.seed)
 
     # 4. Model config, and the checkpoint to resume from; that of another run is refused.
-    lm_config = next_token.model_config(tokenizer, args, start)
+    lm_config = model_config(tokenizer, args, start)
     where = {"save_dir": args.checkpoint_dir, "resume_from": args.resume_from}
     checkpoint = utils.lm_checkpoint(lm_config, args.save_weight, **where) if args.from_resume else None
-    args, run = utils.resolve_settings_and_check_resume(args, checkpoint, lm_config, train_set, eval_set)
+    args, run = stage.resolve_settings_and_check_resume(args, checkpoint, lm_config, train_set, eval_set)
     if checkpoint is not None and is_finished(args, run, checkpoint):
         return
 
@@ -109,7 +111,7 @@ def main() -> None:
     weight = args.from_weight if checkpoint is None else "none"  # the checkpoint replaces them
     model, _ = utils.init_model(lm_config, weight, args.tokenizer_path, args.save_dir)
     model = objective.extend_model(model, args)
-    model = utils.compile_and_wrap(model, args, device, autocast, train_set, frozen)
+    model = stage.compile_and_wrap(model, args, device, autocast, train_set, frozen)
     optimizer = objective.optimizer(model, args)
 
     # 7. The state of the run, with its teacher, restored from the checkpoint.
@@ -118,7 +120,7 @@ def main() -> None:
         model=model, optimizer=optimizer, scaler=scaler, autocast=autocast, device=device,
         objective=objective, schedule=schedule,
     )  # fmt: skip
-    utils.begin_run(state, checkpoint, train_set, eval_set)
+    stage.begin_run(state, checkpoint, train_set, eval_set)
 
     # 8. Train.
     with training_files(state, wandb):

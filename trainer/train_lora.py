@@ -24,14 +24,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common.settings import ROOT, StageArgs, setting
 from dataset.lm_dataset import SFTDataset
 from dataset.token_cache import load_tokenizer
+from trainer import stage
 from trainer import trainer_utils as utils
 from trainer.data.datasets import open_datasets, steps_per_epoch, train_loader
+from trainer.devices.errors import training_errors
 from trainer.loop import train_epoch
-from trainer.objectives import lora, next_token
+from trainer.objectives import next_token
 from trainer.report.trackers import start_tracker
-from trainer.run.errors import training_errors
 from trainer.run.saving import is_finished, training_files
 from trainer.run.state import TrainState
+from trainer.weights import lora
+from trainer.weights.config import model_config
 
 
 class Args(StageArgs):
@@ -87,15 +90,15 @@ class Objective(next_token.NextToken):
         return lora.save_adapter(model, path, writer, description)
 
 
-schedule = utils.warmup_cosine  # (update from 1, total updates, args) -> learning rate
+schedule = stage.warmup_cosine  # (update from 1, total updates, args) -> learning rate
 open_data = partial(open_datasets, SFTDataset)  # (args, tokenizer) -> training and held-out (or None) data
 
 
 def main() -> None:
     """Run the stage, from its command line to its weights."""
     # 1. Settings, and the config of the start weights, if any; console, device, precision, locks.
-    args, start = utils.read_settings(Args, __doc__)
-    device, autocast, scaler = utils.set_up_process(args)
+    args, start = stage.read_settings(Args, __doc__)
+    device, autocast, scaler = stage.set_up_process(args)
 
     # 2. Data, tokenised before the process group exists: that may take longer than a collective waits.
     tokenizer = load_tokenizer(args.tokenizer_path)
@@ -106,10 +109,10 @@ def main() -> None:
     utils.setup_seed(args.seed)
 
     # 4. Model config, and the checkpoint to resume from; that of another run is refused.
-    lm_config = next_token.model_config(tokenizer, args, start)
+    lm_config = model_config(tokenizer, args, start)
     where = {"save_dir": args.checkpoint_dir, "resume_from": args.resume_from}
     checkpoint = utils.lm_checkpoint(lm_config, args.save_weight, **where) if args.from_resume else None
-    args, run = utils.resolve_settings_and_check_resume(args, checkpoint, lm_config, train_set, eval_set)
+    args, run = stage.resolve_settings_and_check_resume(args, checkpoint, lm_config, train_set, eval_set)
     if checkpoint is not None and is_finished(args, run, checkpoint):
         return
 
@@ -121,7 +124,7 @@ def main() -> None:
     objective = Objective()
     model, _ = utils.init_model(lm_config, args.from_weight, args.tokenizer_path, args.save_dir)
     model = objective.extend_model(model, args)
-    model = utils.compile_and_wrap(model, args, device, autocast, train_set)
+    model = stage.compile_and_wrap(model, args, device, autocast, train_set)
     optimizer = objective.optimizer(model, args)
 
     # 7. The state of the run, restored from the checkpoint.
@@ -130,7 +133,7 @@ def main() -> None:
         model=model, optimizer=optimizer, scaler=scaler, autocast=autocast, device=device,
         objective=objective, schedule=schedule,
     )  # fmt: skip
-    utils.begin_run(state, checkpoint, train_set, eval_set)
+    stage.begin_run(state, checkpoint, train_set, eval_set)
 
     # 8. Train.
     with training_files(state, wandb):

@@ -33,11 +33,11 @@ from llm.training.tasks.base_task import TrainingTask
 from llm.training.tasks.language_model import FullSFT, Pretrain
 from llm.training.tasks.regression_task import RegressionTask
 from trainer.devices.device import check_dtype, select_device
-from trainer.run.errors import StopRequest, training_errors, translated_failures
-from trainer.run.paths import output_folders, run_name
+from trainer.devices.errors import StopRequest, training_errors, translated_failures
 from trainer.run.resume import check_utf8
 from trainer.run.saving import complete_moves
-from trainer.trainer_utils import check_names
+from trainer.stage import check_names
+from trainer.weights.paths import output_folders, run_name
 
 C = TypeVar("C")
 AVAILABLE_TASKS: dict[str, type[TrainingTask]] = {

@@ -12,7 +12,7 @@ from scripts.planning.stages import N_EVALS, Stage
 from scripts.runs.run import FORECAST
 from trainer import train_pretrain
 from trainer.report.metrics import duration
-from trainer.run.paths import run_name
+from trainer.weights.paths import run_name
 
 LOG_POINTS = 20  # of a stage
 WORDS = {

@@ -17,9 +17,10 @@ from dataset.token_cache import load_tokenizer
 from scripts.timing import time_updates
 from trainer.devices.device import device_and_precision
 from trainer.loop import evaluate
-from trainer.objectives.next_token import Batch, NextToken, model_config, next_token_loss, to_device
+from trainer.objectives.next_token import Batch, NextToken, next_token_loss, to_device
 from trainer.run.state import TrainState
-from trainer.trainer_utils import compile_and_wrap
+from trainer.stage import compile_and_wrap
+from trainer.weights.config import model_config
 
 USABLE = 0.8  # share of the free memory
 STATE = 16  # bytes per parameter: weight, gradient and two moments of AdamW, in float32

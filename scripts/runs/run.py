@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from trainer.report.metrics import log_record
-from trainer.run.paths import settings_path
+from trainer.weights.paths import settings_path
 
 ENDING = "_metrics.jsonl"
 FORECAST = "plan.json"  # in the folder of the runs, of scripts/plan.py

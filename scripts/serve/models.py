@@ -11,7 +11,7 @@ from typing import Any
 from common.errors import printable
 from model.sampling import Sampling
 from scripts.serve.protocol import ApiError
-from trainer.run.paths import shape_in_name
+from trainer.weights.paths import shape_in_name
 
 # what MiniMind's clients call the model: whatever the server has, unless a file has this name
 ANY_MODEL = re.compile(r"(.*/)?minimind[\w.-]*(:latest)?|model-identifier", re.IGNORECASE)

@@ -17,7 +17,7 @@ from model.model_minimind import MiniMindConfig
 from tests.conftest import ROOT
 from tests.stage_process import Faults, run
 from trainer import train_full_sft, train_pretrain
-from trainer.objectives.next_token import SHAPE, model_config
+from trainer.weights.config import SHAPE, model_config
 from trainer.weights.for_tools import add_trained_model_flags, given_shape
 
 MINIMIND = {  # defaults of MiniMind that a run here must have, too

@@ -31,13 +31,13 @@ from dataset.token_cache import load_tokenizer
 from model import losses
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from trainer import train_distillation, train_dpo, train_full_sft, train_grpo, train_lora, train_ppo
-from trainer.devices.compiling import compile_model
 from trainer.devices.device import mixed_precision
 from trainer.loop import train_update, update_size
-from trainer.objectives import lora
-from trainer.objectives.ppo import ActorCritic
+from trainer.rollouts.ppo import ActorCritic
 from trainer.rollouts.settings import make_rollouts
+from trainer.run.compiling import compile_model
 from trainer.run.state import TrainState
+from trainer.weights import lora
 
 ROOT = Path(__file__).resolve().parents[2]
 FIRST, SECOND = torch.device("cuda", 0), torch.device("cuda", 1)

@@ -15,12 +15,12 @@ from dataset.lm_dataset import collate_flat
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from tests.model.test_model_minimind import stock
 from tests.trainer.test_recipe import padded
-from trainer.devices.compiling import compile_model, compiler_problem
 from trainer.devices.device import mixed_precision, native_bfloat16, native_float16, prepare_device
 from trainer.devices.wrapping import full_tensor, unwrap, wrap_model
 from trainer.loop import train_update, update_size
 from trainer.objectives.next_token import NextToken
 from trainer.optim.build import build_optimizer
+from trainer.run.compiling import compile_model, compiler_problem
 from trainer.run.state import TrainState
 
 SHAPES = {"dense": False, "moe": True}  # use_moe

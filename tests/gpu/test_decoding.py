@@ -23,8 +23,8 @@ from tests.gpu import parts
 from tests.gpu.parts import SHAPES, dtypes
 from tests.model.test_model_minimind import stock
 from trainer.devices.wrapping import decoding_model
-from trainer.run.paths import weight_path
 from trainer.weights.files import save_weights
+from trainer.weights.paths import weight_path
 
 LOG_PROBS = {"float32": 1e-4, "bfloat16": 0.1, "float16": 0.05}  # limits of distances, in nats
 STEP = 611  # of the model that counts

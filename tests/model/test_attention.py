@@ -1,11 +1,13 @@
-"""Attention by CUTLASS's kernel, which only GPUs have, beside a call for each sample."""
+"""The kernels beside the plain definition, `attend`: padded, decoding, flat; CUTLASS's, which only GPUs have, by
+a stand-in."""
 
 import pytest
 import torch
 from torch import Tensor
 
-from model import attention
-from model.attention import Spans, flat_attention
+from model import kernels
+from model.attention import Spans, flat_attention, padded_attention, seen_with_padding
+from model.model_minimind import MiniMindConfig
 
 
 def probabilities(q: Tensor, k: Tensor) -> Tensor:
@@ -48,7 +50,7 @@ def backward(grad, q, k, v, bias, out, ends_q, ends_k, *_, **__) -> tuple:
 @pytest.fixture
 def kernel(monkeypatch):
     """The kernel on a CPU."""
-    monkeypatch.setattr(attention, "has_cutlass_kernel", lambda values: True)
+    monkeypatch.setattr(kernels, "has_cutlass_kernel", lambda values: True)
     with torch.library._scoped_library("aten", "IMPL") as library:
         library.impl("_efficient_attention_forward", forward, "CPU")
         library.impl("_efficient_attention_backward", backward, "CPU")
@@ -74,10 +76,36 @@ def test_one_kernel_gives_what_a_call_for_each_sample_does(shared, request):
     inputs = [torch.randn(sum(lengths), heads, 16, requires_grad=True) for heads in (4, 2, 2)]
     grad = torch.randn_like(inputs[0])
 
-    def found() -> list[Tensor]:
+    def found(spans: Spans) -> list[Tensor]:
         out = flat_attention(*inputs, spans)
         return [out.detach(), *torch.autograd.grad(out, inputs, grad)]
 
-    right = found()
+    right = found(spans._replace(config=MiniMindConfig()))  # as if `score` were another one: `attend`
+    torch.testing.assert_close(found(spans), right, rtol=1e-5, atol=1e-5)
     request.getfixturevalue("kernel")
-    torch.testing.assert_close(found(), right, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found(spans), right, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("before", [0, 5], ids=["whole", "behind a cache"])
+@pytest.mark.parametrize("length", [1, 7])
+def test_padded_and_decoding_forms_are_the_plain_one(length, before):
+    """Grouped heads, with rows that end earlier; against scores and a softmax for each head and query alone."""
+    torch.manual_seed(0)
+    end, config = before + length, MiniMindConfig()
+    q = torch.randn(3, length, 4, 16, dtype=torch.float64)
+    k, v = (torch.randn(3, end, 2, 16, dtype=torch.float64) for _ in range(2))
+    real = torch.ones(3, end)
+    real[1, :2] = 0
+    seen = seen_with_padding(config, real, 3, length, before, end, "cpu")
+    by_kernel = padded_attention(q, k, v, seen)
+    plain = padded_attention(q, k, v, seen._replace(other_scores=True))
+    for row in range(3):
+        for place in range(length):
+            if not real[row, before + place]:
+                continue
+            keys = [i for i in range(before + place + 1) if real[row, i]]
+            for head in range(4):
+                scores = k[row, keys, head // 2] @ q[row, place, head] / 4
+                want = scores.softmax(0) @ v[row, keys, head // 2]
+                torch.testing.assert_close(by_kernel[row, place, head], want, rtol=1e-9, atol=1e-9)
+                torch.testing.assert_close(plain[row, place, head], want, rtol=1e-5, atol=1e-5)

@@ -14,8 +14,8 @@ from model.lora import LoRALinear
 from model.model_minimind import FeedForward, MiniMindForCausalLM, RMSNorm
 from model.sampling import Sampling
 from tests.model.test_model_minimind import VOCAB, build, flat_batch, padded_batch, ragged, stock
-from trainer.objectives.lora import add_adapters
 from trainer.objectives.next_token import model_inputs
+from trainer.weights.lora import add_adapters
 
 WINDOW, SINKS = 6, 4
 APPLY_ROTARY = model_minimind.apply_rotary
@@ -32,6 +32,16 @@ def window_with_sinks(queries: Tensor, keys: Tensor, config) -> Tensor:
 
 def sliding_window(patch) -> None:
     patch.setattr(attention, "visible", window_with_sinks)
+
+
+def soft_cap(patch) -> None:
+    patch.setattr(attention, "score", lambda scores, queries, keys, config: 2 * (scores / 2).tanh())
+
+
+def biased_window(patch) -> None:
+    """Both rules: ALiBi's bias within a window."""
+    sliding_window(patch)
+    patch.setattr(attention, "score", lambda scores, queries, keys, config: scores - 0.1 * (queries - keys))
 
 
 class Squared(FeedForward):
@@ -70,7 +80,7 @@ def other_rotary(patch) -> None:
     patch.setattr(model_minimind, "apply_rotary", interleaved)
 
 
-EDITS = [layer_norm, sliding_window, other_layer, other_head, other_rotary]
+EDITS = [layer_norm, sliding_window, soft_cap, biased_window, other_layer, other_head, other_rotary]
 
 
 def adapted(shape: str, adapters: bool) -> MiniMindForCausalLM:

@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers.cache_utils import DynamicCache
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from common.errors import UserError
@@ -369,3 +370,17 @@ def test_an_empty_micro_batch_has_gradients_of_zero(shape):
     (out.loss + out.aux_loss).backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
     assert out.loss == 0 and not any(parameter.grad.any() for parameter in model.parameters())
+
+
+def test_names_that_a_forward_pass_does_not_know_are_refused_and_the_cache_has_two():
+    """What it swallowed could not be obeyed: transformers 5.24 gives the cache another name."""
+    model, ids = build("dense"), ragged([9])[0][None]
+    for options in ({"cash": 1}, {"output_hidden_states": True}):
+        with pytest.raises(TypeError, match=min(options)):
+            model(ids, **options)
+    with torch.no_grad():
+        whole = model(ids).logits[:, -1]
+        for name in ("past_key_values", "cache"):
+            cache = DynamicCache()
+            model(ids[:, :5], **{name: cache})
+            torch.testing.assert_close(model(ids[:, 5:], **{name: cache}).logits[:, -1], whole)

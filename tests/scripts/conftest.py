@@ -11,8 +11,8 @@ import torch
 
 from common.command_line import one_line_errors
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
-from trainer.run.paths import weight_path
 from trainer.weights.files import save_weights
+from trainer.weights.paths import weight_path
 
 
 @pytest.fixture

@@ -16,9 +16,9 @@ from tests.conftest import ROOT
 from tools.convert import gguf_file, hugging_face, parity
 from tools.convert.gguf_file import pattern_name, read_gguf
 from tools.convert.hugging_face import read_stock
-from trainer.run.paths import run_name
 from trainer.weights.files import read_model, save_weights, tokenizer_folder
 from trainer.weights.for_tools import load_path
+from trainer.weights.paths import run_name
 
 SHAPES = {"dense": {}, "moe": {"use_moe": True, "num_experts": 3, "num_experts_per_tok": 2}}
 TOKENS = 500

@@ -6,9 +6,9 @@ import torch
 
 from common.settings import ROOT, StageArgs
 from dataset.token_cache import load_tokenizer
-from trainer.objectives.next_token import model_config
 from trainer.report.metrics import read_metrics
 from trainer.trainer_utils import init_model
+from trainer.weights.config import model_config
 from trainer.weights.files import save_weights
 
 # figures of a record that are not of time

@@ -9,12 +9,12 @@ from torch._dynamo.testing import CompileCounter
 from torch._dynamo.utils import counters
 from torch.nn.utils import clip_grad_norm_
 
-from model import attention
+from model import kernels
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from tests.stage_process import context, finish, free_port, rank_variables
-from trainer.devices.compiling import compile_model
 from trainer.devices.process_group import leave_process_group
 from trainer.devices.wrapping import full_tensor, unwrap, wrap_model
+from trainer.run.compiling import compile_model
 from trainer.trainer_utils import init_distributed_mode
 
 # tokens and samples; experts are captured once more for the batches of a single sample
@@ -100,7 +100,7 @@ def _rank(rank: int, port: int, folder: str) -> None:
     os.environ |= rank_variables(rank, 2, port)
     torch.set_num_threads(1)
     init_distributed_mode()
-    attention.attention_by_sample = of_itself
+    kernels.attention_by_sample = of_itself
     compile_in_place, found = torch.nn.Module.compile, {}
     for parallel, use_moe in CASES:
         torch.compiler.reset()

@@ -53,11 +53,25 @@ def test_accumulation_and_ranks_change_nothing(prompts, tmp_path):
     run("grpo", grpo_flags(prompts, tmp_path / "two", **cut), ranks=2)
     name = "grpo_32_moe"
     assert_close_figures(tmp_path / "one", tmp_path / "two", name)
+    for folder in ("one", "two"):  # the trainer says of the sampled tokens what the sampler said
+        gaps = records(tmp_path / folder, name, ("sampling_logp_difference", "sampling_logp_difference_max"))
+        assert all(0 <= mean <= largest < 1e-4 for mean, largest in gaps)
     again = grpo_flags(prompts, tmp_path / "killed", from_resume=1, **cut)
     stopped = Faults(signals={5: signal.SIGTERM})
     run("grpo", again, stopped, ranks=2, status=128 + signal.SIGTERM)
     run("grpo", again, ranks=2)
     assert_same_run(tmp_path / "two", tmp_path / "killed", name, SAMPLED)
+
+
+def test_decoding_that_computes_something_else_is_noticed(prompts, tmp_path):
+    """As where a change of the model forgets one of its forms."""
+    script = "from model import cpu; one = cpu.attention_of_one_query\n"
+    script += "cpu.attention_of_one_query = lambda q, k, v, mask: one(q * 30, k, v, mask) * 3"
+    run("grpo", grpo_flags(prompts, tmp_path, eval_interval=0, epochs=1), Faults(script=script))
+    ((mean, largest), *_) = records(
+        tmp_path, "grpo_32", ("sampling_logp_difference", "sampling_logp_difference_max")
+    )
+    assert largest > mean > 1e-3, (mean, largest)
 
 
 def test_resumed_in_a_rollout_with_another_number_of_ranks(prompts, tmp_path):

@@ -76,6 +76,42 @@ def test_what_a_loss_shows_is_a_mean_since_the_last_record():
             update(state, (1,))
 
 
+class BeforeTheStep(NextToken):
+    """Leaves a layer alone, halves the other gradients, and measures them after each micro-batch and at the
+    end."""
+
+    def __init__(self):
+        self.norms = []
+
+    def after_micro_batch(self, state, number):
+        self.norms.append((number, grad_norm(state.model)))
+
+    def before_step(self, state, window):
+        whole = grad_norm(state.model)
+        for name, parameter in state.model.named_parameters():
+            parameter.grad = None if "layers.0" in name else parameter.grad / 2
+        return {"twice": (2 * whole, 1), "of_windows": (len(window), 1)}
+
+
+def grad_norm(model) -> torch.Tensor:
+    return torch.stack([p.grad.square().sum() for p in model.parameters() if p.grad is not None]).sum().sqrt()
+
+
+def test_gradients_may_be_changed_before_the_step():
+    """They are whole, and not clipped; what is measured stands in the record."""
+    state, plain = make_state(), make_state()
+    state.objective = BeforeTheStep()
+    before = {name: p.detach().clone() for name, p in state.model.named_parameters()}
+    found, usual = update(state, (1, 3, 5)), update(plain, (1, 3, 5))
+    first, second, whole = (norm for _, norm in state.objective.norms)
+    assert [number for number, _ in state.objective.norms] == [0, 1, 2] and first != second
+    assert found["twice"][0] == pytest.approx(2 * float(whole), rel=1e-6)
+    assert float(whole) == pytest.approx(usual["grad_norm"][0], rel=1e-3)
+    assert found["of_windows"] == (3.0, 1.0) and 0 < found["grad_norm"][0] < usual["grad_norm"][0] / 1.9
+    changed = {name for name, p in state.model.named_parameters() if not torch.equal(p, before[name])}
+    assert changed and not any("layers.0" in name for name in changed)
+
+
 def test_an_evaluation_divides_by_the_targets_or_by_the_count():
     state = make_state()
     state.objective = Shows()

@@ -18,8 +18,9 @@ from tests.conftest import ROOT, write_jsonl
 from tests.stage_process import run
 from tests.trainer.stage_flags import flags
 from trainer import train_full_sft
-from trainer.objectives.next_token import model_config
-from trainer.trainer_utils import init_model, read_settings, read_start_weights
+from trainer.stage import read_settings, read_start_weights
+from trainer.trainer_utils import init_model
+from trainer.weights.config import model_config
 from trainer.weights.files import save_weights, tokenizer_folder
 from trainer.weights.for_tools import load_path
 

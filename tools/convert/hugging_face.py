@@ -22,8 +22,8 @@ from transformers import (
 from common.errors import UserError
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from model.sampling import default_sampling
-from trainer.run.paths import CONFIG_FILE, WEIGHTS_FILE
 from trainer.weights.files import write_tokenizer
+from trainer.weights.paths import CONFIG_FILE, WEIGHTS_FILE
 
 # Fields that a stock config need not say: which kind it is; of training; where the model comes from.
 NOT_EXPORTED = ("use_moe", "dropout", "tokenizer_sha256", "inference_rope_scaling")

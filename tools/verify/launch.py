@@ -16,7 +16,7 @@ import psutil
 from common.errors import UserError
 from common.settings import StageArgs
 from trainer.report.metrics import read_metrics
-from trainer.run.checkpoint import read_state
+from trainer.weights.checkpoint import read_state
 
 WAYS = ("SIGKILL to all processes", "SIGTERM", "SIGKILL to torchrun alone")
 MARK = "VERIFY_RESUME_LAUNCH"  # variable by which the processes of a launch are found

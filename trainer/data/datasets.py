@@ -20,8 +20,8 @@ from dataset.held_out import Split
 from dataset.lm_dataset import StageDataset, collate_flat
 from dataset.mixing import MixedDataset, split_weights
 from dataset.rollout_prompts import PromptDataset
+from trainer.devices.errors import LoaderFailure, ignore_stop_signals
 from trainer.devices.process_group import this_rank, world_size
-from trainer.run.errors import LoaderFailure, ignore_stop_signals
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -12,13 +12,20 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from common.errors import UserError
-from common.settings import StageArgs, setting
+from common.settings import FrozenModelArgs, StageArgs, setting
 from dataset.token_cache import load_tokenizer
 from trainer.devices.process_group import Logger
-from trainer.objectives.next_token import Batch, describe_size, frozen_model, target_logits, vocabulary_hash
-from trainer.run.paths import TOKENIZER_FILE, is_path
-from trainer.run.resume import FrozenModelArgs, weights_hash
-from trainer.weights.files import check_model_file, described_config, fill, find_weights, read_model
+from trainer.objectives.next_token import Batch, frozen_model, target_logits
+from trainer.weights.config import describe_size, vocabulary_hash
+from trainer.weights.files import (
+    check_model_file,
+    described_config,
+    fill,
+    find_weights,
+    read_model,
+    weights_hash,
+)
+from trainer.weights.paths import TOKENIZER_FILE, is_path
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

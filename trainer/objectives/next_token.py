@@ -1,7 +1,6 @@
-"""What makes a run the training of a language model: its config, its loss on flat batches, and their size."""
+"""What a stage learns: the base class of all objectives, the loss of the next token on flat batches, and
+their size."""
 
-import hashlib
-import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,86 +9,17 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from common.errors import UserError
-from common.settings import ModelConfig
 from model.losses import cross_entropy
 from trainer.optim.build import build_optimizer
 from trainer.report.speed import Size, training_flops
-from trainer.run.checkpoint import Writer
+from trainer.weights.checkpoint import Writer
 from trainer.weights.files import save_weights
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 
-# a field that a reader adds is of the shape, too
-SHAPE = [name for name in ModelConfig.model_fields if name not in ("dropout", "tokenizer_path")]
 Batch = dict[str, Any]  # flat; see `collate_flat` in dataset/lm_dataset.py
 Metrics = Mapping[str, Tensor | tuple[Tensor, Tensor]]  # sums over the targets, or pairs (sum, count)
-
-
-def model_config(
-    tokenizer: "PreTrainedTokenizerBase",
-    shape: ModelConfig,
-    start: "MiniMindConfig | None" = None,
-    **fields: Any,
-) -> "MiniMindConfig":
-    """The config of a model of this shape with this tokenizer's vocabulary and special tokens.
-
-    start: the config of the weights that it starts from. fields: those that are no settings, such as
-    `head_dim`. Raises UserError if the start weights were trained with another tokenizer."""
-    from model.model_minimind import MiniMindConfig
-
-    values: dict[str, Any] = {"vocab_size": len(tokenizer)} | fields
-    if start is not None:
-        check_tokenizer(tokenizer, shape.tokenizer_path, start)
-        values |= start.own_fields()
-    values |= tokenizer_fields(tokenizer)
-    values |= {name: getattr(shape, name) for name in (*SHAPE, "dropout")}
-    return MiniMindConfig(**values)
-
-
-def tokenizer_fields(tokenizer: "PreTrainedTokenizerBase") -> dict[str, Any]:
-    """The fields of a config that come from the tokenizer: its special tokens and its hash."""
-    special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos")}
-    return special | {"tokenizer_sha256": vocabulary_hash(tokenizer)}
-
-
-def vocabulary_hash(tokenizer: "PreTrainedTokenizerBase") -> str:
-    """SHA-256 of a tokenizer's tokens and their ids; its template and its version do not count."""
-    tokens = sorted(tokenizer.get_vocab().items())
-    return hashlib.sha256(json.dumps(tokens).encode()).hexdigest()
-
-
-def check_tokenizer(
-    tokenizer: "PreTrainedTokenizerBase", path: str | Path, lm_config: "MiniMindConfig", exactly: bool = False
-) -> None:
-    """Refuse a tokenizer (in the folder `path`) that is not the one of the model, as far as its config says
-    which that is, or that does not fit the vocabulary; `exactly`: nor may it be smaller."""
-    tokens, vocabulary = len(tokenizer), lm_config.vocab_size
-    advice = "take the tokenizer that the weights were trained with"
-    if tokens > vocabulary or (exactly and tokens != vocabulary):
-        raise UserError(
-            f"--tokenizer_path {path}: the tokenizer has {tokens} tokens, the model's vocabulary "
-            f"{vocabulary}; {advice}"
-        )
-    known = lm_config.tokenizer_sha256
-    if known is not None and known != vocabulary_hash(tokenizer):
-        raise UserError(
-            f"--tokenizer_path {path}: the tokenizer has other tokens than that of the weights, for which "
-            f"every text would be gibberish; {advice}"
-        )
-
-
-def describe_size(model: "MiniMindForCausalLM") -> str:
-    """The number of parameters, as text for people."""
-    params, config = sum(p.numel() for p in model.parameters()), model.config
-    if not config.use_moe:
-        return f"model: {params / 1e6:.2f} M parameters"
-    experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
-    idle = experts * (1 - config.num_experts_per_tok / config.num_experts)
-    return f"model: {params / 1e6:.2f} M parameters (active per token: {(params - idle) / 1e6:.2f} M)"
 
 
 class Objective:
@@ -118,7 +48,7 @@ class Objective:
 
     def load_frozen(self, args: Any, device: torch.device) -> None:
         """Load frozen models other than `reference`, such as a teacher, onto the device. Their flags are a
-        subclass of `FrozenModelArgs` (run/resume.py), which has them compared and not overwritten."""
+        subclass of `FrozenModelArgs` (common/settings.py), which has them compared and not overwritten."""
 
     def prepare(self, state: Any, window: list[Batch]) -> list[Batch]:
         """The micro-batches to train of those that the loader gave, such as rollouts of prompts."""
@@ -132,6 +62,16 @@ class Objective:
         """Sums, each []: of the losses of the targets, of the auxiliary losses of the tokens, and of metrics
         by name: over the targets, or a pair (sum, count), such as those of one source."""
         return next_token_loss(model, batch)
+
+    def after_micro_batch(self, state: Any, number: int) -> None:
+        """After the backward pass of micro-batch `number` of an update, from 0. The gradients are the sums so
+        far, of this rank alone until the last one; in float16 times the scale of the gradient scaler."""
+
+    def before_step(self, state: Any, window: list[Batch]) -> Metrics:
+        """The gradients of an update are complete, on all ranks alike, and not clipped yet: change them, or
+        make those None of parameters that this update leaves alone. window: this rank's micro-batches.
+        Returns metrics like those of `loss`."""
+        return {}
 
     def held_out(self, model: nn.Module, batch: Batch, args: Any) -> Metrics:
         """The same of a held-out batch, by name; `loss` is one of them."""
@@ -186,15 +126,6 @@ def target_samples(batch: Batch) -> Tensor:
     """The sample id of each target [M], on the host: for a metric of some samples only."""
     number = torch.searchsorted(batch["cu_seqlens"], batch["target_index"], right=True) - 1
     return batch["sample_ids"][number.cpu()]
-
-
-def scalar_head(model: "MiniMindForCausalLM") -> "MiniMindForCausalLM":
-    """Replace a model's head, in place, by one of one number per position, which begins at 0."""
-    model.config.tie_word_embeddings = False
-    model.lm_head = nn.Linear(model.config.hidden_size, 1)
-    for parameter in model.lm_head.parameters():
-        nn.init.zeros_(parameter)
-    return model
 
 
 def frozen_model(model: "MiniMindForCausalLM", device: torch.device) -> "MiniMindForCausalLM":

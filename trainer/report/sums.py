@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from trainer.devices.process_group import gather
 
 Figures = dict[str, tuple[float, float]]  # (sum, count), of which the quotient is reported
 COUNT = "/count"  # ends the name of a count beside its sum
+MAX = "/max"  # ends the name of a largest value
 # of each record, which no metric may be named like
 RECORD_FIELDS = {
     *("update", "epoch", "step", "iters", "loss", "logits_loss", "aux_loss", "mean_loss", "grad_norm"),
@@ -20,12 +21,23 @@ RECORD_FIELDS = {
 }
 
 
+class Largest(NamedTuple):
+    """A metric [] of which the largest value is reported, over the micro-batches and ranks of an update; over
+    several updates the mean of these."""
+
+    value: Tensor
+
+
 def add_sums(sums: dict[str, Tensor], values: Mapping[str, Any], device: torch.device) -> None:
-    """Add values by name, each [] or a pair (sum, count), to the sums so far; of a pair the count stands
-    under `<name>/count`."""
+    """Add values by name, each [], a pair (sum, count), or the `Largest`, to the sums so far; of a pair the
+    count stands under `<name>/count`, a largest value under `<name>/max`."""
     # of sums over many tokens
     exact = torch.float32 if device.type == "mps" else torch.float64
     for name, value in values.items():
+        if isinstance(value, Largest):
+            largest = value.value.to(device, exact).detach()
+            sums[name + MAX] = torch.maximum(sums.get(name + MAX, largest), largest)
+            continue
         parts = {name: value}
         if isinstance(value, tuple):
             parts = {name: value[0], name + COUNT: value[1]}
@@ -51,7 +63,9 @@ def update_figures(total: dict[str, float], targets: float, tokens: float) -> Fi
     once."""
     figures = {}
     for name, value in total.items():
-        if name + COUNT in total:
+        if name.endswith(MAX):
+            figures[name.removesuffix(MAX)] = value, 1.0
+        elif name + COUNT in total:
             figures[name] = value, total[name + COUNT]
         elif not name.endswith(COUNT):
             number = tokens if name == "aux_loss" else targets

@@ -12,6 +12,7 @@ RISES = 3  # of eval_loss in a row
 SAME = 0.005  # evaluations differ by chance by this share
 SMALL_RATE = 1e-4  # for weights that have not read much
 HARDLY = 0.02  # a loss that falls by less than this share at such a rate
+LARGEST_ROUNDING = 0.1  # nats a token, on the average; in bfloat16 some hundredths
 MIN_DISTINCT_TRIGRAMS = 0.5  # in the answers to the sample prompts
 
 SENTENCES = {
@@ -138,9 +139,15 @@ def loss_rise(records: list[Record], facts: dict[str, Any]) -> tuple[float, int,
 def advice_on_rollouts(records: list[Record], facts: dict[str, Any]) -> list[tuple[str, str]]:
     """What rewards and completions tell."""
     found = []
+    gap = records[-1].get("sampling_logp_difference")
+    if gap is not None and gap > LARGEST_ROUNDING:
+        text = (
+            f"the log-probabilities of the sampled tokens are {gap:.2f} nats from the sampler's in the mean: "
+        )
+        found.append(("sampling", f"{text}decoding does not compute what training does"))
     last = records[-LAST_RECORDS:]
     if len(last) < LAST_RECORDS:
-        return []
+        return found
     if all(record.get("frac_reward_zero_std", record.get("reward_std") == 0) == 1 for record in last):
         text = f"in the last {LAST_RECORDS} records all completions of a prompt got the same, which tells "
         found.append(("rewards", f"{text}none from another; take other prompts, or another --reward"))

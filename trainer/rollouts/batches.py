@@ -19,9 +19,9 @@ from dataset.rollout_prompts import RolloutPrompt
 from trainer.devices.process_group import gather, reduce_sum, this_rank, world_size
 from trainer.devices.wrapping import decoding_model, unwrap
 from trainer.objectives.next_token import Batch, Objective, flat_size, target_log_probs, to_device
-from trainer.objectives.policy import TOKEN_LEVEL, group_advantages
 from trainer.report.speed import Size
 from trainer.report.sums import Figures, add_figures, quotient
+from trainer.rollouts.policy import TOKEN_LEVEL, group_advantages
 from trainer.rollouts.rewards import Reward, compute
 from trainer.rollouts.writer import Trajectory, TrajectoryWriter
 from trainer.run.callbacks import Callback
@@ -59,7 +59,8 @@ def group_batches(model: nn.Module, rollouts: list[Judged], args: Any, device: t
 
 def flat_batch(written: list[Trajectory], loss_denominator: int) -> Batch:
     """The flat batch of trajectories; those to one prompt share it. With `lengths` [M], tokens of the
-    completion of each target, and `loss_denominator`, this micro-batch's part of it."""
+    completion of each target, `sampling_log_probs` [M], with which it was drawn, and `loss_denominator`, this
+    micro-batch's part of it."""
     samples = [
         {
             "input_ids": np.array(trajectory.tokens, dtype=np.int64),
@@ -73,6 +74,7 @@ def flat_batch(written: list[Trajectory], loss_denominator: int) -> Batch:
     batch: Batch = collate_shared([list(group) for _, group in groups])
     sampled = torch.tensor([trajectory.sampled for trajectory in written], dtype=torch.int64)
     batch["lengths"] = sampled.repeat_interleave(sampled).float()
+    batch["sampling_log_probs"] = torch.tensor(sum((trajectory.log_probs for trajectory in written), []))
     return batch | {"loss_denominator": loss_denominator}
 
 
@@ -263,7 +265,7 @@ class Rollouts(Callback, Objective):
         figures["completion_length"] = sampled, number
         figures["cut_share"] = sum(trajectory.is_cut for trajectory in written), number
         # estimated, per token
-        figures["entropy"] = -sum(trajectory.log_prob for trajectory in written), sampled
+        figures["entropy"] = -sum(sum(trajectory.log_probs) for trajectory in written), sampled
         alike = (rewards == rewards[:, :1]).all(dim=1).sum()
         figures["frac_reward_zero_std"] = int(alike), len(rewards)
         self.this_rollout = figures

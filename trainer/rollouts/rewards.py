@@ -18,7 +18,7 @@ import torch
 from common.errors import UserError, reason
 from common.plugins import import_named, user_code
 from model.answers import CALL, END_CALL, parse_call
-from trainer.run.paths import CONFIG_FILE, is_hugging_face
+from trainer.weights.paths import CONFIG_FILE, is_hugging_face
 
 LARGEST = 1e15  # of a reward and of its part in the sum: squares stay finite in float32
 OTHER_FIGURES = ("std", "square", "seconds")  # `reward_std` and so on are figures of all rewards together

@@ -5,13 +5,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import torch
 
-from common.settings import LONGEST, StageArgs, setting
+from common.settings import LONGEST, FrozenModelArgs, StageArgs, setting
 from model.sampling import COLDEST
 from trainer.rollouts.batches import Rollouts
 from trainer.rollouts.environments import Environment
 from trainer.rollouts.rewards import check_reward_model, load_rewards, reward_model, reward_parts
 from trainer.rollouts.writer import TrajectoryWriter
-from trainer.run.resume import FrozenModelArgs, files_hash
+from trainer.weights.files import files_hash
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -36,7 +36,7 @@ class Trajectory:
     messages: list[dict] = field(default_factory=list)  # turns and replies after the prompt's
     environment: Environment | None = None
     text: str = ""  # of the last turn
-    log_prob: float = 0.0  # sum over the sampled tokens
+    log_probs: list[float] = field(default_factory=list)  # of the sampled tokens
     is_cut: bool = False  # ended by a limit of tokens or turns
 
     @property
@@ -106,7 +106,7 @@ class TrajectoryWriter:
             for trajectory, answer in zip(group, written, strict=True):
                 trajectory.tokens += answer.tokens
                 trajectory.is_target += [True] * len(answer.tokens)
-                trajectory.log_prob += sum(answer.logprobs)
+                trajectory.log_probs += answer.logprobs
                 trajectory.is_cut = answer.finish == "length"
                 trajectory.text = str(self.tokenizer.decode(answer.tokens, skip_special_tokens=True))
                 trajectory.messages.append({"role": "assistant", "content": trajectory.text})

@@ -1,12 +1,9 @@
 """Whether a checkpoint belongs to this run: the run fingerprint, and what changes with another number of
 ranks."""
 
-import hashlib
-import json
 import math
 import subprocess
 import sys
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,43 +12,18 @@ import torch
 
 from common.errors import UserError, warn
 from common.plugins import imported_files
-from common.settings import ROOT, StageArgs
+from common.settings import ROOT, FrozenModelArgs, StageArgs
 from dataset.token_cache import file_hash
 from trainer.devices.device import autocast_dtype
 from trainer.devices.process_group import Logger, gather, world_size
 from trainer.optim.build import optimizer_settings
-from trainer.run import paths
 from trainer.run.callbacks import plain, utf8
+from trainer.weights import paths
+from trainer.weights.files import weights_hash
 
 Fingerprint = dict[str, Any]
 SOURCE_ROOMS = ("common", "model", "dataset", "trainer", "llm")
 A = TypeVar("A", bound=StageArgs)
-
-
-class FrozenModelArgs(StageArgs):
-    """Settings of a stage with frozen models other than its start weights, which a resumed run reads
-    again."""
-
-    def frozen_weights(self) -> dict[str, Path]:
-        """Flag -> path of the weights of another frozen model, such as a teacher."""
-        return {}
-
-    def frozen_hashes(self) -> dict[str, str | None]:
-        """The part of the run fingerprint that identifies other frozen models."""
-        return {}
-
-
-def files_hash(files: Sequence[Path]) -> str:
-    """SHA-256 of the contents of files."""
-    hashes = [file_hash(each) for each in files]
-    return hashes[0] if len(hashes) == 1 else hashlib.sha256(json.dumps(hashes).encode()).hexdigest()
-
-
-def weights_hash(path: Path) -> str | None:
-    """SHA-256 of weights, a file or a Hugging Face folder; None if there are none."""
-    if not path.exists():
-        return None
-    return files_hash(paths.model_files(path) if path.is_dir() else [path])
 
 
 def run_fingerprint(args: StageArgs, model: Fingerprint, data: Fingerprint, samples: int) -> Fingerprint:

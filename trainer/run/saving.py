@@ -20,15 +20,15 @@ import torch
 
 from common.errors import Interrupted, UserError, reason
 from common.files import link, read_errors, remove, sync, write_errors, write_json
-from common.settings import StageArgs
+from common.settings import FrozenModelArgs, StageArgs
+from trainer.devices.errors import end_loader_processes, translated_failures
 from trainer.devices.process_group import Logger, gather, is_main_process, meet, world_size
 from trainer.devices.wrapping import is_sharded, unwrap
 from trainer.report.metrics import MetricsLog
 from trainer.report.warnings import verdict
-from trainer.run import checkpoint, paths
-from trainer.run.errors import end_loader_processes, translated_failures
-from trainer.run.resume import Fingerprint, FrozenModelArgs, total_updates
+from trainer.run.resume import Fingerprint, total_updates
 from trainer.run.state import Progress, TrainState
+from trainer.weights import checkpoint, paths
 
 # --- an earlier run of this name
 

@@ -13,14 +13,14 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from common.settings import StageArgs
+from trainer.devices.errors import StopRequest
 from trainer.devices.process_group import Logger
 from trainer.objectives.next_token import Batch, Objective
 from trainer.report.metrics import MetricsLog
 from trainer.report.speed import Meter
 from trainer.run.callbacks import CallbackList
-from trainer.run.checkpoint import Writer
-from trainer.run.errors import StopRequest
 from trainer.run.resume import Fingerprint, total_updates
+from trainer.weights.checkpoint import Writer
 
 __all__ = ["Batch", "Progress", "Schedule", "TrainState"]
 

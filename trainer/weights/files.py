@@ -7,9 +7,11 @@ from stands in `<name>.json` beside them. Only of a file from elsewhere (MiniMin
 inferred, from its tensors and its name. Nothing in a file is executed.
 """
 
+import hashlib
 import json
 import platform
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -20,20 +22,21 @@ from common.contents import check_content
 from common.errors import UserError, reason
 from common.files import atomic_write, locked, new_path, read_errors, write_json
 from common.settings import ROOT
-from dataset.token_cache import load_tokenizer
+from dataset.token_cache import file_hash, load_tokenizer
 from trainer.devices.process_group import Logger, is_main_process
 from trainer.devices.wrapping import full_tensor, is_sharded, unwrap
-from trainer.run import checkpoint
-from trainer.run.paths import (
+from trainer.weights import checkpoint
+from trainer.weights.import_hf import flags_of, imported_config, read_folder
+from trainer.weights.paths import (
     ADAPTER_CONFIG,
     CONFIG_FILE,
     NAMED_SHAPE,
     TOKENIZER_FILE,
     TOKENIZER_FILES,
     is_hugging_face,
+    model_files,
     weight_files,
 )
-from trainer.weights.import_hf import flags_of, imported_config, read_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -311,6 +314,19 @@ def find_weights(save_dir: str | Path, weight: str, **asked: Any) -> Path:
         flags = " or ".join(f"--{name}" for name in differing)
         raise UserError(f"{save_dir} holds several weights {weight}: {names}; choose one with {flags}")
     return fitting[0]
+
+
+def files_hash(files: Sequence[Path]) -> str:
+    """SHA-256 of the contents of files."""
+    hashes = [file_hash(each) for each in files]
+    return hashes[0] if len(hashes) == 1 else hashlib.sha256(json.dumps(hashes).encode()).hexdigest()
+
+
+def weights_hash(path: Path) -> str | None:
+    """SHA-256 of weights, a file or a Hugging Face folder; None if there are none."""
+    if not path.exists():
+        return None
+    return files_hash(model_files(path) if path.is_dir() else [path])
 
 
 def fill(

@@ -14,11 +14,11 @@ from common.settings import ROOT, StageArgs
 from dataset.token_cache import load_tokenizer
 from trainer.devices.device import prepare_device, select_device
 from trainer.devices.process_group import Logger
-from trainer.objectives.lora import merge_adapter
-from trainer.objectives.next_token import SHAPE, check_tokenizer, describe_size, tokenizer_fields
-from trainer.run.paths import is_hugging_face
+from trainer.weights.config import SHAPE, check_tokenizer, describe_size, tokenizer_fields
 from trainer.weights.files import fill, find_weights, read_model, tokenizer_folder
 from trainer.weights.import_hf import read_sampling
+from trainer.weights.lora import merge_adapter
+from trainer.weights.paths import is_hugging_face
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

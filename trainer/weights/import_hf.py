@@ -18,7 +18,7 @@ from torch import Tensor
 from common.contents import check_content
 from common.errors import UserError, reason
 from model.sampling import DEFAULTS, Sampling
-from trainer.run.paths import CONFIG_FILE, PICKLED_WEIGHTS, model_files, shape_in_name
+from trainer.weights.paths import CONFIG_FILE, PICKLED_WEIGHTS, model_files, shape_in_name
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

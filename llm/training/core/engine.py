@@ -18,6 +18,7 @@ from llm.training.core.objective import TaskObjective
 from llm.training.core.utils import CheckpointManager, Logger, PerformanceMonitor
 from llm.training.data.base import DataModule
 from llm.training.tasks.base_task import TrainingTask
+from trainer import stage
 from trainer import trainer_utils as utils
 from trainer.data.datasets import steps_per_epoch
 from trainer.devices.device import device_and_precision
@@ -86,7 +87,7 @@ class TrainingEngine:
         model = self._build_model(args.from_weight if reads_start_weights else "none")
         extended = objective.extend_model(model, args)
         model = checked_type(objective, "extend_model", extended, nn.Module, "the model")
-        wrapped = utils.compile_and_wrap(model, args, device, autocast, data.train_dataset, task.frozen)
+        wrapped = stage.compile_and_wrap(model, args, device, autocast, data.train_dataset, task.frozen)
         self.device = device
         optimizer = task.build_optimizer(model)
         checked_type(task, "build_optimizer", optimizer, Optimizer, "an optimizer of torch")
@@ -107,7 +108,7 @@ class TrainingEngine:
         )  # fmt: skip
         self.checkpoint_manager.state = state
         state.callbacks += [*self.callbacks, self.performance_monitor]
-        utils.begin_run(state, checkpoint, data)
+        stage.begin_run(state, checkpoint, data)
 
     def _build_model(self, weights: str) -> nn.Module:
         """The task's model, with these start weights."""

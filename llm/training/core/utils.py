@@ -19,11 +19,11 @@ from llm.training.core.config import Config
 from trainer.devices.device import select_device
 from trainer.devices.process_group import leave_process_group, reduce_sum, world_size
 from trainer.devices.wrapping import unwrap
-from trainer.run import checkpoint
-from trainer.run.paths import log_path, resume_path, run_name
 from trainer.run.saving import save_checkpoint
 from trainer.run.state import TrainState
 from trainer.trainer_utils import init_distributed_mode, is_main_process
+from trainer.weights import checkpoint
+from trainer.weights.paths import log_path, resume_path, run_name
 
 
 class DistributedManager:

@@ -19,7 +19,7 @@ from trainer.objectives.next_token import Metrics, Objective
 from trainer.optim.build import build_optimizer
 from trainer.report.speed import Size
 from trainer.run.state import Batch
-from trainer.trainer_utils import warmup_cosine
+from trainer.stage import warmup_cosine
 
 
 class TrainingTask(ABC):

@@ -16,10 +16,12 @@ from llm.training.data.base import DataModule
 from llm.training.tasks.base_task import TrainingTask
 from trainer import train_full_sft, train_pretrain
 from trainer.data.datasets import epoch_samples, eval_loader, train_loader
-from trainer.objectives.next_token import Metrics, Objective, model_config
+from trainer.objectives.next_token import Metrics, Objective
 from trainer.report.speed import Size
 from trainer.run.state import Batch
-from trainer.trainer_utils import init_model, read_start_weights
+from trainer.stage import read_start_weights
+from trainer.trainer_utils import init_model
+from trainer.weights.config import model_config
 
 
 class StageDataModule(DataModule):

@@ -14,7 +14,7 @@ from llm.training import train as engine_command
 from tests.llm.training.test_engine import NAME, regression
 from tests.stage_process import Faults, run
 from tests.trainer.stage_flags import assert_same_run
-from trainer import trainer_utils
+from trainer import stage
 from trainer.report.metrics import read_metrics
 
 # a task and its data, that a case changes
@@ -172,7 +172,7 @@ def train(tmp_path, monkeypatch):
     """Trains with these settings in this process, as the command does, in the author's folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(trainer_utils, "matrix_rate", lambda device, dtype: 1e11)
+    monkeypatch.setattr(stage, "matrix_rate", lambda device, dtype: 1e11)
     monkeypatch.delitem(sys.modules, "mine", raising=False)
 
     def main(argv: list[str]) -> None:

@@ -16,9 +16,9 @@ import torch
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from scripts.serve.models import Models
 from tests.scripts.serve.servers import serving, user, wait_for
-from trainer.run.paths import weight_path
 from trainer.weights.files import save_weights
 from trainer.weights.for_tools import load_path
+from trainer.weights.paths import weight_path
 
 SHAPES = {"pretrain": (32, False), "full_sft": (48, False), "dpo": (32, True), "grpo": (32, False)}
 GOOD = {"pretrain_32", "full_sft_48", "dpo_32_moe", "grpo_32"}

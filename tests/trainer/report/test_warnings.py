@@ -47,6 +47,12 @@ def test_a_teacher_that_is_the_student():
     assert names(records([3.0], divergence=0.01)) == names(records([3.0], divergence=None)) == []
 
 
+def test_a_sampler_that_computes_something_else():
+    rollouts = {"reward": 0.5, "reward_std": 0.1, "frac_reward_zero_std": 0.0, "completion_length": 4.0}
+    assert names(records([0.1], **rollouts, sampling_logp_difference=0.3)) == ["sampling"]
+    assert names(records([0.1], **rollouts, sampling_logp_difference=0.03)) == []
+
+
 FALLING = [8.0 - 0.4 * i for i in range(12)]
 
 

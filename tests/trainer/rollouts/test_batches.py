@@ -12,11 +12,11 @@ import torch
 from common.errors import UserError
 from dataset.rollout_prompts import RolloutPrompt, collate_prompts
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
-from tests.trainer.objectives.test_policy import log_probs_one_by_one
+from tests.trainer.rollouts.test_policy import log_probs_one_by_one
 from tests.trainer.stage_flags import assert_same_tensors
 from trainer.data.datasets import epoch_samples, train_loader
-from trainer.objectives.ppo import PPO, ActorCritic, moved_since_rollout, token_advantages
 from trainer.rollouts.batches import Rollouts, rollout_size
+from trainer.rollouts.ppo import PPO, ActorCritic, moved_since_rollout, token_advantages
 from trainer.rollouts.rewards import Reward
 from trainer.rollouts.writer import Trajectory, TrajectoryWriter
 
@@ -64,7 +64,7 @@ class Scripted(TrajectoryWriter):
                 tokens = [*each.input_ids, *(10 + each.sample_id + i for i in range(length))]
                 text = f"{each.sample_id} {number}"
                 options = {"messages": [{"role": "assistant", "content": text}], "text": text}
-                options |= {"log_prob": -float(length), "is_cut": number == 3}
+                options |= {"log_probs": [-1.0] * length, "is_cut": number == 3}
                 written.append(Trajectory(each, number, tokens, [False] * 4 + [True] * length, **options))
         return written
 

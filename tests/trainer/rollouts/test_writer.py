@@ -80,7 +80,7 @@ def test_the_tokens_are_those_of_the_conversation_and_only_the_turns_are_targets
     assert found.tokens == tokenizer(whole.rstrip("\n"), add_special_tokens=False)["input_ids"]
     targets = [token for token, is_target in zip(found.tokens, found.is_target, strict=True) if is_target]
     assert tokenizer.decode(targets) == f"{CALL}<|im_end|>42<|im_end|>"
-    assert found.text == "42" and not found.is_cut and found.log_prob == -0.5 * found.sampled
+    assert found.text == "42" and not found.is_cut and found.log_probs == [-0.5] * found.sampled
     assert [message["role"] for message in found.messages] == ["assistant", "tool", "assistant"]
     first, second = (samplings[0][0] for _, samplings, _ in asked)
     assert (first, second) == tuple(Sampling(1.0, seed=seed_of(1, 5, 0, 0, turn)) for turn in (0, 1))
@@ -109,7 +109,10 @@ def test_a_group_may_be_larger_than_what_is_written_at_once(tokenizer, prompts, 
     found = TrajectoryWriter(tokenizer, 5, 1.0, 4, seed=1).write(model, [prompts[0], prompts[1]], 0)
     numbers = [(each.prompt.sample_id, each.number) for each in found]
     assert numbers == [(i, n) for i in (0, 1) for n in range(5)]
-    assert all(1 <= each.sampled <= 4 and each.log_prob < 0 for each in found)
+    assert all(
+        1 <= each.sampled <= 4 and len(each.log_probs) == each.sampled and max(each.log_probs) < 0
+        for each in found
+    )
 
 
 def test_a_turn_that_is_cut_gets_no_reply(tokenizer, prompts, written):

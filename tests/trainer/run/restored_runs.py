@@ -25,10 +25,17 @@ from torch.optim import (
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from trainer.devices.process_group import is_main_process, meet
 from trainer.devices.wrapping import freeze, unwrap, wrap_model
-from trainer.objectives.lora import add_adapters
 from trainer.optim.build import build_optimizer
-from trainer.run.checkpoint import first_difference, get_state, host_copy, read_file, set_state, write_state
 from trainer.trainer_utils import init_distributed_mode
+from trainer.weights.checkpoint import (
+    first_difference,
+    get_state,
+    host_copy,
+    read_file,
+    set_state,
+    write_state,
+)
+from trainer.weights.lora import add_adapters
 
 CONFIG = MiniMindConfig(hidden_size=32, num_hidden_layers=1, vocab_size=64)
 SAVED_AFTER, LATE, UPDATES = 2, 3, 4  # a late parameter has its first gradient in an update after the save

@@ -15,8 +15,8 @@ from tests.stage_process import Faults, StageProcess, run
 from tests.trainer.rollout_runs import rollout_flags, write_prompts
 from tests.trainer.run.restored_runs import KINDS, differences, make
 from tests.trainer.stage_flags import assert_same_run, flags, saved_state, write_start_weights
-from trainer.run import checkpoint
 from trainer.run.resume import source_files, warn_of_changes
+from trainer.weights import checkpoint
 
 # --- optimizers
 
@@ -142,7 +142,7 @@ def test_a_tensor_outside_the_model_is_refused():
 # --- the first save
 
 CALLBACK = """
-from trainer import trainer_utils
+from trainer import stage
 from trainer.run.callbacks import Callback
 
 class Counter(Callback):
@@ -157,11 +157,11 @@ class Counter(Callback):
     def load_state_dict(self, saved):
         {load}
 
-def add_callbacks(state, add=trainer_utils.add_callbacks):
+def add_callbacks(state, add=stage.add_callbacks):
     add(state)
     state.callbacks.append(Counter())
 
-trainer_utils.add_callbacks = add_callbacks
+stage.add_callbacks = add_callbacks
 """
 OTHER_DTYPE = """
 import torch

@@ -20,9 +20,10 @@ from dataset.token_cache import load_tokenizer
 from tests.conftest import ROOT
 from tests.stage_process import Faults, StageProcess, run, start_ranks
 from tests.trainer.stage_flags import assert_same_run, assert_same_tensors, flags, records, saved_state
-from trainer.objectives.next_token import model_config
 from trainer.report.metrics import read_metrics
-from trainer.run.resume import check_resume, environment, run_fingerprint, warn_of_changes, weights_hash
+from trainer.run.resume import check_resume, environment, run_fingerprint, warn_of_changes
+from trainer.weights.config import model_config
+from trainer.weights.files import weights_hash
 
 
 def sample_ids(files: list[Path]) -> list[int]:

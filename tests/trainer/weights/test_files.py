@@ -15,10 +15,11 @@ from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from tests.conftest import ROOT
 from tests.stage_process import run
 from tests.trainer.stage_flags import flags
-from trainer.objectives.next_token import model_config, vocabulary_hash
-from trainer.run.checkpoint import write_file
-from trainer.trainer_utils import init_model, read_start_weights
+from trainer.stage import read_start_weights
+from trainer.trainer_utils import init_model
 from trainer.weights import files as model_files
+from trainer.weights.checkpoint import write_file
+from trainer.weights.config import model_config, vocabulary_hash
 from trainer.weights.files import read_model, save_weights
 from trainer.weights.for_tools import load_path
 

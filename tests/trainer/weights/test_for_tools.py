@@ -9,11 +9,11 @@ from common.command_line import Parser
 from common.errors import UserError
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from tests.conftest import ROOT
-from trainer.run.paths import resume_path, run_name, shape_in_name, weight_path
 from trainer.trainer_utils import lm_checkpoint
 from trainer.weights.files import find_weights, save_weights
 from trainer.weights.for_tools import add_trained_model_flags, load_model, load_path
 from trainer.weights.import_hf import shape_of_tensors
+from trainer.weights.paths import resume_path, run_name, shape_in_name, weight_path
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 1}
 TINY = SMALL | {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 70}

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from trainer.devices.process_group import reduce_sum
 from trainer.devices.wrapping import unwrap
-from trainer.objectives.next_token import Batch, scalar_head, target_log_probs, target_logits, to_device
-from trainer.objectives.policy import policy_loss
+from trainer.objectives.next_token import Batch, target_log_probs, target_logits, to_device
 from trainer.report.speed import Size, training_flops
 from trainer.rollouts.batches import Judged, Rollouts, empty_batch, flat_batch, rollout_size
-from trainer.run.checkpoint import Writer
+from trainer.rollouts.policy import policy_loss, sampling_difference
 from trainer.run.state import TrainState
+from trainer.weights.checkpoint import Writer
 from trainer.weights.files import Description, save_weights
 
 if TYPE_CHECKING:
@@ -54,6 +54,15 @@ class ActorCritic(nn.Module):
         """Recompute the activations of both."""
         for model in (self.actor, self.critic):
             model.activation_checkpointing_enable(options)
+
+
+def scalar_head(model: "MiniMindForCausalLM") -> "MiniMindForCausalLM":
+    """Replace a model's head, in place, by one of one number per position, which begins at 0."""
+    model.config.tie_word_embeddings = False
+    model.lm_head = nn.Linear(model.config.hidden_size, 1)
+    for parameter in model.lm_head.parameters():
+        nn.init.zeros_(parameter)
+    return model
 
 
 def unwrapped(model: nn.Module) -> ActorCritic:
@@ -92,7 +101,7 @@ def policy_divergence(log_probs: Tensor, old: Tensor) -> Tensor:
     return (difference.exp() - difference - 1).sum()
 
 
-def actor_critic_loss(model: nn.Module, batch: Batch, args: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+def actor_critic_loss(model: nn.Module, batch: Batch, args: Any) -> tuple[Tensor, Tensor, dict[str, Any]]:
     """The loss of the stage: the sum of the policy's and the critic's losses over the sampled tokens, that of
     the auxiliary losses over all tokens, and metrics by name, each []. model: an ActorCritic. args: the
     settings of the stage."""
@@ -105,7 +114,7 @@ def actor_critic_loss(model: nn.Module, batch: Batch, args: Any) -> tuple[Tensor
     )  # fmt: skip
     critic = value_loss(values, old_values, batch["returns"], args.cliprange_value)
     metrics = {"value_loss": critic.detach(), "approx_kl": policy_divergence(log_probs.detach(), old)}
-    return loss + args.vf_coef * critic, aux_loss, metrics | figures
+    return loss + args.vf_coef * critic, aux_loss, metrics | figures | sampling_difference(old, batch)
 
 
 def critic_batches(model: nn.Module, rollouts: list[Judged], args: Any, device: torch.device) -> list[Batch]:

@@ -19,8 +19,8 @@ from common.files import atomic_write
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from tests.trainer.stage_flags import assert_same_tensors
 from trainer.optim.build import build_optimizer
-from trainer.run.checkpoint import Writer, get_state, read_file, set_state, write_state
 from trainer.trainer_utils import lm_checkpoint
+from trainer.weights.checkpoint import Writer, first_difference, get_state, read_file, set_state, write_state
 from trainer.weights.files import read_model
 
 CONFIG = MiniMindConfig(hidden_size=32, num_hidden_layers=1)
@@ -195,3 +195,11 @@ def test_a_state_from_before_the_first_step_changes_nothing(kind):
             optimizer.zero_grad()
     for model, _ in runs[1:]:
         assert_same_tensors(dict(model.state_dict()), dict(runs[0][0].state_dict()))
+
+
+def test_tensors_without_a_stride_of_their_own_are_compared():
+    """Of no elements, as a rollout has of which nothing is trained, and of one number that is repeated."""
+    empty, repeated = torch.tensor([], dtype=torch.int64).as_strided((0,), (0,)), torch.tensor([7]).expand(3)
+    for value in (empty, repeated):
+        assert first_difference({"a": value}, {"a": value.clone()}) is None
+    assert "has other values" in str(first_difference(repeated, torch.tensor([7, 7, 8])))

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.objectives.next_token import Batch, target_log_probs
+from trainer.report.sums import Largest
 
 TOKEN_LEVEL = ("dapo", "cispo")  # divided by the sampled tokens of an update; the others by its completions
 
@@ -67,9 +68,19 @@ def policy_loss(
     return loss, {"kl": (weight * kl).sum().detach(), "clip_ratio": (weight * clipped.to(logp.dtype)).sum()}
 
 
-def sampled_tokens_loss(
-    model: nn.Module, batch: Batch, args: Any
-) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+def sampling_difference(log_probs: Tensor, batch: Batch) -> dict[str, Any]:
+    """How far the trainer's log-probabilities [M] of the sampled tokens, under the weights that sampled them,
+    are from the sampler's, under TRL's names: rounding, unless decoding and training do not compute the
+    same."""
+    gaps = (log_probs.detach() - batch["sampling_log_probs"]).abs()
+    largest = gaps.max() if len(gaps) else gaps.sum()
+    return {
+        "sampling_logp_difference": (gaps.sum(), len(gaps)),
+        "sampling_logp_difference_max": Largest(largest),
+    }
+
+
+def sampled_tokens_loss(model: nn.Module, batch: Batch, args: Any) -> tuple[Tensor, Tensor, dict[str, Any]]:
     """The loss of a stage, from the batches of rollouts/batches.py: the sum of the policy loss over the
     sampled tokens, that of the auxiliary losses over all tokens, and the metrics of `policy_loss`, each [].
     args: the settings of the stage."""
@@ -79,4 +90,4 @@ def sampled_tokens_loss(
         log_probs, old, batch["advantages"], batch["lengths"], args.loss_type, args.epsilon,
         args.epsilon_high, batch.get("ref_log_probs"), args.beta,
     )  # fmt: skip
-    return loss, aux_loss, figures
+    return loss, aux_loss, figures | sampling_difference(old, batch)

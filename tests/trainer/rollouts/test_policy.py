@@ -9,8 +9,8 @@ import torch
 
 from dataset.lm_dataset import collate_flat
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
-from trainer.objectives.policy import TOKEN_LEVEL, group_advantages, policy_loss, sampled_tokens_loss
-from trainer.objectives.ppo import ActorCritic, actor_critic_loss
+from trainer.rollouts.policy import TOKEN_LEVEL, group_advantages, policy_loss, sampled_tokens_loss
+from trainer.rollouts.ppo import ActorCritic, actor_critic_loss
 
 LENGTHS = [3, 1, 5, 2]
 LOSS_TYPES = ("grpo", "dapo", "cispo")
@@ -103,7 +103,8 @@ def test_several_updates_of_one_rollout_are_those_of_the_formula(loss_type):
     with torch.no_grad():
         old, reference = (log_probs_one_by_one(model, batch, temperature) for model in (actor, start))
     advantages = torch.tensor([1.2, -0.7, 0.4, -1.5])
-    batch |= {"old_log_probs": old, "ref_log_probs": reference}
+    batch |= {"old_log_probs": old, "ref_log_probs": reference, "sampling_log_probs": old.clone()}
+    batch["sampling_log_probs"][3] -= 0.25
     batch["advantages"] = advantages.repeat_interleave(torch.tensor(LENGTHS))
     args = SimpleNamespace(temperature=temperature, epsilon=EPSILON, epsilon_high=EPSILON_HIGH, beta=beta)
     args.loss_type, as_written, model = loss_type, loss_type, actor
@@ -123,6 +124,9 @@ def test_several_updates_of_one_rollout_are_those_of_the_formula(loss_type):
         gradients = [torch.autograd.grad(each, parameters, retain_graph=True) for each in (loss, wanted)]
         for one, other in zip(*gradients, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
+        gaps, count_of_gaps = shown["sampling_logp_difference"]
+        largest = shown["sampling_logp_difference_max"].value
+        assert float(gaps) == pytest.approx(0.25) == float(largest) and count_of_gaps == sum(LENGTHS)
         ratio = (log_probs - old).exp()
         weight = 1 / batch["lengths"] if loss_type == "grpo" else 1.0  # shown as means of completions' means
         apart = reference - log_probs

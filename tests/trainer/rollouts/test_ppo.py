@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
-from tests.trainer.objectives.test_policy import sampled_batch
+from tests.trainer.rollouts.test_policy import sampled_batch
 from trainer.objectives.next_token import target_log_probs
-from trainer.objectives.ppo import ActorCritic, actor_critic_loss, critic_batches, token_advantages
+from trainer.rollouts.ppo import ActorCritic, actor_critic_loss, critic_batches, token_advantages
 from trainer.rollouts.writer import Trajectory
 
 EPSILON, CLIP, VF_COEF, BETA = 0.2, 0.15, 0.5, 0.04
@@ -40,6 +40,7 @@ def test_loss_and_gradient_are_those_of_the_formula():
     names = {"old_log_probs": log_probs, "ref_log_probs": log_probs, "old_values": values, "returns": values}
     batch = {name: near.detach() + torch.tensor(draw.randn(count) * 0.3) for name, near in names.items()}
     batch |= {"advantages": torch.tensor(draw.randn(count)), "lengths": torch.ones(count)}
+    batch["sampling_log_probs"] = batch["old_log_probs"]
     args = SimpleNamespace(temperature=1.0, epsilon=EPSILON, cliprange_value=CLIP, vf_coef=VF_COEF, beta=BETA)
     loss, _, shown = actor_critic_loss(lambda *_: (log_probs, values, torch.zeros(())), batch, args)
     wanted = 0.0

@@ -11,8 +11,8 @@ from common.errors import UserError
 from common.settings import StageArgs
 from dataset.lm_dataset import StageDataset
 from trainer import train_dpo, train_pretrain
-from trainer.devices import compiling
-from trainer.devices.compiling import check_cache_folder, compile_model, compiler_problem, compiles
+from trainer.run import compiling
+from trainer.run.compiling import check_cache_folder, compile_model, compiler_problem, compiles
 
 LONG = train_pretrain.Args(packing=True, max_seq_len=512, epochs=2, device="cpu")
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

@@ -7,7 +7,7 @@ import torch
 
 from common.errors import UserError
 from trainer.data.datasets import ProcessLoader
-from trainer.run.errors import translated_failures
+from trainer.devices.errors import translated_failures
 
 
 @pytest.fixture

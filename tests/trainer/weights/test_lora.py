@@ -10,7 +10,9 @@ from safetensors.torch import load_file
 from common.errors import UserError
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from tests.trainer.devices.test_wrapping import flat_batch
-from trainer.objectives.lora import (
+from trainer.objectives.next_token import next_token_loss, target_logits
+from trainer.weights.checkpoint import Writer
+from trainer.weights.lora import (
     TARGETS,
     adapter_state_dict,
     add_adapters,
@@ -18,8 +20,6 @@ from trainer.objectives.lora import (
     merge_adapter,
     save_adapter,
 )
-from trainer.objectives.next_token import next_token_loss, target_logits
-from trainer.run.checkpoint import Writer
 
 
 def base(use_moe: bool = False, **shape) -> MiniMindForCausalLM:
