@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from common.errors import UserError
-from model.sampling import Sampling, draw, penalise
+from model.sampling import Sampling, draw, forbid, penalise
 
 SLOTS = 128  # answers that `generate` writes at once
 READ_AT_ONCE = 512  # tokens of a prompt on a CPU: the mask and the activations of more take much memory
@@ -66,7 +66,7 @@ class Answer:
     sampling: Sampling
     max_new_tokens: int
     tokens: list[int] = field(default_factory=list)
-    # of these tokens under softmax(logits / temperature), with penalties
+    # of these tokens under softmax(logits / temperature), with penalties, among the allowed ones
     logprobs: list[float] = field(default_factory=list)
     finish: str | None = None
     cached: int = 0  # tokens whose keys and values are in the cache
@@ -226,6 +226,8 @@ class Decoder:
         for row, answer in enumerate(answers):
             if answer.sampling.has_penalty:
                 penalise(logits[row], answer.prompt, answer.tokens, answer.sampling)
+            if answer.sampling.allowed is not None:
+                forbid(logits[row], answer.sampling.allowed(answer.tokens))
         numbers = [len(answer.tokens) for answer in answers]
         tokens, logprobs = draw(logits, [answer.sampling for answer in answers], numbers)
         # one read for both; float32 holds whole numbers up to 2**24

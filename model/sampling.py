@@ -7,7 +7,7 @@ matter which other answers are drawn in the same call.
 Shape legend: R rows (answers), V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,9 @@ COLDEST = 1e-5  # a lower temperature takes the likeliest token: float32 has no 
 class Sampling:
     """How the tokens of one answer are drawn: from the `top_k` likeliest (0: all), of these from the smallest
     set with probability `top_p` (1: all). A temperature below COLDEST, such as 0, takes the likeliest,
-    always. Penalties change the logits before that (`penalise`)."""
+    always. Penalties change the logits before that (`penalise`).
+
+    allowed: gives the ids [N] of the tokens that may follow those of the answer; None: all may."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -31,6 +33,7 @@ class Sampling:
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
+    allowed: Callable[[Sequence[int]], Tensor] | None = None
 
     @property
     def has_penalty(self) -> bool:
@@ -89,6 +92,14 @@ def penalise(logits: Tensor, prompt: Sequence[int], answer: Sequence[int], sampl
         penalties = counts * sampling.frequency_penalty + sampling.presence_penalty
         seen, penalties = (each.to(logits.device, non_blocking=True) for each in (seen, penalties))
         logits[seen] -= penalties.to(logits.dtype)
+
+
+def forbid(logits: Tensor, allowed: Tensor) -> None:
+    """Make all tokens but the allowed ids [N] impossible in the logits [V], in place."""
+    allowed = allowed.to(logits.device, non_blocking=True)
+    kept = logits[allowed]
+    logits.fill_(-torch.inf)
+    logits[allowed] = kept
 
 
 def likeliest(probs: Tensor, samplings: Sequence[Sampling]) -> Tensor:

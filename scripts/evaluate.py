@@ -12,6 +12,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from math import log, sqrt
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from common.hub import local_path, shown_name
 from dataset.lm_dataset import PretrainDataset, SFTDataset, collate_flat
 from dataset.rollout_prompts import PromptDataset
 from model.generation import generate
-from model.sampling import Sampling
+from model.sampling import default_sampling
 from scripts.penalties import add_penalty_flags, check_penalties, with_penalties
 from scripts.text_table import text_table
 from trainer.devices.device import prepare_device, select_device
@@ -114,9 +115,10 @@ def judge_answers(args: argparse.Namespace, model: Any, tokenizer: Any) -> dict[
     longest = args.max_seq_len or model.config.max_position_embeddings - args.max_new_tokens
     thinking = float(args.open_thinking)
     prompts = PromptDataset(args.data_path, tokenizer, longest, thinking_ratio=thinking).prompts
-    greedy = [[with_penalties(Sampling(temperature=0), args)]] * len(prompts)
+    greedy = with_penalties(replace(default_sampling(model), temperature=0.0), args)
     input_ids = [prompt.input_ids for prompt in prompts]
-    generated = generate(model, input_ids, greedy, args.max_new_tokens, [tokenizer.eos_token_id])
+    samplings = [[greedy]] * len(prompts)
+    generated = generate(model, input_ids, samplings, args.max_new_tokens, [tokenizer.eos_token_id])
     answers: list[dict[str, Any]] = []
     for prompt, (answer,) in zip(prompts, generated, strict=True):
         text = tokenizer.decode(answer.tokens, skip_special_tokens=True).strip()

@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from common.errors import warn
 from scripts.serve import limits
 from scripts.serve.decoding import DecodingThread, Job
+from scripts.serve.json_answers import check_schema
 from scripts.serve.page import add_page, runs_router
 from scripts.serve.prompts import chat_prompt, text_prompts
 from scripts.serve.protocol import ApiError, Body, ChatRequest, CompletionRequest, parse
@@ -200,6 +201,8 @@ def answer_routes(decoding: DecodingThread) -> APIRouter:
         """The request, if it may be answered. Raises ApiError."""
         asked = parse(kind, await read_body(request, limits.max_body(context)))
         asked.check_size(context, decoding.slots)
+        if asked.schema_of_answer is not None:
+            check_schema(asked.schema_of_answer)
         for name in asked.ignored_fields:
             ignored.warn(f"the field '{name}' of a request is unknown here and ignored")
         return asked

@@ -23,6 +23,7 @@ from common.errors import reason, warn
 from model.answers import TextStream
 from model.generation import READ_AT_ONCE, Answer, Decoder
 from model.sampling import Sampling, default_sampling
+from scripts.serve.json_answers import JsonTokens, failure, matcher_of
 from scripts.serve.limits import CLIENT_LEAVES, MAX_WAITING, REQUEST_LEAVES, TOKENISE_SECONDS
 from scripts.serve.models import Models, not_found
 from scripts.serve.protocol import ApiError, GenerationRequest
@@ -47,7 +48,7 @@ class Job:
 
     make_prompts: the tokens of its prompts one by one, from a tokenizer. client: who asks. progress: of its
     answers; the first one, of no text, says that the prompts are accepted; an ApiError ends it. prompts: that
-    are not begun, with the number of their first answer.
+    are not begun, with the number of their first answer. matcher: of the schema of its answers.
     """
 
     asked: GenerationRequest
@@ -59,6 +60,7 @@ class Job:
     unread: Iterator[list[int]] | None = None  # prompts that are not tokenised yet
     prompts: deque[tuple[int, list[int]]] = field(default_factory=deque)
     tokenised: int = 0  # prompts
+    matcher: Any = None
     prompt_tokens: int = 0
     is_accepted: bool = False
     cancelled: bool = False
@@ -83,7 +85,10 @@ class Job:
             given["top_k"] = 0
         seed = secrets.randbits(63) if self.asked.seed is None else self.asked.seed
         seeds = [seed + number * 0x9E3779B97F4A7C15 for number in range(self.asked.n)]
-        return [replace(default, **given, seed=seed) for seed in seeds]
+        samplings = [replace(default, **given, seed=seed) for seed in seeds]
+        if self.matcher is None:
+            return samplings
+        return [replace(each, allowed=JsonTokens(self.matcher.deep_copy())) for each in samplings]
 
 
 @dataclass(eq=False)
@@ -143,6 +148,8 @@ class LoadedModel:
             try:
                 if job.unread is None:
                     job.unread = job.make_prompts(self.tokenizer)
+                    if job.asked.schema_of_answer is not None:
+                        job.matcher = matcher_of(self.tokenizer, job.asked.schema_of_answer)
                 prompt = next(job.unread, None)
             except ApiError as error:
                 job.send(error)
@@ -212,7 +219,10 @@ class LoadedModel:
         finish = "stop" if active.text.stopped else answer.finish
         if finish:
             self.leave(answer)
-        if finish or (active.job.asked.stream and active.unsent):
+        if finish and (error := failure(answer.sampling)):
+            active.job.cancelled = True
+            active.job.send(error)
+        elif finish or (active.job.asked.stream and active.unsent):
             active.job.send(Progress(active.number, active.unsent, len(answer.tokens), finish))
             active.unsent = ""
 

@@ -12,6 +12,7 @@ CHARACTERS_PER_TOKEN = 16  # the longest token of the shipped tokenizer; English
 MAX_ANSWERS = 128  # prompts x n
 MAX_STOPS, MAX_STOP_CHARACTERS = 16, 128
 MAX_TOOLS = 128
+MAX_SCHEMA_CHARACTERS, MAX_SCHEMA_DEPTH = 8192, 64  # of an answer in JSON
 
 # --- clients
 MAX_WAITING = 512  # requests beside those being answered, of one client half of them; more get a 429

@@ -66,7 +66,7 @@ class Models:
             card["continues_text"] = is_pretrained_only(path)
             card |= {"created": int(time.time()), "max_model_len": context, "loaded": path in samplings}
             if path in samplings:
-                fields = ("temperature", "top_p", "top_k")
+                fields = ("temperature", "top_p", "top_k", "repetition_penalty")
                 card["sampling"] = {field: getattr(samplings[path], field) for field in fields}
             cards.append(card)
         return cards

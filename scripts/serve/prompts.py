@@ -27,7 +27,8 @@ def chat_prompt(asked: ChatRequest, context: int, tokenizer: Any) -> Iterator[li
     """The tokens of a conversation, up to where the assistant's next turn begins; the only prompt of its
     request. Raises ApiError."""
     opening = call_opening(asked.forced_tools)
-    thinks = False if opening else asked.thinks
+    is_bound = opening or asked.schema_of_answer is not None  # from its first token on
+    thinks = False if is_bound else asked.thinks
     options = {} if thinks is None else {"enable_thinking": thinks}
     tools = asked.tools if asked.tool_names else []
     for number, item in enumerate(asked.messages, 1):

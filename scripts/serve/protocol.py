@@ -38,7 +38,6 @@ REFUSED: dict[str, list[Any]] = {
     "top_logprobs": [0],
     "modalities": [["text"]],
     "parallel_tool_calls": [True],
-    "response_format": [{"type": "text"}],
     "suffix": [],
     # vLLM, SGLang
     "allowed_token_ids": [],
@@ -85,8 +84,9 @@ INSTEAD = {
     "parallel_tool_calls": "use the first of the calls",
     "repeat_penalty": "use repetition_penalty",
 }
-CONSTRAINTS = ("ebnf", "format", "grammar", "guided_choice", "guided_grammar", "guided_json", "guided_regex")
-CONSTRAINTS += ("json_schema", "regex", "response_format", "structural_tag", "structured_outputs")
+SCHEMAS = ("format", "guided_choice", "guided_json", "json_schema", "structured_outputs")
+INSTEAD |= dict.fromkeys(SCHEMAS, "use response_format with a JSON schema")
+CONSTRAINTS = ("ebnf", "grammar", "guided_grammar", "guided_regex", "regex", "structural_tag")
 INSTEAD |= dict.fromkeys(CONSTRAINTS, WEIGHTS_ELSEWHERE)
 IGNORED_NAMES, IGNORED_CHARACTERS = 16, 64  # of unknown fields, that come back
 
@@ -128,6 +128,25 @@ class StreamOptions(Lenient):
     include_usage: bool = False
 
 
+class NamedSchema(Lenient):
+    """A JSON schema; its name and `strict` change nothing."""
+
+    json_schema: dict[str, Any] = Field(alias="schema")
+
+
+class ResponseFormat(Lenient):
+    """The form of an answer: any text, any JSON object, or JSON by a schema."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    json_schema: NamedSchema | None = None
+
+    @model_validator(mode="after")
+    def _has_schema(self) -> "ResponseFormat":
+        if self.type == "json_schema" and self.json_schema is None:
+            raise ValueError("type json_schema needs json_schema with a schema")
+        return self
+
+
 class TemplateSettings(Lenient):
     """Settings of the chat template: whether to reason first, under Qwen's or MiniMind's name."""
 
@@ -152,6 +171,7 @@ class GenerationRequest(Lenient):
     stop: Annotated[list[StopString], FailFast()] = Field([], max_length=MAX_STOPS)
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
+    response_format: ResponseFormat = ResponseFormat()
 
     @field_validator("stop", "prompt", mode="before", check_fields=False)
     @classmethod
@@ -168,6 +188,14 @@ class GenerationRequest(Lenient):
         if value is not None and value < 1 and value != -1:
             raise ValueError("must be at least 1, or -1 for as many as fit")
         return None if value == -1 else value
+
+    @property
+    def schema_of_answer(self) -> dict[str, Any] | None:
+        """The JSON schema that an answer must have; None if it may be any text."""
+        form = self.response_format
+        if form.type == "json_schema" and form.json_schema is not None:
+            return form.json_schema.json_schema
+        return {"type": "object"} if form.type == "json_object" else None
 
     @property
     def ignored_fields(self) -> list[str]:
@@ -202,6 +230,16 @@ class ChatRequest(GenerationRequest, TemplateSettings):
         is_forced = self.tool_choice not in ("none", "auto")
         if is_forced and not {*self.forced_tools} & {*self.tool_names}:
             raise ValueError("tool_choice names a tool that is not among the tools")
+        return self
+
+    @model_validator(mode="after")
+    def _schema_is_alone(self) -> "ChatRequest":
+        if self.schema_of_answer is None:
+            return self
+        if self.tool_names:
+            raise ValueError("response_format excludes tools; leave one out, or send tool_choice 'none'")
+        if self.thinks:
+            raise ValueError("response_format excludes reasoning; leave one out")
         return self
 
     def check_size(self, context: int, slots: int) -> None:
@@ -266,8 +304,9 @@ def parse(kind: type[Body], body: bytes) -> Body:
         place = ".".join(str(part) for part in first["loc"] if "[" not in str(part))
         message = first["msg"].removeprefix("Value error, ")
         raise ApiError(f"{place}: {message}" if place else message, param=place or None) from error
+    harmless = REFUSED if getattr(asked, "tools", []) else REFUSED | {"parallel_tool_calls": [True, False]}
     for name, value in (asked.model_extra or {}).items():
-        if name in REFUSED and not has_no_effect(value, REFUSED[name]):
+        if name in REFUSED and not has_no_effect(value, harmless[name]):
             raise ApiError(f"'{name}' is not supported; {INSTEAD.get(name, 'leave it out')}", param=name)
     return asked
 

@@ -65,6 +65,27 @@ def test_the_repetition_penalty_is_that_of_transformers(penalty, form):
     assert [greedy for _, greedy in tokens_of(groups)] == plain
 
 
+def test_allowed_tokens_are_those_of_transformers(form):
+    """Depending on the answer so far, beside one that may have all tokens."""
+    model = build("dense")
+    prompts = prompts_of(3, 70, 17)
+
+    def after(tokens: list[int]) -> list[int]:
+        return [END + 1 + (len(tokens) + sum(tokens) + i) % (VOCAB - 3) for i in range(5)]
+
+    expected = []
+    for prompt in prompts:
+
+        def allowed(row: int, ids: torch.Tensor, begin: int = len(prompt)) -> list[int]:
+            return after(ids[begin:].tolist())
+
+        expected.append(reference(stock(model), prompt, 24, prefix_allowed_tokens_fn=allowed))
+    sampling = Sampling(temperature=0, allowed=lambda tokens: torch.tensor(after(list(tokens))))
+    groups = tokens_of(generate(model, prompts, [[sampling, GREEDY]] * 3, 24, [END]))
+    assert [bound for bound, _ in groups] == expected
+    assert [free for _, free in groups] == [reference(stock(model), prompt, 24) for prompt in prompts]
+
+
 def test_a_seed_gives_the_same_answer_in_any_company(form):
     model = build("dense")
     prompts = prompts_of(5, 40, 12, 90, 1)

@@ -97,14 +97,19 @@ def test_one_prompt_is_repeatable(weights, call):
 
 
 def test_the_models_own_sampling_is_the_default(weights, call, said, tmp_path):
-    said += ["a"] * 4
+    said += ["a"] * 6
     call(chat, *weights, "--prompt", "x")
     (tmp_path / "generation_config.json").write_text('{"temperature": 0.2, "top_k": 5}')
     call(chat, *weights, "--prompt", "x")
     call(chat, *weights, "--prompt", "x", "--top_k", "0")
     call(chat, *weights, "--prompt", "x", "--repetition_penalty", "1.1", "--presence_penalty", "-0.5")
+    (tmp_path / "generation_config.json").write_text('{"repetition_penalty": 1.2}')
+    call(chat, *weights, "--prompt", "x")
+    call(chat, *weights, "--prompt", "x", "--repetition_penalty", "1", "--frequency_penalty", "0.1")
     wanted = [Sampling(*values, seed=42) for values in ((0.7, 50, 0.9), (0.2, 5, 0.9), (0.2, 0, 0.9))]
     wanted.append(Sampling(0.2, 5, 0.9, seed=42, repetition_penalty=1.1, presence_penalty=-0.5))
+    wanted.append(Sampling(0.7, 50, 0.9, seed=42, repetition_penalty=1.2))
+    wanted.append(Sampling(0.7, 50, 0.9, seed=42, frequency_penalty=0.1))
     assert said.samplings == wanted
 
 

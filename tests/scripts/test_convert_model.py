@@ -110,13 +110,16 @@ def test_a_models_sampling_defaults_go_along_with_it(convert, tmp_path):
     path = folder / "generation_config.json"
     fields = json.loads(path.read_text())
     wanted = {"eos_token_id": 2, "do_sample": True, "temperature": 0.7, "top_p": 0.9, "top_k": 50}
-    assert {name: fields[name] for name in wanted} == wanted
-    path.write_text(json.dumps(fields | {"temperature": 0.3, "top_k": None}))
+    assert {name: fields[name] for name in wanted} == wanted and fields.get("repetition_penalty") is None
+    path.write_text(json.dumps(fields | {"temperature": 0.3, "top_k": None, "repetition_penalty": 1.1}))
     convert(folder, "hf", again)
     written = json.loads((again / "generation_config.json").read_text())
     assert (written["temperature"], written["top_k"], written["do_sample"]) == (0.3, 50, True)
+    assert written["repetition_penalty"] == 1.1
     path.write_text('{"top_p": 0}')
     assert "top_p: Input should be greater than 0" in convert(folder, "pth", tmp_path / "other_32.pth")
+    path.write_text('{"repetition_penalty": 0}')
+    assert "repetition_penalty: Input should be" in convert(folder, "pth", tmp_path / "other_32.pth")
 
 
 def test_a_gguf_file_is_read_back_by_transformers(weights, convert, tmp_path):

@@ -69,18 +69,16 @@ def test_the_held_out_loss_is_the_trainers(kind, name, use_moe, corpus, monkeypa
         assert found == pytest.approx([expected["eval_loss"], expected["eval_bpb"]], rel=1e-6)
 
 
-@pytest.mark.parametrize(("thinking", "penalty"), [(0, 1.0), (1, 1.0), (0, 1.5)])
+@pytest.mark.parametrize(("thinking", "penalty"), [(0, 1.0), (1, 1.0), (0, 1.5), (0, 1.4)])
 def test_answers_are_those_of_each_question_alone(thinking, penalty, models, quiz, tmp_path, call):
+    """A penalty is that of the flag, else the model's own."""
     report = tmp_path / "new" / "report.json"
     args = ["--model", models[0], "--data_path", quiz, "--max_new_tokens", 6, "--json", report]
-    args += [
-        "--reward",
-        "contains_answer,length",
-        "--open_thinking",
-        thinking,
-        "--repetition_penalty",
-        penalty,
-    ]
+    args += ["--reward", "contains_answer,length", "--open_thinking", thinking]
+    if penalty == 1.4:
+        (tmp_path / "generation_config.json").write_text('{"repetition_penalty": 1.4, "temperature": 2}')
+    else:
+        args += ["--repetition_penalty", penalty]
     done = call(evaluate, "--task", "answers", *args)
     assert done.returncode == 0, done.stderr
     found = json.loads(report.read_text())["models"]["a_32"]

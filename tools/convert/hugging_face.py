@@ -71,9 +71,12 @@ def write_folder(folder: Path, model: MiniMindForCausalLM, tokenizer: PreTrained
     config.save_pretrained(folder)
     _add_earlier_names(folder / CONFIG_FILE, config)
     special = {name: getattr(config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    own, sampling = default_sampling(model), {"do_sample": False}
+    own = default_sampling(model)
+    sampling: dict[str, Any] = {"do_sample": False}
     if own.temperature:
         sampling = {"do_sample": True, "temperature": own.temperature, "top_p": own.top_p, "top_k": own.top_k}
+    if own.repetition_penalty != 1:
+        sampling["repetition_penalty"] = own.repetition_penalty
     GenerationConfig(**sampling, **special).save_pretrained(folder)
     write_tokenizer(folder, tokenizer)
 

@@ -132,6 +132,7 @@ class StoredSampling(BaseModel):
     temperature: float | None = Field(None, ge=0, le=2)
     top_k: int | None = Field(None, ge=0)
     top_p: float | None = Field(None, gt=0, le=1)
+    repetition_penalty: float | None = Field(None, gt=0, le=10)
 
 
 def read_sampling(folder: Path) -> Sampling:
