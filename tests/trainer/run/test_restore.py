@@ -13,7 +13,7 @@ import torch
 from common.errors import ReadError, UserError
 from tests.stage_process import Faults, StageProcess, run
 from tests.trainer.rollout_runs import rollout_flags, write_prompts
-from tests.trainer.run.restored_runs import KINDS, differences, make
+from tests.trainer.run.restored_runs import KINDS, differences, make, train
 from tests.trainer.stage_flags import assert_same_run, flags, saved_state, write_start_weights
 from trainer.run import checkpoint
 from trainer.run.resume import source_files, warn_of_changes
@@ -130,6 +130,31 @@ def test_other_groups_keep_the_state_of_each_parameter(capsys):
     for name, value in other.named_parameters():
         saved = state["optimizer"]["state"][name]
         assert checkpoint.first_difference(saved, its_optimizer.state[value]) is None
+
+
+def test_groups_without_parameters_keep_their_settings_each():
+    model, _ = make("adam", "plain")
+    decays = (0.1, 0.2, 0.3)
+    groups = [{"params": [], "weight_decay": decay} for decay in decays[:2]]
+    groups.append({"params": list(model.parameters()), "weight_decay": decays[2]})
+    optimizer = torch.optim.AdamW(groups, 1e-2)
+    state = dict(zip(("model", "optimizer"), checkpoint.get_state(model, optimizer), strict=True))
+    checkpoint.set_state(model, optimizer, state)
+    assert tuple(group["weight_decay"] for group in optimizer.param_groups) == decays
+
+
+@pytest.mark.parametrize("kind", ["adam", "muon"])
+def test_a_group_that_somebody_has_kept_is_still_used_by_the_optimizer(kind):
+    """As of a callback that changes `optimizer.param_groups[0]` during the run."""
+    model, optimizer = make(kind, "plain")
+    kept = list(optimizer.param_groups)
+    state = dict(zip(("model", "optimizer"), checkpoint.get_state(model, optimizer), strict=True))
+    checkpoint.set_state(model, optimizer, state)
+    for group in kept:
+        group["lr"] = 0.0
+    before = [value.clone() for value in model.parameters()]
+    train(model, optimizer, "plain", 1, 1)
+    assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
 
 
 def test_a_tensor_outside_the_model_is_refused():
