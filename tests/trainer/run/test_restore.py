@@ -219,6 +219,13 @@ def test_what_cannot_be_restored_ends_the_run_at_its_first_update(corpus, tmp_pa
     assert saved_state(tmp_path, "full_sft_32")["update"] == 1
 
 
+def test_a_callback_that_counts_time_is_no_reason_to_end_a_run(corpus, tmp_path):
+    script = CALLBACK.format(load='self.start = time.monotonic() - saved["count"]')
+    script = script.replace('"count": self.count', '"count": time.monotonic() - self.start')
+    script = f"import time\n{script}\nCounter.start = 0.0\n"
+    run("sft", flags(corpus, tmp_path, "sft", **SHORT), Faults(script=script))
+
+
 def test_the_first_save_is_restored_by_the_way_of_a_resume(corpus, tmp_path):
     """The callback is given what it saved, once, and the run has the bits of one that does not look."""
     script = CALLBACK.format(load='self.count = saved["count"]; print("given", saved, flush=True)')
