@@ -419,14 +419,26 @@ def test_the_sources_of_a_run(tmp_path):
     assert "other code (helper.py)" in again.err
 
 
+def test_a_reward_in_the_repository_is_one_of_the_sources(monkeypatch):
+    """Outside the folders of the trainer itself, such as one in the root."""
+    file = Path(__file__).resolve()  # a module that is loaded
+    assert file not in source_files()
+    monkeypatch.setattr("trainer.run.resume.imported_files", [file])
+    assert file in source_files()
+
+
 def test_a_state_of_older_code_takes_the_default_of_a_new_field(corpus, tmp_path):
     argv = [*flags(corpus, tmp_path, "sft", **SHORT), "--from_resume", "1"]
     run("sft", argv, Faults(signals={4: signal.SIGKILL}), status=-9)
     path = tmp_path / "checkpoints/full_sft_32_resume.pth"
     state = saved_state(tmp_path, "full_sft_32")
-    del state["overflows"], state["branch_of"]
+    del state["overflows"], state["branch_of"], state["code"]
+    state["environment"]["code"] = "a82c7d8a"  # where it stood before
     checkpoint.write_state(path, state)
-    assert "resuming full_sft" in run("sft", argv).out
+    process = run("sft", argv)
+    assert "resuming full_sft" in process.out
+    assert "by other code: from here on the present code decides" in process.err
+    assert "up to rounding" not in process.err
 
 
 # --- start weights that are gone
