@@ -140,8 +140,9 @@ def one_line_errors() -> Iterator[None]:
     except OSError as error:  # where nobody expected one: of a disk, a network share, a limit
         if error.errno not in MACHINE_ERRORS:
             raise
+        notes = "".join(f"; {note}" for note in getattr(error, "__notes__", []))  # such as the callback's
         file = error.filename or "a file"
-        _exit(f"error: {file} cannot be reached at present ({error.strerror}); nothing was changed", 2, error)
+        _exit(f"error: {file} cannot be reached at present ({error.strerror}){notes}", 2, error)
     except Interrupted as error:
         _exit(f"stopped: {error}", 128 + error.number, error)
     except KeyboardInterrupt as error:

@@ -7,6 +7,7 @@ import zipfile
 from pathlib import Path
 
 from common.errors import UserError
+from common.files import read_errors
 
 HEAD = 1 << 13  # bytes that are looked at
 # What a file begins with -> what it is, and what to do.
@@ -36,8 +37,9 @@ HIGH_BYTES = re.compile(rb"[\x80-\xff]+")
 
 
 def check_content(path: str | Path) -> None:
-    """Raise UserError if a file that holds weights or a tokenizer by its name is a pointer or a web page."""
-    with open(path, "rb") as file:
+    """Raise UserError if a file that holds weights or a tokenizer by its name is a pointer or a web page,
+    ReadError if it cannot be read at present."""
+    with read_errors(Path(path)), open(path, "rb") as file:
         head = file.read(HEAD)
     is_pointer = head.startswith((b"version https://git-lfs", b"/annex/objects/"))
     found = describe(path, head) if is_pointer or WEB_PAGE.match(head) else None

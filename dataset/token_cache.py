@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 from common.contents import check_content
 from common.errors import UserError, reason, say
-from common.files import locked, sync, write_json
+from common.files import locked, read_errors, sync, write_json
 from common.settings import ROOT, DataConfig
 from dataset.files import find_files, is_plain_text, place, read_records
 from dataset.held_out import Split
@@ -263,12 +263,9 @@ def stamps_of(paths: list[str]) -> list[list[int]]:
 
 
 def file_hash(path: str | os.PathLike) -> str:
-    """SHA-256 of a file's content."""
-    try:
-        with open(path, "rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}); check its permissions") from error
+    """SHA-256 of a file's content. Raises ReadError if it cannot be read."""
+    with read_errors(Path(path)), open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def load_tokenizer(path: str | os.PathLike) -> "PreTrainedTokenizerBase":

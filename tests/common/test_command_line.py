@@ -22,6 +22,12 @@ def python(code: str, **options) -> subprocess.Popen:
     return subprocess.Popen([sys.executable, "-c", IN_COMMAND + code], cwd=ROOT, **pipes)
 
 
+def noted(error: Exception, note: str) -> Exception:
+    """The exception, with a note."""
+    error.add_note(note)
+    return error
+
+
 ENDS = {
     "a mistake": (UserError("data.jsonl:3: no 'text'"), 2, "error: data.jsonl:3: no 'text'\n"),
     "a mistake that a terminal would obey": (UserError("a\x1b[2Jb\u202ec"), 2, "error: a\\x1b[2Jb\\u202ec\n"),
@@ -29,7 +35,12 @@ ENDS = {
     "a disk": (
         OSError(5, "Input/output error", "out"),
         2,
-        "error: out cannot be reached at present (Input/output error); nothing was changed\n",
+        "error: out cannot be reached at present (Input/output error)\n",
+    ),
+    "a disk, in a user's code": (
+        noted(PermissionError(13, "Permission denied", "out"), "callback Mine failed in on_log"),
+        2,
+        "error: out cannot be reached at present (Permission denied); callback Mine failed in on_log\n",
     ),
     "another rank's end": (LostRank("rank 1: another rank ended"), 2, "error: rank 1: another rank ended\n"),
     "a signal": (Interrupted(signal.SIGTERM, "by SIGTERM; saved"), 143, "stopped: by SIGTERM; saved\n"),

@@ -192,7 +192,7 @@ def source_files() -> list[Path]:
     }
     # the other stages' scripts are not executed; the engine's tasks import those of theirs
     files -= set((ROOT / "trainer").glob("train_*.py")) - loaded
-    own = {file.parent for file in imported_files if not file.is_relative_to(ROOT)}
+    own = {file.parent for file in imported_files}
     files |= {file for file in loaded if file.parent in own and file.suffix == ".py"}
     script = getattr(sys.modules["__main__"], "__file__", None)
     return sorted(files | ({Path(script).resolve()} if script else set()))
@@ -218,9 +218,13 @@ def warn_of_changes(saved: dict[str, Any], environment: dict[str, Any], code: di
     """Warn where a run goes on elsewhere than the checkpoint `saved` was written: on another machine, which
     changes rounding; with other code, of which nobody knows what it changes; or with an optimizer that the
     code makes with other settings than those in the checkpoint, which count."""
-    if changed := changes(saved["environment"], environment):
+    was = {name: value for name, value in saved["environment"].items() if name in environment}
+    if changed := changes(was, environment):
         warn(f"{changed}: from here on the results equal those of an uninterrupted run up to rounding only")
-    before = saved["code"]
+    before = saved.get("code")
+    if before is None:  # older code did not say which it was
+        warn("the checkpoint was written by other code: from here on the present code decides")
+        return
     shared = before["sources"].keys() & code["sources"].keys()
     edited = sorted(name for name in shared if before["sources"][name] != code["sources"][name])
     if edited:

@@ -164,8 +164,9 @@ def restore(state: TrainState, saved: dict[str, Any]) -> None:
 
 def restore_first(state: TrainState, path: Path) -> None:
     """Restore the first checkpoint of a run into the run itself, as a resume does: what cannot be restored
-    ends it now, not after the night. Afterwards all is what it was. A collective; left out where machines
-    do not share the folder, which no resume would do without.
+    ends it now, not after the night. Afterwards all is what it was; callbacks whose state changes by itself,
+    such as a time that passes, are not compared. A collective; left out where machines do not share the
+    folder, which no resume would do without.
 
     Raises UserError if the file cannot be read again, or something is not what was saved."""
     if not all(gather(path.exists())):
@@ -174,11 +175,16 @@ def restore_first(state: TrainState, path: Path) -> None:
         saved = checkpoint.read_state(path)
     except checkpoint.DAMAGED as error:
         raise UserError(f"{path}, just written, cannot be read again: {reason(error)}") from error
+    before = checkpoint.host_copy(state.callbacks.state_dict())
     restore(state, saved)
     now = collect(state)
     if not is_main_process():
         return
-    difference = checkpoint.first_difference({key: saved[key] for key in now}, now)
+    expected = {key: saved[key] for key in now}
+    for name, value in before.items():
+        if checkpoint.first_difference(saved["callbacks"][name], value) is not None:
+            expected["callbacks"][name] = now["callbacks"][name]
+    difference = checkpoint.first_difference(expected, now)
     if difference is not None:
         raise UserError(
             f"{path} was written, but the run cannot be restored from it: {difference}; a resumed run would "

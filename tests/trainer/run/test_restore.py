@@ -13,7 +13,7 @@ import torch
 from common.errors import ReadError, UserError
 from tests.stage_process import Faults, StageProcess, run
 from tests.trainer.rollout_runs import rollout_flags, write_prompts
-from tests.trainer.run.restored_runs import KINDS, differences, make
+from tests.trainer.run.restored_runs import KINDS, differences, make, train
 from tests.trainer.stage_flags import assert_same_run, flags, saved_state, write_start_weights
 from trainer.run.resume import source_files, warn_of_changes
 from trainer.weights import checkpoint
@@ -132,6 +132,31 @@ def test_other_groups_keep_the_state_of_each_parameter(capsys):
         assert checkpoint.first_difference(saved, its_optimizer.state[value]) is None
 
 
+def test_groups_without_parameters_keep_their_settings_each():
+    model, _ = make("adam", "plain")
+    decays = (0.1, 0.2, 0.3)
+    groups = [{"params": [], "weight_decay": decay} for decay in decays[:2]]
+    groups.append({"params": list(model.parameters()), "weight_decay": decays[2]})
+    optimizer = torch.optim.AdamW(groups, 1e-2)
+    state = dict(zip(("model", "optimizer"), checkpoint.get_state(model, optimizer), strict=True))
+    checkpoint.set_state(model, optimizer, state)
+    assert tuple(group["weight_decay"] for group in optimizer.param_groups) == decays
+
+
+@pytest.mark.parametrize("kind", ["adam", "muon"])
+def test_a_group_that_somebody_has_kept_is_still_used_by_the_optimizer(kind):
+    """As of a callback that changes `optimizer.param_groups[0]` during the run."""
+    model, optimizer = make(kind, "plain")
+    kept = list(optimizer.param_groups)
+    state = dict(zip(("model", "optimizer"), checkpoint.get_state(model, optimizer), strict=True))
+    checkpoint.set_state(model, optimizer, state)
+    for group in kept:
+        group["lr"] = 0.0
+    before = [value.clone() for value in model.parameters()]
+    train(model, optimizer, "plain", 1, 1)
+    assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
+
+
 def test_a_tensor_outside_the_model_is_refused():
     model, _ = make("adam", "plain")
     optimizer = torch.optim.Adam([*model.parameters(), torch.nn.Parameter(torch.ones(2))])
@@ -192,6 +217,13 @@ def test_what_cannot_be_restored_ends_the_run_at_its_first_update(corpus, tmp_pa
     ]
     assert "the run cannot be restored from it" in line and told.replace("'", "") in line.replace("'", "")
     assert saved_state(tmp_path, "full_sft_32")["update"] == 1
+
+
+def test_a_callback_that_counts_time_is_no_reason_to_end_a_run(corpus, tmp_path):
+    script = CALLBACK.format(load='self.start = time.monotonic() - saved["count"]')
+    script = script.replace('"count": self.count', '"count": time.monotonic() - self.start')
+    script = f"import time\n{script}\nCounter.start = 0.0\n"
+    run("sft", flags(corpus, tmp_path, "sft", **SHORT), Faults(script=script))
 
 
 def test_the_first_save_is_restored_by_the_way_of_a_resume(corpus, tmp_path):
@@ -387,14 +419,26 @@ def test_the_sources_of_a_run(tmp_path):
     assert "other code (helper.py)" in again.err
 
 
+def test_a_reward_in_the_repository_is_one_of_the_sources(monkeypatch):
+    """Outside the folders of the trainer itself, such as one in the root."""
+    file = Path(__file__).resolve()  # a module that is loaded
+    assert file not in source_files()
+    monkeypatch.setattr("trainer.run.resume.imported_files", [file])
+    assert file in source_files()
+
+
 def test_a_state_of_older_code_takes_the_default_of_a_new_field(corpus, tmp_path):
     argv = [*flags(corpus, tmp_path, "sft", **SHORT), "--from_resume", "1"]
     run("sft", argv, Faults(signals={4: signal.SIGKILL}), status=-9)
     path = tmp_path / "checkpoints/full_sft_32_resume.pth"
     state = saved_state(tmp_path, "full_sft_32")
-    del state["overflows"], state["branch_of"]
+    del state["overflows"], state["branch_of"], state["code"]
+    state["environment"]["code"] = "a82c7d8a"  # where it stood before
     checkpoint.write_state(path, state)
-    assert "resuming full_sft" in run("sft", argv).out
+    process = run("sft", argv)
+    assert "resuming full_sft" in process.out
+    assert "by other code: from here on the present code decides" in process.err
+    assert "up to rounding" not in process.err
 
 
 # --- start weights that are gone
