@@ -75,7 +75,7 @@ def sampling_difference(log_probs: Tensor, batch: Batch) -> dict[str, Any]:
     gaps = (log_probs.detach() - batch["sampling_log_probs"]).abs()
     largest = gaps.max() if len(gaps) else gaps.sum()
     return {
-        "sampling_logp_difference": (gaps.sum(), len(gaps)),
+        "sampling_logp_difference": (gaps.sum(), gaps.new_full((), len(gaps))),
         "sampling_logp_difference_max": Largest(largest),
     }
 
