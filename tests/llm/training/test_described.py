@@ -270,6 +270,8 @@ def test_the_order_of_calls_is_the_one_that_the_page_tells(tmp_path):
             for value in args:
                 if isinstance(value, dict):
                     value = "metrics" if "valid" in name else "record"
+                elif isinstance(value, list):
+                    value = "window"
                 elif isinstance(value, Path):
                     value = "path"
                 shown.append(str(value))
