@@ -1,6 +1,7 @@
 """What a GPU would do, seen on a CPU with fake CUDA tensors (tests/fake_cuda): an update of each stage."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from common.files import locked
 from tests.conftest import ROOT, launch
 
 FOLDER = ROOT / "tests/fake_cuda"
@@ -16,6 +18,16 @@ VARLEN = "torch_attn._varlen_attn_backward.default"  # attention in one kernel
 CUTLASS = "aten._efficient_attention_backward.default"  # the same
 STAGES = ("sft", "sft on an old GPU", "sft in float32", "sft with Muon", "sft recomputed", "lora")
 STAGES += ("dpo", "distillation", "grpo", "ppo", "ppo on an old GPU")
+
+
+def run_stages(compiler: str, library: Path) -> str:
+    """The last line that tests/fake_cuda/stages.py prints."""
+    torch_folder = Path(torch.__file__).parent
+    command = [compiler, "-shared", "-fPIC", "-std=c++20", f"-I{torch_folder}/include"]
+    command += [FOLDER / "fake_cuda.cpp", "-o", library, f"-L{torch_folder}/lib", "-lc10"]
+    subprocess.run([*command, f"-Wl,-rpath,{torch_folder}/lib"], check=True)
+    done = launch(FOLDER / "stages.py", LD_PRELOAD=str(library), PYTHONPATH=str(ROOT))
+    return done.stdout.splitlines()[-1]
 
 
 @pytest.fixture(scope="module")
@@ -27,12 +39,13 @@ def found(tmp_path_factory) -> dict[str, dict]:
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("no g++ to compile the stand-in for CUDA with")
-    library, torch_folder = tmp_path_factory.mktemp("fake_cuda") / "fake_cuda.so", Path(torch.__file__).parent
-    command = [compiler, "-shared", "-fPIC", "-std=c++20", f"-I{torch_folder}/include"]
-    command += [FOLDER / "fake_cuda.cpp", "-o", library, f"-L{torch_folder}/lib", "-lc10"]
-    subprocess.run([*command, f"-Wl,-rpath,{torch_folder}/lib"], check=True)
-    done = launch(FOLDER / "stages.py", LD_PRELOAD=str(library), PYTHONPATH=str(ROOT))
-    results = json.loads(done.stdout.splitlines()[-1])
+    folder = tmp_path_factory.getbasetemp()
+    folder = folder.parent if os.environ.get("PYTEST_XDIST_WORKER") else folder
+    printed = folder / "fake_cuda.json"  # of whichever worker comes first: it takes half a minute
+    with locked(folder / "fake_cuda.lock", "another worker computes them"):
+        if not printed.exists():
+            printed.write_text(run_stages(compiler, folder / "fake_cuda.so"))
+    results = json.loads(printed.read_text())
     for name, result in results.items():
         assert "error" not in result, f"{name}: {result['error']}"
     return results
