@@ -321,7 +321,9 @@ def unread_below(messages: dict | list, known: set[str]) -> set[str]:
         if not message.keys() <= known:
             unread.update(field for field in message.keys() - known if message[field] is not None)
         content = message.get("content")
-        for part in content if isinstance(content, list) else ():
+        if not isinstance(content, list):
+            continue
+        for part in content:
             if isinstance(part, dict):
                 unread.update(f"content[].{name}" for name in part.keys() - PART_FIELDS)
     return unread

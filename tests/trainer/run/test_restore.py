@@ -157,6 +157,15 @@ def test_a_group_that_somebody_has_kept_is_still_used_by_the_optimizer(kind):
     assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
 
 
+def test_a_group_without_parameters_may_be_new():
+    """Such as that of layers which are all frozen."""
+    state = dict(zip(("model", "optimizer"), checkpoint.get_state(*make("adam", "plain")), strict=True))
+    model, _ = make("adam", "plain")
+    optimizer = torch.optim.Adam([{"params": list(model.parameters())}, {"params": [], "lr": 0.5}])
+    checkpoint.set_state(model, optimizer, state)
+    assert [group["lr"] for group in optimizer.param_groups] == [1e-2, 0.5]
+
+
 def test_a_tensor_outside_the_model_is_refused():
     model, _ = make("adam", "plain")
     optimizer = torch.optim.Adam([*model.parameters(), torch.nn.Parameter(torch.ones(2))])
