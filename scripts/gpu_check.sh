@@ -6,6 +6,6 @@
 #   bash scripts/gpu_check.sh --collect-only               what there is
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+requirements=(requirements.txt requirements-test.txt)
 source tools/environment.sh
-install_requirements requirements-test.txt
 exec python -m tests.gpu.run_checks "$@"

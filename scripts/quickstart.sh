@@ -44,7 +44,7 @@ python scripts/demo/report.py --save_dir "$weights" --report "$report"
 python scripts/plot_metrics.py "$weights" --png "$weights/curves.png"
 cat <<END
 
-Try next$([ -x .venv/bin/python ] && echo " (in this shell first: source .venv/bin/activate)"):
+Try next$activate_first:
   python scripts/chat.py --save_dir $weights     chat with it
   python -m dataset.show_samples --kind sft --data_path dataset/demo/sft.jsonl --samples 1     see what SFT trains on
   python scripts/plan.py --hours 0.2 --pretrain_data FILE     your own text: docs/quickstart.md#my-own-text

@@ -3,9 +3,8 @@
 # Arguments go to pytest: bash scripts/test.sh -k loop; --slow adds those that take minutes.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+requirements=(requirements.txt requirements-test.txt)
 source tools/environment.sh
-install_requirements requirements-serve.txt
-install_requirements requirements-test.txt
 [ "$(id -u)" != 0 ] || bash tools/install_chromium.sh
 ruff check .
 ruff format --check .

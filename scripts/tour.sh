@@ -72,7 +72,7 @@ train agent calculator sums/agent_rl.jsonl --from_weight out/tour/calls_256.pth 
     --eval_data_path "$data/sums/agent_test.jsonl" --log_interval 1 --eval_interval 10
 cat <<END
 
-Try next$([ -x .venv/bin/python ] && echo " (in this shell first: source .venv/bin/activate)"):
+Try next$activate_first:
   python scripts/chat.py --model $model --lora out/tour/persona_256     ask it who it is
   python scripts/chat.py --save_dir out/tour --weight terse             the terse one
   python scripts/chat.py --save_dir out/tour --weight student           the small one

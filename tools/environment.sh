@@ -1,33 +1,44 @@
-# Sourced by the other shell scripts: an environment with requirements.txt in it. That is the active one, if it is a
-# virtual environment, or one of conda's that is not its base; else .venv, which is made if it is missing.
-require_python() { # NAME
-    if ! "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
-        echo "error: $1 ($(command -v "$1" || echo "not found")) is not Python 3.11 or newer; install that, or activate an environment that has it" >&2
-        exit 2
-    fi
+# Sourced by the other shell scripts: puts a Python that has the packages of requirements.txt in front.
+#
+# The active one (a virtual environment, conda's, the system's) is taken as it is if it has them in versions that
+# requirements.txt allows; nothing is ever installed into it. Else it is .venv, which belongs to this folder: it is made
+# if there is none, what it lacks is installed in the versions of requirements-lock.txt, and what it has stays.
+#
+# A script that needs more sets requirements=(FILE ...) before. Afterwards `activate_first` says what a new shell needs.
+requirements=("${requirements[@]:-requirements.txt}")
+own="$PWD/.venv/bin/python"
+activate_first=""
+active="$(command -v python || command -v python3 || echo python3)"
+
+missing_packages() { # PYTHON
+    "$1" tools/missing_packages.py "${requirements[@]}"
 }
-if [ -z "${VIRTUAL_ENV:-}" ] && [ "${CONDA_DEFAULT_ENV:-base}" = base ]; then
-    if [ ! -f .venv/bin/activate ]; then
-        require_python python3
-        python3 -m venv .venv
+
+take_own_environment() {
+    local base="$(command -v python3 || echo python3)" options=() missing
+    if [ ! -x "$own" ]; then
+        if ! missing="$(missing_packages "$base" 2>/dev/null)"; then
+            echo "error: $base is not Python 3.11 or newer; install that, or activate an environment that has it" >&2
+            exit 2
+        fi
+        [ -z "${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ] ||
+            echo "the active environment lacks" $missing "and stays as it is: .venv is used instead"
+        # A torch that came with the machine, for its GPU, is used from .venv, too.
+        [[ -n "${VIRTUAL_ENV:-}" || "$missing" == *torch[=\>]* ]] || options=(--system-site-packages)
+        "$base" -m venv "${options[@]}" .venv
     fi
-    source .venv/bin/activate
+    activate_first=" (in this shell first: source .venv/bin/activate)"
+    export VIRTUAL_ENV="$PWD/.venv" PATH="$PWD/.venv/bin:$PATH"
+    missing="$(missing_packages "$own")"
+    [ -n "$missing" ] || return 0
+    echo "installing into .venv:" $missing
+    # An environment that uv made has no pip.
+    "$own" -m pip --version >/dev/null 2>&1 || "$own" -m ensurepip >/dev/null
+    "$own" -m pip install --quiet --disable-pip-version-check $missing
+}
+
+if [ "$active" = "$own" ] || [[ -x "$own" && -z "${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ]]; then
+    take_own_environment
+elif ! missing="$(missing_packages "$active" 2>/dev/null)" || [ -n "$missing" ]; then
+    take_own_environment
 fi
-require_python python
-
-# Install a requirements file. pip takes seconds even when nothing is missing, so it runs only if a pin is not met; a
-# build of the pinned version for another device (2.13.0+cpu) meets it. This project itself is not installed: every
-# script runs the code that it lies beside.
-install_requirements() {
-    python - "$1" <<'END' || { echo "installing $1" && python -m pip install --quiet --disable-pip-version-check -r "$1"; }
-import sys
-from importlib.metadata import PackageNotFoundError, version
-
-pins = [line.split("==") for line in open(sys.argv[1], encoding="utf-8").read().splitlines() if "==" in line]
-try:
-    sys.exit(any(version(name).split("+")[0] != pin for name, pin in pins))
-except PackageNotFoundError:
-    sys.exit(1)
-END
-}
-install_requirements requirements.txt

@@ -45,8 +45,8 @@ COMMAND = re.compile(r"^```bash\n(?P<command>.*?)^```$", re.M | re.S)
 PICTURE = re.compile(r"^!\[(?P<caption>.*?)\]\((?:\.\./)+images/(?P<file>.*?)\)$", re.M)
 # The first cell of each notebook
 SETUP = """\
-# Run this cell first. It clones the repository where there is none (Colab), installs what is missing, and
-# makes the quickstart's model unless it is there, which takes minutes.
+# Run this cell first. It clones the repository where there is none (Colab), installs what is absent
+# (what is there stays), and makes the quickstart's model unless it is there, which takes minutes.
 REPOSITORY = "ADDRESS_OF_THIS_REPOSITORY"  # as for git clone; only for Colab
 import os, pathlib, subprocess, sys
 places = [pathlib.Path.cwd(), *pathlib.Path.cwd().parents, pathlib.Path("minimind-trainer")]
@@ -55,9 +55,14 @@ if not clones:
     subprocess.run(["git", "clone", REPOSITORY, "minimind-trainer"], check=True)
 os.chdir(clones[0] if clones else "minimind-trainer")
 sys.path.insert(0, os.getcwd())
+from tools.missing_packages import missing_packages
+needed = missing_packages("requirements.txt")
+if any(needed.values()):
+    raise SystemExit(f"this notebook's Python has other versions of {needed}; it needs a Python of its own")
+if needed:
+    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", *needed], check=True)
 os.environ["VIRTUAL_ENV"] = sys.prefix  # the scripts use the Python of this notebook
 os.environ["PATH"] = str(pathlib.Path(sys.executable).parent) + os.pathsep + os.environ["PATH"]
-subprocess.run(["bash", "tools/environment.sh"], check=True)
 if not pathlib.Path("out/demo_report.json").is_file():
     subprocess.run(["bash", "scripts/quickstart.sh"], check=True)
 """

@@ -26,7 +26,7 @@ def started(tmp_path):
     for folder in ("scripts", "tools", "bin", "out/demo"):
         (tmp_path / folder).mkdir(parents=True)
     shutil.copy(ROOT / "scripts" / "tour.sh", tmp_path / "scripts")
-    (tmp_path / "tools" / "environment.sh").write_text("")
+    (tmp_path / "tools" / "environment.sh").write_text("activate_first=")
     (tmp_path / "out/demo/full_sft_256.pth").write_bytes(b"weights")
     python = tmp_path / "bin" / "python"
 

@@ -1,56 +1,122 @@
-"""Which environment the shell scripts use, with stand-ins for Python."""
+"""Which environment the shell scripts use, with stand-ins for Python; what is found missing in a real one."""
 
 import os
 import subprocess
+import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import ROOT
+from tools import missing_packages
 
+# Each notes its calls in `log`. A stand-in lacks what $LACKS says; .venv, once something is installed, lacks nothing.
 PYTHON = """#!/usr/bin/env bash
+here="$(dirname "${BASH_SOURCE[0]}")"
+echo "$(basename "$here")/$(basename "$0") $*" >>"$LOG"
 case "$*" in
-    "-m venv .venv") # as far as it matters here
+    "-m venv"*)
         mkdir -p .venv/bin
         cp "$0" .venv/bin/python
-        echo 'PATH="$PWD/.venv/bin:$PATH"' >.venv/bin/activate
+        [ -z "${NO_PIP:-}" ] || touch .venv/bin/no_pip
         ;;
-    "-c "*) exit "${TOO_OLD:-0}" ;;
+    "tools/missing_packages.py "*)
+        [ -z "${TOO_OLD:-}" ] || exit 1
+        [ -e "$here/installed" ] || printf '%s' "${LACKS:-}"
+        ;;
+    "-m pip --version") [ ! -e "$here/no_pip" ] ;;
+    "-m ensurepip") rm "$here/no_pip" ;;
+    "-m pip install "*) touch "$here/installed" ;;
+    *) exit 99 ;;
 esac
 """
 
 
-def source(folder: Path, **environment: str) -> subprocess.CompletedProcess:
-    """Source the file in an empty folder; prints which python it leaves."""
+def source(folder: Path, **environment: str) -> tuple[subprocess.CompletedProcess, list[str]]:
+    """Source the file in an empty folder, printing which python it leaves; what was called, without the questions."""
     for name in ("python", "python3"):
         (folder / "bin").mkdir(exist_ok=True)
         (folder / "bin" / name).write_text(PYTHON)
         (folder / "bin" / name).chmod(0o755)
     script = f"set -euo pipefail; source {ROOT}/tools/environment.sh; command -v python"
-    env = {"PATH": f"{folder}/bin:{os.environ['PATH']}"} | environment
-    return subprocess.run(
+    log = folder / "log"
+    log.write_text("")
+    env = {"PATH": f"{folder}/bin:{os.environ['PATH']}", "LOG": str(log)} | environment
+    done = subprocess.run(
         ["bash", "-c", script], cwd=folder, env=env, capture_output=True, text=True, check=False
     )
+    calls = log.read_text().splitlines()
+    return done, [call for call in calls if "missing_packages" not in call and "--version" not in call]
 
 
-@pytest.mark.parametrize(
-    ("active", "used"),
-    [
-        ({}, ".venv/bin/python"),
-        ({"CONDA_PREFIX": "/opt/conda", "CONDA_DEFAULT_ENV": "base"}, ".venv/bin/python"),
-        ({"CONDA_PREFIX": "/opt/conda/envs/own", "CONDA_DEFAULT_ENV": "own"}, "bin/python"),
-        ({"CONDA_PREFIX": "/home/own", "CONDA_DEFAULT_ENV": "/home/own"}, "bin/python"),
-        ({"VIRTUAL_ENV": "/home/own"}, "bin/python"),
-    ],
-)
-def test_only_an_environment_of_the_users_own_is_used(tmp_path, active, used):
-    done = source(tmp_path, **active)
-    assert (done.stdout, done.stderr, done.returncode) == (f"{tmp_path / used}\n", "", 0)
+ACTIVE = [{}, {"VIRTUAL_ENV": "/home/own"}, {"CONDA_PREFIX": "/opt/conda", "CONDA_DEFAULT_ENV": "base"}]
 
 
-@pytest.mark.parametrize("active", [{}, {"VIRTUAL_ENV": "/home/own"}])
+@pytest.mark.parametrize("active", ACTIVE)
+def test_what_is_active_is_taken_as_it_is_if_it_lacks_nothing(tmp_path, active):
+    done, calls = source(tmp_path, **active)
+    assert (done.stdout, done.stderr, done.returncode) == (f"{tmp_path}/bin/python\n", "", 0)
+    assert calls == [] and not (tmp_path / ".venv").exists()
+
+
+@pytest.mark.parametrize("active", ACTIVE)
+def test_what_is_active_is_not_changed_if_it_lacks_something(tmp_path, active):
+    done, calls = source(tmp_path, LACKS="torch==2.13.0\npydantic==2.14.3\n", **active)
+    assert done.stdout.splitlines()[-1] == f"{tmp_path}/.venv/bin/python" and done.returncode == 0
+    install = "bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 pydantic==2.14.3"
+    assert calls == ["bin/python3 -m venv .venv", install]
+    assert (tmp_path / ".venv/bin/installed").exists() and not (tmp_path / "bin/installed").exists()
+    lacks = "the active environment lacks torch==2.13.0 pydantic==2.14.3 and stays as it is"
+    assert (lacks in done.stdout) == bool(active)
+    # once more: nothing is left to do, whatever is active
+    assert source(tmp_path, LACKS="torch==2.13.0", **active)[1] == []
+
+
+def test_a_torch_of_the_machine_is_used_from_the_own_environment(tmp_path):
+    _, calls = source(tmp_path, LACKS="pydantic==2.14.3")
+    assert calls[0] == "bin/python3 -m venv --system-site-packages .venv"
+
+
+def test_an_environment_without_pip_gets_it(tmp_path):
+    """As uv makes them."""
+    _, calls = source(tmp_path, LACKS="torch==2.13.0", NO_PIP="1")
+    assert [call.split(" --quiet")[0] for call in calls[1:]] == [
+        "bin/python -m ensurepip",
+        "bin/python -m pip install",
+    ]
+
+
+def test_the_own_environment_is_filled_where_it_is_the_active_one(tmp_path):
+    """As `uv run` and `source .venv/bin/activate` leave it."""
+    source(tmp_path, LACKS="torch==2.13.0")
+    (tmp_path / ".venv/bin/installed").unlink()
+    own = {"VIRTUAL_ENV": f"{tmp_path}/.venv", "PATH": f"{tmp_path}/.venv/bin:{os.environ['PATH']}"}
+    done, calls = source(tmp_path, LACKS="torch==2.13.0", **own)
+    assert done.stdout.splitlines()[-1] == f"{tmp_path}/.venv/bin/python"
+    assert calls == ["bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0"]
+
+
+@pytest.mark.parametrize("active", ACTIVE)
 def test_an_old_python_is_one_line(tmp_path, active):
-    done = source(tmp_path, TOO_OLD="1", **active)
+    done, _ = source(tmp_path, TOO_OLD="1", **active)
     assert done.returncode == 2 and not (tmp_path / ".venv").exists()
     (line,) = done.stderr.splitlines()
-    assert line.startswith("error: python") and "is not Python 3.11 or newer" in line
+    assert line.startswith("error: ") and "python3 is not Python 3.11 or newer" in line
+
+
+def test_packages_that_are_absent_or_of_an_excluded_version_are_missing(tmp_path):
+    (tmp_path / "more.txt").write_text("no-such-package>=1\n")
+    numpy = version("numpy")
+    (tmp_path / "asked.txt").write_text(
+        f"# a comment\nnumpy>=1,<={numpy}  # there\n-r more.txt\ntorch>=99\nuvicorn[standard]!=0\n"
+    )
+    script = [sys.executable, ROOT / "tools/missing_packages.py", tmp_path / "asked.txt"]
+    done = subprocess.run(script, capture_output=True, text=True, check=True)
+    locked = dict(missing_packages.requirements(missing_packages.LOCK))
+    assert done.stdout.split() == ["no-such-package>=1", "torch" + locked["torch"]]
+
+
+def test_a_build_for_one_device_is_its_version():
+    assert missing_packages.is_allowed("2.12.1+cu130", ">=2.11,<2.16")
+    assert not missing_packages.is_allowed("2.12.1+cu130", "==2.13.0")

@@ -1,0 +1,53 @@
+"""What a Python lacks of requirements files, as arguments of pip: `python tools/missing_packages.py FILE`.
+
+A package in a version that a file excludes is lacking, too. What is to be installed are the versions of
+requirements-lock.txt. Exit status 1: this Python is too old. It runs in environments that hold nothing yet.
+"""
+
+import re
+import sys
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+LOCK = Path(__file__).parents[1] / "requirements-lock.txt"
+
+
+def requirements(path: Path) -> Iterator[tuple[str, str]]:
+    """(name, versions) of each line, such as ("torch", ">=2.11"), also of files that it includes by -r."""
+    for line in path.read_text(encoding="utf-8").splitlines():
+        requirement = line.partition("#")[0].strip()
+        if requirement.startswith("-r "):
+            yield from requirements(path.parent / requirement.removeprefix("-r ").strip())
+        elif requirement:
+            name, versions = re.fullmatch(r"([\w.-]+)(?:\[.*\])?\s*(.*)", requirement).groups()
+            yield name, versions
+
+
+def missing_packages(*paths: str) -> dict[str, str | None]:
+    """For each package that is lacking pip's argument -> the version that is there in its place, if any."""
+    locked = dict(requirements(LOCK))
+    missing = {}
+    for name, versions in [line for path in paths for line in requirements(Path(path))]:
+        try:
+            installed = version(name)
+        except PackageNotFoundError:
+            installed = None
+        if installed is None or not is_allowed(installed, versions):
+            missing[name + locked.get(name, versions)] = installed
+    return missing
+
+
+def is_allowed(installed: str, versions: str) -> bool:
+    """Whether `versions` (">=2.11,<2.16") allows a version. 2.13.0+cpu, a build for one device, is 2.13.0."""
+    try:
+        from packaging.specifiers import SpecifierSet
+    except ImportError:  # transformers needs it, so more is missing
+        return False
+    return SpecifierSet(versions).contains(installed.partition("+")[0], prereleases=True)
+
+
+if __name__ == "__main__":
+    if sys.version_info < (3, 11):  # noqa: UP036
+        sys.exit(1)
+    print(*missing_packages(*sys.argv[1:]), sep="\n", end="")
