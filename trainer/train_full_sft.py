@@ -54,7 +54,7 @@ class Args(StageArgs):
 
 
 class Objective(next_token.NextToken):
-    """What this stage learns; docs/training.md has losses, metrics and an optimizer of your own."""
+    """What this stage learns; docs/reference.md has losses, metrics and an optimizer of your own."""
 
     def loss(self, model, batch, args):
         """Sums, each []: of the losses of the targets, of the auxiliary losses of the tokens, and of metrics

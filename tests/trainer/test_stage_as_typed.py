@@ -90,7 +90,7 @@ def edited(clone: Path, old: str, new: str) -> Path:
     return script
 
 
-PAGE = (ROOT / "docs/training.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs/reference.md").read_text(encoding="utf-8")
 Z_LOSS = PAGE[PAGE.index("class Objective(next_token.NextToken)") : PAGE.index("frozen = tuple(")]
 
 
