@@ -220,9 +220,9 @@ def test_the_cheap_commands_run_on_the_files_that_they_name(command, tmp_path, m
     run(script[:-3].replace("/", "."), argv + CHEAP[script])
 
 
-def test_the_mistake_on_the_front_page_ends_as_shown():
-    (shown,) = [block for block in fenced("README.md", "text") if block.startswith("error: ")]
-    (command,) = [block for block in fenced("README.md", "bash") if "--learning_rate -1" in block]
+def test_the_mistake_of_the_page_of_troubles_ends_as_shown():
+    (shown,) = [block for block in fenced("docs/trouble.md", "text") if block.startswith("error: ")]
+    (command,) = [block for block in fenced("docs/trouble.md", "bash") if "--learning_rate -1" in block]
     _, script, *argv = shlex.split(command)
     assert run(str(ROOT / script), argv, status=2).err == shown
 
