@@ -20,7 +20,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader
 
 from common.errors import UserError, warn
-from trainer.devices.process_group import Logger, gather, reduce_max, reduce_sum, this_rank, world_size
+from trainer.devices.process_group import Logger, all_gather, reduce_max, reduce_sum, this_rank, world_size
 from trainer.devices.wrapping import full_tensor, gradient_sync, is_sharded, unwrap
 from trainer.objectives.next_token import to_device
 from trainer.optim.build import MuonWithAdamW
@@ -287,7 +287,7 @@ def count_figures(state: TrainState, window: list[Batch], figures: Figures, targ
         progress.overflows += 1  # the scaler has lowered its scale
         return
     own = [i for batch in window if "sample_ids" in batch for i in batch["sample_ids"].tolist()]
-    samples = sum(gather(own), [])
+    samples = sum(all_gather(own), [])
     progress.bad_updates += 1
     progress.skipped.append({"update": progress.update, "sample_ids": samples})
     named = ", ".join(f"{sample} ({state.source(sample)})" for sample in samples[:4])
@@ -419,7 +419,7 @@ def evaluate(state: TrainState, loader: Iterable[Batch]) -> dict[str, float | No
     # let go of gathered weights: a callback may have put others in place for the validation alone
     for module in filter(is_sharded, model.modules()):
         cast(Any, module).reshard()
-    names = sorted(set().union(*gather(list(sums))))  # a rank may have had no batch
+    names = sorted(set().union(*all_gather(list(sums))))  # a rank may have had no batch
     own = [float(sums.get(name, 0.0)) for name in names]  # sync point
     host = torch.tensor([*own, targets, text_bytes], dtype=torch.float64)
     *totals, all_targets, all_bytes = reduce_sum(host).tolist()

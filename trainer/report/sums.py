@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from common.errors import UserError
-from trainer.devices.process_group import gather
+from trainer.devices.process_group import all_gather
 
 Figures = dict[str, tuple[float, float]]  # (sum, count), of which the quotient is reported
 COUNT = "/count"  # ends the name of a count beside its sum
@@ -53,7 +53,7 @@ def checked_names(names: list[str], metrics: Iterable[str]) -> list[str]:
         raise UserError(
             f"a metric of the loss is named {min(taken)!r}, a field of each record; give it another name"
         )
-    if any(others != names for others in gather(names)):
+    if any(others != names for others in all_gather(names)):
         raise UserError("the loss must give the same metrics for each batch; (sum, 0) where there is nothing")
     return names
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from dataset.lm_dataset import collate_shared
 from dataset.rollout_prompts import RolloutPrompt
-from trainer.devices.process_group import gather, reduce_sum, this_rank, world_size
+from trainer.devices.process_group import all_gather, reduce_sum, this_rank, world_size
 from trainer.devices.wrapping import decoding_model, unwrap
 from trainer.objectives.next_token import Batch, Objective, flat_size, target_log_probs, to_device
 from trainer.report.speed import Size
@@ -176,7 +176,7 @@ class Rollouts(Callback, Objective):
             rollout.append({name: on_host(value) for name, value in kept.items()})
         return {
             "since_last_record": self.since_last_record,
-            "rollout_for_next_updates": gather(rollout),
+            "rollout_for_next_updates": all_gather(rollout),
             "samples": self.samples,
         }
 

@@ -13,7 +13,7 @@ from dataset.rollout_prompts import PromptDataset
 from dataset.token_cache import load_tokenizer
 from model.prompts import document_tokens, prompt_tokens
 from trainer.data.datasets import StageData, sample_lines
-from trainer.devices.process_group import Logger, gather, is_main_process
+from trainer.devices.process_group import Logger, all_gather, is_main_process
 from trainer.devices.wrapping import is_sharded, unwrap
 from trainer.run.callbacks import Callback
 from trainer.run.state import TrainState
@@ -105,7 +105,7 @@ class Samples(Callback):
         if "eval_loss" not in record:
             return
         answers, self.answers = self.answers, []
-        share, *_ = gather(distinct_trigrams(answers))  # of rank 0
+        share, *_ = all_gather(distinct_trigrams(answers))  # of rank 0
         if share is not None:
             record["distinct_trigrams"] = share
         if not answers:
