@@ -90,8 +90,8 @@ def train_epoch(
         with meter.timing("wait"):
             fetched = list(islice(batches, number))
         missing = number - len(fetched)
-        window = state.objective.prepare(state, fetched or [collate([])])
-        sizes = [state.objective.size(batch, state.lm_config) for batch in window]
+        micro_batches = state.objective.prepare(state, fetched or [collate([])])
+        sizes = [state.objective.size(batch, state.lm_config) for batch in micro_batches]
         targets, tokens, stop_requested, missing = update_size(state, sizes, missing)
         if stop_requested:
             if state.saved_update != progress.update:
@@ -102,7 +102,7 @@ def train_epoch(
             raise UserError(f"epoch {epoch + 1}: the data loader gave no batch at all; it must give {iters}")
 
         callbacks.call("on_batch_start", progress.update + 1)
-        figures = train_update(state, window, targets, tokens)
+        figures = train_update(state, micro_batches, targets, tokens)
         meter.count(sizes)
         before, step = step, step + number
         if missing:
@@ -112,7 +112,7 @@ def train_epoch(
         progress.epoch, progress.step, progress.update = epoch, step, progress.update + 1
         progress.samples_done = min(state.run["samples"], step * args.batch_size * world_size())
         progress.tokens += int(tokens)
-        count_figures(state, window, figures, targets)
+        count_figures(state, micro_batches, figures, targets)
         callbacks.call("on_optimizer_step", progress.update)
 
         # What is due, alike on all ranks. The first update of a run is saved, too: what a checkpoint cannot
@@ -152,13 +152,13 @@ def first_pass(state: TrainState, batch: Batch) -> None:
     state.optimizer.zero_grad(set_to_none=True)
 
 
-def train_update(state: TrainState, window: list[Batch], targets: float, tokens: float) -> Figures:
-    """One optimizer update over a window of micro-batches; it is skipped if a loss or the gradient is not
+def train_update(state: TrainState, micro_batches: list[Batch], targets: float, tokens: float) -> Figures:
+    """One optimizer update over micro-batches; it is skipped if a loss or the gradient is not
     finite, or there is no target.
 
     Args:
         state: the run.
-        window: this rank's micro-batches.
+        micro_batches: this rank's micro-batches.
         targets, tokens: of the whole update, over all ranks.
 
     Returns:
@@ -169,10 +169,10 @@ def train_update(state: TrainState, window: list[Batch], targets: float, tokens:
     args, model, optimizer, scaler = state.args, state.model, state.optimizer, state.scaler
     set_learning_rate(state)
     sums: dict[str, Tensor] = {}
-    for i, batch in enumerate(window):
+    for i, batch in enumerate(micro_batches):
         seed_dropout(args.seed, state.progress.update, i)
         if world_size() > 1:  # the ranks exchange gradients after the last micro-batch
-            gradient_sync(model, enabled=i == len(window) - 1)
+            gradient_sync(model, enabled=i == len(micro_batches) - 1)
         with state.autocast:
             loss, aux_loss, metrics = state.objective.loss(model, to_device(batch, state.device), args)
         # DDP and FSDP average the gradients over the ranks; times world_size makes the average a sum
@@ -181,9 +181,9 @@ def train_update(state: TrainState, window: list[Batch], targets: float, tokens:
         add_sums(sums, {"logits_loss": loss, "aux_loss": aux_loss, **metrics}, state.device)
         state.objective.after_micro_batch(state, i)
     scaler.unscale_(optimizer)  # float16: clip the true gradient, not the scaled one
-    of_gradient = state.objective.before_step(state, window)
+    of_gradient = state.objective.before_step(state, micro_batches)
     add_sums(sums, of_gradient, state.device)
-    state.callbacks.call("on_before_step", window)
+    state.callbacks.call("on_before_step", micro_batches)
     if state.metric_names is None:
         state.metric_names = checked_names(list(sums), [*metrics, *of_gradient])
     grad_norm = full_tensor(clip_grad_norm_(unwrap(model).parameters(), args.grad_clip or math.inf))
@@ -272,7 +272,7 @@ def reached(interval: int, before: int, step: int, iters: int) -> bool:
 # --- figures
 
 
-def count_figures(state: TrainState, window: list[Batch], figures: Figures, targets: float) -> None:
+def count_figures(state: TrainState, micro_batches: list[Batch], figures: Figures, targets: float) -> None:
     """Add the figures of an update to the sums since the last record, or count it as skipped. Raises
     UserError if too many in a row were."""
     progress, limit = state.progress, state.args.max_bad_updates
@@ -286,7 +286,7 @@ def count_figures(state: TrainState, window: list[Batch], figures: Figures, targ
     if is_finite["loss"] and state.scaler.is_enabled() and state.scaler.get_scale() > 1.0:
         progress.overflows += 1  # the scaler has lowered its scale
         return
-    own = [i for batch in window if "sample_ids" in batch for i in batch["sample_ids"].tolist()]
+    own = [i for batch in micro_batches if "sample_ids" in batch for i in batch["sample_ids"].tolist()]
     samples = sum(all_gather(own), [])
     progress.bad_updates += 1
     progress.skipped.append({"update": progress.update, "sample_ids": samples})

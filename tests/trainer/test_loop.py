@@ -46,11 +46,11 @@ class Shows(NextToken):
 
 
 def update(state, ids: tuple[int, ...]) -> dict:
-    window = [batch(i) for i in ids]
-    sizes = [state.objective.size(each, state.lm_config) for each in window]
+    micro_batches = [batch(i) for i in ids]
+    sizes = [state.objective.size(each, state.lm_config) for each in micro_batches]
     targets, tokens, *_ = update_size(state, sizes, missing=0)
-    figures = train_update(state, window, targets, tokens)
-    count_figures(state, window, figures, targets)
+    figures = train_update(state, micro_batches, targets, tokens)
+    count_figures(state, micro_batches, figures, targets)
     return figures
 
 
@@ -86,11 +86,11 @@ class BeforeTheStep(NextToken):
     def after_micro_batch(self, state, number):
         self.norms.append((number, grad_norm(state.model)))
 
-    def before_step(self, state, window):
+    def before_step(self, state, micro_batches):
         whole = grad_norm(state.model)
         for name, parameter in state.model.named_parameters():
             parameter.grad = None if "layers.0" in name else parameter.grad / 2
-        return {"twice": (2 * whole, 1), "of_windows": (len(window), 1)}
+        return {"twice": (2 * whole, 1), "of_windows": (len(micro_batches), 1)}
 
 
 def grad_norm(model) -> torch.Tensor:

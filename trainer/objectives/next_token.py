@@ -50,9 +50,9 @@ class Objective:
         """Load frozen models other than `reference`, such as a teacher, onto the device. Their flags are a
         subclass of `FrozenModelArgs` (common/settings.py), which has them compared and not overwritten."""
 
-    def prepare(self, state: Any, window: list[Batch]) -> list[Batch]:
+    def prepare(self, state: Any, micro_batches: list[Batch]) -> list[Batch]:
         """The micro-batches to train of those that the loader gave, such as rollouts of prompts."""
-        return window
+        return micro_batches
 
     def size(self, batch: Batch, lm_config: Any) -> Size:
         """The size of a micro-batch."""
@@ -67,9 +67,9 @@ class Objective:
         """After the backward pass of micro-batch `number` of an update, from 0. The gradients are the sums so
         far, of this rank alone until the last one; in float16 times the scale of the gradient scaler."""
 
-    def before_step(self, state: Any, window: list[Batch]) -> Metrics:
+    def before_step(self, state: Any, micro_batches: list[Batch]) -> Metrics:
         """The gradients of an update are complete, on all ranks alike, and not clipped yet: change them, or
-        make those None of parameters that this update leaves alone. window: this rank's micro-batches.
+        make those None of parameters that this update leaves alone. micro_batches: this rank's micro-batches.
         Returns metrics like those of `loss`."""
         return {}
 

@@ -128,19 +128,19 @@ class Rollouts(Callback, Objective):
     def size(self, batch: Batch, lm_config: Any) -> Size:
         return rollout_size(batch, lm_config)
 
-    def prepare(self, state: TrainState, window: list[Batch]) -> list[Batch]:
+    def prepare(self, state: TrainState, micro_batches: list[Batch]) -> list[Batch]:
         """Flat batches of the trajectories for micro-batches of prompts, or those of this rollout's first
         update."""
-        if not any(batch["prompts"] for batch in window):
-            return [empty_batch() for _ in window]
+        if not any(batch["prompts"] for batch in micro_batches):
+            return [empty_batch() for _ in micro_batches]
         is_first_update = state.progress.update % self.args.num_iterations == 0
-        if not is_first_update and len(self.rollout_for_next_updates) == len(window):
+        if not is_first_update and len(self.rollout_for_next_updates) == len(micro_batches):
             batches = self.rollout_for_next_updates  # on the host after a resume
             self.rollout_for_next_updates = [to_device(batch, state.device) for batch in batches]
             return self.rollout_for_next_updates
         model = unwrap(state.model)
         model.eval()
-        batches = self._roll_out(state, model, window)
+        batches = self._roll_out(state, model, micro_batches)
         model.train()
         if self.args.num_iterations > 1:
             self.rollout_for_next_updates = batches
@@ -197,9 +197,9 @@ class Rollouts(Callback, Objective):
 
     # ---- a rollout
 
-    def _roll_out(self, state: TrainState, model: nn.Module, window: list[Batch]) -> list[Batch]:
+    def _roll_out(self, state: TrainState, model: nn.Module, micro_batches: list[Batch]) -> list[Batch]:
         """The flat batch of the trajectories of each micro-batch of prompts; all are written in one go."""
-        prompts = [prompt for batch in window for prompt in batch["prompts"]]
+        prompts = [prompt for batch in micro_batches for prompt in batch["prompts"]]
         start = time.perf_counter()
         with state.autocast:
             written = self._write(self.writer, model, prompts, state.progress.update)
@@ -214,7 +214,7 @@ class Rollouts(Callback, Objective):
         self.this_rollout["reward_seconds"] = scored_at - written_at, 1.0
         self.this_rollout["rollout_tokens_per_second"] = sampled * world_size(), seconds
         rollouts, rest = [], written
-        for part in rewards.split([len(batch["prompts"]) for batch in window]):
+        for part in rewards.split([len(batch["prompts"]) for batch in micro_batches]):
             rollouts.append((rest[: part.numel()], part))
             rest = rest[part.numel() :]
         with torch.no_grad(), state.autocast:

@@ -168,16 +168,16 @@ class PPO(Rollouts):
     def make_batches(self, model: nn.Module, rollouts: list[Judged], device: torch.device) -> list[Batch]:
         return critic_batches(model, rollouts, self.args, device)
 
-    def prepare(self, state: TrainState, window: list[Batch]) -> list[Batch]:
+    def prepare(self, state: TrainState, micro_batches: list[Batch]) -> list[Batch]:
         """The micro-batches of a rollout, or empty ones."""
-        batches = super().prepare(state, window)
+        batches = super().prepare(state, micro_batches)
         self.is_over = None
         is_first = state.progress.update % self.args.num_iterations == 0
-        if is_first or not any(batch["prompts"] for batch in window):
+        if is_first or not any(batch["prompts"] for batch in micro_batches):
             return batches
         limit = self.args.early_stop_kl
         self.is_over = 0 < limit < moved_since_rollout(state, batches, self.args.temperature)
-        return [empty_batch() for _ in window] if self.is_over else batches
+        return [empty_batch() for _ in micro_batches] if self.is_over else batches
 
     def on_batch_start(self, state: TrainState, update: int) -> None:
         super().on_batch_start(state, update)

@@ -49,9 +49,9 @@ def loss(self, model, batch, args, loss=t.Objective.loss):
         total = total + model.extra.weight.square().sum() * len(batch["targets"])
     return total, aux, metrics
 
-def prepare(self, state, window):
+def prepare(self, state, micro_batches):
     self.update = state.progress.update
-    return window
+    return micro_batches
 
 t.Objective.extend_model, t.Objective.loss, t.Objective.prepare = extend_model, loss, prepare
 t.Objective.optimizer = lambda self, model, args: torch.optim.NAdam(model.parameters(), args.learning_rate)

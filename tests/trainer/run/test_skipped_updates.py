@@ -63,12 +63,12 @@ class Steep(NextToken):
         return loss, aux_loss, metrics
 
 
-def train(state: TrainState, window: list[dict]) -> dict:
-    sizes = [state.objective.size(batch, state.lm_config) for batch in window]
+def train(state: TrainState, micro_batches: list[dict]) -> dict:
+    sizes = [state.objective.size(batch, state.lm_config) for batch in micro_batches]
     targets, tokens, *_ = update_size(state, sizes, missing=0)
-    figures = train_update(state, window, targets, tokens)
+    figures = train_update(state, micro_batches, targets, tokens)
     state.progress.update += 1
-    count_figures(state, window, figures, targets)
+    count_figures(state, micro_batches, figures, targets)
     return figures
 
 
