@@ -212,13 +212,13 @@ def compile_and_wrap(
     device: torch.device,
     autocast: Any,
     train_set: SizedDataset,
-    frozen: tuple[str, ...] = (),
+    frozen_parameters: tuple[str, ...] = (),
 ) -> nn.Module:
     """The model on its device, compiled where that is asked for or pays, and wrapped in DDP or FSDP where
-    there are several ranks. `frozen`: prefixes of the names of parameters that are not trained."""
+    there are several ranks. `frozen_parameters`: prefixes of the names of parameters that are not trained."""
     prepare_device(device)
-    if frozen:
-        freeze(model, frozen)
+    if frozen_parameters:
+        freeze(model, frozen_parameters)
     if compiles(args, train_set, device):
         compile_model(model, may_fail=args.use_compile is None)
     return wrap_model(model, device, args.parallel, args.activation_checkpointing, autocast)
@@ -246,7 +246,7 @@ def begin_run(
     if eval_set is not None:
         state.eval_loader = eval_loader(eval_set, args.batch_size, eval_set.collate)
     add_callbacks(state)
-    state.objective.load_frozen(args, state.device)
+    state.objective.load_frozen_models(args, state.device)
     if state.objective.needs_reference and saved is not None:
         resume.check_reference(args, state.run, saved)
     if state.objective.needs_reference and state.objective.reference is None:

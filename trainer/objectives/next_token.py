@@ -26,7 +26,7 @@ class Objective:
     """What a stage learns, from which batches, and what is written of its model: for the scripts and for the
     engine. By default the next token. A stage overrides what differs."""
 
-    shown: tuple[str, ...] = ()  # metrics that stand on the console's line
+    console_metrics: tuple[str, ...] = ()  # metrics that stand on the console's line
     loss_is_cross_entropy = False
     saves_trained_only = False  # a checkpoint leaves out frozen weights, which a resumed run reads again
     needs_reference = False  # `reference` becomes a frozen model with the start weights, on the device
@@ -46,7 +46,7 @@ class Objective:
         head."""
         return model
 
-    def load_frozen(self, args: Any, device: torch.device) -> None:
+    def load_frozen_models(self, args: Any, device: torch.device) -> None:
         """Load frozen models other than `reference`, such as a teacher, onto the device. Their flags are a
         subclass of `FrozenModelArgs` (common/settings.py), which has them compared and not overwritten."""
 

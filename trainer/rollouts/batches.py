@@ -97,7 +97,7 @@ class Rollouts(Callback, Objective):
     reference of the KL divergence.
     """
 
-    shown = ("reward", "reward_std", "frac_reward_zero_std", "completion_length")
+    console_metrics = ("reward", "reward_std", "frac_reward_zero_std", "completion_length")
 
     def __init__(self, args: Any, writer: TrajectoryWriter, rewards: list[Reward]):
         self.args, self.writer, self.rewards = args, writer, rewards
@@ -273,7 +273,7 @@ class Rollouts(Callback, Objective):
         for trajectory, value in zip(written[:2], values[:2], strict=True):
             question = trajectory.prompt.messages[-1]["content"]
             answer = "\n".join(message["content"] for message in trajectory.messages)
-            self.samples.append({"prompt": _shown(question), "answer": _shown(answer), "reward": value})
+            self.samples.append({"prompt": _excerpt(question), "answer": _excerpt(answer), "reward": value})
 
     def held_out(self, model: nn.Module, batch: Batch, args: Any = None) -> dict[str, Tensor]:
         """Sums over held-out prompts, whose likeliest completions are scored: the rewards, and `loss`,
@@ -290,5 +290,5 @@ def on_host(value: Any) -> Any:
     return value.detach().cpu() if isinstance(value, Tensor) else value
 
 
-def _shown(text: str) -> str:
+def _excerpt(text: str) -> str:
     return text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + " ..."

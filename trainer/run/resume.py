@@ -40,7 +40,7 @@ def run_fingerprint(args: StageArgs, model: Fingerprint, data: Fingerprint, samp
         start = paths.start_path(args.save_dir, args.from_weight, args)
         run["from_weight_sha256"] = weights_hash(start)
     if isinstance(args, FrozenModelArgs):
-        run |= args.frozen_hashes()
+        run |= args.frozen_model_hashes()
     return run
 
 

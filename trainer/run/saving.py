@@ -52,7 +52,7 @@ def earlier_run_files(args: StageArgs) -> list[Path]:
 
 def check_starts(args: StageArgs) -> None:
     """Raise UserError if a new run starts from, or reads again, a file that it sets aside and writes anew."""
-    starts = args.frozen_weights() if isinstance(args, FrozenModelArgs) else {}
+    starts = args.frozen_model_paths() if isinstance(args, FrozenModelArgs) else {}
     if args.from_weight != "none":
         starts["from_weight"] = paths.start_path(args.save_dir, args.from_weight, args)
     if args.resume_from is not None:
@@ -338,7 +338,9 @@ def open_files(state: TrainState, wandb: Any) -> Iterator[None]:
     if is_main_process():
         if state.resumed_update is None:
             set_earlier_run_aside(args)
-        state.log = MetricsLog(path, state.total_updates, state.resumed_update, state.objective.shown)
+        state.log = MetricsLog(
+            path, state.total_updates, state.resumed_update, state.objective.console_metrics
+        )
         write_settings(state, paths.settings_path(path))
     try:
         state.callbacks.call("on_train_start")

@@ -56,7 +56,7 @@ def prepare(self, state, micro_batches):
 t.Objective.extend_model, t.Objective.loss, t.Objective.prepare = extend_model, loss, prepare
 t.Objective.optimizer = lambda self, model, args: torch.optim.NAdam(model.parameters(), args.learning_rate)
 """
-FREEZE = "import trainer.train_{stage} as t; t.frozen = {names}"
+FREEZE = "import trainer.train_{stage} as t; t.frozen_parameters = {names}"
 VECTORS = ("model.embed_tokens", "model.norm", "model.layers.0.input", "model.layers.0.post")
 VECTORS += ("model.layers.0.self_attn.q_norm", "model.layers.0.self_attn.k_norm")
 KILLED = {
