@@ -152,7 +152,7 @@ def model_inputs(batch: Batch) -> dict[str, Any]:
     }
     if "key_index" in batch:  # samples that begin alike: see `collate_shared` in dataset/lm_dataset.py
         names = ("key_index", "cu_seqlens_k", "max_seqlen_k", "host_cu_seqlens_k")
-        inputs["seen_keys"] = tuple(batch.get(name) for name in names)
+        inputs["shared_keys"] = tuple(batch.get(name) for name in names)
     return inputs | {"host_cu_seqlens": batch.get("host_cu_seqlens")}
 
 

@@ -78,8 +78,8 @@ class MetricsLog:
         self.warned = {text.partition(":")[0] for record in kept for text in record.get("warnings", ())}
         self.file = open(path, "a", encoding="utf-8")  # noqa: SIM115 (open for the whole run)
         form = "{percentage:3.0f}%|{bar:30}| update {n_fmt}/{total_fmt}, {elapsed}<{remaining}"
-        is_seen = sys.stdout is not None and sys.stdout.isatty()
-        options = {"bar_format": form, "file": sys.stdout, "disable": not is_seen}
+        is_terminal = sys.stdout is not None and sys.stdout.isatty()
+        options = {"bar_format": form, "file": sys.stdout, "disable": not is_terminal}
         self.bar = tqdm(total=total_updates, initial=resumed_update or 0, **options)
 
     def sync(self) -> None:

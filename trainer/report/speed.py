@@ -100,8 +100,8 @@ def training_flops(
     if config.use_moe:
         mlp = 3 * c * config.moe_intermediate_size * config.num_experts_per_tok + c * config.num_experts
     own = np.diff(cu_seqlens).astype(np.float64)
-    seen = own if cu_seqlens_k is None else np.diff(cu_seqlens_k).astype(np.float64)
-    squares = float((seen**2 - (seen - own) ** 2).sum())
+    visible = own if cu_seqlens_k is None else np.diff(cu_seqlens_k).astype(np.float64)
+    squares = float((visible**2 - (visible - own) ** 2).sum())
     products = 6.0 * config.num_hidden_layers * (tokens * (attention + mlp) + squares * heads * d)
     return products + 6.0 * targets * c * config.vocab_size
 

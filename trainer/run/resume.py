@@ -140,10 +140,10 @@ def check_reference(args: StageArgs, run: Fingerprint, checkpoint: dict[str, Any
         )
 
 
-def check_ranks_agree(seen: dict[str, Any]) -> None:
+def check_ranks_agree(values: dict[str, Any]) -> None:
     """Raise UserError if the ranks see other data, settings or checkpoints, or `auto` gives them other
     devices or dtypes: their weights would part."""
-    everyone = all_gather(seen)
+    everyone = all_gather(values)
     for rank, other in enumerate(everyone):
         if changed := changes(everyone[0], other):
             raise UserError(
