@@ -37,7 +37,7 @@ from trainer.devices.process_group import Logger
 from trainer.devices.wrapping import freeze, unwrap, wrap_model
 from trainer.objectives.next_token import frozen_model
 from trainer.optim.build import check_optimizer
-from trainer.report.warnings import facts_for_advice
+from trainer.report.warnings import facts_for_warnings
 from trainer.run import resume
 from trainer.run.compiling import check_cache_folder, compile_model, compiles
 from trainer.run.experts import ExpertLoad, token_counters
@@ -257,7 +257,7 @@ def begin_run(
     state.meter.peak = matrix_rate(state.device, dtype)
     vocabulary = getattr(state.lm_config, "vocab_size", 0)
     guessing = math.log(vocabulary) if vocabulary and state.objective.loss_is_cross_entropy else None
-    state.facts = facts_for_advice(
+    state.facts = facts_for_warnings(
         args,
         state.total_updates,
         guessing,

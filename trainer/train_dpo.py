@@ -72,19 +72,19 @@ class Objective(next_token.Objective):
 
     def loss(self, model, batch, args):
         """Sums, each []: of the losses of the P pairs, of the load-balancing losses of the tokens, and by
-        name of figures over the pairs."""
+        name of metrics over the pairs."""
         # [2 P]: chosen, rejected, chosen, rejected ...
         log_probs, aux_loss = preference.answer_log_probs(model, batch)
         before, _ = preference.answer_log_probs(self.reference, batch)  # without a gradient: it is frozen
         losses = preference.preference_loss(log_probs, before, args.beta)  # [P]
         if args.rpo_alpha:
             losses = losses + args.rpo_alpha * preference.chosen_loss(log_probs, batch)
-        return losses.sum(), aux_loss, preference.preference_figures(log_probs, before, args.beta)
+        return losses.sum(), aux_loss, preference.preference_metrics(log_probs, before, args.beta)
 
     def held_out(self, model, batch, args):
         """The same sums, each [], of held-out pairs, by name."""
-        loss, _, figures = self.loss(model, batch, args)
-        return {"loss": loss, **figures}
+        loss, _, metrics = self.loss(model, batch, args)
+        return {"loss": loss, **metrics}
 
 
 schedule = stage.warmup_cosine  # (update from 1, total updates, args) -> learning rate

@@ -12,7 +12,7 @@ from tests.stage_process import Faults, run, start_ranks
 from tests.trainer.run.test_skipped_updates import batch, make_state
 from tests.trainer.stage_flags import assert_same_run, flags
 from trainer import loop
-from trainer.loop import count_figures, evaluate, make_record, train_update, update_size
+from trainer.loop import count_update, evaluate, make_record, train_update, update_size
 from trainer.objectives.next_token import NextToken, next_token_loss, target_samples
 from trainer.report.metrics import describe, read_metrics
 
@@ -50,7 +50,7 @@ def update(state, ids: tuple[int, ...]) -> dict:
     sizes = [state.objective.size(each, state.lm_config) for each in micro_batches]
     targets, tokens, *_ = update_size(state, sizes, missing=0)
     figures = train_update(state, micro_batches, targets, tokens)
-    count_figures(state, micro_batches, figures, targets)
+    count_update(state, micro_batches, figures, targets)
     return figures
 
 

@@ -20,7 +20,7 @@ from trainer.devices.process_group import all_gather, reduce_sum, this_rank, wor
 from trainer.devices.wrapping import decoding_model, unwrap
 from trainer.objectives.next_token import Batch, Objective, flat_size, target_log_probs, to_device
 from trainer.report.speed import Size
-from trainer.report.sums import Figures, add_figures, quotient
+from trainer.report.sums import Means, add_means, quotient
 from trainer.rollouts.policy import TOKEN_LEVEL, group_advantages
 from trainer.rollouts.rewards import Reward, compute
 from trainer.rollouts.writer import Trajectory, TrajectoryWriter
@@ -29,7 +29,7 @@ from trainer.run.state import TrainState
 
 SHOWN_CHARACTERS = 300  # of a sample in the log
 # beside the rewards; and of groups of several completions `frac_reward_zero_std`
-FIGURES = (
+ROLLOUT_METRICS = (
     "reward_square", "completion_length", "cut_share", "entropy", "rollout_seconds", "reward_seconds",
     "rollout_tokens_per_second",
 )  # fmt: skip
@@ -105,10 +105,10 @@ class Rollouts(Callback, Objective):
         several = [f"reward_{reward.name}" for reward in rewards] if len(rewards) > 1 else []
         self.reward_names = ("reward", *several)
         of_groups = ["frac_reward_zero_std"] if writer.group > 1 else []
-        self.figure_names = (*self.reward_names, *FIGURES, *of_groups)
+        self.metric_names = (*self.reward_names, *ROLLOUT_METRICS, *of_groups)
         # (sum, count) by name: of this rank's rollout, until its update is made; of all ranks' since then
-        self.this_rollout: Figures = {}
-        self.since_last_record: Figures = {}
+        self.this_rollout: Means = {}
+        self.since_last_record: Means = {}
         self.samples: list[dict] = []  # of the last rollout, for the log
         self.decoding_copy: nn.Module | None = None  # of the policy, which writes
         # with --num_iterations 2 or more: this rank's last rollout
@@ -148,17 +148,17 @@ class Rollouts(Callback, Objective):
 
     def on_batch_start(self, state: Any, update: int) -> None:
         """The update will be made: its rollout counts, on all ranks."""
-        own = [self.this_rollout.get(name, (0.0, 0.0)) for name in self.figure_names]
+        own = [self.this_rollout.get(name, (0.0, 0.0)) for name in self.metric_names]
         pairs = reduce_sum(torch.tensor(own, dtype=torch.float64)).tolist()
-        for name, (total, count) in zip(self.figure_names, pairs, strict=True):
-            add_figures(self.since_last_record, {name: (total, count)})
+        for name, (total, count) in zip(self.metric_names, pairs, strict=True):
+            add_means(self.since_last_record, {name: (total, count)})
         self.this_rollout = {}
 
     def on_log(self, state: Any, record: dict[str, Any]) -> None:
         """Add means over the rollouts since the last record, over all ranks, None where there was none; and
         samples of rank 0's last rollout."""
         sums = self.since_last_record
-        means = {name: quotient(*sums.get(name, (0.0, 0.0))) for name in self.figure_names}
+        means = {name: quotient(*sums.get(name, (0.0, 0.0))) for name in self.metric_names}
         mean, square = means["reward"], means.pop("reward_square")
         means["reward_std"] = None
         if mean is not None and square is not None:
@@ -244,7 +244,7 @@ class Rollouts(Callback, Objective):
         return writer.write(self.decoding_copy, prompts, update)
 
     def _score(self, trajectory: Trajectory) -> dict[str, float]:
-        """The rewards of a trajectory by the names of their figures; `reward` is their weighted sum."""
+        """The rewards of a trajectory by the names of their metrics; `reward` is their weighted sum."""
         prompt = trajectory.prompt
         messages = prompt.messages + trajectory.messages[:-1]
         limit = self.args.reward_timeout
@@ -254,21 +254,21 @@ class Rollouts(Callback, Objective):
         return scores
 
     def _count(self, written: list[Trajectory], scores: list[dict[str, float]], rewards: Tensor) -> None:
-        """Set the figures of this rollout, but for its times, and the samples for the log."""
+        """Set the metrics of this rollout, but for its times, and the samples for the log."""
         values = rewards.flatten().tolist()
         number = len(written)
         sampled = sum(trajectory.sampled for trajectory in written)
-        figures: Figures = {}
+        metrics: Means = {}
         for name in self.reward_names:
-            figures[name] = sum(score[name] for score in scores), number
-        figures["reward_square"] = sum(value**2 for value in values), number
-        figures["completion_length"] = sampled, number
-        figures["cut_share"] = sum(trajectory.is_cut for trajectory in written), number
+            metrics[name] = sum(score[name] for score in scores), number
+        metrics["reward_square"] = sum(value**2 for value in values), number
+        metrics["completion_length"] = sampled, number
+        metrics["cut_share"] = sum(trajectory.is_cut for trajectory in written), number
         # estimated, per token
-        figures["entropy"] = -sum(sum(trajectory.log_probs) for trajectory in written), sampled
+        metrics["entropy"] = -sum(sum(trajectory.log_probs) for trajectory in written), sampled
         alike = (rewards == rewards[:, :1]).all(dim=1).sum()
-        figures["frac_reward_zero_std"] = int(alike), len(rewards)
-        self.this_rollout = figures
+        metrics["frac_reward_zero_std"] = int(alike), len(rewards)
+        self.this_rollout = metrics
         self.samples = []
         for trajectory, value in zip(written[:2], values[:2], strict=True):
             question = trajectory.prompt.messages[-1]["content"]
@@ -280,9 +280,9 @@ class Rollouts(Callback, Objective):
         minus the weighted one."""
         writer = replace(self.writer, group=1, temperature=0.0)
         scores = [self._score(trajectory) for trajectory in self._write(writer, model, batch["prompts"], 0)]
-        figures = {name: sum(score[name] for score in scores) for name in self.reward_names}
-        figures["loss"] = -figures["reward"]
-        return {name: torch.tensor(value, dtype=torch.float64) for name, value in figures.items()}
+        metrics = {name: sum(score[name] for score in scores) for name in self.reward_names}
+        metrics["loss"] = -metrics["reward"]
+        return {name: torch.tensor(value, dtype=torch.float64) for name, value in metrics.items()}
 
 
 def on_host(value: Any) -> Any:

@@ -108,13 +108,13 @@ def actor_critic_loss(model: nn.Module, batch: Batch, args: Any) -> tuple[Tensor
     log_probs, values, aux_loss = model(batch, args.temperature)  # [M]
     old = batch.get("old_log_probs", log_probs.detach())  # the first update of a rollout
     old_values = batch.get("old_values", values.detach())
-    loss, figures = policy_loss(
+    loss, metrics = policy_loss(
         log_probs, old, batch["advantages"], batch["lengths"], "dapo", args.epsilon,
         args.epsilon, batch.get("ref_log_probs"), args.beta,
     )  # fmt: skip
     critic = value_loss(values, old_values, batch["returns"], args.cliprange_value)
     metrics = {"value_loss": critic.detach(), "approx_kl": policy_divergence(log_probs.detach(), old)}
-    return loss + args.vf_coef * critic, aux_loss, metrics | figures | sampling_difference(old, batch)
+    return loss + args.vf_coef * critic, aux_loss, metrics | metrics | sampling_difference(old, batch)
 
 
 def critic_batches(model: nn.Module, rollouts: list[Judged], args: Any, device: torch.device) -> list[Batch]:

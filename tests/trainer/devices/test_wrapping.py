@@ -18,7 +18,7 @@ from model.sampling import Sampling
 from tests.stage_process import context, finish, free_port, rank_variables
 from trainer.devices.process_group import leave_process_group
 from trainer.devices.wrapping import decoding_model, full_tensor, is_sharded, unwrap, wrap_model
-from trainer.loop import count_figures, evaluate, train_update, update_size
+from trainer.loop import count_update, evaluate, train_update, update_size
 from trainer.objectives.next_token import NextToken, next_token_loss
 from trainer.optim.build import build_optimizer
 from trainer.run.state import TrainState
@@ -116,7 +116,7 @@ def updates(rank: int, case: dict, parallel: str) -> dict:
             total, count = figures[name]
             found.append(total / (count or 1.0))
         state.progress.update += 1
-        count_figures(state, micro_batches, figures, targets)
+        count_update(state, micro_batches, figures, targets)
     weights = half_state_dict(state.model)
     bad = [skipped["update"] for skipped in state.progress.skipped]
     state.model = wrapped = None

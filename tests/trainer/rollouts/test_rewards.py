@@ -120,8 +120,8 @@ def test_a_reward_in_a_file(modules):
         ("exact_answer=nan", "the weight 'nan' must be a finite number"),
         ("no.py:f", "no such file"),
         ("{}/wrong.py:politeness", "wrong.py:1: invalid syntax"),
-        ("ra:score=10,rb:score", "score is named twice, or the name of another figure"),
-        ("ra:model", "model is named twice, or the name of another figure"),
+        ("ra:score=10,rb:score", "score is named twice, or the name of another metric"),
+        ("ra:model", "model is named twice, or the name of another metric"),
     ],
 )
 def test_a_mistake_is_one_line(modules, spec, line):

@@ -10,7 +10,7 @@ from common.errors import UserError
 from common.settings import StageArgs
 from dataset.lm_dataset import collate_flat
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
-from trainer.loop import count_figures, make_record, train_update, update_size
+from trainer.loop import count_update, make_record, train_update, update_size
 from trainer.objectives.next_token import NextToken, next_token_loss
 from trainer.optim.build import build_optimizer
 from trainer.run.state import TrainState
@@ -68,7 +68,7 @@ def train(state: TrainState, micro_batches: list[dict]) -> dict:
     targets, tokens, *_ = update_size(state, sizes, missing=0)
     figures = train_update(state, micro_batches, targets, tokens)
     state.progress.update += 1
-    count_figures(state, micro_batches, figures, targets)
+    count_update(state, micro_batches, figures, targets)
     return figures
 
 
