@@ -67,8 +67,8 @@ def has_other_scores(config: Any) -> bool:
 # --- padded batches and decoding
 
 
-class Seen(NamedTuple):
-    """Who sees whom in a padded batch, made by `seen_in`."""
+class PaddedLayout(NamedTuple):
+    """Who sees whom in a padded batch, made by `padded_layout`."""
 
     queries: Tensor  # positions, [B or 1, T]
     keys: Tensor  # positions, [B or 1, T']
@@ -77,7 +77,9 @@ class Seen(NamedTuple):
     other_scores: bool
 
 
-def seen_in(config: Any, queries: Tensor, keys: Tensor | None = None, mask: Tensor | None = None) -> Seen:
+def padded_layout(
+    config: Any, queries: Tensor, keys: Tensor | None = None, mask: Tensor | None = None
+) -> PaddedLayout:
     """Who sees whom among tokens at positions `queries` [B or 1, T] and `keys` [B or 1, T']. keys: None where
     they are those of the queries. mask: bool [B or 1, 1, T, T'], in place of `visible`."""
     is_square, keys = keys is None, queries if keys is None else keys
@@ -85,12 +87,12 @@ def seen_in(config: Any, queries: Tensor, keys: Tensor | None = None, mask: Tens
         mask = visible(queries[:, None, :, None], keys[:, None, None, :], config)
     elif mask is None:
         mask = visible_mask(queries[:, None, :, None], keys[:, None, None, :], config)
-    return Seen(queries, keys, config, mask, has_other_scores(config))
+    return PaddedLayout(queries, keys, config, mask, has_other_scores(config))
 
 
-def seen_with_padding(
+def layout_with_padding(
     config: Any, attention_mask: Tensor | None, rows: int, length: int, before: int | Tensor, end: int, device
-) -> Seen:
+) -> PaddedLayout:
     """Who sees whom in a padded batch.
 
     attention_mask: [B, up to T'], 1 for tokens and 0 for padding; None: no padding. rows: B. length: T, of
@@ -103,14 +105,14 @@ def seen_with_padding(
     queries = positions[:, places]
     mask = visible_mask(queries[..., None], positions[:, None], config) & real[:, None]
     # padding sees everything: a softmax of nothing would give NaN, which spreads
-    return seen_in(config, queries, positions, (mask | ~real[:, places, None])[:, None])
+    return padded_layout(config, queries, positions, (mask | ~real[:, places, None])[:, None])
 
 
-def padded_attention(q: Tensor, k: Tensor, v: Tensor, seen: Seen) -> Tensor:
+def padded_attention(q: Tensor, k: Tensor, v: Tensor, layout: PaddedLayout) -> Tensor:
     """Attention of q [B, T, H, D] over k, v [B, T', G, D] -> [B, T, H, D]."""
-    if seen.other_scores:
-        return attend(q, k, v, seen.queries, seen.keys, seen.config, seen.mask)
-    return kernels.padded_attention(q, k, v, seen.mask)
+    if layout.other_scores:
+        return attend(q, k, v, layout.queries, layout.keys, layout.config, layout.mask)
+    return kernels.padded_attention(q, k, v, layout.mask)
 
 
 # --- flat batches
@@ -136,16 +138,16 @@ def spans_of(
     cu_seqlens: Tensor,
     max_seqlen: int,
     host_cu_seqlens: np.ndarray | None,
-    seen_keys: tuple[Tensor, Tensor, int, np.ndarray | None] | None = None,
+    shared_keys: tuple[Tensor, Tensor, int, np.ndarray | None] | None = None,
 ) -> Spans:
     """From the arguments of these names of `MiniMindForCausalLM.forward_flat`."""
     on_host = cu_seqlens if host_cu_seqlens is None else torch.from_numpy(host_cu_seqlens)
-    if seen_keys is None:
+    if shared_keys is None:
         positions = torch.arange(max_seqlen, device=cu_seqlens.device)
         mask = visible(positions[:, None], positions, config)
         other = config if has_other_scores(config) else None
         return Spans(cu_seqlens, max_seqlen, on_host, mask, config=other)
-    rows, cu_seqlens_k, max_seqlen_k, host_cu_seqlens_k = seen_keys
+    rows, cu_seqlens_k, max_seqlen_k, host_cu_seqlens_k = shared_keys
     keys = spans_of(config, cu_seqlens_k, max_seqlen_k, host_cu_seqlens_k)
     return Spans(cu_seqlens, max_seqlen, on_host, keys.mask, (rows, keys), keys.config)
 
@@ -166,20 +168,21 @@ def flat_attention(q: Tensor, k: Tensor, v: Tensor, spans: Spans) -> Tensor:
     """Attention within each sample of a flat batch: q [N, H, D], k and v [N, G, D] -> [N, H, D]."""
     if not len(q):  # an empty micro-batch: DDP wants zero gradients, not None
         return (q + 0 * (k.sum() + v.sum())).to(v.dtype)
-    seen = spans
+    key_spans = spans
     if spans.shared_prefix is not None:
-        rows, seen = spans.shared_prefix
+        rows, key_spans = spans.shared_prefix
         k, v = kernels.take_rows(k, rows), kernels.take_rows(v, rows)
     if spans.config is not None:
-        return attend_by_sample(q, k, v, spans, seen)
-    return kernels.flat_attention(q, k, v, spans, seen)
+        return attend_by_sample(q, k, v, spans, key_spans)
+    return kernels.flat_attention(q, k, v, spans, key_spans)
 
 
 @torch.compiler.disable
-def attend_by_sample(q: Tensor, k: Tensor, v: Tensor, spans: Spans, seen: Spans) -> Tensor:
-    """`attend` for each sample, whose queries are the last of its keys; `seen`: the spans of the keys."""
+def attend_by_sample(q: Tensor, k: Tensor, v: Tensor, spans: Spans, key_spans: Spans) -> Tensor:
+    """`attend` for each sample, whose queries are the last of its keys; `key_spans`: the spans of the
+    keys."""
     out = []
-    for queries, keys, values in kernels.samples(q, k, v, spans, seen):
+    for queries, keys, values in kernels.samples(q, k, v, spans, key_spans):
         places = torch.arange(len(keys), device=q.device)
         out.append(attend(queries, keys, values, places[len(keys) - len(queries) :], places, spans.config))
     return torch.cat(out)

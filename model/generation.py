@@ -200,25 +200,25 @@ class Decoder:
     def _hidden(self, row: int, tokens: Tensor, positions: Tensor) -> Tensor:
         """Hidden states [R, T, C] of tokens [R, T] at positions [R or 1, T] in the rows from `row` on, which
         are cached."""
-        from model.attention import seen_in  # brings in the compiler
+        from model.attention import padded_layout  # brings in the compiler
 
         end, inner = int(positions.max()) + 1, self.model.model
         tokens = tokens.to(self.device, non_blocking=True)
         positions = positions.to(self.device, non_blocking=True)
-        seen = None  # at the beginning of prompts
+        layout = None  # at the beginning of prompts
         if end > tokens.shape[1]:
             end = self._in_multiples(end)
             keys = torch.arange(end, device=self.device)
-            seen = seen_in(self.model.config, positions, keys[None])
+            layout = padded_layout(self.model.config, positions, keys[None])
             # once, not in the attention of each layer
-            if self.device.type != "cpu" and not seen.other_scores:
-                added = torch.where(cast(Tensor, seen.mask), 0.0, -torch.inf)
-                seen = seen._replace(mask=added.to(self.cache.tensor.dtype))
+            if self.device.type != "cpu" and not layout.other_scores:
+                added = torch.where(cast(Tensor, layout.mask), 0.0, -torch.inf)
+                layout = layout._replace(mask=added.to(self.cache.tensor.dtype))
         self.cache.seek(slice(row, row + len(tokens)), positions, end)
         embeds = inner.embed_tokens(tokens)
         if torch.is_autocast_enabled(self.device.type):
             embeds = embeds.float()  # as in training, where the weights are float32
-        return inner(embeds, positions, seen, self.cache)[0]
+        return inner(embeds, positions, layout, self.cache)[0]
 
     def _draw(self, answers: list[Answer], logits: Tensor) -> tuple[list[int], list[float]]:
         """The next token of each answer from logits [R, V], and its log-probability. Sync point, the only

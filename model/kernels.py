@@ -2,7 +2,8 @@
 scores that are the scaled products.
 
 Shape legend: N tokens of a flat batch, S samples, R rows, B batch, T queries, T' keys, H query heads, G
-key/value heads, D head size. `spans` and `seen` are `Spans` of attention.py: of the queries, and of the keys.
+key/value heads, D head size. `spans` and `key_spans` are `Spans` of attention.py: of the queries, and of the
+keys.
 """
 
 from collections.abc import Iterator
@@ -37,16 +38,16 @@ def padded_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Te
 # --- flat batches
 
 
-def flat_attention(q: Tensor, k: Tensor, v: Tensor, spans: Any, seen: Any) -> Tensor:
+def flat_attention(q: Tensor, k: Tensor, v: Tensor, spans: Any, key_spans: Any) -> Tensor:
     """Attention within each sample of a flat batch: q [N, H, D], k and v [R, G, D] -> [N, H, D]. On a GPU one
     kernel for all samples where torch has one, else one call for each sample."""
     if spans.mask is None and has_cutlass_kernel(v):
-        return cutlass_attention(q.to(v.dtype), k.to(v.dtype), v, spans, seen)
+        return cutlass_attention(q.to(v.dtype), k.to(v.dtype), v, spans, key_spans)
     if spans.mask is not None or not has_varlen_kernel(v):
-        return attention_by_sample(q, k, v, spans, seen)
+        return attention_by_sample(q, k, v, spans, key_spans)
     from torch.nn.attention.varlen import varlen_attn  # takes long, and no other device needs it
 
-    borders = (spans.cu_seqlens, seen.cu_seqlens, spans.max_seqlen, seen.max_seqlen)
+    borders = (spans.cu_seqlens, key_spans.cu_seqlens, spans.max_seqlen, key_spans.max_seqlen)
     q, k = q.to(v.dtype), k.to(v.dtype)
     return cast(Tensor, varlen_attn(q, k, v, *borders, window_size=(-1, 0), enable_gqa=True))  # causal
 
@@ -67,13 +68,13 @@ def has_cutlass_kernel(values: Tensor) -> bool:
     return is_float32 or (values.dtype == torch.float16 and not has_varlen_kernel(values))
 
 
-def cutlass_attention(q: Tensor, k: Tensor, v: Tensor, spans: Any, seen: Any) -> Tensor:
-    """`flat_attention` by the kernel of torch's nested tensors, which is there for all NVIDIA GPUs; `seen`:
-    the spans of the keys, of which the queries are the last. It knows no grouped heads."""
+def cutlass_attention(q: Tensor, k: Tensor, v: Tensor, spans: Any, key_spans: Any) -> Tensor:
+    """`flat_attention` by the kernel of torch's nested tensors, which is there for all NVIDIA GPUs;
+    `key_spans`: the spans of the keys, of which the queries are the last. It knows no grouped heads."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     out, *_ = torch.ops.aten._efficient_attention_forward(
-        q[None], k[None], v[None], None, spans.cu_seqlens, seen.cu_seqlens, spans.max_seqlen,
-        seen.max_seqlen, 0.0, CAUSAL_FROM_THE_LAST, compute_log_sumexp=True,
+        q[None], k[None], v[None], None, spans.cu_seqlens, key_spans.cu_seqlens, spans.max_seqlen,
+        key_spans.max_seqlen, 0.0, CAUSAL_FROM_THE_LAST, compute_log_sumexp=True,
     )  # fmt: skip
     return out[0]
 
@@ -94,9 +95,9 @@ def take_rows_outside_of_graphs(x: Tensor, rows: Tensor) -> Tensor:
 
 
 @torch.compiler.disable
-def attention_by_sample(q: Tensor, k: Tensor, v: Tensor, spans: Any, seen: Any) -> Tensor:
-    """`flat_attention` with one call for each sample, whose queries are the last of its keys; `seen`: the
-    spans of the keys.
+def attention_by_sample(q: Tensor, k: Tensor, v: Tensor, spans: Any, key_spans: Any) -> Tensor:
+    """`flat_attention` with one call for each sample, whose queries are the last of its keys; `key_spans`:
+    the spans of the keys.
 
     On a CPU it computes in float32: the bfloat16 kernel would be compiled for every new length."""
     out_dtype = v.dtype
@@ -104,18 +105,18 @@ def attention_by_sample(q: Tensor, k: Tensor, v: Tensor, spans: Any, seen: Any) 
         v = v.float()
     q, k, out = q.to(v.dtype), k.to(v.dtype), []
     with torch.autocast(q.device.type, enabled=False):
-        for number, sample in enumerate(samples(q, k, v, spans, seen)):
+        for number, sample in enumerate(samples(q, k, v, spans, key_spans)):
             is_padding = number == len(spans.host_cu_seqlens) - 1
             out.append(attention_of_sample(*sample, None if is_padding else spans.mask))
     return torch.cat(out).to(out_dtype)
 
 
 def samples(
-    q: Tensor, k: Tensor, v: Tensor, spans: Any, seen: Any
+    q: Tensor, k: Tensor, v: Tensor, spans: Any, key_spans: Any
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Queries [T, H, D], keys and values [T', G, D] of each sample, and at the end those of padding, if there
     is any. The lengths are read by the host."""
-    lengths, lengths_k = spans.host_cu_seqlens.diff().tolist(), seen.host_cu_seqlens.diff().tolist()
+    lengths, lengths_k = spans.host_cu_seqlens.diff().tolist(), key_spans.host_cu_seqlens.diff().tolist()
     padding = len(q) - sum(lengths)
     if padding:
         lengths, lengths_k = [*lengths, padding], [*lengths_k, padding]

@@ -32,13 +32,13 @@ from transformers.modeling_utils import slice_logits_to_keep
 from common.errors import UserError
 from model import cpu
 from model.attention import (
-    Seen,
+    PaddedLayout,
     Spans,
     flat_attention,
+    layout_with_padding,
     padded_attention,
+    padded_layout,
     samples_of_rows,
-    seen_in,
-    seen_with_padding,
     spans_of,
     spans_with_padding,
 )
@@ -211,16 +211,20 @@ class Attention(nn.Module):
         return apply_rotary(self.q_norm(q), cos, sin), apply_rotary(self.k_norm(k), cos, sin), v
 
     def forward(
-        self, x: Tensor, rotary: tuple[Tensor, Tensor], seen: Spans | Seen, cache: Cache | None = None
+        self,
+        x: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        layout: Spans | PaddedLayout,
+        cache: Cache | None = None,
     ) -> Tensor:
         q, k, v = self.heads(x.to(product_dtype(x)), *rotary)  # cast once for three products
-        if isinstance(seen, Spans):
-            return self.dropout(self.o_proj(flat_attention(q, k, v, seen).flatten(-2)))
+        if isinstance(layout, Spans):
+            return self.dropout(self.o_proj(flat_attention(q, k, v, layout).flatten(-2)))
         q, k = q.to(v.dtype), k.to(v.dtype)
         if cache is not None:  # transformers' caches hold [B, G, T, D]
             k, v = cache.update(k.transpose(1, 2), v.transpose(1, 2), self.layer_idx)
             k, v = k.transpose(1, 2), v.transpose(1, 2)
-        return self.dropout(self.o_proj(padded_attention(q, k, v, seen).flatten(-2)))
+        return self.dropout(self.o_proj(padded_attention(q, k, v, layout).flatten(-2)))
 
 
 class FeedForward(nn.Module):
@@ -302,8 +306,8 @@ class MiniMindBlock(GradientCheckpointingLayer):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, x: Tensor, rotary, seen: Spans | Seen, cache: Cache | None = None):
-        x = x + self.self_attn(self.input_layernorm(x), rotary, seen, cache)
+    def forward(self, x: Tensor, rotary, layout: Spans | PaddedLayout, cache: Cache | None = None):
+        x = x + self.self_attn(self.input_layernorm(x), rotary, layout, cache)
         out, routing = self.mlp(self.post_attention_layernorm(x)), None
         if isinstance(out, tuple):
             out, routing = out
@@ -316,8 +320,8 @@ TransformerBlock = MiniMindBlock  # by its general name
 class MiniMindModel(nn.Module):
     """Embeddings -> hidden states, and the routing of each MoE layer.
 
-    seen: which keys each query sees, the `Spans` of a flat batch or `Seen` of a padded one; None: a batch
-    without padding and cache."""
+    layout: which keys each query sees, the `Spans` of a flat batch or `PaddedLayout` of a padded one; None: a
+    batch without padding and cache."""
 
     def __init__(self, config: MiniMindConfig):
         super().__init__()
@@ -332,14 +336,14 @@ class MiniMindModel(nn.Module):
         self,
         embeds: Tensor,
         position_ids: Tensor,
-        seen: Spans | Seen | None = None,
+        layout: Spans | PaddedLayout | None = None,
         cache: Cache | None = None,
     ) -> tuple[Tensor, list[tuple[Tensor, Tensor] | None]]:
-        if seen is None:
-            seen = seen_in(self.config, position_ids)
+        if layout is None:
+            layout = padded_layout(self.config, position_ids)
         x, rotary, routings = self.dropout(embeds), self.rotary_emb(position_ids), []
         for layer in self.layers:
-            x, routing = layer(x, rotary, seen, cache)
+            x, routing = layer(x, rotary, layout, cache)
             routings.append(routing)
         return self.norm(x), routings
 
@@ -412,11 +416,11 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
         real = attention_mask
         if real is not None and real.ndim == 4:
             keys = torch.arange(real.shape[-1], device=embeds.device)[None]
-            seen, real = seen_in(self.config, position_ids, keys, real), None
+            layout, real = padded_layout(self.config, position_ids, keys, real), None
         else:
             end = length if cache is None else cache.get_mask_sizes(length, 0)[0]
-            seen = seen_with_padding(self.config, real, rows, length, before, end, embeds.device)
-        hidden, routings = self.model(embeds, position_ids, seen, cache)
+            layout = layout_with_padding(self.config, real, rows, length, before, end, embeds.device)
+        hidden, routings = self.model(embeds, position_ids, layout, cache)
         logits = self.lm_head(slice_logits_to_keep(hidden, logits_to_keep))
         loss, aux_loss = None, logits.new_zeros((), dtype=torch.float32)
         if self.config.use_moe and (labels is not None or cache is None):
@@ -436,7 +440,7 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
         target_index: Tensor | None = None,
         targets: Tensor | None = None,
         host_cu_seqlens: np.ndarray | None = None,
-        seen_keys: tuple[Tensor, Tensor, int, np.ndarray | None] | None = None,
+        shared_keys: tuple[Tensor, Tensor, int, np.ndarray | None] | None = None,
         reduction: str = "sum",
     ) -> MoeCausalLMOutputWithPast:
         """The flat form; see the module docstring for shapes.
@@ -447,9 +451,10 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
         log-probability of each target. Without `targets`: logits [M, V] instead of a loss; without
         `target_index`, [N, V]. For a head of your own, `hidden_states` is a tuple of one tensor, the last
         hidden states [N, C]. `host_cu_seqlens` [S + 1] are the `cu_seqlens` for the host to read; without
-        them it may wait for the device. `seen_keys`: where samples begin alike, `key_index` [R], and of these
-        `cu_seqlens`, `max_seqlen` and `host_cu_seqlens`; see `collate_shared` in dataset/lm_dataset.py."""
-        spans = spans_of(self.config, cu_seqlens, max_seqlen, host_cu_seqlens, seen_keys)
+        them it may wait for the device. `shared_keys`: where samples begin alike, `key_index` [R], and of
+        these `cu_seqlens`, `max_seqlen` and `host_cu_seqlens`; see `collate_shared` in
+        dataset/lm_dataset.py."""
+        spans = spans_of(self.config, cu_seqlens, max_seqlen, host_cu_seqlens, shared_keys)
         tokens = len(input_ids)
         input_ids = pad_flat(input_ids)
         position_ids = pad_flat(position_ids)

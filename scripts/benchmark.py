@@ -132,13 +132,13 @@ class Ours:
             yield list(islice(batches, self.args.accumulation_steps))
 
     def train(self, updates: int) -> dict[str, float]:
-        """Make the next updates; returns the speed with their data loading, see `Meter.figures`, their
+        """Make the next updates; returns the speed with their data loading, see `Meter.speed_metrics`, their
         seconds and tokens."""
         if self.has_schedule:  # which has an end
             updates = min(updates, self.state.total_updates - self.state.progress.update)
         seconds, losses = time_updates(self.state, self.windows, updates)
         self.losses += losses
-        figures = self.state.meter.figures(0, self.state.device)
+        figures = self.state.meter.speed_metrics(0, self.state.device)
         return figures | {"seconds": seconds, "tokens": figures["tokens_per_second"] * seconds}
 
     @property

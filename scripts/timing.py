@@ -25,10 +25,10 @@ def time_updates(
     losses = []
     for _ in range(updates):
         with state.meter.timing("wait"):
-            window = next(windows)
-        sizes = [state.objective.size(batch, state.lm_config) for batch in window]
+            micro_batches = next(windows)
+        sizes = [state.objective.size(batch, state.lm_config) for batch in micro_batches]
         targets, tokens, *_ = update_size(state, sizes, missing=0)
-        losses.append(train_update(state, window, targets, tokens)["logits_loss"][0])
+        losses.append(train_update(state, micro_batches, targets, tokens)["logits_loss"][0])
         state.progress.update += 1
         state.meter.count(sizes)
     return time.perf_counter() - state.meter.begin, losses

@@ -20,7 +20,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader
 
 from common.errors import UserError, warn
-from trainer.devices.process_group import Logger, gather, reduce_max, reduce_sum, this_rank, world_size
+from trainer.devices.process_group import Logger, all_gather, reduce_max, reduce_sum, this_rank, world_size
 from trainer.devices.wrapping import full_tensor, gradient_sync, is_sharded, unwrap
 from trainer.objectives.next_token import to_device
 from trainer.optim.build import MuonWithAdamW
@@ -29,16 +29,16 @@ from trainer.report.speed import Size
 from trainer.report.sums import (
     COUNT,
     MAX,
-    Figures,
-    add_figures,
+    Means,
+    add_means,
     add_sums,
     checked_names,
     finite,
     quotient,
-    update_figures,
+    update_means,
 )
 from trainer.report.trackers import drawable
-from trainer.report.warnings import advice
+from trainer.report.warnings import find_warnings
 from trainer.run.callbacks import is_better, monitored
 from trainer.run.saving import interrupted, save_checkpoint, where_to_go_on, write_weights
 from trainer.run.state import Batch, TrainState
@@ -90,8 +90,8 @@ def train_epoch(
         with meter.timing("wait"):
             fetched = list(islice(batches, number))
         missing = number - len(fetched)
-        window = state.objective.prepare(state, fetched or [collate([])])
-        sizes = [state.objective.size(batch, state.lm_config) for batch in window]
+        micro_batches = state.objective.prepare(state, fetched or [collate([])])
+        sizes = [state.objective.size(batch, state.lm_config) for batch in micro_batches]
         targets, tokens, stop_requested, missing = update_size(state, sizes, missing)
         if stop_requested:
             if state.saved_update != progress.update:
@@ -102,7 +102,7 @@ def train_epoch(
             raise UserError(f"epoch {epoch + 1}: the data loader gave no batch at all; it must give {iters}")
 
         callbacks.call("on_batch_start", progress.update + 1)
-        figures = train_update(state, window, targets, tokens)
+        means = train_update(state, micro_batches, targets, tokens)
         meter.count(sizes)
         before, step = step, step + number
         if missing:
@@ -112,7 +112,7 @@ def train_epoch(
         progress.epoch, progress.step, progress.update = epoch, step, progress.update + 1
         progress.samples_done = min(state.run["samples"], step * args.batch_size * world_size())
         progress.tokens += int(tokens)
-        count_figures(state, window, figures, targets)
+        count_update(state, micro_batches, means, targets)
         callbacks.call("on_optimizer_step", progress.update)
 
         # What is due, alike on all ranks. The first update of a run is saved, too: what a checkpoint cannot
@@ -124,7 +124,7 @@ def train_epoch(
         save_due = save_due or state.saved_update is None or progress.update == 1
         save_due = save_due or bool(args.keep_every and progress.update % args.keep_every == 0)
         log_due = save_due or reached(args.log_interval, before, step, iters)
-        record = make_record(state, figures, iters) if log_due else None
+        record = make_record(state, means, iters) if log_due else None
         if record is not None:
             if evaluate_due:
                 record |= validate(state)
@@ -152,27 +152,27 @@ def first_pass(state: TrainState, batch: Batch) -> None:
     state.optimizer.zero_grad(set_to_none=True)
 
 
-def train_update(state: TrainState, window: list[Batch], targets: float, tokens: float) -> Figures:
-    """One optimizer update over a window of micro-batches; it is skipped if a loss or the gradient is not
+def train_update(state: TrainState, micro_batches: list[Batch], targets: float, tokens: float) -> Means:
+    """One optimizer update over micro-batches; it is skipped if a loss or the gradient is not
     finite, or there is no target.
 
     Args:
         state: the run.
-        window: this rank's micro-batches.
+        micro_batches: this rank's micro-batches.
         targets, tokens: of the whole update, over all ranks.
 
     Returns:
-        Figures over all ranks as (sum, count), of which the quotient is reported: `logits_loss` and the
+        Means over all ranks as (sum, count), of which the quotient is reported: `logits_loss` and the
         objective's metrics, `aux_loss`, `loss` and `grad_norm` before clipping. A mean over the targets or
         tokens of the update counts once.
     """
     args, model, optimizer, scaler = state.args, state.model, state.optimizer, state.scaler
     set_learning_rate(state)
     sums: dict[str, Tensor] = {}
-    for i, batch in enumerate(window):
+    for i, batch in enumerate(micro_batches):
         seed_dropout(args.seed, state.progress.update, i)
         if world_size() > 1:  # the ranks exchange gradients after the last micro-batch
-            gradient_sync(model, enabled=i == len(window) - 1)
+            gradient_sync(model, enabled=i == len(micro_batches) - 1)
         with state.autocast:
             loss, aux_loss, metrics = state.objective.loss(model, to_device(batch, state.device), args)
         # DDP and FSDP average the gradients over the ranks; times world_size makes the average a sum
@@ -181,9 +181,9 @@ def train_update(state: TrainState, window: list[Batch], targets: float, tokens:
         add_sums(sums, {"logits_loss": loss, "aux_loss": aux_loss, **metrics}, state.device)
         state.objective.after_micro_batch(state, i)
     scaler.unscale_(optimizer)  # float16: clip the true gradient, not the scaled one
-    of_gradient = state.objective.before_step(state, window)
+    of_gradient = state.objective.before_step(state, micro_batches)
     add_sums(sums, of_gradient, state.device)
-    state.callbacks.call("on_before_step", window)
+    state.callbacks.call("on_before_step", micro_batches)
     if state.metric_names is None:
         state.metric_names = checked_names(list(sums), [*metrics, *of_gradient])
     grad_norm = full_tensor(clip_grad_norm_(unwrap(model).parameters(), args.grad_clip or math.inf))
@@ -194,13 +194,13 @@ def train_update(state: TrainState, window: list[Batch], targets: float, tokens:
     sums |= largest
     *totals, norm = torch.cat((totals, grad_norm.to(totals).reshape(1))).tolist()  # the only sync point
 
-    figures = update_figures(dict(zip(sums, totals, strict=True)), targets, tokens)
-    loss = figures["logits_loss"][0] + figures["aux_loss"][0]
+    means = update_means(dict(zip(sums, totals, strict=True)), targets, tokens)
+    loss = means["logits_loss"][0] + means["aux_loss"][0]
     if math.isfinite(loss) and math.isfinite(norm):  # alike on all ranks
         optimizer.step()
     scaler.update()
     optimizer.zero_grad(set_to_none=True)
-    return figures | {"loss": (loss, 1.0), "grad_norm": (norm, 1.0)}
+    return means | {"loss": (loss, 1.0), "grad_norm": (norm, 1.0)}
 
 
 def set_learning_rate(state: TrainState) -> None:
@@ -269,25 +269,25 @@ def reached(interval: int, before: int, step: int, iters: int) -> bool:
     return step == iters or (interval > 0 and before // interval != step // interval)
 
 
-# --- figures
+# --- the log record
 
 
-def count_figures(state: TrainState, window: list[Batch], figures: Figures, targets: float) -> None:
-    """Add the figures of an update to the sums since the last record, or count it as skipped. Raises
+def count_update(state: TrainState, micro_batches: list[Batch], means: Means, targets: float) -> None:
+    """Add the means of an update to the sums since the last record, or count it as skipped. Raises
     UserError if too many in a row were."""
     progress, limit = state.progress, state.args.max_bad_updates
-    is_finite = {name: math.isfinite(figures[name][0]) for name in ("loss", "grad_norm")}
+    is_finite = {name: math.isfinite(means[name][0]) for name in ("loss", "grad_norm")}
     if all(is_finite.values()):
         progress.bad_updates = 0
-        add_figures(progress.sums, figures)
+        add_means(progress.sums, means)
         return
     if targets == 0:
         return
     if is_finite["loss"] and state.scaler.is_enabled() and state.scaler.get_scale() > 1.0:
         progress.overflows += 1  # the scaler has lowered its scale
         return
-    own = [i for batch in window if "sample_ids" in batch for i in batch["sample_ids"].tolist()]
-    samples = sum(gather(own), [])
+    own = [i for batch in micro_batches if "sample_ids" in batch for i in batch["sample_ids"].tolist()]
+    samples = sum(all_gather(own), [])
     progress.bad_updates += 1
     progress.skipped.append({"update": progress.update, "sample_ids": samples})
     named = ", ".join(f"{sample} ({state.source(sample)})" for sample in samples[:4])
@@ -303,12 +303,12 @@ def count_figures(state: TrainState, window: list[Batch], figures: Figures, targ
         )
 
 
-def make_record(state: TrainState, figures: Figures, iters: int) -> Record:
+def make_record(state: TrainState, means: Means, iters: int) -> Record:
     """The log record of the update just made: its own losses and gradient norm; `mean_loss` and the
     objective's metrics are means over the updates since the last record."""
     progress = state.progress
-    means = {name: quotient(*progress.sums.get(name, (0.0, 0.0))) for name in figures}
-    own = {name: quotient(*figures[name]) for name in ("loss", "logits_loss", "aux_loss", "grad_norm")}
+    of_updates = {name: quotient(*progress.sums.get(name, (0.0, 0.0))) for name in means}
+    own = {name: quotient(*means[name]) for name in ("loss", "logits_loss", "aux_loss", "grad_norm")}
     rate = learning_rate(state, progress.update)
     if rate is None:  # a scheduler of torch sets it
         rate = float(state.optimizer.param_groups[0]["lr"])
@@ -319,12 +319,12 @@ def make_record(state: TrainState, figures: Figures, iters: int) -> Record:
         "step": progress.step,
         "iters": iters,
         **own,
-        "mean_loss": means["loss"],
+        "mean_loss": of_updates["loss"],
         "learning_rate": rate,
-        **{name: value for name, value in means.items() if name not in own},
+        **{name: value for name, value in of_updates.items() if name not in own},
         "tokens": progress.tokens,
         "seconds": progress.seconds,
-        **state.meter.figures(state.total_updates - progress.update, state.device),
+        **state.meter.speed_metrics(state.total_updates - progress.update, state.device),
     }
     record |= progress.initial
     if progress.skipped:
@@ -341,7 +341,7 @@ def write_record(state: TrainState, record: Record) -> None:
     state.writer.check()
     iters = record.pop("iters")
     if state.log is not None:
-        for name, text in advice([*state.log.records, record], state.facts):
+        for name, text in find_warnings([*state.log.records, record], state.facts):
             if name not in state.log.warned:
                 state.log.warned.add(name)
                 record.setdefault("warnings", []).append(f"{name}: {text}")
@@ -419,7 +419,7 @@ def evaluate(state: TrainState, loader: Iterable[Batch]) -> dict[str, float | No
     # let go of gathered weights: a callback may have put others in place for the validation alone
     for module in filter(is_sharded, model.modules()):
         cast(Any, module).reshard()
-    names = sorted(set().union(*gather(list(sums))))  # a rank may have had no batch
+    names = sorted(set().union(*all_gather(list(sums))))  # a rank may have had no batch
     own = [float(sums.get(name, 0.0)) for name in names]  # sync point
     host = torch.tensor([*own, targets, text_bytes], dtype=torch.float64)
     *totals, all_targets, all_bytes = reduce_sum(host).tolist()

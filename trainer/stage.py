@@ -37,7 +37,7 @@ from trainer.devices.process_group import Logger
 from trainer.devices.wrapping import freeze, unwrap, wrap_model
 from trainer.objectives.next_token import frozen_model
 from trainer.optim.build import check_optimizer
-from trainer.report.warnings import facts_for_advice
+from trainer.report.warnings import facts_for_warnings
 from trainer.run import resume
 from trainer.run.compiling import check_cache_folder, compile_model, compiles
 from trainer.run.experts import ExpertLoad, token_counters
@@ -212,13 +212,13 @@ def compile_and_wrap(
     device: torch.device,
     autocast: Any,
     train_set: SizedDataset,
-    frozen: tuple[str, ...] = (),
+    frozen_parameters: tuple[str, ...] = (),
 ) -> nn.Module:
     """The model on its device, compiled where that is asked for or pays, and wrapped in DDP or FSDP where
-    there are several ranks. `frozen`: prefixes of the names of parameters that are not trained."""
+    there are several ranks. `frozen_parameters`: prefixes of the names of parameters that are not trained."""
     prepare_device(device)
-    if frozen:
-        freeze(model, frozen)
+    if frozen_parameters:
+        freeze(model, frozen_parameters)
     if compiles(args, train_set, device):
         compile_model(model, may_fail=args.use_compile is None)
     return wrap_model(model, device, args.parallel, args.activation_checkpointing, autocast)
@@ -246,7 +246,7 @@ def begin_run(
     if eval_set is not None:
         state.eval_loader = eval_loader(eval_set, args.batch_size, eval_set.collate)
     add_callbacks(state)
-    state.objective.load_frozen(args, state.device)
+    state.objective.load_frozen_models(args, state.device)
     if state.objective.needs_reference and saved is not None:
         resume.check_reference(args, state.run, saved)
     if state.objective.needs_reference and state.objective.reference is None:
@@ -257,7 +257,7 @@ def begin_run(
     state.meter.peak = matrix_rate(state.device, dtype)
     vocabulary = getattr(state.lm_config, "vocab_size", 0)
     guessing = math.log(vocabulary) if vocabulary and state.objective.loss_is_cross_entropy else None
-    state.facts = facts_for_advice(
+    state.facts = facts_for_warnings(
         args,
         state.total_updates,
         guessing,

@@ -11,7 +11,7 @@ shape, and the student's tokenizer; it is only read. Starts from out/full_sft_<h
 writes full_dist_... beside.
 
 To change this stage, change it here: `Args` (defaults and flags), `Objective`, `schedule`,
-`frozen`, `open_data`, and in `main` the model.
+`frozen_parameters`, `open_data`, and in `main` the model.
 """
 
 import sys
@@ -56,9 +56,9 @@ class Args(distillation.TeacherArgs):
 class Objective(next_token.Objective):
     """What this stage learns: the answers, and what a teacher, a frozen model, predicts for each token."""
 
-    shown = ("cross_entropy", "divergence")
+    console_metrics = ("cross_entropy", "divergence")
 
-    def load_frozen(self, args, device):
+    def load_frozen_models(self, args, device):
         self.teacher = distillation.load_teacher(args, load_tokenizer(args.tokenizer_path), device)
 
     def loss(self, model, batch, args):
@@ -77,7 +77,7 @@ class Objective(next_token.Objective):
 
 
 schedule = stage.warmup_cosine  # (update from 1, total updates, args) -> learning rate
-frozen: tuple[str, ...] = ()  # prefixes of the names of frozen parameters, e.g. "model.layers.0."
+frozen_parameters: tuple[str, ...] = ()  # prefixes of the names of frozen parameters, e.g. "model.layers.0."
 open_data = partial(open_datasets, SFTDataset)  # (args, tokenizer) -> training and held-out (or None) data
 
 
@@ -111,7 +111,7 @@ def main() -> None:
     weight = args.from_weight if checkpoint is None else "none"  # the checkpoint replaces them
     model, _ = utils.init_model(lm_config, weight, args.tokenizer_path, args.save_dir)
     model = objective.extend_model(model, args)
-    model = stage.compile_and_wrap(model, args, device, autocast, train_set, frozen)
+    model = stage.compile_and_wrap(model, args, device, autocast, train_set, frozen_parameters)
     optimizer = objective.optimizer(model, args)
 
     # 7. The state of the run, with its teacher, restored from the checkpoint.

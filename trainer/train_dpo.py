@@ -11,7 +11,7 @@ is a mean over pairs. The reference is the model that the run starts from,
 out/full_sft_<hidden_size>[_moe].pth, kept as a second, frozen model. Writes out/dpo_<hidden_size>[_moe].pth.
 
 To change this stage, change it here: `Args` (defaults and flags), `Objective`, `schedule`,
-`frozen`, `open_data`, and in `main` the model.
+`frozen_parameters`, `open_data`, and in `main` the model.
 """
 
 import sys
@@ -64,7 +64,7 @@ class Args(StageArgs):
 class Objective(next_token.Objective):
     """What this stage learns: to prefer the chosen answers more than the reference does, a frozen model."""
 
-    shown = ("accuracy", "reward_margin", "reward_chosen", "reward_rejected")
+    console_metrics = ("accuracy", "reward_margin", "reward_chosen", "reward_rejected")
     needs_reference = True
 
     def size(self, batch, lm_config):
@@ -72,23 +72,23 @@ class Objective(next_token.Objective):
 
     def loss(self, model, batch, args):
         """Sums, each []: of the losses of the P pairs, of the load-balancing losses of the tokens, and by
-        name of figures over the pairs."""
+        name of metrics over the pairs."""
         # [2 P]: chosen, rejected, chosen, rejected ...
         log_probs, aux_loss = preference.answer_log_probs(model, batch)
         before, _ = preference.answer_log_probs(self.reference, batch)  # without a gradient: it is frozen
         losses = preference.preference_loss(log_probs, before, args.beta)  # [P]
         if args.rpo_alpha:
             losses = losses + args.rpo_alpha * preference.chosen_loss(log_probs, batch)
-        return losses.sum(), aux_loss, preference.preference_figures(log_probs, before, args.beta)
+        return losses.sum(), aux_loss, preference.preference_metrics(log_probs, before, args.beta)
 
     def held_out(self, model, batch, args):
         """The same sums, each [], of held-out pairs, by name."""
-        loss, _, figures = self.loss(model, batch, args)
-        return {"loss": loss, **figures}
+        loss, _, metrics = self.loss(model, batch, args)
+        return {"loss": loss, **metrics}
 
 
 schedule = stage.warmup_cosine  # (update from 1, total updates, args) -> learning rate
-frozen: tuple[str, ...] = ()  # prefixes of the names of frozen parameters, e.g. "model.layers.0."
+frozen_parameters: tuple[str, ...] = ()  # prefixes of the names of frozen parameters, e.g. "model.layers.0."
 open_data = partial(open_datasets, DPODataset)  # (args, tokenizer) -> training and held-out (or None) data
 
 
@@ -122,7 +122,7 @@ def main() -> None:
     weight = args.from_weight if checkpoint is None else "none"  # the checkpoint replaces them
     model, _ = utils.init_model(lm_config, weight, args.tokenizer_path, args.save_dir)
     model = objective.extend_model(model, args)
-    model = stage.compile_and_wrap(model, args, device, autocast, train_set, frozen)
+    model = stage.compile_and_wrap(model, args, device, autocast, train_set, frozen_parameters)
     optimizer = objective.optimizer(model, args)
 
     # 7. The state of the run, with its reference, restored from the checkpoint.

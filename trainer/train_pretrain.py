@@ -9,9 +9,9 @@ Reads records {"text": ...}. Every token of a document is a target; a document l
 becomes several samples, nothing is cut away. Writes out/pretrain_<hidden_size>[_moe].pth, from which
 train_full_sft.py starts.
 
-To change this stage, change it here: `Args` (defaults and flags), `Objective`, `schedule`, `frozen`,
-`open_data`, and in `main` the model. The engine's task `pretrain` has the same parts; what you change in
-`main` is the script's alone.
+To change this stage, change it here: `Args` (defaults and flags), `Objective`, `schedule`,
+`frozen_parameters`, `open_data`, and in `main` the model. The engine's task
+`pretrain` has the same parts; what you change in `main` is the script's alone.
 """
 
 import sys
@@ -71,7 +71,7 @@ class Objective(next_token.NextToken):
 
 
 schedule = stage.warmup_cosine  # (update from 1, total updates, args) -> learning rate
-frozen: tuple[str, ...] = ()  # prefixes of the names of frozen parameters, e.g. "model.layers.0."
+frozen_parameters: tuple[str, ...] = ()  # prefixes of the names of frozen parameters, e.g. "model.layers.0."
 # (args, tokenizer) -> training and held-out (or None) data
 open_data = partial(open_datasets, PretrainDataset)
 
@@ -106,7 +106,7 @@ def main() -> None:
     weight = args.from_weight if checkpoint is None else "none"  # the checkpoint replaces them
     model, _ = utils.init_model(lm_config, weight, args.tokenizer_path, args.save_dir)
     model = objective.extend_model(model, args)
-    model = stage.compile_and_wrap(model, args, device, autocast, train_set, frozen)
+    model = stage.compile_and_wrap(model, args, device, autocast, train_set, frozen_parameters)
     optimizer = objective.optimizer(model, args)
 
     # 7. The state of the run, restored from the checkpoint.

@@ -104,11 +104,11 @@ def micro_batch_that_fits(args: StageArgs, data: StageDataset, memory: float) ->
     state = new_state(args, data)
     of_update = items = args.batch_size * args.accumulation_steps
     while True:
-        window = [batch_of(data, items)] * min(2, of_update // items)
+        micro_batches = [batch_of(data, items)] * min(2, of_update // items)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(state.device)
         try:
-            time_updates(state, repeat(window), updates=2)
+            time_updates(state, repeat(micro_batches), updates=2)
             peak = torch.cuda.max_memory_allocated(state.device)
             if peak <= memory or items == 1:
                 return items, peak

@@ -10,7 +10,7 @@ from scripts.runs.figures import svg
 from scripts.runs.run import ENDING, FORECAST, Run
 from scripts.runs.words import WORDS
 from trainer.report.metrics import duration
-from trainer.report.warnings import findings
+from trainer.report.warnings import verdict_sentences
 
 TEMPLATE = Path(__file__).parent / "page.html"
 PROMPTS = 3  # of a run that are shown
@@ -48,7 +48,7 @@ def sentences(run: Run, lang: str, keys: tuple[str, ...] | None = None) -> list[
     that they need were not found."""
     if "facts" not in run.about:
         return []
-    found = findings(run.records, run.about["facts"])
+    found = verdict_sentences(run.records, run.about["facts"])
     return [WORDS[lang][key].format(**values) for key, values in found if keys is None or key in keys]
 
 

@@ -180,15 +180,15 @@ def state_of(stage: Any, flags: dict[str, Any], device: torch.device, tokenizer:
 
 
 def update(
-    state: TrainState, window: list[dict[str, Any]], recorder: Recorder
+    state: TrainState, micro_batches: list[dict[str, Any]], recorder: Recorder
 ) -> tuple[list[int], list[str]]:
     """A rollout and an update; returns the targets of its micro-batches, and what made the host wait in the
     rollout."""
-    window = state.objective.prepare(state, window)
-    sizes = [state.objective.size(batch, state.lm_config) for batch in window]
+    micro_batches = state.objective.prepare(state, micro_batches)
+    sizes = [state.objective.size(batch, state.lm_config) for batch in micro_batches]
     targets, tokens, *_ = update_size(state, sizes, missing=0)
     of_rollout, recorder.waits = recorder.waits, []
-    train_update(state, window, targets, tokens)
+    train_update(state, micro_batches, targets, tokens)
     return [size.targets for size in sizes], of_rollout
 
 

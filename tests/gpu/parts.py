@@ -94,11 +94,11 @@ def new_state(
     )
 
 
-def update(state: TrainState, window: list[dict[str, Any]]) -> float:
+def update(state: TrainState, micro_batches: list[dict[str, Any]]) -> float:
     """Make an update; returns its loss."""
-    sizes = [state.objective.size(batch, state.lm_config) for batch in window]
+    sizes = [state.objective.size(batch, state.lm_config) for batch in micro_batches]
     targets, tokens, *_ = update_size(state, sizes, missing=0)
-    figures = train_update(state, window, targets, tokens)
+    figures = train_update(state, micro_batches, targets, tokens)
     state.progress.update += 1
     return figures["loss"][0]
 
@@ -128,9 +128,9 @@ def gradients(state: TrainState, rank: int = 0, ranks: int = 1) -> dict[str, Ten
                 found[name] = full_tensor(parameter.grad).float().cpu()
 
     hook = state.optimizer.register_step_pre_hook(note_gradients)
-    window = [micro_batch(i, WINDOW[i]) for i in range(rank, len(WINDOW), ranks)]
+    micro_batches = [micro_batch(i, WINDOW[i]) for i in range(rank, len(WINDOW), ranks)]
     for _ in range(12 if state.scaler.is_enabled() else 1):
-        found["loss"] = torch.tensor(update(state, window))
+        found["loss"] = torch.tensor(update(state, micro_batches))
         if len(found) > 1:
             break
     hook.remove()

@@ -59,9 +59,9 @@ def train(device: torch.device, dtype: str, use_moe: bool, optimizer: str) -> Te
     state, losses = new_state(device, dtype, use_moe, optimizer), []
     if dtype == "float16":  # a scale at which no update overflows
         state.scaler = torch.amp.GradScaler(device.type, init_scale=2.0**10)
-    window = [micro_batch(0, (17, 33, 5)), micro_batch(1, (64, 9)), micro_batch(2, ())]
+    micro_batches = [micro_batch(0, (17, 33, 5)), micro_batch(1, (64, 9)), micro_batch(2, ())]
     for _ in range(10):
-        losses.append(parts.update(state, window))
+        losses.append(parts.update(state, micro_batches))
     return torch.tensor(losses)
 
 

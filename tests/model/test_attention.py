@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from model import kernels
-from model.attention import Spans, flat_attention, padded_attention, seen_with_padding
+from model.attention import Spans, flat_attention, layout_with_padding, padded_attention
 from model.model_minimind import MiniMindConfig
 
 
@@ -96,9 +96,9 @@ def test_padded_and_decoding_forms_are_the_plain_one(length, before):
     k, v = (torch.randn(3, end, 2, 16, dtype=torch.float64) for _ in range(2))
     real = torch.ones(3, end)
     real[1, :2] = 0
-    seen = seen_with_padding(config, real, 3, length, before, end, "cpu")
-    by_kernel = padded_attention(q, k, v, seen)
-    plain = padded_attention(q, k, v, seen._replace(other_scores=True))
+    layout = layout_with_padding(config, real, 3, length, before, end, "cpu")
+    by_kernel = padded_attention(q, k, v, layout)
+    plain = padded_attention(q, k, v, layout._replace(other_scores=True))
     for row in range(3):
         for place in range(length):
             if not real[row, before + place]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from model import generation
-from model.attention import seen_in
+from model.attention import padded_layout
 from model.generation import READ_AT_ONCE, Answer, Decoder, KeyValueCache, NotFinite, generate
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from model.sampling import Sampling, draw
@@ -228,14 +228,14 @@ def test_the_residual_stream_of_float16_may_exceed_its_range():
     model.model.embed_tokens.weight.sign_().mul_(40_000)
     prompt = list(range(5, 15))
     positions = torch.arange(10)[None]
-    rotary, seen = model.model.rotary_emb(positions), seen_in(model.config, positions)
+    rotary, layout = model.model.rotary_emb(positions), padded_layout(model.config, positions)
     x = model.model.embed_tokens(torch.tensor([prompt]))
     for layer in model.model.layers:
         layer.mlp.gate_proj.weight.mul_(50)
         layer.mlp.up_proj.weight.mul_(50)
         added = layer.mlp(layer.post_attention_layernorm(x)).abs().max()
         layer.mlp.down_proj.weight.mul_(30_000 / added)
-        x, _ = layer(x, rotary, seen)
+        x, _ = layer(x, rotary, layout)
     assert x.abs().max() > 65_504
     with torch.autocast("cpu", torch.float16):
         ((answer,),) = generate(decoding_model(model, torch.float16), [prompt], [[GREEDY]], 6, [VOCAB])

@@ -17,8 +17,8 @@ from trainer import train_distillation, train_dpo, train_lora
 from trainer.report.metrics import read_metrics
 
 STAGES = {
-    "dpo": ("dpo", train_dpo.Objective.shown),
-    "distillation": ("full_dist", train_distillation.Objective.shown),
+    "dpo": ("dpo", train_dpo.Objective.console_metrics),
+    "distillation": ("full_dist", train_distillation.Objective.console_metrics),
     "lora": ("lora_medical", ()),
 }
 TEACHER = {"from_teacher_weight": "teacher"}
@@ -49,7 +49,7 @@ def weights_for_use(folder: Path, name: str) -> dict:
 @pytest.mark.parametrize("stage", STAGES)
 def test_accumulation_ranks_and_shards_change_nothing(corpus, start, tmp_path, stage):
     """(16) = (2 ranks x 4 x 2), the ranks with copies or with shards; of a mixture of experts."""
-    name, shown = STAGES[stage]
+    name, metric_names = STAGES[stage]
     cuts, found = {"whole": (16, 1, 1), "ranks": (4, 2, 2)}, {}
     for cut, (batch_size, accumulation, ranks) in cuts.items():
         settings = {"batch_size": batch_size, "accumulation_steps": accumulation, "use_moe": 1}
@@ -57,11 +57,11 @@ def test_accumulation_ranks_and_shards_change_nothing(corpus, start, tmp_path, s
         run(stage, argv(corpus, start, tmp_path / cut, stage, **settings, save_interval=1000), ranks=ranks)
         found[cut] = read_metrics(tmp_path / cut / f"out/{name}_32_moe_metrics.jsonl")
     whole = found["whole"]
-    assert len(whole) >= 3 and {*shown, "loss", "eval_loss"} <= whole[-1].keys()
+    assert len(whole) >= 3 and {*metric_names, "loss", "eval_loss"} <= whole[-1].keys()
     if stage == "dpo":
         assert whole[0]["logits_loss"] == pytest.approx(0.6931472, abs=1e-6)
     for one, other in zip(whole, found["ranks"], strict=True):
-        for field in ("loss", "aux_loss", "grad_norm", "learning_rate", *shown):
+        for field in ("loss", "aux_loss", "grad_norm", "learning_rate", *metric_names):
             assert other[field] == pytest.approx(one[field], rel=1e-4, abs=2e-5), (one["update"], field)
     assert found["ranks"][-1]["eval_loss"] == pytest.approx(whole[-1]["eval_loss"], abs=2e-5)
     one, other = (weights_for_use(tmp_path / cut, f"{name}_32_moe") for cut in cuts)

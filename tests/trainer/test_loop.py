@@ -12,7 +12,7 @@ from tests.stage_process import Faults, run, start_ranks
 from tests.trainer.run.test_skipped_updates import batch, make_state
 from tests.trainer.stage_flags import assert_same_run, flags
 from trainer import loop
-from trainer.loop import count_figures, evaluate, make_record, train_update, update_size
+from trainer.loop import count_update, evaluate, make_record, train_update, update_size
 from trainer.objectives.next_token import NextToken, next_token_loss, target_samples
 from trainer.report.metrics import describe, read_metrics
 
@@ -46,11 +46,11 @@ class Shows(NextToken):
 
 
 def update(state, ids: tuple[int, ...]) -> dict:
-    window = [batch(i) for i in ids]
-    sizes = [state.objective.size(each, state.lm_config) for each in window]
+    micro_batches = [batch(i) for i in ids]
+    sizes = [state.objective.size(each, state.lm_config) for each in micro_batches]
     targets, tokens, *_ = update_size(state, sizes, missing=0)
-    figures = train_update(state, window, targets, tokens)
-    count_figures(state, window, figures, targets)
+    figures = train_update(state, micro_batches, targets, tokens)
+    count_update(state, micro_batches, figures, targets)
     return figures
 
 
@@ -86,11 +86,11 @@ class BeforeTheStep(NextToken):
     def after_micro_batch(self, state, number):
         self.norms.append((number, grad_norm(state.model)))
 
-    def before_step(self, state, window):
+    def before_step(self, state, micro_batches):
         whole = grad_norm(state.model)
         for name, parameter in state.model.named_parameters():
             parameter.grad = None if "layers.0" in name else parameter.grad / 2
-        return {"twice": (2 * whole, 1), "of_windows": (len(window), 1)}
+        return {"twice": (2 * whole, 1), "of_windows": (len(micro_batches), 1)}
 
 
 def grad_norm(model) -> torch.Tensor:

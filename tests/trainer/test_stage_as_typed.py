@@ -91,7 +91,7 @@ def edited(clone: Path, old: str, new: str) -> Path:
 
 
 PAGE = (ROOT / "docs/reference.md").read_text(encoding="utf-8")
-Z_LOSS = PAGE[PAGE.index("class Objective(next_token.NextToken)") : PAGE.index("frozen = tuple(")]
+Z_LOSS = PAGE[PAGE.index("class Objective(next_token.NextToken)") : PAGE.index("frozen_parameters = tuple(")]
 
 
 def test_a_loss_and_a_flag_of_ones_own_are_local_to_the_stage(clone, corpus):

@@ -315,7 +315,7 @@ def train_loader(train_set: StageData, args: Any, epoch: int, skip_batches: int 
         skip_batches,
         args.num_workers,
         train_set.collate,
-        window=args.accumulation_steps,
+        accumulation_steps=args.accumulation_steps,
     )
 
 
@@ -326,11 +326,11 @@ def epoch_loader(
     skip_batches: int = 0,
     num_workers: int = 0,
     collate_fn: Callable[[list], dict[str, Any]] = collate_flat,
-    window: int = 1,
+    accumulation_steps: int = 1,
 ) -> DataLoader:
     """The micro-batches of one epoch on this rank, from micro-batch `skip_batches` on. `order`: of the
-    samples of all ranks (`epoch_order`). `window`: micro-batches of an update; processes make so many
-    ahead."""
+    samples of all ranks (`epoch_order`). Data loader processes make the
+    `accumulation_steps` micro-batches of an update ahead."""
     mine = order
     if world_size() > 1:
         mine = rank_share(order, batch_size, this_rank(), world_size())
@@ -346,7 +346,7 @@ def epoch_loader(
     return ProcessLoader(
         cast(Dataset, dataset),
         num_workers=num_workers,
-        prefetch_factor=max(2, math.ceil(window / num_workers)),  # of each process
+        prefetch_factor=max(2, math.ceil(accumulation_steps / num_workers)),  # of each process
         worker_init_fn=ignore_stop_signals,
         **options,
     )

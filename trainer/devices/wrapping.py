@@ -107,7 +107,8 @@ def freeze(model: nn.Module, prefixes: str | Sequence[str]) -> None:
     for prefix in prefixes:
         if not any(name.startswith(prefix) for name in names):
             raise UserError(
-                f"frozen: no parameter of the model begins with {prefix!r}; its names are like {names[0]}"
+                f"frozen_parameters: no parameter of the model begins with {prefix!r}; its names are "
+                f"like {names[0]}"
             )
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not name.startswith(prefixes))

@@ -93,10 +93,10 @@ class TeacherArgs(FrozenModelArgs):
                     f"{int(getattr(config, name))}; leave the flag out"
                 )
 
-    def frozen_weights(self) -> dict[str, Path]:
+    def frozen_model_paths(self) -> dict[str, Path]:
         return {"from_teacher_weight": self.teacher()}
 
-    def frozen_hashes(self) -> dict[str, str | None]:
+    def frozen_model_hashes(self) -> dict[str, str | None]:
         return {"teacher_sha256": weights_hash(self.teacher())}
 
 

@@ -26,7 +26,7 @@ class Objective:
     """What a stage learns, from which batches, and what is written of its model: for the scripts and for the
     engine. By default the next token. A stage overrides what differs."""
 
-    shown: tuple[str, ...] = ()  # metrics that stand on the console's line
+    console_metrics: tuple[str, ...] = ()  # metrics that stand on the console's line
     loss_is_cross_entropy = False
     saves_trained_only = False  # a checkpoint leaves out frozen weights, which a resumed run reads again
     needs_reference = False  # `reference` becomes a frozen model with the start weights, on the device
@@ -46,13 +46,13 @@ class Objective:
         head."""
         return model
 
-    def load_frozen(self, args: Any, device: torch.device) -> None:
+    def load_frozen_models(self, args: Any, device: torch.device) -> None:
         """Load frozen models other than `reference`, such as a teacher, onto the device. Their flags are a
         subclass of `FrozenModelArgs` (common/settings.py), which has them compared and not overwritten."""
 
-    def prepare(self, state: Any, window: list[Batch]) -> list[Batch]:
+    def prepare(self, state: Any, micro_batches: list[Batch]) -> list[Batch]:
         """The micro-batches to train of those that the loader gave, such as rollouts of prompts."""
-        return window
+        return micro_batches
 
     def size(self, batch: Batch, lm_config: Any) -> Size:
         """The size of a micro-batch."""
@@ -67,9 +67,9 @@ class Objective:
         """After the backward pass of micro-batch `number` of an update, from 0. The gradients are the sums so
         far, of this rank alone until the last one; in float16 times the scale of the gradient scaler."""
 
-    def before_step(self, state: Any, window: list[Batch]) -> Metrics:
+    def before_step(self, state: Any, micro_batches: list[Batch]) -> Metrics:
         """The gradients of an update are complete, on all ranks alike, and not clipped yet: change them, or
-        make those None of parameters that this update leaves alone. window: this rank's micro-batches.
+        make those None of parameters that this update leaves alone. micro_batches: this rank's micro-batches.
         Returns metrics like those of `loss`."""
         return {}
 
@@ -152,7 +152,7 @@ def model_inputs(batch: Batch) -> dict[str, Any]:
     }
     if "key_index" in batch:  # samples that begin alike: see `collate_shared` in dataset/lm_dataset.py
         names = ("key_index", "cu_seqlens_k", "max_seqlen_k", "host_cu_seqlens_k")
-        inputs["seen_keys"] = tuple(batch.get(name) for name in names)
+        inputs["shared_keys"] = tuple(batch.get(name) for name in names)
     return inputs | {"host_cu_seqlens": batch.get("host_cu_seqlens")}
 
 

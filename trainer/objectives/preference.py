@@ -40,12 +40,12 @@ def chosen_loss(log_probs: Tensor, batch: Batch) -> Tensor:
 
 
 @torch.no_grad()
-def preference_figures(log_probs: Tensor, reference: Tensor, beta: float) -> dict[str, Tensor]:
+def preference_metrics(log_probs: Tensor, reference: Tensor, beta: float) -> dict[str, Tensor]:
     """Sums over the pairs, by name. A reward is beta times the log-ratio of model and reference;
     accuracy is the share of the pairs whose chosen answer has the higher one."""
     rewards = beta * (log_probs - reference)
     chosen, rejected = rewards[::2], rewards[1::2]
-    figures = {
+    metrics = {
         "accuracy": (chosen > rejected).float(),
         "reward_margin": chosen - rejected,
         "reward_chosen": chosen,
@@ -53,7 +53,7 @@ def preference_figures(log_probs: Tensor, reference: Tensor, beta: float) -> dic
         "log_prob_chosen": log_probs[::2],
         "log_prob_rejected": log_probs[1::2],
     }
-    return {name: figure.sum() for name, figure in figures.items()}
+    return {name: value.sum() for name, value in metrics.items()}
 
 
 def pair_size(batch: Batch, lm_config: "MiniMindConfig") -> Size:

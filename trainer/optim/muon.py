@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trainer.devices.device import native_bfloat16
-from trainer.devices.process_group import gather
+from trainer.devices.process_group import all_gather
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # coefficients of the iteration, torch's
 ITERATIONS = 5
@@ -38,7 +38,7 @@ class Muon(Optimizer):
         self.rows = rows
         device = next(iter(rows)).device
         # of the iteration; float32 where one of the ranks would have to emulate bfloat16
-        self.dtype = torch.bfloat16 if all(gather(native_bfloat16(device))) else torch.float32
+        self.dtype = torch.bfloat16 if all(all_gather(native_bfloat16(device))) else torch.float32
 
     @torch.no_grad()
     def step(self, closure=None) -> None:  # type: ignore[override]

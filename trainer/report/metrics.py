@@ -57,11 +57,15 @@ class MetricsLog:
         path: the metrics file.
         total_updates: length of the whole run, for the bar.
         resumed_update: the last one before a resume, whose records are kept; None in a new run.
-        shown: names of the metrics that stand on the console's line, beside the loss.
+        console_metrics: names of the metrics that stand on the console's line, beside the loss.
     """
 
     def __init__(
-        self, path: Path, total_updates: int, resumed_update: int | None = None, shown: tuple[str, ...] = ()
+        self,
+        path: Path,
+        total_updates: int,
+        resumed_update: int | None = None,
+        console_metrics: tuple[str, ...] = (),
     ):
         kept = []
         if resumed_update is not None:
@@ -69,13 +73,13 @@ class MetricsLog:
                 kept = [record for record in readable_records(path) if record["update"] <= resumed_update]
         text = "".join(json.dumps(record) + "\n" for record in kept)
         atomic_write(path, lambda file: file.write(text.encode()))
-        self.path, self.shown = path, shown
+        self.path, self.console_metrics = path, console_metrics
         self.records = kept[:1] + kept[1:][-KEPT_RECORDS:]  # the first and the last ones, for warnings
         self.warned = {text.partition(":")[0] for record in kept for text in record.get("warnings", ())}
         self.file = open(path, "a", encoding="utf-8")  # noqa: SIM115 (open for the whole run)
         form = "{percentage:3.0f}%|{bar:30}| update {n_fmt}/{total_fmt}, {elapsed}<{remaining}"
-        is_seen = sys.stdout is not None and sys.stdout.isatty()
-        options = {"bar_format": form, "file": sys.stdout, "disable": not is_seen}
+        is_terminal = sys.stdout is not None and sys.stdout.isatty()
+        options = {"bar_format": form, "file": sys.stdout, "disable": not is_terminal}
         self.bar = tqdm(total=total_updates, initial=resumed_update or 0, **options)
 
     def sync(self) -> None:
@@ -99,7 +103,7 @@ class MetricsLog:
         except OSError as error:
             raise WriteError(f"{self.path} cannot be written ({error.strerror}); make room") from error
         with tqdm.external_write_mode(file=sys.stdout):  # the lines stand above the bar
-            for line in describe(record, head, self.shown):
+            for line in describe(record, head, self.console_metrics):
                 say(line)
 
     def close(self) -> None:
@@ -118,13 +122,14 @@ def duration(seconds: float) -> str:
     return f"{hours} h {minutes:02d} min" if hours else f"{seconds / 60:.1f} min"
 
 
-def describe(record: dict[str, Any], head: str, shown: tuple[str, ...] = ()) -> list[str]:
+def describe(record: dict[str, Any], head: str, console_metrics: tuple[str, ...] = ()) -> list[str]:
     """One record as lines of at most WIDTH columns: what a person looks at. The metrics file holds the rest.
 
-    head: opens the first line, e.g. `Epoch:[1/2](100/1200) 4%`. shown: names of the values of the stage.
+    head: opens the first line, e.g. `Epoch:[1/2](100/1200) 4%`.
+    console_metrics: names of the values of the stage.
     """
     parts = [head, value_text("loss", record["loss"], ".4f")]
-    names = [name for name in shown if name in record]
+    names = [name for name in console_metrics if name in record]
     parts += [value_text(name, record[name], ".3f") for name in names]
     if not names:
         parts.append(value_text("mean", record["mean_loss"], ".4f"))

@@ -39,7 +39,7 @@ class Meter:
         self.restart()
 
     def restart(self) -> None:
-        """Begin a new interval: what passed since the last figures (saving, evaluating) was not training."""
+        """Begin a new interval: what passed since the last record (saving, evaluating) was not training."""
         self.counts, self.begin = dict.fromkeys(COUNTS, 0.0), time.perf_counter()
 
     @contextmanager
@@ -57,8 +57,8 @@ class Meter:
         for name in ("samples", "tokens", "flops"):
             self.counts[name] += sum(getattr(size, name) for size in sizes)
 
-    def figures(self, updates_left: int, device: torch.device) -> dict[str, Any]:
-        """Speed and memory of all ranks since the last figures. A collective."""
+    def speed_metrics(self, updates_left: int, device: torch.device) -> dict[str, Any]:
+        """Speed and memory of all ranks since the last record. A collective."""
         now = time.perf_counter()
         seconds = now - self.begin
         host = torch.tensor([*self.counts.values()], dtype=torch.float64)
@@ -67,7 +67,7 @@ class Meter:
         rate = total["flops"] / seconds / world_size()
         self.peak = max(self.peak, rate)
         of_update = (now - self.first_update_at) / (self.updates - 1) if self.updates > 1 else seconds
-        figures = {
+        metrics = {
             "tokens_per_second": total["tokens"] / seconds,
             "mfu": rate / self.peak if rate else None,  # unknown of a task of one's own
             "data_wait": total["wait"] / seconds / world_size(),
@@ -76,8 +76,8 @@ class Meter:
             "memory_mb": peak_memory_mb(device),
         }
         if device.type == "cuda":
-            figures["reserved_mb"] = reserved_memory_mb(device)
-        return figures
+            metrics["reserved_mb"] = reserved_memory_mb(device)
+        return metrics
 
 
 def training_flops(
@@ -100,8 +100,8 @@ def training_flops(
     if config.use_moe:
         mlp = 3 * c * config.moe_intermediate_size * config.num_experts_per_tok + c * config.num_experts
     own = np.diff(cu_seqlens).astype(np.float64)
-    seen = own if cu_seqlens_k is None else np.diff(cu_seqlens_k).astype(np.float64)
-    squares = float((seen**2 - (seen - own) ** 2).sum())
+    visible = own if cu_seqlens_k is None else np.diff(cu_seqlens_k).astype(np.float64)
+    squares = float((visible**2 - (visible - own) ** 2).sum())
     products = 6.0 * config.num_hidden_layers * (tokens * (attention + mlp) + squares * heads * d)
     return products + 6.0 * targets * c * config.vocab_size
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from common.errors import UserError
-from trainer.devices.process_group import gather
+from trainer.devices.process_group import all_gather
 
-Figures = dict[str, tuple[float, float]]  # (sum, count), of which the quotient is reported
+Means = dict[str, tuple[float, float]]  # a mean as (sum, count), of which the quotient is reported
 COUNT = "/count"  # ends the name of a count beside its sum
 MAX = "/max"  # ends the name of a largest value
 # of each record, which no metric may be named like
@@ -53,29 +53,29 @@ def checked_names(names: list[str], metrics: Iterable[str]) -> list[str]:
         raise UserError(
             f"a metric of the loss is named {min(taken)!r}, a field of each record; give it another name"
         )
-    if any(others != names for others in gather(names)):
+    if any(others != names for others in all_gather(names)):
         raise UserError("the loss must give the same metrics for each batch; (sum, 0) where there is nothing")
     return names
 
 
-def update_figures(total: dict[str, float], targets: float, tokens: float) -> Figures:
-    """The figures of an update from its sums over all ranks. A mean over its targets or tokens counts
+def update_means(total: dict[str, float], targets: float, tokens: float) -> Means:
+    """The means of an update from its sums over all ranks. A mean over its targets or tokens counts
     once."""
-    figures = {}
+    means = {}
     for name, value in total.items():
         if name.endswith(MAX):
-            figures[name.removesuffix(MAX)] = value, 1.0
+            means[name.removesuffix(MAX)] = value, 1.0
         elif name + COUNT in total:
-            figures[name] = value, total[name + COUNT]
+            means[name] = value, total[name + COUNT]
         elif not name.endswith(COUNT):
             number = tokens if name == "aux_loss" else targets
-            figures[name] = (value / (number or 1.0) if targets else math.nan), 1.0
-    return figures
+            means[name] = (value / (number or 1.0) if targets else math.nan), 1.0
+    return means
 
 
-def add_figures(sums: Figures, figures: Figures) -> None:
-    """Add figures by name to the sums so far."""
-    for name, (value, count) in figures.items():
+def add_means(sums: Means, means: Means) -> None:
+    """Add the sums and counts of means to those so far."""
+    for name, (value, count) in means.items():
         total, total_count = sums.get(name, (0.0, 0.0))
         sums[name] = total + value, total_count + count
 

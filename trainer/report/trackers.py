@@ -61,8 +61,8 @@ def open_swanlab(project: str, name: str, mode: str, config: dict, run_id: str |
     run = swanlab.init(**settings)
 
     def log(numbers: dict[str, float], texts: dict[str, list[str]], step: int) -> None:
-        shown = {name: [swanlab.Text(each) for each in several] for name, several in texts.items()}
-        run.log(numbers | shown, step=step)
+        swanlab_texts = {name: [swanlab.Text(each) for each in several] for name, several in texts.items()}
+        run.log(numbers | swanlab_texts, step=step)
 
     return Service(getattr(run, "id", None), log, swanlab.finish)
 

@@ -32,7 +32,7 @@ SENTENCES = {
 }
 
 
-def facts_for_advice(args: Any, total_updates: int, guessing: float | None, **more: Any) -> dict[str, Any]:
+def facts_for_warnings(args: Any, total_updates: int, guessing: float | None, **more: Any) -> dict[str, Any]:
     """What is looked at beside the records. guessing: the cross entropy of guessing each token alike; None
     for other losses. more: held_out_is_training, best_weights."""
     names = ("warmup_updates", "learning_rate", "from_weight", "monitor", "mode")
@@ -44,16 +44,16 @@ def facts_for_advice(args: Any, total_updates: int, guessing: float | None, **mo
 # --- warnings
 
 
-def advice(records: list[Record], facts: dict[str, Any]) -> list[tuple[str, str]]:
-    """What the figures leave no doubt about, as (name, text). records: the first and the last ones of a run,
-    at least one. facts: see `facts_for_advice`."""
-    found = advice_on_settings(facts) + advice_on_start(records[0], facts)
+def find_warnings(records: list[Record], facts: dict[str, Any]) -> list[tuple[str, str]]:
+    """Warnings, only where the records leave no doubt, as (name, text). records: the first and the last ones
+    of a run, at least one. facts: see `facts_for_warnings`."""
+    found = warnings_on_settings(facts) + warnings_on_start(records[0], facts)
     if "reward" in records[0]:
-        return found + advice_on_rollouts(records, facts)
-    return found + advice_on_loss(records, facts)
+        return found + warnings_on_rollouts(records, facts)
+    return found + warnings_on_loss(records, facts)
 
 
-def advice_on_settings(facts: dict[str, Any]) -> list[tuple[str, str]]:
+def warnings_on_settings(facts: dict[str, Any]) -> list[tuple[str, str]]:
     """What the settings tell."""
     found = []
     updates, warmup = facts["total_updates"], facts["warmup_updates"]
@@ -68,7 +68,7 @@ def advice_on_settings(facts: dict[str, Any]) -> list[tuple[str, str]]:
     return found
 
 
-def advice_on_start(first: Record, facts: dict[str, Any]) -> list[tuple[str, str]]:
+def warnings_on_start(first: Record, facts: dict[str, Any]) -> list[tuple[str, str]]:
     """What the first update tells."""
     found = []
     loss, guessing = first["loss"], facts["guessing"]
@@ -83,7 +83,7 @@ def advice_on_start(first: Record, facts: dict[str, Any]) -> list[tuple[str, str
     return found
 
 
-def advice_on_loss(records: list[Record], facts: dict[str, Any]) -> list[tuple[str, str]]:
+def warnings_on_loss(records: list[Record], facts: dict[str, Any]) -> list[tuple[str, str]]:
     """What the losses tell."""
     found = []
     if rise := loss_rise(records, facts):
@@ -136,7 +136,7 @@ def loss_rise(records: list[Record], facts: dict[str, Any]) -> tuple[float, int,
     return (low, low_update, now) if has_risen or is_above_all else None
 
 
-def advice_on_rollouts(records: list[Record], facts: dict[str, Any]) -> list[tuple[str, str]]:
+def warnings_on_rollouts(records: list[Record], facts: dict[str, Any]) -> list[tuple[str, str]]:
     """What rewards and completions tell."""
     found = []
     gap = records[-1].get("sampling_logp_difference")
@@ -160,7 +160,7 @@ def advice_on_rollouts(records: list[Record], facts: dict[str, Any]) -> list[tup
 # --- the verdict
 
 
-def findings(records: list[Record], facts: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+def verdict_sentences(records: list[Record], facts: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
     """What came of a run, as keys of SENTENCES with their values."""
     name = "reward" if any("reward" in record for record in records) else "mean_loss"
     values = [record[name] for record in records if record.get(name) is not None]
@@ -176,7 +176,7 @@ def findings(records: list[Record], facts: dict[str, Any]) -> list[tuple[str, di
     rise = loss_rise(records, facts) if name == "mean_loss" else None
     if rise:
         found.append(("diverged", {"low": rise[0], "low_update": rise[1]}))
-    found += held_out_findings(records, facts, has_diverged=rise is not None)
+    found += held_out_sentences(records, facts, has_diverged=rise is not None)
     shares = [record["distinct_trigrams"] for record in records if "distinct_trigrams" in record]
     if shares and shares[-1] < MIN_DISTINCT_TRIGRAMS:
         found.append(("repeats", {"share": shares[-1]}))
@@ -190,7 +190,7 @@ def initial_value(records: list[Record], facts: dict[str, Any]) -> float | None:
     return records[0].get(f"initial_{name}") if is_evaluated else None
 
 
-def held_out_findings(
+def held_out_sentences(
     records: list[Record], facts: dict[str, Any], has_diverged: bool
 ) -> list[tuple[str, dict[str, Any]]]:
     """Where the held-out metric of --monitor goes."""
@@ -228,5 +228,5 @@ def held_out_findings(
 
 
 def verdict(records: list[Record], facts: dict[str, Any]) -> str:
-    """One line of figures for the end of a run."""
-    return "; ".join(SENTENCES[key].format(**values) for key, values in findings(records, facts))
+    """One line for the end of a run."""
+    return "; ".join(SENTENCES[key].format(**values) for key, values in verdict_sentences(records, facts))

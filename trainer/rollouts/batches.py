@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from dataset.lm_dataset import collate_shared
 from dataset.rollout_prompts import RolloutPrompt
-from trainer.devices.process_group import gather, reduce_sum, this_rank, world_size
+from trainer.devices.process_group import all_gather, reduce_sum, this_rank, world_size
 from trainer.devices.wrapping import decoding_model, unwrap
 from trainer.objectives.next_token import Batch, Objective, flat_size, target_log_probs, to_device
 from trainer.report.speed import Size
-from trainer.report.sums import Figures, add_figures, quotient
+from trainer.report.sums import Means, add_means, quotient
 from trainer.rollouts.policy import TOKEN_LEVEL, group_advantages
 from trainer.rollouts.rewards import Reward, compute
 from trainer.rollouts.writer import Trajectory, TrajectoryWriter
@@ -29,7 +29,7 @@ from trainer.run.state import TrainState
 
 SHOWN_CHARACTERS = 300  # of a sample in the log
 # beside the rewards; and of groups of several completions `frac_reward_zero_std`
-FIGURES = (
+ROLLOUT_METRICS = (
     "reward_square", "completion_length", "cut_share", "entropy", "rollout_seconds", "reward_seconds",
     "rollout_tokens_per_second",
 )  # fmt: skip
@@ -97,7 +97,7 @@ class Rollouts(Callback, Objective):
     reference of the KL divergence.
     """
 
-    shown = ("reward", "reward_std", "frac_reward_zero_std", "completion_length")
+    console_metrics = ("reward", "reward_std", "frac_reward_zero_std", "completion_length")
 
     def __init__(self, args: Any, writer: TrajectoryWriter, rewards: list[Reward]):
         self.args, self.writer, self.rewards = args, writer, rewards
@@ -105,10 +105,10 @@ class Rollouts(Callback, Objective):
         several = [f"reward_{reward.name}" for reward in rewards] if len(rewards) > 1 else []
         self.reward_names = ("reward", *several)
         of_groups = ["frac_reward_zero_std"] if writer.group > 1 else []
-        self.figure_names = (*self.reward_names, *FIGURES, *of_groups)
+        self.metric_names = (*self.reward_names, *ROLLOUT_METRICS, *of_groups)
         # (sum, count) by name: of this rank's rollout, until its update is made; of all ranks' since then
-        self.this_rollout: Figures = {}
-        self.since_last_record: Figures = {}
+        self.this_rollout: Means = {}
+        self.since_last_record: Means = {}
         self.samples: list[dict] = []  # of the last rollout, for the log
         self.decoding_copy: nn.Module | None = None  # of the policy, which writes
         # with --num_iterations 2 or more: this rank's last rollout
@@ -128,19 +128,19 @@ class Rollouts(Callback, Objective):
     def size(self, batch: Batch, lm_config: Any) -> Size:
         return rollout_size(batch, lm_config)
 
-    def prepare(self, state: TrainState, window: list[Batch]) -> list[Batch]:
+    def prepare(self, state: TrainState, micro_batches: list[Batch]) -> list[Batch]:
         """Flat batches of the trajectories for micro-batches of prompts, or those of this rollout's first
         update."""
-        if not any(batch["prompts"] for batch in window):
-            return [empty_batch() for _ in window]
+        if not any(batch["prompts"] for batch in micro_batches):
+            return [empty_batch() for _ in micro_batches]
         is_first_update = state.progress.update % self.args.num_iterations == 0
-        if not is_first_update and len(self.rollout_for_next_updates) == len(window):
+        if not is_first_update and len(self.rollout_for_next_updates) == len(micro_batches):
             batches = self.rollout_for_next_updates  # on the host after a resume
             self.rollout_for_next_updates = [to_device(batch, state.device) for batch in batches]
             return self.rollout_for_next_updates
         model = unwrap(state.model)
         model.eval()
-        batches = self._roll_out(state, model, window)
+        batches = self._roll_out(state, model, micro_batches)
         model.train()
         if self.args.num_iterations > 1:
             self.rollout_for_next_updates = batches
@@ -148,17 +148,17 @@ class Rollouts(Callback, Objective):
 
     def on_batch_start(self, state: Any, update: int) -> None:
         """The update will be made: its rollout counts, on all ranks."""
-        own = [self.this_rollout.get(name, (0.0, 0.0)) for name in self.figure_names]
+        own = [self.this_rollout.get(name, (0.0, 0.0)) for name in self.metric_names]
         pairs = reduce_sum(torch.tensor(own, dtype=torch.float64)).tolist()
-        for name, (total, count) in zip(self.figure_names, pairs, strict=True):
-            add_figures(self.since_last_record, {name: (total, count)})
+        for name, (total, count) in zip(self.metric_names, pairs, strict=True):
+            add_means(self.since_last_record, {name: (total, count)})
         self.this_rollout = {}
 
     def on_log(self, state: Any, record: dict[str, Any]) -> None:
         """Add means over the rollouts since the last record, over all ranks, None where there was none; and
         samples of rank 0's last rollout."""
         sums = self.since_last_record
-        means = {name: quotient(*sums.get(name, (0.0, 0.0))) for name in self.figure_names}
+        means = {name: quotient(*sums.get(name, (0.0, 0.0))) for name in self.metric_names}
         mean, square = means["reward"], means.pop("reward_square")
         means["reward_std"] = None
         if mean is not None and square is not None:
@@ -176,7 +176,7 @@ class Rollouts(Callback, Objective):
             rollout.append({name: on_host(value) for name, value in kept.items()})
         return {
             "since_last_record": self.since_last_record,
-            "rollout_for_next_updates": gather(rollout),
+            "rollout_for_next_updates": all_gather(rollout),
             "samples": self.samples,
         }
 
@@ -197,9 +197,9 @@ class Rollouts(Callback, Objective):
 
     # ---- a rollout
 
-    def _roll_out(self, state: TrainState, model: nn.Module, window: list[Batch]) -> list[Batch]:
+    def _roll_out(self, state: TrainState, model: nn.Module, micro_batches: list[Batch]) -> list[Batch]:
         """The flat batch of the trajectories of each micro-batch of prompts; all are written in one go."""
-        prompts = [prompt for batch in window for prompt in batch["prompts"]]
+        prompts = [prompt for batch in micro_batches for prompt in batch["prompts"]]
         start = time.perf_counter()
         with state.autocast:
             written = self._write(self.writer, model, prompts, state.progress.update)
@@ -214,7 +214,7 @@ class Rollouts(Callback, Objective):
         self.this_rollout["reward_seconds"] = scored_at - written_at, 1.0
         self.this_rollout["rollout_tokens_per_second"] = sampled * world_size(), seconds
         rollouts, rest = [], written
-        for part in rewards.split([len(batch["prompts"]) for batch in window]):
+        for part in rewards.split([len(batch["prompts"]) for batch in micro_batches]):
             rollouts.append((rest[: part.numel()], part))
             rest = rest[part.numel() :]
         with torch.no_grad(), state.autocast:
@@ -244,7 +244,7 @@ class Rollouts(Callback, Objective):
         return writer.write(self.decoding_copy, prompts, update)
 
     def _score(self, trajectory: Trajectory) -> dict[str, float]:
-        """The rewards of a trajectory by the names of their figures; `reward` is their weighted sum."""
+        """The rewards of a trajectory by the names of their metrics; `reward` is their weighted sum."""
         prompt = trajectory.prompt
         messages = prompt.messages + trajectory.messages[:-1]
         limit = self.args.reward_timeout
@@ -254,35 +254,35 @@ class Rollouts(Callback, Objective):
         return scores
 
     def _count(self, written: list[Trajectory], scores: list[dict[str, float]], rewards: Tensor) -> None:
-        """Set the figures of this rollout, but for its times, and the samples for the log."""
+        """Set the metrics of this rollout, but for its times, and the samples for the log."""
         values = rewards.flatten().tolist()
         number = len(written)
         sampled = sum(trajectory.sampled for trajectory in written)
-        figures: Figures = {}
+        metrics: Means = {}
         for name in self.reward_names:
-            figures[name] = sum(score[name] for score in scores), number
-        figures["reward_square"] = sum(value**2 for value in values), number
-        figures["completion_length"] = sampled, number
-        figures["cut_share"] = sum(trajectory.is_cut for trajectory in written), number
+            metrics[name] = sum(score[name] for score in scores), number
+        metrics["reward_square"] = sum(value**2 for value in values), number
+        metrics["completion_length"] = sampled, number
+        metrics["cut_share"] = sum(trajectory.is_cut for trajectory in written), number
         # estimated, per token
-        figures["entropy"] = -sum(sum(trajectory.log_probs) for trajectory in written), sampled
+        metrics["entropy"] = -sum(sum(trajectory.log_probs) for trajectory in written), sampled
         alike = (rewards == rewards[:, :1]).all(dim=1).sum()
-        figures["frac_reward_zero_std"] = int(alike), len(rewards)
-        self.this_rollout = figures
+        metrics["frac_reward_zero_std"] = int(alike), len(rewards)
+        self.this_rollout = metrics
         self.samples = []
         for trajectory, value in zip(written[:2], values[:2], strict=True):
             question = trajectory.prompt.messages[-1]["content"]
             answer = "\n".join(message["content"] for message in trajectory.messages)
-            self.samples.append({"prompt": _shown(question), "answer": _shown(answer), "reward": value})
+            self.samples.append({"prompt": _excerpt(question), "answer": _excerpt(answer), "reward": value})
 
     def held_out(self, model: nn.Module, batch: Batch, args: Any = None) -> dict[str, Tensor]:
         """Sums over held-out prompts, whose likeliest completions are scored: the rewards, and `loss`,
         minus the weighted one."""
         writer = replace(self.writer, group=1, temperature=0.0)
         scores = [self._score(trajectory) for trajectory in self._write(writer, model, batch["prompts"], 0)]
-        figures = {name: sum(score[name] for score in scores) for name in self.reward_names}
-        figures["loss"] = -figures["reward"]
-        return {name: torch.tensor(value, dtype=torch.float64) for name, value in figures.items()}
+        metrics = {name: sum(score[name] for score in scores) for name in self.reward_names}
+        metrics["loss"] = -metrics["reward"]
+        return {name: torch.tensor(value, dtype=torch.float64) for name, value in metrics.items()}
 
 
 def on_host(value: Any) -> Any:
@@ -290,5 +290,5 @@ def on_host(value: Any) -> Any:
     return value.detach().cpu() if isinstance(value, Tensor) else value
 
 
-def _shown(text: str) -> str:
+def _excerpt(text: str) -> str:
     return text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + " ..."

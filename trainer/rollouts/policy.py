@@ -86,8 +86,8 @@ def sampled_tokens_loss(model: nn.Module, batch: Batch, args: Any) -> tuple[Tens
     args: the settings of the stage."""
     log_probs, aux_loss = target_log_probs(model, batch, args.temperature)  # [M]
     old = batch.get("old_log_probs", log_probs.detach())  # the first update of a rollout: the ratio is 1
-    loss, figures = policy_loss(
+    loss, metrics = policy_loss(
         log_probs, old, batch["advantages"], batch["lengths"], args.loss_type, args.epsilon,
         args.epsilon_high, batch.get("ref_log_probs"), args.beta,
     )  # fmt: skip
-    return loss, aux_loss, figures | sampling_difference(old, batch)
+    return loss, aux_loss, metrics | sampling_difference(old, batch)

@@ -108,13 +108,13 @@ def actor_critic_loss(model: nn.Module, batch: Batch, args: Any) -> tuple[Tensor
     log_probs, values, aux_loss = model(batch, args.temperature)  # [M]
     old = batch.get("old_log_probs", log_probs.detach())  # the first update of a rollout
     old_values = batch.get("old_values", values.detach())
-    loss, figures = policy_loss(
+    loss, metrics = policy_loss(
         log_probs, old, batch["advantages"], batch["lengths"], "dapo", args.epsilon,
         args.epsilon, batch.get("ref_log_probs"), args.beta,
     )  # fmt: skip
     critic = value_loss(values, old_values, batch["returns"], args.cliprange_value)
     metrics = {"value_loss": critic.detach(), "approx_kl": policy_divergence(log_probs.detach(), old)}
-    return loss + args.vf_coef * critic, aux_loss, metrics | figures | sampling_difference(old, batch)
+    return loss + args.vf_coef * critic, aux_loss, metrics | metrics | sampling_difference(old, batch)
 
 
 def critic_batches(model: nn.Module, rollouts: list[Judged], args: Any, device: torch.device) -> list[Batch]:
@@ -168,16 +168,16 @@ class PPO(Rollouts):
     def make_batches(self, model: nn.Module, rollouts: list[Judged], device: torch.device) -> list[Batch]:
         return critic_batches(model, rollouts, self.args, device)
 
-    def prepare(self, state: TrainState, window: list[Batch]) -> list[Batch]:
+    def prepare(self, state: TrainState, micro_batches: list[Batch]) -> list[Batch]:
         """The micro-batches of a rollout, or empty ones."""
-        batches = super().prepare(state, window)
+        batches = super().prepare(state, micro_batches)
         self.is_over = None
         is_first = state.progress.update % self.args.num_iterations == 0
-        if is_first or not any(batch["prompts"] for batch in window):
+        if is_first or not any(batch["prompts"] for batch in micro_batches):
             return batches
         limit = self.args.early_stop_kl
         self.is_over = 0 < limit < moved_since_rollout(state, batches, self.args.temperature)
-        return [empty_batch() for _ in window] if self.is_over else batches
+        return [empty_batch() for _ in micro_batches] if self.is_over else batches
 
     def on_batch_start(self, state: TrainState, update: int) -> None:
         super().on_batch_start(state, update)

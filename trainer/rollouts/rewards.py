@@ -21,7 +21,7 @@ from model.answers import CALL, END_CALL, parse_call
 from trainer.weights.paths import CONFIG_FILE, is_hugging_face
 
 LARGEST = 1e15  # of a reward and of its part in the sum: squares stay finite in float32
-OTHER_FIGURES = ("std", "square", "seconds")  # `reward_std` and so on are figures of all rewards together
+RESERVED_NAMES = ("std", "square", "seconds")  # `reward_std` and so on are metrics of all rewards together
 RewardFn = Callable[[list[dict], str, dict], float]
 LETTER = r"[^\W_\u3040-\u30ff\u3400-\u9fff]"  # or digit, of a script with spaces between words
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
@@ -191,11 +191,11 @@ def load_rewards(spec: str, score: RewardFn | None = None) -> list[Reward]:
         rewards.append(Reward("model", score, 1.0))
     if not rewards:
         raise UserError(f"--reward is empty; give module:function, or one of {', '.join(SHIPPED)}")
-    taken = set(OTHER_FIGURES)
+    taken = set(RESERVED_NAMES)
     for reward in rewards:
         if reward.name in taken:
             raise UserError(
-                f"--reward: {reward.name} is named twice, or the name of another figure; name it once, or "
+                f"--reward: {reward.name} is named twice, or the name of another metric; name it once, or "
                 "rename the function"
             )
         taken.add(reward.name)

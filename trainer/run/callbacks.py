@@ -26,9 +26,9 @@ class Callback:
     def on_batch_start(self, state: Any, update: int) -> None:
         """Before an optimizer update; `update` is its number, from 1."""
 
-    def on_before_step(self, state: Any, window: list[Any]) -> None:
+    def on_before_step(self, state: Any, micro_batches: list[Any]) -> None:
         """The gradients of an update are complete, on all ranks alike, and not clipped yet; a parameter whose
-        `grad` becomes None here is left alone. `window`: this rank's micro-batches."""
+        `grad` becomes None here is left alone. `micro_batches`: this rank's micro-batches."""
 
     def on_optimizer_step(self, state: Any, update: int) -> None:
         """After the optimizer step of an update, before it is validated, logged or saved."""

@@ -38,9 +38,9 @@ class ExpertLoad(Callback):
         self.kept = saved["kept"]
 
     def on_log(self, state: Any, record: dict[str, Any]) -> None:
-        """Add the figures to the record, and count anew."""
+        """Add the metrics to the record, and count anew."""
         self.read()
-        record |= balance_figures(torch.tensor(self.kept))
+        record |= balance_metrics(torch.tensor(self.kept))
         self.kept = []
 
     def read(self) -> None:
@@ -54,8 +54,8 @@ class ExpertLoad(Callback):
             layer.zero_()
 
 
-def balance_figures(counts: Tensor) -> dict[str, Any]:
-    """Figures of token counts [layers, E].
+def balance_metrics(counts: Tensor) -> dict[str, Any]:
+    """Metrics of token counts [layers, E].
 
     Returns:
         expert_load: share of each expert, all layers together; expert_max_min: largest over smallest share in

@@ -15,7 +15,7 @@ from common.plugins import imported_files
 from common.settings import ROOT, FrozenModelArgs, StageArgs
 from dataset.token_cache import file_hash
 from trainer.devices.device import autocast_dtype
-from trainer.devices.process_group import Logger, gather, world_size
+from trainer.devices.process_group import Logger, all_gather, world_size
 from trainer.optim.build import optimizer_settings
 from trainer.run.callbacks import plain, utf8
 from trainer.weights import paths
@@ -40,7 +40,7 @@ def run_fingerprint(args: StageArgs, model: Fingerprint, data: Fingerprint, samp
         start = paths.start_path(args.save_dir, args.from_weight, args)
         run["from_weight_sha256"] = weights_hash(start)
     if isinstance(args, FrozenModelArgs):
-        run |= args.frozen_hashes()
+        run |= args.frozen_model_hashes()
     return run
 
 
@@ -140,10 +140,10 @@ def check_reference(args: StageArgs, run: Fingerprint, checkpoint: dict[str, Any
         )
 
 
-def check_ranks_agree(seen: dict[str, Any]) -> None:
+def check_ranks_agree(values: dict[str, Any]) -> None:
     """Raise UserError if the ranks see other data, settings or checkpoints, or `auto` gives them other
     devices or dtypes: their weights would part."""
-    everyone = gather(seen)
+    everyone = all_gather(values)
     for rank, other in enumerate(everyone):
         if changed := changes(everyone[0], other):
             raise UserError(

@@ -13,7 +13,7 @@ from dataset.rollout_prompts import PromptDataset
 from dataset.token_cache import load_tokenizer
 from model.prompts import document_tokens, prompt_tokens
 from trainer.data.datasets import StageData, sample_lines
-from trainer.devices.process_group import Logger, gather, is_main_process
+from trainer.devices.process_group import Logger, all_gather, is_main_process
 from trainer.devices.wrapping import is_sharded, unwrap
 from trainer.run.callbacks import Callback
 from trainer.run.state import TrainState
@@ -21,7 +21,7 @@ from trainer.run.state import TrainState
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Prompt = tuple[str, list[int]]  # as it is shown, and its tokens
+Prompt = tuple[str, list[int]]  # its text for the log, and its tokens
 # samples of the held-out data; tokens of an answer; of a document's beginning
 NUM_PROMPTS, MAX_NEW_TOKENS, OPENING_TOKENS = 3, 48, 16
 MIN_TRIGRAMS = 24  # of fewer it says little how many are distinct
@@ -74,10 +74,10 @@ def held_out_prompts(tokenizer: "PreTrainedTokenizerBase", held_out: StageData) 
         tokens, first_answered = sample["input_ids"].tolist(), int((sample["loss_weight"] != 0).argmax())
         opening = min(OPENING_TOKENS, len(tokens) // 2) if held_out.kind == "pretrain" else first_answered
         parts.append(tokens[: max(1, opening)])
-    return [(shown(tokenizer, part), part) for part in parts]
+    return [(prompt_text(tokenizer, part), part) for part in parts]
 
 
-def shown(tokenizer: "PreTrainedTokenizerBase", tokens: list[int]) -> str:
+def prompt_text(tokenizer: "PreTrainedTokenizerBase", tokens: list[int]) -> str:
     """The text of a prompt; of a conversation its last message, which stands before the last end of a
     turn."""
     special = set(tokenizer.all_special_ids)
@@ -105,7 +105,7 @@ class Samples(Callback):
         if "eval_loss" not in record:
             return
         answers, self.answers = self.answers, []
-        share, *_ = gather(distinct_trigrams(answers))  # of rank 0
+        share, *_ = all_gather(distinct_trigrams(answers))  # of rank 0
         if share is not None:
             record["distinct_trigrams"] = share
         if not answers:

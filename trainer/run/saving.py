@@ -22,7 +22,7 @@ from common.errors import Interrupted, UserError, reason
 from common.files import link, read_errors, remove, sync, write_errors, write_json
 from common.settings import FrozenModelArgs, StageArgs
 from trainer.devices.errors import end_loader_processes, translated_failures
-from trainer.devices.process_group import Logger, gather, is_main_process, meet, world_size
+from trainer.devices.process_group import Logger, all_gather, is_main_process, meet, world_size
 from trainer.devices.wrapping import is_sharded, unwrap
 from trainer.report.metrics import MetricsLog
 from trainer.report.warnings import verdict
@@ -52,7 +52,7 @@ def earlier_run_files(args: StageArgs) -> list[Path]:
 
 def check_starts(args: StageArgs) -> None:
     """Raise UserError if a new run starts from, or reads again, a file that it sets aside and writes anew."""
-    starts = args.frozen_weights() if isinstance(args, FrozenModelArgs) else {}
+    starts = args.frozen_model_paths() if isinstance(args, FrozenModelArgs) else {}
     if args.from_weight != "none":
         starts["from_weight"] = paths.start_path(args.save_dir, args.from_weight, args)
     if args.resume_from is not None:
@@ -169,7 +169,7 @@ def restore_first(state: TrainState, path: Path) -> None:
     folder, which no resume would do without.
 
     Raises UserError if the file cannot be read again, or something is not what was saved."""
-    if not all(gather(path.exists())):
+    if not all(all_gather(path.exists())):
         return
     try:
         saved = checkpoint.read_state(path)
@@ -218,7 +218,7 @@ def check_replicas(state: TrainState) -> None:
         return
     weights = {name: value for name, value in unwrap(state.model).named_parameters() if value.numel()}
     hashes = [torch.hash_tensor(value.detach()) for value in weights.values()]
-    everyone = gather(torch.stack(hashes).tolist())
+    everyone = all_gather(torch.stack(hashes).tolist())
     for rank, others in enumerate(everyone):
         if others != everyone[0]:
             differing = [name for name, a, b in zip(weights, everyone[0], others, strict=True) if a != b]
@@ -338,7 +338,9 @@ def open_files(state: TrainState, wandb: Any) -> Iterator[None]:
     if is_main_process():
         if state.resumed_update is None:
             set_earlier_run_aside(args)
-        state.log = MetricsLog(path, state.total_updates, state.resumed_update, state.objective.shown)
+        state.log = MetricsLog(
+            path, state.total_updates, state.resumed_update, state.objective.console_metrics
+        )
         write_settings(state, paths.settings_path(path))
     try:
         state.callbacks.call("on_train_start")
@@ -386,7 +388,7 @@ def is_finished(args: StageArgs, run: Fingerprint, saved: dict[str, Any] | None)
         return False
     path = paths.weight_path(args.save_dir, args.save_weight, args)
     has_weights = path.exists() or path.with_suffix("").exists()  # of an adapter, a folder
-    if not gather(has_weights)[0]:  # they are written once more
+    if not all_gather(has_weights)[0]:  # they are written once more
         return False
     Logger(f"{path.stem} is finished, after {saved['update']} updates: nothing to do; its weights: {path}")
     return True

@@ -66,12 +66,12 @@ def imported_config(path: Path, weights: dict[str, Tensor], asked: int | None = 
     from model.model_minimind import MiniMindConfig
 
     try:
-        shown = shape_of_tensors(weights)
+        fields = shape_of_tensors(weights)
     except ValueError as error:
         raise UserError(f"weights {path}: {reason(error)}") from error
-    if shown["use_moe"]:
-        shown["num_experts_per_tok"] = _experts_per_token(path, shown["num_experts"], asked)
-    return MiniMindConfig(**shown)
+    if fields["use_moe"]:
+        fields["num_experts_per_tok"] = _experts_per_token(path, fields["num_experts"], asked)
+    return MiniMindConfig(**fields)
 
 
 def shape_of_tensors(weights: Mapping[str, Tensor]) -> dict[str, Any]:

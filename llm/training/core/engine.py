@@ -87,7 +87,9 @@ class TrainingEngine:
         model = self._build_model(args.from_weight if reads_start_weights else "none")
         extended = objective.extend_model(model, args)
         model = checked_type(objective, "extend_model", extended, nn.Module, "the model")
-        wrapped = stage.compile_and_wrap(model, args, device, autocast, data.train_dataset, task.frozen)
+        wrapped = stage.compile_and_wrap(
+            model, args, device, autocast, data.train_dataset, task.frozen_parameters
+        )
         self.device = device
         optimizer = task.build_optimizer(model)
         checked_type(task, "build_optimizer", optimizer, Optimizer, "an optimizer of torch")

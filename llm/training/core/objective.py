@@ -22,7 +22,7 @@ class TaskObjective(Objective):
 
     def __init__(self, task: Any):
         self.task = task
-        self.shown, self.needs_reference = names_of(task, "shown"), task.needs_reference
+        self.console_metrics, self.needs_reference = names_of(task, "console_metrics"), task.needs_reference
         self.is_checked = False
 
     @property

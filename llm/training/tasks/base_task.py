@@ -38,10 +38,10 @@ class TrainingTask(ABC):
     data_module: ClassVar[type[DataModule] | None] = None
     # of steps of a scheduler; None: epoch
     scheduler_interval: ClassVar[Literal["epoch", "update"] | None] = None
-    shown: tuple[str, ...] = ()  # metrics that stand on the console's line
+    console_metrics: tuple[str, ...] = ()  # metrics that stand on the console's line
     needs_reference = False  # `reference` becomes a frozen model with the start weights, on the device
     reference: Any = None
-    frozen: tuple[str, ...] = ()  # prefixes of the names of parameters that are not trained
+    frozen_parameters: tuple[str, ...] = ()  # prefixes of the names of parameters that are not trained
     data: DataModule  # set before the model is built
     criterion: Callable[..., Any]  # set by the engine to the result of `build_criterion`
 

@@ -83,7 +83,7 @@ class StageTask(TrainingTask):
             self.args, start = read_start_weights(self.args)
         self.tokenizer = load_tokenizer(self.args.tokenizer_path)
         self.lm_config = model_config(self.tokenizer, self.args, start)
-        self.frozen = self.script.frozen
+        self.frozen_parameters = self.script.frozen_parameters
         self.objective: Objective = (self.objective_class or self.script.Objective)()
 
     def build_data(self) -> StageDataModule:
@@ -133,7 +133,7 @@ def check_stage(task: type[StageTask]) -> None:
     for name in sorted(flags.intersection(script.main.__code__.co_names)):
         raise UserError(
             f"--{name} is read by `main` of {script.__name__}, which the engine does not call; "
-            "read it in its Objective (extend_model, load_frozen, optimizer, loss)"
+            "read it in its Objective (extend_model, load_frozen_models, optimizer, loss)"
         )
 
 

@@ -271,7 +271,7 @@ def test_the_order_of_calls_is_the_one_that_the_page_tells(tmp_path):
                 if isinstance(value, dict):
                     value = "metrics" if "valid" in name else "record"
                 elif isinstance(value, list):
-                    value = "window"
+                    value = "micro_batches"
                 elif isinstance(value, Path):
                     value = "path"
                 shown.append(str(value))

@@ -86,7 +86,7 @@ class Objective(NextToken):
         import torch
         model.factor = torch.nn.Parameter(torch.full((), 2.0))
         return model
-    def load_frozen(self, args, device):
+    def load_frozen_models(self, args, device):
         self.device = device
     def loss(self, model, batch, args):
         loss, aux_loss, metrics = next_token_loss(model, batch)
@@ -95,7 +95,7 @@ class Objective(NextToken):
     def optimizer(self, model, args):
         import torch
         return torch.optim.SGD(model.parameters(), lr=args.learning_rate)
-stage.Objective, stage.frozen = Objective, ("model.layers.0.",)
+stage.Objective, stage.frozen_parameters = Objective, ("model.layers.0.",)
 stage.schedule = lambda update, total_updates, args: args.learning_rate / update
 """
 

@@ -114,7 +114,7 @@ AT_START = [  # what is told; the task, its data and settings; before anything i
         {"before": "class OwnArgs(RegressionArgs):\n    epochs = 3\n", "task": "args_class = OwnArgs"},
     ),
     ("Mine.__init__ must call super().__init__(config)", {"task": "def __init__(self, config):\n    pass\n"}),
-    ("frozen: no parameter of the model begins with '9.'", {"task": "frozen = '9.'"}),
+    ("frozen_parameters: no parameter of the model begins with '9.'", {"task": "frozen_parameters = '9.'"}),
     ("Points yields nothing: its train_dataset is empty", {
         "data": "def setup(self):\n    self.train_dataset = []\n"}),
     ("the fingerprint of the data['data'] is a set", {
@@ -232,9 +232,9 @@ def test_another_metric_that_the_learning_rate_follows_is_refused_at_a_resume(tm
 
 
 ACCEPTED = {  # what is converted
-    "a list of names": {"task": "shown = ['error']\nfrozen = ['0.']\n"
+    "a list of names": {"task": "console_metrics = ['error']\nfrozen = ['0.']\n"
                         + train_step("return loss, 0, {'error': 2.0, 'part': [loss, 3]}")},
-    "one name as text": {"task": "shown = 'error'\nfrozen = '0.'\n"
+    "one name as text": {"task": "console_metrics = 'error'\nfrozen = '0.'\n"
                          + train_step("return loss.reshape(1), loss.detach() * 0, {'error': np.float32(2)}")},
     "numbers of validation": {"task": validation_step("return {'loss': loss.item(), 'half': (1.0, 2)}")},
     "a rate under no schedule": {

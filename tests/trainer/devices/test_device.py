@@ -56,7 +56,7 @@ def test_ranks_on_one_gpu_are_refused(monkeypatch):
     """Whatever the launcher shows: GPUs are told apart by their UUIDs."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid="a"))
-    monkeypatch.setattr(distributed, "gather", lambda own: ["b", own, own])
+    monkeypatch.setattr(distributed, "all_gather", lambda own: ["b", own, own])
     with pytest.raises(UserError, match="ranks 1 and 2 have the same GPU, a; start one process per GPU"):
         distributed.check_gpus_differ()
 

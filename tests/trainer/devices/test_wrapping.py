@@ -18,7 +18,7 @@ from model.sampling import Sampling
 from tests.stage_process import context, finish, free_port, rank_variables
 from trainer.devices.process_group import leave_process_group
 from trainer.devices.wrapping import decoding_model, full_tensor, is_sharded, unwrap, wrap_model
-from trainer.loop import count_figures, evaluate, train_update, update_size
+from trainer.loop import count_update, evaluate, train_update, update_size
 from trainer.objectives.next_token import NextToken, next_token_loss
 from trainer.optim.build import build_optimizer
 from trainer.run.state import TrainState
@@ -97,8 +97,11 @@ def updates(rank: int, case: dict, parallel: str) -> dict:
     found = []
     for update in range(3):
         state.progress.update = update
-        window = [flat_batch(10 * update + rank, [7 + rank, 20, 13]), flat_batch(5, [] if rank else [9])]
-        sizes = [objective.size(batch, state.lm_config) for batch in window]
+        micro_batches = [
+            flat_batch(10 * update + rank, [7 + rank, 20, 13]),
+            flat_batch(5, [] if rank else [9]),
+        ]
+        sizes = [objective.size(batch, state.lm_config) for batch in micro_batches]
         targets, tokens, *_ = update_size(state, sizes, missing=0)
         if case.get("bad_update") == update and rank == 1:  # NaN on one rank only
             targets = float("nan")
@@ -108,12 +111,12 @@ def updates(rank: int, case: dict, parallel: str) -> dict:
             held_out = evaluate(state, [flat_batch(77 + rank, [] if rank else [8, 9])])
             scale_weights(unwrap(state.model), 1 / scale)
             found += [held_out["eval_loss"], held_out["eval_bpb"]]
-        figures = train_update(state, window, targets, tokens)
+        figures = train_update(state, micro_batches, targets, tokens)
         for name in ("logits_loss", "aux_loss", "grad_norm"):
             total, count = figures[name]
             found.append(total / (count or 1.0))
         state.progress.update += 1
-        count_figures(state, window, figures, targets)
+        count_update(state, micro_batches, figures, targets)
     weights = half_state_dict(state.model)
     bad = [skipped["update"] for skipped in state.progress.skipped]
     state.model = wrapped = None

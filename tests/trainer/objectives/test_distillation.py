@@ -43,7 +43,7 @@ def test_the_loss_is_that_of_the_formula_and_scales_no_balancing_loss(weighted, 
     args = train_distillation.Args(alpha=0.3, temperature=2.0)
     objective = train_distillation.Objective()
     objective.teacher = teacher
-    loss, aux_loss, shown = objective.loss(student, batch, args)
+    loss, aux_loss, metrics = objective.loss(student, batch, args)
     gradients = torch.autograd.grad(loss + aux_loss, list(student.parameters()), retain_graph=True)
     inputs = {k: batch[k] for k in ("input_ids", "position_ids", "cu_seqlens", "max_seqlen", "target_index")}
     out, wanted = student(**inputs), teacher(**inputs).logits.detach()
@@ -51,7 +51,7 @@ def test_the_loss_is_that_of_the_formula_and_scales_no_balancing_loss(weighted, 
     cross_entropy, apart = (losses * weights).sum(), (plain(out.logits, wanted, 2.0) * weights).sum()
     expected = 0.3 * cross_entropy + 0.7 * 4.0 * apart
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6) and torch.equal(aux_loss, out.aux_loss)
-    assert abs(shown["divergence"].item() - apart.item()) <= 1e-6 * len(batch["targets"])
+    assert abs(metrics["divergence"].item() - apart.item()) <= 1e-6 * len(batch["targets"])
     wanted_gradients = torch.autograd.grad(expected + out.aux_loss, list(student.parameters()))
     for one, other in zip(gradients, wanted_gradients, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)

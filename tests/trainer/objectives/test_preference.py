@@ -55,7 +55,7 @@ def test_loss_and_gradients_are_those_of_the_formula(models, rpo_alpha):
     model, reference = models
     rows = pairs([(7, 12), (30, 3), (1, 9)])
     batch, args = collate_pairs(rows), train_dpo.Args(beta=0.3, rpo_alpha=rpo_alpha)
-    loss, aux_loss, shown = objective_of(reference).loss(model, batch, args)
+    loss, aux_loss, metrics = objective_of(reference).loss(model, batch, args)
     gradients = torch.autograd.grad(loss / 3, list(model.parameters()))
 
     exact, exact_reference = (MiniMindForCausalLM(CONFIG).double() for _ in range(2))
@@ -74,18 +74,18 @@ def test_loss_and_gradients_are_those_of_the_formula(models, rpo_alpha):
     assert loss.item() / 3 == pytest.approx(wanted.item(), abs=1e-5) and aux_loss.item() == 0
     for one, other in zip(gradients, torch.autograd.grad(wanted, list(exact.parameters())), strict=True):
         assert (one - other).norm() <= 1e-5 * max(1.0, other.norm().item())
-    assert shown["accuracy"].item() == accurate
-    assert shown["reward_margin"].item() == pytest.approx(sum(margins).item(), abs=1e-4)
+    assert metrics["accuracy"].item() == accurate
+    assert metrics["reward_margin"].item() == pytest.approx(sum(margins).item(), abs=1e-4)
     chosen = sum(plain_log_prob(exact, chosen).item() for chosen, _ in rows)
-    assert shown["log_prob_chosen"].item() == pytest.approx(chosen, abs=1e-3)
+    assert metrics["log_prob_chosen"].item() == pytest.approx(chosen, abs=1e-3)
 
 
 def test_an_empty_batch_of_pairs_has_no_loss_and_a_zero_gradient(models):
     batch = collate_pairs([])
     assert pair_size(batch, CONFIG).targets == 0
-    loss, aux_loss, shown = objective_of(models[1]).loss(models[0], batch, train_dpo.Args(rpo_alpha=1.0))
+    loss, aux_loss, metrics = objective_of(models[1]).loss(models[0], batch, train_dpo.Args(rpo_alpha=1.0))
     (loss + aux_loss).backward()
-    assert loss == 0 and not any(value.item() for value in shown.values())
+    assert loss == 0 and not any(value.item() for value in metrics.values())
     assert not any(p.grad.any() for p in models[0].parameters() if p.grad is not None)
 
 

@@ -27,7 +27,7 @@ def give_gradients(model: torch.nn.Module, seed: int) -> None:
 def test_all_ranks_take_one_dtype(monkeypatch):
     """Float32 if one of them would have to emulate bfloat16."""
     for ranks, dtype in (([True, True], torch.bfloat16), ([True, False], torch.float32)):
-        monkeypatch.setattr(muon, "gather", lambda own, ranks=ranks: ranks)
+        monkeypatch.setattr(muon, "all_gather", lambda own, ranks=ranks: ranks)
         assert build_optimizer(tiny(use_moe=False), 1e-3, 0.1, "muon").muon.dtype == dtype
 
 

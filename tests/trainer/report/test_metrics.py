@@ -58,19 +58,19 @@ def test_a_line_that_is_no_record(tmp_path, line):
 @pytest.mark.parametrize("large", [123456.0, None])
 def test_no_line_is_longer_than_a_terminal_is_wide(large):
     """Of PPO of a mixture of experts, which shows most; nothing is left out."""
-    shown = (*Rollouts.shown, "value_loss")
-    fields = record(1) | dict.fromkeys(shown, large) | {"tokens_per_second": 1e7, "memory_mb": 1e5}
+    metric_names = (*Rollouts.console_metrics, "value_loss")
+    fields = record(1) | dict.fromkeys(metric_names, large) | {"tokens_per_second": 1e7, "memory_mb": 1e5}
     fields |= {"loss": large, "aux_loss": 0.01, "expert_max_min": 100.0, "dead_experts": 10}
-    fields |= {f"eval_{name}": large for name in ("loss", "bpb", *shown)}
+    fields |= {f"eval_{name}": large for name in ("loss", "bpb", *metric_names)}
     fields["samples"] = [
         {"prompt": "\x1b" * 70, "answer": "好" * 200, "reward": 1.0},
         {"prompt": "a", "answer": "b"},
     ]
-    *lines, first, second = describe(fields, "Epoch:[10/10](12345/123456) 100%", shown)
+    *lines, first, second = describe(fields, "Epoch:[10/10](12345/123456) 100%", metric_names)
     assert max(map(disp_len, (*lines, first, second))) <= 100  # a Chinese character takes two columns
     text = " ".join(line.strip() for line in lines)
     assert text.startswith("Epoch:[10/10](12345/123456) 100%, loss: ") and text.endswith(", eta: 1.5 min")
-    wanted = [f"eval_{name}: " for name in ("loss", "bpb", *shown)]
+    wanted = [f"eval_{name}: " for name in ("loss", "bpb", *metric_names)]
     for part in (*wanted, "aux_loss: 0.0100", "experts: 100.0 to 1", "dead experts: 10", "mfu: 50%"):
         assert part in text
     assert first.startswith("  reward 1.000: '\\x1b") and second == "  'a' -> 'b'"

@@ -35,7 +35,7 @@ def test_each_kind_of_time_is_noted_and_saving_is_not_training(clock):
             clock.now += 0.25
         meter.count([Size(10, 20, flops=1000.0, samples=3)] * 2)
         clock.now += 1.25
-    record = meter.figures(6, CPU)
+    record = meter.speed_metrics(6, CPU)
     assert record["data_wait"] == pytest.approx(4 / 10) and record["comm_wait"] == pytest.approx(1 / 10)
     assert record["tokens_per_second"] == pytest.approx(160 / 10)
     assert record["mfu"] == pytest.approx(8000 / 10 / 1000)
@@ -43,7 +43,7 @@ def test_each_kind_of_time_is_noted_and_saving_is_not_training(clock):
     meter.restart()
     meter.count([Size(10, 20)])
     clock.now += 1.0
-    record = meter.figures(5, CPU)
+    record = meter.speed_metrics(5, CPU)
     assert record["tokens_per_second"] == pytest.approx(20.0) and record["data_wait"] == 0
     assert record["mfu"] is None  # of a task of one's own nobody knows the arithmetic
 
@@ -54,4 +54,4 @@ def test_the_time_left_is_that_of_the_updates_so_far(clock):
     for update in range(1, 101):
         clock.now += 100.0 if update == 1 else 1.0
         meter.count([Size(1, 1)])
-    assert meter.figures(50, CPU)["seconds_left"] == pytest.approx(50.0)
+    assert meter.speed_metrics(50, CPU)["seconds_left"] == pytest.approx(50.0)

@@ -5,7 +5,7 @@ import pytest
 from tests.stage_process import Faults, run
 from tests.trainer.stage_flags import flags
 from trainer.report.metrics import read_metrics
-from trainer.report.warnings import advice, verdict
+from trainer.report.warnings import find_warnings, verdict
 
 FACTS = {"warmup_updates": 0, "from_weight": "none", "monitor": "eval_loss", "mode": "min", "guessing": 8.76}
 FACTS |= {"learning_rate": 1e-3}
@@ -25,7 +25,7 @@ def records(losses: list[float | None], evals: dict[int, float] | None = None, *
 
 
 def names(found: list[dict], **facts) -> list[str]:
-    return [name for name, _ in advice(found, FACTS | facts)]
+    return [name for name, _ in find_warnings(found, FACTS | facts)]
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_three_rises_of_the_held_out_loss_are_a_warning(evals, warned):
     found = records(FALLING, dict(enumerate(evals, 8)))
     assert ("eval_loss rose" in names(found)) is warned
     if warned:
-        assert "4.000, was at update 80" in dict(advice(found, FACTS))["eval_loss rose"]
+        assert "4.000, was at update 80" in dict(find_warnings(found, FACTS))["eval_loss rose"]
 
 
 @pytest.mark.parametrize("count", [4, 5])

@@ -96,7 +96,7 @@ def record_of(rollouts: Rollouts) -> dict:
     return record
 
 
-def window(*micro_batches: tuple[int, ...]) -> list[dict]:
+def micro_batches_of(*micro_batches: tuple[int, ...]) -> list[dict]:
     return [{"prompts": [prompt(number) for number in each]} for each in micro_batches]
 
 
@@ -105,7 +105,7 @@ def window(*micro_batches: tuple[int, ...]) -> list[dict]:
 def test_a_rollout_becomes_a_flat_batch(loss_type, beta, scale_rewards):
     """Without --beta, groups of equal rewards are left out, yet counted."""
     rollouts, state = rollouts_of(beta=beta, loss_type=loss_type, scale_rewards=scale_rewards)
-    (batch,) = rollouts.prepare(state, window((1, 0)))
+    (batch,) = rollouts.prepare(state, micro_batches_of((1, 0)))
     kept = [1, 0] if beta else [0]
     assert batch["sample_ids"].tolist() == [number for number in kept for _ in range(GROUP)]
     advantages = torch.tensor(WEIGHTED).double() - np.mean(WEIGHTED)
@@ -128,10 +128,10 @@ def test_a_rollout_becomes_a_flat_batch(loss_type, beta, scale_rewards):
 
 def test_the_record_holds_means_since_the_last_one():
     rollouts, state = rollouts_of(num_iterations=1)
-    rollouts.prepare(state, window((1,), (1,)))  # stopped by a signal
-    rollouts.prepare(state, window((0,), (1,)))
+    rollouts.prepare(state, micro_batches_of((1,), (1,)))  # stopped by a signal
+    rollouts.prepare(state, micro_batches_of((0,), (1,)))
     rollouts.on_batch_start(state, 1)
-    rollouts.prepare(state, window((1,)))
+    rollouts.prepare(state, micro_batches_of((1,)))
     rollouts.on_batch_start(state, 1)
     rollouts.on_batch_start(state, 1)  # of an update without a rollout
     figures, weighted = record_of(rollouts), [*WEIGHTED, *[1.5] * 2 * GROUP]
@@ -149,28 +149,31 @@ def test_a_rollout_is_kept_for_its_later_updates():
     """After a resume with the same grouping, the batches are the same bits; with another, they are made
     anew."""
     rollouts, state = rollouts_of(beta=0.0)
-    whole = rollouts.prepare(state, window((1, 0, 2), (3,)))
+    whole = rollouts.prepare(state, micro_batches_of((1, 0, 2), (3,)))
     saved = rollouts.state_dict()
     rollouts, state = rollouts_of(beta=0.0)
     rollouts.load_state_dict(saved)
     state.progress.update = 1
-    again = rollouts.prepare(state, window((1, 0, 2), (3,)))
+    again = rollouts.prepare(state, micro_batches_of((1, 0, 2), (3,)))
     for one, other in zip(whole, again, strict=True):
         for name in ("host_cu_seqlens", "host_cu_seqlens_k"):
             assert np.array_equal(one.pop(name, []), other.pop(name, []))
         assert one.pop("loss_denominator") == other.pop("loss_denominator")
         assert_same_tensors(one, other)
     assert not rollouts.writer.asked
-    cut = rollouts.prepare(state, window((1,), (0,), (2, 3)))
+    cut = rollouts.prepare(state, micro_batches_of((1,), (0,), (2, 3)))
     assert [batch["sample_ids"].tolist() for batch in cut] == [[], [0] * GROUP, []] and rollouts.writer.asked
 
 
 def test_held_out_prompts_are_judged_by_their_likeliest_completions():
     rollouts, state = rollouts_of()
-    sums = {name: float(value) for name, value in rollouts.held_out(state.model, *window((0, 1))).items()}
+    sums = {
+        name: float(value)
+        for name, value in rollouts.held_out(state.model, *micro_batches_of((0, 1))).items()
+    }
     assert sums == {"loss": -1.5, "reward": 1.5, "reward_odd": 1.0, "reward_size": 1.0}
     assert rollouts.writer.asked[0][:2] == (0.0, 1)
-    assert float(rollouts.held_out(state.model, *window(()))["loss"]) == 0.0
+    assert float(rollouts.held_out(state.model, *micro_batches_of(()))["loss"]) == 0.0
 
 
 @pytest.mark.parametrize("several", [1, 3])
@@ -179,7 +182,7 @@ def test_tokens_are_judged_with_the_values_of_the_critic(several):
     options = {"gamma": 0.9, "lam": 0.7, "early_stop_kl": 0.0, "num_iterations": several}
     rollouts, state = rollouts_of(with_critic=True, **options)
     torch.nn.init.normal_(state.model.critic.lm_head.weight)
-    batches = rollouts.prepare(state, window((0, 1), (2,)))
+    batches = rollouts.prepare(state, micro_batches_of((0, 1), (2,)))
     advantages, returns = [], []
     for batch, rewards in zip(batches, ([0.0, 1.5], [1.5]), strict=True):
         with torch.no_grad():
@@ -200,7 +203,7 @@ def test_tokens_are_judged_with_the_values_of_the_critic(several):
 
 def test_how_far_the_policy_has_moved_is_a_mean_per_token():
     rollouts, state = rollouts_of(with_critic=True, gamma=1.0, lam=1.0, early_stop_kl=1e-9)
-    batches = rollouts.prepare(state, window((0, 1), (2,)))
+    batches = rollouts.prepare(state, micro_batches_of((0, 1), (2,)))
     assert moved_since_rollout(state, batches, TEMPERATURE) == pytest.approx(0.0, abs=1e-7)
     with torch.no_grad():
         for parameter in state.model.actor.parameters():
@@ -213,10 +216,13 @@ def test_how_far_the_policy_has_moved_is_a_mean_per_token():
     wanted = float((apart.exp() - apart - 1).mean())
     assert moved_since_rollout(state, batches, TEMPERATURE) == pytest.approx(wanted, rel=1e-3)
     state.progress.update = 1
-    assert all(len(each["targets"]) == 0 for each in rollouts.prepare(state, window((0, 1), (2,))))
+    assert all(len(each["targets"]) == 0 for each in rollouts.prepare(state, micro_batches_of((0, 1), (2,))))
     rollouts.on_batch_start(state, 1)
     rollouts.args.early_stop_kl = 9.0
-    assert [len(each["targets"]) for each in rollouts.prepare(state, window((0, 1), (2,)))] == [3, 3]
+    assert [len(each["targets"]) for each in rollouts.prepare(state, micro_batches_of((0, 1), (2,)))] == [
+        3,
+        3,
+    ]
     rollouts.on_batch_start(state, 1)
     record: dict = {}
     rollouts.on_log(state, record)

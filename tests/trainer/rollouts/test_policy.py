@@ -118,24 +118,24 @@ def test_several_updates_of_one_rollout_are_those_of_the_formula(loss_type):
     for _ in range(4):
         log_probs = log_probs_one_by_one(actor, batch, temperature)
         wanted = count * written_out(log_probs, old, reference, advantages, as_written, beta, high)
-        loss, _, shown = loss_fn(model, batch, args)
+        loss, _, metrics = loss_fn(model, batch, args)
         torch.testing.assert_close(loss, wanted, rtol=1e-4, atol=1e-5)
         parameters = list(actor.parameters())
         gradients = [torch.autograd.grad(each, parameters, retain_graph=True) for each in (loss, wanted)]
         for one, other in zip(*gradients, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
-        gaps, count_of_gaps = shown["sampling_logp_difference"]
-        largest = shown["sampling_logp_difference_max"].value
+        gaps, count_of_gaps = metrics["sampling_logp_difference"]
+        largest = metrics["sampling_logp_difference_max"].value
         assert float(gaps) == pytest.approx(0.25) == float(largest) and count_of_gaps == sum(LENGTHS)
         ratio = (log_probs - old).exp()
         weight = 1 / batch["lengths"] if loss_type == "grpo" else 1.0  # shown as means of completions' means
         apart = reference - log_probs
         kl = (weight * ratio * (apart.exp() - apart - 1)).sum().item()
-        assert shown["kl"].item() == pytest.approx(kl, rel=1e-3)
+        assert metrics["kl"].item() == pytest.approx(kl, rel=1e-3)
         lower = (ratio < 1 - EPSILON) & (batch["advantages"] < 0)
         upper = (ratio > 1 + high) & (batch["advantages"] > 0)
         sides |= {side for side, clipped in (("below", lower), ("above", upper)) if clipped.any()}
-        assert (shown["clip_ratio"] > 0) == bool(upper.any() or (loss_type != "cispo" and lower.any()))
+        assert (metrics["clip_ratio"] > 0) == bool(upper.any() or (loss_type != "cispo" and lower.any()))
         with torch.no_grad():
             for parameter, gradient in zip(parameters, gradients[0], strict=True):
                 parameter -= 0.2 * gradient / count

@@ -42,7 +42,7 @@ def test_loss_and_gradient_are_those_of_the_formula():
     batch |= {"advantages": torch.tensor(draw.randn(count)), "lengths": torch.ones(count)}
     batch["sampling_log_probs"] = batch["old_log_probs"]
     args = SimpleNamespace(temperature=1.0, epsilon=EPSILON, cliprange_value=CLIP, vf_coef=VF_COEF, beta=BETA)
-    loss, _, shown = actor_critic_loss(lambda *_: (log_probs, values, torch.zeros(())), batch, args)
+    loss, _, metrics = actor_critic_loss(lambda *_: (log_probs, values, torch.zeros(())), batch, args)
     wanted = 0.0
     for t in range(count):
         ratio, advantage = torch.exp(log_probs[t] - batch["old_log_probs"][t]), batch["advantages"][t]
@@ -57,7 +57,7 @@ def test_loss_and_gradient_are_those_of_the_formula():
     torch.testing.assert_close(loss, wanted, rtol=1e-12, atol=1e-12)
     gradients = (torch.cat(torch.autograd.grad(each, (log_probs, values))) for each in (loss, wanted))
     torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-12)
-    assert all(float(shown[name]) > 0 for name in ("value_loss", "kl", "approx_kl", "clip_ratio"))
+    assert all(float(metrics[name]) > 0 for name in ("value_loss", "kl", "approx_kl", "clip_ratio"))
 
 
 def test_the_critic_begins_at_zero_and_shares_nothing_with_the_policy():

@@ -120,8 +120,8 @@ def test_a_reward_in_a_file(modules):
         ("exact_answer=nan", "the weight 'nan' must be a finite number"),
         ("no.py:f", "no such file"),
         ("{}/wrong.py:politeness", "wrong.py:1: invalid syntax"),
-        ("ra:score=10,rb:score", "score is named twice, or the name of another figure"),
-        ("ra:model", "model is named twice, or the name of another figure"),
+        ("ra:score=10,rb:score", "score is named twice, or the name of another metric"),
+        ("ra:model", "model is named twice, or the name of another metric"),
     ],
 )
 def test_a_mistake_is_one_line(modules, spec, line):
@@ -137,9 +137,9 @@ def test_another_reward_model_and_other_code_are_noticed(modules):
     load_rewards("rc:politeness=2")
     names = {"reward": "length,rc:politeness=2", "environment": "rc:World"}
     args = train_agent.Args(**names, reward_model=str(folder), cache_dir=str(folder / "cache"))
-    before = args.frozen_hashes()
+    before = args.frozen_model_hashes()
     modules(rc=POLITE)
-    assert list(before) == ["reward_model_sha256"] and args.frozen_hashes() != before
+    assert list(before) == ["reward_model_sha256"] and args.frozen_model_hashes() != before
 
 
 def divide(prompt, completion, record):

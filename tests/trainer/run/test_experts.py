@@ -11,7 +11,7 @@ from tests.trainer.stage_flags import flags
 from trainer.objectives.next_token import model_inputs
 from trainer.report.metrics import read_metrics
 from trainer.report.trackers import drawable
-from trainer.run.experts import ExpertLoad, balance_figures, token_counters
+from trainer.run.experts import ExpertLoad, balance_metrics, token_counters
 
 # counts by layer -> expert_load, expert_max_min, dead_experts
 TABLE = [([[8, 2], [5, 5]], [0.65, 0.35], 4.0, 0), ([[10, 0], [2, 8]], [0.6, 0.4], None, 1)]
@@ -20,7 +20,7 @@ TABLE += [([[0, 0], [0, 0]], [0.0, 0.0], None, 4)]
 
 @pytest.mark.parametrize(("counts", "shares", "ratio", "dead"), TABLE)
 def test_the_figures_of_counts(counts, shares, ratio, dead):
-    found = balance_figures(torch.tensor(counts))
+    found = balance_metrics(torch.tensor(counts))
     assert found["expert_load"] == pytest.approx(shares)
     assert (found["expert_max_min"], found["dead_experts"]) == (ratio, dead)
 
@@ -58,7 +58,7 @@ def test_the_model_counts_what_stock_transformers_routes(top_k):
     # read before a signal, and counted after the resume
     record: dict = {}
     kept.on_log(None, record)
-    assert record == balance_figures(2 * wanted)
+    assert record == balance_metrics(2 * wanted)
     assert not any(counter.any() for counter in token_counters(model))
     assert token_counters(torch.nn.Linear(2, 2)) == []
 

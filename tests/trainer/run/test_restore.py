@@ -49,14 +49,14 @@ def loss(self, model, batch, args, loss=t.Objective.loss):
         total = total + model.extra.weight.square().sum() * len(batch["targets"])
     return total, aux, metrics
 
-def prepare(self, state, window):
+def prepare(self, state, micro_batches):
     self.update = state.progress.update
-    return window
+    return micro_batches
 
 t.Objective.extend_model, t.Objective.loss, t.Objective.prepare = extend_model, loss, prepare
 t.Objective.optimizer = lambda self, model, args: torch.optim.NAdam(model.parameters(), args.learning_rate)
 """
-FREEZE = "import trainer.train_{stage} as t; t.frozen = {names}"
+FREEZE = "import trainer.train_{stage} as t; t.frozen_parameters = {names}"
 VECTORS = ("model.embed_tokens", "model.norm", "model.layers.0.input", "model.layers.0.post")
 VECTORS += ("model.layers.0.self_attn.q_norm", "model.layers.0.self_attn.k_norm")
 KILLED = {

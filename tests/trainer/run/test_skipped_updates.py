@@ -10,7 +10,7 @@ from common.errors import UserError
 from common.settings import StageArgs
 from dataset.lm_dataset import collate_flat
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
-from trainer.loop import count_figures, make_record, train_update, update_size
+from trainer.loop import count_update, make_record, train_update, update_size
 from trainer.objectives.next_token import NextToken, next_token_loss
 from trainer.optim.build import build_optimizer
 from trainer.run.state import TrainState
@@ -63,12 +63,12 @@ class Steep(NextToken):
         return loss, aux_loss, metrics
 
 
-def train(state: TrainState, window: list[dict]) -> dict:
-    sizes = [state.objective.size(batch, state.lm_config) for batch in window]
+def train(state: TrainState, micro_batches: list[dict]) -> dict:
+    sizes = [state.objective.size(batch, state.lm_config) for batch in micro_batches]
     targets, tokens, *_ = update_size(state, sizes, missing=0)
-    figures = train_update(state, window, targets, tokens)
+    figures = train_update(state, micro_batches, targets, tokens)
     state.progress.update += 1
-    count_figures(state, window, figures, targets)
+    count_update(state, micro_batches, figures, targets)
     return figures
 
 

@@ -60,9 +60,9 @@ def test_a_state_dict_and_its_name_tell_the_whole_shape(name):
     config = MiniMindConfig(**SHAPES[name])
     state = MiniMindForCausalLM(config).state_dict()
     assert run_name("w", config) == name  # MiniMind's, but for other experts than MiniMind's
-    shown = shape_of_tensors(state)
+    fields = shape_of_tensors(state)
     known = {"num_experts_per_tok": config.num_experts_per_tok, "intermediate_size": config.intermediate_size}
-    assert MiniMindConfig(**known | shown).to_dict() == config.to_dict()
+    assert MiniMindConfig(**known | fields).to_dict() == config.to_dict()
     # two equal tensors instead of one, as MiniMind writes them, or only one of them
     if config.tie_word_embeddings:
         copies = {key: value.clone() for key, value in state.items()}
