@@ -97,7 +97,7 @@ def find_files(data_path: str) -> tuple[list[str], list[str]]:
             if not paths and others:
                 raise UserError(f"{part}: a folder without data, which holds {describe_suffixes(others)}")
         else:
-            names = [typed] if os.path.exists(typed) else matches(typed)
+            names = [typed] if os.path.exists(typed) else glob.glob(typed, recursive=True)
             paths = [path for path in names if os.path.isfile(path)]
         if not paths:
             raise UserError(f"{part}: no such file, or a folder without data; check the path")
@@ -108,28 +108,20 @@ def find_files(data_path: str) -> tuple[list[str], list[str]]:
     return list(found.values()), left_out
 
 
-def matches(pattern: str) -> list[str]:
-    """The paths that a pattern fits. `glob` alone would go round where a link leads back."""
-    parts = pattern.split("/")
-    if "**" not in parts:
-        return glob.glob(pattern)
-    place = parts.index("**")
-    head, tail = "/".join(parts[:place]), parts[place + 1 :] or ["*"]
-    if place and not head:
-        head = "/"
-    paths = []
-    for start in glob.glob(head or "."):
-        for folder, _, _ in walk_once(start):
-            paths += matches("/".join([glob.escape(folder), *tail]))
-    return paths
-
-
 def files_of_folder(folder: str) -> tuple[list[str], list[str]]:
     """The data files below a folder, and what else is there. Hidden files and descriptions of `datasets` are
     neither; of a saved DatasetDict `train` is taken."""
     paths: list[str] = []
     left_out: list[str] = []
-    for current, folders, names in walk_once(folder, lambda error: left_out.append(error.filename)):
+    visited = set()
+    walk = os.walk(folder, followlinks=True, onerror=lambda error: left_out.append(error.filename))
+    for current, folders, names in walk:
+        real = os.path.realpath(current)
+        if real in visited:  # a link leads back here
+            folders.clear()
+            continue
+        visited.add(real)
+        folders[:] = [name for name in folders if not name.startswith(".")]
         if "dataset_dict.json" in names:
             folders[:] = ["train"]
         for name in names:
@@ -148,21 +140,6 @@ def describe_suffixes(paths: list[str]) -> str:
     counts = Counter(Path(path).suffix or "without a suffix" for path in paths)
     files = ", ".join(f"{count:,} {suffix}" for suffix, count in counts.most_common(4))
     return f"{files}; data are .jsonl, {', '.join([*READERS, *PLAIN_TEXT])}, also compressed"
-
-
-def walk_once(
-    folder: str, on_error: Callable[[OSError], Any] | None = None
-) -> Iterator[tuple[str, list[str], list[str]]]:
-    """`os.walk` that follows links, without hidden folders, and through each folder once."""
-    seen = set()
-    for current, folders, names in os.walk(folder, followlinks=True, onerror=on_error):
-        real = os.path.realpath(current)
-        if real in seen:  # a link leads back here
-            folders.clear()
-            continue
-        seen.add(real)
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        yield current, folders, names
 
 
 # --- what is in them

@@ -130,7 +130,9 @@ class PromptDataset(Dataset):
         chat, answer = to_prompt(record)
         tools = chat.tools or self.tools or None
         number = len(self.prompts)
-        thinks = share_of_one(number) < self.thinking_ratio
+        # a hash of the number decides, so the same prompts begin with thoughts in every run
+        digest = hashlib.blake2b(str(number).encode(), digest_size=8).digest()
+        thinks = int.from_bytes(digest, "little") / 2**64 < self.thinking_ratio
         pieces = prompt_pieces(self.tokenizer, chat.messages, tools, enable_thinking=thinks)
         for piece in pieces:
             piece.text.encode()  # fails for half a character (\ud83d)
@@ -161,12 +163,6 @@ class PromptDataset(Dataset):
 
     def __getitem__(self, index: int) -> RolloutPrompt:
         return self.prompts[index]
-
-
-def share_of_one(number: int) -> float:
-    """A number from 0 to 1, below 1, evenly distributed: the same for the same argument."""
-    digest = hashlib.blake2b(str(number).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") / 2**64
 
 
 def to_prompt(record: dict) -> tuple[Chat, Any]:

@@ -85,11 +85,6 @@ def read_args() -> tuple[argparse.Namespace, StageArgs]:
     return options, args
 
 
-def constant_rate(update: int, total_updates: int, args: StageArgs) -> float:
-    """The schedule of a measurement of speed."""
-    return args.learning_rate
-
-
 class Ours:
     """This trainer, set up like a stage, without its files; with its schedule only where it trains
     --until_loss."""
@@ -119,7 +114,7 @@ class Ours:
             autocast=autocast,
             device=device,
             objective=objective,
-            schedule=stage.schedule if self.has_schedule else constant_rate,
+            schedule=stage.schedule if self.has_schedule else lambda *_: args.learning_rate,
             meter=Meter(matrix_rate(device, autocast_dtype(autocast, device))),
         )
         self.windows = self.endless_windows()

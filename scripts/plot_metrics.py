@@ -81,7 +81,7 @@ def read_runs(paths: list[str]) -> dict[str, Run]:
     for problem in problems:
         warn(problem)
     if report.are_stages(runs):
-        runs.sort(key=report.started)
+        runs.sort(key=lambda run: run.about["starts"][0]["time"])  # when it was first started
     else:
         runs.sort(key=lambda run: run.figures.get("best_eval_loss", math.inf))
     names = [str(run.path).removesuffix(ENDING) for run in runs]

@@ -130,11 +130,6 @@ def snippets(page: str) -> list[str]:
     return [match["code"] for match in SNIPPET.finditer(page)]
 
 
-def outputs(page: str) -> list[str]:
-    """What the page shows as the outputs of its snippets."""
-    return [match["output"] or "" for match in SNIPPET.finditer(page)]
-
-
 class _Console(code.InteractiveConsole):
     """Python's prompt, where an error is raised instead of written."""
 

@@ -136,23 +136,15 @@ def conversation(turns: list[Turn], language: str, rng: random.Random) -> dict:
     return {"conversations": messages}
 
 
-def small_talk(language: str) -> list[Turn]:
-    """All greetings and their like, with the replies."""
-    return [(ask, kind["reply"][language][0]) for kind in TALK.values() for ask in kind["ask"][language]]
-
-
-def follow_up(question: str, language: str) -> str:
-    """The question in the wording of a later turn: And where does ..., 那..."""
-    return f"那{question}" if language == "zh" else f"And {question[0].lower()}{question[1:]}"
-
-
 def asked_later(wording: str, person: Person, language: str, rng: random.Random) -> str:
     """A question about the person of the turn before, some by "she" or "he", some with an "and"."""
     name, needs_object = person.name[language], " of {n}" in wording or "visit {n}" in wording
     if rng.random() < 0.5 and not needs_object:  # "the home of she" is wrong
         name = rng.choice(PRONOUNS[language])
     question = wording.format(n=name)
-    return follow_up(question, language) if rng.random() < 0.5 else question
+    if rng.random() >= 0.5:
+        return question
+    return f"那{question}" if language == "zh" else f"And {question[0].lower()}{question[1:]}"
 
 
 def ask_about(person: Person, language: str, rng: random.Random) -> list[list[Turn]]:
@@ -180,7 +172,10 @@ def ask_about_others(people: list[Person], language: str, rng: random.Random) ->
         about = place_text(place, language, PLACES["tell"][language][0])
         for wording in PLACES["ask"][language]:
             subjects.append([(wording.format(p=HOME.values[language][place]), about)])
-    subjects += [[rng.choice(small_talk(language))] for _ in range(SMALL_TALK)]
+    greetings: list[Turn] = []
+    for kind in TALK.values():
+        greetings += [(question, kind["reply"][language][0]) for question in kind["ask"][language]]
+    subjects += [[rng.choice(greetings)] for _ in range(SMALL_TALK)]
     for wording in UNKNOWN["ask"][language]:
         name = rng.choice(people).name[language]
         subjects.append([(wording.format(n=name), UNKNOWN["reply"][language][0])])

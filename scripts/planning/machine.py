@@ -104,7 +104,9 @@ def micro_batch_that_fits(args: StageArgs, data: StageDataset, memory: float) ->
     state = new_state(args, data)
     of_update = items = args.batch_size * args.accumulation_steps
     while True:
-        micro_batches = [batch_of(data, items)] * min(2, of_update // items)
+        # the longest item, and others spread over the data
+        numbers = [int(data.item_tokens.argmax()), *(i * len(data) // items for i in range(1, items))]
+        micro_batches = [data.collate([data[number] for number in numbers])] * min(2, of_update // items)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(state.device)
         try:
@@ -117,12 +119,6 @@ def micro_batch_that_fits(args: StageArgs, data: StageDataset, memory: float) ->
                 raise
         state.optimizer.zero_grad()
         items //= 2
-
-
-def batch_of(data: StageDataset, count: int) -> Batch:
-    """The flat batch of so many items: the longest, and others spread over the data."""
-    numbers = [int(data.item_tokens.argmax()), *(i * len(data) // count for i in range(1, count))]
-    return data.collate([data[number] for number in numbers])
 
 
 def first_batch(data: StageDataset, tokens: int) -> Batch:

@@ -24,11 +24,6 @@ def are_stages(runs: list[Run]) -> bool:
     return len(stages) == len(runs) and len(sizes) == 1 and None not in sizes
 
 
-def started(run: Run) -> str:
-    """When a run of known settings was started first, as sortable text."""
-    return run.about["starts"][0]["time"]
-
-
 def title(runs: list[Run], lang: str) -> str:
     """What was trained, in a sentence, and what is bad about the last of it."""
     words = WORDS[lang]
@@ -70,12 +65,6 @@ def outcome(run: Run, lang: str) -> str | None:
     return WORDS[lang]["plan"].format(planned=duration(planned), came=duration(run.figures["seconds"]))
 
 
-def first_and_last(run: Run) -> dict[str, list[tuple[int, str]]]:
-    """Of the first prompts the first answer and the last one."""
-    chosen = list((run.samples or run.rollout).items())[:PROMPTS]
-    return {prompt: answers[:1] + answers[1:][-1:] for prompt, answers in chosen}
-
-
 def page(runs: dict[str, Run], table: list[list[str]], figure: Any, others: Any, lang: str) -> str:
     """The page. figure, others: the curve, and everything else that is drawn."""
     from jinja2 import Template
@@ -86,7 +75,9 @@ def page(runs: dict[str, Run], table: list[list[str]], figure: Any, others: Any,
         about = {key: value for key, value in run.about.items() if key != "facts"}
         section = {"name": name, "verdict": WORDS[lang]["; "].join(sentences(run, lang))}
         section |= {"warnings": run.warnings, "outcome": outcome(run, lang)}
-        sections.append(section | {"samples": first_and_last(run), "settings": run.settings, "others": about})
+        prompts = list((run.samples or run.rollout).items())[:PROMPTS]
+        first_and_last = {prompt: answers[:1] + answers[1:][-1:] for prompt, answers in prompts}
+        sections.append(section | {"samples": first_and_last, "settings": run.settings, "others": about})
     text = TEMPLATE.read_text(encoding="utf-8")
     return Template(text, autoescape=True, trim_blocks=True, lstrip_blocks=True).render(
         lang=lang,

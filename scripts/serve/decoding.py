@@ -342,14 +342,10 @@ class DecodingThread:
         that begins no further answers."""
         missing = [job.path for job in self.postponed if job.path not in self.loaded]
         if not missing:
-            self.let_all_stay()
+            for model in self.loaded.values():
+                model.is_leaving = False
         elif self.make_room():
             self.load_for(missing[0])
-
-    def let_all_stay(self) -> None:
-        """No model leaves."""
-        for model in self.loaded.values():
-            model.is_leaving = False
 
     def make_room(self) -> bool:
         """Whether there is room for another model. Idle ones are dropped; if all are busy, the one that has

@@ -118,13 +118,8 @@ def _add_tokenizer(writer: Any, tokenizer: PreTrainedTokenizerBase, vocab_size: 
     writer.add_add_bos_token(tokenizer.encode("a") != tokenizer.encode("a", add_special_tokens=False))
     writer.add_add_space_prefix(False)
     if tokenizer.chat_template:
-        writer.add_chat_template(without_generation_marks(cast(str, tokenizer.chat_template)))
-
-
-def without_generation_marks(template: str) -> str:
-    """A chat template that renders the same, without the marks around what is trained: only transformers
-    knows them."""
-    return GENERATION_MARK.sub(r"{#\1 \2#}", template)
+        # it renders the same without {% generation %}, which only transformers knows
+        writer.add_chat_template(GENERATION_MARK.sub(r"{#\1 \2#}", cast(str, tokenizer.chat_template)))
 
 
 def pattern_name(tokenizer: dict[str, Any]) -> str:
