@@ -7,6 +7,7 @@ is gone or the disk full, is left out: a run does not end for it.
 
 import logging
 import sys
+from contextlib import nullcontext
 
 from common.launcher import launch
 
@@ -52,12 +53,14 @@ def printable(text: str) -> str:
 
 
 class Console(logging.StreamHandler):
-    """Shows warnings and errors on stderr, all else on stdout."""
+    """Shows warnings and errors on stderr, all else on stdout, above a progress bar if there is one."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Show a line on the stream that is the standard one now."""
         self.stream = sys.stderr if record.levelno >= logging.WARNING else sys.stdout
-        super().emit(record)
+        tqdm = sys.modules.get("tqdm")  # without it there is no bar
+        with tqdm.tqdm.external_write_mode(file=self.stream) if tqdm else nullcontext():
+            super().emit(record)
 
 
 logging.raiseExceptions = False

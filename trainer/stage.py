@@ -263,6 +263,7 @@ def begin_run(
         guessing,
         held_out_is_training=state.run.get("held_out_data", "") == state.run.get("data"),
         best_weights=run_name(f"{args.save_weight}_best", args),
+        data_tokens=data.num_tokens if isinstance(data, StageDataset) else None,
     )
 
     # a tokenizer of the user's own goes beside the weights
@@ -274,7 +275,9 @@ def begin_run(
     if saved is not None:
         go_on(state, saved)
     state.progress.run_id = state.progress.run_id or uuid.uuid4().hex
-    text = f"run: {state.total_updates - state.progress.update:,} of {state.total_updates:,} updates"
+    text = f"run: {state.total_updates:,} updates"
+    if state.progress.update:
+        text += f", {state.total_updates - state.progress.update:,} of them left"
     if isinstance(data, StageDataset):
         share = state.total_updates / resume.total_updates(state.run | {"max_steps": 0})  # of the epochs
         text += f", {epoch_tokens(data, args) * args.epochs * share:,.0f} tokens in all"

@@ -1,5 +1,6 @@
 """Which model, and how often it reads the data."""
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -9,6 +10,7 @@ from common.errors import UserError, say
 from scripts.planning import rules
 from scripts.planning.machine import USABLE, state_bytes
 from scripts.planning.stages import START, Stage
+from trainer.report.metrics import duration
 
 SHORTER = 0.95  # a part of the data is made smaller by this factor until it fits into the time
 
@@ -67,9 +69,11 @@ def choose(stages: list[Stage], depths: Sequence[int], memory: float, seconds: f
     if not best:
         size = f"{rules.WIDTH * depths[0]} x {depths[0]}"
         if limit == "hours":
+            least = least_seconds(models, memory)
+            hours = round_up(least / 3600)
             raise UserError(
-                f"--hours {seconds / 3600:g}: in this time a model of {size} makes fewer than "
-                f"{rules.FEW_UPDATES} updates, which teach little; give more time"
+                f"--hours {seconds / 3600:g}: the smallest model, {size}, takes {duration(least)} for a pass "
+                f"over the data or {rules.FEW_UPDATES} updates; less teaches little: give --hours {hours}"
             )
         raise UserError(
             f"{memory / 1e9:.1f} GB, {USABLE:.0%} of the free memory, do not hold a model of {size}"
@@ -90,6 +94,24 @@ def most_passes(models: list[Stage], memory: float, seconds: float) -> list[Stag
         if passes < 1 and planned[0].updates < rules.FEW_UPDATES:
             break
     return planned
+
+
+def least_seconds(models: list[Stage], memory: float) -> float:
+    """Seconds of the shortest plan: one pass over the data, or FEW_UPDATES updates on a part."""
+    passes, planned = 1.0, with_passes(models, 1.0, memory)
+    while planned[0].updates > rules.FEW_UPDATES:
+        passes *= SHORTER
+        shorter = with_passes(models, passes, memory)
+        if shorter[0].updates < rules.FEW_UPDATES:
+            break
+        planned = shorter
+    return total_seconds(planned)
+
+
+def round_up(hours: float) -> str:
+    """Hours with two digits, and a tenth more, since speeds vary."""
+    unit = 10.0 ** (math.floor(math.log10(hours)) - 1)
+    return f"{math.ceil(1.1 * hours / unit) * unit:.2g}"
 
 
 def with_passes(models: list[Stage], passes: float, memory: float) -> list[Stage]:

@@ -2,6 +2,7 @@
 each run the verdict of its last line, its warnings, the planned time and what the model wrote."""
 
 import json
+import math
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,9 +33,12 @@ def title(runs: list[Run], lang: str) -> str:
         return words["compared"].format(count=len(runs), time=time)
     parts = [words["model"].format(parameters=f"{runs[0].about['parameters'] / 1e6:.2f}", time=time)]
     for run in runs:
-        epochs = int(run.records[-1]["epoch"]) + 1
-        name, tokens = run.settings["save_weight"], f"{run.figures['tokens']:,.0f}"
-        parts.append(words["read"].format(name=name, tokens=tokens, epochs=epochs))
+        tokens = run.figures["tokens"]
+        data = ", ".join(Path(path).name for path in run.settings.get("data_path", "").split(","))
+        text = words["read"].format(name=run.settings["save_weight"], tokens=f"{tokens:,.0f}", data=data)
+        if data_tokens := run.about.get("facts", {}).get("data_tokens"):
+            text += words["passes"].format(passes=f"{tokens / data_tokens:.2g}")
+        parts.append(text)
     return words["; "].join(parts + sentences(runs[-1], lang, BAD))
 
 
@@ -65,6 +69,15 @@ def outcome(run: Run, lang: str) -> str | None:
     return WORDS[lang]["plan"].format(planned=duration(planned), came=duration(run.figures["seconds"]))
 
 
+def unsure(run: Run, lang: str) -> str | None:
+    """The held-out loss in words, as the number of equally likely tokens that have this cross entropy (the
+    perplexity). None if it was not measured before the first update, and for losses of another kind."""
+    first, now = run.values.get("initial_eval_loss", [math.nan])[0], run.figures.get("eval_loss")
+    if math.isnan(first) or now is None or run.about.get("facts", {}).get("guessing") is None:
+        return None
+    return WORDS[lang]["unsure"].format(first=math.exp(first), now=math.exp(now))
+
+
 def page(runs: dict[str, Run], table: list[list[str]], figure: Any, others: Any, lang: str) -> str:
     """The page. figure, others: the curve, and everything else that is drawn."""
     from jinja2 import Template
@@ -74,10 +87,11 @@ def page(runs: dict[str, Run], table: list[list[str]], figure: Any, others: Any,
     for name, run in runs.items():
         about = {key: value for key, value in run.about.items() if key != "facts"}
         section = {"name": name, "verdict": WORDS[lang]["; "].join(sentences(run, lang))}
-        section |= {"warnings": run.warnings, "outcome": outcome(run, lang)}
+        section |= {"warnings": run.warnings, "outcome": outcome(run, lang), "unsure": unsure(run, lang)}
         prompts = list((run.samples or run.rollout).items())[:PROMPTS]
         first_and_last = {prompt: answers[:1] + answers[1:][-1:] for prompt, answers in prompts}
-        sections.append(section | {"samples": first_and_last, "settings": run.settings, "others": about})
+        section |= {"samples": first_and_last, "sampled": run.sampled}
+        sections.append(section | {"settings": run.settings, "others": about})
     text = TEMPLATE.read_text(encoding="utf-8")
     return Template(text, autoescape=True, trim_blocks=True, lstrip_blocks=True).render(
         lang=lang,

@@ -37,6 +37,7 @@ class Run:
     far as there are any. warnings: (update, text).
     samples: prompt -> (update, answer), the first and the last ones; an answer that did not change is not
     repeated. rollout: the same of the last rollout.
+    sampled: prompt -> the last answer at the chat's temperature.
     skipped: updates that were. diverged: whether the last loss is no finite number.
     settings, about: what the file beside holds.
     """
@@ -50,6 +51,7 @@ class Run:
         self.warnings: list[tuple[int, str]] = []
         self.samples: dict[str, list[tuple[int, str]]] = {}
         self.rollout: dict[str, list[tuple[int, str]]] = {}
+        self.sampled: dict[str, str] = {}
         self.skipped, self.diverged = 0, False
         self.settings: dict[str, str] = {}
         self.about: dict[str, Any] = {}
@@ -119,6 +121,8 @@ class Run:
             if not answers or answers[-1][1] != answer:
                 answers.append((update, answer))
             del answers[1 : 1 - ANSWERS]
+            if "sampled" in sample:
+                self.sampled[text_of(sample["prompt"])] = text_of(sample["sampled"])
 
     def columns(self, points: int) -> dict[str, list[float | None]]:
         """Each field's values, of so many points at most: the mean of a point's records, of AXES and

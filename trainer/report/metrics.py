@@ -102,9 +102,8 @@ class MetricsLog:
             self.file.flush()
         except OSError as error:
             raise WriteError(f"{self.path} cannot be written ({error.strerror}); make room") from error
-        with tqdm.external_write_mode(file=sys.stdout):  # the lines stand above the bar
-            for line in describe(record, head, self.console_metrics):
-                say(line)
+        for line in describe(record, head, self.console_metrics):
+            say(line)
 
     def close(self) -> None:
         """Flush to the disk."""

@@ -22,6 +22,8 @@ SENTENCES = {
     "nothing learned": "hardly anything was learned: --learning_rate {rate:g} is too small; after a short "
     "pretraining take 1e-3 (docs/training.md)",
     "diverged": "the loss rose from {low:.3f} at update {low_update:,.0f}: the run diverged",
+    "hardly fell": "it fell by less than 2 %, so hardly anything was learned",
+    "still falling": "still falling",
     "nothing held out": "no held-out data (--eval_share 0.02) tell how the model does on other text",
     "held out": "{name} {now:.3f} at last",
     "better": "still getting better ({before:.3f} at update {before_update:,.0f})",
@@ -34,7 +36,8 @@ SENTENCES = {
 
 def facts_for_warnings(args: Any, total_updates: int, guessing: float | None, **more: Any) -> dict[str, Any]:
     """What is looked at beside the records. guessing: the cross entropy of guessing each token alike; None
-    for other losses. more: held_out_is_training, best_weights."""
+    for other losses. more: held_out_is_training,
+    best_weights, data_tokens (None: not known)."""
     names = ("warmup_updates", "learning_rate", "from_weight", "monitor", "mode")
     facts = {name: getattr(args, name) for name in names}
     facts |= {"max_gen_len": getattr(args, "max_gen_len", None)}
@@ -197,7 +200,8 @@ def held_out_sentences(
     name, sign = facts["monitor"], -1 if facts["mode"] == "max" else 1
     evaluations = [record for record in records if record.get(name) is not None]
     if not evaluations:
-        return [("nothing held out", {})]
+        trend = [] if has_diverged else training_loss_sentences(records)
+        return [*trend, ("nothing held out", {})]
     now = evaluations[-1]
     best = min(evaluations, key=lambda record: sign * record[name])
     # the last evaluation before the last fifth of the run
@@ -225,6 +229,19 @@ def held_out_sentences(
     values |= {"before": before[name], "before_update": before["update"]}
     is_better = sign * (before[name] - now[name]) > SAME * abs(now[name])
     return [*found, ("better" if is_better else "same", values)]
+
+
+def training_loss_sentences(records: list[Record]) -> list[tuple[str, dict[str, Any]]]:
+    """Where the training loss goes, which is all that tells of a run without held-out data."""
+    losses = [record["mean_loss"] for record in records if record.get("mean_loss") is not None]
+    if len(losses) < 2 or any("reward" in record for record in records):
+        return []
+    count = max(1, len(losses) // 10)
+    first, last = losses[0], fmean(losses[-count:])
+    if last > first - HARDLY * abs(first):
+        return [("hardly fell", {})]
+    before = fmean(losses[-3 * count : -2 * count] or losses[:1])
+    return [("still falling", {})] if last < before - SAME * abs(before) else []
 
 
 def verdict(records: list[Record], facts: dict[str, Any]) -> str:

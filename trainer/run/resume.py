@@ -93,7 +93,7 @@ def check_resume(args: StageArgs, run: Fingerprint, checkpoint: dict[str, Any] |
     if checkpoint is None:
         if args.from_resume:
             run_name = paths.run_name(args.save_weight, args)
-            Logger(f"new run: {args.checkpoint_dir} holds no checkpoint of {run_name}")
+            Logger(f"no checkpoint of {run_name} in {args.checkpoint_dir}: the run begins")
         return
     # a flag that the script did not have yet counts as having had its default; one that older code compared
     # may be another now

@@ -1,6 +1,6 @@
-"""What the model writes: at each evaluation a few prompts are answered, always with the likeliest token, so
-that a run can be read as well as measured. Nothing of the training notices: no random number is drawn, and
-nothing is kept."""
+"""What the model writes: at each evaluation a few prompts are answered, with the likeliest tokens and once
+more as a chat draws them, so that a run can be read as well as measured. Nothing of the training notices: the
+random numbers are the answers' own, and nothing is kept."""
 
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, cast
@@ -72,9 +72,26 @@ def held_out_prompts(tokenizer: "PreTrainedTokenizerBase", held_out: StageData) 
     parts = []
     for sample in (held_out[i][0] for i in chosen):
         tokens, first_answered = sample["input_ids"].tolist(), int((sample["loss_weight"] != 0).argmax())
-        opening = min(OPENING_TOKENS, len(tokens) // 2) if held_out.kind == "pretrain" else first_answered
-        parts.append(tokens[: max(1, opening)])
+        is_document = held_out.kind == "pretrain"
+        parts.append(opening(tokenizer, tokens) if is_document else tokens[: max(1, first_answered)])
     return [(prompt_text(tokenizer, part), part) for part in parts]
+
+
+def opening(tokenizer: "PreTrainedTokenizerBase", tokens: list[int]) -> list[int]:
+    """The first tokens of a document, some OPENING_TOKENS, up to the end of a word."""
+    most = max(1, min(OPENING_TOKENS, len(tokens) // 2))
+    for end in range(most, 0, -1):
+        before = str(tokenizer.decode(tokens[:end], skip_special_tokens=True))
+        behind = str(tokenizer.decode(tokens[: end + 1], skip_special_tokens=True))[len(before) :]
+        if before and not (is_in_word(before[-1]) and is_in_word(behind[:1])):
+            return tokens[:end]
+    return tokens[:most]
+
+
+def is_in_word(character: str) -> bool:
+    """Whether words continue through such a character: a letter or digit of a script that puts blanks between
+    words (those of China and Japan stand behind it in Unicode), or a part of a character."""
+    return (character.isalnum() and character < "\u2e80") or character == "\ufffd"
 
 
 def prompt_text(tokenizer: "PreTrainedTokenizerBase", tokens: list[int]) -> str:
@@ -93,7 +110,9 @@ class Samples(Callback):
 
     def __init__(self, prompts: list[Prompt], tokenizer: "PreTrainedTokenizerBase"):
         self.prompts, self.tokenizer = prompts, tokenizer
-        self.answers: list[list[int]] = []  # of the evaluation whose record is not written yet
+        self.answers: list[
+            tuple[list[int], list[int]]
+        ] = []  # of the evaluation whose record is not written yet
 
     def on_validation_start(self, state: Any) -> None:
         if is_main_process():
@@ -105,20 +124,21 @@ class Samples(Callback):
         if "eval_loss" not in record:
             return
         answers, self.answers = self.answers, []
-        share, *_ = all_gather(distinct_trigrams(answers))  # of rank 0
+        share, *_ = all_gather(distinct_trigrams([greedy for greedy, _ in answers]))  # of rank 0
         if share is not None:
             record["distinct_trigrams"] = share
         if not answers:
             return
-        texts = self.tokenizer.batch_decode(answers, skip_special_tokens=True)
-        prompts = [text for text, _ in self.prompts]
-        samples = [{"prompt": prompt, "answer": text} for prompt, text in zip(prompts, texts, strict=True)]
+        samples = []
+        for (prompt, _), tokens in zip(self.prompts, answers, strict=True):
+            answer, sampled = self.tokenizer.batch_decode(tokens, skip_special_tokens=True)
+            samples.append({"prompt": prompt, "answer": answer, "sampled": sampled})
         record["samples"] = [*record.get("samples", ()), *samples]
 
-    def write_answers(self, state: TrainState) -> list[list[int]]:
-        """The tokens that the model writes to each prompt."""
+    def write_answers(self, state: TrainState) -> list[tuple[list[int], list[int]]]:
+        """What the model writes to each prompt: the likeliest tokens, and those that a chat draws."""
         from model.generation import NotFinite, generate
-        from model.sampling import Sampling
+        from model.sampling import DEFAULTS, Sampling
 
         model: Any = unwrap(state.model)
         model = getattr(model, "actor", model)  # of PPO
@@ -130,16 +150,16 @@ class Samples(Callback):
         is_compiled = any(module._compiled_call_impl is not None for module in model.modules())
         eager = torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()
         # the cache holds the weights' own dtype
-        greedy = [[Sampling(temperature=0.0)]] * len(prompts)
+        samplings = [[Sampling(temperature=0.0), DEFAULTS]] * len(prompts)
         end_ids = [cast(int, self.tokenizer.eos_token_id)]
         try:
             with torch.autocast(state.device.type, enabled=False), eager:
-                written = generate(model, prompts, greedy, MAX_NEW_TOKENS, end_ids)
+                written = generate(model, prompts, samplings, MAX_NEW_TOKENS, end_ids)
         except NotFinite:  # of a run that diverges, which its losses show
             return []
         finally:
             model.train(was_training)
-        return [answer.tokens for (answer,) in written]
+        return [(greedy.tokens, sampled.tokens) for greedy, sampled in written]
 
 
 def distinct_trigrams(answers: list[list[int]]) -> float | None:

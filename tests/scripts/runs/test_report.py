@@ -1,6 +1,8 @@
 """The page of the report: what it says of a run, in both languages."""
 
+import math
 import re
+from array import array
 
 import pytest
 
@@ -11,6 +13,7 @@ from scripts.runs.words import WORDS
 from trainer.report.warnings import verdict
 
 FACTS = {"monitor": "eval_loss", "mode": "min", "guessing": 8.8, "best_weights": "branch_best_64"}
+FACTS |= {"data_tokens": 2_000_000}
 
 
 def run_of(losses: list[float], stage: str = "a.py", **last) -> Run:
@@ -21,6 +24,7 @@ def run_of(losses: list[float], stage: str = "a.py", **last) -> Run:
         more = last if i + 1 == len(losses) else {}
         run.add(record | {"loss": loss, "mean_loss": loss, "eval_loss": loss} | more)
     run.settings = {"stage": stage, "save_weight": stage.removesuffix(".py")}
+    run.settings["data_path"] = "/data/x.jsonl,b.txt"
     run.about = {"parameters": 1_300_000, "facts": FACTS}
     return run
 
@@ -34,11 +38,15 @@ def test_the_words_are_the_same_in_both_languages():
 def test_the_title_says_what_was_trained_and_what_is_bad():
     run = run_of([5.0, 4.0, 3.0], distinct_trigrams=0.3)
     said = report.title([run], "en")
-    model = "A model of 1.30 M parameters, trained in 3.0 min; a: 3,000,000 tokens (epochs: 2)"
+    model = (
+        "A model of 1.30 M parameters, trained in 3.0 min; a: 3,000,000 tokens of x.jsonl, b.txt (1.5 passes)"
+    )
     assert said == f"{model}; its answers repeat themselves: 30% of their trigrams are distinct"
-    assert report.title([run], "zh").startswith("1.30 M 参数的模型，训练用时 3.0 min；a：3,000,000 个 token")
+    assert report.title([run], "zh").startswith(
+        "1.30 M 参数的模型，训练用时 3.0 min；a：x.jsonl, b.txt 的 3,000,000 个 token（1.5 遍）"
+    )
     both = report.title([run, run_of([4.0], stage="b.py")], "en")
-    assert both.endswith("; b: 1,000,000 tokens (epochs: 1)") and "repeat" not in both
+    assert both.endswith("; b: 1,000,000 tokens of x.jsonl, b.txt (0.5 passes)") and "repeat" not in both
     assert report.title([run, run_of([4.0])], "en") == "2 run(s), 4.0 min in all"
 
 
@@ -47,6 +55,17 @@ def test_the_page_says_the_verdict_of_the_console(losses):
     run = run_of(losses)
     assert "; ".join(report.sentences(run, "en")) == verdict(run.records, FACTS)
     assert all(re.search("[一-龥]", sentence) for sentence in report.sentences(run, "zh"))
+
+
+def test_the_held_out_loss_in_words():
+    """ln 8 nats are the uncertainty of eight equally likely tokens."""
+    run = run_of([math.log(4096), math.log(8)])
+    assert report.unsure(run, "en") is None  # not measured before the first update
+    run.values["initial_eval_loss"] = array("d", [math.log(4096), math.nan])
+    assert "as if between 8 equally likely ones; before training, between 4,096" in report.unsure(run, "en")
+    assert "8 个同样可能" in report.unsure(run, "zh")
+    run.about["facts"] = FACTS | {"guessing": None}  # of another loss
+    assert report.unsure(run, "en") is None
 
 
 def test_without_its_settings_a_run_has_a_title_and_no_verdict():

@@ -1,6 +1,7 @@
 """Samples: the answers are greedy, the prompts those that were asked for, and training does not notice."""
 
 import math
+import re
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -10,8 +11,10 @@ import torch
 from dataset.lm_dataset import DPODataset, PretrainDataset, SFTDataset
 from dataset.rollout_prompts import PromptDataset
 from dataset.token_cache import load_tokenizer
+from model.generation import generate
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from model.prompts import prompt_tokens
+from model.sampling import DEFAULTS
 from tests.conftest import write_jsonl
 from tests.stage_process import Faults, run
 from tests.trainer.rollout_runs import rollout_flags, write_prompts
@@ -50,8 +53,29 @@ def test_a_held_out_document_is_cut_after_its_first_words(tmp_path, tokenizer):
     path = write_jsonl(tmp_path / "data.jsonl", [{"text": " ".join(["the red fox"] * 15)}])
     held_out = PretrainDataset(str(path), tokenizer, 64, cache_dir=str(tmp_path))
     (text, tokens), *_ = samples.held_out_prompts(tokenizer, held_out)
-    assert "the red fox the red fox".startswith(text[:12]) and len(tokens) == samples.OPENING_TOKENS
+    assert "the red fox the red fox".startswith(text[:12])
+    assert samples.OPENING_TOKENS - 5 < len(tokens) <= samples.OPENING_TOKENS
     assert tokens == held_out[0][0]["input_ids"][: len(tokens)].tolist()
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        "an incomprehensibly long word, " * 9,
+        "山水之间有一条河，河边住着一位老人。" * 9,
+        "слова " * 20,
+        "🦊" * 40,
+    ],
+)
+def test_no_opening_ends_within_a_word(tokenizer, document):
+    tokens = tokenizer(document, add_special_tokens=False)["input_ids"]
+    for start in range(6):
+        part = tokens[start:]
+        while tokenizer.decode(part).startswith("\ufffd"):
+            part = part[1:]
+        cut, whole = tokenizer.decode(samples.opening(tokenizer, part)), tokenizer.decode(part)
+        assert whole.startswith(cut) and len(cut) > 0
+        assert not re.match(r"[^\W\u2e80-\uffff]{2}", whole[len(cut) - 1 : len(cut) + 1])
 
 
 def trained_state(config) -> SimpleNamespace:
@@ -79,12 +103,16 @@ def test_answers_are_those_of_a_plain_loop_and_nothing_is_left_behind(tokenizer,
         not parameter.is_inference() and parameter.grad is None for parameter in state.model.parameters()
     )
     state.model.eval()
-    for (_, tokens), answer in zip(prompts, found, strict=True):
+    ends = [tokenizer.eos_token_id]
+    for (_, tokens), (answer, sampled) in zip(prompts, found, strict=True):
         written: list[int] = []
         while len(written) < samples.MAX_NEW_TOKENS and tokenizer.eos_token_id not in written:
             with torch.no_grad():
                 written.append(int(state.model(torch.tensor([tokens + written])).logits[0, -1].argmax()))
         assert answer == written
+        assert [sampled] == [
+            group[0].tokens for group in generate(state.model, [tokens], [[DEFAULTS]], 48, ends)
+        ]
 
 
 def test_trigrams_are_counted_within_an_answer():
