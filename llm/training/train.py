@@ -29,8 +29,8 @@ from llm.training.core.config import Config, EngineArgs
 from llm.training.core.engine import TrainingEngine
 from llm.training.core.utils import DistributedManager, Logger
 from llm.training.data.base import DataModule
-from llm.training.tasks.base_task import TrainingTask
-from llm.training.tasks.language_model import FullSFT, Pretrain
+from llm.training.tasks.base_task import Task, TrainingTask
+from llm.training.tasks.language_model import FullSFT, Pretrain, StageTask
 from llm.training.tasks.regression_task import RegressionTask
 from trainer.devices.device import check_dtype, select_device
 from trainer.devices.errors import StopRequest, training_errors, translated_failures
@@ -40,14 +40,14 @@ from trainer.stage import check_names
 from trainer.weights.paths import output_folders, run_name
 
 C = TypeVar("C")
-AVAILABLE_TASKS: dict[str, type[TrainingTask]] = {
+AVAILABLE_TASKS: dict[str, type[Task]] = {
     "regression": RegressionTask,
     "pretrain": Pretrain,
     "full_sft": FullSFT,
 }
 
 
-def find_task(name: str) -> type[TrainingTask]:
+def find_task(name: str) -> type[Task]:
     """The class of a task: one of AVAILABLE_TASKS, or `package.module:ClassName`, also from the current
     folder. Raises UserError if there is no such class, or it lacks methods that a task must implement."""
     if name in AVAILABLE_TASKS:
@@ -57,15 +57,21 @@ def find_task(name: str) -> type[TrainingTask]:
         raise UserError(
             f"--task {name} is unknown; there are {known}, and package.module:ClassName for your own"
         )
-    task = named_class("--task", name, TrainingTask)
+    task = named_class("--task", name, Task)
     if not issubclass(task.args_class, EngineArgs):
         raise UserError(
             f"{task.__name__}.args_class must be a subclass of EngineArgs (llm.training.core.config)"
         )
-    check_class(task, TrainingTask, called_in_other_ways=("build_scheduler",))
+    base = next(each for each in (TrainingTask, StageTask, Task) if issubclass(task, each))
+    check_class(task, base, called_in_other_ways=("build_scheduler",))
+    for method in vars(TrainingTask).keys() - dir(base):
+        if hasattr(task, method):
+            raise UserError(
+                f"{task.__name__}.{method} has no effect: this task learns by its Objective; change that, "
+                "which in a task of a stage is the class `objective_class`"
+            )
     settings = EngineArgs.model_fields
-    own = sorted(task.args_class.model_fields.keys() - settings.keys())
-    check_spelling(task.args_class.__name__, own, settings)
+    check_spelling(task.args_class.__name__, task.args_class.model_fields.keys() - settings.keys(), settings)
     return task
 
 
@@ -83,7 +89,7 @@ def named_class(flag: str, name: str, base: type[C]) -> type[C]:
     return imported
 
 
-def checked_callbacks(task: TrainingTask) -> list[Callback]:
+def checked_callbacks(task: Task) -> list[Callback]:
     """The callbacks of a task. Raises UserError if they are no list of callbacks, or have a wrong method."""
     callbacks = checked_type(task, "callbacks", task.callbacks(), list, "a list of callbacks")
     for callback in callbacks:

@@ -12,12 +12,12 @@ from torch.utils.data import default_collate
 
 from common.errors import UserError
 from llm.training.core.callbacks import Callback, LRSchedulerCallback
-from llm.training.core.checks import check_criterion, checked_type, described
+from llm.training.core.checks import checked_criterion, checked_type, describe
 from llm.training.core.config import Config
 from llm.training.core.objective import TaskObjective
 from llm.training.core.utils import CheckpointManager, Logger, PerformanceMonitor
 from llm.training.data.base import DataModule
-from llm.training.tasks.base_task import TrainingTask
+from llm.training.tasks.base_task import Task, TrainingTask
 from trainer import stage
 from trainer import trainer_utils as utils
 from trainer.data.datasets import steps_per_epoch
@@ -47,7 +47,7 @@ class TrainingEngine:
     """
 
     def __init__(
-        self, config: Config, task: TrainingTask, data_module: DataModule, callbacks: Sequence[Callback] = ()
+        self, config: Config, task: Task, data_module: DataModule, callbacks: Sequence[Callback] = ()
     ):
         self.config, self.task, self.data_module = config, task, data_module
         self.logger = Logger.of(config)
@@ -82,19 +82,21 @@ class TrainingEngine:
         self.wandb = None if self.is_finished else start_tracker(args, run, checkpoint)
 
         # what the task makes; a checkpoint takes the place of the start weights
-        objective = checked_type(task, "build_objective", task.build_objective(), Objective, "an Objective")
+        kind = TaskObjective if isinstance(task, TrainingTask) else Objective
+        objective = checked_type(task, "objective", task.objective, kind, f"an object of {kind.__name__}")
         reads_start_weights = checkpoint is None or objective.saves_trained_only
         model = self._build_model(args.from_weight if reads_start_weights else "none")
-        extended = objective.extend_model(model, args)
-        model = checked_type(objective, "extend_model", extended, nn.Module, "the model")
-        wrapped = stage.compile_and_wrap(model, args, device, autocast, data.train_dataset, task.frozen)
+        model = objective.extend_model(model, args)
+        checked_type(objective, "extend_model", model, nn.Module, "the model")
+        wrapped_model = stage.compile_and_wrap(model, args, device, autocast, data.train_dataset, task.frozen)
         self.device = device
         optimizer = task.build_optimizer(model)
         checked_type(task, "build_optimizer", optimizer, Optimizer, "an optimizer of torch")
         self.optimizer = task.optimizer = optimizer
         self.scheduler = self._build_scheduler(total_updates(run))
-        self.criterion = task.criterion = task.build_criterion()
-        check_criterion(task)
+        self.criterion = objective.loss
+        if isinstance(task, TrainingTask):
+            self.criterion = task.criterion = checked_criterion(task)
         if objective.needs_reference:
             utils.setup_seed(args.seed)  # without start weights: the same random ones
             reference: Any = self._build_model(args.from_weight)
@@ -103,7 +105,7 @@ class TrainingEngine:
         # the state of the run, restored from the checkpoint
         self.state = state = TrainState(
             args=args, lm_config=task.lm_config, run=run,
-            model=wrapped, optimizer=self.optimizer, scaler=scaler, autocast=autocast, device=device,
+            model=wrapped_model, optimizer=self.optimizer, scaler=scaler, autocast=autocast, device=device,
             objective=objective, schedule=self._schedule(), eval_loader=held_out,
         )  # fmt: skip
         self.checkpoint_manager.state = state
@@ -185,7 +187,7 @@ class TrainingEngine:
             loader.collate_fn = self.data_module.collate  # makes empty batches, too
         if not hasattr(loader, "collate_fn"):
             raise UserError(
-                f"{type(self.data_module).__name__}.train_dataloader returns {described(loader)}; it must "
+                f"{type(self.data_module).__name__}.train_dataloader returns {describe(loader)}; it must "
                 "return a DataLoader, or what has its collate_fn, too"
             )
         iters = steps_per_epoch(state.run["samples"], state.args.batch_size)
