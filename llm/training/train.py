@@ -64,12 +64,6 @@ def find_task(name: str) -> type[Task]:
         )
     base = next(each for each in (TrainingTask, StageTask, Task) if issubclass(task, each))
     check_class(task, base, called_in_other_ways=("build_scheduler",))
-    for method in vars(TrainingTask).keys() - dir(base):
-        if hasattr(task, method):
-            raise UserError(
-                f"{task.__name__}.{method} has no effect: this task learns by its Objective; change that, "
-                "which in a task of a stage is the class `objective_class`"
-            )
     settings = EngineArgs.model_fields
     check_spelling(task.args_class.__name__, task.args_class.model_fields.keys() - settings.keys(), settings)
     return task
@@ -81,12 +75,27 @@ def named_class(flag: str, name: str, base: type[C]) -> type[C]:
     from pydantic import PydanticUserError  # not above: common says first what is not installed
 
     try:
-        imported = import_named(flag, name)
+        kind = import_named(flag, name)
     except PydanticUserError as error:  # a setting without a type
         raise UserError(f"{flag} {name}: {reason(error)}") from error
-    if not (isinstance(imported, type) and issubclass(imported, base)):
+    if not (isinstance(kind, type) and issubclass(kind, base)):
         raise UserError(f"{flag} {name} is not a subclass of {base.__name__} ({base.__module__})")
-    return imported
+    return kind
+
+
+def build_task(config: Config) -> Task:
+    """The task of a run. Raises UserError if it has what only a TrainingTask has, such as a `train_step`."""
+    task = find_task(config.training.task)(config)
+    if not hasattr(task, "args"):
+        raise UserError(f"{type(task).__name__}.__init__ must call super().__init__(config)")
+    if not isinstance(task, TrainingTask):
+        for name in sorted(vars(TrainingTask).keys() - dir(Task)):
+            if hasattr(task, name):
+                raise UserError(
+                    f"{type(task).__name__}.{name} has no effect: this task learns by its Objective; write "
+                    "it there, for the task of a stage in a subclass that `objective_class` names"
+                )
+    return task
 
 
 def checked_callbacks(task: Task) -> list[Callback]:
@@ -107,7 +116,14 @@ def train_worker(rank: int, world_size: int, config: Config) -> None:
     if world_size == 1 or distributed.launched:
         _train(config)
         return
-    os.environ.update(distributed.environment(rank, world_size))
+    os.environ.update(  # as torchrun would set them
+        MASTER_ADDR=config.distributed.master_addr,
+        MASTER_PORT=str(config.distributed.master_port),
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_WORLD_SIZE=str(world_size),
+    )
     with training_errors():
         parent = multiprocessing.parent_process()  # from here on torch has the kernel send SIGINT at its end
         if parent is not None and parent.pid != os.getppid():
@@ -119,17 +135,18 @@ def _train(config: Config) -> None:
     logger, distributed = Logger.of(config), DistributedManager(config)
     engine: TrainingEngine | None = None
     try:
-        task, name = find_task(config.training.task)(config), config.data.data_module
-        if not hasattr(task, "args"):
-            raise UserError(f"{type(task).__name__}.__init__ must call super().__init__(config)")
-        data = named_class("--data_module", name, DataModule)(config) if name else task.build_data()
-        checked_type(task, "build_data", data, DataModule, "a DataModule")
+        task = build_task(config)
+        if config.data.data_module:
+            data_class = named_class("--data_module", config.data.data_module, DataModule)
+            check_class(data_class, DataModule)
+            data = data_class(config)
+        else:
+            data = checked_type(task, "build_data", task.build_data(), DataModule, "a DataModule")
         check_class(type(data), DataModule)
         args, task.data = task.args, data
-        run = run_name(args.save_weight, args)
         check_utf8(args)
         check_names(args)
-        lock_output(run, **output_folders(args))
+        lock_output(run_name(args.save_weight, args), **output_folders(args))
         if launch().rank == 0:
             complete_moves(args)
         if launch().local_rank == 0:  # the other ranks of this machine wait in `setup`

@@ -69,8 +69,8 @@ class TrainingEngine:
         if checkpoint is not None:
             args = keep_global_batch(args, checkpoint)
         args = task.args = with_enough_epochs(args, data.num_samples())
-        held_out = data.val_dataloader()
-        if args.eval_share and held_out is None:
+        eval_loader = data.val_dataloader()
+        if args.eval_share and eval_loader is None:
             raise UserError(
                 f"--eval_share: {type(data).__name__} sets no val_dataset to hold it; leave the flag out"
             )
@@ -106,7 +106,7 @@ class TrainingEngine:
         self.state = state = TrainState(
             args=args, lm_config=task.lm_config, run=run,
             model=wrapped_model, optimizer=self.optimizer, scaler=scaler, autocast=autocast, device=device,
-            objective=objective, schedule=self._schedule(), eval_loader=held_out,
+            objective=objective, schedule=self._schedule(), eval_loader=eval_loader,
         )  # fmt: skip
         self.checkpoint_manager.state = state
         state.callbacks += [*self.callbacks, self.performance_monitor]

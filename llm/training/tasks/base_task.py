@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from common.errors import UserError
 from llm.training.core.callbacks import Callback
-from llm.training.core.checks import describe
+from llm.training.core.checks import check_class, describe
 from llm.training.core.config import Config, EngineArgs
 from llm.training.core.objective import TaskObjective
 from llm.training.data.base import DataModule
@@ -55,6 +55,7 @@ class Task(ABC):
         if self.data_module is None:
             advice = "set its data_module, or give --data_module package.module:ClassName"
             raise UserError(f"{type(self).__name__} has no data: {advice}")
+        check_class(self.data_module, DataModule)
         return self.data_module(self.config)
 
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:

@@ -122,6 +122,9 @@ AT_START = [  # what is told; the task, its data and settings; before anything i
     ("Mine does not implement build_model, train_step, validation_step", {
         "text": "from llm.training.tasks.base_task import TrainingTask\nclass Mine(TrainingTask):\n"
                 "    def build_criterion(self): ...\n"}),
+    ("Points does not implement setup", {
+        "before": "from llm.training.data.base import DataModule\n",
+        "task": "class Points(DataModule):\n    pass\ndata_module = Points\n"}),
     ("--task mine:Mine cannot be imported", {"module": "yours"}),
     ("--task mine is unknown; there are regression, pretrain, full_sft, and package.module:Class", {
         "task_name": "mine"}),
