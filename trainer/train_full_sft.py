@@ -12,7 +12,7 @@ reads.
 
 To change this stage, change it here: `Args` (defaults and flags), `Objective`, `schedule`, `frozen`,
 `open_data`, and in `main` the model. The engine's task `full_sft` has the same parts; what you change in
-`main` is the script's alone.
+`main`, or read only there, is the script's alone.
 """
 
 import sys

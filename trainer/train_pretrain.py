@@ -11,7 +11,7 @@ train_full_sft.py starts.
 
 To change this stage, change it here: `Args` (defaults and flags), `Objective`, `schedule`, `frozen`,
 `open_data`, and in `main` the model. The engine's task `pretrain` has the same parts; what you change in
-`main` is the script's alone.
+`main`, or read only there, is the script's alone.
 """
 
 import sys

@@ -101,6 +101,8 @@ class TrainingEngine:
             utils.setup_seed(args.seed)  # without start weights: the same random ones
             reference: Any = self._build_model(args.from_weight)
             objective.reference = frozen_model(reference, device)
+            if isinstance(task, TrainingTask):
+                task.reference = objective.reference
 
         # the state of the run, restored from the checkpoint
         self.state = state = TrainState(

@@ -91,16 +91,12 @@ class TrainingTask(Task):
 
     shown: tuple[str, ...] = ()  # metrics that stand on the console's line
     needs_reference = False  # `reference` becomes a frozen model with the start weights, on the device
+    reference: Any = None
     criterion: Callable[..., Any]  # set by the engine to the result of `build_criterion`
 
     @cached_property
     def objective(self) -> TaskObjective:
         return TaskObjective(self)
-
-    @property
-    def reference(self) -> Any:
-        """A frozen model with the start weights, if `needs_reference`; else None."""
-        return self.objective.reference
 
     @abstractmethod
     def build_criterion(self) -> Callable[..., Any]:
