@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import default_collate
 
 from common.errors import UserError
@@ -142,6 +142,12 @@ class TrainingEngine:
     def _schedule(self) -> Schedule:
         """The learning rate of an update; None where a scheduler of torch sets it, or it is constant."""
         scheduler = self.scheduler
+        is_stepped = isinstance(scheduler, LRScheduler) and not isinstance(scheduler, ReduceLROnPlateau)
+        if self.task.scheduler_interval is not None and not is_stepped:
+            raise UserError(
+                f"{type(self.task).__name__}.scheduler_interval has no effect: build_scheduler returns no "
+                "scheduler of torch that counts steps; leave it out"
+            )
         if isinstance(scheduler, LRScheduler):
             steppers = [each for each in self.callbacks if isinstance(each, LRSchedulerCallback)]
             if not steppers:

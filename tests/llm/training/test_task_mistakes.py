@@ -84,6 +84,7 @@ AT_START = [  # what is told; the task, its data and settings; before anything i
         "scheduler_interval must be 'epoch' or 'update', not 'step'",
         {"task": "scheduler_interval = 'step'\n" + ONE_CYCLE},
     ),
+    ("Mine.scheduler_interval has no effect", {"task": "scheduler_interval = 'update'\n"}),
     ("needs held-out data", {"task": PLATEAU, "data": NOTHING_HELD_OUT}),
     ("callback EarlyStopping: validation gives no 'eval_accuracy' to monitor; it gives eval_absolute_error", {
         "before": "from llm.training.core.callbacks import EarlyStopping\n",
