@@ -11,8 +11,8 @@ out/pretrain_<hidden_size>[_moe].pth and writes out/full_sft_<hidden_size>[_moe]
 reads.
 
 To change this stage, change it here: `Args` (defaults and flags), `Objective`, `schedule`,
-`frozen_parameters`, `open_data`, and in `main` the model. The engine's task
-`full_sft` has the same parts; what you change in `main` is the script's alone.
+`frozen_parameters`, `open_data`, and in `main` the model. The engine's task `full_sft` has the same
+parts; what you change in `main`, or read only there, is the script's alone.
 """
 
 import sys

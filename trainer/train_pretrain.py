@@ -10,8 +10,8 @@ becomes several samples, nothing is cut away. Writes out/pretrain_<hidden_size>[
 train_full_sft.py starts.
 
 To change this stage, change it here: `Args` (defaults and flags), `Objective`, `schedule`,
-`frozen_parameters`, `open_data`, and in `main` the model. The engine's task
-`pretrain` has the same parts; what you change in `main` is the script's alone.
+`frozen_parameters`, `open_data`, and in `main` the model. The engine's task `pretrain` has the same
+parts; what you change in `main`, or read only there, is the script's alone.
 """
 
 import sys

@@ -29,8 +29,8 @@ from llm.training.core.config import Config, EngineArgs
 from llm.training.core.engine import TrainingEngine
 from llm.training.core.utils import DistributedManager, Logger
 from llm.training.data.base import DataModule
-from llm.training.tasks.base_task import TrainingTask
-from llm.training.tasks.language_model import FullSFT, Pretrain
+from llm.training.tasks.base_task import Task, TrainingTask
+from llm.training.tasks.language_model import FullSFT, Pretrain, StageTask
 from llm.training.tasks.regression_task import RegressionTask
 from trainer.devices.device import check_dtype, select_device
 from trainer.devices.errors import StopRequest, training_errors, translated_failures
@@ -40,14 +40,14 @@ from trainer.stage import check_names
 from trainer.weights.paths import output_folders, run_name
 
 C = TypeVar("C")
-AVAILABLE_TASKS: dict[str, type[TrainingTask]] = {
+AVAILABLE_TASKS: dict[str, type[Task]] = {
     "regression": RegressionTask,
     "pretrain": Pretrain,
     "full_sft": FullSFT,
 }
 
 
-def find_task(name: str) -> type[TrainingTask]:
+def find_task(name: str) -> type[Task]:
     """The class of a task: one of AVAILABLE_TASKS, or `package.module:ClassName`, also from the current
     folder. Raises UserError if there is no such class, or it lacks methods that a task must implement."""
     if name in AVAILABLE_TASKS:
@@ -57,15 +57,15 @@ def find_task(name: str) -> type[TrainingTask]:
         raise UserError(
             f"--task {name} is unknown; there are {known}, and package.module:ClassName for your own"
         )
-    task = named_class("--task", name, TrainingTask)
+    task = named_class("--task", name, Task)
     if not issubclass(task.args_class, EngineArgs):
         raise UserError(
             f"{task.__name__}.args_class must be a subclass of EngineArgs (llm.training.core.config)"
         )
-    check_class(task, TrainingTask, called_in_other_ways=("build_scheduler",))
+    base = next(each for each in (TrainingTask, StageTask, Task) if issubclass(task, each))
+    check_class(task, base, called_in_other_ways=("build_scheduler",))
     settings = EngineArgs.model_fields
-    own = sorted(task.args_class.model_fields.keys() - settings.keys())
-    check_spelling(task.args_class.__name__, own, settings)
+    check_spelling(task.args_class.__name__, task.args_class.model_fields.keys() - settings.keys(), settings)
     return task
 
 
@@ -75,15 +75,30 @@ def named_class(flag: str, name: str, base: type[C]) -> type[C]:
     from pydantic import PydanticUserError  # not above: common says first what is not installed
 
     try:
-        imported = import_named(flag, name)
+        kind = import_named(flag, name)
     except PydanticUserError as error:  # a setting without a type
         raise UserError(f"{flag} {name}: {reason(error)}") from error
-    if not (isinstance(imported, type) and issubclass(imported, base)):
+    if not (isinstance(kind, type) and issubclass(kind, base)):
         raise UserError(f"{flag} {name} is not a subclass of {base.__name__} ({base.__module__})")
-    return imported
+    return kind
 
 
-def checked_callbacks(task: TrainingTask) -> list[Callback]:
+def build_task(config: Config) -> Task:
+    """The task of a run. Raises UserError if it has what only a TrainingTask has, such as a `train_step`."""
+    task = find_task(config.training.task)(config)
+    if not hasattr(task, "args"):
+        raise UserError(f"{type(task).__name__}.__init__ must call super().__init__(config)")
+    if not isinstance(task, TrainingTask):
+        for name in sorted(vars(TrainingTask).keys() - dir(Task)):
+            if hasattr(task, name):
+                raise UserError(
+                    f"{type(task).__name__}.{name} has no effect: this task learns by its Objective; write "
+                    "it there, for the task of a stage in a subclass that `objective_class` names"
+                )
+    return task
+
+
+def checked_callbacks(task: Task) -> list[Callback]:
     """The callbacks of a task. Raises UserError if they are no list of callbacks, or have a wrong method."""
     callbacks = checked_type(task, "callbacks", task.callbacks(), list, "a list of callbacks")
     for callback in callbacks:
@@ -101,7 +116,14 @@ def train_worker(rank: int, world_size: int, config: Config) -> None:
     if world_size == 1 or distributed.launched:
         _train(config)
         return
-    os.environ.update(distributed.environment(rank, world_size))
+    os.environ.update(  # as torchrun would set them
+        MASTER_ADDR=config.distributed.master_addr,
+        MASTER_PORT=str(config.distributed.master_port),
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_WORLD_SIZE=str(world_size),
+    )
     with training_errors():
         parent = multiprocessing.parent_process()  # from here on torch has the kernel send SIGINT at its end
         if parent is not None and parent.pid != os.getppid():
@@ -113,17 +135,18 @@ def _train(config: Config) -> None:
     logger, distributed = Logger.of(config), DistributedManager(config)
     engine: TrainingEngine | None = None
     try:
-        task, name = find_task(config.training.task)(config), config.data.data_module
-        if not hasattr(task, "args"):
-            raise UserError(f"{type(task).__name__}.__init__ must call super().__init__(config)")
-        data = named_class("--data_module", name, DataModule)(config) if name else task.build_data()
-        checked_type(task, "build_data", data, DataModule, "a DataModule")
+        task = build_task(config)
+        if config.data.data_module:
+            data_class = named_class("--data_module", config.data.data_module, DataModule)
+            check_class(data_class, DataModule)
+            data = data_class(config)
+        else:
+            data = checked_type(task, "build_data", task.build_data(), DataModule, "a DataModule")
         check_class(type(data), DataModule)
         args, task.data = task.args, data
-        run = run_name(args.save_weight, args)
         check_utf8(args)
         check_names(args)
-        lock_output(run, **output_folders(args))
+        lock_output(run_name(args.save_weight, args), **output_folders(args))
         if launch().rank == 0:
             complete_moves(args)
         if launch().local_rank == 0:  # the other ranks of this machine wait in `setup`

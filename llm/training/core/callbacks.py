@@ -13,17 +13,15 @@ from trainer.run.callbacks import monitored
 from trainer.run.included_callbacks import EarlyStopping as EarlyStopping
 from trainer.run.included_callbacks import TensorBoardLogger as TensorBoardLogger
 
-State = dict[str, Any]
-
 
 class MetricsLogger(Callback):
     """Keeps this process's log records in `records`. The loop writes them to the metrics file and the
     console."""
 
     def __init__(self):
-        self.records: list[State] = []
+        self.records: list[dict[str, Any]] = []
 
-    def on_batch_end(self, state: Any, update: int, record: State | None) -> None:
+    def on_batch_end(self, state: Any, update: int, record: dict[str, Any] | None) -> None:
         if record is not None:
             self.records.append(record)
 
@@ -59,8 +57,8 @@ class LRSchedulerCallback(Callback):
             return
         if self.interval not in ("epoch", "update", None):
             raise UserError(f"scheduler_interval must be 'epoch' or 'update', not {self.interval!r}")
-        made_for = [getattr(self.scheduler, key, None) for key in ("total_steps", "T_max", "total_iters")]
-        if self.interval is None and updates in made_for and updates != epochs:
+        lengths = [getattr(self.scheduler, key, None) for key in ("total_steps", "T_max", "total_iters")]
+        if self.interval is None and updates in lengths and updates != epochs:
             raise UserError(
                 f"{name} is made for {updates} steps, as many as there are updates, but it is stepped after "
                 f'each of {epochs} epochs; set scheduler_interval = "update" in the task, or "epoch"'
@@ -73,7 +71,7 @@ class LRSchedulerCallback(Callback):
             value = monitored("ReduceLROnPlateau", state.args.monitor, metrics)
             self.scheduler.step(math.nan if value is None else value)  # NaN is no improvement
 
-    def on_batch_end(self, state: Any, update: int, record: State | None) -> None:
+    def on_batch_end(self, state: Any, update: int, record: dict[str, Any] | None) -> None:
         if self.interval == "update" and self.scheduler is not None and not self.follows_metric:
             self.scheduler.step()
         if record is not None and record["learning_rate"] != next(reversed(self.rates.values()), None):
@@ -83,11 +81,11 @@ class LRSchedulerCallback(Callback):
         if self.interval != "update" and self.scheduler is not None and not self.follows_metric:
             self.scheduler.step()
 
-    def state_dict(self) -> State:
+    def state_dict(self) -> dict[str, Any]:
         scheduler = None if self.scheduler is None else self.scheduler.state_dict()
         return {"scheduler": scheduler, "rates": self.rates, "monitor": self.monitor}
 
-    def load_state_dict(self, saved: State) -> None:
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
         if self.scheduler is not None and saved["scheduler"] is not None:
             self.scheduler.load_state_dict(saved["scheduler"])
             self.scheduler.optimizer._opt_called = True  # before the resume

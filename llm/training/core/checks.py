@@ -2,7 +2,7 @@
 
 import difflib
 import inspect
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -16,14 +16,14 @@ def check_class(kind: type, base: type, called_in_other_ways: tuple[str, ...] = 
     that cannot be called as that of `base`, or a member whose name is nearly one of `base`."""
     if missing := getattr(kind, "__abstractmethods__", ()):
         raise UserError(f"{kind.__name__} does not implement {', '.join(sorted(missing))}")
-    known = [name for name in [*vars(base), *inspect.get_annotations(base)] if not name.startswith("_")]
-    for own in kind.__mro__[: kind.__mro__.index(base)]:
-        check_spelling(own.__name__, [name for name in vars(own) if not hasattr(base, name)], known)
-    for name in ("__init__", *known):
-        declared = inspect.getattr_static(base, name, None)
-        if not inspect.isfunction(declared) or name in called_in_other_ways:
+    known = {name for each in base.__mro__ for name in (*vars(each), *inspect.get_annotations(each))}
+    check_spelling(kind.__name__, set(dir(kind)) - known, known)
+    for name in sorted(known):
+        function = inspect.getattr_static(base, name, None)
+        is_private = name.startswith("_") and name != "__init__"
+        if not inspect.isfunction(function) or is_private or name in called_in_other_ways:
             continue
-        arguments = list(inspect.signature(declared).parameters)
+        arguments = list(inspect.signature(function).parameters)
         if isinstance(inspect.getattr_static(kind, name), staticmethod | classmethod):
             arguments = arguments[1:]
         try:
@@ -34,18 +34,18 @@ def check_class(kind: type, base: type, called_in_other_ways: tuple[str, ...] = 
 
 
 def check_spelling(owner: str, names: Iterable[str], known: Iterable[str]) -> None:
-    """Raise UserError for a name of a user that is nearly, but not quite, one that the engine knows."""
-    known = list(known)
-    for name in names:
+    """Raise UserError for one of a user's own names that is nearly one that the engine knows."""
+    known = [name for name in known if not name.startswith("_")]
+    for name in sorted(names):
         near = difflib.get_close_matches(name, known, 1, cutoff=0.85)
-        if near and name not in known and not name.startswith("_"):
+        if near and not name.startswith("_"):
             raise UserError(
                 f"{owner}.{name} is nothing that the engine knows; did you mean {near[0]}? If not, give it "
                 "another name"
             )
 
 
-def described(value: Any) -> str:
+def describe(value: Any) -> str:
     """A value in an error message."""
     if value is None:
         return "None"
@@ -56,14 +56,12 @@ def described(value: Any) -> str:
     return f"a {type(value).__name__}"
 
 
-def checked_type(owner: Any, method: str, value: Any, kind: type, wanted: str) -> Any:
+def checked_type(owner: Any, method: str, value: Any, kind: type, form: str) -> Any:
     """What a method returned. Raises UserError if it is no `kind`."""
     if isinstance(value, kind):
         return value
     hint = " (is its `return` missing?)" if value is None else ""
-    raise UserError(
-        f"{type(owner).__name__}.{method} returns {described(value)}{hint}; it must return {wanted}"
-    )
+    raise UserError(f"{type(owner).__name__}.{method} returns {describe(value)}{hint}; it must return {form}")
 
 
 def names_of(owner: Any, name: str) -> tuple[str, ...]:
@@ -76,23 +74,17 @@ def names_of(owner: Any, name: str) -> tuple[str, ...]:
     return tuple(names)
 
 
-def check_no_gradients(task: Any, model: nn.Module) -> None:
-    """Raise UserError if the first `train_step` left gradients, which only `backward()` makes."""
-    if any(parameter.grad is not None for parameter in model.parameters()):
-        raise UserError(
-            f"{type(task).__name__}.train_step calls backward(), and the loop does, too; leave it out and "
-            "return the loss"
-        )
-
-
-def check_criterion(task: Any) -> None:
-    """Raise UserError if the loss function cannot be called, or is one of torch that returns means."""
-    if not callable(task.criterion):
-        checked_type(task, "build_criterion", task.criterion, nn.Module, "the loss function")
-    if getattr(task.criterion, "reduction", None) == "mean":
-        made, kind = f"{type(task).__name__}.build_criterion", type(task.criterion).__name__
+def checked_criterion(task: Any) -> Callable[..., Any]:
+    """The task's loss function. Raises UserError if it cannot be called, or is one of torch that returns
+    means."""
+    criterion = task.build_criterion()
+    if not callable(criterion):
+        checked_type(task, "build_criterion", criterion, nn.Module, "the loss function")
+    if getattr(criterion, "reduction", None) == "mean":
+        method, kind = f"{type(task).__name__}.build_criterion", type(criterion).__name__
         why = "but the loop divides the sums by the number of targets of the whole update"
-        raise UserError(f"{made} returns {kind}(reduction='mean'), {why}: use {kind}(reduction='sum')")
+        raise UserError(f"{method} returns {kind}(reduction='mean'), {why}: use {kind}(reduction='sum')")
+    return criterion
 
 
 def checked_batch(data: Any, batch: Any) -> dict[str, Any]:
@@ -100,7 +92,7 @@ def checked_batch(data: Any, batch: Any) -> dict[str, Any]:
     if isinstance(batch, dict) and batch:
         return batch
     raise UserError(
-        f"{type(data).__name__}: a batch is {described(batch)}; let collate_fn return a dict of tensors, "
+        f"{type(data).__name__}: a batch is {describe(batch)}; let collate_fn return a dict of tensors, "
         "such as {'x': ..., 'y': ...}"
     )
 
@@ -112,13 +104,13 @@ def checked_loss(task: Any, result: Any) -> tuple[Tensor, Tensor, dict[str, Any]
     values = result if isinstance(result, tuple) else (result,)
     if len(values) > 3 or (len(values) == 2 and isinstance(values[1], dict)):
         raise UserError(
-            f"{step} returns {described(result)}; write `return loss, 0.0, metrics`, where the second is the "
+            f"{step} returns {describe(result)}; write `return loss, 0.0, metrics`, where the second is the "
             "sum of auxiliary losses over the tokens"
         )
     loss = values[0] if values else None
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
         raise UserError(
-            f"{step} returns {described(loss)}; it must return the sum of the losses as computed, one number "
+            f"{step} returns {describe(loss)}; it must return the sum of the losses as computed, one number "
             "with a gradient"
         )
     aux_loss = checked_number(f"the auxiliary loss of {step}", values[1] if len(values) > 1 else 0.0)
@@ -149,5 +141,5 @@ def checked_number(what: str, value: Any) -> Tensor | float:
     if isinstance(value, int | float | np.generic):
         return float(value)
     raise UserError(
-        f"{what} is {described(value)}; it must be one number, a sum over the batch, or a pair (sum, count)"
+        f"{what} is {describe(value)}; it must be one number, a sum over the batch, or a pair (sum, count)"
     )

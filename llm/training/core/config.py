@@ -91,12 +91,12 @@ class EngineArgs(DataConfig, ModelConfig, TrainingConfig, OptimizationConfig, Di
 
     def contradictions(self) -> list[str]:
         """Values that do not go together."""
-        wrong = super().contradictions()
+        mistakes = super().contradictions()
         if not self.task:
-            wrong.append(
+            mistakes.append(
                 "--task is missing: give the name of a task, or package.module:ClassName for one of your own"
             )
-        return wrong
+        return mistakes
 
 
 class Config:
@@ -107,10 +107,10 @@ class Config:
     """
 
     def __init__(self, args: EngineArgs | None = None, **sections: Settings):
-        given: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         for section in sections.values():
-            given |= section.model_dump(exclude_unset=True)
-        args = (args or EngineArgs()).model_copy(update=given)
+            values |= section.model_dump(exclude_unset=True)
+        args = (args or EngineArgs()).model_copy(update=values)
         if not args.use_amp:
             args.dtype = "float32"
         if args.resume_from is not None:
@@ -135,13 +135,21 @@ class Config:
                 `save_weight` defaults to the name of the task.
 
         Raises:
-            UserError: one line with all unknown names and invalid values of a source.
+            UserError: one line with all unknown names and invalid values of a source; nothing finds the task.
             SystemExit: after `--help` and `--print_config`.
         """
         if environ is None:
             environ = os.environ
         name = find_task_name(argv, environ)
-        args_class = settings_of_task(name, find_task)
+        if not name:
+            args_class = EngineArgs
+        elif find_task is None:
+            raise UserError(
+                f"--task {name}: its class is needed; call Config.from_args_and_env(find_task=find_task) "
+                "with find_task of llm/training/train.py"
+            )
+        else:
+            args_class = find_task(name).args_class
         parser = stage_parser(args_class, DESCRIPTION, prog="python -m llm.training.train")
         flags = read_flags(parser, argv)
         path, print_config = flags.pop("config", None), flags.pop("print_config", False)
@@ -149,14 +157,14 @@ class Config:
         for key in sorted(environ):
             if key.startswith(PREFIX) and key not in OTHER_VARIABLES:
                 variables.append((key.removeprefix(PREFIX).lower(), f"variable {key}", environ[key]))
-        given: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         if path is not None:
-            given = checked(args_class, yaml_values(args_class, path))
-        given |= checked(args_class, variables)
-        given |= checked(args_class, flag_values(flags))
+            values = checked(args_class, yaml_values(args_class, path))
+        values |= checked(args_class, variables)
+        values |= checked(args_class, flag_values(flags))
         if name and args_class.model_fields["save_weight"].default == EngineArgs().save_weight:
-            given.setdefault("save_weight", name.rpartition(":")[2])
-        args = args_class().model_copy(update=given)
+            values.setdefault("save_weight", name.rpartition(":")[2])
+        args = args_class().model_copy(update=values)
         if print_config:
             print_and_exit(as_yaml(args_class, dict(args)))
         make_local(args)
@@ -169,9 +177,9 @@ class Config:
     def validate(self) -> None:
         """Check how the values go together; each alone was checked where it was read. Raises UserError: one
         line with all mistakes."""
-        wrong = self.args.contradictions()
-        if wrong:
-            raise UserError("; ".join(wrong))
+        mistakes = self.args.contradictions()
+        if mistakes:
+            raise UserError("; ".join(mistakes))
 
 
 def find_task_name(argv: Sequence[str] | None, environ: Mapping[str, str]) -> str:
@@ -186,15 +194,3 @@ def find_task_name(argv: Sequence[str] | None, environ: Mapping[str, str]) -> st
     if name is None and options.config is not None:
         name = read_yaml(options.config).get("training", {}).get("task")
     return str(name or "")
-
-
-def settings_of_task(name: str, find_task: Callable[[str], Any] | None) -> type[EngineArgs]:
-    """The class of a task's settings. Raises UserError if nothing finds the task."""
-    if not name:
-        return EngineArgs
-    if find_task is None:
-        raise UserError(
-            f"--task {name}: its class is needed; call Config.from_args_and_env(find_task=find_task) "
-            "with find_task of llm/training/train.py"
-        )
-    return find_task(name).args_class

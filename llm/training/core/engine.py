@@ -7,17 +7,17 @@ from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import default_collate
 
 from common.errors import UserError
 from llm.training.core.callbacks import Callback, LRSchedulerCallback
-from llm.training.core.checks import check_criterion, checked_type, described
+from llm.training.core.checks import checked_criterion, checked_type, describe
 from llm.training.core.config import Config
 from llm.training.core.objective import TaskObjective
 from llm.training.core.utils import CheckpointManager, Logger, PerformanceMonitor
 from llm.training.data.base import DataModule
-from llm.training.tasks.base_task import TrainingTask
+from llm.training.tasks.base_task import Task, TrainingTask
 from trainer import stage
 from trainer import trainer_utils as utils
 from trainer.data.datasets import steps_per_epoch
@@ -47,7 +47,7 @@ class TrainingEngine:
     """
 
     def __init__(
-        self, config: Config, task: TrainingTask, data_module: DataModule, callbacks: Sequence[Callback] = ()
+        self, config: Config, task: Task, data_module: DataModule, callbacks: Sequence[Callback] = ()
     ):
         self.config, self.task, self.data_module = config, task, data_module
         self.logger = Logger.of(config)
@@ -69,8 +69,8 @@ class TrainingEngine:
         if checkpoint is not None:
             args = keep_global_batch(args, checkpoint)
         args = task.args = with_enough_epochs(args, data.num_samples())
-        held_out = data.val_dataloader()
-        if args.eval_share and held_out is None:
+        eval_loader = data.val_dataloader()
+        if args.eval_share and eval_loader is None:
             raise UserError(
                 f"--eval_share: {type(data).__name__} sets no val_dataset to hold it; leave the flag out"
             )
@@ -82,31 +82,33 @@ class TrainingEngine:
         self.wandb = None if self.is_finished else start_tracker(args, run, checkpoint)
 
         # what the task makes; a checkpoint takes the place of the start weights
-        objective = checked_type(task, "build_objective", task.build_objective(), Objective, "an Objective")
+        kind = TaskObjective if isinstance(task, TrainingTask) else Objective
+        objective = checked_type(task, "objective", task.objective, kind, f"an object of {kind.__name__}")
         reads_start_weights = checkpoint is None or objective.saves_trained_only
         model = self._build_model(args.from_weight if reads_start_weights else "none")
-        extended = objective.extend_model(model, args)
-        model = checked_type(objective, "extend_model", extended, nn.Module, "the model")
-        wrapped = stage.compile_and_wrap(
-            model, args, device, autocast, data.train_dataset, task.frozen_parameters
-        )
+        model = objective.extend_model(model, args)
+        checked_type(objective, "extend_model", model, nn.Module, "the model")
+        wrapped_model = stage.compile_and_wrap(model, args, device, autocast, data.train_dataset, task.frozen_parameters)
         self.device = device
         optimizer = task.build_optimizer(model)
         checked_type(task, "build_optimizer", optimizer, Optimizer, "an optimizer of torch")
         self.optimizer = task.optimizer = optimizer
         self.scheduler = self._build_scheduler(total_updates(run))
-        self.criterion = task.criterion = task.build_criterion()
-        check_criterion(task)
+        self.criterion = objective.loss
+        if isinstance(task, TrainingTask):
+            self.criterion = task.criterion = checked_criterion(task)
         if objective.needs_reference:
             utils.setup_seed(args.seed)  # without start weights: the same random ones
             reference: Any = self._build_model(args.from_weight)
             objective.reference = frozen_model(reference, device)
+            if isinstance(task, TrainingTask):
+                task.reference = objective.reference
 
         # the state of the run, restored from the checkpoint
         self.state = state = TrainState(
             args=args, lm_config=task.lm_config, run=run,
-            model=wrapped, optimizer=self.optimizer, scaler=scaler, autocast=autocast, device=device,
-            objective=objective, schedule=self._schedule(), eval_loader=held_out,
+            model=wrapped_model, optimizer=self.optimizer, scaler=scaler, autocast=autocast, device=device,
+            objective=objective, schedule=self._schedule(), eval_loader=eval_loader,
         )  # fmt: skip
         self.checkpoint_manager.state = state
         state.callbacks += [*self.callbacks, self.performance_monitor]
@@ -140,6 +142,12 @@ class TrainingEngine:
     def _schedule(self) -> Schedule:
         """The learning rate of an update; None where a scheduler of torch sets it, or it is constant."""
         scheduler = self.scheduler
+        is_stepped = isinstance(scheduler, LRScheduler) and not isinstance(scheduler, ReduceLROnPlateau)
+        if self.task.scheduler_interval is not None and not is_stepped:
+            raise UserError(
+                f"{type(self.task).__name__}.scheduler_interval has no effect: build_scheduler returns no "
+                "scheduler of torch that counts steps; leave it out"
+            )
         if isinstance(scheduler, LRScheduler):
             steppers = [each for each in self.callbacks if isinstance(each, LRSchedulerCallback)]
             if not steppers:
@@ -187,7 +195,7 @@ class TrainingEngine:
             loader.collate_fn = self.data_module.collate  # makes empty batches, too
         if not hasattr(loader, "collate_fn"):
             raise UserError(
-                f"{type(self.data_module).__name__}.train_dataloader returns {described(loader)}; it must "
+                f"{type(self.data_module).__name__}.train_dataloader returns {describe(loader)}; it must "
                 "return a DataLoader, or what has its collate_fn, too"
             )
         iters = steps_per_epoch(state.run["samples"], state.args.batch_size)

@@ -1,29 +1,22 @@
-"""What a task of the engine learns, as the loop takes it: the results of its methods, checked."""
+"""The Objective of a TrainingTask: the results of its methods, checked."""
 
 from typing import Any
 
 from torch import Tensor, nn
 
 from common.errors import UserError
-from llm.training.core.checks import (
-    check_no_gradients,
-    checked_batch,
-    checked_loss,
-    checked_sums,
-    checked_type,
-    names_of,
-)
+from llm.training.core.checks import checked_batch, checked_loss, checked_sums, checked_type, names_of
 from trainer.objectives.next_token import Batch, Metrics, Objective, defining_file
 from trainer.report.speed import Size
 
 
 class TaskObjective(Objective):
-    """What a task learns, by its own methods."""
+    """What a TrainingTask learns, by its `train_step`, `validation_step` and `size`."""
 
     def __init__(self, task: Any):
         self.task = task
         self.console_metrics, self.needs_reference = names_of(task, "console_metrics"), task.needs_reference
-        self.is_checked = False
+        self.is_first_step = True
 
     @property
     def stage(self) -> str:
@@ -35,18 +28,18 @@ class TaskObjective(Objective):
         return checked_type(self.task, "size", size, Size, form)
 
     def loss(self, model: nn.Module, batch: Batch, args: Any) -> tuple[Tensor, Tensor, Metrics]:
-        self.task.reference = self.reference
         result = self.task.train_step(model, batch)
-        if not self.is_checked:
-            check_no_gradients(self.task, model)
-            self.is_checked = True
+        if self.is_first_step and any(parameter.grad is not None for parameter in model.parameters()):
+            raise UserError(
+                f"{type(self.task).__name__}.train_step calls backward(), and the loop does, too; leave it "
+                "out and return the loss"
+            )
+        self.is_first_step = False
         return checked_loss(self.task, result)
 
     def held_out(self, model: nn.Module, batch: Batch, args: Any) -> Metrics:
-        self.task.reference = self.reference
         sums = checked_sums(self.task, "validation_step", self.task.validation_step(model, batch))
         if "loss" not in sums:
-            names = ", ".join(sums) or "nothing"
-            kind = type(self.task).__name__
-            raise UserError(f"{kind}.validation_step returns {names}; `loss` must be one of its sums")
+            step, names = f"{type(self.task).__name__}.validation_step", ", ".join(sums) or "nothing"
+            raise UserError(f"{step} returns {names}; `loss` must be one of its sums")
         return sums

@@ -47,17 +47,6 @@ class DistributedManager:
             return max(1, torch.cuda.device_count())
         return 1
 
-    def environment(self, rank: int, world_size: int) -> dict[str, str]:
-        """The environment variables of a process that `train.py` spawns, as torchrun would set them."""
-        return {
-            "MASTER_ADDR": self.config.master_addr,
-            "MASTER_PORT": str(self.config.master_port),
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(world_size),
-            "LOCAL_WORLD_SIZE": str(world_size),
-        }
-
     def setup(self) -> int:
         """Join the process group described by the environment; returns the local rank."""
         return init_distributed_mode(self.config.rank_timeout, select_device(self.config.device))
@@ -93,8 +82,8 @@ class Logger:
     @classmethod
     def of(cls, config: Config) -> "Logger":
         """The logger that the settings describe."""
-        run = run_name(config.checkpoint.save_weight, config.model)
-        return cls(log_path(config.logging, run), config.logging.log_level)
+        name = run_name(config.checkpoint.save_weight, config.model)
+        return cls(log_path(config.logging, name), config.logging.log_level)
 
     def debug(self, text: str) -> None:
         """Print `debug: ...` lines."""

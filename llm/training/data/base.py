@@ -41,12 +41,12 @@ class DataModule(ABC):
         """Where a sample comes from, for messages."""
         return f"sample {sample_id}"
 
-    def collate(self, rows: list) -> dict[str, Any]:
+    def collate(self, samples: list) -> dict[str, Any]:
         """The batch of some samples. At the end of an epoch a rank may have none: if `collate_fn` cannot make
         a batch of no samples, it is that of the first one, with every tensor cut to length 0. Raises
         UserError if it is no dict."""
-        if rows:
-            return checked_batch(self, self.collate_fn(rows))
+        if samples:
+            return checked_batch(self, self.collate_fn(samples))
         try:
             return self.collate_fn([])
         except Exception:  # IndexError of default_collate, RuntimeError of torch.stack ...
@@ -57,7 +57,7 @@ class DataModule(ABC):
         return batch
 
     def num_samples(self) -> int:
-        """Samples per epoch (rows, if packed). Raises UserError if there are none."""
+        """Samples per epoch (packed sequences, with --packing). Raises UserError if there are none."""
         dataset = getattr(self, "train_dataset", None)
         if dataset is None or len(dataset) == 0:
             why = "not set by setup()" if dataset is None else "empty"

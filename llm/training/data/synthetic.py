@@ -19,9 +19,9 @@ class SyntheticDataModule(DataModule):
         bias = torch.randn(1, generator=generator)
         x = torch.randn(data.num_samples, self.features, generator=generator)
         y = x @ weight + bias + data.noise * torch.randn(data.num_samples, 1, generator=generator)
-        held_out = max(1, round(data.num_samples * data.validation_share))
-        rows = [{"x": one, "y": target} for one, target in zip(x, y, strict=True)]  # [features], [1]
-        self.train_dataset, self.val_dataset = rows[held_out:], rows[:held_out]
+        number = max(1, round(data.num_samples * data.validation_share))
+        samples = [{"x": point, "y": target} for point, target in zip(x, y, strict=True)]  # [features], [1]
+        self.train_dataset, self.val_dataset = samples[number:], samples[:number]
 
     def fingerprint(self) -> dict[str, Any]:
         data = self.config.data

@@ -1,6 +1,7 @@
 """Pretraining and SFT as tasks, each made from the parts of its stage script that stand above `main`."""
 
 from collections.abc import Callable
+from functools import cached_property
 from types import ModuleType
 from typing import Any, ClassVar
 
@@ -8,17 +9,14 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from common.errors import UserError
-from common.settings import StageArgs
 from dataset.token_cache import load_tokenizer
+from llm.training.core.checks import names_of
 from llm.training.core.config import Config, EngineArgs
 from llm.training.data.base import DataModule
-from llm.training.tasks.base_task import TrainingTask
+from llm.training.tasks.base_task import Task
 from trainer import train_full_sft, train_pretrain
 from trainer.data.datasets import epoch_samples, eval_loader, train_loader
-from trainer.objectives.next_token import Metrics, Objective
-from trainer.report.speed import Size
-from trainer.run.state import Batch
+from trainer.objectives.next_token import Objective
 from trainer.stage import read_start_weights
 from trainer.trainer_utils import init_model
 from trainer.weights.config import model_config
@@ -68,73 +66,43 @@ class StageDataModule(DataModule):
         return eval_loader(self.val_dataset, self.task.args.batch_size, self.val_dataset.collate)
 
 
-class StageTask(TrainingTask):
+class StageTask(Task):
     """The stage of a script: the same numbers, files and checkpoints as the script with the same settings. A
-    subclass may have its own `build_model`, and as `objective_class` a subclass of the script's Objective."""
+    subclass may have its own `build_model`, more that is `frozen`, and as `objective_class` a subclass of the
+    script's Objective."""
 
     script: ClassVar[ModuleType]
     objective_class: ClassVar[type[Objective] | None] = None
 
     def __init__(self, config: Config):
         super().__init__(config)
-        check_stage(type(self))
         start = None
         if self.args.from_weight != "none":
             self.args, start = read_start_weights(self.args)
         self.tokenizer = load_tokenizer(self.args.tokenizer_path)
         self.lm_config = model_config(self.tokenizer, self.args, start)
-        self.frozen_parameters = self.script.frozen_parameters
-        self.objective: Objective = (self.objective_class or self.script.Objective)()
+        self.frozen_parameters = (
+            *names_of(self, "frozen_parameters"),
+            *names_of(self.script, "frozen_parameters"),
+        )
 
-    def build_data(self) -> StageDataModule:
-        return StageDataModule(self)
+    @cached_property
+    def objective(self) -> Objective:
+        return (self.objective_class or self.script.Objective)()
+
+    def build_data(self) -> DataModule:
+        return StageDataModule(self) if self.data_module is None else super().build_data()
 
     def build_model(self) -> nn.Module:
         args = self.args
         model, _ = init_model(self.lm_config, args.from_weight, args.tokenizer_path, args.save_dir)
         return model
 
-    def build_optimizer(self, model: nn.Module) -> Optimizer:
-        return self.objective.optimizer(model, self.args)
-
     def build_scheduler(self, optimizer: Optimizer, total_updates: int) -> Callable[[int], float]:
         return lambda update: self.script.schedule(update, total_updates, self.args)
 
-    def build_criterion(self) -> Callable[..., Any]:
-        return self.objective.loss
-
-    def build_objective(self) -> Objective:
-        return self.objective
-
-    def train_step(self, model: nn.Module, batch: Batch) -> tuple[Any, ...]:
-        return self.criterion(model, batch, self.args)
-
-    def validation_step(self, model: nn.Module, batch: Batch) -> Metrics:
-        return self.objective.held_out(model, batch, self.args)
-
-    def size(self, batch: Batch) -> Size:
-        return self.objective.size(batch, self.lm_config)
-
     def fingerprint(self) -> dict[str, Any]:
         return self.lm_config.own_fields()
-
-
-def check_stage(task: type[StageTask]) -> None:
-    """Raise UserError for what the engine does not call: a step of a subclass, and `main` of the script,
-    where that reads a flag of the stage."""
-    for name in ("train_step", "validation_step", "size", "build_criterion"):
-        if getattr(task, name) is not getattr(StageTask, name):
-            raise UserError(
-                f"{task.__name__}.{name} would not be called: a stage learns by its Objective; set "
-                "objective_class to a subclass of it"
-            )
-    script = task.script
-    flags = script.Args.model_fields.keys() - StageArgs.model_fields.keys()
-    for name in sorted(flags.intersection(script.main.__code__.co_names)):
-        raise UserError(
-            f"--{name} is read by `main` of {script.__name__}, which the engine does not call; "
-            "read it in its Objective (extend_model, load_frozen_models, optimizer, loss)"
-        )
 
 
 class PretrainArgs(train_pretrain.Args, EngineArgs):

@@ -1,5 +1,7 @@
 """Pretraining and SFT as engine tasks: the numbers, files and checkpoints of their scripts, bit for bit."""
 
+import ast
+import inspect
 import json
 import signal
 from dataclasses import replace
@@ -8,8 +10,18 @@ from pathlib import Path
 import pytest
 import torch
 
+from common.settings import StageArgs
+from llm.training.tasks.language_model import StageTask
+from llm.training.train import AVAILABLE_TASKS
+from tests.llm.training.test_engine import NAME, regression
 from tests.stage_process import Faults, run
-from tests.trainer.stage_flags import assert_same_tensors, flags, saved_state, write_start_weights
+from tests.trainer.stage_flags import (
+    assert_same_run,
+    assert_same_tensors,
+    flags,
+    saved_state,
+    write_start_weights,
+)
 from trainer.report.metrics import read_metrics
 
 TRAINED = {"from_weight": "start", "epochs": 1, "learning_rate": 1e-3, "dropout": 0.1, "patience": 9}
@@ -119,25 +131,30 @@ def test_the_parts_of_a_script_have_the_same_effect_in_both(data, tmp_path):
     assert trained and not any(name.startswith("model.layers.0.") for name in trained)
 
 
-IN_MAIN = """
-from trainer import train_full_sft as stage
-from llm.training.tasks import language_model
-class Args(stage.Args):
-    kl_coef: float = 0.0
-class FullSFTArgs(Args, language_model.EngineArgs):
-    pass
-def main():
-    args.kl_coef
-stage.Args, stage.main, language_model.FullSFT.args_class = Args, main, FullSFTArgs
-"""
+def settings_read_in_main(source: str) -> set[str]:
+    """The attributes of `args` in `main` of a stage script."""
+    (main,) = (
+        node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef) and node.name == "main"
+    )
+    return {
+        node.attr
+        for node in ast.walk(main)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "args"
+    }
 
 
-def test_a_flag_that_only_main_of_the_script_reads_is_refused(data, tmp_path):
-    """The engine would record it and train without it."""
-    command = ["--task", "full_sft", *argv(data, tmp_path, "full_sft"), "--kl_coef", 10]
-    (line,) = run("engine", command, Faults(script=IN_MAIN), status=2).error_lines
-    assert "--kl_coef is read by `main` of trainer.train_full_sft, which the engine does not call" in line
-    assert not list(tmp_path.rglob("*_metrics.jsonl"))
+@pytest.mark.parametrize(
+    "task",
+    [task for task in AVAILABLE_TASKS.values() if issubclass(task, StageTask)],
+    ids=lambda t: t.__name__,
+)
+def test_main_of_a_stage_reads_no_flag_of_its_stage(task):
+    """The engine does not call `main`: it would take such a flag, record it, and train without it."""
+    source = inspect.getsource(task.script)
+    assert len(settings_read_in_main(source)) > 5
+    assert settings_read_in_main(source) <= StageArgs.model_fields.keys()
+    changed = source.replace("objective = Objective()", "objective = Objective(args.kl_coef)")
+    assert settings_read_in_main(changed) - StageArgs.model_fields.keys() == {"kl_coef"}
 
 
 @pytest.mark.parametrize("stage", ["sft", "engine"])
@@ -155,8 +172,16 @@ def test_a_frozen_reference_is_not_overwritten_and_is_compared_at_a_resume(data,
 
 
 OWN_STAGE = """
+from torch import nn
+
+from common.errors import UserError
+from llm.training.tasks.base_task import Task
 from llm.training.tasks.language_model import FullSFT
+from llm.training.data.synthetic import SyntheticDataModule
+from llm.training.tasks.regression_task import RegressionArgs, RegressionTask
 from trainer import train_full_sft
+from trainer.objectives.next_token import Objective
+from trainer.report.speed import Size
 
 
 class Doubled(train_full_sft.Objective):
@@ -167,21 +192,89 @@ class Doubled(train_full_sft.Objective):
 
 class Own(FullSFT):
     objective_class = Doubled
+    frozen = "model.layers.0."
 
 
-class Wrong(FullSFT):
+class OtherPoints(SyntheticDataModule):
+    def setup(self):
+        raise UserError("own data are opened")
+
+
+class OtherData(FullSFT):
+    data_module = OtherPoints
+
+
+class WithStep(FullSFT):
     def train_step(self, model, batch):
         return 0
+
+
+class WithReference(FullSFT):
+    def __init__(self, config):
+        super().__init__(config)
+        self.needs_reference = True
+
+
+class SquaredError(Objective):
+    def size(self, batch, lm_config):
+        return Size(targets=len(batch["x"]), tokens=len(batch["x"]))
+
+    def loss(self, model, batch, args):
+        loss = nn.functional.mse_loss(model(batch["x"]), batch["y"], reduction="sum")
+        return loss, 0 * loss.detach(), {}
+
+    def held_out(self, model, batch, args):
+        return {"loss": self.loss(model, batch, args)[0]}
+
+
+class WithObjective(Task):
+    args_class, data_module, objective = RegressionArgs, SyntheticDataModule, SquaredError()
+    build_model = RegressionTask.build_model
+
+
+class Both(RegressionTask):
+    objective = SquaredError()
 """
 
 
-def test_a_subclass_of_a_stages_task_has_an_objective_of_its_own(data, tmp_path):
+@pytest.fixture
+def home(tmp_path) -> Faults:
+    """A run in the folder of these tasks."""
     (tmp_path / "own.py").write_text(OWN_STAGE)
-    home = Faults(script=f"os.chdir({str(tmp_path)!r})")
+    return Faults(script=f"os.chdir({str(tmp_path)!r})")
+
+
+def test_a_subclass_of_a_stages_task_has_an_objective_of_its_own(data, tmp_path, home):
     run("engine", ["--task", "own:Own", *argv(data, tmp_path, "full_sft")], home)
     record = read_metrics(tmp_path / "out/full_sft_32_moe_metrics.jsonl")[0]
     assert record["logits_loss"] == pytest.approx(2 * record["once"])
-    (line,) = run(
-        "engine", ["--task", "own:Wrong", *argv(data, tmp_path, "full_sft")], home, status=2
-    ).error_lines
-    assert "Wrong.train_step would not be called: a stage learns by its Objective" in line
+    start, end = (torch.load(tmp_path / f"out/{name}_32_moe.pth") for name in ("start", "full_sft"))
+    changed = {name for name in start if not torch.equal(start[name], end[name])}
+    assert changed and not any(name.startswith("model.layers.0.") for name in changed)
+
+
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [
+        ("WithStep", "WithStep.train_step has no effect: this task learns by its Objective"),
+        ("WithReference", "WithReference.needs_reference has no effect: this task learns by its Objective"),
+        ("OtherData", "own data are opened"),
+    ],
+)
+def test_what_a_subclass_of_a_stages_task_overrides_has_an_effect_or_is_refused(
+    data, tmp_path, home, task, message
+):
+    command = ["--task", f"own:{task}", *argv(data, tmp_path, "full_sft")]
+    (line,) = run("engine", command, home, status=2).error_lines
+    assert message in line and not list(tmp_path.rglob("*resume.pth"))
+
+
+def test_an_objective_and_a_model_are_a_task(tmp_path, home):
+    """The same numbers as by the steps of the RegressionTask, which may not have both."""
+    run("engine", regression(tmp_path / "steps"), home)
+    run(
+        "engine", regression(tmp_path / "objective", task="own:WithObjective", save_weight="regression"), home
+    )
+    assert_same_run(tmp_path / "steps", tmp_path / "objective", NAME)
+    (line,) = run("engine", regression(tmp_path, task="own:Both"), home, status=2).error_lines
+    assert "Both.objective returns a SquaredError; it must return an object of TaskObjective" in line

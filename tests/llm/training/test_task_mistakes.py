@@ -84,6 +84,7 @@ AT_START = [  # what is told; the task, its data and settings; before anything i
         "scheduler_interval must be 'epoch' or 'update', not 'step'",
         {"task": "scheduler_interval = 'step'\n" + ONE_CYCLE},
     ),
+    ("Mine.scheduler_interval has no effect", {"task": "scheduler_interval = 'update'\n"}),
     ("needs held-out data", {"task": PLATEAU, "data": NOTHING_HELD_OUT}),
     ("callback EarlyStopping: validation gives no 'eval_accuracy' to monitor; it gives eval_absolute_error", {
         "before": "from llm.training.core.callbacks import EarlyStopping\n",
@@ -122,6 +123,9 @@ AT_START = [  # what is told; the task, its data and settings; before anything i
     ("Mine does not implement build_model, train_step, validation_step", {
         "text": "from llm.training.tasks.base_task import TrainingTask\nclass Mine(TrainingTask):\n"
                 "    def build_criterion(self): ...\n"}),
+    ("Points does not implement setup", {
+        "before": "from llm.training.data.base import DataModule\n",
+        "task": "class Points(DataModule):\n    pass\ndata_module = Points\n"}),
     ("--task mine:Mine cannot be imported", {"module": "yours"}),
     ("--task mine is unknown; there are regression, pretrain, full_sft, and package.module:Class", {
         "task_name": "mine"}),
