@@ -58,13 +58,13 @@ from trainer.weights.files import (
 )
 from trainer.weights.paths import (
     NAMED_SHAPE,
+    checkpoint_files,
     is_path,
     log_path,
     output_folders,
     resume_path,
     run_name,
     start_path,
-    state_files,
     tensorboard_folder,
 )
 
@@ -111,7 +111,7 @@ def read_start_weights(args: A) -> "tuple[A, MiniMindConfig | None]":
     with read_errors(path):
         is_there = path.exists()
     if not is_there:
-        state = state_to_resume(args) if args.from_resume or args.resume_from else None
+        state = checkpoint_to_resume(args) if args.from_resume or args.resume_from else None
         if state is None and is_path(args.from_weight):
             raise UserError(f"--from_weight {path}: no such file or folder")
         if state is None:
@@ -133,7 +133,7 @@ def read_start_weights(args: A) -> "tuple[A, MiniMindConfig | None]":
     return args.model_copy(update=shape), config
 
 
-def state_to_resume(args: StageArgs) -> Path | None:
+def checkpoint_to_resume(args: StageArgs) -> Path | None:
     """The newest state of the run that the settings name, None if there is none. Where a path in
     --from_weight told the shape, which is in the name of a run, the flags that are given must tell it from
     others. Raises UserError if they do not."""
@@ -141,7 +141,7 @@ def state_to_resume(args: StageArgs) -> Path | None:
         states = [resume_path(args.checkpoint_dir, args.save_weight, args)]
     else:
         given = {name: getattr(args, name) for name in NAMED_SHAPE if is_given(args, name)}
-        shapes = state_files(args.checkpoint_dir, args.save_weight)
+        shapes = checkpoint_files(args.checkpoint_dir, args.save_weight)
         states = [path for path, shape in shapes.items() if given.items() <= shape.items()]
     if len(states) > 1:
         named = ", ".join(path.name for path in states)

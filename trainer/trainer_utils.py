@@ -119,12 +119,12 @@ def lm_checkpoint(
     if model is None:
         return checkpoint.load(path, resume_from)
     run = wandb.get_run() if hasattr(wandb, "get_run") else wandb
-    weights, optimizer_state = checkpoint.get_state(model, optimizer)
+    weights, optimizer_state = checkpoint.copy_to_host(model, optimizer)
     state = {"model": weights, "optimizer": optimizer_state, "epoch": epoch, "step": step}
     state |= {"world_size": world_size(), "wandb_id": getattr(run, "id", None)}
     described = {"model": lm_config.own_fields()} if hasattr(lm_config, "own_fields") else None
     if is_main_process():
-        checkpoint.write_state(path, state | kwargs, described)
+        checkpoint.write_checkpoint(path, state | kwargs, described)
     return None
 
 

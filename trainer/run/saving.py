@@ -116,8 +116,8 @@ def save_checkpoint(state: TrainState) -> None:
     run is restored into it at once."""
     args, progress = state.args, state.progress
     is_first = state.saved_update is None or progress.update == 1  # a signal may come before any update
-    if state.state_write is not None:
-        state.state_write.result()  # at most one copy of the state waits in memory
+    if state.checkpoint_write is not None:
+        state.checkpoint_write.result()  # at most one copy of the state waits in memory
     check_replicas(state)
     if state.log is not None:
         state.log.sync()
@@ -127,8 +127,8 @@ def save_checkpoint(state: TrainState) -> None:
     saved = collect(state)
     path = paths.resume_path(args.checkpoint_dir, args.save_weight, state.lm_config)
     if is_main_process():
-        state.writer.submit(partial(write_checkpoint, args, path, saved, describe_model(state)))
-        state.state_write = state.writer.last
+        state.writer.submit(partial(write_and_keep, args, path, saved, describe_model(state)))
+        state.checkpoint_write = state.writer.last
     del saved  # the writer's now, which frees it
     if is_first:
         state.writer.wait()
@@ -137,7 +137,9 @@ def save_checkpoint(state: TrainState) -> None:
 
 def collect(state: TrainState) -> dict[str, Any]:
     """What a checkpoint holds of a run: a copy on the host, on rank 0. A collective."""
-    model, optimizer = checkpoint.get_state(state.model, state.optimizer, state.objective.saves_trained_only)
+    model, optimizer = checkpoint.copy_to_host(
+        state.model, state.optimizer, state.objective.saves_trained_only
+    )
     return asdict(state.progress) | {
         "model": model,
         "optimizer": optimizer,
@@ -153,7 +155,7 @@ def collect(state: TrainState) -> dict[str, Any]:
 def restore(state: TrainState, saved: dict[str, Any]) -> None:
     """Put what `collect` gave back into a run: weights, optimizer, scaler, callbacks and progress. A field of
     Progress that the code did not have yet keeps its default."""
-    checkpoint.set_state(state.model, state.optimizer, saved)
+    checkpoint.load_into(state.model, state.optimizer, saved)
     if saved["scaler"]:  # empty unless that part of the run was in float16
         state.scaler.load_state_dict(saved["scaler"])
     state.callbacks.load_state_dict(saved["callbacks"])
@@ -172,7 +174,7 @@ def restore_first(state: TrainState, path: Path) -> None:
     if not all(all_gather(path.exists())):
         return
     try:
-        saved = checkpoint.read_state(path)
+        saved = checkpoint.read_checkpoint(path)
     except checkpoint.DAMAGED as error:
         raise UserError(f"{path}, just written, cannot be read again: {reason(error)}") from error
     before = checkpoint.host_copy(state.callbacks.state_dict())
@@ -199,15 +201,15 @@ def describe_model(state: TrainState) -> dict[str, Any] | None:
     return {"model": state.lm_config.own_fields(), "tokenizer": state.run.get("tokenizer")}
 
 
-def write_checkpoint(
+def write_and_keep(
     args: StageArgs, path: Path, saved: dict[str, Any], described: dict[str, Any] | None
 ) -> None:
     """Write a state as the newest at `path`, and under its number or as the best, where it is one to keep."""
     run, update = path.stem.removesuffix("_resume"), saved["update"]
-    checkpoint.write_state(path, saved, described)
+    checkpoint.write_checkpoint(path, saved, described)
     if args.keep_every and update % args.keep_every == 0:
         keep(path, path.with_name(f"{run}_update_{update:08d}.pth"))
-        delete_old_states(path.parent, run, args.keep_last, saved)
+        delete_old_checkpoints(path.parent, run, args.keep_last, saved)
     if saved["best_update"] == update:
         keep(path, path.with_name(f"{run}_best_resume.pth"))
 
@@ -239,7 +241,7 @@ def keep(path: Path, name: Path) -> None:
         sync(name.parent)
 
 
-def delete_old_states(folder: Path, run: str, keep_last: int, saved: dict[str, Any]) -> None:
+def delete_old_checkpoints(folder: Path, run: str, keep_last: int, saved: dict[str, Any]) -> None:
     """Delete the numbered checkpoints up to the present update, except for the last --keep_last (at least
     one) and the best."""
     numbered = {}

@@ -79,7 +79,7 @@ class TrainState:
     log: MetricsLog | None = None  # rank 0 only
     wandb: Any = None
     writer: Writer = field(default_factory=Writer)
-    state_write: Future | None = None  # of the newest checkpoint, rank 0 only
+    checkpoint_write: Future | None = None  # of the newest checkpoint, rank 0 only
     meter: Meter = field(default_factory=Meter)
     stop_request: StopRequest = field(default_factory=StopRequest)
     stopped: bool = False  # no further update of this process

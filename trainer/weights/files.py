@@ -57,7 +57,7 @@ EXPERT_FIELDS = ["num_experts", "num_experts_per_tok", "moe_intermediate_size", 
 # --- writing
 
 
-def half_state_dict(model: nn.Module, keep: bool = True, leave_out: tuple[str, ...] = ()) -> dict[str, Any]:
+def half_weights(model: nn.Module, keep: bool = True, leave_out: tuple[str, ...] = ()) -> dict[str, Any]:
     """The inference weights: MiniMind's names, fp16, on the CPU; tied tensors stay one tensor. A collective
     for a sharded model, of which a rank that does not `keep` them gets none. leave_out: prefixes of the names
     of parts that only training needs."""
@@ -86,7 +86,7 @@ def save_weights(
     that only training needs. Returns the path."""
     if not (is_main_process() or is_sharded(model)):
         return path
-    state = half_state_dict(model, is_main_process(), leave_out)
+    state = half_weights(model, is_main_process(), leave_out)
     described = description_of(model, description)
     if not is_main_process():
         return path
@@ -229,8 +229,8 @@ def _read_file(path: Path, experts_per_token: int | None) -> "tuple[dict[str, Te
     try:
         content = checkpoint.read_file(path)
         weights = content
-        if is_state(content):
-            weights = _model_in_state(path, content)
+        if is_checkpoint(content):
+            weights = _weights_in_checkpoint(path, content)
             after = f", after update {content['update']}" if "update" in content else ""
             Logger(f"{path} is a checkpoint to resume from{after}: its float32 weights are used")
         _shapes(weights)
@@ -240,9 +240,9 @@ def _read_file(path: Path, experts_per_token: int | None) -> "tuple[dict[str, Te
     return weights, config or imported_config(path, weights, experts_per_token)
 
 
-def is_state(content: Any) -> bool:
+def is_checkpoint(content: Any) -> bool:
     """Whether the content of a file is a checkpoint to resume from, and no weights."""
-    return isinstance(content, dict) and set(content) >= checkpoint.STATE_KEYS
+    return isinstance(content, dict) and set(content) >= checkpoint.CHECKPOINT_KEYS
 
 
 def check_model_file(path: Path) -> None:
@@ -253,12 +253,12 @@ def check_model_file(path: Path) -> None:
     try:
         with read_errors(path):
             content = torch.load(path, map_location="meta", weights_only=True, mmap=True)
-        _shapes(_model_in_state(path, content) if is_state(content) else content)
+        _shapes(_weights_in_checkpoint(path, content) if is_checkpoint(content) else content)
     except checkpoint.DAMAGED as error:
         raise unreadable(path, error) from error
 
 
-def _model_in_state(path: Path, state: dict[str, Any]) -> dict[str, Tensor]:
+def _weights_in_checkpoint(path: Path, state: dict[str, Any]) -> dict[str, Tensor]:
     """The weights in a checkpoint to resume from, in float32. Raises UserError if they are not those of a
     language model alone."""
     weights, holds = state["model"], ""

@@ -91,7 +91,7 @@ def can_merge(layer: nn.Module) -> bool:
     return is_linear and not has_hooks and isinstance(layer.weight, nn.Parameter)
 
 
-def adapter_state_dict(model: nn.Module) -> dict[str, Tensor]:
+def adapter_weights(model: nn.Module) -> dict[str, Tensor]:
     """The tensors of the adapters alone, by name; those of the frozen model are left out."""
     state = unwrap(model).state_dict(keep_vars=True)
     return {name: value for name, value in state.items() if ".lora_" in name}
@@ -117,7 +117,7 @@ def save_adapter(
     if not (is_main_process() or is_sharded(model)):
         return folder
     tensors = {}
-    for name, value in adapter_state_dict(model).items():
+    for name, value in adapter_weights(model).items():
         tensors[PREFIX + name] = full_tensor(value.detach()).float().cpu().clone()
     described = description_of(model, description) | {"base_sha256": cast(Any, inner).base_sha256}
     config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none", "inference_mode": True}

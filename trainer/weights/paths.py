@@ -72,7 +72,7 @@ def weight_files(save_dir: str | Path, weight: str) -> dict[Path, dict[str, Any]
     return files
 
 
-def state_files(checkpoint_dir: str | Path, weight: str) -> dict[Path, dict[str, Any]]:
+def checkpoint_files(checkpoint_dir: str | Path, weight: str) -> dict[Path, dict[str, Any]]:
     """Where the newest states lie of the runs of this name, in all shapes, each with its `shape_in_name`."""
     files = {}
     for path in sorted(Path(checkpoint_dir).glob("*_resume*.pth")):

@@ -23,7 +23,7 @@ from trainer.objectives.next_token import NextToken, next_token_loss
 from trainer.optim.build import build_optimizer
 from trainer.run.state import TrainState
 from trainer.trainer_utils import init_distributed_mode
-from trainer.weights.files import half_state_dict
+from trainer.weights.files import half_weights
 
 CPU = torch.device("cpu")
 CASES = {
@@ -117,7 +117,7 @@ def updates(rank: int, case: dict, parallel: str) -> dict:
             found.append(total / (count or 1.0))
         state.progress.update += 1
         count_update(state, micro_batches, figures, targets)
-    weights = half_state_dict(state.model)
+    weights = half_weights(state.model)
     bad = [skipped["update"] for skipped in state.progress.skipped]
     state.model = wrapped = None
     return {"numbers": found, "weights": weights, "bad": bad}
