@@ -110,7 +110,7 @@ def train_epoch(
             warn(f"epoch {epoch + 1}: the data loader gave only {given}; the epoch ends here")
             step = iters
         progress.epoch, progress.step, progress.update = epoch, step, progress.update + 1
-        progress.samples_done = min(state.run["samples"], step * args.batch_size * world_size())
+        progress.samples_done = min(state.fingerprint["samples"], step * args.batch_size * world_size())
         progress.tokens += int(tokens)
         count_update(state, micro_batches, means, targets)
         callbacks.call("on_optimizer_step", progress.update)

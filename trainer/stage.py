@@ -88,11 +88,11 @@ def read_settings(args_class: type[A], description: str | None) -> "tuple[A, Min
     check_data_paths(args)
     if args.resume_from is not None:
         args = args.model_copy(update={"from_resume": True})
-    start = None
+    start_config = None
     if args.from_weight != "none":
-        args, start = read_start_weights(args)
+        args, start_config = read_start_weights(args)
     check_names(args)
-    return args, start
+    return args, start_config
 
 
 def read_start_weights(args: A) -> "tuple[A, MiniMindConfig | None]":
@@ -183,27 +183,30 @@ def set_up_process(args: StageArgs) -> tuple[torch.device, Any, torch.amp.GradSc
     return device_and_precision(args)
 
 
-def resolve_settings_and_check_resume(
-    args: A,
-    saved: dict[str, Any] | None,
+def adapt_settings(args: A, checkpoint: dict[str, Any] | None, train_set: StageData) -> A:
+    """The settings with as many micro-batches per update as keep the batch of a resumed run, on another
+    number of ranks, and with as many epochs as --max_steps takes."""
+    if checkpoint is not None:
+        args = resume.keep_global_batch(args, checkpoint)
+    return resume.with_enough_epochs(args, epoch_samples(train_set, args))
+
+
+def check_fingerprint(
+    args: StageArgs,
+    checkpoint: dict[str, Any] | None,
     lm_config: "MiniMindConfig",
     train_set: StageData,
     eval_set: StageData | None,
-) -> tuple[A, resume.Fingerprint]:
-    """The settings, adapted to another number of ranks, and what identifies the run. Raises UserError if the
-    checkpoint `saved` belongs to another run."""
-    if saved is not None:
-        args = resume.keep_global_batch(args, saved)
+) -> resume.Fingerprint:
+    """What identifies the run. Raises UserError if the checkpoint belongs to another one."""
     data = train_set.fingerprint
     if eval_set is not None:
         data = data | {"held_out_data": eval_set.fingerprint["data"]}
-    samples = epoch_samples(train_set, args)
-    args = resume.with_enough_epochs(args, samples)
-    run = resume.run_fingerprint(args, lm_config.own_fields(), data, samples)
-    resume.check_resume(args, run, saved)
-    if is_new(saved):
+    fingerprint = resume.run_fingerprint(args, lm_config.own_fields(), data, epoch_samples(train_set, args))
+    resume.check_same_run(args, fingerprint, checkpoint)
+    if is_new(checkpoint):
         check_starts(args)
-    return args, run
+    return fingerprint
 
 
 def compile_and_wrap(
@@ -248,7 +251,7 @@ def begin_run(
     add_callbacks(state)
     state.objective.load_frozen_models(args, state.device)
     if state.objective.needs_reference and saved is not None:
-        resume.check_reference(args, state.run, saved)
+        resume.check_reference(args, state.fingerprint, saved)
     if state.objective.needs_reference and state.objective.reference is None:
         state.objective.reference = reference_model(args, state.lm_config, state.device)
 
@@ -261,12 +264,12 @@ def begin_run(
         args,
         state.total_updates,
         guessing,
-        held_out_is_training=state.run.get("held_out_data", "") == state.run.get("data"),
+        held_out_is_training=state.fingerprint.get("held_out_data", "") == state.fingerprint.get("data"),
         best_weights=run_name(f"{args.save_weight}_best", args),
     )
 
     # a tokenizer of the user's own goes beside the weights
-    tokenizer = state.run.get("tokenizer")
+    tokenizer = state.fingerprint.get("tokenizer")
     if tokenizer and Path(args.tokenizer_path).resolve() != ROOT / "model":
         for folder in (args.save_dir, args.checkpoint_dir):
             keep_tokenizer(args.tokenizer_path, folder, tokenizer)
@@ -276,7 +279,9 @@ def begin_run(
     state.progress.run_id = state.progress.run_id or uuid.uuid4().hex
     text = f"run: {state.total_updates - state.progress.update:,} of {state.total_updates:,} updates"
     if isinstance(data, StageDataset):
-        share = state.total_updates / resume.total_updates(state.run | {"max_steps": 0})  # of the epochs
+        share = state.total_updates / resume.total_updates(
+            state.fingerprint | {"max_steps": 0}
+        )  # of the epochs
         text += f", {epoch_tokens(data, args) * args.epochs * share:,.0f} tokens in all"
     Logger(f"{text}; {describe_device(state.device, state.autocast)}")
 
@@ -308,7 +313,7 @@ def go_on(state: TrainState, saved: dict[str, Any]) -> None:
     resume.warn_of_changes(saved, state.environment, state.code)
     restore(state, saved)
     # start weights that are gone keep their name
-    state.run["from_weight_sha256"] = saved["run"]["from_weight_sha256"]
+    state.fingerprint["from_weight_sha256"] = saved["fingerprint"]["from_weight_sha256"]
     progress = state.progress
     if progress.finished and not has_ended_early(state.args, state.total_updates, saved):
         progress.finished, progress.extended_to = False, state.total_updates

@@ -118,10 +118,10 @@ def lm_checkpoint(
     path = resume_path(save_dir, weight, lm_config)
     if model is None:
         return checkpoint.load(path, resume_from)
-    run = wandb.get_run() if hasattr(wandb, "get_run") else wandb
+    tracker_run = wandb.get_run() if hasattr(wandb, "get_run") else wandb
     weights, optimizer_state = checkpoint.copy_to_host(model, optimizer)
     state = {"model": weights, "optimizer": optimizer_state, "epoch": epoch, "step": step}
-    state |= {"world_size": world_size(), "wandb_id": getattr(run, "id", None)}
+    state |= {"world_size": world_size(), "wandb_id": getattr(tracker_run, "id", None)}
     described = {"model": lm_config.own_fields()} if hasattr(lm_config, "own_fields") else None
     if is_main_process():
         checkpoint.write_checkpoint(path, state | kwargs, described)

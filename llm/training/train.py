@@ -120,10 +120,9 @@ def _train(config: Config) -> None:
         checked_type(task, "build_data", data, DataModule, "a DataModule")
         check_class(type(data), DataModule)
         args, task.data = task.args, data
-        run = run_name(args.save_weight, args)
         check_utf8(args)
         check_names(args)
-        lock_output(run, **output_folders(args))
+        lock_output(run_name(args.save_weight, args), **output_folders(args))
         if launch().rank == 0:
             complete_moves(args)
         if launch().local_rank == 0:  # the other ranks of this machine wait in `setup`

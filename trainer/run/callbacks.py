@@ -10,8 +10,6 @@ from torch import Tensor
 
 from common.errors import UserError, reason, warn
 
-State = dict[str, Any]
-
 
 class Callback:
     """Base class: all methods do nothing. A subclass overrides those it needs; each is called on every rank,
@@ -39,10 +37,10 @@ class Callback:
     def on_validation_end(self, state: Any, metrics: dict[str, float | None]) -> None:
         """After a validation; `metrics` are the same on all ranks."""
 
-    def on_log(self, state: Any, record: State) -> None:
+    def on_log(self, state: Any, record: dict[str, Any]) -> None:
         """A log record is complete and will be written; values may be added to it."""
 
-    def on_batch_end(self, state: Any, update: int, record: State | None) -> None:
+    def on_batch_end(self, state: Any, update: int, record: dict[str, Any] | None) -> None:
         """After an optimizer update; `record` is its log record at a log point, else None."""
 
     def on_epoch_end(self, state: Any, epoch: int) -> None:
@@ -59,11 +57,11 @@ class Callback:
         refused if validation does not give them."""
         return []
 
-    def state_dict(self) -> State:
+    def state_dict(self) -> dict[str, Any]:
         """State to save in the checkpoint: numbers, strings, tensors, and lists and dicts of them."""
         return {}
 
-    def load_state_dict(self, saved: State) -> None:
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Restore the result of `state_dict`; called before `on_train_start` of a resumed run, and after the
         first checkpoint of a run, when it must change nothing."""
 
@@ -124,14 +122,14 @@ class CallbackList(list[Callback]):
             return []
         return [group["lr"] for group in self.state.optimizer.param_groups]
 
-    def state_dict(self) -> dict[str, State]:
+    def state_dict(self) -> dict[str, dict[str, Any]]:
         """The states by name."""
         states = {}
         for name, callback in self.by_name().items():
             states[name] = plain(callback.state_dict(), f"the state of callback {name}")
         return states
 
-    def load_state_dict(self, states: dict[str, State]) -> None:
+    def load_state_dict(self, states: dict[str, dict[str, Any]]) -> None:
         """Restore the state of each callback; warn of the states of callbacks that are no longer there."""
         named = self.by_name()
         gone = [name for name in states if states[name] and name not in named]

@@ -33,10 +33,10 @@ from trainer.weights import checkpoint, paths
 # --- an earlier run of this name
 
 
-def run_files(folder: Path, run: str) -> list[Path]:
+def run_files(folder: Path, run_name: str) -> list[Path]:
     """The files of a run of this name in a folder: weights, states, metrics, settings, adapters, curves."""
     endings = r"(_metrics|_run|_resume|_resume_previous|_best_resume|_update_\d+)?(\.\w+)*"
-    return sorted(path for path in folder.glob("*") if re.fullmatch(re.escape(run) + endings, path.name))
+    return sorted(path for path in folder.glob("*") if re.fullmatch(re.escape(run_name) + endings, path.name))
 
 
 def earlier_run_files(args: StageArgs) -> list[Path]:
@@ -145,7 +145,7 @@ def collect(state: TrainState) -> dict[str, Any]:
         "optimizer": optimizer,
         "scaler": state.scaler.state_dict(),
         "callbacks": checkpoint.host_copy(state.callbacks.state_dict()),
-        "run": state.run,
+        "fingerprint": state.fingerprint,
         "environment": state.environment,
         "code": state.code,
         "world_size": world_size(),
@@ -198,20 +198,20 @@ def describe_model(state: TrainState) -> dict[str, Any] | None:
     """What a state says of its model without being read, for `described_config`."""
     if not hasattr(state.lm_config, "own_fields"):
         return None
-    return {"model": state.lm_config.own_fields(), "tokenizer": state.run.get("tokenizer")}
+    return {"model": state.lm_config.own_fields(), "tokenizer": state.fingerprint.get("tokenizer")}
 
 
 def write_and_keep(
     args: StageArgs, path: Path, saved: dict[str, Any], described: dict[str, Any] | None
 ) -> None:
     """Write a state as the newest at `path`, and under its number or as the best, where it is one to keep."""
-    run, update = path.stem.removesuffix("_resume"), saved["update"]
+    run_name, update = path.stem.removesuffix("_resume"), saved["update"]
     checkpoint.write_checkpoint(path, saved, described)
     if args.keep_every and update % args.keep_every == 0:
-        keep(path, path.with_name(f"{run}_update_{update:08d}.pth"))
-        delete_old_checkpoints(path.parent, run, args.keep_last, saved)
+        keep(path, path.with_name(f"{run_name}_update_{update:08d}.pth"))
+        delete_old_checkpoints(path.parent, run_name, args.keep_last, saved)
     if saved["best_update"] == update:
-        keep(path, path.with_name(f"{run}_best_resume.pth"))
+        keep(path, path.with_name(f"{run_name}_best_resume.pth"))
 
 
 def check_replicas(state: TrainState) -> None:
@@ -241,12 +241,12 @@ def keep(path: Path, name: Path) -> None:
         sync(name.parent)
 
 
-def delete_old_checkpoints(folder: Path, run: str, keep_last: int, saved: dict[str, Any]) -> None:
+def delete_old_checkpoints(folder: Path, run_name: str, keep_last: int, saved: dict[str, Any]) -> None:
     """Delete the numbered checkpoints up to the present update, except for the last --keep_last (at least
     one) and the best."""
     numbered = {}
     for path in folder.glob("*.pth"):
-        if name := re.fullmatch(re.escape(run) + r"_update_(\d+)\.pth", path.name):
+        if name := re.fullmatch(re.escape(run_name) + r"_update_(\d+)\.pth", path.name):
             numbered[int(name[1])] = path
     past = sorted(update for update in numbered if update <= saved["update"])
     for update in past[: -max(1, keep_last)]:
@@ -257,15 +257,15 @@ def delete_old_checkpoints(folder: Path, run: str, keep_last: int, saved: dict[s
 def write_weights(state: TrainState, weight: str) -> Path:
     """Write what is used of the model under this name, in the background; returns where. Beside the weights
     stands where they come from."""
-    run, progress = state.run, state.progress
+    fingerprint, progress = state.fingerprint, state.progress
     description = {
-        "tokenizer": run.get("tokenizer"),
+        "tokenizer": fingerprint.get("tokenizer"),
         "stage": state.objective.stage,
-        "from_weight": {"name": state.args.from_weight, "sha256": run["from_weight_sha256"]},
+        "from_weight": {"name": state.args.from_weight, "sha256": fingerprint["from_weight_sha256"]},
         "epoch": progress.epoch,
         "update": progress.update,
         "tokens": progress.tokens,
-        "data": {"data": run.get("data"), "samples": run.get("samples")},
+        "data": {"data": fingerprint.get("data"), "samples": fingerprint.get("samples")},
         "code": state.code["revision"],
     }
     path = paths.weight_path(state.args.save_dir, weight, state.lm_config)
@@ -293,7 +293,7 @@ def write_settings(state: TrainState, path: Path) -> None:
         "parameters": sum(parameter.numel() for parameter in unwrap(state.model).parameters()),
         "settings": dict(state.args),
         "environment": {"code": state.code["revision"]} | state.environment | versions,
-        "run": state.run,
+        "fingerprint": state.fingerprint,
         "facts": state.facts,
         "starts": [*content.get("starts", []), start],
     }
@@ -382,11 +382,13 @@ def has_ended_early(args: StageArgs, updates: int, saved: dict[str, Any]) -> boo
     return saved["finished"] and not (args.extend_epochs and saved.get("extended_to") != updates)
 
 
-def is_finished(args: StageArgs, run: Fingerprint, saved: dict[str, Any] | None) -> bool:
+def is_finished(args: StageArgs, fingerprint: Fingerprint, saved: dict[str, Any] | None) -> bool:
     """Whether the run of a checkpoint has come to its end: then nothing is left to do. Says so."""
     if saved is None or is_new(saved):
         return False
-    if not has_ended_early(args, total_updates(run), saved) and saved["update"] < total_updates(run):
+    if not has_ended_early(args, total_updates(fingerprint), saved) and saved["update"] < total_updates(
+        fingerprint
+    ):
         return False
     path = paths.weight_path(args.save_dir, args.save_weight, args)
     has_weights = path.exists() or path.with_suffix("").exists()  # of an adapter, a folder

@@ -61,7 +61,7 @@ class TrainState:
 
     args: StageArgs
     lm_config: Any  # shape of the model, or the settings that say it
-    run: Fingerprint  # what must not differ on resume
+    fingerprint: Fingerprint  # what must not differ on resume
     model: nn.Module  # wrapped
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
@@ -90,7 +90,7 @@ class TrainState:
 
     def __post_init__(self):
         self.callbacks.state = self
-        self.total_updates = total_updates(self.run)
+        self.total_updates = total_updates(self.fingerprint)
         self.clock = time.perf_counter()
 
     @property

@@ -27,7 +27,7 @@ from trainer.objectives.next_token import Objective, frozen_model
 from trainer.report.trackers import start_tracker
 from trainer.run.callbacks import CallbackList
 from trainer.run.resume import (
-    check_resume,
+    check_same_run,
     keep_global_batch,
     run_fingerprint,
     total_updates,
@@ -74,12 +74,12 @@ class TrainingEngine:
             raise UserError(
                 f"--eval_share: {type(data).__name__} sets no val_dataset to hold it; leave the flag out"
             )
-        run = run_fingerprint(args, task.fingerprint(), data.fingerprint(), data.num_samples())
-        check_resume(args, run, checkpoint)
+        fingerprint = run_fingerprint(args, task.fingerprint(), data.fingerprint(), data.num_samples())
+        check_same_run(args, fingerprint, checkpoint)
         if is_new(checkpoint):
             check_starts(args)
-        self.is_finished = is_finished(args, run, checkpoint)  # then `run` has nothing to do
-        self.wandb = None if self.is_finished else start_tracker(args, run, checkpoint)
+        self.is_finished = is_finished(args, fingerprint, checkpoint)  # then `run()` has nothing to do
+        self.wandb = None if self.is_finished else start_tracker(args, fingerprint, checkpoint)
 
         # what the task makes; a checkpoint takes the place of the start weights
         objective = checked_type(task, "build_objective", task.build_objective(), Objective, "an Objective")
@@ -94,7 +94,7 @@ class TrainingEngine:
         optimizer = task.build_optimizer(model)
         checked_type(task, "build_optimizer", optimizer, Optimizer, "an optimizer of torch")
         self.optimizer = task.optimizer = optimizer
-        self.scheduler = self._build_scheduler(total_updates(run))
+        self.scheduler = self._build_scheduler(total_updates(fingerprint))
         self.criterion = task.criterion = task.build_criterion()
         check_criterion(task)
         if objective.needs_reference:
@@ -104,7 +104,7 @@ class TrainingEngine:
 
         # the state of the run, restored from the checkpoint
         self.state = state = TrainState(
-            args=args, lm_config=task.lm_config, run=run,
+            args=args, lm_config=task.lm_config, fingerprint=fingerprint,
             model=wrapped, optimizer=self.optimizer, scaler=scaler, autocast=autocast, device=device,
             objective=objective, schedule=self._schedule(), eval_loader=held_out,
         )  # fmt: skip
@@ -190,7 +190,7 @@ class TrainingEngine:
                 f"{type(self.data_module).__name__}.train_dataloader returns {described(loader)}; it must "
                 "return a DataLoader, or what has its collate_fn, too"
             )
-        iters = steps_per_epoch(state.run["samples"], state.args.batch_size)
+        iters = steps_per_epoch(state.fingerprint["samples"], state.args.batch_size)
         train_epoch(state, epoch, loader, iters, start_step, self.wandb)
 
     def stop(self, reason: str) -> None:

@@ -93,8 +93,8 @@ class Logger:
     @classmethod
     def of(cls, config: Config) -> "Logger":
         """The logger that the settings describe."""
-        run = run_name(config.checkpoint.save_weight, config.model)
-        return cls(log_path(config.logging, run), config.logging.log_level)
+        name = run_name(config.checkpoint.save_weight, config.model)
+        return cls(log_path(config.logging, name), config.logging.log_level)
 
     def debug(self, text: str) -> None:
         """Print `debug: ...` lines."""

@@ -89,7 +89,7 @@ def updates(rank: int, case: dict, parallel: str) -> dict:
     state = TrainState(
         args=StageArgs(seed=0, grad_clip=1.0), lm_config=config, model=wrapped, scaler=scaler, autocast=autocast,
         optimizer=build_optimizer(model, 1e-2, 0.1), device=CPU, objective=objective, schedule=lambda *_: 1e-2,
-        run={"samples": 9, "global_batch": 3, "epochs": 1},
+        fingerprint={"samples": 9, "global_batch": 3, "epochs": 1},
     )  # fmt: skip
     assert all(p.dtype == torch.float32 for p in model.parameters())  # the shards, and so the checkpoints
     for one, other in zip(model.parameters(), expected.parameters(), strict=True):
