@@ -118,20 +118,20 @@ def call_of(part: nn.Module, may_fail: bool) -> Any:
     """The call of a compiled module that `compile_model` describes."""
     from torch._dynamo.exc import TorchDynamoException
 
-    compiled, plain = cast(Any, part._compiled_call_impl), part._call_impl
+    compiled_call, eager_call = cast(Any, part._compiled_call_impl), part._call_impl
 
     def call(*args: Any, **kwargs: Any) -> Any:
         values = [*args, *kwargs.values()]
         if any(isinstance(value, Tensor) and value.numel() == 0 for value in values):
-            return plain(*args, **kwargs)
+            return eager_call(*args, **kwargs)
         try:
-            return compiled(*args, **kwargs)
+            return compiled_call(*args, **kwargs)
         except TorchDynamoException as error:
             if not may_fail:
                 raise
             why = reason(getattr(error, "inner_exception", error))
             warn(f"--use_compile auto: the model cannot be compiled and runs as it is ({why})")
             part._compiled_call_impl = None
-            return plain(*args, **kwargs)
+            return eager_call(*args, **kwargs)
 
     return call

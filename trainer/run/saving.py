@@ -202,11 +202,11 @@ def describe_model(state: TrainState) -> dict[str, Any] | None:
 
 
 def write_and_keep(
-    args: StageArgs, path: Path, saved: dict[str, Any], described: dict[str, Any] | None
+    args: StageArgs, path: Path, saved: dict[str, Any], description: dict[str, Any] | None
 ) -> None:
     """Write a state as the newest at `path`, and under its number or as the best, where it is one to keep."""
     run_name, update = path.stem.removesuffix("_resume"), saved["update"]
-    checkpoint.write_checkpoint(path, saved, described)
+    checkpoint.write_checkpoint(path, saved, description)
     if args.keep_every and update % args.keep_every == 0:
         keep(path, path.with_name(f"{run_name}_update_{update:08d}.pth"))
         delete_old_checkpoints(path.parent, run_name, args.keep_last, saved)

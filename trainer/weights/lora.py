@@ -119,14 +119,14 @@ def save_adapter(
     tensors = {}
     for name, value in adapter_weights(model).items():
         tensors[PREFIX + name] = full_tensor(value.detach()).float().cpu().clone()
-    described = description_of(model, description) | {"base_sha256": cast(Any, inner).base_sha256}
+    full_description = description_of(model, description) | {"base_sha256": cast(Any, inner).base_sha256}
     config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none", "inference_mode": True}
     config |= {"base_model_name_or_path": None} | cast(dict[str, Any], inner.adapter)
 
     def job() -> None:
         atomic_write(folder / ADAPTER_CONFIG, lambda file: file.write(json.dumps(config, indent=2).encode()))
         atomic_write(folder / WEIGHTS, lambda file: file.write(save(tensors, {"format": "pt"})))
-        write_json(path.with_suffix(".json"), described)
+        write_json(path.with_suffix(".json"), full_description)
 
     if is_main_process():
         writer.submit(job)
@@ -165,7 +165,7 @@ def read_adapter(model: "MiniMindForCausalLM", folder: Path) -> tuple[dict[str, 
     if not set(config["target_modules"]) <= set(TARGETS):
         raise UserError(f"adapter {folder}: its targets must be of {', '.join(TARGETS)}")
     check_base(model, folder)
-    wanted = {}
+    expected_shapes = {}
     for name, layer in model.named_modules():
         if name.rsplit(".", 1)[-1] not in config["target_modules"]:
             continue
@@ -173,22 +173,30 @@ def read_adapter(model: "MiniMindForCausalLM", folder: Path) -> tuple[dict[str, 
             what = f"{name}, which is no plain nn.Linear (it is a {type(layer).__name__}, or has hooks)"
             raise UserError(f"adapter {folder}: it cannot be merged into {what}")
         out, into = cast(Tensor, layer.weight).shape
-        wanted |= {f"{name}.lora_A.weight": (config["r"], into), f"{name}.lora_B.weight": (out, config["r"])}
-    given = {name: tuple(value.shape) for name, value in tensors.items()}
-    if given != wanted:
-        name = min(name for name in {**given, **wanted} if given.get(name) != wanted.get(name))
-        shapes = f"{name} is {given.get(name, 'missing')}, the model wants {wanted.get(name, 'none')}"
-        raise UserError(f"adapter {folder} is of another model: {shapes}")
+        expected_shapes |= {
+            f"{name}.lora_A.weight": (config["r"], into),
+            f"{name}.lora_B.weight": (out, config["r"]),
+        }
+    shapes = {name: tuple(value.shape) for name, value in tensors.items()}
+    if shapes != expected_shapes:
+        names = shapes.keys() | expected_shapes.keys()
+        name = min(name for name in names if shapes.get(name) != expected_shapes.get(name))
+        found, expected = shapes.get(name, "missing"), expected_shapes.get(name, "none")
+        raise UserError(
+            f"adapter {folder} is of another model: {name} is {found}, the model wants {expected}"
+        )
     return config, tensors
 
 
 def check_base(model: "MiniMindForCausalLM", folder: Path) -> None:
     """Refuse an adapter that was trained on a model of another arithmetic, or on other weights, by the
     description beside it; without one say that nothing is known."""
-    beside = folder.with_name(f"{folder.name}.json")
+    description_path = folder.with_name(f"{folder.name}.json")
     try:
-        with read_errors(beside):
-            description = json.loads(beside.read_text(encoding="utf-8")) if beside.is_file() else {}
+        with read_errors(description_path):
+            description = (
+                json.loads(description_path.read_text(encoding="utf-8")) if description_path.is_file() else {}
+            )
         trained_on, wanted = description.get("model", {}), description.get("base_sha256")
         fields = trained_on.keys() - NOT_COMPARED
         start = description.get("from_weight", {}).get("name", "unknown")
@@ -206,7 +214,8 @@ def check_base(model: "MiniMindForCausalLM", folder: Path) -> None:
     elif wanted != layers_hash(model):
         raise UserError(
             f"adapter {folder} was trained on other weights than these (on --from_weight {start}, whose "
-            f"base_sha256 in {beside} begins with {wanted[:12]}); give those, or train it anew on these"
+            f"base_sha256 in {description_path} begins with {wanted[:12]}); give those, or train "
+            "it anew on these"
         )
 
 
