@@ -14,7 +14,6 @@ from pydantic.fields import FieldInfo
 
 from common.command_line import Parser, hint
 from common.errors import UserError
-from common.hub import make_local
 from common.launcher import launch
 from common.settings import Settings, StageArgs, setting_option
 
@@ -42,7 +41,10 @@ def parse_args(args_class: type[A], description: str | None, argv: Sequence[str]
     wrong = args.contradictions()
     if wrong:
         raise UserError("; ".join(wrong))
-    make_local(args)
+    if any("://" in str(value) for _, value in args):  # paths on a hub
+        from common.hub import make_local
+
+        make_local(args)
     return args
 
 

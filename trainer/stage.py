@@ -1,7 +1,6 @@
 """What every stage does before it trains, in the order of the calls in its `main`."""
 
 import math
-import os
 import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -33,13 +32,13 @@ from trainer.devices.device import (
     matrix_rate,
     prepare_device,
 )
-from trainer.devices.process_group import Logger
+from trainer.devices.process_group import Logger, world_size
 from trainer.devices.wrapping import freeze, unwrap, wrap_model
 from trainer.objectives.next_token import frozen_model
 from trainer.optim.build import check_optimizer
 from trainer.report.warnings import facts_for_warnings
 from trainer.run import resume
-from trainer.run.compiling import check_cache_folder, compile_model, compiles
+from trainer.run.compiling import compile_model, compiles
 from trainer.run.experts import ExpertLoad, token_counters
 from trainer.run.included_callbacks import EarlyStopping, TensorBoardLogger
 from trainer.run.samples import sample_callbacks
@@ -178,8 +177,6 @@ def set_up_process(args: StageArgs) -> tuple[torch.device, Any, torch.amp.GradSc
     lock_output(name, **output_folders(args))
     if launch().rank == 0:
         complete_moves(args)
-    if "TORCHINDUCTOR_CACHE_DIR" in os.environ:
-        check_cache_folder(os.environ["TORCHINDUCTOR_CACHE_DIR"])
     return device_and_precision(args)
 
 
@@ -240,9 +237,9 @@ def begin_run(
     check_optimizer(state.optimizer)
     state.environment = resume.environment(args, state.device, state.autocast)
     state.code = resume.code_of_run(state.optimizer)
-    resume.check_ranks_agree(
-        {name: state.environment[name] for name in ("device", "dtype")} | state.code["sources"]
-    )
+    if world_size() > 1:
+        chosen = {name: state.environment[name] for name in ("device", "dtype")}
+        resume.check_ranks_agree(chosen | state.code["sources"])
 
     # held-out data, callbacks, frozen models
     state.source = data.source

@@ -113,8 +113,8 @@ def actor_critic_loss(model: nn.Module, batch: Batch, args: Any) -> tuple[Tensor
         args.epsilon, batch.get("ref_log_probs"), args.beta,
     )  # fmt: skip
     critic = value_loss(values, old_values, batch["returns"], args.cliprange_value)
-    metrics = {"value_loss": critic.detach(), "approx_kl": policy_divergence(log_probs.detach(), old)}
-    return loss + args.vf_coef * critic, aux_loss, metrics | metrics | sampling_difference(old, batch)
+    metrics |= {"value_loss": critic.detach(), "approx_kl": policy_divergence(log_probs.detach(), old)}
+    return loss + args.vf_coef * critic, aux_loss, metrics | sampling_difference(old, batch)
 
 
 def critic_batches(

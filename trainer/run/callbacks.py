@@ -164,7 +164,7 @@ def plain(value: Any, where: str, in_record: bool = False) -> Any:
     if isinstance(value, float):
         return None if in_record and not math.isfinite(value) else float(value)
     if isinstance(value, str):
-        return utf8(str(value), where)
+        return str(value)
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, int):
@@ -173,16 +173,6 @@ def plain(value: Any, where: str, in_record: bool = False) -> Any:
         f"{where} is a {type(value).__name__}; it must be a number, a text, or a list or dict of them"
         + ("" if in_record else ", or a tensor")
     )
-
-
-def utf8(text: str, where: str) -> str:
-    """The text. Raises UserError if it holds bytes of a file name that are not UTF-8: a file with it could
-    not be read again."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise UserError(f"{where} is not UTF-8: {text!a}; rename it") from error
-    return text
 
 
 def is_better(value: float, best: float | None, mode: str, min_delta: float = 0.0) -> bool:

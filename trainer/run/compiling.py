@@ -81,17 +81,6 @@ def compiler_problem(device: str) -> str:
     return ""
 
 
-def check_cache_folder(folder: str) -> None:
-    """Refuse a TORCHINDUCTOR_CACHE_DIR that cannot be made, with a UserError: torch makes it when a model is
-    imported, compiled or not."""
-    try:
-        os.makedirs(folder, exist_ok=True)
-    except OSError as error:
-        raise UserError(
-            f"TORCHINDUCTOR_CACHE_DIR={folder} cannot be made ({error.strerror}); unset it"
-        ) from None
-
-
 def compile_model(model: nn.Module, may_fail: bool = False) -> None:
     """Compile each transformer in a model in place, or the model as a whole if it has none. A call with an
     empty tensor runs as it is: it would be compiled for itself, and epochs begin with one under DDP.

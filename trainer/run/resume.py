@@ -17,7 +17,7 @@ from dataset.token_cache import file_hash
 from trainer.devices.device import autocast_dtype
 from trainer.devices.process_group import Logger, all_gather, world_size
 from trainer.optim.build import optimizer_settings
-from trainer.run.callbacks import plain, utf8
+from trainer.run.callbacks import plain
 from trainer.weights import paths
 from trainer.weights.files import weights_hash
 
@@ -31,7 +31,7 @@ def run_fingerprint(args: StageArgs, model: Fingerprint, data: Fingerprint, samp
 
     model: the fields of its config. data: the fingerprint of its dataset. samples: items of an epoch.
     """
-    fingerprint = compared_settings(args)
+    fingerprint = args.compared()
     fingerprint |= plain(model, "the fingerprint of the model")
     fingerprint["global_batch"] = args.batch_size * args.accumulation_steps * world_size()
     fingerprint |= plain({"samples": samples} | data, "the fingerprint of the data")
@@ -47,13 +47,10 @@ def run_fingerprint(args: StageArgs, model: Fingerprint, data: Fingerprint, samp
 def check_utf8(args: StageArgs) -> None:
     """Raise UserError for a path that is not UTF-8, which no checkpoint can hold."""
     for name, value in args:
-        if isinstance(value, str):
-            utf8(value, f"--{name}")
-
-
-def compared_settings(args: StageArgs) -> Fingerprint:
-    """Those of the settings that must stay the same."""
-    return {name: plain(value, f"--{name}") for name, value in args.compared().items()}
+        try:
+            str(value).encode()
+        except UnicodeEncodeError as error:
+            raise UserError(f"--{name} is not UTF-8: {value!a}; rename it") from error
 
 
 def total_updates(fingerprint: Fingerprint) -> int:
@@ -89,7 +86,8 @@ def check_same_run(args: StageArgs, fingerprint: Fingerprint, checkpoint: dict[s
     """Raise UserError if the checkpoint (None: a new run) belongs to another run, or the ranks do not all see
     the same."""
     position = {key: checkpoint[key] for key in ("run_id", "update")} if checkpoint else {}
-    check_ranks_agree(fingerprint | position)
+    if world_size() > 1:
+        check_ranks_agree(fingerprint | position)
     if checkpoint is None:
         if args.from_resume:
             run_name = paths.run_name(args.save_weight, args)
@@ -97,7 +95,7 @@ def check_same_run(args: StageArgs, fingerprint: Fingerprint, checkpoint: dict[s
         return
     # a flag that the script did not have yet counts as having had its default; one that older code compared
     # may be another now
-    saved = compared_settings(type(args)()) | checkpoint["fingerprint"]
+    saved = type(args)().compared() | checkpoint["fingerprint"]
     saved = {
         name: value
         for name, value in saved.items()
@@ -181,7 +179,11 @@ def environment(args: StageArgs, device: torch.device, autocast: AbstractContext
 def code_of_run(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """What the code says of a run: the hashes of its files, the settings that it gives the optimizer, and
     the git revision."""
-    sources = {source_name(file): file_hash(file) for file in source_files()}
+    sources = {}
+    for file in source_files():
+        # the path in the repository, which may lie elsewhere when the run goes on
+        name = str(file.relative_to(ROOT)) if file.is_relative_to(ROOT) else file.name
+        sources[name] = file_hash(file)
     return {"revision": code_version(), "sources": sources, "optimizer": optimizer_settings(optimizer)}
 
 
@@ -198,12 +200,6 @@ def source_files() -> list[Path]:
     files |= {file for file in loaded if file.parent in own and file.suffix == ".py"}
     script = getattr(sys.modules["__main__"], "__file__", None)
     return sorted(files | ({Path(script).resolve()} if script else set()))
-
-
-def source_name(file: Path) -> str:
-    """How a source file is called in a checkpoint: its path in the repository, which may lie elsewhere when
-    the run goes on; else its name."""
-    return str(file.relative_to(ROOT)) if file.is_relative_to(ROOT) else file.name
 
 
 def code_version() -> str:

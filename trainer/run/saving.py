@@ -118,7 +118,8 @@ def save_checkpoint(state: TrainState) -> None:
     is_first = state.saved_update is None or progress.update == 1  # a signal may come before any update
     if state.checkpoint_write is not None:
         state.checkpoint_write.result()  # at most one copy of the state waits in memory
-    check_replicas(state)
+    if world_size() > 1 and not is_sharded(state.model):
+        check_replicas(state)
     if state.log is not None:
         state.log.sync()
     state.weights, state.saved_update = write_weights(state, args.save_weight), progress.update
@@ -127,7 +128,11 @@ def save_checkpoint(state: TrainState) -> None:
     saved = collect(state)
     path = paths.resume_path(args.checkpoint_dir, args.save_weight, state.lm_config)
     if is_main_process():
-        state.writer.submit(partial(write_and_keep, args, path, saved, describe_model(state)))
+        description = None  # of the model, for `described_config`
+        if hasattr(state.lm_config, "own_fields"):
+            tokenizer = state.fingerprint.get("tokenizer")
+            description = {"model": state.lm_config.own_fields(), "tokenizer": tokenizer}
+        state.writer.submit(partial(write_and_keep, args, path, saved, description))
         state.checkpoint_write = state.writer.last
     del saved  # the writer's now, which frees it
     if is_first:
@@ -194,13 +199,6 @@ def restore_first(state: TrainState, path: Path) -> None:
         )
 
 
-def describe_model(state: TrainState) -> dict[str, Any] | None:
-    """What a state says of its model without being read, for `described_config`."""
-    if not hasattr(state.lm_config, "own_fields"):
-        return None
-    return {"model": state.lm_config.own_fields(), "tokenizer": state.fingerprint.get("tokenizer")}
-
-
 def write_and_keep(
     args: StageArgs, path: Path, saved: dict[str, Any], description: dict[str, Any] | None
 ) -> None:
@@ -216,8 +214,6 @@ def write_and_keep(
 
 def check_replicas(state: TrainState) -> None:
     """Raise UserError if the ranks do not all have the same weights. A collective."""
-    if world_size() == 1 or is_sharded(state.model):
-        return
     weights = {name: value for name, value in unwrap(state.model).named_parameters() if value.numel()}
     hashes = [torch.hash_tensor(value.detach()) for value in weights.values()]
     everyone = all_gather(torch.stack(hashes).tolist())

@@ -57,15 +57,12 @@ EXPERT_FIELDS = ["num_experts", "num_experts_per_tok", "moe_intermediate_size", 
 # --- writing
 
 
-def half_weights(model: nn.Module, keep: bool = True, leave_out: tuple[str, ...] = ()) -> dict[str, Any]:
+def half_weights(model: nn.Module, keep: bool = True) -> dict[str, Any]:
     """The inference weights: MiniMind's names, fp16, on the CPU; tied tensors stay one tensor. A collective
-    for a sharded model, of which a rank that does not `keep` them gets none. leave_out: prefixes of the names
-    of parts that only training needs."""
+    for a sharded model, of which a rank that does not `keep` them gets none."""
     copies: dict[int, Tensor | None] = {}
     half = {}
     for key, value in unwrap(model).state_dict(keep_vars=True).items():
-        if key.startswith(leave_out):
-            continue
         if id(value) not in copies:
             whole = full_tensor(value.detach().half())
             copies[id(value)] = whole.to("cpu", copy=True) if keep else None
@@ -79,14 +76,12 @@ def save_weights(
     path: Path,
     writer: checkpoint.Writer | None = None,
     description: Description | None = None,
-    leave_out: tuple[str, ...] = (),
 ) -> Path:
     """Write the fp16 inference weights with their description, on rank 0; with a writer in the background,
-    from a copy. description: what more it says, such as the stage. leave_out: prefixes of the names of parts
-    that only training needs. Returns the path."""
+    from a copy. description: what more it says, such as the stage. Returns the path."""
     if not (is_main_process() or is_sharded(model)):
         return path
-    state = half_weights(model, is_main_process(), leave_out)
+    state = half_weights(model, is_main_process())
     full_description = description_of(model, description)
     if not is_main_process():
         return path
@@ -183,8 +178,8 @@ def read_description(path: Path) -> Description:
         is_described = False
     if is_described:
         raise UserError(
-            f"{description_path} describes other weights than {path}, which come from elsewhere or were written "
-            "anew by another program; delete it, then the shape is taken from the tensors"
+            f"{description_path} describes other weights than {path}, which come from elsewhere or were "
+            "written anew by another program; delete it, then the shape is taken from the tensors"
         )
     return {}
 
@@ -341,13 +336,11 @@ def fill(
     Raises UserError if they do not fit; the settings or the tensor that differ are named."""
     if differing := incompatible_fields(weights_config, cast(Any, model).config):
         raise UserError(f"weights {path} do not fit the model: they are of {', '.join(differing)}")
-    shapes, expected = _shapes(weights), _shapes(model.state_dict())
-    for name in sorted(shapes.keys() | expected.keys()):
-        shape, wanted = shapes.get(name, "missing"), expected.get(name, "none")
-        if shape != wanted:
-            what = f"{name} is {shape}, the model wants {wanted}"
-            raise UserError(f"weights {path} do not fit the model: {what}")
-    model.load_state_dict(weights, strict=True)
+    try:
+        model.load_state_dict(weights, strict=True)
+    except RuntimeError as error:  # its first line names the class alone
+        differences = " ".join(str(error).split("\n", 1)[-1].split())
+        raise UserError(f"weights {path} do not fit the model: {differences[:300]}") from error
 
 
 def incompatible_fields(weights_config: "MiniMindConfig", config: "MiniMindConfig") -> list[str]:

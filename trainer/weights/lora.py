@@ -82,13 +82,9 @@ def layers_hash(model: nn.Module) -> str:
 
 
 def can_merge(layer: nn.Module) -> bool:
-    """Whether a layer is x W' + b and nothing else, no subclass and without hooks, so that the product of an
-    adapter can be added to its weight."""
-    has_hooks = (
-        layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks
-    )
-    is_linear = type(layer) is nn.Linear and "forward" not in vars(layer)
-    return is_linear and not has_hooks and isinstance(layer.weight, nn.Parameter)
+    """Whether a layer is x W' + b, no subclass, so that the product of an adapter can be added to its
+    weight."""
+    return type(layer) is nn.Linear
 
 
 def adapter_weights(model: nn.Module) -> dict[str, Tensor]:
@@ -170,7 +166,7 @@ def read_adapter(model: "MiniMindForCausalLM", folder: Path) -> tuple[dict[str, 
         if name.rsplit(".", 1)[-1] not in config["target_modules"]:
             continue
         if not can_merge(layer):
-            what = f"{name}, which is no plain nn.Linear (it is a {type(layer).__name__}, or has hooks)"
+            what = f"{name}, which is no nn.Linear but a {type(layer).__name__}"
             raise UserError(f"adapter {folder}: it cannot be merged into {what}")
         out, into = cast(Tensor, layer.weight).shape
         expected_shapes |= {
