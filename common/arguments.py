@@ -14,13 +14,12 @@ from pydantic.fields import FieldInfo
 
 from common.command_line import Parser, hint
 from common.errors import UserError
-from common.hub import make_local
 from common.launcher import launch
-from common.settings import Settings, StageArgs, mark
+from common.settings import Settings, StageArgs, setting_option
 
 A = TypeVar("A", bound=StageArgs)
 # a value with the name of its setting, and how the user spelt that
-Given = tuple[str, str, Any]
+NamedValue = tuple[str, str, Any]
 METAVARS = {bool: "{0,1}", int: "INT", float: "FLOAT"}
 
 
@@ -42,7 +41,10 @@ def parse_args(args_class: type[A], description: str | None, argv: Sequence[str]
     wrong = args.contradictions()
     if wrong:
         raise UserError("; ".join(wrong))
-    make_local(args)
+    if any("://" in str(value) for _, value in args):  # paths on a hub
+        from common.hub import make_local
+
+        make_local(args)
     return args
 
 
@@ -91,12 +93,12 @@ def flag_options(field: FieldInfo, default: Any) -> dict[str, Any]:
     if kind == bool | None:
         metavar = METAVARS[bool]
     text = field.description or ""
-    if mark(field, "auto") and default is None:
+    if setting_option(field, "auto") and default is None:
         default = "auto"
     if isinstance(default, bool):
         default = int(default)
     if default not in (None, ""):
-        text += f" (default: {default} {mark(field, 'unit') or ''}".rstrip() + ")"
+        text += f" (default: {default} {setting_option(field, 'unit') or ''}".rstrip() + ")"
     options = {"metavar": metavar, "help": text.replace("%", "%%")}
     if metavar == METAVARS[bool]:  # a bare flag switches it on
         options |= {"nargs": "?", "const": "1"}
@@ -134,7 +136,7 @@ def read_flags(parser: Parser, argv: Sequence[str] | None) -> dict[str, Any]:
     return vars(flags)
 
 
-def flag_values(flags: Mapping[str, Any]) -> list[Given]:
+def flag_values(flags: Mapping[str, Any]) -> list[NamedValue]:
     """The flags as values of settings."""
     return [(name, f"--{name}", value) for name, value in flags.items()]
 
@@ -160,7 +162,7 @@ def read_yaml(path: str) -> dict[str, dict[str, Any]]:
     return sections
 
 
-def yaml_values(args_class: type[StageArgs], path: str) -> list[Given]:
+def yaml_values(args_class: type[StageArgs], path: str) -> list[NamedValue]:
     """The values of a YAML file. Raises UserError if a setting stands in another section than its own."""
     section_of = {name: section for section, names in sections(args_class).items() for name in names}
     values, wrong = [], []
@@ -188,7 +190,7 @@ class Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def checked(args_class: type[StageArgs], given: Iterable[Given]) -> dict[str, Any]:
+def checked(args_class: type[StageArgs], given: Iterable[NamedValue]) -> dict[str, Any]:
     """The values of a source by the names of their settings, converted. Raises UserError: one line with all
     mistakes, each of which begins with the name as the user spelt it."""
     labels: dict[str, str] = {}
@@ -223,7 +225,7 @@ def describe_mistake(args_class: type[Settings], name: str, mistake: Mapping[str
     if mistake["type"] == "value_error":
         return str(mistake["ctx"]["error"])
     message = mistake["msg"].replace("Input should", "must").partition(", unable")[0]
-    if mark(args_class.model_fields[name], "auto"):
+    if setting_option(args_class.model_fields[name], "auto"):
         message += " or auto"
     return f"{message}, not {mistake['input']!r}"
 
@@ -237,7 +239,7 @@ def as_yaml(args_class: type[StageArgs], values: Mapping[str, Any], **more: Any)
     for section, names in sections(args_class).items():
         content[section] = {}
         for name in names:
-            is_auto = values[name] is None and mark(args_class.model_fields[name], "auto")
+            is_auto = values[name] is None and setting_option(args_class.model_fields[name], "auto")
             content[section][name] = "auto" if is_auto else values[name]
     return yaml.safe_dump(content | more, allow_unicode=True, sort_keys=False, width=math.inf)
 

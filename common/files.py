@@ -183,7 +183,7 @@ def locked(path: Path, message: str) -> Iterator[None]:
         yield
 
 
-def lock_output(run: str, **folders: str) -> None:
+def lock_output(run_name: str, **folders: str) -> None:
     """Reserve a run's name in its output folders until this process ends (rank 0 only); `folders` by flag.
 
     Keeps a second run from writing the same files, and finds folders that cannot be written before any work.
@@ -191,7 +191,7 @@ def lock_output(run: str, **folders: str) -> None:
     if launch().rank != 0:
         return
     for flag, folder in folders.items():
-        path = Path(folder) / f".{run}_{flag}.lock"
+        path = Path(folder) / f".{run_name}_{flag}.lock"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             file = open(path, "a+", encoding="utf-8")  # noqa: SIM115 (open until the process ends)

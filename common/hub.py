@@ -102,18 +102,18 @@ def download(path: re.Match, tokenizer_only: bool) -> Path:
     from huggingface_hub import hf_hub_download, snapshot_download
 
     kind = "dataset" if path["kind"] == "datasets/" else "model"
-    where: dict[str, Any] = {"repo_id": path["repo"], "repo_type": kind, "revision": path["revision"]}
+    options: dict[str, Any] = {"repo_id": path["repo"], "repo_type": kind, "revision": path["revision"]}
     file = (path["file"] or "").strip("/")
     if Path(file).suffix and not has_pattern(file):
-        return Path(hf_hub_download(filename=file, **where))
+        return Path(hf_hub_download(filename=file, **options))
     if kind == "dataset":
         patterns = [file, f"{file}/*"] if file else None
-        return Path(snapshot_download(allow_patterns=patterns, **where)) / file
+        return Path(snapshot_download(allow_patterns=patterns, **options)) / file
     names = TOKENIZER if tokenizer_only else TOKENIZER + MODEL + WEIGHTS
     prefix = f"{file}/" if file else ""
-    folder = Path(snapshot_download(allow_patterns=[prefix + name for name in names], **where)) / file
+    folder = Path(snapshot_download(allow_patterns=[prefix + name for name in names], **options)) / file
     if not tokenizer_only and not list(folder.glob("*.safetensors")):
-        snapshot_download(allow_patterns=[prefix + name for name in PICKLED], **where)
+        snapshot_download(allow_patterns=[prefix + name for name in PICKLED], **options)
     return folder
 
 

@@ -40,7 +40,7 @@ def setting(default: Any, help: str, unit: str = "", auto: bool = False, **limit
     return Field(default, description=help, json_schema_extra=marks, **limits)
 
 
-def mark(field: FieldInfo, name: str) -> Any:
+def setting_option(field: FieldInfo, name: str) -> Any:
     """What `setting` says of a field; None for a field without it."""
     marks: Any = field.json_schema_extra or {}
     return marks.get(name)
@@ -77,7 +77,7 @@ class Settings(BaseModel):
         field = cls.model_fields[str(info.field_name)]
         if value == "auto" and info.field_name in ("batch_size", "learning_rate"):
             raise ValueError("must be a number, not auto; scripts/plan.py chooses one for your data")
-        is_auto = mark(field, "auto")
+        is_auto = setting_option(field, "auto")
         if is_auto and value in ("auto", None):
             return None
         may_be_none = not is_auto and type(None) in get_args(field.annotation)

@@ -103,7 +103,7 @@ class Ours:
         self.state = TrainState(
             args=args,
             lm_config=config,
-            run={
+            fingerprint={
                 "samples": epoch_samples(self.train_set, args),
                 "global_batch": args.batch_size * args.accumulation_steps * world_size(),
                 "epochs": args.epochs,

@@ -31,7 +31,7 @@ from model.model_minimind import MiniMindForCausalLM
 from tools.convert.gguf_file import read_gguf, write_gguf
 from tools.convert.hugging_face import read_stock, write_folder
 from tools.convert.parity import compare, text_logits
-from trainer.weights.files import half_state_dict, keep_tokenizer, save_weights
+from trainer.weights.files import half_weights, keep_tokenizer, save_weights
 from trainer.weights.for_tools import add_trained_model_flags, load_model, load_path
 from trainer.weights.paths import run_name, shape_in_name
 
@@ -53,7 +53,7 @@ def convert(
     compare; returns what was compared, as lines. Raises UserError if the form cannot represent the model, the
     place cannot be written, or what is read back is not the same model; then nothing is written."""
     before = text_logits(model, tokenizer)
-    model.load_state_dict(half_state_dict(model))
+    model.load_state_dict(half_weights(model))
     rounding = (text_logits(model, tokenizer) - before).abs().max()
     with new_path(output) as path:
         if form == "hf":

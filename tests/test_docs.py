@@ -25,7 +25,7 @@ from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from scripts.convert_model import convert
 from tests.conftest import ROOT
 from tests.stage_process import run
-from trainer.weights.files import half_state_dict
+from trainer.weights.files import half_weights
 
 LEARN = sorted(path.name for path in (ROOT / "docs/learn").glob("*.md"))
 PAIRS = [("README.md", "README_zh.md"), ("CONTRIBUTING.md", "CONTRIBUTING_zh.md")]  # English, Chinese
@@ -247,7 +247,7 @@ def test_the_snippet_for_stock_transformers_runs(use_moe, tmp_path, monkeypatch,
     (snippet,) = [block for block in fenced("docs/using.md", "python") if "Qwen3" in block]
     torch.manual_seed(0)
     model = MiniMindForCausalLM(MiniMindConfig(hidden_size=32, num_hidden_layers=2, use_moe=use_moe)).eval()
-    model.load_state_dict(half_state_dict(model))
+    model.load_state_dict(half_weights(model))
     monkeypatch.chdir(tmp_path)
     convert(model, load_tokenizer(ROOT / "model"), "hf", Path("out/full_sft_512_hf"))
     exec(compile(snippet, "docs/using.md", "exec"), {"__name__": "__main__"})

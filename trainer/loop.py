@@ -75,7 +75,8 @@ def train_epoch(
     state.wandb = wandb
     state.model.train()
     collate = cast(Any, loader).collate_fn
-    evaluate_start(state)  # before the seed of the first update is set
+    if state.eval_loader is not None:
+        evaluate_start(state, state.eval_loader)  # before the seed of the first update is set
     seed_update(args.seed, progress.update)
     if isinstance(state.model, DistributedDataParallel) and meter.updates == 0:
         first_pass(state, collate([]))
@@ -110,7 +111,7 @@ def train_epoch(
             warn(f"epoch {epoch + 1}: the data loader gave only {given}; the epoch ends here")
             step = iters
         progress.epoch, progress.step, progress.update = epoch, step, progress.update + 1
-        progress.samples_done = min(state.run["samples"], step * args.batch_size * world_size())
+        progress.samples_done = min(state.fingerprint["samples"], step * args.batch_size * world_size())
         progress.tokens += int(tokens)
         count_update(state, micro_batches, means, targets)
         callbacks.call("on_optimizer_step", progress.update)
@@ -170,7 +171,7 @@ def train_update(state: TrainState, micro_batches: list[Batch], targets: float, 
     set_learning_rate(state)
     sums: dict[str, Tensor] = {}
     for i, batch in enumerate(micro_batches):
-        seed_dropout(args.seed, state.progress.update, i)
+        torch.manual_seed(update_seed(args.seed, state.progress.update, i))  # of dropout
         if world_size() > 1:  # the ranks exchange gradients after the last micro-batch
             gradient_sync(model, enabled=i == len(micro_batches) - 1)
         with state.autocast:
@@ -256,11 +257,6 @@ def seed_update(seed: int, update: int) -> None:
     random.seed(number)
     np.random.seed(number)
     torch.manual_seed(number)
-
-
-def seed_dropout(seed: int, update: int, micro_batch: int) -> None:
-    """Make dropout a function of (seed, update, micro-batch, rank)."""
-    torch.manual_seed(update_seed(seed, update, micro_batch))
 
 
 def reached(interval: int, before: int, step: int, iters: int) -> bool:
@@ -358,21 +354,19 @@ def write_record(state: TrainState, record: Record) -> None:
 # --- held-out data
 
 
-def evaluate_start(state: TrainState) -> None:
+def evaluate_start(state: TrainState, loader: DataLoader) -> None:
     """Evaluate before the first update of a run, once, for its first record. It is not among the evaluations
     that have a best one, and callbacks do not hear of it. A run that is resumed with another --monitor or
     --mode has no best evaluation yet."""
-    if state.eval_loader is None:
-        return
     progress, followed = state.progress, f"{state.args.mode} {state.args.monitor}"
     if state.saved_update is not None:
         if progress.monitored != followed:
-            check_monitored(state, evaluate(state, islice(state.eval_loader, 1)))
+            check_monitored(state, evaluate(state, islice(loader, 1)))
             if progress.monitored is not None:  # older code does not say
                 progress.best_eval = progress.best_update = None
             progress.monitored = followed
         return
-    metrics = evaluate(state, state.eval_loader)
+    metrics = evaluate(state, loader)
     check_monitored(state, metrics)
     progress.monitored = followed
     progress.initial = {f"initial_{name}": value for name, value in metrics.items()}

@@ -1,7 +1,6 @@
 """What every stage does before it trains, in the order of the calls in its `main`."""
 
 import math
-import os
 import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -33,13 +32,13 @@ from trainer.devices.device import (
     matrix_rate,
     prepare_device,
 )
-from trainer.devices.process_group import Logger
+from trainer.devices.process_group import Logger, world_size
 from trainer.devices.wrapping import freeze, unwrap, wrap_model
 from trainer.objectives.next_token import frozen_model
 from trainer.optim.build import check_optimizer
 from trainer.report.warnings import facts_for_warnings
 from trainer.run import resume
-from trainer.run.compiling import check_cache_folder, compile_model, compiles
+from trainer.run.compiling import compile_model, compiles
 from trainer.run.experts import ExpertLoad, token_counters
 from trainer.run.included_callbacks import EarlyStopping, TensorBoardLogger
 from trainer.run.samples import sample_callbacks
@@ -58,13 +57,13 @@ from trainer.weights.files import (
 )
 from trainer.weights.paths import (
     NAMED_SHAPE,
+    checkpoint_files,
     is_path,
     log_path,
     output_folders,
     resume_path,
     run_name,
     start_path,
-    state_files,
     tensorboard_folder,
 )
 
@@ -88,11 +87,11 @@ def read_settings(args_class: type[A], description: str | None) -> "tuple[A, Min
     check_data_paths(args)
     if args.resume_from is not None:
         args = args.model_copy(update={"from_resume": True})
-    start = None
+    start_config = None
     if args.from_weight != "none":
-        args, start = read_start_weights(args)
+        args, start_config = read_start_weights(args)
     check_names(args)
-    return args, start
+    return args, start_config
 
 
 def read_start_weights(args: A) -> "tuple[A, MiniMindConfig | None]":
@@ -111,7 +110,7 @@ def read_start_weights(args: A) -> "tuple[A, MiniMindConfig | None]":
     with read_errors(path):
         is_there = path.exists()
     if not is_there:
-        state = state_to_resume(args) if args.from_resume or args.resume_from else None
+        state = checkpoint_to_resume(args) if args.from_resume or args.resume_from else None
         if state is None and is_path(args.from_weight):
             raise UserError(f"--from_weight {path}: no such file or folder")
         if state is None:
@@ -133,7 +132,7 @@ def read_start_weights(args: A) -> "tuple[A, MiniMindConfig | None]":
     return args.model_copy(update=shape), config
 
 
-def state_to_resume(args: StageArgs) -> Path | None:
+def checkpoint_to_resume(args: StageArgs) -> Path | None:
     """The newest state of the run that the settings name, None if there is none. Where a path in
     --from_weight told the shape, which is in the name of a run, the flags that are given must tell it from
     others. Raises UserError if they do not."""
@@ -141,7 +140,7 @@ def state_to_resume(args: StageArgs) -> Path | None:
         states = [resume_path(args.checkpoint_dir, args.save_weight, args)]
     else:
         given = {name: getattr(args, name) for name in NAMED_SHAPE if is_given(args, name)}
-        shapes = state_files(args.checkpoint_dir, args.save_weight)
+        shapes = checkpoint_files(args.checkpoint_dir, args.save_weight)
         states = [path for path, shape in shapes.items() if given.items() <= shape.items()]
     if len(states) > 1:
         named = ", ".join(path.name for path in states)
@@ -178,32 +177,33 @@ def set_up_process(args: StageArgs) -> tuple[torch.device, Any, torch.amp.GradSc
     lock_output(name, **output_folders(args))
     if launch().rank == 0:
         complete_moves(args)
-    if "TORCHINDUCTOR_CACHE_DIR" in os.environ:
-        check_cache_folder(os.environ["TORCHINDUCTOR_CACHE_DIR"])
     return device_and_precision(args)
 
 
-def resolve_settings_and_check_resume(
-    args: A,
-    saved: dict[str, Any] | None,
+def adapt_settings(args: A, checkpoint: dict[str, Any] | None, train_set: StageData) -> A:
+    """The settings with as many micro-batches per update as keep the batch of a resumed run, on another
+    number of ranks, and with as many epochs as --max_steps takes."""
+    if checkpoint is not None:
+        args = resume.keep_global_batch(args, checkpoint)
+    return resume.with_enough_epochs(args, epoch_samples(train_set, args))
+
+
+def check_fingerprint(
+    args: StageArgs,
+    checkpoint: dict[str, Any] | None,
     lm_config: "MiniMindConfig",
     train_set: StageData,
     eval_set: StageData | None,
-) -> tuple[A, resume.Fingerprint]:
-    """The settings, adapted to another number of ranks, and what identifies the run. Raises UserError if the
-    checkpoint `saved` belongs to another run."""
-    if saved is not None:
-        args = resume.keep_global_batch(args, saved)
+) -> resume.Fingerprint:
+    """What identifies the run. Raises UserError if the checkpoint belongs to another one."""
     data = train_set.fingerprint
     if eval_set is not None:
         data = data | {"held_out_data": eval_set.fingerprint["data"]}
-    samples = epoch_samples(train_set, args)
-    args = resume.with_enough_epochs(args, samples)
-    run = resume.run_fingerprint(args, lm_config.own_fields(), data, samples)
-    resume.check_resume(args, run, saved)
-    if is_new(saved):
+    fingerprint = resume.run_fingerprint(args, lm_config.own_fields(), data, epoch_samples(train_set, args))
+    resume.check_same_run(args, fingerprint, checkpoint)
+    if is_new(checkpoint):
         check_starts(args)
-    return args, run
+    return fingerprint
 
 
 def compile_and_wrap(
@@ -237,9 +237,9 @@ def begin_run(
     check_optimizer(state.optimizer)
     state.environment = resume.environment(args, state.device, state.autocast)
     state.code = resume.code_of_run(state.optimizer)
-    resume.check_ranks_agree(
-        {name: state.environment[name] for name in ("device", "dtype")} | state.code["sources"]
-    )
+    if world_size() > 1:
+        chosen = {name: state.environment[name] for name in ("device", "dtype")}
+        resume.check_ranks_agree(chosen | state.code["sources"])
 
     # held-out data, callbacks, frozen models
     state.source = data.source
@@ -248,7 +248,7 @@ def begin_run(
     add_callbacks(state)
     state.objective.load_frozen_models(args, state.device)
     if state.objective.needs_reference and saved is not None:
-        resume.check_reference(args, state.run, saved)
+        resume.check_reference(args, state.fingerprint, saved)
     if state.objective.needs_reference and state.objective.reference is None:
         state.objective.reference = reference_model(args, state.lm_config, state.device)
 
@@ -261,13 +261,13 @@ def begin_run(
         args,
         state.total_updates,
         guessing,
-        held_out_is_training=state.run.get("held_out_data", "") == state.run.get("data"),
+        held_out_is_training=state.fingerprint.get("held_out_data", "") == state.fingerprint.get("data"),
         best_weights=run_name(f"{args.save_weight}_best", args),
         data_tokens=data.num_tokens if isinstance(data, StageDataset) else None,
     )
 
     # a tokenizer of the user's own goes beside the weights
-    tokenizer = state.run.get("tokenizer")
+    tokenizer = state.fingerprint.get("tokenizer")
     if tokenizer and Path(args.tokenizer_path).resolve() != ROOT / "model":
         for folder in (args.save_dir, args.checkpoint_dir):
             keep_tokenizer(args.tokenizer_path, folder, tokenizer)
@@ -279,7 +279,9 @@ def begin_run(
     if state.progress.update:
         text += f", {state.total_updates - state.progress.update:,} of them left"
     if isinstance(data, StageDataset):
-        share = state.total_updates / resume.total_updates(state.run | {"max_steps": 0})  # of the epochs
+        share = state.total_updates / resume.total_updates(
+            state.fingerprint | {"max_steps": 0}
+        )  # of the epochs
         text += f", {epoch_tokens(data, args) * args.epochs * share:,.0f} tokens in all"
     Logger(f"{text}; {describe_device(state.device, state.autocast)}")
 
@@ -311,7 +313,7 @@ def go_on(state: TrainState, saved: dict[str, Any]) -> None:
     resume.warn_of_changes(saved, state.environment, state.code)
     restore(state, saved)
     # start weights that are gone keep their name
-    state.run["from_weight_sha256"] = saved["run"]["from_weight_sha256"]
+    state.fingerprint["from_weight_sha256"] = saved["fingerprint"]["from_weight_sha256"]
     progress = state.progress
     if progress.finished and not has_ended_early(state.args, state.total_updates, saved):
         progress.finished, progress.extended_to = False, state.total_updates

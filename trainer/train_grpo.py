@@ -67,7 +67,7 @@ open_data = open_prompts  # (args, tokenizer) -> training and held-out (or None)
 def main() -> None:
     """Run the stage, from its command line to its weights."""
     # 1. Settings, and the config of the start weights, if any; console, device, precision, locks.
-    args, start = stage.read_settings(Args, __doc__)
+    args, start_config = stage.read_settings(Args, __doc__)
     device, autocast, scaler = stage.set_up_process(args)
 
     # 2. Prompts.
@@ -79,15 +79,19 @@ def main() -> None:
     utils.setup_seed(args.seed)
 
     # 4. Model config, and the checkpoint to resume from; that of another run is refused.
-    lm_config = model_config(tokenizer, args, start)
-    where = {"save_dir": args.checkpoint_dir, "resume_from": args.resume_from}
-    checkpoint = utils.lm_checkpoint(lm_config, args.save_weight, **where) if args.from_resume else None
-    args, run = stage.resolve_settings_and_check_resume(args, checkpoint, lm_config, train_set, eval_set)
-    if checkpoint is not None and is_finished(args, run, checkpoint):
+    lm_config = model_config(tokenizer, args, start_config)
+    checkpoint = None
+    if args.from_resume:
+        checkpoint = utils.lm_checkpoint(
+            lm_config, args.save_weight, save_dir=args.checkpoint_dir, resume_from=args.resume_from
+        )
+    args = stage.adapt_settings(args, checkpoint, train_set)
+    fingerprint = stage.check_fingerprint(args, checkpoint, lm_config, train_set, eval_set)
+    if checkpoint is not None and is_finished(args, fingerprint, checkpoint):
         return
 
     # 5. SwanLab or Weights & Biases, if one is asked for.
-    wandb = start_tracker(args, run, checkpoint)
+    wandb = start_tracker(args, fingerprint, checkpoint)
 
     # 6. Model, wrapped in DDP; rollouts, and optimizer.
     weight = args.from_weight if checkpoint is None else "none"  # the checkpoint replaces them
@@ -99,7 +103,7 @@ def main() -> None:
 
     # 7. The state of the run, with its rollouts, restored from the checkpoint.
     state = TrainState(
-        args=args, lm_config=lm_config, run=run,
+        args=args, lm_config=lm_config, fingerprint=fingerprint,
         model=model, optimizer=optimizer, scaler=scaler, autocast=autocast, device=device,
         objective=objective, schedule=schedule, callbacks=CallbackList([objective]),
     )  # fmt: skip
@@ -107,7 +111,7 @@ def main() -> None:
 
     # 8. Train.
     with training_files(state, wandb):
-        iters = steps_per_epoch(run["samples"], args.batch_size)
+        iters = steps_per_epoch(fingerprint["samples"], args.batch_size)
         for epoch in range(state.progress.epoch, args.epochs):
             start_step = state.progress.step if epoch == state.progress.epoch else 0
             loader = train_loader(train_set, args, epoch, start_step)

@@ -118,13 +118,13 @@ def lm_checkpoint(
     path = resume_path(save_dir, weight, lm_config)
     if model is None:
         return checkpoint.load(path, resume_from)
-    run = wandb.get_run() if hasattr(wandb, "get_run") else wandb
-    weights, optimizer_state = checkpoint.get_state(model, optimizer)
+    tracker_run = wandb.get_run() if hasattr(wandb, "get_run") else wandb
+    weights, optimizer_state = checkpoint.copy_to_host(model, optimizer)
     state = {"model": weights, "optimizer": optimizer_state, "epoch": epoch, "step": step}
-    state |= {"world_size": world_size(), "wandb_id": getattr(run, "id", None)}
-    described = {"model": lm_config.own_fields()} if hasattr(lm_config, "own_fields") else None
+    state |= {"world_size": world_size(), "wandb_id": getattr(tracker_run, "id", None)}
+    description = {"model": lm_config.own_fields()} if hasattr(lm_config, "own_fields") else None
     if is_main_process():
-        checkpoint.write_state(path, state | kwargs, described)
+        checkpoint.write_checkpoint(path, state | kwargs, description)
     return None
 
 
@@ -143,13 +143,13 @@ def init_model(
     tokenizer = load_tokenizer(tokenizer_path)
     check_tokenizer(tokenizer, tokenizer_path, lm_config)
     model = MiniMindForCausalLM(lm_config)
-    loaded = ""
+    source = ""
     if from_weight != "none":
         path = start_path(save_dir, from_weight, lm_config)
-        weights, stored = read_model(path, lm_config.num_experts_per_tok)
-        fill(model, weights, path, stored)
-        check_tokenizer(tokenizer, tokenizer_path, stored)
-        loaded = f", weights: {from_weight}"
-    Logger(f"{describe_size(model)}{loaded}")
+        weights, weights_config = read_model(path, lm_config.num_experts_per_tok)
+        fill(model, weights, path, weights_config)
+        check_tokenizer(tokenizer, tokenizer_path, weights_config)
+        source = f", weights: {from_weight}"
+    Logger(f"{describe_size(model)}{source}")
     cast(nn.Module, model).to(device)  # in place
     return model, tokenizer

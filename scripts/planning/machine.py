@@ -70,7 +70,7 @@ def new_state(args: StageArgs, data: StageDataset) -> TrainState:
     model = compile_and_wrap(MiniMindForCausalLM(config), args, device, autocast, data)
     objective = NextToken()
     return TrainState(
-        args=args, lm_config=config, run={"samples": 1, "global_batch": 1, "epochs": 1},
+        args=args, lm_config=config, fingerprint={"samples": 1, "global_batch": 1, "epochs": 1},
         model=model, optimizer=objective.optimizer(model, args), scaler=scaler, autocast=autocast,
         device=device, objective=objective, schedule=lambda update, total_updates, args: args.learning_rate,
     )  # fmt: skip

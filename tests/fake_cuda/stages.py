@@ -175,7 +175,7 @@ def state_of(stage: Any, flags: dict[str, Any], device: torch.device, tokenizer:
     return TrainState(
         args=args, lm_config=config, model=model.train(), device=device, autocast=autocast, scaler=scaler,
         optimizer=objective.optimizer(model, args), objective=objective, schedule=lambda *_: 1e-3,
-        run={"samples": 9, "global_batch": 3, "epochs": 1},
+        fingerprint={"samples": 9, "global_batch": 3, "epochs": 1},
     )  # fmt: skip
 
 

@@ -90,7 +90,7 @@ def new_state(
         device=device,
         objective=NextToken(),
         schedule=lambda *_: 1e-3,
-        run={"samples": 100, "global_batch": 1, "epochs": 1},
+        fingerprint={"samples": 100, "global_batch": 1, "epochs": 1},
     )
 
 

@@ -11,12 +11,12 @@ from dataset.rollout_prompts import PromptDataset
 from dataset.token_cache import load_tokenizer
 from tests.conftest import ROOT
 from trainer.data import datasets
-from trainer.data.datasets import epoch_order, item_lengths, train_loader
+from trainer.data.datasets import epoch_order, train_loader
 
 
 def short_first(dataset, items, seed, epoch):
     items = items[epoch_order(len(items), seed, epoch)]
-    return items[np.argsort(item_lengths(dataset)[items], kind="stable")]
+    return items[np.argsort(np.asarray(dataset.item_tokens)[items], kind="stable")]
 
 
 @pytest.fixture(scope="module")

@@ -31,7 +31,11 @@ def test_file_and_command_line_in_a_stage_script(corpus, tmp_path):
         argvs[name] = [*argv, "--config", str(tmp_path / "run.yaml"), "--from_resume", "1"]
     done = run("pretrain", argvs["whole"])
     state = saved_state(tmp_path / "whole")
-    assert (state["run"]["epochs"], state["run"]["seed"], state["run"]["global_batch"]) == (9, 3, 8)
+    assert (
+        state["fingerprint"]["epochs"],
+        state["fingerprint"]["seed"],
+        state["fingerprint"]["global_batch"],
+    ) == (9, 3, 8)
     assert "stopping: EarlyStopping: eval_loss got no better than" in done.out and state["epoch"] < 8
     assert state["callbacks"]["EarlyStopping"]["waited"] <= 2
     run("pretrain", argvs["killed"], Faults(signals={9: signal.SIGKILL}), status=-9)
@@ -103,7 +107,7 @@ def test_a_state_of_older_code_that_compared_more_settings_is_resumed(corpus, tm
     run("pretrain", argv, Faults(signals={6: signal.SIGTERM}), status=143)
     path = tmp_path / "checkpoints/pretrain_32_resume.pth"
     state = saved_state(tmp_path)
-    state["run"] |= {"monitor": "eval_los", "mode": "max"}
+    state["fingerprint"] |= {"monitor": "eval_los", "mode": "max"}
     del state["monitored"]
     torch.save(state, path)
     assert "done: 8 updates" in run("pretrain", argv).out

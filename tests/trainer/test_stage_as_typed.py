@@ -19,7 +19,7 @@ from tests.conftest import ROOT, write_jsonl
 from tests.stage_process import QUICK_RATE, Faults, StageProcess, run
 from tests.trainer.stage_flags import flags, records
 from trainer.report.metrics import read_metrics
-from trainer.weights.files import half_state_dict
+from trainer.weights.files import half_weights
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def test_the_users_launch_lines_as_typed(clone):
         hidden_size=32, num_hidden_layers=1, vocab_size=len(load_tokenizer(ROOT / "model"))
     )
     (clone / "out").mkdir()
-    torch.save(half_state_dict(MiniMindForCausalLM(shape)), clone / "out" / "pretrain_32.pth")
+    torch.save(half_weights(MiniMindForCausalLM(shape)), clone / "out" / "pretrain_32.pth")
     env = os.environ | {
         "PYTHONPATH": str(clone),
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",

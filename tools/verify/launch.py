@@ -16,7 +16,7 @@ import psutil
 from common.errors import UserError
 from common.settings import StageArgs
 from trainer.report.metrics import read_metrics
-from trainer.weights.checkpoint import read_state
+from trainer.weights.checkpoint import read_checkpoint
 
 WAYS = ("SIGKILL to all processes", "SIGTERM", "SIGKILL to torchrun alone")
 MARK = "VERIFY_RESUME_LAUNCH"  # variable by which the processes of a launch are found
@@ -39,7 +39,7 @@ class Run:
     def saved_update(self) -> int | None:
         """The update at which a resumed run must continue; None if there is no checkpoint."""
         states = self.folder.glob("checkpoint/*_resume*.pth")  # the newest, the one before, the best
-        return max((read_state(path)["update"] for path in states), default=None)
+        return max((read_checkpoint(path)["update"] for path in states), default=None)
 
     def last_update(self) -> int:
         """The update of the last record in the metrics file; 0 before the first record."""

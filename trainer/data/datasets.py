@@ -224,15 +224,9 @@ def in_order(dataset: SizedDataset, items: np.ndarray, seed: int, epoch: int) ->
     For another order change this function, for all kinds of data; it must depend on its arguments alone, and
     lose no item. Short ones first:
 
-        return items[np.argsort(item_lengths(dataset)[items], kind="stable")]
+        return items[np.argsort(np.asarray(dataset.item_tokens)[items], kind="stable")]
     """
     return items[epoch_order(len(items), seed, epoch)]
-
-
-def item_lengths(dataset: SizedDataset) -> np.ndarray:
-    """Tokens of each item that the dataset has, integers; ones if it does not tell them (`item_tokens`)."""
-    lengths = getattr(dataset, "item_tokens", None)
-    return np.ones(len(dataset), dtype=np.int64) if lengths is None else np.asarray(lengths)
 
 
 def epoch_order(num_samples: int, seed: int, epoch: int) -> np.ndarray:

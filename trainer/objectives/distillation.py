@@ -110,8 +110,8 @@ def load_teacher(
     path = args.teacher()
     weights, config = read_model(path, **args.teacher_shape())
     folder = path if path.is_dir() else path.parent
-    beside = load_tokenizer(folder) if (folder / TOKENIZER_FILE).is_file() else tokenizer
-    hashes = {config.tokenizer_sha256, vocabulary_hash(tokenizer), vocabulary_hash(beside)} - {None}
+    its_tokenizer = load_tokenizer(folder) if (folder / TOKENIZER_FILE).is_file() else tokenizer
+    hashes = {config.tokenizer_sha256, vocabulary_hash(tokenizer), vocabulary_hash(its_tokenizer)} - {None}
     if len(hashes) > 1 or config.vocab_size != len(tokenizer):
         raise UserError(
             f"the teacher {path} has another tokenizer than the student, so their predictions are of "

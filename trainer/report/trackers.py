@@ -16,18 +16,22 @@ START_TIMEOUT, END_TIMEOUT = 30.0, 60.0  # seconds
 
 
 def start_tracker(
-    args: StageArgs, run: Mapping[str, Any], checkpoint: Mapping[str, Any] | None = None
+    args: StageArgs, fingerprint: Mapping[str, Any], checkpoint: Mapping[str, Any] | None = None
 ) -> "Tracker | None":
     """The tracker on rank 0 if one is asked for; a resumed run continues the curves of its first part, a new
-    branch begins curves of its own. `run`: its fingerprint."""
+    branch begins curves of its own."""
     service = "swanlab" if args.use_wandb and args.tracker == "none" else args.tracker
     if service == "none" or not is_main_process():
         return None
-    name = f"{args.save_weight}-epochs-{args.epochs}-batch-{run['global_batch']}-lr-{args.learning_rate}"
-    run_id, last_step = None, 0
+    name = (
+        f"{args.save_weight}-epochs-{args.epochs}-batch-{fingerprint['global_batch']}-lr-{args.learning_rate}"
+    )
+    tracker_id, last_step = None, 0
     if checkpoint is not None:
-        run_id, last_step = checkpoint["wandb_id"], checkpoint["update"]
-    return Tracker(args.wandb_project, name, args.swanlab_mode, dict(run), run_id, last_step, service)
+        tracker_id, last_step = checkpoint["wandb_id"], checkpoint["update"]
+    return Tracker(
+        args.wandb_project, name, args.swanlab_mode, dict(fingerprint), tracker_id, last_step, service
+    )
 
 
 def drawable(record: dict[str, Any], leave_out: Iterable[str] = ()) -> dict[str, float]:
@@ -50,42 +54,42 @@ class Service(NamedTuple):
     finish: Callable[[], Any]
 
 
-def open_swanlab(project: str, name: str, mode: str, config: dict, run_id: str | None) -> Service:
+def open_swanlab(project: str, name: str, mode: str, config: dict, tracker_id: str | None) -> Service:
     """A run of SwanLab, whose cloud alone continues an earlier one."""
     import swanlab
 
     mode = "online" if mode == "cloud" else mode
     settings: dict[str, Any] = {"project": project, "name": name, "mode": mode, "config": config}
-    if run_id and mode == "online":
-        settings |= {"id": run_id, "resume": "allow"}
-    run = swanlab.init(**settings)
+    if tracker_id and mode == "online":
+        settings |= {"id": tracker_id, "resume": "allow"}
+    tracker_run = swanlab.init(**settings)
 
     def log(numbers: dict[str, float], texts: dict[str, list[str]], step: int) -> None:
         swanlab_texts = {name: [swanlab.Text(each) for each in several] for name, several in texts.items()}
-        run.log(numbers | swanlab_texts, step=step)
+        tracker_run.log(numbers | swanlab_texts, step=step)
 
-    return Service(getattr(run, "id", None), log, swanlab.finish)
+    return Service(getattr(tracker_run, "id", None), log, swanlab.finish)
 
 
-def open_wandb(project: str, name: str, mode: str, config: dict, run_id: str | None) -> Service:
+def open_wandb(project: str, name: str, mode: str, config: dict, tracker_id: str | None) -> Service:
     """A run of Weights & Biases. In the mode `cloud` WANDB_MODE says where it is kept; `local` is `offline`
     there."""
     import wandb  # type: ignore[import-not-found]
 
     modes = {"cloud": None, "local": "offline"}
     settings: dict[str, Any] = {"project": project, "name": name, "mode": modes.get(mode, mode)}
-    if run_id:
-        settings |= {"id": run_id, "resume": "allow"}
-    run = wandb.init(**settings, config=config, allow_val_change=True)
+    if tracker_id:
+        settings |= {"id": tracker_id, "resume": "allow"}
+    tracker_run = wandb.init(**settings, config=config, allow_val_change=True)
 
     def log(numbers: dict[str, float], texts: dict[str, list[str]], step: int) -> None:
         tables = {
             name: wandb.Table(columns=[name], data=[[each] for each in several])
             for name, several in texts.items()
         }
-        run.log(numbers | tables, step=step)
+        tracker_run.log(numbers | tables, step=step)
 
-    return Service(run.id, log, run.finish)
+    return Service(tracker_run.id, log, tracker_run.finish)
 
 
 SERVICES = {"swanlab": ("SwanLab", open_swanlab), "wandb": ("Weights & Biases", open_wandb)}
@@ -97,7 +101,7 @@ class Tracker:
     Args:
         project, name, mode: as --wandb_project and --swanlab_mode.
         config: the run's settings, shown beside its curves.
-        run_id: id of an earlier run to continue (from the checkpoint).
+        tracker_id: id of an earlier run to continue (from the checkpoint).
         last_step: updates up to this one are in that run already and are not drawn again.
         service: a name of SERVICES.
     """
@@ -108,31 +112,31 @@ class Tracker:
         name: str,
         mode: str,
         config: dict,
-        run_id: str | None = None,
+        tracker_id: str | None = None,
         last_step: int = 0,
         service: str = "swanlab",
     ):
         self.service, open_service = SERVICES[service]
-        self.id = run_id
+        self.id = tracker_id
         self.last_step = last_step
         self._queue: queue.Queue = queue.Queue(maxsize=10_000)
         self._ready = threading.Event()
-        opened = partial(open_service, project, name, mode, config, run_id)
+        opened = partial(open_service, project, name, mode, config, tracker_id)
         self._thread = threading.Thread(target=self._work, args=(opened,), daemon=True, name="tracker")
         self._thread.start()
         self._ready.wait(START_TIMEOUT)  # time to learn the run's id; a slower network is not waited for
 
     def _work(self, open_service: Callable[[], Service]) -> None:
         try:
-            run = open_service()
-            self.id = run.id
+            tracker_run = open_service()
+            self.id = tracker_run.id
             self._ready.set()
             while (item := self._queue.get()) is not None:
                 metrics, step = item
                 texts = {name: value for name, value in metrics.items() if isinstance(value, list)}
                 numbers = {name: value for name, value in metrics.items() if name not in texts}
-                run.log(numbers, texts, step)
-            run.finish()
+                tracker_run.log(numbers, texts, step)
+            tracker_run.finish()
         except BaseException as error:  # also SystemExit and KeyboardInterrupt raised inside the tracker
             why = f"{type(error).__name__}: {reason(error)}"
             warn(f"{self.service} stopped ({why}); training goes on, the metrics file is complete")

@@ -34,10 +34,14 @@ ROLLOUT_METRICS = (
     "rollout_tokens_per_second",
 )  # fmt: skip
 
-Judged = tuple[list[Trajectory], Tensor]  # to a micro-batch of prompts: trajectories, their rewards [P, G]
+RewardedTrajectories = tuple[
+    list[Trajectory], Tensor
+]  # to a micro-batch of prompts: trajectories, their rewards [P, G]
 
 
-def group_batches(model: nn.Module, rollouts: list[Judged], args: Any, device: torch.device) -> list[Batch]:
+def group_batches(
+    model: nn.Module, rollouts: list[RewardedTrajectories], args: Any, device: torch.device
+) -> list[Batch]:
     """The flat batches of trajectories whose rewards are compared within a group. Those without an advantage
     are left out where nothing else is learned from them."""
     batches = []
@@ -119,7 +123,9 @@ class Rollouts(Callback, Objective):
         """The part of the trained model that writes."""
         return unwrap(model)
 
-    def make_batches(self, model: nn.Module, rollouts: list[Judged], device: torch.device) -> list[Batch]:
+    def make_batches(
+        self, model: nn.Module, rollouts: list[RewardedTrajectories], device: torch.device
+    ) -> list[Batch]:
         """Flat batches with advantages, of what was written to each micro-batch."""
         return group_batches(model, rollouts, self.args, device)
 

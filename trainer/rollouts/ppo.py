@@ -18,7 +18,7 @@ from trainer.devices.process_group import reduce_sum
 from trainer.devices.wrapping import unwrap
 from trainer.objectives.next_token import Batch, target_log_probs, target_logits, to_device
 from trainer.report.speed import Size, training_flops
-from trainer.rollouts.batches import Judged, Rollouts, empty_batch, flat_batch, rollout_size
+from trainer.rollouts.batches import RewardedTrajectories, Rollouts, empty_batch, flat_batch, rollout_size
 from trainer.rollouts.policy import policy_loss, sampling_difference
 from trainer.run.state import TrainState
 from trainer.weights.checkpoint import Writer
@@ -113,11 +113,13 @@ def actor_critic_loss(model: nn.Module, batch: Batch, args: Any) -> tuple[Tensor
         args.epsilon, batch.get("ref_log_probs"), args.beta,
     )  # fmt: skip
     critic = value_loss(values, old_values, batch["returns"], args.cliprange_value)
-    metrics = {"value_loss": critic.detach(), "approx_kl": policy_divergence(log_probs.detach(), old)}
-    return loss + args.vf_coef * critic, aux_loss, metrics | metrics | sampling_difference(old, batch)
+    metrics |= {"value_loss": critic.detach(), "approx_kl": policy_divergence(log_probs.detach(), old)}
+    return loss + args.vf_coef * critic, aux_loss, metrics | sampling_difference(old, batch)
 
 
-def critic_batches(model: nn.Module, rollouts: list[Judged], args: Any, device: torch.device) -> list[Batch]:
+def critic_batches(
+    model: nn.Module, rollouts: list[RewardedTrajectories], args: Any, device: torch.device
+) -> list[Batch]:
     """The flat batches of trajectories, one per prompt, whose tokens are judged with the critic's values.
     Advantages have mean 0 and deviation 1 over the tokens of the update, on all ranks; returns have not. A
     collective."""
@@ -165,7 +167,9 @@ class PPO(Rollouts):
     def policy_of(model: nn.Module) -> nn.Module:
         return actor_of(model)
 
-    def make_batches(self, model: nn.Module, rollouts: list[Judged], device: torch.device) -> list[Batch]:
+    def make_batches(
+        self, model: nn.Module, rollouts: list[RewardedTrajectories], device: torch.device
+    ) -> list[Batch]:
         return critic_batches(model, rollouts, self.args, device)
 
     def prepare(self, state: TrainState, micro_batches: list[Batch]) -> list[Batch]:

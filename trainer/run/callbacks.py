@@ -10,8 +10,6 @@ from torch import Tensor
 
 from common.errors import UserError, reason, warn
 
-State = dict[str, Any]
-
 
 class Callback:
     """Base class: all methods do nothing. A subclass overrides those it needs; each is called on every rank,
@@ -39,10 +37,10 @@ class Callback:
     def on_validation_end(self, state: Any, metrics: dict[str, float | None]) -> None:
         """After a validation; `metrics` are the same on all ranks."""
 
-    def on_log(self, state: Any, record: State) -> None:
+    def on_log(self, state: Any, record: dict[str, Any]) -> None:
         """A log record is complete and will be written; values may be added to it."""
 
-    def on_batch_end(self, state: Any, update: int, record: State | None) -> None:
+    def on_batch_end(self, state: Any, update: int, record: dict[str, Any] | None) -> None:
         """After an optimizer update; `record` is its log record at a log point, else None."""
 
     def on_epoch_end(self, state: Any, epoch: int) -> None:
@@ -59,11 +57,11 @@ class Callback:
         refused if validation does not give them."""
         return []
 
-    def state_dict(self) -> State:
+    def state_dict(self) -> dict[str, Any]:
         """State to save in the checkpoint: numbers, strings, tensors, and lists and dicts of them."""
         return {}
 
-    def load_state_dict(self, saved: State) -> None:
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Restore the result of `state_dict`; called before `on_train_start` of a resumed run, and after the
         first checkpoint of a run, when it must change nothing."""
 
@@ -124,14 +122,14 @@ class CallbackList(list[Callback]):
             return []
         return [group["lr"] for group in self.state.optimizer.param_groups]
 
-    def state_dict(self) -> dict[str, State]:
+    def state_dict(self) -> dict[str, dict[str, Any]]:
         """The states by name."""
         states = {}
         for name, callback in self.by_name().items():
             states[name] = plain(callback.state_dict(), f"the state of callback {name}")
         return states
 
-    def load_state_dict(self, states: dict[str, State]) -> None:
+    def load_state_dict(self, states: dict[str, dict[str, Any]]) -> None:
         """Restore the state of each callback; warn of the states of callbacks that are no longer there."""
         named = self.by_name()
         gone = [name for name in states if states[name] and name not in named]
@@ -166,7 +164,7 @@ def plain(value: Any, where: str, in_record: bool = False) -> Any:
     if isinstance(value, float):
         return None if in_record and not math.isfinite(value) else float(value)
     if isinstance(value, str):
-        return utf8(str(value), where)
+        return str(value)
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, int):
@@ -175,16 +173,6 @@ def plain(value: Any, where: str, in_record: bool = False) -> Any:
         f"{where} is a {type(value).__name__}; it must be a number, a text, or a list or dict of them"
         + ("" if in_record else ", or a tensor")
     )
-
-
-def utf8(text: str, where: str) -> str:
-    """The text. Raises UserError if it holds bytes of a file name that are not UTF-8: a file with it could
-    not be read again."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise UserError(f"{where} is not UTF-8: {text!a}; rename it") from error
-    return text
 
 
 def is_better(value: float, best: float | None, mode: str, min_delta: float = 0.0) -> bool:

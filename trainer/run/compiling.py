@@ -81,17 +81,6 @@ def compiler_problem(device: str) -> str:
     return ""
 
 
-def check_cache_folder(folder: str) -> None:
-    """Refuse a TORCHINDUCTOR_CACHE_DIR that cannot be made, with a UserError: torch makes it when a model is
-    imported, compiled or not."""
-    try:
-        os.makedirs(folder, exist_ok=True)
-    except OSError as error:
-        raise UserError(
-            f"TORCHINDUCTOR_CACHE_DIR={folder} cannot be made ({error.strerror}); unset it"
-        ) from None
-
-
 def compile_model(model: nn.Module, may_fail: bool = False) -> None:
     """Compile each transformer in a model in place, or the model as a whole if it has none. A call with an
     empty tensor runs as it is: it would be compiled for itself, and epochs begin with one under DDP.
@@ -118,20 +107,20 @@ def call_of(part: nn.Module, may_fail: bool) -> Any:
     """The call of a compiled module that `compile_model` describes."""
     from torch._dynamo.exc import TorchDynamoException
 
-    compiled, plain = cast(Any, part._compiled_call_impl), part._call_impl
+    compiled_call, eager_call = cast(Any, part._compiled_call_impl), part._call_impl
 
     def call(*args: Any, **kwargs: Any) -> Any:
         values = [*args, *kwargs.values()]
         if any(isinstance(value, Tensor) and value.numel() == 0 for value in values):
-            return plain(*args, **kwargs)
+            return eager_call(*args, **kwargs)
         try:
-            return compiled(*args, **kwargs)
+            return compiled_call(*args, **kwargs)
         except TorchDynamoException as error:
             if not may_fail:
                 raise
             why = reason(getattr(error, "inner_exception", error))
             warn(f"--use_compile auto: the model cannot be compiled and runs as it is ({why})")
             part._compiled_call_impl = None
-            return plain(*args, **kwargs)
+            return eager_call(*args, **kwargs)
 
     return call

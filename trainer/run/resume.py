@@ -17,7 +17,7 @@ from dataset.token_cache import file_hash
 from trainer.devices.device import autocast_dtype
 from trainer.devices.process_group import Logger, all_gather, world_size
 from trainer.optim.build import optimizer_settings
-from trainer.run.callbacks import plain, utf8
+from trainer.run.callbacks import plain
 from trainer.weights import paths
 from trainer.weights.files import weights_hash
 
@@ -31,35 +31,32 @@ def run_fingerprint(args: StageArgs, model: Fingerprint, data: Fingerprint, samp
 
     model: the fields of its config. data: the fingerprint of its dataset. samples: items of an epoch.
     """
-    run = compared_settings(args)
-    run |= plain(model, "the fingerprint of the model")
-    run["global_batch"] = args.batch_size * args.accumulation_steps * world_size()
-    run |= plain({"samples": samples} | data, "the fingerprint of the data")
-    run["from_weight_sha256"] = None
+    fingerprint = args.compared()
+    fingerprint |= plain(model, "the fingerprint of the model")
+    fingerprint["global_batch"] = args.batch_size * args.accumulation_steps * world_size()
+    fingerprint |= plain({"samples": samples} | data, "the fingerprint of the data")
+    fingerprint["from_weight_sha256"] = None
     if args.from_weight != "none":
         start = paths.start_path(args.save_dir, args.from_weight, args)
-        run["from_weight_sha256"] = weights_hash(start)
+        fingerprint["from_weight_sha256"] = weights_hash(start)
     if isinstance(args, FrozenModelArgs):
-        run |= args.frozen_model_hashes()
-    return run
+        fingerprint |= args.frozen_model_hashes()
+    return fingerprint
 
 
 def check_utf8(args: StageArgs) -> None:
     """Raise UserError for a path that is not UTF-8, which no checkpoint can hold."""
     for name, value in args:
-        if isinstance(value, str):
-            utf8(value, f"--{name}")
+        try:
+            str(value).encode()
+        except UnicodeEncodeError as error:
+            raise UserError(f"--{name} is not UTF-8: {value!a}; rename it") from error
 
 
-def compared_settings(args: StageArgs) -> Fingerprint:
-    """Those of the settings that must stay the same."""
-    return {name: plain(value, f"--{name}") for name, value in args.compared().items()}
-
-
-def total_updates(run: Fingerprint) -> int:
+def total_updates(fingerprint: Fingerprint) -> int:
     """Optimizer updates of the whole run; each epoch ends with an update of its own, however small."""
-    updates = math.ceil(run["samples"] / run["global_batch"]) * run["epochs"]
-    return min(updates, run.get("max_steps") or updates)
+    updates = math.ceil(fingerprint["samples"] / fingerprint["global_batch"]) * fingerprint["epochs"]
+    return min(updates, fingerprint.get("max_steps") or updates)
 
 
 def with_enough_epochs(args: A, samples: int) -> A:
@@ -72,10 +69,10 @@ def with_enough_epochs(args: A, samples: int) -> A:
 
 def keep_global_batch(args: A, checkpoint: dict[str, Any]) -> A:
     """The settings of a run resumed with another number of ranks: `accumulation_steps` such that an update
-    has as many samples as before, where that is possible; else `check_resume` refuses."""
-    if "run" not in checkpoint:
+    has as many samples as before, where that is possible; else `check_same_run` refuses."""
+    if "fingerprint" not in checkpoint:
         raise UserError(f"--from_resume 1: {checkpoint['loaded_from']} is not a checkpoint of a stage script")
-    wanted, micro_batch = checkpoint["run"]["global_batch"], args.batch_size * world_size()
+    wanted, micro_batch = checkpoint["fingerprint"]["global_batch"], args.batch_size * world_size()
     if world_size() == checkpoint["world_size"] or wanted % micro_batch:
         return args
     steps = wanted // micro_batch
@@ -85,11 +82,12 @@ def keep_global_batch(args: A, checkpoint: dict[str, Any]) -> A:
     return args.model_copy(update={"accumulation_steps": steps})
 
 
-def check_resume(args: StageArgs, run: Fingerprint, checkpoint: dict[str, Any] | None) -> None:
+def check_same_run(args: StageArgs, fingerprint: Fingerprint, checkpoint: dict[str, Any] | None) -> None:
     """Raise UserError if the checkpoint (None: a new run) belongs to another run, or the ranks do not all see
     the same."""
     position = {key: checkpoint[key] for key in ("run_id", "update")} if checkpoint else {}
-    check_ranks_agree(run | position)
+    if world_size() > 1:
+        check_ranks_agree(fingerprint | position)
     if checkpoint is None:
         if args.from_resume:
             run_name = paths.run_name(args.save_weight, args)
@@ -97,28 +95,30 @@ def check_resume(args: StageArgs, run: Fingerprint, checkpoint: dict[str, Any] |
         return
     # a flag that the script did not have yet counts as having had its default; one that older code compared
     # may be another now
-    saved = compared_settings(type(args)()) | checkpoint["run"]
+    saved = type(args)().compared() | checkpoint["fingerprint"]
     saved = {
-        name: value for name, value in saved.items() if name in run or name not in type(args).model_fields
+        name: value
+        for name, value in saved.items()
+        if name in fingerprint or name not in type(args).model_fields
     }
-    if new := run.keys() - saved.keys():  # so does a field of the model
+    if new := fingerprint.keys() - saved.keys():  # so does a field of the model
         from model.model_minimind import MiniMindConfig
 
         saved |= {name: getattr(MiniMindConfig, name) for name in new if hasattr(MiniMindConfig, name)}
-    if args.extend_epochs and run["epochs"] > saved["epochs"]:
-        saved["epochs"] = run["epochs"]
-    if args.extend_epochs and run["max_steps"] > saved["max_steps"] > 0:
-        saved |= {"epochs": run["epochs"], "max_steps": run["max_steps"]}
+    if args.extend_epochs and fingerprint["epochs"] > saved["epochs"]:
+        saved["epochs"] = fingerprint["epochs"]
+    if args.extend_epochs and fingerprint["max_steps"] > saved["max_steps"] > 0:
+        saved |= {"epochs": fingerprint["epochs"], "max_steps": fingerprint["max_steps"]}
     # a checkpoint replaces the start weights; those that are gone cannot be compared
-    if run["from_weight_sha256"] is None:
+    if fingerprint["from_weight_sha256"] is None:
         saved["from_weight_sha256"] = None
-    if changed := changes(saved, run):
+    if changed := changes(saved, fingerprint):
         hint = ""
         if "global_batch" in changed:
             hint = f" (batch_size x accumulation_steps x processes must be {saved['global_batch']})"
-        if run["epochs"] > saved["epochs"] or run["max_steps"] > saved["max_steps"] > 0:
+        if fingerprint["epochs"] > saved["epochs"] or fingerprint["max_steps"] > saved["max_steps"] > 0:
             hint = " (--extend_epochs 1 goes on for more epochs or updates)"
-        if run.get("data") != saved.get("data"):
+        if fingerprint.get("data") != saved.get("data"):
             hint = (
                 ": the data are others than those it began with. Either give those, or train on the new ones "
                 f"in a run of its own that begins with this one's weights: --from_weight {args.save_weight} "
@@ -130,10 +130,10 @@ def check_resume(args: StageArgs, run: Fingerprint, checkpoint: dict[str, Any] |
         )
 
 
-def check_reference(args: StageArgs, run: Fingerprint, checkpoint: dict[str, Any]) -> None:
+def check_reference(args: StageArgs, fingerprint: Fingerprint, checkpoint: dict[str, Any]) -> None:
     """Raise UserError if the start weights, which are the frozen reference of a run, are others than when it
     began."""
-    if run["from_weight_sha256"] != checkpoint["run"]["from_weight_sha256"]:
+    if fingerprint["from_weight_sha256"] != checkpoint["fingerprint"]["from_weight_sha256"]:
         raise UserError(
             f"--from_weight {args.from_weight} is not what this run began with, its frozen reference; give "
             "the same weights"
@@ -179,7 +179,11 @@ def environment(args: StageArgs, device: torch.device, autocast: AbstractContext
 def code_of_run(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """What the code says of a run: the hashes of its files, the settings that it gives the optimizer, and
     the git revision."""
-    sources = {source_name(file): file_hash(file) for file in source_files()}
+    sources = {}
+    for file in source_files():
+        # the path in the repository, which may lie elsewhere when the run goes on
+        name = str(file.relative_to(ROOT)) if file.is_relative_to(ROOT) else file.name
+        sources[name] = file_hash(file)
     return {"revision": code_version(), "sources": sources, "optimizer": optimizer_settings(optimizer)}
 
 
@@ -196,12 +200,6 @@ def source_files() -> list[Path]:
     files |= {file for file in loaded if file.parent in own and file.suffix == ".py"}
     script = getattr(sys.modules["__main__"], "__file__", None)
     return sorted(files | ({Path(script).resolve()} if script else set()))
-
-
-def source_name(file: Path) -> str:
-    """How a source file is called in a checkpoint: its path in the repository, which may lie elsewhere when
-    the run goes on; else its name."""
-    return str(file.relative_to(ROOT)) if file.is_relative_to(ROOT) else file.name
 
 
 def code_version() -> str:

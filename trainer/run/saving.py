@@ -33,10 +33,10 @@ from trainer.weights import checkpoint, paths
 # --- an earlier run of this name
 
 
-def run_files(folder: Path, run: str) -> list[Path]:
+def run_files(folder: Path, run_name: str) -> list[Path]:
     """The files of a run of this name in a folder: weights, states, metrics, settings, adapters, curves."""
     endings = r"(_metrics|_run|_resume|_resume_previous|_best_resume|_update_\d+)?(\.\w+)*"
-    return sorted(path for path in folder.glob("*") if re.fullmatch(re.escape(run) + endings, path.name))
+    return sorted(path for path in folder.glob("*") if re.fullmatch(re.escape(run_name) + endings, path.name))
 
 
 def earlier_run_files(args: StageArgs) -> list[Path]:
@@ -116,9 +116,10 @@ def save_checkpoint(state: TrainState) -> None:
     run is restored into it at once."""
     args, progress = state.args, state.progress
     is_first = state.saved_update is None or progress.update == 1  # a signal may come before any update
-    if state.state_write is not None:
-        state.state_write.result()  # at most one copy of the state waits in memory
-    check_replicas(state)
+    if state.checkpoint_write is not None:
+        state.checkpoint_write.result()  # at most one copy of the state waits in memory
+    if world_size() > 1 and not is_sharded(state.model):
+        check_replicas(state)
     if state.log is not None:
         state.log.sync()
     state.weights, state.saved_update = write_weights(state, args.save_weight), progress.update
@@ -127,8 +128,12 @@ def save_checkpoint(state: TrainState) -> None:
     saved = collect(state)
     path = paths.resume_path(args.checkpoint_dir, args.save_weight, state.lm_config)
     if is_main_process():
-        state.writer.submit(partial(write_checkpoint, args, path, saved, describe_model(state)))
-        state.state_write = state.writer.last
+        description = None  # of the model, for `described_config`
+        if hasattr(state.lm_config, "own_fields"):
+            tokenizer = state.fingerprint.get("tokenizer")
+            description = {"model": state.lm_config.own_fields(), "tokenizer": tokenizer}
+        state.writer.submit(partial(write_and_keep, args, path, saved, description))
+        state.checkpoint_write = state.writer.last
     del saved  # the writer's now, which frees it
     if is_first:
         state.writer.wait()
@@ -137,13 +142,15 @@ def save_checkpoint(state: TrainState) -> None:
 
 def collect(state: TrainState) -> dict[str, Any]:
     """What a checkpoint holds of a run: a copy on the host, on rank 0. A collective."""
-    model, optimizer = checkpoint.get_state(state.model, state.optimizer, state.objective.saves_trained_only)
+    model, optimizer = checkpoint.copy_to_host(
+        state.model, state.optimizer, state.objective.saves_trained_only
+    )
     return asdict(state.progress) | {
         "model": model,
         "optimizer": optimizer,
         "scaler": state.scaler.state_dict(),
         "callbacks": checkpoint.host_copy(state.callbacks.state_dict()),
-        "run": state.run,
+        "fingerprint": state.fingerprint,
         "environment": state.environment,
         "code": state.code,
         "world_size": world_size(),
@@ -153,7 +160,7 @@ def collect(state: TrainState) -> dict[str, Any]:
 def restore(state: TrainState, saved: dict[str, Any]) -> None:
     """Put what `collect` gave back into a run: weights, optimizer, scaler, callbacks and progress. A field of
     Progress that the code did not have yet keeps its default."""
-    checkpoint.set_state(state.model, state.optimizer, saved)
+    checkpoint.load_into(state.model, state.optimizer, saved)
     if saved["scaler"]:  # empty unless that part of the run was in float16
         state.scaler.load_state_dict(saved["scaler"])
     state.callbacks.load_state_dict(saved["callbacks"])
@@ -172,7 +179,7 @@ def restore_first(state: TrainState, path: Path) -> None:
     if not all(all_gather(path.exists())):
         return
     try:
-        saved = checkpoint.read_state(path)
+        saved = checkpoint.read_checkpoint(path)
     except checkpoint.DAMAGED as error:
         raise UserError(f"{path}, just written, cannot be read again: {reason(error)}") from error
     before = checkpoint.host_copy(state.callbacks.state_dict())
@@ -192,30 +199,21 @@ def restore_first(state: TrainState, path: Path) -> None:
         )
 
 
-def describe_model(state: TrainState) -> dict[str, Any] | None:
-    """What a state says of its model without being read, for `described_config`."""
-    if not hasattr(state.lm_config, "own_fields"):
-        return None
-    return {"model": state.lm_config.own_fields(), "tokenizer": state.run.get("tokenizer")}
-
-
-def write_checkpoint(
-    args: StageArgs, path: Path, saved: dict[str, Any], described: dict[str, Any] | None
+def write_and_keep(
+    args: StageArgs, path: Path, saved: dict[str, Any], description: dict[str, Any] | None
 ) -> None:
     """Write a state as the newest at `path`, and under its number or as the best, where it is one to keep."""
-    run, update = path.stem.removesuffix("_resume"), saved["update"]
-    checkpoint.write_state(path, saved, described)
+    run_name, update = path.stem.removesuffix("_resume"), saved["update"]
+    checkpoint.write_checkpoint(path, saved, description)
     if args.keep_every and update % args.keep_every == 0:
-        keep(path, path.with_name(f"{run}_update_{update:08d}.pth"))
-        delete_old_states(path.parent, run, args.keep_last, saved)
+        keep(path, path.with_name(f"{run_name}_update_{update:08d}.pth"))
+        delete_old_checkpoints(path.parent, run_name, args.keep_last, saved)
     if saved["best_update"] == update:
-        keep(path, path.with_name(f"{run}_best_resume.pth"))
+        keep(path, path.with_name(f"{run_name}_best_resume.pth"))
 
 
 def check_replicas(state: TrainState) -> None:
     """Raise UserError if the ranks do not all have the same weights. A collective."""
-    if world_size() == 1 or is_sharded(state.model):
-        return
     weights = {name: value for name, value in unwrap(state.model).named_parameters() if value.numel()}
     hashes = [torch.hash_tensor(value.detach()) for value in weights.values()]
     everyone = all_gather(torch.stack(hashes).tolist())
@@ -239,12 +237,12 @@ def keep(path: Path, name: Path) -> None:
         sync(name.parent)
 
 
-def delete_old_states(folder: Path, run: str, keep_last: int, saved: dict[str, Any]) -> None:
+def delete_old_checkpoints(folder: Path, run_name: str, keep_last: int, saved: dict[str, Any]) -> None:
     """Delete the numbered checkpoints up to the present update, except for the last --keep_last (at least
     one) and the best."""
     numbered = {}
     for path in folder.glob("*.pth"):
-        if name := re.fullmatch(re.escape(run) + r"_update_(\d+)\.pth", path.name):
+        if name := re.fullmatch(re.escape(run_name) + r"_update_(\d+)\.pth", path.name):
             numbered[int(name[1])] = path
     past = sorted(update for update in numbered if update <= saved["update"])
     for update in past[: -max(1, keep_last)]:
@@ -255,15 +253,15 @@ def delete_old_states(folder: Path, run: str, keep_last: int, saved: dict[str, A
 def write_weights(state: TrainState, weight: str) -> Path:
     """Write what is used of the model under this name, in the background; returns where. Beside the weights
     stands where they come from."""
-    run, progress = state.run, state.progress
+    fingerprint, progress = state.fingerprint, state.progress
     description = {
-        "tokenizer": run.get("tokenizer"),
+        "tokenizer": fingerprint.get("tokenizer"),
         "stage": state.objective.stage,
-        "from_weight": {"name": state.args.from_weight, "sha256": run["from_weight_sha256"]},
+        "from_weight": {"name": state.args.from_weight, "sha256": fingerprint["from_weight_sha256"]},
         "epoch": progress.epoch,
         "update": progress.update,
         "tokens": progress.tokens,
-        "data": {"data": run.get("data"), "samples": run.get("samples")},
+        "data": {"data": fingerprint.get("data"), "samples": fingerprint.get("samples")},
         "code": state.code["revision"],
     }
     path = paths.weight_path(state.args.save_dir, weight, state.lm_config)
@@ -291,7 +289,7 @@ def write_settings(state: TrainState, path: Path) -> None:
         "parameters": sum(parameter.numel() for parameter in unwrap(state.model).parameters()),
         "settings": dict(state.args),
         "environment": {"code": state.code["revision"]} | state.environment | versions,
-        "run": state.run,
+        "fingerprint": state.fingerprint,
         "facts": state.facts,
         "starts": [*content.get("starts", []), start],
     }
@@ -380,11 +378,13 @@ def has_ended_early(args: StageArgs, updates: int, saved: dict[str, Any]) -> boo
     return saved["finished"] and not (args.extend_epochs and saved.get("extended_to") != updates)
 
 
-def is_finished(args: StageArgs, run: Fingerprint, saved: dict[str, Any] | None) -> bool:
+def is_finished(args: StageArgs, fingerprint: Fingerprint, saved: dict[str, Any] | None) -> bool:
     """Whether the run of a checkpoint has come to its end: then nothing is left to do. Says so."""
     if saved is None or is_new(saved):
         return False
-    if not has_ended_early(args, total_updates(run), saved) and saved["update"] < total_updates(run):
+    if not has_ended_early(args, total_updates(fingerprint), saved) and saved["update"] < total_updates(
+        fingerprint
+    ):
         return False
     path = paths.weight_path(args.save_dir, args.save_weight, args)
     has_weights = path.exists() or path.with_suffix("").exists()  # of an adapter, a folder

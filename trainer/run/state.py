@@ -61,7 +61,7 @@ class TrainState:
 
     args: StageArgs
     lm_config: Any  # shape of the model, or the settings that say it
-    run: Fingerprint  # what must not differ on resume
+    fingerprint: Fingerprint  # what must not differ on resume
     model: nn.Module  # wrapped
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
@@ -79,7 +79,7 @@ class TrainState:
     log: MetricsLog | None = None  # rank 0 only
     wandb: Any = None
     writer: Writer = field(default_factory=Writer)
-    state_write: Future | None = None  # of the newest checkpoint, rank 0 only
+    checkpoint_write: Future | None = None  # of the newest checkpoint, rank 0 only
     meter: Meter = field(default_factory=Meter)
     stop_request: StopRequest = field(default_factory=StopRequest)
     stopped: bool = False  # no further update of this process
@@ -90,7 +90,7 @@ class TrainState:
 
     def __post_init__(self):
         self.callbacks.state = self
-        self.total_updates = total_updates(self.run)
+        self.total_updates = total_updates(self.fingerprint)
         self.clock = time.perf_counter()
 
     @property

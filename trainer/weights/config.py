@@ -20,19 +20,19 @@ SHAPE = [name for name in ModelConfig.model_fields if name not in ("dropout", "t
 def model_config(
     tokenizer: "PreTrainedTokenizerBase",
     shape: ModelConfig,
-    start: "MiniMindConfig | None" = None,
+    start_config: "MiniMindConfig | None" = None,
     **fields: Any,
 ) -> "MiniMindConfig":
     """The config of a model of this shape with this tokenizer's vocabulary and special tokens.
 
-    start: the config of the weights that it starts from. fields: those that are no settings, such as
+    start_config: the config of the weights that it starts from. fields: those that are no settings, such as
     `head_dim`. Raises UserError if the start weights were trained with another tokenizer."""
     from model.model_minimind import MiniMindConfig
 
     values: dict[str, Any] = {"vocab_size": len(tokenizer)} | fields
-    if start is not None:
-        check_tokenizer(tokenizer, shape.tokenizer_path, start)
-        values |= start.own_fields()
+    if start_config is not None:
+        check_tokenizer(tokenizer, shape.tokenizer_path, start_config)
+        values |= start_config.own_fields()
     values |= tokenizer_fields(tokenizer)
     values |= {name: getattr(shape, name) for name in (*SHAPE, "dropout")}
     return MiniMindConfig(**values)

@@ -57,15 +57,12 @@ EXPERT_FIELDS = ["num_experts", "num_experts_per_tok", "moe_intermediate_size", 
 # --- writing
 
 
-def half_state_dict(model: nn.Module, keep: bool = True, leave_out: tuple[str, ...] = ()) -> dict[str, Any]:
+def half_weights(model: nn.Module, keep: bool = True) -> dict[str, Any]:
     """The inference weights: MiniMind's names, fp16, on the CPU; tied tensors stay one tensor. A collective
-    for a sharded model, of which a rank that does not `keep` them gets none. leave_out: prefixes of the names
-    of parts that only training needs."""
+    for a sharded model, of which a rank that does not `keep` them gets none."""
     copies: dict[int, Tensor | None] = {}
     half = {}
     for key, value in unwrap(model).state_dict(keep_vars=True).items():
-        if key.startswith(leave_out):
-            continue
         if id(value) not in copies:
             whole = full_tensor(value.detach().half())
             copies[id(value)] = whole.to("cpu", copy=True) if keep else None
@@ -79,23 +76,23 @@ def save_weights(
     path: Path,
     writer: checkpoint.Writer | None = None,
     description: Description | None = None,
-    leave_out: tuple[str, ...] = (),
 ) -> Path:
     """Write the fp16 inference weights with their description, on rank 0; with a writer in the background,
-    from a copy. description: what more it says, such as the stage. leave_out: prefixes of the names of parts
-    that only training needs. Returns the path."""
+    from a copy. description: what more it says, such as the stage. Returns the path."""
     if not (is_main_process() or is_sharded(model)):
         return path
-    state = half_state_dict(model, is_main_process(), leave_out)
-    described = description_of(model, description)
+    state = half_weights(model, is_main_process())
+    full_description = description_of(model, description)
     if not is_main_process():
         return path
 
     def write() -> None:
-        of_model = {key: described.get(key) for key in ("model", "tokenizer")} if described else None
+        of_model = (
+            {key: full_description.get(key) for key in ("model", "tokenizer")} if full_description else None
+        )
         atomic_write(path, lambda file: checkpoint.write_file(state, file, of_model))
-        if described:
-            write_json(path.with_suffix(".json"), described)
+        if full_description:
+            write_json(path.with_suffix(".json"), full_description)
 
     if writer is None:
         write()
@@ -171,16 +168,18 @@ def read_description(path: Path) -> Description:
             return json.loads(comment)
     except checkpoint.DAMAGED as error:
         raise unreadable(path, error) from error
-    beside = path.with_suffix(".json")
+    description_path = path.with_suffix(".json")
     try:
-        with read_errors(beside):
-            is_described = beside.is_file() and "model" in json.loads(beside.read_text(encoding="utf-8"))
+        with read_errors(description_path):
+            is_described = description_path.is_file() and "model" in json.loads(
+                description_path.read_text(encoding="utf-8")
+            )
     except (ValueError, TypeError):  # another program's
         is_described = False
     if is_described:
         raise UserError(
-            f"{beside} describes other weights than {path}, which come from elsewhere or were written anew "
-            "by another program; delete it, then the shape is taken from the tensors"
+            f"{description_path} describes other weights than {path}, which come from elsewhere or were "
+            "written anew by another program; delete it, then the shape is taken from the tensors"
         )
     return {}
 
@@ -202,16 +201,16 @@ def described_config(path: Path) -> "MiniMindConfig | None":
 
 
 def read_model(
-    path: Path, experts_per_token: int | None = None, **asked: Any
+    path: Path, experts_per_token: int | None = None, **required_shape: Any
 ) -> "tuple[dict[str, Tensor], MiniMindConfig]":
     """The tensors of a weights file, a checkpoint or a Hugging Face folder under MiniMind's names, and its
-    config. experts_per_token: where a file from elsewhere does not say it. asked: settings of the shape that
-    it must have. Raises UserError if it is no such model, or contradicts `asked`."""
+    config. experts_per_token: where a file from elsewhere does not say it. required_shape: settings of the
+    shape that it must have. Raises UserError if it is no such model, or contradicts `required_shape`."""
     if is_hugging_face(path):
         weights, config = read_folder(path)
     else:
-        weights, config = _read_file(path, asked.get("num_experts_per_tok", experts_per_token))
-    wrong = {name: value for name, value in asked.items() if getattr(config, name) != value}
+        weights, config = _read_file(path, required_shape.get("num_experts_per_tok", experts_per_token))
+    wrong = {name: value for name, value in required_shape.items() if getattr(config, name) != value}
     if wrong:
         true = flags_of({name: getattr(config, name) for name in wrong})
         what = f"{flags_of(wrong)} contradicts the weights {path}, which are of {true}"
@@ -229,8 +228,8 @@ def _read_file(path: Path, experts_per_token: int | None) -> "tuple[dict[str, Te
     try:
         content = checkpoint.read_file(path)
         weights = content
-        if is_state(content):
-            weights = _model_in_state(path, content)
+        if is_checkpoint(content):
+            weights = _weights_in_checkpoint(path, content)
             after = f", after update {content['update']}" if "update" in content else ""
             Logger(f"{path} is a checkpoint to resume from{after}: its float32 weights are used")
         _shapes(weights)
@@ -240,9 +239,9 @@ def _read_file(path: Path, experts_per_token: int | None) -> "tuple[dict[str, Te
     return weights, config or imported_config(path, weights, experts_per_token)
 
 
-def is_state(content: Any) -> bool:
+def is_checkpoint(content: Any) -> bool:
     """Whether the content of a file is a checkpoint to resume from, and no weights."""
-    return isinstance(content, dict) and set(content) >= checkpoint.STATE_KEYS
+    return isinstance(content, dict) and set(content) >= checkpoint.CHECKPOINT_KEYS
 
 
 def check_model_file(path: Path) -> None:
@@ -253,12 +252,12 @@ def check_model_file(path: Path) -> None:
     try:
         with read_errors(path):
             content = torch.load(path, map_location="meta", weights_only=True, mmap=True)
-        _shapes(_model_in_state(path, content) if is_state(content) else content)
+        _shapes(_weights_in_checkpoint(path, content) if is_checkpoint(content) else content)
     except checkpoint.DAMAGED as error:
         raise unreadable(path, error) from error
 
 
-def _model_in_state(path: Path, state: dict[str, Any]) -> dict[str, Tensor]:
+def _weights_in_checkpoint(path: Path, state: dict[str, Any]) -> dict[str, Tensor]:
     """The weights in a checkpoint to resume from, in float32. Raises UserError if they are not those of a
     language model alone."""
     weights, holds = state["model"], ""
@@ -289,13 +288,13 @@ def missing_weights(path: Path) -> UserError:
     return UserError(f"weights {path} do not exist ({listed}); {advice}")
 
 
-def find_weights(save_dir: str | Path, weight: str, **asked: Any) -> Path:
-    """The one file of these weights in `save_dir`, of whatever shape. asked: settings that it must have.
-    Raises UserError if there is none, none of this shape, or there are several."""
+def find_weights(save_dir: str | Path, weight: str, **required_shape: Any) -> Path:
+    """The one file of these weights in `save_dir`, of whatever shape. required_shape: settings that it must
+    have. Raises UserError if there is none, none of this shape, or there are several."""
     shapes = weight_files(save_dir, weight)
     if not shapes:
         raise missing_weights(Path(save_dir) / f"{weight}_*.pth")
-    named = {name: asked[name] for name in NAMED_SHAPE if name in asked}
+    named = {name: required_shape[name] for name in NAMED_SHAPE if name in required_shape}
     fitting = [path for path, shape in shapes.items() if named.items() <= shape.items()]
     if not fitting:  # a plain `_moe` may come from elsewhere and have any experts: its tensors show them
         named = {name: value for name, value in named.items() if name in ("hidden_size", "use_moe")}
@@ -305,7 +304,8 @@ def find_weights(save_dir: str | Path, weight: str, **asked: Any) -> Path:
     names = ", ".join(path.name for path in fitting or shapes)
     if not fitting:
         raise UserError(
-            f"{flags_of(asked)}: {save_dir} holds no such weights, only {names}; leave out what is wrong"
+            f"{flags_of(required_shape)}: {save_dir} holds no such weights, only {names}; leave out "
+            "what is wrong"
         )
     if len(fitting) > 1:
         differing = [name for name in NAMED_SHAPE if len({shapes[path][name] for path in fitting}) > 1]
@@ -330,32 +330,30 @@ def weights_hash(path: Path) -> str | None:
 
 
 def fill(
-    model: "MiniMindForCausalLM", weights: dict[str, Tensor], path: Path, stored: "MiniMindConfig"
+    model: "MiniMindForCausalLM", weights: dict[str, Tensor], path: Path, weights_config: "MiniMindConfig"
 ) -> None:
-    """Load weights that were read from `path`, with the config `stored`, into a model, strictly. Raises
-    UserError if they do not fit; the settings or the tensor that differ are named."""
-    if differing := incompatible_fields(stored, cast(Any, model).config):
+    """Load weights that were read from `path`, with the config `weights_config`, into a model, strictly.
+    Raises UserError if they do not fit; the settings or the tensor that differ are named."""
+    if differing := incompatible_fields(weights_config, cast(Any, model).config):
         raise UserError(f"weights {path} do not fit the model: they are of {', '.join(differing)}")
-    given, expected = _shapes(weights), _shapes(model.state_dict())
-    for name in sorted(given.keys() | expected.keys()):
-        shape, wanted = given.get(name, "missing"), expected.get(name, "none")
-        if shape != wanted:
-            what = f"{name} is {shape}, the model wants {wanted}"
-            raise UserError(f"weights {path} do not fit the model: {what}")
-    model.load_state_dict(weights, strict=True)
+    try:
+        model.load_state_dict(weights, strict=True)
+    except RuntimeError as error:  # its first line names the class alone
+        differences = " ".join(str(error).split("\n", 1)[-1].split())
+        raise UserError(f"weights {path} do not fit the model: {differences[:300]}") from error
 
 
-def incompatible_fields(stored: "MiniMindConfig", config: "MiniMindConfig") -> list[str]:
-    """The fields by which weights of the config `stored` would compute something else in a model of `config`,
-    with both values."""
-    if stored.use_moe != config.use_moe:
+def incompatible_fields(weights_config: "MiniMindConfig", config: "MiniMindConfig") -> list[str]:
+    """The fields by which weights of the config `weights_config` would compute something else in a model of
+    `config`, with both values."""
+    if weights_config.use_moe != config.use_moe:
         names = ["use_moe"]
     else:
-        may_differ = MAY_DIFFER + (DENSE_FIELDS if stored.use_moe else EXPERT_FIELDS)
-        names = [name for name in stored.own_fields() if name not in may_differ]
+        may_differ = MAY_DIFFER + (DENSE_FIELDS if weights_config.use_moe else EXPERT_FIELDS)
+        names = [name for name in weights_config.own_fields() if name not in may_differ]
     differing = []
     for name in names:
-        value, wanted = getattr(stored, name), getattr(config, name)
+        value, wanted = getattr(weights_config, name), getattr(config, name)
         if value != wanted:
             differing.append(f"{name} {value}, not {wanted}")
     return differing

@@ -96,15 +96,16 @@ def load_path(
     tokenizer_path: str | Path | None = None,
     device: str | torch.device = "cpu",
     rope_scaling: bool = False,
-    **asked: Any,
+    **required_shape: Any,
 ) -> "tuple[MiniMindForCausalLM, PreTrainedTokenizerBase]":
     """The model in a file or folder, in float32 and ready for use, and its tokenizer.
 
-    tokenizer_path: None: that of the model. rope_scaling: with MiniMind's YaRN. asked: settings of the shape.
-    Raises UserError if it is no model, contradicts `asked`, or has another vocabulary than the tokenizer."""
+    tokenizer_path: None: that of the model. rope_scaling: with MiniMind's YaRN. required_shape: settings of
+    the shape. Raises UserError if it is no model, contradicts `required_shape`, or has another vocabulary
+    than the tokenizer."""
     from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 
-    weights, config = read_model(path, **asked)
+    weights, config = read_model(path, **required_shape)
     if rope_scaling:
         config = MiniMindConfig(**config.own_fields() | {"inference_rope_scaling": True})
     tokenizer_path = tokenizer_path or tokenizer_folder(path)

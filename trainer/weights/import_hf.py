@@ -48,21 +48,24 @@ def read_folder(folder: Path) -> "tuple[dict[str, Tensor], MiniMindConfig]":
     embedding = weights.get("model.embed_tokens.weight")
     if config.tie_word_embeddings and embedding is not None:
         weights["lm_head.weight"] = embedding
-    stated: dict[str, Any] = {"use_moe": config.model_type == "qwen3_moe"}
+    fields: dict[str, Any] = {"use_moe": config.model_type == "qwen3_moe"}
     for name in MiniMindConfig.__annotations__:
         if hasattr(config, name):
-            stated[name] = getattr(config, name)
+            fields[name] = getattr(config, name)
     try:
-        return weights, MiniMindConfig(**stated)
+        return weights, MiniMindConfig(**fields)
     except UserError as error:
         raise UserError(f"{folder}: {error}") from error
 
 
-def imported_config(path: Path, weights: dict[str, Tensor], asked: int | None = None) -> "MiniMindConfig":
+def imported_config(
+    path: Path, weights: dict[str, Tensor], experts_per_token: int | None = None
+) -> "MiniMindConfig":
     """The config of weights from elsewhere, from their tensors and from the name of their file.
 
-    asked: experts per token of a mixture of experts, if the name does not say it. Raises UserError if they
-    are of no such model, contradict the name, or nothing says how many experts each token uses."""
+    experts_per_token: experts per token of a mixture of experts, if the name does not say it. Raises
+    UserError if they are of no such model, contradict the name, or nothing says how many experts each token
+    uses."""
     from model.model_minimind import MiniMindConfig
 
     try:
@@ -70,7 +73,7 @@ def imported_config(path: Path, weights: dict[str, Tensor], asked: int | None = 
     except ValueError as error:
         raise UserError(f"weights {path}: {reason(error)}") from error
     if fields["use_moe"]:
-        fields["num_experts_per_tok"] = _experts_per_token(path, fields["num_experts"], asked)
+        fields["num_experts_per_tok"] = _experts_per_token(path, fields["num_experts"], experts_per_token)
     return MiniMindConfig(**fields)
 
 
@@ -105,19 +108,19 @@ def shape_of_tensors(weights: Mapping[str, Tensor]) -> dict[str, Any]:
     return shape | {"num_experts": len(weights[f"{mlp}.gate.weight"]), "moe_intermediate_size": width}
 
 
-def _experts_per_token(path: Path, num_experts: int, asked: int | None) -> int:
+def _experts_per_token(path: Path, num_experts: int, experts_per_token: int | None) -> int:
     named = shape_in_name(path)
     if named and named["num_experts"] == num_experts:
         return named["num_experts_per_tok"]
     are = f"weights {path} have {num_experts} experts per layer"
     if named and named["use_moe"] and not path.stem.endswith("_moe"):
         raise UserError(f"{are}, but their name says others; rename them")
-    if asked is None:
+    if experts_per_token is None:
         raise UserError(
             f"{are}, and nothing tells how many of them each token goes through: give --num_experts_per_tok, "
             f"or name the file ..._moe_{num_experts}xN.pth with that number as N"
         )
-    return asked
+    return experts_per_token
 
 
 def flags_of(shape: dict[str, Any]) -> str:

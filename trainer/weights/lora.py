@@ -82,16 +82,12 @@ def layers_hash(model: nn.Module) -> str:
 
 
 def can_merge(layer: nn.Module) -> bool:
-    """Whether a layer is x W' + b and nothing else, no subclass and without hooks, so that the product of an
-    adapter can be added to its weight."""
-    has_hooks = (
-        layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks
-    )
-    is_linear = type(layer) is nn.Linear and "forward" not in vars(layer)
-    return is_linear and not has_hooks and isinstance(layer.weight, nn.Parameter)
+    """Whether a layer is x W' + b, no subclass, so that the product of an adapter can be added to its
+    weight."""
+    return type(layer) is nn.Linear
 
 
-def adapter_state_dict(model: nn.Module) -> dict[str, Tensor]:
+def adapter_weights(model: nn.Module) -> dict[str, Tensor]:
     """The tensors of the adapters alone, by name; those of the frozen model are left out."""
     state = unwrap(model).state_dict(keep_vars=True)
     return {name: value for name, value in state.items() if ".lora_" in name}
@@ -117,16 +113,16 @@ def save_adapter(
     if not (is_main_process() or is_sharded(model)):
         return folder
     tensors = {}
-    for name, value in adapter_state_dict(model).items():
+    for name, value in adapter_weights(model).items():
         tensors[PREFIX + name] = full_tensor(value.detach()).float().cpu().clone()
-    described = description_of(model, description) | {"base_sha256": cast(Any, inner).base_sha256}
+    full_description = description_of(model, description) | {"base_sha256": cast(Any, inner).base_sha256}
     config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none", "inference_mode": True}
     config |= {"base_model_name_or_path": None} | cast(dict[str, Any], inner.adapter)
 
     def job() -> None:
         atomic_write(folder / ADAPTER_CONFIG, lambda file: file.write(json.dumps(config, indent=2).encode()))
         atomic_write(folder / WEIGHTS, lambda file: file.write(save(tensors, {"format": "pt"})))
-        write_json(path.with_suffix(".json"), described)
+        write_json(path.with_suffix(".json"), full_description)
 
     if is_main_process():
         writer.submit(job)
@@ -165,30 +161,38 @@ def read_adapter(model: "MiniMindForCausalLM", folder: Path) -> tuple[dict[str, 
     if not set(config["target_modules"]) <= set(TARGETS):
         raise UserError(f"adapter {folder}: its targets must be of {', '.join(TARGETS)}")
     check_base(model, folder)
-    wanted = {}
+    expected_shapes = {}
     for name, layer in model.named_modules():
         if name.rsplit(".", 1)[-1] not in config["target_modules"]:
             continue
         if not can_merge(layer):
-            what = f"{name}, which is no plain nn.Linear (it is a {type(layer).__name__}, or has hooks)"
+            what = f"{name}, which is no nn.Linear but a {type(layer).__name__}"
             raise UserError(f"adapter {folder}: it cannot be merged into {what}")
         out, into = cast(Tensor, layer.weight).shape
-        wanted |= {f"{name}.lora_A.weight": (config["r"], into), f"{name}.lora_B.weight": (out, config["r"])}
-    given = {name: tuple(value.shape) for name, value in tensors.items()}
-    if given != wanted:
-        name = min(name for name in {**given, **wanted} if given.get(name) != wanted.get(name))
-        shapes = f"{name} is {given.get(name, 'missing')}, the model wants {wanted.get(name, 'none')}"
-        raise UserError(f"adapter {folder} is of another model: {shapes}")
+        expected_shapes |= {
+            f"{name}.lora_A.weight": (config["r"], into),
+            f"{name}.lora_B.weight": (out, config["r"]),
+        }
+    shapes = {name: tuple(value.shape) for name, value in tensors.items()}
+    if shapes != expected_shapes:
+        names = shapes.keys() | expected_shapes.keys()
+        name = min(name for name in names if shapes.get(name) != expected_shapes.get(name))
+        found, expected = shapes.get(name, "missing"), expected_shapes.get(name, "none")
+        raise UserError(
+            f"adapter {folder} is of another model: {name} is {found}, the model wants {expected}"
+        )
     return config, tensors
 
 
 def check_base(model: "MiniMindForCausalLM", folder: Path) -> None:
     """Refuse an adapter that was trained on a model of another arithmetic, or on other weights, by the
     description beside it; without one say that nothing is known."""
-    beside = folder.with_name(f"{folder.name}.json")
+    description_path = folder.with_name(f"{folder.name}.json")
     try:
-        with read_errors(beside):
-            description = json.loads(beside.read_text(encoding="utf-8")) if beside.is_file() else {}
+        with read_errors(description_path):
+            description = (
+                json.loads(description_path.read_text(encoding="utf-8")) if description_path.is_file() else {}
+            )
         trained_on, wanted = description.get("model", {}), description.get("base_sha256")
         fields = trained_on.keys() - NOT_COMPARED
         start = description.get("from_weight", {}).get("name", "unknown")
@@ -206,7 +210,8 @@ def check_base(model: "MiniMindForCausalLM", folder: Path) -> None:
     elif wanted != layers_hash(model):
         raise UserError(
             f"adapter {folder} was trained on other weights than these (on --from_weight {start}, whose "
-            f"base_sha256 in {beside} begins with {wanted[:12]}); give those, or train it anew on these"
+            f"base_sha256 in {description_path} begins with {wanted[:12]}); give those, or train "
+            "it anew on these"
         )
 
 

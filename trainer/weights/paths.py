@@ -72,15 +72,15 @@ def weight_files(save_dir: str | Path, weight: str) -> dict[Path, dict[str, Any]
     return files
 
 
-def state_files(checkpoint_dir: str | Path, weight: str) -> dict[Path, dict[str, Any]]:
+def checkpoint_files(checkpoint_dir: str | Path, weight: str) -> dict[Path, dict[str, Any]]:
     """Where the newest states lie of the runs of this name, in all shapes, each with its `shape_in_name`."""
     files = {}
     for path in sorted(Path(checkpoint_dir).glob("*_resume*.pth")):
-        run = path.name.removesuffix(".pth").removesuffix("_previous").removesuffix("_resume")
-        weights = path.with_name(f"{run}.pth")
+        stem = path.name.removesuffix(".pth").removesuffix("_previous").removesuffix("_resume")
+        weights = path.with_name(f"{stem}.pth")
         name, shape = WEIGHT_NAME.fullmatch(weights.name), shape_in_name(weights)
         if name and shape and name["weight"] == weight:
-            files[path.with_name(f"{run}_resume.pth")] = shape
+            files[path.with_name(f"{stem}_resume.pth")] = shape
     return files
 
 
@@ -106,9 +106,9 @@ def model_files(folder: Path) -> list[Path]:
     return [folder / name for name in (CONFIG_FILE, *names)]
 
 
-def metrics_path(save_dir: str | Path, run: str) -> Path:
+def metrics_path(save_dir: str | Path, name: str) -> Path:
     """The file of the log records of a run of this `run_name`."""
-    return Path(save_dir) / f"{run}_metrics.jsonl"
+    return Path(save_dir) / f"{name}_metrics.jsonl"
 
 
 def settings_path(metrics: Path) -> Path:
@@ -116,10 +116,10 @@ def settings_path(metrics: Path) -> Path:
     return metrics.with_name(metrics.name.removesuffix(".jsonl").removesuffix("_metrics") + "_run.json")
 
 
-def log_path(settings: LoggingConfig, run: str) -> Path | None:
+def log_path(settings: LoggingConfig, name: str) -> Path | None:
     """The log file of a run of this `run_name`; None if none is wanted."""
     if settings.log_dir:
-        return Path(settings.log_dir) / f"{run}.log"
+        return Path(settings.log_dir) / f"{name}.log"
     return Path(settings.log_file) if settings.log_file else None
 
 

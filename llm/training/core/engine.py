@@ -27,7 +27,7 @@ from trainer.objectives.next_token import Objective, frozen_model
 from trainer.report.trackers import start_tracker
 from trainer.run.callbacks import CallbackList
 from trainer.run.resume import (
-    check_resume,
+    check_same_run,
     keep_global_batch,
     run_fingerprint,
     total_updates,
@@ -74,12 +74,12 @@ class TrainingEngine:
             raise UserError(
                 f"--eval_share: {type(data).__name__} sets no val_dataset to hold it; leave the flag out"
             )
-        run = run_fingerprint(args, task.fingerprint(), data.fingerprint(), data.num_samples())
-        check_resume(args, run, checkpoint)
+        fingerprint = run_fingerprint(args, task.fingerprint(), data.fingerprint(), data.num_samples())
+        check_same_run(args, fingerprint, checkpoint)
         if is_new(checkpoint):
             check_starts(args)
-        self.is_finished = is_finished(args, run, checkpoint)  # then `run` has nothing to do
-        self.wandb = None if self.is_finished else start_tracker(args, run, checkpoint)
+        self.is_finished = is_finished(args, fingerprint, checkpoint)  # then `run()` has nothing to do
+        self.wandb = None if self.is_finished else start_tracker(args, fingerprint, checkpoint)
 
         # what the task makes; a checkpoint takes the place of the start weights
         kind = TaskObjective if isinstance(task, TrainingTask) else Objective
@@ -88,12 +88,14 @@ class TrainingEngine:
         model = self._build_model(args.from_weight if reads_start_weights else "none")
         model = objective.extend_model(model, args)
         checked_type(objective, "extend_model", model, nn.Module, "the model")
-        wrapped_model = stage.compile_and_wrap(model, args, device, autocast, data.train_dataset, task.frozen_parameters)
+        wrapped_model = stage.compile_and_wrap(
+            model, args, device, autocast, data.train_dataset, task.frozen_parameters
+        )
         self.device = device
         optimizer = task.build_optimizer(model)
         checked_type(task, "build_optimizer", optimizer, Optimizer, "an optimizer of torch")
         self.optimizer = task.optimizer = optimizer
-        self.scheduler = self._build_scheduler(total_updates(run))
+        self.scheduler = self._build_scheduler(total_updates(fingerprint))
         self.criterion = objective.loss
         if isinstance(task, TrainingTask):
             self.criterion = task.criterion = checked_criterion(task)
@@ -106,7 +108,7 @@ class TrainingEngine:
 
         # the state of the run, restored from the checkpoint
         self.state = state = TrainState(
-            args=args, lm_config=task.lm_config, run=run,
+            args=args, lm_config=task.lm_config, fingerprint=fingerprint,
             model=wrapped_model, optimizer=self.optimizer, scaler=scaler, autocast=autocast, device=device,
             objective=objective, schedule=self._schedule(), eval_loader=eval_loader,
         )  # fmt: skip
@@ -198,7 +200,7 @@ class TrainingEngine:
                 f"{type(self.data_module).__name__}.train_dataloader returns {describe(loader)}; it must "
                 "return a DataLoader, or what has its collate_fn, too"
             )
-        iters = steps_per_epoch(state.run["samples"], state.args.batch_size)
+        iters = steps_per_epoch(state.fingerprint["samples"], state.args.batch_size)
         train_epoch(state, epoch, loader, iters, start_step, self.wandb)
 
     def stop(self, reason: str) -> None:

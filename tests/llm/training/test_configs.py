@@ -54,9 +54,9 @@ def test_it_trains_for_a_few_updates(corpus, tmp_path, chain):
         assert math.isfinite(metrics[-1]["eval_loss"]) and f"done: {len(metrics)} updates" in process.out
         saved = saved_state(tmp_path, name)
         # what is not overridden holds
-        assert saved["run"]["learning_rate"] == given["training"]["learning_rate"]
+        assert saved["fingerprint"]["learning_rate"] == given["training"]["learning_rate"]
         assert ("EarlyStopping" in saved["callbacks"]) == (config == "regression")
         experts = [key for key in saved["model"] if "mlp.experts.3." in key]
         assert bool(experts) == config.endswith("_moe") and (metrics[-1]["aux_loss"] > 0) == bool(experts)
         if config.startswith("full_sft"):
-            assert "weights: pretrain" in process.out and saved["run"]["from_weight_sha256"]
+            assert "weights: pretrain" in process.out and saved["fingerprint"]["from_weight_sha256"]

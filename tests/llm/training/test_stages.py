@@ -57,7 +57,7 @@ def everything(folder: Path, name: str) -> tuple:
     timed = ("seconds", "data_wait", "comm_wait", "tokens_per_second", "mfu", "memory_mb", "seconds_left")
     metrics = read_metrics(folder / f"out/{name}_metrics.jsonl")
     kept = [{k: v for k, v in r.items() if not any(part in k for part in timed)} for r in metrics]
-    return {part: state[part] for part in ("model", "optimizer", "update", "best_eval", "run")}, kept
+    return {part: state[part] for part in ("model", "optimizer", "update", "best_eval", "fingerprint")}, kept
 
 
 @pytest.mark.parametrize("stage", RUNS)
@@ -74,7 +74,7 @@ def test_engine_and_script_give_equal_bits(data, tmp_path, stage):
     assert log == others and len(log) >= 3 and any("eval_loss" in record for record in log)
     files = [tmp_path / f"{each}/out/{name}_run.json" for each in ("script", "engine")]
     about = [json.loads(file.read_text()) for file in files]
-    assert len({each["stage"] for each in about}) == 1 and about[0]["run"] == about[1]["run"]
+    assert len({each["stage"] for each in about}) == 1 and about[0]["fingerprint"] == about[1]["fingerprint"]
     assert about[0]["settings"].keys() <= about[1]["settings"].keys()
     assert [start["update"] for start in about[0]["starts"]] == [0] and len(about[1]["starts"]) == 2
 

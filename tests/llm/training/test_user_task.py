@@ -17,7 +17,7 @@ from tests.conftest import ROOT, write_jsonl
 from tests.stage_process import FORKED, Faults, run
 from tests.trainer.stage_flags import assert_same_run, saved_state
 from trainer.report.metrics import read_metrics
-from trainer.weights.files import half_state_dict
+from trainer.weights.files import half_weights
 
 ENGINE = str(ROOT / "llm/training/train.py")
 PAGE = (ROOT / "docs/engine.md").read_text(encoding="utf-8")
@@ -131,7 +131,7 @@ def test_the_command_of_the_manual_from_the_users_folder(home, tmp_path):
     torch.manual_seed(5)
     vocab_size = len(load_tokenizer(ROOT / "model"))
     config = MiniMindConfig(hidden_size=32, num_hidden_layers=1, vocab_size=vocab_size)
-    weights = half_state_dict(MiniMindForCausalLM(config))
+    weights = half_weights(MiniMindForCausalLM(config))
     (tmp_path / "out").mkdir()
     torch.save(weights, tmp_path / "out/pretrain_32.pth")
     settings = {"cache_dir": tmp_path / "cache", "epochs": 1, "learning_rate": 1e-12}

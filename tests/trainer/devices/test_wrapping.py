@@ -23,7 +23,7 @@ from trainer.objectives.next_token import NextToken, next_token_loss
 from trainer.optim.build import build_optimizer
 from trainer.run.state import TrainState
 from trainer.trainer_utils import init_distributed_mode
-from trainer.weights.files import half_state_dict
+from trainer.weights.files import half_weights
 
 CPU = torch.device("cpu")
 CASES = {
@@ -89,7 +89,7 @@ def updates(rank: int, case: dict, parallel: str) -> dict:
     state = TrainState(
         args=StageArgs(seed=0, grad_clip=1.0), lm_config=config, model=wrapped, scaler=scaler, autocast=autocast,
         optimizer=build_optimizer(model, 1e-2, 0.1), device=CPU, objective=objective, schedule=lambda *_: 1e-2,
-        run={"samples": 9, "global_batch": 3, "epochs": 1},
+        fingerprint={"samples": 9, "global_batch": 3, "epochs": 1},
     )  # fmt: skip
     assert all(p.dtype == torch.float32 for p in model.parameters())  # the shards, and so the checkpoints
     for one, other in zip(model.parameters(), expected.parameters(), strict=True):
@@ -117,7 +117,7 @@ def updates(rank: int, case: dict, parallel: str) -> dict:
             found.append(total / (count or 1.0))
         state.progress.update += 1
         count_update(state, micro_batches, figures, targets)
-    weights = half_state_dict(state.model)
+    weights = half_weights(state.model)
     bad = [skipped["update"] for skipped in state.progress.skipped]
     state.model = wrapped = None
     return {"numbers": found, "weights": weights, "bad": bad}

@@ -17,7 +17,7 @@ def test_a_resumed_run_goes_on_under_its_id_with_one_point_per_update(monkeypatc
     swanlab.init.side_effect = lambda **given: settings.update(given) or swanlab
     swanlab.log.side_effect = lambda metrics, step: points.append(step)
     monkeypatch.setitem(sys.modules, "swanlab", swanlab)
-    tracker = Tracker("project", "name", "cloud", {"a": 1}, run_id="run3", last_step=3)
+    tracker = Tracker("project", "name", "cloud", {"a": 1}, tracker_id="run3", last_step=3)
     for step in (2, 3, 4, 4, 5, 3, 6):  # it comes by its last updates again
         tracker.log({"loss": 1.0}, step)
     tracker.finish()

@@ -28,12 +28,12 @@ from trainer.devices.wrapping import freeze, unwrap, wrap_model
 from trainer.optim.build import build_optimizer
 from trainer.trainer_utils import init_distributed_mode
 from trainer.weights.checkpoint import (
+    copy_to_host,
     first_difference,
-    get_state,
     host_copy,
+    load_into,
     read_file,
-    set_state,
-    write_state,
+    write_checkpoint,
 )
 from trainer.weights.lora import add_adapters
 
@@ -102,14 +102,14 @@ def differences(folder: Path, parallel: str, kinds=KINDS, cases=CASES) -> Iterat
             trained_only = case == "lora"
             model, optimizer = make(kind, case, parallel)
             train(model, optimizer, case, 1, SAVED_AFTER)
-            weights, optimizer_state = get_state(model, optimizer, trained_only)
+            weights, optimizer_state = copy_to_host(model, optimizer, trained_only)
             path = folder / f"{kind}_{case}.pth"
             if is_main_process():
-                write_state(path, {"model": weights, "optimizer": optimizer_state})
+                write_checkpoint(path, {"model": weights, "optimizer": optimizer_state})
             meet()
             train(model, optimizer, case, SAVED_AFTER + 1, UPDATES)
             restored, its_optimizer = make(kind, case, parallel, seed=1)
-            set_state(restored, its_optimizer, read_file(path))
+            load_into(restored, its_optimizer, read_file(path))
             train(restored, its_optimizer, case, SAVED_AFTER + 1, UPDATES)
             one = host_copy((unwrap(model).state_dict(), optimizer.state_dict()))
             other = host_copy((unwrap(restored).state_dict(), its_optimizer.state_dict()))

@@ -12,7 +12,7 @@ from common.settings import StageArgs
 from dataset.lm_dataset import StageDataset
 from trainer import train_dpo, train_pretrain
 from trainer.run import compiling
-from trainer.run.compiling import check_cache_folder, compile_model, compiler_problem, compiles
+from trainer.run.compiling import compile_model, compiler_problem, compiles
 
 LONG = train_pretrain.Args(packing=True, max_seq_len=512, epochs=2, device="cpu")
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -89,8 +89,6 @@ def test_what_a_machine_lacks(monkeypatch, tmp_path):
     assert compiler_problem("cpu").startswith("Python's headers are missing")
     (tmp_path / "Python.h").touch()
     assert compiler_problem("cpu") == ""
-    with pytest.raises(UserError, match=r"TORCHINDUCTOR_CACHE_DIR=.*/cache cannot be made"):
-        check_cache_folder(str(tmp_path / "Python.h" / "cache"))
 
 
 class Layer(torch.nn.Linear):

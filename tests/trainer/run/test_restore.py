@@ -110,11 +110,11 @@ def test_an_optimizer_that_computes_the_loss_itself_is_refused_at_the_start(corp
 
 
 def test_another_optimizer_is_one_line(tmp_path):
-    state = dict(zip(("model", "optimizer"), checkpoint.get_state(*make("adam", "plain")), strict=True))
+    state = dict(zip(("model", "optimizer"), checkpoint.copy_to_host(*make("adam", "plain")), strict=True))
     with pytest.raises(UserError, match="the checkpoint is of the optimizer Adam, not SGD"):
-        checkpoint.set_state(*make("sgd", "plain"), state)
+        checkpoint.load_into(*make("sgd", "plain"), state)
     with pytest.raises(UserError, match=r"model.embed_tokens.weight is trained in the checkpoint or here"):
-        checkpoint.set_state(*make("adam", "frozen"), state)
+        checkpoint.load_into(*make("adam", "frozen"), state)
 
 
 def test_other_groups_keep_the_state_of_each_parameter(capsys):
@@ -122,9 +122,9 @@ def test_other_groups_keep_the_state_of_each_parameter(capsys):
     tokens = torch.tensor([[3, 4, 5]])
     model(tokens, labels=tokens).loss.backward()
     optimizer.step()
-    state = dict(zip(("model", "optimizer"), checkpoint.get_state(model, optimizer), strict=True))
+    state = dict(zip(("model", "optimizer"), checkpoint.copy_to_host(model, optimizer), strict=True))
     other, its_optimizer = make("adam", "lr_scales")
-    checkpoint.set_state(other, its_optimizer, state)
+    checkpoint.load_into(other, its_optimizer, state)
     assert "has other parameters than in the checkpoint" in capsys.readouterr().err
     assert [group["lr"] for group in its_optimizer.param_groups] == [1e-2, 5e-3]
     for name, value in other.named_parameters():
@@ -138,8 +138,8 @@ def test_groups_without_parameters_keep_their_settings_each():
     groups = [{"params": [], "weight_decay": decay} for decay in decays[:2]]
     groups.append({"params": list(model.parameters()), "weight_decay": decays[2]})
     optimizer = torch.optim.AdamW(groups, 1e-2)
-    state = dict(zip(("model", "optimizer"), checkpoint.get_state(model, optimizer), strict=True))
-    checkpoint.set_state(model, optimizer, state)
+    state = dict(zip(("model", "optimizer"), checkpoint.copy_to_host(model, optimizer), strict=True))
+    checkpoint.load_into(model, optimizer, state)
     assert tuple(group["weight_decay"] for group in optimizer.param_groups) == decays
 
 
@@ -148,8 +148,8 @@ def test_a_group_that_somebody_has_kept_is_still_used_by_the_optimizer(kind):
     """As of a callback that changes `optimizer.param_groups[0]` during the run."""
     model, optimizer = make(kind, "plain")
     kept = list(optimizer.param_groups)
-    state = dict(zip(("model", "optimizer"), checkpoint.get_state(model, optimizer), strict=True))
-    checkpoint.set_state(model, optimizer, state)
+    state = dict(zip(("model", "optimizer"), checkpoint.copy_to_host(model, optimizer), strict=True))
+    checkpoint.load_into(model, optimizer, state)
     for group in kept:
         group["lr"] = 0.0
     before = [value.clone() for value in model.parameters()]
@@ -159,10 +159,10 @@ def test_a_group_that_somebody_has_kept_is_still_used_by_the_optimizer(kind):
 
 def test_a_group_without_parameters_may_be_new():
     """Such as that of layers which are all frozen."""
-    state = dict(zip(("model", "optimizer"), checkpoint.get_state(*make("adam", "plain")), strict=True))
+    state = dict(zip(("model", "optimizer"), checkpoint.copy_to_host(*make("adam", "plain")), strict=True))
     model, _ = make("adam", "plain")
     optimizer = torch.optim.Adam([{"params": list(model.parameters())}, {"params": [], "lr": 0.5}])
-    checkpoint.set_state(model, optimizer, state)
+    checkpoint.load_into(model, optimizer, state)
     assert [group["lr"] for group in optimizer.param_groups] == [1e-2, 0.5]
 
 
@@ -170,7 +170,7 @@ def test_a_tensor_outside_the_model_is_refused():
     model, _ = make("adam", "plain")
     optimizer = torch.optim.Adam([*model.parameters(), torch.nn.Parameter(torch.ones(2))])
     with pytest.raises(UserError, match="no parameter of the model"):
-        checkpoint.get_state(model, optimizer)
+        checkpoint.copy_to_host(model, optimizer)
 
 
 # --- the first save
@@ -334,7 +334,7 @@ def test_errors_of_torchs_own_reader_are_no_damage(tmp_path, monkeypatch, where)
     """As on a machine without memory: torch raises a RuntimeError."""
     path = tmp_path / "w_32_resume.pth"
     state = dict.fromkeys(("model", "optimizer", "epoch", "step", "world_size"), 0)
-    checkpoint.write_state(path, state)
+    checkpoint.write_checkpoint(path, state)
     texts = [
         "unable to mmap 8 bytes from file <w>: Cannot allocate memory (12)",
         "open file failed because of errno 24",
@@ -358,7 +358,7 @@ def test_errors_of_torchs_own_reader_are_no_damage(tmp_path, monkeypatch, where)
 def states(folder: Path, *names: str) -> Path:
     state = dict.fromkeys(("model", "optimizer", "epoch", "step", "world_size"), 0)
     for name in names:
-        checkpoint.write_state(folder / name, state)
+        checkpoint.write_checkpoint(folder / name, state)
     return folder / "w_32_resume.pth"
 
 
@@ -443,7 +443,7 @@ def test_a_state_of_older_code_takes_the_default_of_a_new_field(corpus, tmp_path
     state = saved_state(tmp_path, "full_sft_32")
     del state["overflows"], state["branch_of"], state["code"]
     state["environment"]["code"] = "a82c7d8a"  # where it stood before
-    checkpoint.write_state(path, state)
+    checkpoint.write_checkpoint(path, state)
     process = run("sft", argv)
     assert "resuming full_sft" in process.out
     assert "by other code: from here on the present code decides" in process.err

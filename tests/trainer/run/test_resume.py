@@ -21,7 +21,7 @@ from tests.conftest import ROOT
 from tests.stage_process import Faults, StageProcess, run, start_ranks
 from tests.trainer.stage_flags import assert_same_run, assert_same_tensors, flags, records, saved_state
 from trainer.report.metrics import read_metrics
-from trainer.run.resume import check_resume, environment, run_fingerprint, warn_of_changes
+from trainer.run.resume import check_same_run, environment, run_fingerprint, warn_of_changes
 from trainer.weights.config import model_config
 from trainer.weights.files import weights_hash
 
@@ -326,12 +326,12 @@ def test_a_flag_that_is_added_does_not_end_a_run():
     start = {"from_weight": "none", "from_resume": True}
     config = model_config(load_tokenizer(ROOT / "model"), Before(**start))
     saved = fingerprint(Before(**start))
-    checkpoint = {"world_size": 1, "run": saved, "run_id": "a", "update": 1}
-    check_resume(After(**start), fingerprint(After(**start)), checkpoint)
+    checkpoint = {"world_size": 1, "fingerprint": saved, "run_id": "a", "update": 1}
+    check_same_run(After(**start), fingerprint(After(**start)), checkpoint)
     for other, told in (({"added": 0.7}, "added: 0.5 -> 0.7"), ({"mine": 2}, "mine: 1 -> 2")):
         args = After(**start, **other)
         with pytest.raises(UserError, match=re.escape(f"another run: {told}")):
-            check_resume(args, fingerprint(args), checkpoint)
+            check_same_run(args, fingerprint(args), checkpoint)
 
 
 def test_a_second_run_of_the_same_name_is_refused(corpus, tmp_path):

@@ -11,7 +11,7 @@ from common.settings import StageArgs
 from tests.stage_process import Faults, run
 from tests.trainer.stage_flags import flags
 from trainer import train_distillation
-from trainer.run.saving import check_starts, complete_moves, delete_old_states, set_earlier_run_aside
+from trainer.run.saving import check_starts, complete_moves, delete_old_checkpoints, set_earlier_run_aside
 
 STATES = ("resume.pth", "resume_previous.pth", "update_00000002.pth", "best_resume.pth")
 OUT = ("w_512_metrics.jsonl", "w_512_run.json", "w_512.pth", "w_512.json", "w_best_512.pth")
@@ -123,7 +123,7 @@ def test_numbered_states_go_but_for_the_last_and_the_best(tmp_path):
     """Later ones are of a run that went further before it was killed."""
     for update in (2, 4, 6, 8, 10):
         (tmp_path / f"a_64_update_{update:08d}.pth").touch()
-    delete_old_states(tmp_path, "a_64", 2, {"update": 8, "best_update": 2})
+    delete_old_checkpoints(tmp_path, "a_64", 2, {"update": 8, "best_update": 2})
     assert sorted(int(path.stem[-2:]) for path in tmp_path.iterdir()) == [2, 6, 8, 10]
 
 

@@ -49,7 +49,7 @@ def make_state(kind: str = "adamw", scale: float = 0.0, limit: int = 5) -> Train
         device=torch.device("cpu"),
         objective=Bad(),
         schedule=lambda *_: 1e-2,
-        run={"samples": 9, "global_batch": 3, "epochs": 1},
+        fingerprint={"samples": 9, "global_batch": 3, "epochs": 1},
         source=lambda i: f"data.jsonl:{i}",
     )
 

@@ -20,7 +20,14 @@ from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from tests.trainer.stage_flags import assert_same_tensors
 from trainer.optim.build import build_optimizer
 from trainer.trainer_utils import lm_checkpoint
-from trainer.weights.checkpoint import Writer, first_difference, get_state, read_file, set_state, write_state
+from trainer.weights.checkpoint import (
+    Writer,
+    copy_to_host,
+    first_difference,
+    load_into,
+    read_file,
+    write_checkpoint,
+)
 from trainer.weights.files import read_model
 
 CONFIG = MiniMindConfig(hidden_size=32, num_hidden_layers=1)
@@ -163,16 +170,16 @@ def test_what_is_written_in_the_background_is_the_state_of_the_call(tmp_path):
     """Weights that change while the file is being written do not reach it."""
     model, optimizer = trained()
     want = {key: value.clone() for key, value in model.state_dict().items()}
-    weights, optimizer_state = get_state(model, optimizer)
+    weights, optimizer_state = copy_to_host(model, optimizer)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(1.0)
     for state in optimizer.state.values():
         state["exp_avg"].add_(1.0)
-    write_state(tmp_path / "w.pth", {"model": weights, "optimizer": optimizer_state})
+    write_checkpoint(tmp_path / "w.pth", {"model": weights, "optimizer": optimizer_state})
     saved = read_file(tmp_path / "w.pth")
     assert_same_tensors(saved["model"], want)
-    set_state(model, optimizer, saved)
+    load_into(model, optimizer, saved)
     assert_same_tensors(dict(model.state_dict()), want)
     assert max(state["exp_avg"].abs().max() for state in optimizer.state.values()) < 1
 
@@ -186,8 +193,8 @@ def test_a_state_from_before_the_first_step_changes_nothing(kind):
         model = MiniMindForCausalLM(CONFIG)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         runs.append((model, optimizer if kind == "sgd" else build_optimizer(model, 1e-2, 0.1, kind)))
-    weights, optimizer_state = get_state(*runs[1])
-    set_state(*runs[2], {"model": weights, "optimizer": optimizer_state})
+    weights, optimizer_state = copy_to_host(*runs[1])
+    load_into(*runs[2], {"model": weights, "optimizer": optimizer_state})
     for model, optimizer in runs:
         for _ in range(2):
             model(torch.tensor([[3, 4, 5]]), labels=torch.tensor([[3, 4, 5]])).loss.backward()

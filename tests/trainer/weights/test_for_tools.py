@@ -161,7 +161,7 @@ def test_a_checkpoint_is_a_model_in_float32(tmp_path):
     config = MiniMindConfig(**SHAPES["w_32_moe_8x2"])
     model = MiniMindForCausalLM(config).eval()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    lm_checkpoint(config, "w", model, optimizer, save_dir=tmp_path, run={"num_experts_per_tok": 2})
+    lm_checkpoint(config, "w", model, optimizer, save_dir=tmp_path, fingerprint={"num_experts_per_tok": 2})
     path = (tmp_path / "w_32_moe_8x2_resume.pth").rename(tmp_path / "other.pth")
     ids = torch.arange(3, 30)[None]
     with torch.no_grad():

@@ -77,7 +77,7 @@ DYNAMIC = {"rope_parameters": YARN | {"rope_type": "dynamic"}}
         ({"model_type": "llama"}, "model_type llama is not supported"),
         (TWO_KINDS, "layers of sliding_attention are not supported"),
         (DYNAMIC, "rope_scaling of type dynamic is not supported"),
-        ({"hidden_size": 64}, "lm_head.weight is (6400, 32), the model wants (6400, 64)"),
+        ({"hidden_size": 64}, "size mismatch for model.embed_tokens.weight"),
     ],
 )
 def test_what_the_model_cannot_represent_is_named(folder, changed, line):
@@ -93,9 +93,10 @@ def test_damaged_folders(folder):
     assert "its weights are not readable (" in refused(folder)
     tensors = load_file(save(weights, whole))
     save_file({name: value for name, value in tensors.items() if "layers.1.mlp.up" not in name}, weights)
-    assert "model.layers.1.mlp.up_proj.weight is missing" in refused(folder)
+    line = refused(folder)
+    assert "Missing key" in line and "model.layers.1.mlp.up_proj.weight" in line
     save_file(tensors | {"model.layers.0.self_attn.q_proj.bias": torch.ones(64)}, weights)
-    assert "q_proj.bias is (64,), the model wants none" in refused(folder)
+    assert "q_proj.bias" in refused(folder)
     weights.unlink()
     assert "it holds no weights (model.safetensors)" in refused(folder)
     config.write_text("{")

@@ -14,7 +14,7 @@ from trainer.objectives.next_token import next_token_loss, target_logits
 from trainer.weights.checkpoint import Writer
 from trainer.weights.lora import (
     TARGETS,
-    adapter_state_dict,
+    adapter_weights,
     add_adapters,
     check_that_adapters_alone_are_trained,
     merge_adapter,
@@ -57,7 +57,7 @@ def test_only_adapters_are_trained_and_each_of_them(use_moe):
     (loss + aux_loss).backward()
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     layers = 2 * (4 + 3 * (4 if use_moe else 1))
-    assert len(trained) == 2 * layers and set(trained) == set(adapter_state_dict(model))
+    assert len(trained) == 2 * layers and set(trained) == set(adapter_weights(model))
     assert all(p.grad is not None for p in trained.values())
     changed = sum(bool(p.grad.any()) for name, p in trained.items() if "lora_B" in name)
     assert changed >= layers - (18 if use_moe else 0)  # not all experts are chosen
