@@ -9,7 +9,7 @@ peer.
 
 It runs the updates of the training loop on random weights with the data and settings of the stage, and keeps
 only the figures. With --peer another trainer and ours alternate in blocks of updates, on the same samples
-(see tools/bench/comparison.py). With --until_loss each trains by its own recipe until its held-out loss is as
+(see benchmarks/comparison.py). With --until_loss each trains by its own recipe until its held-out loss is as
 low. docs/BENCHMARKS.md explains the figures and contains results.
 """
 
@@ -37,7 +37,7 @@ from common.errors import UserError
 from common.settings import StageArgs
 from dataset.token_cache import load_tokenizer
 from scripts.timing import time_updates
-from tools.bench.comparison import Peer, check_peer, compare_losses
+from benchmarks.comparison import Peer, check_peer, compare_losses
 from trainer import train_full_sft, train_pretrain
 from trainer import trainer_utils as utils
 from trainer.data.datasets import epoch_samples, eval_loader, train_loader

@@ -58,7 +58,7 @@ sys.path.insert(0, os.getcwd())
 os.environ["VIRTUAL_ENV"] = sys.prefix  # the scripts use the Python of this notebook
 os.environ["PATH"] = str(pathlib.Path(sys.executable).parent) + os.pathsep + os.environ["PATH"]
 subprocess.run(["bash", "tools/environment.sh"], check=True)
-if not pathlib.Path("out/demo_report.json").is_file():
+if not pathlib.Path("out/demo/quiz_second.json").is_file():
     subprocess.run(["bash", "scripts/quickstart.sh"], check=True)
 """
 

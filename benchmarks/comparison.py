@@ -1,4 +1,4 @@
-"""Speed as a ratio: another trainer in its own process (tools/bench/peers.py), in turn with ours, on the
+"""Speed as a ratio: another trainer in its own process (benchmarks/peers.py), in turn with ours, on the
 tokens of the same samples."""
 
 import argparse
@@ -68,7 +68,7 @@ def write_samples(path: Path, dataset: StageDataset, order: Iterable[int], count
 def peer_settings(
     options: argparse.Namespace, tokenizer: Any, state: TrainState, folder: Path
 ) -> dict[str, Any]:
-    """What tools/bench/peers.py gets: our settings, so that both train the same model in the same way, or
+    """What benchmarks/peers.py gets: our settings, so that both train the same model in the same way, or
     with --until_loss the same model by the peer's own recipe."""
     config = cast(MiniMindConfig, state.lm_config)
     flags: dict[str, Any] = {"device": str(state.device)}
@@ -128,7 +128,7 @@ class Peer:
         env |= {"TOKENIZERS_PARALLELISM": "false"}
         env["PYTHONPATH"] = settings["path"] if self.name == "minimind" else ""
         self.log = open(folder / "log", "w+", encoding="utf-8", errors="replace")  # noqa: SIM115 (until exit)
-        command = [sys.executable, str(ROOT / "tools/bench/peers.py")]
+        command = [sys.executable, str(ROOT / "benchmarks/peers.py")]
         streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self.log}
         self.process = subprocess.Popen(command, cwd=folder / "run", env=env, encoding="utf-8", **streams)
         self.stdin, self.stdout = cast(IO[str], self.process.stdin), cast(IO[str], self.process.stdout)
