@@ -17,32 +17,34 @@ from dataset.records import BadRecord, held_out_key
 
 NGRAM = 4  # characters, by which questions are compared
 LEAK_OVERLAP = 0.8  # of the n-grams, from which on two questions are nearly equal
-LONG = 10_000  # characters of a plain text that is divided; a shorter one is a record like others
+MIN_SPLIT_CHARACTERS = (
+    10_000  # characters of a plain text that is divided; a shorter one is a record like others
+)
 # white space and punctuation of sentences; not the sign, point or comma of a number
-UNSPOKEN = re.compile(r"""\s+|(?<!\d)[.,]|[.,](?!\d)|[;:!?'"()。、“”‘’《》「」…]""")
+PUNCTUATION_AND_SPACE = re.compile(r"""\s+|(?<!\d)[.,]|[.,](?!\d)|[;:!?'"()。、“”‘’《》「」…]""")
 
 
 def normal_form(text: str) -> str:
     """A text without what nearly equal questions differ in: punctuation, white space, case and Unicode
     form."""
     folded = unicodedata.normalize("NFKC", text).casefold()
-    return UNSPOKEN.sub("", folded) or "".join(folded.split())
+    return PUNCTUATION_AND_SPACE.sub("", folded) or "".join(folded.split())
 
 
 def count_leaks(trained: Iterable[str], held_out: Iterable[str]) -> int:
     """How many held-out questions nearly equal a trained one: of both, LEAK_OVERLAP of the n-grams or more
     are in the other, so they differ in a word or a number."""
     ngrams_of = [character_ngrams(question) for question in held_out]
-    holders: dict[str, list[int]] = {}  # n-gram -> held-out questions that have it
-    for index, own in enumerate(ngrams_of):
-        for ngram in own:
-            holders.setdefault(ngram, []).append(index)
+    questions_with: dict[str, list[int]] = {}  # n-gram -> held-out questions that have it
+    for index, ngrams in enumerate(ngrams_of):
+        for ngram in ngrams:
+            questions_with.setdefault(ngram, []).append(index)
     leaked: set[int] = set()
     for question in trained:
-        own = character_ngrams(question)
-        shared = Counter(index for ngram in own for index in holders.get(ngram, ()))
+        ngrams = character_ngrams(question)
+        shared = Counter(index for ngram in ngrams for index in questions_with.get(ngram, ()))
         for index, count in shared.items():
-            if count >= LEAK_OVERLAP * max(len(own), len(ngrams_of[index])):
+            if count >= LEAK_OVERLAP * max(len(ngrams), len(ngrams_of[index])):
                 leaked.add(index)
     return len(leaked)
 
@@ -64,8 +66,8 @@ class Split(NamedTuple):
         for source, record in records:
             if isinstance(record, BadRecord):
                 is_included = not self.held_out
-            elif is_plain_text(paths[source.file]) and len(record["text"]) > LONG:
-                record = {"text": self.part_of(record["text"])}
+            elif is_plain_text(paths[source.file]) and len(record["text"]) > MIN_SPLIT_CHARACTERS:
+                record = {"text": self.split_text(record["text"])}
                 is_included = True
             else:
                 is_included = self.includes_record(record, is_document)
@@ -85,7 +87,7 @@ class Split(NamedTuple):
         is_held_out = int.from_bytes(digest[:8]) < self.share * 2**64
         return is_held_out == self.held_out
 
-    def part_of(self, text: str) -> str:
+    def split_text(self, text: str) -> str:
         """The beginning or the end of a text, divided at the end of a line unless the end would be twice the
         share then, as with a line for each chapter."""
         limit = round(len(text) * (1 - self.share))

@@ -9,11 +9,11 @@ import numpy as np
 
 from common.errors import UserError, reason, say
 from common.launcher import launch
-from dataset.files import Source, place
+from dataset.files import Source, format_source
 from dataset.held_out import Split
 from dataset.records import BadRecord
 
-COUNTS = {  # what becomes of records, as the report calls it
+OUTCOMES = {  # what becomes of records, as the report calls it
     "split": "split into several samples",
     "empty": "empty",
     "cut": "cut",
@@ -22,8 +22,8 @@ COUNTS = {  # what becomes of records, as the report calls it
     "bad": "bad",
 }
 TOTALS = ("records", "tokens", "targets", "target_bytes", "weighted")
-MOST_FIELDS = 12  # in the report
-MOST_FILES = 20  # that are named
+MAX_LISTED_FIELDS = 12  # in the report
+MAX_LISTED_FILES = 20  # that are named
 PERCENTILES = (1, 10, 25, 50, 75, 90, 99, 100)
 
 
@@ -32,7 +32,7 @@ def make_report(
 ) -> dict[str, Any]:
     """All counts, and the lengths of the samples. The same data give the same report. unused: how many
     records have each field that nothing reads. bad: the lines of BadRecords. lost: of RoundTrip."""
-    report: dict[str, Any] = {name: counts[name] for name in (*TOTALS, *COUNTS)} | lost
+    report: dict[str, Any] = {name: counts[name] for name in (*TOTALS, *OUTCOMES)} | lost
     report |= {"kind": options.kind, "max_length": options.max_length, "samples": len(lengths)}
     report |= {"held_out": bool(options.split and options.split.held_out)}
     report |= {"bad": len(bad), "first_bad": bad[0] if bad else ""}
@@ -40,29 +40,29 @@ def make_report(
         percentiles = map(int, np.percentile(lengths, PERCENTILES))
         report["percentiles"] = dict(zip(map(str, PERCENTILES), percentiles, strict=True))
     most_used = sorted(unused.items(), key=lambda item: (-item[1], item[0]))
-    report["unused_fields"] = dict(most_used[:MOST_FIELDS])
+    report["unused_fields"] = dict(most_used[:MAX_LISTED_FIELDS])
     return report
 
 
-def describe_files(paths: list[str], left_out: list[str], is_held_out: bool) -> str:
+def describe_files(paths: list[str], skipped: list[str], is_held_out: bool) -> str:
     """Which files were read, for which part of the data, and which were not."""
     notes = ["held out"] if is_held_out else []
-    if left_out:
-        notes.append(f"not read: {first_of(left_out)}")
-    beside = f" ({'; '.join(notes)})" if notes else ""
-    return first_of(paths) + beside
+    if skipped:
+        notes.append(f"not read: {list_paths(skipped)}")
+    note = f" ({'; '.join(notes)})" if notes else ""
+    return list_paths(paths) + note
 
 
-def first_of(paths: list[str]) -> str:
+def list_paths(paths: list[str]) -> str:
     """The first of some paths, and how many more there are."""
-    more = f" and {len(paths) - MOST_FILES:,} more" if len(paths) > MOST_FILES else ""
-    return ", ".join(paths[:MOST_FILES]) + more
+    more = f" and {len(paths) - MAX_LISTED_FILES:,} more" if len(paths) > MAX_LISTED_FILES else ""
+    return ", ".join(paths[:MAX_LISTED_FILES]) + more
 
 
 def describe_records(report: dict) -> str:
     """What became of the records, in a line."""
     text = f"{report['records']:,} records, {report['samples']:,} samples"
-    for name, words in COUNTS.items():
+    for name, words in OUTCOMES.items():
         if report.get(name):
             text += f", {words} {report[name]:,} ({report[name] / report['records']:.1%})"
     if report.get("weighted"):
@@ -79,7 +79,7 @@ def format_report(report: dict, paths: list[str]) -> str:
     tokens, targets, longest = report["tokens"], report["targets"], report["max_length"]
     mean = tokens / report["samples"]
     lengths = ", ".join(f"{percent} % {length:,}" for percent, length in report["percentiles"].items())
-    return f"""data: {first_of(paths)}
+    return f"""data: {list_paths(paths)}
 {kind}, at most {longest} tokens a sample: {describe_records(report)}
   tokens {tokens:,}, of which targets {targets:,} ({targets / tokens:.1%})
   length of a sample: mean {mean:.1f}; percentiles {lengths}
@@ -105,20 +105,20 @@ class BadRecords:
         except UserError:  # of the tokenizer
             raise
         except Exception as error:  # data and templates may raise anything
-            line = f"{place(self.paths[source.file], source.line)}: {why_bad(error)}"
+            line = f"{format_source(self.paths[source.file], source.line)}: {describe_error(error)}"
         if self.on_bad_data == "stop":
             raise stop_error(line)
         self.lines.append(line)
         return None
 
 
-def why_bad(error: Exception) -> str:
+def describe_error(error: Exception) -> str:
     """What is wrong with a record that raised this error."""
     if isinstance(error, BadRecord):
         return str(error)
     if isinstance(error, UnicodeEncodeError):
-        half = ascii(error.object[error.start])[1:-1]
-        return f"half a character ({half}); write the whole one or none"
+        surrogate = ascii(error.object[error.start])[1:-1]
+        return f"half a character ({surrogate}); write the whole one or none"
     return f"not usable ({type(error).__name__}: {reason(error)}); correct it or leave it out"
 
 
@@ -152,11 +152,11 @@ def no_samples_error(report: dict, split: Split | None, paths: list[str]) -> Use
     if split and not report["records"]:
         amount, other = ("none", "larger") if split.held_out else ("all", "smaller")
         return UserError(
-            f"--eval_share {split.share:g} holds out {amount} of the records of {first_of(paths)}; give a "
+            f"--eval_share {split.share:g} holds out {amount} of the records of {list_paths(paths)}; give a "
             f"{other} share, more data, or held-out data in files of their own (--eval_data_path of a stage)"
         )
     first = f"; the first bad one: {report['first_bad']}" if report["bad"] else ""
     return UserError(
-        f"{first_of(paths)}: none of the {report['records']} records is of use "
+        f"{list_paths(paths)}: none of the {report['records']} records is of use "
         f"({describe_records(report)}{first}); raise --max_seq_len or look at the data"
     )

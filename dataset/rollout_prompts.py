@@ -18,17 +18,17 @@ from torch.utils.data import Dataset
 
 from common.errors import UserError, say
 from common.launcher import launch
-from dataset.files import find_files, is_plain_text, place, read_records
+from dataset.files import find_files, format_source, is_plain_text, read_records
 from dataset.records import BadRecord, Chat, refuse_weight, to_chat
 from dataset.report import BadRecords, check_bad_records, describe_files, no_samples_error
 from dataset.token_cache import CacheOptions, file_hash
-from dataset.tokenizing import check_template, ends_of_documents, fingerprint
+from dataset.tokenizing import check_template, document_boundaries, fingerprint
 from model.prompts import encode_pieces, prompt_pieces
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-NO_ANSWER = ("", "无")  # what stands in MiniMind's data where the model is to write
+PLACEHOLDER_ANSWERS = ("", "无")  # what stands in MiniMind's data where the model is to write
 
 
 class RolloutPrompt(NamedTuple):
@@ -73,59 +73,59 @@ class PromptDataset(Dataset):
         **options: Any,
     ):
         check_template(tokenizer.chat_template)
-        ends_of_documents(tokenizer)  # or the model could not end an answer
+        document_boundaries(tokenizer)  # or the model could not end an answer
         self.tokenizer, self.max_length, self.tools = tokenizer, max_length, tools
         self.thinking_ratio = thinking_ratio
-        how = CacheOptions("prompts", max_length, **options)
-        self.split = how.split
-        self.paths, left_out = find_files(data_path)
+        cache_options = CacheOptions("prompts", max_length, **options)
+        self.split = cache_options.split
+        self.paths, skipped = find_files(data_path)
         for path in filter(is_plain_text, self.paths):
             raise UserError(f"{path} is plain text, which has no prompts; give conversations or questions")
-        self.fingerprint = self.describe()
+        self.fingerprint = self.make_fingerprint()
         self.prompts: list[RolloutPrompt] = []
         self.too_long = 0
         self.records = 0  # bad ones too
-        self.read(how)
+        self.read(cache_options)
         if launch().local_rank == 0:
-            files = describe_files(self.paths, left_out, bool(self.split and self.split.held_out))
+            files = describe_files(self.paths, skipped, bool(self.split and self.split.held_out))
             text = f"{len(self):,} prompts of {files}"
             if self.too_long:
                 text += f", {self.too_long:,} left out (more than {max_length} tokens)"
             say(text)
 
-    def describe(self) -> dict[str, Any]:
+    def make_fingerprint(self) -> dict[str, Any]:
         """What identifies the prompts."""
         content = [[file_hash(path) for path in self.paths], self.tools, self.thinking_ratio, self.split]
         digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-        described: dict[str, Any] = {"tokenizer": fingerprint(self.tokenizer), "data": digest[:16]}
+        identity: dict[str, Any] = {"tokenizer": fingerprint(self.tokenizer), "data": digest[:16]}
         if self.split:
-            described["eval_share"] = self.split.share
-        return described
+            identity["eval_share"] = self.split.share
+        return identity
 
-    def read(self, how: CacheOptions) -> None:
+    def read(self, cache_options: CacheOptions) -> None:
         """Read all records. Raises UserError for bad ones, or if no prompt is left."""
         records = read_records(self.paths)
         if self.split:
             records = self.split.choose(records, self.paths, is_document=False)
-        bad = BadRecords(self.paths, how.on_bad_data)
+        bad = BadRecords(self.paths, cache_options.on_bad_data)
         for source, record in records:
             self.records += 1
-            prompt = bad.attempt(source, record, self.prompt_of)
+            prompt = bad.attempt(source, record, self.make_prompt)
             if prompt is None:
                 continue
             if len(prompt.input_ids) > self.max_length:
                 self.too_long += 1
                 continue
-            where = place(self.paths[source.file], source.line)
+            where = format_source(self.paths[source.file], source.line)
             self.prompts.append(prompt._replace(source=where))
         first = bad.lines[0] if bad.lines else ""
         report = {"records": self.records, "samples": len(self), "too_long": self.too_long}
         report |= {"bad": len(bad.lines), "first_bad": first}
-        check_bad_records(report, how, f"the first: {first}")
+        check_bad_records(report, cache_options, f"the first: {first}")
         if not self.prompts:
             raise no_samples_error(report, self.split, self.paths)
 
-    def prompt_of(self, record: dict) -> RolloutPrompt:
+    def make_prompt(self, record: dict) -> RolloutPrompt:
         """The prompt of a record. Raises BadRecord and whatever its template raises."""
         chat, answer = to_prompt(record)
         tools = chat.tools or self.tools or None
@@ -136,13 +136,13 @@ class PromptDataset(Dataset):
         pieces = prompt_pieces(self.tokenizer, chat.messages, tools, enable_thinking=thinks)
         for piece in pieces:
             piece.text.encode()  # fails for half a character (\ud83d)
-        kept = dict(record)
+        prompt_record = dict(record)
         if answer is not None:
-            kept["answer"] = answer
+            prompt_record["answer"] = answer
         if tools:
-            kept["tools"] = tools
+            prompt_record["tools"] = tools
         tokens = encode_pieces(self.tokenizer, pieces)
-        return RolloutPrompt(tokens, chat.messages, tools, kept, number)
+        return RolloutPrompt(tokens, chat.messages, tools, prompt_record, number)
 
     @property
     def item_tokens(self) -> list[int]:
@@ -178,13 +178,13 @@ def to_prompt(record: dict) -> tuple[Chat, Any]:
         messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
         used = ("prompt", "answer", "completion")
         others = {name: value for name, value in record.items() if name not in used}
-        chat = to_chat(others | {"conversations": messages}, answered=False)
+        chat = to_chat(others | {"conversations": messages}, needs_answer=False)
         return chat, record.get("completion") if answer is None else answer
-    chat = to_chat(record, answered=False)
+    chat = to_chat(record, needs_answer=False)
     last = chat.messages[-1]
     if last["role"] == "assistant":
         chat = chat._replace(messages=chat.messages[:-1])
-        if answer is None and last["content"].strip() not in NO_ANSWER:
+        if answer is None and last["content"].strip() not in PLACEHOLDER_ANSWERS:
             answer = last["content"]
     if not chat.messages or chat.messages[-1]["role"] == "assistant":
         raise BadRecord("the conversation has no turn that the assistant could answer; add a user's message")

@@ -32,12 +32,12 @@ from common.command_line import Parser, one_line_errors  # before torch, as in t
 import numpy as np
 import torch
 
+from benchmarks.comparison import Peer, check_peer, compare_losses
 from common.arguments import parse_args
 from common.errors import UserError
 from common.settings import StageArgs
 from dataset.token_cache import load_tokenizer
 from scripts.timing import time_updates
-from benchmarks.comparison import Peer, check_peer, compare_losses
 from trainer import train_full_sft, train_pretrain
 from trainer import trainer_utils as utils
 from trainer.data.datasets import epoch_samples, eval_loader, train_loader

@@ -26,9 +26,9 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from common.errors import UserError
 from common.hub import local_path
 from common.settings import ROOT, StageArgs
-from dataset.files import expand_paths, place, read_records
-from dataset.records import PAIRS, BadRecord, to_chat, to_pair, to_text
-from dataset.report import why_bad
+from dataset.files import expand_paths, format_source, read_records
+from dataset.records import PAIR_NAMES, BadRecord, to_chat, to_pair, to_text
+from dataset.report import describe_error
 
 COPIED = ("tokenizer_config.json", "chat_template.jinja")  # from model/
 
@@ -76,7 +76,9 @@ def read_texts(path: str, separator: str = "", skip_bad: bool = False) -> Iterat
         except Exception as error:  # data may hold anything
             if skip_bad:
                 continue
-            raise UserError(f"{place(paths[source.file], source.line)}: {why_bad(error)}") from error
+            raise UserError(
+                f"{format_source(paths[source.file], source.line)}: {describe_error(error)}"
+            ) from error
         if text.strip():
             yield text
 
@@ -85,8 +87,8 @@ def text_of(record: dict) -> str:
     """All text of a record of any stage. Raises BadRecord."""
     if "text" in record:
         return to_text(record)
-    is_pair = any(name in record for names in PAIRS for name in names)
-    chats = to_pair(record) if is_pair else [to_chat(record, answered=False)]
+    is_pair = any(name in record for names in PAIR_NAMES for name in names)
+    chats = to_pair(record) if is_pair else [to_chat(record, needs_answer=False)]
     return "\n".join(strings_in([[chat.messages, chat.tools] for chat in chats]))
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from common.errors import say
 from common.settings import ModelConfig, StageArgs
-from dataset.files import parts_of
+from dataset.files import split_data_path
 from dataset.lm_dataset import StageDataset
 from dataset.token_cache import load_tokenizer
 from scripts import train_tokenizer
@@ -139,7 +139,7 @@ def open_stages(args: argparse.Namespace) -> list[Stage]:
 def open_stage(args: argparse.Namespace, script: Any, path: str, tokenizer_path: str) -> Stage:
     """A stage with its data and what is the same for all sizes of the model."""
     settings: dict[str, Any] = {name: getattr(args, name) for name in SHARED} | {
-        "data_path": ",".join(os.path.abspath(os.path.expanduser(part)) for part in parts_of(path)),
+        "data_path": ",".join(os.path.abspath(os.path.expanduser(part)) for part in split_data_path(path)),
         "save_dir": args.save_dir, "checkpoint_dir": f"{args.save_dir}/checkpoints",
         "tokenizer_path": tokenizer_path, "packing": script is train_pretrain, "optimizer": rules.OPTIMIZER,
     }  # fmt: skip

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from common.errors import reason
-from dataset.records import message_of
+from dataset.records import to_message
 from model.answers import CALL
 from model.prompts import document_tokens, encode_pieces, prompt_pieces
 from scripts.serve.protocol import ApiError, ChatRequest, CompletionRequest, check_characters
@@ -34,7 +34,7 @@ def chat_prompt(asked: ChatRequest, context: int, tokenizer: Any) -> Iterator[li
     for number, item in enumerate(asked.messages, 1):
         check_parts(item, number)
     try:
-        turns = [message_of(item, f"message {number}") for number, item in enumerate(asked.messages, 1)]
+        turns = [to_message(item, f"message {number}") for number, item in enumerate(asked.messages, 1)]
         pieces = prompt_pieces(tokenizer, turns, tools, opening, **options)
     except Exception as error:  # a message may hold anything
         raise ApiError(reason(error), param="messages") from error
