@@ -28,8 +28,8 @@ from trainer.devices.wrapping import unwrap
 from trainer.run.state import TrainState
 
 # Fields of the model's shape for which MiniMind's scripts have no flag
-BEYOND_FLAGS = ("vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")
-BEYOND_FLAGS += ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "router_aux_loss_coef")
+SHAPE_FIELDS = ("vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")
+SHAPE_FIELDS += ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "router_aux_loss_coef")
 FLAGS = ("hidden_size", "num_hidden_layers", "use_moe", "max_seq_len")
 RECIPE = ("batch_size", "accumulation_steps", "learning_rate", "grad_clip")  # ours where speed is compared
 TOLERANCE = 0.02  # relative, of the losses: bfloat16 against float32 over the updates of a benchmark
@@ -72,8 +72,8 @@ def peer_settings(
     with --until_loss the same model by the peer's own recipe."""
     config = cast(MiniMindConfig, state.lm_config)
     flags: dict[str, Any] = {"device": str(state.device)}
-    follows_own = options.until_loss is not None
-    for name in FLAGS if follows_own else FLAGS + RECIPE:
+    own_recipe = options.until_loss is not None
+    for name in FLAGS if own_recipe else FLAGS + RECIPE:
         value = getattr(state.args, name)
         flags[name] = int(value) if isinstance(value, bool) else value
     stock = json.loads(config.to_json_string(use_diff=False))
@@ -84,13 +84,13 @@ def peer_settings(
         "path": str(Path(options.peer_path or ".").resolve()),
         "data": str(folder / "data.jsonl"),
         "held_out": str(folder / "held_out.jsonl"),
-        "own_flags": shlex.split(options.peer_flags) if follows_own else None,
+        "own_flags": shlex.split(options.peer_flags) if own_recipe else None,
         "weights": str(folder / "weights.pth"),
         "folder": str(folder / "out"),
         "tokenizer": str(Path(tokenizer.name_or_path).resolve()),
         "pad_id": tokenizer.pad_token_id or 0,
         "flags": flags,
-        "shape": {name: getattr(config, name) for name in BEYOND_FLAGS},
+        "shape": {name: getattr(config, name) for name in SHAPE_FIELDS},
         "stock": stock,
         "bf16": autocast_dtype(state.autocast, state.device) == torch.bfloat16,
     }

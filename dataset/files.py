@@ -278,9 +278,8 @@ def read_json(file: Any) -> Iterator[tuple[int, Any]]:
             record = BadRecord(f"not valid JSON ({error})")
             next_element = text.find(next_line, at)
             if next_element < 0:
-                raise ValueError(
-                    error if is_utf8(text[at:]) else not_utf8(original_bytes(text[at:]))
-                ) from None
+                rest = text[at:]
+                raise ValueError(error if is_utf8(rest) else not_utf8(original_bytes(rest))) from None
             following = next_element + len(next_line) - 1
         if not is_utf8(text[at:following]):
             record = BadRecord(not_utf8(original_bytes(text[at:following])))

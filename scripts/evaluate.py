@@ -76,7 +76,7 @@ def parse_args() -> argparse.Namespace:
     return args
 
 
-def judge_loss(args: argparse.Namespace, model: Any, tokenizer: Any) -> dict[str, Any]:
+def evaluate_loss(args: argparse.Namespace, model: Any, tokenizer: Any) -> dict[str, Any]:
     """Loss in nats per target and bits per byte, as the trainer's `eval_loss` and `eval_bpb`."""
     dataset_class = DATASETS[args.kind]
     options = {"text_separator": args.text_separator, "max_lost_text": 1.0}  # what training allowed is judged
@@ -109,7 +109,7 @@ def batches(lengths: list[int]) -> Iterator[list[int]]:
     yield batch
 
 
-def judge_answers(args: argparse.Namespace, model: Any, tokenizer: Any) -> dict[str, Any]:
+def evaluate_answers(args: argparse.Namespace, model: Any, tokenizer: Any) -> dict[str, Any]:
     """Each reward of the model's greedy answers, and their length in characters, as means."""
     rewards = load_rewards(args.reward)
     longest = args.max_seq_len or model.config.max_position_embeddings - args.max_new_tokens
@@ -158,12 +158,12 @@ def table(results: dict[str, dict[str, Any]]) -> str:
     first = next(iter(results.values()))
     rows = [["metric", "items", *results]]
     for metric in first["figures"]:
-        cells = [shown(result["figures"][metric]) for result in results.values()]
+        cells = [format_figure(result["figures"][metric]) for result in results.values()]
         rows.append([metric, str(first["items"]), *cells])
     return text_table(rows)
 
 
-def shown(figure: dict[str, float]) -> str:
+def format_figure(figure: dict[str, float]) -> str:
     """A value, with its interval if it has one."""
     if "low" in figure:
         return f"{figure['value']:.3f} [{figure['low']:.3f}, {figure['high']:.3f}]"
@@ -184,14 +184,14 @@ def main() -> None:
         names = [str(path) for path in (args.lora or paths[0], *paths[1:])]
     device = select_device(args.device)
     prepare_device(device)
-    judge = judge_loss if args.task == "loss" else judge_answers
+    evaluate_model = evaluate_loss if args.task == "loss" else evaluate_answers
     scaling, results = bool(args.inference_rope_scaling), {}
     for i, (name, path) in enumerate(zip(names, paths, strict=True)):
         model, tokenizer = load_path(path, args.tokenizer_path, device, scaling, **given_shape(args))
         if args.lora and i == 0:
             model = merge_adapter(model, Path(args.lora))
         parameters = sum(parameter.numel() for parameter in model.parameters())
-        results[name] = {"path": str(path), "parameters": parameters} | judge(args, model, tokenizer)
+        results[name] = {"path": str(path), "parameters": parameters} | evaluate_model(args, model, tokenizer)
     print(table(results))
     if args.json:
         report = {"settings": vars(args), "models": results}

@@ -30,7 +30,7 @@ from dataset.files import expand_paths, format_source, read_records
 from dataset.records import PAIR_NAMES, BadRecord, to_chat, to_pair, to_text
 from dataset.report import describe_error
 
-COPIED = ("tokenizer_config.json", "chat_template.jinja")  # from model/
+COPIED_FILES = ("tokenizer_config.json", "chat_template.jinja")  # from model/
 
 # In the order of their ids. Control tokens are `special`: decode(skip_special_tokens=True) drops them. Tags
 # are part of the assistant's text, so each is one ordinary token.
@@ -72,7 +72,7 @@ def read_texts(path: str, separator: str = "", skip_bad: bool = False) -> Iterat
         try:
             if isinstance(record, BadRecord):
                 raise record
-            text = text_of(record)
+            text = all_text(record)
         except Exception as error:  # data may hold anything
             if skip_bad:
                 continue
@@ -83,7 +83,7 @@ def read_texts(path: str, separator: str = "", skip_bad: bool = False) -> Iterat
             yield text
 
 
-def text_of(record: dict) -> str:
+def all_text(record: dict) -> str:
     """All text of a record of any stage. Raises BadRecord."""
     if "text" in record:
         return to_text(record)
@@ -141,7 +141,7 @@ def save(tokenizer: Tokenizer, output_dir: Path) -> None:
     """Write the folder that `AutoTokenizer.from_pretrained` loads: vocabulary, settings and our chat
     template. Raises UserError if the folder cannot be written."""
     files = {"tokenizer.json": tokenizer.to_str(pretty=True)}
-    files |= {name: (ROOT / "model" / name).read_text(encoding="utf-8") for name in COPIED}
+    files |= {name: (ROOT / "model" / name).read_text(encoding="utf-8") for name in COPIED_FILES}
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():

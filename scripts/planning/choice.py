@@ -7,10 +7,10 @@ import torch
 
 from common.errors import UserError, say
 from scripts.planning import rules
-from scripts.planning.machine import USABLE, state_bytes
-from scripts.planning.stages import START, Stage
+from scripts.planning.machine import MEMORY_SHARE, state_bytes
+from scripts.planning.stages import START_SECONDS, Stage
 
-SHORTER = 0.95  # a part of the data is made smaller by this factor until it fits into the time
+DATA_FACTOR = 0.95  # a part of the data is made smaller by this factor until it fits into the time
 
 
 class Plan(NamedTuple):
@@ -22,7 +22,7 @@ class Plan(NamedTuple):
 
 def total_seconds(stages: list[Stage]) -> float:
     """Of all stages, from the first command to the last weights."""
-    return sum(START + stage.seconds + stage.evaluation for stage in stages)
+    return sum(START_SECONDS + stage.seconds + stage.evaluation for stage in stages)
 
 
 def choose(stages: list[Stage], depths: Sequence[int], memory: float, seconds: float) -> Plan:
@@ -48,7 +48,7 @@ def choose(stages: list[Stage], depths: Sequence[int], memory: float, seconds: f
             limit = "memory"
             break
         try:
-            models = [stage.measured(depth) for stage in stages]
+            models = [stage.with_depth(depth) for stage in stages]
         except torch.OutOfMemoryError:
             limit = "memory"
             break
@@ -58,7 +58,7 @@ def choose(stages: list[Stage], depths: Sequence[int], memory: float, seconds: f
             limit = "memory"
             break
         first = planned[0]
-        teaches_little = first.passes < 1 and first.updates < rules.FEW_UPDATES
+        teaches_little = first.passes < 1 and first.updates < rules.MIN_USEFUL_UPDATES
         reads_too_little = bool(best) and first.tokens < needed
         if total_seconds(planned) > seconds or teaches_little or reads_too_little:
             limit = "hours"
@@ -69,10 +69,10 @@ def choose(stages: list[Stage], depths: Sequence[int], memory: float, seconds: f
         if limit == "hours":
             raise UserError(
                 f"--hours {seconds / 3600:g}: in this time a model of {size} makes fewer than "
-                f"{rules.FEW_UPDATES} updates, which teach little; give more time"
+                f"{rules.MIN_USEFUL_UPDATES} updates, which teach little; give more time"
             )
         raise UserError(
-            f"{memory / 1e9:.1f} GB, {USABLE:.0%} of the free memory, do not hold a model of {size}"
+            f"{memory / 1e9:.1f} GB, {MEMORY_SHARE:.0%} of the free memory, do not hold a model of {size}"
         )
     if best[0].passes < passes:
         limit = "hours"
@@ -85,9 +85,9 @@ def most_passes(models: list[Stage], memory: float, seconds: float) -> list[Stag
     passes: float = rules.passes(models[0].data.num_tokens)
     planned = with_passes(models, passes, memory)
     while total_seconds(planned) > seconds:
-        passes = passes - 1 if passes > 1 else passes * SHORTER
+        passes = passes - 1 if passes > 1 else passes * DATA_FACTOR
         planned = with_passes(models, passes, memory)
-        if passes < 1 and planned[0].updates < rules.FEW_UPDATES:
+        if passes < 1 and planned[0].updates < rules.MIN_USEFUL_UPDATES:
             break
     return planned
 

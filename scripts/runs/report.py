@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from scripts.runs.figures import svg
-from scripts.runs.run import ENDING, FORECAST, Run
+from scripts.runs.run import METRICS_SUFFIX, PLAN_FILE, Run
 from scripts.runs.words import WORDS
 from trainer.report.metrics import duration
 from trainer.report.warnings import findings
 
 TEMPLATE = Path(__file__).parent / "page.html"
-PROMPTS = 3  # of a run that are shown
-BAD = ("no loss", "diverged", "nothing learned", "repeats")  # findings that the headline names
+MAX_PROMPTS = 3  # of a run that are shown
+BAD_FINDINGS = ("no loss", "diverged", "nothing learned", "repeats")  # findings that the headline names
 
 
 def are_stages(runs: list[Run]) -> bool:
@@ -35,7 +35,7 @@ def title(runs: list[Run], lang: str) -> str:
         epochs = int(run.records[-1]["epoch"]) + 1
         name, tokens = run.settings["save_weight"], f"{run.figures['tokens']:,.0f}"
         parts.append(words["read"].format(name=name, tokens=tokens, epochs=epochs))
-    return words["; "].join(parts + sentences(runs[-1], lang, BAD))
+    return words["; "].join(parts + sentences(runs[-1], lang, BAD_FINDINGS))
 
 
 def sentences(run: Run, lang: str, keys: tuple[str, ...] | None = None) -> list[str]:
@@ -51,13 +51,13 @@ def planned_seconds(run: Run) -> float | None:
     """What the plan in the run's folder (scripts/plan.py) expected; it is defined as `seconds` of a record:
     updates and evaluations. None without a plan."""
     try:
-        plan = json.loads((run.path.parent / FORECAST).read_bytes())
+        plan = json.loads((run.path.parent / PLAN_FILE).read_bytes())
     except (OSError, ValueError):
         return None
-    return plan.get(run.path.name.removesuffix(ENDING))
+    return plan.get(run.path.name.removesuffix(METRICS_SUFFIX))
 
 
-def outcome(run: Run, lang: str) -> str | None:
+def compare_with_plan(run: Run, lang: str) -> str | None:
     """The time that was planned and the time that came, if there was a plan."""
     planned = planned_seconds(run)
     if planned is None:
@@ -74,8 +74,8 @@ def page(runs: dict[str, Run], table: list[list[str]], figure: Any, others: Any,
     for name, run in runs.items():
         about = {key: value for key, value in run.about.items() if key != "facts"}
         section = {"name": name, "verdict": WORDS[lang]["; "].join(sentences(run, lang))}
-        section |= {"warnings": run.warnings, "outcome": outcome(run, lang)}
-        prompts = list((run.samples or run.rollout).items())[:PROMPTS]
+        section |= {"warnings": run.warnings, "outcome": compare_with_plan(run, lang)}
+        prompts = list((run.samples or run.rollout).items())[:MAX_PROMPTS]
         first_and_last = {prompt: answers[:1] + answers[1:][-1:] for prompt, answers in prompts}
         sections.append(section | {"samples": first_and_last, "settings": run.settings, "others": about})
     text = TEMPLATE.read_text(encoding="utf-8")

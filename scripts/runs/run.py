@@ -14,17 +14,30 @@ import numpy as np
 from trainer.report.metrics import log_record
 from trainer.weights.paths import settings_path
 
-ENDING = "_metrics.jsonl"
-FORECAST = "plan.json"  # in the folder of the runs, of scripts/plan.py
+METRICS_SUFFIX = "_metrics.jsonl"
+PLAN_FILE = "plan.json"  # in the folder of the runs, of scripts/plan.py
 AXES = ("update", "tokens", "seconds")  # of the curves; each record has them
-LATEST = (*AXES, "loss", "eval_loss", "reward", "eval_reward")  # figures: the last finite value counts
+LATEST_FIELDS = (*AXES, "loss", "eval_loss", "reward", "eval_reward")  # figures: the last finite value counts
 RESULTS = ("loss", "eval_loss", "best_eval_loss", "best_update", "reward", "eval_reward")
 # settings that say where a run lies and how often it reports, not what it does
-PLACES = {"save_weight", "save_dir", "checkpoint_dir", "cache_dir", "tensorboard_dir", "log_file", "log_dir"}
-PLACES |= {"from_resume", "resume_from", "log_interval", "eval_interval", "save_interval"}
-PROMPTS, ANSWERS, WARNINGS, CHARACTERS = 8, 5, 20, 400  # that are kept of a run; characters of a text
+LOCATION_SETTINGS = {
+    "save_weight",
+    "save_dir",
+    "checkpoint_dir",
+    "cache_dir",
+    "tensorboard_dir",
+    "log_file",
+    "log_dir",
+}
+LOCATION_SETTINGS |= {"from_resume", "resume_from", "log_interval", "eval_interval", "save_interval"}
+MAX_PROMPTS, MAX_ANSWERS, MAX_WARNINGS, MAX_CHARACTERS = (
+    8,
+    5,
+    20,
+    400,
+)  # that are kept of a run; characters of a text
 # records that are read at a time, some two milliseconds of work; seconds behind them
-BLOCK, PAUSE = 100, 0.001
+RECORDS_PER_PAUSE, PAUSE = 100, 0.001
 # of a record that holds something else than a run writes
 WRONG_TYPES = (TypeError, AttributeError, ValueError, LookupError, ArithmeticError, RecursionError)
 
@@ -59,7 +72,7 @@ class Run:
         numbers = {name: float(value) for name, value in record.items() if is_finite_number(value)}
         if not numbers.keys() >= set(AXES):
             return
-        for name in LATEST:
+        for name in LATEST_FIELDS:
             field = "mean_loss" if name == "loss" and "mean_loss" in record else name
             if field in numbers:
                 self.figures[name] = numbers[field]
@@ -68,7 +81,7 @@ class Run:
         self.diverged = "loss" in record and "loss" not in numbers
         self.skipped += len(record.get("skipped", ()))
         self.warnings += [(record["update"], warning) for warning in record.get("warnings", ())]
-        del self.warnings[WARNINGS:]
+        del self.warnings[MAX_WARNINGS:]
         self.add_samples(record["update"], record.get("samples", ()))
         for name, value in numbers.items():
             if name not in self.values:
@@ -103,7 +116,7 @@ class Run:
             self.last_line = line
             with suppress(*WRONG_TYPES):
                 self.add(log_record(line) or {})
-            if number % BLOCK == 0:
+            if number % RECORDS_PER_PAUSE == 0:
                 time.sleep(PAUSE)
         self.settings, self.about = read_settings(self.path)
         return True
@@ -112,13 +125,13 @@ class Run:
         """Take what the model wrote at an update; a rollout replaces the one before."""
         if any("reward" in sample for sample in samples):
             self.rollout = {}
-        for sample in samples[:PROMPTS]:
-            kept = self.rollout if "reward" in sample else self.samples
-            answers = kept.setdefault(text_of(sample["prompt"]), [])
-            answer = text_of(sample["answer"])
+        for sample in samples[:MAX_PROMPTS]:
+            answers_by_prompt = self.rollout if "reward" in sample else self.samples
+            answers = answers_by_prompt.setdefault(short_text(sample["prompt"]), [])
+            answer = short_text(sample["answer"])
             if not answers or answers[-1][1] != answer:
                 answers.append((update, answer))
-            del answers[1 : 1 - ANSWERS]
+            del answers[1 : 1 - MAX_ANSWERS]
 
     def columns(self, points: int) -> dict[str, list[float | None]]:
         """Each field's values, of so many points at most: the mean of a point's records, of AXES and
@@ -143,19 +156,19 @@ def is_finite_number(value: Any) -> bool:
     return type(value) in (float, int) and math.isfinite(value)
 
 
-def text_of(value: Any) -> str:
+def short_text(value: Any) -> str:
     """A value of a file as text of bounded length, as a command line has it."""
     if value is None:
         return "none"
     text = str(int(value)) if isinstance(value, bool) else str(value)
-    return text if len(text) <= CHARACTERS else text[:CHARACTERS] + " …"
+    return text if len(text) <= MAX_CHARACTERS else text[:MAX_CHARACTERS] + " …"
 
 
 def read_run(path: Path) -> Run:
     """The run of a metrics file. Raises OSError, with what to do."""
     if not path.is_file():
         raise FileNotFoundError(
-            f"{path} does not exist; give metrics files, such as out/full_sft_512{ENDING}"
+            f"{path} does not exist; give metrics files, such as out/full_sft_512{METRICS_SUFFIX}"
         )
     run = Run(path)
     run.read_on()
@@ -169,19 +182,19 @@ def read_settings(metrics: Path) -> tuple[dict[str, str], dict[str, Any]]:
     try:
         content = json.loads(path.read_bytes()) if path.is_file() else {}  # a pipe would be waited for
         settings = {"stage": content.pop("stage", None)} | content.pop("settings")
-        return {name: text_of(value) for name, value in settings.items()}, content
+        return {name: short_text(value) for name, value in settings.items()}, content
     except (OSError, *WRONG_TYPES):
         return {}, {}
 
 
-def differing(runs: list[dict[str, str]]) -> list[str]:
+def differing_settings(runs: list[dict[str, str]]) -> list[str]:
     """The settings that are not the same in all runs that have settings, other than PLACES."""
     known = [settings for settings in runs if settings]
-    names = dict.fromkeys(name for settings in known for name in settings if name not in PLACES)
+    names = dict.fromkeys(name for settings in known for name in settings if name not in LOCATION_SETTINGS)
     return [name for name in names if len({settings.get(name) for settings in known}) > 1]
 
 
-def shown(figures: dict[str, float], name: str) -> str:
+def format_figure(figures: dict[str, float], name: str) -> str:
     """A figure of a run as text, `-` if it has none."""
     if name not in figures:
         return "-"

@@ -51,7 +51,7 @@ class Job:
     are not begun, with the number of their first answer. matcher: of the schema of its answers.
     """
 
-    asked: GenerationRequest
+    params: GenerationRequest
     path: Path
     make_prompts: Callable[[Any], Iterator[list[int]]]
     client: str = ""
@@ -80,11 +80,11 @@ class Job:
     def samplings(self, default: Sampling) -> list[Sampling]:
         """How each answer to a prompt is drawn; the first one has the seed itself, so it does not depend on
         `n`. default: for what the request leaves out."""
-        given = self.asked.model_dump(include=SAMPLING_FIELDS, exclude_none=True)
-        if self.asked.top_k == -1:  # vLLM's name for all tokens
+        given = self.params.model_dump(include=SAMPLING_FIELDS, exclude_none=True)
+        if self.params.top_k == -1:  # vLLM's name for all tokens
             given["top_k"] = 0
-        seed = secrets.randbits(63) if self.asked.seed is None else self.asked.seed
-        seeds = [seed + number * 0x9E3779B97F4A7C15 for number in range(self.asked.n)]
+        seed = secrets.randbits(63) if self.params.seed is None else self.params.seed
+        seeds = [seed + number * 0x9E3779B97F4A7C15 for number in range(self.params.n)]
         samplings = [replace(default, **given, seed=seed) for seed in seeds]
         if self.matcher is None:
             return samplings
@@ -111,15 +111,15 @@ class LoadedModel:
         self.tokenizer, self.max_new_tokens = tokenizer, max_new_tokens
         self.sampling = default_sampling(model)
         self.decoder = Decoder(model, slots, context, [tokenizer.eos_token_id])
-        self.reading: deque[Job] = deque()
+        self.tokenising: deque[Job] = deque()
         self.waiting: list[Job] = []
         self.writing: dict[Answer, ActiveAnswer] = {}
-        self.loaded_at, self.is_leaving = time.monotonic(), False
+        self.loaded_at, self.is_draining = time.monotonic(), False
 
     @property
     def busy(self) -> bool:
         """Whether it has requests."""
-        return bool(self.reading or self.waiting or self.writing)
+        return bool(self.tokenising or self.waiting or self.writing)
 
     def work(self) -> None:
         """Drop what is cancelled, begin answers while there are places, and write a token of each. A step
@@ -127,7 +127,7 @@ class LoadedModel:
         self.waiting = [job for job in self.waiting if not job.cancelled]
         for answer in [answer for answer, active in self.writing.items() if active.job.cancelled]:
             self.leave(answer)
-        if not self.is_leaving:
+        if not self.is_draining:
             self.tokenise()
             self.begin_answers()
         if not self.writing:
@@ -141,15 +141,15 @@ class LoadedModel:
     def tokenise(self) -> None:
         """Tokenise for a moment, one prompt of each request in turn."""
         end = time.monotonic() + TOKENISE_SECONDS
-        while self.reading and time.monotonic() < end:
-            job = self.reading.popleft()
+        while self.tokenising and time.monotonic() < end:
+            job = self.tokenising.popleft()
             if job.cancelled:
                 continue
             try:
                 if job.unread is None:
                     job.unread = job.make_prompts(self.tokenizer)
-                    if job.asked.schema_of_answer is not None:
-                        job.matcher = matcher_of(self.tokenizer, job.asked.schema_of_answer)
+                    if job.params.schema_of_answer is not None:
+                        job.matcher = matcher_of(self.tokenizer, job.params.schema_of_answer)
                 prompt = next(job.unread, None)
             except ApiError as error:
                 job.send(error)
@@ -161,10 +161,10 @@ class LoadedModel:
     def take_prompt(self, job: Job, prompt: list[int] | None) -> None:
         """Take the next prompt of a request; None: there is no other, and the request waits for places."""
         if prompt is not None:
-            job.prompts.append((job.tokenised * job.asked.n, prompt))
+            job.prompts.append((job.tokenised * job.params.n, prompt))
             job.tokenised += 1
             job.prompt_tokens += len(prompt)
-            self.reading.append(job)
+            self.tokenising.append(job)
             return
         if not job.is_accepted:
             job.is_accepted = True
@@ -180,12 +180,12 @@ class LoadedModel:
             if not job.prompts:
                 self.waiting.remove(job)
             longest = min(self.max_new_tokens, self.decoder.length - len(prompt))
-            if job.asked.max_tokens is not None:
-                longest = min(longest, job.asked.max_tokens)
+            if job.params.max_tokens is not None:
+                longest = min(longest, job.params.max_tokens)
             try:
                 answers = self.decoder.add(prompt, job.samplings(self.sampling), longest)
                 for number, answer in enumerate(answers, first):
-                    text = TextStream(self.tokenizer, job.asked.stop)
+                    text = TextStream(self.tokenizer, job.params.stop)
                     self.writing[answer] = ActiveAnswer(job, number, text)
                     self.send(answer)
             except Exception as error:
@@ -199,18 +199,18 @@ class LoadedModel:
         slots, free = self.decoder.slots, self.decoder.free
         if not free or not self.waiting:
             return None
-        of_request = Counter(active.job for active in self.writing.values())
-        of_client = Counter(active.job.client for active in self.writing.values())
+        request_counts = Counter(active.job for active in self.writing.values())
+        client_counts = Counter(active.job.client for active in self.writing.values())
 
         def may_begin(job: Job) -> bool:
-            held, of_this_client, n = of_request[job], of_client[job.client], job.asked.n
+            held, client_held, n = request_counts[job], client_counts[job.client], job.params.n
             request_leaves = not held or held + n <= slots - slots // REQUEST_LEAVES
-            client_leaves = not of_this_client or of_this_client + n <= slots - slots // CLIENT_LEAVES
+            client_leaves = not client_held or client_held + n <= slots - slots // CLIENT_LEAVES
             return request_leaves and client_leaves
 
         allowed = [job for job in self.waiting if may_begin(job)]
-        job = min(allowed, key=lambda job: (of_client[job.client], of_request[job]), default=None)
-        return job if job is not None and job.asked.n <= free else None  # else it waits for more room
+        job = min(allowed, key=lambda job: (client_counts[job.client], request_counts[job]), default=None)
+        return job if job is not None and job.params.n <= free else None  # else it waits for more room
 
     def send(self, answer: Answer) -> None:
         """Send the text of an answer's last token, or at its end all of it if its client wants the whole."""
@@ -222,7 +222,7 @@ class LoadedModel:
         if finish and (error := failure(answer.sampling)):
             active.job.cancelled = True
             active.job.send(error)
-        elif finish or (active.job.asked.stream and active.unsent):
+        elif finish or (active.job.params.stream and active.unsent):
             active.job.send(Progress(active.number, active.unsent, len(answer.tokens), finish))
             active.unsent = ""
 
@@ -263,9 +263,9 @@ class DecodingThread:
         """Queue a request. Raises ApiError if too many wait, or the server ends."""
         if self.is_ending or self.running.done():
             raise ApiError("The server is ending.", 503)
-        of_client = sum(each.client == job.client for each in self.unfinished)
+        client_count = sum(each.client == job.client for each in self.unfinished)
         most = self.slots + MAX_WAITING
-        if len(self.unfinished) >= most or of_client >= self.slots + MAX_WAITING // 2:
+        if len(self.unfinished) >= most or client_count >= self.slots + MAX_WAITING // 2:
             raise ApiError("Too many requests wait; try again later.", 429, code="rate_limit_exceeded")
         self.unfinished[job] = None
         self.inbox.put(job)
@@ -291,7 +291,7 @@ class DecodingThread:
         """Whether it answers, and how many answers are being written and how many requests wait."""
         loaded = list(self.loaded.values())
         waiting = self.inbox.qsize() + len(self.postponed)
-        waiting += sum(len(model.reading) + len(model.waiting) for model in loaded)
+        waiting += sum(len(model.tokenising) + len(model.waiting) for model in loaded)
         writing = sum(len(model.writing) for model in loaded)
         return {"alive": not self.running.done(), "writing": writing, "waiting": waiting, "slots": self.slots}
 
@@ -330,11 +330,11 @@ class DecodingThread:
             model = self.loaded.get(job.path)
             if job.cancelled:
                 continue
-            if model is None or model.is_leaving:
+            if model is None or model.is_draining:
                 left.append(job)
                 continue
             self.loaded[job.path] = self.loaded.pop(job.path)  # the last one used stands last
-            model.reading.append(job)
+            model.tokenising.append(job)
         self.postponed = left
 
     def load_what_is_missing(self) -> None:
@@ -343,23 +343,23 @@ class DecodingThread:
         missing = [job.path for job in self.postponed if job.path not in self.loaded]
         if not missing:
             for model in self.loaded.values():
-                model.is_leaving = False
+                model.is_draining = False
         elif self.make_room():
             self.load_for(missing[0])
 
     def make_room(self) -> bool:
         """Whether there is room for another model. Idle ones are dropped; if all are busy, the one that has
         been loaded for longest leaves when its answers are written, and what waits for it is postponed."""
-        leaving = [model for model in self.loaded.values() if model.is_leaving]
+        leaving = [model for model in self.loaded.values() if model.is_draining]
         for path, model in list(self.loaded.items()):
-            is_done = not model.writing if model.is_leaving else not model.busy
+            is_done = not model.writing if model.is_draining else not model.busy
             if len(self.loaded) >= self.max_models and is_done:
                 del self.loaded[path]
-                self.postponed += [*model.waiting, *model.reading]
+                self.postponed += [*model.waiting, *model.tokenising]
         if len(self.loaded) < self.max_models:
             return True
         if not leaving:
-            min(self.loaded.values(), key=lambda model: model.loaded_at).is_leaving = True
+            min(self.loaded.values(), key=lambda model: model.loaded_at).is_draining = True
         return False
 
     def load_for(self, path: Path) -> None:
