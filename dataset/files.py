@@ -2,7 +2,7 @@
 
 Files: JSON Lines or one JSON array, CSV, TSV and plain text, each also compressed; Parquet and Arrow, also in
 folders written by `datasets.save_to_disk`. A file of another name is read as JSON. What is none of these by
-its first bytes is refused (common/contents.py). Another kind of file is one more entry of READERS.
+its first bytes is refused (common/contents.py). To support another kind of file, add an entry to READERS.
 """
 
 import bz2
@@ -28,28 +28,28 @@ from common.errors import UserError, reason
 from dataset.records import ANSWER_FIELDS, FORMATS, PAIR, BadRecord, parse_json
 
 PLAIN_TEXT = (".txt", ".md")
-DELIMITERS = (",", ";", "\t", "|")  # of CSV: the first of them that stands in the line of names
-PART_BYTES = 1 << 20  # about so long are the parts of a long plain text
+DELIMITERS = (",", ";", "\t", "|")  # of CSV: the first of these in the header line
+PART_BYTES = 1 << 20  # a longer plain text is read in parts of about this size
 BATCH_ROWS = 1024
 LIST_FIELDS = {"history", *PAIR, *(FORMATS.keys() - ANSWER_FIELDS.keys())}  # in a table they may be JSON text
 ARRAY_OF_OBJECTS = re.compile(rb"\s*\[\s*\{")
 SEPARATOR = re.compile(r"\s*(,\s*|\])")  # behind an element of an array
-# what `datasets` writes beside the data
+# files that `datasets` writes next to the data
 DATASETS_METADATA = ("dataset_info*.json", "dataset_dict.json", "state.json", "cache-*.arrow")
 
 
 class Source(NamedTuple):
-    """Where a record stands."""
+    """The location of a record."""
 
     file: int  # index into the list of files
     line: int  # or row of a table, from 1; element i of a JSON array is line -1 - i
 
 
-Record = tuple[Source, dict | BadRecord]  # a BadRecord in the place of one that cannot be read
+Record = tuple[Source, dict | BadRecord]  # BadRecord: it cannot be read
 
 
 def format_source(path: str, line: int) -> str:
-    """Where a record stands, for messages: FILE:LINE, or FILE[INDEX] in a JSON array."""
+    """The location of a record, for messages: FILE:LINE, or FILE[INDEX] in a JSON array."""
     return f"{path}:{line}" if line >= 0 else f"{path}[{-1 - line}]"
 
 
@@ -57,7 +57,7 @@ def format_source(path: str, line: int) -> str:
 
 
 def file_kind(path: str) -> str:
-    """The suffix that decides how a file is read, without that of a compressed one; "" for other files."""
+    """The suffix that decides how a file is read, without a compression suffix; "" for other files."""
     name = path.lower()
     for compressed in COMPRESSIONS:
         name = name.removesuffix(compressed)
@@ -79,14 +79,14 @@ def split_data_path(data_path: str) -> list[str]:
 
 def expand_paths(data_path: str) -> list[str]:
     """The files of `data_path`: files, globs and folders (searched recursively), separated by commas. A file
-    that is named twice is read once. Raises UserError where there are none."""
+    that is named twice is read once. Raises UserError if there is none."""
     files, _ = find_files(data_path)
     return files
 
 
 def find_files(data_path: str) -> tuple[list[str], list[str]]:
-    """The files to read, and what is not read of folders: files of other kinds, plain text beside records,
-    and what cannot be opened. Raises UserError."""
+    """The files to read, and the paths in folders that are skipped: files of other kinds, plain text next to
+    records, and what cannot be opened. Raises UserError."""
     unique: dict[str, str] = {}  # real path -> the first name of it
     skipped: list[str] = []
     for part in split_data_path(data_path):
@@ -109,8 +109,8 @@ def find_files(data_path: str) -> tuple[list[str], list[str]]:
 
 
 def list_data_files(folder: str) -> tuple[list[str], list[str]]:
-    """The data files below a folder, and what else is there. Hidden files and descriptions of `datasets` are
-    neither; of a saved DatasetDict `train` is taken."""
+    """The data files in a folder and its subfolders, and the other files there. Hidden files and the metadata
+    of `datasets` are in neither list; of a saved DatasetDict only `train` is read."""
     paths: list[str] = []
     skipped: list[str] = []
     visited = set()
@@ -136,7 +136,7 @@ def list_data_files(folder: str) -> tuple[list[str], list[str]]:
 
 
 def describe_suffixes(paths: list[str]) -> str:
-    """How many files of which kinds there are, and which are read."""
+    """How many files there are of each suffix, and which suffixes are read."""
     counts = Counter(Path(path).suffix or "without a suffix" for path in paths)
     files = ", ".join(f"{count:,} {suffix}" for suffix, count in counts.most_common(4))
     return f"{files}; data are .jsonl, {', '.join([*READERS, *PLAIN_TEXT])}, also compressed"
@@ -146,7 +146,8 @@ def describe_suffixes(paths: list[str]) -> str:
 
 
 def read_records(paths: list[str], separator: str = "") -> Iterator[Record]:
-    """The records of the files, one file after another. Raises UserError where a file cannot be read on.
+    """The records of the files, one file after another. Raises UserError if one cannot be read
+    to its end.
 
     separator: the line between documents of plain text.
     """
@@ -180,7 +181,7 @@ def read_file(path: str, separator: str) -> Iterator[tuple[int, Any]]:
 
 
 def open_file(path: str) -> Any:
-    """The open file, decompressed. Raises UserError if it is none that holds data."""
+    """The open file, decompressed. Raises UserError if its first bytes are not those of a data file."""
     with open(path, "rb") as file:
         head = file.read(HEAD)
     if other_kind := describe(path, head):
@@ -199,8 +200,8 @@ def open_zstd(path: str) -> Any:
 
 
 def check_text(path: str, head: bytes, is_text: bool) -> None:
-    """Raise UserError if what is to be read as text, or as records of text, begins as something else."""
-    other_kind = describe(path, head)  # of what was compressed
+    """Raise UserError if the head of a file is of another kind than text (is_text) or records of text."""
+    other_kind = describe(path, head)  # `head` is decompressed
     if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         raise UserError(f"{path} is {not_utf8(head)}")
     if head.startswith((b"PAR1", b"ARROW1")):
@@ -218,7 +219,7 @@ def check_text(path: str, head: bytes, is_text: bool) -> None:
 
 
 def holds_json(head: bytes) -> bool:
-    """Whether a text that begins so is JSON Lines, or an array of objects."""
+    """Whether a text with these first bytes is JSON Lines, or an array of objects."""
     if ARRAY_OF_OBJECTS.match(head):
         return True
     first, end, _ = head.lstrip().partition(b"\n")
@@ -231,8 +232,8 @@ def holds_json(head: bytes) -> bool:
 
 
 def read_lines_or_array(file: Any) -> Iterator[tuple[int, Any]]:
-    """JSON Lines, unless the file begins as an array of objects, but not with a line for each of several
-    arrays."""
+    """JSON Lines, unless the file begins with an array of objects. A line that holds a whole array, followed
+    by another such line, is JSON Lines, too: each line is then a bad record."""
     head = file.peek(HEAD)[:HEAD].removeprefix(codecs.BOM_UTF8)
     first, _, following = head.strip().partition(b"\n")
     is_lines = first.rstrip().endswith(b"]") and following.lstrip().startswith(b"[")
@@ -241,7 +242,7 @@ def read_lines_or_array(file: Any) -> Iterator[tuple[int, Any]]:
 
 
 def read_json_lines(file: Any) -> Iterator[tuple[int, Any]]:
-    """JSON Lines. A byte order mark and blank lines are passed over."""
+    """JSON Lines. A byte order mark and blank lines are skipped."""
     for line, raw in enumerate(file, 1):
         try:
             text = raw.decode("utf-8-sig").strip()
@@ -254,12 +255,12 @@ def read_json_lines(file: Any) -> Iterator[tuple[int, Any]]:
 
 
 def read_json(file: Any) -> Iterator[tuple[int, Any]]:
-    """JSON Lines, or one array. A broken element costs only itself where the next one begins a line as the
-    first one does; otherwise ValueError is raised."""
+    """JSON Lines, or one array, decoded element by element. After a broken element reading continues at the
+    next line that begins as the line of the first element does; without one, raises ValueError."""
     if not file.peek(HEAD)[:HEAD].removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
         yield from read_json_lines(file)
         return
-    # a byte that is not UTF-8 becomes half a character, which is found below
+    # a byte that is not UTF-8 becomes a lone surrogate, which is_utf8 detects below
     text = file.read().decode("utf-8-sig", "surrogateescape")
     decoder = json.JSONDecoder()
     at = len(text) - len(text.partition("[")[2].lstrip())
@@ -304,8 +305,8 @@ def original_bytes(text: str) -> bytes:
 
 
 def read_text(file: Any, separator: str) -> Iterator[tuple[int, dict | BadRecord]]:
-    """The documents of plain text, between lines that hold only the separator. A long one comes in parts of
-    whole lines."""
+    """The documents of plain text, divided by lines that hold only the separator. A document of more than
+    PART_BYTES is divided after a whole line."""
     lines: list[bytes] = []
     first = size = 0  # line of the document or part, and its bytes
     for number, raw in enumerate(file, 1):
@@ -332,12 +333,12 @@ def document_record(lines: list[bytes]) -> dict | BadRecord:
 
 
 def read_csv(file: Any, delimiters: Iterable[str] = DELIMITERS) -> Iterator[tuple[int, Any]]:
-    """The rows of CSV, whose first line names the columns. The first of the delimiters that stands in it
-    divides the cells."""
+    """The rows of CSV, whose first line names the columns. The delimiter is the first of `delimiters` that
+    occurs in this line."""
     csv.field_size_limit(sys.maxsize)
     names, _, _ = file.peek(HEAD)[:HEAD].partition(b"\n")
     delimiter = next((each for each in delimiters if each.encode() in names), ",")
-    # strict: a quote that is never closed raises an error, where it would swallow what follows
+    # strict: a quote that is never closed raises an error instead of swallowing the following rows
     lines = (raw.decode("utf-8-sig") for raw in file)
     rows = csv.reader(lines, delimiter=delimiter, strict=True)
     header = [name.strip() for name in next(rows, [])]
@@ -383,7 +384,7 @@ def table_records(batches: Iterable) -> Iterator[tuple[int, Any]]:
 
 
 def parse_json_cells(row: dict) -> dict | BadRecord:
-    """The row with lists in place of their JSON text, which CSV needs; blank ones are left out."""
+    """The row with the JSON text of list fields parsed; empty ones are removed. A CSV cell is always text."""
     for key in LIST_FIELDS & row.keys():
         text = row[key]
         if text == "":
@@ -397,8 +398,7 @@ def parse_json_cells(row: dict) -> dict | BadRecord:
 
 
 def drop_nulls(value: Any) -> Any:
-    """The value without the keys that are null in its objects: typed files fill them in where a key is
-    lacking."""
+    """The value without null fields in its objects: in a table with a schema, a missing field is null."""
     if isinstance(value, dict):
         return {key: drop_nulls(entry) for key, entry in value.items() if entry is not None}
     if isinstance(value, list):

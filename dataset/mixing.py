@@ -1,8 +1,8 @@
-"""Several sources of data mixed by weight: each has its share of the tokens of every epoch, which has as many
-tokens as all sources together, or --max_tokens. A source with a large share is passed more than once in it,
-one with a small share only in part; the part goes on where that of the epoch before ended, so that all its
-items are trained equally often, or once more. All tokens count, also those of prompts, which are not trained:
-the shares of the targets are reported.
+"""Several sources of data mixed by weight. An epoch has as many tokens as all sources together, or
+--max_tokens, and each source has its share of them. So an epoch repeats a source with a large share, and
+takes only a part of one with a small share; the next epoch continues after this part, so the numbers of times
+that items of a source are trained differ by at most one. Shares are of all tokens, also those of prompts; the
+resulting shares of the targets are reported.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ import numpy as np
 from common.errors import UserError, say, warn
 from dataset.lm_dataset import StageDataset
 
-MAX_USEFUL_PASSES = 4  # over a source; more of them teach little (arXiv:2305.16264)
+MAX_USEFUL_PASSES = 4  # over a dataset; further passes improve the model little (arXiv:2305.16264)
 PATH_AND_WEIGHT = re.compile(r"(.+):\s*((?:\d+\.?\d*|\.\d+)(?:[eE]-?\d+)?)")
 
 
@@ -58,10 +58,11 @@ def even_order(lengths: np.ndarray, seed: list[int]) -> np.ndarray:
 
 
 class MixedDataset(StageDataset):
-    """Sources (name, data) whose items, numbered through, make up the epochs.
+    """Datasets (name, data) whose items, numbered one dataset after another, make up the epochs.
 
-    weights: above 0, their ratio counts. max_tokens: of an epoch, at most those of all sources; 0: these. The
-    length is that of an epoch, which consists of `items_of_epoch`: of each source `counts` items."""
+    weights: above 0, only their ratio matters. max_tokens: of an epoch; 0, or more than there are: all.
+    len() is the number of items of an epoch (`counts` of each dataset, see `items_of_epoch`), but an index
+    may be that of any item."""
 
     def __init__(self, datasets: list[tuple[str, StageDataset]], weights: list[float], max_tokens: int = 0):
         self.names = [name for name, _ in datasets]
@@ -88,7 +89,7 @@ class MixedDataset(StageDataset):
 
     @property
     def item_tokens(self) -> np.ndarray:
-        """Tokens of each item of all sources, which are more or fewer than those of an epoch."""
+        """Tokens of each item of all datasets, not of the items of an epoch."""
         return np.concatenate([dataset.item_tokens for dataset in self.datasets])
 
     @property
@@ -105,8 +106,8 @@ class MixedDataset(StageDataset):
         return [sample | {"sample_id": first + sample["sample_id"]} for sample in item]
 
     def items_of_epoch(self, seed: int, epoch: int) -> np.ndarray:
-        """The items of an epoch, source by source: of each the next `counts` items of its order, which begins
-        anew where it ends. A function of seed and epoch, so there is no state to save.
+        """The items of an epoch, dataset by dataset: of each the next `counts` items of its order, which is
+        repeated endlessly. A function of seed and epoch, so there is no state to save.
 
         Example: a source of 3 items in the order 2, 0, 1 gives 2 items to each epoch: 2, 0, then 1, 2, then
         0, 1.

@@ -10,9 +10,9 @@ DPO       {"chosen", "rejected"} or {"response_j", "response_k"}: two conversati
           texts, messages or lists of messages
 
 A message is OpenAI's {"role", "content"} or ShareGPT's {"from", "value"}; its content is text, or a list of
-parts. A field that is null counts as absent. Beside a text or a conversation "weight" says how much its
-targets count in the loss. Whatever fits no form, would train silence, or would be lost without a word, is a
-BadRecord, to which the reader of the file adds FILE:LINE.
+parts. A field that is null counts as absent. Next to a text or a conversation, "weight" says how much its
+targets count in the loss. A record of no known format, with blank answers, or with fields that would be
+ignored although they change the meaning is a BadRecord, to which the reader of the file adds FILE:LINE.
 """
 
 import json
@@ -54,8 +54,8 @@ MAX_WEIGHT = 1_000_000
 INPUT_FIELDS = ("input", "context")  # what a question is about
 SYSTEM = ("system", "system_prompt")
 TOOLS = ("tools", "functions")
-KTO_LABELS = ("kto_tag", "label")  # of KTO
-COMPANION_FIELDS = {*SYSTEM, *TOOLS, *KTO_LABELS, *WEIGHTS, "mask_history"}  # a conversation
+KTO_LABELS = ("kto_tag", "label")
+COMPANION_FIELDS = {*SYSTEM, *TOOLS, *KTO_LABELS, *WEIGHTS, "mask_history"}  # next to a conversation
 PAIR = ("chosen", "rejected")
 PAIR_NAMES = (PAIR, ("response_j", "response_k"))  # names of the better and of the worse answer
 UNSUPPORTED_PAIR_FIELDS = ("chosen_messages", "rejected_messages", "rejected_response")
@@ -63,20 +63,20 @@ UNSUPPORTED_PAIR_FIELDS += ("preferred_output", "non_preferred_output")
 MEDIA_ADVICE = "the model reads text only; leave the record out, or this field where the text stands alone"
 INPUTS_ADVICE = "only the assistant's turns are trained; remove this field"
 TRAIN_FLAG_ADVICE = "does it train the turn, or leave it out? Write 'train': true or false instead"
-# Fields of a message or a record that ask for something else than what is done -> why they are refused.
+# Fields of a message or a record for what is not supported -> what to do instead.
 REFUSED = dict.fromkeys(("image", "images", "audio", "audios", "video", "videos"), MEDIA_ADVICE) | {
     "train_detail": "a turn is trained as a whole or not; remove this field, or write 'train'",
     "train_on_inputs": INPUTS_ADVICE,
     "train_on_prompt": INPUTS_ADVICE,
 }
-# Fields of a message that are refused whatever they hold: 0 means one thing here and another there.
+# Fields of a message that are refused with any value: 0 means "train" in some datasets and "skip" in others.
 AMBIGUOUS_TRAIN_FLAGS = {"mask", "masked", "loss_mask", "skip", "ignore"}
 # the same for a conversation
 REFUSED_IN_CHAT = REFUSED | dict.fromkeys(
     (*PAIR, *PAIR_NAMES[1], *UNSUPPORTED_PAIR_FIELDS),
     "a preference, for train_dpo.py; for SFT write the good answer as the last message, without the other",
 )
-ZERO_WIDTH = "\u200b\u200c\u200d\u2060\ufeff"  # characters of no width, which are no white space to Python
+ZERO_WIDTH = "\u200b\u200c\u200d\u2060\ufeff"  # str.strip() does not take them for white space
 TRANSCRIPT = re.compile(r"(?:\A\s*|\n\n)(Human|Assistant):")  # of Anthropic's hh-rlhf
 # Fields of a turn in Firefly's and XTuner's conversations -> the speaker.
 TURN_FIELDS = {
@@ -90,7 +90,7 @@ CHATML_QUESTION = re.compile(r"<\|im_start\|>user\n(.*?)(?:<\|im_end\|>|\Z)", re
 
 
 class BadRecord(Exception):
-    """What is wrong with a record and what to do, without FILE:LINE."""
+    """A record that cannot be used: what is wrong and what to do, without FILE:LINE."""
 
 
 class Chat(NamedTuple):
@@ -114,8 +114,8 @@ def to_text(record: dict) -> str:
 
 
 def to_chat(record: dict, needs_answer: bool = True) -> Chat:
-    """The conversation of an SFT record in any form. answered: the assistant must speak, in every turn that
-    is trained, and KTO must not call the answer a bad one. Raises BadRecord."""
+    """The conversation of an SFT record in any format. needs_answer: there must be an assistant turn, no
+    trained turn may be blank, and a KTO label must not be false. Raises BadRecord."""
     for name, why in REFUSED_IN_CHAT.items():
         if record.get(name):
             raise BadRecord(f"'{name}': {why}")
@@ -170,8 +170,8 @@ def to_chat(record: dict, needs_answer: bool = True) -> Chat:
 
 
 def check_has_text(message: dict, where: str) -> None:
-    """Raise BadRecord if a message says nothing: it is blank, or holds thoughts alone; or if its thoughts
-    have no beginning or no end."""
+    """Raise BadRecord if a message has no text (it is blank, or has only reasoning), or if its <think> block
+    lacks one of its tags."""
     text = message["content"]
     if message["role"] == "assistant":
         if END_THINK in text and THINK not in text.partition(END_THINK)[0]:
@@ -192,12 +192,12 @@ def check_has_text(message: dict, where: str) -> None:
 
 
 def is_blank(text: str) -> bool:
-    """Whether there is nothing to see in a text."""
+    """Whether a text has no visible character."""
     return not text.strip() or not text.strip(ZERO_WIDTH).strip()
 
 
 def get_weight(record: dict) -> float:
-    """How much the targets of a record count in the loss: 1 where it says nothing. Raises BadRecord."""
+    """How much the targets of a record count in the loss; 1 without a weight. Raises BadRecord."""
     if record.keys().isdisjoint(WEIGHTS):
         return 1.0
     by_name = {name: record[name] for name in WEIGHTS if record.get(name) not in (None, "")}
@@ -233,8 +233,8 @@ def pair_names(record: dict) -> tuple[str, str]:
 
 
 def to_pair(record: dict) -> tuple[Chat, Chat]:
-    """The conversations with the chosen and with the rejected answer; only what follows their common
-    beginning is trained. Raises BadRecord."""
+    """The conversations with the chosen and with the rejected answer; only messages after their common prefix
+    are trained. Raises BadRecord."""
     names = pair_names(record)
     for side in names:
         if record.get(side) is None:
@@ -275,10 +275,10 @@ def to_pair(record: dict) -> tuple[Chat, Chat]:
 
 
 def held_out_key(record: dict, is_document: bool) -> str:
-    """What decides whether a record is held out: the first question of its conversation, or its text, where
-    no ChatML template has written that of a conversation. Raises BadRecord.
+    """The text whose hash decides whether a record is held out: the first question of its conversation (also
+    of one that is already rendered as ChatML), else its text. Raises BadRecord.
 
-    is_document: the record's text is read (pretraining), if it has one.
+    is_document: for pretraining, where a record's "text" comes first.
     """
     if is_document and record.get("text") is not None:
         text = to_text(record)
@@ -294,7 +294,7 @@ def held_out_key(record: dict, is_document: bool) -> str:
 
 
 def unread_fields(record: dict, is_document: bool) -> set[str]:
-    """The fields of a record that nothing reads, those of messages as `messages[].name`. is_document: as in
+    """The fields of a record that are ignored, those of messages as `messages[].name`. is_document: as in
     `held_out_key`."""
     unread: set[str] = set()
     if is_document and record.get("text") is not None:
@@ -314,8 +314,7 @@ def unread_fields(record: dict, is_document: bool) -> set[str]:
 
 
 def unread_message_fields(messages: dict | list, known: set[str]) -> set[str]:
-    """The fields of messages, beside the known ones, and of the parts of their contents that nothing
-    reads."""
+    """The ignored fields of messages (not in `known`) and of the parts of their contents."""
     unread: set[str] = set()
     for message in messages if isinstance(messages, list) else [messages]:
         if not isinstance(message, dict):
@@ -331,7 +330,7 @@ def unread_message_fields(messages: dict | list, known: set[str]) -> set[str]:
     return unread
 
 
-# --- forms: how a record holds its messages
+# --- record formats
 
 
 def read_messages(record: dict, key: str) -> list:
@@ -362,7 +361,7 @@ def read_turns(record: dict, key: str) -> list:
 
 
 def read_question(record: dict, key: str) -> list:
-    """What comes before an answer: a history and a question, or a list of messages."""
+    """The messages before an answer: a history and a question, or a list of messages."""
     inputs = [get_text(record, name) for name in INPUT_FIELDS if record.get(name)]
     history = record.get("history") or []
     if isinstance(record[key], list):
@@ -401,7 +400,7 @@ def read_answer(record: dict, key: str) -> list:
     return [{"role": "assistant", "content": text}]
 
 
-# The key that holds a conversation, or the question of one -> its messages, of that record and key.
+# Key of a conversation or of a question -> function (record, key) that gives its messages.
 FORMATS: dict[str, Callable[[dict, str], list]] = {
     "conversations": read_messages,
     "messages": read_messages,
@@ -411,7 +410,7 @@ FORMATS: dict[str, Callable[[dict, str], list]] = {
     "question": read_question,
     "query": read_question,
 }
-# The key of a question -> the fields of which one holds the answer.
+# Key of a question -> possible fields of the answer.
 ANSWER_FIELDS = {
     "instruction": ("output", "response"),
     "prompt": ("completion", "response"),
@@ -489,8 +488,8 @@ def to_message(item: Any, where: str) -> dict[str, Any]:
 
 
 def get_reasoning(item: dict, where: str) -> str | None:
-    """What a message says of its speaker's thoughts, under one name of THOUGHTS or with the same text under
-    several; None if it says nothing. Raises BadRecord."""
+    """The reasoning of a message, in one of REASONING_FIELDS or with the same text in several; None if there
+    is none. Raises BadRecord."""
     texts: dict[str, str] = {}
     if item.keys().isdisjoint(REASONING_FIELDS):
         return None
@@ -515,7 +514,7 @@ def get_reasoning(item: dict, where: str) -> str | None:
 
 
 def join_texts(texts: list[str]) -> str:
-    """Texts below one another, unless white space is between them."""
+    """Join texts with line ends where there is no white space between them."""
     text = "".join(texts[:1])
     for following in texts[1:]:
         is_apart = not text or text[-1].isspace() or following[:1].isspace()
@@ -554,7 +553,7 @@ def join_parts(parts: list, where: str) -> dict[str, Any]:
 
 
 def is_masked(item: dict, role: str, where: str) -> bool:
-    """Whether the switches of a message leave the assistant's turn out of training. Raises BadRecord."""
+    """Whether the TRAIN_FLAGS of a message exclude the assistant's turn from training. Raises BadRecord."""
     flags = {get_flag(item, name) for name in TRAIN_FLAGS} - {None}
     if len(flags) == 2:
         raise BadRecord(f"{where} is to be trained and not to be trained; keep one of the switches")

@@ -1,5 +1,4 @@
-"""The report of a token cache: what became of the records, and how long the samples are; and whether bad
-records are skipped or end the run."""
+"""The report of a token cache (outcomes of records, lengths of samples), and the policy for bad records."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -13,7 +12,7 @@ from dataset.files import Source, format_source
 from dataset.held_out import Split
 from dataset.records import BadRecord
 
-OUTCOMES = {  # what becomes of records, as the report calls it
+OUTCOMES = {  # of a record -> text in the report
     "split": "split into several samples",
     "empty": "empty",
     "cut": "cut",
@@ -22,16 +21,16 @@ OUTCOMES = {  # what becomes of records, as the report calls it
     "bad": "bad",
 }
 TOTALS = ("records", "tokens", "targets", "target_bytes", "weighted")
-MAX_LISTED_FIELDS = 12  # in the report
-MAX_LISTED_FILES = 20  # that are named
+MAX_LISTED_FIELDS = 12
+MAX_LISTED_FILES = 20
 PERCENTILES = (1, 10, 25, 50, 75, 90, 99, 100)
 
 
 def make_report(
     options: Any, counts: Counter, unused: Counter, bad: list[str], lengths: np.ndarray, lost: dict[str, Any]
 ) -> dict[str, Any]:
-    """All counts, and the lengths of the samples. The same data give the same report. unused: how many
-    records have each field that nothing reads. bad: the lines of BadRecords. lost: of RoundTrip."""
+    """Counts of outcomes and percentiles of sample lengths; a function of the data alone. unused: records per
+    ignored field. bad: `BadRecords.lines`. lost: `RoundTrip.report`."""
     report: dict[str, Any] = {name: counts[name] for name in (*TOTALS, *OUTCOMES)} | lost
     report |= {"kind": options.kind, "max_length": options.max_length, "samples": len(lengths)}
     report |= {"held_out": bool(options.split and options.split.held_out)}
@@ -45,7 +44,7 @@ def make_report(
 
 
 def describe_files(paths: list[str], skipped: list[str], is_held_out: bool) -> str:
-    """Which files were read, for which part of the data, and which were not."""
+    """Which files were read, whether for held-out data, and which were skipped."""
     notes = ["held out"] if is_held_out else []
     if skipped:
         notes.append(f"not read: {list_paths(skipped)}")
@@ -54,13 +53,13 @@ def describe_files(paths: list[str], skipped: list[str], is_held_out: bool) -> s
 
 
 def list_paths(paths: list[str]) -> str:
-    """The first of some paths, and how many more there are."""
+    """The first MAX_LISTED_FILES paths, and how many more there are."""
     more = f" and {len(paths) - MAX_LISTED_FILES:,} more" if len(paths) > MAX_LISTED_FILES else ""
     return ", ".join(paths[:MAX_LISTED_FILES]) + more
 
 
 def describe_records(report: dict) -> str:
-    """What became of the records, in a line."""
+    """The outcomes of the records, in a line."""
     text = f"{report['records']:,} records, {report['samples']:,} samples"
     for name, words in OUTCOMES.items():
         if report.get(name):
@@ -97,7 +96,7 @@ class BadRecords:
         self.lines: list[str] = []
 
     def attempt(self, source: Source, record: dict | BadRecord, function: Callable[[dict], Any]) -> Any:
-        """What the function makes of the record, None if it is a bad one. Raises UserError."""
+        """function(record), or None for a bad record that is skipped. Raises UserError."""
         try:
             if isinstance(record, BadRecord):
                 raise record
@@ -113,7 +112,7 @@ class BadRecords:
 
 
 def describe_error(error: Exception) -> str:
-    """What is wrong with a record that raised this error."""
+    """The message for a record whose processing raised this error."""
     if isinstance(error, BadRecord):
         return str(error)
     if isinstance(error, UnicodeEncodeError):
@@ -128,9 +127,9 @@ def stop_error(line: str) -> UserError:
 
 
 def check_bad_records(report: dict, options: Any, listed: str) -> None:
-    """Say how many bad records are skipped. Raises UserError if none may be, or so many.
+    """Print how many bad records are skipped. Raises UserError if that is not allowed, or too many.
 
-    report: of `make_report`. listed: where all of them stand.
+    report: of `make_report`. listed: says where all of them are listed.
     """
     count, records = report["bad"], report["records"]
     if not count:

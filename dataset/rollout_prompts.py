@@ -1,12 +1,11 @@
 """Prompts of reinforcement learning: conversations for which the model writes the next turn.
 
-A record is a conversation, whose last turn, if the assistant speaks it, is the reference answer and no part
-of the prompt, unless it is blank or MiniMind's placeholder for that; or {"prompt": text or messages,
-"answer": reference}, beside it "system" and "tools". MiniMind's "gt" is a reference, too. The reward receives
-the record as it is.
+A record is a conversation, or {"prompt": text or messages, "answer": reference} with optional "system" and
+"tools". A last turn of the assistant is the reference answer, not part of the prompt; a blank one, or
+MiniMind's placeholder for it, is dropped. MiniMind's "gt" is a reference, too. The reward receives the record
+as it is.
 
-Prompts are held in memory with their records: there are few of them, compared with the texts that are written
-to them.
+Prompts stay in memory with their records: they are few, since each is completed many times.
 """
 
 import hashlib
@@ -28,18 +27,18 @@ from model.prompts import encode_pieces, prompt_pieces
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-PLACEHOLDER_ANSWERS = ("", "无")  # what stands in MiniMind's data where the model is to write
+PLACEHOLDER_ANSWERS = ("", "无")  # the last turn in MiniMind's data
 
 
 class RolloutPrompt(NamedTuple):
-    """A prompt and what the reward may want to know of it."""
+    """A prompt, and what the reward receives with it."""
 
     input_ids: list[int]  # with the header of the turn to be written
     messages: list[dict]
     tools: list[dict] | None
     record: dict  # of the data file, with the reference as `answer` and the offered tools as `tools`, if any
     sample_id: int
-    source: str = ""  # its place, for errors
+    source: str = ""  # FILE:LINE, for errors
 
 
 def collate_prompts(prompts: list[RolloutPrompt]) -> dict[str, Any]:
@@ -56,8 +55,7 @@ class PromptDataset(Dataset):
         tokenizer: with a chat template.
         max_length: prompts of more tokens are left out and counted.
         tools: JSON schemas of the tools of an environment, offered where a record names none.
-        thinking_ratio: share of the prompts after which the model begins with thoughts; which ones, their
-            number decides.
+        thinking_ratio: share of the prompts that ask for reasoning first, chosen by a hash of their number.
         options: on_bad_data, max_bad_share and split of CacheOptions.
     """
 
@@ -94,7 +92,7 @@ class PromptDataset(Dataset):
             say(text)
 
     def make_fingerprint(self) -> dict[str, Any]:
-        """What identifies the prompts."""
+        """Hashes that identify prompts and tokenizer."""
         content = [[file_hash(path) for path in self.paths], self.tools, self.thinking_ratio, self.split]
         digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
         identity: dict[str, Any] = {"tokenizer": fingerprint(self.tokenizer), "data": digest[:16]}
@@ -155,7 +153,7 @@ class PromptDataset(Dataset):
         return sum(self.item_tokens)
 
     def source(self, sample_id: int) -> str:
-        """The place of a prompt."""
+        """FILE:LINE of a prompt."""
         return self.prompts[sample_id].source
 
     def __len__(self) -> int:

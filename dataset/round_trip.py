@@ -1,5 +1,5 @@
-"""What a tokenizer loses of the text: a sample of it is encoded and decoded again. Upper case, spaces, line
-ends or characters without a token are lost to the model, which can neither read nor write them."""
+"""Text that a tokenizer loses: a sample of the data is encoded and decoded again. Case, spaces, line ends or
+characters that do not survive can be neither read nor written by the model."""
 
 import re
 import unicodedata
@@ -11,16 +11,19 @@ from tokenizers import Tokenizer
 from common.errors import UserError, warn
 from common.launcher import launch
 
-FIRST_TEXTS, SAMPLE_EVERY = 64, 256  # the texts that are checked: the first ones, then one of so many
-CHUNK_CHARACTERS, MAX_CHUNKS = 1000, 8  # characters of a text that are encoded at a time, and how often
+FIRST_TEXTS, SAMPLE_EVERY = 64, 256  # texts that are checked: the first ones, then one of SAMPLE_EVERY
+CHUNK_CHARACTERS, MAX_CHUNKS = (
+    1000,
+    8,
+)  # characters that are compared at a time; of a longer text, so many such chunks
 MAX_LISTED_CHARACTERS = 8  # characters
 
 
 class RoundTrip:
     """Counts the characters of a sample of the texts, and those that a tokenizer loses or alters.
 
-    Texts that are the same to Unicode (NFC) count as the same. What comes back in addition, such as a blank
-    between any two tokens, counts like what is lost. left_out: what is not part of the texts.
+    Texts with the same NFC normalisation count as equal. Added characters, such as a blank between any two
+    tokens, count like lost ones. excluded: pattern of what is removed from the texts before.
     """
 
     def __init__(self, backend: Tokenizer, excluded: re.Pattern[str]):
@@ -29,7 +32,7 @@ class RoundTrip:
         self.lost: Counter[str] = Counter()
 
     def check(self, text: str) -> None:
-        """Take a text into account, if it is one of the sample."""
+        """Compare a text, if it is in the sample."""
         self.texts += 1
         if self.texts > FIRST_TEXTS and self.texts % SAMPLE_EVERY:
             return
@@ -58,7 +61,7 @@ def difference(before: str, after: str) -> Counter[str]:
 
 
 def check_lost_text(report: dict, max_lost_text: float, is_final: bool = True) -> None:
-    """Say what the tokenizer loses, if that is final. Raises UserError if it is a larger share than may be.
+    """Warn of lost text (is_final: the whole sample is compared). Raises UserError above `max_lost_text`.
     report: of `RoundTrip.report`."""
     if not report["lost"]:
         return

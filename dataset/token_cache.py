@@ -1,11 +1,10 @@
 """The token cache: data tokenised once into plain files, which every rank opens as memory maps.
 
 The first run builds it, before any process group exists, or `dataset.show_samples` ahead of time. Its name is
-a hash of the files' paths, sizes and times, the tokenizer, the settings and the code that makes samples, so a
-change of any of them builds another cache. A file that is replaced by one of the same size and time is
-noticed by the system's time of change: where that differs, contents are compared. A cache is built in a
-temporary folder and renamed when complete, under a lock: of several ranks or runs, one builds while the
-others wait.
+a hash of the files' paths, sizes and modification times, the tokenizer, the settings and the code that makes
+samples, so a change of any of them builds another cache. A file that is replaced by one of the same size and
+modification time has another ctime; then contents are compared. A cache is built in a temporary folder and
+renamed when complete, under a lock: of several ranks or runs, one builds while the others wait.
 
     <cache_dir>/<key>/  NAME.bin for each array of TokenCache; meta.json; bad_records.txt
 
@@ -58,7 +57,7 @@ DTYPES |= {"weights": "float32"}
 
 @dataclass(frozen=True)
 class CacheOptions:
-    """How data become a token cache.
+    """How data are made a token cache.
 
     kind: pretrain, sft or dpo. max_length: tokens per sample at most. on_bad_data: "stop" at a bad record, or
     "skip" up to `max_bad_share` of all records. max_lost_text: the largest share of the characters that the
@@ -77,7 +76,7 @@ class CacheOptions:
 
 
 class TokenCache:
-    """An open cache: S samples of N tokens in all, as memory maps. Pickled as its path and the files."""
+    """An open cache: S samples of N tokens in all, as memory maps. Pickling keeps only its paths."""
 
     tokens: np.ndarray  # unsigned [N]: sample i is tokens[offsets[i]:offsets[i + 1]]
     loss_mask: np.ndarray  # bool [N]: this token is a target
@@ -236,8 +235,7 @@ def write_arrays(
 
 
 def is_usable(folder: Path, paths: list[str]) -> bool:
-    """Whether a cache is there, with files of the sizes in its meta.json, and of the present content of the
-    data."""
+    """Whether a complete cache (sizes as in meta.json) of the data's present content is there."""
     try:
         meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
         is_complete = all((folder / name).stat().st_size == size for name, size in meta["sizes"].items())
@@ -247,18 +245,18 @@ def is_usable(folder: Path, paths: list[str]) -> bool:
         return False
     if meta["data"] != [file_hash(path) for path in paths]:
         return False
-    with suppress(OSError):  # a cache that may only be read: contents are compared each time
+    with suppress(OSError):  # a read-only cache: contents are compared each time
         write_json(folder / "meta.json", meta | {"changed_at": change_times(paths)})
     return True
 
 
 def change_times(paths: list[str]) -> list[int]:
-    """When each file, its name or its rights were changed last, as the system notes it."""
+    """The ctime of each file in nanoseconds: content, name or permissions last changed."""
     return [os.stat(path).st_ctime_ns for path in paths]
 
 
 def file_stamps(paths: list[str]) -> list[list[int]]:
-    """Size and time of each file."""
+    """Size and modification time of each file."""
     return [[os.stat(path).st_size, os.stat(path).st_mtime_ns] for path in paths]
 
 

@@ -1,12 +1,12 @@
 """Turns records into samples. `tokenizers` encodes many texts at once, on all cores.
 
-pretrain  BOS + document + EOS, in pieces of `max_length` that share a token: each token is a target once
+pretrain  BOS + document + EOS, in pieces of `max_length` that overlap by a token: each is a target once
 SFT       the conversation as the chat template writes it; targets are the assistant's turns, with their
           end-of-turn tokens; a long one is cut after the last turn that fits, else inside the first one
 DPO       two conversations, the chosen one first; targets are what follows their common beginning
 
-In a conversation only the chat template writes special tokens: the text of one in the data (`<|im_end|>`) is
-text, as for the server (model/prompts.py).
+In a conversation only the chat template makes special tokens: `<|im_end|>` in the data is encoded as plain
+text, as by the server (model/prompts.py).
 """
 
 import hashlib
@@ -72,12 +72,12 @@ Block = list[tuple[Source, list[Text]]]  # the texts of each record
 class SampleMaker:
     """Makes the samples of one kind of training.
 
-    bad: what becomes of bad records. counts: what became of the records. unused: in how many records each
-    field that nothing reads stands. round_trip: what the tokenizer loses of the texts.
+    bad: policy for bad records. counts: outcomes of records. unused: records per ignored field. round_trip:
+    compares texts with their decoded tokens.
     """
 
     def __init__(self, kind: str, tokenizer: "PreTrainedTokenizerBase", max_length: int, bad: BadRecords):
-        # says that threads are wanted: else a process that is forked later prints a warning
+        # set explicitly, or a process that is forked later prints a warning
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
         self.kind, self.max_length, self.bad = kind, max_length, bad
         self.backend = copy_backend(tokenizer)
@@ -93,8 +93,8 @@ class SampleMaker:
         self.unused: Counter[str] = Counter()
 
     def samples(self, records: Iterable[Record]) -> Generator[Sample]:
-        """The samples of all records, in order. While a block is encoded, in threads of their own, the next
-        one is rendered. Raises UserError."""
+        """The samples of all records, in order. While a block is encoded in other threads, the next one is
+        rendered. Raises UserError."""
         previous: tuple[Block, Future] | None = None
         with ThreadPoolExecutor(1) as pool:
             for block in self.blocks(records):
@@ -125,7 +125,7 @@ class SampleMaker:
     # --- from a record to texts
 
     def record_texts(self, record: dict) -> list[Text]:
-        """The document, the conversation, or the two of a pair. Raises BadRecord."""
+        """The texts of a record: a document, a conversation, or the two of a pair. Raises BadRecord."""
         is_document = self.kind == "pretrain"
         if self.kind == "dpo":
             texts = [self.render_with_targets(chat) for chat in to_pair(record)]
@@ -146,7 +146,7 @@ class SampleMaker:
         return texts
 
     def render_with_targets(self, chat: Chat) -> Text:
-        """The conversation as the chat template writes it, and the assistant's turns that are trained."""
+        """The conversation as the chat template renders it, with the spans of the trained assistant turns."""
         text, spans = self.render(chat)
         if not GENERATION_TAG.search(self.template):
             spans = self.spans_from_prefixes(chat, text)
@@ -159,7 +159,7 @@ class SampleMaker:
         return Text(text, spans, chat.weight)
 
     def render(self, chat: Chat, **options: Any) -> tuple[str, list[tuple[int, int]]]:
-        """The text, and the characters between the template's marks."""
+        """The text, and the character spans between the template's {% generation %} tags."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         options |= self.special_tokens
@@ -170,9 +170,9 @@ class SampleMaker:
         return texts[0], cast(list[tuple[int, int]], spans[0]) if spans else []
 
     def spans_from_prefixes(self, chat: Chat, text: str) -> list[tuple[int, int]]:
-        """The assistant's turns for a template without marks (Qwen's): an answer is what stands between the
-        generation prompt before it and its end. Where the prompt closes empty thoughts that the answer fills,
-        the answer begins where the two part."""
+        """The spans of the assistant's turns for a template without generation tags (Qwen's): from the end of
+        the generation prompt to the end of the turn. If the prompt ends with an empty <think> block that the
+        turn fills, the span begins where the two differ."""
         spans = []
         for index in assistant_turns(chat):
             before = chat._replace(messages=chat.messages[:index])
@@ -193,7 +193,7 @@ class SampleMaker:
     # --- from texts to samples
 
     def encode(self, block: Block) -> list[Any]:
-        """The encodings of all texts of a block, made on all cores."""
+        """The encodings of all texts of a block; `tokenizers` uses all cores."""
         texts = [text.text for _, record_texts in block for text in record_texts]
         if self.kind == "pretrain":  # without offsets
             return self.backend.encode_batch_fast(texts, add_special_tokens=False)
@@ -235,7 +235,7 @@ class SampleMaker:
             yield Sample(piece, np.arange(len(piece)) > 0, source, text.weight)
 
     def label(self, text: Text, encoding: Any, source: Source) -> Sample:
-        """A conversation with its labels: the tokens that reach into a span."""
+        """A conversation with its loss mask: the tokens that overlap a span."""
         ids, offsets = encoding.ids, encoding.offsets
         if self.special.hidden.search(text.text):
             ids, offsets = self.encode_literal(text.text)
@@ -251,7 +251,7 @@ class SampleMaker:
         return Sample(np.array(ids, dtype=np.int64), loss_mask, source, text.weight)
 
     def encode_literal(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """The tokens of a text with the text of special tokens in it, and the characters of each."""
+        """The tokens and their character offsets of a text in which special tokens occur as plain text."""
         ids, offsets, position = [], [], 0
         for piece in self.special.pieces(text):
             backend = self.plain_backend if piece.is_plain else self.backend
@@ -262,8 +262,8 @@ class SampleMaker:
         return ids, offsets
 
     def truncate(self, sample: Sample) -> Sample:
-        """A conversation that is too long ends after the last turn that fits, else inside the first one; one
-        of a pair where the length ends."""
+        """Truncate a sample to max_length: in SFT after the last assistant turn that fits, else at
+        max_length."""
         if len(sample.tokens) <= self.max_length:
             return sample
         end = self.max_length
@@ -287,7 +287,7 @@ def check_template(template: Any) -> None:
 
 
 def copy_backend(tokenizer: "PreTrainedTokenizerBase") -> Tokenizer:
-    """A copy of the backend without padding and truncation, which are of whoever used it last."""
+    """A copy of the backend without the padding and truncation that an earlier call may have set."""
     if not hasattr(tokenizer, "backend_tokenizer"):
         raise UserError("--tokenizer_path: this tokenizer has no tokenizer.json; save its fast version")
     backend = Tokenizer.from_str(cast(Any, tokenizer).backend_tokenizer.to_str())
@@ -297,8 +297,8 @@ def copy_backend(tokenizer: "PreTrainedTokenizerBase") -> Tokenizer:
 
 
 def document_boundaries(tokenizer: "PreTrainedTokenizerBase") -> tuple[list[int], list[int]]:
-    """The tokens before and after a document: BOS, where there is none EOS, and EOS. Raises UserError if
-    there is no EOS: nothing would say where a document ends, nor end an answer."""
+    """The tokens before and after a document: BOS (EOS, if there is no BOS), and EOS. Raises UserError if
+    there is no EOS: documents and answers would have no end."""
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
     if eos is None:
         raise UserError(
@@ -323,7 +323,7 @@ def fingerprint(tokenizer: "PreTrainedTokenizerBase") -> str:
 
 
 def token_byte_lengths(tokenizer: "PreTrainedTokenizerBase") -> np.ndarray:
-    """How many UTF-8 bytes each entry of the vocabulary spells, int64 [ids]; a special token none."""
+    """UTF-8 bytes of text of each id of the vocabulary, int64 [ids]; 0 for special tokens."""
     backend = copy_backend(tokenizer)
     vocabulary = backend.get_vocab(with_added_tokens=True)
     added = backend.get_added_tokens_decoder()

@@ -35,7 +35,7 @@ from trainer.rollouts.environments import IN_OTHER_FILES, SHIPPED, Toolbox
 from trainer.rollouts.mock_tools import cases
 from trainer.weights.for_tools import add_trained_model_flags, load_model
 
-QUESTIONS = Path(__file__).with_name("questions.txt")  # for a model that was trained on a bit of everything
+QUESTIONS = Path(__file__).with_name("questions.txt")  # of general kinds
 MINIMUM = {"temperature": 0, "top_k": 0, "max_new_tokens": 1, "max_seq_len": 16}
 MAX_ROUNDS = 8  # of tool calls and results to one message
 HELP = """/reset          start a new conversation
@@ -86,7 +86,7 @@ def parse_args() -> argparse.Namespace:
 
 
 class Chat:
-    """A conversation with a model. is_typed: Ctrl-C ends an answer, not the program."""
+    """A conversation with a model. is_interactive: Ctrl-C ends an answer, not the program."""
 
     def __init__(self, args: argparse.Namespace, screen: Screen, is_interactive: bool):
         self.args, self.screen, self.is_interactive = args, screen, is_interactive
@@ -183,8 +183,8 @@ class Chat:
         return text
 
     def take(self, line: str) -> None:
-        """Obey a typed line that is a command, else answer it. Raises UserError if it cannot be answered, and
-        EOFError if it was /exit."""
+        """Handle a typed line: a command, or a message to answer. Raises UserError if it cannot be answered,
+        and EOFError for /exit."""
         name, _, rest = line.strip().partition(" ")
         if name == "/exit":
             raise EOFError

@@ -1,11 +1,11 @@
-"""Judge trained models: the loss on held-out data, or rewards of the answers to questions.
+"""Evaluate trained models: the loss on held-out data, or rewards of the answers to questions.
 
     python scripts/evaluate.py --task loss --data_path data/sft_eval.jsonl
     python scripts/evaluate.py --task answers --data_path data/quiz.jsonl --reward contains_answer
 
 `answers` takes any SFT file: the model answers the last question of each conversation, and the reward
 compares its answer with the last assistant turn (or with the field `answer`). Shares come with Wilson's 95 %
-confidence interval. `--against` judges further models on the same data, `--json` writes every answer.
+confidence interval. `--against` evaluates further models on the same data, `--json` writes every answer.
 """
 
 import argparse
@@ -53,7 +53,9 @@ def parse_args() -> argparse.Namespace:
     flag = parser.add_argument
     flag("--task", choices=("loss", "answers"), required=True, help="what to measure")
     flag("--data_path", required=True, help="data that the model was not trained on: file, folder or glob")
-    flag("--against", nargs="+", default=[], metavar="PATH", help="further models to judge on the same data")
+    flag(
+        "--against", nargs="+", default=[], metavar="PATH", help="further models to evaluate on the same data"
+    )
     flag("--json", type=Path, metavar="FILE", help="file to write the results to, with every answer")
     add_trained_model_flags(parser)
     flag("--max_seq_len", type=int, help="longest sample (loss) or prompt (answers), in tokens")
@@ -79,7 +81,7 @@ def parse_args() -> argparse.Namespace:
 def evaluate_loss(args: argparse.Namespace, model: Any, tokenizer: Any) -> dict[str, Any]:
     """Loss in nats per target and bits per byte, as the trainer's `eval_loss` and `eval_bpb`."""
     dataset_class = DATASETS[args.kind]
-    options = {"text_separator": args.text_separator, "max_lost_text": 1.0}  # what training allowed is judged
+    options = {"text_separator": args.text_separator, "max_lost_text": 1.0}  # as training allowed
     dataset = dataset_class(args.data_path, tokenizer, args.max_seq_len, **options)
     nats, targets, target_bytes = 0.0, 0.0, 0.0
     for items in batches(dataset.item_tokens.tolist()):
@@ -171,7 +173,7 @@ def format_figure(figure: dict[str, float]) -> str:
 
 
 def main() -> None:
-    """Judge each model, print the table, write the report."""
+    """Evaluate each model, print the table, write the report."""
     args = parse_args()
     load_rewards(args.reward)  # a wrong one is named before a model is loaded
     args.data_path = local_path(args.data_path)

@@ -10,7 +10,7 @@ from scripts.planning import rules
 from scripts.planning.machine import MEMORY_SHARE, state_bytes
 from scripts.planning.stages import START_SECONDS, Stage
 
-DATA_FACTOR = 0.95  # a part of the data is made smaller by this factor until it fits into the time
+DATA_FACTOR = 0.95  # by which a part of the data shrinks until it fits into the time
 
 
 class Plan(NamedTuple):
@@ -81,7 +81,7 @@ def choose(stages: list[Stage], depths: Sequence[int], memory: float, seconds: f
 
 def most_passes(models: list[Stage], memory: float, seconds: float) -> list[Stage]:
     """The stages with as many passes as fit into the time; of a time too short for one pass over a part of
-    the data, of at least FEW_UPDATES updates."""
+    the data, of at least MIN_USEFUL_UPDATES updates."""
     passes: float = rules.passes(models[0].data.num_tokens)
     planned = with_passes(models, passes, memory)
     while total_seconds(planned) > seconds:

@@ -1,5 +1,5 @@
-"""What a plan writes: the shell file that runs it, and the times that the report of the runs compares with
-what came."""
+"""The files of a plan: the shell file that runs it, and the planned times, which the report of the runs
+compares with the actual ones."""
 
 import os
 import shlex

@@ -22,11 +22,11 @@ from trainer.run.state import TrainState
 from trainer.stage import compile_and_wrap
 from trainer.weights.config import model_config
 
-MEMORY_SHARE = 0.8  # share of the free memory
-BYTES_PER_PARAMETER = 16  # bytes per parameter: weight, gradient and two moments of AdamW, in float32
-PROCESS_BYTES = 0.6e9  # bytes of a process without a model
+MEMORY_SHARE = 0.8  # of the free memory, that a plan uses
+BYTES_PER_PARAMETER = 16  # weight, gradient and two moments of AdamW, in float32
+PROCESS_BYTES = 0.6e9  # of a process without a model
 MEASURED_TOKENS = 2048  # tokens of the larger update that is measured
-GPU_FACTOR = 8  # times as many: few keep it no busier than none
+GPU_FACTOR = 8  # times as many on a GPU, which small updates do not load
 MIN_UPDATES, MAX_UPDATES, MIN_SECONDS = 3, 20, 2.0
 
 
@@ -36,7 +36,7 @@ class Cost:
 
     parameters: int = 0
     seconds_per_token: float = 0.0  # seconds of forward and backward pass per token
-    seconds_per_update: float = 0.0  # seconds of an update beside them: the optimizer
+    seconds_per_update: float = 0.0  # seconds of an update without these: the optimizer
     eval_seconds_per_token: float = 0.0  # seconds of an evaluation per token
     activation_bytes_per_token: float = 0.0  # bytes per token of a micro-batch, for the backward pass
 
@@ -102,8 +102,8 @@ def measure(args: StageArgs, data: StageDataset) -> Cost:
 
 
 def micro_batch_that_fits(args: StageArgs, data: StageDataset, memory: float) -> tuple[int, int]:
-    """Items of the largest micro-batch with which so many bytes of a GPU hold an update, found by making
-    some: all items of the update, else half of them, a quarter ...; and the bytes at its peak."""
+    """Items of the largest micro-batch with which an update fits into so many bytes of a GPU, found by trial:
+    all items of the update, else half of them, a quarter ...; and the peak bytes."""
     gc.collect()  # models that were measured before
     state = new_state(args, data)
     update_items = items = args.batch_size * args.accumulation_steps
@@ -142,7 +142,7 @@ def update_seconds(state: TrainState, batch: Batch) -> float:
 
 def activation_bytes(model: nn.Module, batch: Batch, autocast: AbstractContextManager) -> int:
     """Bytes that a forward pass keeps for the backward pass, without the parameters."""
-    # of each memory its size, once, however many tensors look into it
+    # size of each storage, counted once however many tensors are views of it
     sizes = {parameter.untyped_storage().data_ptr(): 0 for parameter in model.parameters()}
 
     def note(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The stages of a plan: their settings and data, and what they take with a model of some size."""
+"""The stages of a plan: their settings and data, and their cost with a model of some size."""
 
 import argparse
 import math
@@ -21,7 +21,7 @@ from trainer.data.datasets import epoch_items, epoch_tokens
 
 START_SECONDS = 12.0  # seconds in which a stage starts Python, opens its data and builds its model
 N_EVALS = 5  # of a stage, beside that before its first update
-# flags that are the stages' own
+# flags that both stages have, too
 SHARED_FLAGS = (
     "eval_share",
     "text_separator",

@@ -1,5 +1,5 @@
-"""The page that `plot_metrics.py --html` writes, to send to somebody: what was trained, the curve, and of
-each run the verdict of its last line, its warnings, the planned time and what the model wrote."""
+"""The HTML page of `plot_metrics.py --html`: what was trained, the curve, and for each run its verdict,
+warnings, planned and actual time, and samples."""
 
 import json
 from functools import partial
@@ -18,7 +18,7 @@ BAD_FINDINGS = ("no loss", "diverged", "nothing learned", "repeats")  # findings
 
 
 def are_stages(runs: list[Run]) -> bool:
-    """Whether the runs are stages of one model, one after the other, and not runs to compare."""
+    """Whether the runs are successive stages of one model, and not runs to compare."""
     stages = {run.settings.get("stage") for run in runs}
     sizes = {run.about.get("parameters") for run in runs}
     return len(stages) == len(runs) and len(sizes) == 1 and None not in sizes
@@ -39,8 +39,8 @@ def title(runs: list[Run], lang: str) -> str:
 
 
 def sentences(run: Run, lang: str, keys: tuple[str, ...] | None = None) -> list[str]:
-    """The sentences of the run's last line, from its records: all, or those of these keys. None if the facts
-    that they need were not found."""
+    """The sentences of the verdict, all or those with these keys; none if the run's settings file lacks the
+    facts that they need."""
     if "facts" not in run.about:
         return []
     found = findings(run.records, run.about["facts"])
@@ -58,7 +58,7 @@ def planned_seconds(run: Run) -> float | None:
 
 
 def compare_with_plan(run: Run, lang: str) -> str | None:
-    """The time that was planned and the time that came, if there was a plan."""
+    """A line with planned and actual time; None without a plan."""
     planned = planned_seconds(run)
     if planned is None:
         return None

@@ -1,5 +1,5 @@
-"""What a run came to: its metrics file, and the settings in the file beside it. The table, the curves and the
-page of `plot_metrics.py` and the web page show it."""
+"""A run as read from its metrics file and its settings file, for the table, the curves and the report of
+`plot_metrics.py` and for the web page."""
 
 import json
 import math
@@ -17,7 +17,7 @@ from trainer.weights.paths import settings_path
 METRICS_SUFFIX = "_metrics.jsonl"
 PLAN_FILE = "plan.json"  # in the folder of the runs, of scripts/plan.py
 AXES = ("update", "tokens", "seconds")  # of the curves; each record has them
-LATEST_FIELDS = (*AXES, "loss", "eval_loss", "reward", "eval_reward")  # figures: the last finite value counts
+LATEST_FIELDS = (*AXES, "loss", "eval_loss", "reward", "eval_reward")  # figures have their last finite value
 RESULTS = ("loss", "eval_loss", "best_eval_loss", "best_update", "reward", "eval_reward")
 # settings that say where a run lies and how often it reports, not what it does
 LOCATION_SETTINGS = {
@@ -38,20 +38,19 @@ MAX_PROMPTS, MAX_ANSWERS, MAX_WARNINGS, MAX_CHARACTERS = (
 )  # that are kept of a run; characters of a text
 # records that are read at a time, some two milliseconds of work; seconds behind them
 RECORDS_PER_PAUSE, PAUSE = 100, 0.001
-# of a record that holds something else than a run writes
+# raised by a record that no run writes
 WRONG_TYPES = (TypeError, AttributeError, ValueError, LookupError, ArithmeticError, RecursionError)
 
 
 class Run:
-    """What the records of a run come to; `add` takes them one by one, the oldest first.
+    """The content of a run's records; `add` takes them one by one, the oldest first.
 
     path: of the metrics file. values: the numbers of the records by name, NaN where there is no finite one;
     count: of the records. figures: values of RESULTS and AXES, as
     far as there are any. warnings: (update, text).
-    samples: prompt -> (update, answer), the first and the last ones; an answer that did not change is not
-    repeated. rollout: the same of the last rollout.
-    skipped: updates that were. diverged: whether the last loss is no finite number.
-    settings, about: what the file beside holds.
+    samples: prompt -> (update, answer), the first and the last answers, without unchanged ones. rollout: the
+    same for the last rollout. skipped: number of skipped updates. diverged: whether the last loss is not
+    finite. settings, about: content of the settings file.
     """
 
     def __init__(self, path: Path = Path()) -> None:
@@ -102,8 +101,8 @@ class Run:
         ]
 
     def read_on(self) -> bool:
-        """Read what was added to the file, with pauses, in which other threads work; a record that holds
-        something else is left out. False if what was read before is no longer there. Raises OSError."""
+        """Read what was added to the file, with pauses for other threads; records that no run writes are
+        skipped. False if the file was replaced or cut since the last call. Raises OSError."""
         with open(self.path, "rb") as file:
             file.seek(self.offset - len(self.last_line))
             if file.read(len(self.last_line)) != self.last_line:
@@ -122,7 +121,7 @@ class Run:
         return True
 
     def add_samples(self, update: int, samples: list[dict[str, Any]]) -> None:
-        """Take what the model wrote at an update; a rollout replaces the one before."""
+        """Add the samples of an update; those of a rollout replace the previous rollout."""
         if any("reward" in sample for sample in samples):
             self.rollout = {}
         for sample in samples[:MAX_PROMPTS]:
@@ -134,8 +133,8 @@ class Run:
             del answers[1 : 1 - MAX_ANSWERS]
 
     def columns(self, points: int) -> dict[str, list[float | None]]:
-        """Each field's values, of so many points at most: the mean of a point's records, of AXES and
-        `seconds_left` the last value. None where there is no finite number."""
+        """The values of each field, at most so many points: means over the records of a point, for AXES and
+        `seconds_left` the last value. None: no finite number."""
         stride, columns = max(1, math.ceil(self.count / points)), {}
         for name, recorded in self.values.items():
             is_last = name in (*AXES, "seconds_left")
@@ -157,7 +156,7 @@ def is_finite_number(value: Any) -> bool:
 
 
 def short_text(value: Any) -> str:
-    """A value of a file as text of bounded length, as a command line has it."""
+    """A value as text, as in a command line, of at most MAX_CHARACTERS."""
     if value is None:
         return "none"
     text = str(int(value)) if isinstance(value, bool) else str(value)
@@ -188,7 +187,7 @@ def read_settings(metrics: Path) -> tuple[dict[str, str], dict[str, Any]]:
 
 
 def differing_settings(runs: list[dict[str, str]]) -> list[str]:
-    """The settings that are not the same in all runs that have settings, other than PLACES."""
+    """The settings that are not the same in all runs that have settings, other than LOCATION_SETTINGS."""
     known = [settings for settings in runs if settings]
     names = dict.fromkeys(name for settings in known for name in settings if name not in LOCATION_SETTINGS)
     return [name for name in names if len({settings.get(name) for settings in known}) > 1]

@@ -89,7 +89,7 @@ class KnownHosts:
 
 
 class WarnOnce:
-    """Warnings about what clients send, each once, and not many."""
+    """Logs each warning once, and at most `most` in all: clients could cause any number."""
 
     def __init__(self, most: int = 50):
         self.most, self.known = most, set[str]()
@@ -102,7 +102,7 @@ class WarnOnce:
 
 
 def client_of(request: Request) -> str:
-    """Whose request it is: the address, of IPv6 the network, which has 2**64 of them."""
+    """Key of a client: its IPv4 address, or its IPv6 network (/64), which one client may have to itself."""
     address = request.client.host if request.client else ""
     try:
         parsed = ipaddress.ip_address(address)
@@ -142,7 +142,7 @@ def create_app(decoding: DecodingThread, save_dir: Path, access: Access = Access
 
 
 async def error_response(request: Request, error: Exception) -> Response:
-    """What the client gets instead of an answer, in OpenAI's form of an error."""
+    """The response for an error, in OpenAI's format."""
     if isinstance(error, HTTPException):  # an unknown path or method
         message = f"{request.method} {request.url.path[:200]}: {error.detail}"
         error = ApiError(message, error.status_code)

@@ -1,7 +1,7 @@
 """One thread that does all of torch's work: it loads models and decodes the answers of all requests together,
 each joining and leaving between two steps.
 
-    route -> Job -> DecodingThread.inbox -> LoadedModel.reading, waiting, writing -> Job.progress -> route
+    route -> Job -> DecodingThread.inbox -> LoadedModel.tokenising, waiting, writing -> Job.progress -> route
 
 One thread, since the threads among which torch divides an operator belong to the thread that calls it: with
 several callers they outnumber the cores, and decoding took twice the time.
@@ -46,9 +46,10 @@ class Progress(NamedTuple):
 class Job:
     """A request for answers of the model in `path`, made in the event loop.
 
-    make_prompts: the tokens of its prompts one by one, from a tokenizer. client: who asks. progress: of its
-    answers; the first one, of no text, says that the prompts are accepted; an ApiError ends it. prompts: that
-    are not begun, with the number of their first answer. matcher: of the schema of its answers.
+    params: what it requests. make_prompts: gives the tokens of its prompts one by one, from a tokenizer.
+    client: key of its client. progress: of its answers; the first, empty one says that the prompts are
+    accepted, an ApiError ends the job. prompts: (number of the first answer, tokens) of those not begun.
+    matcher: of the JSON schema of its answers.
     """
 
     params: GenerationRequest
@@ -93,7 +94,7 @@ class Job:
 
 @dataclass(eq=False)
 class ActiveAnswer:
-    """An answer that is being written. unsent: its text while its client wants it as a whole."""
+    """An answer that is being generated. unsent: text that is not sent yet, of a request without streaming."""
 
     job: Job
     number: int
@@ -104,8 +105,8 @@ class ActiveAnswer:
 class LoadedModel:
     """A model in memory with its requests.
 
-    reading: whose prompts are being tokenised. waiting: with prompts that wait for places, the oldest first.
-    is_leaving: it begins no answer, since another model waits for its room."""
+    tokenising: jobs whose prompts are being tokenised. waiting: jobs with prompts that wait for slots,
+    oldest first. is_draining: it begins no more answers, and is then replaced by another model."""
 
     def __init__(self, model: Any, tokenizer: Any, slots: int, context: int, max_new_tokens: int):
         self.tokenizer, self.max_new_tokens = tokenizer, max_new_tokens
@@ -122,8 +123,8 @@ class LoadedModel:
         return bool(self.tokenising or self.waiting or self.writing)
 
     def work(self) -> None:
-        """Drop what is cancelled, begin answers while there are places, and write a token of each. A step
-        that fails ends all of them."""
+        """Drop cancelled jobs, begin answers while slots are free, and generate a token of each. A step that
+        fails ends all of them."""
         self.waiting = [job for job in self.waiting if not job.cancelled]
         for answer in [answer for answer, active in self.writing.items() if active.job.cancelled]:
             self.leave(answer)
@@ -159,7 +160,7 @@ class LoadedModel:
                 self.take_prompt(job, prompt)
 
     def take_prompt(self, job: Job, prompt: list[int] | None) -> None:
-        """Take the next prompt of a request; None: there is no other, and the request waits for places."""
+        """Add the next prompt of a request; None: it was the last one, and the request waits for slots."""
         if prompt is not None:
             job.prompts.append((job.tokenised * job.params.n, prompt))
             job.tokenised += 1
@@ -173,7 +174,7 @@ class LoadedModel:
             self.waiting.append(job)
 
     def begin_answers(self) -> None:
-        """Begin what waits, but read only some prompts between two steps."""
+        """Begin waiting answers, with at most about READ_AT_ONCE tokens of prompts between two steps."""
         tokens_read = 0
         while tokens_read < READ_AT_ONCE and (job := self.next_job()):
             first, prompt = job.prompts.popleft()
@@ -194,8 +195,8 @@ class LoadedModel:
             tokens_read += len(prompt)
 
     def next_job(self) -> Job | None:
-        """Whose answers begin next: of the client that has the fewest places the request that has the fewest,
-        the oldest of equal ones. One request, and one client, leaves some places to the others."""
+        """The job whose answers begin next: that of the client with the fewest slots, then the job with the
+        fewest, then the oldest. One request, and one client, always leaves some slots to the others."""
         slots, free = self.decoder.slots, self.decoder.free
         if not free or not self.waiting:
             return None
@@ -213,7 +214,7 @@ class LoadedModel:
         return job if job is not None and job.params.n <= free else None  # else it waits for more room
 
     def send(self, answer: Answer) -> None:
-        """Send the text of an answer's last token, or at its end all of it if its client wants the whole."""
+        """Send the new text of an answer; without streaming, all of it at its end."""
         active = self.writing[answer]
         active.unsent += active.text.take(answer)
         finish = "stop" if active.text.stopped else answer.finish
@@ -227,7 +228,7 @@ class LoadedModel:
             active.unsent = ""
 
     def leave(self, answer: Answer) -> None:
-        """Stop writing an answer."""
+        """Remove an answer from the batch."""
         self.decoder.remove(answer)
         del self.writing[answer]
 
@@ -250,8 +251,10 @@ class DecodingThread:
         self.max_new_tokens, self.max_models = max_new_tokens, max_models
         self.loaded: dict[Path, LoadedModel] = {}
         self.inbox: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self.postponed: list[Job] = []  # whose model is not loaded, the oldest first
-        self.unfinished: dict[Job, None] = {}  # requests without a whole response; the event loop's
+        self.postponed: list[Job] = []  # their model is not loaded; the oldest first
+        self.unfinished: dict[
+            Job, None
+        ] = {}  # requests without a complete response; used by the event loop alone
         self.is_ending = False
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="decoding")
         self.thread.submit(self.load, models.path).result()  # what is wrong with it ends the program
@@ -276,7 +279,7 @@ class DecodingThread:
         self.unfinished.pop(job, None)
 
     def end(self, message: str) -> None:
-        """End all requests with an error, which follows what they have of their answers."""
+        """End all requests with an error, sent after the text that they have."""
         self.is_ending = True
         for job in self.unfinished:
             job.cancelled = True
@@ -324,7 +327,7 @@ class DecodingThread:
             model.work()
 
     def give_jobs_to_models(self) -> None:
-        """Give requests to their models."""
+        """Move requests to their models, if these are loaded and not draining."""
         left = []
         for job in self.postponed:
             model = self.loaded.get(job.path)
@@ -338,8 +341,8 @@ class DecodingThread:
         self.postponed = left
 
     def load_what_is_missing(self) -> None:
-        """The model of the oldest request that is left is loaded if there is room, or gets the room of one
-        that begins no further answers."""
+        """Load the model of the oldest request whose model is missing, if there is room; else `make_room`
+        has a loaded model drain first."""
         missing = [job.path for job in self.postponed if job.path not in self.loaded]
         if not missing:
             for model in self.loaded.values():
@@ -348,8 +351,8 @@ class DecodingThread:
             self.load_for(missing[0])
 
     def make_room(self) -> bool:
-        """Whether there is room for another model. Idle ones are dropped; if all are busy, the one that has
-        been loaded for longest leaves when its answers are written, and what waits for it is postponed."""
+        """Whether there is room for another model. Idle ones are dropped. If all are busy, the one loaded
+        first is drained: dropped when its running answers are complete, its waiting requests postponed."""
         leaving = [model for model in self.loaded.values() if model.is_draining]
         for path, model in list(self.loaded.items()):
             is_done = not model.writing if model.is_draining else not model.busy
@@ -363,7 +366,7 @@ class DecodingThread:
         return False
 
     def load_for(self, path: Path) -> None:
-        """Load a model for the requests that wait for it, which otherwise fail."""
+        """Load a model for the requests that wait for it; if that fails, they end with an error."""
         try:
             self.load(path)
             return

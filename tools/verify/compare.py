@@ -14,17 +14,8 @@ from trainer.weights.checkpoint import read_file
 
 TIMING_FIELDS = re.compile(r"second|_wait$|^mfu|_mb$")  # fields of a record that differ from run to run
 # fields of a checkpoint; the others hold times and the name of the run
-STATE_FIELDS = (
-    "model",
-    "optimizer",
-    "scaler",
-    "epoch",
-    "step",
-    "update",
-    "tokens",
-    "samples_done",
-    "best_eval",
-)
+STATE_FIELDS = ("model", "optimizer", "scaler", "epoch", "step", "update", "tokens")
+STATE_FIELDS += ("samples_done", "best_eval")
 
 
 def compare_runs(right: Path, other: Path) -> list[str]:
@@ -52,15 +43,16 @@ def content(path: Path) -> Any:
         return load_file(path)
     if path.suffix == ".jsonl":
         records = read_metrics(path)
-        return [
-            {key: value for key, value in each.items() if not TIMING_FIELDS.search(key)} for each in records
+        fields = [
+            [item for item in record.items() if not TIMING_FIELDS.search(item[0])] for record in records
         ]
+        return [dict(items) for items in fields]
     state = read_file(path)
     return {key: state.get(key) for key in STATE_FIELDS} if "optimizer" in state else state
 
 
 def leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Each value in nested dicts and lists with the way to it, such as `optimizer.state.2.step`."""
+    """Each value in nested dicts and lists with its path, such as `optimizer.state.2.step`."""
     if isinstance(value, (list, tuple)):
         value = dict(enumerate(value))
     if not isinstance(value, dict):

@@ -20,8 +20,8 @@ from trainer.weights.checkpoint import read_state
 
 KILL_METHODS = ("SIGKILL to all processes", "SIGTERM", "SIGKILL to torchrun alone")
 LAUNCH_VARIABLE = "VERIFY_RESUME_LAUNCH"  # variable by which the processes of a launch are found
-POLL_SECONDS = 0.01  # seconds between two looks at a run
-GRACE_SECONDS = 60.0  # seconds for a run to save and end
+POLL_SECONDS = 0.01  # between two checks of a run
+GRACE_SECONDS = 60.0  # for a run to save and end
 
 
 @dataclass
@@ -107,7 +107,7 @@ class Launch:
         return self.process.returncode is not None
 
     def processes(self) -> set[psutil.Process]:
-        """Those of its processes that run, also without their parent."""
+        """Its running processes, also those whose parent has ended."""
         for process in psutil.process_iter():
             with suppress(psutil.Error):  # it has ended, or is somebody else's
                 if process.environ().get(LAUNCH_VARIABLE) == str(self.log):
@@ -117,7 +117,8 @@ class Launch:
         return self.known_processes
 
     def kill(self, method: str) -> None:
-        """Kill it in one of WAYS. FAIL if it was to save and end, and a process is left after GRACE."""
+        """Kill it by one of KILL_METHODS. FAIL if a process is left GRACE_SECONDS after SIGTERM or the
+        kill of torchrun."""
         if method != "SIGKILL to all processes":
             self.process.send_signal(signal.SIGTERM if method == "SIGTERM" else signal.SIGKILL)
             end = time.monotonic() + GRACE_SECONDS
@@ -128,8 +129,8 @@ class Launch:
         self.close()
 
     def check_begin(self) -> str:
-        """Where it began, as text. FAIL if not at the checkpoint that there was: it would reach the same
-        bits, too."""
+        """Where it began, as text. FAIL if not at the checkpoint before it: a run from the start would end
+        with the same bits, too."""
         if self.saved is None:
             return "from the start"
         begin = re.search(r"^resuming .*\bupdate (\d+)", self.log.read_text("utf-8", "replace"), re.M)
@@ -139,7 +140,8 @@ class Launch:
         return f"resumed from update {self.saved}"
 
     def fail(self, what: str) -> NoReturn:
-        """End the script with the last lines of the run. What a new run refuses is a mistake of the user."""
+        """End the script with the last lines of the run. Raises UserError if a run without a checkpoint
+        ended with an error line: a mistake in the flags."""
         lines = self.log.read_text("utf-8", "replace").splitlines()
         refusals = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
         if refusals and self.saved is None:
