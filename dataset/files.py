@@ -2,7 +2,7 @@
 
 Files: JSON Lines or one JSON array, CSV, TSV and plain text, each also compressed; Parquet and Arrow, also in
 folders written by `datasets.save_to_disk`. A file of another name is read as JSON. What is none of these by
-its first bytes is refused (common/contents.py). Another kind of file is one more entry of READERS.
+its first bytes is refused (common/contents.py). To support another kind of file, add an entry to READERS.
 """
 
 import bz2
@@ -25,31 +25,31 @@ from typing import Any, NamedTuple
 
 from common.contents import HEAD, describe, foreign, is_binary, not_utf8
 from common.errors import UserError, reason
-from dataset.records import ANSWERS, FORMATS, PAIR, BadRecord, json_of
+from dataset.records import ANSWER_FIELDS, FORMATS, PAIR, BadRecord, parse_json
 
 PLAIN_TEXT = (".txt", ".md")
-DELIMITERS = (",", ";", "\t", "|")  # of CSV: the first of them that stands in the line of names
-PART_BYTES = 1 << 20  # about so long are the parts of a long plain text
+DELIMITERS = (",", ";", "\t", "|")  # of CSV: the first of these in the header line
+PART_BYTES = 1 << 20  # a longer plain text is read in parts of about this size
 BATCH_ROWS = 1024
-LIST_FIELDS = {"history", *PAIR, *(FORMATS.keys() - ANSWERS.keys())}  # in a table they may be JSON text
+LIST_FIELDS = {"history", *PAIR, *(FORMATS.keys() - ANSWER_FIELDS.keys())}  # in a table they may be JSON text
 ARRAY_OF_OBJECTS = re.compile(rb"\s*\[\s*\{")
 SEPARATOR = re.compile(r"\s*(,\s*|\])")  # behind an element of an array
-# what `datasets` writes beside the data
-DESCRIPTIONS = ("dataset_info*.json", "dataset_dict.json", "state.json", "cache-*.arrow")
+# files that `datasets` writes next to the data
+DATASETS_METADATA = ("dataset_info*.json", "dataset_dict.json", "state.json", "cache-*.arrow")
 
 
 class Source(NamedTuple):
-    """Where a record stands."""
+    """The location of a record."""
 
     file: int  # index into the list of files
     line: int  # or row of a table, from 1; element i of a JSON array is line -1 - i
 
 
-Record = tuple[Source, dict | BadRecord]  # a BadRecord in the place of one that cannot be read
+Record = tuple[Source, dict | BadRecord]  # BadRecord: it cannot be read
 
 
-def place(path: str, line: int) -> str:
-    """Where a record stands, for messages: FILE:LINE, or FILE[INDEX] in a JSON array."""
+def format_source(path: str, line: int) -> str:
+    """The location of a record, for messages: FILE:LINE, or FILE[INDEX] in a JSON array."""
     return f"{path}:{line}" if line >= 0 else f"{path}[{-1 - line}]"
 
 
@@ -57,7 +57,7 @@ def place(path: str, line: int) -> str:
 
 
 def file_kind(path: str) -> str:
-    """The suffix that decides how a file is read, without that of a compressed one; "" for other files."""
+    """The suffix that decides how a file is read, without a compression suffix; "" for other files."""
     name = path.lower()
     for compressed in COMPRESSIONS:
         name = name.removesuffix(compressed)
@@ -70,7 +70,7 @@ def is_plain_text(path: str) -> bool:
     return file_kind(path) in PLAIN_TEXT
 
 
-def parts_of(data_path: str) -> list[str]:
+def split_data_path(data_path: str) -> list[str]:
     """The files, globs and folders of a data path, as typed. A path that exists as typed is a single part."""
     if os.path.exists(data_path):
         return [data_path]
@@ -79,21 +79,21 @@ def parts_of(data_path: str) -> list[str]:
 
 def expand_paths(data_path: str) -> list[str]:
     """The files of `data_path`: files, globs and folders (searched recursively), separated by commas. A file
-    that is named twice is read once. Raises UserError where there are none."""
+    that is named twice is read once. Raises UserError if there is none."""
     files, _ = find_files(data_path)
     return files
 
 
 def find_files(data_path: str) -> tuple[list[str], list[str]]:
-    """The files to read, and what is not read of folders: files of other kinds, plain text beside records,
-    and what cannot be opened. Raises UserError."""
-    found: dict[str, str] = {}  # real path -> the first name of it
-    left_out: list[str] = []
-    for part in parts_of(data_path):
+    """The files to read, and the paths in folders that are skipped: files of other kinds, plain text next to
+    records, and what cannot be opened. Raises UserError."""
+    unique: dict[str, str] = {}  # real path -> the first name of it
+    skipped: list[str] = []
+    for part in split_data_path(data_path):
         typed = os.path.expanduser(part)
         if os.path.isdir(typed):
-            paths, others = files_of_folder(typed)
-            left_out += others
+            paths, others = list_data_files(typed)
+            skipped += others
             if not paths and others:
                 raise UserError(f"{part}: a folder without data, which holds {describe_suffixes(others)}")
         else:
@@ -102,19 +102,19 @@ def find_files(data_path: str) -> tuple[list[str], list[str]]:
         if not paths:
             raise UserError(f"{part}: no such file, or a folder without data; check the path")
         for path in sorted(paths):
-            found.setdefault(os.path.realpath(path), path)
-    if not found:
+            unique.setdefault(os.path.realpath(path), path)
+    if not unique:
         raise UserError("--data_path is empty; give a file, a folder or a pattern such as 'data/*.jsonl'")
-    return list(found.values()), left_out
+    return list(unique.values()), skipped
 
 
-def files_of_folder(folder: str) -> tuple[list[str], list[str]]:
-    """The data files below a folder, and what else is there. Hidden files and descriptions of `datasets` are
-    neither; of a saved DatasetDict `train` is taken."""
+def list_data_files(folder: str) -> tuple[list[str], list[str]]:
+    """The data files in a folder and its subfolders, and the other files there. Hidden files and the metadata
+    of `datasets` are in neither list; of a saved DatasetDict only `train` is read."""
     paths: list[str] = []
-    left_out: list[str] = []
+    skipped: list[str] = []
     visited = set()
-    walk = os.walk(folder, followlinks=True, onerror=lambda error: left_out.append(error.filename))
+    walk = os.walk(folder, followlinks=True, onerror=lambda error: skipped.append(error.filename))
     for current, folders, names in walk:
         real = os.path.realpath(current)
         if real in visited:  # a link leads back here
@@ -125,18 +125,18 @@ def files_of_folder(folder: str) -> tuple[list[str], list[str]]:
         if "dataset_dict.json" in names:
             folders[:] = ["train"]
         for name in names:
-            is_description = any(fnmatch(name, pattern) for pattern in DESCRIPTIONS)
+            is_description = any(fnmatch(name, pattern) for pattern in DATASETS_METADATA)
             if not name.startswith(".") and not is_description:
                 paths.append(os.path.join(current, name))
     data = [path for path in paths if file_kind(path) and os.path.isfile(path)]
     records = [path for path in data if not is_plain_text(path)]
     texts = [path for path in data if file_kind(path) == ".txt"]
     chosen = records or texts or data  # a README.txt beside records is not data, nor a README.md beside texts
-    return chosen, sorted(left_out + list(set(paths) - set(chosen)))
+    return chosen, sorted(skipped + list(set(paths) - set(chosen)))
 
 
 def describe_suffixes(paths: list[str]) -> str:
-    """How many files of which kinds there are, and which are read."""
+    """How many files there are of each suffix, and which suffixes are read."""
     counts = Counter(Path(path).suffix or "without a suffix" for path in paths)
     files = ", ".join(f"{count:,} {suffix}" for suffix, count in counts.most_common(4))
     return f"{files}; data are .jsonl, {', '.join([*READERS, *PLAIN_TEXT])}, also compressed"
@@ -146,7 +146,8 @@ def describe_suffixes(paths: list[str]) -> str:
 
 
 def read_records(paths: list[str], separator: str = "") -> Iterator[Record]:
-    """The records of the files, one file after another. Raises UserError where a file cannot be read on.
+    """The records of the files, one file after another. Raises UserError if one cannot be read
+    to its end.
 
     separator: the line between documents of plain text.
     """
@@ -161,7 +162,7 @@ def read_records(paths: list[str], separator: str = "") -> Iterator[Record]:
             raise
         except Exception as error:  # a damaged file may raise anything
             why = not_utf8(error.object) if isinstance(error, UnicodeDecodeError) else reason(error)
-            where = f"{place(path, line)}: after it the file" if line else f"{path}: it"
+            where = f"{format_source(path, line)}: after it the file" if line else f"{path}: it"
             raise UserError(f"{where} cannot be read ({why}); mend the file or leave it out") from error
         if line == 0:
             raise UserError(f"{path} holds no record; leave it out or write it again")
@@ -180,14 +181,14 @@ def read_file(path: str, separator: str) -> Iterator[tuple[int, Any]]:
 
 
 def open_file(path: str) -> Any:
-    """The open file, decompressed. Raises UserError if it is none that holds data."""
+    """The open file, decompressed. Raises UserError if its first bytes are not those of a data file."""
     with open(path, "rb") as file:
         head = file.read(HEAD)
-    if found := describe(path, head):
-        raise UserError(foreign(path, found))
-    for suffix, (beginning, opened) in COMPRESSIONS.items():
-        if head.startswith(beginning) or path.lower().endswith(suffix):
-            return opened(path)
+    if other_kind := describe(path, head):
+        raise UserError(foreign(path, other_kind))
+    for suffix, (magic, open_compressed) in COMPRESSIONS.items():
+        if head.startswith(magic) or path.lower().endswith(suffix):
+            return open_compressed(path)
     return open(path, "rb")  # closed by whoever reads it
 
 
@@ -199,23 +200,26 @@ def open_zstd(path: str) -> Any:
 
 
 def check_text(path: str, head: bytes, is_text: bool) -> None:
-    """Raise UserError if what is to be read as text, or as records of text, begins as something else."""
-    found = describe(path, head)  # of what was compressed
+    """Raise UserError if the head of a file is of another kind than text (is_text) or records of text."""
+    other_kind = describe(path, head)  # `head` is decompressed
     if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         raise UserError(f"{path} is {not_utf8(head)}")
     if head.startswith((b"PAR1", b"ARROW1")):
         kind = "parquet" if head.startswith(b"PAR1") else "arrow"
-        found = f"a {kind.capitalize()} file", f"name it {path}.{kind}"
+        other_kind = f"a {kind.capitalize()} file", f"name it {path}.{kind}"
     elif is_text and holds_json(head):
-        found = "JSON, not plain text", f"name it {Path(path).stem}.jsonl"
-    elif found is None and is_binary(head):
-        found = "binary, perhaps tokens of another trainer", "give the text or records that it was made of"
-    if found:
-        raise UserError(foreign(path, found))
+        other_kind = "JSON, not plain text", f"name it {Path(path).stem}.jsonl"
+    elif other_kind is None and is_binary(head):
+        other_kind = (
+            "binary, perhaps tokens of another trainer",
+            "give the text or records that it was made of",
+        )
+    if other_kind:
+        raise UserError(foreign(path, other_kind))
 
 
 def holds_json(head: bytes) -> bool:
-    """Whether a text that begins so is JSON Lines, or an array of objects."""
+    """Whether a text with these first bytes is JSON Lines, or an array of objects."""
     if ARRAY_OF_OBJECTS.match(head):
         return True
     first, end, _ = head.lstrip().partition(b"\n")
@@ -228,8 +232,8 @@ def holds_json(head: bytes) -> bool:
 
 
 def read_lines_or_array(file: Any) -> Iterator[tuple[int, Any]]:
-    """JSON Lines, unless the file begins as an array of objects, but not with a line for each of several
-    arrays."""
+    """JSON Lines, unless the file begins with an array of objects. A line that holds a whole array, followed
+    by another such line, is JSON Lines, too: each line is then a bad record."""
     head = file.peek(HEAD)[:HEAD].removeprefix(codecs.BOM_UTF8)
     first, _, following = head.strip().partition(b"\n")
     is_lines = first.rstrip().endswith(b"]") and following.lstrip().startswith(b"[")
@@ -238,7 +242,7 @@ def read_lines_or_array(file: Any) -> Iterator[tuple[int, Any]]:
 
 
 def read_json_lines(file: Any) -> Iterator[tuple[int, Any]]:
-    """JSON Lines. A byte order mark and blank lines are passed over."""
+    """JSON Lines. A byte order mark and blank lines are skipped."""
     for line, raw in enumerate(file, 1):
         try:
             text = raw.decode("utf-8-sig").strip()
@@ -251,12 +255,12 @@ def read_json_lines(file: Any) -> Iterator[tuple[int, Any]]:
 
 
 def read_json(file: Any) -> Iterator[tuple[int, Any]]:
-    """JSON Lines, or one array. A broken element costs only itself where the next one begins a line as the
-    first one does; otherwise ValueError is raised."""
+    """JSON Lines, or one array, decoded element by element. After a broken element reading continues at the
+    next line that begins as the line of the first element does; without one, raises ValueError."""
     if not file.peek(HEAD)[:HEAD].removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
         yield from read_json_lines(file)
         return
-    # a byte that is not UTF-8 becomes half a character, which is found below
+    # a byte that is not UTF-8 becomes a lone surrogate, which is_utf8 detects below
     text = file.read().decode("utf-8-sig", "surrogateescape")
     decoder = json.JSONDecoder()
     at = len(text) - len(text.partition("[")[2].lstrip())
@@ -273,12 +277,13 @@ def read_json(file: Any) -> Iterator[tuple[int, Any]]:
             following, is_end = separator.end(), separator[1] == "]"
         except (ValueError, RecursionError) as error:
             record = BadRecord(f"not valid JSON ({error})")
-            found = text.find(next_line, at)
-            if found < 0:
-                raise ValueError(error if is_utf8(text[at:]) else not_utf8(bytes_of(text[at:]))) from None
-            following = found + len(next_line) - 1
+            next_element = text.find(next_line, at)
+            if next_element < 0:
+                rest = text[at:]
+                raise ValueError(error if is_utf8(rest) else not_utf8(original_bytes(rest))) from None
+            following = next_element + len(next_line) - 1
         if not is_utf8(text[at:following]):
-            record = BadRecord(not_utf8(bytes_of(text[at:following])))
+            record = BadRecord(not_utf8(original_bytes(text[at:following])))
         yield line, record
         at = following
     if text[at:].strip("] \t\r\n"):
@@ -294,14 +299,14 @@ def is_utf8(text: str) -> bool:
     return True
 
 
-def bytes_of(text: str) -> bytes:
+def original_bytes(text: str) -> bytes:
     """The bytes of a text that was decoded with surrogateescape."""
     return text.encode("utf-8", "surrogateescape")
 
 
 def read_text(file: Any, separator: str) -> Iterator[tuple[int, dict | BadRecord]]:
-    """The documents of plain text, between lines that hold only the separator. A long one comes in parts of
-    whole lines."""
+    """The documents of plain text, divided by lines that hold only the separator. A document of more than
+    PART_BYTES is divided after a whole line."""
     lines: list[bytes] = []
     first = size = 0  # line of the document or part, and its bytes
     for number, raw in enumerate(file, 1):
@@ -311,13 +316,13 @@ def read_text(file: Any, separator: str) -> Iterator[tuple[int, dict | BadRecord
             lines.append(raw)
             size += len(raw)
         if lines and (is_separator or size >= PART_BYTES):
-            yield first, document(lines)
+            yield first, document_record(lines)
             lines, size = [], 0
     if lines:
-        yield first, document(lines)
+        yield first, document_record(lines)
 
 
-def document(lines: list[bytes]) -> dict | BadRecord:
+def document_record(lines: list[bytes]) -> dict | BadRecord:
     """The record of a document."""
     raw = b"".join(lines)
     try:
@@ -328,12 +333,12 @@ def document(lines: list[bytes]) -> dict | BadRecord:
 
 
 def read_csv(file: Any, delimiters: Iterable[str] = DELIMITERS) -> Iterator[tuple[int, Any]]:
-    """The rows of CSV, whose first line names the columns. The first of the delimiters that stands in it
-    divides the cells."""
+    """The rows of CSV, whose first line names the columns. The delimiter is the first of `delimiters` that
+    occurs in this line."""
     csv.field_size_limit(sys.maxsize)
     names, _, _ = file.peek(HEAD)[:HEAD].partition(b"\n")
     delimiter = next((each for each in delimiters if each.encode() in names), ",")
-    # strict: a quote that is never closed raises an error, where it would swallow what follows
+    # strict: a quote that is never closed raises an error instead of swallowing the following rows
     lines = (raw.decode("utf-8-sig") for raw in file)
     rows = csv.reader(lines, delimiter=delimiter, strict=True)
     header = [name.strip() for name in next(rows, [])]
@@ -342,7 +347,7 @@ def read_csv(file: Any, delimiters: Iterable[str] = DELIMITERS) -> Iterator[tupl
     line = rows.line_num + 1
     for cells in rows:
         if len(cells) == len(header):
-            yield line, with_lists(dict(zip(header, cells, strict=True)))
+            yield line, parse_json_cells(dict(zip(header, cells, strict=True)))
         elif cells:
             what = f"{len(cells)} cells, but {len(header)} columns"
             sign = {",": "commas", ";": "semicolons", "\t": "tabs"}.get(delimiter, delimiter)
@@ -354,7 +359,7 @@ def read_parquet(file: Any) -> Iterator[tuple[int, Any]]:
     """The rows of a Parquet file."""
     from pyarrow.parquet import ParquetFile  # only where such tables are read
 
-    return records_of(ParquetFile(file).iter_batches(BATCH_ROWS))
+    return table_records(ParquetFile(file).iter_batches(BATCH_ROWS))
 
 
 def read_arrow(file: Any) -> Iterator[tuple[int, Any]]:
@@ -362,12 +367,12 @@ def read_arrow(file: Any) -> Iterator[tuple[int, Any]]:
     from pyarrow import ipc
 
     if not file.peek(6).startswith(b"ARROW1"):
-        return records_of(ipc.open_stream(file))
+        return table_records(ipc.open_stream(file))
     table = ipc.open_file(file)
-    return records_of(table.get_batch(index) for index in range(table.num_record_batches))
+    return table_records(table.get_batch(index) for index in range(table.num_record_batches))
 
 
-def records_of(batches: Iterable) -> Iterator[tuple[int, Any]]:
+def table_records(batches: Iterable) -> Iterator[tuple[int, Any]]:
     """The rows of batches of a table."""
     row = 0
     for batch in batches:
@@ -375,30 +380,29 @@ def records_of(batches: Iterable) -> Iterator[tuple[int, Any]]:
         for start in range(0, len(batch), BATCH_ROWS):
             for record in batch.slice(start, BATCH_ROWS).to_pylist():
                 row += 1
-                yield row, with_lists(without_nulls(record))
+                yield row, parse_json_cells(drop_nulls(record))
 
 
-def with_lists(row: dict) -> dict | BadRecord:
-    """The row with lists in place of their JSON text, which CSV needs; blank ones are left out."""
+def parse_json_cells(row: dict) -> dict | BadRecord:
+    """The row with the JSON text of list fields parsed; empty ones are removed. A CSV cell is always text."""
     for key in LIST_FIELDS & row.keys():
         text = row[key]
         if text == "":
             del row[key]
         elif isinstance(text, str) and text.lstrip().startswith("["):
             try:
-                row[key] = json_of(text, f"'{key}'")
+                row[key] = parse_json(text, f"'{key}'")
             except BadRecord as error:
                 return error
     return row
 
 
-def without_nulls(value: Any) -> Any:
-    """The value without the keys that are null in its objects: typed files fill them in where a key is
-    lacking."""
+def drop_nulls(value: Any) -> Any:
+    """The value without null fields in its objects: in a table with a schema, a missing field is null."""
     if isinstance(value, dict):
-        return {key: without_nulls(entry) for key, entry in value.items() if entry is not None}
+        return {key: drop_nulls(entry) for key, entry in value.items() if entry is not None}
     if isinstance(value, list):
-        return [without_nulls(entry) for entry in value]
+        return [drop_nulls(entry) for entry in value]
     return value
 
 

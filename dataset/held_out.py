@@ -1,6 +1,6 @@
-"""Held-out data, split off by a hash of what a record asks or says: the same records for any order of records
-and files, in every stage, and for any form that a record is written in. A larger share holds out the records
-of a smaller one, and more.
+"""Held-out data, chosen by a hash of a record's first question or text: the same records for any order of
+records and files, in every stage and in any record format. A larger share holds out all records of a smaller
+one, and more.
 
 Of a long document of plain text, such as a book, the end is held out.
 """
@@ -17,32 +17,33 @@ from dataset.records import BadRecord, held_out_key
 
 NGRAM = 4  # characters, by which questions are compared
 LEAK_OVERLAP = 0.8  # of the n-grams, from which on two questions are nearly equal
-LONG = 10_000  # characters of a plain text that is divided; a shorter one is a record like others
-# white space and punctuation of sentences; not the sign, point or comma of a number
-UNSPOKEN = re.compile(r"""\s+|(?<!\d)[.,]|[.,](?!\d)|[;:!?'"()。、“”‘’《》「」…]""")
+MIN_SPLIT_CHARACTERS = (
+    10_000  # characters of a plain text that is divided; a shorter one is a record like others
+)
+# not the sign, point or comma of a number
+PUNCTUATION_AND_SPACE = re.compile(r"""\s+|(?<!\d)[.,]|[.,](?!\d)|[;:!?'"()。、“”‘’《》「」…]""")
 
 
 def normal_form(text: str) -> str:
-    """A text without what nearly equal questions differ in: punctuation, white space, case and Unicode
-    form."""
+    """A text without punctuation, white space, case and differences of Unicode normalisation (NFKC)."""
     folded = unicodedata.normalize("NFKC", text).casefold()
-    return UNSPOKEN.sub("", folded) or "".join(folded.split())
+    return PUNCTUATION_AND_SPACE.sub("", folded) or "".join(folded.split())
 
 
 def count_leaks(trained: Iterable[str], held_out: Iterable[str]) -> int:
-    """How many held-out questions nearly equal a trained one: of both, LEAK_OVERLAP of the n-grams or more
-    are in the other, so they differ in a word or a number."""
+    """How many held-out questions nearly equal a trained one: they share at least LEAK_OVERLAP of the n-grams
+    of the one that has more, so they differ in a word or a number."""
     ngrams_of = [character_ngrams(question) for question in held_out]
-    holders: dict[str, list[int]] = {}  # n-gram -> held-out questions that have it
-    for index, own in enumerate(ngrams_of):
-        for ngram in own:
-            holders.setdefault(ngram, []).append(index)
+    questions_with: dict[str, list[int]] = {}  # n-gram -> held-out questions that have it
+    for index, ngrams in enumerate(ngrams_of):
+        for ngram in ngrams:
+            questions_with.setdefault(ngram, []).append(index)
     leaked: set[int] = set()
     for question in trained:
-        own = character_ngrams(question)
-        shared = Counter(index for ngram in own for index in holders.get(ngram, ()))
+        ngrams = character_ngrams(question)
+        shared = Counter(index for ngram in ngrams for index in questions_with.get(ngram, ()))
         for index, count in shared.items():
-            if count >= LEAK_OVERLAP * max(len(own), len(ngrams_of[index])):
+            if count >= LEAK_OVERLAP * max(len(ngrams), len(ngrams_of[index])):
                 leaked.add(index)
     return len(leaked)
 
@@ -64,8 +65,8 @@ class Split(NamedTuple):
         for source, record in records:
             if isinstance(record, BadRecord):
                 is_included = not self.held_out
-            elif is_plain_text(paths[source.file]) and len(record["text"]) > LONG:
-                record = {"text": self.part_of(record["text"])}
+            elif is_plain_text(paths[source.file]) and len(record["text"]) > MIN_SPLIT_CHARACTERS:
+                record = {"text": self.split_text(record["text"])}
                 is_included = True
             else:
                 is_included = self.includes_record(record, is_document)
@@ -80,14 +81,14 @@ class Split(NamedTuple):
             return not self.held_out
 
     def includes(self, key: str) -> bool:
-        """Whether what is chosen by this text belongs to this split."""
+        """Whether a record with this `held_out_key` belongs to this split."""
         digest = hashlib.sha256(normal_form(key).encode()).digest()
         is_held_out = int.from_bytes(digest[:8]) < self.share * 2**64
         return is_held_out == self.held_out
 
-    def part_of(self, text: str) -> str:
-        """The beginning or the end of a text, divided at the end of a line unless the end would be twice the
-        share then, as with a line for each chapter."""
+    def split_text(self, text: str) -> str:
+        """This split's part of a long text: the beginning to train on, or the held-out end. It is divided at
+        a line end, unless the held-out part would then be more than twice the share (very long lines)."""
         limit = round(len(text) * (1 - self.share))
         at = text.rfind("\n", 2 * limit - len(text), limit) + 1 or limit
         return text[at:] if self.held_out else text[:at]

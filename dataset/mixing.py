@@ -1,8 +1,8 @@
-"""Several sources of data mixed by weight: each has its share of the tokens of every epoch, which has as many
-tokens as all sources together, or --max_tokens. A source with a large share is passed more than once in it,
-one with a small share only in part; the part goes on where that of the epoch before ended, so that all its
-items are trained equally often, or once more. All tokens count, also those of prompts, which are not trained:
-the shares of the targets are reported.
+"""Several sources of data mixed by weight. An epoch has as many tokens as all sources together, or
+--max_tokens, and each source has its share of them. So an epoch repeats a source with a large share, and
+takes only a part of one with a small share; the next epoch continues after this part, so the numbers of times
+that items of a source are trained differ by at most one. Shares are of all tokens, also those of prompts; the
+resulting shares of the targets are reported.
 """
 
 import hashlib
@@ -15,8 +15,8 @@ import numpy as np
 from common.errors import UserError, say, warn
 from dataset.lm_dataset import StageDataset
 
-MANY_PASSES = 4  # over a source; more of them teach little (arXiv:2305.16264)
-WEIGHTED = re.compile(r"(.+):\s*((?:\d+\.?\d*|\.\d+)(?:[eE]-?\d+)?)")
+MAX_USEFUL_PASSES = 4  # over a dataset; further passes improve the model little (arXiv:2305.16264)
+PATH_AND_WEIGHT = re.compile(r"(.+):\s*((?:\d+\.?\d*|\.\d+)(?:[eE]-?\d+)?)")
 
 
 def split_weights(data_path: str) -> tuple[list[str], list[float]]:
@@ -24,7 +24,7 @@ def split_weights(data_path: str) -> tuple[list[str], list[float]]:
     [0.7, 0.3]). Without weights ([data_path], []). A path that exists as typed has no weight."""
     paths, weights = [], []
     for part in filter(None, map(str.strip, data_path.split(","))):
-        match = WEIGHTED.fullmatch(part)
+        match = PATH_AND_WEIGHT.fullmatch(part)
         if match and not os.path.lexists(part):
             paths.append(match[1])
             weights.append(float(match[2]))
@@ -50,34 +50,35 @@ def even_order(lengths: np.ndarray, seed: list[int]) -> np.ndarray:
     order = np.random.Generator(np.random.PCG64(seed)).permutation(len(lengths))
     excess = lengths[order] - lengths.mean()
     is_long = excess >= 0
-    place = np.empty(len(order))
+    position = np.empty(len(order))
     for kind in (is_long, ~is_long):
         differences = np.abs(excess[kind])
-        place[kind] = np.cumsum(differences) - differences
-    return order[np.lexsort((~is_long, place))]
+        position[kind] = np.cumsum(differences) - differences
+    return order[np.lexsort((~is_long, position))]
 
 
 class MixedDataset(StageDataset):
-    """Sources (name, data) whose items, numbered through, make up the epochs.
+    """Datasets (name, data) whose items, numbered one dataset after another, make up the epochs.
 
-    weights: above 0, their ratio counts. max_tokens: of an epoch, at most those of all sources; 0: these. The
-    length is that of an epoch, which consists of `items_of_epoch`: of each source `counts` items."""
+    weights: above 0, only their ratio matters. max_tokens: of an epoch; 0, or more than there are: all.
+    len() is the number of items of an epoch (`counts` of each dataset, see `items_of_epoch`), but an index
+    may be that of any item."""
 
-    def __init__(self, sources: list[tuple[str, StageDataset]], weights: list[float], max_tokens: int = 0):
-        self.names = [name for name, _ in sources]
-        self.sources = [source for _, source in sources]
-        first = self.sources[0]
+    def __init__(self, datasets: list[tuple[str, StageDataset]], weights: list[float], max_tokens: int = 0):
+        self.names = [name for name, _ in datasets]
+        self.datasets = [dataset for _, dataset in datasets]
+        first = self.datasets[0]
         self.packing, self.kind, self.collate = first.packing, first.kind, first.collate
-        self.records = sum(source.records for source in self.sources)
-        self.num_tokens = sum(source.num_tokens for source in self.sources)
-        of_epoch = min(max_tokens or self.num_tokens, self.num_tokens)
+        self.records = sum(dataset.records for dataset in self.datasets)
+        self.num_tokens = sum(dataset.num_tokens for dataset in self.datasets)
+        epoch_tokens = min(max_tokens or self.num_tokens, self.num_tokens)
         self.shares = [weight / sum(weights) for weight in weights]
         self.counts = []
-        for share, source in zip(self.shares, self.sources, strict=True):
-            self.counts.append(max(1, round(share * of_epoch / source.mean_tokens)))
-        self.first_items = np.cumsum([0, *map(len, self.sources)])
-        self.first_samples = np.cumsum([0, *(source.cache.num_samples for source in self.sources)])
-        content = json.dumps([[source.fingerprint["data"] for source in self.sources], self.shares])
+        for share, dataset in zip(self.shares, self.datasets, strict=True):
+            self.counts.append(max(1, round(share * epoch_tokens / dataset.mean_tokens)))
+        self.first_items = np.cumsum([0, *map(len, self.datasets)])
+        self.first_samples = np.cumsum([0, *(dataset.cache.num_samples for dataset in self.datasets)])
+        content = json.dumps([[dataset.fingerprint["data"] for dataset in self.datasets], self.shares])
         self.fingerprint = first.fingerprint | {
             "data": hashlib.sha256(content.encode()).hexdigest()[:16],
             "weights": ", ".join(f"{share:.4g}" for share in self.shares),
@@ -88,57 +89,57 @@ class MixedDataset(StageDataset):
 
     @property
     def item_tokens(self) -> np.ndarray:
-        """Tokens of each item of all sources, which are more or fewer than those of an epoch."""
-        return np.concatenate([source.item_tokens for source in self.sources])
+        """Tokens of each item of all datasets, not of the items of an epoch."""
+        return np.concatenate([dataset.item_tokens for dataset in self.datasets])
 
     @property
     def mean_tokens(self) -> float:
         """Tokens of an item of an epoch, on average."""
-        pairs = zip(self.counts, self.sources, strict=True)
-        return sum(count * source.mean_tokens for count, source in pairs) / len(self)
+        pairs = zip(self.counts, self.datasets, strict=True)
+        return sum(count * dataset.mean_tokens for count, dataset in pairs) / len(self)
 
     def __getitem__(self, index: int) -> list[dict]:
         index = range(self.first_items[-1])[index]
         number = int(np.searchsorted(self.first_items, index, side="right")) - 1
-        item = self.sources[number][index - int(self.first_items[number])]
+        item = self.datasets[number][index - int(self.first_items[number])]
         first = int(self.first_samples[number])
         return [sample | {"sample_id": first + sample["sample_id"]} for sample in item]
 
     def items_of_epoch(self, seed: int, epoch: int) -> np.ndarray:
-        """The items of an epoch, source by source: of each the next `counts` items of its order, which begins
-        anew where it ends. A function of seed and epoch, so there is no state to save.
+        """The items of an epoch, dataset by dataset: of each the next `counts` items of its order, which is
+        repeated endlessly. A function of seed and epoch, so there is no state to save.
 
         Example: a source of 3 items in the order 2, 0, 1 gives 2 items to each epoch: 2, 0, then 1, 2, then
         0, 1.
         """
         chosen = []
-        for number, (source, count) in enumerate(zip(self.sources, self.counts, strict=True)):
-            order = even_order(source.item_tokens, [seed, number, 0])
-            turns = np.arange(epoch * count, (epoch + 1) * count) % len(order)
-            chosen.append(self.first_items[number] + order[turns])
+        for number, (dataset, count) in enumerate(zip(self.datasets, self.counts, strict=True)):
+            order = even_order(dataset.item_tokens, [seed, number, 0])
+            positions = np.arange(epoch * count, (epoch + 1) * count) % len(order)
+            chosen.append(self.first_items[number] + order[positions])
         return np.concatenate(chosen)
 
     def source(self, sample_id: int) -> str:
         number = int(np.searchsorted(self.first_samples, sample_id, side="right")) - 1
-        return self.sources[number].source(sample_id - int(self.first_samples[number]))
+        return self.datasets[number].source(sample_id - int(self.first_samples[number]))
 
     def report(self, epochs: int) -> None:
         """Print a line for each source, and warn of those that are passed many times."""
         passes, tokens, targets = [], [], []  # an epoch, of each source
-        for source, count in zip(self.sources, self.counts, strict=True):
-            passes.append(count / len(source))
-            tokens.append(passes[-1] * source.num_tokens)
-            targets.append(passes[-1] * source.num_targets)
-        for i, (name, source) in enumerate(zip(self.names, self.sources, strict=True)):
-            of_tokens, of_targets = tokens[i] / sum(tokens), targets[i] / sum(targets)
+        for dataset, count in zip(self.datasets, self.counts, strict=True):
+            passes.append(count / len(dataset))
+            tokens.append(passes[-1] * dataset.num_tokens)
+            targets.append(passes[-1] * dataset.num_targets)
+        for i, (name, dataset) in enumerate(zip(self.names, self.datasets, strict=True)):
+            token_share, target_share = tokens[i] / sum(tokens), targets[i] / sum(targets)
             total = passes[i] * epochs
             say(
-                f"{name}: {source.cache.num_samples:,} samples, {source.num_tokens:,} tokens; "
-                f"{of_tokens:.1%} of the tokens and {of_targets:.1%} of the targets; "
+                f"{name}: {dataset.cache.num_samples:,} samples, {dataset.num_tokens:,} tokens; "
+                f"{token_share:.1%} of the tokens and {target_share:.1%} of the targets; "
                 f"{passes[i]:.2f} passes an epoch, {total:.2f} in all"
             )
-            if total > MANY_PASSES:
+            if total > MAX_USEFUL_PASSES:
                 warn(
-                    f"{name} is passed {total:.1f} times; more than {MANY_PASSES} passes teach little: give "
-                    "it a smaller weight, or train fewer epochs"
+                    f"{name} is passed {total:.1f} times; more than {MAX_USEFUL_PASSES} passes teach little: "
+                    "give it a smaller weight, or train fewer epochs"
                 )

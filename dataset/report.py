@@ -1,5 +1,4 @@
-"""The report of a token cache: what became of the records, and how long the samples are; and whether bad
-records are skipped or end the run."""
+"""The report of a token cache (outcomes of records, lengths of samples), and the policy for bad records."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -9,11 +8,11 @@ import numpy as np
 
 from common.errors import UserError, reason, say
 from common.launcher import launch
-from dataset.files import Source, place
+from dataset.files import Source, format_source
 from dataset.held_out import Split
 from dataset.records import BadRecord
 
-COUNTS = {  # what becomes of records, as the report calls it
+OUTCOMES = {  # of a record -> text in the report
     "split": "split into several samples",
     "empty": "empty",
     "cut": "cut",
@@ -22,17 +21,17 @@ COUNTS = {  # what becomes of records, as the report calls it
     "bad": "bad",
 }
 TOTALS = ("records", "tokens", "targets", "target_bytes", "weighted")
-MOST_FIELDS = 12  # in the report
-MOST_FILES = 20  # that are named
+MAX_LISTED_FIELDS = 12
+MAX_LISTED_FILES = 20
 PERCENTILES = (1, 10, 25, 50, 75, 90, 99, 100)
 
 
 def make_report(
     options: Any, counts: Counter, unused: Counter, bad: list[str], lengths: np.ndarray, lost: dict[str, Any]
 ) -> dict[str, Any]:
-    """All counts, and the lengths of the samples. The same data give the same report. unused: how many
-    records have each field that nothing reads. bad: the lines of BadRecords. lost: of RoundTrip."""
-    report: dict[str, Any] = {name: counts[name] for name in (*TOTALS, *COUNTS)} | lost
+    """Counts of outcomes and percentiles of sample lengths; a function of the data alone. unused: records per
+    ignored field. bad: `BadRecords.lines`. lost: `RoundTrip.report`."""
+    report: dict[str, Any] = {name: counts[name] for name in (*TOTALS, *OUTCOMES)} | lost
     report |= {"kind": options.kind, "max_length": options.max_length, "samples": len(lengths)}
     report |= {"held_out": bool(options.split and options.split.held_out)}
     report |= {"bad": len(bad), "first_bad": bad[0] if bad else ""}
@@ -40,29 +39,29 @@ def make_report(
         percentiles = map(int, np.percentile(lengths, PERCENTILES))
         report["percentiles"] = dict(zip(map(str, PERCENTILES), percentiles, strict=True))
     most_used = sorted(unused.items(), key=lambda item: (-item[1], item[0]))
-    report["unused_fields"] = dict(most_used[:MOST_FIELDS])
+    report["unused_fields"] = dict(most_used[:MAX_LISTED_FIELDS])
     return report
 
 
-def describe_files(paths: list[str], left_out: list[str], is_held_out: bool) -> str:
-    """Which files were read, for which part of the data, and which were not."""
+def describe_files(paths: list[str], skipped: list[str], is_held_out: bool) -> str:
+    """Which files were read, whether for held-out data, and which were skipped."""
     notes = ["held out"] if is_held_out else []
-    if left_out:
-        notes.append(f"not read: {first_of(left_out)}")
-    beside = f" ({'; '.join(notes)})" if notes else ""
-    return first_of(paths) + beside
+    if skipped:
+        notes.append(f"not read: {list_paths(skipped)}")
+    note = f" ({'; '.join(notes)})" if notes else ""
+    return list_paths(paths) + note
 
 
-def first_of(paths: list[str]) -> str:
-    """The first of some paths, and how many more there are."""
-    more = f" and {len(paths) - MOST_FILES:,} more" if len(paths) > MOST_FILES else ""
-    return ", ".join(paths[:MOST_FILES]) + more
+def list_paths(paths: list[str]) -> str:
+    """The first MAX_LISTED_FILES paths, and how many more there are."""
+    more = f" and {len(paths) - MAX_LISTED_FILES:,} more" if len(paths) > MAX_LISTED_FILES else ""
+    return ", ".join(paths[:MAX_LISTED_FILES]) + more
 
 
 def describe_records(report: dict) -> str:
-    """What became of the records, in a line."""
+    """The outcomes of the records, in a line."""
     text = f"{report['records']:,} records, {report['samples']:,} samples"
-    for name, words in COUNTS.items():
+    for name, words in OUTCOMES.items():
         if report.get(name):
             text += f", {words} {report[name]:,} ({report[name] / report['records']:.1%})"
     if report.get("weighted"):
@@ -79,7 +78,7 @@ def format_report(report: dict, paths: list[str]) -> str:
     tokens, targets, longest = report["tokens"], report["targets"], report["max_length"]
     mean = tokens / report["samples"]
     lengths = ", ".join(f"{percent} % {length:,}" for percent, length in report["percentiles"].items())
-    return f"""data: {first_of(paths)}
+    return f"""data: {list_paths(paths)}
 {kind}, at most {longest} tokens a sample: {describe_records(report)}
   tokens {tokens:,}, of which targets {targets:,} ({targets / tokens:.1%})
   length of a sample: mean {mean:.1f}; percentiles {lengths}
@@ -97,7 +96,7 @@ class BadRecords:
         self.lines: list[str] = []
 
     def attempt(self, source: Source, record: dict | BadRecord, function: Callable[[dict], Any]) -> Any:
-        """What the function makes of the record, None if it is a bad one. Raises UserError."""
+        """function(record), or None for a bad record that is skipped. Raises UserError."""
         try:
             if isinstance(record, BadRecord):
                 raise record
@@ -105,20 +104,20 @@ class BadRecords:
         except UserError:  # of the tokenizer
             raise
         except Exception as error:  # data and templates may raise anything
-            line = f"{place(self.paths[source.file], source.line)}: {why_bad(error)}"
+            line = f"{format_source(self.paths[source.file], source.line)}: {describe_error(error)}"
         if self.on_bad_data == "stop":
             raise stop_error(line)
         self.lines.append(line)
         return None
 
 
-def why_bad(error: Exception) -> str:
-    """What is wrong with a record that raised this error."""
+def describe_error(error: Exception) -> str:
+    """The message for a record whose processing raised this error."""
     if isinstance(error, BadRecord):
         return str(error)
     if isinstance(error, UnicodeEncodeError):
-        half = ascii(error.object[error.start])[1:-1]
-        return f"half a character ({half}); write the whole one or none"
+        surrogate = ascii(error.object[error.start])[1:-1]
+        return f"half a character ({surrogate}); write the whole one or none"
     return f"not usable ({type(error).__name__}: {reason(error)}); correct it or leave it out"
 
 
@@ -128,9 +127,9 @@ def stop_error(line: str) -> UserError:
 
 
 def check_bad_records(report: dict, options: Any, listed: str) -> None:
-    """Say how many bad records are skipped. Raises UserError if none may be, or so many.
+    """Print how many bad records are skipped. Raises UserError if that is not allowed, or too many.
 
-    report: of `make_report`. listed: where all of them stand.
+    report: of `make_report`. listed: says where all of them are listed.
     """
     count, records = report["bad"], report["records"]
     if not count:
@@ -152,11 +151,11 @@ def no_samples_error(report: dict, split: Split | None, paths: list[str]) -> Use
     if split and not report["records"]:
         amount, other = ("none", "larger") if split.held_out else ("all", "smaller")
         return UserError(
-            f"--eval_share {split.share:g} holds out {amount} of the records of {first_of(paths)}; give a "
+            f"--eval_share {split.share:g} holds out {amount} of the records of {list_paths(paths)}; give a "
             f"{other} share, more data, or held-out data in files of their own (--eval_data_path of a stage)"
         )
     first = f"; the first bad one: {report['first_bad']}" if report["bad"] else ""
     return UserError(
-        f"{first_of(paths)}: none of the {report['records']} records is of use "
+        f"{list_paths(paths)}: none of the {report['records']} records is of use "
         f"({describe_records(report)}{first}); raise --max_seq_len or look at the data"
     )

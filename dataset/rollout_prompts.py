@@ -1,12 +1,11 @@
 """Prompts of reinforcement learning: conversations for which the model writes the next turn.
 
-A record is a conversation, whose last turn, if the assistant speaks it, is the reference answer and no part
-of the prompt, unless it is blank or MiniMind's placeholder for that; or {"prompt": text or messages,
-"answer": reference}, beside it "system" and "tools". MiniMind's "gt" is a reference, too. The reward receives
-the record as it is.
+A record is a conversation, or {"prompt": text or messages, "answer": reference} with optional "system" and
+"tools". A last turn of the assistant is the reference answer, not part of the prompt; a blank one, or
+MiniMind's placeholder for it, is dropped. MiniMind's "gt" is a reference, too. The reward receives the record
+as it is.
 
-Prompts are held in memory with their records: there are few of them, compared with the texts that are written
-to them.
+Prompts stay in memory with their records: they are few, since each is completed many times.
 """
 
 import hashlib
@@ -18,28 +17,28 @@ from torch.utils.data import Dataset
 
 from common.errors import UserError, say
 from common.launcher import launch
-from dataset.files import find_files, is_plain_text, place, read_records
+from dataset.files import find_files, format_source, is_plain_text, read_records
 from dataset.records import BadRecord, Chat, refuse_weight, to_chat
 from dataset.report import BadRecords, check_bad_records, describe_files, no_samples_error
 from dataset.token_cache import CacheOptions, file_hash
-from dataset.tokenizing import check_template, ends_of_documents, fingerprint
+from dataset.tokenizing import check_template, document_boundaries, fingerprint
 from model.prompts import encode_pieces, prompt_pieces
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-NO_ANSWER = ("", "无")  # what stands in MiniMind's data where the model is to write
+PLACEHOLDER_ANSWERS = ("", "无")  # the last turn in MiniMind's data
 
 
 class RolloutPrompt(NamedTuple):
-    """A prompt and what the reward may want to know of it."""
+    """A prompt, and what the reward receives with it."""
 
     input_ids: list[int]  # with the header of the turn to be written
     messages: list[dict]
     tools: list[dict] | None
     record: dict  # of the data file, with the reference as `answer` and the offered tools as `tools`, if any
     sample_id: int
-    source: str = ""  # its place, for errors
+    source: str = ""  # FILE:LINE, for errors
 
 
 def collate_prompts(prompts: list[RolloutPrompt]) -> dict[str, Any]:
@@ -56,8 +55,7 @@ class PromptDataset(Dataset):
         tokenizer: with a chat template.
         max_length: prompts of more tokens are left out and counted.
         tools: JSON schemas of the tools of an environment, offered where a record names none.
-        thinking_ratio: share of the prompts after which the model begins with thoughts; which ones, their
-            number decides.
+        thinking_ratio: share of the prompts that ask for reasoning first, chosen by a hash of their number.
         options: on_bad_data, max_bad_share and split of CacheOptions.
     """
 
@@ -73,59 +71,59 @@ class PromptDataset(Dataset):
         **options: Any,
     ):
         check_template(tokenizer.chat_template)
-        ends_of_documents(tokenizer)  # or the model could not end an answer
+        document_boundaries(tokenizer)  # or the model could not end an answer
         self.tokenizer, self.max_length, self.tools = tokenizer, max_length, tools
         self.thinking_ratio = thinking_ratio
-        how = CacheOptions("prompts", max_length, **options)
-        self.split = how.split
-        self.paths, left_out = find_files(data_path)
+        cache_options = CacheOptions("prompts", max_length, **options)
+        self.split = cache_options.split
+        self.paths, skipped = find_files(data_path)
         for path in filter(is_plain_text, self.paths):
             raise UserError(f"{path} is plain text, which has no prompts; give conversations or questions")
-        self.fingerprint = self.describe()
+        self.fingerprint = self.make_fingerprint()
         self.prompts: list[RolloutPrompt] = []
         self.too_long = 0
         self.records = 0  # bad ones too
-        self.read(how)
+        self.read(cache_options)
         if launch().local_rank == 0:
-            files = describe_files(self.paths, left_out, bool(self.split and self.split.held_out))
+            files = describe_files(self.paths, skipped, bool(self.split and self.split.held_out))
             text = f"{len(self):,} prompts of {files}"
             if self.too_long:
                 text += f", {self.too_long:,} left out (more than {max_length} tokens)"
             say(text)
 
-    def describe(self) -> dict[str, Any]:
-        """What identifies the prompts."""
+    def make_fingerprint(self) -> dict[str, Any]:
+        """Hashes that identify prompts and tokenizer."""
         content = [[file_hash(path) for path in self.paths], self.tools, self.thinking_ratio, self.split]
         digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-        described: dict[str, Any] = {"tokenizer": fingerprint(self.tokenizer), "data": digest[:16]}
+        identity: dict[str, Any] = {"tokenizer": fingerprint(self.tokenizer), "data": digest[:16]}
         if self.split:
-            described["eval_share"] = self.split.share
-        return described
+            identity["eval_share"] = self.split.share
+        return identity
 
-    def read(self, how: CacheOptions) -> None:
+    def read(self, cache_options: CacheOptions) -> None:
         """Read all records. Raises UserError for bad ones, or if no prompt is left."""
         records = read_records(self.paths)
         if self.split:
             records = self.split.choose(records, self.paths, is_document=False)
-        bad = BadRecords(self.paths, how.on_bad_data)
+        bad = BadRecords(self.paths, cache_options.on_bad_data)
         for source, record in records:
             self.records += 1
-            prompt = bad.attempt(source, record, self.prompt_of)
+            prompt = bad.attempt(source, record, self.make_prompt)
             if prompt is None:
                 continue
             if len(prompt.input_ids) > self.max_length:
                 self.too_long += 1
                 continue
-            where = place(self.paths[source.file], source.line)
+            where = format_source(self.paths[source.file], source.line)
             self.prompts.append(prompt._replace(source=where))
         first = bad.lines[0] if bad.lines else ""
         report = {"records": self.records, "samples": len(self), "too_long": self.too_long}
         report |= {"bad": len(bad.lines), "first_bad": first}
-        check_bad_records(report, how, f"the first: {first}")
+        check_bad_records(report, cache_options, f"the first: {first}")
         if not self.prompts:
             raise no_samples_error(report, self.split, self.paths)
 
-    def prompt_of(self, record: dict) -> RolloutPrompt:
+    def make_prompt(self, record: dict) -> RolloutPrompt:
         """The prompt of a record. Raises BadRecord and whatever its template raises."""
         chat, answer = to_prompt(record)
         tools = chat.tools or self.tools or None
@@ -136,13 +134,13 @@ class PromptDataset(Dataset):
         pieces = prompt_pieces(self.tokenizer, chat.messages, tools, enable_thinking=thinks)
         for piece in pieces:
             piece.text.encode()  # fails for half a character (\ud83d)
-        kept = dict(record)
+        prompt_record = dict(record)
         if answer is not None:
-            kept["answer"] = answer
+            prompt_record["answer"] = answer
         if tools:
-            kept["tools"] = tools
+            prompt_record["tools"] = tools
         tokens = encode_pieces(self.tokenizer, pieces)
-        return RolloutPrompt(tokens, chat.messages, tools, kept, number)
+        return RolloutPrompt(tokens, chat.messages, tools, prompt_record, number)
 
     @property
     def item_tokens(self) -> list[int]:
@@ -155,7 +153,7 @@ class PromptDataset(Dataset):
         return sum(self.item_tokens)
 
     def source(self, sample_id: int) -> str:
-        """The place of a prompt."""
+        """FILE:LINE of a prompt."""
         return self.prompts[sample_id].source
 
     def __len__(self) -> int:
@@ -178,13 +176,13 @@ def to_prompt(record: dict) -> tuple[Chat, Any]:
         messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
         used = ("prompt", "answer", "completion")
         others = {name: value for name, value in record.items() if name not in used}
-        chat = to_chat(others | {"conversations": messages}, answered=False)
+        chat = to_chat(others | {"conversations": messages}, needs_answer=False)
         return chat, record.get("completion") if answer is None else answer
-    chat = to_chat(record, answered=False)
+    chat = to_chat(record, needs_answer=False)
     last = chat.messages[-1]
     if last["role"] == "assistant":
         chat = chat._replace(messages=chat.messages[:-1])
-        if answer is None and last["content"].strip() not in NO_ANSWER:
+        if answer is None and last["content"].strip() not in PLACEHOLDER_ANSWERS:
             answer = last["content"]
     if not chat.messages or chat.messages[-1]["role"] == "assistant":
         raise BadRecord("the conversation has no turn that the assistant could answer; add a user's message")

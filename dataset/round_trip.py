@@ -1,5 +1,5 @@
-"""What a tokenizer loses of the text: a sample of it is encoded and decoded again. Upper case, spaces, line
-ends or characters without a token are lost to the model, which can neither read nor write them."""
+"""Text that a tokenizer loses: a sample of the data is encoded and decoded again. Case, spaces, line ends or
+characters that do not survive can be neither read nor written by the model."""
 
 import re
 import unicodedata
@@ -11,31 +11,34 @@ from tokenizers import Tokenizer
 from common.errors import UserError, warn
 from common.launcher import launch
 
-FIRST_TEXTS, EVERY = 64, 256  # the texts that are checked: the first ones, then one of so many
-STRETCH, STRETCHES = 1000, 8  # characters of a text that are encoded at a time, and how often
-MOST_NAMED = 8  # characters
+FIRST_TEXTS, SAMPLE_EVERY = 64, 256  # texts that are checked: the first ones, then one of SAMPLE_EVERY
+CHUNK_CHARACTERS, MAX_CHUNKS = (
+    1000,
+    8,
+)  # characters that are compared at a time; of a longer text, so many such chunks
+MAX_LISTED_CHARACTERS = 8  # characters
 
 
 class RoundTrip:
     """Counts the characters of a sample of the texts, and those that a tokenizer loses or alters.
 
-    Texts that are the same to Unicode (NFC) count as the same. What comes back in addition, such as a blank
-    between any two tokens, counts like what is lost. left_out: what is not part of the texts.
+    Texts with the same NFC normalisation count as equal. Added characters, such as a blank between any two
+    tokens, count like lost ones. excluded: pattern of what is removed from the texts before.
     """
 
-    def __init__(self, backend: Tokenizer, left_out: re.Pattern[str]):
-        self.backend, self.left_out = backend, left_out
+    def __init__(self, backend: Tokenizer, excluded: re.Pattern[str]):
+        self.backend, self.excluded = backend, excluded
         self.texts = self.characters = 0
         self.lost: Counter[str] = Counter()
 
     def check(self, text: str) -> None:
-        """Take a text into account, if it is one of the sample."""
+        """Compare a text, if it is in the sample."""
         self.texts += 1
-        if self.texts > FIRST_TEXTS and self.texts % EVERY:
+        if self.texts > FIRST_TEXTS and self.texts % SAMPLE_EVERY:
             return
-        text = self.left_out.sub("", text)
-        for start in range(0, len(text), max(STRETCH, len(text) // STRETCHES)):
-            before = text[start : start + STRETCH]
+        text = self.excluded.sub("", text)
+        for start in range(0, len(text), max(CHUNK_CHARACTERS, len(text) // MAX_CHUNKS)):
+            before = text[start : start + CHUNK_CHARACTERS]
             ids = self.backend.encode(before, add_special_tokens=False).ids
             after = self.backend.decode(ids, skip_special_tokens=False)
             self.characters += len(before)
@@ -44,8 +47,10 @@ class RoundTrip:
 
     def report(self) -> dict[str, Any]:
         """Characters that were compared and lost, and how often the most frequent ones of these were."""
-        most = dict(sorted(self.lost.items(), key=lambda item: (-item[1], item[0]))[:MOST_NAMED])
-        return {"compared": self.characters, "lost": self.lost.total(), "lost_characters": most}
+        most_frequent = dict(
+            sorted(self.lost.items(), key=lambda item: (-item[1], item[0]))[:MAX_LISTED_CHARACTERS]
+        )
+        return {"compared": self.characters, "lost": self.lost.total(), "lost_characters": most_frequent}
 
 
 def difference(before: str, after: str) -> Counter[str]:
@@ -56,15 +61,15 @@ def difference(before: str, after: str) -> Counter[str]:
 
 
 def check_lost_text(report: dict, max_lost_text: float, is_final: bool = True) -> None:
-    """Say what the tokenizer loses, if that is final. Raises UserError if it is a larger share than may be.
+    """Warn of lost text (is_final: the whole sample is compared). Raises UserError above `max_lost_text`.
     report: of `RoundTrip.report`."""
     if not report["lost"]:
         return
     share = report["lost"] / report["compared"]
-    named = ", ".join(f"{char!r} {count:,}" for char, count in report["lost_characters"].items())
+    listed = ", ".join(f"{char!r} {count:,}" for char, count in report["lost_characters"].items())
     text = (
         f"the tokenizer loses or alters {report['lost']:,} of {report['compared']:,} characters of a sample "
-        f"of the data ({share:.2%}): {named}"
+        f"of the data ({share:.2%}): {listed}"
     )
     if share > max_lost_text:
         raise UserError(

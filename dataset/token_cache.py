@@ -1,11 +1,10 @@
 """The token cache: data tokenised once into plain files, which every rank opens as memory maps.
 
 The first run builds it, before any process group exists, or `dataset.show_samples` ahead of time. Its name is
-a hash of the files' paths, sizes and times, the tokenizer, the settings and the code that makes samples, so a
-change of any of them builds another cache. A file that is replaced by one of the same size and time is
-noticed by the system's time of change: where that differs, contents are compared. A cache is built in a
-temporary folder and renamed when complete, under a lock: of several ranks or runs, one builds while the
-others wait.
+a hash of the files' paths, sizes and modification times, the tokenizer, the settings and the code that makes
+samples, so a change of any of them builds another cache. A file that is replaced by one of the same size and
+modification time has another ctime; then contents are compared. A cache is built in a temporary folder and
+renamed when complete, under a lock: of several ranks or runs, one builds while the others wait.
 
     <cache_dir>/<key>/  NAME.bin for each array of TokenCache; meta.json; bad_records.txt
 
@@ -29,7 +28,7 @@ from common.contents import check_content
 from common.errors import UserError, reason, say
 from common.files import locked, read_errors, sync, write_json
 from common.settings import ROOT, DataConfig
-from dataset.files import find_files, is_plain_text, place, read_records
+from dataset.files import find_files, format_source, is_plain_text, read_records
 from dataset.held_out import Split
 from dataset.report import (
     BadRecords,
@@ -40,17 +39,17 @@ from dataset.report import (
     no_samples_error,
 )
 from dataset.round_trip import check_lost_text
-from dataset.tokenizing import SampleMaker, bytes_of_tokens, fingerprint
+from dataset.tokenizing import SampleMaker, fingerprint, token_byte_lengths
 
 if TYPE_CHECKING:  # transformers imports torch
     from transformers import PreTrainedTokenizerBase
 
 STAGE_LENGTH = {"pretrain": 340, "sft": 768, "dpo": 1024}  # default --max_seq_len of the stage scripts
 # the code that decides the samples; the chat template is part of the tokenizer's fingerprint
-CODE = ["dataset/files.py", "dataset/held_out.py", "dataset/records.py", "dataset/report.py"]
-CODE += ["dataset/round_trip.py", "dataset/token_cache.py", "dataset/tokenizing.py"]
-CODE += ["common/contents.py", "model/answers.py", "model/prompts.py"]
-BAD_RECORDS = "bad_records.txt"  # in the folder of a cache
+CODE_FILES = ["dataset/files.py", "dataset/held_out.py", "dataset/records.py", "dataset/report.py"]
+CODE_FILES += ["dataset/round_trip.py", "dataset/token_cache.py", "dataset/tokenizing.py"]
+CODE_FILES += ["common/contents.py", "model/answers.py", "model/prompts.py"]
+BAD_RECORDS_FILE = "bad_records.txt"  # in the folder of a cache
 BATCH_SAMPLES = 1024  # written at a time
 DTYPES = {"offsets": "int64", "loss_mask": "bool", "target_bytes": "int64", "sources": "int64"}
 DTYPES |= {"weights": "float32"}
@@ -58,7 +57,7 @@ DTYPES |= {"weights": "float32"}
 
 @dataclass(frozen=True)
 class CacheOptions:
-    """How data become a token cache.
+    """How data are made a token cache.
 
     kind: pretrain, sft or dpo. max_length: tokens per sample at most. on_bad_data: "stop" at a bad record, or
     "skip" up to `max_bad_share` of all records. max_lost_text: the largest share of the characters that the
@@ -77,7 +76,7 @@ class CacheOptions:
 
 
 class TokenCache:
-    """An open cache: S samples of N tokens in all, as memory maps. Pickled as its path and the files."""
+    """An open cache: S samples of N tokens in all, as memory maps. Pickling keeps only its paths."""
 
     tokens: np.ndarray  # unsigned [N]: sample i is tokens[offsets[i]:offsets[i + 1]]
     loss_mask: np.ndarray  # bool [N]: this token is a target
@@ -101,7 +100,7 @@ class TokenCache:
     def source(self, sample_id: int) -> str:
         """FILE:LINE of the record that a sample comes from."""
         file, line = self.sources[sample_id].tolist()
-        return place(self.files[file], line)
+        return format_source(self.files[file], line)
 
 
 def build_token_cache(
@@ -111,19 +110,19 @@ def build_token_cache(
     UserError."""
     if options.max_length < 2:
         raise UserError(f"--max_seq_len {options.max_length} leaves no token to predict; use at least 2")
-    paths, left_out = find_files(data_path)
+    paths, skipped = find_files(data_path)
     texts = [path for path in paths if is_plain_text(path)]
     if texts and options.kind != "pretrain":
         raise UserError(f"{texts[0]} is plain text, which only pretraining takes; SFT needs conversations")
     cache_dir = Path(options.cache_dir or DataConfig.model_fields["cache_dir"].default).expanduser()
-    code = b"".join((ROOT / path).read_bytes() for path in CODE)
+    code = b"".join((ROOT / path).read_bytes() for path in CODE_FILES)
     settings = {
         "kind": options.kind,
         "max_length": options.max_length,
         "split": options.split,
         "text_separator": (options.text_separator or "").strip(),
         "paths": [os.path.abspath(path) for path in paths],
-        "stamps": stamps_of(paths),
+        "stamps": file_stamps(paths),
         "tokenizer": fingerprint(tokenizer),
         "code": hashlib.sha256(code).hexdigest(),
     }
@@ -136,7 +135,7 @@ def build_token_cache(
             with locked(folder.with_suffix(".lock"), message):
                 if not is_usable(folder, paths):
                     report = build(folder, paths, tokenizer, options, settings)
-                    files = describe_files(paths, left_out, report["held_out"])
+                    files = describe_files(paths, skipped, report["held_out"])
                     say(f"tokenised {files}: {describe_records(report)}")
         cache = TokenCache(folder, paths)
     except OSError as error:
@@ -145,7 +144,7 @@ def build_token_cache(
             "make room or give another folder (--cache_dir)"
         ) from error
     check_lost_text(cache.report, options.max_lost_text)
-    check_bad_records(cache.report, options, f"all of them are listed in {cache.path / BAD_RECORDS}")
+    check_bad_records(cache.report, options, f"all of them are listed in {cache.path / BAD_RECORDS_FILE}")
     return cache
 
 
@@ -157,24 +156,24 @@ def build(
     settings: dict,
 ) -> dict:
     """Build the cache in `folder`; returns its report."""
-    building = folder.with_suffix(".tmp")
-    shutil.rmtree(building, ignore_errors=True)  # of a build that was killed
+    temporary = folder.with_suffix(".tmp")
+    shutil.rmtree(temporary, ignore_errors=True)  # of a build that was killed
     shutil.rmtree(folder, ignore_errors=True)  # damaged, if it is there
-    building.mkdir()
-    changed_at = times_of_change(paths)
+    temporary.mkdir()
+    changed_at = change_times(paths)
     try:
-        report, dtypes = write_arrays(building, paths, tokenizer, options)
-        if stamps_of(paths) != settings["stamps"]:
+        report, dtypes = write_arrays(temporary, paths, tokenizer, options)
+        if file_stamps(paths) != settings["stamps"]:
             raise UserError(f"{paths[0]} or another file changed while it was read; start again")
         meta = settings | {"report": report, "dtypes": dtypes}
         meta["data"] = [file_hash(path) for path in paths]
         meta["changed_at"] = changed_at
-        meta["sizes"] = {path.name: path.stat().st_size for path in building.glob("*.bin")}
-        write_json(building / "meta.json", meta)
-        os.rename(building, folder)
+        meta["sizes"] = {path.name: path.stat().st_size for path in temporary.glob("*.bin")}
+        write_json(temporary / "meta.json", meta)
+        os.rename(temporary, folder)
         sync(folder.parent)
     finally:
-        shutil.rmtree(building, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
     return report
 
 
@@ -184,7 +183,7 @@ def write_arrays(
     """Tokenise the files into `folder`. Returns the report, and the type of each array."""
     bad = BadRecords(paths, options.on_bad_data)
     maker = SampleMaker(options.kind, tokenizer, options.max_length, bad)
-    token_bytes = bytes_of_tokens(tokenizer)
+    token_bytes = token_byte_lengths(tokenizer)
     dtypes = DTYPES | {"tokens": np.min_scalar_type(len(token_bytes) - 1).name}
     records = read_records(paths, options.text_separator or "")
     if options.split:
@@ -226,7 +225,7 @@ def write_arrays(
     lengths = np.diff(np.fromfile(folder / "offsets.bin", dtype=np.int64))
     lost = maker.round_trip.report()
     report = make_report(options, maker.counts, maker.unused, bad.lines, lengths, lost)
-    with open(folder / BAD_RECORDS, "w", encoding="utf-8", errors="backslashreplace") as file:
+    with open(folder / BAD_RECORDS_FILE, "w", encoding="utf-8", errors="backslashreplace") as file:
         file.writelines(f"{line}\n" for line in bad.lines)
         file.flush()
         os.fsync(file.fileno())
@@ -236,29 +235,28 @@ def write_arrays(
 
 
 def is_usable(folder: Path, paths: list[str]) -> bool:
-    """Whether a cache is there, with files of the sizes in its meta.json, and of the present content of the
-    data."""
+    """Whether a complete cache (sizes as in meta.json) of the data's present content is there."""
     try:
         meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
         is_complete = all((folder / name).stat().st_size == size for name, size in meta["sizes"].items())
-        if not is_complete or meta["changed_at"] == times_of_change(paths):
+        if not is_complete or meta["changed_at"] == change_times(paths):
             return is_complete
     except (OSError, ValueError, LookupError):
         return False
     if meta["data"] != [file_hash(path) for path in paths]:
         return False
-    with suppress(OSError):  # a cache that may only be read: contents are compared each time
-        write_json(folder / "meta.json", meta | {"changed_at": times_of_change(paths)})
+    with suppress(OSError):  # a read-only cache: contents are compared each time
+        write_json(folder / "meta.json", meta | {"changed_at": change_times(paths)})
     return True
 
 
-def times_of_change(paths: list[str]) -> list[int]:
-    """When each file, its name or its rights were changed last, as the system notes it."""
+def change_times(paths: list[str]) -> list[int]:
+    """The ctime of each file in nanoseconds: content, name or permissions last changed."""
     return [os.stat(path).st_ctime_ns for path in paths]
 
 
-def stamps_of(paths: list[str]) -> list[list[int]]:
-    """Size and time of each file."""
+def file_stamps(paths: list[str]) -> list[list[int]]:
+    """Size and modification time of each file."""
     return [[os.stat(path).st_size, os.stat(path).st_mtime_ns] for path in paths]
 
 

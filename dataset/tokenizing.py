@@ -1,12 +1,12 @@
 """Turns records into samples. `tokenizers` encodes many texts at once, on all cores.
 
-pretrain  BOS + document + EOS, in pieces of `max_length` that share a token: each token is a target once
+pretrain  BOS + document + EOS, in pieces of `max_length` that overlap by a token: each is a target once
 SFT       the conversation as the chat template writes it; targets are the assistant's turns, with their
           end-of-turn tokens; a long one is cut after the last turn that fits, else inside the first one
 DPO       two conversations, the chosen one first; targets are what follows their common beginning
 
-In a conversation only the chat template writes special tokens: the text of one in the data (`<|im_end|>`) is
-text, as for the server (model/prompts.py).
+In a conversation only the chat template makes special tokens: `<|im_end|>` in the data is encoded as plain
+text, as by the server (model/prompts.py).
 """
 
 import hashlib
@@ -27,12 +27,12 @@ from dataset.records import (
     BadRecord,
     Chat,
     find_format,
+    get_weight,
     is_blank,
     to_chat,
     to_pair,
     to_text,
     unread_fields,
-    weight_of,
 )
 from dataset.report import BadRecords
 from dataset.round_trip import RoundTrip
@@ -42,9 +42,11 @@ if TYPE_CHECKING:  # transformers imports torch
     from transformers import PreTrainedTokenizerBase
 
 BLOCK_RECORDS, BLOCK_CHARACTERS = 1024, 1 << 21  # encoded at a time
-GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
-THOUGHTS = re.compile(r"<think>\s*$")  # opened at the end of a text
-ADD_MARKS = "put {% generation %} ... {% endgeneration %} around the assistant's text in the chat template"
+GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
+OPEN_REASONING = re.compile(r"<think>\s*$")  # opened at the end of a text
+GENERATION_TAG_ADVICE = (
+    "put {% generation %} ... {% endgeneration %} around the assistant's text in the chat template"
+)
 
 
 class Sample(NamedTuple):
@@ -70,38 +72,38 @@ Block = list[tuple[Source, list[Text]]]  # the texts of each record
 class SampleMaker:
     """Makes the samples of one kind of training.
 
-    bad: what becomes of bad records. counts: what became of the records. unused: in how many records each
-    field that nothing reads stands. round_trip: what the tokenizer loses of the texts.
+    bad: policy for bad records. counts: outcomes of records. unused: records per ignored field. round_trip:
+    compares texts with their decoded tokens.
     """
 
     def __init__(self, kind: str, tokenizer: "PreTrainedTokenizerBase", max_length: int, bad: BadRecords):
-        # says that threads are wanted: else a process that is forked later prints a warning
+        # set explicitly, or a process that is forked later prints a warning
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
         self.kind, self.max_length, self.bad = kind, max_length, bad
-        self.backend = fresh_backend(tokenizer)
+        self.backend = copy_backend(tokenizer)
         self.plain_backend = plain_backend(self.backend)
         self.special = SpecialTexts(self.backend)
         self.template: Any = tokenizer.chat_template
         self.special_tokens = tokenizer.special_tokens_map
         if kind != "pretrain":
             check_template(self.template)
-        self.begin, self.end = ends_of_documents(tokenizer)
+        self.begin, self.end = document_boundaries(tokenizer)
         self.round_trip = RoundTrip(self.backend, self.special.hidden)
         self.counts: Counter[str] = Counter()
         self.unused: Counter[str] = Counter()
 
     def samples(self, records: Iterable[Record]) -> Generator[Sample]:
-        """The samples of all records, in order. While a block is encoded, in threads of their own, the next
-        one is rendered. Raises UserError."""
-        waiting: tuple[Block, Future] | None = None
+        """The samples of all records, in order. While a block is encoded in other threads, the next one is
+        rendered. Raises UserError."""
+        previous: tuple[Block, Future] | None = None
         with ThreadPoolExecutor(1) as pool:
             for block in self.blocks(records):
                 encoding = pool.submit(self.encode, block)
-                if waiting:
-                    yield from self.samples_of(*waiting)
-                waiting = block, encoding
-            if waiting:
-                yield from self.samples_of(*waiting)
+                if previous:
+                    yield from self.block_samples(*previous)
+                previous = block, encoding
+            if previous:
+                yield from self.block_samples(*previous)
 
     def blocks(self, records: Iterable[Record]) -> Iterator[Block]:
         """The texts of about a thousand records at a time."""
@@ -109,7 +111,7 @@ class SampleMaker:
         characters = 0
         for source, record in records:
             self.counts["records"] += 1
-            texts = self.bad.attempt(source, record, self.texts_of)
+            texts = self.bad.attempt(source, record, self.record_texts)
             if texts is None:
                 continue
             block.append((source, texts))
@@ -122,13 +124,13 @@ class SampleMaker:
 
     # --- from a record to texts
 
-    def texts_of(self, record: dict) -> list[Text]:
-        """The document, the conversation, or the two of a pair. Raises BadRecord."""
+    def record_texts(self, record: dict) -> list[Text]:
+        """The texts of a record: a document, a conversation, or the two of a pair. Raises BadRecord."""
         is_document = self.kind == "pretrain"
         if self.kind == "dpo":
-            texts = [self.rendered(chat) for chat in to_pair(record)]
+            texts = [self.render_with_targets(chat) for chat in to_pair(record)]
         elif self.kind == "sft":
-            texts = [self.rendered(to_chat(record))]
+            texts = [self.render_with_targets(to_chat(record))]
         elif record.get("text") is None and find_format(record)[0]:
             check_template(self.template)
             chat = to_chat(record)
@@ -137,40 +139,40 @@ class SampleMaker:
             text, _ = self.render(chat)
             texts = [Text(text, [], chat.weight)]
         else:
-            texts = [Text(to_text(record), None, weight_of(record))]
+            texts = [Text(to_text(record), None, get_weight(record))]
         for text in texts:
             text.text.encode()  # fails for half a character (\ud83d)
         self.unused.update(unread_fields(record, is_document))
         return texts
 
-    def rendered(self, chat: Chat) -> Text:
-        """The conversation as the chat template writes it, and the assistant's turns that are trained."""
+    def render_with_targets(self, chat: Chat) -> Text:
+        """The conversation as the chat template renders it, with the spans of the trained assistant turns."""
         text, spans = self.render(chat)
-        if not GENERATION_MARK.search(self.template):
-            spans = self.turns_by_prefixes(chat, text)
-        spoken = assistant_turns(chat)
-        if chat.masked and len(spans) != len(spoken):
-            raise UserError(f"--tokenizer_path: {ADD_MARKS}, once for each turn")
+        if not GENERATION_TAG.search(self.template):
+            spans = self.spans_from_prefixes(chat, text)
+        turns = assistant_turns(chat)
+        if chat.masked and len(spans) != len(turns):
+            raise UserError(f"--tokenizer_path: {GENERATION_TAG_ADVICE}, once for each turn")
         if chat.masked:
-            pairs = zip(spoken, spans, strict=True)
+            pairs = zip(turns, spans, strict=True)
             spans = [span for index, span in pairs if index not in chat.masked]
         return Text(text, spans, chat.weight)
 
     def render(self, chat: Chat, **options: Any) -> tuple[str, list[tuple[int, int]]]:
-        """The text, and the characters between the template's marks."""
+        """The text, and the character spans between the template's {% generation %} tags."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         options |= self.special_tokens
         options["tools"] = self.special.hide(chat.tools)
-        options["return_assistant_tokens_mask"] = bool(GENERATION_MARK.search(self.template))
+        options["return_assistant_tokens_mask"] = bool(GENERATION_TAG.search(self.template))
         messages = self.special.hide(chat.messages)
         texts, spans = render_jinja_template([messages], chat_template=self.template, **options)
         return texts[0], cast(list[tuple[int, int]], spans[0]) if spans else []
 
-    def turns_by_prefixes(self, chat: Chat, text: str) -> list[tuple[int, int]]:
-        """The assistant's turns for a template without marks (Qwen's): an answer is what stands between the
-        generation prompt before it and its end. Where the prompt closes empty thoughts that the answer fills,
-        the answer begins where the two part."""
+    def spans_from_prefixes(self, chat: Chat, text: str) -> list[tuple[int, int]]:
+        """The spans of the assistant's turns for a template without generation tags (Qwen's): from the end of
+        the generation prompt to the end of the turn. If the prompt ends with an empty <think> block that the
+        turn fills, the span begins where the two differ."""
         spans = []
         for index in assistant_turns(chat):
             before = chat._replace(messages=chat.messages[:index])
@@ -179,11 +181,11 @@ class SampleMaker:
             turn, _ = self.render(until)
             turn = turn.rstrip()  # white space behind it belongs to the next turn
             begin = len(os.path.commonprefix([prompt, turn]))  # noqa: RUF071 (of characters)
-            opened = begin == len(prompt) or THOUGHTS.search(prompt[:begin])
+            opened = begin == len(prompt) or OPEN_REASONING.search(prompt[:begin])
             if not (opened and text.startswith(turn)):
                 raise UserError(
                     f"--tokenizer_path: the chat template writes turn {index + 1} differently when others "
-                    f"follow, so what to train on is unclear; {ADD_MARKS}"
+                    f"follow, so what to train on is unclear; {GENERATION_TAG_ADVICE}"
                 )
             spans.append((begin, len(turn)))
         return spans
@@ -191,37 +193,37 @@ class SampleMaker:
     # --- from texts to samples
 
     def encode(self, block: Block) -> list[Any]:
-        """The encodings of all texts of a block, made on all cores."""
-        texts = [text.text for _, several in block for text in several]
+        """The encodings of all texts of a block; `tokenizers` uses all cores."""
+        texts = [text.text for _, record_texts in block for text in record_texts]
         if self.kind == "pretrain":  # without offsets
             return self.backend.encode_batch_fast(texts, add_special_tokens=False)
         return self.backend.encode_batch(texts, add_special_tokens=False)
 
-    def samples_of(self, block: Block, encoding: Future) -> Iterator[Sample]:
+    def block_samples(self, block: Block, encoding: Future) -> Iterator[Sample]:
         """The samples of a block."""
         encodings = iter(encoding.result())
         for source, texts in block:
             self.round_trip.check(texts[-1].text)
             self.counts["weighted"] += texts[0].weight != 1.0
             if self.kind == "pretrain":
-                yield from self.pieces(texts[0], next(encodings).ids, source)
+                yield from self.split_document(texts[0], next(encodings).ids, source)
                 continue
-            whole = [self.labelled(text, next(encodings), source) for text in texts]
-            kept = [self.cut(sample) for sample in whole]
-            is_alike = len(kept) == 2 and np.array_equal(kept[0].tokens, kept[1].tokens)
-            if is_alike or not all(sample.weight and sample.loss_mask.any() for sample in kept):
+            samples = [self.label(text, next(encodings), source) for text in texts]
+            truncated = [self.truncate(sample) for sample in samples]
+            is_alike = len(truncated) == 2 and np.array_equal(truncated[0].tokens, truncated[1].tokens)
+            if is_alike or not all(sample.weight and sample.loss_mask.any() for sample in truncated):
                 self.counts["dropped"] += 1
                 continue
-            sizes = [len(sample.tokens) for sample in kept]
-            self.counts["cut"] += sizes != [len(sample.tokens) for sample in whole]
-            yield from kept
+            sizes = [len(sample.tokens) for sample in truncated]
+            self.counts["cut"] += sizes != [len(sample.tokens) for sample in samples]
+            yield from truncated
 
-    def pieces(self, text: Text, ids: list[int], source: Source) -> Iterator[Sample]:
+    def split_document(self, text: Text, ids: list[int], source: Source) -> Iterator[Sample]:
         """The samples of a document: each begins with the last token of the one before."""
         if text.spans is None:
             ids = [*self.begin, *ids, *self.end] if ids and not is_blank(text.text) else []
         elif self.special.hidden.search(text.text):
-            ids, _ = self.encode_hidden(text.text)
+            ids, _ = self.encode_literal(text.text)
         tokens = np.array(ids, dtype=np.int64)
         if text.weight == 0:
             self.counts["dropped"] += 1
@@ -232,11 +234,11 @@ class SampleMaker:
             piece = tokens[first : first + self.max_length]
             yield Sample(piece, np.arange(len(piece)) > 0, source, text.weight)
 
-    def labelled(self, text: Text, encoding: Any, source: Source) -> Sample:
-        """A conversation with its labels: the tokens that reach into a span."""
+    def label(self, text: Text, encoding: Any, source: Source) -> Sample:
+        """A conversation with its loss mask: the tokens that overlap a span."""
         ids, offsets = encoding.ids, encoding.offsets
         if self.special.hidden.search(text.text):
-            ids, offsets = self.encode_hidden(text.text)
+            ids, offsets = self.encode_literal(text.text)
         characters = np.array(offsets, dtype=np.int64).reshape(-1, 2)  # [start, end) of each token
         starts, ends = np.maximum.accumulate(characters).T
         loss_mask = np.zeros(len(ids), dtype=bool)
@@ -248,8 +250,8 @@ class SampleMaker:
         loss_mask[:1] = False  # the first token has nothing to be predicted from
         return Sample(np.array(ids, dtype=np.int64), loss_mask, source, text.weight)
 
-    def encode_hidden(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """The tokens of a text with the text of special tokens in it, and the characters of each."""
+    def encode_literal(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """The tokens and their character offsets of a text in which special tokens occur as plain text."""
         ids, offsets, position = [], [], 0
         for piece in self.special.pieces(text):
             backend = self.plain_backend if piece.is_plain else self.backend
@@ -259,9 +261,9 @@ class SampleMaker:
             position += len(piece.text)
         return ids, offsets
 
-    def cut(self, sample: Sample) -> Sample:
-        """A conversation that is too long ends after the last turn that fits, else inside the first one; one
-        of a pair where the length ends."""
+    def truncate(self, sample: Sample) -> Sample:
+        """Truncate a sample to max_length: in SFT after the last assistant turn that fits, else at
+        max_length."""
         if len(sample.tokens) <= self.max_length:
             return sample
         end = self.max_length
@@ -280,12 +282,12 @@ def check_template(template: Any) -> None:
     """Raise UserError where a tokenizer has no usable chat template."""
     if not isinstance(template, str):
         raise UserError("--tokenizer_path: this tokenizer has no chat template, or several; keep one")
-    if not GENERATION_MARK.search(template) and "add_generation_prompt" not in template:
-        raise UserError(f"--tokenizer_path: {ADD_MARKS}")
+    if not GENERATION_TAG.search(template) and "add_generation_prompt" not in template:
+        raise UserError(f"--tokenizer_path: {GENERATION_TAG_ADVICE}")
 
 
-def fresh_backend(tokenizer: "PreTrainedTokenizerBase") -> Tokenizer:
-    """A copy of the backend without padding and truncation, which are of whoever used it last."""
+def copy_backend(tokenizer: "PreTrainedTokenizerBase") -> Tokenizer:
+    """A copy of the backend without the padding and truncation that an earlier call may have set."""
     if not hasattr(tokenizer, "backend_tokenizer"):
         raise UserError("--tokenizer_path: this tokenizer has no tokenizer.json; save its fast version")
     backend = Tokenizer.from_str(cast(Any, tokenizer).backend_tokenizer.to_str())
@@ -294,9 +296,9 @@ def fresh_backend(tokenizer: "PreTrainedTokenizerBase") -> Tokenizer:
     return backend
 
 
-def ends_of_documents(tokenizer: "PreTrainedTokenizerBase") -> tuple[list[int], list[int]]:
-    """The tokens before and after a document: BOS, where there is none EOS, and EOS. Raises UserError if
-    there is no EOS: nothing would say where a document ends, nor end an answer."""
+def document_boundaries(tokenizer: "PreTrainedTokenizerBase") -> tuple[list[int], list[int]]:
+    """The tokens before and after a document: BOS (EOS, if there is no BOS), and EOS. Raises UserError if
+    there is no EOS: documents and answers would have no end."""
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
     if eos is None:
         raise UserError(
@@ -308,8 +310,8 @@ def ends_of_documents(tokenizer: "PreTrainedTokenizerBase") -> tuple[list[int], 
 
 def fingerprint(tokenizer: "PreTrainedTokenizerBase") -> str:
     """A hash of what determines tokens and labels."""
-    backend = json.loads(fresh_backend(tokenizer).to_str())
-    begin, end = ends_of_documents(tokenizer)
+    backend = json.loads(copy_backend(tokenizer).to_str())
+    begin, end = document_boundaries(tokenizer)
     content = {
         "backend": json.dumps(backend, sort_keys=True),
         "chat_template": tokenizer.chat_template,
@@ -320,9 +322,9 @@ def fingerprint(tokenizer: "PreTrainedTokenizerBase") -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
-def bytes_of_tokens(tokenizer: "PreTrainedTokenizerBase") -> np.ndarray:
-    """How many UTF-8 bytes each entry of the vocabulary spells, int64 [ids]; a special token none."""
-    backend = fresh_backend(tokenizer)
+def token_byte_lengths(tokenizer: "PreTrainedTokenizerBase") -> np.ndarray:
+    """UTF-8 bytes of text of each id of the vocabulary, int64 [ids]; 0 for special tokens."""
+    backend = copy_backend(tokenizer)
     vocabulary = backend.get_vocab(with_added_tokens=True)
     added = backend.get_added_tokens_decoder()
     is_byte_level = '"ByteLevel"' in json.dumps(json.loads(backend.to_str())["decoder"])

@@ -9,7 +9,7 @@ peer.
 
 It runs the updates of the training loop on random weights with the data and settings of the stage, and keeps
 only the figures. With --peer another trainer and ours alternate in blocks of updates, on the same samples
-(see tools/bench/comparison.py). With --until_loss each trains by its own recipe until its held-out loss is as
+(see benchmarks/comparison.py). With --until_loss each trains by its own recipe until its held-out loss is as
 low. docs/BENCHMARKS.md explains the figures and contains results.
 """
 
@@ -32,12 +32,12 @@ from common.command_line import Parser, one_line_errors  # before torch, as in t
 import numpy as np
 import torch
 
+from benchmarks.comparison import Peer, check_peer, compare_losses
 from common.arguments import parse_args
 from common.errors import UserError
 from common.settings import StageArgs
 from dataset.token_cache import load_tokenizer
 from scripts.timing import time_updates
-from tools.bench.comparison import Peer, check_peer, compare_losses
 from trainer import train_full_sft, train_pretrain
 from trainer import trainer_utils as utils
 from trainer.data.datasets import epoch_samples, eval_loader, train_loader
@@ -147,7 +147,7 @@ class Ours:
         return cast(float, evaluate(self.state, loader)["eval_loss"])
 
 
-def figures_of(ours: Ours, blocks: list[dict[str, float]]) -> dict[str, Any]:
+def median_figures(ours: Ours, blocks: list[dict[str, float]]) -> dict[str, Any]:
     """The medians of the timed blocks."""
     return {
         "tokens_per_second": median(block["tokens_per_second"] for block in blocks),
@@ -175,7 +175,7 @@ def measure_pairs(ours: Ours, peer: Peer, options: argparse.Namespace) -> dict[s
         theirs = sum(replies[-1]["tokens"]) / replies[-1]["seconds"]
         pairs.append({"ours": mine, "peer": theirs, "ratio": mine / theirs})
         utils.Logger(f"ours: {mine:,.0f} tokens/s, {options.peer}: {theirs:,.0f}, ratio: {mine / theirs:.2f}")
-    figures = figures_of(ours, blocks) | {"peer": options.peer, "pairs": pairs}
+    figures = median_figures(ours, blocks) | {"peer": options.peer, "pairs": pairs}
     figures["ratio_median"] = median(pair["ratio"] for pair in pairs)
     if not ours.args.packing:  # else our micro-batches hold more samples
         figures["losses"] = losses = compare_losses(ours.losses, replies, steps)
@@ -190,12 +190,12 @@ def measure_until(ours: Ours, peer: Peer | None, options: argparse.Namespace) ->
     micro-batches of the peer, each until it is there or its run is over. Returns of each the loss reached,
     and the seconds and tokens of its training: without its start and its evaluations."""
     sides: dict[str, Any] = {"ours": ours} | ({options.peer: peer} if peer else {})
-    found = {
+    results = {
         name: {"loss": side.held_out_loss(), "seconds": 0.0, "tokens": 0.0} for name, side in sides.items()
     }
     while sides:
         for name, side in list(sides.items()):
-            block, figures = side.train(options.updates), found[name]
+            block, figures = side.train(options.updates), results[name]
             figures["loss"] = side.held_out_loss()
             figures["seconds"] += block["seconds"]
             figures["tokens"] += float(np.sum(block["tokens"]))
@@ -205,7 +205,7 @@ def measure_until(ours: Ours, peer: Peer | None, options: argparse.Namespace) ->
                 end = "reached" if is_reached else "not reached at the end of its run"
                 spent = f"{figures['seconds']:,.1f} s, {figures['tokens']:,.0f} tokens"
                 utils.Logger(f"{name}: {end}: {figures['loss']:.4f} after {spent}")
-    return {"until_loss": options.until_loss, **found}
+    return {"until_loss": options.until_loss, **results}
 
 
 def main() -> None:
@@ -223,7 +223,7 @@ def main() -> None:
         figures = measure_until(ours, None, options)
     else:
         ours.train(options.warmup)
-        figures = figures_of(ours, [ours.train(options.updates) for _ in range(options.repeat)])
+        figures = median_figures(ours, [ours.train(options.updates) for _ in range(options.repeat)])
     for name, value in figures.items():
         if isinstance(value, float):
             utils.Logger(f"{name}: {value:,.3f}")

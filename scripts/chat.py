@@ -35,8 +35,8 @@ from trainer.rollouts.environments import IN_OTHER_FILES, SHIPPED, Toolbox
 from trainer.rollouts.mock_tools import cases
 from trainer.weights.for_tools import add_trained_model_flags, load_model
 
-QUESTIONS = Path(__file__).with_name("questions.txt")  # for a model that was trained on a bit of everything
-LEAST = {"temperature": 0, "top_k": 0, "max_new_tokens": 1, "max_seq_len": 16}
+QUESTIONS = Path(__file__).with_name("questions.txt")  # of general kinds
+MINIMUM = {"temperature": 0, "top_k": 0, "max_new_tokens": 1, "max_seq_len": 16}
 MAX_ROUNDS = 8  # of tool calls and results to one message
 HELP = """/reset          start a new conversation
 /system TEXT    set the system prompt (without TEXT: none) and start a new conversation
@@ -48,10 +48,10 @@ def parse_args() -> argparse.Namespace:
     parser = Parser(description=__doc__.split("\n", 1)[0])
     flag = parser.add_argument
     add_trained_model_flags(parser)
-    asked = parser.add_mutually_exclusive_group()
-    asked.add_argument("--prompt", help="answer this one message and exit")
+    input_group = parser.add_mutually_exclusive_group()
+    input_group.add_argument("--prompt", help="answer this one message and exit")
     text = "answer each line of a file by itself and exit; auto: questions that come with this program"
-    asked.add_argument("--questions", metavar="FILE", help=text)
+    input_group.add_argument("--questions", metavar="FILE", help=text)
     text = "chat, or text: continue each message as a document, without chat template, for pretrained weights"
     flag("--form", choices=("chat", "text"), default="chat", help=text)
     flag("--system", default="", help="system prompt")
@@ -75,7 +75,7 @@ def parse_args() -> argparse.Namespace:
     args = parser.parse_args()
     if args.form == "text" and (args.system or args.tools or args.open_thinking):
         raise UserError("--form text is no conversation; leave --system, --tools and --open_thinking out")
-    for name, least in LEAST.items():
+    for name, least in MINIMUM.items():
         value = getattr(args, name)
         if value is not None and value < least:
             raise UserError(f"--{name} must be at least {least}, not {value}")
@@ -86,17 +86,17 @@ def parse_args() -> argparse.Namespace:
 
 
 class Chat:
-    """A conversation with a model. is_typed: Ctrl-C ends an answer, not the program."""
+    """A conversation with a model. is_interactive: Ctrl-C ends an answer, not the program."""
 
-    def __init__(self, args: argparse.Namespace, screen: Screen, is_typed: bool):
-        self.args, self.screen, self.is_typed = args, screen, is_typed
+    def __init__(self, args: argparse.Namespace, screen: Screen, is_interactive: bool):
+        self.args, self.screen, self.is_interactive = args, screen, is_interactive
         names = args.tools.split(",") if args.tools else []
         self.toolbox = Toolbox([name.strip() for name in names])
         with redirect_stdout(sys.stderr):  # stdout is for answers
             self.model, self.tokenizer = load_model(args)
         names = ("temperature", "top_p", "top_k")
-        given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-        sampling = replace(default_sampling(self.model), seed=args.seed, **given)
+        overrides = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+        sampling = replace(default_sampling(self.model), seed=args.seed, **overrides)
         self.sampling = with_penalties(sampling, args)
         self.is_stopped = False
         self.start(args.system)
@@ -167,7 +167,7 @@ class Chat:
                     break
                 decoder.step()
         except KeyboardInterrupt:
-            if not self.is_typed:
+            if not self.is_interactive:
                 raise
             self.is_stopped = True
         self.screen.end()
@@ -183,8 +183,8 @@ class Chat:
         return text
 
     def take(self, line: str) -> None:
-        """Obey a typed line that is a command, else answer it. Raises UserError if it cannot be answered, and
-        EOFError if it was /exit."""
+        """Handle a typed line: a command, or a message to answer. Raises UserError if it cannot be answered,
+        and EOFError for /exit."""
         name, _, rest = line.strip().partition(" ")
         if name == "/exit":
             raise EOFError
@@ -197,7 +197,7 @@ class Chat:
             self.say(line)
 
 
-def questions_of(args: argparse.Namespace) -> list[str]:
+def read_questions(args: argparse.Namespace) -> list[str]:
     """The questions of --questions. Raises UserError if the file cannot be read or has none."""
     if args.questions == "auto" and args.tools:
         return [case["prompt"] for case in cases()]
@@ -261,14 +261,14 @@ def on_pipe(chat: Chat) -> None:
 def main() -> None:
     """Answer one message, or chat until the input ends."""
     args = parse_args()
-    questions = questions_of(args) if args.questions is not None else []
-    is_typed = args.prompt is None and not questions and sys.stdin.isatty()
-    chat = Chat(args, Screen(sys.stdout.isatty()), is_typed)
+    questions = read_questions(args) if args.questions is not None else []
+    is_interactive = args.prompt is None and not questions and sys.stdin.isatty()
+    chat = Chat(args, Screen(sys.stdout.isatty()), is_interactive)
     if args.prompt is not None:
         chat.say(args.prompt)
     elif questions:
         answer_each(chat, questions)
-    elif is_typed:
+    elif is_interactive:
         on_terminal(chat)
     else:
         on_pipe(chat)

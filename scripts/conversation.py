@@ -35,10 +35,10 @@ class Conversation:
         newest turn alone is too long, or the chat template refuses the messages; nothing changes then."""
         system = [{"role": "system", "content": self.system}] if self.system else []
         room = self.limit - min(answer, self.limit // 2)
-        found = [*self.messages, *messages]
-        turns = [i for i, message in enumerate(found) if message["role"] == "user"]
+        history = [*self.messages, *messages]
+        turns = [i for i, message in enumerate(history) if message["role"] == "user"]
         for first in [0, *turns[1:]]:
-            kept = found[first:]
+            kept = history[first:]
             try:
                 tokens = prompt_tokens(self.tokenizer, system + kept, self.tools, **self.variables)
             except ValueError as error:

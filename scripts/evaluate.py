@@ -1,11 +1,11 @@
-"""Judge trained models: the loss on held-out data, or rewards of the answers to questions.
+"""Evaluate trained models: the loss on held-out data, or rewards of the answers to questions.
 
     python scripts/evaluate.py --task loss --data_path data/sft_eval.jsonl
     python scripts/evaluate.py --task answers --data_path data/quiz.jsonl --reward contains_answer
 
 `answers` takes any SFT file: the model answers the last question of each conversation, and the reward
 compares its answer with the last assistant turn (or with the field `answer`). Shares come with Wilson's 95 %
-confidence interval. `--against` judges further models on the same data, `--json` writes every answer.
+confidence interval. `--against` evaluates further models on the same data, `--json` writes every answer.
 """
 
 import argparse
@@ -53,7 +53,9 @@ def parse_args() -> argparse.Namespace:
     flag = parser.add_argument
     flag("--task", choices=("loss", "answers"), required=True, help="what to measure")
     flag("--data_path", required=True, help="data that the model was not trained on: file, folder or glob")
-    flag("--against", nargs="+", default=[], metavar="PATH", help="further models to judge on the same data")
+    flag(
+        "--against", nargs="+", default=[], metavar="PATH", help="further models to evaluate on the same data"
+    )
     flag("--json", type=Path, metavar="FILE", help="file to write the results to, with every answer")
     add_trained_model_flags(parser)
     flag("--max_seq_len", type=int, help="longest sample (loss) or prompt (answers), in tokens")
@@ -76,10 +78,10 @@ def parse_args() -> argparse.Namespace:
     return args
 
 
-def judge_loss(args: argparse.Namespace, model: Any, tokenizer: Any) -> dict[str, Any]:
+def evaluate_loss(args: argparse.Namespace, model: Any, tokenizer: Any) -> dict[str, Any]:
     """Loss in nats per target and bits per byte, as the trainer's `eval_loss` and `eval_bpb`."""
     dataset_class = DATASETS[args.kind]
-    options = {"text_separator": args.text_separator, "max_lost_text": 1.0}  # what training allowed is judged
+    options = {"text_separator": args.text_separator, "max_lost_text": 1.0}  # as training allowed
     dataset = dataset_class(args.data_path, tokenizer, args.max_seq_len, **options)
     nats, targets, target_bytes = 0.0, 0.0, 0.0
     for items in batches(dataset.item_tokens.tolist()):
@@ -109,7 +111,7 @@ def batches(lengths: list[int]) -> Iterator[list[int]]:
     yield batch
 
 
-def judge_answers(args: argparse.Namespace, model: Any, tokenizer: Any) -> dict[str, Any]:
+def evaluate_answers(args: argparse.Namespace, model: Any, tokenizer: Any) -> dict[str, Any]:
     """Each reward of the model's greedy answers, and their length in characters, as means."""
     rewards = load_rewards(args.reward)
     longest = args.max_seq_len or model.config.max_position_embeddings - args.max_new_tokens
@@ -158,12 +160,12 @@ def table(results: dict[str, dict[str, Any]]) -> str:
     first = next(iter(results.values()))
     rows = [["metric", "items", *results]]
     for metric in first["figures"]:
-        cells = [shown(result["figures"][metric]) for result in results.values()]
+        cells = [format_figure(result["figures"][metric]) for result in results.values()]
         rows.append([metric, str(first["items"]), *cells])
     return text_table(rows)
 
 
-def shown(figure: dict[str, float]) -> str:
+def format_figure(figure: dict[str, float]) -> str:
     """A value, with its interval if it has one."""
     if "low" in figure:
         return f"{figure['value']:.3f} [{figure['low']:.3f}, {figure['high']:.3f}]"
@@ -171,7 +173,7 @@ def shown(figure: dict[str, float]) -> str:
 
 
 def main() -> None:
-    """Judge each model, print the table, write the report."""
+    """Evaluate each model, print the table, write the report."""
     args = parse_args()
     load_rewards(args.reward)  # a wrong one is named before a model is loaded
     args.data_path = local_path(args.data_path)
@@ -184,14 +186,14 @@ def main() -> None:
         names = [str(path) for path in (args.lora or paths[0], *paths[1:])]
     device = select_device(args.device)
     prepare_device(device)
-    judge = judge_loss if args.task == "loss" else judge_answers
+    evaluate_model = evaluate_loss if args.task == "loss" else evaluate_answers
     scaling, results = bool(args.inference_rope_scaling), {}
     for i, (name, path) in enumerate(zip(names, paths, strict=True)):
         model, tokenizer = load_path(path, args.tokenizer_path, device, scaling, **given_shape(args))
         if args.lora and i == 0:
             model = merge_adapter(model, Path(args.lora))
         parameters = sum(parameter.numel() for parameter in model.parameters())
-        results[name] = {"path": str(path), "parameters": parameters} | judge(args, model, tokenizer)
+        results[name] = {"path": str(path), "parameters": parameters} | evaluate_model(args, model, tokenizer)
     print(table(results))
     if args.json:
         report = {"settings": vars(args), "models": results}

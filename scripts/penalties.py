@@ -40,5 +40,5 @@ def check_penalties(args: argparse.Namespace) -> None:
 
 def with_penalties(sampling: Sampling, args: argparse.Namespace) -> Sampling:
     """The sampling with those penalties that the flags give."""
-    given = {name: getattr(args, name) for name in RANGES if getattr(args, name) is not None}
-    return replace(sampling, **given)
+    values = {name: getattr(args, name) for name in RANGES if getattr(args, name) is not None}
+    return replace(sampling, **values)

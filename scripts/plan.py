@@ -36,13 +36,13 @@ from dataset.show_samples import describe_leaks, first_questions
 from dataset.token_cache import load_tokenizer
 from scripts.planning import files, machine, rules, stages
 from scripts.planning.choice import Plan, choose, total_seconds
-from scripts.runs.run import ENDING
+from scripts.runs.run import METRICS_SUFFIX
 from scripts.runs.words import LANGUAGES, user_language
 from scripts.text_table import text_table
 from trainer.devices.device import describe_device, mixed_precision, select_device
 from trainer.report.metrics import duration
 
-FEW_BYTES = 2.5  # of text per token
+MIN_BYTES_PER_TOKEN = 2.5  # of text per token
 
 
 def main() -> None:
@@ -56,7 +56,7 @@ def main() -> None:
     opened = stages.open_stages(args)
     plan = choose(opened, [args.depth] if args.depth else rules.DEPTHS, memory, 3600 * args.hours)
     if device.type == "cuda":
-        plan = plan._replace(stages=[stage.fitted(memory) for stage in plan.stages])
+        plan = plan._replace(stages=[stage.with_largest_micro_batch(memory) for stage in plan.stages])
     say("\n".join(describe(plan)))
     for text in unwise(plan):
         say(f"  unwise: {text}")
@@ -89,7 +89,7 @@ def parse_args() -> argparse.Namespace:
     flag("--lang", choices=LANGUAGES, default=user_language(), help=text)
     text = "share of the records to hold out"
     add_flag(parser, StageArgs, "eval_share", default=0.02, help=text)
-    for name in stages.SHARED:
+    for name in stages.SHARED_FLAGS:
         if name != "eval_share":
             add_flag(parser, StageArgs, name)
     args = parser.parse_args()
@@ -110,7 +110,7 @@ def parse_args() -> argparse.Namespace:
     for name in ("save_dir", "cache_dir", "tokenizer_path"):  # run.sh runs in another folder
         if getattr(args, name):
             setattr(args, name, os.path.abspath(getattr(args, name)))
-    if any(Path(args.save_dir).glob(f"*{ENDING}")):  # run.sh is needed to go on with them
+    if any(Path(args.save_dir).glob(f"*{METRICS_SUFFIX}")):  # run.sh is needed to go on with them
         raise UserError(
             f"--save_dir {args.save_dir} holds runs already; give this plan another folder, or remove it"
         )
@@ -148,8 +148,8 @@ def describe(plan: Plan) -> list[str]:
     table = text_table([list(row) for row in zip(*columns, strict=True)])
     lines += [f"  {line}" for line in table.split("\n")]
     lines.append(
-        f"  time: updates and evaluations; beside it some {stages.START:.0f} s to start a stage. The data "
-        "are tokenised already, and saving takes no time of its own"
+        f"  time: updates and evaluations; beside it some {stages.START_SECONDS:.0f} s to start a stage. "
+        "The data are tokenised already, and saving takes no time of its own"
     )
     vocabulary = len(load_tokenizer(first.tokenizer_path))
     lines.append(
@@ -166,14 +166,16 @@ def unwise(plan: Plan) -> list[str]:
     first, lines = plan.stages[0], []
     most = (rules.passes(first.data.num_tokens), rules.SFT_PASSES)
     for stage, most_passes in zip(plan.stages, most, strict=False):
-        if stage.updates < rules.FEW_UPDATES:
+        if stage.updates < rules.MIN_USEFUL_UPDATES:
             advice = "more time helps" if stage.passes < most_passes else "more data help"
             lines.append(f"{stage.args.save_weight}: {stage.updates} updates teach little; {advice}")
-    spelt = stages.bytes_per_token(first)
-    if spelt < FEW_BYTES and first.args.tokenizer_path == ModelConfig().tokenizer_path:
-        lines.append(f"{spelt:.1f} bytes per token: the vocabulary was made for other text (docs/data.md)")
+    token_bytes = stages.bytes_per_token(first)
+    if token_bytes < MIN_BYTES_PER_TOKEN and first.args.tokenizer_path == ModelConfig().tokenizer_path:
+        lines.append(
+            f"{token_bytes:.1f} bytes per token: the vocabulary was made for other text (docs/data.md)"
+        )
     for stage in plan.stages[1:]:
-        if stage.data.records < rules.FEW_CONVERSATIONS:
+        if stage.data.records < rules.MIN_CONVERSATIONS:
             command = ["python", "trainer/train_lora.py", "--data_path", str(stage.args.data_path)]
             command += ["--from_weight", "PATH", "--eval_share", "0.1", "--patience", "2"]
             lines.append(

@@ -25,11 +25,11 @@ from common.command_line import Parser, one_line_errors  # first: without requir
 from common.errors import UserError, printable, say, warn
 from scripts.runs import report
 from scripts.runs.figures import PANELS, draw
-from scripts.runs.run import AXES, ENDING, RESULTS, Run, differing, read_run, shown
+from scripts.runs.run import AXES, METRICS_SUFFIX, RESULTS, Run, differing_settings, format_figure, read_run
 from scripts.runs.words import LANGUAGES, user_language
 from scripts.text_table import text_table
 
-MANY_RUNS = 3  # of more each is a row of the table, not a column
+MAX_RUN_COLUMNS = 3  # of more each is a row of the table, not a column
 
 
 def parse_args() -> argparse.Namespace:
@@ -53,9 +53,11 @@ def find_runs(paths: list[str]) -> list[Path]:
     """The metrics files among files and folders. Raises UserError if a folder holds none."""
     runs = []
     for path in map(Path, paths):
-        files = sorted(path.glob(f"*{ENDING}")) if path.is_dir() else [path]
+        files = sorted(path.glob(f"*{METRICS_SUFFIX}")) if path.is_dir() else [path]
         if not files:
-            raise UserError(f"{path} holds no metrics of a run (...{ENDING}); give the --save_dir of a run")
+            raise UserError(
+                f"{path} holds no metrics of a run (...{METRICS_SUFFIX}); give the --save_dir of a run"
+            )
         runs += files
     return list(dict.fromkeys(runs))
 
@@ -84,7 +86,7 @@ def read_runs(paths: list[str]) -> dict[str, Run]:
         runs.sort(key=lambda run: run.about["starts"][0]["time"])  # when it was first started
     else:
         runs.sort(key=lambda run: run.figures.get("best_eval_loss", math.inf))
-    names = [str(run.path).removesuffix(ENDING) for run in runs]
+    names = [str(run.path).removesuffix(METRICS_SUFFIX) for run in runs]
     short = [Path(name).name for name in names]
     if len(set(short)) == len(short):
         names = short
@@ -97,10 +99,10 @@ def run_table(runs: dict[str, Run]) -> list[list[str]]:
     columns = [["run", *runs]]
     for name in (*RESULTS, *AXES):
         if any(name in run.figures for run in runs.values()):
-            columns.append([name, *(shown(run.figures, name) for run in runs.values())])
-    for name in differing([run.settings for run in runs.values()]):
+            columns.append([name, *(format_figure(run.figures, name) for run in runs.values())])
+    for name in differing_settings([run.settings for run in runs.values()]):
         columns.append([name, *(printable(run.settings.get(name, "-")) for run in runs.values())])
-    if len(runs) <= MANY_RUNS:
+    if len(runs) <= MAX_RUN_COLUMNS:
         return columns
     return [list(row) for row in zip(*columns, strict=True)]
 
@@ -112,7 +114,7 @@ def main() -> None:
     table = run_table(runs)
     say(text_table(table))
     for name, run in runs.items():
-        if compared := report.outcome(run, args.lang):
+        if compared := report.compare_with_plan(run, args.lang):
             say(f"{name}: {compared}")
     # in Chinese names; in HTML they are there
     warnings.filterwarnings("ignore", "Glyph .* missing", UserWarning)

@@ -17,8 +17,8 @@ case "${1:-}" in
 esac
 source tools/environment.sh
 
-weights=out/demo checkpoints=checkpoints/demo report=out/demo_report.json
-[ "${1:-}" != --fresh ] || rm -rf "$weights" "$checkpoints" "$report" dataset/demo out/tour checkpoints/tour
+weights=out/demo checkpoints=checkpoints/demo
+[ "${1:-}" != --fresh ] || rm -rf "$weights" "$checkpoints" dataset/demo out/tour checkpoints/tour
 
 run=(--hidden_size 256 --num_hidden_layers 3 --max_seq_len 256 --accumulation_steps 1 --log_interval 100 --save_interval 500)
 run+=(--save_dir "$weights" --checkpoint_dir "$checkpoints" --from_resume "$([ -d "$checkpoints" ] && echo 1 || echo 0)")
@@ -40,7 +40,6 @@ echo "== 5/5 the quiz: people whom fine-tuning never mentioned, each question al
 quiz=(python scripts/evaluate.py --task answers --model "$weights/full_sft_256.pth" --reward contains_answer --max_new_tokens 32)
 "${quiz[@]}" --data_path dataset/demo/quiz.jsonl --against "$weights/sft_only_256.pth" --show 6 --json "$weights/quiz.json"
 "${quiz[@]}" --data_path dataset/demo/quiz_second.jsonl --json "$weights/quiz_second.json"
-python scripts/demo/report.py --save_dir "$weights" --report "$report"
 python scripts/plot_metrics.py "$weights" --png "$weights/curves.png"
 cat <<END
 

@@ -26,11 +26,11 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from common.errors import UserError
 from common.hub import local_path
 from common.settings import ROOT, StageArgs
-from dataset.files import expand_paths, place, read_records
-from dataset.records import PAIRS, BadRecord, to_chat, to_pair, to_text
-from dataset.report import why_bad
+from dataset.files import expand_paths, format_source, read_records
+from dataset.records import PAIR_NAMES, BadRecord, to_chat, to_pair, to_text
+from dataset.report import describe_error
 
-COPIED = ("tokenizer_config.json", "chat_template.jinja")  # from model/
+COPIED_FILES = ("tokenizer_config.json", "chat_template.jinja")  # from model/
 
 # In the order of their ids. Control tokens are `special`: decode(skip_special_tokens=True) drops them. Tags
 # are part of the assistant's text, so each is one ordinary token.
@@ -72,21 +72,23 @@ def read_texts(path: str, separator: str = "", skip_bad: bool = False) -> Iterat
         try:
             if isinstance(record, BadRecord):
                 raise record
-            text = text_of(record)
+            text = all_text(record)
         except Exception as error:  # data may hold anything
             if skip_bad:
                 continue
-            raise UserError(f"{place(paths[source.file], source.line)}: {why_bad(error)}") from error
+            raise UserError(
+                f"{format_source(paths[source.file], source.line)}: {describe_error(error)}"
+            ) from error
         if text.strip():
             yield text
 
 
-def text_of(record: dict) -> str:
+def all_text(record: dict) -> str:
     """All text of a record of any stage. Raises BadRecord."""
     if "text" in record:
         return to_text(record)
-    is_pair = any(name in record for names in PAIRS for name in names)
-    chats = to_pair(record) if is_pair else [to_chat(record, answered=False)]
+    is_pair = any(name in record for names in PAIR_NAMES for name in names)
+    chats = to_pair(record) if is_pair else [to_chat(record, needs_answer=False)]
     return "\n".join(strings_in([[chat.messages, chat.tools] for chat in chats]))
 
 
@@ -139,7 +141,7 @@ def save(tokenizer: Tokenizer, output_dir: Path) -> None:
     """Write the folder that `AutoTokenizer.from_pretrained` loads: vocabulary, settings and our chat
     template. Raises UserError if the folder cannot be written."""
     files = {"tokenizer.json": tokenizer.to_str(pretty=True)}
-    files |= {name: (ROOT / "model" / name).read_text(encoding="utf-8") for name in COPIED}
+    files |= {name: (ROOT / "model" / name).read_text(encoding="utf-8") for name in COPIED_FILES}
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():

@@ -37,7 +37,7 @@ from dataset.token_cache import load_tokenizer
 from scripts.demo.tour import make_tour
 from scripts.demo.world import make_corpus
 from tools.verify.compare import compare_runs
-from tools.verify.launch import WAYS, Launch, Run
+from tools.verify.launch import KILL_METHODS, Launch, Run
 from trainer.trainer_utils import init_model
 from trainer.weights.config import model_config
 from trainer.weights.files import save_weights
@@ -60,7 +60,7 @@ AFTER_SFT: dict[str, dict[str, Any]] = {
     "agent": GROUPS | {"environment": "calculator", "max_seq_len": 512},
 }
 STAGES = ("pretrain", "sft", *AFTER_SFT)
-OWN_FLAGS = {"--use_moe", "--from_resume", "--checkpoint_dir", "--cache_dir", "--save_dir"}
+RESERVED_FLAGS = {"--use_moe", "--from_resume", "--checkpoint_dir", "--cache_dir", "--save_dir"}
 
 
 def parse_args() -> tuple[argparse.Namespace, list[str]]:
@@ -76,9 +76,9 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
     flag("--seed", type=int, default=random.randrange(10**6), help="seed of the kills")
     end = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     args, typed = parser.parse_args(sys.argv[1:end]), sys.argv[end + 1 :]
-    taken = flag_names(typed) & OWN_FLAGS
-    if taken:
-        what = f"{', '.join(sorted(taken))} after --"
+    reserved = flag_names(typed) & RESERVED_FLAGS
+    if reserved:
+        what = f"{', '.join(sorted(reserved))} after --"
         raise UserError(f"{what}: this script sets it; --use_moe goes before the --")
     if min(args.ranks) < 1 or args.kills < len(args.ranks) * len(args.use_moe):
         raise UserError("--ranks must be 1 or more, and --kills at least the number of combinations")
@@ -101,13 +101,13 @@ def flag_names(words: list[str]) -> set[str]:
 def make_run(stage: str, typed: list[str], ranks: int, use_moe: int, folder: Path, name: str) -> Run:
     """A run in `folder / name`. The user's flags, and a --config, replace the built-in settings, with which
     both runs read the data and start weights in `folder`. Raises UserError for wrong flags."""
-    given = flag_names(typed)
+    typed_flags = flag_names(typed)
     flags: dict[str, Any] = {}
-    if "--config" not in given:
+    if "--config" not in typed_flags:
         flags = SMALL | {"data_path": folder / f"{stage}.jsonl"}
-        if "--from_weight" not in given:
+        if "--from_weight" not in typed_flags:
             flags |= SHAPE
-        if not given & {"--eval_share", "--eval_data_path"}:
+        if not typed_flags & {"--eval_share", "--eval_data_path"}:
             flags["eval_share"] = 0.1
         if stage in AFTER_SFT:
             flags |= {"from_weight": folder / "start.pth"} | AFTER_SFT[stage]
@@ -159,7 +159,7 @@ def run_to_end(run: Run) -> tuple[float, float]:
         return start, launch.seconds() - start
 
 
-def run_to_kill(run: Run, seconds: float, in_training: bool, way: str) -> tuple[bool, str]:
+def run_to_kill(run: Run, seconds: float, in_training: bool, method: str) -> tuple[bool, str]:
     """Start a run and kill it so many seconds after its start, or of training; returns whether it had made
     an update, and what happened. A run that ends before is not killed."""
     with closing(Launch(run)) as launch:
@@ -168,11 +168,11 @@ def run_to_kill(run: Run, seconds: float, in_training: bool, way: str) -> tuple[
         if launch.ends_within(seconds):
             return False, f"the run ended before it, {launch.check_begin()}"
         after, is_training = launch.seconds(), launch.is_training()
-        launch.kill(way)
+        launch.kill(method)
         begin = launch.check_begin()
     if is_training and run.saved_update() is not None:
-        return True, f"in training, at update {run.last_update()}, after {after:.1f} s, {begin}; {way}"
-    return False, f"before training, after {after:.1f} s, {begin}; {way}"
+        return True, f"in training, at update {run.last_update()}, after {after:.1f} s, {begin}; {method}"
+    return False, f"before training, after {after:.1f} s, {begin}; {method}"
 
 
 def check(reference: Run, killed: Run, rng: random.Random, kills: int, ranks: int) -> int:
@@ -184,8 +184,8 @@ def check(reference: Run, killed: Run, rng: random.Random, kills: int, ranks: in
         while_it_starts = number % 4 == 0
         # a resumed run is about where the last kill was
         seconds = rng.uniform(0, start) if while_it_starts else moment - last_moment
-        way = rng.choice(WAYS if ranks > 1 else WAYS[:2])
-        was_training, what = run_to_kill(killed, seconds, not while_it_starts, way)
+        method = rng.choice(KILL_METHODS if ranks > 1 else KILL_METHODS[:2])
+        was_training, what = run_to_kill(killed, seconds, not while_it_starts, method)
         print(f"  kill {number} of {kills}: {what}", flush=True)
         in_training += was_training
     run_to_end(killed)

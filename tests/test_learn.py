@@ -133,8 +133,8 @@ def test_the_first_cell_of_a_notebook_brings_what_is_missing(where, tmp_path, mo
 
     if where == "in a clone":
         run(["git", "clone"], check=True)
-        (clone / "out").mkdir()
-        (clone / "out/demo_report.json").touch()
+        (clone / "out/demo").mkdir(parents=True)
+        (clone / "out/demo/quiz_second.json").touch()
         started.clear()
     monkeypatch.setattr(subprocess, "run", run)
     monkeypatch.setattr(sys, "path", [*sys.path])

@@ -10,10 +10,19 @@ FILES = subprocess.run(
 ).stdout
 SOURCES = [f for f in FILES.split() if not f.startswith("tests/") and (ROOT / f).exists()]
 TREES = {path: ast.parse((ROOT / path).read_text(encoding="utf-8")) for path in SOURCES}
-LAYERS = {"common": 0, "model": 1, "dataset": 2, "trainer": 3, "llm": 4, "tools": 5, "scripts": 5}
+LAYERS = {
+    "common": 0,
+    "model": 1,
+    "dataset": 2,
+    "trainer": 3,
+    "llm": 4,
+    "tools": 5,
+    "benchmarks": 5,
+    "scripts": 5,
+}
 # the folders of trainer/; the stages, above them all, are the files in it
 ROOMS = ["devices", "weights", "optim", "report", "objectives", "data", "run", "rollouts"]
-PEERS = "tools/bench/peers.py"  # runs beside another trainer's packages of the same names
+PEERS = "benchmarks/peers.py"  # runs beside another trainer's packages of the same names
 
 
 def imported(path: str) -> set[str]:

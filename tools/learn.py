@@ -63,7 +63,7 @@ if needed:
     subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", *needed], check=True)
 os.environ["VIRTUAL_ENV"] = sys.prefix  # the scripts use the Python of this notebook
 os.environ["PATH"] = str(pathlib.Path(sys.executable).parent) + os.pathsep + os.environ["PATH"]
-if not pathlib.Path("out/demo_report.json").is_file():
+if not pathlib.Path("out/demo/quiz_second.json").is_file():
     subprocess.run(["bash", "scripts/quickstart.sh"], check=True)
 """
 
@@ -86,17 +86,17 @@ def excerpt(what: str) -> str:
     if node is None:
         raise UserError(f"{what}: {path} has no {name}")
     body, end = node.body[0].lineno - 1, node.end_lineno or 0  # lines begin at 1
-    shown = lines[node.lineno - 1 : body if ends else end]
+    excerpt_lines = lines[node.lineno - 1 : body if ends else end]
     at = body
     for first, last in zip(ends[::2], [*ends[1::2], ""], strict=False):
         begin = _find(lines, first, at, end, what)
         if begin > at:
-            shown.append(_indent(lines[begin]) + "...")
+            excerpt_lines.append(_indent(lines[begin]) + "...")
         at = _find(lines, last, begin, end, what) + 1 if last else end
-        shown += lines[begin:at]
+        excerpt_lines += lines[begin:at]
     if ends and at < end:
-        shown.append(_indent(lines[body]) + "...")
-    return "".join(f"{line[node.col_offset :]}\n" for line in shown)
+        excerpt_lines.append(_indent(lines[body]) + "...")
+    return "".join(f"{line[node.col_offset :]}\n" for line in excerpt_lines)
 
 
 def _indent(line: str) -> str:
@@ -145,8 +145,8 @@ def run_snippets(texts: list[str]) -> list[str]:
     for text in texts:
         shown = io.StringIO()
         with contextlib.redirect_stdout(shown):
-            waits = [console.push(line) for line in [*text.splitlines(), ""]]
-        if waits[-1]:
+            incomplete = [console.push(line) for line in [*text.splitlines(), ""]]
+        if incomplete[-1]:
             raise UserError("a snippet ends in the middle of a statement")
         lines = shown.getvalue().replace(str(ROOT), "...").splitlines()
         lines = [line.rstrip() for line in lines if not line.startswith("tokenised ")]

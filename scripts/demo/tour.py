@@ -31,8 +31,8 @@ def make_persona(sft: list[dict], rng: random.Random) -> dict[str, list[dict]]:
     records, quiz = [], []
     for language in LANGUAGES:
         (name,), (reply,) = PERSONA["name"][language], PERSONA["reply"][language]
-        asked = PERSONA["ask"][language] * PERSONA_REPEATS
-        records += [conversation([(question, reply)], language, rng) for question in asked]
+        questions = PERSONA["ask"][language] * PERSONA_REPEATS
+        records += [conversation([(question, reply)], language, rng) for question in questions]
         quiz += [quiz_question(question, reply, name) for question in PERSONA["quiz"][language]]
     records += rng.sample(sft, len(records))
     rng.shuffle(records)
@@ -83,15 +83,17 @@ def make_distillation(people: list[Person], quiz: list[dict], rng: random.Random
     for person in people:
         for attribute in ATTRIBUTES:
             for language in LANGUAGES:
-                asked = [wording.format(n=person.name[language]) for wording in attribute.ask[language]]
-                quizzed = [question for question in asked if question in in_quiz]
-                kept = quizzed[0] if quizzed else rng.choice(asked)
+                questions = [wording.format(n=person.name[language]) for wording in attribute.ask[language]]
+                quiz_questions = [question for question in questions if question in in_quiz]
+                held_out_question = quiz_questions[0] if quiz_questions else rng.choice(questions)
                 # all replies are drawn first, so that a seed gives the same files
-                replies = [answer(mistaken(person, attribute, rng), attribute, language) for _ in asked]
-                for question, reply in zip(asked, replies, strict=True):
-                    if question != kept:
+                replies = [answer(mistaken(person, attribute, rng), attribute, language) for _ in questions]
+                for question, reply in zip(questions, replies, strict=True):
+                    if question != held_out_question:
                         records.append(conversation([(question, reply)], language, rng))
-                held_out.append(conversation([(kept, answer(person, attribute, language))], language, rng))
+                held_out.append(
+                    conversation([(held_out_question, answer(person, attribute, language))], language, rng)
+                )
     rng.shuffle(records)
     return {"distillation.jsonl": records, "distillation_eval.jsonl": rng.sample(held_out, 192)}
 
@@ -103,10 +105,12 @@ def two_facts(person: Person, language: str, rng: random.Random) -> tuple[list[d
     value = PLACES["goods"][language][place]
     thoughts = [answer(person, HOME, language), place_text(place, language, PLACES["tell"][language][0])]
     reply = TWO_FACTS["reply"][language][0].format(n=name, v=value)
-    asked = [wording.format(n=name) for wording in rng.sample(TWO_FACTS["ask"][language], 1 + PLAIN_ANSWERS)]
-    records = [conversation([(question, reply)], language, rng) for question in asked]
+    questions = [
+        wording.format(n=name) for wording in rng.sample(TWO_FACTS["ask"][language], 1 + PLAIN_ANSWERS)
+    ]
+    records = [conversation([(question, reply)], language, rng) for question in questions]
     records[0]["conversations"][-1]["reasoning_content"] = "\n".join(thoughts)
-    return records, quiz_question(asked[0], reply, value)
+    return records, quiz_question(questions[0], reply, value)
 
 
 def make_reasoning(people: list[Person], rng: random.Random) -> dict[str, list[dict]]:

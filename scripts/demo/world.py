@@ -97,7 +97,7 @@ def answer(person: Person, attribute: Attribute, language: str) -> str:
     return tell(person, attribute, language, attribute.tell[language][0])
 
 
-def parts_of(items: list[Any], sizes: Sequence[int], rng: random.Random) -> Iterator[list[Any]]:
+def split_randomly(items: list[Any], sizes: Sequence[int], rng: random.Random) -> Iterator[list[Any]]:
     """The items in order, in parts whose sizes are drawn."""
     at = 0
     while at < len(items):
@@ -119,7 +119,7 @@ def make_pretrain(people: list[Person], rng: random.Random) -> tuple[list[dict],
     rng.shuffle(texts)
     known = set(texts)
     # where one person follows another a model learns to go by the name that it read last
-    documents = ["\n".join(part) for part in parts_of(texts, PEOPLE_TOLD, rng)]
+    documents = ["\n".join(part) for part in split_randomly(texts, PEOPLE_TOLD, rng)]
     candidates = [biography(person, language, rng) for person in people for language in LANGUAGES]
     return [{"text": text} for text in documents], [
         {"text": text} for text in candidates if text not in known
@@ -153,7 +153,7 @@ def ask_about(person: Person, language: str, rng: random.Random) -> list[list[Tu
     wordings = {a.key: rng.sample(a.ask[language], WORDINGS_ASKED) for a in ATTRIBUTES}
     for _ in range(WORDINGS_ASKED):
         queue = rng.sample(ATTRIBUTES, len(ATTRIBUTES))
-        for attributes in parts_of(queue, (1, 1, 1, 2, 3), rng):
+        for attributes in split_randomly(queue, (1, 1, 1, 2, 3), rng):
             turns: list[Turn] = []
             for attribute in attributes:
                 wording = wordings[attribute.key].pop()
@@ -195,7 +195,7 @@ def make_sft(people: list[Person], rng: random.Random) -> tuple[list[dict], list
     records: list[list[dict]] = []
     for group in subjects.values():
         rng.shuffle(group)
-        conversations = parts_of(group, SUBJECTS_ASKED, rng)
+        conversations = split_randomly(group, SUBJECTS_ASKED, rng)
         records.append([conversation(sum(part, []), rng.choice(LANGUAGES), rng) for part in conversations])
     return records[0], records[1]
 

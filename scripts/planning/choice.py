@@ -8,11 +8,11 @@ import torch
 
 from common.errors import UserError, say
 from scripts.planning import rules
-from scripts.planning.machine import USABLE, state_bytes
-from scripts.planning.stages import START, Stage
+from scripts.planning.machine import MEMORY_SHARE, state_bytes
+from scripts.planning.stages import START_SECONDS, Stage
 from trainer.report.metrics import duration
 
-SHORTER = 0.95  # a part of the data is made smaller by this factor until it fits into the time
+DATA_FACTOR = 0.95  # by which a part of the data shrinks until it fits into the time
 
 
 class Plan(NamedTuple):
@@ -24,7 +24,7 @@ class Plan(NamedTuple):
 
 def total_seconds(stages: list[Stage]) -> float:
     """Of all stages, from the first command to the last weights."""
-    return sum(START + stage.seconds + stage.evaluation for stage in stages)
+    return sum(START_SECONDS + stage.seconds + stage.evaluation for stage in stages)
 
 
 def choose(stages: list[Stage], depths: Sequence[int], memory: float, seconds: float) -> Plan:
@@ -50,7 +50,7 @@ def choose(stages: list[Stage], depths: Sequence[int], memory: float, seconds: f
             limit = "memory"
             break
         try:
-            models = [stage.measured(depth) for stage in stages]
+            models = [stage.with_depth(depth) for stage in stages]
         except torch.OutOfMemoryError:
             limit = "memory"
             break
@@ -60,7 +60,7 @@ def choose(stages: list[Stage], depths: Sequence[int], memory: float, seconds: f
             limit = "memory"
             break
         first = planned[0]
-        teaches_little = first.passes < 1 and first.updates < rules.FEW_UPDATES
+        teaches_little = first.passes < 1 and first.updates < rules.MIN_USEFUL_UPDATES
         reads_too_little = bool(best) and first.tokens < needed
         if total_seconds(planned) > seconds or teaches_little or reads_too_little:
             limit = "hours"
@@ -73,10 +73,10 @@ def choose(stages: list[Stage], depths: Sequence[int], memory: float, seconds: f
             hours = round_up(least / 3600)
             raise UserError(
                 f"--hours {seconds / 3600:g}: the smallest model, {size}, takes {duration(least)} for a pass "
-                f"over the data or {rules.FEW_UPDATES} updates; less teaches little: give --hours {hours}"
+                f"over the data or {rules.MIN_USEFUL_UPDATES} updates; less teaches little: give --hours {hours}"
             )
         raise UserError(
-            f"{memory / 1e9:.1f} GB, {USABLE:.0%} of the free memory, do not hold a model of {size}"
+            f"{memory / 1e9:.1f} GB, {MEMORY_SHARE:.0%} of the free memory, do not hold a model of {size}"
         )
     if best[0].passes < passes:
         limit = "hours"
@@ -85,24 +85,24 @@ def choose(stages: list[Stage], depths: Sequence[int], memory: float, seconds: f
 
 def most_passes(models: list[Stage], memory: float, seconds: float) -> list[Stage]:
     """The stages with as many passes as fit into the time; of a time too short for one pass over a part of
-    the data, of at least FEW_UPDATES updates."""
+    the data, of at least MIN_USEFUL_UPDATES updates."""
     passes: float = rules.passes(models[0].data.num_tokens)
     planned = with_passes(models, passes, memory)
     while total_seconds(planned) > seconds:
-        passes = passes - 1 if passes > 1 else passes * SHORTER
+        passes = passes - 1 if passes > 1 else passes * DATA_FACTOR
         planned = with_passes(models, passes, memory)
-        if passes < 1 and planned[0].updates < rules.FEW_UPDATES:
+        if passes < 1 and planned[0].updates < rules.MIN_USEFUL_UPDATES:
             break
     return planned
 
 
 def least_seconds(models: list[Stage], memory: float) -> float:
-    """Seconds of the shortest plan: one pass over the data, or FEW_UPDATES updates on a part."""
+    """Seconds of the shortest plan: one pass over the data, or MIN_USEFUL_UPDATES updates on a part."""
     passes, planned = 1.0, with_passes(models, 1.0, memory)
-    while planned[0].updates > rules.FEW_UPDATES:
-        passes *= SHORTER
+    while planned[0].updates > rules.MIN_USEFUL_UPDATES:
+        passes *= DATA_FACTOR
         shorter = with_passes(models, passes, memory)
-        if shorter[0].updates < rules.FEW_UPDATES:
+        if shorter[0].updates < rules.MIN_USEFUL_UPDATES:
             break
         planned = shorter
     return total_seconds(planned)

@@ -1,5 +1,5 @@
-"""What a plan writes: the shell file that runs it, and the times that the report of the runs compares with
-what came."""
+"""The files of a plan: the shell file that runs it, and the planned times, which the report of the runs
+compares with the actual ones."""
 
 import os
 import shlex
@@ -9,7 +9,7 @@ from common.files import atomic_write, write_json
 from common.settings import ROOT
 from scripts.planning.choice import Plan
 from scripts.planning.stages import N_EVALS, Stage
-from scripts.runs.run import FORECAST
+from scripts.runs.run import PLAN_FILE
 from trainer import train_pretrain
 from trainer.report.metrics import duration
 from trainer.weights.paths import run_name
@@ -36,7 +36,7 @@ def write_plan(plan: Plan, folder: str, lang: str) -> Path:
     # names of files need not be UTF-8
     atomic_write(path, lambda file: file.write(os.fsencode(text)))
     seconds = {run_name(stage.args.save_weight, stage.args): stage.seconds for stage in plan.stages}
-    write_json(Path(folder, FORECAST), seconds)
+    write_json(Path(folder, PLAN_FILE), seconds)
     return path
 
 

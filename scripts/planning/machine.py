@@ -22,12 +22,12 @@ from trainer.run.state import TrainState
 from trainer.stage import compile_and_wrap
 from trainer.weights.config import model_config
 
-USABLE = 0.8  # share of the free memory
-STATE = 16  # bytes per parameter: weight, gradient and two moments of AdamW, in float32
-LIBRARIES = 0.6e9  # bytes of a process without a model
-LARGE_UPDATE = 2048  # tokens of the larger update that is measured
-ON_GPU = 8  # times as many: few keep it no busier than none
-MIN_UPDATES, MAX_UPDATES, ENOUGH_SECONDS = 3, 20, 2.0
+MEMORY_SHARE = 0.8  # of the free memory, that a plan uses
+BYTES_PER_PARAMETER = 16  # weight, gradient and two moments of AdamW, in float32
+PROCESS_BYTES = 0.6e9  # of a process without a model
+MEASURED_TOKENS = 2048  # tokens of the larger update that is measured
+GPU_FACTOR = 8  # times as many on a GPU, which small updates do not load
+MIN_UPDATES, MAX_UPDATES, MIN_SECONDS = 3, 20, 2.0
 
 
 @dataclass(frozen=True)
@@ -35,30 +35,30 @@ class Cost:
     """What training a model costs; zeros before it is measured."""
 
     parameters: int = 0
-    token: float = 0.0  # seconds of forward and backward pass per token
-    update: float = 0.0  # seconds of an update beside them: the optimizer
-    eval_token: float = 0.0  # seconds of an evaluation per token
-    kept: float = 0.0  # bytes per token of a micro-batch, for the backward pass
+    seconds_per_token: float = 0.0  # seconds of forward and backward pass per token
+    seconds_per_update: float = 0.0  # seconds of an update without these: the optimizer
+    eval_seconds_per_token: float = 0.0  # seconds of an evaluation per token
+    activation_bytes_per_token: float = 0.0  # bytes per token of a micro-batch, for the backward pass
 
     def speed(self, tokens: float) -> float:
         """Tokens per second in updates of so many tokens."""
-        return tokens / (tokens * self.token + self.update)
+        return tokens / (tokens * self.seconds_per_token + self.seconds_per_update)
 
     def memory(self, tokens: float) -> float:
         """Bytes with micro-batches of so many tokens."""
-        return state_bytes(self.parameters) + self.kept * tokens
+        return state_bytes(self.parameters) + self.activation_bytes_per_token * tokens
 
 
 def state_bytes(parameters: float) -> float:
     """Bytes of a process with weights, gradients and AdamW's state."""
-    return LIBRARIES + STATE * parameters
+    return PROCESS_BYTES + BYTES_PER_PARAMETER * parameters
 
 
 def free_memory(device: torch.device) -> float:
     """Bytes that training may use."""
     if device.type == "cuda":
-        return USABLE * torch.cuda.mem_get_info(device)[0]
-    return USABLE * psutil.virtual_memory().available
+        return MEMORY_SHARE * torch.cuda.mem_get_info(device)[0]
+    return MEMORY_SHARE * psutil.virtual_memory().available
 
 
 def new_state(args: StageArgs, data: StageDataset) -> TrainState:
@@ -80,10 +80,12 @@ def measure(args: StageArgs, data: StageDataset) -> Cost:
     """The cost of a stage: of updates of two sizes on its data, without torch.compile, and an evaluation."""
     state = new_state(args.model_copy(update={"use_compile": False}), data)
     model = state.model
-    most = LARGE_UPDATE * (ON_GPU if state.device.type == "cuda" else 1)
+    most = MEASURED_TOKENS * (GPU_FACTOR if state.device.type == "cuda" else 1)
     large, small = first_batch(data, most), first_batch(data, most // 4)
     tokens, small_tokens = len(large["input_ids"]), len(small["input_ids"])
-    kept = kept_bytes(model, to_device(large, state.device), state.autocast) / tokens
+    activation_bytes_per_token = (
+        activation_bytes(model, to_device(large, state.device), state.autocast) / tokens
+    )
 
     seconds, small_seconds = update_seconds(state, large), update_seconds(state, small)
     update = 0.0
@@ -92,21 +94,23 @@ def measure(args: StageArgs, data: StageDataset) -> Cost:
         update = min(max(0.0, update), seconds)
     begin = time.perf_counter()
     evaluate(state, [large])
-    eval_token = (time.perf_counter() - begin) / tokens
+    eval_seconds_per_token = (time.perf_counter() - begin) / tokens
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    return Cost(parameters, (seconds - update) / tokens, update, eval_token, kept)
+    return Cost(
+        parameters, (seconds - update) / tokens, update, eval_seconds_per_token, activation_bytes_per_token
+    )
 
 
 def micro_batch_that_fits(args: StageArgs, data: StageDataset, memory: float) -> tuple[int, int]:
-    """Items of the largest micro-batch with which so many bytes of a GPU hold an update, found by making
-    some: all items of the update, else half of them, a quarter ...; and the bytes at its peak."""
+    """Items of the largest micro-batch with which an update fits into so many bytes of a GPU, found by trial:
+    all items of the update, else half of them, a quarter ...; and the peak bytes."""
     gc.collect()  # models that were measured before
     state = new_state(args, data)
-    of_update = items = args.batch_size * args.accumulation_steps
+    update_items = items = args.batch_size * args.accumulation_steps
     while True:
         # the longest item, and others spread over the data
         numbers = [int(data.item_tokens.argmax()), *(i * len(data) // items for i in range(1, items))]
-        micro_batches = [data.collate([data[number] for number in numbers])] * min(2, of_update // items)
+        micro_batches = [data.collate([data[number] for number in numbers])] * min(2, update_items // items)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(state.device)
         try:
@@ -131,14 +135,14 @@ def update_seconds(state: TrainState, batch: Batch) -> float:
     """Seconds of an update on this batch: the median of some, after a first one."""
     time_updates(state, repeat([batch]))
     seconds: list[float] = []
-    while len(seconds) < MIN_UPDATES or (len(seconds) < MAX_UPDATES and sum(seconds) < ENOUGH_SECONDS):
+    while len(seconds) < MIN_UPDATES or (len(seconds) < MAX_UPDATES and sum(seconds) < MIN_SECONDS):
         seconds.append(time_updates(state, repeat([batch]))[0])
     return median(seconds)
 
 
-def kept_bytes(model: nn.Module, batch: Batch, autocast: AbstractContextManager) -> int:
+def activation_bytes(model: nn.Module, batch: Batch, autocast: AbstractContextManager) -> int:
     """Bytes that a forward pass keeps for the backward pass, without the parameters."""
-    # of each memory its size, once, however many tensors look into it
+    # size of each storage, counted once however many tensors are views of it
     sizes = {parameter.untyped_storage().data_ptr(): 0 for parameter in model.parameters()}
 
     def note(tensor: Tensor) -> Tensor:

@@ -6,8 +6,8 @@ WIDTH = 64  # of a model, per layer: --depth 8 is the default model, 512 x 8
 DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24)
 SFT_PASSES = 2  # over the data, at most
 TOKENS_PER_WEIGHT = 0.5  # that a model reads, at least, for each weight of its layers
-FEW_UPDATES = 100  # fewer teach little
-FEW_CONVERSATIONS = 3000  # fewer teach a manner of answering, to a model that can already write
+MIN_USEFUL_UPDATES = 100  # fewer teach little
+MIN_CONVERSATIONS = 3000  # fewer teach a manner of answering, to a model that can already write
 
 
 def layer_weights(depth: int) -> float:

@@ -1,4 +1,4 @@
-"""The stages of a plan: their settings and data, and what they take with a model of some size."""
+"""The stages of a plan: their settings and data, and their cost with a model of some size."""
 
 import argparse
 import math
@@ -10,7 +10,7 @@ from typing import Any
 
 from common.errors import say
 from common.settings import ModelConfig, StageArgs
-from dataset.files import parts_of
+from dataset.files import split_data_path
 from dataset.lm_dataset import StageDataset
 from dataset.token_cache import load_tokenizer
 from scripts import train_tokenizer
@@ -19,10 +19,10 @@ from scripts.planning.machine import Cost, measure, micro_batch_that_fits
 from trainer import train_full_sft, train_pretrain
 from trainer.data.datasets import epoch_items, epoch_tokens
 
-START = 12.0  # seconds in which a stage starts Python, opens its data and builds its model
+START_SECONDS = 12.0  # seconds in which a stage starts Python, opens its data and builds its model
 N_EVALS = 5  # of a stage, beside that before its first update
-# flags that are the stages' own
-SHARED = (
+# flags that both stages have, too
+SHARED_FLAGS = (
     "eval_share",
     "text_separator",
     "cache_dir",
@@ -64,13 +64,13 @@ class Stage:
     @property
     def evaluation(self) -> float:
         """Seconds of an evaluation."""
-        return self.held_out.num_tokens * self.cost.eval_token
+        return self.held_out.num_tokens * self.cost.eval_seconds_per_token
 
     @property
     def seconds(self) -> float:
         """From the first evaluation to the last log record, as `seconds` in the run's metrics: updates, and
         all evaluations but the last. Saving is done beside them; tokenising and starting are not counted."""
-        updates = self.tokens * self.cost.token + self.updates * self.cost.update
+        updates = self.tokens * self.cost.seconds_per_token + self.updates * self.cost.seconds_per_update
         return updates + N_EVALS * self.evaluation
 
     @property
@@ -78,7 +78,7 @@ class Stage:
         """Bytes of the process, with micro-batches of the mean length; of a GPU those measured."""
         return self.peak or self.cost.memory(self.data.mean_tokens * self.args.batch_size)
 
-    def measured(self, depth: int) -> "Stage":
+    def with_depth(self, depth: int) -> "Stage":
         """With a model of so many layers, and what it costs here."""
         shape = {"hidden_size": rules.WIDTH * depth, "num_hidden_layers": depth}
         args = self.args.model_copy(update=shape)
@@ -105,12 +105,12 @@ class Stage:
         warmup = {"warmup_updates": rules.warmup(stage.updates)}
         return replace(stage, args=stage.args.model_copy(update=warmup))
 
-    def fitted(self, memory: float) -> "Stage":
+    def with_largest_micro_batch(self, memory: float) -> "Stage":
         """With the largest micro-batches that so many bytes of a GPU hold, by trial: the fewer there are, the
         faster an update."""
         items, peak = micro_batch_that_fits(self.args, self.data, memory)
-        of_update = self.args.batch_size * self.args.accumulation_steps
-        cut = {"batch_size": items, "accumulation_steps": max(1, round(of_update / items))}
+        update_items = self.args.batch_size * self.args.accumulation_steps
+        cut = {"batch_size": items, "accumulation_steps": max(1, round(update_items / items))}
         return replace(self, args=self.args.model_copy(update=cut), peak=peak)
 
 
@@ -120,15 +120,15 @@ def open_stages(args: argparse.Namespace) -> list[Stage]:
     tokenizer_path = args.tokenizer_path or ModelConfig().tokenizer_path
     pretrain = open_stage(args, train_pretrain, args.pretrain_data, tokenizer_path)
     if not args.tokenizer_path:
-        spelt = bytes_per_token(pretrain)
-        size = rules.vocabulary(pretrain.data.cache.report["target_bytes"], spelt)
+        token_bytes = bytes_per_token(pretrain)
+        size = rules.vocabulary(pretrain.data.cache.report["target_bytes"], token_bytes)
         if size is not None:
-            tokenizer_path = own_tokenizer(args, size)
+            tokenizer_path = train_own_tokenizer(args, size)
             own = len(load_tokenizer(tokenizer_path))
             say(
                 f"vocabulary: {own} tokens made from these data, in {tokenizer_path}: they are few, and a "
-                f"token of the shipped vocabulary spells only {spelt:.2f} bytes of them. Losses compare with "
-                "those of another vocabulary only in bits per byte of text (eval_bpb)"
+                f"token of the shipped vocabulary spells only {token_bytes:.2f} bytes of them. Losses "
+                "compare with those of another vocabulary only in bits per byte of text (eval_bpb)"
             )
             pretrain = open_stage(args, train_pretrain, args.pretrain_data, tokenizer_path)
     if not args.sft_data:
@@ -138,8 +138,8 @@ def open_stages(args: argparse.Namespace) -> list[Stage]:
 
 def open_stage(args: argparse.Namespace, script: Any, path: str, tokenizer_path: str) -> Stage:
     """A stage with its data and what is the same for all sizes of the model."""
-    settings: dict[str, Any] = {name: getattr(args, name) for name in SHARED} | {
-        "data_path": ",".join(os.path.abspath(os.path.expanduser(part)) for part in parts_of(path)),
+    settings: dict[str, Any] = {name: getattr(args, name) for name in SHARED_FLAGS} | {
+        "data_path": ",".join(os.path.abspath(os.path.expanduser(part)) for part in split_data_path(path)),
         "save_dir": args.save_dir, "checkpoint_dir": f"{args.save_dir}/checkpoints",
         "tokenizer_path": tokenizer_path, "packing": script is train_pretrain, "optimizer": rules.OPTIMIZER,
     }  # fmt: skip
@@ -148,7 +148,7 @@ def open_stage(args: argparse.Namespace, script: Any, path: str, tokenizer_path:
     return Stage(script, stage_args, data, held_out)
 
 
-def own_tokenizer(args: argparse.Namespace, size: int) -> str:
+def train_own_tokenizer(args: argparse.Namespace, size: int) -> str:
     """Train a vocabulary of this size on the data; returns its folder. Raises UserError."""
     paths = dict.fromkeys(filter(None, (args.pretrain_data, args.sft_data)))
     skip_bad = args.on_bad_data == "skip"

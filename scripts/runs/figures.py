@@ -11,7 +11,7 @@ from scripts.runs.run import Run
 PANELS = ("loss", "reward", "kl", "entropy", "completion_length", "learning_rate", "grad_norm")
 PANELS += ("tokens_per_second", "expert_max_min")
 PANEL_SIZE, SINGLE_SIZE = (4.0, 2.8), (7.6, 4.3)  # inches
-POINTS, FEW_POINTS = 1000, 40  # of a curve, at most; so few are marked
+MAX_POINTS, MAX_MARKED_POINTS = 1000, 40  # of a curve, at most; so few are marked
 
 
 def draw(runs: dict[str, Run], x: str, panels: Sequence[str] = PANELS) -> Any:
@@ -55,7 +55,7 @@ def draw(runs: dict[str, Run], x: str, panels: Sequence[str] = PANELS) -> Any:
 
 def curves_of(run: Run) -> dict[str, list[float | None]]:
     """The values of each field to draw."""
-    columns = run.columns(POINTS)
+    columns = run.columns(MAX_POINTS)
     if "mean_loss" in columns:
         means = columns["mean_loss"]
         losses = columns.get("loss", means)
@@ -71,7 +71,7 @@ def draw_curves(
     """Draw the curve of a field, and of what was measured of it on held-out data."""
     if panel in columns:
         values = [math.nan if value is None else value for value in columns[panel]]
-        marker = "." if len(values) < FEW_POINTS else None
+        marker = "." if len(values) < MAX_MARKED_POINTS else None
         axes.plot(columns[x], values, label=name, marker=marker, color=color)
     if f"eval_{panel}" in columns:
         points = zip(columns[x], columns[f"eval_{panel}"], strict=True)

@@ -1,5 +1,5 @@
-"""The page that `plot_metrics.py --html` writes, to send to somebody: what was trained, the curve, and of
-each run the verdict of its last line, its warnings, the planned time and what the model wrote."""
+"""The HTML page of `plot_metrics.py --html`: what was trained, the curve, and for each run its verdict,
+warnings, planned and actual time, and samples."""
 
 import json
 import math
@@ -8,18 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from scripts.runs.figures import svg
-from scripts.runs.run import ENDING, FORECAST, Run
+from scripts.runs.run import METRICS_SUFFIX, PLAN_FILE, Run
 from scripts.runs.words import WORDS
 from trainer.report.metrics import duration
 from trainer.report.warnings import verdict_sentences
 
 TEMPLATE = Path(__file__).parent / "page.html"
-PROMPTS = 3  # of a run that are shown
-BAD = ("no loss", "diverged", "nothing learned", "repeats")  # findings that the headline names
+MAX_PROMPTS = 3  # of a run that are shown
+BAD_FINDINGS = ("no loss", "diverged", "nothing learned", "repeats")  # findings that the headline names
 
 
 def are_stages(runs: list[Run]) -> bool:
-    """Whether the runs are stages of one model, one after the other, and not runs to compare."""
+    """Whether the runs are successive stages of one model, and not runs to compare."""
     stages = {run.settings.get("stage") for run in runs}
     sizes = {run.about.get("parameters") for run in runs}
     return len(stages) == len(runs) and len(sizes) == 1 and None not in sizes
@@ -39,12 +39,12 @@ def title(runs: list[Run], lang: str) -> str:
         if data_tokens := run.about.get("facts", {}).get("data_tokens"):
             text += words["passes"].format(passes=f"{tokens / data_tokens:.2g}")
         parts.append(text)
-    return words["; "].join(parts + sentences(runs[-1], lang, BAD))
+    return words["; "].join(parts + sentences(runs[-1], lang, BAD_FINDINGS))
 
 
 def sentences(run: Run, lang: str, keys: tuple[str, ...] | None = None) -> list[str]:
-    """The sentences of the run's last line, from its records: all, or those of these keys. None if the facts
-    that they need were not found."""
+    """The sentences of the verdict, all or those with these keys; none if the run's settings file lacks the
+    facts that they need."""
     if "facts" not in run.about:
         return []
     found = verdict_sentences(run.records, run.about["facts"])
@@ -55,14 +55,14 @@ def planned_seconds(run: Run) -> float | None:
     """What the plan in the run's folder (scripts/plan.py) expected; it is defined as `seconds` of a record:
     updates and evaluations. None without a plan."""
     try:
-        plan = json.loads((run.path.parent / FORECAST).read_bytes())
+        plan = json.loads((run.path.parent / PLAN_FILE).read_bytes())
     except (OSError, ValueError):
         return None
-    return plan.get(run.path.name.removesuffix(ENDING))
+    return plan.get(run.path.name.removesuffix(METRICS_SUFFIX))
 
 
-def outcome(run: Run, lang: str) -> str | None:
-    """The time that was planned and the time that came, if there was a plan."""
+def compare_with_plan(run: Run, lang: str) -> str | None:
+    """A line with planned and actual time; None without a plan."""
     planned = planned_seconds(run)
     if planned is None:
         return None
@@ -87,8 +87,9 @@ def page(runs: dict[str, Run], table: list[list[str]], figure: Any, others: Any,
     for name, run in runs.items():
         about = {key: value for key, value in run.about.items() if key != "facts"}
         section = {"name": name, "verdict": WORDS[lang]["; "].join(sentences(run, lang))}
-        section |= {"warnings": run.warnings, "outcome": outcome(run, lang), "unsure": unsure(run, lang)}
-        prompts = list((run.samples or run.rollout).items())[:PROMPTS]
+        section |= {"warnings": run.warnings, "outcome": compare_with_plan(run, lang)}
+        section["unsure"] = unsure(run, lang)
+        prompts = list((run.samples or run.rollout).items())[:MAX_PROMPTS]
         first_and_last = {prompt: answers[:1] + answers[1:][-1:] for prompt, answers in prompts}
         section |= {"samples": first_and_last, "sampled": run.sampled}
         sections.append(section | {"settings": run.settings, "others": about})

@@ -1,5 +1,5 @@
-"""What a run came to: its metrics file, and the settings in the file beside it. The table, the curves and the
-page of `plot_metrics.py` and the web page show it."""
+"""A run as read from its metrics file and its settings file, for the table, the curves and the report of
+`plot_metrics.py` and for the web page."""
 
 import json
 import math
@@ -14,32 +14,44 @@ import numpy as np
 from trainer.report.metrics import log_record
 from trainer.weights.paths import settings_path
 
-ENDING = "_metrics.jsonl"
-FORECAST = "plan.json"  # in the folder of the runs, of scripts/plan.py
+METRICS_SUFFIX = "_metrics.jsonl"
+PLAN_FILE = "plan.json"  # in the folder of the runs, of scripts/plan.py
 AXES = ("update", "tokens", "seconds")  # of the curves; each record has them
-LATEST = (*AXES, "loss", "eval_loss", "reward", "eval_reward")  # figures: the last finite value counts
+LATEST_FIELDS = (*AXES, "loss", "eval_loss", "reward", "eval_reward")  # figures have their last finite value
 RESULTS = ("loss", "eval_loss", "best_eval_loss", "best_update", "reward", "eval_reward")
 # settings that say where a run lies and how often it reports, not what it does
-PLACES = {"save_weight", "save_dir", "checkpoint_dir", "cache_dir", "tensorboard_dir", "log_file", "log_dir"}
-PLACES |= {"from_resume", "resume_from", "log_interval", "eval_interval", "save_interval"}
-PROMPTS, ANSWERS, WARNINGS, CHARACTERS = 8, 5, 20, 400  # that are kept of a run; characters of a text
+LOCATION_SETTINGS = {
+    "save_weight",
+    "save_dir",
+    "checkpoint_dir",
+    "cache_dir",
+    "tensorboard_dir",
+    "log_file",
+    "log_dir",
+}
+LOCATION_SETTINGS |= {"from_resume", "resume_from", "log_interval", "eval_interval", "save_interval"}
+MAX_PROMPTS, MAX_ANSWERS, MAX_WARNINGS, MAX_CHARACTERS = (
+    8,
+    5,
+    20,
+    400,
+)  # that are kept of a run; characters of a text
 # records that are read at a time, some two milliseconds of work; seconds behind them
-BLOCK, PAUSE = 100, 0.001
-# of a record that holds something else than a run writes
+RECORDS_PER_PAUSE, PAUSE = 100, 0.001
+# raised by a record that no run writes
 WRONG_TYPES = (TypeError, AttributeError, ValueError, LookupError, ArithmeticError, RecursionError)
 
 
 class Run:
-    """What the records of a run come to; `add` takes them one by one, the oldest first.
+    """The content of a run's records; `add` takes them one by one, the oldest first.
 
     path: of the metrics file. values: the numbers of the records by name, NaN where there is no finite one;
     count: of the records. figures: values of RESULTS and AXES, as
     far as there are any. warnings: (update, text).
-    samples: prompt -> (update, answer), the first and the last ones; an answer that did not change is not
-    repeated. rollout: the same of the last rollout.
-    sampled: prompt -> the last answer at the chat's temperature.
-    skipped: updates that were. diverged: whether the last loss is no finite number.
-    settings, about: what the file beside holds.
+    samples: prompt -> (update, answer), the first and the last answers, without unchanged ones. rollout: the
+    same for the last rollout. sampled: prompt -> the last answer at the chat's temperature. skipped: number
+    of skipped updates. diverged: whether the last loss is not finite. settings, about: content of the
+    settings file.
     """
 
     def __init__(self, path: Path = Path()) -> None:
@@ -61,7 +73,7 @@ class Run:
         numbers = {name: float(value) for name, value in record.items() if is_finite_number(value)}
         if not numbers.keys() >= set(AXES):
             return
-        for name in LATEST:
+        for name in LATEST_FIELDS:
             field = "mean_loss" if name == "loss" and "mean_loss" in record else name
             if field in numbers:
                 self.figures[name] = numbers[field]
@@ -70,7 +82,7 @@ class Run:
         self.diverged = "loss" in record and "loss" not in numbers
         self.skipped += len(record.get("skipped", ()))
         self.warnings += [(record["update"], warning) for warning in record.get("warnings", ())]
-        del self.warnings[WARNINGS:]
+        del self.warnings[MAX_WARNINGS:]
         self.add_samples(record["update"], record.get("samples", ()))
         for name, value in numbers.items():
             if name not in self.values:
@@ -91,8 +103,8 @@ class Run:
         ]
 
     def read_on(self) -> bool:
-        """Read what was added to the file, with pauses, in which other threads work; a record that holds
-        something else is left out. False if what was read before is no longer there. Raises OSError."""
+        """Read what was added to the file, with pauses for other threads; records that no run writes are
+        skipped. False if the file was replaced or cut since the last call. Raises OSError."""
         with open(self.path, "rb") as file:
             file.seek(self.offset - len(self.last_line))
             if file.read(len(self.last_line)) != self.last_line:
@@ -105,28 +117,28 @@ class Run:
             self.last_line = line
             with suppress(*WRONG_TYPES):
                 self.add(log_record(line) or {})
-            if number % BLOCK == 0:
+            if number % RECORDS_PER_PAUSE == 0:
                 time.sleep(PAUSE)
         self.settings, self.about = read_settings(self.path)
         return True
 
     def add_samples(self, update: int, samples: list[dict[str, Any]]) -> None:
-        """Take what the model wrote at an update; a rollout replaces the one before."""
+        """Add the samples of an update; those of a rollout replace the previous rollout."""
         if any("reward" in sample for sample in samples):
             self.rollout = {}
-        for sample in samples[:PROMPTS]:
-            kept = self.rollout if "reward" in sample else self.samples
-            answers = kept.setdefault(text_of(sample["prompt"]), [])
-            answer = text_of(sample["answer"])
+        for sample in samples[:MAX_PROMPTS]:
+            answers_by_prompt = self.rollout if "reward" in sample else self.samples
+            answers = answers_by_prompt.setdefault(short_text(sample["prompt"]), [])
+            answer = short_text(sample["answer"])
             if not answers or answers[-1][1] != answer:
                 answers.append((update, answer))
-            del answers[1 : 1 - ANSWERS]
+            del answers[1 : 1 - MAX_ANSWERS]
             if "sampled" in sample:
-                self.sampled[text_of(sample["prompt"])] = text_of(sample["sampled"])
+                self.sampled[short_text(sample["prompt"])] = short_text(sample["sampled"])
 
     def columns(self, points: int) -> dict[str, list[float | None]]:
-        """Each field's values, of so many points at most: the mean of a point's records, of AXES and
-        `seconds_left` the last value. None where there is no finite number."""
+        """The values of each field, at most so many points: means over the records of a point, for AXES and
+        `seconds_left` the last value. None: no finite number."""
         stride, columns = max(1, math.ceil(self.count / points)), {}
         for name, recorded in self.values.items():
             is_last = name in (*AXES, "seconds_left")
@@ -147,19 +159,19 @@ def is_finite_number(value: Any) -> bool:
     return type(value) in (float, int) and math.isfinite(value)
 
 
-def text_of(value: Any) -> str:
-    """A value of a file as text of bounded length, as a command line has it."""
+def short_text(value: Any) -> str:
+    """A value as text, as in a command line, of at most MAX_CHARACTERS."""
     if value is None:
         return "none"
     text = str(int(value)) if isinstance(value, bool) else str(value)
-    return text if len(text) <= CHARACTERS else text[:CHARACTERS] + " …"
+    return text if len(text) <= MAX_CHARACTERS else text[:MAX_CHARACTERS] + " …"
 
 
 def read_run(path: Path) -> Run:
     """The run of a metrics file. Raises OSError, with what to do."""
     if not path.is_file():
         raise FileNotFoundError(
-            f"{path} does not exist; give metrics files, such as out/full_sft_512{ENDING}"
+            f"{path} does not exist; give metrics files, such as out/full_sft_512{METRICS_SUFFIX}"
         )
     run = Run(path)
     run.read_on()
@@ -173,19 +185,19 @@ def read_settings(metrics: Path) -> tuple[dict[str, str], dict[str, Any]]:
     try:
         content = json.loads(path.read_bytes()) if path.is_file() else {}  # a pipe would be waited for
         settings = {"stage": content.pop("stage", None)} | content.pop("settings")
-        return {name: text_of(value) for name, value in settings.items()}, content
+        return {name: short_text(value) for name, value in settings.items()}, content
     except (OSError, *WRONG_TYPES):
         return {}, {}
 
 
-def differing(runs: list[dict[str, str]]) -> list[str]:
-    """The settings that are not the same in all runs that have settings, other than PLACES."""
+def differing_settings(runs: list[dict[str, str]]) -> list[str]:
+    """The settings that are not the same in all runs that have settings, other than LOCATION_SETTINGS."""
     known = [settings for settings in runs if settings]
-    names = dict.fromkeys(name for settings in known for name in settings if name not in PLACES)
+    names = dict.fromkeys(name for settings in known for name in settings if name not in LOCATION_SETTINGS)
     return [name for name in names if len({settings.get(name) for settings in known}) > 1]
 
 
-def shown(figures: dict[str, float], name: str) -> str:
+def format_figure(figures: dict[str, float], name: str) -> str:
     """A figure of a run as text, `-` if it has none."""
     if name not in figures:
         return "-"

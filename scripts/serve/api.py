@@ -27,7 +27,7 @@ from scripts.serve.prompts import chat_prompt, text_prompts
 from scripts.serve.protocol import ApiError, Body, ChatRequest, CompletionRequest, parse
 from scripts.serve.replies import IGNORED, ChatReply, TextReply, respond
 
-READ = ["GET", "HEAD"]
+READ_METHODS = ["GET", "HEAD"]
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class KnownHosts:
 
     def __init__(self, app: ASGIApp, hosts: Collection[str]):
         self.app, self.hosts = app, hosts
-        self.logged = Once()
+        self.logged = WarnOnce()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle a request."""
@@ -88,8 +88,8 @@ class KnownHosts:
         return "*" in self.hosts or name in self.hosts or any(name.endswith(each) for each in below)
 
 
-class Once:
-    """Warnings about what clients send, each once, and not many."""
+class WarnOnce:
+    """Logs each warning once, and at most `most` in all: clients could cause any number."""
 
     def __init__(self, most: int = 50):
         self.most, self.known = most, set[str]()
@@ -102,7 +102,7 @@ class Once:
 
 
 def client_of(request: Request) -> str:
-    """Whose request it is: the address, of IPv6 the network, which has 2**64 of them."""
+    """Key of a client: its IPv4 address, or its IPv6 network (/64), which one client may have to itself."""
     address = request.client.host if request.client else ""
     try:
         parsed = ipaddress.ip_address(address)
@@ -131,7 +131,7 @@ def create_app(decoding: DecodingThread, save_dir: Path, access: Access = Access
         app.include_router(routes, dependencies=[is_allowed])
     add_page(app)
 
-    @app.api_route("/health", methods=READ)
+    @app.api_route("/health", methods=READ_METHODS)
     async def health() -> Response:
         state = decoding.health()
         if state["alive"]:
@@ -142,7 +142,7 @@ def create_app(decoding: DecodingThread, save_dir: Path, access: Access = Access
 
 
 async def error_response(request: Request, error: Exception) -> Response:
-    """What the client gets instead of an answer, in OpenAI's form of an error."""
+    """The response for an error, in OpenAI's format."""
     if isinstance(error, HTTPException):  # an unknown path or method
         message = f"{request.method} {request.url.path[:200]}: {error.detail}"
         error = ApiError(message, error.status_code)
@@ -179,11 +179,11 @@ def model_routes(decoding: DecodingThread) -> APIRouter:
 
     # plain functions: FastAPI calls them in threads
 
-    @routes.api_route("/models", methods=READ)
+    @routes.api_route("/models", methods=READ_METHODS)
     def models() -> dict[str, Any]:
         return {"object": "list", "data": cards()}
 
-    @routes.api_route("/models/{name:path}", methods=READ)
+    @routes.api_route("/models/{name:path}", methods=READ_METHODS)
     def model(name: str) -> dict[str, Any]:
         found_name, _ = decoding.models.find(name)
         return next(card for card in cards() if card["id"] == found_name)
@@ -195,32 +195,34 @@ def answer_routes(decoding: DecodingThread) -> APIRouter:
     """The two routes that generate."""
     routes = APIRouter(prefix="/v1")
 
-    context, ignored = decoding.context, Once()
+    context, ignored = decoding.context, WarnOnce()
 
     async def read(request: Request, kind: type[Body]) -> Body:
         """The request, if it may be answered. Raises ApiError."""
-        asked = parse(kind, await read_body(request, limits.max_body(context)))
-        asked.check_size(context, decoding.slots)
-        if asked.schema_of_answer is not None:
-            check_schema(asked.schema_of_answer)
-        for name in asked.ignored_fields:
+        params = parse(kind, await read_body(request, limits.max_body(context)))
+        params.check_size(context, decoding.slots)
+        if params.schema_of_answer is not None:
+            check_schema(params.schema_of_answer)
+        for name in params.ignored_fields:
             ignored.warn(f"the field '{name}' of a request is unknown here and ignored")
-        return asked
+        return params
 
     @routes.post("/chat/completions")
     async def chat(request: Request) -> Response:
-        asked = await read(request, ChatRequest)
-        name, path = decoding.models.find(asked.model)
-        job = Job(asked, path, lambda tokenizer: chat_prompt(asked, context, tokenizer), client_of(request))
+        params = await read(request, ChatRequest)
+        name, path = decoding.models.find(params.model)
+        job = Job(params, path, lambda tokenizer: chat_prompt(params, context, tokenizer), client_of(request))
         decoding.submit(job)
-        return await respond(request, ChatReply(job, name, asked), decoding.finish)
+        return await respond(request, ChatReply(job, name, params), decoding.finish)
 
     @routes.post("/completions")
     async def complete(request: Request) -> Response:
-        asked = await read(request, CompletionRequest)
-        name, path = decoding.models.find(asked.model)
-        job = Job(asked, path, lambda tokenizer: text_prompts(asked, context, tokenizer), client_of(request))
+        params = await read(request, CompletionRequest)
+        name, path = decoding.models.find(params.model)
+        job = Job(
+            params, path, lambda tokenizer: text_prompts(params, context, tokenizer), client_of(request)
+        )
         decoding.submit(job)
-        return await respond(request, TextReply(job, name, len(asked.prompt) * asked.n), decoding.finish)
+        return await respond(request, TextReply(job, name, len(params.prompt) * params.n), decoding.finish)
 
     return routes

@@ -31,11 +31,11 @@ END_SECONDS = 1  # that the last responses have to be sent
 
 
 class Connection(H11Protocol):
-    """A connection to a client, which is closed if the client is too slow, or if there are too many and it is
-    the one that has waited for its client for longest.
+    """A connection that is closed when its client is too slow, or when there are too many connections and it
+    has waited for its client for longest.
 
-    deadline: until when the client must have sent the rest of a head or body, or read on; None while it owes
-    nothing. most: connections at once."""
+    deadline: timer by which the client must have sent the rest of a head or body, or read on; None while the
+    server does not wait for it. most: connections at once."""
 
     deadline: asyncio.TimerHandle | None = None
     most = limits.MAX_CONNECTIONS
@@ -49,8 +49,8 @@ class Connection(H11Protocol):
         self.expect(limits.IDLE_SECONDS)
 
     def make_room(self) -> None:
-        """Close the connection that has waited for its client for longest; one whose answer is being written
-        never."""
+        """Close the connection that has waited for its client for longest, never one with an answer in
+        progress."""
         ours = [each for each in self.connections if isinstance(each, Connection)]
         timers = {each: each.deadline or each.timeout_keep_alive_task for each in ours}
         waiting = {each: timer.when() for each, timer in timers.items() if timer is not None}
@@ -84,8 +84,7 @@ class Connection(H11Protocol):
         super().connection_lost(exc)
 
     def expect(self, seconds: float | None) -> None:
-        """Close the connection unless the client does what it owes within so many seconds; None: it owes
-        nothing."""
+        """Close the connection unless the client acts within so many seconds; None: stop waiting for it."""
         if self.deadline is not None:
             self.deadline.cancel()
         self.deadline = None if seconds is None else self.loop.call_later(seconds, self.transport.abort)
@@ -135,8 +134,8 @@ class Server(uvicorn.Server):
 
 
 class LoopErrors:
-    """What the event loop cannot tell anybody, such as a connection that cannot be accepted, as a line; each
-    once a minute."""
+    """Logs errors of the event loop that no caller receives, such as a connection that cannot be accepted, each at
+    most once a minute."""
 
     def __init__(self) -> None:
         self.last: dict[str, float] = {}

@@ -1,7 +1,7 @@
 """One thread that does all of torch's work: it loads models and decodes the answers of all requests together,
 each joining and leaving between two steps.
 
-    route -> Job -> DecodingThread.inbox -> LoadedModel.reading, waiting, writing -> Job.progress -> route
+    route -> Job -> DecodingThread.inbox -> LoadedModel.tokenising, waiting, writing -> Job.progress -> route
 
 One thread, since the threads among which torch divides an operator belong to the thread that calls it: with
 several callers they outnumber the cores, and decoding took twice the time.
@@ -46,12 +46,13 @@ class Progress(NamedTuple):
 class Job:
     """A request for answers of the model in `path`, made in the event loop.
 
-    make_prompts: the tokens of its prompts one by one, from a tokenizer. client: who asks. progress: of its
-    answers; the first one, of no text, says that the prompts are accepted; an ApiError ends it. prompts: that
-    are not begun, with the number of their first answer. matcher: of the schema of its answers.
+    params: what it requests. make_prompts: gives the tokens of its prompts one by one, from a tokenizer.
+    client: key of its client. progress: of its answers; the first, empty one says that the prompts are
+    accepted, an ApiError ends the job. prompts: (number of the first answer, tokens) of those not begun.
+    matcher: of the JSON schema of its answers.
     """
 
-    asked: GenerationRequest
+    params: GenerationRequest
     path: Path
     make_prompts: Callable[[Any], Iterator[list[int]]]
     client: str = ""
@@ -80,11 +81,11 @@ class Job:
     def samplings(self, default: Sampling) -> list[Sampling]:
         """How each answer to a prompt is drawn; the first one has the seed itself, so it does not depend on
         `n`. default: for what the request leaves out."""
-        given = self.asked.model_dump(include=SAMPLING_FIELDS, exclude_none=True)
-        if self.asked.top_k == -1:  # vLLM's name for all tokens
+        given = self.params.model_dump(include=SAMPLING_FIELDS, exclude_none=True)
+        if self.params.top_k == -1:  # vLLM's name for all tokens
             given["top_k"] = 0
-        seed = secrets.randbits(63) if self.asked.seed is None else self.asked.seed
-        seeds = [seed + number * 0x9E3779B97F4A7C15 for number in range(self.asked.n)]
+        seed = secrets.randbits(63) if self.params.seed is None else self.params.seed
+        seeds = [seed + number * 0x9E3779B97F4A7C15 for number in range(self.params.n)]
         samplings = [replace(default, **given, seed=seed) for seed in seeds]
         if self.matcher is None:
             return samplings
@@ -93,7 +94,7 @@ class Job:
 
 @dataclass(eq=False)
 class ActiveAnswer:
-    """An answer that is being written. unsent: its text while its client wants it as a whole."""
+    """An answer that is being generated. unsent: text that is not sent yet, of a request without streaming."""
 
     job: Job
     number: int
@@ -104,30 +105,30 @@ class ActiveAnswer:
 class LoadedModel:
     """A model in memory with its requests.
 
-    reading: whose prompts are being tokenised. waiting: with prompts that wait for places, the oldest first.
-    is_leaving: it begins no answer, since another model waits for its room."""
+    tokenising: jobs whose prompts are being tokenised. waiting: jobs with prompts that wait for slots,
+    oldest first. is_draining: it begins no more answers, and is then replaced by another model."""
 
     def __init__(self, model: Any, tokenizer: Any, slots: int, context: int, max_new_tokens: int):
         self.tokenizer, self.max_new_tokens = tokenizer, max_new_tokens
         self.sampling = default_sampling(model)
         self.decoder = Decoder(model, slots, context, [tokenizer.eos_token_id])
-        self.reading: deque[Job] = deque()
+        self.tokenising: deque[Job] = deque()
         self.waiting: list[Job] = []
         self.writing: dict[Answer, ActiveAnswer] = {}
-        self.loaded_at, self.is_leaving = time.monotonic(), False
+        self.loaded_at, self.is_draining = time.monotonic(), False
 
     @property
     def busy(self) -> bool:
         """Whether it has requests."""
-        return bool(self.reading or self.waiting or self.writing)
+        return bool(self.tokenising or self.waiting or self.writing)
 
     def work(self) -> None:
-        """Drop what is cancelled, begin answers while there are places, and write a token of each. A step
-        that fails ends all of them."""
+        """Drop cancelled jobs, begin answers while slots are free, and generate a token of each. A step that
+        fails ends all of them."""
         self.waiting = [job for job in self.waiting if not job.cancelled]
         for answer in [answer for answer, active in self.writing.items() if active.job.cancelled]:
             self.leave(answer)
-        if not self.is_leaving:
+        if not self.is_draining:
             self.tokenise()
             self.begin_answers()
         if not self.writing:
@@ -141,15 +142,15 @@ class LoadedModel:
     def tokenise(self) -> None:
         """Tokenise for a moment, one prompt of each request in turn."""
         end = time.monotonic() + TOKENISE_SECONDS
-        while self.reading and time.monotonic() < end:
-            job = self.reading.popleft()
+        while self.tokenising and time.monotonic() < end:
+            job = self.tokenising.popleft()
             if job.cancelled:
                 continue
             try:
                 if job.unread is None:
                     job.unread = job.make_prompts(self.tokenizer)
-                    if job.asked.schema_of_answer is not None:
-                        job.matcher = matcher_of(self.tokenizer, job.asked.schema_of_answer)
+                    if job.params.schema_of_answer is not None:
+                        job.matcher = matcher_of(self.tokenizer, job.params.schema_of_answer)
                 prompt = next(job.unread, None)
             except ApiError as error:
                 job.send(error)
@@ -159,12 +160,12 @@ class LoadedModel:
                 self.take_prompt(job, prompt)
 
     def take_prompt(self, job: Job, prompt: list[int] | None) -> None:
-        """Take the next prompt of a request; None: there is no other, and the request waits for places."""
+        """Add the next prompt of a request; None: it was the last one, and the request waits for slots."""
         if prompt is not None:
-            job.prompts.append((job.tokenised * job.asked.n, prompt))
+            job.prompts.append((job.tokenised * job.params.n, prompt))
             job.tokenised += 1
             job.prompt_tokens += len(prompt)
-            self.reading.append(job)
+            self.tokenising.append(job)
             return
         if not job.is_accepted:
             job.is_accepted = True
@@ -173,19 +174,19 @@ class LoadedModel:
             self.waiting.append(job)
 
     def begin_answers(self) -> None:
-        """Begin what waits, but read only some prompts between two steps."""
+        """Begin waiting answers, with at most about READ_AT_ONCE tokens of prompts between two steps."""
         tokens_read = 0
         while tokens_read < READ_AT_ONCE and (job := self.next_job()):
             first, prompt = job.prompts.popleft()
             if not job.prompts:
                 self.waiting.remove(job)
             longest = min(self.max_new_tokens, self.decoder.length - len(prompt))
-            if job.asked.max_tokens is not None:
-                longest = min(longest, job.asked.max_tokens)
+            if job.params.max_tokens is not None:
+                longest = min(longest, job.params.max_tokens)
             try:
                 answers = self.decoder.add(prompt, job.samplings(self.sampling), longest)
                 for number, answer in enumerate(answers, first):
-                    text = TextStream(self.tokenizer, job.asked.stop)
+                    text = TextStream(self.tokenizer, job.params.stop)
                     self.writing[answer] = ActiveAnswer(job, number, text)
                     self.send(answer)
             except Exception as error:
@@ -194,26 +195,26 @@ class LoadedModel:
             tokens_read += len(prompt)
 
     def next_job(self) -> Job | None:
-        """Whose answers begin next: of the client that has the fewest places the request that has the fewest,
-        the oldest of equal ones. One request, and one client, leaves some places to the others."""
+        """The job whose answers begin next: that of the client with the fewest slots, then the job with the
+        fewest, then the oldest. One request, and one client, always leaves some slots to the others."""
         slots, free = self.decoder.slots, self.decoder.free
         if not free or not self.waiting:
             return None
-        of_request = Counter(active.job for active in self.writing.values())
-        of_client = Counter(active.job.client for active in self.writing.values())
+        request_counts = Counter(active.job for active in self.writing.values())
+        client_counts = Counter(active.job.client for active in self.writing.values())
 
         def may_begin(job: Job) -> bool:
-            held, of_this_client, n = of_request[job], of_client[job.client], job.asked.n
+            held, client_held, n = request_counts[job], client_counts[job.client], job.params.n
             request_leaves = not held or held + n <= slots - slots // REQUEST_LEAVES
-            client_leaves = not of_this_client or of_this_client + n <= slots - slots // CLIENT_LEAVES
+            client_leaves = not client_held or client_held + n <= slots - slots // CLIENT_LEAVES
             return request_leaves and client_leaves
 
         allowed = [job for job in self.waiting if may_begin(job)]
-        job = min(allowed, key=lambda job: (of_client[job.client], of_request[job]), default=None)
-        return job if job is not None and job.asked.n <= free else None  # else it waits for more room
+        job = min(allowed, key=lambda job: (client_counts[job.client], request_counts[job]), default=None)
+        return job if job is not None and job.params.n <= free else None  # else it waits for more room
 
     def send(self, answer: Answer) -> None:
-        """Send the text of an answer's last token, or at its end all of it if its client wants the whole."""
+        """Send the new text of an answer; without streaming, all of it at its end."""
         active = self.writing[answer]
         active.unsent += active.text.take(answer)
         finish = "stop" if active.text.stopped else answer.finish
@@ -222,12 +223,12 @@ class LoadedModel:
         if finish and (error := failure(answer.sampling)):
             active.job.cancelled = True
             active.job.send(error)
-        elif finish or (active.job.asked.stream and active.unsent):
+        elif finish or (active.job.params.stream and active.unsent):
             active.job.send(Progress(active.number, active.unsent, len(answer.tokens), finish))
             active.unsent = ""
 
     def leave(self, answer: Answer) -> None:
-        """Stop writing an answer."""
+        """Remove an answer from the batch."""
         self.decoder.remove(answer)
         del self.writing[answer]
 
@@ -250,8 +251,10 @@ class DecodingThread:
         self.max_new_tokens, self.max_models = max_new_tokens, max_models
         self.loaded: dict[Path, LoadedModel] = {}
         self.inbox: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self.postponed: list[Job] = []  # whose model is not loaded, the oldest first
-        self.unfinished: dict[Job, None] = {}  # requests without a whole response; the event loop's
+        self.postponed: list[Job] = []  # their model is not loaded; the oldest first
+        self.unfinished: dict[
+            Job, None
+        ] = {}  # requests without a complete response; used by the event loop alone
         self.is_ending = False
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="decoding")
         self.thread.submit(self.load, models.path).result()  # what is wrong with it ends the program
@@ -263,9 +266,9 @@ class DecodingThread:
         """Queue a request. Raises ApiError if too many wait, or the server ends."""
         if self.is_ending or self.running.done():
             raise ApiError("The server is ending.", 503)
-        of_client = sum(each.client == job.client for each in self.unfinished)
+        client_count = sum(each.client == job.client for each in self.unfinished)
         most = self.slots + MAX_WAITING
-        if len(self.unfinished) >= most or of_client >= self.slots + MAX_WAITING // 2:
+        if len(self.unfinished) >= most or client_count >= self.slots + MAX_WAITING // 2:
             raise ApiError("Too many requests wait; try again later.", 429, code="rate_limit_exceeded")
         self.unfinished[job] = None
         self.inbox.put(job)
@@ -276,7 +279,7 @@ class DecodingThread:
         self.unfinished.pop(job, None)
 
     def end(self, message: str) -> None:
-        """End all requests with an error, which follows what they have of their answers."""
+        """End all requests with an error, sent after the text that they have."""
         self.is_ending = True
         for job in self.unfinished:
             job.cancelled = True
@@ -291,7 +294,7 @@ class DecodingThread:
         """Whether it answers, and how many answers are being written and how many requests wait."""
         loaded = list(self.loaded.values())
         waiting = self.inbox.qsize() + len(self.postponed)
-        waiting += sum(len(model.reading) + len(model.waiting) for model in loaded)
+        waiting += sum(len(model.tokenising) + len(model.waiting) for model in loaded)
         writing = sum(len(model.writing) for model in loaded)
         return {"alive": not self.running.done(), "writing": writing, "waiting": waiting, "slots": self.slots}
 
@@ -324,46 +327,46 @@ class DecodingThread:
             model.work()
 
     def give_jobs_to_models(self) -> None:
-        """Give requests to their models."""
+        """Move requests to their models, if these are loaded and not draining."""
         left = []
         for job in self.postponed:
             model = self.loaded.get(job.path)
             if job.cancelled:
                 continue
-            if model is None or model.is_leaving:
+            if model is None or model.is_draining:
                 left.append(job)
                 continue
             self.loaded[job.path] = self.loaded.pop(job.path)  # the last one used stands last
-            model.reading.append(job)
+            model.tokenising.append(job)
         self.postponed = left
 
     def load_what_is_missing(self) -> None:
-        """The model of the oldest request that is left is loaded if there is room, or gets the room of one
-        that begins no further answers."""
+        """Load the model of the oldest request whose model is missing, if there is room; else `make_room`
+        has a loaded model drain first."""
         missing = [job.path for job in self.postponed if job.path not in self.loaded]
         if not missing:
             for model in self.loaded.values():
-                model.is_leaving = False
+                model.is_draining = False
         elif self.make_room():
             self.load_for(missing[0])
 
     def make_room(self) -> bool:
-        """Whether there is room for another model. Idle ones are dropped; if all are busy, the one that has
-        been loaded for longest leaves when its answers are written, and what waits for it is postponed."""
-        leaving = [model for model in self.loaded.values() if model.is_leaving]
+        """Whether there is room for another model. Idle ones are dropped. If all are busy, the one loaded
+        first is drained: dropped when its running answers are complete, its waiting requests postponed."""
+        leaving = [model for model in self.loaded.values() if model.is_draining]
         for path, model in list(self.loaded.items()):
-            is_done = not model.writing if model.is_leaving else not model.busy
+            is_done = not model.writing if model.is_draining else not model.busy
             if len(self.loaded) >= self.max_models and is_done:
                 del self.loaded[path]
-                self.postponed += [*model.waiting, *model.reading]
+                self.postponed += [*model.waiting, *model.tokenising]
         if len(self.loaded) < self.max_models:
             return True
         if not leaving:
-            min(self.loaded.values(), key=lambda model: model.loaded_at).is_leaving = True
+            min(self.loaded.values(), key=lambda model: model.loaded_at).is_draining = True
         return False
 
     def load_for(self, path: Path) -> None:
-        """Load a model for the requests that wait for it, which otherwise fail."""
+        """Load a model for the requests that wait for it; if that fails, they end with an error."""
         try:
             self.load(path)
             return

@@ -90,11 +90,11 @@ def matcher_of(tokenizer: Any, schema: dict[str, Any]) -> Any:
     except ValueError as error:  # of the tokenizer
         raise schema_error(f"cannot be used with this model: {reason(error)}") from error
     if matcher.is_error():
-        raise schema_error(f"has a schema that cannot be followed: {message_of(matcher)}")
+        raise schema_error(f"has a schema that cannot be followed: {error_message(matcher)}")
     return matcher
 
 
-def message_of(matcher: Any) -> str:
+def error_message(matcher: Any) -> str:
     """Why a matcher gave up, without our grammar."""
     first_line = matcher.get_error().partition("\n")[0]
     return first_line.rpartition("JSON schema: ")[2][:200]
@@ -120,4 +120,6 @@ def failure(sampling: Sampling) -> ApiError | None:
     tokens = sampling.allowed
     if not isinstance(tokens, JsonTokens) or not tokens.matcher.is_error():
         return None
-    return schema_error(f"has a schema that could not be followed to the end: {message_of(tokens.matcher)}")
+    return schema_error(
+        f"has a schema that could not be followed to the end: {error_message(tokens.matcher)}"
+    )

@@ -28,7 +28,9 @@ class Models:
         self, name: str, path: Path, load: Callable[[Path], tuple[Any, Any]], save_dir: Path | None = None
     ):
         self.name, self.path, self.load, self.save_dir = name, path, load, save_dir
-        self.known = self.paths()  # looked up again when a name is missing: files take long beside decoding
+        self.paths_by_name = (
+            self.paths()
+        )  # looked up again when a name is missing: files take long beside decoding
 
     def paths(self) -> dict[str, Path]:
         """Name -> file: the first model, then the weights of the folder, the newest first."""
@@ -47,10 +49,10 @@ class Models:
         """Name and file of the model that a request names. Raises ApiError if there is none."""
         if name is None:
             return self.name, self.path
-        if name not in self.known:
-            self.known = self.paths()  # a training may have made more
-        if name in self.known:
-            return name, self.known[name]
+        if name not in self.paths_by_name:
+            self.paths_by_name = self.paths()  # a training may have made more
+        if name in self.paths_by_name:
+            return name, self.paths_by_name[name]
         if ANY_MODEL.fullmatch(name):
             return self.name, self.path
         raise not_found(name)
@@ -58,8 +60,8 @@ class Models:
     def cards(self, samplings: dict[Path, Sampling], context: int) -> list[dict[str, Any]]:
         """What /v1/models says of each. samplings: of the loaded models, how they draw by default.
         continues_text: it was pretrained only."""
-        self.known, cards = self.paths(), []
-        for name, path in self.known.items():
+        self.paths_by_name, cards = self.paths(), []
+        for name, path in self.paths_by_name.items():
             if path not in samplings and not path.exists():
                 continue  # the first model, which was dropped from memory and deleted
             card: dict[str, Any] = {"id": name, "object": "model", "owned_by": "minimind"}

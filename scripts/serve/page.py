@@ -13,7 +13,7 @@ from fastapi.responses import FileResponse, Response
 from starlette.staticfiles import StaticFiles
 
 from common.errors import printable, reason
-from scripts.runs.run import ENDING, PLACES, Run
+from scripts.runs.run import LOCATION_SETTINGS, METRICS_SUFFIX, Run
 
 PAGE = Path(__file__).parent / "page"
 HEADERS = {
@@ -49,9 +49,11 @@ def add_page(app: FastAPI) -> None:
 
 def metrics_files(folder: Path) -> dict[str, Path]:
     """Name of the run -> its file, in the folder and the folders in it."""
-    paths = [*folder.glob(f"*{ENDING}"), *folder.glob(f"*/*{ENDING}")]
+    paths = [*folder.glob(f"*{METRICS_SUFFIX}"), *folder.glob(f"*/*{METRICS_SUFFIX}")]
     return {
-        printable(path.relative_to(folder).as_posix().removesuffix(ENDING)): path  # it need not be UTF-8
+        printable(
+            path.relative_to(folder).as_posix().removesuffix(METRICS_SUFFIX)
+        ): path  # it need not be UTF-8
         for path in paths
         if path.is_file()  # no pipe
     }
@@ -99,7 +101,9 @@ def runs_router(folder: Path) -> APIRouter:
             run = files.read(path)
         except OSError as error:
             raise HTTPException(404, f"the run {name!r} cannot be read ({reason(error)})") from error
-        settings = {setting: value for setting, value in run.settings.items() if setting not in PLACES}
+        settings = {
+            setting: value for setting, value in run.settings.items() if setting not in LOCATION_SETTINGS
+        }
         columns = {
             field: values
             for field, values in run.columns(POINTS).items()

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from common.errors import reason
-from dataset.records import message_of
+from dataset.records import to_message
 from model.answers import CALL
 from model.prompts import document_tokens, encode_pieces, prompt_pieces
 from scripts.serve.protocol import ApiError, ChatRequest, CompletionRequest, check_characters
@@ -23,18 +23,18 @@ def call_opening(names: list[str]) -> str:
     return f'{CALL}\n{{"name": {name}, "arguments": {{'
 
 
-def chat_prompt(asked: ChatRequest, context: int, tokenizer: Any) -> Iterator[list[int]]:
+def chat_prompt(params: ChatRequest, context: int, tokenizer: Any) -> Iterator[list[int]]:
     """The tokens of a conversation, up to where the assistant's next turn begins; the only prompt of its
     request. Raises ApiError."""
-    opening = call_opening(asked.forced_tools)
-    is_bound = opening or asked.schema_of_answer is not None  # from its first token on
-    thinks = False if is_bound else asked.thinks
+    opening = call_opening(params.forced_tools)
+    is_bound = opening or params.schema_of_answer is not None  # from its first token on
+    thinks = False if is_bound else params.thinks
     options = {} if thinks is None else {"enable_thinking": thinks}
-    tools = asked.tools if asked.tool_names else []
-    for number, item in enumerate(asked.messages, 1):
+    tools = params.tools if params.tool_names else []
+    for number, item in enumerate(params.messages, 1):
         check_parts(item, number)
     try:
-        turns = [message_of(item, f"message {number}") for number, item in enumerate(asked.messages, 1)]
+        turns = [to_message(item, f"message {number}") for number, item in enumerate(params.messages, 1)]
         pieces = prompt_pieces(tokenizer, turns, tools, opening, **options)
     except Exception as error:  # a message may hold anything
         raise ApiError(reason(error), param="messages") from error
@@ -56,9 +56,9 @@ def check_parts(message: Any, number: int) -> None:
             raise ApiError(text, param="messages")
 
 
-def text_prompts(asked: CompletionRequest, context: int, tokenizer: Any) -> Iterator[list[int]]:
+def text_prompts(params: CompletionRequest, context: int, tokenizer: Any) -> Iterator[list[int]]:
     """The tokens of each prompt of a completion. Raises ApiError."""
-    for text in asked.prompt:
+    for text in params.prompt:
         tokens = document_tokens(tokenizer, text)
         check_length(tokens, context, "prompt")
         yield tokens

@@ -297,18 +297,18 @@ def parse(kind: type[Body], body: bytes) -> Body:
     """A request from the body of its HTTP request. Raises ApiError if it is no JSON, or not such a
     request."""
     try:
-        asked = kind.model_validate_json(body)
+        params = kind.model_validate_json(body)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         # without the kinds of a union
         place = ".".join(str(part) for part in first["loc"] if "[" not in str(part))
         message = first["msg"].removeprefix("Value error, ")
         raise ApiError(f"{place}: {message}" if place else message, param=place or None) from error
-    harmless = REFUSED if getattr(asked, "tools", []) else REFUSED | {"parallel_tool_calls": [True, False]}
-    for name, value in (asked.model_extra or {}).items():
+    harmless = REFUSED if getattr(params, "tools", []) else REFUSED | {"parallel_tool_calls": [True, False]}
+    for name, value in (params.model_extra or {}).items():
         if name in REFUSED and not has_no_effect(value, harmless[name]):
             raise ApiError(f"'{name}' is not supported; {INSTEAD.get(name, 'leave it out')}", param=name)
-    return asked
+    return params
 
 
 def has_no_effect(value: Any, harmless: list[Any]) -> bool:

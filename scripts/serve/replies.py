@@ -68,7 +68,7 @@ class TextReply:
 
     async def events(self) -> AsyncIterator[str]:
         """The chunks as server-sent events. An error in the middle is the last one."""
-        with_usage = self.job.asked.stream_options.include_usage
+        with_usage = self.job.params.stream_options.include_usage
         head = self.head | {"object": self.streamed_kind} | ({"usage": None} if with_usage else {})
         try:
             async for choice in self.chunks():
@@ -91,11 +91,11 @@ class ChatReply(TextReply):
 
     prefix, kind, streamed_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, job: Job, model_name: str, asked: ChatRequest):
-        super().__init__(job, model_name, asked.n)
-        opening = call_opening(asked.forced_tools)  # stands in the prompt
-        thinks = bool(asked.thinks) and not opening
-        self.parsers = [AnswerParser(thinks, asked.tool_names) for _ in range(asked.n)]
+    def __init__(self, job: Job, model_name: str, params: ChatRequest):
+        super().__init__(job, model_name, params.n)
+        opening = call_opening(params.forced_tools)  # stands in the prompt
+        thinks = bool(params.thinks) and not opening
+        self.parsers = [AnswerParser(thinks, params.tool_names) for _ in range(params.n)]
         for parser in self.parsers:
             parser.push(opening)
         self.begun: set[int] = set()  # numbers of answers of which there was a chunk
@@ -150,8 +150,8 @@ async def respond(request: Request, reply: TextReply, finish: Callable[[Job], No
     request.state.watching = asyncio.create_task(watch())  # the loop itself keeps no reference
     await job.next()  # the prompts are accepted
     headers = {"Cache-Control": "no-cache"}
-    if job.asked.ignored_fields:
-        headers[IGNORED] = ", ".join(job.asked.ignored_fields)
-    if job.asked.stream:
+    if job.params.ignored_fields:
+        headers[IGNORED] = ", ".join(job.params.ignored_fields)
+    if job.params.stream:
         return StreamingResponse(reply.events(), media_type="text/event-stream", headers=headers)
     return JSONResponse(await reply.whole(), headers=headers)

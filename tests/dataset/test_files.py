@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from common.errors import UserError
 from dataset import files
-from dataset.files import expand_paths, find_files, place
+from dataset.files import expand_paths, find_files, format_source
 from dataset.records import to_chat
 from tests.dataset.conftest import arrow, csv_of, lines_of, parquet, records_of
 
@@ -142,7 +142,7 @@ def test_the_same_records_in_every_kind_of_file(name, write):
     path = write(name, COMPRESSED.get(suffix, bytes)(WRITERS[plain](rows)))
     found = records_of(path)
     assert [record for _, record in found] == rows
-    first, last = place(path, found[0][0]), place(path, found[-1][0])
+    first, last = format_source(path, found[0][0]), format_source(path, found[-1][0])
     if "array" in name or "indented" in name or "brackets" in name:
         assert (first, last) == (f"{path}[0]", f"{path}[1499]")
     else:
@@ -239,7 +239,7 @@ def test_a_broken_element_of_an_array_costs_only_itself(bad, write):
     """Where elements begin lines; one that is no object does anyway."""
     content = b'[\n  {"a": 1},\n  ' + bad + b',\n  {"c": [\n  3]}, 7\n]'
     (_, first), (line, why), *rest = records_of(path := write("x.json", content))
-    assert first == {"a": 1} and place(path, line) == f"{path}[1]"
+    assert first == {"a": 1} and format_source(path, line) == f"{path}[1]"
     assert ICONV in why if bad in BROKEN["another encoding"] else "not valid JSON (" in why
     assert rest == [(-3, {"c": [3]}), (-4, "no JSON object; write {...}")]
 

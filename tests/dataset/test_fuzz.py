@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import UserError
-from dataset.records import REFUSED, REFUSED_SWITCHES, SWITCHES, THOUGHTS
+from dataset.records import AMBIGUOUS_TRAIN_FLAGS, REASONING_FIELDS, REFUSED, TRAIN_FLAGS
 from tests.dataset.conftest import arrow, build, csv_of, lines_of, parquet
 
 LENGTH = 24
@@ -119,10 +119,10 @@ FIELDS = [
     "tool_calls",
     "function_call",
     "tools",
-    *THOUGHTS,
-    *SWITCHES,
+    *REASONING_FIELDS,
+    *TRAIN_FLAGS,
     *REFUSED,
-    *sorted(REFUSED_SWITCHES),
+    *sorted(AMBIGUOUS_TRAIN_FLAGS),
 ]
 SPEAKERS = st.sampled_from(["user", "assistant", "system", "tool", "human", "function_call", "observation"])
 MESSAGE = st.builds(

@@ -212,5 +212,5 @@ def test_of_a_book_the_last_lines_are_held_out(part_bytes, write, tokenizer, cac
 def test_a_text_with_few_line_ends_is_divided_by_the_share_all_the_same():
     """Such as a title and one long line, or a line for each chapter."""
     text = "A title\n" + "river " * 5000
-    held_out, train = Split(0.02, True).part_of(text), Split(0.02).part_of(text)
+    held_out, train = Split(0.02, True).split_text(text), Split(0.02).split_text(text)
     assert train + held_out == text and 590 <= len(held_out) <= 610

@@ -56,7 +56,7 @@ FORMS = [
     (chat_of(said("user", ["l", "m"]), said("assistant", ["1. a", "2. b"])), [said("user", "l\nm"), said("assistant", "1. a\n2. b")]),
     (chat_of(said("user", ["l\n", "m", " n"]), BOT), [said("user", "l\nm n"), BOT]),  # already apart
     (chat_of(said("user", [{"type": "input_text", "text": "q"}]), said("assistant", [{"type": "output_text", "text": "a", "annotations": []}])), [USER, BOT]),
-    *((chat_of(USER, BOT | {name: "hm"}), [USER, BOT | {"reasoning_content": "hm"}]) for name in record_formats.THOUGHTS),
+    *((chat_of(USER, BOT | {name: "hm"}), [USER, BOT | {"reasoning_content": "hm"}]) for name in record_formats.REASONING_FIELDS),
     (chat_of(USER, BOT | {"reasoning": "hm", "reasoning_details": [{"type": "reasoning.text", "text": "hm"}]}), [USER, BOT | {"reasoning_content": "hm"}]),
     (chat_of(USER, BOT | {"reasoning_details": [{"type": "reasoning.summary", "summary": "h"}, {"text": "m"}]}), [USER, BOT | {"reasoning_content": "h\nm"}]),
     (chat_of(USER, BOT | {"reasoning": None, "thinking": "", "thoughts": "hm"}), [USER, BOT | {"reasoning_content": "hm"}]),
@@ -81,7 +81,7 @@ def test_tools_stand_on_a_message_or_beside_the_conversation(tools):
         assert to_chat(record) == Chat([SYSTEM, USER, BOT], [TOOL])
 
 
-@pytest.mark.parametrize("switch", record_formats.SWITCHES)
+@pytest.mark.parametrize("switch", record_formats.TRAIN_FLAGS)
 def test_turns_that_are_not_trained(switch):
     off, on = BOT | {switch: 0.0}, BOT | {switch: True}
     assert to_chat(chat_of(USER | {switch: 0}, off, USER, on)).masked == (1,)
@@ -259,7 +259,7 @@ BAD_LINES = [
     ("sft", chat_of(USER, BOT | {"tool_calls": [{"function": CALL | {"arguments": "t=1"}}]}), "'arguments' of 'weather' is not"),
     ("sft", chat_of(USER, {"from": "function_call", "value": {"name": "f", "arguments": "{"}}), "'arguments' of 'f' is not"),
     *(("sft", chat_of(USER, BOT | {name: value}), f"'{name}' of message 2: does it train the turn")
-      for name in sorted(record_formats.REFUSED_SWITCHES) for value in (True, 0)),
+      for name in sorted(record_formats.AMBIGUOUS_TRAIN_FLAGS) for value in (True, 0)),
     ("sft", chat_of(USER, BOT | {"train_on": "false"}), "'train_on' is 'false'; it is a switch"),
     ("sft", chat_of(USER, BOT | {"reasoning": "x", "thinking": "y"}), "'reasoning' and 'thinking' of message 2 differ"),
     ("sft", chat_of(USER, BOT | {"thinking": True}), "'thinking' of message 2 is True instead of text"),
@@ -376,7 +376,7 @@ def test_another_form_is_one_entry(monkeypatch):
 
     monkeypatch.setitem(record_formats.FORMATS, "dialogue", dialogue)
     monkeypatch.setitem(record_formats.FORMATS, "ask", record_formats.read_question)
-    monkeypatch.setitem(record_formats.ANSWERS, "ask", ("reply",))
+    monkeypatch.setitem(record_formats.ANSWER_FIELDS, "ask", ("reply",))
     assert to_chat({"dialogue": ["q", "a"]}) == to_chat({"ask": "q", "reply": "a"}) == Chat([USER, BOT])
     with pytest.raises(BadRecord, match="both 'dialogue' and 'ask'"):
         to_chat({"dialogue": ["q", "a"], "ask": "q", "reply": "a"})

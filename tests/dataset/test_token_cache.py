@@ -122,7 +122,7 @@ def test_whatever_decides_the_samples_makes_another_cache(
     os.utime(path, ns=(0, os.stat(path).st_mtime_ns))
     found.append(build("pretrain", path, tokenizer, cache_dir))
     monkeypatch.setattr(token_cache, "ROOT", tmp_path / "code")
-    for name in token_cache.CODE:
+    for name in token_cache.CODE_FILES:
         write(f"code/{name}", (ROOT / name).read_bytes())
     write("code/dataset/show_samples.py", b"")  # which only shows them
     assert build("pretrain", path, tokenizer, cache_dir).path == found[-1].path
@@ -343,11 +343,12 @@ def test_data_without_a_sample_are_one_line(write, tokenizer, cache_dir):
         build("sft", write("x.txt", b"Call me Ishmael."), tokenizer, cache_dir)
 
 
-CODE = {"auto_map": {"AutoTokenizer": ["x.T", None]}, "tokenizer_class": "T"}
+CODE_FILES = {"auto_map": {"AutoTokenizer": ["x.T", None]}, "tokenizer_class": "T"}
 
 
 @pytest.mark.parametrize(
-    "files", [{}, {"tokenizer.json": "[]"}, {"tokenizer_config.json": json.dumps(CODE), "x.py": "exit(1)"}]
+    "files",
+    [{}, {"tokenizer.json": "[]"}, {"tokenizer_config.json": json.dumps(CODE_FILES), "x.py": "exit(1)"}],
 )
 def test_folders_that_hold_no_tokenizer(files, tmp_path):
     for name, content in files.items():

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from common.errors import UserError
 from dataset.records import is_blank
-from dataset.tokenizing import bytes_of_tokens, fingerprint
+from dataset.tokenizing import fingerprint, token_byte_lengths
 from model.prompts import prompt_tokens
 from tests.conftest import without_first_line_breaks
 from tests.dataset.conftest import samples_of
@@ -131,7 +131,7 @@ def test_the_text_of_special_tokens_in_the_data_is_text(kind, tokenizer, other_t
         spoken = tok.decode(samples[0].tokens[samples[0].loss_mask].tolist())
         times = 1 if kind == "dpo" else 2
         assert spoken == f"{forged}<|im_end|>" * times
-        spelled = bytes_of_tokens(tok)[samples[0].tokens][samples[0].loss_mask].sum()
+        spelled = token_byte_lengths(tok)[samples[0].tokens][samples[0].loss_mask].sum()
         assert spelled == len(forged.encode()) * times
 
 
@@ -259,7 +259,7 @@ def test_an_answer_too_long_is_cut_inside_and_one_out_of_reach_dropped(tokenizer
 def test_target_bytes_are_those_of_the_answers(tokenizer, turns):
     (sample,), _ = samples_of(tokenizer, "sft", [conversation(*turns)])
     answers = [without_first_line_breaks(text) for text in turns[1::2]]
-    spelled = bytes_of_tokens(tokenizer)[sample.tokens] * sample.loss_mask
+    spelled = token_byte_lengths(tokenizer)[sample.tokens] * sample.loss_mask
     assert spelled.sum() == sum(len(text.encode()) for text in answers)
 
 
@@ -329,7 +329,7 @@ def test_bytes_of_tokens_add_up_to_the_text(tokenizer, other_tokenizer, text):
     text = text.replace("<|im_end|>", "")  # it would be the special token
     for tok in (tokenizer, other_tokenizer):
         ids = tok.encode(text, add_special_tokens=False)
-        assert bytes_of_tokens(tok)[ids].sum() == len(text.encode())
+        assert token_byte_lengths(tok)[ids].sum() == len(text.encode())
 
 
 def test_bytes_of_a_tokenizer_with_byte_fallback():
@@ -345,8 +345,8 @@ def test_bytes_of_a_tokenizer_with_byte_fallback():
     tok.add_special_tokens({"bos_token": "<s>"})
     text = "a🙂b e\u0301 𠮷ab"
     ids = tok.encode(text, add_special_tokens=False)
-    assert bytes_of_tokens(tok)[ids].sum() == len(text.encode())
-    assert bytes_of_tokens(tok)[tok.bos_token_id] == 0
+    assert token_byte_lengths(tok)[ids].sum() == len(text.encode())
+    assert token_byte_lengths(tok)[tok.bos_token_id] == 0
 
 
 def test_the_fingerprint_is_that_of_what_decides_the_tokens(small_tokenizer):

@@ -64,7 +64,7 @@ def test_the_held_out_loss_is_the_trainers(kind, name, use_moe, corpus, monkeypa
         monkeypatch.setattr(evaluate, "BATCH_TOKENS", batch_tokens)
         path = str(corpus[name])
         args = SimpleNamespace(kind=kind, data_path=path, max_seq_len=24, text_separator=None)
-        figures = evaluate.judge_loss(args, model, TOKENIZER)["figures"]
+        figures = evaluate.evaluate_loss(args, model, TOKENIZER)["figures"]
         found = [figures["loss"]["value"], figures["bits per byte"]["value"]]
         assert found == pytest.approx([expected["eval_loss"], expected["eval_bpb"]], rel=1e-6)
 

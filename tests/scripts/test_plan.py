@@ -45,8 +45,8 @@ def data(tmp_path_factory):
 @pytest.fixture
 def start(data, tmp_path, monkeypatch, capsys):
     """Runs the command on small data and returns what it printed."""
-    monkeypatch.setattr(machine, "ENOUGH_SECONDS", 0.0)
-    monkeypatch.setattr(machine, "LARGE_UPDATE", 512)
+    monkeypatch.setattr(machine, "MIN_SECONDS", 0.0)
+    monkeypatch.setattr(machine, "MEASURED_TOKENS", 512)
 
     def run(*flags, **paths) -> str:
         argv = []
@@ -241,7 +241,7 @@ class Data(StageDataset):
     """So many items with so many tokens."""
 
     def __init__(self, num_tokens: int, items: int):
-        self.num_tokens, self.items, self.records = num_tokens, items, rules.FEW_CONVERSATIONS
+        self.num_tokens, self.items, self.records = num_tokens, items, rules.MIN_CONVERSATIONS
 
     def __len__(self) -> int:
         return self.items

@@ -19,7 +19,7 @@ from scripts.verify_resume import make_run, run_to_end, run_to_kill
 from tests.conftest import write_jsonl
 from tools.verify import launch as launches
 from tools.verify.compare import compare_runs, is_same
-from tools.verify.launch import WAYS, Launch, Run, is_alive
+from tools.verify.launch import KILL_METHODS, Launch, Run, is_alive
 
 # --- comparing
 
@@ -112,7 +112,7 @@ time.sleep(600 if depth != 1 else 0)
 
 def test_a_kill_leaves_no_process(run, tmp_path, monkeypatch):
     """Seven processes, of which two have ended: their children are orphans. None obeys SIGTERM."""
-    monkeypatch.setattr(launches, "GRACE", 0.5)
+    monkeypatch.setattr(launches, "GRACE_SECONDS", 0.5)
     pids = tmp_path / "pids"
     pids.mkdir()
     run.command = [sys.executable, "-c", FAMILY, "2", str(pids)]
@@ -135,7 +135,7 @@ def test_a_run_that_fails_by_itself_is_shown_with_its_last_lines(run):
     with pytest.raises(SystemExit, match=expected):
         run_to_end(run)
     with pytest.raises(SystemExit, match=expected):
-        run_to_kill(run, 600.0, True, WAYS[0])
+        run_to_kill(run, 600.0, True, KILL_METHODS[0])
 
 
 def test_a_run_that_starts_over_instead_of_resuming_is_found(run, monkeypatch):

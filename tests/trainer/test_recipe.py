@@ -20,7 +20,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from dataset.lm_dataset import PretrainDataset, SFTDataset
 from dataset.token_cache import load_tokenizer
-from dataset.tokenizing import bytes_of_tokens
+from dataset.tokenizing import token_byte_lengths
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from tests.conftest import ROOT, write_jsonl
 from tests.model.test_model_minimind import stock
@@ -222,7 +222,7 @@ def test_weights_of_records_are_those_of_a_plain_loop(corpus, tmp_path, stage):
     labels, weights = batch.pop("labels"), batch.pop("weights")
     with torch.no_grad():
         nats = float(weighted_sum(reference.eval()(**batch).logits, labels, weights))
-    spelled = bytes_of_tokens(tokenizer)[batch["input_ids"].numpy()] * weights.numpy()
+    spelled = token_byte_lengths(tokenizer)[batch["input_ids"].numpy()] * weights.numpy()
     assert found[-1]["eval_loss"] == pytest.approx(nats / float(weights.sum()), rel=1e-5)
     assert found[-1]["eval_bpb"] == pytest.approx(nats / math.log(2) / spelled.sum(), rel=1e-5)
 

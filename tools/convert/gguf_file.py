@@ -27,7 +27,7 @@ from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from scripts.train_tokenizer import PIECES
 from tools.convert.hugging_face import own_tensors, stock_config
 
-GENERATION_MARK = re.compile(r"\{%(-?)\s*(?:end)?generation\s*(-?)%\}")
+GENERATION_TAG = re.compile(r"\{%(-?)\s*(?:end)?generation\s*(-?)%\}")
 EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(\w+)\.weight")
 
 
@@ -119,7 +119,7 @@ def _add_tokenizer(writer: Any, tokenizer: PreTrainedTokenizerBase, vocab_size: 
     writer.add_add_space_prefix(False)
     if tokenizer.chat_template:
         # it renders the same without {% generation %}, which only transformers knows
-        writer.add_chat_template(GENERATION_MARK.sub(r"{#\1 \2#}", cast(str, tokenizer.chat_template)))
+        writer.add_chat_template(GENERATION_TAG.sub(r"{#\1 \2#}", cast(str, tokenizer.chat_template)))
 
 
 def pattern_name(tokenizer: dict[str, Any]) -> str:

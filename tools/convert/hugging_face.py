@@ -39,8 +39,8 @@ def stock_config(config: MiniMindConfig) -> PretrainedConfig:
     exported = [name for name in fields if name not in NOT_EXPORTED]
     common = {name: fields[name] for name in exported if name in kind.__annotations__}
     stock = kind(**common, architectures=[architecture])
-    carried = {name: getattr(stock, name) for name in common}
-    as_default = MiniMindConfig(**carried).own_fields()
+    exported_values = {name: getattr(stock, name) for name in common}
+    as_default = MiniMindConfig(**exported_values).own_fields()
     lost = []
     for name in exported:
         is_off = not as_default[name] and not fields[name]  # 0, False, None

@@ -45,12 +45,12 @@ def sample_chats() -> list[dict[str, Any]]:
     """Arguments of `apply_chat_template`: one or several turns, a system message, reasoning, tools."""
     turns = [record["conversations"] for record in make_corpus(seed=0)["sft_eval.jsonl"][:4]]
     system = {"role": "system", "content": "你是 a helpful assistant."}
-    asked = {"role": "user", "content": "weather?"}
+    question = {"role": "user", "content": "weather?"}
     call = {"type": "function", "function": {"name": "weather", "arguments": {"city": "北京"}}}
-    called = {"role": "assistant", "content": "", "tool_calls": [call]}
-    thought = {"role": "assistant", "reasoning_content": "想一想", "content": " fine\n"}
-    chats = [*turns, [system, *turns[0]], [asked, thought, asked]]
-    chats.append([asked, called, {"role": "tool", "content": "20°C"}])
+    call_turn = {"role": "assistant", "content": "", "tool_calls": [call]}
+    reasoning_turn = {"role": "assistant", "reasoning_content": "想一想", "content": " fine\n"}
+    chats = [*turns, [system, *turns[0]], [question, reasoning_turn, question]]
+    chats.append([question, call_turn, {"role": "tool", "content": "20°C"}])
     return [
         {"conversation": chat, "tools": tools, "add_generation_prompt": prompt}
         for chat in chats

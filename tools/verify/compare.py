@@ -12,28 +12,29 @@ from torch import Tensor
 from trainer.report.metrics import read_metrics
 from trainer.weights.checkpoint import read_file
 
-TIMES = re.compile(r"second|_wait$|^mfu|_mb$")  # fields of a record that differ from run to run
+TIMING_FIELDS = re.compile(r"second|_wait$|^mfu|_mb$")  # fields of a record that differ from run to run
 # fields of a checkpoint; the others hold times and the name of the run
-STATE = ("model", "optimizer", "scaler", "epoch", "step", "update", "tokens", "samples_done", "best_eval")
+STATE_FIELDS = ("model", "optimizer", "scaler", "epoch", "step", "update", "tokens")
+STATE_FIELDS += ("samples_done", "best_eval")
 
 
 def compare_runs(right: Path, other: Path) -> list[str]:
     """What differs between the files of two finished runs, a line for each file: weights, also the best and
     kept ones, adapters, checkpoint, metrics."""
-    found = []
+    differences = []
     for path in sorted(right.rglob("*")):
         name = path.relative_to(right)
         if path.suffix not in (".pth", ".safetensors", ".jsonl") or path.stem.endswith("_previous"):
             continue
         if not (other / name).exists():
-            found.append(f"{name} is missing")
+            differences.append(f"{name} is missing")
             continue
         values, others = dict(leaves(content(path))), dict(leaves(content(other / name)))
         keys = values | others
         differing = [key for key in keys if not is_same(values.get(key), others.get(key))]
         if differing:
-            found.append(f"{name}: {len(differing)} values differ, the first is {differing[0]}")
-    return found
+            differences.append(f"{name}: {len(differing)} values differ, the first is {differing[0]}")
+    return differences
 
 
 def content(path: Path) -> Any:
@@ -42,13 +43,16 @@ def content(path: Path) -> Any:
         return load_file(path)
     if path.suffix == ".jsonl":
         records = read_metrics(path)
-        return [{key: value for key, value in each.items() if not TIMES.search(key)} for each in records]
+        fields = [
+            [item for item in record.items() if not TIMING_FIELDS.search(item[0])] for record in records
+        ]
+        return [dict(items) for items in fields]
     state = read_file(path)
-    return {key: state.get(key) for key in STATE} if "optimizer" in state else state
+    return {key: state.get(key) for key in STATE_FIELDS} if "optimizer" in state else state
 
 
 def leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Each value in nested dicts and lists with the way to it, such as `optimizer.state.2.step`."""
+    """Each value in nested dicts and lists with its path, such as `optimizer.state.2.step`."""
     if isinstance(value, (list, tuple)):
         value = dict(enumerate(value))
     if not isinstance(value, dict):

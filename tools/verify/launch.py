@@ -18,10 +18,10 @@ from common.settings import StageArgs
 from trainer.report.metrics import read_metrics
 from trainer.weights.checkpoint import read_checkpoint
 
-WAYS = ("SIGKILL to all processes", "SIGTERM", "SIGKILL to torchrun alone")
-MARK = "VERIFY_RESUME_LAUNCH"  # variable by which the processes of a launch are found
-POLL = 0.01  # seconds between two looks at a run
-GRACE = 60.0  # seconds for a run to save and end
+KILL_METHODS = ("SIGKILL to all processes", "SIGTERM", "SIGKILL to torchrun alone")
+LAUNCH_VARIABLE = "VERIFY_RESUME_LAUNCH"  # variable by which the processes of a launch are found
+POLL_SECONDS = 0.01  # between two checks of a run
+GRACE_SECONDS = 60.0  # for a run to save and end
 
 
 @dataclass
@@ -66,7 +66,7 @@ class Launch:
         run.launches += 1
         self.run, self.log = run, run.folder / f"launch_{run.launches}.log"
         self.saved, self.metrics_time = run.saved_update(), run.metrics_time()
-        self.begin, self.seen = time.monotonic(), set[psutil.Process]()
+        self.begin, self.known_processes = time.monotonic(), set[psutil.Process]()
         with open(self.log, "wb") as out:
             self.process = subprocess.Popen(
                 run.command,
@@ -74,7 +74,7 @@ class Launch:
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                env=os.environ | {MARK: str(self.log)},
+                env=os.environ | {LAUNCH_VARIABLE: str(self.log)},
             )
 
     def close(self) -> None:
@@ -96,7 +96,7 @@ class Launch:
     def wait_for_training(self) -> None:
         """Return when it trains, or has ended."""
         while self.process.poll() is None and not self.is_training():
-            time.sleep(POLL)
+            time.sleep(POLL_SECONDS)
 
     def ends_within(self, seconds: float | None) -> bool:
         """Whether it ends by itself in this time; None: wait for it. FAIL if it ends with an error."""
@@ -107,29 +107,30 @@ class Launch:
         return self.process.returncode is not None
 
     def processes(self) -> set[psutil.Process]:
-        """Those of its processes that run, also without their parent."""
+        """Its running processes, also those whose parent has ended."""
         for process in psutil.process_iter():
             with suppress(psutil.Error):  # it has ended, or is somebody else's
-                if process.environ().get(MARK) == str(self.log):
-                    self.seen.add(process)
+                if process.environ().get(LAUNCH_VARIABLE) == str(self.log):
+                    self.known_processes.add(process)
         # one that is about to end has no environment any more, but still holds its files and locks
-        self.seen = {process for process in self.seen if is_alive(process)}
-        return self.seen
+        self.known_processes = {process for process in self.known_processes if is_alive(process)}
+        return self.known_processes
 
-    def kill(self, way: str) -> None:
-        """Kill it in one of WAYS. FAIL if it was to save and end, and a process is left after GRACE."""
-        if way != "SIGKILL to all processes":
-            self.process.send_signal(signal.SIGTERM if way == "SIGTERM" else signal.SIGKILL)
-            end = time.monotonic() + GRACE
+    def kill(self, method: str) -> None:
+        """Kill it by one of KILL_METHODS. FAIL if a process is left GRACE_SECONDS after SIGTERM or the
+        kill of torchrun."""
+        if method != "SIGKILL to all processes":
+            self.process.send_signal(signal.SIGTERM if method == "SIGTERM" else signal.SIGKILL)
+            end = time.monotonic() + GRACE_SECONDS
             while self.processes():
                 if time.monotonic() > end:
-                    self.fail(f"processes are left {GRACE:.0f} s after {way}")
-                time.sleep(POLL)
+                    self.fail(f"processes are left {GRACE_SECONDS:.0f} s after {method}")
+                time.sleep(POLL_SECONDS)
         self.close()
 
     def check_begin(self) -> str:
-        """Where it began, as text. FAIL if not at the checkpoint that there was: it would reach the same
-        bits, too."""
+        """Where it began, as text. FAIL if not at the checkpoint before it: a run from the start would end
+        with the same bits, too."""
         if self.saved is None:
             return "from the start"
         begin = re.search(r"^resuming .*\bupdate (\d+)", self.log.read_text("utf-8", "replace"), re.M)
@@ -139,7 +140,8 @@ class Launch:
         return f"resumed from update {self.saved}"
 
     def fail(self, what: str) -> NoReturn:
-        """End the script with the last lines of the run. What a new run refuses is a mistake of the user."""
+        """End the script with the last lines of the run. Raises UserError if a run without a checkpoint
+        ended with an error line: a mistake in the flags."""
         lines = self.log.read_text("utf-8", "replace").splitlines()
         refusals = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
         if refusals and self.saved is None:

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 
 from common.errors import UserError, reason
 from common.plugins import import_named
-from dataset.records import BadRecord, message_of
-from dataset.report import why_bad
+from dataset.records import BadRecord, to_message
+from dataset.report import describe_error
 from dataset.rollout_prompts import RolloutPrompt
 
 Call = dict[str, Any]  # {"name": ..., "arguments": {...}}
@@ -54,10 +54,10 @@ def checked_replies(replies: Any) -> list[dict]:
     messages = []
     for number, reply in enumerate(replies, 1):
         try:
-            messages.append(message_of(reply, f"message {number} of its reply"))
+            messages.append(to_message(reply, f"message {number} of its reply"))
             json.dumps(messages[-1], ensure_ascii=False).encode()  # fails for half a character
         except (BadRecord, TypeError, UnicodeEncodeError) as error:
-            raise ValueError(why_bad(error)) from None
+            raise ValueError(describe_error(error)) from None
         if messages[-1]["role"] == "assistant":
             raise ValueError(
                 f"message {number} of its reply has the role assistant, which is the model's; use tool"

@@ -77,9 +77,9 @@ def test_without_its_settings_a_run_has_a_title_and_no_verdict():
 def test_a_plan_beside_what_came(tmp_path):
     run = run_of([5.0, 4.0])
     run.path = tmp_path / "pretrain_64_metrics.jsonl"
-    assert report.outcome(run, "en") is None
+    assert report.compare_with_plan(run, "en") is None
     (tmp_path / "plan.json").write_text('{"pretrain_64": 90.0}')
-    assert report.outcome(run, "en") == "2.0 min of updates and evaluations; planned: 1.5 min"
+    assert report.compare_with_plan(run, "en") == "2.0 min of updates and evaluations; planned: 1.5 min"
 
 
 def test_the_page_shows_paths_as_they_are_typed():

@@ -2,7 +2,7 @@
 
 import json
 
-from scripts.runs.run import ANSWERS, AXES, Run, differing, read_settings
+from scripts.runs.run import AXES, MAX_ANSWERS, Run, differing_settings, read_settings
 
 
 def run_of(*records: dict) -> Run:
@@ -23,7 +23,7 @@ def test_samples_show_how_answers_changed_and_stay_beside_the_last_rollout():
     records = [{"update": i, "samples": [{"prompt": "p", "answer": a}]} for i, a in enumerate(answers, 1)]
     rollouts = [{"update": i, "samples": [{"prompt": f"r{i}", "answer": "x", "reward": 1}]} for i in range(3)]
     run = run_of(*records, *rollouts)
-    assert run.samples == {"p": [(1, "a"), (4, "c"), (6, "d"), (7, "e"), (8, "f")]} and ANSWERS == 5
+    assert run.samples == {"p": [(1, "a"), (4, "c"), (6, "d"), (7, "e"), (8, "f")]} and MAX_ANSWERS == 5
     assert run.rollout == {"r2": [(2, "x")]}
 
 
@@ -36,4 +36,7 @@ def test_settings_that_differ_and_a_file_that_is_not_there(tmp_path):
     (tmp_path / "a_64_run.json").write_text(json.dumps(content))
     assert read_settings(metrics) == ({"stage": "s", "x": "1", "y": "none"}, {"run": 1})
     runs = [{"a": "1", "b": "2", "save_dir": "x"}, {}, {"a": "1", "b": "3", "c": "4", "save_dir": "y"}]
-    assert differing(runs) == ["b", "c"] and differing(runs[:2]) == differing([]) == []
+    assert (
+        differing_settings(runs) == ["b", "c"]
+        and differing_settings(runs[:2]) == differing_settings([]) == []
+    )

@@ -83,9 +83,9 @@ def test_a_body_is_counted_while_it_comes(server, length):
     ],
 )
 def test_what_cannot_fit_is_refused_by_its_size(kind, fields, param):
-    asked = parse(kind, json.dumps(fields).encode())
+    params = parse(kind, json.dumps(fields).encode())
     with pytest.raises(ApiError) as error:
-        asked.check_size(CONTEXT, 64)
+        params.check_size(CONTEXT, 64)
     assert (error.value.param, error.value.code) == (param, "context_length_exceeded")
 
 
@@ -115,9 +115,9 @@ def test_prompts_times_n_are_bounded():
             CONTEXT, 64
         )
     for count, n in ((65, 2), (1, 57)):  # 64 slots write 56 answers together
-        asked = parse(CompletionRequest, json.dumps({"prompt": ["a"] * count, "n": n}).encode())
+        params = parse(CompletionRequest, json.dumps({"prompt": ["a"] * count, "n": n}).encode())
         with pytest.raises(ApiError):
-            asked.check_size(CONTEXT, 64)
+            params.check_size(CONTEXT, 64)
 
 
 # --- fairness
@@ -137,8 +137,8 @@ def fake_model(monkeypatch: pytest.MonkeyPatch, slots: int) -> LoadedModel:
 
 
 def wait_in(model: LoadedModel, client: str, prompt_count: int = 1, n: int = 1) -> Job:
-    asked: Any = SimpleNamespace(n=n)
-    job = Job(asked, Path("x"), lambda _: iter(()), client, loop=None, progress=None)  # type: ignore[arg-type]
+    params: Any = SimpleNamespace(n=n)
+    job = Job(params, Path("x"), lambda _: iter(()), client, loop=None, progress=None)  # type: ignore[arg-type]
     job.prompts.extend((n * number, [1]) for number in range(prompt_count))
     model.waiting.append(job)
     return job
@@ -151,9 +151,9 @@ def begin_all(model: LoadedModel) -> list[Job]:
         job.prompts.popleft()
         if not job.prompts:
             model.waiting.remove(job)
-        for number in range(job.asked.n):
+        for number in range(job.params.n):
             model.writing[object()] = SimpleNamespace(job=job, number=number)  # type: ignore[index]
-        model.decoder.free -= job.asked.n
+        model.decoder.free -= job.params.n
         begun.append(job)
     return begun
 

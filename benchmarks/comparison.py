@@ -1,4 +1,4 @@
-"""Speed as a ratio: another trainer in its own process (tools/bench/peers.py), in turn with ours, on the
+"""Speed as a ratio: another trainer in its own process (benchmarks/peers.py), in turn with ours, on the
 tokens of the same samples."""
 
 import argparse
@@ -28,8 +28,8 @@ from trainer.devices.wrapping import unwrap
 from trainer.run.state import TrainState
 
 # Fields of the model's shape for which MiniMind's scripts have no flag
-BEYOND_FLAGS = ("vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")
-BEYOND_FLAGS += ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "router_aux_loss_coef")
+SHAPE_FIELDS = ("vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")
+SHAPE_FIELDS += ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "router_aux_loss_coef")
 FLAGS = ("hidden_size", "num_hidden_layers", "use_moe", "max_seq_len")
 RECIPE = ("batch_size", "accumulation_steps", "learning_rate", "grad_clip")  # ours where speed is compared
 TOLERANCE = 0.02  # relative, of the losses: bfloat16 against float32 over the updates of a benchmark
@@ -68,12 +68,12 @@ def write_samples(path: Path, dataset: StageDataset, order: Iterable[int], count
 def peer_settings(
     options: argparse.Namespace, tokenizer: Any, state: TrainState, folder: Path
 ) -> dict[str, Any]:
-    """What tools/bench/peers.py gets: our settings, so that both train the same model in the same way, or
+    """What benchmarks/peers.py gets: our settings, so that both train the same model in the same way, or
     with --until_loss the same model by the peer's own recipe."""
     config = cast(MiniMindConfig, state.lm_config)
     flags: dict[str, Any] = {"device": str(state.device)}
-    follows_own = options.until_loss is not None
-    for name in FLAGS if follows_own else FLAGS + RECIPE:
+    own_recipe = options.until_loss is not None
+    for name in FLAGS if own_recipe else FLAGS + RECIPE:
         value = getattr(state.args, name)
         flags[name] = int(value) if isinstance(value, bool) else value
     stock = json.loads(config.to_json_string(use_diff=False))
@@ -84,13 +84,13 @@ def peer_settings(
         "path": str(Path(options.peer_path or ".").resolve()),
         "data": str(folder / "data.jsonl"),
         "held_out": str(folder / "held_out.jsonl"),
-        "own_flags": shlex.split(options.peer_flags) if follows_own else None,
+        "own_flags": shlex.split(options.peer_flags) if own_recipe else None,
         "weights": str(folder / "weights.pth"),
         "folder": str(folder / "out"),
         "tokenizer": str(Path(tokenizer.name_or_path).resolve()),
         "pad_id": tokenizer.pad_token_id or 0,
         "flags": flags,
-        "shape": {name: getattr(config, name) for name in BEYOND_FLAGS},
+        "shape": {name: getattr(config, name) for name in SHAPE_FIELDS},
         "stock": stock,
         "bf16": autocast_dtype(state.autocast, state.device) == torch.bfloat16,
     }
@@ -128,7 +128,7 @@ class Peer:
         env |= {"TOKENIZERS_PARALLELISM": "false"}
         env["PYTHONPATH"] = settings["path"] if self.name == "minimind" else ""
         self.log = open(folder / "log", "w+", encoding="utf-8", errors="replace")  # noqa: SIM115 (until exit)
-        command = [sys.executable, str(ROOT / "tools/bench/peers.py")]
+        command = [sys.executable, str(ROOT / "benchmarks/peers.py")]
         streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self.log}
         self.process = subprocess.Popen(command, cwd=folder / "run", env=env, encoding="utf-8", **streams)
         self.stdin, self.stdout = cast(IO[str], self.process.stdin), cast(IO[str], self.process.stdout)
