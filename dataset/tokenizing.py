@@ -26,6 +26,7 @@ from dataset.files import Record, Source
 from dataset.records import (
     BadRecord,
     Chat,
+    document_name,
     find_format,
     is_blank,
     to_chat,
@@ -129,7 +130,7 @@ class SampleMaker:
             texts = [self.rendered(chat) for chat in to_pair(record)]
         elif self.kind == "sft":
             texts = [self.rendered(to_chat(record))]
-        elif record.get("text") is None and find_format(record)[0]:
+        elif document_name(record) is None and find_format(record)[0]:
             check_template(self.template)
             chat = to_chat(record)
             if chat.masked:

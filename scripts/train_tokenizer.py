@@ -27,7 +27,7 @@ from common.errors import UserError
 from common.hub import local_path
 from common.settings import ROOT, StageArgs
 from dataset.files import expand_paths, place, read_records
-from dataset.records import PAIRS, BadRecord, to_chat, to_pair, to_text
+from dataset.records import PAIRS, BadRecord, document_name, to_chat, to_pair, to_text
 from dataset.report import why_bad
 
 COPIED = ("tokenizer_config.json", "chat_template.jinja")  # from model/
@@ -83,7 +83,7 @@ def read_texts(path: str, separator: str = "", skip_bad: bool = False) -> Iterat
 
 def text_of(record: dict) -> str:
     """All text of a record of any stage. Raises BadRecord."""
-    if "text" in record:
+    if document_name(record) or "text" in record:
         return to_text(record)
     is_pair = any(name in record for names in PAIRS for name in names)
     chats = to_pair(record) if is_pair else [to_chat(record, answered=False)]
