@@ -1,6 +1,7 @@
 """Data and models on Hugging Face: a path on the hub goes in, that of its local copy comes out.
 
-    hf://datasets/OWNER/NAME/FILE  data; a pattern instead of FILE, or no FILE: the whole dataset
+    hf://datasets/OWNER/NAME/FILE  data; a pattern instead of FILE (PATTERN[:N]: its first N files), or no
+                                   FILE: the whole dataset
     hf://OWNER/NAME                the folder of a model; OWNER/NAME/FILE: one file of it
 
 OWNER/NAME@REVISION is a branch, a tag or a commit. huggingface_hub downloads, so its variables hold
@@ -8,6 +9,7 @@ OWNER/NAME@REVISION is a branch, a tag or a commit. huggingface_hub downloads, s
 the contents.
 """
 
+import glob
 import re
 import sys
 from pathlib import Path
@@ -15,6 +17,7 @@ from typing import Any
 
 from common.errors import UserError, reason, say
 from common.launcher import launch
+from common.patterns import fits, has_pattern, split_first, take_first
 
 PATH = re.compile(
     r"hf://(?P<kind>datasets/|models/)?(?!(datasets|models)/)"
@@ -64,7 +67,8 @@ def local_copy(typed: str, tokenizer_only: bool) -> Path:
     if typed.startswith("modelscope://"):
         command = "modelscope download --dataset OWNER/NAME FILE, or --model OWNER/NAME"
         raise UserError(f"{typed}: download it ({command}, with --local_dir FOLDER), and give its place")
-    path = PATH.fullmatch(typed)
+    without_first, count = split_first(typed)
+    path = PATH.fullmatch(without_first)
     if path is None:
         raise UserError(f"{typed}: write hf://datasets/OWNER/NAME/FILE for data, hf://OWNER/NAME for a model")
     from huggingface_hub import constants, errors
@@ -76,7 +80,9 @@ def local_copy(typed: str, tokenizer_only: bool) -> Path:
     page = f"{constants.ENDPOINT}/{'datasets/' if path['kind'] == 'datasets/' else ''}{path['repo']}"
     login = "log in (hf auth login, or HF_TOKEN)"
     try:
-        copy = download(path, tokenizer_only)
+        copy = download(path, count, tokenizer_only)
+    except UserError:
+        raise
     except errors.GatedRepoError:
         problem = f"it is gated: ask for access at {page}, then {login}"
     except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, errors.RemoteEntryNotFoundError):
@@ -93,12 +99,13 @@ def local_copy(typed: str, tokenizer_only: bool) -> Path:
             raise UserError(f"{typed}: the repository holds no such file or folder; check the name")
         if launch().rank == 0:
             say(f"{typed}: {copy}")
-        return copy
+        return copy if count is None else Path(f"{copy}[:{count}]")
     raise UserError(f"{typed}: {problem}")
 
 
-def download(path: re.Match, tokenizer_only: bool) -> Path:
-    """Download what the parts of PATH name. Raises whatever huggingface_hub does."""
+def download(path: re.Match, count: int | None, tokenizer_only: bool) -> Path:
+    """Download what the parts of PATH name; of a pattern's files the first `count`, or all. Raises UserError
+    where there are fewer, and whatever huggingface_hub does."""
     from huggingface_hub import hf_hub_download, snapshot_download
 
     kind = "dataset" if path["kind"] == "datasets/" else "model"
@@ -108,6 +115,11 @@ def download(path: re.Match, tokenizer_only: bool) -> Path:
         return Path(hf_hub_download(filename=file, **options))
     if kind == "dataset":
         patterns = [file, f"{file}/*"] if file else None
+        if count is not None:
+            if "**" in file:
+                raise UserError(f"{path.string}[:{count}]: ** takes no [:N] on a hub; name the folder")
+            names = [name for name in names_in(path["repo"], path["revision"]) if fits(name, file)]
+            patterns = [glob.escape(name) for name in take_first(names, count, path.string)]
         return Path(snapshot_download(allow_patterns=patterns, **options)) / file
     names = TOKENIZER if tokenizer_only else TOKENIZER + MODEL + WEIGHTS
     prefix = f"{file}/" if file else ""
@@ -117,9 +129,17 @@ def download(path: re.Match, tokenizer_only: bool) -> Path:
     return folder
 
 
-def has_pattern(file: str) -> bool:
-    """Whether it stands for the files that a pattern fits."""
-    return any(character in file for character in "*?[")
+def names_in(repo: str, revision: str | None) -> list[str]:
+    """The names of all files of a dataset; without network those of its copy. Raises whatever huggingface_hub
+    does where there is no copy either."""
+    from huggingface_hub import HfApi, snapshot_download
+
+    try:
+        return [file.rfilename for file in HfApi().dataset_info(repo, revision=revision).siblings or []]
+    except Exception:  # of the network, in any of several libraries
+        # downloads nothing: finds the copy, or says what is wrong
+        copy = Path(snapshot_download(repo, repo_type="dataset", revision=revision, allow_patterns=[]))
+        return [path.relative_to(copy).as_posix() for path in copy.rglob("*") if path.is_file()]
 
 
 def shown_name(path: Path) -> str:

@@ -100,8 +100,8 @@ class DataConfig(Settings):
     )
     data_path: str | None = setting(
         None,
-        "training data: file, folder or glob, several separated by commas (JSON, Parquet, CSV, Arrow, text), "
-        "each with a weight after a colon to mix them",
+        "training data: file, folder, glob (GLOB[:N]: its first N files) or hf://..., several separated by "
+        "commas (JSON, Parquet, CSV, Arrow, text), each with a weight after a colon to mix them",
     )
     eval_data_path: str | None = setting(
         None, "held-out data, in the same forms; gives eval_loss, eval_bpb and <save_weight>_best"

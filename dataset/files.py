@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 from common.contents import HEAD, describe, foreign, is_binary, not_utf8
 from common.errors import UserError, reason
+from common.patterns import split_first, take_first
 from dataset.records import ANSWER_FIELDS, FORMATS, PAIR, BadRecord, parse_json
 
 PLAIN_TEXT = (".txt", ".md")
@@ -78,8 +79,9 @@ def split_data_path(data_path: str) -> list[str]:
 
 
 def expand_paths(data_path: str) -> list[str]:
-    """The files of `data_path`: files, globs and folders (searched recursively), separated by commas. A file
-    that is named twice is read once. Raises UserError if there is none."""
+    """The files of `data_path`: files, globs (GLOB[:N]: its first N files) and folders (searched
+    recursively), separated by commas. A file that is named twice is read once. Raises UserError where there
+    are none."""
     files, _ = find_files(data_path)
     return files
 
@@ -90,7 +92,9 @@ def find_files(data_path: str) -> tuple[list[str], list[str]]:
     unique: dict[str, str] = {}  # real path -> the first name of it
     skipped: list[str] = []
     for part in split_data_path(data_path):
-        typed = os.path.expanduser(part)
+        typed, count = os.path.expanduser(part), None
+        if not os.path.exists(typed):
+            typed, count = split_first(typed)
         if os.path.isdir(typed):
             paths, others = list_data_files(typed)
             skipped += others
@@ -99,6 +103,8 @@ def find_files(data_path: str) -> tuple[list[str], list[str]]:
         else:
             names = [typed] if os.path.exists(typed) else glob.glob(typed, recursive=True)
             paths = [path for path in names if os.path.isfile(path)]
+        if count is not None:
+            paths = take_first(paths, count, typed)
         if not paths:
             raise UserError(f"{part}: no such file, or a folder without data; check the path")
         for path in sorted(paths):

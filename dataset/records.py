@@ -1,6 +1,6 @@
 """What a record holds: a text (pretraining), a conversation (SFT) or two of them (DPO).
 
-pretrain  {"text"}, or a conversation
+pretrain  {"text"}, or {"content"} that is no message, or a conversation
 SFT       {"conversations" | "messages": [...]}; {"conversation": [...]} with turns of a question and its
           answer; or a question and its answer by the names of ANSWERS, with optional "input" or "context"
           (below the question) and "history": [[question, answer], ...]; beside either, optional "system" or
@@ -106,11 +106,21 @@ class Chat(NamedTuple):
 # --- the records of each stage
 
 
+def document_name(record: dict) -> str | None:
+    """The field that holds a record's document, if there is one: `text`, or `content` where it belongs to no
+    message and stands beside no conversation."""
+    if record.get("text") is not None:
+        return "text"
+    is_document = record.get("content") is not None and "role" not in record and not find_format(record)[0]
+    return "content" if is_document else None
+
+
 def to_text(record: dict) -> str:
     """The document of a pretraining record. Raises BadRecord."""
-    if "text" not in record:
+    name = document_name(record) or "text"
+    if name not in record:
         raise BadRecord(f"no 'text' ({describe_keys(record)}); write {{\"text\": ...}} or a conversation")
-    return get_text(record, "text")
+    return get_text(record, name)
 
 
 def to_chat(record: dict, needs_answer: bool = True) -> Chat:
@@ -280,7 +290,7 @@ def held_out_key(record: dict, is_document: bool) -> str:
 
     is_document: for pretraining, where a record's "text" comes first.
     """
-    if is_document and record.get("text") is not None:
+    if is_document and document_name(record):
         text = to_text(record)
         question = CHATML_QUESTION.search(text)
         return question[1] if question else text
@@ -297,8 +307,8 @@ def unread_fields(record: dict, is_document: bool) -> set[str]:
     """The fields of a record that are ignored, those of messages as `messages[].name`. is_document: as in
     `held_out_key`."""
     unread: set[str] = set()
-    if is_document and record.get("text") is not None:
-        read = {"text", *WEIGHTS}
+    if is_document and (document := document_name(record)):
+        read = {document, *WEIGHTS}
     else:
         key, answer = find_format(record)
         with_messages = (key, answer, *pair_names(record))

@@ -26,6 +26,7 @@ from dataset.files import Record, Source
 from dataset.records import (
     BadRecord,
     Chat,
+    document_name,
     find_format,
     get_weight,
     is_blank,
@@ -131,7 +132,7 @@ class SampleMaker:
             texts = [self.render_with_targets(chat) for chat in to_pair(record)]
         elif self.kind == "sft":
             texts = [self.render_with_targets(to_chat(record))]
-        elif record.get("text") is None and find_format(record)[0]:
+        elif document_name(record) is None and find_format(record)[0]:
             check_template(self.template)
             chat = to_chat(record)
             if chat.masked:

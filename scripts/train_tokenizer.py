@@ -27,7 +27,7 @@ from common.errors import UserError
 from common.hub import local_path
 from common.settings import ROOT, StageArgs
 from dataset.files import expand_paths, format_source, read_records
-from dataset.records import PAIR_NAMES, BadRecord, to_chat, to_pair, to_text
+from dataset.records import PAIR_NAMES, BadRecord, document_name, to_chat, to_pair, to_text
 from dataset.report import describe_error
 
 COPIED_FILES = ("tokenizer_config.json", "chat_template.jinja")  # from model/
@@ -85,7 +85,7 @@ def read_texts(path: str, separator: str = "", skip_bad: bool = False) -> Iterat
 
 def all_text(record: dict) -> str:
     """All text of a record of any stage. Raises BadRecord."""
-    if "text" in record:
+    if document_name(record) or "text" in record:
         return to_text(record)
     is_pair = any(name in record for names in PAIR_NAMES for name in names)
     chats = to_pair(record) if is_pair else [to_chat(record, needs_answer=False)]

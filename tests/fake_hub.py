@@ -8,7 +8,7 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-API = re.compile(r"/api/(models|datasets)/([^/]+/[^/]+)/(revision|tree)/([^/?]+).*")
+API = re.compile(r"/api/(models|datasets)/([^/]+/[^/?]+)(?:/(revision|tree)/([^/?]+).*)?")
 FILE = re.compile(r"/(models/|datasets/)?([^/]+/[^/]+)/resolve/([^/]+)/(.+)")
 
 
@@ -49,7 +49,7 @@ class Hub:
             def do_GET(self):
                 if match := API.fullmatch(self.path):
                     kind, repo, what, revision = match.groups()
-                    self.about(f"{kind}/{repo}", what, revision)
+                    self.about(f"{kind}/{repo}", what or "revision", revision or "main")
                 elif match := FILE.fullmatch(self.path):
                     kind, repo, revision, name = match.groups()
                     self.file(f"{kind or 'models/'}{repo}", revision, name)

@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import functools
 import io
+import itertools
 import json
 import re
 import runpy
@@ -182,6 +183,27 @@ def test_commands_parse(page):
                 check_python(folder, words, page)
             elif words[0] == "bash":
                 check_bash(folder, variables, words, page)
+
+
+@pytest.mark.parametrize("page", MANUAL)
+def test_no_two_runs_of_a_page_have_one_name(page):
+    """The second would set the files of the first aside."""
+    runs: dict[tuple[str, str], str] = {}
+    for block in fenced(page, "bash"):
+        for _, _, words in commands(block):
+            given = dict(itertools.pairwise(words))
+            name = given.get("--save_weight") or given.get("--lora_name")
+            if name and words[0] in ("python", "torchrun"):
+                command = shlex.join(words)
+                assert runs.setdefault((given.get("--save_dir", ""), name), command) == command
+
+
+def test_each_measurement_says_when_and_of_which_commit():
+    entries = read("docs/dev/LOG.md").split("\n## ")[1:]
+    assert len(entries) > 20
+    for entry in entries:
+        heading, _, about = entry.splitlines()[:3]
+        assert re.fullmatch(r"\*\d{4}-\d\d-\d\d, commit [0-9a-f]{7,40}\*", about), heading
 
 
 CHEAP = {  # scripts that take a second or two, with what keeps their files out of the repository

@@ -9,6 +9,7 @@ import pytest
 
 from common.errors import UserError
 from common.hub import local_path, shown_name
+from dataset.files import expand_paths
 from tests.conftest import ROOT
 from tests.fake_hub import Hub
 from tests.stage_process import rank_variables
@@ -31,6 +32,9 @@ def hub():
     found = Hub(
         {
             "datasets/a/data": {"sft.jsonl": ROWS, "more/b.jsonl": ROWS, "note.md": b"x"},
+            "datasets/a/parts": {
+                f"d/{name}.jsonl": name.encode() for name in ("b", "c", "a", "deep/a", ".a")
+            },
             "datasets/a/gated": {"sft.jsonl": ROWS},
             "models/a/m-0.6B": model | {"model.safetensors": b"w", "pytorch_model.bin": b"p"},
             "models/a/old": model | {"pytorch_model.bin": b"p", "full_sft_64.pth": b"f"},
@@ -91,9 +95,30 @@ def test_patterns_and_folders_of_a_dataset(hub, tmp_path, path, files):
     assert found == files
 
 
+def test_the_first_files_of_a_pattern_are_downloaded_and_no_others(hub, tmp_path):
+    """By name, as glob has it. What else is in the cache changes nothing, nor does a missing network."""
+    path = "hf://datasets/a/parts/d/*.jsonl[:2]"
+    done = ask(hub, tmp_path, f"{path}:3")
+    typed = done.stdout.splitlines()[-1].removesuffix(":3")
+    copy = Path(typed).parent
+    assert sorted(file.name for file in copy.iterdir()) == ["a.jsonl", "b.jsonl"]
+    assert expand_paths(typed) == [f"{copy}/a.jsonl", f"{copy}/b.jsonl"] and done.stderr == ""
+    assert ask(hub, tmp_path, path.replace("2", "3")).stdout.splitlines()[-1] == f"{copy}/*.jsonl[:3]"
+    assert sorted(file.name for file in copy.iterdir()) == ["a.jsonl", "b.jsonl", "c.jsonl"]
+    for env in ({}, OFFLINE, NOWHERE):
+        assert ask(hub, tmp_path, path, **env).stdout.splitlines()[-1] == typed
+    assert expand_paths(typed) == [f"{copy}/a.jsonl", f"{copy}/b.jsonl"]
+
+
 @pytest.mark.parametrize(
     ("path", "env", "message"),
     [
+        ("datasets/a/parts/d/*.jsonl[:4]", {}, "the pattern fits 3; "),
+        ("datasets/a/parts/d/b.jsonl[:1]", {}, "stands behind a pattern"),
+        ("datasets/a/parts/d[:1]", {}, "stands behind a pattern"),
+        ("datasets/a/parts/**/*.jsonl[:1]", {}, "name the folder"),
+        ("datasets/a/parts/d/*.jsonl[:1]", NOWHERE, "http://127.0.0.1:9 cannot be reached ("),
+        ("datasets/a/none/*.jsonl[:1]", {}, "check the name"),
         ("datasets/a/data/no.jsonl", {}, "check the name"),
         ("datasets/a/data/nothing", {}, "check the name"),
         ("datasets/a/none/sft.jsonl", {}, "check the name"),

@@ -39,6 +39,24 @@ def test_files_globs_and_folders(write, tmp_path, monkeypatch):
     assert expand_paths("~/d/b.jsonl") == [b]
 
 
+def test_the_first_files_of_a_glob(write, tmp_path):
+    """By name, whatever else lies there; exactly as many as asked for."""
+    c, a, b = (write(f"d/{name}.jsonl", [{"text": "x"}]) for name in "cab")
+    assert expand_paths(f"{tmp_path}/d/*.jsonl[:2]") == [a, b]
+    assert expand_paths(f"{tmp_path}/d/[bc].jsonl[:1],{a}") == [b, a]
+    assert expand_paths(f"{tmp_path}/**/*.jsonl[:3]") == [a, b, c]
+    odd = write("d/*[:1]", [{"text": "x"}])
+    assert expand_paths(odd) == [odd]  # exists as typed
+    for wrong, message in (
+        ("*.jsonl[:4]", "*.jsonl[:4]: the pattern fits 3; "),
+        ("*.jsonl[:0]", "*.jsonl[:0]: [:N], with N of at least 1, "),
+        ("a.jsonl[:1]", "a.jsonl[:1]: [:N], with N of at least 1, stands behind a pattern"),
+    ):
+        with pytest.raises(UserError) as caught:
+            expand_paths(f"{tmp_path}/d/{wrong}")
+        assert str(caught.value).startswith(f"{tmp_path}/d/{message}")
+
+
 def test_links_are_followed_and_no_file_is_read_twice(write, tmp_path):
     one, two = write("data/a/x.jsonl", [{}]), write("else/where/y.jsonl", [{}])
     for name, target in (("a/up", ".."), ("self", "."), ("linked", "../else"), ("x.jsonl", "a/x.jsonl")):

@@ -8,7 +8,7 @@ import pytest
 from common.errors import UserError
 from dataset import records as record_formats
 from dataset.lm_dataset import DPODataset, collate_pairs
-from dataset.records import BadRecord, Chat, to_chat, to_pair, unread_fields
+from dataset.records import BadRecord, Chat, held_out_key, to_chat, to_pair, unread_fields
 from tests.dataset.conftest import build, samples_of
 
 USER, BOT = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
@@ -226,12 +226,25 @@ SILENT = [
     ({"conversation": [{"human": "q", "assistant": ""}]}, "message 2 is blank"),
 ]
 REASONING, FALSE = BOT | {"reasoning_content": "r"}, {"loss_weight": 0}
+
+
+def test_a_document_may_stand_under_content(tokenizer):
+    """As in Ultra-FineWeb; `text` comes first, then a conversation."""
+    web = {"content": "A river.", "score": 0.9}
+    samples = [samples_of(tokenizer, "pretrain", [each])[0][0] for each in ({"text": "A river."}, web)]
+    assert samples[0].tokens.tolist() == samples[1].tokens.tolist()
+    assert held_out_key(web, True) == "A river." and unread_fields(web, True) == {"score"}
+    assert held_out_key(web | {"text": "t"}, True) == "t"
+    assert held_out_key(chat_of(USER, BOT, content="c"), True) == "q"
+
+
 BAD_LINES = [
     ("pretrain", b'{"text": "abc', "not valid JSON (Unterminated string"),
     ("pretrain", b'{"text": "a"} {"text": "b"}', "not valid JSON (Extra data"),
     ("pretrain", b"9" * 5000, "not valid JSON"),
     ("pretrain", b'["text"]', "a JSON list, not an object; write {...}"),
-    ("pretrain", {"content": "a"}, "no 'text' (its keys: 'content')"),
+    ("pretrain", {"role": "user", "content": "a"}, "no 'text' (its keys: 'role', 'content')"),
+    ("pretrain", {"content": 5}, "'content' is 5 instead of text"),
     ("pretrain", {"text": None}, "'text' is null instead of text"),
     ("pretrain", {"text": 5}, "'text' is 5 instead of text"),
     ("pretrain", b'{"text": "\\ud83d\\u4f60"}', "half a character (\\ud83d); write the whole one"),

@@ -26,19 +26,19 @@ def hub(corpus, tmp_path):
 
 
 def test_a_run_on_a_hub_is_the_run_on_its_files(corpus, tmp_path, hub):
-    """Mixture, held-out data and start weights; two ranks, each file downloaded once. It resumes without the
-    hub, and notices other data."""
+    """Mixture with the first file of a pattern, held-out data and start weights; two ranks, each file
+    downloaded once. It resumes without the hub, and notices other data."""
     local = corpus["pretrain_eval"]
     settings = {"epochs": 1, "num_hidden_layers": 1, "cache_dir": tmp_path / "cache"}
     remote = settings | {
-        "data_path": f"hf://datasets/a/data/p.jsonl:2,{local}:1",
+        "data_path": f"hf://datasets/a/data/p*.jsonl[:1]:2,{local}:1",
         "eval_data_path": "hf://datasets/a/data/pe.jsonl",
         "from_weight": "hf://a/tiny",
     }
     own = settings | {"data_path": f"{corpus['pretrain']}:2,{local}:1", "from_weight": tmp_path / "model"}
     script, env = ROOT / "trainer/train_pretrain.py", hub.environment(tmp_path / "hub")
     done = launch(script, *flags(corpus, tmp_path / "a", "pretrain", **remote), ranks=2, **env)
-    assert done.stdout.count("hf://datasets/a/data/p.jsonl: ") == 1
+    assert done.stdout.count("hf://datasets/a/data/p*.jsonl[:1]: ") == 1
     gets = [path for method, path, *_ in hub.requests if method == "GET" and "/resolve/" in path]
     assert len(gets) == len(set(gets))
     run("pretrain", flags(corpus, tmp_path / "b", "pretrain", **own), ranks=2)
