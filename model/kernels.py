@@ -6,7 +6,7 @@ key/value heads, D head size. `spans` and `seen` are `Spans` of attention.py: of
 """
 
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -44,11 +44,9 @@ def flat_attention(q: Tensor, k: Tensor, v: Tensor, spans: Any, seen: Any) -> Te
         return cutlass_attention(q.to(v.dtype), k.to(v.dtype), v, spans, seen)
     if spans.mask is not None or not has_varlen_kernel(v):
         return attention_by_sample(q, k, v, spans, seen)
-    from torch.nn.attention.varlen import varlen_attn  # takes long, and no other device needs it
+    from model.varlen import varlen_attention
 
-    borders = (spans.cu_seqlens, seen.cu_seqlens, spans.max_seqlen, seen.max_seqlen)
-    q, k = q.to(v.dtype), k.to(v.dtype)
-    return cast(Tensor, varlen_attn(q, k, v, *borders, window_size=(-1, 0), enable_gqa=True))  # causal
+    return varlen_attention(q.to(v.dtype), k.to(v.dtype), v, spans, seen)
 
 
 def has_varlen_kernel(values: Tensor) -> bool:
