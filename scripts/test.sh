@@ -3,6 +3,7 @@
 # Arguments go to pytest: bash scripts/test.sh -k loop; --slow adds those that take minutes.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+constraints=requirements-lock.txt
 source tools/environment.sh
 install_requirements requirements-serve.txt
 install_requirements requirements-test.txt
