@@ -281,7 +281,11 @@ def damaged(content: bytes) -> bytes:
         ("x.txt", b"\n \n", "x.txt holds no record"),
         ("x.csv", b'text,n\na,1\n"never closed,2\nb,3\n', r"x.csv:2: after it .*unexpected end of data"),
         ("x.csv", b"text,text\na,b\n", "x.csv: it .*two columns have the same name"),
-        ("x.jsonl.gz", damaged(gzip.compress(lines_of([{"text": str(i)} for i in range(9999)]), mtime=0)), "after it"),
+        (
+            "x.jsonl.gz",
+            damaged(gzip.compress(lines_of([{"text": str(i)} for i in range(9999)]), mtime=0)),
+            "after it",
+        ),
         ("x.jsonl.gz", b"not gzip at all", "x.jsonl.gz: it cannot be read"),
         ("x.parquet", damaged(parquet([{"text": "a"}])), "x.parquet: it cannot be read"),
         ("x.arrow", b"not Arrow at all", "x.arrow: it cannot be read"),
