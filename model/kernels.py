@@ -7,7 +7,7 @@ keys.
 """
 
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -45,11 +45,9 @@ def flat_attention(q: Tensor, k: Tensor, v: Tensor, spans: Any, key_spans: Any) 
         return cutlass_attention(q.to(v.dtype), k.to(v.dtype), v, spans, key_spans)
     if spans.mask is not None or not has_varlen_kernel(v):
         return attention_by_sample(q, k, v, spans, key_spans)
-    from torch.nn.attention.varlen import varlen_attn  # takes long, and no other device needs it
+    from model.varlen import varlen_attention
 
-    borders = (spans.cu_seqlens, key_spans.cu_seqlens, spans.max_seqlen, key_spans.max_seqlen)
-    q, k = q.to(v.dtype), k.to(v.dtype)
-    return cast(Tensor, varlen_attn(q, k, v, *borders, window_size=(-1, 0), enable_gqa=True))  # causal
+    return varlen_attention(q.to(v.dtype), k.to(v.dtype), v, spans, key_spans)
 
 
 def has_varlen_kernel(values: Tensor) -> bool:

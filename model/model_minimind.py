@@ -27,7 +27,6 @@ from transformers import GenerationMixin, GradientCheckpointingLayer, Pretrained
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-from transformers.modeling_utils import slice_logits_to_keep
 
 from common.errors import UserError
 from model import cpu
@@ -397,7 +396,8 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
         """The padded form, as transformers calls it; with `cu_seqlens` it is `forward_flat`.
 
         `attention_mask` [B, up to T'] is 1 for tokens and 0 for padding; one of four dimensions is bool
-        [B, 1, T, T'] and taken as it is. `labels` [B, T] are as in transformers (-100 is ignored); loss and
+        [B, 1, T, T'] and taken as it is. `logits_to_keep`: at how many of the last positions there are logits
+        (0: at all), or at which. `labels` [B, T] are as in transformers (-100 is ignored); loss and
         aux_loss are means, to be added. The aux_loss is 0 in a dense model, and in a call with a cache but no
         labels, as generation makes it. The cache has the name `past_key_values` before transformers 5.24, and
         `cache` since. Raises TypeError for a name that is not known here."""
@@ -421,7 +421,8 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
             end = length if cache is None else cache.get_mask_sizes(length, 0)[0]
             layout = layout_with_padding(self.config, real, rows, length, before, end, embeds.device)
         hidden, routings = self.model(embeds, position_ids, layout, cache)
-        logits = self.lm_head(slice_logits_to_keep(hidden, logits_to_keep))
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(hidden[:, kept])
         loss, aux_loss = None, logits.new_zeros((), dtype=torch.float32)
         if self.config.use_moe and (labels is not None or cache is None):
             real = torch.ones_like(input_ids) if real is None else real[:, -length:]  # [B, T]

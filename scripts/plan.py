@@ -49,6 +49,8 @@ def main() -> None:
     """Measure, choose, write."""
     args = parse_args()
     device = select_device(args.device)
+    if device.type == "cuda":  # a model that is too large must end in OutOfMemoryError: segments may not grow
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:False")
     memory = machine.free_memory(device)
     text = describe_device(device, mixed_precision(args.dtype, device)[0])
     say(f"device: {text}; {memory / 1e9:.0f} GB of memory to use")
@@ -56,6 +58,7 @@ def main() -> None:
     opened = stages.open_stages(args)
     plan = choose(opened, [args.depth] if args.depth else rules.DEPTHS, memory, 3600 * args.hours)
     if device.type == "cuda":
+        machine.free_what_was_measured()
         plan = plan._replace(stages=[stage.with_largest_micro_batch(memory) for stage in plan.stages])
     say("\n".join(describe(plan)))
     for text in unwise(plan):

@@ -81,7 +81,7 @@ def folder_of(*names: str) -> Callable[[Path], None]:
 
 
 PRE, SFT = "pretrain", "sft"
-GZ = gzip.compress(b"".join(line({"text": f"text {i * 7919}"}) for i in range(3000)))
+GZ = gzip.compress(b"".join(line({"text": f"text {i * 7919}"}) for i in range(3000)), mtime=0)
 CUT_GZ = GZ[:-20]
 PARQUET = parquet({"text": [f"text {i}" for i in range(100)]})
 SURROUNDED = BOM + b'{"text": "a"}\r\n\r\n  \r\n\t\r\n{"text": "b"}\r\n\n{"text": "c",}\r\n{"text": "d"}\r\n'

@@ -15,7 +15,7 @@ missing_packages() { # PYTHON
 }
 
 take_own_environment() {
-    local base="$(command -v python3 || echo python3)" options=() missing
+    local base="$(command -v python3 || echo python3)" options=() constraints=() missing
     if [ ! -x "$own" ]; then
         if ! missing="$(missing_packages "$base" 2>/dev/null)"; then
             echo "error: $base is not Python 3.11 or newer; install that, or activate an environment that has it" >&2
@@ -34,7 +34,9 @@ take_own_environment() {
     echo "installing into .venv:" $missing
     # An environment that uv made has no pip.
     "$own" -m pip --version >/dev/null 2>&1 || "$own" -m ensurepip >/dev/null
-    "$own" -m pip install --quiet --disable-pip-version-check $missing
+    # What packages need in turn has its locked version, too, unless a torch that is there asks for another.
+    [[ "$missing" != *torch[=\>]* ]] || constraints=(-c requirements-lock.txt)
+    "$own" -m pip install --quiet --disable-pip-version-check $missing "${constraints[@]}"
 }
 
 if [ "$active" = "$own" ] || [[ -x "$own" && -z "${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ]]; then

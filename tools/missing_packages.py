@@ -26,7 +26,7 @@ def requirements(path: Path) -> Iterator[tuple[str, str]]:
 
 def missing_packages(*paths: str) -> dict[str, str | None]:
     """For each package that is lacking pip's argument -> the version that is there in its place, if any."""
-    locked = dict(requirements(LOCK))
+    locked = {canonical(name): versions for name, versions in requirements(LOCK)}
     missing = {}
     for name, versions in [line for path in paths for line in requirements(Path(path))]:
         try:
@@ -34,8 +34,13 @@ def missing_packages(*paths: str) -> dict[str, str | None]:
         except PackageNotFoundError:
             installed = None
         if installed is None or not is_allowed(installed, versions):
-            missing[name + locked.get(name, versions)] = installed
+            missing[name + locked.get(canonical(name), versions)] = installed
     return missing
+
+
+def canonical(name: str) -> str:
+    """The name of a package as PyPI compares it: PyYAML and pyyaml, pydantic_core and pydantic-core are one."""
+    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def is_allowed(installed: str, versions: str) -> bool:

@@ -2,6 +2,7 @@
 
 import gc
 import time
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import repeat
@@ -101,28 +102,43 @@ def measure(args: StageArgs, data: StageDataset) -> Cost:
     )
 
 
-def micro_batch_that_fits(args: StageArgs, data: StageDataset, memory: float) -> tuple[int, int]:
-    """Items of the largest micro-batch with which an update fits into so many bytes of a GPU, found by trial:
-    all items of the update, else half of them, a quarter ...; and the peak bytes."""
-    gc.collect()  # models that were measured before
+def free_what_was_measured() -> None:
+    """Return the GPU memory of models that were measured, for another process."""
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def micro_batches_that_fit(args: StageArgs, data: StageDataset, memory: float) -> Iterator[tuple[int, int]]:
+    """Items of micro-batches with which so many bytes of a GPU hold an update, and the bytes at the peak, found
+    by making some: a small part of the update first, then twice as many items each time, up to all.
+
+    One is made only if those before say that it fits: a GPU whose memory ran out may fail later."""
     state = new_state(args, data)
-    update_items = items = args.batch_size * args.accumulation_steps
-    while True:
+    held = torch.cuda.memory_allocated(state.device)  # by the weights
+    update_items = args.batch_size * args.accumulation_steps
+    before: list[tuple[int, int]] = []  # tokens and peak of each that was made
+    for halvings in reversed(range(update_items.bit_length())):
+        items = update_items >> halvings
         # the longest item, and others spread over the data
         numbers = [int(data.item_tokens.argmax()), *(i * len(data) // items for i in range(1, items))]
         micro_batches = [data.collate([data[number] for number in numbers])] * min(2, update_items // items)
-        torch.cuda.empty_cache()
+        tokens = len(micro_batches[0]["input_ids"])
+        if before and peak_of(tokens, [(0, held), *before]) > memory:
+            return
         torch.cuda.reset_peak_memory_stats(state.device)
-        try:
-            time_updates(state, repeat(micro_batches), updates=2)
-            peak = torch.cuda.max_memory_allocated(state.device)
-            if peak <= memory or items == 1:
-                return items, peak
-        except torch.OutOfMemoryError:
-            if items == 1:
-                raise
+        time_updates(state, repeat(micro_batches), updates=2)
+        peak = torch.cuda.max_memory_allocated(state.device)
+        if before and peak > memory:
+            return
+        before.append((tokens, peak))
+        yield items, peak
         state.optimizer.zero_grad()
-        items //= 2
+
+
+def peak_of(tokens: int, found: list[tuple[int, int]]) -> float:
+    """The peak of a micro-batch of so many tokens, on the line through the last two (tokens, peak) found."""
+    (few, low), (many, high) = found[-2:]
+    return high + (high - low) * (tokens - many) / max(1, many - few)
 
 
 def first_batch(data: StageDataset, tokens: int) -> Batch:

@@ -14,8 +14,8 @@ from dataset.files import split_data_path
 from dataset.lm_dataset import StageDataset
 from dataset.token_cache import load_tokenizer
 from scripts import train_tokenizer
-from scripts.planning import rules
-from scripts.planning.machine import Cost, measure, micro_batch_that_fits
+from scripts.planning import rules, trial
+from scripts.planning.machine import Cost, measure
 from trainer import train_full_sft, train_pretrain
 from trainer.data.datasets import epoch_items, epoch_tokens
 
@@ -108,7 +108,7 @@ class Stage:
     def with_largest_micro_batch(self, memory: float) -> "Stage":
         """With the largest micro-batches that so many bytes of a GPU hold, by trial: the fewer there are, the
         faster an update."""
-        items, peak = micro_batch_that_fits(self.args, self.data, memory)
+        items, peak = trial.largest(self.script, self.args, memory)
         update_items = self.args.batch_size * self.args.accumulation_steps
         cut = {"batch_size": items, "accumulation_steps": max(1, round(update_items / items))}
         return replace(self, args=self.args.model_copy(update=cut), peak=peak)

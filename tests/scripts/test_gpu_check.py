@@ -54,19 +54,42 @@ def test_a_check_that_fails_crashes_or_hangs_stops_no_other(tmp_path, monkeypatc
     assert ends == {
         "fails": "failed: AssertionError: rank 1: the losses in a.json are wrong, 9 tokens/s; difference 3",
         "hangs": "failed: no end within 10 s",
-        "crashes": "failed: its process ended with status -9",
+        "crashes": "failed: its process crashed",
         "is_left_out": "skipped: no such kernel",
         "passes": "passed: ranks 2",
     }
-    assert "| all 5 checks | 3 failed, 1 skipped, 1 passed |" in text and os.uname().nodename not in text
+    assert "| all 5 checks | 3 failed, 1 passed, 1 skipped |" in text and os.uname().nodename not in text
     assert not psutil.pid_exists(int((folder / "child").read_text())), "what a check has started outlives it"
+    assert re.search(r"^    passes passed in [\d.]+ s: ranks 2$", printed, re.M), "no line of its own"
+    assert "fails failed beside others, and comes again alone" in printed
+
+
+def test_what_does_not_fit_into_the_time_is_left_out(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["run_checks", "--seconds", "0", "-k", "hash_tensor or server"])
+    monkeypatch.setattr(run_checks, "TABLE", run_checks.ROOT / "out/gpu_check_test.md")
+    try:
+        assert run_checks.main() == 0
+    finally:
+        run_checks.TABLE.unlink()
+    printed = capsys.readouterr().out
+    assert printed.index("kernels: 1 checks") < printed.index("resume: 1 checks")
+    assert "| all 2 checks | 2 left out |" in printed
+    assert printed.endswith("left out, as --seconds 0 did not suffice: kernel_hash_tensor, server\n")
+
+
+def test_checks_come_in_the_order_of_what_they_tell():
+    ids = ["a.py::test_resume[dpo]", "a.py::test_new", "a.py::test_speed[0]", "a.py::test_kernel_sampling"]
+    found = [(group.name, chosen) for group, chosen in run_checks.grouped(ids)]
+    assert found == [("kernels", ids[3:]), ("speed", ids[2:3]), ("resume", ids[:1]), ("others", ids[1:2])]
+    grouped = [check for group in run_checks.GROUPS for check in group.checks]
+    assert set(grouped) == set(run_checks.ADVICE) and len(grouped) == len(set(grouped))
 
 
 def test_arguments_choose_checks():
     command = [sys.executable, "-m", "tests.gpu.run_checks", "--collect-only", "-k", "attention"]
     done = subprocess.run(command, cwd=run_checks.ROOT, capture_output=True, text=True)
     lines = done.stdout.splitlines()
-    assert done.returncode == 0 and lines and all("::test_attention" in line for line in lines)
+    assert done.returncode == 0 and lines and all("attention" in line for line in lines)
 
 
 def test_each_check_has_advice_where_it_fails():

@@ -1,5 +1,6 @@
 """The plan of a run: what it chooses, what it says, and that what it writes can be run as it stands."""
 
+import io
 import json
 import os
 import random
@@ -19,8 +20,9 @@ from common.arguments import parse_args
 from common.errors import UserError
 from common.settings import ModelConfig
 from dataset.lm_dataset import StageDataset
+from dataset.token_cache import load_tokenizer
 from scripts import chat, plan
-from scripts.planning import choice, machine, rules, stages
+from scripts.planning import choice, machine, rules, stages, trial
 from scripts.planning.machine import Cost
 from scripts.planning.stages import Stage
 from tests.conftest import sentence, write_jsonl
@@ -198,16 +200,21 @@ def test_a_folder_that_cannot_be_written_is_named_before_anything_is_measured(st
 # --- on a GPU
 
 
+def largest_in_this_process(script, args, memory):
+    """As `trial.largest`, which asks another process."""
+    data, _ = script.open_data(args, load_tokenizer(args.tokenizer_path))
+    return list(machine.micro_batches_that_fit(args, data, memory))[-1]
+
+
 def test_micro_batches_are_as_large_as_the_memory_of_a_gpu(start, tmp_path, monkeypatch):
-    """Of six rows there is no room for an update, three take more than the share to use, one fits."""
+    """Of six rows there is no room for an update, three take more than the share to use, one fits: it alone is
+    made, as memory must not run out on purpose."""
     tried: list[tuple[int, int]] = []  # micro-batches, and tokens of each
 
     def time_updates(state, windows, updates=1):
         window = next(windows)
         if updates == 2:
             tried.append((len(window), len(window[0]["input_ids"])))
-            if tried[-1][1] > 1500:
-                raise torch.OutOfMemoryError
         return 0.1 * updates, []
 
     monkeypatch.setattr(plan, "select_device", lambda _: torch.device("cuda"))
@@ -215,13 +222,49 @@ def test_micro_batches_are_as_large_as_the_memory_of_a_gpu(start, tmp_path, monk
     monkeypatch.setattr(plan, "mixed_precision", lambda *_: (None, None))
     monkeypatch.setattr(machine, "time_updates", time_updates)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (6 * 10**9, 0))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 0)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: None)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 6e6 * tried[-1][1])
+    monkeypatch.setattr(trial, "largest", largest_in_this_process)
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:False")
     out = start("--depth", 1, "--hours", 1, tokenizer_path=SHIPPED)
-    assert [(count, round(tokens, -2)) for count, tokens in tried] == [(1, 2000), (2, 1000), (2, 300)]
+    assert [(count, round(tokens, -2)) for count, tokens in tried] == [(2, 300)]
     args = parse_args(train_pretrain.Args, "", commands(tmp_path)[0][2:])
     assert (args.batch_size, args.accumulation_steps) == (1, 6)
     assert re.search(r"memory, at least +2\.0 GB", out)
+
+
+def test_the_largest_micro_batch_that_fits_is_asked_of_another_process(tmp_path, data, monkeypatch):
+    """What it found before it ended counts, even where it ends by an error; one line if it found nothing."""
+    args = train_pretrain.Args(
+        data_path=str(data / "text.jsonl"), tokenizer_path=SHIPPED, cache_dir=str(tmp_path), device="cpu"
+    )
+    found = "import sys; sys.stdin.read(); print('1 500'); print('2 900'); sys.exit('no kernel')"
+    nothing = "import sys; sys.stdin.read(); sys.exit('CUDA error: device not ready')"
+    run_process = subprocess.run
+
+    def run_script(script):
+        return lambda command, **options: run_process([sys.executable, "-c", script], **options)
+
+    monkeypatch.setattr(trial.subprocess, "run", run_script(found))
+    assert trial.largest(train_pretrain, args, 1e9) == (2, 900)
+    monkeypatch.setattr(trial.subprocess, "run", run_script(nothing))
+    with pytest.raises(UserError, match=r"one sample cannot be made .*\(CUDA error: device not ready\)"):
+        trial.largest(train_pretrain, args, 1e9)
+
+
+def test_the_other_process_opens_the_data_and_tells_what_fits(tmp_path, data, monkeypatch, capsys):
+    args = train_pretrain.Args(
+        data_path=str(data / "text.jsonl"), tokenizer_path=SHIPPED, cache_dir=str(tmp_path), device="cpu"
+    )
+    monkeypatch.setattr(
+        trial, "micro_batches_that_fit", lambda args, data, memory: [(len(data), int(memory))]
+    )
+    monkeypatch.setattr(sys, "argv", ["trial", "trainer.train_pretrain", "1e9"])
+    monkeypatch.setattr(sys, "stdin", io.StringIO(args.model_dump_json()))
+    trial.main()
+    items, memory = map(int, capsys.readouterr().out.split())
+    assert items > 0 and memory == 10**9
 
 
 def test_a_model_that_is_too_large_to_be_measured_is_limited_by_memory(choose, monkeypatch):

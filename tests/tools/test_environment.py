@@ -64,7 +64,7 @@ def test_what_is_active_is_taken_as_it_is_if_it_lacks_nothing(tmp_path, active):
 def test_what_is_active_is_not_changed_if_it_lacks_something(tmp_path, active):
     done, calls = source(tmp_path, LACKS="torch==2.13.0\npydantic==2.14.3\n", **active)
     assert done.stdout.splitlines()[-1] == f"{tmp_path}/.venv/bin/python" and done.returncode == 0
-    install = "bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 pydantic==2.14.3"
+    install = "bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 pydantic==2.14.3 -c requirements-lock.txt"
     assert calls == ["bin/python3 -m venv .venv", install]
     assert (tmp_path / ".venv/bin/installed").exists() and not (tmp_path / "bin/installed").exists()
     lacks = "the active environment lacks torch==2.13.0 pydantic==2.14.3 and stays as it is"
@@ -94,7 +94,7 @@ def test_the_own_environment_is_filled_where_it_is_the_active_one(tmp_path):
     own = {"VIRTUAL_ENV": f"{tmp_path}/.venv", "PATH": f"{tmp_path}/.venv/bin:{os.environ['PATH']}"}
     done, calls = source(tmp_path, LACKS="torch==2.13.0", **own)
     assert done.stdout.splitlines()[-1] == f"{tmp_path}/.venv/bin/python"
-    assert calls == ["bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0"]
+    assert calls == ["bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 -c requirements-lock.txt"]
 
 
 @pytest.mark.parametrize("active", ACTIVE)

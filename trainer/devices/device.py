@@ -182,11 +182,25 @@ def device_and_precision(
     needs."""
     if args.deterministic or torch.are_deterministic_algorithms_enabled():
         use_deterministic_kernels(args.deterministic)
-    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name
-        # batches of ever new sizes fragment segments of fixed size; read when CUDA starts
-        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     device = select_device(args.device)
+    if device.type == "cuda":
+        use_growing_segments()
     return device, *mixed_precision(args.dtype, device)
+
+
+def use_growing_segments() -> None:
+    """Have a GPU's allocator grow its segments, unless the user set it: batches of ever new sizes fragment
+    segments of fixed size. Called before CUDA starts, which reads the setting once.
+
+    Not under Windows (WSL2) and on parts of a divided GPU (MIG), where the first allocation can fail
+    (pytorch#192330, #197312)."""
+    is_set = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys()
+    if is_set or "microsoft" in platform.release().lower():
+        return
+    from trainer.devices.unusable_gpu import nvidia_smi
+
+    if "Enabled" not in nvidia_smi("mig.mode.current"):
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
 def autocast_dtype(autocast: AbstractContextManager, device: torch.device) -> torch.dtype:

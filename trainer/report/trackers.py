@@ -139,6 +139,8 @@ class Tracker:
             tracker_run.finish()
         except BaseException as error:  # also SystemExit and KeyboardInterrupt raised inside the tracker
             why = f"{type(error).__name__}: {reason(error)}"
+            if isinstance(error, ModuleNotFoundError):
+                why = f"{error.name} is not installed: pip install {error.name}"
             warn(f"{self.service} stopped ({why}); training goes on, the metrics file is complete")
         finally:
             self._ready.set()

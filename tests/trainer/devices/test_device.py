@@ -11,6 +11,7 @@ from common.errors import UserError
 from llm.training import train as engine_command
 from trainer.devices import device as device_module
 from trainer.devices import process_group as distributed
+from trainer.devices import unusable_gpu
 from trainer.devices.device import autocast_dtype, mixed_precision, select_device, use_deterministic_kernels
 
 
@@ -115,3 +116,27 @@ def test_bfloat16_is_emulated_only_when_insisted_on(emulated, monkeypatch, capsy
 def test_the_automatic_dtype_of_a_gpu_is_what_its_tensor_cores_know(capability, dtype, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
     assert device_module.automatic_dtype(torch.device("cuda", 0)) == dtype
+
+
+@pytest.mark.parametrize(
+    ("release", "mig", "user", "set_to"),
+    [
+        ("6.8.0-generic", "Disabled", {}, "expandable_segments:True"),
+        ("6.8.0-generic", "", {}, "expandable_segments:True"),  # without nvidia-smi
+        ("6.8.0-generic", "Disabled\nEnabled", {}, None),
+        ("5.15.167.4-microsoft-standard-WSL2", "[N/A]", {}, None),
+        ("6.8.0-generic", "Disabled", {"PYTORCH_ALLOC_CONF": "x:1"}, "x:1"),
+        ("6.8.0-generic", "Disabled", {"PYTORCH_CUDA_ALLOC_CONF": "x:1"}, None),
+    ],
+)
+def test_where_segments_grow(release, mig, user, set_to, monkeypatch):
+    """Not where the first allocation can fail: under Windows, on a part of a GPU."""
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.setenv(name, "")  # so that it is put back
+        monkeypatch.delenv(name)
+    for name, value in user.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(device_module.platform, "release", lambda: release)
+    monkeypatch.setattr(unusable_gpu, "nvidia_smi", lambda fields: mig)
+    device_module.use_growing_segments()
+    assert os.environ.get("PYTORCH_ALLOC_CONF") == set_to

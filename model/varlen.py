@@ -1,0 +1,21 @@
+"""Torch's kernel for attention within samples of several lengths. Imported where it is called: it takes long,
+and only GPUs need it."""
+
+import inspect
+from typing import Any, cast
+
+from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
+
+# Torch 2.11 takes fewer key heads than query heads as they are; later versions want to be told. Asked here, not
+# in the call, which is compiled: the question would cut its graph.
+GROUPED_HEADS: dict[str, Any] = {}
+if "enable_gqa" in inspect.signature(varlen_attn).parameters:
+    GROUPED_HEADS["enable_gqa"] = True
+
+
+def varlen_attention(q: Tensor, k: Tensor, v: Tensor, spans: Any, seen: Any) -> Tensor:
+    """Causal attention within each sample: q [N, H, D], k and v [R, G, D] -> [N, H, D]. The queries of a
+    sample are the last of its keys. spans, seen: `Spans` of the queries and of the keys."""
+    borders = (spans.cu_seqlens, seen.cu_seqlens, spans.max_seqlen, seen.max_seqlen)
+    return cast(Tensor, varlen_attn(q, k, v, *borders, window_size=(-1, 0), **GROUPED_HEADS))

@@ -1,0 +1,43 @@
+"""The largest micro-batch of a stage that a GPU holds, in a process of its own: what it allocates is gone at
+its end, and a device that fails ends it alone.
+
+`-m scripts.planning.trial STAGE BYTES`, with the stage's settings as JSON on stdin, prints a line for each
+micro-batch that fits: items, bytes at the peak.
+"""
+
+import subprocess
+import sys
+from importlib import import_module
+from typing import Any
+
+from common.errors import UserError
+from common.settings import ROOT, StageArgs
+from dataset.token_cache import load_tokenizer
+from scripts.planning.machine import micro_batches_that_fit
+
+
+def largest(script: Any, args: StageArgs, memory: float) -> tuple[int, int]:
+    """Items of the largest micro-batch with which so many bytes hold an update, and the bytes at its peak.
+    Raises UserError if they do not hold one item."""
+    command = [sys.executable, "-m", "scripts.planning.trial", script.__name__, str(memory)]
+    settings = args.model_dump_json()
+    done = subprocess.run(command, cwd=ROOT, input=settings, capture_output=True, text=True, check=False)
+    if not done.stdout:
+        reason = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
+        raise UserError(f"an update of one sample cannot be made on this GPU ({reason})")
+    items, peak = map(int, done.stdout.splitlines()[-1].split())
+    return items, peak
+
+
+def main() -> None:
+    """Print what fits."""
+    report, sys.stdout = sys.stdout, sys.stderr  # where a stage says what it says of its data
+    script = import_module(sys.argv[1])
+    args = script.Args.model_validate_json(sys.stdin.read())
+    data, _ = script.open_data(args, load_tokenizer(args.tokenizer_path))
+    for items, peak in micro_batches_that_fit(args, data, float(sys.argv[2])):
+        print(items, peak, file=report, flush=True)
+
+
+if __name__ == "__main__":
+    main()

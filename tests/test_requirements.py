@@ -1,0 +1,57 @@
+"""What is imported is required, in the same ranges in requirements*.txt and pyproject.toml, and locked within
+them."""
+
+import ast
+import sys
+import tomllib
+
+from packaging.requirements import Requirement
+
+from tests.conftest import ROOT
+from tests.test_project import LAYERS, PEERS, TREES
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+NAMES = {"yaml": "pyyaml"}  # of packages that have another one than their module
+# offered, and each says so where it is missing
+BY_HAND = {"triton", "wandb"}
+
+
+def lines(name: str) -> list[str]:
+    """The requirements in a file."""
+    text = (ROOT / name).read_text(encoding="utf-8")
+    return [line for line in text.splitlines() if line and line[0] not in "#-"]
+
+
+def imported() -> set[str]:
+    """The packages of others that the source imports, also inside functions."""
+    modules = set()
+    for path, tree in TREES.items():
+        if path == PEERS:  # it runs in an environment of the peers'
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                modules |= {alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                modules.add(node.module.split(".")[0])
+    ours = LAYERS.keys() | {"tests"} | sys.stdlib_module_names
+    return {NAMES.get(module, module) for module in modules - ours}
+
+
+def test_pyproject_names_the_ranges_of_the_files():
+    assert PROJECT["dependencies"] == lines("requirements.txt")
+    assert EXTRAS["serve"] == lines("requirements-serve.txt")
+    assert EXTRAS["test"] == lines("requirements-test.txt")
+    assert set(EXTRAS["trackers"]) <= set(EXTRAS["test"])
+
+
+def test_what_is_imported_is_required():
+    listed = [*PROJECT["dependencies"], *EXTRAS["trackers"], *EXTRAS["serve"], *EXTRAS["test"]]
+    assert imported() - BY_HAND <= {Requirement(line).name for line in listed}
+
+
+def test_the_lock_holds_a_version_within_each_range():
+    locked = dict(line.lower().split("==") for line in lines("requirements-lock.txt"))
+    for line in [*PROJECT["dependencies"], *EXTRAS["serve"], *EXTRAS["test"]]:
+        needed = Requirement(line)
+        assert needed.specifier.contains(locked[needed.name]), line
