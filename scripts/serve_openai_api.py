@@ -1,7 +1,8 @@
 """Serve a trained model with OpenAI's API: chat, completions, tools, streaming; requests are decoded
 together.
 
-python scripts/serve_openai_api.py --weight full_sft
+python scripts/serve_openai_api.py                                   all weights in out/ and in its folders
+python scripts/serve_openai_api.py --save_dir out/demo               those of the quickstart
 python scripts/serve_openai_api.py --model out/full_sft_512.pth --port 8080 --api_key secret
 
 Then point any OpenAI client at http://127.0.0.1:8000/v1, or a browser at http://127.0.0.1:8000.
@@ -24,11 +25,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.command_line import Parser, one_line_errors
 from common.errors import UserError, log, printable, reason, say
-from common.hub import shown_name
+from common.hub import make_local, shown_name
 from scripts.serve.decoding import DecodingThread
 from scripts.serve.models import Models
 from trainer.devices.device import prepare_device, select_device
-from trainer.weights.for_tools import add_trained_model_flags, load_model, load_path, model_path
+from trainer.weights.for_tools import (
+    WEIGHT,
+    add_trained_model_flags,
+    given_shape,
+    load_model,
+    load_path,
+    model_path,
+)
+from trainer.weights.paths import weight_files
 
 # environment variable: the command line is there for every user of the machine to see
 KEY = "MINIMIND_API_KEY"
@@ -53,11 +62,14 @@ def parse_args() -> argparse.Namespace:
     flag("--slots", type=int, default=64, help="answers that are written at once")
     text = "longest prompt together with its answer, in tokens"
     flag("--context", "--max_seq_len", type=int, default=2048, help=text)
-    flag("--max_new_tokens", type=int, default=1024, help="longest answer, in tokens")
-    text = "models of --save_dir that are loaded at once, on demand; 1: only the one given"
+    text = "longest answer, in tokens (default: 1024, at most half of --context)"
+    flag("--max_new_tokens", type=int, help=text)
+    text = "models of --save_dir that are loaded at once, on demand; 1: only the given one, if any"
     flag("--max_models", type=int, default=4, help=text)
     args = parser.parse_args()
     args.api_key = args.api_key or os.environ.get(KEY) or None
+    if args.max_new_tokens is None:
+        args.max_new_tokens = min(1024, max(1, args.context // 2))
     for name in ("slots", "context", "max_new_tokens", "max_models"):
         if getattr(args, name) < 1:
             raise UserError(f"--{name} must be at least 1, not {getattr(args, name)}")
@@ -99,13 +111,14 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def offered_models(args: argparse.Namespace) -> Models:
-    """The models that the command line names. Raises UserError if the first one is not there."""
-    first, device = model_path(args), select_device(args.device)
+    """The models that the command line names. Raises UserError if a given one is not there."""
+    make_local(args)
+    given, device = given_model(args), select_device(args.device)
 
     def load(path: Path) -> tuple[Any, Any]:
         """Model and tokenizer; called in the decoding thread."""
-        if path == first:
-            prepare_device(device)  # makes it this thread's current one; by itself a thread has cuda:0
+        prepare_device(device)  # makes it this thread's current one; by itself a thread has cuda:0
+        if path == given:
             model, tokenizer = load_model(args, device)
         else:
             scaling = bool(args.inference_rope_scaling)
@@ -115,8 +128,18 @@ def offered_models(args: argparse.Namespace) -> Models:
             raise UserError(f"--context {args.context} is more than this model's {longest} positions")
         return model, tokenizer
 
-    others = Path(args.save_dir) if args.max_models > 1 else None
-    return Models(args.model_name or shown_name(first), first, load, others)
+    others = Path(args.save_dir) if args.max_models > 1 or given is None else None
+    name = None if given is None else args.model_name or shown_name(given)
+    return Models(name, given, load, others)
+
+
+def given_model(args: argparse.Namespace) -> Path | None:
+    """The model that the command line names, or the weights of --save_dir that tools use by default; None if
+    it names none and there are not just one of these. Raises UserError if it names one that is not there."""
+    is_named = args.model or args.weight or args.lora or args.model_name or given_shape(args)
+    if is_named or len(weight_files(args.save_dir, WEIGHT)) == 1:
+        return model_path(args)
+    return None
 
 
 def main() -> None:
@@ -150,7 +173,8 @@ def main() -> None:
         gc.freeze()  # a collection over all that torch holds stops every thread for a fifth of a second
 
         # 5. serve
-        say(f"serving {models.name} at http://{shown_host}:{port}; Ctrl-C ends it")
+        what = models.name or f"the weights in {args.save_dir} and in its folders"
+        say(f"serving {what} at http://{shown_host}:{port}; Ctrl-C ends it")
         run(app, listener, decoding)
     if failure := decoding.failure():
         log.error(printable(f"error: the decoding thread has ended ({failure}); start the server again"))

@@ -19,6 +19,11 @@ class Plan(NamedTuple):
     stages: list[Stage]
     limit: str
 
+    @property
+    def disk(self) -> float:
+        """Bytes that the runs write."""
+        return sum(stage.disk for stage in self.stages)
+
 
 def total_seconds(stages: list[Stage]) -> float:
     """Of all stages, from the first command to the last weights."""

@@ -4,7 +4,7 @@ import asyncio
 import hmac
 import ipaddress
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from scripts.serve.json_answers import check_schema
 from scripts.serve.page import add_page, runs_router
 from scripts.serve.prompts import chat_prompt, text_prompts
 from scripts.serve.protocol import ApiError, Body, ChatRequest, CompletionRequest, parse
-from scripts.serve.replies import IGNORED, ChatReply, TextReply, respond
+from scripts.serve.replies import DROPPED, IGNORED, ChatReply, TextReply, respond
 
 READ = ["GET", "HEAD"]
 
@@ -122,7 +122,7 @@ def create_app(decoding: DecodingThread, save_dir: Path, access: Access = Access
             allow_origins=access.origins,
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
-            expose_headers=[IGNORED],
+            expose_headers=[IGNORED, DROPPED],
         )
     for kind in (ApiError, HTTPException, Exception):
         app.add_exception_handler(kind, error_response)
@@ -211,7 +211,12 @@ def answer_routes(decoding: DecodingThread) -> APIRouter:
     async def chat(request: Request) -> Response:
         asked = await read(request, ChatRequest)
         name, path = decoding.models.find(asked.model)
-        job = Job(asked, path, lambda tokenizer: chat_prompt(asked, context, tokenizer), client_of(request))
+
+        def prompts(tokenizer: Any) -> Iterator[list[int]]:
+            tokens, job.dropped_messages = chat_prompt(asked, context, decoding.max_new_tokens, tokenizer)
+            yield tokens
+
+        job = Job(asked, path, prompts, client_of(request))
         decoding.submit(job)
         return await respond(request, ChatReply(job, name, asked), decoding.finish)
 

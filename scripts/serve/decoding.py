@@ -49,6 +49,7 @@ class Job:
     make_prompts: the tokens of its prompts one by one, from a tokenizer. client: who asks. progress: of its
     answers; the first one, of no text, says that the prompts are accepted; an ApiError ends it. prompts: that
     are not begun, with the number of their first answer. matcher: of the schema of its answers.
+    dropped_messages: that the context had no room for.
     """
 
     asked: GenerationRequest
@@ -62,6 +63,7 @@ class Job:
     tokenised: int = 0  # prompts
     matcher: Any = None
     prompt_tokens: int = 0
+    dropped_messages: int = 0
     is_accepted: bool = False
     cancelled: bool = False
 
@@ -254,7 +256,8 @@ class DecodingThread:
         self.unfinished: dict[Job, None] = {}  # requests without a whole response; the event loop's
         self.is_ending = False
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="decoding")
-        self.thread.submit(self.load, models.path).result()  # what is wrong with it ends the program
+        if models.path is not None:
+            self.thread.submit(self.load, models.path).result()  # what is wrong with it ends the program
         self.running = self.thread.submit(self.run)
 
     # --- called in the event loop

@@ -13,7 +13,8 @@ from fastapi.responses import FileResponse, Response
 from starlette.staticfiles import StaticFiles
 
 from common.errors import printable, reason
-from scripts.runs.run import ENDING, PLACES, Run
+from common.files import is_running
+from scripts.runs.run import AXES, ENDING, PLACES, Run
 
 PAGE = Path(__file__).parent / "page"
 HEADERS = {
@@ -24,6 +25,7 @@ HEADERS = {
     "Cache-Control": "no-cache",
 }
 POINTS = 512  # of a curve
+INITIAL = "initial_"  # what the names of metrics before the first update begin with
 RUNS_KEPT = 16  # of 200,000 records each has some 25 MB
 LEFT_OUT = {"epoch", "step", "iters", "mfu", "mfu_of_sheet", "memory_mb", "reserved_mb", "logits_loss"}
 
@@ -87,7 +89,9 @@ def runs_router(folder: Path) -> APIRouter:
             with suppress(OSError):  # removed this moment
                 stat = path.stat()
                 age = max(0.0, now - stat.st_mtime)  # seconds since its last change
-                listed.append({"name": name, "size": stat.st_size, "age": round(age, 1)})
+                run = path.name.removesuffix(ENDING)
+                about = {"size": stat.st_size, "age": round(age, 1), "alive": is_running(run, path.parent)}
+                listed.append({"name": name} | about)
         listed.sort(key=lambda run: (run["age"], run["name"]))
         return json_response({"runs": listed})
 
@@ -100,11 +104,7 @@ def runs_router(folder: Path) -> APIRouter:
         except OSError as error:
             raise HTTPException(404, f"the run {name!r} cannot be read ({reason(error)})") from error
         settings = {setting: value for setting, value in run.settings.items() if setting not in PLACES}
-        columns = {
-            field: values
-            for field, values in run.columns(POINTS).items()
-            if field not in LEFT_OUT and not field.startswith("initial_")
-        }
+        columns = with_start(run.columns(POINTS))
         answer = {"name": name, "columns": columns, "figures": run.figures, "settings": settings}
         samples = [*run.samples.items(), *run.rollout.items()]
         answer |= {"skipped": run.skipped, "diverged": run.diverged}
@@ -119,6 +119,16 @@ def runs_router(folder: Path) -> APIRouter:
         return await run_sync(curves, name, limiter=one_at_a_time)
 
     return router
+
+
+def with_start(columns: dict[str, list[float | None]]) -> dict[str, list[float | None]]:
+    """The columns that are drawn, which begin at update 0 where the model was evaluated before it."""
+    drawn = {field: values for field, values in columns.items() if field not in LEFT_OUT}
+    initial = {field: drawn.pop(field)[0] for field in list(drawn) if field.startswith(INITIAL)}
+    if not initial:
+        return drawn
+    start = dict.fromkeys(AXES, 0.0) | {f.removeprefix(INITIAL): value for f, value in initial.items()}
+    return {field: [start.get(field), *values] for field, values in drawn.items()}
 
 
 def json_response(content: Any) -> Response:
