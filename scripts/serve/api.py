@@ -4,7 +4,7 @@ import asyncio
 import hmac
 import ipaddress
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -111,9 +111,11 @@ def client_of(request: Request) -> str:
     return str(ipaddress.ip_network((parsed, 64), strict=False)) if parsed.version == 6 else address
 
 
-def create_app(decoding: DecodingThread, save_dir: Path, access: Access = Access()) -> FastAPI:
-    """The application: the API, and the page at `/` with the runs of save_dir. Whoever made the decoding
-    thread closes it."""
+def create_app(
+    decoding: DecodingThread, save_dir: Path, access: Access = Access(), more: Sequence[APIRouter] = ()
+) -> FastAPI:
+    """The application: the API, and the page at `/` with the runs of save_dir. more: routes for those who may
+    use the API. Whoever made the decoding thread closes it."""
     app = FastAPI(title="MiniMind", openapi_url=None)
     app.add_middleware(KnownHosts, hosts=access.hosts)
     if access.origins:
@@ -127,7 +129,7 @@ def create_app(decoding: DecodingThread, save_dir: Path, access: Access = Access
     for kind in (ApiError, HTTPException, Exception):
         app.add_exception_handler(kind, error_response)
     is_allowed = Depends(access.check)
-    for routes in (model_routes(decoding), answer_routes(decoding), runs_router(save_dir)):
+    for routes in (model_routes(decoding), answer_routes(decoding), runs_router(save_dir), *more):
         app.include_router(routes, dependencies=[is_allowed])
     add_page(app)
 

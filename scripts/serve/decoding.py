@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from common.errors import reason, warn
 from model.answers import TextStream
@@ -251,7 +251,7 @@ class DecodingThread:
         self.models, self.slots, self.context = models, slots, context
         self.max_new_tokens, self.max_models = max_new_tokens, max_models
         self.loaded: dict[Path, LoadedModel] = {}
-        self.inbox: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self.inbox: queue.SimpleQueue[Job | Literal["drop idle models"] | None] = queue.SimpleQueue()
         self.postponed: list[Job] = []  # whose model is not loaded, the oldest first
         self.unfinished: dict[Job, None] = {}  # requests without a whole response; the event loop's
         self.is_ending = False
@@ -285,6 +285,10 @@ class DecodingThread:
             job.cancelled = True
             job.progress.put_nowait(ApiError(message, 503))
 
+    def drop_idle_models(self) -> None:
+        """Drop the models that have no requests from memory, when the thread comes to it; from any thread."""
+        self.inbox.put("drop idle models")
+
     def failure(self) -> str | None:
         """Why the thread has died; None if it has not."""
         error = self.running.exception() if self.running.done() else None
@@ -313,6 +317,9 @@ class DecodingThread:
                 job = self.inbox.get()
                 if job is None:
                     return
+                if job == "drop idle models":
+                    self.loaded = {path: model for path, model in self.loaded.items() if model.busy}
+                    continue
                 self.postponed.append(job)
                 is_idle = False
             self.give_jobs_to_models()
