@@ -11,6 +11,8 @@ import json
 import os
 import shutil
 import socket
+import struct
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -191,7 +193,7 @@ def lock_output(run_name: str, **folders: str) -> None:
     if launch().rank != 0:
         return
     for flag, folder in folders.items():
-        path = Path(folder) / f".{run_name}_{flag}.lock"
+        path = output_lock(run_name, folder, flag)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             file = open(path, "a+", encoding="utf-8")  # noqa: SIM115 (open until the process ends)
@@ -209,6 +211,27 @@ def lock_output(run_name: str, **folders: str) -> None:
         except OSError as error:
             why = error.strerror or error
             raise UserError(f"--{flag} {folder} cannot be written ({why}); give another folder") from error
+
+
+def output_lock(run: str, folder: str | Path, flag: str = "save_dir") -> Path:
+    """The lock file of a run's name in one of its output folders, which `flag` names."""
+    return Path(folder) / f".{run}_{flag}.lock"
+
+
+def is_running(run: str, save_dir: str | Path) -> bool | None:
+    """Whether a process holds a run's name in --save_dir (`lock_output`): a run that was killed does not.
+    None if nobody knows: the run took no lock, or the file system has none."""
+    # C's struct flock: on macOS the type stands behind start, length and process
+    layout, kind = ("hhqqi", 0) if sys.platform == "linux" else ("qqihh", 3)
+    asked = [0] * 5
+    asked[kind] = fcntl.F_WRLCK
+    try:
+        with open(output_lock(run, save_dir), "rb") as file:
+            # F_GETLK asks without locking: a run that starts this moment finds its name free
+            answer = fcntl.fcntl(file, fcntl.F_GETLK, struct.pack(layout, *asked))
+    except OSError:
+        return None
+    return struct.unpack(layout, answer)[kind] != fcntl.F_UNLCK
 
 
 def _is_taken(file: TextIO) -> bool:

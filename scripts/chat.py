@@ -6,7 +6,7 @@ python scripts/chat.py --model out/demo/full_sft_256.pth --open_thinking 1
 python scripts/chat.py --weight agent --tools calculator              the model's calls are executed
 python scripts/chat.py --weight full_sft --prompt "Who are you?"      a single answer
 python scripts/chat.py --weight full_sft --questions auto             answers questions, each by itself
-python scripts/chat.py --weight pretrain --form text                  continues texts: for a pretrained model
+python scripts/chat.py --weight pretrain                              pretrained weights continue each message
 """
 
 import argparse
@@ -33,7 +33,8 @@ from scripts.penalties import add_penalty_flags, check_penalties, with_penalties
 from scripts.terminal import Screen
 from trainer.rollouts.environments import IN_OTHER_FILES, SHIPPED, Toolbox
 from trainer.rollouts.mock_tools import cases
-from trainer.weights.for_tools import add_trained_model_flags, load_model
+from trainer.weights.for_tools import add_trained_model_flags, load_model, model_path
+from trainer.weights.paths import is_pretrained_only
 
 QUESTIONS = Path(__file__).with_name("questions.txt")  # of general kinds
 MINIMUM = {"temperature": 0, "top_k": 0, "max_new_tokens": 1, "max_seq_len": 16}
@@ -52,8 +53,9 @@ def parse_args() -> argparse.Namespace:
     input_group.add_argument("--prompt", help="answer this one message and exit")
     text = "answer each line of a file by itself and exit; auto: questions that come with this program"
     input_group.add_argument("--questions", metavar="FILE", help=text)
-    text = "chat, or text: continue each message as a document, without chat template, for pretrained weights"
-    flag("--form", choices=("chat", "text"), default="chat", help=text)
+    text = "chat, or text: continue each message as a document, without chat template (default: text for "
+    text += "weights of pretraining, which have not learnt to answer, else chat)"
+    flag("--form", choices=("chat", "text"), help=text)
     flag("--system", default="", help="system prompt")
     shipped = ", ".join([*SHIPPED, *IN_OTHER_FILES])
     flag("--tools", help=f"tools that the model may call: {shipped} or module:Class, separated by commas")
@@ -73,8 +75,6 @@ def parse_args() -> argparse.Namespace:
     add_penalty_flags(parser)
     flag("--seed", type=int, default=42, help="random seed of the first answer; each further one counts up")
     args = parser.parse_args()
-    if args.form == "text" and (args.system or args.tools or args.open_thinking):
-        raise UserError("--form text is no conversation; leave --system, --tools and --open_thinking out")
     for name, least in MINIMUM.items():
         value = getattr(args, name)
         if value is not None and value < least:
@@ -85,11 +85,25 @@ def parse_args() -> argparse.Namespace:
     return args
 
 
+def continues_texts(args: argparse.Namespace, model: Path) -> bool:
+    """Whether each message is continued as a text, and not answered. Raises UserError for flags that only a
+    conversation has."""
+    is_pretrained = is_pretrained_only(model) and not args.lora
+    form = args.form or ("text" if is_pretrained else "chat")
+    if form == "text" and (args.system or args.tools or args.open_thinking):
+        hint = "leave --system, --tools and --open_thinking out"
+        if not args.form:
+            hint += f", or give --form chat: {model.name} was pretrained only"
+        raise UserError(f"--form text is no conversation; {hint}")
+    return form == "text"
+
+
 class Chat:
     """A conversation with a model. is_interactive: Ctrl-C ends an answer, not the program."""
 
     def __init__(self, args: argparse.Namespace, screen: Screen, is_interactive: bool):
         self.args, self.screen, self.is_interactive = args, screen, is_interactive
+        self.continues_texts = continues_texts(args, model_path(args))
         names = args.tools.split(",") if args.tools else []
         self.toolbox = Toolbox([name.strip() for name in names])
         with redirect_stdout(sys.stderr):  # stdout is for answers
@@ -112,7 +126,7 @@ class Chat:
         """Stream the answer to a message, or with `--form text` how a document goes on that begins with it.
         The answer's calls of tools are executed, and their results answered in turn. Raises UserError if the
         text is too long, or the chat template refuses it."""
-        if self.args.form == "text":
+        if self.continues_texts:
             self.continue_text(text)
             return
         messages = [{"role": "user", "content": text}]
@@ -224,7 +238,10 @@ def answer_each(chat: Chat, questions: list[str]) -> None:
 
 def on_terminal(chat: Chat) -> None:
     """Chat until the user leaves."""
-    print("Type a message; /help lists the commands.")
+    if chat.continues_texts:
+        print("This model was pretrained only: it continues what you type. /help lists the commands.")
+    else:
+        print("Type a message; /help lists the commands.")
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")  # half a character, where a terminal deletes single bytes
     with suppress(ImportError):  # some builds of Python lack it

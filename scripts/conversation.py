@@ -1,6 +1,7 @@
 """A conversation with a model, which forgets its oldest turns when the context is full."""
 
-from collections.abc import Mapping
+from bisect import bisect_left
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -8,6 +9,18 @@ from transformers import PreTrainedTokenizerBase
 
 from common.errors import UserError
 from model.prompts import prompt_tokens
+
+
+def first_kept(messages: list[dict], fits: Callable[[list[dict]], bool]) -> int:
+    """Index of the message with which a conversation begins when its oldest turns are dropped, a user's
+    message with all that follows up to the next one's, until `fits` accepts what is left; of the newest turn,
+    if not even that is accepted."""
+    if fits(messages):
+        return 0
+    users = [i for i, message in enumerate(messages) if message["role"] == "user"]
+    starts = users[1:] or [0]
+    # a shorter end fits where a longer one does: some ten trials find it among a thousand turns
+    return starts[bisect_left(starts[:-1], True, key=lambda first: fits(messages[first:]))]
 
 
 @dataclass
@@ -30,22 +43,24 @@ class Conversation:
     def extend(self, messages: list[dict], answer: int) -> tuple[list[int], int]:
         """Add messages; returns the prompt's token ids and how many old messages were dropped for it.
 
-        The oldest turns are dropped, a user's message with all that follows up to the next one's, until
-        `answer` tokens fit behind the prompt (or half the context, if that is less). Raises UserError if the
-        newest turn alone is too long, or the chat template refuses the messages; nothing changes then."""
+        The oldest turns are dropped until `answer` tokens fit behind the prompt (or half the context, if that
+        is less). Raises UserError if the newest turn alone is too long, or the chat template refuses the
+        messages; nothing changes then."""
         system = [{"role": "system", "content": self.system}] if self.system else []
         room = self.limit - min(answer, self.limit // 2)
         history = [*self.messages, *messages]
-        turns = [i for i, message in enumerate(history) if message["role"] == "user"]
-        for first in [0, *turns[1:]]:
-            kept = history[first:]
+
+        def tokens_of(kept: list[dict]) -> list[int]:
             try:
-                tokens = prompt_tokens(self.tokenizer, system + kept, self.tools, **self.variables)
+                return prompt_tokens(self.tokenizer, system + kept, self.tools, **self.variables)
             except ValueError as error:
                 raise UserError(str(error)) from error
-            if len(tokens) <= room:
-                self.messages = kept
-                return tokens, first
-        raise UserError(
-            f"the message is too long: {len(tokens)} tokens, and {room} of the {self.limit} are for it"
-        )
+
+        first = first_kept(history, lambda kept: len(tokens_of(kept)) <= room)
+        tokens = tokens_of(history[first:])
+        if len(tokens) > room:
+            raise UserError(
+                f"the message is too long: {len(tokens)} tokens, and {room} of the {self.limit} are for it"
+            )
+        self.messages = history[first:]
+        return tokens, first

@@ -18,6 +18,8 @@ import os
 import shlex
 import sys
 from pathlib import Path
+from shutil import disk_usage
+from typing import Any
 
 # run the code beside this file, installed or not
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -42,7 +44,17 @@ from scripts.text_table import text_table
 from trainer.devices.device import describe_device, mixed_precision, select_device
 from trainer.report.metrics import duration
 
-MIN_BYTES_PER_TOKEN = 2.5  # of text per token
+MIN_BYTES_PER_TOKEN = 2.5
+UNWISE = {
+    "more time": "{stage}: {updates} updates teach little; more time helps",
+    "more data": "{stage}: {updates} updates teach little; more data help",
+    "short tokens": "{bytes:.1f} bytes per token: the vocabulary was made for other text (docs/data.md)",
+    "few conversations": "{conversations:,} conversations teach a manner of answering, no knowledge. They do "
+    "more for weights that have read more, MiniMind's or a Qwen3 (PATH: a file, a folder or "
+    "hf://OWNER/NAME):\n    {command}",
+    "leaks": "{text}",
+    "disk": "the runs write {need:.1f} GB, and {free:.1f} GB are free; make room, or give another --save_dir",
+}
 
 
 def main() -> None:
@@ -60,16 +72,19 @@ def main() -> None:
     if device.type == "cuda":
         machine.free_what_was_measured()
         plan = plan._replace(stages=[stage.with_largest_micro_batch(memory) for stage in plan.stages])
+    free = disk_usage(args.save_dir).free
     say("\n".join(describe(plan)))
-    for text in unwise(plan):
-        say(f"  unwise: {text}")
+    say(f"  disk: {free / 1e9:.1f} GB are free in {args.save_dir}")
+    warnings = unwise(plan, free)
     if args.sft_data:
         paths, _ = split_weights(args.sft_data)
         questions = first_questions(expand_paths(",".join(paths)))
         if leaks := describe_leaks(questions, args.eval_share):
-            say(f"  unwise: {leaks}")
+            warnings.append(("leaks", {"text": leaks}))
+    for key, values in warnings:
+        say(f"  unwise: {UNWISE[key].format(**values)}")
 
-    path = files.write_plan(plan, args.save_dir, args.lang)
+    path = files.write_plan(plan, args.save_dir, args.lang, files.facts(plan, warnings, memory, free))
     say(f"wrote {path}; next, in this order (the first ends with {args.save_dir}/report.html):")
     say(f"  bash {shlex.quote(str(path))}")
     say(f"  {files.chat_command(plan)}")
@@ -139,8 +154,7 @@ def describe(plan: Plan) -> list[str]:
             f"{stage.args.learning_rate:g}",
             duration(stage.seconds),
             f"{stage.memory / 1e9:.1f} GB",
-            # fp16 weights twice, two checkpoints
-            f"{26 * stage.cost.parameters / 1e9:.2f} GB",
+            f"{stage.disk / 1e9:.2f} GB",
         ]
         columns.append(column)
     first = plan.stages[0].args
@@ -164,29 +178,27 @@ def describe(plan: Plan) -> list[str]:
     return lines
 
 
-def unwise(plan: Plan) -> list[str]:
-    """What to think about again, one line each."""
-    first, lines = plan.stages[0], []
+def unwise(plan: Plan, free: float) -> list[tuple[str, dict[str, Any]]]:
+    """What to think about again, as keys of UNWISE with their values. free: bytes of the disk."""
+    first = plan.stages[0]
+    found: list[tuple[str, dict[str, Any]]] = []
     most = (rules.passes(first.data.num_tokens), rules.SFT_PASSES)
     for stage, most_passes in zip(plan.stages, most, strict=False):
         if stage.updates < rules.MIN_USEFUL_UPDATES:
-            advice = "more time helps" if stage.passes < most_passes else "more data help"
-            lines.append(f"{stage.args.save_weight}: {stage.updates} updates teach little; {advice}")
+            key = "more time" if stage.passes < most_passes else "more data"
+            found.append((key, {"stage": stage.args.save_weight, "updates": stage.updates}))
     token_bytes = stages.bytes_per_token(first)
     if token_bytes < MIN_BYTES_PER_TOKEN and first.args.tokenizer_path == ModelConfig().tokenizer_path:
-        lines.append(
-            f"{token_bytes:.1f} bytes per token: the vocabulary was made for other text (docs/data.md)"
-        )
+        found.append(("short tokens", {"bytes": token_bytes}))
     for stage in plan.stages[1:]:
         if stage.data.records < rules.MIN_CONVERSATIONS:
             command = ["python", "trainer/train_lora.py", "--data_path", str(stage.args.data_path)]
             command += ["--from_weight", "PATH", "--eval_share", "0.1", "--patience", "2"]
-            lines.append(
-                f"{stage.data.records:,} conversations teach a manner of answering, no knowledge. They do "
-                "more for weights that have read more, MiniMind's or a Qwen3 (PATH: a file, a folder or "
-                f"hf://OWNER/NAME):\n    {shlex.join(command)}"
-            )
-    return lines
+            values = {"conversations": stage.data.records, "command": shlex.join(command)}
+            found.append(("few conversations", values))
+    if plan.disk > free:
+        found.append(("disk", {"need": plan.disk / 1e9, "free": free / 1e9}))
+    return found
 
 
 if __name__ == "__main__":

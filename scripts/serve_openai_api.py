@@ -1,7 +1,8 @@
 """Serve a trained model with OpenAI's API: chat, completions, tools, streaming; requests are decoded
 together.
 
-python scripts/serve_openai_api.py --weight full_sft
+python scripts/serve_openai_api.py                                   all weights in out/ and in its folders
+python scripts/serve_openai_api.py --save_dir out/demo               those of the quickstart
 python scripts/serve_openai_api.py --model out/full_sft_512.pth --port 8080 --api_key secret
 
 Then point any OpenAI client at http://127.0.0.1:8000/v1, or a browser at http://127.0.0.1:8000.
@@ -13,6 +14,7 @@ import importlib.util
 import ipaddress
 import os
 import re
+import secrets
 import socket
 import sys
 from contextlib import closing
@@ -24,11 +26,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.command_line import Parser, one_line_errors
 from common.errors import UserError, log, printable, reason, say
-from common.hub import shown_name
+from common.hub import make_local, shown_name
 from scripts.serve.decoding import DecodingThread
+from scripts.serve.jobs import Jobs
 from scripts.serve.models import Models
 from trainer.devices.device import prepare_device, select_device
-from trainer.weights.for_tools import add_trained_model_flags, load_model, load_path, model_path
+from trainer.weights.for_tools import (
+    WEIGHT,
+    add_trained_model_flags,
+    given_shape,
+    load_model,
+    load_path,
+    model_path,
+)
+from trainer.weights.paths import weight_files
 
 # environment variable: the command line is there for every user of the machine to see
 KEY = "MINIMIND_API_KEY"
@@ -53,11 +64,16 @@ def parse_args() -> argparse.Namespace:
     flag("--slots", type=int, default=64, help="answers that are written at once")
     text = "longest prompt together with its answer, in tokens"
     flag("--context", "--max_seq_len", type=int, default=2048, help=text)
-    flag("--max_new_tokens", type=int, default=1024, help="longest answer, in tokens")
-    text = "models of --save_dir that are loaded at once, on demand; 1: only the one given"
+    text = "longest answer, in tokens (default: 1024, at most half of --context)"
+    flag("--max_new_tokens", type=int, help=text)
+    text = "models of --save_dir that are loaded at once, on demand; 1: only the given one, if any"
     flag("--max_models", type=int, default=4, help=text)
+    text = "1: the web page may train, on files that are given to it; for 127.0.0.1 only, with a key"
+    flag("--train", type=int, choices=(0, 1), default=0, help=text)
     args = parser.parse_args()
     args.api_key = args.api_key or os.environ.get(KEY) or None
+    if args.max_new_tokens is None:
+        args.max_new_tokens = min(1024, max(1, args.context // 2))
     for name in ("slots", "context", "max_new_tokens", "max_models"):
         if getattr(args, name) < 1:
             raise UserError(f"--{name} must be at least 1, not {getattr(args, name)}")
@@ -98,25 +114,38 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def offered_models(args: argparse.Namespace) -> Models:
-    """The models that the command line names. Raises UserError if the first one is not there."""
-    first, device = model_path(args), select_device(args.device)
+def offered_models(args: argparse.Namespace, jobs: Jobs | None = None) -> Models:
+    """The models that the command line names. jobs: trainings, beside which a model is loaded on the CPU.
+    Raises UserError if a given one is not there."""
+    make_local(args)
+    given, device = given_model(args), select_device(args.device)
 
     def load(path: Path) -> tuple[Any, Any]:
         """Model and tokenizer; called in the decoding thread."""
-        if path == first:
-            prepare_device(device)  # makes it this thread's current one; by itself a thread has cuda:0
-            model, tokenizer = load_model(args, device)
+        prepare_device(device)  # makes it this thread's current one; by itself a thread has cuda:0
+        place = device if jobs is None or jobs.living() is None else select_device("cpu")
+        if path == given:
+            model, tokenizer = load_model(args, place)
         else:
             scaling = bool(args.inference_rope_scaling)
-            model, tokenizer = load_path(path, args.tokenizer_path, device, scaling)
+            model, tokenizer = load_path(path, args.tokenizer_path, place, scaling)
         longest = model.config.max_position_embeddings
         if args.context > longest:
             raise UserError(f"--context {args.context} is more than this model's {longest} positions")
         return model, tokenizer
 
-    others = Path(args.save_dir) if args.max_models > 1 else None
-    return Models(args.model_name or shown_name(first), first, load, others)
+    others = Path(args.save_dir) if args.max_models > 1 or given is None else None
+    name = None if given is None else args.model_name or shown_name(given)
+    return Models(name, given, load, others)
+
+
+def given_model(args: argparse.Namespace) -> Path | None:
+    """The model that the command line names, or the weights of --save_dir that tools use by default; None if
+    it names none and there are not just one of these. Raises UserError if it names one that is not there."""
+    is_named = args.model or args.weight or args.lora or args.model_name or given_shape(args)
+    if is_named or len(weight_files(args.save_dir, WEIGHT)) == 1:
+        return model_path(args)
+    return None
 
 
 def main() -> None:
@@ -127,30 +156,47 @@ def main() -> None:
         raise UserError(f"{' and '.join(missing)} missing: pip install -r requirements-serve.txt")
     from scripts.serve.api import Access, create_app
     from scripts.serve.connections import run
+    from scripts.serve.training import training_routes
+    from scripts.serve.uploads import Uploads
 
     # 1. the address
     listener = listen(args.host, args.port)
     host, port = listener.getsockname()[:2]
     is_local = ipaddress.ip_address(host.partition("%")[0]).is_loopback
-    if not is_local and not args.api_key:
+    if not is_local and (args.train or not args.api_key):
         listener.close()
+        if args.train:
+            raise UserError(
+                f"--train 1 is for 127.0.0.1 only; from elsewhere: ssh -L {port}:127.0.0.1:{port} HOST, then "
+                f"open http://127.0.0.1:{port}"
+            )
         raise UserError(f"everyone who reaches {host} could use this server; give it an --api_key")
 
     # 2. who may use it; a page whose name is made to point here would be taken for the own one
     shown_host = f"[{host}]" if ":" in host else host
-    hosts = ("*",) if args.api_key else (*OWN_NAMES, shown_host, *map(str.lower, args.allow_host))
+    is_any_name = args.api_key and not args.train
+    hosts = ("*",) if is_any_name else (*OWN_NAMES, shown_host, *map(str.lower, args.allow_host))
+    if args.train and not args.api_key:
+        args.api_key = secrets.token_urlsafe(16)
+        say(f"train and chat at http://{shown_host}:{port}/#key={args.api_key}")
     access = Access(args.api_key, hosts, tuple(args.allow_origin))
 
     # 3. the models, and the thread that decodes
-    models = offered_models(args)
+    save_dir = Path(args.save_dir)
+    jobs = Jobs(save_dir) if args.train else None
+    models = offered_models(args, jobs)
     limits = args.slots, args.context, args.max_new_tokens, args.max_models
     with closing(DecodingThread(models, *limits)) as decoding:
         # 4. the routes
-        app = create_app(decoding, Path(args.save_dir), access)
+        more = []
+        if jobs is not None:
+            more.append(training_routes(jobs, Uploads(save_dir), decoding.drop_idle_models))
+        app = create_app(decoding, save_dir, access, more)
         gc.freeze()  # a collection over all that torch holds stops every thread for a fifth of a second
 
         # 5. serve
-        say(f"serving {models.name} at http://{shown_host}:{port}; Ctrl-C ends it")
+        what = models.name or f"the weights in {args.save_dir} and in its folders"
+        say(f"serving {what} at http://{shown_host}:{port}; Ctrl-C ends it")
         run(app, listener, decoding)
     if failure := decoding.failure():
         log.error(printable(f"error: the decoding thread has ended ({failure}); start the server again"))

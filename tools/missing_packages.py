@@ -39,7 +39,7 @@ def missing_packages(*paths: str) -> dict[str, str | None]:
 
 
 def canonical(name: str) -> str:
-    """The name of a package as PyPI compares it: PyYAML and pyyaml, pydantic_core and pydantic-core are one."""
+    """The name of a package as PyPI compares it: PyYAML is pyyaml, pydantic_core is pydantic-core."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 

@@ -21,6 +21,11 @@ class Plan(NamedTuple):
     stages: list[Stage]
     limit: str
 
+    @property
+    def disk(self) -> float:
+        """Bytes that the runs write."""
+        return sum(stage.disk for stage in self.stages)
+
 
 def total_seconds(stages: list[Stage]) -> float:
     """Of all stages, from the first command to the last weights."""
@@ -73,7 +78,8 @@ def choose(stages: list[Stage], depths: Sequence[int], memory: float, seconds: f
             hours = round_up(least / 3600)
             raise UserError(
                 f"--hours {seconds / 3600:g}: the smallest model, {size}, takes {duration(least)} for a pass "
-                f"over the data or {rules.MIN_USEFUL_UPDATES} updates; less teaches little: give --hours {hours}"
+                f"over the data or {rules.MIN_USEFUL_UPDATES} updates; less teaches little: give --hours "
+                f"{hours}"
             )
         raise UserError(
             f"{memory / 1e9:.1f} GB, {MEMORY_SHARE:.0%} of the free memory, do not hold a model of {size}"

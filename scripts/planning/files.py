@@ -1,20 +1,23 @@
-"""The files of a plan: the shell file that runs it, and the planned times, which the report of the runs
-compares with the actual ones."""
+"""The files of a plan: the shell file that runs it, the planned times, which the report of the runs compares
+with the actual ones, and what the web page says of it."""
 
 import os
 import shlex
+import sys
 from pathlib import Path
+from typing import Any
 
 from common.files import atomic_write, write_json
 from common.settings import ROOT
-from scripts.planning.choice import Plan
+from scripts.planning.choice import Plan, total_seconds
 from scripts.planning.stages import N_EVALS, Stage
 from scripts.runs.run import PLAN_FILE
 from trainer import train_pretrain
 from trainer.report.metrics import duration
 from trainer.weights.paths import run_name
 
-LOG_POINTS = 20  # of a stage
+FACTS = "plan_facts.json"
+LOG_POINTS, LOG_SECONDS = 20, 30  # a stage logs so often at least, and so many seconds apart at most
 WORDS = {
     "en": {
         "again": "not finished; to go on: {command}",
@@ -29,15 +32,45 @@ WORDS = {
 }
 
 
-def write_plan(plan: Plan, folder: str, lang: str) -> Path:
-    """Write both files into the folder of the runs; returns the path of the shell file."""
+def write_plan(plan: Plan, folder: str, lang: str, plan_facts: dict[str, Any]) -> Path:
+    """Write all files into the folder of the runs; returns the path of the shell file, which comes last."""
     path = Path(folder, "run.sh")
     text = shell_file(plan, path, lang)
-    # names of files need not be UTF-8
-    atomic_write(path, lambda file: file.write(os.fsencode(text)))
     seconds = {run_name(stage.args.save_weight, stage.args): stage.seconds for stage in plan.stages}
     write_json(Path(folder, PLAN_FILE), seconds)
+    write_json(Path(folder, FACTS), plan_facts)
+    # names of files need not be UTF-8
+    atomic_write(path, lambda file: file.write(os.fsencode(text)))
     return path
+
+
+def facts(plan: Plan, unwise: list[tuple[str, dict[str, Any]]], memory: float, free: float) -> dict[str, Any]:
+    """What the plan says, as numbers and keys, for the web page. unwise: keys of plan.UNWISE with their
+    values. memory, free: bytes of memory and disk that may be used."""
+    first = plan.stages[0]
+    stages = [
+        {
+            "run": run_name(stage.args.save_weight, stage.args),
+            "is_pretraining": stage.script is train_pretrain,
+            "passes": stage.passes,
+            "updates": stage.updates,
+            "seconds": stage.seconds,
+        }
+        for stage in plan.stages
+    ]
+    return {
+        "parameters": first.cost.parameters,
+        "width": first.args.hidden_size,
+        "depth": first.args.num_hidden_layers,
+        "stages": stages,
+        "seconds": total_seconds(plan.stages),
+        "limit": plan.limit,
+        "memory": max(stage.memory for stage in plan.stages),
+        "memory_free": memory,
+        "disk": plan.disk,
+        "disk_free": free,
+        "unwise": [{"key": key} | values for key, values in unwise],
+    }
 
 
 def shell_file(plan: Plan, path: Path, lang: str) -> str:
@@ -48,16 +81,23 @@ def shell_file(plan: Plan, path: Path, lang: str) -> str:
         "#!/usr/bin/env bash",
         "# Written by scripts/plan.py. Run it again to go on after an interruption.",
         "set -e",
+        "# that of the plan: another one may lack the requirements",
+        f"python={shlex.quote(sys.executable)}",
         f"trap {shlex.quote(again)} EXIT",  # also where Ctrl-C ends a stage that is only starting
         f"cd {shlex.quote(str(ROOT))}",
     ]
     for stage in plan.stages:
         title = words["stage"].format(name=stage.args.save_weight, time=duration(stage.seconds))
-        lines += [echo(title), shlex.join(training_command(stage))]
-    report = ["python", "scripts/plot_metrics.py", folder, "--html", f"{folder}/report.html", "--lang", lang]
-    lines += [shlex.join(report), "trap - EXIT"]
+        lines += [echo(title), python_command(training_command(stage))]
+    report = ["scripts/plot_metrics.py", folder, "--html", f"{folder}/report.html", "--lang", lang]
+    lines += [python_command(report), "trap - EXIT"]
     lines.append(echo(words["next"].format(command=chat_command(plan))))
     return "\n".join(lines) + "\n"
+
+
+def python_command(arguments: list[str]) -> str:
+    """The command of the shell that runs a script with the plan's Python."""
+    return f'"$python" {shlex.join(arguments)}'
 
 
 def echo(text: str) -> str:
@@ -66,14 +106,15 @@ def echo(text: str) -> str:
 
 
 def training_command(stage: Stage) -> list[str]:
-    """The command that trains a stage: every setting that is not its default, log points and evaluations
-    spread evenly."""
+    """The command that trains a stage, for run.sh: every setting that is not its default, log points and
+    evaluations spread evenly."""
     steps = stage.updates * stage.args.accumulation_steps
-    log_interval = max(1, steps // LOG_POINTS)
+    steps_in_time = int(LOG_SECONDS * steps / max(stage.seconds, 1.0))
+    log_interval = max(1, min(steps // LOG_POINTS, steps_in_time))
     eval_interval = log_interval * max(1, round(steps / N_EVALS / log_interval))
     intervals = {"log_interval": log_interval, "eval_interval": eval_interval}
     args = stage.args.model_copy(update={"from_resume": True} | intervals)
-    command = ["python", f"trainer/{Path(stage.script.__file__).name}"]
+    command = [f"trainer/{Path(stage.script.__file__).name}"]
     for name, value in args:
         if args.is_default(name):
             continue

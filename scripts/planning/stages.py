@@ -78,6 +78,11 @@ class Stage:
         """Bytes of the process, with micro-batches of the mean length; of a GPU those measured."""
         return self.peak or self.cost.memory(self.data.mean_tokens * self.args.batch_size)
 
+    @property
+    def disk(self) -> float:
+        """Bytes of the stage's files: fp16 weights twice, and two checkpoints."""
+        return 26 * self.cost.parameters
+
     def with_depth(self, depth: int) -> "Stage":
         """With a model of so many layers, and what it costs here."""
         shape = {"hidden_size": rules.WIDTH * depth, "num_hidden_layers": depth}

@@ -4,7 +4,7 @@ import asyncio
 import hmac
 import ipaddress
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from scripts.serve.json_answers import check_schema
 from scripts.serve.page import add_page, runs_router
 from scripts.serve.prompts import chat_prompt, text_prompts
 from scripts.serve.protocol import ApiError, Body, ChatRequest, CompletionRequest, parse
-from scripts.serve.replies import IGNORED, ChatReply, TextReply, respond
+from scripts.serve.replies import DROPPED, IGNORED, ChatReply, TextReply, respond
 
 READ_METHODS = ["GET", "HEAD"]
 
@@ -111,9 +111,11 @@ def client_of(request: Request) -> str:
     return str(ipaddress.ip_network((parsed, 64), strict=False)) if parsed.version == 6 else address
 
 
-def create_app(decoding: DecodingThread, save_dir: Path, access: Access = Access()) -> FastAPI:
-    """The application: the API, and the page at `/` with the runs of save_dir. Whoever made the decoding
-    thread closes it."""
+def create_app(
+    decoding: DecodingThread, save_dir: Path, access: Access = Access(), more: Sequence[APIRouter] = ()
+) -> FastAPI:
+    """The application: the API, and the page at `/` with the runs of save_dir. more: routes for those who may
+    use the API. Whoever made the decoding thread closes it."""
     app = FastAPI(title="MiniMind", openapi_url=None)
     app.add_middleware(KnownHosts, hosts=access.hosts)
     if access.origins:
@@ -122,12 +124,12 @@ def create_app(decoding: DecodingThread, save_dir: Path, access: Access = Access
             allow_origins=access.origins,
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
-            expose_headers=[IGNORED],
+            expose_headers=[IGNORED, DROPPED],
         )
     for kind in (ApiError, HTTPException, Exception):
         app.add_exception_handler(kind, error_response)
     is_allowed = Depends(access.check)
-    for routes in (model_routes(decoding), answer_routes(decoding), runs_router(save_dir)):
+    for routes in (model_routes(decoding), answer_routes(decoding), runs_router(save_dir), *more):
         app.include_router(routes, dependencies=[is_allowed])
     add_page(app)
 
@@ -211,7 +213,12 @@ def answer_routes(decoding: DecodingThread) -> APIRouter:
     async def chat(request: Request) -> Response:
         params = await read(request, ChatRequest)
         name, path = decoding.models.find(params.model)
-        job = Job(params, path, lambda tokenizer: chat_prompt(params, context, tokenizer), client_of(request))
+
+        def prompts(tokenizer: Any) -> Iterator[list[int]]:
+            tokens, job.dropped_messages = chat_prompt(params, context, decoding.max_new_tokens, tokenizer)
+            yield tokens
+
+        job = Job(params, path, prompts, client_of(request))
         decoding.submit(job)
         return await respond(request, ChatReply(job, name, params), decoding.finish)
 

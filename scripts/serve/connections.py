@@ -65,6 +65,8 @@ class Connection(H11Protocol):
         state = self.conn.their_state
         if state is h11.SEND_BODY and self.cycle is not request:
             self.expect(limits.BODY_SECONDS + END_SECONDS)  # the application answers a little earlier
+        elif state is h11.SEND_BODY and self.cycle.scope.get("is_upload"):
+            self.expect(limits.BODY_SECONDS)  # from now on: a large file may take long
         elif state in (h11.IDLE, h11.SEND_BODY):
             if self.deadline is None:
                 self.expect(limits.IDLE_SECONDS)
@@ -134,8 +136,8 @@ class Server(uvicorn.Server):
 
 
 class LoopErrors:
-    """Logs errors of the event loop that no caller receives, such as a connection that cannot be accepted, each at
-    most once a minute."""
+    """Logs errors of the event loop that no caller receives, such as a connection that cannot be accepted, each
+    at most once a minute."""
 
     def __init__(self) -> None:
         self.last: dict[str, float] = {}

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from common.errors import reason, warn
 from model.answers import TextStream
@@ -49,7 +49,8 @@ class Job:
     params: what it requests. make_prompts: gives the tokens of its prompts one by one, from a tokenizer.
     client: key of its client. progress: of its answers; the first, empty one says that the prompts are
     accepted, an ApiError ends the job. prompts: (number of the first answer, tokens) of those not begun.
-    matcher: of the JSON schema of its answers.
+    matcher: of the JSON schema of its answers. dropped_messages: the oldest ones, for which the context had
+    no room.
     """
 
     params: GenerationRequest
@@ -63,6 +64,7 @@ class Job:
     tokenised: int = 0  # prompts
     matcher: Any = None
     prompt_tokens: int = 0
+    dropped_messages: int = 0
     is_accepted: bool = False
     cancelled: bool = False
 
@@ -94,7 +96,7 @@ class Job:
 
 @dataclass(eq=False)
 class ActiveAnswer:
-    """An answer that is being generated. unsent: text that is not sent yet, of a request without streaming."""
+    """An answer that is being generated. unsent: text that waits, of a request without streaming."""
 
     job: Job
     number: int
@@ -250,14 +252,14 @@ class DecodingThread:
         self.models, self.slots, self.context = models, slots, context
         self.max_new_tokens, self.max_models = max_new_tokens, max_models
         self.loaded: dict[Path, LoadedModel] = {}
-        self.inbox: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self.inbox: queue.SimpleQueue[Job | Literal["drop idle models"] | None] = queue.SimpleQueue()
         self.postponed: list[Job] = []  # their model is not loaded; the oldest first
-        self.unfinished: dict[
-            Job, None
-        ] = {}  # requests without a complete response; used by the event loop alone
+        # requests without a complete response; used by the event loop alone
+        self.unfinished: dict[Job, None] = {}
         self.is_ending = False
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="decoding")
-        self.thread.submit(self.load, models.path).result()  # what is wrong with it ends the program
+        if models.path is not None:
+            self.thread.submit(self.load, models.path).result()  # what is wrong with it ends the program
         self.running = self.thread.submit(self.run)
 
     # --- called in the event loop
@@ -284,6 +286,10 @@ class DecodingThread:
         for job in self.unfinished:
             job.cancelled = True
             job.progress.put_nowait(ApiError(message, 503))
+
+    def drop_idle_models(self) -> None:
+        """Drop the models that have no requests from memory, when the thread comes to it; from any thread."""
+        self.inbox.put("drop idle models")
 
     def failure(self) -> str | None:
         """Why the thread has died; None if it has not."""
@@ -313,6 +319,9 @@ class DecodingThread:
                 job = self.inbox.get()
                 if job is None:
                     return
+                if job == "drop idle models":
+                    self.loaded = {path: model for path, model in self.loaded.items() if model.busy}
+                    continue
                 self.postponed.append(job)
                 is_idle = False
             self.give_jobs_to_models()

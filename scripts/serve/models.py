@@ -1,6 +1,6 @@
-"""The models that a server offers by name: the one it was started with, and the weights of --save_dir."""
+"""The models that a server offers by name: the one it was started with, if any, and the weights in --save_dir
+and in the folders in it."""
 
-import json
 import re
 import time
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from typing import Any
 from common.errors import printable
 from model.sampling import Sampling
 from scripts.serve.protocol import ApiError
-from trainer.weights.paths import shape_in_name
+from trainer.weights.paths import is_pretrained_only, shape_in_name
 
 # what MiniMind's clients call the model: whatever the server has, unless a file has this name
 ANY_MODEL = re.compile(r"(.*/)?minimind[\w.-]*(:latest)?|model-identifier", re.IGNORECASE)
@@ -20,42 +20,52 @@ ANY_MODEL = re.compile(r"(.*/)?minimind[\w.-]*(:latest)?|model-identifier", re.I
 class Models:
     """Names and files of the models.
 
-    name, path: of the first model, which requests without a name get. load: gives model and tokenizer of a
-    path. save_dir: whose other weights are offered, too; None: only the first model.
+    name, path: of the given model, which requests without a name get; None: there is none, and they get the
+    newest one. load: gives model and tokenizer of a path. save_dir: whose other weights are offered, too;
+    None: only the given model.
     """
 
     def __init__(
-        self, name: str, path: Path, load: Callable[[Path], tuple[Any, Any]], save_dir: Path | None = None
+        self,
+        name: str | None,
+        path: Path | None,
+        load: Callable[[Path], tuple[Any, Any]],
+        save_dir: Path | None = None,
     ):
         self.name, self.path, self.load, self.save_dir = name, path, load, save_dir
-        self.paths_by_name = (
-            self.paths()
-        )  # looked up again when a name is missing: files take long beside decoding
+        # looked up again when a name is missing: files take long beside decoding
+        self.paths_by_name = self.paths()
 
     def paths(self) -> dict[str, Path]:
-        """Name -> file: the first model, then the weights of the folder, the newest first."""
+        """Name -> file: the given model, then the weights of the folder, the newest first."""
+        given = {} if self.name is None or self.path is None else {self.name: self.path}
+        if self.save_dir is None:
+            return given
         ages: dict[Path, float] = {}
-        files = [] if self.save_dir is None else list(self.save_dir.glob("*.pth"))
-        for path in files:
+        for path in [*self.save_dir.glob("*.pth"), *self.save_dir.glob("*/*.pth")]:
             with suppress(OSError):  # removed this moment
-                if shape_in_name(path) and path.is_file() and path.resolve() != self.path.resolve():
+                is_given = self.path is not None and path.resolve() == self.path.resolve()
+                is_weights = shape_in_name(path) and path.parent.name != "checkpoints"  # a plan's
+                if is_weights and path.is_file() and not is_given:
                     ages[path] = path.stat().st_mtime
-        newest_first = sorted(ages, key=lambda path: (-ages[path], path.name))
-        names = {printable(path.stem): path for path in newest_first}  # a name need not be UTF-8
-        others = {name: path for name, path in names.items() if name != self.name}
-        return {self.name: self.path} | others
+        newest_first = sorted(ages, key=lambda path: (-ages[path], path))
+        names = {}
+        for path in newest_first:
+            name = printable(path.relative_to(self.save_dir).as_posix())  # it need not be UTF-8
+            names[name.removesuffix(".pth")] = path
+        return given | {name: path for name, path in names.items() if name not in given}
 
     def find(self, name: str | None) -> tuple[str, Path]:
         """Name and file of the model that a request names. Raises ApiError if there is none."""
-        if name is None:
-            return self.name, self.path
         if name not in self.paths_by_name:
             self.paths_by_name = self.paths()  # a training may have made more
         if name in self.paths_by_name:
             return name, self.paths_by_name[name]
-        if ANY_MODEL.fullmatch(name):
-            return self.name, self.path
-        raise not_found(name)
+        if name is not None and not ANY_MODEL.fullmatch(name):
+            raise not_found(name)
+        if not self.paths_by_name:
+            raise ApiError("There is no model yet; train one.", 404, "model", "model_not_found")
+        return next(iter(self.paths_by_name.items()))
 
     def cards(self, samplings: dict[Path, Sampling], context: int) -> list[dict[str, Any]]:
         """What /v1/models says of each. samplings: of the loaded models, how they draw by default.
@@ -63,7 +73,7 @@ class Models:
         self.paths_by_name, cards = self.paths(), []
         for name, path in self.paths_by_name.items():
             if path not in samplings and not path.exists():
-                continue  # the first model, which was dropped from memory and deleted
+                continue  # the given model, which was dropped from memory and deleted
             card: dict[str, Any] = {"id": name, "object": "model", "owned_by": "minimind"}
             card["continues_text"] = is_pretrained_only(path)
             card |= {"created": int(time.time()), "max_model_len": context, "loaded": path in samplings}
@@ -72,16 +82,6 @@ class Models:
                 card["sampling"] = {field: getattr(samplings[path], field) for field in fields}
             cards.append(card)
         return cards
-
-
-def is_pretrained_only(path: Path) -> bool:
-    """Whether weights have learnt to continue texts, not to answer: as the file beside them says, else their
-    name."""
-    try:
-        stage = json.loads(path.with_suffix(".json").read_bytes())["stage"]
-    except (OSError, ValueError, LookupError, TypeError):
-        stage = path.name
-    return "pretrain" in str(stage)  # the stage is the name of its script
 
 
 def not_found(name: str) -> ApiError:

@@ -13,7 +13,8 @@ from fastapi.responses import FileResponse, Response
 from starlette.staticfiles import StaticFiles
 
 from common.errors import printable, reason
-from scripts.runs.run import LOCATION_SETTINGS, METRICS_SUFFIX, Run
+from common.files import is_running
+from scripts.runs.run import AXES, LOCATION_SETTINGS, METRICS_SUFFIX, Run
 
 PAGE = Path(__file__).parent / "page"
 HEADERS = {
@@ -24,6 +25,7 @@ HEADERS = {
     "Cache-Control": "no-cache",
 }
 POINTS = 512  # of a curve
+INITIAL = "initial_"  # what the names of metrics before the first update begin with
 RUNS_KEPT = 16  # of 200,000 records each has some 25 MB
 LEFT_OUT = {"epoch", "step", "iters", "mfu", "mfu_of_sheet", "memory_mb", "reserved_mb", "logits_loss"}
 
@@ -89,7 +91,9 @@ def runs_router(folder: Path) -> APIRouter:
             with suppress(OSError):  # removed this moment
                 stat = path.stat()
                 age = max(0.0, now - stat.st_mtime)  # seconds since its last change
-                listed.append({"name": name, "size": stat.st_size, "age": round(age, 1)})
+                run = path.name.removesuffix(METRICS_SUFFIX)
+                about = {"size": stat.st_size, "age": round(age, 1), "alive": is_running(run, path.parent)}
+                listed.append({"name": name} | about)
         listed.sort(key=lambda run: (run["age"], run["name"]))
         return json_response({"runs": listed})
 
@@ -104,11 +108,7 @@ def runs_router(folder: Path) -> APIRouter:
         settings = {
             setting: value for setting, value in run.settings.items() if setting not in LOCATION_SETTINGS
         }
-        columns = {
-            field: values
-            for field, values in run.columns(POINTS).items()
-            if field not in LEFT_OUT and not field.startswith("initial_")
-        }
+        columns = with_start(run.columns(POINTS))
         answer = {"name": name, "columns": columns, "figures": run.figures, "settings": settings}
         samples = [*run.samples.items(), *run.rollout.items()]
         answer |= {"skipped": run.skipped, "diverged": run.diverged}
@@ -123,6 +123,16 @@ def runs_router(folder: Path) -> APIRouter:
         return await run_sync(curves, name, limiter=one_at_a_time)
 
     return router
+
+
+def with_start(columns: dict[str, list[float | None]]) -> dict[str, list[float | None]]:
+    """The columns that are drawn, which begin at update 0 where the model was evaluated before it."""
+    drawn = {field: values for field, values in columns.items() if field not in LEFT_OUT}
+    initial = {field: drawn.pop(field)[0] for field in list(drawn) if field.startswith(INITIAL)}
+    if not initial:
+        return drawn
+    start = dict.fromkeys(AXES, 0.0) | {f.removeprefix(INITIAL): value for f, value in initial.items()}
+    return {field: [start.get(field), *values] for field, values in drawn.items()}
 
 
 def json_response(content: Any) -> Response:

@@ -3,12 +3,14 @@
 
 import json
 from collections.abc import Iterator
+from itertools import dropwhile
 from typing import Any
 
 from common.errors import reason
 from dataset.records import to_message
 from model.answers import CALL
 from model.prompts import document_tokens, encode_pieces, prompt_pieces
+from scripts.conversation import first_kept
 from scripts.serve.protocol import ApiError, ChatRequest, CompletionRequest, check_characters
 
 
@@ -23,9 +25,11 @@ def call_opening(names: list[str]) -> str:
     return f'{CALL}\n{{"name": {name}, "arguments": {{'
 
 
-def chat_prompt(params: ChatRequest, context: int, tokenizer: Any) -> Iterator[list[int]]:
-    """The tokens of a conversation, up to where the assistant's next turn begins; the only prompt of its
-    request. Raises ApiError."""
+def chat_prompt(
+    params: ChatRequest, context: int, max_new_tokens: int, tokenizer: Any
+) -> tuple[list[int], int]:
+    """The tokens of a conversation, up to where the assistant's next turn begins, and how many of its oldest
+    messages were dropped, with `truncation` "auto", to leave room for an answer. Raises ApiError."""
     opening = call_opening(params.forced_tools)
     is_bound = opening or params.schema_of_answer is not None  # from its first token on
     thinks = False if is_bound else params.thinks
@@ -35,13 +39,31 @@ def chat_prompt(params: ChatRequest, context: int, tokenizer: Any) -> Iterator[l
         check_parts(item, number)
     try:
         turns = [to_message(item, f"message {number}") for number, item in enumerate(params.messages, 1)]
-        pieces = prompt_pieces(tokenizer, turns, tools, opening, **options)
     except Exception as error:  # a message may hold anything
         raise ApiError(reason(error), param="messages") from error
-    check_characters(sum(len(piece.text) for piece in pieces), context, "messages")
-    tokens = encode_pieces(tokenizer, pieces)
+    conversation = list(dropwhile(lambda message: message["role"] == "system", turns))
+    system = turns[: len(turns) - len(conversation)]
+
+    def tokens_of(kept: list[dict]) -> list[int]:
+        try:
+            pieces = prompt_pieces(tokenizer, system + kept, tools, opening, **options)
+        except Exception as error:
+            raise ApiError(reason(error), param="messages") from error
+        check_characters(sum(len(piece.text) for piece in pieces), context, "messages")
+        return encode_pieces(tokenizer, pieces)
+
+    room = context - min(params.max_tokens or max_new_tokens, max_new_tokens, context // 2)
+
+    def fits(kept: list[dict]) -> bool:
+        try:
+            return len(tokens_of(kept)) <= room
+        except ApiError:  # too many characters; what else is wrong is said below
+            return False
+
+    dropped = first_kept(conversation, fits) if params.truncation == "auto" else 0
+    tokens = tokens_of(conversation[dropped:])
     check_length(tokens, context, "messages")
-    yield tokens
+    return tokens, dropped
 
 
 def check_parts(message: Any, number: int) -> None:

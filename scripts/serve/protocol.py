@@ -218,6 +218,8 @@ class ChatRequest(GenerationRequest, TemplateSettings):
     tools: Annotated[list[dict[str, Any]], FailFast()] = Field([], max_length=MAX_TOOLS)
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] = "auto"
     chat_template_kwargs: TemplateSettings = TemplateSettings()
+    # OpenAI's field of the Responses API; auto: the oldest turns are dropped where the context is full
+    truncation: Literal["auto", "disabled"] = "disabled"
 
     @model_validator(mode="after")
     def _tools_have_names(self) -> "ChatRequest":

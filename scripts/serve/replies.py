@@ -15,7 +15,8 @@ from scripts.serve.decoding import Job, Progress
 from scripts.serve.prompts import call_opening
 from scripts.serve.protocol import ApiError, ChatRequest
 
-IGNORED = "X-Ignored-Fields"  # header with the names of a request's fields that are unknown here
+# headers: the names of a request's fields that are unknown here; how many of its oldest messages were dropped
+IGNORED, DROPPED = "X-Ignored-Fields", "X-Dropped-Messages"
 
 
 class TextReply:
@@ -152,6 +153,8 @@ async def respond(request: Request, reply: TextReply, finish: Callable[[Job], No
     headers = {"Cache-Control": "no-cache"}
     if job.params.ignored_fields:
         headers[IGNORED] = ", ".join(job.params.ignored_fields)
+    if job.dropped_messages:
+        headers[DROPPED] = str(job.dropped_messages)
     if job.params.stream:
         return StreamingResponse(reply.events(), media_type="text/event-stream", headers=headers)
     return JSONResponse(await reply.whole(), headers=headers)

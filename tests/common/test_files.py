@@ -13,7 +13,7 @@ import pytest
 
 from common import files
 from common.errors import UserError
-from common.files import atomic_write, link, lock_output, locked, new_path, sync
+from common.files import atomic_write, is_running, link, lock_output, locked, new_path, sync
 from tests.conftest import ROOT
 from tests.stage_process import rank_variables
 
@@ -131,6 +131,7 @@ def test_a_second_run_of_the_name_is_refused_at_once_until_the_first_is_killed(f
     out, checkpoints = folders
     holder = f"process {first.pid} on {socket.gethostname()}"
     try:
+        assert is_running("pretrain_32", out)
         other = {"save_dir": out.parent / "b", "checkpoint_dir": checkpoints}
         for kept, own in ((out, {"save_dir": out}), (checkpoints, other)):
             with pytest.raises(UserError) as error:
@@ -142,6 +143,7 @@ def test_a_second_run_of_the_name_is_refused_at_once_until_the_first_is_killed(f
         first.kill()
         first.wait()
         os.kill(child, 0)  # alive
+        assert is_running("pretrain_32", out) is False and is_running("other", out) is None
         lock_output("pretrain_32", save_dir=out, checkpoint_dir=checkpoints)
     finally:
         os.kill(child, signal.SIGKILL)

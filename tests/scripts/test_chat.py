@@ -8,6 +8,7 @@ import pty
 import select
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -130,6 +131,16 @@ def test_a_text_is_continued_as_a_document(weights, pipe, call, said):
     assert done.stdout == "a river.\na hill.\n"
     call(chat, *weights, "--form", "text", "--prompt", "Two\nlines")
     assert said.prompts == [f"<|im_start|>{text}" for text in ("There was", "There", "Two\nlines")]
+    said.prompts.clear()
+    said += ["a hill.", "an answer"]
+    saved = Path(weights[1]) / "full_sft_32.json"
+    saved.write_text('{"stage": "train_pretrain.py"}')  # such weights cannot answer
+    call(chat, *weights, "--prompt", "Once")
+    call(chat, *weights, "--prompt", "Once", "--form", "chat")
+    assert said.prompts[0] == "<|im_start|>Once" and "<|im_start|>user\nOnce" in said.prompts[1]
+    done = call(chat, *weights, "--prompt", "Once", "--system", "Be brief.")
+    assert done.returncode == 2 and "or give --form chat: full_sft_32.pth was pretrained only" in done.stderr
+    saved.unlink()
     done = pipe(b"x " * 200, *weights, "--form", "text", "--max_seq_len", "64")
     assert done.returncode == 2
     assert "line 1 of stdin: the text is too long: 202 tokens, and 52 of the 64" in done.stderr

@@ -10,6 +10,8 @@ import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,7 +24,7 @@ from common.settings import ModelConfig
 from dataset.lm_dataset import StageDataset
 from dataset.token_cache import load_tokenizer
 from scripts import chat, plan
-from scripts.planning import choice, machine, rules, stages, trial
+from scripts.planning import choice, files, machine, rules, stages, trial
 from scripts.planning.machine import Cost
 from scripts.planning.stages import Stage
 from tests.conftest import sentence, write_jsonl
@@ -65,7 +67,8 @@ def start(data, tmp_path, monkeypatch, capsys):
 
 def commands(folder) -> list[list[str]]:
     lines = (folder / "run.sh").read_text().splitlines()
-    return [shlex.split(line) for line in lines if line.startswith(("python", "torchrun"))]
+    assert f"python={shlex.quote(sys.executable)}" in lines
+    return [["python", *shlex.split(line)[1:]] for line in lines if line.startswith('"$python" ')]
 
 
 def chat_flags(folder):
@@ -81,7 +84,7 @@ def chat_flags(folder):
 def test_each_command_of_the_shell_file_is_one_that_its_script_takes(start, data, tmp_path):
     out = start("--depth", 1, "--hours", 1, sft_data=data / "chat.jsonl", tokenizer_path=SHIPPED)
     pretrain, sft, report = commands(tmp_path)
-    assert chat_flags(tmp_path).weight is None and chat_flags(tmp_path).form == "chat"
+    assert chat_flags(tmp_path).weight is None and chat_flags(tmp_path).form is None
     assert pretrain[1] == "trainer/train_pretrain.py" and sft[1] == "trainer/train_full_sft.py"
     assert report[:2] == ["python", "scripts/plot_metrics.py"]
     for script, command in ((train_pretrain, pretrain), (train_full_sft, sft)):
@@ -139,17 +142,44 @@ def test_bad_records_are_skipped_if_asked_for_also_by_the_runs_and_a_vocabulary_
 @pytest.mark.parametrize("ending", ["kill -INT 0; sleep 9", "exit 2"])  # Ctrl-C, an error
 def test_a_shell_file_that_is_stopped_says_how_to_go_on(start, tmp_path, ending):
     start("--depth", 1, "--lang", "en", tokenizer_path=SHIPPED)
-    (tmp_path / "bin").mkdir()
-    python = tmp_path / "bin" / "python"
+    python = tmp_path / "python"
     python.write_text(f"#!/bin/sh\n{ending}\n")
     python.chmod(0o755)
+    script = (tmp_path / "run.sh").read_text()
+    (tmp_path / "run.sh").write_text(script.replace(shlex.quote(sys.executable), str(python)))
     ended = subprocess.run(
         ["bash", tmp_path / "run.sh"],
-        env=os.environ | {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}"},
+        env={"PATH": "/usr/bin:/bin"},  # a new shell has no environment of Python
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         start_new_session=True, capture_output=True, text=True,
     )  # fmt: skip
     assert ended.returncode != 0 and ended.stdout.count("not finished; to go on: bash ") == 1
+
+
+def test_a_stage_logs_twenty_times_and_at_least_every_half_minute(data, tmp_path):
+    """A page that follows it then knows that it lives."""
+    stage = Stage(train_pretrain, train_pretrain.Args(), Data(10**6, 4000), Data(10**4, 40))
+    for token, seconds in ((1e-6, 1), (1e-2, 10_000)):
+        planned = replace(stage, cost=Cost(10**6, token)).with_passes(1, 1e30)
+        argv = files.training_command(planned)
+        flags = dict(zip(argv[1::2], argv[2::2], strict=True))
+        logs = planned.updates / int(flags["--log_interval"])
+        assert logs >= 20 and planned.seconds / logs <= 30 and planned.seconds >= seconds
+        assert int(flags["--eval_interval"]) % int(flags["--log_interval"]) == 0
+
+
+def test_more_disk_than_is_free_is_unwise(start, tmp_path, monkeypatch):
+    usage = SimpleNamespace(free=10**6)
+    monkeypatch.setattr(plan, "disk_usage", lambda folder: usage)
+    out = start("--depth", 1, tokenizer_path=SHIPPED)
+    assert (
+        "  disk: 0.0 GB are free in " in out and "unwise: the runs write 0.0 GB, and 0.0 GB are free" in out
+    )
+    facts = json.loads((tmp_path / "plan_facts.json").read_text())
+    assert facts["disk"] == 26 * facts["parameters"] > facts["disk_free"] == 10**6
+    assert [each["key"] for each in facts["unwise"]] == ["more data", "disk"]
+    (stage,) = facts["stages"]
+    assert stage["run"] == "pretrain_64" and stage["is_pretraining"] and stage["seconds"] < facts["seconds"]
 
 
 def test_a_folder_with_runs_keeps_the_plan_that_goes_on_with_them(start, tmp_path):
@@ -348,6 +378,6 @@ def test_more_time_is_advised_only_to_a_stage_that_has_passes_left(monkeypatch):
     pretrain = Stage(train_pretrain, train_pretrain.Args(), text, text, Cost(10**6, 1e-5))
     sft = Stage(train_full_sft, train_full_sft.Args(), chats, chats, Cost(10**6, 1e-5))
     planned = [pretrain.with_passes(0.5, 1e30), sft.with_passes(rules.SFT_PASSES, 1e30)]
-    first, second = plan.unwise(choice.Plan(planned, "hours"))
-    assert first.startswith("pretrain: 72 updates") and first.endswith("more time helps")
-    assert second.startswith("full_sft: ") and second.endswith("more data help")
+    first, second = plan.unwise(choice.Plan(planned, "hours"), free=1e12)
+    assert first == ("more time", {"stage": "pretrain", "updates": 72})
+    assert second[0] == "more data" and second[1]["stage"] == "full_sft"

@@ -3,6 +3,7 @@
 import http.client
 import importlib.util
 import json
+import shutil
 import signal
 import sys
 import threading
@@ -54,6 +55,30 @@ def test_a_signal_lets_answers_be_finished_and_a_second_one_does_not(weights):
     assert gentle.wait(30) == 0 and gentle.err == ""
     for connection, _ in streams:
         connection.close()
+
+
+def test_without_weights_it_starts_and_offers_what_comes(weights, tmp_path):
+    """Also with a context that is shorter than the usual answer."""
+    argv = ["--save_dir", str(tmp_path / "out"), "--port", "0", "--context", "256"]
+    process = StageProcess("scripts.serve_openai_api", argv)
+    line = wait_for_line(process, "serving the weights in ")
+    connection = http.client.HTTPConnection(
+        "127.0.0.1", int(line.split(";")[0].rsplit(":", 1)[1]), timeout=60
+    )
+
+    def names() -> list[str]:
+        connection.request("GET", "/v1/models")
+        return [model["id"] for model in json.loads(connection.getresponse().read())["data"]]
+
+    assert names() == []
+    (tmp_path / "out/mine").mkdir(parents=True)
+    shutil.copyfile(tmp_path / "full_sft_32.pth", tmp_path / "out/mine/full_sft_32.pth")
+    assert names() == ["mine/full_sft_32"]
+    connection.request("POST", "/v1/chat/completions", '{"messages": [{"role": "user", "content": "hello"}]}')
+    answer = json.loads(connection.getresponse().read())
+    assert answer["model"] == "mine/full_sft_32" and answer["usage"]["completion_tokens"] <= 128
+    process.send(signal.SIGTERM)
+    assert process.wait(30) == 0
 
 
 def test_the_thread_that_decodes_makes_the_device_its_own(weights, monkeypatch):

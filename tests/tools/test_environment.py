@@ -94,7 +94,9 @@ def test_the_own_environment_is_filled_where_it_is_the_active_one(tmp_path):
     own = {"VIRTUAL_ENV": f"{tmp_path}/.venv", "PATH": f"{tmp_path}/.venv/bin:{os.environ['PATH']}"}
     done, calls = source(tmp_path, LACKS="torch==2.13.0", **own)
     assert done.stdout.splitlines()[-1] == f"{tmp_path}/.venv/bin/python"
-    assert calls == ["bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 -c requirements-lock.txt"]
+    assert calls == [
+        "bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 -c requirements-lock.txt"
+    ]
 
 
 @pytest.mark.parametrize("active", ACTIVE)

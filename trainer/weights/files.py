@@ -283,7 +283,10 @@ def unreadable(path: Path, error: BaseException) -> UserError:
 def missing_weights(path: Path) -> UserError:
     """The error of weights that are not there, with those that are."""
     there = sorted(p.name for p in path.parent.glob("*.pth"))
+    below = sorted(str(p.relative_to(path.parent)) for p in path.parent.glob("*/*.pth"))
     listed = f"found there: {', '.join(there)}" if there else f"{path.parent} holds no weights"
+    if not there and below:
+        listed += f", but {below[0]} lies in a folder in it"
     advice = "train that stage first, or name another (--from_weight, --weight) or its shape (--hidden_size)"
     return UserError(f"weights {path} do not exist ({listed}); {advice}")
 

@@ -106,6 +106,16 @@ def model_files(folder: Path) -> list[Path]:
     return [folder / name for name in (CONFIG_FILE, *names)]
 
 
+def is_pretrained_only(path: Path) -> bool:
+    """Whether weights have learnt to continue texts, not to answer: as the file beside them says, else their
+    name."""
+    try:
+        stage = json.loads(path.with_suffix(".json").read_bytes())["stage"]
+    except (OSError, ValueError, LookupError, TypeError):
+        stage = path.name
+    return "pretrain" in str(stage)  # the stage is the name of its script
+
+
 def metrics_path(save_dir: str | Path, name: str) -> Path:
     """The file of the log records of a run of this `run_name`."""
     return Path(save_dir) / f"{name}_metrics.jsonl"

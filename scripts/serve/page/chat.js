@@ -160,11 +160,14 @@ async function answer(conversation, thread) {
   const sent = thread.messages.filter(({ role, content, tool_calls }) => role !== "assistant" || content || tool_calls);
   const fields = settings.requestFields();
   Object.assign(conversation, { system, tools: fields.tools });
-  const continues = models.find(({ id }) => id === model)?.continues_text || undefined;
-  const messages = [...system, ...sent.map(store.forApi)];
-  const body = { model: model || undefined, ...(continues ? textFields(sent.at(-1).content, fields) : { messages, ...fields }) };
+  const about = models.find(({ id }) => id === model);
+  const continues = about?.continues_text || undefined;
+  const newest = continues ? sent : store.newest(sent, about?.max_model_len);
+  const chat = { messages: [...system, ...newest.map(store.forApi)], truncation: "auto", ...fields };
+  const body = { model: model || undefined, ...(continues ? textFields(sent.at(-1).content, fields) : chat) };
   // what it is if the page is closed now
   const message = store.ownMessage({ role: "assistant", content: "", model, note: "stopped", continues });
+  message.dropped = sent.length - newest.length;
   const job = { stop: new AbortController(), conversation, message };
   thread.messages.push(message);
   running.set(thread, job);
@@ -200,7 +203,8 @@ async function receive(body, message, thread, job) {
     if (running.get(thread) === job) update(thread, message);
   };
   const stream = message.continues ? api.streamText : api.streamChat;
-  await stream(body, job.stop.signal, ({ choices: [choice], usage }) => {
+  await stream(body, job.stop.signal, ({ choices: [choice], usage, dropped }) => {
+    if (dropped) message.dropped += dropped;
     if (choice) add(message, choice.delta);
     if (message.content || message.reasoning_content) first ||= performance.now();
     if (choice?.finish_reason === "length") message.note = "cut";
@@ -267,6 +271,7 @@ function drawModels() {
   const about = models.find((model) => model.id === chosen);
   settings.setDefaults(about?.sampling ?? {});
   byId("continues").hidden = !about?.continues_text;
+  byId("input").placeholder = t(about?.continues_text ? "placeholderText" : "placeholder");
   const other = current.other?.model ?? "";
   const others = names.filter((name) => name !== chosen || name === other);
   byId("other").hidden = !others.length;

@@ -12,7 +12,7 @@ const HEIGHT = 220;
 const AXES = ["update", "tokens", "seconds"];
 const MAIN = ["loss", "eval_loss", "reward", "eval_reward", "kl", "learning_rate", "grad_norm", "tokens_per_second"];
 const NO_PLOT = /^(update|tokens|seconds|seconds_left|mean_loss)$/;
-const RUNNING = 90; // seconds since its last record, in which a run counts as running
+const RUNNING = 90; // seconds since its last record, in which a run counts as running where no lock says who lives
 const RESULTS = ["loss", "eval_loss", "best_eval_loss", "best_update", "reward", "eval_reward"]; // of the table of runs
 // they can be told apart on a light and on a dark ground
 const COLORS = ["#4f78e6", "#e0702f", "#27a07a", "#c256ac", "#b08a1e", "#2798b5", "#de4f65", "#8a6fe0"];
@@ -50,7 +50,7 @@ async function look() {
   clearTimeout(timer);
   if (!isOpen || document.hidden) return;
   try {
-    const states = () => JSON.stringify(runs?.map((run) => [run.name, run.size, run.age < RUNNING]));
+    const states = () => JSON.stringify(runs?.map((run) => [run.name, run.size, isAlive(run)]));
     const before = states();
     runs = await api.runs();
     view.chosen ??= runs.length ? runs.slice(0, FIRST).map((run) => run.name) : null;
@@ -110,11 +110,13 @@ function runRow(run) {
   return h("label", { class: "run" }, input, isChosen && swatch(run.name), text);
 }
 
+const isAlive = (run) => run.alive ?? run.age < RUNNING;
+
 /** Whether a run goes on, and for how long or how far it came; nothing of a run that was not read and does not. */
 function stateLine(run) {
   const columns = known.get(run.name)?.columns;
   const left = columns?.seconds_left?.at(-1);
-  const isRunning = run.age < RUNNING && left !== 0;
+  const isRunning = isAlive(run) && left !== 0;
   if (!columns && !isRunning) return null;
   const state = isRunning ? "running" : left ? "endedEarly" : "finished";
   const facts = [t(state)];

@@ -40,6 +40,7 @@ function answerView(message, element, body, foot, act) {
     foot.replaceChildren();
     if (writing) return;
     if (message.note) rest.append(h("p", { class: "note" }, t(message.note)));
+    if (message.dropped) rest.append(h("p", { class: "note" }, t("dropped", { n: message.dropped })));
     if (message.error) rest.append(h("div", { class: "error", role: "alert" }, message.error));
     if (last && calls.length && !message.error) rest.append(resultForm(calls, act));
     if (content) foot.append(copyButton(t("copy"), () => content));

@@ -111,6 +111,20 @@ export function turns(messages) {
   return grouped;
 }
 
+const CHARACTERS = 16; // of a token, at most
+
+/** The newest turns that a context of so many tokens can hold, at least the last one; the server counts their tokens. */
+export function newest(messages, context = Infinity) {
+  const grouped = turns(messages);
+  let [characters, count] = [0, 0];
+  const first = grouped.findLastIndex((turn) => {
+    count += turn.length;
+    characters += JSON.stringify(turn.map(forApi)).length - 40 * turn.length; // without the names of their fields
+    return characters > CHARACTERS * context || count > context;
+  });
+  return grouped.slice(Math.min(first + 1, grouped.length - 1)).flat();
+}
+
 /**
  * Conversations as JSONL that SFT can train on, a record for each model that answered, with the system prompt and the
  * tools that were asked with. Turns that failed are left out, and texts that were continued; answers that were stopped or cut are not trained.

@@ -115,6 +115,27 @@ def test_an_answer_is_greedily_that_of_transformers_whole_and_streamed(real, tin
     assert "".join(choice.delta.content or "" for choice in choices) == expected and len(choices) > 10
 
 
+def test_the_oldest_turns_are_dropped_if_the_client_asks_for_it(said):
+    """As many as leave room for the answer, half of the context at most; the system prompt stays."""
+    turns = [*user("first " * 40), {"role": "assistant", "content": "x"}] + user("middle " * 40) * 8
+    messages = [{"role": "system", "content": "Be brief."}, *turns, *user("last")]
+    body = {"messages": messages}
+    assert post(said, body).json()["error"]["code"] == "context_length_exceeded"
+    answer = post(said, body | {"truncation": "auto"})
+    dropped = int(answer.headers["X-Dropped-Messages"])
+    (prompt,) = said.script.prompts
+    assert (
+        "Be brief." in prompt and "first" not in prompt and prompt.count("middle " * 40) == 10 - dropped > 0
+    )
+    length = answer.json()["usage"]["prompt_tokens"]
+    assert length <= 256 < length + 140  # one more would not have fitted
+    short = post(said, {"messages": user("short"), "truncation": "auto"})
+    assert short.status_code == 200 and "X-Dropped-Messages" not in short.headers
+    long = {"messages": user("word " * 600), "truncation": "auto"}
+    assert post(said, long).json()["error"]["code"] == "context_length_exceeded"
+    assert post(said, body | {"truncation": "some"}).status_code == 400
+
+
 def test_seeds_and_choices(real):
     def texts(**fields: Any) -> list[str]:
         return [choice.message.content for choice in chat(real, "hello", max_tokens=10, **fields).choices]

@@ -1,5 +1,6 @@
 """A server of several models: the weights of a folder by name, loaded on demand."""
 
+import os
 import shutil
 import threading
 from collections import Counter
@@ -150,6 +151,26 @@ def test_cards_say_which_weights_were_pretrained_only(server, folder):
     about.write_text("[]")
     assert {name for name, value in continues().items() if value} == {"pretrain_32"}
     about.unlink()
+
+
+def test_weights_in_folders_are_offered_and_without_a_given_model_the_newest_answers(tmp_path, folder):
+    """Checkpoints and hidden folders hold none to chat with."""
+    models = Models(None, None, load_path, tmp_path)
+    with serving(models, max_new_tokens=20) as server:
+        assert server.client.models.list().data == []
+        with pytest.raises(openai.NotFoundError, match="There is no model yet"):
+            ask(server, "minimind")
+        for place in ("old", "new", "checkpoints"):
+            (tmp_path / place).mkdir()
+            shutil.copyfile(folder / "grpo_32.pth", tmp_path / place / "grpo_32.pth")
+        shutil.copyfile(folder / "full_sft_48.pth", tmp_path / "full_sft_48.pth")
+        os.utime(tmp_path / "old/grpo_32.pth", (1, 1))
+        os.utime(tmp_path / "full_sft_48.pth", (2, 2))
+        names = [model.id for model in server.client.models.list().data]
+        assert names == ["new/grpo_32", "full_sft_48", "old/grpo_32"]
+        assert ask(server, "old/grpo_32") == ask(server, "new/grpo_32")
+        answer = server.client.chat.completions.create(model="minimind", messages=user("hello"), max_tokens=4)
+        assert answer.model == "new/grpo_32"
 
 
 @pytest.mark.parametrize("others", [True, False])

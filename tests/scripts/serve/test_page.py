@@ -306,8 +306,10 @@ def test_pretrained_weights_continue_a_text(chat, server, folder):
     chat.reload()
     chat.wait(lambda: "pretrain_32" in chat.text("#model"))
     assert not chat.shown("#continues")
+    placeholder = lambda: chat.one("#input").get_attribute("placeholder")  # noqa: E731
+    assert placeholder() == "Write a message"
     Select(chat.one("#model")).select_by_value("pretrain_32")
-    assert "has not learnt to answer" in chat.text("#continues")
+    assert "has not learnt to answer" in chat.text("#continues") and "Write a beginning" in placeholder()
     chat.ask("There was a river")
     assert server.script.prompts == ["<|im_start|>There was a river"]  # no chat template
     assert store_of(chat)["messages"][1]["continues"]
@@ -315,6 +317,25 @@ def test_pretrained_weights_continue_a_text(chat, server, folder):
     chat.run("document.dispatchEvent(new Event('visibilitychange'))")
     chat.wait(lambda: "pretrain_32" not in chat.text("#model"))
     assert not chat.shown("#continues")
+
+
+def test_a_long_conversation_leaves_its_oldest_turns_out_and_says_so(chat, server):
+    """As the chat in the terminal does; the page itself keeps them all."""
+    for text in ("one", "two", "three"):
+        chat.ask(f"{text} {'word ' * 40}")
+    assert "left out" not in chat.text(".messages")
+    chat.ask("four " + "word " * 40)
+    turns = sent(server)
+    dropped = 7 - len(turns)
+    assert turns[-1].startswith("four") and dropped > 0 and turns[0].split()[0] in ("two", "three")
+    assert chat.text(".message.assistant .note") == (
+        f"The context is full: the oldest {dropped} messages were left out."
+    )
+    assert len(chat.all(".message")) == 8
+    chat.run("document.querySelector('#input').value = 'x'.repeat(8000)")  # of which no token is counted
+    chat.one("#input").send_keys("x", Keys.ENTER)
+    chat.wait(lambda: "too long for the model" in chat.text(".message .error"))
+    assert "left out" in chat.text(".message.assistant .note")
 
 
 def store_of(chat) -> dict:
@@ -342,7 +363,7 @@ def test_a_busy_server_says_when_to_try_again(chat, monkeypatch):
 def test_errors_are_said_in_plain_words(chat, server, monkeypatch):
     chat.run("document.querySelector('#input').value = 'word '.repeat(900)")
     chat.one("#input").send_keys("x", Keys.ENTER)
-    chat.wait(lambda: "too long for this model" in chat.text(".message .error"))
+    chat.wait(lambda: "too long for the model" in chat.text(".message .error"))
     chat.click("#new-chat")
     chat.say("long")
     chat.wait(lambda: "5 6 7" in chat.text(ANSWER))

@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from fastapi.testclient import TestClient
 
 from scripts.runs.run import Run
 from scripts.serve.page import runs_router
+from tests.conftest import ROOT
 
 
 def record(update: int, **more: Any) -> dict:
@@ -51,18 +54,42 @@ def test_runs_of_the_folder_and_the_folders_in_it_newest_first(tmp_path, get):
 def test_a_run_comes_with_its_settings_figures_warnings_and_samples(tmp_path, get):
     path = tmp_path / "about_64_metrics.jsonl"
     samples = [{"prompt": "a", "answer": "b"}]
-    append(path, record(1, warnings=["few updates"], samples=samples, eval_loss=2.5), record(2))
+    append(
+        path,
+        record(1, warnings=["few updates"], samples=samples, eval_loss=2.5, initial_eval_loss=9.0),
+        record(2),
+    )
     settings = {"settings": {"seed": 1, "save_dir": "/x"}}
     (tmp_path / "about_64_run.json").write_text(json.dumps(settings))
     answer = get("runs/about_64").json()
     assert answer["settings"] == {"stage": "none", "seed": "1"}  # not where it lies
     assert answer["warnings"] == [[1, "few updates"]] and answer["samples"] == [["a", [[1, "b"]]]]
     assert answer["figures"]["best_eval_loss"] == 2.5 and answer["figures"]["loss"] == 0.5
+    assert answer["columns"]["update"] == [0, 1, 2] and answer["columns"]["eval_loss"] == [9.0, 2.5, None]
+    assert answer["columns"]["tokens"][0] == 0 and answer["columns"]["mean_loss"] == [None, 1.0, 0.5]
     append(path, *map(record, range(3, 1500)))
     with open(path, "a") as file:
         file.write('{"update": 1500, "tok')  # it is being written
     columns = get("runs/about_64").json()["columns"]
-    assert len(columns["update"]) <= 512 and columns["update"][-1] == 1499
+    assert len(columns["update"]) <= 513 and columns["update"][-1] == 1499
+
+
+def test_a_run_lives_as_long_as_its_process_holds_its_lock(tmp_path, get):
+    """However long ago its last record was; where no lock says it, nobody knows."""
+    for name in ("held_64", "free_64", "elsewhere_64"):
+        append(tmp_path / f"{name}_metrics.jsonl", record(1))
+        os.utime(tmp_path / f"{name}_metrics.jsonl", (1, 1))
+    (tmp_path / ".free_64_save_dir.lock").touch()
+    hold = "import sys; from common.files import lock_output; lock_output('held_64', save_dir=sys.argv[1])"
+    hold += "; print(flush=True); input()"
+    command = [sys.executable, "-c", hold, str(tmp_path)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, cwd=ROOT, **pipes) as holder:
+        holder.stdout.readline()
+        alive = {run["name"]: run["alive"] for run in get("runs").json()["runs"]}
+        holder.kill()
+    assert alive == {"held_64": True, "free_64": False, "elsewhere_64": None}
+    assert not any(run["alive"] for run in get("runs").json()["runs"])
 
 
 def test_no_name_leads_out_of_the_folder(tmp_path, get):

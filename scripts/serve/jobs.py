@@ -1,0 +1,225 @@
+"""The trainings that the web page starts: one at a time, each in a folder of --save_dir.
+
+Two commands are run, scripts/plan.py and the run.sh that it writes, in a session of their own: they go on
+when the server ends, and a terminal can go on with them. Nothing is kept but the files that training writes
+anyway. Whether one lives is asked of the kernel: all its processes inherit a descriptor of `.train.lock`,
+which is locked (flock) as long as any of them lives. While it is, their process group exists, so its number
+belongs to nobody else.
+"""
+
+import fcntl
+import json
+import os
+import re
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from common.errors import printable
+from common.files import is_running, write_json
+from common.settings import ROOT
+from scripts.planning.files import FACTS
+from scripts.runs.run import METRICS_SUFFIX
+from scripts.serve.protocol import ApiError
+
+LOCK = ".train.lock"
+SCRIPT, LOG, ABOUT, REPORT = "run.sh", "job.log", "job.json", "report.html"
+STARTED, STOPPED = "== started ", "== asked to stop "  # lines of the log that this file writes
+TAIL = 1 << 16  # bytes at the end of a log that are looked at
+PLANNING, TRAINING, SAVING = "planning", "training", "saving"  # states of what lives
+LIVING = (PLANNING, TRAINING, SAVING)
+BEFORE_TRAINING = ("new", "planned", "failed")  # states in which a folder without metrics is planned anew
+SECONDS_FOR_LOCK = 1.0  # others look at it for a moment
+# of the server: programs that it starts need not know it
+SECRETS = ("MINIMIND_API_KEY",)
+# what an error line says -> its code
+ERRORS = {
+    "memory": r"out of memory|do not hold a model|allocate memory",
+    "disk": r"No space left|Disk quota",
+    "not_utf8": r"not UTF-8|UTF-16",
+    "hours": r"--hours .*teach little",
+    "too_little": r"--eval_share .* hold|holds out none|no record is held out",
+    "bad_record": r"(?P<file>[^/]+?)(:(?P<line>\d+)|\[(?P<index>\d+)\]): (?P<why>.*?)(; or skip .*)?$",
+}
+
+
+class Jobs:
+    """The trainings below a folder. environment: variables of their commands."""
+
+    def __init__(self, save_dir: Path, environment: dict[str, str] | None = None):
+        self.save_dir = save_dir.absolute()
+        given = os.environ if environment is None else environment
+        self.environment = {name: value for name, value in given.items() if name not in SECRETS}
+        self.save_dir.mkdir(parents=True, exist_ok=True)
+
+    # --- which there are
+
+    def folders(self) -> dict[str, Path]:
+        """Name -> folder of all that are planned or were to be; links lead elsewhere and are left out."""
+        found = {}
+        for folder in sorted(self.save_dir.iterdir()):
+            is_job = not folder.is_symlink() and any((folder / name).is_file() for name in (SCRIPT, ABOUT))
+            if is_job:
+                found[printable(folder.name)] = folder  # a name need not be UTF-8
+        return found
+
+    def folder(self, name: str) -> Path:
+        """The folder of a name, which is looked up, never joined to a path. Raises ApiError."""
+        folder = self.folders().get(name)
+        if folder is None:
+            raise ApiError(f"There is no training {name[:60]!r}.", 404, code="no_job")
+        return folder
+
+    # --- which one lives
+
+    def living(self) -> dict[str, Any] | None:
+        """The name of the folder and the process group of the one that lives."""
+        with suppress(FileNotFoundError), open(self.save_dir / LOCK, "rb") as lock:
+            if not try_lock(lock, fcntl.LOCK_SH):
+                with suppress(ValueError):  # it is being written
+                    return json.loads(lock.read())
+                return {"folder": None, "group": None}
+        return None
+
+    def start(self, name: str, argv: list[str], prepare: Callable[[Path], Any] = lambda folder: None) -> None:
+        """Start a command in the folder of this name, which prepare() may make. Raises ApiError if another
+        one lives."""
+        folder = self.save_dir / name
+        with open(self.save_dir / LOCK, "a+b") as lock:
+            end = time.monotonic() + SECONDS_FOR_LOCK
+            while not try_lock(lock, fcntl.LOCK_EX):
+                if time.monotonic() > end:
+                    living = self.living() or {}
+                    raise ApiError("Another training lives.", 409, living.get("folder"), "busy")
+                time.sleep(0.05)
+            prepare(folder)
+            rewrite(lock, {"folder": name, "group": None})
+            note(folder, STARTED)
+            with open(folder / LOG, "ab") as log:
+                # the log is a file: a pipe that nobody reads would stop it
+                process = subprocess.Popen(
+                    argv, cwd=ROOT, env=self.environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                    start_new_session=True, pass_fds=[lock.fileno()],
+                )  # fmt: skip
+            rewrite(lock, {"folder": name, "group": process.pid})
+        threading.Thread(target=process.wait, daemon=True).start()  # else it stays as a zombie
+
+    def stop(self, name: str, at_once: bool = False) -> None:
+        """Have a training save and end, or end it at once. Raises ApiError if it does not live."""
+        living = self.living()
+        if living is None or living["folder"] != name or living["group"] is None:
+            raise ApiError(
+                f"The training {name[:60]!r} was not started here, or has ended.", 409, None, "not_running"
+            )
+        note(self.folder(name), STOPPED)
+        with suppress(ProcessLookupError):  # it ended this moment
+            os.killpg(living["group"], signal.SIGKILL if at_once else signal.SIGTERM)
+
+    # --- what became of it
+
+    def state(self, folder: Path, living: dict[str, Any] | None) -> tuple[str, list[str]]:
+        """Its state, and the lines of its log since it was started last. living: what `living` gave."""
+        lines = log_lines(folder)
+        has_script, metrics = (folder / SCRIPT).is_file(), list(folder.glob(f"*{METRICS_SUFFIX}"))
+        was_stopped = any(
+            line.startswith((STOPPED, "stopped: ")) or "finishing this update" in line for line in lines
+        )
+        if living is not None and living["folder"] == folder.name:
+            state = TRAINING if has_script else PLANNING
+            return (SAVING if was_stopped else state), lines
+        if any(is_running(path.name.removesuffix(METRICS_SUFFIX), folder) for path in metrics):
+            return TRAINING, lines  # a terminal started it
+        if (folder / REPORT).is_file():
+            return "ready", lines
+        if any(line.startswith("error: ") for line in lines):
+            return "failed", lines
+        if not has_script:
+            return "new", lines
+        if not metrics:
+            return "planned", lines
+        return ("stopped" if was_stopped else "cut"), lines
+
+    def uses(self, file: Path) -> bool:
+        """Whether a training that has not come to its end reads a file of the uploads."""
+        for folder in self.folders().values():
+            about = read_json(folder / ABOUT)
+            is_open = (folder / SCRIPT).is_file() and not (folder / REPORT).is_file()
+            if is_open and file.name in (about.get("text"), about.get("chat")):
+                return True
+        return False
+
+
+def forget_plan(folder: Path, about: dict[str, Any]) -> None:
+    """Make a folder ready to be planned, also anew. about: what was asked for."""
+    folder.mkdir(exist_ok=True)
+    for name in (SCRIPT, FACTS):
+        (folder / name).unlink(missing_ok=True)
+    write_json(folder / ABOUT, about)
+
+
+def forget_report(folder: Path) -> None:
+    """Before a training goes on: its report says that it has ended."""
+    (folder / REPORT).unlink(missing_ok=True)
+
+
+# --- files
+
+
+def try_lock(file: BinaryIO, kind: int) -> bool:
+    """Lock a file (flock), unless others have the lock."""
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def rewrite(file: BinaryIO, content: dict[str, Any]) -> None:
+    """Replace what an open file holds, which others have locked with it."""
+    file.truncate(0)
+    file.write(json.dumps(content).encode())
+    file.flush()
+
+
+def note(folder: Path, what: str) -> None:
+    """Add a line with the time to a log."""
+    with open(folder / LOG, "ab") as log:
+        log.write(f"{what}{time.strftime('%Y-%m-%d %H:%M:%S')}\n".encode())
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """What a file holds; nothing if it is not there, or no JSON object."""
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def log_tail(folder: Path) -> str:
+    """The end of a log."""
+    with suppress(OSError), open(folder / LOG, "rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL))
+        return file.read().decode(errors="replace")
+    return ""
+
+
+def log_lines(folder: Path) -> list[str]:
+    """The lines of a log since the last start."""
+    since = log_tail(folder).rpartition(STARTED)[2]
+    return since.splitlines()[1:]
+
+
+def error_of(lines: list[str]) -> dict[str, Any]:
+    """What the last error line of a log says: its code, the line, and of a bad record the file, its line and
+    why."""
+    line = next(line for line in reversed(lines) if line.startswith("error: ")).removeprefix("error: ")
+    for code, pattern in ERRORS.items():
+        if match := re.search(pattern, line):
+            return {"code": code, "text": line} | {k: v for k, v in match.groupdict().items() if v}
+    return {"code": "other", "text": line}

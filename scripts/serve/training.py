@@ -1,0 +1,269 @@
+"""The routes by which the web page trains: it sends names, numbers and choices, never a path, a flag or a
+command (--train 1).
+"""
+
+import re
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from shutil import disk_usage
+from typing import Any, Literal
+
+from anyio import CapacityLimiter
+from anyio.to_thread import run_sync
+from fastapi import APIRouter, Depends, Request
+from fastapi.responses import FileResponse, JSONResponse, Response
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from common.settings import ROOT
+from scripts.planning.files import FACTS
+from scripts.planning.rules import DEPTHS, WIDTH
+from scripts.planning.stages import START
+from scripts.runs.report import sentences
+from scripts.runs.run import METRICS_SUFFIX, Run
+from scripts.runs.words import LANGUAGES, WORDS
+from scripts.serve.api import host_of, read_body
+from scripts.serve.jobs import (
+    ABOUT,
+    BEFORE_TRAINING,
+    LIVING,
+    PLANNING,
+    REPORT,
+    SCRIPT,
+    Jobs,
+    error_of,
+    forget_plan,
+    forget_report,
+    log_tail,
+    read_json,
+)
+from scripts.serve.page import RunFiles, json_response
+from scripts.serve.protocol import ApiError
+from scripts.serve.uploads import Uploads, no_room
+
+PLAN = ROOT / "scripts" / "plan.py"
+NAME = re.compile(r"(?!earlier_\d+$)\w[\w -]{0,39}")  # of a training; runs that were set aside are earlier_N
+HOURS = {"ge": 0.02, "le": 168}
+MAX_BODY = 1 << 14  # bytes of a request, but for a file
+ROOM = 1 << 30  # bytes of disk that stay free beside what a plan writes
+LINES = 12  # of the log that are shown while it plans
+NOT_SHOWN = {"Content-Security-Policy": "sandbox", "X-Content-Type-Options": "nosniff"}
+
+
+class Body(BaseModel):
+    """A request; nothing else than its fields."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class NewJob(Body):
+    """What is to be planned: files by name, time, layers, the language of run.sh, and whether records that
+    cannot be used are left out."""
+
+    name: str
+    text: str | None = None
+    chat: str | None = None
+    hours: float = Field(**HOURS)
+    depth: int | None = None
+    lang: Literal["en", "zh"] = "en"
+    skip_bad: bool = False
+
+
+class Stop(Body):
+    """How to end: save first, or at once."""
+
+    now: bool = False
+
+
+def own_page_only(request: Request) -> None:
+    """Refuse other pages, also those of --allow_origin, and what a form can send. Raises ApiError."""
+    origin = request.headers.get("origin")
+    if origin is not None and host_of(origin) != request.headers.get("host"):
+        raise ApiError("Only the server's own page may train.", 403)
+    kind = request.headers.get("content-type", "").partition(";")[0].strip()
+    if request.method == "POST" and kind != "application/json":
+        raise ApiError("The body must be application/json.", code="field")
+
+
+async def read(request: Request, kind: type[Any]) -> Any:
+    """The body of a request. Raises ApiError."""
+    try:
+        return kind.model_validate_json(await read_body(request, MAX_BODY))
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        raise ApiError(f"{place}: {first['msg']}", 400, place or None, "field") from error
+
+
+def training_routes(jobs: Jobs, uploads: Uploads, make_room: Callable[[], Any]) -> APIRouter:
+    """All routes below /api/train. make_room: called before something is measured: models that nobody uses
+    are dropped from memory."""
+    routes = APIRouter(prefix="/api/train", dependencies=[Depends(own_page_only)])
+    runs = RunFiles()
+    one_at_a_time = CapacityLimiter(1)  # reading of runs
+
+    def overview() -> Response:
+        living = jobs.living()
+        listed = [describe(folder, name, jobs, living, runs) for name, folder in jobs.folders().items()]
+        listed.sort(key=lambda job: (job["state"] not in LIVING, job["age"]))
+        sizes = [[depth, WIDTH * depth] for depth in DEPTHS]
+        answer = {"sizes": sizes, "disk_free": disk_usage(jobs.save_dir).free}
+        return json_response(answer | {"files": uploads.listing(), "jobs": listed})
+
+    def plan(asked: NewJob) -> None:
+        check_fields(asked)
+        argv = [sys.executable, str(PLAN), "--save_dir", str(jobs.save_dir / asked.name)]
+        argv += ["--hours", f"{asked.hours:g}", "--lang", asked.lang]
+        argv += ["--cache_dir", str(jobs.save_dir / ".cache")]  # on the disk whose room is looked at
+        for flag, file in (("--pretrain_data", asked.text), ("--sft_data", asked.chat)):
+            if file is not None:
+                argv += [flag, str(uploads.path(file))]
+        if asked.depth is not None:
+            argv += ["--depth", str(asked.depth)]
+        if asked.skip_bad:
+            argv += ["--on_bad_data", "skip"]
+
+        def prepare(folder: Path) -> None:
+            check_unused(folder, jobs)
+            forget_plan(folder, asked.model_dump())
+
+        make_room()
+        jobs.start(asked.name, argv, prepare)
+
+    def start(name: str) -> None:
+        folder = jobs.folder(name)
+        state, _ = jobs.state(folder, jobs.living())
+        if state in LIVING:
+            raise ApiError(f"{name} lives.", 409, name, "busy")
+        if not (folder / SCRIPT).is_file():
+            raise ApiError(f"{name} has no plan.", 409, code="no_plan")
+        written = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+        need = max(0, read_json(folder / FACTS).get("disk", 0) - written) + ROOM
+        if need > (free := disk_usage(folder).free):
+            raise no_room(need, free)
+        make_room()
+        jobs.start(folder.name, ["bash", str(folder / SCRIPT)], forget_report)
+
+    async def done(function: Callable[..., Any], *args: Any) -> Response:
+        await run_sync(function, *args)
+        return JSONResponse({"ok": True}, 202)
+
+    @routes.get("")
+    async def train() -> Response:
+        return await run_sync(overview, limiter=one_at_a_time)
+
+    @routes.put("/files/{name}")
+    async def put(name: str, request: Request) -> Response:
+        request.scope["is_upload"] = True  # connections.py gives it time as long as it arrives
+        length = request.headers.get("content-length")
+        pieces = request.stream()
+        return json_response(await uploads.receive(name, int(length) if length else None, pieces))
+
+    @routes.delete("/files/{name}")
+    def delete(name: str) -> Response:
+        path = uploads.path(name)
+        if jobs.uses(path):
+            raise ApiError(f"A training that has not come to its end needs {name}.", 409, code="used")
+        path.unlink(missing_ok=True)
+        return JSONResponse({"ok": True})
+
+    @routes.post("/jobs")
+    async def new(request: Request) -> Response:
+        return await done(plan, await read(request, NewJob))
+
+    @routes.post("/jobs/{name}/start")
+    async def go_on(name: str) -> Response:
+        return await done(start, name)
+
+    @routes.post("/jobs/{name}/stop")
+    async def stop(name: str, request: Request) -> Response:
+        asked = await read(request, Stop)
+        return await done(jobs.stop, jobs.folder(name).name, asked.now)
+
+    @routes.get("/jobs/{name}/log")
+    def log(name: str) -> Response:
+        return Response(log_tail(jobs.folder(name)), media_type="text/plain", headers=NOT_SHOWN)
+
+    @routes.get("/jobs/{name}/report")
+    def report(name: str) -> Response:
+        path = jobs.folder(name) / REPORT
+        if not path.is_file():
+            raise ApiError(f"{name} has no report yet.", 404, code="no_report")
+        return FileResponse(path, filename=f"{name}.html", headers=NOT_SHOWN)  # an attachment
+
+    return routes
+
+
+def check_fields(asked: NewJob) -> None:
+    """Raise ApiError if a field is out of range."""
+    if not NAME.fullmatch(asked.name):
+        raise ApiError(f"{asked.name[:60]!r} is no name; take letters, digits, blanks.", 400, "name", "field")
+    if asked.depth is not None and asked.depth not in DEPTHS:
+        raise ApiError(f"depth must be one of {DEPTHS}.", 400, "depth", "field")
+    if not asked.text and not asked.chat:
+        raise ApiError("Give a text, conversations or both.", 400, "text", "field")
+
+
+def check_unused(folder: Path, jobs: Jobs) -> None:
+    """Raise ApiError if the folder of a new training is there, unless it is one in which nothing was trained;
+    nothing lives meanwhile."""
+    if not folder.is_symlink() and not folder.exists():
+        return
+    is_job = folder in jobs.folders().values()
+    is_new = (
+        is_job
+        and jobs.state(folder, None)[0] in BEFORE_TRAINING
+        and not list(folder.glob(f"*{METRICS_SUFFIX}"))
+    )
+    if not is_new:
+        raise ApiError(f"{folder.name} is there already.", 409, "name", "exists")
+
+
+# --- what the page shows of one
+
+
+def describe(
+    folder: Path, name: str, jobs: Jobs, living: dict[str, Any] | None, runs: RunFiles
+) -> dict[str, Any]:
+    """A training: its state, plan and progress. living: what `Jobs.living` gave."""
+    state, lines = jobs.state(folder, living)
+    facts = read_json(folder / FACTS)
+    about: dict[str, Any] = {"name": name, "state": state, "asked": read_json(folder / ABOUT)}
+    about |= {"plan": facts or None, "error": error_of(lines) if state == "failed" else None}
+    about["is_own"] = living is not None and living["folder"] == folder.name
+    about["lines"] = lines[-LINES:] if state == PLANNING else []
+    stages = facts.get("stages", [])
+    paths = [folder / f"{stage['run']}{METRICS_SUFFIX}" for stage in stages]
+    begun = [path for path in paths if path.is_file() and path.stat().st_size]
+    newest = max([path.stat().st_mtime for path in folder.iterdir()], default=0.0)
+    about["age"] = round(max(0.0, time.time() - newest), 1)
+    if not begun:
+        return about | {"stage": 0, "stages": len(stages)}
+    return about | progress(runs.read(begun[-1]), len(begun) - 1, stages)
+
+
+def progress(run: Run, number: int, stages: list[dict[str, Any]]) -> dict[str, Any]:
+    """How far a training is, and what came of it so far. run: of its present stage, of this number."""
+    stage, figures = stages[number], run.figures
+    facts = run.about.get("facts") or {}
+    age = max(0.0, time.time() - run.path.stat().st_mtime)  # seconds since the last record
+    left = run.values["seconds_left"][-1] if "seconds_left" in run.values else stage["seconds"]
+    came = figures.get("seconds", 0.0) + left
+    ratio = came / stage["seconds"] if run.count > 1 and stage["seconds"] else 1.0
+    later = stages[number + 1 :]
+    seconds_left = max(0.0, left - age) + sum(ratio * each["seconds"] + START for each in later)
+    measured = [value for value in run.values.get("eval_loss", ()) if value == value]
+    initial = run.values.get("initial_eval_loss", measured[:1])
+    sample = next(iter(run.samples.items()), None)
+    return {
+        "stage": number,
+        "stages": len(stages),
+        "update": figures.get("update", 0),
+        "updates": facts.get("total_updates", stage["updates"]),
+        "seconds_left": seconds_left,
+        "record_age": age,
+        "eval_loss": [initial[0], measured[-1]] if measured else None,
+        "sample": [sample[0], sample[1][-1][1]] if sample else None,
+        "verdict": {lang: WORDS[lang]["; "].join(sentences(run, lang)) for lang in LANGUAGES},
+    }
