@@ -1,12 +1,13 @@
-"""A run that is started, watched from outside and killed; used by verify_resume.py."""
+"""A run that is started, watched from outside and killed; used by verify_resume.py and compare.py."""
 
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -34,7 +35,7 @@ class Run:
     launches: int = 0
 
     def __post_init__(self):
-        self.folder.mkdir(parents=True)
+        self.folder.mkdir(parents=True, exist_ok=True)
 
     def saved_update(self) -> int | None:
         """The update at which a resumed run must continue; None if there is no checkpoint."""
@@ -147,3 +148,51 @@ class Launch:
         if refusals and self.saved is None:
             raise UserError(refusals[0])
         sys.exit("\n    ".join([f"FAIL: {what}; the last lines of {self.log}:", *lines[-15:]]))
+
+
+def finish(run: Run) -> dict[str, float]:
+    """Start a run, or resume it, and wait for its end. A launch of it that is left from a starter that was
+    killed is ended first.
+
+    Returns:
+        `wall_seconds` of the launch, and `cpu_per_update`: CPU seconds of training with its evaluations, per
+        update; without an update the second is left out.
+
+    Raises:
+        UserError: the run ends with an error, whose line this is.
+    """
+    log = str(run.folder / "launch_1.log")
+    while left := [process for process in psutil.process_iter() if belongs_to(process, log)]:
+        for process in left:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        time.sleep(POLL)
+    run.launches, before = 0, child_cpu_seconds()
+    with closing(Launch(run)) as launch:
+        launch.wait_for_training()
+        start = 0.0
+        with suppress(psutil.Error):  # it had nothing left to train
+            start = sum(psutil.Process(launch.process.pid).cpu_times()[:2])
+        if launch.process.wait():
+            lines = launch.log.read_text("utf-8", "replace").split("\n")
+            errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+            what = (errors or [line for line in lines if line.strip()] or ["it was killed"])[-1]
+            raise UserError(f"{run.folder.name}: {what} (all of it: {launch.log})")
+        times = {"wall_seconds": launch.seconds()}
+        updates = run.last_update() - (launch.saved or 0)
+    if updates:
+        times["cpu_per_update"] = (child_cpu_seconds() - before - start) / updates
+    return times
+
+
+def belongs_to(process: psutil.Process, log: str) -> bool:
+    """Whether a process runs for the launch with this log."""
+    with suppress(psutil.Error):  # it has ended, or is somebody else's
+        return process.environ().get(MARK) == log and is_alive(process)
+    return False
+
+
+def child_cpu_seconds() -> float:
+    """CPU seconds of the children that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
