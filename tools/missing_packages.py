@@ -20,8 +20,8 @@ def requirements(path: Path) -> Iterator[tuple[str, str]]:
         if requirement.startswith("-r "):
             yield from requirements(path.parent / requirement.removeprefix("-r ").strip())
         elif requirement:
-            name, versions = re.fullmatch(r"([\w.-]+)(?:\[.*\])?\s*(.*)", requirement).groups()
-            yield name, versions
+            name = re.split(r"[^\w.-]", requirement, maxsplit=1)[0]
+            yield name, re.sub(r"^\s*\[.*?\]", "", requirement.removeprefix(name)).strip()
 
 
 def missing_packages(*paths: str) -> dict[str, str | None]:

@@ -44,6 +44,7 @@ def choose(stages: list[Stage], depths: Sequence[int], memory: float, seconds: f
         UserError: not even the smallest fits.
     """
     best: list[Stage] = []
+    models: list[Stage] = []
     limit, passes = "size", rules.passes(stages[0].data.num_tokens)
     for depth in depths:
         needed = rules.layer_weights(depth) * rules.TOKENS_PER_WEIGHT

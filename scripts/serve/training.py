@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from common.settings import ROOT
 from scripts.planning.files import FACTS
 from scripts.planning.rules import DEPTHS, WIDTH
-from scripts.planning.stages import START
+from scripts.planning.stages import START_SECONDS
 from scripts.runs.report import sentences
 from scripts.runs.run import METRICS_SUFFIX, Run
 from scripts.runs.words import LANGUAGES, WORDS
@@ -252,7 +252,7 @@ def progress(run: Run, number: int, stages: list[dict[str, Any]]) -> dict[str, A
     came = figures.get("seconds", 0.0) + left
     ratio = came / stage["seconds"] if run.count > 1 and stage["seconds"] else 1.0
     later = stages[number + 1 :]
-    seconds_left = max(0.0, left - age) + sum(ratio * each["seconds"] + START for each in later)
+    seconds_left = max(0.0, left - age) + sum(ratio * each["seconds"] + START_SECONDS for each in later)
     measured = [value for value in run.values.get("eval_loss", ()) if value == value]
     initial = run.values.get("initial_eval_loss", measured[:1])
     sample = next(iter(run.samples.items()), None)

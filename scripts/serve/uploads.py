@@ -17,7 +17,7 @@ from anyio.to_thread import run_sync
 from starlette.requests import ClientDisconnect
 
 from common.errors import UserError
-from dataset.files import is_plain_text, place, read_records
+from dataset.files import format_source, is_plain_text, read_records
 from dataset.records import BadRecord, to_chat, to_text
 from scripts.serve.jobs import try_lock
 from scripts.serve.protocol import ApiError
@@ -149,7 +149,7 @@ def look_at(path: Path, name: str = "") -> dict[str, Any]:
                 is_text = is_plain_text(path.name) or "text" in record
                 shown = to_text(record) if is_text else spoken(record)
             except BadRecord as error:
-                bad = bad or {"place": place(name, source.line).removeprefix(name), "why": str(error)}
+                bad = bad or {"place": format_source(name, source.line).removeprefix(name), "why": str(error)}
             else:
                 texts, chats = texts + is_text, chats + (not is_text)
                 if len(first) < SHOWN:

@@ -166,7 +166,7 @@ def finish(run: Run) -> dict[str, float]:
         for process in left:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
-        time.sleep(POLL)
+        time.sleep(POLL_SECONDS)
     run.launches, before = 0, child_cpu_seconds()
     with closing(Launch(run)) as launch:
         launch.wait_for_training()
@@ -188,7 +188,7 @@ def finish(run: Run) -> dict[str, float]:
 def belongs_to(process: psutil.Process, log: str) -> bool:
     """Whether a process runs for the launch with this log."""
     with suppress(psutil.Error):  # it has ended, or is somebody else's
-        return process.environ().get(MARK) == log and is_alive(process)
+        return process.environ().get(LAUNCH_VARIABLE) == log and is_alive(process)
     return False
 
 

@@ -131,7 +131,7 @@ class Samples(Callback):
             return
         samples = []
         for (prompt, _), tokens in zip(self.prompts, answers, strict=True):
-            answer, sampled = self.tokenizer.batch_decode(tokens, skip_special_tokens=True)
+            answer, sampled = self.tokenizer.batch_decode(list(tokens), skip_special_tokens=True)
             samples.append({"prompt": prompt, "answer": answer, "sampled": sampled})
         record["samples"] = [*record.get("samples", ()), *samples]
 
