@@ -134,8 +134,8 @@ class Server(uvicorn.Server):
 
 
 class LoopErrors:
-    """Logs errors of the event loop that no caller receives, such as a connection that cannot be accepted, each at
-    most once a minute."""
+    """Logs errors of the event loop that no caller receives, such as a connection that cannot be accepted;
+    each at most once a minute."""
 
     def __init__(self) -> None:
         self.last: dict[str, float] = {}
