@@ -101,7 +101,7 @@ def find_files(data_path: str) -> tuple[list[str], list[str]]:
             if not paths and others:
                 raise UserError(f"{part}: a folder without data, which holds {describe_suffixes(others)}")
         else:
-            names = [typed] if os.path.exists(typed) else glob.glob(typed, recursive=True)
+            names = [typed] if os.path.exists(typed) else expand_pattern(typed)
             paths = [path for path in names if os.path.isfile(path)]
         if count is not None:
             paths = take_first(paths, count, typed)
@@ -114,20 +114,29 @@ def find_files(data_path: str) -> tuple[list[str], list[str]]:
     return list(unique.values()), skipped
 
 
+def expand_pattern(pattern: str) -> list[str]:
+    """The paths that match a glob pattern. `**` visits each folder once: `glob` itself does not end where
+    several links lead back to a parent folder."""
+    parts = pattern.split("/")
+    if "**" not in parts:
+        return glob.glob(pattern)
+    index = parts.index("**")
+    head, tail = "/".join(parts[:index]), parts[index + 1 :] or ["*"]
+    if index and not head:
+        head = "/"
+    paths = []
+    for start in glob.glob(head or "."):
+        for folder, _, _ in walk_once(start):
+            paths += expand_pattern("/".join([glob.escape(folder), *tail]))
+    return paths
+
+
 def list_data_files(folder: str) -> tuple[list[str], list[str]]:
     """The data files in a folder and its subfolders, and the other files there. Hidden files and the metadata
     of `datasets` are in neither list; of a saved DatasetDict only `train` is read."""
     paths: list[str] = []
     skipped: list[str] = []
-    visited = set()
-    walk = os.walk(folder, followlinks=True, onerror=lambda error: skipped.append(error.filename))
-    for current, folders, names in walk:
-        real = os.path.realpath(current)
-        if real in visited:  # a link leads back here
-            folders.clear()
-            continue
-        visited.add(real)
-        folders[:] = [name for name in folders if not name.startswith(".")]
+    for current, folders, names in walk_once(folder, lambda error: skipped.append(error.filename)):
         if "dataset_dict.json" in names:
             folders[:] = ["train"]
         for name in names:
@@ -146,6 +155,21 @@ def describe_suffixes(paths: list[str]) -> str:
     counts = Counter(Path(path).suffix or "without a suffix" for path in paths)
     files = ", ".join(f"{count:,} {suffix}" for suffix, count in counts.most_common(4))
     return f"{files}; data are .jsonl, {', '.join([*READERS, *PLAIN_TEXT])}, also compressed"
+
+
+def walk_once(
+    folder: str, on_error: Callable[[OSError], Any] | None = None
+) -> Iterator[tuple[str, list[str], list[str]]]:
+    """`os.walk` that follows links, without hidden folders, and through each folder once."""
+    visited = set()
+    for current, folders, names in os.walk(folder, followlinks=True, onerror=on_error):
+        real = os.path.realpath(current)
+        if real in visited:  # a link leads back here
+            folders.clear()
+            continue
+        visited.add(real)
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        yield current, folders, names
 
 
 # --- what is in them

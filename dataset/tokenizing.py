@@ -45,9 +45,7 @@ if TYPE_CHECKING:  # transformers imports torch
 BLOCK_RECORDS, BLOCK_CHARACTERS = 1024, 1 << 21  # encoded at a time
 GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 OPEN_REASONING = re.compile(r"<think>\s*$")  # opened at the end of a text
-GENERATION_TAG_ADVICE = (
-    "put {% generation %} ... {% endgeneration %} around the assistant's text in the chat template"
-)
+TAG_ADVICE = "put {% generation %} ... {% endgeneration %} around the assistant's text in the chat template"
 
 
 class Sample(NamedTuple):
@@ -153,7 +151,7 @@ class SampleMaker:
             spans = self.spans_from_prefixes(chat, text)
         turns = assistant_turns(chat)
         if chat.masked and len(spans) != len(turns):
-            raise UserError(f"--tokenizer_path: {GENERATION_TAG_ADVICE}, once for each turn")
+            raise UserError(f"--tokenizer_path: {TAG_ADVICE}, once for each turn")
         if chat.masked:
             pairs = zip(turns, spans, strict=True)
             spans = [span for index, span in pairs if index not in chat.masked]
@@ -186,7 +184,7 @@ class SampleMaker:
             if not (opened and text.startswith(turn)):
                 raise UserError(
                     f"--tokenizer_path: the chat template writes turn {index + 1} differently when others "
-                    f"follow, so what to train on is unclear; {GENERATION_TAG_ADVICE}"
+                    f"follow, so what to train on is unclear; {TAG_ADVICE}"
                 )
             spans.append((begin, len(turn)))
         return spans
@@ -284,7 +282,7 @@ def check_template(template: Any) -> None:
     if not isinstance(template, str):
         raise UserError("--tokenizer_path: this tokenizer has no chat template, or several; keep one")
     if not GENERATION_TAG.search(template) and "add_generation_prompt" not in template:
-        raise UserError(f"--tokenizer_path: {GENERATION_TAG_ADVICE}")
+        raise UserError(f"--tokenizer_path: {TAG_ADVICE}")
 
 
 def copy_backend(tokenizer: "PreTrainedTokenizerBase") -> Tokenizer:

@@ -136,7 +136,7 @@ class Server(uvicorn.Server):
 
 
 class LoopErrors:
-    """Logs errors of the event loop that no caller receives, such as a connection that cannot be accepted,
+    """Logs errors of the event loop that no caller receives, such as a connection that cannot be accepted;
     each at most once a minute."""
 
     def __init__(self) -> None:

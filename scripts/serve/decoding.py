@@ -96,7 +96,7 @@ class Job:
 
 @dataclass(eq=False)
 class ActiveAnswer:
-    """An answer that is being generated. unsent: text that waits, of a request without streaming."""
+    """An answer that is being generated. unsent: its text so far, if its request does not stream."""
 
     job: Job
     number: int
@@ -107,8 +107,8 @@ class ActiveAnswer:
 class LoadedModel:
     """A model in memory with its requests.
 
-    tokenising: jobs whose prompts are being tokenised. waiting: jobs with prompts that wait for slots,
-    oldest first. is_draining: it begins no more answers, and is then replaced by another model."""
+    tokenising: jobs whose prompts are being tokenised. waiting: jobs that wait for slots, oldest first.
+    is_draining: it begins no more answers, and is then replaced by another model."""
 
     def __init__(self, model: Any, tokenizer: Any, slots: int, context: int, max_new_tokens: int):
         self.tokenizer, self.max_new_tokens = tokenizer, max_new_tokens
