@@ -18,7 +18,7 @@ from common.launcher import launch
 from common.settings import Settings, StageArgs, setting_option
 
 A = TypeVar("A", bound=StageArgs)
-# a value with the name of its setting, and how the user spelt that
+# (name as the user spelt it, label for messages such as `--epochs`, value)
 NamedValue = tuple[str, str, Any]
 METAVARS = {bool: "{0,1}", int: "INT", float: "FLOAT"}
 

@@ -33,15 +33,15 @@ def data_file(*names: str) -> str:
 def setting(default: Any, help: str, unit: str = "", auto: bool = False, **limits: Any) -> Any:
     """A field of a section.
 
-    auto: whether `auto` is a value, too: None until the program has chosen one. limits: pydantic's ge, gt,
-    le, lt, multiple_of.
+    auto: whether the user may give `auto`; the value is then None until the program chooses one. limits:
+    pydantic's ge, gt, le, lt, multiple_of.
     """
     marks: Any = {"unit": unit, "auto": auto}
     return Field(default, description=help, json_schema_extra=marks, **limits)
 
 
 def setting_option(field: FieldInfo, name: str) -> Any:
-    """What `setting` says of a field; None for a field without it."""
+    """The `unit` or `auto` of a field made by `setting`; None for other fields."""
     marks: Any = field.json_schema_extra or {}
     return marks.get(name)
 
@@ -51,7 +51,7 @@ class Settings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, defer_build=True)
     section: ClassVar[str]
-    # of this class's settings those that may differ when a run is resumed; all others must stay the same
+    # the settings of this class that may differ when a run is resumed; all others must stay the same
     may_change: ClassVar[str] = ""
     # other names of settings, in every source
     aliases: ClassVar[dict[str, str]] = {}

@@ -43,12 +43,12 @@ from model.attention import (
 )
 from model.losses import head_cross_entropy, load_balancing_loss
 
-# the others' frequencies depend on the length of the input
+# supported; the frequencies of other types depend on the length of the input
 ROPE_TYPES = ("default", "linear", "yarn", "llama3")
 # fields for which the cache of transformers' generate() drops keys, whatever `visible` says
 CACHE_FIELDS = ("sliding_window", "attention_chunk_size", "layer_types")
-# what transformers gives to a forward pass beside its arguments: `num_items_in_batch` divides the loss, the
-# others ask for nothing that changes the logits
+# further arguments that transformers passes: `num_items_in_batch` divides the loss, the others do not change
+# the logits
 FORWARD_NAMES = {"num_items_in_batch", "return_dict", "cache_position"}
 # rows of an expert, and of a flat batch, are padded to multiples of these on a CPU
 EXPERT_ROWS, FLAT_ROWS = 16, 64
@@ -278,7 +278,7 @@ class MOEFeedForward(nn.Module):
         rows = x[:, None].expand(-1, self.top_k, -1).flatten(0, 1)[order]
         out = []
         for expert, part in zip(self.experts, rows.split(counts), strict=True):
-            # without rows only in training, for DDP wants zero gradients, not None; and in an empty batch
+            # without rows it is called in training, since DDP needs zero gradients, and in an empty batch
             if len(part) or torch.is_grad_enabled() or not len(x):
                 out.append(expert(part) if part.is_cuda and len(part) > 1 else self.call_padded(expert, part))
         return torch.cat(out)[order.argsort()].view(*chosen.shape, x.shape[-1])

@@ -410,7 +410,7 @@ def evaluate(state: TrainState, loader: Iterable[Batch]) -> dict[str, float | No
         add_sums(sums, values, state.device)
         targets, text_bytes = targets + size.targets, text_bytes + size.text_bytes
     model.train()
-    # let go of gathered weights: a callback may have put others in place for the validation alone
+    # free the gathered weights: a callback may have swapped in others for this validation only
     for module in filter(is_sharded, model.modules()):
         cast(Any, module).reshard()
     names = sorted(set().union(*all_gather(list(sums))))  # a rank may have had no batch

@@ -133,9 +133,9 @@ def read_start_weights(args: A) -> "tuple[A, MiniMindConfig | None]":
 
 
 def checkpoint_to_resume(args: StageArgs) -> Path | None:
-    """The newest state of the run that the settings name, None if there is none. Where a path in
-    --from_weight told the shape, which is in the name of a run, the flags that are given must tell it from
-    others. Raises UserError if they do not."""
+    """The newest checkpoint of the run that the settings name, None if there is none. The shape is part of a
+    run's name; where --from_weight is a path that is gone, only the flags say it. Raises UserError if several
+    runs match them."""
     if not is_path(args.from_weight):
         states = [resume_path(args.checkpoint_dir, args.save_weight, args)]
     else:
@@ -227,10 +227,9 @@ def compile_and_wrap(
 def begin_run(
     state: TrainState, saved: dict[str, Any] | None, data: Any, eval_set: StageData | None = None
 ) -> None:
-    """Complete the state of a run before it trains, from the checkpoint `saved` if there is one, which is
-    emptied to free its memory. data: the training data, or what else has their `source` (FILE:LINE of a
-    sample). Raises UserError if the checkpoint is of another kind of model; early stopping without held-out
-    data."""
+    """Complete the state of a run before it trains, from the checkpoint `saved` if there is one; it is
+    emptied, to free its memory. data: the training data; of them `source` (FILE:LINE of a sample) is used.
+    Raises UserError if the checkpoint is of another kind of model; early stopping without held-out data."""
     args = state.args
 
     # the machine and the code, which a resume compares

@@ -86,8 +86,7 @@ def sample_lines(path: str) -> list[str]:
 
 
 def held_out_source(args: StageArgs) -> tuple[str, Split | None]:
-    """The data path of the held-out data that the settings name, and which of its records these are (None:
-    all)."""
+    """The path of the held-out data, and the split that selects its records (None: all of them)."""
     if args.eval_data_path:
         return args.eval_data_path, None
     paths, _ = split_weights(cast(str, args.data_path))

@@ -15,7 +15,7 @@ from common.errors import UserError, WriteError, say
 from common.files import atomic_write, read_errors
 
 WIDTH = 100  # columns of a line on the console
-KEPT_RECORDS = 500  # that warnings look at
+KEPT_RECORDS = 500  # the last records, which warnings look at
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

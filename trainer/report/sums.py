@@ -11,9 +11,9 @@ from common.errors import UserError
 from trainer.devices.process_group import all_gather
 
 Means = dict[str, tuple[float, float]]  # a mean as (sum, count), of which the quotient is reported
-COUNT = "/count"  # ends the name of a count beside its sum
-MAX = "/max"  # ends the name of a largest value
-# of each record, which no metric may be named like
+COUNT = "/count"  # suffix of the count that belongs to a sum
+MAX = "/max"  # suffix of a largest value
+# fields of every record; no metric may have one of these names
 RECORD_FIELDS = {
     *("update", "epoch", "step", "iters", "loss", "logits_loss", "aux_loss", "mean_loss", "grad_norm"),
     *("learning_rate", "tokens", "seconds", "tokens_per_second", "mfu", "data_wait", "comm_wait"),
@@ -31,7 +31,7 @@ class Largest(NamedTuple):
 def add_sums(sums: dict[str, Tensor], values: Mapping[str, Any], device: torch.device) -> None:
     """Add values by name, each [], a pair (sum, count), or the `Largest`, to the sums so far; of a pair the
     count stands under `<name>/count`, a largest value under `<name>/max`."""
-    # of sums over many tokens
+    # float64, because sums run over many tokens; MPS has none
     exact = torch.float32 if device.type == "mps" else torch.float64
     for name, value in values.items():
         if isinstance(value, Largest):

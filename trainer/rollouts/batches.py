@@ -28,7 +28,7 @@ from trainer.run.callbacks import Callback
 from trainer.run.state import TrainState
 
 SHOWN_CHARACTERS = 300  # of a sample in the log
-# beside the rewards; and of groups of several completions `frac_reward_zero_std`
+# metrics of a rollout besides its rewards; with several completions per prompt also `frac_reward_zero_std`
 ROLLOUT_METRICS = (
     "reward_square", "completion_length", "cut_share", "entropy", "rollout_seconds", "reward_seconds",
     "rollout_tokens_per_second",
@@ -110,12 +110,11 @@ class Rollouts(Callback, Objective):
         self.reward_names = ("reward", *several)
         of_groups = ["frac_reward_zero_std"] if writer.group > 1 else []
         self.metric_names = (*self.reward_names, *ROLLOUT_METRICS, *of_groups)
-        # (sum, count) by name: of this rank's rollout, until its update is made; of all ranks' since then
-        self.this_rollout: Means = {}
-        self.since_last_record: Means = {}
+        self.this_rollout: Means = {}  # of this rank; its update has not begun yet
+        self.since_last_record: Means = {}  # of all ranks
         self.samples: list[dict] = []  # of the last rollout, for the log
-        self.decoding_copy: nn.Module | None = None  # of the policy, which writes
-        # with --num_iterations 2 or more: this rank's last rollout
+        self.decoding_copy: nn.Module | None = None  # of the policy; it generates
+        # this rank's last rollout, with --num_iterations 2 or more
         self.rollout_for_next_updates: list[Batch] = []
 
     @staticmethod

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Prompt = tuple[str, list[int]]  # its text for the log, and its tokens
-# samples of the held-out data; tokens of an answer; of a document's beginning
+# held-out samples that are answered; longest answer, and length of a document's opening, in tokens
 NUM_PROMPTS, MAX_NEW_TOKENS, OPENING_TOKENS = 3, 48, 16
-MIN_TRIGRAMS = 24  # of fewer it says little how many are distinct
+MIN_TRIGRAMS = 24  # of fewer the share of distinct ones says little
 
 
 def sample_callbacks(state: TrainState) -> list[Callback]:
@@ -146,7 +146,7 @@ class Samples(Callback):
         prompts = [tokens[-room:] for _, tokens in self.prompts]
         was_training = model.training
         model.eval()
-        # for training alone
+        # compiled code is for training only: each length of a prompt would be compiled
         is_compiled = any(module._compiled_call_impl is not None for module in model.modules())
         eager = torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()
         # the cache holds the weights' own dtype

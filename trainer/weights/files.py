@@ -59,7 +59,7 @@ EXPERT_FIELDS = ["num_experts", "num_experts_per_tok", "moe_intermediate_size", 
 
 def half_weights(model: nn.Module, keep: bool = True) -> dict[str, Any]:
     """The inference weights: MiniMind's names, fp16, on the CPU; tied tensors stay one tensor. A collective
-    for a sharded model, of which a rank that does not `keep` them gets none."""
+    if the model is sharded; ranks with keep=False get None for each tensor."""
     copies: dict[int, Tensor | None] = {}
     half = {}
     for key, value in unwrap(model).state_dict(keep_vars=True).items():
@@ -78,7 +78,7 @@ def save_weights(
     description: Description | None = None,
 ) -> Path:
     """Write the fp16 inference weights with their description, on rank 0; with a writer in the background,
-    from a copy. description: what more it says, such as the stage. Returns the path."""
+    from a copy. description: further fields of it, such as the stage. Returns the path."""
     if not (is_main_process() or is_sharded(model)):
         return path
     state = half_weights(model, is_main_process())
