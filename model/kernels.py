@@ -7,6 +7,7 @@ keys.
 """
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from model import cpu
 
+amd_has_varlen_kernel = False  # until `try_amd_kernel`
 CAUSAL_FROM_THE_LAST = 2  # torch's CustomMaskType: the last query of a sample sees all of its keys
 
 
@@ -51,11 +53,30 @@ def flat_attention(q: Tensor, k: Tensor, v: Tensor, spans: Any, key_spans: Any) 
 
 
 def has_varlen_kernel(values: Tensor) -> bool:
-    """Whether torch has a variable-length attention kernel: in half precision, on GPUs from Ampere on."""
+    """Whether torch has a variable-length attention kernel: in half precision, on NVIDIA GPUs from Ampere on,
+    and on AMD's where `try_amd_kernel` found it."""
     half, head_dim = values.dtype in (torch.float16, torch.bfloat16), values.shape[-1]
     if not (values.is_cuda and half and head_dim % 8 == 0 and head_dim <= 256):
         return False
+    if torch.version.hip:
+        return amd_has_varlen_kernel
     return torch.cuda.get_device_capability(values.device) >= (8, 0)
+
+
+def try_amd_kernel(device: torch.device) -> None:
+    """Find out whether an AMD GPU has the variable-length attention kernel, by calling it: numbers do not
+    tell (gfx906 and RDNA2 report those of Ampere and more). Called before anything is compiled."""
+    global amd_has_varlen_kernel
+    from model.varlen import varlen_attention
+
+    q = torch.zeros(16, 2, 64, dtype=torch.float16, device=device, requires_grad=True)
+    ends = torch.tensor([0, 16], dtype=torch.int32, device=device)
+    spans = SimpleNamespace(cu_seqlens=ends, max_seqlen=16)
+    try:
+        varlen_attention(q, q, q, spans, spans).sum().backward()
+        amd_has_varlen_kernel = True
+    except RuntimeError:
+        amd_has_varlen_kernel = False
 
 
 def has_cutlass_kernel(values: Tensor) -> bool:

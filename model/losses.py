@@ -15,6 +15,7 @@ from model.cpu import is_eager_cpu
 
 ROWS_IN_CACHE = 512  # whose float32 logits fit a CPU's cache
 MAX_LOGITS = 2**27  # of a head at once: 0.5 GB in float32
+LARGE_VOCABULARY = 2**15  # tokens from which on the logits of a usual micro-batch are gigabytes
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, reduction: str = "sum") -> Tensor:
@@ -28,14 +29,27 @@ def cross_entropy(logits: Tensor, targets: Tensor, reduction: str = "sum") -> Te
 
 
 def head_cross_entropy(head: nn.Module, hidden: Tensor, targets: Tensor, reduction: str) -> Tensor:
-    """`cross_entropy` of the logits head(hidden [M, C]).
+    """`cross_entropy` of the logits head(hidden [M, C]), in pieces of at most MAX_LOGITS.
 
-    More logits than MAX_LOGITS are computed in pieces, and again in the backward pass, so that memory does
-    not grow with the vocabulary times the targets. Compiled for a GPU they are one piece: there would be a
-    graph for each number of pieces, and the compiler makes no float32 copies of them."""
+    Compiled for a GPU they are one piece: there would be a graph for each number of pieces, and the compiler
+    makes no float32 copies of them. With a large vocabulary they would not fit: the head is not compiled."""
+    if not is_compiled_for_gpu(hidden):
+        return head_in_pieces(head, hidden, targets, reduction)
+    if cast(int, head.out_features) > LARGE_VOCABULARY:
+        return head_in_pieces_outside_of_graphs(head, hidden, targets, reduction)
+    return cross_entropy(head(hidden), targets, reduction)
+
+
+def is_compiled_for_gpu(hidden: Tensor) -> bool:
+    """Whether this call becomes part of a graph for a GPU."""
+    return hidden.is_cuda and torch.compiler.is_compiling()
+
+
+def head_in_pieces(head: nn.Module, hidden: Tensor, targets: Tensor, reduction: str) -> Tensor:
+    """`head_cross_entropy`; more logits than MAX_LOGITS are computed in pieces, and again in the backward
+    pass, so that memory does not grow with the vocabulary times the targets."""
     rows = max(1, MAX_LOGITS // cast(int, head.out_features))
-    is_compiled_for_gpu = hidden.is_cuda and torch.compiler.is_compiling()
-    if is_compiled_for_gpu or len(hidden) <= rows:
+    if len(hidden) <= rows:
         return cross_entropy(head(hidden), targets, reduction)
 
     def loss_of(x: Tensor, y: Tensor) -> Tensor:
@@ -45,6 +59,14 @@ def head_cross_entropy(head: nn.Module, hidden: Tensor, targets: Tensor, reducti
     for x, y in zip(hidden.split(rows), targets.split(rows), strict=True):
         losses.append(checkpoint(loss_of, x, y, use_reentrant=False, preserve_rng_state=False))
     return torch.stack(losses).sum() if reduction == "sum" else torch.cat(losses)
+
+
+@torch.compiler.disable
+def head_in_pieces_outside_of_graphs(
+    head: nn.Module, hidden: Tensor, targets: Tensor, reduction: str
+) -> Tensor:
+    """`head_in_pieces`, which is not compiled."""
+    return head_in_pieces(head, hidden, targets, reduction)
 
 
 def load_balancing_loss(

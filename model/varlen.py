@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 # Torch 2.11 takes fewer key heads than query heads as they are; later versions want to be told. Asked here,
-# not in the call, which is compiled: the question would cut its graph.
+# as the call is compiled, and the question would cut its graph.
 GROUPED_HEADS: dict[str, Any] = {}
 if "enable_gqa" in inspect.signature(varlen_attn).parameters:
     GROUPED_HEADS["enable_gqa"] = True

@@ -109,8 +109,8 @@ def free_what_was_measured() -> None:
 
 
 def micro_batches_that_fit(args: StageArgs, data: StageDataset, memory: float) -> Iterator[tuple[int, int]]:
-    """Items of micro-batches with which so many bytes of a GPU hold an update, and the bytes at the peak,
-    found by making some: a small part of the update first, then twice as many items each time, up to all.
+    """Items of micro-batches with which so many bytes of a GPU hold an update, and the bytes at the peak, by
+    making some: a small part of the update first, then twice as many items each time, up to all.
 
     One is made only if those before say that it fits: a GPU whose memory ran out may fail later."""
     state = new_state(args, data)

@@ -32,6 +32,7 @@ from model import losses
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from trainer import train_distillation, train_dpo, train_full_sft, train_grpo, train_lora, train_ppo
 from trainer.devices.device import mixed_precision
+from trainer.devices.wrapping import recompute_layers
 from trainer.loop import train_update, update_size
 from trainer.rollouts.ppo import ActorCritic
 from trainer.rollouts.settings import make_rollouts
@@ -171,7 +172,7 @@ def state_of(stage: Any, flags: dict[str, Any], device: torch.device, tokenizer:
         objective.reference = frozen.eval()
     autocast, scaler = mixed_precision(args.dtype, device)
     if args.activation_checkpointing:
-        model.activation_checkpointing_enable({"use_reentrant": False})
+        recompute_layers(model)
     return TrainState(
         args=args, lm_config=config, model=model.train(), device=device, autocast=autocast, scaler=scaler,
         optimizer=objective.optimizer(model, args), objective=objective, schedule=lambda *_: 1e-3,

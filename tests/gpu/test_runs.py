@@ -24,6 +24,7 @@ STAGES: dict[str, tuple[str, dict[str, object]]] = {
     "pretrain": ("pretrain", {"optimizer": "muon", "num_workers": 2, "packing": 1}),
     "sft": ("sft", {"activation_checkpointing": 1}),
     "sft_float16": ("sft", {"dtype": "float16"}),
+    "sft_float32": ("sft", {"dtype": "float32"}),  # on an NVIDIA GPU attention by CUTLASS's kernel
     "sft_moe": ("sft", {"num_experts_per_tok": 2}),
     "lora": ("lora", {}),
     "dpo": ("dpo", {}),

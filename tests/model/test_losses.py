@@ -5,6 +5,7 @@ from itertools import accumulate
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
@@ -48,6 +49,28 @@ def peak_bytes(function) -> int:
         function()
     events = [event for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]
     return max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
+
+
+@pytest.mark.parametrize(("large", "pieces", "breaks"), [(VOCAB - 1, 4, 1), (VOCAB, 1, 0)])
+def test_a_head_with_a_large_vocabulary_is_not_compiled(large, pieces, breaks, monkeypatch):
+    """Compiled for a GPU it would be one piece, however large."""
+    monkeypatch.setattr(losses, "LARGE_VOCABULARY", large)
+    monkeypatch.setattr(losses, "MAX_LOGITS", 50 * VOCAB)
+    monkeypatch.setattr(losses, "is_compiled_for_gpu", lambda hidden: torch.compiler.is_compiling())
+    torch.compiler.reset()
+    counters.clear()
+    torch.manual_seed(0)
+    head, calls = nn.Linear(8, VOCAB, bias=False), []
+    hidden, targets = torch.randn(192, 8, requires_grad=True), torch.randint(VOCAB, (192,))
+    head.register_forward_hook(lambda *_: calls.append(1) if not torch.compiler.is_compiling() else None)
+    whole = torch.compile(head_cross_entropy, backend="aot_eager", dynamic=True)
+    loss = whole(head, hidden, targets, "sum")
+    assert len(calls) == (pieces if breaks else 0)
+    assert sum(counters["graph_break"].values()) == breaks
+    right = F.cross_entropy(F.linear(hidden, head.weight), targets, reduction="sum")
+    torch.testing.assert_close(loss, right)
+    grads = [torch.autograd.grad(each, (hidden, head.weight)) for each in (loss, right)]
+    torch.testing.assert_close(*grads)
 
 
 def test_memory_of_the_head_does_not_grow_with_a_large_vocabulary_times_the_targets(monkeypatch):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from common.errors import UserError
+from common.errors import UserError, reason
 
 DRIVER = Path("/proc/driver/nvidia/version")  # of a loaded driver, Linux
 INSTALL = "https://pytorch.org/get-started"
@@ -37,13 +37,13 @@ def why_unseen() -> str:
         return f"CUDA_VISIBLE_DEVICES={value!r} may hide it: unset it, or name the GPU"
     if torch.version.cuda is None:
         return f"this torch is built without CUDA: install one with it ({INSTALL}/locally)"
-    reason = "torch gives no reason"
+    why = "torch gives no reason"
     try:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
+        why = str(error).splitlines()[0]
     return (
-        f"{reason}; update the driver to one for CUDA {torch.version.cuda}, or install a torch for an older "
+        f"{why}; update the driver to one for CUDA {torch.version.cuda}, or install a torch for an older "
         f"CUDA ({INSTALL}/previous-versions)"
     )
 
@@ -52,7 +52,10 @@ def check_architecture(device: torch.device) -> None:
     """Raise UserError for a GPU for which this torch holds no kernels: the first one would fail.
 
     A binary (sm_86) runs on its own generation from its minor version on, an intermediate form (compute_90)
-    on all later GPUs."""
+    on all later GPUs. Of AMD's the first kernel is tried."""
+    if torch.version.hip:
+        check_amd_kernels(device)
+        return
     own = torch.cuda.get_device_capability(device)
     built = re.findall(r"(sm|compute)_(\d+)(\d)", " ".join(torch.cuda.get_arch_list()))
     for kind, major, minor in built:
@@ -68,3 +71,15 @@ def check_architecture(device: torch.device) -> None:
         f"{torch.cuda.get_device_name(device)} (sm_{own[0]}{own[1]}; it has "
         f"{', '.join(torch.cuda.get_arch_list())}); {advice}, or use --device cpu"
     )
+
+
+def check_amd_kernels(device: torch.device) -> None:
+    """Raise UserError for an AMD GPU on which a kernel of this torch fails."""
+    try:
+        torch.ones(1, device=device).add(1).item()
+    except RuntimeError as error:
+        raise UserError(
+            f"--device {device}: torch {torch.__version__} has no kernels for the "
+            f"{torch.cuda.get_device_name(device)} ({reason(error)}); set HSA_OVERRIDE_GFX_VERSION to a "
+            "relative that it has some for, or use --device cpu"
+        ) from error

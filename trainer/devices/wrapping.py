@@ -8,7 +8,7 @@ import copy
 import inspect
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -18,9 +18,6 @@ from torch.nn.parallel import DistributedDataParallel
 from common.errors import UserError
 from trainer.devices.device import autocast_dtype
 from trainer.devices.process_group import world_size
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 def wrap_model(
@@ -42,7 +39,7 @@ def wrap_model(
             raise UserError(
                 "--activation_checkpointing 1: this task's model has no layers that can be recomputed"
             )
-        cast("PreTrainedModel", model).activation_checkpointing_enable({"use_reentrant": False})
+        recompute_layers(model)
     model = model.to(device)
     if not dist.is_initialized():
         return model
@@ -55,6 +52,15 @@ def wrap_model(
     sync_buffers = "forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers"
     options: dict[str, Any] = {"device_ids": ids, "gradient_as_bucket_view": True, sync_buffers: False}
     return DistributedDataParallel(model, **options)
+
+
+def recompute_layers(model: nn.Module) -> None:
+    """Have the layers of a model of transformers keep their input alone, and be recomputed in the backward
+    pass."""
+    # transformers renamed it between 5.17 and 5.23
+    names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
+    enable = next(getattr(model, name) for name in names if hasattr(model, name))
+    enable({"use_reentrant": False})
 
 
 def shard(model: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:

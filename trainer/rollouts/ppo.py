@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.devices.process_group import reduce_sum
-from trainer.devices.wrapping import unwrap
+from trainer.devices.wrapping import recompute_layers, unwrap
 from trainer.objectives.next_token import Batch, target_log_probs, target_logits, to_device
 from trainer.report.speed import Size, training_flops
 from trainer.rollouts.batches import RewardedTrajectories, Rollouts, empty_batch, flat_batch, rollout_size
@@ -53,7 +53,7 @@ class ActorCritic(nn.Module):
     def activation_checkpointing_enable(self, options: dict[str, Any]) -> None:
         """Recompute the activations of both."""
         for model in (self.actor, self.critic):
-            model.activation_checkpointing_enable(options)
+            recompute_layers(model)
 
 
 def scalar_head(model: "MiniMindForCausalLM") -> "MiniMindForCausalLM":

@@ -30,6 +30,14 @@ def compiles(args: StageArgs, train_set: SizedDataset, device: torch.device) -> 
     if args.use_compile is False:
         return False
     is_auto = args.use_compile is None
+    if args.use_moe and args.activation_checkpointing:
+        # experts are called between two graphs, which a layer that is recomputed may not be cut into
+        why = "layers of experts with --activation_checkpointing 1 run as they are"
+        if not is_auto:
+            warn(f"--use_compile 1: {why}")
+        elif device.type == "cuda":
+            Logger(f"--use_compile auto: {why}")
+        return False
     if is_auto and device.type != "cuda" and not pays_on_cpu(args, train_set, device):
         return False
     problem = compiler_problem(device.type)

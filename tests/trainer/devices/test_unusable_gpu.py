@@ -59,3 +59,26 @@ def test_a_gpu_without_kernels_is_refused(built, capability, advice, monkeypatch
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA X100")
     with pytest.raises(UserError, match=f"no kernels for the NVIDIA X100.*{advice}.*--device cpu"):
         check_architecture(torch.device("cuda", 0))
+
+
+def test_an_amd_gpu_is_judged_by_trial(monkeypatch):
+    """Whether it has kernels, and whether it is good at bfloat16: gfx906 reports (9, 0), and is not."""
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "AMD X100")
+    gpu = torch.device("cuda", 0)
+    monkeypatch.setattr(torch, "ones", lambda *_, **__: torch.zeros(1))
+    check_architecture(gpu)
+
+    def fails(*_, **__):
+        raise RuntimeError("HIP error: invalid device function")
+
+    monkeypatch.setattr(torch, "ones", fails)
+    with pytest.raises(UserError, match=r"no kernels for the AMD X100 \(HIP error: invalid device function"):
+        check_architecture(gpu)
+    for bfloat16, is_good in ((4e13, True), (1.1e13, False)):
+        rates = {torch.bfloat16: bfloat16, torch.float32: 1e13}
+        monkeypatch.setattr(device, "matrix_rate", lambda _, dtype, seconds, rates=rates: rates[dtype])
+        device.amd_multiplies_bfloat16.cache_clear()
+        assert device.native_bfloat16(gpu) is is_good
+    device.amd_multiplies_bfloat16.cache_clear()

@@ -92,7 +92,7 @@ def test_training_does_not_feel_it(corpus, tmp_path, untracked, name, kind):
     assert len(process.error_lines) == 1 and process.error_lines[0].startswith(f"warning: {called} "), (
         process.err
     )
-    assert kind != "is missing" or f"{name} is not installed: pip install {name};" in process.err
+    assert kind != "is missing" or f"{name} is not installed: pip install {name})" in process.err
 
 
 def test_every_save_keeps_the_id_of_the_curves(corpus, tmp_path):

@@ -79,6 +79,18 @@ def test_every_run_is_compiled_on_a_gpu_where_it_can_be(monkeypatch, capsys):
     assert not compiles(LONG.model_copy(update={"use_compile": False}), RUN, CUDA)
 
 
+def test_recomputed_experts_are_not_said_to_be_compiled(capsys):
+    """Their layers would run as they are."""
+    settings = {"use_moe": True, "activation_checkpointing": True}
+    said = "layers of experts with --activation_checkpointing 1 run as they are\n"
+    assert not compiles(LONG.model_copy(update=settings), RUN, CUDA)
+    assert capsys.readouterr().out == f"--use_compile auto: {said}"
+    assert not compiles(LONG.model_copy(update=settings), RUN, CPU)
+    assert capsys.readouterr().out == ""
+    assert not compiles(LONG.model_copy(update=settings | {"use_compile": True}), RUN, CUDA)
+    assert capsys.readouterr().err == f"warning: --use_compile 1: {said}"
+
+
 def test_what_a_machine_lacks(monkeypatch, tmp_path):
     monkeypatch.setattr(compiling, "find_spec", lambda name: None)
     assert compiler_problem("cuda").startswith("Triton is not installed")
