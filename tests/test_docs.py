@@ -33,7 +33,7 @@ PAIRS = [("README.md", "README_zh.md"), ("CONTRIBUTING.md", "CONTRIBUTING_zh.md"
 PAIRS += [(f"docs/{path.name}", f"docs/zh/{path.name}") for path in sorted((ROOT / "docs").glob("*.md"))]
 PAIRS += [(f"docs/learn/{name}", f"docs/zh/learn/{name}") for name in LEARN]
 MANUAL = [page for pair in PAIRS for page in pair]
-PAGES = [*MANUAL, "CHANGELOG.md", "model/README.md"]
+PAGES = [*MANUAL, "CHANGELOG.md", "AGENTS.md", "SECURITY.md", "model/README.md"]
 PAGES += sorted(f"docs/dev/{path.name}" for path in (ROOT / "docs/dev").glob("*.md"))
 BLOCK = re.compile(r"^```.*?^```$", flags=re.M | re.S)
 MADE = re.compile(r"^(out|checkpoints|swanlog|dataset/(cache|demo))/")  # by the runs

@@ -1,7 +1,12 @@
-"""Imports run one way and without circles."""
+"""Imports run one way and without circles; what stands in several files of the project is the same."""
 
 import ast
+import re
 import subprocess
+import tomllib
+
+import pytest
+import yaml
 
 from tests.conftest import ROOT
 
@@ -64,3 +69,36 @@ def test_no_circles_between_files():
         ready = {path for path in waiting if IMPORTS[path] <= done}
         assert ready, f"imports in a circle among {sorted(waiting)}"
         done |= ready
+
+
+# --- releases, continuous integration, issues
+
+FORMS = [
+    path for path in sorted((ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml")) if path.name != "config.yml"
+]
+
+
+def test_the_version_is_the_same_everywhere():
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    newest = re.search(r"^## \[(\d+\.\d+\.\d+)\] - (\d{4}-\d\d-\d\d)$", changelog, flags=re.M)
+    assert newest and newest.groups() == (cited["version"], str(cited["date-released"]))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8")).get("project")
+    assert project is None or project["version"] == cited["version"]
+
+
+@pytest.mark.parametrize("name", ["test", "nightly"])
+def test_the_workflows_run_the_scripts_with_torch_for_the_cpu(name):
+    """With PyPI's build for Linux, which has CUDA, the stages on the stand-in for CUDA would be skipped."""
+    text = (ROOT / f".github/workflows/{name}.yml").read_text(encoding="utf-8")
+    for job in yaml.safe_load(text)["jobs"].values():
+        assert "https://download.pytorch.org/whl/cpu" in job["env"]["PIP_EXTRA_INDEX_URL"]
+        scripts = [step["run"].split()[1] for step in job["steps"] if step.get("run", "").startswith("bash ")]
+        assert scripts and all((ROOT / script).is_file() for script in scripts)
+
+
+@pytest.mark.parametrize("path", FORMS, ids=lambda path: path.name)
+def test_an_issue_form_asks_for_something(path):
+    form = yaml.safe_load(path.read_text(encoding="utf-8"))
+    assert form["name"] and form["description"]
+    assert any(field.get("validations", {}).get("required") for field in form["body"])
