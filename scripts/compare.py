@@ -15,7 +15,6 @@ import argparse
 import hashlib
 import json
 import math
-import shlex
 import signal
 import sys
 from pathlib import Path
@@ -37,7 +36,7 @@ from scripts.verify_resume import STAGES, flag_names
 from tools.compare.code import copy_code, differing_files, resolve_base
 from tools.compare.paired import smallest_difference
 from tools.compare.report import write_report
-from tools.compare.runs import Variant, figure, stage_script, train
+from tools.compare.runs import Variant, figure, split_flags, stage_script, train
 from trainer.report.metrics import duration
 
 OWN_FLAGS = {"--save_weight", "--checkpoint_dir", "--from_resume", "--resume_from", "--print_config"}
@@ -91,7 +90,7 @@ def open_comparison(own: argparse.Namespace, words: list[str]) -> tuple[Path, li
     base, tree = folder / "code" / "base", folder / "code" / "tree"
     variants = [Variant(f"base {own.base}", base, words, common)] if own.base else []
     for text in own.variants:
-        flags = [*words, *shlex.split(text)]
+        flags = [*words, *split_flags(text)]
         if taken := flag_names(flags) & OWN_FLAGS:
             raise UserError(f"{', '.join(sorted(taken))}: this script sets it; leave it out")
         args = parse_stage_args(parse, None, flags)

@@ -27,6 +27,14 @@ class Variant(NamedTuple):
     args: StageArgs
 
 
+def split_flags(text: str) -> list[str]:
+    """The words of flags that were given in quotes. Raises UserError."""
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise UserError(f"{text!r} are no flags: {error}") from None
+
+
 def stage_script(stage: str) -> Any:
     """The module of a stage."""
     return importlib.import_module(f"trainer.train_{'full_sft' if stage == 'sft' else stage}")
@@ -110,7 +118,7 @@ def weights_of(metrics: Path) -> Path:
 def take_quiz(code: Path, weights: Path, flags: str) -> float:
     """The first figure of scripts/evaluate.py with these flags. Raises UserError with its error."""
     report = weights.with_name("quiz.json")
-    command = [sys.executable, str(code / "scripts" / "evaluate.py"), *shlex.split(flags)]
+    command = [sys.executable, str(code / "scripts" / "evaluate.py"), *split_flags(flags)]
     command += ["--model", str(weights), "--json", str(report)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:

@@ -45,9 +45,9 @@ def test_holm_stops_at_the_first_that_shows_nothing():
     def values(center: float) -> list[float]:
         return [center - 1, center, center + 1, center - 1, center, center + 1]
 
-    p_values = [p_value(values(center)) for center in (3.0, 1.05, 0.9, 0.0)]
+    p_values = [p_value(values(center)) for center in (3.0, 1.1, 0.96, 0.0)]
     assert p_values[0] < 0.05 / 4 and 0.05 / 3 < p_values[1] < p_values[2] < 0.05
-    results = compare_all([values(center) for center in (0.9, 3.0, 0.0, 1.05)])
+    results = compare_all([values(center) for center in (0.96, 3.0, 0.0, 1.1)])
     assert [result.is_significant for result in results] == [False, True, False, False]
     levels = [1 - 0.05 / 3, 1 - 0.05 / 4, 1 - 0.05 / 3, 1 - 0.05 / 3]
     assert [result.level for result in results] == pytest.approx(levels)

@@ -1,0 +1,321 @@
+"""compare.py: pairs that differ by what was changed alone, whatever was killed; what it refuses; what it
+says."""
+
+import json
+import math
+import random
+import shutil
+import subprocess
+import sys
+import time
+from statistics import mean, stdev
+from typing import ClassVar
+
+import psutil
+import pytest
+
+from common.errors import UserError
+from common.settings import ROOT, StageArgs
+from scripts import compare
+from tests.conftest import sentence, write_jsonl
+from tests.stage_process import run as run_stage
+from tools.compare import code, runs
+from tools.compare.paired import t_quantile
+from tools.verify.launch import MARK, Run, finish, is_alive
+
+SMALL = ["--hidden_size", 32, "--num_hidden_layers", 1, "--max_seq_len", 64, "--batch_size", 8]
+SMALL += ["--accumulation_steps", 1, "--epochs", 1, "--learning_rate", 1e-2, "--dtype", "float32"]
+
+
+@pytest.fixture
+def data(tmp_path):
+    """A text of which some records are held out."""
+    rng = random.Random(3)
+    return write_jsonl(tmp_path / "text.jsonl", [{"text": sentence(rng, 5, 60)} for _ in range(40)])
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """The commands of the runs, which are forked here and not started anew. `fail_at`: numbers of runs before
+    which, and after which, the comparison is interrupted."""
+
+    class Started(list):
+        before: ClassVar[set[int]] = set()
+        after: ClassVar[set[int]] = set()
+
+    started = Started()
+
+    def forked(run: Run) -> dict[str, float]:
+        started.append(run.command)
+        if len(started) in started.before:
+            raise KeyboardInterrupt
+        script = run.command[1]
+        is_here = "/code/tree/" in script
+        run_stage(f"{script.rpartition('train_')[2][:-3]}" if is_here else script, run.command[2:])
+        if len(started) in started.after:
+            raise KeyboardInterrupt
+        return {"wall_seconds": 2.0, "cpu_per_update": 0.01}
+
+    monkeypatch.setattr(runs, "finish", forked)
+    return started
+
+
+@pytest.fixture
+def comparing(call, data, tmp_path):
+    """comparing(*flags) runs the script on small data; folder: of the results."""
+
+    def run(*flags, folder="out"):
+        places = ["--save_dir", tmp_path / folder, "--cache_dir", tmp_path / "cache"]
+        return call(compare, "--data_path", data, "--eval_share", 0.2, *places, *SMALL, *flags)
+
+    return run
+
+
+def result(folder) -> dict:
+    (path,) = folder.glob("compare/*/result.json")
+    return json.loads(path.read_text())
+
+
+def test_pairs_have_equal_seeds_and_turn_their_order(comparing, started, tmp_path):
+    done = comparing("--pairs", 3, "", "--learning_rate 1e-5")
+    assert done.returncode == 0, done.stderr
+
+    def values(flag: str) -> list[str]:
+        return [words[len(words) - words[::-1].index(flag)] for words in started]  # the last one counts
+
+    order = [path.split("/")[-2] for path in values("--save_dir")]
+    assert order == ["1_A", "1_B", "2_B", "2_A", "3_A", "3_B"]
+    assert values("--seed") == ["42", "42", "43", "43", "44", "44"]
+
+    found = result(tmp_path / "out")
+    losses = {letter: [run["eval_loss"] for run in of] for letter, of in found["runs"].items()}
+    differences = [b - a for a, b in zip(losses["A"], losses["B"], strict=True)]
+    half = t_quantile(0.975, 2) * stdev(differences) / math.sqrt(3)
+    told = found["results"]["B"]
+    assert told["differences"] == differences
+    assert (told["low"], told["high"]) == pytest.approx((mean(differences) - half, mean(differences) + half))
+    assert told["low"] > 0 and told["sentence"].startswith("worse: eval_loss +")
+    assert "better in 0 of 3 pairs" in told["sentence"]
+    assert len({run["tokens"] for run in found["runs"]["A"]}) == 1
+
+    (folder,) = (tmp_path / "out/compare").glob("pretrain_*")
+    assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert not list(folder.rglob("*.pth"))  # weights would fill the disk
+    log = tmp_path / "out/compare/log.md"
+    assert log.read_text().count("\n") == 1 and folder.name in log.read_text()
+    # the same again: nothing is trained, the log has its line
+    count = len(started)
+    assert comparing("--pairs", 3, "", "--learning_rate 1e-5").returncode == 0
+    assert len(started) == count and log.read_text().count("\n") == 1
+    # going on says that the result was seen
+    assert "looked at with 3 pairs before" in comparing("--pairs", 4, "", "--learning_rate 1e-5").stdout
+    assert len(started) == count + 2 and result(tmp_path / "out")["looks"] == [3]
+
+
+def test_interrupted_anywhere_it_ends_with_the_same_file(comparing, started, tmp_path):
+    flags = ["--pairs", 2, "--name", "x", "", "--weight_decay 0.3"]
+    assert comparing(*flags).returncode == 0
+    started.clear()
+    started.before, started.after = {1, 4, 6}, {2, 5}
+    for _ in range(5):
+        done = comparing(*flags, folder="other")
+        assert done.returncode == 130 and "stopped: by Ctrl-C" in done.stderr
+    assert comparing(*flags, folder="other").returncode == 0
+    files = [(tmp_path / folder / "compare/x/result.json").read_text() for folder in ("out", "other")]
+    assert files[0] == files[1].replace(str(tmp_path / "other"), str(tmp_path / "out"))
+
+
+def test_a_variant_that_changes_nothing_is_called_so(comparing, started, tmp_path):
+    assert comparing("--pairs", 2, "", "--weight_decay 0.01").returncode == 0
+    told = result(tmp_path / "out")["results"]["B"]
+    assert told["sentence"] == "nothing changed: eval_loss is bitwise identical in all pairs"
+    assert told["differences"] == [0.0, 0.0]
+
+
+def test_hours_become_pairs_and_seconds_updates(comparing, started, monkeypatch, tmp_path):
+    """A pair takes 4 s here. A variant that trains half as fast gets half of the updates."""
+    done = comparing("--hours", 13 / 3600, "--weight_decay 0", "--weight_decay 0.3")
+    assert "3 pairs find a difference of" in done.stdout and len(started) == 6
+    done = comparing("--hours", 4 / 3600, "--name", "short", "--weight_decay 0", "--weight_decay 0.3")
+    assert done.returncode == 2 and "give --hours 0.0056 for five" in done.stderr
+
+    slow = runs.training_seconds
+    seconds = iter([2.0, 4.0])
+    monkeypatch.setattr(runs, "training_seconds", lambda records: next(seconds, None) or slow(records))
+    done = comparing("--pairs", 2, "--same", "seconds", "--name", "same", "", "--weight_decay 0.3")
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "out/compare/same/result.json").read_text())
+    updates = [[run["updates"] for run in of] for of in found["runs"].values()]
+    assert updates[1] == [updates[0][0] // 2] * 2 and updates[0][0] == updates[0][1]
+
+
+MISTAKES = {
+    "one variant": (["--weight_decay 0.3"], "give two variants or more"),
+    "one pair": (["--pairs", 1, "", "--packing 1"], "--pairs must be at least 2"),
+    "no time": (["--hours", 0, "", "--packing 1"], "--hours above 0"),
+    "a flag that there is not": (
+        ["--bath_size", 3, "", "--packing 1"],
+        "--bath_size is unknown; did you mean",
+    ),
+    "a wrong flag of a variant": (["", "--weight_decay 7"], "--weight_decay must be less than or equal to 1"),
+    "another seed": (["", "--seed 3"], 'variant "--seed 3": --seed decides what the runs are measured by'),
+    "another share": (["", "--eval_share 0.1"], "--eval_share decides what the runs are measured by"),
+    "other samples": (["", "--max_seq_len 32"], "--max_seq_len decides what the runs are measured by"),
+    "other data": (["", "--data_path other.jsonl"], "other data need a held-out file of their own"),
+    "a place": (["", "--checkpoint_dir x"], "--checkpoint_dir: this script sets it"),
+    "no revision": (["--base", "nosuch"], "git rev-parse"),
+    "no code": (["--base", "/"], "/ holds no code of this trainer"),
+    "a path as a name": (["--name", "a/b", "", "--packing 1"], "--name 'a/b' must be a plain name"),
+    "an open quote": (["", "--save_weight 'a"], "No closing quotation"),
+}
+
+
+@pytest.mark.parametrize("case", MISTAKES)
+def test_a_mistake_is_one_line(case, comparing, started):
+    flags, expected = MISTAKES[case]
+    done = comparing(*flags)
+    assert done.returncode == 2 and expected in done.stderr and done.stderr.count("\n") == 1, done.stderr
+    assert not started
+
+
+def test_other_settings_are_refused_by_name(comparing, started):
+    started.before = {1}
+    comparing("--pairs", 2, "--name", "x", "", "--weight_decay 0.3")
+    done = comparing("--pairs", 2, "--name", "x", "", "--weight_decay 0.2")
+    assert done.returncode == 2
+    assert "was begun with variants ['', '--weight_decay 0.3'], not ['', '--weight_decay 0.2']" in done.stderr
+    done = comparing("--pairs", 2, "--name", "x", "--same", "seconds", "", "--weight_decay 0.3")
+    assert "was begun with same 'tokens', not 'seconds'" in done.stderr
+
+
+def test_unequal_tokens_are_refused_after_the_first_runs(comparing, started):
+    done = comparing("--pairs", 2, "", "--max_steps 3")
+    assert done.returncode == 2 and 'variant "--max_steps 3" trains on -' in done.stderr and len(started) == 2
+
+
+def test_another_tokenizer_is_compared_by_bits_per_byte(comparing, started, data, tmp_path, call):
+    from scripts import train_tokenizer
+
+    made = tmp_path / "tokenizer"
+    assert call(train_tokenizer, "--data_path", data, "--vocab_size", 300, "--output_dir", made).returncode == 0
+    assert comparing("--pairs", 2, "", f"--tokenizer_path {made}").returncode == 0
+    found = result(tmp_path / "out")
+    assert found["metric"] == "eval_bpb"
+    bits = [[run["eval_bpb"] for run in of] for of in found["runs"].values()]
+    assert found["results"]["B"]["differences"] == [b - a for a, b in zip(*bits, strict=True)]
+
+
+# --- code
+
+
+@pytest.fixture
+def repository(tmp_path, monkeypatch):
+    """A small repository in the place of this one, with a commit and an edit."""
+    folder = tmp_path / "repository"
+    for name in ("trainer/a.py", "model/b.py", "docs/c.md", ".gitignore"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("*.log\n")
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b"]
+    for words in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "first"]):
+        subprocess.run([*git, *words], cwd=folder, check=True)
+    (folder / "trainer/a.py").write_text("edited\n")
+    (folder / "trainer/new.py").write_text("new\n")
+    (folder / "trainer/ignored.log").write_text("no\n")
+    (folder / "model/b.py").unlink()
+    monkeypatch.setattr(code, "ROOT", folder)
+    return folder
+
+
+def test_code_is_copied_as_it_is_and_as_it_was(repository, tmp_path):
+    entries = sorted((repository / ".git").rglob("*"))
+    code.copy_code(str(repository), tmp_path / "tree")
+    code.copy_code(code.resolve_base("HEAD"), tmp_path / "base")
+
+    def files(folder):
+        return {str(p.relative_to(folder)): p.read_text() for p in folder.rglob("*") if p.is_file()}
+
+    assert files(tmp_path / "tree") == {"trainer/a.py": "edited\n", "trainer/new.py": "new\n"}
+    assert files(tmp_path / "base") == {"trainer/a.py": "*.log\n", "model/b.py": "*.log\n"}
+    differing = ["model/b.py", "trainer/a.py", "trainer/new.py"]
+    assert code.differing_files(tmp_path / "tree", tmp_path / "base") == differing
+    assert sorted((repository / ".git").rglob("*")) == entries  # nothing is left in the repository
+    (repository / "trainer/a.py").write_text("edited again\n")
+    code.copy_code(str(repository), tmp_path / "tree")  # it is there: a comparison goes on with its copy
+    assert (tmp_path / "tree/trainer/a.py").read_text() == "edited\n"
+
+
+def test_an_edit_against_another_folder_of_code(comparing, started, tmp_path):
+    """The other code trains with a rate at which nothing is learned."""
+    other = tmp_path / "other"
+    code.copy_code(str(ROOT), other)
+    subprocess.run(["git", "init", "-q"], cwd=other, check=True)
+    path = other / "trainer/train_pretrain.py"
+    schedule = "schedule = stage.warmup_cosine"
+    assert schedule in path.read_text()
+    path.write_text(path.read_text().replace(schedule, "schedule = lambda *_: 1e-6"))
+    done = comparing("--pairs", 2, "--base", other)
+    assert done.returncode == 0, done.stderr
+    found = result(tmp_path / "out")
+    assert found["edited"] == ["trainer/train_pretrain.py"]
+    assert all(
+        b < a for a, b in zip(*([r["eval_loss"] for r in of] for of in found["runs"].values()), strict=True)
+    )
+    assert "edited: trainer/train_pretrain.py" in done.stdout
+
+
+def test_edits_after_the_start(comparing, started, monkeypatch):
+    flags = ["--pairs", 2, "--name", "x", "", "--weight_decay 0.3"]
+    started.before = {2}
+    comparing(*flags)
+    monkeypatch.setattr(compare, "differing_files", lambda *folders: ["trainer/loop.py"])
+    done = comparing(*flags)
+    assert done.returncode == 0 and "trainer/loop.py changed since" in done.stderr
+    done = comparing(*flags)
+    assert done.returncode == 2 and "give a --name for a comparison of the files as they are" in done.stderr
+
+
+# --- a run
+
+SCRIPT = """
+import pathlib, sys, time
+folder = pathlib.Path(sys.argv[1])
+folder.mkdir(exist_ok=True)
+time.sleep(float(sys.argv[2]))
+begin = time.process_time()
+(folder / "a_metrics.jsonl").write_text('{"update": 1}\\n')
+time.sleep(0.1)
+while time.process_time() < begin + 0.4:
+    pass
+(folder / "a_metrics.jsonl").write_text('{"update": 4}\\n')
+print("error: " + sys.argv[3], file=sys.stderr)
+sys.exit(2 if sys.argv[3] else 0)
+"""
+
+
+def test_a_run_that_is_left_over_is_ended_and_times_are_told(tmp_path):
+    run = Run(
+        tmp_path / "run", StageArgs(), [sys.executable, "-c", SCRIPT, str(tmp_path / "run/save"), "0", ""]
+    )
+    log = str(tmp_path / "run/launch_1.log")
+    left = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], env={MARK: log})
+    while not psutil.Process(left.pid).environ():
+        time.sleep(0.01)
+    times = finish(run)
+    left.wait(10)
+    assert not psutil.pid_exists(left.pid) or not is_alive(psutil.Process(left.pid))
+    assert times["wall_seconds"] > 0.4
+    assert 0.05 < times["cpu_per_update"] < 0.2  # 0.4 s of CPU, 4 updates
+
+
+def test_the_mistake_of_a_run_is_one_line(tmp_path):
+    save = str(tmp_path / "run/save")
+    run = Run(tmp_path / "run", StageArgs(), [sys.executable, "-c", SCRIPT, save, "0", "no such data"])
+    with pytest.raises(UserError, match=r"run: no such data .all of it: .*launch_1.log"):
+        finish(run)
+
+
+def test_copies_are_left_out_of_git():
+    assert (
+        subprocess.run(["git", "check-ignore", "-q", "out/compare/x"], cwd=ROOT, check=False).returncode == 0
+    )
+    assert shutil.which("git")
