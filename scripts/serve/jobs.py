@@ -94,8 +94,8 @@ class Jobs:
             end = time.monotonic() + SECONDS_FOR_LOCK
             while not try_lock(lock, fcntl.LOCK_EX):
                 if time.monotonic() > end:
-                    living = self.living() or {}
-                    raise ApiError("Another training lives.", 409, living.get("folder"), "busy")
+                    other = (self.living() or {}).get("folder")
+                    raise ApiError(f"{other} is being trained.", 409, None, "busy", name=other)
                 time.sleep(0.05)
             prepare(folder)
             rewrite(lock, {"folder": name, "group": None})

@@ -79,9 +79,9 @@ class RunFiles:
         return run
 
 
-def runs_router(folder: Path) -> APIRouter:
-    """GET /api/runs lists the runs of a folder, the last changed first; GET /api/runs/<name> gives the curves
-    and figures of one."""
+def runs_router(folder: Path, trains: bool = False) -> APIRouter:
+    """GET /api/runs lists the runs of a folder, the last changed first, and says whether this server trains;
+    GET /api/runs/<name> gives the curves and figures of one."""
     router, files = APIRouter(prefix="/api"), RunFiles()
     one_at_a_time = CapacityLimiter(1)  # reading many records keeps a core busy, and decoding waits
 
@@ -95,7 +95,7 @@ def runs_router(folder: Path) -> APIRouter:
                 about = {"size": stat.st_size, "age": round(age, 1), "alive": is_running(run, path.parent)}
                 listed.append({"name": name} | about)
         listed.sort(key=lambda run: (run["age"], run["name"]))
-        return json_response({"runs": listed})
+        return json_response({"runs": listed, "train": trains})
 
     def curves(name: str) -> Response:
         path = metrics_files(folder).get(name)  # looked up, never joined to a path

@@ -92,16 +92,25 @@ IGNORED_NAMES, IGNORED_CHARACTERS = 16, 64  # of unknown fields, that come back
 
 
 class ApiError(Exception):
-    """An error that is sent to the client, in OpenAI's form."""
+    """An error that is sent to the client, in OpenAI's form. values: of the page's own sentence for the
+    code."""
 
-    def __init__(self, message: str, status: int = 400, param: str | None = None, code: str | None = None):
+    def __init__(
+        self,
+        message: str,
+        status: int = 400,
+        param: str | None = None,
+        code: str | None = None,
+        **values: Any,
+    ):
         super().__init__(message)
-        self.status, self.param, self.code = status, param, code
+        self.status, self.param, self.code, self.values = status, param, code, values
 
     def body(self) -> dict[str, Any]:
         """The JSON body."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
-        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+        error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
+        return {"error": error | ({"values": self.values} if self.values else {})}
 
     @property
     def headers(self) -> dict[str, str]:

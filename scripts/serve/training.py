@@ -40,7 +40,7 @@ from scripts.serve.jobs import (
 )
 from scripts.serve.page import RunFiles, json_response
 from scripts.serve.protocol import ApiError
-from scripts.serve.uploads import Uploads, no_room
+from scripts.serve.uploads import MAX_BYTES, Uploads, no_room, room
 
 PLAN = ROOT / "scripts" / "plan.py"
 NAME = re.compile(r"(?!earlier_\d+$)\w[\w -]{0,39}")  # of a training; runs that were set aside are earlier_N
@@ -109,6 +109,7 @@ def training_routes(jobs: Jobs, uploads: Uploads, make_room: Callable[[], Any]) 
         listed.sort(key=lambda job: (job["state"] not in LIVING, job["age"]))
         sizes = [[depth, WIDTH * depth] for depth in DEPTHS]
         answer = {"sizes": sizes, "disk_free": disk_usage(jobs.save_dir).free}
+        answer |= {"most": MAX_BYTES, "room": room(uploads.folder)}
         return json_response(answer | {"files": uploads.listing(), "jobs": listed})
 
     def plan(asked: NewJob) -> None:

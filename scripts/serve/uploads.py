@@ -17,7 +17,7 @@ from anyio.to_thread import run_sync
 from starlette.requests import ClientDisconnect
 
 from common.errors import UserError
-from dataset.files import format_source, is_plain_text, read_records
+from dataset.files import is_plain_text, read_records
 from dataset.records import BadRecord, to_chat, to_text
 from scripts.serve.jobs import try_lock
 from scripts.serve.protocol import ApiError
@@ -123,16 +123,22 @@ async def write(file: Any, length: int, pieces: AsyncIterator[bytes]) -> None:
 def check_size(length: int, folder: Path) -> None:
     """Raise ApiError if a file is too large to be taken, or for the disk."""
     if length > MAX_BYTES:
-        raise ApiError(f"More than {MAX_BYTES >> 30} GB are not taken.", 413, code="too_large")
-    need, free = ROOM_FACTOR * length + ROOM, disk_usage(folder).free
-    if need > free:
-        raise no_room(need, free)
+        raise ApiError(
+            f"More than {MAX_BYTES >> 30} GB are not taken.", 413, code="too_large", most=MAX_BYTES
+        )
+    if length > room(folder):
+        raise no_room(ROOM_FACTOR * length + ROOM, disk_usage(folder).free)
+
+
+def room(folder: Path) -> int:
+    """Bytes of the largest file that the disk has room for."""
+    return max(0, disk_usage(folder).free - ROOM) // ROOM_FACTOR
 
 
 def no_room(need: float, free: float) -> ApiError:
     """The error of a disk without room."""
     text = f"{need / 1e9:.1f} GB of disk are needed, {free / 1e9:.1f} GB are free."
-    return ApiError(text, 507, code="disk")
+    return ApiError(text, 507, code="disk", need=need, free=free)
 
 
 def look_at(path: Path, name: str = "") -> dict[str, Any]:
@@ -149,7 +155,7 @@ def look_at(path: Path, name: str = "") -> dict[str, Any]:
                 is_text = is_plain_text(path.name) or "text" in record
                 shown = to_text(record) if is_text else spoken(record)
             except BadRecord as error:
-                bad = bad or {"place": format_source(name, source.line).removeprefix(name), "why": str(error)}
+                bad = bad or {"line": abs(source.line), "why": str(error)}
             else:
                 texts, chats = texts + is_text, chats + (not is_text)
                 if len(first) < SHOWN:
@@ -158,10 +164,11 @@ def look_at(path: Path, name: str = "") -> dict[str, Any]:
                 break
     except UserError as error:
         text = str(error).replace(str(path), name)
-        raise ApiError(text, 422, "name", code_of(text)) from error
+        raise ApiError(text, 422, "name", code_of(text), file=name) from error
     if not texts + chats:
-        text = f"{name}{bad['place']}: {bad['why']}" if bad else f"{name} holds no record."
-        raise ApiError(text, 422, "name", code_of(text))
+        text = f"{name}:{bad['line']}: {bad['why']}" if bad else f"{name} holds no record."
+        code = "bad_record" if bad and code_of(text) == "other" else code_of(text)
+        raise ApiError(text, 422, "name", code, file=name, **(bad or {}))
     kind = "text" if texts >= chats else "chat"
     found = {"kind": kind, "records": count, "first": first, "more": count == LOOKED_AT}
     return found | ({"bad": bad} if bad else {})
@@ -176,4 +183,4 @@ def code_of(text: str) -> str:
     """The code of an error in a file."""
     if "UTF-8" in text or "UTF-16" in text:
         return "not_utf8"
-    return "no_record" if "holds no record" in text else "bad_record"
+    return "no_record" if "holds no record" in text else "other"

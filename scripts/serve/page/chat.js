@@ -14,7 +14,8 @@ const { threads } = store;
 const running = new Map(); // thread -> {stop, conversation, message} of its answer
 let current = store.conversation(store.read(CURRENT, "")) ?? store.newConversation();
 let views = new Map(); // message -> its view
-let models = [];
+let models = null; // null: the server has not said yet
+let trains = false; // whether the server does
 let drawHistory = () => {};
 
 const jobs = (id) => [...running].filter(([, job]) => job.conversation.id === id);
@@ -68,10 +69,15 @@ function update(thread, message) {
 function drawControls() {
   byId("stop").hidden = !isRunning();
   byId("send").hidden = isRunning();
-  byId("send").disabled = !byId("input").value.trim();
+  byId("send").disabled = !byId("input").value.trim() || models?.length === 0;
 }
 
 function welcome() {
+  if (models?.length === 0) {
+    const open = () => document.dispatchEvent(new CustomEvent("open-tab", { detail: "training" }));
+    const train = trains && h("button", { type: "button", class: "primary", onclick: open }, t("trainOne"));
+    return h("div", { class: "welcome" }, h("h1", {}, t("noModel")), train || h("p", { class: "muted" }, t("trainOff")));
+  }
   const example = (text) => h("button", { type: "button", onclick: () => send(text) }, text);
   const examples = h("div", { class: "examples" }, ...t("examples").split("\n").map(example));
   return h("div", { class: "welcome" }, h("h1", {}, t("greeting")), h("p", { class: "muted" }, t("greetingMore")), examples);
@@ -126,7 +132,7 @@ function offerUndo(conversation) {
 }
 
 function send(text) {
-  if (isRunning() || !text.trim()) return;
+  if (isRunning() || !text.trim() || models?.length === 0) return;
   if (!current.title) current.title = text.trim().split("\n")[0].slice(0, 60);
   store.merge(current);
   current.messages.push(store.ownMessage({ role: "user", content: text.trim() }));
@@ -160,7 +166,7 @@ async function answer(conversation, thread) {
   const sent = thread.messages.filter(({ role, content, tool_calls }) => role !== "assistant" || content || tool_calls);
   const fields = settings.requestFields();
   Object.assign(conversation, { system, tools: fields.tools });
-  const about = models.find(({ id }) => id === model);
+  const about = models?.find(({ id }) => id === model);
   const continues = about?.continues_text || undefined;
   const newest = continues ? sent : store.newest(sent, about?.max_model_len);
   const chat = { messages: [...system, ...newest.map(store.forApi)], truncation: "auto", ...fields };
@@ -265,10 +271,10 @@ function startComposer() {
 
 function drawModels() {
   const option = (chosen) => (name) => h("option", { value: name, selected: name === chosen }, name);
-  const names = models.map((model) => model.id);
+  const names = (models ?? []).map((model) => model.id);
   byId("model").replaceChildren(...names.map(option(settings.chosenModel())));
   const chosen = byId("model").value;
-  const about = models.find((model) => model.id === chosen);
+  const about = models?.find((model) => model.id === chosen);
   settings.setDefaults(about?.sampling ?? {});
   byId("continues").hidden = !about?.continues_text;
   byId("input").placeholder = t(about?.continues_text ? "placeholderText" : "placeholder");
@@ -289,8 +295,10 @@ function compare(model) {
 async function loadModels() {
   const error = byId("chat-error");
   try {
+    const had = models?.length;
     models = await api.models();
     drawModels();
+    if (!had !== !models.length) drawMessages();
     error.hidden = true;
   } catch (problem) {
     error.textContent = problem.message;
@@ -331,6 +339,16 @@ export function startChat() {
   });
   document.addEventListener("tab", (event) => event.detail === "chat" && loadModels()); // a training may have made more
   document.addEventListener("visibilitychange", () => document.hidden || loadModels());
+  document.addEventListener("trains", ({ detail }) => {
+    trains = detail;
+    if (!models?.length) drawMessages();
+  });
+  document.addEventListener("chat-with", async ({ detail }) => {
+    settings.chooseModel(detail);
+    await loadModels();
+    open(store.newConversation());
+    byId("input").focus();
+  });
   window.addEventListener("storage", ({ key }) => key?.startsWith(store.CHAT) && follow(key.slice(store.CHAT.length)));
   open(current);
 }

@@ -2,7 +2,7 @@
 import * as api from "./api.js";
 import { byId, h } from "./dom.js";
 import { read, write } from "./store.js";
-import { knows, t } from "./text.js";
+import { duration, knows, t } from "./text.js";
 
 const { uPlot } = globalThis;
 const KEY = "minimind.curves";
@@ -20,6 +20,7 @@ const COLORS = ["#4f78e6", "#e0702f", "#27a07a", "#c256ac", "#b08a1e", "#2798b5"
 const view = { x: "update", log: false, smoothing: 0, chosen: null, ...read(KEY, {}) };
 const known = new Map(); // name -> what the server says of a run, with the size its file had
 const failed = new Map(); // name -> what is wrong with a run that cannot be read, and the size that its file had
+let trains = false; // whether the server does
 let runs = null; // null: the server has not said yet
 let plots = [];
 let timer = 0;
@@ -52,7 +53,7 @@ async function look() {
   try {
     const states = () => JSON.stringify(runs?.map((run) => [run.name, run.size, isAlive(run)]));
     const before = states();
-    runs = await api.runs();
+    ({ runs, train: trains } = await api.runs());
     view.chosen ??= runs.length ? runs.slice(0, FIRST).map((run) => run.name) : null;
     const isRead = ({ name, size }) => known.get(name)?.size === size || failed.get(name)?.size === size;
     const due = runs.filter((run) => view.chosen?.includes(run.name) && !isRead(run));
@@ -92,8 +93,8 @@ function draw() {
   drawPlots(byId("more-plots"), byId("more").open ? more : []);
   drawTable();
   drawSamples();
-  byId("curves-empty").hidden = shown().length > 0 || !runs;
-  byId("curves-empty").textContent = t(runs?.length ? "noneChosen" : "noRuns");
+  byId("curves-empty").hidden = shown().length > 0 || !runs || (trains && !runs.length);
+  byId("curves-empty").textContent = runs?.length ? t("noneChosen") : `${t("noRuns")} ${t("trainOff")}`;
 }
 
 function drawRuns() {
@@ -129,11 +130,6 @@ function troubleLine(run) {
   const { diverged, skipped: count } = known.get(run.name) ?? {};
   const facts = [diverged && t("diverged"), count && t("skipped", { n: count }), failed.get(run.name)?.message].filter(Boolean);
   return facts.length ? h("small", { class: "trouble" }, facts.join(" · ")) : null;
-}
-
-function duration(seconds) {
-  if (seconds < 100) return `${Math.round(seconds)} s`;
-  return seconds < 5400 ? `${Math.round(seconds / 60)} min` : `${(seconds / 3600).toFixed(1)} h`;
 }
 
 function choose(name, on) {
@@ -233,6 +229,11 @@ export function startCurves() {
   window.addEventListener("resize", () => isOpen && draw());
   document.addEventListener("visibilitychange", look);
   document.addEventListener("theme", () => isOpen && draw());
+  document.addEventListener("show-runs", ({ detail }) => {
+    view.chosen = detail;
+    write(KEY, view);
+    if (isOpen) look();
+  });
   document.addEventListener("language", () => (drawAxes(), isOpen && draw()));
   document.addEventListener("tab", (event) => {
     isOpen = event.detail === "training";

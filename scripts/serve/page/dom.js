@@ -88,7 +88,7 @@ export function copyButton(label, text) {
 
 /** Save a text as a file of the user. */
 export function download(name, text) {
-  const link = h("a", { download: name, href: URL.createObjectURL(new Blob([text], { type: "application/jsonl" })) });
+  const link = h("a", { download: name, href: URL.createObjectURL(new Blob([text], { type: "application/octet-stream" })) });
   link.click();
   setTimeout(() => URL.revokeObjectURL(link.href), 1000);
 }

@@ -1,0 +1,424 @@
+// The card "New model": files, a plan, a training and what became of it. The server derives all of it from files, so this
+// page keeps nothing but the fields of the form and which training it shows.
+import * as api from "./api.js";
+import { announce, byId, copyButton, download, h } from "./dom.js";
+import { read, write } from "./store.js";
+import { clock, currentLanguage, duration, knows, size, t, times } from "./text.js";
+
+const KEY = "minimind.train";
+const EVERY = 2000; // milliseconds between two looks at the server while the tab is open,
+const SELDOM = 15000; // and while it is not
+const LIVING = ["planning", "training", "saving"];
+const HOURS = [10 / 60, 1, 8];
+const START = 12; // seconds in which a stage starts, as in scripts/planning/stages.py
+const SLOW_SAVE = 60000; // milliseconds of saving, after which it may be ended at once
+const SILENCE = 180; // seconds without a record
+const NAME_LENGTH = 40;
+const KINDS = /(\.(?:txt|jsonl|json|csv)(?:\.gz)?|\.parquet|\.arrow)$/i;
+
+// the fields, the training that is shown ("": the form), and the files that are arriving
+const form = { name: "", hours: HOURS[0], depth: "", text: "", chat: "", skip: false, shown: null, arriving: [], ...read(KEY, {}) };
+const uploads = new Map(); // name -> {size, percent, cancel}
+let overview = null; // what the server says; null: not yet, or it does not train
+let formError = "";
+let isChanging = false; // the plan of the shown training is to be changed
+let isOpen = false;
+let view = { key: "", update() {} };
+let timer = 0;
+let savingSince = 0;
+let announced = -1; // percent
+
+const keep = () => write(KEY, form);
+const living = () => overview.jobs.find((job) => LIVING.includes(job.state));
+const jobNamed = (name) => overview.jobs.find((job) => job.name === name);
+const button = (text, kind, onclick, more = {}) => h("button", { type: "button", class: kind, onclick, ...more }, text);
+const line = (text, kind = "") => h("p", { class: kind }, text);
+
+/** The training that is shown: the chosen one, else the one that lives, else the last one; null: the form. */
+function shown() {
+  if (form.shown === "") return null;
+  return jobNamed(form.shown) ?? living() ?? overview.jobs[0] ?? null;
+}
+
+function show(name) {
+  form.shown = name;
+  [isChanging, formError] = [false, ""];
+  keep();
+  draw();
+}
+
+// --- following the server
+
+async function look() {
+  clearTimeout(timer);
+  try {
+    overview = await api.training();
+    draw();
+  } catch (error) {
+    if (!overview) throw error; // else the curves say that there is no server
+  }
+  timer = setTimeout(look, isOpen && !document.hidden ? EVERY : SELDOM);
+}
+
+/** Have the server do something; true if it did. What it refuses is said by `say`. */
+async function act(doing, say) {
+  try {
+    await doing;
+    await look();
+    return true;
+  } catch (error) {
+    say(sentence(error));
+    return false;
+  }
+}
+
+/** An error of the server in the language of the page. */
+function sentence({ code, values = {}, message, detail = message }) {
+  const { need, free, most, file, line, why, name } = values;
+  if (code === "busy") return t("error_busy", { name, time: duration(living()?.seconds_left ?? 0) });
+  const filled = { need: size(need), free: size(free), most: size(most), file, line, why, text: detail };
+  return knows(`error_${code}`) ? t(`error_${code}`, filled) : message;
+}
+
+// --- drawing: a view is built once for each state, and then only updated: what has the focus keeps it
+
+function draw() {
+  const job = shown();
+  const state = job && !isChanging ? job.state : "form";
+  const key = [state, job?.name, currentLanguage()].join("/");
+  if (key !== view.key) {
+    const isFirst = !view.key;
+    view = { key, ...build(state, job) };
+    byId("train-body").replaceChildren(...view.elements);
+    byId("train-title").textContent = job && !isChanging ? job.name : t("newModel");
+    savingSince = Date.now();
+    announced = -1;
+    if (job && !isChanging) announce(`${job.name}: ${t(`state_${state}`)}`);
+    if (!isFirst && isOpen) byId("train-title").focus();
+    if (job?.plan) showRuns(job);
+  }
+  view.update(job);
+  drawChoice(job);
+  drawTitle();
+}
+
+function build(state, job) {
+  if (state === "form" || (state === "new" && !job.lines.length)) return formView();
+  const views = { planning: planningView, planned: planView, training: trainingView, saving: savingView, failed: failedView };
+  return { ready: readyView, stopped: endedView, cut: endedView, new: formView, ...views }[state](job);
+}
+
+function drawChoice(job) {
+  const names = overview.jobs.map(({ name }) => name);
+  const option = (name) => h("option", { value: name, selected: name === (job?.name ?? "") }, name || t("newModel"));
+  const select = byId("train-choice");
+  if (select.dataset.names !== JSON.stringify([names, job?.name, currentLanguage()])) {
+    select.dataset.names = JSON.stringify([names, job?.name, currentLanguage()]);
+    select.replaceChildren(...["", ...names].map(option));
+  }
+  select.hidden = !names.length;
+}
+
+function drawTitle() {
+  const job = living();
+  document.title = job?.update ? `${percentOf(job)} % MiniMind` : "MiniMind";
+}
+
+/** The curves below the card are those of its runs. */
+function showRuns(job) {
+  const names = job.plan.stages.map(({ run }) => `${job.name}/${run}`);
+  document.dispatchEvent(new CustomEvent("show-runs", { detail: names }));
+}
+
+// --- the form
+
+function formView() {
+  const job = shown();
+  if (isChanging && job?.asked) Object.assign(form, fieldsOf(job.asked));
+  const files = h("ul", { class: "files" });
+  const input = h("input", { type: "file", multiple: true, class: "visually-hidden", id: "train-files" });
+  input.addEventListener("change", () => (addFiles([...input.files]), (input.value = "")));
+  const drop = h("label", { class: "drop", for: "train-files" }, h("strong", {}, t("dropFiles")), h("small", {}, t("fileKinds")), input);
+  drop.addEventListener("dragover", (event) => event.preventDefault());
+  drop.addEventListener("drop", (event) => (event.preventDefault(), addFiles([...event.dataTransfer.files])));
+  const what = line("");
+  const name = h("input", { type: "text", id: "train-name", maxlength: NAME_LENGTH, autocomplete: "off" });
+  name.value = form.name;
+  name.addEventListener("input", () => ((form.name = name.value), keep(), update()));
+  const skip = h("input", { type: "checkbox", id: "train-skip", checked: form.skip, onchange: () => ((form.skip = skip.checked), keep(), update()) });
+  const skipRow = h("label", { class: "check" }, skip, h("span", {}, t("skipBad")));
+  const busy = line("", "note");
+  const error = h("div", { class: "error", role: "alert", hidden: true });
+  const submit = h("button", { type: "submit", class: "primary" }, t("makePlan"));
+  const back = isChanging && button(t("cancel"), "quiet", () => ((isChanging = false), draw()));
+  const onsubmit = (event) => (event.preventDefault(), makePlan());
+  const fields = [h("div", { class: "field" }, h("label", { for: "train-name" }, t("modelName")), name), hoursField(), sizeField()];
+  const element = h("form", { onsubmit, novalidate: true }, drop, files, what, skipRow, ...fields, busy, error, h("div", { class: "buttons" }, back, submit));
+  let drawn = "";
+  function update() {
+    const state = JSON.stringify([overview.files, [...uploads], form.text, form.chat]);
+    if (drawn !== state) files.replaceChildren(...[...uploads].map(uploadRow), ...overview.files.map(fileRow));
+    drawn = state;
+    const chosen = overview.files.filter((file) => file.name === form.text || file.name === form.chat);
+    what.textContent = !chosen.length ? "" : t(!form.chat ? "willContinue" : form.text ? "willDoBoth" : "willReadChats");
+    const other = living();
+    busy.textContent = other ? t("error_busy", { name: other.name, time: duration(other.seconds_left ?? 0) }) : "";
+    skipRow.hidden = !chosen.some((file) => file.bad) && !form.skip && !isChanging;
+    error.textContent = formError;
+    error.hidden = !formError;
+    submit.disabled = !chosen.length || !form.name.trim() || Boolean(other);
+    if (name.value !== form.name) name.value = form.name;
+  }
+  return { elements: [element], update };
+}
+
+const fieldsOf = ({ name, text, chat, hours, depth, skip_bad: skip }) => ({ name, hours, skip, text: text ?? "", chat: chat ?? "", depth: depth ?? "" });
+
+function hoursField() {
+  const other = h("input", { type: "number", min: 0.02, max: 168, step: "any", "aria-label": t("otherHours"), value: HOURS.includes(form.hours) ? "" : form.hours });
+  const choose = (hours) => ((form.hours = hours), keep());
+  const radio = (hours, i) => {
+    const input = h("input", { type: "radio", name: "hours", checked: form.hours === hours, onchange: () => choose(hours) });
+    return h("label", { class: "check" }, input, h("span", {}, t(`hours_${i}`)));
+  };
+  const own = h("input", { type: "radio", name: "hours", checked: !HOURS.includes(form.hours), onchange: () => other.focus() });
+  other.addEventListener("input", () => ((own.checked = true), choose(Number(other.value))));
+  const row = h("label", { class: "check" }, own, h("span", {}, t("otherHours")), other);
+  return h("fieldset", { class: "field choices" }, h("legend", {}, t("howLong")), ...HOURS.map(radio), row);
+}
+
+function sizeField() {
+  const option = ([depth, width]) => h("option", { value: depth, selected: String(depth) === String(form.depth) }, t("layers", { d: depth, w: width }));
+  const select = h("select", { id: "train-size" }, h("option", { value: "" }, t("planChooses")), ...overview.sizes.map(option));
+  select.addEventListener("change", () => ((form.depth = select.value), keep()));
+  return h("div", { class: "field" }, h("label", { for: "train-size" }, t("modelSize")), select);
+}
+
+function fileRow(file) {
+  const { name, kind, bytes, records, more, first = [], bad } = file;
+  const onchange = (event) => ((form[kind] = event.target.checked ? name : ""), keep(), draw());
+  const check = kind && h("input", { type: "checkbox", checked: form[kind] === name, onchange, id: `file-${name}` });
+  const about = kind ? t(`file_${kind}`, { name, size: size(bytes), n: more ? `${records}+` : records }) : `${name}: ${file.error}`;
+  const texts = h("details", { hidden: !first.length }, h("summary", {}, t("showFirst")), ...first.map((text) => h("pre", {}, text)));
+  const remove = button(t("removeFile"), "quiet", () => act(api.removeFile(name), (text) => ((formError = text), draw())));
+  const warning = bad && line(sentence({ code: "bad_record", values: { file: name, line: bad.line, why: bad.why } }), "trouble");
+  return h("li", {}, h("label", { class: "check", for: `file-${name}` }, check, h("span", {}, about)), remove, texts, warning);
+}
+
+function uploadRow([name, { size: bytes, percent, cancel }]) {
+  return h("li", {}, h("span", {}, t("uploading", { name, percent, size: size(bytes) })), button(t("cancel"), "quiet", cancel));
+}
+
+/** A name that the server takes: letters, digits, blanks and dashes, no longer than it may be, not taken. */
+function freeName(original) {
+  const suffix = original.match(KINDS)[0].toLowerCase();
+  const stem = original.slice(0, original.length - suffix.length).normalize("NFC").replace(/[^\p{L}\p{N}_ -]+/gu, "_").replace(/^[ -]+/, "");
+  const taken = new Set([...overview.files.map((file) => file.name), ...uploads.keys()]);
+  for (let number = 1; ; number++) {
+    const ending = number > 1 ? ` ${number}` : "";
+    const name = ((stem || "file").slice(0, NAME_LENGTH - ending.length) + ending).trim() + suffix;
+    if (!taken.has(name)) return name;
+  }
+}
+
+function addFiles(files) {
+  formError = "";
+  for (const file of files) {
+    formError ||= whyNot(file);
+    if (whyNot(file)) continue;
+    const name = freeName(file.name);
+    const entry = { size: file.size, percent: 0 };
+    const { done, cancel } = api.upload(name, file, (percent) => ((entry.percent = percent), draw()));
+    entry.cancel = cancel;
+    uploads.set(name, entry);
+    keepArriving();
+    done
+      .then(({ kind }) => {
+        form[kind] = name;
+        form.name ||= name.replace(/\..*$/, "");
+        keep();
+      })
+      .catch((error) => error.name !== "AbortError" && (formError = sentence({ ...error, message: error.message })))
+      .finally(() => (uploads.delete(name), keepArriving(), look()));
+  }
+  draw();
+}
+
+/** So that a page that is loaded again can say what was cut. */
+function keepArriving() {
+  form.arriving = [...uploads.keys()];
+  keep();
+}
+
+/** Why a file is not sent: a server that refuses it may do so before it has arrived, which looks like a broken line. */
+function whyNot({ name, size: bytes }) {
+  const { most, room, disk_free: free } = overview;
+  if (!KINDS.test(name)) return sentence({ code: "kind" });
+  if (bytes > most) return sentence({ code: "too_large", values: { most } });
+  return bytes > room ? sentence({ code: "disk", values: { need: free + 3 * (bytes - room), free } }) : "";
+}
+
+async function makePlan() {
+  const { name, text, chat, hours, depth, skip } = form;
+  const there = (file) => (overview.files.some((each) => each.name === file) ? file : null);
+  const asked = { name: name.trim(), text: there(text), chat: there(chat), hours, depth: depth ? Number(depth) : null };
+  const done = await act(api.newJob({ ...asked, lang: currentLanguage(), skip_bad: skip }), (error) => ((formError = error), draw()));
+  if (done) show(asked.name);
+}
+
+// --- planning, the plan
+
+const stopButton = (job, text, now = false) => button(text, "quiet", (event) => ((event.target.disabled = true), act(api.stopJob(job.name, now), say)));
+
+/** What the server refused, below the buttons of the card. */
+function say(text) {
+  byId("train-body").append(h("div", { class: "error", role: "alert" }, text));
+}
+
+function planningView(job) {
+  const lines = h("pre", { class: "log" });
+  const update = ({ lines: said }) => (lines.textContent = said.join("\n"));
+  return { elements: [line(t("planningHelp")), lines, h("div", { class: "buttons" }, stopButton(job, t("stop")))], update };
+}
+
+function planView(job) {
+  const plan = job.plan;
+  const start = button(t("startJob"), "primary", () => act(api.startJob(job.name), say));
+  const change = button(t("changePlan"), "quiet", () => ((isChanging = true), (form.shown = job.name), draw()));
+  const elements = [...(plan ? planLines(plan) : []), h("div", { class: "buttons" }, start, change), terminalLine(job)];
+  return { elements, update() {} };
+}
+
+function planLines(plan) {
+  const [first, second] = plan.stages;
+  const size_ = t("planModel", { m: (plan.parameters / 1e6).toPrecision(3), w: plan.width, d: plan.depth });
+  const reads = first.passes < 1 ? t("planReadsPart", { percent: Math.round(100 * first.passes) }) : t("planReads", { times: times(first.passes) });
+  const then = second ? t("planThen", { times: times(second.passes) }) : "";
+  const time = t("planTime", { time: duration(plan.seconds), clock: clock(plan.seconds), limit: t(`limit_${plan.limit}`) });
+  const needs = { a: plan.memory, b: plan.disk, c: plan.memory_free, e: plan.disk_free };
+  const gigabytes = Object.fromEntries(Object.entries(needs).map(([key, bytes]) => [key, (bytes / 1e9).toFixed(1)]));
+  const unwise = plan.unwise.map(({ key, ...values }) => h("li", {}, t(`unwise_${key.replaceAll(" ", "_")}`, values)));
+  return [
+    line(`${size_}${reads}${then}${t("fullStop")}`), line(time), line(t("planNeeds", gigabytes)),
+    ...(unwise.length ? [line(t("unwise")), h("ul", { class: "unwise" }, ...unwise)] : []),
+  ];
+}
+
+function terminalLine({ name }) {
+  const command = `bash out/${name.includes(" ") ? `'${name}'` : name}/run.sh`;
+  const row = h("div", { class: "command" }, h("code", {}, command), copyButton(t("copy"), () => command));
+  return h("details", { class: "terminal" }, h("summary", {}, t("inTerminal")), row);
+}
+
+// --- training
+
+const percentOf = ({ stage, stages, update, updates }) => Math.min(100, Math.floor((100 * (stage + update / updates)) / stages));
+
+function trainingView(job) {
+  const [title, facts, learnt, silence] = [h("h3", {}), line("", "numbers"), line(""), line("", "note")];
+  const bar = h("div", { role: "progressbar", "aria-valuemin": 0, "aria-valuemax": 100, "aria-labelledby": "train-title" }, h("i", {}));
+  const buttons = h("div", { class: "buttons" }, job.is_own && stopButton(job, t("stopAndSave")));
+  const update = (now) => {
+    const { plan, stage, stages, record_age: age } = now;
+    const isWriting = now.update >= now.updates && stage === stages - 1;
+    title.textContent = isWriting ? t("writingReport") : stageTitle(now);
+    const planned = plan ? duration(plan.seconds) : "–";
+    const percent = now.update === undefined ? 0 : percentOf(now);
+    facts.textContent = now.update === undefined ? t("starting") : progressText(now, planned);
+    bar.firstChild.style.width = `${percent}%`;
+    bar.setAttribute("aria-valuenow", percent);
+    bar.setAttribute("aria-valuetext", facts.textContent);
+    learnt.textContent = learntText(now);
+    silence.textContent = age > SILENCE ? t("noNews", { time: duration(age) }) : "";
+    const ten = Math.floor(percent / 10) * 10;
+    if (announced >= 0 && ten > announced) announce(`${ten} %`);
+    announced = ten;
+  };
+  return { elements: [title, bar, facts, learnt, silence, line(t("canClose"), "muted"), buttons, logDetails(job)], update };
+}
+
+function stageTitle({ plan, stage, stages }) {
+  const isReading = plan?.stages[stage]?.is_pretraining ?? true;
+  return t(isReading ? "stageReading" : "stageAnswering", { i: stage + 1, n: stages || 1 });
+}
+
+function progressText(job, planned) {
+  const { update, updates, seconds_left: left } = job;
+  return t("progress", { u: update, v: updates, left: duration(left), clock: clock(left), planned });
+}
+
+function learntText({ eval_loss: losses, sample }) {
+  const loss = losses ? t("heldOut", { now: losses[1].toFixed(2), first: losses[0].toFixed(2) }) : "";
+  const says = sample ? t("itWrites", { prompt: sample[0], answer: sample[1] }) : "";
+  return [loss, says].filter(Boolean).join(" ");
+}
+
+function savingView(job) {
+  const slow = h("div", { hidden: true }, line(t("slowSave")), h("div", { class: "buttons" }, stopButton(job, t("endAtOnce"), true)), line(t("endAtOnceHelp"), "muted"));
+  const update = () => (slow.hidden = Date.now() - savingSince < SLOW_SAVE);
+  return { elements: [line(t("saving")), slow, logDetails(job)], update };
+}
+
+function logDetails({ name }) {
+  const text = h("pre", { class: "log" });
+  const fold = h("details", {}, h("summary", {}, t("showLog")), text);
+  const load = async () => {
+    if (!fold.open || !fold.isConnected) return;
+    text.textContent = await api.jobLog(name).catch((error) => error.message);
+    text.scrollTop = text.scrollHeight;
+    setTimeout(load, EVERY);
+  };
+  fold.addEventListener("toggle", load);
+  return fold;
+}
+
+// --- stopped, failed, ready
+
+const goOn = (job) => button(t("goOn"), "primary", () => act(api.startJob(job.name), say));
+const newModel = () => button(t("newModel"), "quiet", () => show(""));
+
+function endedView(job) {
+  const text = job.state === "cut" ? t("wasCut") : t("wasStopped", { u: job.update ?? 0, v: job.updates ?? "–" });
+  return { elements: [line(text), h("div", { class: "buttons" }, goOn(job), newModel()), terminalLine(job), logDetails(job)], update() {} };
+}
+
+function failedView(job) {
+  const { code, text: detail, ...values } = job.error;
+  const error = h("div", { class: "error", role: "alert" }, sentence({ code, detail, message: detail, values: { free: overview.disk_free, ...values } }));
+  const change = button(t("changePlan"), "quiet", () => ((isChanging = true), (form.shown = job.name), draw()));
+  const again = job.plan ? goOn(job) : change;
+  const skip = code === "bad_record" && button(t("skipBad"), "primary", () => {
+    Object.assign(form, fieldsOf(job.asked), { skip: true });
+    makePlan();
+  });
+  return { elements: [error, h("div", { class: "buttons" }, skip, again, newModel()), logDetails(job)], update() {} };
+}
+
+function readyView(job) {
+  const { plan, name } = job;
+  const weights = plan && `${name}/${plan.stages.at(-1).run}`;
+  const chat = weights && button(t("chatWithIt"), "primary", () => document.dispatchEvent(new CustomEvent("chat-with", { detail: weights })));
+  const report = async () => download(`${name}.html`, await api.jobReport(name));
+  const verdict = job.verdict?.[currentLanguage()] ?? "";
+  const buttons = h("div", { class: "buttons" }, chat, button(t("downloadReport"), "quiet", () => report().catch(({ message }) => say(message))), newModel());
+  return { elements: [line(`${t("ready")} ${verdict}`), buttons, terminalLine(job)], update() {} };
+}
+
+/** Start the card, if the server trains; it then follows the server. */
+export async function startTraining() {
+  document.addEventListener("tab", (event) => {
+    isOpen = event.detail === "training";
+    if (overview) look();
+  });
+  document.addEventListener("visibilitychange", () => overview && look());
+  document.addEventListener("language", () => overview && draw());
+  byId("train-choice").addEventListener("change", (event) => show(event.target.value));
+  const { train } = await api.runs().catch(() => ({ train: false }));
+  document.dispatchEvent(new CustomEvent("trains", { detail: Boolean(train) }));
+  if (!train) return;
+  await look();
+  if (form.arriving.length) formError = t("error_cut");
+  keepArriving();
+  if (formError) draw();
+  byId("train-card").hidden = false;
+}
