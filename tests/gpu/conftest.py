@@ -6,6 +6,8 @@ import os
 import pytest
 import torch
 
+from trainer.devices.device import prepare_device
+
 FREE_GPU_BYTES = 6e9  # that a check needs, of each GPU
 FREE_SHM_BYTES = 64 << 20  # in /dev/shm, of each process of several
 
@@ -27,6 +29,7 @@ def gpus() -> int:
 def device(gpus) -> torch.device:
     """Where a check of one process computes."""
     if gpus:
+        prepare_device(torch.device("cuda:0"))  # as a run does: it chooses among torch's kernels
         return torch.device("cuda:0")
     return torch.device("mps" if is_gpu_check and torch.backends.mps.is_available() else "cpu")
 
