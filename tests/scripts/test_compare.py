@@ -197,7 +197,9 @@ def test_another_tokenizer_is_compared_by_bits_per_byte(comparing, started, data
     from scripts import train_tokenizer
 
     made = tmp_path / "tokenizer"
-    assert call(train_tokenizer, "--data_path", data, "--vocab_size", 300, "--output_dir", made).returncode == 0
+    assert (
+        call(train_tokenizer, "--data_path", data, "--vocab_size", 300, "--output_dir", made).returncode == 0
+    )
     assert comparing("--pairs", 2, "", f"--tokenizer_path {made}").returncode == 0
     found = result(tmp_path / "out")
     assert found["metric"] == "eval_bpb"
