@@ -1,10 +1,12 @@
-"""Evaluate trained models: the loss on held-out data, or rewards of the answers to questions.
+"""Evaluate trained models: the loss on held-out data, rewards of the answers to questions, or multiple choice.
 
     python scripts/evaluate.py --task loss --data_path data/sft_eval.jsonl
     python scripts/evaluate.py --task answers --data_path data/quiz.jsonl --reward contains_answer
+    python scripts/evaluate.py --task choice --data_path data/arc.jsonl
 
 `answers` takes any SFT file: the model answers the last question of each conversation, and the reward
-compares its answer with the last assistant turn (or with the field `answer`). Shares come with Wilson's 95 %
+compares its answer with the last assistant turn (or with the field `answer`). `choice` takes records
+{"question": ..., "choices": [...], "answer": 0}; see scripts/choice.py. Shares come with Wilson's 95 %
 confidence interval. `--against` evaluates further models on the same data, `--json` writes every answer.
 """
 
@@ -33,6 +35,7 @@ from dataset.lm_dataset import PretrainDataset, SFTDataset, collate_flat
 from dataset.rollout_prompts import PromptDataset
 from model.generation import generate
 from model.sampling import default_sampling
+from scripts.choice import evaluate_questions, read_questions
 from scripts.penalties import add_penalty_flags, check_penalties, with_penalties
 from scripts.text_table import text_table
 from trainer.devices.device import prepare_device, select_device
@@ -51,14 +54,18 @@ def parse_args() -> argparse.Namespace:
     """The command line. Raises UserError if a value is out of range."""
     parser = Parser(description=__doc__.split("\n", 1)[0])
     flag = parser.add_argument
-    flag("--task", choices=("loss", "answers"), required=True, help="what to measure")
+    flag("--task", choices=("loss", "answers", "choice"), required=True, help="what to measure")
     flag("--data_path", required=True, help="data that the model was not trained on: file, folder or glob")
     flag(
         "--against", nargs="+", default=[], metavar="PATH", help="further models to evaluate on the same data"
     )
     flag("--json", type=Path, metavar="FILE", help="file to write the results to, with every answer")
     add_trained_model_flags(parser)
-    flag("--max_seq_len", type=int, help="longest sample (loss) or prompt (answers), in tokens")
+    flag(
+        "--max_seq_len",
+        type=int,
+        help="longest sample (loss), prompt (answers), or question and choice, in tokens",
+    )
 
     loss = parser.add_argument_group("--task loss")
     loss.add_argument("--kind", choices=list(DATASETS), default="sft", help="documents or conversations")
@@ -68,10 +75,17 @@ def parse_args() -> argparse.Namespace:
     answers.add_argument("--reward", default="exact_answer", help="rewards, as --reward of train_grpo.py")
     answers.add_argument("--max_new_tokens", type=int, default=256, help="longest answer, in tokens")
     add_penalty_flags(answers)
-    answers.add_argument("--show", type=int, default=0, help="number of answers to print, of each model")
+    text = "number of answers to print, of each model; also of --task choice"
+    answers.add_argument("--show", type=int, default=0, help=text)
     text = "1: reason before the answer"
     answers.add_argument("--open_thinking", type=int, choices=(0, 1), default=0, help=text)
+
+    choice = parser.add_argument_group("--task choice")
+    text = "questions that stand with their answers before each one (few-shot)"
+    choice.add_argument("--shots_path", metavar="FILE", help=text)
     args = parser.parse_args()
+    if args.shots_path and args.task != "choice":
+        raise UserError("--shots_path is for --task choice; leave it out")
     if args.max_new_tokens < 1 or args.show < 0:
         raise UserError("--max_new_tokens must be at least 1, and --show not negative")
     check_penalties(args)
@@ -134,6 +148,20 @@ def evaluate_answers(args: argparse.Namespace, model: Any, tokenizer: Any) -> di
     return {"items": len(answers), "figures": figures, "answers": answers}
 
 
+def evaluate_choice(args: argparse.Namespace, model: Any, tokenizer: Any) -> dict[str, Any]:
+    """The share of questions whose most likely choice is the right one: by log-likelihood (acc), and by
+    log-likelihood per character (acc_norm)."""
+    shots = read_questions(args.shots_path) if args.shots_path else []
+    longest = args.max_seq_len or model.config.max_position_embeddings
+    answers = evaluate_questions(model, tokenizer, read_questions(args.data_path), shots, longest, batches)
+    figures = {name: mean([answer["scores"][name] for answer in answers]) for name in ("acc", "acc_norm")}
+    show(answers, args.show)
+    return {"items": len(answers), "figures": figures, "answers": answers}
+
+
+TASKS = {"loss": evaluate_loss, "answers": evaluate_answers, "choice": evaluate_choice}
+
+
 def show(answers: list[dict[str, Any]], count: int) -> None:
     """Print some answers, evenly chosen."""
     for i in np.linspace(0, len(answers) - 1, min(count, len(answers))).astype(int):
@@ -186,7 +214,7 @@ def main() -> None:
         names = [str(path) for path in (args.lora or paths[0], *paths[1:])]
     device = select_device(args.device)
     prepare_device(device)
-    evaluate_model = evaluate_loss if args.task == "loss" else evaluate_answers
+    evaluate_model = TASKS[args.task]
     scaling, results = bool(args.inference_rope_scaling), {}
     for i, (name, path) in enumerate(zip(names, paths, strict=True)):
         model, tokenizer = load_path(path, args.tokenizer_path, device, scaling, **given_shape(args))
