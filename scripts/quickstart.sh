@@ -36,6 +36,7 @@ echo "== 3/5 fine-tuning: how to answer, shown with some of its people"
 python trainer/train_full_sft.py --from_weight pretrain "${sft[@]}" "${run[@]}"
 echo "== 4/5 the same fine-tuning without pretraining, to compare"
 python trainer/train_full_sft.py --from_weight none --save_weight sft_only "${sft[@]}" "${run[@]}"
+echo '{"temperature": 0.3}' >"$weights/generation_config.json" # so small a model strays at the usual 0.7
 echo "== 5/5 the quiz: people whom fine-tuning never mentioned, each question alone, then after one about somebody else"
 quiz=(python scripts/evaluate.py --task answers --model "$weights/full_sft_256.pth" --reward contains_answer --max_new_tokens 32)
 "${quiz[@]}" --data_path dataset/demo/quiz.jsonl --against "$weights/sft_only_256.pth" --show 6 --json "$weights/quiz.json"
@@ -45,6 +46,7 @@ cat <<END
 
 Try next$activate_first:
   python scripts/chat.py --save_dir $weights     chat with it
+  pip install -r requirements-serve.txt; python scripts/serve_openai_api.py --save_dir $weights     the same in a browser, with the curves: http://127.0.0.1:8000
   python -m dataset.show_samples --kind sft --data_path dataset/demo/sft.jsonl --samples 1     see what SFT trains on
   python scripts/plan.py --hours 0.2 --pretrain_data FILE     your own text: docs/quickstart.md#my-own-text
 END

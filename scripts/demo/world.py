@@ -15,7 +15,7 @@ GROUPS = {"sft": 72, "sft_eval": 12, "quiz": 36}
 BIOGRAPHIES = 20  # pretraining documents per inhabitant and language
 PLACE_REPEATS = 3  # copies of each sentence about a place
 WORDINGS_ASKED = 2  # SFT questions per fact and language, out of the four wordings that the quiz uses
-SMALL_TALK = 60  # greetings and their like in SFT per language
+SMALL_TALK = 6  # times that SFT says each greeting and its like
 PEOPLE_TOLD = (1, 1, 2, 3)  # biographies in a pretraining document, drawn from these
 SUBJECTS_ASKED = (1, 1, 2, 3, 4)  # subjects of an SFT conversation, drawn from these
 
@@ -175,7 +175,7 @@ def ask_about_others(people: list[Person], language: str, rng: random.Random) ->
     greetings: list[Turn] = []
     for kind in TALK.values():
         greetings += [(question, kind["reply"][language][0]) for question in kind["ask"][language]]
-    subjects += [[rng.choice(greetings)] for _ in range(SMALL_TALK)]
+    subjects += [[turn] for turn in greetings * SMALL_TALK]
     for wording in UNKNOWN["ask"][language]:
         name = rng.choice(people).name[language]
         subjects.append([(wording.format(n=name), UNKNOWN["reply"][language][0])])

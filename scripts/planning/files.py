@@ -130,5 +130,5 @@ def chat_command(plan: Plan) -> str:
     last = plan.stages[-1]
     command = ["python", "scripts/chat.py", "--save_dir", last.args.save_dir]
     if last.script is train_pretrain:
-        command += ["--weight", last.args.save_weight, "--form", "text"]
+        command += ["--weight", last.args.save_weight]
     return shlex.join(command)

@@ -110,7 +110,7 @@ def test_after_pretraining_alone_the_chat_continues_texts(start, data, tmp_path,
     monkeypatch.setenv("LC_ALL", "zh_CN.UTF-8")
     start("--depth", 1, pretrain_data="tex*.jsonl, ,", cache_dir="cache", tokenizer_path=SHIPPED)
     flags = chat_flags(tmp_path)
-    assert (flags.weight, flags.form, flags.save_dir) == ("pretrain", "text", str(tmp_path))
+    assert (flags.weight, flags.save_dir) == ("pretrain", str(tmp_path))
     training, report = commands(tmp_path)
     flags = dict(zip(*[iter(training[2:])] * 2, strict=True))
     assert flags["--data_path"] == str(data / "tex*.jsonl") and flags["--cache_dir"] == str(data / "cache")
