@@ -1,4 +1,4 @@
-"""Evaluate trained models: the loss on held-out data, rewards of the answers to questions, or multiple choice.
+"""Evaluate trained models: the loss on held-out data, rewards of answers to questions, or multiple choice.
 
     python scripts/evaluate.py --task loss --data_path data/sft_eval.jsonl
     python scripts/evaluate.py --task answers --data_path data/quiz.jsonl --reward contains_answer
