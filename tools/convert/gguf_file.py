@@ -150,11 +150,11 @@ def pattern_name(tokenizer: dict[str, Any]) -> str:
 
 
 def read_gguf(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model in float32 and the tokenizer, as transformers reads them from the file alone. Raises UserError
-    if this one cannot."""
+    """The model in float32 and the tokenizer, as transformers reads them from the file alone. Raises
+    UserError if this version cannot."""
     if Version(transformers.__version__) < READER:
         raise UserError(
-            f"transformers {transformers.__version__} reads the tokenizer of a GGUF file otherwise, so the file "
+            f"transformers {transformers.__version__} reads the tokenizer of a GGUF file otherwise, so it "
             f"cannot be checked; pip install 'transformers>={READER}'"
         )
     fields, _ = read_gguf_metadata(str(path))
