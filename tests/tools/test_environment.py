@@ -1,6 +1,7 @@
 """Which environment the shell scripts use, with stand-ins for Python."""
 
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -16,6 +17,8 @@ case "$*" in
         echo 'PATH="$PWD/.venv/bin:$PATH"' >.venv/bin/activate
         ;;
     "-c "*) exit "${TOO_OLD:-0}" ;;
+    "- "*) exit "${MISSING:-0}" ;; # whether a requirement is not met
+    "-m pip "*) echo "$*" >>pip ;;
 esac
 """
 
@@ -54,3 +57,15 @@ def test_an_old_python_is_one_line(tmp_path, active):
     assert done.returncode == 2 and not (tmp_path / ".venv").exists()
     (line,) = done.stderr.splitlines()
     assert line.startswith("error: python") and "is not Python 3.11 or newer" in line
+
+
+@pytest.mark.parametrize(("active", "exactly"), [({}, True), ({"VIRTUAL_ENV": "/home/own"}, False)])
+def test_exact_versions_are_for_an_environment_that_is_made_here(tmp_path, active, exactly):
+    """Elsewhere they would replace what is there; and pip runs only if something is missing."""
+    source(tmp_path, constraints="lock.txt", **active)
+    assert not (tmp_path / "pip").exists()
+    shutil.rmtree(tmp_path / ".venv", ignore_errors=True)
+    done = source(tmp_path, constraints="lock.txt", MISSING="1", **active)
+    assert done.stdout.startswith("installing requirements.txt\n")
+    (installed,) = (tmp_path / "pip").read_text().splitlines()
+    assert ("-r requirements.txt" in installed, "-c lock.txt" in installed) == (True, exactly)
