@@ -197,12 +197,15 @@ def read_result(line: str, begun: dict[str, float]) -> tuple[str, Check | None]:
 
 
 def end_processes(process: psutil.Popen) -> None:
-    """End a process and all that it has started."""
+    """End a process and all that it has started, and wait until they are gone."""
+    every = [process]
     with suppress(psutil.NoSuchProcess):
-        for each in [*process.children(recursive=True), process]:
-            with suppress(psutil.NoSuchProcess):
-                each.kill()
-        process.wait()
+        every = [*process.children(recursive=True), process]
+    for each in every:
+        with suppress(psutil.NoSuchProcess):
+            each.kill()
+    process.wait()
+    psutil.wait_procs(every, timeout=10)
 
 
 def describe_machine() -> dict[str, str]:

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+import transformers
+from packaging.version import Version
 from torch import Tensor
 from transformers import (
     AutoConfig,
@@ -27,6 +29,7 @@ from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from scripts.train_tokenizer import PIECES
 from tools.convert.hugging_face import own_tensors, stock_config
 
+READER = Version("5.18")  # of transformers: those before it normalise the text
 GENERATION_TAG = re.compile(r"\{%(-?)\s*(?:end)?generation\s*(-?)%\}")
 EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(\w+)\.weight")
 
@@ -142,7 +145,13 @@ def pattern_name(tokenizer: dict[str, Any]) -> str:
 
 
 def read_gguf(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model in float32 and the tokenizer, as transformers reads them from the file alone."""
+    """The model in float32 and the tokenizer, as transformers reads them from the file alone. Raises
+    UserError if this version cannot."""
+    if Version(transformers.__version__) < READER:
+        raise UserError(
+            f"transformers {transformers.__version__} reads the tokenizer of a GGUF file otherwise, so it "
+            f"cannot be checked; pip install 'transformers>={READER}'"
+        )
     fields, _ = read_gguf_metadata(str(path))
     options: dict[str, Any] = {"gguf_file": path.name, "local_files_only": True}
     config = AutoConfig.from_pretrained(path.parent, **options)

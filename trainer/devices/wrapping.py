@@ -57,7 +57,7 @@ def wrap_model(
 def recompute_layers(model: nn.Module) -> None:
     """Have the layers of a model of transformers keep their input alone, and be recomputed in the backward
     pass."""
-    # transformers renamed it between 5.17 and 5.23
+    # transformers renamed it in 5.23
     names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
     enable = next(getattr(model, name) for name in names if hasattr(model, name))
     enable({"use_reentrant": False})
