@@ -414,6 +414,7 @@ def test_a_lock_that_is_only_looked_at_keeps_nobody_from_starting(client):
             with open(client.folder / LOCK, "rb") as lock:
                 fcntl.flock(lock, fcntl.LOCK_SH)
                 time.sleep(0.02)
+            time.sleep(0.02)
 
     looking = threading.Thread(target=look)
     looking.start()
