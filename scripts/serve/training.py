@@ -136,7 +136,7 @@ def training_routes(jobs: Jobs, uploads: Uploads, make_room: Callable[[], Any]) 
         folder = jobs.folder(name)
         state, _ = jobs.state(folder, jobs.living())
         if state in LIVING:
-            raise ApiError(f"{name} lives.", 409, name, "busy")
+            raise ApiError(f"{name} is being trained.", 409, None, "busy", name=name)
         if not (folder / SCRIPT).is_file():
             raise ApiError(f"{name} has no plan.", 409, code="no_plan")
         written = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

@@ -138,7 +138,7 @@ def room(folder: Path) -> int:
 def no_room(need: float, free: float) -> ApiError:
     """The error of a disk without room."""
     text = f"{need / 1e9:.1f} GB of disk are needed, {free / 1e9:.1f} GB are free."
-    return ApiError(text, 507, code="disk", need=need, free=free)
+    return ApiError(text, 507, code="room", need=need, free=free)
 
 
 def look_at(path: Path, name: str = "") -> dict[str, Any]:

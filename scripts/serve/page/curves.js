@@ -93,6 +93,7 @@ function draw() {
   drawPlots(byId("more-plots"), byId("more").open ? more : []);
   drawTable();
   drawSamples();
+  byId("curves-bar").hidden = !shown().length;
   byId("curves-empty").hidden = shown().length > 0 || !runs || (trains && !runs.length);
   byId("curves-empty").textContent = runs?.length ? t("noneChosen") : `${t("noRuns")} ${t("trainOff")}`;
 }

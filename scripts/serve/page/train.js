@@ -198,7 +198,7 @@ function fileRow(file) {
   const { name, kind, bytes, records, more, first = [], bad } = file;
   const onchange = (event) => ((form[kind] = event.target.checked ? name : ""), keep(), draw());
   const check = kind && h("input", { type: "checkbox", checked: form[kind] === name, onchange, id: `file-${name}` });
-  const about = kind ? t(`file_${kind}`, { name, size: size(bytes), n: more ? `${records}+` : records }) : `${name}: ${file.error}`;
+  const about = kind ? t(`file_${kind}${records === 1 ? "_1" : ""}`, { name, size: size(bytes), n: more ? `${records}+` : records }) : `${name}: ${file.error}`;
   const texts = h("details", { hidden: !first.length }, h("summary", {}, t("showFirst")), ...first.map((text) => h("pre", {}, text)));
   const remove = button(t("removeFile"), "quiet", () => act(api.removeFile(name), (text) => ((formError = text), draw())));
   const warning = bad && line(sentence({ code: "bad_record", values: { file: name, line: bad.line, why: bad.why } }), "trouble");
@@ -255,7 +255,7 @@ function whyNot({ name, size: bytes }) {
   const { most, room, disk_free: free } = overview;
   if (!KINDS.test(name)) return sentence({ code: "kind" });
   if (bytes > most) return sentence({ code: "too_large", values: { most } });
-  return bytes > room ? sentence({ code: "disk", values: { need: free + 3 * (bytes - room), free } }) : "";
+  return bytes > room ? sentence({ code: "room", values: { need: free + 3 * (bytes - room), free } }) : "";
 }
 
 async function makePlan() {
@@ -296,7 +296,7 @@ function planLines(plan) {
   const then = second ? t("planThen", { times: times(second.passes) }) : "";
   const time = t("planTime", { time: duration(plan.seconds), clock: clock(plan.seconds), limit: t(`limit_${plan.limit}`) });
   const needs = { a: plan.memory, b: plan.disk, c: plan.memory_free, e: plan.disk_free };
-  const gigabytes = Object.fromEntries(Object.entries(needs).map(([key, bytes]) => [key, (bytes / 1e9).toFixed(1)]));
+  const gigabytes = Object.fromEntries(Object.entries(needs).map(([key, bytes]) => [key, Number((bytes / 1e9).toPrecision(2))]));
   const unwise = plan.unwise.map(({ key, ...values }) => h("li", {}, t(`unwise_${key.replaceAll(" ", "_")}`, values)));
   return [
     line(`${size_}${reads}${then}${t("fullStop")}`), line(time), line(t("planNeeds", gigabytes)),

@@ -1,0 +1,460 @@
+"""Training for the web page: who may, one at a time, what becomes of it, also where it is killed. Plan and run.sh
+are stand-ins (trainings.py); with --slow one training is real."""
+
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+
+from scripts import serve_openai_api
+from scripts.serve import training, uploads
+from scripts.serve.api import Access
+from scripts.serve.jobs import LOCK, Jobs
+from scripts.serve.training import training_routes
+from scripts.serve.uploads import Uploads
+from tests.conftest import ROOT
+from tests.scripts.serve import trainings
+from tests.scripts.serve.servers import Script, scripted, wait_for
+
+KEY = {"Authorization": "Bearer key"}
+TEXT = "A river ran.\n" * 30
+QUICK = {"RECORD_SECONDS": "0.02", "PLAN_SECONDS": "0"}
+
+
+class Client:
+    """A client of a server that trains."""
+
+    def __init__(self, server: SimpleNamespace, folder: Path):
+        self.folder, self.address = folder, server.address
+        self.http = httpx.Client(base_url=f"{server.address}api/train", headers=KEY, timeout=30)
+
+    def overview(self) -> dict[str, Any]:
+        return self.http.get(f"{self.address}api/train").json()
+
+    def post(self, path: str, body: Any, **headers: str) -> httpx.Response:
+        return self.http.post(f"/jobs{path}", json=body, headers=headers)
+
+    def put(self, name: str, content: bytes | str = TEXT) -> httpx.Response:
+        return self.http.put(f"/files/{name}", content=content)
+
+    def plan(self, name: str = "novel", **more: Any) -> httpx.Response:
+        return self.post("", {"name": name, "text": "a.txt", "hours": 1.0} | more)
+
+    def job(self, name: str = "novel") -> dict[str, Any]:
+        return next(job for job in self.overview()["jobs"] if job["name"] == name)
+
+    def until(self, *states: str, name: str = "novel") -> dict[str, Any]:
+        wait_for(lambda: self.job(name)["state"] in states)
+        return self.job(name)
+
+    def planned(self, name: str = "novel", **more: Any) -> None:
+        if "a.txt" not in [file["name"] for file in self.overview()["files"]]:
+            self.put("a.txt")
+        assert self.plan(name, **more).status_code == 202
+        self.until("planned", name=name)
+
+
+@pytest.fixture(autouse=True)
+def stand_in(request, monkeypatch):
+    if "slow" not in request.keywords:
+        monkeypatch.setattr(training, "PLAN", Path(trainings.__file__))
+
+
+def make_client(
+    stack: ExitStack, folder: Path, environment: dict[str, str] = QUICK, **options: Any
+) -> Client:
+    jobs = Jobs(folder, {**os.environ, **environment})
+    routes = training_routes(jobs, Uploads(folder), lambda: None)
+    options.setdefault("access", Access("key"))
+    return Client(stack.enter_context(scripted(Script(), save_dir=folder, more=[routes], **options)), folder)
+
+
+@pytest.fixture
+def client(tmp_path) -> Iterator[Client]:
+    with ExitStack() as stack:
+        yield make_client(stack, tmp_path / "out")
+        end_all(tmp_path / "out")
+
+
+def end_all(folder: Path) -> None:
+    """Nothing that a test started outlives it."""
+    living = Jobs(folder).living()
+    if living and living["group"]:
+        os.killpg(living["group"], signal.SIGKILL)
+
+
+def processes(folder: Path) -> list[str]:
+    """Of this machine, those that work in a folder."""
+    listed = subprocess.run(["ps", "-ewwo", "stat,args"], capture_output=True, text=True).stdout.splitlines()
+    return [line for line in listed if str(folder) in line and not line.startswith("Z")]
+
+
+# --- one training
+
+
+def test_from_a_file_to_a_model(client):
+    found = client.put("a.txt").json()
+    assert (found["kind"], found["records"], found["bytes"]) == ("text", 1, len(TEXT))
+    chats = [
+        {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": f"no {i}"}]}
+        for i in range(300)
+    ]
+    found = client.put("b.jsonl", "".join(json.dumps(each) + "\n" for each in chats)).json()
+    assert (found["kind"], found["records"], found["more"]) == ("chat", 200, True) and len(
+        found["first"]
+    ) == 3
+    client.planned(chat="b.jsonl", depth=2, lang="zh")
+    job = client.job()
+    assert job["plan"]["parameters"] == 1_234_567 and job["asked"]["lang"] == "zh" and job["stages"] == 2
+    assert client.post("/novel/start", {}).status_code == 202
+    assert client.until("training")["is_own"]
+    assert client.http.delete("/files/a.txt").json()["error"]["code"] == "used"
+    job = client.until("ready")
+    assert (job["stage"], job["update"], job["updates"], job["eval_loss"]) == (1, 12, 12, [6.0, 3.0])
+    assert set(job["verdict"]) == {"en", "zh"} and job["sample"][1] == "there was"
+    report = client.http.get("/jobs/novel/report")
+    assert "attachment" in report.headers["Content-Disposition"] and "a report" in report.text
+    assert report.headers["Content-Security-Policy"] == "sandbox"
+    log = client.http.get("/jobs/novel/log")
+    assert log.text.count("== started ") == 2 and log.headers["Content-Type"].startswith("text/plain")
+    assert client.http.delete("/files/a.txt").status_code == 200
+    assert processes(client.folder) == []
+    assert (client.folder / ".uploads").stat().st_mode & 0o777 == 0o700
+
+
+def test_stopped_and_gone_on_gives_the_same_weights(client):
+    client.planned("whole")
+    client.post("/whole/start", {})
+    client.until("ready", name="whole")
+    client.planned()
+    client.post("/novel/start", {})
+    wait_for(lambda: client.job().get("update", 0) > 2)
+    assert client.post("/novel/stop", {}).status_code == 202
+    job = client.until("stopped")
+    assert 2 < job["update"] < 12
+    assert client.post("/novel/stop", {}).json()["error"]["code"] == "not_running"
+    client.post("/novel/start", {})
+    client.until("ready")
+    weights = [(client.folder / name / "pretrain_64.pth").read_bytes() for name in ("whole", "novel")]
+    assert weights[0] == weights[1]
+
+
+@pytest.mark.parametrize("when", ["planning", "training", "saving"])
+def test_killed_at_any_moment_it_can_go_on(tmp_path, when):
+    with ExitStack() as stack:
+        environment = {"PLAN_SECONDS": "5" if when == "planning" else "0", "RECORD_SECONDS": "0.2"}
+        client = make_client(stack, tmp_path / "out", environment)
+        client.put("a.txt")
+        client.plan()
+        if when != "planning":
+            client.until("planned")
+            client.post("/novel/start", {})
+            wait_for(lambda: client.job().get("update", 0) > 1)
+        if when == "saving":
+            client.post("/novel/stop", {})
+        living = client.until(when) and Jobs(client.folder).living()
+        os.killpg(living["group"], signal.SIGKILL)
+        wait_for(lambda: Jobs(client.folder).living() is None)
+        assert client.job()["state"] == {"planning": "new", "training": "cut", "saving": "stopped"}[when]
+        assert processes(client.folder) == []
+        if when != "planning":
+            assert client.post("/novel/start", {}).status_code == 202
+            client.until("training")
+        end_all(client.folder)
+
+
+def test_a_restarted_machine_kills_nobody(client):
+    """Its lock is free, and the number of the group is another program's."""
+    client.planned()
+    (client.folder / "novel/pretrain_64_metrics.jsonl").write_text('{"update": 1}\n')
+    with subprocess.Popen(["sleep", "60"], start_new_session=True) as other:
+        (client.folder / LOCK).write_text(json.dumps({"folder": "novel", "group": other.pid}))
+        assert client.job()["state"] == "cut"
+        assert client.post("/novel/stop", {"now": True}).status_code == 409
+        assert other.poll() is None
+        other.kill()
+
+
+def test_only_one_lives_over_two_servers_of_a_folder(tmp_path):
+    with ExitStack() as stack:
+        clients = [make_client(stack, tmp_path / "out", QUICK | {"RECORD_SECONDS": "0.3"}) for _ in range(2)]
+        clients[0].planned()
+        with ThreadPoolExecutor(20) as pool:
+            answers = list(pool.map(lambda i: clients[i % 2].post("/novel/start", {}), range(20)))
+        codes = [answer.status_code for answer in answers]
+        assert sorted(codes) == [202] + [409] * 19
+        busy = next(answer for answer in answers if answer.status_code == 409).json()["error"]
+        assert (busy["code"], busy["values"]) == ("busy", {"name": "novel"})
+        assert {line.split()[-1] for line in processes(tmp_path / "out")} == {
+            str(tmp_path / "out/novel"),
+            str(tmp_path / "out/novel/run.sh"),
+        }
+        assert clients[1].plan("other").json()["error"]["code"] == "busy"
+        assert not (tmp_path / "out/other").exists()
+        assert clients[1].post("/novel/stop", {"now": True}).status_code == 202
+        clients[0].until("stopped")
+
+
+def test_nobody_reads_its_output(tmp_path):
+    """The run ends, however much it prints, after the server has gone."""
+    folder = tmp_path / "out"
+    (folder / "novel").mkdir(parents=True)
+    print_much = "for i in range(100_000): print('x' * 100)\nopen('done', 'w')"
+    jobs = Jobs(folder)
+    jobs.start("novel", [sys.executable, "-c", print_much.replace("'done'", repr(str(folder / "done")))])
+    wait_for(lambda: (folder / "done").exists())
+    wait_for(lambda: jobs.living() is None)
+    assert (folder / "novel/job.log").stat().st_size > 10**7
+
+
+# --- what goes wrong
+
+
+@pytest.mark.parametrize(
+    ("said", "error"),
+    [
+        (":17: no 'text'; write it; or skip bad records with --on_bad_data skip", {"code": "bad_record", "line": "17", "file": "a.txt"}),
+        (": --hours 0.02: in this time a model of 64 x 1 makes fewer than 100 updates, which teach little; give more time", {"code": "hours"}),
+        (": --eval_share 0.02 holds out none of the records", {"code": "too_little"}),
+        (": out of memory (DefaultCPUAllocator: can't allocate memory)", {"code": "memory"}),
+        (": out/novel/x cannot be written (No space left on device); make room", {"code": "disk"}),
+        (":3: not UTF-8; save the file as UTF-8", {"code": "not_utf8"}),
+        (": what nobody expected", {"code": "other"}),
+    ],
+)  # fmt: skip
+def test_a_refusal_is_a_code_and_the_name_can_be_planned_again(client, said, error):
+    client.put("a.txt", f"refuse {said}")
+    client.plan()
+    found = client.until("failed")["error"]
+    assert error.items() <= found.items() and "refuse" not in found["text"]
+    assert client.http.delete("/files/a.txt").status_code == 200
+    client.put("a.txt")
+    client.planned()
+
+
+def test_files_that_are_not_taken_leave_nothing(client, monkeypatch):
+    code = lambda answer: (answer.status_code, answer.json()["error"]["code"])  # noqa: E731
+    assert code(client.put("a.docx")) == (415, "kind")
+    assert code(client.put("a.txt", "中文".encode("gb18030"))) == (422, "not_utf8")
+    assert code(client.put("a.txt", "")) == (422, "no_record")
+    assert code(client.put("a.jsonl", '{"text": \n{"x": 1}\n')) == (422, "bad_record")
+    assert code(client.put("b.txt", iter([b"x"]))) == (411, "length")  # chunked
+    good = '{"text": "a"}\n' * 16 + "{\n" + '{"text": "b"}\n' * 9
+    assert client.put("some.jsonl", good).json()["bad"]["line"] == 17  # kept: others may do
+    assert code(client.put("some.jsonl", good)) == (409, "exists")
+    monkeypatch.setattr(uploads, "MAX_BYTES", 10)
+    assert code(client.put("a.txt")) == (413, "too_large")
+    monkeypatch.undo()
+    monkeypatch.setattr(uploads, "disk_usage", lambda folder: SimpleNamespace(free=2 << 30))
+    answer = client.put("a.txt")
+    assert code(answer) == (507, "room") and answer.json()["error"]["values"]["free"] == 2 << 30
+    assert [path.name for path in (client.folder / ".uploads").iterdir()] == ["some.jsonl"]
+
+
+def test_an_upload_that_stops_or_is_cut_leaves_nothing(client, monkeypatch):
+    monkeypatch.setattr(uploads, "SILENCE_SECONDS", 0.3)
+    head = "PUT /api/train/files/a.txt HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer key\r\nContent-Length: 900\r\n\r\nabc"
+    import socket
+
+    port = int(client.address.rsplit(":", 1)[1].strip("/"))
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as slow:
+        slow.sendall(head.encode())
+        assert b" 408 " in slow.recv(1000)
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as gone:
+        gone.sendall(head.encode())
+    wait_for(lambda: not list((client.folder / ".uploads").iterdir()))
+
+
+def test_the_disk_must_have_room_for_a_start(client, monkeypatch):
+    client.planned()
+    monkeypatch.setattr(training, "disk_usage", lambda folder: SimpleNamespace(free=1 << 30))
+    answer = client.post("/novel/start", {})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (507, "room")
+    assert client.job()["state"] == "planned"
+    monkeypatch.undo()
+    assert client.post("/novel/start", {}).status_code == 202
+    client.until("ready")
+
+
+NAMES = [
+    "../x",
+    "a/b",
+    "-h",
+    "x:3",
+    "x,y",
+    "*.txt",
+    ".hidden",
+    "x\0",
+    "x" * 300,
+    "",
+    " x",
+    "earlier_1",
+    "..%2f",
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_name_leads_elsewhere(client, tmp_path, name):
+    client.put("a.txt")
+    before = sorted(tmp_path.rglob("*"))
+    assert client.plan(name).status_code == 400
+    assert client.post(f"/{name.replace(chr(0), '%00')}/start", {}).status_code in (404, 405, 307)
+    assert client.plan(text=name).status_code in (400, 404)
+    if name != "earlier_1":
+        assert client.put(name.replace(chr(0), "%00") + ".txt").status_code in (404, 405, 415)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_name_that_is_taken_or_a_link_is_refused(client, tmp_path):
+    client.put("a.txt")
+    (client.folder / "there").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere/run.sh").write_text("touch hacked")
+    (client.folder / "link").symlink_to(tmp_path / "elsewhere")
+    for name in ("there", "link"):
+        assert client.plan(name).json()["error"]["code"] == "exists"
+    assert client.post("/link/start", {}).status_code == 404
+    client.planned()
+    client.planned()  # a plan may be changed
+    client.post("/novel/start", {})
+    client.until("ready")
+    assert client.plan().json()["error"]["code"] == "exists"  # what was trained is not lost
+    for field in (
+        {"hours": 0.01},
+        {"hours": 1000.0},
+        {"depth": 5},
+        {"lang": "fr"},
+        {"flags": "--x"},
+        {"text": None},
+    ):
+        assert client.plan("other", **field).json()["error"]["code"] == "field"
+    assert client.plan("other", chat="missing.jsonl").json()["error"]["code"] == "no_file"
+
+
+def test_who_may_not(client, tmp_path):
+    """No key, another page, also one that may use the rest, a form: nothing is started."""
+
+    def status(
+        path: str = "/jobs", content: str = '{"name": "x", "text": "a.txt", "hours": 1.0}', **headers: str
+    ) -> int:
+        sent = KEY | {"Content-Type": "application/json"} | headers
+        return httpx.post(f"{client.address}api/train{path}", content=content, headers=sent).status_code
+
+    client.put("a.txt")
+    assert status(Authorization="") == status(Authorization="Bearer other") == 401
+    assert status(Origin="http://evil.example") == status(Origin="null") == 403
+    assert status(**{"Content-Type": "text/plain"}) == 400
+    with ExitStack() as stack:
+        access = Access("key", ("127.0.0.1",), ("*",))
+        client = make_client(stack, tmp_path / "out", access=access)
+        assert status(Origin="http://evil.example") == status(Origin="null") == 403
+        assert status(Host="evil.example") == 400
+    assert not (tmp_path / "out/x").exists() and not (tmp_path / "out/.train.lock").exists()
+    with scripted(Script(), "key", save_dir=tmp_path) as server:
+        answers = [httpx.get(f"{server.address}api/train{path}", headers=KEY) for path in ("", "/jobs/x/log")]
+        assert [answer.status_code for answer in answers] == [404, 404]
+        assert httpx.get(f"{server.address}api/runs", headers=KEY).json()["train"] is False
+
+
+def test_training_is_for_this_machine_and_always_with_a_key(weights, error_line, call, monkeypatch):
+    line = error_line(
+        serve_openai_api, *weights, "--train", "1", "--host", "0.0.0.0", "--port", "0", "--api_key", "k"
+    )
+    assert "--train 1 is for 127.0.0.1 only; from elsewhere: ssh -L " in line
+    from scripts.serve import api, connections
+
+    served = []
+    monkeypatch.setattr(api, "create_app", lambda *given: served.append(given[2:]))
+    monkeypatch.setattr(connections, "run", lambda app, listener, decoding: listener.close())
+    done = call(serve_openai_api, *weights, "--train", "1", "--port", "0")
+    ((access, more),) = served
+    key = done.stdout.partition("/#key=")[2].split()[0]
+    assert access.api_key == key and len(key) > 20 and "*" not in access.hosts and len(more) == 1
+
+
+def test_strange_folders_and_files_hide_no_other(client):
+    client.planned()
+    folder = client.folder / "novel"
+    (folder / "pretrain_64_metrics.jsonl").write_text(
+        '{"update": 1, "tok\n[1]\n{"update": 2, "tokens": 1, "seconds": 1, "loss": 2}\n'
+    )
+    with open(folder / "job.log", "a") as log:
+        log.seek(100 << 20)
+        log.write("the end\n")
+    strange = client.folder / os.fsdecode(b"caf\xe9")
+    strange.mkdir()
+    (strange / "run.sh").write_text("exit 3")
+    for name, content in (("list", "[1]"), ("broken", "{"), ("binary", "\0")):
+        (client.folder / name).mkdir()
+        (client.folder / name / "job.json").write_text(content)
+    jobs = {job["name"]: job["state"] for job in client.overview()["jobs"]}
+    assert jobs == {"novel": "cut", "caf\\udce9": "planned", "list": "new", "broken": "new", "binary": "new"}
+    assert client.http.get("/jobs/novel/log").text.endswith("the end\n")
+
+
+def test_a_lock_that_is_only_looked_at_keeps_nobody_from_starting(client):
+    client.planned()
+    stop = threading.Event()
+
+    def look() -> None:
+        while not stop.is_set():
+            with open(client.folder / LOCK, "rb") as lock:
+                fcntl.flock(lock, fcntl.LOCK_SH)
+                time.sleep(0.02)
+            time.sleep(0.02)
+
+    looking = threading.Thread(target=look)
+    looking.start()
+    try:
+        assert client.post("/novel/start", {}).status_code == 202
+    finally:
+        stop.set()
+        looking.join()
+    client.until("ready")
+
+
+@pytest.mark.slow  # the real plan times models for half a minute, and its training takes minutes
+def test_a_real_training_that_is_stopped_killed_and_adopted_gives_the_bytes_of_an_uninterrupted_one(tmp_path):
+    import random
+
+    from tests.conftest import sentence
+
+    rng = random.Random(3)
+    text = "\n".join(json.dumps({"text": sentence(rng, 20, 60)}) for _ in range(800))
+    with ExitStack() as stack:
+        client = make_client(stack, tmp_path / "out")
+        assert client.put("a.jsonl", text).status_code == 200
+        for name in ("whole", "novel"):
+            assert client.plan(name, text="a.jsonl", hours=0.05, depth=1).status_code == 202
+            wait_for(lambda name=name: client.job(name)["state"] not in ("planning", "new"), 300)
+            assert client.job(name)["state"] == "planned", client.job(name)
+        script = (tmp_path / "out/whole/run.sh").read_text()  # the same settings: both plans were measured
+        (tmp_path / "out/novel/run.sh").write_text(script.replace("out/whole", "out/novel"))
+        client.post("/whole/start", {})
+        wait_for(lambda: client.job("whole")["state"] == "ready", 600)
+        client.post("/novel/start", {})
+        wait_for(lambda: client.job().get("update", 0) > 1, 120)
+        client.post("/novel/stop", {})
+        wait_for(lambda: client.job()["state"] == "stopped", 120)
+        client.post("/novel/start", {})
+        wait_for(lambda: client.job()["state"] == "training" and client.job().get("record_age", 99) < 2, 120)
+        client.post("/novel/stop", {"now": True})
+        wait_for(lambda: client.job()["state"] == "stopped", 60)
+        client.post("/novel/start", {})
+        wait_for(lambda: client.job()["state"] == "ready", 600)
+        name = "pretrain_64.pth"
+        assert (tmp_path / "out/whole" / name).read_bytes() == (tmp_path / "out/novel" / name).read_bytes()
+        assert processes(tmp_path / "out") == [] and ROOT.is_dir()
