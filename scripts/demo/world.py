@@ -15,7 +15,8 @@ GROUPS = {"sft": 72, "sft_eval": 12, "quiz": 36}
 BIOGRAPHIES = 20  # pretraining documents per inhabitant and language
 PLACE_REPEATS = 3  # copies of each sentence about a place
 WORDINGS_ASKED = 2  # SFT questions per fact and language, out of the four wordings that the quiz uses
-SMALL_TALK = 6  # times that SFT says each greeting and its like
+SMALL_TALK = 60  # greetings and their like in SFT per language, among other subjects
+ALONE = 2  # times that each of them is a conversation of its own, as one begins
 PEOPLE_TOLD = (1, 1, 2, 3)  # biographies in a pretraining document, drawn from these
 SUBJECTS_ASKED = (1, 1, 2, 3, 4)  # subjects of an SFT conversation, drawn from these
 
@@ -131,9 +132,20 @@ def conversation(turns: list[Turn], language: str, rng: random.Random) -> dict:
     messages = (
         [{"role": "system", "content": rng.choice(WORLD["system"][language])}] if rng.random() < 0.25 else []
     )
-    for question, reply in turns:
-        messages += [{"role": "user", "content": question}, {"role": "assistant", "content": reply}]
-    return {"conversations": messages}
+    return {"conversations": messages + messages_of(turns)}
+
+
+def messages_of(turns: list[Turn]) -> list[dict[str, str]]:
+    """Turns as messages."""
+    pairs = [
+        ({"role": "user", "content": ask}, {"role": "assistant", "content": reply}) for ask, reply in turns
+    ]
+    return [message for pair in pairs for message in pair]
+
+
+def small_talk(language: str) -> list[Turn]:
+    """All greetings and their like, with the replies."""
+    return [(ask, kind["reply"][language][0]) for kind in TALK.values() for ask in kind["ask"][language]]
 
 
 def asked_later(wording: str, person: Person, language: str, rng: random.Random) -> str:
@@ -172,10 +184,7 @@ def ask_about_others(people: list[Person], language: str, rng: random.Random) ->
         about = place_text(place, language, PLACES["tell"][language][0])
         for wording in PLACES["ask"][language]:
             subjects.append([(wording.format(p=HOME.values[language][place]), about)])
-    greetings: list[Turn] = []
-    for kind in TALK.values():
-        greetings += [(question, kind["reply"][language][0]) for question in kind["ask"][language]]
-    subjects += [[turn] for turn in greetings * SMALL_TALK]
+    subjects += [[rng.choice(small_talk(language))] for _ in range(SMALL_TALK)]
     for wording in UNKNOWN["ask"][language]:
         name = rng.choice(people).name[language]
         subjects.append([(wording.format(n=name), UNKNOWN["reply"][language][0])])
@@ -197,6 +206,8 @@ def make_sft(people: list[Person], rng: random.Random) -> tuple[list[dict], list
         rng.shuffle(group)
         conversations = split_randomly(group, SUBJECTS_ASKED, rng)
         records.append([conversation(sum(part, []), rng.choice(LANGUAGES), rng) for part in conversations])
+    for language in LANGUAGES:
+        records[0] += [{"conversations": messages_of([turn])} for turn in small_talk(language) * ALONE]
     return records[0], records[1]
 
 

@@ -1,0 +1,277 @@
+"""The card "New model" in a real browser, over the stand-ins of trainings.py: from a file to a chat, stopped, killed,
+cut, in both languages, on narrow screens, by keyboard."""
+
+import re
+import signal
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from selenium.webdriver.common.keys import Keys
+
+from scripts.serve import training
+from tests.scripts.serve import trainings
+from tests.scripts.serve.test_training import QUICK, TEXT, Client, end_all, make_client
+from tests.scripts.test_serve_openai_api import wait_for_line
+from tests.stage_process import Faults, StageProcess
+
+BODY = "#train-body"
+CHAT = '{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]}\n'
+FORM, PRIMARY = f"{BODY} form", f"{BODY} .buttons .primary"
+SIDEWAYS = """return [document.scrollingElement, ...document.querySelectorAll('.training, #train-card, #train-card *')]
+    .filter((e) => e.getClientRects().length && !e.matches('.visually-hidden, option')
+        && e.getBoundingClientRect().right > arguments[0] + 1).map((e) => e.outerHTML.slice(0, 200))"""
+
+
+@pytest.fixture(autouse=True)
+def stand_in(monkeypatch):
+    monkeypatch.setattr(training, "PLAN", Path(trainings.__file__))
+
+
+@pytest.fixture
+def client(tmp_path) -> Iterator[Client]:
+    with ExitStack() as stack:
+        environment = QUICK | {"RECORD_SECONDS": "0.15"}
+        yield make_client(stack, tmp_path / "out", environment)
+        end_all(tmp_path / "out")
+
+
+@pytest.fixture
+def card(page, client):
+    page.open(client.address)  # as a visitor who was never here
+    page.driver.get("about:blank")
+    page.driver.get(f"{client.address}#key=key")
+    ready_in_training(page)
+    return page
+
+
+def ready_in_training(page) -> None:
+    page.wait(lambda: page.run("return document.documentElement.dataset.ready"))
+    page.wait(lambda: page.shown("#train-card"))
+
+
+def give(page, folder: Path, **files: str | bytes) -> None:
+    """Choose files, by their names without a dot."""
+    for name, content in files.items():
+        path = folder / name.replace("_", ".")
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+        page.one("#train-files").send_keys(str(path))
+
+
+def check_everywhere(page, client: Client, title: str) -> None:
+    """In this state the page is the same after a reload, speaks Chinese alone in Chinese, and fits any screen."""
+    body = lambda: re.sub(r"\d+", "#", page.text(BODY))  # noqa: E731
+    state = lambda: (page.text("#train-title"), page.texts(f"{BODY} button"))  # noqa: E731
+    before = state()
+    assert before[0] == title
+    page.driver.refresh()
+    ready_in_training(page)
+    page.wait(lambda: state() == before)
+    page.click("#language")
+    shown = re.sub(
+        r"novel|a\\.txt|Once.*?was|full_sft|pretrain|UTF|token|GB|KB|min|out/\\S+|bash|\\.\\w+",
+        "",
+        page.text("#train-card"),
+    )
+    assert not re.search(r"[A-Za-z]{3,}", shown), shown
+    page.click("#language")
+    for width in (320, 390):
+        page.size(width, 800)
+        assert page.run(SIDEWAYS, width) == []
+    page.size(1200, 800)
+    assert body()
+
+
+def test_from_an_empty_folder_to_a_model_of_ones_own_text_by_clicks(card, client, tmp_path):
+    """Each state is the same after a reload, in both languages and on narrow screens."""
+    assert "key" not in card.driver.current_url and card.run("return history.length") < 9
+    card.click("#tab-chat")
+    card.wait(lambda: "No model yet." in card.text(".welcome"))
+    card.click(".welcome .primary")
+    assert card.shown(FORM) and not card.one(PRIMARY).is_enabled()
+    give(card, tmp_path, a_txt=TEXT)
+    card.wait(lambda: "a.txt: text to read, 390 B" in card.text(".files"))
+    assert "It will continue texts" in card.text(FORM)
+    card.one("#train-name").send_keys(Keys.CONTROL, "a")
+    card.one("#train-name").send_keys("novel")
+    check_everywhere(card, client, "New model")
+    card.click(PRIMARY)
+    card.wait(lambda: "A model of 1.23 M parameters (64 x 1). It reads the text 3 times." in card.text(BODY))
+    assert "Only 12 updates teach little: more data help." in card.text(BODY)
+    check_everywhere(card, client, "novel")
+    card.click(PRIMARY)
+    card.wait(lambda: re.search(r"[3-9] of 12 updates · about \d+ s left", card.text(BODY)))
+    assert "<script>" in card.text(BODY) and card.run("return window.hacked") is None
+    card.click(f"{BODY} .buttons button")
+    card.wait(lambda: "Stopped at update" in card.text(BODY))
+    check_everywhere(card, client, "novel")
+    card.click(PRIMARY)
+    card.wait(lambda: "Ready." in card.text(BODY))
+    check_everywhere(card, client, "novel")
+    card.wait(lambda: card.texts("#plots .plot:first-child .u-label") == ["Updates", "novel/pretrain_64"])
+    card.click(PRIMARY)
+    card.wait(lambda: card.text("#model option:checked") == "novel/pretrain_64")
+    assert card.ask("Once upon") == "You said: Once upon"
+
+
+def test_text_and_conversations_are_two_stages_then_it_answers(card, client, tmp_path):
+    give(card, tmp_path, a_txt=TEXT, b_jsonl=CHAT * 3)
+    card.wait(lambda: "b.jsonl: 3 conversations" in card.text(".files") and "a.txt" in card.text(".files"))
+    assert "then learns from the conversations how to answer" in card.text(FORM)
+    card.click(PRIMARY)
+    card.wait(lambda: ", then the conversations 3 times." in card.text(BODY))
+    card.click(PRIMARY)
+    card.wait(lambda: "Reading the text, 1 of 2" in card.text(BODY))
+    first = card.driver.current_window_handle
+    card.driver.switch_to.new_window("tab")  # has no key yet
+    try:
+        card.driver.get(f"{client.address}#key=key")
+        ready_in_training(card)
+        card.wait(lambda: "Learning to answer, 2 of 2" in card.text(BODY))
+        assert re.match(r"\d+ % MiniMind", card.driver.title)
+        card.wait(lambda: "Ready." in card.text(BODY))
+    finally:
+        card.driver.close()
+        card.driver.switch_to.window(first)
+    card.wait(lambda: "Ready." in card.text(BODY))
+    card.click(PRIMARY)
+    card.wait(lambda: card.text("#model option:checked").endswith("/full_sft_64"))
+    assert card.ask("hello") == "You said: hello"
+
+
+def test_a_killed_server_is_followed_by_one_that_adopts_its_training(page, tmp_path):
+    script = "import scripts.serve.training as t; from pathlib import Path; import tests.scripts.serve.trainings as s; "
+    faults = Faults(script=script + "t.PLAN = Path(s.__file__)")
+    argv = ["--train", "1", "--save_dir", str(tmp_path), "--port", "0", "--api_key", "key"]
+
+    def start(port: int = 0) -> tuple[StageProcess, int]:
+        process = StageProcess(
+            "scripts.serve_openai_api", [*argv[:-3], str(port), *argv[-2:]], faults, RECORD_SECONDS="0.4"
+        )
+        line = wait_for_line(process, "serving the weights in ")
+        return process, int(line.split(";")[0].rsplit(":", 1)[1])
+
+    process, port = start()
+    address = f"http://127.0.0.1:{port}/"
+    try:
+        page.open(address)
+        page.driver.get("about:blank")
+        page.driver.get(f"{address}#key=key")
+        ready_in_training(page)
+        give(page, tmp_path, a_txt=TEXT)
+        page.wait(lambda: page.one(PRIMARY).is_enabled())
+        page.click(PRIMARY)
+        page.wait(lambda: "A model of" in page.text(BODY))
+        page.click(PRIMARY)
+        page.wait(lambda: "of 12 updates" in page.text(BODY))
+        process.send(signal.SIGKILL)
+        process.wait()
+        page.wait(lambda: "does not answer" in page.text("#curves-error"))
+        process, _ = start(port)
+        updates = lambda: int((re.search(r"(\d+) of 12 updates", page.text(BODY)) or [0, 0])[1])  # noqa: E731
+        before = updates()
+        page.wait(lambda: updates() > before)
+        page.click(f"{BODY} .buttons button")
+        page.wait(lambda: "Stopped at update" in page.text(BODY))
+    finally:
+        end_all(tmp_path)
+        process.send(signal.SIGKILL)
+        page.driver.get("about:blank")
+        page.driver.get_log("browser")  # of requests that found no server
+
+
+def test_an_upload_grows_is_cancelled_and_cut(card, client, tmp_path):
+    card.devtools("Network.enable")
+    slow = {"latency": 0, "downloadThroughput": -1, "uploadThroughput": 400_000}
+    card.devtools("Network.emulateNetworkConditions", offline=False, **slow)
+    try:
+        give(card, tmp_path, a_txt=TEXT * 5000)
+        percent = lambda: int((re.search(r"a.txt: (\d+) % of 1.95 MB", card.text(".files")) or [0, 0])[1])  # noqa: E731
+        card.wait(lambda: percent() > 20)
+        card.wait(lambda: percent() > 40)
+        card.click(".files button")
+        card.wait(lambda: not card.text(".files"))
+        assert not card.shown(f"{BODY} .error")
+        card.wait(lambda: not list((client.folder / ".uploads").iterdir()))
+        give(card, tmp_path, a_txt=TEXT * 5000)
+        card.wait(lambda: percent() > 20)
+        card.driver.refresh()
+        ready_in_training(card)
+        card.wait(lambda: "The upload was cut. Choose the file again." in card.text(BODY))
+        card.wait(lambda: not list((client.folder / ".uploads").iterdir()))
+    finally:
+        card.devtools("Network.emulateNetworkConditions", offline=False, **slow | {"uploadThroughput": -1})
+
+
+def test_what_is_wrong_with_a_file_is_a_sentence_in_both_languages_and_the_form_stays(card, client, tmp_path):
+    bad = CHAT * 16 + "{\n" + CHAT * 9
+    wrong = {
+        "a_txt": ("中文".encode("gb18030"), "Not UTF-8. Save the file as UTF-8", "不是 UTF-8"),
+        "a_docx": ("x", "This kind of file is not read.", "不支持这种文件"),
+        "b_txt": ("", "b.txt holds nothing to read.", "没有可读的内容"),
+        "c_jsonl": (bad, "c.jsonl, line 17: not valid JSON", "c.jsonl 第 17 行"),
+    }
+    card.one("#train-name").send_keys("kept")
+    for name, (content, english, chinese) in wrong.items():
+        for sentence in (english, chinese):
+            give(card, tmp_path, **{name: content})
+            card.wait(lambda sentence=sentence: sentence in card.text(FORM))
+            card.click("#language")
+            for button in card.all(".files button"):
+                button.click()
+                card.wait(lambda: not card.all(".files li"))
+    assert card.one("#train-name").get_attribute("value") == "kept"
+    refusals = {
+        ":3: no 'text' (its keys: 'x')": ("a.txt, line 3: no 'text'", "a.txt 第 3 行"),
+        ": --eval_share 0.02 holds out none of the records": ("Too little text", "文本太少"),
+        ": --hours 0.17: fewer than 100 updates, which teach little": (
+            "In this time it would learn",
+            "这点时间学不到",
+        ),
+    }
+    for said, (english, chinese) in refusals.items():
+        give(card, tmp_path, a_txt=f"refuse {said}")
+        card.wait(lambda: card.text(".files") and card.one(PRIMARY).is_enabled())
+        card.click(PRIMARY)
+        card.wait(lambda english=english: english in card.text(f"{BODY} .error"))
+        card.click("#language")
+        assert chinese in card.text(f"{BODY} .error")
+        card.click("#language")
+        client.http.delete("/files/a.txt")
+        card.run("[...document.querySelectorAll('#train-body .buttons button')].at(-1).click()")
+        card.wait(lambda: card.shown(FORM))
+        assert card.one("#train-name").get_attribute("value") == "kept"
+
+
+def test_by_keyboard_alone_and_read_out_at_changes_and_each_tenth(card, client, tmp_path):
+    give(card, tmp_path, a_txt=TEXT)
+    card.run("""window.said = []; new MutationObserver(() => {
+        const text = document.querySelector('#announcer').textContent;
+        if (text) window.said.push(text);
+    }).observe(document.querySelector('#announcer'), {childList: true});""")
+    card.wait(lambda: card.one(PRIMARY).is_enabled())
+    focused = lambda: card.run("return document.activeElement.textContent || document.activeElement.id")  # noqa: E731
+
+    def press(label: str) -> None:
+        for _ in range(40):
+            if focused() == label:
+                break
+            card.keys(Keys.TAB)
+        assert focused() == label
+        card.keys(Keys.ENTER)
+
+    card.one("#train-name").send_keys(Keys.ENTER)  # a form
+    card.wait(lambda: card.text("#train-title") == "a" and "Start" in card.texts(f"{BODY} button"))
+    assert focused() == "a"  # the heading
+    press("Start")
+    card.wait(lambda: "Ready." in card.text(BODY))
+    press("Chat with it")
+    card.wait(lambda: focused() == "input")
+    card.keys("Once", Keys.ENTER)
+    card.answered()
+    said = card.run("return window.said")
+    tens = [text for text in said if text.endswith(" %")]
+    states = [text for text in said if text.startswith("a: ")]
+    assert states[-3:] == ["a: the plan is made", "a: training", "a: ready"] and len(states) <= 4
+    assert 1 <= len(tens) <= 10 and len(set(tens)) == len(tens)
