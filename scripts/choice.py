@@ -40,7 +40,9 @@ def read_questions(data_path: str) -> list[Question]:
         where = place(paths[source.file], source.line)
         if isinstance(record, BadRecord):
             raise UserError(f"{where}: {record}")
-        text, choices, answer = (record.get(key) for key in ("question", "choices", "answer"))
+        text: Any = record.get("question")
+        choices: Any = record.get("choices")
+        answer: Any = record.get("answer")
         texts = [text, *choices] if isinstance(choices, list) and len(choices) > 1 else []
         if not texts or not all(isinstance(each, str) and each.strip() for each in texts):
             raise UserError(f"{where}: not a question with two or more choices; the form is {FORM}")
