@@ -19,6 +19,7 @@ from common.settings import ROOT, StageArgs
 from scripts import compare
 from tests.conftest import sentence, write_jsonl
 from tests.stage_process import run as run_stage
+from tests.trainer.stage_flags import write_start_weights
 from tools.compare import code, runs
 from tools.compare.paired import t_quantile
 from tools.verify.launch import MARK, Run, finish, is_alive
@@ -205,6 +206,38 @@ def test_another_tokenizer_is_compared_by_bits_per_byte(comparing, started, data
     assert found["metric"] == "eval_bpb"
     bits = [[run["eval_bpb"] for run in of] for of in found["runs"].values()]
     assert found["results"]["B"]["differences"] == [b - a for a, b in zip(*bits, strict=True)]
+
+
+def test_another_stage_by_its_own_figure_from_weights_by_name(comparing, started, corpus, tmp_path):
+    """DPO by eval_accuracy, from weights in --save_dir, which the runs, that write elsewhere, are given by
+    their path."""
+    write_start_weights(tmp_path / "out", {"start_32": {"hidden_size": 32, "num_hidden_layers": 1}})
+    flags = ["--stage", "dpo", "--data_path", corpus["dpo"], "--from_weight", "start", "--pairs", 2]
+    done = comparing(*flags, "", "--beta 0.5")
+    assert done.returncode == 0, done.stderr
+    found = result(tmp_path / "out")
+    assert (found["metric"], found["mode"]) == ("eval_accuracy", "max")
+    assert all(0 <= run["eval_accuracy"] <= 1 for of in found["runs"].values() for run in of)
+
+
+def test_a_quiz_decides(comparing, started, monkeypatch, tmp_path):
+    def evaluate(command, **_):
+        done = run_stage("scripts.evaluate", command[2:])
+        return subprocess.CompletedProcess(command, 0, done.out, done.err)
+
+    monkeypatch.setattr(runs.subprocess, "run", evaluate)
+    monkeypatch.setattr(compare, "copy_code", lambda source, target: None)
+    choices = ["the red fox walks", "stone river under", "sees and a blue"]
+    records = [
+        {"question": f"the {word}", "choices": choices, "answer": i % 3} for i, word in enumerate("abcdef")
+    ]
+    quiz = write_jsonl(tmp_path / "quiz.jsonl", records)
+    done = comparing("--pairs", 2, "--quiz", f"--task choice --data_path {quiz}", "", "--learning_rate 1e-5")
+    assert done.returncode == 0, done.stderr
+    found = result(tmp_path / "out")
+    assert (found["metric"], found["mode"]) == ("quiz", "max")
+    values = [run["quiz"] for of in found["runs"].values() for run in of]
+    assert len(values) == 4 and all(value in [i / 6 for i in range(7)] for value in values)
 
 
 # --- code
