@@ -219,7 +219,7 @@ class Comparison:
         more = other["tokens"] / first["tokens"] - 1
         if self.own.same == "tokens" and abs(more) > TOKENS and "eval_reward" not in first:
             raise UserError(
-                f'variant "{name}" trains on {more:+.1%} tokens; change its --max_steps, or give --same seconds'
+                f'variant "{name}" trains on {more:+.1%} tokens; set its --max_steps, or use --same seconds'
             )
 
 
