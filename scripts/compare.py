@@ -230,7 +230,7 @@ def equal_seconds(runs: list[Any]) -> list[int]:
 
 
 def known_spread(folder: Path, stage: str) -> float:
-    """The median spread of pairs in the earlier comparisons of a stage, SPREAD without any."""
+    """The median spread of pairs in earlier comparisons of a stage that found little, SPREAD without any."""
     results = [json.loads(path.read_text()) for path in folder.glob("*/result.json")]
     spreads = [each["spread"] for each in results if each["settings"]["stage"] == stage and each["spread"]]
     return median(spreads) if spreads else SPREAD

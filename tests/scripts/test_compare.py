@@ -97,6 +97,7 @@ def test_pairs_have_equal_seeds_and_turn_their_order(comparing, started, tmp_pat
     assert (told["low"], told["high"]) == pytest.approx((mean(differences) - half, mean(differences) + half))
     assert told["low"] > 0 and told["sentence"].startswith("worse: eval_loss +")
     assert "better in 0 of 3 pairs" in told["sentence"]
+    assert found["spread"] == 0.0  # that of so large a difference is no guide
     assert len({run["tokens"] for run in found["runs"]["A"]}) == 1
 
     (folder,) = (tmp_path / "out/compare").glob("pretrain_*")
@@ -148,6 +149,15 @@ def test_hours_become_pairs_and_seconds_updates(comparing, started, monkeypatch,
     found = json.loads((tmp_path / "out/compare/same/result.json").read_text())
     updates = [[run["updates"] for run in of] for of in found["runs"].values()]
     assert updates[1] == [updates[0][0] // 2] * 2 and updates[0][0] == updates[0][1]
+
+
+def test_the_spread_is_learned_from_earlier_comparisons(tmp_path):
+    assert compare.known_spread(tmp_path, "sft") == compare.SPREAD
+    for name, (stage, spread) in enumerate([("sft", 0.02), ("dpo", 0.5), ("sft", 0.0), ("sft", 0.04)]):
+        (tmp_path / str(name)).mkdir()
+        content = {"settings": {"stage": stage}, "spread": spread}
+        (tmp_path / str(name) / "result.json").write_text(json.dumps(content))
+    assert compare.known_spread(tmp_path, "sft") == pytest.approx(0.03)
 
 
 MISTAKES = {
