@@ -43,8 +43,8 @@ def read_questions(data_path: str) -> list[Question]:
         text: Any = record.get("question")
         choices: Any = record.get("choices")
         answer: Any = record.get("answer")
-        is_question = isinstance(text, str) and isinstance(choices, list) and len(choices) > 1
-        if not is_question or not all(isinstance(each, str) and each.strip() for each in [text, *choices]):
+        texts = [text, *choices] if isinstance(choices, list) and len(choices) > 1 else []
+        if not texts or not all(isinstance(each, str) and each.strip() for each in texts):
             raise UserError(f"{where}: not a question with two or more choices; the form is {FORM}")
         number = choices.index(answer) if answer in choices else answer
         if isinstance(number, str) and len(number) == 1 and number in LETTERS:

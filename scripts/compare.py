@@ -5,10 +5,9 @@
     python scripts/compare.py --stage pretrain --data_path data/pretrain.jsonl --pairs 6 --base HEAD
 
 A variant is a string of flags; flags outside these strings are those of all runs. With --base the first
-variant is the code of a git revision or of a folder, the others the files as they are now (a copy, so one may
-go on editing). The first pair says how many pairs the time allows; their number is fixed before the second.
-Stopped at any moment, the same command goes on. Results: <save_dir>/compare/NAME/, a line in
-<save_dir>/compare/log.md. Variants are compared by --monitor, of DPO by default eval_accuracy, or a --quiz.
+variant is the code of a git revision or of a folder, the others the files as they are now, copied. The number
+of pairs is fixed after the first. Stopped at any moment, the same command goes on. Results:
+<save_dir>/compare/NAME/, and a line in <save_dir>/compare/log.md. docs/training.md has the rest.
 """
 
 import argparse
@@ -105,15 +104,17 @@ def open_comparison(own: argparse.Namespace, words: list[str]) -> tuple[Path, li
                 f'variant "{text}": other data need a held-out file of their own, --eval_data_path'
             )
         variants.append(Variant(text or "no other flags", tree, flags, args))
-    lock_output(f"compare_{name}", save_dir=str(folder.parent))
+    try:
+        lock_output(f"compare_{name}", save_dir=str(folder.parent))
+    except UserError as error:
+        raise UserError(str(error).replace("--save_weight", "--name")) from None
     path = folder / "settings.json"
     began = json.loads(path.read_text()) if path.exists() else settings
     for key, value in settings.items():
         if began[key] != value:
             raise UserError(f"{folder} was begun with {key} {began[key]!r}, not {value!r}; give a new --name")
-    if path.exists():
-        check_code(folder, tree)
     copy_code(str(ROOT), tree)
+    check_code(folder, tree)
     if own.base:
         copy_code(settings["base"], base)
     write_json(path, settings)
@@ -160,8 +161,8 @@ class Comparison:
         """Run the first pair and fix the number of pairs, once for each --hours or --pairs; one that asks for
         more later has looked at the result. Raises UserError if the time allows no second pair."""
         path = self.folder / "plan.json"
-        new: dict[str, Any] = {"pairs": 0, "looks": [], "steps": self.steps}
-        plan = json.loads(path.read_text()) if path.exists() else new
+        plan: dict[str, Any] = {"pairs": 0, "looks": [], "steps": self.steps}
+        plan |= json.loads(path.read_text()) if path.exists() else {}
         if self.own.same == "seconds" and not any(plan["steps"]):
             plan["steps"] = equal_seconds(self.run_pair(0, "0"))
             write_json(path, plan)
@@ -218,8 +219,7 @@ class Comparison:
         more = other["tokens"] / first["tokens"] - 1
         if self.own.same == "tokens" and abs(more) > TOKENS and "eval_reward" not in first:
             raise UserError(
-                f'variant "{name}" trains on {more:+.1%} tokens; make them equal by its --max_steps, '
-                "or give --same seconds"
+                f'variant "{name}" trains on {more:+.1%} tokens; set its --max_steps, or use --same seconds'
             )
 
 
@@ -230,7 +230,7 @@ def equal_seconds(runs: list[Any]) -> list[int]:
 
 
 def known_spread(folder: Path, stage: str) -> float:
-    """The median spread of pairs in the earlier comparisons of a stage, SPREAD without any."""
+    """The median spread of pairs in earlier comparisons of a stage that found little, SPREAD without any."""
     results = [json.loads(path.read_text()) for path in folder.glob("*/result.json")]
     spreads = [each["spread"] for each in results if each["settings"]["stage"] == stage and each["spread"]]
     return median(spreads) if spreads else SPREAD

@@ -23,8 +23,9 @@ from common.errors import UserError
 from dataset.records import to_chat, to_text
 from dataset.token_cache import load_tokenizer
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
+from scripts.choice import read_questions
 from scripts.convert_model import convert
-from tests.conftest import ROOT
+from tests.conftest import ROOT, write_jsonl
 from tests.stage_process import run
 from trainer.weights.files import half_weights
 
@@ -253,11 +254,13 @@ def test_the_mistake_of_the_page_of_troubles_ends_as_shown():
 
 
 @pytest.mark.parametrize("page", ["docs/data.md", "docs/quickstart.md", "docs/using.md"])
-def test_the_example_records_are_accepted(page):
+def test_the_example_records_are_accepted(page, tmp_path):
     for block in fenced(page, "json"):
         for record in map(json.loads, block.splitlines()):
             if "text" in record:
                 assert to_text(record)
+            elif "choices" in record:
+                assert read_questions(str(write_jsonl(tmp_path / "questions.jsonl", [record])))
             else:
                 assert to_chat(record).messages[-1]["role"] == "assistant"
 

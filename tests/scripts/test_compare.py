@@ -19,6 +19,7 @@ from common.settings import ROOT, StageArgs
 from scripts import compare
 from tests.conftest import sentence, write_jsonl
 from tests.stage_process import run as run_stage
+from tests.trainer.stage_flags import write_start_weights
 from tools.compare import code, runs
 from tools.compare.paired import t_quantile
 from tools.verify.launch import MARK, Run, finish, is_alive
@@ -96,6 +97,7 @@ def test_pairs_have_equal_seeds_and_turn_their_order(comparing, started, tmp_pat
     assert (told["low"], told["high"]) == pytest.approx((mean(differences) - half, mean(differences) + half))
     assert told["low"] > 0 and told["sentence"].startswith("worse: eval_loss +")
     assert "better in 0 of 3 pairs" in told["sentence"]
+    assert found["spread"] == 0.0  # that of so large a difference is no guide
     assert len({run["tokens"] for run in found["runs"]["A"]}) == 1
 
     (folder,) = (tmp_path / "out/compare").glob("pretrain_*")
@@ -147,6 +149,15 @@ def test_hours_become_pairs_and_seconds_updates(comparing, started, monkeypatch,
     found = json.loads((tmp_path / "out/compare/same/result.json").read_text())
     updates = [[run["updates"] for run in of] for of in found["runs"].values()]
     assert updates[1] == [updates[0][0] // 2] * 2 and updates[0][0] == updates[0][1]
+
+
+def test_the_spread_is_learned_from_earlier_comparisons(tmp_path):
+    assert compare.known_spread(tmp_path, "sft") == compare.SPREAD
+    for name, (stage, spread) in enumerate([("sft", 0.02), ("dpo", 0.5), ("sft", 0.0), ("sft", 0.04)]):
+        (tmp_path / str(name)).mkdir()
+        content = {"settings": {"stage": stage}, "spread": spread}
+        (tmp_path / str(name) / "result.json").write_text(json.dumps(content))
+    assert compare.known_spread(tmp_path, "sft") == pytest.approx(0.03)
 
 
 MISTAKES = {
@@ -205,6 +216,38 @@ def test_another_tokenizer_is_compared_by_bits_per_byte(comparing, started, data
     assert found["metric"] == "eval_bpb"
     bits = [[run["eval_bpb"] for run in of] for of in found["runs"].values()]
     assert found["results"]["B"]["differences"] == [b - a for a, b in zip(*bits, strict=True)]
+
+
+def test_another_stage_by_its_own_figure_from_weights_by_name(comparing, started, corpus, tmp_path):
+    """DPO by eval_accuracy, from weights in --save_dir, which the runs, that write elsewhere, are given by
+    their path."""
+    write_start_weights(tmp_path / "out", {"start_32": {"hidden_size": 32, "num_hidden_layers": 1}})
+    flags = ["--stage", "dpo", "--data_path", corpus["dpo"], "--from_weight", "start", "--pairs", 2]
+    done = comparing(*flags, "", "--beta 0.5")
+    assert done.returncode == 0, done.stderr
+    found = result(tmp_path / "out")
+    assert (found["metric"], found["mode"]) == ("eval_accuracy", "max")
+    assert all(0 <= run["eval_accuracy"] <= 1 for of in found["runs"].values() for run in of)
+
+
+def test_a_quiz_decides(comparing, started, monkeypatch, tmp_path):
+    def evaluate(command, **_):
+        done = run_stage("scripts.evaluate", command[2:])
+        return subprocess.CompletedProcess(command, 0, done.out, done.err)
+
+    monkeypatch.setattr(runs.subprocess, "run", evaluate)
+    monkeypatch.setattr(compare, "copy_code", lambda source, target: None)
+    choices = ["the red fox walks", "stone river under", "sees and a blue"]
+    records = [
+        {"question": f"the {word}", "choices": choices, "answer": i % 3} for i, word in enumerate("abcdef")
+    ]
+    quiz = write_jsonl(tmp_path / "quiz.jsonl", records)
+    done = comparing("--pairs", 2, "--quiz", f"--task choice --data_path {quiz}", "", "--learning_rate 1e-5")
+    assert done.returncode == 0, done.stderr
+    found = result(tmp_path / "out")
+    assert (found["metric"], found["mode"]) == ("quiz", "max")
+    values = [run["quiz"] for of in found["runs"].values() for run in of]
+    assert len(values) == 4 and all(value in [i / 6 for i in range(7)] for value in values)
 
 
 # --- code

@@ -14,6 +14,8 @@ from tools.compare.curves import draw_spread
 from tools.compare.paired import Difference, compare_all
 from tools.compare.runs import Variant, figure
 
+SMALL = 0.02  # a difference, as a share of the figure, that tells how small ones spread
+
 
 def write_report(
     folder: Path, variants: list[Variant], pairs: list[list[Any]], about: dict[str, Any]
@@ -39,7 +41,9 @@ def write_report(
     edited = differing_files(variants[0].code, variants[-1].code)
     settings = json.loads((folder / "settings.json").read_text())
     content = {"settings": settings} | about | {"pairs": len(pairs), "edited": edited, "results": results}
-    content["spread"] = median(stdev(values) for values in differences) / level
+    # large differences spread more: they say nothing of how small a one can be found
+    small = [values for values in differences if abs(mean(values)) < SMALL * level]
+    content["spread"] = median(map(stdev, small)) / level if small else 0.0
     content["runs"] = {letter: [pair[i]["figures"] for pair in pairs] for i, letter in enumerate(letters)}
     write_json(folder / "result.json", content)
 

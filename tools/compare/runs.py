@@ -74,8 +74,7 @@ def train(
             figures["quiz"] = take_quiz(variant.code, weights_of(metrics), quiz)
         times |= {"training_seconds": training_seconds(records), "memory_mb": records[-1]["memory_mb"]}
         write_json(path, {"figures": figures, "times": times})
-    for name in ("checkpoint", "tokenizer"):  # the curves stay, weights would fill the disk
-        shutil.rmtree(folder / name, ignore_errors=True)
+    shutil.rmtree(folder / "checkpoint", ignore_errors=True)  # the curves stay, weights would fill the disk
     for weights in folder.glob("save/*.pth"):
         weights.unlink()
     return json.loads(path.read_text())
