@@ -45,11 +45,12 @@ def attend(
     mask: who sees whom, bool, broadcast to [..., 1, T, T'], where it is not `visible` alone."""
     k, v = (x.repeat_interleave(q.shape[-2] // x.shape[-2], dim=-2) for x in (k, v))
     queries, keys = queries[..., None, :, None], keys[..., None, None, :]
-    scores = torch.einsum("...qhd,...khd->...hqk", q.float(), k.float()) * q.shape[-1] ** -0.5
-    scores = score(scores, queries, keys, config)
-    mask = visible_mask(queries, keys, config) if mask is None else mask
-    weights = scores.masked_fill(~mask, -torch.inf).softmax(dim=-1)  # [..., H, T, T']
-    return torch.einsum("...hqk,...khd->...qhd", weights, v.float()).to(v.dtype)
+    with torch.autocast(q.device.type, enabled=False):
+        scores = torch.einsum("...qhd,...khd->...hqk", q.float(), k.float()) * q.shape[-1] ** -0.5
+        scores = score(scores, queries, keys, config)
+        mask = visible_mask(queries, keys, config) if mask is None else mask
+        weights = scores.masked_fill(~mask, -torch.inf).softmax(dim=-1)  # [..., H, T, T']
+        return torch.einsum("...hqk,...khd->...qhd", weights, v.float()).to(v.dtype)
 
 
 def visible_mask(queries: Tensor, keys: Tensor, config: Any) -> Tensor:

@@ -36,7 +36,8 @@ def head_cross_entropy(head: nn.Module, hidden: Tensor, targets: Tensor, reducti
     if not is_compiled_for_gpu(hidden):
         return head_in_pieces(head, hidden, targets, reduction)
     if cast(int, head.out_features) > LARGE_VOCABULARY:
-        return head_in_pieces_outside_of_graphs(head, hidden, targets, reduction)
+        # not a decorator, which would load the compiler with this file
+        return torch.compiler.disable(head_in_pieces)(head, hidden, targets, reduction)
     return cross_entropy(head(hidden), targets, reduction)
 
 
@@ -59,14 +60,6 @@ def head_in_pieces(head: nn.Module, hidden: Tensor, targets: Tensor, reduction: 
     for x, y in zip(hidden.split(rows), targets.split(rows), strict=True):
         losses.append(checkpoint(loss_of, x, y, use_reentrant=False, preserve_rng_state=False))
     return torch.stack(losses).sum() if reduction == "sum" else torch.cat(losses)
-
-
-@torch.compiler.disable
-def head_in_pieces_outside_of_graphs(
-    head: nn.Module, hidden: Tensor, targets: Tensor, reduction: str
-) -> Tensor:
-    """`head_in_pieces`, which is not compiled."""
-    return head_in_pieces(head, hidden, targets, reduction)
 
 
 def load_balancing_loss(

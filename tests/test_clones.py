@@ -15,9 +15,10 @@ from tests.test_project import PEERS, SOURCES
 from tests.trainer.stage_flags import flags
 
 MAIN = 'if __name__ == "__main__":'
-BY_MODULE = ("dataset/", "trainer/rollouts/")  # started with `python -m`
-SCRIPTS = [path for path in SOURCES if not path.startswith(BY_MODULE) and MAIN in (ROOT / path).read_text()]
+BY_MODULE = ("dataset/", "trainer/rollouts/", "scripts/planning/")  # started with `python -m`
 OWN = re.compile(r"^(from|import) (common|dataset|llm|model|scripts|tools|trainer)\b", flags=re.M)
+SCRIPTS = [path for path in SOURCES if not path.startswith(BY_MODULE) and MAIN in (ROOT / path).read_text()]
+SCRIPTS = [path for path in SCRIPTS if OWN.search((ROOT / path).read_text())]
 SPAWN = "\nimport multiprocessing\nmultiprocessing.set_start_method('spawn', force=True)\n"
 IN_EACH_PROCESS = "\nimport os\nprint('loaded', __file__, 'in', os.getpid(), flush=True)\n"
 

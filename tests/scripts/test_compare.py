@@ -22,7 +22,7 @@ from tests.stage_process import run as run_stage
 from tests.trainer.stage_flags import write_start_weights
 from tools.compare import code, runs
 from tools.compare.paired import t_quantile
-from tools.verify.launch import MARK, Run, finish, is_alive
+from tools.verify.launch import LAUNCH_VARIABLE, Run, finish, is_alive
 
 SMALL = ["--hidden_size", 32, "--num_hidden_layers", 1, "--max_seq_len", 64, "--batch_size", 8]
 SMALL += ["--accumulation_steps", 1, "--epochs", 1, "--learning_rate", 1e-2, "--dtype", "float32"]
@@ -342,7 +342,7 @@ def test_a_run_that_is_left_over_is_ended_and_times_are_told(tmp_path):
         tmp_path / "run", StageArgs(), [sys.executable, "-c", SCRIPT, str(tmp_path / "run/save"), "0", ""]
     )
     log = str(tmp_path / "run/launch_1.log")
-    left = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], env={MARK: log})
+    left = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], env={LAUNCH_VARIABLE: log})
     while not psutil.Process(left.pid).environ():
         time.sleep(0.01)
     times = finish(run)

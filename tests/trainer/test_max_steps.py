@@ -22,7 +22,7 @@ def test_the_run_has_so_many_updates_and_its_schedule_ends_there(corpus, tmp_pat
     args = StageArgs(learning_rate=1e-2)
     for record in found:
         assert record["learning_rate"] == pytest.approx(warmup_cosine(record["update"], max_steps, args))
-    assert found[-1]["eval_loss"] is not None and f"of {max_steps} updates" in done.out
+    assert found[-1]["eval_loss"] is not None and f"run: {max_steps} updates" in done.out
     assert saved_state(tmp_path)["update"] == max_steps
 
 

@@ -164,6 +164,10 @@ def plain(value: Any, where: str, in_record: bool = False) -> Any:
     if isinstance(value, float):
         return None if in_record and not math.isfinite(value) else float(value)
     if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:  # of a file name; a file with it could not be read again
+            raise UserError(f"{where} is not UTF-8: {value!a}; rename it") from error
         return str(value)
     if value is None or isinstance(value, bool):
         return value

@@ -83,7 +83,8 @@ def opening(tokenizer: "PreTrainedTokenizerBase", tokens: list[int]) -> list[int
     for end in range(most, 0, -1):
         before = str(tokenizer.decode(tokens[:end], skip_special_tokens=True))
         behind = str(tokenizer.decode(tokens[: end + 1], skip_special_tokens=True))[len(before) :]
-        if before and not (is_in_word(before[-1]) and is_in_word(behind[:1])):
+        is_whole = before and before[-1] != "\ufffd"  # not a part of a character
+        if is_whole and not (is_in_word(before[-1]) and is_in_word(behind[:1])):
             return tokens[:end]
     return tokens[:most]
 

@@ -192,7 +192,7 @@ class Doubled(train_full_sft.Objective):
 
 class Own(FullSFT):
     objective_class = Doubled
-    frozen = "model.layers.0."
+    frozen_parameters = "model.layers.0."
 
 
 class OtherPoints(SyntheticDataModule):
