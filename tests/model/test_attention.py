@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from model import kernels
+from model import attention, kernels
 from model.attention import Spans, flat_attention, layout_with_padding, padded_attention
 from model.model_minimind import MiniMindConfig
 
@@ -109,3 +109,13 @@ def test_padded_and_decoding_forms_are_the_plain_one(length, before):
                 want = scores.softmax(0) @ v[row, keys, head // 2]
                 torch.testing.assert_close(by_kernel[row, place, head], want, rtol=1e-9, atol=1e-9)
                 torch.testing.assert_close(plain[row, place, head], want, rtol=1e-5, atol=1e-5)
+
+
+def test_scores_are_float32_under_autocast():
+    """A rule of one's own, such as a soft-cap, would lose its precision in bfloat16."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(9, 4, 16), torch.randn(9, 2, 16), torch.randn(9, 2, 16)
+    positions = torch.arange(9)
+    plain = attention.attend(q, k, v, positions, positions, MiniMindConfig())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(attention.attend(q, k, v, positions, positions, MiniMindConfig()), plain)

@@ -342,7 +342,9 @@ def test_a_run_that_is_left_over_is_ended_and_times_are_told(tmp_path):
         tmp_path / "run", StageArgs(), [sys.executable, "-c", SCRIPT, str(tmp_path / "run/save"), "0", ""]
     )
     log = str(tmp_path / "run/launch_1.log")
-    left = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], env={LAUNCH_VARIABLE: log})
+    left = subprocess.Popen(
+        [sys.executable, "-c", "import time; time.sleep(600)"], env={LAUNCH_VARIABLE: log}
+    )
     while not psutil.Process(left.pid).environ():
         time.sleep(0.01)
     times = finish(run)

@@ -84,6 +84,7 @@ def test_the_pipeline_script_resumes_where_it_stopped(corpus, tmp_path):
         done = subprocess.run(script, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, done.stderr
         typed = [line.split("\0")[:-1] for line in commands.read_text().splitlines()]
+        typed = [words for words in typed if not words[0].endswith("missing_packages.py")]
         said = [run(file, argv).out for file, *argv in typed]
         assert len(said) == 2 and expected in said[1]
         commands.unlink()
@@ -93,5 +94,5 @@ def test_the_pipeline_script_resumes_where_it_stopped(corpus, tmp_path):
     assert (
         done.returncode == 2
         and done.stderr.startswith("error: SFT_DATA is not set")
-        and not commands.exists()
+        and "train_" not in commands.read_text()
     )

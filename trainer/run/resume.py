@@ -91,7 +91,7 @@ def check_same_run(args: StageArgs, fingerprint: Fingerprint, checkpoint: dict[s
     if checkpoint is None:
         if args.from_resume:
             run_name = paths.run_name(args.save_weight, args)
-            Logger(f"no checkpoint of {run_name} in {args.checkpoint_dir}: the run begins")
+            Logger(f"new run: no checkpoint of {run_name} in {args.checkpoint_dir}")
         return
     # a flag that the script did not have yet counts as having had its default; one that older code compared
     # may be another now

@@ -76,7 +76,7 @@ os.replace = killed
     run("pretrain", argv, Faults(script=script), status=9)
     assert [path.name for path in tmp_path.glob("checkpoints/*.pth")] == ["pretrain_32_resume_previous.pth"]
     begun = run("pretrain", [*argv, "--from_resume", "1"])
-    assert "new run: " in begun.out and "run: 8 of 8 updates" in begun.out
+    assert "new run: " in begun.out and "run: 8 updates" in begun.out
     assert len(list((tmp_path / "checkpoints/earlier_1").iterdir())) == 3
 
 
