@@ -124,7 +124,7 @@ def read_start_weights(args: A) -> "tuple[A, MiniMindConfig | None]":
         config = read_model(path, args.num_experts_per_tok if args.use_moe else None)[1]
     shape = {name: getattr(config, name) for name in SHAPE}
     for name, value in shape.items():
-        if getattr(args, name) != value and is_given(args, name):
+        if getattr(args, name) not in (None, value) and is_given(args, name):
             raise UserError(
                 f"--{name} {getattr(args, name)}: --from_weight {path} is of {value}; leave the flag out"
             )
@@ -199,6 +199,7 @@ def resolve_settings_and_check_resume(
         data = data | {"held_out_data": eval_set.fingerprint["data"]}
     samples = epoch_samples(train_set, args)
     args = resume.with_enough_epochs(args, samples)
+    args = resume.with_muon_decay(args, saved, train_set, samples)
     run = resume.run_fingerprint(args, lm_config.own_fields(), data, samples)
     resume.check_resume(args, run, saved)
     if is_new(saved):

@@ -15,6 +15,7 @@ NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # coefficients of the iteration, torc
 ITERATIONS = 5
 # less momentum at first teaches short runs more (docs/dev/LOG.md, "More from the same tokens")
 FIRST_MOMENTUM, MOMENTUM, MOMENTUM_UPDATES = 0.85, 0.95, 300
+DECAY_PER_PASS, MOST_DECAY = 0.25, 2.0
 STACKED_ELEMENTS = 1 << 24  # elements of the matrices that are orthogonalised at once: 64 MiB in float32
 CPU_STACK = 1 << 22  # there: memory of more than 32 MiB at once is new each time, which costs page faults
 
@@ -22,6 +23,12 @@ CPU_STACK = 1 << 22  # there: memory of more than 32 MiB at once is new each tim
 def momentum_of(update: int) -> float:
     """Muon's momentum at an update, from 1."""
     return FIRST_MOMENTUM + (MOMENTUM - FIRST_MOMENTUM) * min(1.0, (update - 1) / MOMENTUM_UPDATES)
+
+
+def decay_of(passes: float) -> float:
+    """Muon's weight decay in a pretraining that reads its data so often: a text that is read again teaches
+    more with a stronger one (docs/dev/LOG.md, "Decay by passes")."""
+    return min(DECAY_PER_PASS * passes, MOST_DECAY)
 
 
 class Muon(Optimizer):

@@ -16,7 +16,7 @@ from llm.training.core.config import Config, EngineArgs
 from llm.training.core.objective import TaskObjective
 from llm.training.data.base import DataModule
 from trainer.objectives.next_token import Metrics, Objective
-from trainer.optim.build import build_optimizer
+from trainer.optim.build import optimizer_of
 from trainer.report.speed import Size
 from trainer.run.state import Batch
 from trainer.stage import warmup_cosine
@@ -79,8 +79,7 @@ class TrainingTask(ABC):
 
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """The optimizer. By default that of --optimizer, with weight decay on matrices only."""
-        args = self.args
-        return build_optimizer(model, args.learning_rate, args.weight_decay, args.optimizer)
+        return optimizer_of(model, self.args)
 
     def build_scheduler(
         self, optimizer: torch.optim.Optimizer, total_updates: int
