@@ -85,8 +85,8 @@ def sections(args_class: type[StageArgs]) -> dict[str, list[str]]:
 def flag_options(field: FieldInfo, default: Any) -> dict[str, Any]:
     """What argparse is given for the flag of a setting; its value stays text."""
     kind: Any = field.annotation
-    if mark(field, "auto"):  # its type is that of the value, or None
-        kind = get_args(kind)[0]
+    if type(None) in get_args(kind) and mark(field, "auto"):
+        kind = get_args(kind)[0]  # of the value, once it is chosen
     metavar = METAVARS.get(kind, "TEXT")
     if get_origin(kind) is Literal:
         metavar = "{" + ",".join(kind.__args__) + "}"

@@ -18,6 +18,7 @@ from pydantic.fields import FieldInfo
 LONGEST = 32768  # tokens of a sample, or of a prompt with what is written to it: the positions of a model
 # of a new model: the size of a head, and the most heads (docs/dev/LOG.md, "Heads of 64")
 HEAD_SIZE, HEADS = 64, 8
+USUAL_DECAY = 0.01  # AdamW's weight decay in torch, and MiniMind's
 LONGEST_NAME = 200  # bytes of --save_weight; a file's name, with what is added to it, may have 255
 # the repository: default paths start here, not in the current folder
 ROOT = Path(__file__).resolve().parents[1]
@@ -177,11 +178,10 @@ class TrainingConfig(Settings):
     learning_rate: float = setting(5e-4, "peak learning rate (muon: 8 times it)", gt=0)
     warmup_updates: int = setting(0, "linear warm-up of the learning rate", "updates", ge=0)
     optimizer: Literal["adamw", "muon"] = setting("adamw", "muon: of the layers' matrices, AdamW of the rest")
-    weight_decay: float = setting(0.01, "weight decay, on matrices only", ge=0, le=1)
-    muon_weight_decay: float | None = setting(
-        None,
-        "weight decay of the layers' matrices with muon; auto: in pretraining from random weights by the "
-        "passes over the data, else --weight_decay",
+    weight_decay: float | None = setting(
+        USUAL_DECAY,
+        "weight decay, on matrices only; auto: in pretraining of random weights with muon by the passes over "
+        f"the data, else {USUAL_DECAY}",
         auto=True,
         ge=0,
         le=10,
@@ -293,7 +293,7 @@ class StageArgs(
     aliases: ClassVar[dict[str, str]] = {"top_k": "num_experts_per_tok"}
     # whether --use_compile auto may compile on a CPU: it was measured for this stage
     compiling_pays: ClassVar[bool] = False
-    # whether --muon_weight_decay auto goes by the passes over the data: it was measured for this stage
+    # whether --weight_decay auto goes by the passes over the data: it was measured for this stage
     decays_by_passes: ClassVar[bool] = False
 
     def compared(self) -> dict[str, Any]:
@@ -349,8 +349,6 @@ class StageArgs(
                     f"--num_key_value_heads {of_keys} must divide the number of heads, which is {heads} "
                     "(--num_attention_heads)"
                 )
-        if self.muon_weight_decay is not None and self.optimizer != "muon":
-            wrong.append("--muon_weight_decay is of --optimizer muon; with adamw it is --weight_decay")
         if self.parallel == "fsdp" and self.optimizer == "muon":
             wrong.append(
                 "--parallel fsdp: Muon needs whole matrices; use --parallel ddp, or --optimizer adamw"

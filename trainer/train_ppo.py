@@ -28,7 +28,7 @@ from trainer import trainer_utils as utils
 from trainer.data.datasets import open_prompts, steps_per_epoch, train_loader
 from trainer.devices.errors import training_errors
 from trainer.loop import train_epoch
-from trainer.optim.build import optimizer_of
+from trainer.optim.build import build_optimizer
 from trainer.report.trackers import start_tracker
 from trainer.rollouts import ppo
 from trainer.rollouts.settings import RolloutArgs, make_rollouts
@@ -86,7 +86,7 @@ class Objective(ppo.PPO):
 
     def optimizer(self, model, args):
         scales = {"critic": args.critic_learning_rate / args.learning_rate}
-        return optimizer_of(model, args, scales)
+        return build_optimizer(model, args.learning_rate, args.weight_decay, args.optimizer, scales)
 
 
 schedule = stage.warmup_cosine  # (update from 1, total updates, args) -> learning rate

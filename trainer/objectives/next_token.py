@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from model.losses import cross_entropy
-from trainer.optim.build import optimizer_of
+from trainer.optim.build import build_optimizer
 from trainer.report.speed import Size, training_flops
 from trainer.weights.checkpoint import Writer
 from trainer.weights.files import save_weights
@@ -34,7 +34,7 @@ class Objective:
 
     def optimizer(self, model: nn.Module, args: Any) -> torch.optim.Optimizer:
         """The optimizer of a model."""
-        return optimizer_of(model, args)
+        return build_optimizer(model, args.learning_rate, args.weight_decay, args.optimizer)
 
     @property
     def stage(self) -> str:

@@ -26,7 +26,7 @@ def momentum_of(update: int) -> float:
 
 
 def decay_of(passes: float) -> float:
-    """Muon's weight decay in a pretraining that reads its data so often: a text that is read again teaches
+    """The weight decay of a pretraining with Muon that reads its data so often: what is read again teaches
     more with a stronger one (docs/dev/LOG.md, "Decay by passes")."""
     return min(DECAY_PER_PASS * passes, MOST_DECAY)
 

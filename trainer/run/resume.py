@@ -12,7 +12,7 @@ import torch
 
 from common.errors import UserError, warn
 from common.plugins import imported_files
-from common.settings import ROOT, FrozenModelArgs, StageArgs
+from common.settings import ROOT, USUAL_DECAY, FrozenModelArgs, StageArgs
 from dataset.token_cache import file_hash
 from trainer.devices.device import autocast_dtype
 from trainer.devices.process_group import Logger, gather, world_size
@@ -71,22 +71,22 @@ def with_enough_epochs(args: A, samples: int) -> A:
     return args.model_copy(update={"epochs": math.ceil(args.max_steps / updates)})
 
 
-def with_muon_decay(args: A, checkpoint: dict[str, Any] | None, train_set: Any, samples: int) -> A:
-    """The settings with the decay of Muon's matrices where it is left open: what the run began with, in a new
-    one of pretraining by the passes over the data. samples: items of an epoch."""
-    if args.optimizer != "muon" or args.muon_weight_decay is not None:
+def with_weight_decay(args: A, checkpoint: dict[str, Any] | None, train_set: Any, samples: int) -> A:
+    """The settings with the weight decay, where it is `auto`: what the run began with; of a new one that
+    pretrains random weights with Muon by the passes over its data. samples: items of an epoch."""
+    if args.weight_decay is not None:
         return args
-    decay = None  # --weight_decay
+    decay = USUAL_DECAY
     if checkpoint is not None:
-        decay = checkpoint["run"].get("muon_weight_decay")  # older code had none
-    elif args.decays_by_passes and args.from_weight == "none":
+        decay = checkpoint["run"]["weight_decay"]
+    elif args.decays_by_passes and args.optimizer == "muon" and args.from_weight == "none":
         trained = args.epochs * samples
         if args.max_steps:
             trained = args.max_steps * args.batch_size * args.accumulation_steps * world_size()
         passes = trained / len(train_set.item_tokens)
         decay = decay_of(passes)
-        Logger(f"--muon_weight_decay auto: {decay:.3g}, for {passes:.3g} passes over the data")
-    return args.model_copy(update={"muon_weight_decay": decay})
+        Logger(f"--weight_decay auto: {decay:.3g}, for {passes:.3g} passes over the data")
+    return args.model_copy(update={"weight_decay": decay})
 
 
 def keep_global_batch(args: A, checkpoint: dict[str, Any]) -> A:

@@ -32,7 +32,7 @@ from trainer.run.resume import (
     run_fingerprint,
     total_updates,
     with_enough_epochs,
-    with_muon_decay,
+    with_weight_decay,
 )
 from trainer.run.saving import check_starts, is_finished, is_new, training_files
 from trainer.run.state import Schedule, TrainState
@@ -70,7 +70,7 @@ class TrainingEngine:
         if checkpoint is not None:
             args = keep_global_batch(args, checkpoint)
         args = with_enough_epochs(args, data.num_samples())
-        args = task.args = with_muon_decay(args, checkpoint, data.train_dataset, data.num_samples())
+        args = task.args = with_weight_decay(args, checkpoint, data.train_dataset, data.num_samples())
         held_out = data.val_dataloader()
         if args.eval_share and held_out is None:
             raise UserError(

@@ -3,7 +3,7 @@ data."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from llm.training.core.config import Config, EngineArgs
 from llm.training.core.objective import TaskObjective
 from llm.training.data.base import DataModule
 from trainer.objectives.next_token import Metrics, Objective
-from trainer.optim.build import optimizer_of
+from trainer.optim.build import build_optimizer
 from trainer.report.speed import Size
 from trainer.run.state import Batch
 from trainer.stage import warmup_cosine
@@ -79,7 +79,9 @@ class TrainingTask(ABC):
 
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """The optimizer. By default that of --optimizer, with weight decay on matrices only."""
-        return optimizer_of(model, self.args)
+        args = self.args
+        decay = cast(float, args.weight_decay)  # the engine has chosen it where it was auto
+        return build_optimizer(model, args.learning_rate, decay, args.optimizer)
 
     def build_scheduler(
         self, optimizer: torch.optim.Optimizer, total_updates: int

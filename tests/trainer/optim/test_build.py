@@ -6,13 +6,12 @@ import pytest
 import torch
 
 from common.errors import UserError
-from common.settings import StageArgs
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from trainer import train_full_sft, train_pretrain
 from trainer.optim import muon
-from trainer.optim.build import MUON_LR_SCALE, build_optimizer, is_hidden_matrix, optimizer_of
+from trainer.optim.build import MUON_LR_SCALE, build_optimizer
 from trainer.optim.muon import decay_of
-from trainer.run.resume import with_muon_decay
+from trainer.run.resume import with_weight_decay
 
 
 def tiny(use_moe: bool) -> MiniMindForCausalLM:
@@ -128,35 +127,24 @@ def test_each_layer_may_have_a_rate_of_its_own(kind):
         build_optimizer(model, 1e-3, 0.1, kind, {"layers.7": 0.5})
 
 
-@pytest.mark.parametrize(("own", "decay"), [(None, 0.1), (1.5, 1.5), (0.0, 0.0)])
-def test_muons_matrices_may_have_a_decay_of_their_own(own, decay):
-    """The embedding and the router keep AdamW's, vectors have none."""
-    model = tiny(use_moe=True)
-    args = StageArgs(weight_decay=0.1, muon_weight_decay=own, optimizer="muon")
-    optimizer = optimizer_of(model, args)
-    decays = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
-    for name, p in model.named_parameters():
-        matrix = decay if is_hidden_matrix(name, p) else 0.1
-        assert decays[id(p)] == (matrix if p.ndim > 1 else 0.0), name
-
-
 def test_the_decay_grows_with_the_passes_over_the_data():
-    """Up to a limit, and in pretraining from random weights alone; a resumed run keeps what it began with."""
+    """Up to a limit, and in pretraining of random weights with Muon alone; a resumed run keeps what it began
+    with."""
     data = SimpleNamespace(item_tokens=np.full(40, 9))  # 40 items; an epoch may take fewer (--max_tokens)
 
     def resolved(checkpoint=None, samples=40, kind=train_pretrain.Args, **settings):
         args = kind(**{"optimizer": "muon", "batch_size": 4, "accumulation_steps": 1} | settings)
-        return with_muon_decay(args, checkpoint, data, samples).muon_weight_decay
+        return with_weight_decay(args, checkpoint, data, samples).weight_decay
 
     assert [resolved(epochs=epochs) for epochs in (1, 4, 8, 100)] == list(map(decay_of, (1, 4, 8, 100)))
-    assert decay_of(1) < decay_of(4) < decay_of(8) == decay_of(100)
+    assert decay_of(1) < decay_of(4) < decay_of(8) <= decay_of(100) <= 10
     assert resolved(epochs=4, samples=20) == decay_of(2)
     assert resolved(epochs=9, max_steps=15) == decay_of(1.5)
-    assert resolved(epochs=4, muon_weight_decay=0.3) == 0.3
-    for others in ({"from_weight": "base"}, {"optimizer": "adamw"}, {"kind": train_full_sft.Args}):
-        assert resolved(epochs=4, **others) is None  # that of --weight_decay
-    assert resolved({"run": {"muon_weight_decay": 1.25}}, epochs=4, from_weight="gone") == 1.25
-    assert resolved({"run": {}}, epochs=4) is None  # older code
+    assert resolved(epochs=4, weight_decay=0.3) == 0.3
+    others = {"from_weight": "base"}, {"optimizer": "adamw"}, {"kind": train_full_sft.Args}
+    for other in (*others, {"kind": train_full_sft.Args, "weight_decay": "auto"}):
+        assert resolved(epochs=4, **other) == 0.01
+    assert resolved({"run": {"weight_decay": 1.25}}, epochs=4, from_weight="gone") == 1.25
 
 
 def test_muons_momentum_rises_with_the_updates_of_the_run():

@@ -110,10 +110,10 @@ def test_more_epochs_only_by_an_explicit_flag(corpus, finished, tmp_path):
     assert len(rates) == 24 and rates[7] == pytest.approx(1e-3) and 7e-3 < rates[8] < 7.75e-3
     assert "nothing to do" in run("pretrain", longer).out  # it is now one of three epochs
     state = saved_state(tmp_path)  # it keeps the decay that it began with
-    assert state["run"]["muon_weight_decay"] == state["optimizer"]["param_groups"][0]["weight_decay"]
-    assert state["run"]["muon_weight_decay"] == pytest.approx(decay_of(1))
-    decayed = run("pretrain", [*longer, "--muon_weight_decay", "0.7"], status=2)
-    assert f"muon_weight_decay: {decay_of(1)} -> 0.7" in decayed.error_lines[-1]
+    assert state["run"]["weight_decay"] == state["optimizer"]["param_groups"][0]["weight_decay"]
+    assert state["run"]["weight_decay"] == pytest.approx(decay_of(1))
+    decayed = run("pretrain", [*longer, "--weight_decay", "0.7"], status=2)
+    assert f"weight_decay: {decay_of(1)} -> 0.7" in decayed.error_lines[-1]
     shorter = flags(corpus, tmp_path, "pretrain", **SMALL | {"epochs": 2}, from_resume=1, extend_epochs=1)
     assert "epochs: 3 -> 2" in run("pretrain", shorter, status=2).error_lines[-1]
 
