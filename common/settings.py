@@ -180,8 +180,8 @@ class TrainingConfig(Settings):
     optimizer: Literal["adamw", "muon"] = setting("adamw", "muon: of the layers' matrices, AdamW of the rest")
     weight_decay: float | None = setting(
         USUAL_DECAY,
-        "weight decay, on matrices only; auto: in pretraining of random weights with muon by the passes over "
-        f"the data, else {USUAL_DECAY}",
+        "weight decay, on matrices only; auto: in pretraining of random weights with muon by the length of a "
+        f"pass over the data, else {USUAL_DECAY}",
         auto=True,
         ge=0,
         le=10,
@@ -293,8 +293,8 @@ class StageArgs(
     aliases: ClassVar[dict[str, str]] = {"top_k": "num_experts_per_tok"}
     # whether --use_compile auto may compile on a CPU: it was measured for this stage
     compiling_pays: ClassVar[bool] = False
-    # whether --weight_decay auto goes by the passes over the data: it was measured for this stage
-    decays_by_passes: ClassVar[bool] = False
+    # whether --weight_decay auto goes by the data: it was measured for this stage
+    decays_by_pass: ClassVar[bool] = False
 
     def compared(self) -> dict[str, Any]:
         """The settings that must stay the same when the run is resumed."""

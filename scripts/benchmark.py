@@ -102,8 +102,7 @@ class Ours:
         self.tokenizer = load_tokenizer(args.tokenizer_path)
         self.train_set, self.eval_set = stage.open_data(args, self.tokenizer)
         utils.init_distributed_mode(args.rank_timeout, device)
-        samples = epoch_samples(self.train_set, args)
-        self.args = args = with_weight_decay(args, None, self.train_set, samples)
+        self.args = args = with_weight_decay(args, None, self.train_set)
         utils.setup_seed(args.seed)
         config, objective = model_config(self.tokenizer, args), stage.Objective()
         model, _ = utils.init_model(config, "none", args.tokenizer_path, args.save_dir)
@@ -112,7 +111,7 @@ class Ours:
             args=args,
             lm_config=config,
             run={
-                "samples": samples,
+                "samples": epoch_samples(self.train_set, args),
                 "global_batch": args.batch_size * args.accumulation_steps * world_size(),
                 "epochs": args.epochs,
             },

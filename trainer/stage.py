@@ -199,7 +199,7 @@ def resolve_settings_and_check_resume(
         data = data | {"held_out_data": eval_set.fingerprint["data"]}
     samples = epoch_samples(train_set, args)
     args = resume.with_enough_epochs(args, samples)
-    args = resume.with_weight_decay(args, saved, train_set, samples)
+    args = resume.with_weight_decay(args, saved, train_set)
     run = resume.run_fingerprint(args, lm_config.own_fields(), data, samples)
     resume.check_resume(args, run, saved)
     if is_new(saved):

@@ -55,7 +55,7 @@ class Args(StageArgs):
     max_seq_len: int = 340
     weight_decay: float | None = None  # auto
     compiling_pays: ClassVar[bool] = True
-    decays_by_passes: ClassVar[bool] = True
+    decays_by_pass: ClassVar[bool] = True
 
 
 class Objective(next_token.NextToken):

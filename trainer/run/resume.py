@@ -16,7 +16,7 @@ from common.settings import ROOT, USUAL_DECAY, FrozenModelArgs, StageArgs
 from dataset.token_cache import file_hash
 from trainer.devices.device import autocast_dtype
 from trainer.devices.process_group import Logger, gather, world_size
-from trainer.optim.build import optimizer_settings
+from trainer.optim.build import MUON_LR_SCALE, optimizer_settings
 from trainer.optim.muon import decay_of
 from trainer.run.callbacks import plain, utf8
 from trainer.weights import paths
@@ -71,21 +71,19 @@ def with_enough_epochs(args: A, samples: int) -> A:
     return args.model_copy(update={"epochs": math.ceil(args.max_steps / updates)})
 
 
-def with_weight_decay(args: A, checkpoint: dict[str, Any] | None, train_set: Any, samples: int) -> A:
+def with_weight_decay(args: A, checkpoint: dict[str, Any] | None, train_set: Any) -> A:
     """The settings with the weight decay, where it is `auto`: what the run began with; of a new one that
-    pretrains random weights with Muon by the passes over its data. samples: items of an epoch."""
+    pretrains random weights with Muon by its rate and the updates of a pass over all of its data."""
     if args.weight_decay is not None:
         return args
     decay = USUAL_DECAY
     if checkpoint is not None:
         decay = checkpoint["run"]["weight_decay"]
-    elif args.decays_by_passes and args.optimizer == "muon" and args.from_weight == "none":
-        trained = args.epochs * samples
-        if args.max_steps:
-            trained = args.max_steps * args.batch_size * args.accumulation_steps * world_size()
-        passes = trained / len(train_set.item_tokens)
-        decay = decay_of(passes)
-        Logger(f"--weight_decay auto: {decay:.3g}, for {passes:.3g} passes over the data")
+    elif args.decays_by_pass and args.optimizer == "muon" and args.from_weight == "none":
+        global_batch = args.batch_size * args.accumulation_steps * world_size()
+        updates = len(train_set.item_tokens) / global_batch
+        decay = float(f"{decay_of(args.learning_rate * MUON_LR_SCALE, updates):.3g}")
+        Logger(f"--weight_decay auto: {decay}, for a pass of {updates:,.0f} updates")
     return args.model_copy(update={"weight_decay": decay})
 
 

@@ -70,7 +70,7 @@ class TrainingEngine:
         if checkpoint is not None:
             args = keep_global_batch(args, checkpoint)
         args = with_enough_epochs(args, data.num_samples())
-        args = task.args = with_weight_decay(args, checkpoint, data.train_dataset, data.num_samples())
+        args = task.args = with_weight_decay(args, checkpoint, data.train_dataset)
         held_out = data.val_dataloader()
         if args.eval_share and held_out is None:
             raise UserError(

@@ -10,7 +10,6 @@ from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from trainer import train_full_sft, train_pretrain
 from trainer.optim import muon
 from trainer.optim.build import MUON_LR_SCALE, build_optimizer
-from trainer.optim.muon import decay_of
 from trainer.run.resume import with_weight_decay
 
 
@@ -127,24 +126,25 @@ def test_each_layer_may_have_a_rate_of_its_own(kind):
         build_optimizer(model, 1e-3, 0.1, kind, {"layers.7": 0.5})
 
 
-def test_the_decay_grows_with_the_passes_over_the_data():
-    """Up to a limit, and in pretraining of random weights with Muon alone; a resumed run keeps what it began
-    with."""
-    data = SimpleNamespace(item_tokens=np.full(40, 9))  # 40 items; an epoch may take fewer (--max_tokens)
+def test_the_weights_shrink_alike_in_each_pass_over_the_data():
+    """Whatever the rate and the length of a pass, and however many there are; in pretraining of random weights
+    with Muon alone. A resumed run keeps what it began with."""
+    data = SimpleNamespace(item_tokens=np.full(4000, 9))
 
-    def resolved(checkpoint=None, samples=40, kind=train_pretrain.Args, **settings):
-        args = kind(**{"optimizer": "muon", "batch_size": 4, "accumulation_steps": 1} | settings)
-        return with_weight_decay(args, checkpoint, data, samples).weight_decay
+    def resolved(checkpoint=None, kind=train_pretrain.Args, **settings):
+        args = kind(**{"batch_size": 8, "accumulation_steps": 1, "learning_rate": 1e-3} | settings)
+        return with_weight_decay(args, checkpoint, data).weight_decay
 
-    assert [resolved(epochs=epochs) for epochs in (1, 4, 8, 100)] == list(map(decay_of, (1, 4, 8, 100)))
-    assert decay_of(1) < decay_of(4) < decay_of(8) <= decay_of(100) <= 10
-    assert resolved(epochs=4, samples=20) == decay_of(2)
-    assert resolved(epochs=9, max_steps=15) == decay_of(1.5)
-    assert resolved(epochs=4, weight_decay=0.3) == 0.3
+    assert resolved() == pytest.approx(0.7 / (8e-3 * 500), rel=5e-3)  # 500 updates at eight times the rate
+    assert resolved(epochs=9) == resolved(max_steps=15) == resolved(max_tokens=90) == resolved()
+    assert resolved(batch_size=4, accumulation_steps=4) == pytest.approx(2 * resolved(), rel=5e-3)
+    assert resolved(learning_rate=5e-4) == pytest.approx(2 * resolved(), rel=5e-3)
+    assert resolved(batch_size=4000) == 2.0  # at most
+    assert resolved(weight_decay=0.3) == 0.3
     others = {"from_weight": "base"}, {"optimizer": "adamw"}, {"kind": train_full_sft.Args}
     for other in (*others, {"kind": train_full_sft.Args, "weight_decay": "auto"}):
-        assert resolved(epochs=4, **other) == 0.01
-    assert resolved({"run": {"weight_decay": 1.25}}, epochs=4, from_weight="gone") == 1.25
+        assert resolved(**other) == 0.01
+    assert resolved({"run": {"weight_decay": 1.25}}, from_weight="gone") == 1.25
 
 
 def test_muons_momentum_rises_with_the_updates_of_the_run():
