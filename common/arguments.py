@@ -6,7 +6,7 @@ Flags override the file, and that the defaults of the stage. One line names all 
 import argparse
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, NoReturn, TypeVar, get_origin
+from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin
 
 import yaml
 from pydantic import ValidationError
@@ -87,11 +87,11 @@ def sections(args_class: type[StageArgs]) -> dict[str, list[str]]:
 def flag_options(field: FieldInfo, default: Any) -> dict[str, Any]:
     """What argparse is given for the flag of a setting; its value stays text."""
     kind: Any = field.annotation
+    if type(None) in get_args(kind) and setting_option(field, "auto"):
+        kind = get_args(kind)[0]  # of the value, once it is chosen
     metavar = METAVARS.get(kind, "TEXT")
     if get_origin(kind) is Literal:
         metavar = "{" + ",".join(kind.__args__) + "}"
-    if kind == bool | None:
-        metavar = METAVARS[bool]
     text = field.description or ""
     if setting_option(field, "auto") and default is None:
         default = "auto"

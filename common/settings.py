@@ -16,6 +16,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 from pydantic.fields import FieldInfo
 
 LONGEST = 32768  # tokens of a sample, or of a prompt with what is written to it: the positions of a model
+# of a new model: the size of a head, and the most heads (docs/dev/LOG.md, "Heads of 64")
+HEAD_SIZE, HEADS = 64, 8
+USUAL_DECAY = 0.01  # AdamW's weight decay in torch, and MiniMind's
 LONGEST_NAME = 200  # bytes of --save_weight; a file's name, with what is added to it, may have 255
 # the repository: default paths start here, not in the current folder
 ROOT = Path(__file__).resolve().parents[1]
@@ -135,11 +138,28 @@ class ModelConfig(Settings):
     # 8 heads of an even size
     hidden_size: int = setting(512, "width; a multiple of 16", ge=16, multiple_of=16)
     num_hidden_layers: int = setting(8, "depth", "layers", ge=1)
+    num_attention_heads: int | None = setting(
+        None, "heads of attention; auto: below a width of 512 heads of 64, from there on 8", auto=True, ge=1
+    )
+    num_key_value_heads: int | None = setting(
+        None, "heads of keys and values; auto: half of --num_attention_heads", auto=True, ge=1
+    )
     use_moe: bool = setting(False, "1: mixture of experts instead of a dense model")
     num_experts: int = setting(4, "experts per layer, with --use_moe 1", ge=1)
     num_experts_per_tok: int = setting(1, "experts per token, with --use_moe 1", ge=1)
     dropout: float = setting(0.0, "dropout after the embedding and each attention", ge=0, lt=1)
     tokenizer_path: str = setting(str(ROOT / "model"), "folder of a Hugging Face tokenizer")
+
+    def heads(self) -> dict[str, int]:
+        """The heads of a new model; those left open: of HEAD_SIZE, or the next size that divides the width,
+        at most HEADS, and half as many of keys and values."""
+        heads, of_keys = self.num_attention_heads, self.num_key_value_heads
+        if heads is None:
+            most = min(HEADS, max(1, round(self.hidden_size / HEAD_SIZE)))
+            heads = next(count for count in range(most, 0, -1) if self.hidden_size % (2 * count) == 0)
+        if of_keys is None:
+            of_keys = next(count for count in range(max(1, heads // 2), 0, -1) if heads % count == 0)
+        return {"num_attention_heads": heads, "num_key_value_heads": of_keys}
 
 
 class TrainingConfig(Settings):
@@ -158,7 +178,14 @@ class TrainingConfig(Settings):
     learning_rate: float = setting(5e-4, "peak learning rate (muon: 8 times it)", gt=0)
     warmup_updates: int = setting(0, "linear warm-up of the learning rate", "updates", ge=0)
     optimizer: Literal["adamw", "muon"] = setting("adamw", "muon: of the layers' matrices, AdamW of the rest")
-    weight_decay: float = setting(0.01, "weight decay, on matrices only", ge=0, le=1)
+    weight_decay: float | None = setting(
+        USUAL_DECAY,
+        "weight decay, on matrices only; auto: in pretraining of random weights with muon by the length of a "
+        f"pass over the data, else {USUAL_DECAY}",
+        auto=True,
+        ge=0,
+        le=10,
+    )
     grad_clip: float = setting(1.0, "largest L2 norm of the gradient; 0: no clipping", ge=0)
     seed: int = setting(42, "seed of weights, data order and dropout", ge=0, le=2**63 - 1)
     max_bad_updates: int = setting(5, "non-finite updates in a row that end the run", ge=1)
@@ -266,6 +293,8 @@ class StageArgs(
     aliases: ClassVar[dict[str, str]] = {"top_k": "num_experts_per_tok"}
     # whether --use_compile auto may compile on a CPU: it was measured for this stage
     compiling_pays: ClassVar[bool] = False
+    # whether --weight_decay auto goes by the data: it was measured for this stage
+    decays_by_pass: ClassVar[bool] = False
 
     def compared(self) -> dict[str, Any]:
         """The settings that must stay the same when the run is resumed."""
@@ -308,6 +337,18 @@ class StageArgs(
                 f"--num_experts_per_tok {self.num_experts_per_tok} must be --num_experts "
                 f"{self.num_experts} or less"
             )
+        if self.from_weight == "none":  # else the weights say it
+            heads, of_keys = self.heads().values()
+            if self.hidden_size % (2 * heads):
+                wrong.append(
+                    f"--num_attention_heads {heads}: --hidden_size {self.hidden_size} is not made up of so "
+                    "many heads of an even size"
+                )
+            if heads % of_keys:
+                wrong.append(
+                    f"--num_key_value_heads {of_keys} must divide the number of heads, which is {heads} "
+                    "(--num_attention_heads)"
+                )
         if self.parallel == "fsdp" and self.optimizer == "muon":
             wrong.append(
                 "--parallel fsdp: Muon needs whole matrices; use --parallel ddp, or --optimizer adamw"

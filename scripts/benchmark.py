@@ -47,6 +47,7 @@ from trainer.devices.wrapping import unwrap
 from trainer.loop import evaluate
 from trainer.objectives.next_token import Batch
 from trainer.report.speed import Meter
+from trainer.run.resume import with_weight_decay
 from trainer.run.state import TrainState
 from trainer.stage import compile_and_wrap
 from trainer.weights.config import model_config
@@ -96,6 +97,7 @@ class Ours:
         self.tokenizer = load_tokenizer(args.tokenizer_path)
         self.train_set, self.eval_set = stage.open_data(args, self.tokenizer)
         utils.init_distributed_mode(args.rank_timeout, device)
+        self.args = args = with_weight_decay(args, None, self.train_set)
         utils.setup_seed(args.seed)
         config, objective = model_config(self.tokenizer, args), stage.Objective()
         model, _ = utils.init_model(config, "none", args.tokenizer_path, args.save_dir)

@@ -123,7 +123,7 @@ def read_start_weights(args: A) -> "tuple[A, MiniMindConfig | None]":
         config = read_model(path, args.num_experts_per_tok if args.use_moe else None)[1]
     shape = {name: getattr(config, name) for name in SHAPE}
     for name, value in shape.items():
-        if getattr(args, name) != value and is_given(args, name):
+        if getattr(args, name) not in (None, value) and is_given(args, name):
             raise UserError(
                 f"--{name} {getattr(args, name)}: --from_weight {path} is of {value}; leave the flag out"
             )
@@ -182,10 +182,11 @@ def set_up_process(args: StageArgs) -> tuple[torch.device, Any, torch.amp.GradSc
 
 def adapt_settings(args: A, checkpoint: dict[str, Any] | None, train_set: StageData) -> A:
     """The settings with as many micro-batches per update as keep the batch of a resumed run, on another
-    number of ranks, and with as many epochs as --max_steps takes."""
+    number of ranks, with as many epochs as --max_steps takes, and with the weight decay if it is `auto`."""
     if checkpoint is not None:
         args = resume.keep_global_batch(args, checkpoint)
-    return resume.with_enough_epochs(args, epoch_samples(train_set, args))
+    args = resume.with_enough_epochs(args, epoch_samples(train_set, args))
+    return resume.with_weight_decay(args, checkpoint, train_set)
 
 
 def check_fingerprint(

@@ -53,7 +53,9 @@ class Args(StageArgs):
     learning_rate: float = 5e-4
     optimizer: Literal["adamw", "muon"] = "muon"
     max_seq_len: int = 340
+    weight_decay: float | None = None  # auto
     compiling_pays: ClassVar[bool] = True
+    decays_by_pass: ClassVar[bool] = True
 
 
 class Objective(next_token.NextToken):

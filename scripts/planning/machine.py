@@ -12,7 +12,7 @@ import psutil
 import torch
 from torch import Tensor, nn
 
-from common.settings import StageArgs
+from common.settings import USUAL_DECAY, StageArgs
 from dataset.lm_dataset import StageDataset
 from dataset.token_cache import load_tokenizer
 from scripts.timing import time_updates
@@ -66,6 +66,7 @@ def new_state(args: StageArgs, data: StageDataset) -> TrainState:
     """A new model of a stage, ready to be trained; --use_compile 1 compiles it."""
     from model.model_minimind import MiniMindForCausalLM
 
+    args = args.model_copy(update={"weight_decay": USUAL_DECAY})  # whatever it will be, it takes as long
     device, autocast, scaler = device_and_precision(args)
     config = model_config(load_tokenizer(args.tokenizer_path), args)
     model = compile_and_wrap(MiniMindForCausalLM(config), args, device, autocast, data)

@@ -84,8 +84,8 @@ class Stage:
         return 26 * self.cost.parameters
 
     def with_depth(self, depth: int) -> "Stage":
-        """With a model of so many layers, and what it costs here."""
-        shape = {"hidden_size": rules.WIDTH * depth, "num_hidden_layers": depth}
+        """With a model of so many layers, each with as many heads of rules.WIDTH, and what it costs here."""
+        shape = {"hidden_size": rules.WIDTH * depth, "num_hidden_layers": depth, "num_attention_heads": depth}
         args = self.args.model_copy(update=shape)
         return replace(self, args=args, cost=measure(args, self.data))
 

@@ -17,8 +17,8 @@ from model.model_minimind import MiniMindConfig
 from tests.conftest import ROOT
 from tests.stage_process import Faults, run
 from trainer import train_full_sft, train_pretrain
-from trainer.weights.config import SHAPE, model_config
-from trainer.weights.for_tools import add_trained_model_flags, given_shape
+from trainer.weights.config import model_config
+from trainer.weights.for_tools import NAMED_BY_TOOLS, add_trained_model_flags, given_shape
 
 MINIMIND = {  # defaults of MiniMind that a run here must have, too
     train_pretrain: {
@@ -252,11 +252,41 @@ def test_the_help_of_a_stage_is_grouped_and_has_unit_and_default(stage, tmp_path
         assert "--lora_name TEXT another name of --save_weight" in groups["checkpoint"]
 
 
+@pytest.mark.parametrize(
+    ("width", "heads", "of_keys"),
+    [(16, 1, 1), (64, 1, 1), (96, 2, 1), (192, 3, 1), (208, 2, 1), (256, 4, 2), (512, 8, 4), (768, 8, 4)],
+)
+def test_heads_of_a_new_model_have_64_dimensions_where_the_width_allows_it(width, heads, of_keys):
+    """From a width of 512 on they are MiniMind's."""
+    found = StageArgs(hidden_size=width).heads()
+    assert tuple(found.values()) == (heads, of_keys) and width % (2 * heads) == 0
+    config = model_config(load_tokenizer(ROOT / "model"), StageArgs(hidden_size=width))
+    assert (config.num_attention_heads, config.num_key_value_heads) == (heads, of_keys)
+    assert config.head_dim * heads == width
+
+
+def test_heads_that_are_given():
+    shape = StageArgs(hidden_size=256, num_attention_heads=8)
+    assert shape.heads() == {"num_attention_heads": 8, "num_key_value_heads": 4}
+    given = ["--hidden_size", "256", "--num_attention_heads", "8", "--num_key_value_heads", "auto"]
+    assert parse_args(StageArgs, "", given).heads() == shape.heads()
+    for flags, told in (
+        (["--num_attention_heads", "3"], "--num_attention_heads 3: --hidden_size 512 is not made up of"),
+        (
+            ["--num_key_value_heads", "3"],
+            "--num_key_value_heads 3 must divide the number of heads, which is 8",
+        ),
+        (["--num_attention_heads", "0"], "greater than or equal to 1 or auto, not '0'"),
+    ):
+        with pytest.raises(UserError, match=re.escape(told)):
+            parse_args(StageArgs, "", flags)
+
+
 def test_the_flags_of_tools_have_the_same_types_and_limits():
     parser = Parser()
     add_trained_model_flags(parser)
     args = parser.parse_args([])
-    told_by_the_model = ("model", "weight", "lora", "tokenizer_path", *SHAPE)
+    told_by_the_model = ("model", "weight", "lora", "tokenizer_path", *NAMED_BY_TOOLS)
     defaults = {"save_dir": str(ROOT / "out"), "device": "auto", "inference_rope_scaling": 0}
     assert vars(args) == defaults | dict.fromkeys(told_by_the_model)
     args = parser.parse_args(["--hidden_size", "64", "--use_moe", "--num_experts_per_tok", "2"])

@@ -94,7 +94,7 @@ def test_each_command_of_the_shell_file_is_one_that_its_script_takes(start, data
         for name in ("batch_size", "accumulation_steps", "learning_rate", "warmup_updates"):  # numbers
             assert getattr(args, name) > 0
         assert f"{args.learning_rate:g}" in out and "auto" not in command
-    assert "64 x 1: 0.47 M parameters; pretrain " in out and "memory, at least" in out
+    assert "64 x 1: 0.48 M parameters; pretrain " in out and "memory, at least" in out
     assert "unwise: pretrain: " in out and "updates teach little" in out  # these data are few
     assert "read by both stages" not in out
     assert "loss: begins near 8.76 nats per token, that of guessing among 6,400 tokens" in out

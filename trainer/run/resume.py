@@ -12,11 +12,12 @@ import torch
 
 from common.errors import UserError, warn
 from common.plugins import imported_files
-from common.settings import ROOT, FrozenModelArgs, StageArgs
+from common.settings import ROOT, USUAL_DECAY, FrozenModelArgs, StageArgs
 from dataset.token_cache import file_hash
 from trainer.devices.device import autocast_dtype
 from trainer.devices.process_group import Logger, all_gather, world_size
-from trainer.optim.build import optimizer_settings
+from trainer.optim.build import MUON_LR_SCALE, optimizer_settings
+from trainer.optim.muon import decay_of
 from trainer.run.callbacks import plain
 from trainer.weights import paths
 from trainer.weights.files import weights_hash
@@ -65,6 +66,22 @@ def with_enough_epochs(args: A, samples: int) -> A:
         return args
     updates = math.ceil(samples / (args.batch_size * args.accumulation_steps * world_size()))
     return args.model_copy(update={"epochs": math.ceil(args.max_steps / updates)})
+
+
+def with_weight_decay(args: A, checkpoint: dict[str, Any] | None, train_set: Any) -> A:
+    """The settings with the weight decay, where it is `auto`: what the run began with; of a new one that
+    pretrains random weights with Muon by its rate and the updates of a pass over all of its data."""
+    if args.weight_decay is not None:
+        return args
+    decay = USUAL_DECAY
+    if checkpoint is not None:
+        decay = checkpoint["fingerprint"]["weight_decay"]
+    elif args.decays_by_pass and args.optimizer == "muon" and args.from_weight == "none":
+        global_batch = args.batch_size * args.accumulation_steps * world_size()
+        updates = len(train_set.item_tokens) / global_batch
+        decay = float(f"{decay_of(args.learning_rate * MUON_LR_SCALE, updates):.3g}")
+        Logger(f"--weight_decay auto: {decay}, for a pass of {updates:,.0f} updates")
+    return args.model_copy(update={"weight_decay": decay})
 
 
 def keep_global_batch(args: A, checkpoint: dict[str, Any]) -> A:

@@ -34,7 +34,7 @@ def model_config(
         check_tokenizer(tokenizer, shape.tokenizer_path, start_config)
         values |= start_config.own_fields()
     values |= tokenizer_fields(tokenizer)
-    values |= {name: getattr(shape, name) for name in (*SHAPE, "dropout")}
+    values |= {name: getattr(shape, name) for name in (*SHAPE, "dropout")} | shape.heads()
     return MiniMindConfig(**values)
 
 

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from model.model_minimind import MiniMindForCausalLM
 
 WEIGHT = "full_sft"  # the weights that tools use by default
+# settings of the shape that tools ask for; no two files of a name differ in their heads alone
+NAMED_BY_TOOLS = [name for name in SHAPE if not name.endswith("_heads")]
 
 
 def add_trained_model_flags(parser: argparse._ActionsContainer, device: bool = True) -> None:
@@ -51,13 +53,13 @@ def add_trained_model_flags(parser: argparse._ActionsContainer, device: bool = T
     shape = parser.add_argument_group(
         "shape", "to choose between several weights of a name; else they tell it"
     )
-    for name in SHAPE:
+    for name in NAMED_BY_TOOLS:
         add_flag(shape, StageArgs, name, default=None)
 
 
 def given_shape(args: argparse.Namespace) -> dict[str, Any]:
     """The flags of the shape that were given."""
-    return {name: getattr(args, name) for name in SHAPE if getattr(args, name) is not None}
+    return {name: getattr(args, name) for name in NAMED_BY_TOOLS if getattr(args, name) is not None}
 
 
 def model_path(args: argparse.Namespace) -> Path:

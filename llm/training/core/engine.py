@@ -32,6 +32,7 @@ from trainer.run.resume import (
     run_fingerprint,
     total_updates,
     with_enough_epochs,
+    with_weight_decay,
 )
 from trainer.run.saving import check_starts, is_finished, is_new, training_files
 from trainer.run.state import Schedule, TrainState
@@ -68,7 +69,8 @@ class TrainingEngine:
         args = task.args
         if checkpoint is not None:
             args = keep_global_batch(args, checkpoint)
-        args = task.args = with_enough_epochs(args, data.num_samples())
+        args = with_enough_epochs(args, data.num_samples())
+        args = task.args = with_weight_decay(args, checkpoint, data.train_dataset)
         eval_loader = data.val_dataloader()
         if args.eval_share and eval_loader is None:
             raise UserError(

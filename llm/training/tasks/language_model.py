@@ -68,7 +68,8 @@ class StageDataModule(DataModule):
 
 class StageTask(Task):
     """The stage of a script: the same numbers, files and checkpoints as the script with the same settings. A
-    subclass may have its own `build_model`, more `frozen_parameters`, and as `objective_class` a subclass of the
+    subclass may have its own `build_model`, more `frozen_parameters`, and as
+    `objective_class` a subclass of the
     script's Objective."""
 
     script: ClassVar[ModuleType]

@@ -18,7 +18,7 @@ class RegressionArgs(EngineArgs):
     epochs: int = 20
     batch_size: int = 32
     learning_rate: float = 1e-2
-    weight_decay: float = 0.0
+    weight_decay: float | None = 0.0
     use_amp: bool = False
     log_interval: int = 51
 

@@ -1,6 +1,7 @@
 from types import SimpleNamespace
 from typing import cast
 
+import numpy as np
 import pytest
 import torch
 
@@ -9,6 +10,7 @@ from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from trainer import train_full_sft, train_pretrain
 from trainer.optim import muon
 from trainer.optim.build import MUON_LR_SCALE, build_optimizer
+from trainer.run.resume import with_weight_decay
 
 
 def tiny(use_moe: bool) -> MiniMindForCausalLM:
@@ -124,6 +126,27 @@ def test_each_layer_may_have_a_rate_of_its_own(kind):
         build_optimizer(model, 1e-3, 0.1, kind, {"layers.7": 0.5})
 
 
+def test_the_weights_shrink_alike_in_each_pass_over_the_data():
+    """Whatever the rate and the length of a pass, and however many there are; in pretraining of random weights
+    with Muon alone. A resumed run keeps what it began with."""
+    data = SimpleNamespace(item_tokens=np.full(4000, 9))
+
+    def resolved(checkpoint=None, kind=train_pretrain.Args, **settings):
+        args = kind(**{"batch_size": 8, "accumulation_steps": 1, "learning_rate": 1e-3} | settings)
+        return with_weight_decay(args, checkpoint, data).weight_decay
+
+    assert resolved() == pytest.approx(0.7 / (8e-3 * 500), rel=5e-3)  # 500 updates at eight times the rate
+    assert resolved(epochs=9) == resolved(max_steps=15) == resolved(max_tokens=90) == resolved()
+    assert resolved(batch_size=4, accumulation_steps=4) == pytest.approx(2 * resolved(), rel=5e-3)
+    assert resolved(learning_rate=5e-4) == pytest.approx(2 * resolved(), rel=5e-3)
+    assert resolved(batch_size=4000) == 2.0  # at most
+    assert resolved(weight_decay=0.3) == 0.3
+    others = {"from_weight": "base"}, {"optimizer": "adamw"}, {"kind": train_full_sft.Args}
+    for other in (*others, {"kind": train_full_sft.Args, "weight_decay": "auto"}):
+        assert resolved(**other) == 0.01
+    assert resolved({"run": {"weight_decay": 1.25}}, from_weight="gone") == 1.25
+
+
 def test_muons_momentum_rises_with_the_updates_of_the_run():
     """A function of the update alone, so that a resumed run has that of an uninterrupted one."""
     optimizer = build_optimizer(tiny(use_moe=False), 1e-3, 0.1, "muon")
@@ -134,7 +157,7 @@ def test_muons_momentum_rises_with_the_updates_of_the_run():
 
 def test_the_embedding_learns_faster_in_pretraining_with_muon():
     model = tiny(use_moe=False)
-    args = SimpleNamespace(learning_rate=1e-3, weight_decay=0.1, optimizer="muon")
+    args = train_pretrain.Args(learning_rate=1e-3, weight_decay=0.1, optimizer="muon")
     rates = {}
     for name, stage in (("pretrain", train_pretrain), ("sft", train_full_sft)):
         optimizer = stage.Objective().optimizer(model, args)

@@ -108,6 +108,12 @@ def test_more_epochs_only_by_an_explicit_flag(corpus, finished, tmp_path):
     rates = [record["learning_rate"] for record in read_metrics(tmp_path / "out/pretrain_32_metrics.jsonl")]
     assert len(rates) == 24 and rates[7] == pytest.approx(1e-3) and 7e-3 < rates[8] < 7.75e-3
     assert "nothing to do" in run("pretrain", longer).out  # it is now one of three epochs
+    state = saved_state(tmp_path)  # it keeps the decay that it began with
+    decay, rows = state["run"]["weight_decay"], state["run"]["samples"]
+    assert decay == state["optimizer"]["param_groups"][0]["weight_decay"]
+    assert decay == pytest.approx(0.7 / (0.08 * rows / 8), rel=5e-3)
+    decayed = run("pretrain", [*longer, "--weight_decay", "0.7"], status=2)
+    assert f"weight_decay: {decay} -> 0.7" in decayed.error_lines[-1]
     shorter = flags(corpus, tmp_path, "pretrain", **SMALL | {"epochs": 2}, from_resume=1, extend_epochs=1)
     assert "epochs: 3 -> 2" in run("pretrain", shorter, status=2).error_lines[-1]
 
