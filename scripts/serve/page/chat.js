@@ -295,7 +295,7 @@ function compare(model) {
 async function loadModels() {
   const error = byId("chat-error");
   try {
-    const had = models?.length;
+    const had = models?.length ?? 1; // what is shown until the server has said
     models = await api.models();
     drawModels();
     if (!had !== !models.length) drawMessages();

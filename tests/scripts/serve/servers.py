@@ -115,8 +115,10 @@ def load_tokenizer() -> Any:
 
 
 @contextmanager
-def scripted(script: Script, key: str | None = None, **options: Any) -> Iterator[SimpleNamespace]:
-    """A server of the model `tiny` whose answers are those of a script."""
+def scripted(
+    script: Script, key: str | None = None, given: str | None = "tiny", **options: Any
+) -> Iterator[SimpleNamespace]:
+    """A server whose answers are those of a script. given: its model; None: only those of a folder."""
     tokenizer, save_dir = load_tokenizer(), options.get("save_dir")
 
     def load(path: Path) -> tuple[Any, Any]:
@@ -127,7 +129,8 @@ def scripted(script: Script, key: str | None = None, **options: Any) -> Iterator
     options.setdefault("access", Access(key))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(decoding, "Decoder", decoder_of)
-        with serving(Models("tiny", Path("tiny.pth"), load, save_dir), **options) as server:
+        path = None if given is None else Path(f"{given}.pth")
+        with serving(Models(given, path, load, save_dir), **options) as server:
             yield server
 
 

@@ -12,12 +12,16 @@ from selenium.webdriver.common.keys import Keys
 
 from scripts.serve import training
 from tests.scripts.serve import trainings
+from tests.scripts.serve.conftest import Page
 from tests.scripts.serve.test_training import QUICK, TEXT, Client, end_all, make_client
 from tests.scripts.test_serve_openai_api import wait_for_line
 from tests.stage_process import Faults, StageProcess
 
 BODY = "#train-body"
 CHAT = '{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]}\n'
+# of names, files, commands and what the stand-in's model writes
+NOT_ENGLISH = {"novel", "txt", "jsonl", "json", "csv", "parquet", "utf", "bash", "out", "run", "min"}
+NOT_ENGLISH |= {"once", "script", "hacked", "there", "was"}
 FORM, PRIMARY = f"{BODY} form", f"{BODY} .buttons .primary"
 SIDEWAYS = """return [document.scrollingElement, ...document.querySelectorAll('.training, #train-card, #train-card *')]
     .filter((e) => e.getClientRects().length && !e.matches('.visually-hidden, option')
@@ -32,18 +36,19 @@ def stand_in(monkeypatch):
 @pytest.fixture
 def client(tmp_path) -> Iterator[Client]:
     with ExitStack() as stack:
-        environment = QUICK | {"RECORD_SECONDS": "0.15"}
-        yield make_client(stack, tmp_path / "out", environment)
+        environment = QUICK | {"RECORD_SECONDS": "0.3"}
+        yield make_client(stack, tmp_path / "out", environment, given=None)
         end_all(tmp_path / "out")
 
 
 @pytest.fixture
-def card(page, client):
+def card(page, client) -> Iterator[Page]:
     page.open(client.address)  # as a visitor who was never here
     page.driver.get("about:blank")
     page.driver.get(f"{client.address}#key=key")
     ready_in_training(page)
-    return page
+    yield page
+    page.driver.get("about:blank")  # it asks the server no more
 
 
 def ready_in_training(page) -> None:
@@ -69,12 +74,8 @@ def check_everywhere(page, client: Client, title: str) -> None:
     ready_in_training(page)
     page.wait(lambda: state() == before)
     page.click("#language")
-    shown = re.sub(
-        r"novel|a\\.txt|Once.*?was|full_sft|pretrain|UTF|token|GB|KB|min|out/\\S+|bash|\\.\\w+",
-        "",
-        page.text("#train-card"),
-    )
-    assert not re.search(r"[A-Za-z]{3,}", shown), shown
+    words = {word.lower() for word in re.findall("[A-Za-z]{3,}", page.text("#train-card"))}
+    assert words <= NOT_ENGLISH, words - NOT_ENGLISH
     page.click("#language")
     for width in (320, 390):
         page.size(width, 800)
@@ -147,7 +148,7 @@ def test_a_killed_server_is_followed_by_one_that_adopts_its_training(page, tmp_p
 
     def start(port: int = 0) -> tuple[StageProcess, int]:
         process = StageProcess(
-            "scripts.serve_openai_api", [*argv[:-3], str(port), *argv[-2:]], faults, RECORD_SECONDS="0.4"
+            "scripts.serve_openai_api", [*argv[:-3], str(port), *argv[-2:]], faults, RECORD_SECONDS="1.5"
         )
         line = wait_for_line(process, "serving the weights in ")
         return process, int(line.split(";")[0].rsplit(":", 1)[1])
