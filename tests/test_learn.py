@@ -64,7 +64,7 @@ def test_the_excerpts_are_the_source(path):
     page = path.read_text(encoding="utf-8")
     assert learn.EXCERPT.search(page)
     assert learn.with_excerpts(page) == page, "python -m tools.learn"
-    assert len(page.splitlines()) <= 120
+    assert len(page.splitlines()) <= 145  # with an experiment
 
 
 # --- snippets

@@ -134,21 +134,43 @@ def test_a_variant_that_changes_nothing_is_called_so(comparing, started, tmp_pat
     assert told["differences"] == [0.0, 0.0]
 
 
-def test_hours_become_pairs_and_seconds_updates(comparing, started, monkeypatch, tmp_path):
-    """A pair takes 4 s here. A variant that trains half as fast gets half of the updates."""
-    done = comparing("--hours", 13 / 3600, "--weight_decay 0", "--weight_decay 0.3")
-    assert "3 pairs find a difference of" in done.stdout and len(started) == 6
-    done = comparing("--hours", 4 / 3600, "--name", "short", "--weight_decay 0", "--weight_decay 0.3")
+@pytest.fixture
+def made_up(monkeypatch):
+    """Runs that are not trained: (pair and letter, updates) of each. The second variant takes twice as long;
+    a pair takes 4 s."""
+    made: list[tuple[str, int]] = []
+
+    def train(variant, stage, folder, seed, steps, quiz):
+        made.append((folder.name, steps))
+        (folder / "save").mkdir(parents=True, exist_ok=True)
+        slowness = 2.0 if folder.name.endswith("B") else 1.0
+        record = {"update": 7, "tokens": 70, "seconds": 1.0, "mean_loss": 2.0}
+        write_jsonl(folder / "save/a_metrics.jsonl", [record])
+        figures = {"eval_loss": seed / 100 + slowness, "updates": steps or 40, "tokens": 70}
+        figures |= {"held_out_data": "a", "tokenizer": "b"}
+        times = {"wall_seconds": 2.0, "training_seconds": slowness, "memory_mb": 1.0}
+        return {"figures": figures, "times": times}
+
+    monkeypatch.setattr(compare, "train", train)
+    return made
+
+
+def test_hours_become_pairs(comparing, made_up):
+    flags = ["", "--weight_decay 0.3"]
+    done = comparing("--hours", 13 / 3600, *flags)
+    assert "a pair takes 4 s; 3 pairs find a difference of 1.07%" in done.stdout and len(made_up) == 6
+    done = comparing("--hours", 4 / 3600, "--name", "short", *flags)
     assert done.returncode == 2 and "give --hours 0.0056 for five" in done.stderr
 
-    slow = runs.training_seconds
-    seconds = iter([2.0, 4.0])
-    monkeypatch.setattr(runs, "training_seconds", lambda records: next(seconds, None) or slow(records))
-    done = comparing("--pairs", 2, "--same", "seconds", "--name", "same", "", "--weight_decay 0.3")
-    assert done.returncode == 0, done.stderr
-    found = json.loads((tmp_path / "out/compare/same/result.json").read_text())
-    updates = [[run["updates"] for run in of] for of in found["runs"].values()]
-    assert updates[1] == [updates[0][0] // 2] * 2 and updates[0][0] == updates[0][1]
+
+def test_the_slower_variant_gets_fewer_updates(comparing, made_up):
+    """They are measured in a pair that does not count, and once."""
+    flags = ["--same", "seconds", "--name", "x", "", "--weight_decay 0.3"]
+    assert comparing("--pairs", 2, *flags).returncode == 0
+    assert made_up == [("0_A", 0), ("0_B", 0), ("1_A", 40), ("1_B", 20), ("2_B", 20), ("2_A", 40)]
+    made_up.clear()
+    assert comparing("--pairs", 3, *flags).returncode == 0
+    assert made_up[:2] == [("1_A", 40), ("1_B", 20)] and len(made_up) == 6
 
 
 def test_the_spread_is_learned_from_earlier_comparisons(tmp_path):
