@@ -146,10 +146,12 @@ class Jobs:
 
     def uses(self, file: Path) -> bool:
         """Whether a training that has not come to its end reads a file of the uploads."""
+        living = self.living()
         for folder in self.folders().values():
             about = read_json(folder / ABOUT)
-            is_open = (folder / SCRIPT).is_file() and not (folder / REPORT).is_file()
-            if is_open and file.name in (about.get("text"), about.get("chat")):
+            is_planned = (folder / SCRIPT).is_file() and not (folder / REPORT).is_file()
+            lives = living is not None and living["folder"] == folder.name
+            if (is_planned or lives) and file.name in (about.get("text"), about.get("chat")):
                 return True
         return False
 
