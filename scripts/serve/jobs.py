@@ -78,17 +78,20 @@ class Jobs:
     # --- which one lives
 
     def living(self) -> dict[str, Any] | None:
-        """The name of the folder and the process group of the one that lives."""
+        """The name of the folder and the process group of the one that lives, and whether it is a plan that
+        is being made."""
         with suppress(FileNotFoundError), open(self.save_dir / LOCK, "rb") as lock:
             if not try_lock(lock, fcntl.LOCK_SH):
                 with suppress(ValueError):  # it is being written
                     return json.loads(lock.read())
-                return {"folder": None, "group": None}
+                return {"folder": None, "group": None, "plans": False}
         return None
 
-    def start(self, name: str, argv: list[str], prepare: Callable[[Path], Any] = lambda folder: None) -> None:
-        """Start a command in the folder of this name, which prepare() may make. Raises ApiError if another
-        one lives."""
+    def start(
+        self, name: str, argv: list[str], prepare: Callable[[Path], Any] = lambda folder: None, plans=False
+    ) -> None:
+        """Start a command in the folder of this name, which prepare() may make; plans: it makes a plan.
+        Raises ApiError if another one lives."""
         folder = self.save_dir / name
         with open(self.save_dir / LOCK, "a+b") as lock:
             end = time.monotonic() + SECONDS_FOR_LOCK
@@ -98,7 +101,7 @@ class Jobs:
                     raise ApiError(f"{other} is being trained.", 409, None, "busy", name=other)
                 time.sleep(0.05)
             prepare(folder)
-            rewrite(lock, {"folder": name, "group": None})
+            rewrite(lock, {"folder": name, "group": None, "plans": plans})
             note(folder, STARTED)
             with open(folder / LOG, "ab") as log:
                 # the log is a file: a pipe that nobody reads would stop it
@@ -106,7 +109,7 @@ class Jobs:
                     argv, cwd=ROOT, env=self.environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                     start_new_session=True, pass_fds=[lock.fileno()],
                 )  # fmt: skip
-            rewrite(lock, {"folder": name, "group": process.pid})
+            rewrite(lock, {"folder": name, "group": process.pid, "plans": plans})
         threading.Thread(target=process.wait, daemon=True).start()  # else it stays as a zombie
 
     def stop(self, name: str, at_once: bool = False) -> None:
@@ -130,8 +133,9 @@ class Jobs:
             line.startswith((STOPPED, "stopped: ")) or "finishing this update" in line for line in lines
         )
         if living is not None and living["folder"] == folder.name:
-            state = TRAINING if has_script else PLANNING
-            return (SAVING if was_stopped else state), lines
+            if was_stopped:
+                return SAVING, lines
+            return (PLANNING if living["plans"] else TRAINING), lines
         if any(is_running(path.name.removesuffix(METRICS_SUFFIX), folder) for path in metrics):
             return TRAINING, lines  # a terminal started it
         if (folder / REPORT).is_file():
@@ -146,10 +150,12 @@ class Jobs:
 
     def uses(self, file: Path) -> bool:
         """Whether a training that has not come to its end reads a file of the uploads."""
+        living = self.living()
         for folder in self.folders().values():
             about = read_json(folder / ABOUT)
-            is_open = (folder / SCRIPT).is_file() and not (folder / REPORT).is_file()
-            if is_open and file.name in (about.get("text"), about.get("chat")):
+            is_planned = (folder / SCRIPT).is_file() and not (folder / REPORT).is_file()
+            lives = living is not None and living["folder"] == folder.name
+            if (is_planned or lives) and file.name in (about.get("text"), about.get("chat")):
                 return True
         return False
 

@@ -130,7 +130,7 @@ def training_routes(jobs: Jobs, uploads: Uploads, make_room: Callable[[], Any]) 
             forget_plan(folder, asked.model_dump())
 
         make_room()
-        jobs.start(asked.name, argv, prepare)
+        jobs.start(asked.name, argv, prepare, plans=True)
 
     def start(name: str) -> None:
         folder = jobs.folder(name)

@@ -272,6 +272,7 @@ function startComposer() {
 function drawModels() {
   const option = (chosen) => (name) => h("option", { value: name, selected: name === chosen }, name);
   const names = (models ?? []).map((model) => model.id);
+  byId("model").hidden = !names.length;
   byId("model").replaceChildren(...names.map(option(settings.chosenModel())));
   const chosen = byId("model").value;
   const about = models?.find((model) => model.id === chosen);

@@ -297,7 +297,9 @@ function planLines(plan) {
   const time = t("planTime", { time: duration(plan.seconds), clock: clock(plan.seconds), limit: t(`limit_${plan.limit}`) });
   const needs = { a: plan.memory, b: plan.disk, c: plan.memory_free, e: plan.disk_free };
   const gigabytes = Object.fromEntries(Object.entries(needs).map(([key, bytes]) => [key, Number((bytes / 1e9).toPrecision(2))]));
-  const unwise = plan.unwise.map(({ key, ...values }) => h("li", {}, t(`unwise_${key.replaceAll(" ", "_")}`, values)));
+  const what = (stage) => t(stage === "pretrain" ? "whatReading" : "whatAnswering");
+  const advice = ({ key, stage, ...values }) => t(`unwise_${key.replaceAll(" ", "_")}`, { ...values, what: what(stage) });
+  const unwise = plan.unwise.map((each) => h("li", {}, advice(each)));
   return [
     line(`${size_}${reads}${then}${t("fullStop")}`), line(time), line(t("planNeeds", gigabytes)),
     ...(unwise.length ? [line(t("unwise")), h("ul", { class: "unwise" }, ...unwise)] : []),

@@ -99,7 +99,7 @@ def test_from_an_empty_folder_to_a_model_of_ones_own_text_by_clicks(card, client
     check_everywhere(card, client, "New model")
     card.click(PRIMARY)
     card.wait(lambda: "A model of 1.23 M parameters (64 x 1). It reads the text 3 times." in card.text(BODY))
-    assert "Only 12 updates teach little: more data help." in card.text(BODY)
+    assert "Reading: only 12 updates, which teach little; more data help." in card.text(BODY)
     check_everywhere(card, client, "novel")
     card.click(PRIMARY)
     card.wait(lambda: re.search(r"[3-9] of 12 updates · about \d+ s left", card.text(BODY)))

@@ -181,7 +181,7 @@ def test_a_restarted_machine_kills_nobody(client):
     client.planned()
     (client.folder / "novel/pretrain_64_metrics.jsonl").write_text('{"update": 1}\n')
     with subprocess.Popen(["sleep", "60"], start_new_session=True) as other:
-        (client.folder / LOCK).write_text(json.dumps({"folder": "novel", "group": other.pid}))
+        (client.folder / LOCK).write_text(json.dumps({"folder": "novel", "group": other.pid, "plans": False}))
         assert client.job()["state"] == "cut"
         assert client.post("/novel/stop", {"now": True}).status_code == 409
         assert other.poll() is None
