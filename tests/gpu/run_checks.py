@@ -155,7 +155,9 @@ def pytest_run(ids: list[str], processes: int, deadline: float, folder: Path) ->
     started, at the deadline and when a check takes longer than LIMIT: that one has failed."""
     results, log = folder / "results", folder / "log"
     results.write_text("")
-    environment = os.environ | {"GPU_CHECK": "1", "GPU_CHECK_RESULTS": str(results), "PYTHONPATH": str(CODE)}
+    # a test of this file may be a process of xdist itself
+    environment = {name: value for name, value in os.environ.items() if "PYTEST_XDIST" not in name}
+    environment |= {"GPU_CHECK": "1", "GPU_CHECK_RESULTS": str(results), "PYTHONPATH": str(CODE)}
     command = [*PYTEST, *ids, "--slow", "--tb=short", "-p", "tests.gpu.results", "-n", str(processes)]
     command += ["--dist", "worksteal", "-o", f"faulthandler_timeout={LIMIT / 2}"]
     begun: dict[str, float] = {}
