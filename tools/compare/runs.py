@@ -68,7 +68,7 @@ def train(
         records = read_metrics(metrics)
         figures = {key: value for each in records for key, value in each.items() if key.startswith("eval_")}
         figures |= {"seed": seed, "updates": records[-1]["update"], "tokens": records[-1]["tokens"]}
-        about = json.loads(settings_path(metrics).read_text())["run"]
+        about = json.loads(settings_path(metrics).read_text())["fingerprint"]
         figures |= {key: about.get(key) for key in ("held_out_data", "tokenizer")}
         if quiz:
             figures["quiz"] = take_quiz(variant.code, weights_of(metrics), quiz)
