@@ -164,7 +164,7 @@ def describe(plan: Plan) -> list[str]:
 def unwise(plan: Plan) -> list[str]:
     """What to think about again, one line each."""
     first, lines = plan.stages[0], []
-    most = (rules.passes(first.data.num_tokens), rules.SFT_PASSES)
+    most = (rules.PASSES, rules.SFT_PASSES)
     for stage, most_passes in zip(plan.stages, most, strict=False):
         if stage.updates < rules.FEW_UPDATES:
             advice = "more time helps" if stage.passes < most_passes else "more data help"
