@@ -182,7 +182,7 @@ def unwise(plan: Plan, free: float) -> list[tuple[str, dict[str, Any]]]:
     """What to think about again, as keys of UNWISE with their values. free: bytes of the disk."""
     first = plan.stages[0]
     found: list[tuple[str, dict[str, Any]]] = []
-    most = (rules.passes(first.data.num_tokens), rules.SFT_PASSES)
+    most = (rules.PASSES, rules.SFT_PASSES)
     for stage, most_passes in zip(plan.stages, most, strict=False):
         if stage.updates < rules.MIN_USEFUL_UPDATES:
             key = "more time" if stage.passes < most_passes else "more data"

@@ -45,7 +45,7 @@ def choose(stages: list[Stage], depths: Sequence[int], memory: float, seconds: f
     """
     best: list[Stage] = []
     models: list[Stage] = []
-    limit, passes = "size", rules.passes(stages[0].data.num_tokens)
+    limit, passes = "size", rules.PASSES
     for depth in depths:
         needed = rules.layer_weights(depth) * rules.TOKENS_PER_WEIGHT
         if best and needed > passes * stages[0].data.num_tokens:
@@ -93,7 +93,7 @@ def choose(stages: list[Stage], depths: Sequence[int], memory: float, seconds: f
 def most_passes(models: list[Stage], memory: float, seconds: float) -> list[Stage]:
     """The stages with as many passes as fit into the time; of a time too short for one pass over a part of
     the data, of at least MIN_USEFUL_UPDATES updates."""
-    passes: float = rules.passes(models[0].data.num_tokens)
+    passes: float = rules.PASSES
     planned = with_passes(models, passes, memory)
     while total_seconds(planned) > seconds:
         passes = passes - 1 if passes > 1 else passes * DATA_FACTOR
@@ -133,7 +133,7 @@ def describe_cost(models: list[Stage]) -> str:
     shape, speeds = models[0].args, []
     for model in models:
         tokens = model.data.num_tokens
-        speed = model.cost.speed(rules.update_tokens(rules.passes(tokens) * tokens))
+        speed = model.cost.speed(rules.update_tokens(rules.PASSES * tokens))
         speeds.append(f"{model.args.save_weight} {speed:,.0f} tokens/s")
     size = f"{models[0].cost.parameters / 1e6:,.2f} M parameters"
     return f"  {shape.hidden_size} x {shape.num_hidden_layers}: {size}; {', '.join(speeds)}"

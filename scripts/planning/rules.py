@@ -4,7 +4,9 @@ batch, learning rate and loss" and "More from the same tokens")."""
 OPTIMIZER = "muon"
 WIDTH = 64  # of a model, per layer: --depth 8 is the default model, 512 x 8
 DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24)
-SFT_PASSES = 2  # over the data, at most
+# passes over the data, at most; of pretraining more teach little (arXiv:2305.16264; docs/dev/LOG.md, "Decay
+# in each pass")
+PASSES, SFT_PASSES = 4, 2
 TOKENS_PER_WEIGHT = 0.5  # that a model reads, at least, for each weight of its layers
 MIN_USEFUL_UPDATES = 100  # fewer teach little
 MIN_CONVERSATIONS = 3000  # fewer teach a manner of answering, to a model that can already write
@@ -13,12 +15,6 @@ MIN_CONVERSATIONS = 3000  # fewer teach a manner of answering, to a model that c
 def layer_weights(depth: int) -> float:
     """Roughly the weights of the layers of a model of this depth."""
     return 12.0 * depth * (WIDTH * depth) ** 2
-
-
-def passes(tokens: float) -> int:
-    """Passes of pretraining over a text of so many tokens, at most: more teach little (arXiv:2305.16264), and
-    over a short text they overfit."""
-    return 4 if tokens >= 4e5 else 3
 
 
 def update_tokens(tokens: float) -> float:

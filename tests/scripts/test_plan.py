@@ -196,7 +196,7 @@ def test_conversations_alone_are_read_by_both_stages_which_the_plan_says(start, 
     assert [each["--data_path"] for each in flags] == [str(data / "chat.jsonl")] * 2
     assert "the same data are read by both stages: first as text, then as conversations" in out
     passes = next(line for line in out.splitlines() if "passes over the data" in line)
-    assert passes.split()[-2:] == ["3", "2"]  # a short text
+    assert passes.split()[-2:] == ["4", "2"]
     with pytest.raises(UserError, match="give --pretrain_data, --sft_data or both"):
         start(pretrain_data=None)
 

@@ -59,7 +59,7 @@ def test_accumulation_and_ranks_change_nothing(prompts, tmp_path):
 def test_passes_that_the_limit_stops_are_not_made(prompts, tmp_path):
     """No step of the optimizer, not even one without a gradient; the weights for use are the policy's
     alone."""
-    run("ppo", rollout_flags(prompts, tmp_path, num_iterations=3, early_stop_kl=1e-12))
+    run("ppo", rollout_flags(prompts, tmp_path, num_iterations=3, early_stop_kl=1e-12, num_attention_heads=8))
     state, weights = saved_state(tmp_path, NAME), torch.load(tmp_path / f"out/{NAME}.pth")
     assert state["update"] == 18 and {int(each["step"]) for each in state["optimizer"]["state"].values()} == {
         6

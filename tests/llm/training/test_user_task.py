@@ -130,7 +130,8 @@ def test_the_command_of_the_manual_from_the_users_folder(home, tmp_path):
     command = re.search(form, PAGE, flags=re.M)
     torch.manual_seed(5)
     vocab_size = len(load_tokenizer(ROOT / "model"))
-    config = MiniMindConfig(hidden_size=32, num_hidden_layers=1, vocab_size=vocab_size)
+    heads = {"num_attention_heads": 1, "num_key_value_heads": 1}
+    config = MiniMindConfig(hidden_size=32, num_hidden_layers=1, vocab_size=vocab_size, **heads)
     weights = half_weights(MiniMindForCausalLM(config))
     (tmp_path / "out").mkdir()
     torch.save(weights, tmp_path / "out/pretrain_32.pth")

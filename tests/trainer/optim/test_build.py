@@ -144,7 +144,7 @@ def test_the_weights_shrink_alike_in_each_pass_over_the_data():
     others = {"from_weight": "base"}, {"optimizer": "adamw"}, {"kind": train_full_sft.Args}
     for other in (*others, {"kind": train_full_sft.Args, "weight_decay": "auto"}):
         assert resolved(**other) == 0.01
-    assert resolved({"run": {"weight_decay": 1.25}}, from_weight="gone") == 1.25
+    assert resolved({"fingerprint": {"weight_decay": 1.25}}, from_weight="gone") == 1.25
 
 
 def test_muons_momentum_rises_with_the_updates_of_the_run():

@@ -109,7 +109,7 @@ def test_more_epochs_only_by_an_explicit_flag(corpus, finished, tmp_path):
     assert len(rates) == 24 and rates[7] == pytest.approx(1e-3) and 7e-3 < rates[8] < 7.75e-3
     assert "nothing to do" in run("pretrain", longer).out  # it is now one of three epochs
     state = saved_state(tmp_path)  # it keeps the decay that it began with
-    decay, rows = state["run"]["weight_decay"], state["run"]["samples"]
+    decay, rows = state["fingerprint"]["weight_decay"], state["fingerprint"]["samples"]
     assert decay == state["optimizer"]["param_groups"][0]["weight_decay"]
     assert decay == pytest.approx(0.7 / (0.08 * rows / 8), rel=5e-3)
     decayed = run("pretrain", [*longer, "--weight_decay", "0.7"], status=2)
