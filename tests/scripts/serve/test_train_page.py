@@ -81,6 +81,7 @@ def check_everywhere(page, client: Client, title: str) -> None:
         page.size(width, 800)
         assert page.run(SIDEWAYS, width) == []
     page.size(1200, 800)
+    assert page.run("return document.scrollingElement.scrollWidth") == 1200
     assert body()
 
 
