@@ -242,7 +242,7 @@ def test_what_is_wrong_with_a_file_is_a_sentence_in_both_languages_and_the_form_
         card.click("#language")
         client.http.delete("/files/a.txt")
         card.run("[...document.querySelectorAll('#train-body .buttons button')].at(-1).click()")
-        card.wait(lambda: card.shown(FORM))
+        card.wait(lambda: card.shown(FORM) and not card.text(".files"))
         assert card.one("#train-name").get_attribute("value") == "kept"
 
 
