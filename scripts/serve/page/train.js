@@ -85,7 +85,7 @@ function sentence({ code, values = {}, message, detail = message }) {
 function draw() {
   const job = shown();
   const state = job && !isChanging ? job.state : "form";
-  const key = [state, job?.name, currentLanguage()].join("/");
+  const key = [state, job?.name, currentLanguage(), job?.error?.text].join("/");
   if (key !== view.key) {
     const isFirst = !view.key;
     view = { key, ...build(state, job) };

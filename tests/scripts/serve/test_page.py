@@ -405,7 +405,7 @@ def test_the_language_is_the_browsers_until_it_is_switched(page, server):
     page.reload()
     assert page.text("#tab-training") == "Training" and page.text(ANSWER) == "You said: 你好"
     english, chinese = (PAGE / "text.js").read_text(encoding="utf-8").split("  zh: {")
-    keys = [re.findall(r"[{,]?\s(\w+): \"", part) for part in (english, chinese.partition("\n};")[0])]
+    keys = [re.findall(r"[{,]?\s(\w+): \"", part.partition("\n};")[0]) for part in (english, chinese)]
     assert keys[0] == keys[1] and len(keys[0]) > 80
 
 

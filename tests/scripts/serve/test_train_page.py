@@ -81,6 +81,7 @@ def check_everywhere(page, client: Client, title: str) -> None:
         page.size(width, 800)
         assert page.run(SIDEWAYS, width) == []
     page.size(1200, 800)
+    assert page.run("return document.scrollingElement.scrollWidth") == 1200
     assert body()
 
 
@@ -241,7 +242,7 @@ def test_what_is_wrong_with_a_file_is_a_sentence_in_both_languages_and_the_form_
         card.click("#language")
         client.http.delete("/files/a.txt")
         card.run("[...document.querySelectorAll('#train-body .buttons button')].at(-1).click()")
-        card.wait(lambda: card.shown(FORM))
+        card.wait(lambda: card.shown(FORM) and not card.text(".files"))
         assert card.one("#train-name").get_attribute("value") == "kept"
 
 
