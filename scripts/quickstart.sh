@@ -20,8 +20,7 @@ source tools/environment.sh
 weights=out/demo checkpoints=checkpoints/demo
 [ "${1:-}" != --fresh ] || rm -rf "$weights" "$checkpoints" dataset/demo out/tour checkpoints/tour
 
-# eight heads, which the chapters of docs/learn look at
-run=(--hidden_size 256 --num_hidden_layers 3 --num_attention_heads 8 --max_seq_len 256 --accumulation_steps 1 --log_interval 100 --save_interval 500)
+run=(--hidden_size 256 --num_hidden_layers 3 --max_seq_len 256 --accumulation_steps 1 --log_interval 100 --save_interval 500)
 run+=(--save_dir "$weights" --checkpoint_dir "$checkpoints" --from_resume "$([ -d "$checkpoints" ] && echo 1 || echo 0)")
 trap 'echo "The demo stopped. It goes on with: bash scripts/quickstart.sh (--fresh starts over)" >&2' ERR
 sft=(--data_path dataset/demo/sft.jsonl --eval_data_path dataset/demo/sft_eval.jsonl)

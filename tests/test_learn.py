@@ -47,7 +47,7 @@ def quickstart(tmp_path_factory):
     corpus = make_corpus(0) | make_tour(0) | make_sums(0)
     write_files(folder / "dataset/demo", {f"{name}.jsonl": corpus[f"{name}.jsonl"] for name in DATA})
     torch.manual_seed(0)
-    shape = ModelConfig(hidden_size=32, num_hidden_layers=3, num_attention_heads=8)
+    shape = ModelConfig(hidden_size=32, num_hidden_layers=3, num_attention_heads=4)
     model = MiniMindForCausalLM(model_config(tokenizer, shape))
     for name in ("pretrain", "full_sft", "sft_only"):
         save_weights(model, folder / f"out/demo/{name}_256.pth")
