@@ -95,7 +95,7 @@ def test_answers_are_those_of_each_question_alone(thinking, penalty, models, qui
 
 
 def test_a_reward_of_ones_own_gets_question_and_reference(models, quiz, tmp_path, call):
-    mine = tmp_path / "mine.py"
+    mine = tmp_path / "rewards_of_mine.py"
     mine.write_text(
         "def given(prompt, completion, record):\n"
         "    return prompt[-1]['content'] != 'hi' and record['answer'] == 'In Saltport.'\n"
