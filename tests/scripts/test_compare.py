@@ -190,7 +190,10 @@ MISTAKES = {
         ["--bath_size", 3, "", "--packing 1"],
         "--bath_size is unknown; did you mean",
     ),
-    "a wrong flag of a variant": (["", "--weight_decay 11"], "--weight_decay must be less than or equal to 10"),
+    "a wrong flag of a variant": (
+        ["", "--weight_decay 11"],
+        "--weight_decay must be less than or equal to 10",
+    ),
     "another seed": (["", "--seed 3"], 'variant "--seed 3": --seed decides what the runs are measured by'),
     "another share": (["", "--eval_share 0.1"], "--eval_share decides what the runs are measured by"),
     "other samples": (["", "--max_seq_len 32"], "--max_seq_len decides what the runs are measured by"),
