@@ -38,11 +38,11 @@ from dataset.show_samples import describe_leaks, first_questions
 from dataset.token_cache import load_tokenizer
 from scripts.planning import files, machine, rules, stages
 from scripts.planning.choice import Plan, choose, total_seconds
-from scripts.runs.run import METRICS_SUFFIX
 from scripts.runs.words import LANGUAGES, user_language
 from scripts.text_table import text_table
 from trainer.devices.device import describe_device, mixed_precision, select_device
 from trainer.report.metrics import duration
+from trainer.weights.paths import METRICS_SUFFIX
 
 MIN_BYTES_PER_TOKEN = 2.5
 UNWISE = {

@@ -25,9 +25,10 @@ from common.command_line import Parser, one_line_errors  # first: without requir
 from common.errors import UserError, printable, say, warn
 from scripts.runs import report
 from scripts.runs.figures import PANELS, draw
-from scripts.runs.run import AXES, METRICS_SUFFIX, RESULTS, Run, differing_settings, format_figure, read_run
+from scripts.runs.run import AXES, RESULTS, Run, differing_settings, format_figure, read_run
 from scripts.runs.words import LANGUAGES, user_language
 from scripts.text_table import text_table
+from trainer.weights.paths import METRICS_SUFFIX
 
 MAX_RUN_COLUMNS = 3  # of more each is a row of the table, not a column
 

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from scripts.runs.figures import svg
-from scripts.runs.run import METRICS_SUFFIX, PLAN_FILE, Run
+from scripts.runs.run import PLAN_FILE, Run
 from scripts.runs.words import WORDS
 from trainer.report.metrics import duration
 from trainer.report.warnings import verdict_sentences
+from trainer.weights.paths import METRICS_SUFFIX
 
 TEMPLATE = Path(__file__).parent / "page.html"
 MAX_PROMPTS = 3  # of a run that are shown

@@ -12,9 +12,8 @@ from typing import Any
 import numpy as np
 
 from trainer.report.metrics import log_record
-from trainer.weights.paths import settings_path
+from trainer.weights.paths import METRICS_SUFFIX, settings_path
 
-METRICS_SUFFIX = "_metrics.jsonl"
 PLAN_FILE = "plan.json"  # in the folder of the runs, of scripts/plan.py
 AXES = ("update", "tokens", "seconds")  # of the curves; each record has them
 LATEST_FIELDS = (*AXES, "loss", "eval_loss", "reward", "eval_reward")  # figures have their last finite value

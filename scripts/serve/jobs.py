@@ -24,8 +24,8 @@ from common.errors import printable
 from common.files import is_running, write_json
 from common.settings import ROOT
 from scripts.planning.files import FACTS
-from scripts.runs.run import METRICS_SUFFIX
 from scripts.serve.protocol import ApiError
+from trainer.weights.paths import METRICS_SUFFIX
 
 LOCK = ".train.lock"
 SCRIPT, LOG, ABOUT, REPORT = "run.sh", "job.log", "job.json", "report.html"

@@ -14,7 +14,8 @@ from starlette.staticfiles import StaticFiles
 
 from common.errors import printable, reason
 from common.files import is_running
-from scripts.runs.run import AXES, LOCATION_SETTINGS, METRICS_SUFFIX, Run
+from scripts.runs.run import AXES, LOCATION_SETTINGS, Run
+from trainer.weights.paths import METRICS_SUFFIX
 
 PAGE = Path(__file__).parent / "page"
 HEADERS = {

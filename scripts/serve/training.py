@@ -21,7 +21,7 @@ from scripts.planning.files import FACTS
 from scripts.planning.rules import DEPTHS, WIDTH
 from scripts.planning.stages import START_SECONDS
 from scripts.runs.report import sentences
-from scripts.runs.run import METRICS_SUFFIX, Run
+from scripts.runs.run import Run
 from scripts.runs.words import LANGUAGES, WORDS
 from scripts.serve.api import host_of, read_body
 from scripts.serve.jobs import (
@@ -41,6 +41,7 @@ from scripts.serve.jobs import (
 from scripts.serve.page import RunFiles, json_response
 from scripts.serve.protocol import ApiError
 from scripts.serve.uploads import MAX_BYTES, Uploads, no_room, room
+from trainer.weights.paths import METRICS_SUFFIX
 
 PLAN = ROOT / "scripts" / "plan.py"
 NAME = re.compile(r"(?!earlier_\d+$)\w[\w -]{0,39}")  # of a training; runs that were set aside are earlier_N

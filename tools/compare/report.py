@@ -13,6 +13,7 @@ from tools.compare.code import differing_files
 from tools.compare.curves import draw_spread
 from tools.compare.paired import Difference, compare_all
 from tools.compare.runs import Variant, figure
+from trainer.weights.paths import METRICS_SUFFIX
 
 SMALL = 0.02  # a difference, as a share of the figure, that tells how small ones spread
 
@@ -49,7 +50,8 @@ def write_report(
 
     metrics_files = {
         f"{letter} {variant.name}": [
-            next(folder.glob(f"runs/{pair + 1}_{letter}/save/*_metrics.jsonl")) for pair in range(len(pairs))
+            next(folder.glob(f"runs/{pair + 1}_{letter}/save/*{METRICS_SUFFIX}"))
+            for pair in range(len(pairs))
         ]
         for letter, variant in zip(letters, variants, strict=True)
     }

@@ -15,7 +15,7 @@ from common.files import write_json
 from common.settings import FrozenModelArgs, StageArgs
 from tools.verify.launch import Run, finish
 from trainer.report.metrics import read_metrics
-from trainer.weights.paths import settings_path, start_path
+from trainer.weights.paths import METRICS_SUFFIX, settings_path, start_path
 
 
 class Variant(NamedTuple):
@@ -64,7 +64,7 @@ def train(
         words = [*variant.words, *own_flags(variant, folder, seed, steps)]
         script = variant.code / "trainer" / Path(stage_script(stage).__file__).name
         times = finish(Run(folder, variant.args, [sys.executable, str(script), *words]))
-        (metrics,) = folder.glob("save/*_metrics.jsonl")
+        (metrics,) = folder.glob(f"save/*{METRICS_SUFFIX}")
         records = read_metrics(metrics)
         figures = {key: value for each in records for key, value in each.items() if key.startswith("eval_")}
         figures |= {"seed": seed, "updates": records[-1]["update"], "tokens": records[-1]["tokens"]}
@@ -111,7 +111,7 @@ def training_seconds(records: list[dict[str, Any]]) -> float:
 
 def weights_of(metrics: Path) -> Path:
     """The inference weights beside a metrics file."""
-    return metrics.with_name(metrics.name.removesuffix("_metrics.jsonl") + ".pth")
+    return metrics.with_name(metrics.name.removesuffix(METRICS_SUFFIX) + ".pth")
 
 
 def take_quiz(code: Path, weights: Path, flags: str) -> float:
@@ -123,8 +123,8 @@ def take_quiz(code: Path, weights: Path, flags: str) -> float:
     if done.returncode:
         why = (done.stderr.strip().splitlines() or ["it was killed"])[-1]
         raise UserError(f"--quiz {flags!r}: {why.removeprefix('error: ')}")
-    (judged,) = json.loads(report.read_text())["models"].values()
-    return next(iter(judged["figures"].values()))["value"]
+    (model,) = json.loads(report.read_text())["models"].values()
+    return next(iter(model["figures"].values()))["value"]
 
 
 def figure(run: dict[str, Any], metric: str) -> float:

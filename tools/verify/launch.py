@@ -18,6 +18,7 @@ from common.errors import UserError
 from common.settings import StageArgs
 from trainer.report.metrics import read_metrics
 from trainer.weights.checkpoint import read_checkpoint
+from trainer.weights.paths import METRICS_SUFFIX
 
 KILL_METHODS = ("SIGKILL to all processes", "SIGTERM", "SIGKILL to torchrun alone")
 LAUNCH_VARIABLE = "VERIFY_RESUME_LAUNCH"  # variable by which the processes of a launch are found
@@ -44,13 +45,13 @@ class Run:
 
     def last_update(self) -> int:
         """The update of the last record in the metrics file; 0 before the first record."""
-        (metrics,) = self.folder.glob("save/*_metrics.jsonl")
+        (metrics,) = self.folder.glob(f"save/*{METRICS_SUFFIX}")
         records = read_metrics(metrics)
         return records[-1]["update"] if records else 0
 
     def metrics_time(self) -> list[int]:
         """When the metrics file was last written; empty without a file."""
-        return [path.stat().st_mtime_ns for path in self.folder.glob("save/*_metrics.jsonl")]
+        return [path.stat().st_mtime_ns for path in self.folder.glob(f"save/*{METRICS_SUFFIX}")]
 
 
 def is_alive(process: psutil.Process) -> bool:

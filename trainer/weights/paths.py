@@ -9,6 +9,7 @@ from typing import Any
 from common.errors import UserError, reason
 from common.settings import LoggingConfig, ModelConfig, StageArgs
 
+METRICS_SUFFIX = "_metrics.jsonl"  # of the file of a run's log records
 # MiniMind's, which its names do not mention
 EXPERTS = tuple(ModelConfig.model_fields[name].default for name in ("num_experts", "num_experts_per_tok"))
 # the settings in a file's name
@@ -118,7 +119,7 @@ def is_pretrained_only(path: Path) -> bool:
 
 def metrics_path(save_dir: str | Path, name: str) -> Path:
     """The file of the log records of a run of this `run_name`."""
-    return Path(save_dir) / f"{name}_metrics.jsonl"
+    return Path(save_dir) / f"{name}{METRICS_SUFFIX}"
 
 
 def settings_path(metrics: Path) -> Path:
