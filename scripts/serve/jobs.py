@@ -33,8 +33,10 @@ STARTED, STOPPED = "== started ", "== asked to stop "  # lines of the log that t
 TAIL = 1 << 16  # bytes at the end of a log that are looked at
 PLANNING, TRAINING, SAVING = "planning", "training", "saving"  # states of what lives
 LIVING = (PLANNING, TRAINING, SAVING)
-BEFORE_TRAINING = ("new", "planned", "failed")  # states in which a folder without metrics is planned anew
-SECONDS_FOR_LOCK = 1.0  # others look at it for a moment
+SECONDS_FOR_LOCK = 1.0  # others look at it for a moment; its holder writes its process group into it
+# the first thing that a started process does: its number, which is that of its group, goes behind what the
+# server wrote, so also a server that is killed right after the start leaves a training that can be stopped
+NOTE_GROUP = 'echo $$ >&"$0"; exec "$@"'
 # of the server: programs that it starts need not know it
 SECRETS = ("MINIMIND_API_KEY",)
 # what an error line says -> its code
@@ -82,10 +84,24 @@ class Jobs:
         is being made."""
         with suppress(FileNotFoundError), open(self.save_dir / LOCK, "rb") as lock:
             if not try_lock(lock, fcntl.LOCK_SH):
+                about, _, group = lock.read().partition(b"\n")
                 with suppress(ValueError):  # it is being written
-                    return json.loads(lock.read())
+                    return json.loads(about) | {"group": int(group) if group.strip() else None}
                 return {"folder": None, "group": None, "plans": False}
         return None
+
+    def group(self, name: str) -> int:
+        """The process group of the training of this name, if it lives and was started here. Raises
+        ApiError."""
+        end = time.monotonic() + SECONDS_FOR_LOCK
+        while (living := self.living()) is not None and living["folder"] == name:
+            if living["group"] is not None:
+                return living["group"]
+            if time.monotonic() > end:
+                break
+            time.sleep(0.02)
+        text = f"The training {name[:60]!r} was not started here, or has ended."
+        raise ApiError(text, 409, None, "not_running")
 
     def start(
         self, name: str, argv: list[str], prepare: Callable[[Path], Any] = lambda folder: None, plans=False
@@ -100,34 +116,30 @@ class Jobs:
                     other = (self.living() or {}).get("folder")
                     raise ApiError(f"{other} is being trained.", 409, None, "busy", name=other)
                 time.sleep(0.05)
+            rewrite(lock, {"folder": name, "plans": plans})
             prepare(folder)
-            rewrite(lock, {"folder": name, "group": None, "plans": plans})
-            note(folder, STARTED)
+            note(folder, f"{STARTED}{Path(argv[1]).name} ")
             with open(folder / LOG, "ab") as log:
                 # the log is a file: a pipe that nobody reads would stop it
                 process = subprocess.Popen(
-                    argv, cwd=ROOT, env=self.environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                    start_new_session=True, pass_fds=[lock.fileno()],
+                    ["bash", "-c", NOTE_GROUP, str(lock.fileno()), *argv], cwd=ROOT, env=self.environment,
+                    stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+                    pass_fds=[lock.fileno()],
                 )  # fmt: skip
-            rewrite(lock, {"folder": name, "group": process.pid, "plans": plans})
         threading.Thread(target=process.wait, daemon=True).start()  # else it stays as a zombie
 
     def stop(self, name: str, at_once: bool = False) -> None:
         """Have a training save and end, or end it at once. Raises ApiError if it does not live."""
-        living = self.living()
-        if living is None or living["folder"] != name or living["group"] is None:
-            raise ApiError(
-                f"The training {name[:60]!r} was not started here, or has ended.", 409, None, "not_running"
-            )
+        group = self.group(name)
         note(self.folder(name), STOPPED)
         with suppress(ProcessLookupError):  # it ended this moment
-            os.killpg(living["group"], signal.SIGKILL if at_once else signal.SIGTERM)
+            os.killpg(group, signal.SIGKILL if at_once else signal.SIGTERM)
 
     # --- what became of it
 
     def state(self, folder: Path, living: dict[str, Any] | None) -> tuple[str, list[str]]:
         """Its state, and the lines of its log since it was started last. living: what `living` gave."""
-        lines = log_lines(folder)
+        command, lines = last_start(folder)
         has_script, metrics = (folder / SCRIPT).is_file(), list(folder.glob(f"*{METRICS_SUFFIX}"))
         was_stopped = any(
             line.startswith((STOPPED, "stopped: ")) or "finishing this update" in line for line in lines
@@ -144,7 +156,7 @@ class Jobs:
             return "failed", lines
         if not has_script:
             return "new", lines
-        if not metrics:
+        if not metrics and command != SCRIPT:
             return "planned", lines
         return ("stopped" if was_stopped else "cut"), lines
 
@@ -186,9 +198,9 @@ def try_lock(file: BinaryIO, kind: int) -> bool:
 
 
 def rewrite(file: BinaryIO, content: dict[str, Any]) -> None:
-    """Replace what an open file holds, which others have locked with it."""
+    """Replace what an open file holds by a line; it is locked."""
     file.truncate(0)
-    file.write(json.dumps(content).encode())
+    file.write(json.dumps(content).encode() + b"\n")
     file.flush()
 
 
@@ -215,10 +227,10 @@ def log_tail(folder: Path) -> str:
     return ""
 
 
-def log_lines(folder: Path) -> list[str]:
-    """The lines of a log since the last start."""
-    since = log_tail(folder).rpartition(STARTED)[2]
-    return since.splitlines()[1:]
+def last_start(folder: Path) -> tuple[str, list[str]]:
+    """The name of what was started last, and the lines of the log since then."""
+    first, *lines = log_tail(folder).rpartition(STARTED)[2].splitlines() or [""]
+    return first.partition(" ")[0], lines
 
 
 def error_of(lines: list[str]) -> dict[str, Any]:

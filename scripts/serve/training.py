@@ -26,7 +26,6 @@ from scripts.runs.words import LANGUAGES, WORDS
 from scripts.serve.api import host_of, read_body
 from scripts.serve.jobs import (
     ABOUT,
-    BEFORE_TRAINING,
     LIVING,
     PLANNING,
     REPORT,
@@ -212,13 +211,8 @@ def check_unused(folder: Path, jobs: Jobs) -> None:
     nothing lives meanwhile."""
     if not folder.is_symlink() and not folder.exists():
         return
-    is_job = folder in jobs.folders().values()
-    is_new = (
-        is_job
-        and jobs.state(folder, None)[0] in BEFORE_TRAINING
-        and not list(folder.glob(f"*{METRICS_SUFFIX}"))
-    )
-    if not is_new:
+    is_trained = (folder / REPORT).exists() or list(folder.glob(f"*{METRICS_SUFFIX}"))
+    if is_trained or folder not in jobs.folders().values():
         raise ApiError(f"{folder.name} is there already.", 409, "name", "exists")
 
 

@@ -33,6 +33,7 @@ const living = () => overview.jobs.find((job) => LIVING.includes(job.state));
 const jobNamed = (name) => overview.jobs.find((job) => job.name === name);
 const button = (text, kind, onclick, more = {}) => h("button", { type: "button", class: kind, onclick, ...more }, text);
 const line = (text, kind = "") => h("p", { class: kind }, text);
+const joined = (...sentences) => sentences.filter(Boolean).join(currentLanguage() === "zh" ? "" : " ");
 
 /** The training that is shown: the chosen one, else the one that lives, else the last one; null: the form. */
 function shown() {
@@ -88,7 +89,11 @@ function draw() {
   const key = [state, job?.name, currentLanguage(), job?.error?.text].join("/");
   if (key !== view.key) {
     const isFirst = !view.key;
-    view = { key, ...build(state, job) };
+    const place = `${state}/${job?.name}`;
+    const asked = isChanging || state === "new" ? job.asked : {};
+    // a page that is loaded again keeps what was changed since
+    if (asked.name && place !== view.place && !(isFirst && form.name === asked.name)) Object.assign(form, fieldsOf(asked));
+    view = { key, place, ...build(state, job) };
     byId("train-body").replaceChildren(...view.elements);
     byId("train-title").textContent = job && !isChanging ? job.name : t("newModel");
     savingSince = Date.now();
@@ -103,7 +108,7 @@ function draw() {
 }
 
 function build(state, job) {
-  if (state === "form" || (state === "new" && !job.lines.length)) return formView();
+  if (state === "form") return formView();
   const views = { planning: planningView, planned: planView, training: trainingView, saving: savingView, failed: failedView };
   return { ready: readyView, stopped: endedView, cut: endedView, new: formView, ...views }[state](job);
 }
@@ -134,7 +139,6 @@ function showRuns(job) {
 
 function formView() {
   const job = shown();
-  if (isChanging && job?.asked) Object.assign(form, fieldsOf(job.asked));
   const files = h("ul", { class: "files" });
   const input = h("input", { type: "file", multiple: true, class: "visually-hidden", id: "train-files" });
   input.addEventListener("change", () => (addFiles([...input.files]), (input.value = "")));
@@ -147,13 +151,14 @@ function formView() {
   name.addEventListener("input", () => ((form.name = name.value), keep(), update()));
   const skip = h("input", { type: "checkbox", id: "train-skip", checked: form.skip, onchange: () => ((form.skip = skip.checked), keep(), update()) });
   const skipRow = h("label", { class: "check" }, skip, h("span", {}, t("skipBad")));
+  const unfinished = line(job?.state === "new" ? t("planUnfinished", { name: job.name }) : "");
   const busy = line("", "note");
   const error = h("div", { class: "error", role: "alert", hidden: true });
   const submit = h("button", { type: "submit", class: "primary" }, t("makePlan"));
   const back = isChanging && button(t("cancel"), "quiet", () => ((isChanging = false), draw()));
   const onsubmit = (event) => (event.preventDefault(), makePlan());
   const fields = [h("div", { class: "field" }, h("label", { for: "train-name" }, t("modelName")), name), hoursField(), sizeField()];
-  const element = h("form", { onsubmit, novalidate: true }, drop, files, what, skipRow, ...fields, busy, error, h("div", { class: "buttons" }, back, submit));
+  const element = h("form", { onsubmit, novalidate: true }, unfinished, drop, files, what, skipRow, ...fields, busy, error, h("div", { class: "buttons" }, back, submit));
   let drawn = "";
   function update() {
     const state = JSON.stringify([overview.files, [...uploads], form.text, form.chat]);
@@ -284,9 +289,13 @@ function planningView(job) {
 function planView(job) {
   const plan = job.plan;
   const start = button(t("startJob"), "primary", () => act(api.startJob(job.name), say));
-  const change = button(t("changePlan"), "quiet", () => ((isChanging = true), (form.shown = job.name), draw()));
-  const elements = [...(plan ? planLines(plan) : []), h("div", { class: "buttons" }, start, change), terminalLine(job)];
+  const elements = [...(plan ? planLines(plan) : []), h("div", { class: "buttons" }, start, changePlan(job)), terminalLine(job)];
   return { elements, update() {} };
+}
+
+/** The button that leads back to the form, while nothing has been trained. */
+function changePlan({ name, update }) {
+  return update === undefined && button(t("changePlan"), "quiet", () => ((isChanging = true), (form.shown = name), draw()));
 }
 
 function planLines(plan) {
@@ -352,7 +361,7 @@ function progressText(job, planned) {
 function learntText({ eval_loss: losses, sample }) {
   const loss = losses ? t("heldOut", { now: losses[1].toFixed(2), first: losses[0].toFixed(2) }) : "";
   const says = sample ? t("itWrites", { prompt: sample[0], answer: sample[1] }) : "";
-  return [loss, says].filter(Boolean).join(" ");
+  return joined(loss, says);
 }
 
 function savingView(job) {
@@ -380,20 +389,18 @@ const goOn = (job) => button(t("goOn"), "primary", () => act(api.startJob(job.na
 const newModel = () => button(t("newModel"), "quiet", () => show(""));
 
 function endedView(job) {
-  const text = job.state === "cut" ? t("wasCut") : t("wasStopped", { u: job.update ?? 0, v: job.updates ?? "–" });
-  return { elements: [line(text), h("div", { class: "buttons" }, goOn(job), newModel()), terminalLine(job), logDetails(job)], update() {} };
+  const text = job.state === "cut" ? t("wasCut") : t("wasStopped", { u: job.update ?? 0, v: job.updates ?? job.plan?.stages[0].updates ?? "–" });
+  return { elements: [line(text), h("div", { class: "buttons" }, goOn(job), changePlan(job), newModel()), terminalLine(job), logDetails(job)], update() {} };
 }
 
 function failedView(job) {
   const { code, text: detail, ...values } = job.error;
   const error = h("div", { class: "error", role: "alert" }, sentence({ code, detail, message: detail, values: { free: overview.disk_free, ...values } }));
-  const change = button(t("changePlan"), "quiet", () => ((isChanging = true), (form.shown = job.name), draw()));
-  const again = job.plan ? goOn(job) : change;
   const skip = code === "bad_record" && button(t("skipBad"), "primary", () => {
     Object.assign(form, fieldsOf(job.asked), { skip: true });
     makePlan();
   });
-  return { elements: [error, h("div", { class: "buttons" }, skip, again, newModel()), logDetails(job)], update() {} };
+  return { elements: [error, h("div", { class: "buttons" }, skip, job.plan && goOn(job), changePlan(job), newModel()), logDetails(job)], update() {} };
 }
 
 function readyView(job) {
@@ -403,7 +410,7 @@ function readyView(job) {
   const report = async () => download(`${name}.html`, await api.jobReport(name));
   const verdict = job.verdict?.[currentLanguage()] ?? "";
   const buttons = h("div", { class: "buttons" }, chat, button(t("downloadReport"), "quiet", () => report().catch(({ message }) => say(message))), newModel());
-  return { elements: [line(`${t("ready")} ${verdict}`), buttons, terminalLine(job)], update() {} };
+  return { elements: [line(joined(t("ready"), verdict)), buttons, terminalLine(job)], update() {} };
 }
 
 /** Start the card, if the server trains; it then follows the server. */

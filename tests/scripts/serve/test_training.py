@@ -28,6 +28,7 @@ from scripts.serve.uploads import Uploads
 from tests.conftest import ROOT
 from tests.scripts.serve import trainings
 from tests.scripts.serve.servers import Script, scripted, wait_for
+from tests.stage_process import Faults, StageProcess
 
 KEY = {"Authorization": "Bearer key"}
 TEXT = "A river ran.\n" * 30
@@ -186,6 +187,43 @@ def test_a_restarted_machine_kills_nobody(client):
         assert client.post("/novel/stop", {"now": True}).status_code == 409
         assert other.poll() is None
         other.kill()
+
+
+def test_killed_before_its_first_record_it_says_so_and_may_still_be_planned_anew(tmp_path):
+    with ExitStack() as stack:
+        client = make_client(stack, tmp_path / "out", QUICK | {"RECORD_SECONDS": "60"})
+        client.planned()
+        for state in ("stopped", "cut"):
+            client.post("/novel/start", {})
+            if state == "stopped":
+                assert client.post("/novel/stop", {"now": True}).status_code == 202
+            else:
+                os.killpg(Jobs(client.folder).group("novel"), signal.SIGKILL)
+            wait_for(lambda: Jobs(client.folder).living() is None)
+            job = client.job()
+            assert (job["state"], "update" in job) == (state, False)
+        client.planned()  # another plan: nothing was trained
+
+
+def test_a_server_that_is_killed_while_it_starts_a_training_leaves_one_that_can_be_stopped(tmp_path):
+    (tmp_path / "novel").mkdir()
+    (tmp_path / "novel/job.json").write_text("{}")
+    die = f"""
+import signal, subprocess
+from pathlib import Path
+from scripts.serve.jobs import Jobs
+start = subprocess.Popen
+def start_and_die(*argv, **options):
+    start(*argv, **options)
+    os.kill(os.getpid(), signal.SIGKILL)
+subprocess.Popen = start_and_die
+Jobs(Path({str(tmp_path)!r})).start("novel", ["sleep", "60"])
+"""
+    assert StageProcess("pretrain", [], Faults(script=die)).wait() == -signal.SIGKILL
+    jobs = Jobs(tmp_path)
+    assert jobs.state(tmp_path / "novel", jobs.living())[0] == "training"
+    jobs.stop("novel")
+    wait_for(lambda: jobs.living() is None)
 
 
 def test_only_one_lives_over_two_servers_of_a_folder(tmp_path):
