@@ -47,6 +47,7 @@ NAME = re.compile(r"(?!earlier_\d+$)\w[\w -]{0,39}")  # of a training; runs that
 HOURS = {"ge": 0.02, "le": 168}
 MAX_BODY = 1 << 14  # bytes of a request, but for a file
 ROOM = 1 << 30  # bytes of disk that stay free beside what a plan writes
+STOPPED_AFTER = re.compile(r"stopped: .*?after update (\d+) of ")  # what a stage says when it has saved
 LINES = 12  # of the log that are shown while it plans
 NOT_SHOWN = {"Content-Security-Policy": "sandbox", "X-Content-Type-Options": "nosniff"}
 
@@ -236,7 +237,10 @@ def describe(
     about["age"] = round(max(0.0, time.time() - newest), 1)
     if not begun:
         return about | {"stage": 0, "stages": len(stages)}
-    return about | progress(runs.read(begun[-1]), len(begun) - 1, stages)
+    about |= progress(runs.read(begun[-1]), len(begun) - 1, stages)
+    if state == "stopped" and (stop := next(filter(None, map(STOPPED_AFTER.match, reversed(lines))), None)):
+        about["update"] = int(stop[1])  # the last record is of an earlier one
+    return about
 
 
 def progress(run: Run, number: int, stages: list[dict[str, Any]]) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """The card "New model" in a real browser, over the stand-ins of trainings.py: from a file to a chat, stopped, killed,
 cut, in both languages, on narrow screens, by keyboard."""
 
+import json
 import re
 import signal
 from collections.abc import Iterator
@@ -28,6 +29,17 @@ SIDEWAYS = """return [document.scrollingElement, ...document.querySelectorAll('.
         && e.getBoundingClientRect().right > arguments[0] + 1).map((e) => e.outerHTML.slice(0, 200))"""
 
 
+# the page looks at the server every two seconds: here as often as it can
+OFTEN = "const later = window.setTimeout; window.setTimeout = (run, ms) => later(run, ms === 2000 ? 50 : ms);"
+
+
+@pytest.fixture(autouse=True)
+def often(page) -> Iterator[None]:
+    added = page.devtools("Page.addScriptToEvaluateOnNewDocument", source=OFTEN)
+    yield
+    page.devtools("Page.removeScriptToEvaluateOnNewDocument", **added)
+
+
 @pytest.fixture(autouse=True)
 def stand_in(monkeypatch):
     monkeypatch.setattr(training, "PLAN", Path(trainings.__file__))
@@ -36,8 +48,7 @@ def stand_in(monkeypatch):
 @pytest.fixture
 def client(tmp_path) -> Iterator[Client]:
     with ExitStack() as stack:
-        environment = QUICK | {"RECORD_SECONDS": "0.3"}
-        yield make_client(stack, tmp_path / "out", environment, given=None)
+        yield make_client(stack, tmp_path / "out", QUICK, given=None)
         end_all(tmp_path / "out")
 
 
@@ -54,6 +65,11 @@ def card(page, client) -> Iterator[Page]:
 def ready_in_training(page) -> None:
     page.wait(lambda: page.run("return document.documentElement.dataset.ready"))
     page.wait(lambda: page.shown("#train-card"))
+
+
+def let_write(client: Client, name: str, records: int) -> None:
+    """How many records a training may write, over all its stages."""
+    (client.folder / name / "until").write_text(str(records))
 
 
 def give(page, folder: Path, **files: str | bytes) -> None:
@@ -102,12 +118,15 @@ def test_from_an_empty_folder_to_a_model_of_ones_own_text_by_clicks(card, client
     card.wait(lambda: "A model of 1.23 M parameters (64 x 1). It reads the text 3 times." in card.text(BODY))
     assert "Reading: only 12 updates, which teach little; more data help." in card.text(BODY)
     check_everywhere(card, client, "novel")
+    let_write(client, "novel", 6)
     card.click(PRIMARY)
-    card.wait(lambda: re.search(r"[3-9] of 12 updates · about \d+ s left", card.text(BODY)))
+    card.wait(lambda: re.search(r"6 of 12 updates · about \d+ s left", card.text(BODY)))
+    check_everywhere(card, client, "novel")
     assert "<script>" in card.text(BODY) and card.run("return window.hacked") is None
     card.click(f"{BODY} .buttons button")
-    card.wait(lambda: "Stopped at update" in card.text(BODY))
+    card.wait(lambda: "Stopped at update 7 of 12" in card.text(BODY))
     check_everywhere(card, client, "novel")
+    let_write(client, "novel", 12)
     card.click(PRIMARY)
     card.wait(lambda: "Ready." in card.text(BODY))
     check_everywhere(card, client, "novel")
@@ -117,12 +136,27 @@ def test_from_an_empty_folder_to_a_model_of_ones_own_text_by_clicks(card, client
     assert card.ask("Once upon") == "You said: Once upon"
 
 
+def test_a_plan_that_was_not_finished_is_made_again(card, client):
+    client.put("a.txt")
+    (client.folder / "novel").mkdir()
+    asked = {"name": "novel", "text": "a.txt", "chat": None, "hours": 1.0, "depth": 2, "skip_bad": False}
+    (client.folder / "novel/job.json").write_text(json.dumps(asked))
+    card.wait(lambda: "The plan of “novel” was not finished. Make it again." in card.text(FORM))
+    check_everywhere(card, client, "novel")
+    assert card.one("#train-name").get_attribute("value") == "novel"
+    assert card.one("#train-size").get_attribute("value") == "2"
+    card.click(PRIMARY)
+    card.wait(lambda: "A model of" in card.text(BODY))
+
+
 def test_text_and_conversations_are_two_stages_then_it_answers(card, client, tmp_path):
     give(card, tmp_path, a_txt=TEXT, b_jsonl=CHAT * 3)
     card.wait(lambda: "b.jsonl: 3 conversations" in card.text(".files") and "a.txt" in card.text(".files"))
     assert "then learns from the conversations how to answer" in card.text(FORM)
     card.click(PRIMARY)
     card.wait(lambda: ", then the conversations 3 times." in card.text(BODY))
+    name = card.text("#train-title")
+    let_write(client, name, 6)
     card.click(PRIMARY)
     card.wait(lambda: "Reading the text, 1 of 2" in card.text(BODY))
     first = card.driver.current_window_handle
@@ -130,8 +164,10 @@ def test_text_and_conversations_are_two_stages_then_it_answers(card, client, tmp
     try:
         card.driver.get(f"{client.address}#key=key")
         ready_in_training(card)
+        let_write(client, name, 18)
         card.wait(lambda: "Learning to answer, 2 of 2" in card.text(BODY))
         assert re.match(r"\d+ % MiniMind", card.driver.title)
+        let_write(client, name, 24)
         card.wait(lambda: "Ready." in card.text(BODY))
     finally:
         card.driver.close()
@@ -149,7 +185,7 @@ def test_a_killed_server_is_followed_by_one_that_adopts_its_training(page, tmp_p
 
     def start(port: int = 0) -> tuple[StageProcess, int]:
         process = StageProcess(
-            "scripts.serve_openai_api", [*argv[:-3], str(port), *argv[-2:]], faults, RECORD_SECONDS="1.5"
+            "scripts.serve_openai_api", [*argv[:-3], str(port), *argv[-2:]], faults, **QUICK
         )
         line = wait_for_line(process, "serving the weights in ")
         return process, int(line.split(";")[0].rsplit(":", 1)[1])
@@ -165,17 +201,18 @@ def test_a_killed_server_is_followed_by_one_that_adopts_its_training(page, tmp_p
         page.wait(lambda: page.one(PRIMARY).is_enabled())
         page.click(PRIMARY)
         page.wait(lambda: "A model of" in page.text(BODY))
+        until = tmp_path / "a" / "until"
+        until.write_text("4")
         page.click(PRIMARY)
-        page.wait(lambda: "of 12 updates" in page.text(BODY))
+        page.wait(lambda: "4 of 12 updates" in page.text(BODY))
         process.send(signal.SIGKILL)
         process.wait()
         page.wait(lambda: "does not answer" in page.text("#curves-error"))
         process, _ = start(port)
-        updates = lambda: int((re.search(r"(\d+) of 12 updates", page.text(BODY)) or [0, 0])[1])  # noqa: E731
-        before = updates()
-        page.wait(lambda: updates() > before)
+        until.write_text("8")
+        page.wait(lambda: "8 of 12 updates" in page.text(BODY))
         page.click(f"{BODY} .buttons button")
-        page.wait(lambda: "Stopped at update" in page.text(BODY))
+        page.wait(lambda: "Stopped at update 9 of 12" in page.text(BODY))
     finally:
         end_all(tmp_path)
         process.send(signal.SIGKILL)
@@ -266,7 +303,12 @@ def test_by_keyboard_alone_and_read_out_at_changes_and_each_tenth(card, client, 
     card.one("#train-name").send_keys(Keys.ENTER)  # a form
     card.wait(lambda: card.text("#train-title") == "a" and "Start" in card.texts(f"{BODY} button"))
     assert focused() == "a"  # the heading
+    let_write(client, "a", 3)
     press("Start")
+    card.wait(lambda: "3 of 12 updates" in card.text(BODY))
+    let_write(client, "a", 6)
+    card.wait(lambda: "50 %" in card.run("return window.said"))
+    let_write(client, "a", 12)
     card.wait(lambda: "Ready." in card.text(BODY))
     press("Chat with it")
     card.wait(lambda: focused() == "input")

@@ -90,6 +90,13 @@ def client(tmp_path) -> Iterator[Client]:
         end_all(tmp_path / "out")
 
 
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory) -> Iterator[Client]:
+    """A server for tests that leave nothing behind that others would meet."""
+    with ExitStack() as stack:
+        yield make_client(stack, tmp_path_factory.mktemp("shared") / "out")
+
+
 def end_all(folder: Path) -> None:
     """Nothing that a test started outlives it."""
     living = Jobs(folder).living()
@@ -264,7 +271,7 @@ def test_nobody_reads_its_output(tmp_path):
 @pytest.mark.parametrize(
     ("said", "error"),
     [
-        (":17: no 'text'; write it; or skip bad records with --on_bad_data skip", {"code": "bad_record", "line": "17", "file": "a.txt"}),
+        (":17: no 'text'; write it; or skip bad records with --on_bad_data skip", {"code": "bad_record", "line": "17", "file": "bad_record.txt"}),
         (": --hours 0.02: in this time a model of 64 x 1 makes fewer than 100 updates, which teach little; give more time", {"code": "hours"}),
         (": --eval_share 0.02 holds out none of the records", {"code": "too_little"}),
         (": out of memory (DefaultCPUAllocator: can't allocate memory)", {"code": "memory"}),
@@ -273,14 +280,14 @@ def test_nobody_reads_its_output(tmp_path):
         (": what nobody expected", {"code": "other"}),
     ],
 )  # fmt: skip
-def test_a_refusal_is_a_code_and_the_name_can_be_planned_again(client, said, error):
-    client.put("a.txt", f"refuse {said}")
-    client.plan()
-    found = client.until("failed")["error"]
+def test_a_refusal_is_a_code_and_the_name_can_be_planned_again(shared, said, error):
+    name, file = error["code"], f"{error['code']}.txt"
+    shared.put(file, f"refuse {said}")
+    shared.plan(name, text=file)
+    found = shared.until("failed", name=name)["error"]
     assert error.items() <= found.items() and "refuse" not in found["text"]
-    assert client.http.delete("/files/a.txt").status_code == 200
-    client.put("a.txt")
-    client.planned()
+    assert shared.http.delete(f"/files/{file}").status_code == 200
+    shared.planned(name)
 
 
 def test_files_that_are_not_taken_leave_nothing(client, monkeypatch):
@@ -345,15 +352,15 @@ NAMES = [
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_no_name_leads_elsewhere(client, tmp_path, name):
-    client.put("a.txt")
-    before = sorted(tmp_path.rglob("*"))
-    assert client.plan(name).status_code == 400
-    assert client.post(f"/{name.replace(chr(0), '%00')}/start", {}).status_code in (404, 405, 307)
-    assert client.plan(text=name).status_code in (400, 404)
+def test_no_name_leads_elsewhere(shared, name):
+    shared.put("a.txt")
+    before = sorted(shared.folder.parent.rglob("*"))
+    assert shared.plan(name).status_code == 400
+    assert shared.post(f"/{name.replace(chr(0), '%00')}/start", {}).status_code in (404, 405, 307)
+    assert shared.plan(text=name).status_code in (400, 404)
     if name != "earlier_1":
-        assert client.put(name.replace(chr(0), "%00") + ".txt").status_code in (404, 405, 415)
-    assert sorted(tmp_path.rglob("*")) == before
+        assert shared.put(name.replace(chr(0), "%00") + ".txt").status_code in (404, 405, 415)
+    assert sorted(shared.folder.parent.rglob("*")) == before
 
 
 def test_a_name_that_is_taken_or_a_link_is_refused(client, tmp_path):

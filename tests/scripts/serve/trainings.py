@@ -1,5 +1,6 @@
 """Stand-ins for what the page's server starts: a plan that is made in a moment, and a run.sh whose stages write
-records, save at SIGTERM, go on and end with a report, as the real ones do."""
+records, save at SIGTERM, go on and end with a report, as the real ones do. A test that wants to see one between
+two records says in the file `until` how many it may write, over all stages."""
 
 import json
 import os
@@ -44,6 +45,12 @@ def make_plan(folder: Path, text: str | None, chat: str | None) -> None:
     (folder / "run.sh").write_text(RUN.format(python=sys.executable, file=__file__))
 
 
+def may_write(folder: Path, number: int) -> bool:
+    """Whether a test lets it write this record."""
+    until = folder / "until"
+    return not until.exists() or number <= int(until.read_text() or 0)
+
+
 def run_stages(folder: Path) -> None:
     """What run.sh does; each record takes RECORD_SECONDS."""
     stages = json.loads((folder / "plan_facts.json").read_text())["stages"]
@@ -54,13 +61,15 @@ def run_stages(folder: Path) -> None:
         print("SIGTERM: finishing this update, then saving", flush=True)
 
     signal.signal(signal.SIGTERM, stop)
-    for stage in stages:
+    for number, stage in enumerate(stages):
         path = folder / f"{stage['run']}_metrics.jsonl"
         settings = {"stage": f"train_{stage['run'][:-3]}.py", "settings": {"save_weight": stage["run"][:-3]}}
         (folder / f"{stage['run']}_run.json").write_text(json.dumps(settings))
         first = len(path.read_text().splitlines()) if path.exists() else 0
         for update in range(first + 1, stage["updates"] + 1):
             time.sleep(float(os.environ.get("RECORD_SECONDS", "0.1")))
+            while not stopped and not may_write(folder, number * UPDATES + update):
+                time.sleep(0.01)
             record = {"update": update, "tokens": 100 * update, "seconds": update, "loss": 5 / update}
             record |= {
                 "mean_loss": 5 / update,
