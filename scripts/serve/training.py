@@ -239,7 +239,7 @@ def describe(
         return about | {"stage": 0, "stages": len(stages)}
     about |= progress(runs.read(begun[-1]), len(begun) - 1, stages)
     if state == "stopped" and (stop := next(filter(None, map(STOPPED_AFTER.match, reversed(lines))), None)):
-        about["update"] = int(stop[1])  # the last record is of an earlier one
+        about["saved_at"] = int(stop[1])  # the last record is of an earlier update
     return about
 
 

@@ -115,7 +115,9 @@ async def write(file: Any, length: int, pieces: AsyncIterator[bytes]) -> None:
     except (TimeoutError, ClientDisconnect) as error:
         raise ApiError("The file did not arrive.", 408, code="cut") from error
     except OSError as error:
-        raise ApiError(f"The file cannot be written ({error.strerror}).", 507, code="disk") from error
+        free = disk_usage(file.name).free
+        text = f"The file cannot be written ({error.strerror})."
+        raise ApiError(text, 507, code="disk", free=free) from error
     if written != length:
         raise ApiError("The file did not arrive as announced.", 400, code="cut")
 
@@ -131,8 +133,8 @@ def check_size(length: int, folder: Path) -> None:
 
 
 def room(folder: Path) -> int:
-    """Bytes of the largest file that the disk has room for."""
-    return max(0, disk_usage(folder).free - ROOM) // ROOM_FACTOR
+    """Bytes of the largest file that the disk has room for; negative if it has none."""
+    return (disk_usage(folder).free - ROOM) // ROOM_FACTOR
 
 
 def no_room(need: float, free: float) -> ApiError:

@@ -20,7 +20,7 @@ const KINDS = /(\.(?:txt|jsonl|json|csv)(?:\.gz)?|\.parquet|\.arrow)$/i;
 const form = { name: "", hours: HOURS[0], depth: "", text: "", chat: "", skip: false, shown: null, arriving: [], ...read(KEY, {}) };
 const uploads = new Map(); // name -> {size, percent, cancel}
 let overview = null; // what the server says; null: not yet, or it does not train
-let formError = "";
+let formError = null; // what `sentence` says
 let isChanging = false; // the plan of the shown training is to be changed
 let isOpen = false;
 let view = { key: "", update() {} };
@@ -43,7 +43,7 @@ function shown() {
 
 function show(name) {
   form.shown = name;
-  [isChanging, formError] = [false, ""];
+  [isChanging, formError] = [false, null];
   keep();
   draw();
 }
@@ -61,14 +61,14 @@ async function look() {
   timer = setTimeout(look, isOpen && !document.hidden ? EVERY : SELDOM);
 }
 
-/** Have the server do something; true if it did. What it refuses is said by `say`. */
+/** Have the server do something; true if it did. The error of what it refuses goes to `say`. */
 async function act(doing, say) {
   try {
     await doing;
     await look();
     return true;
   } catch (error) {
-    say(sentence(error));
+    say(error);
     return false;
   }
 }
@@ -169,7 +169,7 @@ function formView() {
     const other = living();
     busy.textContent = other ? t("error_busy", { name: other.name, time: duration(other.seconds_left ?? 0) }) : "";
     skipRow.hidden = !chosen.some((file) => file.bad) && !form.skip && !isChanging;
-    error.textContent = formError;
+    error.textContent = formError ? sentence(formError) : "";
     error.hidden = !formError;
     submit.disabled = !chosen.length || !form.name.trim() || Boolean(other);
     if (name.value !== form.name) name.value = form.name;
@@ -193,7 +193,7 @@ function hoursField() {
 }
 
 function sizeField() {
-  const option = ([depth, width]) => h("option", { value: depth, selected: String(depth) === String(form.depth) }, t("layers", { d: depth, w: width }));
+  const option = ([depth, width]) => h("option", { value: depth, selected: String(depth) === String(form.depth) }, t(depth === 1 ? "layers_1" : "layers", { d: depth, w: width }));
   const select = h("select", { id: "train-size" }, h("option", { value: "" }, t("planChooses")), ...overview.sizes.map(option));
   select.addEventListener("change", () => ((form.depth = select.value), keep()));
   return h("div", { class: "field" }, h("label", { for: "train-size" }, t("modelSize")), select);
@@ -205,7 +205,7 @@ function fileRow(file) {
   const check = kind && h("input", { type: "checkbox", checked: form[kind] === name, onchange, id: `file-${name}` });
   const about = kind ? t(`file_${kind}${records === 1 ? "_1" : ""}`, { name, size: size(bytes), n: more ? `${records}+` : records }) : `${name}: ${file.error}`;
   const texts = h("details", { hidden: !first.length }, h("summary", {}, t("showFirst")), ...first.map((text) => h("pre", {}, text)));
-  const remove = button(t("removeFile"), "quiet", () => act(api.removeFile(name), (text) => ((formError = text), draw())));
+  const remove = button(t("removeFile"), "quiet", () => act(api.removeFile(name), (error) => ((formError = error), draw())));
   const warning = bad && line(sentence({ code: "bad_record", values: { file: name, line: bad.line, why: bad.why } }), "trouble");
   return h("li", {}, h("label", { class: "check", for: `file-${name}` }, check, h("span", {}, about)), remove, texts, warning);
 }
@@ -227,9 +227,9 @@ function freeName(original) {
 }
 
 function addFiles(files) {
-  formError = "";
+  formError = null;
   for (const file of files) {
-    formError ||= whyNot(file);
+    formError ??= whyNot(file);
     if (whyNot(file)) continue;
     const name = freeName(file.name);
     const entry = { size: file.size, percent: 0 };
@@ -243,7 +243,7 @@ function addFiles(files) {
         form.name ||= name.replace(/\..*$/, "");
         keep();
       })
-      .catch((error) => error.name !== "AbortError" && (formError = sentence({ ...error, message: error.message })))
+      .catch((error) => error.name !== "AbortError" && (formError = error))
       .finally(() => (uploads.delete(name), keepArriving(), look()));
   }
   draw();
@@ -258,9 +258,9 @@ function keepArriving() {
 /** Why a file is not sent: a server that refuses it may do so before it has arrived, which looks like a broken line. */
 function whyNot({ name, size: bytes }) {
   const { most, room, disk_free: free } = overview;
-  if (!KINDS.test(name)) return sentence({ code: "kind" });
-  if (bytes > most) return sentence({ code: "too_large", values: { most } });
-  return bytes > room ? sentence({ code: "room", values: { need: free + 3 * (bytes - room), free } }) : "";
+  if (!KINDS.test(name)) return { code: "kind" };
+  if (bytes > most) return { code: "too_large", values: { most } };
+  return bytes > room ? { code: "room", values: { need: free + 3 * (bytes - room), free } } : null;
 }
 
 async function makePlan() {
@@ -276,8 +276,8 @@ async function makePlan() {
 const stopButton = (job, text, now = false) => button(text, "quiet", (event) => ((event.target.disabled = true), act(api.stopJob(job.name, now), say)));
 
 /** What the server refused, below the buttons of the card. */
-function say(text) {
-  byId("train-body").append(h("div", { class: "error", role: "alert" }, text));
+function say(error) {
+  byId("train-body").append(h("div", { class: "error", role: "alert" }, sentence(error)));
 }
 
 function planningView(job) {
@@ -389,7 +389,8 @@ const goOn = (job) => button(t("goOn"), "primary", () => act(api.startJob(job.na
 const newModel = () => button(t("newModel"), "quiet", () => show(""));
 
 function endedView(job) {
-  const text = job.state === "cut" ? t("wasCut") : t("wasStopped", { u: job.update ?? 0, v: job.updates ?? job.plan?.stages[0].updates ?? "–" });
+  const ended = job.saved_at === undefined ? t("wasEnded") : t("wasStopped", { u: job.saved_at, v: job.updates });
+  const text = job.state === "cut" ? t("wasCut") : ended;
   return { elements: [line(text), h("div", { class: "buttons" }, goOn(job), changePlan(job), newModel()), terminalLine(job), logDetails(job)], update() {} };
 }
 
@@ -409,7 +410,7 @@ function readyView(job) {
   const chat = weights && button(t("chatWithIt"), "primary", () => document.dispatchEvent(new CustomEvent("chat-with", { detail: weights })));
   const report = async () => download(`${name}.html`, await api.jobReport(name));
   const verdict = job.verdict?.[currentLanguage()] ?? "";
-  const buttons = h("div", { class: "buttons" }, chat, button(t("downloadReport"), "quiet", () => report().catch(({ message }) => say(message))), newModel());
+  const buttons = h("div", { class: "buttons" }, chat, button(t("downloadReport"), "quiet", () => report().catch(say)), newModel());
   return { elements: [line(joined(t("ready"), verdict)), buttons, terminalLine(job)], update() {} };
 }
 
@@ -426,7 +427,7 @@ export async function startTraining() {
   document.dispatchEvent(new CustomEvent("trains", { detail: Boolean(train) }));
   if (!train) return;
   await look();
-  if (form.arriving.length) formError = t("error_cut");
+  if (form.arriving.length) formError = { code: "cut" };
   keepArriving();
   if (formError) draw();
   byId("train-card").hidden = false;

@@ -7,11 +7,12 @@ import signal
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from selenium.webdriver.common.keys import Keys
 
-from scripts.serve import training
+from scripts.serve import training, uploads
 from tests.scripts.serve import trainings
 from tests.scripts.serve.conftest import Page
 from tests.scripts.serve.test_training import QUICK, TEXT, Client, end_all, make_client
@@ -243,7 +244,9 @@ def test_an_upload_grows_is_cancelled_and_cut(card, client, tmp_path):
         card.devtools("Network.emulateNetworkConditions", offline=False, **slow | {"uploadThroughput": -1})
 
 
-def test_what_is_wrong_with_a_file_is_a_sentence_in_both_languages_and_the_form_stays(card, client, tmp_path):
+def test_what_is_wrong_with_a_file_is_a_sentence_in_both_languages_and_the_form_stays(
+    card, client, tmp_path, monkeypatch
+):
     bad = CHAT * 16 + "{\n" + CHAT * 9
     wrong = {
         "a_txt": ("中文".encode("gb18030"), "Not UTF-8. Save the file as UTF-8", "不是 UTF-8"),
@@ -253,14 +256,25 @@ def test_what_is_wrong_with_a_file_is_a_sentence_in_both_languages_and_the_form_
     }
     card.one("#train-name").send_keys("kept")
     for name, (content, english, chinese) in wrong.items():
-        for sentence in (english, chinese):
-            give(card, tmp_path, **{name: content})
-            card.wait(lambda sentence=sentence: sentence in card.text(FORM))
-            card.click("#language")
-            for button in card.all(".files button"):
-                button.click()
-                card.wait(lambda: not card.all(".files li"))
+        give(card, tmp_path, **{name: content})
+        card.wait(lambda english=english: english in card.text(FORM))
+        card.click("#language")
+        assert chinese in card.text(FORM)
+        card.click("#language")
+        for button in card.all(".files button"):
+            button.click()
+            card.wait(lambda: not card.all(".files li"))
     assert card.one("#train-name").get_attribute("value") == "kept"
+    with monkeypatch.context() as patch:
+        for module in (uploads, training):
+            patch.setattr(module, "disk_usage", lambda folder: SimpleNamespace(free=1 << 30))
+        card.wait(lambda: client.overview()["room"] < 0)
+        card.driver.refresh()
+        ready_in_training(card)
+        give(card, tmp_path, a_txt=TEXT)
+        card.wait(lambda: "2.15 GB of disk are needed, 1.07 GB are free." in card.text(FORM))
+    card.driver.refresh()
+    ready_in_training(card)
     refusals = {
         ":3: no 'text' (its keys: 'x')": ("a.txt, line 3: no 'text'", "a.txt 第 3 行"),
         ": --eval_share 0.02 holds out none of the records": ("Too little text", "文本太少"),
