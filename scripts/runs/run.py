@@ -142,7 +142,7 @@ class Run:
         for name, recorded in self.values.items():
             is_last = name in (*AXES, "seconds_left")
             filler = recorded[-1] if is_last else math.nan
-            values = np.array([*recorded, *[filler] * (-self.count % stride)])
+            values = np.append(recorded, [filler] * (-self.count % stride))
             groups = np.ma.masked_invalid(values.reshape(-1, stride))  # [points, stride]
             if is_last:
                 columns[name] = groups[:, -1].tolist()

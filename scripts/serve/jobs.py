@@ -33,6 +33,7 @@ STARTED, STOPPED = "== started ", "== asked to stop "  # lines of the log that t
 TAIL = 1 << 16  # bytes at the end of a log that are looked at
 PLANNING, TRAINING, SAVING = "planning", "training", "saving"  # states of what lives
 LIVING = (PLANNING, TRAINING, SAVING)
+READY = "ready"  # of what came to its end
 SECONDS_FOR_LOCK = 1.0  # others look at it for a moment; its holder writes its process group into it
 # the first thing that a started process does: its number, which is that of its group, goes behind what the
 # server wrote, so also a server that is killed right after the start leaves a training that can be stopped
@@ -151,7 +152,7 @@ class Jobs:
         if any(is_running(path.name.removesuffix(METRICS_SUFFIX), folder) for path in metrics):
             return TRAINING, lines  # a terminal started it
         if (folder / REPORT).is_file():
-            return "ready", lines
+            return READY, lines
         if any(line.startswith("error: ") for line in lines):
             return "failed", lines
         if not has_script:

@@ -28,6 +28,7 @@ from scripts.serve.jobs import (
     ABOUT,
     LIVING,
     PLANNING,
+    READY,
     REPORT,
     SCRIPT,
     Jobs,
@@ -101,12 +102,12 @@ def training_routes(jobs: Jobs, uploads: Uploads, make_room: Callable[[], Any]) 
     """All routes below /api/train. make_room: called before something is measured: models that nobody uses
     are dropped from memory."""
     routes = APIRouter(prefix="/api/train", dependencies=[Depends(own_page_only)])
-    runs = RunFiles()
+    progress = Progress()
     one_at_a_time = CapacityLimiter(1)  # reading of runs
 
     def overview() -> Response:
         living = jobs.living()
-        listed = [describe(folder, name, jobs, living, runs) for name, folder in jobs.folders().items()]
+        listed = [describe(folder, name, jobs, living, progress) for name, folder in jobs.folders().items()]
         listed.sort(key=lambda job: (job["state"] not in LIVING, job["age"]))
         sizes = [[depth, WIDTH * depth] for depth in DEPTHS]
         answer = {"sizes": sizes, "disk_free": disk_usage(jobs.save_dir).free}
@@ -221,7 +222,7 @@ def check_unused(folder: Path, jobs: Jobs) -> None:
 
 
 def describe(
-    folder: Path, name: str, jobs: Jobs, living: dict[str, Any] | None, runs: RunFiles
+    folder: Path, name: str, jobs: Jobs, living: dict[str, Any] | None, progress: "Progress"
 ) -> dict[str, Any]:
     """A training: its state, plan and progress. living: what `Jobs.living` gave."""
     state, lines = jobs.state(folder, living)
@@ -237,22 +238,45 @@ def describe(
     about["age"] = round(max(0.0, time.time() - newest), 1)
     if not begun:
         return about | {"stage": 0, "stages": len(stages)}
-    about |= progress(runs.read(begun[-1]), len(begun) - 1, stages)
+    about |= progress.of(begun[-1], len(begun) - 1, stages, state == READY)
     if state == "stopped" and (stop := next(filter(None, map(STOPPED_AFTER.match, reversed(lines))), None)):
         about["saved_at"] = int(stop[1])  # the last record is of an earlier update
     return about
 
 
-def progress(run: Run, number: int, stages: list[dict[str, Any]]) -> dict[str, Any]:
-    """How far a training is, and what came of it so far. run: of its present stage, of this number."""
+class Progress:
+    """How far trainings are and what came of them. A look at one costs what was added to its records since:
+    there may be many, and the page looks every two seconds."""
+
+    def __init__(self) -> None:
+        self.runs = RunFiles()
+        # path of the records -> what they were when they were looked at, and what was found
+        self.found: dict[Path, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+
+    def of(self, path: Path, number: int, stages: list[dict[str, Any]], is_ready: bool) -> dict[str, Any]:
+        """Of a training whose present stage, of this number, has these records; at its end with the verdict.
+        Calls must not overlap."""
+        stat = path.stat()
+        seen, age = (stat.st_size, stat.st_mtime, is_ready), max(0.0, time.time() - stat.st_mtime)
+        if self.found.get(path, (None,))[0] != seen:
+            run = self.runs.read(path)
+            found = progress_of(run, number, stages)
+            if is_ready:
+                found["verdict"] = {lang: WORDS[lang]["; "].join(sentences(run, lang)) for lang in LANGUAGES}
+            self.found[path] = seen, found
+        found = dict(self.found[path][1])
+        found["seconds_left"] = max(0.0, found.pop("stage_left") - age) + found.pop("later_left")
+        return found | {"record_age": age}
+
+
+def progress_of(run: Run, number: int, stages: list[dict[str, Any]]) -> dict[str, Any]:
+    """How far a training is. run: of its present stage, of this number. stage_left: seconds that the stage
+    took longer at its last record; later_left: of the stages behind it."""
     stage, figures = stages[number], run.figures
     facts = run.about.get("facts") or {}
-    age = max(0.0, time.time() - run.path.stat().st_mtime)  # seconds since the last record
     left = run.values["seconds_left"][-1] if "seconds_left" in run.values else stage["seconds"]
     came = figures.get("seconds", 0.0) + left
     ratio = came / stage["seconds"] if run.count > 1 and stage["seconds"] else 1.0
-    later = stages[number + 1 :]
-    seconds_left = max(0.0, left - age) + sum(ratio * each["seconds"] + START_SECONDS for each in later)
     measured = [value for value in run.values.get("eval_loss", ()) if value == value]
     initial = run.values.get("initial_eval_loss", measured[:1])
     sample = next(iter(run.samples.items()), None)
@@ -261,9 +285,8 @@ def progress(run: Run, number: int, stages: list[dict[str, Any]]) -> dict[str, A
         "stages": len(stages),
         "update": figures.get("update", 0),
         "updates": facts.get("total_updates", stage["updates"]),
-        "seconds_left": seconds_left,
-        "record_age": age,
+        "stage_left": left,
+        "later_left": sum(ratio * each["seconds"] + START_SECONDS for each in stages[number + 1 :]),
         "eval_loss": [initial[0], measured[-1]] if measured else None,
         "sample": [sample[0], sample[1][-1][1]] if sample else None,
-        "verdict": {lang: WORDS[lang]["; "].join(sentences(run, lang)) for lang in LANGUAGES},
     }

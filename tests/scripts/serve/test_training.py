@@ -4,6 +4,7 @@ are stand-ins (trainings.py); with --slow one training is real."""
 import fcntl
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,9 +21,11 @@ import httpx2 as httpx
 import pytest
 
 from scripts import serve_openai_api
+from scripts.runs.run import Run
 from scripts.serve import training, uploads
 from scripts.serve.api import Access
 from scripts.serve.jobs import LOCK, Jobs
+from scripts.serve.page import RUNS_KEPT, RunFiles
 from scripts.serve.training import training_routes
 from scripts.serve.uploads import Uploads
 from tests.conftest import ROOT
@@ -448,6 +451,23 @@ def test_strange_folders_and_files_hide_no_other(client):
     jobs = {job["name"]: job["state"] for job in client.overview()["jobs"]}
     assert jobs == {"novel": "cut", "caf\\udce9": "planned", "list": "new", "broken": "new", "binary": "new"}
     assert client.http.get("/jobs/novel/log").text.endswith("the end\n")
+
+
+def test_a_look_costs_what_was_added_since(client, monkeypatch):
+    client.planned()
+    client.post("/novel/start", {})
+    client.until("ready")
+    for number in range(RUNS_KEPT + 2):
+        shutil.copytree(client.folder / "novel", client.folder / f"copy {number}")
+    before, looked = client.overview()["jobs"], []
+    assert {job["verdict"]["en"] for job in before} == {client.job()["verdict"]["en"]}
+    monkeypatch.setattr(training, "sentences", lambda run, lang: looked.append(run.path) or [])
+    monkeypatch.setattr(RunFiles, "read", lambda self, path: looked.append(path) or Run(path))
+    after = client.overview()["jobs"]
+    for job in (*before, *after):
+        for name in ("age", "record_age", "seconds_left"):
+            assert job.pop(name) >= 0
+    assert (after, looked) == (before, [])
 
 
 def test_a_lock_that_is_only_looked_at_keeps_nobody_from_starting(client):
