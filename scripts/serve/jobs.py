@@ -40,9 +40,14 @@ SECONDS_FOR_LOCK = 1.0  # others look at it for a moment; its holder writes its 
 NOTE_GROUP = 'echo $$ >&"$0"; exec "$@"'
 # of the server: programs that it starts need not know it
 SECRETS = ("MINIMIND_API_KEY",)
-# what an error line says -> its code
+# a line that says why a program ended: this project's, Python's below a traceback, that of C++ and Rust
+LAST_WORDS = re.compile(
+    r"error: (?P<said>.*)|(\w+\.)*\w*(Error|Exception)\b.*|terminate called .*|memory allocation of .* failed"
+)
+# what such a line says -> its code
 ERRORS = {
-    "memory": r"out of memory|do not hold a model|allocate memory",
+    "memory": r"out of memory|do not hold a model|allocate memory|MemoryError|bad_alloc|memory allocation of|"
+    r"could not create a primitive|failed to map segment",
     "disk": r"No space left|Disk quota",
     "not_utf8": r"not UTF-8|UTF-16",
     "hours": r"--hours .*teach little",
@@ -153,7 +158,7 @@ class Jobs:
             return TRAINING, lines  # a terminal started it
         if (folder / REPORT).is_file():
             return READY, lines
-        if any(line.startswith("error: ") for line in lines):
+        if any(map(LAST_WORDS.match, lines)):
             return "failed", lines
         if not has_script:
             return "new", lines
@@ -235,9 +240,10 @@ def last_start(folder: Path) -> tuple[str, list[str]]:
 
 
 def error_of(lines: list[str]) -> dict[str, Any]:
-    """What the last error line of a log says: its code, the line, and of a bad record the file, its line and
-    why."""
-    line = next(line for line in reversed(lines) if line.startswith("error: ")).removeprefix("error: ")
+    """What the last line of a log that says why it ended says: its code, the line, and of a bad record the
+    file, its line and why."""
+    last = next(filter(None, map(LAST_WORDS.match, reversed(lines))))
+    line = last["said"] or last[0]
     for code, pattern in ERRORS.items():
         if match := re.search(pattern, line):
             return {"code": code, "text": line} | {k: v for k, v in match.groupdict().items() if v}

@@ -174,7 +174,7 @@ function formView() {
     submit.disabled = !chosen.length || !form.name.trim() || Boolean(other);
     if (name.value !== form.name) name.value = form.name;
   }
-  return { elements: [element], update };
+  return { elements: job?.state === "new" ? [element, logDetails(job)] : [element], update };
 }
 
 const fieldsOf = ({ name, text, chat, hours, depth, skip_bad: skip }) => ({ name, hours, skip, text: text ?? "", chat: chat ?? "", depth: depth ?? "" });

@@ -24,7 +24,7 @@ from scripts import serve_openai_api
 from scripts.runs.run import Run
 from scripts.serve import training, uploads
 from scripts.serve.api import Access
-from scripts.serve.jobs import LOCK, Jobs
+from scripts.serve.jobs import LOCK, Jobs, error_of
 from scripts.serve.page import RUNS_KEPT, RunFiles
 from scripts.serve.training import training_routes
 from scripts.serve.uploads import Uploads
@@ -291,6 +291,23 @@ def test_a_refusal_is_a_code_and_the_name_can_be_planned_again(shared, said, err
     assert error.items() <= found.items() and "refuse" not in found["text"]
     assert shared.http.delete(f"/files/{file}").status_code == 200
     shared.planned(name)
+
+
+@pytest.mark.parametrize(
+    ("log", "error"),
+    [
+        ("Traceback (most recent call last):\n  File x\nMemoryError\n", {"code": "memory", "text": "MemoryError"}),
+        ("terminate called after throwing an instance of 'std::bad_alloc'\n  what():  std::bad_alloc\n", {"code": "memory"}),
+        ("Traceback (most recent call last):\n  File x\na.b.NewError: what nobody expected\nnot finished; to go on: bash run.sh\n",
+         {"code": "other", "text": "a.b.NewError: what nobody expected"}),
+        ("warning: few updates\n  'Error' -> 'Error'\nEpoch:[1/1](1/2) 50%, no Error\n", None),
+    ],
+)  # fmt: skip
+def test_what_python_and_cpp_say_at_their_end_is_an_error_too(tmp_path, log, error):
+    (tmp_path / "job.log").write_text(f"== started plan.py 2026-11-28 08:16:01\n{log}")
+    state, lines = Jobs(tmp_path).state(tmp_path, None)
+    assert state == ("failed" if error else "new")
+    assert error is None or error.items() <= error_of(lines).items()
 
 
 def test_files_that_are_not_taken_leave_nothing(client, monkeypatch):
