@@ -389,9 +389,12 @@ const goOn = (job) => button(t("goOn"), "primary", () => act(api.startJob(job.na
 const newModel = () => button(t("newModel"), "quiet", () => show(""));
 
 function endedView(job) {
-  const ended = job.saved_at === undefined ? t("wasEnded") : t("wasStopped", { u: job.saved_at, v: job.updates });
-  const text = job.state === "cut" ? t("wasCut") : ended;
-  return { elements: [line(text), h("div", { class: "buttons" }, goOn(job), changePlan(job), newModel()), terminalLine(job), logDetails(job)], update() {} };
+  const how = line("");
+  const update = ({ state, saved_at: saved, updates }) => {
+    if (state === "cut") how.textContent = t("wasCut");
+    else how.textContent = saved === undefined ? t("wasEnded") : t("wasStopped", { u: saved, v: updates });
+  };
+  return { elements: [how, h("div", { class: "buttons" }, goOn(job), changePlan(job), newModel()), terminalLine(job), logDetails(job)], update };
 }
 
 function failedView(job) {

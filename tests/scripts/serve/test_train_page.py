@@ -1,6 +1,7 @@
 """The card "New model" in a real browser, over the stand-ins of trainings.py: from a file to a chat, stopped, killed,
 cut, in both languages, on narrow screens, by keyboard."""
 
+import fcntl
 import json
 import re
 import signal
@@ -13,6 +14,7 @@ import pytest
 from selenium.webdriver.common.keys import Keys
 
 from scripts.serve import training, uploads
+from scripts.serve.page import PAGE
 from tests.scripts.serve import trainings
 from tests.scripts.serve.conftest import Page
 from tests.scripts.serve.test_training import QUICK, TEXT, Client, end_all, make_client
@@ -148,6 +150,43 @@ def test_a_plan_that_was_not_finished_is_made_again(card, client):
     assert card.one("#train-size").get_attribute("value") == "2"
     card.click(PRIMARY)
     card.wait(lambda: "A model of" in card.text(BODY))
+
+
+def test_states_that_pass_are_the_same_after_a_reload_and_in_both_languages(card, client):
+    client.planned()
+    folder = client.folder / "novel"
+    card.wait(lambda: "A model of" in card.text(BODY))
+
+    def becomes(sentence: str, log: str = "") -> None:
+        with open(folder / "job.log", "a") as file:
+            file.write(log)
+        card.wait(lambda: sentence in card.text(BODY))
+        check_everywhere(card, client, "novel")
+
+    with open(client.folder / ".train.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for plans, sentence in ((True, "Looking at the data"), (False, "Starting; the first figures")):
+            lock.seek(0)
+            lock.truncate()
+            lock.write(json.dumps({"folder": "novel", "plans": plans}) + "\n1\n")
+            lock.flush()
+            becomes(sentence, f"== started {'plan.py' if plans else 'run.sh'} 2026-11-28 08:16:01\n")
+        (folder / "pretrain_64_metrics.jsonl").write_text('{"update": 2, "tokens": 1, "seconds": 1}\n')
+        becomes("Finishing this update and saving", "SIGTERM: finishing this update, then saving\n")
+    becomes("Ended. It goes on from its last checkpoint.")
+    becomes(
+        "Stopped at update 3 of 12. Nothing is lost.",
+        "stopped: by SIGTERM after update 3 of 12, which is saved\n",
+    )
+    becomes("It ended without saying why", "== started run.sh 2026-11-28 08:17:01\n")
+    becomes("The disk is full", "error: out/x cannot be written (No space left on device)\n")
+
+
+def test_both_languages_have_the_same_texts():
+    source = re.sub(r'"[^"\n]*"', '""', (PAGE / "text.js").read_text(encoding="utf-8"))
+    english, chinese = (source.partition(f"\n  {lang}: {{")[2].partition("\n  }")[0] for lang in ("en", "zh"))
+    keys = [sorted(re.findall(r"(\w+):", part)) for part in (english, chinese)]
+    assert keys[0] == keys[1] and len(keys[0]) > 150
 
 
 def test_text_and_conversations_are_two_stages_then_it_answers(card, client, tmp_path):
