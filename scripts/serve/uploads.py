@@ -7,17 +7,19 @@ import fcntl
 import os
 import re
 import time
-from collections.abc import AsyncIterator
-from contextlib import suppress
+import zlib
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from shutil import disk_usage
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 from anyio.to_thread import run_sync
 from starlette.requests import ClientDisconnect
 
 from common.errors import UserError
-from dataset.files import is_plain_text, read_records
+from dataset.files import file_kind, is_plain_text, open_file, read_records
 from dataset.records import BadRecord, to_chat, to_text
 from scripts.serve.jobs import try_lock
 from scripts.serve.protocol import ApiError
@@ -26,10 +28,13 @@ FOLDER = ".uploads"
 KINDS = r"(\.(txt|jsonl|json|csv)(\.gz)?|\.(parquet|arrow))"
 NAME = re.compile(rf"\w[\w -]{{0,39}}{KINDS}")
 MAX_BYTES = 20 << 30
+TABLES = (".parquet", ".arrow")  # read in batches
 SILENCE_SECONDS = 30  # without a byte, after which an upload ends
 DAY = 24 * 3600  # seconds after which what is left of an upload is removed
 ROOM_FACTOR, ROOM = 3, 2 << 30  # bytes of disk that an upload needs: so many times its own, for its tokens
 LOOKED_AT, SHOWN, CHARACTERS = 200, 3, 300  # records that are read; that are shown; of each
+HEAD_BYTES = 4 << 20  # of a file, decompressed, in which they are looked for
+PART_OF_CHARACTER = re.compile(rb"[\xc0-\xff][\x80-\xbf]{0,2}$")  # in UTF-8, at the end
 PART = ".part."  # what the name begins with while a file arrives
 
 
@@ -143,10 +148,33 @@ def no_room(need: float, free: float) -> ApiError:
     return ApiError(text, 507, code="room", need=need, free=free)
 
 
+@contextmanager
+def head_of(path: Path) -> Iterator[tuple[Path, bool]]:
+    """A file with the first bytes of another one, and whether there are more: some kinds of file, and lines,
+    are read as a whole, and they may be larger than the memory."""
+    head, kind = b"", file_kind(path.name)
+    if kind not in TABLES:
+        # what is wrong is said by read_records
+        with suppress(UserError, OSError, EOFError, zlib.error), open_file(str(path)) as file:
+            head = file.read(HEAD_BYTES + 1)
+    if len(head) <= HEAD_BYTES:
+        yield path, False
+        return
+    with NamedTemporaryFile(dir=path.parent, prefix=PART, suffix=kind) as file:
+        file.write(head.rpartition(b"\n")[0] or PART_OF_CHARACTER.sub(b"", head))
+        file.flush()
+        yield Path(file.name), True
+
+
 def look_at(path: Path, name: str = "") -> dict[str, Any]:
     """What the first records of a file are: texts or conversations, how many, the first of them, and of the
     first bad one the line and why. name: of the file, for messages. Raises ApiError if it has no good one."""
-    name = name or path.name
+    with head_of(path) as (head, is_cut):
+        return look_at_head(head, is_cut, name or path.name)
+
+
+def look_at_head(path: Path, is_cut: bool, name: str) -> dict[str, Any]:
+    """`look_at` of a file; is_cut: it is the begin of another one. Raises ApiError."""
     chats, texts, first, bad, count = 0, 0, [], None, 0
     try:
         for source, record in read_records([str(path)]):
@@ -154,7 +182,7 @@ def look_at(path: Path, name: str = "") -> dict[str, Any]:
             try:
                 if isinstance(record, BadRecord):
                     raise record
-                is_text = is_plain_text(path.name) or "text" in record
+                is_text = is_plain_text(name) or "text" in record
                 shown = to_text(record) if is_text else spoken(record)
             except BadRecord as error:
                 bad = bad or {"line": abs(source.line), "why": str(error)}
@@ -165,14 +193,18 @@ def look_at(path: Path, name: str = "") -> dict[str, Any]:
             if count == LOOKED_AT:
                 break
     except UserError as error:
-        text = str(error).replace(str(path), name)
-        raise ApiError(text, 422, "name", code_of(text), file=name) from error
+        if not is_cut or not texts + chats:
+            text = str(error).replace(str(path), name)
+            raise ApiError(text, 422, "name", code_of(text), file=name) from error
     if not texts + chats:
         text = f"{name}:{bad['line']}: {bad['why']}" if bad else f"{name} holds no record."
         code = "bad_record" if bad and code_of(text) == "other" else code_of(text)
         raise ApiError(text, 422, "name", code, file=name, **(bad or {}))
     kind = "text" if texts >= chats else "chat"
-    found = {"kind": kind, "records": count, "first": first, "more": count == LOOKED_AT}
+    more = is_cut or count == LOOKED_AT
+    if is_plain_text(name):  # a text, in however many parts it is read
+        count, more = 1, False
+    found = {"kind": kind, "records": count, "first": first, "more": more}
     return found | ({"bad": bad} if bad else {})
 
 

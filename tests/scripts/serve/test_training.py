@@ -2,6 +2,7 @@
 are stand-ins (trainings.py); with --slow one training is real."""
 
 import fcntl
+import gzip
 import json
 import os
 import shutil
@@ -246,10 +247,8 @@ def test_only_one_lives_over_two_servers_of_a_folder(tmp_path):
         assert sorted(codes) == [202] + [409] * 19
         busy = next(answer for answer in answers if answer.status_code == 409).json()["error"]
         assert (busy["code"], busy["values"]) == ("busy", {"name": "novel"})
-        assert {line.split()[-1] for line in processes(tmp_path / "out")} == {
-            str(tmp_path / "out/novel"),
-            str(tmp_path / "out/novel/run.sh"),
-        }
+        alone = {str(tmp_path / "out/novel"), str(tmp_path / "out/novel/run.sh")}
+        wait_for(lambda: {line.split()[-1] for line in processes(tmp_path / "out")} == alone)
         assert clients[1].plan("other").json()["error"]["code"] == "busy"
         assert not (tmp_path / "out/other").exists()
         assert clients[1].post("/novel/stop", {"now": True}).status_code == 202
@@ -327,6 +326,36 @@ def test_files_that_are_not_taken_leave_nothing(client, monkeypatch):
     answer = client.put("a.txt")
     assert code(answer) == (507, "room") and answer.json()["error"]["values"]["free"] == 2 << 30
     assert [path.name for path in (client.folder / ".uploads").iterdir()] == ["some.jsonl"]
+
+
+def test_of_a_large_file_only_the_first_bytes_are_read(client, monkeypatch):
+    chat = {"messages": [{"role": "user", "content": "你好"}, {"role": "assistant", "content": "好" * 20}]}
+    line = json.dumps(chat, ensure_ascii=False)
+    files = {
+        "array.json": f"[{', '.join([line] * 150)}]",
+        "pretty.json": json.dumps([chat] * 150, indent=1, ensure_ascii=False),
+        "lines.jsonl": f"{line}\n" * 150,
+        "table.csv": "text\n" + '"a, b"\n' * 4000,
+        "line.txt": "好" * 9000,
+        "lines.txt": "好的\n" * 3000,
+    }
+    read, size = uploads.read_records, uploads.HEAD_BYTES
+    sizes = []
+    monkeypatch.setattr(
+        uploads, "read_records", lambda paths: sizes.append(os.path.getsize(paths[0])) or read(paths)
+    )
+    for head in range(1000, 1003):  # cut within a record, within a character
+        monkeypatch.setattr(uploads, "HEAD_BYTES", head)
+        for name, content in files.items():
+            for packed in (content.encode(), gzip.compress(content.encode())):
+                found = client.put(name := f"{name}.gz" if packed[:1] == b"\x1f" else name, packed).json()
+                assert found["more"] == ("txt" not in name) and "bad" not in found, found
+                assert found["kind"] == ("chat" if "json" in name else "text") and sizes.pop() <= head + 1
+                client.http.delete(f"/files/{name}")
+    monkeypatch.setattr(uploads, "HEAD_BYTES", size)
+    assert client.put("array.json", files["array.json"]).json()["records"] == 150
+    assert client.put("cut.jsonl.gz", gzip.compress(line.encode())[:-9]).status_code == 422
+    assert not list((client.folder / ".uploads").glob(".part*"))
 
 
 def test_an_upload_that_stops_or_is_cut_leaves_nothing(client, monkeypatch):
