@@ -90,13 +90,13 @@ function draw() {
   if (key !== view.key) {
     const isFirst = !view.key;
     const place = `${state}/${job?.name}`;
-    const asked = isChanging || state === "new" ? job.asked : {};
+    const asked = ((isChanging || state === "new") && job?.asked) || {};
     // a page that is loaded again keeps what was changed since
     if (asked.name && place !== view.place && !(isFirst && form.name === asked.name)) Object.assign(form, fieldsOf(asked));
+    if (place !== view.place) savingSince = Date.now();
     view = { key, place, ...build(state, job) };
     byId("train-body").replaceChildren(...view.elements);
     byId("train-title").textContent = job && !isChanging ? job.name : t("newModel");
-    savingSince = Date.now();
     announced = -1;
     if (job && !isChanging) announce(`${job.name}: ${t(`state_${state}`)}`);
     if (!isFirst && isOpen) byId("train-title").focus();
@@ -365,7 +365,7 @@ function learntText({ eval_loss: losses, sample }) {
 }
 
 function savingView(job) {
-  const slow = h("div", { hidden: true }, line(t("slowSave")), h("div", { class: "buttons" }, stopButton(job, t("endAtOnce"), true)), line(t("endAtOnceHelp"), "muted"));
+  const slow = h("div", { class: "slow", hidden: true }, line(t("slowSave")), h("div", { class: "buttons" }, stopButton(job, t("endAtOnce"), true)), line(t("endAtOnceHelp"), "muted"));
   const update = () => (slow.hidden = Date.now() - savingSince < SLOW_SAVE);
   return { elements: [line(t("saving")), slow, logDetails(job)], update };
 }

@@ -173,6 +173,11 @@ def test_states_that_pass_are_the_same_after_a_reload_and_in_both_languages(card
             becomes(sentence, f"== started {'plan.py' if plans else 'run.sh'} 2026-11-28 08:16:01\n")
         (folder / "pretrain_64_metrics.jsonl").write_text('{"update": 2, "tokens": 1, "seconds": 1}\n')
         becomes("Finishing this update and saving", "SIGTERM: finishing this update, then saving\n")
+        card.run("const now = Date.now; Date.now = () => now() + 61_000")
+        card.wait(lambda: "This takes longer than usual." in card.text(BODY))
+        card.click("#language")
+        assert "比平时久。" in card.text(BODY)
+        card.click("#language")
     becomes("Ended. It goes on from its last checkpoint.")
     becomes(
         "Stopped at update 3 of 12. Nothing is lost.",
