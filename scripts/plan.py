@@ -48,6 +48,9 @@ MIN_BYTES_PER_TOKEN = 2.5
 UNWISE = {
     "more time": "{stage}: {updates} updates teach little; more time helps",
     "more data": "{stage}: {updates} updates teach little; more data help",
+    "few tokens": "{tokens:,} different tokens: expect words and turns of the text, hardly a sentence that "
+    "makes sense, unless the texts are much alike; more text, or weights that have read more, help "
+    "(docs/training.md#from-other-weights)",
     "short tokens": "{bytes:.1f} bytes per token: the vocabulary was made for other text (docs/data.md)",
     "few conversations": "{conversations:,} conversations teach a manner of answering, no knowledge. They do "
     "more for weights that have read more, MiniMind's or a Qwen3 (PATH: a file, a folder or "
@@ -187,6 +190,9 @@ def unwise(plan: Plan, free: float) -> list[tuple[str, dict[str, Any]]]:
         if stage.updates < rules.MIN_USEFUL_UPDATES:
             key = "more time" if stage.passes < most_passes else "more data"
             found.append((key, {"stage": stage.args.save_weight, "updates": stage.updates}))
+    different = min(1, first.passes) * first.data.num_tokens
+    if different < rules.MIN_TOKENS_FOR_SENTENCES:
+        found.append(("few tokens", {"tokens": round(different)}))
     token_bytes = stages.bytes_per_token(first)
     if token_bytes < MIN_BYTES_PER_TOKEN and first.args.tokenizer_path == ModelConfig().tokenizer_path:
         found.append(("short tokens", {"bytes": token_bytes}))

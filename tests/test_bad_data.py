@@ -99,7 +99,9 @@ CASES = {
         PRE, json.dumps([TEXT] * 17 + [{}]).encode(), "[17]: no 'text' (its keys: )", "x.json"
     ),
     "malformed behind odd lines": Case(
-        PRE, SURROUNDED, ":7: not valid JSON (Expecting property name enclosed in double"
+        PRE,
+        SURROUNDED,
+        ":7: not valid JSON (",  # and Python's words, which change
     ),
     "plain text": Case(
         PRE, b"Call me Ishmael.\n", ":1: not valid JSON (Expecting value: line 1 column 1", "x.rst"

@@ -221,7 +221,8 @@ def compile_and_wrap(
     if frozen_parameters:
         freeze(model, frozen_parameters)
     if compiles(args, train_set, device):
-        compile_model(model, may_fail=args.use_compile is None)
+        tokens = min(8192, args.batch_size * args.max_seq_len)  # no more than a micro-batch may have
+        compile_model(model, tokens, may_fail=args.use_compile is None)
     return wrap_model(model, device, args.parallel, args.activation_checkpointing, autocast)
 
 

@@ -9,6 +9,9 @@ DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24)
 PASSES, SFT_PASSES = 4, 2
 TOKENS_PER_WEIGHT = 0.5  # that a model reads, at least, for each weight of its layers
 MIN_USEFUL_UPDATES = 100  # fewer teach little
+# different tokens of general text; with fewer no run wrote sentences that make sense (docs/dev/LOG.md, "When
+# a model writes sentences")
+MIN_TOKENS_FOR_SENTENCES = 4e6
 MIN_CONVERSATIONS = 3000  # fewer teach a manner of answering, to a model that can already write
 
 

@@ -177,7 +177,7 @@ def test_more_disk_than_is_free_is_unwise(start, tmp_path, monkeypatch):
     )
     facts = json.loads((tmp_path / "plan_facts.json").read_text())
     assert facts["disk"] == 26 * facts["parameters"] > facts["disk_free"] == 10**6
-    assert [each["key"] for each in facts["unwise"]] == ["more data", "disk"]
+    assert [each["key"] for each in facts["unwise"]] == ["more data", "few tokens", "disk"]
     (stage,) = facts["stages"]
     assert stage["run"] == "pretrain_64" and stage["is_pretraining"] and stage["seconds"] < facts["seconds"]
 
@@ -378,6 +378,12 @@ def test_more_time_is_advised_only_to_a_stage_that_has_passes_left(monkeypatch):
     pretrain = Stage(train_pretrain, train_pretrain.Args(), text, text, Cost(10**6, 1e-5))
     sft = Stage(train_full_sft, train_full_sft.Args(), chats, chats, Cost(10**6, 1e-5))
     planned = [pretrain.with_passes(0.5, 1e30), sft.with_passes(rules.SFT_PASSES, 1e30)]
-    first, second = plan.unwise(choice.Plan(planned, "hours"), free=1e12)
+    first, second, text, *_ = plan.unwise(choice.Plan(planned, "hours"), free=1e12)
     assert first == ("more time", {"stage": "pretrain", "updates": 72})
     assert second[0] == "more data" and second[1]["stage"] == "full_sft"
+    assert text == ("few tokens", {"tokens": pytest.approx(150_000, rel=0.01)})  # read once or more often
+    enough = Data(num_tokens=int(rules.MIN_TOKENS_FOR_SENTENCES), items=1000)
+    planned = [
+        Stage(train_pretrain, train_pretrain.Args(), enough, enough, Cost(10**6, 1e-5)).with_passes(4, 1e30)
+    ]
+    assert plan.unwise(choice.Plan(planned, "hours"), free=1e12) == []

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 from torch._dynamo.utils import counters
+from torch._inductor import config as inductor
 from torch.nn.utils import clip_grad_norm_
 
 from model import kernels
@@ -14,19 +15,21 @@ from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from tests.stage_process import context, finish, free_port, rank_variables
 from trainer.devices.process_group import leave_process_group
 from trainer.devices.wrapping import full_tensor, unwrap, wrap_model
-from trainer.run.compiling import compile_model
+from trainer.run.compiling import compile_by, compile_model, first_inputs, first_sizes
 from trainer.trainer_utils import init_distributed_mode
 
+IN_PLACE = torch.nn.Module.compile
 # tokens and samples; experts are captured once more for the batches of a single sample
 WARM_UP = [(1300, 5), (700, 1)]
 
 
-def flat_batch(tokens: int, samples: int) -> dict:
+def flat_batch(tokens: int, samples: int, targets: int = 0) -> dict:
     """Samples of random lengths with random targets, as `collate_flat` lays them out."""
     cuts = torch.randperm(tokens - 1)[: samples - 1].sort().values + 1
     borders = torch.cat([torch.zeros(1, dtype=torch.int64), cuts, torch.tensor([tokens])])
     lengths = borders.diff()
-    ids, at = torch.randint(0, 100, (tokens,)), torch.randperm(tokens - 1)[: torch.randint(2, tokens, ())]
+    ids = torch.randint(0, 100, (tokens,))
+    at = torch.randperm(tokens - 1)[: targets or torch.randint(2, tokens, ())]
     positions = torch.cat([torch.arange(n) for n in lengths])
     shape = {"cu_seqlens": borders.int(), "max_seqlen": int(lengths.max()), "position_ids": positions}
     return shape | {"input_ids": ids, "target_index": at, "targets": ids[at + 1]}
@@ -40,10 +43,10 @@ def train(model: torch.nn.Module, batch: dict) -> torch.Tensor:
     return out.loss.detach()
 
 
-def model_of(use_moe: bool, width: int = 64) -> torch.nn.Module:
+def model_of(use_moe: bool, width: int = 64, layers: int = 2) -> torch.nn.Module:
     torch.manual_seed(0)
     shape = {"hidden_size": width, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 100}
-    return MiniMindForCausalLM(MiniMindConfig(**shape, num_hidden_layers=2, use_moe=use_moe)).train()
+    return MiniMindForCausalLM(MiniMindConfig(**shape, num_hidden_layers=layers, use_moe=use_moe)).train()
 
 
 def check(compiled: torch.nn.Module, plain: torch.nn.Module) -> None:
@@ -76,6 +79,79 @@ def test_graphs_are_captured_once(use_moe, monkeypatch):
     compile_model(compiled)  # torch writes no kernels
     assert list(compiled.state_dict()) == names
     check(compiled, model_of(use_moe))
+
+
+def sizes_at_compiling(batch: dict, monkeypatch) -> list[list[int]]:
+    """The sizes with which each graph is handed to the compiler when a model first gets this batch."""
+    found = []
+
+    def backend(graph, inputs):
+        assert not any("embedding" in str(node.target) for node in graph.graph.nodes)
+        sizes = [x.shape if isinstance(x, torch.Tensor) else [x] for x in inputs]
+        found.append([n.node.hint if isinstance(n, torch.SymInt) else n for size in sizes for n in size])
+        return graph.forward
+
+    torch.compiler.reset()
+    monkeypatch.setattr(torch.nn.Module, "compile", partialmethod(IN_PLACE, backend=backend))
+    compiled = model_of(use_moe=False, layers=1)
+    compile_model(compiled)
+    train(compiled, batch)
+    return found
+
+
+def test_the_first_batch_does_not_decide_what_is_compiled(monkeypatch):
+    """The compiler chooses by sizes how kernels sum; on a CPU it writes others for more than 4,096."""
+    few = sizes_at_compiling(flat_batch(40, 2), monkeypatch)
+    assert few and few == sizes_at_compiling(flat_batch(2900, 9), monkeypatch)
+    sizes = [
+        first_sizes(flat_batch(*many), 512) for many in ((4200, 9, 4000), (9000, 2, 4000), (9000, 2, 5000))
+    ]
+    assert sizes == [(8192, 2048), (8192, 2048), (8192, 6144)]
+
+
+@pytest.mark.slow
+def test_sums_depend_neither_on_the_first_batch_nor_on_the_threads(monkeypatch):
+    """As in a run that is resumed without the compiler's cache, on two threads."""
+    monkeypatch.setattr(inductor, "force_disable_caches", True)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        gradients = []
+        for tokens, samples in ((40, 2), (2900, 9)):
+            torch.compiler.reset()
+            model = model_of(use_moe=False, layers=1)
+            compile_model(model)
+            torch.manual_seed(1)
+            train(model, flat_batch(tokens, samples))
+            torch.manual_seed(2)
+            batch = flat_batch(3000, 7)
+            for _ in range(8):
+                model.zero_grad()
+                train(model, batch)
+                gradients.append([parameter.grad for parameter in model.parameters()])
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(x, y) for other in gradients[1:] for x, y in zip(other, gradients[0], strict=True))
+
+
+def test_compiling_leaves_no_trace():
+    """Neither in the random numbers nor in the experts' counters."""
+    model = model_of(use_moe=True)
+    kwargs, seen = flat_batch(64, 3), []
+    before, random = [buffer.clone() for buffer in model.buffers()], torch.get_rng_state()
+
+    def count(**inputs):
+        seen.append(len(inputs["input_ids"]))
+        torch.rand(3)
+        return model._call_impl(**inputs)
+
+    for _ in range(2):
+        inputs = first_inputs(kwargs, *first_sizes(kwargs, 512))
+        compile_by(model, count, inputs)
+    assert seen == [2048, 2048]
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(map(torch.equal, model.buffers(), before))
+    assert first_sizes({"input_ids": kwargs["input_ids"].to("meta")}, 512) == (512, 256)  # not on a CPU
 
 
 # --- several ranks

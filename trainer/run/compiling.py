@@ -8,12 +8,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from common.errors import UserError, reason, warn
 from common.settings import StageArgs
-from dataset.lm_dataset import StageDataset
+from dataset.lm_dataset import StageDataset, collate_flat, collate_shared
 from trainer.data.datasets import SizedDataset, epoch_tokens
 from trainer.devices.device import native_bfloat16
 from trainer.devices.process_group import Logger, world_size
@@ -89,12 +90,12 @@ def compiler_problem(device: str) -> str:
     return ""
 
 
-def compile_model(model: nn.Module, may_fail: bool = False) -> None:
+def compile_model(model: nn.Module, tokens: int = 2048, may_fail: bool = False) -> None:
     """Compile each transformer in a model in place, or the model as a whole if it has none. A call with an
     empty tensor runs as it is: it would be compiled for itself, and epochs begin with one under DDP.
 
-    may_fail: a part that cannot be compiled runs as it is, with a warning; else the compiler's error is
-    raised."""
+    tokens: the size of the batch that it is compiled on, see `first_inputs`. may_fail: a part that cannot be
+    compiled runs as it is, with a warning; else the compiler's error is raised."""
     from torch._dynamo import config
     from torch._functorch import config as functorch
     from torch._inductor import config as inductor
@@ -107,21 +108,38 @@ def compile_model(model: nn.Module, may_fail: bool = False) -> None:
     shapes.use_duck_shape = False  # or as many tokens as the model is wide would be taken for the width
     parts = [module for module in model.modules() if isinstance(module, PreTrainedModel)] or [model]
     for part in parts:
+        embedding = part.get_input_embeddings() if isinstance(part, PreTrainedModel) else None
+        if embedding is not None and next(part.parameters()).device.type == "cpu":
+            # compiled, its gradient would be summed by atomic additions, in the order in which threads come
+            embedding.forward = torch.compiler.disable(embedding.forward)
         part.compile(dynamic=True)
-        part._compiled_call_impl = call_of(part, may_fail)
+        part._compiled_call_impl = call_of(part, tokens, may_fail)
 
 
-def call_of(part: nn.Module, may_fail: bool) -> Any:
+def call_of(part: nn.Module, tokens: int, may_fail: bool) -> Any:
     """The call of a compiled module that `compile_model` describes."""
     from torch._dynamo.exc import TorchDynamoException
+    from torch.distributed.fsdp import FSDPModule
 
     compiled_call, eager_call = cast(Any, part._compiled_call_impl), part._call_impl
+    compiled = set()
+
+    def compile_before_first(kwargs: dict[str, Any]) -> None:
+        sizes = first_sizes(kwargs, tokens)
+        given = frozenset(name for name, value in kwargs.items() if value is not None)
+        kind = torch.is_grad_enabled(), part.training, sizes, given
+        if kind not in compiled:
+            compiled.add(kind)
+            compile_by(part, compiled_call, first_inputs(kwargs, *sizes))
 
     def call(*args: Any, **kwargs: Any) -> Any:
         values = [*args, *kwargs.values()]
         if any(isinstance(value, Tensor) and value.numel() == 0 for value in values):
             return eager_call(*args, **kwargs)
         try:
+            # not with FSDP: a call gathers the weights from all ranks, of which some may have an empty batch
+            if "cu_seqlens" in kwargs and not isinstance(part, FSDPModule):
+                compile_before_first(kwargs)
             return compiled_call(*args, **kwargs)
         except TorchDynamoException as error:
             if not may_fail:
@@ -132,3 +150,56 @@ def call_of(part: nn.Module, may_fail: bool) -> Any:
             return eager_call(*args, **kwargs)
 
     return call
+
+
+def compile_by(part: nn.Module, compiled_call: Any, inputs: dict[str, Any] | None) -> None:
+    """Compile a module by a call whose result is not used and that leaves no trace, neither in its buffers
+    nor in the random numbers."""
+    if inputs is None:
+        return
+    buffers = [(buffer, buffer.clone()) for buffer in part.buffers()]
+    device = inputs["input_ids"].device
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        compiled_call(**inputs)
+    with torch.no_grad():
+        for buffer, before in buffers:
+            buffer.copy_(before)
+
+
+def first_sizes(kwargs: dict[str, Any], tokens: int) -> tuple[int, int]:
+    """How many tokens and targets the batch has that a call like this one is compiled on. For a CPU the
+    compiler writes kernels for up to 4,096 summands and others for more (chunk_size of torch's
+    _inductor/codegen/cpp.py), so there are a smaller and a larger batch."""
+    if kwargs["input_ids"].device.type != "cpu":
+        return tokens, tokens // 2
+    index = kwargs.get("target_index")
+    tokens = 8192 if len(kwargs["input_ids"]) > 4096 else 2048
+    return tokens, 6144 if index is not None and len(index) > 4096 else tokens // 4
+
+
+def first_inputs(kwargs: dict[str, Any], tokens: int, targets: int) -> dict[str, Any] | None:
+    """Inputs like those of a call with a flat batch, of the given size; None for a model of one's own that
+    takes other tensors.
+
+    The compiler chooses how its kernels sum by the sizes that it sees first. Were these those of the run's
+    first batch, a resumed run, whose first batch is another one, would sum in another order unless it found
+    the kernels in the compiler's cache. All tokens are the same, so that they go to the same experts whatever
+    the weights are.
+    """
+    weight = np.repeat(np.array([0, 1], np.float32), [max(2, (tokens - targets) // 8), max(2, targets // 8)])
+    sample = {"input_ids": np.zeros(len(weight), np.int64), "loss_weight": weight}
+    sample |= {"sample_id": 0, "target_bytes": 0}
+    shared_keys = kwargs.get("shared_keys")
+    batch = (collate_flat if shared_keys is None else collate_shared)([[sample, sample]] * 4)
+    if shared_keys is not None:
+        names = ("key_index", "cu_seqlens_k", "max_seqlen_k", "host_cu_seqlens_k")
+        batch["shared_keys"] = tuple(batch[name] for name in names)
+    if any(isinstance(value, Tensor) and name not in batch for name, value in kwargs.items()):
+        return None
+
+    def like(value: Any, own: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(map(like, value, own))
+        return own.to(value.device) if isinstance(value, Tensor) else own
+
+    return {k: like(v, batch[k]) if v is not None and k in batch else v for k, v in kwargs.items()}

@@ -392,7 +392,8 @@ def test_a_foreign_checkpoint_is_refused(corpus, tmp_path):
 
 @pytest.mark.slow
 def test_compiled_runs_resume_exactly_and_compiling_may_be_toggled(corpus, tmp_path):
-    """With loader processes, too, which must not outlive the run."""
+    """Without the compiler's cache, as in a new container, and with loader processes, too, which must not
+    outlive the run."""
     settings = {"epochs": 2, "num_hidden_layers": 1, "accumulation_steps": 2, "num_workers": 2}
     at = Faults(signals={13: signal.SIGKILL})
 
@@ -402,7 +403,8 @@ def test_compiled_runs_resume_exactly_and_compiling_may_be_toggled(corpus, tmp_p
     run("pretrain", argv("whole", use_compile=1), timeout=600)
     run("pretrain", argv("broken", use_compile=1), at, status=-9, timeout=600)
     shutil.copytree(tmp_path / "broken", tmp_path / "toggled")
-    run("pretrain", argv("broken", use_compile=1, from_resume=1), timeout=600)
+    cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    run("pretrain", argv("broken", use_compile=1, from_resume=1), timeout=600, **cache)
     assert_same_run(tmp_path / "whole", tmp_path / "broken")
     run("pretrain", argv("toggled", use_compile=0, from_resume=1))
     whole, toggled = records(tmp_path / "whole"), records(tmp_path / "toggled")
