@@ -9,7 +9,7 @@ DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24)
 PASSES, SFT_PASSES = 4, 2
 # tokens that a model reads, at least, for each weight of its layers: with fewer passes, and with all of them
 # (docs/dev/LOG.md, "Size under decay")
-TOKENS_PER_WEIGHT, TOKENS_PER_WEIGHT_AT_MOST_PASSES = 0.5, 0.35
+TOKENS_PER_WEIGHT, TOKENS_PER_WEIGHT_AT_MOST_PASSES = 0.5, 1 / 3
 MIN_USEFUL_UPDATES = 100  # fewer teach little
 MIN_CONVERSATIONS = 3000  # fewer teach a manner of answering, to a model that can already write
 

@@ -342,7 +342,7 @@ def choose(monkeypatch):
 
 def test_what_limits_the_model(choose):
     chosen = {
-        "data": choose(900_000, 1e-6),  # 3.1 M weights read 3.6 M tokens; 10.6 M weights want 3.7 M
+        "data": choose(850_000, 1e-6),  # 3.1 M weights read 3.4 M tokens; 10.6 M weights want 3.5 M
         "hours": choose(10**7, 1e-4, seconds=3600),
         "memory": choose(10**9, 1e-9, memory=1.2e9),
     }
