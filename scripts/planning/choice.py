@@ -47,8 +47,7 @@ def choose(stages: list[Stage], depths: Sequence[int], memory: float, seconds: f
     models: list[Stage] = []
     limit, passes = "size", rules.PASSES
     for depth in depths:
-        needed = rules.layer_weights(depth) * rules.TOKENS_PER_WEIGHT
-        if best and needed > passes * stages[0].data.num_tokens:
+        if best and rules.tokens_needed(depth, passes) > passes * stages[0].data.num_tokens:
             limit = "data"
             break
         # what a forward pass keeps may be half as much again
@@ -67,7 +66,7 @@ def choose(stages: list[Stage], depths: Sequence[int], memory: float, seconds: f
             break
         first = planned[0]
         teaches_little = first.passes < 1 and first.updates < rules.MIN_USEFUL_UPDATES
-        reads_too_little = bool(best) and first.tokens < needed
+        reads_too_little = bool(best) and first.tokens < rules.tokens_needed(depth, first.passes)
         if total_seconds(planned) > seconds or teaches_little or reads_too_little:
             limit = "hours"
             break

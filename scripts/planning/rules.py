@@ -7,7 +7,9 @@ DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24)
 # passes over the data, at most; of pretraining more teach little (arXiv:2305.16264; docs/dev/LOG.md, "Decay
 # in each pass")
 PASSES, SFT_PASSES = 4, 2
-TOKENS_PER_WEIGHT = 0.5  # that a model reads, at least, for each weight of its layers
+# tokens that a model reads, at least, for each weight of its layers: with fewer passes, and with all of them
+# (docs/dev/LOG.md, "Size under decay")
+TOKENS_PER_WEIGHT, TOKENS_PER_WEIGHT_AT_MOST_PASSES = 0.5, 1 / 3
 MIN_USEFUL_UPDATES = 100  # fewer teach little
 # different tokens of general text; with fewer no run wrote sentences that make sense (docs/dev/LOG.md, "When
 # a model writes sentences")
@@ -18,6 +20,13 @@ MIN_CONVERSATIONS = 3000  # fewer teach a manner of answering, to a model that c
 def layer_weights(depth: int) -> float:
     """Roughly the weights of the layers of a model of this depth."""
     return 12.0 * depth * (WIDTH * depth) ** 2
+
+
+def tokens_needed(depth: int, passes: float) -> float:
+    """Tokens that a model of this depth must read to learn more than a smaller one. While passes are left,
+    they teach more than size does."""
+    share = TOKENS_PER_WEIGHT if passes < PASSES else TOKENS_PER_WEIGHT_AT_MOST_PASSES
+    return layer_weights(depth) * share
 
 
 def update_tokens(tokens: float) -> float:
