@@ -106,7 +106,7 @@ def test_the_first_batch_does_not_decide_what_is_compiled(monkeypatch):
     sizes = [
         first_sizes(flat_batch(*many), 512) for many in ((4200, 9, 4000), (9000, 2, 4000), (9000, 2, 5000))
     ]
-    assert sizes == [(8192, 2048), (8192, 2048), (8192, 6144)]
+    assert sizes == [(8192, 2048, 8), (8192, 2048, 8), (8192, 6144, 8)]
 
 
 @pytest.mark.slow
@@ -151,7 +151,8 @@ def test_compiling_leaves_no_trace():
     assert seen == [2048, 2048]
     assert torch.equal(torch.get_rng_state(), random)
     assert all(map(torch.equal, model.buffers(), before))
-    assert first_sizes({"input_ids": kwargs["input_ids"].to("meta")}, 512) == (512, 256)  # not on a CPU
+    meta = {name: kwargs[name].to("meta") for name in ("input_ids", "cu_seqlens")}
+    assert first_sizes(meta, 512) == (512, 256, 8)  # not on a CPU
 
 
 # --- several ranks

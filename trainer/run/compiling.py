@@ -125,7 +125,7 @@ def call_of(part: nn.Module, tokens: int, may_fail: bool) -> Any:
     compiled = set()
 
     def compile_before_first(kwargs: dict[str, Any]) -> None:
-        sizes = first_sizes(kwargs, tokens)
+        sizes = first_sizes(kwargs, tokens, getattr(getattr(part, "config", None), "use_moe", False))
         given = frozenset(name for name, value in kwargs.items() if value is not None)
         kind = torch.is_grad_enabled(), part.training, sizes, given
         if kind not in compiled:
@@ -166,18 +166,19 @@ def compile_by(part: nn.Module, compiled_call: Any, inputs: dict[str, Any] | Non
             buffer.copy_(before)
 
 
-def first_sizes(kwargs: dict[str, Any], tokens: int) -> tuple[int, int]:
-    """How many tokens and targets the batch has that a call like this one is compiled on. For a CPU the
-    compiler writes kernels for up to 4,096 summands and others for more (chunk_size of torch's
-    _inductor/codegen/cpp.py), so there are a smaller and a larger batch."""
+def first_sizes(kwargs: dict[str, Any], tokens: int, use_moe: bool = False) -> tuple[int, int, int]:
+    """How many tokens, targets and samples the batch has that a call like this one is compiled on. For a CPU
+    the compiler writes kernels for up to 4,096 summands and others for more (chunk_size of torch's
+    _inductor/codegen/cpp.py), with experts for one sample and for several."""
+    samples = 1 if use_moe and len(kwargs["cu_seqlens"]) == 2 else 8
     if kwargs["input_ids"].device.type != "cpu":
-        return tokens, tokens // 2
+        return tokens, tokens // 2, samples
     index = kwargs.get("target_index")
     tokens = 8192 if len(kwargs["input_ids"]) > 4096 else 2048
-    return tokens, 6144 if index is not None and len(index) > 4096 else tokens // 4
+    return tokens, 6144 if index is not None and len(index) > 4096 else tokens // 4, samples
 
 
-def first_inputs(kwargs: dict[str, Any], tokens: int, targets: int) -> dict[str, Any] | None:
+def first_inputs(kwargs: dict[str, Any], tokens: int, targets: int, samples: int) -> dict[str, Any] | None:
     """Inputs like those of a call with a flat batch, of the given size; None for a model of one's own that
     takes other tensors.
 
@@ -186,20 +187,26 @@ def first_inputs(kwargs: dict[str, Any], tokens: int, targets: int) -> dict[str,
     the kernels in the compiler's cache. All tokens are the same, so that they go to the same experts whatever
     the weights are.
     """
-    weight = np.repeat(np.array([0, 1], np.float32), [max(2, (tokens - targets) // 8), max(2, targets // 8)])
+    weight = np.repeat(
+        np.array([0, 1], np.float32), [max(2, (tokens - targets) // samples), max(2, targets // samples)]
+    )
     sample = {"input_ids": np.zeros(len(weight), np.int64), "loss_weight": weight}
     sample |= {"sample_id": 0, "target_bytes": 0}
     shared_keys = kwargs.get("shared_keys")
-    batch = (collate_flat if shared_keys is None else collate_shared)([[sample, sample]] * 4)
-    if shared_keys is not None:
+    if shared_keys is None:
+        batch = collate_flat([[sample] * samples])
+    else:
+        batch = collate_shared([[sample, sample]] * (samples // 2))
         names = ("key_index", "cu_seqlens_k", "max_seqlen_k", "host_cu_seqlens_k")
         batch["shared_keys"] = tuple(batch[name] for name in names)
     if any(isinstance(value, Tensor) and name not in batch for name, value in kwargs.items()):
         return None
 
     def like(value: Any, own: Any) -> Any:
+        if value is None:
+            return None
         if isinstance(value, tuple):
             return tuple(map(like, value, own))
         return own.to(value.device) if isinstance(value, Tensor) else own
 
-    return {k: like(v, batch[k]) if v is not None and k in batch else v for k, v in kwargs.items()}
+    return {name: like(value, batch.get(name, value)) for name, value in kwargs.items()}
