@@ -13,7 +13,7 @@ TOKENS_PER_WEIGHT, TOKENS_PER_WEIGHT_AT_MOST_PASSES = 0.5, 1 / 3
 MIN_USEFUL_UPDATES = 100  # fewer teach little
 # different tokens of general text; with fewer no run wrote sentences that make sense (docs/dev/LOG.md, "When
 # a model writes sentences")
-MIN_TOKENS_FOR_SENTENCES = 4e6
+MIN_TOKENS_FOR_SENTENCES = 5e6
 MIN_CONVERSATIONS = 3000  # fewer teach a manner of answering, to a model that can already write
 
 
