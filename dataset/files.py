@@ -29,6 +29,7 @@ from common.patterns import split_first, take_first
 from dataset.records import ANSWER_FIELDS, FORMATS, PAIR, BadRecord, parse_json
 
 PLAIN_TEXT = (".txt", ".md")
+TABLES = (".parquet", ".arrow")  # binary, read in batches
 DELIMITERS = (",", ";", "\t", "|")  # of CSV: the first of these in the header line
 PART_BYTES = 1 << 20  # a longer plain text is read in parts of about this size
 BATCH_ROWS = 1024
@@ -202,7 +203,7 @@ def read_file(path: str, separator: str) -> Iterator[tuple[int, Any]]:
     """The records of a file with their lines (of `Source`)."""
     with open_file(path) as file:
         kind = file_kind(path)
-        if kind not in (".parquet", ".arrow"):
+        if kind not in TABLES:
             check_text(path, file.peek(HEAD)[:HEAD], kind in PLAIN_TEXT)
         if kind in PLAIN_TEXT:
             yield from read_text(file, separator)

@@ -84,10 +84,19 @@ PRE, SFT = "pretrain", "sft"
 GZ = gzip.compress(b"".join(line({"text": f"text {i * 7919}"}) for i in range(3000)), mtime=0)
 CUT_GZ = GZ[:-20]
 PARQUET = parquet({"text": [f"text {i}" for i in range(100)]})
-SURROUNDED = BOM + b'{"text": "a"}\r\n\r\n  \r\n\t\r\n{"text": "b"}\r\n\n{"text": "c",}\r\n{"text": "d"}\r\n'
+MALFORMED = b'{"text": "c",}'
+SURROUNDED = BOM + b'{"text": "a"}\r\n\r\n  \r\n\t\r\n{"text": "b"}\r\n\n%b\r\n{"text": "d"}\r\n' % MALFORMED
 LONG_QUESTION = chat({"role": "user", "content": "the river " * 900}, BOT)
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:aa\nsize 1\n"
 BROKEN_CALL = {**BOT, "tool_calls": "{oops"}
+
+
+def python_says(text: bytes) -> str:
+    """Why a text is no JSON, in this Python's words."""
+    with pytest.raises(json.JSONDecodeError) as error:
+        json.loads(text)
+    return error.value.msg
+
 
 CASES = {
     "missing file": Case(PRE, nothing, ": no such file, or a folder without data; check the path"),
@@ -98,11 +107,7 @@ CASES = {
     "array in one line": Case(
         PRE, json.dumps([TEXT] * 17 + [{}]).encode(), "[17]: no 'text' (its keys: )", "x.json"
     ),
-    "malformed behind odd lines": Case(
-        PRE,
-        SURROUNDED,
-        ":7: not valid JSON (",  # and Python's words, which change
-    ),
+    "malformed behind odd lines": Case(PRE, SURROUNDED, f":7: not valid JSON ({python_says(MALFORMED)}"),
     "plain text": Case(
         PRE, b"Call me Ishmael.\n", ":1: not valid JSON (Expecting value: line 1 column 1", "x.rst"
     ),

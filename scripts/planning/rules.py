@@ -9,7 +9,7 @@ DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24)
 PASSES, SFT_PASSES = 4, 2
 # tokens that a model reads, at least, for each weight of its layers: with fewer passes, and with all of them
 # (docs/dev/LOG.md, "Size under decay")
-TOKENS_PER_WEIGHT, TOKENS_PER_WEIGHT_AT_MOST_PASSES = 0.5, 1 / 3
+TOKENS_PER_WEIGHT, TOKENS_PER_WEIGHT_OF_ALL_PASSES = 0.5, 1 / 3
 MIN_USEFUL_UPDATES = 100  # fewer teach little
 # different tokens of general text; with fewer no run wrote sentences that make sense (docs/dev/LOG.md, "When
 # a model writes sentences")
@@ -25,7 +25,7 @@ def layer_weights(depth: int) -> float:
 def tokens_needed(depth: int, passes: float) -> float:
     """Tokens that a model of this depth must read to learn more than a smaller one. While passes are left,
     they teach more than size does."""
-    share = TOKENS_PER_WEIGHT if passes < PASSES else TOKENS_PER_WEIGHT_AT_MOST_PASSES
+    share = TOKENS_PER_WEIGHT if passes < PASSES else TOKENS_PER_WEIGHT_OF_ALL_PASSES
     return layer_weights(depth) * share
 
 

@@ -19,7 +19,7 @@ from anyio.to_thread import run_sync
 from starlette.requests import ClientDisconnect
 
 from common.errors import UserError
-from dataset.files import file_kind, is_plain_text, open_file, read_records
+from dataset.files import TABLES, file_kind, is_plain_text, open_file, read_records
 from dataset.records import BadRecord, to_chat, to_text
 from scripts.serve.jobs import try_lock
 from scripts.serve.protocol import ApiError
@@ -28,7 +28,6 @@ FOLDER = ".uploads"
 KINDS = r"(\.(txt|jsonl|json|csv)(\.gz)?|\.(parquet|arrow))"
 NAME = re.compile(rf"\w[\w -]{{0,39}}{KINDS}")
 MAX_BYTES = 20 << 30
-TABLES = (".parquet", ".arrow")  # read in batches
 SILENCE_SECONDS = 30  # without a byte, after which an upload ends
 DAY = 24 * 3600  # seconds after which what is left of an upload is removed
 ROOM_FACTOR, ROOM = 3, 2 << 30  # bytes of disk that an upload needs: so many times its own, for its tokens

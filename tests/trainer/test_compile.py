@@ -15,7 +15,7 @@ from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from tests.stage_process import context, finish, free_port, rank_variables
 from trainer.devices.process_group import leave_process_group
 from trainer.devices.wrapping import full_tensor, unwrap, wrap_model
-from trainer.run.compiling import compile_by, compile_model, first_inputs, first_sizes
+from trainer.run.compiling import compile_model, warm_up, warm_up_inputs, warm_up_sizes
 from trainer.trainer_utils import init_distributed_mode
 
 IN_PLACE = torch.nn.Module.compile
@@ -104,7 +104,7 @@ def test_the_first_batch_does_not_decide_what_is_compiled(monkeypatch):
     few = sizes_at_compiling(flat_batch(40, 2), monkeypatch)
     assert few and few == sizes_at_compiling(flat_batch(2900, 9), monkeypatch)
     sizes = [
-        first_sizes(flat_batch(*many), 512) for many in ((4200, 9, 4000), (9000, 2, 4000), (9000, 2, 5000))
+        warm_up_sizes(flat_batch(*many), 512) for many in ((4200, 9, 4000), (9000, 2, 4000), (9000, 2, 5000))
     ]
     assert sizes == [(8192, 2048, 8), (8192, 2048, 8), (8192, 6144, 8)]
 
@@ -146,13 +146,13 @@ def test_compiling_leaves_no_trace():
         return model._call_impl(**inputs)
 
     for _ in range(2):
-        inputs = first_inputs(kwargs, *first_sizes(kwargs, 512))
-        compile_by(model, count, inputs)
+        inputs = warm_up_inputs(kwargs, *warm_up_sizes(kwargs, 512))
+        warm_up(model, count, inputs)
     assert seen == [2048, 2048]
     assert torch.equal(torch.get_rng_state(), random)
     assert all(map(torch.equal, model.buffers(), before))
     meta = {name: kwargs[name].to("meta") for name in ("input_ids", "cu_seqlens")}
-    assert first_sizes(meta, 512) == (512, 256, 8)  # not on a CPU
+    assert warm_up_sizes(meta, 512) == (512, 256, 8)  # not on a CPU
 
 
 # --- several ranks

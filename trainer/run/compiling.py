@@ -18,6 +18,7 @@ from dataset.lm_dataset import StageDataset, collate_flat, collate_shared
 from trainer.data.datasets import SizedDataset, epoch_tokens
 from trainer.devices.device import native_bfloat16
 from trainer.devices.process_group import Logger, world_size
+from trainer.objectives.next_token import model_inputs, to_device
 from trainer.report.speed import layer_weights
 
 # operations of a run per thread of a CPU from which on compiling pays: five to twelve minutes of training for
@@ -94,8 +95,8 @@ def compile_model(model: nn.Module, tokens: int = 2048, may_fail: bool = False) 
     """Compile each transformer in a model in place, or the model as a whole if it has none. A call with an
     empty tensor runs as it is: it would be compiled for itself, and epochs begin with one under DDP.
 
-    tokens: the size of the batch that it is compiled on, see `first_inputs`. may_fail: a part that cannot be
-    compiled runs as it is, with a warning; else the compiler's error is raised."""
+    tokens: the size of the batch that it is compiled on, see `warm_up_inputs`. may_fail: a part that cannot
+    be compiled runs as it is, with a warning; else the compiler's error is raised."""
     from torch._dynamo import config
     from torch._functorch import config as functorch
     from torch._inductor import config as inductor
@@ -122,15 +123,19 @@ def call_of(part: nn.Module, tokens: int, may_fail: bool) -> Any:
     from torch.distributed.fsdp import FSDPModule
 
     compiled_call, eager_call = cast(Any, part._compiled_call_impl), part._call_impl
-    compiled = set()
+    use_moe = getattr(getattr(part, "config", None), "use_moe", False)
+    warmed_up = set()
 
-    def compile_before_first(kwargs: dict[str, Any]) -> None:
-        sizes = first_sizes(kwargs, tokens, getattr(getattr(part, "config", None), "use_moe", False))
+    def warm_up_once(kwargs: dict[str, Any]) -> None:
+        """Before the first call of its kind."""
+        sizes = warm_up_sizes(kwargs, tokens, use_moe)
         given = frozenset(name for name, value in kwargs.items() if value is not None)
         kind = torch.is_grad_enabled(), part.training, sizes, given
-        if kind not in compiled:
-            compiled.add(kind)
-            compile_by(part, compiled_call, first_inputs(kwargs, *sizes))
+        if kind not in warmed_up:
+            warmed_up.add(kind)
+            inputs = warm_up_inputs(kwargs, *sizes)
+            if inputs is not None:
+                warm_up(part, compiled_call, inputs)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         values = [*args, *kwargs.values()]
@@ -139,7 +144,7 @@ def call_of(part: nn.Module, tokens: int, may_fail: bool) -> Any:
         try:
             # not with FSDP: a call gathers the weights from all ranks, of which some may have an empty batch
             if "cu_seqlens" in kwargs and not isinstance(part, FSDPModule):
-                compile_before_first(kwargs)
+                warm_up_once(kwargs)
             return compiled_call(*args, **kwargs)
         except TorchDynamoException as error:
             if not may_fail:
@@ -152,11 +157,9 @@ def call_of(part: nn.Module, tokens: int, may_fail: bool) -> Any:
     return call
 
 
-def compile_by(part: nn.Module, compiled_call: Any, inputs: dict[str, Any] | None) -> None:
+def warm_up(part: nn.Module, compiled_call: Any, inputs: dict[str, Any]) -> None:
     """Compile a module by a call whose result is not used and that leaves no trace, neither in its buffers
     nor in the random numbers."""
-    if inputs is None:
-        return
     buffers = [(buffer, buffer.clone()) for buffer in part.buffers()]
     device = inputs["input_ids"].device
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
@@ -166,10 +169,10 @@ def compile_by(part: nn.Module, compiled_call: Any, inputs: dict[str, Any] | Non
             buffer.copy_(before)
 
 
-def first_sizes(kwargs: dict[str, Any], tokens: int, use_moe: bool = False) -> tuple[int, int, int]:
-    """How many tokens, targets and samples the batch has that a call like this one is compiled on. For a CPU
-    the compiler writes kernels for up to 4,096 summands and others for more (chunk_size of torch's
-    _inductor/codegen/cpp.py), with experts for one sample and for several."""
+def warm_up_sizes(kwargs: dict[str, Any], tokens: int, use_moe: bool = False) -> tuple[int, int, int]:
+    """How many tokens, targets and samples the batch has that a call like this one is compiled on. The
+    compiler writes kernels of their own for more than 4,096 summands on a CPU (chunk_size of torch's
+    _inductor/codegen/cpp.py), and for a single sample where there are experts."""
     samples = 1 if use_moe and len(kwargs["cu_seqlens"]) == 2 else 8
     if kwargs["input_ids"].device.type != "cpu":
         return tokens, tokens // 2, samples
@@ -178,7 +181,7 @@ def first_sizes(kwargs: dict[str, Any], tokens: int, use_moe: bool = False) -> t
     return tokens, 6144 if index is not None and len(index) > 4096 else tokens // 4, samples
 
 
-def first_inputs(kwargs: dict[str, Any], tokens: int, targets: int, samples: int) -> dict[str, Any] | None:
+def warm_up_inputs(kwargs: dict[str, Any], tokens: int, targets: int, samples: int) -> dict[str, Any] | None:
     """Inputs like those of a call with a flat batch, of the given size; None for a model of one's own that
     takes other tensors.
 
@@ -192,21 +195,12 @@ def first_inputs(kwargs: dict[str, Any], tokens: int, targets: int, samples: int
     )
     sample = {"input_ids": np.zeros(len(weight), np.int64), "loss_weight": weight}
     sample |= {"sample_id": 0, "target_bytes": 0}
-    shared_keys = kwargs.get("shared_keys")
-    if shared_keys is None:
+    if kwargs.get("shared_keys") is None:
         batch = collate_flat([[sample] * samples])
     else:
         batch = collate_shared([[sample, sample]] * (samples // 2))
-        names = ("key_index", "cu_seqlens_k", "max_seqlen_k", "host_cu_seqlens_k")
-        batch["shared_keys"] = tuple(batch[name] for name in names)
-    if any(isinstance(value, Tensor) and name not in batch for name, value in kwargs.items()):
+    batch = to_device(batch, kwargs["input_ids"].device)
+    inputs = model_inputs(batch) | {"targets": batch["targets"]}
+    if any(isinstance(value, Tensor) and name not in inputs for name, value in kwargs.items()):
         return None
-
-    def like(value: Any, own: Any) -> Any:
-        if value is None:
-            return None
-        if isinstance(value, tuple):
-            return tuple(map(like, value, own))
-        return own.to(value.device) if isinstance(value, Tensor) else own
-
-    return {name: like(value, batch.get(name, value)) for name, value in kwargs.items()}
+    return {name: value if value is None else inputs.get(name, value) for name, value in kwargs.items()}
