@@ -360,10 +360,10 @@ class FrozenModelArgs(StageArgs):
     """Settings of a stage with frozen models other than its start weights, which a resumed run reads
     again."""
 
-    def frozen_model_paths(self) -> dict[str, Path]:
-        """Flag -> path of the weights of another frozen model, such as a teacher."""
+    def frozen_model_paths(self) -> dict[str, list[Path]]:
+        """Flag -> paths of the weights of other frozen models, such as teachers."""
         return {}
 
-    def frozen_model_hashes(self) -> dict[str, str | None]:
+    def frozen_model_hashes(self) -> dict[str, Any]:
         """The part of the run fingerprint that identifies other frozen models."""
         return {}

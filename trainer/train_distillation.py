@@ -1,28 +1,29 @@
-"""Distillation: a student learns what a teacher predicts for each token of SFT's answers, beside the answers.
+"""Distillation: a student learns what one or several teachers predict for each token, beside the token.
 
     python train_distillation.py --data_path ../dataset/sft.jsonl                                   one device
     CUDA_VISIBLE_DEVICES=2,3 torchrun --nproc_per_node 2 train_distillation.py --data_path ...      two GPUs
     torchrun --nnodes 2 --node_rank N --master_addr IP --nproc_per_node 8 train_distillation.py  two machines
     python train_distillation.py --data_path ... --from_resume 1                                    resume
 
-Reads the conversations of SFT (docs/data.md). The loss is alpha x cross entropy + (1 - alpha) x temperature^2
-x KL divergence of teacher and student, over the tokens that the assistant says. The teacher may have any
-shape, and the student's tokenizer; it is only read. Starts from out/full_sft_<hidden_size>[_moe].pth and
-writes full_dist_... beside.
+Reads the conversations of SFT, or with --data_kind pretrain the text of pretraining (docs/data.md). The loss
+is alpha x cross entropy + (1 - alpha) x temperature^2 x KL divergence of teacher and student, over the tokens
+that the assistant says, or all of a text. A teacher may have any shape, and the student's tokenizer; several
+teach the mean of their probabilities. They are only read. Starts from out/full_sft_<hidden_size>[_moe].pth
+and writes full_dist_... beside.
 
 To change this stage, change it here: `Args` (defaults and flags), `Objective`, `schedule`,
 `frozen_parameters`, `open_data`, and in `main` the model.
 """
 
 import sys
-from functools import partial
 from pathlib import Path
+from typing import ClassVar, Literal
 
 # run the code beside this file, installed or not
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.settings import data_file, setting
-from dataset.lm_dataset import SFTDataset
+from dataset.lm_dataset import DATASETS
 from dataset.token_cache import load_tokenizer
 from trainer import stage
 from trainer import trainer_utils as utils
@@ -30,6 +31,7 @@ from trainer.data.datasets import open_datasets, steps_per_epoch, train_loader
 from trainer.devices.errors import training_errors
 from trainer.loop import train_epoch
 from trainer.objectives import distillation, next_token
+from trainer.optim.build import PRETRAINING_SCALES, build_optimizer
 from trainer.report.trackers import start_tracker
 from trainer.run.saving import is_finished, training_files
 from trainer.run.state import TrainState
@@ -40,7 +42,7 @@ class Args(distillation.TeacherArgs):
     """The defaults of this stage; --hidden_size, --num_hidden_layers, --use_moe and --from_weight are the
     student's.
     A field added here is a flag of this stage: `my_flag: float = 0.0`, or `= setting(0.0, "help", ge=0)`; the
-    flags of the teacher are in objectives/distillation.py."""
+    flags of the teachers are in objectives/distillation.py."""
 
     data_path: str | None = data_file("sft_t2t_mini.jsonl", "sft_mini_512.jsonl")
     save_weight: str = "full_dist"
@@ -49,23 +51,30 @@ class Args(distillation.TeacherArgs):
     batch_size: int = 32
     learning_rate: float = 5e-6
     max_seq_len: int = 340
+    decays_by_pass: ClassVar[bool] = True
+    data_kind: Literal["sft", "pretrain"] = setting("sft", "conversations, or the text of pretraining")
     alpha: float = setting(0.5, "share of the cross entropy in the loss", ge=0, le=1)
     temperature: float = setting(1.5, "divides the logits of both models before they are compared", gt=0)
 
 
 class Objective(next_token.Objective):
-    """What this stage learns: the answers, and what a teacher, a frozen model, predicts for each token."""
+    """What this stage learns: the answers or the text, and what the teachers, frozen models, predict."""
 
     console_metrics = ("cross_entropy", "divergence")
 
     def load_frozen_models(self, args, device):
-        self.teacher = distillation.load_teacher(args, load_tokenizer(args.tokenizer_path), device)
+        self.teachers = distillation.load_teachers(args, load_tokenizer(args.tokenizer_path), device)
+
+    def optimizer(self, model, args):
+        """AdamW or Muon; with Muon and text the rates of pretraining."""
+        scales = PRETRAINING_SCALES if args.optimizer == "muon" and args.data_kind == "pretrain" else None
+        return build_optimizer(model, args.learning_rate, args.weight_decay, args.optimizer, scales)
 
     def loss(self, model, batch, args):
         """Sums, each []: of the losses of the targets, of the load-balancing losses of the tokens, and of
         metrics by name over the targets."""
         cross_entropy, divergence, aux_loss = distillation.distillation_sums(
-            model, self.teacher, batch, args.temperature
+            model, self.teachers, batch, args.temperature
         )
         loss = args.alpha * cross_entropy + (1 - args.alpha) * args.temperature**2 * divergence
         return loss, aux_loss, {"cross_entropy": cross_entropy, "divergence": divergence}
@@ -78,7 +87,11 @@ class Objective(next_token.Objective):
 
 schedule = stage.warmup_cosine  # (update from 1, total updates, args) -> learning rate
 frozen_parameters: tuple[str, ...] = ()  # prefixes of the names of frozen parameters, e.g. "model.layers.0."
-open_data = partial(open_datasets, SFTDataset)  # (args, tokenizer) -> training and held-out (or None) data
+
+
+def open_data(args, tokenizer):
+    """The training and held-out (or None) data."""
+    return open_datasets(DATASETS[args.data_kind], args, tokenizer)
 
 
 def main() -> None:
@@ -118,7 +131,7 @@ def main() -> None:
     model = stage.compile_and_wrap(model, args, device, autocast, train_set, frozen_parameters)
     optimizer = objective.optimizer(model, args)
 
-    # 7. The state of the run, with its teacher, restored from the checkpoint.
+    # 7. The state of the run, with its teachers, restored from the checkpoint.
     state = TrainState(
         args=args, lm_config=lm_config, fingerprint=fingerprint,
         model=model, optimizer=optimizer, scaler=scaler, autocast=autocast, device=device,

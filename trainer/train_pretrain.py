@@ -31,7 +31,7 @@ from trainer.data.datasets import open_datasets, steps_per_epoch, train_loader
 from trainer.devices.errors import training_errors
 from trainer.loop import train_epoch
 from trainer.objectives import next_token
-from trainer.optim.build import build_optimizer
+from trainer.optim.build import PRETRAINING_SCALES, build_optimizer
 from trainer.report.trackers import start_tracker
 from trainer.run.saving import is_finished, training_files
 from trainer.run.state import TrainState
@@ -68,7 +68,7 @@ class Objective(next_token.NextToken):
 
     def optimizer(self, model, args):
         """AdamW or Muon; with Muon the embedding, which is AdamW's part, has twice the learning rate."""
-        scales = {"embed_tokens": 2.0} if args.optimizer == "muon" else None
+        scales = PRETRAINING_SCALES if args.optimizer == "muon" else None
         return build_optimizer(model, args.learning_rate, args.weight_decay, args.optimizer, scales)
 
 

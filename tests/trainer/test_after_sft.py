@@ -22,6 +22,9 @@ STAGES = {
     "lora": ("lora_medical", ()),
 }
 TEACHER = {"from_teacher_weight": "teacher"}
+# two teachers, of a text, as in pretraining
+OF_TEXT = {"data_kind": "pretrain", "from_weight": "none", "from_teacher_weight": "teacher,full_sft"}
+OF_TEXT |= {"teacher_use_moe": 0, "optimizer": "muon", "weight_decay": "auto"}
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +41,8 @@ def argv(corpus, start, folder: Path, stage: str, **extra) -> list[str]:
     """The flags of a small run in its own folder, with the start weights in it."""
     shutil.copytree(start, folder / "out", dirs_exist_ok=True)
     settings = {"learning_rate": 1e-3, "epochs": 1} | (TEACHER if stage == "distillation" else {})
-    return flags(corpus, folder, "dpo" if stage == "dpo" else "sft", **(settings | extra))
+    kind = "dpo" if stage == "dpo" else extra.get("data_kind", "sft")
+    return flags(corpus, folder, kind, **(settings | extra))
 
 
 def weights_for_use(folder: Path, name: str) -> dict:
@@ -74,7 +78,7 @@ def test_killed_and_resumed_ends_with_the_same_bits(corpus, start, tmp_path, sta
     refused."""
     name = f"{STAGES[stage][0]}_32"
     settings = {"epochs": 2, "dropout": 0.1, "accumulation_steps": 2, "batch_size": 4, "log_interval": 2}
-    settings |= {"lora": {"lora_dropout": 0.1}, "dpo": {"rpo_alpha": 0.5}}.get(stage, {})
+    settings |= {"lora": {"lora_dropout": 0.1}, "dpo": {"rpo_alpha": 0.5}, "distillation": OF_TEXT}[stage]
     run(stage, argv(corpus, start, tmp_path / "whole", stage, **settings))
     broken = argv(corpus, start, tmp_path / "broken", stage, **settings, from_resume=1)
     run(stage, broken, Faults(signals={12: signal.SIGKILL}), status=-signal.SIGKILL)
@@ -106,6 +110,11 @@ def test_killed_and_resumed_ends_with_the_same_bits(corpus, start, tmp_path, sta
 MISTAKES = {
     "no start": ("dpo", {"from_weight": "none"}, "--from_weight none: DPO needs a trained model"),
     "no teacher": ("distillation", {"from_teacher_weight": "nobody"}, "teacher: weights"),
+    "one missing": (
+        "distillation",
+        {"from_teacher_weight": "teacher,nobody"},
+        "/out/nobody_*.pth do not exist",
+    ),
     "target": ("lora", {"lora_targets": "q_proj,gate"}, "--lora_targets: no layer is named 'gate'"),
 }
 

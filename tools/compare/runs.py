@@ -94,7 +94,7 @@ def own_flags(variant: Variant, folder: Path, seed: int, steps: int) -> list[str
     if args.from_weight != "none":  # a name in --save_dir
         flags["from_weight"] = start_path(args.save_dir, args.from_weight, args)
     if isinstance(args, FrozenModelArgs):
-        flags |= args.frozen_model_paths()
+        flags |= {flag: ",".join(map(str, each)) for flag, each in args.frozen_model_paths().items()}
     if steps:
         flags["max_steps"] = steps
     return [word for name, value in flags.items() for word in (f"--{name}", str(value))]

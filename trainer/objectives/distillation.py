@@ -1,8 +1,9 @@
-"""Distillation: which model the teacher is, and how far the student's predictions are from its.
+"""Distillation: which models teach, and how far the student's predictions are from theirs.
 
 Shape legend: M targets, m targets of a piece, V vocabulary, C hidden size.
 """
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -36,7 +37,7 @@ TARGETS_AT_ONCE = 1024  # targets whose predictions are compared at once
 
 
 class TeacherArgs(FrozenModelArgs):
-    """The flags that name the teacher."""
+    """The flags that name the teachers."""
 
     aliases: ClassVar[dict[str, str]] = StageArgs.aliases | {  # MiniMind's names
         "student_hidden_size": "hidden_size",
@@ -48,15 +49,19 @@ class TeacherArgs(FrozenModelArgs):
     # the hash of its weights is compared
     may_change: ClassVar[str] = "from_teacher_weight teacher_hidden_size teacher_num_layers teacher_use_moe"
 
-    from_teacher_weight: str = setting("full_sft", "the teacher: name of weights in --save_dir, or a path")
-    teacher_hidden_size: int = setting(0, "width of the teacher; 0: that of its weights", ge=0)
-    teacher_num_layers: int = setting(0, "depth of the teacher; 0: that of its weights", "layers", ge=0)
+    from_teacher_weight: str = setting(
+        "full_sft",
+        "the teacher: name of weights in --save_dir, or a path; several, separated by commas, teach the mean "
+        "of their probabilities",
+    )
+    teacher_hidden_size: int = setting(0, "width of each teacher; 0: that of its weights", ge=0)
+    teacher_num_layers: int = setting(0, "depth of each teacher; 0: that of its weights", "layers", ge=0)
     teacher_use_moe: Literal["auto", "0", "1"] = setting(
-        "auto", "whether the teacher has experts; auto: as it is"
+        "auto", "whether each teacher has experts; auto: as it is"
     )
 
     def teacher_shape(self) -> dict[str, Any]:
-        """What the flags say of the teacher's shape."""
+        """What the flags say of the teachers' shape."""
         shape: dict[str, Any] = {}
         if self.teacher_hidden_size:
             shape["hidden_size"] = self.teacher_hidden_size
@@ -66,10 +71,13 @@ class TeacherArgs(FrozenModelArgs):
             shape["use_moe"] = self.teacher_use_moe == "1"
         return shape
 
-    def teacher(self) -> Path:
-        """The file or folder of the teacher. Raises UserError if there is none, or there are several of its
+    def teachers(self) -> list[Path]:
+        """The file or folder of each teacher. Raises UserError if there is none, or there are several of a
         name."""
-        weight = self.from_teacher_weight
+        return [self.teacher(weight) for weight in self.from_teacher_weight.split(",")]
+
+    def teacher(self, weight: str) -> Path:
+        """The file or folder of a teacher: of a name in --save_dir, or a path."""
         if is_path(weight):
             if not Path(weight).exists():
                 raise UserError(f"--from_teacher_weight {weight}: no such file or folder")
@@ -82,80 +90,90 @@ class TeacherArgs(FrozenModelArgs):
             raise UserError(f"teacher: {message}") from error
 
     def check_names(self) -> None:
-        path = self.teacher()
-        check_model_file(path)
-        config = described_config(path)
-        for name, value in self.teacher_shape().items():
-            if config is not None and getattr(config, name) != value:
-                flag = {"num_hidden_layers": "num_layers"}.get(name, name)
-                raise UserError(
-                    f"--teacher_{flag} {int(value)}: --from_teacher_weight {path} is of "
-                    f"{int(getattr(config, name))}; leave the flag out"
-                )
+        for path in self.teachers():
+            check_model_file(path)
+            config = described_config(path)
+            for name, value in self.teacher_shape().items():
+                if config is not None and getattr(config, name) != value:
+                    flag = {"num_hidden_layers": "num_layers"}.get(name, name)
+                    raise UserError(
+                        f"--teacher_{flag} {int(value)}: --from_teacher_weight {path} is of "
+                        f"{int(getattr(config, name))}; leave the flag out"
+                    )
 
-    def frozen_model_paths(self) -> dict[str, Path]:
-        return {"from_teacher_weight": self.teacher()}
+    def frozen_model_paths(self) -> dict[str, list[Path]]:
+        return {"from_teacher_weight": self.teachers()}
 
-    def frozen_model_hashes(self) -> dict[str, str | None]:
-        return {"teacher_sha256": weights_hash(self.teacher())}
+    def frozen_model_hashes(self) -> dict[str, Any]:
+        return {"teacher_sha256": [weights_hash(path) for path in self.teachers()]}
 
 
-def load_teacher(
+def load_teachers(
     args: TeacherArgs, tokenizer: "PreTrainedTokenizerBase", device: torch.device
-) -> "MiniMindForCausalLM":
-    """The teacher that the flags name, frozen. tokenizer: the student's. Raises UserError if it is no model,
-    of another shape than the flags say, or has other tokens than the student."""
+) -> "list[MiniMindForCausalLM]":
+    """The teachers that the flags name, frozen. tokenizer: the student's. Raises UserError if one is no
+    model, of another shape than the flags say, or has other tokens than the student."""
     from model.model_minimind import MiniMindForCausalLM
 
-    path = args.teacher()
-    weights, config = read_model(path, **args.teacher_shape())
-    folder = path if path.is_dir() else path.parent
-    its_tokenizer = load_tokenizer(folder) if (folder / TOKENIZER_FILE).is_file() else tokenizer
-    hashes = {config.tokenizer_sha256, vocabulary_hash(tokenizer), vocabulary_hash(its_tokenizer)} - {None}
-    if len(hashes) > 1 or config.vocab_size != len(tokenizer):
-        raise UserError(
-            f"the teacher {path} has another tokenizer than the student, so their predictions are of "
-            "different tokens; take a teacher with the student's tokenizer"
-        )
-    teacher = MiniMindForCausalLM(config)
-    fill(teacher, weights, path, config)
-    Logger(f"teacher: {describe_size(teacher)}, weights: {path}")
-    return frozen_model(teacher, device)
+    teachers = []
+    for path in args.teachers():
+        weights, config = read_model(path, **args.teacher_shape())
+        folder = path if path.is_dir() else path.parent
+        its_tokenizer = load_tokenizer(folder) if (folder / TOKENIZER_FILE).is_file() else tokenizer
+        hashes = {config.tokenizer_sha256, vocabulary_hash(tokenizer), vocabulary_hash(its_tokenizer)}
+        if len(hashes - {None}) > 1 or config.vocab_size != len(tokenizer):
+            raise UserError(
+                f"the teacher {path} has another tokenizer than the student, so their predictions are of "
+                "different tokens; take a teacher with the student's tokenizer"
+            )
+        teacher = MiniMindForCausalLM(config)
+        fill(teacher, weights, path, config)
+        Logger(f"teacher: {describe_size(teacher)}, weights: {path}")
+        teachers.append(frozen_model(teacher, device))
+    return teachers
 
 
-def divergence(student: Tensor, teacher: Tensor, temperature: float, weights: Tensor | None = None) -> Tensor:
-    """Sum over the rows of logits [m, V] of KL(teacher, student), the predictions at this temperature, in
-    nats; of each row times its weight [m], if there are weights."""
+def mean_prediction(teachers: list[Tensor], temperature: float) -> Tensor:
+    """Logarithms [m, V] of the mean of the probabilities that logits [m, V] have at this temperature."""
+    each = torch.stack([(logits.float() / temperature).log_softmax(-1) for logits in teachers])
+    return each.logsumexp(0) - math.log(len(teachers))
+
+
+def divergence(student: Tensor, p: Tensor, temperature: float, weights: Tensor | None = None) -> Tensor:
+    """Sum over the rows of KL(p, q) in nats; of each row times its weight [m], if there are weights. p:
+    logarithms of the probabilities [m, V] that are taught; q: those of the student's logits [m, V] at this
+    temperature."""
     q = (student.float() / temperature).log_softmax(-1)
-    p = (teacher.float() / temperature).log_softmax(-1)
     if weights is None:
         return F.kl_div(q, p, reduction="sum", log_target=True)
     return (F.kl_div(q, p, reduction="none", log_target=True).sum(-1) * weights).sum()
 
 
 def distillation_sums(
-    model: nn.Module, teacher: "MiniMindForCausalLM", batch: Batch, temperature: float
+    model: nn.Module, teachers: "list[MiniMindForCausalLM]", batch: Batch, temperature: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Sums over the targets, times their weights, of the student's cross entropy and of its divergence from
-    the teacher, and its load-balancing loss. The predictions are compared piece by piece and not kept for the
-    backward pass: beside the logits of both, memory holds [TARGETS_AT_ONCE, V] at a time."""
+    the mean of the teachers, and its load-balancing loss. The predictions are compared piece by piece and not
+    kept for the backward pass: beside the logits of all models, memory holds [TARGETS_AT_ONCE, V] of each at
+    a time."""
 
-    def compared(logits: Tensor, targets: Tensor, wanted: Tensor, weights: Tensor | None) -> Tensor:
+    def compared(logits: Tensor, targets: Tensor, wanted: list[Tensor], weights: Tensor | None) -> Tensor:
         if weights is None:
             cross_entropy = F.cross_entropy(logits.float(), targets, reduction="sum")
         else:
             cross_entropy = (F.cross_entropy(logits.float(), targets, reduction="none") * weights).sum()
-        return torch.stack((cross_entropy, divergence(logits, wanted, temperature, weights)))
+        p = mean_prediction(wanted, temperature)
+        return torch.stack((cross_entropy, divergence(logits, p, temperature, weights)))
 
     logits, aux_loss = target_logits(model, batch)
     with torch.no_grad():
-        wanted, _ = target_logits(teacher, batch)
+        wanted = [target_logits(teacher, batch)[0] for teacher in teachers]
     sums = logits.new_zeros(2, dtype=torch.float32)
     weights = batch.get("loss_weight")
     for start in range(0, max(1, len(logits)), TARGETS_AT_ONCE):
         piece = slice(start, start + TARGETS_AT_ONCE)
         sums = sums + checkpoint(
-            compared, logits[piece], batch["targets"][piece], wanted[piece],
+            compared, logits[piece], batch["targets"][piece], [each[piece] for each in wanted],
             None if weights is None else weights[piece],
             use_reentrant=False, preserve_rng_state=False,
         )  # fmt: skip

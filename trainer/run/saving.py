@@ -54,11 +54,11 @@ def check_starts(args: StageArgs) -> None:
     """Raise UserError if a new run starts from, or reads again, a file that it sets aside and writes anew."""
     starts = args.frozen_model_paths() if isinstance(args, FrozenModelArgs) else {}
     if args.from_weight != "none":
-        starts["from_weight"] = paths.start_path(args.save_dir, args.from_weight, args)
+        starts["from_weight"] = [paths.start_path(args.save_dir, args.from_weight, args)]
     if args.resume_from is not None:
-        starts["resume_from"] = Path(args.resume_from)
+        starts["resume_from"] = [Path(args.resume_from)]
     files = earlier_run_files(args)
-    for flag, start in starts.items():
+    for flag, start in ((flag, start) for flag, several in starts.items() for start in several):
         if any(start.exists() and start.samefile(path) for path in files):
             raise UserError(
                 f"--{flag} {start} is a file of the run --save_weight {args.save_weight}, which a new run of "

@@ -13,40 +13,41 @@ from tests.conftest import ROOT
 from tests.trainer.devices.test_wrapping import flat_batch
 from trainer import train_distillation
 from trainer.objectives import distillation
-from trainer.objectives.distillation import TeacherArgs, load_teacher
+from trainer.objectives.distillation import TeacherArgs, load_teachers
 from trainer.objectives.next_token import frozen_model
 from trainer.weights.files import save_weights
 
 
-def small_teacher() -> MiniMindForCausalLM:
-    model = MiniMindForCausalLM(MiniMindConfig(hidden_size=48, num_hidden_layers=1))
+def small_teacher(hidden_size: int = 48) -> MiniMindForCausalLM:
+    model = MiniMindForCausalLM(MiniMindConfig(hidden_size=hidden_size, num_hidden_layers=1))
     return frozen_model(model, torch.device("cpu"))
 
 
-def plain(student: torch.Tensor, teacher: torch.Tensor, temperature: float) -> torch.Tensor:
+def plain(student: torch.Tensor, teachers: list[torch.Tensor], temperature: float) -> torch.Tensor:
     """The definition, in probabilities, of each target."""
-    q, p = ((logits.double() / temperature).softmax(-1) for logits in (student, teacher))
+    q, *each = ((logits.double() / temperature).softmax(-1) for logits in (student, *teachers))
+    p = sum(each) / len(each)
     return (p * (p / q).log()).sum(-1)
 
 
-@pytest.mark.parametrize("weighted", [False, True])
-def test_the_loss_is_that_of_the_formula_and_scales_no_balancing_loss(weighted, monkeypatch):
-    """In pieces of 8 targets; from a dense teacher of another width to a student with experts."""
+@pytest.mark.parametrize(("weighted", "widths"), [(False, [48]), (True, [48]), (True, [48, 32, 16])])
+def test_the_loss_is_that_of_the_formula_and_scales_no_balancing_loss(weighted, widths, monkeypatch):
+    """In pieces of 8 targets; from dense teachers of other widths to a student with experts."""
     monkeypatch.setattr(distillation, "TARGETS_AT_ONCE", 8)
     torch.manual_seed(0)
     student = MiniMindForCausalLM(MiniMindConfig(hidden_size=32, num_hidden_layers=2, use_moe=True))
-    teacher = small_teacher()
+    teachers = [small_teacher(width) for width in widths]
     batch = flat_batch(3, [9, 30, 5])
     weights = torch.ones(len(batch["targets"]))
     if weighted:
         weights = batch["loss_weight"] = torch.rand(len(weights)) * 3
     args = train_distillation.Args(alpha=0.3, temperature=2.0)
     objective = train_distillation.Objective()
-    objective.teacher = teacher
+    objective.teachers = teachers
     loss, aux_loss, metrics = objective.loss(student, batch, args)
     gradients = torch.autograd.grad(loss + aux_loss, list(student.parameters()), retain_graph=True)
     inputs = {k: batch[k] for k in ("input_ids", "position_ids", "cu_seqlens", "max_seqlen", "target_index")}
-    out, wanted = student(**inputs), teacher(**inputs).logits.detach()
+    out, wanted = student(**inputs), [teacher(**inputs).logits.detach() for teacher in teachers]
     losses = torch.nn.functional.cross_entropy(out.logits.double(), batch["targets"], reduction="none")
     cross_entropy, apart = (losses * weights).sum(), (plain(out.logits, wanted, 2.0) * weights).sum()
     expected = 0.3 * cross_entropy + 0.7 * 4.0 * apart
@@ -55,7 +56,7 @@ def test_the_loss_is_that_of_the_formula_and_scales_no_balancing_loss(weighted, 
     wanted_gradients = torch.autograd.grad(expected + out.aux_loss, list(student.parameters()))
     for one, other in zip(gradients, wanted_gradients, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
-    assert not any(parameter.requires_grad for parameter in teacher.parameters())
+    assert not any(parameter.requires_grad for teacher in teachers for parameter in teacher.parameters())
 
 
 def test_an_empty_batch_has_a_zero_gradient():
@@ -63,7 +64,7 @@ def test_an_empty_batch_has_a_zero_gradient():
     teacher = small_teacher()
     args = train_distillation.Args()
     objective = train_distillation.Objective()
-    objective.teacher = teacher
+    objective.teachers = [teacher]
     loss, aux_loss, _ = objective.loss(student, flat_batch(0, []), args)
     (loss + aux_loss).backward()
     assert loss == 0 and not any(p.grad.any() for p in student.parameters())
@@ -71,7 +72,7 @@ def test_an_empty_batch_has_a_zero_gradient():
 
 def teacher_in(path, **flags):
     args = TeacherArgs(from_teacher_weight=str(path), **flags)
-    return load_teacher(args, load_tokenizer(ROOT / "model"), torch.device("cpu"))
+    return load_teachers(args, load_tokenizer(ROOT / "model"), torch.device("cpu"))
 
 
 def write_teacher(path, **fields):
@@ -81,7 +82,7 @@ def write_teacher(path, **fields):
 
 def test_a_teacher_with_another_tokenizer_is_refused(tmp_path):
     write_teacher(tmp_path / "t_32.pth")
-    assert teacher_in(tmp_path / "t_32.pth").config.hidden_size == 32
+    assert [each.config.hidden_size for each in teacher_in(tmp_path / "t_32.pth")] == [32]
     with pytest.raises(UserError, match="contradicts the weights"):
         teacher_in(tmp_path / "t_32.pth", teacher_num_layers=3)
     for name in ("tokenizer_config.json", "chat_template.jinja"):
