@@ -180,8 +180,8 @@ class TrainingConfig(Settings):
     optimizer: Literal["adamw", "muon"] = setting("adamw", "muon: of the layers' matrices, AdamW of the rest")
     weight_decay: float | None = setting(
         USUAL_DECAY,
-        "weight decay, on matrices only; auto: in pretraining of random weights with muon by the length of a "
-        f"pass over the data, else {USUAL_DECAY}",
+        "weight decay, on matrices only; auto: in pretraining and distillation of random weights with muon "
+        f"by the length of a pass over the data, else {USUAL_DECAY}",
         auto=True,
         ge=0,
         le=10,

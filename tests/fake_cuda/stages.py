@@ -167,7 +167,7 @@ def state_of(stage: Any, flags: dict[str, Any], device: torch.device, tokenizer:
     else:
         objective = stage.Objective()
     if stage is train_distillation:
-        objective.teacher = frozen.eval()
+        objective.teachers = [frozen.eval()]
     if objective.needs_reference:
         objective.reference = frozen.eval()
     autocast, scaler = mixed_precision(args.dtype, device)

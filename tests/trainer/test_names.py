@@ -33,7 +33,9 @@ MISTAKES = [
     ("sft", {"from_weight": "DIR/lora_32"}, "DIR/lora_32 is an adapter (LoRA), no model"),
     ("sft", {"from_weight": "DIR/good.txt"}, "weights DIR/good.txt: not a readable weights file"),
     ("distillation", {"from_teacher_weight": "nobody"}, "teacher: weights DIR/out/nobody_*.pth do not exist"),
+    ("distillation", {"from_teacher_weight": "nobody"}, "or name another (--from_teacher_weight) or its shape"),
     ("distillation", {"from_teacher_weight": "DIR/no.pth"}, "--from_teacher_weight DIR/no.pth: no such file"),
+    ("distillation", {"from_teacher_weight": "DIR/out/pretrain_32.pth,"}, "a name beside a comma is empty"),
     ("distillation", {"from_teacher_weight": "DIR/ppo_resume.pth"}, "of a policy and its critic"),
     (
         "distillation",

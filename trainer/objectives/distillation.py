@@ -74,7 +74,12 @@ class TeacherArgs(FrozenModelArgs):
     def teachers(self) -> list[Path]:
         """The file or folder of each teacher. Raises UserError if there is none, or there are several of a
         name."""
-        return [self.teacher(weight) for weight in self.from_teacher_weight.split(",")]
+        weights = self.from_teacher_weight.split(",")
+        if not all(weights):
+            raise UserError(
+                f"--from_teacher_weight {self.from_teacher_weight}: a name beside a comma is empty"
+            )
+        return [self.teacher(weight) for weight in weights]
 
     def teacher(self, weight: str) -> Path:
         """The file or folder of a teacher: of a name in --save_dir, or a path."""
@@ -87,6 +92,7 @@ class TeacherArgs(FrozenModelArgs):
         except UserError as error:
             message = str(error).replace("--hidden_size", "--teacher_hidden_size")
             message = message.replace("--use_moe", "--teacher_use_moe")
+            message = message.replace("--from_weight, --weight", "--from_teacher_weight")
             raise UserError(f"teacher: {message}") from error
 
     def check_names(self) -> None:
