@@ -257,6 +257,7 @@ def write_weights(state: TrainState, weight: str) -> Path:
     description = {
         "tokenizer": fingerprint.get("tokenizer"),
         "stage": state.objective.stage,
+        "data_kind": fingerprint.get("data_kind"),  # of a stage that learns from several kinds
         "from_weight": {"name": state.args.from_weight, "sha256": fingerprint["from_weight_sha256"]},
         "epoch": progress.epoch,
         "update": progress.update,
