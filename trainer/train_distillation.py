@@ -54,7 +54,7 @@ class Args(distillation.TeacherArgs):
     decays_by_pass: ClassVar[bool] = True
     data_kind: Literal["sft", "pretrain"] = setting("sft", "conversations, or the text of pretraining")
     alpha: float = setting(0.5, "share of the cross entropy in the loss", ge=0, le=1)
-    temperature: float = setting(1.5, "divides the logits of both models before they are compared", gt=0)
+    temperature: float = setting(1.5, "divides the logits of all models before they are compared", gt=0)
 
 
 class Objective(next_token.Objective):

@@ -74,7 +74,7 @@ class TeacherArgs(FrozenModelArgs):
     def teachers(self) -> list[Path]:
         """The file or folder of each teacher. Raises UserError if there is none, or there are several of a
         name."""
-        weights = self.from_teacher_weight.split(",")
+        weights = [weight.strip() for weight in self.from_teacher_weight.split(",")]
         if not all(weights):
             raise UserError(
                 f"--from_teacher_weight {self.from_teacher_weight}: a name beside a comma is empty"
@@ -110,8 +110,9 @@ class TeacherArgs(FrozenModelArgs):
     def frozen_model_paths(self) -> dict[str, list[Path]]:
         return {"from_teacher_weight": self.teachers()}
 
-    def frozen_model_hashes(self) -> dict[str, Any]:
-        return {"teacher_sha256": [weights_hash(path) for path in self.teachers()]}
+    def frozen_model_hashes(self) -> dict[str, str | None]:
+        # one text, as in the checkpoints of a time when there was one teacher
+        return {"teacher_sha256": ",".join(str(weights_hash(path)) for path in self.teachers())}
 
 
 def load_teachers(
