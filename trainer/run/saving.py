@@ -58,14 +58,12 @@ def check_starts(args: StageArgs) -> None:
     if args.resume_from is not None:
         starts["resume_from"] = [Path(args.resume_from)]
     files = earlier_run_files(args)
-    for flag, several in starts.items():
-        for start in several:
-            if any(start.exists() and start.samefile(path) for path in files):
-                raise UserError(
-                    f"--{flag} {start} is a file of the run --save_weight {args.save_weight}, which a new "
-                    "run of this name sets aside; give another --save_weight, or go on with that run "
-                    "(--from_resume 1)"
-                )
+    for flag, start in ((flag, start) for flag, several in starts.items() for start in several):
+        if any(start.exists() and start.samefile(path) for path in files):
+            raise UserError(
+                f"--{flag} {start} is a file of the run --save_weight {args.save_weight}, which a new run of "
+                "this name sets aside; give another --save_weight, or go on with that run (--from_resume 1)"
+            )
 
 
 def set_earlier_run_aside(args: StageArgs) -> None:
