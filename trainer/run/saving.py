@@ -257,12 +257,11 @@ def write_weights(state: TrainState, weight: str) -> Path:
     description = {
         "tokenizer": fingerprint.get("tokenizer"),
         "stage": state.objective.stage,
-        "data_kind": fingerprint.get("data_kind"),  # of a stage that learns from several kinds
         "from_weight": {"name": state.args.from_weight, "sha256": fingerprint["from_weight_sha256"]},
         "epoch": progress.epoch,
         "update": progress.update,
         "tokens": progress.tokens,
-        "data": {"data": fingerprint.get("data"), "samples": fingerprint.get("samples")},
+        "data": {name: fingerprint.get(name) for name in ("data", "data_kind", "samples")},
         "code": state.code["revision"],
     }
     path = paths.weight_path(state.args.save_dir, weight, state.lm_config)
