@@ -364,6 +364,6 @@ class FrozenModelArgs(StageArgs):
         """Flag -> paths of the weights of other frozen models, such as teachers."""
         return {}
 
-    def frozen_model_hashes(self) -> dict[str, Any]:
+    def frozen_model_hashes(self) -> dict[str, str | None]:
         """The part of the run fingerprint that identifies other frozen models."""
         return {}

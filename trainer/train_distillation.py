@@ -31,7 +31,8 @@ from trainer.data.datasets import open_datasets, steps_per_epoch, train_loader
 from trainer.devices.errors import training_errors
 from trainer.loop import train_epoch
 from trainer.objectives import distillation, next_token
-from trainer.optim.build import PRETRAINING_SCALES, build_optimizer
+from trainer.optim.build import build_optimizer
+from trainer.optim.muon import PRETRAINING_SCALES
 from trainer.report.trackers import start_tracker
 from trainer.run.saving import is_finished, training_files
 from trainer.run.state import TrainState
@@ -54,7 +55,7 @@ class Args(distillation.TeacherArgs):
     decays_by_pass: ClassVar[bool] = True
     data_kind: Literal["sft", "pretrain"] = setting("sft", "conversations, or the text of pretraining")
     alpha: float = setting(0.5, "share of the cross entropy in the loss", ge=0, le=1)
-    temperature: float = setting(1.5, "divides the logits of both models before they are compared", gt=0)
+    temperature: float = setting(1.5, "divides the logits of all models before they are compared", gt=0)
 
 
 class Objective(next_token.Objective):

@@ -31,7 +31,8 @@ from trainer.data.datasets import open_datasets, steps_per_epoch, train_loader
 from trainer.devices.errors import training_errors
 from trainer.loop import train_epoch
 from trainer.objectives import next_token
-from trainer.optim.build import PRETRAINING_SCALES, build_optimizer
+from trainer.optim.build import build_optimizer
+from trainer.optim.muon import PRETRAINING_SCALES
 from trainer.report.trackers import start_tracker
 from trainer.run.saving import is_finished, training_files
 from trainer.run.state import TrainState

@@ -15,6 +15,7 @@ from tests.stage_process import Faults, run
 from tests.trainer.stage_flags import assert_same_tensors, flags, records, saved_state, write_start_weights
 from trainer import train_distillation, train_dpo, train_lora
 from trainer.report.metrics import read_metrics
+from trainer.weights.paths import is_pretrained_only
 
 STAGES = {
     "dpo": ("dpo", train_dpo.Objective.console_metrics),
@@ -88,6 +89,7 @@ def test_killed_and_resumed_ends_with_the_same_bits(corpus, start, tmp_path, sta
     for part in ("model", "optimizer", "update", "best_eval"):
         assert_same_tensors(one[part], other[part])
     assert_same_tensors(*(weights_for_use(tmp_path / folder, name) for folder in ("whole", "broken")))
+    assert is_pretrained_only(tmp_path / f"whole/out/{name}.pth") == (stage == "distillation")
     assert records(tmp_path / "whole", name) == records(tmp_path / "broken", name)
     logs = [read_metrics(tmp_path / folder / f"out/{name}_metrics.jsonl") for folder in ("whole", "broken")]
     for key in STAGES[stage][1]:

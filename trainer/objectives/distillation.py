@@ -4,6 +4,7 @@ Shape legend: M targets, m targets of a piece, V vocabulary, C hidden size.
 """
 
 import math
+from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -74,7 +75,7 @@ class TeacherArgs(FrozenModelArgs):
     def teachers(self) -> list[Path]:
         """The file or folder of each teacher. Raises UserError if there is none, or there are several of a
         name."""
-        weights = self.from_teacher_weight.split(",")
+        weights = [weight.strip() for weight in self.from_teacher_weight.split(",")]
         if not all(weights):
             raise UserError(
                 f"--from_teacher_weight {self.from_teacher_weight}: a name beside a comma is empty"
@@ -110,8 +111,9 @@ class TeacherArgs(FrozenModelArgs):
     def frozen_model_paths(self) -> dict[str, list[Path]]:
         return {"from_teacher_weight": self.teachers()}
 
-    def frozen_model_hashes(self) -> dict[str, Any]:
-        return {"teacher_sha256": [weights_hash(path) for path in self.teachers()]}
+    def frozen_model_hashes(self) -> dict[str, str | None]:
+        # one text, as in the checkpoints of a time when there was one teacher
+        return {"teacher_sha256": ",".join(str(weights_hash(path)) for path in self.teachers())}
 
 
 def load_teachers(
@@ -141,8 +143,8 @@ def load_teachers(
 
 def mean_prediction(teachers: list[Tensor], temperature: float) -> Tensor:
     """Logarithms [m, V] of the mean of the probabilities that logits [m, V] have at this temperature."""
-    each = torch.stack([(logits.float() / temperature).log_softmax(-1) for logits in teachers])
-    return each.logsumexp(0) - math.log(len(teachers))
+    each = ((logits.float() / temperature).log_softmax(-1) for logits in teachers)
+    return reduce(torch.logaddexp, each) - math.log(len(teachers))  # costs one teacher nothing
 
 
 def divergence(student: Tensor, p: Tensor, temperature: float, weights: Tensor | None = None) -> Tensor:
@@ -160,8 +162,8 @@ def distillation_sums(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Sums over the targets, times their weights, of the student's cross entropy and of its divergence from
     the mean of the teachers, and its load-balancing loss. The predictions are compared piece by piece and not
-    kept for the backward pass: beside the logits of all models, memory holds [TARGETS_AT_ONCE, V] of each at
-    a time."""
+    kept for the backward pass: beside the logits of all models, memory holds [TARGETS_AT_ONCE, V] at a
+    time."""
 
     def compared(logits: Tensor, targets: Tensor, wanted: list[Tensor], weights: Tensor | None) -> Tensor:
         if weights is None:

@@ -47,7 +47,7 @@ class RolloutArgs(FrozenModelArgs):
     aliases = StageArgs.aliases | {"reward_model_path": "reward_model"}  # MiniMind's name
     clips: ClassVar[tuple[str, ...]] = ("epsilon",)  # flags that need num_iterations > 1
 
-    def frozen_model_hashes(self) -> dict[str, Any]:
+    def frozen_model_hashes(self) -> dict[str, str | None]:
         if self.reward_model is None:
             return {"reward_model_sha256": None}
         files = sorted(each for each in Path(self.reward_model).glob("*") if each.is_file())

@@ -111,10 +111,11 @@ def is_pretrained_only(path: Path) -> bool:
     """Whether weights have learnt to continue texts, not to answer: as the file beside them says, else their
     name."""
     try:
-        stage = json.loads(path.with_suffix(".json").read_bytes())["stage"]
-    except (OSError, ValueError, LookupError, TypeError):
-        stage = path.name
-    return "pretrain" in str(stage)  # the stage is the name of its script
+        about = json.loads(path.with_suffix(".json").read_bytes())
+        learnt = about.get("data", {}).get("data_kind") or about["stage"]
+    except (OSError, ValueError, LookupError, AttributeError):
+        learnt = path.name
+    return "pretrain" in str(learnt)  # the stage is the name of its script
 
 
 def metrics_path(save_dir: str | Path, name: str) -> Path:

@@ -15,7 +15,7 @@ from trainer import train_distillation
 from trainer.objectives import distillation
 from trainer.objectives.distillation import TeacherArgs, load_teachers
 from trainer.objectives.next_token import frozen_model
-from trainer.weights.files import save_weights
+from trainer.weights.files import save_weights, weights_hash
 
 
 def small_teacher(hidden_size: int = 48) -> MiniMindForCausalLM:
@@ -93,6 +93,16 @@ def test_a_teacher_with_another_tokenizer_is_refused(tmp_path):
     (tmp_path / "tokenizer.json").write_text(json.dumps(other))
     with pytest.raises(UserError, match="has another tokenizer"):
         teacher_in(tmp_path / "t_32.pth")
+
+
+def test_teachers_are_compared_by_their_weights_in_order(tmp_path):
+    """One as in the checkpoints of a time when there was one."""
+    for name, width in (("a", 16), ("b", 32)):
+        write_teacher(tmp_path / f"{name}_{width}.pth", hidden_size=width)
+    a, b = (weights_hash(tmp_path / name) for name in ("a_16.pth", "b_32.pth"))
+    for names, expected in (("b", b), ("a,b", f"{a},{b}"), ("b, a", f"{b},{a}")):
+        args = TeacherArgs(from_teacher_weight=names, save_dir=str(tmp_path))
+        assert args.frozen_model_hashes() == {"teacher_sha256": expected}
 
 
 def test_a_teacher_whose_file_says_that_its_tokens_are_others_is_refused(tmp_path):
