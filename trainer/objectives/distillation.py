@@ -112,7 +112,6 @@ class TeacherArgs(FrozenModelArgs):
         return {"from_teacher_weight": self.teachers()}
 
     def frozen_model_hashes(self) -> dict[str, str | None]:
-        # one text, as in the checkpoints of a time when there was one teacher
         return {"teacher_sha256": ",".join(str(weights_hash(path)) for path in self.teachers())}
 
 

@@ -96,7 +96,6 @@ def test_a_teacher_with_another_tokenizer_is_refused(tmp_path):
 
 
 def test_teachers_are_compared_by_their_weights_in_order(tmp_path):
-    """One as in the checkpoints of a time when there was one."""
     for name, width in (("a", 16), ("b", 32)):
         write_teacher(tmp_path / f"{name}_{width}.pth", hidden_size=width)
     a, b = (weights_hash(tmp_path / name) for name in ("a_16.pth", "b_32.pth"))
