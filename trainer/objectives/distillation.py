@@ -47,7 +47,7 @@ class TeacherArgs(FrozenModelArgs):
         "from_student_weight": "from_weight",
     }
 
-    # the hash of its weights is compared
+    # the hashes of their weights are compared
     may_change: ClassVar[str] = "from_teacher_weight teacher_hidden_size teacher_num_layers teacher_use_moe"
 
     from_teacher_weight: str = setting(
