@@ -5,7 +5,7 @@
     torchrun --nnodes 2 --node_rank N --master_addr IP --nproc_per_node 8 train_distillation.py  two machines
     python train_distillation.py --data_path ... --from_resume 1                                    resume
 
-Reads the conversations of SFT, or with --data_kind pretrain the text of pretraining (docs/data.md). The loss
+Reads the conversations of SFT, or with --kind pretrain the text of pretraining (docs/data.md). The loss
 is alpha x cross entropy + (1 - alpha) x temperature^2 x KL divergence of teacher and student, over the tokens
 that the assistant says, or all of a text. A teacher may have any shape, and the student's tokenizer; several
 teach the mean of their probabilities. They are only read. Starts from out/full_sft_<hidden_size>[_moe].pth
@@ -53,7 +53,7 @@ class Args(distillation.TeacherArgs):
     learning_rate: float = 5e-6
     max_seq_len: int = 340
     decays_by_pass: ClassVar[bool] = True
-    data_kind: Literal["sft", "pretrain"] = setting("sft", "conversations, or the text of pretraining")
+    kind: Literal["sft", "pretrain"] = setting("sft", "conversations, or the text of pretraining")
     alpha: float = setting(0.5, "share of the cross entropy in the loss", ge=0, le=1)
     temperature: float = setting(1.5, "divides the logits of all models before they are compared", gt=0)
 
@@ -68,7 +68,7 @@ class Objective(next_token.Objective):
 
     def optimizer(self, model, args):
         """AdamW or Muon; with Muon and text the rates of pretraining."""
-        scales = PRETRAINING_SCALES if args.optimizer == "muon" and args.data_kind == "pretrain" else None
+        scales = PRETRAINING_SCALES if args.optimizer == "muon" and args.kind == "pretrain" else None
         return build_optimizer(model, args.learning_rate, args.weight_decay, args.optimizer, scales)
 
     def loss(self, model, batch, args):
@@ -92,7 +92,7 @@ frozen_parameters: tuple[str, ...] = ()  # prefixes of the names of frozen param
 
 def open_data(args, tokenizer):
     """The training and held-out (or None) data."""
-    return open_datasets(DATASETS[args.data_kind], args, tokenizer)
+    return open_datasets(DATASETS[args.kind], args, tokenizer)
 
 
 def main() -> None:

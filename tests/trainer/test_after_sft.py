@@ -24,7 +24,7 @@ STAGES = {
 }
 TEACHER = {"from_teacher_weight": "teacher"}
 # two teachers, of a text, as in pretraining
-OF_TEXT = {"data_kind": "pretrain", "from_weight": "none", "from_teacher_weight": "teacher,full_sft"}
+OF_TEXT = {"kind": "pretrain", "from_weight": "none", "from_teacher_weight": "teacher,full_sft"}
 OF_TEXT |= {"teacher_use_moe": 0, "optimizer": "muon", "weight_decay": "auto"}
 
 
@@ -42,7 +42,7 @@ def argv(corpus, start, folder: Path, stage: str, **extra) -> list[str]:
     """The flags of a small run in its own folder, with the start weights in it."""
     shutil.copytree(start, folder / "out", dirs_exist_ok=True)
     settings = {"learning_rate": 1e-3, "epochs": 1} | (TEACHER if stage == "distillation" else {})
-    kind = "dpo" if stage == "dpo" else extra.get("data_kind", "sft")
+    kind = "dpo" if stage == "dpo" else extra.get("kind", "sft")
     return flags(corpus, folder, kind, **(settings | extra))
 
 

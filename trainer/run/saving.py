@@ -261,7 +261,7 @@ def write_weights(state: TrainState, weight: str) -> Path:
         "epoch": progress.epoch,
         "update": progress.update,
         "tokens": progress.tokens,
-        "data": {name: fingerprint.get(name) for name in ("data", "data_kind", "samples")},
+        "data": {name: fingerprint.get(name) for name in ("data", "kind", "samples")},
         "code": state.code["revision"],
     }
     path = paths.weight_path(state.args.save_dir, weight, state.lm_config)

@@ -112,7 +112,7 @@ def is_pretrained_only(path: Path) -> bool:
     name."""
     try:
         about = json.loads(path.with_suffix(".json").read_bytes())
-        learnt = about.get("data", {}).get("data_kind") or about["stage"]
+        learnt = about.get("data", {}).get("kind") or about["stage"]
     except (OSError, ValueError, LookupError, AttributeError):
         learnt = path.name
     return "pretrain" in str(learnt)  # the stage is the name of its script
