@@ -82,7 +82,7 @@ def main() -> None:
     if args.sft_data:
         paths, _ = split_weights(args.sft_data)
         questions = first_questions(expand_paths(",".join(paths)))
-        if leaks := describe_leaks(questions, args.eval_share):
+        if leaks := describe_leaks(questions, plan.stages[-1].args.eval_share):
             warnings.append(("leaks", {"text": leaks}))
     for key, values in warnings:
         say(f"  unwise: {UNWISE[key].format(**values)}")
@@ -108,11 +108,10 @@ def parse_args() -> argparse.Namespace:
     flag("--tokenizer_path", help=text)
     text = "language of run.sh and the report (default: that of the system)"
     flag("--lang", choices=LANGUAGES, default=user_language(), help=text)
-    text = "share of the records to hold out"
-    add_flag(parser, StageArgs, "eval_share", default=0.02, help=text)
+    text = f"share of the records to hold out (default: {rules.EVAL_SHARE}; of few conversations up to 0.1)"
+    add_flag(parser, StageArgs, "eval_share", default=None, help=text)
     for name in stages.SHARED_FLAGS:
-        if name != "eval_share":
-            add_flag(parser, StageArgs, name)
+        add_flag(parser, StageArgs, name)
     args = parser.parse_args()
     for name in ("hours", "eval_share", "depth"):
         value = getattr(args, name)
@@ -148,7 +147,7 @@ def describe(plan: Plan) -> list[str]:
     for stage in plan.stages:
         column = [
             stage.args.save_weight,
-            f"{stage.data.num_tokens:,}",
+            f"{stage.own_data.num_tokens:,}",
             f"{stage.held_out.num_tokens:,}",
             f"{stage.passes:.3g}",
             f"{stage.tokens:,}",
@@ -185,10 +184,9 @@ def unwise(plan: Plan, free: float) -> list[tuple[str, dict[str, Any]]]:
     """What to think about again, as keys of UNWISE with their values. free: bytes of the disk."""
     first = plan.stages[0]
     found: list[tuple[str, dict[str, Any]]] = []
-    most = (rules.PASSES, rules.SFT_PASSES)
-    for stage, most_passes in zip(plan.stages, most, strict=False):
+    for stage in plan.stages:
         if stage.updates < rules.MIN_USEFUL_UPDATES:
-            key = "more time" if stage.passes < most_passes else "more data"
+            key = "more time" if stage.passes < stage.most_passes else "more data"
             found.append((key, {"stage": stage.args.save_weight, "updates": stage.updates}))
     different = min(1, first.passes) * first.data.num_tokens
     if different < rules.MIN_TOKENS_FOR_SENTENCES:
@@ -197,10 +195,10 @@ def unwise(plan: Plan, free: float) -> list[tuple[str, dict[str, Any]]]:
     if token_bytes < MIN_BYTES_PER_TOKEN and first.args.tokenizer_path == ModelConfig().tokenizer_path:
         found.append(("short tokens", {"bytes": token_bytes}))
     for stage in plan.stages[1:]:
-        if stage.data.records < rules.MIN_CONVERSATIONS:
+        if stage.own_data.records < rules.MIN_CONVERSATIONS:
             command = ["python", "trainer/train_lora.py", "--data_path", str(stage.args.data_path)]
             command += ["--from_weight", "PATH", "--eval_share", "0.1", "--patience", "2"]
-            values = {"conversations": stage.data.records, "command": shlex.join(command)}
+            values = {"conversations": stage.own_data.records, "command": shlex.join(command)}
             found.append(("few conversations", values))
     if plan.disk > free:
         found.append(("disk", {"need": plan.disk / 1e9, "free": free / 1e9}))

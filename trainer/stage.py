@@ -41,6 +41,7 @@ from trainer.run import resume
 from trainer.run.compiling import compile_model, compiles
 from trainer.run.experts import ExpertLoad, token_counters
 from trainer.run.included_callbacks import EarlyStopping, TensorBoardLogger
+from trainer.run.right_answers import answer_callbacks
 from trainer.run.samples import sample_callbacks
 from trainer.run.saving import check_starts, complete_moves, has_ended_early, is_new, restore
 from trainer.run.state import TrainState
@@ -305,7 +306,7 @@ def add_callbacks(state: TrainState) -> None:
     if getattr(state.lm_config, "use_moe", False) and token_counters(unwrap(state.model)):
         state.callbacks.append(ExpertLoad(unwrap(state.model)))
     if args.sample_prompts != "none" and (args.sample_prompts != "auto" or state.eval_loader is not None):
-        state.callbacks += sample_callbacks(state)
+        state.callbacks += [*sample_callbacks(state), *answer_callbacks(state)]
     state.callbacks.check()
 
 

@@ -16,19 +16,19 @@ parts; what you change in `main`, or read only there, is the script's alone.
 """
 
 import sys
-from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
 # run the code beside this file, installed or not
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common.settings import StageArgs, data_file
+from common.settings import StageArgs, data_file, setting
+from dataset.files import expand_paths
 from dataset.lm_dataset import SFTDataset
 from dataset.token_cache import load_tokenizer
 from trainer import stage
 from trainer import trainer_utils as utils
-from trainer.data.datasets import open_datasets, steps_per_epoch, train_loader
+from trainer.data.datasets import add_replay, open_datasets, steps_per_epoch, train_loader
 from trainer.devices.errors import training_errors
 from trainer.loop import train_epoch
 from trainer.objectives import next_token
@@ -50,7 +50,17 @@ class Args(StageArgs):
     batch_size: int = 16
     learning_rate: float = 1e-5
     max_seq_len: int = 768
+    replay_data_path: str | None = setting(
+        None, "texts of pretraining, trained beside the conversations so that the model does not forget them"
+    )
+    replay_share: float = setting(0.5, "share of an epoch's tokens that are such texts", gt=0, lt=1)
     compiling_pays: ClassVar[bool] = True
+    may_change: ClassVar[str] = "replay_data_path"  # the data's hash is compared
+
+    def check_names(self) -> None:
+        """Raise UserError where the texts are missing."""
+        if self.replay_data_path:
+            expand_paths(self.replay_data_path)
 
 
 class Objective(next_token.NextToken):
@@ -64,7 +74,14 @@ class Objective(next_token.NextToken):
 
 schedule = stage.warmup_cosine  # (update from 1, total updates, args) -> learning rate
 frozen_parameters: tuple[str, ...] = ()  # prefixes of the names of frozen parameters, e.g. "model.layers.0."
-open_data = partial(open_datasets, SFTDataset)  # (args, tokenizer) -> training and held-out (or None) data
+
+
+def open_data(args, tokenizer):
+    """The training and held-out (or None) data. All conversations are in each epoch, texts beside them."""
+    train_set, eval_set = open_datasets(SFTDataset, args, tokenizer)
+    if args.replay_data_path:
+        train_set = add_replay(train_set, args, tokenizer)
+    return train_set, eval_set
 
 
 def main() -> None:

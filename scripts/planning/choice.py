@@ -45,7 +45,7 @@ def choose(stages: list[Stage], depths: Sequence[int], memory: float, seconds: f
     """
     best: list[Stage] = []
     models: list[Stage] = []
-    limit, passes = "size", rules.PASSES
+    limit, passes = "size", stages[0].most_passes
     for depth in depths:
         if best and rules.tokens_needed(depth, passes) > passes * stages[0].data.num_tokens:
             limit = "data"
@@ -92,7 +92,7 @@ def choose(stages: list[Stage], depths: Sequence[int], memory: float, seconds: f
 def most_passes(models: list[Stage], memory: float, seconds: float) -> list[Stage]:
     """The stages with as many passes as fit into the time; of a time too short for one pass over a part of
     the data, of at least MIN_USEFUL_UPDATES updates."""
-    passes: float = rules.PASSES
+    passes: float = models[0].most_passes
     planned = with_passes(models, passes, memory)
     while total_seconds(planned) > seconds:
         passes = passes - 1 if passes > 1 else passes * DATA_FACTOR
@@ -123,8 +123,11 @@ def round_up(hours: float) -> str:
 def with_passes(models: list[Stage], passes: float, memory: float) -> list[Stage]:
     """Pretraining with so many passes, SFT with its own number, or the same part of its data."""
     first, *others = models
-    sft_passes = rules.SFT_PASSES * min(1, passes)
-    return [first.with_passes(passes, memory), *(stage.with_passes(sft_passes, memory) for stage in others)]
+    share = min(1, passes)
+    return [
+        first.with_passes(passes, memory),
+        *(stage.with_passes(stage.most_passes * share, memory) for stage in others),
+    ]
 
 
 def describe_cost(models: list[Stage]) -> str:
@@ -132,7 +135,7 @@ def describe_cost(models: list[Stage]) -> str:
     shape, speeds = models[0].args, []
     for model in models:
         tokens = model.data.num_tokens
-        speed = model.cost.speed(rules.update_tokens(rules.PASSES * tokens))
+        speed = model.cost.speed(rules.update_tokens(model.most_passes * tokens))
         speeds.append(f"{model.args.save_weight} {speed:,.0f} tokens/s")
     size = f"{models[0].cost.parameters / 1e6:,.2f} M parameters"
     return f"  {shape.hidden_size} x {shape.num_hidden_layers}: {size}; {', '.join(speeds)}"

@@ -5,16 +5,29 @@ OPTIMIZER = "muon"
 WIDTH = 64  # of a model, per layer: --depth 8 is the default model, 512 x 8
 DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24)
 # passes over the data, at most; of pretraining more teach little (arXiv:2305.16264; docs/dev/LOG.md, "Decay
-# in each pass")
-PASSES, SFT_PASSES = 4, 2
+# in each pass"), but for text that repeats itself, see `most_passes`
+PASSES, SFT_PASSES, MAX_PASSES = 4, 2, 24
 # tokens that a model reads, at least, for each weight of its layers: with fewer passes, and with all of them
 # (docs/dev/LOG.md, "Size under decay")
 TOKENS_PER_WEIGHT, TOKENS_PER_WEIGHT_OF_ALL_PASSES = 0.5, 1 / 3
+EVAL_SHARE, HELD_OUT_QUESTIONS = 0.02, 50
 MIN_USEFUL_UPDATES = 100  # fewer teach little
 # different tokens of general text; with fewer no run wrote sentences that make sense (docs/dev/LOG.md, "When
 # a model writes sentences")
 MIN_TOKENS_FOR_SENTENCES = 5e6
 MIN_CONVERSATIONS = 3000  # fewer teach a manner of answering, to a model that can already write
+# Few conversations: with fewer tokens (200 updates of 2,048 tokens in SFT_PASSES). They want many small updates at
+# a small rate, beside as many tokens of the pretraining text, or the model forgets what only that says
+# (docs/dev/LOG.md, "SFT of few conversations")
+FEW_TOKENS = 200 * 2048 / SFT_PASSES
+FEW_UPDATES, FEW_BATCH, FEW_MAX_PASSES, FEW_RATE, REPLAY_SHARE = 700, 8, 30, 1e-4, 0.5
+
+
+def most_passes(repeated: float) -> int:
+    """Passes over a text of which this share stands in other words of the same text: its new part bears
+    PASSES. A text that states each fact a dozen times is learned, and not overfitted, in many more
+    (docs/dev/LOG.md, "Passes over text that repeats itself")."""
+    return min(MAX_PASSES, int(PASSES / max(1 - repeated, PASSES / MAX_PASSES)))
 
 
 def layer_weights(depth: int) -> float:
@@ -42,6 +55,21 @@ def learning_rate(width: int, tokens: float, tokens_per_update: float) -> float:
 def sft_learning_rate(width: int, tokens: float, tokens_per_update: float) -> float:
     """The same for SFT, whose short runs want no larger rates: they start from trained weights."""
     return min(learning_rate(width, tokens, tokens_per_update), 6e-4 * (width / 128) ** -0.6)
+
+
+def eval_share(conversations: int) -> float:
+    """The share of few conversations to hold out: some HELD_OUT_QUESTIONS, as far as a tenth gives them."""
+    return min(max(HELD_OUT_QUESTIONS / conversations, EVAL_SHARE), 0.1)
+
+
+def few_passes(items: int) -> int:
+    """Passes over few conversations, for so many items of an epoch."""
+    return max(SFT_PASSES, min(FEW_MAX_PASSES, round(FEW_UPDATES * FEW_BATCH / items)))
+
+
+def few_learning_rate(width: int) -> float:
+    """The peak learning rate of SFT of few conversations, for OPTIMIZER."""
+    return FEW_RATE * (width / 128) ** -0.6
 
 
 def warmup(updates: int) -> int:

@@ -8,10 +8,13 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from common.errors import say
 from common.settings import ModelConfig, StageArgs
 from dataset.files import split_data_path
 from dataset.lm_dataset import StageDataset
+from dataset.mixing import MixedDataset
 from dataset.token_cache import load_tokenizer
 from scripts import train_tokenizer
 from scripts.planning import rules, trial
@@ -20,10 +23,10 @@ from trainer import train_full_sft, train_pretrain
 from trainer.data.datasets import epoch_items, epoch_tokens
 
 START_SECONDS = 12.0  # seconds in which a stage starts Python, opens its data and builds its model
+NGRAM, HASH_BASE, MOST_TOKENS_COMPARED = 6, 0x9E3779B97F4A7C15, 4_000_000
 N_EVALS = 5  # of a stage, beside that before its first update
 # flags that both stages have, too
 SHARED_FLAGS = (
-    "eval_share",
     "text_separator",
     "cache_dir",
     "on_bad_data",
@@ -36,14 +39,26 @@ SHARED_FLAGS = (
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage of a plan: its script and settings, its data, and what its model costs."""
+    """A stage of a plan: its script and settings, its data, how often it may read them, and what its model
+    costs."""
 
     script: Any
     args: StageArgs
     data: StageDataset
     held_out: StageDataset
+    most_passes: int  # over the data
     cost: Cost = field(default_factory=Cost)
     peak: float = 0.0  # bytes of an update that were measured on a GPU
+
+    @property
+    def has_few_conversations(self) -> bool:
+        """Whether it is SFT of few conversations, which has a rule of its own."""
+        return self.script is train_full_sft and self.own_data.num_tokens < rules.FEW_TOKENS
+
+    @property
+    def own_data(self) -> StageDataset:
+        """The data without the texts that are replayed."""
+        return self.data.datasets[0] if isinstance(self.data, MixedDataset) else self.data
 
     @property
     def passes(self) -> float:
@@ -98,9 +113,12 @@ class Stage:
         args = self.args.model_copy(update={"epochs": epochs, "max_tokens": max_tokens})
         tokens = epoch_tokens(self.data, args) * epochs
         item = self.data.mean_tokens
-        batch = max(1, min(round(rules.update_tokens(tokens) / item), len(self.data)))
-        rule = rules.learning_rate if self.script is train_pretrain else rules.sft_learning_rate
-        rate = rule(args.hidden_size, tokens, batch * item)
+        if self.has_few_conversations:
+            batch, rate = min(rules.FEW_BATCH, len(self.data)), rules.few_learning_rate(args.hidden_size)
+        else:
+            batch = max(1, min(round(rules.update_tokens(tokens) / item), len(self.data)))
+            rule = rules.learning_rate if self.script is train_pretrain else rules.sft_learning_rate
+            rate = rule(args.hidden_size, tokens, batch * item)
         numbers = {"batch_size": batch, "accumulation_steps": 1, "learning_rate": float(f"{rate:.1e}")}
         stage = replace(self, args=args.model_copy(update=numbers))
         while stage.memory > memory and stage.args.batch_size > 1:
@@ -121,9 +139,11 @@ class Stage:
 
 def open_stages(args: argparse.Namespace) -> list[Stage]:
     """Pretraining and, with --sft_data, SFT, with their data tokenised. Without --tokenizer_path, few data
-    get a vocabulary of their own. Raises UserError."""
+    get a vocabulary of their own; few conversations are trained beside text of pretraining. Raises
+    UserError."""
     tokenizer_path = args.tokenizer_path or ModelConfig().tokenizer_path
     pretrain = open_stage(args, train_pretrain, args.pretrain_data, tokenizer_path)
+    most_passes = rules.most_passes(repeated_share(pretrain))
     if not args.tokenizer_path:
         token_bytes = bytes_per_token(pretrain)
         size = rules.vocabulary(pretrain.data.cache.report["target_bytes"], token_bytes)
@@ -136,21 +156,46 @@ def open_stages(args: argparse.Namespace) -> list[Stage]:
                 "compare with those of another vocabulary only in bits per byte of text (eval_bpb)"
             )
             pretrain = open_stage(args, train_pretrain, args.pretrain_data, tokenizer_path)
+    pretrain = replace(pretrain, most_passes=most_passes)
     if not args.sft_data:
         return [pretrain]
-    return [pretrain, open_stage(args, train_full_sft, args.sft_data, tokenizer_path)]
+    sft = open_stage(args, train_full_sft, args.sft_data, tokenizer_path)
+    if sft.has_few_conversations:
+        if args.pretrain_data != args.sft_data:
+            more: dict[str, Any] = {"replay_data_path": pretrain.args.data_path}
+            more |= {"replay_share": rules.REPLAY_SHARE}
+            if args.eval_share is None:
+                more["eval_share"] = rules.eval_share(sft.data.records + sft.held_out.records)
+            sft = open_stage(args, train_full_sft, args.sft_data, tokenizer_path, **more)
+        sft = replace(sft, most_passes=rules.few_passes(len(sft.data)))
+    return [pretrain, sft]
 
 
-def open_stage(args: argparse.Namespace, script: Any, path: str, tokenizer_path: str) -> Stage:
-    """A stage with its data and what is the same for all sizes of the model."""
+def repeated_share(stage: Stage) -> float:
+    """The share of the n-grams of the held-out tokens that stand in the training tokens, too: near 0 of a
+    book, 0.8 or more where a text says the same things in a few ways. Of long text a part."""
+    powers = np.uint64(HASH_BASE) ** np.arange(NGRAM, dtype=np.uint64)  # modulo 2^64
+
+    def ngrams(data: StageDataset) -> np.ndarray:
+        tokens = np.array(data.cache.tokens[:MOST_TOKENS_COMPARED], dtype=np.uint64)
+        return np.lib.stride_tricks.sliding_window_view(tokens, NGRAM) @ powers
+
+    if min(len(stage.data.cache.tokens), len(stage.held_out.cache.tokens)) < NGRAM:
+        return 0.0
+    return float(np.isin(ngrams(stage.held_out), ngrams(stage.data)).mean())
+
+
+def open_stage(args: argparse.Namespace, script: Any, path: str, tokenizer_path: str, **more: Any) -> Stage:
+    """A stage with its data and what is the same for all sizes of the model. more: settings of its own."""
     settings: dict[str, Any] = {name: getattr(args, name) for name in SHARED_FLAGS} | {
+        "eval_share": rules.EVAL_SHARE if args.eval_share is None else args.eval_share,
         "data_path": ",".join(os.path.abspath(os.path.expanduser(part)) for part in split_data_path(path)),
         "save_dir": args.save_dir, "checkpoint_dir": f"{args.save_dir}/checkpoints",
         "tokenizer_path": tokenizer_path, "packing": script is train_pretrain, "optimizer": rules.OPTIMIZER,
-    }  # fmt: skip
+    } | more  # fmt: skip
     stage_args = script.Args(**settings)
     data, held_out = script.open_data(stage_args, load_tokenizer(tokenizer_path))
-    return Stage(script, stage_args, data, held_out)
+    return Stage(script, stage_args, data, held_out, rules.SFT_PASSES)
 
 
 def train_own_tokenizer(args: argparse.Namespace, size: int) -> str:

@@ -17,7 +17,7 @@ from common.launcher import launch
 from common.settings import ROOT, StageArgs
 from dataset.files import expand_paths
 from dataset.held_out import Split
-from dataset.lm_dataset import StageDataset, collate_flat
+from dataset.lm_dataset import PretrainDataset, StageDataset, collate_flat
 from dataset.mixing import MixedDataset, split_weights
 from dataset.rollout_prompts import PromptDataset
 from trainer.devices.errors import LoaderFailure, ignore_stop_signals
@@ -93,6 +93,12 @@ def held_out_source(args: StageArgs) -> tuple[str, Split | None]:
     return ",".join(paths), Split(args.eval_share, held_out=True)
 
 
+def cache_options(args: StageArgs) -> dict[str, Any]:
+    """The settings of the token caches of a run."""
+    names = ("cache_dir", "on_bad_data", "max_bad_share", "max_lost_text", "text_separator")
+    return {name: getattr(args, name) for name in names}
+
+
 def open_datasets(
     dataset_class: type[StageDataset], args: StageArgs, tokenizer: "PreTrainedTokenizerBase"
 ) -> tuple[StageDataset, StageDataset | None]:
@@ -101,8 +107,7 @@ def open_datasets(
     No process group may exist yet: tokenising a large corpus takes longer than a collective waits. Raises
     UserError if data are missing or bad, or there are fewer samples than ranks."""
     check_data_paths(args)
-    names = ("cache_dir", "on_bad_data", "max_bad_share", "max_lost_text", "text_separator")
-    options = {name: getattr(args, name) for name in names}
+    options = cache_options(args)
 
     def open_split(data_path: str, split: Split | None, packing: bool = False) -> StageDataset:
         return dataset_class(data_path, tokenizer, args.max_seq_len, packing, split=split, **options)
@@ -136,6 +141,22 @@ def open_datasets(
     if launch().rank == 0:
         say(text)
     return train, held_out
+
+
+def add_replay(
+    conversations: StageDataset, args: StageArgs, tokenizer: "PreTrainedTokenizerBase"
+) -> MixedDataset:
+    """The conversations of an epoch and, as --replay_share of its tokens, documents of --replay_data_path: each
+    epoch takes the next ones. Documents that pretraining holds out with the same --eval_share stay out."""
+    path, share = cast(Any, args).replay_data_path, cast(Any, args).replay_share
+    split = Split(args.eval_share) if args.eval_share else None
+    documents = PretrainDataset(path, tokenizer, args.max_seq_len, split=split, **cache_options(args))
+    tokens = epoch_tokens(conversations, args)
+    sources = [(cast(str, args.data_path), conversations), (path, documents)]
+    mixed = MixedDataset(sources, [1 - share, share], round(tokens / (1 - share)))
+    if launch().rank == 0:
+        say(f"replay: {mixed.counts[1]:,} of {len(documents):,} samples of {path} in each epoch")
+    return mixed
 
 
 def open_prompts(

@@ -138,29 +138,44 @@ class Samples(Callback):
 
     def write_answers(self, state: TrainState) -> list[tuple[list[int], list[int]]]:
         """What the model writes to each prompt: the likeliest tokens, and those that a chat draws."""
-        from model.generation import NotFinite, generate
         from model.sampling import DEFAULTS, Sampling
 
-        model: Any = unwrap(state.model)
-        model = getattr(model, "actor", model)  # of PPO
-        room = model.config.max_position_embeddings - MAX_NEW_TOKENS
-        prompts = [tokens[-room:] for _, tokens in self.prompts]
-        was_training = model.training
-        model.eval()
-        # compiled code is for training only: each length of a prompt would be compiled
-        is_compiled = any(module._compiled_call_impl is not None for module in model.modules())
-        eager = torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()
+        samplings = [[Sampling(temperature=0.0), DEFAULTS]] * len(self.prompts)
+        prompts = [tokens for _, tokens in self.prompts]
+        written = write(state, self.tokenizer, prompts, samplings, MAX_NEW_TOKENS)
+        return [(greedy, sampled) for greedy, sampled in written]
+
+
+def write(
+    state: TrainState,
+    tokenizer: "PreTrainedTokenizerBase",
+    prompts: list[list[int]],
+    samplings: list[list[Any]],
+    max_new_tokens: int,
+) -> list[list[list[int]]]:
+    """What the model writes to each prompt, for each of its samplings, in tokens; nothing if its logits are not
+    finite. Training does not notice."""
+    from model.generation import NotFinite, generate
+
+    model: Any = unwrap(state.model)
+    model = getattr(model, "actor", model)  # of PPO
+    room = model.config.max_position_embeddings - max_new_tokens
+    was_training = model.training
+    model.eval()
+    # compiled code is for training only: each length of a prompt would be compiled
+    is_compiled = any(module._compiled_call_impl is not None for module in model.modules())
+    eager = torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()
+    end_ids = [cast(int, tokenizer.eos_token_id)]
+    prompts = [tokens[-room:] for tokens in prompts]
+    try:
         # the cache holds the weights' own dtype
-        samplings = [[Sampling(temperature=0.0), DEFAULTS]] * len(prompts)
-        end_ids = [cast(int, self.tokenizer.eos_token_id)]
-        try:
-            with torch.autocast(state.device.type, enabled=False), eager:
-                written = generate(model, prompts, samplings, MAX_NEW_TOKENS, end_ids)
-        except NotFinite:  # of a run that diverges, which its losses show
-            return []
-        finally:
-            model.train(was_training)
-        return [(greedy.tokens, sampled.tokens) for greedy, sampled in written]
+        with torch.autocast(state.device.type, enabled=False), eager:
+            written = generate(model, prompts, samplings, max_new_tokens, end_ids)
+    except NotFinite:  # of a run that diverges, which its losses show
+        return []
+    finally:
+        model.train(was_training)
+    return [[answer.tokens for answer in answers] for answers in written]
 
 
 def distinct_trigrams(answers: list[list[int]]) -> float | None:

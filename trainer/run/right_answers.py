@@ -1,0 +1,116 @@
+"""How many held-out questions the model answers right: asked before the first update and at each evaluation, with
+the likeliest tokens. `dataset/right_answer.py` says what is right. Nothing of the training notices."""
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from dataset.lm_dataset import StageDataset
+from dataset.right_answer import is_right
+from dataset.token_cache import load_tokenizer
+from trainer.devices.process_group import Logger, all_gather, is_main_process
+from trainer.devices.wrapping import is_sharded
+from trainer.run.callbacks import Callback
+from trainer.run.samples import prompt_text, write
+from trainer.run.state import TrainState
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# questions that are asked, at most and at least; the longest reference answer, in tokens: a longer one is hardly
+# ever met word by word
+MAX_QUESTIONS, MIN_QUESTIONS, MAX_REFERENCE = 100, 3, 96
+SHOWN = 6  # wrong answers in a record
+
+
+class Question(NamedTuple):
+    """A held-out question, and the answer that the data give."""
+
+    text: str
+    input_ids: list[int]
+    reference: str
+    reference_length: int  # in tokens
+
+
+def answer_callbacks(state: TrainState) -> list[Callback]:
+    """Of a stage that learns conversations and has held-out ones, whose whole weights are here."""
+    held_out = getattr(state.eval_loader, "dataset", None)
+    is_asked = isinstance(held_out, StageDataset) and held_out.kind == "sft"
+    if not is_asked or is_sharded(state.model):
+        return []
+    tokenizer = load_tokenizer(state.args.tokenizer_path)
+    questions = held_out_questions(tokenizer, held_out)
+    return [RightAnswers(questions, tokenizer)] if questions else []
+
+
+def held_out_questions(tokenizer: "PreTrainedTokenizerBase", held_out: StageDataset) -> list[Question]:
+    """The first question of held-out conversations with its answer, evenly chosen; none if there are only a few
+    with answers of at most MAX_REFERENCE tokens."""
+    found = []
+    for index in range(len(held_out)):
+        sample = held_out[index][0]
+        is_target = sample["loss_weight"] != 0
+        begin = int(is_target.argmax())
+        end = begin + int(np.append(~is_target[begin:], True).argmax())
+        if begin and end - begin <= MAX_REFERENCE:
+            found.append((sample["input_ids"][:begin].tolist(), sample["input_ids"][begin:end].tolist()))
+    if len(found) < MIN_QUESTIONS:
+        return []
+    count = min(len(found), MAX_QUESTIONS)
+    questions = []
+    for prompt, answer in (found[i * len(found) // count] for i in range(count)):
+        reference = str(tokenizer.decode(answer, skip_special_tokens=True)).strip()
+        questions.append(Question(prompt_text(tokenizer, prompt), prompt, reference, len(answer)))
+    return questions
+
+
+class RightAnswers(Callback):
+    """Asks held-out questions on rank 0, and adds to the record of an evaluation the share that is answered right
+    (`eval_answers`), how many were asked (`asked`) and some wrong answers; the first record has the share
+    before the first update, too (`initial_eval_answers`)."""
+
+    def __init__(self, questions: list[Question], tokenizer: "PreTrainedTokenizerBase"):
+        self.questions, self.tokenizer = questions, tokenizer
+        self.before: dict[str, Any] = {}  # of the first record
+        self.found: dict[str, Any] = {}  # of the evaluation whose record is not written yet
+
+    def on_train_start(self, state: Any) -> None:
+        if state.resumed_update is None:
+            share = self.ask(state).get("eval_answers")
+            self.before = {} if share is None else {"initial_eval_answers": share}
+            Logger(
+                f"at the start: {share or 0:.0%} of {len(self.questions)} held-out questions answered right"
+            )
+
+    def on_validation_start(self, state: Any) -> None:
+        self.found = self.ask(state)
+
+    def on_log(self, state: Any, record: dict[str, Any]) -> None:
+        record |= self.before | self.found
+        self.before, self.found = {}, {}
+
+    def ask(self, state: TrainState) -> dict[str, Any]:
+        """What came of all questions, the same on all ranks; nothing of a run that diverges."""
+        found: dict[str, Any] = {}
+        if is_main_process():
+            found = self.answer(state)
+        (found, *_) = all_gather(found)
+        return found
+
+    def answer(self, state: TrainState) -> dict[str, Any]:
+        """Ask all questions."""
+        from model.sampling import Sampling
+
+        prompts = [question.input_ids for question in self.questions]
+        longest = max(question.reference_length for question in self.questions)
+        greedy = [[Sampling(temperature=0.0)]] * len(prompts)
+        written = write(state, self.tokenizer, prompts, greedy, longest + longest // 4)
+        if not written:
+            return {}
+        texts = self.tokenizer.batch_decode([tokens for (tokens,) in written], skip_special_tokens=True)
+        wrong = []
+        for question, text in zip(self.questions, map(str.strip, texts), strict=True):
+            if not is_right(question.text, question.reference, text):
+                wrong.append({"question": question.text, "answer": text, "right": question.reference})
+        asked = len(prompts)
+        return {"eval_answers": 1 - len(wrong) / asked, "asked": asked, "wrong_answers": wrong[:SHOWN]}
