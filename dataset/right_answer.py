@@ -1,15 +1,15 @@
 """Whether an answer to a question is right, by the answer that the data give to it.
 
-It is right if it is the same text, but for case, punctuation and white space. It is right, too, if it contains
-what the reference answer adds to the question: its last number or, without one, its last name, a capitalised
-word that does not begin a sentence. A number or name of the question says nothing and does not count:
+It is right if it is the same text, but for case, punctuation and white space. It is right, too, if it
+contains what the reference answer adds to the question: its last number or, without one, its last name, a
+capitalised word that does not begin a sentence. A number or name of the question does not count:
 
     Who commands the Dora?   Captain Pike commands the Dora.
     Pike does.                          right: the last name that is not in the question
     The Dora sails under Captain Voss.  wrong
 
-So a text of another wording without number or name is wrong, also where a person would accept it: the share of
-right answers is a lower bound.
+An answer in other words, without a number or name, counts as wrong, also where a person would accept it. So
+the share of right answers is a lower bound.
 """
 
 import re

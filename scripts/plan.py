@@ -76,7 +76,7 @@ def main() -> None:
         machine.free_what_was_measured()
         plan = plan._replace(stages=[stage.with_largest_micro_batch(memory) for stage in plan.stages])
     free = disk_usage(args.save_dir).free
-    say("\n".join(describe(plan)))
+    say("\n".join(describe(plan, 3600 * args.hours)))
     say(f"  disk: {free / 1e9:.1f} GB are free in {args.save_dir}")
     warnings = unwise(plan, free)
     if args.sft_data:
@@ -138,8 +138,8 @@ def parse_args() -> argparse.Namespace:
     return args
 
 
-def describe(plan: Plan) -> list[str]:
-    """The plan as a table with a column for each stage, and what its times are."""
+def describe(plan: Plan, seconds: float) -> list[str]:
+    """The plan as a table with a column for each stage, and what its times are. seconds: that were given."""
     columns = [
         ["", "tokens of the data", "tokens held out", "passes over the data", "tokens to train", "updates",
          "tokens of an update", "learning rate", "time", "memory, at least", "disk"]
@@ -175,6 +175,14 @@ def describe(plan: Plan) -> list[str]:
         f"  loss: begins near {math.log(vocabulary):.2f} nats per token, that of guessing among "
         f"{vocabulary:,} tokens"
     )
+    if plan.stages[0].repeats_itself:
+        lines.append(
+            f"  the text says much more than once, so it is read up to {plan.stages[0].most_passes} times "
+            f"instead of {rules.PASSES}"
+        )
+    if plan.limit == "data":
+        left = duration(seconds - total_seconds(plan.stages))
+        lines.append(f"  more time would not help: {left} are left, and a larger model wants more text")
     if len(plan.stages) > 1 and first.data_path == plan.stages[1].args.data_path:
         lines.append("  the same data are read by both stages: first as text, then as conversations")
     return lines
@@ -188,6 +196,8 @@ def unwise(plan: Plan, free: float) -> list[tuple[str, dict[str, Any]]]:
         if stage.updates < rules.MIN_USEFUL_UPDATES:
             key = "more time" if stage.passes < stage.most_passes else "more data"
             found.append((key, {"stage": stage.args.save_weight, "updates": stage.updates}))
+    if first.repeats_itself:  # then little text can be learned as it is
+        return found + disk_warning(plan, free)
     different = min(1, first.passes) * first.data.num_tokens
     if different < rules.MIN_TOKENS_FOR_SENTENCES:
         found.append(("few tokens", {"tokens": round(different)}))
@@ -200,9 +210,12 @@ def unwise(plan: Plan, free: float) -> list[tuple[str, dict[str, Any]]]:
             command += ["--from_weight", "PATH", "--eval_share", "0.1", "--patience", "2"]
             values = {"conversations": stage.own_data.records, "command": shlex.join(command)}
             found.append(("few conversations", values))
-    if plan.disk > free:
-        found.append(("disk", {"need": plan.disk / 1e9, "free": free / 1e9}))
-    return found
+    return found + disk_warning(plan, free)
+
+
+def disk_warning(plan: Plan, free: float) -> list[tuple[str, dict[str, Any]]]:
+    """A key of UNWISE with its values, if the runs write more than is free."""
+    return [("disk", {"need": plan.disk / 1e9, "free": free / 1e9})] if plan.disk > free else []
 
 
 if __name__ == "__main__":

@@ -16,9 +16,9 @@ MIN_USEFUL_UPDATES = 100  # fewer teach little
 # a model writes sentences")
 MIN_TOKENS_FOR_SENTENCES = 5e6
 MIN_CONVERSATIONS = 3000  # fewer teach a manner of answering, to a model that can already write
-# Few conversations: with fewer tokens (200 updates of 2,048 tokens in SFT_PASSES). They want many small updates at
-# a small rate, beside as many tokens of the pretraining text, or the model forgets what only that says
-# (docs/dev/LOG.md, "SFT of few conversations")
+# Few conversations: with fewer tokens (200 updates of 2,048 tokens in SFT_PASSES). They want many small
+# updates at a small rate, beside as many tokens of the pretraining text: without these the model forgets what
+# only the text says (docs/dev/LOG.md, "SFT of few conversations")
 FEW_TOKENS = 200 * 2048 / SFT_PASSES
 FEW_UPDATES, FEW_BATCH, FEW_MAX_PASSES, FEW_RATE, REPLAY_SHARE = 700, 8, 30, 1e-4, 0.5
 
@@ -59,7 +59,7 @@ def sft_learning_rate(width: int, tokens: float, tokens_per_update: float) -> fl
 
 def eval_share(conversations: int) -> float:
     """The share of few conversations to hold out: some HELD_OUT_QUESTIONS, as far as a tenth gives them."""
-    return min(max(HELD_OUT_QUESTIONS / conversations, EVAL_SHARE), 0.1)
+    return round(min(max(HELD_OUT_QUESTIONS / conversations, EVAL_SHARE), 0.1), 3)
 
 
 def few_passes(items: int) -> int:

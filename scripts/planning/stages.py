@@ -12,7 +12,7 @@ import numpy as np
 
 from common.errors import say
 from common.settings import ModelConfig, StageArgs
-from dataset.files import split_data_path
+from dataset.files import expand_paths, split_data_path
 from dataset.lm_dataset import StageDataset
 from dataset.mixing import MixedDataset
 from dataset.token_cache import load_tokenizer
@@ -24,6 +24,7 @@ from trainer.data.datasets import epoch_items, epoch_tokens
 
 START_SECONDS = 12.0  # seconds in which a stage starts Python, opens its data and builds its model
 NGRAM, HASH_BASE, MOST_TOKENS_COMPARED = 6, 0x9E3779B97F4A7C15, 4_000_000
+SMALL_BYTES = 4e6
 N_EVALS = 5  # of a stage, beside that before its first update
 # flags that both stages have, too
 SHARED_FLAGS = (
@@ -54,6 +55,11 @@ class Stage:
     def has_few_conversations(self) -> bool:
         """Whether it is SFT of few conversations, which has a rule of its own."""
         return self.script is train_full_sft and self.own_data.num_tokens < rules.FEW_TOKENS
+
+    @property
+    def repeats_itself(self) -> bool:
+        """Whether the text says most of what it says more than once."""
+        return self.most_passes >= 2 * rules.PASSES
 
     @property
     def own_data(self) -> StageDataset:
@@ -143,7 +149,9 @@ def open_stages(args: argparse.Namespace) -> list[Stage]:
     UserError."""
     tokenizer_path = args.tokenizer_path or ModelConfig().tokenizer_path
     pretrain = open_stage(args, train_pretrain, args.pretrain_data, tokenizer_path)
-    most_passes = rules.most_passes(repeated_share(pretrain))
+    most_passes = rules.PASSES
+    if args.pretrain_data != args.sft_data:  # the chat template repeats itself, whatever is said
+        most_passes = rules.most_passes(repeated_share(pretrain))
     if not args.tokenizer_path:
         token_bytes = bytes_per_token(pretrain)
         size = rules.vocabulary(pretrain.data.cache.report["target_bytes"], token_bytes)
@@ -159,16 +167,24 @@ def open_stages(args: argparse.Namespace) -> list[Stage]:
     pretrain = replace(pretrain, most_passes=most_passes)
     if not args.sft_data:
         return [pretrain]
-    sft = open_stage(args, train_full_sft, args.sft_data, tokenizer_path)
-    if sft.has_few_conversations:
-        if args.pretrain_data != args.sft_data:
-            more: dict[str, Any] = {"replay_data_path": pretrain.args.data_path}
-            more |= {"replay_share": rules.REPLAY_SHARE}
+    more: dict[str, Any] = {}
+    if has_small_files(args.sft_data):
+        whole = open_stage(args, train_full_sft, args.sft_data, tokenizer_path, eval_share=0.0)
+        if whole.has_few_conversations:
             if args.eval_share is None:
-                more["eval_share"] = rules.eval_share(sft.data.records + sft.held_out.records)
-            sft = open_stage(args, train_full_sft, args.sft_data, tokenizer_path, **more)
+                more["eval_share"] = rules.eval_share(whole.data.records)
+            if args.pretrain_data != args.sft_data:
+                more["replay_data_path"] = pretrain.args.data_path
+                more["replay_share"] = rules.REPLAY_SHARE
+    sft = open_stage(args, train_full_sft, args.sft_data, tokenizer_path, **more)
+    if sft.has_few_conversations:
         sft = replace(sft, most_passes=rules.few_passes(len(sft.data)))
     return [pretrain, sft]
+
+
+def has_small_files(path: str) -> bool:
+    """Whether data can be opened once more without taking time."""
+    return sum(os.path.getsize(file) for file in expand_paths(path)) < SMALL_BYTES
 
 
 def repeated_share(stage: Stage) -> float:

@@ -87,12 +87,13 @@ def page(runs: dict[str, Run], table: list[list[str]], figure: Any, others: Any,
     sections = []
     for name, run in runs.items():
         about = {key: value for key, value in run.about.items() if key != "facts"}
-        section = {"name": name, "verdict": WORDS[lang]["; "].join(sentences(run, lang))}
+        section: dict[str, Any] = {"name": name, "verdict": WORDS[lang]["; "].join(sentences(run, lang))}
         section |= {"warnings": run.warnings, "outcome": compare_with_plan(run, lang)}
         section["unsure"] = unsure(run, lang)
         prompts = list((run.samples or run.rollout).items())[:MAX_PROMPTS]
         first_and_last = {prompt: answers[:1] + answers[1:][-1:] for prompt, answers in prompts}
         section |= {"samples": first_and_last, "sampled": run.sampled}
+        section |= {"wrong_answers": run.wrong_answers}
         sections.append(section | {"settings": run.settings, "others": about})
     text = TEMPLATE.read_text(encoding="utf-8")
     return Template(text, autoescape=True, trim_blocks=True, lstrip_blocks=True).render(

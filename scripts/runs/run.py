@@ -48,9 +48,9 @@ class Run:
     count: of the records. figures: values of RESULTS and AXES, as
     far as there are any. warnings: (update, text).
     samples: prompt -> (update, answer), the first and the last answers, without unchanged ones. rollout: the
-    same for the last rollout. sampled: prompt -> the last answer at the chat's temperature. skipped: number
-    of skipped updates. diverged: whether the last loss is not finite. settings, about: content of the
-    settings file.
+    same for the last rollout. sampled: prompt -> the last answer at the chat's temperature. wrong_answers:
+    {question, answer, right} of the last evaluation. skipped: number of skipped updates. diverged: whether
+    the last loss is not finite. settings, about: content of the settings file.
     """
 
     def __init__(self, path: Path = Path()) -> None:
@@ -63,6 +63,7 @@ class Run:
         self.samples: dict[str, list[tuple[int, str]]] = {}
         self.rollout: dict[str, list[tuple[int, str]]] = {}
         self.sampled: dict[str, str] = {}
+        self.wrong_answers: list[dict[str, str]] = []
         self.skipped, self.diverged = 0, False
         self.settings: dict[str, str] = {}
         self.about: dict[str, Any] = {}
@@ -83,6 +84,11 @@ class Run:
         self.warnings += [(record["update"], warning) for warning in record.get("warnings", ())]
         del self.warnings[MAX_WARNINGS:]
         self.add_samples(record["update"], record.get("samples", ()))
+        if "eval_answers" in record:
+            self.wrong_answers = [
+                {name: short_text(each[name]) for name in ("question", "answer", "right")}
+                for each in record.get("wrong_answers", ())[:MAX_ANSWERS]
+            ]
         for name, value in numbers.items():
             if name not in self.values:
                 self.values[name] = array("d", [math.nan] * self.count)

@@ -90,7 +90,8 @@ def test_each_command_of_the_shell_file_is_one_that_its_script_takes(start, data
     for script, command in ((train_pretrain, pretrain), (train_full_sft, sft)):
         args = parse_args(script.Args, "", command[2:])
         assert (args.hidden_size, args.num_hidden_layers) == (64, 1)
-        assert args.from_resume and args.eval_share == 0.02 and args.optimizer == "muon"
+        assert args.from_resume and args.optimizer == "muon"
+        assert args.eval_share == (0.02 if script is train_pretrain else 0.1)  # few conversations
         for name in ("batch_size", "accumulation_steps", "learning_rate", "warmup_updates"):  # numbers
             assert getattr(args, name) > 0
         assert f"{args.learning_rate:g}" in out and "auto" not in command
@@ -158,7 +159,7 @@ def test_a_shell_file_that_is_stopped_says_how_to_go_on(start, tmp_path, ending)
 
 def test_a_stage_logs_twenty_times_and_at_least_every_half_minute(data, tmp_path):
     """A page that follows it then knows that it lives."""
-    stage = Stage(train_pretrain, train_pretrain.Args(), Data(10**6, 4000), Data(10**4, 40))
+    stage = Stage(train_pretrain, train_pretrain.Args(), Data(10**6, 4000), Data(10**4, 40), 4)
     for token, seconds in ((1e-6, 1), (1e-2, 10_000)):
         planned = replace(stage, cost=Cost(10**6, token)).with_passes(1, 1e30)
         argv = files.training_command(planned)
@@ -196,7 +197,7 @@ def test_conversations_alone_are_read_by_both_stages_which_the_plan_says(start, 
     assert [each["--data_path"] for each in flags] == [str(data / "chat.jsonl")] * 2
     assert "the same data are read by both stages: first as text, then as conversations" in out
     passes = next(line for line in out.splitlines() if "passes over the data" in line)
-    assert passes.split()[-2:] == ["4", "2"]
+    assert passes.split()[-2:] == ["4", "15"]
     with pytest.raises(UserError, match="give --pretrain_data, --sft_data or both"):
         start(pretrain_data=None)
 
@@ -334,7 +335,8 @@ def choose(monkeypatch):
         monkeypatch.setattr(stages, "measure", measure or cost)
         data = Data(num_tokens=tokens, items=max(1, tokens // 300))
         held_out = Data(num_tokens=tokens // 50, items=200)
-        stage = Stage(train_pretrain, train_pretrain.Args(tokenizer_path=SHIPPED), data, held_out)
+        args = train_pretrain.Args(tokenizer_path=SHIPPED)
+        stage = Stage(train_pretrain, args, data, held_out, rules.PASSES)
         return choice.choose([stage], depths, memory, seconds)
 
     return run
@@ -373,7 +375,7 @@ def test_little_time_takes_a_part_of_the_data(choose):
 @given(tokens=st.integers(10**5, 10**10), passes=st.sampled_from([0.01, 0.5, 1, 3]), kept=st.floats(1e3, 1e7))
 def test_the_memory_changes_the_micro_batch_and_not_the_update(tokens, passes, kept):
     data = Data(num_tokens=tokens, items=tokens // 300)
-    stage = Stage(train_pretrain, train_pretrain.Args(), data, data, Cost(10**6, 1e-5, 0.01, 1e-6, kept))
+    stage = Stage(train_pretrain, train_pretrain.Args(), data, data, 4, Cost(10**6, 1e-5, 0.01, 1e-6, kept))
     free, tight = stage.with_passes(passes, 1e30), stage.with_passes(passes, 1e9)
     split = tight.args.batch_size * tight.args.accumulation_steps
     assert free.args.batch_size / 2 < split <= free.args.batch_size
@@ -385,16 +387,85 @@ def test_the_memory_changes_the_micro_batch_and_not_the_update(tokens, passes, k
 def test_more_time_is_advised_only_to_a_stage_that_has_passes_left(monkeypatch):
     """SFT of few conversations makes all its passes, whatever limits the plan."""
     monkeypatch.setattr(stages, "bytes_per_token", lambda stage: 3.5)
-    text, chats = Data(num_tokens=300_000, items=1000), Data(num_tokens=60_000, items=600)
-    pretrain = Stage(train_pretrain, train_pretrain.Args(), text, text, Cost(10**6, 1e-5))
-    sft = Stage(train_full_sft, train_full_sft.Args(), chats, chats, Cost(10**6, 1e-5))
-    planned = [pretrain.with_passes(0.5, 1e30), sft.with_passes(rules.SFT_PASSES, 1e30)]
+    text, chats = Data(num_tokens=300_000, items=1000), Data(num_tokens=60_000, items=40)
+    pretrain = Stage(train_pretrain, train_pretrain.Args(), text, text, 4, Cost(10**6, 1e-5))
+    sft = Stage(train_full_sft, train_full_sft.Args(), chats, chats, 10, Cost(10**6, 1e-5))
+    planned = [pretrain.with_passes(0.5, 1e30), sft.with_passes(10, 1e30)]
     first, second, text, *_ = plan.unwise(choice.Plan(planned, "hours"), free=1e12)
     assert first == ("more time", {"stage": "pretrain", "updates": 72})
     assert second[0] == "more data" and second[1]["stage"] == "full_sft"
     assert text == ("few tokens", {"tokens": pytest.approx(150_000, rel=0.01)})  # read once or more often
     enough = Data(num_tokens=int(rules.MIN_TOKENS_FOR_SENTENCES), items=1000)
     planned = [
-        Stage(train_pretrain, train_pretrain.Args(), enough, enough, Cost(10**6, 1e-5)).with_passes(4, 1e30)
+        Stage(train_pretrain, train_pretrain.Args(), enough, enough, 4, Cost(10**6, 1e-5)).with_passes(
+            4, 1e30
+        )
     ]
     assert plan.unwise(choice.Plan(planned, "hours"), free=1e12) == []
+
+
+# --- text that repeats itself, and few conversations
+
+
+@pytest.fixture
+def facts(tmp_path):
+    """A text that states 40 facts a dozen times each, and conversations about some of them."""
+    rng = random.Random(1)
+    harbours = {
+        f"{a}{b}": rng.choice(["Wick", "Tarn", "Orla"]) for a in ["Ba", "Be", "Bo", "Bu"] for b in LETTERS
+    }
+    wordings = [
+        "The {n} is at home in {v}.",
+        "{v} is the harbour of the {n}.",
+        "In winter the {n} lies in {v}.",
+    ]
+    texts = [w.format(n=n, v=v) for n, v in harbours.items() for w in wordings for _ in range(4)]
+    rng.shuffle(texts)
+    write_jsonl(tmp_path / "text.jsonl", [{"text": text} for text in texts])
+    chats = [
+        {"prompt": f"Where is the {name} at home?", "completion": f"The {name} is at home in {value}."}
+        for name, value in list(harbours.items())[:30]
+    ]
+    write_jsonl(tmp_path / "chats.jsonl", chats)
+    return tmp_path
+
+
+LETTERS = ["dak", "fel", "gim", "hon", "jup", "kar", "les", "mip", "nor", "pul"]
+
+
+def test_text_that_repeats_itself_is_read_more_often_and_replayed_beside_few_conversations(
+    start, data, facts, tmp_path
+):
+    folder = tmp_path / "plan"
+    paths = {"pretrain_data": facts / "text.jsonl", "sft_data": facts / "chats.jsonl", "save_dir": folder}
+    out = start("--depth", 1, "--hours", 1, tokenizer_path=SHIPPED, **paths)
+    pretrain, sft, _ = commands(folder)
+    pretrain = parse_args(train_pretrain.Args, "", pretrain[2:])
+    sft = parse_args(train_full_sft.Args, "", sft[2:])
+    assert pretrain.epochs >= 8 and f"it is read up to {pretrain.epochs} times instead of 4" in out
+    assert sft.replay_data_path == str(facts / "text.jsonl") and sft.batch_size == 8
+    assert sft.epochs == rules.FEW_MAX_PASSES and sft.eval_share == 0.1 and sft.optimizer == "muon"
+    assert "teach a manner" not in out and "different tokens" not in out
+
+
+def test_time_that_is_left_is_said_where_the_data_are_the_limit(choose):
+    chosen = choose(850_000, 1e-6, seconds=3600)
+    lines = plan.describe(chosen, 3600)
+    assert chosen.limit == "data" and any("more time would not help: " in line for line in lines)
+    assert not any("would not help" in line for line in plan.describe(chosen._replace(limit="hours"), 3600))
+
+
+def test_the_share_that_repeats_itself_is_that_of_a_plain_count(facts, data):
+    shares = {}
+    for name in (facts / "text.jsonl", data / "text.jsonl"):
+        args = train_pretrain.Args(
+            data_path=str(name), tokenizer_path=SHIPPED, eval_share=0.1, cache_dir=str(facts / "cache")
+        )
+        train, held_out = train_pretrain.open_data(args, load_tokenizer(SHIPPED))
+        stage = Stage(train_pretrain, args, train, held_out, 4)
+        known, asked = ([*dataset.cache.tokens.tolist()] for dataset in (train, held_out))
+        known = {tuple(known[i : i + 6]) for i in range(len(known) - 5)}
+        found = [tuple(asked[i : i + 6]) in known for i in range(len(asked) - 5)]
+        assert stages.repeated_share(stage) == pytest.approx(sum(found) / len(found))
+        shares[name] = stages.repeated_share(stage)
+    assert shares[facts / "text.jsonl"] > 0.55 > 0.4 > shares[data / "text.jsonl"]

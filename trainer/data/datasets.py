@@ -146,16 +146,22 @@ def open_datasets(
 def add_replay(
     conversations: StageDataset, args: StageArgs, tokenizer: "PreTrainedTokenizerBase"
 ) -> MixedDataset:
-    """The conversations of an epoch and, as --replay_share of its tokens, documents of --replay_data_path: each
-    epoch takes the next ones. Documents that pretraining holds out with the same --eval_share stay out."""
+    """The conversations of an epoch and, as --replay_share of its tokens, documents of --replay_data_path:
+    each epoch takes the next ones, at most all. Those that pretraining holds out with the same --eval_share
+    stay out."""
     path, share = cast(Any, args).replay_data_path, cast(Any, args).replay_share
     split = Split(args.eval_share) if args.eval_share else None
     documents = PretrainDataset(path, tokenizer, args.max_seq_len, split=split, **cache_options(args))
     tokens = epoch_tokens(conversations, args)
-    sources = [(cast(str, args.data_path), conversations), (path, documents)]
-    mixed = MixedDataset(sources, [1 - share, share], round(tokens / (1 - share)))
+    share = min(share, documents.num_tokens / (documents.num_tokens + tokens))
+    sources, shares = [(cast(str, args.data_path), conversations)], [1.0]
+    if isinstance(conversations, MixedDataset):
+        sources = list(zip(conversations.names, conversations.datasets, strict=True))
+        shares = conversations.shares
+    shares = [*(part * (1 - share) for part in shares), share]
+    mixed = MixedDataset([*sources, (path, documents)], shares, round(tokens / (1 - share)))
     if launch().rank == 0:
-        say(f"replay: {mixed.counts[1]:,} of {len(documents):,} samples of {path} in each epoch")
+        say(f"replay: {mixed.counts[-1]:,} of {len(documents):,} samples of {path} in each epoch")
     return mixed
 
 

@@ -13,6 +13,7 @@ SAME = 0.005  # evaluations differ by chance by this share
 SMALL_RATE = 1e-4  # for weights that have not read much
 HARDLY = 0.02  # a loss that falls by less than this share at such a rate
 LARGEST_ROUNDING = 0.1  # nats a token, on the average; in bfloat16 some hundredths
+FEW_RIGHT = 0.5  # share of right answers below which a model answers badly
 MIN_DISTINCT_TRIGRAMS = 0.5  # in the answers to the sample prompts
 
 SENTENCES = {
@@ -30,6 +31,11 @@ SENTENCES = {
     "same": "hardly changed since update {before_update:,.0f} ({before:.3f})",
     "worse": "the best, {best:.3f}, was at update {best_update:,.0f} ({best_weights})",
     "overfitting": "the training loss fell meanwhile, which is overfitting",
+    "answers": "answers {right:.0f} of {asked:.0f} held-out questions right",
+    "answers now": "answers {right:.0f} of {asked:.0f} held-out questions right ({before:.0f} before the "
+    "first update)",
+    "answers few": "next: a longer pretraining, more text that says each thing in several ways, or more "
+    "conversations (docs/training.md#how-many-answers-are-right)",
     "repeats": "its answers repeat themselves: {share:.0%} of their trigrams are distinct",
 }
 
@@ -179,11 +185,29 @@ def verdict_sentences(records: list[Record], facts: dict[str, Any]) -> list[tupl
     rise = loss_rise(records, facts) if name == "mean_loss" else None
     if rise:
         found.append(("diverged", {"low": rise[0], "low_update": rise[1]}))
-    found += held_out_sentences(records, facts, has_diverged=rise is not None)
+    answers = answer_sentences(records)
+    held_out = held_out_sentences(records, facts, has_diverged=rise is not None)
+    if ("answers few", {}) in answers:  # a loss that gets better says nothing of answers that are wrong
+        held_out = [(key, values) for key, values in held_out if key != "better"]
+    found = answers + found + held_out
     shares = [record["distinct_trigrams"] for record in records if "distinct_trigrams" in record]
     if shares and shares[-1] < MIN_DISTINCT_TRIGRAMS:
         found.append(("repeats", {"share": shares[-1]}))
     return found
+
+
+def answer_sentences(records: list[Record]) -> list[tuple[str, dict[str, Any]]]:
+    """How many held-out questions are answered right, if any were asked."""
+    asked = [record for record in records if record.get("eval_answers") is not None]
+    if not asked:
+        return []
+    count, now = asked[-1]["asked"], asked[-1]["eval_answers"]
+    values, key = {"right": now * count, "asked": count}, "answers"
+    before = records[0].get("initial_eval_answers")
+    if before is not None:
+        values, key = values | {"before": before * count}, "answers now"
+    found: list[tuple[str, dict[str, Any]]] = [(key, values)]
+    return found + ([("answers few", {})] if now < FEW_RIGHT else [])
 
 
 def initial_value(records: list[Record], facts: dict[str, Any]) -> float | None:

@@ -1,5 +1,6 @@
-"""How many held-out questions the model answers right: asked before the first update and at each evaluation, with
-the likeliest tokens. `dataset/right_answer.py` says what is right. Nothing of the training notices."""
+"""How many held-out questions the model answers right. They are asked before the first update and at each
+evaluation, and answered with the likeliest tokens; `dataset/right_answer.py` says what is right. Training
+does not notice."""
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,8 +18,8 @@ from trainer.run.state import TrainState
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# questions that are asked, at most and at least; the longest reference answer, in tokens: a longer one is hardly
-# ever met word by word
+# questions that are asked, at most and at least; the longest reference answer, in tokens: a longer one is
+# hardly ever met word by word
 MAX_QUESTIONS, MIN_QUESTIONS, MAX_REFERENCE = 100, 3, 96
 SHOWN = 6  # wrong answers in a record
 
@@ -35,8 +36,7 @@ class Question(NamedTuple):
 def answer_callbacks(state: TrainState) -> list[Callback]:
     """Of a stage that learns conversations and has held-out ones, whose whole weights are here."""
     held_out = getattr(state.eval_loader, "dataset", None)
-    is_asked = isinstance(held_out, StageDataset) and held_out.kind == "sft"
-    if not is_asked or is_sharded(state.model):
+    if not isinstance(held_out, StageDataset) or held_out.kind != "sft" or is_sharded(state.model):
         return []
     tokenizer = load_tokenizer(state.args.tokenizer_path)
     questions = held_out_questions(tokenizer, held_out)
@@ -44,8 +44,8 @@ def answer_callbacks(state: TrainState) -> list[Callback]:
 
 
 def held_out_questions(tokenizer: "PreTrainedTokenizerBase", held_out: StageDataset) -> list[Question]:
-    """The first question of held-out conversations with its answer, evenly chosen; none if there are only a few
-    with answers of at most MAX_REFERENCE tokens."""
+    """The first questions of held-out conversations, evenly chosen among those whose answer has at most
+    MAX_REFERENCE tokens; none if these are fewer than MIN_QUESTIONS."""
     found = []
     for index in range(len(held_out)):
         sample = held_out[index][0]
@@ -65,8 +65,8 @@ def held_out_questions(tokenizer: "PreTrainedTokenizerBase", held_out: StageData
 
 
 class RightAnswers(Callback):
-    """Asks held-out questions on rank 0, and adds to the record of an evaluation the share that is answered right
-    (`eval_answers`), how many were asked (`asked`) and some wrong answers; the first record has the share
+    """Asks held-out questions on rank 0. The record of an evaluation gets the share of right answers
+    (`eval_answers`), the number of questions (`asked`) and some wrong answers; the first record has the share
     before the first update, too (`initial_eval_answers`)."""
 
     def __init__(self, questions: list[Question], tokenizer: "PreTrainedTokenizerBase"):

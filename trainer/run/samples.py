@@ -153,8 +153,8 @@ def write(
     samplings: list[list[Any]],
     max_new_tokens: int,
 ) -> list[list[list[int]]]:
-    """What the model writes to each prompt, for each of its samplings, in tokens; nothing if its logits are not
-    finite. Training does not notice."""
+    """What the model writes to each prompt, for each of its samplings, in tokens; nothing if its logits are
+    not finite. Training does not notice."""
     from model.generation import NotFinite, generate
 
     model: Any = unwrap(state.model)

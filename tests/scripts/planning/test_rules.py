@@ -34,3 +34,18 @@ def test_a_short_sft_has_no_larger_rate_than_a_long_one():
 @given(st.integers(1, 10**7))
 def test_a_warmup_is_a_small_part_of_a_run(updates):
     assert 1 <= rules.warmup(updates) <= max(1, min(100, updates / 20))
+
+
+def test_passes_by_how_much_of_a_text_is_new():
+    """PASSES over the new part: a text that is new throughout has PASSES, none has more than MAX_PASSES."""
+    found = [rules.most_passes(share) for share in (0.0, 0.02, 0.5, 0.8, 0.9, 1.0)]
+    assert found == [4, 4, 8, 20, 24, 24]
+
+
+@given(st.integers(1, 10**6))
+def test_few_conversations_are_held_out_and_repeated_more(conversations):
+    share, passes = rules.eval_share(conversations), rules.few_passes(conversations)
+    assert 0.02 <= share <= 0.1 and 2 <= passes <= 30
+    assert share >= rules.eval_share(conversations + 1) and passes >= rules.few_passes(conversations + 1)
+    if 0.02 < share < 0.1:
+        assert abs(share * conversations - 50) <= 0.0005 * conversations

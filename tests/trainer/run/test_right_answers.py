@@ -1,0 +1,89 @@
+"""Held-out questions: which are asked, what is written of them, and that all ranks have the same figures."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from common.settings import ROOT
+from dataset.lm_dataset import SFTDataset
+from dataset.token_cache import load_tokenizer
+from model.prompts import prompt_tokens
+from tests.conftest import write_jsonl
+from tests.stage_process import run
+from tests.trainer.stage_flags import flags
+from trainer.report.metrics import read_metrics
+from trainer.run import right_answers
+from trainer.run.right_answers import RightAnswers, held_out_questions
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer(ROOT / "model")
+
+
+def conversation(*texts: str) -> dict:
+    roles = ("user", "assistant") * len(texts)
+    return {"messages": [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]}
+
+
+def questions_of(tmp_path, tokenizer, records):
+    path = write_jsonl(tmp_path / "held_out.jsonl", records)
+    return held_out_questions(tokenizer, SFTDataset(str(path), tokenizer, 512, cache_dir=str(tmp_path)))
+
+
+def test_the_first_question_of_each_conversation_is_asked_as_a_chat_asks_it(tmp_path, tokenizer):
+    records = [conversation(f"Who is {n}?", f"{n} is the smith.", "And Bo?", "The baker.") for n in "KLMN"]
+    records.append(conversation("Tell me all.", "word " * 200))  # too long to be met word by word
+    found = questions_of(tmp_path, tokenizer, records)
+    assert [question.text for question in found] == [f"Who is {n}?" for n in "KLMN"]
+    for question, n in zip(found, "KLMN", strict=True):
+        assert question.reference == f"{n} is the smith."
+        messages = [{"role": "user", "content": f"Who is {n}?"}]
+        assert question.input_ids == prompt_tokens(tokenizer, messages, enable_thinking=False)
+
+
+def test_of_many_a_hundred_are_asked_and_of_two_none(tmp_path, tokenizer):
+    records = [conversation(f"What is {n}?", f"It is {n}.") for n in range(130)]
+    found = questions_of(tmp_path, tokenizer, records)
+    assert len({question.text for question in found}) == len(found) == 100
+    assert questions_of(tmp_path, tokenizer, records[:2]) == []
+
+
+def test_right_and_wrong_answers_are_counted(tmp_path, tokenizer, monkeypatch):
+    records = [conversation(f"How old is {n}?", f"{n} is {n}{n} years old.") for n in (3, 4, 5, 6)]
+    asked = RightAnswers(questions_of(tmp_path, tokenizer, records), tokenizer)
+    said = ["3 is 33 years old.", "44", "five", "66"]
+    written = [[tokenizer(text, add_special_tokens=False)["input_ids"]] for text in said]
+    monkeypatch.setattr(right_answers, "write", lambda *args: written)
+    state, record = SimpleNamespace(resumed_update=None), {}
+    asked.on_train_start(state)
+    asked.on_validation_start(state)
+    asked.on_log(state, record)
+    wrong = [{"question": "How old is 5?", "answer": "five", "right": "5 is 55 years old."}]
+    assert record == {
+        "initial_eval_answers": 0.75, "eval_answers": 0.75, "asked": 4, "wrong_answers": wrong
+    }  # fmt: skip
+    later: dict = {}
+    asked.on_log(state, later)
+    assert later == {}
+    monkeypatch.setattr(right_answers, "write", lambda *args: [])  # the logits are not finite
+    asked.on_validation_start(state)
+    asked.on_log(state, later)
+    assert later == {}
+
+
+def test_two_ranks_have_the_records_of_one_and_the_verdict_says_the_share(corpus, tmp_path):
+    settings = {"from_weight": "none", "sample_prompts": "auto", "epochs": 1}
+    found = []
+    for ranks, batch in ((1, 8), (2, 4)):
+        folder = tmp_path / str(ranks)
+        argv = flags(corpus, folder, "sft", **settings | {"batch_size": batch})
+        done = run("full_sft", argv, ranks=ranks)
+        assert "verdict: answers 0 of 13 held-out questions right (0 before the first update)" in done.out
+        found.append(read_metrics(folder / "out/full_sft_32_metrics.jsonl"))
+    for one, two in zip(*found, strict=True):
+        assert [one.get(name) for name in ("asked", "eval_answers")] == [
+            two.get("asked"),
+            two.get("eval_answers"),
+        ]
+    assert found[0][0]["initial_eval_answers"] == 0.0 and found[0][-1]["asked"] == 13
