@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 # questions that are asked, at most and at least; the longest reference answer, in tokens: a longer one is
 # hardly ever met word by word
-MAX_QUESTIONS, MIN_QUESTIONS, MAX_REFERENCE = 100, 3, 96
+MAX_QUESTIONS, MIN_QUESTIONS, MAX_REFERENCE = 60, 3, 96
 SHOWN = 6  # wrong answers in a record
 
 
