@@ -221,8 +221,9 @@ def source_files() -> list[Path]:
 
 def code_version() -> str:
     """The git revision of the code, with `-dirty` behind it if files were changed since; `unknown` if there
-    is none."""
-    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*"]
+    is none. A repository that only surrounds the code, such as one of the home folder, is not its own."""
+    own = [f"--git-dir={ROOT / '.git'}", f"--work-tree={ROOT}"]
+    command = ["git", *own, "describe", "--always", "--dirty", "--exclude=*"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
