@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 
 from common.command_line import STOP_SIGNALS, leave_dead_console, one_line_errors
-from common.errors import LostRank, UserError, WriteError, log, reason
+from common.errors import LostRank, UserError, WriteError, log, reason, warn
 from common.launcher import launch
+from common.plugins import in_main_thread
 from trainer.devices.process_group import leave_process_group
 
 
@@ -73,7 +74,8 @@ def translated_failures(how_to_go_on: Callable[[], str] = str) -> Iterator[None]
 
 class StopRequest:
     """SIGINT, SIGTERM and SIGHUP during training, as a request that the loop grants after the update. A
-    second Ctrl-C ends the run at once."""
+    second Ctrl-C ends the run at once. A thread, as of a notebook or a page, cannot have them: there a signal
+    ends the process as any other, and a run goes on from its last checkpoint."""
 
     def __init__(self):
         self.signal = 0  # the number of the signal that came; 0: none
@@ -82,6 +84,9 @@ class StopRequest:
         self.before: dict[int, Any] = {}
 
     def __enter__(self) -> "StopRequest":
+        if not in_main_thread():
+            warn("not in the main thread: a signal does not save first, and --reward_timeout does not hold")
+            return self
         for number in STOP_SIGNALS:
             if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
                 self.before[number] = signal.signal(number, self.receive)
