@@ -94,6 +94,7 @@ def find_files(data_path: str) -> tuple[list[str], list[str]]:
     skipped: list[str] = []
     for part in split_data_path(data_path):
         typed, count = os.path.expanduser(part), None
+        os.fsencode(typed)  # a name that the locale has no bytes for is an error, not absent as it is below
         if not os.path.exists(typed):
             typed, count = split_first(typed)
         if os.path.isdir(typed):
