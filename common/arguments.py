@@ -145,8 +145,8 @@ def flag_values(flags: Mapping[str, Any]) -> list[NamedValue]:
 
 
 def read_yaml(path: str) -> dict[str, dict[str, Any]]:
-    """The sections of a YAML file; what stands outside them is in the section "". Raises UserError if the file
-    cannot be read or is no mapping."""
+    """The sections of a YAML file; what stands outside them is in the section "". Raises UserError if the
+    file cannot be read or is no mapping."""
     try:
         with open(path, encoding="utf-8-sig") as file:
             content = yaml.load(file, Loader)
