@@ -78,7 +78,7 @@ class Table:
     # --- lines
 
     def decode(self, raw: bytes) -> str:
-        """A line as text, whose line ends are `\\n`. What is no UTF-8 becomes lone surrogates."""
+        """A line as text, whose line ends are `\n`. What is no UTF-8 becomes lone surrogates."""
         try:
             line = raw.decode()
         except UnicodeDecodeError:
@@ -90,9 +90,13 @@ class Table:
 
     def lines(self) -> Iterator[str]:
         """The lines, each of which is noted in `row`."""
-        while line := self.waiting.popleft() if self.waiting else self.decode(self.file.readline()):
-            self.row.append(line)
-            if len(self.row) == MANY_LINES and self.columns and self.hides_rows(self.row):
+        row, waiting = self.row, self.waiting
+        while True:
+            line = waiting.popleft() if waiting else self.decode(next(self.file, b""))
+            if not line:
+                return
+            row.append(line)
+            if len(row) == MANY_LINES and self.columns and self.hides_rows(row):
                 raise csv.Error("a cell without end")
             yield line
 
@@ -104,7 +108,8 @@ class Table:
 
     def begin_row(self, taken: int) -> None:
         """Let the next row begin behind the first `taken` lines of the present one."""
-        self.waiting.extendleft(reversed(self.row[taken:]))
+        if taken < len(self.row):
+            self.waiting.extendleft(reversed(self.row[taken:]))
         self.row.clear()
         self.number += taken
 
@@ -112,18 +117,25 @@ class Table:
 
     def rows(self) -> Iterator[tuple[int, Any]]:
         """The rows with their lines."""
+        row, columns, count, is_plain = self.row, self.columns, len(self.columns), not self.padded
         is_end = False
         while not is_end:
             try:
                 for cells in csv.reader(self.lines(), **self.options):
-                    number, row, taken = self.number, self.row, len(self.row)
-                    if taken > 1 and self.is_row(row[-1]) and self.hides_rows(row):
-                        closing = f"and closes in line {number + taken - 1}, behind rows"
-                        yield number, BadRecord(f"a quote opens a cell {closing}; {ADVICE}")
+                    taken = len(row)
+                    if taken > 1 and self.hides_rows(row) and self.is_row(row[-1]):
+                        closing = f"and closes in line {self.number + taken - 1}, behind rows"
+                        yield self.number, BadRecord(f"a quote opens a cell {closing}; {ADVICE}")
                         taken = 1
+                    elif len(cells) == count and is_plain and self.is_utf8:
+                        yield self.number, dict(zip(columns, cells, strict=True))
                     elif cells:
-                        yield number, self.record(cells)
-                    self.begin_row(taken)
+                        yield self.number, self.record(cells)
+                    if taken == len(row):
+                        row.clear()
+                        self.number += taken
+                    else:
+                        self.begin_row(taken)
                 is_end = True
             except csv.Error as error:
                 yield self.number, self.broken_row(error)
@@ -131,10 +143,9 @@ class Table:
 
     def record(self, cells: list[str]) -> dict | BadRecord | NotUtf8:
         """The record of a row."""
-        if not self.is_utf8:  # a line before or in it
-            raw = "".join(self.row).encode("utf-8", "surrogateescape")
-            if raw != raw.decode("utf-8", "ignore").encode():
-                return NotUtf8(raw, self.number)
+        raw = "".join(self.row).encode("utf-8", "surrogateescape")
+        if raw != raw.decode("utf-8", "ignore").encode():
+            return NotUtf8(raw, self.number)
         if len(cells) != len(self.columns):
             sign = SIGNS.get(self.delimiter, self.delimiter)
             what = f"{len(cells)} cells, but {len(self.columns)} columns"

@@ -368,29 +368,34 @@ def read_json(file: Any) -> Iterator[tuple[int, Any]]:
     if before[-1].rstrip().endswith(b"]") and file.peek(HEAD).lstrip().startswith(b"["):
         yield from read_json_lines(chain(before, file))
         return
-    # a byte that is not UTF-8 becomes a lone surrogate
-    text = b"".join([*before, file.read()]).decode("utf-8-sig", "surrogateescape")
+    raw = b"".join([*before, file.read()])
+    try:
+        text, is_damaged = raw.decode("utf-8-sig"), False
+    except UnicodeDecodeError:
+        text, is_damaged = raw.decode("utf-8-sig", "surrogateescape"), True
     start = len(text) - len(text.lstrip())
     at = len(text) - len(text[start + 1 :].lstrip())
     is_array = text.startswith("[", start)
     with suppress(ValueError, RecursionError):
         # an array of messages is one conversation
         is_array = is_array and not is_message(json.JSONDecoder().raw_decode(text, at)[0])
-    yield from read_values(text, at if is_array else start, is_array)
+    yield from read_values(text, at if is_array else start, is_array, is_damaged)
 
 
-def read_values(text: str, at: int, is_array: bool) -> Iterator[tuple[int, Any]]:
+def read_values(text: str, at: int, is_array: bool, is_damaged: bool) -> Iterator[tuple[int, Any]]:
     """The values of JSON from a place on, decoded one by one: the elements of an array, or values behind each
     other. After a broken one reading continues at the next line that begins as the line of the first one
-    does; without one, raises ValueError."""
+    does; without one, raises ValueError. is_damaged: bytes that are not UTF-8 have become lone surrogates."""
     decoder, after = json.JSONDecoder(), AFTER_ELEMENT if is_array else AFTER_VALUE
     indent = text[text.rfind("\n", 0, at) + 1 : at]
-    is_damaged = not text.isascii() and bool(LONE_SURROGATE.search(text))
-    next_line = "\n{" if indent.strip() else f"\n{indent}{{"
+    opening = "[" if text.startswith("[", at) else "{"
+    next_line = f"\n{opening}" if indent.strip() else f"\n{indent}{opening}"
     number, line, counted = 0, 1, 0  # of the element; of the text up to the character `counted`
     is_end = text.startswith("]", at)
     while not is_end:
-        number, line, counted = number + 1, line + text.count("\n", counted, at), at
+        number += 1
+        if not is_array or is_damaged:
+            line, counted = line + text.count("\n", counted, at), at
         try:
             record, end = decoder.raw_decode(text, at)
             separator = after.match(text, end)
