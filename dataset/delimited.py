@@ -25,7 +25,7 @@ LINE_END = re.compile("\r\n?")
 HEAD_BYTES = 1 << 20  # of a file, in which it shows how it writes quotes
 MANY_LINES = 1000  # of a cell: then they are looked at before it ends
 AHEAD = 20  # lines that are looked at behind a broken one
-ADVICE = 'write a quote that is text twice, in a cell in quotes: "say ""hi"""'
+ADVICE = 'write a quote of the text twice, and its cell in quotes: "say ""hi"""'
 
 
 def read_rows(file: Any, delimiters: Iterable[str] = DELIMITERS) -> Iterator[tuple[int, Any]]:
@@ -124,8 +124,8 @@ class Table:
                 for cells in csv.reader(self.lines(), **self.options):
                     taken = len(row)
                     if taken > 1 and self.hides_rows(row) and self.is_row(row[-1]):
-                        closing = f"and closes in line {self.number + taken - 1}, behind rows"
-                        yield self.number, BadRecord(f"a quote opens a cell {closing}; {ADVICE}")
+                        closing = f"which closes in line {self.number + taken - 1}, after other rows"
+                        yield self.number, BadRecord(f"a quote opens a cell, {closing}; {ADVICE}")
                         taken = 1
                     elif len(cells) == count and is_plain and self.is_utf8:
                         yield self.number, dict(zip(columns, cells, strict=True))

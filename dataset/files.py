@@ -410,12 +410,23 @@ def read_values(text: str, at: int, is_array: bool, is_damaged: bool) -> Iterato
                 original_bytes(text).decode()  # the cause may be bytes that are not UTF-8
                 raise ValueError(error) from None
             following = next_element + len(next_line) - 1
+        if not is_array and isinstance(record, dict) and (names := sets_of_records(record)):
+            what = f"an object over several lines that holds records under {', '.join(map(repr, names))}"
+            record = BadRecord(f"{what}; write one of them as a file: jq '.[\"{names[0]}\"]' OLD > NEW")
         if is_damaged and LONE_SURROGATE.search(text, at, following):
             record = NotUtf8(original_bytes(text[text.rfind("\n", 0, at) + 1 : following]), line)
         yield -number if is_array else line, record
         at = following
     if is_array and text[at:].strip("] \t\r\n"):
         raise ValueError("more follows the end of the array")
+
+
+def sets_of_records(value: dict) -> list[str]:
+    """The keys of an object that hold lists of objects, if it is no record itself."""
+    if not value.keys().isdisjoint({*LIST_FIELDS, *FORMATS, "text", "content"}):
+        return []
+    lists = {key: entry for key, entry in value.items() if isinstance(entry, list) and entry}
+    return [key for key, entry in lists.items() if all(isinstance(item, dict) for item in entry)]
 
 
 def original_bytes(text: str) -> bytes:

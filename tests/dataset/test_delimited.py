@@ -83,7 +83,7 @@ def test_what_is_written_is_read_or_a_quote_is_blamed(rows, delimiter):
     """Two rows that a quote joins look as a cell of two lines that is written on purpose; neither is lost."""
     cells = [["q", "a"], *rows]
     found = rows_of(written(cells, delimiter=delimiter), (delimiter,))
-    if not any("a quote opens a cell and closes" in str(row) for _, row in found):
+    if not any("a quote opens a cell, which closes" in str(row) for _, row in found):
         assert [tuple(row.values()) for _, row in found] == rows
 
 
@@ -121,7 +121,9 @@ def test_a_quote_that_closes_rows_later_costs_its_own_row(name):
 
 def test_it_is_told_where_the_quote_closes():
     (line, said), *_ = rows_of('q\ta\nq1\t"a1\nq2\ta2\nq3\ta3"\n')
-    assert line == 2 and said.startswith("a quote opens a cell and closes in line 4, behind rows; write ")
+    assert line == 2 and said.startswith(
+        "a quote opens a cell, which closes in line 4, after other rows; write "
+    )
 
 
 LITERAL = st.sampled_from(
@@ -149,7 +151,7 @@ def test_a_quote_inside_a_cell_costs_its_line(bad):
     found = rows_of(f"q,a\nq0,a0\n{bad}\nq2,a2\n")
     assert [line for line, _ in found] == [2, 3, 4] and found[2][1] == {"q": "q2", "a": "a2"}
     assert found[1][1].startswith(
-        "a quote inside a cell; write a quote that is text twice, in a cell in quotes"
+        "a quote inside a cell; write a quote of the text twice, and its cell in quotes"
     )
 
 

@@ -483,8 +483,13 @@ def test_a_broken_object_over_several_lines_costs_only_itself(write):
 
 
 def test_one_object_over_several_lines_is_one_record(write):
-    sets = {"train": [{"text": "a"}], "valid": []}
-    assert records_of(write("x.json", json.dumps(sets, indent=1).encode())) == [(1, sets)]
+    record = {"messages": [{"role": "user", "content": "q"}], "tools": [{"name": "t"}]}
+    assert records_of(write("x.json", json.dumps(record, indent=1).encode())) == [(1, record)]
+    sets = {"version": 1, "train set": [{"text": "a"}], "valid": [{"text": "b"}], "test": []}
+    assert records_of(write("x.json", json.dumps(sets, indent=1).encode())) == [
+        (1, "an object over several lines that holds records under 'train set', 'valid'; write one of them as a file: "
+            "jq '.[\"train set\"]' OLD > NEW")
+    ]  # fmt: skip
     cut = b'{"text":\n{"text": "a"}\n{"text": "b"}\n'  # not these
     (_, said), *rest = records_of(write("x.jsonl", cut))
     assert said.startswith("not valid JSON (Expecting value: line 1") and rest == [
