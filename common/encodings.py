@@ -65,6 +65,7 @@ LANGUAGES = (  # as iconv names the encoding, as Python does, the letters
     ("WINDOWS-1256", "cp1256", "اليمنرتوبةعدسفهكقحجأشصطخىضذثزغءإظئ"),
 )
 OTHER = 1e-4  # the probability of a letter that is none of a language's
+FEW = 8  # letters, among which there need be no frequent one of a script that has thousands
 FITS = 100  # an encoding fits that makes the text at most so many times less probable than the best one does
 MANY_ZEROS = 0.3  # the share of the bytes of a file, which is no text then
 BESIDE_ASCII = re.compile(r"(?:(?<=[A-Za-z])[^\x00-\x7f]|[^\x00-\x7f](?=[A-Za-z]))")
@@ -87,14 +88,22 @@ class Damage(NamedTuple):
     good_lines: int
 
 
+@lru_cache(maxsize=4)
+def damaged_lines(raw: bytes) -> bytes:
+    """The lines of a text that are not UTF-8."""
+    return b"".join(
+        line for line in raw.splitlines(keepends=True) if line.decode("utf-8", "ignore").encode() != line
+    )
+
+
 @lru_cache(maxsize=4)  # of a file whose lines are all damaged it is asked for each line
 def damage(raw: bytes) -> Damage:
     """How much of a text is UTF-8."""
     valid = len(raw.decode("utf-8", "ignore").encode())
-    lines = [line for line in raw.split(b"\n") if not line.isascii()]
-    damaged = sum(line.decode("utf-8", "ignore").encode() != line for line in lines)
+    lines = sum(not line.isascii() for line in raw.splitlines())
+    damaged = len(damaged_lines(raw).splitlines())
     good = valid - len(raw.translate(None, ABOVE_ASCII))
-    return Damage(len(raw) - valid, damaged, good, len(lines) - damaged)
+    return Damage(len(raw) - valid, damaged, good, lines - damaged)
 
 
 def log_probability(text: str, letters: str) -> float | None:
@@ -103,11 +112,14 @@ def log_probability(text: str, letters: str) -> float | None:
     counts = Counter(letter for letter in text if not letter.isascii())
     if any(unicodedata.category(letter)[0] == "C" for letter in counts):  # controls, and no characters
         return None
+    if not counts:
+        return None
     counts = Counter({letter: count for letter, count in counts.items() if not is_sign(letter)})
     ranks = {letter: rank for rank, letter in enumerate(letters, 1)}
     known = sum(count for letter, count in counts.items() if letter in ranks)
     is_alphabet, is_latin = len(letters) < 80, letters[0] < "\u0250"
-    if known < counts.total() * (0.75 if is_alphabet else 0.25):
+    least = 0.75 if is_alphabet else 0.12 if counts.total() >= FEW else 0
+    if known < least * counts.total():
         return None
     beside = len(BESIDE_ASCII.findall(text))  # only Latin words have letters of both
     if beside and (2 * beside > counts.total()) != is_latin:
@@ -185,7 +197,7 @@ def not_utf8(raw: bytes, line: int = 1, sample: bytes = b"") -> str:
     """
     seen = Damage(*map(sum, zip(damage(sample), damage(raw), strict=True)))
     if seen.bytes * 3 >= seen.good_bytes and seen.lines >= 4 * seen.good_lines:
-        names = fitting_encodings(sample if damage(sample).bytes else raw)
+        names = fitting_encodings(damaged_lines(sample) or damaged_lines(raw))
         if names or seen.bytes >= seen.good_bytes:
             return conversion(names)
     try:

@@ -48,10 +48,12 @@ class Table:
         self.columns: list[str] = []
         self.head = [self.decode(raw) for raw in file.readlines(HEAD_BYTES)]
         self.waiting = deque(self.head)
-        if self.head and (match := SEPARATOR_LINE.fullmatch(self.head[0])):
+        self.skip_blank_lines()
+        if self.waiting and (match := SEPARATOR_LINE.fullmatch(self.waiting[0])):
             delimiters = (match[1],)
             self.waiting.popleft()
-            self.number = 2
+            self.number += 1
+            self.skip_blank_lines()
         first = self.waiting[0] if self.waiting else ""
         self.delimiter = next((each for each in delimiters if each in first), ",")
         # strict: a quote that is never closed raises an error instead of swallowing the following rows
@@ -67,6 +69,12 @@ class Table:
         self.columns = [name.strip() for name in names]
         if len(set(self.columns)) < len(self.columns):
             raise ValueError("two columns have the same name")
+
+    def skip_blank_lines(self) -> None:
+        """Let the first line that is not blank be the next one."""
+        while self.waiting and not self.waiting[0].strip():
+            self.waiting.popleft()
+            self.number += 1
 
     def read_header(self) -> list[str]:
         """The names of the columns as they are written. Raises UnicodeDecodeError."""

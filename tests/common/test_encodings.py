@@ -60,6 +60,22 @@ def test_where_none_fits_a_placeholder_stands(raw):
     assert not_utf8(raw) == "not UTF-8; save the file as UTF-8: iconv -f FILE_ENCODING -t UTF-8 OLD > NEW"
 
 
+def test_of_two_letters_the_right_encoding_is_named_too():
+    for word in ("水车", "你说"):
+        names = fitting_encodings(word.encode("gb18030"))
+        assert "GB18030" in names
+    assert fitting_encodings(b"plain \x8f") == []
+
+
+def test_lines_in_two_encodings():
+    """The lines that are not UTF-8 decide, if most are not."""
+    other = "小镇在河口，清晨有雾。\n".encode("gb18030")
+    assert "iconv -f GB18030" in not_utf8(other, 9, sample="水\n".encode() + other * 9)
+    assert "though most of the file is" in not_utf8(
+        other, 9, sample="小镇在河口，清晨有雾。\n".encode() * 9 + other
+    )
+
+
 def test_of_several_that_fit_all_are_named():
     said = not_utf8("crème".encode("cp1252"))
     assert said == (

@@ -171,6 +171,7 @@ def test_where_the_next_row_begins_is_not_guessed(rest):
 def test_excels_first_line_names_the_delimiter(line):
     assert rows_of(f"{line}\nq;a, b\nx;y\n") == [(3, {"q": "x", "a, b": "y"})]
     assert rows_of("sep=\t\nq\ta\n1,5\ty\n", ("\t",)) == [(3, {"q": "1,5", "a": "y"})]
+    assert rows_of("\n\nsep=;\n\nq;a\nx;y\n") == [(6, {"q": "x", "a": "y"})]
     assert rows_of("sep=x,a\n1,2\n") == [(2, {"sep=x": "1", "a": "2"})]
 
 
