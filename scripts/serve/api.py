@@ -176,7 +176,7 @@ def model_routes(decoding: DecodingThread) -> APIRouter:
     routes = APIRouter(prefix="/v1")
 
     def cards() -> list[dict[str, Any]]:
-        samplings = {path: model.sampling for path, model in list(decoding.loaded.items())}
+        samplings = {weights.path: model.sampling for weights, model in list(decoding.loaded.items())}
         return decoding.models.cards(samplings, decoding.context)
 
     # plain functions: FastAPI calls them in threads

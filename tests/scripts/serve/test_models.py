@@ -59,7 +59,7 @@ def ask(server: SimpleNamespace, name: Any, **fields: Any) -> str:
 
 
 def loaded(server: SimpleNamespace) -> list[str]:
-    return [path.stem for path in server.decoding.loaded]
+    return [weights.path.stem for weights in server.decoding.loaded]
 
 
 def test_all_weights_of_the_folder_are_offered_and_the_last_used_are_in_memory(server):
@@ -114,7 +114,7 @@ def test_a_step_that_fails_ends_the_answers_of_its_model_alone(server, monkeypat
         raise RuntimeError("a broken model")
 
     ask(server, "pretrain_32")
-    (model,) = [model for path, model in server.decoding.loaded.items() if path.stem == "pretrain_32"]
+    (model,) = [model for each, model in server.decoding.loaded.items() if each.path.stem == "pretrain_32"]
     monkeypatch.setattr(model.decoder, "step", failing)
     with ThreadPoolExecutor(1) as pool:
         other = pool.submit(ask, server, None, max_tokens=20)
