@@ -299,6 +299,7 @@ def parse(kind: type[Body], body: bytes) -> Body:
     variables = getattr(params, "chat_template_kwargs", TemplateSettings()).model_extra or {}
     refused = [name for name, value in fields if name in REFUSED and not has_no_effect(value, REFUSED[name])]
     refused += [f"{VARIABLES}{name}" for name, value in variables.items() if not has_no_effect(value, [])]
-    for name in refused:
+    if refused:
+        name = refused[0]
         raise ApiError(f"'{name}' is not supported; {instead_of(name.removeprefix(VARIABLES))}", param=name)
     return params
