@@ -126,6 +126,7 @@ class LoadedModel:
         self.tokenising: list[Job] = []
         self.waiting: list[Job] = []
         self.tokenise_shares, self.read_shares = Shares(), Shares()
+        self.tokenise_debt = 0.0  # seconds that it took longer than it may
         self.writing: dict[Answer, ActiveAnswer] = {}
         self.loaded_at, self.is_draining = time.monotonic(), False
 
@@ -158,8 +159,9 @@ class LoadedModel:
 
     def tokenise(self) -> None:
         """Tokenise for a moment: the next prompt of the client that had the fewest seconds of it, whose
-        requests take turns."""
-        end = time.monotonic() + TOKENISE_SECONDS
+        requests take turns. While answers are written, what took longer is made up for later."""
+        debt = self.tokenise_debt if self.writing else 0
+        end = time.monotonic() + TOKENISE_SECONDS - debt
         while self.tokenising and (start := time.monotonic()) < end:
             job = min(self.tokenising, key=lambda job: self.tokenise_shares.of(job.client))
             self.tokenising.remove(job)
@@ -178,6 +180,7 @@ class LoadedModel:
             else:
                 self.take_prompt(job, prompt)
             self.tokenise_shares.charge(job.client, time.monotonic() - start)
+        self.tokenise_debt = max(0.0, time.monotonic() - end)
 
     def take_prompt(self, job: Job, prompt: list[int] | None) -> None:
         """Add the next prompt of a request; None: it was the last one, and the request waits for slots."""

@@ -54,18 +54,25 @@ def chat_prompt(
 
     room = context - min(params.max_tokens or max_new_tokens, max_new_tokens, context // 2)
 
-    tried: dict[int, list[int]] = {}  # number of messages kept -> tokens
+    # number of messages kept -> their tokens, or what is wrong, such as too many characters
+    tried: dict[int, list[int] | ApiError] = {}
+
+    def tokens_or_error(kept: list[dict]) -> list[int] | ApiError:
+        if len(kept) not in tried:
+            try:
+                tried[len(kept)] = tokens_of(kept)
+            except ApiError as error:
+                tried[len(kept)] = error
+        return tried[len(kept)]
 
     def fits(kept: list[dict]) -> bool:
-        try:
-            tried[len(kept)] = tokens_of(kept)
-        except ApiError:  # too many characters; what else is wrong is said below
-            return False
-        return len(tried[len(kept)]) <= room
+        found = tokens_or_error(kept)
+        return isinstance(found, list) and len(found) <= room
 
     dropped = first_kept(conversation, fits) if params.truncation == "auto" else 0
-    kept = conversation[dropped:]
-    tokens = tried.get(len(kept)) or tokens_of(kept)
+    tokens = tokens_or_error(conversation[dropped:])
+    if isinstance(tokens, ApiError):
+        raise tokens
     check_tokens(tokens, context, "messages")
     return tokens, dropped
 

@@ -254,12 +254,12 @@ class CompletionRequest(GenerationRequest):
 
 
 def least_length(value: Any, context: int, with_texts: bool = True) -> int:
-    """The characters that a JSON value has at least, however it is written: those of its texts, and one for
-    everything else; without `with_texts` one for each text, too. It counts until they cannot fit."""
+    """The characters that a JSON value has at least, however it is written: for each value in it a separator,
+    and one more, or as many as a text has (only `with_texts`). It counts until they cannot fit."""
     length, left = 0, [value]
     while left and length <= max_characters(context):
         part = left.pop()
-        length += len(part) if with_texts and isinstance(part, str) and part else 1
+        length += 1 + (len(part) if with_texts and isinstance(part, str) and part else 1)
         if isinstance(part, dict):
             left += part.values()
         elif isinstance(part, list):

@@ -1,5 +1,6 @@
 """What one request, one client and one connection may cost: the cheap parts of attacks.py, without a clock."""
 
+import asyncio
 import json
 import queue
 import socket
@@ -20,7 +21,7 @@ from scripts.serve.connections import Connection, LoopErrors, most_connections
 from scripts.serve.decoding import DecodingThread, Job, LoadedModel
 from scripts.serve.models import Models
 from scripts.serve.protocol import ApiError, ChatRequest, CompletionRequest, parse
-from scripts.serve.shares import Shares
+from scripts.serve.shares import Shares, Turns
 from tests.scripts.serve.servers import CONTEXT, Script, scripted, user, wait_for
 
 CHAT, TEXTS = "v1/chat/completions", "v1/completions"
@@ -130,10 +131,10 @@ CHAT_BODY, TEXT_BODY = {"messages": user("x")}, {"prompt": "x"}
     [  # fields: of a size of `most` that is allowed, and one larger
         (ChatRequest, 512, lambda size: {"messages": [{}] * size}, "messages"),
         # the list, the message, its role and its content
-        (ChatRequest, 8192 - 4, lambda size: {"messages": user([[]] * size)}, "messages"),
+        (ChatRequest, 4096 - 4, lambda size: {"messages": user([[]] * size)}, "messages"),
         # the list, the tool, its function, their name and parameters
-        (ChatRequest, 8192 - 5, lambda size: CHAT_BODY | {"tools": [tool([[]] * size)]}, "tools"),
-        (ChatRequest, 8192 - 4, lambda size: CHAT_BODY | {"tools": [tool("x" * size)]}, "tools"),
+        (ChatRequest, 4096 - 5, lambda size: CHAT_BODY | {"tools": [tool([[]] * size)]}, "tools"),
+        (ChatRequest, 8192 - 9, lambda size: CHAT_BODY | {"tools": [tool("x" * size)]}, "tools"),
         (ChatRequest, 128, lambda size: CHAT_BODY | {"tools": [tool(1)] * size}, "tools"),
         (ChatRequest, 128, lambda size: CHAT_BODY | {"n": size}, "n"),
         (ChatRequest, 16, lambda size: CHAT_BODY | {"stop": ["a"] * size}, "stop"),
@@ -351,6 +352,53 @@ def test_prompts_are_tokenised_by_clients_in_turn_for_a_twentieth_of_a_second(mo
     order = tokenise_all(model, jobs, clock)
     assert order[:2] == [jobs[0], jobs[-1]] and len(order) == 5  # 0.05 s
     assert len(model.tokenising) == 20 and model.waiting == [jobs[-1]]
+
+
+def test_what_took_longer_than_its_time_is_made_up_for_while_answers_are_written(monkeypatch):
+    clock, taken = [100.0], []
+    monkeypatch.setattr(decoding.time, "monotonic", lambda: clock[0])
+
+    def endless() -> Iterator[list[int]]:
+        for seconds in [0.26, *[0.03] * 100]:
+            clock[0] += seconds
+            taken.append(seconds)
+            yield [1]
+
+    for is_writing, wanted in ((True, [1, 1, 1, 1, 1, 3]), (False, [1, 3, 5, 7, 9, 11])):
+        model = fake_model(monkeypatch, 4)
+        job = wait_in(model, "a")
+        job.unread = endless()
+        model.tokenising.append(job)
+        if is_writing:
+            model.writing[object()] = SimpleNamespace(job=job)  # type: ignore[index]
+        counts = []
+        for _ in wanted:
+            model.tokenise()
+            counts.append(len(taken))
+        assert counts == wanted
+        taken.clear()
+
+
+def test_requests_are_judged_by_clients_in_turn_and_the_loop_goes_on_between_them():
+    async def judge() -> list[str]:
+        turns, order, loop = Turns(), [], asyncio.get_running_loop()
+
+        def work(name: str) -> str:
+            order.append(name)
+            if name == "a0":  # another client's request comes while the first one is judged
+                loop.call_soon(lambda: others.append(loop.create_task(turns.do("b", lambda: work("b")))))
+            if name == "a2":
+                raise ApiError("bad")
+            return name
+
+        others: list[Any] = []
+        done = [turns.do("a", lambda name=f"a{number}": work(name)) for number in range(5)]
+        results = await asyncio.gather(*done, return_exceptions=True)
+        assert [str(result) for result in results] == ["a0", "a1", "bad", "a3", "a4"]
+        assert await others[0] == "b" and turns.waiting == []
+        return order
+
+    assert asyncio.run(judge()).index("b") in (1, 2)
 
 
 def test_models_are_loaded_for_clients_in_turn(monkeypatch):
