@@ -518,6 +518,24 @@ def test_the_deadlines_are_30_seconds(server, sent, seconds):
         assert seconds - 5 < left <= seconds
 
 
+def test_who_must_read_has_30_seconds_and_so_have_answers_at_the_end(monkeypatch):
+    seconds: list[float | None] = []
+    connection: Any = Connection.__new__(Connection)
+    connection.flow = SimpleNamespace(pause_writing=lambda: None)
+    connection.expect = seconds.append
+    connection.pause_writing()
+    server: Any = connections.Server.__new__(connections.Server)
+    server.decoding = SimpleNamespace(failure=lambda: None)
+    server.loop = SimpleNamespace(call_later=lambda delay, _: seconds.append(delay))
+
+    async def ended(*_: Any) -> None:
+        pass
+
+    monkeypatch.setattr(connections.uvicorn.Server, "shutdown", ended)
+    asyncio.run(server.shutdown())
+    assert seconds == [30, 30]
+
+
 def test_who_does_not_read_is_closed(server, monkeypatch):
     monkeypatch.setattr(limits, "READ_SECONDS", 0.3)
     with socket.socket() as connection:
