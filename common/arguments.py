@@ -145,7 +145,8 @@ def flag_values(flags: Mapping[str, Any]) -> list[NamedValue]:
 
 
 def read_yaml(path: str) -> dict[str, dict[str, Any]]:
-    """The sections of a YAML file. Raises UserError if the file cannot be read or has another form."""
+    """The sections of a YAML file; what stands outside them is in the section "". Raises UserError if the
+    file cannot be read or is no mapping."""
     try:
         with open(path, encoding="utf-8-sig") as file:
             content = yaml.load(file, Loader)
@@ -154,23 +155,27 @@ def read_yaml(path: str) -> dict[str, dict[str, Any]]:
         raise UserError(f"--config {path} cannot be read ({why})") from error
     if not isinstance(content, dict | None):
         raise UserError(f"{path}: must be a mapping of sections, not {content!r}")
-    sections = {}
-    for section, settings in (content or {}).items():
-        if not isinstance(settings, dict | None):
-            raise UserError(f"{path}: section {section} must be a mapping of settings, not {settings!r}")
-        sections[str(section)] = settings or {}
+    sections: dict[str, dict[str, Any]] = {}
+    for name, value in (content or {}).items():
+        if isinstance(value, dict | None):
+            sections[str(name)] = value or {}
+        else:
+            sections.setdefault("", {})[str(name)] = value
     return sections
 
 
 def yaml_values(args_class: type[StageArgs], path: str) -> list[NamedValue]:
-    """The values of a YAML file. Raises UserError if a setting stands in another section than its own."""
+    """The values of a YAML file. Raises UserError if a setting stands outside its section."""
     section_of = {name: section for section, names in sections(args_class).items() for name in names}
     values, wrong = [], []
     for section, settings in read_yaml(path).items():
         for name, value in settings.items():
             right = section_of.get(args_class.aliases.get(name, name), section)
-            if right != section:
-                wrong.append(f"{path}: {section}.{name} belongs in the section {right}")
+            label = f"{section}.{name}" if section else name
+            if not right:
+                wrong.append(f"{path}: section {name} must be a mapping of settings, not {value!r}")
+            elif right != section:
+                wrong.append(f"{path}: {label} belongs in the section {right}")
             values.append((str(name), f"{path}: {section}.{name}", value))
     if wrong:
         raise UserError("; ".join(wrong))

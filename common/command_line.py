@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
-from common.errors import Interrupted, LostRank, UserError, log, printable
+from common.errors import Interrupted, LostRank, UserError, log, not_utf8_locale, printable
 from common.files import MACHINE_ERRORS
 from common.launcher import launch
 
@@ -143,6 +143,10 @@ def one_line_errors() -> Iterator[None]:
         notes = "".join(f"; {note}" for note in getattr(error, "__notes__", []))  # such as the callback's
         file = error.filename or "a file"
         _exit(f"error: {file} cannot be reached at present ({error.strerror}){notes}", 2, error)
+    except UnicodeEncodeError as error:  # of the name of a file
+        if error.encoding != sys.getfilesystemencoding() or error.encoding == "utf-8":
+            raise
+        _exit(f"error: {error.object} cannot be reached: {not_utf8_locale()}", 2, error)
     except Interrupted as error:
         _exit(f"stopped: {error}", 128 + error.number, error)
     except KeyboardInterrupt as error:

@@ -6,6 +6,7 @@ import re
 import zipfile
 from pathlib import Path
 
+from common.encodings import MANY_ZEROS, is_utf8
 from common.errors import UserError
 from common.files import read_errors
 
@@ -33,7 +34,6 @@ ZIPPED = {
     "content.xml": ("an OpenDocument file", "save a table as CSV, UTF-8, and a text as plain text"),
     "data.pkl": ("a file of PyTorch, such as weights", "give the text or records to train on"),
 }
-HIGH_BYTES = re.compile(rb"[\x80-\xff]+")
 
 
 def check_content(path: str | Path) -> None:
@@ -82,30 +82,4 @@ def describe_zip(path: str | Path) -> tuple[str, str]:
 def is_binary(head: bytes) -> bool:
     """Whether the first bytes of a file are no text: zeros between what is not UTF-8, or very many of
     them."""
-    if 0 not in head:
-        return False
-    try:
-        codecs.getincrementaldecoder("utf-8")().decode(head)  # its last character may be cut
-    except UnicodeDecodeError:
-        return True
-    return head.count(0) > 0.3 * len(head)
-
-
-def encoding_of(raw: bytes) -> str:
-    """What iconv calls the encoding that bytes which are not UTF-8 seem to have: FILE_ENCODING if that is
-    not clear."""
-    if raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        return "UTF-16"
-    lengths = [len(run) for run in HIGH_BYTES.findall(raw)]
-    if sum(length == 1 for length in lengths) > 0.5 * len(lengths):  # accents between plain letters
-        return "WINDOWS-1252"
-    try:
-        codecs.getincrementaldecoder("gb18030")().decode(raw)
-        return "GB18030"
-    except UnicodeDecodeError:
-        return "FILE_ENCODING"
-
-
-def not_utf8(raw: bytes) -> str:
-    """The reason for bytes that are not UTF-8, and what to do."""
-    return f"not UTF-8; save the file as UTF-8: iconv -f {encoding_of(raw)} -t UTF-8 OLD > NEW"
+    return 0 in head and (not is_utf8(head) or head.count(0) > MANY_ZEROS * len(head))

@@ -6,8 +6,9 @@ is gone or the disk full, is left out: a run does not end for it.
 """
 
 import logging
+import os
 import sys
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 
 from common.launcher import launch
 
@@ -41,6 +42,25 @@ class Interrupted(BaseException):
 def reason(error: BaseException) -> str:
     """The first line of an error's message, or its type if the message is empty."""
     return (str(error).splitlines() or [type(error).__name__])[0][:300]
+
+
+def check_utf8(what: str, text: str) -> None:
+    """Raise UserError for a text of the command line, such as a path, with bytes that are not UTF-8, or that
+    a locale without UTF-8 has not read as such."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        with suppress(UnicodeDecodeError):
+            os.fsencode(text).decode()
+            raise UserError(f"{what} cannot be read: {not_utf8_locale()}") from error
+        raise UserError(f"{what} is not UTF-8: {text!a}; rename or convert it") from error
+
+
+def not_utf8_locale() -> str:
+    """That this process's locale is not UTF-8, and what to do."""
+    names = ("LC_ALL", "LC_CTYPE", "LANG")  # the first that is set decides
+    setting = next((f"{name}={os.environ[name]}" for name in names if os.environ.get(name)), "none is set")
+    return f"the locale ({setting}) is not UTF-8; put PYTHONUTF8=1 before the command"
 
 
 def printable(text: str) -> str:

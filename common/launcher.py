@@ -23,11 +23,6 @@ MASTER = ("MASTER_ADDR", "MASTER_PORT")
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
-def available_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def launch(environ: Mapping[str, str] = os.environ) -> Launch:
     """The place of this process, for everything that depends on it: printing, files, data, the process
     group. WORLD_SIZE=1 is a single process, whoever started it."""

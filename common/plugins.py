@@ -3,8 +3,9 @@
 import importlib
 import signal
 import sys
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -47,22 +48,37 @@ class OutOfTime(BaseException):
     it."""
 
 
-@contextmanager
-def user_code(what: str, where: str, limit: float) -> Iterator[None]:
-    """Around a call of a user's code, in the main thread: whatever it raises, also `SystemExit`, becomes a
-    UserError.
+def in_main_thread() -> bool:
+    """Whether this is the thread that gets the signals, and alone may say what they do."""
+    return threading.current_thread() is threading.main_thread()
 
-    what: which code. where: FILE:LINE of the record. limit: seconds that it may take; code that does not
-    return to Python, as in an extension, is not interrupted.
-    """
+
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raise OutOfTime in a block that takes longer, in the main thread. Code that does not return to Python,
+    as in an extension, is not interrupted."""
 
     def interrupt(number: int, frame: object) -> None:
         raise OutOfTime
 
     before = signal.signal(signal.SIGALRM, interrupt)
-    signal.setitimer(signal.ITIMER_REAL, limit)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@contextmanager
+def user_code(what: str, where: str, limit: float) -> Iterator[None]:
+    """Around a call of a user's code: whatever it raises, also `SystemExit`, becomes a UserError.
+
+    what: which code. where: FILE:LINE of the record. limit: seconds that it may take in the main thread.
+    """
+    try:
+        with time_limit(limit) if in_main_thread() else nullcontext():
+            yield
     except (Interrupted, KeyboardInterrupt):
         raise
     except OutOfTime:
@@ -70,6 +86,3 @@ def user_code(what: str, where: str, limit: float) -> Iterator[None]:
     except BaseException as error:
         raised = f"{type(error).__name__}: {reason(error)}"
         raise UserError(f"{where}: {what} failed ({raised})") from error
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)

@@ -1,13 +1,13 @@
 """Finds the files of a `--data_path` and reads their records.
 
-Files: JSON Lines or one JSON array, CSV, TSV and plain text, each also compressed; Parquet and Arrow, also in
-folders written by `datasets.save_to_disk`. A file of another name is read as JSON. What is none of these by
-its first bytes is refused (common/contents.py). To support another kind of file, add an entry to READERS.
+Files: JSON (Lines, an array, or objects over several lines), CSV, TSV and plain text, each also compressed;
+Parquet and Arrow, also in folders written by `datasets.save_to_disk`. A file of another name is read as JSON.
+What is none of these by its first bytes is refused (common/contents.py). To support another kind of file, add
+an entry to READERS.
 """
 
 import bz2
 import codecs
-import csv
 import glob
 import gzip
 import io
@@ -15,27 +15,35 @@ import json
 import lzma
 import os
 import re
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from fnmatch import fnmatch
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from common.contents import HEAD, describe, foreign, is_binary, not_utf8
+from common.contents import HEAD, describe, foreign, is_binary
+from common.encodings import NotUtf8, conversion, not_utf8, wide_encoding
 from common.errors import UserError, reason
 from common.patterns import split_first, take_first
+from dataset.delimited import DELIMITERS, read_rows
 from dataset.records import ANSWER_FIELDS, FORMATS, PAIR, BadRecord, parse_json
 
 PLAIN_TEXT = (".txt", ".md")
 TABLES = (".parquet", ".arrow")  # binary, read in batches
-DELIMITERS = (",", ";", "\t", "|")  # of CSV: the first of these in the header line
 PART_BYTES = 1 << 20  # a longer plain text is read in parts of about this size
+SAMPLE_BYTES = 1 << 16  # of a file, by which its encoding is found
 BATCH_ROWS = 1024
 LIST_FIELDS = {"history", *PAIR, *(FORMATS.keys() - ANSWER_FIELDS.keys())}  # in a table they may be JSON text
 ARRAY_OF_OBJECTS = re.compile(rb"\s*\[\s*\{")
-SEPARATOR = re.compile(r"\s*(,\s*|\])")  # behind an element of an array
+ARRAY = re.compile(rb"\s*\[\s*[\[{]")  # also of lists
+AFTER_ELEMENT = re.compile(r"\s*(,\s*|\])")  # of an array
+AFTER_VALUE = re.compile(r"\s*(,\s*)?")  # of several in a file
+JSON_LINE = re.compile(rb"^(\xef\xbb\xbf)?\s*[{\[]", re.MULTILINE)
+LONE_SURROGATE = re.compile("[\udc80-\udcff]")  # of a byte that is not UTF-8
+LINE_END = re.compile("\r\n?")
 # files that `datasets` writes next to the data
 DATASETS_METADATA = ("dataset_info*.json", "dataset_dict.json", "state.json", "cache-*.arrow")
 
@@ -94,6 +102,7 @@ def find_files(data_path: str) -> tuple[list[str], list[str]]:
     skipped: list[str] = []
     for part in split_data_path(data_path):
         typed, count = os.path.expanduser(part), None
+        os.fsencode(typed)  # a name that the locale has no bytes for is an error, not absent as it is below
         if not os.path.exists(typed):
             typed, count = split_first(typed)
         if os.path.isdir(typed):
@@ -139,6 +148,7 @@ def list_data_files(folder: str) -> tuple[list[str], list[str]]:
     skipped: list[str] = []
     for current, folders, names in walk_once(folder, lambda error: skipped.append(error.filename)):
         if "dataset_dict.json" in names:
+            check_has_train(current, folders)
             folders[:] = ["train"]
         for name in names:
             is_description = any(fnmatch(name, pattern) for pattern in DATASETS_METADATA)
@@ -149,6 +159,16 @@ def list_data_files(folder: str) -> tuple[list[str], list[str]]:
     texts = [path for path in data if file_kind(path) == ".txt"]
     chosen = records or texts or data  # a README.txt beside records is not data, nor a README.md beside texts
     return chosen, sorted(skipped + list(set(paths) - set(chosen)))
+
+
+def check_has_train(folder: str, splits: list[str]) -> None:
+    """Raise UserError if a saved DatasetDict has no split `train`."""
+    if "train" not in splits:
+        names = ", ".join(sorted(splits)) or "none"
+        example = os.path.join(folder, min(splits, default="train"))
+        raise UserError(
+            f"{folder}: a dataset without the split train (its splits: {names}); name one: {example}"
+        )
 
 
 def describe_suffixes(paths: list[str]) -> str:
@@ -183,20 +203,49 @@ def read_records(paths: list[str], separator: str = "") -> Iterator[Record]:
     separator: the line between documents of plain text.
     """
     for number, path in enumerate(paths):
-        line = 0
+        line, sample = 0, b""
         try:
-            for line, record in read_file(path, separator):
-                if not isinstance(record, dict | BadRecord):
-                    record = BadRecord(f"{JSON_KINDS.get(type(record), 'no JSON object')}; write {{...}}")
-                yield Source(number, line), record
+            for line, value in read_file(path, separator):
+                if isinstance(value, NotUtf8):
+                    sample = sample or read_sample(path)
+                    value = BadRecord(not_utf8(value.raw, value.line, sample))
+                elif not isinstance(value, dict | BadRecord):
+                    value = other_value(value)
+                yield Source(number, line), value
         except UserError:
             raise
+        except UnicodeDecodeError as error:
+            why = not_utf8(error.object, sample=read_sample(path))
+            raise unreadable(path, line, why) from error
         except Exception as error:  # a damaged file may raise anything
-            why = not_utf8(error.object) if isinstance(error, UnicodeDecodeError) else reason(error)
-            where = f"{format_source(path, line)}: after it the file" if line else f"{path}: it"
-            raise UserError(f"{where} cannot be read ({why}); mend the file or leave it out") from error
+            raise unreadable(path, line, reason(error)) from error
         if line == 0:
             raise UserError(f"{path} holds no record; leave it out or write it again")
+
+
+def unreadable(path: str, line: int, why: str) -> UserError:
+    """The error for a file that cannot be read behind a record."""
+    where = f"{format_source(path, line)}: after it the file" if line else f"{path}: it"
+    return UserError(f"{where} cannot be read ({why}); mend the file or leave it out")
+
+
+def read_sample(path: str) -> bytes:
+    """The first lines of a file, decompressed."""
+    with open_file(path) as file:
+        sample = file.read(SAMPLE_BYTES)
+    return sample.rpartition(b"\n")[0] or sample
+
+
+def other_value(value: Any) -> dict | BadRecord:
+    """The record of a JSON value that is no object: a list of messages is a conversation."""
+    if isinstance(value, list) and value and is_message(value[0]):
+        return {"messages": value}
+    return BadRecord(f"{JSON_KINDS.get(type(value), 'no JSON object')}; write {{...}}")
+
+
+def is_message(value: Any) -> bool:
+    """Whether a JSON value is a message of a conversation."""
+    return isinstance(value, dict) and any(names <= value.keys() for names in MESSAGE_NAMES)
 
 
 def read_file(path: str, separator: str) -> Iterator[tuple[int, Any]]:
@@ -204,7 +253,12 @@ def read_file(path: str, separator: str) -> Iterator[tuple[int, Any]]:
     with open_file(path) as file:
         kind = file_kind(path)
         if kind not in TABLES:
-            check_text(path, file.peek(HEAD)[:HEAD], kind in PLAIN_TEXT)
+            head = file.peek(HEAD)[:HEAD]
+            check_text(path, head, kind)
+            if b"\r" in head and b"\n" not in head:  # the line ends of old Macs
+                file = io.BufferedReader(
+                    io.BytesIO(file.read().replace(b"\r\n", b"\n").replace(b"\r", b"\n"))
+                )
         if kind in PLAIN_TEXT:
             yield from read_text(file, separator)
         else:
@@ -230,23 +284,26 @@ def open_zstd(path: str) -> Any:
     return io.BufferedReader(pyarrow.input_stream(path, compression="zstd"))  # type: ignore[arg-type]
 
 
-def check_text(path: str, head: bytes, is_text: bool) -> None:
-    """Raise UserError if the head of a file is of another kind than text (is_text) or records of text."""
-    other_kind = describe(path, head)  # `head` is decompressed
-    if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        raise UserError(f"{path} is {not_utf8(head)}")
+def check_text(path: str, head: bytes, kind: str) -> None:
+    """Raise UserError if the head of a file is none of text, or of records of text. kind: of `file_kind`."""
+    found = describe(path, head)  # `head` is decompressed
+    if wide := wide_encoding(head):
+        raise UserError(f"{path} is {conversion([wide])}")
     if head.startswith((b"PAR1", b"ARROW1")):
-        kind = "parquet" if head.startswith(b"PAR1") else "arrow"
-        other_kind = f"a {kind.capitalize()} file", f"name it {path}.{kind}"
-    elif is_text and holds_json(head):
-        other_kind = "JSON, not plain text", f"name it {Path(path).stem}.jsonl"
-    elif other_kind is None and is_binary(head):
-        other_kind = (
-            "binary, perhaps tokens of another trainer",
-            "give the text or records that it was made of",
+        suffix = "parquet" if head.startswith(b"PAR1") else "arrow"
+        found = f"a {suffix.capitalize()} file", f"name it {path}.{suffix}"
+    elif kind not in ("", ".json", ".jsonl") and holds_json(head):
+        what = "plain text" if kind in PLAIN_TEXT else kind[1:].upper()
+        found = f"JSON, not {what}", f"name it {Path(path).stem}.jsonl"
+    elif found is None and is_binary(head):
+        found = "binary, perhaps tokens of another trainer", "give the text or records that it was made of"
+    elif found is None and kind == "" and head.strip() and not JSON_LINE.search(head):
+        found = (
+            "no JSON",
+            f"name it {Path(path).stem}.txt if it is plain text, or .csv or .tsv if it is a table",
         )
-    if other_kind:
-        raise UserError(foreign(path, other_kind))
+    if found:
+        raise UserError(foreign(path, found))
 
 
 def holds_json(head: bytes) -> bool:
@@ -263,71 +320,114 @@ def holds_json(head: bytes) -> bool:
 
 
 def read_lines_or_array(file: Any) -> Iterator[tuple[int, Any]]:
-    """JSON Lines, unless the file begins with an array of objects. A line that holds a whole array, followed
-    by another such line, is JSON Lines, too: each line is then a bad record."""
+    """JSON Lines, unless the file begins with an array of objects."""
     head = file.peek(HEAD)[:HEAD].removeprefix(codecs.BOM_UTF8)
-    first, _, following = head.strip().partition(b"\n")
-    is_lines = first.rstrip().endswith(b"]") and following.lstrip().startswith(b"[")
-    is_array = ARRAY_OF_OBJECTS.match(head) and not is_lines
-    yield from read_json(file) if is_array else read_json_lines(file)
+    yield from read_json(file) if ARRAY.match(head) or is_spread(head) else read_json_lines(file)
 
 
-def read_json_lines(file: Any) -> Iterator[tuple[int, Any]]:
+def is_spread(head: bytes) -> bool:
+    """Whether JSON with these first bytes has an object over several lines: neither of its first two lines is
+    valid alone, and the first one ends too early."""
+    first, second, *_ = [*(line for line in head.split(b"\n")[:-1] if line.strip()), b"", b""]
+    if not first.lstrip().startswith(b"{"):
+        return False
+    try:
+        json.loads(first)
+        return False
+    except (ValueError, RecursionError) as error:
+        if getattr(error, "pos", -1) < len(first.decode(errors="replace").rstrip()):
+            return False
+    try:
+        return not isinstance(json.loads(second), dict)
+    except (ValueError, RecursionError):
+        return True
+
+
+def read_json_lines(lines: Iterable[bytes]) -> Iterator[tuple[int, Any]]:
     """JSON Lines. A byte order mark and blank lines are skipped."""
-    for line, raw in enumerate(file, 1):
+    for line, raw in enumerate(lines, 1):
         try:
-            text = raw.decode("utf-8-sig").strip()
+            text = raw.decode().removeprefix("\ufeff").strip()
             if text:
                 yield line, json.loads(text)
         except UnicodeDecodeError:
-            yield line, BadRecord(not_utf8(raw))
+            yield line, NotUtf8(raw, line)
         except (ValueError, RecursionError) as error:
             yield line, BadRecord(f"not valid JSON ({error}); write one object a line, or one array")
 
 
 def read_json(file: Any) -> Iterator[tuple[int, Any]]:
-    """JSON Lines, or one array, decoded element by element. After a broken element reading continues at the
-    next line that begins as the line of the first element does; without one, raises ValueError."""
-    if not file.peek(HEAD)[:HEAD].removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
+    """JSON Lines, the elements of one array, or values over several lines. A line that holds a whole array,
+    followed by another such line, is JSON Lines, too."""
+    head = file.peek(HEAD)[:HEAD].removeprefix(codecs.BOM_UTF8)
+    if not head.lstrip().startswith(b"[") and not is_spread(head):
         yield from read_json_lines(file)
         return
-    # a byte that is not UTF-8 becomes a lone surrogate, which is_utf8 detects below
-    text = file.read().decode("utf-8-sig", "surrogateescape")
-    decoder = json.JSONDecoder()
-    at = len(text) - len(text.partition("[")[2].lstrip())
+    before = [file.readline()]
+    while not before[-1].removeprefix(codecs.BOM_UTF8).strip():
+        before.append(file.readline())
+    if before[-1].rstrip().endswith(b"]") and file.peek(HEAD).lstrip().startswith(b"["):
+        yield from read_json_lines(chain(before, file))
+        return
+    raw = b"".join([*before, file.read()])
+    try:
+        text, is_damaged = raw.decode("utf-8-sig"), False
+    except UnicodeDecodeError:
+        text, is_damaged = raw.decode("utf-8-sig", "surrogateescape"), True
+    start = len(text) - len(text.lstrip())
+    at = len(text) - len(text[start + 1 :].lstrip())
+    is_array = text.startswith("[", start)
+    with suppress(ValueError, RecursionError):
+        # an array of messages is one conversation
+        is_array = is_array and not is_message(json.JSONDecoder().raw_decode(text, at)[0])
+    yield from read_values(text, at if is_array else start, is_array, is_damaged)
+
+
+def read_values(text: str, at: int, is_array: bool, is_damaged: bool) -> Iterator[tuple[int, Any]]:
+    """The values of JSON from a place on, decoded one by one: the elements of an array, or values behind each
+    other. After a broken one reading continues at the next line that begins as the line of the first one
+    does; without one, raises ValueError. is_damaged: bytes that are not UTF-8 have become lone surrogates."""
+    decoder, after = json.JSONDecoder(), AFTER_ELEMENT if is_array else AFTER_VALUE
     indent = text[text.rfind("\n", 0, at) + 1 : at]
-    next_line = "\n{" if indent.strip() else f"\n{indent}{{"
-    line, is_end = 0, text[at : at + 1] == "]"
+    opening = "[" if text.startswith("[", at) else "{"
+    next_line = f"\n{opening}" if indent.strip() else f"\n{indent}{opening}"
+    number, line, counted = 0, 1, 0  # of the element; of the text up to the character `counted`
+    is_end = text.startswith("]", at)
     while not is_end:
-        line -= 1
+        number += 1
+        if not is_array or is_damaged:
+            line, counted = line + text.count("\n", counted, at), at
         try:
             record, end = decoder.raw_decode(text, at)
-            separator = SEPARATOR.match(text, end)
+            separator = after.match(text, end)
             if not separator:
                 raise json.JSONDecodeError("Expecting ',' delimiter", text, end)
-            following, is_end = separator.end(), separator[1] == "]"
+            following = separator.end()
+            is_end = separator[1] == "]" if is_array else following == len(text)
         except (ValueError, RecursionError) as error:
             record = BadRecord(f"not valid JSON ({error})")
             next_element = text.find(next_line, at)
             if next_element < 0:
-                rest = text[at:]
-                raise ValueError(error if is_utf8(rest) else not_utf8(original_bytes(rest))) from None
+                original_bytes(text).decode()  # the cause may be bytes that are not UTF-8
+                raise ValueError(error) from None
             following = next_element + len(next_line) - 1
-        if not is_utf8(text[at:following]):
-            record = BadRecord(not_utf8(original_bytes(text[at:following])))
-        yield line, record
+        if not is_array and isinstance(record, dict) and (names := sets_of_records(record)):
+            what = f"an object over several lines that holds records under {', '.join(map(repr, names))}"
+            record = BadRecord(f"{what}; write one of them as a file: jq '.[\"{names[0]}\"]' OLD > NEW")
+        if is_damaged and LONE_SURROGATE.search(text, at, following):
+            record = NotUtf8(original_bytes(text[text.rfind("\n", 0, at) + 1 : following]), line)
+        yield -number if is_array else line, record
         at = following
-    if text[at:].strip("] \t\r\n"):
+    if is_array and text[at:].strip("] \t\r\n"):
         raise ValueError("more follows the end of the array")
 
 
-def is_utf8(text: str) -> bool:
-    """Whether a text that was decoded with surrogateescape was UTF-8."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+def sets_of_records(value: dict) -> list[str]:
+    """The keys of an object that hold lists of objects, if it is no record itself."""
+    if not value.keys().isdisjoint({*LIST_FIELDS, *FORMATS, "text", "content"}):
+        return []
+    lists = {key: entry for key, entry in value.items() if isinstance(entry, list) and entry}
+    return [key for key, entry in lists.items() if all(isinstance(item, dict) for item in entry)]
 
 
 def original_bytes(text: str) -> bytes:
@@ -335,7 +435,7 @@ def original_bytes(text: str) -> bytes:
     return text.encode("utf-8", "surrogateescape")
 
 
-def read_text(file: Any, separator: str) -> Iterator[tuple[int, dict | BadRecord]]:
+def read_text(file: Any, separator: str) -> Iterator[tuple[int, dict | NotUtf8]]:
     """The documents of plain text, divided by lines that hold only the separator. A document of more than
     PART_BYTES is divided after a whole line."""
     lines: list[bytes] = []
@@ -347,43 +447,26 @@ def read_text(file: Any, separator: str) -> Iterator[tuple[int, dict | BadRecord
             lines.append(raw)
             size += len(raw)
         if lines and (is_separator or size >= PART_BYTES):
-            yield first, document_record(lines)
+            yield first, document_record(lines, first)
             lines, size = [], 0
     if lines:
-        yield first, document_record(lines)
+        yield first, document_record(lines, first)
 
 
-def document_record(lines: list[bytes]) -> dict | BadRecord:
-    """The record of a document."""
+def document_record(lines: list[bytes], number: int) -> dict | NotUtf8:
+    """The record of a document that begins at a line."""
     raw = b"".join(lines)
     try:
-        text = raw.decode("utf-8-sig")
+        text = raw.decode().removeprefix("\ufeff")
     except UnicodeDecodeError:
-        return BadRecord(not_utf8(raw))
-    return {"text": text.replace("\r\n", "\n").strip("\n")}
+        return NotUtf8(raw, number)
+    return {"text": LINE_END.sub("\n", text).strip("\n")}
 
 
 def read_csv(file: Any, delimiters: Iterable[str] = DELIMITERS) -> Iterator[tuple[int, Any]]:
-    """The rows of CSV, whose first line names the columns. The delimiter is the first of `delimiters` that
-    occurs in this line."""
-    csv.field_size_limit(sys.maxsize)
-    names, _, _ = file.peek(HEAD)[:HEAD].partition(b"\n")
-    delimiter = next((each for each in delimiters if each.encode() in names), ",")
-    # strict: a quote that is never closed raises an error instead of swallowing the following rows
-    lines = (raw.decode("utf-8-sig") for raw in file)
-    rows = csv.reader(lines, delimiter=delimiter, strict=True)
-    header = [name.strip() for name in next(rows, [])]
-    if len(set(header)) < len(header):
-        raise ValueError("two columns have the same name")
-    line = rows.line_num + 1
-    for cells in rows:
-        if len(cells) == len(header):
-            yield line, parse_json_cells(dict(zip(header, cells, strict=True)))
-        elif cells:
-            what = f"{len(cells)} cells, but {len(header)} columns"
-            sign = {",": "commas", ";": "semicolons", "\t": "tabs"}.get(delimiter, delimiter)
-            yield line, BadRecord(f"{what}; put text with {sign} into quotes")
-        line = rows.line_num + 1
+    """The rows of CSV, whose first line names the columns."""
+    for line, row in read_rows(file, delimiters):
+        yield line, parse_json_cells(row) if isinstance(row, dict) else row
 
 
 def read_parquet(file: Any) -> Iterator[tuple[int, Any]]:
@@ -452,4 +535,5 @@ COMPRESSIONS: dict[str, tuple[bytes, Callable[[str], Any]]] = {
     ".xz": (b"\xfd7zXZ\0", lzma.open),
     ".zst": (b"\x28\xb5\x2f\xfd", open_zstd),
 }
+MESSAGE_NAMES = ({"role", "content"}, {"from", "value"})
 JSON_KINDS = {list: "a JSON list, not an object", str: "a JSON text, not an object"}

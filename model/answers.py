@@ -26,16 +26,18 @@ def held_back(text: str, marks: Collection[str]) -> int:
 
 
 class TextStream:
-    """The text of an answer, token by token, up to the first stop string, which is left out. Bytes of an
-    incomplete character and what may become a stop string are held back."""
+    """The text of an answer, token by token, up to the first of `stops`, which is left out, or of
+    `last_words`, which are kept. Bytes of an incomplete character and what may become one of them are held
+    back."""
 
-    def __init__(self, tokenizer: Any, stops: Collection[str] = ()):
+    def __init__(self, tokenizer: Any, stops: Collection[str] = (), last_words: Collection[str] = ()):
         self.tokenizer = tokenizer
         self.decoder = DecodeStream(skip_special_tokens=True)
         self.pending: list[int] = []  # tokens without text so far
-        self.stops = tuple(stops)
+        # what ends the text -> how many of its characters stay
+        self.kept = {words: len(words) for words in last_words} | dict.fromkeys(stops, 0)
         self.stopped = False
-        self.held = ""  # what may become a stop string
+        self.held = ""  # what may become one of them
 
     def take(self, answer: Any) -> str:
         """The text that the last token of a `generation.Answer` completes, and at its end the rest."""
@@ -64,12 +66,12 @@ class TextStream:
         if self.stopped:
             return ""
         text = self.held + text
-        end = len(text) if is_last else len(text) - held_back(text, self.stops)
-        # behind `end` a stop string may have begun that comes before this one
-        first = min((text.find(stop) for stop in self.stops if stop in text), default=len(text))
-        if first < len(text) and first <= end:
+        end = len(text) if is_last else len(text) - held_back(text, self.kept)
+        # behind `end` another one may have begun that comes before this one
+        found = min(((text.find(mark), self.kept[mark]) for mark in self.kept if mark in text), default=None)
+        if found is not None and found[0] <= end:
             self.stopped = True
-            end = first
+            end = sum(found)
         self.held = text[end:]
         return text[:end]
 

@@ -23,7 +23,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.command_line import Parser, one_line_errors
-from common.errors import UserError, printable, reason
+from common.errors import UserError, check_utf8, printable, reason
 from model.answers import THINK, TextStream, answer_message
 from model.generation import Decoder
 from model.prompts import document_tokens
@@ -82,6 +82,7 @@ def parse_args() -> argparse.Namespace:
     if args.top_p is not None and not 0 < args.top_p <= 1:
         raise UserError(f"--top_p must be above 0 and at most 1, not {args.top_p}")
     check_penalties(args)
+    check_utf8("--system", args.system)
     return args
 
 
@@ -125,7 +126,8 @@ class Chat:
     def say(self, text: str) -> None:
         """Stream the answer to a message, or with `--form text` how a document goes on that begins with it.
         The answer's calls of tools are executed, and their results answered in turn. Raises UserError if the
-        text is too long, or the chat template refuses it."""
+        text is too long or not UTF-8, or the chat template refuses it."""
+        check_utf8("the message", text)
         if self.continues_texts:
             self.continue_text(text)
             return

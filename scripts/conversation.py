@@ -19,6 +19,8 @@ def first_kept(messages: list[dict], fits: Callable[[list[dict]], bool]) -> int:
         return 0
     users = [i for i, message in enumerate(messages) if message["role"] == "user"]
     starts = users[1:] or [0]
+    if not fits(messages[starts[-1] :]):
+        return starts[-1]
     # a shorter end fits where a longer one does: some ten trials find it among a thousand turns
     return starts[bisect_left(starts[:-1], True, key=lambda first: fits(messages[first:]))]
 

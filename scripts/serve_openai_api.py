@@ -136,7 +136,7 @@ def offered_models(args: argparse.Namespace, jobs: Jobs | None = None) -> Models
 
     others = Path(args.save_dir) if args.max_models > 1 or given is None else None
     name = None if given is None else args.model_name or shown_name(given)
-    return Models(name, given, load, others)
+    return Models(name, given, load, others, [Path(args.lora)] if args.lora else [])
 
 
 def given_model(args: argparse.Namespace) -> Path | None:

@@ -20,7 +20,7 @@ import signal
 import sys
 import tempfile
 from contextlib import closing
-from itertools import cycle, islice, pairwise, product
+from itertools import cycle, islice, product
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -180,7 +180,7 @@ def check(reference: Run, killed: Run, rng: random.Random, kills: int, ranks: in
     start, training = run_to_end(reference)
     moments = sorted(rng.uniform(0, training) for _ in range(kills))
     in_training = 0
-    for number, (last_moment, moment) in enumerate(pairwise([0.0, *moments]), 1):
+    for number, (last_moment, moment) in enumerate(zip([0.0, *moments], moments, strict=False), 1):
         while_it_starts = number % 4 == 0
         # a resumed run is about where the last kill was
         seconds = rng.uniform(0, start) if while_it_starts else moment - last_moment

@@ -49,6 +49,8 @@ SETUP = """\
 # (what is there stays), and makes the quickstart's model unless it is there, which takes minutes.
 REPOSITORY = "ADDRESS_OF_THIS_REPOSITORY"  # as for git clone; only for Colab
 import os, pathlib, subprocess, sys
+if sys.version_info < (3, 11):
+    raise SystemExit("this notebook's Python is " + sys.version.split()[0] + "; it needs 3.11 or newer")
 places = [pathlib.Path.cwd(), *pathlib.Path.cwd().parents, pathlib.Path("minimind-trainer")]
 clones = [place for place in places if (place / "trainer/loop.py").is_file()]
 if not clones:

@@ -1,7 +1,7 @@
 """What a Python lacks of requirements files, as arguments of pip: `python tools/missing_packages.py FILE`.
 
 A package in a version that a file excludes is lacking, too. What is to be installed are the versions of
-requirements-lock.txt. Exit status 1: this Python is too old. It runs in environments that hold nothing yet.
+requirements-lock.txt. It runs in environments that hold nothing yet, and imports nothing but Python's own.
 """
 
 import re
@@ -44,15 +44,30 @@ def canonical(name: str) -> str:
 
 
 def is_allowed(installed: str, versions: str) -> bool:
-    """Whether `versions` (">=2.11,<2.16") allows a version. 2.13.0+cpu, a build for one device, is 2.13.0."""
-    try:
-        from packaging.specifiers import SpecifierSet
-    except ImportError:  # transformers needs it, so more is missing
-        return False
-    return SpecifierSet(versions).contains(installed.partition("+")[0], prereleases=True)
+    """Whether `versions` (">=2.11,<2.16") allows a version. 2.13.0+cpu, a build for one device, is 2.13.0. A
+    release candidate of 2.11 comes before 2.11, and one of 2.16 is not below it, either."""
+    release = numbers(installed)
+    comes_before = re.match(r"[\d.]+[-_.]?(a|b|c|rc|alpha|beta|pre|dev)", installed) is not None
+    for each in filter(None, versions.split(",")):
+        operator, bound = re.split(r"(?<=[<>=])(?=\s*\d)", each.strip(), maxsplit=1)
+        is_equal = release == numbers(bound) and not comes_before
+        allows = {
+            "==": is_equal,
+            "!=": not is_equal,
+            ">=": release > numbers(bound) or is_equal,
+            "<=": release <= numbers(bound),
+            "<": release < numbers(bound),
+        }
+        if not allows[operator]:
+            return False
+    return True
+
+
+def numbers(version: str) -> list[int]:
+    """The numbers of a release, without zeros at its end: 2.13 is 2.13.0."""
+    found = re.match(r"[\d.]*\d", version.strip())
+    return [int(part) for part in re.sub(r"(\.0+)+$", "", found[0]).split(".")] if found else []
 
 
 if __name__ == "__main__":
-    if sys.version_info < (3, 11):  # noqa: UP036
-        sys.exit(1)
     print(*missing_packages(*sys.argv[1:]), sep="\n", end="")

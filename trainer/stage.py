@@ -84,7 +84,7 @@ def read_settings(args_class: type[A], description: str | None) -> "tuple[A, Min
     """The settings of a stage, from its class, --config and command line, and the config of its start
     weights, see `read_start_weights`; None without any."""
     args = parse_args(args_class, description)
-    resume.check_utf8(args)
+    resume.check_settings_utf8(args)
     check_data_paths(args)
     if args.resume_from is not None:
         args = args.model_copy(update={"from_resume": True})

@@ -16,8 +16,9 @@ import numpy as np
 import torch
 from torch import nn
 
+from common.containers import available_cores
 from common.errors import UserError, reason
-from common.launcher import available_cores, launch
+from common.launcher import launch
 from common.settings import ROOT
 from dataset.token_cache import load_tokenizer
 from trainer.data.datasets import SkipBatchSampler as SkipBatchSampler

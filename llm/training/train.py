@@ -34,7 +34,7 @@ from llm.training.tasks.language_model import FullSFT, Pretrain, StageTask
 from llm.training.tasks.regression_task import RegressionTask
 from trainer.devices.device import check_dtype, select_device
 from trainer.devices.errors import StopRequest, training_errors, translated_failures
-from trainer.run.resume import check_utf8
+from trainer.run.resume import check_settings_utf8
 from trainer.run.saving import complete_moves
 from trainer.stage import check_names
 from trainer.weights.paths import output_folders, run_name
@@ -144,7 +144,7 @@ def _train(config: Config) -> None:
             data = checked_type(task, "build_data", task.build_data(), DataModule, "a DataModule")
         check_class(type(data), DataModule)
         args, task.data = task.args, data
-        check_utf8(args)
+        check_settings_utf8(args)
         check_names(args)
         lock_output(run_name(args.save_weight, args), **output_folders(args))
         if launch().rank == 0:

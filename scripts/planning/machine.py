@@ -12,6 +12,7 @@ import psutil
 import torch
 from torch import Tensor, nn
 
+from common.containers import memory_left
 from common.settings import USUAL_DECAY, StageArgs
 from dataset.lm_dataset import StageDataset
 from dataset.token_cache import load_tokenizer
@@ -59,7 +60,7 @@ def free_memory(device: torch.device) -> float:
     """Bytes that training may use."""
     if device.type == "cuda":
         return MEMORY_SHARE * torch.cuda.mem_get_info(device)[0]
-    return MEMORY_SHARE * psutil.virtual_memory().available
+    return MEMORY_SHARE * min(psutil.virtual_memory().available, memory_left())
 
 
 def new_state(args: StageArgs, data: StageDataset) -> TrainState:

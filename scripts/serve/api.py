@@ -26,6 +26,7 @@ from scripts.serve.page import add_page, runs_router
 from scripts.serve.prompts import chat_prompt, text_prompts
 from scripts.serve.protocol import ApiError, Body, ChatRequest, CompletionRequest, parse
 from scripts.serve.replies import DROPPED, IGNORED, ChatReply, TextReply, respond
+from scripts.serve.shares import Turns
 
 READ_METHODS = ["GET", "HEAD"]
 
@@ -176,7 +177,7 @@ def model_routes(decoding: DecodingThread) -> APIRouter:
     routes = APIRouter(prefix="/v1")
 
     def cards() -> list[dict[str, Any]]:
-        samplings = {path: model.sampling for path, model in list(decoding.loaded.items())}
+        samplings = {weights.path: model.sampling for weights, model in list(decoding.loaded.items())}
         return decoding.models.cards(samplings, decoding.context)
 
     # plain functions: FastAPI calls them in threads
@@ -197,22 +198,26 @@ def answer_routes(decoding: DecodingThread) -> APIRouter:
     """The two routes that generate."""
     routes = APIRouter(prefix="/v1")
 
-    context, ignored = decoding.context, WarnOnce()
+    context, ignored, turns = decoding.context, WarnOnce(), Turns()
 
-    async def read(request: Request, kind: type[Body]) -> Body:
-        """The request, if it may be answered. Raises ApiError."""
-        params = parse(kind, await read_body(request, limits.max_body(context)))
-        params.check_size(context, decoding.slots)
-        if params.schema_of_answer is not None:
-            check_schema(params.schema_of_answer)
-        for name in params.ignored_fields:
-            ignored.warn(f"the field '{name}' of a request is unknown here and ignored")
-        return params
+    async def read(request: Request, kind: type[Body]) -> tuple[Body, str, Path]:
+        """The request, if it may be answered, and the name and file of its model. Raises ApiError."""
+        body = await read_body(request, limits.max_body(context))
+
+        def judge() -> tuple[Body, str, Path]:
+            params = parse(kind, body)
+            params.check_size(context, decoding.slots)
+            if params.schema_of_answer is not None:
+                check_schema(params.schema_of_answer)
+            for name in params.ignored_fields:
+                ignored.warn(f"the field '{name}' of a request is unknown here and ignored")
+            return params, *decoding.models.find(params.model)
+
+        return await turns.do(client_of(request), judge)
 
     @routes.post("/chat/completions")
     async def chat(request: Request) -> Response:
-        params = await read(request, ChatRequest)
-        name, path = decoding.models.find(params.model)
+        params, name, path = await read(request, ChatRequest)
 
         def prompts(tokenizer: Any) -> Iterator[list[int]]:
             tokens, job.dropped_messages = chat_prompt(params, context, decoding.max_new_tokens, tokenizer)
@@ -224,8 +229,7 @@ def answer_routes(decoding: DecodingThread) -> APIRouter:
 
     @routes.post("/completions")
     async def complete(request: Request) -> Response:
-        params = await read(request, CompletionRequest)
-        name, path = decoding.models.find(params.model)
+        params, name, path = await read(request, CompletionRequest)
         job = Job(
             params, path, lambda tokenizer: text_prompts(params, context, tokenizer), client_of(request)
         )

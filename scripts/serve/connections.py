@@ -35,8 +35,10 @@ class Connection(H11Protocol):
     has waited for its client for longest.
 
     deadline: timer by which the client must have sent the rest of a head or body, or read on; None while the
-    server does not wait for it. most: connections at once."""
+    server does not wait for it. drained: bytes that came of a body whose response was sent before. most:
+    connections at once."""
 
+    drained = 0
     deadline: asyncio.TimerHandle | None = None
     most = limits.MAX_CONNECTIONS
 
@@ -63,6 +65,14 @@ class Connection(H11Protocol):
         request = self.cycle
         super().data_received(data)
         state = self.conn.their_state
+        is_answered = self.cycle is not None and self.cycle.response_complete
+        # a file that is being uploaded is read to its end, or a browser does not show why it was refused
+        if state is h11.SEND_BODY and is_answered and not self.cycle.scope.get("is_upload"):
+            self.drained += len(data)
+            if self.drained > limits.MAX_DRAINED:
+                self.transport.abort()
+        else:
+            self.drained = 0
         if state is h11.SEND_BODY and self.cycle is not request:
             self.expect(limits.BODY_SECONDS + END_SECONDS)  # the application answers a little earlier
         elif state is h11.SEND_BODY and self.cycle.scope.get("is_upload"):

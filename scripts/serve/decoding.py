@@ -25,8 +25,9 @@ from model.generation import READ_AT_ONCE, Answer, Decoder
 from model.sampling import Sampling, default_sampling
 from scripts.serve.json_answers import JsonTokens, failure, matcher_of
 from scripts.serve.limits import CLIENT_LEAVES, MAX_WAITING, REQUEST_LEAVES, TOKENISE_SECONDS
-from scripts.serve.models import Models, not_found
+from scripts.serve.models import Models, Weights, not_found
 from scripts.serve.protocol import ApiError, GenerationRequest
+from scripts.serve.shares import Shares
 
 SAMPLING_FIELDS = {"temperature", "top_p", "top_k"}
 SAMPLING_FIELDS |= {"repetition_penalty", "frequency_penalty", "presence_penalty"}
@@ -50,7 +51,7 @@ class Job:
     client: key of its client. progress: of its answers; the first, empty one says that the prompts are
     accepted, an ApiError ends the job. prompts: (number of the first answer, tokens) of those not begun.
     matcher: of the JSON schema of its answers. dropped_messages: the oldest ones, for which the context had
-    no room.
+    no room. has_begun: one of its answers has.
     """
 
     params: GenerationRequest
@@ -66,6 +67,7 @@ class Job:
     prompt_tokens: int = 0
     dropped_messages: int = 0
     is_accepted: bool = False
+    has_begun: bool = False
     cancelled: bool = False
 
     def send(self, progress: "Progress | ApiError") -> None:
@@ -79,6 +81,12 @@ class Job:
         if isinstance(progress, ApiError):
             raise progress
         return progress
+
+    def forget_prompts(self) -> None:
+        """Make it tokenise its prompts anew: another model will answer, whose tokenizer may be another."""
+        self.unread, self.matcher = None, None
+        self.prompts.clear()
+        self.tokenised = self.prompt_tokens = 0
 
     def samplings(self, default: Sampling) -> list[Sampling]:
         """How each answer to a prompt is drawn; the first one has the seed itself, so it does not depend on
@@ -108,14 +116,17 @@ class LoadedModel:
     """A model in memory with its requests.
 
     tokenising: jobs whose prompts are being tokenised. waiting: jobs that wait for slots, oldest first.
-    is_draining: it begins no more answers, and is then replaced by another model."""
+    tokenise_shares, read_shares: of the seconds, and of the tokens of prompts, that clients had. is_draining:
+    it begins no more requests, and is then replaced by another model."""
 
     def __init__(self, model: Any, tokenizer: Any, slots: int, context: int, max_new_tokens: int):
         self.tokenizer, self.max_new_tokens = tokenizer, max_new_tokens
         self.sampling = default_sampling(model)
         self.decoder = Decoder(model, slots, context, [tokenizer.eos_token_id])
-        self.tokenising: deque[Job] = deque()
+        self.tokenising: list[Job] = []
         self.waiting: list[Job] = []
+        self.tokenise_shares, self.read_shares = Shares(), Shares()
+        self.tokenise_debt = 0.0  # seconds that it took longer than it may
         self.writing: dict[Answer, ActiveAnswer] = {}
         self.loaded_at, self.is_draining = time.monotonic(), False
 
@@ -123,6 +134,11 @@ class LoadedModel:
     def busy(self) -> bool:
         """Whether it has requests."""
         return bool(self.tokenising or self.waiting or self.writing)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a request is answered in part, which must be completed by the same weights."""
+        return bool(self.writing) or any(job.has_begun for job in self.waiting)
 
     def work(self) -> None:
         """Drop cancelled jobs, begin answers while slots are free, and generate a token of each. A step that
@@ -132,7 +148,7 @@ class LoadedModel:
             self.leave(answer)
         if not self.is_draining:
             self.tokenise()
-            self.begin_answers()
+        self.begin_answers()
         if not self.writing:
             return
         try:
@@ -142,10 +158,13 @@ class LoadedModel:
             fail([active.job for active in self.writing.values()], error)
 
     def tokenise(self) -> None:
-        """Tokenise for a moment, one prompt of each request in turn."""
-        end = time.monotonic() + TOKENISE_SECONDS
-        while self.tokenising and time.monotonic() < end:
-            job = self.tokenising.popleft()
+        """Tokenise for a moment: the next prompt of the client that had the fewest seconds of it, whose
+        requests take turns. While answers are written, what took longer is made up for later."""
+        debt = self.tokenise_debt if self.writing else 0
+        end = time.monotonic() + TOKENISE_SECONDS - debt
+        while self.tokenising and (start := time.monotonic()) < end:
+            job = min(self.tokenising, key=lambda job: self.tokenise_shares.of(job.client))
+            self.tokenising.remove(job)
             if job.cancelled:
                 continue
             try:
@@ -160,6 +179,8 @@ class LoadedModel:
                 fail([job], error)
             else:
                 self.take_prompt(job, prompt)
+            self.tokenise_shares.charge(job.client, time.monotonic() - start)
+        self.tokenise_debt = max(0.0, time.monotonic() - end)
 
     def take_prompt(self, job: Job, prompt: list[int] | None) -> None:
         """Add the next prompt of a request; None: it was the last one, and the request waits for slots."""
@@ -180,6 +201,8 @@ class LoadedModel:
         tokens_read = 0
         while tokens_read < READ_AT_ONCE and (job := self.next_job()):
             first, prompt = job.prompts.popleft()
+            job.has_begun = True
+            self.read_shares.charge(job.client, len(prompt))
             if not job.prompts:
                 self.waiting.remove(job)
             longest = min(self.max_new_tokens, self.decoder.length - len(prompt))
@@ -188,7 +211,7 @@ class LoadedModel:
             try:
                 answers = self.decoder.add(prompt, job.samplings(self.sampling), longest)
                 for number, answer in enumerate(answers, first):
-                    text = TextStream(self.tokenizer, job.params.stop)
+                    text = TextStream(self.tokenizer, job.params.stop, job.params.last_words)
                     self.writing[answer] = ActiveAnswer(job, number, text)
                     self.send(answer)
             except Exception as error:
@@ -197,8 +220,9 @@ class LoadedModel:
             tokens_read += len(prompt)
 
     def next_job(self) -> Job | None:
-        """The job whose answers begin next: that of the client with the fewest slots, then the job with the
-        fewest, then the oldest. One request, and one client, always leaves some slots to the others."""
+        """The job whose answers begin next: that of the client with the fewest slots, of several the one that
+        had the fewest tokens read; then the job with the fewest slots, then the oldest. One request, and one
+        client, always leaves some slots to the others."""
         slots, free = self.decoder.slots, self.decoder.free
         if not free or not self.waiting:
             return None
@@ -209,10 +233,13 @@ class LoadedModel:
             held, client_held, n = request_counts[job], client_counts[job.client], job.params.n
             request_leaves = not held or held + n <= slots - slots // REQUEST_LEAVES
             client_leaves = not client_held or client_held + n <= slots - slots // CLIENT_LEAVES
-            return request_leaves and client_leaves
+            return request_leaves and client_leaves and (job.has_begun or not self.is_draining)
+
+        def had(job: Job) -> tuple[float, ...]:
+            return client_counts[job.client], self.read_shares.of(job.client), request_counts[job]
 
         allowed = [job for job in self.waiting if may_begin(job)]
-        job = min(allowed, key=lambda job: (client_counts[job.client], request_counts[job]), default=None)
+        job = min(allowed, key=had, default=None)
         return job if job is not None and job.params.n <= free else None  # else it waits for more room
 
     def send(self, answer: Answer) -> None:
@@ -244,22 +271,26 @@ def fail(jobs: Iterable[Job], error: Exception) -> None:
 
 
 class DecodingThread:
-    """The thread, and the models that it has loaded, the least recently used first.
+    """The thread, and the models that it has loaded, the least recently used first. Weights that are written
+    anew are another model: requests from then on are answered by them, those before by the old ones.
 
     The event loop calls `submit`, `finish`, `end` and `health`; all else happens in the thread."""
 
     def __init__(self, models: Models, slots: int, context: int, max_new_tokens: int, max_models: int):
         self.models, self.slots, self.context = models, slots, context
         self.max_new_tokens, self.max_models = max_new_tokens, max_models
-        self.loaded: dict[Path, LoadedModel] = {}
+        self.loaded: dict[Weights, LoadedModel] = {}
+        self.newest: dict[Path, Weights] = {}  # what the requests that came last are answered by
+        self.load_shares = Shares()  # of the seconds in which models were loaded for clients
         self.inbox: queue.SimpleQueue[Job | Literal["drop idle models"] | None] = queue.SimpleQueue()
-        self.postponed: list[Job] = []  # their model is not loaded; the oldest first
+        self.postponed: list[Job] = []  # their model is not loaded
         # requests without a complete response; used by the event loop alone
         self.unfinished: dict[Job, None] = {}
         self.is_ending = False
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="decoding")
         if models.path is not None:
-            self.thread.submit(self.load, models.path).result()  # what is wrong with it ends the program
+            # what is wrong with it ends the program
+            self.thread.submit(self.load, self.on_disk(models.path)).result()
         self.running = self.thread.submit(self.run)
 
     # --- called in the event loop
@@ -309,7 +340,7 @@ class DecodingThread:
         self.inbox.put(None)
         self.thread.shutdown()
 
-    # --- called in the thread
+    # --- called in the thread; no variable may hold a model when another one is loaded
 
     def run(self) -> None:
         """Take requests and write answers until `close`; models take turns step by step."""
@@ -320,7 +351,7 @@ class DecodingThread:
                 if job is None:
                     return
                 if job == "drop idle models":
-                    self.loaded = {path: model for path, model in self.loaded.items() if model.busy}
+                    self.drop_idle()
                     continue
                 self.postponed.append(job)
                 is_idle = False
@@ -328,58 +359,80 @@ class DecodingThread:
             self.load_what_is_missing()
             self.work()
 
-    # no variable of these methods may hold a model when another one is loaded
-
     def work(self) -> None:
         """Write a token of each answer of each model."""
         for model in self.loaded.values():
             model.work()
+        self.drop_idle(only_replaced=True)
+
+    def drop_idle(self, only_replaced: bool = False) -> None:
+        """Drop the models without requests; only_replaced: of these the ones whose weights were replaced."""
+        for weights, model in list(self.loaded.items()):
+            is_newest = self.newest.get(weights.path, weights) == weights
+            if not model.busy and not (only_replaced and is_newest):
+                del self.loaded[weights]
+
+    def on_disk(self, path: Path) -> Weights:
+        """The weights that a file has now; if it is not there, those that were loaded from it last."""
+        version = self.models.version(path)
+        loaded = [weights for weights in self.loaded if weights.path == path]
+        return loaded[-1] if version is None and loaded else Weights(path, version)
 
     def give_jobs_to_models(self) -> None:
         """Move requests to their models, if these are loaded and not draining."""
+        self.newest |= {path: self.on_disk(path) for path in {job.path for job in self.postponed}}
         left = []
         for job in self.postponed:
-            model = self.loaded.get(job.path)
+            weights = self.newest[job.path]
+            model = self.loaded.get(weights)
             if job.cancelled:
                 continue
             if model is None or model.is_draining:
                 left.append(job)
                 continue
-            self.loaded[job.path] = self.loaded.pop(job.path)  # the last one used stands last
+            self.loaded[weights] = self.loaded.pop(weights)  # the last one used stands last
             model.tokenising.append(job)
         self.postponed = left
 
     def load_what_is_missing(self) -> None:
-        """Load the model of the oldest request whose model is missing, if there is room; else `make_room`
-        has a loaded model drain first."""
-        missing = [job.path for job in self.postponed if job.path not in self.loaded]
+        """Load a model that is missing, if there is room; else `make_room` has a loaded one drain first. It
+        is that of the client for which models were loaded least, and of its requests of the oldest."""
+        self.drop_idle(only_replaced=True)
+        missing = [job for job in self.postponed if self.newest[job.path] not in self.loaded]
         if not missing:
             for model in self.loaded.values():
                 model.is_draining = False
         elif self.make_room():
-            self.load_for(missing[0])
+            job, start = min(missing, key=lambda job: self.load_shares.of(job.client)), time.monotonic()
+            self.load_for(self.newest[job.path])
+            self.load_shares.charge(job.client, time.monotonic() - start)
 
     def make_room(self) -> bool:
         """Whether there is room for another model. Idle ones are dropped. If all are busy, the one loaded
-        first is drained: dropped when its running answers are complete, its waiting requests postponed."""
+        first is drained: dropped when the requests that it has begun are answered, the others postponed."""
         leaving = [model for model in self.loaded.values() if model.is_draining]
-        for path, model in list(self.loaded.items()):
-            is_done = not model.writing if model.is_draining else not model.busy
+        for weights, model in list(self.loaded.items()):
+            is_done = not model.has_begun if model.is_draining else not model.busy
             if len(self.loaded) >= self.max_models and is_done:
-                del self.loaded[path]
-                self.postponed += [*model.waiting, *model.tokenising]
+                del self.loaded[weights]
+                for job in (*model.waiting, *model.tokenising):
+                    job.forget_prompts()
+                    self.postponed.append(job)
         if len(self.loaded) < self.max_models:
             return True
         if not leaving:
             min(self.loaded.values(), key=lambda model: model.loaded_at).is_draining = True
         return False
 
-    def load_for(self, path: Path) -> None:
+    def load_for(self, weights: Weights) -> None:
         """Load a model for the requests that wait for it; if that fails, they end with an error."""
+        path = weights.path
         try:
-            self.load(path)
+            self.load(weights)
             return
         except Exception as why:
+            if self.on_disk(path) != weights:
+                return  # written anew meanwhile: the next attempt is for the new ones
             message = f"The model '{path.stem}' cannot be loaded; the server's log says why."
             error = ApiError(message, 500, "model", "model_not_loadable")
             if path.exists():
@@ -391,8 +444,8 @@ class DecodingThread:
                 job.send(error)
         self.postponed = [job for job in self.postponed if job.path != path]
 
-    def load(self, path: Path) -> None:
+    def load(self, weights: Weights) -> None:
         """Load a model. Raises what its loading raises."""
-        model, tokenizer = self.models.load(path)
+        model, tokenizer = self.models.load(weights.path)
         limits = self.slots, self.context, self.max_new_tokens
-        self.loaded[path] = LoadedModel(model, tokenizer, *limits)
+        self.loaded[weights] = LoadedModel(model, tokenizer, *limits)

@@ -27,12 +27,18 @@ RESERVED_DESCRIPTORS = 64  # for weights, metrics files, and connections that ar
 IDLE_SECONDS = 30  # until the head of a request must have arrived, and a kept connection is closed
 BODY_SECONDS = 30  # until its body must have arrived
 READ_SECONDS = 30  # until a client must go on reading its answer
+MAX_DRAINED = 1 << 20  # bytes of a body that still come when its response is sent; then it is closed
 GRACE = 30  # seconds that answers have when the server ends
 
 
 def max_body(context: int) -> int:
     """Bytes of a request."""
     return max(LEAST_BODY, BYTES_PER_TOKEN * context)
+
+
+def max_characters(context: int) -> int:
+    """Characters of a prompt, counted before it is rendered and before it is tokenised."""
+    return CHARACTERS_PER_TOKEN * context
 
 
 def max_answers(slots: int) -> int:

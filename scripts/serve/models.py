@@ -3,10 +3,10 @@ and in the folders in it."""
 
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from common.errors import printable
 from model.sampling import Sampling
@@ -17,12 +17,19 @@ from trainer.weights.paths import is_pretrained_only, shape_in_name
 ANY_MODEL = re.compile(r"(.*/)?minimind[\w.-]*(:latest)?|model-identifier", re.IGNORECASE)
 
 
+class Weights(NamedTuple):
+    """A model as it was on the disk at some time. version: None: it was not there."""
+
+    path: Path
+    version: tuple[tuple[int, ...], ...] | None
+
+
 class Models:
     """Names and files of the models.
 
     name, path: of the given model, which requests without a name get; None: there is none, and they get the
     newest one. load: gives model and tokenizer of a path. save_dir: whose other weights are offered, too;
-    None: only the given model.
+    None: only the given model. parts: what else the given model is made of, such as an adapter.
     """
 
     def __init__(
@@ -31,8 +38,9 @@ class Models:
         path: Path | None,
         load: Callable[[Path], tuple[Any, Any]],
         save_dir: Path | None = None,
+        parts: Sequence[Path] = (),
     ):
-        self.name, self.path, self.load, self.save_dir = name, path, load, save_dir
+        self.name, self.path, self.load, self.save_dir, self.parts = name, path, load, save_dir, parts
         # looked up again when a name is missing: files take long beside decoding
         self.paths_by_name = self.paths()
 
@@ -54,6 +62,17 @@ class Models:
             name = printable(path.relative_to(self.save_dir).as_posix())  # it need not be UTF-8
             names[name.removesuffix(".pth")] = path
         return given | {name: path for name, path in names.items() if name not in given}
+
+    def version(self, path: Path) -> tuple[tuple[int, ...], ...] | None:
+        """What changes when a model is written anew: of its files, or the files in its folder, time, size and
+        inode; None if it cannot be looked at."""
+        try:
+            tops = [path, *(self.parts if path == self.path else ())]
+            inside = [file for top in tops if top.is_dir() for file in sorted(top.iterdir())]
+            stats = [file.stat() for file in (*tops, *inside)]
+        except OSError:
+            return None
+        return tuple((stat.st_mtime_ns, stat.st_size, stat.st_ino) for stat in stats)
 
     def find(self, name: str | None) -> tuple[str, Path]:
         """Name and file of the model that a request names. Raises ApiError if there is none."""

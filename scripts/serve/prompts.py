@@ -11,7 +11,8 @@ from dataset.records import to_message
 from model.answers import CALL
 from model.prompts import document_tokens, encode_pieces, prompt_pieces
 from scripts.conversation import first_kept
-from scripts.serve.protocol import ApiError, ChatRequest, CompletionRequest, check_characters
+from scripts.serve.fields import PREFILLS
+from scripts.serve.protocol import ApiError, ChatRequest, CompletionRequest, check_length, least_length
 
 
 def call_opening(names: list[str]) -> str:
@@ -35,39 +36,72 @@ def chat_prompt(
     thinks = False if is_bound else params.thinks
     options = {} if thinks is None else {"enable_thinking": thinks}
     tools = params.tools if params.tool_names else []
-    for number, item in enumerate(params.messages, 1):
-        check_parts(item, number)
-    try:
-        turns = [to_message(item, f"message {number}") for number, item in enumerate(params.messages, 1)]
-    except Exception as error:  # a message may hold anything
-        raise ApiError(reason(error), param="messages") from error
+    turns = messages_of(params)
+    lengths = [least_length_of(turn, context) for turn in turns]
     conversation = list(dropwhile(lambda message: message["role"] == "system", turns))
     system = turns[: len(turns) - len(conversation)]
+    always = sum(lengths[: len(system)]) + least_length(tools, context)
 
     def tokens_of(kept: list[dict]) -> list[int]:
+        length = sum(lengths[len(turns) - len(kept) :], start=always)
+        check_length(length, context, "messages")
         try:
             pieces = prompt_pieces(tokenizer, system + kept, tools, opening, **options)
         except Exception as error:
             raise ApiError(reason(error), param="messages") from error
-        check_characters(sum(len(piece.text) for piece in pieces), context, "messages")
+        check_length(sum(len(piece.text) for piece in pieces), context, "messages")
         return encode_pieces(tokenizer, pieces)
 
     room = context - min(params.max_tokens or max_new_tokens, max_new_tokens, context // 2)
 
+    # number of messages kept -> their tokens, or what is wrong, such as too many characters
+    tried: dict[int, list[int] | ApiError] = {}
+
+    def tokens_or_error(kept: list[dict]) -> list[int] | ApiError:
+        if len(kept) not in tried:
+            try:
+                tried[len(kept)] = tokens_of(kept)
+            except ApiError as error:
+                tried[len(kept)] = error
+        return tried[len(kept)]
+
     def fits(kept: list[dict]) -> bool:
-        try:
-            return len(tokens_of(kept)) <= room
-        except ApiError:  # too many characters; what else is wrong is said below
-            return False
+        found = tokens_or_error(kept)
+        return isinstance(found, list) and len(found) <= room
 
     dropped = first_kept(conversation, fits) if params.truncation == "auto" else 0
-    tokens = tokens_of(conversation[dropped:])
-    check_length(tokens, context, "messages")
+    tokens = tokens_or_error(conversation[dropped:])
+    if isinstance(tokens, ApiError):
+        raise tokens
+    check_tokens(tokens, context, "messages")
     return tokens, dropped
 
 
-def check_parts(message: Any, number: int) -> None:
-    """Raise ApiError if a message's content has parts that are none of OpenAI's chat."""
+def messages_of(params: ChatRequest) -> list[dict[str, Any]]:
+    """The messages as chat templates take them. Raises ApiError."""
+    try:
+        for number, item in enumerate(params.messages, 1):
+            check_message(item, number)
+        return [to_message(item, f"message {number}") for number, item in enumerate(params.messages, 1)]
+    except ApiError:
+        raise
+    except Exception as error:  # a message may hold anything
+        raise ApiError(reason(error), param="messages") from error
+
+
+def least_length_of(turn: dict[str, Any], context: int) -> int:
+    """The characters that a message has at least in a prompt. A template may leave out what an assistant
+    thought in earlier turns, in whichever field, but not its calls."""
+    return least_length(turn.get("tool_calls", []) if turn["role"] == "assistant" else turn, context)
+
+
+def check_message(message: Any, number: int) -> None:
+    """Raise ApiError if a message is to be continued, or its content has parts that are none of OpenAI's
+    chat."""
+    for name in PREFILLS:
+        if isinstance(message, dict) and message.get(name):
+            text = f"message {number} has '{name}': an answer that begins so cannot be written; leave it out"
+            raise ApiError(text, param="messages")
     content = message.get("content") if isinstance(message, dict) else None
     for part in content if isinstance(content, list) else []:
         if not isinstance(part, dict | str):
@@ -82,11 +116,11 @@ def text_prompts(params: CompletionRequest, context: int, tokenizer: Any) -> Ite
     """The tokens of each prompt of a completion. Raises ApiError."""
     for text in params.prompt:
         tokens = document_tokens(tokenizer, text)
-        check_length(tokens, context, "prompt")
+        check_tokens(tokens, context, "prompt")
         yield tokens
 
 
-def check_length(tokens: list[int], context: int, param: str) -> None:
+def check_tokens(tokens: list[int], context: int, param: str) -> None:
     """Raise ApiError if a prompt leaves no room for an answer."""
     if len(tokens) >= context:
         message = f"The prompt has {len(tokens)} tokens, and the context {context} with the answer."

@@ -14,80 +14,22 @@ from pydantic import (
     model_validator,
 )
 
+from model.answers import END_CALL
+from scripts.serve.fields import REFUSED, has_no_effect, instead_of
 from scripts.serve.limits import (
-    CHARACTERS_PER_TOKEN,
     MAX_ANSWERS,
     MAX_STOP_CHARACTERS,
     MAX_STOPS,
     MAX_TOOLS,
     RETRY_AFTER,
     max_answers,
+    max_characters,
 )
 
 Text = Annotated[str, Field(min_length=1)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 
-# fields that would change the answer and are not done -> values without an effect, beside null and empty ones
-REFUSED: dict[str, list[Any]] = {
-    # OpenAI
-    "best_of": [1],
-    "echo": [False],
-    "functions": [],
-    "logit_bias": [],
-    "logprobs": [False],
-    "top_logprobs": [0],
-    "modalities": [["text"]],
-    "parallel_tool_calls": [True],
-    "suffix": [],
-    # vLLM, SGLang
-    "allowed_token_ids": [],
-    "bad_words": [],
-    "chat_template": [],
-    "continue_final_message": [False],
-    "ebnf": [],
-    "guided_choice": [],
-    "guided_grammar": [],
-    "guided_json": [],
-    "guided_regex": [],
-    "ignore_eos": [False],
-    "length_penalty": [1],
-    "min_p": [0],
-    "min_tokens": [0],
-    "prompt_logprobs": [],
-    "regex": [],
-    "stop_token_ids": [],
-    "structural_tag": [],
-    "structured_outputs": [],
-    "use_beam_search": [False],
-    # llama.cpp, ollama
-    "format": [],
-    "grammar": [],
-    "ignore_eos_token": [False],
-    "json_schema": [],
-    "mirostat": [0],
-    "num_predict": [-1],
-    "options": [],
-    "repeat_penalty": [1],
-    "typical_p": [1],
-    # transformers
-    "do_sample": [True],
-    "max_new_tokens": [],
-    "no_repeat_ngram_size": [0],
-    "num_beams": [1],
-}
-WEIGHTS_ELSEWHERE = "export the weights (scripts/convert_model.py) and use llama-server or vLLM"
-INSTEAD = {
-    "do_sample": "use temperature 0",
-    "logprobs": "export the weights (scripts/convert_model.py) and use transformers",
-    "max_new_tokens": "use max_tokens",
-    "num_predict": "use max_tokens",
-    "parallel_tool_calls": "use the first of the calls",
-    "repeat_penalty": "use repetition_penalty",
-}
-SCHEMAS = ("format", "guided_choice", "guided_json", "json_schema", "structured_outputs")
-INSTEAD |= dict.fromkeys(SCHEMAS, "use response_format with a JSON schema")
-CONSTRAINTS = ("ebnf", "grammar", "guided_grammar", "guided_regex", "regex", "structural_tag")
-INSTEAD |= dict.fromkeys(CONSTRAINTS, WEIGHTS_ELSEWHERE)
+VARIABLES = "chat_template_kwargs."  # of a chat template, of which one alone is known
 IGNORED_NAMES, IGNORED_CHARACTERS = 16, 64  # of unknown fields, that come back
 
 
@@ -153,6 +95,8 @@ class ResponseFormat(Lenient):
     def _has_schema(self) -> "ResponseFormat":
         if self.type == "json_schema" and self.json_schema is None:
             raise ValueError("type json_schema needs json_schema with a schema")
+        if "schema" in (self.model_extra or {}):  # llama.cpp's place, beside json_object
+            raise ValueError("schema belongs in json_schema, with the type json_schema")
         return self
 
 
@@ -208,9 +152,14 @@ class GenerationRequest(Lenient):
 
     @property
     def ignored_fields(self) -> list[str]:
-        """Names of unknown fields, as a header can carry them."""
-        unknown = [name for name, value in (self.model_extra or {}).items() if name not in REFUSED]
-        return [ascii(name)[1:-1][:IGNORED_CHARACTERS] for name in unknown[:IGNORED_NAMES]]
+        """Names of unknown fields, as the list in a header can carry them."""
+        unknown = [name for name in self.model_extra or {} if name not in REFUSED]
+        return [in_a_header(name)[:IGNORED_CHARACTERS] for name in unknown[:IGNORED_NAMES]]
+
+    @property
+    def last_words(self) -> tuple[str, ...]:
+        """Texts with which an answer ends, beside its stop strings, and which it keeps."""
+        return ()
 
     def check_size(self, context: int, slots: int) -> None:
         """Refuse by size alone what cannot be answered, before any work is done for it. Raises ApiError."""
@@ -226,6 +175,7 @@ class ChatRequest(GenerationRequest, TemplateSettings):
     max_tokens: int | None = Field(None, validation_alias=AliasChoices("max_completion_tokens", "max_tokens"))
     tools: Annotated[list[dict[str, Any]], FailFast()] = Field([], max_length=MAX_TOOLS)
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] = "auto"
+    parallel_tool_calls: bool = True  # False: an answer ends with its first call
     chat_template_kwargs: TemplateSettings = TemplateSettings()
     # OpenAI's field of the Responses API; auto: the oldest turns are dropped where the context is full
     truncation: Literal["auto", "disabled"] = "disabled"
@@ -258,6 +208,10 @@ class ChatRequest(GenerationRequest, TemplateSettings):
         if len(self.messages) > context:  # each has at least a token
             message = f"{len(self.messages)} messages are more than fit the context of {context} tokens."
             raise ApiError(message, param="messages", code="context_length_exceeded")
+        # a field of a message need not be in the prompt, but every one of them takes time
+        check_length(least_length(self.messages, context, False), context, "messages", "values")
+        if self.tool_names:
+            check_length(least_length(self.tools, context), context, "tools")
 
     @property
     def thinks(self) -> bool | None:
@@ -275,8 +229,13 @@ class ChatRequest(GenerationRequest, TemplateSettings):
         """Names of the tools one of which must be called; none if no tool has to be called."""
         if isinstance(self.tool_choice, dict):
             function = self.tool_choice.get("function")
-            return [str(function.get("name"))] if isinstance(function, dict) else []
+            name = function.get("name") if isinstance(function, dict) else None
+            return [name] if isinstance(name, str) else []
         return self.tool_names if self.tool_choice == "required" else []
+
+    @property
+    def last_words(self) -> tuple[str, ...]:
+        return (END_CALL,) if self.tool_names and not self.parallel_tool_calls else ()
 
 
 class CompletionRequest(GenerationRequest):
@@ -291,14 +250,35 @@ class CompletionRequest(GenerationRequest):
             message = f"{len(self.prompt)} prompts x n {self.n} are more than {MAX_ANSWERS} answers"
             raise ApiError(f"{message}; send several requests", param="n")
         for text in self.prompt:
-            check_characters(len(text), context, "prompt")
+            check_length(len(text), context, "prompt")
 
 
-def check_characters(characters: int, context: int, param: str) -> None:
-    """Refuse a text that is too long for the context, before it is tokenised. Raises ApiError."""
-    if characters > CHARACTERS_PER_TOKEN * context:
-        message = f"The prompt has {characters} characters, more than fit the context of {context} tokens."
+def least_length(value: Any, context: int, with_texts: bool = True) -> int:
+    """The characters that a JSON value has at least, however it is written: for each value in it a separator,
+    and one more, or as many as a text has (only `with_texts`). It counts until they cannot fit."""
+    length, left = 0, [value]
+    while left and length <= max_characters(context):
+        part = left.pop()
+        length += 1 + (len(part) if with_texts and isinstance(part, str) and part else 1)
+        if isinstance(part, dict):
+            left += part.values()
+        elif isinstance(part, list):
+            left += part
+    return length
+
+
+def check_length(length: int, context: int, param: str, unit: str = "characters") -> None:
+    """Refuse what is too long for the context, before it is rendered or tokenised. Raises ApiError."""
+    most = max_characters(context)
+    if length > most:
+        message = f"The prompt has more than {most} {unit}, more than fit the context of {context} tokens."
         raise ApiError(message, param=param, code="context_length_exceeded")
+
+
+def in_a_header(text: str) -> str:
+    """A client's text as an item of a list in a header: visible ASCII without commas; all else is escaped. A
+    blank at the end of a header would be no header."""
+    return ascii(text)[1:-1].replace(" ", "\\x20").replace(",", "\\x2c")
 
 
 Body = TypeVar("Body", bound=GenerationRequest)
@@ -315,17 +295,11 @@ def parse(kind: type[Body], body: bytes) -> Body:
         place = ".".join(str(part) for part in first["loc"] if "[" not in str(part))
         message = first["msg"].removeprefix("Value error, ")
         raise ApiError(f"{place}: {message}" if place else message, param=place or None) from error
-    harmless = REFUSED if getattr(params, "tools", []) else REFUSED | {"parallel_tool_calls": [True, False]}
-    for name, value in (params.model_extra or {}).items():
-        if name in REFUSED and not has_no_effect(value, harmless[name]):
-            raise ApiError(f"'{name}' is not supported; {INSTEAD.get(name, 'leave it out')}", param=name)
+    fields = (params.model_extra or {}).items()
+    variables = getattr(params, "chat_template_kwargs", TemplateSettings()).model_extra or {}
+    refused = [name for name, value in fields if name in REFUSED and not has_no_effect(value, REFUSED[name])]
+    refused += [f"{VARIABLES}{name}" for name, value in variables.items() if not has_no_effect(value, [])]
+    if refused:
+        name = refused[0]
+        raise ApiError(f"'{name}' is not supported; {instead_of(name.removeprefix(VARIABLES))}", param=name)
     return params
-
-
-def has_no_effect(value: Any, harmless: list[Any]) -> bool:
-    """Whether the value of a field is empty or one of these; a number is not a truth value: `"logprobs": 0`
-    asks for log-probabilities."""
-    is_bool = isinstance(value, bool)
-    return value in ("", [], {}) or any(
-        value == each and is_bool == isinstance(each, bool) for each in harmless
-    )

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from common.contents import check_content, describe, encoding_of, is_binary
+from common.contents import check_content, describe, is_binary
 from common.errors import UserError
 from dataset.token_cache import load_tokenizer
 from trainer.weights.files import read_description
@@ -43,4 +43,3 @@ def test_binary_is_what_no_text_is():
     text = "ein Gruß\0, 河流".encode()
     assert not any(is_binary(raw) for raw in (text, text[:-1], "Gruß".encode("latin-1"), "河".encode("gbk")))
     assert all(is_binary(raw) for raw in (b"\xff\xfe\0\0", b"a\0b\0", bytes(99)))
-    assert encoding_of("河流".encode("utf-16")) == "UTF-16"

@@ -190,7 +190,14 @@ YAML = {
     "training: {learning_rate: .nan}": "FILE: training.learning_rate must be a finite number, not nan",
     "checkpoint: {save_weight: 7}": "FILE: checkpoint.save_weight must be a valid string, not 7",
     "training: {1: 8}": "FILE: training.1 is unknown; see --help",
-    "batch_size: 8": "FILE: section batch_size must be a mapping of settings, not 8",
+    "learning_rate: 1e-3\nbatch_size: 8\ntop_k: 2": (
+        "FILE: learning_rate belongs in the section training; FILE: batch_size belongs in the section training; "
+        "FILE: top_k belongs in the section model"
+    ),
+    "epochs: 1\ntraining: {batch_size: 8}": "FILE: epochs belongs in the section training",
+    "trainign: 8\nmodel: [1]": (
+        "FILE: section trainign must be a mapping of settings, not 8; FILE: section model must be a mapping"
+    ),
     "- training": "FILE: must be a mapping of sections, not ['training']",
     "stage: {mini_batch_size: 1}": "FILE: stage.mini_batch_size is unknown; use --batch_size",
     "training: {epochs: 1": "--config FILE cannot be read (while parsing a flow mapping",

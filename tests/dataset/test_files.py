@@ -92,6 +92,22 @@ def test_a_folder_without_data_says_what_it_holds(write, tmp_path):
         expand_paths(f"{tmp_path}/d")
 
 
+def test_a_saved_dataset_without_a_training_part_names_its_parts(write, tmp_path):
+    for part in ("validation", "test"):
+        write(f"d/set/{part}/data-00000-of-00001.arrow", b"x")
+    write("d/set/dataset_dict.json", b"{}")
+    write("d/other.jsonl", [{"text": "a"}])
+    for path in (f"{tmp_path}/d/set", f"{tmp_path}/d"):  # beside other data, too
+        with pytest.raises(UserError) as caught:
+            expand_paths(path)
+        said = "d/set: a dataset without the split train (its splits: test, validation); name one: "
+        assert str(caught.value).startswith(f"{tmp_path}/{said}{tmp_path}/d/set/test")
+    assert len(expand_paths(f"{tmp_path}/d/set/validation,{tmp_path}/d/set/test,{tmp_path}/d/*.jsonl")) == 3
+    write("e/dataset_dict.json", b"{}")
+    with pytest.raises(UserError, match=r"e: a dataset without the split train \(its splits: none\)"):
+        expand_paths(f"{tmp_path}/e")
+
+
 def test_of_a_saved_dataset_the_training_part_is_read(write, tmp_path):
     for part in ("train", "test"):
         write(f"d/{part}/data-00000-of-00001.arrow", b"x")
@@ -220,6 +236,41 @@ def test_plain_text_is_one_document_or_several(write):
     ]  # fmt: skip
 
 
+def test_line_ends_of_old_macs(write):
+    """Also in a file that has others, and in records."""
+    for content in (b"one\rtwo\r\rthree\r", b"one\r\ntwo\r\n\rthree\n"):
+        assert records_of(write("x.txt", content)) == [(1, {"text": "one\ntwo\n\nthree"})]
+    assert records_of(write("y.txt", b"one\r***\rtwo"), "***") == [(1, {"text": "one"}), (3, {"text": "two"})]
+    assert records_of(write("x.csv", b'q,a\rx,"one\rtwo"\ry,z\r')) == [
+        (2, {"q": "x", "a": "one\ntwo"}), (4, {"q": "y", "a": "z"})
+    ]  # fmt: skip
+    assert records_of(write("x.jsonl", b'{"text": "a"}\r{"text": "b"}\r')) == [
+        (1, {"text": "a"}),
+        (2, {"text": "b"}),
+    ]
+
+
+DAMAGED = {  # "at byte 4 of line 3"
+    "x.txt": b"water \xe6\xb0\xb4\nmill \xe6\xb0\xb4\nca \xe6 x\n",
+    "x.jsonl": b'{"text": "\xe6\xb0\xb4"}\n{"text": "\xe6\xb0\xb4"}\n{"a\xff": "b"}\n',
+    "x.json": b'[{"text": "\xe6\xb0\xb4"},\n{"text": "\xe6\xb0\xb4"},\n{"a\xff": "b"}]\n',
+    "x.csv": b"a,text\n\xe6\xb0\xb4,\xe6\xb0\xb4\nq,a\xff\n\xe6\xb0\xb4,\xe6\xb0\xb4\n",
+    "x.tsv": b"a\ttext\n\xe6\xb0\xb4\t\xe6\xb0\xb4\nq\ta\xff\n\xe6\xb0\xb4\tb\n",
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+@pytest.mark.parametrize("packed", ["", ".gz"])
+def test_a_damaged_byte_of_utf8_is_named(name, packed, write):
+    path = write(name + packed, gzip.compress(DAMAGED[name]) if packed else DAMAGED[name])
+    bad = [(line, said) for line, said in records_of(path) if isinstance(said, str)]
+    ((line, said),) = bad
+    assert said.startswith(
+        "not UTF-8 at byte 4 of line 3, though most of the file is; write this character again"
+    )
+    assert line == {"x.txt": 1, "x.json": -3}.get(name, 3)
+
+
 def test_a_long_text_comes_in_parts_of_whole_lines(write, monkeypatch):
     monkeypatch.setattr(files, "PART_BYTES", 500)
     lines = [f"Chapter {i}. 港口在河口 {i * 7919}." for i in range(100)]
@@ -268,7 +319,7 @@ def test_an_array_that_cannot_be_read_on_names_element_and_line(rest, write):
     with pytest.raises(UserError, match=r"x\.json\[\d\]: after it the file cannot be read \(.*: line 2 "):
         records_of(path)
     with pytest.raises(UserError, match=r"x\.json\[0\]: after it the file .*more follows"):
-        records_of(write("x.json", b'[{"a": 1}]\n[{"a": 2}]'))
+        records_of(write("x.json", b'[\n{"a": 1}]\n[{"a": 2}]'))
 
 
 @pytest.mark.parametrize("text", ["中文小说", "你说"])  # the second holds a backslash in GBK
@@ -297,7 +348,12 @@ def damaged(content: bytes) -> bytes:
         ("x.json", b" [ ]\n", "x.json holds no record"),
         ("x.csv", b"text\n", "x.csv holds no record"),
         ("x.txt", b"\n \n", "x.txt holds no record"),
-        ("x.csv", b'text,n\na,1\n"never closed,2\nb,3\n', r"x.csv:2: after it .*unexpected end of data"),
+        (
+            "x.csv",
+            b'text,n\na,1\n"never closed,\n2 b\n',
+            r"x.csv:2: after it .*line 3: a quote opens a cell that does",
+        ),
+        ("x.csv", b'"text,n\na,1\n', "x.csv: it cannot be read .unexpected end of data"),
         ("x.csv", b"text,text\na,b\n", "x.csv: it .*two columns have the same name"),
         (
             "x.jsonl.gz",
@@ -355,6 +411,16 @@ FOREIGN = [
     ("x.txt", b'{"text": "' + b"long " * 9999, "JSON, not plain text"),
     ("x.jsonl", '{"text": "a"}'.encode("utf-16"), "not UTF-8; save the file as UTF-8: iconv -f UTF-16 -t"),
     ("x.csv", "text\nä\n".encode("utf-16"), "iconv -f UTF-16"),
+    ("x.jsonl", '{"text": "河"}\n'.encode("utf-16-le"), "not UTF-8; save the file as UTF-8: iconv -f UTF-16LE"),
+    ("x.txt", "河边\n水车\n".encode("utf-16-be"), "iconv -f UTF-16BE"),
+    ("x.jsonl", '{"text": "a"}'.encode("utf-32"), "iconv -f UTF-32 -t"),
+    ("x.csv.gz", gzip.compress("text\na\n".encode("utf-16-le"), mtime=0), "iconv -f UTF-16LE"),
+    ("x.srt", b"1\n00:00:01,000 --> 00:00:02,000\nHello there.\n", "no JSON; name it x.txt if it is plain text"),
+    ("x.vtt", b"WEBVTT\n\n00:01.000 --> 00:02.000\n- Hello\n", "no JSON; name it x.txt"),
+    ("x.tab", b"question\tanswer\nq\ta\n", "no JSON; name it x.txt if it is plain text, or .csv or .tsv if"),
+    ("book.tex", b"\\chapter{One}\n", "no JSON; name it book.txt"),
+    ("x.csv", b'{"text": "a"}\n{"text": "b"}\n', "JSON, not CSV; name it x.jsonl"),
+    ("x.tsv", b'[{"text": "a"}]', "JSON, not TSV; name it x.jsonl"),
 ]  # fmt: skip
 
 
@@ -381,6 +447,84 @@ def test_text_that_only_looks_so_is_text(text, write):
     assert records_of(write("x.txt", text.encode())) == [(1, {"text": text})]
 
 
+OBJECTS = [{"a": i, "b": {"c": ["x\n", {}]}} for i in range(9)]
+SPREAD = {
+    "indent": lambda each: json.dumps(each, indent=2),
+    "no indent": lambda each: json.dumps(each, indent=0),
+    "first key in the first line": lambda each: json.dumps(each, indent=1).replace("{\n", "{", 1),
+}
+
+
+@pytest.mark.parametrize("name", ["x.jsonl", "x.json", "x.log", "x.jsonl.gz"])
+@pytest.mark.parametrize("between", ["\n", "\n\n", ",\n", ""])
+@pytest.mark.parametrize("form", SPREAD.values(), ids=SPREAD)
+def test_objects_over_several_lines(form, between, name, write):
+    texts = [form(each) for each in OBJECTS]
+    content = between.join(texts).encode() + b"\n"
+    found = records_of(write(name, gzip.compress(content) if name.endswith(".gz") else content))
+    assert [record for _, record in found] == OBJECTS
+    lines = [1 + "".join(text + between for text in texts[:i]).count("\n") for i in range(len(texts))]
+    assert [line for line, _ in found] == lines
+
+
+def test_a_broken_object_over_several_lines_costs_only_itself(write):
+    texts = [json.dumps(each, indent=2) for each in OBJECTS[:3]]
+    found = records_of(
+        path := write("x.jsonl", "\n".join([texts[0], texts[1].replace('"b"', "b"), texts[2]]).encode())
+    )
+    assert [record for _, record in found[::2]] == [OBJECTS[0], OBJECTS[2]]
+    (line, said) = found[1]
+    assert format_source(path, line).endswith(":10") and said.startswith("not valid JSON (Expecting property")
+    bad = b'{\n  "text": "caf\xe9"\n}\n{\n  "text": "\xe6\xb0\xb4\xe6\xb0\xb4"\n}\n'
+    (line, said), (_, good) = records_of(write("y.json", bad))
+    assert (
+        line == 1 and "at byte 15 of line 2, though most of the file is" in said and good == {"text": "水水"}
+    )
+
+
+def test_one_object_over_several_lines_is_one_record(write):
+    record = {"messages": [{"role": "user", "content": "q"}], "tools": [{"name": "t"}]}
+    assert records_of(write("x.json", json.dumps(record, indent=1).encode())) == [(1, record)]
+    sets = {"version": 1, "train set": [{"text": "a"}], "valid": [{"text": "b"}], "test": []}
+    assert records_of(write("x.json", json.dumps(sets, indent=1).encode())) == [
+        (1, "an object over several lines that holds records under 'train set', 'valid'; write one of them as a file: "
+            "jq '.[\"train set\"]' OLD > NEW")
+    ]  # fmt: skip
+    cut = b'{"text":\n{"text": "a"}\n{"text": "b"}\n'  # not these
+    (_, said), *rest = records_of(write("x.jsonl", cut))
+    assert said.startswith("not valid JSON (Expecting value: line 1") and rest == [
+        (2, {"text": "a"}),
+        (3, {"text": "b"}),
+    ]
+
+
+LISTS = [
+    [{"role": "user", "content": "q" * n}, {"role": "assistant", "content": "a " * n}] for n in (9, 9000, 1)
+]
+
+
+@pytest.mark.parametrize("name", ["x.jsonl", "x.json", "x.data"])
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (1,), (0,)])
+def test_a_list_of_messages_in_each_line_is_a_conversation(name, order, write):
+    """However long the first line is, and also if it is the only one."""
+    lists = [LISTS[index] for index in order]
+    found = records_of(write(name, b"\n" + b"\n".join(json.dumps(each).encode() for each in lists) + b"\n"))
+    assert found == [(line, {"messages": each}) for line, each in enumerate(lists, 2)]
+
+
+def test_lists_of_messages_over_several_lines_and_in_an_array(write):
+    spread = "\n".join(json.dumps(each, indent=2) for each in LISTS)
+    assert [record for _, record in records_of(write("x.json", spread.encode()))] == [
+        {"messages": each} for each in LISTS
+    ]
+    shared = [[{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]] * 2
+    for name in ("y.json", "y.jsonl"):
+        found = records_of(write(name, json.dumps(shared, indent=1).encode()))
+        assert [record for _, record in found] == [{"messages": each} for each in shared]
+    documents = [{"role": "teacher", "text": "a"}, {"from": "a book", "text": "b"}]  # these are records
+    assert [record for _, record in records_of(write("z.json", json.dumps(documents).encode()))] == documents
+
+
 def test_a_list_in_each_line_is_no_array(write):
     found = records_of(write("x.jsonl", b'[{"role": "user"}]\n[{"role": "user"}]\n'))
     assert found == [(line, "a JSON list, not an object; write {...}") for line in (1, 2)]
@@ -393,7 +537,14 @@ def test_a_list_in_each_line_is_no_array(write):
         ("Ein Gruß aus Köln", "latin-1", "WINDOWS-1252"),
         ("中文，小说。", "gb18030", "GB18030"),
         ("你说", "gbk", "GB18030"),
-        ("привет, как дела", "cp1251", "FILE_ENCODING"),
+        ("привет, как дела", "cp1251", "WINDOWS-1251"),
+        ("привет, как дела", "koi8-r", "KOI8-R"),
+        ("강물은 천천히 흐른다", "euc-kr", "EUC-KR"),
+        ("湖の水は静かです", "euc-jp", "EUC-JP"),
+        ("湖の水は静かです", "shift-jis", "CP932"),
+        ("河水慢慢流過老橋，孩子們在玩。", "big5", "BIG5"),
+        ("Młyn stoi nad rzeką, a woda płynie", "cp1250", "WINDOWS-1250"),
+        ("แม่น้ำไหลช้าใต้สะพาน", "tis-620", "TIS-620"),
     ],
 )
 def test_the_advice_for_another_encoding_fits_it(text, encoding, iconv, write):

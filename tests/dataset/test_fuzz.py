@@ -43,10 +43,14 @@ FILES = {
     "x.parquet": lambda records: parquet(as_text(records)),
     "x.arrow": lambda records: arrow(as_text(records)),
     "x.csv": lambda records: csv_of(as_text(records)),
+    "x.tsv": lambda records: csv_of([{"n": str(n), **row} for n, row in enumerate(as_text(records))], "\t"),
+    "spread.jsonl": lambda records: "\n".join(json.dumps(record, indent=1) for record in records).encode(),
+    "lists.jsonl": lambda records: lines_of([record.get("messages", [USER, BOT]) for record in records]),
     "x.txt": lambda records: b"A text.\n" + lines_of(records),
     "x.jsonl.gz": lambda records: gzip.compress(lines_of(records)),
 }
 ODD = [b"\xef\xbb\xbf", b"\\ud800", b"\\u0000", b"\xff\xfe", b"\xed\xa0\x80", b"\r", b"\n\n", b"\x00", b"NaN"]
+ODD += [b'\t"', b'",', b'""', b"sep=|\n", b"\xe9", "河".encode("gbk"), "\n水".encode("utf-16-le")]
 ODD += [b"[" * 1200, b"{", b"]", b'"', b"\\", b"-1e999", b"9" * 4400, b"null", b",", b'{"text": 1}\n']
 
 

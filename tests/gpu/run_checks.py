@@ -32,6 +32,7 @@ import torch
 
 from common.errors import UserError
 from trainer.devices.unusable_gpu import driver, nvidia_smi, why_unseen
+from trainer.run.resume import code_version
 
 CODE = Path(__file__).resolve().parents[2]
 ROOT = CODE
@@ -225,9 +226,7 @@ def describe_machine() -> dict[str, str]:
         machine["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
     machine |= {"system": platform.platform(), "cores": str(os.cpu_count())}
     machine["python"] = platform.python_version()
-    with suppress(OSError):
-        command = ["git", "describe", "--always", "--dirty"]
-        machine["code"] = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    machine["code"] = code_version()
     return machine
 
 

@@ -154,6 +154,13 @@ def test_a_line_of_a_pipe_that_cannot_be_answered_is_named(weights, pipe, said):
     assert done.returncode == 2 and "line 1 of stdin: the message is too long" in done.stderr
 
 
+@pytest.mark.parametrize("flag", ["--prompt", "--system"])
+def test_a_text_of_the_command_line_that_is_not_utf8_is_one_line(weights, call, flag):
+    done = call(chat, *weights, flag, "caf\udce9", *(["--prompt", "x"] if flag == "--system" else []))
+    assert done.returncode == 2 and done.stderr.splitlines()[-1].startswith("error: ")
+    assert "is not UTF-8: 'caf\\udce9'; rename or convert it" in done.stderr
+
+
 def test_the_screen_dims_reasoning_and_shows_calls(weights, call, said, monkeypatch):
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     call_text = '<tool_call>\n{"name": "calculate", "arguments": {"expression": "2 + 3"}}\n</tool_call>'

@@ -306,6 +306,10 @@ def test_code_is_copied_as_it_is_and_as_it_was(repository, tmp_path):
 
     assert files(tmp_path / "tree") == {"trainer/a.py": "edited\n", "trainer/new.py": "new\n"}
     assert files(tmp_path / "base") == {"trainer/a.py": "*.log\n", "model/b.py": "*.log\n"}
+    for setting in ("core.autocrlf=true", "core.eol=crlf"):  # as in Git for Windows
+        subprocess.run(["git", "config", *setting.split("=")], cwd=repository, check=True)
+    code.copy_code(code.resolve_base("HEAD"), tmp_path / "crlf")
+    assert (tmp_path / "crlf/trainer/a.py").read_bytes() == b"*.log\n"
     differing = ["model/b.py", "trainer/a.py", "trainer/new.py"]
     assert code.differing_files(tmp_path / "tree", tmp_path / "base") == differing
     assert sorted((repository / ".git").rglob("*")) == entries  # nothing is left in the repository

@@ -22,9 +22,11 @@ def resolve_base(base: str) -> str:
 
 
 def git(folder: Path, *words: str) -> bytes:
-    """What a git command prints. Raises UserError."""
+    """What a git command prints; line ends stay as they are committed. Raises UserError."""
     try:
-        done = subprocess.run(["git", *words], cwd=folder, capture_output=True, check=False)
+        done = subprocess.run(
+            ["git", "-c", "core.autocrlf=false", *words], cwd=folder, capture_output=True, check=False
+        )
     except FileNotFoundError:
         raise UserError("git is not there, which tells what belongs to the code; install it") from None
     if done.returncode:

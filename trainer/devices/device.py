@@ -13,6 +13,7 @@ from functools import cache
 import torch
 import torch.distributed as dist
 
+from common.containers import available_cores, cpu_quota
 from common.errors import UserError, warn
 from common.launcher import launch
 from common.settings import StageArgs
@@ -94,11 +95,14 @@ def use_deterministic_kernels(enabled: bool) -> None:
 
 def prepare_device(device: torch.device) -> None:
     """Make it the current CUDA device, if torch has kernels for it (else a UserError); on a CPU, have the
-    allocator keep freed memory.
+    allocator keep freed memory. In a container torch takes no more threads than it has cores' time, unless
+    OMP_NUM_THREADS says how many: with more of them all wait while the quota is used up.
 
     Each update on a CPU allocates as much again, and page faults on fresh pages can take longer than the
     arithmetic. The limits are the largest that mallopt(3) takes; without glibc they are left alone.
     """
+    if cpu_quota() < torch.get_num_threads() and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(available_cores())
     if device.type == "cuda":
         from trainer.devices.unusable_gpu import check_architecture
 

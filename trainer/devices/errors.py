@@ -7,14 +7,15 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 
 from common.command_line import STOP_SIGNALS, leave_dead_console, one_line_errors
-from common.errors import LostRank, UserError, WriteError, log, reason
+from common.errors import Interrupted, LostRank, UserError, WriteError, log, reason, warn
 from common.launcher import launch
+from common.plugins import in_main_thread
 from trainer.devices.process_group import leave_process_group
 
 
@@ -73,28 +74,40 @@ def translated_failures(how_to_go_on: Callable[[], str] = str) -> Iterator[None]
 
 class StopRequest:
     """SIGINT, SIGTERM and SIGHUP during training, as a request that the loop grants after the update. A
-    second Ctrl-C ends the run at once."""
+    second Ctrl-C ends the run at once. A thread, as of a notebook or a page, cannot have them: there a signal
+    ends the process as any other, and a run goes on from its last checkpoint."""
+
+    current: ClassVar["StopRequest | None"] = None  # that which has the signals
 
     def __init__(self):
+        self.is_saved: Callable[[], bool] = lambda: True  # whether nothing is lost if the run ends at once
+        self.is_compiling = False
         self.signal = 0  # the number of the signal that came; 0: none
         self.since = 0.0
         self.owner = os.getpid()
         self.before: dict[int, Any] = {}
 
     def __enter__(self) -> "StopRequest":
+        if not in_main_thread():
+            warn("not in the main thread: a signal does not save first, and --reward_timeout does not hold")
+            return self
         for number in STOP_SIGNALS:
             if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
                 self.before[number] = signal.signal(number, self.receive)
+        StopRequest.current = self
         return self
 
     def __exit__(self, *_) -> None:
+        StopRequest.current = None
         for number, handler in self.before.items():
             signal.signal(number, handler)
 
     def receive(self, number: int, frame) -> None:
-        """Note a signal."""
+        """Note a signal; end the run at once while the model is compiled."""
         if os.getpid() != self.owner:
             return  # a data loader process; its parent ends it
+        if self.is_compiling and self.is_saved():
+            raise while_compiling(number)
         # torchrun and the terminal may both deliver the same Ctrl-C: only a later one is a second one
         if number == signal.SIGINT and self.signal and time.monotonic() - self.since > 2:
             raise KeyboardInterrupt
@@ -103,6 +116,32 @@ class StopRequest:
             if launch().local_rank == 0:
                 hint = "; a second Ctrl-C stops at once" if number == signal.SIGINT else ""
                 log.warning(f"{signal.Signals(number).name}: finishing this update, then saving{hint}")
+
+
+@contextmanager
+def compiling() -> Iterator[None]:
+    """Around what may compile: a signal ends the run at once, unless updates would be lost. The compilers,
+    processes of their own, often get it, too; what torch makes of their failure is a traceback, or another
+    kernel."""
+    request = StopRequest.current
+    if request is None:
+        yield
+        return
+    request.is_compiling = True
+    try:
+        yield
+    except Exception as error:
+        if not request.signal:
+            raise
+        raise while_compiling(request.signal) from error
+    finally:
+        request.is_compiling = False
+
+
+def while_compiling(number: int) -> Interrupted:
+    """What ends a run while its model is compiled."""
+    how = "--from_resume 1 goes on from the last checkpoint, if there is one"
+    return Interrupted(number, f"by {signal.Signals(number).name} while the model was compiled; {how}")
 
 
 def ignore_stop_signals(_: int = 0) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from common.errors import UserError, reason, warn
+from common.errors import UserError, check_utf8, reason, warn
 
 
 class Callback:
@@ -164,10 +164,7 @@ def plain(value: Any, where: str, in_record: bool = False) -> Any:
     if isinstance(value, float):
         return None if in_record and not math.isfinite(value) else float(value)
     if isinstance(value, str):
-        try:
-            value.encode()
-        except UnicodeEncodeError as error:  # of a file name; a file with it could not be read again
-            raise UserError(f"{where} is not UTF-8: {value!a}; rename it") from error
+        check_utf8(where, value)  # the name of a file, or no checkpoint with it could be read again
         return str(value)
     if value is None or isinstance(value, bool):
         return value

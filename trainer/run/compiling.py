@@ -17,6 +17,7 @@ from common.settings import StageArgs
 from dataset.lm_dataset import StageDataset, collate_flat, collate_shared
 from trainer.data.datasets import SizedDataset, epoch_tokens
 from trainer.devices.device import native_bfloat16
+from trainer.devices.errors import compiling
 from trainer.devices.process_group import Logger, world_size
 from trainer.objectives.next_token import model_inputs, to_device
 from trainer.report.speed import layer_weights
@@ -124,28 +125,30 @@ def call_of(part: nn.Module, tokens: int, may_fail: bool) -> Any:
 
     compiled_call, eager_call = cast(Any, part._compiled_call_impl), part._call_impl
     use_moe = getattr(getattr(part, "config", None), "use_moe", False)
-    warmed_up = set()
+    seen = set()
 
-    def warm_up_once(kwargs: dict[str, Any]) -> None:
-        """Before the first call of its kind."""
-        sizes = warm_up_sizes(kwargs, tokens, use_moe)
-        given = frozenset(name for name, value in kwargs.items() if value is not None)
-        kind = torch.is_grad_enabled(), part.training, sizes, given
-        if kind not in warmed_up:
-            warmed_up.add(kind)
-            inputs = warm_up_inputs(kwargs, *sizes)
-            if inputs is not None:
-                warm_up(part, compiled_call, inputs)
+    def first_call(*args: Any, **kwargs: Any) -> Any:
+        """The first call of its kind, which compiles."""
+        with compiling():
+            # not with FSDP: a call gathers the weights from all ranks, of which some may have an empty batch
+            if "cu_seqlens" in kwargs and not isinstance(part, FSDPModule):
+                inputs = warm_up_inputs(kwargs, *warm_up_sizes(kwargs, tokens, use_moe))
+                if inputs is not None:
+                    warm_up(part, compiled_call, inputs)
+            return compiled_call(*args, **kwargs)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         values = [*args, *kwargs.values()]
         if any(isinstance(value, Tensor) and value.numel() == 0 for value in values):
             return eager_call(*args, **kwargs)
+        sizes = warm_up_sizes(kwargs, tokens, use_moe) if "cu_seqlens" in kwargs else ()
+        given = frozenset(name for name, value in kwargs.items() if value is not None)
+        kind = torch.is_grad_enabled(), part.training, sizes, given
         try:
-            # not with FSDP: a call gathers the weights from all ranks, of which some may have an empty batch
-            if "cu_seqlens" in kwargs and not isinstance(part, FSDPModule):
-                warm_up_once(kwargs)
-            return compiled_call(*args, **kwargs)
+            if kind in seen:
+                return compiled_call(*args, **kwargs)
+            seen.add(kind)
+            return first_call(*args, **kwargs)
         except TorchDynamoException as error:
             if not may_fail:
                 raise

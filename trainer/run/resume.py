@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from common.errors import UserError, warn
+from common.errors import UserError, check_utf8, warn
 from common.plugins import imported_files
 from common.settings import ROOT, USUAL_DECAY, FrozenModelArgs, StageArgs
 from dataset.token_cache import file_hash
@@ -45,13 +45,10 @@ def run_fingerprint(args: StageArgs, model: Fingerprint, data: Fingerprint, samp
     return fingerprint
 
 
-def check_utf8(args: StageArgs) -> None:
+def check_settings_utf8(args: StageArgs) -> None:
     """Raise UserError for a path that is not UTF-8, which no checkpoint can hold."""
     for name, value in args:
-        try:
-            str(value).encode()
-        except UnicodeEncodeError as error:
-            raise UserError(f"--{name} is not UTF-8: {value!a}; rename it") from error
+        check_utf8(f"--{name}", str(value))
 
 
 def total_updates(fingerprint: Fingerprint) -> int:
@@ -221,8 +218,9 @@ def source_files() -> list[Path]:
 
 def code_version() -> str:
     """The git revision of the code, with `-dirty` behind it if files were changed since; `unknown` if there
-    is none."""
-    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*"]
+    is none. A repository that only surrounds the code, such as one of the home folder, is not its own."""
+    own = [f"--git-dir={ROOT / '.git'}", f"--work-tree={ROOT}"]
+    command = ["git", *own, "describe", "--always", "--dirty", "--exclude=*"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):

@@ -92,6 +92,7 @@ class TrainState:
         self.callbacks.state = self
         self.total_updates = total_updates(self.fingerprint)
         self.clock = time.perf_counter()
+        self.stop_request.is_saved = lambda: (self.saved_update or 0) == self.progress.update
 
     @property
     def state(self) -> "TrainState":

@@ -4,7 +4,8 @@ parts that need no clock are tests in test_limits.py.
     python -m tests.scripts.serve.attacks SCRIPT_OF_THE_SERVER SAVE_DIR [ATTACK ...]
 
 starts the server for each attack, asks it short questions meanwhile as an honest client, and prints a line: the
-longest wait of that client, the peak of the server's memory above what it had before, and the lines of its log.
+longest wait of that client, by the clock and in seconds of the server's processor, the peak of the server's
+memory above what it had before, and the lines of its log.
 """
 
 import http.client
@@ -32,7 +33,8 @@ def post(body: Any, path: str = CHAT, timeout: float = TIMEOUT, source: str = "1
     try:
         address = (source, 0)
         connection = http.client.HTTPConnection("127.0.0.1", PORT, timeout=timeout, source_address=address)
-        connection.request("POST", path, body if isinstance(body, bytes) else json.dumps(body))
+        written = body if isinstance(body, bytes) else json.dumps(body, separators=(",", ":"))
+        connection.request("POST", path, written)
         response = connection.getresponse()
         response.read()
         connection.close()
@@ -88,6 +90,39 @@ def many_tools() -> Any:
 
 def nested() -> Any:
     return post(b'{"messages": ' + b"[" * 900_000 + b"]" * 900_000 + b"}")
+
+
+def at_once(body: Any, count: int, path: str = CHAT) -> Any:
+    with ThreadPoolExecutor(count) as pool:
+        return Counter(pool.map(lambda _: post(body, path), range(count)))
+
+
+def tool(parameters: Any) -> dict[str, Any]:
+    return {"function": {"name": "f", "parameters": parameters}}
+
+
+def early_work() -> Any:
+    """Twelve bodies of 240 KB, much of which cannot fit."""
+    return at_once({"messages": user("") * 1500, "truncation": "auto", "tools": [tool([[]] * 65_000)]}, 12)
+
+
+def border_work() -> Any:
+    """24 bodies of the most costly kinds that are not refused by their size."""
+    turn = {
+        "role": "assistant",
+        "tool_calls": [tool(1) | {"function": {"name": "f", "arguments": {"a": [[]] * 60}}}],
+    }
+    thoughts = {"role": "assistant", "reasoning_content": "<|im_end|>" * 60, "content": "x"}
+    bodies = [[*user("x"), turn] * 250, [*user("x"), thoughts] * 380]
+    bodies = [{"messages": messages, "truncation": "auto", "max_tokens": 1} for messages in bodies]
+    bodies.append({"messages": user("") * 1500, "truncation": "auto", "tools": [tool([[]] * 32_000)]})
+    with ThreadPoolExecutor(24) as pool:
+        return Counter(pool.map(post, bodies * 8))
+
+
+def short_answers() -> Any:
+    """200 requests with long prompts for a token each: their answers never hold a place."""
+    return at_once({"prompt": "the river runs " * 400, "max_tokens": 1}, 200, TEXTS)
 
 
 def answers() -> Any:
@@ -189,6 +224,9 @@ ATTACKS: dict[str, Callable[[], Any]] = {
         long_stop,
         many_tools,
         nested,
+        early_work,
+        border_work,
+        short_answers,
         answers,
         many_answers,
         requests,
@@ -208,6 +246,12 @@ def memory(process: int) -> float:
     return int(text.split()[1]) * resource.getpagesize() / 2**20
 
 
+def processor(process: int) -> float:
+    """Seconds that a process has had of the processor."""
+    user_ticks, system_ticks = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[11:13]
+    return (int(user_ticks) + int(system_ticks)) / os.sysconf("SC_CLK_TCK")
+
+
 def attack(script: str, save_dir: str, name: str) -> None:
     argv = [sys.executable, script, "--weight", "full_sft", "--save_dir", save_dir, "--port", str(PORT)]
     if name == "models":
@@ -223,9 +267,10 @@ def attack(script: str, save_dir: str, name: str) -> None:
 
     def honest() -> None:
         while not over.is_set():
-            start = time.monotonic()
+            start, used = time.monotonic(), processor(server.pid)
             status = post({"messages": user("hello"), "max_tokens": 4}, source="127.0.0.2")
-            waits.append((round(time.monotonic() - start, 2), status))
+            used = processor(server.pid) - used
+            waits.append((round(time.monotonic() - start, 2), round(used, 2), status))
             time.sleep(0.2)
 
     def watch() -> None:
@@ -244,12 +289,14 @@ def attack(script: str, save_dir: str, name: str) -> None:
     threads[0].join()
     if name != "models":
         threads[1].join(TIMEOUT)
-    statuses = Counter(status for _, status in waits)
+    statuses = Counter(status for *_, status in waits)
+    longest, most_used = (max((wait[column] for wait in waits), default=0) for column in (0, 1))
     server.kill()
     server.wait()
     lines = len(log.read_text().splitlines())
     print(
-        f"{name}: {seconds:.1f} s, {result}; honest: longest wait {max(waits, default=(0, 0))[0]} s, {dict(statuses)};"
+        f"{name}: {seconds:.1f} s, {result}; honest: longest wait {longest} s, {most_used} s of the"
+        f" processor, {dict(statuses)};"
         f" memory +{peak[0] - before:.0f} MB; log {lines} lines",
         flush=True,
     )

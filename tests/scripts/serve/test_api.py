@@ -294,10 +294,8 @@ PROGRAMS = {  # fields as the program sends them: which of them are unknown here
         0,
     ),
     "LangChain, structured output": ({"response_format": SCHEMA, "parallel_tool_calls": False}, 0),
-    "OpenAI's agents": (
-        {"store": False, "tools": TOOLS, "parallel_tool_calls": False},
-        "parallel_tool_calls",
-    ),
+    "OpenAI's agents": ({"store": False, "tools": TOOLS, "parallel_tool_calls": False}, 1),
+    "Continue": ({"stream": True, "max_tokens": 9, "reasoning_effort": "high"}, "reasoning_effort"),
     "MiniMind's web_demo.py": ({"stream": True, "max_tokens": 99, "top_p": 0.9, "open_thinking": False}, 0),
 }
 
@@ -364,6 +362,33 @@ def test_what_the_client_does_wrong_is_told_in_openais_form(said, fields, status
         ("logprobs", 5, "use transformers"),
         ("modalities", ["text", "audio"], "leave it out"),
         ("min_p", 0.1, "leave it out"),
+        ("min_length", 5, "leave it out"),
+        ("max_length", 5, "use max_tokens"),
+        ("n_predict", 5, "use max_tokens"),
+        ("dry_multiplier", 0.8, "leave it out"),
+        ("xtc_probability", 0.5, "leave it out"),
+        ("dynatemp_range", 0.5, "leave it out"),
+        ("top_n_sigma", 1.0, "leave it out"),
+        ("typ_p", 0.9, "leave it out"),
+        ("samplers", ["top_k"], "leave it out"),
+        ("top_a", 0.2, "leave it out"),
+        ("thinking", {"type": "disabled"}, '"chat_template_kwargs": {"enable_thinking"'),
+        ("think", False, '"chat_template_kwargs": {"enable_thinking"'),
+        ("reasoning", {"effort": "high"}, '"chat_template_kwargs": {"enable_thinking"'),
+        ("reasoning_effort", "none", '"chat_template_kwargs": {"enable_thinking"'),
+        ("verbosity", "low", "leave it out"),
+        ("system", "Be brief.", "a message of the role 'system'"),
+        ("instructions", "Be brief.", "a message of the role 'system'"),
+        ("stop_sequences", ["x"], "use stop"),
+        ("random_seed", 1, "use seed"),
+        ("num_return_sequences", 2, "use n"),
+        ("extra_body", {"top_k": 1}, "write its fields beside the others"),
+        ("function_call", {"name": "f"}, "use tools and tool_choice"),
+        ("web_search_options", {"search_context_size": "low"}, "leave it out"),
+        ("skip_special_tokens", False, "leave it out"),
+        ("add_generation_prompt", False, "leave it out"),
+        ("enable_search", True, "leave it out"),
+        ("guidance_scale", 1.5, "leave it out"),
     ],
 )
 def test_a_field_that_would_change_the_answer_is_refused_with_what_to_use(said, name, value, instead):
@@ -387,8 +412,22 @@ def test_values_without_an_effect_are_accepted_and_unknown_fields_come_back_by_n
         "logit_bias": {},
         "suffix": "",
     }
+    # as the pages of llama.cpp and text-generation-webui send them if nothing is set
+    neutral |= {"dry_multiplier": 0, "xtc_probability": 0.0, "dynatemp_range": 0, "typ_p": 1, "samplers": []}
+    neutral |= {"top_n_sigma": -1, "repeat_penalty": 1.0, "mirostat": 0, "n_probs": 0, "max_tokens": -1}
+    neutral |= {"top_a": 0, "tfs": 1, "smoothing_factor": 0, "temperature_last": False, "thinking": None}
+    neutral |= {
+        "reasoning_format": "auto",
+        "function_call": "auto",
+        "system": "",
+        "skip_special_tokens": True,
+    }
     answer = post(said, {"messages": user("x")} | neutral)
     assert answer.status_code == 200 and "X-Ignored-Fields" not in answer.headers
+    tuning = {"dry_base": 1.75, "xtc_threshold": 0.1, "mirostat_tau": 5, "cache_prompt": True}
+    answer = post(said, {"messages": user("x")} | tuning)
+    assert answer.status_code == 200 and answer.headers["X-Ignored-Fields"] == ", ".join(tuning)
+    capfd.readouterr()
     for _ in range(2):
         for stream in (False, True):
             unknown = {"safety_identifier": 1, "wärme\r\n": 2, "stream": stream}
@@ -399,8 +438,66 @@ def test_values_without_an_effect_are_accepted_and_unknown_fields_come_back_by_n
 
 
 @pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("a ", "a\\x20"),
+        (" a", "\\x20a"),
+        (" ", "\\x20"),
+        ("\t", "\\t"),
+        ("\u3000", "\\u3000"),
+        ("a, b", "a\\x2c\\x20b"),
+        ("", ""),
+        ("a" * 63 + " b", "a" * 63 + "\\"),
+        ("\r\nSet-Cookie: a=b", "\\r\\nSet-Cookie:\\x20a=b"),
+        ("\x00\x7f\xff", "\\x00\\x7f\\xff"),
+    ],
+)
+def test_any_name_of_a_field_comes_back_in_the_header(said, capfd, name, shown):
+    for stream in (False, True):
+        answer = post(said, {"messages": user("x"), name: 1, "last": 2, "stream": stream})
+        assert answer.status_code == 200 and answer.headers["X-Ignored-Fields"] == f"{shown}, last"
+    alone = post(said, {"messages": user("x"), name: 1})
+    assert alone.status_code == 200 and alone.headers["X-Ignored-Fields"] == shown
+    assert "Traceback" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_without_parallel_calls_an_answer_ends_with_its_first_call(said, stream):
+    said.script.says["weather"] = f"Let me look.\n{CALL}\n{CALL} so"
+
+    def calls(**fields: Any) -> tuple[list[Any], str, str]:
+        body = {"messages": user("weather?"), "tools": TOOLS, "stream": stream} | fields
+        answer = post(said, body)
+        if not stream:
+            (choice,) = answer.json()["choices"]
+            message = choice["message"]
+            return message.get("tool_calls", []), message["content"], choice["finish_reason"]
+        lines = [json.loads(line[6:]) for line in answer.text.strip().split("\n\n")[:-1]]
+        deltas = [line["choices"][0]["delta"] for line in lines]
+        called = [call for delta in deltas for call in delta.get("tool_calls", [])]
+        text = "".join(delta.get("content") or "" for delta in deltas)
+        return called, text, lines[-1]["choices"][0]["finish_reason"]
+
+    (call,), text, finish = calls(parallel_tool_calls=False)
+    assert json.loads(call["function"]["arguments"]) == {"city": "Reedmarsh"}
+    assert (text, finish) == ("Let me look.", "tool_calls")
+    for fields in ({}, {"parallel_tool_calls": True}, {"parallel_tool_calls": None}):
+        both, text, finish = calls(**fields)
+        assert (len(both), text, finish) == (2, "Let me look. so", "tool_calls")
+    none, text, _ = calls(parallel_tool_calls=False, tool_choice="none")
+    assert none == [] and text == f"Let me look.\n{CALL}\n{CALL} so"
+    assert calls(parallel_tool_calls=False, tools=[])[0] == []
+    for value in ("", [], {}):
+        assert post(said, {"messages": user("x"), "parallel_tool_calls": value}).status_code == 400
+
+
+@pytest.mark.parametrize(
     ("fields", "message"),
     [
+        ({"chat_template_kwargs": {"thinking": True}}, "'chat_template_kwargs.thinking' is not supported"),
+        ({"response_format": {"type": "json_object", "schema": {}}}, "schema belongs in json_schema"),
+        ({"messages": [{"role": "assistant", "content": "So", "prefix": True}]}, "message 1 has 'prefix'"),
+        ({"messages": [*user("x"), {"role": "assistant", "partial": True}]}, "message 2 has 'partial'"),
         ({"messages": [{"role": "user", "content": [1]}]}, "message 1 has the part 1 instead of"),
         ({"messages": user([{"type": "input_text", "text": "x"}])}, "'input_text', of the Responses API"),
         ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}}, "send these tools alone"),

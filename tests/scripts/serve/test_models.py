@@ -6,6 +6,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
+from model.prompts import document_tokens
 from scripts.serve.models import Models
 from tests.scripts.serve.servers import serving, user, wait_for
 from trainer.weights.files import save_weights
@@ -25,20 +27,24 @@ SHAPES = {"pretrain": (32, False), "full_sft": (48, False), "dpo": (32, True), "
 GOOD = {"pretrain_32", "full_sft_48", "dpo_32_moe", "grpo_32"}
 
 
+def write_weights(folder: Path, name: str, seed: int, **shape: Any) -> Path:
+    """Weights so large that answers differ from prompt to prompt, as a training writes them."""
+    torch.manual_seed(seed)
+    config = MiniMindConfig(**shape, num_hidden_layers=1, tie_word_embeddings=False)
+    model = MiniMindForCausalLM(config)
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=0.4)
+    return save_weights(model, weight_path(folder, name, config))
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     """Weights of several stages and shapes, a file that is none, one that is damaged."""
     folder = tmp_path_factory.mktemp("weights") / "out"
     folder.mkdir()
     for seed, (name, (width, use_moe)) in enumerate(SHAPES.items()):
-        torch.manual_seed(seed)
-        shape = {"hidden_size": width, "num_hidden_layers": 1, "use_moe": use_moe}
-        config = MiniMindConfig(**shape, tie_word_embeddings=False)
-        model = MiniMindForCausalLM(config)
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                torch.nn.init.normal_(parameter, std=0.4)
-        save_weights(model, weight_path(folder, name, config))
+        write_weights(folder, name, seed, hidden_size=width, use_moe=use_moe)
     (folder / "other.pth").write_bytes(b"")
     (folder / "damaged_32.pth").write_bytes(b"PK")
     return folder
@@ -59,7 +65,7 @@ def ask(server: SimpleNamespace, name: Any, **fields: Any) -> str:
 
 
 def loaded(server: SimpleNamespace) -> list[str]:
-    return [path.stem for path in server.decoding.loaded]
+    return [weights.path.stem for weights in server.decoding.loaded]
 
 
 def test_all_weights_of_the_folder_are_offered_and_the_last_used_are_in_memory(server):
@@ -114,7 +120,7 @@ def test_a_step_that_fails_ends_the_answers_of_its_model_alone(server, monkeypat
         raise RuntimeError("a broken model")
 
     ask(server, "pretrain_32")
-    (model,) = [model for path, model in server.decoding.loaded.items() if path.stem == "pretrain_32"]
+    (model,) = [model for each, model in server.decoding.loaded.items() if each.path.stem == "pretrain_32"]
     monkeypatch.setattr(model.decoder, "step", failing)
     with ThreadPoolExecutor(1) as pool:
         other = pool.submit(ask, server, None, max_tokens=20)
@@ -179,3 +185,146 @@ def test_the_name_of_the_first_model_and_one_model_alone(folder, others):
     names = GOOD - {"full_sft_48"} | {"damaged_32"}
     assert {*models.paths()} == {"mine"} | (names if others else set())
     assert next(iter(models.paths())) == "mine" and models.find("minimind-3")[0] == "mine"
+
+
+# --- weights that are written anew
+
+
+def greedy(path: Path, prompt: str, count: int) -> str:
+    """The continuation of a text by the weights that a file has now, by transformers."""
+    model, tokenizer = load_path(path)
+    tokens = document_tokens(tokenizer, prompt)
+    options = {"max_new_tokens": count, "do_sample": False, "eos_token_id": 2, "pad_token_id": 0}
+    written = model.generate(torch.tensor([tokens]), **options)[0, len(tokens) :]
+    return tokenizer.decode(written, skip_special_tokens=True)
+
+
+def continued(server: SimpleNamespace, prompts: str | list[str], count: int = 8) -> list[str]:
+    fields = {"temperature": 0, "max_tokens": count, "prompt": prompts}
+    answer = server.client.completions.create(model="trained_32", **fields)
+    return [choice.text for choice in answer.choices]
+
+
+@pytest.fixture
+def training(tmp_path) -> SimpleNamespace:
+    """A file of weights, `write` for the next ones, and `greedy` of a prompt by those that it has."""
+    seeds = count()
+
+    def write() -> Path:
+        return write_weights(tmp_path, "trained", next(seeds), hidden_size=32)
+
+    path = write()
+    by_now = lambda prompt, length=8: greedy(path, prompt, length)  # noqa: E731
+    return SimpleNamespace(path=path, folder=tmp_path, write=write, greedy=by_now)
+
+
+def hold(server: SimpleNamespace, path: Path) -> threading.Event:
+    """Let the model in a file write no further token until the event is set."""
+    (model,) = [model for weights, model in server.decoding.loaded.items() if weights.path == path]
+    go_on, step = threading.Event(), model.decoder.step
+
+    def held() -> Any:
+        return step() if go_on.wait(0.01) else []
+
+    model.decoder.step = held
+    return go_on
+
+
+@pytest.mark.parametrize("is_given", [True, False])
+def test_weights_that_were_written_anew_answer_from_then_on(training, is_given):
+    name, given = ("trained_32", training.path) if is_given else (None, None)
+    with serving(Models(name, given, load_path, training.folder)) as server:
+        seen = set()
+        for _ in range(3):
+            assert continued(server, "The river") == [training.greedy("The river")]
+            seen.add(training.greedy("The river"))
+            training.write()
+        assert len(seen) == 3
+        continued(server, "x")
+        assert len(server.decoding.loaded) == 1  # nothing is kept of the earlier ones
+
+
+def test_weights_of_the_same_size_and_time_are_told_apart(training):
+    with serving(Models(None, None, load_path, training.folder)) as server:
+        before, stat = continued(server, "The river"), training.path.stat()
+        training.write()
+        os.utime(training.path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+        assert training.path.stat().st_size == stat.st_size
+        assert before != continued(server, "The river") == [training.greedy("The river")]
+
+
+@pytest.mark.parametrize("max_models", [1, 4])
+def test_answers_end_with_the_weights_with_which_their_request_began(training, max_models):
+    """Also those that had no place yet; one that only waits is answered by the new ones if it must, or by
+    those that were there when it came."""
+    texts = [f"Town {number}" for number in range(7)]
+    old = [training.greedy(text, 20) for text in texts]
+    models = Models("trained_32", training.path, load_path, training.folder)
+    with serving(models, slots=4, max_models=max_models) as server, ThreadPoolExecutor(3) as pool:
+        go_on = hold(server, training.path)
+        begun = pool.submit(continued, server, texts, 20)
+        wait_for(lambda: server.decoding.health()["writing"] >= 3)
+        training.write()
+        new = pool.submit(continued, server, "Town 0", 20)
+        wait_for(lambda: len(server.decoding.unfinished) == 2)
+        if max_models > 1:  # the new ones answer beside the old ones
+            assert new.result() == [training.greedy("Town 0", 20)] and not begun.done()
+        go_on.set()
+        assert begun.result() == old
+        assert new.result() == [training.greedy("Town 0", 20)] != old[:1]
+        wait_for(lambda: len(server.decoding.loaded) == 1)
+
+
+def test_weights_that_are_gone_go_on_answering_until_there_are_new_ones(training):
+    models = Models("trained_32", training.path, load_path, training.folder)
+    with serving(models) as server:
+        old = continued(server, "The river")
+        training.path.unlink()
+        assert continued(server, "The river") == old
+        training.write()
+        assert continued(server, "The river") == [training.greedy("The river")] != old
+
+
+def test_damaged_new_weights_are_an_error_until_they_are_written_again(training):
+    with serving(Models(None, None, load_path, training.folder)) as server:
+        continued(server, "The river")
+        training.path.write_bytes(b"PK")
+        with pytest.raises(openai.InternalServerError) as error:
+            continued(server, "The river")
+        assert error.value.code == "model_not_loadable"
+        training.write()
+        assert continued(server, "The river") == [training.greedy("The river")]
+
+
+def test_weights_that_change_while_they_are_loaded_are_loaded_again(training):
+    """Whether the first attempt read the old ones, or failed at half of each."""
+    for fails in (False, True):
+        attempts = []
+
+        def load(path: Path, fails: bool = fails, attempts: list = attempts) -> tuple[Any, Any]:
+            loaded = load_path(path)
+            attempts.append(path)
+            if len(attempts) == 1:
+                training.write()
+                if fails:
+                    raise ValueError("half of each")
+            return loaded
+
+        with serving(Models(None, None, load, training.folder)) as server:
+            assert continued(server, "The river") == [training.greedy("The river")] and len(attempts) == 2
+
+
+def test_an_adapter_and_the_files_of_a_folder_are_part_of_the_model(tmp_path):
+    folder, adapter = tmp_path / "model_hf", tmp_path / "lora"
+    for place in (folder, adapter):
+        place.mkdir()
+        (place / "weights").write_text("old")
+    models = Models("given", folder, load_path, None, [adapter])
+    seen = [models.version(folder)]
+    for place in (adapter, folder):
+        (place / "new").write_text("new")
+        os.replace(place / "new", place / "weights")
+        seen.append(models.version(folder))
+        assert models.version(folder) == seen[-1]
+    assert len(set(seen)) == 3 and None not in seen
+    assert models.version(tmp_path / "absent") is None

@@ -1,5 +1,7 @@
 """--use_compile: when the model is compiled, what is said of it, and what a machine may lack for it."""
 
+import os
+import signal
 from functools import partialmethod
 
 import pytest
@@ -7,10 +9,11 @@ import torch
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import TorchDynamoException
 
-from common.errors import UserError
+from common.errors import Interrupted, UserError
 from common.settings import StageArgs
 from dataset.lm_dataset import StageDataset
 from trainer import train_dpo, train_pretrain
+from trainer.devices.errors import StopRequest
 from trainer.run import compiling
 from trainer.run.compiling import compile_model, compiler_problem, compiles
 
@@ -136,3 +139,46 @@ def test_what_cannot_be_compiled_runs_as_it_is(backend, monkeypatch, capsys):
     compile_model(layer)
     with pytest.raises(TorchDynamoException, match="no kernels"):
         layer(x)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("may_fail", [False, True])
+@pytest.mark.parametrize("is_saved", [True, False])
+def test_a_signal_while_compiling_is_no_error_of_the_compiler(
+    number, may_fail, is_saved, monkeypatch, capsys
+):
+    """The compiler got it, too, and is gone: the run does not go on without it, with other rounding. Where no
+    update would be lost it ends before that."""
+    came = []
+
+    def killed(graph, inputs):
+        os.kill(os.getpid(), number)
+        came.append("after the signal")
+        raise RuntimeError("C++ compile error")
+
+    monkeypatch.setattr(torch.nn.Module, "compile", partialmethod(torch.nn.Module.compile, backend=killed))
+    torch.compiler.reset()
+    layer = Layer(2, 2)
+    compile_model(layer, may_fail=may_fail)
+    with StopRequest() as request, pytest.raises(Interrupted) as ended:
+        request.is_saved = lambda: is_saved
+        layer(torch.ones(3, 2))
+    assert ended.value.number == number and came == ([] if is_saved else ["after the signal"])
+    assert f"by {signal.Signals(number).name} while the model was compiled" in str(ended.value)
+    assert "cannot be compiled" not in capsys.readouterr().err
+
+
+def test_a_signal_while_compiling_waits_for_the_update_where_updates_would_be_lost(monkeypatch, capsys):
+    def signalled(graph, inputs):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return graph.forward
+
+    monkeypatch.setattr(torch.nn.Module, "compile", partialmethod(torch.nn.Module.compile, backend=signalled))
+    torch.compiler.reset()
+    layer, x = Layer(2, 2), torch.ones(3, 2)
+    plain = layer(x)
+    compile_model(layer)
+    with StopRequest() as request:
+        request.is_saved = lambda: False
+        assert torch.equal(layer(x), plain) and request.signal == signal.SIGTERM
+    assert "SIGTERM: finishing this update, then saving" in capsys.readouterr().err

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 import time
 from contextlib import nullcontext
 from dataclasses import replace
@@ -21,7 +22,8 @@ from tests.conftest import ROOT
 from tests.stage_process import Faults, StageProcess, run, start_ranks
 from tests.trainer.stage_flags import assert_same_run, assert_same_tensors, flags, records, saved_state
 from trainer.report.metrics import read_metrics
-from trainer.run.resume import check_same_run, environment, run_fingerprint, warn_of_changes
+from trainer.run import resume
+from trainer.run.resume import check_same_run, code_version, environment, run_fingerprint, warn_of_changes
 from trainer.weights.config import model_config
 from trainer.weights.files import weights_hash
 
@@ -409,3 +411,33 @@ def test_compiled_runs_resume_exactly_and_compiling_may_be_toggled(corpus, tmp_p
     run("pretrain", argv("toggled", use_compile=0, from_resume=1))
     whole, toggled = records(tmp_path / "whole"), records(tmp_path / "toggled")
     assert all(abs(a[2] - b[2]) < 1e-4 for a, b in zip(whole, toggled, strict=True))
+
+
+def test_the_revision_is_of_the_codes_own_repository(tmp_path, monkeypatch):
+    """Not of one that surrounds its folder, nor of the one in whose hook it runs; a worktree is one."""
+    outer = tmp_path / "home: of all"
+    (outer / "project").mkdir(parents=True)
+    (outer / "project/a.py").write_text("1\n")
+
+    def git(folder, *words):
+        command = ["git", "-C", folder, "-c", "user.name=a", "-c", "user.email=a@b", *words]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    for name in (".", "project"):
+        folder = outer / name
+        if name == "project":
+            monkeypatch.setattr(resume, "ROOT", folder)
+            assert code_version() == "unknown"
+        git(folder, "init")
+        git(folder, "add", "--all")
+        git(folder, "commit", "--message", name)
+    own = git(outer / "project", "rev-parse", "--short", "HEAD")
+    assert code_version() == own
+    monkeypatch.setenv("GIT_DIR", str(outer / ".git"))
+    assert code_version() == own
+    monkeypatch.delenv("GIT_DIR")
+    (outer / "project/a.py").write_text("2\n")
+    assert code_version() == f"{own}-dirty"
+    git(outer / "project", "worktree", "add", tmp_path / "tree")
+    monkeypatch.setattr(resume, "ROOT", tmp_path / "tree")
+    assert code_version() == own

@@ -12,6 +12,7 @@ import torch
 
 from tests.conftest import ROOT
 from tests.stage_process import Faults, StageProcess, rank_variables, run, start_ranks
+from tests.trainer.rollout_runs import rollout_flags, write_prompts
 from tests.trainer.stage_flags import assert_same_run, assert_same_tensors, flags, records, saved_state
 from trainer.report.metrics import read_metrics
 
@@ -48,6 +49,33 @@ def test_a_signal_finishes_the_update_and_saves(corpus, tmp_path, whole):
     run("pretrain", argv, Faults(eval_signal=signal.SIGTERM), status=143)
     run("pretrain", argv)
     assert_same_run(whole, tmp_path)
+
+
+IN_THREAD = """
+import importlib, threading
+for name in ("trainer.train_pretrain", "trainer.train_grpo", "llm.training.train"):
+    module = importlib.import_module(name)
+    def in_thread(main=module.main):
+        worker = threading.Thread(target=main)
+        worker.start()
+        worker.join()
+    module.main = in_thread
+"""
+
+
+def test_a_stage_trains_in_a_thread(corpus, tmp_path, whole):
+    """As of a notebook or a page: only the main thread may say what a signal does."""
+    argv = flags(corpus, tmp_path, "pretrain", **SETTINGS, num_workers=1)
+    (warning,) = run("pretrain", argv, Faults(script=IN_THREAD)).error_lines
+    assert warning.startswith("warning: not in the main thread: a signal does not save first")
+    assert_same_run(whole, tmp_path)
+
+
+def test_reinforcement_learning_and_the_engine_train_in_a_thread(corpus, tmp_path):
+    grpo = rollout_flags(write_prompts(tmp_path), tmp_path, num_generations=4, max_steps=2)
+    assert "done: " in run("grpo", grpo, Faults(script=IN_THREAD)).out
+    engine = flags(corpus, tmp_path, "pretrain", epochs=1)
+    assert "done: 8 updates" in run("engine", ["--task", "pretrain", *engine], Faults(script=IN_THREAD)).out
 
 
 def test_a_run_that_is_stopped_before_its_first_update(corpus, whole, tmp_path):
