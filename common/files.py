@@ -11,10 +11,12 @@ import json
 import os
 import shutil
 import socket
+import stat
 import struct
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
@@ -97,6 +99,47 @@ def write_errors(path: Path) -> Iterator[None]:
 
 
 # --- reading
+
+
+def status(path: str | Path) -> os.stat_result | None:
+    """What the system knows of a file or folder; None if it is not there. `Path.exists` and its like also
+    return False after an error of the disk or network: a run would then begin anew beside its own state.
+
+    Raises ReadError if the system cannot tell."""
+    with read_errors(Path(path)):
+        try:
+            return os.stat(path)
+        except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: NUL, which no name has
+            return None
+
+
+def is_there(path: str | Path) -> bool:
+    """Whether a file or folder is there. Raises ReadError if the system cannot tell, like the next three."""
+    return status(path) is not None
+
+
+def is_file(path: str | Path) -> bool:
+    """Whether it is a file, which is there."""
+    found = status(path)
+    return found is not None and stat.S_ISREG(found.st_mode)
+
+
+def is_folder(path: str | Path) -> bool:
+    """Whether it is a folder, which is there."""
+    found = status(path)
+    return found is not None and stat.S_ISDIR(found.st_mode)
+
+
+def files_in(folder: str | Path, pattern: str = "*") -> list[Path]:
+    """The paths in a folder whose names fit a pattern, sorted; none if there is no folder. `Path.glob` also
+    finds nothing in a folder that cannot be read."""
+    with read_errors(Path(folder)):
+        try:
+            names = os.listdir(folder)
+        except (FileNotFoundError, NotADirectoryError):
+            names = []
+    return [Path(folder) / name for name in sorted(names) if fnmatchcase(name, pattern)]
+
 
 MACHINE_ERRORS = [
     errno.EIO,

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from common.errors import Interrupted, UserError, reason
-from common.files import link, read_errors, remove, sync, write_errors, write_json
+from common.errors import Interrupted, UserError, reason, warn
+from common.files import is_there, link, read_errors, remove, sync, write_errors, write_json
 from common.settings import FrozenModelArgs, StageArgs
 from trainer.devices.errors import end_loader_processes, translated_failures
 from trainer.devices.process_group import Logger, all_gather, is_main_process, meet, world_size
@@ -137,6 +137,7 @@ def save_checkpoint(state: TrainState) -> None:
     del saved  # the writer's now, which frees it
     if is_first:
         state.writer.wait()
+        meet()  # no other rank looks for the file before rank 0 has written it
         restore_first(state, path)
 
 
@@ -176,7 +177,11 @@ def restore_first(state: TrainState, path: Path) -> None:
     folder, which no resume would do without.
 
     Raises UserError if the file cannot be read again, or something is not what was saved."""
-    if not all(all_gather(path.exists())):
+    sees_it = all_gather(is_there(path))
+    if not all(sees_it):
+        Logger(
+            f"rank {sees_it.index(False)} does not see {path}: a run can only be resumed where all ranks do"
+        )
         return
     try:
         saved = checkpoint.read_checkpoint(path)
@@ -185,17 +190,36 @@ def restore_first(state: TrainState, path: Path) -> None:
     before = checkpoint.host_copy(state.callbacks.state_dict())
     restore(state, saved)
     now = collect(state)
+    other = [
+        name
+        for name, value in before.items()
+        if checkpoint.first_difference(saved["callbacks"].get(name), value) is not None
+    ]
+    other_by_rank = all_gather(other)
     if not is_main_process():
+        state.callbacks.load_state_dict({name: before[name] for name in other})
         return
+    warn_of_lost_states(other_by_rank)
     expected = {key: saved[key] for key in now}
-    for name, value in before.items():
-        if checkpoint.first_difference(saved["callbacks"][name], value) is not None:
-            expected["callbacks"][name] = now["callbacks"][name]
+    expected["callbacks"] |= {name: now["callbacks"][name] for name in other}
     difference = checkpoint.first_difference(expected, now)
     if difference is not None:
         raise UserError(
             f"{path} was written, but the run cannot be restored from it: {difference}; a resumed run would "
             "not be this run"
+        )
+
+
+def warn_of_lost_states(other_by_rank: list[list[str]]) -> None:
+    """Warn of callbacks whose state on some rank is not that of rank 0, the only one that a checkpoint holds.
+
+    other_by_rank: on each rank the names of those whose state is not what was saved; on rank 0 they change by
+    themselves."""
+    ranks = {name: rank for rank, names in enumerate(other_by_rank) for name in names}
+    for name in sorted(ranks.keys() - set(other_by_rank[0])):
+        warn(
+            f"the state of callback {name} on rank {ranks[name]} differs from that on rank 0, which a resumed "
+            "run gives to all ranks; let its `state_dict` return the states of all ranks (all_gather)"
         )
 
 

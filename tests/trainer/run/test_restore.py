@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from common.errors import ReadError, UserError
-from tests.stage_process import Faults, StageProcess, run
+from tests.stage_process import Faults, StageProcess, run, start_ranks
 from tests.trainer.rollout_runs import rollout_flags, write_prompts
 from tests.trainer.run.restored_runs import KINDS, differences, make, train
 from tests.trainer.stage_flags import assert_same_run, flags, saved_state, write_start_weights
@@ -219,13 +219,62 @@ UNRESTORABLE = {
 
 
 @pytest.mark.parametrize("kind", UNRESTORABLE)
-def test_what_cannot_be_restored_ends_the_run_at_its_first_update(corpus, tmp_path, kind):
+@pytest.mark.parametrize("where", ["one rank", "two ranks", "sharded", "engine", "engine, two ranks"])
+def test_what_cannot_be_restored_ends_the_run_at_its_first_update(corpus, tmp_path, kind, where):
     script, told = UNRESTORABLE[kind]
-    line = run("sft", flags(corpus, tmp_path, "sft", **SHORT), Faults(script=script), status=2).error_lines[
-        -1
-    ]
+    argv = flags(corpus, tmp_path, "sft", **SHORT, parallel="fsdp" if where == "sharded" else "ddp")
+    stage, ranks = "sft", 1 if where in ("one rank", "engine") else 2
+    if where.startswith("engine"):
+        stage, argv = "engine", ["--task", "full_sft", *argv]
+    line = run(stage, argv, Faults(script=script), ranks=ranks, status=2).error_lines[-1]
     assert "the run cannot be restored from it" in line and told.replace("'", "") in line.replace("'", "")
     assert saved_state(tmp_path, "full_sft_32")["update"] == 1
+
+
+SLOW_WRITER = """
+import time
+import trainer.run.saving as saving
+
+def slow(*args, write=saving.write_and_keep):
+    time.sleep(1)  # the other rank is there long before the file
+    write(*args)
+
+saving.write_and_keep = slow
+"""
+
+
+def test_the_other_ranks_wait_for_the_first_file(corpus, tmp_path):
+    script = SLOW_WRITER + UNRESTORABLE["a callback that loses it"][0]
+    process = run("sft", flags(corpus, tmp_path, "sft", **SHORT), Faults(script=script), ranks=2, status=2)
+    assert "the run cannot be restored from it" in process.error_lines[-1]
+
+
+RANKS_OWN = CALLBACK.format(load='self.count = saved["count"]').replace(
+    "self.count += 1", 'self.count += 1 + int(os.environ["RANK"]); print("count", self.count, flush=True)'
+)
+
+
+def test_a_state_that_only_another_rank_has_is_named_and_left_to_it(corpus, tmp_path):
+    argv = flags(corpus, tmp_path, "sft", **SHORT)
+    ranks = start_ranks(2, "sft", argv, dict.fromkeys(range(2), Faults(script=f"import os\n{RANKS_OWN}")))
+    assert [rank.wait() for rank in ranks] == [0, 0]
+    (line,) = [line for line in ranks[0].error_lines if "Counter" in line]
+    assert line.startswith("warning: the state of callback Counter on rank 1 differs from that on rank 0")
+    assert "count 3" in ranks[0].out and "count 4" in ranks[1].out  # 2 and 2, not 1 and 2
+
+
+def test_the_first_save_changes_nothing_on_two_ranks(corpus, tmp_path):
+    """As a run that does not look, dropout and Muon included."""
+    script = CALLBACK.format(load='self.count = saved["count"]')
+    for name in ("looks", "not"):
+        more = (
+            "" if name == "looks" else "\nimport trainer.run.saving as s; s.restore_first = lambda *_: None"
+        )
+        settings = SHORT | {"accumulation_steps": 2, "dropout": 0.1, "optimizer": "muon"}
+        argv = flags(corpus, tmp_path / name, "sft", **settings)
+        process = run("sft", argv, Faults(script=script + more), ranks=2)
+        assert "differs from that on rank 0" not in process.err
+    assert_same_run(tmp_path / "looks", tmp_path / "not", "full_sft_32")
 
 
 def test_a_callback_that_counts_time_is_no_reason_to_end_a_run(corpus, tmp_path):
