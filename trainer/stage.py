@@ -306,7 +306,6 @@ def add_callbacks(state: TrainState) -> None:
         state.callbacks.append(ExpertLoad(unwrap(state.model)))
     if args.sample_prompts != "none" and (args.sample_prompts != "auto" or state.eval_loader is not None):
         state.callbacks += sample_callbacks(state)
-    state.callbacks.check()
 
 
 def go_on(state: TrainState, saved: dict[str, Any]) -> None:

@@ -211,15 +211,16 @@ def restore_first(state: TrainState, path: Path) -> None:
 
 
 def warn_of_lost_states(other_by_rank: list[list[str]]) -> None:
-    """Warn of callbacks whose state on some rank is not that of rank 0, the only one that a checkpoint holds.
+    """Warn of callbacks, or the Objective, whose state on some rank is not that of rank 0, which alone is
+    saved.
 
     other_by_rank: on each rank the names of those whose state is not what was saved; on rank 0 they change by
     themselves."""
     ranks = {name: rank for rank, names in enumerate(other_by_rank) for name in names}
     for name in sorted(ranks.keys() - set(other_by_rank[0])):
         warn(
-            f"the state of callback {name} on rank {ranks[name]} differs from that on rank 0, which a resumed "
-            "run gives to all ranks; let its `state_dict` return the states of all ranks (all_gather)"
+            f"the state of {name} on rank {ranks[name]} differs from that on rank 0, which a resumed run "
+            "gives to all ranks; let its `state_dict` return the states of all ranks (all_gather)"
         )
 
 
@@ -356,6 +357,7 @@ def open_files(state: TrainState, wandb: Any) -> Iterator[None]:
     training ends, the files being written are completed."""
     args, tracker_timeout = state.args, 10.0  # seconds; after an interruption somebody is waiting
     state.wandb = wandb
+    state.callbacks.check()
     path = paths.metrics_path(args.save_dir, paths.run_name(args.save_weight, args))
     if is_main_process():
         if state.resumed_update is None:

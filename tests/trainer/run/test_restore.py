@@ -259,7 +259,7 @@ def test_a_state_that_only_another_rank_has_is_named_and_left_to_it(corpus, tmp_
     ranks = start_ranks(2, "sft", argv, dict.fromkeys(range(2), Faults(script=f"import os\n{RANKS_OWN}")))
     assert [rank.wait() for rank in ranks] == [0, 0]
     (line,) = [line for line in ranks[0].error_lines if "Counter" in line]
-    assert line.startswith("warning: the state of callback Counter on rank 1 differs from that on rank 0")
+    assert line.startswith("warning: the state of Counter on rank 1 differs from that on rank 0")
     assert "count 3" in ranks[0].out and "count 4" in ranks[1].out  # 2 and 2, not 1 and 2
 
 
@@ -302,6 +302,100 @@ def test_a_tensor_of_a_callback_is_copied_before_it_changes():
     copied = checkpoint.host_copy({"ema": [value, value]})
     value.add_(1)
     assert copied["ema"][0].sum() == 0 and copied["ema"][0] is copied["ema"][1]
+
+
+# --- the state of an Objective
+
+WEIGHTED = """
+import torch
+import trainer.train_full_sft as t
+
+class Objective(t.Objective):
+    # each update's loss is weighted by the mean of the losses before it
+    def __init__(self):
+        self.mean, self.seen = torch.ones(()), {{"updates": 0}}
+
+    def loss(self, model, batch, args):
+        total, aux, metrics = super().loss(model, batch, args)
+        self.last = total.detach() / max(1, len(batch["targets"]))
+        return total * self.mean, aux, metrics
+
+    def before_step(self, state, micro_batches):
+        self.mean = 0.9 * self.mean + 0.1 * self.last
+        if torch.distributed.is_initialized():
+            torch.distributed.all_reduce(self.mean)
+            self.mean = self.mean / torch.distributed.get_world_size()
+        self.seen["updates"] += 1
+        return {{}}
+
+    def state_dict(self):
+        return {{"mean": self.mean, "seen": self.seen}}
+
+    def load_state_dict(self, saved):
+        {load}
+
+t.Objective = Objective
+"""
+RESTORES = 'self.mean, self.seen = saved["mean"].clone(), dict(saved["seen"])'
+
+
+@pytest.mark.parametrize("where", ["one rank", "two ranks", "sharded", "engine", "engine, two ranks"])
+def test_the_state_of_an_objective_goes_on_with_the_same_bits(corpus, tmp_path, where):
+    ranks, stage = 1 if where in ("one rank", "engine") else 2, "engine" if "engine" in where else "sft"
+    script = WEIGHTED.format(load=RESTORES)
+    argvs = []
+    for name in ("whole", "broken"):
+        settings = SHORT | {"parallel": "fsdp" if where == "sharded" else "ddp", "save_weight": "full_sft"}
+        argv = [*flags(corpus, tmp_path / name, "sft", **settings), "--from_resume", "1"]
+        argvs.append(["--task", "full_sft", *argv] if stage == "engine" else argv)
+    run(stage, argvs[0], Faults(script=script), ranks=ranks)
+    stopped = Faults(script=script, signals={3: signal.SIGTERM})
+    run(stage, argvs[1], stopped, ranks=ranks, status=143)
+    broken = saved_state(tmp_path / "broken", "full_sft_32")
+    state = broken["callbacks"]["the Objective"]
+    assert state["seen"]["updates"] == broken["update"] and state["mean"] != 1.0
+    resumed = run(stage, argvs[1], Faults(script=script), ranks=ranks)
+    assert "resuming" in resumed.out
+    assert_same_run(tmp_path / "whole", tmp_path / "broken", "full_sft_32")
+
+
+FORGETS = {
+    "a number": (
+        'self.mean, self.seen = saved["mean"].clone(), {"updates": 9}',
+        "['updates'] was 1 and is 9",
+    ),
+    "a tensor": ('self.mean, self.seen = torch.ones(()), dict(saved["seen"])', "['mean'], a tensor []"),
+}
+
+
+@pytest.mark.parametrize("kind", FORGETS)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_objective_that_forgets_its_state_ends_the_run_at_its_first_update(corpus, tmp_path, kind, ranks):
+    load, told = FORGETS[kind]
+    script = WEIGHTED.format(load=load)
+    refused = run(
+        "sft", flags(corpus, tmp_path, "sft", **SHORT), Faults(script=script), ranks=ranks, status=2
+    )
+    line = refused.error_lines[-1]
+    assert "['callbacks']['the Objective']".replace("'", "") in line.replace("'", "")
+    assert told.replace("'", "") in line.replace("'", "")
+
+
+def test_a_state_that_nothing_restores_is_refused_before_the_first_update(corpus, tmp_path):
+    """Restored into the run that saved it, it would look restored."""
+    objective = WEIGHTED.format(load="pass").replace("def load_state_dict", "def another_name")
+    callback = CALLBACK.format(load="pass").replace("def load_state_dict", "def another_name")
+    for script, name in ((objective, "Objective"), (callback, "Counter")):
+        refused = run("sft", flags(corpus, tmp_path, "sft", **SHORT), Faults(script=script), status=2)
+        assert refused.error_lines[-1].startswith(f"error: {name} has state_dict and no load_state_dict")
+        assert "Epoch" not in refused.out
+
+
+def test_a_checkpoint_from_before_the_objective_had_a_state(corpus, tmp_path):
+    argv = [*flags(corpus, tmp_path, "sft", **SHORT), "--from_resume", "1"]
+    run("sft", argv, Faults(signals={5: signal.SIGTERM}), status=143)
+    resumed = run("sft", argv, Faults(script=WEIGHTED.format(load=RESTORES)))
+    assert "resuming" in resumed.out and "Traceback" not in resumed.err
 
 
 # --- what cannot be read at present
