@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import Interrupted, UserError, reason
+from common.files import is_file
 
 imported_files: list[Path] = []  # the files of the modules that `import_named` has imported
 
@@ -21,7 +22,7 @@ def import_named(flag: str, name: str) -> Any:
     module, _, attribute = name.partition(":")
     if module.endswith(".py"):
         file = Path(module).expanduser()
-        if not file.is_file():
+        if not is_file(file):
             raise UserError(f"{flag} {name}: no such file")
         folder, module = file.resolve().parent, file.stem
     if str(folder) not in sys.path:

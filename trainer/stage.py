@@ -11,7 +11,7 @@ from torch import nn
 from common.arguments import parse_args
 from common.command_line import log_to
 from common.errors import UserError
-from common.files import lock_output, read_errors
+from common.files import is_file, is_there, lock_output
 from common.launcher import launch
 from common.settings import ROOT, StageArgs
 from dataset.lm_dataset import StageDataset
@@ -107,9 +107,7 @@ def read_start_weights(args: A) -> "tuple[A, MiniMindConfig | None]":
     Raises UserError if there are no such weights, or another shape was asked for.
     """
     path = start_path(args.save_dir, args.from_weight, args)
-    with read_errors(path):
-        is_there = path.exists()
-    if not is_there:
+    if not is_there(path):
         state = checkpoint_to_resume(args) if args.from_resume or args.resume_from else None
         if state is None and is_path(args.from_weight):
             raise UserError(f"--from_weight {path}: no such file or folder")
@@ -150,7 +148,7 @@ def checkpoint_to_resume(args: StageArgs) -> Path | None:
         )
     if states:
         for place in (states[0], checkpoint.previous_path(states[0])):
-            if place.exists():
+            if is_there(place):
                 return place
     return Path(args.resume_from) if args.resume_from else None
 
@@ -164,8 +162,8 @@ def check_names(args: StageArgs) -> None:
     """Raise UserError if a setting names what is not there: called before anything that takes time."""
     args.check_names()
     own = resume_path(args.checkpoint_dir, args.save_weight, args)
-    has_own_state = own.exists() or checkpoint.previous_path(own).exists()  # a branch goes on with it
-    if args.resume_from is not None and not has_own_state and not Path(args.resume_from).is_file():
+    has_own_state = is_there(own) or is_there(checkpoint.previous_path(own))  # a branch goes on with it
+    if args.resume_from is not None and not has_own_state and not is_file(args.resume_from):
         raise UserError(f"--resume_from {args.resume_from}: no such file")
 
 

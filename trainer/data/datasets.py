@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from common.errors import UserError, reason, say
+from common.files import is_file, is_there
 from common.launcher import launch
 from common.settings import ROOT, StageArgs
 from dataset.files import expand_paths
@@ -44,7 +45,7 @@ def check_data_paths(args: StageArgs) -> None:
     """Raise UserError where the data are missing: called before anything that takes time."""
     if not args.data_path:
         raise UserError("--data_path is missing: give a file, a folder or a pattern")
-    if args.is_default("data_path") and not Path(args.data_path).exists():
+    if args.is_default("data_path") and not is_there(args.data_path):
         demo = f"python {ROOT / 'scripts/demo/corpus.py'} writes {ROOT / 'dataset/demo'} to try"
         raise UserError(f"{args.data_path}: no such file; put your data there, or give --data_path ({demo})")
     check_needs_held_out(args, bool(args.eval_data_path or args.eval_share))
@@ -74,7 +75,7 @@ def check_needs_held_out(args: StageArgs, is_there: bool) -> None:
 
 def sample_lines(path: str) -> list[str]:
     """The prompts in the file of --sample_prompts, one per line. Raises UserError if there are none."""
-    if not Path(path).is_file():
+    if not is_file(path):
         raise UserError(f"--sample_prompts {path}: no such file; give auto, none, or a text file")
     try:
         lines = [line for line in Path(path).read_text("utf-8-sig").splitlines() if line.strip()]

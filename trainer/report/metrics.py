@@ -12,7 +12,7 @@ from tqdm import tqdm
 from tqdm.utils import disp_len, disp_trim
 
 from common.errors import UserError, WriteError, say
-from common.files import atomic_write, read_errors
+from common.files import atomic_write, is_there, read_errors
 
 WIDTH = 100  # columns of a line on the console
 KEPT_RECORDS = 500  # the last records, which warnings look at
@@ -32,7 +32,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 def complete_lines(path: Path) -> list[bytes]:
     """The lines of a file that are written to their end."""
-    return path.read_bytes().split(b"\n")[:-1] if path.exists() else []  # a complete line ends in "\n"
+    return path.read_bytes().split(b"\n")[:-1] if is_there(path) else []  # a complete line ends in "\n"
 
 
 def readable_records(path: Path) -> list[dict[str, Any]]:

@@ -18,8 +18,18 @@ from typing import Any
 
 import torch
 
-from common.errors import Interrupted, UserError, reason, warn
-from common.files import is_there, link, read_errors, remove, sync, write_errors, write_json
+from common.errors import Interrupted, ReadError, UserError, reason, warn
+from common.files import (
+    files_in,
+    is_taken,
+    is_there,
+    link,
+    read_errors,
+    remove,
+    sync,
+    write_errors,
+    write_json,
+)
 from common.settings import FrozenModelArgs, StageArgs
 from trainer.devices.errors import end_loader_processes, translated_failures
 from trainer.devices.process_group import Logger, all_gather, is_main_process, meet, world_size
@@ -36,7 +46,7 @@ from trainer.weights import checkpoint, paths
 def run_files(folder: Path, run_name: str) -> list[Path]:
     """The files of a run of this name in a folder: weights, states, metrics, settings, adapters, curves."""
     endings = r"(_metrics|_run|_resume|_resume_previous|_best_resume|_update_\d+)?(\.\w+)*"
-    return sorted(path for path in folder.glob("*") if re.fullmatch(re.escape(run_name) + endings, path.name))
+    return [path for path in files_in(folder) if re.fullmatch(re.escape(run_name) + endings, path.name)]
 
 
 def earlier_run_files(args: StageArgs) -> list[Path]:
@@ -59,7 +69,7 @@ def check_starts(args: StageArgs) -> None:
         starts["resume_from"] = [Path(args.resume_from)]
     files = earlier_run_files(args)
     for flag, start in ((flag, start) for flag, several in starts.items() for start in several):
-        if any(start.exists() and start.samefile(path) for path in files):
+        if any(is_there(start) and start.samefile(path) for path in files):
             raise UserError(
                 f"--{flag} {start} is a file of the run --save_weight {args.save_weight}, which a new run of "
                 "this name sets aside; give another --save_weight, or go on with that run (--from_resume 1)"
@@ -73,7 +83,7 @@ def set_earlier_run_aside(args: StageArgs) -> None:
     if not files:
         return
     number = 1
-    while any((path.parent / f"earlier_{number}").exists() for path in files):
+    while any(is_taken(path.parent / f"earlier_{number}") for path in files):
         number += 1
     moves = {str(path): str(path.parent / f"earlier_{number}" / path.name) for path in files}
     write_json(moves_path(args), moves)
@@ -93,14 +103,14 @@ def moves_path(args: StageArgs) -> Path:
 def complete_moves(args: StageArgs) -> None:
     """Set aside what is listed and not set aside yet; rank 0 only."""
     path = moves_path(args)
-    if not path.exists():
+    if not is_there(path):
         return
     with read_errors(path):
         moves = json.loads(path.read_bytes())
     for source, kept in moves.items():
         with write_errors(Path(kept)):
             Path(kept).parent.mkdir(exist_ok=True)
-            if Path(source).exists():
+            if is_taken(source):
                 os.replace(source, kept)
     for folder in {Path(kept).parent for kept in moves.values()}:
         sync(folder)
@@ -266,7 +276,7 @@ def delete_old_checkpoints(folder: Path, run_name: str, keep_last: int, saved: d
     """Delete the numbered checkpoints up to the present update, except for the last --keep_last (at least
     one) and the best."""
     numbered = {}
-    for path in folder.glob("*.pth"):
+    for path in files_in(folder, "*.pth"):
         if name := re.fullmatch(re.escape(run_name) + r"_update_(\d+)\.pth", path.name):
             numbered[int(name[1])] = path
     past = sorted(update for update in numbered if update <= saved["update"])
@@ -301,7 +311,7 @@ def write_settings(state: TrainState, path: Path) -> None:
     command line."""
     content: dict[str, Any] = {}
     with read_errors(path):
-        if state.resumed_update is not None and path.exists():
+        if state.resumed_update is not None and is_there(path):
             with suppress(ValueError):  # no JSON
                 content = json.loads(path.read_bytes())
     now = datetime.now(UTC).isoformat(timespec="seconds")
@@ -338,9 +348,10 @@ def interrupted(state: TrainState) -> Interrupted:
 def where_to_go_on(state: TrainState) -> str:
     """The end of an error's line: that the run can be resumed; empty if there is no checkpoint yet."""
     path = paths.resume_path(state.args.checkpoint_dir, state.args.save_weight, state.lm_config)
-    if not path.exists() and not checkpoint.previous_path(path).exists():
-        return ""
-    return "; --from_resume 1 goes on from the last checkpoint"
+    with suppress(ReadError):
+        if is_there(path) or is_there(checkpoint.previous_path(path)):
+            return "; --from_resume 1 goes on from the last checkpoint"
+    return ""
 
 
 @contextmanager
@@ -413,7 +424,7 @@ def is_finished(args: StageArgs, fingerprint: Fingerprint, saved: dict[str, Any]
     ):
         return False
     path = paths.weight_path(args.save_dir, args.save_weight, args)
-    has_weights = path.exists() or path.with_suffix("").exists()  # of an adapter, a folder
+    has_weights = is_there(path) or is_there(path.with_suffix(""))  # of an adapter, a folder
     if not all_gather(has_weights)[0]:  # they are written once more
         return False
     Logger(f"{path.stem} is finished, after {saved['update']} updates: nothing to do; its weights: {path}")

@@ -2,6 +2,7 @@
 read at present."""
 
 import errno
+import os
 import re
 import shutil
 import signal
@@ -11,11 +12,13 @@ import pytest
 import torch
 
 from common.errors import ReadError, UserError
+from common.settings import StageArgs
 from tests.stage_process import Faults, StageProcess, run, start_ranks
 from tests.trainer.rollout_runs import rollout_flags, write_prompts
 from tests.trainer.run.restored_runs import KINDS, differences, make, train
 from tests.trainer.stage_flags import assert_same_run, flags, saved_state, write_start_weights
 from trainer.run.resume import source_files, warn_of_changes
+from trainer.run.saving import complete_moves, set_earlier_run_aside
 from trainer.weights import checkpoint
 
 # --- optimizers
@@ -470,6 +473,72 @@ def test_what_cannot_be_read_now_is_neither_renamed_nor_begun_anew(corpus, tmp_p
     assert number > 8
     run("sft", argv)
     assert_same_run(tmp_path / "whole", tmp_path / "broken", "full_sft_32")
+
+
+AS_PYTHON_314 = """
+import errno, os, pathlib
+pathlib.Path.exists = lambda path: os.path.exists(path)  # False after any OSError
+pathlib.Path.is_file = lambda path: os.path.isfile(path)
+pathlib.Path.is_dir = lambda path: os.path.isdir(path)
+stat, looks = os.stat, [0]
+
+def failing_stat(path, *args, **options):
+    if str(path).endswith((".pth", "_metrics.jsonl", "_run.json", "_moves.json")):
+        looks[0] += 1
+        if looks[0] == {number}:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+    return stat(path, *args, **options)
+
+os.stat = failing_stat
+"""
+
+
+def test_what_cannot_be_looked_at_is_not_taken_for_absent(corpus, tmp_path):
+    """Each look at a state, at weights or at records fails once, where Python itself would say: absent."""
+    argv = [*flags(corpus, tmp_path, "sft", **SHORT), "--from_resume", "1"]
+    run("sft", argv, Faults(signals={6: signal.SIGKILL}), status=-9)
+    before, number = listing(tmp_path), 0
+    while True:
+        number += 1
+        faults = Faults(script=AS_PYTHON_314.format(number=number), signals={1: signal.SIGKILL})
+        probe = StageProcess("sft", argv, faults)
+        if probe.wait() == -9:
+            break
+        assert probe.process.exitcode == 2 and len(probe.error_lines) == 1, probe.err
+        assert "cannot be read at present (Input/output error)" in probe.error_lines[0]
+        assert listing(tmp_path) == before, number
+    assert number > 4 and "new run" not in probe.out and "resuming" in probe.out
+
+
+def test_a_new_run_sets_nothing_aside_unless_it_sees_all(corpus, tmp_path, monkeypatch):
+    """A file of the earlier run that cannot be looked at, a folder that cannot be listed."""
+    (tmp_path / "out").mkdir()
+    args = StageArgs(save_dir=str(tmp_path / "out"), checkpoint_dir=str(tmp_path / "out"), save_weight="w")
+    for name in ("w_512.pth", "w_512_metrics.jsonl", "earlier_1"):
+        (tmp_path / "out" / name).write_text(name)
+    stat, listdir = os.stat, os.listdir
+
+    def fail(path):
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+    for name in ("earlier_1", "w_512.pth"):
+        with monkeypatch.context() as patch:
+
+            def refuse(path, *args, name=name, **options):
+                return fail(path) if str(path).endswith(name) else stat(path, *args, **options)
+
+            patch.setattr(os, "stat", refuse)
+            with pytest.raises(ReadError, match="Input/output error"):
+                set_earlier_run_aside(args)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "listdir", fail)
+        patch.setattr(os, "scandir", fail)
+        with pytest.raises(ReadError, match="Input/output error"):
+            set_earlier_run_aside(args)
+    complete_moves(args)  # what was begun, as the next start does
+    set_earlier_run_aside(args)
+    assert sorted(listdir(tmp_path / "out")) == ["earlier_1", "earlier_2"]
+    assert sorted(listdir(tmp_path / "out/earlier_2")) == ["w_512.pth", "w_512_metrics.jsonl"]
 
 
 @pytest.mark.parametrize("where", ["newest", "weights"])
