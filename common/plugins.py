@@ -11,8 +11,6 @@ from typing import Any
 from common.errors import Interrupted, UserError, reason
 from common.files import is_file
 
-imported_files: list[Path] = []  # the files of the modules that `import_named` has imported
-
 
 def import_named(flag: str, name: str) -> Any:
     """What `package.module:Name` or `path/file.py:Name` names, given to `flag`. An exception raised inside
@@ -37,7 +35,6 @@ def import_named(flag: str, name: str) -> Any:
         ) from error
     except SyntaxError as error:
         raise UserError(f"{error.filename}:{error.lineno}: {error.msg} ({flag} {name})") from error
-    imported_files.append(Path(imported.__file__ or folder))
     if not hasattr(imported, attribute):
         raise UserError(f"{flag} {name}: {getattr(imported, '__file__', module)} has no {attribute!r}")
     return getattr(imported, attribute)

@@ -218,6 +218,7 @@ def compile_and_wrap(
     prepare_device(device)
     if frozen_parameters:
         freeze(model, frozen_parameters)
+    model = model.to(device)  # what is compiled depends on it
     if compiles(args, train_set, device):
         tokens = min(8192, args.batch_size * args.max_seq_len)  # no more than a micro-batch may have
         compile_model(model, tokens, may_fail=args.use_compile is None)
@@ -238,7 +239,8 @@ def begin_run(
     state.code = resume.code_of_run(state.optimizer)
     if world_size() > 1:
         chosen = {name: state.environment[name] for name in ("device", "dtype")}
-        resume.check_ranks_agree(chosen | state.code["sources"])
+        resume.check_ranks_agree(chosen)
+        resume.check_code_agrees(state.code["sources"])
 
     # held-out data, callbacks, frozen models
     state.source = data.source

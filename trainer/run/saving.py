@@ -50,14 +50,16 @@ def run_files(folder: Path, run_name: str) -> list[Path]:
 
 
 def earlier_run_files(args: StageArgs) -> list[Path]:
-    """The files that a new run with these settings sets aside."""
+    """The files that a new run with these settings sets aside; not the log, which it goes on writing."""
     name = paths.run_name(args.save_weight, args)
     best = paths.run_name(f"{args.save_weight}_best", args)
     out, states = Path(args.save_dir), Path(args.checkpoint_dir)
     # states first: what is left of a run without one cannot be taken for a run to go on with
     files = run_files(states, name) + run_files(out, name) + run_files(out, best)
     files += run_files(paths.tensorboard_folder(args).parent, name)
-    return list(dict.fromkeys(files))  # both folders may be the same
+    log = paths.log_path(args, name)
+    kept = {path for path in files if path.suffix == ".log" or (log and path.absolute() == log.absolute())}
+    return [path for path in dict.fromkeys(files) if path not in kept]  # both folders may be the same
 
 
 def check_starts(args: StageArgs) -> None:

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import signal
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -625,8 +626,7 @@ def test_each_edit_of_the_code_is_named_and_promises_nothing(capsys):
 
 def test_the_sources_of_a_run(tmp_path):
     """Two edits that git would both call dirty, of a user's reward and of a module beside it."""
-    names = {str(path) for path in source_files()}
-    assert any(name.endswith("trainer/loop.py") for name in names)
+    assert "trainer/loop.py" in source_files() and "common/files.py" in source_files()
     (tmp_path / "helper.py").write_text("VALUE = 1.0\n")
     reward = tmp_path / "mine.py"
     reward.write_text(
@@ -640,12 +640,65 @@ def test_the_sources_of_a_run(tmp_path):
     assert "other code (helper.py)" in again.err
 
 
-def test_a_reward_in_the_repository_is_one_of_the_sources(monkeypatch):
-    """Outside the folders of the trainer itself, such as one in the root."""
-    file = Path(__file__).resolve()  # a module that is loaded
-    assert file not in source_files()
-    monkeypatch.setattr("trainer.run.resume.imported_files", [file])
-    assert file in source_files()
+PACKAGES = {
+    "tasks/mine.py": "from nets import layers\nfrom parts.deep import rewards\nimport alone\n"
+    "def score(prompt, completion, record):\n    return alone.VALUE * layers.VALUE * rewards.VALUE * len(completion)\n",
+    "tasks/alone.py": "VALUE = 1.0\n",
+    "nets/__init__.py": "",
+    "nets/layers.py": "VALUE = 1.0\n",
+    "parts/deep/rewards.py": "VALUE = 1.0\n",
+}
+
+
+@pytest.mark.parametrize(
+    "name", ["tasks/alone.py", "nets/layers.py", "nets/__init__.py", "parts/deep/rewards.py"]
+)
+def test_an_edit_of_a_users_module_in_another_folder_is_named(tmp_path, name):
+    """Beside the named one, in a package, deep in another; the folder may lie elsewhere at the resume."""
+    prompts, argvs = write_prompts(tmp_path), []
+    for home in ("before", "after"):
+        for file, text in PACKAGES.items():
+            (tmp_path / home / file).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / home / file).write_text(text)
+        reward = f"{tmp_path / home / 'tasks/mine.py'}:score"
+        own = {"num_hidden_layers": 1, "from_resume": 1, "reward": reward}
+        argvs.append(rollout_flags(prompts, tmp_path, **own))
+    (tmp_path / "after" / name).write_text(PACKAGES[name] + "# edited\n")
+    stopped = [
+        Faults(script=f"sys.path.insert(0, {str(tmp_path / home)!r})", signals={2: signal.SIGKILL})
+        for home in ("before", "after")
+    ]
+    run("grpo", argvs[0], stopped[0], status=-9)
+    told = {"tasks/alone.py": "alone.py"}.get(name, name)
+    assert f"other code ({told})" in run("grpo", argvs[1], stopped[1], status=-9).err
+
+
+def test_installed_packages_and_python_are_no_sources_of_a_run():
+    names = source_files().values()
+    assert not any({"site-packages", "dist-packages"} & set(file.parts) for file in names)
+    assert not any(file.is_relative_to(sysconfig.get_path("stdlib")) for file in names)
+    assert Path(__file__) in names  # a module that is loaded, outside the folders of the trainer
+
+
+@pytest.mark.parametrize("where", ["sft", "engine"])
+def test_a_module_that_rank_0_alone_has_loaded_is_no_other_code(corpus, tmp_path, where):
+    for name in ("both", "plots"):
+        (tmp_path / f"{name}.py").write_text("VALUE = 1\n")
+    script = f"sys.path.insert(0, {str(tmp_path)!r})\nimport both\n"
+    script += "if os.environ['RANK'] == '0':\n    import plots\n"
+    argv = flags(corpus, tmp_path, "sft", **SHORT)
+    run(where, ["--task", "full_sft", *argv] if where == "engine" else argv, Faults(script=script), ranks=2)
+    sources = saved_state(tmp_path, "full_sft_32")["code"]["sources"]
+    assert {"both.py", "plots.py"} <= sources.keys()
+
+
+def test_ranks_with_other_code_are_refused(corpus, tmp_path):
+    for rank in range(2):
+        (tmp_path / f"{rank}").mkdir()
+        (tmp_path / f"{rank}/both.py").write_text(f"VALUE = {rank}\n")
+    script = f"sys.path.insert(0, {str(tmp_path)!r} + '/' + os.environ['RANK'])\nimport both\n"
+    refused = run("sft", flags(corpus, tmp_path, "sft", **SHORT), Faults(script=script), ranks=2, status=2)
+    assert "the ranks do not agree (rank 0 -> rank 1: both.py:" in refused.error_lines[-1]
 
 
 def test_a_state_of_older_code_takes_the_default_of_a_new_field(corpus, tmp_path):
