@@ -123,6 +123,10 @@ class MixedDataset(StageDataset):
         number = int(np.searchsorted(self.first_samples, sample_id, side="right")) - 1
         return self.datasets[number].source(sample_id - int(self.first_samples[number]))
 
+    @property
+    def file_hashes(self) -> set[str]:
+        return set().union(*(dataset.file_hashes for dataset in self.datasets))
+
     def report(self, epochs: int) -> None:
         """Print a line for each source, and warn of those that are passed many times."""
         passes, tokens, targets = [], [], []  # an epoch, of each source

@@ -262,7 +262,7 @@ def begin_run(
         args,
         state.total_updates,
         guessing,
-        held_out_is_training=state.fingerprint.get("held_out_data", "") == state.fingerprint.get("data"),
+        held_out_is_training=is_trained_on(data, eval_set, state.fingerprint),
         best_weights=run_name(f"{args.save_weight}_best", args),
         data_tokens=data.num_tokens if isinstance(data, StageDataset) else None,
     )
@@ -285,6 +285,14 @@ def begin_run(
         )  # of the epochs
         text += f", {epoch_tokens(data, args) * args.epochs * share:,.0f} tokens in all"
     Logger(f"{text}; {describe_device(state.device, state.autocast)}")
+
+
+def is_trained_on(data: Any, eval_set: Any, fingerprint: resume.Fingerprint) -> bool:
+    """Whether the held-out data are training data, or some files of them."""
+    train, held_out = getattr(data, "train_dataset", data), getattr(data, "val_dataset", eval_set)
+    if not (isinstance(train, StageDataset) and isinstance(held_out, StageDataset)):
+        return fingerprint.get("held_out_data", "") == fingerprint.get("data")
+    return "eval_share" not in held_out.fingerprint and held_out.file_hashes <= train.file_hashes
 
 
 def reference_model(args: StageArgs, lm_config: "MiniMindConfig", device: torch.device) -> nn.Module:

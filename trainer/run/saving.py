@@ -34,7 +34,7 @@ from common.settings import FrozenModelArgs, StageArgs
 from trainer.devices.errors import end_loader_processes, translated_failures
 from trainer.devices.process_group import Logger, all_gather, is_main_process, meet, world_size
 from trainer.devices.wrapping import is_sharded, unwrap
-from trainer.report.metrics import MetricsLog
+from trainer.report.metrics import MetricsLog, readable_records
 from trainer.report.warnings import verdict
 from trainer.run.resume import Fingerprint, total_updates
 from trainer.run.state import Progress, TrainState
@@ -391,7 +391,9 @@ def open_files(state: TrainState, wandb: Any) -> Iterator[None]:
         state.callbacks.call("on_train_end")
         Logger(f"done: {progress.update} updates in {progress.seconds:.0f} s; weights in {state.weights}")
         if state.log is not None:
-            Logger(f"verdict: {verdict(state.log.records, state.facts)}")
+            with read_errors(path):
+                records = readable_records(path)  # all of them, as the report page reads them
+            Logger(f"verdict: {verdict(records, state.facts)}")
         tracker_timeout = None
     except BaseException as error:
         state.callbacks.call("on_exception", error)
