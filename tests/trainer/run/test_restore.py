@@ -650,27 +650,19 @@ PACKAGES = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", ["tasks/alone.py", "nets/layers.py", "nets/__init__.py", "parts/deep/rewards.py"]
-)
-def test_an_edit_of_a_users_module_in_another_folder_is_named(tmp_path, name):
-    """Beside the named one, in a package, deep in another; the folder may lie elsewhere at the resume."""
-    prompts, argvs = write_prompts(tmp_path), []
-    for home in ("before", "after"):
+def test_edits_of_a_users_modules_in_all_folders_are_named(tmp_path):
+    """Beside the named one, in a package, deep in another; the folders may lie elsewhere at the resume."""
+    prompts, stopped = write_prompts(tmp_path), []
+    for home, more in (("before", ""), ("after", "# edited\n")):
         for file, text in PACKAGES.items():
             (tmp_path / home / file).parent.mkdir(parents=True, exist_ok=True)
-            (tmp_path / home / file).write_text(text)
-        reward = f"{tmp_path / home / 'tasks/mine.py'}:score"
-        own = {"num_hidden_layers": 1, "from_resume": 1, "reward": reward}
-        argvs.append(rollout_flags(prompts, tmp_path, **own))
-    (tmp_path / "after" / name).write_text(PACKAGES[name] + "# edited\n")
-    stopped = [
-        Faults(script=f"sys.path.insert(0, {str(tmp_path / home)!r})", signals={2: signal.SIGKILL})
-        for home in ("before", "after")
-    ]
-    run("grpo", argvs[0], stopped[0], status=-9)
-    told = {"tasks/alone.py": "alone.py"}.get(name, name)
-    assert f"other code ({told})" in run("grpo", argvs[1], stopped[1], status=-9).err
+            (tmp_path / home / file).write_text(text + (more if file != "tasks/mine.py" else ""))
+        script = f"sys.path[:0] = [{str(tmp_path / home)!r}, {str(tmp_path / home / 'tasks')!r}]"
+        stopped.append(Faults(script=script, signals={2: signal.SIGKILL}))
+    argv = rollout_flags(prompts, tmp_path, num_hidden_layers=1, reward="mine:score", from_resume=1)
+    run("grpo", argv, stopped[0], status=-9)
+    again = run("grpo", argv, stopped[1], status=-9)
+    assert "other code (alone.py, nets/__init__.py, nets/layers.py, parts/deep/rewards.py)" in again.err
 
 
 def test_installed_packages_and_python_are_no_sources_of_a_run():
