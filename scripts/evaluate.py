@@ -29,7 +29,7 @@ import numpy as np
 import torch
 
 from common.errors import UserError
-from common.files import atomic_write
+from common.files import atomic_write, is_there
 from common.hub import local_path, shown_name
 from dataset.lm_dataset import PretrainDataset, SFTDataset, collate_flat
 from dataset.rollout_prompts import PromptDataset
@@ -207,7 +207,7 @@ def main() -> None:
     args.data_path = local_path(args.data_path)
     paths = [model_path(args), *(Path(local_path(path)) for path in args.against)]
     for path in paths:
-        if not path.exists():
+        if not is_there(path):
             raise UserError(f"--against {path}: no such file or folder")
     names = [shown_name(path) for path in (Path(args.lora or paths[0]), *paths[1:])]
     if len(set(names)) < len(names):

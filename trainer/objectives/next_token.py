@@ -81,6 +81,15 @@ class Objective:
         """Write what is used of the model, in the background; returns where."""
         return save_weights(model, path, writer, description)
 
+    def state_dict(self) -> dict[str, Any]:
+        """What changes from update to update, such as a moving average, for the checkpoint: numbers, strings,
+        tensors, and lists and dicts of them. Called on every rank; the checkpoint holds that of rank 0."""
+        return {}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Restore the result of `state_dict`, whose tensors are on the CPU, before the first update of a
+        resumed run; also after the first checkpoint of a run, when it must change nothing."""
+
 
 def defining_file(value: Any) -> str:
     """The name of the file that defines the class of an object."""

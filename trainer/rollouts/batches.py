@@ -182,7 +182,7 @@ class Rollouts(Callback, Objective):
         return {
             "since_last_record": self.since_last_record,
             "rollout_for_next_updates": all_gather(rollout),
-            "samples": self.samples,
+            "samples": all_gather(self.samples)[0],  # the log is rank 0's
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
