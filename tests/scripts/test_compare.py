@@ -147,9 +147,8 @@ def made_up(monkeypatch):
         record = {"update": 7, "tokens": 70, "seconds": 1.0, "mean_loss": 2.0}
         write_jsonl(folder / "save/a_metrics.jsonl", [record])
         figures = {"eval_loss": seed / 100 + slowness, "updates": steps or 40, "tokens": 70}
-        figures |= {"held_out_data": "a", "tokenizer": "b"}
         times = {"wall_seconds": 2.0, "training_seconds": slowness, "memory_mb": 1.0}
-        return {"figures": figures, "times": times}
+        return {"figures": figures, "inputs": {"tokenizer": "b"}, "times": times}
 
     monkeypatch.setattr(compare, "train", train)
     return made
@@ -158,9 +157,10 @@ def made_up(monkeypatch):
 def test_hours_become_pairs(comparing, made_up):
     flags = ["", "--weight_decay 0.3"]
     done = comparing("--hours", 13 / 3600, *flags)
-    assert "a pair takes 4 s; 3 pairs find a difference of 1.07%" in done.stdout and len(made_up) == 6
+    assert "a pair takes 4 s; 3 pairs find a difference of 1.18%" in done.stdout and len(made_up) == 6
     done = comparing("--hours", 4 / 3600, "--name", "short", *flags)
-    assert done.returncode == 2 and "give --hours 0.0056 for five" in done.stderr
+    assert done.returncode == 2
+    assert "there must be two at least: give --hours 0.0056 for five" in done.stderr
 
 
 def test_the_slower_variant_gets_fewer_updates(comparing, made_up):
@@ -174,12 +174,15 @@ def test_the_slower_variant_gets_fewer_updates(comparing, made_up):
 
 
 def test_the_spread_is_learned_from_earlier_comparisons(tmp_path):
-    assert compare.known_spread(tmp_path, "sft") == compare.SPREAD
-    for name, (stage, spread) in enumerate([("sft", 0.02), ("dpo", 0.5), ("sft", 0.0), ("sft", 0.04)]):
+    """From those of the same stage, by the same figure."""
+    assert compare.known_spread(tmp_path, "sft", "eval_loss") == compare.SPREAD
+    earlier = [("sft", "eval_loss", 0.02), ("dpo", "eval_loss", 0.5), ("sft", "eval_loss", 0.0)]
+    earlier += [("sft", "quiz", 0.3), ("sft", "eval_loss", 0.04)]
+    for name, (stage, metric, spread) in enumerate(earlier):
         (tmp_path / str(name)).mkdir()
-        content = {"settings": {"stage": stage}, "spread": spread}
+        content = {"settings": {"stage": stage}, "metric": metric, "spread": spread}
         (tmp_path / str(name) / "result.json").write_text(json.dumps(content))
-    assert compare.known_spread(tmp_path, "sft") == pytest.approx(0.03)
+    assert compare.known_spread(tmp_path, "sft", "eval_loss") == pytest.approx(0.03)
 
 
 MISTAKES = {
@@ -199,7 +202,21 @@ MISTAKES = {
     "other samples": (["", "--max_seq_len 32"], "--max_seq_len decides what the runs are measured by"),
     "other data": (["", "--data_path other.jsonl"], "other data need a held-out file of their own"),
     "a place": (["", "--checkpoint_dir x"], "--checkpoint_dir: this script sets it"),
-    "no revision": (["--base", "nosuch"], "git rev-parse"),
+    "no revision": (["--base", "nosuch"], "--base 'nosuch' is no folder, and no revision of the git repo"),
+    "an empty revision": (["--base", ""], "--base '' is no folder, and no revision"),
+    "a file": (["--base", "README.md"], "--base 'README.md' is no folder, and no revision"),
+    "a variant of one word": (["", "--packing"], '--packing may be a variant or a flag of all runs: write "'),
+    "a first variant of one word": (["--packing", "", "--seed 3"], "--packing may be a variant or a flag"),
+    "one word against a revision": (["--base", "HEAD", "--packing"], "--packing may be a variant or a flag"),
+    "one word with a value": (
+        ["--base", "HEAD", "--weight_decay=0.3"],
+        'write "--weight_decay 0.3", in quotes, for a variant, and --weight_decay 0.3, without them, for all',
+    ),
+    "one word before another": (["--packing", "--weight_decay 0.3"], "--packing may be a variant or a flag"),
+    "an unknown flag of a variant": (
+        ["", "--bath_size 3"],
+        'variant "--bath_size 3": --bath_size is unknown',
+    ),
     "no code": (["--base", "/"], "/ holds no code of this trainer"),
     "a path as a name": (["--name", "a/b", "", "--packing 1"], "--name 'a/b' must be a plain name"),
     "an open quote": (["", "--save_weight 'a"], "No closing quotation"),
@@ -256,12 +273,15 @@ def test_another_stage_by_its_own_figure_from_weights_by_name(comparing, started
 
 
 def test_a_quiz_decides(comparing, started, monkeypatch, tmp_path):
-    def evaluate(command, **_):
+    real_run = subprocess.run
+
+    def evaluate(command, **options):
+        if command[0] == "git":
+            return real_run(command, **options)
         done = run_stage("scripts.evaluate", command[2:])
         return subprocess.CompletedProcess(command, 0, done.out, done.err)
 
     monkeypatch.setattr(runs.subprocess, "run", evaluate)
-    monkeypatch.setattr(compare, "copy_code", lambda source, target: None)
     choices = ["the red fox walks", "stone river under", "sees and a blue"]
     records = [
         {"question": f"the {word}", "choices": choices, "answer": i % 3} for i, word in enumerate("abcdef")
@@ -307,7 +327,8 @@ def test_code_is_copied_as_it_is_and_as_it_was(repository, tmp_path):
     assert files(tmp_path / "tree") == {"trainer/a.py": "edited\n", "trainer/new.py": "new\n"}
     assert files(tmp_path / "base") == {"trainer/a.py": "*.log\n", "model/b.py": "*.log\n"}
     differing = ["model/b.py", "trainer/a.py", "trainer/new.py"]
-    assert code.differing_files(tmp_path / "tree", tmp_path / "base") == differing
+    names = code.copied_files(tmp_path / "tree")
+    assert code.differing_files(tmp_path / "tree", tmp_path / "base", names) == differing
     assert sorted((repository / ".git").rglob("*")) == entries  # nothing is left in the repository
     (repository / "trainer/a.py").write_text("edited again\n")
     code.copy_code(str(repository), tmp_path / "tree")  # it is there: a comparison goes on with its copy
