@@ -81,7 +81,7 @@ def parse_args() -> tuple[argparse.Namespace, dict[str, Any]]:
         raise UserError("--pairs must be at least 2, and --hours above 0")
     settings = settings_of(script.Args, flags)
     if "eval_share" not in flags and not settings.get("eval_share") and not settings.get("eval_data_path"):
-        settings["eval_share"] = SHARE
+        settings |= {"eval_share": SHARE}
     args = script.Args().model_copy(update=settings)
     own.metric, own.mode = args.monitor, args.mode
     if own.stage == "dpo" and "monitor" not in flags and args.is_default("monitor"):

@@ -44,9 +44,9 @@ def refuse_single_words(parser: Parser, words: Sequence[str], own: Iterable[str]
 
 
 def settings_of(args_class: type[StageArgs], flags: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that flags give, and a --config where they do not, by their names: an edit of the file
-    afterwards changes nothing. What compare.py sets for each run is left out of the file, and refused among
-    the flags. Raises UserError."""
+    """The settings that flags give, and a --config where they do not, by their sorted names: an edit of the
+    file afterwards changes nothing. What compare.py sets for each run is left out of the file. Raises
+    UserError, also where a flag gives that."""
     typed = {name: value for name, value in flags.items() if name != "config"}
     if taken := OWN_FLAGS & {args_class.aliases.get(name, name) for name in typed}:
         raise UserError(
@@ -56,7 +56,7 @@ def settings_of(args_class: type[StageArgs], flags: Mapping[str, Any]) -> dict[s
     if "config" in flags:
         given = checked(args_class, yaml_values(args_class, flags["config"]))
         given = {name: value for name, value in given.items() if name not in OWN_FLAGS}
-    return given | checked(args_class, flag_values(typed))
+    return dict(sorted((given | checked(args_class, flag_values(typed))).items()))
 
 
 def variant_settings(args_class: type[StageArgs], text: str) -> dict[str, Any]:

@@ -61,14 +61,6 @@ def check_pair(
         raise EditedInput(
             f'variant "{other.name}": its held-out records are others than those of the first; {REPAIR}'
         )
-    hashes = {flag: name for name, flag in FILES.items()}
-    for setting in judges:
-        name = hashes.get(setting, setting)
-        if name in first and name in second and first[name] != second[name]:
-            raise UserError(
-                f'variant "{other.name}": --{setting} decides what the runs are measured by, and is not that '
-                "of the first; give it outside the variants, for all of them"
-            )
     named, named_by_other = files_of(one), files_of(other)
     # a path with a folder is of the repository, whose copies may differ
     of_user = {name for name in first.keys() & second.keys() if is_file(name) and "/" not in name}
@@ -77,6 +69,14 @@ def check_pair(
         if first.get(name) != second.get(name) and named.get(name) == named_by_other.get(name):
             what = described([name], first, second)
             raise EditedInput(f'variant "{other.name}": {what} changed since the run of the first; {REPAIR}')
+    hashes = {flag: name for name, flag in FILES.items()}
+    for setting in judges:
+        name = hashes.get(setting, setting)
+        if name in first and name in second and first[name] != second[name]:
+            raise UserError(
+                f'variant "{other.name}": --{setting} decides what the runs are measured by, and is not that '
+                "of the first; give it outside the variants, for all of them"
+            )
 
 
 def files_of(variant: Variant) -> dict[str, Any]:
