@@ -22,6 +22,8 @@ from tests.stage_process import run as run_stage
 from tests.trainer.stage_flags import write_start_weights
 from tools.compare import code, runs
 from tools.compare.paired import t_quantile
+from tools.compare.variant import letter_of
+from tools.verify import launch
 from tools.verify.launch import LAUNCH_VARIABLE, Run, finish, is_alive
 
 SMALL = ["--hidden_size", 32, "--num_hidden_layers", 1, "--max_seq_len", 64, "--batch_size", 8]
@@ -335,6 +337,67 @@ def test_code_is_copied_as_it_is_and_as_it_was(repository, tmp_path):
     assert (tmp_path / "tree/trainer/a.py").read_text() == "edited\n"
 
 
+def test_every_file_of_the_code_counts_and_no_data(repository, tmp_path):
+    """A template and Python that git ignores are code; what lies in dataset/ and what Python compiles is not."""
+    (repository / "model/chat_template.jinja").write_text("a")
+    (repository / "dataset/raw").mkdir(parents=True)
+    (repository / "dataset/raw/big.parquet").write_text("data")
+    (repository / "dataset/local.py").write_text("a")
+    (repository / ".gitignore").write_text("*.log\nlocal.py\n")
+    (repository / "trainer/local.py").write_text("a")
+    code.copy_code(str(repository), tmp_path / "tree")
+    names = ["dataset/local.py", "model/chat_template.jinja", "trainer/a.py", "trainer/local.py"]
+    assert sorted(code.copied_files(tmp_path / "tree")) == [*names, "trainer/new.py"]
+
+    def edited() -> list[str]:
+        return code.differing_files(repository, tmp_path / "tree", code.code_files(repository))
+
+    (repository / "dataset/raw/big.parquet").write_text("other data")
+    (tmp_path / "tree/trainer/__pycache__").mkdir()
+    (tmp_path / "tree/trainer/__pycache__/a.cpython-311.pyc").write_text("compiled")
+    assert edited() == []
+    (repository / "model/chat_template.jinja").write_text("b")
+    (repository / "trainer/local.py").write_text("b")
+    assert edited() == ["model/chat_template.jinja", "trainer/local.py"]
+
+
+def test_a_revision_from_before_a_rename_is_one_line(comparing, started, tmp_path):
+    """The script had another name then; or it knows other flags."""
+    other = tmp_path / "other"
+    code.copy_code(str(ROOT), other)
+    subprocess.run(["git", "init", "-q"], cwd=other, check=True)
+    script = other / "trainer/train_pretrain.py"
+    script.rename(other / "trainer/pretrain.py")
+    done = comparing("--pairs", 2, "--base", other)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and not started
+    assert "has no trainer/train_pretrain.py: it had another name then; give a newer one" in done.stderr
+
+
+def test_a_run_of_older_code_that_says_less_is_one_line(comparing, monkeypatch):
+    """Its records have no memory_mb."""
+
+    def finish(run: Run) -> dict[str, float]:
+        save = run.folder / "save"
+        save.mkdir()
+        record = {"update": 1, "tokens": 9, "tokens_per_second": 3.0, "eval_loss": 2.0}
+        write_jsonl(save / "a_metrics.jsonl", [record])
+        return {"wall_seconds": 1.0}
+
+    monkeypatch.setattr(runs, "finish", finish)
+    done = comparing("--pairs", 2, "", "--weight_decay 0.3")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert "wrote no 'memory_mb'; code as old as that cannot be compared" in done.stderr
+
+
+def test_more_variants_than_letters(comparing, made_up, tmp_path):
+    rates = [f"--learning_rate {number}e-3" for number in range(1, 30)]
+    assert comparing("--pairs", 2, *rates).returncode == 0
+    names = [name for name, _ in made_up]
+    assert names[25:29] == ["1_Z", "1_AA", "1_AB", "1_AC"] and len(set(names)) == 58
+    assert list(result(tmp_path / "out")["results"])[24:] == ["Z", "AA", "AB", "AC"]
+    assert [letter_of(number) for number in (0, 701, 702)] == ["A", "ZZ", "AAA"]
+
+
 def test_an_edit_against_another_folder_of_code(comparing, started, tmp_path):
     """The other code trains with a rate at which nothing is learned."""
     other = tmp_path / "other"
@@ -398,6 +461,17 @@ def test_a_run_that_is_left_over_is_ended_and_times_are_told(tmp_path):
     assert not psutil.pid_exists(left.pid) or not is_alive(psutil.Process(left.pid))
     assert times["wall_seconds"] > 0.4
     assert 0.05 < times["cpu_per_update"] < 0.2  # 0.4 s of CPU, 4 updates
+
+
+def test_the_seconds_of_a_killed_run_are_those_of_all_its_launches(tmp_path, monkeypatch):
+    """Those of the training before the checkpoint that it goes on from, and those of this launch."""
+    (tmp_path / "run/checkpoint").mkdir(parents=True)
+    (tmp_path / "run/checkpoint/a_resume.pth").touch()
+    monkeypatch.setattr(launch, "read_checkpoint", lambda path: {"update": 2, "seconds": 100.0})
+    run = Run(
+        tmp_path / "run", StageArgs(), [sys.executable, "-c", SCRIPT, str(tmp_path / "run/save"), "0", ""]
+    )
+    assert 100.4 < finish(run)["wall_seconds"] < 200
 
 
 def test_the_mistake_of_a_run_is_one_line(tmp_path):
