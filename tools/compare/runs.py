@@ -48,7 +48,10 @@ def train(
     if not path.exists():
         words = [*variant.words, *own_flags(variant, folder, seed, steps)]
         script = variant.code / "trainer" / Path(stage_script(stage).__file__).name
-        times = finish(Run(folder, variant.args, [sys.executable, str(script), *words]))
+        try:
+            times = finish(Run(folder, variant.args, [sys.executable, str(script), *words]))
+        except UserError as error:
+            raise UserError(f'"{variant.name}", {error}') from None
         content = read_run(folder, variant.name)
         content["figures"]["seed"] = seed
         if quiz:
