@@ -31,8 +31,11 @@ import torch
 from common.errors import UserError
 from common.files import atomic_write, is_there
 from common.hub import local_path, shown_name
+from common.plugins import imported_files
+from dataset.files import find_files
 from dataset.lm_dataset import PretrainDataset, SFTDataset, collate_flat
 from dataset.rollout_prompts import PromptDataset
+from dataset.token_cache import file_hash
 from model.generation import generate
 from model.sampling import default_sampling
 from scripts.choice import evaluate_questions, read_questions
@@ -224,7 +227,9 @@ def main() -> None:
         results[name] = {"path": str(path), "parameters": parameters} | evaluate_model(args, model, tokenizer)
     print(table(results))
     if args.json:
-        report = {"settings": vars(args), "models": results}
+        read = [path for given in (args.data_path, args.shots_path) if given for path in find_files(given)[0]]
+        files = {str(path): file_hash(path) for path in (*read, *imported_files)}
+        report = {"settings": vars(args), "files": files, "models": results}
         text = json.dumps(report, indent=1, ensure_ascii=False, default=str) + "\n"
         atomic_write(args.json, lambda file: file.write(text.encode()))
 

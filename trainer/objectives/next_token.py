@@ -29,6 +29,9 @@ class Objective:
     console_metrics: tuple[str, ...] = ()  # metrics that stand on the console's line
     loss_is_cross_entropy = False
     saves_trained_only = False  # a checkpoint leaves out frozen weights, which a resumed run reads again
+    # of a held-out metric, or "" of all: the settings that it depends on beside the model and the data;
+    # scripts/compare.py keeps them equal
+    held_out_reads: Mapping[str, str] = {}
     needs_reference = False  # `reference` becomes a frozen model with the start weights, on the device
     reference: Any = None
 

@@ -6,6 +6,7 @@ it. Token ids are trained as they were sampled, from softmax(logits / temperatur
 """
 
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import groupby
 from typing import Any
@@ -102,6 +103,8 @@ class Rollouts(Callback, Objective):
     """
 
     console_metrics = ("reward", "reward_std", "frac_reward_zero_std", "completion_length")
+    # the settings that all held-out metrics depend on
+    held_out_reads: Mapping[str, str] = {"": "reward reward_model max_gen_len open_thinking thinking_ratio"}
 
     def __init__(self, args: Any, writer: TrajectoryWriter, rewards: list[Reward]):
         self.args, self.writer, self.rewards = args, writer, rewards

@@ -327,6 +327,7 @@ def write_settings(state: TrainState, path: Path) -> None:
         "settings": dict(state.args),
         "environment": {"code": state.code["revision"]} | state.environment | versions,
         "fingerprint": state.fingerprint,
+        "sources": state.code["sources"],
         "facts": state.facts,
         "starts": [*content.get("starts", []), start],
     }
