@@ -11,10 +11,12 @@ import json
 import os
 import shutil
 import socket
+import stat
 import struct
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
@@ -53,7 +55,7 @@ def new_path(path: Path) -> Iterator[Path]:
     """A place to write a new file or folder, which appears at `path` complete and flushed when the block
     ends, or not at all. The place has the same name, in a temporary folder beside it. Raises UserError if
     `path` exists already, the disk is full, the folder cannot be written ..."""
-    if os.path.lexists(path):
+    if is_taken(path):
         raise UserError(f"{path} exists already; remove it, or give another name")
     with _temporary(path) as temp:
         temp.mkdir()
@@ -97,6 +99,56 @@ def write_errors(path: Path) -> Iterator[None]:
 
 
 # --- reading
+
+
+def status(path: str | os.PathLike, follow_symlinks: bool = True) -> os.stat_result | None:
+    """What the system knows of a file or folder; None if it is not there. `Path.exists` and its like also
+    return False after an error of the disk or network: a run would then begin anew beside its own state.
+
+    Raises ReadError if the system cannot tell."""
+    with read_errors(Path(path)):
+        try:
+            return os.stat(path, follow_symlinks=follow_symlinks)
+        except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: NUL, which no name has
+            return None
+        except OSError as error:
+            if error.errno != errno.ENAMETOOLONG:  # no file has such a name, but a list of files may
+                raise
+            return None
+
+
+def is_there(path: str | os.PathLike) -> bool:
+    """Whether a file or folder is there. Raises ReadError if the system cannot tell, like the next four."""
+    return status(path) is not None
+
+
+def is_taken(path: str | os.PathLike) -> bool:
+    """Whether there is something of this name, be it a link that leads nowhere."""
+    return status(path, follow_symlinks=False) is not None
+
+
+def is_file(path: str | os.PathLike) -> bool:
+    """Whether it is a file, which is there."""
+    found = status(path)
+    return found is not None and stat.S_ISREG(found.st_mode)
+
+
+def is_folder(path: str | os.PathLike) -> bool:
+    """Whether it is a folder, which is there."""
+    found = status(path)
+    return found is not None and stat.S_ISDIR(found.st_mode)
+
+
+def files_in(folder: str | os.PathLike, pattern: str = "*") -> list[Path]:
+    """The paths in a folder whose names fit a pattern, sorted; none if there is no folder. `Path.glob` also
+    finds nothing in a folder that cannot be read."""
+    with read_errors(Path(folder)):
+        try:
+            names = os.listdir(folder)
+        except (FileNotFoundError, NotADirectoryError):
+            names = []
+    return [Path(folder) / name for name in sorted(names) if fnmatchcase(name, pattern)]
+
 
 MACHINE_ERRORS = [
     errno.EIO,
@@ -179,7 +231,7 @@ def locked(path: Path, message: str) -> Iterator[None]:
     with ExitStack() as stack:
         with suppress(OSError):  # a file system without locks, or a folder that cannot be written
             file = stack.enter_context(open(path, "a+", encoding="utf-8"))
-            if _is_taken(file) and launch().local_rank == 0:
+            if _is_locked(file) and launch().local_rank == 0:
                 say(message)
             fcntl.lockf(file, fcntl.LOCK_EX)
         yield
@@ -198,7 +250,7 @@ def lock_output(run_name: str, **folders: str) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             file = open(path, "a+", encoding="utf-8")  # noqa: SIM115 (open until the process ends)
             _held.append(file)
-            if _is_taken(file):
+            if _is_locked(file):
                 file.seek(0)
                 holder = file.read().strip() or "another process"
                 raise UserError(
@@ -234,7 +286,7 @@ def is_running(run: str, save_dir: str | Path) -> bool | None:
     return struct.unpack(layout, answer)[kind] != fcntl.F_UNLCK
 
 
-def _is_taken(file: TextIO) -> bool:
+def _is_locked(file: TextIO) -> bool:
     """Lock a file, unless another process has the lock, or the file system has none."""
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

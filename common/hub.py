@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError, reason, say
+from common.files import files_in, is_file, is_there
 from common.launcher import launch
 from common.patterns import fits, has_pattern, split_first, take_first
 
@@ -95,7 +96,7 @@ def local_copy(typed: str, tokenizer_only: bool) -> Path:
     except Exception as error:  # of the network, in any of several libraries
         problem = f"the download failed ({reason(error)}); start again"
     else:
-        if not copy.exists() and not has_pattern(path["file"] or ""):
+        if not is_there(copy) and not has_pattern(path["file"] or ""):
             raise UserError(f"{typed}: the repository holds no such file or folder; check the name")
         if launch().rank == 0:
             say(f"{typed}: {copy}")
@@ -124,7 +125,7 @@ def download(path: re.Match, count: int | None, tokenizer_only: bool) -> Path:
     names = TOKENIZER if tokenizer_only else TOKENIZER + MODEL + WEIGHTS
     prefix = f"{file}/" if file else ""
     folder = Path(snapshot_download(allow_patterns=[prefix + name for name in names], **options)) / file
-    if not tokenizer_only and not list(folder.glob("*.safetensors")):
+    if not tokenizer_only and not files_in(folder, "*.safetensors"):
         snapshot_download(allow_patterns=[prefix + name for name in PICKLED], **options)
     return folder
 
@@ -139,12 +140,12 @@ def names_in(repo: str, revision: str | None) -> list[str]:
     except Exception:  # of the network, in any of several libraries
         # downloads nothing: finds the copy, or says what is wrong
         copy = Path(snapshot_download(repo, repo_type="dataset", revision=revision, allow_patterns=[]))
-        return [path.relative_to(copy).as_posix() for path in copy.rglob("*") if path.is_file()]
+        return [path.relative_to(copy).as_posix() for path in copy.rglob("*") if is_file(path)]
 
 
 def shown_name(path: Path) -> str:
     """A short name of a model's file or folder; that of its repository for a folder from the hub."""
-    if path.is_file():
+    if is_file(path):
         return path.stem
     if path.parent.name == "snapshots":  # huggingface_hub's models--OWNER--NAME/snapshots/COMMIT
         return path.parents[1].name.rpartition("--")[2]

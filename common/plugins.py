@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import Interrupted, UserError, reason
-
-imported_files: list[Path] = []  # the files of the modules that `import_named` has imported
+from common.files import is_file
 
 
 def import_named(flag: str, name: str) -> Any:
@@ -22,7 +21,7 @@ def import_named(flag: str, name: str) -> Any:
     module, _, attribute = name.partition(":")
     if module.endswith(".py"):
         file = Path(module).expanduser()
-        if not file.is_file():
+        if not is_file(file):
             raise UserError(f"{flag} {name}: no such file")
         folder, module = file.resolve().parent, file.stem
     if str(folder) not in sys.path:
@@ -37,7 +36,6 @@ def import_named(flag: str, name: str) -> Any:
         ) from error
     except SyntaxError as error:
         raise UserError(f"{error.filename}:{error.lineno}: {error.msg} ({flag} {name})") from error
-    imported_files.append(Path(imported.__file__ or folder))
     if not hasattr(imported, attribute):
         raise UserError(f"{flag} {name}: {getattr(imported, '__file__', module)} has no {attribute!r}")
     return getattr(imported, attribute)

@@ -6,7 +6,6 @@ adds is a flag of that stage alone.
 """
 
 import inspect
-import os
 from collections.abc import Callable
 from copy import copy
 from pathlib import Path
@@ -14,6 +13,9 @@ from typing import Any, ClassVar, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
+
+from common.errors import ReadError
+from common.files import is_there
 
 LONGEST = 32768  # tokens of a sample, or of a prompt with what is written to it: the positions of a model
 # of a new model: the size of a head, and the most heads (docs/dev/LOG.md, "Heads of 64")
@@ -25,10 +27,15 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def data_file(*names: str) -> str:
-    """The first of these files of dataset/ that is there, else the first of them."""
+    """The first of these files of dataset/ that is there, or cannot be looked at, which reading it will say;
+    else the first of them."""
     paths = [str(ROOT / "dataset" / name) for name in names]
     for path in paths:
-        if os.path.exists(path):
+        try:
+            is_chosen = is_there(path)
+        except ReadError:
+            is_chosen = True
+        if is_chosen:
             return path
     return paths[0]
 

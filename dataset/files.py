@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 from common.contents import HEAD, describe, foreign, is_binary
 from common.encodings import NotUtf8, conversion, not_utf8, wide_encoding
 from common.errors import UserError, reason
+from common.files import is_file, is_folder, is_there, read_errors
 from common.patterns import split_first, take_first
 from dataset.delimited import DELIMITERS, read_rows
 from dataset.records import ANSWER_FIELDS, FORMATS, PAIR, BadRecord, parse_json
@@ -82,7 +83,7 @@ def is_plain_text(path: str) -> bool:
 
 def split_data_path(data_path: str) -> list[str]:
     """The files, globs and folders of a data path, as typed. A path that exists as typed is a single part."""
-    if os.path.exists(data_path):
+    if is_there(data_path):
         return [data_path]
     return [part.strip() for part in data_path.split(",") if part.strip()]
 
@@ -103,16 +104,16 @@ def find_files(data_path: str) -> tuple[list[str], list[str]]:
     for part in split_data_path(data_path):
         typed, count = os.path.expanduser(part), None
         os.fsencode(typed)  # a name that the locale has no bytes for is an error, not absent as it is below
-        if not os.path.exists(typed):
+        if not is_there(typed):
             typed, count = split_first(typed)
-        if os.path.isdir(typed):
+        if is_folder(typed):
             paths, others = list_data_files(typed)
             skipped += others
             if not paths and others:
                 raise UserError(f"{part}: a folder without data, which holds {describe_suffixes(others)}")
         else:
-            names = [typed] if os.path.exists(typed) else expand_pattern(typed)
-            paths = [path for path in names if os.path.isfile(path)]
+            names = [typed] if is_there(typed) else expand_pattern(typed)
+            paths = [path for path in names if is_file(path)]
         if count is not None:
             paths = take_first(paths, count, typed)
         if not paths:
@@ -146,7 +147,14 @@ def list_data_files(folder: str) -> tuple[list[str], list[str]]:
     of `datasets` are in neither list; of a saved DatasetDict only `train` is read."""
     paths: list[str] = []
     skipped: list[str] = []
-    for current, folders, names in walk_once(folder, lambda error: skipped.append(error.filename)):
+
+    def skip_forbidden(error: OSError) -> None:
+        if not isinstance(error, PermissionError):
+            with read_errors(Path(error.filename)):
+                raise error
+        skipped.append(error.filename)
+
+    for current, folders, names in walk_once(folder, skip_forbidden):
         if "dataset_dict.json" in names:
             check_has_train(current, folders)
             folders[:] = ["train"]
@@ -154,7 +162,7 @@ def list_data_files(folder: str) -> tuple[list[str], list[str]]:
             is_description = any(fnmatch(name, pattern) for pattern in DATASETS_METADATA)
             if not name.startswith(".") and not is_description:
                 paths.append(os.path.join(current, name))
-    data = [path for path in paths if file_kind(path) and os.path.isfile(path)]
+    data = [path for path in paths if file_kind(path) and is_file(path)]
     records = [path for path in data if not is_plain_text(path)]
     texts = [path for path in data if file_kind(path) == ".txt"]
     chosen = records or texts or data  # a README.txt beside records is not data, nor a README.md beside texts

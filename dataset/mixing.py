@@ -7,12 +7,12 @@ resulting shares of the targets are reported.
 
 import hashlib
 import json
-import os
 import re
 
 import numpy as np
 
 from common.errors import UserError, say, warn
+from common.files import is_taken
 from dataset.lm_dataset import StageDataset
 
 MAX_USEFUL_PASSES = 4  # over a dataset; further passes improve the model little (arXiv:2305.16264)
@@ -25,12 +25,12 @@ def split_weights(data_path: str) -> tuple[list[str], list[float]]:
     paths, weights = [], []
     for part in filter(None, map(str.strip, data_path.split(","))):
         match = PATH_AND_WEIGHT.fullmatch(part)
-        if match and not os.path.lexists(part):
+        if match and not is_taken(part):
             paths.append(match[1])
             weights.append(float(match[2]))
         else:
             paths.append(part)
-    if not weights or os.path.lexists(data_path):
+    if not weights or is_taken(data_path):
         return [data_path], []
     if len(weights) < len(paths) or min(weights) == 0:
         raise UserError(f"--data_path {data_path}: give each source a weight above 0, or none of them")
@@ -122,6 +122,10 @@ class MixedDataset(StageDataset):
     def source(self, sample_id: int) -> str:
         number = int(np.searchsorted(self.first_samples, sample_id, side="right")) - 1
         return self.datasets[number].source(sample_id - int(self.first_samples[number]))
+
+    @property
+    def file_hashes(self) -> set[str]:
+        return set().union(*(dataset.file_hashes for dataset in self.datasets))
 
     def report(self, epochs: int) -> None:
         """Print a line for each source, and warn of those that are passed many times."""

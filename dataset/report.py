@@ -146,13 +146,18 @@ def check_bad_records(report: dict, options: Any, listed: str) -> None:
         say(f"bad records are skipped: {share}; {listed}")
 
 
+class EmptySplit(UserError):
+    """A share holds out none of the records that can be read, or all of them."""
+
+
 def no_samples_error(report: dict, split: Split | None, paths: list[str]) -> UserError:
     """The error for data without a single sample or prompt."""
     if split and not report["records"]:
         amount, other = ("none", "larger") if split.held_out else ("all", "smaller")
-        return UserError(
+        return EmptySplit(
             f"--eval_share {split.share:g} holds out {amount} of the records of {list_paths(paths)}; give a "
-            f"{other} share, more data, or held-out data in files of their own (--eval_data_path of a stage)"
+            f"{other} share, more data, or held-out data in files of their own (--eval_data_path of a "
+            "stage). Records with the same first question or text are held out together"
         )
     first = f"; the first bad one: {report['first_bad']}" if report["bad"] else ""
     return UserError(

@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 from common.contents import check_content
 from common.errors import UserError, reason, say
-from common.files import locked, read_errors, sync, write_json
+from common.files import files_in, is_folder, locked, read_errors, sync, write_json
 from common.settings import ROOT, DataConfig
 from dataset.files import find_files, format_source, is_plain_text, read_records
 from dataset.held_out import Split
@@ -169,7 +169,7 @@ def build(
         meta = settings | {"report": report, "dtypes": dtypes}
         meta["data"] = [file_hash(path) for path in paths]
         meta["changed_at"] = changed_at
-        meta["sizes"] = {path.name: path.stat().st_size for path in temporary.glob("*.bin")}
+        meta["sizes"] = {path.name: path.stat().st_size for path in files_in(temporary, "*.bin")}
         write_json(temporary / "meta.json", meta)
         os.rename(temporary, folder)
         sync(folder.parent)
@@ -269,9 +269,9 @@ def file_hash(path: str | os.PathLike) -> str:
 
 def load_tokenizer(path: str | os.PathLike) -> "PreTrainedTokenizerBase":
     """The tokenizer of a folder, as transformers loads it. Raises UserError."""
-    if not Path(path).is_dir():
+    if not is_folder(path):
         raise UserError(f"--tokenizer_path {path}: no such folder; it must hold tokenizer.json")
-    for file in Path(path).glob("tokenizer*.json"):
+    for file in files_in(path, "tokenizer*.json"):
         check_content(file)
     from transformers import AutoTokenizer  # takes as long as torch
 

@@ -14,6 +14,7 @@ import argparse
 import hashlib
 import json
 import math
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -30,25 +31,33 @@ from common.arguments import parse_args as parse_stage_args
 from common.arguments import read_flags, stage_parser
 from common.errors import UserError, say, warn
 from common.files import lock_output, write_json
-from common.settings import ROOT
-from scripts.verify_resume import STAGES, flag_names
-from tools.compare.code import copy_code, differing_files, resolve_base
+from common.settings import ROOT, StageArgs
+from scripts.verify_resume import STAGES
+from tools.compare.code import code_files, copy_code, differing_files, resolve_base
+from tools.compare.flags import (
+    HELD_OUT,
+    as_words,
+    judged_by,
+    refuse_single_words,
+    settings_of,
+    variant_settings,
+)
+from tools.compare.inputs import EditedInput, check_pair, check_unchanged
 from tools.compare.paired import smallest_difference
 from tools.compare.report import write_report
-from tools.compare.runs import Variant, figure, split_flags, stage_script, train
+from tools.compare.runs import figure, stage_script, train
+from tools.compare.variant import Variant, letter_of
 from trainer.report.metrics import duration
 
-OWN_FLAGS = {"--save_weight", "--checkpoint_dir", "--from_resume", "--resume_from", "--print_config"}
-# what a variant may not change: the pairs, what is held out, how it is cut and counted
-HELD_OUT = ("seed", "eval_share", "eval_data_path", "text_separator", "max_seq_len", "on_bad_data")
-HELD_OUT += ("max_bad_share", "max_lost_text", "monitor", "mode", "save_dir", "cache_dir", "reward")
+SHARE = 0.02  # of the records, that is held out where no flag says what
 SPREAD = 0.003  # of paired differences, as a share of the figure, before there is a comparison to learn from
 TOKENS = 0.01  # by which variants may differ in tokens
 OPTIONS = ("stage", "variants", "base", "name", "hours", "pairs", "same", "quiz")
 
 
-def parse_args() -> tuple[argparse.Namespace, list[str]]:
-    """The flags of this script, and those of all runs as words of a command line. Raises UserError."""
+def parse_args() -> tuple[argparse.Namespace, dict[str, Any]]:
+    """The flags of this script, and the settings of all runs. Among the flags are the figure that decides as
+    `metric`, and as `mode` whether `min` or `max` is better. Raises UserError."""
     first = Parser(add_help=False)
     first.add_argument("--stage", choices=STAGES, default="pretrain", help="stage to compare variants of")
     script = stage_script(first.parse_known_args()[0].stage)
@@ -57,11 +66,12 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
     flag("variants", nargs="*", default=[], help='the flags of each variant, in quotes; "" for none')
     flag("--base", default=None, help="git revision or folder with the code of the first variant")
     flag("--name", default=None, help="folder of the results (default: the stage and a hash of the settings)")
-    flag("--hours", type=float, default=1.0, help="time for all pairs")
+    flag("--hours", type=float, default=1.0, help="time for all pairs, of which there are two or more")
     flag("--pairs", type=int, default=None, help="number of pairs, instead of --hours")
     text = "seconds: the slower ones get fewer updates, measured in a pair that does not count"
     flag("--same", choices=("tokens", "seconds"), default="tokens", help=text)
     flag("--quiz", default=None, help="flags of scripts/evaluate.py, whose first figure is to decide")
+    refuse_single_words(parser, sys.argv[1:], OPTIONS)
     flags = read_flags(parser, None)
     own = argparse.Namespace(**{name: flags.pop(name) for name in OPTIONS})
     own.variants = own.variants or [""]
@@ -69,43 +79,77 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
         raise UserError('give two variants or more, such as "" "--weight_decay 0.3", or --base HEAD')
     if (own.pairs is not None and own.pairs < 2) or not 0 < own.hours < math.inf:
         raise UserError("--pairs must be at least 2, and --hours above 0")
-    words = [word for name, value in flags.items() for word in (f"--{name}", str(value or ""))]
-    if not flags.keys() & {"eval_share", "eval_data_path", "config"}:
-        words += ["--eval_share", "0.02"]
-    return own, words
+    settings = settings_of(script.Args, flags)
+    if "eval_share" not in flags and not settings.get("eval_share") and not settings.get("eval_data_path"):
+        settings |= {"eval_share": SHARE}
+    args = script.Args().model_copy(update=settings)
+    own.metric, own.mode = args.monitor, args.mode
+    if own.stage == "dpo" and "monitor" not in flags and args.is_default("monitor"):
+        own.metric, own.mode = "eval_accuracy", "max"
+    if own.quiz:
+        own.metric, own.mode = "quiz", "max"
+    return own, settings
 
 
-def open_comparison(own: argparse.Namespace, words: list[str]) -> tuple[Path, list[Variant]]:
-    """The folder of the comparison with the code, begun or gone on with, and the variants. Raises UserError
-    for flags that are wrong or that a variant may not change, and for a folder begun with others."""
-    settings: dict[str, Any] = {"flags": words, "base": own.base and resolve_base(own.base)}
+def open_comparison(own: argparse.Namespace, common: dict[str, Any]) -> tuple[Path, list[Variant]]:
+    """The folder of the comparison with the code, begun or gone on with, and the variants. common: settings
+    of all runs. Raises UserError for flags that are wrong or that a variant may not change, and for a folder
+    begun with others."""
+    script = stage_script(own.stage)
+    of_variants = [variant_settings(script.Args, text) for text in own.variants]
+    settings: dict[str, Any] = {"flags": common, "base": own.base}
+    if own.base is not None:
+        settings["base"] = resolve_base(own.base)
     settings |= {name: getattr(own, name) for name in ("stage", "variants", "same", "quiz")}
-    name = own.name or f"{own.stage}_{hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:8]}"
+    if any("--config" in text for text in own.variants):
+        settings["variants"] = [" ".join(as_words(script.Args, each)) for each in of_variants]
+    digest = hashlib.sha256(json.dumps(settings).encode()).hexdigest()
+    name = own.name or f"{own.stage}_{digest[:8]}"
     if Path(name).name != name or name.startswith("."):
         raise UserError(f"--name {name!r} must be a plain name; the folder is --save_dir")
-    parse = stage_script(own.stage).Args
-    common = parse_stage_args(parse, None, words)
-    folder = Path(common.save_dir).resolve() / "compare" / name
+    first = parse_stage_args(script.Args, None, as_words(script.Args, common))
+    folder = Path(first.save_dir).resolve() / "compare" / name
     base, tree = folder / "code" / "base", folder / "code" / "tree"
-    variants = [Variant(f"base {own.base}", base, words, common)] if own.base else []
-    for text in own.variants:
-        flags = [*words, *split_flags(text)]
-        if taken := flag_names(flags) & OWN_FLAGS:
-            raise UserError(f"{', '.join(sorted(taken))}: this script sets it; leave it out")
-        args = parse_stage_args(parse, None, flags)
-        for setting in HELD_OUT:
-            if getattr(args, setting, None) != getattr(common, setting, None):
-                raise UserError(
-                    f'variant "{text}": --{setting} decides what the runs are measured by; give it outside '
-                    "the variants, for all of them"
-                )
-        if args.eval_share and args.data_path != common.data_path:
+    judges = judged_by(script.Objective, own.metric)
+    variants = []
+    if own.base is not None:
+        variants = [Variant(f"base {own.base}", base, as_words(script.Args, common), first)]
+    for text, changed in zip(own.variants, of_variants, strict=True):
+        words = as_words(script.Args, common | changed)
+        variant = Variant(text or "no other flags", tree, words, parse_stage_args(script.Args, None, words))
+        check_variant(variant, first, judges)
+        variants.append(variant)
+    begin(folder, settings)
+    copy_code(str(ROOT), tree)
+    check_code(folder, tree)
+    if own.base is not None:
+        copy_code(settings["base"], base)
+        file = Path("trainer") / Path(script.__file__).name
+        if not (base / file).is_file():
+            raise UserError(f"--base {own.base} has no {file}: it had another name then; give a newer one")
+    write_json(folder / "settings.json", settings)
+    return folder, variants
+
+
+def check_variant(variant: Variant, first: StageArgs, judges: set[str]) -> None:
+    """Raise UserError if a variant has another value than all runs of a setting that decides what they are
+    measured by. judges: those of the figure that decides."""
+    for setting in (*HELD_OUT, *sorted(judges)):
+        if getattr(variant.args, setting, None) != getattr(first, setting, None):
             raise UserError(
-                f'variant "{text}": other data need a held-out file of their own, --eval_data_path'
+                f'variant "{variant.name}": --{setting} decides what the runs are measured by; give it '
+                "outside the variants, for all of them"
             )
-        variants.append(Variant(text or "no other flags", tree, flags, args))
+    if variant.args.eval_share and variant.args.data_path != first.data_path:
+        raise UserError(
+            f'variant "{variant.name}": other data need a held-out file of their own, --eval_data_path'
+        )
+
+
+def begin(folder: Path, settings: dict[str, Any]) -> None:
+    """Lock the folder of a comparison. Raises UserError if it was begun with other settings."""
     try:
-        lock_output(f"compare_{name}", save_dir=str(folder.parent))
+        lock_output(f"compare_{folder.name}", save_dir=str(folder.parent))
     except UserError as error:
         raise UserError(str(error).replace("--save_weight", "--name")) from None
     path = folder / "settings.json"
@@ -113,17 +157,11 @@ def open_comparison(own: argparse.Namespace, words: list[str]) -> tuple[Path, li
     for key, value in settings.items():
         if began[key] != value:
             raise UserError(f"{folder} was begun with {key} {began[key]!r}, not {value!r}; give a new --name")
-    copy_code(str(ROOT), tree)
-    check_code(folder, tree)
-    if own.base:
-        copy_code(settings["base"], base)
-    write_json(path, settings)
-    return folder, variants
 
 
 def check_code(folder: Path, tree: Path) -> None:
     """Say which files were edited since they were copied; where the comparison is over, raise UserError."""
-    if edited := differing_files(ROOT, tree):
+    if edited := differing_files(ROOT, tree, code_files(ROOT)):
         text = f"{', '.join(edited[:3])} changed since {folder} began"
         if (folder / "result.json").exists():
             raise UserError(f"{text}; give a --name for a comparison of the files as they are now")
@@ -134,18 +172,14 @@ def check_code(folder: Path, tree: Path) -> None:
 
 
 class Comparison:
-    """The runs of a comparison. metric, mode: the figure that decides, and whether `min` or `max` is better.
-    steps: of each variant's runs, 0 for those of its flags. pairs: the runs of each pair, in the order of the
-    variants."""
+    """The runs of a comparison. metric: the figure that decides. judges: the settings that it depends on.
+    steps: updates of each variant's runs, 0 for those of its flags. pairs: the runs of each pair, in the
+    order of the variants."""
 
     def __init__(self, own: argparse.Namespace, folder: Path, variants: list[Variant]):
         self.own, self.folder, self.variants = own, folder, variants
-        args = variants[0].args
-        self.metric, self.mode = args.monitor, args.mode
-        if own.stage == "dpo" and args.is_default("monitor"):
-            self.metric, self.mode = "eval_accuracy", "max"
-        if own.quiz:
-            self.metric, self.mode = "quiz", "max"
+        self.metric = own.metric
+        self.judges = (*HELD_OUT, *sorted(judged_by(stage_script(own.stage).Objective, own.metric)))
         self.steps = [0] * len(variants)
         self.pairs: list[list[Any]] = []
 
@@ -154,7 +188,7 @@ class Comparison:
         plan = self.plan()
         for number in range(1, plan["pairs"]):
             self.pairs.append(self.run_pair(number, str(number + 1)))
-        about = {"metric": self.metric, "mode": self.mode, "looks": plan["looks"]}
+        about = {"metric": self.metric, "mode": self.own.mode, "looks": plan["looks"]}
         write_report(self.folder, self.variants, self.pairs, about)
 
     def plan(self) -> dict[str, Any]:
@@ -175,13 +209,14 @@ class Comparison:
         pairs = self.own.pairs or int(3600 * self.own.hours / seconds)
         if pairs < 2:
             raise UserError(
-                f"a pair takes {duration(seconds)}: give --hours {5 * seconds / 3600:.2g} for five"
+                f"a pair takes {duration(seconds)}, and there must be two at least: give --hours "
+                f"{5 * seconds / 3600:.2g} for five"
             )
         if plan["pairs"]:
             plan["looks"].append(plan["pairs"])
         plan |= {"pairs": max(pairs, plan["pairs"]), "asked": asked}
         write_json(path, plan)
-        spread = known_spread(self.folder.parent, self.own.stage)
+        spread = known_spread(self.folder.parent, self.own.stage, self.metric)
         least = smallest_difference(spread, plan["pairs"], len(self.variants) - 1)
         say(
             f"a pair takes {duration(seconds)}; {plan['pairs']} pairs find a difference of {least:.2%} nine "
@@ -190,36 +225,45 @@ class Comparison:
         return plan
 
     def run_pair(self, number: int, name: str) -> list[Any]:
-        """Train each variant with the seed of this pair, in an order that turns from pair to pair. Raises
-        UserError."""
+        """Train each variant with the seed of this pair, in an order that turns from pair to pair. A run that
+        has read other files than it should is deleted: it does not count. Raises UserError."""
         runs: dict[int, Any] = {}
         order = list(range(len(self.variants)))
         for i in order if number % 2 == 0 else reversed(order):
-            variant, letter = self.variants[i], chr(65 + i)
-            at, seed = self.folder / "runs" / f"{name}_{letter}", variant.args.seed + number
-            runs[i] = train(variant, self.own.stage, at, seed, self.steps[i], self.own.quiz)
-            if number == 0:
-                self.check(runs[0]["figures"], runs[i]["figures"], variant.name)
+            variant, at = self.variants[i], self.folder / "runs" / f"{name}_{letter_of(i)}"
+            runs[i] = train(
+                variant, self.own.stage, at, variant.args.seed + number, self.steps[i], self.own.quiz
+            )
+            try:
+                if self.pairs:
+                    check_unchanged(self.pairs[0][i]["inputs"], runs[i]["inputs"], at.name)
+                for other in runs if 0 in runs else ():
+                    self.check(runs[0], runs[other], self.variants[other])
+            except EditedInput:
+                shutil.rmtree(at)
+                raise
             value = figure(runs[i], self.metric)
-            say(f"pair {name}, {letter} ({variant.name}): {self.metric} {value:.4f}")
+            say(f"pair {name}, {letter_of(i)} ({variant.name}): {self.metric} {value:.4f}")
         return [runs[i] for i in order]
 
-    def check(self, first: dict[str, Any], other: dict[str, Any], name: str) -> None:
-        """Raise UserError if a variant cannot be compared with the first. Where tokenizers differ, bits per
-        byte decide."""
-        if first["held_out_data"] != other["held_out_data"]:
-            raise UserError(f'variant "{name}": its held-out records are others than those of the first')
-        if first["tokenizer"] != other["tokenizer"] and self.metric == "eval_loss":
-            if not first.get("eval_bpb") or not other.get("eval_bpb"):
-                raise UserError(
-                    f'variant "{name}": another tokenizer, and no bits per byte to compare them by'
-                )
-            self.metric = "eval_bpb"
-            return
-        more = other["tokens"] / first["tokens"] - 1
-        if self.own.same == "tokens" and abs(more) > TOKENS and "eval_reward" not in first:
+    def check(self, first: dict[str, Any], other: dict[str, Any], variant: Variant) -> None:
+        """Raise UserError if a run of a variant cannot be compared with that of the first. Where tokenizers
+        differ, bits per byte decide."""
+        check_pair((self.variants[0], variant), (first["inputs"], other["inputs"]), self.judges)
+        if first["inputs"].get("tokenizer") != other["inputs"].get("tokenizer"):
+            if self.metric == "eval_loss":
+                if not first["figures"].get("eval_bpb") or not other["figures"].get("eval_bpb"):
+                    raise UserError(
+                        f'variant "{variant.name}": another tokenizer, and no bits per byte to compare by'
+                    )
+                self.metric = "eval_bpb"
+            if self.metric == "eval_bpb":
+                return
+        more = other["figures"]["tokens"] / first["figures"]["tokens"] - 1
+        if self.own.same == "tokens" and abs(more) > TOKENS and "eval_reward" not in first["figures"]:
             raise UserError(
-                f'variant "{name}" trains on {more:+.1%} tokens; set its --max_steps, or use --same seconds'
+                f'variant "{variant.name}" trains on {more:+.1%} tokens; set its --max_steps, or use --same '
+                "seconds"
             )
 
 
@@ -229,17 +273,21 @@ def equal_seconds(runs: list[Any]) -> list[int]:
     return [max(1, int(run["figures"]["updates"] * least / run["times"]["training_seconds"])) for run in runs]
 
 
-def known_spread(folder: Path, stage: str) -> float:
-    """The median spread of pairs in earlier comparisons of a stage that found little, SPREAD without any."""
-    results = [json.loads(path.read_text()) for path in folder.glob("*/result.json")]
-    spreads = [each["spread"] for each in results if each["settings"]["stage"] == stage and each["spread"]]
+def known_spread(folder: Path, stage: str, metric: str) -> float:
+    """The median spread of pairs in earlier comparisons of a stage by this figure that found little, SPREAD
+    without any."""
+    spreads = []
+    for path in folder.glob("*/result.json"):
+        each = json.loads(path.read_text())
+        if (each["settings"]["stage"], each["metric"]) == (stage, metric) and each["spread"]:
+            spreads.append(each["spread"])
     return median(spreads) if spreads else SPREAD
 
 
 def main() -> None:
     """Run the comparison."""
-    own, words = parse_args()
-    folder, variants = open_comparison(own, words)
+    own, common = parse_args()
+    folder, variants = open_comparison(own, common)
     say(f"{own.stage} in {folder}; stopped at any moment, the same command goes on")
     Comparison(own, folder, variants).run()
 

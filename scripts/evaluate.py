@@ -29,10 +29,13 @@ import numpy as np
 import torch
 
 from common.errors import UserError
-from common.files import atomic_write
+from common.files import atomic_write, is_there
 from common.hub import local_path, shown_name
+from common.settings import ROOT
+from dataset.files import find_files
 from dataset.lm_dataset import PretrainDataset, SFTDataset, collate_flat
 from dataset.rollout_prompts import PromptDataset
+from dataset.token_cache import file_hash
 from model.generation import generate
 from model.sampling import default_sampling
 from scripts.choice import evaluate_questions, read_questions
@@ -41,6 +44,7 @@ from scripts.text_table import text_table
 from trainer.devices.device import prepare_device, select_device
 from trainer.objectives.next_token import next_token_loss, to_device, weight_sum
 from trainer.rollouts.rewards import compute, load_rewards
+from trainer.run.resume import source_files
 from trainer.weights.for_tools import add_trained_model_flags, given_shape, load_path, model_path
 from trainer.weights.lora import merge_adapter
 
@@ -207,7 +211,7 @@ def main() -> None:
     args.data_path = local_path(args.data_path)
     paths = [model_path(args), *(Path(local_path(path)) for path in args.against)]
     for path in paths:
-        if not path.exists():
+        if not is_there(path):
             raise UserError(f"--against {path}: no such file or folder")
     names = [shown_name(path) for path in (Path(args.lora or paths[0]), *paths[1:])]
     if len(set(names)) < len(names):
@@ -224,7 +228,10 @@ def main() -> None:
         results[name] = {"path": str(path), "parameters": parameters} | evaluate_model(args, model, tokenizer)
     print(table(results))
     if args.json:
-        report = {"settings": vars(args), "models": results}
+        read = [path for given in (args.data_path, args.shots_path) if given for path in find_files(given)[0]]
+        rewards = [path for path in source_files().values() if not path.is_relative_to(ROOT)]
+        files = {str(path): file_hash(path) for path in (*read, *rewards)}
+        report = {"settings": vars(args), "files": files, "models": results}
         text = json.dumps(report, indent=1, ensure_ascii=False, default=str) + "\n"
         atomic_write(args.json, lambda file: file.write(text.encode()))
 

@@ -29,7 +29,7 @@ from common.command_line import Parser, one_line_errors  # first: without requir
 
 # isort: split
 from common.errors import UserError, say
-from common.files import lock_output
+from common.files import files_in, lock_output
 from common.hub import make_local
 from common.settings import ROOT, ModelConfig, StageArgs
 from dataset.files import expand_paths
@@ -130,7 +130,7 @@ def parse_args() -> argparse.Namespace:
     for name in ("save_dir", "cache_dir", "tokenizer_path"):  # run.sh runs in another folder
         if getattr(args, name):
             setattr(args, name, os.path.abspath(getattr(args, name)))
-    if any(Path(args.save_dir).glob(f"*{METRICS_SUFFIX}")):  # run.sh is needed to go on with them
+    if files_in(args.save_dir, f"*{METRICS_SUFFIX}"):  # run.sh is needed to go on with them
         raise UserError(
             f"--save_dir {args.save_dir} holds runs already; give this plan another folder, or remove it"
         )

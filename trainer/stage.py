@@ -11,7 +11,7 @@ from torch import nn
 from common.arguments import parse_args
 from common.command_line import log_to
 from common.errors import UserError
-from common.files import lock_output, read_errors
+from common.files import is_file, is_there, lock_output
 from common.launcher import launch
 from common.settings import ROOT, StageArgs
 from dataset.lm_dataset import StageDataset
@@ -108,9 +108,7 @@ def read_start_weights(args: A) -> "tuple[A, MiniMindConfig | None]":
     Raises UserError if there are no such weights, or another shape was asked for.
     """
     path = start_path(args.save_dir, args.from_weight, args)
-    with read_errors(path):
-        is_there = path.exists()
-    if not is_there:
+    if not is_there(path):
         state = checkpoint_to_resume(args) if args.from_resume or args.resume_from else None
         if state is None and is_path(args.from_weight):
             raise UserError(f"--from_weight {path}: no such file or folder")
@@ -151,7 +149,7 @@ def checkpoint_to_resume(args: StageArgs) -> Path | None:
         )
     if states:
         for place in (states[0], checkpoint.previous_path(states[0])):
-            if place.exists():
+            if is_there(place):
                 return place
     return Path(args.resume_from) if args.resume_from else None
 
@@ -165,8 +163,8 @@ def check_names(args: StageArgs) -> None:
     """Raise UserError if a setting names what is not there: called before anything that takes time."""
     args.check_names()
     own = resume_path(args.checkpoint_dir, args.save_weight, args)
-    has_own_state = own.exists() or checkpoint.previous_path(own).exists()  # a branch goes on with it
-    if args.resume_from is not None and not has_own_state and not Path(args.resume_from).is_file():
+    has_own_state = is_there(own) or is_there(checkpoint.previous_path(own))  # a branch goes on with it
+    if args.resume_from is not None and not has_own_state and not is_file(args.resume_from):
         raise UserError(f"--resume_from {args.resume_from}: no such file")
 
 
@@ -221,6 +219,7 @@ def compile_and_wrap(
     prepare_device(device)
     if frozen_parameters:
         freeze(model, frozen_parameters)
+    model = model.to(device)  # what is compiled depends on it
     if compiles(args, train_set, device):
         tokens = min(8192, args.batch_size * args.max_seq_len)  # no more than a micro-batch may have
         compile_model(model, tokens, may_fail=args.use_compile is None)
@@ -241,7 +240,8 @@ def begin_run(
     state.code = resume.code_of_run(state.optimizer)
     if world_size() > 1:
         chosen = {name: state.environment[name] for name in ("device", "dtype")}
-        resume.check_ranks_agree(chosen | state.code["sources"])
+        resume.check_ranks_agree(chosen)
+        resume.check_code_agrees(state.code["sources"])
 
     # held-out data, callbacks, frozen models
     state.source = data.source
@@ -263,7 +263,7 @@ def begin_run(
         args,
         state.total_updates,
         guessing,
-        held_out_is_training=state.fingerprint.get("held_out_data", "") == state.fingerprint.get("data"),
+        held_out_is_training=is_trained_on(data, eval_set, state.fingerprint),
         best_weights=run_name(f"{args.save_weight}_best", args),
         data_tokens=data.num_tokens if isinstance(data, StageDataset) else None,
     )
@@ -288,6 +288,14 @@ def begin_run(
     Logger(f"{text}; {describe_device(state.device, state.autocast)}")
 
 
+def is_trained_on(data: Any, eval_set: Any, fingerprint: resume.Fingerprint) -> bool:
+    """Whether the held-out data are training data, or some files of them."""
+    train, held_out = getattr(data, "train_dataset", data), getattr(data, "val_dataset", eval_set)
+    if not (isinstance(train, StageDataset) and isinstance(held_out, StageDataset)):
+        return fingerprint.get("held_out_data", "") == fingerprint.get("data")
+    return "eval_share" not in held_out.fingerprint and held_out.file_hashes <= train.file_hashes
+
+
 def reference_model(args: StageArgs, lm_config: "MiniMindConfig", device: torch.device) -> nn.Module:
     """A frozen model with the weights that a run starts from, which it reads again when it is resumed."""
     setup_seed(args.seed)  # --from_weight none: the same random ones
@@ -307,7 +315,6 @@ def add_callbacks(state: TrainState) -> None:
         state.callbacks.append(ExpertLoad(unwrap(state.model)))
     if args.sample_prompts != "none" and (args.sample_prompts != "auto" or state.eval_loader is not None):
         state.callbacks += [*sample_callbacks(state), *answer_callbacks(state)]
-    state.callbacks.check()
 
 
 def go_on(state: TrainState, saved: dict[str, Any]) -> None:

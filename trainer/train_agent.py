@@ -16,6 +16,7 @@ Environments are classes in trainer/rollouts/environments.py or in a module of y
 """
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 # run the code beside this file, installed or not
@@ -62,6 +63,11 @@ class Args(ReinforcementArgs):
 
 class Objective(Rollouts):
     """What this stage learns, from what the model writes to the prompts."""
+
+    # the settings that all held-out metrics depend on
+    held_out_reads: Mapping[str, str] = {
+        "": f"{Rollouts.held_out_reads['']} environment max_turns max_total_len"
+    }
 
     def loss(self, model, batch, args):
         """Sums, each []: of the losses of the targets, of the auxiliary losses of the tokens, and of metrics

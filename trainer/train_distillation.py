@@ -16,6 +16,7 @@ To change this stage, change it here: `Args` (defaults and flags), `Objective`, 
 """
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -62,6 +63,10 @@ class Objective(next_token.Objective):
     """What this stage learns: the answers or the text, and what the teachers, frozen models, predict."""
 
     console_metrics = ("cross_entropy", "divergence")
+    # the settings that a held-out metric depends on; the loss on none
+    held_out_reads: Mapping[str, str] = {
+        "divergence": "temperature from_teacher_weight teacher_hidden_size teacher_num_layers teacher_use_moe"
+    }
 
     def load_frozen_models(self, args, device):
         self.teachers = distillation.load_teachers(args, load_tokenizer(args.tokenizer_path), device)

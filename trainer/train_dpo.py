@@ -15,6 +15,7 @@ To change this stage, change it here: `Args` (defaults and flags), `Objective`, 
 """
 
 import sys
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
@@ -66,6 +67,14 @@ class Objective(next_token.Objective):
 
     console_metrics = ("accuracy", "reward_margin", "reward_chosen", "reward_rejected")
     needs_reference = True
+    # the settings that each held-out metric depends on; the start weights are the reference
+    held_out_reads: Mapping[str, str] = {
+        "loss": "beta rpo_alpha from_weight",
+        "accuracy": "from_weight",
+        "reward_margin": "beta from_weight",
+        "reward_chosen": "beta from_weight",
+        "reward_rejected": "beta from_weight",
+    }
 
     def size(self, batch, lm_config):
         return preference.pair_size(batch, lm_config)

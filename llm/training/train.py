@@ -34,6 +34,7 @@ from llm.training.tasks.language_model import FullSFT, Pretrain, StageTask
 from llm.training.tasks.regression_task import RegressionTask
 from trainer.devices.device import check_dtype, select_device
 from trainer.devices.errors import StopRequest, training_errors, translated_failures
+from trainer.run.callbacks import check_restores
 from trainer.run.resume import check_settings_utf8
 from trainer.run.saving import complete_moves
 from trainer.stage import check_names
@@ -88,7 +89,9 @@ def build_task(config: Config) -> Task:
     task = find_task(config.training.task)(config)
     if not hasattr(task, "args"):
         raise UserError(f"{type(task).__name__}.__init__ must call super().__init__(config)")
-    if not isinstance(task, TrainingTask):
+    if isinstance(task, TrainingTask):
+        check_restores(type(task), TrainingTask)
+    else:
         for name in sorted(vars(TrainingTask).keys() - dir(Task)):
             if hasattr(task, name):
                 raise UserError(

@@ -72,11 +72,29 @@ def compare_with_plan(run: Run, lang: str) -> str | None:
 
 def unsure(run: Run, lang: str) -> str | None:
     """The held-out loss in words, as the number of equally likely tokens that have this cross entropy (the
-    perplexity). None if it was not measured before the first update, and for losses of another kind."""
+    perplexity), which is at most all of them. None if it was not measured before the first update, and for
+    losses of another kind."""
     first, now = run.values.get("initial_eval_loss", [math.nan])[0], run.figures.get("eval_loss")
-    if math.isnan(first) or now is None or run.about.get("facts", {}).get("guessing") is None:
+    words, facts = WORDS[lang], run.about.get("facts", {})
+    guessing = facts.get("guessing")
+    if math.isnan(first) or now is None or guessing is None:
         return None
-    return WORDS[lang]["unsure"].format(first=math.exp(first), now=math.exp(now))
+    where = words["training text" if facts.get("held_out_is_training") else "held-out text"]
+    everything = words["all"].format(count=round(math.exp(guessing)))
+    if now >= guessing:
+        return words["guesses"].format(where=where, count=round(math.exp(guessing)))
+    before = everything if first >= guessing else f"{math.exp(first):,.0f}"
+    return words["unsure"].format(where=where, now=round(math.exp(now)), first=before)
+
+
+def first_and_last(answers: list[tuple[int, str]], last: int, words: dict[str, str]) -> list[tuple[str, str]]:
+    """When the first and the last of the answers to a prompt were written, and these answers. last: the
+    update of the last one, which may be as it was long before."""
+    (first, text), *others = answers
+    if not others and last > first:
+        return [(words["unchanged"].format(first=first, last=last), text)]
+    shown = [(first, text), *((last, text) for _, text in others[-1:])]
+    return [(words["update at"].format(update=update), text) for update, text in shown]
 
 
 def page(runs: dict[str, Run], table: list[list[str]], figure: Any, others: Any, lang: str) -> str:
@@ -91,8 +109,11 @@ def page(runs: dict[str, Run], table: list[list[str]], figure: Any, others: Any,
         section |= {"warnings": run.warnings, "outcome": compare_with_plan(run, lang)}
         section["unsure"] = unsure(run, lang)
         prompts = list((run.samples or run.rollout).items())[:MAX_PROMPTS]
-        first_and_last = {prompt: answers[:1] + answers[1:][-1:] for prompt, answers in prompts}
-        section |= {"samples": first_and_last, "sampled": run.sampled}
+        shown = {
+            prompt: first_and_last(answers, run.answered_at[prompt], WORDS[lang])
+            for prompt, answers in prompts
+        }
+        section |= {"samples": shown, "sampled": run.sampled}
         section |= {"wrong_answers": run.wrong_answers}
         sections.append(section | {"settings": run.settings, "others": about})
     text = TEMPLATE.read_text(encoding="utf-8")

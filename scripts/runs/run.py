@@ -62,6 +62,7 @@ class Run:
         self.warnings: list[tuple[int, str]] = []
         self.samples: dict[str, list[tuple[int, str]]] = {}
         self.rollout: dict[str, list[tuple[int, str]]] = {}
+        self.answered_at: dict[str, int] = {}  # prompt -> the update of its last answer
         self.sampled: dict[str, str] = {}
         self.wrong_answers: list[dict[str, str]] = []
         self.skipped, self.diverged = 0, False
@@ -135,6 +136,7 @@ class Run:
             answers_by_prompt = self.rollout if "reward" in sample else self.samples
             answers = answers_by_prompt.setdefault(short_text(sample["prompt"]), [])
             answer = short_text(sample["answer"])
+            self.answered_at[short_text(sample["prompt"])] = update
             if not answers or answers[-1][1] != answer:
                 answers.append((update, answer))
             del answers[1 : 1 - MAX_ANSWERS]

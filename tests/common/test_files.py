@@ -8,12 +8,26 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from common import files
-from common.errors import UserError
-from common.files import atomic_write, is_running, link, lock_output, locked, new_path, sync
+from common.errors import ReadError, UserError
+from common.files import (
+    atomic_write,
+    files_in,
+    is_file,
+    is_folder,
+    is_running,
+    is_taken,
+    is_there,
+    link,
+    lock_output,
+    locked,
+    new_path,
+    sync,
+)
 from tests.conftest import ROOT
 from tests.stage_process import rank_variables
 
@@ -71,6 +85,36 @@ def test_a_folder_that_cannot_be_flushed(tmp_path, monkeypatch, number):
             sync(tmp_path)
     else:
         sync(tmp_path)
+
+
+def test_absent_is_what_the_system_calls_absent(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    (tmp_path / "dangling").symlink_to("nowhere")
+    places = ["file", "file/below", "dangling", "none", "no/folder", "", "x" * 300, "nul\0"]
+    for name, tell in ((name, tell) for name in places for tell in (is_there, is_file, is_folder)):
+        usual = {is_there: Path.exists, is_file: Path.is_file, is_folder: Path.is_dir}[tell]
+        expected = False if len(name) == 300 else usual(tmp_path / name)
+        assert tell(tmp_path / name) is tell(str(tmp_path / name)) is expected, (name, tell)
+    assert is_taken(tmp_path / "dangling") and not is_taken(tmp_path / "none")
+    assert files_in(tmp_path, "f*") == [tmp_path / "file"] and files_in(tmp_path / "none") == []
+    assert files_in(tmp_path) == sorted(tmp_path.iterdir()) and files_in(tmp_path / "file") == []
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(ReadError, match="symbolic links"):
+        is_there(tmp_path / "loop")
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EACCES, errno.EMFILE, errno.ENOMEM])
+def test_what_cannot_be_looked_at_is_an_error(tmp_path, monkeypatch, number):
+    def fails(path, *_, **__):
+        raise OSError(number, os.strerror(number), str(path))
+
+    path = tmp_path / "file"
+    path.touch()
+    for name in ("stat", "lstat", "listdir"):
+        monkeypatch.setattr(os, name, fails)
+    for tell in (is_there, is_taken, is_file, is_folder, files_in):
+        with pytest.raises(ReadError, match=f"file cannot be read at present .{os.strerror(number)}"):
+            tell(path)
 
 
 def test_what_cannot_be_written_leaves_the_old_file(tmp_path):

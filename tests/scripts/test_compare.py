@@ -22,6 +22,8 @@ from tests.stage_process import run as run_stage
 from tests.trainer.stage_flags import write_start_weights
 from tools.compare import code, runs
 from tools.compare.paired import t_quantile
+from tools.compare.variant import letter_of
+from tools.verify import launch
 from tools.verify.launch import LAUNCH_VARIABLE, Run, finish, is_alive
 
 SMALL = ["--hidden_size", 32, "--num_hidden_layers", 1, "--max_seq_len", 64, "--batch_size", 8]
@@ -147,9 +149,8 @@ def made_up(monkeypatch):
         record = {"update": 7, "tokens": 70, "seconds": 1.0, "mean_loss": 2.0}
         write_jsonl(folder / "save/a_metrics.jsonl", [record])
         figures = {"eval_loss": seed / 100 + slowness, "updates": steps or 40, "tokens": 70}
-        figures |= {"held_out_data": "a", "tokenizer": "b"}
         times = {"wall_seconds": 2.0, "training_seconds": slowness, "memory_mb": 1.0}
-        return {"figures": figures, "times": times}
+        return {"figures": figures, "inputs": {"tokenizer": "b"}, "times": times}
 
     monkeypatch.setattr(compare, "train", train)
     return made
@@ -158,9 +159,10 @@ def made_up(monkeypatch):
 def test_hours_become_pairs(comparing, made_up):
     flags = ["", "--weight_decay 0.3"]
     done = comparing("--hours", 13 / 3600, *flags)
-    assert "a pair takes 4 s; 3 pairs find a difference of 1.07%" in done.stdout and len(made_up) == 6
+    assert "a pair takes 4 s; 3 pairs find a difference of 1.18%" in done.stdout and len(made_up) == 6
     done = comparing("--hours", 4 / 3600, "--name", "short", *flags)
-    assert done.returncode == 2 and "give --hours 0.0056 for five" in done.stderr
+    assert done.returncode == 2
+    assert "there must be two at least: give --hours 0.0056 for five" in done.stderr
 
 
 def test_the_slower_variant_gets_fewer_updates(comparing, made_up):
@@ -174,12 +176,15 @@ def test_the_slower_variant_gets_fewer_updates(comparing, made_up):
 
 
 def test_the_spread_is_learned_from_earlier_comparisons(tmp_path):
-    assert compare.known_spread(tmp_path, "sft") == compare.SPREAD
-    for name, (stage, spread) in enumerate([("sft", 0.02), ("dpo", 0.5), ("sft", 0.0), ("sft", 0.04)]):
+    """From those of the same stage, by the same figure."""
+    assert compare.known_spread(tmp_path, "sft", "eval_loss") == compare.SPREAD
+    earlier = [("sft", "eval_loss", 0.02), ("dpo", "eval_loss", 0.5), ("sft", "eval_loss", 0.0)]
+    earlier += [("sft", "quiz", 0.3), ("sft", "eval_loss", 0.04)]
+    for name, (stage, metric, spread) in enumerate(earlier):
         (tmp_path / str(name)).mkdir()
-        content = {"settings": {"stage": stage}, "spread": spread}
+        content = {"settings": {"stage": stage}, "metric": metric, "spread": spread}
         (tmp_path / str(name) / "result.json").write_text(json.dumps(content))
-    assert compare.known_spread(tmp_path, "sft") == pytest.approx(0.03)
+    assert compare.known_spread(tmp_path, "sft", "eval_loss") == pytest.approx(0.03)
 
 
 MISTAKES = {
@@ -199,7 +204,21 @@ MISTAKES = {
     "other samples": (["", "--max_seq_len 32"], "--max_seq_len decides what the runs are measured by"),
     "other data": (["", "--data_path other.jsonl"], "other data need a held-out file of their own"),
     "a place": (["", "--checkpoint_dir x"], "--checkpoint_dir: this script sets it"),
-    "no revision": (["--base", "nosuch"], "git rev-parse"),
+    "no revision": (["--base", "nosuch"], "--base 'nosuch' is no folder, and no revision of the git repo"),
+    "an empty revision": (["--base", ""], "--base '' is no folder, and no revision"),
+    "a file": (["--base", "README.md"], "--base 'README.md' is no folder, and no revision"),
+    "a variant of one word": (["", "--packing"], '--packing may be a variant or a flag of all runs: write "'),
+    "a first variant of one word": (["--packing", "", "--seed 3"], "--packing may be a variant or a flag"),
+    "one word against a revision": (["--base", "HEAD", "--packing"], "--packing may be a variant or a flag"),
+    "one word with a value": (
+        ["--base", "HEAD", "--weight_decay=0.3"],
+        'write "--weight_decay 0.3", in quotes, for a variant, and --weight_decay 0.3, without them, for all',
+    ),
+    "one word before another": (["--packing", "--weight_decay 0.3"], "--packing may be a variant or a flag"),
+    "an unknown flag of a variant": (
+        ["", "--bath_size 3"],
+        'variant "--bath_size 3": --bath_size is unknown',
+    ),
     "no code": (["--base", "/"], "/ holds no code of this trainer"),
     "a path as a name": (["--name", "a/b", "", "--packing 1"], "--name 'a/b' must be a plain name"),
     "an open quote": (["", "--save_weight 'a"], "No closing quotation"),
@@ -256,12 +275,15 @@ def test_another_stage_by_its_own_figure_from_weights_by_name(comparing, started
 
 
 def test_a_quiz_decides(comparing, started, monkeypatch, tmp_path):
-    def evaluate(command, **_):
+    real_run = subprocess.run
+
+    def evaluate(command, **options):
+        if command[0] == "git":
+            return real_run(command, **options)
         done = run_stage("scripts.evaluate", command[2:])
         return subprocess.CompletedProcess(command, 0, done.out, done.err)
 
     monkeypatch.setattr(runs.subprocess, "run", evaluate)
-    monkeypatch.setattr(compare, "copy_code", lambda source, target: None)
     choices = ["the red fox walks", "stone river under", "sees and a blue"]
     records = [
         {"question": f"the {word}", "choices": choices, "answer": i % 3} for i, word in enumerate("abcdef")
@@ -311,11 +333,73 @@ def test_code_is_copied_as_it_is_and_as_it_was(repository, tmp_path):
     code.copy_code(code.resolve_base("HEAD"), tmp_path / "crlf")
     assert (tmp_path / "crlf/trainer/a.py").read_bytes() == b"*.log\n"
     differing = ["model/b.py", "trainer/a.py", "trainer/new.py"]
-    assert code.differing_files(tmp_path / "tree", tmp_path / "base") == differing
+    names = code.copied_files(tmp_path / "tree")
+    assert code.differing_files(tmp_path / "tree", tmp_path / "base", names) == differing
     assert sorted((repository / ".git").rglob("*")) == entries  # nothing is left in the repository
     (repository / "trainer/a.py").write_text("edited again\n")
     code.copy_code(str(repository), tmp_path / "tree")  # it is there: a comparison goes on with its copy
     assert (tmp_path / "tree/trainer/a.py").read_text() == "edited\n"
+
+
+def test_every_file_of_the_code_counts_and_no_data(repository, tmp_path):
+    """A template and Python that git ignores are code; what lies in dataset/ and what Python compiles is not."""
+    (repository / "model/chat_template.jinja").write_text("a")
+    (repository / "dataset/raw").mkdir(parents=True)
+    (repository / "dataset/raw/big.parquet").write_text("data")
+    (repository / "dataset/local.py").write_text("a")
+    (repository / ".gitignore").write_text("*.log\nlocal.py\n")
+    (repository / "trainer/local.py").write_text("a")
+    code.copy_code(str(repository), tmp_path / "tree")
+    names = ["dataset/local.py", "model/chat_template.jinja", "trainer/a.py", "trainer/local.py"]
+    assert sorted(code.copied_files(tmp_path / "tree")) == [*names, "trainer/new.py"]
+
+    def edited() -> list[str]:
+        return code.differing_files(repository, tmp_path / "tree", code.code_files(repository))
+
+    (repository / "dataset/raw/big.parquet").write_text("other data")
+    (tmp_path / "tree/trainer/__pycache__").mkdir()
+    (tmp_path / "tree/trainer/__pycache__/a.cpython-311.pyc").write_text("compiled")
+    assert edited() == []
+    (repository / "model/chat_template.jinja").write_text("b")
+    (repository / "trainer/local.py").write_text("b")
+    assert edited() == ["model/chat_template.jinja", "trainer/local.py"]
+
+
+def test_a_revision_from_before_a_rename_is_one_line(comparing, started, tmp_path):
+    """The script had another name then; or it knows other flags."""
+    other = tmp_path / "other"
+    code.copy_code(str(ROOT), other)
+    subprocess.run(["git", "init", "-q"], cwd=other, check=True)
+    script = other / "trainer/train_pretrain.py"
+    script.rename(other / "trainer/pretrain.py")
+    done = comparing("--pairs", 2, "--base", other)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and not started
+    assert "has no trainer/train_pretrain.py: it had another name then; give a newer one" in done.stderr
+
+
+def test_a_run_of_older_code_that_says_less_is_one_line(comparing, monkeypatch):
+    """Its records have no memory_mb."""
+
+    def finish(run: Run) -> dict[str, float]:
+        save = run.folder / "save"
+        save.mkdir()
+        record = {"update": 1, "tokens": 9, "tokens_per_second": 3.0, "eval_loss": 2.0}
+        write_jsonl(save / "a_metrics.jsonl", [record])
+        return {"wall_seconds": 1.0}
+
+    monkeypatch.setattr(runs, "finish", finish)
+    done = comparing("--pairs", 2, "", "--weight_decay 0.3")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert "wrote no 'memory_mb'; code as old as that cannot be compared" in done.stderr
+
+
+def test_more_variants_than_letters(comparing, made_up, tmp_path):
+    rates = [f"--learning_rate {number}e-3" for number in range(1, 30)]
+    assert comparing("--pairs", 2, *rates).returncode == 0
+    names = [name for name, _ in made_up]
+    assert names[25:29] == ["1_Z", "1_AA", "1_AB", "1_AC"] and len(set(names)) == 58
+    assert list(result(tmp_path / "out")["results"])[24:] == ["Z", "AA", "AB", "AC"]
+    assert [letter_of(number) for number in (0, 701, 702)] == ["A", "ZZ", "AAA"]
 
 
 def test_an_edit_against_another_folder_of_code(comparing, started, tmp_path):
@@ -381,6 +465,17 @@ def test_a_run_that_is_left_over_is_ended_and_times_are_told(tmp_path):
     assert not psutil.pid_exists(left.pid) or not is_alive(psutil.Process(left.pid))
     assert times["wall_seconds"] > 0.4
     assert 0.05 < times["cpu_per_update"] < 0.2  # 0.4 s of CPU, 4 updates
+
+
+def test_the_seconds_of_a_killed_run_are_those_of_all_its_launches(tmp_path, monkeypatch):
+    """Those of the training before the checkpoint that it goes on from, and those of this launch."""
+    (tmp_path / "run/checkpoint").mkdir(parents=True)
+    (tmp_path / "run/checkpoint/a_resume.pth").touch()
+    monkeypatch.setattr(launch, "read_checkpoint", lambda path: {"update": 2, "seconds": 100.0})
+    run = Run(
+        tmp_path / "run", StageArgs(), [sys.executable, "-c", SCRIPT, str(tmp_path / "run/save"), "0", ""]
+    )
+    assert 100.4 < finish(run)["wall_seconds"] < 200
 
 
 def test_the_mistake_of_a_run_is_one_line(tmp_path):

@@ -111,3 +111,25 @@ def test_a_state_of_older_code_that_compared_more_settings_is_resumed(corpus, tm
     del state["monitored"]
     torch.save(state, path)
     assert "done: 8 updates" in run("pretrain", argv).out
+
+
+@pytest.mark.parametrize("log", ["log_dir", "log_file", "a log of somebody else", "checkpoint_dir"])
+def test_a_log_beside_the_weights_stays_where_it_is(corpus, tmp_path, log):
+    """Two new runs of a name: the second sets the files of the first aside, and goes on writing the log."""
+    out, states = tmp_path / "out", tmp_path / "checkpoints"
+    settings = {"epochs": 1, "num_hidden_layers": 1, "eval_interval": 0}
+    flag, value, path = {
+        "log_dir": ("log_dir", out, out / "pretrain_32.log"),
+        "log_file": ("log_file", out / "pretrain_32.txt", out / "pretrain_32.txt"),
+        "a log of somebody else": ("log_file", "none", out / "pretrain_32.log"),
+        "checkpoint_dir": ("log_dir", states, states / "pretrain_32.log"),
+    }[log]
+    settings |= {flag: value}
+    for number in (1, 2):
+        if log == "a log of somebody else":  # of `tee`
+            path.parent.mkdir(exist_ok=True)
+            path.write_text("done:" * number)
+        run("pretrain", flags(corpus, tmp_path, "pretrain", **settings))
+    assert path.read_text().count("done:") == 2
+    assert sorted(file.name for file in (out / "earlier_1").iterdir())[0] == "pretrain_32.json"
+    assert not (out / "earlier_1" / path.name).exists() and not (states / "earlier_1" / path.name).exists()

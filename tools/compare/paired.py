@@ -1,19 +1,22 @@
-"""Statistics of paired runs: Student's t without scipy, intervals of several comparisons (Holm), the smallest
-difference that so many pairs can show."""
+"""Statistics of paired runs: Student's t, central and not, without scipy; intervals of several comparisons
+(Holm); the smallest difference that so many pairs can show."""
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from statistics import mean, stdev
 from typing import NamedTuple
 
 ALPHA = 0.05  # an interval misses the true difference so often
+POWER = 0.9  # the announced difference is found so often
+EQUAL = 9  # decimals, as shares of the largest difference, to which equal ones agree
 
 
 class Difference(NamedTuple):
     """The mean of paired differences with its interval, and the two-sided p value of no difference.
 
     level: of the interval, 0.95 for a single comparison. is_significant: whether the interval leaves out
-    zero, or all differences are the same and not zero."""
+    zero. step: of a figure that comes in steps, 0 for others, see `step_of`."""
 
     mean: float
     low: float
@@ -21,6 +24,25 @@ class Difference(NamedTuple):
     level: float
     p: float
     is_significant: bool
+    step: float
+
+
+def step_of(differences: Sequence[float]) -> float:
+    """The step of a figure that comes in steps, such as a share of few questions: the smallest distance
+    between two differences, or of one from zero. Equal differences tell such a figure; without any it is 0,
+    and so where nothing differs."""
+    scale = max(map(abs, differences))
+    values = [round(value / scale, EQUAL) if scale else 0.0 for value in differences]
+    distinct = sorted({0.0, *values})
+    if len(set(values)) == len(values) or len(distinct) == 1:
+        return 0.0
+    return scale * min(high - low for low, high in pairwise(distinct))
+
+
+def spread_of(differences: Sequence[float]) -> float:
+    """The standard deviation of differences, to which a step adds as an independent error of its size. Few
+    differences of such a figure are equal by chance: without it two of them would show anything."""
+    return math.hypot(stdev(differences), step_of(differences))
 
 
 def t_cdf(t: float, df: int) -> float:
@@ -68,23 +90,48 @@ def compare_all(differences: Sequence[Sequence[float]]) -> list[Difference]:
 
 def p_value(differences: Sequence[float]) -> float:
     """Two-sided p value of the mean of at least two differences being zero."""
-    error = stdev(differences) / math.sqrt(len(differences))
-    if error == 0.0:
-        return 1.0 if mean(differences) == 0.0 else 0.0
+    error = spread_of(differences) / math.sqrt(len(differences))
+    if error == 0.0:  # nothing differs
+        return 1.0
     return 2 * (1 - t_cdf(abs(mean(differences)) / error, len(differences) - 1))
 
 
 def interval(differences: Sequence[float], alpha: float, p: float) -> Difference:
     """The t interval of the mean, which misses it in `alpha` of all cases."""
     count, center = len(differences), mean(differences)
-    half = t_quantile(1 - alpha / 2, count - 1) * stdev(differences) / math.sqrt(count)
+    half = t_quantile(1 - alpha / 2, count - 1) * spread_of(differences) / math.sqrt(count)
     low, high = center - half, center + half
-    return Difference(center, low, high, 1 - alpha, p, not low <= 0.0 <= high)
+    return Difference(center, low, high, 1 - alpha, p, not low <= 0.0 <= high, step_of(differences))
+
+
+# --- power
 
 
 def smallest_difference(spread: float, pairs: int, comparisons: int = 1) -> float:
     """The true difference that so many pairs find nine times in ten, if single differences spread by `spread`
-    (standard deviation), in its unit."""
-    df = pairs - 1
-    quantiles = t_quantile(1 - ALPHA / comparisons / 2, df) + t_quantile(0.9, df)
-    return quantiles * spread / math.sqrt(pairs)
+    (standard deviation), in its unit: by bisection of `power`."""
+    limit = t_quantile(1 - ALPHA / comparisons / 2, pairs - 1)
+    low, high = 0.0, 1.0
+    while power(high, limit, pairs - 1) < POWER:
+        high *= 2
+    while high - low > 1e-6 * high:
+        middle = (low + high) / 2
+        low, high = (middle, high) if power(middle, limit, pairs - 1) < POWER else (low, middle)
+    return high * spread / math.sqrt(pairs)
+
+
+def power(shift: float, limit: float, df: int) -> float:
+    """The share of cases in which (Z + shift) / S lies beyond -limit or limit: Z is standard normal, S the
+    root of a chi-square divided by its df degrees of freedom. These are the tails of the noncentral t
+    distribution, computed as the integral of the normal ones over the density of S, by the midpoint rule."""
+    half_width, steps = 10 / math.sqrt(2 * df), 2000  # 10 standard deviations of S
+    begin = max(0.0, 1 - half_width)
+    width = (1 + half_width - begin) / steps
+    log_scale = math.log(2) + df / 2 * math.log(df / 2) - math.lgamma(df / 2)
+    total = 0.0
+    for i in range(steps):
+        s = begin + (i + 0.5) * width
+        density = math.exp(log_scale + (df - 1) * math.log(s) - df * s**2 / 2)
+        beyond = (math.erfc((limit * s + sign * shift) / math.sqrt(2)) / 2 for sign in (-1, 1))
+        total += density * sum(beyond)
+    return total * width

@@ -3,16 +3,17 @@
 import json
 import time
 from pathlib import Path
-from statistics import mean, median, stdev
+from statistics import mean, median
 from typing import Any
 
 from common.errors import say
 from common.files import atomic_write, write_json
 from scripts.text_table import text_table
-from tools.compare.code import differing_files
+from tools.compare.code import copied_files, differing_files
 from tools.compare.curves import draw_spread
-from tools.compare.paired import Difference, compare_all
-from tools.compare.runs import Variant, figure
+from tools.compare.paired import Difference, compare_all, spread_of
+from tools.compare.runs import figure
+from tools.compare.variant import Variant, letter_of
 from trainer.weights.paths import METRICS_SUFFIX
 
 SMALL = 0.02  # a difference, as a share of the figure, that tells how small ones spread
@@ -30,7 +31,7 @@ def write_report(
     about: `metric`, `mode` (min or max), and `looks`, the numbers of pairs at which the result was seen
     before.
     """
-    metric, letters = about["metric"], [chr(65 + i) for i in range(len(variants))]
+    metric, letters = about["metric"], [letter_of(i) for i in range(len(variants))]
     figures = [[figure(run, metric) for run in pair] for pair in pairs]
     level = abs(mean(pair[0] for pair in figures)) or 1.0
     differences = [[pair[i] - pair[0] for pair in figures] for i in range(1, len(variants))]
@@ -39,12 +40,13 @@ def write_report(
         sentence = describe(result, differences[i], level, about)
         values = result._asdict() | {"differences": differences[i], "sentence": sentence}
         results[letters[i + 1]] = {"variant": variants[i + 1].name} | values
-    edited = differing_files(variants[0].code, variants[-1].code)
+    code, of_last = variants[0].code, variants[-1].code
+    edited = differing_files(code, of_last, copied_files(code))
     settings = json.loads((folder / "settings.json").read_text())
     content = {"settings": settings} | about | {"pairs": len(pairs), "edited": edited, "results": results}
     # large differences spread more: they say nothing of how small a one can be found
     small = [values for values in differences if abs(mean(values)) < SMALL * level]
-    content["spread"] = median(map(stdev, small)) / level if small else 0.0
+    content["spread"] = median(map(spread_of, small)) / level if small else 0.0
     content["runs"] = {letter: [pair[i]["figures"] for pair in pairs] for i, letter in enumerate(letters)}
     write_json(folder / "result.json", content)
 
@@ -81,6 +83,9 @@ def describe(result: Difference, differences: list[float], level: float, about: 
     low, high = 100 * result.low / level, 100 * result.high / level
     text = f"{about['metric']} {100 * result.mean / level:+.3g} %, {100 * result.level:.3g} % interval "
     text += f"[{low:+.3g}, {high:+.3g}], better in {wins} of {len(differences)} pairs"
+    if result.step:
+        step = 100 * result.step / level
+        text += f"; equal differences: the figure has steps of {step:.2g} %, which widen the interval"
     if about["looks"]:
         seen = ", ".join(map(str, about["looks"]))
         text += f"; it was looked at with {seen} pairs before, so the interval is too narrow"
@@ -108,7 +113,7 @@ def table(variants: list[Variant], pairs: list[list[Any]], metric: str) -> list[
         }
         means = [mean(columns[name]) if columns[name] else None for name in rows[0][1:]]
         cells = ["-" if value is None else short(value) for value in means]
-        rows.append([f"{chr(65 + i)} {variant.name}", *cells])
+        rows.append([f"{letter_of(i)} {variant.name}", *cells])
     return rows
 
 

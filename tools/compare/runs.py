@@ -3,36 +3,21 @@
 import importlib
 import json
 import math
-import shlex
 import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from common.errors import UserError
 from common.files import write_json
-from common.settings import FrozenModelArgs, StageArgs
+from common.settings import FrozenModelArgs
+from tools.compare.flags import split_flags
+from tools.compare.inputs import QUIZ, read_inputs
+from tools.compare.variant import Variant
 from tools.verify.launch import Run, finish
 from trainer.report.metrics import read_metrics
-from trainer.weights.paths import METRICS_SUFFIX, settings_path, start_path
-
-
-class Variant(NamedTuple):
-    """A variant: its name, the folder of its code, the flags of its runs as typed and as settings."""
-
-    name: str
-    code: Path
-    words: list[str]
-    args: StageArgs
-
-
-def split_flags(text: str) -> list[str]:
-    """The words of flags that were given in quotes. Raises UserError."""
-    try:
-        return shlex.split(text)
-    except ValueError as error:
-        raise UserError(f"{text!r} are no flags: {error}") from None
+from trainer.weights.paths import METRICS_SUFFIX, start_path
 
 
 def stage_script(stage: str) -> Any:
@@ -53,8 +38,8 @@ def train(
         quiz: flags of scripts/evaluate.py, whose first figure is `quiz`.
 
     Returns:
-        `figures`: held-out metrics, tokens, updates, what the held-out data are: a function of settings and
-        code. `times`: seconds and memory, which differ from run to run.
+        `figures`: held-out metrics, tokens, updates: a function of settings and code. `inputs`: what it read.
+        `times`: seconds and memory, which differ from run to run.
 
     Raises:
         UserError: the run ends with an error.
@@ -63,21 +48,46 @@ def train(
     if not path.exists():
         words = [*variant.words, *own_flags(variant, folder, seed, steps)]
         script = variant.code / "trainer" / Path(stage_script(stage).__file__).name
-        times = finish(Run(folder, variant.args, [sys.executable, str(script), *words]))
-        (metrics,) = folder.glob(f"save/*{METRICS_SUFFIX}")
-        records = read_metrics(metrics)
-        figures = {key: value for each in records for key, value in each.items() if key.startswith("eval_")}
-        figures |= {"seed": seed, "updates": records[-1]["update"], "tokens": records[-1]["tokens"]}
-        about = json.loads(settings_path(metrics).read_text())["fingerprint"]
-        figures |= {key: about.get(key) for key in ("held_out_data", "tokenizer")}
+        try:
+            times = finish(Run(folder, variant.args, [sys.executable, str(script), *words]))
+        except UserError as error:
+            raise UserError(f'"{variant.name}", {error}') from None
+        content = read_run(folder, variant.name)
+        content["figures"]["seed"] = seed
         if quiz:
-            figures["quiz"] = take_quiz(variant.code, weights_of(metrics), quiz)
-        times |= {"training_seconds": training_seconds(records), "memory_mb": records[-1]["memory_mb"]}
-        write_json(path, {"figures": figures, "times": times})
+            content["figures"]["quiz"], files = take_quiz(variant.code, weights_of(folder), quiz)
+            content["inputs"] |= files
+        content["times"] |= times
+        write_json(path, content)
     shutil.rmtree(folder / "checkpoint", ignore_errors=True)  # the curves stay, weights would fill the disk
     for weights in folder.glob("save/*.pth"):
         weights.unlink()
     return json.loads(path.read_text())
+
+
+def read_run(folder: Path, name: str) -> dict[str, Any]:
+    """Figures, inputs and times of a run that has ended, of its files. name: of its variant. Raises UserError
+    if older code wrote others."""
+    try:
+        metrics = metrics_of(folder)
+        records = read_metrics(metrics)
+        last = records[-1]
+        figures = {key: value for each in records for key, value in each.items() if key.startswith("eval_")}
+        figures |= {"updates": last["update"], "tokens": last["tokens"]}
+        times = {"training_seconds": training_seconds(records), "memory_mb": last["memory_mb"]}
+        return {"figures": figures, "inputs": read_inputs(metrics), "times": times}
+    except (LookupError, FileNotFoundError) as error:
+        raise UserError(
+            f'"{name}": its run in {folder} wrote no {error}; code as old as that cannot be compared, so '
+            "give a newer --base"
+        ) from error
+
+
+def metrics_of(folder: Path) -> Path:
+    """The metrics file of a run. Raises FileNotFoundError."""
+    for path in folder.glob(f"save/*{METRICS_SUFFIX}"):
+        return path
+    raise FileNotFoundError("metrics file")
 
 
 def own_flags(variant: Variant, folder: Path, seed: int, steps: int) -> list[str]:
@@ -109,22 +119,26 @@ def training_seconds(records: list[dict[str, Any]]) -> float:
     return seconds
 
 
-def weights_of(metrics: Path) -> Path:
-    """The inference weights beside a metrics file."""
+def weights_of(folder: Path) -> Path:
+    """The inference weights of a run."""
+    metrics = metrics_of(folder)
     return metrics.with_name(metrics.name.removesuffix(METRICS_SUFFIX) + ".pth")
 
 
-def take_quiz(code: Path, weights: Path, flags: str) -> float:
-    """The first figure of scripts/evaluate.py with these flags. Raises UserError with its error."""
-    report = weights.with_name("quiz.json")
+def take_quiz(code: Path, weights: Path, flags: str) -> tuple[float, dict[str, str]]:
+    """The first figure of scripts/evaluate.py with these flags, and the hashes of the files that it read.
+    Raises UserError with its error."""
+    path = weights.with_name("quiz.json")
     command = [sys.executable, str(code / "scripts" / "evaluate.py"), *split_flags(flags)]
-    command += ["--model", str(weights), "--json", str(report)]
+    command += ["--model", str(weights), "--json", str(path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         why = (done.stderr.strip().splitlines() or ["it was killed"])[-1]
         raise UserError(f"--quiz {flags!r}: {why.removeprefix('error: ')}")
-    (model,) = json.loads(report.read_text())["models"].values()
-    return next(iter(model["figures"].values()))["value"]
+    report = json.loads(path.read_text())
+    (model,) = report["models"].values()
+    files = {f"{QUIZ}{name}": value for name, value in report.get("files", {}).items()}
+    return next(iter(model["figures"].values()))["value"], files
 
 
 def figure(run: dict[str, Any], metric: str) -> float:

@@ -7,10 +7,11 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import psutil
 
@@ -40,8 +41,15 @@ class Run:
 
     def saved_update(self) -> int | None:
         """The update at which a resumed run must continue; None if there is no checkpoint."""
-        states = self.folder.glob("checkpoint/*_resume*.pth")  # the newest, the one before, the best
-        return max((read_checkpoint(path)["update"] for path in states), default=None)
+        return max((state["update"] for state in self.states()), default=None)
+
+    def saved_seconds(self) -> float:
+        """The seconds of training until that update; 0 without one, or if older code did not count them."""
+        return max((state.get("seconds", 0.0) for state in self.states()), default=0.0)
+
+    def states(self) -> Iterator[dict[str, Any]]:
+        """Its checkpoints: the newest, the one before, the best."""
+        return map(read_checkpoint, self.folder.glob("checkpoint/*_resume*.pth"))
 
     def last_update(self) -> int:
         """The update of the last record in the metrics file; 0 before the first record."""
@@ -156,8 +164,9 @@ def finish(run: Run) -> dict[str, float]:
     killed is ended first.
 
     Returns:
-        `wall_seconds` of the launch, and `cpu_per_update`: CPU seconds of training with its evaluations, per
-        update; without an update the second is left out.
+        `wall_seconds` of the launch, with those of the training that earlier launches did and saved; and
+        `cpu_per_update`: CPU seconds of training with its evaluations, per update; without an update the
+        second is left out.
 
     Raises:
         UserError: the run ends with an error, whose line this is.
@@ -168,7 +177,7 @@ def finish(run: Run) -> dict[str, float]:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
         time.sleep(POLL_SECONDS)
-    run.launches, before = 0, child_cpu_seconds()
+    run.launches, before, earlier = 0, child_cpu_seconds(), run.saved_seconds()
     with closing(Launch(run)) as launch:
         launch.wait_for_training()
         start = 0.0
@@ -179,7 +188,7 @@ def finish(run: Run) -> dict[str, float]:
             errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
             what = (errors or [line for line in lines if line.strip()] or ["it was killed"])[-1]
             raise UserError(f"{run.folder.name}: {what} (all of it: {launch.log})")
-        times = {"wall_seconds": launch.seconds()}
+        times = {"wall_seconds": earlier + launch.seconds()}
         updates = run.last_update() - (launch.saved or 0)
     if updates:
         times["cpu_per_update"] = (child_cpu_seconds() - before - start) / updates

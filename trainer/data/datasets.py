@@ -12,13 +12,15 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from common.errors import UserError, reason, say
+from common.errors import UserError, reason, say, warn
+from common.files import is_file, is_there
 from common.launcher import launch
 from common.settings import ROOT, StageArgs
-from dataset.files import expand_paths
+from dataset.files import expand_paths, is_plain_text
 from dataset.held_out import Split
 from dataset.lm_dataset import PretrainDataset, StageDataset, collate_flat
 from dataset.mixing import MixedDataset, split_weights
+from dataset.report import EmptySplit
 from dataset.rollout_prompts import PromptDataset
 from trainer.devices.errors import LoaderFailure, ignore_stop_signals
 from trainer.devices.process_group import this_rank, world_size
@@ -44,7 +46,7 @@ def check_data_paths(args: StageArgs) -> None:
     """Raise UserError where the data are missing: called before anything that takes time."""
     if not args.data_path:
         raise UserError("--data_path is missing: give a file, a folder or a pattern")
-    if args.is_default("data_path") and not Path(args.data_path).exists():
+    if args.is_default("data_path") and not is_there(args.data_path):
         demo = f"python {ROOT / 'scripts/demo/corpus.py'} writes {ROOT / 'dataset/demo'} to try"
         raise UserError(f"{args.data_path}: no such file; put your data there, or give --data_path ({demo})")
     check_needs_held_out(args, bool(args.eval_data_path or args.eval_share))
@@ -74,7 +76,7 @@ def check_needs_held_out(args: StageArgs, is_there: bool) -> None:
 
 def sample_lines(path: str) -> list[str]:
     """The prompts in the file of --sample_prompts, one per line. Raises UserError if there are none."""
-    if not Path(path).is_file():
+    if not is_file(path):
         raise UserError(f"--sample_prompts {path}: no such file; give auto, none, or a text file")
     try:
         lines = [line for line in Path(path).read_text("utf-8-sig").splitlines() if line.strip()]
@@ -112,13 +114,18 @@ def open_datasets(
     def open_split(data_path: str, split: Split | None, packing: bool = False) -> StageDataset:
         return dataset_class(data_path, tokenizer, args.max_seq_len, packing, split=split, **options)
 
-    held_out = None  # opened first: it is smaller, so that a mistake in it shows at once
-    if args.eval_share or args.eval_data_path:
-        held_out = open_split(*held_out_source(args))
     paths, weights = [cast(str, args.data_path)], []
     if ":" in paths[0]:  # perhaps a.jsonl:0.7,b.jsonl:0.3
         paths, weights = split_weights(paths[0])
     split = Split(args.eval_share) if args.eval_share else None
+    held_out = None  # opened first: it is smaller, so that a mistake in it shows at once
+    if args.eval_share or args.eval_data_path:
+        try:
+            held_out = open_split(*held_out_source(args))
+        except EmptySplit:
+            for path in paths:  # bad records are training data, and may be the cause
+                open_split(path, split)
+            raise
     sources = [open_split(path, split, args.packing) for path in paths]
     train = sources[0]
     if weights:
@@ -140,6 +147,8 @@ def open_datasets(
         text += f"; held out: {held_out.records:,} records, {held_out.num_tokens:,} tokens"
     if launch().rank == 0:
         say(text)
+    if held_out is not None and not any(map(is_plain_text, held_out.cache.files)):
+        warn_of_share(args.eval_share, train.records, held_out.records)
     return train, held_out
 
 
@@ -165,6 +174,19 @@ def add_replay(
     return mixed
 
 
+def warn_of_share(share: float, trained: int, held_out: int) -> None:
+    """Warn where the records that are held out are far from the share of all of them (0: there is none): more
+    than a factor of two, and than five standard deviations of a random choice."""
+    records = trained + held_out
+    is_far = abs(held_out - share * records) > 5 * math.sqrt(share * records)
+    if share and is_far and not records * share / 2 <= held_out <= records * share * 2:
+        warn(
+            f"--eval_share {share:g} holds out {held_out:,} of {records:,} records "
+            f"({held_out / records:.1%}): those with the same first question or text are held out together, "
+            "and many have the same; --eval_data_path takes held-out data of your choice"
+        )
+
+
 def open_prompts(
     args: Any, tokenizer: "PreTrainedTokenizerBase", tools: list[dict] | None = None
 ) -> tuple[PromptDataset, PromptDataset | None]:
@@ -185,6 +207,7 @@ def open_prompts(
     held_out = None
     if args.eval_share or args.eval_data_path:
         held_out = open_split(*held_out_source(args))
+        warn_of_share(args.eval_share, train.records, held_out.records)
     return train, held_out
 
 

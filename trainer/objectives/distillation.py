@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from common.errors import UserError
+from common.files import is_file, is_folder, is_there
 from common.settings import FrozenModelArgs, StageArgs, setting
 from dataset.token_cache import load_tokenizer
 from trainer.devices.process_group import Logger
@@ -85,7 +86,7 @@ class TeacherArgs(FrozenModelArgs):
     def teacher(self, weight: str) -> Path:
         """The file or folder of a teacher: of a name in --save_dir, or a path."""
         if is_path(weight):
-            if not Path(weight).exists():
+            if not is_there(weight):
                 raise UserError(f"--from_teacher_weight {weight}: no such file or folder")
             return Path(weight)
         try:
@@ -125,8 +126,8 @@ def load_teachers(
     teachers = []
     for path in args.teachers():
         weights, config = read_model(path, **args.teacher_shape())
-        folder = path if path.is_dir() else path.parent
-        its_tokenizer = load_tokenizer(folder) if (folder / TOKENIZER_FILE).is_file() else tokenizer
+        folder = path if is_folder(path) else path.parent
+        its_tokenizer = load_tokenizer(folder) if is_file(folder / TOKENIZER_FILE) else tokenizer
         hashes = {config.tokenizer_sha256, vocabulary_hash(tokenizer), vocabulary_hash(its_tokenizer)}
         if len(hashes - {None}) > 1 or config.vocab_size != len(tokenizer):
             raise UserError(

@@ -29,6 +29,9 @@ class Objective:
     console_metrics: tuple[str, ...] = ()  # metrics that stand on the console's line
     loss_is_cross_entropy = False
     saves_trained_only = False  # a checkpoint leaves out frozen weights, which a resumed run reads again
+    # of a held-out metric, or "" of all: the settings that it depends on beside the model and the data;
+    # scripts/compare.py keeps them equal
+    held_out_reads: Mapping[str, str] = {}
     needs_reference = False  # `reference` becomes a frozen model with the start weights, on the device
     reference: Any = None
 
@@ -80,6 +83,15 @@ class Objective:
     def save(self, model: nn.Module, path: Path, writer: Writer, description: dict[str, Any]) -> Path:
         """Write what is used of the model, in the background; returns where."""
         return save_weights(model, path, writer, description)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What changes from update to update, such as a moving average, for the checkpoint: numbers, strings,
+        tensors, and lists and dicts of them. Called on every rank; the checkpoint holds that of rank 0."""
+        return {}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Restore the result of `state_dict`, whose tensors are on the CPU, before the first update of a
+        resumed run; also after the first checkpoint of a run, when it must change nothing."""
 
 
 def defining_file(value: Any) -> str:

@@ -12,10 +12,10 @@ from tqdm import tqdm
 from tqdm.utils import disp_len, disp_trim
 
 from common.errors import UserError, WriteError, say
-from common.files import atomic_write, read_errors
+from common.files import atomic_write, is_there, read_errors
 
 WIDTH = 100  # columns of a line on the console
-KEPT_RECORDS = 500  # the last records, which warnings look at
+KEPT_RECORDS = 500  # the last records, which warnings look at beside the first and the best
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -32,7 +32,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 def complete_lines(path: Path) -> list[bytes]:
     """The lines of a file that are written to their end."""
-    return path.read_bytes().split(b"\n")[:-1] if path.exists() else []  # a complete line ends in "\n"
+    return path.read_bytes().split(b"\n")[:-1] if is_there(path) else []  # a complete line ends in "\n"
 
 
 def readable_records(path: Path) -> list[dict[str, Any]]:
@@ -48,6 +48,16 @@ def log_record(line: bytes) -> dict[str, Any] | None:
         return record if isinstance(record["update"], int) else None
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return None
+
+
+def first_best_and_last(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The first record, the one with the lowest eval_loss, and the last KEPT_RECORDS, in their order."""
+    if len(records) <= KEPT_RECORDS:
+        return records
+    evaluated = [i for i, record in enumerate(records) if record.get("eval_loss") is not None]
+    best = min(evaluated, key=lambda i: records[i]["eval_loss"], default=0)
+    chosen = {0, best, *range(len(records) - KEPT_RECORDS, len(records))}
+    return [records[i] for i in sorted(chosen)]
 
 
 class MetricsLog:
@@ -74,7 +84,7 @@ class MetricsLog:
         text = "".join(json.dumps(record) + "\n" for record in kept)
         atomic_write(path, lambda file: file.write(text.encode()))
         self.path, self.console_metrics = path, console_metrics
-        self.records = kept[:1] + kept[1:][-KEPT_RECORDS:]  # the first and the last ones, for warnings
+        self.records = first_best_and_last(kept)  # for warnings
         self.warned = {text.partition(":")[0] for record in kept for text in record.get("warnings", ())}
         self.file = open(path, "a", encoding="utf-8")  # noqa: SIM115 (open for the whole run)
         form = "{percentage:3.0f}%|{bar:30}| update {n_fmt}/{total_fmt}, {elapsed}<{remaining}"
@@ -93,9 +103,7 @@ class MetricsLog:
 
     def write(self, record: dict[str, Any], head: str) -> None:
         """Record one update. `head` opens the console line, e.g. `Epoch:[1/2](100/1200) 4%`."""
-        if len(self.records) > KEPT_RECORDS:
-            del self.records[1]
-        self.records.append(record)
+        self.records = first_best_and_last([*self.records, record])
         self.bar.update(record["update"] - self.bar.n)
         try:
             self.file.write(json.dumps(record, allow_nan=False) + "\n")

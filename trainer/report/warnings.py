@@ -27,6 +27,7 @@ SENTENCES = {
     "still falling": "still falling",
     "nothing held out": "no held-out data (--eval_share 0.02) tell how the model does on other text",
     "held out": "{name} {now:.3f} at last",
+    "own text": "measured on the training data, which tells nothing of other text",
     "better": "still getting better ({before:.3f} at update {before_update:,.0f})",
     "same": "hardly changed since update {before_update:,.0f} ({before:.3f})",
     "worse": "the best, {best:.3f}, was at update {best_update:,.0f} ({best_weights})",
@@ -238,6 +239,8 @@ def held_out_sentences(
     found: list[tuple[str, dict[str, Any]]] = [("held out", values)]
     if initial is not None:
         found = [("learned", values | {"first": initial})]
+    if facts.get("held_out_is_training"):  # older code did not say
+        found.append(("own text", {}))
     if learned_nothing(records, facts):
         return [*found, ("nothing learned", {"rate": facts["learning_rate"]})]
     if len(evaluations) == 1:

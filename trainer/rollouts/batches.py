@@ -6,6 +6,7 @@ it. Token ids are trained as they were sampled, from softmax(logits / temperatur
 """
 
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import groupby
 from typing import Any
@@ -102,6 +103,8 @@ class Rollouts(Callback, Objective):
     """
 
     console_metrics = ("reward", "reward_std", "frac_reward_zero_std", "completion_length")
+    # the settings that all held-out metrics depend on
+    held_out_reads: Mapping[str, str] = {"": "reward reward_model max_gen_len open_thinking thinking_ratio"}
 
     def __init__(self, args: Any, writer: TrajectoryWriter, rewards: list[Reward]):
         self.args, self.writer, self.rewards = args, writer, rewards
@@ -182,7 +185,7 @@ class Rollouts(Callback, Objective):
         return {
             "since_last_record": self.since_last_record,
             "rollout_for_next_updates": all_gather(rollout),
-            "samples": self.samples,
+            "samples": all_gather(self.samples)[0],  # the log is rank 0's
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:

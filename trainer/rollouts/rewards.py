@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from common.errors import UserError, reason
+from common.files import is_folder
 from common.plugins import import_named, user_code
 from model.answers import CALL, END_CALL, parse_call
 from trainer.weights.paths import CONFIG_FILE, is_hugging_face
@@ -250,7 +251,7 @@ def compute(
 
 def check_reward_model(folder: str) -> None:
     """Raise UserError if it is no Hugging Face folder."""
-    if not Path(folder).is_dir():
+    if not is_folder(folder):
         raise UserError(f"--reward_model {folder}: no such folder")
     if not is_hugging_face(Path(folder)):
         raise UserError(f"--reward_model {folder} holds no sequence classifier (it has no {CONFIG_FILE})")

@@ -1,10 +1,10 @@
 """What the stages of reinforcement learning share: their flags, and how a run gets its rollouts."""
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import torch
 
+from common.files import files_in, is_file
 from common.settings import LONGEST, FrozenModelArgs, StageArgs, setting
 from model.sampling import COLDEST
 from trainer.rollouts.batches import Rollouts
@@ -50,7 +50,7 @@ class RolloutArgs(FrozenModelArgs):
     def frozen_model_hashes(self) -> dict[str, str | None]:
         if self.reward_model is None:
             return {"reward_model_sha256": None}
-        files = sorted(each for each in Path(self.reward_model).glob("*") if each.is_file())
+        files = [each for each in files_in(self.reward_model) if is_file(each)]
         return {"reward_model_sha256": files_hash(files)}  # also of its template
 
     def check_names(self) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from common.errors import UserError, check_utf8, reason, warn
+from trainer.objectives.next_token import Objective
 
 
 class Callback:
@@ -75,7 +76,10 @@ class CallbackList(list[Callback]):
     state: Any = None  # the TrainState
 
     def check(self) -> None:
-        """Raise UserError for a method `on_...` that would never be called."""
+        """Raise UserError for a method `on_...` that would never be called, or a state that would never be
+        restored."""
+        for keeper in self.keepers().values():
+            check_restores(type(keeper), Callback if isinstance(keeper, Callback) else Objective)
         for callback in self:
             for name in dir(callback):
                 if name.startswith("on_") and name not in HOOKS:
@@ -91,6 +95,13 @@ class CallbackList(list[Callback]):
             numbers[name] += 1
             named[name if numbers[name] == 1 else f"{name}#{numbers[name]}"] = callback
         return named
+
+    def keepers(self) -> dict[str, Any]:
+        """What has a state that checkpoints hold, by name: the callbacks, and the Objective of the run unless
+        it is one of them."""
+        objective = getattr(self.state, "objective", None)
+        is_apart = isinstance(objective, Objective) and objective not in self
+        return self.by_name() | ({"the Objective": objective} if is_apart else {})
 
     def call(self, name: str, *args: Any) -> None:
         """Call a method of each callback; the traceback of an exception names the callback. In `on_exception`
@@ -124,19 +135,30 @@ class CallbackList(list[Callback]):
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
         """The states by name."""
-        states = {}
-        for name, callback in self.by_name().items():
-            states[name] = plain(callback.state_dict(), f"the state of callback {name}")
-        return states
+        return {
+            name: plain(keeper.state_dict(), f"the state of {name}")
+            for name, keeper in self.keepers().items()
+        }
 
     def load_state_dict(self, states: dict[str, dict[str, Any]]) -> None:
-        """Restore the state of each callback; warn of the states of callbacks that are no longer there."""
-        named = self.by_name()
+        """Restore the states; warn of those whose callbacks are no longer there."""
+        named = self.keepers()
         gone = [name for name in states if states[name] and name not in named]
         if gone:
             warn(f"callbacks of the checkpoint that this run does not have: {', '.join(gone)}")
         for name in named.keys() & states.keys():
-            named[name].load_state_dict(states[name])
+            if states[name]:  # else there was no state yet
+                named[name].load_state_dict(states[name])
+
+
+def check_restores(kind: type, base: Any) -> None:
+    """Raise UserError for a subclass of `base` that saves a state and does not restore it."""
+    given: Any = kind
+    if given.state_dict is not base.state_dict and given.load_state_dict is base.load_state_dict:
+        raise UserError(
+            f"{kind.__name__} has state_dict and no load_state_dict: a resumed run would lose its state; "
+            "write `def load_state_dict(self, saved)`"
+        )
 
 
 def plain(value: Any, where: str, in_record: bool = False) -> Any:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from common.errors import UserError, reason, warn
+from common.files import is_file
 from common.settings import StageArgs
 from dataset.lm_dataset import StageDataset, collate_flat, collate_shared
 from trainer.data.datasets import SizedDataset, epoch_tokens
@@ -80,7 +81,7 @@ def compiler_problem(device: str) -> str:
             return "Triton is not installed; pip install triton"
     if not any(map(shutil.which, compilers)):
         return f"there is no compiler {' or '.join(compilers)}; install one"
-    if not (Path(sysconfig.get_path("include")) / "Python.h").is_file():
+    if not is_file(Path(sysconfig.get_path("include")) / "Python.h"):
         return "Python's headers are missing (Python.h); install them (python3-dev)"
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 

@@ -4,6 +4,7 @@ ranks."""
 import math
 import subprocess
 import sys
+import sysconfig
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -11,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from common.errors import UserError, check_utf8, warn
-from common.plugins import imported_files
+from common.files import is_file
 from common.settings import ROOT, USUAL_DECAY, FrozenModelArgs, StageArgs
 from dataset.token_cache import file_hash
 from trainer.devices.device import autocast_dtype
@@ -75,7 +76,8 @@ def with_weight_decay(args: A, checkpoint: dict[str, Any] | None, train_set: Any
         decay = checkpoint["fingerprint"]["weight_decay"]
     elif args.decays_by_pass and args.optimizer == "muon" and args.from_weight == "none":
         global_batch = args.batch_size * args.accumulation_steps * world_size()
-        updates = len(train_set.item_tokens) / global_batch
+        items = len(getattr(train_set, "item_tokens", train_set))  # a user's own data have no tokens
+        updates = items / global_batch
         decay = float(f"{decay_of(args.learning_rate * MUON_LR_SCALE, updates):.3g}")
         Logger(f"--weight_decay auto: {decay}, for a pass of {updates:,.0f} updates")
     return args.model_copy(update={"weight_decay": decay})
@@ -166,6 +168,13 @@ def check_ranks_agree(values: dict[str, Any]) -> None:
             )
 
 
+def check_code_agrees(sources: dict[str, str]) -> None:
+    """Raise UserError if the ranks run other code. A file that only some of them have loaded, such as one for
+    the figures that rank 0 draws, is no difference."""
+    loaded_by_all = set.intersection(*map(set, all_gather(list(sources))))
+    check_ranks_agree({name: sources[name] for name in sorted(loaded_by_all)})
+
+
 def changes(before: Fingerprint, now: Fingerprint) -> str:
     """What differs, as `name: old -> new`; empty if nothing does."""
     differing = [key for key in before | now if before.get(key) != now.get(key)]
@@ -193,27 +202,44 @@ def environment(args: StageArgs, device: torch.device, autocast: AbstractContext
 def code_of_run(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """What the code says of a run: the hashes of its files, the settings that it gives the optimizer, and
     the git revision."""
-    sources = {}
-    for file in source_files():
-        # the path in the repository, which may lie elsewhere when the run goes on
-        name = str(file.relative_to(ROOT)) if file.is_relative_to(ROOT) else file.name
-        sources[name] = file_hash(file)
+    sources = {name: file_hash(file) for name, file in source_files().items()}
     return {"revision": code_version(), "sources": sources, "optimizer": optimizer_settings(optimizer)}
 
 
-def source_files() -> list[Path]:
-    """The Python files of the rooms that a run executes, of its script, and of the user's own modules that
-    are loaded."""
-    files = {file for room in SOURCE_ROOMS for file in (ROOT / room).rglob("*.py")}
-    loaded = {
-        Path(module.__file__) for module in list(sys.modules.values()) if getattr(module, "__file__", None)
+def source_files() -> dict[str, Path]:
+    """The Python files of the rooms that a run executes, of its script, and of all other modules that are
+    loaded and not installed: the user's own, wherever they lie. By a name that stays the same where the
+    folders lie elsewhere: the path in the repository, or that of the module."""
+    files = {
+        str(file.relative_to(ROOT)): file for room in SOURCE_ROOMS for file in (ROOT / room).rglob("*.py")
     }
+    loaded = {}
+    for name, module in list(sys.modules.items()):
+        file = Path(getattr(module, "__file__", None) or "")
+        if file.suffix != ".py" or is_installed(file):
+            continue
+        if name == "__main__":
+            name, file = file.stem, file.resolve()
+        loaded[module_path(name, file)] = file
     # the other stages' scripts are not executed; the engine's tasks import those of theirs
-    files -= set((ROOT / "trainer").glob("train_*.py")) - loaded
-    own = {file.parent for file in imported_files}
-    files |= {file for file in loaded if file.parent in own and file.suffix == ".py"}
-    script = getattr(sys.modules["__main__"], "__file__", None)
-    return sorted(files | ({Path(script).resolve()} if script else set()))
+    stages = {f"trainer/{file.name}" for file in (ROOT / "trainer").glob("train_*.py")}
+    return {name: file for name, file in files.items() if name not in stages - loaded.keys()} | loaded
+
+
+def module_path(module: str, file: Path) -> str:
+    """Where the file of a module lies, in the repository or in the folder that it was imported from."""
+    if file.is_relative_to(ROOT):
+        return str(file.relative_to(ROOT))
+    path = module.replace(".", "/")
+    return f"{path}/__init__.py" if file.name == "__init__.py" else f"{path}.py"
+
+
+def is_installed(file: Path) -> bool:
+    """Whether a file is of Python itself or of an installed package, whose versions a run records otherwise;
+    or of no file system, such as a module of a notebook."""
+    python = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib")]
+    is_of_python = any(file.is_relative_to(folder) for folder in python)
+    return is_of_python or bool({"site-packages", "dist-packages"} & set(file.parts)) or not is_file(file)
 
 
 def code_version() -> str:

@@ -18,13 +18,23 @@ from typing import Any
 
 import torch
 
-from common.errors import Interrupted, UserError, reason
-from common.files import link, read_errors, remove, sync, write_errors, write_json
+from common.errors import Interrupted, ReadError, UserError, reason, warn
+from common.files import (
+    files_in,
+    is_taken,
+    is_there,
+    link,
+    read_errors,
+    remove,
+    sync,
+    write_errors,
+    write_json,
+)
 from common.settings import FrozenModelArgs, StageArgs
 from trainer.devices.errors import end_loader_processes, translated_failures
 from trainer.devices.process_group import Logger, all_gather, is_main_process, meet, world_size
 from trainer.devices.wrapping import is_sharded, unwrap
-from trainer.report.metrics import MetricsLog
+from trainer.report.metrics import MetricsLog, readable_records
 from trainer.report.warnings import verdict
 from trainer.run.resume import Fingerprint, total_updates
 from trainer.run.state import Progress, TrainState
@@ -36,18 +46,20 @@ from trainer.weights import checkpoint, paths
 def run_files(folder: Path, run_name: str) -> list[Path]:
     """The files of a run of this name in a folder: weights, states, metrics, settings, adapters, curves."""
     endings = r"(_metrics|_run|_resume|_resume_previous|_best_resume|_update_\d+)?(\.\w+)*"
-    return sorted(path for path in folder.glob("*") if re.fullmatch(re.escape(run_name) + endings, path.name))
+    return [path for path in files_in(folder) if re.fullmatch(re.escape(run_name) + endings, path.name)]
 
 
 def earlier_run_files(args: StageArgs) -> list[Path]:
-    """The files that a new run with these settings sets aside."""
+    """The files that a new run with these settings sets aside; not the log, which it goes on writing."""
     name = paths.run_name(args.save_weight, args)
     best = paths.run_name(f"{args.save_weight}_best", args)
     out, states = Path(args.save_dir), Path(args.checkpoint_dir)
     # states first: what is left of a run without one cannot be taken for a run to go on with
     files = run_files(states, name) + run_files(out, name) + run_files(out, best)
     files += run_files(paths.tensorboard_folder(args).parent, name)
-    return list(dict.fromkeys(files))  # both folders may be the same
+    log = paths.log_path(args, name)
+    kept = {path for path in files if path.suffix == ".log" or (log and path.absolute() == log.absolute())}
+    return [path for path in dict.fromkeys(files) if path not in kept]  # both folders may be the same
 
 
 def check_starts(args: StageArgs) -> None:
@@ -59,7 +71,7 @@ def check_starts(args: StageArgs) -> None:
         starts["resume_from"] = [Path(args.resume_from)]
     files = earlier_run_files(args)
     for flag, start in ((flag, start) for flag, several in starts.items() for start in several):
-        if any(start.exists() and start.samefile(path) for path in files):
+        if any(is_there(start) and start.samefile(path) for path in files):
             raise UserError(
                 f"--{flag} {start} is a file of the run --save_weight {args.save_weight}, which a new run of "
                 "this name sets aside; give another --save_weight, or go on with that run (--from_resume 1)"
@@ -73,7 +85,7 @@ def set_earlier_run_aside(args: StageArgs) -> None:
     if not files:
         return
     number = 1
-    while any((path.parent / f"earlier_{number}").exists() for path in files):
+    while any(is_taken(path.parent / f"earlier_{number}") for path in files):
         number += 1
     moves = {str(path): str(path.parent / f"earlier_{number}" / path.name) for path in files}
     write_json(moves_path(args), moves)
@@ -93,14 +105,14 @@ def moves_path(args: StageArgs) -> Path:
 def complete_moves(args: StageArgs) -> None:
     """Set aside what is listed and not set aside yet; rank 0 only."""
     path = moves_path(args)
-    if not path.exists():
+    if not is_there(path):
         return
     with read_errors(path):
         moves = json.loads(path.read_bytes())
     for source, kept in moves.items():
         with write_errors(Path(kept)):
             Path(kept).parent.mkdir(exist_ok=True)
-            if Path(source).exists():
+            if is_taken(source):
                 os.replace(source, kept)
     for folder in {Path(kept).parent for kept in moves.values()}:
         sync(folder)
@@ -137,6 +149,7 @@ def save_checkpoint(state: TrainState) -> None:
     del saved  # the writer's now, which frees it
     if is_first:
         state.writer.wait()
+        meet()  # no other rank looks for the file before rank 0 has written it
         restore_first(state, path)
 
 
@@ -176,7 +189,11 @@ def restore_first(state: TrainState, path: Path) -> None:
     folder, which no resume would do without.
 
     Raises UserError if the file cannot be read again, or something is not what was saved."""
-    if not all(all_gather(path.exists())):
+    sees_it = all_gather(is_there(path))
+    if not all(sees_it):
+        Logger(
+            f"rank {sees_it.index(False)} does not see {path}: a run can only be resumed where all ranks do"
+        )
         return
     try:
         saved = checkpoint.read_checkpoint(path)
@@ -185,17 +202,37 @@ def restore_first(state: TrainState, path: Path) -> None:
     before = checkpoint.host_copy(state.callbacks.state_dict())
     restore(state, saved)
     now = collect(state)
+    other = [
+        name
+        for name, value in before.items()
+        if checkpoint.first_difference(saved["callbacks"].get(name), value) is not None
+    ]
+    other_by_rank = all_gather(other)
     if not is_main_process():
+        state.callbacks.load_state_dict({name: before[name] for name in other})
         return
+    warn_of_lost_states(other_by_rank)
     expected = {key: saved[key] for key in now}
-    for name, value in before.items():
-        if checkpoint.first_difference(saved["callbacks"][name], value) is not None:
-            expected["callbacks"][name] = now["callbacks"][name]
+    expected["callbacks"] |= {name: now["callbacks"][name] for name in other}
     difference = checkpoint.first_difference(expected, now)
     if difference is not None:
         raise UserError(
             f"{path} was written, but the run cannot be restored from it: {difference}; a resumed run would "
             "not be this run"
+        )
+
+
+def warn_of_lost_states(other_by_rank: list[list[str]]) -> None:
+    """Warn of callbacks, or the Objective, whose state on some rank is not that of rank 0, which alone is
+    saved.
+
+    other_by_rank: on each rank the names of those whose state is not what was saved; on rank 0 they change by
+    themselves."""
+    ranks = {name: rank for rank, names in enumerate(other_by_rank) for name in names}
+    for name in sorted(ranks.keys() - set(other_by_rank[0])):
+        warn(
+            f"the state of {name} on rank {ranks[name]} differs from that on rank 0, which a resumed run "
+            "gives to all ranks; let its `state_dict` return the states of all ranks (all_gather)"
         )
 
 
@@ -241,7 +278,7 @@ def delete_old_checkpoints(folder: Path, run_name: str, keep_last: int, saved: d
     """Delete the numbered checkpoints up to the present update, except for the last --keep_last (at least
     one) and the best."""
     numbered = {}
-    for path in folder.glob("*.pth"):
+    for path in files_in(folder, "*.pth"):
         if name := re.fullmatch(re.escape(run_name) + r"_update_(\d+)\.pth", path.name):
             numbered[int(name[1])] = path
     past = sorted(update for update in numbered if update <= saved["update"])
@@ -276,7 +313,7 @@ def write_settings(state: TrainState, path: Path) -> None:
     command line."""
     content: dict[str, Any] = {}
     with read_errors(path):
-        if state.resumed_update is not None and path.exists():
+        if state.resumed_update is not None and is_there(path):
             with suppress(ValueError):  # no JSON
                 content = json.loads(path.read_bytes())
     now = datetime.now(UTC).isoformat(timespec="seconds")
@@ -290,6 +327,7 @@ def write_settings(state: TrainState, path: Path) -> None:
         "settings": dict(state.args),
         "environment": {"code": state.code["revision"]} | state.environment | versions,
         "fingerprint": state.fingerprint,
+        "sources": state.code["sources"],
         "facts": state.facts,
         "starts": [*content.get("starts", []), start],
     }
@@ -313,9 +351,10 @@ def interrupted(state: TrainState) -> Interrupted:
 def where_to_go_on(state: TrainState) -> str:
     """The end of an error's line: that the run can be resumed; empty if there is no checkpoint yet."""
     path = paths.resume_path(state.args.checkpoint_dir, state.args.save_weight, state.lm_config)
-    if not path.exists() and not checkpoint.previous_path(path).exists():
-        return ""
-    return "; --from_resume 1 goes on from the last checkpoint"
+    with suppress(ReadError):
+        if is_there(path) or is_there(checkpoint.previous_path(path)):
+            return "; --from_resume 1 goes on from the last checkpoint"
+    return ""
 
 
 @contextmanager
@@ -332,6 +371,7 @@ def open_files(state: TrainState, wandb: Any) -> Iterator[None]:
     training ends, the files being written are completed."""
     args, tracker_timeout = state.args, 10.0  # seconds; after an interruption somebody is waiting
     state.wandb = wandb
+    state.callbacks.check()
     path = paths.metrics_path(args.save_dir, paths.run_name(args.save_weight, args))
     if is_main_process():
         if state.resumed_update is None:
@@ -352,7 +392,9 @@ def open_files(state: TrainState, wandb: Any) -> Iterator[None]:
         state.callbacks.call("on_train_end")
         Logger(f"done: {progress.update} updates in {progress.seconds:.0f} s; weights in {state.weights}")
         if state.log is not None:
-            Logger(f"verdict: {verdict(state.log.records, state.facts)}")
+            with read_errors(path):
+                records = readable_records(path)  # all of them, as the report page reads them
+            Logger(f"verdict: {verdict(records, state.facts)}")
         tracker_timeout = None
     except BaseException as error:
         state.callbacks.call("on_exception", error)
@@ -387,7 +429,7 @@ def is_finished(args: StageArgs, fingerprint: Fingerprint, saved: dict[str, Any]
     ):
         return False
     path = paths.weight_path(args.save_dir, args.save_weight, args)
-    has_weights = path.exists() or path.with_suffix("").exists()  # of an adapter, a folder
+    has_weights = is_there(path) or is_there(path.with_suffix(""))  # of an adapter, a folder
     if not all_gather(has_weights)[0]:  # they are written once more
         return False
     Logger(f"{path.stem} is finished, after {saved['update']} updates: nothing to do; its weights: {path}")

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from common.contents import check_content
 from common.errors import UserError, reason
-from common.files import atomic_write, locked, new_path, read_errors, write_json
+from common.files import atomic_write, is_file, is_folder, is_there, locked, new_path, read_errors, write_json
 from common.settings import ROOT
 from dataset.token_cache import file_hash, load_tokenizer
 from trainer.devices.process_group import Logger, is_main_process
@@ -118,10 +118,10 @@ def keep_tokenizer(source: str | Path, folder: str | Path, fingerprint: str) -> 
     as `tokenizer_<fingerprint>`, where `tokenizer_folder` finds it; rank 0 only. That of this repository
     needs no copy."""
     copy = Path(folder) / f"tokenizer_{fingerprint}"
-    if not is_main_process() or copy.exists():
+    if not is_main_process() or is_there(copy):
         return
     with locked(copy.parent / ".tokenizer.lock", "waiting for another run that copies its tokenizer"):
-        if not copy.exists():
+        if not is_there(copy):
             with new_path(copy) as place:
                 place.mkdir()
                 write_tokenizer(place, load_tokenizer(source))
@@ -130,11 +130,11 @@ def keep_tokenizer(source: str | Path, folder: str | Path, fingerprint: str) -> 
 def write_tokenizer(folder: Path, tokenizer: "PreTrainedTokenizerBase") -> None:
     """Write a tokenizer into a folder."""
     source = Path(tokenizer.name_or_path)
-    if not (source / TOKENIZER_FILE).is_file():
+    if not is_file(source / TOKENIZER_FILE):
         tokenizer.save_pretrained(folder)
         return
     for name in TOKENIZER_FILES:  # as they are: every version of transformers reads them
-        if (source / name).is_file():
+        if is_file(source / name):
             shutil.copyfile(source / name, folder / name)
 
 
@@ -144,14 +144,14 @@ def write_tokenizer(folder: Path, tokenizer: "PreTrainedTokenizerBase") -> None:
 def tokenizer_folder(path: Path) -> Path:
     """The folder of the tokenizer that belongs to a model: the copy that its description names
     (`keep_tokenizer`), or the tokenizer beside its weights, or that of this repository."""
-    folder = path if path.is_dir() else path.parent
+    folder = path if is_folder(path) else path.parent
     fingerprint = read_description(path).get("tokenizer")
     if fingerprint:
         for place in (folder, folder.parent):  # the parent: of files that were set aside, in `earlier_<n>`
             copy = place / f"tokenizer_{fingerprint}"
-            if copy.is_dir():
+            if is_folder(copy):
                 return copy
-    if is_hugging_face(path) or (folder / TOKENIZER_FILE).is_file():
+    if is_hugging_face(path) or is_file(folder / TOKENIZER_FILE):
         return folder
     return ROOT / "model"
 
@@ -159,7 +159,7 @@ def tokenizer_folder(path: Path) -> Path:
 def read_description(path: Path) -> Description:
     """What a weights file or a checkpoint says of its model; empty for a model from elsewhere. Raises
     UserError if the file is damaged, or comes from elsewhere and the description of others lies beside it."""
-    if not path.is_file():
+    if not is_file(path):
         return {}
     check_content(path)
     try:
@@ -171,7 +171,7 @@ def read_description(path: Path) -> Description:
     description_path = path.with_suffix(".json")
     try:
         with read_errors(description_path):
-            is_described = description_path.is_file() and "model" in json.loads(
+            is_described = is_file(description_path) and "model" in json.loads(
                 description_path.read_text(encoding="utf-8")
             )
     except (ValueError, TypeError):  # another program's
@@ -219,11 +219,11 @@ def read_model(
 
 
 def _read_file(path: Path, experts_per_token: int | None) -> "tuple[dict[str, Tensor], MiniMindConfig]":
-    if (path / ADAPTER_CONFIG).is_file():
+    if is_file(path / ADAPTER_CONFIG):
         raise UserError(f"{path} is an adapter (LoRA), no model; the tools take it as --lora")
-    if path.is_dir():
+    if is_folder(path):
         raise UserError(f"{path}: no Hugging Face folder, it has no {CONFIG_FILE}")
-    if not path.exists():
+    if not is_there(path):
         raise missing_weights(path)
     try:
         content = checkpoint.read_file(path)
@@ -247,7 +247,7 @@ def is_checkpoint(content: Any) -> bool:
 def check_model_file(path: Path) -> None:
     """Raise UserError if a file is neither weights nor the checkpoint of a language model. No tensor is read:
     called before anything that takes time."""
-    if not path.is_file():
+    if not is_file(path):
         return
     try:
         with read_errors(path):
@@ -327,9 +327,9 @@ def files_hash(files: Sequence[Path]) -> str:
 
 def weights_hash(path: Path) -> str | None:
     """SHA-256 of weights, a file or a Hugging Face folder; None if there are none."""
-    if not path.exists():
+    if not is_there(path):
         return None
-    return files_hash(model_files(path) if path.is_dir() else [path])
+    return files_hash(model_files(path) if is_folder(path) else [path])
 
 
 def fill(

@@ -9,6 +9,7 @@ from torch import nn
 
 from common.arguments import add_flag
 from common.errors import UserError
+from common.files import is_folder, is_there
 from common.hub import make_local
 from common.settings import ROOT, StageArgs
 from dataset.token_cache import load_tokenizer
@@ -72,7 +73,7 @@ def model_path(args: argparse.Namespace) -> Path:
         raise UserError(
             f"--model {args.model} and --weight {args.weight} both name a model; leave one of them out"
         )
-    if not Path(args.model).exists():
+    if not is_there(args.model):
         raise UserError(f"--model {args.model}: no such file or folder")
     return Path(args.model)
 
@@ -117,7 +118,7 @@ def load_path(
     for name, value in tokenizer_fields(tokenizer).items():
         setattr(config, name, value)
     model = MiniMindForCausalLM(config)
-    cast(Any, model).sampling = read_sampling(path if path.is_dir() else path.parent)
+    cast(Any, model).sampling = read_sampling(path if is_folder(path) else path.parent)
     fill(model, weights, path, config)
     Logger(f"{describe_size(model)}, weights: {path.name}, tokenizer: {tokenizer_path}")
     cast(nn.Module, model).to(device)  # in place

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from common.contents import check_content
 from common.errors import UserError, reason
+from common.files import is_file
 from model.sampling import DEFAULTS, Sampling
 from trainer.weights.paths import CONFIG_FILE, PICKLED_WEIGHTS, model_files, shape_in_name
 
@@ -142,7 +143,7 @@ def read_sampling(folder: Path) -> Sampling:
     """The sampling defaults in a folder's generation_config.json; what it leaves out is as in DEFAULTS.
     Raises UserError if it is damaged, or a value is out of range."""
     path = folder / SAMPLING_FILE
-    if not path.is_file():
+    if not is_file(path):
         return DEFAULTS
     try:
         given = StoredSampling.model_validate_json(path.read_bytes()).model_dump(exclude_none=True)

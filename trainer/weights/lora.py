@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from common.errors import UserError, reason, warn
-from common.files import atomic_write, read_errors, write_json
+from common.files import atomic_write, is_file, is_folder, is_there, read_errors, write_json
 from model.lora import LoRALinear
 from trainer.devices.process_group import Logger, is_main_process
 from trainer.devices.wrapping import full_tensor, is_sharded, unwrap
@@ -148,10 +148,10 @@ def read_adapter(model: "MiniMindForCausalLM", folder: Path) -> tuple[dict[str, 
     """The config of an adapter, and its tensors under the model's names. MiniMind's file of an adapter is
     read, too. Raises UserError if the folder is missing or damaged, the adapter is of another kind or of
     another model."""
-    if not folder.exists():
+    if not is_there(folder):
         raise UserError(f"adapter {folder}: no such folder; it must hold {WEIGHTS} and {ADAPTER_CONFIG}")
     try:
-        config, tensors = _read_folder(folder) if folder.is_dir() else _read_minimind(folder)
+        config, tensors = _read_folder(folder) if is_folder(folder) else _read_minimind(folder)
         config["lora_alpha"] / config["r"], list(config["target_modules"])
     except (SafetensorError, ZeroDivisionError, *DAMAGED) as error:
         raise UserError(f"adapter {folder}: it is not readable ({reason(error)})") from error
@@ -191,7 +191,7 @@ def check_base(model: "MiniMindForCausalLM", folder: Path) -> None:
     try:
         with read_errors(description_path):
             description = (
-                json.loads(description_path.read_text(encoding="utf-8")) if description_path.is_file() else {}
+                json.loads(description_path.read_text(encoding="utf-8")) if is_file(description_path) else {}
             )
         trained_on, wanted = description.get("model", {}), description.get("base_sha256")
         fields = trained_on.keys() - NOT_COMPARED

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError, reason
+from common.files import files_in, is_file
 from common.settings import LoggingConfig, ModelConfig, StageArgs
 
 METRICS_SUFFIX = "_metrics.jsonl"  # of the file of a run's log records
@@ -66,7 +67,7 @@ def shape_in_name(path: Path) -> dict[str, Any] | None:
 def weight_files(save_dir: str | Path, weight: str) -> dict[Path, dict[str, Any]]:
     """The files of the weights of this name, in all shapes, each with its `shape_in_name`."""
     files = {}
-    for path in sorted(Path(save_dir).glob("*.pth")):
+    for path in files_in(save_dir, "*.pth"):
         name, shape = WEIGHT_NAME.fullmatch(path.name), shape_in_name(path)
         if name and shape and name["weight"] == weight:
             files[path] = shape
@@ -76,7 +77,7 @@ def weight_files(save_dir: str | Path, weight: str) -> dict[Path, dict[str, Any]
 def checkpoint_files(checkpoint_dir: str | Path, weight: str) -> dict[Path, dict[str, Any]]:
     """Where the newest states lie of the runs of this name, in all shapes, each with its `shape_in_name`."""
     files = {}
-    for path in sorted(Path(checkpoint_dir).glob("*_resume*.pth")):
+    for path in files_in(checkpoint_dir, "*_resume*.pth"):
         stem = path.name.removesuffix(".pth").removesuffix("_previous").removesuffix("_resume")
         weights = path.with_name(f"{stem}.pth")
         name, shape = WEIGHT_NAME.fullmatch(weights.name), shape_in_name(weights)
@@ -87,21 +88,21 @@ def checkpoint_files(checkpoint_dir: str | Path, weight: str) -> dict[Path, dict
 
 def is_hugging_face(path: Path) -> bool:
     """Whether it is a Hugging Face folder."""
-    return (path / CONFIG_FILE).is_file()
+    return is_file(path / CONFIG_FILE)
 
 
 def model_files(folder: Path) -> list[Path]:
     """The files of a folder that the model is read from: its config, and the files of its tensors. Raises
     UserError if there are none, or some are missing."""
     index = folder / f"{WEIGHTS_FILE}.index.json"
-    names = [WEIGHTS_FILE if (folder / WEIGHTS_FILE).is_file() else PICKLED_WEIGHTS]
-    if names[0] == PICKLED_WEIGHTS and index.is_file():
+    names = [WEIGHTS_FILE if is_file(folder / WEIGHTS_FILE) else PICKLED_WEIGHTS]
+    if names[0] == PICKLED_WEIGHTS and is_file(index):
         try:
             content = json.loads(index.read_text(encoding="utf-8"))
             names = [index.name, *sorted({Path(name).name for name in content["weight_map"].values()})]
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise UserError(f"{index}: not a readable index ({reason(error)})") from error
-    if missing := [name for name in names if not (folder / name).is_file()]:
+    if missing := [name for name in names if not is_file(folder / name)]:
         what = f"{missing[0]} is missing" if len(names) > 1 else f"it holds no weights ({WEIGHTS_FILE})"
         raise UserError(f"{folder}: {what}")
     return [folder / name for name in (CONFIG_FILE, *names)]

@@ -43,3 +43,9 @@ class TaskObjective(Objective):
             step, names = f"{type(self.task).__name__}.validation_step", ", ".join(sums) or "nothing"
             raise UserError(f"{step} returns {names}; `loss` must be one of its sums")
         return sums
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.task.state_dict()
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        self.task.load_state_dict(saved)

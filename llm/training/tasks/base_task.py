@@ -122,3 +122,12 @@ class TrainingTask(Task):
                 "tensor of the samples first, or implement `size(batch)`"
             )
         return Size(targets=len(first), tokens=len(first))
+
+    def state_dict(self) -> dict[str, Any]:
+        """What changes from update to update, such as a moving average, for the checkpoint: numbers, strings,
+        tensors, and lists and dicts of them."""
+        return {}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Restore the result of `state_dict`; its tensors are on the CPU. Also called after the first
+        checkpoint of a run, when it must change nothing."""

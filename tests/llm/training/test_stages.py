@@ -278,3 +278,49 @@ def test_an_objective_and_a_model_are_a_task(tmp_path, home):
     assert_same_run(tmp_path / "steps", tmp_path / "objective", NAME)
     (line,) = run("engine", regression(tmp_path, task="own:Both"), home, status=2).error_lines
     assert "Both.objective returns a SquaredError; it must return an object of TaskObjective" in line
+
+
+# --- data of one's own
+
+ROWS = '''
+import numpy as np
+
+from dataset.lm_dataset import collate_flat
+from llm.training.data.base import DataModule
+
+
+class Rows(DataModule):
+    """Random tokens, as samples of a flat batch."""
+
+    collate_fn = staticmethod(collate_flat)
+
+    def setup(self):
+        random = np.random.default_rng(0)
+        self.train_dataset = []
+        for number in range(40):
+            weight = np.ones(20, np.float32)
+            weight[0] = 0
+            sample = {"input_ids": random.integers(3, 60, 20), "loss_weight": weight}
+            self.train_dataset.append([sample | {"sample_id": number, "target_bytes": 0}])
+'''
+
+
+@pytest.mark.parametrize(
+    ("task", "optimizer"), [("pretrain", "muon"), ("pretrain", "adamw"), ("full_sft", "muon")]
+)
+def test_a_stage_trains_on_a_data_module(corpus, tmp_path, task, optimizer):
+    """Killed and resumed, too. `--weight_decay auto` counts the samples of such data."""
+    (tmp_path / "rows.py").write_text(ROWS)
+    runs = []
+    for name in ("whole", "broken"):
+        settings = {"optimizer": optimizer, "eval_data_path": "none", "from_resume": 1, "from_weight": "none"}
+        words = flags(corpus, tmp_path / name, "pretrain", **settings)
+        runs.append(["--task", task, "--data_module", "rows:Rows", *words])
+    script = f"os.chdir({str(tmp_path)!r})"
+    whole = run("engine", runs[0], Faults(script=script))
+    assert "done: 10 updates" in whole.out
+    if (task, optimizer) == ("pretrain", "muon"):
+        assert "--weight_decay auto: " in whole.out and "for a pass of 5 updates" in whole.out
+    run("engine", runs[1], Faults(script=script, signals={6: signal.SIGKILL}), status=-9)
+    run("engine", runs[1], Faults(script=script))
+    assert_same_run(tmp_path / "whole", tmp_path / "broken", f"{task}_32")

@@ -157,6 +157,54 @@ def test_the_other_command_of_the_manual_has_a_flag_of_the_task(home, tmp_path):
     assert "done: 11 updates" in done.out  # of 82 texts, 8 at a time
 
 
+# --- a task that keeps a state
+
+STATEFUL = '''
+import torch
+from text_classifier import TextClassifier
+
+
+class Weighted(TextClassifier):
+    """Weights each loss by the mean of those before it."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.mean = torch.ones(())
+
+    def train_step(self, model, batch):
+        loss = super().train_step(model, batch)
+        result = loss * self.mean
+        self.mean = 0.9 * self.mean + 0.1 * loss.detach() / max(1, len(batch["labels"]))
+        return result
+
+    def state_dict(self):
+        return {"mean": self.mean}
+
+    def load_state_dict(self, saved):
+        RESTORE
+'''
+
+
+def test_the_state_of_a_task_goes_on_with_the_same_bits(home, tmp_path):
+    (home / "weighted.py").write_text(STATEFUL.replace("RESTORE", 'self.mean = saved["mean"].clone()'))
+    settings = {"epochs": 2, "save_weight": "w", "from_resume": 1, "save_interval": 4}
+    run("engine", argv(tmp_path / "whole", "weighted:Weighted", **settings), started_in(home))
+    broken = argv(tmp_path / "broken", "weighted:Weighted", **settings)
+    run("engine", broken, started_in(home, signals={11: signal.SIGKILL}), status=-9)
+    assert "resuming" in run("engine", broken, started_in(home)).out
+    assert_same_run(tmp_path / "whole", tmp_path / "broken", "w_32")
+
+
+def test_a_task_that_forgets_its_state_ends_at_once(home, tmp_path):
+    (home / "forgets.py").write_text(STATEFUL.replace("RESTORE", "self.mean = torch.ones(())"))
+    line = run("engine", argv(tmp_path, "forgets:Weighted"), started_in(home), status=2).error_lines[-1]
+    assert "the Objective" in line and "has other values; a resumed run would not be this run" in line
+    half = STATEFUL.partition("    def load_state_dict")[0]
+    (home / "half.py").write_text(half)
+    line = run("engine", argv(tmp_path, "half:Weighted"), started_in(home), status=2).error_lines[-1]
+    assert line.startswith("error: Weighted has state_dict and no load_state_dict")
+
+
 # --- what can be wrong with a task
 
 BROKEN = '''

@@ -64,8 +64,45 @@ def test_the_held_out_loss_in_words():
     run.values["initial_eval_loss"] = array("d", [math.log(4096), math.nan])
     assert "as if between 8 equally likely ones; before training, between 4,096" in report.unsure(run, "en")
     assert "8 个同样可能" in report.unsure(run, "zh")
+    assert report.unsure(run, "en").startswith("On the held-out text it hesitates")
+    run.about["facts"] = FACTS | {"held_out_is_training": True}
+    assert report.unsure(run, "en").startswith("On the text that it was trained on it hesitates")
+    assert report.unsure(run, "zh").startswith("在训练过的文本上")
     run.about["facts"] = FACTS | {"guessing": None}  # of another loss
     assert report.unsure(run, "en") is None
+
+
+@pytest.mark.parametrize(
+    ("first", "now", "said"),
+    [
+        (6.262, 3.0, "as if between 20 equally likely ones; before training, between all 512"),
+        (math.log(512), math.log(511), "between 511 equally likely ones; before training, between all 512"),
+        (6.0, math.log(512), "does no better than guessing each of all 512 pieces of words alike"),
+        (6.0, 6.262, "does no better than guessing each of all 512"),
+        (800.0, 1e4, "does no better than guessing each of all 512"),
+        (1e4, 2.0, "as if between 7 equally likely ones; before training, between all 512"),
+    ],
+)
+def test_there_are_no_more_tokens_than_the_vocabulary_has(first, now, said):
+    """Also of losses whose exponential no number holds."""
+    run = run_of([now])
+    run.about["facts"] = FACTS | {"guessing": math.log(512)}
+    run.values["initial_eval_loss"] = array("d", [first])
+    assert said in report.unsure(run, "en") and "512" in report.unsure(run, "zh")
+
+
+def test_an_answer_that_stays_the_same_is_one_of_the_last_evaluation(tmp_path):
+    run = run_of([4.0])
+    for update, answers in ((6, "aa"), (9, "ab"), (12, "ab")):
+        samples = [{"prompt": prompt, "answer": answer} for prompt, answer in zip("xy", answers, strict=True)]
+        run.add({"update": update, "tokens": 1, "seconds": 1.0, "samples": samples})
+    shown = {
+        prompt: report.first_and_last(answers, run.answered_at[prompt], WORDS["en"])
+        for prompt, answers in run.samples.items()
+    }
+    assert shown == {"x": [("updates 6 to 12", "a")], "y": [("update 6", "a"), ("update 12", "b")]}
+    page = report.page({"a": run}, [], draw({"a": run}, "update"), draw({"a": run}, "update"), "zh")
+    assert "第 6 至 12 次更新" in page and "第 12 次更新" in page and "第 9 次更新" not in page
 
 
 def test_without_its_settings_a_run_has_a_title_and_no_verdict():

@@ -1,11 +1,19 @@
 """Warnings and verdict are functions of the records and some facts: what is said, and what is not."""
 
+import json
+
 import pytest
 
+from common.settings import StageArgs
+from dataset.lm_dataset import PretrainDataset
+from dataset.token_cache import load_tokenizer
+from tests.conftest import ROOT, write_jsonl
 from tests.stage_process import Faults, run
 from tests.trainer.stage_flags import flags
-from trainer.report.metrics import read_metrics
+from trainer.data.datasets import open_datasets
+from trainer.report.metrics import first_best_and_last, read_metrics
 from trainer.report.warnings import find_warnings, verdict
+from trainer.stage import is_trained_on
 
 FACTS = {"warmup_updates": 0, "from_weight": "none", "monitor": "eval_loss", "mode": "min", "guessing": 8.76}
 FACTS |= {"learning_rate": 1e-3}
@@ -71,6 +79,44 @@ FALLING = [8.0 - 0.4 * i for i in range(12)]
 def test_a_loss_that_diverges(losses, has_risen):
     assert ("loss rose" in names(records(losses))) is has_risen
     assert ("diverged" in verdict(records(losses), FACTS)) is has_risen
+
+
+def test_the_verdict_is_of_all_records(corpus, tmp_path):
+    """Also where the run keeps only the last ones for its warnings: the best evaluation is early."""
+    settings = {"epochs": 2, "eval_interval": 1, "num_hidden_layers": 1, "learning_rate": 0.1}
+    script = "import trainer.report.metrics as m; m.KEPT_RECORDS = 3"
+    done = run("pretrain", flags(corpus, tmp_path, "pretrain", **settings), Faults(script=script))
+    path = tmp_path / "out/pretrain_32_metrics.jsonl"
+    facts = json.loads((tmp_path / "out/pretrain_32_run.json").read_text())["facts"]
+    assert f"verdict: {verdict(read_metrics(path), facts)}" in done.out
+    assert verdict(read_metrics(path), facts) != verdict(read_metrics(path)[-4:], facts)
+    whole, seen = read_metrics(path), []
+    for record in whole:
+        seen = first_best_and_last([*seen, record])
+        best = min(whole[: record["update"]], key=lambda record: record["eval_loss"])
+        assert best in seen and whole[0] in seen and record == seen[-1]
+    assert find_warnings(seen, facts) == find_warnings(first_best_and_last(whole), facts)
+
+
+@pytest.mark.parametrize(
+    ("held_out", "is_told"),
+    [("{0}", True), ("{1}", True), ("{0},{1}", True), ("{2}", False), ("{0},{2}", False), ("", False)],
+)
+def test_held_out_data_that_are_trained_are_said_to_be(tmp_path, held_out, is_told):
+    """All of the training data, a part of them, in a mixture; not with a share."""
+    tokenizer = load_tokenizer(ROOT / "model")
+    paths = [
+        write_jsonl(tmp_path / f"{i}.jsonl", [{"text": f"text {i} {j}"} for j in range(60)]) for i in range(3)
+    ]
+    own = {"eval_data_path": held_out.format(*paths)} if held_out else {"eval_share": 0.3}
+    for data_path in (f"{paths[0]},{paths[1]}", f"{paths[0]}:1,{paths[1]}:2"):
+        args = StageArgs(data_path=data_path, cache_dir=str(tmp_path / "cache"), **own)
+        train, evaluated = open_datasets(PretrainDataset, args, tokenizer)
+        assert evaluated is not None
+        fingerprint = train.fingerprint | {"held_out_data": evaluated.fingerprint["data"]}
+        assert is_trained_on(train, evaluated, fingerprint) is is_told
+    said = verdict(records([4.0] * 6, {2: 4.0, 6: 3.0}), FACTS | {"held_out_is_training": True})
+    assert "measured on the training data, which tells nothing of other text" in said
 
 
 @pytest.mark.parametrize(

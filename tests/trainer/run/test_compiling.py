@@ -2,6 +2,7 @@
 
 import os
 import signal
+from contextlib import nullcontext
 from functools import partialmethod
 
 import pytest
@@ -12,10 +13,12 @@ from torch._dynamo.exc import TorchDynamoException
 from common.errors import Interrupted, UserError
 from common.settings import StageArgs
 from dataset.lm_dataset import StageDataset
+from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from trainer import train_dpo, train_pretrain
 from trainer.devices.errors import StopRequest
 from trainer.run import compiling
 from trainer.run.compiling import compile_model, compiler_problem, compiles
+from trainer.stage import compile_and_wrap
 
 LONG = train_pretrain.Args(packing=True, max_seq_len=512, epochs=2, device="cpu")
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -80,6 +83,18 @@ def test_every_run_is_compiled_on_a_gpu_where_it_can_be(monkeypatch, capsys):
     with pytest.raises(UserError, match="--use_compile 1: Triton is not installed"):
         compiles(LONG.model_copy(update={"use_compile": True}), RUN, CUDA)
     assert not compiles(LONG.model_copy(update={"use_compile": False}), RUN, CUDA)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_the_embedding_runs_as_it_is_on_a_cpu_alone(device, monkeypatch):
+    """The model is on its device before that decides; `meta` stands for a GPU."""
+    monkeypatch.setattr("trainer.stage.compiles", lambda *_: True)
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda *_, **__: None)
+    model = MiniMindForCausalLM(MiniMindConfig(hidden_size=32, num_hidden_layers=1, vocab_size=64))
+    wrapped = compile_and_wrap(model, LONG, torch.device(device), nullcontext(), RUN)
+    embedding = wrapped.get_input_embeddings()
+    assert embedding.weight.device.type == device
+    assert ("forward" in vars(embedding)) == (device == "cpu")
 
 
 def test_recomputed_experts_are_not_said_to_be_compiled(capsys):

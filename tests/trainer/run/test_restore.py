@@ -2,20 +2,24 @@
 read at present."""
 
 import errno
+import os
 import re
 import shutil
 import signal
+import sysconfig
 from pathlib import Path
 
 import pytest
 import torch
 
 from common.errors import ReadError, UserError
-from tests.stage_process import Faults, StageProcess, run
+from common.settings import StageArgs
+from tests.stage_process import Faults, StageProcess, run, start_ranks
 from tests.trainer.rollout_runs import rollout_flags, write_prompts
 from tests.trainer.run.restored_runs import KINDS, differences, make, train
 from tests.trainer.stage_flags import assert_same_run, flags, saved_state, write_start_weights
 from trainer.run.resume import source_files, warn_of_changes
+from trainer.run.saving import complete_moves, set_earlier_run_aside
 from trainer.weights import checkpoint
 
 # --- optimizers
@@ -219,13 +223,62 @@ UNRESTORABLE = {
 
 
 @pytest.mark.parametrize("kind", UNRESTORABLE)
-def test_what_cannot_be_restored_ends_the_run_at_its_first_update(corpus, tmp_path, kind):
+@pytest.mark.parametrize("where", ["one rank", "two ranks", "sharded", "engine", "engine, two ranks"])
+def test_what_cannot_be_restored_ends_the_run_at_its_first_update(corpus, tmp_path, kind, where):
     script, told = UNRESTORABLE[kind]
-    line = run("sft", flags(corpus, tmp_path, "sft", **SHORT), Faults(script=script), status=2).error_lines[
-        -1
-    ]
+    argv = flags(corpus, tmp_path, "sft", **SHORT, parallel="fsdp" if where == "sharded" else "ddp")
+    stage, ranks = "sft", 1 if where in ("one rank", "engine") else 2
+    if where.startswith("engine"):
+        stage, argv = "engine", ["--task", "full_sft", *argv]
+    line = run(stage, argv, Faults(script=script), ranks=ranks, status=2).error_lines[-1]
     assert "the run cannot be restored from it" in line and told.replace("'", "") in line.replace("'", "")
     assert saved_state(tmp_path, "full_sft_32")["update"] == 1
+
+
+SLOW_WRITER = """
+import time
+import trainer.run.saving as saving
+
+def slow(*args, write=saving.write_and_keep):
+    time.sleep(1)  # the other rank is there long before the file
+    write(*args)
+
+saving.write_and_keep = slow
+"""
+
+
+def test_the_other_ranks_wait_for_the_first_file(corpus, tmp_path):
+    script = SLOW_WRITER + UNRESTORABLE["a callback that loses it"][0]
+    process = run("sft", flags(corpus, tmp_path, "sft", **SHORT), Faults(script=script), ranks=2, status=2)
+    assert "the run cannot be restored from it" in process.error_lines[-1]
+
+
+RANKS_OWN = CALLBACK.format(load='self.count = saved["count"]').replace(
+    "self.count += 1", 'self.count += 1 + int(os.environ["RANK"]); print("count", self.count, flush=True)'
+)
+
+
+def test_a_state_that_only_another_rank_has_is_named_and_left_to_it(corpus, tmp_path):
+    argv = flags(corpus, tmp_path, "sft", **SHORT)
+    ranks = start_ranks(2, "sft", argv, dict.fromkeys(range(2), Faults(script=f"import os\n{RANKS_OWN}")))
+    assert [rank.wait() for rank in ranks] == [0, 0]
+    (line,) = [line for line in ranks[0].error_lines if "Counter" in line]
+    assert line.startswith("warning: the state of Counter on rank 1 differs from that on rank 0")
+    assert "count 3" in ranks[0].out and "count 4" in ranks[1].out  # 2 and 2, not 1 and 2
+
+
+def test_the_first_save_changes_nothing_on_two_ranks(corpus, tmp_path):
+    """As a run that does not look, dropout and Muon included."""
+    script = CALLBACK.format(load='self.count = saved["count"]')
+    for name in ("looks", "not"):
+        more = (
+            "" if name == "looks" else "\nimport trainer.run.saving as s; s.restore_first = lambda *_: None"
+        )
+        settings = SHORT | {"accumulation_steps": 2, "dropout": 0.1, "optimizer": "muon"}
+        argv = flags(corpus, tmp_path / name, "sft", **settings)
+        process = run("sft", argv, Faults(script=script + more), ranks=2)
+        assert "differs from that on rank 0" not in process.err
+    assert_same_run(tmp_path / "looks", tmp_path / "not", "full_sft_32")
 
 
 def test_a_callback_that_counts_time_is_no_reason_to_end_a_run(corpus, tmp_path):
@@ -253,6 +306,100 @@ def test_a_tensor_of_a_callback_is_copied_before_it_changes():
     copied = checkpoint.host_copy({"ema": [value, value]})
     value.add_(1)
     assert copied["ema"][0].sum() == 0 and copied["ema"][0] is copied["ema"][1]
+
+
+# --- the state of an Objective
+
+WEIGHTED = """
+import torch
+import trainer.train_full_sft as t
+
+class Objective(t.Objective):
+    # each update's loss is weighted by the mean of the losses before it
+    def __init__(self):
+        self.mean, self.seen = torch.ones(()), {{"updates": 0}}
+
+    def loss(self, model, batch, args):
+        total, aux, metrics = super().loss(model, batch, args)
+        self.last = total.detach() / max(1, len(batch["targets"]))
+        return total * self.mean, aux, metrics
+
+    def before_step(self, state, micro_batches):
+        self.mean = 0.9 * self.mean + 0.1 * self.last
+        if torch.distributed.is_initialized():
+            torch.distributed.all_reduce(self.mean)
+            self.mean = self.mean / torch.distributed.get_world_size()
+        self.seen["updates"] += 1
+        return {{}}
+
+    def state_dict(self):
+        return {{"mean": self.mean, "seen": self.seen}}
+
+    def load_state_dict(self, saved):
+        {load}
+
+t.Objective = Objective
+"""
+RESTORES = 'self.mean, self.seen = saved["mean"].clone(), dict(saved["seen"])'
+
+
+@pytest.mark.parametrize("where", ["one rank", "two ranks", "sharded", "engine", "engine, two ranks"])
+def test_the_state_of_an_objective_goes_on_with_the_same_bits(corpus, tmp_path, where):
+    ranks, stage = 1 if where in ("one rank", "engine") else 2, "engine" if "engine" in where else "sft"
+    script = WEIGHTED.format(load=RESTORES)
+    argvs = []
+    for name in ("whole", "broken"):
+        settings = SHORT | {"parallel": "fsdp" if where == "sharded" else "ddp", "save_weight": "full_sft"}
+        argv = [*flags(corpus, tmp_path / name, "sft", **settings), "--from_resume", "1"]
+        argvs.append(["--task", "full_sft", *argv] if stage == "engine" else argv)
+    run(stage, argvs[0], Faults(script=script), ranks=ranks)
+    stopped = Faults(script=script, signals={3: signal.SIGTERM})
+    run(stage, argvs[1], stopped, ranks=ranks, status=143)
+    broken = saved_state(tmp_path / "broken", "full_sft_32")
+    state = broken["callbacks"]["the Objective"]
+    assert state["seen"]["updates"] == broken["update"] and state["mean"] != 1.0
+    resumed = run(stage, argvs[1], Faults(script=script), ranks=ranks)
+    assert "resuming" in resumed.out
+    assert_same_run(tmp_path / "whole", tmp_path / "broken", "full_sft_32")
+
+
+FORGETS = {
+    "a number": (
+        'self.mean, self.seen = saved["mean"].clone(), {"updates": 9}',
+        "['updates'] was 1 and is 9",
+    ),
+    "a tensor": ('self.mean, self.seen = torch.ones(()), dict(saved["seen"])', "['mean'], a tensor []"),
+}
+
+
+@pytest.mark.parametrize("kind", FORGETS)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_objective_that_forgets_its_state_ends_the_run_at_its_first_update(corpus, tmp_path, kind, ranks):
+    load, told = FORGETS[kind]
+    script = WEIGHTED.format(load=load)
+    refused = run(
+        "sft", flags(corpus, tmp_path, "sft", **SHORT), Faults(script=script), ranks=ranks, status=2
+    )
+    line = refused.error_lines[-1]
+    assert "['callbacks']['the Objective']".replace("'", "") in line.replace("'", "")
+    assert told.replace("'", "") in line.replace("'", "")
+
+
+def test_a_state_that_nothing_restores_is_refused_before_the_first_update(corpus, tmp_path):
+    """Restored into the run that saved it, it would look restored."""
+    objective = WEIGHTED.format(load="pass").replace("def load_state_dict", "def another_name")
+    callback = CALLBACK.format(load="pass").replace("def load_state_dict", "def another_name")
+    for script, name in ((objective, "Objective"), (callback, "Counter")):
+        refused = run("sft", flags(corpus, tmp_path, "sft", **SHORT), Faults(script=script), status=2)
+        assert refused.error_lines[-1].startswith(f"error: {name} has state_dict and no load_state_dict")
+        assert "Epoch" not in refused.out
+
+
+def test_a_checkpoint_from_before_the_objective_had_a_state(corpus, tmp_path):
+    argv = [*flags(corpus, tmp_path, "sft", **SHORT), "--from_resume", "1"]
+    run("sft", argv, Faults(signals={5: signal.SIGTERM}), status=143)
+    resumed = run("sft", argv, Faults(script=WEIGHTED.format(load=RESTORES)))
+    assert "resuming" in resumed.out and "Traceback" not in resumed.err
 
 
 # --- what cannot be read at present
@@ -327,6 +474,72 @@ def test_what_cannot_be_read_now_is_neither_renamed_nor_begun_anew(corpus, tmp_p
     assert number > 8
     run("sft", argv)
     assert_same_run(tmp_path / "whole", tmp_path / "broken", "full_sft_32")
+
+
+AS_PYTHON_314 = """
+import errno, os, pathlib
+pathlib.Path.exists = lambda path: os.path.exists(path)  # False after any OSError
+pathlib.Path.is_file = lambda path: os.path.isfile(path)
+pathlib.Path.is_dir = lambda path: os.path.isdir(path)
+stat, looks = os.stat, [0]
+
+def failing_stat(path, *args, **options):
+    if str(path).endswith((".pth", "_metrics.jsonl", "_run.json", "_moves.json")):
+        looks[0] += 1
+        if looks[0] == {number}:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+    return stat(path, *args, **options)
+
+os.stat = failing_stat
+"""
+
+
+def test_what_cannot_be_looked_at_is_not_taken_for_absent(corpus, tmp_path):
+    """Each look at a state, at weights or at records fails once, where Python itself would say: absent."""
+    argv = [*flags(corpus, tmp_path, "sft", **SHORT), "--from_resume", "1"]
+    run("sft", argv, Faults(signals={6: signal.SIGKILL}), status=-9)
+    before, number = listing(tmp_path), 0
+    while True:
+        number += 1
+        faults = Faults(script=AS_PYTHON_314.format(number=number), signals={1: signal.SIGKILL})
+        probe = StageProcess("sft", argv, faults)
+        if probe.wait() == -9:
+            break
+        assert probe.process.exitcode == 2 and len(probe.error_lines) == 1, probe.err
+        assert "cannot be read at present (Input/output error)" in probe.error_lines[0]
+        assert listing(tmp_path) == before, number
+    assert number > 4 and "new run" not in probe.out and "resuming" in probe.out
+
+
+def test_a_new_run_sets_nothing_aside_unless_it_sees_all(corpus, tmp_path, monkeypatch):
+    """A file of the earlier run that cannot be looked at, a folder that cannot be listed."""
+    (tmp_path / "out").mkdir()
+    args = StageArgs(save_dir=str(tmp_path / "out"), checkpoint_dir=str(tmp_path / "out"), save_weight="w")
+    for name in ("w_512.pth", "w_512_metrics.jsonl", "earlier_1"):
+        (tmp_path / "out" / name).write_text(name)
+    stat, listdir = os.stat, os.listdir
+
+    def fail(path):
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+    for name in ("earlier_1", "w_512.pth"):
+        with monkeypatch.context() as patch:
+
+            def refuse(path, *args, name=name, **options):
+                return fail(path) if str(path).endswith(name) else stat(path, *args, **options)
+
+            patch.setattr(os, "stat", refuse)
+            with pytest.raises(ReadError, match="Input/output error"):
+                set_earlier_run_aside(args)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "listdir", fail)
+        patch.setattr(os, "scandir", fail)
+        with pytest.raises(ReadError, match="Input/output error"):
+            set_earlier_run_aside(args)
+    complete_moves(args)  # what was begun, as the next start does
+    set_earlier_run_aside(args)
+    assert sorted(listdir(tmp_path / "out")) == ["earlier_1", "earlier_2"]
+    assert sorted(listdir(tmp_path / "out/earlier_2")) == ["w_512.pth", "w_512_metrics.jsonl"]
 
 
 @pytest.mark.parametrize("where", ["newest", "weights"])
@@ -413,8 +626,7 @@ def test_each_edit_of_the_code_is_named_and_promises_nothing(capsys):
 
 def test_the_sources_of_a_run(tmp_path):
     """Two edits that git would both call dirty, of a user's reward and of a module beside it."""
-    names = {str(path) for path in source_files()}
-    assert any(name.endswith("trainer/loop.py") for name in names)
+    assert "trainer/loop.py" in source_files() and "common/files.py" in source_files()
     (tmp_path / "helper.py").write_text("VALUE = 1.0\n")
     reward = tmp_path / "mine.py"
     reward.write_text(
@@ -428,12 +640,57 @@ def test_the_sources_of_a_run(tmp_path):
     assert "other code (helper.py)" in again.err
 
 
-def test_a_reward_in_the_repository_is_one_of_the_sources(monkeypatch):
-    """Outside the folders of the trainer itself, such as one in the root."""
-    file = Path(__file__).resolve()  # a module that is loaded
-    assert file not in source_files()
-    monkeypatch.setattr("trainer.run.resume.imported_files", [file])
-    assert file in source_files()
+PACKAGES = {
+    "tasks/mine.py": "from nets import layers\nfrom parts.deep import rewards\nimport alone\n"
+    "def score(prompt, completion, record):\n    return alone.VALUE * layers.VALUE * rewards.VALUE * len(completion)\n",
+    "tasks/alone.py": "VALUE = 1.0\n",
+    "nets/__init__.py": "",
+    "nets/layers.py": "VALUE = 1.0\n",
+    "parts/deep/rewards.py": "VALUE = 1.0\n",
+}
+
+
+def test_edits_of_a_users_modules_in_all_folders_are_named(tmp_path):
+    """Beside the named one, in a package, deep in another; the folders may lie elsewhere at the resume."""
+    prompts, stopped = write_prompts(tmp_path), []
+    for home, more in (("before", ""), ("after", "# edited\n")):
+        for file, text in PACKAGES.items():
+            (tmp_path / home / file).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / home / file).write_text(text + (more if file != "tasks/mine.py" else ""))
+        script = f"sys.path[:0] = [{str(tmp_path / home)!r}, {str(tmp_path / home / 'tasks')!r}]"
+        stopped.append(Faults(script=script, signals={2: signal.SIGKILL}))
+    argv = rollout_flags(prompts, tmp_path, num_hidden_layers=1, reward="mine:score", from_resume=1)
+    run("grpo", argv, stopped[0], status=-9)
+    again = run("grpo", argv, stopped[1], status=-9)
+    assert "other code (alone.py, nets/__init__.py, nets/layers.py, parts/deep/rewards.py)" in again.err
+
+
+def test_installed_packages_and_python_are_no_sources_of_a_run():
+    names = source_files().values()
+    assert not any({"site-packages", "dist-packages"} & set(file.parts) for file in names)
+    assert not any(file.is_relative_to(sysconfig.get_path("stdlib")) for file in names)
+    assert Path(__file__) in names  # a module that is loaded, outside the folders of the trainer
+
+
+@pytest.mark.parametrize("where", ["sft", "engine"])
+def test_a_module_that_rank_0_alone_has_loaded_is_no_other_code(corpus, tmp_path, where):
+    for name in ("both", "plots"):
+        (tmp_path / f"{name}.py").write_text("VALUE = 1\n")
+    script = f"sys.path.insert(0, {str(tmp_path)!r})\nimport both\n"
+    script += "if os.environ['RANK'] == '0':\n    import plots\n"
+    argv = flags(corpus, tmp_path, "sft", **SHORT)
+    run(where, ["--task", "full_sft", *argv] if where == "engine" else argv, Faults(script=script), ranks=2)
+    sources = saved_state(tmp_path, "full_sft_32")["code"]["sources"]
+    assert {"both.py", "plots.py"} <= sources.keys()
+
+
+def test_ranks_with_other_code_are_refused(corpus, tmp_path):
+    for rank in range(2):
+        (tmp_path / f"{rank}").mkdir()
+        (tmp_path / f"{rank}/both.py").write_text(f"VALUE = {rank}\n")
+    script = f"sys.path.insert(0, {str(tmp_path)!r} + '/' + os.environ['RANK'])\nimport both\n"
+    refused = run("sft", flags(corpus, tmp_path, "sft", **SHORT), Faults(script=script), ranks=2, status=2)
+    assert "the ranks do not agree (rank 0 -> rank 1: both.py:" in refused.error_lines[-1]
 
 
 def test_a_state_of_older_code_takes_the_default_of_a_new_field(corpus, tmp_path):

@@ -119,7 +119,7 @@ def test_tensors_and_kinds_of_dicts_are_plain():
 
 @pytest.mark.parametrize("value", [{1}, Namespace(), b"a", "\udcff", np.zeros(3)])
 def test_a_state_that_no_checkpoint_could_give_back_is_refused(value):
-    with pytest.raises(UserError, match=r"the state of callback Keeper\['value'\]"):
+    with pytest.raises(UserError, match=r"the state of Keeper\['value'\]"):
         CallbackList([Keeper([0, value])]).state_dict()
 
 
