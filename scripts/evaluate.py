@@ -31,7 +31,7 @@ import torch
 from common.errors import UserError
 from common.files import atomic_write, is_there
 from common.hub import local_path, shown_name
-from common.plugins import imported_files
+from common.settings import ROOT
 from dataset.files import find_files
 from dataset.lm_dataset import PretrainDataset, SFTDataset, collate_flat
 from dataset.rollout_prompts import PromptDataset
@@ -44,6 +44,7 @@ from scripts.text_table import text_table
 from trainer.devices.device import prepare_device, select_device
 from trainer.objectives.next_token import next_token_loss, to_device, weight_sum
 from trainer.rollouts.rewards import compute, load_rewards
+from trainer.run.resume import source_files
 from trainer.weights.for_tools import add_trained_model_flags, given_shape, load_path, model_path
 from trainer.weights.lora import merge_adapter
 
@@ -228,7 +229,8 @@ def main() -> None:
     print(table(results))
     if args.json:
         read = [path for given in (args.data_path, args.shots_path) if given for path in find_files(given)[0]]
-        files = {str(path): file_hash(path) for path in (*read, *imported_files)}
+        rewards = [path for path in source_files().values() if not path.is_relative_to(ROOT)]
+        files = {str(path): file_hash(path) for path in (*read, *rewards)}
         report = {"settings": vars(args), "files": files, "models": results}
         text = json.dumps(report, indent=1, ensure_ascii=False, default=str) + "\n"
         atomic_write(args.json, lambda file: file.write(text.encode()))
