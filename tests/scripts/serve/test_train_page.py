@@ -14,6 +14,7 @@ import pytest
 from selenium.webdriver.common.keys import Keys
 
 from scripts.serve import training, uploads
+from scripts.serve.api import Access
 from scripts.serve.page import PAGE
 from tests.scripts.serve import trainings
 from tests.scripts.serve.conftest import Page
@@ -51,7 +52,8 @@ def stand_in(monkeypatch):
 @pytest.fixture
 def client(tmp_path) -> Iterator[Client]:
     with ExitStack() as stack:
-        yield make_client(stack, tmp_path / "out", QUICK, given=None)
+        access = Access("key", codes={"once"})
+        yield make_client(stack, tmp_path / "out", QUICK, given=None, access=access)
         end_all(tmp_path / "out")
 
 
@@ -59,7 +61,7 @@ def client(tmp_path) -> Iterator[Client]:
 def card(page, client) -> Iterator[Page]:
     page.open(client.address)  # as a visitor who was never here
     page.driver.get("about:blank")
-    page.driver.get(f"{client.address}#key=key")
+    page.driver.get(f"{client.address}#code=once")
     ready_in_training(page)
     yield page
     page.driver.get("about:blank")  # it asks the server no more
@@ -205,9 +207,9 @@ def test_text_and_conversations_are_two_stages_then_it_answers(card, client, tmp
     card.click(PRIMARY)
     card.wait(lambda: "Reading the text, 1 of 2" in card.text(BODY))
     first = card.driver.current_window_handle
-    card.driver.switch_to.new_window("tab")  # has no key yet
+    card.driver.switch_to.new_window("tab")
     try:
-        card.driver.get(f"{client.address}#key=key")
+        card.driver.get(f"{client.address}#training")  # the other tab gives it
         ready_in_training(card)
         let_write(client, name, 18)
         card.wait(lambda: "Learning to answer, 2 of 2" in card.text(BODY))
@@ -228,19 +230,21 @@ def test_a_killed_server_is_followed_by_one_that_adopts_its_training(page, tmp_p
     faults = Faults(script=script + "t.PLAN = Path(s.__file__)")
     argv = ["--train", "1", "--save_dir", str(tmp_path), "--port", "0", "--api_key", "key"]
 
-    def start(port: int = 0) -> tuple[StageProcess, int]:
+    def start(port: int = 0) -> tuple[StageProcess, str]:
         process = StageProcess(
             "scripts.serve_openai_api", [*argv[:-3], str(port), *argv[-2:]], faults, **QUICK
         )
-        line = wait_for_line(process, "serving the weights in ")
-        return process, int(line.split(";")[0].rsplit(":", 1)[1])
+        link = wait_for_line(process, "train and chat at ").split()[4].rstrip(",")
+        wait_for_line(process, "serving the weights in ")
+        return process, link
 
-    process, port = start()
-    address = f"http://127.0.0.1:{port}/"
+    process, link = start()
+    address = link.partition("#")[0]
+    port = int(address.rsplit(":", 1)[1].strip("/"))
     try:
         page.open(address)
         page.driver.get("about:blank")
-        page.driver.get(f"{address}#key=key")
+        page.driver.get(link)
         ready_in_training(page)
         give(page, tmp_path, a_txt=TEXT)
         page.wait(lambda: page.one(PRIMARY).is_enabled())

@@ -5,6 +5,7 @@ import fcntl
 import gzip
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -22,8 +23,9 @@ import httpx2 as httpx
 import pytest
 
 from scripts import serve_openai_api
+from scripts.planning.signature import sign
 from scripts.runs.run import Run
-from scripts.serve import training, uploads
+from scripts.serve import look_at_file, training, uploads
 from scripts.serve.api import Access
 from scripts.serve.jobs import LOCK, Jobs, error_of
 from scripts.serve.page import RUNS_KEPT, RunFiles
@@ -32,6 +34,7 @@ from scripts.serve.uploads import Uploads
 from tests.conftest import ROOT
 from tests.scripts.serve import trainings
 from tests.scripts.serve.servers import Script, scripted, wait_for
+from tests.scripts.serve.test_look_at_file import arrow_of_nulls
 from tests.stage_process import Faults, StageProcess
 
 KEY = {"Authorization": "Bearer key"}
@@ -328,7 +331,7 @@ def test_files_that_are_not_taken_leave_nothing(client, monkeypatch):
     assert [path.name for path in (client.folder / ".uploads").iterdir()] == ["some.jsonl"]
 
 
-def test_of_a_large_file_only_the_first_bytes_are_read(client, monkeypatch):
+def test_of_a_large_file_only_the_first_bytes_are_read(client, tmp_path, monkeypatch):
     chat = {"messages": [{"role": "user", "content": "你好"}, {"role": "assistant", "content": "好" * 20}]}
     line = json.dumps(chat, ensure_ascii=False)
     files = {
@@ -339,23 +342,45 @@ def test_of_a_large_file_only_the_first_bytes_are_read(client, monkeypatch):
         "line.txt": "好" * 9000,
         "lines.txt": "好的\n" * 3000,
     }
-    read, size = uploads.read_records, uploads.HEAD_BYTES
-    sizes = []
+    read, sizes = look_at_file.read_records, []
     monkeypatch.setattr(
-        uploads, "read_records", lambda paths: sizes.append(os.path.getsize(paths[0])) or read(paths)
+        look_at_file, "read_records", lambda paths: sizes.append(os.path.getsize(paths[0])) or read(paths)
     )
     for head in range(1000, 1003):  # cut within a record, within a character
-        monkeypatch.setattr(uploads, "HEAD_BYTES", head)
+        monkeypatch.setattr(look_at_file, "HEAD_BYTES", head)
         for name, content in files.items():
             for packed in (content.encode(), gzip.compress(content.encode())):
-                found = client.put(name := f"{name}.gz" if packed[:1] == b"\x1f" else name, packed).json()
+                path = tmp_path / (f"{name}.gz" if packed[:1] == b"\x1f" else name)
+                path.write_bytes(packed)
+                found = look_at_file.look_at(path, path.name, tmp_path)
                 assert found["more"] == ("txt" not in name) and "bad" not in found, found
                 assert found["kind"] == ("chat" if "json" in name else "text") and sizes.pop() <= head + 1
-                client.http.delete(f"/files/{name}")
-    monkeypatch.setattr(uploads, "HEAD_BYTES", size)
     assert client.put("array.json", files["array.json"]).json()["records"] == 150
+    assert client.put("large.txt", TEXT * 20_000).json()["records"] == 1
     assert client.put("cut.jsonl.gz", gzip.compress(line.encode())[:-9]).status_code == 422
     assert not list((client.folder / ".uploads").glob(".part*"))
+
+
+def test_others_are_served_while_a_file_is_looked_at_and_a_look_is_made_once(client, tmp_path, monkeypatch):
+    monkeypatch.setattr(uploads, "LOOK_SECONDS", 4)
+    arrow_of_nulls(tmp_path / "nulls.arrow")
+    nulls, looked, look_at = (tmp_path / "nulls.arrow").read_bytes(), [], uploads.look_at
+    monkeypatch.setattr(uploads, "look_at", lambda path, *name: looked.append(path) or look_at(path, *name))
+    with ThreadPoolExecutor(1) as pool:
+        uploading, answers = pool.submit(client.put, "nulls.arrow", nulls), 0
+        while not uploading.done():
+            asked = {"messages": [{"role": "user", "content": "hi"}], "model": "tiny"}
+            said = client.http.post(f"{client.address}v1/chat/completions", json=asked).json()
+            assert said["choices"][0]["message"]["content"] == "You said: hi"
+            answers += 1
+    error = uploading.result().json()["error"]
+    assert error["code"] == "too_much" and answers > 5  # in the server itself: one, after a minute
+    assert list((client.folder / ".uploads").iterdir()) == []
+    (client.folder / ".uploads/nulls.arrow").write_bytes(nulls)  # by hand
+    client.put("a.txt")
+    files = [client.overview()["files"] for _ in range(3)][-1]
+    assert [file["name"] for file in files] == ["a.txt", "nulls.arrow"] and len(looked) == 3
+    assert files[0]["kind"] == "text" and files[1]["error"] == error["message"]
 
 
 def test_an_upload_that_stops_or_is_cut_leaves_nothing(client, monkeypatch):
@@ -472,11 +497,12 @@ def test_training_is_for_this_machine_and_always_with_a_key(weights, error_line,
 
     served = []
     monkeypatch.setattr(api, "create_app", lambda *given: served.append(given[2:]))
-    monkeypatch.setattr(connections, "run", lambda app, listener, decoding: listener.close())
+    monkeypatch.setattr(connections, "run", lambda app, listener, *rest: listener.close())
     done = call(serve_openai_api, *weights, "--train", "1", "--port", "0")
     ((access, more),) = served
-    key = done.stdout.partition("/#key=")[2].split()[0]
-    assert access.api_key == key and len(key) > 20 and "*" not in access.hosts and len(more) == 1
+    code, key = re.search(r"/#code=(\S+), .*\n.*: (\S+)\n", done.stdout).groups()
+    assert access.codes == {code} and access.api_key == key != code and min(len(key), len(code)) > 20
+    assert "*" not in access.hosts and len(more) == 1
 
 
 def test_strange_folders_and_files_hide_no_other(client):
@@ -553,7 +579,10 @@ def test_a_real_training_that_is_stopped_killed_and_adopted_gives_the_bytes_of_a
             wait_for(lambda name=name: client.job(name)["state"] not in ("planning", "new"), 300)
             assert client.job(name)["state"] == "planned", client.job(name)
         script = (tmp_path / "out/whole/run.sh").read_text()  # the same settings: both plans were measured
-        (tmp_path / "out/novel/run.sh").write_text(script.replace("out/whole", "out/novel"))
+        script, facts = script.replace("out/whole", "out/novel"), tmp_path / "out/novel/plan_facts.json"
+        (tmp_path / "out/novel/run.sh").write_text(script)
+        signature = {"signature": sign(script.encode(), facts.parent)}
+        facts.write_text(json.dumps(json.loads(facts.read_text()) | signature))
         client.post("/whole/start", {})
         wait_for(lambda: client.job("whole")["state"] == "ready", 600)
         client.post("/novel/start", {})
