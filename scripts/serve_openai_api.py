@@ -96,6 +96,12 @@ def check_access(args: argparse.Namespace) -> None:
         if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#@*\s]+", origin):
             message = "must be * or scheme://host[:port] in lower case, without a path or a star inside"
             raise UserError(f"--allow_origin {origin} {message}")
+    for proxy in args.proxy:
+        try:
+            ipaddress.ip_network(proxy, strict=False)
+        except ValueError as error:
+            message = "must be an address or a network, such as 127.0.0.1 or 10.0.0.0/8"
+            raise UserError(f"--proxy {proxy} {message}") from error
     for host in args.allow_host:
         if not re.fullmatch(r"\*|(\*\.)?[\w.-]+|\[[0-9a-f:.]+\]", host):
             raise UserError(f"--allow_host {host} must be a host name or an address alone, without a port")

@@ -269,6 +269,56 @@ def test_a_killed_server_is_followed_by_one_that_adopts_its_training(page, tmp_p
         page.driver.get_log("browser")  # of requests that found no server
 
 
+def test_the_key_is_in_no_address_and_comes_to_a_new_tab_and_after_a_restart(page, tmp_path):
+    """A code in the address is exchanged once. Another tab gives the key; a server with a new key is opened by
+    its own link, in whichever tab, and a tab that waits for the key goes on."""
+
+    def asks() -> None:
+        page.wait(lambda: page.shown("#key-dialog"))
+
+    def given(address: str) -> None:
+        page.driver.get(address)
+        ready_in_training(page)
+        assert "code" not in page.driver.current_url and not page.shown("#key-dialog")
+
+    with ExitStack() as stack:
+        start = lambda key, *codes: make_client(  # noqa: E731
+            stack, tmp_path / "out", given=None, access=Access(key, codes=set(codes)), port=port
+        )
+        port = 0
+        client = start("first key", "once")
+        port = int(client.address.rsplit(":", 1)[1].strip("/"))
+        page.open(client.address)
+        asks()
+        page.driver.get("about:blank")
+        given(f"{client.address}#code=once")
+        history = page.devtools("Page.getNavigationHistory")["entries"]
+        assert not any("first key" in entry["url"] for entry in history)
+        page.driver.refresh()
+        ready_in_training(page)
+        first = page.driver.current_window_handle
+        page.driver.switch_to.new_window("tab")
+        given(f"{client.address}#code=once")  # used: the other tab gives the key
+        second = page.driver.current_window_handle
+        page.driver.switch_to.window(first)
+        page.driver.get("about:blank")
+        page.driver.switch_to.window(second)
+        page.run("sessionStorage.clear()")
+        page.driver.refresh()
+        asks()  # no tab has it any more
+        stack.close()
+    with ExitStack() as stack:
+        client = start("second key", "twice")
+        page.driver.switch_to.window(first)
+        given(f"{client.address}#code=twice")
+        page.driver.switch_to.window(second)
+        page.wait(lambda: not page.shown("#key-dialog") and page.shown("#train-card"))
+        page.driver.close()
+        page.driver.switch_to.window(first)
+        page.driver.get("about:blank")
+        page.driver.get_log("browser")  # of requests that found no server
+
+
 def test_an_upload_grows_is_cancelled_and_cut(card, client, tmp_path):
     card.devtools("Network.enable")
     slow = {"latency": 0, "downloadThroughput": -1, "uploadThroughput": 400_000}

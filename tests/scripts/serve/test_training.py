@@ -1,6 +1,7 @@
 """Training for the web page: who may, one at a time, what becomes of it, also where it is killed. Plan and run.sh
 are stand-ins (trainings.py); with --slow one training is real."""
 
+import errno
 import fcntl
 import gzip
 import json
@@ -25,9 +26,9 @@ import pytest
 from scripts import serve_openai_api
 from scripts.planning.signature import sign
 from scripts.runs.run import Run
-from scripts.serve import look_at_file, training, uploads
+from scripts.serve import jobs, look_at_file, training, uploads
 from scripts.serve.api import Access
-from scripts.serve.jobs import LOCK, Jobs, error_of
+from scripts.serve.jobs import LOCK, Jobs, error_of, last_start
 from scripts.serve.page import RUNS_KEPT, RunFiles
 from scripts.serve.training import training_routes
 from scripts.serve.uploads import Uploads
@@ -561,6 +562,116 @@ def test_a_lock_that_is_only_looked_at_keeps_nobody_from_starting(client):
         stop.set()
         looking.join()
     client.until("ready")
+
+
+# --- links, and what no plan wrote
+
+
+@pytest.mark.parametrize("name", ["report.html", "job.log"])
+def test_a_link_in_the_folder_of_a_training_is_neither_read_nor_written(client, tmp_path, name):
+    client.planned()
+    secret, folder = tmp_path / "secret", client.folder / "novel"
+    secret.write_text("a secret\n")
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to(secret)
+    answers = [client.http.get(f"/jobs/novel/{what}") for what in ("report", "log")]
+    assert all("a secret" not in answer.text for answer in answers) and "secret" not in str(client.job())
+    assert client.job()["state"] in ("planned", "cut")  # no report makes it ready
+    if name == "report.html":
+        assert (
+            answers[0].status_code == 403
+            and "links are not followed" in answers[0].json()["error"]["message"]
+        )
+        return
+    for answer in (client.post("/novel/start", {}), client.plan()):
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"]) == (409, "not_started") and "symbolic link" in error[
+            "message"
+        ]
+    assert secret.read_text() == "a secret\n" and Jobs(client.folder).living() is None
+
+
+def test_a_folder_that_becomes_a_link_leads_nowhere(client, tmp_path, monkeypatch):
+    """Also between the look at it and the opening of its files."""
+    client.planned()
+    elsewhere = tmp_path / "elsewhere"
+    shutil.copytree(client.folder / "novel", elsewhere)
+    (elsewhere / "report.html").write_text("a secret")
+    folders = Jobs.folders
+
+    def exchanged(jobs: Jobs) -> dict[str, Path]:
+        found = folders(jobs)
+        shutil.rmtree(client.folder / "novel", ignore_errors=True)
+        (client.folder / "novel").symlink_to(elsewhere)
+        return found
+
+    monkeypatch.setattr(Jobs, "folders", exchanged)
+    answer = client.http.get("/jobs/novel/report")
+    assert answer.status_code == 403 and "a secret" not in answer.text
+    monkeypatch.undo()
+    assert client.overview()["jobs"] == [] and client.http.get("/jobs/novel/report").status_code == 404
+
+
+def test_a_click_runs_only_what_a_plan_wrote_here(client, tmp_path):
+    client.planned()
+    folder = client.folder / "novel"
+    script = (folder / "run.sh").read_text()
+    touch = f"touch '{tmp_path / 'hacked'}'\n"
+    stranger = client.folder / "stranger"
+    stranger.mkdir()
+    (stranger / "run.sh").write_text(touch)
+    other = client.folder / "other"  # planned elsewhere: another key
+    shutil.copytree(folder, other)
+    facts = json.loads((folder / "plan_facts.json").read_text())
+    facts["signature"] = sign((folder / "run.sh").read_bytes(), tmp_path / "elsewhere" / "novel")
+    (other / "plan_facts.json").write_text(json.dumps(facts))
+    (folder / "run.sh").write_text(script + touch)
+    for name in ("novel", "stranger", "other"):
+        error = client.post(f"/{name}/start", {}).json()["error"]
+        assert error["code"] == "not_planned_here" and "start it in a terminal" in error["message"]
+    (folder / "run.sh").unlink()
+    (tmp_path / "script").write_text(script)
+    (folder / "run.sh").symlink_to(tmp_path / "script")
+    assert client.post("/novel/start", {}).json()["error"]["code"] == "no_plan"
+    (folder / "run.sh").unlink()
+    (folder / "run.sh").write_text(script)
+    assert client.post("/novel/start", {}).status_code == 202
+    client.until("ready")
+    assert not (tmp_path / "hacked").exists()
+
+
+def test_on_a_full_disk_a_training_is_stopped_and_none_is_started(client, monkeypatch):
+    client.planned()
+    client.planned("other")
+    (client.folder / "novel/until").write_text("2")
+    client.post("/novel/start", {})
+    wait_for(lambda: client.job().get("update") == 2)
+
+    def full(folder: Path, what: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(jobs, "note", full)
+    assert client.post("/novel/stop", {"now": True}).status_code == 202
+    wait_for(lambda: Jobs(client.folder).living() is None)
+    answer = client.post("/other/start", {}).json()["error"]
+    assert answer["message"] == "other cannot be started: [Errno 28] No space left on device."
+    assert Jobs(client.folder).living() is None and client.job("other")["state"] == "planned"
+
+
+def test_a_long_line_of_a_log_costs_no_more_than_its_length(tmp_path):
+    """The patterns are tried on lines of which each is far longer than the log that is looked at."""
+    lines = [
+        "error: " + part * (200_000 // len(part))
+        for part in (":1", "a:1 ", "[1", "--hours ", "x.", "--eval_share ", "or skip ")
+    ]
+    (tmp_path / "job.log").write_text("== started run.sh\n" + "\n".join(line[:60_000] for line in lines[:1]))
+    kept = last_start(tmp_path)[1]
+    assert [len(line) for line in kept] == [jobs.LINE]
+    for line in lines:
+        assert error_of([line[: jobs.LINE]])["code"] in ("other", "bad_record")
+    # one try for each segment of a path: without a match no start within it is tried
+    tried = re.compile(jobs.ERRORS["bad_record"]).search("a" * 300_000 + "/" + "b" * 300_000)
+    assert tried is None
 
 
 @pytest.mark.slow  # the real plan times models for half a minute, and its training takes minutes
