@@ -37,9 +37,12 @@ PLANNING, TRAINING, SAVING = "planning", "training", "saving"  # states of what 
 LIVING = (PLANNING, TRAINING, SAVING)
 READY = "ready"  # of what came to its end
 SECONDS_FOR_LOCK = 1.0  # others look at it for a moment; its holder writes its process group into it
-# the first thing that a started process does: its number, which is that of its group, goes behind what the
-# server wrote, so also a server that is killed right after the start leaves a training that can be stopped
-NOTE_GROUP = 'echo $$ >&"$0"; exec "$@"'
+# What a started process does first. Its number, which is that of its group, goes behind what the server
+# wrote, so also a server that is killed right after the start leaves a training that can be stopped. And
+# where memory runs out, Linux ends the training, not the server.
+NOTE_GROUP = 'echo $$ >&"$0"; echo 500 2>/dev/null >/proc/self/oom_score_adj; exec "$@"'
+KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)  # exit statuses: of a program, of a shell that ran it
+OUT_OF_MEMORY = "error: out of memory: the system ended it "
 # of the server: programs that it starts need not know it
 SECRETS = ("MINIMIND_API_KEY",)
 # a line that says why a program ended: this project's, Python's below a traceback, that of C++ and Rust
@@ -126,7 +129,15 @@ class Jobs:
         except (OSError, WriteError) as error:  # a full disk, a link in the place of the log
             text = f"{name} cannot be started: {reason(error)}."
             raise ApiError(text, 409, None, "not_started") from error
-        threading.Thread(target=process.wait, daemon=True).start()  # else it stays as a zombie
+        # else it stays as a zombie
+        threading.Thread(target=self.wait, args=(process, self.save_dir / name), daemon=True).start()
+
+    def wait(self, process: "subprocess.Popen[bytes]", folder: Path) -> None:
+        """Wait for a process. One that the system ends for lack of memory cannot say so: it is said here."""
+        kills = memory_kills()
+        if process.wait() in KILLED and memory_kills() > kills:
+            with suppress(OSError):
+                note(folder, OUT_OF_MEMORY)
 
     def wait_for_lock(self, lock: BinaryIO) -> None:
         """Lock the file. Raises ApiError if a training has it."""
@@ -224,6 +235,13 @@ def rewrite(file: BinaryIO, content: dict[str, Any]) -> None:
     file.truncate(0)
     file.write(json.dumps(content).encode() + b"\n")
     file.flush()
+
+
+def memory_kills() -> int:
+    """How many processes Linux has ended for lack of memory since it was started; 0 elsewhere."""
+    with suppress(OSError), open("/proc/vmstat", encoding="ascii") as file:
+        return next((int(line.split()[1]) for line in file if line.startswith("oom_kill ")), 0)
+    return 0
 
 
 def open_own(folder: Path, name: str, mode: str = "rb") -> BinaryIO:

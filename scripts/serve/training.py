@@ -158,7 +158,7 @@ def training_routes(jobs: Jobs, uploads: Uploads, make_room: Callable[[], Any]) 
         argv += ["--cache_dir", str(jobs.save_dir / ".cache")]  # on the disk whose room is looked at
         for flag, file in (("--pretrain_data", asked.text), ("--sft_data", asked.chat)):
             if file is not None:
-                argv += [flag, str(uploads.path(file))]
+                argv += [flag, str(uploads.readable(file))]
         if asked.depth is not None:
             argv += ["--depth", str(asked.depth)]
         if asked.skip_bad:

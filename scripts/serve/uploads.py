@@ -63,6 +63,14 @@ class Uploads:
             raise ApiError(f"There is no file {name[:60]!r}.", 404, "name", "no_file")
         return self.folder / name
 
+    def readable(self, name: str) -> Path:
+        """The file of a name, if training can read it. Raises ApiError."""
+        path, file = self.path(name), self.entries().get(name)
+        found = {} if file is None else self.about(name, file)
+        if "error" in found:
+            raise ApiError(found["error"], 422, "name", "other")
+        return path
+
     def listing(self) -> list[dict[str, Any]]:
         """What is known of each file."""
         return [self.about(name, file) for name, file in self.entries().items()]

@@ -382,6 +382,33 @@ def test_others_are_served_while_a_file_is_looked_at_and_a_look_is_made_once(cli
     files = [client.overview()["files"] for _ in range(3)][-1]
     assert [file["name"] for file in files] == ["a.txt", "nulls.arrow"] and len(looked) == 3
     assert files[0]["kind"] == "text" and files[1]["error"] == error["message"]
+    answer = client.plan(text="nulls.arrow")
+    assert (answer.status_code, answer.json()["error"]["message"]) == (422, error["message"])
+    assert not (client.folder / "novel").exists()
+
+
+@pytest.mark.parametrize("who", ["the system", "somebody"])
+def test_what_the_system_ends_for_lack_of_memory_says_so(tmp_path, monkeypatch, who):
+    """It cannot say so itself; whoever else kills it leaves what there was to be said."""
+    with ExitStack() as stack:
+        client = make_client(stack, tmp_path / "out", QUICK | {"PLAN_SECONDS": "60"})
+        kills = [0]
+        monkeypatch.setattr(jobs, "memory_kills", lambda: kills[0])
+        client.put("a.txt")
+        client.plan()
+        group = Jobs(client.folder).group("novel")
+        wait_for(lambda: "stand-in" in client.http.get("/jobs/novel/log").text)
+        adjust = Path(f"/proc/{group}/oom_score_adj")
+        assert not adjust.exists() or int(adjust.read_text()) >= 500  # the first to go
+        kills[0] += who == "the system"
+        os.killpg(group, signal.SIGKILL)
+        job = client.until("failed" if who == "the system" else "new")
+        assert who == "somebody" or job["error"]["code"] == "memory"
+
+
+def test_a_table_that_is_too_large_for_the_memory_of_a_plan_is_a_line():
+    line = "error: a.parquet:300: after it the file cannot be read (malloc of size 16777216 failed); mend the file"
+    assert error_of([line])["code"] == "memory"
 
 
 def test_an_upload_that_stops_or_is_cut_leaves_nothing(client, monkeypatch):
