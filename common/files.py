@@ -187,6 +187,38 @@ def is_machine_error(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or any(text in str(error) for text in texts)
 
 
+def open_regular(path: Path, mode: str = "rb", links: bool = True) -> BinaryIO:
+    """Open a file of a folder in which anything may lie. Only a regular file is opened: a pipe is refused,
+    not waited for. links: whether the file, and the folder that it is in, may be links. Raises OSError."""
+    folder = None if links else os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+
+    def opener(name: str, flags: int) -> int:
+        flags |= os.O_NONBLOCK | (0 if links else os.O_NOFOLLOW)
+        return os.open(name, flags, 0o666, dir_fd=folder)
+
+    try:
+        # beside an open folder the name alone: nobody can exchange the folder meanwhile
+        file = open(path if links else path.name, mode, opener=opener)  # noqa: SIM115 (the caller closes it)
+    finally:
+        if folder is not None:
+            os.close(folder)
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return file  # type: ignore[return-value]
+
+
+def read_object(path: Path, links: bool = True) -> dict[str, Any]:
+    """The object of a JSON file; an empty one if the file is not there, cannot be read or holds anything
+    else. links: as in `open_regular`."""
+    try:
+        with open_regular(path, links=links) as file:
+            content = json.loads(file.read())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
 # --- changing names
 
 
@@ -278,7 +310,7 @@ def is_running(run: str, save_dir: str | Path) -> bool | None:
     asked = [0] * 5
     asked[kind] = fcntl.F_WRLCK
     try:
-        with open(output_lock(run, save_dir), "rb") as file:
+        with open_regular(output_lock(run, save_dir)) as file:
             # F_GETLK asks without locking: a run that starts this moment finds its name free
             answer = fcntl.fcntl(file, fcntl.F_GETLK, struct.pack(layout, *asked))
     except OSError:

@@ -61,6 +61,8 @@ def parse_args() -> argparse.Namespace:
     flag("--allow_origin", nargs="+", default=[], help=text)
     text = "host names by which it may be called without a key, such as host.docker.internal"
     flag("--allow_host", nargs="+", default=[], help=text)
+    text = "addresses of a reverse proxy, such as 127.0.0.1, whose X-Forwarded-For says who a client is"
+    flag("--proxy", nargs="+", default=[], help=text)
     flag("--slots", type=int, default=64, help="answers that are written at once")
     text = "longest prompt together with its answer, in tokens"
     flag("--context", "--max_seq_len", type=int, default=2048, help=text)
@@ -94,6 +96,12 @@ def check_access(args: argparse.Namespace) -> None:
         if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#@*\s]+", origin):
             message = "must be * or scheme://host[:port] in lower case, without a path or a star inside"
             raise UserError(f"--allow_origin {origin} {message}")
+    for proxy in args.proxy:
+        try:
+            ipaddress.ip_network(proxy, strict=False)
+        except ValueError as error:
+            message = "must be an address or a network, such as 127.0.0.1 or 10.0.0.0/8"
+            raise UserError(f"--proxy {proxy} {message}") from error
     for host in args.allow_host:
         if not re.fullmatch(r"\*|(\*\.)?[\w.-]+|\[[0-9a-f:.]+\]", host):
             raise UserError(f"--allow_host {host} must be a host name or an address alone, without a port")
@@ -176,10 +184,14 @@ def main() -> None:
     shown_host = f"[{host}]" if ":" in host else host
     is_any_name = args.api_key and not args.train
     hosts = ("*",) if is_any_name else (*OWN_NAMES, shown_host, *map(str.lower, args.allow_host))
+    codes = set[str]()
+    if args.train:
+        codes.add(code := secrets.token_urlsafe(16))
+        say(f"train and chat at http://{shown_host}:{port}/#code={code}, a link that opens once")
     if args.train and not args.api_key:
         args.api_key = secrets.token_urlsafe(16)
-        say(f"train and chat at http://{shown_host}:{port}/#key={args.api_key}")
-    access = Access(args.api_key, hosts, tuple(args.allow_origin))
+        say(f"the key, for another browser and for other programs: {args.api_key}")
+    access = Access(args.api_key, hosts, tuple(args.allow_origin), codes)
 
     # 3. the models, and the thread that decodes
     save_dir = Path(args.save_dir)
@@ -197,7 +209,7 @@ def main() -> None:
         # 5. serve
         what = models.name or f"the weights in {args.save_dir} and in its folders"
         say(f"serving {what} at http://{shown_host}:{port}; Ctrl-C ends it")
-        run(app, listener, decoding)
+        run(app, listener, decoding, args.proxy)
     if failure := decoding.failure():
         log.error(printable(f"error: the decoding thread has ended ({failure}); start the server again"))
         sys.exit(1)

@@ -10,6 +10,7 @@ from typing import Any
 from common.files import atomic_write, write_json
 from common.settings import ROOT
 from scripts.planning.choice import Plan, total_seconds
+from scripts.planning.signature import sign
 from scripts.planning.stages import N_EVALS, Stage
 from scripts.runs.run import PLAN_FILE
 from trainer import train_pretrain
@@ -35,12 +36,11 @@ WORDS = {
 def write_plan(plan: Plan, folder: str, lang: str, plan_facts: dict[str, Any]) -> Path:
     """Write all files into the folder of the runs; returns the path of the shell file, which comes last."""
     path = Path(folder, "run.sh")
-    text = shell_file(plan, path, lang)
+    script = os.fsencode(shell_file(plan, path, lang))  # names of files need not be UTF-8
     seconds = {run_name(stage.args.save_weight, stage.args): stage.seconds for stage in plan.stages}
     write_json(Path(folder, PLAN_FILE), seconds)
-    write_json(Path(folder, FACTS), plan_facts)
-    # names of files need not be UTF-8
-    atomic_write(path, lambda file: file.write(os.fsencode(text)))
+    write_json(Path(folder, FACTS), plan_facts | {"signature": sign(script, path.parent)})
+    atomic_write(path, lambda file: file.write(script))
     return path
 
 

@@ -7,8 +7,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from common.files import read_object
 from scripts.runs.figures import svg
-from scripts.runs.run import PLAN_FILE, Run
+from scripts.runs.run import PLAN_FILE, Run, is_finite_number
 from scripts.runs.words import WORDS
 from trainer.report.metrics import duration
 from trainer.report.warnings import verdict_sentences
@@ -55,11 +56,8 @@ def sentences(run: Run, lang: str, keys: tuple[str, ...] | None = None) -> list[
 def planned_seconds(run: Run) -> float | None:
     """What the plan in the run's folder (scripts/plan.py) expected; it is defined as `seconds` of a record:
     updates and evaluations. None without a plan."""
-    try:
-        plan = json.loads((run.path.parent / PLAN_FILE).read_bytes())
-    except (OSError, ValueError):
-        return None
-    return plan.get(run.path.name.removesuffix(METRICS_SUFFIX))
+    seconds = read_object(run.path.parent / PLAN_FILE).get(run.path.name.removesuffix(METRICS_SUFFIX))
+    return seconds if is_finite_number(seconds) else None
 
 
 def compare_with_plan(run: Run, lang: str) -> str | None:

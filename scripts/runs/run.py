@@ -1,7 +1,6 @@
 """A run as read from its metrics file and its settings file, for the table, the curves and the report of
 `plot_metrics.py` and for the web page."""
 
-import json
 import math
 import time
 from array import array
@@ -11,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from common.files import open_regular, read_object
 from trainer.report.metrics import log_record
 from trainer.weights.paths import METRICS_SUFFIX, settings_path
 
@@ -111,7 +111,7 @@ class Run:
     def read_on(self) -> bool:
         """Read what was added to the file, with pauses for other threads; records that no run writes are
         skipped. False if the file was replaced or cut since the last call. Raises OSError."""
-        with open(self.path, "rb") as file:
+        with open_regular(self.path) as file:
             file.seek(self.offset - len(self.last_line))
             if file.read(len(self.last_line)) != self.last_line:
                 return False
@@ -188,12 +188,11 @@ def read_run(path: Path) -> Run:
 def read_settings(metrics: Path) -> tuple[dict[str, str], dict[str, Any]]:
     """The settings of a run, with its stage, and what else their file beside the metrics holds; nothing
     without a readable file."""
-    path = settings_path(metrics)
+    content = read_object(settings_path(metrics))
     try:
-        content = json.loads(path.read_bytes()) if path.is_file() else {}  # a pipe would be waited for
         settings = {"stage": content.pop("stage", None)} | content.pop("settings")
         return {name: short_text(value) for name, value in settings.items()}, content
-    except (OSError, *WRONG_TYPES):
+    except WRONG_TYPES:
         return {}, {}
 
 

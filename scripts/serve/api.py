@@ -5,7 +5,7 @@ import hmac
 import ipaddress
 import re
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -33,23 +33,30 @@ READ_METHODS = ["GET", "HEAD"]
 
 @dataclass(frozen=True)
 class Access:
-    """Who may use the server. hosts: names by which it may be called; origins: other web pages, * for all."""
+    """Who may use the server. hosts: names by which it may be called; origins: other web pages, * for all;
+    codes: each may be exchanged for the key once, by the server's own page."""
 
     api_key: str | None = None
     hosts: tuple[str, ...] = ("*",)
     origins: tuple[str, ...] = ()
+    codes: set[str] = field(default_factory=set)
 
     async def check(self, request: Request) -> None:
         """Refuse web pages of other sites and requests without the key. Raises ApiError."""
-        origin = request.headers.get("origin")
-        is_own = origin is None or host_of(origin) == request.headers.get("host")
-        if not is_own and origin not in self.origins and "*" not in self.origins:
+        origin = request.headers.get("origin", "")
+        if not is_own_page(request) and origin not in self.origins and "*" not in self.origins:
             raise ApiError(f"Pages of {origin[:200]} may not use this server; see --allow_origin.", 403)
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer":
             given = ""
         if self.api_key is not None and not hmac.compare_digest(given.encode(), self.api_key.encode()):
             raise ApiError("The API key is missing or wrong.", 401, code="invalid_api_key")
+
+
+def is_own_page(request: Request) -> bool:
+    """Whether a request comes from the server's own page, or from no page."""
+    origin = request.headers.get("origin")
+    return origin is None or host_of(origin) == request.headers.get("host")
 
 
 def host_of(origin: str) -> str | None:
@@ -132,6 +139,7 @@ def create_app(
     is_allowed = Depends(access.check)
     for routes in (model_routes(decoding), answer_routes(decoding), runs_router(save_dir, bool(more)), *more):
         app.include_router(routes, dependencies=[is_allowed])
+    app.include_router(key_route(access))
     add_page(app)
 
     @app.api_route("/health", methods=READ_METHODS)
@@ -142,6 +150,22 @@ def create_app(
         return JSONResponse({"status": "failed"} | state, 503)
 
     return app
+
+
+def key_route(access: Access) -> APIRouter:
+    """POST /api/key exchanges a code for the key. The address of a page stays in the browser's history, so it
+    holds a code, which is of no use afterwards."""
+    routes = APIRouter(prefix="/api")
+
+    @routes.post("/key")
+    async def key(request: Request) -> Response:
+        code = (await read_body(request, limits.LEAST_BODY)).decode("ascii", "replace")
+        if not is_own_page(request) or code not in access.codes:
+            raise ApiError("This link has been used already, or is of another start.", 403, code="used_code")
+        access.codes.remove(code)
+        return JSONResponse({"key": access.api_key}, headers={"Cache-Control": "no-store"})
+
+    return routes
 
 
 async def error_response(request: Request, error: Exception) -> Response:

@@ -11,6 +11,7 @@ import resource
 import signal
 import socket
 import sys
+from collections.abc import Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -170,8 +171,11 @@ def most_connections() -> int:
     return max(1, most)
 
 
-def make_server(app: "FastAPI", decoding: DecodingThread, **options: Any) -> Server:
-    """The server of an application. options: of uvicorn's Config."""
+def make_server(
+    app: "FastAPI", decoding: DecodingThread, proxies: Sequence[str] = (), **options: Any
+) -> Server:
+    """The server of an application. proxies: addresses whose X-Forwarded-For is believed. options: of
+    uvicorn's Config."""
     Connection.most = most_connections()
     config = uvicorn.Config(
         app,
@@ -180,6 +184,8 @@ def make_server(app: "FastAPI", decoding: DecodingThread, **options: Any) -> Ser
         log_level="error",
         access_log=False,
         backlog=ACCEPTED_AT_ONCE,
+        proxy_headers=bool(proxies),
+        forwarded_allow_ips=list(proxies),
         timeout_keep_alive=limits.IDLE_SECONDS,
         timeout_graceful_shutdown=limits.GRACE + 10 * END_SECONDS,  # all connections are closed before
         **options,
@@ -187,9 +193,11 @@ def make_server(app: "FastAPI", decoding: DecodingThread, **options: Any) -> Ser
     return Server(config, decoding)
 
 
-def run(app: "FastAPI", listener: socket.socket, decoding: DecodingThread) -> None:
+def run(
+    app: "FastAPI", listener: socket.socket, decoding: DecodingThread, proxies: Sequence[str] = ()
+) -> None:
     """Serve until SIGTERM or Ctrl-C, and then until every request is answered, GRACE seconds at most; ends
     with SystemExit. Returns if the decoding thread has died."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: sys.exit())  # uvicorn raises it again when it has ended
-    make_server(app, decoding).run(sockets=[listener])
+    make_server(app, decoding, proxies).run(sockets=[listener])

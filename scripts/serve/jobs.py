@@ -20,10 +20,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from common.errors import printable
-from common.files import is_running, write_json
+from common.errors import WriteError, printable, reason
+from common.files import is_running, open_regular, read_object, write_json
 from common.settings import ROOT
 from scripts.planning.files import FACTS
+from scripts.serve.folders import files_in, scan
 from scripts.serve.protocol import ApiError
 from trainer.weights.paths import METRICS_SUFFIX
 
@@ -31,13 +32,17 @@ LOCK = ".train.lock"
 SCRIPT, LOG, ABOUT, REPORT = "run.sh", "job.log", "job.json", "report.html"
 STARTED, STOPPED = "== started ", "== asked to stop "  # lines of the log that this file writes
 TAIL = 1 << 16  # bytes at the end of a log that are looked at
+LINE = 1000  # characters of a line of it
 PLANNING, TRAINING, SAVING = "planning", "training", "saving"  # states of what lives
 LIVING = (PLANNING, TRAINING, SAVING)
 READY = "ready"  # of what came to its end
 SECONDS_FOR_LOCK = 1.0  # others look at it for a moment; its holder writes its process group into it
-# the first thing that a started process does: its number, which is that of its group, goes behind what the
-# server wrote, so also a server that is killed right after the start leaves a training that can be stopped
-NOTE_GROUP = 'echo $$ >&"$0"; exec "$@"'
+# What a started process does first. Its number, which is that of its group, goes behind what the server
+# wrote, so also a server that is killed right after the start leaves a training that can be stopped. And
+# where memory runs out, Linux ends the training, not the server.
+NOTE_GROUP = 'echo $$ >&"$0"; echo 500 2>/dev/null >/proc/self/oom_score_adj; exec "$@"'
+KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)  # exit statuses: of a program, of a shell that ran it
+OUT_OF_MEMORY = "error: out of memory: the system ended it "
 # of the server: programs that it starts need not know it
 SECRETS = ("MINIMIND_API_KEY",)
 # a line that says why a program ended: this project's, Python's below a traceback, that of C++ and Rust
@@ -47,12 +52,12 @@ LAST_WORDS = re.compile(
 # what such a line says -> its code
 ERRORS = {
     "memory": r"out of memory|do not hold a model|allocate memory|MemoryError|bad_alloc|memory allocation of|"
-    r"could not create a primitive|failed to map segment",
+    r"could not create a primitive|failed to map segment|(malloc|realloc) of size \d+ failed",
     "disk": r"No space left|Disk quota",
     "not_utf8": r"not UTF-8|UTF-16",
     "hours": r"--hours .*teach little",
     "too_little": r"--eval_share .* hold|holds out none|no record is held out",
-    "bad_record": r"(?P<file>[^/]+?)(:(?P<line>\d+)|\[(?P<index>\d+)\]): (?P<why>.*?)(; or skip .*)?$",
+    "bad_record": r"(^|/)(?P<file>[^/]+?)(:(?P<line>\d+)|\[(?P<index>\d+)\]): (?P<why>.*?)(; or skip .*)?$",
 }
 
 
@@ -70,9 +75,9 @@ class Jobs:
     def folders(self) -> dict[str, Path]:
         """Name -> folder of all that are planned or were to be; links lead elsewhere and are left out."""
         found = {}
-        for folder in sorted(self.save_dir.iterdir()):
-            is_job = not folder.is_symlink() and any((folder / name).is_file() for name in (SCRIPT, ABOUT))
-            if is_job:
+        for folder, files in scan(self.save_dir).items():
+            own = {name for name, file in files.items() if not file.is_link}
+            if folder != self.save_dir and own & {SCRIPT, ABOUT} and not os.path.islink(folder):
                 found[printable(folder.name)] = folder  # a name need not be UTF-8
         return found
 
@@ -88,12 +93,13 @@ class Jobs:
     def living(self) -> dict[str, Any] | None:
         """The name of the folder and the process group of the one that lives, and whether it is a plan that
         is being made."""
-        with suppress(FileNotFoundError), open(self.save_dir / LOCK, "rb") as lock:
+        nobody = {"folder": None, "group": None, "plans": False}
+        with suppress(OSError), open_regular(self.save_dir / LOCK) as lock:
             if not try_lock(lock, fcntl.LOCK_SH):
                 about, _, group = lock.read().partition(b"\n")
-                with suppress(ValueError):  # it is being written
-                    return json.loads(about) | {"group": int(group) if group.strip() else None}
-                return {"folder": None, "group": None, "plans": False}
+                with suppress(ValueError, TypeError):  # it is being written
+                    return nobody | json.loads(about) | {"group": int(group) if group.strip() else None}
+                return nobody
         return None
 
     def group(self, name: str) -> int:
@@ -114,39 +120,60 @@ class Jobs:
     ) -> None:
         """Start a command in the folder of this name, which prepare() may make; plans: it makes a plan.
         Raises ApiError if another one lives."""
-        folder = self.save_dir / name
-        with open(self.save_dir / LOCK, "a+b") as lock:
-            end = time.monotonic() + SECONDS_FOR_LOCK
-            while not try_lock(lock, fcntl.LOCK_EX):
-                if time.monotonic() > end:
-                    other = (self.living() or {}).get("folder")
-                    raise ApiError(f"{other} is being trained.", 409, None, "busy", name=other)
-                time.sleep(0.05)
-            rewrite(lock, {"folder": name, "plans": plans})
-            prepare(folder)
-            note(folder, f"{STARTED}{Path(argv[1]).name} ")
-            with open(folder / LOG, "ab") as log:
-                # the log is a file: a pipe that nobody reads would stop it
-                process = subprocess.Popen(
-                    ["bash", "-c", NOTE_GROUP, str(lock.fileno()), *argv], cwd=ROOT, env=self.environment,
-                    stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
-                    pass_fds=[lock.fileno()],
-                )  # fmt: skip
-        threading.Thread(target=process.wait, daemon=True).start()  # else it stays as a zombie
+        try:
+            with open_regular(self.save_dir / LOCK, "a+b") as lock:
+                self.wait_for_lock(lock)
+                rewrite(lock, {"folder": name, "plans": plans})
+                prepare(self.save_dir / name)
+                process = self.launch(self.save_dir / name, argv, lock)
+        except (OSError, WriteError) as error:  # a full disk, a link in the place of the log
+            text = f"{name} cannot be started: {reason(error)}."
+            raise ApiError(text, 409, None, "not_started") from error
+        # else it stays as a zombie
+        threading.Thread(target=self.wait, args=(process, self.save_dir / name), daemon=True).start()
+
+    def wait(self, process: "subprocess.Popen[bytes]", folder: Path) -> None:
+        """Wait for a process. One that the system ends for lack of memory cannot say so: it is said here."""
+        kills = memory_kills()
+        if process.wait() in KILLED and memory_kills() > kills:
+            with suppress(OSError):
+                note(folder, OUT_OF_MEMORY)
+
+    def wait_for_lock(self, lock: BinaryIO) -> None:
+        """Lock the file. Raises ApiError if a training has it."""
+        end = time.monotonic() + SECONDS_FOR_LOCK
+        while not try_lock(lock, fcntl.LOCK_EX):
+            if time.monotonic() > end:
+                other = (self.living() or {}).get("folder")
+                raise ApiError(f"{other} is being trained.", 409, None, "busy", name=other)
+            time.sleep(0.05)
+
+    def launch(self, folder: Path, argv: list[str], lock: BinaryIO) -> "subprocess.Popen[bytes]":
+        """Start a command that holds the lock. Raises OSError."""
+        note(folder, f"{STARTED}{Path(argv[1]).name} ")
+        # the log is a file: a pipe that nobody reads would stop it
+        with open_own(folder, LOG, "ab") as log:
+            return subprocess.Popen(
+                ["bash", "-c", NOTE_GROUP, str(lock.fileno()), *argv], cwd=ROOT, env=self.environment,
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+                pass_fds=[lock.fileno()],
+            )  # fmt: skip
 
     def stop(self, name: str, at_once: bool = False) -> None:
         """Have a training save and end, or end it at once. Raises ApiError if it does not live."""
         group = self.group(name)
-        note(self.folder(name), STOPPED)
         with suppress(ProcessLookupError):  # it ended this moment
             os.killpg(group, signal.SIGKILL if at_once else signal.SIGTERM)
+        with suppress(OSError):  # a full disk
+            note(self.save_dir / name, STOPPED)
 
     # --- what became of it
 
     def state(self, folder: Path, living: dict[str, Any] | None) -> tuple[str, list[str]]:
         """Its state, and the lines of its log since it was started last. living: what `living` gave."""
         command, lines = last_start(folder)
-        has_script, metrics = (folder / SCRIPT).is_file(), list(folder.glob(f"*{METRICS_SUFFIX}"))
+        files = files_in(folder, links=False)
+        runs = [name.removesuffix(METRICS_SUFFIX) for name in files if name.endswith(METRICS_SUFFIX)]
         was_stopped = any(
             line.startswith((STOPPED, "stopped: ")) or "finishing this update" in line for line in lines
         )
@@ -154,15 +181,15 @@ class Jobs:
             if was_stopped:
                 return SAVING, lines
             return (PLANNING if living["plans"] else TRAINING), lines
-        if any(is_running(path.name.removesuffix(METRICS_SUFFIX), folder) for path in metrics):
+        if any(is_running(run, folder) for run in runs):
             return TRAINING, lines  # a terminal started it
-        if (folder / REPORT).is_file():
+        if REPORT in files:
             return READY, lines
         if any(map(LAST_WORDS.match, lines)):
             return "failed", lines
-        if not has_script:
+        if SCRIPT not in files:
             return "new", lines
-        if not metrics and command != SCRIPT:
+        if not runs and command != SCRIPT:
             return "planned", lines
         return ("stopped" if was_stopped else "cut"), lines
 
@@ -170,8 +197,8 @@ class Jobs:
         """Whether a training that has not come to its end reads a file of the uploads."""
         living = self.living()
         for folder in self.folders().values():
-            about = read_json(folder / ABOUT)
-            is_planned = (folder / SCRIPT).is_file() and not (folder / REPORT).is_file()
+            about, files = read_object(folder / ABOUT, links=False), files_in(folder, links=False)
+            is_planned = SCRIPT in files and REPORT not in files
             lives = living is not None and living["folder"] == folder.name
             if (is_planned or lives) and file.name in (about.get("text"), about.get("chat")):
                 return True
@@ -210,24 +237,28 @@ def rewrite(file: BinaryIO, content: dict[str, Any]) -> None:
     file.flush()
 
 
+def memory_kills() -> int:
+    """How many processes Linux has ended for lack of memory since it was started; 0 elsewhere."""
+    with suppress(OSError), open("/proc/vmstat", encoding="ascii") as file:
+        return next((int(line.split()[1]) for line in file if line.startswith("oom_kill ")), 0)
+    return 0
+
+
+def open_own(folder: Path, name: str, mode: str = "rb") -> BinaryIO:
+    """Open a file of a training. A link is not followed: it may lead anywhere, and a folder may come from a
+    stranger. Raises OSError."""
+    return open_regular(folder / name, mode, links=False)
+
+
 def note(folder: Path, what: str) -> None:
-    """Add a line with the time to a log."""
-    with open(folder / LOG, "ab") as log:
+    """Add a line with the time to a log. Raises OSError."""
+    with open_own(folder, LOG, "ab") as log:
         log.write(f"{what}{time.strftime('%Y-%m-%d %H:%M:%S')}\n".encode())
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """What a file holds; nothing if it is not there, or no JSON object."""
-    try:
-        content = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
 
 
 def log_tail(folder: Path) -> str:
     """The end of a log."""
-    with suppress(OSError), open(folder / LOG, "rb") as file:
+    with suppress(OSError), open_own(folder, LOG) as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL))
         return file.read().decode(errors="replace")
     return ""
@@ -236,7 +267,7 @@ def log_tail(folder: Path) -> str:
 def last_start(folder: Path) -> tuple[str, list[str]]:
     """The name of what was started last, and the lines of the log since then."""
     first, *lines = log_tail(folder).rpartition(STARTED)[2].splitlines() or [""]
-    return first.partition(" ")[0], lines
+    return first.partition(" ")[0], [line[:LINE] for line in lines]
 
 
 def error_of(lines: list[str]) -> dict[str, Any]:

@@ -1,15 +1,16 @@
 """The models that a server offers by name: the one it was started with, if any, and the weights in --save_dir
 and in the folders in it."""
 
+import os
 import re
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from common.errors import printable
 from model.sampling import Sampling
+from scripts.serve.folders import scan
 from scripts.serve.protocol import ApiError
 from trainer.weights.paths import is_pretrained_only, shape_in_name
 
@@ -50,12 +51,15 @@ class Models:
         if self.save_dir is None:
             return given
         ages: dict[Path, float] = {}
-        for path in [*self.save_dir.glob("*.pth"), *self.save_dir.glob("*/*.pth")]:
-            with suppress(OSError):  # removed this moment
-                is_given = self.path is not None and path.resolve() == self.path.resolve()
-                is_weights = shape_in_name(path) and path.parent.name != "checkpoints"  # a plan's
-                if is_weights and path.is_file() and not is_given:
-                    ages[path] = path.stat().st_mtime
+        found = [
+            (folder / name, file)
+            for folder, files in scan(self.save_dir).items()
+            for name, file in files.items()
+        ]
+        for path, file in found:
+            is_weights = shape_in_name(path) and path.parent.name != "checkpoints"  # a plan's
+            if is_weights and (self.path is None or os.path.realpath(path) != os.path.realpath(self.path)):
+                ages[path] = file.mtime
         newest_first = sorted(ages, key=lambda path: (-ages[path], path))
         names = {}
         for path in newest_first:

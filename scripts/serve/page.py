@@ -2,7 +2,6 @@
 
 import json
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from starlette.staticfiles import StaticFiles
 from common.errors import printable, reason
 from common.files import is_running
 from scripts.runs.run import AXES, LOCATION_SETTINGS, Run
+from scripts.serve.folders import Entry, scan
 from trainer.weights.paths import METRICS_SUFFIX
 
 PAGE = Path(__file__).parent / "page"
@@ -50,16 +50,16 @@ def add_page(app: FastAPI) -> None:
         return FileResponse(PAGE / "index.html", headers=HEADERS)
 
 
-def metrics_files(folder: Path) -> dict[str, Path]:
+def metrics_files(folder: Path) -> dict[str, tuple[Path, Entry]]:
     """Name of the run -> its file, in the folder and the folders in it."""
-    paths = [*folder.glob(f"*{METRICS_SUFFIX}"), *folder.glob(f"*/*{METRICS_SUFFIX}")]
-    return {
-        printable(
-            path.relative_to(folder).as_posix().removesuffix(METRICS_SUFFIX)
-        ): path  # it need not be UTF-8
-        for path in paths
-        if path.is_file()  # no pipe
-    }
+    found = {}
+    for place, files in scan(folder).items():
+        for name, file in files.items():
+            if name.endswith(METRICS_SUFFIX):
+                path = place / name
+                run = path.relative_to(folder).as_posix().removesuffix(METRICS_SUFFIX)
+                found[printable(run)] = path, file  # it need not be UTF-8
+    return found
 
 
 class RunFiles:
@@ -88,18 +88,15 @@ def runs_router(folder: Path, trains: bool = False) -> APIRouter:
 
     def listing() -> Response:
         now, listed = time.time(), []
-        for name, path in metrics_files(folder).items():
-            with suppress(OSError):  # removed this moment
-                stat = path.stat()
-                age = max(0.0, now - stat.st_mtime)  # seconds since its last change
-                run = path.name.removesuffix(METRICS_SUFFIX)
-                about = {"size": stat.st_size, "age": round(age, 1), "alive": is_running(run, path.parent)}
-                listed.append({"name": name} | about)
+        for name, (path, file) in metrics_files(folder).items():
+            age = max(0.0, now - file.mtime)  # seconds since its last change
+            alive = is_running(path.name.removesuffix(METRICS_SUFFIX), path.parent)
+            listed.append({"name": name, "size": file.size, "age": round(age, 1), "alive": alive})
         listed.sort(key=lambda run: (run["age"], run["name"]))
         return json_response({"runs": listed, "train": trains})
 
     def curves(name: str) -> Response:
-        path = metrics_files(folder).get(name)  # looked up, never joined to a path
+        path, _ = metrics_files(folder).get(name, (None, None))  # looked up, never joined to a path
         if path is None:
             raise HTTPException(404, f"there is no run {name!r}")
         try:

@@ -2,6 +2,7 @@
 command (--train 1).
 """
 
+import json
 import re
 import sys
 import time
@@ -9,21 +10,26 @@ from collections.abc import Callable
 from pathlib import Path
 from shutil import disk_usage
 from typing import Any, Literal
+from urllib.parse import quote
 
 from anyio import CapacityLimiter
 from anyio.to_thread import run_sync
 from fastapi import APIRouter, Depends, Request
-from fastapi.responses import FileResponse, JSONResponse, Response
+from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from common.errors import reason
+from common.files import read_object
 from common.settings import ROOT
 from scripts.planning.files import FACTS
 from scripts.planning.rules import DEPTHS, WIDTH
+from scripts.planning.signature import is_signed
 from scripts.planning.stages import START_SECONDS
 from scripts.runs.report import sentences
-from scripts.runs.run import Run
+from scripts.runs.run import WRONG_TYPES, Run
 from scripts.runs.words import LANGUAGES, WORDS
-from scripts.serve.api import host_of, read_body
+from scripts.serve.api import is_own_page, read_body
+from scripts.serve.folders import files_in, scan
 from scripts.serve.jobs import (
     ABOUT,
     LIVING,
@@ -36,7 +42,7 @@ from scripts.serve.jobs import (
     forget_plan,
     forget_report,
     log_tail,
-    read_json,
+    open_own,
 )
 from scripts.serve.page import RunFiles, json_response
 from scripts.serve.protocol import ApiError
@@ -72,6 +78,36 @@ class NewJob(Body):
     skip_bad: bool = False
 
 
+class PlannedStage(BaseModel):
+    """A stage in the facts of a plan."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
+
+    run: str
+    is_pretraining: bool
+    passes: float
+    updates: int = Field(ge=1)
+    seconds: float
+
+
+class PlanFacts(BaseModel):
+    """What the page shows of a plan (`facts` in scripts/planning/files.py)."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
+
+    parameters: float
+    width: int
+    depth: int
+    stages: list[PlannedStage] = Field(min_length=1)
+    seconds: float
+    limit: str
+    memory: float
+    memory_free: float
+    disk: float
+    disk_free: float
+    unwise: list[dict[str, str | float]]
+
+
 class Stop(Body):
     """How to end: save first, or at once."""
 
@@ -80,8 +116,7 @@ class Stop(Body):
 
 def own_page_only(request: Request) -> None:
     """Refuse other pages, also those of --allow_origin, and what a form can send. Raises ApiError."""
-    origin = request.headers.get("origin")
-    if origin is not None and host_of(origin) != request.headers.get("host"):
+    if not is_own_page(request):
         raise ApiError("Only the server's own page may train.", 403)
     kind = request.headers.get("content-type", "").partition(";")[0].strip()
     if request.method == "POST" and kind != "application/json":
@@ -107,7 +142,9 @@ def training_routes(jobs: Jobs, uploads: Uploads, make_room: Callable[[], Any]) 
 
     def overview() -> Response:
         living = jobs.living()
-        listed = [describe(folder, name, jobs, living, progress) for name, folder in jobs.folders().items()]
+        listed = [
+            describe_or_say(folder, name, jobs, living, progress) for name, folder in jobs.folders().items()
+        ]
         listed.sort(key=lambda job: (job["state"] not in LIVING, job["age"]))
         sizes = [[depth, WIDTH * depth] for depth in DEPTHS]
         answer = {"sizes": sizes, "disk_free": disk_usage(jobs.save_dir).free}
@@ -121,7 +158,7 @@ def training_routes(jobs: Jobs, uploads: Uploads, make_room: Callable[[], Any]) 
         argv += ["--cache_dir", str(jobs.save_dir / ".cache")]  # on the disk whose room is looked at
         for flag, file in (("--pretrain_data", asked.text), ("--sft_data", asked.chat)):
             if file is not None:
-                argv += [flag, str(uploads.path(file))]
+                argv += [flag, str(uploads.readable(file))]
         if asked.depth is not None:
             argv += ["--depth", str(asked.depth)]
         if asked.skip_bad:
@@ -139,10 +176,9 @@ def training_routes(jobs: Jobs, uploads: Uploads, make_room: Callable[[], Any]) 
         state, _ = jobs.state(folder, jobs.living())
         if state in LIVING:
             raise ApiError(f"{name} is being trained.", 409, None, "busy", name=name)
-        if not (folder / SCRIPT).is_file():
-            raise ApiError(f"{name} has no plan.", 409, code="no_plan")
-        written = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-        need = max(0, read_json(folder / FACTS).get("disk", 0) - written) + ROOM
+        check_script(folder, name)
+        written = sum(file.size for files in scan(folder).values() for file in files.values())
+        need = max(0, plan_of(folder).get("disk", 0) - written) + ROOM
         if need > (free := disk_usage(folder).free):
             raise no_room(need, free)
         make_room()
@@ -190,10 +226,19 @@ def training_routes(jobs: Jobs, uploads: Uploads, make_room: Callable[[], Any]) 
 
     @routes.get("/jobs/{name}/report")
     def report(name: str) -> Response:
-        path = jobs.folder(name) / REPORT
-        if not path.is_file():
-            raise ApiError(f"{name} has no report yet.", 404, code="no_report")
-        return FileResponse(path, filename=f"{name}.html", headers=NOT_SHOWN)  # an attachment
+        folder = jobs.folder(name)
+        try:
+            with open_own(folder, REPORT) as file:
+                content = file.read()
+        except FileNotFoundError as error:
+            raise ApiError(f"{name} has no report yet.", 404, code="no_report") from error
+        except OSError as error:
+            text = f"The report of {name} is not shown: {reason(error)}; links are not followed."
+            raise ApiError(text, 403, code="no_report") from error
+        disposition = f"attachment; filename*=utf-8''{quote(name)}.html"
+        return Response(
+            content, media_type="text/html", headers=NOT_SHOWN | {"Content-Disposition": disposition}
+        )
 
     return routes
 
@@ -218,7 +263,52 @@ def check_unused(folder: Path, jobs: Jobs) -> None:
         raise ApiError(f"{folder.name} is there already.", 409, "name", "exists")
 
 
+def check_script(folder: Path, name: str) -> None:
+    """Raise ApiError unless the folder has a run.sh that scripts/plan.py wrote: a click runs it, and nobody
+    reads it before."""
+    try:
+        with open_own(folder, SCRIPT) as file:
+            script = file.read()
+    except OSError as error:
+        raise ApiError(f"{name} has no plan.", 409, code="no_plan") from error
+    if not is_signed(script, folder, plan_of(folder).get("signature")):
+        text = f"{SCRIPT} of {name} is not as plan.py wrote it; read it, then start it in a terminal"
+        raise ApiError(text, 409, code="not_planned_here", name=name)
+
+
 # --- what the page shows of one
+
+
+def describe_or_say(
+    folder: Path, name: str, jobs: Jobs, living: dict[str, Any] | None, progress: "Progress"
+) -> dict[str, Any]:
+    """`describe`; of a training whose files hold what no training writes, that it cannot be read."""
+    try:
+        about = describe(folder, name, jobs, living, progress)
+        json.dumps(about, default=str, allow_nan=False)  # a browser reads no NaN
+        return about
+    except (OSError, *WRONG_TYPES) as error:
+        about = {"name": name, "state": "failed", "asked": {}, "plan": None, "is_own": False, "lines": []}
+        text = f"its files cannot be read ({reason(error)})"
+        return about | {"stage": 0, "stages": 0, "age": 0.0, "error": {"code": "other", "text": text}}
+
+
+def plan_of(folder: Path) -> dict[str, Any]:
+    """The facts of a training's plan; nothing if there are none, or they are not a plan's."""
+    facts = read_object(folder / FACTS, links=False)
+    try:
+        PlanFacts.model_validate(facts)
+    except ValidationError:
+        return {}
+    return facts
+
+
+def asked_of(folder: Path) -> dict[str, Any]:
+    """What was asked for; nothing if job.json says nothing that could have been."""
+    try:
+        return NewJob.model_validate(read_object(folder / ABOUT, links=False)).model_dump()
+    except ValidationError:
+        return {}
 
 
 def describe(
@@ -226,15 +316,15 @@ def describe(
 ) -> dict[str, Any]:
     """A training: its state, plan and progress. living: what `Jobs.living` gave."""
     state, lines = jobs.state(folder, living)
-    facts = read_json(folder / FACTS)
-    about: dict[str, Any] = {"name": name, "state": state, "asked": read_json(folder / ABOUT)}
+    facts, files = plan_of(folder), files_in(folder, links=False)
+    about: dict[str, Any] = {"name": name, "state": state, "asked": asked_of(folder)}
     about |= {"plan": facts or None, "error": error_of(lines) if state == "failed" else None}
     about["is_own"] = living is not None and living["folder"] == folder.name
     about["lines"] = lines[-LINES:] if state == PLANNING else []
     stages = facts.get("stages", [])
-    paths = [folder / f"{stage['run']}{METRICS_SUFFIX}" for stage in stages]
-    begun = [path for path in paths if path.is_file() and path.stat().st_size]
-    newest = max([path.stat().st_mtime for path in folder.iterdir()], default=0.0)
+    names = [f"{stage['run']}{METRICS_SUFFIX}" for stage in stages]
+    begun = [folder / name for name in names if name in files and files[name].size]
+    newest = max([file.mtime for file in files.values()], default=0.0)
     about["age"] = round(max(0.0, time.time() - newest), 1)
     if not begun:
         return about | {"stage": 0, "stages": len(stages)}

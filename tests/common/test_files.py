@@ -26,6 +26,9 @@ from common.files import (
     lock_output,
     locked,
     new_path,
+    open_regular,
+    output_lock,
+    read_object,
     sync,
 )
 from tests.conftest import ROOT
@@ -244,3 +247,66 @@ def test_a_shared_file_is_waited_for_and_that_is_said_once_per_machine(tmp_path,
         other.kill()
         other.communicate()
     assert waiting.communicate("", timeout=30)[0] == "held\n" and waiting.returncode == 0
+
+
+# --- a folder in which anything may lie
+
+
+@pytest.mark.parametrize("mode", ["rb", "ab", "a+b"])
+def test_only_a_regular_file_is_opened_and_a_pipe_is_not_waited_for(tmp_path, mode):
+    (tmp_path / "file").write_bytes(b"text")
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "pipe link").symlink_to("pipe")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(os.path.relpath(tmp_path / "socket"))
+        for name in ("pipe", "folder", "pipe link", "socket"):
+            for links in (True, False):
+                with pytest.raises(OSError), open_regular(tmp_path / name, mode, links):
+                    pass
+    with open_regular(tmp_path / "file", mode) as file:
+        if mode == "rb":
+            assert file.read() == b"text"
+        else:
+            assert file.write(b"!") == 1
+    assert (tmp_path / "file").read_bytes() == (b"text" if mode == "rb" else b"text!")
+
+
+def test_links_are_followed_or_not_also_that_of_the_folder(tmp_path):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder/file").write_bytes(b"text")
+    (tmp_path / "folder/link").symlink_to("file")
+    (tmp_path / "linked").symlink_to("folder")
+    (tmp_path / "folder/dangling").symlink_to(tmp_path / "made")
+    for path in ("folder/link", "linked/file", "linked/link"):
+        with open_regular(tmp_path / path) as file:
+            assert file.read() == b"text"
+        for mode in ("rb", "ab"):
+            with pytest.raises(OSError), open_regular(tmp_path / path, mode, links=False):
+                pass
+    with pytest.raises(OSError), open_regular(tmp_path / "folder/dangling", "ab", links=False):
+        pass
+    assert not (tmp_path / "made").exists()
+    with open_regular(tmp_path / "folder/new", "ab", links=False) as file:
+        file.write(b"new")
+    assert (tmp_path / "folder/new").read_bytes() == b"new"
+
+
+def test_a_json_file_that_holds_no_object_is_an_empty_one(tmp_path):
+    path = tmp_path / "a.json"
+    assert read_object(path) == {}
+    for content in (b"[1]", b"5", b"{", b"\xff", b"[" * 100_000, b'{"a":' * 100_000, b""):
+        path.write_bytes(content)
+        assert read_object(path) == {}
+    path.write_text('{"a": 1}')
+    (tmp_path / "link.json").symlink_to(path)
+    assert read_object(path, links=False) == read_object(tmp_path / "link.json") == {"a": 1}
+    assert read_object(tmp_path / "link.json", links=False) == {}
+    path.unlink()
+    os.mkfifo(path)
+    assert read_object(path) == {}
+
+
+def test_a_pipe_in_the_place_of_a_lock_says_nothing_of_a_run(tmp_path):
+    os.mkfifo(output_lock("pretrain_32", tmp_path))
+    assert is_running("pretrain_32", tmp_path) is None

@@ -26,6 +26,7 @@ from dataset.token_cache import load_tokenizer
 from scripts import chat, plan
 from scripts.planning import choice, files, machine, rules, stages, trial
 from scripts.planning.machine import Cost
+from scripts.planning.signature import is_signed
 from scripts.planning.stages import Stage
 from tests.conftest import sentence, write_jsonl
 from trainer import train_full_sft, train_lora, train_pretrain
@@ -124,6 +125,8 @@ def test_few_data_of_a_name_that_is_no_utf_8_get_a_vocabulary_of_their_own(start
     out = start("--depth", 1, pretrain_data=os.fsdecode(name))
     assert b"--data_path '" + name + b"'" in (tmp_path / "run.sh").read_bytes()
     assert b"--tokenizer_path" in (tmp_path / "run.sh").read_bytes()
+    signature = json.loads((tmp_path / "plan_facts.json").read_text())["signature"]
+    assert is_signed((tmp_path / "run.sh").read_bytes(), tmp_path, signature)  # whatever bytes it has
     own = json.loads((tmp_path / "tokenizer/tokenizer.json").read_bytes())["model"]["vocab"]
     assert f"vocabulary: {len(own)} tokens made from these data, in {tmp_path}/tokenizer: " in out
     assert f"that of guessing among {len(own)} tokens" in out

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError, reason
-from common.files import files_in, is_file
+from common.files import files_in, is_file, read_object
 from common.settings import LoggingConfig, ModelConfig, StageArgs
 
 METRICS_SUFFIX = "_metrics.jsonl"  # of the file of a run's log records
@@ -111,12 +111,10 @@ def model_files(folder: Path) -> list[Path]:
 def is_pretrained_only(path: Path) -> bool:
     """Whether weights have learnt to continue texts, not to answer: as the file beside them says, else their
     name."""
-    try:
-        about = json.loads(path.with_suffix(".json").read_bytes())
-        learnt = about.get("data", {}).get("kind") or about["stage"]
-    except (OSError, ValueError, LookupError, AttributeError):
-        learnt = path.name
-    return "pretrain" in str(learnt)  # the stage is the name of its script
+    about = read_object(path.with_suffix(".json"))
+    data = about.get("data")
+    kind = data.get("kind") if isinstance(data, dict) else None
+    return "pretrain" in str(kind or about.get("stage") or path.name)  # the stage is the name of its script
 
 
 def metrics_path(save_dir: str | Path, name: str) -> Path:

@@ -75,9 +75,9 @@ async function act(doing, say) {
 
 /** An error of the server in the language of the page. */
 function sentence({ code, values = {}, message, detail = message }) {
-  const { need, free, most, file, line, why, name } = values;
+  const { need, free, most, seconds, file, line, why, name } = values;
   if (code === "busy") return t("error_busy", { name, time: duration(living()?.seconds_left ?? 0) });
-  const filled = { need: size(need), free: size(free), most: size(most), file, line, why, text: detail };
+  const filled = { need: size(need), free: size(free), most: size(most), seconds, file, line, why, text: detail };
   return knows(`error_${code}`) ? t(`error_${code}`, filled) : message;
 }
 

@@ -117,6 +117,9 @@ def test_a_plan_beside_what_came(tmp_path):
     assert report.compare_with_plan(run, "en") is None
     (tmp_path / "plan.json").write_text('{"pretrain_64": 90.0}')
     assert report.compare_with_plan(run, "en") == "2.0 min of updates and evaluations; planned: 1.5 min"
+    for odd in ("[1]", "{", '{"pretrain_64": "90"}', '{"pretrain_64": NaN}', "[" * 100_000):
+        (tmp_path / "plan.json").write_text(odd)
+        assert report.compare_with_plan(run, "en") is None
 
 
 def test_the_page_shows_paths_as_they_are_typed():

@@ -29,12 +29,18 @@ QUESTION, END_OF_TURN = "<|im_start|>user\n", "<|im_end|>"
 
 @contextmanager
 def serving(
-    models: Models, slots: int = 4, max_new_tokens: int = 400, max_models: int = 4, **options: Any
+    models: Models,
+    slots: int = 4,
+    max_new_tokens: int = 400,
+    max_models: int = 4,
+    proxies: tuple[str, ...] = (),
+    port: int = 0,
+    **options: Any,
 ) -> Iterator[SimpleNamespace]:
     """A server: `client` of OpenAI, `port`, `address`, and its thread `decoding`. options: of `create_app`."""
     with closing(DecodingThread(models, slots, CONTEXT, max_new_tokens, max_models)) as thread:
         app = create_app(thread, options.pop("save_dir", Path("nowhere")), **options)
-        server = make_server(app, thread, port=0)
+        server = make_server(app, thread, proxies, port=port)
         running = threading.Thread(target=server.run, daemon=True)
         running.start()
         wait_for(lambda: server.started)

@@ -14,6 +14,7 @@ import pytest
 from selenium.webdriver.common.keys import Keys
 
 from scripts.serve import training, uploads
+from scripts.serve.api import Access
 from scripts.serve.page import PAGE
 from tests.scripts.serve import trainings
 from tests.scripts.serve.conftest import Page
@@ -51,7 +52,8 @@ def stand_in(monkeypatch):
 @pytest.fixture
 def client(tmp_path) -> Iterator[Client]:
     with ExitStack() as stack:
-        yield make_client(stack, tmp_path / "out", QUICK, given=None)
+        access = Access("key", codes={"once"})
+        yield make_client(stack, tmp_path / "out", QUICK, given=None, access=access)
         end_all(tmp_path / "out")
 
 
@@ -59,7 +61,7 @@ def client(tmp_path) -> Iterator[Client]:
 def card(page, client) -> Iterator[Page]:
     page.open(client.address)  # as a visitor who was never here
     page.driver.get("about:blank")
-    page.driver.get(f"{client.address}#key=key")
+    page.driver.get(f"{client.address}#code=once")
     ready_in_training(page)
     yield page
     page.driver.get("about:blank")  # it asks the server no more
@@ -205,9 +207,9 @@ def test_text_and_conversations_are_two_stages_then_it_answers(card, client, tmp
     card.click(PRIMARY)
     card.wait(lambda: "Reading the text, 1 of 2" in card.text(BODY))
     first = card.driver.current_window_handle
-    card.driver.switch_to.new_window("tab")  # has no key yet
+    card.driver.switch_to.new_window("tab")
     try:
-        card.driver.get(f"{client.address}#key=key")
+        card.driver.get(f"{client.address}#training")  # the other tab gives it
         ready_in_training(card)
         let_write(client, name, 18)
         card.wait(lambda: "Learning to answer, 2 of 2" in card.text(BODY))
@@ -228,19 +230,21 @@ def test_a_killed_server_is_followed_by_one_that_adopts_its_training(page, tmp_p
     faults = Faults(script=script + "t.PLAN = Path(s.__file__)")
     argv = ["--train", "1", "--save_dir", str(tmp_path), "--port", "0", "--api_key", "key"]
 
-    def start(port: int = 0) -> tuple[StageProcess, int]:
+    def start(port: int = 0) -> tuple[StageProcess, str]:
         process = StageProcess(
             "scripts.serve_openai_api", [*argv[:-3], str(port), *argv[-2:]], faults, **QUICK
         )
-        line = wait_for_line(process, "serving the weights in ")
-        return process, int(line.split(";")[0].rsplit(":", 1)[1])
+        link = wait_for_line(process, "train and chat at ").split()[4].rstrip(",")
+        wait_for_line(process, "serving the weights in ")
+        return process, link
 
-    process, port = start()
-    address = f"http://127.0.0.1:{port}/"
+    process, link = start()
+    address = link.partition("#")[0]
+    port = int(address.rsplit(":", 1)[1].strip("/"))
     try:
         page.open(address)
         page.driver.get("about:blank")
-        page.driver.get(f"{address}#key=key")
+        page.driver.get(link)
         ready_in_training(page)
         give(page, tmp_path, a_txt=TEXT)
         page.wait(lambda: page.one(PRIMARY).is_enabled())
@@ -261,6 +265,56 @@ def test_a_killed_server_is_followed_by_one_that_adopts_its_training(page, tmp_p
     finally:
         end_all(tmp_path)
         process.send(signal.SIGKILL)
+        page.driver.get("about:blank")
+        page.driver.get_log("browser")  # of requests that found no server
+
+
+def test_the_key_is_in_no_address_and_comes_to_a_new_tab_and_after_a_restart(page, tmp_path):
+    """A code in the address is exchanged once. Another tab gives the key; a server with a new key is opened by
+    its own link, in whichever tab, and a tab that waits for the key goes on."""
+
+    def asks() -> None:
+        page.wait(lambda: page.shown("#key-dialog"))
+
+    def given(address: str) -> None:
+        page.driver.get(address)
+        ready_in_training(page)
+        assert "code" not in page.driver.current_url and not page.shown("#key-dialog")
+
+    with ExitStack() as stack:
+        start = lambda key, *codes: make_client(  # noqa: E731
+            stack, tmp_path / "out", given=None, access=Access(key, codes=set(codes)), port=port
+        )
+        port = 0
+        client = start("first key", "once")
+        port = int(client.address.rsplit(":", 1)[1].strip("/"))
+        page.open(client.address)
+        asks()
+        page.driver.get("about:blank")
+        given(f"{client.address}#code=once")
+        history = page.devtools("Page.getNavigationHistory")["entries"]
+        assert not any("first key" in entry["url"] for entry in history)
+        page.driver.refresh()
+        ready_in_training(page)
+        first = page.driver.current_window_handle
+        page.driver.switch_to.new_window("tab")
+        given(f"{client.address}#code=once")  # used: the other tab gives the key
+        second = page.driver.current_window_handle
+        page.driver.switch_to.window(first)
+        page.driver.get("about:blank")
+        page.driver.switch_to.window(second)
+        page.run("sessionStorage.clear()")
+        page.driver.refresh()
+        asks()  # no tab has it any more
+        stack.close()
+    with ExitStack() as stack:
+        client = start("second key", "twice")
+        page.driver.switch_to.window(first)
+        given(f"{client.address}#code=twice")
+        page.driver.switch_to.window(second)
+        page.wait(lambda: not page.shown("#key-dialog") and page.shown("#train-card"))
+        page.driver.close()
+        page.driver.switch_to.window(first)
         page.driver.get("about:blank")
         page.driver.get_log("browser")  # of requests that found no server
 

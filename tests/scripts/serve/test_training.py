@@ -1,10 +1,12 @@
 """Training for the web page: who may, one at a time, what becomes of it, also where it is killed. Plan and run.sh
 are stand-ins (trainings.py); with --slow one training is real."""
 
+import errno
 import fcntl
 import gzip
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -22,16 +24,18 @@ import httpx2 as httpx
 import pytest
 
 from scripts import serve_openai_api
+from scripts.planning.signature import sign
 from scripts.runs.run import Run
-from scripts.serve import training, uploads
+from scripts.serve import jobs, look_at_file, training, uploads
 from scripts.serve.api import Access
-from scripts.serve.jobs import LOCK, Jobs, error_of
+from scripts.serve.jobs import LOCK, Jobs, error_of, last_start
 from scripts.serve.page import RUNS_KEPT, RunFiles
 from scripts.serve.training import training_routes
 from scripts.serve.uploads import Uploads
 from tests.conftest import ROOT
 from tests.scripts.serve import trainings
 from tests.scripts.serve.servers import Script, scripted, wait_for
+from tests.scripts.serve.test_look_at_file import arrow_of_nulls
 from tests.stage_process import Faults, StageProcess
 
 KEY = {"Authorization": "Bearer key"}
@@ -328,7 +332,7 @@ def test_files_that_are_not_taken_leave_nothing(client, monkeypatch):
     assert [path.name for path in (client.folder / ".uploads").iterdir()] == ["some.jsonl"]
 
 
-def test_of_a_large_file_only_the_first_bytes_are_read(client, monkeypatch):
+def test_of_a_large_file_only_the_first_bytes_are_read(client, tmp_path, monkeypatch):
     chat = {"messages": [{"role": "user", "content": "你好"}, {"role": "assistant", "content": "好" * 20}]}
     line = json.dumps(chat, ensure_ascii=False)
     files = {
@@ -339,23 +343,72 @@ def test_of_a_large_file_only_the_first_bytes_are_read(client, monkeypatch):
         "line.txt": "好" * 9000,
         "lines.txt": "好的\n" * 3000,
     }
-    read, size = uploads.read_records, uploads.HEAD_BYTES
-    sizes = []
+    read, sizes = look_at_file.read_records, []
     monkeypatch.setattr(
-        uploads, "read_records", lambda paths: sizes.append(os.path.getsize(paths[0])) or read(paths)
+        look_at_file, "read_records", lambda paths: sizes.append(os.path.getsize(paths[0])) or read(paths)
     )
     for head in range(1000, 1003):  # cut within a record, within a character
-        monkeypatch.setattr(uploads, "HEAD_BYTES", head)
+        monkeypatch.setattr(look_at_file, "HEAD_BYTES", head)
         for name, content in files.items():
             for packed in (content.encode(), gzip.compress(content.encode())):
-                found = client.put(name := f"{name}.gz" if packed[:1] == b"\x1f" else name, packed).json()
+                path = tmp_path / (f"{name}.gz" if packed[:1] == b"\x1f" else name)
+                path.write_bytes(packed)
+                found = look_at_file.look_at(path, path.name, tmp_path)
                 assert found["more"] == ("txt" not in name) and "bad" not in found, found
                 assert found["kind"] == ("chat" if "json" in name else "text") and sizes.pop() <= head + 1
-                client.http.delete(f"/files/{name}")
-    monkeypatch.setattr(uploads, "HEAD_BYTES", size)
     assert client.put("array.json", files["array.json"]).json()["records"] == 150
+    assert client.put("large.txt", TEXT * 20_000).json()["records"] == 1
     assert client.put("cut.jsonl.gz", gzip.compress(line.encode())[:-9]).status_code == 422
     assert not list((client.folder / ".uploads").glob(".part*"))
+
+
+def test_others_are_served_while_a_file_is_looked_at_and_a_look_is_made_once(client, tmp_path, monkeypatch):
+    monkeypatch.setattr(uploads, "LOOK_SECONDS", 4)
+    arrow_of_nulls(tmp_path / "nulls.arrow")
+    nulls, looked, look_at = (tmp_path / "nulls.arrow").read_bytes(), [], uploads.look_at
+    monkeypatch.setattr(uploads, "look_at", lambda path, *name: looked.append(path) or look_at(path, *name))
+    with ThreadPoolExecutor(1) as pool:
+        uploading, answers = pool.submit(client.put, "nulls.arrow", nulls), 0
+        while not uploading.done():
+            asked = {"messages": [{"role": "user", "content": "hi"}], "model": "tiny"}
+            said = client.http.post(f"{client.address}v1/chat/completions", json=asked).json()
+            assert said["choices"][0]["message"]["content"] == "You said: hi"
+            answers += 1
+    error = uploading.result().json()["error"]
+    assert error["code"] == "too_much" and answers > 5  # in the server itself: one, after a minute
+    assert list((client.folder / ".uploads").iterdir()) == []
+    (client.folder / ".uploads/nulls.arrow").write_bytes(nulls)  # by hand
+    client.put("a.txt")
+    files = [client.overview()["files"] for _ in range(3)][-1]
+    assert [file["name"] for file in files] == ["a.txt", "nulls.arrow"] and len(looked) == 3
+    assert files[0]["kind"] == "text" and files[1]["error"] == error["message"]
+    answer = client.plan(text="nulls.arrow")
+    assert (answer.status_code, answer.json()["error"]["message"]) == (422, error["message"])
+    assert not (client.folder / "novel").exists()
+
+
+@pytest.mark.parametrize("who", ["the system", "somebody"])
+def test_what_the_system_ends_for_lack_of_memory_says_so(tmp_path, monkeypatch, who):
+    """It cannot say so itself; whoever else kills it leaves what there was to be said."""
+    with ExitStack() as stack:
+        client = make_client(stack, tmp_path / "out", QUICK | {"PLAN_SECONDS": "60"})
+        kills = [0]
+        monkeypatch.setattr(jobs, "memory_kills", lambda: kills[0])
+        client.put("a.txt")
+        client.plan()
+        group = Jobs(client.folder).group("novel")
+        wait_for(lambda: "stand-in" in client.http.get("/jobs/novel/log").text)
+        adjust = Path(f"/proc/{group}/oom_score_adj")
+        assert not adjust.exists() or int(adjust.read_text()) >= 500  # the first to go
+        kills[0] += who == "the system"
+        os.killpg(group, signal.SIGKILL)
+        job = client.until("failed" if who == "the system" else "new")
+        assert who == "somebody" or job["error"]["code"] == "memory"
+
+
+def test_a_table_that_is_too_large_for_the_memory_of_a_plan_is_a_line():
+    line = "error: a.parquet:300: after it the file cannot be read (malloc of size 16777216 failed); mend the file"
+    assert error_of([line])["code"] == "memory"
 
 
 def test_an_upload_that_stops_or_is_cut_leaves_nothing(client, monkeypatch):
@@ -472,11 +525,12 @@ def test_training_is_for_this_machine_and_always_with_a_key(weights, error_line,
 
     served = []
     monkeypatch.setattr(api, "create_app", lambda *given: served.append(given[2:]))
-    monkeypatch.setattr(connections, "run", lambda app, listener, decoding: listener.close())
+    monkeypatch.setattr(connections, "run", lambda app, listener, *rest: listener.close())
     done = call(serve_openai_api, *weights, "--train", "1", "--port", "0")
     ((access, more),) = served
-    key = done.stdout.partition("/#key=")[2].split()[0]
-    assert access.api_key == key and len(key) > 20 and "*" not in access.hosts and len(more) == 1
+    code, key = re.search(r"/#code=(\S+), .*\n.*: (\S+)\n", done.stdout).groups()
+    assert access.codes == {code} and access.api_key == key != code and min(len(key), len(code)) > 20
+    assert "*" not in access.hosts and len(more) == 1
 
 
 def test_strange_folders_and_files_hide_no_other(client):
@@ -537,6 +591,116 @@ def test_a_lock_that_is_only_looked_at_keeps_nobody_from_starting(client):
     client.until("ready")
 
 
+# --- links, and what no plan wrote
+
+
+@pytest.mark.parametrize("name", ["report.html", "job.log"])
+def test_a_link_in_the_folder_of_a_training_is_neither_read_nor_written(client, tmp_path, name):
+    client.planned()
+    secret, folder = tmp_path / "secret", client.folder / "novel"
+    secret.write_text("a secret\n")
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to(secret)
+    answers = [client.http.get(f"/jobs/novel/{what}") for what in ("report", "log")]
+    assert all("a secret" not in answer.text for answer in answers) and "secret" not in str(client.job())
+    assert client.job()["state"] in ("planned", "cut")  # no report makes it ready
+    if name == "report.html":
+        assert (
+            answers[0].status_code == 403
+            and "links are not followed" in answers[0].json()["error"]["message"]
+        )
+        return
+    for answer in (client.post("/novel/start", {}), client.plan()):
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"]) == (409, "not_started") and "symbolic link" in error[
+            "message"
+        ]
+    assert secret.read_text() == "a secret\n" and Jobs(client.folder).living() is None
+
+
+def test_a_folder_that_becomes_a_link_leads_nowhere(client, tmp_path, monkeypatch):
+    """Also between the look at it and the opening of its files."""
+    client.planned()
+    elsewhere = tmp_path / "elsewhere"
+    shutil.copytree(client.folder / "novel", elsewhere)
+    (elsewhere / "report.html").write_text("a secret")
+    folders = Jobs.folders
+
+    def exchanged(jobs: Jobs) -> dict[str, Path]:
+        found = folders(jobs)
+        shutil.rmtree(client.folder / "novel", ignore_errors=True)
+        (client.folder / "novel").symlink_to(elsewhere)
+        return found
+
+    monkeypatch.setattr(Jobs, "folders", exchanged)
+    answer = client.http.get("/jobs/novel/report")
+    assert answer.status_code == 403 and "a secret" not in answer.text
+    monkeypatch.undo()
+    assert client.overview()["jobs"] == [] and client.http.get("/jobs/novel/report").status_code == 404
+
+
+def test_a_click_runs_only_what_a_plan_wrote_here(client, tmp_path):
+    client.planned()
+    folder = client.folder / "novel"
+    script = (folder / "run.sh").read_text()
+    touch = f"touch '{tmp_path / 'hacked'}'\n"
+    stranger = client.folder / "stranger"
+    stranger.mkdir()
+    (stranger / "run.sh").write_text(touch)
+    other = client.folder / "other"  # planned elsewhere: another key
+    shutil.copytree(folder, other)
+    facts = json.loads((folder / "plan_facts.json").read_text())
+    facts["signature"] = sign((folder / "run.sh").read_bytes(), tmp_path / "elsewhere" / "novel")
+    (other / "plan_facts.json").write_text(json.dumps(facts))
+    (folder / "run.sh").write_text(script + touch)
+    for name in ("novel", "stranger", "other"):
+        error = client.post(f"/{name}/start", {}).json()["error"]
+        assert error["code"] == "not_planned_here" and "start it in a terminal" in error["message"]
+    (folder / "run.sh").unlink()
+    (tmp_path / "script").write_text(script)
+    (folder / "run.sh").symlink_to(tmp_path / "script")
+    assert client.post("/novel/start", {}).json()["error"]["code"] == "no_plan"
+    (folder / "run.sh").unlink()
+    (folder / "run.sh").write_text(script)
+    assert client.post("/novel/start", {}).status_code == 202
+    client.until("ready")
+    assert not (tmp_path / "hacked").exists()
+
+
+def test_on_a_full_disk_a_training_is_stopped_and_none_is_started(client, monkeypatch):
+    client.planned()
+    client.planned("other")
+    (client.folder / "novel/until").write_text("2")
+    client.post("/novel/start", {})
+    wait_for(lambda: client.job().get("update") == 2)
+
+    def full(folder: Path, what: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(jobs, "note", full)
+    assert client.post("/novel/stop", {"now": True}).status_code == 202
+    wait_for(lambda: Jobs(client.folder).living() is None)
+    answer = client.post("/other/start", {}).json()["error"]
+    assert answer["message"] == "other cannot be started: [Errno 28] No space left on device."
+    assert Jobs(client.folder).living() is None and client.job("other")["state"] == "planned"
+
+
+def test_a_long_line_of_a_log_costs_no_more_than_its_length(tmp_path):
+    """The patterns are tried on lines of which each is far longer than the log that is looked at."""
+    lines = [
+        "error: " + part * (200_000 // len(part))
+        for part in (":1", "a:1 ", "[1", "--hours ", "x.", "--eval_share ", "or skip ")
+    ]
+    (tmp_path / "job.log").write_text("== started run.sh\n" + "\n".join(line[:60_000] for line in lines[:1]))
+    kept = last_start(tmp_path)[1]
+    assert [len(line) for line in kept] == [jobs.LINE]
+    for line in lines:
+        assert error_of([line[: jobs.LINE]])["code"] in ("other", "bad_record")
+    # one try for each segment of a path: without a match no start within it is tried
+    tried = re.compile(jobs.ERRORS["bad_record"]).search("a" * 300_000 + "/" + "b" * 300_000)
+    assert tried is None
+
+
 @pytest.mark.slow  # the real plan times models for half a minute, and its training takes minutes
 def test_a_real_training_that_is_stopped_killed_and_adopted_gives_the_bytes_of_an_uninterrupted_one(tmp_path):
     import random
@@ -553,7 +717,10 @@ def test_a_real_training_that_is_stopped_killed_and_adopted_gives_the_bytes_of_a
             wait_for(lambda name=name: client.job(name)["state"] not in ("planning", "new"), 300)
             assert client.job(name)["state"] == "planned", client.job(name)
         script = (tmp_path / "out/whole/run.sh").read_text()  # the same settings: both plans were measured
-        (tmp_path / "out/novel/run.sh").write_text(script.replace("out/whole", "out/novel"))
+        script, facts = script.replace("out/whole", "out/novel"), tmp_path / "out/novel/plan_facts.json"
+        (tmp_path / "out/novel/run.sh").write_text(script)
+        signature = {"signature": sign(script.encode(), facts.parent)}
+        facts.write_text(json.dumps(json.loads(facts.read_text()) | signature))
         client.post("/whole/start", {})
         wait_for(lambda: client.job("whole")["state"] == "ready", 600)
         client.post("/novel/start", {})

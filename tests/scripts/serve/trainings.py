@@ -9,6 +9,10 @@ import sys
 import time
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+
+from scripts.planning.signature import sign
+
 UPDATES = 12  # of a stage
 RUN = """#!/usr/bin/env bash
 set -e
@@ -41,8 +45,10 @@ def make_plan(folder: Path, text: str | None, chat: str | None) -> None:
     facts = {"parameters": 1_234_567, "width": 64, "depth": 1, "stages": stages, "seconds": 132.0}
     facts |= {"limit": "data", "memory": 1e9, "memory_free": 8e9, "disk": 3e7, "disk_free": 5e10}
     facts["unwise"] = [{"key": "more data", "stage": "pretrain", "updates": UPDATES}]
+    script = RUN.format(python=sys.executable, file=__file__).encode()
+    facts["signature"] = sign(script, folder)
     (folder / "plan_facts.json").write_text(json.dumps(facts))
-    (folder / "run.sh").write_text(RUN.format(python=sys.executable, file=__file__))
+    (folder / "run.sh").write_bytes(script)
 
 
 def may_write(folder: Path, number: int) -> bool:

@@ -1,0 +1,51 @@
+"""Which run.sh a plan wrote: whoever starts one by a click has not read it.
+
+A plan signs the run.sh that it writes (HMAC-SHA256). The key lies beside the plan's folder: a folder that
+comes from elsewhere does not bring it, so its run.sh is refused, whatever else it holds.
+"""
+
+import hmac
+import os
+import secrets
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from common.errors import WriteError
+from common.files import atomic_write, open_regular
+
+KEY, KEY_BYTES = ".plan.key", 32
+
+
+def sign(script: bytes, folder: Path) -> str | None:
+    """The signature of a run.sh of this folder; None where no key can be kept."""
+    key = read_key(folder)
+    if key is None:
+        with suppress(WriteError):
+            atomic_write(folder.parent / KEY, write_key)
+        key = read_key(folder)
+    return None if key is None else hmac.digest(key, script, "sha256").hex()
+
+
+def is_signed(script: bytes, folder: Path, signature: Any) -> bool:
+    """Whether a plan gave this signature to this run.sh of this folder, here."""
+    key = read_key(folder)
+    if key is None or not isinstance(signature, str):
+        return False
+    return hmac.compare_digest(hmac.digest(key, script, "sha256").hex().encode(), os.fsencode(signature))
+
+
+def read_key(folder: Path) -> bytes | None:
+    """The key beside a folder; None if there is none that its owner alone may read."""
+    with suppress(OSError), open_regular(folder.parent / KEY) as file:
+        status = os.fstat(file.fileno())
+        key = file.read()
+        if status.st_uid == os.geteuid() and not status.st_mode & 0o077 and len(key) == KEY_BYTES:
+            return key
+    return None
+
+
+def write_key(file: BinaryIO) -> None:
+    """Write a new key, which nobody else may read."""
+    os.fchmod(file.fileno(), 0o600)
+    file.write(secrets.token_bytes(KEY_BYTES))

@@ -1,0 +1,121 @@
+"""A program that says, as JSON, what the first records of an uploaded file are.
+
+    python scripts/serve/look_at_file.py FILE NAME SCRATCH BYTES SECONDS
+
+A small file of a stranger may grow without bounds when it is decoded. So it is decoded in this process, which
+has limits of memory and time and is not the server (limited.py). torch is not imported: a look takes a tenth
+of a second.
+
+NAME: of the file, for messages. SCRATCH: a folder for a part of the file. BYTES, SECONDS: what it may take.
+"""
+
+import json
+import os
+import re
+import resource
+import sys
+import zlib
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+# run the code beside this file, installed or not
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from common.errors import UserError
+from dataset.files import TABLES, file_kind, is_plain_text, open_file, read_records
+from dataset.records import BadRecord, to_chat, to_text
+
+LOOKED_AT, SHOWN, CHARACTERS = 200, 3, 300  # records that are read; that are shown; of each
+WHY_CHARACTERS = 500  # of an error
+HEAD_BYTES = 4 << 20  # of a file, decompressed, in which records are looked for
+PART_OF_CHARACTER = re.compile(rb"[\xc0-\xff][\x80-\xbf]{0,2}$")  # in UTF-8, at the end
+
+
+def set_limits(memory: int, seconds: int) -> None:
+    """Limit this process, and let others go first. macOS limits no memory (limited.py watches it)."""
+    os.nice(10)
+    limits = {resource.RLIMIT_AS: memory, resource.RLIMIT_CPU: seconds, resource.RLIMIT_CORE: 0}
+    for kind, most in limits.items():
+        with suppress(ValueError, OSError):  # a lower one is set already, or the system has none
+            resource.setrlimit(kind, (most, most))
+
+
+def head_of(path: Path, scratch: Path) -> tuple[Path, bool]:
+    """A file with the first bytes of another one, and whether there are more: some kinds of file, and lines,
+    are read as a whole, and they may be larger than the memory."""
+    head, kind = b"", file_kind(path.name)
+    if kind not in TABLES:
+        # what is wrong is said by read_records
+        with suppress(UserError, OSError, EOFError, zlib.error), open_file(str(path)) as file:
+            head = file.read(HEAD_BYTES + 1)
+    if len(head) <= HEAD_BYTES:
+        return path, False
+    part = scratch / f"head{kind}"
+    part.write_bytes(head.rpartition(b"\n")[0] or PART_OF_CHARACTER.sub(b"", head))
+    return part, True
+
+
+def look_at(path: Path, name: str, scratch: Path) -> dict[str, Any]:
+    """What the first records of a file are: texts or conversations, how many, the first of them, and of the
+    first bad one the line and why; or its `error`, with a code, if it has no good one."""
+    head, is_cut = head_of(path, scratch)
+    chats, texts, first, bad, count = 0, 0, [], None, 0
+    try:
+        for source, record in read_records([str(head)]):
+            count += 1
+            try:
+                if isinstance(record, BadRecord):
+                    raise record
+                is_text = is_plain_text(name) or "text" in record
+                shown = to_text(record) if is_text else spoken(record)
+            except BadRecord as error:
+                bad = bad or {"line": abs(source.line), "why": str(error)[:WHY_CHARACTERS]}
+            else:
+                texts, chats = texts + is_text, chats + (not is_text)
+                if len(first) < SHOWN:
+                    first.append(shown[:CHARACTERS])
+            if count == LOOKED_AT:
+                break
+    except UserError as error:
+        if isinstance(error.__cause__, MemoryError):
+            raise error.__cause__ from None
+        if not is_cut or not texts + chats:
+            text = str(error).replace(str(head), name)[:WHY_CHARACTERS]
+            return {"error": text, "code": code_of(text)}
+    if not texts + chats:
+        text = f"{name}:{bad['line']}: {bad['why']}" if bad else f"{name} holds no record."
+        code = "bad_record" if bad and code_of(text) == "other" else code_of(text)
+        return {"error": text, "code": code} | (bad or {})
+    kind = "text" if texts >= chats else "chat"
+    more = is_cut or count == LOOKED_AT
+    if is_plain_text(name):  # a text, in however many parts it is read
+        count, more = 1, False
+    found = {"kind": kind, "records": count, "first": first, "more": more}
+    return found | ({"bad": bad} if bad else {})
+
+
+def spoken(record: dict[str, Any]) -> str:
+    """What is said in a conversation. Raises BadRecord."""
+    return "\n".join(f"{message['role']}: {message['content']}" for message in to_chat(record).messages)
+
+
+def code_of(text: str) -> str:
+    """The code of an error in a file."""
+    if "not UTF-8" in text or "UTF-16" in text:
+        return "not_utf8"
+    return "no_record" if "holds no record" in text else "other"
+
+
+def main() -> None:
+    """Look at a file."""
+    path, name, scratch, memory, seconds = sys.argv[1:]
+    if file_kind(path) in TABLES:
+        with suppress(ImportError):  # read_records says so
+            import pyarrow.parquet  # noqa: F401 (before the limits: what it takes is not the file's)
+    set_limits(int(memory), int(seconds))
+    print(json.dumps(look_at(Path(path), name, Path(scratch))))
+
+
+if __name__ == "__main__":
+    main()
