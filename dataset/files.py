@@ -26,7 +26,8 @@ from typing import Any, NamedTuple
 from common.contents import HEAD, describe, foreign, is_binary, not_utf8
 from common.errors import UserError, reason
 from common.patterns import split_first, take_first
-from dataset.records import ANSWER_FIELDS, FORMATS, PAIR, BadRecord, parse_json
+from dataset.messages import BadRecord, DataDecoder, parse_json
+from dataset.records import ANSWER_FIELDS, FORMATS, PAIR
 
 PLAIN_TEXT = (".txt", ".md")
 TABLES = (".parquet", ".arrow")  # binary, read in batches
@@ -274,11 +275,12 @@ def read_lines_or_array(file: Any) -> Iterator[tuple[int, Any]]:
 
 def read_json_lines(file: Any) -> Iterator[tuple[int, Any]]:
     """JSON Lines. A byte order mark and blank lines are skipped."""
+    decoder = DataDecoder()
     for line, raw in enumerate(file, 1):
         try:
             text = raw.decode("utf-8-sig").strip()
             if text:
-                yield line, json.loads(text)
+                yield line, decoder.decode(text)
         except UnicodeDecodeError:
             yield line, BadRecord(not_utf8(raw))
         except (ValueError, RecursionError) as error:
@@ -293,7 +295,7 @@ def read_json(file: Any) -> Iterator[tuple[int, Any]]:
         return
     # a byte that is not UTF-8 becomes a lone surrogate, which is_utf8 detects below
     text = file.read().decode("utf-8-sig", "surrogateescape")
-    decoder = json.JSONDecoder()
+    decoder = DataDecoder()
     at = len(text) - len(text.partition("[")[2].lstrip())
     indent = text[text.rfind("\n", 0, at) + 1 : at]
     next_line = "\n{" if indent.strip() else f"\n{indent}{{"

@@ -46,8 +46,13 @@ if TYPE_CHECKING:  # transformers imports torch
 
 STAGE_LENGTH = {"pretrain": 340, "sft": 768, "dpo": 1024}  # default --max_seq_len of the stage scripts
 # the code that decides the samples; the chat template is part of the tokenizer's fingerprint
-CODE_FILES = ["dataset/files.py", "dataset/held_out.py", "dataset/records.py", "dataset/report.py"]
-CODE_FILES += ["dataset/round_trip.py", "dataset/token_cache.py", "dataset/tokenizing.py"]
+CODE_FILES = ["dataset/files.py", "dataset/held_out.py", "dataset/messages.py", "dataset/records.py"]
+CODE_FILES += [
+    "dataset/report.py",
+    "dataset/round_trip.py",
+    "dataset/token_cache.py",
+    "dataset/tokenizing.py",
+]
 CODE_FILES += ["common/contents.py", "model/answers.py", "model/prompts.py"]
 BAD_RECORDS_FILE = "bad_records.txt"  # in the folder of a cache
 BATCH_SAMPLES = 1024  # written at a time

@@ -20,7 +20,8 @@ from starlette.requests import ClientDisconnect
 
 from common.errors import UserError
 from dataset.files import TABLES, file_kind, is_plain_text, open_file, read_records
-from dataset.records import BadRecord, to_chat, to_text
+from dataset.messages import BadRecord
+from dataset.records import Parsed, parse
 from scripts.serve.jobs import try_lock
 from scripts.serve.protocol import ApiError
 
@@ -181,8 +182,9 @@ def look_at_head(path: Path, is_cut: bool, name: str) -> dict[str, Any]:
             try:
                 if isinstance(record, BadRecord):
                     raise record
-                is_text = is_plain_text(name) or "text" in record
-                shown = to_text(record) if is_text else spoken(record)
+                parsed = parse(record, "pretrain")
+                is_text = parsed.document is not None
+                shown = spoken(parsed) if parsed.document is None else parsed.document
             except BadRecord as error:
                 bad = bad or {"line": abs(source.line), "why": str(error)}
             else:
@@ -207,9 +209,10 @@ def look_at_head(path: Path, is_cut: bool, name: str) -> dict[str, Any]:
     return found | ({"bad": bad} if bad else {})
 
 
-def spoken(record: dict[str, Any]) -> str:
-    """What is said in a conversation. Raises BadRecord."""
-    return "\n".join(f"{message['role']}: {message['content']}" for message in to_chat(record).messages)
+def spoken(parsed: Parsed) -> str:
+    """What is said in a conversation."""
+    (chat,) = parsed.chats
+    return "\n".join(f"{message['role']}: {message['content']}" for message in chat.messages)
 
 
 def code_of(text: str) -> str:

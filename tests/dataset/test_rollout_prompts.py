@@ -6,7 +6,8 @@ import pytest
 
 from common.errors import UserError
 from dataset.held_out import Split
-from dataset.records import BadRecord
+from dataset.messages import BadRecord
+from dataset.records import parse
 from dataset.rollout_prompts import PromptDataset, collate_prompts, to_prompt
 
 QUESTION = {"role": "user", "content": "1+1=?"}
@@ -37,7 +38,7 @@ ANSWER = {"role": "assistant", "content": "2"}
     ],
 )
 def test_forms(record, messages, answer):
-    chat, found = to_prompt(record)
+    chat, found = to_prompt(parse(record, "prompt"))
     assert chat.messages == messages and found == answer
 
 
@@ -53,7 +54,7 @@ def test_forms(record, messages, answer):
 )
 def test_what_is_no_prompt_is_refused(record):
     with pytest.raises(BadRecord):
-        to_prompt(record)
+        to_prompt(parse(record, "prompt"))
 
 
 def write(path, records) -> str:
@@ -118,7 +119,7 @@ def test_long_prompts_are_left_out_and_counted(tokenizer, tmp_path, capsys):
 
 def test_bad_records(tokenizer, tmp_path, monkeypatch):
     path = write(tmp_path / "rl.jsonl", [{"prompt": 7}, *({"prompt": "1+1=?"} for _ in range(19))])
-    with pytest.raises(UserError, match=f"{path}:1: 'content' of message 1 is 7 instead of text"):
+    with pytest.raises(UserError, match=f"{path}:1: 'prompt' is 7 instead of text"):
         PromptDataset(path, tokenizer, 64)
     assert len(PromptDataset(path, tokenizer, 64, on_bad_data="skip")) == 19
     with pytest.raises(UserError, match=f"{path}:1: "):
