@@ -88,14 +88,8 @@ class DataDecoder(json.JSONDecoder):
 def to_message(item: Any, where: str, unread: set[str] | None = None) -> dict[str, Any]:
     """A message as chat templates take it. where: "message 2", for errors. unread: to which the names of its
     ignored fields are added. Raises BadRecord."""
-    if not isinstance(item, dict):
-        raise BadRecord(f"{where} is {preview(item)} instead of an object with 'role' and 'content'")
     unread = set() if unread is None else unread
-    speaker, key = item.get("role"), "content"
-    if speaker is None:  # ShareGPT
-        speaker, key = item.get("from"), "value"
-    if not isinstance(speaker, str) or speaker not in ROLES:
-        raise BadRecord(f"{where} has the role {preview(speaker)}; known are {', '.join(ROLES)}")
+    speaker, key = find_speaker(item, where)
     extra = read_extra(item, where, unread) if len(item) > 2 else {}
     content = item.get(key)
     fields: dict[str, Any] = {"content": content}
@@ -121,6 +115,18 @@ def to_message(item: Any, where: str, unread: set[str] | None = None) -> dict[st
     if len(message) > 2 or message["role"] == "tool":
         message["content"] = strip_tags(message, where)
     return message
+
+
+def find_speaker(item: Any, where: str) -> tuple[str, str]:
+    """A name of ROLES, and the field of the content. Raises BadRecord."""
+    if not isinstance(item, dict):
+        raise BadRecord(f"{where} is {preview(item)} instead of an object with 'role' and 'content'")
+    speaker, key = item.get("role"), "content"
+    if speaker is None:  # ShareGPT
+        speaker, key = item.get("from"), "value"
+    if not isinstance(speaker, str) or speaker not in ROLES:
+        raise BadRecord(f"{where} has the role {preview(speaker)}; known are {', '.join(ROLES)}")
+    return speaker, key
 
 
 def read_extra(item: dict, where: str, unread: set[str]) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from dataset.messages import (
     BadRecord,
     check_has_text,
     describe_keys,
+    find_speaker,
     get_flag,
     is_blank,
     is_masked,
@@ -163,8 +164,8 @@ def parse_pair(record: dict) -> Parsed:
     key = find_format(record).key
     question = [(key, item) for item in FORMATS[key](record, key)] if key else []
     answers = [[(side, item) for item in read_answer(record, side)] for side in names]
-    first_roles = [to_message(items[0][1], "message 1")["role"] for items in answers]
-    is_whole = "assistant" not in first_roles  # conversations, with the question in them
+    # conversations, with the question in them
+    is_whole = all(ROLES[find_speaker(items[0][1], "message 1")[0]] != "assistant" for items in answers)
     if not is_whole and not question:
         raise BadRecord("answers without a question; write it as 'prompt' or 'conversations'")
     inputs = INPUT_FIELDS if key in ANSWER_FIELDS else ()

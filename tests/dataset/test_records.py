@@ -403,3 +403,141 @@ def test_another_form_is_one_entry(monkeypatch):
     assert to_chat({"dialogue": ["q", "a"]}) == to_chat({"ask": "q", "reply": "a"}) == Chat([USER, BOT])
     with pytest.raises(BadRecord, match="both 'dialogue' and 'ask'"):
         to_chat({"dialogue": ["q", "a"], "ask": "q", "reply": "a"})
+
+
+# --- one definition of a question
+
+
+QUESTIONS = [
+    ({"question": "q", "input": "i", "history": [["h", "r"]]}, [said("user", "h"), said("assistant", "r"), said("user", "q\ni")]),
+    ({"query": "q", "context": "c"}, [said("user", "q\nc")]),
+    ({"instruction": "q", "input": "i", "context": "c"}, [said("user", "q\ni\nc")]),
+    ({"prompt": "q", "input": "i", "system": "s"}, [SYSTEM, said("user", "q\ni")]),
+    ({"prompt": "q", "history": [["h", "r"]]}, [said("user", "h"), said("assistant", "r"), USER]),
+    ({"prompt": [USER, BOT, USER], "tools": [TOOL]}, [USER, BOT, USER]),
+    ({"conversation": [{"human": "q", "assistant": "a"}, {"human": "q"}]}, [USER, BOT, USER]),
+    ({"messages": [HUMAN], "system_prompt": "s"}, [SYSTEM, USER]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("record", "messages"), QUESTIONS, ids=range(len(QUESTIONS)))
+def test_a_question_is_the_same_in_every_stage(record, messages):
+    """With the same fields that are not read, and the same choice of held-out records."""
+    record = record | {"id": 7}
+    key = next(name for name in record_formats.FORMATS if name in record)
+    if key in record_formats.ANSWER_FIELDS:
+        answer = record_formats.ANSWER_FIELDS[key][0]
+        answered = record | {answer: "a"}
+    else:
+        answered = record | {key: [*record[key], BOT]}
+    sft = parse(answered, "sft")
+    pair = parse(record | {"chosen": "a", "rejected": "b"}, "dpo")
+    prompt, with_answer = parse(record, "prompt"), parse(answered, "prompt")
+    assert (
+        sft.chats[0].messages == pair.chats[0].messages == with_answer.chats[0].messages == [*messages, BOT]
+    )
+    assert prompt.chats[0].messages == messages
+    assert {chat.tools is not None for each in (sft, pair, prompt) for chat in each.chats} == {
+        "tools" in record
+    }
+    assert sft.unread == pair.unread == prompt.unread == with_answer.unread == {"id"}
+    keys = {
+        held_out_key(each, False) for each in (record, answered, record | {"chosen": "a", "rejected": "b"})
+    }
+    assert keys == {next(message["content"] for message in messages if message["role"] == "user")}
+
+
+def test_what_a_pair_does_not_read_is_named():
+    record = {
+        "question": "q",
+        "answer": "gold",
+        "chosen": "g",
+        "rejected": "b",
+        "label": True,
+        "context": "c",
+    }
+    assert parse(record, "dpo").unread == {"answer", "label"}
+
+
+@pytest.mark.parametrize("switch", [{"train": False}, {"loss_weight": 0}, {"loss": False}])
+def test_a_turn_of_a_pair_that_must_not_be_trained_is_not(switch, tokenizer):
+    """Also of `mask_history`, and of a turn in Firefly's form."""
+    off = said("assistant", "x") | switch
+    pair = {"prompt": "q", "chosen": [off, USER, GOOD], "rejected": "b"}
+    assert [chat.masked for chat in to_pair(pair)] == [(1,), ()]
+    masked = {
+        "prompt": "q",
+        "chosen": [said("assistant", "x"), USER, GOOD],
+        "rejected": "b",
+        "mask_history": True,
+    }
+    assert [chat.masked for chat in to_pair(masked)] == [(1,), ()]
+    (chosen, _), _ = samples_of(tokenizer, "dpo", [pair])
+    assert tokenizer.decode(chosen.tokens[chosen.loss_mask].tolist()) == "g<|im_end|>"
+    turn = {"human": "q", "assistant": "x", **switch}
+    assert to_chat({"conversation": [turn, {"human": "q", "assistant": "a"}]}).masked == (1,)
+
+
+def test_a_trained_turn_of_a_pair_must_have_text():
+    pair = {"prompt": "q", "chosen": [said("assistant", " "), USER, GOOD], "rejected": "b", "system": "s"}
+    with pytest.raises(BadRecord, match=r"^message 2 is blank"):
+        to_pair(pair)
+    pair["chosen"][0]["train"] = False
+    assert to_pair(pair)[0].masked == (2,)
+
+
+PARTED = [
+    {"chosen": [said("user", "p"), GOOD], "rejected": [USER, BAD]},
+    {"chosen": [USER, GOOD], "rejected": [SYSTEM, USER, BAD]},
+    {"chosen": [USER, GOOD], "rejected": [USER, GOOD, USER, BAD]},
+    {"chosen": [USER, BOT, said("user", "p"), GOOD], "rejected": [USER, BOT, USER, BAD]},
+    {"prompt": "q", "chosen": [USER, GOOD], "rejected": "b"},
+    {"chosen": "Human: p\n\nAssistant: g", "rejected": "Human: q\n\nAssistant: b"},
+    {"chosen": [USER | {"tools": [TOOL]}, GOOD], "rejected": [USER, BAD]},
+]
+
+
+@pytest.mark.parametrize("record", PARTED, ids=range(len(PARTED)))
+def test_a_pair_that_answers_two_questions_is_refused(record, tokenizer):
+    with pytest.raises(UserError, match=r"x.jsonl:1: 'chosen' and 'rejected' differ before their answers"):
+        samples_of(tokenizer, "dpo", [record])
+
+
+def test_answers_may_go_on_differently():
+    """And messages that templates write alike may differ in what they do not write."""
+    longer = {"prompt": "q", "chosen": [CALLING, said("tool", "r"), GOOD], "rejected": "b"}
+    assert [len(chat.messages) for chat in to_pair(longer)] == [4, 2]
+    named = {"chosen": [USER | {"name": "x"}, GOOD], "rejected": [USER, BAD]}
+    assert [chat.messages[-1] for chat in to_pair(named)] == [GOOD, BAD]
+
+
+@pytest.mark.parametrize(("kind", "record"), [
+    ("sft", {"prompt": [USER, BOT], "completion": "b"}),
+    ("sft", {"prompt": [USER, BOT], "completion": [GOOD]}),
+    ("dpo", {"messages": [USER, BOT], "chosen": "g", "rejected": "b"}),
+    ("dpo", {"chosen": [USER, BOT, GOOD], "rejected": [USER, BOT, BAD]}),
+    ("dpo", {"conversation": [{"human": "q", "assistant": "a"}], "chosen": [GOOD], "rejected": BAD}),
+    ("prompt", {"prompt": [USER, BOT], "completion": "b"}),
+])  # fmt: skip
+def test_an_answer_after_an_answer_is_refused(kind, record):
+    with pytest.raises(BadRecord, match=r"^message 3 is an answer after an answer"):
+        parse(record, kind)
+
+
+def test_the_answer_that_is_missing_is_named():
+    for record, names in (
+        ({"prompt": "q", "answer": "2"}, "'completion' or 'response' (its keys: 'prompt', 'answer')"),
+        ({"query": "q", "answers": "[]"}, "'response' or 'answer' (its keys: 'query', 'answers')"),
+        (
+            {"question": "q", "answers": {"text": ["a"]}},
+            "'answer' or 'response' (its keys: 'question', 'answers')",
+        ),
+        (
+            {"instruction": "q", "output": None, "input": ""},
+            "'output' or 'response' (its keys: 'instruction', 'input')",
+        ),
+    ):
+        for kind in ("sft", "pretrain"):
+            with pytest.raises(BadRecord) as caught:
+                parse(record, kind)
+            assert str(caught.value).startswith(f"no {names}; write the answer")
