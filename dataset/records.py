@@ -200,13 +200,19 @@ def common_messages(chosen: Chat, rejected: Chat, names: tuple[str, str]) -> int
         common += 1
     one, other = first[common], second[common]
     are_answers = one["role"] == other["role"] == "assistant"
-    is_longer = one == other and len(first) != len(second)  # and goes on behind the whole of the other
+    is_longer = one == other and len(first) != len(second)
     is_question_alike = (one["role"], one["content"]) == (other["role"], other["content"])
-    if chosen.tools != rejected.tools or is_longer or not (are_answers or is_question_alike):
-        where = "their tools" if chosen.tools != rejected.tools else f"at message {common + 1}"
+    why = ""
+    if chosen.tools != rejected.tools:
+        why = "their tools differ"
+    elif is_longer:
+        why = f"one of them goes on behind message {common + 1}"
+    elif not (are_answers or is_question_alike):
+        why = f"message {common + 1} differs, and is no answer"
+    if why:
         raise BadRecord(
-            f"'{names[0]}' and '{names[1]}' differ before their answers ({where}); a pair is two answers to "
-            "the same question"
+            f"'{names[0]}' and '{names[1]}' are no answers to the same question ({why}); write two "
+            "conversations that begin alike"
         )
     refuse_second_answer(first[: common + 1])
     return common

@@ -499,7 +499,9 @@ PARTED = [
 
 @pytest.mark.parametrize("record", PARTED, ids=range(len(PARTED)))
 def test_a_pair_that_answers_two_questions_is_refused(record, tokenizer):
-    with pytest.raises(UserError, match=r"x.jsonl:1: 'chosen' and 'rejected' differ before their answers"):
+    with pytest.raises(
+        UserError, match=r"x.jsonl:1: 'chosen' and 'rejected' are no answers to the same quest"
+    ):
         samples_of(tokenizer, "dpo", [record])
 
 

@@ -33,6 +33,7 @@ NUMBER = re.compile(
 # digits behind a letter (cm^2, H2O), are no number of their own.
 NUMERAL = re.compile(
     rf"(?<!{LETTER})(?<!\^)√?[-+]?(?:(?<![\w.])\.)?{DIGITS}(?:(?:[.,:/^*×√+-]+|[eE][-+]?){DIGITS})*"
+    r"[\u00b2\u00b3\u00b9\u00bc-\u00be\u2070-\u2079]*"  # 10², 2½
 )
 LATEX = (  # how a text is changed before numbers are looked for
     (re.compile(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}"), r"\1/\2"),
