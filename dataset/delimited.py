@@ -16,7 +16,7 @@ from itertools import islice
 from typing import Any
 
 from common.encodings import NotUtf8
-from dataset.records import BadRecord
+from dataset.messages import BadRecord
 
 DELIMITERS = (",", ";", "\t", "|")  # of CSV: the first of these in the header line
 SIGNS = {",": "commas", ";": "semicolons", "\t": "tabs"}

@@ -30,7 +30,8 @@ from common.errors import UserError, reason
 from common.files import is_file, is_folder, is_there, read_errors
 from common.patterns import split_first, take_first
 from dataset.delimited import DELIMITERS, read_rows
-from dataset.records import ANSWER_FIELDS, FORMATS, PAIR, BadRecord, parse_json
+from dataset.messages import BadRecord, DataDecoder, parse_json
+from dataset.records import ANSWER_FIELDS, FORMATS, PAIR
 
 PLAIN_TEXT = (".txt", ".md")
 TABLES = (".parquet", ".arrow")  # binary, read in batches
@@ -353,11 +354,12 @@ def is_spread(head: bytes) -> bool:
 
 def read_json_lines(lines: Iterable[bytes]) -> Iterator[tuple[int, Any]]:
     """JSON Lines. A byte order mark and blank lines are skipped."""
+    decoder = DataDecoder()
     for line, raw in enumerate(lines, 1):
         try:
             text = raw.decode().removeprefix("\ufeff").strip()
             if text:
-                yield line, json.loads(text)
+                yield line, decoder.decode(text)
         except UnicodeDecodeError:
             yield line, NotUtf8(raw, line)
         except (ValueError, RecursionError) as error:
@@ -395,7 +397,7 @@ def read_values(text: str, at: int, is_array: bool, is_damaged: bool) -> Iterato
     """The values of JSON from a place on, decoded one by one: the elements of an array, or values behind each
     other. After a broken one reading continues at the next line that begins as the line of the first one
     does; without one, raises ValueError. is_damaged: bytes that are not UTF-8 have become lone surrogates."""
-    decoder, after = json.JSONDecoder(), AFTER_ELEMENT if is_array else AFTER_VALUE
+    decoder, after = DataDecoder(), AFTER_ELEMENT if is_array else AFTER_VALUE
     indent = text[text.rfind("\n", 0, at) + 1 : at]
     opening = "[" if text.startswith("[", at) else "{"
     next_line = f"\n{opening}" if indent.strip() else f"\n{indent}{opening}"

@@ -13,7 +13,8 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from dataset.files import Record, is_plain_text
-from dataset.records import BadRecord, held_out_key
+from dataset.messages import BadRecord
+from dataset.records import held_out_key
 
 NGRAM = 4  # characters, by which questions are compared
 LEAK_OVERLAP = 0.8  # of the n-grams, from which on two questions are nearly equal

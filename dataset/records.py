@@ -1,82 +1,61 @@
-"""What a record holds: a text (pretraining), a conversation (SFT) or two of them (DPO).
+"""What a record holds: a text (pretraining), a conversation (SFT), two of them (DPO) or a prompt with the
+reference answer (reinforcement learning). `parse` reads it for every stage.
 
 pretrain  {"text"}, or {"content"} that is no message, or a conversation
 SFT       {"conversations" | "messages": [...]}; {"conversation": [...]} with turns of a question and its
-          answer; or a question and its answer by the names of ANSWERS, with optional "input" or "context"
-          (below the question) and "history": [[question, answer], ...]; beside either, optional "system" or
-          "system_prompt", "tools" or "functions"
+          answer; or a question and its answer by the names of ANSWER_FIELDS, with optional "input" or
+          "context" (below the question) and "history": [[question, answer], ...]; beside either, optional
+          "system" or "system_prompt", "tools" or "functions"
 DPO       {"chosen", "rejected"} or {"response_j", "response_k"}: two conversations that begin alike, which
           may stand beside their beginning; or the answers to a conversation or a question of SFT's forms:
           texts, messages or lists of messages
+prompt    a conversation or a question of SFT's forms, with or without its answer; beside it the reference:
+          "answer", MiniMind's "gt" or verl's "reward_model"
 
-A message is OpenAI's {"role", "content"} or ShareGPT's {"from", "value"}; its content is text, or a list of
-parts. A field that is null counts as absent. Next to a text or a conversation, "weight" says how much its
-targets count in the loss. A record of no known format, with blank answers, or with fields that would be
-ignored although they change the meaning is a BadRecord, to which the reader of the file adds FILE:LINE.
+A field that is null counts as absent. Next to a text or a conversation, "weight" says how much its targets
+count in the loss. A record of no known format, with blank answers, or with fields that would be ignored
+although they change the meaning is a BadRecord, to which the reader of the file adds FILE:LINE.
 """
 
-import json
 import math
 import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from model.answers import END_THINK, THINK
+from dataset.messages import (
+    REFUSED,
+    ROLES,
+    BadRecord,
+    check_has_text,
+    describe_keys,
+    find_speaker,
+    get_flag,
+    is_blank,
+    is_masked,
+    parse_tools,
+    preview,
+    refuse,
+    to_message,
+)
 
-SPEAKERS = {  # role -> its names in data
-    "system": ("system", "developer"),
-    "user": ("user", "human"),
-    "assistant": ("assistant", "gpt", "chatgpt", "function_call"),
-    "tool": ("tool", "observation", "function"),
-}
-ROLES = {name: role for role, names in SPEAKERS.items() for name in names}
-TEXT_FIELDS = ("content", "reasoning_content", "name", "tool_call_id")  # of a message
-# names of the assistant's thoughts; the last one is OpenRouter's, a list
-REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking", "thought", "thoughts", "reasoning_details")
-# Type of a part of the content -> the field of the message that it belongs to, as templates order them.
-PARTS = {
-    "reasoning": "reasoning_content",
-    "thinking": "reasoning_content",
-    "text": "content",
-    "input_text": "content",
-    "output_text": "content",
-    "tool_call": "tool_calls",
-}
-PART_FIELDS = {"type", "value", *PARTS}
-PART_ORDER = ("reasoning_content", "content", "tool_calls")
-# Whether a turn is trained: LLaMA-Factory, OpenAI, ms-swift, Axolotl and others.
-TRAIN_FLAGS = ("loss_weight", "weight", "loss", "train", "training", "train_on_turn")
-TRAIN_FLAGS += ("do_train", "train_on", "trainable")
-MESSAGE_FIELDS = {"role", "from", "value", "function_call", "tool_calls", "tools"}
-MESSAGE_FIELDS |= {*TEXT_FIELDS, *REASONING_FIELDS, *TRAIN_FLAGS}
 WEIGHTS = ("weight", "loss_weight")  # of a record
 MAX_WEIGHT = 1_000_000
-INPUT_FIELDS = ("input", "context")  # what a question is about
+QUESTION_PARTS = ("input", "context")  # what a question is about
+INPUT_FIELDS = (*QUESTION_PARTS, "history")  # beside a question
 SYSTEM = ("system", "system_prompt")
 TOOLS = ("tools", "functions")
 KTO_LABELS = ("kto_tag", "label")
-COMPANION_FIELDS = {*SYSTEM, *TOOLS, *KTO_LABELS, *WEIGHTS, "mask_history"}  # next to a conversation
+COMPANION_FIELDS = {*SYSTEM, *TOOLS, *WEIGHTS, "mask_history"}  # next to a conversation
 PAIR = ("chosen", "rejected")
 PAIR_NAMES = (PAIR, ("response_j", "response_k"))  # names of the better and of the worse answer
 UNSUPPORTED_PAIR_FIELDS = ("chosen_messages", "rejected_messages", "rejected_response")
 UNSUPPORTED_PAIR_FIELDS += ("preferred_output", "non_preferred_output")
-MEDIA_ADVICE = "the model reads text only; leave the record out, or this field where the text stands alone"
-INPUTS_ADVICE = "only the assistant's turns are trained; remove this field"
-TRAIN_FLAG_ADVICE = "does it train the turn, or leave it out? Write 'train': true or false instead"
-# Fields of a message or a record for what is not supported -> what to do instead.
-REFUSED = dict.fromkeys(("image", "images", "audio", "audios", "video", "videos"), MEDIA_ADVICE) | {
-    "train_detail": "a turn is trained as a whole or not; remove this field, or write 'train'",
-    "train_on_inputs": INPUTS_ADVICE,
-    "train_on_prompt": INPUTS_ADVICE,
-}
-# Fields of a message that are refused with any value: 0 means "train" in some datasets and "skip" in others.
-AMBIGUOUS_TRAIN_FLAGS = {"mask", "masked", "loss_mask", "skip", "ignore"}
-# the same for a conversation
+# Fields that are refused beside a conversation -> what to do instead.
 REFUSED_IN_CHAT = REFUSED | dict.fromkeys(
     (*PAIR, *PAIR_NAMES[1], *UNSUPPORTED_PAIR_FIELDS),
     "a preference, for train_dpo.py; for SFT write the good answer as the last message, without the other",
 )
-ZERO_WIDTH = "\u200b\u200c\u200d\u2060\ufeff"  # str.strip() does not take them for white space
+REFERENCES = ("answer", "gt", "reward_model")  # what a reward compares with
 TRANSCRIPT = re.compile(r"(?:\A\s*|\n\n)(Human|Assistant):")  # of Anthropic's hh-rlhf
 # Fields of a turn in Firefly's and XTuner's conversations -> the speaker.
 TURN_FIELDS = {
@@ -89,10 +68,6 @@ TURN_FIELDS = {
 CHATML_QUESTION = re.compile(r"<\|im_start\|>user\n(.*?)(?:<\|im_end\|>|\Z)", re.DOTALL)
 
 
-class BadRecord(Exception):
-    """A record that cannot be used: what is wrong and what to do, without FILE:LINE."""
-
-
 class Chat(NamedTuple):
     """A conversation as chat templates take it: messages with `role` and `content`, and the tools' JSON
     schemas."""
@@ -100,110 +75,209 @@ class Chat(NamedTuple):
     messages: list[dict]
     tools: list[dict] | None = None
     masked: tuple[int, ...] = ()  # indices of the assistant's messages that are no targets
-    weight: float = 1.0  # of its targets in the loss
+
+
+class Format(NamedTuple):
+    """The fields that hold what a record says, each "" if there is none."""
+
+    document: str = ""  # a text
+    key: str = ""  # of FORMATS: a conversation, or a question
+    answer: str = ""  # to the question
+
+
+class Parsed(NamedTuple):
+    """What a record holds, for one kind of training."""
+
+    document: str | None  # its text; then there is no conversation
+    chats: tuple[Chat, ...]  # the conversation; of a pair both, the chosen one first
+    weight: float  # of its targets in the loss
+    unread: set[str]  # its fields that are ignored, those of messages as `messages[].name`
+    reference: Any = None  # of a prompt
 
 
 # --- the records of each stage
 
 
-def document_name(record: dict) -> str | None:
-    """The field that holds a record's document, if there is one: `text`, or `content` where it belongs to no
-    message and stands beside no conversation."""
-    if record.get("text") is not None:
-        return "text"
-    is_document = record.get("content") is not None and "role" not in record and not find_format(record)[0]
-    return "content" if is_document else None
-
-
-def to_text(record: dict) -> str:
-    """The document of a pretraining record. Raises BadRecord."""
-    name = document_name(record) or "text"
-    if name not in record:
+def parse(record: dict, kind: str) -> Parsed:
+    """What a record holds for a kind of training: pretrain, sft, dpo or prompt. Raises BadRecord."""
+    if kind == "dpo":
+        return parse_pair(record)
+    form = find_format(record, is_document=kind == "pretrain")
+    if form.document:
+        text = get_text(record, form.document)
+        return Parsed(text, (), get_weight(record), unread_keys(record, {form.document, *WEIGHTS}))
+    if form.key:
+        return parse_chat(record, form, kind)
+    if kind == "pretrain":
+        if "text" in record:
+            get_text(record, "text")
         raise BadRecord(f"no 'text' ({describe_keys(record)}); write {{\"text\": ...}} or a conversation")
-    return get_text(record, name)
+    refuse(record, REFUSED_IN_CHAT)
+    hint = 'write {"conversations": [{"role": ..., "content": ...}, ...]}'
+    raise BadRecord(f"no 'conversations', 'messages' or 'instruction' ({describe_keys(record)}); {hint}")
 
 
-def to_chat(record: dict, needs_answer: bool = True) -> Chat:
-    """The conversation of an SFT record in any format. needs_answer: there must be an assistant turn, no
-    trained turn may be blank, and a KTO label must not be false. Raises BadRecord."""
-    for name, why in REFUSED_IN_CHAT.items():
-        if record.get(name):
-            raise BadRecord(f"'{name}': {why}")
-    for name in KTO_LABELS:
-        if needs_answer and str(record.get(name)).lower() == "false":
+def parse_chat(record: dict, form: Format, kind: str) -> Parsed:
+    """The conversation in any format of SFT. Every user's and every trained turn must have text; the answer
+    of a prompt may be missing, or be no text. Raises BadRecord."""
+    refuse(record, REFUSED_IN_CHAT)
+    key, answer = form.key, form.answer
+    is_prompt = kind == "prompt"
+    read = {key, answer, *COMPANION_FIELDS, *(REFERENCES if is_prompt else KTO_LABELS)}
+    items = [(key, item) for item in FORMATS[key](record, key)]
+    in_context = 0  # messages that are no targets
+    if key in ANSWER_FIELDS:
+        read.update(INPUT_FIELDS)
+        if answer and not (is_prompt and is_no_turn(record[answer])):
+            in_context = len(items) if isinstance(record[key], list) else 0
+            items += [(answer, item) for item in read_answer(record, answer)]
+        elif not is_prompt:
+            names = " or ".join(map(repr, ANSWER_FIELDS[key]))
+            raise BadRecord(f"no {names} ({describe_keys(record)}); write the answer to '{key}' there")
+    for name in () if is_prompt else KTO_LABELS:
+        if str(record.get(name)).lower() == "false":
             raise BadRecord(f"'{name}' is false: a bad answer (KTO), which SFT must not train; remove it")
-    key, answer = find_format(record)
-    if not key:
-        hint = 'write {"conversations": [{"role": ..., "content": ...}, ...]}'
-        raise BadRecord(f"no 'conversations', 'messages' or 'instruction' ({describe_keys(record)}); {hint}")
-    items = FORMATS[key](record, key)
-    is_context = bool(answer) and isinstance(record[key], list)  # messages that are not trained
-    masked_until = len(items) if is_context else 0
-    if answer:
-        items = items + read_answer(record, answer)
+    unread = unread_keys(record, read)
+    chat = make_chat(record, items, unread, in_context)
+    if not is_prompt and not assistant_turns(chat):
+        raise BadRecord("no assistant turn, so nothing to learn; add the answer or remove the record")
+    is_text = answer and isinstance(record[answer], str)
+    check_texts(chat, len(items), f"'{answer}'" if is_text else "", is_trained=not is_prompt)
+    reference = find_reference(record, answer) if is_prompt else None
+    return Parsed(None, (chat,), get_weight(record), unread, reference)
+
+
+def parse_pair(record: dict) -> Parsed:
+    """The conversations with the chosen and with the rejected answer; only messages after their common prefix
+    are trained. Raises BadRecord."""
+    names = pair_names(record)
+    for side in names:
+        if record.get(side) is None:
+            raise BadRecord(
+                f"no '{side}' ({describe_keys(record)}); a pair has '{names[0]}' and '{names[1]}'"
+            )
+        if not record[side] or (isinstance(record[side], str) and is_blank(record[side])):
+            raise BadRecord(f"'{side}' is blank; write the answer, or remove the record")
+    if get_weight(record) != 1.0:
+        raise weight_error(record, "a preference")
+    refuse(record, REFUSED)
+    key = find_format(record).key
+    question = [(key, item) for item in FORMATS[key](record, key)] if key else []
+    answers = [[(side, item) for item in read_answer(record, side)] for side in names]
+    # conversations, with the question in them
+    is_whole = all(ROLES[find_speaker(items[0][1], "message 1")[0]] != "assistant" for items in answers)
+    if not is_whole and not question:
+        raise BadRecord("answers without a question; write it as 'prompt' or 'conversations'")
+    inputs = INPUT_FIELDS if key in ANSWER_FIELDS else ()
+    unread = unread_keys(record, {key, *names, *COMPANION_FIELDS, *inputs})
+    chats = []
+    for side, items in zip(names, answers, strict=True):
+        chat = make_chat(record, items if is_whole else question + items, unread)
+        if chat.messages[-1]["role"] != "assistant":
+            raise BadRecord(f"'{side}' does not end with the assistant; remove what follows")
+        chats.append(chat)
+    common = common_messages(chats[0], chats[1], names)
+    if is_whole and question:
+        repeated = make_chat(record, question, unread).messages
+        in_both = [one for one in repeated if all(one in chat.messages for chat in chats)]
+        if repeated not in (in_both, chats[0].messages):
+            raise BadRecord(f"both conversations do not begin with '{key}'; write the answers alone")
+    for number, (side, chat) in enumerate(zip(names, chats, strict=True)):
+        masked = [index for index in assistant_turns(chat) if index < common or index in chat.masked]
+        chats[number] = chat._replace(masked=tuple(masked))
+        count = len(answers[number]) + (0 if is_whole else len(question))
+        check_texts(chats[number], count, f"the last message of '{side}'")
+    return Parsed(None, tuple(chats), 1.0, unread)
+
+
+def common_messages(chosen: Chat, rejected: Chat, names: tuple[str, str]) -> int:
+    """How many messages of a pair are the same, but for the last one of each, which is trained in any case.
+    Raises BadRecord if what follows are not two answers to the same question."""
+    first, second = chosen.messages, rejected.messages
+    shortest = min(len(first), len(second))
+    common = 0
+    while common < shortest - 1 and first[common] == second[common]:
+        common += 1
+    one, other = first[common], second[common]
+    are_answers = one["role"] == other["role"] == "assistant"
+    is_longer = one == other and len(first) != len(second)
+    is_question_alike = (one["role"], one["content"]) == (other["role"], other["content"])
+    why = ""
+    if chosen.tools != rejected.tools:
+        why = "their tools differ"
+    elif is_longer:
+        why = f"one of them goes on behind message {common + 1}"
+    elif not (are_answers or is_question_alike):
+        why = f"message {common + 1} differs, and is no answer"
+    if why:
+        raise BadRecord(
+            f"'{names[0]}' and '{names[1]}' are no answers to the same question ({why}); write two "
+            "conversations that begin alike"
+        )
+    refuse_second_answer(first[: common + 1])
+    return common
+
+
+def make_chat(record: dict, items: list[tuple[str, Any]], unread: set[str], in_context: int = 0) -> Chat:
+    """The conversation of messages, each with the field of the record that it stands in, and of the system
+    prompt, the tools and the switch beside it. unread: to which the messages' ignored fields are added.
+    in_context: so many of the messages are no targets. Raises BadRecord."""
     messages, tools, masked = [], [], set()
-    for index, item in enumerate(items):
+    for index, (field, item) in enumerate(items):
         where = f"message {index + 1}"
-        message = to_message(item, where)
-        if is_masked(item, message["role"], where) or index < masked_until:
+        names: set[str] = set()
+        message = to_message(item, where, names)
+        unread.update(f"{field}[].{name}" for name in names)
+        if is_masked(item, message["role"], where) or index < in_context:
             masked.add(index)
-        tools.append(parse_objects(item.get("tools"), f"'tools' of {where}"))
+        tools.append(parse_tools(item.get("tools"), f"'tools' of {where}"))
         messages.append(message)
+        if index and field != items[index - 1][0]:
+            refuse_second_answer(messages)
     for name in SYSTEM:
         system = {"role": "system", "content": record.get(name)}
         if record.get(name) and system not in messages:  # else it repeats one of them
             get_text(record, name)
             messages.insert(0, system)
             masked = {index + 1 for index in masked}
-    roles = [message["role"] for message in messages]
-    if "system" in roles[1:]:
+    if any(message["role"] == "system" for message in messages[1:]):
         raise BadRecord("a system message that is not the only one and the first; join them in front")
-    tools += [parse_objects(record.get(name), f"'{name}'") for name in TOOLS]
+    tools += [parse_tools(record.get(name), f"'{name}'") for name in TOOLS]
     tools = [schemas for schemas in tools if schemas]
     if len(tools) > 1:
         raise BadRecord("'tools' are given more than once; keep one list of them")
-    assistant_turns = [index for index, role in enumerate(roles) if role == "assistant"]
-    if needs_answer and not assistant_turns:
-        raise BadRecord("no assistant turn, so nothing to learn; add the answer or remove the record")
+    chat = Chat(messages, tools[0] if tools else None)
+    turns = assistant_turns(chat)
     if get_flag(record, "mask_history"):
-        masked.update(assistant_turns[:-1])
-    inserted = len(messages) - len(items)
-    for index, message in enumerate(messages):
-        where = f"message {index + 1 - inserted}"
-        if answer and index == len(messages) - 1 and isinstance(record.get(answer), str):
-            where = f"'{answer}'"
-        is_trained = needs_answer and message["role"] == "assistant" and index not in masked
-        if is_trained or message["role"] == "user":
-            check_has_text(message, where)
-    masked_turns = tuple(sorted(masked.intersection(assistant_turns)))
-    return Chat(messages, tools[0] if tools else None, masked_turns, get_weight(record))
+        masked.update(turns[:-1])
+    return chat._replace(masked=tuple(index for index in turns if index in masked))
 
 
-def check_has_text(message: dict, where: str) -> None:
-    """Raise BadRecord if a message has no text (it is blank, or has only reasoning), or if its <think> block
-    lacks one of its tags."""
-    text = message["content"]
-    if message["role"] == "assistant":
-        if END_THINK in text and THINK not in text.partition(END_THINK)[0]:
-            raise BadRecord(
-                f"{where} has {END_THINK} without {THINK}; write the thoughts as 'reasoning_content'"
-            )
-        if text.lstrip().startswith(THINK):
-            _, end, text = text.partition(END_THINK)
-            if not end:
-                raise BadRecord(
-                    f"{where} begins with {THINK}, which does not end; add {END_THINK} and the answer"
-                )
-    if not is_blank(text) or message.get("tool_calls"):
-        return
-    if not is_blank(message["content"]) or message.get("reasoning_content"):
-        raise BadRecord(f"{where} has thoughts but no answer; write it, or remove the record")
-    raise BadRecord(f"{where} is blank; write the text, or remove the record")
+def check_texts(chat: Chat, count: int, last: str, is_trained: bool = True) -> None:
+    """Raise BadRecord if a user's message, or a turn that is trained, has no text. count: messages of the
+    record, to which its system prompt may have been added. last: what the last one is called, if it is not by
+    its number."""
+    before = len(chat.messages) - count
+    for index, message in enumerate(chat.messages):
+        is_target = is_trained and message["role"] == "assistant" and index not in chat.masked
+        if is_target or message["role"] == "user":
+            is_named = last and index == len(chat.messages) - 1
+            check_has_text(message, last if is_named else f"message {index + 1 - before}")
 
 
-def is_blank(text: str) -> bool:
-    """Whether a text has no visible character."""
-    return not text.strip() or not text.strip(ZERO_WIDTH).strip()
+def refuse_second_answer(messages: list[dict]) -> None:
+    """Raise BadRecord if the last message answers what the one before it has answered already."""
+    both = messages[-2:]
+    if len(both) == 2 and all(one["role"] == "assistant" and not one.get("tool_calls") for one in both):
+        raise BadRecord(
+            f"message {len(messages)} is an answer after an answer; remove one of them, or write the user's "
+            "message between"
+        )
+
+
+def assistant_turns(chat: Chat) -> list[int]:
+    """The indices of the assistant's messages."""
+    return [index for index, message in enumerate(chat.messages) if message["role"] == "assistant"]
 
 
 def get_weight(record: dict) -> float:
@@ -227,11 +301,10 @@ def get_weight(record: dict) -> float:
     return weights.pop() if weights else 1.0
 
 
-def refuse_weight(record: dict, what: str) -> None:
-    """Raise BadRecord if a record has a weight other than 1, which `what` cannot have."""
-    if get_weight(record) != 1.0:
-        names = " and ".join(f"'{name}'" for name in WEIGHTS if record.get(name) is not None)
-        raise BadRecord(f"{names}: {what} cannot have a weight; remove this field")
+def weight_error(record: dict, what: str) -> BadRecord:
+    """The error of a record with a weight, which `what` cannot have."""
+    names = " and ".join(f"'{name}'" for name in WEIGHTS if record.get(name) is not None)
+    return BadRecord(f"{names}: {what} cannot have a weight; remove this field")
 
 
 def pair_names(record: dict) -> tuple[str, str]:
@@ -242,46 +315,17 @@ def pair_names(record: dict) -> tuple[str, str]:
     return PAIR
 
 
-def to_pair(record: dict) -> tuple[Chat, Chat]:
-    """The conversations with the chosen and with the rejected answer; only messages after their common prefix
-    are trained. Raises BadRecord."""
-    names = pair_names(record)
-    for side in names:
-        if record.get(side) is None:
-            raise BadRecord(
-                f"no '{side}' ({describe_keys(record)}); a pair has '{names[0]}' and '{names[1]}'"
-            )
-        if not record[side] or (isinstance(record[side], str) and is_blank(record[side])):
-            raise BadRecord(f"'{side}' is blank; write the answer, or remove the record")
-    refuse_weight(record, "a preference")
-    key, _ = find_format(record)
-    question = FORMATS[key](record, key) if key else []
-    answers = [read_answer(record, side) for side in names]
-    first_roles = [to_message(items[0], "message 1")["role"] for items in answers]
-    is_whole = "assistant" not in first_roles  # conversations, with the question in them
-    if not is_whole and not question:
-        raise BadRecord("answers without a question; write it as 'prompt' or 'conversations'")
-    companions = {name: record[name] for name in (*SYSTEM, *TOOLS, *REFUSED) if name in record}
-    chats = []
-    for side, items in zip(names, answers, strict=True):
-        messages = items if is_whole else question + items
-        chats.append(to_chat(companions | {"messages": messages}, needs_answer=False))
-        if chats[-1].messages[-1]["role"] != "assistant":
-            raise BadRecord(f"'{side}' does not end with the assistant; remove what follows")
-        check_has_text(chats[-1].messages[-1], f"the last message of '{side}'")
-    chosen, rejected = chats
-    common = 0  # messages; the last one of each is trained in any case
-    while common < min(len(chosen.messages), len(rejected.messages)) - 1:
-        if chosen.messages[common] != rejected.messages[common]:
-            break
-        common += 1
-    if is_whole and question:
-        repeated = to_chat(companions | {"messages": question}, needs_answer=False).messages
-        common_messages = [one for one in repeated if one in chosen.messages and one in rejected.messages]
-        if repeated not in (common_messages, chosen.messages):
-            raise BadRecord(f"both conversations do not begin with '{key}'; write the answers alone")
-    shared = [index for index in range(common) if chosen.messages[index]["role"] == "assistant"]
-    return chosen._replace(masked=tuple(shared)), rejected._replace(masked=tuple(shared))
+def find_reference(record: dict, answer: str) -> Any:
+    """What the answers to a prompt are compared with, if that is not the last turn of its conversation: a
+    field of its own, or `answer`, the field of the answer, if it holds no turn."""
+    gt, verl = record.get("gt"), record.get("reward_model")
+    values = [
+        record.get("answer"),
+        gt[0] if isinstance(gt, list) and len(gt) == 1 else gt,
+        verl.get("ground_truth") if isinstance(verl, dict) else None,
+        record[answer] if answer and is_no_turn(record[answer]) else None,
+    ]
+    return next((value for value in values if value is not None and not holds_messages(value)), None)
 
 
 def held_out_key(record: dict, is_document: bool) -> str:
@@ -290,11 +334,12 @@ def held_out_key(record: dict, is_document: bool) -> str:
 
     is_document: for pretraining, where a record's "text" comes first.
     """
-    if is_document and document_name(record):
-        text = to_text(record)
+    form = find_format(record, is_document)
+    if form.document:
+        text = get_text(record, form.document)
         question = CHATML_QUESTION.search(text)
         return question[1] if question else text
-    key, _ = find_format(record)
+    key = form.key
     items = FORMATS[key](record, key) if key else read_answer(record, pair_names(record)[0])
     messages = [to_message(item, f"message {number}") for number, item in enumerate(items, 1)]
     for message in messages:
@@ -303,41 +348,9 @@ def held_out_key(record: dict, is_document: bool) -> str:
     return "\n".join(message["content"] for message in messages)
 
 
-def unread_fields(record: dict, is_document: bool) -> set[str]:
-    """The fields of a record that are ignored, those of messages as `messages[].name`. is_document: as in
-    `held_out_key`."""
-    unread: set[str] = set()
-    if is_document and (document := document_name(record)):
-        read = {document, *WEIGHTS}
-    else:
-        key, answer = find_format(record)
-        with_messages = (key, answer, *pair_names(record))
-        read = {*with_messages, *COMPANION_FIELDS}
-        if answer:
-            read |= {*INPUT_FIELDS, "history"}
-        for name in with_messages:
-            if isinstance(record.get(name), dict | list):
-                known = MESSAGE_FIELDS | TURN_FIELDS.keys() if name == "conversation" else MESSAGE_FIELDS
-                for field in unread_message_fields(record[name], known):
-                    unread.add(f"{name}[].{field}")
-    return unread | ({name for name, value in record.items() if value is not None} - read)
-
-
-def unread_message_fields(messages: dict | list, known: set[str]) -> set[str]:
-    """The ignored fields of messages (not in `known`) and of the parts of their contents."""
-    unread: set[str] = set()
-    for message in messages if isinstance(messages, list) else [messages]:
-        if not isinstance(message, dict):
-            continue
-        if not message.keys() <= known:
-            unread.update(field for field in message.keys() - known if message[field] is not None)
-        content = message.get("content")
-        if not isinstance(content, list):
-            continue
-        for part in content:
-            if isinstance(part, dict):
-                unread.update(f"content[].{name}" for name in part.keys() - PART_FIELDS)
-    return unread
+def unread_keys(record: dict, read: set[str]) -> set[str]:
+    """The fields of a record that are not among those that are read."""
+    return {name for name, value in record.items() if value is not None and name not in read}
 
 
 # --- record formats
@@ -353,26 +366,29 @@ def read_messages(record: dict, key: str) -> list:
 
 def read_turns(record: dict, key: str) -> list:
     """Firefly's {"human", "assistant"} and XTuner's {"system", "input", "output"}, a question and its answer
-    each; messages stay as they are."""
+    each, whose other fields belong to the last message; messages stay as they are."""
     messages = []
     for turn in read_messages(record, key):
         if not isinstance(turn, dict) or turn.keys().isdisjoint(TURN_FIELDS):
             messages.append(turn)
             continue
+        before = len(messages)
         for name, role in TURN_FIELDS.items():
             text = turn.get(name)
             if text is None or (role == "system" and not text):
                 continue
-            message = {"role": role, "content": text}
-            if role == "assistant":
-                message["loss"] = turn.get("output_with_loss")  # XTuner's switch
-            messages.append(message)
+            messages.append({"role": role, "content": text})
+        others = {name: value for name, value in turn.items() if name not in TURN_FIELDS}
+        if "output_with_loss" in others:  # XTuner's switch
+            others["loss"] = others.pop("output_with_loss")
+        if len(messages) > before:
+            messages[-1] = others | messages[-1]
     return messages
 
 
 def read_question(record: dict, key: str) -> list:
     """The messages before an answer: a history and a question, or a list of messages."""
-    inputs = [get_text(record, name) for name in INPUT_FIELDS if record.get(name)]
+    inputs = [get_text(record, name) for name in QUESTION_PARTS if record.get(name)]
     history = record.get("history") or []
     if isinstance(record[key], list):
         if history or inputs:
@@ -392,14 +408,11 @@ def read_answer(record: dict, key: str) -> list:
     """An answer: a text, a message or a list of messages; of a pair also a transcript."""
     value = record.get(key)
     if isinstance(value, dict | list):
-        messages = value if isinstance(value, list) else [value]
-        if not messages or not all(
-            isinstance(one, dict) and one.keys() & {"role", "from"} for one in messages
-        ):
+        if not holds_messages(value):
             raise BadRecord(
                 f"'{key}' is {preview(value)} instead of text; write one text, or messages with a role"
             )
-        return messages
+        return value if isinstance(value, list) else [value]
     text = get_text(record, key)
     if key in PAIR and TRANSCRIPT.match(text):
         _, *pieces = TRANSCRIPT.split(text)
@@ -408,6 +421,17 @@ def read_answer(record: dict, key: str) -> list:
             for speaker, turn_text in zip(pieces[::2], pieces[1::2], strict=True)
         ]
     return [{"role": "assistant", "content": text}]
+
+
+def is_no_turn(value: Any) -> bool:
+    """Whether an answer is only compared with: a number, or a list of texts."""
+    return not isinstance(value, str) and not holds_messages(value)
+
+
+def holds_messages(value: Any) -> bool:
+    """Whether an answer is a message, or a list of messages."""
+    messages = value if isinstance(value, list) else [value]
+    return bool(messages) and all(isinstance(one, dict) and one.keys() & {"role", "from"} for one in messages)
 
 
 # Key of a conversation or of a question -> function (record, key) that gives its messages.
@@ -429,9 +453,12 @@ ANSWER_FIELDS = {
 }
 
 
-def find_format(record: dict) -> tuple[str, str]:
-    """The key of FORMATS that holds a record's conversation and the field of its answer, each "" if there is
-    none. A question without an answer is only taken if there is no other conversation. Raises BadRecord."""
+def find_format(record: dict, is_document: bool = False) -> Format:
+    """The fields that hold what a record says. A question without an answer is only taken if there is no
+    other conversation. is_document: also a text, in `text`, which comes first, or in `content` where it
+    belongs to no message and stands beside no conversation. Raises BadRecord."""
+    if is_document and record.get("text") is not None:
+        return Format(document="text")
     complete, unanswered = [], []
     for key in FORMATS:
         if record.get(key) is None:
@@ -439,182 +466,15 @@ def find_format(record: dict) -> tuple[str, str]:
         names = ANSWER_FIELDS.get(key, ())
         answers = [name for name in names if record.get(name) is not None]
         if answers or not names:
-            complete.append((key, answers[0] if answers else ""))
+            complete.append(Format("", key, answers[0] if answers else ""))
         else:
-            unanswered.append((key, names[0]))
+            unanswered.append(Format("", key))
     if len(complete) > 1:
-        raise BadRecord(f"both '{complete[0][0]}' and '{complete[1][0]}' in one record; keep one of them")
-    return (complete + unanswered + [("", "")])[0]
-
-
-# --- messages
-
-
-def to_message(item: Any, where: str) -> dict[str, Any]:
-    """A message as chat templates take it. where: "message 2", for errors. Raises BadRecord."""
-    if not isinstance(item, dict):
-        raise BadRecord(f"{where} is {preview(item)} instead of an object with 'role' and 'content'")
-    speaker, key = item.get("role"), "content"
-    if speaker is None:  # ShareGPT
-        speaker, key = item.get("from"), "value"
-    if not isinstance(speaker, str) or speaker not in ROLES:
-        raise BadRecord(f"{where} has the role {preview(speaker)}; known are {', '.join(ROLES)}")
-    for name, why in REFUSED.items():
-        if item.get(name):
-            raise BadRecord(f"'{name}' of {where}: {why}")
-    for name in sorted(item.keys() & AMBIGUOUS_TRAIN_FLAGS):
-        if item[name] is not None:
-            raise BadRecord(f"'{name}' of {where}: {TRAIN_FLAG_ADVICE}")
-    content = item.get(key)
-    extra = {name: item[name] for name in TEXT_FIELDS[2:] if item.get(name) is not None}
-    thoughts = get_reasoning(item, where)
-    if thoughts is not None:
-        extra["reasoning_content"] = thoughts
-    for name in ("function_call", "tool_calls"):
-        calls = parse_tool_calls(item.get(name), f"'{name}' of {where}")
-        if calls:
-            extra["tool_calls"] = calls
-    fields: dict[str, Any] = {"content": content}
-    if speaker == "function_call":
-        fields = {"tool_calls": parse_tool_calls(content, f"'{key}' of {where}")}
-        if not fields["tool_calls"]:
-            raise BadRecord(f"{where} holds no call of a tool; write its name and arguments")
-    elif isinstance(content, list):
-        fields = join_parts(content, where)
-    elif content is None and "tool_calls" in extra:
-        fields = {}
-    for name in extra:
-        if name in fields:
-            raise BadRecord(f"{where} gives its '{name}' twice; keep one of them")
-    message = {"role": ROLES[speaker], "content": ""} | fields | extra
-    for name in TEXT_FIELDS:
-        if not isinstance(message.get(name, ""), str):
-            field = key if name == "content" else name
-            raise BadRecord(f"'{field}' of {where} is {preview(message[name])} instead of text")
-    for name in ("reasoning_content", "tool_calls"):
-        if message.get(name) and message["role"] != "assistant":
-            raise BadRecord(f"{where} has '{name}', which only the assistant may have")
-    return message
-
-
-def get_reasoning(item: dict, where: str) -> str | None:
-    """The reasoning of a message, in one of REASONING_FIELDS or with the same text in several; None if there
-    is none. Raises BadRecord."""
-    texts: dict[str, str] = {}
-    if item.keys().isdisjoint(REASONING_FIELDS):
-        return None
-    for name in REASONING_FIELDS:
-        value = item.get(name)
-        if isinstance(value, list):
-            parts = [
-                part.get("text", part.get("summary")) if isinstance(part, dict) else part for part in value
-            ]
-            value = join_texts(parts) if all(isinstance(part, str) for part in parts) else value
-        if value is None:
-            continue
-        if not isinstance(value, str):
-            raise BadRecord(f"'{name}' of {where} is {preview(value)} instead of text")
-        texts[name] = value
-    different = set(texts.values())
-    if len(different) > 1:
-        different.discard("")
-    if len(different) > 1:
-        raise BadRecord(f"{' and '.join(map(repr, texts))} of {where} differ; keep one of them")
-    return different.pop() if different else None
-
-
-def join_texts(texts: list[str]) -> str:
-    """Join texts with line ends where there is no white space between them."""
-    text = "".join(texts[:1])
-    for following in texts[1:]:
-        is_apart = not text or text[-1].isspace() or following[:1].isspace()
-        text += following if is_apart else f"\n{following}"
-    return text
-
-
-def join_parts(parts: list, where: str) -> dict[str, Any]:
-    """The fields of a message whose content is a list of parts: texts are joined as lines, calls in one list.
-    Raises BadRecord."""
-    fields: dict[str, Any] = {}
-    latest = 0
-    for part in parts:
-        if isinstance(part, str):
-            part = {"text": part}
-        if not isinstance(part, dict):
-            raise BadRecord(f"{where} has a part {preview(part)} instead of text")
-        kind = part.get("type") or "text"
-        if kind not in PARTS:
-            raise BadRecord(f"{where} has a part of type {preview(kind)}: the model reads text only")
-        name = PARTS[kind]
-        if PART_ORDER.index(name) < latest:
-            raise BadRecord(f"{where} must have reasoning, then text, then tool calls")
-        latest = PART_ORDER.index(name)
-        values = [part[key] for key in (kind, "value", "text") if part.get(key) is not None]
-        value = values[0] if values else None
-        if kind == "tool_call":
-            fields[name] = fields.get(name, []) + parse_tool_calls(value, f"a call of {where}")
-        elif isinstance(value, str):
-            fields[name] = join_texts([fields[name], value]) if name in fields else value
-        else:
-            raise BadRecord(f"{where} has a part with {preview(value)} instead of text")
-    if not fields:
-        raise BadRecord(f"{where} has no content; write the text")
-    return fields
-
-
-def is_masked(item: dict, role: str, where: str) -> bool:
-    """Whether the TRAIN_FLAGS of a message exclude the assistant's turn from training. Raises BadRecord."""
-    flags = {get_flag(item, name) for name in TRAIN_FLAGS} - {None}
-    if len(flags) == 2:
-        raise BadRecord(f"{where} is to be trained and not to be trained; keep one of the switches")
-    if role != "assistant" and True in flags:
-        raise BadRecord(f"{where} asks to train the role {role}; only the assistant is trained")
-    return role == "assistant" and False in flags
-
-
-def get_flag(record: dict, name: str) -> bool | None:
-    """True or false (or 1 or 0) under a name; None if it is absent. Raises BadRecord."""
-    value = record.get(name)
-    if value is None:
-        return None
-    if not isinstance(value, int | float) or value not in (0, 1):
-        raise BadRecord(f"'{name}' is {preview(value)}; it is a switch: write true, false, or remove it")
-    return bool(value)
-
-
-def parse_tool_calls(value: Any, where: str) -> list[dict]:
-    """Calls of tools. Raises BadRecord."""
-    calls = parse_objects(value, where)
-    for call in calls:
-        function = call.get("function", call)
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise BadRecord(f'{where} holds a call without a name; write {{"name": ..., "arguments": ...}}')
-        arguments = function.get("arguments")
-        if isinstance(arguments, str) and arguments.strip():
-            parse_json(arguments, f"{where}: 'arguments' of {preview(function['name'])}")
-    return calls
-
-
-def parse_objects(value: Any, where: str) -> list[dict]:
-    """JSON objects: a list of them, a single one, or the JSON text of either; none for null, blank text and
-    empty lists. Raises BadRecord."""
-    if isinstance(value, str):
-        value = parse_json(value.strip() or "null", where)
-    if not value:
-        return []
-    items = value if isinstance(value, list) else [value]
-    objects = [parse_json(item, where) if isinstance(item, str) else item for item in items]
-    if not all(isinstance(item, dict) for item in objects):
-        raise BadRecord(f"{where} is {preview(value)} instead of a list of JSON objects")
-    return objects
-
-
-def parse_json(text: str, where: str) -> Any:
-    """The value of a field that holds JSON text. Raises BadRecord."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise BadRecord(f"{where} is not JSON ({error}); write it with json.dumps") from None
+        raise BadRecord(f"both '{complete[0].key}' and '{complete[1].key}' in one record; keep one of them")
+    if complete or unanswered:
+        return (complete + unanswered)[0]
+    is_content = is_document and record.get("content") is not None and "role" not in record
+    return Format(document="content" if is_content else "")
 
 
 def get_text(record: dict, key: str) -> str:
@@ -623,17 +483,3 @@ def get_text(record: dict, key: str) -> str:
     if not isinstance(value, str):
         raise BadRecord(f"'{key}' is {preview(value)} instead of text ({describe_keys(record)})")
     return value
-
-
-def describe_keys(record: dict) -> str:
-    """The first keys of a record, for messages."""
-    names = [preview(key) for key, value in record.items() if value is not None]
-    return f"its keys: {', '.join(names[:8])}"
-
-
-def preview(value: Any) -> str:
-    """A value for messages, in printable form, cut to 40 characters."""
-    if value is None:
-        return "null"
-    text = ascii(value) if isinstance(value, str) and not value.isprintable() else repr(value)
-    return text if len(text) <= 40 else text[:37] + "..."

@@ -10,7 +10,7 @@ from common.errors import UserError, reason, say
 from common.launcher import launch
 from dataset.files import Source, format_source
 from dataset.held_out import Split
-from dataset.records import BadRecord
+from dataset.messages import BadRecord
 
 OUTCOMES = {  # of a record -> text in the report
     "split": "split into several samples",
@@ -38,8 +38,7 @@ def make_report(
     if len(lengths):
         percentiles = map(int, np.percentile(lengths, PERCENTILES))
         report["percentiles"] = dict(zip(map(str, PERCENTILES), percentiles, strict=True))
-    most_used = sorted(unused.items(), key=lambda item: (-item[1], item[0]))
-    report["unused_fields"] = dict(most_used[:MAX_LISTED_FIELDS])
+    report["unused_fields"] = most_used(unused)
     return report
 
 
@@ -67,9 +66,19 @@ def describe_records(report: dict) -> str:
     if report.get("weighted"):
         text += f", with a weight {report['weighted']:,} ({report['weighted'] / report['records']:.1%})"
     if report.get("unused_fields"):
-        fields = [f"{repr(name)[1:-1][:60]} {count:,}" for name, count in report["unused_fields"].items()]
-        text += f"; unused fields: {', '.join(fields)}"
+        text += f"; unused fields: {describe_unused(report['unused_fields'])}"
     return text
+
+
+def describe_unused(fields: dict[str, int]) -> str:
+    """The ignored fields in most records, and in how many."""
+    return ", ".join(f"{repr(name)[1:-1][:60]} {count:,}" for name, count in most_used(fields).items())
+
+
+def most_used(fields: dict[str, int]) -> dict[str, int]:
+    """The MAX_LISTED_FIELDS fields in most records."""
+    ordered = sorted(fields.items(), key=lambda item: (-item[1], item[0]))
+    return dict(ordered[:MAX_LISTED_FIELDS])
 
 
 def format_report(report: dict, paths: list[str]) -> str:

@@ -1,15 +1,17 @@
 """Prompts of reinforcement learning: conversations for which the model writes the next turn.
 
-A record is a conversation, or {"prompt": text or messages, "answer": reference} with optional "system" and
-"tools". A last turn of the assistant is the reference answer, not part of the prompt; a blank one, or
-MiniMind's placeholder for it, is dropped. MiniMind's "gt" is a reference, too. The reward receives the record
-as it is.
+A record is a conversation or a question in any form of SFT (dataset/records.py), also without an answer. A
+last turn of the assistant is the reference answer, not part of the prompt; a blank one, or MiniMind's
+placeholder for it, is dropped. A reference in a field of its own ("answer", MiniMind's "gt", verl's
+"reward_model") comes first. The reward receives the record as it is.
 
 Prompts stay in memory with their records: they are few, since each is completed many times.
 """
 
 import hashlib
 import json
+from collections import Counter
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -18,10 +20,12 @@ from torch.utils.data import Dataset
 from common.errors import UserError, say
 from common.launcher import launch
 from dataset.files import find_files, format_source, is_plain_text, read_records
-from dataset.records import BadRecord, Chat, refuse_weight, to_chat
-from dataset.report import BadRecords, check_bad_records, describe_files, no_samples_error
+from dataset.messages import BadRecord
+from dataset.records import Chat, Parsed, parse, weight_error
+from dataset.report import BadRecords, check_bad_records, describe_files, describe_unused, no_samples_error
 from dataset.token_cache import CacheOptions, file_hash
 from dataset.tokenizing import check_template, document_boundaries, fingerprint
+from model.answers import END_THINK
 from model.prompts import encode_pieces, prompt_pieces
 
 if TYPE_CHECKING:
@@ -56,6 +60,7 @@ class PromptDataset(Dataset):
         max_length: prompts of more tokens are left out and counted.
         tools: JSON schemas of the tools of an environment, offered where a record names none.
         thinking_ratio: share of the prompts that ask for reasoning first, chosen by a hash of their number.
+        check: called with the record as the reward will receive it; raises BadRecord if it cannot be judged.
         options: on_bad_data, max_bad_share and split of CacheOptions.
     """
 
@@ -68,12 +73,13 @@ class PromptDataset(Dataset):
         max_length: int,
         tools: list[dict] | None = None,
         thinking_ratio: float = 0.0,
+        check: Callable[[dict], None] | None = None,
         **options: Any,
     ):
         check_template(tokenizer.chat_template)
         document_boundaries(tokenizer)  # or the model could not end an answer
         self.tokenizer, self.max_length, self.tools = tokenizer, max_length, tools
-        self.thinking_ratio = thinking_ratio
+        self.thinking_ratio, self.check = thinking_ratio, check
         cache_options = CacheOptions("prompts", max_length, **options)
         self.split = cache_options.split
         self.paths, skipped = find_files(data_path)
@@ -83,12 +89,15 @@ class PromptDataset(Dataset):
         self.prompts: list[RolloutPrompt] = []
         self.too_long = 0
         self.records = 0  # bad ones too
+        self.unused: Counter[str] = Counter()  # records per field that is no part of a prompt
         self.read(cache_options)
         if launch().local_rank == 0:
             files = describe_files(self.paths, skipped, bool(self.split and self.split.held_out))
             text = f"{len(self):,} prompts of {files}"
             if self.too_long:
                 text += f", {self.too_long:,} left out (more than {max_length} tokens)"
+            if self.unused:
+                text += f"; fields for the reward alone: {describe_unused(self.unused)}"
             say(text)
 
     def make_fingerprint(self) -> dict[str, Any]:
@@ -125,7 +134,10 @@ class PromptDataset(Dataset):
 
     def make_prompt(self, record: dict) -> RolloutPrompt:
         """The prompt of a record. Raises BadRecord and whatever its template raises."""
-        chat, answer = to_prompt(record)
+        parsed = parse(record, "prompt")
+        if parsed.weight != 1.0:
+            raise weight_error(record, "a prompt")
+        chat, answer = to_prompt(parsed)
         tools = chat.tools or self.tools or None
         number = len(self.prompts)
         # a hash of the number decides, so the same prompts begin with thoughts in every run
@@ -139,6 +151,9 @@ class PromptDataset(Dataset):
             prompt_record["answer"] = answer
         if tools:
             prompt_record["tools"] = tools
+        if self.check is not None:
+            self.check(prompt_record)
+        self.unused.update(parsed.unread)
         tokens = encode_pieces(self.tokenizer, pieces)
         return RolloutPrompt(tokens, chat.messages, tools, prompt_record, number)
 
@@ -163,27 +178,18 @@ class PromptDataset(Dataset):
         return self.prompts[index]
 
 
-def to_prompt(record: dict) -> tuple[Chat, Any]:
+def to_prompt(parsed: Parsed) -> tuple[Chat, Any]:
     """The conversation before the turn to be written, and the reference answer or None. Raises BadRecord."""
-    refuse_weight(record, "a prompt")
-    answer = record.get("answer")
-    if answer is None:
-        answer = record.get("gt")
-        if isinstance(answer, list) and len(answer) == 1:
-            answer = answer[0]
-    prompt = record.get("prompt")
-    if prompt is not None:
-        messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
-        used = ("prompt", "answer", "completion")
-        others = {name: value for name, value in record.items() if name not in used}
-        chat = to_chat(others | {"conversations": messages}, needs_answer=False)
-        return chat, record.get("completion") if answer is None else answer
-    chat = to_chat(record, needs_answer=False)
-    last = chat.messages[-1]
-    if last["role"] == "assistant":
-        chat = chat._replace(messages=chat.messages[:-1])
-        if answer is None and last["content"].strip() not in PLACEHOLDER_ANSWERS:
-            answer = last["content"]
+    (chat,) = parsed.chats
+    answer = parsed.reference
+    if chat.messages[-1]["role"] == "assistant":
+        *before, last = chat.messages
+        chat = chat._replace(messages=before)
+        text = last["content"]
+        if END_THINK in text:  # thoughts are no part of the answer
+            text = text.rpartition(END_THINK)[2].strip()
+        if answer is None and text.strip() not in PLACEHOLDER_ANSWERS:
+            answer = text
     if not chat.messages or chat.messages[-1]["role"] == "assistant":
         raise BadRecord("the conversation has no turn that the assistant could answer; add a user's message")
     return chat, answer

@@ -46,10 +46,10 @@ if TYPE_CHECKING:  # transformers imports torch
 
 STAGE_LENGTH = {"pretrain": 340, "sft": 768, "dpo": 1024}  # default --max_seq_len of the stage scripts
 # the code that decides the samples; the chat template is part of the tokenizer's fingerprint
-CODE_FILES = ["dataset/delimited.py", "dataset/files.py", "dataset/held_out.py", "dataset/records.py"]
-CODE_FILES += ["dataset/report.py", "dataset/round_trip.py", "dataset/token_cache.py"]
-CODE_FILES += ["dataset/tokenizing.py", "common/contents.py", "common/encodings.py"]
-CODE_FILES += ["model/answers.py", "model/prompts.py"]
+CODE_FILES = ["dataset/delimited.py", "dataset/files.py", "dataset/held_out.py", "dataset/messages.py"]
+CODE_FILES += ["dataset/records.py", "dataset/report.py", "dataset/round_trip.py"]
+CODE_FILES += ["dataset/token_cache.py", "dataset/tokenizing.py", "common/contents.py"]
+CODE_FILES += ["common/encodings.py", "model/answers.py", "model/prompts.py"]
 BAD_RECORDS_FILE = "bad_records.txt"  # in the folder of a cache
 BATCH_SAMPLES = 1024  # written at a time
 DTYPES = {"offsets": "int64", "loss_mask": "bool", "target_bytes": "int64", "sources": "int64"}

@@ -23,18 +23,8 @@ from tokenizers import Tokenizer
 
 from common.errors import UserError
 from dataset.files import Record, Source
-from dataset.records import (
-    BadRecord,
-    Chat,
-    document_name,
-    find_format,
-    get_weight,
-    is_blank,
-    to_chat,
-    to_pair,
-    to_text,
-    unread_fields,
-)
+from dataset.messages import BadRecord, is_blank
+from dataset.records import Chat, assistant_turns, parse
 from dataset.report import BadRecords
 from dataset.round_trip import RoundTrip
 from model.prompts import SpecialTexts, plain_backend
@@ -125,26 +115,24 @@ class SampleMaker:
 
     def record_texts(self, record: dict) -> list[Text]:
         """The texts of a record: a document, a conversation, or the two of a pair. Raises BadRecord."""
-        is_document = self.kind == "pretrain"
-        if self.kind == "dpo":
-            texts = [self.render_with_targets(chat) for chat in to_pair(record)]
-        elif self.kind == "sft":
-            texts = [self.render_with_targets(to_chat(record))]
-        elif document_name(record) is None and find_format(record)[0]:
+        parsed = parse(record, self.kind)
+        if parsed.document is not None:
+            texts = [Text(parsed.document, None, parsed.weight)]
+        elif self.kind == "pretrain":
             check_template(self.template)
-            chat = to_chat(record)
+            (chat,) = parsed.chats
             if chat.masked:
                 raise BadRecord("a turn is not to be trained, but pretraining trains all; leave it out")
             text, _ = self.render(chat)
-            texts = [Text(text, [], chat.weight)]
+            texts = [Text(text, [], parsed.weight)]
         else:
-            texts = [Text(to_text(record), None, get_weight(record))]
+            texts = [self.render_with_targets(chat, parsed.weight) for chat in parsed.chats]
         for text in texts:
             text.text.encode()  # fails for half a character (\ud83d)
-        self.unused.update(unread_fields(record, is_document))
+        self.unused.update(parsed.unread)
         return texts
 
-    def render_with_targets(self, chat: Chat) -> Text:
+    def render_with_targets(self, chat: Chat, weight: float) -> Text:
         """The conversation as the chat template renders it, with the spans of the trained assistant turns."""
         text, spans = self.render(chat)
         if not GENERATION_TAG.search(self.template):
@@ -155,7 +143,7 @@ class SampleMaker:
         if chat.masked:
             pairs = zip(turns, spans, strict=True)
             spans = [span for index, span in pairs if index not in chat.masked]
-        return Text(text, spans, chat.weight)
+        return Text(text, spans, weight)
 
     def render(self, chat: Chat, **options: Any) -> tuple[str, list[tuple[int, int]]]:
         """The text, and the character spans between the template's {% generation %} tags."""
@@ -270,11 +258,6 @@ class SampleMaker:
             turn_ends = 1 + np.flatnonzero(sample.loss_mask[:-1] & ~sample.loss_mask[1:])
             end = max(turn_ends[turn_ends <= end], default=end)
         return sample._replace(tokens=sample.tokens[:end], loss_mask=sample.loss_mask[:end])
-
-
-def assistant_turns(chat: Chat) -> list[int]:
-    """The indices of the assistant's messages."""
-    return [index for index, message in enumerate(chat.messages) if message["role"] == "assistant"]
 
 
 def check_template(template: Any) -> None:

@@ -10,7 +10,7 @@ import torch
 from common.errors import UserError
 from dataset.files import find_files, format_source, read_records
 from dataset.lm_dataset import collate_flat
-from dataset.records import BadRecord
+from dataset.messages import BadRecord
 from trainer.objectives.next_token import target_log_probs, target_samples, to_device
 
 if TYPE_CHECKING:

@@ -15,6 +15,7 @@ import json
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from math import log, sqrt
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,7 @@ from scripts.penalties import add_penalty_flags, check_penalties, with_penalties
 from scripts.text_table import text_table
 from trainer.devices.device import prepare_device, select_device
 from trainer.objectives.next_token import next_token_loss, to_device, weight_sum
-from trainer.rollouts.rewards import compute, load_rewards
+from trainer.rollouts.rewards import check_record, compute, load_rewards
 from trainer.run.resume import source_files
 from trainer.weights.for_tools import add_trained_model_flags, given_shape, load_path, model_path
 from trainer.weights.lora import merge_adapter
@@ -133,8 +134,8 @@ def evaluate_answers(args: argparse.Namespace, model: Any, tokenizer: Any) -> di
     """Each reward of the model's greedy answers, and their length in characters, as means."""
     rewards = load_rewards(args.reward)
     longest = args.max_seq_len or model.config.max_position_embeddings - args.max_new_tokens
-    thinking = float(args.open_thinking)
-    prompts = PromptDataset(args.data_path, tokenizer, longest, thinking_ratio=thinking).prompts
+    thinking, check = float(args.open_thinking), partial(check_record, rewards)
+    prompts = PromptDataset(args.data_path, tokenizer, longest, thinking_ratio=thinking, check=check).prompts
     greedy = with_penalties(replace(default_sampling(model), temperature=0.0), args)
     input_ids = [prompt.input_ids for prompt in prompts]
     samplings = [[greedy]] * len(prompts)

@@ -27,7 +27,8 @@ from common.errors import UserError
 from common.hub import local_path
 from common.settings import ROOT, StageArgs
 from dataset.files import expand_paths, format_source, read_records
-from dataset.records import PAIR_NAMES, BadRecord, document_name, to_chat, to_pair, to_text
+from dataset.messages import BadRecord
+from dataset.records import PAIR_NAMES, find_format, parse
 from dataset.report import describe_error
 
 COPIED_FILES = ("tokenizer_config.json", "chat_template.jinja")  # from model/
@@ -85,11 +86,13 @@ def read_texts(path: str, separator: str = "", skip_bad: bool = False) -> Iterat
 
 def all_text(record: dict) -> str:
     """All text of a record of any stage. Raises BadRecord."""
-    if document_name(record) or "text" in record:
-        return to_text(record)
-    is_pair = any(name in record for names in PAIR_NAMES for name in names)
-    chats = to_pair(record) if is_pair else [to_chat(record, needs_answer=False)]
-    return "\n".join(strings_in([[chat.messages, chat.tools] for chat in chats]))
+    is_pair = any(record.get(name) is not None for names in PAIR_NAMES for name in names)
+    kind = "dpo" if is_pair else "prompt"  # whose answer may be missing
+    if find_format(record, is_document=True).document or "text" in record:
+        kind = "pretrain"
+    parsed = parse(record, kind)
+    texts = strings_in([[[chat.messages, chat.tools] for chat in parsed.chats], parsed.reference])
+    return "\n".join(texts) if parsed.document is None else parsed.document
 
 
 def strings_in(value: object) -> Iterator[str]:

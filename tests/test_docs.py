@@ -20,7 +20,7 @@ from torch.distributed.run import get_args_parser
 from transformers import AutoModelForCausalLM
 
 from common.errors import UserError
-from dataset.records import to_chat, to_text
+from dataset.records import parse
 from dataset.token_cache import load_tokenizer
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from scripts.choice import read_questions
@@ -260,11 +260,12 @@ def test_the_example_records_are_accepted(page, tmp_path):
     for block in fenced(page, "json"):
         for record in map(json.loads, block.splitlines()):
             if "text" in record:
-                assert to_text(record)
+                assert parse(record, "pretrain").document
             elif "choices" in record:
                 assert read_questions(str(write_jsonl(tmp_path / "questions.jsonl", [record])))
             else:
-                assert to_chat(record).messages[-1]["role"] == "assistant"
+                (chat,) = parse(record, "sft").chats
+                assert chat.messages[-1]["role"] == "assistant"
 
 
 @pytest.mark.parametrize("use_moe", [False, True])

@@ -24,7 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from common.errors import UserError
 from dataset.files import TABLES, file_kind, is_plain_text, open_file, read_records
-from dataset.records import BadRecord, to_chat, to_text
+from dataset.messages import BadRecord
+from dataset.records import Parsed, parse
 
 LOOKED_AT, SHOWN, CHARACTERS = 200, 3, 300  # records that are read; that are shown; of each
 WHY_CHARACTERS = 500  # of an error
@@ -67,8 +68,9 @@ def look_at(path: Path, name: str, scratch: Path) -> dict[str, Any]:
             try:
                 if isinstance(record, BadRecord):
                     raise record
-                is_text = is_plain_text(name) or "text" in record
-                shown = to_text(record) if is_text else spoken(record)
+                parsed = parse(record, "pretrain")
+                is_text = parsed.document is not None
+                shown = spoken(parsed) if parsed.document is None else parsed.document
             except BadRecord as error:
                 bad = bad or {"line": abs(source.line), "why": str(error)[:WHY_CHARACTERS]}
             else:
@@ -95,9 +97,10 @@ def look_at(path: Path, name: str, scratch: Path) -> dict[str, Any]:
     return found | ({"bad": bad} if bad else {})
 
 
-def spoken(record: dict[str, Any]) -> str:
-    """What is said in a conversation. Raises BadRecord."""
-    return "\n".join(f"{message['role']}: {message['content']}" for message in to_chat(record).messages)
+def spoken(parsed: Parsed) -> str:
+    """What is said in a conversation."""
+    (chat,) = parsed.chats
+    return "\n".join(f"{message['role']}: {message['content']}" for message in chat.messages)
 
 
 def code_of(text: str) -> str:

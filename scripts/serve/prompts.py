@@ -7,7 +7,7 @@ from itertools import dropwhile
 from typing import Any
 
 from common.errors import reason
-from dataset.records import to_message
+from dataset.messages import to_message
 from model.answers import CALL
 from model.prompts import document_tokens, encode_pieces, prompt_pieces
 from scripts.conversation import first_kept

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from dataset.files import Source, read_records
-from dataset.records import BadRecord
+from dataset.messages import BadRecord
 from dataset.report import BadRecords
 from dataset.token_cache import CacheOptions, TokenCache, build_token_cache
 from dataset.tokenizing import SampleMaker

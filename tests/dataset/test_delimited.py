@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from common.encodings import NotUtf8
 from dataset import delimited
 from dataset.delimited import read_rows
-from dataset.records import BadRecord
+from dataset.messages import BadRecord
 
 
 def rows_of(text: str | bytes, delimiters=delimited.DELIMITERS) -> list[tuple[int, object]]:

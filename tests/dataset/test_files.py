@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from common.errors import UserError
 from dataset import files
 from dataset.files import expand_paths, find_files, format_source
-from dataset.records import to_chat
+from dataset.records import parse
 from tests.dataset.conftest import arrow, csv_of, lines_of, parquet, records_of
 
 CHAT = [{"role": "user", "content": "河?"}, {"role": "assistant", "content": 'the "river",\nbrown'}]
@@ -204,7 +204,7 @@ def test_conversations_as_json_text_in_a_table(write):
     rows = [["messages", "system"], [json.dumps(CHAT), ""], [str(CHAT), ""], ["", "s"]]
     csv.writer(memory := io.StringIO(newline="")).writerows(rows)
     (_, good), (_, python), (_, empty) = records_of(write("x.csv", memory.getvalue().encode()))
-    assert to_chat(good).messages == CHAT and empty == {"system": "s"}
+    assert parse(good, "sft").chats[0].messages == CHAT and empty == {"system": "s"}
     assert "'messages' is not JSON" in python
     table = parquet(
         [{"messages": CHAT, "n": 1}, {"messages": [{"role": "user", "content": "q", "name": "n"}]}]

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import UserError
-from dataset.records import AMBIGUOUS_TRAIN_FLAGS, REASONING_FIELDS, REFUSED, TRAIN_FLAGS
+from dataset.messages import AMBIGUOUS_TRAIN_FLAGS, REASONING_FIELDS, REFUSED, TRAIN_FLAGS
 from tests.dataset.conftest import arrow, build, csv_of, lines_of, parquet
 
 LENGTH = 24

@@ -87,7 +87,7 @@ def test_items_samples_and_sources_of_real_data(kind, packing, write, tokenizer,
         return [{"role": "user", "content": text}, {"role": "assistant", "content": text[::-1]}]
 
     def record(text):
-        pair = {"chosen": chat(text), "rejected": chat(text + "!")}
+        pair = {"prompt": text, "chosen": text[::-1], "rejected": text}
         return {PretrainDataset: {"text": text}, SFTDataset: {"messages": chat(text)}, DPODataset: pair}[kind]
 
     files = [

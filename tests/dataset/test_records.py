@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 
 from common.errors import UserError
+from dataset import messages as message_forms
 from dataset import records as record_formats
 from dataset.lm_dataset import DPODataset, collate_pairs
-from dataset.records import BadRecord, Chat, held_out_key, to_chat, to_pair, unread_fields
+from dataset.messages import BadRecord
+from dataset.records import Chat, held_out_key, parse
 from tests.dataset.conftest import build, samples_of
 
 USER, BOT = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
@@ -21,6 +23,15 @@ HUMAN, GPT = {"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}
 
 def chat_of(*messages, **extra):
     return {"conversations": list(messages), **extra}
+
+
+def to_chat(record: dict) -> Chat:
+    (chat,) = parse(record, "sft").chats
+    return chat
+
+
+def to_pair(record: dict) -> tuple[Chat, ...]:
+    return parse(record, "dpo").chats
 
 
 def said(role: str, content) -> dict:
@@ -56,7 +67,7 @@ FORMS = [
     (chat_of(said("user", ["l", "m"]), said("assistant", ["1. a", "2. b"])), [said("user", "l\nm"), said("assistant", "1. a\n2. b")]),
     (chat_of(said("user", ["l\n", "m", " n"]), BOT), [said("user", "l\nm n"), BOT]),  # already apart
     (chat_of(said("user", [{"type": "input_text", "text": "q"}]), said("assistant", [{"type": "output_text", "text": "a", "annotations": []}])), [USER, BOT]),
-    *((chat_of(USER, BOT | {name: "hm"}), [USER, BOT | {"reasoning_content": "hm"}]) for name in record_formats.REASONING_FIELDS),
+    *((chat_of(USER, BOT | {name: "hm"}), [USER, BOT | {"reasoning_content": "hm"}]) for name in message_forms.REASONING_FIELDS),
     (chat_of(USER, BOT | {"reasoning": "hm", "reasoning_details": [{"type": "reasoning.text", "text": "hm"}]}), [USER, BOT | {"reasoning_content": "hm"}]),
     (chat_of(USER, BOT | {"reasoning_details": [{"type": "reasoning.summary", "summary": "h"}, {"text": "m"}]}), [USER, BOT | {"reasoning_content": "h\nm"}]),
     (chat_of(USER, BOT | {"reasoning": None, "thinking": "", "thoughts": "hm"}), [USER, BOT | {"reasoning_content": "hm"}]),
@@ -81,7 +92,7 @@ def test_tools_stand_on_a_message_or_beside_the_conversation(tools):
         assert to_chat(record) == Chat([SYSTEM, USER, BOT], [TOOL])
 
 
-@pytest.mark.parametrize("switch", record_formats.TRAIN_FLAGS)
+@pytest.mark.parametrize("switch", message_forms.TRAIN_FLAGS)
 def test_turns_that_are_not_trained(switch):
     off, on = BOT | {switch: 0.0}, BOT | {switch: True}
     assert to_chat(chat_of(USER | {switch: 0}, off, USER, on)).masked == (1,)
@@ -97,7 +108,7 @@ def test_history_and_prompts_are_context():
 
 
 def test_fields_that_nothing_reads():
-    assert unread_fields(chat_of(USER, BOT, id=7, meta=None, label=True), False) == {"id"}
+    assert parse(chat_of(USER, BOT, id=7, meta=None, label=True), "sft").unread == {"id"}
     others = {
         "context": "c",
         "history": [["q", "a"]],
@@ -106,27 +117,27 @@ def test_fields_that_nothing_reads():
         "prompt": "p",
         "text": "t",
     }
-    assert unread_fields(chat_of(USER, BOT, **others), False) == set(others)
-    assert unread_fields({"prompt": "q", "completion": "a", "response": "b"}, False) == {"response"}
+    assert parse(chat_of(USER, BOT, **others), "sft").unread == set(others)
+    assert parse({"prompt": "q", "completion": "a", "response": "b"}, "sft").unread == {"response"}
     question = {"instruction": "q", "input": "i", "output": "a", "history": [["q", "a"]], "tools": []}
-    assert unread_fields(question, False) == set()
-    assert unread_fields({"text": "t", "url": "u"}, True) == {"url"}
+    assert parse(question, "sft").unread == set()
+    assert parse({"text": "t", "url": "u"}, "pretrain").unread == {"url"}
 
 
 def test_fields_of_messages_and_parts_that_nothing_reads():
     """Counted and named like those of a record, in every form."""
     odd = [USER | {"id": 1, "mood": None}, {"from": "gpt", "value": "a", "emotion": "glad", "thinking": "t"}]
-    assert unread_fields(chat_of(*odd), False) == {"conversations[].id", "conversations[].emotion"}
+    assert parse(chat_of(*odd), "sft").unread == {"conversations[].id", "conversations[].emotion"}
     part = {"type": "text", "text": "a", "cache_control": {}, "annotations": []}
     beside = {"prompt": [USER], "completion": {"role": "assistant", "content": [part, "b"], "refusal": "no"}}
-    assert unread_fields(beside, False) == {
+    assert parse(beside, "sft").unread == {
         "completion[].refusal", "completion[].content[].cache_control", "completion[].content[].annotations"
     }  # fmt: skip
     pair = {"chosen": [USER, BOT | {"score": 1}], "rejected": [USER, BOT | {"rank": 2}]}
-    assert unread_fields(pair, False) == {"chosen[].score", "rejected[].rank"}
+    assert parse(pair, "dpo").unread == {"chosen[].score", "rejected[].rank"}
     turns = {"conversation": [{"human": "q", "assistant": "a", "topic": "t"}]}
-    assert unread_fields(turns, False) == {"conversation[].topic"}
-    assert unread_fields(chat_of(USER | {"input": "i"}, BOT), False) == {"conversations[].input"}
+    assert parse(turns, "sft").unread == {"conversation[].topic"}
+    assert parse(chat_of(USER | {"input": "i"}, BOT), "sft").unread == {"conversations[].input"}
 
 
 # --- pairs
@@ -185,13 +196,12 @@ def test_pairs_are_cut_alike_or_dropped_and_counted(write, tokenizer, cache_dir)
         {"prompt": "q", "chosen": words[0], "rejected": words[1]},  # both are cut
         {"prompt": "q", "chosen": words[0], "rejected": "no"},  # one is
         {"prompt": words[0], "chosen": "yes", "rejected": "no"},  # no room for an answer
-        {"chosen": [USER, BOT], "rejected": [said("user", words[0]), BOT]},  # none for the rejected one
         {"prompt": "q", "chosen": words[0] + " x", "rejected": words[0] + " y"},  # the difference is cut off
         {"prompt": "q", "chosen": "same", "rejected": "same"},
     ]
     data = DPODataset(write("x.jsonl", records), tokenizer, 40, cache_dir=cache_dir)
     report = data.cache.report
-    assert (report["records"], report["cut"], report["dropped"], len(data)) == (7, 2, 4, 3)
+    assert (report["records"], report["cut"], report["dropped"], len(data)) == (6, 2, 3, 3)
     lengths = [[len(sample["input_ids"]) for sample in data[i]] for i in range(3)]
     assert lengths[1] == [40, 40] and lengths[2][0] == 40 > lengths[2][1]
     for i in range(3):
@@ -233,7 +243,7 @@ def test_a_document_may_stand_under_content(tokenizer):
     web = {"content": "A river.", "score": 0.9}
     samples = [samples_of(tokenizer, "pretrain", [each])[0][0] for each in ({"text": "A river."}, web)]
     assert samples[0].tokens.tolist() == samples[1].tokens.tolist()
-    assert held_out_key(web, True) == "A river." and unread_fields(web, True) == {"score"}
+    assert held_out_key(web, True) == "A river." and parse(web, "pretrain").unread == {"score"}
     assert held_out_key(web | {"text": "t"}, True) == "t"
     assert held_out_key(chat_of(USER, BOT, content="c"), True) == "q"
 
@@ -272,7 +282,7 @@ BAD_LINES = [
     ("sft", chat_of(USER, BOT | {"tool_calls": [{"function": CALL | {"arguments": "t=1"}}]}), "'arguments' of 'weather' is not"),
     ("sft", chat_of(USER, {"from": "function_call", "value": {"name": "f", "arguments": "{"}}), "'arguments' of 'f' is not"),
     *(("sft", chat_of(USER, BOT | {name: value}), f"'{name}' of message 2: does it train the turn")
-      for name in sorted(record_formats.AMBIGUOUS_TRAIN_FLAGS) for value in (True, 0)),
+      for name in sorted(message_forms.AMBIGUOUS_TRAIN_FLAGS) for value in (True, 0)),
     ("sft", chat_of(USER, BOT | {"train_on": "false"}), "'train_on' is 'false'; it is a switch"),
     ("sft", chat_of(USER, BOT | {"reasoning": "x", "thinking": "y"}), "'reasoning' and 'thinking' of message 2 differ"),
     ("sft", chat_of(USER, BOT | {"thinking": True}), "'thinking' of message 2 is True instead of text"),
@@ -324,7 +334,7 @@ BAD_LINES = [
     ("sft", chat_of(USER, BOT, tools="nope"), "'tools' is not JSON"),
     ("sft", chat_of(USER, BOT, tools=5), "'tools' is 5 instead of a list of JSON objects"),
     ("sft", chat_of(USER | {"tools": [TOOL]}, BOT, tools=[TOOL]), "'tools' are given more than once"),
-    ("sft", {"prompt": "q"}, "'completion' is null instead of text"),
+    ("sft", {"prompt": "q"}, "no 'completion' or 'response' (its keys: 'prompt')"),
     ("sft", {"prompt": [USER], "completion": [BOT], "context": "c"}, "'prompt' is a list of messages, so"),
     ("sft", {"instruction": "q", "input": 4, "output": "a"}, "'input' is 4 instead of text"),
     ("sft", {"instruction": "q", "output": "a", "history": [["q"]]}, "'history' has ['q'] instead of"),
@@ -393,3 +403,143 @@ def test_another_form_is_one_entry(monkeypatch):
     assert to_chat({"dialogue": ["q", "a"]}) == to_chat({"ask": "q", "reply": "a"}) == Chat([USER, BOT])
     with pytest.raises(BadRecord, match="both 'dialogue' and 'ask'"):
         to_chat({"dialogue": ["q", "a"], "ask": "q", "reply": "a"})
+
+
+# --- one definition of a question
+
+
+QUESTIONS = [
+    ({"question": "q", "input": "i", "history": [["h", "r"]]}, [said("user", "h"), said("assistant", "r"), said("user", "q\ni")]),
+    ({"query": "q", "context": "c"}, [said("user", "q\nc")]),
+    ({"instruction": "q", "input": "i", "context": "c"}, [said("user", "q\ni\nc")]),
+    ({"prompt": "q", "input": "i", "system": "s"}, [SYSTEM, said("user", "q\ni")]),
+    ({"prompt": "q", "history": [["h", "r"]]}, [said("user", "h"), said("assistant", "r"), USER]),
+    ({"prompt": [USER, BOT, USER], "tools": [TOOL]}, [USER, BOT, USER]),
+    ({"conversation": [{"human": "q", "assistant": "a"}, {"human": "q"}]}, [USER, BOT, USER]),
+    ({"messages": [HUMAN], "system_prompt": "s"}, [SYSTEM, USER]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("record", "messages"), QUESTIONS, ids=range(len(QUESTIONS)))
+def test_a_question_is_the_same_in_every_stage(record, messages):
+    """With the same fields that are not read, and the same choice of held-out records."""
+    record = record | {"id": 7}
+    key = next(name for name in record_formats.FORMATS if name in record)
+    if key in record_formats.ANSWER_FIELDS:
+        answer = record_formats.ANSWER_FIELDS[key][0]
+        answered = record | {answer: "a"}
+    else:
+        answered = record | {key: [*record[key], BOT]}
+    sft = parse(answered, "sft")
+    pair = parse(record | {"chosen": "a", "rejected": "b"}, "dpo")
+    prompt, with_answer = parse(record, "prompt"), parse(answered, "prompt")
+    assert (
+        sft.chats[0].messages == pair.chats[0].messages == with_answer.chats[0].messages == [*messages, BOT]
+    )
+    assert prompt.chats[0].messages == messages
+    assert {chat.tools is not None for each in (sft, pair, prompt) for chat in each.chats} == {
+        "tools" in record
+    }
+    assert sft.unread == pair.unread == prompt.unread == with_answer.unread == {"id"}
+    keys = {
+        held_out_key(each, False) for each in (record, answered, record | {"chosen": "a", "rejected": "b"})
+    }
+    assert keys == {next(message["content"] for message in messages if message["role"] == "user")}
+
+
+def test_what_a_pair_does_not_read_is_named():
+    record = {
+        "question": "q",
+        "answer": "gold",
+        "chosen": "g",
+        "rejected": "b",
+        "label": True,
+        "context": "c",
+    }
+    assert parse(record, "dpo").unread == {"answer", "label"}
+
+
+@pytest.mark.parametrize("switch", [{"train": False}, {"loss_weight": 0}, {"loss": False}])
+def test_a_turn_of_a_pair_that_must_not_be_trained_is_not(switch, tokenizer):
+    """Also of `mask_history`, and of a turn in Firefly's form."""
+    off = said("assistant", "x") | switch
+    pair = {"prompt": "q", "chosen": [off, USER, GOOD], "rejected": "b"}
+    assert [chat.masked for chat in to_pair(pair)] == [(1,), ()]
+    masked = {
+        "prompt": "q",
+        "chosen": [said("assistant", "x"), USER, GOOD],
+        "rejected": "b",
+        "mask_history": True,
+    }
+    assert [chat.masked for chat in to_pair(masked)] == [(1,), ()]
+    (chosen, _), _ = samples_of(tokenizer, "dpo", [pair])
+    assert tokenizer.decode(chosen.tokens[chosen.loss_mask].tolist()) == "g<|im_end|>"
+    turn = {"human": "q", "assistant": "x", **switch}
+    assert to_chat({"conversation": [turn, {"human": "q", "assistant": "a"}]}).masked == (1,)
+
+
+def test_a_trained_turn_of_a_pair_must_have_text():
+    pair = {"prompt": "q", "chosen": [said("assistant", " "), USER, GOOD], "rejected": "b", "system": "s"}
+    with pytest.raises(BadRecord, match=r"^message 2 is blank"):
+        to_pair(pair)
+    pair["chosen"][0]["train"] = False
+    assert to_pair(pair)[0].masked == (2,)
+
+
+PARTED = [
+    {"chosen": [said("user", "p"), GOOD], "rejected": [USER, BAD]},
+    {"chosen": [USER, GOOD], "rejected": [SYSTEM, USER, BAD]},
+    {"chosen": [USER, GOOD], "rejected": [USER, GOOD, USER, BAD]},
+    {"chosen": [USER, BOT, said("user", "p"), GOOD], "rejected": [USER, BOT, USER, BAD]},
+    {"prompt": "q", "chosen": [USER, GOOD], "rejected": "b"},
+    {"chosen": "Human: p\n\nAssistant: g", "rejected": "Human: q\n\nAssistant: b"},
+    {"chosen": [USER | {"tools": [TOOL]}, GOOD], "rejected": [USER, BAD]},
+]
+
+
+@pytest.mark.parametrize("record", PARTED, ids=range(len(PARTED)))
+def test_a_pair_that_answers_two_questions_is_refused(record, tokenizer):
+    with pytest.raises(
+        UserError, match=r"x.jsonl:1: 'chosen' and 'rejected' are no answers to the same quest"
+    ):
+        samples_of(tokenizer, "dpo", [record])
+
+
+def test_answers_may_go_on_differently():
+    """And messages that templates write alike may differ in what they do not write."""
+    longer = {"prompt": "q", "chosen": [CALLING, said("tool", "r"), GOOD], "rejected": "b"}
+    assert [len(chat.messages) for chat in to_pair(longer)] == [4, 2]
+    named = {"chosen": [USER | {"name": "x"}, GOOD], "rejected": [USER, BAD]}
+    assert [chat.messages[-1] for chat in to_pair(named)] == [GOOD, BAD]
+
+
+@pytest.mark.parametrize(("kind", "record"), [
+    ("sft", {"prompt": [USER, BOT], "completion": "b"}),
+    ("sft", {"prompt": [USER, BOT], "completion": [GOOD]}),
+    ("dpo", {"messages": [USER, BOT], "chosen": "g", "rejected": "b"}),
+    ("dpo", {"chosen": [USER, BOT, GOOD], "rejected": [USER, BOT, BAD]}),
+    ("dpo", {"conversation": [{"human": "q", "assistant": "a"}], "chosen": [GOOD], "rejected": BAD}),
+    ("prompt", {"prompt": [USER, BOT], "completion": "b"}),
+])  # fmt: skip
+def test_an_answer_after_an_answer_is_refused(kind, record):
+    with pytest.raises(BadRecord, match=r"^message 3 is an answer after an answer"):
+        parse(record, kind)
+
+
+def test_the_answer_that_is_missing_is_named():
+    for record, names in (
+        ({"prompt": "q", "answer": "2"}, "'completion' or 'response' (its keys: 'prompt', 'answer')"),
+        ({"query": "q", "answers": "[]"}, "'response' or 'answer' (its keys: 'query', 'answers')"),
+        (
+            {"question": "q", "answers": {"text": ["a"]}},
+            "'answer' or 'response' (its keys: 'question', 'answers')",
+        ),
+        (
+            {"instruction": "q", "output": None, "input": ""},
+            "'output' or 'response' (its keys: 'instruction', 'input')",
+        ),
+    ):
+        for kind in ("sft", "pretrain"):
+            with pytest.raises(BadRecord) as caught:
+                parse(record, kind)
+            assert str(caught.value).startswith(f"no {names}; write the answer")

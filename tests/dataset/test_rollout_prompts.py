@@ -6,7 +6,8 @@ import pytest
 
 from common.errors import UserError
 from dataset.held_out import Split
-from dataset.records import BadRecord
+from dataset.messages import BadRecord
+from dataset.records import parse
 from dataset.rollout_prompts import PromptDataset, collate_prompts, to_prompt
 
 QUESTION = {"role": "user", "content": "1+1=?"}
@@ -33,11 +34,24 @@ ANSWER = {"role": "assistant", "content": "2"}
         ({"conversations": [QUESTION, {"role": "assistant", "content": " \n"}]}, [QUESTION], None),
         ({"conversations": [QUESTION, {"role": "assistant", "content": "无"}]}, [QUESTION], None),
         ({"prompt": "1+1=?", "answer": "无"}, [QUESTION], "无"),
+        ({"prompt": "1+1=?", "response": "2"}, [QUESTION], "2"),
+        ({"question": "1+1=?", "answer": 2}, [QUESTION], 2),
+        ({"instruction": "1+1=?", "output": ["2", "two"]}, [QUESTION], ["2", "two"]),
+        ({"instruction": "1+1=?"}, [QUESTION], None),
+        ({"prompt": [QUESTION], "completion": [ANSWER]}, [QUESTION], "2"),
+        ({"prompt": [QUESTION], "answer": ANSWER}, [QUESTION], None),
+        ({"question": "1+1=?", "answer": [ANSWER]}, [QUESTION], "2"),
+        ({"question": "1+1=?", "answer": "2", "prompt": "templated"}, [QUESTION], "2"),
+        ({"prompt": "1+1=?", "completion": "it is 2", "answer": "2"}, [QUESTION], "2"),
+        ({"messages": [QUESTION, ANSWER | {"content": "<think>\n1, 2.\n</think>\n\n2"}]}, [QUESTION], "2"),
+        ({"messages": [QUESTION, ANSWER | {"reasoning_content": "1, 2."}]}, [QUESTION], "2"),
+        ({"prompt": [QUESTION], "reward_model": {"style": "rule", "ground_truth": "2"}}, [QUESTION], "2"),
+        ({"prompt": [QUESTION], "reward_model": {"ground_truth": "3"}, "answer": "2"}, [QUESTION], "2"),
         ({"prompt": "1+1=?", "system": "Count."}, [{"role": "system", "content": "Count."}, QUESTION], None),
     ],
 )
 def test_forms(record, messages, answer):
-    chat, found = to_prompt(record)
+    chat, found = to_prompt(parse(record, "prompt"))
     assert chat.messages == messages and found == answer
 
 
@@ -53,7 +67,7 @@ def test_forms(record, messages, answer):
 )
 def test_what_is_no_prompt_is_refused(record):
     with pytest.raises(BadRecord):
-        to_prompt(record)
+        to_prompt(parse(record, "prompt"))
 
 
 def write(path, records) -> str:
@@ -116,9 +130,39 @@ def test_long_prompts_are_left_out_and_counted(tokenizer, tmp_path, capsys):
         PromptDataset(path, tokenizer, 8)
 
 
+def test_fields_that_only_the_reward_sees_are_counted(tokenizer, tmp_path, capsys):
+    rows = [
+        {"prompt": "1+1=?", "context": "c", "level": 3, "answer": "2"},
+        {"question": "q", "answer": "a", "id": 1},
+    ]
+    rows.append({"messages": [QUESTION | {"mood": "calm"}, ANSWER], "context": "c", "level": None})
+    path = write(tmp_path / "rl.jsonl", rows)
+    prompts = PromptDataset(path, tokenizer, 64)
+    assert prompts[0].record == rows[0] and prompts[0].messages == [QUESTION | {"content": "1+1=?\nc"}]
+    line = f"3 prompts of {path}; fields for the reward alone: context 1, id 1, level 1, messages[].mood 1\n"
+    assert capsys.readouterr().out == line
+
+
+def test_what_cannot_be_judged_is_a_bad_record(tokenizer, tmp_path):
+    """A check sees what the reward will see."""
+    seen = []
+
+    def check(record):
+        seen.append(record)
+        if record.get("answer") != "2":
+            raise BadRecord("no two")
+
+    rows = [{"messages": [QUESTION, ANSWER]}, {"prompt": "1+1=?", "gt": ["3"]}]
+    path = write(tmp_path / "rl.jsonl", rows)
+    with pytest.raises(UserError, match=f"{path}:2: no two"):
+        PromptDataset(path, tokenizer, 64, check=check)
+    assert seen == [rows[0] | {"answer": "2"}, rows[1] | {"answer": "3"}]
+    assert len(PromptDataset(path, tokenizer, 64, check=check, on_bad_data="skip", max_bad_share=1)) == 1
+
+
 def test_bad_records(tokenizer, tmp_path, monkeypatch):
     path = write(tmp_path / "rl.jsonl", [{"prompt": 7}, *({"prompt": "1+1=?"} for _ in range(19))])
-    with pytest.raises(UserError, match=f"{path}:1: 'content' of message 1 is 7 instead of text"):
+    with pytest.raises(UserError, match=f"{path}:1: 'prompt' is 7 instead of text"):
         PromptDataset(path, tokenizer, 64)
     assert len(PromptDataset(path, tokenizer, 64, on_bad_data="skip")) == 19
     with pytest.raises(UserError, match=f"{path}:1: "):

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from common.errors import UserError
-from dataset.records import is_blank
+from dataset.messages import is_blank
 from dataset.tokenizing import fingerprint, token_byte_lengths
 from model.prompts import prompt_tokens
 from tests.conftest import without_first_line_breaks

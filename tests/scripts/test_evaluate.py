@@ -137,6 +137,18 @@ def test_mistakes(models, error_line, args, message):
     assert message in error_line(evaluate, "--model", models[0], *args)
 
 
+def test_a_reference_that_cannot_be_judged_is_named_before_the_answers(models, quiz, error_line, tmp_path):
+    args = ["--model", models[0], "--task", "answers", "--reward", "numeric_answer"]
+    line = error_line(evaluate, *args, "--data_path", quiz)
+    assert f"{quiz}:1: reward numeric_answer: the reference answer 'In Saltport.' is not one number" in line
+    path = write_jsonl(
+        tmp_path / "x.jsonl", [{"prompt": "q", "answer": "#### 7"}, {"prompt": "q", "solution": "7"}]
+    )
+    assert f"{path}:2: reward numeric_answer: the record has no reference answer" in error_line(
+        evaluate, *args, "--data_path", path
+    )
+
+
 def test_a_file_that_cannot_be_written(models, quiz, tmp_path, call):
     args = ["--model", models[0], "--task", "answers", "--data_path", quiz, "--max_new_tokens", 2]
     done = call(evaluate, *args, "--json", tmp_path)

@@ -5,6 +5,7 @@ import signal
 import pytest
 
 from common.errors import UserError
+from tests.conftest import write_jsonl
 from tests.stage_process import Faults, run
 from tests.trainer.rollout_runs import (
     IN_A_ROLLOUT,
@@ -24,6 +25,27 @@ def prompts(tmp_path_factory):
 
 def grpo_flags(prompts, folder, **extra) -> list[str]:
     return rollout_flags(prompts, folder, **{"num_generations": 4} | extra)
+
+
+@pytest.mark.parametrize(("stage", "record", "extra", "why"), [
+    ("grpo", {"answer": "1/2"}, {"reward": "numeric_answer"}, "numeric_answer: the reference answer '1/2' is not one"),
+    ("agent", {"gt": ["6", "7"]}, {"reward": "numeric_answer", "max_total_len": 256}, "numeric_answer: the reference answer ['6', '7'] is not one number"),
+    ("ppo", {"solution": "6"}, {"reward": "length,exact_answer"}, "exact_answer: the record has no reference"),
+    ("grpo", {"answer": "6", "tools": {"add": {}}}, {"reward": "exact_answer"}, "'tools' holds a schema without a name"),
+])  # fmt: skip
+def test_what_the_first_rollout_would_notice_ends_the_run_before_it(stage, record, extra, why, tmp_path):
+    """With the line of the record, in the training data and in the held-out ones; it can be skipped."""
+    good = [{"prompt": f"{i}?", "answer": "6"} for i in range(20)]
+    bad = write_jsonl(tmp_path / "bad.jsonl", [*good, {"prompt": "q"} | record])
+    prompts = {"rl": write_jsonl(tmp_path / "good.jsonl", good), "rl_eval": bad, "cache": tmp_path / "cache"}
+    settings = {"max_seq_len": 200} | extra
+    argv = rollout_flags(prompts, tmp_path / "run", **settings)
+    for each in (argv, rollout_flags(prompts | {"rl": bad}, tmp_path / "run", **settings)):
+        line = run(stage, each, status=2).err
+        assert f"error: {bad}:21: " in line and why in line and line.count("\n") == 1
+    assert not list((tmp_path / "run").glob("*.pth"))
+    skipped = run(stage, [*argv, "--on_bad_data", "skip", "--max_steps", "1"]).out
+    assert "bad records are skipped: 1 of 21 records (4.8%)" in skipped
 
 
 def test_a_killed_run_ends_with_the_same_bits(prompts, tmp_path):

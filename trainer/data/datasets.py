@@ -199,6 +199,7 @@ def open_prompts(
     options: dict[str, Any] = {name: getattr(args, name) for name in ("on_bad_data", "max_bad_share")}
     thinking_ratio = 1.0 if args.open_thinking else args.thinking_ratio
     options |= {"tools": tools, "thinking_ratio": thinking_ratio}
+    options["check"] = args.check_of_prompts()
 
     def open_split(data_path: str, split: Split | None) -> PromptDataset:
         return PromptDataset(data_path, tokenizer, args.max_seq_len, split=split, **options)

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from common.errors import UserError, reason
 from common.plugins import import_named
-from dataset.records import BadRecord, to_message
+from dataset.messages import BadRecord, to_message
 from dataset.report import describe_error
 from dataset.rollout_prompts import RolloutPrompt
 

@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Callable
 from copy import deepcopy
-from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ import torch
 from common.errors import UserError, reason
 from common.files import is_folder
 from common.plugins import import_named, user_code
+from dataset.messages import BadRecord, preview
 from model.answers import CALL, END_CALL, parse_call
 from trainer.weights.paths import CONFIG_FILE, is_hugging_face
 
@@ -25,7 +26,23 @@ LARGEST = 1e15  # of a reward and of its part in the sum: squares stay finite in
 RESERVED_NAMES = ("std", "square", "seconds")  # `reward_std` and so on are metrics of all rewards together
 RewardFn = Callable[[list[dict], str, dict], float]
 LETTER = r"[^\W_\u3040-\u30ff\u3400-\u9fff]"  # or digit, of a script with spaces between words
-NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+DIGITS = r"(?:\d{1,3}(?:[ \u00a0\u202f]\d{3})+(?!\d)|\d+)"  # perhaps in groups of thousands
+NUMBER = re.compile(
+    rf"[-+]?(?:\d{{1,3}}(?:,\d{{3}})+(?:\.\d+)?|{DIGITS}(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d{{1,3}})?"
+)
+# Digits with all that is joined to them: a fraction, a time, a date, a power, a root. An exponent alone, or
+# digits behind a letter (cm^2, H2O), are no number of their own.
+NUMERAL = re.compile(
+    rf"(?<!{LETTER})(?<!\^)√?[-+]?(?:(?<![\w.])\.)?{DIGITS}(?:(?:[.,:/^*×√+-]+|[eE][-+]?){DIGITS})*"
+    r"[\u00b2\u00b3\u00b9\u00bc-\u00be\u2070-\u2079]*"  # 10², 2½
+)
+LATEX = (  # how a text is changed before numbers are looked for
+    (re.compile(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}"), r"\1/\2"),
+    (re.compile(r"\\sqrt\s*\{([^{}]*)\}"), r"√\1"),
+    (re.compile(r"\^\{([^{}]*)\}"), r"^\1"),
+    (re.compile(r"\{,\}|\\,(?=\d)"), ","),  # thousands
+    (re.compile("\u2212"), "-"),
+)
 CALLED = re.compile(rf"{CALL}(.*?){END_CALL}", re.DOTALL)
 THINKING = re.compile(r"<think>\n?(?P<thoughts>.+?)\n?</think>\s*(?P<answer>\S.*)", re.DOTALL)
 
@@ -43,28 +60,24 @@ class Reward(NamedTuple):
 
 def exact_answer(prompt: list[dict], completion: str, record: dict) -> float:
     """1 if the completion, without its thoughts, is the reference answer."""
-    return float(spoken(completion) == str(reference(record)).strip())
+    return float(spoken(completion) == reference_text(record))
 
 
 def numeric_answer(prompt: list[dict], completion: str, record: dict) -> float:
-    """1 if the last number of the completion, without its thoughts, equals the last number of the reference
-    answer."""
-    answer = reference(record)
-    given, wanted = last_number(spoken(completion)), last_number(str(answer))
-    if wanted is None or isinstance(answer, list):
-        raise ValueError(f"the reference answer {answer!r} is not one number; use contains_answer")
-    return float(given is not None and given == wanted)
+    """1 if the last number of the completion, without its thoughts, equals the reference answer: one number,
+    alone or behind "####"."""
+    given = numbers_in(spoken(completion))
+    return float(bool(given) and given[-1] == reference_number(record))
 
 
 def contains_answer(prompt: list[dict], completion: str, record: dict) -> float:
     """The share of the texts in the reference answer (a text, or a list of them, such as MiniMind's `gt`)
     that occur in the completion, without its thoughts, as whole words; a number occurs where a number equals
     it. 0 if one of the record's `wrong_answers` occurs: who names all colors has not answered."""
-    answer, text = reference(record), spoken(completion).lower()
+    answers, text = reference_texts(record), spoken(completion).lower()
     if any(occurs(str(wrong), text) for wrong in record.get("wrong_answers") or ()):
         return 0.0
-    answers = answer if isinstance(answer, list) else [answer]
-    return sum(occurs(str(part), text) for part in answers) / len(answers)
+    return sum(occurs(part, text) for part in answers) / len(answers)
 
 
 def occurs(part: str, text: str) -> bool:
@@ -72,7 +85,7 @@ def occurs(part: str, text: str) -> bool:
     and Japanese have no border between words."""
     part = part.strip().lower()
     if NUMBER.fullmatch(part):
-        return number_of(part) in {number_of(found) for found in NUMBER.findall(text)}
+        return number_of(part) in numbers_in(text)
     before = rf"(?<!{LETTER})" if re.match(LETTER, part) else ""
     after = rf"(?!{LETTER})" if re.search(rf"{LETTER}$", part) else ""
     return re.search(before + re.escape(part) + after, text) is not None
@@ -163,22 +176,88 @@ def spoken(completion: str) -> str:
     return completion.rsplit("</think>", 1)[-1].strip()
 
 
-def last_number(text: str) -> Decimal | None:
-    """The last number in a text; commas between digits separate thousands."""
-    numbers = NUMBER.findall(text)
-    return number_of(numbers[-1]) if numbers else None
+def plain_numbers(text: str) -> str:
+    """A text with the numbers of LATEX written plainly."""
+    for pattern, plain in LATEX:
+        text = pattern.sub(plain, text)
+    return text
 
 
-def number_of(text: str) -> Decimal:
-    """The number that NUMBER found."""
-    return Decimal(text.replace(",", ""))
+def numbers_in(text: str) -> list[Fraction | None]:
+    """The numbers in a text, None for digits that are not one number, such as a time or a date."""
+    return [number_of(found) for found in NUMERAL.findall(plain_numbers(text))]
+
+
+def number_of(text: str) -> Fraction | None:
+    """The number that a text is, or the fraction of two; None if it is none."""
+    parts = text.split("/")
+    if len(parts) > 2 or not all(map(NUMBER.fullmatch, parts)):
+        return None
+    try:
+        numbers = [Fraction(re.sub(r"[,\s]", "", part)) for part in parts]
+        return numbers[0] / numbers[1] if len(numbers) > 1 else numbers[0]
+    except (ValueError, ZeroDivisionError):  # thousands of digits; 1/0
+        return None
+
+
+# --- references
 
 
 def reference(record: dict) -> Any:
     """The reference answer of a record. Raises ValueError with what to do."""
-    if record.get("answer") in (None, []):
+    if record.get("answer") in (None, [], ""):
         raise ValueError("the record has no reference answer: add one, or give --reward length,repetition")
     return record["answer"]
+
+
+def reference_number(record: dict) -> Fraction:
+    """The reference answer of a record as a number. Raises ValueError if it is not one."""
+    answer = reference(record)
+    text = plain_numbers(str(answer)).rpartition("####")[2].strip()
+    number = number_of(text) if NUMBER.fullmatch(text) else None
+    if number is None:
+        raise ValueError(
+            f"the reference answer {preview(answer)} is not one number; write the number alone, or behind "
+            '"####", or give --reward contains_answer'
+        )
+    return number
+
+
+def reference_text(record: dict) -> str:
+    """The reference answer of a record as one text. Raises ValueError if it is not one."""
+    answer = reference(record)
+    if not isinstance(answer, str | int | float):
+        raise ValueError(f"the reference answer {preview(answer)} is not one text; give contains_answer")
+    return str(answer).strip()
+
+
+def reference_texts(record: dict) -> list[str]:
+    """The texts of a reference answer, of which there may be several. Raises ValueError if it is neither a
+    text nor a list of them."""
+    answer = reference(record)
+    answers = answer if isinstance(answer, list) else [answer]
+    if not all(isinstance(one, str | int | float) for one in answers):
+        raise ValueError(f"the reference answer {preview(answer)} is neither a text nor a list of texts")
+    return [str(one) for one in answers]
+
+
+# Shipped reward -> what raises ValueError for a record that it cannot judge.
+CHECKS: dict[RewardFn, Callable[[dict], Any]] = {
+    exact_answer: reference_text,
+    numeric_answer: reference_number,
+    contains_answer: reference_texts,
+}
+
+
+def check_record(rewards: list[Reward], record: dict) -> None:
+    """Raise BadRecord if a shipped reward cannot judge the answers to a record. Rewards of a user's own say
+    so when they are first called."""
+    for name, function, _ in rewards:
+        if function in CHECKS:
+            try:
+                CHECKS[function](record)
+            except ValueError as error:
+                raise BadRecord(f"reward {name}: {error}") from None
 
 
 # --- choosing and computing

@@ -1,5 +1,7 @@
 """What the stages of reinforcement learning share: their flags, and how a run gets its rollouts."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import torch
@@ -9,7 +11,13 @@ from common.settings import LONGEST, FrozenModelArgs, StageArgs, setting
 from model.sampling import COLDEST
 from trainer.rollouts.batches import Rollouts
 from trainer.rollouts.environments import Environment
-from trainer.rollouts.rewards import check_reward_model, load_rewards, reward_model, reward_parts
+from trainer.rollouts.rewards import (
+    check_record,
+    check_reward_model,
+    load_rewards,
+    reward_model,
+    reward_parts,
+)
 from trainer.rollouts.writer import TrajectoryWriter
 from trainer.weights.files import files_hash
 
@@ -58,6 +66,11 @@ class RolloutArgs(FrozenModelArgs):
             load_rewards(self.reward)
         if self.reward_model is not None:
             check_reward_model(self.reward_model)
+
+    def check_of_prompts(self) -> Callable[[dict], None]:
+        """What raises BadRecord for a record that the rewards cannot judge."""
+        rewards = load_rewards(self.reward) if reward_parts(self.reward) else []
+        return partial(check_record, rewards)
 
     def contradictions(self) -> list[str]:
         """Flags that have no effect, or do not go together."""

@@ -10,7 +10,7 @@ import pytest
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import Select
 
-from dataset.records import to_chat
+from dataset.records import parse
 from scripts.runs.run import Run
 from scripts.serve import decoding
 from scripts.serve.page import PAGE, RunFiles
@@ -247,7 +247,7 @@ def test_an_exported_chat_is_training_data(chat):
         URL.createObjectURL = (blob) => { blob.text().then((text) => (window.kept = text)); return '#'; };
         HTMLAnchorElement.prototype.click = () => {};""")
     chat.click("#export-one")
-    record = to_chat(json.loads(chat.wait(lambda: chat.run("return window.kept"))))
+    (record,) = parse(json.loads(chat.wait(lambda: chat.run("return window.kept"))), "sft").chats
     roles = [message["role"] for message in record.messages]
     assert roles == ["system", "user", "assistant", "user", "assistant"] and record.masked == (4,)
     assert record.messages[2]["reasoning_content"] == "First I count."

@@ -332,6 +332,31 @@ def test_files_that_are_not_taken_leave_nothing(client, monkeypatch):
     assert [path.name for path in (client.folder / ".uploads").iterdir()] == ["some.jsonl"]
 
 
+def test_records_are_read_as_the_stages_read_them(client):
+    """What a training would refuse, and what it would train."""
+    question, answer = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+    call = {"role": "assistant", "content": "", "tool_calls": [{"name": "f", "args": [1]}]}
+    twice = answer | {"content": "<think>a</think>b", "thoughts": "c"}
+    for record, why in (
+        ({"messages": [question, call]}, "'args' of 'f' is [1] instead of an object"),
+        ({"messages": [question, twice]}, "the thoughts of message 2 stand in its content and in a field"),
+        ({"messages": [question, answer], "tools": {"f": {}}}, "'tools' holds a schema without a name"),
+        ({"prompt": "q", "answer": "a"}, "no 'completion' or 'response'"),
+    ):
+        error = client.put("a.jsonl", json.dumps(record)).json()["error"]
+        assert error["code"] == "bad_record" and f"a.jsonl:1: {why}" in error["message"].replace(
+            "'tool_calls' of message 2: ", ""
+        )
+    twice = '{"instruction": "q", "output": "a", "instruction": "b"}'
+    assert "has the key 'instruction' twice" in client.put("a.jsonl", twice).json()["error"]["message"]
+    texts = [{"content": "A river."}, {"text": "A river.", "messages": [question]}]
+    for number, record in enumerate(texts):
+        found = client.put(f"text {number}.jsonl", json.dumps(record)).json()
+        assert (found["kind"], found["first"]) == ("text", ["A river."])
+    chat = {"text": None, "messages": [question, answer]}
+    assert client.put("chat.jsonl", json.dumps(chat)).json()["first"] == ["user: q\nassistant: a"]
+
+
 def test_of_a_large_file_only_the_first_bytes_are_read(client, tmp_path, monkeypatch):
     chat = {"messages": [{"role": "user", "content": "你好"}, {"role": "assistant", "content": "好" * 20}]}
     line = json.dumps(chat, ensure_ascii=False)

@@ -8,10 +8,11 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3ForSequenceClassification
 
 from common.errors import UserError
+from dataset.messages import BadRecord
 from dataset.token_cache import load_tokenizer
 from tests.conftest import ROOT
 from trainer import train_agent
-from trainer.rollouts.rewards import SHIPPED, Reward, compute, load_rewards, reward_model
+from trainer.rollouts.rewards import SHIPPED, Reward, check_record, compute, load_rewards, reward_model
 
 EXAMPLES = [
     ("exact_answer", "<think>41?</think>\n\n42", {"answer": "42"}, 1.0),
@@ -75,6 +76,63 @@ def test_a_tool_counts_since_the_users_last_message():
     called = {"role": "assistant", "content": "<tool_call>"}
     prompts = [[asked, called, replied], [asked, called, replied, called, asked], [asked]]
     assert [SHIPPED["tool_used"](prompt, "2", {}) for prompt in prompts] == [1.0, 0.0, 0.0]
+
+
+# --- numbers
+
+
+NUMBERS = [  # (reference, completions that give the number, completions that do not)
+    ("42", ["42", "+42", "042", "42.0", "The sum is 42.", "x=42", "20+22=42", "是42。", "$42", "42km", "4.2e1",
+            "84/2", "\\frac{84}{2}", "\\boxed{42}", "So 42 cm^2", "42 m²", "42 of CO2", "４２", "40 and 42!"],
+     ["-42", "42/2", "42:30", "12:42", "42²", "42½", "1.234,42", "4 2", "3\\sqrt{42}", "√42", "2^42", "x^{42}", "2-42", "1/42",
+      "42.5", "2026-11-42", "1,42", "42,1", "", "no number", "42/0", "9" * 5000]),
+    ("-5", ["-5", "\u22125", "x=-5", "是-5", "-10/2", "-5.0"], ["5", "10-5", "2\u20115"]),
+    ("1250", ["1,250", "1 250", "1\u202f250", "1{,}250", "1\\,250", "1.25e3", "1250"], ["1,25", "250", "1.250", "12,50"]),
+    ("0.5", ["0.5", ".5", "1/2", "\\dfrac{1}{2}", "5e-1"], ["2", "5", "1/2/1", "1:2", "0,5"]),
+    ("1e5", ["100000", "100,000", "1e5", "1E+5"], ["5", "1", "10^5"]),
+    ("#### 1,250", ["1250"], ["125"]),
+    ("She has 3 + 4 = 7.\n#### 7", ["7"], ["3", "4"]),
+    (7, ["7"], ["8"]),
+    (0.1, ["0.1", "1/10"], ["1"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("answer", "right", "wrong"), NUMBERS)
+def test_a_number_is_judged_as_a_whole(answer, right, wrong):
+    judge = SHIPPED["numeric_answer"]
+    assert {text: judge([], text, {"answer": answer}) for text in right} == dict.fromkeys(right, 1.0)
+    assert {text: judge([], text, {"answer": answer}) for text in wrong} == dict.fromkeys(wrong, 0.0)
+
+
+def test_a_part_of_a_number_does_not_occur():
+    judge = SHIPPED["contains_answer"]
+    for text, value in (("12:30", 0), ("30 min", 1), ("1/30", 0), ("CO30", 0), ("60/2", 1), ("20-30", 0)):
+        assert judge([], text, {"answer": ["30"]}) == value, text
+
+
+REFUSED = [
+    ("numeric_answer", {"answer": answer}, "is not one number; write the number alone")
+    for answer in ("\\frac{14}{3}", "1/2", "-2 + 7i", "3\\sqrt{13}", "5 \\text{ cm}^2", "12:30", "1.234,56", "7 apples",
+                   "It is 7.", "3, 4", "7%", "$7", "#### 7 apples", ["7"], {"value": 7}, "x", True, "1e9999", "9" * 5000)
+]  # fmt: skip
+REFUSED += [(name, {"answer": {"text": "a"}}, "reference answer {'text': 'a'} is n") for name in
+            ("exact_answer", "contains_answer")]  # fmt: skip
+REFUSED += [("exact_answer", {"answer": ["a", "b"]}, "is not one text; give contains_answer")]
+REFUSED += [(name, record, "no reference answer: add one, or give --reward length,repetition")
+            for name in ("exact_answer", "numeric_answer", "contains_answer")
+            for record in ({}, {"answer": None}, {"answer": []}, {"answer": ""}, {"solution": "7"})]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "record", "why"), REFUSED)
+def test_what_a_reward_cannot_judge_is_refused_before_a_rollout(name, record, why):
+    """And in the same words where it is called all the same."""
+    rewards = load_rewards(f"length,{name}=0.5")
+    with pytest.raises(BadRecord) as caught:
+        check_record(rewards, record)
+    assert str(caught.value).startswith(f"reward {name}: the re") and why in str(caught.value)
+    with pytest.raises(ValueError, match="reference answer"):
+        SHIPPED[name]([], "7", record)
+    check_record(load_rewards("length,repetition,think_format,valid_calls,finished"), record)
 
 
 @pytest.fixture
