@@ -109,7 +109,7 @@ CASES = {
     ),
     "malformed behind odd lines": Case(PRE, SURROUNDED, f":7: not valid JSON ({python_says(MALFORMED)}"),
     "plain text": Case(
-        PRE, b"Call me Ishmael.\n", ":1: not valid JSON (Expecting value: line 1 column 1", "x.rst"
+        PRE, b"Call me Ishmael.\n", "{data} is no JSON; name it x.txt if it is plain text", "x.rst"
     ),
     "an LFS pointer": Case(PRE, LFS, "{data} is a Git LFS pointer, not the file itself; fetch", "x.txt"),
     "a web page": Case(PRE, b"<!doctype html><html>", "{data} is a saved web page (HTML)", "x.txt"),
