@@ -90,7 +90,8 @@ def to_message(item: Any, where: str, unread: set[str] | None = None) -> dict[st
     ignored fields are added. Raises BadRecord."""
     unread = set() if unread is None else unread
     speaker, key = find_speaker(item, where)
-    extra = read_extra(item, where, unread) if len(item) > 2 else {}
+    has_more = len(item) > 2 or key not in item  # than role and content
+    extra = read_extra(item, where, unread) if has_more else {}
     content = item.get(key)
     fields: dict[str, Any] = {"content": content}
     if speaker == "function_call":

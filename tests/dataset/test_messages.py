@@ -208,3 +208,12 @@ def test_a_key_that_stands_twice_in_a_field_of_json_text_is_refused():
         "'tool_calls' of message 2: an object has the key 'city' twice; keep one of them"
     )
     assert "the key 'a' twice" in bad(chat_of(USER, calling(CALL | {"arguments": '{"a": 1, "a": 2}'})))
+
+
+def test_a_call_needs_no_content_beside_it():
+    call = {"name": "f", "arguments": {"a": 1}}
+    for content in ({}, {"content": None}, {"content": ""}):
+        message = to_message({"role": "assistant", "tool_calls": [call]} | content, "message 2")
+        assert message["content"] == "" and message["tool_calls"][0]["arguments"] == {"a": 1}
+    with pytest.raises(BadRecord, match="'content' of message 2 is null"):
+        to_message({"role": "assistant"}, "message 2")

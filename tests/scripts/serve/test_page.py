@@ -4,6 +4,7 @@ import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from urllib.request import urlopen
 
 import pytest
@@ -188,9 +189,15 @@ def test_reasoning_is_folded_and_a_tool_call_goes_round(chat, server):
     assert CALL in server.script.prompts[-1]
 
 
+def only_model(server) -> Any:
+    """The model that is loaded."""
+    (loaded,) = server.decoding.loaded.values()
+    return loaded
+
+
 def test_settings_are_sent_and_remembered(chat, server, monkeypatch):
     asked = []
-    add = (decoder := server.decoding.loaded[Path("tiny.pth")].decoder).add
+    add = (decoder := only_model(server).decoder).add
     monkeypatch.setattr(decoder, "add", lambda *given: asked.append(given) or add(*given))
     chat.one("#open-settings").click()
     names = ("temperature", "top_p", "top_k", "max_tokens")
@@ -367,7 +374,7 @@ def test_errors_are_said_in_plain_words(chat, server, monkeypatch):
     chat.click("#new-chat")
     chat.say("long")
     chat.wait(lambda: "5 6 7" in chat.text(ANSWER))
-    decoder = server.decoding.loaded[Path("tiny.pth")].decoder
+    decoder = only_model(server).decoder
     monkeypatch.setattr(decoder, "step", lambda: 1 / 0)
     chat.wait(lambda: "The server failed: " in chat.text(".message .error"))
     assert "5 6 7" in chat.text(ANSWER)
