@@ -20,7 +20,7 @@ MIN_CONVERSATIONS = 3000  # fewer teach a manner of answering, to a model that c
 # updates at a small rate, beside as many tokens of the pretraining text: without these the model forgets what
 # only the text says (docs/dev/LOG.md, "SFT of few conversations")
 FEW_TOKENS = 200 * 2048 / SFT_PASSES
-FEW_UPDATES, FEW_BATCH, FEW_MAX_PASSES, FEW_RATE, REPLAY_SHARE = 700, 8, 30, 1e-4, 0.5
+FEW_UPDATES, FEW_BATCH, FEW_MAX_PASSES, FEW_RATE, REPLAY_SHARE = 700, 8, 30, 1.3e-4, 0.5
 
 
 def most_passes(repeated: float) -> int:
@@ -67,9 +67,9 @@ def few_passes(items: int) -> int:
     return max(SFT_PASSES, min(FEW_MAX_PASSES, round(FEW_UPDATES * FEW_BATCH / items)))
 
 
-def few_learning_rate(width: int) -> float:
+def few_learning_rate(width: int, tokens_per_update: float) -> float:
     """The peak learning rate of SFT of few conversations, for OPTIMIZER."""
-    return FEW_RATE * (width / 128) ** -0.6
+    return FEW_RATE * (width / 128) ** -0.6 * (tokens_per_update / 430) ** 0.5
 
 
 def warmup(updates: int) -> int:

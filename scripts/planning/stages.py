@@ -120,7 +120,8 @@ class Stage:
         tokens = epoch_tokens(self.data, args) * epochs
         item = self.data.mean_tokens
         if self.has_few_conversations:
-            batch, rate = min(rules.FEW_BATCH, len(self.data)), rules.few_learning_rate(args.hidden_size)
+            batch = min(rules.FEW_BATCH, len(self.data))
+            rate = rules.few_learning_rate(args.hidden_size, batch * item)
         else:
             batch = max(1, min(round(rules.update_tokens(tokens) / item), len(self.data)))
             rule = rules.learning_rate if self.script is train_pretrain else rules.sft_learning_rate

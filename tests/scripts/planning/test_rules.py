@@ -49,3 +49,10 @@ def test_few_conversations_are_held_out_and_repeated_more(conversations):
     assert share >= rules.eval_share(conversations + 1) and passes >= rules.few_passes(conversations + 1)
     if 0.02 < share < 0.1:
         assert abs(share * conversations - 50) <= 0.0005 * conversations
+
+
+def test_the_rates_of_few_conversations_that_were_measured():
+    """docs/dev/LOG.md, "SFT of few conversations": updates of 430 and 1,009 tokens."""
+    assert abs(rules.few_learning_rate(128, 430) / 1.3e-4 - 1) < 0.01
+    assert abs(rules.few_learning_rate(128, 1009) / 2e-4 - 1) < 0.01
+    assert rules.few_learning_rate(256, 430) < rules.few_learning_rate(128, 430)
