@@ -50,11 +50,10 @@ def test_ranks_save_and_end_with_a_torchrun_that_is_killed(corpus, tmp_path):
     process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     metrics = tmp_path / "out/pretrain_32_metrics.jsonl"
     ranks: list[psutil.Process] = []
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline:
+    deadline = time.monotonic() + 240
+    while not (len(ranks) == 2 and metrics.exists() and metrics.stat().st_size):
+        assert time.monotonic() < deadline, "no update yet"
         ranks = psutil.Process(process.pid).children()
-        if len(ranks) == 2 and metrics.exists() and metrics.stat().st_size:
-            break
         time.sleep(0.05)
     process.kill()
     assert psutil.wait_procs(ranks, timeout=15)[1] == []

@@ -189,15 +189,15 @@ def test_reasoning_is_folded_and_a_tool_call_goes_round(chat, server):
     assert CALL in server.script.prompts[-1]
 
 
-def only_model(server) -> Any:
-    """The model that is loaded."""
-    (loaded,) = server.decoding.loaded.values()
-    return loaded
+def tiny_model(server) -> Any:
+    """The model that the server was started with."""
+    loaded = server.decoding.loaded.items()
+    return next(model for weights, model in loaded if weights.path == Path("tiny.pth"))
 
 
 def test_settings_are_sent_and_remembered(chat, server, monkeypatch):
     asked = []
-    add = (decoder := only_model(server).decoder).add
+    add = (decoder := tiny_model(server).decoder).add
     monkeypatch.setattr(decoder, "add", lambda *given: asked.append(given) or add(*given))
     chat.one("#open-settings").click()
     names = ("temperature", "top_p", "top_k", "max_tokens")
@@ -374,7 +374,7 @@ def test_errors_are_said_in_plain_words(chat, server, monkeypatch):
     chat.click("#new-chat")
     chat.say("long")
     chat.wait(lambda: "5 6 7" in chat.text(ANSWER))
-    decoder = only_model(server).decoder
+    decoder = tiny_model(server).decoder
     monkeypatch.setattr(decoder, "step", lambda: 1 / 0)
     chat.wait(lambda: "The server failed: " in chat.text(".message .error"))
     assert "5 6 7" in chat.text(ANSWER)
