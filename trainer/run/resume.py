@@ -25,6 +25,7 @@ from trainer.weights.files import weights_hash
 
 Fingerprint = dict[str, Any]
 SOURCE_ROOMS = ("common", "model", "dataset", "trainer", "llm")
+PYTHON_FOLDERS = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib")]
 A = TypeVar("A", bound=StageArgs)
 
 
@@ -237,8 +238,7 @@ def module_path(module: str, file: Path) -> str:
 def is_installed(file: Path) -> bool:
     """Whether a file is of Python itself or of an installed package, whose versions a run records otherwise;
     or of no file system, such as a module of a notebook."""
-    python = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib")]
-    is_of_python = any(file.is_relative_to(folder) for folder in python)
+    is_of_python = any(file.is_relative_to(folder) for folder in PYTHON_FOLDERS)
     return is_of_python or bool({"site-packages", "dist-packages"} & set(file.parts)) or not is_file(file)
 
 
