@@ -118,7 +118,11 @@ def log_probability(text: str, letters: str) -> float | None:
     ranks = {letter: rank for rank, letter in enumerate(letters, 1)}
     known = sum(count for letter, count in counts.items() if letter in ranks)
     is_alphabet, is_latin = len(letters) < 80, letters[0] < "\u0250"
-    least = 0.75 if is_alphabet else 0.12 if counts.total() >= FEW else 0
+    least = 0.0
+    if is_alphabet:
+        least = 0.75
+    elif counts.total() >= FEW:
+        least = 0.12
     if known < least * counts.total():
         return None
     beside = len(BESIDE_ASCII.findall(text))  # only Latin words have letters of both

@@ -237,8 +237,9 @@ class Comparison:
             try:
                 if self.pairs:
                     check_unchanged(self.pairs[0][i]["inputs"], runs[i]["inputs"], at.name)
-                for other in runs if 0 in runs else ():
-                    self.check(runs[0], runs[other], self.variants[other])
+                if 0 in runs:
+                    for other in runs:
+                        self.check(runs[0], runs[other], self.variants[other])
             except EditedInput:
                 shutil.rmtree(at)
                 raise
