@@ -60,7 +60,7 @@ def choose(stages: list[Stage], depths: Sequence[int], memory: float, seconds: f
             limit = "memory"
             break
         say(describe_cost(models))
-        planned = most_passes(models, memory, seconds)
+        planned = passes_that_fit(models, memory, seconds)
         if max(stage.memory for stage in planned) > memory:
             limit = "memory"
             break
@@ -89,7 +89,7 @@ def choose(stages: list[Stage], depths: Sequence[int], memory: float, seconds: f
     return Plan(best, limit)
 
 
-def most_passes(models: list[Stage], memory: float, seconds: float) -> list[Stage]:
+def passes_that_fit(models: list[Stage], memory: float, seconds: float) -> list[Stage]:
     """The stages with as many passes as fit into the time; of a time too short for one pass over a part of
     the data, of at least MIN_USEFUL_UPDATES updates."""
     passes: float = models[0].most_passes
