@@ -21,11 +21,11 @@ from common.errors import UserError
 from common.launcher import launch
 from common.settings import ROOT
 from dataset.lm_dataset import StageDataset
+from dataset.order import epoch_order
 from model.model_minimind import MiniMindConfig
-from trainer.data.datasets import epoch_order
+from trainer.callbacks.train_state import TrainState
 from trainer.devices.device import autocast_dtype
 from trainer.devices.wrapping import unwrap
-from trainer.run.state import TrainState
 
 # Fields of the model's shape for which MiniMind's scripts have no flag
 SHAPE_FIELDS = ("vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")

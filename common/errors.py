@@ -31,6 +31,10 @@ class LostRank(UserError):
     why."""
 
 
+class LoaderFailure(RuntimeError):
+    """A data loader process ended while it handed over a micro-batch."""
+
+
 class Interrupted(BaseException):
     """A signal ended the run. The message says how to go on."""
 

@@ -36,19 +36,19 @@ from benchmarks.comparison import Peer, check_peer, compare_losses
 from common.arguments import parse_args
 from common.errors import UserError
 from common.settings import StageArgs
+from dataset.batch import Batch
+from dataset.order import epoch_samples, eval_loader, train_loader
 from dataset.token_cache import load_tokenizer
 from scripts.timing import time_updates
 from trainer import train_full_sft, train_pretrain
 from trainer import trainer_utils as utils
-from trainer.data.datasets import epoch_samples, eval_loader, train_loader
+from trainer.callbacks.train_state import TrainState
+from trainer.checkpoint.same_run import with_weight_decay
 from trainer.devices.device import autocast_dtype, device_and_precision, matrix_rate
 from trainer.devices.process_group import leave_process_group, world_size
 from trainer.devices.wrapping import unwrap
 from trainer.loop import evaluate
-from trainer.objectives.next_token import Batch
 from trainer.report.speed import Meter
-from trainer.run.resume import with_weight_decay
-from trainer.run.state import TrainState
 from trainer.stage import compile_and_wrap
 from trainer.weights.config import model_config
 

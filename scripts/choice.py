@@ -8,10 +8,10 @@ import numpy as np
 import torch
 
 from common.errors import UserError
+from dataset.batch import collate_flat, to_device
 from dataset.files import find_files, format_source, read_records
-from dataset.lm_dataset import collate_flat
 from dataset.messages import BadRecord
-from trainer.objectives.next_token import target_log_probs, target_samples, to_device
+from trainer.objectives.next_token import target_log_probs, target_samples
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -33,8 +33,9 @@ from common.errors import UserError
 from common.files import atomic_write, is_there
 from common.hub import local_path, shown_name
 from common.settings import ROOT
+from dataset.batch import collate_flat, to_device, weight_sum
 from dataset.files import find_files
-from dataset.lm_dataset import PretrainDataset, SFTDataset, collate_flat
+from dataset.lm_dataset import PretrainDataset, SFTDataset
 from dataset.rollout_prompts import PromptDataset
 from dataset.token_cache import file_hash
 from model.generation import generate
@@ -42,10 +43,10 @@ from model.sampling import default_sampling
 from scripts.choice import evaluate_questions, read_questions
 from scripts.penalties import add_penalty_flags, check_penalties, with_penalties
 from scripts.text_table import text_table
+from trainer.checkpoint.same_run import source_files
 from trainer.devices.device import prepare_device, select_device
-from trainer.objectives.next_token import next_token_loss, to_device, weight_sum
+from trainer.objectives.next_token import next_token_loss
 from trainer.rollouts.rewards import check_record, compute, load_rewards
-from trainer.run.resume import source_files
 from trainer.weights.for_tools import add_trained_model_flags, given_shape, load_path, model_path
 from trainer.weights.lora import merge_adapter
 

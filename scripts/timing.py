@@ -3,9 +3,9 @@
 import time
 from collections.abc import Iterator
 
+from dataset.batch import Batch
+from trainer.callbacks.train_state import TrainState
 from trainer.loop import train_update, update_size
-from trainer.objectives.next_token import Batch
-from trainer.run.state import TrainState
 
 
 def time_updates(

@@ -10,4 +10,4 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qw
 from llm.training import train  # noqa: F401
 from model import model_minimind  # noqa: F401
 from trainer import train_full_sft  # noqa: F401
-from trainer.weights import checkpoint  # noqa: F401
+from trainer.checkpoint import run  # noqa: F401

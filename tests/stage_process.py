@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 import trainer.stage
-from trainer.weights.checkpoint import Writer
+from trainer.weights.tensor_file import Writer
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = {path.name for path in ROOT.iterdir() if path.is_dir()} - {"tests"}

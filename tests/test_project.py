@@ -26,7 +26,7 @@ LAYERS = {
     "scripts": 5,
 }
 # the folders of trainer/; the stages, above them all, are the files in it
-ROOMS = ["devices", "weights", "optim", "report", "objectives", "data", "run", "rollouts"]
+ROOMS = ["devices", "weights", "optim", "report", "objectives", "callbacks", "checkpoint", "rollouts"]
 PEERS = "benchmarks/peers.py"  # runs beside another trainer's packages of the same names
 
 
@@ -86,7 +86,7 @@ HARMLESS = {  # what happens after a wrong "absent"
     ("dataset/files.py", "glob"): "a pattern of the user; that nothing fits it is an error",
     ("trainer/devices/device.py", "exists"): "the hint on a driver is left out",
     ("trainer/weights/files.py", "glob"): "an error names fewer weights",
-    ("trainer/run/resume.py", "glob"): "the code of this repository",
+    ("trainer/checkpoint/same_run.py", "glob"): "the code of this repository",
 }
 
 

@@ -20,9 +20,12 @@ from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader
 
 from common.errors import UserError, warn
+from dataset.batch import Batch, to_device
+from trainer.callbacks.base import is_better, monitored
+from trainer.callbacks.train_state import TrainState
+from trainer.checkpoint.run import interrupted, save_checkpoint, where_to_go_on, write_weights
 from trainer.devices.process_group import Logger, all_gather, reduce_max, reduce_sum, this_rank, world_size
 from trainer.devices.wrapping import full_tensor, gradient_sync, is_sharded, unwrap
-from trainer.objectives.next_token import to_device
 from trainer.optim.build import MuonWithAdamW
 from trainer.report.metrics import value_text
 from trainer.report.speed import Size
@@ -39,9 +42,6 @@ from trainer.report.sums import (
 )
 from trainer.report.trackers import drawable
 from trainer.report.warnings import find_warnings
-from trainer.run.callbacks import is_better, monitored
-from trainer.run.saving import interrupted, save_checkpoint, where_to_go_on, write_weights
-from trainer.run.state import Batch, TrainState
 
 Record = dict[str, Any]
 

@@ -15,16 +15,19 @@ from common.files import is_file, is_there, lock_output
 from common.launcher import launch
 from common.settings import ROOT, StageArgs
 from dataset.lm_dataset import StageDataset
-from trainer.data.datasets import (
-    SizedDataset,
-    StageData,
-    check_data_paths,
-    check_needs_held_out,
-    epoch_samples,
-    epoch_tokens,
-    eval_loader,
-    steps_per_epoch,
-)
+from dataset.opening import check_data_paths, check_needs_held_out
+from dataset.order import SizedDataset, StageData, epoch_samples, epoch_tokens, eval_loader, steps_per_epoch
+from trainer.callbacks.experts import ExpertLoad, token_counters
+from trainer.callbacks.included import EarlyStopping, TensorBoardLogger
+from trainer.callbacks.right_answers import answer_callbacks
+from trainer.callbacks.samples import sample_callbacks
+from trainer.callbacks.train_state import Fingerprint, TrainState, total_updates
+from trainer.checkpoint import same_run
+from trainer.checkpoint.earlier import check_starts, complete_moves
+from trainer.checkpoint.file import previous_path
+from trainer.checkpoint.run import restore
+from trainer.checkpoint.same_run import has_ended_early, is_new
+from trainer.devices.compiling import compile_model, compiles
 from trainer.devices.device import (
     autocast_dtype,
     describe_device,
@@ -34,19 +37,10 @@ from trainer.devices.device import (
 )
 from trainer.devices.process_group import Logger, world_size
 from trainer.devices.wrapping import freeze, unwrap, wrap_model
-from trainer.objectives.next_token import frozen_model
+from trainer.objectives.base import frozen_model
 from trainer.optim.build import check_optimizer
 from trainer.report.warnings import facts_for_warnings
-from trainer.run import resume
-from trainer.run.compiling import compile_model, compiles
-from trainer.run.experts import ExpertLoad, token_counters
-from trainer.run.included_callbacks import EarlyStopping, TensorBoardLogger
-from trainer.run.right_answers import answer_callbacks
-from trainer.run.samples import sample_callbacks
-from trainer.run.saving import check_starts, complete_moves, has_ended_early, is_new, restore
-from trainer.run.state import TrainState
 from trainer.trainer_utils import get_lr, init_model, setup_seed
-from trainer.weights import checkpoint
 from trainer.weights.config import SHAPE
 from trainer.weights.files import (
     check_model_file,
@@ -84,7 +78,7 @@ def read_settings(args_class: type[A], description: str | None) -> "tuple[A, Min
     """The settings of a stage, from its class, --config and command line, and the config of its start
     weights, see `read_start_weights`; None without any."""
     args = parse_args(args_class, description)
-    resume.check_settings_utf8(args)
+    same_run.check_settings_utf8(args)
     check_data_paths(args)
     if args.resume_from is not None:
         args = args.model_copy(update={"from_resume": True})
@@ -148,7 +142,7 @@ def checkpoint_to_resume(args: StageArgs) -> Path | None:
             f"name ({named}); choose one with --hidden_size and --use_moe"
         )
     if states:
-        for place in (states[0], checkpoint.previous_path(states[0])):
+        for place in (states[0], previous_path(states[0])):
             if is_there(place):
                 return place
     return Path(args.resume_from) if args.resume_from else None
@@ -163,7 +157,7 @@ def check_names(args: StageArgs) -> None:
     """Raise UserError if a setting names what is not there: called before anything that takes time."""
     args.check_names()
     own = resume_path(args.checkpoint_dir, args.save_weight, args)
-    has_own_state = is_there(own) or is_there(checkpoint.previous_path(own))  # a branch goes on with it
+    has_own_state = is_there(own) or is_there(previous_path(own))  # a branch goes on with it
     if args.resume_from is not None and not has_own_state and not is_file(args.resume_from):
         raise UserError(f"--resume_from {args.resume_from}: no such file")
 
@@ -183,9 +177,9 @@ def adapt_settings(args: A, checkpoint: dict[str, Any] | None, train_set: StageD
     """The settings with as many micro-batches per update as keep the batch of a resumed run, on another
     number of ranks, with as many epochs as --max_steps takes, and with the weight decay if it is `auto`."""
     if checkpoint is not None:
-        args = resume.keep_global_batch(args, checkpoint)
-    args = resume.with_enough_epochs(args, epoch_samples(train_set, args))
-    return resume.with_weight_decay(args, checkpoint, train_set)
+        args = same_run.keep_global_batch(args, checkpoint)
+    args = same_run.with_enough_epochs(args, epoch_samples(train_set, args))
+    return same_run.with_weight_decay(args, checkpoint, train_set)
 
 
 def check_fingerprint(
@@ -194,13 +188,13 @@ def check_fingerprint(
     lm_config: "MiniMindConfig",
     train_set: StageData,
     eval_set: StageData | None,
-) -> resume.Fingerprint:
+) -> Fingerprint:
     """What identifies the run. Raises UserError if the checkpoint belongs to another one."""
     data = train_set.fingerprint
     if eval_set is not None:
         data = data | {"held_out_data": eval_set.fingerprint["data"]}
-    fingerprint = resume.run_fingerprint(args, lm_config.own_fields(), data, epoch_samples(train_set, args))
-    resume.check_same_run(args, fingerprint, checkpoint)
+    fingerprint = same_run.run_fingerprint(args, lm_config.own_fields(), data, epoch_samples(train_set, args))
+    same_run.check_same_run(args, fingerprint, checkpoint)
     if is_new(checkpoint):
         check_starts(args)
     return fingerprint
@@ -236,12 +230,12 @@ def begin_run(
 
     # the machine and the code, which a resume compares
     check_optimizer(state.optimizer)
-    state.environment = resume.environment(args, state.device, state.autocast)
-    state.code = resume.code_of_run(state.optimizer)
+    state.environment = same_run.environment(args, state.device, state.autocast)
+    state.code = same_run.code_of_run(state.optimizer)
     if world_size() > 1:
         chosen = {name: state.environment[name] for name in ("device", "dtype")}
-        resume.check_ranks_agree(chosen)
-        resume.check_code_agrees(state.code["sources"])
+        same_run.check_ranks_agree(chosen)
+        same_run.check_code_agrees(state.code["sources"])
 
     # held-out data, callbacks, frozen models
     state.source = data.source
@@ -250,7 +244,7 @@ def begin_run(
     add_callbacks(state)
     state.objective.load_frozen_models(args, state.device)
     if state.objective.needs_reference and saved is not None:
-        resume.check_reference(args, state.fingerprint, saved)
+        same_run.check_reference(args, state.fingerprint, saved)
     if state.objective.needs_reference and state.objective.reference is None:
         state.objective.reference = reference_model(args, state.lm_config, state.device)
 
@@ -281,14 +275,12 @@ def begin_run(
     if state.progress.update:
         text += f", {state.total_updates - state.progress.update:,} of them left"
     if isinstance(data, StageDataset):
-        share = state.total_updates / resume.total_updates(
-            state.fingerprint | {"max_steps": 0}
-        )  # of the epochs
+        share = state.total_updates / total_updates(state.fingerprint | {"max_steps": 0})  # of the epochs
         text += f", {epoch_tokens(data, args) * args.epochs * share:,.0f} tokens in all"
     Logger(f"{text}; {describe_device(state.device, state.autocast)}")
 
 
-def is_trained_on(data: Any, eval_set: Any, fingerprint: resume.Fingerprint) -> bool:
+def is_trained_on(data: Any, eval_set: Any, fingerprint: Fingerprint) -> bool:
     """Whether the held-out data are training data, or some files of them."""
     train, held_out = getattr(data, "train_dataset", data), getattr(data, "val_dataset", eval_set)
     if not (isinstance(train, StageDataset) and isinstance(held_out, StageDataset)):
@@ -319,7 +311,7 @@ def add_callbacks(state: TrainState) -> None:
 
 def go_on(state: TrainState, saved: dict[str, Any]) -> None:
     """Restore a run, or begin a branch, from a checkpoint, and say so."""
-    resume.warn_of_changes(saved, state.environment, state.code)
+    same_run.warn_of_changes(saved, state.environment, state.code)
     restore(state, saved)
     # start weights that are gone keep their name
     state.fingerprint["from_weight_sha256"] = saved["fingerprint"]["from_weight_sha256"]

@@ -24,16 +24,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.settings import ROOT, StageArgs, setting
 from dataset.lm_dataset import DPODataset
+from dataset.opening import open_datasets
+from dataset.order import steps_per_epoch, train_loader
 from dataset.token_cache import load_tokenizer
 from trainer import stage
 from trainer import trainer_utils as utils
-from trainer.data.datasets import open_datasets, steps_per_epoch, train_loader
+from trainer.callbacks.train_state import TrainState
+from trainer.checkpoint.run import training_files
+from trainer.checkpoint.same_run import is_finished
 from trainer.devices.errors import training_errors
 from trainer.loop import train_epoch
-from trainer.objectives import next_token, preference
+from trainer.objectives import base, preference
 from trainer.report.trackers import start_tracker
-from trainer.run.saving import is_finished, training_files
-from trainer.run.state import TrainState
 from trainer.weights.config import model_config
 
 
@@ -62,7 +64,7 @@ class Args(StageArgs):
         return wrong
 
 
-class Objective(next_token.Objective):
+class Objective(base.Objective):
     """What this stage learns: to prefer the chosen answers more than the reference does, a frozen model."""
 
     console_metrics = ("accuracy", "reward_margin", "reward_chosen", "reward_rejected")

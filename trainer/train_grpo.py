@@ -22,19 +22,21 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.settings import data_file
+from dataset.opening import open_prompts
+from dataset.order import steps_per_epoch, train_loader
 from dataset.token_cache import load_tokenizer
 from trainer import stage
 from trainer import trainer_utils as utils
-from trainer.data.datasets import open_prompts, steps_per_epoch, train_loader
+from trainer.callbacks.base import CallbackList
+from trainer.callbacks.train_state import TrainState
+from trainer.checkpoint.run import training_files
+from trainer.checkpoint.same_run import is_finished
 from trainer.devices.errors import training_errors
 from trainer.loop import train_epoch
 from trainer.report.trackers import start_tracker
 from trainer.rollouts.batches import Rollouts
 from trainer.rollouts.policy import sampled_tokens_loss
 from trainer.rollouts.settings import ReinforcementArgs, make_rollouts
-from trainer.run.callbacks import CallbackList
-from trainer.run.saving import is_finished, training_files
-from trainer.run.state import TrainState
 from trainer.weights.config import model_config
 
 

@@ -24,18 +24,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.settings import StageArgs, data_file
 from dataset.lm_dataset import PretrainDataset
+from dataset.opening import open_datasets
+from dataset.order import steps_per_epoch, train_loader
 from dataset.token_cache import load_tokenizer
 from trainer import stage
 from trainer import trainer_utils as utils
-from trainer.data.datasets import open_datasets, steps_per_epoch, train_loader
+from trainer.callbacks.train_state import TrainState
+from trainer.checkpoint.run import training_files
+from trainer.checkpoint.same_run import is_finished
 from trainer.devices.errors import training_errors
 from trainer.loop import train_epoch
 from trainer.objectives import next_token
 from trainer.optim.build import build_optimizer
 from trainer.optim.muon import PRETRAINING_SCALES
 from trainer.report.trackers import start_tracker
-from trainer.run.saving import is_finished, training_files
-from trainer.run.state import TrainState
 from trainer.weights.config import model_config
 
 

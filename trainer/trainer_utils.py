@@ -20,8 +20,10 @@ from common.containers import available_cores
 from common.errors import UserError, reason
 from common.launcher import launch
 from common.settings import ROOT
+from dataset.order import SkipBatchSampler as SkipBatchSampler
 from dataset.token_cache import load_tokenizer
-from trainer.data.datasets import SkipBatchSampler as SkipBatchSampler
+from trainer.checkpoint.file import newest_checkpoint, write_checkpoint
+from trainer.checkpoint.state import copy_to_host
 from trainer.devices.process_group import (
     Logger,
     check_gpus_differ,
@@ -30,7 +32,6 @@ from trainer.devices.process_group import (
     join_process_group,
     world_size,
 )
-from trainer.weights import checkpoint
 from trainer.weights.config import check_tokenizer, describe_size
 from trainer.weights.files import fill, read_model
 from trainer.weights.paths import resume_path, start_path
@@ -118,14 +119,14 @@ def lm_checkpoint(
     """
     path = resume_path(save_dir, weight, lm_config)
     if model is None:
-        return checkpoint.load(path, resume_from)
+        return newest_checkpoint(path, resume_from)
     tracker_run = wandb.get_run() if hasattr(wandb, "get_run") else wandb
-    weights, optimizer_state = checkpoint.copy_to_host(model, optimizer)
+    weights, optimizer_state = copy_to_host(model, optimizer)
     state = {"model": weights, "optimizer": optimizer_state, "epoch": epoch, "step": step}
     state |= {"world_size": world_size(), "wandb_id": getattr(tracker_run, "id", None)}
     description = {"model": lm_config.own_fields()} if hasattr(lm_config, "own_fields") else None
     if is_main_process():
-        checkpoint.write_checkpoint(path, state | kwargs, description)
+        write_checkpoint(path, state | kwargs, description)
     return None
 
 

@@ -32,11 +32,11 @@ from llm.training.data.base import DataModule
 from llm.training.tasks.base_task import Task, TrainingTask
 from llm.training.tasks.language_model import FullSFT, Pretrain, StageTask
 from llm.training.tasks.regression_task import RegressionTask
+from trainer.callbacks.base import check_restores
+from trainer.checkpoint.earlier import complete_moves
+from trainer.checkpoint.same_run import check_settings_utf8
 from trainer.devices.device import check_dtype, select_device
 from trainer.devices.errors import StopRequest, training_errors, translated_failures
-from trainer.run.callbacks import check_restores
-from trainer.run.resume import check_settings_utf8
-from trainer.run.saving import complete_moves
 from trainer.stage import check_names
 from trainer.weights.paths import output_folders, run_name
 

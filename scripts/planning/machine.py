@@ -14,13 +14,14 @@ from torch import Tensor, nn
 
 from common.containers import memory_left
 from common.settings import USUAL_DECAY, StageArgs
+from dataset.batch import Batch, to_device
 from dataset.lm_dataset import StageDataset
 from dataset.token_cache import load_tokenizer
 from scripts.timing import time_updates
+from trainer.callbacks.train_state import TrainState
 from trainer.devices.device import device_and_precision
 from trainer.loop import evaluate
-from trainer.objectives.next_token import Batch, NextToken, next_token_loss, to_device
-from trainer.run.state import TrainState
+from trainer.objectives.next_token import NextToken, next_token_loss
 from trainer.stage import compile_and_wrap
 from trainer.weights.config import model_config
 

@@ -15,12 +15,12 @@ from common.settings import ModelConfig, StageArgs
 from dataset.files import expand_paths, split_data_path
 from dataset.lm_dataset import StageDataset
 from dataset.mixing import MixedDataset
+from dataset.order import epoch_items, epoch_tokens
 from dataset.token_cache import load_tokenizer
 from scripts import train_tokenizer
 from scripts.planning import rules, trial
 from scripts.planning.machine import Cost, measure
 from trainer import train_full_sft, train_pretrain
-from trainer.data.datasets import epoch_items, epoch_tokens
 
 START_SECONDS = 12.0  # seconds in which a stage starts Python, opens its data and builds its model
 NGRAM, HASH_BASE, MOST_TOKENS_COMPARED = 6, 0x9E3779B97F4A7C15, 4_000_000

@@ -89,7 +89,7 @@ def test_stdout_takes_characters_that_its_encoding_lacks(encoding):
 def test_a_locale_without_utf8_is_the_cause_not_the_name(code, line):
     """Python then reads a name in Chinese as single bytes, and has no bytes for one."""
     env = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    needed = {"find_files": "dataset.files", "plain": "trainer.run.callbacks", "check_utf8": "common.errors"}
+    needed = {"find_files": "dataset.files", "plain": "trainer.callbacks.base", "check_utf8": "common.errors"}
     name = code.partition("(")[0]
     code = (f"from {needed[name]} import {name}; " if name in needed else "") + code
     command = [sys.executable, "-c", f"import sys\n{IN_COMMAND}{code}", "/tmp/\u6570\u636e"]

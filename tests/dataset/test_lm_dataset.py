@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dataset.lm_dataset import PretrainDataset, SFTDataset, collate_flat, collate_shared
+from dataset.batch import collate_flat, collate_shared
+from dataset.lm_dataset import PretrainDataset, SFTDataset
 
 ANSWERS = [f"answer {'very ' * (i % 13)}{i} 回答" for i in range(60)]
 CHATS = [

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import UserError
-from dataset.lm_dataset import DPODataset, PretrainDataset, SFTDataset, StageDataset, collate_flat
+from dataset.batch import collate_flat
+from dataset.lm_dataset import DPODataset, PretrainDataset, SFTDataset, StageDataset
 from dataset.mixing import MixedDataset, even_order, split_weights
 
 LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=40) | st.lists(

@@ -8,7 +8,8 @@ import pytest
 from common.errors import UserError
 from dataset import messages as message_forms
 from dataset import records as record_formats
-from dataset.lm_dataset import DPODataset, collate_pairs
+from dataset.batch import collate_pairs
+from dataset.lm_dataset import DPODataset
 from dataset.messages import BadRecord
 from dataset.records import Chat, held_out_key, parse
 from tests.dataset.conftest import build, samples_of

@@ -25,19 +25,19 @@ from torch.utils._pytree import tree_leaves
 from tests.fake_cuda import pretend  # noqa: F401  # first
 
 # isort: split
-from dataset.lm_dataset import collate_flat, collate_pairs
+from dataset.batch import collate_flat, collate_pairs
 from dataset.rollout_prompts import RolloutPrompt
 from dataset.token_cache import load_tokenizer
 from model import losses
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from trainer import train_distillation, train_dpo, train_full_sft, train_grpo, train_lora, train_ppo
+from trainer.callbacks.train_state import TrainState
+from trainer.devices.compiling import compile_model
 from trainer.devices.device import mixed_precision
 from trainer.devices.wrapping import recompute_layers
 from trainer.loop import train_update, update_size
 from trainer.rollouts.ppo import ActorCritic
 from trainer.rollouts.settings import make_rollouts
-from trainer.run.compiling import compile_model
-from trainer.run.state import TrainState
 from trainer.weights import lora
 
 ROOT = Path(__file__).resolve().parents[2]

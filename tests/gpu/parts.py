@@ -11,17 +11,17 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from common.settings import StageArgs
-from dataset.lm_dataset import collate_flat
+from dataset.batch import collate_flat
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from tests.model.test_model_minimind import stock
 from tests.trainer.test_recipe import padded
+from trainer.callbacks.train_state import TrainState
+from trainer.devices.compiling import compile_model, compiler_problem
 from trainer.devices.device import mixed_precision, native_bfloat16, native_float16, prepare_device
 from trainer.devices.wrapping import full_tensor, unwrap, wrap_model
 from trainer.loop import train_update, update_size
 from trainer.objectives.next_token import NextToken
 from trainer.optim.build import build_optimizer
-from trainer.run.compiling import compile_model, compiler_problem
-from trainer.run.state import TrainState
 
 SHAPES = {"dense": False, "moe": True}  # use_moe
 # tokens of the samples of each micro-batch of the update whose gradients are compared; one has none

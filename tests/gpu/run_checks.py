@@ -31,8 +31,8 @@ import psutil
 import torch
 
 from common.errors import UserError
+from trainer.checkpoint.same_run import code_version
 from trainer.devices.unusable_gpu import driver, nvidia_smi, why_unseen
-from trainer.run.resume import code_version
 
 CODE = Path(__file__).resolve().parents[2]
 ROOT = CODE

@@ -16,7 +16,7 @@ from scripts.demo.world import make_corpus
 from tests.conftest import ROOT, write_jsonl
 from tests.gpu import parts
 from tests.gpu.conftest import FREE_GPU_BYTES
-from trainer.run.compiling import compiler_problem
+from trainer.devices.compiling import compiler_problem
 
 pytestmark = pytest.mark.slow
 # verify_resume's stages with flags that change what a GPU computes

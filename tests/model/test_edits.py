@@ -7,14 +7,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dataset.lm_dataset import collate_shared
+from dataset.batch import collate_shared, model_inputs
 from model import attention, model_minimind
 from model.generation import generate
 from model.lora import LoRALinear
 from model.model_minimind import FeedForward, MiniMindForCausalLM, RMSNorm
 from model.sampling import Sampling
 from tests.model.test_model_minimind import VOCAB, build, flat_batch, padded_batch, ragged, stock
-from trainer.objectives.next_token import model_inputs
 from trainer.weights.lora import add_adapters
 
 WINDOW, SINKS = 6, 4

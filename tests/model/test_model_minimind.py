@@ -9,7 +9,8 @@ from transformers.cache_utils import DynamicCache
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from common.errors import UserError
-from dataset.lm_dataset import SFTDataset, collate_flat
+from dataset.batch import collate_flat
+from dataset.lm_dataset import SFTDataset
 from dataset.token_cache import load_tokenizer
 from model.model_minimind import ROPE_TYPES, MiniMindConfig, MiniMindForCausalLM
 from tests.conftest import ROOT

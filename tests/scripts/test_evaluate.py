@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from dataset.lm_dataset import PretrainDataset, SFTDataset, collate_flat
+from dataset.batch import collate_flat
+from dataset.lm_dataset import PretrainDataset, SFTDataset
 from dataset.token_cache import load_tokenizer
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from model.prompts import prompt_tokens

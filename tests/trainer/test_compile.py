@@ -13,9 +13,9 @@ from torch.nn.utils import clip_grad_norm_
 from model import kernels
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from tests.stage_process import context, finish, free_port, rank_variables
+from trainer.devices.compiling import compile_model, warm_up, warm_up_inputs, warm_up_sizes
 from trainer.devices.process_group import leave_process_group
 from trainer.devices.wrapping import full_tensor, unwrap, wrap_model
-from trainer.run.compiling import compile_model, warm_up, warm_up_inputs, warm_up_sizes
 from trainer.trainer_utils import init_distributed_mode
 
 IN_PLACE = torch.nn.Module.compile

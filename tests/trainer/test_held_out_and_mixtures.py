@@ -9,13 +9,13 @@ from common.errors import UserError
 from common.settings import ROOT, StageArgs
 from dataset.held_out import Split
 from dataset.lm_dataset import PretrainDataset, SFTDataset
+from dataset.opening import open_datasets, open_prompts, warn_of_share
 from dataset.token_cache import load_tokenizer
 from tests.conftest import write_jsonl
 from tests.stage_process import Faults, run
 from tests.trainer.rollout_runs import rollout_flags, write_prompts
 from tests.trainer.stage_flags import assert_same_run, flags
 from trainer import train_grpo
-from trainer.data.datasets import open_datasets, open_prompts, warn_of_share
 from trainer.report.metrics import read_metrics
 
 SPLIT = {"eval_data_path": "none", "eval_share": 0.2, "packing": 1, "batch_size": 4}

@@ -9,8 +9,8 @@ import torch
 from common.errors import UserError
 from tests.conftest import write_jsonl
 from tests.stage_process import Faults, run, start_ranks
-from tests.trainer.run.test_skipped_updates import batch, make_state
 from tests.trainer.stage_flags import assert_same_run, flags
+from tests.trainer.test_skipped_updates import batch, make_state
 from trainer import loop
 from trainer.loop import count_update, evaluate, make_record, train_update, update_size
 from trainer.objectives.next_token import NextToken, next_token_loss, target_samples

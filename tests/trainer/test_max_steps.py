@@ -7,8 +7,9 @@ import pytest
 from common.settings import StageArgs
 from tests.stage_process import Faults, run
 from tests.trainer.stage_flags import assert_same_run, flags, saved_state
+from trainer.callbacks.train_state import total_updates
+from trainer.checkpoint.same_run import with_enough_epochs
 from trainer.report.metrics import read_metrics
-from trainer.run.resume import total_updates, with_enough_epochs
 from trainer.stage import warmup_cosine
 
 SETTINGS = {"batch_size": 4, "accumulation_steps": 2, "num_hidden_layers": 1, "optimizer": "adamw"}

@@ -11,11 +11,11 @@ import pytest
 
 from dataset.lm_dataset import PretrainDataset
 from dataset.mixing import MixedDataset
+from dataset.order import epoch_items, epoch_tokens, items_of_epoch
 from dataset.token_cache import load_tokenizer
 from tests.conftest import ROOT
 from tests.stage_process import Faults, run
 from tests.trainer.stage_flags import assert_same_run, flags
-from trainer.data.datasets import epoch_items, epoch_tokens, items_of_epoch
 
 
 def test_a_killed_run_of_a_part_of_a_mixture_goes_on_to_the_bit(corpus, tmp_path):

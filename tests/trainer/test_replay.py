@@ -6,11 +6,11 @@ import pytest
 
 from common.errors import UserError
 from common.settings import ROOT
+from dataset.order import items_of_epoch
 from dataset.token_cache import load_tokenizer
 from tests.stage_process import Faults, run
 from tests.trainer.stage_flags import assert_same_run, flags
 from trainer import train_full_sft
-from trainer.data.datasets import items_of_epoch
 
 
 @pytest.fixture(scope="module")

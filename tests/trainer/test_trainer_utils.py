@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import UserError
+from dataset.order import epoch_order, rank_share
 from model.model_minimind import MiniMindConfig
 from trainer import trainer_utils as utils
-from trainer.data.datasets import epoch_order, rank_share
 from trainer.loop import train_epoch
 
 

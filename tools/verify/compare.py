@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from trainer.report.metrics import read_metrics
-from trainer.weights.checkpoint import read_file
+from trainer.weights.tensor_file import read_file
 
 TIMING_FIELDS = re.compile(r"second|_wait$|^mfu|_mb$")  # fields of a record that differ from run to run
 # fields of a checkpoint; the others hold times and the name of the run

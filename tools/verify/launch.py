@@ -17,8 +17,8 @@ import psutil
 
 from common.errors import UserError
 from common.settings import StageArgs
+from trainer.checkpoint.file import read_checkpoint
 from trainer.report.metrics import read_metrics
-from trainer.weights.checkpoint import read_checkpoint
 from trainer.weights.paths import METRICS_SUFFIX
 
 KILL_METHODS = ("SIGKILL to all processes", "SIGTERM", "SIGKILL to torchrun alone")

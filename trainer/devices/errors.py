@@ -13,14 +13,10 @@ import torch
 import torch.distributed as dist
 
 from common.command_line import STOP_SIGNALS, leave_dead_console, one_line_errors
-from common.errors import Interrupted, LostRank, UserError, WriteError, log, reason, warn
+from common.errors import Interrupted, LoaderFailure, LostRank, UserError, WriteError, log, reason, warn
 from common.launcher import launch
 from common.plugins import in_main_thread
 from trainer.devices.process_group import leave_process_group
-
-
-class LoaderFailure(RuntimeError):
-    """A data loader process ended while it handed over a micro-batch."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -142,12 +138,6 @@ def while_compiling(number: int) -> Interrupted:
     """What ends a run while its model is compiled."""
     how = "--from_resume 1 goes on from the last checkpoint, if there is one"
     return Interrupted(number, f"by {signal.Signals(number).name} while the model was compiled; {how}")
-
-
-def ignore_stop_signals(_: int = 0) -> None:
-    """Worker initialiser of a data loader: signals are for its parent, which then ends it."""
-    for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
 
 
 def end_loader_processes() -> None:

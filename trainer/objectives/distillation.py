@@ -16,9 +16,11 @@ from torch.utils.checkpoint import checkpoint
 from common.errors import UserError
 from common.files import is_file, is_folder, is_there
 from common.settings import FrozenModelArgs, StageArgs, setting
+from dataset.batch import Batch
 from dataset.token_cache import load_tokenizer
 from trainer.devices.process_group import Logger
-from trainer.objectives.next_token import Batch, frozen_model, target_logits
+from trainer.objectives.base import frozen_model
+from trainer.objectives.next_token import target_logits
 from trainer.weights.config import describe_size, vocabulary_hash
 from trainer.weights.files import (
     check_model_file,

@@ -1,109 +1,25 @@
-"""What a stage learns: the base class of all objectives, the loss of the next token on flat batches, and
-their size."""
+"""The loss of the next token on flat batches: pretraining and SFT."""
 
-import sys
-from collections.abc import Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from dataset.batch import Batch, model_inputs
 from model.losses import cross_entropy
-from trainer.optim.build import build_optimizer
-from trainer.report.speed import Size, training_flops
-from trainer.weights.checkpoint import Writer
-from trainer.weights.files import save_weights
-
-if TYPE_CHECKING:
-    from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
-
-Batch = dict[str, Any]  # flat; see `collate_flat` in dataset/lm_dataset.py
-Metrics = Mapping[str, Tensor | tuple[Tensor, Tensor]]  # sums over the targets, or pairs (sum, count)
-
-
-class Objective:
-    """What a stage learns, from which batches, and what is written of its model: for the scripts and for the
-    engine. By default the next token. A stage overrides what differs."""
-
-    console_metrics: tuple[str, ...] = ()  # metrics that stand on the console's line
-    loss_is_cross_entropy = False
-    saves_trained_only = False  # a checkpoint leaves out frozen weights, which a resumed run reads again
-    # of a held-out metric, or "" of all: the settings that it depends on beside the model and the data;
-    # scripts/compare.py keeps them equal
-    held_out_reads: Mapping[str, str] = {}
-    needs_reference = False  # `reference` becomes a frozen model with the start weights, on the device
-    reference: Any = None
-
-    def optimizer(self, model: nn.Module, args: Any) -> torch.optim.Optimizer:
-        """The optimizer of a model."""
-        return build_optimizer(model, args.learning_rate, args.weight_decay, args.optimizer)
-
-    @property
-    def stage(self) -> str:
-        """The name of the file that says what is learned."""
-        return defining_file(self)
-
-    def extend_model(self, model: nn.Module, args: Any) -> nn.Module:
-        """The model to train, made of a new one before it is wrapped: with adapters, a critic, another
-        head."""
-        return model
-
-    def load_frozen_models(self, args: Any, device: torch.device) -> None:
-        """Load frozen models other than `reference`, such as a teacher, onto the device. Their flags are a
-        subclass of `FrozenModelArgs` (common/settings.py), which has them compared and not overwritten."""
-
-    def prepare(self, state: Any, micro_batches: list[Batch]) -> list[Batch]:
-        """The micro-batches to train of those that the loader gave, such as rollouts of prompts."""
-        return micro_batches
-
-    def size(self, batch: Batch, lm_config: Any) -> Size:
-        """The size of a micro-batch."""
-        return flat_size(batch, lm_config)
-
-    def loss(self, model: nn.Module, batch: Batch, args: Any) -> tuple[Tensor, Tensor, Metrics]:
-        """Sums, each []: of the losses of the targets, of the auxiliary losses of the tokens, and of metrics
-        by name: over the targets, or a pair (sum, count), such as those of one source."""
-        return next_token_loss(model, batch)
-
-    def after_micro_batch(self, state: Any, number: int) -> None:
-        """After the backward pass of micro-batch `number` of an update, from 0. The gradients are the sums so
-        far, of this rank alone until the last one; in float16 times the scale of the gradient scaler."""
-
-    def before_step(self, state: Any, micro_batches: list[Batch]) -> Metrics:
-        """The gradients of an update are complete, on all ranks alike, and not clipped yet: change them, or
-        make those None of parameters that this update leaves alone. micro_batches: this rank's micro-batches.
-        Returns metrics like those of `loss`."""
-        return {}
-
-    def held_out(self, model: nn.Module, batch: Batch, args: Any) -> Metrics:
-        """The same of a held-out batch, by name; `loss` is one of them."""
-        return {"loss": next_token_loss(model, batch)[0]}
-
-    def save(self, model: nn.Module, path: Path, writer: Writer, description: dict[str, Any]) -> Path:
-        """Write what is used of the model, in the background; returns where."""
-        return save_weights(model, path, writer, description)
-
-    def state_dict(self) -> dict[str, Any]:
-        """What changes from update to update, such as a moving average, for the checkpoint: numbers, strings,
-        tensors, and lists and dicts of them. Called on every rank; the checkpoint holds that of rank 0."""
-        return {}
-
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Restore the result of `state_dict`, whose tensors are on the CPU, before the first update of a
-        resumed run; also after the first checkpoint of a run, when it must change nothing."""
-
-
-def defining_file(value: Any) -> str:
-    """The name of the file that defines the class of an object."""
-    module = sys.modules.get(type(value).__module__)
-    return Path(getattr(module, "__file__", None) or type(value).__name__).name
+from trainer.objectives.base import Metrics, Objective
 
 
 class NextToken(Objective):
     """Pretraining and SFT."""
 
     loss_is_cross_entropy = True
+
+    def loss(self, model: nn.Module, batch: Batch, args: Any) -> tuple[Tensor, Tensor, Metrics]:
+        return next_token_loss(model, batch)
+
+    def held_out(self, model: nn.Module, batch: Batch, args: Any) -> Metrics:
+        return {"loss": next_token_loss(model, batch)[0]}
 
 
 def next_token_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor, Metrics]:
@@ -138,47 +54,3 @@ def target_samples(batch: Batch) -> Tensor:
     """The sample id of each target [M], on the host: for a metric of some samples only."""
     number = torch.searchsorted(batch["cu_seqlens"], batch["target_index"], right=True) - 1
     return batch["sample_ids"][number.cpu()]
-
-
-def frozen_model(model: "MiniMindForCausalLM", device: torch.device) -> "MiniMindForCausalLM":
-    """A model that takes part in training but is not trained (a teacher, a reference): no gradients, no
-    dropout."""
-    cast(nn.Module, model).to(device)  # in place
-    return model.requires_grad_(False).eval()
-
-
-def to_device(batch: Batch, device: torch.device) -> Batch:
-    """The batch with its tensors on a device, without waiting. `sample_ids`, which only the host reads, and
-    what is no tensor stay on the host."""
-    moved = {}
-    for key, value in batch.items():
-        if isinstance(value, Tensor) and key != "sample_ids":
-            moved[key] = value.to(device, non_blocking=True)
-    return batch | moved
-
-
-def model_inputs(batch: Batch) -> dict[str, Any]:
-    """What the model takes of a flat batch beside its `targets`, for a loss of your own."""
-    inputs = {
-        key: batch[key] for key in ("input_ids", "position_ids", "cu_seqlens", "max_seqlen", "target_index")
-    }
-    if "key_index" in batch:  # samples that begin alike: see `collate_shared` in dataset/lm_dataset.py
-        names = ("key_index", "cu_seqlens_k", "max_seqlen_k", "host_cu_seqlens_k")
-        inputs["shared_keys"] = tuple(batch.get(name) for name in names)
-    return inputs | {"host_cu_seqlens": batch.get("host_cu_seqlens")}
-
-
-def weight_sum(batch: Batch) -> float:
-    """What the weights of a flat batch's targets add up to: their number if all are 1. Of a batch on the
-    host."""
-    weights = batch.get("loss_weight")
-    return len(batch["targets"]) if weights is None else float(weights.sum(dtype=torch.float64))
-
-
-def flat_size(batch: Batch, lm_config: "MiniMindConfig") -> Size:
-    """The size of a flat batch for a language model of this shape."""
-    targets, tokens, samples = len(batch["targets"]), len(batch["input_ids"]), len(batch["sample_ids"])
-    flops = training_flops(
-        lm_config, tokens, targets, batch["host_cu_seqlens"], batch.get("host_cu_seqlens_k")
-    )
-    return Size(weight_sum(batch), tokens, batch["target_bytes"], flops, samples)

@@ -10,7 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainer.objectives.next_token import Batch, flat_size, target_log_probs
+from dataset.batch import Batch
+from trainer.objectives.base import flat_size
+from trainer.objectives.next_token import target_log_probs
 from trainer.report.speed import Size
 
 if TYPE_CHECKING:

@@ -104,8 +104,3 @@ def training_flops(
     squares = float((visible**2 - (visible - own) ** 2).sum())
     products = 6.0 * config.num_hidden_layers * (tokens * (attention + mlp) + squares * heads * d)
     return products + 6.0 * targets * c * config.vocab_size
-
-
-def layer_weights(layers: int, width: int) -> float:
-    """Roughly the weights of so many dense layers, all of which a token meets."""
-    return 12.0 * layers * width**2

@@ -15,18 +15,19 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dataset.lm_dataset import collate_shared
+from dataset.batch import Batch, collate_shared, to_device
 from dataset.rollout_prompts import RolloutPrompt
+from trainer.callbacks.base import Callback
+from trainer.callbacks.train_state import TrainState
 from trainer.devices.process_group import all_gather, reduce_sum, this_rank, world_size
 from trainer.devices.wrapping import decoding_model, unwrap
-from trainer.objectives.next_token import Batch, Objective, flat_size, target_log_probs, to_device
+from trainer.objectives.base import Objective, flat_size
+from trainer.objectives.next_token import target_log_probs
 from trainer.report.speed import Size
 from trainer.report.sums import Means, add_means, quotient
 from trainer.rollouts.policy import TOKEN_LEVEL, group_advantages
 from trainer.rollouts.rewards import Reward, compute
 from trainer.rollouts.writer import Trajectory, TrajectoryWriter
-from trainer.run.callbacks import Callback
-from trainer.run.state import TrainState
 
 SHOWN_CHARACTERS = 300  # of a sample in the log
 # metrics of a rollout besides its rewards; with several completions per prompt also `frac_reward_zero_std`

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.objectives.next_token import Batch, target_log_probs
+from dataset.batch import Batch
+from trainer.objectives.next_token import target_log_probs
 from trainer.report.sums import Largest
 
 TOKEN_LEVEL = ("dapo", "cispo")  # divided by the sampled tokens of an update; the others by its completions

@@ -14,15 +14,16 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
+from dataset.batch import Batch, to_device
+from trainer.callbacks.train_state import TrainState
 from trainer.devices.process_group import reduce_sum
 from trainer.devices.wrapping import recompute_layers, unwrap
-from trainer.objectives.next_token import Batch, target_log_probs, target_logits, to_device
+from trainer.objectives.next_token import target_log_probs, target_logits
 from trainer.report.speed import Size, training_flops
 from trainer.rollouts.batches import RewardedTrajectories, Rollouts, empty_batch, flat_batch, rollout_size
 from trainer.rollouts.policy import policy_loss, sampling_difference
-from trainer.run.state import TrainState
-from trainer.weights.checkpoint import Writer
 from trainer.weights.files import Description, save_weights
+from trainer.weights.tensor_file import Writer
 
 if TYPE_CHECKING:
     from model.model_minimind import MiniMindForCausalLM

@@ -25,7 +25,6 @@ from common.settings import ROOT
 from dataset.token_cache import file_hash, load_tokenizer
 from trainer.devices.process_group import Logger, is_main_process
 from trainer.devices.wrapping import full_tensor, is_sharded, unwrap
-from trainer.weights import checkpoint
 from trainer.weights.import_hf import flags_of, imported_config, read_folder
 from trainer.weights.paths import (
     ADAPTER_CONFIG,
@@ -37,6 +36,7 @@ from trainer.weights.paths import (
     model_files,
     weight_files,
 )
+from trainer.weights.tensor_file import DAMAGED, Writer, comment_of, read_file, write_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
 # {"model": the config's fields, "tokenizer": its hash, and where the weights come from}
 Description = dict[str, Any]
+CHECKPOINT_KEYS = {"model", "optimizer", "epoch", "step", "world_size"}  # what a file to resume from holds
 # Fields of the config that may differ for the same weights: they are of training or of the tokenizer, or
 # changed for longer texts.
 MAY_DIFFER = ["dropout", "router_aux_loss_coef", "tokenizer_sha256", "pad_token_id", "bos_token_id"]
@@ -72,10 +73,7 @@ def half_weights(model: nn.Module, keep: bool = True) -> dict[str, Any]:
 
 
 def save_weights(
-    model: nn.Module,
-    path: Path,
-    writer: checkpoint.Writer | None = None,
-    description: Description | None = None,
+    model: nn.Module, path: Path, writer: Writer | None = None, description: Description | None = None
 ) -> Path:
     """Write the fp16 inference weights with their description, on rank 0; with a writer in the background,
     from a copy. description: further fields of it, such as the stage. Returns the path."""
@@ -90,7 +88,7 @@ def save_weights(
         of_model = (
             {key: full_description.get(key) for key in ("model", "tokenizer")} if full_description else None
         )
-        atomic_write(path, lambda file: checkpoint.write_file(state, file, of_model))
+        atomic_write(path, lambda file: write_file(state, file, of_model))
         if full_description:
             write_json(path.with_suffix(".json"), full_description)
 
@@ -163,10 +161,10 @@ def read_description(path: Path) -> Description:
         return {}
     check_content(path)
     try:
-        comment = checkpoint.comment_of(path)
+        comment = comment_of(path)
         if comment:
             return json.loads(comment)
-    except checkpoint.DAMAGED as error:
+    except DAMAGED as error:
         raise unreadable(path, error) from error
     description_path = path.with_suffix(".json")
     try:
@@ -226,14 +224,14 @@ def _read_file(path: Path, experts_per_token: int | None) -> "tuple[dict[str, Te
     if not is_there(path):
         raise missing_weights(path)
     try:
-        content = checkpoint.read_file(path)
+        content = read_file(path)
         weights = content
         if is_checkpoint(content):
             weights = _weights_in_checkpoint(path, content)
             after = f", after update {content['update']}" if "update" in content else ""
             Logger(f"{path} is a checkpoint to resume from{after}: its float32 weights are used")
         _shapes(weights)
-    except checkpoint.DAMAGED as error:
+    except DAMAGED as error:
         raise unreadable(path, error) from error
     config = described_config(path)
     return weights, config or imported_config(path, weights, experts_per_token)
@@ -241,7 +239,7 @@ def _read_file(path: Path, experts_per_token: int | None) -> "tuple[dict[str, Te
 
 def is_checkpoint(content: Any) -> bool:
     """Whether the content of a file is a checkpoint to resume from, and no weights."""
-    return isinstance(content, dict) and set(content) >= checkpoint.CHECKPOINT_KEYS
+    return isinstance(content, dict) and set(content) >= CHECKPOINT_KEYS
 
 
 def check_model_file(path: Path) -> None:
@@ -253,7 +251,7 @@ def check_model_file(path: Path) -> None:
         with read_errors(path):
             content = torch.load(path, map_location="meta", weights_only=True, mmap=True)
         _shapes(_weights_in_checkpoint(path, content) if is_checkpoint(content) else content)
-    except checkpoint.DAMAGED as error:
+    except DAMAGED as error:
         raise unreadable(path, error) from error
 
 

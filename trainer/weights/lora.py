@@ -21,9 +21,9 @@ from common.files import atomic_write, is_file, is_folder, is_there, read_errors
 from model.lora import LoRALinear
 from trainer.devices.process_group import Logger, is_main_process
 from trainer.devices.wrapping import full_tensor, is_sharded, unwrap
-from trainer.weights.checkpoint import DAMAGED, Writer
 from trainer.weights.files import Description, description_of
 from trainer.weights.paths import ADAPTER_CONFIG
+from trainer.weights.tensor_file import DAMAGED, Writer
 
 if TYPE_CHECKING:
     from model.model_minimind import MiniMindForCausalLM

@@ -7,11 +7,11 @@ from typing import Any
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from common.errors import UserError
+from trainer.callbacks.base import Callback as Callback
+from trainer.callbacks.base import monitored
+from trainer.callbacks.included import EarlyStopping as EarlyStopping
+from trainer.callbacks.included import TensorBoardLogger as TensorBoardLogger
 from trainer.devices.process_group import Logger
-from trainer.run.callbacks import Callback as Callback
-from trainer.run.callbacks import monitored
-from trainer.run.included_callbacks import EarlyStopping as EarlyStopping
-from trainer.run.included_callbacks import TensorBoardLogger as TensorBoardLogger
 
 
 class MetricsLogger(Callback):

@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import default_collate
 
 from common.errors import UserError
+from dataset.order import steps_per_epoch
 from llm.training.core.callbacks import Callback, LRSchedulerCallback
 from llm.training.core.checks import checked_criterion, checked_type, describe
 from llm.training.core.config import Config
@@ -20,22 +21,23 @@ from llm.training.data.base import DataModule
 from llm.training.tasks.base_task import Task, TrainingTask
 from trainer import stage
 from trainer import trainer_utils as utils
-from trainer.data.datasets import steps_per_epoch
-from trainer.devices.device import device_and_precision
-from trainer.loop import check_monitored, evaluate, train_epoch
-from trainer.objectives.next_token import Objective, frozen_model
-from trainer.report.trackers import start_tracker
-from trainer.run.callbacks import CallbackList
-from trainer.run.resume import (
+from trainer.callbacks.base import CallbackList
+from trainer.callbacks.train_state import Schedule, TrainState, total_updates
+from trainer.checkpoint.earlier import check_starts
+from trainer.checkpoint.run import training_files
+from trainer.checkpoint.same_run import (
     check_same_run,
+    is_finished,
+    is_new,
     keep_global_batch,
     run_fingerprint,
-    total_updates,
     with_enough_epochs,
     with_weight_decay,
 )
-from trainer.run.saving import check_starts, is_finished, is_new, training_files
-from trainer.run.state import Schedule, TrainState
+from trainer.devices.device import device_and_precision
+from trainer.loop import check_monitored, evaluate, train_epoch
+from trainer.objectives.base import Objective, frozen_model
+from trainer.report.trackers import start_tracker
 
 
 class TrainingEngine:

@@ -16,13 +16,13 @@ from common.launcher import launch
 from common.settings import StageArgs
 from llm.training.core.callbacks import MetricsLogger
 from llm.training.core.config import Config
+from trainer.callbacks.train_state import TrainState
+from trainer.checkpoint.file import newest_checkpoint
+from trainer.checkpoint.run import save_checkpoint
 from trainer.devices.device import select_device
 from trainer.devices.process_group import leave_process_group, reduce_sum, world_size
 from trainer.devices.wrapping import unwrap
-from trainer.run.saving import save_checkpoint
-from trainer.run.state import TrainState
 from trainer.trainer_utils import init_distributed_mode, is_main_process
-from trainer.weights import checkpoint
 from trainer.weights.paths import log_path, resume_path, run_name
 
 
@@ -127,7 +127,7 @@ class CheckpointManager:
         if not self.args.from_resume:
             return None
         path = resume_path(self.args.checkpoint_dir, self.args.save_weight, self.args)
-        return checkpoint.load(path, self.args.resume_from)
+        return newest_checkpoint(path, self.args.resume_from)
 
 
 class PerformanceMonitor(MetricsLogger):

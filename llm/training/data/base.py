@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, default_collate
 
 from common.errors import UserError
+from dataset.order import SizedDataset, epoch_loader, eval_loader, in_order
 from llm.training.core.checks import checked_batch
 from llm.training.core.config import Config
-from trainer.data.datasets import SizedDataset, epoch_loader, eval_loader, in_order
 
 
 class DataModule(ABC):

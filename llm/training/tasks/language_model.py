@@ -9,14 +9,14 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from dataset.order import epoch_samples, eval_loader, train_loader
 from dataset.token_cache import load_tokenizer
 from llm.training.core.checks import names_of
 from llm.training.core.config import Config, EngineArgs
 from llm.training.data.base import DataModule
 from llm.training.tasks.base_task import Task
 from trainer import train_full_sft, train_pretrain
-from trainer.data.datasets import epoch_samples, eval_loader, train_loader
-from trainer.objectives.next_token import Objective
+from trainer.objectives.base import Objective
 from trainer.stage import read_start_weights
 from trainer.trainer_utils import init_model
 from trainer.weights.config import model_config

@@ -4,11 +4,11 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
+from dataset.batch import Batch
 from llm.training.core.config import EngineArgs
 from llm.training.data.base import DataModule
 from llm.training.data.synthetic import SyntheticDataModule
 from llm.training.tasks.base_task import TrainingTask
-from trainer.run.state import Batch
 
 
 class RegressionArgs(EngineArgs):

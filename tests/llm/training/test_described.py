@@ -25,8 +25,8 @@ from tests.conftest import ROOT
 from tests.llm.training.test_engine import NAME, regression
 from tests.stage_process import Faults, rank_variables, run
 from tests.trainer.stage_flags import assert_same_run, flags, saved_state
+from trainer.callbacks.base import HOOKS
 from trainer.report.metrics import read_metrics
-from trainer.run.callbacks import HOOKS
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from common.errors import UserError
-from trainer.data.datasets import ProcessLoader
+from dataset.order import ProcessLoader
 from trainer.devices.errors import translated_failures
 
 

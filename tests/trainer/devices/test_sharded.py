@@ -15,7 +15,7 @@ CONFIG = MiniMindConfig(hidden_size=32, num_hidden_layers=1)
 SETTINGS = {"batch_size": 2, "accumulation_steps": 2, "epochs": 1, "num_hidden_layers": 1, "parallel": "fsdp"}
 SETTINGS |= {"save_interval": 4, "eval_interval": 1000, "optimizer": "adamw"}
 KILLED = """
-import trainer.weights.checkpoint as checkpoint
+import trainer.checkpoint.file as checkpoint
 atomic_write, count = checkpoint.atomic_write, []
 def killed(path, write, rotate):
     def before_its_name(path):

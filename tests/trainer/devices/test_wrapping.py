@@ -16,12 +16,12 @@ from model.generation import generate
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from model.sampling import Sampling
 from tests.stage_process import context, finish, free_port, rank_variables
+from trainer.callbacks.train_state import TrainState
 from trainer.devices.process_group import leave_process_group
 from trainer.devices.wrapping import decoding_model, full_tensor, is_sharded, unwrap, wrap_model
 from trainer.loop import count_update, evaluate, train_update, update_size
 from trainer.objectives.next_token import NextToken, next_token_loss
 from trainer.optim.build import build_optimizer
-from trainer.run.state import TrainState
 from trainer.trainer_utils import init_distributed_mode
 from trainer.weights.files import half_weights
 

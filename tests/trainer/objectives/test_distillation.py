@@ -13,8 +13,8 @@ from tests.conftest import ROOT
 from tests.trainer.devices.test_wrapping import flat_batch
 from trainer import train_distillation
 from trainer.objectives import distillation
+from trainer.objectives.base import frozen_model
 from trainer.objectives.distillation import TeacherArgs, load_teachers
-from trainer.objectives.next_token import frozen_model
 from trainer.weights.files import save_weights, weights_hash
 
 

@@ -4,7 +4,8 @@ another value."""
 import pytest
 import torch
 
-from dataset.lm_dataset import collate_pairs
+from dataset.batch import collate_pairs
+from dataset.opening import open_prompts
 from dataset.token_cache import load_tokenizer
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from tests.conftest import ROOT, write_jsonl
@@ -12,7 +13,6 @@ from tests.trainer.devices.test_wrapping import flat_batch
 from tests.trainer.objectives.test_distillation import small_teacher
 from tests.trainer.objectives.test_preference import objective_of, pairs
 from trainer import train_agent, train_distillation, train_dpo, train_grpo, train_ppo
-from trainer.data.datasets import open_prompts
 from trainer.rollouts.settings import make_rollouts
 
 CONFIG = MiniMindConfig(hidden_size=32, num_hidden_layers=1)

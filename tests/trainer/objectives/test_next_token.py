@@ -3,9 +3,11 @@
 import pytest
 import torch
 
+from dataset.batch import model_inputs
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from tests.trainer.devices.test_wrapping import flat_batch
-from trainer.objectives.next_token import frozen_model, model_inputs, next_token_loss, target_logits
+from trainer.objectives.base import frozen_model
+from trainer.objectives.next_token import next_token_loss, target_logits
 
 
 @pytest.mark.parametrize("with_targets", [True, False])

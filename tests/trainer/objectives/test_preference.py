@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from dataset.lm_dataset import collate_flat, collate_pairs
+from dataset.batch import collate_flat, collate_pairs
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from trainer import train_dpo
 from trainer.objectives.preference import pair_size

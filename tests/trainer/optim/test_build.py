@@ -8,9 +8,9 @@ import torch
 from common.errors import UserError
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from trainer import train_full_sft, train_pretrain
+from trainer.checkpoint.same_run import with_weight_decay
 from trainer.optim import muon
 from trainer.optim.build import MUON_LR_SCALE, build_optimizer
-from trainer.run.resume import with_weight_decay
 
 
 def tiny(use_moe: bool) -> MiniMindForCausalLM:

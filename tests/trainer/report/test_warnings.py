@@ -6,11 +6,11 @@ import pytest
 
 from common.settings import StageArgs
 from dataset.lm_dataset import PretrainDataset
+from dataset.opening import open_datasets
 from dataset.token_cache import load_tokenizer
 from tests.conftest import ROOT, write_jsonl
 from tests.stage_process import Faults, run
 from tests.trainer.stage_flags import flags
-from trainer.data.datasets import open_datasets
 from trainer.report.metrics import first_best_and_last, read_metrics
 from trainer.report.warnings import find_warnings, verdict
 from trainer.stage import is_trained_on

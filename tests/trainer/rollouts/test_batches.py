@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from common.errors import UserError
+from dataset.order import epoch_samples, train_loader
 from dataset.rollout_prompts import RolloutPrompt, collate_prompts
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from tests.trainer.rollouts.test_policy import log_probs_one_by_one
 from tests.trainer.stage_flags import assert_same_tensors
-from trainer.data.datasets import epoch_samples, train_loader
 from trainer.rollouts.batches import Rollouts, rollout_size
 from trainer.rollouts.ppo import PPO, ActorCritic, moved_since_rollout, token_advantages
 from trainer.rollouts.rewards import Reward

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from dataset.lm_dataset import collate_flat
+from dataset.batch import collate_flat
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from trainer.rollouts.policy import TOKEN_LEVEL, group_advantages, policy_loss, sampled_tokens_loss
 from trainer.rollouts.ppo import ActorCritic, actor_critic_loss

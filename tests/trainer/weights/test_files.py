@@ -18,10 +18,10 @@ from tests.trainer.stage_flags import flags
 from trainer.stage import read_start_weights
 from trainer.trainer_utils import init_model
 from trainer.weights import files as model_files
-from trainer.weights.checkpoint import write_file
 from trainer.weights.config import model_config, vocabulary_hash
 from trainer.weights.files import read_model, save_weights
 from trainer.weights.for_tools import load_path
+from trainer.weights.tensor_file import write_file
 
 ODD = {"hidden_size": 32, "num_hidden_layers": 1, "rms_norm_eps": 1e-5, "head_dim": 16, "use_moe": True}
 ODD |= {"num_experts": 3, "num_experts_per_tok": 2, "norm_topk_prob": False}

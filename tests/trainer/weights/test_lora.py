@@ -11,7 +11,6 @@ from common.errors import UserError
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from tests.trainer.devices.test_wrapping import flat_batch
 from trainer.objectives.next_token import next_token_loss, target_logits
-from trainer.weights.checkpoint import Writer
 from trainer.weights.lora import (
     TARGETS,
     adapter_weights,
@@ -20,6 +19,7 @@ from trainer.weights.lora import (
     merge_adapter,
     save_adapter,
 )
+from trainer.weights.tensor_file import Writer
 
 
 def base(use_moe: bool = False, **shape) -> MiniMindForCausalLM:

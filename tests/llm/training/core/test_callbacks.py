@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from common.errors import UserError
 from llm.training.core.callbacks import Callback, EarlyStopping, TensorBoardLogger
 from tests.conftest import ROOT
-from trainer.run.callbacks import CallbackList
+from trainer.callbacks.base import CallbackList
 
 PAGE = (ROOT / "docs/engine.md").read_text(encoding="utf-8")
 ENGINE = SimpleNamespace(resumed_update=None)

@@ -15,13 +15,12 @@ from torch import Tensor, nn
 from common.errors import UserError, reason, warn
 from common.files import is_file
 from common.settings import StageArgs
-from dataset.lm_dataset import StageDataset, collate_flat, collate_shared
-from trainer.data.datasets import SizedDataset, epoch_tokens
+from dataset.batch import collate_flat, collate_shared, model_inputs, to_device
+from dataset.lm_dataset import StageDataset
+from dataset.order import SizedDataset, epoch_tokens
 from trainer.devices.device import native_bfloat16
 from trainer.devices.errors import compiling
 from trainer.devices.process_group import Logger, world_size
-from trainer.objectives.next_token import model_inputs, to_device
-from trainer.report.speed import layer_weights
 
 # operations of a run per thread of a CPU from which on compiling pays: five to twelve minutes of training for
 # half a minute of compiling, which saves a tenth
@@ -208,3 +207,8 @@ def warm_up_inputs(kwargs: dict[str, Any], tokens: int, targets: int, samples: i
     if any(isinstance(value, Tensor) and name not in inputs for name, value in kwargs.items()):
         return None
     return {name: value if value is None else inputs.get(name, value) for name, value in kwargs.items()}
+
+
+def layer_weights(layers: int, width: int) -> float:
+    """Roughly the weights of so many dense layers, all of which a token meets."""
+    return 12.0 * layers * width**2

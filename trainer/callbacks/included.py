@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError, reason
+from trainer.callbacks.base import Callback, is_better, monitored
 from trainer.devices.process_group import is_main_process
 from trainer.report.trackers import drawable
-from trainer.run.callbacks import Callback, is_better, monitored
 
 
 class EarlyStopping(Callback):

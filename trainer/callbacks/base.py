@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from common.errors import UserError, check_utf8, reason, warn
-from trainer.objectives.next_token import Objective
+from trainer.objectives.base import Objective
 
 
 class Callback:

@@ -18,17 +18,12 @@ from common.errors import UserError
 from common.files import atomic_write
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from tests.trainer.stage_flags import assert_same_tensors
+from trainer.checkpoint.file import write_checkpoint
+from trainer.checkpoint.state import copy_to_host, first_difference, load_into
 from trainer.optim.build import build_optimizer
 from trainer.trainer_utils import lm_checkpoint
-from trainer.weights.checkpoint import (
-    Writer,
-    copy_to_host,
-    first_difference,
-    load_into,
-    read_file,
-    write_checkpoint,
-)
 from trainer.weights.files import read_model
+from trainer.weights.tensor_file import Writer, read_file
 
 CONFIG = MiniMindConfig(hidden_size=32, num_hidden_layers=1)
 

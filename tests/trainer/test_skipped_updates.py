@@ -8,12 +8,12 @@ import torch
 
 from common.errors import UserError
 from common.settings import StageArgs
-from dataset.lm_dataset import collate_flat
+from dataset.batch import collate_flat
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
+from trainer.callbacks.train_state import TrainState
 from trainer.loop import count_update, make_record, train_update, update_size
 from trainer.objectives.next_token import NextToken, next_token_loss
 from trainer.optim.build import build_optimizer
-from trainer.run.state import TrainState
 
 CONFIG = MiniMindConfig(hidden_size=32, num_hidden_layers=1)
 

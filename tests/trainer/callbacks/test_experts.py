@@ -4,14 +4,14 @@ import pytest
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from dataset.batch import model_inputs
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from tests.stage_process import run
 from tests.trainer.devices.test_wrapping import flat_batch
 from tests.trainer.stage_flags import flags
-from trainer.objectives.next_token import model_inputs
+from trainer.callbacks.experts import ExpertLoad, balance_metrics, token_counters
 from trainer.report.metrics import read_metrics
 from trainer.report.trackers import drawable
-from trainer.run.experts import ExpertLoad, balance_metrics, token_counters
 
 # counts by layer -> expert_load, expert_max_min, dead_experts
 TABLE = [([[8, 2], [5, 5]], [0.65, 0.35], 4.0, 0), ([[10, 0], [2, 8]], [0.6, 0.4], None, 1)]

@@ -19,9 +19,9 @@ from tests.conftest import write_jsonl
 from tests.stage_process import Faults, run
 from tests.trainer.rollout_runs import rollout_flags, write_prompts
 from tests.trainer.stage_flags import assert_same_run, flags
+from trainer.callbacks import samples
+from trainer.callbacks.experts import token_counters
 from trainer.report.metrics import read_metrics
-from trainer.run import samples
-from trainer.run.experts import token_counters
 
 
 @pytest.fixture(scope="module")

@@ -9,14 +9,15 @@ import torch
 
 from common.errors import UserError, reason
 from dataset.lm_dataset import StageDataset
+from dataset.opening import sample_lines
+from dataset.order import StageData
 from dataset.rollout_prompts import PromptDataset
 from dataset.token_cache import load_tokenizer
 from model.prompts import document_tokens, prompt_tokens
-from trainer.data.datasets import StageData, sample_lines
+from trainer.callbacks.base import Callback
+from trainer.callbacks.train_state import TrainState
 from trainer.devices.process_group import Logger, all_gather, is_main_process
 from trainer.devices.wrapping import is_sharded, unwrap
-from trainer.run.callbacks import Callback
-from trainer.run.state import TrainState
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -19,105 +19,19 @@ from typing import Any
 import torch
 
 from common.errors import Interrupted, ReadError, UserError, reason, warn
-from common.files import (
-    files_in,
-    is_taken,
-    is_there,
-    link,
-    read_errors,
-    remove,
-    sync,
-    write_errors,
-    write_json,
-)
-from common.settings import FrozenModelArgs, StageArgs
+from common.files import files_in, is_there, link, read_errors, remove, sync, write_errors, write_json
+from common.settings import StageArgs
+from trainer.callbacks.train_state import Progress, TrainState
+from trainer.checkpoint.earlier import set_earlier_run_aside
+from trainer.checkpoint.file import previous_path, read_checkpoint, write_checkpoint
+from trainer.checkpoint.state import copy_to_host, first_difference, host_copy, load_into
 from trainer.devices.errors import end_loader_processes, translated_failures
 from trainer.devices.process_group import Logger, all_gather, is_main_process, meet, world_size
 from trainer.devices.wrapping import is_sharded, unwrap
 from trainer.report.metrics import MetricsLog, readable_records
 from trainer.report.warnings import verdict
-from trainer.run.resume import Fingerprint, total_updates
-from trainer.run.state import Progress, TrainState
-from trainer.weights import checkpoint, paths
-
-# --- an earlier run of this name
-
-
-def run_files(folder: Path, run_name: str) -> list[Path]:
-    """The files of a run of this name in a folder: weights, states, metrics, settings, adapters, curves."""
-    endings = r"(_metrics|_run|_resume|_resume_previous|_best_resume|_update_\d+)?(\.\w+)*"
-    return [path for path in files_in(folder) if re.fullmatch(re.escape(run_name) + endings, path.name)]
-
-
-def earlier_run_files(args: StageArgs) -> list[Path]:
-    """The files that a new run with these settings sets aside; not the log, which it goes on writing."""
-    name = paths.run_name(args.save_weight, args)
-    best = paths.run_name(f"{args.save_weight}_best", args)
-    out, states = Path(args.save_dir), Path(args.checkpoint_dir)
-    # states first: what is left of a run without one cannot be taken for a run to go on with
-    files = run_files(states, name) + run_files(out, name) + run_files(out, best)
-    files += run_files(paths.tensorboard_folder(args).parent, name)
-    log = paths.log_path(args, name)
-    kept = {path for path in files if path.suffix == ".log" or (log and path.absolute() == log.absolute())}
-    return [path for path in dict.fromkeys(files) if path not in kept]  # both folders may be the same
-
-
-def check_starts(args: StageArgs) -> None:
-    """Raise UserError if a new run starts from, or reads again, a file that it sets aside and writes anew."""
-    starts = args.frozen_model_paths() if isinstance(args, FrozenModelArgs) else {}
-    if args.from_weight != "none":
-        starts["from_weight"] = [paths.start_path(args.save_dir, args.from_weight, args)]
-    if args.resume_from is not None:
-        starts["resume_from"] = [Path(args.resume_from)]
-    files = earlier_run_files(args)
-    for flag, start in ((flag, start) for flag, several in starts.items() for start in several):
-        if any(is_there(start) and start.samefile(path) for path in files):
-            raise UserError(
-                f"--{flag} {start} is a file of the run --save_weight {args.save_weight}, which a new run of "
-                "this name sets aside; give another --save_weight, or go on with that run (--from_resume 1)"
-            )
-
-
-def set_earlier_run_aside(args: StageArgs) -> None:
-    """Move the files of an earlier run of this name into folders `earlier_<n>` beside them: a forgotten
-    --from_resume 1 loses nothing."""
-    files = [path.absolute() for path in earlier_run_files(args)]
-    if not files:
-        return
-    number = 1
-    while any(is_taken(path.parent / f"earlier_{number}") for path in files):
-        number += 1
-    moves = {str(path): str(path.parent / f"earlier_{number}" / path.name) for path in files}
-    write_json(moves_path(args), moves)
-    complete_moves(args)
-    places = " and ".join(sorted({str(Path(place).parent) for place in moves.values()}))
-    name = paths.run_name(args.save_weight, args)
-    text = f"a run named {name} was here; its files are now in {places}"
-    Logger(f"{text} (--from_resume 1 would have continued it)")
-
-
-def moves_path(args: StageArgs) -> Path:
-    """The file that lists what is being set aside. It is there while that is done: a start after a kill
-    completes it, before it looks for a state to go on from."""
-    return Path(args.checkpoint_dir) / f".{paths.run_name(args.save_weight, args)}_moves.json"
-
-
-def complete_moves(args: StageArgs) -> None:
-    """Set aside what is listed and not set aside yet; rank 0 only."""
-    path = moves_path(args)
-    if not is_there(path):
-        return
-    with read_errors(path):
-        moves = json.loads(path.read_bytes())
-    for source, kept in moves.items():
-        with write_errors(Path(kept)):
-            Path(kept).parent.mkdir(exist_ok=True)
-            if is_taken(source):
-                os.replace(source, kept)
-    for folder in {Path(kept).parent for kept in moves.values()}:
-        sync(folder)
-    remove(path)
-
+from trainer.weights import paths
+from trainer.weights.tensor_file import DAMAGED
 
 # --- checkpoints and weights
 
@@ -155,14 +69,12 @@ def save_checkpoint(state: TrainState) -> None:
 
 def collect(state: TrainState) -> dict[str, Any]:
     """What a checkpoint holds of a run: a copy on the host, on rank 0. A collective."""
-    model, optimizer = checkpoint.copy_to_host(
-        state.model, state.optimizer, state.objective.saves_trained_only
-    )
+    model, optimizer = copy_to_host(state.model, state.optimizer, state.objective.saves_trained_only)
     return asdict(state.progress) | {
         "model": model,
         "optimizer": optimizer,
         "scaler": state.scaler.state_dict(),
-        "callbacks": checkpoint.host_copy(state.callbacks.state_dict()),
+        "callbacks": host_copy(state.callbacks.state_dict()),
         "fingerprint": state.fingerprint,
         "environment": state.environment,
         "code": state.code,
@@ -173,7 +85,7 @@ def collect(state: TrainState) -> dict[str, Any]:
 def restore(state: TrainState, saved: dict[str, Any]) -> None:
     """Put what `collect` gave back into a run: weights, optimizer, scaler, callbacks and progress. A field of
     Progress that the code did not have yet keeps its default."""
-    checkpoint.load_into(state.model, state.optimizer, saved)
+    load_into(state.model, state.optimizer, saved)
     if saved["scaler"]:  # empty unless that part of the run was in float16
         state.scaler.load_state_dict(saved["scaler"])
     state.callbacks.load_state_dict(saved["callbacks"])
@@ -196,16 +108,16 @@ def restore_first(state: TrainState, path: Path) -> None:
         )
         return
     try:
-        saved = checkpoint.read_checkpoint(path)
-    except checkpoint.DAMAGED as error:
+        saved = read_checkpoint(path)
+    except DAMAGED as error:
         raise UserError(f"{path}, just written, cannot be read again: {reason(error)}") from error
-    before = checkpoint.host_copy(state.callbacks.state_dict())
+    before = host_copy(state.callbacks.state_dict())
     restore(state, saved)
     now = collect(state)
     other = [
         name
         for name, value in before.items()
-        if checkpoint.first_difference(saved["callbacks"].get(name), value) is not None
+        if first_difference(saved["callbacks"].get(name), value) is not None
     ]
     other_by_rank = all_gather(other)
     if not is_main_process():
@@ -214,7 +126,7 @@ def restore_first(state: TrainState, path: Path) -> None:
     warn_of_lost_states(other_by_rank)
     expected = {key: saved[key] for key in now}
     expected["callbacks"] |= {name: now["callbacks"][name] for name in other}
-    difference = checkpoint.first_difference(expected, now)
+    difference = first_difference(expected, now)
     if difference is not None:
         raise UserError(
             f"{path} was written, but the run cannot be restored from it: {difference}; a resumed run would "
@@ -241,7 +153,7 @@ def write_and_keep(
 ) -> None:
     """Write a state as the newest at `path`, and under its number or as the best, where it is one to keep."""
     run_name, update = path.stem.removesuffix("_resume"), saved["update"]
-    checkpoint.write_checkpoint(path, saved, description)
+    write_checkpoint(path, saved, description)
     if args.keep_every and update % args.keep_every == 0:
         keep(path, path.with_name(f"{run_name}_update_{update:08d}.pth"))
         delete_old_checkpoints(path.parent, run_name, args.keep_last, saved)
@@ -352,7 +264,7 @@ def where_to_go_on(state: TrainState) -> str:
     """The end of an error's line: that the run can be resumed; empty if there is no checkpoint yet."""
     path = paths.resume_path(state.args.checkpoint_dir, state.args.save_weight, state.lm_config)
     with suppress(ReadError):
-        if is_there(path) or is_there(checkpoint.previous_path(path)):
+        if is_there(path) or is_there(previous_path(path)):
             return "; --from_resume 1 goes on from the last checkpoint"
     return ""
 
@@ -407,30 +319,3 @@ def open_files(state: TrainState, wandb: Any) -> Iterator[None]:
         if state.log is not None:
             state.log.close()
         state.writer.wait()
-
-
-def is_new(saved: dict[str, Any] | None) -> bool:
-    """Whether a run begins: without a checkpoint, or with one of another run, as a branch of it."""
-    return saved is None or not saved["run_id"]
-
-
-def has_ended_early(args: StageArgs, updates: int, saved: dict[str, Any]) -> bool:
-    """Whether early stopping, or a callback, has ended the run of a checkpoint, of so many updates in all.
-    --extend_epochs 1 makes such a run go on once for a number of updates: the same command again does not."""
-    return saved["finished"] and not (args.extend_epochs and saved.get("extended_to") != updates)
-
-
-def is_finished(args: StageArgs, fingerprint: Fingerprint, saved: dict[str, Any] | None) -> bool:
-    """Whether the run of a checkpoint has come to its end: then nothing is left to do. Says so."""
-    if saved is None or is_new(saved):
-        return False
-    if not has_ended_early(args, total_updates(fingerprint), saved) and saved["update"] < total_updates(
-        fingerprint
-    ):
-        return False
-    path = paths.weight_path(args.save_dir, args.save_weight, args)
-    has_weights = is_there(path) or is_there(path.with_suffix(""))  # of an adapter, a folder
-    if not all_gather(has_weights)[0]:  # they are written once more
-        return False
-    Logger(f"{path.stem} is finished, after {saved['update']} updates: nothing to do; its weights: {path}")
-    return True

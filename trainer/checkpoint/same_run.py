@@ -1,5 +1,5 @@
-"""Whether a checkpoint belongs to this run: the run fingerprint, and what changes with another number of
-ranks."""
+"""Whether a checkpoint belongs to this run, and whether that run has come to its end: the run fingerprint,
+and what changes with another number of ranks."""
 
 import math
 import subprocess
@@ -12,18 +12,18 @@ from typing import Any, TypeVar
 import torch
 
 from common.errors import UserError, check_utf8, warn
-from common.files import is_file
+from common.files import is_file, is_there
 from common.settings import ROOT, USUAL_DECAY, FrozenModelArgs, StageArgs
 from dataset.token_cache import file_hash
+from trainer.callbacks.base import plain
+from trainer.callbacks.train_state import Fingerprint, total_updates
 from trainer.devices.device import autocast_dtype
 from trainer.devices.process_group import Logger, all_gather, world_size
 from trainer.optim.build import MUON_LR_SCALE, optimizer_settings
 from trainer.optim.muon import decay_of
-from trainer.run.callbacks import plain
 from trainer.weights import paths
 from trainer.weights.files import weights_hash
 
-Fingerprint = dict[str, Any]
 SOURCE_ROOMS = ("common", "model", "dataset", "trainer", "llm")
 PYTHON_FOLDERS = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib")]
 A = TypeVar("A", bound=StageArgs)
@@ -51,12 +51,6 @@ def check_settings_utf8(args: StageArgs) -> None:
     """Raise UserError for a path that is not UTF-8, which no checkpoint can hold."""
     for name, value in args:
         check_utf8(f"--{name}", str(value))
-
-
-def total_updates(fingerprint: Fingerprint) -> int:
-    """Optimizer updates of the whole run; each epoch ends with an update of its own, however small."""
-    updates = math.ceil(fingerprint["samples"] / fingerprint["global_batch"]) * fingerprint["epochs"]
-    return min(updates, fingerprint.get("max_steps") or updates)
 
 
 def with_enough_epochs(args: A, samples: int) -> A:
@@ -180,6 +174,32 @@ def changes(before: Fingerprint, now: Fingerprint) -> str:
     """What differs, as `name: old -> new`; empty if nothing does."""
     differing = [key for key in before | now if before.get(key) != now.get(key)]
     return "; ".join(f"{key}: {before.get(key)} -> {now.get(key)}" for key in differing)
+
+
+def is_new(saved: dict[str, Any] | None) -> bool:
+    """Whether a run begins: without a checkpoint, or with one of another run, as a branch of it."""
+    return saved is None or not saved["run_id"]
+
+
+def has_ended_early(args: StageArgs, updates: int, saved: dict[str, Any]) -> bool:
+    """Whether early stopping, or a callback, has ended the run of a checkpoint, of so many updates in all.
+    --extend_epochs 1 makes such a run go on once for a number of updates: the same command again does not."""
+    return saved["finished"] and not (args.extend_epochs and saved.get("extended_to") != updates)
+
+
+def is_finished(args: StageArgs, fingerprint: Fingerprint, saved: dict[str, Any] | None) -> bool:
+    """Whether the run of a checkpoint has come to its end: then nothing is left to do. Says so."""
+    if saved is None or is_new(saved):
+        return False
+    updates = total_updates(fingerprint)
+    if saved["update"] < updates and not has_ended_early(args, updates, saved):
+        return False
+    path = paths.weight_path(args.save_dir, args.save_weight, args)
+    has_weights = is_there(path) or is_there(path.with_suffix(""))  # of an adapter, a folder
+    if not all_gather(has_weights)[0]:  # they are written once more
+        return False
+    Logger(f"{path.stem} is finished, after {saved['update']} updates: nothing to do; its weights: {path}")
+    return True
 
 
 # --- what bitwise equal results need besides

@@ -15,12 +15,13 @@ import torch
 from common.errors import ReadError, UserError
 from common.settings import StageArgs
 from tests.stage_process import Faults, StageProcess, run, start_ranks
+from tests.trainer.checkpoint.restored_runs import KINDS, differences, make, train
 from tests.trainer.rollout_runs import rollout_flags, write_prompts
-from tests.trainer.run.restored_runs import KINDS, differences, make, train
 from tests.trainer.stage_flags import assert_same_run, flags, saved_state, write_start_weights
-from trainer.run.resume import source_files, warn_of_changes
-from trainer.run.saving import complete_moves, set_earlier_run_aside
-from trainer.weights import checkpoint
+from trainer.checkpoint.earlier import complete_moves, set_earlier_run_aside
+from trainer.checkpoint.file import newest_checkpoint, write_checkpoint
+from trainer.checkpoint.same_run import source_files, warn_of_changes
+from trainer.checkpoint.state import copy_to_host, first_difference, host_copy, load_into
 
 # --- optimizers
 
@@ -32,7 +33,7 @@ def test_every_optimizer_goes_on_with_the_same_bits(tmp_path, kind):
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_every_optimizer_goes_on_with_the_same_bits_on_two_ranks(tmp_path, parallel):
-    process = run("tests.trainer.run.restored_runs", [tmp_path, parallel], ranks=2)
+    process = run("tests.trainer.checkpoint.restored_runs", [tmp_path, parallel], ranks=2)
     runs = {"ddp": 45, "fsdp": 35}[parallel]
     assert process.out.splitlines()[-1] == f"0 of {runs} runs differ"
 
@@ -100,7 +101,7 @@ def test_runs_whose_optimizer_has_no_state_of_some_parameters(corpus, tmp_path, 
     if stage == "lora":
         one, other = (saved_state(folder, "lora_32") for folder in runs)
         parts = [(one[part], other[part]) for part in ("model", "optimizer")]
-        assert all(checkpoint.first_difference(*pair) is None for pair in parts)
+        assert all(first_difference(*pair) is None for pair in parts)
     else:
         assert_same_run(*runs, f"{name}_32")
 
@@ -114,11 +115,11 @@ def test_an_optimizer_that_computes_the_loss_itself_is_refused_at_the_start(corp
 
 
 def test_another_optimizer_is_one_line(tmp_path):
-    state = dict(zip(("model", "optimizer"), checkpoint.copy_to_host(*make("adam", "plain")), strict=True))
+    state = dict(zip(("model", "optimizer"), copy_to_host(*make("adam", "plain")), strict=True))
     with pytest.raises(UserError, match="the checkpoint is of the optimizer Adam, not SGD"):
-        checkpoint.load_into(*make("sgd", "plain"), state)
+        load_into(*make("sgd", "plain"), state)
     with pytest.raises(UserError, match=r"model.embed_tokens.weight is trained in the checkpoint or here"):
-        checkpoint.load_into(*make("adam", "frozen"), state)
+        load_into(*make("adam", "frozen"), state)
 
 
 def test_other_groups_keep_the_state_of_each_parameter(capsys):
@@ -126,14 +127,14 @@ def test_other_groups_keep_the_state_of_each_parameter(capsys):
     tokens = torch.tensor([[3, 4, 5]])
     model(tokens, labels=tokens).loss.backward()
     optimizer.step()
-    state = dict(zip(("model", "optimizer"), checkpoint.copy_to_host(model, optimizer), strict=True))
+    state = dict(zip(("model", "optimizer"), copy_to_host(model, optimizer), strict=True))
     other, its_optimizer = make("adam", "lr_scales")
-    checkpoint.load_into(other, its_optimizer, state)
+    load_into(other, its_optimizer, state)
     assert "has other parameters than in the checkpoint" in capsys.readouterr().err
     assert [group["lr"] for group in its_optimizer.param_groups] == [1e-2, 5e-3]
     for name, value in other.named_parameters():
         saved = state["optimizer"]["state"][name]
-        assert checkpoint.first_difference(saved, its_optimizer.state[value]) is None
+        assert first_difference(saved, its_optimizer.state[value]) is None
 
 
 def test_groups_without_parameters_keep_their_settings_each():
@@ -142,8 +143,8 @@ def test_groups_without_parameters_keep_their_settings_each():
     groups = [{"params": [], "weight_decay": decay} for decay in decays[:2]]
     groups.append({"params": list(model.parameters()), "weight_decay": decays[2]})
     optimizer = torch.optim.AdamW(groups, 1e-2)
-    state = dict(zip(("model", "optimizer"), checkpoint.copy_to_host(model, optimizer), strict=True))
-    checkpoint.load_into(model, optimizer, state)
+    state = dict(zip(("model", "optimizer"), copy_to_host(model, optimizer), strict=True))
+    load_into(model, optimizer, state)
     assert tuple(group["weight_decay"] for group in optimizer.param_groups) == decays
 
 
@@ -152,8 +153,8 @@ def test_a_group_that_somebody_has_kept_is_still_used_by_the_optimizer(kind):
     """As of a callback that changes `optimizer.param_groups[0]` during the run."""
     model, optimizer = make(kind, "plain")
     kept = list(optimizer.param_groups)
-    state = dict(zip(("model", "optimizer"), checkpoint.copy_to_host(model, optimizer), strict=True))
-    checkpoint.load_into(model, optimizer, state)
+    state = dict(zip(("model", "optimizer"), copy_to_host(model, optimizer), strict=True))
+    load_into(model, optimizer, state)
     for group in kept:
         group["lr"] = 0.0
     before = [value.clone() for value in model.parameters()]
@@ -163,10 +164,10 @@ def test_a_group_that_somebody_has_kept_is_still_used_by_the_optimizer(kind):
 
 def test_a_group_without_parameters_may_be_new():
     """Such as that of layers which are all frozen."""
-    state = dict(zip(("model", "optimizer"), checkpoint.copy_to_host(*make("adam", "plain")), strict=True))
+    state = dict(zip(("model", "optimizer"), copy_to_host(*make("adam", "plain")), strict=True))
     model, _ = make("adam", "plain")
     optimizer = torch.optim.Adam([{"params": list(model.parameters())}, {"params": [], "lr": 0.5}])
-    checkpoint.load_into(model, optimizer, state)
+    load_into(model, optimizer, state)
     assert [group["lr"] for group in optimizer.param_groups] == [1e-2, 0.5]
 
 
@@ -174,14 +175,14 @@ def test_a_tensor_outside_the_model_is_refused():
     model, _ = make("adam", "plain")
     optimizer = torch.optim.Adam([*model.parameters(), torch.nn.Parameter(torch.ones(2))])
     with pytest.raises(UserError, match="no parameter of the model"):
-        checkpoint.copy_to_host(model, optimizer)
+        copy_to_host(model, optimizer)
 
 
 # --- the first save
 
 CALLBACK = """
 from trainer import stage
-from trainer.run.callbacks import Callback
+from trainer.callbacks.base import Callback
 
 class Counter(Callback):
     count = 0
@@ -237,7 +238,7 @@ def test_what_cannot_be_restored_ends_the_run_at_its_first_update(corpus, tmp_pa
 
 SLOW_WRITER = """
 import time
-import trainer.run.saving as saving
+import trainer.checkpoint.run as saving
 
 def slow(*args, write=saving.write_and_keep):
     time.sleep(1)  # the other rank is there long before the file
@@ -272,7 +273,9 @@ def test_the_first_save_changes_nothing_on_two_ranks(corpus, tmp_path):
     script = CALLBACK.format(load='self.count = saved["count"]')
     for name in ("looks", "not"):
         more = (
-            "" if name == "looks" else "\nimport trainer.run.saving as s; s.restore_first = lambda *_: None"
+            ""
+            if name == "looks"
+            else "\nimport trainer.checkpoint.run as s; s.restore_first = lambda *_: None"
         )
         settings = SHORT | {"accumulation_steps": 2, "dropout": 0.1, "optimizer": "muon"}
         argv = flags(corpus, tmp_path / name, "sft", **settings)
@@ -293,7 +296,9 @@ def test_the_first_save_is_restored_by_the_way_of_a_resume(corpus, tmp_path):
     script = CALLBACK.format(load='self.count = saved["count"]; print("given", saved, flush=True)')
     for name in ("looks", "not"):
         more = (
-            "" if name == "looks" else "\nimport trainer.run.saving as s; s.restore_first = lambda *_: None"
+            ""
+            if name == "looks"
+            else "\nimport trainer.checkpoint.run as s; s.restore_first = lambda *_: None"
         )
         settings = SHORT | {"accumulation_steps": 2, "dropout": 0.1}
         process = run("sft", flags(corpus, tmp_path / name, "sft", **settings), Faults(script=script + more))
@@ -303,7 +308,7 @@ def test_the_first_save_is_restored_by_the_way_of_a_resume(corpus, tmp_path):
 
 def test_a_tensor_of_a_callback_is_copied_before_it_changes():
     value = torch.zeros(3)
-    copied = checkpoint.host_copy({"ema": [value, value]})
+    copied = host_copy({"ema": [value, value]})
     value.add_(1)
     assert copied["ema"][0].sum() == 0 and copied["ema"][0] is copied["ema"][1]
 
@@ -547,7 +552,7 @@ def test_errors_of_torchs_own_reader_are_no_damage(tmp_path, monkeypatch, where)
     """As on a machine without memory: torch raises a RuntimeError."""
     path = tmp_path / "w_32_resume.pth"
     state = dict.fromkeys(("model", "optimizer", "epoch", "step", "world_size"), 0)
-    checkpoint.write_checkpoint(path, state)
+    write_checkpoint(path, state)
     texts = [
         "unable to mmap 8 bytes from file <w>: Cannot allocate memory (12)",
         "open file failed because of errno 24",
@@ -559,10 +564,10 @@ def test_errors_of_torchs_own_reader_are_no_damage(tmp_path, monkeypatch, where)
 
         monkeypatch.setattr(torch, "load", load)
         with pytest.raises(ReadError, match="cannot be read at present"):
-            checkpoint.load(path)
+            newest_checkpoint(path)
     monkeypatch.undo()
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
-    assert checkpoint.load(path)["step"] == 0
+    assert newest_checkpoint(path)["step"] == 0
 
 
 # --- no start begins anew by accident
@@ -571,7 +576,7 @@ def test_errors_of_torchs_own_reader_are_no_damage(tmp_path, monkeypatch, where)
 def states(folder: Path, *names: str) -> Path:
     state = dict.fromkeys(("model", "optimizer", "epoch", "step", "world_size"), 0)
     for name in names:
-        checkpoint.write_checkpoint(folder / name, state)
+        write_checkpoint(folder / name, state)
     return folder / "w_32_resume.pth"
 
 
@@ -582,7 +587,7 @@ def test_a_run_begins_anew_only_without_a_trace_of_its_states(tmp_path):
     before = listing(tmp_path)
     for _ in range(2):  # the same command again says the same
         with pytest.raises(UserError) as raised:
-            checkpoint.load(path)
+            newest_checkpoint(path)
         line = str(raised.value)
         assert f"{path} is damaged" in line and "w_32_resume_previous.pth is damaged" in line
         assert f"--resume_from {tmp_path}/w_32_best_resume.pth --save_weight NAME" in line
@@ -592,16 +597,16 @@ def test_a_run_begins_anew_only_without_a_trace_of_its_states(tmp_path):
     with pytest.raises(
         UserError, match=r"is missing, but there are w_32_best_resume.pth, w_32_update_00000010"
     ):
-        checkpoint.load(path)
+        newest_checkpoint(path)
     for file in tmp_path.iterdir():
         file.unlink()
     (tmp_path / "w_32_resume.pth.damaged").touch()
     with pytest.raises(UserError, match=r"there are w_32_resume.pth.damaged; --from_resume 0"):
-        checkpoint.load(path)
+        newest_checkpoint(path)
     states(tmp_path, "w_3_resume.pth", "other_w_32_best_resume.pth", "w_32_moe_update_00000001.pth")
     (tmp_path / "w_32_resume.pth.damaged").unlink()
-    assert checkpoint.load(path) is None  # nothing of that is of this run
-    assert checkpoint.load(tmp_path / "no_such_folder" / path.name) is None
+    assert newest_checkpoint(path) is None  # nothing of that is of this run
+    assert newest_checkpoint(tmp_path / "no_such_folder" / path.name) is None
 
 
 # --- other code
@@ -700,7 +705,7 @@ def test_a_state_of_older_code_takes_the_default_of_a_new_field(corpus, tmp_path
     state = saved_state(tmp_path, "full_sft_32")
     del state["overflows"], state["branch_of"], state["code"]
     state["environment"]["code"] = "a82c7d8a"  # where it stood before
-    checkpoint.write_checkpoint(path, state)
+    write_checkpoint(path, state)
     process = run("sft", argv)
     assert "resuming full_sft" in process.out
     assert "by other code: from here on the present code decides" in process.err

@@ -21,9 +21,15 @@ from dataset.token_cache import load_tokenizer
 from tests.conftest import ROOT
 from tests.stage_process import Faults, StageProcess, run, start_ranks
 from tests.trainer.stage_flags import assert_same_run, assert_same_tensors, flags, records, saved_state
+from trainer.checkpoint import same_run
+from trainer.checkpoint.same_run import (
+    check_same_run,
+    code_version,
+    environment,
+    run_fingerprint,
+    warn_of_changes,
+)
 from trainer.report.metrics import read_metrics
-from trainer.run import resume
-from trainer.run.resume import check_same_run, code_version, environment, run_fingerprint, warn_of_changes
 from trainer.weights.config import model_config
 from trainer.weights.files import weights_hash
 
@@ -426,7 +432,7 @@ def test_the_revision_is_of_the_codes_own_repository(tmp_path, monkeypatch):
     for name in (".", "project"):
         folder = outer / name
         if name == "project":
-            monkeypatch.setattr(resume, "ROOT", folder)
+            monkeypatch.setattr(same_run, "ROOT", folder)
             assert code_version() == "unknown"
         git(folder, "init")
         git(folder, "add", "--all")
@@ -439,5 +445,5 @@ def test_the_revision_is_of_the_codes_own_repository(tmp_path, monkeypatch):
     (outer / "project/a.py").write_text("2\n")
     assert code_version() == f"{own}-dirty"
     git(outer / "project", "worktree", "add", tmp_path / "tree")
-    monkeypatch.setattr(resume, "ROOT", tmp_path / "tree")
+    monkeypatch.setattr(same_run, "ROOT", tmp_path / "tree")
     assert code_version() == own

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainer.callbacks.base import Callback
 from trainer.devices.process_group import reduce_sum
-from trainer.run.callbacks import Callback
 
 
 def token_counters(model: nn.Module) -> list[Tensor]:

@@ -15,9 +15,9 @@ from common.settings import StageArgs
 from dataset.lm_dataset import StageDataset
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from trainer import train_dpo, train_pretrain
+from trainer.devices import compiling
+from trainer.devices.compiling import compile_model, compiler_problem, compiles
 from trainer.devices.errors import StopRequest
-from trainer.run import compiling
-from trainer.run.compiling import compile_model, compiler_problem, compiles
 from trainer.stage import compile_and_wrap
 
 LONG = train_pretrain.Args(packing=True, max_seq_len=512, epochs=2, device="cpu")

@@ -9,11 +9,11 @@ import numpy as np
 from dataset.lm_dataset import StageDataset
 from dataset.right_answer import is_right
 from dataset.token_cache import load_tokenizer
+from trainer.callbacks.base import Callback
+from trainer.callbacks.samples import prompt_text, write
+from trainer.callbacks.train_state import TrainState
 from trainer.devices.process_group import Logger, all_gather, is_main_process
 from trainer.devices.wrapping import is_sharded
-from trainer.run.callbacks import Callback
-from trainer.run.samples import prompt_text, write
-from trainer.run.state import TrainState
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

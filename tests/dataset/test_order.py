@@ -5,13 +5,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from common.launcher import Launch
+from dataset import order as order_of_items
 from dataset.lm_dataset import DPODataset, SFTDataset
 from dataset.mixing import MixedDataset
+from dataset.order import epoch_order, train_loader
 from dataset.rollout_prompts import PromptDataset
 from dataset.token_cache import load_tokenizer
 from tests.conftest import ROOT
-from trainer.data import datasets
-from trainer.data.datasets import epoch_order, train_loader
 
 
 def short_first(dataset, items, seed, epoch):
@@ -47,12 +48,11 @@ def test_short_samples_first(kind, corpus, tokenizer, monkeypatch):
     args = SimpleNamespace(
         batch_size=2, accumulation_steps=1, num_iterations=1, num_workers=0, max_tokens=0, seed=3
     )
-    items = sorted(datasets.items_of_epoch(train_set, args, 1).tolist())
-    monkeypatch.setattr(datasets, "in_order", short_first)
+    items = sorted(order_of_items.items_of_epoch(train_set, args, 1).tolist())
+    monkeypatch.setattr(order_of_items, "in_order", short_first)
 
     def batches(rank: int, ranks: int, skip: int = 0) -> list[list[int]]:
-        monkeypatch.setattr(datasets, "this_rank", lambda: rank)
-        monkeypatch.setattr(datasets, "world_size", lambda: ranks)
+        monkeypatch.setattr(order_of_items, "launch", lambda: Launch(rank, ranks))
         args.batch_size = 4 // ranks
         return list(train_loader(train_set, args, 1, skip).batch_sampler)
 

@@ -23,19 +23,14 @@ from torch.optim import (
 )
 
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
+from trainer.checkpoint.file import write_checkpoint
+from trainer.checkpoint.state import copy_to_host, first_difference, host_copy, load_into
 from trainer.devices.process_group import is_main_process, meet
 from trainer.devices.wrapping import freeze, unwrap, wrap_model
 from trainer.optim.build import build_optimizer
 from trainer.trainer_utils import init_distributed_mode
-from trainer.weights.checkpoint import (
-    copy_to_host,
-    first_difference,
-    host_copy,
-    load_into,
-    read_file,
-    write_checkpoint,
-)
 from trainer.weights.lora import add_adapters
+from trainer.weights.tensor_file import read_file
 
 CONFIG = MiniMindConfig(hidden_size=32, num_hidden_layers=1, vocab_size=64)
 SAVED_AFTER, LATE, UPDATES = 2, 3, 4  # a late parameter has its first gradient in an update after the save

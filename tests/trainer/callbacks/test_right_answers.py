@@ -11,9 +11,9 @@ from model.prompts import prompt_tokens
 from tests.conftest import write_jsonl
 from tests.stage_process import run
 from tests.trainer.stage_flags import flags
+from trainer.callbacks import right_answers
+from trainer.callbacks.right_answers import RightAnswers, held_out_questions
 from trainer.report.metrics import read_metrics
-from trainer.run import right_answers
-from trainer.run.right_answers import RightAnswers, held_out_questions
 
 
 @pytest.fixture(scope="module")

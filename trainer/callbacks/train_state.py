@@ -1,5 +1,6 @@
 """What a run holds: its progress, which checkpoints save, and everything that works on it."""
 
+import math
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -13,17 +14,15 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from common.settings import StageArgs
+from trainer.callbacks.base import CallbackList
 from trainer.devices.errors import StopRequest
 from trainer.devices.process_group import Logger
-from trainer.objectives.next_token import Batch, Objective
+from trainer.objectives.base import Objective
 from trainer.report.metrics import MetricsLog
 from trainer.report.speed import Meter
-from trainer.run.callbacks import CallbackList
-from trainer.run.resume import Fingerprint, total_updates
-from trainer.weights.checkpoint import Writer
+from trainer.weights.tensor_file import Writer
 
-__all__ = ["Batch", "Progress", "Schedule", "TrainState"]
-
+Fingerprint = dict[str, Any]  # what must not differ when a run is resumed
 # (update from 1, total updates, settings) -> learning rate; None: a scheduler of torch sets it
 Schedule = Callable[[int, int, StageArgs], float | None]
 
@@ -119,3 +118,9 @@ class TrainState:
         """End the run after this update; resumed, it is finished. On all ranks, at the same update."""
         self.stop(reason)
         self.progress.finished = True
+
+
+def total_updates(fingerprint: Fingerprint) -> int:
+    """Optimizer updates of the whole run; each epoch ends with an update of its own, however small."""
+    updates = math.ceil(fingerprint["samples"] / fingerprint["global_batch"]) * fingerprint["epochs"]
+    return min(updates, fingerprint.get("max_steps") or updates)

@@ -1,0 +1,230 @@
+"""Which items an epoch takes and in which order, a pure function of the seed and the epoch for any number of
+ranks; and the micro-batches."""
+
+import math
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol, cast
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from common.command_line import STOP_SIGNALS
+from common.errors import LoaderFailure, UserError, reason
+from common.launcher import launch
+from dataset.batch import collate_flat
+from dataset.lm_dataset import StageDataset
+from dataset.mixing import MixedDataset
+from dataset.rollout_prompts import PromptDataset
+
+StageData = StageDataset | PromptDataset
+
+
+class SizedDataset(Protocol):
+    """A map-style dataset."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+def epoch_items(train_set: StageData, args: Any) -> int:
+    """The number of items of an epoch: all, or with --max_tokens as many as have so many tokens on average;
+    of prompts those of whole updates. Raises UserError if there are fewer prompts than an update takes."""
+    items = len(train_set)
+    if isinstance(train_set, MixedDataset):  # its length is that of an epoch
+        return items
+    if 0 < args.max_tokens < train_set.num_tokens:
+        items = max(1, round(items * args.max_tokens / train_set.num_tokens))
+    if isinstance(train_set, StageDataset):
+        return items
+    per_update = prompts_per_update(args)
+    if items < per_update:
+        raise UserError(
+            f"an epoch has {items} prompts, and an update takes {per_update} (batch_size x "
+            "accumulation_steps x processes); lower --batch_size"
+        )
+    return items // per_update * per_update
+
+
+def epoch_tokens(train_set: StageDataset, args: Any) -> float:
+    """Tokens of an epoch; with --max_tokens about."""
+    return epoch_items(train_set, args) * train_set.mean_tokens
+
+
+def prompts_per_update(args: Any) -> int:
+    """Prompts that an update takes, over all ranks."""
+    return args.batch_size * args.accumulation_steps * launch().world_size
+
+
+def epoch_samples(train_set: StageData, args: Any) -> int:
+    """The items that an epoch trains, over all ranks: prompts come --num_iterations times. Raises UserError
+    if there are fewer prompts than an update takes."""
+    items = epoch_items(train_set, args)
+    return items if isinstance(train_set, StageDataset) else items * args.num_iterations
+
+
+def steps_per_epoch(num_samples: int, batch_size: int) -> int:
+    """Micro-batches of each rank in one epoch."""
+    return math.ceil(num_samples / (batch_size * launch().world_size))
+
+
+def items_of_epoch(train_set: StageData, args: Any, epoch: int) -> np.ndarray:
+    """Which items an epoch takes, integers [epoch_items]. If they are not all, an epoch goes on in a random
+    order where the one before ended: what one leaves out comes next."""
+    if isinstance(train_set, MixedDataset):
+        return train_set.items_of_epoch(args.seed, epoch)
+    total, count = len(train_set), epoch_items(train_set, args)
+    if count == total:
+        return np.arange(total, dtype=np.min_scalar_type(total))
+    order = epoch_order(total, args.seed, 0)
+    return order[np.arange(epoch * count, (epoch + 1) * count) % total]
+
+
+def in_order(dataset: SizedDataset, items: np.ndarray, seed: int, epoch: int) -> np.ndarray:
+    """The items of an epoch in the order in which all ranks together train them: a random one.
+
+    For another order change this function, for all kinds of data; it must depend on its arguments alone, and
+    lose no item. Short ones first:
+
+        return items[np.argsort(np.asarray(dataset.item_tokens)[items], kind="stable")]
+    """
+    return items[epoch_order(len(items), seed, epoch)]
+
+
+def epoch_order(num_samples: int, seed: int, epoch: int) -> np.ndarray:
+    """The permutation of the samples [num_samples] in an epoch: a function of (seed, epoch), the same on
+    every rank."""
+    # narrow: there may be 10^8 of them
+    samples = np.arange(num_samples, dtype=np.min_scalar_type(num_samples))
+    return np.random.Generator(np.random.PCG64([seed, epoch])).permutation(samples)
+
+
+def rank_share(order: np.ndarray, batch_size: int, rank: int, ranks: int) -> np.ndarray:
+    """The samples of one rank: of each global micro-batch (`batch_size * ranks` samples of `order`) the
+    rank-th part.
+
+    The shares of all ranks together are the order, nothing twice; at the end a rank may have fewer samples,
+    or none.
+    """
+    turns = np.arange(math.ceil(len(order) / batch_size)) % ranks == rank
+    return order[np.repeat(turns, batch_size)[: len(order)]]
+
+
+class SkipBatchSampler(Sampler):
+    """Batches of `sampler`'s indices without the first `skip_batches` (those trained before a resume).
+
+    Args:
+        sampler: the indices in order. A torch sampler is read anew for each pass, so that a `set_epoch` in
+            between has its effect; of an array or list the skipped indices are not read at all.
+        batch_size: samples per micro-batch of this rank.
+        skip_batches: how many micro-batches to leave out, exactly.
+        num_batches: micro-batches of the epoch before skipping, the same on every rank; a rank that runs out
+            of samples yields empty ones. Derived from the sampler if not given.
+    """
+
+    def __init__(self, sampler: Any, batch_size: int, skip_batches: int = 0, num_batches: int | None = None):
+        self.sampler = list(sampler) if isinstance(sampler, Iterator) else sampler
+        self.batch_size = batch_size
+        self.skip_batches = skip_batches
+        self.num_batches = math.ceil(len(self.sampler) / batch_size) if num_batches is None else num_batches
+
+    def __iter__(self) -> Iterator[list[int]]:
+        indices = self.sampler if hasattr(self.sampler, "__getitem__") else list(self.sampler)
+        for batch in range(self.skip_batches, self.num_batches):
+            yield [int(i) for i in indices[batch * self.batch_size : (batch + 1) * self.batch_size]]
+
+    def __len__(self) -> int:
+        return max(0, self.num_batches - self.skip_batches)
+
+
+# --- micro-batches
+
+
+class ProcessLoader(DataLoader):
+    """A DataLoader with processes, which reports a killed one with the next micro-batch.
+
+    torch's own handler of SIGCHLD raises at once, wherever the training process is: also while it saves.
+    """
+
+    def __iter__(self) -> Any:
+        batches = super().__iter__()
+        if threading.current_thread() is threading.main_thread():
+            # torch sets its handler with the first iterator only
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        try:
+            yield from batches
+        except (EOFError, ConnectionError) as error:  # killed while it handed a micro-batch over
+            raise LoaderFailure(reason(error)) from error
+
+
+def train_loader(train_set: StageData, args: Any, epoch: int, skip_batches: int = 0) -> DataLoader:
+    """The micro-batches of one epoch on this rank, from micro-batch `skip_batches` on; those of prompts come
+    --num_iterations times, update by update. For another order of the samples change `in_order`."""
+    order = in_order(train_set, items_of_epoch(train_set, args, epoch), args.seed, epoch)
+    if not isinstance(train_set, StageDataset):  # prompts
+        updates = order.reshape(-1, prompts_per_update(args))
+        order = np.repeat(updates, args.num_iterations, axis=0).reshape(-1)
+    return epoch_loader(
+        train_set,
+        order,
+        args.batch_size,
+        skip_batches,
+        args.num_workers,
+        train_set.collate,
+        accumulation_steps=args.accumulation_steps,
+    )
+
+
+def epoch_loader(
+    dataset: SizedDataset,
+    order: np.ndarray,
+    batch_size: int,
+    skip_batches: int = 0,
+    num_workers: int = 0,
+    collate_fn: Callable[[list], dict[str, Any]] = collate_flat,
+    accumulation_steps: int = 1,
+) -> DataLoader:
+    """The micro-batches of one epoch on this rank, from micro-batch `skip_batches` on. `order`: of the
+    samples of all ranks (`epoch_order`). Data loader processes make the
+    `accumulation_steps` micro-batches of an update ahead."""
+    mine = order
+    if launch().world_size > 1:
+        mine = rank_share(order, batch_size, launch().rank, launch().world_size)
+    num_batches = steps_per_epoch(len(order), batch_size)
+    options: dict[str, Any] = {
+        "batch_sampler": SkipBatchSampler(mine, batch_size, skip_batches, num_batches),
+        "collate_fn": collate_fn,
+        "pin_memory": torch.cuda.is_initialized(),  # if this process computes on a GPU
+        "generator": torch.Generator(),  # the loader draws a base seed: keep it off the global stream
+    }
+    if not num_workers:
+        return DataLoader(cast(Dataset, dataset), **options)
+    return ProcessLoader(
+        cast(Dataset, dataset),
+        num_workers=num_workers,
+        prefetch_factor=max(2, math.ceil(accumulation_steps / num_workers)),  # of each process
+        worker_init_fn=ignore_stop_signals,
+        **options,
+    )
+
+
+def eval_loader(
+    dataset: SizedDataset, batch_size: int, collate_fn: Callable[[list], dict[str, Any]] = collate_flat
+) -> DataLoader:
+    """This rank's share of the held-out data. Micro-batch k is samples k * batch_size onwards for any world
+    size; each rank has equally many micro-batches, the last of which may be empty."""
+    mine = rank_share(np.arange(len(dataset)), batch_size, launch().rank, launch().world_size)
+    batches = SkipBatchSampler(mine, batch_size, 0, steps_per_epoch(len(dataset), batch_size))
+    pin_memory = torch.cuda.is_initialized()
+    return DataLoader(
+        cast(Dataset, dataset), batch_sampler=batches, collate_fn=collate_fn, pin_memory=pin_memory
+    )
+
+
+def ignore_stop_signals(_: int = 0) -> None:
+    """Worker initialiser of a data loader: signals are for its parent, which then ends it."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)

@@ -1,0 +1,114 @@
+"""The base class of all objectives: what a stage learns, and the points at which it takes part in a run."""
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from dataset.batch import Batch, weight_sum
+from trainer.optim.build import build_optimizer
+from trainer.report.speed import Size, training_flops
+from trainer.weights.files import save_weights
+from trainer.weights.tensor_file import Writer
+
+if TYPE_CHECKING:
+    from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
+
+Metrics = Mapping[str, Tensor | tuple[Tensor, Tensor]]  # sums over the targets, or pairs (sum, count)
+
+
+class Objective:
+    """What a stage learns, from which batches, and what is written of its model: for the scripts and for the
+    engine. A stage implements `loss` and `held_out`, and overrides what else differs."""
+
+    console_metrics: tuple[str, ...] = ()  # metrics that stand on the console's line
+    loss_is_cross_entropy = False
+    saves_trained_only = False  # a checkpoint leaves out frozen weights, which a resumed run reads again
+    # of a held-out metric, or "" of all: the settings that it depends on beside the model and the data;
+    # scripts/compare.py keeps them equal
+    held_out_reads: Mapping[str, str] = {}
+    needs_reference = False  # `reference` becomes a frozen model with the start weights, on the device
+    reference: Any = None
+
+    def optimizer(self, model: nn.Module, args: Any) -> torch.optim.Optimizer:
+        """The optimizer of a model."""
+        return build_optimizer(model, args.learning_rate, args.weight_decay, args.optimizer)
+
+    @property
+    def stage(self) -> str:
+        """The name of the file that says what is learned."""
+        return defining_file(self)
+
+    def extend_model(self, model: nn.Module, args: Any) -> nn.Module:
+        """The model to train, made of a new one before it is wrapped: with adapters, a critic, another
+        head."""
+        return model
+
+    def load_frozen_models(self, args: Any, device: torch.device) -> None:
+        """Load frozen models other than `reference`, such as a teacher, onto the device. Their flags are a
+        subclass of `FrozenModelArgs` (common/settings.py), which has them compared and not overwritten."""
+
+    def prepare(self, state: Any, micro_batches: list[Batch]) -> list[Batch]:
+        """The micro-batches to train of those that the loader gave, such as rollouts of prompts."""
+        return micro_batches
+
+    def size(self, batch: Batch, lm_config: Any) -> Size:
+        """The size of a micro-batch."""
+        return flat_size(batch, lm_config)
+
+    def loss(self, model: nn.Module, batch: Batch, args: Any) -> tuple[Tensor, Tensor, Metrics]:
+        """Sums, each []: of the losses of the targets, of the auxiliary losses of the tokens, and of metrics
+        by name: over the targets, or a pair (sum, count), such as those of one source."""
+        raise NotImplementedError
+
+    def after_micro_batch(self, state: Any, number: int) -> None:
+        """After the backward pass of micro-batch `number` of an update, from 0. The gradients are the sums so
+        far, of this rank alone until the last one; in float16 times the scale of the gradient scaler."""
+
+    def before_step(self, state: Any, micro_batches: list[Batch]) -> Metrics:
+        """The gradients of an update are complete, on all ranks alike, and not clipped yet: change them, or
+        make those None of parameters that this update leaves alone. micro_batches: this rank's micro-batches.
+        Returns metrics like those of `loss`."""
+        return {}
+
+    def held_out(self, model: nn.Module, batch: Batch, args: Any) -> Metrics:
+        """The same of a held-out batch, by name; `loss` is one of them."""
+        raise NotImplementedError
+
+    def save(self, model: nn.Module, path: Path, writer: Writer, description: dict[str, Any]) -> Path:
+        """Write what is used of the model, in the background; returns where."""
+        return save_weights(model, path, writer, description)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What changes from update to update, such as a moving average, for the checkpoint: numbers, strings,
+        tensors, and lists and dicts of them. Called on every rank; the checkpoint holds that of rank 0."""
+        return {}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Restore the result of `state_dict`, whose tensors are on the CPU, before the first update of a
+        resumed run; also after the first checkpoint of a run, when it must change nothing."""
+
+
+def defining_file(value: Any) -> str:
+    """The name of the file that defines the class of an object."""
+    module = sys.modules.get(type(value).__module__)
+    return Path(getattr(module, "__file__", None) or type(value).__name__).name
+
+
+def frozen_model(model: "MiniMindForCausalLM", device: torch.device) -> "MiniMindForCausalLM":
+    """A model that takes part in training but is not trained (a teacher, a reference): no gradients, no
+    dropout."""
+    cast(nn.Module, model).to(device)  # in place
+    return model.requires_grad_(False).eval()
+
+
+def flat_size(batch: Batch, lm_config: "MiniMindConfig") -> Size:
+    """The size of a flat batch for a language model of this shape."""
+    targets, tokens, samples = len(batch["targets"]), len(batch["input_ids"]), len(batch["sample_ids"])
+    flops = training_flops(
+        lm_config, tokens, targets, batch["host_cu_seqlens"], batch.get("host_cu_seqlens_k")
+    )
+    return Size(weight_sum(batch), tokens, batch["target_bytes"], flops, samples)
