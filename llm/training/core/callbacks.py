@@ -1,4 +1,4 @@
-"""The callbacks that only the engine has, beside those of trainer/run/. docs/engine.md is the user's
+"""The callbacks that only the engine has, beside those of trainer/callbacks/. docs/engine.md is the user's
 page."""
 
 import math

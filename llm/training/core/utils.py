@@ -109,7 +109,7 @@ class Logger:
 
 class CheckpointManager:
     """The checkpoints of a run. The loop writes them by itself, and keeps the previous, the numbered and the
-    best one (`save_checkpoint` in trainer/run/saving.py)."""
+    best one (`save_checkpoint` in trainer/checkpoint/run.py)."""
 
     def __init__(self, args: StageArgs):
         self.args = args
