@@ -224,8 +224,8 @@ def begin_run(
     state: TrainState, saved: dict[str, Any] | None, data: Any, eval_set: StageData | None = None
 ) -> None:
     """Complete the state of a run before it trains, from the checkpoint `saved` if there is one; it is
-    emptied, to free its memory. data: the training data; of them `source` (FILE:LINE of a sample) is used.
-    Raises UserError if the checkpoint is of another kind of model; early stopping without held-out data."""
+    emptied, to free its memory. data: the training data. Raises UserError if the checkpoint is of another
+    kind of model; early stopping without held-out data."""
     args = state.args
 
     # the machine and the code, which a resume compares
@@ -241,7 +241,7 @@ def begin_run(
     state.source = data.source
     if eval_set is not None:
         state.eval_loader = eval_loader(eval_set, args.batch_size, eval_set.collate)
-    add_callbacks(state)
+    add_callbacks(state, data)
     state.objective.load_frozen_models(args, state.device)
     if state.objective.needs_reference and saved is not None:
         same_run.check_reference(args, state.fingerprint, saved)
@@ -295,8 +295,9 @@ def reference_model(args: StageArgs, lm_config: "MiniMindConfig", device: torch.
     return frozen_model(model, device)
 
 
-def add_callbacks(state: TrainState) -> None:
-    """Add the callbacks that the settings ask for, behind those that the run has already."""
+def add_callbacks(state: TrainState, data: Any) -> None:
+    """Add the callbacks that the settings ask for, behind those that the run has already. data: the training
+    data."""
     args = state.args
     check_needs_held_out(args, state.eval_loader is not None)
     if args.patience:
@@ -306,7 +307,7 @@ def add_callbacks(state: TrainState) -> None:
     if getattr(state.lm_config, "use_moe", False) and token_counters(unwrap(state.model)):
         state.callbacks.append(ExpertLoad(unwrap(state.model)))
     if args.sample_prompts != "none" and (args.sample_prompts != "auto" or state.eval_loader is not None):
-        state.callbacks += [*sample_callbacks(state), *answer_callbacks(state)]
+        state.callbacks += [*sample_callbacks(state), *answer_callbacks(state, data)]
 
 
 def go_on(state: TrainState, saved: dict[str, Any]) -> None:

@@ -7,6 +7,9 @@ DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24)
 # passes over the data, at most; of pretraining more teach little (arXiv:2305.16264; docs/dev/LOG.md, "Decay
 # in each pass"), but for text that repeats itself, see `most_passes`
 PASSES, SFT_PASSES, MAX_PASSES = 4, 2, 24
+# of a run that makes more passes than PASSES: without it the model learns the documents by heart, and SFT
+# cannot teach it to answer from them (docs/dev/LOG.md, "Dropout in many passes")
+DROPOUT = 0.1
 # tokens that a model reads, at least, for each weight of its layers: with fewer passes, and with all of them
 # (docs/dev/LOG.md, "Size under decay")
 TOKENS_PER_WEIGHT, TOKENS_PER_WEIGHT_OF_ALL_PASSES = 0.5, 1 / 3

@@ -21,11 +21,15 @@ from scripts import train_tokenizer
 from scripts.planning import rules, trial
 from scripts.planning.machine import Cost, measure
 from trainer import train_full_sft, train_pretrain
+from trainer.callbacks.right_answers import held_out_questions, new_tokens
 
 START_SECONDS = 12.0  # seconds in which a stage starts Python, opens its data and builds its model
 NGRAM, HASH_BASE, MOST_TOKENS_COMPARED = 6, 0x9E3779B97F4A7C15, 4_000_000
 SMALL_BYTES = 4e6
 N_EVALS = 5  # of a stage, beside that before its first update
+GENERATED_COST = (
+    4  # a generated token takes so many times as long as one that is only read (measured: 4 to 8)
+)
 # flags that both stages have, too
 SHARED_FLAGS = (
     "text_separator",
@@ -48,6 +52,7 @@ class Stage:
     data: StageDataset
     held_out: StageDataset
     most_passes: int  # over the data
+    answer_tokens: int = 0  # of the longest answers to the questions that each evaluation asks
     cost: Cost = field(default_factory=Cost)
     peak: float = 0.0  # bytes of an update that were measured on a GPU
 
@@ -84,8 +89,9 @@ class Stage:
 
     @property
     def evaluation(self) -> float:
-        """Seconds of an evaluation."""
-        return self.held_out.num_tokens * self.cost.eval_seconds_per_token
+        """Seconds of an evaluation: its loss and, in SFT, its questions."""
+        tokens = self.held_out.num_tokens + GENERATED_COST * self.answer_tokens
+        return tokens * self.cost.eval_seconds_per_token
 
     @property
     def seconds(self) -> float:
@@ -116,7 +122,9 @@ class Stage:
         epochs, max_tokens = int(passes), 0
         if passes < 1:
             epochs, max_tokens = 1, max(1, round(passes * self.data.num_tokens))
-        args = self.args.model_copy(update={"epochs": epochs, "max_tokens": max_tokens})
+        is_repeated = self.script is train_pretrain and passes > rules.PASSES
+        settings = {"epochs": epochs, "max_tokens": max_tokens, "dropout": rules.DROPOUT * is_repeated}
+        args = self.args.model_copy(update=settings)
         tokens = epoch_tokens(self.data, args) * epochs
         item = self.data.mean_tokens
         if self.has_few_conversations:
@@ -211,8 +219,12 @@ def open_stage(args: argparse.Namespace, script: Any, path: str, tokenizer_path:
         "tokenizer_path": tokenizer_path, "packing": script is train_pretrain, "optimizer": rules.OPTIMIZER,
     } | more  # fmt: skip
     stage_args = script.Args(**settings)
-    data, held_out = script.open_data(stage_args, load_tokenizer(tokenizer_path))
-    return Stage(script, stage_args, data, held_out, rules.SFT_PASSES)
+    tokenizer = load_tokenizer(tokenizer_path)
+    data, held_out = script.open_data(stage_args, tokenizer)
+    is_asked = script is train_full_sft and held_out is not None
+    questions = held_out_questions(tokenizer, held_out) if is_asked else []
+    asked = len(questions) * new_tokens(questions) if questions else 0
+    return Stage(script, stage_args, data, held_out, rules.SFT_PASSES, asked)
 
 
 def train_own_tokenizer(args: argparse.Namespace, size: int) -> str:

@@ -51,6 +51,7 @@ WORDS = {
         "repeats": "它的回答在重复：三元词组中只有 {share:.0%} 互不相同",
         "answers": "验证问题答对 {right:.0f}/{asked:.0f}",
         "answers now": "验证问题答对 {right:.0f}/{asked:.0f}（第一次更新之前 {before:.0f}）",
+        "answers new": "其中 {asked:.0f} 题的答案不在训练对话里，答对 {right:.0f}",
         "answers few": "下一步：更长的预训练、用多种说法陈述同一内容的文本，或更多对话",
         "; ": "；",
         "model": "{parameters} M 参数的模型，训练用时 {time}",

@@ -353,7 +353,7 @@ def test_what_limits_the_model(choose):
     }
     assert {limit: plan.limit for limit, plan in chosen.items()} == {limit: limit for limit in chosen}
     (stage,) = chosen["data"].stages
-    assert (stage.args.num_hidden_layers, stage.passes) == (4, 4)
+    assert (stage.args.num_hidden_layers, stage.passes, stage.args.dropout) == (4, 4, 0)
     assert choice.total_seconds(chosen["hours"].stages) <= 3600 and chosen["memory"].stages[0].memory <= 1.2e9
 
 
@@ -446,6 +446,7 @@ def test_text_that_repeats_itself_is_read_more_often_and_replayed_beside_few_con
     pretrain = parse_args(train_pretrain.Args, "", pretrain[2:])
     sft = parse_args(train_full_sft.Args, "", sft[2:])
     assert pretrain.epochs >= 8 and f"it is read up to {pretrain.epochs} times instead of 4" in out
+    assert pretrain.dropout == rules.DROPOUT and sft.dropout == 0
     assert sft.replay_data_path == str(facts / "text.jsonl") and sft.batch_size == 8
     assert sft.epochs == rules.FEW_MAX_PASSES and sft.eval_share == 0.1 and sft.optimizer == "muon"
     assert "teach a manner" not in out and "different tokens" not in out

@@ -2,11 +2,13 @@
 evaluation, and answered with the likeliest tokens; `dataset/right_answer.py` says what is right. Training
 does not notice."""
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from dataset.lm_dataset import StageDataset
+from dataset.lm_dataset import SFTDataset, StageDataset
+from dataset.mixing import MixedDataset
 from dataset.right_answer import is_right
 from dataset.token_cache import load_tokenizer
 from trainer.callbacks.base import Callback
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 # questions that are asked, at most and at least; the longest reference answer, in tokens: a longer one is
 # hardly ever met word by word
 MAX_QUESTIONS, MIN_QUESTIONS, MAX_REFERENCE = 60, 3, 96
+MAX_SEARCHED = 20_000  # training conversations, at most, that are searched for the same answers
 SHOWN = 6  # wrong answers in a record
 
 
@@ -31,43 +34,76 @@ class Question(NamedTuple):
     input_ids: list[int]
     reference: str
     reference_length: int  # in tokens
+    is_new: bool = False  # no training conversation gives this answer
 
 
-def answer_callbacks(state: TrainState) -> list[Callback]:
-    """Of a stage that learns conversations and has held-out ones, whose whole weights are here."""
+def answer_callbacks(state: TrainState, data: Any) -> list[Callback]:
+    """Of a stage that learns conversations and has held-out ones, whose whole weights are here. data: the
+    training data."""
     held_out = getattr(state.eval_loader, "dataset", None)
     if not isinstance(held_out, StageDataset) or held_out.kind != "sft" or is_sharded(state.model):
         return []
     tokenizer = load_tokenizer(state.args.tokenizer_path)
-    questions = held_out_questions(tokenizer, held_out)
+    questions = held_out_questions(tokenizer, held_out, data)
     return [RightAnswers(questions, tokenizer)] if questions else []
 
 
-def held_out_questions(tokenizer: "PreTrainedTokenizerBase", held_out: StageDataset) -> list[Question]:
+def held_out_questions(
+    tokenizer: "PreTrainedTokenizerBase", held_out: StageDataset, data: Any = None
+) -> list[Question]:
     """The first questions of held-out conversations, evenly chosen among those whose answer has at most
-    MAX_REFERENCE tokens; none if these are fewer than MIN_QUESTIONS."""
+    MAX_REFERENCE tokens; none if these are fewer than MIN_QUESTIONS. Of many training data, and of none, no
+    question is said to be new."""
     found = []
     for index in range(len(held_out)):
         sample = held_out[index][0]
-        is_target = sample["loss_weight"] != 0
-        begin = int(is_target.argmax())
-        end = begin + int(np.append(~is_target[begin:], True).argmax())
+        begin, end = next(answers(sample), (0, 0))
         if begin and end - begin <= MAX_REFERENCE:
             found.append((sample["input_ids"][:begin].tolist(), sample["input_ids"][begin:end].tolist()))
     if len(found) < MIN_QUESTIONS:
         return []
     count = min(len(found), MAX_QUESTIONS)
+    trained = trained_answers(data)
     questions = []
     for prompt, answer in (found[i * len(found) // count] for i in range(count)):
         reference = str(tokenizer.decode(answer, skip_special_tokens=True)).strip()
-        questions.append(Question(prompt_text(tokenizer, prompt), prompt, reference, len(answer)))
+        is_new = trained is not None and tuple(answer) not in trained
+        questions.append(Question(prompt_text(tokenizer, prompt), prompt, reference, len(answer), is_new))
     return questions
+
+
+def answers(sample: dict[str, Any]) -> Iterator[tuple[int, int]]:
+    """The first and the last token, exclusive, of each answer of a conversation."""
+    is_target = np.concatenate([[False], sample["loss_weight"] != 0, [False]])
+    changes = np.flatnonzero(is_target[1:] != is_target[:-1]).tolist()
+    return zip(changes[::2], changes[1::2], strict=True)
+
+
+def trained_answers(data: Any) -> set[tuple[int, ...]] | None:
+    """The tokens of all answers of the training conversations; None if there are more than MAX_SEARCHED, or
+    data of another kind."""
+    if isinstance(data, MixedDataset):  # conversations come first; texts may be replayed beside them
+        data = data.datasets[0]
+    if not isinstance(data, SFTDataset) or data.cache.num_samples > MAX_SEARCHED:
+        return None
+    samples = map(data.sample, range(data.cache.num_samples))
+    return {
+        tuple(sample["input_ids"][begin:end].tolist()) for sample in samples for begin, end in answers(sample)
+    }
+
+
+def new_tokens(questions: list[Question]) -> int:
+    """How many tokens each of them may be answered with: a quarter more than the longest reference has."""
+    longest = max(question.reference_length for question in questions)
+    return longest + longest // 4
 
 
 class RightAnswers(Callback):
     """Asks held-out questions on rank 0. The record of an evaluation gets the share of right answers
-    (`eval_answers`), the number of questions (`asked`) and some wrong answers; the first record has the share
-    before the first update, too (`initial_eval_answers`)."""
+    (`eval_answers`), the number of questions (`asked`) and some wrong answers; if there are questions whose
+    answer no training conversation gives, how many (`new_asked`) and the share of right answers to them
+    (`eval_new_answers`). The first record has the share before the first update, too
+    (`initial_eval_answers`)."""
 
     def __init__(self, questions: list[Question], tokenizer: "PreTrainedTokenizerBase"):
         self.questions, self.tokenizer = questions, tokenizer
@@ -102,15 +138,18 @@ class RightAnswers(Callback):
         from model.sampling import Sampling
 
         prompts = [question.input_ids for question in self.questions]
-        longest = max(question.reference_length for question in self.questions)
         greedy = [[Sampling(temperature=0.0)]] * len(prompts)
-        written = write(state, self.tokenizer, prompts, greedy, longest + longest // 4)
+        written = write(state, self.tokenizer, prompts, greedy, new_tokens(self.questions))
         if not written:
             return {}
         texts = self.tokenizer.batch_decode([tokens for (tokens,) in written], skip_special_tokens=True)
-        wrong = []
+        wrong, new = [], []
         for question, text in zip(self.questions, map(str.strip, texts), strict=True):
-            if not is_right(question.text, question.reference, text):
+            right = is_right(question.text, question.reference, text)
+            if not right:
                 wrong.append({"question": question.text, "answer": text, "right": question.reference})
+            if question.is_new:
+                new.append(right)
         asked = len(prompts)
-        return {"eval_answers": 1 - len(wrong) / asked, "asked": asked, "wrong_answers": wrong[:SHOWN]}
+        found = {"eval_answers": 1 - len(wrong) / asked, "asked": asked, "wrong_answers": wrong[:SHOWN]}
+        return found | ({"eval_new_answers": sum(new) / len(new), "new_asked": len(new)} if new else {})

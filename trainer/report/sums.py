@@ -18,7 +18,7 @@ RECORD_FIELDS = {
     *("update", "epoch", "step", "iters", "loss", "logits_loss", "aux_loss", "mean_loss", "grad_norm"),
     *("learning_rate", "tokens", "seconds", "tokens_per_second", "mfu", "data_wait", "comm_wait"),
     *("seconds_left", "memory_mb", "reserved_mb", "skipped", "overflows", "samples", "warnings"),
-    *("asked", "wrong_answers"),
+    *("asked", "new_asked", "wrong_answers"),
 }
 
 

@@ -35,6 +35,7 @@ SENTENCES = {
     "answers": "answers {right:.0f} of {asked:.0f} held-out questions right",
     "answers now": "answers {right:.0f} of {asked:.0f} held-out questions right ({before:.0f} before the "
     "first update)",
+    "answers new": "of {asked:.0f} whose answer no training conversation gives, {right:.0f}",
     "answers few": "next: a longer pretraining, more text that says each thing in several ways, or more "
     "conversations (docs/training.md#how-many-answers-are-right)",
     "repeats": "its answers repeat themselves: {share:.0%} of their trigrams are distinct",
@@ -208,6 +209,9 @@ def answer_sentences(records: list[Record]) -> list[tuple[str, dict[str, Any]]]:
     if before is not None:
         values, key = values | {"before": before * count}, "answers now"
     found: list[tuple[str, dict[str, Any]]] = [(key, values)]
+    new = asked[-1].get("new_asked", 0)
+    if 0 < new < count:
+        found.append(("answers new", {"right": asked[-1]["eval_new_answers"] * new, "asked": new}))
     return found + ([("answers few", {})] if now < FEW_RIGHT else [])
 
 

@@ -14,6 +14,7 @@ from tests.trainer.stage_flags import flags
 from trainer.callbacks import right_answers
 from trainer.callbacks.right_answers import RightAnswers, held_out_questions
 from trainer.report.metrics import read_metrics
+from trainer.report.warnings import answer_sentences
 
 
 @pytest.fixture(scope="module")
@@ -26,9 +27,13 @@ def conversation(*texts: str) -> dict:
     return {"messages": [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]}
 
 
-def questions_of(tmp_path, tokenizer, records):
-    path = write_jsonl(tmp_path / "held_out.jsonl", records)
-    return held_out_questions(tokenizer, SFTDataset(str(path), tokenizer, 512, cache_dir=str(tmp_path)))
+def questions_of(tmp_path, tokenizer, records, trained=None):
+    def dataset(name, records):
+        path = write_jsonl(tmp_path / f"{name}.jsonl", records)
+        return SFTDataset(str(path), tokenizer, 512, cache_dir=str(tmp_path))
+
+    data = dataset("trained", trained) if trained else None
+    return held_out_questions(tokenizer, dataset("held_out", records), data)
 
 
 def test_the_first_question_of_each_conversation_is_asked_as_a_chat_asks_it(tmp_path, tokenizer):
@@ -70,6 +75,33 @@ def test_right_and_wrong_answers_are_counted(tmp_path, tokenizer, monkeypatch):
     asked.on_validation_start(state)
     asked.on_log(state, later)
     assert later == {}
+
+
+def test_questions_whose_answer_no_training_conversation_gives_are_counted_apart(
+    tmp_path, tokenizer, monkeypatch
+):
+    records = [conversation(f"How old is {n}?", f"{n} is {n}{n} years old.") for n in (3, 4, 5, 6)]
+    trained = [  # 3 in other words, 4 as a second answer; 6 is only asked about
+        conversation("What is the age of 3?", "3 is 33 years old."),
+        conversation("Hello.", "Hello.", "And 4?", "4 is 44 years old."),
+        conversation("Is 6 is 66 years old. true?", "Yes."),
+    ]
+    found = questions_of(tmp_path, tokenizer, records, trained)
+    assert [question.is_new for question in found] == [False, False, True, True]
+    asked = RightAnswers(found, tokenizer)
+    said = ["no", "44", "no", "66"]
+    written = [[tokenizer(text, add_special_tokens=False)["input_ids"]] for text in said]
+    monkeypatch.setattr(right_answers, "write", lambda *args: written)
+    record = asked.ask(SimpleNamespace())
+    assert (record["eval_answers"], record["asked"]) == (0.5, 4)
+    assert (record["eval_new_answers"], record["new_asked"]) == (0.5, 2)
+    records = [{"update": 1, "initial_eval_answers": 0.0, **record}]
+    assert [key for key, _ in answer_sentences(records)] == ["answers now", "answers new"]
+    all_new = record | {"new_asked": 4, "eval_new_answers": 0.5}
+    assert [key for key, _ in answer_sentences([{"update": 1, **all_new}])] == ["answers"]
+    monkeypatch.setattr(right_answers, "MAX_SEARCHED", 2)
+    found = questions_of(tmp_path, tokenizer, records=[*map(conversation, "abc", "ABC")], trained=trained)
+    assert not any(question.is_new for question in found)
 
 
 def test_two_ranks_have_the_records_of_one_and_the_verdict_says_the_share(corpus, tmp_path):
