@@ -121,13 +121,22 @@ def round_up(hours: float) -> str:
 
 
 def with_passes(models: list[Stage], passes: float, memory: float) -> list[Stage]:
-    """Pretraining with so many passes, SFT with its own number, or the same part of its data."""
+    """Pretraining with so many passes, SFT with its own number, or fewer where the time is short."""
     first, *others = models
-    share = min(1, passes)
     return [
         first.with_passes(passes, memory),
-        *(stage.with_passes(stage.most_passes * share, memory) for stage in others),
+        *(stage.with_passes(sft_passes(stage, passes), memory) for stage in others),
     ]
+
+
+def sft_passes(stage: Stage, passes: float) -> float:
+    """Passes of SFT beside so many of pretraining: of a part of the text the same part of the conversations.
+    Many passes over few conversations leave time to pretraining, which needs it more (docs/dev/LOG.md, "SFT of
+    few conversations")."""
+    most = stage.most_passes
+    if not stage.has_few_conversations:
+        return most * min(1, passes)
+    return max(min(1, passes), most * min(1, passes / rules.PASSES))
 
 
 def describe_cost(models: list[Stage]) -> str:

@@ -1,15 +1,17 @@
 """Size, passes, batch and learning rate by the amount of data: fits to measured runs (docs/dev/LOG.md, "Which
 batch, learning rate and loss" and "More from the same tokens")."""
 
+import math
+
 OPTIMIZER = "muon"
 WIDTH = 64  # of a model, per layer: --depth 8 is the default model, 512 x 8
 DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24)
 # passes over the data, at most; of pretraining more teach little (arXiv:2305.16264; docs/dev/LOG.md, "Decay
 # in each pass"), but for text that repeats itself, see `most_passes`
 PASSES, SFT_PASSES, MAX_PASSES = 4, 2, 24
-# of a run that makes more passes than PASSES: without it the model learns the documents by heart, and SFT
-# cannot teach it to answer from them (docs/dev/LOG.md, "Dropout in many passes")
-DROPOUT = 0.1
+# Little text of which at least this share repeats itself needs this many updates, in at most so many passes
+# (docs/dev/LOG.md, "Passes over text that repeats itself")
+REPEATED_SHARE, TEXT_UPDATES, MOST_PASSES_OF_LITTLE_TEXT = 0.4, 700, 96
 # tokens that a model reads, at least, for each weight of its layers: with fewer passes, and with all of them
 # (docs/dev/LOG.md, "Size under decay")
 TOKENS_PER_WEIGHT, TOKENS_PER_WEIGHT_OF_ALL_PASSES = 0.5, 1 / 3
@@ -26,11 +28,24 @@ FEW_TOKENS = 200 * 2048 / SFT_PASSES
 FEW_UPDATES, FEW_BATCH, FEW_MAX_PASSES, FEW_RATE, REPLAY_SHARE = 700, 8, 30, 1.3e-4, 0.5
 
 
-def most_passes(repeated: float) -> int:
-    """Passes over a text of which this share stands in other words of the same text: its new part bears
-    PASSES. A text that states each fact a dozen times is learned, and not overfitted, in many more
-    (docs/dev/LOG.md, "Passes over text that repeats itself")."""
-    return min(MAX_PASSES, int(PASSES / max(1 - repeated, PASSES / MAX_PASSES)))
+def most_passes(repeated: float, tokens: float) -> int:
+    """Passes over a text of so many tokens, of which this share stands in the rest of the text, too: the new
+    part bears PASSES. A text that states each fact several times is learned, and not overfitted, in many
+    more; little of it in as many as make TEXT_UPDATES updates (docs/dev/LOG.md, "Passes over text that
+    repeats itself")."""
+    passes = min(MAX_PASSES, int(PASSES / max(1 - repeated, PASSES / MAX_PASSES)))
+    if repeated < REPEATED_SHARE:
+        return passes
+    enough = math.ceil(TEXT_UPDATES * update_tokens(0) / tokens)
+    return max(passes, min(enough, MOST_PASSES_OF_LITTLE_TEXT))
+
+
+def dropout(passes: float) -> float:
+    """Of a run that makes so many passes. Without it the model learns the documents by heart in more than
+    PASSES, and SFT cannot teach it to answer from them (docs/dev/LOG.md, "Dropout in many passes")."""
+    if passes <= PASSES:
+        return 0.0
+    return 0.1 if passes <= MAX_PASSES else 0.2
 
 
 def layer_weights(depth: int) -> float:

@@ -122,8 +122,8 @@ class Stage:
         epochs, max_tokens = int(passes), 0
         if passes < 1:
             epochs, max_tokens = 1, max(1, round(passes * self.data.num_tokens))
-        is_repeated = self.script is train_pretrain and passes > rules.PASSES
-        settings = {"epochs": epochs, "max_tokens": max_tokens, "dropout": rules.DROPOUT * is_repeated}
+        dropout = rules.dropout(passes) if self.script is train_pretrain else 0.0
+        settings = {"epochs": epochs, "max_tokens": max_tokens, "dropout": dropout}
         args = self.args.model_copy(update=settings)
         tokens = epoch_tokens(self.data, args) * epochs
         item = self.data.mean_tokens
@@ -158,9 +158,9 @@ def open_stages(args: argparse.Namespace) -> list[Stage]:
     UserError."""
     tokenizer_path = args.tokenizer_path or ModelConfig().tokenizer_path
     pretrain = open_stage(args, train_pretrain, args.pretrain_data, tokenizer_path)
-    most_passes = rules.PASSES
+    repeated = 0.0
     if args.pretrain_data != args.sft_data:  # the chat template repeats itself, whatever is said
-        most_passes = rules.most_passes(repeated_share(pretrain))
+        repeated = repeated_share(pretrain)
     if not args.tokenizer_path:
         token_bytes = bytes_per_token(pretrain)
         size = rules.vocabulary(pretrain.data.cache.report["target_bytes"], token_bytes)
@@ -173,7 +173,7 @@ def open_stages(args: argparse.Namespace) -> list[Stage]:
                 "compare with those of another vocabulary only in bits per byte of text (eval_bpb)"
             )
             pretrain = open_stage(args, train_pretrain, args.pretrain_data, tokenizer_path)
-    pretrain = replace(pretrain, most_passes=most_passes)
+    pretrain = replace(pretrain, most_passes=rules.most_passes(repeated, pretrain.data.num_tokens))
     if not args.sft_data:
         return [pretrain]
     more: dict[str, Any] = {}

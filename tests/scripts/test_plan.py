@@ -446,10 +446,21 @@ def test_text_that_repeats_itself_is_read_more_often_and_replayed_beside_few_con
     pretrain = parse_args(train_pretrain.Args, "", pretrain[2:])
     sft = parse_args(train_full_sft.Args, "", sft[2:])
     assert pretrain.epochs >= 8 and f"it is read up to {pretrain.epochs} times instead of 4" in out
-    assert pretrain.dropout == rules.DROPOUT and sft.dropout == 0
+    assert pretrain.dropout == rules.dropout(pretrain.epochs) > 0 and sft.dropout == 0
     assert sft.replay_data_path == str(facts / "text.jsonl") and sft.batch_size == 8
     assert sft.epochs == rules.FEW_MAX_PASSES and sft.eval_share == 0.1 and sft.optimizer == "muon"
     assert "teach a manner" not in out and "different tokens" not in out
+
+
+def test_short_time_is_taken_from_the_passes_over_few_conversations_too():
+    few, many = (Data(num_tokens=tokens, items=500) for tokens in (50_000, 10**6))
+    sft = Stage(train_full_sft, train_full_sft.Args(), few, few, 12)
+    found = [choice.sft_passes(sft, passes) for passes in (0.5, 1, 2, 3, 4, 20)]
+    assert found == [1.5, 3, 6, 9, 12, 12]
+    shorter = replace(sft, most_passes=2)  # all conversations are read where all text is
+    assert [choice.sft_passes(shorter, passes) for passes in (0.3, 1, 2, 4)] == [0.3, 1, 1, 2]
+    enough = replace(shorter, data=many)
+    assert [choice.sft_passes(enough, passes) for passes in (0.5, 1, 3)] == [1, 2, 2]
 
 
 def test_time_that_is_left_is_said_where_the_data_are_the_limit(choose):
