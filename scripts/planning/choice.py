@@ -131,8 +131,8 @@ def with_passes(models: list[Stage], passes: float, memory: float) -> list[Stage
 
 def sft_passes(stage: Stage, passes: float) -> float:
     """Passes of SFT beside so many of pretraining: of a part of the text the same part of the conversations.
-    Many passes over few conversations leave time to pretraining, which needs it more (docs/dev/LOG.md, "SFT of
-    few conversations")."""
+    Many passes over few conversations leave time to pretraining, which needs it more (docs/dev/LOG.md,
+    "Dropout in many passes")."""
     most = stage.most_passes
     if not stage.has_few_conversations:
         return most * min(1, passes)
