@@ -200,7 +200,7 @@ class Decoder:
     def _hidden(self, row: int, tokens: Tensor, positions: Tensor) -> Tensor:
         """Hidden states [R, T, C] of tokens [R, T] at positions [R or 1, T] in the rows from `row` on, which
         are cached."""
-        from model.attention import padded_layout  # brings in the compiler
+        from model.layout import padded_layout
 
         end, inner = int(positions.max()) + 1, self.model.model
         tokens = tokens.to(self.device, non_blocking=True)
@@ -209,11 +209,10 @@ class Decoder:
         if end > tokens.shape[1]:
             end = self._in_multiples(end)
             keys = torch.arange(end, device=self.device)
-            layout = padded_layout(self.model.config, positions, keys[None])
-            # once, not in the attention of each layer
-            if self.device.type != "cpu" and not layout.other_scores:
-                added = torch.where(cast(Tensor, layout.mask), 0.0, -torch.inf)
-                layout = layout._replace(mask=added.to(self.cache.tensor.dtype))
+            layout = padded_layout(positions, keys[None])
+            if self.device.type != "cpu":  # once, not in the attention of each layer
+                added = torch.where(cast(Tensor, layout.causal_mask), 0.0, -torch.inf)
+                layout = layout._replace(causal_mask=added.to(self.cache.tensor.dtype))
         self.cache.seek(slice(row, row + len(tokens)), positions, end)
         embeds = inner.embed_tokens(tokens)
         if torch.is_autocast_enabled(self.device.type):

@@ -2,8 +2,8 @@
 
 Parameter names, shapes and arithmetic are those of MiniMind-3 and of Qwen3 / Qwen3-MoE, so the weights load
 into a stock `Qwen3ForCausalLM` / `Qwen3MoeForCausalLM` unchanged. Every layer that stands here is called, in
-training and in decoding: what you change here is what runs. Who sees whom and how scores are made
-is in attention.py, the losses are in losses.py; kernels.py and cpu.py have faster forms.
+training and in decoding: what you change here is what runs. attention.py computes attention by the rules of
+`Attention`, the losses are in losses.py; kernels.py and cpu.py have faster forms.
 
 There are two forms of input (shape legend: B batch, T padded length, N tokens of a flat batch, S samples, M
 targets, V vocabulary, C hidden size, H query heads, G key/value heads, D head size, E experts, K experts per
@@ -30,17 +30,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from common.errors import UserError
 from model import cpu
-from model.attention import (
-    PaddedLayout,
-    Spans,
-    flat_attention,
-    layout_with_padding,
-    padded_attention,
-    padded_layout,
-    samples_of_rows,
-    spans_of,
-    spans_with_padding,
-)
+from model.attention import attention
+from model.layout import Layout, flat_layout, layout_with_padding, padded_layout, samples_of_rows
 from model.losses import head_cross_entropy, load_balancing_loss
 
 # supported; the frequencies of other types depend on the length of the input
@@ -111,7 +102,7 @@ class MiniMindConfig(PretrainedConfig):
             if getattr(self, name, None) is not None:
                 raise UserError(
                     f"the config field {name} changes the cache of transformers' generate() alone; give a "
-                    "field of your own another name, and obey it in `visible` of model/attention.py"
+                    "field of your own another name, and obey it in `Attention.visible`"
                 )
         if self.use_moe and self.num_experts_per_tok > self.num_experts:
             k, experts = self.num_experts_per_tok, self.num_experts
@@ -187,11 +178,14 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Grouped-query attention (arXiv:2305.13245) with an RMSNorm on each query and key head, as in Qwen3."""
+    """Grouped-query attention (arXiv:2305.13245) with an RMSNorm on each query and key head, as in Qwen3.
+
+    Its rules are `visible`, `score` and `sinks`. What you change here holds in training and in decoding. A
+    rule may use the layer's parameters, its number and the config."""
 
     def __init__(self, config: MiniMindConfig, layer_idx: int):
         super().__init__()
-        self.layer_idx = layer_idx
+        self.config, self.layer_idx = config, layer_idx
         self.head_dim = config.head_dim
         hidden, heads, kv_heads = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
         self.q_proj = nn.Linear(hidden, heads * self.head_dim, bias=False)
@@ -201,6 +195,23 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
         self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
         self.dropout = nn.Dropout(config.dropout)
+        self.sinks: Tensor | None = None  # [H], a logit of each head that joins those of the keys
+
+    def visible(self, queries: Tensor, keys: Tensor) -> Tensor | None:
+        """Whether the token at each position of `queries` sees the one at each position of `keys`, in the
+        same sample: bool, in the shape to which the two broadcast. None: causal, it sees itself and what is
+        before it; kernels have a faster form of that than a mask.
+
+        For another rule change this line, such as to `(keys <= queries) & (queries - keys < self.window)`."""
+        return None
+
+    def score(self, scores: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
+        """The scores before the softmax, made of the scaled products `scores` [..., H, T, T'] in float32, to
+        which the positions of queries and keys broadcast. Kernels are used while it returns `scores` itself,
+        as here.
+
+        For other scores change this line, such as to `self.cap * (scores / self.cap).tanh()`."""
+        return scores
 
     def heads(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries [..., H, D] and keys, and values [..., G, D] of x [..., C]."""
@@ -210,20 +221,13 @@ class Attention(nn.Module):
         return apply_rotary(self.q_norm(q), cos, sin), apply_rotary(self.k_norm(k), cos, sin), v
 
     def forward(
-        self,
-        x: Tensor,
-        rotary: tuple[Tensor, Tensor],
-        layout: Spans | PaddedLayout,
-        cache: Cache | None = None,
+        self, x: Tensor, rotary: tuple[Tensor, Tensor], layout: Layout, cache: Cache | None = None
     ) -> Tensor:
         q, k, v = self.heads(x.to(product_dtype(x)), *rotary)  # cast once for three products
-        if isinstance(layout, Spans):
-            return self.dropout(self.o_proj(flat_attention(q, k, v, layout).flatten(-2)))
-        q, k = q.to(v.dtype), k.to(v.dtype)
         if cache is not None:  # transformers' caches hold [B, G, T, D]
-            k, v = cache.update(k.transpose(1, 2), v.transpose(1, 2), self.layer_idx)
+            k, v = cache.update(k.to(v.dtype).transpose(1, 2), v.transpose(1, 2), self.layer_idx)
             k, v = k.transpose(1, 2), v.transpose(1, 2)
-        return self.dropout(self.o_proj(padded_attention(q, k, v, layout).flatten(-2)))
+        return self.dropout(self.o_proj(attention(self, q, k, v, layout).flatten(-2)))
 
 
 class FeedForward(nn.Module):
@@ -305,7 +309,7 @@ class MiniMindBlock(GradientCheckpointingLayer):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, x: Tensor, rotary, layout: Spans | PaddedLayout, cache: Cache | None = None):
+    def forward(self, x: Tensor, rotary, layout: Layout, cache: Cache | None = None):
         x = x + self.self_attn(self.input_layernorm(x), rotary, layout, cache)
         out, routing = self.mlp(self.post_attention_layernorm(x)), None
         if isinstance(out, tuple):
@@ -319,8 +323,7 @@ TransformerBlock = MiniMindBlock  # by its general name
 class MiniMindModel(nn.Module):
     """Embeddings -> hidden states, and the routing of each MoE layer.
 
-    layout: which keys each query sees, the `Spans` of a flat batch or `PaddedLayout` of a padded one; None: a
-    batch without padding and cache."""
+    layout: where the tokens stand; None: a padded batch without padding and cache."""
 
     def __init__(self, config: MiniMindConfig):
         super().__init__()
@@ -332,14 +335,10 @@ class MiniMindModel(nn.Module):
         self.rotary_emb = RotaryEmbedding(config)
 
     def forward(
-        self,
-        embeds: Tensor,
-        position_ids: Tensor,
-        layout: Spans | PaddedLayout | None = None,
-        cache: Cache | None = None,
+        self, embeds: Tensor, position_ids: Tensor, layout: Layout | None = None, cache: Cache | None = None
     ) -> tuple[Tensor, list[tuple[Tensor, Tensor] | None]]:
         if layout is None:
-            layout = padded_layout(self.config, position_ids)
+            layout = padded_layout(position_ids)
         x, rotary, routings = self.dropout(embeds), self.rotary_emb(position_ids), []
         for layer in self.layers:
             x, routing = layer(x, rotary, layout, cache)
@@ -416,10 +415,10 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
         real = attention_mask
         if real is not None and real.ndim == 4:
             keys = torch.arange(real.shape[-1], device=embeds.device)[None]
-            layout, real = padded_layout(self.config, position_ids, keys, real), None
+            layout, real = padded_layout(position_ids, keys, (real, real)), None
         else:
             end = length if cache is None else cache.get_mask_sizes(length, 0)[0]
-            layout = layout_with_padding(self.config, real, rows, length, before, end, embeds.device)
+            layout = layout_with_padding(real, rows, length, before, end, embeds.device)
         hidden, routings = self.model(embeds, position_ids, layout, cache)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(hidden[:, kept])
@@ -455,21 +454,20 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
         them it may wait for the device. `shared_keys`: where samples begin alike, `key_index` [R], and of
         these `cu_seqlens`, `max_seqlen` and `host_cu_seqlens`; see `collate_shared` in
         dataset/lm_dataset.py."""
-        spans = spans_of(self.config, cu_seqlens, max_seqlen, host_cu_seqlens, shared_keys)
         tokens = len(input_ids)
         input_ids = pad_flat(input_ids)
         position_ids = pad_flat(position_ids)
-        if spans.shared_prefix is not None:
-            spans = spans_with_padding(spans, len(input_ids) - tokens)
-        hidden, routings = self.model(self.model.embed_tokens(input_ids), position_ids, spans)  # [N, C]
+        padding = len(input_ids) - tokens
+        layout = flat_layout(cu_seqlens, max_seqlen, host_cu_seqlens, shared_keys, padding)
+        hidden, routings = self.model(self.model.embed_tokens(input_ids), position_ids, layout)  # [N, C]
         out = MoeCausalLMOutputWithPast(hidden_states=(hidden[:tokens],))
         if target_index is None:
             out.logits = self.lm_head(hidden[:tokens])
             return out
         out.aux_loss = hidden.new_zeros((), dtype=torch.float32)
         if self.config.use_moe:
-            sample = samples_of_rows(spans, len(hidden))
-            out.aux_loss = self._aux_loss(routings, sample, len(spans.cu_seqlens) - 1)
+            sample = samples_of_rows(cu_seqlens, len(hidden))
+            out.aux_loss = self._aux_loss(routings, sample, len(cu_seqlens) - 1)
         count = len(target_index)
         target_index = pad_flat(target_index)
         hidden = hidden.index_select(0, target_index)  # [M, C]

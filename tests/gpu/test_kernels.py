@@ -1,10 +1,13 @@
 """What the path of a GPU stands on, each once and by itself: where one of these fails, it explains what fails
 later."""
 
+import numpy as np
 import pytest
 import torch
 
-from model.attention import Spans, flat_attention
+from model.attention import attention
+from model.layout import flat_layout
+from model.model_minimind import Attention, MiniMindConfig
 from model.sampling import Sampling, draw
 from tests.gpu.parts import dtypes
 from trainer.devices.device import matrix_rate, use_deterministic_kernels
@@ -13,12 +16,13 @@ from trainer.optim.muon import orthogonalized
 
 def attention_norm(device: torch.device, dtype: str) -> float:
     """The norm of the keys' gradient of attention within three samples."""
-    ends, numbers = torch.tensor([0, 200, 201, 598], dtype=torch.int32), torch.Generator().manual_seed(0)
+    ends, numbers = np.array([0, 200, 201, 598], np.int32), torch.Generator().manual_seed(0)
     q, k, v = (
         torch.randn(598, heads, 64, generator=numbers).to(device, getattr(torch, dtype)).requires_grad_()
         for heads in (8, 4, 4)
     )
-    flat_attention(q, k, v, Spans(ends.to(device), 397, ends)).float().square().sum().backward()
+    layout = flat_layout(torch.from_numpy(ends).to(device), 397, ends)
+    attention(Attention(MiniMindConfig(), 0), q, k, v, layout).float().square().sum().backward()
     return float(k.grad.norm())
 
 

@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from model.attention import Spans, flat_attention
+from model.attention import attention
+from model.layout import flat_layout
+from model.model_minimind import Attention, MiniMindConfig
 from tests.gpu import parts
 from tests.gpu.parts import SHAPES, dtypes, micro_batch, new_state
 
@@ -100,8 +102,10 @@ def test_attention(head_dim, shared, device, record_property):
         sees[begin:end, :first] = True
         rows += [torch.arange(first), torch.arange(begin, end)]
     seen = torch.tensor([0, *(n + first for n, first in zip(lengths, before, strict=True))]).cumsum(0).int()
-    keys = (torch.cat(rows).to(device), Spans(seen.to(device), int(seen.diff().max()), seen))
-    spans = Spans(ends.int().to(device), max(lengths), ends.int(), shared_prefix=keys if shared else None)
+    keys = (torch.cat(rows).to(device), seen.to(device), int(seen.diff().max()), seen.numpy())
+    shared_keys = keys if shared else None
+    layout = flat_layout(ends.int().to(device), max(lengths), ends.int().numpy(), shared_keys)
+    layer = Attention(MiniMindConfig(), 0)
 
     torch.manual_seed(head_dim)
     inputs = [torch.randn(len(sees), heads, head_dim) for heads in (8, 4, 4)]
@@ -111,7 +115,7 @@ def test_attention(head_dim, shared, device, record_property):
     right_grads = torch.autograd.grad(right, exact, grad.double())
     for dtype in dtypes(device):
         there = [x.to(device, getattr(torch, dtype)).requires_grad_() for x in inputs]
-        out = flat_attention(*there, spans)
+        out = attention(layer, *there, layout)
         grads = torch.autograd.grad(out, there, grad.to(out))
         distances = [parts.gap(a, b) for a, b in zip((out, *grads), (right, *right_grads), strict=True)]
         record_property(dtype, max(distances))

@@ -8,10 +8,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dataset.batch import collate_shared, model_inputs
-from model import attention, model_minimind
+from model import model_minimind
 from model.generation import generate
 from model.lora import LoRALinear
-from model.model_minimind import FeedForward, MiniMindForCausalLM, RMSNorm
+from model.model_minimind import Attention, FeedForward, MiniMindForCausalLM, RMSNorm
 from model.sampling import Sampling
 from tests.model.test_model_minimind import VOCAB, build, flat_batch, padded_batch, ragged, stock
 from trainer.weights.lora import add_adapters
@@ -25,22 +25,54 @@ def layer_norm(patch) -> None:
     patch.setattr(RMSNorm, "forward", lambda self, x: forward(self, x - x.mean(-1, keepdim=True)))
 
 
-def window_with_sinks(queries: Tensor, keys: Tensor, config) -> Tensor:
+def window_with_sinks(self, queries: Tensor, keys: Tensor) -> Tensor:
     return (keys <= queries) & ((queries - keys < WINDOW) | (keys < SINKS))
 
 
 def sliding_window(patch) -> None:
-    patch.setattr(attention, "visible", window_with_sinks)
+    patch.setattr(Attention, "visible", window_with_sinks)
 
 
 def soft_cap(patch) -> None:
-    patch.setattr(attention, "score", lambda scores, queries, keys, config: 2 * (scores / 2).tanh())
+    patch.setattr(Attention, "score", lambda self, scores, queries, keys: 2 * (scores / 2).tanh())
 
 
 def biased_window(patch) -> None:
     """Both rules: ALiBi's bias within a window."""
     sliding_window(patch)
-    patch.setattr(attention, "score", lambda scores, queries, keys, config: scores - 0.1 * (queries - keys))
+    patch.setattr(Attention, "score", lambda self, scores, queries, keys: scores - 0.1 * (queries - keys))
+
+
+def add_to_layers(patch, name: str, size: int) -> None:
+    """A parameter in each layer of attention."""
+    init = Attention.__init__
+
+    def with_parameter(self, *args) -> None:
+        init(self, *args)
+        setattr(self, name, nn.Parameter(torch.zeros(size)))
+
+    patch.setattr(Attention, "__init__", with_parameter)
+
+
+def learned_sinks(patch) -> None:
+    add_to_layers(patch, "sinks", 8)
+
+
+def learned_bias_by_distance(patch) -> None:
+    """As T5's: a table of each layer."""
+    add_to_layers(patch, "by_distance", 16)
+
+    def score(self, scores: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
+        return scores + self.by_distance[(queries - keys).clamp(0, 15)]
+
+    patch.setattr(Attention, "score", score)
+
+
+def window_in_some_layers(patch) -> None:
+    def visible(self, queries: Tensor, keys: Tensor) -> Tensor | None:
+        return window_with_sinks(self, queries, keys) if self.layer_idx % 2 == 1 else None
+
+    patch.setattr(Attention, "visible", visible)
 
 
 class Squared(FeedForward):
@@ -80,6 +112,7 @@ def other_rotary(patch) -> None:
 
 
 EDITS = [layer_norm, sliding_window, soft_cap, biased_window, other_layer, other_head, other_rotary]
+EDITS += [learned_sinks, learned_bias_by_distance, window_in_some_layers]
 
 
 def adapted(shape: str, adapters: bool) -> MiniMindForCausalLM:
@@ -166,7 +199,7 @@ def test_a_window_is_that_of_stock_qwen3_with_its_mask(monkeypatch):
     padded = model(ids, attention_mask=real, position_ids=(real.cumsum(-1) - 1).clamp(min=0)).logits
     for row, sample in enumerate(samples):
         positions = torch.arange(len(sample))
-        mask = window_with_sinks(positions[:, None], positions, None)[None, None]
+        mask = window_with_sinks(None, positions[:, None], positions)[None, None]
         want = reference(sample[None], attention_mask=mask).logits[0]
         torch.testing.assert_close(padded[row, -len(sample) :], want, rtol=1e-4, atol=1e-4)
 

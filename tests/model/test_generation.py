@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from model import generation
-from model.attention import padded_layout
 from model.generation import READ_AT_ONCE, Answer, Decoder, KeyValueCache, NotFinite, generate
+from model.layout import padded_layout
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from model.sampling import Sampling, draw
 from tests.model.test_model_minimind import VOCAB, build, ragged, stock
@@ -228,7 +228,7 @@ def test_the_residual_stream_of_float16_may_exceed_its_range():
     model.model.embed_tokens.weight.sign_().mul_(40_000)
     prompt = list(range(5, 15))
     positions = torch.arange(10)[None]
-    rotary, layout = model.model.rotary_emb(positions), padded_layout(model.config, positions)
+    rotary, layout = model.model.rotary_emb(positions), padded_layout(positions)
     x = model.model.embed_tokens(torch.tensor([prompt]))
     for layer in model.model.layers:
         layer.mlp.gate_proj.weight.mul_(50)

@@ -8,8 +8,10 @@ import torch
 from torch.nn.attention import varlen as torch_varlen
 
 from model import kernels, varlen
+from model.layout import Samples
 
-SPANS = SimpleNamespace(cu_seqlens=torch.tensor([0, 4], dtype=torch.int32), max_seqlen=4)
+ENDS = torch.tensor([0, 4], dtype=torch.int32)
+SAMPLES = Samples(ENDS, 4, ENDS)
 DEVICE = torch.device("cpu")
 
 
@@ -41,10 +43,10 @@ def test_grouped_heads_are_named_to_a_kernel_that_wants_it(kernel, more, torch_h
     """And no version cuts the graph of a compiled call."""
     torch_has(kernel)
     q, k = torch.ones(4, 2, 8), torch.ones(4, 1, 8)
-    assert torch.equal(varlen.varlen_attention(q, k, k, SPANS, SPANS), q + more)
+    assert torch.equal(varlen.fast_varlen_attention(q, k, k, SAMPLES, SAMPLES), q + more)
     torch.compiler.reset()
-    compiled = torch.compile(varlen.varlen_attention, backend="eager", fullgraph=True)
-    assert torch.equal(compiled(q, k, k, SPANS, SPANS), q + more)
+    compiled = torch.compile(varlen.fast_varlen_attention, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(q, k, k, SAMPLES, SAMPLES), q + more)
 
 
 def test_an_amd_gpu_has_the_kernel_that_works(torch_has, monkeypatch):

@@ -177,7 +177,7 @@ def _rank(rank: int, port: int, folder: str) -> None:
     os.environ |= rank_variables(rank, 2, port)
     torch.set_num_threads(1)
     init_distributed_mode()
-    kernels.attention_by_sample = of_itself
+    kernels.fast_attention_by_sample = of_itself
     compile_in_place, found = torch.nn.Module.compile, {}
     for parallel, use_moe in CASES:
         torch.compiler.reset()
