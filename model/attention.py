@@ -21,14 +21,12 @@ from model.layout import Layout, split_samples
 def attention(layer: Any, q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:
     """Attention of a layer: q [B, T, H, D] over k, v [B, T', G, D] -> [B, T, H, D]; in a flat batch, within
     each sample, q [N, H, D] over k, v [N, G, D] -> [N, H, D]."""
-    if not len(q):  # an empty micro-batch: DDP wants zero gradients, not None
-        return (q + 0 * (k.sum() + v.sum())).to(v.dtype)
     if layout.key_rows is not None:
         k, v = kernels.take_rows(k, layout.key_rows), kernels.take_rows(v, layout.key_rows)
     mask = layout.mask(layer)
     if kernels_fit(layer, q):
         return kernels.fast_attention(q, k, v, mask, layout.samples)
-    if layout.samples is None:
+    if layout.samples is None or not len(q):  # an empty micro-batch: rules get zero gradients, too
         return attend(layer, q, k, v, layout.queries, layout.keys, mask)
     return attend_by_sample(layer, q, k, v, layout, mask)
 

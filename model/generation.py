@@ -105,8 +105,10 @@ class KeyValueCache:
 class Decoder:
     """Writes up to `slots` answers at once, each with its prompt of up to `length` tokens.
 
-    model: a `MiniMindForCausalLM`. end_ids: tokens that end an answer. A call that raises leaves the answers
-    as they were; raises NotFinite if the model's outputs are no numbers."""
+    model: a `MiniMindForCausalLM`, in evaluation mode. It computes in the dtype of its head, which is also
+    that of the cache, whatever autocast the caller is in: an objective may decode in its loss. end_ids:
+    tokens that end an answer. A call that raises leaves the answers as they were; raises NotFinite if the
+    model's outputs are no numbers."""
 
     def __init__(self, model: Any, slots: int, length: int, end_ids: Collection[int]):
         self.model, self.slots, self.length, self.end_ids = model, slots, length, frozenset(end_ids)
@@ -144,7 +146,8 @@ class Decoder:
         if not all(groups) or len(answers) > self.free:
             raise ValueError(f"{len(answers)} answers were asked for, and there is room for {self.free}")
         first = len(self.answers)
-        logits = self.model.lm_head(self._read(first, prompts)).float()
+        with self._precision():
+            logits = self.model.lm_head(self._read(first, prompts)).float()
         repeated = [row.expand(len(group), -1) for row, group in zip(logits, groups, strict=True)]
         drawn = self._draw(answers, torch.cat(repeated))
         end = first + len(answers)
@@ -162,8 +165,8 @@ class Decoder:
         answers = list(self.answers)
         tokens = torch.tensor([[answer.tokens[-1]] for answer in answers])
         positions = torch.tensor([[answer.cached] for answer in answers])
-        hidden = self._hidden(0, tokens, positions)
-        logits = self.model.lm_head(hidden[:, 0]).float()
+        with self._precision():
+            logits = self.model.lm_head(self._hidden(0, tokens, positions)[:, 0]).float()
         drawn = self._draw(answers, logits)
         for answer in answers:
             answer.cached += 1
@@ -180,6 +183,12 @@ class Decoder:
             self.cache.copy(len(self.answers) - 1, slice(row, row + 1), last.cached)
             self.answers[row] = last
         self.answers.pop()
+
+    def _precision(self) -> torch.autocast:
+        """Matrix products in the dtype of the cache. Nothing else fits it, and in float32 autocast would keep
+        casts of the weights that no gradient passes."""
+        dtype = self.cache.tensor.dtype
+        return torch.autocast(self.device.type, dtype, enabled=dtype != torch.float32)
 
     def _in_multiples(self, keys: int) -> int:
         """The number of keys that attention goes over, for so many that are there."""
@@ -214,9 +223,7 @@ class Decoder:
                 added = torch.where(cast(Tensor, layout.causal_mask), 0.0, -torch.inf)
                 layout = layout._replace(causal_mask=added.to(self.cache.tensor.dtype))
         self.cache.seek(slice(row, row + len(tokens)), positions, end)
-        embeds = inner.embed_tokens(tokens)
-        if torch.is_autocast_enabled(self.device.type):
-            embeds = embeds.float()  # as in training, where the weights are float32
+        embeds = inner.embed_tokens(tokens).float()  # as in training, where the weights are float32
         return inner(embeds, positions, layout, self.cache)[0]
 
     def _draw(self, answers: list[Answer], logits: Tensor) -> tuple[list[int], list[float]]:

@@ -24,6 +24,8 @@ def fast_attention(
     `samples`, of q [N, H, D] over k, v [R, G, D] -> [N, H, D]. mask: of `Layout.mask`.
 
     A flat batch on a GPU takes one kernel for all samples where torch has one, else one call for each."""
+    if not len(q):  # an empty micro-batch: DDP wants zero gradients, not None
+        return (q + 0 * (k.sum() + v.sum())).to(v.dtype)
     if samples is None:
         return fast_padded_attention(q.to(v.dtype), k.to(v.dtype), v, mask)
     if mask is None and has_cutlass_kernel(v):

@@ -210,6 +210,28 @@ def test_sinks_are_those_of_gpt_oss(name):
     torch.testing.assert_close(*grads)
 
 
+class OwnRules(Attention):
+    """Each rule with a parameter."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.sinks, self.cap = torch.nn.Parameter(torch.zeros(HEADS)), torch.nn.Parameter(torch.ones(1))
+
+    def score(self, scores: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
+        return self.cap * scores.tanh()
+
+
+@pytest.mark.parametrize("rules", [Attention, Window, OwnRules])
+def test_an_empty_micro_batch_gives_zero_gradients(rules):
+    """DDP waits for the gradient of each parameter, on each rank."""
+    layer, nothing = rules(CONFIG, 0), torch.zeros(1, dtype=torch.int32)
+    rotary = (torch.zeros(0, SIZE), torch.zeros(0, SIZE))
+    layout = flat_layout(nothing, 0, nothing.numpy())
+    layer(torch.zeros(0, 64, requires_grad=True), rotary, layout).sum().backward()
+    for name, parameter in layer.named_parameters():
+        assert torch.equal(parameter.grad, torch.zeros_like(parameter)), name
+
+
 def test_scores_are_float32_under_autocast():
     """A rule of one's own, such as a soft-cap, would lose its precision in bfloat16."""
     layout, *lengths = LAYOUTS["rows"]()

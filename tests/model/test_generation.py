@@ -10,7 +10,7 @@ from model.generation import READ_AT_ONCE, Answer, Decoder, KeyValueCache, NotFi
 from model.layout import padded_layout
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from model.sampling import Sampling, draw
-from tests.model.test_model_minimind import VOCAB, build, ragged, stock
+from tests.model.test_model_minimind import VOCAB, build, flat_batch, ragged, stock
 from trainer.devices.wrapping import decoding_model
 
 END = 2
@@ -220,8 +220,27 @@ def test_the_type_of_the_weights_is_that_of_the_cache():
     assert Decoder(model, 1, 8, [END]).cache.tensor.dtype == torch.bfloat16
 
 
+def test_the_autocast_of_the_caller_does_not_reach_the_decoder(form):
+    """An objective decodes within its loss: the answers are those without autocast, and the gradients of the
+    loss those without an answer."""
+    model, prompts, batch = build("dense"), prompts_of(7, 50), flat_batch(ragged([9, 30]))
+    samplings = [[Sampling(seed=1), GREEDY]] * 2
+    expected = generate(model, prompts, samplings, 12, [VOCAB])
+    grads = []
+    for decodes in (False, True):
+        with torch.autocast("cpu", torch.bfloat16):
+            if decodes:
+                answers = generate(model, prompts, samplings, 12, [VOCAB])
+            loss = model(**batch).loss
+        grads.append(torch.autograd.grad(loss, model.parameters()))
+    assert tokens_of(answers) == tokens_of(expected)
+    for group, wanted in zip(answers, expected, strict=True):
+        assert [answer.logprobs for answer in group] == [answer.logprobs for answer in wanted]
+    assert all(map(torch.equal, *grads))
+
+
 def test_the_residual_stream_of_float16_may_exceed_its_range():
-    """As in training under autocast: 65504 is float16's largest number, and layers add up to more."""
+    """As in training: 65504 is float16's largest number, and layers add up to more."""
     torch.manual_seed(0)
     shape = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": VOCAB, "tie_word_embeddings": False}
     model = MiniMindForCausalLM(MiniMindConfig(**shape)).eval().requires_grad_(False)
@@ -237,8 +256,7 @@ def test_the_residual_stream_of_float16_may_exceed_its_range():
         layer.mlp.down_proj.weight.mul_(30_000 / added)
         x, _ = layer(x, rotary, layout)
     assert x.abs().max() > 65_504
-    with torch.autocast("cpu", torch.float16):
-        ((answer,),) = generate(decoding_model(model, torch.float16), [prompt], [[GREEDY]], 6, [VOCAB])
+    ((answer,),) = generate(decoding_model(model, torch.float16), [prompt], [[GREEDY]], 6, [VOCAB])
     ((expected,),) = generate(model, [prompt], [[GREEDY]], 6, [VOCAB])
     assert answer.tokens == expected.tokens
     assert answer.logprobs == pytest.approx(expected.logprobs, abs=0.02)

@@ -169,8 +169,7 @@ def write(
     end_ids = [cast(int, tokenizer.eos_token_id)]
     prompts = [tokens[-room:] for tokens in prompts]
     try:
-        # the cache holds the weights' own dtype
-        with torch.autocast(state.device.type, enabled=False), eager:
+        with eager:
             written = generate(model, prompts, samplings, max_new_tokens, end_ids)
     except NotFinite:  # of a run that diverges, which its losses show
         return []

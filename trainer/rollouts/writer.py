@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, cast
 
-import torch
-
 from common.errors import UserError
 from common.plugins import user_code
 from dataset.rollout_prompts import RolloutPrompt
@@ -98,10 +96,8 @@ class TrajectoryWriter:
                 seed = seed_of(self.seed, update, trajectory.prompt.sample_id, trajectory.number, turn)
                 samplings[-1].append(Sampling(self.temperature, seed=seed))
         room = [max(1, min(self.max_gen_len, self.max_total_len - len(tokens))) for tokens in groups]
-        weight = model.lm_head.weight  # its dtype is that of the cache
         end_ids = [int(cast(int, self.tokenizer.eos_token_id))]
-        with torch.autocast(weight.device.type, weight.dtype, enabled=weight.dtype != torch.float32):
-            answers = generate(model, list(groups), samplings, room, end_ids)
+        answers = generate(model, list(groups), samplings, room, end_ids)
         for group, written in zip(groups.values(), answers, strict=True):
             for trajectory, answer in zip(group, written, strict=True):
                 trajectory.tokens += answer.tokens
