@@ -24,6 +24,8 @@ LAYERS = {
     "tools": 5,
     "benchmarks": 5,
     "scripts": 5,
+    "minimind.py": 5,
+    "eval_llm.py": 5,
 }
 # the folders of trainer/; the stages, above them all, are the files in it
 ROOMS = ["devices", "weights", "optim", "report", "objectives", "callbacks", "checkpoint", "rollouts"]

@@ -9,7 +9,7 @@ from torch import nn
 
 from common.arguments import add_flag
 from common.errors import UserError
-from common.files import is_folder, is_there
+from common.files import files_in, is_folder, is_there
 from common.hub import make_local
 from common.settings import ROOT, StageArgs
 from dataset.token_cache import load_tokenizer
@@ -34,12 +34,10 @@ NAMED_BY_TOOLS = [name for name in SHAPE if not name.endswith("_heads")]
 def add_trained_model_flags(parser: argparse._ActionsContainer, device: bool = True) -> None:
     """The flags of tools that use a trained model: which one, where to run (`device`: whether to ask), and
     the shape where nothing else says it."""
-    parser.add_argument(
-        "--model",
-        metavar="PATH",
-        help="the model: a weights file, a checkpoint or a Hugging Face folder; or --weight",
-    )
-    parser.add_argument("--weight", help=f"name of the weights in --save_dir (default: {WEIGHT})")
+    text = "the model: a weights file, a checkpoint, a Hugging Face folder, or a folder that holds --weight"
+    parser.add_argument("--model", metavar="PATH", help=text)
+    text = f"name of the weights in --save_dir, or in the folder that is --model (default: {WEIGHT})"
+    parser.add_argument("--weight", help=text)
     text = "adapter (LoRA) to merge into the model: its folder, or a file of MiniMind"
     parser.add_argument("--lora", metavar="PATH", help=text)
     add_flag(parser, StageArgs, "save_dir")
@@ -67,8 +65,9 @@ def model_path(args: argparse.Namespace) -> Path:
     """The file or folder of the model that the flags of `add_trained_model_flags` name; paths on a hub become
     those of local copies, in `args` too. Raises UserError if it is not there, or not clear."""
     make_local(args)
-    if args.model is None:
-        return find_weights(args.save_dir, args.weight or WEIGHT, **given_shape(args))
+    folder = args.save_dir if args.model is None else args.model
+    if args.model is None or holds_weights(Path(folder)):
+        return find_weights(folder, args.weight or WEIGHT, **given_shape(args))
     if args.weight is not None:
         raise UserError(
             f"--model {args.model} and --weight {args.weight} both name a model; leave one of them out"
@@ -76,6 +75,11 @@ def model_path(args: argparse.Namespace) -> Path:
     if not is_there(args.model):
         raise UserError(f"--model {args.model}: no such file or folder")
     return Path(args.model)
+
+
+def holds_weights(path: Path) -> bool:
+    """Whether it is a folder of weights files, such as `out/`, and no Hugging Face folder."""
+    return is_folder(path) and not is_hugging_face(path) and bool(files_in(path, "*.pth"))
 
 
 def load_model(

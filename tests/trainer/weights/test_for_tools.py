@@ -140,15 +140,18 @@ def load_named(*flags: object) -> MiniMindForCausalLM:
 def test_a_model_by_its_path(save, tmp_path):
     folder = save("w_32", "w_32_moe_8x2")
     (folder / "w.gguf").write_bytes(b"GGUF")
+    (folder / "empty").mkdir()
     assert load_named("--model", folder / "w_32.pth").config.num_hidden_layers == 1
     assert load_named("--model", folder / "w_32_moe_8x2.pth").config.num_experts_per_tok == 2
-    assert load_named("--weight", "w", "--save_dir", folder, "--use_moe", 0).config.hidden_size == 32
+    for flag in ("--save_dir", "--model"):
+        assert load_named("--weight", "w", flag, folder, "--use_moe", 0).config.hidden_size == 32
     file, none = folder / "w_32.pth", "no Hugging Face folder, it has no config.json"
     for flags, line in (
         (["--model", "none.pth"], "--model none.pth: no such file or folder"),
         (["--model", file, "--weight", "w"], "both name a model; leave one of them out"),
         (["--model", file, "--hidden_size", 64], "--hidden_size 64 contradicts the weights"),
-        (["--model", folder], none),
+        (["--model", folder], "found there: w_32.pth, w_32_moe_8x2.pth"),
+        (["--model", folder / "empty"], none),
         (["--model", folder / "w.gguf"], "w.gguf is for llama.cpp; give the .pth or the Hugging Face folder"),
         (["--model", ROOT / "README.md"], "README.md: not a readable weights file ("),
         ([], "/out/full_sft_*.pth do not exist"),
