@@ -116,18 +116,14 @@ def parser_of(script: str) -> argparse.ArgumentParser:
 
 def commands(text: str) -> list[tuple[Path, dict[str, str], list[str]]]:
     """Commands of a shell block as (folder it runs in, variables set in front, words)."""
-    found, folder, clone = [], ROOT, ""
+    found, folder = [], ROOT
     for line in text.replace("\\\n", " ").splitlines():
         quoted = shlex.join(shlex.split(line, comments=True))
         for part in re.split(r" '(?:&&|\|\||\||;)' ", quoted):
             words, variables = shlex.split(part), {}
             while words and re.match(r"^[A-Z_]+=", words[0]):
                 name, _, variables[name] = words.pop(0).partition("=")
-            if words[:2] == ["git", "clone"]:
-                clone = words[-1]
-            elif words == ["cd", clone]:
-                folder = ROOT
-            elif words[:1] == ["cd"] and not words[1].startswith("$"):
+            if words[:1] == ["cd"] and not words[1].startswith("$"):
                 folder = (folder / words[1]).resolve()
             elif words:
                 found.append((folder, variables, words[1:] if words[0] == "srun" else words))
