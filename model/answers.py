@@ -1,9 +1,8 @@
 """The text of an answer: from tokens to text, and from text to reasoning, content and tool calls.
 
-The tags are those of chat_template.jinja: `<think>` ... `</think>` at the beginning, and anywhere behind it
+The tags are those of chat_template.jinja: `<think>` ... `</think>` at the beginning, and anywhere after it
 `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`. Text that was emitted is never taken back, and
-nothing is executed.
-"""
+nothing is executed."""
 
 import json
 from collections.abc import Collection
@@ -16,7 +15,7 @@ CALL, END_CALL = "<tool_call>", "</tool_call>"
 
 
 def held_back(text: str, marks: Collection[str]) -> int:
-    """How many characters at the end of a text may be one of the marks, or its beginning."""
+    """How many characters at the end of a text may be one of the marks, or the beginning of one."""
     longest = max(map(len, marks), default=0)
     for start in range(max(0, len(text) - longest), len(text)):
         end = text[start:]
@@ -26,21 +25,22 @@ def held_back(text: str, marks: Collection[str]) -> int:
 
 
 class TextStream:
-    """The text of an answer, token by token, up to the first of `stops`, which is left out, or of
-    `last_words`, which are kept. Bytes of an incomplete character and what may become one of them are held
-    back."""
+    """The text of an answer, token by token. It ends before the first of `stops`, or after the first of
+    `last_words`. Bytes of an incomplete character are held back, and so is text that may become a stop or a
+    last word."""
 
     def __init__(self, tokenizer: Any, stops: Collection[str] = (), last_words: Collection[str] = ()):
         self.tokenizer = tokenizer
         self.decoder = DecodeStream(skip_special_tokens=True)
         self.pending: list[int] = []  # tokens without text so far
-        # what ends the text -> how many of its characters stay
+        # words that end the text -> how many of their characters stay
         self.kept = {words: len(words) for words in last_words} | dict.fromkeys(stops, 0)
         self.stopped = False
-        self.held = ""  # what may become one of them
+        self.held = ""  # text that may become one of these words
 
     def take(self, answer: Any) -> str:
-        """The text that the last token of a `generation.Answer` completes, and at its end the rest."""
+        """The text that the last token of a `generation.Answer` completes. At the end of the answer, it also
+        returns the rest."""
         text = ""
         if answer.finish != "stop":  # then the last token is an end token, which has no text
             text = self.push(answer.tokens[-1])
@@ -57,7 +57,7 @@ class TextStream:
         return self._emit(text or "")
 
     def end(self) -> str:
-        """What is still held back."""
+        """The text that is still held back."""
         text = self.tokenizer.decode(self.pending, skip_special_tokens=True)
         self.pending.clear()
         return self._emit(text, is_last=True)
@@ -67,7 +67,7 @@ class TextStream:
             return ""
         text = self.held + text
         end = len(text) if is_last else len(text) - held_back(text, self.kept)
-        # behind `end` another one may have begun that comes before this one
+        # after `end`, a match that starts earlier than this one may have begun
         found = min(((text.find(mark), self.kept[mark]) for mark in self.kept if mark in text), default=None)
         if found is not None and found[0] <= end:
             self.stopped = True
@@ -78,8 +78,8 @@ class TextStream:
 
 class AnswerParser:
     """Turns the pieces of an answer's text into parts of its message: {"content"}, {"reasoning_content"} or
-    {"tool_calls"}; `merge` puts them together. Line breaks beside a tag are the template's and left out. A
-    malformed call stays text.
+    {"tool_calls"}; `merge` puts them together. Line breaks beside a tag come from the template and are left
+    out. A malformed call stays text.
 
     thinks: the answer begins inside its reasoning. tools: names that calls may have; calls of others stay
     text. None: any name.
@@ -120,7 +120,7 @@ class AnswerParser:
             self.after_tag = False
 
     def _read_words(self, field: str, tag: str | None) -> bool:
-        """Take the text before a tag, as far as it is certain; returns whether the tag is there."""
+        """Take the text before a tag, as far as it is certain. Returns whether the tag was found."""
         if self.after_tag:
             self.text = self.text.lstrip("\n")
         words, found = self.text, ""
@@ -137,7 +137,8 @@ class AnswerParser:
         return found != ""
 
     def _read_call(self) -> bool:
-        """Take the call that the text begins with; False if its end is still missing."""
+        """Take the call at the beginning of the text. Returns False if the end of the call is still
+        missing."""
         breaks, _, text = self.text.partition(CALL)
         body, end, rest = text.partition(END_CALL)
         if not end and not self.is_last:

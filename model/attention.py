@@ -1,9 +1,9 @@
 """Attention in plain PyTorch, for any rule and every form of input. The rules belong to the layer
-(`Attention` in model_minimind.py): `visible` says who sees whom, `score` how scores are made, and `sinks`
-adds a logit to the softmax. Where the tokens stand is in layout.py.
+(`Attention` in model_minimind.py): `visible` says which keys a query sees, `score` changes the scores, and
+`sinks` adds a logit to the softmax. layout.py has the positions of the tokens.
 
-While the scores of a layer are the scaled products, kernels.py has faster forms, which take what `visible`
-says as a mask. Tests hold them equal to `attend`.
+If the scores of a layer are the scaled products, kernels.py computes them faster, with the result of
+`visible` as a mask. Tests compare these kernels with `attend`.
 
 Shape legend: N tokens of a flat batch, B batch, T queries, T' keys, H query heads, G key/value heads, D head
 size.

@@ -1,5 +1,5 @@
-"""Forms of the model's arithmetic that were measured to be faster on a CPU; elsewhere, and while torch's
-compiler is at work, each is torch's own operator. Measurements: docs/dev/LOG.md.
+"""Forms of the model's arithmetic that were measured to be faster on a CPU. On other devices, and under
+torch's compiler, each is torch's own operator. Measurements: docs/dev/LOG.md.
 
 Shape legend: N tokens of a flat batch, C hidden size, R rows, B batch, T keys, H query heads, G key/value
 heads, D head size, V vocabulary.
@@ -11,13 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# rows from which oneDNN multiplies by a vocabulary faster than MKL does
+# from this number of rows on, oneDNN multiplies by a vocabulary faster than MKL
 MIN_ROWS_FOR_ONEDNN = 8
 ONEDNN_PRODUCT = "_linear_pointwise"
 
 
 def is_eager_cpu(x: Tensor) -> bool:
-    """Whether operators on x are computed one by one on a CPU."""
+    """Whether operators on x run one by one on a CPU, without the compiler."""
     return x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
@@ -50,8 +50,8 @@ class NormWithDerivative(torch.autograd.Function):
 
 
 def pad_to_multiple(x: Tensor, multiple: int, value: int = 0) -> Tensor:
-    """x [N, ...] filled up to a multiple of rows: oneDNN compiles and keeps a product for each new number of
-    rows, and Metal a graph."""
+    """x [N, ...] padded to a multiple of rows. For each new number of rows, oneDNN compiles and keeps a
+    product, and Metal a graph."""
     extra = -len(x) % multiple
     if not extra or x.device.type not in ("cpu", "mps"):
         return x
@@ -71,7 +71,7 @@ def head_product(x: Tensor, weight: Tensor) -> Tensor:
 
 def attention_of_one_query(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     """Attention in decoding: q [B, G, H / G, D] over k, v [B, G, T, D] -> [B, G, H / G, D]; the mask
-    [B, 1, 1, T] is bool. In three operators: the kernel is made for longer queries."""
+    [B, 1, 1, T] is bool. It uses three operators, because the kernel is made for longer queries."""
     if len(q) == 1 or not is_eager_cpu(q):
         return F.scaled_dot_product_attention(q, k, v, mask)
     scores = torch.matmul(q * q.shape[-1] ** -0.5, k.transpose(-1, -2))

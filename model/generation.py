@@ -1,13 +1,15 @@
-"""Batched decoding: many answers are written at once, over one cache of keys and values; they join and leave
-between two steps. For chat, the server, evaluation and rollouts; no threads, no text and no network here.
+"""Batched decoding: many answers are generated at once, over one cache of keys and values. Answers join and
+leave between two steps. It serves the chat, the server, evaluation and rollouts; this file has no threads, no
+text and no network.
 
     decoder = Decoder(model, slots=64, length=2048, end_ids=[2])
     answers = decoder.add(prompt, [Sampling(seed=1), Sampling(seed=2)], max_new_tokens=100)
     while decoder.answers:
         decoder.step()  # a token of each: answer.tokens, answer.finish
 
-The same prompt and seed give the same answer whatever else is decoded beside it (see sampling.py), except
-where two tokens tie to within the rounding of a matrix product, which may depend on the number of rows.
+The same prompt and seed give the same answer, whatever else is decoded beside it (see sampling.py). The only
+exception are two tokens that tie up to the rounding of a matrix product, which may depend on the number of
+rows.
 
 Shape legend: R rows, T tokens, G key/value heads, D head size, V vocabulary.
 """
@@ -39,7 +41,7 @@ class Form(NamedTuple):
     key_multiple: int
 
 
-# on a GPU, too, longer pieces take much memory: where FlashAttention cannot be had, torch makes all scores
+# Longer pieces take much memory on a GPU as well: without FlashAttention, torch computes all scores at once.
 CPU, GPU = Form(READ_AT_ONCE, 0, 1), Form(1024, 16_384, 128)
 
 
@@ -49,8 +51,8 @@ def form_of(device: torch.device) -> Form:
 
 
 class NotFinite(UserError):
-    """A model's outputs are not finite numbers. From such logits the first token of the vocabulary would be
-    drawn again and again: a special one, which is shown as nothing."""
+    """A model's outputs are not finite numbers. With such logits the first token of the vocabulary would be
+    drawn again and again. It is a special token, so nothing would be shown."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -60,13 +62,14 @@ class NotFinite(UserError):
 
 @dataclass(eq=False)
 class Answer:
-    """One answer. finish: None while it is written; "stop" after an end token (which is the last of its
-    tokens), "length" if it has all tokens that it may have."""
+    """One answer. finish: None while it is generated; "stop" after an end token (the last of its tokens);
+    "length" if it has reached its maximum number of tokens."""
 
     sampling: Sampling
     max_new_tokens: int
     tokens: list[int] = field(default_factory=list)
-    # of these tokens under softmax(logits / temperature), with penalties, among the allowed ones
+    # log-probabilities of these tokens under softmax(logits / temperature), with penalties, among the allowed
+    # tokens
     logprobs: list[float] = field(default_factory=list)
     finish: str | None = None
     cached: int = 0  # tokens whose keys and values are in the cache
@@ -75,16 +78,17 @@ class Answer:
 
 class KeyValueCache:
     """Keys and values of `slots` rows of `length` tokens, allocated once. It takes the place of a
-    transformers cache in the model's attention: before a forward `seek` says where its tokens belong."""
+    transformers cache in the model's attention. Call `seek` before each forward pass to say where its tokens
+    belong."""
 
     def __init__(self, model: Any, slots: int, length: int):
         config, weight = model.config, model.lm_head.weight
         shape = (config.num_hidden_layers, 2, slots, config.num_key_value_heads, length, config.head_dim)
-        # zeros, not empty: a masked value that is not a number would still spoil the sum
+        # zeros, not empty: a masked value that is NaN would still make the sum NaN
         self.tensor = torch.zeros(shape, dtype=weight.dtype, device=weight.device)
 
     def seek(self, rows: slice, positions: Tensor, end: int) -> None:
-        """Next come tokens at `positions` [R or 1, T] of these rows, which see keys before `end`."""
+        """The next tokens are at `positions` [R or 1, T] of these rows; they see the keys before `end`."""
         self.rows = rows
         self.numbers = torch.arange(rows.start, rows.stop, device=positions.device)[:, None]
         self.positions, self.end = positions, end
@@ -97,18 +101,18 @@ class KeyValueCache:
         return keys[self.rows, :, : self.end], values[self.rows, :, : self.end]
 
     def copy(self, source: int, targets: slice, length: int) -> None:
-        """Put the first tokens of a row in the place of others."""
+        """Copy the first tokens of a row into other rows."""
         tokens = self.tensor[..., :length, :]
         tokens[:, :, targets] = tokens[:, :, source : source + 1]
 
 
 class Decoder:
-    """Writes up to `slots` answers at once, each with its prompt of up to `length` tokens.
+    """Generates up to `slots` answers at once. Each has up to `length` tokens, including its prompt.
 
     model: a `MiniMindForCausalLM`, in evaluation mode. It computes in the dtype of its head, which is also
     that of the cache, whatever autocast the caller is in: an objective may decode in its loss. end_ids:
-    tokens that end an answer. A call that raises leaves the answers as they were; raises NotFinite if the
-    model's outputs are no numbers."""
+    tokens that end an answer. A call that raises leaves the answers unchanged. Raises NotFinite if the
+    model's outputs are not finite numbers."""
 
     def __init__(self, model: Any, slots: int, length: int, end_ids: Collection[int]):
         self.model, self.slots, self.length, self.end_ids = model, slots, length, frozenset(end_ids)
@@ -124,9 +128,9 @@ class Decoder:
         return self.slots - len(self.answers)
 
     def add(self, prompt: Sequence[int], samplings: Sequence[Sampling], max_new_tokens: int) -> list[Answer]:
-        """Begin an answer for each sampling: the prompt is read once, and their first tokens are drawn.
-        Raises ValueError if there is no room for so many answers, or prompt and answer are longer than the
-        cache."""
+        """Begin an answer for each sampling: the prompt is read once, and the first token of each answer is
+        drawn. Raises ValueError if there is no room for so many answers, or if prompt and answer are longer
+        than the cache."""
         return self.add_together([prompt], [samplings], [max_new_tokens])[0]
 
     @torch.inference_mode()
@@ -151,7 +155,7 @@ class Decoder:
         repeated = [row.expand(len(group), -1) for row, group in zip(logits, groups, strict=True)]
         drawn = self._draw(answers, torch.cat(repeated))
         end = first + len(answers)
-        for i in reversed(range(len(groups))):  # a prompt's rows begin at its own or behind it
+        for i in reversed(range(len(groups))):  # the rows of a prompt begin at its own row or after it
             begin = end - len(groups[i])
             self.cache.copy(first + i, slice(max(begin, first + i + 1), end), len(prompts[i]))
             end = begin
@@ -161,7 +165,8 @@ class Decoder:
 
     @torch.inference_mode()
     def step(self) -> list[Answer]:
-        """Write a token of every answer; returns them all. Those with a `finish` have left."""
+        """Generate one token of every answer. Returns all these answers; those with a `finish` have left the
+        decoder."""
         answers = list(self.answers)
         tokens = torch.tensor([[answer.tokens[-1]] for answer in answers])
         positions = torch.tensor([[answer.cached] for answer in answers])
@@ -175,7 +180,7 @@ class Decoder:
 
     @torch.inference_mode()
     def remove(self, answer: Answer) -> None:
-        """Stop writing an answer; the last one gets its row. Nothing happens to one that has left already."""
+        """Stop an answer; the last answer moves to its row. Does nothing if the answer has already left."""
         if answer not in self.answers:
             return
         row, last = self.answers.index(answer), self.answers[-1]
@@ -191,7 +196,7 @@ class Decoder:
         return torch.autocast(self.device.type, dtype, enabled=dtype != torch.float32)
 
     def _in_multiples(self, keys: int) -> int:
-        """The number of keys that attention goes over, for so many that are there."""
+        """The number of keys that attention covers if there are `keys` of them."""
         return -(-keys // self.form.key_multiple) * self.form.key_multiple
 
     def _read(self, row: int, prompts: Sequence[Sequence[int]]) -> Tensor:
@@ -227,8 +232,8 @@ class Decoder:
         return inner(embeds, positions, layout, self.cache)[0]
 
     def _draw(self, answers: list[Answer], logits: Tensor) -> tuple[list[int], list[float]]:
-        """The next token of each answer from logits [R, V], and its log-probability. Sync point, the only
-        one."""
+        """The next token of each answer from logits [R, V], and its log-probability. This is the only sync
+        point."""
         for row, answer in enumerate(answers):
             if answer.sampling.has_penalty:
                 penalise(logits[row], answer.prompt, answer.tokens, answer.sampling)
@@ -243,7 +248,7 @@ class Decoder:
         return [int(token) for token in drawn], of_drawn
 
     def _append(self, answers: list[Answer], tokens: list[int], logprobs: list[float]) -> None:
-        """Give each answer its next token, and let those leave that end with it."""
+        """Append the next token to each answer, and remove answers that end with it."""
         for i, answer in enumerate(answers):
             answer.tokens.append(tokens[i])
             answer.logprobs.append(logprobs[i])
@@ -263,10 +268,10 @@ def generate(
     end_ids: Collection[int],
     slots: int = SLOTS,
 ) -> list[list[Answer]]:
-    """Answers to all prompts (lists of token ids), for each prompt one per sampling; `slots` of them at a
-    time, but at least those of one prompt. Raises ValueError if a prompt is empty.
+    """Answers to all prompts (lists of token ids), with one answer per sampling for each prompt. It generates
+    `slots` answers at a time, or more if a single prompt needs more. Raises ValueError if a prompt is empty.
 
-    max_new_tokens: of every answer, or of those of each prompt."""
+    max_new_tokens: one number for all answers, or one for each prompt."""
     new = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else max_new_tokens
     length = max((len(prompt) + count for prompt, count in zip(prompts, new, strict=True)), default=0)
     slots = min(max(slots, *map(len, samplings), 1), sum(map(len, samplings)))
@@ -285,8 +290,9 @@ def generate(
 def end_of_next(
     decoder: Decoder, prompts: Sequence[Sequence[int]], samplings: Sequence[Sequence[Sampling]], first: int
 ) -> int:
-    """The end of the prompts that are read now, from the first one on: one if there is room for its answers;
-    where prompts are read together all that fit, once a quarter of the slots is free."""
+    """The end of the prompts to read now, beginning with `first`. Usually this is one prompt, if there is
+    room for its answers. If the device reads prompts together, it is all prompts that fit, as soon as a
+    quarter of the slots is free."""
     room, answers, longest = decoder.form.batch_tokens, 0, 0
     if room and decoder.answers and decoder.free < decoder.slots // 4:
         return first

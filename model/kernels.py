@@ -1,10 +1,9 @@
-"""Attention by torch's kernels, with a mask or the causal one: the fast forms of `attend` in attention.py,
-for layers whose scores are the scaled products. Their names begin with `fast_`.
+"""Attention by torch's kernels, with any mask or causal. These are the fast forms of `attend` in
+attention.py, for layers whose scores are the scaled products. Their names begin with `fast_`.
 
 Shape legend: N tokens of a flat batch, R keys of a flat batch, B batch, T queries, T' keys, H query heads, G
-key/value heads, D head size. `samples` are those of the queries and those of the keys (`Layout` in
-layout.py); the queries of a sample are the last of its keys.
-"""
+key/value heads, D head size. `samples` holds the samples by queries and by keys (`Layout` in layout.py); the
+queries of a sample belong to the last of its keys."""
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +22,8 @@ def fast_attention(
     """Attention of q [B, T, H, D] over k, v [B, T', G, D] -> [B, T, H, D]; in a flat batch, which has
     `samples`, of q [N, H, D] over k, v [R, G, D] -> [N, H, D]. mask: of `Layout.mask`.
 
-    A flat batch on a GPU takes one kernel for all samples where torch has one, else one call for each."""
+    A flat batch on a GPU takes one kernel for all samples if torch has one, and otherwise one call for each
+    sample."""
     if not len(q):  # an empty micro-batch: DDP wants zero gradients, not None
         return (q + 0 * (k.sum() + v.sum())).to(v.dtype)
     if samples is None:
@@ -69,8 +69,8 @@ def has_varlen_kernel(values: Tensor) -> bool:
 
 
 def try_amd_kernel(device: torch.device) -> None:
-    """Find out whether an AMD GPU has the variable-length attention kernel, by calling it: numbers do not
-    tell (gfx906 and RDNA2 report those of Ampere and more). Called before anything is compiled."""
+    """Find out whether an AMD GPU has the variable-length attention kernel, by calling it. Version numbers do
+    not show it (gfx906 and RDNA2 report those of Ampere and newer). Called before anything is compiled."""
     global amd_has_varlen_kernel
     from model.varlen import fast_varlen_attention
 
@@ -85,8 +85,8 @@ def try_amd_kernel(device: torch.device) -> None:
 
 
 def has_cutlass_kernel(values: Tensor) -> bool:
-    """Whether `fast_cutlass_attention` takes them: on NVIDIA GPUs in float32, and before Ampere in
-    float16."""
+    """Whether `fast_cutlass_attention` takes these values: on NVIDIA GPUs in float32, and on GPUs before
+    Ampere in float16."""
     if not values.is_cuda or torch.version.hip or values.shape[-1] % 8:
         return False
     is_float32 = values.dtype == torch.float32
@@ -94,7 +94,8 @@ def has_cutlass_kernel(values: Tensor) -> bool:
 
 
 def fast_cutlass_attention(q: Tensor, k: Tensor, v: Tensor, queries: Samples, keys: Samples) -> Tensor:
-    """By the kernel of torch's nested tensors, which all NVIDIA GPUs have. It knows no grouped heads."""
+    """Attention by the kernel of torch's nested tensors, which runs on all NVIDIA GPUs. It does not support
+    grouped heads."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     out, *_ = torch.ops.aten._efficient_attention_forward(
         q[None], k[None], v[None], None, queries.cu_seqlens, keys.cu_seqlens, queries.max_seqlen,
@@ -104,11 +105,11 @@ def fast_cutlass_attention(q: Tensor, k: Tensor, v: Tensor, queries: Samples, ke
 
 
 def take_rows(x: Tensor, rows: Tensor) -> Tensor:
-    """The rows [R] of x [N, ...], some of them several times.
+    """The rows [R] of x [N, ...]. A row may be taken several times.
 
-    The gradients of a row must be summed in the same order each time. On CUDA indexing does so, compiled with
-    `--deterministic 1`; index_select, which uses atomic additions, does not. On a CPU index_select does, but
-    not the compiler's kernels."""
+    The gradients of a row must be summed in the same order each time. On CUDA, indexing does so (when
+    compiled, only with `--deterministic 1`), but index_select does not, because it uses atomic additions. On
+    a CPU, index_select does so, but the compiler's kernels do not."""
     return take_rows_outside_of_graphs(x, rows) if x.device.type == "cpu" else x[rows]
 
 
@@ -122,7 +123,7 @@ def take_rows_outside_of_graphs(x: Tensor, rows: Tensor) -> Tensor:
 def fast_attention_by_sample(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, samples: tuple[Samples, Samples]
 ) -> Tensor:
-    """With one call for each sample of a flat batch.
+    """Attention with one call for each sample of a flat batch.
 
     On a CPU it computes in float32: the bfloat16 kernel would be compiled for every new length."""
     out_dtype = v.dtype
@@ -135,8 +136,8 @@ def fast_attention_by_sample(
 
 
 def fast_attention_of_sample(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """Attention of the queries q [T, H, D] of a sample, the last of its keys k, v [T', G, D]: those before
-    are of a shared prefix. mask: bool [1, T, T']; None: causal."""
+    """Attention of the queries q [T, H, D] of a sample over its keys k, v [T', G, D]. The queries belong to
+    the last keys; the keys before them are a shared prefix. mask: bool [1, T, T']; None: causal."""
     before, end = len(k) - len(q), len(k)
     if mask is not None:
         mask = mask[None]

@@ -1,6 +1,6 @@
-"""Where the tokens of a forward pass stand: `Layout`, one class for flat batches in training, for padded
-batches and for decoding. It is made once for all layers. Which keys a query sees in a layer is said by
-`visible` of that layer (`Attention` in model_minimind.py).
+"""`Layout` holds the positions of the tokens of a forward pass. It is one class for flat batches in training,
+for padded batches and for decoding, and it is made once for all layers. `visible` of a layer (`Attention` in
+model_minimind.py) says which keys a query sees in that layer.
 
 Shape legend: N tokens of a flat batch, S samples, R keys of a flat batch, B batch, T queries, T' keys, H
 query heads, G key/value heads, D head size.
@@ -24,17 +24,18 @@ class Samples(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """The positions of queries and keys, and what else limits who sees whom.
+    """The positions of queries and keys, and other limits on which keys a query sees.
 
     In a padded batch and in decoding, each row has its positions. In a flat batch, the positions are those of
-    the longest sample; each sample takes its part of them, and its queries are the last of its keys.
+    the longest sample, and each sample takes a part of them. The queries of a sample belong to the last of
+    its keys.
 
-    causal_mask: for layers whose `visible` gives None. Where it is None itself, the last query sees all keys,
-    and each query before it sees one key less. limits: the keys that a query may see and those that it must
-    see, whatever the rule of a layer is.
+    causal_mask: for layers whose `visible` returns None. If it is None itself, the last query sees all keys,
+    and each query before it sees one key less. limits: the keys that a query may see, and those that it must
+    see, whatever the rule of the layer says.
 
-    samples: of a flat batch, for the queries and for the keys. The two differ where samples begin alike:
-    then `key_rows` lists the keys of each sample, one sample behind the other."""
+    samples: the samples of a flat batch, by queries and by keys. The two differ if samples share their
+    beginning: then `key_rows` lists the keys of each sample, one sample after the other."""
 
     queries: Tensor  # [B or 1, 1, T, 1], in a flat batch [1, T', 1]
     keys: Tensor  # [B or 1, 1, 1, T'], in a flat batch [1, 1, T']
@@ -44,13 +45,13 @@ class Layout(NamedTuple):
     key_rows: Tensor | None = None  # [R]
 
     def mask(self, layer: Any) -> Tensor | None:
-        """Who sees whom in a layer: `causal_mask`, or bool [B or 1, 1, T, T'], in a flat batch [1, T',
-        T']."""
+        """Which keys each query sees in a layer: `causal_mask`, or bool [B or 1, 1, T, T'], in a flat batch
+        [1, T', T']."""
         seen = layer.visible(self.queries, self.keys)
         return self.causal_mask if seen is None else self.limited(seen)
 
     def limited(self, seen: Tensor) -> Tensor:
-        """What a rule says, within `limits`."""
+        """The result of a rule, restricted by `limits`."""
         if self.limits is None:
             return seen
         may_see, must_see = self.limits
@@ -63,8 +64,8 @@ class Layout(NamedTuple):
 def padded_layout(
     queries: Tensor, keys: Tensor | None = None, limits: tuple[Tensor, Tensor] | None = None
 ) -> Layout:
-    """The layout of queries and keys at these positions, [B or 1, T] and [B or 1, T']. keys: None where they
-    are those of the queries, without padding."""
+    """The layout of queries and keys at these positions, [B or 1, T] and [B or 1, T']. keys: None if they are
+    the positions of the queries, without padding."""
     places = queries if keys is None else keys
     layout = Layout(queries[:, None, :, None], places[:, None, None, :], limits=limits)
     if keys is None:
@@ -77,14 +78,15 @@ def layout_with_padding(
 ) -> Layout:
     """The layout of a padded batch.
 
-    attention_mask: [B, up to T'], 1 for tokens and 0 for padding; None: no padding. rows: B. length: T, of
-    the queries, which stand behind `before` keys. end: T', with places of a cache that are still empty."""
+    attention_mask: [B, up to T'], 1 for tokens and 0 for padding; None: no padding. rows: B. length: T, the
+    number of queries, which follow `before` keys. end: T', which includes places of a cache that are still
+    empty."""
     real = torch.ones(rows, end, dtype=torch.bool, device=device)
     if attention_mask is not None:
         real = F.pad(attention_mask.bool(), (0, end - attention_mask.shape[1]))
     positions = real.cumsum(dim=-1) - 1  # of tokens, padding does not count
     places = before + torch.arange(length, device=device)
-    # padding sees everything: a softmax of nothing would give NaN, which spreads
+    # padding sees every key: a softmax over no key would give NaN, which spreads
     limits = real[:, None, None, :], ~real[:, None, places, None]
     return padded_layout(positions[:, places], positions, limits)
 
@@ -99,8 +101,8 @@ def flat_layout(
     shared_keys: tuple[Tensor, Tensor, int, np.ndarray | None] | None = None,
     padding: int = 0,
 ) -> Layout:
-    """The layout of a flat batch, from the arguments of these names of `MiniMindForCausalLM.forward_flat`.
-    padding: the number of rows behind the samples; they may see any keys."""
+    """The layout of a flat batch, from the arguments of `MiniMindForCausalLM.forward_flat` with the same
+    names. padding: the number of rows after the samples; they may see any keys."""
     queries = keys = samples_between(cu_seqlens, max_seqlen, host_cu_seqlens)
     key_rows = None
     if shared_keys is not None:
@@ -110,13 +112,13 @@ def flat_layout(
 
 
 def samples_between(cu_seqlens: Tensor, max_seqlen: int, host_cu_seqlens: np.ndarray | None) -> Samples:
-    """Samples from cumulative lengths; without those on the host it may wait for the device."""
+    """Samples from cumulative lengths. Without the lengths on the host, it may wait for the device."""
     on_host = cu_seqlens if host_cu_seqlens is None else torch.from_numpy(host_cu_seqlens)
     return Samples(cu_seqlens, max_seqlen, on_host)
 
 
 def samples_of_rows(cu_seqlens: Tensor, rows: int) -> Tensor:
-    """The number of the sample of each row [N]; rows of padding have that behind the last sample's."""
+    """The number of the sample of each row [N]. Rows of padding get the number after the last sample's."""
     ends = cu_seqlens[1:].to(torch.int64)
     return torch.bucketize(torch.arange(rows, device=ends.device), ends, right=True)
 
@@ -124,8 +126,8 @@ def samples_of_rows(cu_seqlens: Tensor, rows: int) -> Tensor:
 def split_samples(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, samples: tuple[Samples, Samples]
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor | None]]:
-    """The queries [T, H, D], keys and values [T', G, D] of each sample, and its part [1, T, T'] of the mask;
-    last those of padding, if there is any, without a mask. The host reads the lengths."""
+    """The queries [T, H, D], keys and values [T', G, D] of each sample, and its part [1, T, T'] of the mask.
+    If there is padding, it comes last, without a mask. The host reads the lengths."""
     lengths, lengths_k = (each.host_cu_seqlens.diff().tolist() for each in samples)
     masks = [mask] * len(lengths)
     if padding := len(q) - sum(lengths):

@@ -1,4 +1,4 @@
-"""LoRA (arXiv:2106.09685): a linear layer that is not trained, and an adapter beside it that is."""
+"""LoRA (arXiv:2106.09685): a frozen linear layer with a trained adapter beside it."""
 
 import math
 from typing import cast
@@ -9,10 +9,10 @@ from common.errors import UserError
 
 
 class LoRALinear(nn.Module):
-    """base(x) + scale x A' B': a linear layer of any class, which stays as it is, and the adapter beside it,
-    A [rank, in] and B [out, rank], which is trained; B starts at zero.
+    """base(x) + scale x A' B': a frozen linear layer of any class, and a trained adapter beside it with A
+    [rank, in] and B [out, rank]. B starts at zero.
 
-    Raises UserError if the layer does not say its shape (`in_features`, `out_features`)."""
+    Raises UserError if the layer has no `in_features` or `out_features`."""
 
     def __init__(self, base: nn.Module, rank: int, scale: float, dropout: float = 0.0):
         super().__init__()

@@ -1,9 +1,9 @@
 """MiniMind: a decoder-only transformer, dense or mixture of experts (MoE).
 
 Parameter names, shapes and arithmetic are those of MiniMind-3 and of Qwen3 / Qwen3-MoE, so the weights load
-into a stock `Qwen3ForCausalLM` / `Qwen3MoeForCausalLM` unchanged. Every layer that stands here is called, in
-training and in decoding: what you change here is what runs. attention.py computes attention by the rules of
-`Attention`, the losses are in losses.py; kernels.py and cpu.py have faster forms.
+into a stock `Qwen3ForCausalLM` / `Qwen3MoeForCausalLM` unchanged. Training and decoding both call every layer
+in this file, so a change here takes effect everywhere. attention.py computes attention by the rules of
+`Attention`, and losses.py has the losses; kernels.py and cpu.py have faster forms of the same arithmetic.
 
 There are two forms of input (shape legend: B batch, T padded length, N tokens of a flat batch, S samples, M
 targets, V vocabulary, C hidden size, H query heads, G key/value heads, D head size, E experts, K experts per
@@ -34,14 +34,14 @@ from model.attention import attention
 from model.layout import Layout, flat_layout, layout_with_padding, padded_layout, samples_of_rows
 from model.losses import head_cross_entropy, load_balancing_loss
 
-# supported; the frequencies of other types depend on the length of the input
+# the supported types; the frequencies of other types depend on the length of the input
 ROPE_TYPES = ("default", "linear", "yarn", "llama3")
-# fields for which the cache of transformers' generate() drops keys, whatever `visible` says
+# with these fields the cache of transformers' generate() drops keys that `visible` may need
 CACHE_FIELDS = ("sliding_window", "attention_chunk_size", "layer_types")
-# further arguments that transformers passes: `num_items_in_batch` divides the loss, the others do not change
-# the logits
+# further arguments that transformers passes: `num_items_in_batch` divides the loss, the others have no effect
+# on the logits
 FORWARD_NAMES = {"num_items_in_batch", "return_dict", "cache_position"}
-# rows of an expert, and of a flat batch, are padded to multiples of these on a CPU
+# on a CPU, the rows of an expert and of a flat batch are padded to multiples of these
 EXPERT_ROWS, FLAT_ROWS = 16, 64
 
 
@@ -50,11 +50,12 @@ class MiniMindConfig(PretrainedConfig):
 
     For contexts beyond the training length pass transformers' `rope_scaling`, such as `{"rope_type": "yarn",
     "factor": 4.0, "original_max_position_embeddings": 2048}`, of a type in ROPE_TYPES;
-    `inference_rope_scaling` is MiniMind's setting of it; `top_k` is another name of `num_experts_per_tok`.
+    `inference_rope_scaling` is MiniMind's setting for this; `top_k` is another name for
+    `num_experts_per_tok`.
 
     Raises:
-        UserError: of `rope_scaling`, of more experts per token than there are, or of a field in
-            CACHE_FIELDS."""
+        UserError: if the type of `rope_scaling` is not supported, if there are fewer experts than experts per
+        token, or if a field in CACHE_FIELDS is set."""
 
     model_type = "minimind"
     default_theta = 1e6  # rope_theta, unless given
@@ -109,9 +110,9 @@ class MiniMindConfig(PretrainedConfig):
             raise UserError(f"num_experts_per_tok {k} must be num_experts {experts} or less")
 
     def own_fields(self) -> dict[str, Any]:
-        """All fields under Hugging Face's names, without what transformers adds for itself: what
-        `MiniMindConfig` needs to be made again. Files of weights, checkpoints and the run fingerprint hold
-        them."""
+        """All fields that `MiniMindConfig` needs to be made again, under Hugging Face's names and without the
+        fields that transformers adds. They are saved in weights files, checkpoints and the run
+        fingerprint."""
         values = self.to_dict()
         return {name: values[name] for name in type(self).__annotations__}
 
@@ -122,7 +123,7 @@ def product_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
-# compiled, it would make two graphs: for numbers of rows that are multiples already, and for others
+# Compiled, it would need two graphs: one for rows that already are a multiple, one for all other numbers.
 pad_outside_of_graphs = torch.compiler.disable(cpu.pad_to_multiple)
 
 
@@ -180,8 +181,8 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class Attention(nn.Module):
     """Grouped-query attention (arXiv:2305.13245) with an RMSNorm on each query and key head, as in Qwen3.
 
-    Its rules are `visible`, `score` and `sinks`. What you change here holds in training and in decoding. A
-    rule may use the layer's parameters, its number and the config."""
+    Its rules are `visible`, `score` and `sinks`. A change of a rule takes effect in training and in decoding.
+    A rule may use the layer's parameters, its number and the config."""
 
     def __init__(self, config: MiniMindConfig, layer_idx: int):
         super().__init__()
@@ -199,16 +200,16 @@ class Attention(nn.Module):
 
     def visible(self, queries: Tensor, keys: Tensor) -> Tensor | None:
         """Whether the token at each position of `queries` sees the one at each position of `keys`, in the
-        same sample: bool, in the shape to which the two broadcast. None: causal, it sees itself and what is
-        before it; kernels have a faster form of that than a mask.
+        same sample: bool, in the shape to which the two broadcast. None: causal, a token sees itself and the
+        tokens before it; kernels compute this faster than with a mask.
 
         For another rule change this line, such as to `(keys <= queries) & (queries - keys < self.window)`."""
         return None
 
     def score(self, scores: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
-        """The scores before the softmax, made of the scaled products `scores` [..., H, T, T'] in float32, to
-        which the positions of queries and keys broadcast. Kernels are used while it returns `scores` itself,
-        as here.
+        """The scores before the softmax, computed from the scaled products `scores` [..., H, T, T'] in
+        float32, to which the positions of queries and keys broadcast. Kernels are used as long as it returns
+        `scores` unchanged, as here.
 
         For other scores change this line, such as to `self.cap * (scores / self.cap).tanh()`."""
         return scores
@@ -282,7 +283,8 @@ class MOEFeedForward(nn.Module):
         rows = x[:, None].expand(-1, self.top_k, -1).flatten(0, 1)[order]
         out = []
         for expert, part in zip(self.experts, rows.split(counts), strict=True):
-            # without rows it is called in training, since DDP needs zero gradients, and in an empty batch
+            # An expert without rows is called in training, because DDP needs its zero gradients, and in an
+            # empty batch.
             if len(part) or torch.is_grad_enabled() or not len(x):
                 out.append(expert(part) if part.is_cuda and len(part) > 1 else self.call_padded(expert, part))
         return torch.cat(out)[order.argsort()].view(*chosen.shape, x.shape[-1])
@@ -290,17 +292,17 @@ class MOEFeedForward(nn.Module):
     @staticmethod
     @torch.compiler.disable
     def call_padded(expert: nn.Module, x: Tensor) -> Tensor:
-        """expert(x), never compiled: there would be graphs for one row and for none, and other numbers on a
-        CPU; there in half precision with rows of padding, see `pad_to_multiple`."""
+        """expert(x), never compiled: the compiler would need extra graphs for one row and for none, and would
+        round differently on a CPU. On a CPU in half precision, rows of padding are added (see
+        `pad_to_multiple`)."""
         if x.dtype == torch.float32:
             return expert(x)
         return expert(cpu.pad_to_multiple(x, EXPERT_ROWS))[: len(x)]
 
 
 class MiniMindBlock(GradientCheckpointingLayer):
-    """One pre-norm layer: attention, then SwiGLU or experts, each added to the residual stream.
-
-    Returns the hidden states, and the routing of the experts (None in a dense model)."""
+    """One pre-norm layer: attention, then SwiGLU or experts, each added to the residual stream. Returns the
+    hidden states and the routing of the experts (None in a dense model)."""
 
     def __init__(self, config: MiniMindConfig, layer_idx: int):
         super().__init__()
@@ -374,7 +376,7 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        # from_pretrained builds on the meta device and leaves buffers empty
+        # from_pretrained builds the model on the meta device and leaves buffers empty
         if isinstance(module, RotaryEmbedding):
             module.inv_freq.copy_(module.frequencies()[0])
         elif isinstance(module, MOEFeedForward):
@@ -394,12 +396,12 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
     ) -> MoeCausalLMOutputWithPast:
         """The padded form, as transformers calls it; with `cu_seqlens` it is `forward_flat`.
 
-        `attention_mask` [B, up to T'] is 1 for tokens and 0 for padding; one of four dimensions is bool
-        [B, 1, T, T'] and taken as it is. `logits_to_keep`: at how many of the last positions there are logits
-        (0: at all), or at which. `labels` [B, T] are as in transformers (-100 is ignored); loss and
-        aux_loss are means, to be added. The aux_loss is 0 in a dense model, and in a call with a cache but no
-        labels, as generation makes it. The cache has the name `past_key_values` before transformers 5.24, and
-        `cache` since. Raises TypeError for a name that is not known here."""
+        `attention_mask` [B, up to T'] is 1 for tokens and 0 for padding; a mask of four dimensions is bool
+        [B, 1, T, T'] and used unchanged. `logits_to_keep`: for how many of the last positions to compute
+        logits (0: all), or for which positions. `labels` [B, T] are as in transformers (-100 is ignored).
+        Loss and aux_loss are means; add them. The aux_loss is 0 in a dense model, and in calls with a cache
+        and without labels, as in generation. The cache is called `past_key_values` before transformers 5.24
+        and `cache` since then. Raises TypeError for an unknown argument."""
         if "cu_seqlens" in kwargs:
             return self.forward_flat(input_ids, cast(Tensor, position_ids), **kwargs)
         if unknown := kwargs.keys() - FORWARD_NAMES:
@@ -445,15 +447,15 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
     ) -> MoeCausalLMOutputWithPast:
         """The flat form; see the module docstring for shapes.
 
-        `target_index` [M] are the positions whose next token is a target, `targets` [M] those tokens; the
-        head runs at these positions only. Loss and aux_loss are SUMS over targets and over tokens: the caller
-        divides by the counts of the whole update; with `reduction` "none" the loss is [M], minus the
-        log-probability of each target. Without `targets`: logits [M, V] instead of a loss; without
-        `target_index`, [N, V]. For a head of your own, `hidden_states` is a tuple of one tensor, the last
-        hidden states [N, C]. `host_cu_seqlens` [S + 1] are the `cu_seqlens` for the host to read; without
-        them it may wait for the device. `shared_keys`: where samples begin alike, `key_index` [R], and of
-        these `cu_seqlens`, `max_seqlen` and `host_cu_seqlens`; see `collate_shared` in
-        dataset/lm_dataset.py."""
+        `target_index` [M] are the positions whose next token is a target, and `targets` [M] are these next
+        tokens; the head runs only at these positions. Loss and aux_loss are SUMS over targets and over
+        tokens: the caller divides by the counts of the whole update. With `reduction` "none" the loss is [M],
+        minus the log-probability of each target. Without `targets` it returns logits [M, V] instead of a
+        loss, without `target_index` logits [N, V]. `hidden_states` is a tuple of one tensor, the last hidden
+        states [N, C], for another head. `host_cu_seqlens` [S + 1] is a copy of `cu_seqlens` that the host can
+        read; without it the host may wait for the device. `shared_keys`: where samples begin alike,
+        `key_index` [R], and of these `cu_seqlens`, `max_seqlen` and `host_cu_seqlens`; see `collate_shared`
+        in dataset/lm_dataset.py."""
         tokens = len(input_ids)
         input_ids = pad_flat(input_ids)
         position_ids = pad_flat(position_ids)
@@ -481,7 +483,8 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
         return out
 
     def _aux_loss(self, routings: list[tuple[Tensor, Tensor]], sample: Tensor, num_samples: int) -> Tensor:
-        """The weighted load-balancing loss of all layers; in training the experts' tokens are counted."""
+        """The weighted load-balancing loss of all layers. In training it also counts the tokens of each
+        expert."""
         probs, chosen = (torch.stack(each) for each in zip(*routings, strict=True))  # of all layers
         losses, tokens = load_balancing_loss(probs, chosen, sample, num_samples)
         if self.training:

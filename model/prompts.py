@@ -1,5 +1,5 @@
-"""The tokens of a conversation or a text that the model is to continue, and the text of special tokens within
-one.
+"""The tokens of a conversation or a text that the model should continue, and the text of special tokens
+inside it.
 
 Only the chat template writes special tokens. The text of one inside a message or a tool (`<|im_end|>`)
 becomes ordinary tokens that spell it, so nobody can end a turn or begin another from within a message.
@@ -35,11 +35,11 @@ def prompt_pieces(
     opening: str = "",
     **variables: Any,
 ) -> list[Piece]:
-    """A conversation as its chat template writes it, up to where the assistant's next turn begins.
+    """A conversation as the chat template writes it, up to the beginning of the assistant's next turn.
 
     opening: how that turn begins, such as the call of a chosen tool. variables: of the template, such as
     `enable_thinking` (Qwen3's name, and ours), which MiniMind's template gets as `open_thinking`. Raises
-    ValueError if the tokenizer has no chat template, or it refuses the conversation."""
+    ValueError if the tokenizer has no chat template, or if the template refuses the conversation."""
     special = _backends(tokenizer)[2]
     options = {"tools": special.hide(tools) or None, "tokenize": False, "add_generation_prompt": True}
     if "enable_thinking" in variables:
@@ -52,8 +52,8 @@ def prompt_pieces(
 
 
 class SpecialTexts:
-    """The text of a tokenizer's special tokens. While a template is rendered, characters for private use
-    stand for it, as many, so that nothing moves.
+    """The text of a tokenizer's special tokens. While a template is rendered, private-use characters replace
+    this text, one for each of its characters, so that no position changes.
 
     Args:
         backend: of the tokenizer.
@@ -79,7 +79,8 @@ class SpecialTexts:
         return value
 
     def pieces(self, text: str) -> list[Piece]:
-        """A rendered text with what was hidden, which is plain; the first piece is not, but may be empty."""
+        """A rendered text with the hidden text put back, as plain pieces. The first piece is not plain, but
+        may be empty."""
         pieces, at = [], 0
         for hidden in self.hidden.finditer(text):
             pieces += [Piece(text[at : hidden.start()], False), Piece(self.contents[hidden[0]], True)]
@@ -108,8 +109,8 @@ def prompt_tokens(
 
 
 def document_tokens(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
-    """The token ids of a text that the model is to continue: as a document begins in pretraining, unless the
-    text itself begins with a special token."""
+    """The token ids of a text that the model should continue. They begin like a document in pretraining,
+    unless the text itself begins with a special token."""
     usual, _, special = _backends(tokenizer)
     tokens = usual.encode(text, add_special_tokens=False).ids
     start = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
@@ -119,7 +120,7 @@ def document_tokens(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int
 
 
 def plain_backend(backend: Tokenizer) -> Tokenizer:
-    """The backend of a tokenizer to which the text of a special token is text."""
+    """A copy of a tokenizer's backend that treats the text of a special token as ordinary text."""
     plain = Tokenizer.from_str(backend.to_str())
     plain.encode_special_tokens = True
     return plain
@@ -127,8 +128,7 @@ def plain_backend(backend: Tokenizer) -> Tokenizer:
 
 @lru_cache(maxsize=8)
 def _backends(tokenizer: "PreTrainedTokenizerBase") -> tuple[Tokenizer, Tokenizer, SpecialTexts]:
-    """A copy of the tokenizer's backend, the one to which the text of a special token is text, and these
-    texts."""
+    """A copy of the tokenizer's backend, its `plain_backend`, and the texts of its special tokens."""
     usual = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())  # type: ignore[attr-defined]
     usual.no_truncation()  # both are of whoever saved the tokenizer, or called it last
     usual.no_padding()

@@ -1,8 +1,8 @@
 """Drawing the next token from logits, for many answers at once.
 
-A token is drawn with one uniform number, by the inverse of the cumulated softmax(logits / temperature). The
-number is a function of the answer's seed and of the number of the token in the answer alone, so it does not
-matter which other answers are drawn in the same call.
+A token is drawn with one uniform random number, by the inverse of the cumulative softmax(logits /
+temperature). The random number depends only on the answer's seed and on the number of the token in the
+answer. So it does not matter which other answers are drawn in the same call.
 
 Shape legend: R rows (answers), V vocabulary.
 """
@@ -15,16 +15,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-COLDEST = 1e-5  # a lower temperature takes the likeliest token: float32 has no room for logits divided by it
+COLDEST = 1e-5  # a lower temperature takes the likeliest token: logits divided by it would overflow float32
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the tokens of one answer are drawn: from the `top_k` likeliest (0: all), of these from the smallest
-    set with probability `top_p` (1: all). A temperature below COLDEST, such as 0, takes the likeliest,
-    always. Penalties change the logits before that (`penalise`).
+    """How the tokens of one answer are drawn: from the `top_k` likeliest tokens (0: all), and among these
+    from the smallest set with probability `top_p` (1: all). A temperature below COLDEST, such as 0, always
+    takes the likeliest token. Penalties change the logits first (`penalise`).
 
-    allowed: gives the ids [N] of the tokens that may follow those of the answer; None: all may."""
+    allowed: returns the ids [N] of the tokens that may follow the tokens of the answer; None: all may
+    follow."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -42,23 +43,23 @@ class Sampling:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether it takes the likeliest token, always."""
+        """Whether it always takes the likeliest token."""
         return self.temperature < COLDEST
 
 
-# of a chat, on the terminal, the page and the server
+# for a chat, in the terminal, on the page and on the server
 DEFAULTS = Sampling(temperature=0.7, top_k=50, top_p=0.9)
 
 
 def default_sampling(model: Any) -> Sampling:
-    """How answers of a model are drawn unless asked otherwise: as the generation config beside its weights
-    says (`read_sampling` of trainer/weights/import_hf.py), else DEFAULTS."""
+    """How answers of a model are drawn by default: as in the generation config beside its weights
+    (`read_sampling` of trainer/weights/import_hf.py), otherwise DEFAULTS."""
     return getattr(model, "sampling", DEFAULTS)
 
 
 def draw(logits: Tensor, samplings: Sequence[Sampling], numbers: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """A token [R] from each row of float32 logits [R, V], and its log-probability [R] under
-    softmax(logits / temperature), with temperature 1 for greedy ones; top_k and top_p do not count.
+    """A token [R] from each row of float32 logits [R, V], and its log-probability [R] under softmax(logits /
+    temperature), with temperature 1 for greedy answers. The log-probability ignores top_k and top_p.
 
     numbers: which token of its answer each is."""
     is_greedy = [sampling.is_greedy for sampling in samplings]
@@ -80,9 +81,9 @@ def draw(logits: Tensor, samplings: Sequence[Sampling], numbers: Sequence[int]) 
 def penalise(logits: Tensor, prompt: Sequence[int], answer: Sequence[int], sampling: Sampling) -> None:
     """Change the logits [V] of an answer's next token, in place, by the tokens before it.
 
-    repetition_penalty: logits of the tokens of prompt and answer are divided by it, negative ones multiplied
-    (Keskar et al. 2019, as in transformers). Then of each token in the answer frequency_penalty is
-    subtracted as often as it stands there, and presence_penalty once (OpenAI's definition)."""
+    repetition_penalty divides the logits of all tokens in prompt and answer, or multiplies them if they are
+    negative (Keskar et al. 2019, as in transformers). Then frequency_penalty is subtracted for each time that
+    a token occurs in the answer, and presence_penalty once (OpenAI's definition)."""
     if sampling.repetition_penalty != 1:
         seen = torch.tensor(sorted({*prompt, *answer}), dtype=torch.long).to(logits.device, non_blocking=True)
         values, penalty = logits[seen], sampling.repetition_penalty
@@ -103,8 +104,8 @@ def forbid(logits: Tensor, allowed: Tensor) -> None:
 
 
 def likeliest(probs: Tensor, samplings: Sequence[Sampling]) -> Tensor:
-    """The probabilities [R, V] with 0 for the tokens that top_k and top_p leave out; of equally likely ones
-    all stay."""
+    """The probabilities [R, V] with 0 for the tokens that top_k and top_p leave out. Tokens of equal
+    probability stay together."""
     vocabulary = probs.shape[1]
     top_k = [sampling.top_k if 0 < sampling.top_k < vocabulary else vocabulary for sampling in samplings]
     top_p = [sampling.top_p for sampling in samplings]
@@ -126,8 +127,8 @@ def column(values: Sequence[float], like: Tensor) -> Tensor:
 
 
 def draw_index(weights: Tensor, uniform: Tensor) -> Tensor:
-    """From each row of weights [R, V], not all 0, the index [R] at which their sum exceeds the part `uniform`
-    [R, 1] of the whole; never one of weight 0."""
+    """From each row of weights [R, V], not all 0, the index [R] at which the cumulative sum exceeds the
+    fraction `uniform` [R, 1] of the total; never an index of weight 0."""
     device = weights.device
     if device.type == "mps" or torch.are_deterministic_algorithms_enabled():
         # Metal has no float64, and CUDA no deterministic sum of this kind
@@ -139,8 +140,8 @@ def draw_index(weights: Tensor, uniform: Tensor) -> Tensor:
 
 
 def uniform_numbers(seeds: Sequence[int], numbers: Sequence[int]) -> Tensor:
-    """For each answer a number in [0, 1), float64 [R, 1]: a function of the seed, of which 64 bits count, and
-    of the number of its token, by SplitMix64 (Steele et al., OOPSLA 2014)."""
+    """For each answer a number in [0, 1), float64 [R, 1]. It is a function of the seed (its lowest 64 bits)
+    and of the number of the token, by SplitMix64 (Steele et al., OOPSLA 2014)."""
     keys = mixed(np.array([seed % 2**64 for seed in seeds], dtype=np.uint64))
     steps = np.array(numbers, dtype=np.uint64) + np.uint64(1)
     bits = mixed(keys + steps * np.uint64(0x9E3779B97F4A7C15))  # modulo 2**64

@@ -1,5 +1,5 @@
-"""Torch's kernel for attention within samples of several lengths. Imported where it is called: it takes long,
-and only GPUs need it."""
+"""Torch's kernel for attention within samples of several lengths. It is imported where it is called, because
+the import takes long and only GPUs need it."""
 
 import inspect
 from typing import Any, cast
@@ -9,8 +9,8 @@ from torch.nn.attention.varlen import varlen_attn
 
 from model.layout import Samples
 
-# Torch 2.11 takes fewer key heads than query heads as they are; later versions want to be told. Asked here,
-# as the call is compiled, and the question would cut its graph.
+# Torch 2.11 accepts fewer key heads than query heads by default; later versions need an argument. It is asked
+# here and not in the call, because the call is compiled and the question would break its graph.
 GROUPED_HEADS: dict[str, Any] = {}
 if "enable_gqa" in inspect.signature(varlen_attn).parameters:
     GROUPED_HEADS["enable_gqa"] = True
