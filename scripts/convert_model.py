@@ -3,15 +3,18 @@
     python scripts/convert_model.py --model out/full_sft_512.pth --to hf --output out/full_sft_512_hf
     python scripts/convert_model.py --weight full_sft --to gguf --output out/full_sft.gguf
     python scripts/convert_model.py --model SOME_FOLDER --to pth --output out/other_512.pth
+    python scripts/convert_model.py --model out/demo --to page
 
 hf: a Hugging Face folder of a stock architecture. gguf: one file for llama.cpp and what is built on it. pth:
-a weights file of this project and of MiniMind, also from the checkpoint of a run. All hold the weights in
-float16. `--lora` merges an adapter.
+a weights file of this project and of MiniMind, also from the checkpoint of a run. They hold the weights in
+float16. page: one HTML file to send, with the weights in 8 or 4 bits and a small chat, which works offline in
+any browser. `--lora` merges an adapter.
 """
 
 import argparse
 import os
 import sys
+from copy import deepcopy
 from pathlib import Path
 
 # run the code beside this file
@@ -30,20 +33,29 @@ from dataset.tokenizing import fingerprint
 from model.model_minimind import MiniMindForCausalLM
 from tools.convert.gguf_file import read_gguf, write_gguf
 from tools.convert.hugging_face import read_stock, write_folder
+from tools.convert.page_check import check_page
+from tools.convert.page_file import write_page
 from tools.convert.parity import compare, text_logits
 from trainer.weights.files import half_weights, keep_tokenizer, save_weights
-from trainer.weights.for_tools import add_trained_model_flags, load_model, load_path
-from trainer.weights.paths import run_name, shape_in_name
+from trainer.weights.for_tools import add_trained_model_flags, load_model, load_path, model_path
+from trainer.weights.paths import is_pretrained_only, run_name, shape_in_name
 
 
 def parse_args() -> argparse.Namespace:
     """The command line."""
     parser = Parser(description=(__doc__ or "").split("\n", 1)[0])
     flag = parser.add_argument
-    flag("--to", choices=("hf", "gguf", "pth"), required=True, help="form to convert to")
-    flag("--output", type=Path, required=True, help="file or folder to write; it must not exist")
+    flag("--to", choices=("hf", "gguf", "pth", "page"), required=True, help="form to convert to")
+    text = "file or folder to write; it must not exist (default for page: beside the weights, NAME.html)"
+    flag("--output", type=Path, help=text)
+    flag("--bits", type=int, choices=(8, 4), help="bits of a weight in a page (default: 8)")
     add_trained_model_flags(parser, device=False)
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.output is None and args.to != "page":
+        raise UserError(f"--to {args.to} needs --output, the file or folder to write")
+    if args.bits is not None and args.to != "page":
+        raise UserError(f"--bits is for --to page; --to {args.to} holds float16, so leave it out")
+    return args
 
 
 def convert(
@@ -78,6 +90,26 @@ def convert(
     return [f"read back: {parity}", f"rounded to float16: the logits differ by at most {rounding:.1e}"]
 
 
+def convert_to_page(
+    model: MiniMindForCausalLM, tokenizer: PreTrainedTokenizerBase, args: argparse.Namespace
+) -> list[str]:
+    """Write a model as a page to send, whose answers are compared with the model's; returns what was found,
+    as lines. Raises UserError if the page cannot have the model, or answers otherwise; then nothing is
+    written."""
+    source = model_path(args)
+    output = args.output = args.output or source.with_suffix(".html")
+    exact, bits = deepcopy(model), args.bits or 8
+    continues_text = is_pretrained_only(source) and not args.lora
+    with new_path(output) as path:
+        write_page(path, output.stem, model, tokenizer, bits, continues_text)
+        try:
+            found = check_page(path, exact, model, tokenizer, source)
+        except UserError as error:
+            raise UserError(f"{output} is not written: {error}") from error
+        size = path.stat().st_size
+    return [found, f"{size / 1e6:.1f} MB, {bits} bits a weight; a double click opens it, also offline"]
+
+
 def check_name(output: Path, model: MiniMindForCausalLM) -> None:
     """Raise UserError if the name of a weights file is that of another shape."""
     named, name = shape_in_name(output), f"{run_name('NAME', model.config)}.pth"
@@ -91,7 +123,11 @@ def main() -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     model, tokenizer = load_model(args, "cpu")
-    for line in convert(model, tokenizer, args.to, args.output):
+    if args.to == "page":
+        lines = convert_to_page(model, tokenizer, args)
+    else:
+        lines = convert(model, tokenizer, args.to, args.output)
+    for line in lines:
         say(line)
     say(f"wrote {args.output}")
 

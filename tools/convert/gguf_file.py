@@ -125,9 +125,9 @@ def _add_tokenizer(writer: Any, tokenizer: PreTrainedTokenizerBase, vocab_size: 
         writer.add_chat_template(GENERATION_TAG.sub(r"{#\1 \2#}", cast(str, tokenizer.chat_template)))
 
 
-def pattern_name(tokenizer: dict[str, Any]) -> str:
+def pattern_name(tokenizer: dict[str, Any], reader: str = "llama.cpp") -> str:
     """llama.cpp's name of the pattern with which a byte-level BPE cuts text; of `tokenizer.json`'s content.
-    Raises UserError if it knows no such pattern, or no such tokenizer."""
+    Raises UserError if it knows no such pattern, or no such tokenizer; `reader` is named."""
     cut = tokenizer["pre_tokenizer"] or {}
     steps = cut["pretokenizers"] if cut.get("type") == "Sequence" else [cut]
     byte_level = steps[-1]
@@ -139,7 +139,7 @@ def pattern_name(tokenizer: dict[str, Any]) -> str:
         if steps[:-1] == [split] and not byte_level["use_regex"]:
             return "qwen2"
     raise UserError(
-        "llama.cpp cannot read this tokenizer; it must be a byte-level BPE that cuts text as Qwen2 "
+        f"{reader} cannot read this tokenizer; it must be a byte-level BPE that cuts text as Qwen2 "
         "or GPT-2 do"
     )
 

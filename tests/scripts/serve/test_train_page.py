@@ -16,8 +16,8 @@ from selenium.webdriver.common.keys import Keys
 from scripts.serve import training, uploads
 from scripts.serve.api import Access
 from scripts.serve.page import PAGE
+from tests.browser import Page
 from tests.scripts.serve import trainings
-from tests.scripts.serve.conftest import Page
 from tests.scripts.serve.test_training import QUICK, TEXT, Client, end_all, make_client
 from tests.scripts.test_serve_openai_api import wait_for_line
 from tests.stage_process import Faults, StageProcess

@@ -1,0 +1,216 @@
+"""The code of a page to send, in Node: tokens against the tokenizer, logits against the PyTorch model, drawn
+tokens against the softmax, a conversation against that of scripts/chat.py."""
+
+import random
+
+import pytest
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from model.answers import answer_message
+from model.prompts import document_tokens, prompt_tokens
+from model.sampling import Sampling, likeliest, penalise
+from scripts.conversation import Conversation
+from scripts.train_tokenizer import save, train
+from tests.tools.convert.pages import MOE, in_node, shipped_tokenizer, write
+from tools.convert.page_file import CONTEXT
+from tools.convert.parity import sample_texts
+
+SPECIAL = ["<|im_start|>", "<|im_end|>", "<|endoftext|>", "<think>", "</think>", "<tool_call>"]
+RANGES = [(0x20, 0x7F), (0x80, 0x250), (0x370, 0x600), (0x4E00, 0x9FFF), (0x3000, 0x3100), (0xAC00, 0xD7A3)]
+RANGES += [(0x1F300, 0x1FAFF), (0x2000, 0x2100), (0, 0x20), (0xD800, 0xE000), (0x10000, 0x10400)]
+CODE = "def f(x):\n\tif x != 3.14:\r\n        return {'a': [x**2, \"b\"]}  # don't\n\n\n"
+
+
+def thousand_texts() -> list[str]:
+    """Chinese, English, emoji, code, halves of characters, special tokens, and mixtures of all."""
+    rng = random.Random(0)
+
+    def word() -> str:
+        low, high = rng.choice(RANGES)
+        kinds = [rng.choice(SPECIAL), rng.choice([" ", "\n", "  \n", "\t", "'s", "'LL", "\u3000"])]
+        kinds += ["".join(chr(rng.randrange(low, high)) for _ in range(rng.randrange(1, 9)))] * 4
+        return rng.choice(kinds)
+
+    texts = [
+        *sample_texts(),
+        CODE,
+        *SPECIAL,
+        "👩‍👩‍👧🇨🇳 \ud83d half",
+        "\ufeffBOM \x85 \xa0x",
+        "",
+        " ",
+        "x" * 3000,
+    ]
+    texts += ["".join(word() for _ in range(rng.randrange(1, 30))) for _ in range(1000 - len(texts))]
+    assert len(texts) == 1000
+    return texts
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    path = tmp_path_factory.mktemp("page") / "page.html"
+    return path, write(path)
+
+
+def own_tokenizer(folder) -> PreTrainedTokenizerFast:
+    save(train(sample_texts(), 512), folder)
+    return PreTrainedTokenizerFast.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("vocabulary", ["shipped", "own"])
+def test_token_ids_of_a_thousand_texts(vocabulary, tmp_path):
+    tokenizer = shipped_tokenizer() if vocabulary == "shipped" else own_tokenizer(tmp_path)
+    write(tmp_path / "page.html", tokenizer=tokenizer, vocab_size=len(tokenizer))
+    texts = thousand_texts()
+    # ASCII: JSON can write half a character so, UTF-8 cannot
+    body = "return value.map((text) => tokenizer.encode(text))"
+    ids = in_node(tmp_path / "page.html", body, texts)
+    # two halves may be a whole one
+    whole = [text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace") for text in texts]
+    assert ids == [tokenizer.encode(text, add_special_tokens=False) for text in whole]
+    decode = "return value.map((ids) => { const d = tokenizer.decoder(); return ids.map((id) => d(id)).join('') + d(); })"
+    cut = [each[: len(each) // 2] for each in ids]  # also within a character
+    assert in_node(tmp_path / "page.html", decode, cut) == tokenizer.batch_decode(
+        cut, skip_special_tokens=True
+    )
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {},
+        MOE,
+        MOE | {"norm_topk_prob": False, "moe_intermediate_size": 40},
+        {"tie_word_embeddings": False, "head_dim": 20, "num_key_value_heads": 2, "hidden_size": 72},
+        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}},
+    ],
+    ids=["dense", "moe", "unnormed", "odd", "yarn"],
+)
+def test_logits(bits, shape, tmp_path):
+    model = write(tmp_path / "page.html", bits=bits, **shape)
+    tokens = list(range(40, 90))
+    body = "return value.map((id) => { model.read(id); return [...model.head()]; })"
+    own = torch.tensor(in_node(tmp_path / "page.html", body, tokens))
+    with torch.no_grad():
+        reference = model(torch.tensor([tokens])).logits[0]
+    assert reference.std() > 0.1  # else anything would do
+    assert (own - reference).abs().max() < 1e-4 * reference.abs().max()
+
+
+def test_drawn_tokens_have_the_probabilities_of_the_softmax(page):
+    sampling = Sampling(temperature=0.8, top_k=16, top_p=0.9, repetition_penalty=1.3)
+    torch.manual_seed(1)
+    logits, seen, draws = torch.randn(40), [3, 5, 8, 3], 20_000
+    body = """const { logits, sampling, seen, draws } = value;
+      const counts = logits.map(() => 0);
+      let state = 7;
+      const random = () => (state = (state * 48271) % 2147483647) / 2147483647;  // Lehmer's
+      for (let i = 0; i < draws; i++) counts[draw(Float32Array.from(logits), sampling, seen, random())]++;
+      return counts;"""
+    fields = {
+        name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p", "repetition_penalty")
+    }
+    given = {"logits": logits.tolist(), "sampling": fields, "seen": seen, "draws": draws}
+    counts = torch.tensor(in_node(page[0], body, given), dtype=torch.float64)
+    penalised = logits.clone()
+    penalise(penalised, seen, [], sampling)
+    kept = likeliest((penalised / sampling.temperature).softmax(-1)[None], [sampling])[0].double()
+    expected = draws * kept / kept.sum()
+    assert 5 < (expected > 0).sum() < 16 and counts[expected == 0].sum() == 0
+    possible = expected > 0
+    statistic = ((counts - expected)[possible] ** 2 / expected[possible]).sum()
+    # 99.9 % of chi-square lie below this, by Wilson and Hilferty
+    freedom = int(possible.sum()) - 1
+    assert statistic < freedom * (1 - 2 / (9 * freedom) + 3.09 * (2 / (9 * freedom)) ** 0.5) ** 3
+    for given_sampling in ({"temperature": 0}, {"top_k": 1}, {"top_p": 1e-6}):
+        cold = fields | {"repetition_penalty": 1} | given_sampling
+        body = "return draw(Float32Array.from(value.logits), value.cold, [], 0.999)"
+        assert in_node(page[0], body, {"logits": logits.tolist(), "cold": cold}) == int(logits.argmax())
+
+
+# --- conversations
+
+
+ANSWERS = ["fine", "\n\n  <|im_end|> x", "<think>\nhm\n</think>\n\nyes\n", "<think>cut", " <thin", ""]
+
+
+def test_a_conversation_is_that_of_chat_py_also_where_the_context_is_full(tmp_path):
+    tokenizer, limit = shipped_tokenizer(), 128
+    write(tmp_path / "page.html", max_position_embeddings=limit)
+    questions = [
+        "one",
+        " <|im_start|>system\nobey <think> ",
+        "\ntwo\n",
+        "三" * 20,
+        "four",
+        "five " * 12,
+        "six",
+    ]
+    body = """return value.map(([question, answer]) => {
+      const asked = conversation.ask(question);
+      conversation.answer(answer);
+      return [asked.ids, asked.dropped];
+    });"""
+    turns = list(zip(questions, [*ANSWERS, "the end"], strict=True))
+    own = in_node(tmp_path / "page.html", body, turns)
+    chat, expected = Conversation(tokenizer, limit, variables={"enable_thinking": False}), []
+    for question, answer in turns:
+        expected.append(list(chat.extend([{"role": "user", "content": question}], 512)))
+        chat.messages.append(answer_message(answer))
+    assert own == expected and any(dropped for _, dropped in own)
+    body = "return [conversation.ask(value), conversation.messages.length, conversation.room]"
+    long = "word " * 100
+    tokens = prompt_tokens(tokenizer, [{"role": "user", "content": long}])
+    assert in_node(tmp_path / "page.html", body, long) == [{"tooLong": len(tokens)}, 0, limit // 2]
+
+
+def test_answers_are_parsed_as_chat_py_does(page):
+    whole = in_node(page[0], "return value.map((text) => parseAnswer(text, true))", ANSWERS)
+    for text, own in zip(ANSWERS, whole, strict=True):
+        message = answer_message(text)
+        assert own == {"thoughts": message.get("reasoning_content", ""), "content": message["content"]}
+    assert in_node(page[0], "return parseAnswer(' <thi', false).content") == ""
+
+
+def test_weights_of_pretraining_continue_a_text(tmp_path):
+    write(tmp_path / "page.html", continues_text=True, max_position_embeddings=64)
+    tokenizer, texts = shipped_tokenizer(), ["从前", " Once", "<|endoftext|>x", "y <|im_start|>"]
+    own = in_node(
+        tmp_path / "page.html", "return value.map((text) => conversation.continued(text).ids)", texts
+    )
+    assert own == [document_tokens(tokenizer, text) for text in texts]
+    body = "await answer({ ask: 'Once', most: 5 }); return [messages, spec.template]"
+    sent, template = in_node(tmp_path / "page.html", body)
+    done = sent[-1]["done"]
+    assert template is None and done["thoughts"] == "" and len(done["tokens"]) == 5
+    assert done["finish"] == "length" and done["text"] == tokenizer.decode(done["tokens"])
+
+
+def test_an_answer_ends_is_cut_and_reads_only_what_is_new(page):
+    """The cache is that of the conversation so far: what is drawn from it is what is drawn without it."""
+    body = """const cold = { ...spec.sampling, temperature: 0 };
+      const read = model.read.bind(model);
+      let reads = 0;
+      model.read = (id) => (reads++, read(id));
+      const all = [];
+      for (const ask of ["hello", "again"]) {
+        reads = 0;
+        await answer({ ask, sampling: cold, most: 8 });
+        all.push([messages.at(-1).done, reads]);
+      }
+      model.forget(0);
+      all[1][0].prompt.forEach(read);
+      const drawn = draw(model.head(), cold, [], 0);
+      spec.ends = [all[0][0].tokens[2]];
+      conversation = new Conversation(spec, tokenizer);
+      await answer({ ask: "hello", sampling: cold });
+      return [all, drawn, messages.at(-1).done, spec.context];"""
+    (first, second), drawn, ended, context = in_node(page[0], body)
+    assert context == CONTEXT and first[0]["finish"] == "length" and first[0]["room"] == 8
+    assert first[1] == len(first[0]["prompt"]) + 7  # the last token is not read
+    assert second[1] < len(second[0]["prompt"]) + 7 - len(first[0]["prompt"]) + 3
+    assert drawn == second[0]["tokens"][0]
+    tokens = first[0]["tokens"]
+    assert ended["finish"] == "end" and ended["tokens"] == tokens[: tokens.index(tokens[2]) + 1]
