@@ -7,14 +7,13 @@
 
 hf: a Hugging Face folder of a stock architecture. gguf: one file for llama.cpp and what is built on it. pth:
 a weights file of this project and of MiniMind, also from the checkpoint of a run. They hold the weights in
-float16. page: one HTML file to send, with the weights in 8 or 4 bits and a small chat, which works offline in
-any browser. `--lora` merges an adapter.
+float16; --bits 8 or 4 makes the GGUF file smaller. page: one HTML file to send, with the weights in 8 or 4
+bits and a small chat, which works offline in any browser. `--lora` merges an adapter.
 """
 
 import argparse
 import os
 import sys
-from copy import deepcopy
 from pathlib import Path
 
 # run the code beside this file
@@ -31,6 +30,7 @@ from common.files import new_path
 from common.settings import ROOT
 from dataset.tokenizing import fingerprint
 from model.model_minimind import MiniMindForCausalLM
+from tools.convert.answers import Prompts, compare_answers, likeliest_answers, prompts_for
 from tools.convert.gguf_file import read_gguf, write_gguf
 from tools.convert.hugging_face import read_stock, write_folder
 from tools.convert.page_check import check_page
@@ -48,62 +48,81 @@ def parse_args() -> argparse.Namespace:
     flag("--to", choices=("hf", "gguf", "pth", "page"), required=True, help="form to convert to")
     text = "file or folder to write; it must not exist (default for page: beside the weights, NAME.html)"
     flag("--output", type=Path, help=text)
-    flag("--bits", type=int, choices=(8, 4), help="bits of a weight in a page (default: 8)")
+    text = "bits of a weight: in a page 8 (the default) or 4, in a GGUF file 16 (the default), 8 or 4"
+    flag("--bits", type=int, choices=(16, 8, 4), help=text)
     add_trained_model_flags(parser, device=False)
     args = parser.parse_args()
     if args.output is None and args.to != "page":
         raise UserError(f"--to {args.to} needs --output, the file or folder to write")
-    if args.bits is not None and args.to != "page":
-        raise UserError(f"--bits is for --to page; --to {args.to} holds float16, so leave it out")
+    if args.bits is not None and args.to not in ("page", "gguf"):
+        raise UserError(f"--to {args.to} holds float16; leave --bits out")
+    if args.bits == 16 and args.to == "page":
+        raise UserError("--to page holds 8 or 4 bits; leave --bits 16 out")
     return args
 
 
 def convert(
-    model: MiniMindForCausalLM, tokenizer: PreTrainedTokenizerBase, form: str, output: Path
+    model: MiniMindForCausalLM,
+    tokenizer: PreTrainedTokenizerBase,
+    form: str,
+    output: Path,
+    bits: int = 16,
+    prompts: Prompts | None = None,
 ) -> list[str]:
     """Round the weights of a model to float16, write it in another form (hf, gguf or pth), read it back and
-    compare; returns what was compared, as lines. Raises UserError if the form cannot represent the model, the
-    place cannot be written, or what is read back is not the same model; then nothing is written."""
+    compare; returns what was compared, as lines. bits: of the matrices in a GGUF file. prompts: to which the
+    model and the rounded one answer. Raises UserError if the form cannot represent the model, the place
+    cannot be written, or what is read back is not the same model; then nothing is written."""
     before = text_logits(model, tokenizer)
+    expected = likeliest_answers(model, tokenizer, prompts) if prompts else []
     model.load_state_dict(half_weights(model))
-    rounding = (text_logits(model, tokenizer) - before).abs().max()
     with new_path(output) as path:
         if form == "hf":
             write_folder(path, model, tokenizer)
             other, other_tokenizer = read_stock(path)
         elif form == "gguf":
-            write_gguf(path, model, tokenizer)
+            write_gguf(path, model, tokenizer, bits)
             other, other_tokenizer = read_gguf(path)
         else:
             check_name(output, model)
             save_weights(model, path, description={"tokenizer": fingerprint(tokenizer)})
             other, other_tokenizer = load_path(path, tokenizer.name_or_path)
+        lines = []
         try:
-            parity = compare(model, tokenizer, other, other_tokenizer)
+            lines.append(f"read back: {compare(model, tokenizer, other, other_tokenizer)}")
+            if prompts:
+                answers = compare_answers(expected, likeliest_answers(model, tokenizer, prompts))
+                lines.append(f"{answers}, to {prompts}")
         except ValueError as error:
             what = f"{output} is not written: read back, it is not the same model"
             raise UserError(f"{what}; {error}") from error
+        except UserError as error:
+            raise UserError(f"{output} is not written: {error}") from error
         if form == "pth":
             os.replace(path.with_suffix(".json"), output.with_suffix(".json"))
     if form == "pth" and Path(tokenizer.name_or_path).resolve() != ROOT / "model":
         keep_tokenizer(tokenizer.name_or_path, output.parent, fingerprint(tokenizer))
-    return [f"read back: {parity}", f"rounded to float16: the logits differ by at most {rounding:.1e}"]
+    rounding = (text_logits(model, tokenizer) - before).abs().max()
+    kind = "float16" if bits == 16 else f"{bits} bits"
+    return [*lines, f"rounded to {kind}: the logits differ by at most {rounding:.1e}"]
 
 
 def convert_to_page(
-    model: MiniMindForCausalLM, tokenizer: PreTrainedTokenizerBase, args: argparse.Namespace
+    model: MiniMindForCausalLM,
+    tokenizer: PreTrainedTokenizerBase,
+    output: Path,
+    bits: int,
+    prompts: Prompts,
+    continues_text: bool,
 ) -> list[str]:
-    """Write a model as a page to send, whose answers are compared with the model's; returns what was found,
-    as lines. Raises UserError if the page cannot have the model, or answers otherwise; then nothing is
-    written."""
-    source = model_path(args)
-    output = args.output = args.output or source.with_suffix(".html")
-    exact, bits = deepcopy(model), args.bits or 8
-    continues_text = is_pretrained_only(source) and not args.lora
+    """Write a model as a page to send, whose answers to the prompts are compared with the model's; returns
+    what was found, as lines. Raises UserError if the page cannot have the model, or answers otherwise; then
+    nothing is written."""
+    expected = likeliest_answers(model, tokenizer, prompts)
     with new_path(output) as path:
         write_page(path, output.stem, model, tokenizer, bits, continues_text)
         try:
-            found = check_page(path, exact, model, tokenizer, source)
+            found = check_page(path, expected, model, tokenizer, prompts)
         except UserError as error:
             raise UserError(f"{output} is not written: {error}") from error
         size = path.stat().st_size
@@ -123,13 +142,18 @@ def main() -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     model, tokenizer = load_model(args, "cpu")
-    if args.to == "page":
-        lines = convert_to_page(model, tokenizer, args)
+    source = model_path(args)
+    output = args.output or source.with_suffix(".html")
+    bits = args.bits or (8 if args.to == "page" else 16)
+    continues_text = is_pretrained_only(source) and not args.lora
+    prompts = None if bits == 16 else prompts_for(tokenizer, source, continues_text)
+    if args.to == "page" and prompts:
+        lines = convert_to_page(model, tokenizer, output, bits, prompts, continues_text)
     else:
-        lines = convert(model, tokenizer, args.to, args.output)
+        lines = convert(model, tokenizer, args.to, output, bits, prompts)
     for line in lines:
         say(line)
-    say(f"wrote {args.output}")
+    say(f"wrote {output}")
 
 
 if __name__ == "__main__":

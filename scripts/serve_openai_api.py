@@ -144,7 +144,9 @@ def offered_models(args: argparse.Namespace, jobs: Jobs | None = None) -> Models
 
     others = Path(args.save_dir) if args.max_models > 1 or given is None else None
     name = None if given is None else args.model_name or shown_name(given)
-    return Models(name, given, load, others, [Path(args.lora)] if args.lora else [])
+    flags = ["--tokenizer_path", args.tokenizer_path] if args.tokenizer_path else []
+    flags += ["--inference_rope_scaling", str(args.inference_rope_scaling)]
+    return Models(name, given, load, others, [Path(args.lora)] if args.lora else [], flags)
 
 
 def given_model(args: argparse.Namespace) -> Path | None:
@@ -164,6 +166,7 @@ def main() -> None:
         raise UserError(f"{' and '.join(missing)} missing: pip install -r requirements-serve.txt")
     from scripts.serve.api import Access, create_app
     from scripts.serve.connections import run
+    from scripts.serve.sending import sending_routes
     from scripts.serve.training import training_routes
     from scripts.serve.uploads import Uploads
 
@@ -200,10 +203,10 @@ def main() -> None:
     limits = args.slots, args.context, args.max_new_tokens, args.max_models
     with closing(DecodingThread(models, *limits)) as decoding:
         # 4. the routes
-        more = []
+        more = [sending_routes(models)]
         if jobs is not None:
             more.append(training_routes(jobs, Uploads(save_dir), decoding.drop_idle_models))
-        app = create_app(decoding, save_dir, access, more)
+        app = create_app(decoding, save_dir, access, more, trains=jobs is not None)
         gc.freeze()  # a collection over all that torch holds stops every thread for a fifth of a second
 
         # 5. serve

@@ -120,10 +120,15 @@ def client_of(request: Request) -> str:
 
 
 def create_app(
-    decoding: DecodingThread, save_dir: Path, access: Access = Access(), more: Sequence[APIRouter] = ()
+    decoding: DecodingThread,
+    save_dir: Path,
+    access: Access = Access(),
+    more: Sequence[APIRouter] = (),
+    trains: bool = False,
 ) -> FastAPI:
-    """The application: the API, and the page at `/` with the runs of save_dir. more: routes of training, for
-    those who may use the API. Whoever made the decoding thread closes it."""
+    """The application: the API, and the page at `/` with the runs of save_dir. more: further routes, for
+    those who may use the API; trains: those of training are among them. Whoever made the decoding thread
+    closes it."""
     app = FastAPI(title="MiniMind", openapi_url=None)
     app.add_middleware(KnownHosts, hosts=access.hosts)
     if access.origins:
@@ -137,7 +142,7 @@ def create_app(
     for kind in (ApiError, HTTPException, Exception):
         app.add_exception_handler(kind, error_response)
     is_allowed = Depends(access.check)
-    for routes in (model_routes(decoding), answer_routes(decoding), runs_router(save_dir, bool(more)), *more):
+    for routes in (model_routes(decoding), answer_routes(decoding), runs_router(save_dir, trains), *more):
         app.include_router(routes, dependencies=[is_allowed])
     app.include_router(key_route(access))
     add_page(app)

@@ -30,7 +30,8 @@ class Models:
 
     name, path: of the given model, which requests without a name get; None: there is none, and they get the
     newest one. load: gives model and tokenizer of a path. save_dir: whose other weights are offered, too;
-    None: only the given model. parts: what else the given model is made of, such as an adapter.
+    None: only the given model. parts: what else the given model is made of, such as an adapter. flags: with
+    which another command loads a path as `load` does.
     """
 
     def __init__(
@@ -40,8 +41,10 @@ class Models:
         load: Callable[[Path], tuple[Any, Any]],
         save_dir: Path | None = None,
         parts: Sequence[Path] = (),
+        flags: Sequence[str] = (),
     ):
-        self.name, self.path, self.load, self.save_dir, self.parts = name, path, load, save_dir, parts
+        self.name, self.path, self.load, self.save_dir = name, path, load, save_dir
+        self.parts, self.flags = parts, flags
         # looked up again when a name is missing: files take long beside decoding
         self.paths_by_name = self.paths()
 

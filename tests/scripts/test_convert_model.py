@@ -5,10 +5,12 @@ import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import transformers
 from gguf import GGUFReader
+from gguf.quants import dequantize
 from packaging.version import Version
 from safetensors.torch import load_file
 from transformers import Qwen3ForCausalLM, Qwen3MoeForCausalLM
@@ -16,7 +18,7 @@ from transformers import Qwen3ForCausalLM, Qwen3MoeForCausalLM
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from scripts import convert_model
 from tests.conftest import ROOT
-from tools.convert import gguf_file, hugging_face, parity
+from tools.convert import answers, gguf_file, hugging_face, page_check, page_file, parity
 from tools.convert.gguf_file import pattern_name, read_gguf
 from tools.convert.hugging_face import read_stock
 from trainer.weights.files import read_model, save_weights, tokenizer_folder
@@ -151,12 +153,94 @@ def test_a_gguf_file_is_read_back_by_transformers(weights, convert, tmp_path):
 
 
 @reads_gguf
+@pytest.mark.parametrize(("bits", "kind", "least"), [(8, "Q8_0", 0.99), (4, "Q4_0", 0.4)])
+def test_a_small_gguf_file(weights, convert, tmp_path, bits, kind, least, monkeypatch):
+    """Its matrices are those of gguf's own quantisation; stacked ones of experts, too."""
+    monkeypatch.setattr(answers, "LEAST_SHARE", least)  # random weights answer anything
+    sizes = {}
+    for each in (16, bits):
+        convert(weights, "gguf", tmp_path / f"{each}.gguf", "--bits", each)
+        sizes[each] = (tmp_path / f"{each}.gguf").stat().st_size
+    tensors = {tensor.name: tensor for tensor in GGUFReader(tmp_path / f"{bits}.gguf").tensors}
+    assert {tensor.tensor_type.name for tensor in tensors.values()} == {kind, "F32"}
+    own = read_model(weights)[0]
+    for name, key in (("token_embd", "embed_tokens"), ("blk.1.attn_k", "layers.1.self_attn.k_proj")):
+        stored, exact = tensors[f"{name}.weight"], own[f"model.{key}.weight"].float().numpy()
+        read = dequantize(stored.data, stored.tensor_type)
+        scale = np.abs(exact).reshape(len(exact), -1, 32).max(axis=2, keepdims=True) / (
+            127 if bits == 8 else 8
+        )
+        difference = np.abs(read - exact).reshape(len(exact), -1, 32)
+        assert (difference <= scale * (0.6 if bits == 8 else 1.01)).all() and difference.max() > 0
+    assert sizes[bits] < sizes[16]
+
+
+@reads_gguf
 def test_a_head_of_its_own(convert, tmp_path):
     source = saved(tmp_path, tie_word_embeddings=False)
     convert(source, "hf", tmp_path / "folder")
     assert "lm_head.weight" in load_file(tmp_path / "folder/model.safetensors")
     convert(source, "gguf", tmp_path / "w.gguf")
     assert (logits(load_path(source)[0]) - logits(read_gguf(tmp_path / "w.gguf")[0])).abs().max() < 1e-3
+
+
+# --- the page to send
+
+
+def test_a_page_answers_as_the_model_does(weights, convert, tmp_path):
+    said = convert(weights, "page", tmp_path / "page.html")
+    assert re.search(r"\d+ of 64 answers are the model's.*, to 64 prompts, 0 of them from", said)
+    assert re.search(r"0\.\d MB, 8 bits a weight; a double click opens it, also offline\n", said)
+    for flags, line in (
+        (("page", "--bits", 16), "--to page holds 8 or 4 bits; leave --bits 16 out"),
+        (("hf", "--bits", 8), "--to hf holds float16; leave --bits out"),
+    ):
+        assert line in convert(weights, flags[0], tmp_path / "other", *flags[1:])
+
+
+def test_without_node_the_rounded_model_answers(convert, tmp_path, monkeypatch):
+    monkeypatch.setattr(page_check, "find_node", lambda: None)
+    weights = saved(tmp_path)
+    assert "with Node installed, the page itself answers" in convert(weights, "page", tmp_path / "a.html")
+    monkeypatch.setattr(answers, "LEAST_SHARE", 1.01)
+    line = convert(weights, "page", tmp_path / "b.html")
+    assert "b.html is not written: it is not the same model any more: it gives" in line
+    assert not (tmp_path / "b.html").exists()
+
+
+@pytest.mark.skipif(page_check.find_node() is None, reason="needs Node 18 or newer")
+def test_a_page_that_computes_something_else_is_not_written(convert, tmp_path, monkeypatch):
+    weights, quantize = saved(tmp_path), page_file.quantize
+
+    def wrong(tensor, bits):
+        packed = quantize(tensor, bits)
+        return packed if len(tensor) == TOKENS else packed._replace(scales=-packed.scales)
+
+    monkeypatch.setattr(page_file, "quantize", wrong)
+    monkeypatch.setattr(page_file, "_set", lambda *args: None)
+    assert "page.html is not written: it is not the same" in convert(weights, "page", tmp_path / "page.html")
+    monkeypatch.setattr(page_file, "pattern_name", lambda *args: "gpt-2")
+    assert "has other token ids" in convert(weights, "page", tmp_path / "page.html")
+
+
+def test_a_page_of_pretraining_is_asked_about_its_own_data(convert, tmp_path):
+    weights = saved(tmp_path).rename(tmp_path / "pretrain_32.pth")
+    records = [{"text": f"{i} is a number, and so is {i + 1}; their sum is {2 * i + 1}."} for i in range(9)]
+    (tmp_path / "held_out.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    settings = {"settings": {"eval_data_path": str(tmp_path / "held_out.jsonl"), "data_path": "elsewhere"}}
+    (tmp_path / "pretrain_32_run.json").write_text(json.dumps(settings))
+    assert "64 prompts, 9 of them" in convert(weights, "page", tmp_path / "page.html")
+    assert '"continues_text": true' in (tmp_path / "page.html").read_text(encoding="utf-8")
+
+
+def test_the_folder_of_a_run_and_a_page_beside_the_weights(call, tmp_path):
+    saved(tmp_path).rename(tmp_path / "full_sft_32.pth")
+    done = call(convert_model, "--model", tmp_path, "--to", "page")
+    assert done.stdout.endswith(f"wrote {tmp_path / 'full_sft_32.html'}\n")
+    done = call(convert_model, "--model", tmp_path, "--to", "page")
+    assert done.returncode == 2 and "full_sft_32.html exists already" in done.stderr
+    done = call(convert_model, "--model", tmp_path, "--to", "hf")
+    assert "--to hf needs --output" in done.stderr
 
 
 # --- what is refused

@@ -30,13 +30,17 @@ from scripts.train_tokenizer import PIECES
 from tools.convert.hugging_face import own_tensors, stock_config
 
 READER = Version("5.18")  # of transformers: those before it normalise the text
+BLOCK = 32  # weights that have a scale in Q8_0 and Q4_0
 GENERATION_TAG = re.compile(r"\{%(-?)\s*(?:end)?generation\s*(-?)%\}")
 EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(\w+)\.weight")
 
 
-def write_gguf(path: Path, model: MiniMindForCausalLM, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Write the file: matrices in float16, norms and routers in float32. Raises UserError if llama.cpp cannot
-    represent the model or its tokenizer, or the package gguf is missing."""
+def write_gguf(
+    path: Path, model: MiniMindForCausalLM, tokenizer: PreTrainedTokenizerBase, bits: int = 16
+) -> None:
+    """Write the file: matrices in float16, or in 8 or 4 bits (Q8_0, Q4_0), to which those of the model are
+    then rounded; norms and routers in float32. Raises UserError if llama.cpp cannot represent the model or
+    its tokenizer, or the package gguf is missing."""
     try:
         import gguf
     except ImportError as error:
@@ -53,17 +57,37 @@ def write_gguf(path: Path, model: MiniMindForCausalLM, tokenizer: PreTrainedToke
     writer.add_name(path.stem)
     _add_shape(writer, config)
     _add_tokenizer(writer, tokenizer, config.vocab_size)
-    writer.add_file_type(gguf.LlamaFileType.MOSTLY_F16)
+    kind = {16: "F16", 8: "Q8_0", 4: "Q4_0"}[bits]
+    writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{kind}"])
+    _round(model, kind)
     number = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}[architecture]
     names: Any = gguf.get_tensor_name_map(number, config.num_hidden_layers)
     for key, tensor in _stacked_experts(own_tensors(model)).items():
-        is_matrix = tensor.ndim > 1 and not key.endswith("mlp.gate.weight")
-        data = tensor.half() if is_matrix else tensor.float()
-        writer.add_tensor(names.get_name(key, try_suffixes=(".weight",)), data.numpy())
+        stored = gguf.GGMLQuantizationType[_stored_as(key, tensor, kind)]
+        data = gguf.quants.quantize(tensor.float().numpy(), stored)
+        writer.add_tensor(names.get_name(key, try_suffixes=(".weight",)), data, raw_dtype=stored)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _stored_as(key: str, tensor: Tensor, kind: str) -> str:
+    """The type in which a tensor is stored, where matrices are stored as `kind`."""
+    if tensor.ndim == 1 or key.endswith("mlp.gate.weight"):
+        return "F32"
+    return kind if tensor.shape[-1] % BLOCK == 0 else "F16"
+
+
+@torch.no_grad()
+def _round(model: MiniMindForCausalLM, kind: str) -> None:
+    """Round the tensors of a model to what the file holds. Rounded once more they stay as they are."""
+    import gguf
+
+    for key, tensor in own_tensors(model).items():
+        stored = gguf.GGMLQuantizationType[_stored_as(key, tensor, kind)]
+        values = gguf.quants.dequantize(gguf.quants.quantize(tensor.float().numpy(), stored), stored)
+        model.get_parameter(key).copy_(torch.from_numpy(values))
 
 
 def _stacked_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -4,6 +4,7 @@ import * as api from "./api.js";
 import { announce, byId, h, notice } from "./dom.js";
 import { startHistory } from "./history.js";
 import { messageView, sends } from "./message.js";
+import { savePage } from "./sending.js";
 import * as settings from "./settings.js";
 import * as store from "./store.js";
 import { t } from "./text.js";
@@ -272,7 +273,7 @@ function startComposer() {
 function drawModels() {
   const option = (chosen) => (name) => h("option", { value: name, selected: name === chosen }, name);
   const names = (models ?? []).map((model) => model.id);
-  byId("model").hidden = !names.length;
+  byId("model").hidden = byId("save-page").hidden = !names.length;
   byId("model").replaceChildren(...names.map(option(settings.chosenModel())));
   const chosen = byId("model").value;
   const about = models?.find((model) => model.id === chosen);
@@ -326,6 +327,7 @@ export function startChat() {
     settings.chooseModel(event.target.value);
     drawModels();
   });
+  byId("save-page").addEventListener("click", (event) => savePage(event.currentTarget, byId("model").value));
   byId("other").addEventListener("change", (event) => compare(event.target.value));
   byId("new-chat").addEventListener("click", () => {
     open(store.newConversation(current.other?.model));

