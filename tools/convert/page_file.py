@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from common.errors import UserError
-from model.attention import has_other_scores, visible
+from model.attention import kernels_fit
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from model.sampling import default_sampling
 from tools.convert.chat_pieces import chat_pieces
@@ -59,7 +59,7 @@ def write_page(
     page does. name: what the page calls the model. bits: of a weight, 8 or 4. continues_text: it was
     pretrained only. Raises UserError if the page cannot have the model or its tokenizer."""
     config = cast(MiniMindConfig, model.config)
-    check_arithmetic(config)
+    check_arithmetic(model)
     tensors, weights = packed(model, bits)
     rotary: Any = model.model.rotary_emb
     shape = config.own_fields() | {
@@ -86,13 +86,16 @@ def write_page(
     path.write_text(filled(name, spec, weights), encoding="utf-8", newline="\n")
 
 
-def check_arithmetic(config: MiniMindConfig) -> None:
+def check_arithmetic(model: MiniMindForCausalLM) -> None:
     """Raise UserError if a model computes what the page does not: fields that stock Qwen3 lacks, or other
-    rules of attention in model/attention.py."""
-    stock_config(config)
+    rules of attention."""
+    stock_config(cast(MiniMindConfig, model.config))
     positions = torch.arange(2)
-    if has_other_scores(config) or visible(positions[:, None], positions, config) is not None:
-        raise UserError("a page to send cannot have other rules of attention than causal scaled products")
+    for layer in model.model.layers:
+        attention: Any = layer.self_attn
+        is_causal = attention.visible(positions[:, None], positions) is None
+        if not (is_causal and kernels_fit(attention, torch.empty(1, 1, 1))):
+            raise UserError("a page to send cannot have other rules of attention than causal scaled products")
 
 
 def packed(model: MiniMindForCausalLM, bits: int) -> tuple[dict[str, dict[str, int]], bytes]:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
+from common.errors import UserError
 from model.answers import answer_message
 from model.prompts import document_tokens, prompt_tokens
 from model.sampling import Sampling, likeliest, penalise
@@ -214,3 +215,17 @@ def test_an_answer_ends_is_cut_and_reads_only_what_is_new(page):
     assert drawn == second[0]["tokens"][0]
     tokens = first[0]["tokens"]
     assert ended["finish"] == "end" and ended["tokens"] == tokens[: tokens.index(tokens[2]) + 1]
+
+
+def test_other_rules_of_attention_are_refused(tmp_path):
+    for name, rule in (
+        ("visible", lambda queries, keys: keys <= queries),
+        ("score", lambda scores, queries, keys: scores.tanh()),
+        ("sinks", torch.zeros(4)),
+    ):
+        with pytest.raises(UserError, match="cannot have other rules of attention"):
+            write(
+                tmp_path / "page.html",
+                change=lambda m, n=name, r=rule: setattr(m.model.layers[1].self_attn, n, r),
+            )
+    assert not list(tmp_path.iterdir())
