@@ -118,7 +118,7 @@ def test_mistakes(weights, error_line, flags, told):
 def test_the_key_may_stand_in_the_environment(weights, call, monkeypatch, value, flags, key):
     """The command line is there for every user of the machine to see."""
     served = []
-    monkeypatch.setattr(api, "create_app", lambda *given: served.append(given[2]))
+    monkeypatch.setattr(api, "create_app", lambda *given, **more: served.append(given[2]))
     monkeypatch.setattr(connections, "run", lambda app, listener, *rest: listener.close())
     monkeypatch.setenv("MINIMIND_API_KEY", value)
     done = call(serve_openai_api, *weights, "--port", "0", "--model_name", "mine", *flags)
@@ -147,7 +147,7 @@ def test_a_dead_decoding_thread_ends_the_program_with_a_line_and_a_status(weight
 
 def test_other_host_names_may_be_allowed(weights, call, monkeypatch):
     served = []
-    monkeypatch.setattr(api, "create_app", lambda *given: served.append(given[2]))
+    monkeypatch.setattr(api, "create_app", lambda *given, **more: served.append(given[2]))
     monkeypatch.setattr(connections, "run", lambda app, listener, *rest: listener.close())
     call(serve_openai_api, *weights, "--port", "0", "--allow_host", "host.docker.internal", "Box")
     assert {"localhost", "127.0.0.1", "host.docker.internal", "box"} < {*served[0].hosts}
