@@ -47,6 +47,7 @@ cat <<END
 Try next$activate_first:
   python scripts/chat.py --save_dir $weights     chat with it
   pip install -r requirements-serve.txt; python scripts/serve_openai_api.py --save_dir $weights     the same in a browser, with the curves: http://127.0.0.1:8000
+  python scripts/convert_model.py --model $weights --to page     the model and a chat in one HTML file, to send
   python -m dataset.show_samples --kind sft --data_path dataset/demo/sft.jsonl --samples 1     see what SFT trains on
   python scripts/plan.py --hours 0.2 --pretrain_data FILE     your own text: docs/quickstart.md#my-own-text
 END

@@ -134,6 +134,8 @@ def test_from_an_empty_folder_to_a_model_of_ones_own_text_by_clicks(card, client
     let_write(client, "novel", 12)
     card.click(PRIMARY)
     card.wait(lambda: "Ready." in card.text(BODY))
+    buttons = ["Chat with it", "Save as a page to send", "Download the report", "New model"]
+    assert card.texts(f"{BODY} .buttons button") == buttons
     check_everywhere(card, client, "novel")
     card.wait(lambda: card.texts("#plots .plot:first-child .u-label") == ["Updates", "novel/pretrain_64"])
     card.click(PRIMARY)
