@@ -55,7 +55,7 @@ class MiniMindConfig(PretrainedConfig):
 
     Raises:
         UserError: if the type of `rope_scaling` is not supported, if there are fewer experts than experts per
-        token, or if a field in CACHE_FIELDS is set."""
+            token, or if a field in CACHE_FIELDS is set."""
 
     model_type = "minimind"
     default_theta = 1e6  # rope_theta, unless given

@@ -1,9 +1,6 @@
-"""MiniMind's helpers under MiniMind's names, and nothing else.
-
-Three of them are defined in files that this one is built upon, and are only imported here: `Logger` and
-`is_main_process` in devices/process_group.py, since everything prints through them, and `SkipBatchSampler` in
-data/datasets.py, beside the loaders that use it.
-"""
+"""MiniMind's helpers under MiniMind's names, and nothing else. Three of them are only imported here: `Logger`
+and `is_main_process` from devices/process_group.py, because everything prints through them, and
+`SkipBatchSampler` from dataset/order.py, where the loaders use it."""
 
 import math
 import os
@@ -46,10 +43,10 @@ def init_distributed_mode(rank_timeout: float = 600, device: torch.device | None
     """Join the process group that the environment describes: gloo for CPU tensors, NCCL for CUDA ones.
 
     Args:
-        device: of this rank; by default a GPU if there is one. Without one CUDA is not touched.
-        rank_timeout: seconds that a rank waits in a collective until it takes its peer for lost; a network
-            that is cut off gives no other sign. The rendezvous itself waits a day, since one machine may
-            still be tokenising what another one has in its cache.
+        device: the device of this rank; by default a GPU if there is one. Without a GPU, CUDA is not touched.
+        rank_timeout: seconds that a rank waits in a collective before it considers its peer lost; a network
+            that is cut off gives no other sign. The rendezvous itself waits a day, because one machine may
+            still be tokenising data that another machine has in its cache.
 
     Returns:
         The local rank; 0 without a process group (a single process).
@@ -94,8 +91,8 @@ def setup_seed(seed: int) -> None:
 
 
 def get_lr(current_step: int, total_steps: int, lr: float) -> float:
-    """Cosine from `lr` down to a tenth of it; steps are optimizer updates, the first is 1 (MiniMind's
-    schedule)."""
+    """MiniMind's schedule: a cosine from `lr` down to a tenth of it. Steps are optimizer updates, counted
+    from 1."""
     return lr * (0.1 + 0.45 * (1 + math.cos(math.pi * current_step / total_steps)))
 
 
@@ -111,12 +108,12 @@ def lm_checkpoint(
     resume_from: str | None = None,
     **kwargs: Any,
 ) -> dict[str, Any] | None:
-    """Save the state to resume from when given a model, else return the saved one (None if there is none).
+    """With a model, save the state to resume from. Without one, return the saved state (None if there is
+    none).
 
-    Saved: fp32 weights, optimizer, epoch, step (micro-batches of this epoch done), world size, id of the
-    tracker (`wandb`: its run, or its module), and whatever `kwargs` holds. All ranks must call.
-    `resume_from`: the state with which a branch begins.
-    """
+    It saves the fp32 weights, the optimizer, epoch, step (finished micro-batches of this epoch), world size,
+    the id of the tracker (`wandb`: its run, or its module), and everything in `kwargs`. All ranks must call
+    it. `resume_from`: the state with which a branch begins."""
     path = resume_path(save_dir, weight, lm_config)
     if model is None:
         return newest_checkpoint(path, resume_from)
@@ -137,9 +134,9 @@ def init_model(
     save_dir: str | Path = ROOT / "out",
     device: str | torch.device = "cpu",
 ) -> "tuple[MiniMindForCausalLM, PreTrainedTokenizerBase]":
-    """Build the model in float32 and load its tokenizer; `from_weight`: the weights to start from, their name
-    in `save_dir` or their path, or `none` for random ones. Raises UserError if the weights are missing or of
-    another shape, or the tokenizer does not fit the vocabulary."""
+    """Build the model in float32 and load its tokenizer; `from_weight`: the weights to start from (their name
+    in `save_dir`, or their path), or `none` for random weights. Raises UserError if the weights are missing
+    or have another shape, or if the tokenizer does not fit the vocabulary."""
     from model.model_minimind import MiniMindForCausalLM
 
     tokenizer = load_tokenizer(tokenizer_path)

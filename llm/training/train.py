@@ -50,7 +50,7 @@ AVAILABLE_TASKS: dict[str, type[Task]] = {
 
 def find_task(name: str) -> type[Task]:
     """The class of a task: one of AVAILABLE_TASKS, or `package.module:ClassName`, also from the current
-    folder. Raises UserError if there is no such class, or it lacks methods that a task must implement."""
+    folder. Raises UserError if there is no such class, or if it lacks methods that a task must implement."""
     if name in AVAILABLE_TASKS:
         return AVAILABLE_TASKS[name]
     if ":" not in name:
@@ -71,9 +71,11 @@ def find_task(name: str) -> type[Task]:
 
 
 def named_class(flag: str, name: str, base: type[C]) -> type[C]:
-    """The class `package.module:ClassName`, also from the current folder, which a flag names. Raises
-    UserError if there is no such class, or it lacks methods that a subclass of `base` must implement."""
-    from pydantic import PydanticUserError  # not above: common says first what is not installed
+    """The class `package.module:ClassName` that a flag names, also from the current folder. Raises UserError
+    if there is no such class, or if it lacks methods that a subclass of `base` must implement."""
+    from pydantic import (
+        PydanticUserError,
+    )  # not imported above, because common first reports packages that are not installed
 
     try:
         kind = import_named(flag, name)
@@ -85,7 +87,8 @@ def named_class(flag: str, name: str, base: type[C]) -> type[C]:
 
 
 def build_task(config: Config) -> Task:
-    """The task of a run. Raises UserError if it has what only a TrainingTask has, such as a `train_step`."""
+    """The task of a run. Raises UserError if another task has a method of TrainingTask, such as
+    `train_step`."""
     task = find_task(config.training.task)(config)
     if not hasattr(task, "args"):
         raise UserError(f"{type(task).__name__}.__init__ must call super().__init__(config)")
@@ -102,7 +105,8 @@ def build_task(config: Config) -> Task:
 
 
 def checked_callbacks(task: Task) -> list[Callback]:
-    """The callbacks of a task. Raises UserError if they are no list of callbacks, or have a wrong method."""
+    """The callbacks of a task. Raises UserError if they are not a list of callbacks, or if one has a wrong
+    method."""
     callbacks = checked_type(task, "callbacks", task.callbacks(), list, "a list of callbacks")
     for callback in callbacks:
         if not isinstance(callback, Callback):
@@ -113,8 +117,8 @@ def checked_callbacks(task: Task) -> list[Callback]:
 
 
 def train_worker(rank: int, world_size: int, config: Config) -> None:
-    """One process of a run. Several meet at --master_addr and --master_port; under torchrun its environment
-    says where, and which rank this is."""
+    """One process of a run. Several processes meet at --master_addr and --master_port; under torchrun, the
+    environment gives the address and the rank."""
     distributed = DistributedManager(config)
     if world_size == 1 or distributed.launched:
         _train(config)
@@ -128,7 +132,8 @@ def train_worker(rank: int, world_size: int, config: Config) -> None:
         LOCAL_WORLD_SIZE=str(world_size),
     )
     with training_errors():
-        parent = multiprocessing.parent_process()  # from here on torch has the kernel send SIGINT at its end
+        # from here on the kernel sends SIGINT when the parent ends, because torch has asked it to
+        parent = multiprocessing.parent_process()
         if parent is not None and parent.pid != os.getppid():
             raise UserError("the process that started this rank has ended")
         _train(config)
@@ -167,8 +172,8 @@ def _train(config: Config) -> None:
 def spawn(world_size: int, config: Config) -> None:
     """Start the processes and wait for them. Signals are passed on, with time to save. The first process that
     fails ends the others and sets the exit status. It reports a UserError itself; other tracebacks are
-    printed here, once."""
-    import torch.multiprocessing as mp  # not above: torch is loaded after common
+    printed once, here."""
+    import torch.multiprocessing as mp  # not imported above, because torch must be loaded after common
     from torch.distributed.elastic.utils.distributed import get_free_port
 
     check_address(config.distributed.master_addr)
@@ -184,10 +189,10 @@ def spawn(world_size: int, config: Config) -> None:
                     if process.is_alive():
                         os.kill(process.pid, stop.signal)
                 for process in context.processes:
-                    process.join(60)  # `context.join` would terminate the slower ones
+                    process.join(60)  # `context.join` would terminate slower processes
             while not context.join():
                 pass
-    except mp.ProcessExitedException as error:  # it has reported why
+    except mp.ProcessExitedException as error:  # it has reported the reason
         sys.exit(error.exit_code if error.exit_code > 0 else 1)
     except mp.ProcessRaisedException as error:
         print(str(error), file=sys.stderr)
@@ -195,8 +200,8 @@ def spawn(world_size: int, config: Config) -> None:
 
 
 def check_address(address: str) -> None:
-    """Raise UserError if --master_addr is not of this machine, where the engine starts all the processes:
-    they would wait for each other."""
+    """Raise UserError if --master_addr is not an address of this machine. The engine starts all processes
+    here, and they would wait for each other."""
     try:
         family, kind, _, _, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind) as probe:

@@ -56,7 +56,7 @@ def test_weights_that_do_not_fit(corpus, tmp_path, damage):
     says = {
         "another shape": f"error: --num_hidden_layers 2: --from_weight {path} is of 1; leave the flag out",
         "cut off": f"error: weights {path}: not a readable weights file",
-        "another tokenizer": "the tokenizer has other tokens than that of the weights",
+        "another tokenizer": "the tokenizer has other tokens than the one of the weights",
     }
     path.write_bytes(content[:5000] if damage == "cut off" else content)
     before = {file: file.read_bytes() for file in tmp_path.rglob("*.pth")}

@@ -88,7 +88,7 @@ def test_the_tokenizer_is_named_once(corpus, tokenizers, tmp_path):
         assert fingerprint(load_path(path)[1]) == wanted
     (tmp_path / "moved").mkdir()
     weights = shutil.copyfile(out / "chat_tokens_32.pth", tmp_path / "moved/chat_tokens_32.pth")
-    with pytest.raises(UserError, match="has other tokens than that of the weights"):
+    with pytest.raises(UserError, match="has other tokens than the one of the weights"):
         load_path(weights)
 
 

@@ -1,10 +1,9 @@
-"""How a mixture of experts distributes its tokens over the experts; counted on the device, read at log
-points.
+"""How a mixture of experts distributes its tokens over the experts. They are counted on the device and read
+at log points.
 
 Each MoE layer has a buffer `tokens_per_expert`, int64 [E]: tokens routed to each expert in training (with K
-experts per token each token counts K times; padding rows do not count). Recomputed activations count twice:
-use them as shares.
-"""
+experts per token each token counts K times; padding rows do not count). With recomputed activations tokens
+count twice, so use the counts only as shares."""
 
 from typing import Any
 
@@ -23,11 +22,12 @@ def token_counters(model: nn.Module) -> list[Tensor]:
 
 
 class ExpertLoad(Callback):
-    """Tokens of each layer and expert since the last record, over all ranks; of a model that has counters."""
+    """Tokens of each layer and expert since the last record, over all ranks, for a model that has
+    counters."""
 
     def __init__(self, model: nn.Module):
         self.model = model
-        # [layers][E], read but not reported: a save came between two log points
+        # [layers][E], read but not reported yet, because a save came between two log points
         self.kept: list[list[int]] = []
 
     def state_dict(self) -> dict[str, Any]:
@@ -38,13 +38,14 @@ class ExpertLoad(Callback):
         self.kept = saved["kept"]
 
     def on_log(self, state: Any, record: dict[str, Any]) -> None:
-        """Add the metrics to the record, and count anew."""
+        """Add the metrics to the record, and start counting again."""
         self.read()
         record |= balance_metrics(torch.tensor(self.kept))
         self.kept = []
 
     def read(self) -> None:
-        """Move the model's counts here, summed over all ranks, and zero its counters. Sync point."""
+        """Move the model's counts here, summed over all ranks, and zero its counters. This is a sync
+        point."""
         layers = token_counters(self.model)
         counts = reduce_sum(torch.stack(layers).cpu())
         if self.kept:

@@ -1,4 +1,4 @@
-"""The included callbacks, which settings add to any run: early stopping and TensorBoard."""
+"""The included callbacks: early stopping and TensorBoard. Settings add them to any run."""
 
 import math
 from pathlib import Path
@@ -51,7 +51,7 @@ class EarlyStopping(Callback):
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         before = saved.get("monitor", self.monitor), saved.get("mode", self.mode)
-        if before == (self.monitor, self.mode):  # else nothing is known of the metric yet
+        if before == (self.monitor, self.mode):  # before that, the metric has no value yet
             self.best, self.waited = saved["best"], saved["waited"]
 
 
@@ -59,8 +59,8 @@ class TensorBoardLogger(Callback):
     """The finite numbers of each log record as TensorBoard's curves, by update, under the names of the
     metrics file.
 
-    Each process writes its own event file, which purges the points of its updates from earlier files in the
-    folder: the curves of a resumed run contain each update once.
+    Each process writes its own event file. It removes the points of its updates from earlier files in the
+    folder, so the curves of a resumed run contain each update once.
 
     Args:
         log_dir: folder of this run's event files.
@@ -86,7 +86,7 @@ class TensorBoardLogger(Callback):
                 self.log = self.writer_class(str(self.log_dir), purge_step=first)
             for name, value in drawable(record, leave_out=("update",)).items():
                 self.log.add_scalar(name, value, record["update"])
-            self.log.flush()  # so that a kill loses no point of an update that a resume continues from
+            self.log.flush()  # so that a kill loses no point of an update before the checkpoint
         except OSError as error:
             why = f"{self.log_dir} cannot be written ({error.strerror or error})"
             raise UserError(f"TensorBoard: {why}; make room or give another folder, then resume") from error

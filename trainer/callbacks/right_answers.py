@@ -1,6 +1,6 @@
 """How many held-out questions the model answers right. They are asked before the first update and at each
-evaluation, and answered with the likeliest tokens; `dataset/right_answer.py` says what is right. Training
-does not notice."""
+evaluation, and answered with the likeliest tokens. `dataset/right_answer.py` decides what is right. Training
+is not affected."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple

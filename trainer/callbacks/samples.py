@@ -1,6 +1,6 @@
-"""What the model writes: at each evaluation a few prompts are answered, with the likeliest tokens and once
-more as a chat draws them, so that a run can be read as well as measured. Nothing of the training notices: the
-random numbers are the answers' own, and nothing is kept."""
+"""Samples of what the model generates. At each evaluation a few prompts are answered, once with the likeliest
+tokens and once with tokens drawn as in a chat, so that you can read a run as well as measure it. Training is
+not affected: the answers have their own random numbers, and nothing is kept."""
 
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, cast
@@ -22,15 +22,15 @@ from trainer.devices.wrapping import is_sharded, unwrap
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Prompt = tuple[str, list[int]]  # its text for the log, and its tokens
+Prompt = tuple[str, list[int]]  # a prompt: its text for the log, and its tokens
 # held-out samples that are answered; longest answer, and length of a document's opening, in tokens
 NUM_PROMPTS, MAX_NEW_TOKENS, OPENING_TOKENS = 3, 48, 16
-MIN_TRIGRAMS = 24  # of fewer the share of distinct ones says little
+MIN_TRIGRAMS = 24  # with fewer trigrams, the share of distinct ones says little
 
 
 def sample_callbacks(state: TrainState) -> list[Callback]:
-    """What --sample_prompts asks for. Raises UserError if it names a file and the model writes no text, or
-    the file holds no prompt."""
+    """The prompts of --sample_prompts. Raises UserError if it names a file and the model does not generate
+    text, or if the file holds no prompt."""
     args, held_out = state.args, getattr(state.eval_loader, "dataset", None)
     is_file = args.sample_prompts != "auto"
     if is_file and not isinstance(held_out, StageData):
@@ -48,7 +48,7 @@ def sample_callbacks(state: TrainState) -> list[Callback]:
 
 
 def file_prompts(args: Any, tokenizer: "PreTrainedTokenizerBase", held_out: StageData) -> list[Prompt]:
-    """The prompts of a text file, one per line: messages of a user, or in pretraining beginnings of
+    """The prompts of a text file, one per line: a user's messages, or in pretraining the beginnings of
     documents."""
     thinking = {"enable_thinking": bool(getattr(args, "open_thinking", False))}
     tools = held_out.tools if isinstance(held_out, PromptDataset) else None
@@ -65,8 +65,8 @@ def file_prompts(args: Any, tokenizer: "PreTrainedTokenizerBase", held_out: Stag
 
 
 def held_out_prompts(tokenizer: "PreTrainedTokenizerBase", held_out: StageData) -> list[Prompt]:
-    """The beginnings of some held-out samples: a conversation's up to its first answer, a document's first
-    words."""
+    """The beginnings of some held-out samples: a conversation up to its first answer, or the first words of a
+    document."""
     chosen = sorted({i * len(held_out) // NUM_PROMPTS for i in range(NUM_PROMPTS)})
     if isinstance(held_out, PromptDataset):
         return [(str(held_out[i].messages[-1]["content"]), held_out[i].input_ids) for i in chosen]
@@ -91,13 +91,13 @@ def opening(tokenizer: "PreTrainedTokenizerBase", tokens: list[int]) -> list[int
 
 
 def is_in_word(character: str) -> bool:
-    """Whether words continue through such a character: a letter or digit of a script that puts blanks between
-    words (those of China and Japan stand behind it in Unicode), or a part of a character."""
+    """Whether a word continues with this character: a letter or digit of a script with spaces between words
+    (Chinese and Japanese come after these in Unicode), or a part of a character."""
     return (character.isalnum() and character < "\u2e80") or character == "\ufffd"
 
 
 def prompt_text(tokenizer: "PreTrainedTokenizerBase", tokens: list[int]) -> str:
-    """The text of a prompt; of a conversation its last message, which stands before the last end of a
+    """The text of a prompt; of a conversation only its last message, which stands before the last end of a
     turn."""
     special = set(tokenizer.all_special_ids)
     ends = [i for i, token in enumerate(tokens) if token in special]
@@ -121,8 +121,8 @@ class Samples(Callback):
             self.answers = self.write_answers(state)
 
     def on_log(self, state: Any, record: dict[str, Any]) -> None:
-        """After an evaluation add the samples, on rank 0, behind those of the rollouts if there are any; on
-        all ranks how many of the answers' trigrams are distinct."""
+        """After an evaluation, add the samples on rank 0, after those of the rollouts if there are any. On
+        all ranks, add the share of distinct trigrams in the answers."""
         if "eval_loss" not in record:
             return
         answers, self.answers = self.answers, []
@@ -138,7 +138,7 @@ class Samples(Callback):
         record["samples"] = [*record.get("samples", ()), *samples]
 
     def write_answers(self, state: TrainState) -> list[tuple[list[int], list[int]]]:
-        """What the model writes to each prompt: the likeliest tokens, and those that a chat draws."""
+        """The model's answers to each prompt: the likeliest tokens, and tokens drawn as in a chat."""
         from model.sampling import DEFAULTS, Sampling
 
         samplings = [[Sampling(temperature=0.0), DEFAULTS]] * len(self.prompts)
@@ -154,8 +154,8 @@ def write(
     samplings: list[list[Any]],
     max_new_tokens: int,
 ) -> list[list[list[int]]]:
-    """What the model writes to each prompt, for each of its samplings, in tokens; nothing if its logits are
-    not finite. Training does not notice."""
+    """The tokens that the model generates for each prompt and each of its samplings; nothing if its logits
+    are not finite. Training is not affected."""
     from model.generation import NotFinite, generate
 
     model: Any = unwrap(state.model)
@@ -163,7 +163,7 @@ def write(
     room = model.config.max_position_embeddings - max_new_tokens
     was_training = model.training
     model.eval()
-    # compiled code is for training only: each length of a prompt would be compiled
+    # without compiling: each length of a prompt would be compiled anew
     is_compiled = any(module._compiled_call_impl is not None for module in model.modules())
     eager = torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()
     end_ids = [cast(int, tokenizer.eos_token_id)]
@@ -171,7 +171,7 @@ def write(
     try:
         with eager:
             written = generate(model, prompts, samplings, max_new_tokens, end_ids)
-    except NotFinite:  # of a run that diverges, which its losses show
+    except NotFinite:  # the run diverges, which its losses show
         return []
     finally:
         model.train(was_training)
@@ -179,8 +179,8 @@ def write(
 
 
 def distinct_trigrams(answers: list[list[int]]) -> float | None:
-    """The share of distinct ones, 0 to 1, among the trigrams of tokens within the answers; None if there are
-    only a few of them."""
+    """The share, 0 to 1, of distinct trigrams among all token trigrams of the answers; None if there are only
+    a few of them."""
     trigrams = [list(zip(tokens, tokens[1:], tokens[2:], strict=False)) for tokens in answers]
     total = sum(len(each) for each in trigrams)
     return sum(len(set(each)) for each in trigrams) / total if total >= MIN_TRIGRAMS else None

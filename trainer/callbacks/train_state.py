@@ -1,4 +1,4 @@
-"""What a run holds: its progress, which checkpoints save, and everything that works on it."""
+"""The state of a run: its progress, which checkpoints save, and all objects that take part in it."""
 
 import math
 import time
@@ -22,14 +22,14 @@ from trainer.report.metrics import MetricsLog
 from trainer.report.speed import Meter
 from trainer.weights.tensor_file import Writer
 
-Fingerprint = dict[str, Any]  # what must not differ when a run is resumed
+Fingerprint = dict[str, Any]  # values that must not change when a run is resumed
 # (update from 1, total updates, settings) -> learning rate; None: a scheduler of torch sets it
 Schedule = Callable[[int, int, StageArgs], float | None]
 
 
 @dataclass
 class Progress:
-    """How far a run has come. A checkpoint saves all of it."""
+    """The progress of a run. A checkpoint saves all of it."""
 
     run_id: str = ""
     branch_of: str | None = None  # the file in --resume_from that this run began with
@@ -39,8 +39,8 @@ class Progress:
     update: int = 0
     tokens: int = 0
     seconds: float = 0.0  # training, evaluating and saving
-    finished: bool = False  # no further update, however often it is resumed
-    extended_to: int | None = None  # updates to which --extend_epochs 1 made a finished run go on
+    finished: bool = False  # no further update, even if it is resumed
+    extended_to: int | None = None  # the number of updates to which --extend_epochs 1 extended a finished run
     best_eval: float | None = None  # of `monitored`
     monitored: str | None = None  # the --monitor and --mode of the evaluations so far
     best_update: int | None = None
@@ -95,11 +95,11 @@ class TrainState:
 
     @property
     def state(self) -> "TrainState":
-        """For callbacks that take what they are given for an engine, whose `state` this is."""
+        """For callbacks that expect an engine, which has this object as `state`."""
         return self
 
     def has_schedule(self) -> bool:
-        """Whether a function sets the learning rate at each update, not a scheduler of torch."""
+        """Whether a function, and not a torch scheduler, sets the learning rate at each update."""
         return self.schedule(self.progress.update + 1, self.total_updates, self.args) is not None
 
     def read_clock(self) -> None:
@@ -109,18 +109,21 @@ class TrainState:
         self.clock = now
 
     def stop(self, reason: str) -> None:
-        """End training after this update; resumed, the run goes on. On all ranks, at the same update."""
+        """End training after this update; if the run is resumed, it continues. Call it on all ranks at the
+        same update."""
         if not self.stopped:
             Logger(f"stopping: {reason}")
         self.stopped = True
 
     def finish(self, reason: str) -> None:
-        """End the run after this update; resumed, it is finished. On all ranks, at the same update."""
+        """End the run after this update; if it is resumed, it is already finished. Call it on all ranks at
+        the same update."""
         self.stop(reason)
         self.progress.finished = True
 
 
 def total_updates(fingerprint: Fingerprint) -> int:
-    """Optimizer updates of the whole run; each epoch ends with an update of its own, however small."""
+    """Optimizer updates of the whole run. No update extends over two epochs, so the last update of an epoch
+    may be small."""
     updates = math.ceil(fingerprint["samples"] / fingerprint["global_batch"]) * fingerprint["epochs"]
     return min(updates, fingerprint.get("max_steps") or updates)

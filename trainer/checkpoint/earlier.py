@@ -1,4 +1,4 @@
-"""An earlier run of the same name: its files are set aside, never overwritten."""
+"""Sets aside the files of an earlier run of the same name, which are never overwritten."""
 
 import json
 import os
@@ -19,11 +19,12 @@ def run_files(folder: Path, run_name: str) -> list[Path]:
 
 
 def earlier_run_files(args: StageArgs) -> list[Path]:
-    """The files that a new run with these settings sets aside; not the log, which it goes on writing."""
+    """The files that a new run with these settings sets aside. The log is not one of them: the new run
+    appends to it."""
     name = paths.run_name(args.save_weight, args)
     best = paths.run_name(f"{args.save_weight}_best", args)
     out, states = Path(args.save_dir), Path(args.checkpoint_dir)
-    # states first: what is left of a run without one cannot be taken for a run to go on with
+    # States come first: the remaining files of a run without states cannot be mistaken for a run to resume.
     files = run_files(states, name) + run_files(out, name) + run_files(out, best)
     files += run_files(paths.tensorboard_folder(args).parent, name)
     log = paths.log_path(args, name)
@@ -32,7 +33,8 @@ def earlier_run_files(args: StageArgs) -> list[Path]:
 
 
 def check_starts(args: StageArgs) -> None:
-    """Raise UserError if a new run starts from, or reads again, a file that it sets aside and writes anew."""
+    """Raise UserError if a new run starts from, or later reads, a file that it would set aside and write
+    anew."""
     starts = args.frozen_model_paths() if isinstance(args, FrozenModelArgs) else {}
     if args.from_weight != "none":
         starts["from_weight"] = [paths.start_path(args.save_dir, args.from_weight, args)]
@@ -48,8 +50,8 @@ def check_starts(args: StageArgs) -> None:
 
 
 def set_earlier_run_aside(args: StageArgs) -> None:
-    """Move the files of an earlier run of this name into folders `earlier_<n>` beside them: a forgotten
-    --from_resume 1 loses nothing."""
+    """Move the files of an earlier run of this name into folders `earlier_<n>` beside them, so that a
+    forgotten --from_resume 1 loses nothing."""
     files = [path.absolute() for path in earlier_run_files(args)]
     if not files:
         return
@@ -66,13 +68,13 @@ def set_earlier_run_aside(args: StageArgs) -> None:
 
 
 def moves_path(args: StageArgs) -> Path:
-    """The file that lists what is being set aside. It is there while that is done: a start after a kill
-    completes it, before it looks for a state to go on from."""
+    """The file that lists the moves. It exists only while files are being moved. After a kill, the next start
+    completes the moves before it looks for a state to resume from."""
     return Path(args.checkpoint_dir) / f".{paths.run_name(args.save_weight, args)}_moves.json"
 
 
 def complete_moves(args: StageArgs) -> None:
-    """Set aside what is listed and not set aside yet; rank 0 only."""
+    """Move all listed files that have not been moved yet; rank 0 only."""
     path = moves_path(args)
     if not is_there(path):
         return

@@ -1,9 +1,6 @@
-"""The file to resume from, in `checkpoints/`: how it is written and read back, and what is left of a damaged
-one.
-
-The state before the newest is kept, as a fallback for a damaged one. The state of a sharded model is written
-whole, by rank 0, and fits any number of ranks.
-"""
+"""The file to resume from, in `checkpoints/`: how it is written and read, and what happens if it is damaged.
+The previous state is kept in case the newest one is damaged. Rank 0 writes the whole state of a sharded
+model, so it fits any number of ranks."""
 
 import os
 import re
@@ -25,7 +22,7 @@ def previous_path(path: Path) -> Path:
 
 
 def write_checkpoint(path: Path, checkpoint: Checkpoint, description: dict[str, Any] | None = None) -> None:
-    """Write a checkpoint as the newest, and keep the one before it."""
+    """Write a checkpoint as the newest one, and keep the previous one."""
 
     def keep_previous(path: Path) -> None:
         if is_there(path):
@@ -35,8 +32,8 @@ def write_checkpoint(path: Path, checkpoint: Checkpoint, description: dict[str, 
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """The checkpoint in a file. Raises one of DAMAGED if it is damaged or something else, ReadError if it
-    cannot be read at present."""
+    """The checkpoint in a file. Raises one of DAMAGED if it is damaged or not a checkpoint, and ReadError if
+    it cannot be read at the moment."""
     content = read_file(path)
     if not is_checkpoint(content):
         raise ValueError("it is not a state to resume from")
@@ -44,14 +41,12 @@ def read_checkpoint(path: Path) -> Checkpoint:
 
 
 def newest_checkpoint(path: Path, resume_from: str | None = None) -> Checkpoint | None:
-    """The newest intact checkpoint of a run, at `path` or the one before it; None if the run has none.
+    """The newest intact checkpoint of a run, which is at `path`, or the previous one; None if the run has
+    none. resume_from: the checkpoint with which a branch begins, as long as there is none at `path`.
 
-    resume_from: the checkpoint with which a branch begins, as long as there is none at `path`.
-
-    A damaged newest checkpoint is renamed, so that the next save does not replace the one before by it.
-    Raises ReadError, before anything is renamed, if a checkpoint cannot be read at present; UserError if
-    there are some, but none can be resumed.
-    """
+    If the newest checkpoint is damaged, it is renamed, so that the next save does not overwrite the previous
+    one with it. Raises ReadError, before anything is renamed, if a checkpoint cannot be read at the moment,
+    and UserError if there are checkpoints, but none can be resumed."""
     places = [place for place in (path, previous_path(path)) if is_there(place)]
     if not places and resume_from is not None:
         return begin_branch(Path(resume_from))
@@ -92,8 +87,8 @@ def newest_checkpoint(path: Path, resume_from: str | None = None) -> Checkpoint 
 
 
 def other_checkpoints(path: Path) -> list[Path]:
-    """The checkpoints of a run other than the newest at `path` and the one before it: the best and numbered
-    ones, then damaged ones that were renamed."""
+    """All other checkpoints of a run, without the newest at `path` and the previous one: the best and the
+    numbered ones, then damaged ones that were renamed."""
     name = re.escape(path.stem.removesuffix("_resume"))
     kinds = (
         rf"{name}(_best_resume\.pth|_update_\d+\.pth|_resume\.pth\.damaged|_resume_previous\.pth\.damaged)"
@@ -103,7 +98,8 @@ def other_checkpoints(path: Path) -> list[Path]:
 
 
 def begin_branch(path: Path) -> Checkpoint:
-    """The checkpoint in a file, as the first of another run. Raises UserError if it is none."""
+    """The checkpoint in a file, as the beginning of another run. Raises UserError if it is not a
+    checkpoint."""
     try:
         checkpoint = read_checkpoint(path)
     except DAMAGED as error:

@@ -37,9 +37,9 @@ from trainer.weights.tensor_file import DAMAGED
 
 
 def save_checkpoint(state: TrainState) -> None:
-    """Write the inference weights, then the state to resume from, in the background; called on all ranks. The
-    state comes last: while the older one stands, a resumed run writes the rest anew. The first state of a
-    run is restored into it at once."""
+    """Write the inference weights, then the state to resume from, in the background. Called on all ranks. The
+    state comes last: as long as the old state is in place, a resumed run writes all other files again. The
+    first state of a run is restored into the run at once."""
     args, progress = state.args, state.progress
     is_first = state.saved_update is None or progress.update == 1  # a signal may come before any update
     if state.checkpoint_write is not None:
@@ -68,7 +68,8 @@ def save_checkpoint(state: TrainState) -> None:
 
 
 def collect(state: TrainState) -> dict[str, Any]:
-    """What a checkpoint holds of a run: a copy on the host, on rank 0. A collective."""
+    """The state of a run for a checkpoint: a copy on the host, on rank 0. All ranks must call it (a
+    collective)."""
     model, optimizer = copy_to_host(state.model, state.optimizer, state.objective.saves_trained_only)
     return asdict(state.progress) | {
         "model": model,
@@ -83,8 +84,8 @@ def collect(state: TrainState) -> dict[str, Any]:
 
 
 def restore(state: TrainState, saved: dict[str, Any]) -> None:
-    """Put what `collect` gave back into a run: weights, optimizer, scaler, callbacks and progress. A field of
-    Progress that the code did not have yet keeps its default."""
+    """Restore the result of `collect` into a run: weights, optimizer, scaler, callbacks and progress. A field
+    of Progress that the code did not have at that time keeps its default."""
     load_into(state.model, state.optimizer, saved)
     if saved["scaler"]:  # empty unless that part of the run was in float16
         state.scaler.load_state_dict(saved["scaler"])
@@ -95,10 +96,9 @@ def restore(state: TrainState, saved: dict[str, Any]) -> None:
 
 
 def restore_first(state: TrainState, path: Path) -> None:
-    """Restore the first checkpoint of a run into the run itself, as a resume does: what cannot be restored
-    ends it now, not after the night. Afterwards all is what it was; callbacks whose state changes by itself,
-    such as a time that passes, are not compared. A collective; left out where machines do not share the
-    folder, which no resume would do without.
+    """Restore the first checkpoint of a run into the run itself, like a resume. So a state that cannot be
+    restored ends the run now, and not after a night. Afterwards everything must be as before. Callbacks whose
+    state changes by itself, such as the time, are not compared. All ranks must call it (a collective).
 
     Raises UserError if the file cannot be read again, or something is not what was saved."""
     sees_it = all_gather(is_there(path))
@@ -135,11 +135,11 @@ def restore_first(state: TrainState, path: Path) -> None:
 
 
 def warn_of_lost_states(other_by_rank: list[list[str]]) -> None:
-    """Warn of callbacks, or the Objective, whose state on some rank is not that of rank 0, which alone is
-    saved.
+    """Warn of callbacks, or an Objective, whose state on some rank differs from rank 0's. Only rank 0's state
+    is saved.
 
-    other_by_rank: on each rank the names of those whose state is not what was saved; on rank 0 they change by
-    themselves."""
+    other_by_rank: for each rank the names of those whose state is not what was saved. On rank 0 these are
+    states that change by themselves."""
     ranks = {name: rank for rank, names in enumerate(other_by_rank) for name in names}
     for name in sorted(ranks.keys() - set(other_by_rank[0])):
         warn(
@@ -151,7 +151,8 @@ def warn_of_lost_states(other_by_rank: list[list[str]]) -> None:
 def write_and_keep(
     args: StageArgs, path: Path, saved: dict[str, Any], description: dict[str, Any] | None
 ) -> None:
-    """Write a state as the newest at `path`, and under its number or as the best, where it is one to keep."""
+    """Write a state as the newest at `path`. If it is to be kept, also write it under its number or as the
+    best."""
     run_name, update = path.stem.removesuffix("_resume"), saved["update"]
     write_checkpoint(path, saved, description)
     if args.keep_every and update % args.keep_every == 0:
@@ -162,7 +163,7 @@ def write_and_keep(
 
 
 def check_replicas(state: TrainState) -> None:
-    """Raise UserError if the ranks do not all have the same weights. A collective."""
+    """Raise UserError if not all ranks have the same weights. All ranks must call it (a collective)."""
     weights = {name: value for name, value in unwrap(state.model).named_parameters() if value.numel()}
     hashes = [torch.hash_tensor(value.detach()) for value in weights.values()]
     everyone = all_gather(torch.stack(hashes).tolist())
@@ -177,7 +178,7 @@ def check_replicas(state: TrainState) -> None:
 
 
 def keep(path: Path, name: Path) -> None:
-    """Give a checkpoint a second name, which stays when a newer one is written."""
+    """Give a checkpoint a second name, under which it stays when a newer one is written."""
     with write_errors(name):
         temp = name.with_name(f".{name.name}.tmp")
         remove(temp)
@@ -187,7 +188,7 @@ def keep(path: Path, name: Path) -> None:
 
 
 def delete_old_checkpoints(folder: Path, run_name: str, keep_last: int, saved: dict[str, Any]) -> None:
-    """Delete the numbered checkpoints up to the present update, except for the last --keep_last (at least
+    """Delete the numbered checkpoints up to the current update, except for the last --keep_last (at least
     one) and the best."""
     numbered = {}
     for path in files_in(folder, "*.pth"):
@@ -200,8 +201,8 @@ def delete_old_checkpoints(folder: Path, run_name: str, keep_last: int, saved: d
 
 
 def write_weights(state: TrainState, weight: str) -> Path:
-    """Write what is used of the model under this name, in the background; returns where. Beside the weights
-    stands where they come from."""
+    """Write the inference weights, or an adapter, under this name in the background. Returns the path. A file
+    beside the weights says where they come from."""
     fingerprint, progress = state.fingerprint, state.progress
     description = {
         "tokenizer": fingerprint.get("tokenizer"),
@@ -221,8 +222,8 @@ def write_weights(state: TrainState, weight: str) -> Path:
 
 
 def write_settings(state: TrainState, path: Path) -> None:
-    """Write what this run is: its settings, command lines, environment and data. A resumed run adds its
-    command line."""
+    """Write the settings, command lines, environment and data of this run. A resumed run adds its command
+    line."""
     content: dict[str, Any] = {}
     with read_errors(path):
         if state.resumed_update is not None and is_there(path):
@@ -250,8 +251,9 @@ def write_settings(state: TrainState, path: Path) -> None:
 
 
 def interrupted(state: TrainState) -> Interrupted:
-    """The exception that ends a run at a signal, which another rank may have received. Called on all ranks,
-    which wait until the state is on the disk: torchrun ends all ranks when the first one exits."""
+    """The exception that ends a run after a signal, which may have reached another rank. It is called on all
+    ranks, which wait until the state is on the disk, because torchrun ends all ranks when the first one
+    exits."""
     state.writer.wait()
     meet()
     number = state.stop_request.signal or signal.SIGTERM
@@ -261,7 +263,7 @@ def interrupted(state: TrainState) -> Interrupted:
 
 
 def where_to_go_on(state: TrainState) -> str:
-    """The end of an error's line: that the run can be resumed; empty if there is no checkpoint yet."""
+    """The end of an error line, which says how to resume; empty if there is no checkpoint yet."""
     path = paths.resume_path(state.args.checkpoint_dir, state.args.save_weight, state.lm_config)
     with suppress(ReadError):
         if is_there(path) or is_there(previous_path(path)):
@@ -278,9 +280,9 @@ def training_files(state: TrainState, wandb=None) -> Iterator[None]:
 
 @contextmanager
 def open_files(state: TrainState, wandb: Any) -> Iterator[None]:
-    """Wrap training: the files of an earlier run of this name are set aside, unless this run goes on with
-    them, the metrics file opened and the settings written. A signal waits for the end of an update. However
-    training ends, the files being written are completed."""
+    """Wrap training. It sets aside the files of an earlier run of this name, unless this run continues them,
+    opens the metrics file and writes the settings. A signal takes effect at the end of an update. However
+    training ends, files that are being written are completed."""
     args, tracker_timeout = state.args, 10.0  # seconds; after an interruption somebody is waiting
     state.wandb = wandb
     state.callbacks.check()
@@ -294,11 +296,11 @@ def open_files(state: TrainState, wandb: Any) -> Iterator[None]:
         write_settings(state, paths.settings_path(path))
     try:
         state.callbacks.call("on_train_start")
-        gc.freeze()  # what start-up made lives as long as the run: no collection looks at it again
+        gc.freeze()  # the objects from start-up live as long as the run, so garbage collections can skip them
         with state.stop_request:
             yield
         progress = state.progress
-        if progress.update and state.weights is None:  # resumed at the end, without the weights
+        if progress.update and state.weights is None:  # a finished run was resumed, and its weights were gone
             save_checkpoint(state)
         state.writer.wait()
         state.callbacks.call("on_train_end")

@@ -1,5 +1,5 @@
-"""Whether a checkpoint belongs to this run, and whether that run has come to its end: the run fingerprint,
-and what changes with another number of ranks."""
+"""Decides whether a checkpoint belongs to this run, and whether that run has finished. It has the run
+fingerprint, and the settings that change with the number of ranks."""
 
 import math
 import subprocess
@@ -30,7 +30,7 @@ A = TypeVar("A", bound=StageArgs)
 
 
 def run_fingerprint(args: StageArgs, model: Fingerprint, data: Fingerprint, samples: int) -> Fingerprint:
-    """Everything that must stay the same for a resumed run to be the same run.
+    """Everything that must be the same when a run is resumed.
 
     model: the fields of its config. data: the fingerprint of its dataset. samples: items of an epoch.
     """
@@ -48,7 +48,7 @@ def run_fingerprint(args: StageArgs, model: Fingerprint, data: Fingerprint, samp
 
 
 def check_settings_utf8(args: StageArgs) -> None:
-    """Raise UserError for a path that is not UTF-8, which no checkpoint can hold."""
+    """Raise UserError for a path that is not UTF-8, because a checkpoint cannot hold it."""
     for name, value in args:
         check_utf8(f"--{name}", str(value))
 
@@ -62,8 +62,9 @@ def with_enough_epochs(args: A, samples: int) -> A:
 
 
 def with_weight_decay(args: A, checkpoint: dict[str, Any] | None, train_set: Any) -> A:
-    """The settings with the weight decay, where it is `auto`: what the run began with; of a new one that
-    pretrains random weights with Muon by its rate and the updates of a pass over all of its data."""
+    """The settings with a number for the weight decay `auto`. A resumed run gets the number that it began
+    with. A new run that pretrains random weights with Muon gets one that follows from its rate and the
+    updates of a pass over all of its data."""
     if args.weight_decay is not None:
         return args
     decay = USUAL_DECAY
@@ -79,8 +80,8 @@ def with_weight_decay(args: A, checkpoint: dict[str, Any] | None, train_set: Any
 
 
 def keep_global_batch(args: A, checkpoint: dict[str, Any]) -> A:
-    """The settings of a run resumed with another number of ranks: `accumulation_steps` such that an update
-    has as many samples as before, where that is possible; else `check_same_run` refuses."""
+    """The settings of a run that is resumed with another number of ranks: `accumulation_steps` is set so that
+    an update has as many samples as before. If that is impossible, `check_same_run` refuses."""
     if "fingerprint" not in checkpoint:
         raise UserError(f"--from_resume 1: {checkpoint['loaded_from']} is not a checkpoint of a stage script")
     wanted, micro_batch = checkpoint["fingerprint"]["global_batch"], args.batch_size * world_size()
@@ -94,8 +95,8 @@ def keep_global_batch(args: A, checkpoint: dict[str, Any]) -> A:
 
 
 def check_same_run(args: StageArgs, fingerprint: Fingerprint, checkpoint: dict[str, Any] | None) -> None:
-    """Raise UserError if the checkpoint (None: a new run) belongs to another run, or the ranks do not all see
-    the same."""
+    """Raise UserError if the checkpoint (None: a new run) belongs to another run, or if not all ranks see the
+    same files."""
     position = {key: checkpoint[key] for key in ("run_id", "update")} if checkpoint else {}
     if world_size() > 1:
         check_ranks_agree(fingerprint | position)
@@ -104,15 +105,15 @@ def check_same_run(args: StageArgs, fingerprint: Fingerprint, checkpoint: dict[s
             run_name = paths.run_name(args.save_weight, args)
             Logger(f"new run: no checkpoint of {run_name} in {args.checkpoint_dir}")
         return
-    # a flag that the script did not have yet counts as having had its default; one that older code compared
-    # may be another now
+    # A flag that the script did not have at that time counts as having had its default. A flag that older
+    # code compared may be another now.
     saved = type(args)().compared() | checkpoint["fingerprint"]
     saved = {
         name: value
         for name, value in saved.items()
         if name in fingerprint or name not in type(args).model_fields
     }
-    if new := fingerprint.keys() - saved.keys():  # so does a field of the model
+    if new := fingerprint.keys() - saved.keys():  # the same holds for a field of the model
         from model.model_minimind import MiniMindConfig
 
         saved |= {name: getattr(MiniMindConfig, name) for name in new if hasattr(MiniMindConfig, name)}
@@ -120,7 +121,7 @@ def check_same_run(args: StageArgs, fingerprint: Fingerprint, checkpoint: dict[s
         saved["epochs"] = fingerprint["epochs"]
     if args.extend_epochs and fingerprint["max_steps"] > saved["max_steps"] > 0:
         saved |= {"epochs": fingerprint["epochs"], "max_steps": fingerprint["max_steps"]}
-    # a checkpoint replaces the start weights; those that are gone cannot be compared
+    # a checkpoint replaces the start weights, so they may be gone and are then not compared
     if fingerprint["from_weight_sha256"] is None:
         saved["from_weight_sha256"] = None
     if changed := changes(saved, fingerprint):
@@ -142,53 +143,56 @@ def check_same_run(args: StageArgs, fingerprint: Fingerprint, checkpoint: dict[s
 
 
 def check_reference(args: StageArgs, fingerprint: Fingerprint, checkpoint: dict[str, Any]) -> None:
-    """Raise UserError if the start weights, which are the frozen reference of a run, are others than when it
-    began."""
+    """Raise UserError if the start weights, which are the frozen reference of a run, have changed since the
+    run began."""
     if fingerprint["from_weight_sha256"] != checkpoint["fingerprint"]["from_weight_sha256"]:
         raise UserError(
-            f"--from_weight {args.from_weight} is not what this run began with, its frozen reference; give "
-            "the same weights"
+            f"--from_weight {args.from_weight} is not what this run began with, and they are its frozen "
+            "reference; give the same weights"
         )
 
 
 def check_ranks_agree(values: dict[str, Any]) -> None:
-    """Raise UserError if the ranks see other data, settings or checkpoints, or `auto` gives them other
-    devices or dtypes: their weights would part."""
+    """Raise UserError if the ranks have different data, settings or checkpoints, or if `auto` gives them
+    different devices or dtypes: their weights would diverge."""
     everyone = all_gather(values)
     for rank, other in enumerate(everyone):
         if changed := changes(everyone[0], other):
             raise UserError(
                 f"the ranks do not agree (rank 0 -> rank {rank}: {changed}); all machines need the same "
-                "files, and where `auto` gives others, --device and --dtype"
+                "files, and the same --device and --dtype if `auto` chooses different ones"
             )
 
 
 def check_code_agrees(sources: dict[str, str]) -> None:
-    """Raise UserError if the ranks run other code. A file that only some of them have loaded, such as one for
-    the figures that rank 0 draws, is no difference."""
+    """Raise UserError if the ranks run different code. A file that only some ranks have loaded does not
+    count, such as one for the figures that rank 0 draws."""
     loaded_by_all = set.intersection(*map(set, all_gather(list(sources))))
     check_ranks_agree({name: sources[name] for name in sorted(loaded_by_all)})
 
 
 def changes(before: Fingerprint, now: Fingerprint) -> str:
-    """What differs, as `name: old -> new`; empty if nothing does."""
+    """The differences, as `name: old -> new`; empty if there are none."""
     differing = [key for key in before | now if before.get(key) != now.get(key)]
     return "; ".join(f"{key}: {before.get(key)} -> {now.get(key)}" for key in differing)
 
 
 def is_new(saved: dict[str, Any] | None) -> bool:
-    """Whether a run begins: without a checkpoint, or with one of another run, as a branch of it."""
+    """Whether a run begins: without a checkpoint, or as a branch of another run with that run's
+    checkpoint."""
     return saved is None or not saved["run_id"]
 
 
 def has_ended_early(args: StageArgs, updates: int, saved: dict[str, Any]) -> bool:
-    """Whether early stopping, or a callback, has ended the run of a checkpoint, of so many updates in all.
-    --extend_epochs 1 makes such a run go on once for a number of updates: the same command again does not."""
+    """Whether early stopping or a callback has ended the run of a checkpoint, which has this number of
+    updates in all. --extend_epochs 1 continues such a run once for each number of updates; the same command
+    again does nothing."""
     return saved["finished"] and not (args.extend_epochs and saved.get("extended_to") != updates)
 
 
 def is_finished(args: StageArgs, fingerprint: Fingerprint, saved: dict[str, Any] | None) -> bool:
-    """Whether the run of a checkpoint has come to its end: then nothing is left to do. Says so."""
+    """Whether the run of a checkpoint is finished, so that nothing is left to do. If it is, a line says
+    so."""
     if saved is None or is_new(saved):
         return False
     updates = total_updates(fingerprint)
@@ -221,16 +225,16 @@ def environment(args: StageArgs, device: torch.device, autocast: AbstractContext
 
 
 def code_of_run(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What the code says of a run: the hashes of its files, the settings that it gives the optimizer, and
-    the git revision."""
+    """The part of a run that the code determines: the hashes of its files, the settings that it gives the
+    optimizer, and the git revision."""
     sources = {name: file_hash(file) for name, file in source_files().items()}
     return {"revision": code_version(), "sources": sources, "optimizer": optimizer_settings(optimizer)}
 
 
 def source_files() -> dict[str, Path]:
-    """The Python files of the rooms that a run executes, of its script, and of all other modules that are
-    loaded and not installed: the user's own, wherever they lie. By a name that stays the same where the
-    folders lie elsewhere: the path in the repository, or that of the module."""
+    """The Python files of the folders that a run executes, of its script, and of all other loaded modules
+    that are not installed: the user's own, in any folder. Each file has a name that does not change when the
+    folders are moved: its path in the repository, or the name of the module."""
     files = {
         str(file.relative_to(ROOT)): file for room in SOURCE_ROOMS for file in (ROOT / room).rglob("*.py")
     }
@@ -248,7 +252,7 @@ def source_files() -> dict[str, Path]:
 
 
 def module_path(module: str, file: Path) -> str:
-    """Where the file of a module lies, in the repository or in the folder that it was imported from."""
+    """The path of a module's file, relative to the repository or to the folder that it was imported from."""
     if file.is_relative_to(ROOT):
         return str(file.relative_to(ROOT))
     path = module.replace(".", "/")
@@ -256,15 +260,15 @@ def module_path(module: str, file: Path) -> str:
 
 
 def is_installed(file: Path) -> bool:
-    """Whether a file is of Python itself or of an installed package, whose versions a run records otherwise;
-    or of no file system, such as a module of a notebook."""
+    """Whether a file belongs to Python itself or to an installed package (a run records their versions
+    elsewhere), or exists in no file system, such as a module of a notebook."""
     is_of_python = any(file.is_relative_to(folder) for folder in PYTHON_FOLDERS)
     return is_of_python or bool({"site-packages", "dist-packages"} & set(file.parts)) or not is_file(file)
 
 
 def code_version() -> str:
-    """The git revision of the code, with `-dirty` behind it if files were changed since; `unknown` if there
-    is none. A repository that only surrounds the code, such as one of the home folder, is not its own."""
+    """The git revision of the code, followed by `-dirty` if files have changed since; `unknown` if there is
+    none. A repository that only surrounds the code, such as one of the home folder, does not count."""
     own = [f"--git-dir={ROOT / '.git'}", f"--work-tree={ROOT}"]
     command = ["git", *own, "describe", "--always", "--dirty", "--exclude=*"]
     try:
@@ -274,20 +278,20 @@ def code_version() -> str:
 
 
 def warn_of_changes(saved: dict[str, Any], environment: dict[str, Any], code: dict[str, Any]) -> None:
-    """Warn where a run goes on elsewhere than the checkpoint `saved` was written: on another machine, which
-    changes rounding; with other code, of which nobody knows what it changes; or with an optimizer that the
-    code makes with other settings than those in the checkpoint, which count."""
+    """Warn if a run continues under other conditions than those under which the checkpoint `saved` was
+    written: on another machine, which changes rounding; with other code, whose effect is unknown; or with
+    other settings of the optimizer than in the checkpoint, whose settings are kept."""
     was = {name: value for name, value in saved["environment"].items() if name in environment}
     if changed := changes(was, environment):
         warn(f"{changed}: from here on the results equal those of an uninterrupted run up to rounding only")
     before = saved.get("code")
     if before is None:  # older code did not say which it was
-        warn("the checkpoint was written by other code: from here on the present code decides")
+        warn("the checkpoint was written by other code: from here on the current code is used")
         return
     shared = before["sources"].keys() & code["sources"].keys()
     edited = sorted(name for name in shared if before["sources"][name] != code["sources"][name])
     if edited:
         named = ", ".join(edited[:5]) + (" ..." if len(edited) > 5 else "")
-        warn(f"the checkpoint was written by other code ({named}): from here on the present code decides")
+        warn(f"the checkpoint was written by other code ({named}): from here on the current code is used")
     if changed := changes(before["optimizer"], code["optimizer"]):
         warn(f"the code makes the optimizer with other settings ({changed}); the checkpoint's are kept")

@@ -19,18 +19,18 @@ from common.launcher import launch
 from common.settings import StageArgs
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
-# its values with reproducible products
+# the values with which its products are reproducible
 CUBLAS, CUBLAS_VALUES = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
 
 
 def select_device(device: str) -> torch.device:
-    """The device of this rank, without touching it; `auto` takes CUDA, then Apple MPS (one process only),
+    """The device of this rank; it is not touched yet. `auto` takes CUDA, then Apple MPS (one process only),
     then the CPU.
 
-    A rank takes the GPU of its local number, or the only one that it sees: srun --gpus-per-task=1 shows each
-    task its own. torchrun shows all of them to every rank, so there the only one is that of the first.
-    `init_distributed_mode` compares the GPUs of the ranks. Raises UserError if there is no such device,
-    several ranks would share one, or no rank is known."""
+    A rank takes the GPU with its local number, or the only one that it sees: srun --gpus-per-task=1 shows
+    each task only its own. torchrun shows all GPUs to every rank, so a single GPU there belongs to the first
+    rank. `init_distributed_mode` compares the GPUs of the ranks. Raises UserError if there is no such device,
+    if several ranks would share one, or if the rank is unknown."""
     place = launch()
     if place.problem:
         raise UserError(place.problem)
@@ -43,7 +43,7 @@ def select_device(device: str) -> torch.device:
     try:
         chosen = torch.device("cuda", local_rank) if device == "cuda" else torch.device(device)
     except RuntimeError:
-        chosen = torch.device("meta")  # refused below, as any other type is
+        chosen = torch.device("meta")  # refused below, like any other type
     if chosen.type not in ("cpu", "cuda", "mps"):
         raise UserError(f"--device {device} is unknown; use auto, cpu, cuda, cuda:N or mps")
     if chosen.type == "cuda" and (chosen.index or 0) >= cuda_devices:
@@ -70,7 +70,7 @@ def select_device(device: str) -> torch.device:
 
 
 def automatic_device(cuda_devices: int, is_alone: bool) -> str:
-    """What `--device auto` means, with so many CUDA devices, in one process or several."""
+    """What `--device auto` means with this number of CUDA devices, in one process or several."""
     if cuda_devices:
         return "cuda"
     if is_alone and torch.backends.mps.is_available():
@@ -83,8 +83,9 @@ def automatic_device(cuda_devices: int, is_alone: bool) -> str:
 
 
 def use_deterministic_kernels(enabled: bool) -> None:
-    """For `--deterministic`: have torch and cuBLAS take kernels that give bitwise identical runs; where
-    torch knows of none it raises an error. Called before CUDA starts: cuBLAS reads its setting once."""
+    """For `--deterministic`: make torch and cuBLAS use kernels that give bitwise identical runs. Torch raises
+    an error for an operation without such a kernel. Call it before CUDA starts, because cuBLAS reads its
+    setting once."""
     if enabled != torch.are_deterministic_algorithms_enabled():
         torch.use_deterministic_algorithms(enabled)
     # filling fresh memory finds bugs, and costs a pass over it
@@ -94,13 +95,12 @@ def use_deterministic_kernels(enabled: bool) -> None:
 
 
 def prepare_device(device: torch.device) -> None:
-    """Make it the current CUDA device, if torch has kernels for it (else a UserError); on a CPU, have the
-    allocator keep freed memory. In a container torch takes no more threads than it has cores' time, unless
-    OMP_NUM_THREADS says how many: with more of them all wait while the quota is used up.
+    """Make a GPU the current CUDA device; raises UserError if torch has no kernels for it. On a CPU, make the
+    allocator keep freed memory. In a container, limit torch's threads to the CPU quota unless OMP_NUM_THREADS
+    is set: with more threads, all of them wait whenever the quota is used up.
 
-    Each update on a CPU allocates as much again, and page faults on fresh pages can take longer than the
-    arithmetic. The limits are the largest that mallopt(3) takes; without glibc they are left alone.
-    """
+    Each update on a CPU allocates the same amount again, and page faults on fresh pages can take longer than
+    the arithmetic. The limits are the largest that mallopt(3) accepts; without glibc nothing is set."""
     if cpu_quota() < torch.get_num_threads() and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(available_cores())
     if device.type == "cuda":
@@ -112,7 +112,7 @@ def prepare_device(device: torch.device) -> None:
             from model.kernels import try_amd_kernel
 
             try_amd_kernel(device)
-        torch.backends.cuda.enable_cudnn_sdp(False)  # it builds a plan for each shape, and keeps them all
+        torch.backends.cuda.enable_cudnn_sdp(False)  # it builds a plan for each shape and keeps all of them
     elif device.type == "cpu":
         with suppress(OSError, AttributeError):
             libc = ctypes.CDLL("libc.so.6")
@@ -126,7 +126,8 @@ def native_bfloat16(device: torch.device) -> bool:
         return amd_multiplies_bfloat16(device)
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
-    # without oneDNN, as in builds for a Mac, or with ONEDNN_MAX_CPU_ISA below it, torch multiplies otherwise
+    # without oneDNN (builds for a Mac), or with too low an ONEDNN_MAX_CPU_ISA, torch has no fast bfloat16
+    # product
     if device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
     if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
@@ -139,15 +140,16 @@ def native_bfloat16(device: torch.device) -> bool:
 
 @cache
 def amd_multiplies_bfloat16(device: torch.device) -> bool:
-    """`native_bfloat16` of an AMD GPU, measured: with matrix units it takes a quarter of the time, without
-    them as much time or more, whatever number the GPU reports."""
+    """`native_bfloat16` of an AMD GPU, by measurement. With matrix units bfloat16 takes a quarter of the time
+    of float32, without them the same time or more. The version number that the GPU reports does not show
+    this."""
     rates = [matrix_rate(device, dtype, seconds=0.02) for dtype in (torch.bfloat16, torch.float32)]
     return rates[0] > 1.5 * rates[1]
 
 
 def automatic_dtype(device: torch.device) -> str:
-    """The dtype that `--dtype auto` means: bfloat16 where the device is good at it, float16 on NVIDIA GPUs
-    whose tensor cores know only that (Volta and Turing: V100, T4), else float32."""
+    """The dtype that `--dtype auto` means: bfloat16 if the device is fast at it, float16 on NVIDIA GPUs whose
+    tensor cores only support that (Volta and Turing: V100, T4), otherwise float32."""
     if native_bfloat16(device):
         return "bfloat16"
     if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (7, 0):
@@ -156,7 +158,7 @@ def automatic_dtype(device: torch.device) -> str:
 
 
 def native_float16(device: torch.device) -> bool:
-    """Whether the device has float16 arithmetic; emulated it is hundreds of times slower than float32."""
+    """Whether the device has float16 arithmetic. Emulation is hundreds of times slower than float32."""
     return device.type != "cpu" or torch.cpu._is_amx_fp16_supported()
 
 
@@ -171,16 +173,16 @@ def check_dtype(dtype: str, device: torch.device) -> None:
 def mixed_precision(dtype: str, device: torch.device) -> tuple[AbstractContextManager, torch.amp.GradScaler]:
     """Autocast context and gradient scaler for `--dtype`; weights and optimizer state stay float32.
 
-    `auto` is `automatic_dtype`. On a CPU that has to emulate it, `bfloat16` is float32, with a warning,
-    unless it is spelt `bfloat16_emulated`. Only float16 needs loss scaling. Raises UserError for float16 on
-    a CPU without arithmetic for it."""
+    `auto` is `automatic_dtype`. On a CPU that would have to emulate it, `bfloat16` becomes float32 with a
+    warning; `bfloat16_emulated` forces the emulation. Only float16 needs loss scaling. Raises UserError for
+    float16 on a CPU without arithmetic for it."""
     if dtype == "auto":
         dtype = automatic_dtype(device)
     if dtype == "bfloat16" and device.type == "cpu" and not native_bfloat16(device):
         dtype = "float32"
         warn(
             "--dtype bfloat16: this CPU has to emulate it, with matrix products that take 3 to 100 times as "
-            "long as in float32: training in float32 (--dtype bfloat16_emulated insists)"
+            "long as in float32: training in float32 (--dtype bfloat16_emulated forces it)"
         )
     dtype = dtype.removesuffix("_emulated")
     if dtype == "float16":
@@ -188,8 +190,8 @@ def mixed_precision(dtype: str, device: torch.device) -> tuple[AbstractContextMa
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == "float16")
     if dtype == "float32":
         return nullcontext(), scaler
-    # autocast asks the current GPU whether it knows bfloat16, and allocates memory on an old one: the current
-    # one must be this rank's own
+    # autocast asks the current GPU whether it supports bfloat16, and allocates memory on an old one. So the
+    # current GPU must be this rank's own.
     with torch.cuda.device(device) if device.type == "cuda" and device.index else nullcontext():
         return torch.autocast(device.type, dtype=getattr(torch, dtype)), scaler
 
@@ -208,8 +210,8 @@ def device_and_precision(
 
 
 def use_growing_segments() -> None:
-    """Have a GPU's allocator grow its segments, unless the user set it: batches of ever new sizes fragment
-    segments of fixed size. Called before CUDA starts, which reads the setting once.
+    """Make a GPU's allocator use growing segments, unless the user has set it: batches of many sizes fragment
+    segments of a fixed size. Call it before CUDA starts, because CUDA reads the setting once.
 
     Not under Windows (WSL2) and on parts of a divided GPU (MIG), where the first allocation can fail
     (pytorch#192330, #197312)."""
@@ -231,7 +233,7 @@ def autocast_dtype(autocast: AbstractContextManager, device: torch.device) -> to
 
 
 def describe_device(device: torch.device, autocast: AbstractContextManager) -> str:
-    """What this rank computes on, and in which dtype."""
+    """The device and the dtype that this rank computes with, as text."""
     threads = torch.get_num_threads()
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
@@ -245,10 +247,9 @@ def describe_device(device: torch.device, autocast: AbstractContextManager) -> s
 def matrix_rate(device: torch.device, dtype: torch.dtype, seconds: float = 0.3) -> float:
     """Floating-point operations per second that the device reaches in a square matrix product.
 
-    The best of four products of each size: 128, 256 ... 8,192, until those of the next size would take longer
-    than `seconds`. The numbers are random: a GPU multiplies ones faster, with less power. They come from a
-    stream of their own.
-    """
+    It is the best of four products of each size: 128, 256 ... 8,192, until those of the next size would take
+    longer than `seconds`. The numbers are random, because a GPU multiplies ones faster, with less power. They
+    come from a separate random stream."""
     best, numbers = 0.0, torch.Generator(device).manual_seed(0)
     for n in (2**k for k in range(7, 14)):
         a = torch.randn(n, n, device=device, dtype=dtype, generator=numbers)
@@ -264,7 +265,7 @@ def matrix_rate(device: torch.device, dtype: torch.dtype, seconds: float = 0.3) 
 
 
 def peak_memory_mb(device: torch.device) -> float:
-    """Peak memory so far in MB: allocated on the GPU, else resident in this process."""
+    """Peak memory so far in MB: allocated on the GPU, or without one resident in this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
     unit = 2**20 if sys.platform == "darwin" else 2**10
@@ -272,5 +273,6 @@ def peak_memory_mb(device: torch.device) -> float:
 
 
 def reserved_memory_mb(device: torch.device) -> float:
-    """Most that the allocator of a GPU held so far, in MB: with what it keeps of freed memory."""
+    """Peak memory that the allocator of a GPU has reserved, in MB; it includes freed memory that the
+    allocator keeps."""
     return torch.cuda.max_memory_reserved(device) / 2**20

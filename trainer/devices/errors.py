@@ -1,5 +1,5 @@
-"""What ends a run before its time: signals, and errors of memory, of other ranks and of data loader
-processes, which become one line."""
+"""What ends a run early: signals, and errors of memory, of other ranks and of data loader processes. Each
+becomes one line."""
 
 import multiprocessing
 import os
@@ -20,7 +20,7 @@ from trainer.devices.process_group import leave_process_group
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory, of the machine or of a GPU, was lacking."""
+    """Whether an error means that memory of the machine or of a GPU ran out."""
     is_typed = isinstance(error, (MemoryError, torch.OutOfMemoryError))
     phrases = ("allocate memory", "not enough memory", "out of memory")
     return is_typed or any(phrase in str(error) for phrase in phrases)
@@ -28,19 +28,19 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def training_errors() -> Iterator[None]:
-    """Wrap the `main()` of a training command: `one_line_errors`, for failures of memory and of other ranks
-    too. The run does not end with its console."""
+    """Wrap the `main()` of a training command: `one_line_errors`, also for failures of memory and of other
+    ranks. The run survives its console."""
     with one_line_errors(), translated_failures():
         yield
         if dist.is_initialized():
-            leave_process_group()  # after `main`, whose DDP is freed
+            leave_process_group()  # after `main`, so that its DDP model is freed
         leave_dead_console()
 
 
 @contextmanager
 def translated_failures(how_to_go_on: Callable[[], str] = str) -> Iterator[None]:
-    """Raise a UserError for what lacks memory, disk or shared memory, LostRank for a lost rank. how_to_go_on:
-    gives the end of the line; empty before there is a checkpoint."""
+    """Raise a UserError if memory, disk space or shared memory runs out, and LostRank for a lost rank.
+    how_to_go_on: returns the end of the line; empty before there is a checkpoint."""
     try:
         yield
     except WriteError as error:
@@ -56,9 +56,9 @@ def translated_failures(how_to_go_on: Callable[[], str] = str) -> Iterator[None]
         if dist.is_initialized() and ("gloo/transport" in text or isinstance(error, dist.DistError)):
             raise LostRank(
                 f"rank {dist.get_rank()}: another rank ended while this one waited for it, hangs, or cannot "
-                f"be reached ({reason(error)}); the reason is what that rank or torchrun says{how_to_go_on()}"
+                f"be reached ({reason(error)}); its own error or torchrun's gives the reason{how_to_go_on()}"
             ) from error
-        # torch's, of a process that cannot pass on its batches, or was killed
+        # torch's error for a loader process that cannot pass on its batches, or was killed
         phrases = ("shared memory", "killed by signal", "exited unexpectedly")
         if isinstance(error, LoaderFailure) or any(phrase in text for phrase in phrases):
             raise UserError(
@@ -69,11 +69,11 @@ def translated_failures(how_to_go_on: Callable[[], str] = str) -> Iterator[None]
 
 
 class StopRequest:
-    """SIGINT, SIGTERM and SIGHUP during training, as a request that the loop grants after the update. A
-    second Ctrl-C ends the run at once. A thread, as of a notebook or a page, cannot have them: there a signal
-    ends the process as any other, and a run goes on from its last checkpoint."""
+    """SIGINT, SIGTERM and SIGHUP during training become a request that the loop grants after the update. A
+    second Ctrl-C ends the run at once. A thread (of a notebook or a page) gets no signals: there a signal
+    ends the process at once, and the run resumes from its last checkpoint."""
 
-    current: ClassVar["StopRequest | None"] = None  # that which has the signals
+    current: ClassVar["StopRequest | None"] = None  # the request that handles signals now
 
     def __init__(self):
         self.is_saved: Callable[[], bool] = lambda: True  # whether nothing is lost if the run ends at once
@@ -85,7 +85,7 @@ class StopRequest:
 
     def __enter__(self) -> "StopRequest":
         if not in_main_thread():
-            warn("not in the main thread: a signal does not save first, and --reward_timeout does not hold")
+            warn("not in the main thread: a signal does not save first, and --reward_timeout has no effect")
             return self
         for number in STOP_SIGNALS:
             if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
@@ -104,7 +104,7 @@ class StopRequest:
             return  # a data loader process; its parent ends it
         if self.is_compiling and self.is_saved():
             raise while_compiling(number)
-        # torchrun and the terminal may both deliver the same Ctrl-C: only a later one is a second one
+        # torchrun and the terminal may both deliver the same Ctrl-C, so only a later one counts as the second
         if number == signal.SIGINT and self.signal and time.monotonic() - self.since > 2:
             raise KeyboardInterrupt
         if not self.signal:
@@ -116,9 +116,9 @@ class StopRequest:
 
 @contextmanager
 def compiling() -> Iterator[None]:
-    """Around what may compile: a signal ends the run at once, unless updates would be lost. The compilers,
-    processes of their own, often get it, too; what torch makes of their failure is a traceback, or another
-    kernel."""
+    """Use it around code that may compile: a signal ends the run at once, unless updates would be lost. The
+    compilers are separate processes and often get the signal, too. Torch turns their failure into a traceback
+    or chooses another kernel."""
     request = StopRequest.current
     if request is None:
         yield
@@ -135,13 +135,13 @@ def compiling() -> Iterator[None]:
 
 
 def while_compiling(number: int) -> Interrupted:
-    """What ends a run while its model is compiled."""
+    """The exception for a signal while the model is being compiled."""
     how = "--from_resume 1 goes on from the last checkpoint, if there is one"
     return Interrupted(number, f"by {signal.Signals(number).name} while the model was compiled; {how}")
 
 
 def end_loader_processes() -> None:
-    """Kill the data loader processes that are left when training stops early; they ignore the stop
+    """Kill the data loader processes that remain when training stops early, because they ignore the stop
     signals."""
     for child in multiprocessing.active_children():
         if child.daemon:

@@ -1,5 +1,5 @@
-"""Why torch cannot use an NVIDIA GPU that this machine has, and what to do. Asked only when that is so, by
-training and by scripts/gpu_check.sh."""
+"""Why torch cannot use an NVIDIA GPU of this machine, and what to do. Training and scripts/gpu_check.sh ask
+this only if torch sees no usable GPU."""
 
 import os
 import re
@@ -16,7 +16,7 @@ INSTALL = "https://pytorch.org/get-started"
 
 
 def nvidia_smi(fields: str) -> str:
-    """What nvidia-smi says of these fields, one line per GPU; empty without it."""
+    """The values of these fields from nvidia-smi, one line per GPU; empty without nvidia-smi."""
     with suppress(OSError, subprocess.CalledProcessError):
         command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
@@ -24,14 +24,14 @@ def nvidia_smi(fields: str) -> str:
 
 
 def driver() -> str:
-    """What this machine says of an NVIDIA GPU and its driver; empty without one."""
+    """The description of this machine's NVIDIA GPU and driver; empty without one."""
     with suppress(OSError):
         return DRIVER.read_text(encoding="utf-8").splitlines()[0]
     return nvidia_smi("name,driver_version")
 
 
 def why_unseen() -> str:
-    """Why torch sees no GPU where there is one, and what to do."""
+    """Why torch does not see a GPU of this machine, and what to do."""
     if "CUDA_VISIBLE_DEVICES" in os.environ:
         value = os.environ["CUDA_VISIBLE_DEVICES"]
         return f"CUDA_VISIBLE_DEVICES={value!r} may hide it: unset it, or name the GPU"
@@ -49,10 +49,10 @@ def why_unseen() -> str:
 
 
 def check_architecture(device: torch.device) -> None:
-    """Raise UserError for a GPU for which this torch holds no kernels: the first one would fail.
+    """Raise UserError for a GPU for which this torch has no kernels: the first call of a kernel would fail.
 
-    A binary (sm_86) runs on its own generation from its minor version on, an intermediate form (compute_90)
-    on all later GPUs. Of AMD's the first kernel is tried."""
+    A binary (sm_86) runs on GPUs of its own generation from its minor version on; an intermediate form
+    (compute_90) runs on all later GPUs. On AMD GPUs a kernel is tried."""
     if torch.version.hip:
         check_amd_kernels(device)
         return

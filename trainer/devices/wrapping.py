@@ -1,8 +1,7 @@
 """One model on several devices: replicated (DistributedDataParallel) or sharded (`fully_shard`, FSDP2).
 
-Both average the gradients over the ranks, once per update. Their other differences are hidden here from the
-loop and the checkpoints.
-"""
+Both average the gradients over the ranks, once per update. This file hides their other differences from the
+loop and the checkpoints."""
 
 import copy
 import inspect
@@ -27,13 +26,12 @@ def wrap_model(
     activation_checkpointing: bool = False,
     autocast: AbstractContextManager | None = None,
 ) -> nn.Module:
-    """Move a model to the device of this rank, and replicate or shard it where there are ranks. Parameter
-    names do not change. Sharded ones become DTensors, so the optimizer must be built afterwards.
+    """Move a model to the device of this rank, and replicate or shard it if there are several ranks.
+    Parameter names do not change. Sharded parameters become DTensors, so build the optimizer afterwards.
 
     autocast: the context in which the model will compute, if any; fsdp gathers the layers' matrices in its
-    dtype. Raises UserError for activation checkpointing of a model without transformer layers, and if
-    parameters of several dtypes are to be sharded.
-    """
+    dtype. Raises UserError for activation checkpointing of a model without transformer layers, and for
+    sharding of parameters with several dtypes."""
     if activation_checkpointing:  # keep only each layer's input, and recompute the rest in the backward pass
         if not getattr(model, "supports_gradient_checkpointing", False):
             raise UserError(
@@ -46,8 +44,8 @@ def wrap_model(
     if parallel == "fsdp":
         return shard(model, device, autocast_dtype(autocast or nullcontext(), device))
     ids = [device.index] if device.type == "cuda" else None
-    # no buffer is broadcast: the rotary frequencies are constant, and each rank counts its own tokens per
-    # expert; torch 2.13 renamed the flag
+    # No buffer is broadcast: the rotary frequencies are constant, and each rank counts its own tokens per
+    # expert. Torch 2.13 renamed the flag.
     names = inspect.signature(DistributedDataParallel).parameters
     sync_buffers = "forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers"
     options: dict[str, Any] = {"device_ids": ids, "gradient_as_bucket_view": True, sync_buffers: False}
@@ -55,7 +53,7 @@ def wrap_model(
 
 
 def recompute_layers(model: nn.Module) -> None:
-    """Have the layers of a model of transformers keep their input alone, and be recomputed in the backward
+    """Make the layers of a transformers model keep only their input and recompute the rest in the backward
     pass."""
     # transformers renamed it in 5.23
     names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
@@ -64,14 +62,13 @@ def recompute_layers(model: nn.Module) -> None:
 
 
 def shard(model: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
-    """Shard a model in place: each layer's matrices are gathered while it computes; embedding, head and norms
-    stay gathered in between.
+    """Shard a model in place. The matrices of a layer are gathered only while the layer computes; embedding,
+    head and norms stay gathered in between.
 
-    Autocast would cast each gathered matrix and keep the copy until the backward pass. So the layers'
-    matrices are gathered in `dtype`, which also halves what is sent; gradients are summed in float32. The
-    shards, and everything that autocast leaves in float32 (the layers' norms), stay float32: the arithmetic
-    is that of DDP.
-    """
+    Autocast would cast each gathered matrix and keep the copy until the backward pass. So the matrices of the
+    layers are gathered in `dtype`, which also halves the traffic; gradients are summed in float32. The shards
+    stay float32, and so does everything that autocast leaves in float32 (the norms of the layers). So the
+    arithmetic is that of DDP."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -121,23 +118,23 @@ def freeze(model: nn.Module, prefixes: str | Sequence[str]) -> None:
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The model without DistributedDataParallel around it, or torch.compile's wrapper, which a task may have
-    put there; a sharded one is itself."""
+    """The model without the wrapper of DistributedDataParallel, and without that of torch.compile, which a
+    task may have added. A sharded model has no wrapper."""
     model = model.module if isinstance(model, DistributedDataParallel) else model
     return getattr(model, "_orig_mod", model)
 
 
 def is_sharded(model: nn.Module | None) -> bool:
-    """Whether each rank holds only a part: then all ranks must take part in its forward pass and its state
-    dict."""
+    """Whether each rank holds only a part of the model. Then all ranks must take part in its forward pass and
+    its state dict."""
     from torch.distributed.fsdp import FSDPModule
 
     return isinstance(model, FSDPModule)
 
 
 def gradient_sync(model: nn.Module, enabled: bool) -> None:
-    """Set whether the ranks exchange gradients after the next micro-batch; only after the last one of an
-    update."""
+    """Set whether the ranks exchange gradients after the next micro-batch. They do so only after the last one
+    of an update."""
     if is_sharded(model):
         cast(Any, model).set_requires_gradient_sync(enabled)
     if isinstance(model, DistributedDataParallel):
@@ -148,8 +145,9 @@ def gradient_sync(model: nn.Module, enabled: bool) -> None:
 def decoding_model(
     model: nn.Module, dtype: torch.dtype = torch.float32, earlier: nn.Module | None = None
 ) -> nn.Module:
-    """The model for decoding: in float32 itself, else a copy with matrices in `dtype` and float32 vectors,
-    which shares the buffers. earlier: such a copy, which gets the present weights and is returned."""
+    """The model for decoding. In float32 it is the model itself; otherwise a copy with matrices in `dtype`
+    and vectors in float32, which shares the buffers. earlier: an earlier copy, which gets the current weights
+    and is returned."""
     if dtype == torch.float32:
         return model
     if earlier is not None:
@@ -163,14 +161,15 @@ def decoding_model(
 
 
 def full_tensor(value: Tensor) -> Tensor:
-    """A tensor with the shards of all ranks; a collective if it is sharded."""
+    """A whole tensor, made from the shards of all ranks. If it is sharded, all ranks must call this (a
+    collective)."""
     from torch.distributed.tensor import DTensor
 
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def shard_like(value: Tensor, like: Any) -> Any:
-    """A whole tensor, which every rank has, sharded as `like` is, a parameter; as it is if that one is not
+    """A whole tensor, which every rank has, sharded like the parameter `like`; unchanged if `like` is not
     sharded. Nothing is sent."""
     from torch.distributed.tensor import DTensor, distribute_tensor
 

@@ -1,4 +1,4 @@
-"""Distillation: which models teach, and how far the student's predictions are from theirs.
+"""Distillation: loads the teachers, and measures how far the student's predictions are from theirs.
 
 Shape legend: M targets, m targets of a piece, V vocabulary, C hidden size.
 """
@@ -65,7 +65,7 @@ class TeacherArgs(FrozenModelArgs):
     )
 
     def teacher_shape(self) -> dict[str, Any]:
-        """What the flags say of the teachers' shape."""
+        """The teachers' shape, as far as the flags give it."""
         shape: dict[str, Any] = {}
         if self.teacher_hidden_size:
             shape["hidden_size"] = self.teacher_hidden_size
@@ -76,8 +76,8 @@ class TeacherArgs(FrozenModelArgs):
         return shape
 
     def teachers(self) -> list[Path]:
-        """The file or folder of each teacher. Raises UserError if there is none, or there are several of a
-        name."""
+        """The file or folder of each teacher. Raises UserError if a teacher is missing, or if several files
+        have its name."""
         weights = [weight.strip() for weight in self.from_teacher_weight.split(",")]
         if not all(weights):
             raise UserError(
@@ -86,7 +86,7 @@ class TeacherArgs(FrozenModelArgs):
         return [self.teacher(weight) for weight in weights]
 
     def teacher(self, weight: str) -> Path:
-        """The file or folder of a teacher: of a name in --save_dir, or a path."""
+        """The file or folder of a teacher, given as a name in --save_dir or as a path."""
         if is_path(weight):
             if not is_there(weight):
                 raise UserError(f"--from_teacher_weight {weight}: no such file or folder")
@@ -121,8 +121,8 @@ class TeacherArgs(FrozenModelArgs):
 def load_teachers(
     args: TeacherArgs, tokenizer: "PreTrainedTokenizerBase", device: torch.device
 ) -> "list[MiniMindForCausalLM]":
-    """The teachers that the flags name, frozen. tokenizer: the student's. Raises UserError if one is no
-    model, of another shape than the flags say, or has other tokens than the student."""
+    """The teachers that the flags name, frozen. tokenizer: the student's. Raises UserError if one is not a
+    model, has another shape than the flags say, or has other tokens than the student."""
     from model.model_minimind import MiniMindForCausalLM
 
     teachers = []
@@ -144,14 +144,14 @@ def load_teachers(
 
 
 def mean_prediction(teachers: list[Tensor], temperature: float) -> Tensor:
-    """Logarithms [m, V] of the mean of the probabilities that logits [m, V] have at this temperature."""
+    """Logarithms [m, V] of the mean probabilities of several logits [m, V] at this temperature."""
     each = ((logits.float() / temperature).log_softmax(-1) for logits in teachers)
-    return reduce(torch.logaddexp, each) - math.log(len(teachers))  # costs one teacher nothing
+    return reduce(torch.logaddexp, each) - math.log(len(teachers))  # with one teacher this costs nothing
 
 
 def divergence(student: Tensor, p: Tensor, temperature: float, weights: Tensor | None = None) -> Tensor:
-    """Sum over the rows of KL(p, q) in nats; of each row times its weight [m], if there are weights. p:
-    logarithms of the probabilities [m, V] that are taught; q: those of the student's logits [m, V] at this
+    """Sum of KL(p, q) over the rows in nats; each row is multiplied by its weight [m], if there are weights.
+    p: logarithms of the teachers' probabilities [m, V]; q: the student's, from its logits [m, V] at this
     temperature."""
     q = (student.float() / temperature).log_softmax(-1)
     if weights is None:
@@ -164,8 +164,8 @@ def distillation_sums(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Sums over the targets, times their weights, of the student's cross entropy and of its divergence from
     the mean of the teachers, and its load-balancing loss. The predictions are compared piece by piece and not
-    kept for the backward pass: beside the logits of all models, memory holds [TARGETS_AT_ONCE, V] at a
-    time."""
+    kept for the backward pass. So besides the logits of all models, memory holds only [TARGETS_AT_ONCE, V] at
+    a time."""
 
     def compared(logits: Tensor, targets: Tensor, wanted: list[Tensor], weights: Tensor | None) -> Tensor:
         if weights is None:

@@ -1,5 +1,5 @@
-"""The log of a run: the metrics file (the source of truth), a line on the console, and on a terminal a live
-bar."""
+"""The log of a run: the metrics file (the source of truth), lines on the console, and a progress bar if the
+console is a terminal."""
 
 import json
 import os
@@ -66,8 +66,8 @@ class MetricsLog:
     Args:
         path: the metrics file.
         total_updates: length of the whole run, for the bar.
-        resumed_update: the last one before a resume, whose records are kept; None in a new run.
-        console_metrics: names of the metrics that stand on the console's line, beside the loss.
+        resumed_update: the last update before a resume; the records up to it are kept. None in a new run.
+        console_metrics: names of the metrics that are shown on the console's line, beside the loss.
     """
 
     def __init__(
@@ -93,8 +93,8 @@ class MetricsLog:
         self.bar = tqdm(total=total_updates, initial=resumed_update or 0, **options)
 
     def sync(self) -> None:
-        """Flush to the disk, before the checkpoint that counts these records; nothing to do when it is
-        closed."""
+        """Flush to the disk. Called before the checkpoint that these records belong to. Does nothing if the
+        file is closed."""
         if self.file.closed:
             return
         with suppress(OSError):  # a full disk was reported by write
@@ -130,7 +130,8 @@ def duration(seconds: float) -> str:
 
 
 def describe(record: dict[str, Any], head: str, console_metrics: tuple[str, ...] = ()) -> list[str]:
-    """One record as lines of at most WIDTH columns: what a person looks at. The metrics file holds the rest.
+    """The part of a record that people look at, as lines of at most WIDTH columns. The metrics file holds the
+    rest.
 
     head: opens the first line, e.g. `Epoch:[1/2](100/1200) 4%`.
     console_metrics: names of the values of the stage.
@@ -170,12 +171,12 @@ def describe(record: dict[str, Any], head: str, console_metrics: tuple[str, ...]
 
 
 def value_text(name: str, value: float | None, form: str) -> str:
-    """`name: value`; an update that was skipped, or had no target, has none."""
+    """`name: value`, or `name: -` for None: an update that was skipped or had no target has no value."""
     return f"{name}: {'-' if value is None else format(value, form)}"
 
 
 def sample_line(sample: dict[str, Any]) -> str:
-    """What the model wrote, as one line of at most WIDTH columns; a Chinese character takes two."""
+    """A generated text as one line of at most WIDTH columns; a Chinese character takes two."""
     reward = f"reward {sample['reward']:.3f}: " if "reward" in sample else ""
     prompt = shortened(repr(str(sample.get("prompt", ""))), WIDTH // 2)
     answer = repr(str(sample.get("answer", "")))

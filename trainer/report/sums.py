@@ -13,7 +13,7 @@ from trainer.devices.process_group import all_gather
 Means = dict[str, tuple[float, float]]  # a mean as (sum, count), of which the quotient is reported
 COUNT = "/count"  # suffix of the count that belongs to a sum
 MAX = "/max"  # suffix of a largest value
-# fields of every record; no metric may have one of these names
+# fields of every record; a metric must not have one of these names
 RECORD_FIELDS = {
     *("update", "epoch", "step", "iters", "loss", "logits_loss", "aux_loss", "mean_loss", "grad_norm"),
     *("learning_rate", "tokens", "seconds", "tokens_per_second", "mfu", "data_wait", "comm_wait"),

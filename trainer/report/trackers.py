@@ -18,8 +18,8 @@ START_TIMEOUT, END_TIMEOUT = 30.0, 60.0  # seconds
 def start_tracker(
     args: StageArgs, fingerprint: Mapping[str, Any], checkpoint: Mapping[str, Any] | None = None
 ) -> "Tracker | None":
-    """The tracker on rank 0 if one is asked for; a resumed run continues the curves of its first part, a new
-    branch begins curves of its own."""
+    """The tracker on rank 0, if one is asked for. A resumed run continues the curves of its first part; a new
+    branch begins new curves."""
     service = "swanlab" if args.use_wandb and args.tracker == "none" else args.tracker
     if service == "none" or not is_main_process():
         return None
@@ -35,8 +35,8 @@ def start_tracker(
 
 
 def drawable(record: dict[str, Any], leave_out: Iterable[str] = ()) -> dict[str, float]:
-    """The numbers of a log record that a tracker can draw: finite ones; those of a list as `name/0`, `name/1`
-    ..."""
+    """The finite numbers of a log record, which a tracker can draw. Those of a list are called `name/0`,
+    `name/1` ..."""
     points = {}
     for key in record.keys() - {"skipped", *leave_out}:
         value = record[key]
@@ -55,7 +55,7 @@ class Service(NamedTuple):
 
 
 def open_swanlab(project: str, name: str, mode: str, config: dict, tracker_id: str | None) -> Service:
-    """A run of SwanLab, whose cloud alone continues an earlier one."""
+    """A run of SwanLab. Only its cloud can continue an earlier run."""
     import swanlab
 
     mode = "online" if mode == "cloud" else mode
@@ -72,8 +72,8 @@ def open_swanlab(project: str, name: str, mode: str, config: dict, tracker_id: s
 
 
 def open_wandb(project: str, name: str, mode: str, config: dict, tracker_id: str | None) -> Service:
-    """A run of Weights & Biases. In the mode `cloud` WANDB_MODE says where it is kept; `local` is `offline`
-    there."""
+    """A run of Weights & Biases. In the mode `cloud`, WANDB_MODE says where the run is kept; the mode `local`
+    is called `offline` there."""
     import wandb  # type: ignore[import-not-found]
 
     modes = {"cloud": None, "local": "offline"}
@@ -102,7 +102,7 @@ class Tracker:
         project, name, mode: as --wandb_project and --swanlab_mode.
         config: the run's settings, shown beside its curves.
         tracker_id: id of an earlier run to continue (from the checkpoint).
-        last_step: updates up to this one are in that run already and are not drawn again.
+        last_step: updates up to this one are already in that run and are not drawn again.
         service: a name of SERVICES.
     """
 
@@ -124,7 +124,9 @@ class Tracker:
         opened = partial(open_service, project, name, mode, config, tracker_id)
         self._thread = threading.Thread(target=self._work, args=(opened,), daemon=True, name="tracker")
         self._thread.start()
-        self._ready.wait(START_TIMEOUT)  # time to learn the run's id; a slower network is not waited for
+        self._ready.wait(
+            START_TIMEOUT
+        )  # time to learn the run's id; training does not wait for a slower network
 
     def _work(self, open_service: Callable[[], Service]) -> None:
         try:
@@ -146,7 +148,7 @@ class Tracker:
             self._ready.set()
 
     def log(self, metrics: Mapping[str, float | list[str]], step: int) -> None:
-        """Queue the points of update `step`, and lists of texts; never waits. An update is drawn at most
+        """Queue the points of update `step`, and lists of texts. It never waits, and draws an update at most
         once."""
         if step <= self.last_step or not self._thread.is_alive():
             return

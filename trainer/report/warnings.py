@@ -1,16 +1,16 @@
 """Warnings of a run that goes wrong in a known way, and the verdict at its end. Both are functions of the
-records of the metrics file and of some facts about the run, which stand in `<run>_run.json`; the report page
-(scripts/runs) says the verdict, too."""
+records of the metrics file and of some facts about the run, which are in `<run>_run.json`. The report page
+(scripts/runs) shows the verdict as well."""
 
 from statistics import fmean, pstdev
 from typing import Any
 
 Record = dict[str, Any]
 MIN_UPDATES = 100  # a run of fewer is pointed out
-LAST_RECORDS = 5  # that all show it
+LAST_RECORDS = 5  # a problem must show in all of them
 RISES = 3  # of eval_loss in a row
 SAME = 0.005  # evaluations differ by chance by this share
-SMALL_RATE = 1e-4  # for weights that have not read much
+SMALL_RATE = 1e-4  # learning rates up to this are small for weights that have read little
 HARDLY = 0.02  # a loss that falls by less than this share at such a rate
 LARGEST_ROUNDING = 0.1  # nats a token, on the average; in bfloat16 some hundredths
 FEW_RIGHT = 0.5  # share of right answers below which a model answers badly
@@ -25,9 +25,10 @@ SENTENCES = {
     "diverged": "the loss rose from {low:.3f} at update {low_update:,.0f}: the run diverged",
     "hardly fell": "it fell by less than 2 %, so hardly anything was learned",
     "still falling": "still falling",
-    "nothing held out": "no held-out data (--eval_share 0.02) tell how the model does on other text",
+    "nothing held out": "without held-out data (--eval_share 0.02) nothing shows how the model does "
+    "on other text",
     "held out": "{name} {now:.3f} at last",
-    "own text": "measured on the training data, which tells nothing of other text",
+    "own text": "measured on the training data, so it says nothing about other text",
     "better": "still getting better ({before:.3f} at update {before_update:,.0f})",
     "same": "hardly changed since update {before_update:,.0f} ({before:.3f})",
     "worse": "the best, {best:.3f}, was at update {best_update:,.0f} ({best_weights})",
@@ -43,9 +44,8 @@ SENTENCES = {
 
 
 def facts_for_warnings(args: Any, total_updates: int, guessing: float | None, **more: Any) -> dict[str, Any]:
-    """What is looked at beside the records. guessing: the cross entropy of guessing each token alike; None
-    for other losses. more: held_out_is_training,
-    best_weights, data_tokens (None: not known)."""
+    """The facts that warnings use beside the records. guessing: the cross entropy of guessing all tokens
+    alike; None for other losses. more: held_out_is_training, best_weights, data_tokens (None: unknown)."""
     names = ("warmup_updates", "learning_rate", "from_weight", "monitor", "mode")
     facts = {name: getattr(args, name) for name in names}
     facts |= {"max_gen_len": getattr(args, "max_gen_len", None)}
@@ -56,7 +56,7 @@ def facts_for_warnings(args: Any, total_updates: int, guessing: float | None, **
 
 
 def find_warnings(records: list[Record], facts: dict[str, Any]) -> list[tuple[str, str]]:
-    """Warnings, only where the records leave no doubt, as (name, text). records: the first and the last ones
+    """Warnings as (name, text), only if the records leave no doubt. records: the first and the last records
     of a run, at least one. facts: see `facts_for_warnings`."""
     found = warnings_on_settings(facts) + warnings_on_start(records[0], facts)
     if "reward" in records[0]:
@@ -65,7 +65,7 @@ def find_warnings(records: list[Record], facts: dict[str, Any]) -> list[tuple[st
 
 
 def warnings_on_settings(facts: dict[str, Any]) -> list[tuple[str, str]]:
-    """What the settings tell."""
+    """Warnings that follow from the settings."""
     found = []
     updates, warmup = facts["total_updates"], facts["warmup_updates"]
     if updates < MIN_UPDATES:
@@ -75,27 +75,27 @@ def warnings_on_settings(facts: dict[str, Any]) -> list[tuple[str, str]]:
         text = f"--warmup_updates {warmup} of {updates} updates: --learning_rate is never reached"
         found.append(("warm-up", text))
     if facts["held_out_is_training"]:
-        found.append(("held-out data", "they are the training data: eval_loss does not tell of other text"))
+        found.append(("held-out data", "they are the training data: eval_loss says nothing about other text"))
     return found
 
 
 def warnings_on_start(first: Record, facts: dict[str, Any]) -> list[tuple[str, str]]:
-    """What the first update tells."""
+    """Warnings that follow from the first update."""
     found = []
     loss, guessing = first["loss"], facts["guessing"]
     if first["update"] > 1 or loss is None:
         return []
     if guessing is not None and facts["from_weight"] != "none" and loss > 1.05 * guessing:
-        text = f"the first, {loss:.2f}, is above {guessing:.2f}, that of guessing each token alike: the "
+        text = f"the first one, {loss:.2f}, is above {guessing:.2f}, the loss of pure guessing: the "
         found.append(("loss", f"{text}weights of --from_weight {facts['from_weight']} do not fit this text"))
     divergence = first.get("divergence")
     if divergence is not None and abs(divergence) < 1e-5:
-        found.append(("teacher", "it predicts just what the student does: are they the same weights?"))
+        found.append(("teacher", "it predicts exactly what the student predicts: are they the same weights?"))
     return found
 
 
 def warnings_on_loss(records: list[Record], facts: dict[str, Any]) -> list[tuple[str, str]]:
-    """What the losses tell."""
+    """Warnings that follow from the losses."""
     found = []
     if rise := loss_rise(records, facts):
         low, low_update, now = rise
@@ -121,8 +121,8 @@ def warnings_on_loss(records: list[Record], facts: dict[str, Any]) -> list[tuple
 
 
 def learned_nothing(records: list[Record], facts: dict[str, Any]) -> bool:
-    """Whether the held-out loss stays about where it began, closer to guessing than not, at a small learning
-    rate."""
+    """Whether the held-out loss stays near its initial value, at more than half of the loss of guessing, with
+    a small learning rate."""
     evaluations = [record["eval_loss"] for record in records if record.get("eval_loss") is not None]
     first, guessing = records[0].get("initial_eval_loss"), facts["guessing"]
     if not evaluations or first is None or guessing is None or facts["learning_rate"] > SMALL_RATE:
@@ -131,8 +131,9 @@ def learned_nothing(records: list[Record], facts: dict[str, Any]) -> bool:
 
 
 def loss_rise(records: list[Record], facts: dict[str, Any]) -> tuple[float, int, float] | None:
-    """The lowest mean of consecutive losses, the update at its end, and the last mean, where that is higher
-    by a fifth and by more than single records differ, or than both the first loss and guessing."""
+    """If the loss has risen: the lowest mean of consecutive losses, the update at its end, and the last mean.
+    It has risen if the last mean is higher by a fifth and by more than single records differ, or if the last
+    losses are above both the first loss and guessing."""
     known = [(record["update"], record.get("mean_loss")) for record in records]
     known = [(update, loss) for update, loss in known if loss is not None]
     losses = [loss for _, loss in known]
@@ -148,23 +149,25 @@ def loss_rise(records: list[Record], facts: dict[str, Any]) -> tuple[float, int,
 
 
 def warnings_on_rollouts(records: list[Record], facts: dict[str, Any]) -> list[tuple[str, str]]:
-    """What rewards and completions tell."""
+    """Warnings that follow from rewards and completions."""
     found = []
     gap = records[-1].get("sampling_logp_difference")
     if gap is not None and gap > LARGEST_ROUNDING:
         text = (
-            f"the log-probabilities of the sampled tokens are {gap:.2f} nats from the sampler's in the mean: "
+            f"the sampled tokens' log-probabilities differ from the sampler's by {gap:.2f} nats on average: "
         )
-        found.append(("sampling", f"{text}decoding does not compute what training does"))
+        found.append(("sampling", f"{text}decoding and training do not compute the same"))
     last = records[-LAST_RECORDS:]
     if len(last) < LAST_RECORDS:
         return found
     if all(record.get("frac_reward_zero_std", record.get("reward_std") == 0) == 1 for record in last):
-        text = f"in the last {LAST_RECORDS} records all completions of a prompt got the same, which tells "
-        found.append(("rewards", f"{text}none from another; take other prompts, or another --reward"))
+        text = f"in the last {LAST_RECORDS} records all completions of each prompt got the same reward: "
+        found.append(
+            ("rewards", f"{text}nothing is learned from them; take other prompts, or another --reward")
+        )
     if all(record.get("cut_share") == 1 for record in last):
-        text = f"in the last {LAST_RECORDS} records all were cut, at --max_gen_len {facts['max_gen_len']} or "
-        found.append(("completions", f"{text}at another limit"))
+        text = f"in the last {LAST_RECORDS} records all completions were cut off, at "
+        found.append(("completions", f"{text}--max_gen_len {facts['max_gen_len']} or at another limit"))
     return found
 
 
@@ -172,7 +175,7 @@ def warnings_on_rollouts(records: list[Record], facts: dict[str, Any]) -> list[t
 
 
 def verdict_sentences(records: list[Record], facts: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """What came of a run, as keys of SENTENCES with their values."""
+    """The outcome of a run, as keys of SENTENCES with their values."""
     name = "reward" if any("reward" in record for record in records) else "mean_loss"
     values = [record[name] for record in records if record.get(name) is not None]
     if not values:
@@ -199,7 +202,7 @@ def verdict_sentences(records: list[Record], facts: dict[str, Any]) -> list[tupl
 
 
 def answer_sentences(records: list[Record]) -> list[tuple[str, dict[str, Any]]]:
-    """How many held-out questions are answered right, if any were asked."""
+    """Sentences about the number of right answers to held-out questions, if any were asked."""
     asked = [record for record in records if record.get("eval_answers") is not None]
     if not asked:
         return []
@@ -225,7 +228,7 @@ def initial_value(records: list[Record], facts: dict[str, Any]) -> float | None:
 def held_out_sentences(
     records: list[Record], facts: dict[str, Any], has_diverged: bool
 ) -> list[tuple[str, dict[str, Any]]]:
-    """Where the held-out metric of --monitor goes."""
+    """Sentences about the trend of the held-out metric of --monitor."""
     name, sign = facts["monitor"], -1 if facts["mode"] == "max" else 1
     evaluations = [record for record in records if record.get(name) is not None]
     if not evaluations:
@@ -263,7 +266,8 @@ def held_out_sentences(
 
 
 def training_loss_sentences(records: list[Record]) -> list[tuple[str, dict[str, Any]]]:
-    """Where the training loss goes, which is all that tells of a run without held-out data."""
+    """Sentences about the trend of the training loss; without held-out data there is nothing else to judge
+    by."""
     losses = [record["mean_loss"] for record in records if record.get("mean_loss") is not None]
     if len(losses) < 2 or any("reward" in record for record in records):
         return []

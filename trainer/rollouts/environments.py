@@ -1,8 +1,7 @@
 """Environments of agents: the tools that a model may call, and the replies to its calls.
 
-One is made anew for each trajectory, from its record; its replies are a pure function of the record and the
-calls, so a resumed run repeats them.
-"""
+A new environment is made for each trajectory from its record. Its replies are a pure function of the record
+and the calls, so a resumed run repeats them."""
 
 import ast
 import json
@@ -28,8 +27,7 @@ class Environment(Protocol):
     def __init__(self, record: dict) -> None: ...
 
     def reply(self, calls: list[Call]) -> list[dict]:
-        """One message of role `tool` for each call. A call that cannot be answered gets a reply that says
-        so."""
+        """One message of role `tool` for each call. If a call cannot be answered, its reply says so."""
         ...
 
 
@@ -47,8 +45,9 @@ def tool_message(content: Any) -> dict:
 
 
 def checked_replies(replies: Any) -> list[dict]:
-    """Copies of the messages that an environment's `reply` gave, in the form that chat templates take. Raises
-    ValueError if they are no messages of others than the assistant, or no text that can be written."""
+    """Copies of the messages that an environment's `reply` returned, in the form that chat templates take.
+    Raises ValueError if they are not messages, if one has the role assistant, or if a text cannot be encoded
+    as UTF-8."""
     if not isinstance(replies, (list, tuple)):
         raise ValueError(f"reply(calls) gave {type(replies).__name__} instead of a list of messages")
     messages = []
@@ -67,11 +66,11 @@ def checked_replies(replies: Any) -> list[dict]:
 
 # --- calculator
 
-MOST_CHARACTERS, MOST_BITS = 200, 4096  # of an expression; of a whole number
+MOST_CHARACTERS, MOST_BITS = 200, 4096  # characters of an expression; digits of a whole number
 
 
 def _power(base: float, exponent: float) -> Any:
-    """base ** exponent, without computing what is too large."""
+    """base ** exponent. A result that is too large is refused without computing it."""
     if isinstance(base, int) and abs(base) > 1 and (base.bit_length() - 1) * abs(exponent) > MOST_BITS:
         raise ValueError("the number is too large")
     return base**exponent
@@ -91,8 +90,8 @@ SIGNS = str.maketrans("×÷−（）", "*/-()") | {ord("^"): "**", ord("²"): "*
 
 def calculate(expression: str) -> str:
     """The value of an arithmetic expression: numbers, + - * / // % ** ^, parentheses and sqrt(). Whole
-    numbers are exact, others floats, of which ten digits are given. Raises ValueError for anything else, a
-    division by zero, or a number that is too large."""
+    numbers are exact; other numbers are floats, printed with ten digits. Raises ValueError for anything else,
+    a division by zero, or a number that is too large."""
     if len(expression) > MOST_CHARACTERS:
         raise ValueError(f"more than {MOST_CHARACTERS} characters")
     try:
@@ -144,7 +143,7 @@ class Calculator:
         pass
 
     def reply(self, calls: list[Call]) -> list[dict]:
-        """The value of each expression, or what is wrong with it."""
+        """The value of each expression, or an error message."""
         return [tool_message(self._answer(call)) for call in calls]
 
     @staticmethod
@@ -161,7 +160,7 @@ class Calculator:
 
 
 class MiniMindCalculator(Calculator):
-    """The calculator, offered under the name that models trained on MiniMind's data know."""
+    """The calculator under the name that it has in MiniMind's data."""
 
     tools = [  # noqa: RUF012
         tool_schema("calculate_math", "计算数学表达式的结果", expression="如 123+456、2**10、sqrt(144)")
@@ -173,8 +172,8 @@ IN_OTHER_FILES = {"mock_tools": "trainer.rollouts.mock_tools:MockTools"}
 
 
 def check_tools(environment: type[Environment], prompts: Iterable[RolloutPrompt]) -> None:
-    """Raise UserError where a record names a tool that the environment does not answer, if this says what it
-    answers: the model would learn from error messages."""
+    """Raise UserError if a record names a tool that the environment does not answer, because the model would
+    learn from error messages. Environments that do not say what they answer are not checked."""
     answers = getattr(environment, "answers", None)
     if answers is None:
         return
@@ -204,10 +203,8 @@ def load_environment(name: str, flag: str = "--environment") -> type[Environment
 
 
 class Toolbox:
-    """The tools of environments, which a chat offers and runs.
-
-    names: as `--environment` of train_agent.py takes them. Raises UserError if there is no such environment,
-    or it cannot be made."""
+    """The tools of environments, which a chat offers and runs. names: environments as in `--environment` of
+    train_agent.py. Raises UserError if there is no such environment, or if it cannot be made."""
 
     def __init__(self, names: Sequence[str]):
         self.tools: list[dict] = []

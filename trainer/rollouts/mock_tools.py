@@ -1,10 +1,9 @@
-"""The eight tools of MiniMind's data, with fixed replies, to which the references of these data belong: what
-they say of weather, time and money is invented. A random number is a function of its bounds.
+"""The eight tools of MiniMind's data, with the fixed replies that the references in these data expect. The
+replies about weather, time and money are invented. A random number is a function of its bounds.
 
     python -m trainer.rollouts.mock_tools > data/tool_cases.jsonl
 
-writes eight questions with the tools on offer and the references of right answers, for --eval_data_path.
-"""
+writes eight questions with their tools and the references of right answers, for --eval_data_path."""
 
 import hashlib
 import json
@@ -110,19 +109,19 @@ def weather_in(arguments: dict) -> dict[str, Any]:
 
 
 def rate_of(arguments: dict) -> dict[str, Any]:
-    """What one `from_currency` is in `to_currency`."""
+    """The value of one `from_currency` in `to_currency`."""
     pair = arguments["from_currency"], arguments["to_currency"]
     return {"from": pair[0], "to": pair[1], "rate": RATES.get(pair, 1.0)}
 
 
 def translated(arguments: dict) -> dict[str, Any]:
-    """`text` in `target_language`; a text that is not known stays as it is."""
+    """`text` in `target_language`; an unknown text is returned unchanged."""
     text, language = arguments["text"], str(arguments["target_language"]).lower()
     return {"translated_text": TRANSLATIONS.get((text, language), text)}
 
 
 def schema(name: str, about: str, needed: str, optional: str = "", numbers: str = "") -> dict:
-    """The JSON schema of a tool; its parameters are texts, but for those named in `numbers`."""
+    """The JSON schema of a tool. Its parameters are texts, except for those named in `numbers`."""
     properties = {
         each: {"type": "number" if each in numbers.split() else "string"}
         for each in [*needed.split(), *optional.split()]
@@ -154,7 +153,7 @@ FUNCTIONS = {
 
 
 class MockTools:
-    """All eight; a record that names some of them is offered those."""
+    """All eight tools. If a record names some of them, only those are offered."""
 
     answers = tuple(FUNCTIONS)
     tools = TOOLS
@@ -163,7 +162,7 @@ class MockTools:
         pass
 
     def reply(self, calls: list[Call]) -> list[dict]:
-        """What each tool says, or what is wrong with the call."""
+        """The reply of each tool, or an error message."""
         return [tool_message(self._answer(call)) for call in calls]
 
     @staticmethod
@@ -179,7 +178,7 @@ class MockTools:
 
 
 def cases() -> list[dict[str, Any]]:
-    """Eight questions as records, each with the tools on offer and as many references as calls are needed."""
+    """Eight questions as records, each with its tools and one reference for each call that is needed."""
     number = number_between({"min": 1, "max": 50})["result"]
     rows: list[tuple[str, str, list[Any]]] = [
         ("计算 37 乘以 24 再加 15", "calculate_math text_length", [903]),

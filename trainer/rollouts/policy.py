@@ -1,6 +1,6 @@
 """Losses of reinforcement learning on sampled completions, and the advantages that they use.
 
-Every loss is a SUM over the tokens of a flat batch; TOKEN_LEVEL says what it is divided by.
+Every loss is a SUM over the tokens of a flat batch; TOKEN_LEVEL decides its denominator.
 
     grpo   arXiv:2402.03300: clipped ratio, mean over the tokens of a completion, then over completions
     dapo   arXiv:2503.14476: the same, mean over all sampled tokens of the update
@@ -16,7 +16,8 @@ from dataset.batch import Batch
 from trainer.objectives.next_token import target_log_probs
 from trainer.report.sums import Largest
 
-TOKEN_LEVEL = ("dapo", "cispo")  # divided by the sampled tokens of an update; the others by its completions
+# these losses are divided by the sampled tokens of an update, the others by its completions
+TOKEN_LEVEL = ("dapo", "cispo")
 
 
 def group_advantages(rewards: Tensor, scale: bool = True) -> Tensor:
@@ -39,14 +40,15 @@ def policy_loss(
     ref_logp: Tensor | None = None,
     beta: float = 0.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Sums over M sampled tokens, each []: of the loss, and by name of the KL divergence from the reference
-    and of those whose ratio was clipped.
+    """Sums over M sampled tokens, each []: the loss, and by name the KL divergence from the reference and the
+    number of tokens whose ratio was clipped.
 
     Args:
-        logp, old_logp, ref_logp: log-probabilities [M] under the present weights, those that sampled, and
-            the reference.
-        advantages, lengths: [M], of the completion that each token belongs to.
-        epsilon, epsilon_high: the ratio is clipped to 1 - epsilon .. 1 + epsilon_high; cispo only from above.
+        logp, old_logp, ref_logp: log-probabilities [M] under the current weights, the weights that sampled,
+            and the reference.
+        advantages, lengths: [M], the advantage and the length of the completion that each token belongs to.
+        epsilon, epsilon_high: the ratio is clipped to 1 - epsilon .. 1 + epsilon_high; cispo clips it only
+            from above.
         beta: weight of the KL divergence, by the k3 estimator (http://joschu.net/blog/kl-approx.html) times
             the ratio, which makes its gradient unbiased (arXiv:2512.02556).
     """
@@ -70,9 +72,9 @@ def policy_loss(
 
 
 def sampling_difference(log_probs: Tensor, batch: Batch) -> dict[str, Any]:
-    """How far the trainer's log-probabilities [M] of the sampled tokens, under the weights that sampled them,
-    are from the sampler's, under TRL's names: rounding, unless decoding and training do not compute the
-    same."""
+    """The difference between the trainer's log-probabilities [M] of the sampled tokens and the sampler's,
+    under the weights that sampled them, with TRL's names. It is rounding, unless decoding and training do not
+    compute the same."""
     gaps = (log_probs.detach() - batch["sampling_log_probs"]).abs()
     largest = gaps.max() if len(gaps) else gaps.sum()
     return {
@@ -82,9 +84,9 @@ def sampling_difference(log_probs: Tensor, batch: Batch) -> dict[str, Any]:
 
 
 def sampled_tokens_loss(model: nn.Module, batch: Batch, args: Any) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    """The loss of a stage, from the batches of rollouts/batches.py: the sum of the policy loss over the
-    sampled tokens, that of the auxiliary losses over all tokens, and the metrics of `policy_loss`, each [].
-    args: the settings of the stage."""
+    """The loss of a stage for batches of rollouts/batches.py: the sum of the policy loss over the sampled
+    tokens, the sum of the auxiliary losses over all tokens, and the metrics of `policy_loss`, each []. args:
+    the settings of the stage."""
     log_probs, aux_loss = target_log_probs(model, batch, args.temperature)  # [M]
     old = batch.get("old_log_probs", log_probs.detach())  # the first update of a rollout: the ratio is 1
     loss, metrics = policy_loss(

@@ -1,9 +1,9 @@
 """Rewards of reinforcement learning: pure Python functions `(prompt, completion, record) -> float`.
 
-`--reward` names them: `module:function` or one of those below, several with commas, each with an optional
-weight. prompt: the messages before the completion. completion: its text, without special tokens. record: that
-of the data file, with the reference answer as `answer` and the offered `tools`. Both are copies.
-"""
+`--reward` names them: `module:function` or one of the rewards below; several are separated by commas, each
+with an optional weight. prompt: the messages before the completion. completion: its text, without special
+tokens. record: the record of the data file, with the reference answer as `answer` and the offered `tools`.
+prompt and record are copies."""
 
 import math
 import re
@@ -22,7 +22,7 @@ from dataset.messages import BadRecord, preview
 from model.answers import CALL, END_CALL, parse_call
 from trainer.weights.paths import CONFIG_FILE, is_hugging_face
 
-LARGEST = 1e15  # of a reward and of its part in the sum: squares stay finite in float32
+LARGEST = 1e15  # limit of a reward and of its weighted value, so that squares stay finite in float32
 RESERVED_NAMES = ("std", "square", "seconds")  # `reward_std` and so on are metrics of all rewards together
 RewardFn = Callable[[list[dict], str, dict], float]
 LETTER = r"[^\W_\u3040-\u30ff\u3400-\u9fff]"  # or digit, of a script with spaces between words
@@ -30,13 +30,13 @@ DIGITS = r"(?:\d{1,3}(?:[ \u00a0\u202f]\d{3})+(?!\d)|\d+)"  # perhaps in groups 
 NUMBER = re.compile(
     rf"[-+]?(?:\d{{1,3}}(?:,\d{{3}})+(?:\.\d+)?|{DIGITS}(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d{{1,3}})?"
 )
-# Digits with all that is joined to them: a fraction, a time, a date, a power, a root. An exponent alone, or
-# digits behind a letter (cm^2, H2O), are no number of their own.
+# Digits with everything that is joined to them: a fraction, a time, a date, a power, a root. An exponent
+# alone, or digits after a letter (cm^2, H2O), do not count as numbers.
 NUMERAL = re.compile(
     rf"(?<!{LETTER})(?<!\^)√?[-+]?(?:(?<![\w.])\.)?{DIGITS}(?:(?:[.,:/^*×√+-]+|[eE][-+]?){DIGITS})*"
     r"[\u00b2\u00b3\u00b9\u00bc-\u00be\u2070-\u2079]*"  # 10², 2½
 )
-LATEX = (  # how a text is changed before numbers are looked for
+LATEX = (  # replacements in a text before numbers are looked for
     (re.compile(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}"), r"\1/\2"),
     (re.compile(r"\\sqrt\s*\{([^{}]*)\}"), r"√\1"),
     (re.compile(r"\^\{([^{}]*)\}"), r"^\1"),
@@ -64,16 +64,16 @@ def exact_answer(prompt: list[dict], completion: str, record: dict) -> float:
 
 
 def numeric_answer(prompt: list[dict], completion: str, record: dict) -> float:
-    """1 if the last number of the completion, without its thoughts, equals the reference answer: one number,
-    alone or behind "####"."""
+    """1 if the last number of the completion, without its thoughts, equals the reference answer, which is one
+    number, alone or after "####"."""
     given = numbers_in(spoken(completion))
     return float(bool(given) and given[-1] == reference_number(record))
 
 
 def contains_answer(prompt: list[dict], completion: str, record: dict) -> float:
     """The share of the texts in the reference answer (a text, or a list of them, such as MiniMind's `gt`)
-    that occur in the completion, without its thoughts, as whole words; a number occurs where a number equals
-    it. 0 if one of the record's `wrong_answers` occurs: who names all colors has not answered."""
+    that occur in the completion, without its thoughts, as whole words; a number occurs if an equal number
+    does. 0 if one of the record's `wrong_answers` occurs: a completion that names all colors is no answer."""
     answers, text = reference_texts(record), spoken(completion).lower()
     if any(occurs(str(wrong), text) for wrong in record.get("wrong_answers") or ()):
         return 0.0
@@ -81,8 +81,8 @@ def contains_answer(prompt: list[dict], completion: str, record: dict) -> float:
 
 
 def occurs(part: str, text: str) -> bool:
-    """Whether a text in lower case contains a number, or words that do not go on beyond the part. Chinese
-    and Japanese have no border between words."""
+    """Whether a text in lower case contains a number or whole words. Chinese and Japanese have no border
+    between words."""
     part = part.strip().lower()
     if NUMBER.fullmatch(part):
         return number_of(part) in numbers_in(text)
@@ -115,9 +115,9 @@ def tool_used(prompt: list[dict], completion: str, record: dict) -> float:
 
 
 def valid_calls(prompt: list[dict], completion: str, record: dict) -> float:
-    """1 if tools were called as often as there are reference answers, each time by a name that was offered
-    and with the arguments that it requires; else minus the calls too many, too few and not valid. 0 if none
-    was called."""
+    """1 if there are as many calls as reference answers and each call names an offered tool and has its
+    required arguments. Otherwise minus the number of surplus, missing and invalid calls; 0 if no tool was
+    called."""
     bodies = [body for turn in turns_since_user(prompt, completion) for body in CALLED.findall(turn)]
     if not bodies:
         return 0.0
@@ -139,7 +139,8 @@ def valid_calls(prompt: list[dict], completion: str, record: dict) -> float:
 
 
 def closed_tags(prompt: list[dict], completion: str, record: dict) -> float:
-    """Minus the tags of tool calls that are opened and not closed, or closed and not opened, in all turns."""
+    """Minus the number of tags of tool calls in all turns that are opened and not closed, or closed and not
+    opened."""
     turns = map(spoken, turns_since_user(prompt, completion))
     return 0.0 - sum(abs(turn.count(CALL) - turn.count(END_CALL)) for turn in turns)
 
@@ -157,7 +158,7 @@ SHIPPED: dict[str, RewardFn] = {function.__name__: function for function in FUNC
 
 
 def messages_since_user(prompt: list[dict]) -> list[dict]:
-    """The messages behind the user's last one, the oldest first."""
+    """The messages after the user's last one, the oldest first."""
     first = 0
     for number, message in enumerate(prompt, 1):
         if message["role"] == "user":
@@ -177,19 +178,19 @@ def spoken(completion: str) -> str:
 
 
 def plain_numbers(text: str) -> str:
-    """A text with the numbers of LATEX written plainly."""
+    """A text with the numbers of LaTeX written plainly."""
     for pattern, plain in LATEX:
         text = pattern.sub(plain, text)
     return text
 
 
 def numbers_in(text: str) -> list[Fraction | None]:
-    """The numbers in a text, None for digits that are not one number, such as a time or a date."""
+    """The numbers in a text, with None for digits that are not one number, such as a time or a date."""
     return [number_of(found) for found in NUMERAL.findall(plain_numbers(text))]
 
 
 def number_of(text: str) -> Fraction | None:
-    """The number that a text is, or the fraction of two; None if it is none."""
+    """The value of a text that is a number or a fraction; None if it is neither."""
     parts = text.split("/")
     if len(parts) > 2 or not all(map(NUMBER.fullmatch, parts)):
         return None
@@ -241,7 +242,7 @@ def reference_texts(record: dict) -> list[str]:
     return [str(one) for one in answers]
 
 
-# Shipped reward -> what raises ValueError for a record that it cannot judge.
+# shipped reward -> function that raises ValueError for a record that the reward cannot judge
 CHECKS: dict[RewardFn, Callable[[dict], Any]] = {
     exact_answer: reference_text,
     numeric_answer: reference_number,
@@ -250,8 +251,8 @@ CHECKS: dict[RewardFn, Callable[[dict], Any]] = {
 
 
 def check_record(rewards: list[Reward], record: dict) -> None:
-    """Raise BadRecord if a shipped reward cannot judge the answers to a record. Rewards of a user's own say
-    so when they are first called."""
+    """Raise BadRecord if a shipped reward cannot judge the answers to a record. A user's own rewards report
+    this when they are first called."""
     for name, function, _ in rewards:
         if function in CHECKS:
             try:
@@ -265,7 +266,7 @@ def check_record(rewards: list[Reward], record: dict) -> None:
 
 def load_rewards(spec: str, score: RewardFn | None = None) -> list[Reward]:
     """The rewards that `--reward` names, and the score of a reward model. Raises UserError for an unknown
-    name, one given twice, a module that cannot be imported, a weight that is no number."""
+    name, a name that is given twice, a module that cannot be imported, and a weight that is not a number."""
     rewards = [_reward_named(part) for part in reward_parts(spec)]
     if score is not None:
         rewards.append(Reward("model", score, 1.0))
@@ -308,7 +309,7 @@ def _reward_named(part: str) -> Reward:
 def compute(
     rewards: list[Reward], prompt: list[dict], completion: str, record: dict, where: str, limit: float
 ) -> dict[str, float]:
-    """Each reward of a completion by name, not weighted.
+    """The rewards of a completion by name, without their weights.
 
     where: FILE:LINE of the record, for the error. limit: seconds that each function may take. Raises
     UserError if a reward raises, takes too long or is not a finite number; the line names the record."""
@@ -329,7 +330,7 @@ def compute(
 
 
 def check_reward_model(folder: str) -> None:
-    """Raise UserError if it is no Hugging Face folder."""
+    """Raise UserError if it is not a Hugging Face folder."""
     if not is_folder(folder):
         raise UserError(f"--reward_model {folder}: no such folder")
     if not is_hugging_face(Path(folder)):
@@ -337,8 +338,8 @@ def check_reward_model(folder: str) -> None:
 
 
 def reward_model(folder: str, device: torch.device) -> RewardFn:
-    """The score that the sequence classifier of one output in a Hugging Face folder gives to a conversation;
-    code in the folder is not run. Raises UserError if there is no such model."""
+    """The score of a conversation by the sequence classifier in a Hugging Face folder, which must have one
+    output. Code in the folder is not run. Raises UserError if there is no such model."""
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     check_reward_model(folder)

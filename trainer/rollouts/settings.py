@@ -1,4 +1,4 @@
-"""What the stages of reinforcement learning share: their flags, and how a run gets its rollouts."""
+"""What the stages of reinforcement learning share: their flags, and the objective that makes rollouts."""
 
 from collections.abc import Callable
 from functools import partial
@@ -30,7 +30,7 @@ R = TypeVar("R", bound=Rollouts)
 class RolloutArgs(FrozenModelArgs):
     """The flags of all stages that learn from rollouts."""
 
-    may_change: ClassVar[str] = "reward_model reward_timeout"  # of the model its hash is compared
+    may_change: ClassVar[str] = "reward_model reward_timeout"  # the reward model is compared by its hash
     monitor: str = "eval_reward"
     mode: Literal["min", "max"] = "max"
     max_gen_len: int = setting(256, "longest completion (--max_seq_len: longest prompt)", "tokens", ge=1)
@@ -68,12 +68,12 @@ class RolloutArgs(FrozenModelArgs):
             check_reward_model(self.reward_model)
 
     def check_of_prompts(self) -> Callable[[dict], None]:
-        """What raises BadRecord for a record that the rewards cannot judge."""
+        """A function that raises BadRecord for a record that the rewards cannot judge."""
         rewards = load_rewards(self.reward) if reward_parts(self.reward) else []
         return partial(check_record, rewards)
 
     def contradictions(self) -> list[str]:
-        """Flags that have no effect, or do not go together."""
+        """Mistakes: flags that have no effect, or that exclude each other."""
         wrong = super().contradictions()
         if self.max_seq_len + self.max_gen_len > LONGEST:
             wrong.append(
@@ -111,8 +111,8 @@ def make_rollouts(
     device: torch.device,
     environment: type[Environment] | None = None,
 ) -> R:
-    """The objective of a stage that trains what the model writes to the prompts: in an environment, over
-    several turns. Raises UserError if a reward, the reward model or an environment cannot be used."""
+    """The objective of a stage that trains on the model's own completions; with an environment, over several
+    turns. Raises UserError if a reward, the reward model or an environment cannot be used."""
     score = reward_model(args.reward_model, device) if args.reward_model else None
     rewards = load_rewards(args.reward, score)
     writer = TrajectoryWriter(

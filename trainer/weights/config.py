@@ -1,4 +1,4 @@
-"""The config of a model: made of its settings, its tokenizer and the weights that it starts from."""
+"""The config of a model, made from its settings, its tokenizer and the weights that it starts from."""
 
 import hashlib
 import json
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 
-# a field that a reader adds is of the shape, too
+# all fields of ModelConfig but two; a field that you add belongs to the shape as well
 SHAPE = [name for name in ModelConfig.model_fields if name not in ("dropout", "tokenizer_path")]
 
 
@@ -25,8 +25,8 @@ def model_config(
 ) -> "MiniMindConfig":
     """The config of a model of this shape with this tokenizer's vocabulary and special tokens.
 
-    start_config: the config of the weights that it starts from. fields: those that are no settings, such as
-    `head_dim`. Raises UserError if the start weights were trained with another tokenizer."""
+    start_config: the config of the weights that it starts from. fields: further fields that are not settings,
+    such as `head_dim`. Raises UserError if the start weights were trained with another tokenizer."""
     from model.model_minimind import MiniMindConfig
 
     values: dict[str, Any] = {"vocab_size": len(tokenizer)} | fields
@@ -45,7 +45,7 @@ def tokenizer_fields(tokenizer: "PreTrainedTokenizerBase") -> dict[str, Any]:
 
 
 def vocabulary_hash(tokenizer: "PreTrainedTokenizerBase") -> str:
-    """SHA-256 of a tokenizer's tokens and their ids; its template and its version do not count."""
+    """SHA-256 of a tokenizer's tokens and their ids; its template and its version have no effect."""
     tokens = sorted(tokenizer.get_vocab().items())
     return hashlib.sha256(json.dumps(tokens).encode()).hexdigest()
 
@@ -53,8 +53,8 @@ def vocabulary_hash(tokenizer: "PreTrainedTokenizerBase") -> str:
 def check_tokenizer(
     tokenizer: "PreTrainedTokenizerBase", path: str | Path, lm_config: "MiniMindConfig", exactly: bool = False
 ) -> None:
-    """Refuse a tokenizer (in the folder `path`) that is not the one of the model, as far as its config says
-    which that is, or that does not fit the vocabulary; `exactly`: nor may it be smaller."""
+    """Refuse a tokenizer (in the folder `path`) that is not the model's, if the model's config identifies its
+    tokenizer, or that has more tokens than the vocabulary; `exactly`: or fewer."""
     tokens, vocabulary = len(tokenizer), lm_config.vocab_size
     advice = "take the tokenizer that the weights were trained with"
     if tokens > vocabulary or (exactly and tokens != vocabulary):
@@ -65,7 +65,7 @@ def check_tokenizer(
     known = lm_config.tokenizer_sha256
     if known is not None and known != vocabulary_hash(tokenizer):
         raise UserError(
-            f"--tokenizer_path {path}: the tokenizer has other tokens than that of the weights, for which "
+            f"--tokenizer_path {path}: the tokenizer has other tokens than the one of the weights, so "
             f"every text would be gibberish; {advice}"
         )
 

@@ -1,11 +1,10 @@
 """A model on the disk: its tensors, and its config, which travels with them.
 
-A weights file of `out/` holds what belongs to the model alone: tensors, config and a hash of its tokenizer,
-so the same training gives the same bytes. Config and hash stand in the zip comment, which `torch.load` passes
-over: a kill cannot part them from the tensors. A checkpoint has such a comment, too. Where the weights come
-from stands in `<name>.json` beside them. Only of a file from elsewhere (MiniMind's .pth) is the config
-inferred, from its tensors and its name. Nothing in a file is executed.
-"""
+A weights file of `out/` holds only what belongs to the model: tensors, config and a hash of its tokenizer. So
+the same training gives the same bytes. Config and hash are in the zip comment, which `torch.load` ignores, so
+a kill cannot separate them from the tensors. A checkpoint has such a comment, too. `<name>.json` beside the
+weights says where they come from. For a file from elsewhere (MiniMind's .pth), the config is inferred from
+the tensors and the file's name. Nothing in a file is executed."""
 
 import hashlib
 import json
@@ -46,11 +45,11 @@ if TYPE_CHECKING:
 # {"model": the config's fields, "tokenizer": its hash, and where the weights come from}
 Description = dict[str, Any]
 CHECKPOINT_KEYS = {"model", "optimizer", "epoch", "step", "world_size"}  # what a file to resume from holds
-# Fields of the config that may differ for the same weights: they are of training or of the tokenizer, or
-# changed for longer texts.
+# Fields of the config that may differ for the same weights: they belong to training or to the tokenizer, or
+# are changed for longer texts.
 MAY_DIFFER = ["dropout", "router_aux_loss_coef", "tokenizer_sha256", "pad_token_id", "bos_token_id"]
 MAY_DIFFER += ["eos_token_id", "rope_parameters", "inference_rope_scaling", "max_position_embeddings"]
-# Those that only one kind of model has.
+# Fields that only one kind of model has.
 DENSE_FIELDS = ["intermediate_size"]
 EXPERT_FIELDS = ["num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"]
 
@@ -59,8 +58,9 @@ EXPERT_FIELDS = ["num_experts", "num_experts_per_tok", "moe_intermediate_size", 
 
 
 def half_weights(model: nn.Module, keep: bool = True) -> dict[str, Any]:
-    """The inference weights: MiniMind's names, fp16, on the CPU; tied tensors stay one tensor. A collective
-    if the model is sharded; ranks with keep=False get None for each tensor."""
+    """The inference weights under MiniMind's names, in fp16, on the CPU; tied tensors stay one tensor. If the
+    model is sharded, all ranks must call this (a collective); ranks with keep=False get None for each
+    tensor."""
     copies: dict[int, Tensor | None] = {}
     half = {}
     for key, value in unwrap(model).state_dict(keep_vars=True).items():
@@ -75,8 +75,8 @@ def half_weights(model: nn.Module, keep: bool = True) -> dict[str, Any]:
 def save_weights(
     model: nn.Module, path: Path, writer: Writer | None = None, description: Description | None = None
 ) -> Path:
-    """Write the fp16 inference weights with their description, on rank 0; with a writer in the background,
-    from a copy. description: further fields of it, such as the stage. Returns the path."""
+    """Write the fp16 inference weights with their description, on rank 0. With a writer, a copy is written in
+    the background. description: its further fields, such as the stage. Returns the path."""
     if not (is_main_process() or is_sharded(model)):
         return path
     state = half_weights(model, is_main_process())
@@ -100,8 +100,8 @@ def save_weights(
 
 
 def description_of(model: nn.Module, more: Description | None = None) -> Description:
-    """The description of a model's weights; empty for a model (of a user's own task) whose config is not
-    MiniMind's."""
+    """The description of a model's weights. It is empty if the config is not MiniMind's (a model of a user's
+    own task)."""
     from model.model_minimind import MiniMindConfig
 
     config = getattr(unwrap(model), "config", None)
@@ -112,9 +112,9 @@ def description_of(model: nn.Module, more: Description | None = None) -> Descrip
 
 
 def keep_tokenizer(source: str | Path, folder: str | Path, fingerprint: str) -> None:
-    """Copy the tokenizer in `source` beside the weights in `folder` whose description has its `fingerprint`,
-    as `tokenizer_<fingerprint>`, where `tokenizer_folder` finds it; rank 0 only. That of this repository
-    needs no copy."""
+    """Copy the tokenizer in `source` into `folder` as `tokenizer_<fingerprint>`, on rank 0. The description
+    of the weights in `folder` has this `fingerprint`, so `tokenizer_folder` finds the copy. The tokenizer of
+    this repository needs no copy."""
     copy = Path(folder) / f"tokenizer_{fingerprint}"
     if not is_main_process() or is_there(copy):
         return
@@ -131,7 +131,7 @@ def write_tokenizer(folder: Path, tokenizer: "PreTrainedTokenizerBase") -> None:
     if not is_file(source / TOKENIZER_FILE):
         tokenizer.save_pretrained(folder)
         return
-    for name in TOKENIZER_FILES:  # as they are: every version of transformers reads them
+    for name in TOKENIZER_FILES:  # copied unchanged: every version of transformers reads them
         if is_file(source / name):
             shutil.copyfile(source / name, folder / name)
 
@@ -145,7 +145,7 @@ def tokenizer_folder(path: Path) -> Path:
     folder = path if is_folder(path) else path.parent
     fingerprint = read_description(path).get("tokenizer")
     if fingerprint:
-        for place in (folder, folder.parent):  # the parent: of files that were set aside, in `earlier_<n>`
+        for place in (folder, folder.parent):  # the parent, for files that were set aside in `earlier_<n>`
             copy = place / f"tokenizer_{fingerprint}"
             if is_folder(copy):
                 return copy
@@ -155,8 +155,9 @@ def tokenizer_folder(path: Path) -> Path:
 
 
 def read_description(path: Path) -> Description:
-    """What a weights file or a checkpoint says of its model; empty for a model from elsewhere. Raises
-    UserError if the file is damaged, or comes from elsewhere and the description of others lies beside it."""
+    """The description of the model in a weights file or a checkpoint; empty for a model from elsewhere.
+    Raises UserError if the file is damaged, or if it comes from elsewhere and the description of other
+    weights lies beside it."""
     if not is_file(path):
         return {}
     check_content(path)
@@ -184,8 +185,8 @@ def read_description(path: Path) -> Description:
 
 def described_config(path: Path) -> "MiniMindConfig | None":
     """The config in the description of a weights file, without reading its tensors; None if it has none.
-    Raises UserError if it is damaged, or the config has a field that the present code does not know, and so
-    would leave out of its arithmetic."""
+    Raises UserError if it is damaged, or if the config has a field that this code does not know and would
+    therefore ignore."""
     from model.model_minimind import MiniMindConfig
 
     fields = read_description(path).get("model")
@@ -202,8 +203,8 @@ def read_model(
     path: Path, experts_per_token: int | None = None, **required_shape: Any
 ) -> "tuple[dict[str, Tensor], MiniMindConfig]":
     """The tensors of a weights file, a checkpoint or a Hugging Face folder under MiniMind's names, and its
-    config. experts_per_token: where a file from elsewhere does not say it. required_shape: settings of the
-    shape that it must have. Raises UserError if it is no such model, or contradicts `required_shape`."""
+    config. experts_per_token: used if a file from elsewhere does not say it. required_shape: settings of the
+    shape that it must have. Raises UserError if it is not such a model, or contradicts `required_shape`."""
     if is_hugging_face(path):
         weights, config = read_folder(path)
     else:
@@ -238,13 +239,13 @@ def _read_file(path: Path, experts_per_token: int | None) -> "tuple[dict[str, Te
 
 
 def is_checkpoint(content: Any) -> bool:
-    """Whether the content of a file is a checkpoint to resume from, and no weights."""
+    """Whether the content of a file is a checkpoint to resume from, and not weights."""
     return isinstance(content, dict) and set(content) >= CHECKPOINT_KEYS
 
 
 def check_model_file(path: Path) -> None:
-    """Raise UserError if a file is neither weights nor the checkpoint of a language model. No tensor is read:
-    called before anything that takes time."""
+    """Raise UserError if a file is neither weights nor the checkpoint of a language model. It reads no
+    tensor, so it can be called before anything that takes time."""
     if not is_file(path):
         return
     try:
@@ -256,8 +257,8 @@ def check_model_file(path: Path) -> None:
 
 
 def _weights_in_checkpoint(path: Path, state: dict[str, Any]) -> dict[str, Tensor]:
-    """The weights in a checkpoint to resume from, in float32. Raises UserError if they are not those of a
-    language model alone."""
+    """The weights in a checkpoint to resume from, in float32. Raises UserError if the checkpoint holds
+    anything but one language model."""
     weights, holds = state["model"], ""
     if any(".lora_" in name for name in weights):
         holds = "an adapter without its model; the tools take the adapter's folder, in --save_dir, as --lora"
@@ -271,7 +272,7 @@ def _weights_in_checkpoint(path: Path, state: dict[str, Any]) -> dict[str, Tenso
 
 
 def unreadable(path: Path, error: BaseException) -> UserError:
-    """The error of a file that holds no weights, or damaged ones."""
+    """The error for a file without weights, or with damaged ones."""
     if path.suffix == ".gguf":
         what = "give the .pth or the Hugging Face folder that it was made from"
         return UserError(f"{path} is for llama.cpp; {what}")
@@ -279,7 +280,7 @@ def unreadable(path: Path, error: BaseException) -> UserError:
 
 
 def missing_weights(path: Path) -> UserError:
-    """The error of weights that are not there, with those that are."""
+    """The error for missing weights; it lists the weights that are there."""
     there = sorted(p.name for p in path.parent.glob("*.pth"))
     below = sorted(str(p.relative_to(path.parent)) for p in path.parent.glob("*/*.pth"))
     listed = f"found there: {', '.join(there)}" if there else f"{path.parent} holds no weights"
@@ -290,14 +291,16 @@ def missing_weights(path: Path) -> UserError:
 
 
 def find_weights(save_dir: str | Path, weight: str, **required_shape: Any) -> Path:
-    """The one file of these weights in `save_dir`, of whatever shape. required_shape: settings that it must
-    have. Raises UserError if there is none, none of this shape, or there are several."""
+    """The file of these weights in `save_dir`, of any shape. required_shape: settings that it must have.
+    Raises UserError if there is none, none of this shape, or more than one."""
     shapes = weight_files(save_dir, weight)
     if not shapes:
         raise missing_weights(Path(save_dir) / f"{weight}_*.pth")
     named = {name: required_shape[name] for name in NAMED_SHAPE if name in required_shape}
     fitting = [path for path, shape in shapes.items() if named.items() <= shape.items()]
-    if not fitting:  # a plain `_moe` may come from elsewhere and have any experts: its tensors show them
+    if (
+        not fitting
+    ):  # a plain `_moe` may come from elsewhere with any number of experts, which its tensors show
         named = {name: value for name, value in named.items() if name in ("hidden_size", "use_moe")}
         for path, shape in shapes.items():
             if path.stem.endswith("_moe") and named.items() <= shape.items():
@@ -310,7 +313,9 @@ def find_weights(save_dir: str | Path, weight: str, **required_shape: Any) -> Pa
         )
     if len(fitting) > 1:
         differing = [name for name in NAMED_SHAPE if len({shapes[path][name] for path in fitting}) > 1]
-        if "use_moe" in differing:  # then the experts, which follow, need not be named
+        if (
+            "use_moe" in differing
+        ):  # use_moe decides the number of experts as well, so those need not be named
             differing = differing[: differing.index("use_moe") + 1]
         flags = " or ".join(f"--{name}" for name in differing)
         raise UserError(f"{save_dir} holds several weights {weight}: {names}; choose one with {flags}")
@@ -334,19 +339,19 @@ def fill(
     model: "MiniMindForCausalLM", weights: dict[str, Tensor], path: Path, weights_config: "MiniMindConfig"
 ) -> None:
     """Load weights that were read from `path`, with the config `weights_config`, into a model, strictly.
-    Raises UserError if they do not fit; the settings or the tensor that differ are named."""
+    Raises UserError if they do not fit, naming the settings or the tensor that differ."""
     if differing := incompatible_fields(weights_config, cast(Any, model).config):
         raise UserError(f"weights {path} do not fit the model: they are of {', '.join(differing)}")
     try:
         model.load_state_dict(weights, strict=True)
-    except RuntimeError as error:  # its first line names the class alone
+    except RuntimeError as error:  # its first line only names the class
         differences = " ".join(str(error).split("\n", 1)[-1].split())
         raise UserError(f"weights {path} do not fit the model: {differences[:300]}") from error
 
 
 def incompatible_fields(weights_config: "MiniMindConfig", config: "MiniMindConfig") -> list[str]:
-    """The fields by which weights of the config `weights_config` would compute something else in a model of
-    `config`, with both values."""
+    """The fields of `weights_config` that differ from `config` and would make the weights compute something
+    else, with both values."""
     if weights_config.use_moe != config.use_moe:
         names = ["use_moe"]
     else:

@@ -1,8 +1,7 @@
 """Models from elsewhere: Hugging Face folders (stock Qwen3, Qwen3-MoE, MiniMind's own) and MiniMind's .pth
 files, whose config is inferred from the names and shapes of their tensors and from the file's name.
 
-Of a folder only `config.json`, weights and the tokenizer's files are read; code that it brings is never run.
-"""
+In a folder, only `config.json`, the weights and the tokenizer's files are read; code in it is never run."""
 
 import json
 from collections.abc import Mapping
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     from model.model_minimind import MiniMindConfig
 
 SAMPLING_FILE = "generation_config.json"
-# field of a config -> the values of it that MiniMind's arithmetic has; a missing field is fine
+# field of a config -> the values that MiniMind's arithmetic supports; a missing field is fine
 SUPPORTED_VALUES = {
     "hidden_act": ("silu",),
     "attention_bias": (False,),
@@ -35,13 +34,13 @@ SUPPORTED_VALUES = {
     "decoder_sparse_step": (1,),
     "mlp_only_layers": ([], None),
     "quantization_config": (None,),
-    "n_shared_experts": (0, None),  # of MiniMind's earlier generations
+    "n_shared_experts": (0, None),  # names in MiniMind's earlier generations
 }
 
 
 def read_folder(folder: Path) -> "tuple[dict[str, Tensor], MiniMindConfig]":
     """The tensors of a folder under MiniMind's names, and its config. Raises UserError if it is damaged, or
-    of a model that MiniMindForCausalLM cannot represent; what that is is named."""
+    if MiniMindForCausalLM cannot represent the model; the error says why."""
     from model.model_minimind import MiniMindConfig
 
     config = read_config(folder)
@@ -65,8 +64,8 @@ def imported_config(
     """The config of weights from elsewhere, from their tensors and from the name of their file.
 
     experts_per_token: experts per token of a mixture of experts, if the name does not say it. Raises
-    UserError if they are of no such model, contradict the name, or nothing says how many experts each token
-    uses."""
+    UserError if the weights are not from such a model or contradict the name, or if nothing says how many
+    experts each token uses."""
     from model.model_minimind import MiniMindConfig
 
     try:
@@ -79,8 +78,8 @@ def imported_config(
 
 
 def shape_of_tensors(weights: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The fields of a config that a state dict under MiniMind's and Qwen3's names shows. Raises ValueError if
-    it is not the state dict of such a model."""
+    """The fields of a config that can be inferred from a state dict with MiniMind's and Qwen3's names. Raises
+    ValueError if it is not the state dict of such a model."""
     try:
         layers = {int(key.split(".")[2]) for key in weights if key.startswith("model.layers.")}
         attention, mlp = "model.layers.0.self_attn", "model.layers.0.mlp"
@@ -118,7 +117,7 @@ def _experts_per_token(path: Path, num_experts: int, experts_per_token: int | No
         raise UserError(f"{are}, but their name says others; rename them")
     if experts_per_token is None:
         raise UserError(
-            f"{are}, and nothing tells how many of them each token goes through: give --num_experts_per_tok, "
+            f"{are}, and nothing says how many of them each token uses: give --num_experts_per_tok, "
             f"or name the file ..._moe_{num_experts}xN.pth with that number as N"
         )
     return experts_per_token
@@ -130,7 +129,7 @@ def flags_of(shape: dict[str, Any]) -> str:
 
 
 class StoredSampling(BaseModel):
-    """What is read of a generation_config.json."""
+    """The fields that are read from a generation_config.json."""
 
     do_sample: bool | None = None
     temperature: float | None = Field(None, ge=0, le=2)
@@ -140,8 +139,8 @@ class StoredSampling(BaseModel):
 
 
 def read_sampling(folder: Path) -> Sampling:
-    """The sampling defaults in a folder's generation_config.json; what it leaves out is as in DEFAULTS.
-    Raises UserError if it is damaged, or a value is out of range."""
+    """The sampling defaults in a folder's generation_config.json; fields that it leaves out have the values
+    of DEFAULTS. Raises UserError if it is damaged, or a value is out of range."""
     path = folder / SAMPLING_FILE
     if not is_file(path):
         return DEFAULTS
@@ -150,7 +149,7 @@ def read_sampling(folder: Path) -> Sampling:
     except ValidationError as error:
         wrong = []
         for each in error.errors():
-            wrong.append(": ".join([*map(str, each["loc"]), each["msg"]]))  # of a damaged file no name
+            wrong.append(": ".join([*map(str, each["loc"]), each["msg"]]))  # no name, if the file is damaged
         message = "; ".join(wrong)
         raise UserError(f"{path}: {message}; correct the file or remove the line") from error
     if not given.pop("do_sample", True):
@@ -159,8 +158,8 @@ def read_sampling(folder: Path) -> Sampling:
 
 
 def read_config(folder: Path) -> "PretrainedConfig":
-    """The config of a folder: Qwen3Config, Qwen3MoeConfig or MiniMindConfig. Raises UserError if it is of
-    another architecture, or has what MiniMindForCausalLM lacks."""
+    """The config of a folder: Qwen3Config, Qwen3MoeConfig or MiniMindConfig. Raises UserError if it has
+    another architecture, or something that MiniMindForCausalLM does not support."""
     from transformers import Qwen3Config, Qwen3MoeConfig
 
     from model.model_minimind import MiniMindConfig
@@ -202,5 +201,5 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
             if path.suffix == ".safetensors":
                 weights |= load_file(path)
         return weights
-    except Exception as error:  # of many types, depending on what is damaged
+    except Exception as error:  # errors of many types, depending on the damage
         raise UserError(f"{folder}: its weights are not readable ({reason(error)})") from error

@@ -1,8 +1,8 @@
 """LoRA adapters: added to a model for training, written and read in PEFT's format, merged into the weights.
 
 An adapter is a folder with `adapter_model.safetensors`, in float32, and `adapter_config.json`. PEFT loads it
-onto the exported model, but for adapters inside experts, which stock Qwen3-MoE keeps in one tensor.
-"""
+onto the exported model. The exception is adapters inside experts, because stock Qwen3-MoE keeps all experts
+in one tensor."""
 
 import hashlib
 import json
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 WEIGHTS = "adapter_model.safetensors"
-PREFIX = "base_model.model."  # of the names in the file
-# fields of the config in which a model may differ from the one that an adapter was trained on
+PREFIX = "base_model.model."  # of the tensor names in the file
+# fields of the config that may differ between the model and the one that the adapter was trained on
 NOT_COMPARED = {"dropout", "router_aux_loss_coef", "max_position_embeddings", "inference_rope_scaling"}
 NOT_COMPARED |= {"rope_parameters", "vocab_size", "tie_word_embeddings", "tokenizer_sha256"}
 NOT_COMPARED |= {"pad_token_id", "bos_token_id", "eos_token_id"}
-# fields of PEFT's config -> the values whose arithmetic is that of LoRALinear
+# fields of PEFT's config -> the values for which LoRALinear computes the same
 SUPPORTED_PEFT_VALUES: dict[str, tuple] = {
     "peft_type": ("LORA",),
     "bias": ("none",),
@@ -51,8 +51,8 @@ SUPPORTED_PEFT_VALUES: dict[str, tuple] = {
 def add_adapters(
     model: "MiniMindForCausalLM", rank: int, alpha: float, dropout: float, targets: Sequence[str]
 ) -> None:
-    """Freeze a model and give its layers of these names adapters, in place; those of experts included. Raises
-    UserError for a layer that no adapter fits."""
+    """Freeze a model and add adapters to its layers of these names, in place, also inside experts. Raises
+    UserError for a layer that cannot have an adapter."""
     cast(Any, model).base_sha256 = layers_hash(model)
     model.requires_grad_(False)
     for module in list(model.modules()):
@@ -71,31 +71,31 @@ def add_adapters(
 
 
 def layers_hash(model: nn.Module) -> str:
-    """SHA-256 of the layers of a model without adapters, rounded to fp16: equal for a weights file, its
-    copies and exports, and the checkpoint of the same update."""
+    """SHA-256 of the layers of a model without its adapters, rounded to fp16. It is equal for a weights file,
+    its copies and exports, and the checkpoint of the same update."""
     digest = hashlib.sha256()
     for name, value in sorted(model.state_dict().items()):
-        if name.startswith("model.layers."):  # head and embedding may be resized, and carry no adapter
+        if name.startswith("model.layers."):  # head and embedding may be resized, and have no adapters
             digest.update(f"{name} {tuple(value.shape)} ".encode())
             digest.update(value.half().cpu().flatten().numpy())
     return digest.hexdigest()
 
 
 def can_merge(layer: nn.Module) -> bool:
-    """Whether a layer is x W' + b, no subclass, so that the product of an adapter can be added to its
-    weight."""
+    """Whether a layer is a plain nn.Linear, not a subclass, so that the product of an adapter can be added to
+    its weight."""
     return type(layer) is nn.Linear
 
 
 def adapter_weights(model: nn.Module) -> dict[str, Tensor]:
-    """The tensors of the adapters alone, by name; those of the frozen model are left out."""
+    """The tensors of the adapters by name, without those of the frozen model."""
     state = unwrap(model).state_dict(keep_vars=True)
     return {name: value for name, value in state.items() if ".lora_" in name}
 
 
 def check_that_adapters_alone_are_trained(model: nn.Module) -> None:
-    """Raise UserError if a parameter is trained that is none of an adapter, or an adapter is no product of
-    two matrices: what `save_adapter` writes would not be what was trained."""
+    """Raise UserError if a trained parameter belongs to no adapter, or if an adapter is not a product of two
+    matrices: `save_adapter` could not write what was trained."""
     for name, layer in unwrap(model).named_modules():
         if isinstance(layer, LoRALinear) and not (can_merge(layer.lora_A) and can_merge(layer.lora_B)):
             raise UserError(f"{name}: lora_A and lora_B must be plain nn.Linear layers, as their file says")
@@ -107,8 +107,9 @@ def check_that_adapters_alone_are_trained(model: nn.Module) -> None:
 def save_adapter(
     model: nn.Module, path: Path, writer: Writer, description: Description | None = None
 ) -> Path:
-    """Write the adapters of a model as the folder `path` without its suffix, on rank 0, in the background and
-    from a copy, and its description beside it; a collective for a sharded model. Returns the folder."""
+    """Write the adapters of a model as the folder `path` without its suffix, and their description beside it,
+    on rank 0. A copy is written in the background. For a sharded model all ranks must call this (a
+    collective). Returns the folder."""
     folder, inner = path.with_suffix(""), unwrap(model)
     if not (is_main_process() or is_sharded(model)):
         return folder
@@ -131,8 +132,8 @@ def save_adapter(
 
 @torch.no_grad()
 def merge_adapter(model: "MiniMindForCausalLM", folder: Path) -> "MiniMindForCausalLM":
-    """Add scale B A of each layer to the weights of a model in float32, in place: it then is a model without
-    adapters. Raises UserError as `read_adapter` does."""
+    """Add scale B A of each layer to the weights of a model in float32, in place. The result is a model
+    without adapters. Raises UserError as `read_adapter` does."""
     config, tensors = read_adapter(model, folder)
     scale = config["lora_alpha"] / config["r"]
     for name in {name.rsplit(".lora_", 1)[0] for name in tensors}:
@@ -145,9 +146,9 @@ def merge_adapter(model: "MiniMindForCausalLM", folder: Path) -> "MiniMindForCau
 
 
 def read_adapter(model: "MiniMindForCausalLM", folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The config of an adapter, and its tensors under the model's names. MiniMind's file of an adapter is
-    read, too. Raises UserError if the folder is missing or damaged, the adapter is of another kind or of
-    another model."""
+    """The config of an adapter, and its tensors under the model's names. It also reads MiniMind's file of an
+    adapter. Raises UserError if the folder is missing or damaged, or if the adapter is of another kind or
+    belongs to another model."""
     if not is_there(folder):
         raise UserError(f"adapter {folder}: no such folder; it must hold {WEIGHTS} and {ADAPTER_CONFIG}")
     try:
@@ -185,8 +186,8 @@ def read_adapter(model: "MiniMindForCausalLM", folder: Path) -> tuple[dict[str, 
 
 
 def check_base(model: "MiniMindForCausalLM", folder: Path) -> None:
-    """Refuse an adapter that was trained on a model of another arithmetic, or on other weights, by the
-    description beside it; without one say that nothing is known."""
+    """Refuse an adapter if the description beside it says that it was trained on other weights, or on a model
+    that computes something else. Without a description, print that its base is unknown."""
     description_path = folder.with_name(f"{folder.name}.json")
     try:
         with read_errors(description_path):
@@ -206,7 +207,7 @@ def check_base(model: "MiniMindForCausalLM", folder: Path) -> None:
     if others:
         raise UserError(f"adapter {folder} is of another model: it was trained with {', '.join(others)}")
     if wanted is None:
-        Logger(f"adapter {folder}: nothing beside it says which weights it was trained on")
+        Logger(f"adapter {folder}: no file beside it says which weights it was trained on")
     elif wanted != layers_hash(model):
         raise UserError(
             f"adapter {folder} was trained on other weights than these (on --from_weight {start}, whose "
@@ -221,8 +222,8 @@ def _read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def _read_minimind(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """What MiniMind's `save_lora` writes: `<layer>.lora.A.weight` and `.lora.B.weight`, whose product is not
-    scaled."""
+    """Read a file of MiniMind's `save_lora`: `<layer>.lora.A.weight` and `.lora.B.weight`, whose product is
+    not scaled."""
     file = torch.load(path, map_location="cpu", weights_only=True)
     tensors = {}
     for key, value in file.items():

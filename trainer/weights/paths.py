@@ -1,5 +1,5 @@
-"""The names of a run's files in `out/` and `checkpoints/`; they are MiniMind's, and tell the shape of the
-model. And which files a run may start from: weights, a checkpoint, a Hugging Face folder."""
+"""The names of a run's files in `out/` and `checkpoints/`. They are MiniMind's names and contain the shape of
+the model. Also which files a run may start from: weights, a checkpoint, a Hugging Face folder."""
 
 import json
 import re
@@ -11,7 +11,7 @@ from common.files import files_in, is_file, read_object
 from common.settings import LoggingConfig, ModelConfig, StageArgs
 
 METRICS_SUFFIX = "_metrics.jsonl"  # of the file of a run's log records
-# MiniMind's, which its names do not mention
+# MiniMind's numbers, which its file names leave out
 EXPERTS = tuple(ModelConfig.model_fields[name].default for name in ("num_experts", "num_experts_per_tok"))
 # the settings in a file's name
 NAMED_SHAPE = ("hidden_size", "use_moe", "num_experts", "num_experts_per_tok")
@@ -38,19 +38,19 @@ def weight_path(save_dir: str | Path, weight: str, lm_config: Any) -> Path:
 
 
 def is_path(weight: str) -> bool:
-    """Whether the value of a flag that names weights is a path, of a file or folder, and no name in
+    """Whether the value of a flag that names weights is the path of a file or folder, and not a name in
     --save_dir."""
     return Path(weight).name != weight or weight.endswith(".pth")
 
 
 def start_path(save_dir: str | Path, weight: str, lm_config: Any) -> Path:
-    """Where the weights are that a run starts from: a path, or the file of this name."""
+    """The path of the weights that a run starts from, given as a path or a name."""
     return Path(weight) if is_path(weight) else weight_path(save_dir, weight, lm_config)
 
 
 def shape_in_name(path: Path) -> dict[str, Any] | None:
-    """The settings of NAMED_SHAPE that the name of a weights file tells, those of experts None for a dense
-    model; None if it is not such a name."""
+    """The settings of NAMED_SHAPE in the name of a weights file; the numbers of experts are None for a dense
+    model. None if it is not such a name."""
     name = WEIGHT_NAME.fullmatch(path.name)
     if not name:
         return None
@@ -75,7 +75,8 @@ def weight_files(save_dir: str | Path, weight: str) -> dict[Path, dict[str, Any]
 
 
 def checkpoint_files(checkpoint_dir: str | Path, weight: str) -> dict[Path, dict[str, Any]]:
-    """Where the newest states lie of the runs of this name, in all shapes, each with its `shape_in_name`."""
+    """The files of the newest states of the runs of this name, in all shapes, each with its
+    `shape_in_name`."""
     files = {}
     for path in files_in(checkpoint_dir, "*_resume*.pth"):
         stem = path.name.removesuffix(".pth").removesuffix("_previous").removesuffix("_resume")
@@ -92,8 +93,8 @@ def is_hugging_face(path: Path) -> bool:
 
 
 def model_files(folder: Path) -> list[Path]:
-    """The files of a folder that the model is read from: its config, and the files of its tensors. Raises
-    UserError if there are none, or some are missing."""
+    """The files that a model is read from: its config and the files of its tensors. Raises UserError if there
+    are none, or if some are missing."""
     index = folder / f"{WEIGHTS_FILE}.index.json"
     names = [WEIGHTS_FILE if is_file(folder / WEIGHTS_FILE) else PICKLED_WEIGHTS]
     if names[0] == PICKLED_WEIGHTS and is_file(index):
@@ -109,8 +110,8 @@ def model_files(folder: Path) -> list[Path]:
 
 
 def is_pretrained_only(path: Path) -> bool:
-    """Whether weights have learnt to continue texts, not to answer: as the file beside them says, else their
-    name."""
+    """Whether weights have learnt to continue texts, but not to answer, by the file beside them, or by their
+    name if there is none."""
     about = read_object(path.with_suffix(".json"))
     data = about.get("data")
     kind = data.get("kind") if isinstance(data, dict) else None
@@ -135,7 +136,7 @@ def log_path(settings: LoggingConfig, name: str) -> Path | None:
 
 
 def output_folders(args: StageArgs) -> dict[str, str]:
-    """The folders in which a run writes, by the flags that name them."""
+    """The folders that a run writes to, by the flags that name them."""
     folders = {"save_dir": args.save_dir, "checkpoint_dir": args.checkpoint_dir}
     if args.use_tensorboard or args.tensorboard_dir:
         folders["tensorboard_dir"] = str(tensorboard_folder(args).parent)

@@ -1,4 +1,4 @@
-"""A file of tensors: how it is written, in the background, and read. Nothing in it is executed."""
+"""A file of tensors: writing it, in the background, and reading it. Nothing in it is executed."""
 
 import json
 import pickle
@@ -13,8 +13,8 @@ import torch
 
 from common.files import read_errors
 
-# What zipfile and torch.load raise on a damaged or foreign file. `read_errors` has turned the errors of the
-# machine into ReadError before; the OSError that is left is zipfile's, of an offset that makes no sense.
+# What zipfile and torch.load raise for a damaged or foreign file. `read_errors` has already turned the errors
+# of the machine into ReadError; the remaining OSError is zipfile's, for an impossible offset.
 DAMAGED: tuple[type[Exception], ...] = (
     *(OSError, RuntimeError, EOFError, LookupError, ValueError, TypeError, AttributeError, AssertionError),
     *(OverflowError, ImportError, pickle.UnpicklingError, zipfile.BadZipFile, zlib.error),
@@ -22,7 +22,7 @@ DAMAGED: tuple[type[Exception], ...] = (
 
 
 def write_file(value: Any, file: BinaryIO, description: dict[str, Any] | None = None) -> None:
-    """`torch.save`, with what describes the model as the zip comment, which `torch.load` passes over."""
+    """`torch.save`, with the description of the model in the zip comment, which `torch.load` ignores."""
     torch.save(value, file)
     if description:
         with zipfile.ZipFile(file, "a") as archive:
@@ -36,29 +36,28 @@ def comment_of(path: Path) -> bytes:
 
 
 def read_file(path: Path) -> Any:
-    """The content of a file of `torch.save`. Its tensors are mapped: the ranks of a machine share the pages.
-    Raises one of DAMAGED if it is damaged or holds code; ReadError if it cannot be read at present."""
+    """The content of a file of `torch.save`. Its tensors are memory-mapped, so the ranks of a machine share
+    the pages. Raises one of DAMAGED if it is damaged or holds code, and ReadError if it cannot be read at the
+    moment."""
     with read_errors(path):
         with zipfile.ZipFile(path) as archive:
-            damaged = archive.testzip()  # torch.load itself leaves the checksums out
+            damaged = archive.testzip()  # torch.load itself does not check the checksums
         if damaged is not None:
             raise zipfile.BadZipFile(f"the checksum of {damaged} is wrong")
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
 
 
 class Writer:
-    """A thread that writes files one after another, so that training does not wait for a disk.
-
-    What a job writes must not change any more. After a failure nothing further is written: the files on the
-    disk stay those of the last complete save.
-    """
+    """A thread that writes files one after another, so that training does not wait for a disk. The data of a
+    job must not change any more. After a failure nothing more is written, so the files on the disk stay those
+    of the last complete save."""
 
     def __init__(self):
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="writer")
         self.last: Future = self.thread.submit(lambda: None)
 
     def submit(self, job: Callable[[], None]) -> None:
-        """Queue a job; it is left out if one before it fails, which `check` and `wait` tell."""
+        """Queue a job. It is skipped if an earlier job fails; `check` and `wait` raise that failure."""
         previous = self.last
 
         def job_after_previous() -> None:

@@ -1,5 +1,5 @@
-"""The callbacks that only the engine has, beside those of trainer/callbacks/. docs/engine.md is the user's
-page."""
+"""The callbacks that only the engine has, in addition to those of trainer/callbacks/. docs/engine.md is the
+user's page."""
 
 import math
 from typing import Any
@@ -27,9 +27,10 @@ class MetricsLogger(Callback):
 
 
 class LRSchedulerCallback(Callback):
-    """Steps a scheduler of torch: after each epoch or update, as `interval` says, `ReduceLROnPlateau` after
-    each validation. Records the learning rate: `rates` has each change, {update: rate}, as seen at the log
-    points. The engine sets the scheduler that the task builds; without one the rate is only recorded."""
+    """Steps a torch scheduler after each epoch or update, by `interval`; `ReduceLROnPlateau` is stepped after
+    each validation. It also records the learning rate: `rates` holds each change that is seen at a log point,
+    as {update: rate}. The engine sets the scheduler that the task builds; without one, the rate is only
+    recorded."""
 
     def __init__(self, scheduler: Any = None, interval: str | None = None):
         self.scheduler, self.interval = scheduler, interval

@@ -32,7 +32,7 @@ DESCRIPTION = "Train a built-in task or your own, with its own defaults: --print
 
 
 class ModelConfig(settings.ModelConfig):
-    """The shape of the model. `top_k` is another name of `num_experts_per_tok`."""
+    """The shape of the model. `top_k` is another name for `num_experts_per_tok`."""
 
     def __init__(self, *, top_k: int | None = None, **values: Any):
         if top_k is not None:
@@ -86,11 +86,11 @@ class OptimizationConfig(settings.OptimizationConfig):
 
 
 class EngineArgs(DataConfig, ModelConfig, TrainingConfig, OptimizationConfig, DistributedConfig, StageArgs):
-    """All settings, flat, as the functions of `trainer/` take them. A task of your own subclasses it for its
-    defaults and flags, as a stage script does `StageArgs`."""
+    """All settings, flat, as the functions of `trainer/` take them. Your own task subclasses it for its
+    defaults and flags, as a stage script subclasses `StageArgs`."""
 
     def contradictions(self) -> list[str]:
-        """Values that do not go together."""
+        """Mistakes: values that exclude each other."""
         mistakes = super().contradictions()
         if not self.task:
             mistakes.append(
@@ -126,16 +126,17 @@ class Config:
         environ: Mapping[str, str] | None = None,
         find_task: Callable[[str], Any] | None = None,
     ) -> "Config":
-        """Read the settings from all sources. `validate` checks how they go together.
+        """Read the settings from all sources. `validate` checks that they fit together.
 
         Args:
             argv: the command line without the program; sys.argv by default.
             environ: the environment; os.environ by default.
-            find_task: gives the class of a task, for its `args_class`; needed only if a task is given.
+            find_task: returns the class of a task, for its `args_class`; needed only if a task is given.
                 `save_weight` defaults to the name of the task.
 
         Raises:
-            UserError: one line with all unknown names and invalid values of a source; nothing finds the task.
+            UserError: one line with all unknown names and invalid values of a source, or if the task cannot
+                be found.
             SystemExit: after `--help` and `--print_config`.
         """
         if environ is None:
@@ -175,15 +176,16 @@ class Config:
         return as_yaml(type(self.args), dict(self.args))
 
     def validate(self) -> None:
-        """Check how the values go together; each alone was checked where it was read. Raises UserError: one
-        line with all mistakes."""
+        """Check that the values fit together; each single value was checked when it was read. Raises
+        UserError with all mistakes in one line."""
         mistakes = self.args.contradictions()
         if mistakes:
             raise UserError("; ".join(mistakes))
 
 
 def find_task_name(argv: Sequence[str] | None, environ: Mapping[str, str]) -> str:
-    """The name of the task, whose defaults and flags are needed before all else is read; empty for none."""
+    """The name of the task; empty for none. It is needed first, because the task's defaults and flags decide
+    how everything else is read."""
     parser = Parser(add_help=False)
     parser.add_argument("--task")
     parser.add_argument("--config")

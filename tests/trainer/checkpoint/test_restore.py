@@ -622,7 +622,7 @@ def test_each_edit_of_the_code_is_named_and_promises_nothing(capsys):
     assert capsys.readouterr().err == ""
     warn_of_changes(saved, {"torch": "1"}, same | {"sources": {"a.py": "2"}})
     line = capsys.readouterr().err
-    assert "other code (a.py)" in line and "the present code decides" in line and "rounding" not in line
+    assert "other code (a.py)" in line and "the current code is used" in line and "rounding" not in line
     warn_of_changes(saved, {"torch": "2"}, same)
     assert "up to rounding only" in capsys.readouterr().err
     warn_of_changes(saved, {"torch": "1"}, same | {"optimizer": {"weight_decay of group 0": "0.1"}})
@@ -708,7 +708,7 @@ def test_a_state_of_older_code_takes_the_default_of_a_new_field(corpus, tmp_path
     write_checkpoint(path, state)
     process = run("sft", argv)
     assert "resuming full_sft" in process.out
-    assert "by other code: from here on the present code decides" in process.err
+    assert "by other code: from here on the current code is used" in process.err
     assert "up to rounding" not in process.err
 
 

@@ -116,7 +116,7 @@ def test_held_out_data_that_are_trained_are_said_to_be(tmp_path, held_out, is_to
         fingerprint = train.fingerprint | {"held_out_data": evaluated.fingerprint["data"]}
         assert is_trained_on(train, evaluated, fingerprint) is is_told
     said = verdict(records([4.0] * 6, {2: 4.0, 6: 3.0}), FACTS | {"held_out_is_training": True})
-    assert "measured on the training data, which tells nothing of other text" in said
+    assert "measured on the training data, so it says nothing about other text" in said
 
 
 @pytest.mark.parametrize(

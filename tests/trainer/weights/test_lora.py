@@ -181,4 +181,4 @@ def test_an_adapter_belongs_to_the_weights_that_it_was_trained_on(tmp_path, caps
         merge_adapter(further, folder)
     folder.with_name(f"{folder.name}.json").unlink()
     merge_adapter(further, folder)
-    assert "nothing beside it says which weights it was trained on" in capsys.readouterr().out
+    assert "no file beside it says which weights it was trained on" in capsys.readouterr().out
