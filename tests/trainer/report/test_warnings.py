@@ -138,7 +138,7 @@ def test_rewards_that_tell_nothing_and_cut_completions(count):
 
 
 VERDICTS = {
-    "loss 8.000 at first, 3.600 at last; still falling; no held-out data": {},
+    "loss 8.000 at first, 3.600 at last; still falling; without held-out data": {},
     "3.600 at last; eval_loss 4.000 at last": {12: 4.0},
     "eval_loss 4.000 at last; still getting better (5.000 at update 80)": {4: 6.0, 8: 5.0, 12: 4.0},
     "eval_loss 4.000 at last; hardly changed since update 80 (4.001)": {4: 6.0, 8: 4.001, 12: 4.0},
@@ -156,11 +156,11 @@ def test_the_verdict(said):
     [
         (
             [7.394, *[7.38] * 18, 7.369],
-            "7.374 at last; it fell by less than 2 %, so hardly anything was learned; no",
+            "7.374 at last; it fell by less than 2 %, so hardly anything was learned; without",
         ),
-        ([8.0, 7.0, *[5.0] * 18], "5.000 at last; no held-out data"),
-        ([8.0, *[7 - i / 10 for i in range(19)]], "still falling; no held-out data"),
-        ([8.0, *[5.0] * 10, *[9.9] * 9], "the run diverged; no held-out data"),
+        ([8.0, 7.0, *[5.0] * 18], "5.000 at last; without held-out data"),
+        ([8.0, *[7 - i / 10 for i in range(19)]], "still falling; without held-out data"),
+        ([8.0, *[5.0] * 10, *[9.9] * 9], "the run diverged; without held-out data"),
     ],
 )
 def test_the_verdict_on_the_training_loss_where_nothing_is_held_out(losses, said):

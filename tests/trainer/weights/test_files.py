@@ -126,7 +126,7 @@ def test_weights_that_do_not_fit_the_text_are_warned_of(corpus, tmp_path):
     torch.save(model.half().state_dict(), tmp_path / "out/pretrain_32.pth")
     argv = flags(corpus, tmp_path, "sft", num_hidden_layers=1, epochs=1)
     warned = run("full_sft", argv).err
-    assert "that of guessing each token" in warned
+    assert "the loss of pure guessing" in warned
     assert "weights of --from_weight pretrain do not fit" in warned
     described = json.loads((tmp_path / "out/full_sft_32.json").read_text())
     start = hashlib.sha256((tmp_path / "out/pretrain_32.pth").read_bytes()).hexdigest()
