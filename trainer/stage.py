@@ -2,6 +2,7 @@
 
 import math
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -24,7 +25,7 @@ from trainer.callbacks.samples import sample_callbacks
 from trainer.callbacks.train_state import Fingerprint, TrainState, total_updates
 from trainer.checkpoint import same_run
 from trainer.checkpoint.earlier import check_starts, complete_moves
-from trainer.checkpoint.file import previous_path
+from trainer.checkpoint.file import newest_checkpoint, previous_path
 from trainer.checkpoint.run import restore
 from trainer.checkpoint.same_run import has_ended_early, is_new
 from trainer.devices.compiling import compile_model, compiles
@@ -173,31 +174,45 @@ def set_up_process(args: StageArgs) -> tuple[torch.device, Any, torch.amp.GradSc
     return device_and_precision(args)
 
 
-def adapt_settings(args: A, checkpoint: dict[str, Any] | None, train_set: StageData) -> A:
-    """The settings with as many micro-batches per update as keep the batch of a resumed run, on another
-    number of ranks, with as many epochs as --max_steps takes, and with the weight decay if it is `auto`."""
+def data_fingerprint(train_set: StageData, eval_set: StageData | None) -> Fingerprint:
+    """What identifies the data of a stage."""
+    data = train_set.fingerprint
+    return data if eval_set is None else data | {"held_out_data": eval_set.fingerprint["data"]}
+
+
+def find_run(
+    args: A,
+    model: Fingerprint,
+    data: Fingerprint,
+    train_set: Any,
+    samples: Callable[[Any, A], int] = epoch_samples,
+) -> tuple[A, Fingerprint, dict[str, Any] | None]:
+    """The run that goes on, or a new one: its settings, its fingerprint, and its checkpoint, None if there is
+    none.
+
+    Three settings are adapted: --accumulation_steps, so that an update stays as large on another number of
+    ranks; --epochs to --max_steps; --weight_decay where it is `auto`.
+
+    Args:
+        model, data: what identifies them, see `run_fingerprint`.
+        samples: gives the items of an epoch.
+
+    Raises UserError if the checkpoint belongs to another run, cannot be read, or a new run would set aside a
+    file that it starts from.
+    """
+    checkpoint = None
+    if args.from_resume:
+        path = resume_path(args.checkpoint_dir, args.save_weight, args)
+        checkpoint = newest_checkpoint(path, args.resume_from)
     if checkpoint is not None:
         args = same_run.keep_global_batch(args, checkpoint)
-    args = same_run.with_enough_epochs(args, epoch_samples(train_set, args))
-    return same_run.with_weight_decay(args, checkpoint, train_set)
-
-
-def check_fingerprint(
-    args: StageArgs,
-    checkpoint: dict[str, Any] | None,
-    lm_config: "MiniMindConfig",
-    train_set: StageData,
-    eval_set: StageData | None,
-) -> Fingerprint:
-    """What identifies the run. Raises UserError if the checkpoint belongs to another one."""
-    data = train_set.fingerprint
-    if eval_set is not None:
-        data = data | {"held_out_data": eval_set.fingerprint["data"]}
-    fingerprint = same_run.run_fingerprint(args, lm_config.own_fields(), data, epoch_samples(train_set, args))
+    args = same_run.with_enough_epochs(args, samples(train_set, args))
+    args = same_run.with_weight_decay(args, checkpoint, train_set)
+    fingerprint = same_run.run_fingerprint(args, model, data, samples(train_set, args))
     same_run.check_same_run(args, fingerprint, checkpoint)
     if is_new(checkpoint):
         check_starts(args)
-    return fingerprint
+    return args, fingerprint, checkpoint
 
 
 def compile_and_wrap(

@@ -80,16 +80,11 @@ def main() -> None:
     utils.init_distributed_mode(args.rank_timeout, device)
     utils.setup_seed(args.seed)
 
-    # 4. Model config, and the checkpoint to resume from; that of another run is refused.
+    # 4. Model config, and the run: a new one, or that of a checkpoint; another run's is refused.
     lm_config = model_config(tokenizer, args, start_config)
-    checkpoint = None
-    if args.from_resume:
-        checkpoint = utils.lm_checkpoint(
-            lm_config, args.save_weight, save_dir=args.checkpoint_dir, resume_from=args.resume_from
-        )
-    args = stage.adapt_settings(args, checkpoint, train_set)
-    fingerprint = stage.check_fingerprint(args, checkpoint, lm_config, train_set, eval_set)
-    if checkpoint is not None and is_finished(args, fingerprint, checkpoint):
+    data = stage.data_fingerprint(train_set, eval_set)
+    args, fingerprint, checkpoint = stage.find_run(args, lm_config.own_fields(), data, train_set)
+    if is_finished(args, fingerprint, checkpoint):
         return
 
     # 5. SwanLab or Weights & Biases, if one is asked for.

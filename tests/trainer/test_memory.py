@@ -22,7 +22,8 @@ HELD = """
 import weakref
 from torch.utils._pytree import tree_leaves
 import trainer.train_pretrain as stage
-load, train, loaded = stage.utils.lm_checkpoint, stage.train_epoch, []
+from trainer import stage as stages
+load, train, loaded = stages.newest_checkpoint, stage.train_epoch, []
 def noted(*args, **options):
     state = load(*args, **options)
     loaded.extend((weakref.ref(each), each.nbytes) for each in tree_leaves(state["model"]))
@@ -31,7 +32,7 @@ def counted(*args, **options):
     print("bytes of the checkpoint's weights:", sum(nbytes for tensor, nbytes in loaded if tensor() is not None))
     train(*args, **options)
     print("bytes that were read:", sum(nbytes for _, nbytes in loaded))
-stage.utils.lm_checkpoint, stage.train_epoch = noted, counted
+stages.newest_checkpoint, stage.train_epoch = noted, counted
 """
 
 

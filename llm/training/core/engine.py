@@ -23,17 +23,8 @@ from trainer import stage
 from trainer import trainer_utils as utils
 from trainer.callbacks.base import CallbackList
 from trainer.callbacks.train_state import Schedule, TrainState, total_updates
-from trainer.checkpoint.earlier import check_starts
 from trainer.checkpoint.run import training_files
-from trainer.checkpoint.same_run import (
-    check_same_run,
-    is_finished,
-    is_new,
-    keep_global_batch,
-    run_fingerprint,
-    with_enough_epochs,
-    with_weight_decay,
-)
+from trainer.checkpoint.same_run import is_finished
 from trainer.devices.device import device_and_precision
 from trainer.loop import check_monitored, evaluate, train_epoch
 from trainer.objectives.base import Objective, frozen_model
@@ -55,7 +46,7 @@ class TrainingEngine:
         self.config, self.task, self.data_module = config, task, data_module
         self.logger = Logger.of(config)
         task.data = data_module
-        self.checkpoint_manager = CheckpointManager(task.args)
+        self.checkpoint_manager = CheckpointManager()
         self.performance_monitor = PerformanceMonitor()
         self.callbacks = CallbackList(callbacks)
         self._setup_components()
@@ -67,21 +58,19 @@ class TrainingEngine:
 
         # the settings, and the checkpoint to resume from; that of another run is refused
         data.num_samples()  # refuses to go on without any
-        checkpoint = self.checkpoint_manager.load_checkpoint()
-        args = task.args
-        if checkpoint is not None:
-            args = keep_global_batch(args, checkpoint)
-        args = with_enough_epochs(args, data.num_samples())
-        args = task.args = with_weight_decay(args, checkpoint, data.train_dataset)
         eval_loader = data.val_dataloader()
-        if args.eval_share and eval_loader is None:
+        if task.args.eval_share and eval_loader is None:
             raise UserError(
                 f"--eval_share: {type(data).__name__} sets no val_dataset to hold it; leave the flag out"
             )
-        fingerprint = run_fingerprint(args, task.fingerprint(), data.fingerprint(), data.num_samples())
-        check_same_run(args, fingerprint, checkpoint)
-        if is_new(checkpoint):
-            check_starts(args)
+        args, fingerprint, checkpoint = stage.find_run(
+            task.args,
+            task.fingerprint(),
+            data.fingerprint(),
+            data.train_dataset,
+            samples=lambda *_: data.num_samples(),
+        )
+        task.args = args
         self.is_finished = is_finished(args, fingerprint, checkpoint)  # then `run()` has nothing to do
         self.wandb = None if self.is_finished else start_tracker(args, fingerprint, checkpoint)
 

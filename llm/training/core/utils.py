@@ -5,7 +5,6 @@ import math
 import sys
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,17 +12,15 @@ import torch.distributed as dist
 from common.command_line import log_to
 from common.errors import log, say, warn
 from common.launcher import launch
-from common.settings import StageArgs
 from llm.training.core.callbacks import MetricsLogger
 from llm.training.core.config import Config
 from trainer.callbacks.train_state import TrainState
-from trainer.checkpoint.file import newest_checkpoint
 from trainer.checkpoint.run import save_checkpoint
 from trainer.devices.device import select_device
 from trainer.devices.process_group import leave_process_group, reduce_sum, world_size
 from trainer.devices.wrapping import unwrap
 from trainer.trainer_utils import init_distributed_mode, is_main_process
-from trainer.weights.paths import log_path, resume_path, run_name
+from trainer.weights.paths import log_path, run_name
 
 
 class DistributedManager:
@@ -111,8 +108,7 @@ class CheckpointManager:
     """The checkpoints of a run. The loop writes them by itself, and keeps the previous, the numbered and the
     best one (`save_checkpoint` in trainer/checkpoint/run.py)."""
 
-    def __init__(self, args: StageArgs):
-        self.args = args
+    def __init__(self):
         self.state: TrainState | None = None  # of the engine, once it is set up
 
     def save_checkpoint(self) -> None:
@@ -121,13 +117,6 @@ class CheckpointManager:
         assert self.state is not None
         save_checkpoint(self.state)
         self.state.writer.wait()
-
-    def load_checkpoint(self) -> dict[str, Any] | None:
-        """The checkpoint that --resume_from and --from_resume ask for; None if there is none."""
-        if not self.args.from_resume:
-            return None
-        path = resume_path(self.args.checkpoint_dir, self.args.save_weight, self.args)
-        return newest_checkpoint(path, self.args.resume_from)
 
 
 class PerformanceMonitor(MetricsLogger):

@@ -17,7 +17,7 @@ from llm.training.data.base import DataModule
 from llm.training.tasks.base_task import Task
 from trainer import train_full_sft, train_pretrain
 from trainer.objectives.base import Objective
-from trainer.stage import read_start_weights
+from trainer.stage import data_fingerprint, read_start_weights
 from trainer.trainer_utils import init_model
 from trainer.weights.config import model_config
 
@@ -46,10 +46,7 @@ class StageDataModule(DataModule):
             )
 
     def fingerprint(self) -> dict[str, Any]:
-        fingerprint = dict(self.train_dataset.fingerprint)
-        if self.val_dataset is not None:
-            fingerprint["held_out_data"] = self.val_dataset.fingerprint["data"]
-        return fingerprint
+        return data_fingerprint(self.train_dataset, self.val_dataset)
 
     def source(self, sample_id: int) -> str:
         return self.train_dataset.source(sample_id)
