@@ -28,7 +28,6 @@ from dataset.order import steps_per_epoch, train_loader
 from dataset.token_cache import load_tokenizer
 from trainer import stage
 from trainer import trainer_utils as utils
-from trainer.callbacks.base import CallbackList
 from trainer.callbacks.train_state import TrainState
 from trainer.checkpoint.run import training_files
 from trainer.checkpoint.same_run import is_finished
@@ -127,7 +126,7 @@ def main() -> None:
     state = TrainState(
         args=args, lm_config=lm_config, fingerprint=fingerprint,
         model=model, optimizer=optimizer, scaler=scaler, autocast=autocast, device=device,
-        objective=objective, schedule=schedule, callbacks=CallbackList([objective]),
+        objective=objective, schedule=schedule,
     )  # fmt: skip
     stage.begin_run(state, checkpoint, train_set, eval_set)
 

@@ -36,8 +36,7 @@ from trainer.checkpoint.same_run import is_finished
 from trainer.devices.errors import training_errors
 from trainer.loop import train_epoch
 from trainer.objectives import base, distillation
-from trainer.optim.build import build_optimizer
-from trainer.optim.muon import PRETRAINING_SCALES
+from trainer.optim.build import PRETRAINING_GROUPS
 from trainer.report.trackers import start_tracker
 from trainer.weights.config import model_config
 
@@ -73,10 +72,9 @@ class Objective(base.Objective):
     def load_frozen_models(self, args, device):
         self.teachers = distillation.load_teachers(args, load_tokenizer(args.tokenizer_path), device)
 
-    def optimizer(self, model, args):
-        """AdamW or Muon; with Muon and text the rates of pretraining."""
-        scales = PRETRAINING_SCALES if args.optimizer == "muon" and args.kind == "pretrain" else None
-        return build_optimizer(model, args.learning_rate, args.weight_decay, args.optimizer, scales)
+    def groups(self, named_parameters, args):
+        """With Muon and text the rates of pretraining."""
+        return PRETRAINING_GROUPS if args.optimizer == "muon" and args.kind == "pretrain" else ()
 
     def loss(self, model, batch, args):
         """Sums, each []: of the losses of the targets, of the load-balancing losses of the tokens, and of

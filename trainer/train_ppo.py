@@ -27,13 +27,11 @@ from dataset.order import steps_per_epoch, train_loader
 from dataset.token_cache import load_tokenizer
 from trainer import stage
 from trainer import trainer_utils as utils
-from trainer.callbacks.base import CallbackList
 from trainer.callbacks.train_state import TrainState
 from trainer.checkpoint.run import training_files
 from trainer.checkpoint.same_run import is_finished
 from trainer.devices.errors import training_errors
 from trainer.loop import train_epoch
-from trainer.optim.build import build_optimizer
 from trainer.report.trackers import start_tracker
 from trainer.rollouts import ppo
 from trainer.rollouts.settings import RolloutArgs, make_rollouts
@@ -86,9 +84,8 @@ class Objective(ppo.PPO):
         """The policy, with a critic beside it."""
         return ppo.ActorCritic(model)
 
-    def optimizer(self, model, args):
-        scales = {"critic": args.critic_learning_rate / args.learning_rate}
-        return build_optimizer(model, args.learning_rate, args.weight_decay, args.optimizer, scales)
+    def groups(self, named_parameters, args):
+        return [{"match": "critic", "lr": args.critic_learning_rate}]
 
 
 schedule = stage.warmup_cosine  # (update from 1, total updates, args) -> learning rate
@@ -131,7 +128,7 @@ def main() -> None:
     state = TrainState(
         args=args, lm_config=lm_config, fingerprint=fingerprint,
         model=model, optimizer=optimizer, scaler=scaler, autocast=autocast, device=device,
-        objective=objective, schedule=schedule, callbacks=CallbackList([objective]),
+        objective=objective, schedule=schedule,
     )  # fmt: skip
     stage.begin_run(state, checkpoint, train_set, eval_set)
 

@@ -35,8 +35,7 @@ from trainer.checkpoint.same_run import is_finished
 from trainer.devices.errors import training_errors
 from trainer.loop import train_epoch
 from trainer.objectives import next_token
-from trainer.optim.build import build_optimizer
-from trainer.optim.muon import PRETRAINING_SCALES
+from trainer.optim.build import PRETRAINING_GROUPS
 from trainer.report.trackers import start_tracker
 from trainer.weights.config import model_config
 
@@ -69,10 +68,9 @@ class Objective(next_token.NextToken):
         by name over the targets."""
         return next_token.next_token_loss(model, batch)
 
-    def optimizer(self, model, args):
-        """AdamW or Muon; with Muon the embedding, which is AdamW's part, has twice the learning rate."""
-        scales = PRETRAINING_SCALES if args.optimizer == "muon" else None
-        return build_optimizer(model, args.learning_rate, args.weight_decay, args.optimizer, scales)
+    def groups(self, named_parameters, args):
+        """With Muon the embedding, which is AdamW's part, has twice the learning rate."""
+        return PRETRAINING_GROUPS if args.optimizer == "muon" else ()
 
 
 schedule = stage.warmup_cosine  # (update from 1, total updates, args) -> learning rate

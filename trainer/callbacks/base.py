@@ -71,19 +71,18 @@ HOOKS = [name for name in vars(Callback) if name.startswith("on_")]
 
 
 class CallbackList(list[Callback]):
-    """The callbacks of a run, called in order."""
+    """The callbacks of a run, called in order; before them its Objective, which may have the same methods."""
 
     state: Any = None  # the TrainState
 
     def check(self) -> None:
         """Raise UserError for a method `on_...` that would never be called, or a state that would never be
         restored."""
-        for keeper in self.keepers().values():
-            check_restores(type(keeper), Callback if isinstance(keeper, Callback) else Objective)
-        for callback in self:
-            for name in dir(callback):
+        for member in self.members().values():
+            check_restores(type(member), Callback if isinstance(member, Callback) else Objective)
+            for name in dir(member):
                 if name.startswith("on_") and name not in HOOKS:
-                    text = f"callback {type(callback).__name__}: {name} would never be called"
+                    text = f"{describe(member)}: {name} would never be called"
                     raise UserError(f"{text}; there are {', '.join(HOOKS)}")
 
     def by_name(self) -> dict[str, Callback]:
@@ -96,36 +95,35 @@ class CallbackList(list[Callback]):
             named[name if numbers[name] == 1 else f"{name}#{numbers[name]}"] = callback
         return named
 
-    def keepers(self) -> dict[str, Any]:
-        """What has a state that checkpoints hold, by name: the callbacks, and the Objective of the run unless
-        it is one of them."""
+    def members(self) -> dict[str, Any]:
+        """What takes part and may have a state to save, by name: the Objective, then the callbacks."""
         objective = getattr(self.state, "objective", None)
-        is_apart = isinstance(objective, Objective) and objective not in self
-        return self.by_name() | ({"the Objective": objective} if is_apart else {})
+        of_run = {"the Objective": objective} if isinstance(objective, Objective) else {}
+        return of_run | self.by_name()
 
     def call(self, name: str, *args: Any) -> None:
-        """Call a method of each callback; the traceback of an exception names the callback. In `on_exception`
-        one is only a warning, because the other callbacks still have to close their files."""
-        for callback in self:
-            kind = type(callback).__name__
-            rates = self.learning_rates()
+        """Call a method of each that has it; the traceback of an exception names whose it is. An exception in
+        `on_exception` is only a warning, because the others still have to close their files."""
+        for member in self.members().values():
+            if not hasattr(member, name):
+                continue
+            who, rates = describe(member), self.learning_rates()
             try:
-                getattr(callback, name)(self.state, *args)
+                getattr(member, name)(self.state, *args)
             except Exception as error:
                 if name != "on_exception":
-                    error.add_note(f"callback {kind} failed in {name}")
+                    error.add_note(f"{who} failed in {name}")
                     raise
-                warn(f"callback {kind} failed in {name}: {type(error).__name__}: {reason(error)}")
+                warn(f"{who} failed in {name}: {type(error).__name__}: {reason(error)}")
             if self.learning_rates() != rates and self.state.has_schedule():
                 raise UserError(
-                    f"callback {kind} changes the learning rate in {name}, but the schedule sets it at each "
-                    "update; change the schedule, or let build_scheduler of a task return None"
+                    f"{who} changes the learning rate in {name}, but the schedule sets it at each update; "
+                    "change the schedule, or let build_scheduler of a task return None"
                 )
             if name == "on_log":
                 (record,) = args
                 for key, value in record.items():
-                    where = f"{key!r}, which callback {kind} puts into the record,"
-                    record[key] = plain(value, where, in_record=True)
+                    record[key] = plain(value, f"{key!r}, which {who} puts into the record,", in_record=True)
 
     def learning_rates(self) -> list[Any]:
         """The learning rates of the optimizer, if there is a run."""
@@ -136,19 +134,24 @@ class CallbackList(list[Callback]):
     def state_dict(self) -> dict[str, dict[str, Any]]:
         """The states by name."""
         return {
-            name: plain(keeper.state_dict(), f"the state of {name}")
-            for name, keeper in self.keepers().items()
+            name: plain(member.state_dict(), f"the state of {name}")
+            for name, member in self.members().items()
         }
 
     def load_state_dict(self, states: dict[str, dict[str, Any]]) -> None:
         """Restore the states; warn of those whose callbacks are no longer there."""
-        named = self.keepers()
+        named = self.members()
         gone = [name for name in states if states[name] and name not in named]
         if gone:
             warn(f"callbacks of the checkpoint that this run does not have: {', '.join(gone)}")
         for name in named.keys() & states.keys():
             if states[name]:  # else there was no state yet
                 named[name].load_state_dict(states[name])
+
+
+def describe(member: Callback | Objective) -> str:
+    """A callback or an objective, in a message."""
+    return f"{'callback' if isinstance(member, Callback) else 'objective'} {type(member).__name__}"
 
 
 def check_restores(kind: type, base: Any) -> None:

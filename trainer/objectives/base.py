@@ -1,7 +1,7 @@
 """The base class of all objectives: what a stage learns, and the points at which it takes part in a run."""
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dataset.batch import Batch, weight_sum
-from trainer.optim.build import build_optimizer
+from trainer.optim.build import Group, build_optimizer
 from trainer.report.speed import Size, training_flops
 from trainer.weights.files import save_weights
 from trainer.weights.tensor_file import Writer
@@ -22,7 +22,8 @@ Metrics = Mapping[str, Tensor | tuple[Tensor, Tensor]]  # sums over the targets,
 
 class Objective:
     """What a stage learns, from which batches, and what is written of its model: for the scripts and for the
-    engine. A stage implements `loss` and `held_out`, and overrides what else differs."""
+    engine. A stage implements `loss` and `held_out`, and overrides what else differs. It may also have the
+    methods `on_...` of a callback (trainer/callbacks/base.py), and is called before the callbacks."""
 
     console_metrics: tuple[str, ...] = ()  # metrics that stand on the console's line
     loss_is_cross_entropy = False
@@ -33,9 +34,15 @@ class Objective:
     needs_reference = False  # `reference` becomes a frozen model with the start weights, on the device
     reference: Any = None
 
+    def groups(self, named_parameters: Sequence[tuple[str, nn.Parameter]], args: Any) -> Sequence[Group]:
+        """Parameters with a learning rate, betas or weight decay of their own, such as
+        `[{"match": "embed_tokens", "lr_scale": 2.0}]`. named_parameters: of the model, tied ones once."""
+        return ()
+
     def optimizer(self, model: nn.Module, args: Any) -> torch.optim.Optimizer:
-        """The optimizer of a model."""
-        return build_optimizer(model, args.learning_rate, args.weight_decay, args.optimizer)
+        """The optimizer of a model: AdamW or Muon with the parameter groups of `groups`."""
+        groups = self.groups(list(model.named_parameters()), args)
+        return build_optimizer(model, args.learning_rate, args.weight_decay, args.optimizer, groups)
 
     @property
     def stage(self) -> str:

@@ -11,8 +11,6 @@ from torch.optim import Optimizer
 from trainer.devices.device import native_bfloat16
 from trainer.devices.process_group import all_gather
 
-# rates of modules in pretraining with Muon (docs/dev/LOG.md, "More from the same tokens")
-PRETRAINING_SCALES = {"embed_tokens": 2.0}
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # coefficients of the iteration, torch's
 ITERATIONS = 5
 # less momentum at first teaches short runs more (docs/dev/LOG.md, "More from the same tokens")

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from dataset.batch import Batch, collate_shared, to_device
 from dataset.rollout_prompts import RolloutPrompt
-from trainer.callbacks.base import Callback
 from trainer.callbacks.train_state import TrainState
 from trainer.devices.process_group import all_gather, reduce_sum, this_rank, world_size
 from trainer.devices.wrapping import decoding_model, unwrap
@@ -96,7 +95,7 @@ def rollout_size(batch: Batch, lm_config: Any) -> Size:
     return flat_size(batch, lm_config)._replace(targets=batch["loss_denominator"])
 
 
-class Rollouts(Callback, Objective):
+class Rollouts(Objective):
     """Makes the micro-batches of reinforcement learning, and accumulates reward statistics.
 
     rewards: a trajectory's reward is their weighted sum. With --beta the start weights are kept as the

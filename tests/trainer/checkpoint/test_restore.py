@@ -128,7 +128,7 @@ def test_other_groups_keep_the_state_of_each_parameter(capsys):
     model(tokens, labels=tokens).loss.backward()
     optimizer.step()
     state = dict(zip(("model", "optimizer"), copy_to_host(model, optimizer), strict=True))
-    other, its_optimizer = make("adam", "lr_scales")
+    other, its_optimizer = make("adam", "groups")
     load_into(other, its_optimizer, state)
     assert "has other parameters than in the checkpoint" in capsys.readouterr().err
     assert [group["lr"] for group in its_optimizer.param_groups] == [1e-2, 5e-3]

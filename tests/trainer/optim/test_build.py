@@ -10,7 +10,7 @@ from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from trainer import train_full_sft, train_pretrain
 from trainer.checkpoint.same_run import with_weight_decay
 from trainer.optim import muon
-from trainer.optim.build import MUON_LR_SCALE, build_optimizer
+from trainer.optim.build import MUON_LR_SCALE, Group, build_optimizer
 
 
 def tiny(use_moe: bool) -> MiniMindForCausalLM:
@@ -79,7 +79,10 @@ def test_experts_in_one_parameter_are_matrices_of_their_own():
     values = [torch.nn.Parameter(value.clone()) for value in (gate_up, down, *single)]
     for part in (range(2), range(2, 11)):
         named = [(names[i], values[i]) for i in part]
-        model = SimpleNamespace(named_parameters=lambda named=named: named)
+        model = SimpleNamespace(
+            named_parameters=lambda remove_duplicate=True, named=named: named,
+            parameters=lambda named=named: [p for _, p in named],
+        )
         optimizer = build_optimizer(cast(torch.nn.Module, model), 1e-3, 0.1, "muon")
         for step in (1.0, -0.3):
             for i in part:
@@ -100,9 +103,9 @@ def test_muon_without_a_matrix_is_refused():
 def test_each_layer_may_have_a_rate_of_its_own(kind):
     """Also where no matrix is left for the rate of the others."""
     model, other = tiny(use_moe=False), tiny(use_moe=False)
-    scales = {"layers.0": 0.5, "embed_tokens": 0.0}
+    groups: list[Group] = [{"match": "layers.0", "lr": 5e-4}, {"match": "embed_tokens", "lr_scale": 0.0}]
     optimizer, usual = (
-        build_optimizer(model, 1e-3, 0.0, kind, scales),
+        build_optimizer(model, 1e-3, 0.0, kind, groups),
         build_optimizer(other, 1e-3, 0.0, kind),
     )
     built = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
@@ -122,8 +125,39 @@ def test_each_layer_may_have_a_rate_of_its_own(kind):
     for (name, _), step, whole in zip(model.named_parameters(), steps, usual_steps, strict=True):
         expected = whole * (0.5 if "layers.0" in name else 0.0 if "embed" in name else 1.0)
         torch.testing.assert_close(step, expected, rtol=1e-3, atol=2e-7)
-    with pytest.raises(UserError, match="lr_scales: no parameter is in a module"):
-        build_optimizer(model, 1e-3, 0.1, kind, {"layers.7": 0.5})
+
+
+WRONG: dict[str, dict] = {
+    "no parameter is in a module 'layers.7'": {"match": "layers.7", "lr_scale": 0.5},
+    "'layers.0' has both lr and lr_scale": {"match": "layers.0", "lr_scale": 0.5, "lr": 1e-3},
+    "'decay' is nothing that a group says; it may say match, lr": {"match": "layers.0", "decay": 0.5},
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_a_group_that_cannot_be_understood_is_refused(message):
+    with pytest.raises(UserError, match=f"^groups: {message}"):
+        build_optimizer(tiny(use_moe=False), 1e-3, 0.1, "adamw", [cast(Group, WRONG[message])])
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_a_tied_embedding_has_its_own_rate_betas_and_decay_by_either_name(kind):
+    """A step is that of torch's AdamW with the same settings; a frozen embedding is in no group."""
+    own = {"betas": (0.8, 0.9), "weight_decay": 0.5}
+    for name in ("embed_tokens", "lm_head"):
+        model, other = tiny(use_moe=False), tiny(use_moe=False)
+        group = cast(Group, {"match": name, "lr": 3e-3} | own)
+        optimizer = build_optimizer(model, 1e-3, 0.1, kind, [group])
+        rate = 3e-3 * (MUON_LR_SCALE if kind == "muon" else 1.0)
+        alone = torch.optim.AdamW([other.model.embed_tokens.weight], lr=rate, **own, fused=True)
+        for each, part in ((model, optimizer), (other, alone)):
+            give_gradients(each, 0)
+            part.step()
+        assert torch.equal(model.model.embed_tokens.weight, other.model.embed_tokens.weight)
+        assert [set(g["betas"]) for g in optimizer.param_groups if "betas" in g].count({0.8, 0.9}) == 1
+        model.model.embed_tokens.weight.requires_grad_(False)
+        frozen = build_optimizer(model, 1e-3, 0.1, kind, [group])
+        assert all(p.requires_grad for g in frozen.param_groups for p in g["params"])
 
 
 def test_the_weights_shrink_alike_in_each_pass_over_the_data():
