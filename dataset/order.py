@@ -184,7 +184,7 @@ def epoch_loader(
     batch_size: int,
     skip_batches: int = 0,
     num_workers: int = 0,
-    collate_fn: Callable[[list], dict[str, Any]] = collate_flat,
+    collate_fn: Callable[[list], Any] = collate_flat,
     accumulation_steps: int = 1,
 ) -> DataLoader:
     """The micro-batches of one epoch on this rank, from micro-batch `skip_batches` on. `order`: of the
@@ -212,7 +212,7 @@ def epoch_loader(
 
 
 def eval_loader(
-    dataset: SizedDataset, batch_size: int, collate_fn: Callable[[list], dict[str, Any]] = collate_flat
+    dataset: SizedDataset, batch_size: int, collate_fn: Callable[[list], Any] = collate_flat
 ) -> DataLoader:
     """This rank's share of the held-out data. Micro-batch k is samples k * batch_size onwards for any world
     size; each rank has equally many micro-batches, the last of which may be empty."""

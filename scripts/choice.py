@@ -8,10 +8,10 @@ import numpy as np
 import torch
 
 from common.errors import UserError
-from dataset.batch import collate_flat, to_device
+from dataset.batch import collate_flat
 from dataset.files import find_files, format_source, read_records
 from dataset.messages import BadRecord
-from trainer.objectives.next_token import target_log_probs, target_samples
+from trainer.objectives.next_token import target_log_probs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -88,9 +88,9 @@ def log_likelihoods(model: Any, samples: list[dict[str, Any]], batches: Batches)
     sums = torch.zeros(len(samples), dtype=torch.float64)
     for items in batches([len(sample["input_ids"]) for sample in samples]):
         batch = collate_flat([[samples[item] | {"sample_id": item}] for item in items])
-        batch = to_device(batch, model.device)
+        batch = batch.to(model.device)
         log_probs, _ = target_log_probs(model, batch)
-        sums.index_add_(0, target_samples(batch), log_probs.cpu().double())
+        sums.index_add_(0, batch.target_samples(), log_probs.cpu().double())
     return sums.numpy()
 
 

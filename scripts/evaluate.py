@@ -33,7 +33,7 @@ from common.errors import UserError
 from common.files import atomic_write, is_there
 from common.hub import local_path, shown_name
 from common.settings import ROOT
-from dataset.batch import collate_flat, to_device, weight_sum
+from dataset.batch import collate_flat
 from dataset.files import find_files
 from dataset.lm_dataset import PretrainDataset, SFTDataset
 from dataset.rollout_prompts import PromptDataset
@@ -106,12 +106,12 @@ def evaluate_loss(args: argparse.Namespace, model: Any, tokenizer: Any) -> dict[
     nats, targets, target_bytes = 0.0, 0.0, 0.0
     for items in batches(dataset.item_tokens.tolist()):
         batch = collate_flat([dataset[item] for item in items])
-        targets += weight_sum(batch)
-        batch = to_device(batch, model.device)
+        targets += batch.weight_sum
+        batch = batch.to(model.device)
         with torch.no_grad():
             loss, _, _ = next_token_loss(model, batch)
         nats += float(loss)
-        target_bytes += batch["target_bytes"]
+        target_bytes += batch.target_bytes
     figures = {"loss": {"value": nats / targets}}
     if target_bytes:  # else the tokenizer loses text
         figures["bits per byte"] = {"value": nats / log(2) / target_bytes}

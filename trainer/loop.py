@@ -20,7 +20,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader
 
 from common.errors import UserError, warn
-from dataset.batch import Batch, to_device
+from dataset.batch import Batch, Size, to_device
 from trainer.callbacks.base import is_better, monitored
 from trainer.callbacks.train_state import TrainState
 from trainer.checkpoint.run import interrupted, save_checkpoint, where_to_go_on, write_weights
@@ -28,7 +28,6 @@ from trainer.devices.process_group import Logger, all_gather, reduce_max, reduce
 from trainer.devices.wrapping import full_tensor, gradient_sync, is_sharded, unwrap
 from trainer.optim.build import MuonWithAdamW
 from trainer.report.metrics import value_text
-from trainer.report.speed import Size
 from trainer.report.sums import (
     COUNT,
     MAX,

@@ -8,7 +8,7 @@ import pytest
 from common.errors import UserError
 from dataset import messages as message_forms
 from dataset import records as record_formats
-from dataset.batch import collate_pairs
+from dataset.batch import collate_shared
 from dataset.lm_dataset import DPODataset
 from dataset.messages import BadRecord
 from dataset.records import Chat, held_out_key, parse
@@ -210,7 +210,7 @@ def test_pairs_are_cut_alike_or_dropped_and_counted(write, tokenizer, cache_dir)
         begin = int(np.flatnonzero(chosen["loss_weight"])[0])
         assert begin == np.flatnonzero(rejected["loss_weight"])[0]
         assert (chosen["input_ids"][:begin] == rejected["input_ids"][:begin]).all()
-    batch = collate_pairs([data[2], data[0]])
+    batch = collate_shared([data[2], data[0]])
     assert batch["sample_ids"].tolist() == [4, 5, 0, 1]
     assert sum(batch["target_counts"]) == len(batch["targets"])
 

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 from tests.fake_cuda import pretend  # noqa: F401  # first
 
 # isort: split
-from dataset.batch import collate_flat, collate_pairs
+from dataset.batch import collate_flat, collate_shared
 from dataset.rollout_prompts import RolloutPrompt
 from dataset.token_cache import load_tokenizer
 from model import losses
@@ -147,7 +147,7 @@ def window_of(stage: Any, more: int = 0) -> list[dict[str, Any]]:
         return [{"prompts": prompts[:8]}, {"prompts": prompts[8:]}]
     if stage is train_dpo:
         pairs = [[sample(17 + more), sample(33 + more, 8)], [sample(6 + more), sample(9, 8)]]
-        return [collate_pairs(pairs)] * 2
+        return [collate_shared(pairs)] * 2
     return [collate_flat([[sample(17 + more), sample(33 + more), sample(6)]])] * 2
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dataset.batch import collate_shared, model_inputs
+from dataset.batch import collate_shared
 from model import model_minimind
 from model.generation import generate
 from model.lora import LoRALinear
@@ -140,7 +140,7 @@ def shared_batch(prompt: Tensor, answers: list[Tensor]) -> dict:
         mask = np.arange(len(ids)) >= len(prompt)
         group.append({"input_ids": ids, "loss_weight": mask, "sample_id": number, "target_bytes": 0})
     batch = collate_shared([group])
-    return model_inputs(batch) | {"targets": batch["targets"]}
+    return batch.model_inputs() | {"targets": batch["targets"]}
 
 
 @pytest.mark.parametrize("adapters", [False, True], ids=["", "adapters"])

@@ -7,6 +7,7 @@ import math
 import pytest
 from torch.utils.flop_counter import FlopCounterMode
 
+from dataset.batch import training_flops
 from dataset.lm_dataset import SFTDataset
 from dataset.order import epoch_loader, epoch_order
 from dataset.token_cache import load_tokenizer
@@ -14,7 +15,6 @@ from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from scripts import benchmark
 from tests.conftest import ROOT
 from tests.scripts.fake_minimind import make_checkout
-from trainer.report.speed import training_flops
 
 SMALL = ["--hidden_size", 32, "--num_hidden_layers", 1, "--max_seq_len", 64, "--batch_size", 4]
 

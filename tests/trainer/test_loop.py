@@ -13,7 +13,7 @@ from tests.trainer.stage_flags import assert_same_run, flags
 from tests.trainer.test_skipped_updates import batch, make_state
 from trainer import loop
 from trainer.loop import count_update, evaluate, make_record, train_update, update_size
-from trainer.objectives.next_token import NextToken, next_token_loss, target_samples
+from trainer.objectives.next_token import NextToken, next_token_loss
 from trainer.report.metrics import describe, read_metrics
 
 
@@ -35,7 +35,7 @@ class Shows(NextToken):
 
     def loss(self, model, flat, args):
         loss, aux_loss, _ = next_token_loss(model, flat)
-        is_three = (target_samples(flat) == 3).sum()
+        is_three = (flat.target_samples() == 3).sum()
         values = (2 * loss, (3.0 * is_three, is_three))
         broken = loss * float("nan") if 9 in flat["sample_ids"] else loss
         return broken, aux_loss, dict(zip(self.names, values, strict=True))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from common.errors import UserError, reason, warn
 from common.files import is_file
 from common.settings import StageArgs
-from dataset.batch import collate_flat, collate_shared, model_inputs, to_device
+from dataset.batch import collate_flat, collate_shared
 from dataset.lm_dataset import StageDataset
 from dataset.order import SizedDataset, epoch_tokens
 from trainer.devices.device import native_bfloat16
@@ -202,8 +202,8 @@ def warm_up_inputs(kwargs: dict[str, Any], tokens: int, targets: int, samples: i
         batch = collate_flat([[sample] * samples])
     else:
         batch = collate_shared([[sample, sample]] * (samples // 2))
-    batch = to_device(batch, kwargs["input_ids"].device)
-    inputs = model_inputs(batch) | {"targets": batch["targets"]}
+    batch = batch.to(kwargs["input_ids"].device)
+    inputs = batch.model_inputs() | {"targets": batch.targets}
     if any(isinstance(value, Tensor) and name not in inputs for name, value in kwargs.items()):
         return None
     return {name: value if value is None else inputs.get(name, value) for name, value in kwargs.items()}

@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from dataset.batch import Batch, weight_sum
+from dataset.batch import Batch, Size
 from trainer.optim.build import Group, build_optimizer
-from trainer.report.speed import Size, training_flops
 from trainer.weights.files import save_weights
 from trainer.weights.tensor_file import Writer
 
 if TYPE_CHECKING:
-    from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
+    from model.model_minimind import MiniMindForCausalLM
 
 Metrics = Mapping[str, Tensor | tuple[Tensor, Tensor]]  # sums over the targets, or pairs (sum, count)
 
@@ -64,7 +63,7 @@ class Objective:
 
     def size(self, batch: Batch, lm_config: Any) -> Size:
         """The size of a micro-batch."""
-        return flat_size(batch, lm_config)
+        return batch.size(lm_config)
 
     def loss(self, model: nn.Module, batch: Batch, args: Any) -> tuple[Tensor, Tensor, Metrics]:
         """Sums, each []: of the losses of the targets, of the auxiliary losses of the tokens, and of metrics
@@ -110,12 +109,3 @@ def frozen_model(model: "MiniMindForCausalLM", device: torch.device) -> "MiniMin
     dropout."""
     cast(nn.Module, model).to(device)  # in place
     return model.requires_grad_(False).eval()
-
-
-def flat_size(batch: Batch, lm_config: "MiniMindConfig") -> Size:
-    """The size of a flat batch for a language model of this shape."""
-    targets, tokens, samples = len(batch["targets"]), len(batch["input_ids"]), len(batch["sample_ids"])
-    flops = training_flops(
-        lm_config, tokens, targets, batch["host_cu_seqlens"], batch.get("host_cu_seqlens_k")
-    )
-    return Size(weight_sum(batch), tokens, batch["target_bytes"], flops, samples)

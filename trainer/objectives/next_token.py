@@ -2,10 +2,9 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from dataset.batch import Batch, model_inputs
+from dataset.batch import Batch
 from model.losses import cross_entropy
 from trainer.objectives.base import Metrics, Objective
 
@@ -27,9 +26,9 @@ def next_token_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor, Met
     the tokens (zero for a dense model), and no metrics."""
     weights = batch.get("loss_weight")
     if weights is None:  # all are 1
-        out = model(**model_inputs(batch), targets=batch["targets"])
+        out = model(**batch.model_inputs(), targets=batch["targets"])
         return out.loss, out.aux_loss, {}
-    out = model(**model_inputs(batch), targets=batch["targets"], reduction="none")
+    out = model(**batch.model_inputs(), targets=batch["targets"], reduction="none")
     return (out.loss * weights).sum(), out.aux_loss, {}
 
 
@@ -39,18 +38,12 @@ def target_log_probs(model: nn.Module, batch: Batch, temperature: float = 1.0) -
     if temperature != 1.0:
         logits, aux_loss = target_logits(model, batch)
         return -cross_entropy(logits / temperature, batch["targets"], "none"), aux_loss
-    out = model(**model_inputs(batch), targets=batch["targets"], reduction="none")
+    out = model(**batch.model_inputs(), targets=batch["targets"], reduction="none")
     return -out.loss, out.aux_loss
 
 
 def target_logits(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
     """For a loss of your own: the logits [M, V] that predict `batch["targets"]` [M], and the load-balancing
     loss."""
-    out = model(**model_inputs(batch))
+    out = model(**batch.model_inputs())
     return out.logits, out.aux_loss
-
-
-def target_samples(batch: Batch) -> Tensor:
-    """The sample id of each target [M], on the host: for a metric of some samples only."""
-    number = torch.searchsorted(batch["cu_seqlens"], batch["target_index"], right=True) - 1
-    return batch["sample_ids"][number.cpu()]

@@ -1,6 +1,6 @@
 """Preferences (DPO): log-probabilities of answers, and the losses of pairs.
 
-The samples of a batch are chosen, rejected, chosen, rejected ... (`collate_pairs` in dataset/lm_dataset.py).
+The samples of a batch are chosen, rejected, chosen, rejected ... (`collate_shared` in dataset/batch.py).
 Shape legend: P pairs, 2 P answers, M targets.
 """
 
@@ -10,10 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dataset.batch import Batch
-from trainer.objectives.base import flat_size
+from dataset.batch import Batch, Size
 from trainer.objectives.next_token import target_log_probs
-from trainer.report.speed import Size
 
 if TYPE_CHECKING:
     from model.model_minimind import MiniMindConfig
@@ -24,7 +22,7 @@ def answer_log_probs(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
     load-balancing loss []."""
     log_probs, aux_loss = target_log_probs(model, batch)
     exact = torch.float32 if log_probs.device.type == "mps" else torch.float64
-    answers = [part.sum(dtype=exact) for part in log_probs.split(batch["target_counts"])]
+    answers = [part.sum(dtype=exact) for part in log_probs.split(batch.target_counts)]
     return torch.stack(answers) if answers else log_probs, aux_loss
 
 
@@ -38,7 +36,7 @@ def preference_loss(log_probs: Tensor, reference: Tensor, beta: float) -> Tensor
 def chosen_loss(log_probs: Tensor, batch: Batch) -> Tensor:
     """The cross entropy of each pair's chosen answer [P], a mean over its tokens: the term of SFT in RPO's
     loss (arXiv:2404.19733, eq. 1)."""
-    return -log_probs[::2] / log_probs.new_tensor(batch["target_counts"][::2])
+    return -log_probs[::2] / log_probs.new_tensor(batch.target_counts[::2])
 
 
 @torch.no_grad()
@@ -61,4 +59,4 @@ def preference_metrics(log_probs: Tensor, reference: Tensor, beta: float) -> dic
 def pair_size(batch: Batch, lm_config: "MiniMindConfig") -> Size:
     """The size of a batch of pairs: its loss is a mean over pairs, and no bits per byte are defined for
     it."""
-    return flat_size(batch, lm_config)._replace(targets=len(batch["target_counts"]) // 2, text_bytes=0)
+    return batch.size(lm_config)._replace(targets=len(batch.target_counts) // 2, text_bytes=0)

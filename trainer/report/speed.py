@@ -4,29 +4,15 @@ and how much the device can do. Nothing here is saved, or changes training."""
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
 
+from dataset.batch import Size
 from trainer.devices.device import peak_memory_mb, reserved_memory_mb
 from trainer.devices.process_group import reduce_sum, world_size
 
-if TYPE_CHECKING:
-    from model.model_minimind import MiniMindConfig
-
 COUNTS = ("samples", "tokens", "flops", "wait", "comm")
-
-
-class Size(NamedTuple):
-    """The size of a micro-batch: its loss is a mean over targets, its auxiliary loss one over tokens."""
-
-    targets: float  # the sum of their weights, which is their number where all are 1
-    tokens: int
-    # UTF-8 bytes that the targets spell, times their weights; 0: bits per byte are not defined
-    text_bytes: float = 0
-    flops: float = 0.0
-    samples: int = 0
 
 
 class Meter:
@@ -78,29 +64,3 @@ class Meter:
         if device.type == "cuda":
             metrics["reserved_mb"] = reserved_memory_mb(device)
         return metrics
-
-
-def training_flops(
-    config: "MiniMindConfig",
-    tokens: int,
-    targets: int,
-    cu_seqlens: np.ndarray,
-    cu_seqlens_k: np.ndarray | None = None,
-) -> float:
-    """Floating-point operations of the forward and backward pass over a flat batch, without padding rows.
-
-    Six per weight and token for the layers (two forward, four backward), six per weight and target for the
-    head, and causal attention at half of the square. The embedding is a look-up and counts nothing.
-    `cu_seqlens` [S + 1] as arrays of the host, and `cu_seqlens_k` if samples see more keys than their own.
-    """
-    c, d = config.hidden_size, config.head_dim
-    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    attention = c * d * (2 * heads + 2 * kv_heads)
-    mlp = 3 * c * config.intermediate_size
-    if config.use_moe:
-        mlp = 3 * c * config.moe_intermediate_size * config.num_experts_per_tok + c * config.num_experts
-    own = np.diff(cu_seqlens).astype(np.float64)
-    visible = own if cu_seqlens_k is None else np.diff(cu_seqlens_k).astype(np.float64)
-    squares = float((visible**2 - (visible - own) ** 2).sum())
-    products = 6.0 * config.num_hidden_layers * (tokens * (attention + mlp) + squares * heads * d)
-    return products + 6.0 * targets * c * config.vocab_size

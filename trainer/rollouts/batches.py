@@ -15,14 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dataset.batch import Batch, collate_shared, to_device
+from dataset.batch import Batch, FlatBatch, Size, collate_shared
 from dataset.rollout_prompts import RolloutPrompt
 from trainer.callbacks.train_state import TrainState
 from trainer.devices.process_group import all_gather, reduce_sum, this_rank, world_size
 from trainer.devices.wrapping import decoding_model, unwrap
-from trainer.objectives.base import Objective, flat_size
+from trainer.objectives.base import Objective
 from trainer.objectives.next_token import target_log_probs
-from trainer.report.speed import Size
 from trainer.report.sums import Means, add_means, quotient
 from trainer.rollouts.policy import TOKEN_LEVEL, group_advantages
 from trainer.rollouts.rewards import Reward, compute
@@ -57,12 +56,13 @@ def group_batches(
         loss_denominator = len(written)
         if args.loss_type in TOKEN_LEVEL:
             loss_denominator = sum(trajectory.sampled for trajectory in written)
-        batch = to_device(flat_batch(trained, loss_denominator), device)
-        batches.append(batch | {"advantages": torch.tensor(of_tokens).to(device, non_blocking=True)})
+        batch = flat_batch(trained, loss_denominator)
+        batch["advantages"] = torch.tensor(of_tokens)
+        batches.append(batch.to(device))
     return batches
 
 
-def flat_batch(written: list[Trajectory], loss_denominator: int) -> Batch:
+def flat_batch(written: list[Trajectory], loss_denominator: int) -> FlatBatch:
     """The flat batch of trajectories; those to one prompt share it. With `lengths` [M], tokens of the
     completion of each target, `sampling_log_probs` [M], with which it was drawn, and `loss_denominator`, this
     micro-batch's part of it."""
@@ -76,14 +76,15 @@ def flat_batch(written: list[Trajectory], loss_denominator: int) -> Batch:
         for trajectory in written
     ]
     groups = groupby(samples, lambda sample: sample["sample_id"])
-    batch: Batch = collate_shared([list(group) for _, group in groups])
+    batch = collate_shared([list(group) for _, group in groups])
     sampled = torch.tensor([trajectory.sampled for trajectory in written], dtype=torch.int64)
     batch["lengths"] = sampled.repeat_interleave(sampled).float()
     batch["sampling_log_probs"] = torch.tensor(sum((trajectory.log_probs for trajectory in written), []))
-    return batch | {"loss_denominator": loss_denominator}
+    batch["loss_denominator"] = loss_denominator
+    return batch
 
 
-def empty_batch() -> Batch:
+def empty_batch() -> FlatBatch:
     """A flat batch without trajectories, with the fields of every loss."""
     return flat_batch([], 0) | {"advantages": torch.empty(0), "returns": torch.empty(0)}
 
@@ -92,7 +93,7 @@ def rollout_size(batch: Batch, lm_config: Any) -> Size:
     """The size of a flat batch, or of held-out prompts."""
     if "prompts" in batch:
         return Size(len(batch["prompts"]), sum(len(prompt.input_ids) for prompt in batch["prompts"]))
-    return flat_size(batch, lm_config)._replace(targets=batch["loss_denominator"])
+    return batch.size(lm_config)._replace(targets=batch["loss_denominator"])
 
 
 class Rollouts(Objective):
@@ -118,7 +119,7 @@ class Rollouts(Objective):
         self.samples: list[dict] = []  # of the last rollout, for the log
         self.decoding_copy: nn.Module | None = None  # of the policy; it generates
         # this rank's last rollout, with --num_iterations 2 or more
-        self.rollout_for_next_updates: list[Batch] = []
+        self.rollout_for_next_updates: list[FlatBatch] = []
 
     @staticmethod
     def policy_of(model: nn.Module) -> nn.Module:
@@ -144,7 +145,7 @@ class Rollouts(Objective):
         is_first_update = state.progress.update % self.args.num_iterations == 0
         if not is_first_update and len(self.rollout_for_next_updates) == len(micro_batches):
             batches = self.rollout_for_next_updates  # on the host after a resume
-            self.rollout_for_next_updates = [to_device(batch, state.device) for batch in batches]
+            self.rollout_for_next_updates = [batch.to(state.device) for batch in batches]
             return self.rollout_for_next_updates
         model = unwrap(state.model)
         model.eval()
@@ -178,10 +179,7 @@ class Rollouts(Objective):
     def state_dict(self) -> dict[str, Any]:
         """Reward statistics since the last record, and the rollout that further updates use, of all ranks. A
         collective."""
-        rollout = []
-        for batch in self.rollout_for_next_updates:
-            kept = {name: value for name, value in batch.items() if not name.startswith("host_")}
-            rollout.append({name: on_host(value) for name, value in kept.items()})
+        rollout = [batch.state_dict() for batch in self.rollout_for_next_updates]
         return {
             "since_last_record": self.since_last_record,
             "rollout_for_next_updates": all_gather(rollout),
@@ -192,16 +190,9 @@ class Rollouts(Objective):
         """Restore what `state_dict` gave."""
         self.since_last_record = saved["since_last_record"]
         self.samples = saved["samples"]
-        self.rollout_for_next_updates = []
         of_ranks = saved["rollout_for_next_updates"]
-        if len(of_ranks) != world_size():
-            return
-        for batch in of_ranks[this_rank()]:
-            host_copies = {}
-            for name in ("cu_seqlens", "cu_seqlens_k"):
-                if name in batch:
-                    host_copies[f"host_{name}"] = batch[name].numpy()
-            self.rollout_for_next_updates.append(batch | host_copies)
+        own = of_ranks[this_rank()] if len(of_ranks) == world_size() else []
+        self.rollout_for_next_updates = [FlatBatch.from_state_dict(batch) for batch in own]
 
     # ---- a rollout
 
@@ -291,11 +282,6 @@ class Rollouts(Objective):
         metrics = {name: sum(score[name] for score in scores) for name in self.reward_names}
         metrics["loss"] = -metrics["reward"]
         return {name: torch.tensor(value, dtype=torch.float64) for name, value in metrics.items()}
-
-
-def on_host(value: Any) -> Any:
-    """A tensor on the host, anything else as it is."""
-    return value.detach().cpu() if isinstance(value, Tensor) else value
 
 
 def _excerpt(text: str) -> str:

@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from dataset.batch import Batch, to_device
+from dataset.batch import Batch, Size
 from trainer.callbacks.train_state import TrainState
 from trainer.devices.process_group import reduce_sum
 from trainer.devices.wrapping import recompute_layers, unwrap
 from trainer.objectives.next_token import target_log_probs, target_logits
-from trainer.report.speed import Size, training_flops
 from trainer.rollouts.batches import RewardedTrajectories, Rollouts, empty_batch, flat_batch, rollout_size
 from trainer.rollouts.policy import policy_loss, sampling_difference
 from trainer.weights.files import Description, save_weights
@@ -127,7 +126,7 @@ def critic_batches(
     batches = []
     for written, rewards in rollouts:
         sampled = [trajectory.sampled for trajectory in written]
-        batch = to_device(flat_batch(written, sum(sampled)), device)
+        batch = flat_batch(written, sum(sampled)).to(device)
         values, _ = unwrapped(model).values(batch)
         advantages: list[float] = []
         values_of_each = values.cpu().double().split(sampled)
@@ -223,5 +222,4 @@ def actor_critic_size(batch: Batch, lm_config: Any) -> Size:
     size = rollout_size(batch, lm_config)
     if "prompts" in batch:
         return size
-    ends = batch["host_cu_seqlens"], batch.get("host_cu_seqlens_k")
-    return size._replace(flops=size.flops + training_flops(lm_config, size.tokens, 0, *ends))
+    return size._replace(flops=size.flops + batch.flops(lm_config, targets=0))

@@ -7,11 +7,11 @@ the turn's: they are in the context and never targets. The tokens of a turn stay
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
-from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, cast
 
 from common.errors import UserError
 from common.plugins import user_code
+from common.seeds import draw
 from dataset.rollout_prompts import RolloutPrompt
 from model.answers import answer_message
 from model.generation import generate
@@ -41,12 +41,6 @@ class Trajectory:
     def sampled(self) -> int:
         """Tokens that were sampled."""
         return sum(self.is_target)
-
-
-def seed_of(seed: int, update: int, sample_id: int, number: int, turn: int = 0) -> int:
-    """The 64 bits that key the draws of one turn."""
-    key = f"{seed} {update} {sample_id} {number} {turn}".encode()
-    return int.from_bytes(blake2b(key, digest_size=8).digest(), "little")
 
 
 @dataclass
@@ -93,7 +87,7 @@ class TrajectoryWriter:
         for group in groups.values():
             samplings.append([])
             for trajectory in group:
-                seed = seed_of(self.seed, update, trajectory.prompt.sample_id, trajectory.number, turn)
+                seed = draw(self.seed, update, trajectory.prompt.sample_id, trajectory.number, turn)
                 samplings[-1].append(Sampling(self.temperature, seed=seed))
         room = [max(1, min(self.max_gen_len, self.max_total_len - len(tokens))) for tokens in groups]
         end_ids = [int(cast(int, self.tokenizer.eos_token_id))]

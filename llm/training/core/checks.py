@@ -9,6 +9,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from common.errors import UserError
+from dataset.batch import Batch, FlatBatch
 
 
 def check_class(kind: type, base: type, called_in_other_ways: tuple[str, ...] = ()) -> None:
@@ -87,9 +88,9 @@ def checked_criterion(task: Any) -> Callable[..., Any]:
     return criterion
 
 
-def checked_batch(data: Any, batch: Any) -> dict[str, Any]:
+def checked_batch(data: Any, batch: Any) -> Batch:
     """A batch of a data module. Raises UserError if it is no dict, or an empty one."""
-    if isinstance(batch, dict) and batch:
+    if isinstance(batch, FlatBatch) or (isinstance(batch, dict) and batch):
         return batch
     raise UserError(
         f"{type(data).__name__}: a batch is {describe(batch)}; let collate_fn return a dict of tensors, "

@@ -5,10 +5,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from common.errors import UserError
-from dataset.batch import Batch
+from dataset.batch import Batch, Size
 from llm.training.core.checks import checked_batch, checked_loss, checked_sums, checked_type, names_of
 from trainer.objectives.base import Metrics, Objective, defining_file
-from trainer.report.speed import Size
 
 
 class TaskObjective(Objective):

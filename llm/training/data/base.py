@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, default_collate
 
 from common.errors import UserError
+from dataset.batch import Batch
 from dataset.order import SizedDataset, epoch_loader, eval_loader, in_order
 from llm.training.core.checks import checked_batch
 from llm.training.core.config import Config
@@ -21,7 +22,7 @@ class DataModule(ABC):
 
     train_dataset: SizedDataset
     val_dataset: SizedDataset | None = None
-    collate_fn: Callable[[list], dict[str, Any]] = staticmethod(default_collate)
+    collate_fn: Callable[[list], Batch] = staticmethod(default_collate)
 
     def __init__(self, config: Config):
         self.config = config
@@ -41,7 +42,7 @@ class DataModule(ABC):
         """Where a sample comes from, for messages."""
         return f"sample {sample_id}"
 
-    def collate(self, samples: list) -> dict[str, Any]:
+    def collate(self, samples: list) -> Batch:
         """The batch of some samples. At the end of an epoch a rank may have none: if `collate_fn` cannot make
         a batch of no samples, it is that of the first one, with every tensor cut to length 0. Raises
         UserError if it is no dict."""

@@ -10,14 +10,13 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from common.errors import UserError
-from dataset.batch import Batch
+from dataset.batch import Batch, Size
 from llm.training.core.callbacks import Callback
 from llm.training.core.checks import check_class, describe
 from llm.training.core.config import Config, EngineArgs
 from llm.training.core.objective import TaskObjective
 from llm.training.data.base import DataModule
 from trainer.objectives.base import Metrics, Objective
-from trainer.report.speed import Size
 from trainer.stage import warmup_cosine
 
 

@@ -181,7 +181,7 @@ from llm.training.data.synthetic import SyntheticDataModule
 from llm.training.tasks.regression_task import RegressionArgs, RegressionTask
 from trainer import train_full_sft
 from trainer.objectives.next_token import Objective
-from trainer.report.speed import Size
+from dataset.batch import Size
 
 
 class Doubled(train_full_sft.Objective):
@@ -285,7 +285,7 @@ def test_an_objective_and_a_model_are_a_task(tmp_path, home):
 ROWS = '''
 import numpy as np
 
-from dataset.lm_dataset import collate_flat
+from dataset.batch import collate_flat
 from llm.training.data.base import DataModule
 
 

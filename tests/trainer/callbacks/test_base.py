@@ -60,5 +60,7 @@ def test_a_method_of_the_objective_that_would_never_be_called_is_refused():
     class Misspelled(Mine):
         def on_batch_begin(self, state, update): ...
 
-    with pytest.raises(UserError, match=r"^objective Misspelled: on_batch_begin would never be called; there"):
+    with pytest.raises(
+        UserError, match=r"^objective Misspelled: on_batch_begin would never be called; there"
+    ):
         members(Misspelled([]), []).check()

@@ -4,7 +4,6 @@ import pytest
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from dataset.batch import model_inputs
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from tests.stage_process import run
 from tests.trainer.devices.test_wrapping import flat_batch
@@ -43,7 +42,7 @@ def test_the_model_counts_what_stock_transformers_routes(top_k):
     # no file ever holds a counter
     assert not [key for key in model.state_dict() if key.endswith("tokens_per_expert")]
     batch = flat_batch(0, [7, 1, 30])
-    flat = {name: batch[name] for name in model_inputs(batch) if name in batch}
+    flat = batch.model_inputs()
     wanted = torch.zeros(2, 4, dtype=torch.int64)
     for ids in batch["input_ids"].split([7, 1, 30]):
         routed = stock(ids[None], output_router_logits=True).router_logits

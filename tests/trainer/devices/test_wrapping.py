@@ -11,6 +11,7 @@ import torch
 
 from common.errors import UserError
 from common.settings import StageArgs
+from dataset.batch import FlatBatch
 from model import losses
 from model.generation import generate
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
@@ -36,24 +37,14 @@ CASES = {
 }
 
 
-def flat_batch(seed: int, lengths: list[int]) -> dict:
+def flat_batch(seed: int, lengths: list[int]) -> FlatBatch:
     """Random samples of these lengths, every token but the first a target."""
     ids = torch.randint(3, 6400, (sum(lengths),), generator=torch.Generator().manual_seed(seed))
-    borders = torch.tensor([0, *lengths]).cumsum(0)
-    index = torch.cat(
-        [torch.arange(a, b - 1) for a, b in zip(borders[:-1], borders[1:], strict=True)] + [ids[:0]]
-    )
-    return {
-        "input_ids": ids,
-        "position_ids": torch.cat([torch.arange(length) for length in lengths] + [ids[:0]]),
-        "cu_seqlens": borders.to(torch.int32),
-        "max_seqlen": max(lengths, default=0),
-        "target_index": index,
-        "targets": ids[index + 1],
-        "target_bytes": 4 * len(index),
-        "host_cu_seqlens": np.cumsum([0, *lengths]).astype(np.int32),
-        "sample_ids": torch.arange(len(lengths)),
-    }
+    samples = []
+    for number, tokens in enumerate(ids.split(lengths) if lengths else ()):
+        sample = {"input_ids": tokens.numpy(), "loss_weight": np.ones(len(tokens), np.float32)}
+        samples.append(sample | {"sample_id": number, "target_bytes": 4 * (len(tokens) - 1)})
+    return FlatBatch.from_samples(samples)
 
 
 @torch.no_grad()

@@ -40,7 +40,7 @@ def test_the_loss_is_that_of_the_formula_and_scales_no_balancing_loss(weighted, 
     batch = flat_batch(3, [9, 30, 5])
     weights = torch.ones(len(batch["targets"]))
     if weighted:
-        weights = batch["loss_weight"] = torch.rand(len(weights)) * 3
+        weights = batch.loss_weight = torch.rand(len(weights)) * 3
     args = train_distillation.Args(alpha=0.3, temperature=2.0)
     objective = train_distillation.Objective()
     objective.teachers = teachers

@@ -4,7 +4,7 @@ another value."""
 import pytest
 import torch
 
-from dataset.batch import collate_pairs
+from dataset.batch import collate_shared
 from dataset.opening import open_prompts
 from dataset.token_cache import load_tokenizer
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
@@ -41,7 +41,7 @@ def differing(before: dict, now: dict, setting: str) -> set[tuple[str, str]]:
 
 def test_of_dpo(models):
     model, reference, other_reference = models
-    batch = collate_pairs(pairs([(2 + i % 5, 2 + i % 7) for i in range(24)]))
+    batch = collate_shared(pairs([(2 + i % 5, 2 + i % 7) for i in range(24)]))
     objective = objective_of(reference)
     before = objective.held_out(model, batch, train_dpo.Args())
     found = set()

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from dataset.batch import model_inputs
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from tests.trainer.devices.test_wrapping import flat_batch
 from trainer.objectives.base import frozen_model
@@ -15,7 +14,7 @@ def test_a_head_of_ones_own_gets_the_hidden_states_of_the_same_forward_pass(with
     torch.manual_seed(0)
     model = MiniMindForCausalLM(MiniMindConfig(hidden_size=32, num_hidden_layers=2))
     batch = flat_batch(3, [9, 30, 5])
-    out = model(**model_inputs(batch), targets=batch["targets"] if with_targets else None)
+    out = model(**batch.model_inputs(), targets=batch["targets"] if with_targets else None)
     (hidden,) = out.hidden_states
     assert hidden.shape == (len(batch["input_ids"]), 32) and hidden.requires_grad
     logits = model.lm_head(hidden.index_select(0, batch["target_index"]))

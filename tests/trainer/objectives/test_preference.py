@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from dataset.batch import collate_flat, collate_pairs
+from dataset.batch import collate_flat, collate_shared
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from trainer import train_dpo
 from trainer.objectives.preference import pair_size
@@ -54,7 +54,7 @@ def objective_of(reference) -> train_dpo.Objective:
 def test_loss_and_gradients_are_those_of_the_formula(models, rpo_alpha):
     model, reference = models
     rows = pairs([(7, 12), (30, 3), (1, 9)])
-    batch, args = collate_pairs(rows), train_dpo.Args(beta=0.3, rpo_alpha=rpo_alpha)
+    batch, args = collate_shared(rows), train_dpo.Args(beta=0.3, rpo_alpha=rpo_alpha)
     loss, aux_loss, metrics = objective_of(reference).loss(model, batch, args)
     gradients = torch.autograd.grad(loss / 3, list(model.parameters()))
 
@@ -81,7 +81,7 @@ def test_loss_and_gradients_are_those_of_the_formula(models, rpo_alpha):
 
 
 def test_an_empty_batch_of_pairs_has_no_loss_and_a_zero_gradient(models):
-    batch = collate_pairs([])
+    batch = collate_shared([])
     assert pair_size(batch, CONFIG).targets == 0
     loss, aux_loss, metrics = objective_of(models[1]).loss(models[0], batch, train_dpo.Args(rpo_alpha=1.0))
     (loss + aux_loss).backward()
@@ -91,7 +91,7 @@ def test_an_empty_batch_of_pairs_has_no_loss_and_a_zero_gradient(models):
 
 def test_a_pair_counts_once_and_its_answers_lie_side_by_side():
     rows = pairs([(3, 4), (5, 6)])
-    batch = collate_pairs(rows)
+    batch = collate_shared(rows)
     assert batch["target_counts"] == [3, 4, 5, 6] and batch["sample_ids"].tolist() == [0, 1, 2, 3]
     size = pair_size(batch, CONFIG)
     shared = 4 + 4  # of prompts of 5 tokens, the last of which predicts other tokens

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from dataset.batch import Size
 from trainer.report import speed
-from trainer.report.speed import Meter, Size
+from trainer.report.speed import Meter
 
 CPU = torch.device("cpu")
 

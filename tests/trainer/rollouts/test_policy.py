@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from dataset.batch import collate_flat
+from dataset.batch import FlatBatch, collate_flat
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from trainer.rollouts.policy import TOKEN_LEVEL, group_advantages, policy_loss, sampled_tokens_loss
 from trainer.rollouts.ppo import ActorCritic, actor_critic_loss
@@ -71,7 +71,7 @@ def test_loss_and_gradient_are_those_of_trl(loss_type, beta):
     assert (loss.item(), gradient.norm().item(), products) == pytest.approx(BY_TRL[loss_type, beta], rel=1e-9)
 
 
-def sampled_batch(lengths: list[int]) -> dict:
+def sampled_batch(lengths: list[int]) -> FlatBatch:
     """A flat batch of completions of these lengths, behind prompts of 4 tokens."""
     draw, rows = np.random.RandomState(0), []
     for number, length in enumerate(lengths):
@@ -81,11 +81,11 @@ def sampled_batch(lengths: list[int]) -> dict:
     return collate_flat(rows) | {"lengths": of_tokens.float()}
 
 
-def log_probs_one_by_one(model: MiniMindForCausalLM, batch: dict, temperature: float) -> torch.Tensor:
+def log_probs_one_by_one(model: MiniMindForCausalLM, batch: FlatBatch, temperature: float) -> torch.Tensor:
     """The log-probabilities [M] of the targets, from each sample's own logits, behind prompts of 4 tokens."""
     found, ends, tokens = [], batch["cu_seqlens"], batch["input_ids"]
-    if "key_index" in batch:  # samples continue what others share with them; that itself has no targets
-        ends, tokens = batch["cu_seqlens_k"], tokens[batch["key_index"]]
+    if batch.shared_keys:  # samples continue what others share with them; that itself has no targets
+        ends, tokens = batch.shared_keys.cu_seqlens, tokens[batch.shared_keys.index]
     for sample in tokens.split(torch.diff(ends).tolist()):
         scores = torch.log_softmax(model(sample[None]).logits[0] / temperature, dim=-1)
         found.append(scores[3:-1].gather(1, sample[4:, None])[:, 0])

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from common.errors import UserError
+from common.seeds import draw
 from dataset.rollout_prompts import PromptDataset
 from dataset.token_cache import load_tokenizer
 from model import generation
@@ -16,7 +17,7 @@ from model.sampling import Sampling
 from tests.conftest import ROOT, write_jsonl
 from trainer.rollouts import writer as trajectories
 from trainer.rollouts.environments import Calculator, tool_message, tool_schema
-from trainer.rollouts.writer import TrajectoryWriter, calls_of, seed_of
+from trainer.rollouts.writer import TrajectoryWriter, calls_of
 
 CALL = '<tool_call>\n{"name": "calculate", "arguments": {"expression": "12+30"}}\n</tool_call>'
 
@@ -83,7 +84,7 @@ def test_the_tokens_are_those_of_the_conversation_and_only_the_turns_are_targets
     assert found.text == "42" and not found.is_cut and found.log_probs == [-0.5] * found.sampled
     assert [message["role"] for message in found.messages] == ["assistant", "tool", "assistant"]
     first, second = (samplings[0][0] for _, samplings, _ in asked)
-    assert (first, second) == tuple(Sampling(1.0, seed=seed_of(1, 5, 0, 0, turn)) for turn in (0, 1))
+    assert (first, second) == tuple(Sampling(1.0, seed=draw(1, 5, 0, 0, turn)) for turn in (0, 1))
 
 
 def test_a_turn_without_calls_ends_the_trajectory(tokenizer, prompts, written):
