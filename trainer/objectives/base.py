@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dataset.batch import Batch, Size
-from trainer.optim.build import Group, build_optimizer
+from trainer.optim.build import build_optimizer
 from trainer.weights.files import save_weights
 from trainer.weights.tensor_file import Writer
 
@@ -33,9 +33,11 @@ class Objective:
     needs_reference = False  # `reference` becomes a frozen model with the start weights, on the device
     reference: Any = None
 
-    def groups(self, named_parameters: Sequence[tuple[str, nn.Parameter]], args: Any) -> Sequence[Group]:
-        """Parameters with a learning rate, betas or weight decay of their own, such as
-        `[{"match": "embed_tokens", "lr_scale": 2.0}]`. named_parameters: of the model, tied ones once."""
+    def groups(
+        self, named_parameters: Sequence[tuple[str, nn.Parameter]], args: Any
+    ) -> Sequence[Mapping[str, Any]]:
+        """Parameters with a learning rate, betas or weight decay of their own: rows such as
+        `{"match": "embed_tokens", "lr_scale": 2.0}`, see `Group`. named_parameters: tied ones come once."""
         return ()
 
     def optimizer(self, model: nn.Module, args: Any) -> torch.optim.Optimizer:

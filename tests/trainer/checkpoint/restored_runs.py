@@ -27,7 +27,7 @@ from trainer.checkpoint.file import write_checkpoint
 from trainer.checkpoint.state import copy_to_host, first_difference, host_copy, load_into
 from trainer.devices.process_group import is_main_process, meet
 from trainer.devices.wrapping import freeze, unwrap, wrap_model
-from trainer.optim.build import Group, build_optimizer
+from trainer.optim.build import build_optimizer
 from trainer.trainer_utils import init_distributed_mode
 from trainer.weights.lora import add_adapters
 from trainer.weights.tensor_file import read_file
@@ -68,7 +68,7 @@ def make(kind: str, case: str, parallel: str = "ddp", seed: int = 0) -> tuple[nn
     if case == "frozen":
         freeze(model, ("model.embed_tokens", "model.layers.0.self_attn"))
     wrapped = wrap_model(model, torch.device("cpu"), parallel)
-    own: list[Group] = [{"match": "mlp", "lr_scale": 0.5}] if case == "groups" else []
+    own = [{"match": "mlp", "lr_scale": 0.5}] if case == "groups" else []
     if kind in ("adamw", "muon"):
         return wrapped, build_optimizer(model, 1e-2, 0.1, kind, own)
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]

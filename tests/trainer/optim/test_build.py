@@ -10,7 +10,7 @@ from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from trainer import train_full_sft, train_pretrain
 from trainer.checkpoint.same_run import with_weight_decay
 from trainer.optim import muon
-from trainer.optim.build import MUON_LR_SCALE, Group, build_optimizer
+from trainer.optim.build import MUON_LR_SCALE, build_optimizer
 
 
 def tiny(use_moe: bool) -> MiniMindForCausalLM:
@@ -103,7 +103,7 @@ def test_muon_without_a_matrix_is_refused():
 def test_each_layer_may_have_a_rate_of_its_own(kind):
     """Also where no matrix is left for the rate of the others."""
     model, other = tiny(use_moe=False), tiny(use_moe=False)
-    groups: list[Group] = [{"match": "layers.0", "lr": 5e-4}, {"match": "embed_tokens", "lr_scale": 0.0}]
+    groups = [{"match": "layers.0", "lr": 5e-4}, {"match": "embed_tokens", "lr_scale": 0.0}]
     optimizer, usual = (
         build_optimizer(model, 1e-3, 0.0, kind, groups),
         build_optimizer(other, 1e-3, 0.0, kind),
@@ -137,7 +137,7 @@ WRONG: dict[str, dict] = {
 @pytest.mark.parametrize("message", WRONG)
 def test_a_group_that_cannot_be_understood_is_refused(message):
     with pytest.raises(UserError, match=f"^groups: {message}"):
-        build_optimizer(tiny(use_moe=False), 1e-3, 0.1, "adamw", [cast(Group, WRONG[message])])
+        build_optimizer(tiny(use_moe=False), 1e-3, 0.1, "adamw", [WRONG[message]])
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
@@ -146,7 +146,7 @@ def test_a_tied_embedding_has_its_own_rate_betas_and_decay_by_either_name(kind):
     own = {"betas": (0.8, 0.9), "weight_decay": 0.5}
     for name in ("embed_tokens", "lm_head"):
         model, other = tiny(use_moe=False), tiny(use_moe=False)
-        group = cast(Group, {"match": name, "lr": 3e-3} | own)
+        group = {"match": name, "lr": 3e-3} | own
         optimizer = build_optimizer(model, 1e-3, 0.1, kind, [group])
         rate = 3e-3 * (MUON_LR_SCALE if kind == "muon" else 1.0)
         alone = torch.optim.AdamW([other.model.embed_tokens.weight], lr=rate, **own, fused=True)
