@@ -196,8 +196,8 @@ class Counter(Callback):
     def load_state_dict(self, saved):
         {load}
 
-def add_callbacks(state, add=stage.add_callbacks):
-    add(state)
+def add_callbacks(state, data, add=stage.add_callbacks):
+    add(state, data)
     state.callbacks.append(Counter())
 
 stage.add_callbacks = add_callbacks
