@@ -8,6 +8,7 @@ resulting shares of the targets are reported.
 import hashlib
 import json
 import re
+from typing import Any
 
 import numpy as np
 
@@ -105,16 +106,19 @@ class MixedDataset(StageDataset):
         first = int(self.first_samples[number])
         return [sample | {"sample_id": first + sample["sample_id"]} for sample in item]
 
-    def items_of_epoch(self, seed: int, epoch: int) -> np.ndarray:
+    def epoch_items(self, args: Any) -> int:
+        return len(self)
+
+    def items_of_epoch(self, args: Any, epoch: int) -> np.ndarray:
         """The items of an epoch, dataset by dataset: of each the next `counts` items of its order, which is
-        repeated endlessly. A function of seed and epoch, so there is no state to save.
+        repeated endlessly. A function of --seed and epoch, so there is no state to save.
 
         Example: a source of 3 items in the order 2, 0, 1 gives 2 items to each epoch: 2, 0, then 1, 2, then
         0, 1.
         """
         chosen = []
         for number, (dataset, count) in enumerate(zip(self.datasets, self.counts, strict=True)):
-            order = even_order(dataset.item_tokens, [seed, number, 0])
+            order = even_order(dataset.item_tokens, [args.seed, number, 0])
             positions = np.arange(epoch * count, (epoch + 1) * count) % len(order)
             chosen.append(self.first_items[number] + order[positions])
         return np.concatenate(chosen)

@@ -13,7 +13,6 @@ from dataset.files import expand_paths, is_plain_text
 from dataset.held_out import Split
 from dataset.lm_dataset import PretrainDataset, StageDataset
 from dataset.mixing import MixedDataset, split_weights
-from dataset.order import epoch_items, epoch_tokens
 from dataset.report import EmptySplit
 from dataset.rollout_prompts import PromptDataset
 
@@ -110,7 +109,7 @@ def open_datasets(
     if weights:
         train = MixedDataset(list(zip(paths, sources, strict=True)), weights, args.max_tokens)
     ranks = launch().world_size
-    items = epoch_items(train, args)
+    items = train.epoch_items(args)
     if ranks > items:
         raise UserError(f"{ranks} processes, but an epoch has only {items} samples; start fewer processes")
     if launch().rank == 0:
@@ -121,7 +120,7 @@ def open_datasets(
             train.report(args.epochs)
     text = f"data: {train.records:,} records, {train.num_tokens:,} tokens"
     if 0 < args.max_tokens < train.num_tokens:
-        text += f", of which an epoch takes {epoch_tokens(train, args):,.0f} (--max_tokens)"
+        text += f", of which an epoch takes {train.epoch_tokens(args):,.0f} (--max_tokens)"
     if held_out is not None:
         text += f"; held out: {held_out.records:,} records, {held_out.num_tokens:,} tokens"
     if launch().rank == 0:
@@ -140,7 +139,7 @@ def add_replay(
     path, share = cast(Any, args).replay_data_path, cast(Any, args).replay_share
     split = Split(args.eval_share) if args.eval_share else None
     documents = PretrainDataset(path, tokenizer, args.max_seq_len, split=split, **cache_options(args))
-    tokens = epoch_tokens(conversations, args)
+    tokens = conversations.epoch_tokens(args)
     share = min(share, documents.num_tokens / (documents.num_tokens + tokens))
     sources, shares = [(cast(str, args.data_path), conversations)], [1.0]
     if isinstance(conversations, MixedDataset):

@@ -12,14 +12,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from common.command_line import STOP_SIGNALS
-from common.errors import LoaderFailure, UserError, reason
+from common.errors import LoaderFailure, reason
 from common.launcher import launch
 from dataset.batch import collate_flat
-from dataset.lm_dataset import StageDataset
-from dataset.mixing import MixedDataset
-from dataset.rollout_prompts import PromptDataset
-
-StageData = StageDataset | PromptDataset
 
 
 class SizedDataset(Protocol):
@@ -30,57 +25,45 @@ class SizedDataset(Protocol):
     def __getitem__(self, index: int, /) -> Any: ...
 
 
-def epoch_items(train_set: StageData, args: Any) -> int:
-    """The number of items of an epoch: all, or with --max_tokens as many as have so many tokens on average;
-    of prompts those of whole updates. Raises UserError if there are fewer prompts than an update takes."""
-    items = len(train_set)
-    if isinstance(train_set, MixedDataset):  # its length is that of an epoch
-        return items
-    if 0 < args.max_tokens < train_set.num_tokens:
-        items = max(1, round(items * args.max_tokens / train_set.num_tokens))
-    if isinstance(train_set, StageDataset):
-        return items
-    per_update = prompts_per_update(args)
-    if items < per_update:
-        raise UserError(
-            f"an epoch has {items} prompts, and an update takes {per_update} (batch_size x "
-            "accumulation_steps x processes); lower --batch_size"
-        )
-    return items // per_update * per_update
+class StageData(Dataset):
+    """The data of a stage: its items, and which of them an epoch takes, in which order."""
 
+    kind: str  # of its samples
+    fingerprint: dict[str, Any]  # what identifies it
+    collate: Callable[[list], Any]  # makes a batch of items
 
-def epoch_tokens(train_set: StageDataset, args: Any) -> float:
-    """Tokens of an epoch; with --max_tokens about."""
-    return epoch_items(train_set, args) * train_set.mean_tokens
+    def __len__(self) -> int:
+        raise NotImplementedError
 
+    def epoch_items(self, args: Any) -> int:
+        """The number of items of an epoch: all, or with --max_tokens as many as have so many tokens on
+        average."""
+        tokens = cast(Any, self).num_tokens
+        if 0 < args.max_tokens < tokens:
+            return max(1, round(len(self) * args.max_tokens / tokens))
+        return len(self)
 
-def prompts_per_update(args: Any) -> int:
-    """Prompts that an update takes, over all ranks."""
-    return args.batch_size * args.accumulation_steps * launch().world_size
+    def items_of_epoch(self, args: Any, epoch: int) -> np.ndarray:
+        """Which items an epoch takes, integers [epoch_items]. If they are not all, an epoch goes on in a
+        random order where the one before ended: what one leaves out comes next."""
+        total, count = len(self), self.epoch_items(args)
+        if count == total:
+            return np.arange(total, dtype=np.min_scalar_type(total))
+        order = epoch_order(total, args.seed, 0)
+        return order[np.arange(epoch * count, (epoch + 1) * count) % total]
 
+    def epoch_samples(self, args: Any) -> int:
+        """The items that an epoch trains, over all ranks, those that come several times counted each time."""
+        return self.epoch_items(args)
 
-def epoch_samples(train_set: StageData, args: Any) -> int:
-    """The items that an epoch trains, over all ranks: prompts come --num_iterations times. Raises UserError
-    if there are fewer prompts than an update takes."""
-    items = epoch_items(train_set, args)
-    return items if isinstance(train_set, StageDataset) else items * args.num_iterations
+    def order_of_epoch(self, args: Any, epoch: int) -> np.ndarray:
+        """These items in the order in which all ranks together train them, integers [epoch_samples]."""
+        return in_order(self, self.items_of_epoch(args, epoch), args.seed, epoch)
 
 
 def steps_per_epoch(num_samples: int, batch_size: int) -> int:
     """Micro-batches of each rank in one epoch."""
     return math.ceil(num_samples / (batch_size * launch().world_size))
-
-
-def items_of_epoch(train_set: StageData, args: Any, epoch: int) -> np.ndarray:
-    """Which items an epoch takes, integers [epoch_items]. If they are not all, an epoch goes on in a random
-    order where the one before ended: what one leaves out comes next."""
-    if isinstance(train_set, MixedDataset):
-        return train_set.items_of_epoch(args.seed, epoch)
-    total, count = len(train_set), epoch_items(train_set, args)
-    if count == total:
-        return np.arange(total, dtype=np.min_scalar_type(total))
-    order = epoch_order(total, args.seed, 0)
-    return order[np.arange(epoch * count, (epoch + 1) * count) % total]
 
 
 def in_order(dataset: SizedDataset, items: np.ndarray, seed: int, epoch: int) -> np.ndarray:
@@ -160,16 +143,12 @@ class ProcessLoader(DataLoader):
             raise LoaderFailure(reason(error)) from error
 
 
-def train_loader(train_set: StageData, args: Any, epoch: int, skip_batches: int = 0) -> DataLoader:
-    """The micro-batches of one epoch on this rank, from micro-batch `skip_batches` on; those of prompts come
-    --num_iterations times, update by update. For another order of the samples change `in_order`."""
-    order = in_order(train_set, items_of_epoch(train_set, args, epoch), args.seed, epoch)
-    if not isinstance(train_set, StageDataset):  # prompts
-        updates = order.reshape(-1, prompts_per_update(args))
-        order = np.repeat(updates, args.num_iterations, axis=0).reshape(-1)
+def train_loader(train_set: Any, args: Any, epoch: int, skip_batches: int = 0) -> DataLoader:
+    """The micro-batches of one epoch on this rank, from micro-batch `skip_batches` on. For another order of
+    the samples change `in_order`."""
     return epoch_loader(
         train_set,
-        order,
+        train_set.order_of_epoch(args, epoch),
         args.batch_size,
         skip_batches,
         args.num_workers,

@@ -15,12 +15,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from torch.utils.data import Dataset
 
 from common.errors import UserError, say
 from common.launcher import launch
 from dataset.files import find_files, format_source, is_plain_text, read_records
 from dataset.messages import BadRecord
+from dataset.order import StageData
 from dataset.records import Chat, Parsed, parse, weight_error
 from dataset.report import BadRecords, check_bad_records, describe_files, describe_unused, no_samples_error
 from dataset.token_cache import CacheOptions, file_hash
@@ -51,7 +51,7 @@ def collate_prompts(prompts: list[RolloutPrompt]) -> dict[str, Any]:
     return {"prompts": prompts, "sample_ids": sample_ids}
 
 
-class PromptDataset(Dataset):
+class PromptDataset(StageData):
     """The prompts of one or several files.
 
     Args:
@@ -64,7 +64,8 @@ class PromptDataset(Dataset):
         options: on_bad_data, max_bad_share and split of CacheOptions.
     """
 
-    collate = staticmethod(collate_prompts)
+    kind = "prompts"
+    collate: Callable[[list], Any] = staticmethod(collate_prompts)
 
     def __init__(
         self,
@@ -167,6 +168,25 @@ class PromptDataset(Dataset):
         """Tokens of all prompts."""
         return sum(self.item_tokens)
 
+    def epoch_items(self, args: Any) -> int:
+        """Those of whole updates. Raises UserError if there are fewer prompts than an update takes."""
+        items, per_update = super().epoch_items(args), prompts_per_update(args)
+        if items < per_update:
+            raise UserError(
+                f"an epoch has {items} prompts, and an update takes {per_update} (batch_size x "
+                "accumulation_steps x processes); lower --batch_size"
+            )
+        return items // per_update * per_update
+
+    def epoch_samples(self, args: Any) -> int:
+        """Prompts come --num_iterations times."""
+        return self.epoch_items(args) * args.num_iterations
+
+    def order_of_epoch(self, args: Any, epoch: int) -> np.ndarray:
+        """The prompts of an update come --num_iterations times, one after another."""
+        updates = super().order_of_epoch(args, epoch).reshape(-1, prompts_per_update(args))
+        return np.repeat(updates, args.num_iterations, axis=0).reshape(-1)
+
     def source(self, sample_id: int) -> str:
         """FILE:LINE of a prompt."""
         return self.prompts[sample_id].source
@@ -176,6 +196,11 @@ class PromptDataset(Dataset):
 
     def __getitem__(self, index: int) -> RolloutPrompt:
         return self.prompts[index]
+
+
+def prompts_per_update(args: Any) -> int:
+    """Prompts that an update takes, over all ranks."""
+    return args.batch_size * args.accumulation_steps * launch().world_size
 
 
 def to_prompt(parsed: Parsed) -> tuple[Chat, Any]:

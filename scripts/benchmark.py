@@ -37,7 +37,7 @@ from common.arguments import parse_args
 from common.errors import UserError
 from common.settings import StageArgs
 from dataset.batch import Batch
-from dataset.order import epoch_samples, eval_loader, train_loader
+from dataset.order import eval_loader, train_loader
 from dataset.token_cache import load_tokenizer
 from scripts.timing import time_updates
 from trainer import train_full_sft, train_pretrain
@@ -106,7 +106,7 @@ class Ours:
             args=args,
             lm_config=config,
             fingerprint={
-                "samples": epoch_samples(self.train_set, args),
+                "samples": self.train_set.epoch_samples(args),
                 "global_batch": args.batch_size * args.accumulation_steps * world_size(),
                 "epochs": args.epochs,
             },

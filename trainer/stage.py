@@ -17,7 +17,7 @@ from common.launcher import launch
 from common.settings import ROOT, StageArgs
 from dataset.lm_dataset import StageDataset
 from dataset.opening import check_data_paths, check_needs_held_out
-from dataset.order import SizedDataset, StageData, epoch_samples, epoch_tokens, eval_loader, steps_per_epoch
+from dataset.order import SizedDataset, StageData, eval_loader, steps_per_epoch
 from trainer.callbacks.experts import ExpertLoad, token_counters
 from trainer.callbacks.included import EarlyStopping, TensorBoardLogger
 from trainer.callbacks.right_answers import answer_callbacks
@@ -181,11 +181,7 @@ def data_fingerprint(train_set: StageData, eval_set: StageData | None) -> Finger
 
 
 def find_run(
-    args: A,
-    model: Fingerprint,
-    data: Fingerprint,
-    train_set: Any,
-    samples: Callable[[Any, A], int] = epoch_samples,
+    args: A, model: Fingerprint, data: Fingerprint, train_set: Any, samples: Callable[[A], int] | None = None
 ) -> tuple[A, Fingerprint, dict[str, Any] | None]:
     """The run that goes on, or a new one: its settings, its fingerprint, and its checkpoint, None if there is
     none.
@@ -195,7 +191,7 @@ def find_run(
 
     Args:
         model, data: what identifies them, see `run_fingerprint`.
-        samples: gives the items of an epoch.
+        samples: gives the items of an epoch; by default the data do.
 
     Raises UserError if the checkpoint belongs to another run, cannot be read, or a new run would set aside a
     file that it starts from.
@@ -206,9 +202,10 @@ def find_run(
         checkpoint = newest_checkpoint(path, args.resume_from)
     if checkpoint is not None:
         args = same_run.keep_global_batch(args, checkpoint)
-    args = same_run.with_enough_epochs(args, samples(train_set, args))
+    count = samples or train_set.epoch_samples
+    args = same_run.with_enough_epochs(args, count(args))
     args = same_run.with_weight_decay(args, checkpoint, train_set)
-    fingerprint = same_run.run_fingerprint(args, model, data, samples(train_set, args))
+    fingerprint = same_run.run_fingerprint(args, model, data, count(args))
     same_run.check_same_run(args, fingerprint, checkpoint)
     if is_new(checkpoint):
         check_starts(args)
@@ -291,7 +288,7 @@ def begin_run(
         text += f", {state.total_updates - state.progress.update:,} of them left"
     if isinstance(data, StageDataset):
         share = state.total_updates / total_updates(state.fingerprint | {"max_steps": 0})  # of the epochs
-        text += f", {epoch_tokens(data, args) * args.epochs * share:,.0f} tokens in all"
+        text += f", {data.epoch_tokens(args) * args.epochs * share:,.0f} tokens in all"
     Logger(f"{text}; {describe_device(state.device, state.autocast)}")
 
 

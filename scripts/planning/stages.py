@@ -15,7 +15,6 @@ from common.settings import ModelConfig, StageArgs
 from dataset.files import expand_paths, split_data_path
 from dataset.lm_dataset import StageDataset
 from dataset.mixing import MixedDataset
-from dataset.order import epoch_items, epoch_tokens
 from dataset.token_cache import load_tokenizer
 from scripts import train_tokenizer
 from scripts.planning import rules, trial
@@ -74,18 +73,18 @@ class Stage:
     @property
     def passes(self) -> float:
         """Passes over the data; of a part of them less than 1."""
-        return self.args.epochs * epoch_items(self.data, self.args) / len(self.data)
+        return self.args.epochs * self.data.epoch_items(self.args) / len(self.data)
 
     @property
     def tokens(self) -> int:
         """Tokens to train."""
-        return round(epoch_tokens(self.data, self.args) * self.args.epochs)
+        return round(self.data.epoch_tokens(self.args) * self.args.epochs)
 
     @property
     def updates(self) -> int:
         """Optimizer steps."""
         per_update = self.args.batch_size * self.args.accumulation_steps
-        return math.ceil(epoch_items(self.data, self.args) / per_update) * self.args.epochs
+        return math.ceil(self.data.epoch_items(self.args) / per_update) * self.args.epochs
 
     @property
     def evaluation(self) -> float:
@@ -125,7 +124,7 @@ class Stage:
         dropout = rules.dropout(passes) if self.script is train_pretrain else 0.0
         settings = {"epochs": epochs, "max_tokens": max_tokens, "dropout": dropout}
         args = self.args.model_copy(update=settings)
-        tokens = epoch_tokens(self.data, args) * epochs
+        tokens = self.data.epoch_tokens(args) * epochs
         item = self.data.mean_tokens
         if self.has_few_conversations:
             batch = min(rules.FEW_BATCH, len(self.data))

@@ -64,9 +64,9 @@ def test_shares_are_exact_and_all_samples_are_seen_equally_often(data, seed):
     seen = np.zeros(train.first_items[-1], dtype=int)
     flat = np.concatenate([np.array(each) for each in lengths])
     for epoch in range(5):
-        items = train.items_of_epoch(seed, epoch)
+        items = train.items_of_epoch(SimpleNamespace(seed=seed), epoch)
         assert len(items) == len(train) == sum(train.counts)
-        assert np.array_equal(items, train.items_of_epoch(seed, epoch))
+        assert np.array_equal(items, train.items_of_epoch(SimpleNamespace(seed=seed), epoch))
         np.add.at(seen, items, 1)
         for i, (first, end) in enumerate(itertools.pairwise(train.first_items)):
             own = items[(items >= first) & (items < end)]

@@ -48,7 +48,7 @@ def test_short_samples_first(kind, corpus, tokenizer, monkeypatch):
     args = SimpleNamespace(
         batch_size=2, accumulation_steps=1, num_iterations=1, num_workers=0, max_tokens=0, seed=3
     )
-    items = sorted(order_of_items.items_of_epoch(train_set, args, 1).tolist())
+    items = sorted(train_set.items_of_epoch(args, 1).tolist())
     monkeypatch.setattr(order_of_items, "in_order", short_first)
 
     def batches(rank: int, ranks: int, skip: int = 0) -> list[list[int]]:

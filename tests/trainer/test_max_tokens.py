@@ -11,7 +11,6 @@ import pytest
 
 from dataset.lm_dataset import PretrainDataset
 from dataset.mixing import MixedDataset
-from dataset.order import epoch_items, epoch_tokens, items_of_epoch
 from dataset.token_cache import load_tokenizer
 from tests.conftest import ROOT
 from tests.stage_process import Faults, run
@@ -45,11 +44,11 @@ def test_what_an_epoch_leaves_out_comes_in_the_next(mixed, corpus):
     args = SimpleNamespace(seed=3, max_tokens=900)
     train_set = MixedDataset(sources, [3, 1], args.max_tokens) if mixed else sources[0][1]
     lengths, first = train_set.item_tokens, len(sources[0][1])
-    assert abs(epoch_tokens(train_set, args) - 900) < lengths.max()
+    assert abs(train_set.epoch_tokens(args) - 900) < lengths.max()
     times = np.zeros(len(lengths), dtype=int)
     for epoch in range(9):
-        items = items_of_epoch(train_set, args, epoch)
-        assert len(items) == epoch_items(train_set, args) < len(lengths)
+        items = train_set.items_of_epoch(args, epoch)
+        assert len(items) == train_set.epoch_items(args) < len(lengths)
         np.add.at(times, items, 1)
         for part in (times[:first], times[first:]):
             assert not len(part) or part.max() - part.min() <= 1

@@ -6,7 +6,6 @@ import pytest
 
 from common.errors import UserError
 from common.settings import ROOT
-from dataset.order import items_of_epoch
 from dataset.token_cache import load_tokenizer
 from tests.stage_process import Faults, run
 from tests.trainer.stage_flags import assert_same_run, flags
@@ -32,7 +31,7 @@ def test_an_epoch_has_all_conversations_and_the_next_texts(corpus, tokenizer, sh
     chats, texts = train.datasets
     seen = []
     for epoch in range(4):
-        items = items_of_epoch(train, args, epoch)
+        items = train.items_of_epoch(args, epoch)
         of_chats, of_texts = items[items < len(chats)], items[items >= len(chats)]
         assert sorted(of_chats) == list(range(len(chats))) and len(set(of_texts)) == len(of_texts)
         seen += of_texts.tolist()

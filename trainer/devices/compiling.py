@@ -17,7 +17,7 @@ from common.files import is_file
 from common.settings import StageArgs
 from dataset.batch import collate_flat, collate_shared
 from dataset.lm_dataset import StageDataset
-from dataset.order import SizedDataset, epoch_tokens
+from dataset.order import SizedDataset
 from trainer.devices.device import native_bfloat16
 from trainer.devices.errors import compiling
 from trainer.devices.process_group import Logger, world_size
@@ -65,7 +65,7 @@ def pays_on_cpu(args: StageArgs, train_set: SizedDataset, device: torch.device) 
     has_matrix_unit = in_bfloat16 and torch.cpu._is_amx_tile_supported()
     if not has_matrix_unit and (args.use_moe or not args.packing):
         return False
-    tokens = epoch_tokens(cast(Any, train_set), args) * args.epochs / world_size()
+    tokens = cast(Any, train_set).epoch_tokens(args) * args.epochs / world_size()
     flops = 6.0 * layer_weights(args.num_hidden_layers, args.hidden_size) * tokens
     return flops >= MIN_FLOPS_PER_THREAD * torch.get_num_threads()
 

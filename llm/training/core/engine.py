@@ -68,7 +68,7 @@ class TrainingEngine:
             task.fingerprint(),
             data.fingerprint(),
             data.train_dataset,
-            samples=lambda *_: data.num_samples(),
+            samples=lambda _: data.num_samples(),
         )
         task.args = args
         self.is_finished = is_finished(args, fingerprint, checkpoint)  # then `run()` has nothing to do

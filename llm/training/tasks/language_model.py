@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from dataset.order import epoch_samples, eval_loader, train_loader
+from dataset.order import eval_loader, train_loader
 from dataset.token_cache import load_tokenizer
 from llm.training.core.checks import names_of
 from llm.training.core.config import Config, EngineArgs
@@ -52,7 +52,7 @@ class StageDataModule(DataModule):
         return self.train_dataset.source(sample_id)
 
     def num_samples(self) -> int:
-        return epoch_samples(self.train_dataset, self.task.args)
+        return self.train_dataset.epoch_samples(self.task.args)
 
     def train_dataloader(self, epoch: int = 0, skip_batches: int = 0) -> DataLoader:
         return train_loader(self.train_dataset, self.task.args, epoch, skip_batches)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from common.errors import UserError
-from dataset.order import epoch_samples, train_loader
+from dataset.order import train_loader
 from dataset.rollout_prompts import RolloutPrompt, collate_prompts
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from tests.trainer.rollouts.test_policy import log_probs_one_by_one
@@ -241,11 +241,11 @@ def test_the_prompts_of_an_update_come_once_for_each_iteration():
     settings = {"batch_size": 2, "accumulation_steps": 2, "num_iterations": 3, "seed": 1}
     args = SimpleNamespace(**settings, num_workers=0, max_tokens=0)
     prompts: Any = Prompts(prompt(number) for number in range(11))
-    assert epoch_samples(prompts, args) == 8 * 3
+    assert prompts.epoch_samples(args) == 8 * 3
     batches = [batch["sample_ids"].tolist() for batch in train_loader(prompts, args, epoch=0)]
     updates = [one + other for one, other in zip(batches[::2], batches[1::2], strict=True)]
     assert updates == [updates[0]] * 3 + [updates[3]] * 3
     assert len({*updates[0], *updates[3]}) == 8
     args.batch_size = 6
     with pytest.raises(UserError, match="an epoch has 11 prompts, and an update takes 12"):
-        epoch_samples(prompts, args)
+        prompts.epoch_samples(args)
