@@ -453,9 +453,8 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
         minus the log-probability of each target. Without `targets` it returns logits [M, V] instead of a
         loss, without `target_index` logits [N, V]. `hidden_states` is a tuple of one tensor, the last hidden
         states [N, C], for another head. `host_cu_seqlens` [S + 1] is a copy of `cu_seqlens` that the host can
-        read; without it the host may wait for the device. `shared_keys`: where samples begin alike,
-        `key_index` [R], and of these `cu_seqlens`, `max_seqlen` and `host_cu_seqlens`; see `collate_shared`
-        in dataset/lm_dataset.py."""
+        read; without it the host may wait for the device. `shared_keys`: which keys
+        are seen if samples begin alike, see `SharedKeys` in dataset/batch.py."""
         tokens = len(input_ids)
         input_ids = pad_flat(input_ids)
         position_ids = pad_flat(position_ids)
