@@ -3,7 +3,6 @@
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +10,7 @@ import torch
 
 from common.errors import UserError
 from dataset.order import train_loader
-from dataset.rollout_prompts import RolloutPrompt, collate_prompts
+from dataset.rollout_prompts import PromptDataset, RolloutPrompt
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from tests.trainer.rollouts.test_policy import log_probs_one_by_one
 from tests.trainer.stage_flags import assert_same_tensors
@@ -230,17 +229,18 @@ def test_how_far_the_policy_has_moved_is_a_mean_per_token():
     assert record["stopped"] == 0.5
 
 
-class Prompts(list):
-    """As a dataset."""
+class Prompts(PromptDataset):
+    """Prompts of no file."""
 
-    collate = staticmethod(collate_prompts)
+    def __init__(self, prompts):
+        self.prompts = list(prompts)
 
 
 def test_the_prompts_of_an_update_come_once_for_each_iteration():
     """And prompts that are left over by the last update are not trained."""
     settings = {"batch_size": 2, "accumulation_steps": 2, "num_iterations": 3, "seed": 1}
     args = SimpleNamespace(**settings, num_workers=0, max_tokens=0)
-    prompts: Any = Prompts(prompt(number) for number in range(11))
+    prompts = Prompts(prompt(number) for number in range(11))
     assert prompts.epoch_samples(args) == 8 * 3
     batches = [batch["sample_ids"].tolist() for batch in train_loader(prompts, args, epoch=0)]
     updates = [one + other for one, other in zip(batches[::2], batches[1::2], strict=True)]
