@@ -1,10 +1,10 @@
-"""The one training loop of the repository: `train_epoch` and `evaluate` over a `TrainState` (run/state.py).
+"""The only training loop of the repository: `train_epoch` and `evaluate` for a `TrainState`
+(callbacks/train_state.py).
 
 Units: a step is one micro-batch of one rank; an update is one optimizer step, made of `accumulation_steps`
 micro-batches on every rank (fewer at the end of an epoch). The loss of an update is the sum over its target
-tokens, on all ranks and micro-batches, divided by their number: how it was cut into micro-batches and ranks
-changes nothing.
-"""
+tokens, on all ranks and micro-batches, divided by their number. So it does not matter how the update is split
+into micro-batches and ranks."""
 
 import math
 import random
@@ -65,7 +65,7 @@ def train_epoch(
     if not isinstance(state, TrainState):
         call = "train_epoch(state, epoch, loader, iters, start_step, wandb)"
         raise UserError(f"train_epoch takes the run before MiniMind's arguments: {call}")
-    if state.args.max_steps:  # they may end within the epoch
+    if state.args.max_steps:  # --max_steps may end within the epoch
         updates_left = state.total_updates - state.progress.update
         iters = min(iters, start_step + updates_left * state.args.accumulation_steps)
     if state.stopped or start_step == iters:
@@ -115,8 +115,9 @@ def train_epoch(
         count_update(state, micro_batches, means, targets)
         callbacks.call("on_optimizer_step", progress.update)
 
-        # What is due, alike on all ranks. The first update of a run is saved, too: what a checkpoint cannot
-        # hold shows at once. So is that of a run which a signal stopped, and saved, before it.
+        # What is due, equal on all ranks. The first update of a run is saved as well, so that a state that a
+        # checkpoint cannot hold shows at once. This also holds for a run that a signal stopped and saved
+        # before its first update.
         is_near_end = 0 < iters - step < args.eval_interval / 2  # the evaluation there is enough
         evaluate_due = state.eval_loader is not None and not is_near_end
         evaluate_due = evaluate_due and reached(args.eval_interval, before, step, iters)
@@ -134,17 +135,17 @@ def train_epoch(
         if step == iters:
             callbacks.call("on_epoch_end", epoch)
         if save_due or state.stopped:
-            save_checkpoint(state)  # last: a resumed run does all that follows it anew
+            save_checkpoint(state)  # last, because a resumed run repeats everything after it
         if log_due:
-            meter.restart()  # saving and evaluating are not training time
+            meter.restart()  # saving and evaluating do not count as training time
     if step == iters:
         next(batches, None)  # exhausts the loader, which then ends its worker processes
 
 
 def first_pass(state: TrainState, batch: Batch) -> None:
-    """A pass over an empty batch, which changes nothing. After the first backward pass of a process DDP
-    rebuilds its buckets, and then sums in another order: so all updates, also of a resumed run, come after
-    it."""
+    """A pass over an empty batch, which changes nothing. DDP rebuilds its buckets after the first backward
+    pass of a process and then sums in another order. After this pass, all updates sum in the same order, also
+    in a resumed run."""
     (batch,) = state.objective.prepare(state, [batch])
     with state.autocast:
         loss, aux_loss, _ = state.objective.loss(state.model, to_device(batch, state.device), state.args)
@@ -153,8 +154,8 @@ def first_pass(state: TrainState, batch: Batch) -> None:
 
 
 def train_update(state: TrainState, micro_batches: list[Batch], targets: float, tokens: float) -> Means:
-    """One optimizer update over micro-batches; it is skipped if a loss or the gradient is not
-    finite, or there is no target.
+    """One optimizer update over micro-batches; it is skipped if a loss or the gradient is not finite, or
+    there is no target.
 
     Args:
         state: the run.
@@ -162,9 +163,9 @@ def train_update(state: TrainState, micro_batches: list[Batch], targets: float, 
         targets, tokens: of the whole update, over all ranks.
 
     Returns:
-        Means over all ranks as (sum, count), of which the quotient is reported: `logits_loss` and the
-        objective's metrics, `aux_loss`, `loss` and `grad_norm` before clipping. A mean over the targets or
-        tokens of the update counts once.
+        Means over all ranks as (sum, count), whose quotient is reported: `logits_loss` and the objective's
+        metrics, `aux_loss`, `loss` and `grad_norm` before clipping. A mean over the targets or tokens of the
+        update counts once.
     """
     args, model, optimizer, scaler = state.args, state.model, state.optimizer, state.scaler
     set_learning_rate(state)
@@ -204,7 +205,7 @@ def train_update(state: TrainState, micro_batches: list[Batch], targets: float, 
 
 
 def set_learning_rate(state: TrainState) -> None:
-    """Set the rate of the update that comes, unless a scheduler of torch does, and Muon's momentum."""
+    """Set the learning rate of the next update, unless a torch scheduler does, and Muon's momentum."""
     rate = learning_rate(state, state.progress.update + 1)
     if isinstance(state.optimizer, MuonWithAdamW):
         state.optimizer.set_momentum(state.progress.update + 1)
@@ -216,8 +217,8 @@ def set_learning_rate(state: TrainState) -> None:
 
 
 def learning_rate(state: TrainState, update: int) -> float | None:
-    """The rate of an update, None where a scheduler of torch sets it. Raises UserError if the schedule gives
-    something else."""
+    """The learning rate of an update; None if a torch scheduler sets it. Raises UserError if the schedule
+    returns anything but a rate."""
     rate = state.schedule(update, state.total_updates, state.args)
     if rate is None:
         return None
@@ -232,11 +233,10 @@ def learning_rate(state: TrainState, update: int) -> float | None:
 
 def update_size(state: TrainState, sizes: list[Size], missing: int) -> tuple[float, float, bool, float]:
     """Targets and tokens of an update over all ranks, whether any rank was asked to stop, and how many
-    micro-batches the loaders did not give.
+    micro-batches are missing from the loaders.
 
-    sizes: of this rank's micro-batches. The hosts exchange them over gloo: the device is not waited for, and
-    a lost rank is noticed here.
-    """
+    sizes: of this rank's micro-batches. The hosts exchange them over gloo. This does not wait for the device,
+    and it detects a lost rank."""
     targets, tokens = sum(size.targets for size in sizes), sum(size.tokens for size in sizes)
     host = torch.tensor([targets, tokens, state.stop_request.signal, missing], dtype=torch.float64)
     with state.meter.timing("comm"):
@@ -251,7 +251,7 @@ def update_seed(seed: int, update: int, *more: int) -> int:
 
 
 def seed_update(seed: int, update: int) -> None:
-    """Seed what a data set, a collate function or a callback of a user draws for an update."""
+    """Seed the random numbers that a user's data set, collate function or callback draws for an update."""
     number = update_seed(seed, update)
     random.seed(number)
     np.random.seed(number)
@@ -259,8 +259,8 @@ def seed_update(seed: int, update: int) -> None:
 
 
 def reached(interval: int, before: int, step: int, iters: int) -> bool:
-    """Whether an update took the step count past a multiple of `interval` or to the end of the epoch (0: only
-    that)."""
+    """Whether an update took the step count past a multiple of `interval`, or to the end of the epoch. With
+    interval 0 only the end counts."""
     return step == iters or (interval > 0 and before // interval != step // interval)
 
 
@@ -268,8 +268,8 @@ def reached(interval: int, before: int, step: int, iters: int) -> bool:
 
 
 def count_update(state: TrainState, micro_batches: list[Batch], means: Means, targets: float) -> None:
-    """Add the means of an update to the sums since the last record, or count it as skipped. Raises
-    UserError if too many in a row were."""
+    """Add the means of an update to the sums since the last record, or count the update as skipped. Raises
+    UserError if too many updates in a row were skipped."""
     progress, limit = state.progress, state.args.max_bad_updates
     is_finite = {name: math.isfinite(means[name][0]) for name in ("loss", "grad_norm")}
     if all(is_finite.values()):
@@ -299,8 +299,8 @@ def count_update(state: TrainState, micro_batches: list[Batch], means: Means, ta
 
 
 def make_record(state: TrainState, means: Means, iters: int) -> Record:
-    """The log record of the update just made: its own losses and gradient norm; `mean_loss` and the
-    objective's metrics are means over the updates since the last record."""
+    """The log record of the latest update. It has the losses and gradient norm of this update; `mean_loss`
+    and the objective's metrics are means over the updates since the last record."""
     progress = state.progress
     of_updates = {name: quotient(*progress.sums.get(name, (0.0, 0.0))) for name in means}
     own = {name: quotient(*means[name]) for name in ("loss", "logits_loss", "aux_loss", "grad_norm")}
@@ -331,8 +331,8 @@ def make_record(state: TrainState, means: Means, iters: int) -> Record:
 
 
 def write_record(state: TrainState, record: Record) -> None:
-    """Write a complete record, on rank 0: to the metrics file, the console and the tracker. Warn of what it
-    shows."""
+    """Write a complete record to the metrics file, the console and the tracker, on rank 0, with the warnings
+    that follow from it."""
     state.writer.check()
     iters = record.pop("iters")
     if state.log is not None:
@@ -354,9 +354,9 @@ def write_record(state: TrainState, record: Record) -> None:
 
 
 def evaluate_start(state: TrainState, loader: DataLoader) -> None:
-    """Evaluate before the first update of a run, once, for its first record. It is not among the evaluations
-    that have a best one, and callbacks do not hear of it. A run that is resumed with another --monitor or
-    --mode has no best evaluation yet."""
+    """Evaluate once before the first update of a run, for its first record. This evaluation cannot be the
+    best one, and callbacks are not called for it. A run that is resumed with another --monitor or --mode
+    starts without a best evaluation."""
     progress, followed = state.progress, f"{state.args.mode} {state.args.monitor}"
     if state.saved_update is not None:
         if progress.monitored != followed:
@@ -373,7 +373,7 @@ def evaluate_start(state: TrainState, loader: DataLoader) -> None:
 
 
 def check_monitored(state: TrainState, metrics: dict[str, float | None]) -> None:
-    """Raise UserError for a metric that --monitor or a callback names, and these of a validation lack."""
+    """Raise UserError if --monitor or a callback names a metric that validation does not give."""
     monitored("--monitor", state.args.monitor, metrics)
     for name, callback in state.callbacks.by_name().items():
         for metric in callback.held_out_metrics():
@@ -395,9 +395,9 @@ def validate(state: TrainState) -> dict[str, float | None]:
 
 @torch.no_grad()
 def evaluate(state: TrainState, loader: Iterable[Batch]) -> dict[str, float | None]:
-    """Held-out loss (nats per target), other sums of the objective, and bits per byte of the text that the
-    targets spell, over all ranks. Bits per byte do not depend on the tokenizer, the micro-batches not on the
-    number of ranks."""
+    """Held-out loss (nats per target), other metrics of the objective, and bits per byte of the text that the
+    targets spell, over all ranks. Bits per byte do not depend on the tokenizer. The micro-batches do not
+    depend on the number of ranks."""
     model = unwrap(state.model)
     model.eval()
     sums: dict[str, Tensor] = {}
@@ -409,7 +409,7 @@ def evaluate(state: TrainState, loader: Iterable[Batch]) -> dict[str, float | No
         add_sums(sums, values, state.device)
         targets, text_bytes = targets + size.targets, text_bytes + size.text_bytes
     model.train()
-    # free the gathered weights: a callback may have swapped in others for this validation only
+    # free the gathered weights, because a callback may have swapped in others for this validation only
     for module in filter(is_sharded, model.modules()):
         cast(Any, module).reshard()
     names = sorted(set().union(*all_gather(list(sums))))  # a rank may have had no batch

@@ -70,14 +70,14 @@ A = TypeVar("A", bound=StageArgs)
 
 
 def warmup_cosine(update: int, total_updates: int, args: StageArgs) -> float:
-    """The schedule of a stage: learning rate of an update, from 1; linear warm-up times the cosine of
-    `get_lr`."""
+    """The schedule of a stage: the learning rate of an update, from 1. It is a linear warm-up times the
+    cosine of `get_lr`."""
     return min(1.0, update / max(1, args.warmup_updates)) * get_lr(update, total_updates, args.learning_rate)
 
 
 def read_settings(args_class: type[A], description: str | None) -> "tuple[A, MiniMindConfig | None]":
-    """The settings of a stage, from its class, --config and command line, and the config of its start
-    weights, see `read_start_weights`; None without any."""
+    """The settings of a stage, from its class, --config and the command line, and the config of its start
+    weights (see `read_start_weights`), or None if it has none."""
     args = parse_args(args_class, description)
     same_run.check_settings_utf8(args)
     check_data_paths(args)
@@ -91,17 +91,16 @@ def read_settings(args_class: type[A], description: str | None) -> "tuple[A, Min
 
 
 def read_start_weights(args: A) -> "tuple[A, MiniMindConfig | None]":
-    """The settings with the shape and the tokenizer of the model in --from_weight, and its config. Where the
-    weights are gone, but the run is resumed from a checkpoint, which replaces them, that says the same.
+    """The settings with the shape and the tokenizer of the model in --from_weight, and its config. If the
+    weights are gone but the run is resumed, the checkpoint gives shape and config.
 
-    Order of precedence, the first that there is:
-        config of the weights: in their file, else what the tensors and the name of the file show.
-        shape: the config of the weights; flags, --config, defaults. A flag that contradicts is refused.
-        tokenizer: --tokenizer_path; that of the weights; that of this repository.
-        dropout: the settings alone.
+    The first source that exists counts:
+        config of the weights: in their file; inferred from the tensors and the name of the file.
+        shape: the config of the weights; flags, --config, defaults. A contradicting flag is refused.
+        tokenizer: --tokenizer_path; the one of the weights; the one of this repository.
+        dropout: only the settings.
 
-    Raises UserError if there are no such weights, or another shape was asked for.
-    """
+    Raises UserError if there are no such weights, or if another shape was asked for."""
     path = start_path(args.save_dir, args.from_weight, args)
     if not is_there(path):
         state = checkpoint_to_resume(args) if args.from_resume or args.resume_from else None
@@ -127,9 +126,9 @@ def read_start_weights(args: A) -> "tuple[A, MiniMindConfig | None]":
 
 
 def checkpoint_to_resume(args: StageArgs) -> Path | None:
-    """The newest checkpoint of the run that the settings name, None if there is none. The shape is part of a
-    run's name; where --from_weight is a path that is gone, only the flags say it. Raises UserError if several
-    runs match them."""
+    """The newest checkpoint of the run that the settings name; None if there is none. The shape is part of a
+    run's name. If --from_weight is a path that is gone, only the flags give the shape; raises UserError if
+    several runs match them."""
     if not is_path(args.from_weight):
         states = [resume_path(args.checkpoint_dir, args.save_weight, args)]
     else:
@@ -150,22 +149,23 @@ def checkpoint_to_resume(args: StageArgs) -> Path | None:
 
 
 def is_given(args: StageArgs, name: str) -> bool:
-    """Whether the user gave a setting, be it with the value of its default."""
+    """Whether the user gave a setting, even if with its default value."""
     return name in args.model_fields_set or not args.is_default(name)
 
 
 def check_names(args: StageArgs) -> None:
-    """Raise UserError if a setting names what is not there: called before anything that takes time."""
+    """Raise UserError if a setting names something that does not exist. Called before anything that takes
+    time."""
     args.check_names()
     own = resume_path(args.checkpoint_dir, args.save_weight, args)
-    has_own_state = is_there(own) or is_there(previous_path(own))  # a branch goes on with it
+    has_own_state = is_there(own) or is_there(previous_path(own))  # a branch continues with its own state
     if args.resume_from is not None and not has_own_state and not is_file(args.resume_from):
         raise UserError(f"--resume_from {args.resume_from}: no such file")
 
 
 def set_up_process(args: StageArgs) -> tuple[torch.device, Any, torch.amp.GradScaler]:
-    """Prepare this process: its console (and log file), device and precision; from here on no other run may
-    write to the files of this name. Returns device, autocast and gradient scaler."""
+    """Prepare this process: its console (and log file), device and precision, and a lock, so that no other
+    run writes to the files of this name. Returns device, autocast and gradient scaler."""
     name = run_name(args.save_weight, args)
     log_to(log_path(args, name), args.log_level)
     lock_output(name, **output_folders(args))
@@ -175,7 +175,7 @@ def set_up_process(args: StageArgs) -> tuple[torch.device, Any, torch.amp.GradSc
 
 
 def data_fingerprint(train_set: StageData, eval_set: StageData | None) -> Fingerprint:
-    """What identifies the data of a stage."""
+    """The fingerprint of the data of a stage."""
     data = train_set.fingerprint
     return data if eval_set is None else data | {"held_out_data": eval_set.fingerprint["data"]}
 
@@ -183,18 +183,17 @@ def data_fingerprint(train_set: StageData, eval_set: StageData | None) -> Finger
 def find_run(
     args: A, model: Fingerprint, data: Fingerprint, train_set: Any, samples: Callable[[A], int] | None = None
 ) -> tuple[A, Fingerprint, dict[str, Any] | None]:
-    """The run that goes on, or a new one: its settings, its fingerprint, and its checkpoint, None if there is
-    none.
+    """A resumed run or a new one: its settings, its fingerprint, and its checkpoint (None for a new run).
 
-    Three settings are adapted: --accumulation_steps, so that an update stays as large on another number of
-    ranks; --epochs to --max_steps; --weight_decay where it is `auto`.
+    Three settings are adapted: --accumulation_steps to another number of ranks, so that an update stays as
+    large as it was; --epochs to --max_steps; --weight_decay if it is `auto`.
 
     Args:
         model, data: what identifies them, see `run_fingerprint`.
         samples: gives the items of an epoch; by default the data do.
 
-    Raises UserError if the checkpoint belongs to another run, cannot be read, or a new run would set aside a
-    file that it starts from.
+    Raises UserError if the checkpoint belongs to another run or cannot be read, or if a new run would set
+    aside a file that it starts from.
     """
     checkpoint = None
     if args.from_resume:
@@ -220,8 +219,8 @@ def compile_and_wrap(
     train_set: SizedDataset,
     frozen_parameters: tuple[str, ...] = (),
 ) -> nn.Module:
-    """The model on its device, compiled where that is asked for or pays, and wrapped in DDP or FSDP where
-    there are several ranks. `frozen_parameters`: prefixes of the names of parameters that are not trained."""
+    """The model on its device, compiled if that is asked for or pays off, and wrapped in DDP or FSDP if there
+    are several ranks. `frozen_parameters`: prefixes of the names of parameters that are not trained."""
     prepare_device(device)
     if frozen_parameters:
         freeze(model, frozen_parameters)
@@ -235,9 +234,9 @@ def compile_and_wrap(
 def begin_run(
     state: TrainState, saved: dict[str, Any] | None, data: Any, eval_set: StageData | None = None
 ) -> None:
-    """Complete the state of a run before it trains, from the checkpoint `saved` if there is one; it is
-    emptied, to free its memory. data: the training data. Raises UserError if the checkpoint is of another
-    kind of model; early stopping without held-out data."""
+    """Complete the state of a run before it trains, from the checkpoint `saved` if there is one. `saved` is
+    emptied to free its memory. data: the training data. Raises UserError if the checkpoint is of another kind
+    of model, and for early stopping without held-out data."""
     args = state.args
 
     # the machine and the code, which a resume compares
@@ -260,7 +259,7 @@ def begin_run(
     if state.objective.needs_reference and state.objective.reference is None:
         state.objective.reference = reference_model(args, state.lm_config, state.device)
 
-    # what the speed is compared with, and what warnings look at
+    # the device's peak rate, and the facts for warnings
     dtype = autocast_dtype(state.autocast, state.device)
     state.meter.peak = matrix_rate(state.device, dtype)
     vocabulary = getattr(state.lm_config, "vocab_size", 0)
@@ -274,7 +273,7 @@ def begin_run(
         data_tokens=data.num_tokens if isinstance(data, StageDataset) else None,
     )
 
-    # a tokenizer of the user's own goes beside the weights
+    # the user's own tokenizer is copied beside the weights
     tokenizer = state.fingerprint.get("tokenizer")
     if tokenizer and Path(args.tokenizer_path).resolve() != ROOT / "model":
         for folder in (args.save_dir, args.checkpoint_dir):
@@ -293,7 +292,7 @@ def begin_run(
 
 
 def is_trained_on(data: Any, eval_set: Any, fingerprint: Fingerprint) -> bool:
-    """Whether the held-out data are training data, or some files of them."""
+    """Whether the held-out data are the training data or some of their files."""
     train, held_out = getattr(data, "train_dataset", data), getattr(data, "val_dataset", eval_set)
     if not (isinstance(train, StageDataset) and isinstance(held_out, StageDataset)):
         return fingerprint.get("held_out_data", "") == fingerprint.get("data")
@@ -301,14 +300,14 @@ def is_trained_on(data: Any, eval_set: Any, fingerprint: Fingerprint) -> bool:
 
 
 def reference_model(args: StageArgs, lm_config: "MiniMindConfig", device: torch.device) -> nn.Module:
-    """A frozen model with the weights that a run starts from, which it reads again when it is resumed."""
+    """A frozen model with the weights that a run starts from. A resumed run reads them again."""
     setup_seed(args.seed)  # --from_weight none: the same random ones
     model, _ = init_model(lm_config, args.from_weight, args.tokenizer_path, args.save_dir, device)
     return frozen_model(model, device)
 
 
 def add_callbacks(state: TrainState, data: Any) -> None:
-    """Add the callbacks that the settings ask for, behind those that the run has already. data: the training
+    """Add the callbacks that the settings ask for, after those that the run already has. data: the training
     data."""
     args = state.args
     check_needs_held_out(args, state.eval_loader is not None)
@@ -323,7 +322,7 @@ def add_callbacks(state: TrainState, data: Any) -> None:
 
 
 def go_on(state: TrainState, saved: dict[str, Any]) -> None:
-    """Restore a run, or begin a branch, from a checkpoint, and say so."""
+    """Restore a run from a checkpoint, or begin a branch with it, and print a line about it."""
     same_run.warn_of_changes(saved, state.environment, state.code)
     restore(state, saved)
     # start weights that are gone keep their name
@@ -334,11 +333,11 @@ def go_on(state: TrainState, saved: dict[str, Any]) -> None:
     state.stopped = progress.finished
     if progress.run_id:  # else a branch begins
         state.resumed_update = state.saved_update = progress.update
-    # The samples that are done, in micro-batches of the present batch size and ranks. They are whole updates;
-    # only the end of an epoch makes it necessary to round up.
+    # The finished samples, in micro-batches of the current batch size and ranks. They are whole updates, so
+    # rounding up is only needed at the end of an epoch.
     progress.step = steps_per_epoch(progress.samples_done, state.args.batch_size)
     Logger(
         f"resuming {state.args.save_weight} at epoch {progress.epoch + 1}, update {progress.update} of "
         f"{state.total_updates}, from {saved['loaded_from']}"
     )
-    saved.clear()  # whoever read it still refers to it: 12 bytes a parameter
+    saved.clear()  # the caller still refers to it, which would keep 12 bytes per parameter

@@ -5,9 +5,9 @@ trained.
     CUDA_VISIBLE_DEVICES=2,3 torchrun --nproc_per_node 2 train_agent.py --data_path ...    two GPUs
     python train_agent.py --data_path ... --from_resume 1                                  resume
 
-Reads prompts like train_grpo.py. In each of up to --max_turns turns the model may call tools; --environment
-replies, and its reply is put behind the turn: in the context, never a target. A trajectory is judged by its
-last turn, and all its turns are trained. Starts from out/full_sft_<hidden_size>[_moe].pth and writes
+Reads prompts like train_grpo.py. The model may call tools in each of up to --max_turns turns. --environment
+replies, and its reply is appended after the turn: it is context and never a target. The reward judges the
+last turn, and all turns are trained. Starts from out/full_sft_<hidden_size>[_moe].pth and writes
 out/agent_<hidden_size>[_moe].pth.
 
 To change this stage, change it here: `Args` (defaults and flags), `Objective`, `schedule`, `open_data`,
@@ -42,8 +42,8 @@ from trainer.weights.config import model_config
 
 
 class Args(ReinforcementArgs):
-    """The defaults of this stage. A field added here is a flag of this stage: `my_flag: float = 0.0`, or
-    `= setting(0.0, "help", ge=0)`; the flags of rewards and rollouts are in rollouts/settings.py."""
+    """The defaults of this stage. A field that you add here becomes a flag of this stage: `my_flag: float =
+    0.0`, or `= setting(0.0, "help", ge=0)`; the flags of rewards and rollouts are in rollouts/settings.py."""
 
     data_path: str | None = str(ROOT / "dataset" / "agent_rl.jsonl")
     save_weight: str = "agent"
@@ -63,7 +63,7 @@ class Args(ReinforcementArgs):
 
 
 class Objective(Rollouts):
-    """What this stage learns, from what the model writes to the prompts."""
+    """What this stage learns, from the completions that the model generates."""
 
     # the settings that all held-out metrics depend on
     held_out_reads: Mapping[str, str] = {
@@ -71,8 +71,8 @@ class Objective(Rollouts):
     }
 
     def loss(self, model, batch, args):
-        """Sums, each []: of the losses of the targets, of the auxiliary losses of the tokens, and of metrics
-        by name over the targets."""
+        """Sums, each []: the losses over the targets, the auxiliary losses over the tokens, and metrics by
+        name over the targets."""
         return policy.sampled_tokens_loss(model, batch, args)
 
 
@@ -91,7 +91,7 @@ def open_data(args, tokenizer):
 
 def main() -> None:
     """Run the stage, from its command line to its weights."""
-    # 1. Settings, and the config of the start weights, if any; console, device, precision, locks.
+    # 1. Settings, and the config of the start weights if there are any; console, device, precision, locks.
     args, start_config = stage.read_settings(Args, __doc__)
     device, autocast, scaler = stage.set_up_process(args)
 
@@ -103,7 +103,7 @@ def main() -> None:
     utils.init_distributed_mode(args.rank_timeout, device)
     utils.setup_seed(args.seed)
 
-    # 4. Model config, and the run: a new one, or that of a checkpoint; another run's is refused.
+    # 4. Model config, and the run: a new one or that of a checkpoint. Another run's checkpoint is refused.
     lm_config = model_config(tokenizer, args, start_config)
     data = stage.data_fingerprint(train_set, eval_set)
     args, fingerprint, checkpoint = stage.find_run(args, lm_config.own_fields(), data, train_set)
@@ -114,7 +114,7 @@ def main() -> None:
     wandb = start_tracker(args, fingerprint, checkpoint)
 
     # 6. Model, wrapped in DDP; rollouts, and optimizer.
-    weight = args.from_weight if checkpoint is None else "none"  # the checkpoint replaces them
+    weight = args.from_weight if checkpoint is None else "none"  # a checkpoint replaces the start weights
     model, _ = utils.init_model(lm_config, weight, args.tokenizer_path, args.save_dir)
     environment = load_environment(args.environment)
     objective = make_rollouts(Objective, args, tokenizer, device, environment)

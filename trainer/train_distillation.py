@@ -1,15 +1,16 @@
-"""Distillation: a student learns what one or several teachers predict for each token, beside the token.
+"""Distillation: for each token a student learns what one or several teachers predict, in addition to the
+token.
 
     python train_distillation.py --data_path ../dataset/sft.jsonl                                   one device
     CUDA_VISIBLE_DEVICES=2,3 torchrun --nproc_per_node 2 train_distillation.py --data_path ...      two GPUs
     torchrun --nnodes 2 --node_rank N --master_addr IP --nproc_per_node 8 train_distillation.py  two machines
     python train_distillation.py --data_path ... --from_resume 1                                    resume
 
-Reads the conversations of SFT, or with --kind pretrain the text of pretraining (docs/data.md). The loss
-is alpha x cross entropy + (1 - alpha) x temperature^2 x KL divergence of teacher and student, over the tokens
-that the assistant says, or all of a text. A teacher may have any shape, and the student's tokenizer; several
-teach the mean of their probabilities. They are only read. Starts from out/full_sft_<hidden_size>[_moe].pth
-and writes full_dist_... beside.
+Reads the conversations of SFT, or with --kind pretrain the text of pretraining (docs/data.md). The loss is
+alpha x cross entropy + (1 - alpha) x temperature^2 x KL divergence of teacher and student, over the
+assistant's tokens, or over all tokens of a text. A teacher may have any shape, but must have the student's
+tokenizer. With several teachers, the student learns the mean of their probabilities. Teachers are not
+changed. Starts from out/full_sft_<hidden_size>[_moe].pth and writes full_dist_... beside it.
 
 To change this stage, change it here: `Args` (defaults and flags), `Objective`, `schedule`,
 `frozen_parameters`, `open_data`, and in `main` the model.
@@ -43,9 +44,8 @@ from trainer.weights.config import model_config
 
 class Args(distillation.TeacherArgs):
     """The defaults of this stage; --hidden_size, --num_hidden_layers, --use_moe and --from_weight are the
-    student's.
-    A field added here is a flag of this stage: `my_flag: float = 0.0`, or `= setting(0.0, "help", ge=0)`; the
-    flags of the teachers are in objectives/distillation.py."""
+    student's. A field that you add here becomes a flag of this stage: `my_flag: float = 0.0`, or `=
+    setting(0.0, "help", ge=0)`; the flags of the teachers are in objectives/distillation.py."""
 
     data_path: str | None = data_file("sft_t2t_mini.jsonl", "sft_mini_512.jsonl")
     save_weight: str = "full_dist"
@@ -61,10 +61,11 @@ class Args(distillation.TeacherArgs):
 
 
 class Objective(base.Objective):
-    """What this stage learns: the answers or the text, and what the teachers, frozen models, predict."""
+    """What this stage learns: the answers or the text, and the predictions of the teachers, which are frozen
+    models."""
 
     console_metrics = ("cross_entropy", "divergence")
-    # the settings that a held-out metric depends on; the loss on none
+    # the settings that a held-out metric depends on; the loss depends on none
     held_out_reads: Mapping[str, str] = {
         "divergence": "temperature from_teacher_weight teacher_hidden_size teacher_num_layers teacher_use_moe"
     }
@@ -73,12 +74,12 @@ class Objective(base.Objective):
         self.teachers = distillation.load_teachers(args, load_tokenizer(args.tokenizer_path), device)
 
     def groups(self, named_parameters, args):
-        """With Muon and text the rates of pretraining."""
+        """With Muon and text, the learning rates of pretraining."""
         return PRETRAINING_GROUPS if args.optimizer == "muon" and args.kind == "pretrain" else ()
 
     def loss(self, model, batch, args):
-        """Sums, each []: of the losses of the targets, of the load-balancing losses of the tokens, and of
-        metrics by name over the targets."""
+        """Sums, each []: the losses over the targets, the load-balancing losses over the tokens, and metrics
+        by name over the targets."""
         cross_entropy, divergence, aux_loss = distillation.distillation_sums(
             model, self.teachers, batch, args.temperature
         )
@@ -102,11 +103,11 @@ def open_data(args, tokenizer):
 
 def main() -> None:
     """Run the stage, from its command line to its weights."""
-    # 1. Settings, and the config of the start weights, if any; console, device, precision, locks.
+    # 1. Settings, and the config of the start weights if there are any; console, device, precision, locks.
     args, start_config = stage.read_settings(Args, __doc__)
     device, autocast, scaler = stage.set_up_process(args)
 
-    # 2. Data, tokenised before the process group exists: that may take longer than a collective waits.
+    # 2. Data. They are tokenised before the process group exists, because a collective would time out.
     tokenizer = load_tokenizer(args.tokenizer_path)
     train_set, eval_set = open_data(args, tokenizer)
 
@@ -114,7 +115,7 @@ def main() -> None:
     utils.init_distributed_mode(args.rank_timeout, device)
     utils.setup_seed(args.seed)
 
-    # 4. Model config, and the run: a new one, or that of a checkpoint; another run's is refused.
+    # 4. Model config, and the run: a new one or that of a checkpoint. Another run's checkpoint is refused.
     lm_config = model_config(tokenizer, args, start_config)
     data = stage.data_fingerprint(train_set, eval_set)
     args, fingerprint, checkpoint = stage.find_run(args, lm_config.own_fields(), data, train_set)
@@ -124,9 +125,9 @@ def main() -> None:
     # 5. SwanLab or Weights & Biases, if one is asked for.
     wandb = start_tracker(args, fingerprint, checkpoint)
 
-    # 6. Model, compiled and wrapped in DDP or FSDP; then the optimizer, since FSDP replaces the parameters.
+    # 6. Model, compiled and wrapped in DDP or FSDP. Then the optimizer, because FSDP replaces the parameters.
     objective = Objective()
-    weight = args.from_weight if checkpoint is None else "none"  # the checkpoint replaces them
+    weight = args.from_weight if checkpoint is None else "none"  # a checkpoint replaces the start weights
     model, _ = utils.init_model(lm_config, weight, args.tokenizer_path, args.save_dir)
     model = objective.extend_model(model, args)
     model = stage.compile_and_wrap(model, args, device, autocast, train_set, frozen_parameters)

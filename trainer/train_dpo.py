@@ -41,7 +41,8 @@ from trainer.weights.config import model_config
 
 class Args(StageArgs):
     """The defaults of this stage (MiniMind's, but for the learning rate: its 4e-8 changes nothing).
-    A field added here is a flag of this stage: `my_flag: float = 0.0`, or `= setting(0.0, "help", ge=0)`."""
+    A field that you add here becomes a flag of this stage: `my_flag: float = 0.0`, or `= setting(0.0, "help",
+    ge=0)`."""
 
     data_path: str | None = str(ROOT / "dataset" / "dpo.jsonl")
     save_weight: str = "dpo"
@@ -65,11 +66,11 @@ class Args(StageArgs):
 
 
 class Objective(base.Objective):
-    """What this stage learns: to prefer the chosen answers more than the reference does, a frozen model."""
+    """What this stage learns: to prefer the chosen answers more than a frozen reference model does."""
 
     console_metrics = ("accuracy", "reward_margin", "reward_chosen", "reward_rejected")
     needs_reference = True
-    # the settings that each held-out metric depends on; the start weights are the reference
+    # the settings that each held-out metric depends on (the start weights are the reference)
     held_out_reads: Mapping[str, str] = {
         "loss": "beta rpo_alpha from_weight",
         "accuracy": "from_weight",
@@ -82,8 +83,8 @@ class Objective(base.Objective):
         return preference.pair_size(batch, lm_config)
 
     def loss(self, model, batch, args):
-        """Sums, each []: of the losses of the P pairs, of the load-balancing losses of the tokens, and by
-        name of metrics over the pairs."""
+        """Sums, each []: the losses over the P pairs, the load-balancing losses over the tokens, and metrics
+        by name over the pairs."""
         # [2 P]: chosen, rejected, chosen, rejected ...
         log_probs, aux_loss = preference.answer_log_probs(model, batch)
         before, _ = preference.answer_log_probs(self.reference, batch)  # without a gradient: it is frozen
@@ -93,7 +94,7 @@ class Objective(base.Objective):
         return losses.sum(), aux_loss, preference.preference_metrics(log_probs, before, args.beta)
 
     def held_out(self, model, batch, args):
-        """The same sums, each [], of held-out pairs, by name."""
+        """The same sums for held-out pairs, each [], by name."""
         loss, _, metrics = self.loss(model, batch, args)
         return {"loss": loss, **metrics}
 
@@ -105,11 +106,11 @@ open_data = partial(open_datasets, DPODataset)  # (args, tokenizer) -> training 
 
 def main() -> None:
     """Run the stage, from its command line to its weights."""
-    # 1. Settings, and the config of the start weights, if any; console, device, precision, locks.
+    # 1. Settings, and the config of the start weights if there are any; console, device, precision, locks.
     args, start_config = stage.read_settings(Args, __doc__)
     device, autocast, scaler = stage.set_up_process(args)
 
-    # 2. Data, tokenised before the process group exists: that may take longer than a collective waits.
+    # 2. Data. They are tokenised before the process group exists, because a collective would time out.
     tokenizer = load_tokenizer(args.tokenizer_path)
     train_set, eval_set = open_data(args, tokenizer)
 
@@ -117,7 +118,7 @@ def main() -> None:
     utils.init_distributed_mode(args.rank_timeout, device)
     utils.setup_seed(args.seed)
 
-    # 4. Model config, and the run: a new one, or that of a checkpoint; another run's is refused.
+    # 4. Model config, and the run: a new one or that of a checkpoint. Another run's checkpoint is refused.
     lm_config = model_config(tokenizer, args, start_config)
     data = stage.data_fingerprint(train_set, eval_set)
     args, fingerprint, checkpoint = stage.find_run(args, lm_config.own_fields(), data, train_set)
@@ -127,9 +128,9 @@ def main() -> None:
     # 5. SwanLab or Weights & Biases, if one is asked for.
     wandb = start_tracker(args, fingerprint, checkpoint)
 
-    # 6. Model, compiled and wrapped in DDP or FSDP; then the optimizer, since FSDP replaces the parameters.
+    # 6. Model, compiled and wrapped in DDP or FSDP. Then the optimizer, because FSDP replaces the parameters.
     objective = Objective()
-    weight = args.from_weight if checkpoint is None else "none"  # the checkpoint replaces them
+    weight = args.from_weight if checkpoint is None else "none"  # a checkpoint replaces the start weights
     model, _ = utils.init_model(lm_config, weight, args.tokenizer_path, args.save_dir)
     model = objective.extend_model(model, args)
     model = stage.compile_and_wrap(model, args, device, autocast, train_set, frozen_parameters)

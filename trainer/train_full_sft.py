@@ -11,9 +11,8 @@ out/pretrain_<hidden_size>[_moe].pth and writes out/full_sft_<hidden_size>[_moe]
 reads.
 
 To change this stage, change it here: `Args` (defaults and flags), `Objective`, `schedule`,
-`frozen_parameters`, `open_data`, and in `main` the model. The engine's task `full_sft` has the same
-parts; what you change in `main`, or read only there, is the script's alone.
-"""
+`frozen_parameters`, `open_data`, and in `main` the model. The engine's task `full_sft` has the same parts; a
+change in `main`, and a flag that only `main` reads, affect only the script."""
 
 import sys
 from pathlib import Path
@@ -43,7 +42,8 @@ from trainer.weights.config import model_config
 class Args(StageArgs):
     """The defaults of this stage (MiniMind's; after a short pretraining a learning rate of 1e-4 to 1e-3 is
     better).
-    A field added here is a flag of this stage: `my_flag: float = 0.0`, or `= setting(0.0, "help", ge=0)`."""
+    A field that you add here becomes a flag of this stage: `my_flag: float = 0.0`, or `= setting(0.0, "help",
+    ge=0)`."""
 
     data_path: str | None = data_file("sft_t2t_mini.jsonl", "sft_mini_512.jsonl")
     save_weight: str = "full_sft"
@@ -60,17 +60,17 @@ class Args(StageArgs):
     may_change: ClassVar[str] = "replay_data_path"  # the data's hash is compared
 
     def check_names(self) -> None:
-        """Raise UserError where the texts are missing."""
+        """Raise UserError if the texts are missing."""
         if self.replay_data_path:
             expand_paths(self.replay_data_path)
 
 
 class Objective(next_token.NextToken):
-    """What this stage learns; docs/reference.md has losses, metrics and an optimizer of your own."""
+    """What this stage learns; docs/reference.md shows your own losses, metrics and optimizers."""
 
     def loss(self, model, batch, args):
-        """Sums, each []: of the losses of the targets, of the auxiliary losses of the tokens, and of metrics
-        by name over the targets."""
+        """Sums, each []: the losses over the targets, the auxiliary losses over the tokens, and metrics by
+        name over the targets."""
         return next_token.next_token_loss(model, batch)
 
 
@@ -79,7 +79,7 @@ frozen_parameters: tuple[str, ...] = ()  # prefixes of the names of frozen param
 
 
 def open_data(args, tokenizer):
-    """The training and held-out (or None) data. All conversations are in each epoch, texts beside them."""
+    """The training and held-out (or None) data. Each epoch has all conversations, and texts in addition."""
     train_set, eval_set = open_datasets(SFTDataset, args, tokenizer)
     if args.replay_data_path:
         train_set = add_replay(train_set, args, tokenizer)
@@ -88,11 +88,11 @@ def open_data(args, tokenizer):
 
 def main() -> None:
     """Run the stage, from its command line to its weights."""
-    # 1. Settings, and the config of the start weights, if any; console, device, precision, locks.
+    # 1. Settings, and the config of the start weights if there are any; console, device, precision, locks.
     args, start_config = stage.read_settings(Args, __doc__)
     device, autocast, scaler = stage.set_up_process(args)
 
-    # 2. Data, tokenised before the process group exists: that may take longer than a collective waits.
+    # 2. Data. They are tokenised before the process group exists, because a collective would time out.
     tokenizer = load_tokenizer(args.tokenizer_path)
     train_set, eval_set = open_data(args, tokenizer)
 
@@ -100,7 +100,7 @@ def main() -> None:
     utils.init_distributed_mode(args.rank_timeout, device)
     utils.setup_seed(args.seed)
 
-    # 4. Model config, and the run: a new one, or that of a checkpoint; another run's is refused.
+    # 4. Model config, and the run: a new one or that of a checkpoint. Another run's checkpoint is refused.
     lm_config = model_config(tokenizer, args, start_config)
     data = stage.data_fingerprint(train_set, eval_set)
     args, fingerprint, checkpoint = stage.find_run(args, lm_config.own_fields(), data, train_set)
@@ -110,9 +110,9 @@ def main() -> None:
     # 5. SwanLab or Weights & Biases, if one is asked for.
     wandb = start_tracker(args, fingerprint, checkpoint)
 
-    # 6. Model, compiled and wrapped in DDP or FSDP; then the optimizer, since FSDP replaces the parameters.
+    # 6. Model, compiled and wrapped in DDP or FSDP. Then the optimizer, because FSDP replaces the parameters.
     objective = Objective()
-    weight = args.from_weight if checkpoint is None else "none"  # the checkpoint replaces them
+    weight = args.from_weight if checkpoint is None else "none"  # a checkpoint replaces the start weights
     model, _ = utils.init_model(lm_config, weight, args.tokenizer_path, args.save_dir)
     model = objective.extend_model(model, args)
     model = stage.compile_and_wrap(model, args, device, autocast, train_set, frozen_parameters)

@@ -1,14 +1,13 @@
-"""GRPO: a chat model learns from rewards for what it writes itself (arXiv:2402.03300); all weights are
-trained.
+"""GRPO: a chat model learns from rewards for its own completions (arXiv:2402.03300); all weights are trained.
 
     python train_grpo.py --data_path ../dataset/rl.jsonl --reward exact_answer           one device
     CUDA_VISIBLE_DEVICES=2,3 torchrun --nproc_per_node 2 train_grpo.py --data_path ...   two GPUs
     python train_grpo.py --data_path ... --from_resume 1                                 resume
 
 Reads prompts ({"prompt", "answer"}, or conversations whose last turn is the reference answer; see
-docs/data.md). To each prompt the model writes --num_generations completions; --reward judges them, and those
-better than the mean of their group become likelier. Starts from out/full_sft_<hidden_size>[_moe].pth, writes
-out/grpo_<hidden_size>[_moe].pth.
+docs/data.md). The model generates --num_generations completions for each prompt. --reward judges them, and
+training makes those that are better than the mean of their group likelier. Starts from
+out/full_sft_<hidden_size>[_moe].pth, writes out/grpo_<hidden_size>[_moe].pth.
 
 To change this stage, change it here: `Args` (defaults and flags), `Objective`, `schedule`, `open_data`,
 and in `main` the model.
@@ -40,8 +39,8 @@ from trainer.weights.config import model_config
 
 
 class Args(ReinforcementArgs):
-    """The defaults of this stage. A field added here is a flag of this stage: `my_flag: float = 0.0`, or
-    `= setting(0.0, "help", ge=0)`; the flags of rewards and rollouts are in rollouts/settings.py."""
+    """The defaults of this stage. A field that you add here becomes a flag of this stage: `my_flag: float =
+    0.0`, or `= setting(0.0, "help", ge=0)`; the flags of rewards and rollouts are in rollouts/settings.py."""
 
     data_path: str | None = data_file("rlaif.jsonl", "rlaif-mini.jsonl")
     save_weight: str = "grpo"
@@ -53,11 +52,11 @@ class Args(ReinforcementArgs):
 
 
 class Objective(Rollouts):
-    """What this stage learns, from what the model writes to the prompts."""
+    """What this stage learns, from the completions that the model generates."""
 
     def loss(self, model, batch, args):
-        """Sums, each []: of the losses of the targets, of the auxiliary losses of the tokens, and of metrics
-        by name over the targets."""
+        """Sums, each []: the losses over the targets, the auxiliary losses over the tokens, and metrics by
+        name over the targets."""
         return sampled_tokens_loss(model, batch, args)
 
 
@@ -67,7 +66,7 @@ open_data = open_prompts  # (args, tokenizer) -> training and held-out (or None)
 
 def main() -> None:
     """Run the stage, from its command line to its weights."""
-    # 1. Settings, and the config of the start weights, if any; console, device, precision, locks.
+    # 1. Settings, and the config of the start weights if there are any; console, device, precision, locks.
     args, start_config = stage.read_settings(Args, __doc__)
     device, autocast, scaler = stage.set_up_process(args)
 
@@ -79,7 +78,7 @@ def main() -> None:
     utils.init_distributed_mode(args.rank_timeout, device)
     utils.setup_seed(args.seed)
 
-    # 4. Model config, and the run: a new one, or that of a checkpoint; another run's is refused.
+    # 4. Model config, and the run: a new one or that of a checkpoint. Another run's checkpoint is refused.
     lm_config = model_config(tokenizer, args, start_config)
     data = stage.data_fingerprint(train_set, eval_set)
     args, fingerprint, checkpoint = stage.find_run(args, lm_config.own_fields(), data, train_set)
@@ -90,7 +89,7 @@ def main() -> None:
     wandb = start_tracker(args, fingerprint, checkpoint)
 
     # 6. Model, wrapped in DDP; rollouts, and optimizer.
-    weight = args.from_weight if checkpoint is None else "none"  # the checkpoint replaces them
+    weight = args.from_weight if checkpoint is None else "none"  # a checkpoint replaces the start weights
     model, _ = utils.init_model(lm_config, weight, args.tokenizer_path, args.save_dir)
     objective = make_rollouts(Objective, args, tokenizer, device)
     model = objective.extend_model(model, args)

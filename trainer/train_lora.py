@@ -1,13 +1,12 @@
-"""SFT with LoRA (arXiv:2106.09685): the model stays as it is, and small adapters beside its matrices are
-trained.
+"""SFT with LoRA (arXiv:2106.09685): the model is frozen, and small adapters beside its matrices are trained.
 
     python train_lora.py --data_path ../dataset/lora_medical.jsonl                            one device
     CUDA_VISIBLE_DEVICES=2,3 torchrun --nproc_per_node 2 train_lora.py --data_path ...        two GPUs
     torchrun --nnodes 2 --node_rank N --master_addr IP --nproc_per_node 8 train_lora.py ...   two machines
     python train_lora.py --data_path ... --from_resume 1                                      resume
 
-Reads the conversations of SFT (docs/data.md). Starts from out/full_sft_<hidden_size>[_moe].pth, which it only
-reads, and writes the adapter out/<lora_name>_<hidden_size>[_moe]/ in PEFT's format: `--lora` of the tools
+Reads the conversations of SFT (docs/data.md). Starts from out/full_sft_<hidden_size>[_moe].pth, which is not
+changed, and writes the adapter out/<lora_name>_<hidden_size>[_moe]/ in PEFT's format: `--lora` of the tools
 loads it.
 
 To change this stage, change it here: `Args` (defaults and flags), `Objective`, `schedule`, `open_data`,
@@ -41,7 +40,8 @@ from trainer.weights.config import model_config
 
 class Args(StageArgs):
     """The defaults of this stage (MiniMind's, but for the learning rate: its 1e-4 learns too little).
-    A field added here is a flag of this stage: `my_flag: float = 0.0`, or `= setting(0.0, "help", ge=0)`."""
+    A field that you add here becomes a flag of this stage: `my_flag: float = 0.0`, or `= setting(0.0, "help",
+    ge=0)`."""
 
     aliases = StageArgs.aliases | {"lora_name": "save_weight"}  # MiniMind's name
 
@@ -71,21 +71,21 @@ class Args(StageArgs):
 
 
 class Objective(next_token.NextToken):
-    """What this stage learns; of the model only its adapters are written and saved, so a resumed run
-    reads the start weights again."""
+    """What this stage learns. Only the adapters are written and saved, so a resumed run reads the start
+    weights again."""
 
     saves_trained_only = True
 
     def extend_model(self, model, args):
-        """The model, frozen, with adapters."""
+        """The frozen model with adapters."""
         targets = args.lora_targets.split(",")
         lora.add_adapters(model, args.lora_rank, args.lora_alpha, args.lora_dropout, targets)
         lora.check_that_adapters_alone_are_trained(model)
         return model
 
     def loss(self, model, batch, args):
-        """Sums, each []: of the losses of the targets, of the auxiliary losses of the tokens, and of metrics
-        by name over the targets."""
+        """Sums, each []: the losses over the targets, the auxiliary losses over the tokens, and metrics by
+        name over the targets."""
         return next_token.next_token_loss(model, batch)
 
     def save(self, model, path, writer, description):
@@ -98,11 +98,11 @@ open_data = partial(open_datasets, SFTDataset)  # (args, tokenizer) -> training 
 
 def main() -> None:
     """Run the stage, from its command line to its weights."""
-    # 1. Settings, and the config of the start weights, if any; console, device, precision, locks.
+    # 1. Settings, and the config of the start weights if there are any; console, device, precision, locks.
     args, start_config = stage.read_settings(Args, __doc__)
     device, autocast, scaler = stage.set_up_process(args)
 
-    # 2. Data, tokenised before the process group exists: that may take longer than a collective waits.
+    # 2. Data. They are tokenised before the process group exists, because a collective would time out.
     tokenizer = load_tokenizer(args.tokenizer_path)
     train_set, eval_set = open_data(args, tokenizer)
 
@@ -110,7 +110,7 @@ def main() -> None:
     utils.init_distributed_mode(args.rank_timeout, device)
     utils.setup_seed(args.seed)
 
-    # 4. Model config, and the run: a new one, or that of a checkpoint; another run's is refused.
+    # 4. Model config, and the run: a new one or that of a checkpoint. Another run's checkpoint is refused.
     lm_config = model_config(tokenizer, args, start_config)
     data = stage.data_fingerprint(train_set, eval_set)
     args, fingerprint, checkpoint = stage.find_run(args, lm_config.own_fields(), data, train_set)
@@ -120,7 +120,7 @@ def main() -> None:
     # 5. SwanLab or Weights & Biases, if one is asked for.
     wandb = start_tracker(args, fingerprint, checkpoint)
 
-    # 6. Model, frozen, with adapters, wrapped in DDP or FSDP; then the optimizer, since FSDP replaces the
+    # 6. Frozen model with adapters, wrapped in DDP or FSDP. Then the optimizer, because FSDP replaces the
     # parameters.
     objective = Objective()
     model, _ = utils.init_model(lm_config, args.from_weight, args.tokenizer_path, args.save_dir)

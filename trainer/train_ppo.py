@@ -1,14 +1,14 @@
-"""PPO: a chat model learns from rewards for what it writes, with a critic (arXiv:1707.06347); all weights are
-trained.
+"""PPO: a chat model learns from rewards for its own completions, with a critic (arXiv:1707.06347); all
+weights are trained.
 
     python train_ppo.py --data_path ../dataset/rl.jsonl --reward exact_answer           one device
     CUDA_VISIBLE_DEVICES=2,3 torchrun --nproc_per_node 2 train_ppo.py --data_path ...   two GPUs
     python train_ppo.py --data_path ... --from_resume 1                                 resume
 
-Reads prompts like train_grpo.py. To each prompt the model writes one completion; a critic, trained beside it,
-tells how much reward was to be expected at each token, and tokens after which it was more become likelier.
---num_iterations updates are made of each rollout. Starts from out/full_sft_<hidden_size>[_moe].pth, and the
-critic from a copy of it; writes the policy alone as out/ppo_actor_<hidden_size>[_moe].pth.
+Reads prompts like train_grpo.py. The model generates one completion for each prompt. A critic, which is
+trained as well, predicts the reward before each token, and tokens that raise the prediction become likelier.
+Each rollout gives --num_iterations updates. Starts from out/full_sft_<hidden_size>[_moe].pth, and the critic
+from a copy of it. Writes only the policy, as out/ppo_actor_<hidden_size>[_moe].pth.
 
 To change this stage, change it here: `Args` (defaults and flags), `Objective`, `schedule`, `open_data`,
 and in `main` the model.
@@ -39,8 +39,8 @@ from trainer.weights.config import model_config
 
 
 class Args(RolloutArgs):
-    """The defaults of this stage. A field added here is a flag of this stage: `my_flag: float = 0.0`, or
-    `= setting(0.0, "help", ge=0)`; the flags of rewards and rollouts are in rollouts/settings.py."""
+    """The defaults of this stage. A field that you add here becomes a flag of this stage: `my_flag: float =
+    0.0`, or `= setting(0.0, "help", ge=0)`; the flags of rewards and rollouts are in rollouts/settings.py."""
 
     aliases = RolloutArgs.aliases | {  # MiniMind's names
         "clip_epsilon": "epsilon",
@@ -68,16 +68,16 @@ class Args(RolloutArgs):
     )
 
     clips = ("epsilon", "cliprange_value", "early_stop_kl")
-    # completions are compared with the critic's values, not with each other
+    # one completion per prompt: it is compared with the critic's values
     num_generations: ClassVar[int] = 1
 
 
 class Objective(ppo.PPO):
-    """What this stage learns, from what the model writes to the prompts."""
+    """What this stage learns, from the completions that the model generates."""
 
     def loss(self, model, batch, args):
-        """Sums, each []: of the losses of the targets, of the auxiliary losses of the tokens, and of metrics
-        by name over the targets."""
+        """Sums, each []: the losses over the targets, the auxiliary losses over the tokens, and metrics by
+        name over the targets."""
         return ppo.actor_critic_loss(model, batch, args)
 
     def extend_model(self, model, args):
@@ -94,7 +94,7 @@ open_data = open_prompts  # (args, tokenizer) -> training and held-out (or None)
 
 def main() -> None:
     """Run the stage, from its command line to its weights."""
-    # 1. Settings, and the config of the start weights, if any; console, device, precision, locks.
+    # 1. Settings, and the config of the start weights if there are any; console, device, precision, locks.
     args, start_config = stage.read_settings(Args, __doc__)
     device, autocast, scaler = stage.set_up_process(args)
 
@@ -106,7 +106,7 @@ def main() -> None:
     utils.init_distributed_mode(args.rank_timeout, device)
     utils.setup_seed(args.seed)
 
-    # 4. Model config, and the run: a new one, or that of a checkpoint; another run's is refused.
+    # 4. Model config, and the run: a new one or that of a checkpoint. Another run's checkpoint is refused.
     lm_config = model_config(tokenizer, args, start_config)
     data = stage.data_fingerprint(train_set, eval_set)
     args, fingerprint, checkpoint = stage.find_run(args, lm_config.own_fields(), data, train_set)
@@ -117,7 +117,7 @@ def main() -> None:
     wandb = start_tracker(args, fingerprint, checkpoint)
 
     # 6. Policy and critic as one model, wrapped in DDP; rollouts, and one optimizer with two rates.
-    weight = args.from_weight if checkpoint is None else "none"  # the checkpoint replaces them
+    weight = args.from_weight if checkpoint is None else "none"  # a checkpoint replaces the start weights
     policy, _ = utils.init_model(lm_config, weight, args.tokenizer_path, args.save_dir)
     objective = make_rollouts(Objective, args, tokenizer, device)
     model = objective.extend_model(policy, args)

@@ -6,13 +6,12 @@
     python train_pretrain.py --data_path ... --from_resume 1                                      resume
 
 Reads records {"text": ...}. Every token of a document is a target; a document longer than --max_seq_len
-becomes several samples, nothing is cut away. Writes out/pretrain_<hidden_size>[_moe].pth, from which
+becomes several samples; nothing is lost. Writes out/pretrain_<hidden_size>[_moe].pth, from which
 train_full_sft.py starts.
 
 To change this stage, change it here: `Args` (defaults and flags), `Objective`, `schedule`,
-`frozen_parameters`, `open_data`, and in `main` the model. The engine's task `pretrain` has the same
-parts; what you change in `main`, or read only there, is the script's alone.
-"""
+`frozen_parameters`, `open_data`, and in `main` the model. The engine's task `pretrain` has the same parts; a
+change in `main`, and a flag that only `main` reads, affect only the script."""
 
 import sys
 from functools import partial
@@ -42,8 +41,8 @@ from trainer.weights.config import model_config
 
 class Args(StageArgs):
     """The defaults of this stage (MiniMind's, but for Muon, which learns more from the same tokens; on some
-    megabytes of text --accumulation_steps 1 learns far more, by eight times as many updates). A field added
-    here is a flag of this stage: `my_flag: float = 0.0`, or `= setting(0.0, "help", ge=0)` of
+    megabytes of text --accumulation_steps 1 learns far more, by eight times as many updates). A field that
+    you add here becomes a flag of this stage: `my_flag: float = 0.0`, or `= setting(0.0, "help", ge=0)` of
     common/settings.py."""
 
     data_path: str | None = data_file("pretrain_t2t_mini.jsonl", "pretrain_hq.jsonl")
@@ -61,15 +60,15 @@ class Args(StageArgs):
 
 
 class Objective(next_token.NextToken):
-    """What this stage learns; docs/reference.md has losses, metrics and an optimizer of your own."""
+    """What this stage learns; docs/reference.md shows your own losses, metrics and optimizers."""
 
     def loss(self, model, batch, args):
-        """Sums, each []: of the losses of the targets, of the auxiliary losses of the tokens, and of metrics
-        by name over the targets."""
+        """Sums, each []: the losses over the targets, the auxiliary losses over the tokens, and metrics by
+        name over the targets."""
         return next_token.next_token_loss(model, batch)
 
     def groups(self, named_parameters, args):
-        """With Muon the embedding, which is AdamW's part, has twice the learning rate."""
+        """With Muon, the embedding, which AdamW trains, has twice the learning rate."""
         return PRETRAINING_GROUPS if args.optimizer == "muon" else ()
 
 
@@ -81,11 +80,11 @@ open_data = partial(open_datasets, PretrainDataset)
 
 def main() -> None:
     """Run the stage, from its command line to its weights."""
-    # 1. Settings, and the config of the start weights, if any; console, device, precision, locks.
+    # 1. Settings, and the config of the start weights if there are any; console, device, precision, locks.
     args, start_config = stage.read_settings(Args, __doc__)
     device, autocast, scaler = stage.set_up_process(args)
 
-    # 2. Data, tokenised before the process group exists: that may take longer than a collective waits.
+    # 2. Data. They are tokenised before the process group exists, because a collective would time out.
     tokenizer = load_tokenizer(args.tokenizer_path)
     train_set, eval_set = open_data(args, tokenizer)
 
@@ -93,7 +92,7 @@ def main() -> None:
     utils.init_distributed_mode(args.rank_timeout, device)
     utils.setup_seed(args.seed)
 
-    # 4. Model config, and the run: a new one, or that of a checkpoint; another run's is refused.
+    # 4. Model config, and the run: a new one or that of a checkpoint. Another run's checkpoint is refused.
     lm_config = model_config(tokenizer, args, start_config)
     data = stage.data_fingerprint(train_set, eval_set)
     args, fingerprint, checkpoint = stage.find_run(args, lm_config.own_fields(), data, train_set)
@@ -103,9 +102,9 @@ def main() -> None:
     # 5. SwanLab or Weights & Biases, if one is asked for.
     wandb = start_tracker(args, fingerprint, checkpoint)
 
-    # 6. Model, compiled and wrapped in DDP or FSDP; then the optimizer, since FSDP replaces the parameters.
+    # 6. Model, compiled and wrapped in DDP or FSDP. Then the optimizer, because FSDP replaces the parameters.
     objective = Objective()
-    weight = args.from_weight if checkpoint is None else "none"  # the checkpoint replaces them
+    weight = args.from_weight if checkpoint is None else "none"  # a checkpoint replaces the start weights
     model, _ = utils.init_model(lm_config, weight, args.tokenizer_path, args.save_dir)
     model = objective.extend_model(model, args)
     model = stage.compile_and_wrap(model, args, device, autocast, train_set, frozen_parameters)

@@ -1,4 +1,4 @@
-"""What a callback is, and the list of those of a run. docs/engine.md is the user's page."""
+"""The base class of callbacks, and the list of a run's callbacks. docs/engine.md is the user's page."""
 
 import math
 from collections import Counter
@@ -14,7 +14,7 @@ from trainer.objectives.base import Objective
 
 class Callback:
     """Base class: all methods do nothing. A subclass overrides those it needs; each is called on every rank,
-    with the TrainState. The methods stand in the order of the calls; a checkpoint is written after them."""
+    with the TrainState. The methods are in the order of the calls; a checkpoint is written after them."""
 
     def on_train_start(self, state: Any) -> None:
         """Everything is set up and restored; this process has not made an update yet."""
@@ -26,23 +26,24 @@ class Callback:
         """Before an optimizer update; `update` is its number, from 1."""
 
     def on_before_step(self, state: Any, micro_batches: list[Any]) -> None:
-        """The gradients of an update are complete, on all ranks alike, and not clipped yet; a parameter whose
-        `grad` becomes None here is left alone. `micro_batches`: this rank's micro-batches."""
+        """The gradients of an update are complete and equal on all ranks, but not clipped yet. A parameter
+        whose `grad` is set to None here is left out of the update. `micro_batches`: this rank's
+        micro-batches."""
 
     def on_optimizer_step(self, state: Any, update: int) -> None:
         """After the optimizer step of an update, before it is validated, logged or saved."""
 
     def on_validation_start(self, state: Any) -> None:
-        """Before a validation; other weights may be put in place, which `<name>_best` then holds."""
+        """Before a validation. You may swap in other weights, which `<name>_best` then holds."""
 
     def on_validation_end(self, state: Any, metrics: dict[str, float | None]) -> None:
         """After a validation; `metrics` are the same on all ranks."""
 
     def on_log(self, state: Any, record: dict[str, Any]) -> None:
-        """A log record is complete and will be written; values may be added to it."""
+        """A log record is complete and will be written. You may add values to it."""
 
     def on_batch_end(self, state: Any, update: int, record: dict[str, Any] | None) -> None:
-        """After an optimizer update; `record` is its log record at a log point, else None."""
+        """After an optimizer update; `record` is its log record at a log point, otherwise None."""
 
     def on_epoch_end(self, state: Any, epoch: int) -> None:
         """After the last update of an epoch and its validation."""
@@ -51,11 +52,11 @@ class Callback:
         """Training is finished, or was stopped. Not called after an exception."""
 
     def on_exception(self, state: Any, error: BaseException) -> None:
-        """This exception ends training (`Interrupted`: a signal does); it is raised again afterwards."""
+        """This exception ends training (`Interrupted` after a signal). It is raised again afterwards."""
 
     def held_out_metrics(self) -> list[str]:
-        """The names of the metrics that `on_validation_end` needs. Before the first update of a run it is
-        refused if validation does not give them."""
+        """The names of the metrics that `on_validation_end` needs. If validation does not give one of them,
+        the run is refused before its first update."""
         return []
 
     def state_dict(self) -> dict[str, Any]:
@@ -63,15 +64,16 @@ class Callback:
         return {}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Restore the result of `state_dict`; called before `on_train_start` of a resumed run, and after the
-        first checkpoint of a run, when it must change nothing."""
+        """Restore the result of `state_dict`. Called before `on_train_start` of a resumed run. Also called
+        after the first checkpoint of a run, and must then change nothing."""
 
 
 HOOKS = [name for name in vars(Callback) if name.startswith("on_")]
 
 
 class CallbackList(list[Callback]):
-    """The callbacks of a run, called in order; before them its Objective, which may have the same methods."""
+    """The callbacks of a run, called in order. The run's Objective may have the same methods and is called
+    first."""
 
     state: Any = None  # the TrainState
 
@@ -86,7 +88,7 @@ class CallbackList(list[Callback]):
                     raise UserError(f"{text}; there are {', '.join(HOOKS)}")
 
     def by_name(self) -> dict[str, Callback]:
-        """The callbacks by class name, `EarlyStopping#2` for the second of a class."""
+        """The callbacks by class name, with `EarlyStopping#2` for the second of a class."""
         named: dict[str, Callback] = {}
         numbers: Counter[str] = Counter()
         for callback in self:
@@ -96,14 +98,14 @@ class CallbackList(list[Callback]):
         return named
 
     def members(self) -> dict[str, Any]:
-        """What takes part and may have a state to save, by name: the Objective, then the callbacks."""
+        """The members that may have a state to save, by name: the Objective, then the callbacks."""
         objective = getattr(self.state, "objective", None)
         of_run = {"the Objective": objective} if isinstance(objective, Objective) else {}
         return of_run | self.by_name()
 
     def call(self, name: str, *args: Any) -> None:
-        """Call a method of each that has it; the traceback of an exception names whose it is. An exception in
-        `on_exception` is only a warning, because the others still have to close their files."""
+        """Call a method of each member that has it. The traceback of an exception names the member. An
+        exception in `on_exception` is only a warning, because the others still have to close their files."""
         for member in self.members().values():
             if not hasattr(member, name):
                 continue
@@ -139,13 +141,13 @@ class CallbackList(list[Callback]):
         }
 
     def load_state_dict(self, states: dict[str, dict[str, Any]]) -> None:
-        """Restore the states; warn of those whose callbacks are no longer there."""
+        """Restore the states. Warns of states whose callbacks no longer exist."""
         named = self.members()
         gone = [name for name in states if states[name] and name not in named]
         if gone:
             warn(f"callbacks of the checkpoint that this run does not have: {', '.join(gone)}")
         for name in named.keys() & states.keys():
-            if states[name]:  # else there was no state yet
+            if states[name]:  # otherwise there was no state yet
                 named[name].load_state_dict(states[name])
 
 
@@ -165,10 +167,10 @@ def check_restores(kind: type, base: Any) -> None:
 
 
 def plain(value: Any, where: str, in_record: bool = False) -> Any:
-    """A value as a checkpoint can hold it, whose file nothing else may make unreadable: a number of NumPy as
-    one of Python, a path as text. in_record: for JSON; a tensor of one number is that number, NaN and
-    infinities are None. Raises UserError for what is neither a number, a text, a tensor, nor a list or dict
-    of them."""
+    """A value in the form that a checkpoint can hold; other values would make its file unreadable. A number
+    of NumPy becomes one of Python, a path becomes text. in_record: the form for JSON, where a tensor of one
+    number becomes that number, and NaN and infinities become None. Raises UserError for anything but a
+    number, a text, a tensor, or a list or dict of them."""
     if isinstance(value, dict):
         return {
             plain(key, where): plain(item, f"{where.rstrip(',')}[{key!r}]", in_record)
@@ -189,7 +191,7 @@ def plain(value: Any, where: str, in_record: bool = False) -> Any:
     if isinstance(value, float):
         return None if in_record and not math.isfinite(value) else float(value)
     if isinstance(value, str):
-        check_utf8(where, value)  # the name of a file, or no checkpoint with it could be read again
+        check_utf8(where, value)  # as text, because a checkpoint with a path object could not be read again
         return str(value)
     if value is None or isinstance(value, bool):
         return value

@@ -1,4 +1,4 @@
-"""torch.compile of the whole model: whether a run takes it, and how."""
+"""torch.compile of the whole model: whether a run uses it, and how."""
 
 import os
 import shutil
@@ -22,19 +22,19 @@ from trainer.devices.device import native_bfloat16
 from trainer.devices.errors import compiling
 from trainer.devices.process_group import Logger, world_size
 
-# operations of a run per thread of a CPU from which on compiling pays: five to twelve minutes of training for
-# half a minute of compiling, which saves a tenth
+# from this many operations per CPU thread on, compiling a run pays off: five to twelve minutes of training
+# for half a minute of compiling, which saves a tenth
 MIN_FLOPS_PER_THREAD = 5e13
 
 
 def compiles(args: StageArgs, train_set: SizedDataset, device: torch.device) -> bool:
-    """Whether a run compiles its model: what --use_compile says; where that is `auto`, on a GPU and where it
-    was measured to pay on a CPU. Raises UserError if --use_compile 1 cannot be done."""
+    """Whether a run compiles its model. --use_compile decides; `auto` compiles on a GPU, and on a CPU where
+    it was measured to pay off. Raises UserError if --use_compile 1 is impossible."""
     if args.use_compile is False:
         return False
     is_auto = args.use_compile is None
     if args.use_moe and args.activation_checkpointing:
-        # experts are called between two graphs, which a layer that is recomputed may not be cut into
+        # experts are called between two graphs, but a layer that is recomputed must not be split into graphs
         why = "layers of experts with --activation_checkpointing 1 run as they are"
         if not is_auto:
             warn(f"--use_compile 1: {why}")
@@ -55,9 +55,9 @@ def compiles(args: StageArgs, train_set: SizedDataset, device: torch.device) -> 
 
 
 def pays_on_cpu(args: StageArgs, train_set: SizedDataset, device: torch.device) -> bool:
-    """Whether compiling pays on a CPU, as measured (docs/dev/LOG.md): in long pretraining and SFT, with a
-    matrix unit, else for dense models on packed rows. The settings, the data and the machine decide, not
-    times, so that a resumed run does as it did before."""
+    """Whether compiling pays off on a CPU, as measured (docs/dev/LOG.md): in long pretraining and SFT, with a
+    matrix unit or for dense models on packed rows. Settings, data and machine decide, but no measured times,
+    so that a resumed run decides as before."""
     is_text = args.compiling_pays and isinstance(train_set, StageDataset)
     if device.type != "cpu" or not is_text or args.parallel != "ddp" or args.activation_checkpointing:
         return False
@@ -71,8 +71,8 @@ def pays_on_cpu(args: StageArgs, train_set: SizedDataset, device: torch.device) 
 
 
 def compiler_problem(device: str) -> str:
-    """What torch lacks to compile for `cpu` or `cuda`, and what to do; empty if nothing: Python's headers, a
-    C++ compiler, or Triton with the C compiler that it calls, and a cache that can be written."""
+    """What torch lacks to compile for `cpu` or `cuda`, and what to do; empty if it lacks nothing. It needs
+    Python's headers, a C++ compiler, or Triton with the C compiler that it calls, and a writable cache."""
     compilers = [os.environ.get("CXX", "g++")]
     if device == "cuda":
         compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
@@ -94,25 +94,27 @@ def compiler_problem(device: str) -> str:
 
 def compile_model(model: nn.Module, tokens: int = 2048, may_fail: bool = False) -> None:
     """Compile each transformer in a model in place, or the model as a whole if it has none. A call with an
-    empty tensor runs as it is: it would be compiled for itself, and epochs begin with one under DDP.
+    empty tensor is not compiled: it would need a graph of its own, and with DDP an epoch begins with one.
 
     tokens: the size of the batch that it is compiled on, see `warm_up_inputs`. may_fail: a part that cannot
-    be compiled runs as it is, with a warning; else the compiler's error is raised."""
+    be compiled runs uncompiled, with a warning. Otherwise the compiler's error is raised."""
     from torch._dynamo import config
     from torch._functorch import config as functorch
     from torch._inductor import config as inductor
     from torch.fx.experimental import _config as shapes
     from transformers import PreTrainedModel
 
-    inductor.deterministic = True  # no measured times decide how a kernel sums: they would differ at a resume
-    config.optimize_ddp = False  # or DDP's buckets would cut the graph
-    functorch.force_non_lazy_backward_lowering = True  # or it may fail in the backward pass, halfway
-    shapes.use_duck_shape = False  # or as many tokens as the model is wide would be taken for the width
+    # measured times must not decide how a kernel sums, because they would differ in a resumed run
+    inductor.deterministic = True
+    config.optimize_ddp = False  # otherwise DDP's buckets would split the graph
+    functorch.force_non_lazy_backward_lowering = True  # otherwise it may fail halfway, in the backward pass
+    # otherwise a number of tokens equal to the model's width would be mistaken for the width
+    shapes.use_duck_shape = False
     parts = [module for module in model.modules() if isinstance(module, PreTrainedModel)] or [model]
     for part in parts:
         embedding = part.get_input_embeddings() if isinstance(part, PreTrainedModel) else None
         if embedding is not None and next(part.parameters()).device.type == "cpu":
-            # compiled, its gradient would be summed by atomic additions, in the order in which threads come
+            # compiled, its gradient would be summed by atomic additions, in a random order of threads
             embedding.forward = torch.compiler.disable(embedding.forward)
         part.compile(dynamic=True)
         part._compiled_call_impl = call_of(part, tokens, may_fail)
@@ -128,9 +130,10 @@ def call_of(part: nn.Module, tokens: int, may_fail: bool) -> Any:
     seen = set()
 
     def first_call(*args: Any, **kwargs: Any) -> Any:
-        """The first call of its kind, which compiles."""
+        """The first call with such inputs, which compiles."""
         with compiling():
-            # not with FSDP: a call gathers the weights from all ranks, of which some may have an empty batch
+            # not with FSDP, where a call gathers the weights from all ranks, and some ranks may have an empty
+            # batch
             if "cu_seqlens" in kwargs and not isinstance(part, FSDPModule):
                 inputs = warm_up_inputs(kwargs, *warm_up_sizes(kwargs, tokens, use_moe))
                 if inputs is not None:
@@ -161,8 +164,8 @@ def call_of(part: nn.Module, tokens: int, may_fail: bool) -> Any:
 
 
 def warm_up(part: nn.Module, compiled_call: Any, inputs: dict[str, Any]) -> None:
-    """Compile a module by a call whose result is not used and that leaves no trace, neither in its buffers
-    nor in the random numbers."""
+    """Compile a module by a call whose result is not used. The call changes neither buffers nor random
+    numbers."""
     buffers = [(buffer, buffer.clone()) for buffer in part.buffers()]
     device = inputs["input_ids"].device
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
@@ -173,9 +176,9 @@ def warm_up(part: nn.Module, compiled_call: Any, inputs: dict[str, Any]) -> None
 
 
 def warm_up_sizes(kwargs: dict[str, Any], tokens: int, use_moe: bool = False) -> tuple[int, int, int]:
-    """How many tokens, targets and samples the batch has that a call like this one is compiled on. The
-    compiler writes kernels of their own for more than 4,096 summands on a CPU (chunk_size of torch's
-    _inductor/codegen/cpp.py), and for a single sample where there are experts."""
+    """The number of tokens, targets and samples of the batch on which a call like this one is compiled. The
+    compiler writes separate kernels for more than 4,096 summands on a CPU (chunk_size of torch's
+    _inductor/codegen/cpp.py), and for a single sample if there are experts."""
     samples = 1 if use_moe and len(kwargs["cu_seqlens"]) == 2 else 8
     if kwargs["input_ids"].device.type != "cpu":
         return tokens, tokens // 2, samples
@@ -185,14 +188,13 @@ def warm_up_sizes(kwargs: dict[str, Any], tokens: int, use_moe: bool = False) ->
 
 
 def warm_up_inputs(kwargs: dict[str, Any], tokens: int, targets: int, samples: int) -> dict[str, Any] | None:
-    """Inputs like those of a call with a flat batch, of the given size; None for a model of one's own that
-    takes other tensors.
+    """Inputs like those of a call with a flat batch, of the given size; None for a user's model that takes
+    other tensors.
 
-    The compiler chooses how its kernels sum by the sizes that it sees first. Were these those of the run's
-    first batch, a resumed run, whose first batch is another one, would sum in another order unless it found
-    the kernels in the compiler's cache. All tokens are the same, so that they go to the same experts whatever
-    the weights are.
-    """
+    The compiler chooses how its kernels sum by the sizes that it sees first. If these were the sizes of the
+    run's first batch, a resumed run would see another first batch and sum in another order, unless it found
+    the kernels in the compiler's cache. All tokens are the same, so that they go to the same experts with any
+    weights."""
     weight = np.repeat(
         np.array([0, 1], np.float32), [max(2, (tokens - targets) // samples), max(2, targets // samples)]
     )
@@ -210,5 +212,5 @@ def warm_up_inputs(kwargs: dict[str, Any], tokens: int, targets: int, samples: i
 
 
 def layer_weights(layers: int, width: int) -> float:
-    """Roughly the weights of so many dense layers, all of which a token meets."""
+    """Roughly the number of weights in this many dense layers, all of which a token goes through."""
     return 12.0 * layers * width**2

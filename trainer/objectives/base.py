@@ -20,14 +20,16 @@ Metrics = Mapping[str, Tensor | tuple[Tensor, Tensor]]  # sums over the targets,
 
 
 class Objective:
-    """What a stage learns, from which batches, and what is written of its model: for the scripts and for the
-    engine. A stage implements `loss` and `held_out`, and overrides what else differs. It may also have the
-    methods `on_...` of a callback (trainer/callbacks/base.py), and is called before the callbacks."""
+    """What a stage learns, from which batches, and which weights it writes. Scripts and engine use it. A
+    stage implements `loss` and `held_out`, and overrides the other methods as needed. It may also have the
+    methods `on_...` of a callback (trainer/callbacks/base.py); they are called before those of the
+    callbacks."""
 
-    console_metrics: tuple[str, ...] = ()  # metrics that stand on the console's line
+    console_metrics: tuple[str, ...] = ()  # metrics that are shown on the console's line
     loss_is_cross_entropy = False
-    saves_trained_only = False  # a checkpoint leaves out frozen weights, which a resumed run reads again
-    # of a held-out metric, or "" of all: the settings that it depends on beside the model and the data;
+    # whether a checkpoint leaves out frozen weights, which a resumed run then reads again
+    saves_trained_only = False
+    # held-out metric ("": all) -> the settings that it depends on besides the model and the data;
     # scripts/compare.py keeps them equal
     held_out_reads: Mapping[str, str] = {}
     needs_reference = False  # `reference` becomes a frozen model with the start weights, on the device
@@ -36,8 +38,8 @@ class Objective:
     def groups(
         self, named_parameters: Sequence[tuple[str, nn.Parameter]], args: Any
     ) -> Sequence[Mapping[str, Any]]:
-        """Parameters with a learning rate, betas or weight decay of their own: rows such as
-        `{"match": "embed_tokens", "lr_scale": 2.0}`, see `Group`. named_parameters: tied ones come once."""
+        """Parameters with their own learning rate, betas or weight decay, as rows such as `{"match":
+        "embed_tokens", "lr_scale": 2.0}`, see `Group`. named_parameters: tied ones come once."""
         return ()
 
     def optimizer(self, model: nn.Module, args: Any) -> torch.optim.Optimizer:
@@ -47,20 +49,21 @@ class Objective:
 
     @property
     def stage(self) -> str:
-        """The name of the file that says what is learned."""
+        """The name of the file that defines the objective."""
         return defining_file(self)
 
     def extend_model(self, model: nn.Module, args: Any) -> nn.Module:
-        """The model to train, made of a new one before it is wrapped: with adapters, a critic, another
-        head."""
+        """Add to a new model what is trained: adapters, a critic, another head. Returns the model. Called
+        before it is wrapped."""
         return model
 
     def load_frozen_models(self, args: Any, device: torch.device) -> None:
-        """Load frozen models other than `reference`, such as a teacher, onto the device. Their flags are a
-        subclass of `FrozenModelArgs` (common/settings.py), which has them compared and not overwritten."""
+        """Load frozen models other than `reference`, such as a teacher, onto the device. Put their flags into
+        a subclass of `FrozenModelArgs` (common/settings.py): then these models are compared on resume and
+        never overwritten."""
 
     def prepare(self, state: Any, micro_batches: list[Batch]) -> list[Batch]:
-        """The micro-batches to train of those that the loader gave, such as rollouts of prompts."""
+        """The micro-batches to train, made from those of the loader, such as rollouts of prompts."""
         return micro_batches
 
     def size(self, batch: Batch, lm_config: Any) -> Size:
@@ -68,36 +71,38 @@ class Objective:
         return batch.size(lm_config)
 
     def loss(self, model: nn.Module, batch: Batch, args: Any) -> tuple[Tensor, Tensor, Metrics]:
-        """Sums, each []: of the losses of the targets, of the auxiliary losses of the tokens, and of metrics
-        by name: over the targets, or a pair (sum, count), such as those of one source."""
+        """Sums, each []: the losses over the targets, the auxiliary losses over the tokens, and metrics by
+        name. A metric is a sum over the targets, or a pair (sum, count), such as one of a single source."""
         raise NotImplementedError
 
     def after_micro_batch(self, state: Any, number: int) -> None:
         """After the backward pass of micro-batch `number` of an update, from 0. The gradients are the sums so
-        far, of this rank alone until the last one; in float16 times the scale of the gradient scaler."""
+        far; until the last micro-batch, those of this rank alone. In float16 they are multiplied by the scale
+        of the gradient scaler."""
 
     def before_step(self, state: Any, micro_batches: list[Batch]) -> Metrics:
-        """The gradients of an update are complete, on all ranks alike, and not clipped yet: change them, or
-        make those None of parameters that this update leaves alone. micro_batches: this rank's micro-batches.
-        Returns metrics like those of `loss`."""
+        """The gradients of an update are complete and equal on all ranks, but not clipped yet. You may change
+        them. Set a gradient to None to leave its parameter out of this update. micro_batches: this rank's
+        micro-batches. Returns metrics like those of `loss`."""
         return {}
 
     def held_out(self, model: nn.Module, batch: Batch, args: Any) -> Metrics:
-        """The same of a held-out batch, by name; `loss` is one of them."""
+        """The sums of a held-out batch, by name; `loss` is one of the names."""
         raise NotImplementedError
 
     def save(self, model: nn.Module, path: Path, writer: Writer, description: dict[str, Any]) -> Path:
-        """Write what is used of the model, in the background; returns where."""
+        """Write the inference weights, or an adapter, in the background. Returns the path."""
         return save_weights(model, path, writer, description)
 
     def state_dict(self) -> dict[str, Any]:
-        """What changes from update to update, such as a moving average, for the checkpoint: numbers, strings,
-        tensors, and lists and dicts of them. Called on every rank; the checkpoint holds that of rank 0."""
+        """State for the checkpoint that changes from update to update, such as a moving average: numbers,
+        strings, tensors, and lists and dicts of them. Called on every rank; the checkpoint holds the state of
+        rank 0."""
         return {}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Restore the result of `state_dict`, whose tensors are on the CPU, before the first update of a
-        resumed run; also after the first checkpoint of a run, when it must change nothing."""
+        """Restore the result of `state_dict`, with its tensors on the CPU. Called before the first update of
+        a resumed run. Also called after the first checkpoint of a run, and must then change nothing."""
 
 
 def defining_file(value: Any) -> str:
@@ -107,7 +112,7 @@ def defining_file(value: Any) -> str:
 
 
 def frozen_model(model: "MiniMindForCausalLM", device: torch.device) -> "MiniMindForCausalLM":
-    """A model that takes part in training but is not trained (a teacher, a reference): no gradients, no
-    dropout."""
+    """A model that takes part in training but is not trained (a teacher, a reference). It has no gradients
+    and no dropout."""
     cast(nn.Module, model).to(device)  # in place
     return model.requires_grad_(False).eval()

@@ -22,8 +22,8 @@ class NextToken(Objective):
 
 
 def next_token_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor, Metrics]:
-    """The sum of the cross entropies of the targets times their weights, the load-balancing loss summed over
-    the tokens (zero for a dense model), and no metrics."""
+    """The sum over the targets of cross entropy times weight, the load-balancing loss summed over the tokens
+    (zero for a dense model), and no metrics."""
     weights = batch.get("loss_weight")
     if weights is None:  # all are 1
         out = model(**batch.model_inputs(), targets=batch["targets"])

@@ -1,4 +1,4 @@
-"""Preferences (DPO): log-probabilities of answers, and the losses of pairs.
+"""Preferences (DPO): log-probabilities of answers, and losses of pairs.
 
 The samples of a batch are chosen, rejected, chosen, rejected ... (`collate_shared` in dataset/batch.py).
 Shape legend: P pairs, 2 P answers, M targets.
@@ -27,8 +27,8 @@ def answer_log_probs(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def preference_loss(log_probs: Tensor, reference: Tensor, beta: float) -> Tensor:
-    """The loss of each pair [P] (arXiv:2305.18290, eq. 7), of the answers' log-probabilities [2 P] under the
-    model that is trained and under the reference."""
+    """The loss of each pair [P] (arXiv:2305.18290, eq. 7), from the log-probabilities of the answers [2 P]
+    under the trained model and under the reference."""
     ratios = log_probs - reference
     return -F.logsigmoid(beta * (ratios[::2] - ratios[1::2]))
 
@@ -57,6 +57,5 @@ def preference_metrics(log_probs: Tensor, reference: Tensor, beta: float) -> dic
 
 
 def pair_size(batch: Batch, lm_config: "MiniMindConfig") -> Size:
-    """The size of a batch of pairs: its loss is a mean over pairs, and no bits per byte are defined for
-    it."""
+    """The size of a batch of pairs. Its loss is a mean over pairs, so bits per byte are not defined."""
     return batch.size(lm_config)._replace(targets=len(batch.target_counts) // 2, text_bytes=0)

@@ -13,7 +13,7 @@ from trainer.devices.process_group import all_gather
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # coefficients of the iteration, torch's
 ITERATIONS = 5
-# less momentum at first teaches short runs more (docs/dev/LOG.md, "More from the same tokens")
+# short runs learn more with less momentum at first (docs/dev/LOG.md, "More from the same tokens")
 FIRST_MOMENTUM, MOMENTUM, MOMENTUM_UPDATES = 0.85, 0.95, 300
 DECAY_PER_PASS, MOST_DECAY = 0.7, 2.0  # docs/dev/LOG.md, "Decay in each pass"
 STACKED_ELEMENTS = 1 << 24  # elements of the matrices that are orthogonalised at once: 64 MiB in float32
@@ -26,26 +26,25 @@ def momentum_of(update: int) -> float:
 
 
 def decay_of(rate: float, updates: float) -> float:
-    """The weight decay of a pretraining with Muon at this peak rate (of its steps, not of the flag) and with
-    so many updates in a pass over the data: it shrinks the weights by the same factor in each pass, so that
-    what a pass teaches fades alike, however long that is (arXiv:2405.13698)."""
+    """The weight decay of a pretraining with Muon, from its peak rate (of the steps, not of the flag) and the
+    updates in a pass over the data. It shrinks the weights by the same factor in each pass, so that what a
+    pass teaches fades at the same rate for any length of a pass (arXiv:2405.13698)."""
     return min(DECAY_PER_PASS / (rate * updates), MOST_DECAY)
 
 
 class Muon(Optimizer):
     """torch's Muon (K. Jordan, 2024), scaled as in arXiv:2502.16982, on stacks of matrices of one shape, so
-    that the operators of an update do not grow with depth. Each rank computes all of it, from the same
-    gradients.
+    that the number of operators in an update does not grow with depth. Each rank computes all of it from the
+    same gradients.
 
-    rows: m of the matrices [m, n] in each parameter; one of three dimensions holds several, one below the
-    other.
-    """
+    rows: m of the matrices [m, n] in each parameter; a parameter of three dimensions holds several matrices,
+    one below the other."""
 
     def __init__(self, groups: list[dict[str, Any]], rows: Mapping[Any, int], lr: float, weight_decay: float):
         super().__init__(groups, {"lr": lr, "weight_decay": weight_decay, "momentum": MOMENTUM})
         self.rows = rows
         device = next(iter(rows)).device
-        # of the iteration; float32 where one of the ranks would have to emulate bfloat16
+        # of the iteration; float32 if one of the ranks would have to emulate bfloat16
         self.dtype = torch.bfloat16 if all(all_gather(native_bfloat16(device))) else torch.float32
 
     @torch.no_grad()
@@ -56,7 +55,7 @@ class Muon(Optimizer):
                 self.step_stack(params, group)
 
     def stacks(self, params: list[Tensor]) -> list[list[Tensor]]:
-        """The parameters with a gradient, those of one shape together, as many as are computed at once."""
+        """The parameters with a gradient, in groups of one shape that are computed at once."""
         alike: dict[tuple, list[Tensor]] = {}
         for p in params:
             if p.grad is not None:
@@ -86,8 +85,8 @@ class Muon(Optimizer):
 
 
 def orthogonalized(matrices: Tensor) -> Tensor:
-    """The semi-orthogonal matrices nearest to the given ones [k, m, n], roughly: quintic Newton-Schulz
-    iterations."""
+    """Approximately the nearest semi-orthogonal matrices to the given ones [k, m, n], by quintic
+    Newton-Schulz iterations."""
     a, b, c = NEWTON_SCHULZ
     is_tall = matrices.shape[1] > matrices.shape[2]
     x = matrices / matrices.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)  # spectral norm at most 1

@@ -1,5 +1,5 @@
-"""What a rank has done, where its time went, and the MFU (arXiv:2204.02311): how much arithmetic a batch is,
-and how much the device can do. Nothing here is saved, or changes training."""
+"""The work of a rank, its time, and the MFU (arXiv:2204.02311): how much arithmetic a batch needs, and how
+much the device can do. Nothing here is saved, and nothing changes training."""
 
 import time
 from collections.abc import Iterator
@@ -16,8 +16,8 @@ COUNTS = ("samples", "tokens", "flops", "wait", "comm")
 
 
 class Meter:
-    """Counts and times of this process. `wait` and `comm` are seconds of waiting for data and for other
-    ranks. peak: floating-point operations per second that the device reaches, at least."""
+    """Counts and times of this process. `wait` and `comm` are the seconds spent waiting for data and for
+    other ranks. peak: floating-point operations per second that the device is known to reach."""
 
     def __init__(self, peak: float = 0.0):
         self.peak = peak
@@ -25,7 +25,8 @@ class Meter:
         self.restart()
 
     def restart(self) -> None:
-        """Begin a new interval: what passed since the last record (saving, evaluating) was not training."""
+        """Begin a new interval; the time since the last record (saving, evaluating) does not count as
+        training."""
         self.counts, self.begin = dict.fromkeys(COUNTS, 0.0), time.perf_counter()
 
     @contextmanager
@@ -44,7 +45,7 @@ class Meter:
             self.counts[name] += sum(getattr(size, name) for size in sizes)
 
     def speed_metrics(self, updates_left: int, device: torch.device) -> dict[str, Any]:
-        """Speed and memory of all ranks since the last record. A collective."""
+        """Speed and memory of all ranks since the last record. All ranks must call it (a collective)."""
         now = time.perf_counter()
         seconds = now - self.begin
         host = torch.tensor([*self.counts.values()], dtype=torch.float64)

@@ -1,9 +1,8 @@
-"""Rollouts: a micro-batch of prompts becomes a flat batch of the completions that the model writes to them.
-
-A completion is a function of (weights, seed, update, prompt, number in the group), so a run that was killed
-writes the same texts again. Only between several updates of one rollout (--num_iterations) a checkpoint holds
-it. Token ids are trained as they were sampled, from softmax(logits / temperature), with the end token.
-"""
+"""Rollouts: the model generates completions for a micro-batch of prompts, and they become a flat batch. A
+completion is a function of (weights, seed, update, prompt, number in the group), so a run that was killed
+generates the same texts again. A checkpoint holds a rollout only if further updates of it follow
+(--num_iterations). The sampled token ids themselves are trained, including the end token; they are drawn from
+softmax(logits / temperature)."""
 
 import time
 from collections.abc import Mapping
@@ -36,14 +35,14 @@ ROLLOUT_METRICS = (
 
 RewardedTrajectories = tuple[
     list[Trajectory], Tensor
-]  # to a micro-batch of prompts: trajectories, their rewards [P, G]
+]  # for a micro-batch of prompts: the trajectories and their rewards [P, G]
 
 
 def group_batches(
     model: nn.Module, rollouts: list[RewardedTrajectories], args: Any, device: torch.device
 ) -> list[Batch]:
-    """The flat batches of trajectories whose rewards are compared within a group. Those without an advantage
-    are left out where nothing else is learned from them."""
+    """The flat batches of trajectories whose rewards are compared within a group. Trajectories without an
+    advantage are left out if nothing else is learned from them."""
     batches = []
     for written, rewards in rollouts:
         advantages = group_advantages(rewards, args.scale_rewards).flatten().tolist()
@@ -63,9 +62,10 @@ def group_batches(
 
 
 def flat_batch(written: list[Trajectory], loss_denominator: int) -> FlatBatch:
-    """The flat batch of trajectories; those to one prompt share it. With `lengths` [M], tokens of the
-    completion of each target, `sampling_log_probs` [M], with which it was drawn, and `loss_denominator`, this
-    micro-batch's part of it."""
+    """The flat batch of trajectories; those of one prompt share its tokens. It has three more fields:
+    `lengths` [M], the number of tokens of each target's completion; `sampling_log_probs` [M], the
+    log-probability with which each target was drawn; and `loss_denominator`, this micro-batch's part of the
+    denominator."""
     samples = [
         {
             "input_ids": np.array(trajectory.tokens, dtype=np.int64),
@@ -123,13 +123,13 @@ class Rollouts(Objective):
 
     @staticmethod
     def policy_of(model: nn.Module) -> nn.Module:
-        """The part of the trained model that writes."""
+        """The part of the trained model that generates."""
         return unwrap(model)
 
     def make_batches(
         self, model: nn.Module, rollouts: list[RewardedTrajectories], device: torch.device
     ) -> list[Batch]:
-        """Flat batches with advantages, of what was written to each micro-batch."""
+        """Flat batches with advantages, one for the completions of each micro-batch."""
         return group_batches(model, rollouts, self.args, device)
 
     # ---- called by the loop
@@ -138,8 +138,8 @@ class Rollouts(Objective):
         return rollout_size(batch, lm_config)
 
     def prepare(self, state: TrainState, micro_batches: list[Batch]) -> list[Batch]:
-        """Flat batches of the trajectories for micro-batches of prompts, or those of this rollout's first
-        update."""
+        """Flat batches of new trajectories for micro-batches of prompts, or those of the rollout's first
+        update if this is a later update of it."""
         if not any(batch["prompts"] for batch in micro_batches):
             return [empty_batch() for _ in micro_batches]
         is_first_update = state.progress.update % self.args.num_iterations == 0
@@ -156,7 +156,7 @@ class Rollouts(Objective):
         return batches
 
     def on_batch_start(self, state: Any, update: int) -> None:
-        """The update will be made: its rollout counts, on all ranks."""
+        """Count the rollout, because its update is about to be made on all ranks."""
         own = [self.this_rollout.get(name, (0.0, 0.0)) for name in self.metric_names]
         pairs = reduce_sum(torch.tensor(own, dtype=torch.float64)).tolist()
         for name, (total, count) in zip(self.metric_names, pairs, strict=True):
@@ -164,8 +164,8 @@ class Rollouts(Objective):
         self.this_rollout = {}
 
     def on_log(self, state: Any, record: dict[str, Any]) -> None:
-        """Add means over the rollouts since the last record, over all ranks, None where there was none; and
-        samples of rank 0's last rollout."""
+        """Add the means over the rollouts since the last record, over all ranks (None if there was no
+        rollout), and samples of rank 0's last rollout."""
         sums = self.since_last_record
         means = {name: quotient(*sums.get(name, (0.0, 0.0))) for name in self.metric_names}
         mean, square = means["reward"], means.pop("reward_square")
@@ -177,8 +177,8 @@ class Rollouts(Objective):
         self.since_last_record = {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Reward statistics since the last record, and the rollout that further updates use, of all ranks. A
-        collective."""
+        """Reward statistics since the last record, and the rollouts of all ranks that further updates use.
+        All ranks must call it (a collective)."""
         rollout = [batch.state_dict() for batch in self.rollout_for_next_updates]
         return {
             "since_last_record": self.since_last_record,
@@ -187,7 +187,7 @@ class Rollouts(Objective):
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Restore what `state_dict` gave."""
+        """Restore the result of `state_dict`."""
         self.since_last_record = saved["since_last_record"]
         self.samples = saved["samples"]
         of_ranks = saved["rollout_for_next_updates"]
@@ -197,7 +197,8 @@ class Rollouts(Objective):
     # ---- a rollout
 
     def _roll_out(self, state: TrainState, model: nn.Module, micro_batches: list[Batch]) -> list[Batch]:
-        """The flat batch of the trajectories of each micro-batch of prompts; all are written in one go."""
+        """The flat batch of the trajectories of each micro-batch of prompts. All trajectories are generated
+        together."""
         prompts = [prompt for batch in micro_batches for prompt in batch["prompts"]]
         start = time.perf_counter()
         with state.autocast:
@@ -223,7 +224,8 @@ class Rollouts(Objective):
         return batches
 
     def add_log_probs(self, model: nn.Module, batch: Batch) -> None:
-        """Add the log-probabilities of the targets [M] that are compared with those under later weights."""
+        """Add the log-probabilities of the targets [M], which later updates compare with those under their
+        weights."""
         temperature = self.args.temperature
         if self.reference is not None:
             batch["ref_log_probs"], _ = target_log_probs(self.reference, batch, temperature)
@@ -233,7 +235,7 @@ class Rollouts(Objective):
     def _write(
         self, writer: TrajectoryWriter, model: nn.Module, prompts: list[RolloutPrompt], update: int
     ) -> list[Trajectory]:
-        """What the policy writes, on a GPU with matrices in autocast's dtype."""
+        """The trajectories that the policy generates; on a GPU, matrices are in autocast's dtype."""
         from model.model_minimind import product_dtype  # brings in the compiler
 
         policy: Any = self.policy_of(model)
@@ -253,7 +255,7 @@ class Rollouts(Objective):
         return scores
 
     def _count(self, written: list[Trajectory], scores: list[dict[str, float]], rewards: Tensor) -> None:
-        """Set the metrics of this rollout, but for its times, and the samples for the log."""
+        """Set the metrics of this rollout, without its times, and the samples for the log."""
         values = rewards.flatten().tolist()
         number = len(written)
         sampled = sum(trajectory.sampled for trajectory in written)
@@ -275,8 +277,8 @@ class Rollouts(Objective):
             self.samples.append({"prompt": _excerpt(question), "answer": _excerpt(answer), "reward": value})
 
     def held_out(self, model: nn.Module, batch: Batch, args: Any = None) -> dict[str, Tensor]:
-        """Sums over held-out prompts, whose likeliest completions are scored: the rewards, and `loss`,
-        minus the weighted one."""
+        """Sums over held-out prompts: the rewards of their likeliest completions, and `loss`, which is minus
+        the weighted reward."""
         writer = replace(self.writer, group=1, temperature=0.0)
         scores = [self._score(trajectory) for trajectory in self._write(writer, model, batch["prompts"], 0)]
         metrics = {name: sum(score[name] for score in scores) for name in self.reward_names}

@@ -2,9 +2,8 @@
 (arXiv:1707.06347).
 
 The critic is a second transformer, of the policy's shape and start weights, with one value per position as
-its head. Of one trunk with two heads the value loss would move the policy, and two learning rates would mean
-nothing.
-"""
+its head. With one trunk and two heads, the value loss would change the policy, and two learning rates would
+make no sense."""
 
 from copy import deepcopy
 from math import sqrt
@@ -29,8 +28,8 @@ if TYPE_CHECKING:
 
 
 class ActorCritic(nn.Module):
-    """The policy that writes, and the critic that estimates the reward to come; the critic's first values are
-    0."""
+    """The policy, which generates, and the critic, which estimates the future reward. The critic's first
+    values are 0."""
 
     supports_gradient_checkpointing = True
 
@@ -39,7 +38,7 @@ class ActorCritic(nn.Module):
         self.actor, self.critic = actor, scalar_head(deepcopy(actor))
 
     def forward(self, batch: Batch, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-        """Of a flat batch: the log-probability of each target and the value before it, both [M], and the sum
+        """For a flat batch: the log-probability of each target and the value before it, both [M], and the sum
         of the auxiliary losses []."""
         log_probs, aux_loss = target_log_probs(self.actor, batch, temperature)
         values, critics = self.values(batch)
@@ -57,7 +56,7 @@ class ActorCritic(nn.Module):
 
 
 def scalar_head(model: "MiniMindForCausalLM") -> "MiniMindForCausalLM":
-    """Replace a model's head, in place, by one of one number per position, which begins at 0."""
+    """Replace a model's head, in place, by a head with one number per position, which starts at 0."""
     model.config.tie_word_embeddings = False
     model.lm_head = nn.Linear(model.config.hidden_size, 1)
     for parameter in model.lm_head.parameters():
@@ -66,18 +65,18 @@ def scalar_head(model: "MiniMindForCausalLM") -> "MiniMindForCausalLM":
 
 
 def unwrapped(model: nn.Module) -> ActorCritic:
-    """The two models, without what is around them."""
+    """The two models without their wrapper."""
     return cast(ActorCritic, unwrap(model))
 
 
 def actor_of(model: nn.Module) -> nn.Module:
-    """The policy, which writes."""
+    """The policy, which generates."""
     return unwrapped(model).actor
 
 
 def token_advantages(values: list[float], reward: float, gamma: float, lam: float) -> list[float]:
-    """Generalised advantage estimates (arXiv:1506.02438) of a completion's tokens: `values` before each of
-    them, and the reward for the last one, which ends the completion."""
+    """Generalised advantage estimates (arXiv:1506.02438) of a completion's tokens, from the `values` before
+    each token and the reward, which is given at the last token."""
     advantages: list[float] = []
     next_value = advantage = 0.0
     for value in reversed(values):
@@ -88,22 +87,22 @@ def token_advantages(values: list[float], reward: float, gamma: float, lam: floa
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> Tensor:
-    """Half the squared error of the values [M], summed; where a value has moved by more than `clip` since the
-    rollout, of the bound if that is worse."""
+    """Half the squared error of the values [M], summed. If a value has moved by more than `clip` since the
+    rollout, the error of the clipped value counts if it is larger."""
     bounded = old_values + (values - old_values).clamp(-clip, clip)
     return 0.5 * torch.maximum((values - returns).square(), (bounded - returns).square()).sum()
 
 
 def policy_divergence(log_probs: Tensor, old: Tensor) -> Tensor:
-    """KL divergence of the present policy from the one that sampled, summed over its tokens, by the k3
+    """KL divergence of the current policy from the one that sampled, summed over its tokens, by the k3
     estimator."""
     difference = log_probs - old
     return (difference.exp() - difference - 1).sum()
 
 
 def actor_critic_loss(model: nn.Module, batch: Batch, args: Any) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    """The loss of the stage: the sum of the policy's and the critic's losses over the sampled tokens, that of
-    the auxiliary losses over all tokens, and metrics by name, each []. model: an ActorCritic. args: the
+    """The loss of the stage: the sum of the policy's and the critic's losses over the sampled tokens, the sum
+    of the auxiliary losses over all tokens, and metrics by name, each []. model: an ActorCritic. args: the
     settings of the stage."""
     log_probs, values, aux_loss = model(batch, args.temperature)  # [M]
     old = batch.get("old_log_probs", log_probs.detach())  # the first update of a rollout
@@ -121,8 +120,8 @@ def critic_batches(
     model: nn.Module, rollouts: list[RewardedTrajectories], args: Any, device: torch.device
 ) -> list[Batch]:
     """The flat batches of trajectories, one per prompt, whose tokens are judged with the critic's values.
-    Advantages have mean 0 and deviation 1 over the tokens of the update, on all ranks; returns have not. A
-    collective."""
+    Advantages are normalised to mean 0 and standard deviation 1 over the tokens of the update on all ranks;
+    returns are not. All ranks must call it (a collective)."""
     batches = []
     for written, rewards in rollouts:
         sampled = [trajectory.sampled for trajectory in written]
@@ -146,13 +145,13 @@ def critic_batches(
 
 
 class PPO(Rollouts):
-    """What the stage learns: what the actor writes to the prompts, judged by the critic.
+    """What the stage learns: the actor's completions, judged by the critic.
 
-    Leaves out the later updates of a rollout once the policy has moved too far from the one that sampled it
-    (--early_stop_kl). Adds to a record the share of the later updates that were left out."""
+    It skips the later updates of a rollout once the policy has moved too far from the one that sampled it
+    (--early_stop_kl), and adds the share of skipped later updates to a record."""
 
     later = left_out = 0  # updates since the last record
-    is_over: bool | None = None  # of the update that comes; None: it is a rollout's first
+    is_over: bool | None = None  # of the next update; None if it is a rollout's first
 
     def loss(self, model: nn.Module, batch: Batch, args: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         return actor_critic_loss(model, batch, args)

@@ -1,8 +1,7 @@
-"""Trajectories: what a model writes to a prompt, in one turn or, with tools, in several.
+"""Trajectories: what a model generates for a prompt, in one turn or, with tools, in several.
 
-After each turn of an agent its calls are answered by the environment, and the reply's tokens are put behind
-the turn's: they are in the context and never targets. The tokens of a turn stay as they were sampled.
-"""
+After each turn of an agent, the environment answers its calls, and the tokens of the reply are appended. They
+are context and never targets. The tokens of a turn stay as they were sampled."""
 
 from collections.abc import Sequence
 from copy import deepcopy
@@ -29,9 +28,9 @@ class Trajectory:
 
     prompt: RolloutPrompt
     number: int  # in the group
-    tokens: list[int]  # the prompt's, and those of all turns and replies
+    tokens: list[int]  # tokens of the prompt, and of all turns and replies
     is_target: list[bool]  # which of them were sampled
-    messages: list[dict] = field(default_factory=list)  # turns and replies after the prompt's
+    messages: list[dict] = field(default_factory=list)  # messages of the turns and replies after the prompt
     environment: Environment | None = None
     text: str = ""  # of the last turn
     log_probs: list[float] = field(default_factory=list)  # of the sampled tokens
@@ -39,17 +38,17 @@ class Trajectory:
 
     @property
     def sampled(self) -> int:
-        """Tokens that were sampled."""
+        """The number of sampled tokens."""
         return sum(self.is_target)
 
 
 @dataclass
 class TrajectoryWriter:
-    """Lets a model write trajectories: one turn each, or with an environment several."""
+    """Makes a model generate trajectories: one turn each, or with an environment several."""
 
     tokenizer: "PreTrainedTokenizerBase"
     group: int  # trajectories per prompt
-    temperature: float  # 0 takes the likeliest token, always
+    temperature: float  # 0 always takes the likeliest token
     max_gen_len: int  # tokens of one turn at most
     seed: int  # of the run
     environment: type[Environment] | None = None  # made anew for each trajectory
@@ -78,7 +77,8 @@ class TrajectoryWriter:
         return trajectories
 
     def _write_turn(self, model: Any, active: list[Trajectory], update: int, turn: int) -> None:
-        """Write one turn of each; those whose tokens are still equal share one prefill."""
+        """Generate one turn of each trajectory. Trajectories whose tokens are still equal share one
+        prefill."""
         groups: dict[tuple[int, ...], list[Trajectory]] = {}
         for trajectory in active:
             groups.setdefault(tuple(trajectory.tokens), []).append(trajectory)
@@ -102,7 +102,7 @@ class TrajectoryWriter:
                 trajectory.messages.append({"role": "assistant", "content": trajectory.text})
 
     def _reply(self, trajectory: Trajectory, is_last: bool) -> bool:
-        """Append the environment's replies to the calls of the last turn; returns whether another turn
+        """Append the environment's replies to the calls of the last turn. Returns whether another turn
         follows."""
         if trajectory.environment is None or trajectory.is_cut:
             return False
@@ -124,8 +124,7 @@ class TrajectoryWriter:
         return True
 
     def _between_turns(self, trajectory: Trajectory, replies: list[dict]) -> list[int]:
-        """The tokens between two turns: what follows the end token of one, up to the beginning of the
-        next."""
+        """The tokens between two turns: from after the end token of one to the beginning of the next."""
         start = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
         # up to the end token
         before = str(self.tokenizer.apply_chat_template(start, tokenize=False)).rstrip()

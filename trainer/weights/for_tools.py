@@ -1,4 +1,4 @@
-"""Trained models for use: which one a command line names, its shape, and the model itself."""
+"""Trained models for the tools: finds the model that a command line names, and loads it."""
 
 import argparse
 from pathlib import Path
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
     from model.model_minimind import MiniMindForCausalLM
 
 WEIGHT = "full_sft"  # the weights that tools use by default
-# settings of the shape that tools ask for; no two files of a name differ in their heads alone
+# settings of the shape that tools ask for; files of one name never differ only in their heads
 NAMED_BY_TOOLS = [name for name in SHAPE if not name.endswith("_heads")]
 
 
 def add_trained_model_flags(parser: argparse._ActionsContainer, device: bool = True) -> None:
-    """The flags of tools that use a trained model: which one, where to run (`device`: whether to ask), and
-    the shape where nothing else says it."""
+    """The flags of tools that use a trained model: the model, the device (`device`: whether to have this
+    flag), and the shape in case nothing else gives it."""
     text = "the model: a weights file, a checkpoint, a Hugging Face folder, or a folder that holds --weight"
     parser.add_argument("--model", metavar="PATH", help=text)
     text = f"name of the weights in --save_dir, or in the folder that is --model (default: {WEIGHT})"
@@ -63,7 +63,7 @@ def given_shape(args: argparse.Namespace) -> dict[str, Any]:
 
 def model_path(args: argparse.Namespace) -> Path:
     """The file or folder of the model that the flags of `add_trained_model_flags` name; paths on a hub become
-    those of local copies, in `args` too. Raises UserError if it is not there, or not clear."""
+    those of local copies, also in `args`. Raises UserError if the model is missing or ambiguous."""
     make_local(args)
     folder = args.save_dir if args.model is None else args.model
     if args.model is None or holds_weights(Path(folder)):
@@ -78,7 +78,7 @@ def model_path(args: argparse.Namespace) -> Path:
 
 
 def holds_weights(path: Path) -> bool:
-    """Whether it is a folder of weights files, such as `out/`, and no Hugging Face folder."""
+    """Whether it is a folder of weights files, such as `out/`, and not a Hugging Face folder."""
     return is_folder(path) and not is_hugging_face(path) and bool(files_in(path, "*.pth"))
 
 
@@ -86,7 +86,7 @@ def load_model(
     args: argparse.Namespace, device: str | torch.device | None = None
 ) -> "tuple[MiniMindForCausalLM, PreTrainedTokenizerBase]":
     """The model that the flags of `add_trained_model_flags` name, in float32 and ready for use, and its
-    tokenizer. device: None: where `--device` says. Raises UserError if there is none, or no such device."""
+    tokenizer. device: None: the one of `--device`. Raises UserError if there is no such model or device."""
     path = model_path(args)
     if device is None:
         device = select_device(args.device)
@@ -107,9 +107,9 @@ def load_path(
 ) -> "tuple[MiniMindForCausalLM, PreTrainedTokenizerBase]":
     """The model in a file or folder, in float32 and ready for use, and its tokenizer.
 
-    tokenizer_path: None: that of the model. rope_scaling: with MiniMind's YaRN. required_shape: settings of
-    the shape. Raises UserError if it is no model, contradicts `required_shape`, or has another vocabulary
-    than the tokenizer."""
+    tokenizer_path: None: the model's tokenizer. rope_scaling: use MiniMind's YaRN. required_shape: settings
+    of the shape. Raises UserError if it is not a model, contradicts `required_shape`, or has another
+    vocabulary than the tokenizer."""
     from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 
     weights, config = read_model(path, **required_shape)

@@ -1,4 +1,5 @@
-"""The form of what a user writes for the engine: each mistake is one line that says what to write."""
+"""Checks the form of the classes that a user writes for the engine. Each mistake gives one line that says
+what to write."""
 
 import difflib
 import inspect
@@ -13,8 +14,8 @@ from dataset.batch import Batch, FlatBatch
 
 
 def check_class(kind: type, base: type, called_in_other_ways: tuple[str, ...] = ()) -> None:
-    """Raise UserError if a class, of a task or its data, lacks a method that it must implement, has a method
-    that cannot be called as that of `base`, or a member whose name is nearly one of `base`."""
+    """Raise UserError if a class of a task or its data lacks a method that it must implement, has a method
+    that cannot be called like that of `base`, or has a member with a misspelt name of `base`."""
     if missing := getattr(kind, "__abstractmethods__", ()):
         raise UserError(f"{kind.__name__} does not implement {', '.join(sorted(missing))}")
     known = {name for each in base.__mro__ for name in (*vars(each), *inspect.get_annotations(each))}
@@ -35,7 +36,7 @@ def check_class(kind: type, base: type, called_in_other_ways: tuple[str, ...] = 
 
 
 def check_spelling(owner: str, names: Iterable[str], known: Iterable[str]) -> None:
-    """Raise UserError for one of a user's own names that is nearly one that the engine knows."""
+    """Raise UserError for a user's name that looks like a misspelt name of the engine."""
     known = [name for name in known if not name.startswith("_")]
     for name in sorted(names):
         near = difflib.get_close_matches(name, known, 1, cutoff=0.85)
@@ -58,7 +59,7 @@ def describe(value: Any) -> str:
 
 
 def checked_type(owner: Any, method: str, value: Any, kind: type, form: str) -> Any:
-    """What a method returned. Raises UserError if it is no `kind`."""
+    """Returns what a method returned. Raises UserError if it is not a `kind`."""
     if isinstance(value, kind):
         return value
     hint = " (is its `return` missing?)" if value is None else ""
@@ -76,8 +77,8 @@ def names_of(owner: Any, name: str) -> tuple[str, ...]:
 
 
 def checked_criterion(task: Any) -> Callable[..., Any]:
-    """The task's loss function. Raises UserError if it cannot be called, or is one of torch that returns
-    means."""
+    """The task's loss function. Raises UserError if it cannot be called, or if it is a loss of torch that
+    returns means."""
     criterion = task.build_criterion()
     if not callable(criterion):
         checked_type(task, "build_criterion", criterion, nn.Module, "the loss function")
@@ -89,7 +90,7 @@ def checked_criterion(task: Any) -> Callable[..., Any]:
 
 
 def checked_batch(data: Any, batch: Any) -> Batch:
-    """A batch of a data module. Raises UserError if it is no dict, or an empty one."""
+    """A batch of a data module. Raises UserError if it is not a dict, or if it is empty."""
     if isinstance(batch, FlatBatch) or (isinstance(batch, dict) and batch):
         return batch
     raise UserError(
@@ -100,7 +101,7 @@ def checked_batch(data: Any, batch: Any) -> Batch:
 
 def checked_loss(task: Any, result: Any) -> tuple[Tensor, Tensor, dict[str, Any]]:
     """The loss [], the auxiliary loss [] and the sums of metrics that `train_step` returned; the last two may
-    be missing. Raises UserError if the loss is no single number with a gradient."""
+    be missing. Raises UserError if the loss is not a single number with a gradient."""
     step = f"{type(task).__name__}.train_step"
     values = result if isinstance(result, tuple) else (result,)
     if len(values) > 3 or (len(values) == 2 and isinstance(values[1], dict)):

@@ -56,7 +56,7 @@ class TrainingEngine:
         device, autocast, scaler = device_and_precision(task.args)
         utils.setup_seed(task.args.seed)
 
-        # the settings, and the checkpoint to resume from; that of another run is refused
+        # the settings, and the checkpoint to resume from; another run's checkpoint is refused
         data.num_samples()  # refuses to go on without any
         eval_loader = data.val_dataloader()
         if task.args.eval_share and eval_loader is None:
@@ -74,7 +74,7 @@ class TrainingEngine:
         self.is_finished = is_finished(args, fingerprint, checkpoint)  # then `run()` has nothing to do
         self.wandb = None if self.is_finished else start_tracker(args, fingerprint, checkpoint)
 
-        # what the task makes; a checkpoint takes the place of the start weights
+        # what the task makes; a checkpoint replaces the start weights
         kind = TaskObjective if isinstance(task, TrainingTask) else Objective
         objective = checked_type(task, "objective", task.objective, kind, f"an object of {kind.__name__}")
         reads_start_weights = checkpoint is None or objective.saves_trained_only
@@ -124,8 +124,9 @@ class TrainingEngine:
         return self.state.model
 
     def _build_scheduler(self, updates: int) -> Any:
-        """What the task's `build_scheduler` returns, which may be declared with `optimizer` and
-        `total_updates`, with `optimizer`, or with nothing: a task has the optimizer as `self.optimizer`."""
+        """The result of the task's `build_scheduler`. It may be declared with `optimizer` and
+        `total_updates`, with `optimizer` alone, or without arguments: a task has the optimizer as
+        `self.optimizer`."""
         build: Callable[..., Any] = self.task.build_scheduler
         parameters = inspect.signature(build).parameters
         if not parameters:
@@ -135,7 +136,7 @@ class TrainingEngine:
         return build(self.optimizer)
 
     def _schedule(self) -> Schedule:
-        """The learning rate of an update; None where a scheduler of torch sets it, or it is constant."""
+        """The learning rate of an update; None if a torch scheduler sets it, or if it is constant."""
         scheduler = self.scheduler
         is_stepped = isinstance(scheduler, LRScheduler) and not isinstance(scheduler, ReduceLROnPlateau)
         if self.task.scheduler_interval is not None and not is_stepped:
@@ -169,9 +170,11 @@ class TrainingEngine:
         if self.is_finished:
             return
         if isinstance(self.state.objective, TaskObjective) and self.state.eval_loader is not None:
-            # refuses what would fail after an epoch
+            # refuses a scheduler that would fail after an epoch
             check_monitored(self.state, evaluate(self.state, islice(self.state.eval_loader, 1)))
-        utils.setup_seed(self.state.args.seed)  # whatever was drawn for the model and the validation
+        utils.setup_seed(
+            self.state.args.seed
+        )  # regardless of what was drawn for the model and the validation
         with training_files(self.state, self.wandb):
             for epoch in range(self.state.progress.epoch, self.state.args.epochs):
                 self._run_epoch(epoch)
@@ -197,6 +200,6 @@ class TrainingEngine:
         train_epoch(state, epoch, loader, iters, start_step, self.wandb)
 
     def stop(self, reason: str) -> None:
-        """End training after this update. Must be called on all ranks, at the same update. Resumed, the run
-        goes on."""
+        """End training after this update. Must be called on all ranks, at the same update. If the run is
+        resumed, it continues."""
         self.state.stop(reason)

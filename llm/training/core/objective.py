@@ -11,7 +11,7 @@ from trainer.objectives.base import Metrics, Objective, defining_file
 
 
 class TaskObjective(Objective):
-    """What a TrainingTask learns, by its `train_step`, `validation_step` and `size`."""
+    """What a TrainingTask learns: calls its `train_step`, `validation_step` and `size`."""
 
     def __init__(self, task: Any):
         self.task = task

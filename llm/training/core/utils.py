@@ -1,5 +1,4 @@
-"""What the engine needs around the loop: processes, console output, speed, and the checkpoints that are
-kept."""
+"""The parts of the engine around the loop: processes, console output, speed, and kept checkpoints."""
 
 import math
 import sys
@@ -35,7 +34,7 @@ class DistributedManager:
         self.launched = launch().world_size > 1 or dist.is_torchelastic_launched()
 
     def get_world_size(self) -> int:
-        """Number of processes: that of torchrun, or --world_size, or one per visible GPU, or 1."""
+        """Number of processes: torchrun's, --world_size, one per visible GPU, or 1."""
         if self.launched:
             return launch().world_size
         if self.config.world_size:
@@ -49,8 +48,8 @@ class DistributedManager:
         return init_distributed_mode(self.config.rank_timeout, select_device(self.config.device))
 
     def cleanup(self, state: TrainState | None = None) -> None:
-        """Destroy the process group, in a `finally`: all ranks together, or this one that an exception ends.
-        DDP must be freed before it, so the model is unwrapped."""
+        """Destroy the process group, in a `finally`: on all ranks together, or on this one if an exception
+        ends it. DDP must be freed first, so the model is unwrapped."""
         if state is not None:
             state.model = unwrap(state.model)
         leave_process_group(sys.exc_info()[1])
@@ -105,15 +104,15 @@ class Logger:
 
 
 class CheckpointManager:
-    """The checkpoints of a run. The loop writes them by itself, and keeps the previous, the numbered and the
-    best one (`save_checkpoint` in trainer/checkpoint/run.py)."""
+    """The checkpoints of a run. The loop writes them by itself, and keeps the previous one, the numbered ones
+    and the best one (`save_checkpoint` in trainer/checkpoint/run.py)."""
 
     def __init__(self):
         self.state: TrainState | None = None  # of the engine, once it is set up
 
     def save_checkpoint(self) -> None:
-        """Write the state of the last update and wait until it is on the disk; all ranks together. A callback
-        may call it in `on_batch_end`."""
+        """Write the state of the last update and wait until it is on the disk. All ranks must call it. A
+        callback may call it in `on_batch_end`."""
         assert self.state is not None
         save_checkpoint(self.state)
         self.state.writer.wait()

@@ -35,17 +35,17 @@ class DataModule(ABC):
         """Open the data, on every rank: set `train_dataset` and `val_dataset`."""
 
     def fingerprint(self) -> dict[str, Any]:
-        """Identifies the data: a run is not resumed on other data."""
+        """Identifies the data: a run cannot be resumed on other data."""
         return {"data": type(self).__name__}
 
     def source(self, sample_id: int) -> str:
-        """Where a sample comes from, for messages."""
+        """The origin of a sample, for messages."""
         return f"sample {sample_id}"
 
     def collate(self, samples: list) -> Batch:
-        """The batch of some samples. At the end of an epoch a rank may have none: if `collate_fn` cannot make
-        a batch of no samples, it is that of the first one, with every tensor cut to length 0. Raises
-        UserError if it is no dict."""
+        """The batch of some samples. At the end of an epoch a rank may have none. If `collate_fn` cannot make
+        a batch of no samples, the batch of the first sample is used, with every tensor cut to length 0.
+        Raises UserError if it is not a dict."""
         if samples:
             return checked_batch(self, self.collate_fn(samples))
         try:
@@ -73,8 +73,8 @@ class DataModule(ABC):
         return epoch_loader(self.train_dataset, order, size, skip_batches, workers, self.collate)
 
     def val_dataloader(self) -> DataLoader | None:
-        """This rank's share of the held-out data, or None. Every rank gets equally many batches: FSDP needs
-        that. Raises UserError if `val_dataset` is empty."""
+        """This rank's share of the held-out data, or None. Every rank gets the same number of batches, as
+        FSDP needs it. Raises UserError if `val_dataset` is empty."""
         if self.val_dataset is None:
             return None
         if len(self.val_dataset) == 0:

@@ -21,10 +21,10 @@ from trainer.stage import warmup_cosine
 
 
 class Task(ABC):
-    """What the engine needs to train an Objective (trainer/objectives/next_token.py). For a task without one
-    subclass TrainingTask instead. `--task package.module:Class` starts it."""
+    """What the engine needs to train an Objective (trainer/objectives/base.py). For a task without an
+    Objective, subclass TrainingTask instead. `--task package.module:Class` starts it."""
 
-    # defaults of the settings, and flags of its own; they are in `self.args`
+    # defaults of the settings, and the task's own flags; they are in `self.args`
     args_class: ClassVar[type[EngineArgs]] = EngineArgs
     # the class of its data, if `build_data` is not implemented
     data_module: ClassVar[type[DataModule] | None] = None
@@ -45,11 +45,11 @@ class Task(ABC):
 
     @abstractmethod
     def build_model(self) -> nn.Module:
-        """The model, in float32 on the CPU, with the weights of --from_weight if any. Called after
+        """The model, in float32 on the CPU, with the weights of --from_weight if there are any. Called after
         seeding."""
 
     def build_data(self) -> DataModule:
-        """The data module; by default that of the class in `data_module`. --data_module replaces it. Raises
+        """The data module; by default one of the class in `data_module`. --data_module replaces it. Raises
         UserError if there is none."""
         if self.data_module is None:
             advice = "set its data_module, or give --data_module package.module:ClassName"
@@ -58,21 +58,22 @@ class Task(ABC):
         return self.data_module(self.config)
 
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """The optimizer. By default that of the Objective: that of --optimizer, with weight decay on matrices
+        """The optimizer. By default the Objective's, which is --optimizer with weight decay on matrices
         only."""
         return self.objective.optimizer(model, self.args)
 
     def build_scheduler(
         self, optimizer: torch.optim.Optimizer, total_updates: int
     ) -> Callable[[int], float | None] | LRScheduler | None:
-        """The learning rate: a function of the update (from 1); or a scheduler of torch, stepped at the end
-        of each epoch, or as `scheduler_interval` says, `ReduceLROnPlateau` after each validation; or None, a
-        constant rate. By default linear warm-up, then a cosine to a tenth of the peak. It may be declared
-        without `total_updates`, or without both: `self.optimizer` is there."""
+        """The learning rate, in one of three forms: a function of the update (from 1); a torch scheduler,
+        which is stepped by `scheduler_interval` (by default at the end of each epoch; `ReduceLROnPlateau`
+        after each validation); or None for a constant rate. By default linear warm-up, then a cosine to a
+        tenth of the peak. It may be declared without `total_updates`, or without both arguments, because
+        `self.optimizer` exists."""
         return lambda update: warmup_cosine(update, total_updates, self.args)
 
     def fingerprint(self) -> dict[str, Any]:
-        """What a resumed run must share with its checkpoint beside the settings."""
+        """Values that must be the same when a run is resumed, in addition to the settings."""
         return {}
 
     def callbacks(self) -> list[Callback]:
@@ -81,14 +82,14 @@ class Task(ABC):
 
 
 class TrainingTask(Task):
-    """Base class of a task of your own. Subclass it and implement the abstract methods: its Objective calls
+    """Base class of your own task. Subclass it and implement the abstract methods; its Objective calls
     `train_step`, `validation_step` and `size`.
 
     Losses are SUMS over the targets of a batch. The loop divides by the number of targets of the full update,
     over all micro-batches and ranks, so the result does not depend on how the update was split.
     """
 
-    console_metrics: tuple[str, ...] = ()  # metrics that stand on the console's line
+    console_metrics: tuple[str, ...] = ()  # metrics that are shown on the console's line
     needs_reference = False  # `reference` becomes a frozen model with the start weights, on the device
     reference: Any = None
     criterion: Callable[..., Any]  # set by the engine to the result of `build_criterion`
@@ -99,13 +100,13 @@ class TrainingTask(Task):
 
     @abstractmethod
     def build_criterion(self) -> Callable[..., Any]:
-        """The loss function, which the engine then stores in `self.criterion`. One that returns means is
+        """The loss function. The engine stores it in `self.criterion`. A loss function that returns means is
         refused."""
 
     @abstractmethod
     def train_step(self, model: nn.Module, batch: Batch) -> Tensor | tuple[Any, ...]:
-        """Sum [] of the losses over the targets of a batch; or this and a sum [] of auxiliary losses over its
-        tokens; or these and a dict of metrics: sums over the targets, or pairs (sum, count)."""
+        """Up to three results: the sum [] of the losses over the targets of a batch; the sum [] of auxiliary
+        losses over its tokens; a dict of metrics (sums over the targets, or pairs (sum, count))."""
 
     @abstractmethod
     def validation_step(self, model: nn.Module, batch: Batch) -> Metrics:
@@ -123,10 +124,10 @@ class TrainingTask(Task):
         return Size(targets=len(first), tokens=len(first))
 
     def state_dict(self) -> dict[str, Any]:
-        """What changes from update to update, such as a moving average, for the checkpoint: numbers, strings,
-        tensors, and lists and dicts of them."""
+        """State for the checkpoint that changes from update to update, such as a moving average: numbers,
+        strings, tensors, and lists and dicts of them."""
         return {}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Restore the result of `state_dict`; its tensors are on the CPU. Also called after the first
-        checkpoint of a run, when it must change nothing."""
+        checkpoint of a run, and must then change nothing."""

@@ -1,4 +1,4 @@
-"""Pretraining and SFT as tasks, each made from the parts of its stage script that stand above `main`."""
+"""Pretraining and SFT as tasks. Each is made from the parts of its stage script above `main`."""
 
 from collections.abc import Callable
 from functools import cached_property
@@ -23,7 +23,7 @@ from trainer.weights.config import model_config
 
 
 class StageDataModule(DataModule):
-    """What `open_data` of a stage script gives.
+    """The data from `open_data` of a stage script.
 
     Args:
         task: the StageTask, whose settings may change (another number of ranks).
@@ -37,10 +37,10 @@ class StageDataModule(DataModule):
         self.task = task
 
     def prepare_data(self) -> None:
-        self.setup()  # builds the cache, under a lock, if there is none
+        self.setup()  # builds the cache under a lock, if there is none
 
     def setup(self) -> None:
-        if not hasattr(self, "train_dataset"):  # else this process prepared the data
+        if not hasattr(self, "train_dataset"):  # otherwise this process has prepared the data
             self.train_dataset, self.val_dataset = self.task.script.open_data(
                 self.task.args, self.task.tokenizer
             )
@@ -112,14 +112,14 @@ class FullSFTArgs(train_full_sft.Args, EngineArgs):
 
 
 class Pretrain(StageTask):
-    """As trainer/train_pretrain.py."""
+    """The same as trainer/train_pretrain.py."""
 
     script = train_pretrain
     args_class = PretrainArgs
 
 
 class FullSFT(StageTask):
-    """As trainer/train_full_sft.py."""
+    """The same as trainer/train_full_sft.py."""
 
     script = train_full_sft
     args_class = FullSFTArgs
