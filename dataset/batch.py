@@ -252,8 +252,10 @@ class FlatBatch:
 
     def _sequences(self) -> np.ndarray:
         """The numbers of the sequences that are samples [S], and not what samples share."""
+        numbers = np.arange(len(self.host_cu_seqlens) - 1)
+        if self.shared_keys is None:
+            return numbers
         continued = self._continued()
-        numbers = np.arange(len(continued))
         return np.setdiff1d(numbers, continued[continued != numbers])
 
 
