@@ -60,7 +60,8 @@ class FlatBatch:
 
     def __post_init__(self):
         if self.host_cu_seqlens is None:
-            self.host_cu_seqlens = self.cu_seqlens.numpy()
+            # a copy: a loader process moves the tensor to shared memory and frees the memory of a view
+            self.host_cu_seqlens = self.cu_seqlens.numpy().copy()
         if self.target_counts is None:
             sequence = np.searchsorted(self.host_cu_seqlens, self.target_index.numpy(), side="right") - 1
             counts = np.bincount(sequence, minlength=len(self.host_cu_seqlens) - 1)

@@ -192,3 +192,21 @@ def test_fields_are_read_as_of_a_dict():
         batch["loss_weight"]
     other = batch | {"advantages": torch.zeros(0), "targets": torch.ones(0, dtype=torch.int64)}
     assert "advantages" in other and "advantages" not in batch and other.targets is other["targets"]
+
+
+def test_the_lengths_on_the_host_are_a_copy():
+    """A loader process moves a batch's tensors to shared memory when it passes the batch on. A view of a
+    tensor would then read memory that is free."""
+    lengths = (3, 5)
+    samples = [
+        {
+            "input_ids": np.arange(length),
+            "loss_weight": np.ones(length, dtype=np.float32),
+            "sample_id": length,
+            "target_bytes": length,
+        }
+        for length in lengths
+    ]
+    batch = FlatBatch.from_samples(samples)
+    batch.cu_seqlens.zero_()
+    assert batch.host_cu_seqlens.tolist() == [0, 3, 8]
