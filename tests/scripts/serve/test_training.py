@@ -549,13 +549,13 @@ def test_training_is_for_this_machine_and_always_with_a_key(weights, error_line,
     from scripts.serve import api, connections
 
     served = []
-    monkeypatch.setattr(api, "create_app", lambda *given: served.append(given[2:]))
+    monkeypatch.setattr(api, "create_app", lambda *given, trains: served.append((*given[2:], trains)))
     monkeypatch.setattr(connections, "run", lambda app, listener, *rest: listener.close())
     done = call(serve_openai_api, *weights, "--train", "1", "--port", "0")
-    ((access, more),) = served
+    ((access, more, trains),) = served
     code, key = re.search(r"/#code=(\S+), .*\n.*: (\S+)\n", done.stdout).groups()
     assert access.codes == {code} and access.api_key == key != code and min(len(key), len(code)) > 20
-    assert "*" not in access.hosts and len(more) == 1
+    assert "*" not in access.hosts and len(more) == 2 and trains  # pages to send, and training
 
 
 def test_strange_folders_and_files_hide_no_other(client):
