@@ -1,11 +1,12 @@
 """What every package uses.
 
-Each command imports this package before torch, which reads GOMP_SPINCOUNT when it is loaded: threads that
-wait for others then sleep early instead of spinning, which is several times faster where other programs want
-the cores (docs/dev/LOG.md, "Waiting CPU threads"). What the user set stays. A rank that torchrun started asks
-here, before it loads torch for seconds, to end with it.
+Each command imports this package before torch, because torch reads GOMP_SPINCOUNT when it is loaded. With our
+value, waiting threads soon sleep instead of spinning. That is several times faster when other programs use
+the same cores (docs/dev/LOG.md, "Waiting CPU threads"). A value set by the user stays. A rank started by
+torchrun arranges here to end with torchrun, before the seconds that loading torch takes.
 
-An old Python is told first, so this much, and the first lines of each script, must run in Python 3.8.
+An old Python gets its error message first, so this file and the first lines of each script must run in Python
+3.8.
 """
 
 import importlib.util

@@ -1,6 +1,7 @@
 """The settings of a stage from its command line and a YAML file.
 
-Flags override the file, and that the defaults of the stage. One line names all the mistakes of a source.
+Flags override the file, and the file overrides the defaults of the stage. One line names all mistakes of a
+source.
 """
 
 import argparse
@@ -52,8 +53,8 @@ def parse_args(args_class: type[A], description: str | None, argv: Sequence[str]
 
 
 def stage_parser(args_class: type[StageArgs], description: str | None, **options: Any) -> Parser:
-    """The command line: every setting as a flag whose value stays text, in one group per section. What is not
-    given is not in the result."""
+    """The parser of the command line: every setting is a flag whose value stays text, in one group per
+    section. Flags that are not given are not in the result."""
     title = " ".join((description or "").split("\n\n", 1)[0].split())
     parser = Parser(description=title, argument_default=argparse.SUPPRESS, **options)
     text = "YAML file with settings, in the sections shown here; flags override it"
@@ -72,7 +73,7 @@ def stage_parser(args_class: type[StageArgs], description: str | None, **options
 
 
 def sections(args_class: type[StageArgs]) -> dict[str, list[str]]:
-    """The settings of each section, those of a stage last."""
+    """The settings of each section; those of the stage come last."""
     names: dict[str, list[str]] = {base.section: [] for base in StageArgs.__bases__}
     of_earlier: set[str] = set()
     for base in reversed(args_class.__mro__):
@@ -85,7 +86,7 @@ def sections(args_class: type[StageArgs]) -> dict[str, list[str]]:
 
 
 def flag_options(field: FieldInfo, default: Any) -> dict[str, Any]:
-    """What argparse is given for the flag of a setting; its value stays text."""
+    """The arguments for argparse that make the flag of a setting; its value stays text."""
     kind: Any = field.annotation
     if type(None) in get_args(kind) and setting_option(field, "auto"):
         kind = get_args(kind)[0]  # of the value, once it is chosen
@@ -124,8 +125,8 @@ def add_flag(
 
 
 def read_flags(parser: Parser, argv: Sequence[str] | None) -> dict[str, Any]:
-    """The flags that are given, also those that do not exist: they are told with the wrong values of the
-    others. Raises UserError if there are words that belong to no flag."""
+    """The flags that are given, including unknown ones, so that one message can name them together with wrong
+    values. Raises UserError for words that belong to no flag."""
     flags, rest = parser.parse_known_args(argv)
     unknown = [word for word in rest if word.startswith("--")]
     if rest and not unknown:
@@ -145,8 +146,8 @@ def flag_values(flags: Mapping[str, Any]) -> list[NamedValue]:
 
 
 def read_yaml(path: str) -> dict[str, dict[str, Any]]:
-    """The sections of a YAML file; what stands outside them is in the section "". Raises UserError if the
-    file cannot be read or is no mapping."""
+    """The sections of a YAML file; settings outside any section are in the section "". Raises UserError if
+    the file cannot be read or is not a mapping."""
     try:
         with open(path, encoding="utf-8-sig") as file:
             content = yaml.load(file, Loader)
@@ -183,7 +184,7 @@ def yaml_values(args_class: type[StageArgs], path: str) -> list[NamedValue]:
 
 
 class Loader(yaml.SafeLoader):
-    """Refuses a key that is given twice; YAML's own would take the last one."""
+    """A YAML loader that refuses a key given twice; YAML's own takes the last one."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         names = [key.value for key, _ in node.value]

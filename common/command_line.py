@@ -27,14 +27,14 @@ USE_INSTEAD = {
     "mini_batch_size": "use --batch_size: an update takes --batch_size x --accumulation_steps completions",
     "debug_mode": ANSWERS_ARE_SHOWN,
     "debug_interval": ANSWERS_ARE_SHOWN,
-    "debug_log_ratio": "leave it out: approx_kl and clip_ratio stand in the metrics file",
+    "debug_log_ratio": "leave it out: approx_kl and clip_ratio are in the metrics file",
     "rollout_engine": "leave it out: the trainer samples, so that a resumed run has the same completions",
     "sglang_base_url": "leave it out, too",
     "sglang_model_path": "leave it out, too",
     "sglang_shared_path": "leave it out, too",
     "load_from": "use --model PATH (a .pth or a Hugging Face folder), for a stage --from_weight PATH",
     "lora_weight": "use --lora PATH, such as --lora out/lora_medical_768",
-    "historys": "leave it out: the chat keeps what fits into --max_seq_len, and /reset begins anew",
+    "historys": "leave it out: the chat keeps what fits into --max_seq_len, and /reset starts over",
     "backend": NO_CLIENT,
     "api_base_url": NO_CLIENT,
     "api_key": NO_CLIENT,
@@ -51,7 +51,7 @@ OTHER_NAMES = {
     "bf16": "use --dtype bfloat16",
     "gradient_accumulation_steps": "use --accumulation_steps",
     "grad_accum": "use --accumulation_steps",
-    "resume": "use --from_resume 1, which goes on from the newest checkpoint",
+    "resume": "use --from_resume 1, which continues from the newest checkpoint",
     "resume_from_checkpoint": "use --from_resume 1, or --resume_from FILE",
     "num_train_epochs": "use --epochs",
     "num_epochs": "use --epochs",
@@ -101,8 +101,8 @@ class Parser(argparse.ArgumentParser):
 
 
 def hint(name: str, known: Iterable[str]) -> str:
-    """What to use instead of an unknown setting or flag: MiniMind's and the usual ones of others have an
-    answer, the rest one that is close."""
+    """What to use instead of an unknown setting or flag. MiniMind's flags and common flags of other trainers
+    have an answer; for the rest it names a similar flag."""
     name = name.lstrip("-").replace("-", "_")
     instead = USE_INSTEAD.get(name)
     if instead is not None:
@@ -118,9 +118,9 @@ def hint(name: str, known: Iterable[str]) -> str:
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Wrap a command's `main()`: a UserError, or an error of the machine, becomes one line on stderr and exit
-    status 2, a signal 128 + its number. When nobody reads stdout any more, as behind `| head -1`, the command
-    ends silently.
+    """Wrap a command's `main()`. A UserError or an error of the machine becomes one line on stderr and exit
+    status 2; a signal becomes exit status 128 + its number. If nobody reads stdout any more, as with `| head
+    -1`, the command ends silently.
 
     Under torchrun all ranks usually raise the same UserError: local rank 0 prints first, and torchrun then
     terminates the others before they repeat it.
@@ -154,7 +154,7 @@ def one_line_errors() -> Iterator[None]:
 
 
 def leave_dead_console() -> None:
-    """Forget what cannot be written: Python would try again, and complain, at its end."""
+    """Discard output that cannot be written; otherwise Python would try again and complain when it exits."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         try:
@@ -189,9 +189,9 @@ def _exit(line: str, status: int, error: BaseException) -> NoReturn:
 
 
 def log_to(path: Path | None, level: str = "info") -> None:
-    """From now on only lines of `level` and above are shown, and appended to a file, if one is given, with
-    time and level; several processes may write to it. Calling it again replaces what an earlier call set.
-    Raises UserError if the file cannot be written."""
+    """Show only lines of `level` and above from now on. If a file is given, append them to it with time and
+    level; several processes may write to it. A second call replaces the settings of the first. Raises
+    UserError if the file cannot be written."""
     log.setLevel(level.upper())
     for handler in log.handlers[1:]:  # the first is the console
         log.removeHandler(handler)

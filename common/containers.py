@@ -1,4 +1,4 @@
-"""What a container, a control group of Linux, leaves to this process: cores and memory."""
+"""The cores and memory that a container (a Linux control group) allows this process."""
 
 import math
 import os
@@ -9,14 +9,14 @@ PROCESS = Path("/proc/self")
 
 
 def available_cores() -> int:
-    """Cores that this process may use: those that it may run on, and of their time no more than the quota of
-    a container (`docker run --cpus`, a limit of Kubernetes). A part of a core counts as one."""
+    """The number of cores that this process may use: at most those it may run on, and at most the CPU quota
+    of a container (`docker run --cpus`, a limit of Kubernetes). A fraction of a core counts as one."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return math.ceil(min(cores, cpu_quota()))
 
 
 def cpu_quota(process: Path = PROCESS) -> float:
-    """How many cores' time the groups of a process may use; infinite where nothing is set."""
+    """The CPU quota of a process's groups, in cores; infinite if none is set."""
     quotas = [math.inf]
     for group in groups("cpu", process):
         limit = numbers(group / "cpu.max")
@@ -27,8 +27,8 @@ def cpu_quota(process: Path = PROCESS) -> float:
 
 
 def memory_left(process: Path = PROCESS) -> float:
-    """Bytes that the groups of a process may still use, with those of files that can be forgotten; infinite
-    where nothing is set."""
+    """Bytes that the groups of a process may still use, including cached file pages that can be dropped;
+    infinite if no limit is set."""
     left = [math.inf]
     for group in groups("memory", process):
         limit = numbers(group / "memory.max") or numbers(group / "memory.limit_in_bytes")
@@ -41,8 +41,8 @@ def memory_left(process: Path = PROCESS) -> float:
 
 
 def groups(controller: str, process: Path) -> Iterator[Path]:
-    """The folders of a process's group and of those around it, as far as they are mounted here; of version 1,
-    where each controller (`cpu`, `memory`) has its own, and of version 2."""
+    """The folders of a process's control group and its parent groups, if they are mounted here. They cover
+    version 1, where each controller (`cpu`, `memory`) has its own folder, and version 2."""
     try:
         own = [line.split(":", 2) for line in (process / "cgroup").read_text().splitlines()]
         mounts = [line.split() for line in (process / "mountinfo").read_text().splitlines()]
@@ -62,7 +62,8 @@ def groups(controller: str, process: Path) -> Iterator[Path]:
 
 
 def numbers(path: Path, name: str = "") -> list[float]:
-    """The numbers in a file of a group, where its lines have names of one name; none without the file."""
+    """The numbers in a file of a group; if its lines have names, those with this name. Empty if the file does
+    not exist."""
     try:
         lines = [line.split() for line in path.read_text().splitlines()]
     except OSError:

@@ -1,4 +1,4 @@
-"""What a file is, by its first bytes: so that a pointer, a web page or a workbook is not read as something
+"""Recognises a file by its first bytes, so that a pointer, a web page or a workbook is not read as something
 else."""
 
 import codecs
@@ -37,7 +37,7 @@ ZIPPED = {
 
 
 def check_content(path: str | Path) -> None:
-    """Raise UserError if a file that holds weights or a tokenizer by its name is a pointer or a web page,
+    """Raise UserError if a file named like weights or a tokenizer is in fact a pointer or a web page. Raise
     ReadError if it cannot be read at present."""
     with read_errors(Path(path)), open(path, "rb") as file:
         head = file.read(HEAD)
@@ -48,12 +48,12 @@ def check_content(path: str | Path) -> None:
 
 
 def foreign(path: str | Path, found: tuple[str, str]) -> str:
-    """The line for a file that is something else."""
+    """The message for a file that is something else."""
     return f"{path} is {found[0]}; {found[1]}"
 
 
 def describe(path: str | Path, head: bytes) -> tuple[str, str] | None:
-    """What a file with these first bytes is, and what to do, if it is none that holds data."""
+    """What a file with these first bytes is and what to do about it; None if it may hold data."""
     for beginning, found in BEGINNINGS.items():
         if head.startswith(beginning):
             return found
@@ -80,6 +80,6 @@ def describe_zip(path: str | Path) -> tuple[str, str]:
 
 
 def is_binary(head: bytes) -> bool:
-    """Whether the first bytes of a file are no text: zeros between what is not UTF-8, or very many of
-    them."""
+    """Whether the first bytes of a file are binary, not text: they contain zeros and are not UTF-8, or
+    contain very many zeros."""
     return 0 in head and (not is_utf8(head) or head.count(0) > MANY_ZEROS * len(head))

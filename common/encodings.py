@@ -1,7 +1,8 @@
-"""What a text is that is not UTF-8: UTF-8 with a damaged byte, or a text in one of the encodings that fit it.
+"""Explains text that is not UTF-8: it is either UTF-8 with a damaged byte, or in another encoding, which is
+guessed.
 
-An encoding fits if the letters that it gives are those that a language uses most. LANGUAGES has them in the
-order of their frequency; the r-th one has a probability proportional to 1/r (Zipf).
+An encoding fits if it yields the letters that a language uses most. LANGUAGES has them in the order of their
+frequency; the r-th one has a probability proportional to 1/r (Zipf).
 """
 
 import codecs
@@ -107,8 +108,8 @@ def damage(raw: bytes) -> Damage:
 
 
 def log_probability(text: str, letters: str) -> float | None:
-    """How probable the letters above ASCII in a text are in a language that uses `letters`; None if it cannot
-    be this language's."""
+    """The log-probability of a text's non-ASCII letters in a language that uses `letters`; None if the text
+    cannot be in this language."""
     counts = Counter(letter for letter in text if not letter.isascii())
     if any(unicodedata.category(letter)[0] == "C" for letter in counts):  # controls, and no characters
         return None
@@ -142,8 +143,8 @@ def is_sign(letter: str) -> bool:
 
 @lru_cache(maxsize=4)
 def fitting_encodings(raw: bytes) -> list[str]:
-    """What iconv calls the encodings that fit bytes which are not UTF-8, the best first; of several that give
-    the same text, one."""
+    """iconv names of the encodings that fit these non-UTF-8 bytes, the best first. Of several that give the
+    same text, only one is returned."""
     found: dict[str, tuple[float, str]] = {}  # text -> its probability, and the first encoding that gives it
     for name, codec, letters in LANGUAGES:
         try:
@@ -169,8 +170,8 @@ def is_utf8(head: bytes) -> bool:
 
 
 def wide_encoding(head: bytes) -> str:
-    """What iconv calls an encoding of two or four bytes a character that the first bytes of a file have; ""
-    if they have none."""
+    """The iconv name of the UTF-16 or UTF-32 encoding that the first bytes of a file show; "" if they show
+    none."""
     for name in ("UTF-32", "UTF-16"):  # UTF-32's mark begins with that of UTF-16
         if head.startswith(("\ufeff".encode(f"{name}LE"), "\ufeff".encode(f"{name}BE"))):
             return name

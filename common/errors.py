@@ -1,8 +1,8 @@
 """Errors that a user can act on, and the lines that report them.
 
 Lines go through `log`, a logger of the standard library: to stdout, warnings and errors to stderr, and to the
-log file, if there is one (`log_to` in command_line.py). A line that cannot be written, because the terminal
-is gone or the disk full, is left out: a run does not end for it.
+log file, if there is one (`log_to` in command_line.py). If a line cannot be written, because the terminal is
+gone or the disk is full, it is dropped and the run goes on.
 """
 
 import logging
@@ -23,7 +23,7 @@ class WriteError(UserError):
 
 
 class ReadError(UserError):
-    """A file cannot be read at present; whether it is damaged, nobody knows."""
+    """A file cannot be read at present; it is unknown whether it is damaged."""
 
 
 class LostRank(UserError):
@@ -49,8 +49,8 @@ def reason(error: BaseException) -> str:
 
 
 def check_utf8(what: str, text: str) -> None:
-    """Raise UserError for a text of the command line, such as a path, with bytes that are not UTF-8, or that
-    a locale without UTF-8 has not read as such."""
+    """Raise UserError if a text from the command line, such as a path, contains bytes that are not UTF-8, or
+    was not decoded as UTF-8 because of the locale."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -61,15 +61,14 @@ def check_utf8(what: str, text: str) -> None:
 
 
 def not_utf8_locale() -> str:
-    """That this process's locale is not UTF-8, and what to do."""
+    """The message that this process's locale is not UTF-8, and what to do."""
     names = ("LC_ALL", "LC_CTYPE", "LANG")  # the first that is set decides
     setting = next((f"{name}={os.environ[name]}" for name in names if os.environ.get(name)), "none is set")
     return f"the locale ({setting}) is not UTF-8; put PYTHONUTF8=1 before the command"
 
 
 def printable(text: str) -> str:
-    """The text with escapes for what a terminal would obey or cannot show, except for blanks and line
-    ends."""
+    """The text with control and unprintable characters escaped, except for white space."""
     return "".join(c if c.isprintable() or c in "\n\t\u00a0\u3000" else ascii(c)[1:-1] for c in text)
 
 
@@ -77,10 +76,11 @@ def printable(text: str) -> str:
 
 
 class Console(logging.StreamHandler):
-    """Shows warnings and errors on stderr, all else on stdout, above a progress bar if there is one."""
+    """Shows warnings and errors on stderr and everything else on stdout, above a progress bar if there is
+    one."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Show a line on the stream that is the standard one now."""
+        """Write a line to the current sys.stdout or sys.stderr."""
         self.stream = sys.stderr if record.levelno >= logging.WARNING else sys.stdout
         tqdm = sys.modules.get("tqdm")  # without it there is no bar
         with tqdm.tqdm.external_write_mode(file=self.stream) if tqdm else nullcontext():
@@ -96,7 +96,7 @@ if not log.handlers:
 
 
 def say(text: str) -> None:
-    """Print a line, escaping what a terminal would obey: file names and records may hold anything."""
+    """Print a line with control characters escaped, because file names and records may contain anything."""
     for line in printable(text).split("\n"):
         log.info(line)
 

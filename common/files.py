@@ -33,7 +33,7 @@ def atomic_write(
     path: Path, write: Callable[[BinaryIO], Any], rotate: Callable[[Path], None] | None = None
 ) -> None:
     """Replace `path` by what `write(file)` writes; on failure the old file stays. `rotate(path)` may rename
-    it before. Raises WriteError if the disk is full, the folder cannot be written ..."""
+    the old file first. Raises WriteError if the disk is full, the folder is not writable, and so on."""
     with _temporary(path) as temp:
         with open(temp, "w+b") as file:
             write(file)
@@ -52,11 +52,12 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 @contextmanager
 def new_path(path: Path) -> Iterator[Path]:
-    """A place to write a new file or folder, which appears at `path` complete and flushed when the block
-    ends, or not at all. The place has the same name, in a temporary folder beside it. Raises UserError if
-    `path` exists already, the disk is full, the folder cannot be written ..."""
+    """A temporary path for writing a new file or folder. When the block ends, the result appears at `path`,
+    complete and flushed; after an error nothing appears. The temporary path has the same name, in a temporary
+    folder beside `path`. Raises UserError if `path` exists already, the disk is full, the folder is not
+    writable, and so on."""
     if is_taken(path):
-        raise UserError(f"{path} exists already; remove it, or give another name")
+        raise UserError(f"{path} already exists; remove it, or give another name")
     with _temporary(path) as temp:
         temp.mkdir()
         yield temp / path.name
@@ -83,7 +84,7 @@ def _temporary(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def write_errors(path: Path) -> Iterator[None]:
-    """Turn an OSError of the block, also one that torch.save wraps in a RuntimeError, into a WriteError."""
+    """Turn an OSError in the block into a WriteError, also one that torch.save wraps in a RuntimeError."""
     try:
         yield
     except (OSError, RuntimeError) as error:
@@ -102,8 +103,8 @@ def write_errors(path: Path) -> Iterator[None]:
 
 
 def status(path: str | os.PathLike, follow_symlinks: bool = True) -> os.stat_result | None:
-    """What the system knows of a file or folder; None if it is not there. `Path.exists` and its like also
-    return False after an error of the disk or network: a run would then begin anew beside its own state.
+    """The stat result of a file or folder; None if it does not exist. `Path.exists` and similar methods also
+    return False after a disk or network error; a run would then start over although its checkpoint exists.
 
     Raises ReadError if the system cannot tell."""
     with read_errors(Path(path)):
@@ -118,30 +119,31 @@ def status(path: str | os.PathLike, follow_symlinks: bool = True) -> os.stat_res
 
 
 def is_there(path: str | os.PathLike) -> bool:
-    """Whether a file or folder is there. Raises ReadError if the system cannot tell, like the next four."""
+    """Whether a file or folder exists. Like the next four functions, it raises ReadError if the system cannot
+    tell."""
     return status(path) is not None
 
 
 def is_taken(path: str | os.PathLike) -> bool:
-    """Whether there is something of this name, be it a link that leads nowhere."""
+    """Whether anything has this name, including a dangling link."""
     return status(path, follow_symlinks=False) is not None
 
 
 def is_file(path: str | os.PathLike) -> bool:
-    """Whether it is a file, which is there."""
+    """Whether it exists and is a file."""
     found = status(path)
     return found is not None and stat.S_ISREG(found.st_mode)
 
 
 def is_folder(path: str | os.PathLike) -> bool:
-    """Whether it is a folder, which is there."""
+    """Whether it exists and is a folder."""
     found = status(path)
     return found is not None and stat.S_ISDIR(found.st_mode)
 
 
 def files_in(folder: str | os.PathLike, pattern: str = "*") -> list[Path]:
-    """The paths in a folder whose names fit a pattern, sorted; none if there is no folder. `Path.glob` also
-    finds nothing in a folder that cannot be read."""
+    """The paths in a folder whose names match a pattern, sorted; empty if the folder does not exist.
+    (`Path.glob` also returns nothing if the folder cannot be read.)"""
     with read_errors(Path(folder)):
         try:
             names = os.listdir(folder)
@@ -163,8 +165,8 @@ MACHINE_ERRORS = [
 
 @contextmanager
 def read_errors(path: Path) -> Iterator[None]:
-    """Turn an error of the machine in the block (of input and output, permission, memory, descriptors) into a
-    ReadError. What is wrong with the content of a file passes as it is."""
+    """Turn an error of the machine in the block (input/output, permission, memory, descriptors) into a
+    ReadError. Errors in the content of a file pass unchanged."""
     try:
         yield
     except (OSError, MemoryError, RuntimeError) as error:
@@ -178,8 +180,8 @@ def read_errors(path: Path) -> Iterator[None]:
 
 
 def is_machine_error(error: BaseException) -> bool:
-    """Whether an error says that the machine could not read, rather than what was read. Of torch's, which are
-    RuntimeErrors, the text tells, in which the system's message stands."""
+    """Whether an error means that the machine could not read the file, rather than that its content is wrong.
+    For torch's RuntimeErrors this is decided by the text, which contains the system's message."""
     if isinstance(error, OSError):  # EINVAL: zipfile, at an offset that a damaged file gives
         return error.errno not in (None, errno.EINVAL)
     texts = [os.strerror(number) for number in MACHINE_ERRORS]
@@ -188,8 +190,8 @@ def is_machine_error(error: BaseException) -> bool:
 
 
 def open_regular(path: Path, mode: str = "rb", links: bool = True) -> BinaryIO:
-    """Open a file of a folder in which anything may lie. Only a regular file is opened: a pipe is refused,
-    not waited for. links: whether the file, and the folder that it is in, may be links. Raises OSError."""
+    """Open a file in a folder that may contain anything. Only a regular file is opened; a pipe is refused
+    instead of blocking. links: whether the file and its folder may be links. Raises OSError."""
     folder = None if links else os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
 
     def opener(name: str, flags: int) -> int:
@@ -209,7 +211,7 @@ def open_regular(path: Path, mode: str = "rb", links: bool = True) -> BinaryIO:
 
 
 def read_object(path: Path, links: bool = True) -> dict[str, Any]:
-    """The object of a JSON file; an empty one if the file is not there, cannot be read or holds anything
+    """The object in a JSON file; an empty one if the file does not exist, cannot be read or contains anything
     else. links: as in `open_regular`."""
     try:
         with open_regular(path, links=links) as file:
@@ -241,8 +243,8 @@ def link(source: str | Path, name: str | Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Flush a file, or a folder's entries, so that a rename or a new file in it survives a power cut. Some
-    file systems (of network shares, and in user space) do that by themselves and refuse to flush a folder."""
+    """Flush a file, or the entries of a folder, so that a rename or a new file survives a power cut. Some
+    file systems (network shares, FUSE) do that by themselves and refuse to flush a folder."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -258,8 +260,8 @@ def sync(path: Path) -> None:
 
 @contextmanager
 def locked(path: Path, message: str) -> Iterator[None]:
-    """Hold a lock file, such as that of a cache that several ranks want. If another process has it, print
-    `message` and wait."""
+    """Hold a lock file, for example while several ranks want the same cache. If another process holds it,
+    print `message` and wait."""
     with ExitStack() as stack:
         with suppress(OSError):  # a file system without locks, or a folder that cannot be written
             file = stack.enter_context(open(path, "a+", encoding="utf-8"))
@@ -270,10 +272,11 @@ def locked(path: Path, message: str) -> Iterator[None]:
 
 
 def lock_output(run_name: str, **folders: str) -> None:
-    """Reserve a run's name in its output folders until this process ends (rank 0 only); `folders` by flag.
+    """Reserve a run's name in its output folders until this process ends (rank 0 only). `folders` maps flags
+    to folders.
 
-    Keeps a second run from writing the same files, and finds folders that cannot be written before any work.
-    Raises UserError if another run has the name, or a folder cannot be written."""
+    This keeps a second run from writing the same files, and finds unwritable folders before any work is done.
+    Raises UserError if another run holds the name, or a folder cannot be written."""
     if launch().rank != 0:
         return
     for flag, folder in folders.items():
@@ -286,7 +289,7 @@ def lock_output(run_name: str, **folders: str) -> None:
                 file.seek(0)
                 holder = file.read().strip() or "another process"
                 raise UserError(
-                    f"{holder} is training a run of this name and writes to {folder}; wait for it, end it, "
+                    f"{holder} is training a run of this name and writes to {folder}; wait for it, stop it, "
                     "or choose another --save_weight"
                 )
             file.truncate(0)
@@ -298,13 +301,13 @@ def lock_output(run_name: str, **folders: str) -> None:
 
 
 def output_lock(run: str, folder: str | Path, flag: str = "save_dir") -> Path:
-    """The lock file of a run's name in one of its output folders, which `flag` names."""
+    """The lock file of a run's name in one of its output folders; `flag` is the folder's flag."""
     return Path(folder) / f".{run}_{flag}.lock"
 
 
 def is_running(run: str, save_dir: str | Path) -> bool | None:
-    """Whether a process holds a run's name in --save_dir (`lock_output`): a run that was killed does not.
-    None if nobody knows: the run took no lock, or the file system has none."""
+    """Whether a process holds a run's name in --save_dir (`lock_output`); a killed run does not. None if it
+    is unknown, because the run took no lock or the file system has no locks."""
     # C's struct flock: on macOS the type stands behind start, length and process
     layout, kind = ("hhqqi", 0) if sys.platform == "linux" else ("qqihh", 3)
     asked = [0] * 5

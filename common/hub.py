@@ -1,12 +1,12 @@
-"""Data and models on Hugging Face: a path on the hub goes in, that of its local copy comes out.
+"""Data and models on Hugging Face: turns a path on the hub into the path of its local copy.
 
     hf://datasets/OWNER/NAME/FILE  data; a pattern instead of FILE (PATTERN[:N]: its first N files), or no
                                    FILE: the whole dataset
     hf://OWNER/NAME                the folder of a model; OWNER/NAME/FILE: one file of it
 
-OWNER/NAME@REVISION is a branch, a tag or a commit. huggingface_hub downloads, so its variables hold
-(HF_ENDPOINT, HF_HUB_OFFLINE, HF_HOME, HF_TOKEN ...). From here on a run sees local paths, and its fingerprint
-the contents.
+OWNER/NAME@REVISION selects a branch, a tag or a commit. huggingface_hub downloads, so its variables work
+(HF_ENDPOINT, HF_HUB_OFFLINE, HF_HOME, HF_TOKEN ...). From here on a run only sees local paths, and its
+fingerprint covers the contents.
 """
 
 import glob
@@ -32,24 +32,24 @@ WEIGHTS, PICKLED = ["*.safetensors"], ["pytorch_model.bin"]
 
 
 def is_remote(path: Any) -> bool:
-    """Whether a value is, or as a list of data has, a path on a hub."""
+    """Whether a value is a path on a hub, or a list of data that contains one."""
     return isinstance(path, str) and any(
         part.strip().startswith(("hf://", "modelscope://")) for part in path.split(",")
     )
 
 
 def make_local(args: Any) -> None:
-    """Replace the attributes of `args` that are paths on a hub by local ones; what is not there yet is
-    downloaded. Raises UserError."""
+    """Replace the attributes of `args` that are hub paths by local paths, and download what is missing.
+    Raises UserError."""
     for name, value in list(vars(args).items()):
         if is_remote(value):
             setattr(args, name, local_path(value, tokenizer_only=name == "tokenizer_path"))
 
 
 def local_path(path: str, tokenizer_only: bool = False) -> str:
-    """A path, or a list of data separated by commas, with the local copies of what is on a hub; weights of a
-    mixture stay. tokenizer_only: of a model's folder its tokenizer is enough. Raises UserError, one line, if
-    something is not there, may not be read, or cannot be reached and was never downloaded."""
+    """The same path, or comma-separated list of data, with hub paths replaced by their local copies; mixture
+    weights stay. tokenizer_only: for a model's folder, only download the tokenizer. Raises UserError, one
+    line, if something does not exist, may not be read, or cannot be reached and was never downloaded."""
     if not is_remote(path):
         return path
     parts = []
@@ -67,7 +67,7 @@ def local_copy(typed: str, tokenizer_only: bool) -> Path:
     """The local copy of a path on the hub, downloaded if it is not there yet. Raises UserError."""
     if typed.startswith("modelscope://"):
         command = "modelscope download --dataset OWNER/NAME FILE, or --model OWNER/NAME"
-        raise UserError(f"{typed}: download it ({command}, with --local_dir FOLDER), and give its place")
+        raise UserError(f"{typed}: download it ({command}, with --local_dir FOLDER), and give that folder")
     without_first, count = split_first(typed)
     path = PATH.fullmatch(without_first)
     if path is None:
@@ -97,7 +97,7 @@ def local_copy(typed: str, tokenizer_only: bool) -> Path:
         problem = f"the download failed ({reason(error)}); start again"
     else:
         if not is_there(copy) and not has_pattern(path["file"] or ""):
-            raise UserError(f"{typed}: the repository holds no such file or folder; check the name")
+            raise UserError(f"{typed}: the repository has no such file or folder; check the name")
         if launch().rank == 0:
             say(f"{typed}: {copy}")
         return copy if count is None else Path(f"{copy}[:{count}]")
@@ -105,8 +105,8 @@ def local_copy(typed: str, tokenizer_only: bool) -> Path:
 
 
 def download(path: re.Match, count: int | None, tokenizer_only: bool) -> Path:
-    """Download what the parts of PATH name; of a pattern's files the first `count`, or all. Raises UserError
-    where there are fewer, and whatever huggingface_hub does."""
+    """Download what the parts of PATH name. For a pattern, download the first `count` files, or all. Raises
+    UserError if there are fewer, and whatever huggingface_hub raises."""
     from huggingface_hub import hf_hub_download, snapshot_download
 
     kind = "dataset" if path["kind"] == "datasets/" else "model"
@@ -131,8 +131,8 @@ def download(path: re.Match, count: int | None, tokenizer_only: bool) -> Path:
 
 
 def names_in(repo: str, revision: str | None) -> list[str]:
-    """The names of all files of a dataset; without network those of its copy. Raises whatever huggingface_hub
-    does where there is no copy either."""
+    """The names of all files of a dataset; without a network, those of its local copy. If there is no copy
+    either, raises what huggingface_hub raises."""
     from huggingface_hub import HfApi, snapshot_download
 
     try:
@@ -144,7 +144,7 @@ def names_in(repo: str, revision: str | None) -> list[str]:
 
 
 def shown_name(path: Path) -> str:
-    """A short name of a model's file or folder; that of its repository for a folder from the hub."""
+    """A short name of a model's file or folder; for a folder from the hub, the name of its repository."""
     if is_file(path):
         return path.stem
     if path.parent.name == "snapshots":  # huggingface_hub's models--OWNER--NAME/snapshots/COMMIT

@@ -1,4 +1,5 @@
-"""Which of a run's processes this is: what torchrun wrote into the environment; and ending with torchrun."""
+"""Tells which of a run's processes this is, from torchrun's environment variables, and makes a rank end with
+torchrun."""
 
 import os
 import signal
@@ -8,8 +9,8 @@ from typing import NamedTuple
 
 
 class Launch(NamedTuple):
-    """A process among those of its run. The local numbers count the processes of its machine; `problem` says
-    why the environment does not tell (the place is then that of a single process)."""
+    """The place of a process in its run. The local numbers count the processes of its machine. `problem` says
+    why the environment is not usable; the place is then that of a single process."""
 
     rank: int = 0
     world_size: int = 1
@@ -24,8 +25,8 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def launch(environ: Mapping[str, str] = os.environ) -> Launch:
-    """The place of this process, for everything that depends on it: printing, files, data, the process
-    group. WORLD_SIZE=1 is a single process, whoever started it."""
+    """The place of this process, used for printing, files, data and the process group. WORLD_SIZE=1 means a
+    single process, whoever started it."""
     given = [f"{name}={environ[name]}" for name in RANKS if environ.get(name)]
     if not given or environ.get("WORLD_SIZE") == "1":
         return Launch()
@@ -40,10 +41,10 @@ def launch(environ: Mapping[str, str] = os.environ) -> Launch:
 
 
 def end_with_torchrun() -> None:
-    """In a rank that torchrun started, have the kernel send SIGTERM when torchrun ends, kill -9 included
-    (Linux): before training the rank then ends, in training it saves and ends.
+    """In a rank started by torchrun, have the kernel send SIGTERM when torchrun ends, even by kill -9
+    (Linux). Before training the rank then simply ends; during training it saves first.
 
-    Called by the first import, since the ranks take seconds to load torch. A rank leads a session; the
+    Called by the first import, because ranks take seconds to load torch. A rank leads a session. The
     processes that it starts do not, and end with it.
     """
     if sys.platform == "linux" and os.getsid(0) == os.getpid():

@@ -1,4 +1,4 @@
-"""A user's own code: classes and functions that are named on the command line, and calls of it."""
+"""A user's own code: imports classes and functions named on the command line, and guards calls to them."""
 
 import importlib
 import signal
@@ -14,9 +14,9 @@ from common.files import is_file
 
 
 def import_named(flag: str, name: str) -> Any:
-    """What `package.module:Name` or `path/file.py:Name` names, given to `flag`. An exception raised inside
-    the module keeps its traceback. Raises UserError if there is no such module, its syntax is wrong, or it
-    has no such name."""
+    """Import the object that `package.module:Name` or `path/file.py:Name` names; it was given to `flag`. An
+    exception raised inside the module keeps its traceback. Raises UserError if the module does not exist, has
+    a syntax error, or lacks the name."""
     folder = Path.cwd()  # spawned processes and torchrun do not search it
     module, _, attribute = name.partition(":")
     if module.endswith(".py"):
@@ -32,7 +32,7 @@ def import_named(flag: str, name: str) -> Any:
         if isinstance(error, ModuleNotFoundError) and error.name not in (module, module.partition(".")[0]):
             raise
         raise UserError(
-            f"{flag} {name} cannot be imported ({reason(error)}); start from its folder"
+            f"{flag} {name} cannot be imported ({reason(error)}); run the command from its folder"
         ) from error
     except SyntaxError as error:
         raise UserError(f"{error.filename}:{error.lineno}: {error.msg} ({flag} {name})") from error
@@ -42,19 +42,19 @@ def import_named(flag: str, name: str) -> Any:
 
 
 class OutOfTime(BaseException):
-    """A user's code took too long. No `Exception`, so that the code's own `except Exception` does not catch
-    it."""
+    """A user's code took too long. It is not an `Exception`, so the code's own `except Exception` does not
+    catch it."""
 
 
 def in_main_thread() -> bool:
-    """Whether this is the thread that gets the signals, and alone may say what they do."""
+    """Whether this is the main thread, which receives signals and alone may set their handlers."""
     return threading.current_thread() is threading.main_thread()
 
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raise OutOfTime in a block that takes longer, in the main thread. Code that does not return to Python,
-    as in an extension, is not interrupted."""
+    """Raise OutOfTime if the block takes longer than `seconds`; works in the main thread only. Code that does
+    not return to Python, such as an extension, is not interrupted."""
 
     def interrupt(number: int, frame: object) -> None:
         raise OutOfTime
@@ -70,9 +70,9 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 @contextmanager
 def user_code(what: str, where: str, limit: float) -> Iterator[None]:
-    """Around a call of a user's code: whatever it raises, also `SystemExit`, becomes a UserError.
+    """Wrap a call of a user's code: whatever it raises, even `SystemExit`, becomes a UserError.
 
-    what: which code. where: FILE:LINE of the record. limit: seconds that it may take in the main thread.
+    what: a name for the code. where: FILE:LINE of the record. limit: seconds it may take in the main thread.
     """
     try:
         with time_limit(limit) if in_main_thread() else nullcontext():

@@ -1,8 +1,8 @@
 """Every setting of a training run, declared once: name, type, default, unit, limits and help.
 
-Each section is a pydantic model, and a stage's settings are one flat model that inherits them all: see
-arguments.py for what reads them. A stage script subclasses `StageArgs` for its own defaults; a field that it
-adds is a flag of that stage alone.
+Each section is a pydantic model. A stage's settings are one flat model that inherits from all sections;
+arguments.py reads them. A stage script subclasses `StageArgs` for its own defaults. A field that it adds is a
+flag of that stage only.
 """
 
 import inspect
@@ -27,8 +27,8 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def data_file(*names: str) -> str:
-    """The first of these files of dataset/ that is there, or cannot be looked at, which reading it will say;
-    else the first of them."""
+    """The first of these files that exists in dataset/; if none does, the first name. A file whose existence
+    cannot be checked is returned, too: reading it will give the error."""
     paths = [str(ROOT / "dataset" / name) for name in names]
     for path in paths:
         try:
@@ -101,7 +101,7 @@ class Settings(BaseModel):
 
 
 class DataConfig(Settings):
-    """What the model is trained on."""
+    """The data that the model is trained on."""
 
     section: ClassVar[str] = "data"
     may_change: ClassVar[str] = (
@@ -110,19 +110,21 @@ class DataConfig(Settings):
     )
     data_path: str | None = setting(
         None,
-        "training data: file, folder, glob (GLOB[:N]: its first N files) or hf://..., several separated by "
-        "commas (JSON, Parquet, CSV, Arrow, text), each with a weight after a colon to mix them",
+        "training data: a file, folder, glob (GLOB[:N]: its first N files) or hf://..., or several with "
+        "commas between them (JSON, Parquet, CSV, Arrow, text); a weight after a colon sets the share of each",
     )
     eval_data_path: str | None = setting(
-        None, "held-out data, in the same forms; gives eval_loss, eval_bpb and <save_weight>_best"
+        None, "held-out data, in the same formats; gives eval_loss, eval_bpb and <save_weight>_best"
     )
     eval_share: float = setting(
         0.0, "share of the records of --data_path to hold out, instead of --eval_data_path", ge=0, le=0.5
     )
     max_tokens: int = setting(
-        0, "tokens of the data per epoch; what one leaves out comes in the next; 0: all", "tokens", ge=0
+        0, "tokens of the data per epoch; the next epoch takes the rest; 0: all", "tokens", ge=0
     )
-    text_separator: str | None = setting(None, "line between the documents of a .txt file; none: it is one")
+    text_separator: str | None = setting(
+        None, "line that separates the documents of a .txt file; none: the file is one document"
+    )
     cache_dir: str = setting(str(ROOT / "dataset" / "cache"), "folder of the token cache")
     max_seq_len: int = setting(512, "length of the longest sample", "tokens", ge=8, le=LONGEST)
     packing: bool = setting(False, "1: fill rows of --max_seq_len tokens with whole samples")
@@ -146,10 +148,13 @@ class ModelConfig(Settings):
     hidden_size: int = setting(512, "width; a multiple of 16", ge=16, multiple_of=16)
     num_hidden_layers: int = setting(8, "depth", "layers", ge=1)
     num_attention_heads: int | None = setting(
-        None, "heads of attention; auto: below a width of 512 heads of 64, from there on 8", auto=True, ge=1
+        None,
+        "attention heads; auto: heads of size 64 below a width of 512, from there on 8 heads",
+        auto=True,
+        ge=1,
     )
     num_key_value_heads: int | None = setting(
-        None, "heads of keys and values; auto: half of --num_attention_heads", auto=True, ge=1
+        None, "key/value heads; auto: half of --num_attention_heads", auto=True, ge=1
     )
     use_moe: bool = setting(False, "1: mixture of experts instead of a dense model")
     num_experts: int = setting(4, "experts per layer, with --use_moe 1", ge=1)
@@ -158,8 +163,8 @@ class ModelConfig(Settings):
     tokenizer_path: str = setting(str(ROOT / "model"), "folder of a Hugging Face tokenizer")
 
     def heads(self) -> dict[str, int]:
-        """The heads of a new model; those left open: of HEAD_SIZE, or the next size that divides the width,
-        at most HEADS, and half as many of keys and values."""
+        """The numbers of heads of a new model. If they are `auto`, heads have HEAD_SIZE or the next size that
+        divides the width, there are at most HEADS, and half as many key/value heads."""
         heads, of_keys = self.num_attention_heads, self.num_key_value_heads
         if heads is None:
             most = min(HEADS, max(1, round(self.hidden_size / HEAD_SIZE)))
@@ -178,13 +183,15 @@ class TrainingConfig(Settings):
     )
     epochs: int = setting(2, "passes over the data", ge=1)
     max_steps: int = setting(
-        0, "length of the run, where its schedule ends, instead of --epochs; 0: by --epochs", "updates", ge=0
+        0, "length of the run and of its schedule, instead of --epochs; 0: use --epochs", "updates", ge=0
     )
-    batch_size: int = setting(32, "samples (or packed rows) of a rank's micro-batch", ge=1)
+    batch_size: int = setting(32, "samples (or packed rows) in a micro-batch of one rank", ge=1)
     accumulation_steps: int = setting(1, "gradient accumulation", "micro-batches per update", ge=1)
     learning_rate: float = setting(5e-4, "peak learning rate (muon: 8 times it)", gt=0)
     warmup_updates: int = setting(0, "linear warm-up of the learning rate", "updates", ge=0)
-    optimizer: Literal["adamw", "muon"] = setting("adamw", "muon: of the layers' matrices, AdamW of the rest")
+    optimizer: Literal["adamw", "muon"] = setting(
+        "adamw", "muon: Muon for the matrices of the layers, AdamW for the rest"
+    )
     weight_decay: float | None = setting(
         USUAL_DECAY,
         "weight decay, on matrices only; auto: in pretraining and distillation of random weights with muon "
@@ -193,11 +200,11 @@ class TrainingConfig(Settings):
         ge=0,
         le=10,
     )
-    grad_clip: float = setting(1.0, "largest L2 norm of the gradient; 0: no clipping", ge=0)
+    grad_clip: float = setting(1.0, "maximum L2 norm of the gradient; 0: no clipping", ge=0)
     seed: int = setting(42, "seed of weights, data order and dropout", ge=0, le=2**63 - 1)
-    max_bad_updates: int = setting(5, "non-finite updates in a row that end the run", ge=1)
+    max_bad_updates: int = setting(5, "the run ends after so many non-finite updates in a row", ge=1)
     patience: int = setting(0, "early stopping: evaluations without improvement; 0: off", ge=0)
-    min_delta: float = setting(0.0, "an improvement of --monitor exceeds this", ge=0)
+    min_delta: float = setting(0.0, "an improvement of --monitor must be larger than this", ge=0)
     monitor: str = setting("eval_loss", "held-out metric for early stopping and for the best weights")
     mode: Literal["min", "max"] = setting("min", "whether a smaller or a larger --monitor is better")
 
@@ -228,11 +235,11 @@ class DistributedConfig(Settings):
     section: ClassVar[str] = "distributed"
     may_change: ClassVar[str] = "device rank_timeout"
     device: str = setting("auto", "auto (CUDA, then MPS, then CPU), cuda, cuda:N, mps or cpu")
-    rank_timeout: int = setting(600, "a rank without a sign for so long is lost", "seconds", ge=1)
+    rank_timeout: int = setting(600, "a rank that gives no sign for so long counts as lost", "seconds", ge=1)
 
 
 class CheckpointConfig(Settings):
-    """What is saved, and what the run starts from."""
+    """What a run saves and what it starts from."""
 
     section: ClassVar[str] = "checkpoint"
     may_change: ClassVar[str] = (
@@ -241,17 +248,19 @@ class CheckpointConfig(Settings):
     )
     save_dir: str = setting(str(ROOT / "out"), "folder of the inference weights and the metrics")
     save_weight: str = setting("model", "name of the weights that this run writes")
-    checkpoint_dir: str = setting(str(ROOT / "checkpoints"), "folder of the state to resume from")
+    checkpoint_dir: str = setting(str(ROOT / "checkpoints"), "folder of the checkpoints to resume from")
     from_weight: str = setting(
         "none", "weights to start from: a name in --save_dir, or a path; none: random weights"
     )
     from_resume: bool = setting(False, "1: continue from the newest checkpoint, if there is one")
     resume_from: str | None = setting(
-        None, "state with which a branch begins; resumed, the branch continues with its own newer one"
+        None, "checkpoint from which a branch starts; a resumed branch continues from its own newer one"
     )
     extend_epochs: bool = setting(False, "1: a resumed run may have more --epochs than before")
-    save_interval: int = setting(1000, "between checkpoints; each epoch ends with one", "micro-batches", ge=1)
-    keep_every: int = setting(0, "interval of numbered checkpoints; 0: none", "updates", ge=0)
+    save_interval: int = setting(
+        1000, "interval between checkpoints; each epoch also ends with one", "micro-batches", ge=1
+    )
+    keep_every: int = setting(0, "interval between numbered checkpoints; 0: none", "updates", ge=0)
     keep_last: int = setting(3, "numbered checkpoints to keep, in addition to the best", ge=0)
 
 
@@ -263,22 +272,25 @@ class LoggingConfig(Settings):
         "log_interval eval_interval sample_prompts use_tensorboard tensorboard_dir use_wandb tracker "
         "wandb_project swanlab_mode log_level log_file log_dir"
     )
-    log_interval: int = setting(100, "interval of log records", "micro-batches", ge=1)
+    log_interval: int = setting(100, "interval between log records", "micro-batches", ge=1)
     eval_interval: int = setting(
-        0, "interval of evaluations; 0: each epoch ends with one", "micro-batches", ge=0
+        0, "interval between evaluations; each epoch ends with one; 0: only there", "micro-batches", ge=0
     )
     sample_prompts: str = setting(
-        "auto", "to answer at each evaluation: auto (held-out ones), none, or a text file of one per line"
+        "auto",
+        "prompts answered at each evaluation: auto (held-out ones), none, or a text file with one per line",
     )
     use_tensorboard: bool = setting(False, "1: curves for TensorBoard, in --tensorboard_dir")
-    tensorboard_dir: str | None = setting(None, "folder of the curves; without it <save_dir>/tensorboard")
+    tensorboard_dir: str | None = setting(None, "folder of the curves (default: <save_dir>/tensorboard)")
     use_wandb: bool = setting(False, "log to SwanLab, as in MiniMind; the same as --tracker swanlab")
     tracker: Literal["none", "swanlab", "wandb"] = setting("none", "log to SwanLab or to Weights & Biases")
     wandb_project: str = setting("MiniMind-Trainer", "project of the tracker")
     swanlab_mode: Literal["cloud", "disabled", "local", "offline", "online"] = setting(
-        "cloud", "where the tracker keeps the run"
+        "cloud", "where the tracker stores the run"
     )
-    log_level: Literal["debug", "info", "warning", "error"] = setting("info", "least severe lines shown")
+    log_level: Literal["debug", "info", "warning", "error"] = setting(
+        "info", "lowest level of lines that are shown"
+    )
     log_file: str | None = setting(None, "appends every console line, with time and level, to this file")
     log_dir: str | None = setting(None, "folder of the log file <run>.log, instead of --log_file")
 
@@ -315,11 +327,11 @@ class StageArgs(
         return getattr(self, name) == type(self).model_fields[name].default
 
     def check_names(self) -> None:
-        """Raise UserError if a setting names what is not there, or is something else: called before the data
-        are read. A stage with such flags of its own overrides it."""
+        """Raise UserError if a setting names something that does not exist or is of the wrong kind. It is
+        called before the data are read. A stage with more such flags overrides it."""
 
     def contradictions(self) -> list[str]:
-        """Values that are fine alone but not together, or not as file names."""
+        """Problems with combinations of values, and with values that are not allowed in file names."""
         name, wrong = self.save_weight, []
         if Path(name).name != name or name.startswith("."):
             wrong.append(f"--save_weight {name!r} must be a plain name; the folder is --save_dir")
@@ -364,8 +376,8 @@ class StageArgs(
 
 
 class FrozenModelArgs(StageArgs):
-    """Settings of a stage with frozen models other than its start weights, which a resumed run reads
-    again."""
+    """Settings of a stage that also reads frozen models, apart from its start weights. A resumed run reads
+    them again."""
 
     def frozen_model_paths(self) -> dict[str, list[Path]]:
         """Flag -> paths of the weights of other frozen models, such as teachers."""
