@@ -1,6 +1,6 @@
 """The flat batch: the samples of a micro-batch, concatenated without padding.
 
-Shape legend: S samples, N tokens, M targets, C sequences, which are the samples and what they share.
+Shape legend: S samples, N tokens, M targets, C sequences (samples and shared prefixes).
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ Batch = Any  # a FlatBatch; of a task of one's own, and of prompts, a dict of te
 
 
 class Size(NamedTuple):
-    """The size of a micro-batch: its loss is a mean over targets, its auxiliary loss one over tokens."""
+    """The size of a micro-batch. The loss is a mean over targets, the auxiliary loss a mean over tokens."""
 
     targets: float  # the sum of their weights, which is their number where all are 1
     tokens: int
@@ -30,7 +30,7 @@ class Size(NamedTuple):
 
 
 class SharedKeys(NamedTuple):
-    """Which keys the sequences of a batch see where samples begin alike, see `collate_shared`."""
+    """The keys that each sequence sees if samples share a prefix; see `collate_shared`."""
 
     index: Tensor  # int64 [K]: for each sequence in turn the rows whose keys its last query sees
     cu_seqlens: Tensor  # int32 [C + 1], cumulative numbers of them
@@ -40,8 +40,9 @@ class SharedKeys(NamedTuple):
 
 @dataclass(eq=False)
 class FlatBatch:
-    """The samples of a micro-batch, concatenated. `batch["targets"]` is `batch.targets`, a field that is None
-    is not in it, and `batch["name"] = value` adds one of another name, such as what an objective needs.
+    """The samples of a micro-batch, concatenated. `batch["targets"]` is `batch.targets`; a field that is None
+    is not in the batch. `batch["name"] = value` adds a further field, for example one that an objective
+    needs.
 
     Host copies are derived, and stay on the host: nothing waits for the device to read them."""
 
@@ -69,7 +70,7 @@ class FlatBatch:
 
     @classmethod
     def from_samples(cls, samples: Sequence[Mapping[str, Any]]) -> "FlatBatch":
-        """Concatenate samples, of which there may be none.
+        """Concatenate samples; an empty list gives an empty batch.
 
         Example: the samples 1 2 3 and 4 5, in which all but the first token are targets. input_ids is
         [1, 2, 3, 4, 5], position_ids [0, 1, 2, 0, 1], cu_seqlens [0, 3, 5], target_index [0, 1, 3], targets
@@ -101,7 +102,7 @@ class FlatBatch:
     # --- as a dict of tensors
 
     def get(self, name: str, default: Any = None) -> Any:
-        """A field, or the default where there is none."""
+        """A field, or the default if the batch does not have it."""
         value = getattr(self, name) if name in READ else self.more.get(name)
         return default if value is None else value
 
@@ -136,12 +137,13 @@ class FlatBatch:
 
     @property
     def target_bytes(self) -> float:
-        """UTF-8 bytes of the text that the targets spell, times their weights."""
+        """The UTF-8 bytes of the targets' text, times their weights."""
         return sum(self.sample_bytes)
 
     @property
     def weight_sum(self) -> float:
-        """What the weights of the targets add up to: their number if all are 1. Of a batch on the host."""
+        """The sum of the targets' weights; their number if all weights are 1. The batch must be on the
+        host."""
         weights = self.loss_weight
         return len(self.targets) if weights is None else float(weights.sum(dtype=torch.float64))
 
@@ -151,7 +153,7 @@ class FlatBatch:
         return Size(self.weight_sum, len(self.input_ids), self.target_bytes, flops, len(self.sample_ids))
 
     def flops(self, config: "MiniMindConfig", targets: int) -> float:
-        """Floating-point operations of a model that predicts so many targets, see `training_flops`."""
+        """Floating-point operations of training on the batch with this many targets; see `training_flops`."""
         keys = None if self.shared_keys is None else self.shared_keys.host_cu_seqlens
         return training_flops(config, len(self.input_ids), targets, self.host_cu_seqlens, keys)
 
@@ -162,11 +164,12 @@ class FlatBatch:
         return self._map(lambda value: value.to(device, non_blocking=True))
 
     def pin_memory(self) -> "FlatBatch":
-        """The batch in memory from which a GPU copies while it computes; a DataLoader calls it."""
+        """The batch in pinned memory, so that copies to a GPU overlap with computing. A DataLoader calls
+        it."""
         return self._map(lambda value: value.pin_memory())
 
     def model_inputs(self) -> dict[str, Any]:
-        """What the model takes of the batch beside its `targets`, for a loss of your own."""
+        """The fields that the model takes, without `targets`; use it to write your own loss."""
         names = ("input_ids", "position_ids", "cu_seqlens", "max_seqlen", "target_index")
         inputs = {name: self[name] for name in names} | {"host_cu_seqlens": self.host_cu_seqlens}
         return inputs if self.shared_keys is None else inputs | {"shared_keys": tuple(self.shared_keys)}
@@ -174,11 +177,11 @@ class FlatBatch:
     # --- back to samples
 
     def target_samples(self) -> Tensor:
-        """The sample id of each target [M], on the host: for a metric of some samples only."""
+        """The sample id of each target [M], on the host; for a metric over some of the samples."""
         return self.sample_ids.repeat_interleave(torch.tensor(self.target_counts, dtype=torch.int64))
 
     def samples(self) -> list[dict[str, Any]]:
-        """The samples, of a batch on the host; those that begin alike are whole again."""
+        """The samples of a batch on the host; samples with a shared prefix are whole again."""
         weights = np.zeros(len(self.input_ids) + 1, dtype=np.float32)
         weights[self.target_index.numpy() + 1] = 1.0 if self.loss_weight is None else self.loss_weight.numpy()
         samples = []
@@ -194,8 +197,8 @@ class FlatBatch:
         return samples
 
     def select(self, keep: Sequence[bool]) -> "FlatBatch":
-        """The batch of some of its samples [S] alone, on the host. Further fields with a value for each
-        target keep those of these samples; others stay as they are."""
+        """The batch with only some of its samples [S], on the host. Further fields with one value per target
+        keep the values of these samples; other fields stay unchanged."""
         kept = [sample for sample, is_kept in zip(self.samples(), keep, strict=True) if is_kept]
         batch = FlatBatch.from_samples(kept)
         if self.shared_keys is not None:
@@ -212,7 +215,7 @@ class FlatBatch:
     # --- a checkpoint
 
     def state_dict(self) -> dict[str, Any]:
-        """The batch on the host as plain values, of which `FlatBatch.from_state_dict` makes it again."""
+        """The batch on the host as plain values; `FlatBatch.from_state_dict` restores it."""
         batch = self._map(lambda value: value.detach().cpu())
         derived = ("host_cu_seqlens", "target_counts")
         state = {each.name: getattr(batch, each.name) for each in fields(batch) if each.name not in derived}
@@ -220,7 +223,7 @@ class FlatBatch:
 
     @classmethod
     def from_state_dict(cls, state: dict[str, Any]) -> "FlatBatch":
-        """The batch of which `state_dict` gave this."""
+        """Restore a batch from its `state_dict`."""
         keys = state["shared_keys"]
         if keys is not None:
             keys = SharedKeys(*keys, host_cu_seqlens=keys[1].numpy())
@@ -347,7 +350,7 @@ def shared_tokens(samples: list[dict]) -> int:
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    """A batch with its tensors on a device, without waiting."""
+    """The batch with its tensors copied to a device, without waiting."""
     if isinstance(batch, FlatBatch):
         return batch.to(device)
     moved = {key: value for key, value in batch.items() if isinstance(value, Tensor) and key != "sample_ids"}

@@ -1,9 +1,10 @@
-"""Reads CSV and TSV as spreadsheets and csv.writer write them: a cell that holds the delimiter, a quote or a
-line end stands in quotes, and a quote in it is written twice.
+"""Reads CSV and TSV as spreadsheets and csv.writer write them: a cell that contains the delimiter, a quote or
+a line end is quoted, and a quote inside it is doubled.
 
-In files of other programs a quote may be plain text. If such a quote begins a cell, csv.reader takes the rows
-up to the next quote as the text of this cell. So a cell of several lines is believed only if these lines are
-not rows of their own, or if the file shows elsewhere that it writes quotes as a spreadsheet does.
+Other programs write files in which a quote may be plain text. If such a quote begins a cell, csv.reader takes
+all rows up to the next quote as the text of this cell. A cell of several lines is therefore accepted only if
+these lines are not valid rows themselves, or if the file shows elsewhere that it writes quotes like a
+spreadsheet.
 """
 
 import csv
@@ -25,13 +26,13 @@ LINE_END = re.compile("\r\n?")
 HEAD_BYTES = 1 << 20  # of a file, in which it shows how it writes quotes
 MANY_LINES = 1000  # of a cell: then they are looked at before it ends
 AHEAD = 20  # lines that are looked at behind a broken one
-ADVICE = 'write a quote of the text twice, and its cell in quotes: "say ""hi"""'
+ADVICE = 'double a quote in the text and put the cell in quotes: "say ""hi"""'
 
 
 def read_rows(file: Any, delimiters: Iterable[str] = DELIMITERS) -> Iterator[tuple[int, Any]]:
-    """The rows of CSV, whose first line names the columns, each with the line where it begins; a bad one as
-    BadRecord or NotUtf8. The delimiter is the first of `delimiters` that occurs in the header. Raises
-    ValueError if it is unclear where the next row begins."""
+    """The rows of CSV, each with the line where it begins. The first line names the columns. A bad row is
+    yielded as BadRecord or NotUtf8. The delimiter is the first of `delimiters` that occurs in the header.
+    Raises ValueError if it is unclear where the next row begins."""
     csv.field_size_limit(sys.maxsize)
     yield from Table(file, delimiters).rows()
 
@@ -71,7 +72,7 @@ class Table:
             raise ValueError("two columns have the same name")
 
     def skip_blank_lines(self) -> None:
-        """Let the first line that is not blank be the next one."""
+        """Skip to the first line that is not blank."""
         while self.waiting and not self.waiting[0].strip():
             self.waiting.popleft()
             self.number += 1
@@ -86,7 +87,7 @@ class Table:
     # --- lines
 
     def decode(self, raw: bytes) -> str:
-        """A line as text, whose line ends are `\n`. What is no UTF-8 becomes lone surrogates."""
+        """A line as text with line ends `\n`. Bytes that are not UTF-8 become lone surrogates."""
         try:
             line = raw.decode()
         except UnicodeDecodeError:
@@ -97,7 +98,7 @@ class Table:
         return line.removeprefix("\ufeff")
 
     def lines(self) -> Iterator[str]:
-        """The lines, each of which is noted in `row`."""
+        """The lines; each one is also appended to `row`."""
         row, waiting = self.row, self.waiting
         while True:
             line = waiting.popleft() if waiting else self.decode(next(self.file, b""))
@@ -109,13 +110,13 @@ class Table:
             yield line
 
     def ahead(self, count: int) -> list[str]:
-        """The next lines, which remain to be read."""
+        """The next `count` lines, without consuming them."""
         while len(self.waiting) < count and (raw := self.file.readline()):
             self.waiting.append(self.decode(raw))
         return list(islice(self.waiting, count))
 
     def begin_row(self, taken: int) -> None:
-        """Let the next row begin behind the first `taken` lines of the present one."""
+        """Start the next row after the first `taken` lines of the present one."""
         if taken < len(self.row):
             self.waiting.extendleft(reversed(self.row[taken:]))
         self.row.clear()
@@ -163,8 +164,8 @@ class Table:
         return dict(zip(self.columns, cells, strict=True))
 
     def broken_row(self, error: csv.Error) -> BadRecord:
-        """Why the present row, of which the first line is lost, cannot be read. Raises ValueError if it is
-        unclear where the next one begins."""
+        """The error for the present row, whose first line is lost. Raises ValueError if it is unclear where
+        the next row begins."""
         cause = "a quote opens a cell that does not end"
         if "expected after" in str(error):
             cause = "a quote inside a cell"
@@ -179,7 +180,7 @@ class Table:
     # --- quotes that are text
 
     def hides_rows(self, lines: list[str]) -> bool:
-        """Whether lines, of which the first opens a quote, are rows of their own."""
+        """Whether these lines, the first of which opens a quote, are each valid rows."""
         if self.quotes_as_spreadsheets:
             return False
         if len(self.columns) == 1:  # any line is a row
@@ -188,7 +189,7 @@ class Table:
         return first and 2 * sum(others) >= len(others)
 
     def is_row(self, line: str) -> bool:
-        """Whether a line alone is a row, with its quotes as text or as those of cells."""
+        """Whether a line alone is a valid row, whether its quotes are text or enclose cells."""
         cells = line.rstrip("\n").split(self.delimiter)
         if len(cells) != len(self.columns):
             cells = self.cells_alone(line)
@@ -198,7 +199,7 @@ class Table:
         )
 
     def cells_alone(self, line: str) -> list[str]:
-        """The cells of a line as a row of its own; none if it is not one."""
+        """The cells of a line read as one row; empty if it is not a valid row."""
         try:
             return next(csv.reader([line], **self.options), [])
         except csv.Error:
@@ -206,8 +207,7 @@ class Table:
 
     @cached_property
     def quotes_as_spreadsheets(self) -> bool:
-        """Whether the head of the file has a quote that is written twice, or a cell with the delimiter in
-        quotes."""
+        """Whether the head of the file contains a doubled quote, or a quoted cell with the delimiter."""
         sign = re.escape(self.delimiter)
         twice = re.compile(rf'[^"\\{sign}\s]""(?!")|(?<!")""[^"{sign}\s]')
         if any('""' in line and twice.search(line) for line in self.head):
@@ -218,6 +218,6 @@ class Table:
 
     @cached_property
     def quotes_as_text(self) -> bool:
-        """Whether the head of the file has a single quote within a text, which no spreadsheet writes."""
+        """Whether the head of the file contains a single quote inside a text; no spreadsheet writes that."""
         sign = re.escape(self.delimiter)
         return bool(re.search(rf'[^"{sign}\n]"[^"{sign}\n]', "".join(self.head)))

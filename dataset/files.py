@@ -1,9 +1,9 @@
 """Finds the files of a `--data_path` and reads their records.
 
 Files: JSON (Lines, an array, or objects over several lines), CSV, TSV and plain text, each also compressed;
-Parquet and Arrow, also in folders written by `datasets.save_to_disk`. A file of another name is read as JSON.
-What is none of these by its first bytes is refused (common/contents.py). To support another kind of file, add
-an entry to READERS.
+Parquet and Arrow, also in folders written by `datasets.save_to_disk`. A file with another suffix is read as
+JSON. A file whose first bytes show that it is something else is refused (common/contents.py). To support
+another kind of file, add an entry to READERS.
 """
 
 import bz2
@@ -83,7 +83,8 @@ def is_plain_text(path: str) -> bool:
 
 
 def split_data_path(data_path: str) -> list[str]:
-    """The files, globs and folders of a data path, as typed. A path that exists as typed is a single part."""
+    """The files, globs and folders of a data path, as typed. A path that exists exactly as typed counts as
+    one part."""
     if is_there(data_path):
         return [data_path]
     return [part.strip() for part in data_path.split(",") if part.strip()]
@@ -91,15 +92,15 @@ def split_data_path(data_path: str) -> list[str]:
 
 def expand_paths(data_path: str) -> list[str]:
     """The files of `data_path`: files, globs (GLOB[:N]: its first N files) and folders (searched
-    recursively), separated by commas. A file that is named twice is read once. Raises UserError where there
-    are none."""
+    recursively), separated by commas. A file that is named twice is read once. Raises UserError if there are
+    no files."""
     files, _ = find_files(data_path)
     return files
 
 
 def find_files(data_path: str) -> tuple[list[str], list[str]]:
     """The files to read, and the paths in folders that are skipped: files of other kinds, plain text next to
-    records, and what cannot be opened. Raises UserError."""
+    records, and files that cannot be opened. Raises UserError."""
     unique: dict[str, str] = {}  # real path -> the first name of it
     skipped: list[str] = []
     for part in split_data_path(data_path):
@@ -111,7 +112,7 @@ def find_files(data_path: str) -> tuple[list[str], list[str]]:
             paths, others = list_data_files(typed)
             skipped += others
             if not paths and others:
-                raise UserError(f"{part}: a folder without data, which holds {describe_suffixes(others)}")
+                raise UserError(f"{part}: a folder without data; it contains {describe_suffixes(others)}")
         else:
             names = [typed] if is_there(typed) else expand_pattern(typed)
             paths = [path for path in names if is_file(path)]
@@ -127,8 +128,8 @@ def find_files(data_path: str) -> tuple[list[str], list[str]]:
 
 
 def expand_pattern(pattern: str) -> list[str]:
-    """The paths that match a glob pattern. `**` visits each folder once: `glob` itself does not end where
-    several links lead back to a parent folder."""
+    """The paths that match a glob pattern. `**` visits each folder once; `glob` itself never ends if several
+    links lead back to a parent folder."""
     parts = pattern.split("/")
     if "**" not in parts:
         return glob.glob(pattern)
@@ -145,7 +146,7 @@ def expand_pattern(pattern: str) -> list[str]:
 
 def list_data_files(folder: str) -> tuple[list[str], list[str]]:
     """The data files in a folder and its subfolders, and the other files there. Hidden files and the metadata
-    of `datasets` are in neither list; of a saved DatasetDict only `train` is read."""
+    of `datasets` are in neither list. From a saved DatasetDict only `train` is read."""
     paths: list[str] = []
     skipped: list[str] = []
 
@@ -181,7 +182,7 @@ def check_has_train(folder: str, splits: list[str]) -> None:
 
 
 def describe_suffixes(paths: list[str]) -> str:
-    """How many files there are of each suffix, and which suffixes are read."""
+    """Describes how many files have each suffix, and which suffixes are read."""
     counts = Counter(Path(path).suffix or "without a suffix" for path in paths)
     files = ", ".join(f"{count:,} {suffix}" for suffix, count in counts.most_common(4))
     return f"{files}; data are .jsonl, {', '.join([*READERS, *PLAIN_TEXT])}, also compressed"
@@ -190,7 +191,7 @@ def describe_suffixes(paths: list[str]) -> str:
 def walk_once(
     folder: str, on_error: Callable[[OSError], Any] | None = None
 ) -> Iterator[tuple[str, list[str], list[str]]]:
-    """`os.walk` that follows links, without hidden folders, and through each folder once."""
+    """Like `os.walk`, but it follows links, skips hidden folders and visits each folder once."""
     visited = set()
     for current, folders, names in os.walk(folder, followlinks=True, onerror=on_error):
         real = os.path.realpath(current)
@@ -206,8 +207,7 @@ def walk_once(
 
 
 def read_records(paths: list[str], separator: str = "") -> Iterator[Record]:
-    """The records of the files, one file after another. Raises UserError if one cannot be read
-    to its end.
+    """The records of the files, one file after another. Raises UserError if a file cannot be read to its end.
 
     separator: the line between documents of plain text.
     """
@@ -233,9 +233,9 @@ def read_records(paths: list[str], separator: str = "") -> Iterator[Record]:
 
 
 def unreadable(path: str, line: int, why: str) -> UserError:
-    """The error for a file that cannot be read behind a record."""
+    """The error for a file that cannot be read after this line."""
     where = f"{format_source(path, line)}: after it the file" if line else f"{path}: it"
-    return UserError(f"{where} cannot be read ({why}); mend the file or leave it out")
+    return UserError(f"{where} cannot be read ({why}); repair the file or leave it out")
 
 
 def read_sample(path: str) -> bytes:
@@ -246,7 +246,7 @@ def read_sample(path: str) -> bytes:
 
 
 def other_value(value: Any) -> dict | BadRecord:
-    """The record of a JSON value that is no object: a list of messages is a conversation."""
+    """The record for a JSON value that is not an object: a list of messages is a conversation."""
     if isinstance(value, list) and value and is_message(value[0]):
         return {"messages": value}
     return BadRecord(f"{JSON_KINDS.get(type(value), 'no JSON object')}; write {{...}}")
@@ -294,7 +294,7 @@ def open_zstd(path: str) -> Any:
 
 
 def check_text(path: str, head: bytes, kind: str) -> None:
-    """Raise UserError if the head of a file is none of text, or of records of text. kind: of `file_kind`."""
+    """Raise UserError if the head of a file is not text, or not records of text. kind: of `file_kind`."""
     found = describe(path, head)  # `head` is decompressed
     if wide := wide_encoding(head):
         raise UserError(f"{path} is {conversion([wide])}")
@@ -335,8 +335,8 @@ def read_lines_or_array(file: Any) -> Iterator[tuple[int, Any]]:
 
 
 def is_spread(head: bytes) -> bool:
-    """Whether JSON with these first bytes has an object over several lines: neither of its first two lines is
-    valid alone, and the first one ends too early."""
+    """Whether JSON with these first bytes spreads an object over several lines: neither of its first two
+    lines is valid alone, and the first one ends too early."""
     first, second, *_ = [*(line for line in head.split(b"\n")[:-1] if line.strip()), b"", b""]
     if not first.lstrip().startswith(b"{"):
         return False
@@ -363,12 +363,12 @@ def read_json_lines(lines: Iterable[bytes]) -> Iterator[tuple[int, Any]]:
         except UnicodeDecodeError:
             yield line, NotUtf8(raw, line)
         except (ValueError, RecursionError) as error:
-            yield line, BadRecord(f"not valid JSON ({error}); write one object a line, or one array")
+            yield line, BadRecord(f"not valid JSON ({error}); write one object per line, or one array")
 
 
 def read_json(file: Any) -> Iterator[tuple[int, Any]]:
-    """JSON Lines, the elements of one array, or values over several lines. A line that holds a whole array,
-    followed by another such line, is JSON Lines, too."""
+    """Reads JSON Lines, the elements of one array, or values over several lines. Lines that each contain a
+    whole array are also JSON Lines."""
     head = file.peek(HEAD)[:HEAD].removeprefix(codecs.BOM_UTF8)
     if not head.lstrip().startswith(b"[") and not is_spread(head):
         yield from read_json_lines(file)
@@ -394,9 +394,9 @@ def read_json(file: Any) -> Iterator[tuple[int, Any]]:
 
 
 def read_values(text: str, at: int, is_array: bool, is_damaged: bool) -> Iterator[tuple[int, Any]]:
-    """The values of JSON from a place on, decoded one by one: the elements of an array, or values behind each
-    other. After a broken one reading continues at the next line that begins as the line of the first one
-    does; without one, raises ValueError. is_damaged: bytes that are not UTF-8 have become lone surrogates."""
+    """The JSON values from a position on, decoded one by one: the elements of an array, or successive values.
+    After a broken value, reading continues at the next line that begins like the line of the first value; if
+    there is none, raises ValueError. is_damaged: bytes that are not UTF-8 have become lone surrogates."""
     decoder, after = DataDecoder(), AFTER_ELEMENT if is_array else AFTER_VALUE
     indent = text[text.rfind("\n", 0, at) + 1 : at]
     opening = "[" if text.startswith("[", at) else "{"
@@ -433,7 +433,7 @@ def read_values(text: str, at: int, is_array: bool, is_damaged: bool) -> Iterato
 
 
 def sets_of_records(value: dict) -> list[str]:
-    """The keys of an object that hold lists of objects, if it is no record itself."""
+    """The keys of an object that contain lists of objects, if the object is not a record itself."""
     if not value.keys().isdisjoint({*LIST_FIELDS, *FORMATS, "text", "content"}):
         return []
     lists = {key: entry for key, entry in value.items() if isinstance(entry, list) and entry}
@@ -446,8 +446,8 @@ def original_bytes(text: str) -> bytes:
 
 
 def read_text(file: Any, separator: str) -> Iterator[tuple[int, dict | NotUtf8]]:
-    """The documents of plain text, divided by lines that hold only the separator. A document of more than
-    PART_BYTES is divided after a whole line."""
+    """The documents of a plain text file, separated by lines that contain only the separator. A document
+    longer than PART_BYTES is split at a line end."""
     lines: list[bytes] = []
     first = size = 0  # line of the document or part, and its bytes
     for number, raw in enumerate(file, 1):
@@ -464,7 +464,7 @@ def read_text(file: Any, separator: str) -> Iterator[tuple[int, dict | NotUtf8]]
 
 
 def document_record(lines: list[bytes], number: int) -> dict | NotUtf8:
-    """The record of a document that begins at a line."""
+    """The record for a document that begins at this line."""
     raw = b"".join(lines)
     try:
         text = raw.decode().removeprefix("\ufeff")
@@ -497,7 +497,7 @@ def read_arrow(file: Any) -> Iterator[tuple[int, Any]]:
 
 
 def table_records(batches: Iterable) -> Iterator[tuple[int, Any]]:
-    """The rows of batches of a table."""
+    """The rows of a table's batches."""
     row = 0
     for batch in batches:
         batch.validate(full=True)  # damaged offsets would end the process
@@ -522,7 +522,8 @@ def parse_json_cells(row: dict) -> dict | BadRecord:
 
 
 def drop_nulls(value: Any) -> Any:
-    """The value without null fields in its objects: in a table with a schema, a missing field is null."""
+    """The value without null fields in its objects, because a table with a schema writes null for a missing
+    field."""
     if isinstance(value, dict):
         return {key: drop_nulls(entry) for key, entry in value.items() if entry is not None}
     if isinstance(value, list):

@@ -1,8 +1,8 @@
-"""Held-out data, chosen by a hash of a record's first question or text: the same records for any order of
-records and files, in every stage and in any record format. A larger share holds out all records of a smaller
-one, and more.
+"""Held-out data, chosen by a hash of a record's first question or text. The choice is the same for any order
+of records and files, in every stage and in any record format. A larger share holds out all records of a
+smaller one, and more.
 
-Of a long document of plain text, such as a book, the end is held out.
+For a long document of plain text, such as a book, the end is held out.
 """
 
 import hashlib
@@ -26,14 +26,14 @@ PUNCTUATION_AND_SPACE = re.compile(r"""\s+|(?<!\d)[.,]|[.,](?!\d)|[;:!?'"()ã€‚ã€
 
 
 def normal_form(text: str) -> str:
-    """A text without punctuation, white space, case and differences of Unicode normalisation (NFKC)."""
+    """A text in lower case and NFKC normalisation, without punctuation and white space."""
     folded = unicodedata.normalize("NFKC", text).casefold()
     return PUNCTUATION_AND_SPACE.sub("", folded) or "".join(folded.split())
 
 
 def count_leaks(trained: Iterable[str], held_out: Iterable[str]) -> int:
-    """How many held-out questions nearly equal a trained one: they share at least LEAK_OVERLAP of the n-grams
-    of the one that has more, so they differ in a word or a number."""
+    """How many held-out questions nearly equal a trained one. Two questions count as nearly equal if they
+    share at least LEAK_OVERLAP of the n-grams of the longer one, so they differ by a word or a number."""
     ngrams_of = [character_ngrams(question) for question in held_out]
     questions_with: dict[str, list[int]] = {}  # n-gram -> held-out questions that have it
     for index, ngrams in enumerate(ngrams_of):
@@ -56,7 +56,7 @@ def character_ngrams(text: str) -> set[str]:
 
 
 class Split(NamedTuple):
-    """The records that are held out, or the others, to train on."""
+    """Selects either the held-out records or the others, to train on."""
 
     share: float  # of the records, that is held out: above 0
     held_out: bool = False
@@ -88,8 +88,9 @@ class Split(NamedTuple):
         return is_held_out == self.held_out
 
     def split_text(self, text: str) -> str:
-        """This split's part of a long text: the beginning to train on, or the held-out end. It is divided at
-        a line end, unless the held-out part would then be more than twice the share (very long lines)."""
+        """This split's part of a long text: the beginning for training, or the held-out end. The text is
+        divided at a line end, unless very long lines would make the held-out part more than twice the
+        share."""
         limit = round(len(text) * (1 - self.share))
         at = text.rfind("\n", 2 * limit - len(text), limit) + 1 or limit
         return text[at:] if self.held_out else text[:at]

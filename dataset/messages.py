@@ -1,8 +1,9 @@
-"""A message of a conversation, as chat templates take it: `role` and `content`, and of the assistant perhaps
-`reasoning_content` and `tool_calls`.
+"""Converts a message of a conversation to the form that chat templates take: `role` and `content`, and for
+the assistant optionally `reasoning_content` and `tool_calls`.
 
-A message of the data is OpenAI's {"role", "content"} or ShareGPT's {"from", "value"}; its content is text, or
-a list of parts. What cannot be read, or would be ignored although it changes the meaning, is a BadRecord.
+A message in the data is OpenAI's {"role", "content"} or ShareGPT's {"from", "value"}. Its content is text or
+a list of parts. A message is a BadRecord if it cannot be read, or if it has a field that changes the meaning
+but would be ignored.
 """
 
 import json
@@ -38,12 +39,14 @@ TRAIN_FLAGS = ("loss_weight", "weight", "loss", "train", "training", "train_on_t
 TRAIN_FLAGS += ("do_train", "train_on", "trainable")
 MESSAGE_FIELDS = {"role", "from", "value", "function_call", "tool_calls", "tools"}
 MESSAGE_FIELDS |= {*TEXT_FIELDS, *REASONING_FIELDS, *TRAIN_FLAGS}
-MEDIA_ADVICE = "the model reads text only; leave the record out, or this field where the text stands alone"
+MEDIA_ADVICE = (
+    "the model reads text only; remove the record, or this field if the text makes sense without it"
+)
 INPUTS_ADVICE = "only the assistant's turns are trained; remove this field"
 TRAIN_FLAG_ADVICE = "does it train the turn, or leave it out? Write 'train': true or false instead"
 # Fields of a message or a record for what is not supported -> what to do instead.
 REFUSED = dict.fromkeys(("image", "images", "audio", "audios", "video", "videos"), MEDIA_ADVICE) | {
-    "train_detail": "a turn is trained as a whole or not; remove this field, or write 'train'",
+    "train_detail": "a turn is trained as a whole or not at all; remove this field, or write 'train'",
     "train_on_inputs": INPUTS_ADVICE,
     "train_on_prompt": INPUTS_ADVICE,
 }
@@ -54,12 +57,12 @@ ZERO_WIDTH = "\u200b\u200c\u200d\u2060\ufeff"  # str.strip() does not take them 
 
 
 class BadRecord(Exception):
-    """A record that cannot be used: what is wrong and what to do, without FILE:LINE."""
+    """A record that cannot be used. The message says what is wrong and what to do, without FILE:LINE."""
 
 
 class DataDecoder(json.JSONDecoder):
-    """Decodes the JSON of data. In place of a value with an object that has a key twice, of which `json`
-    keeps the last one, it gives a BadRecord."""
+    """Decodes the JSON of data. A value with an object that has the same key twice becomes a BadRecord
+    (`json` would keep the last one)."""
 
     def __init__(self) -> None:
         super().__init__(object_pairs_hook=self.make_object)
@@ -74,7 +77,7 @@ class DataDecoder(json.JSONDecoder):
         return made
 
     def raw_decode(self, s: str, idx: int = 0) -> tuple[Any, int]:
-        """The value that begins at an index, and where it ends. `decode` goes through here, too."""
+        """The value that begins at an index, and the index where it ends. `decode` calls this, too."""
         self.repeated = None
         value, end = super().raw_decode(s, idx)
         if self.repeated is not None:
@@ -86,8 +89,8 @@ class DataDecoder(json.JSONDecoder):
 
 
 def to_message(item: Any, where: str, unread: set[str] | None = None) -> dict[str, Any]:
-    """A message as chat templates take it. where: "message 2", for errors. unread: to which the names of its
-    ignored fields are added. Raises BadRecord."""
+    """A message in the form that chat templates take. where: names the message in errors, such as "message
+    2". unread: a set that receives the names of ignored fields. Raises BadRecord."""
     unread = set() if unread is None else unread
     speaker, key = find_speaker(item, where)
     has_more = len(item) > 2 or key not in item  # than role and content
@@ -97,7 +100,7 @@ def to_message(item: Any, where: str, unread: set[str] | None = None) -> dict[st
     if speaker == "function_call":
         fields = {"tool_calls": parse_tool_calls(content, key, where, unread)}
         if not fields["tool_calls"]:
-            raise BadRecord(f"{where} holds no call of a tool; write its name and arguments")
+            raise BadRecord(f"{where} has no tool call; write its name and arguments")
     elif isinstance(content, list):
         fields = join_parts(content, where, unread)
     elif content is None and "tool_calls" in extra:
@@ -119,7 +122,7 @@ def to_message(item: Any, where: str, unread: set[str] | None = None) -> dict[st
 
 
 def find_speaker(item: Any, where: str) -> tuple[str, str]:
-    """A name of ROLES, and the field of the content. Raises BadRecord."""
+    """The speaker (a key of ROLES) and the field with the content. Raises BadRecord."""
     if not isinstance(item, dict):
         raise BadRecord(f"{where} is {preview(item)} instead of an object with 'role' and 'content'")
     speaker, key = item.get("role"), "content"
@@ -149,8 +152,8 @@ def read_extra(item: dict, where: str, unread: set[str]) -> dict[str, Any]:
 
 
 def strip_tags(message: dict[str, Any], where: str) -> str:
-    """The content without the tags that the chat template writes around it, and without the thoughts that
-    stand in a field of their own, too. Raises BadRecord."""
+    """The content without the tags that the chat template writes around it, and without reasoning that is
+    also given in its own field. Raises BadRecord."""
     content, thoughts = message["content"], message.get("reasoning_content")
     if message["role"] == "tool" and content.strip().startswith(RESPONSE):
         reply, end, rest = content.strip().removeprefix(RESPONSE).partition(END_RESPONSE)
@@ -162,11 +165,11 @@ def strip_tags(message: dict[str, Any], where: str) -> str:
         inside = before.strip().removeprefix(THINK).strip()
         if inside not in ("", thoughts.strip()) or END_THINK in answer:
             raise BadRecord(
-                f"the thoughts of {where} stand in its content and in a field, and differ; keep one of them"
+                f"the reasoning of {where} is in its content and in a field, and differs; keep one of them"
             )
         content = answer.lstrip()
     if message.get("tool_calls") and CALL in content:
-        raise BadRecord(f"{where} has {CALL} in its content beside its calls; keep one of them")
+        raise BadRecord(f"{where} has {CALL} in its content and also a field with calls; keep one of them")
     return content
 
 
@@ -177,7 +180,7 @@ def check_has_text(message: dict, where: str) -> None:
     if message["role"] == "assistant":
         if END_THINK in text and THINK not in text.partition(END_THINK)[0]:
             raise BadRecord(
-                f"{where} has {END_THINK} without {THINK}; write the thoughts as 'reasoning_content'"
+                f"{where} has {END_THINK} without {THINK}; write the reasoning as 'reasoning_content'"
             )
         if text.lstrip().startswith(THINK):
             _, end, text = text.partition(END_THINK)
@@ -188,7 +191,7 @@ def check_has_text(message: dict, where: str) -> None:
     if not is_blank(text) or message.get("tool_calls"):
         return
     if not is_blank(message["content"]) or message.get("reasoning_content"):
-        raise BadRecord(f"{where} has thoughts but no answer; write it, or remove the record")
+        raise BadRecord(f"{where} has reasoning but no answer; write one, or remove the record")
     raise BadRecord(f"{where} is blank; write the text, or remove the record")
 
 
@@ -198,24 +201,24 @@ def is_blank(text: str) -> bool:
 
 
 def is_masked(item: dict, role: str, where: str) -> bool:
-    """Whether the TRAIN_FLAGS of a message exclude the assistant's turn from training. Raises BadRecord."""
+    """Whether the TRAIN_FLAGS of a message exclude this assistant turn from training. Raises BadRecord."""
     if item.keys().isdisjoint(TRAIN_FLAGS):
         return False
     flags = {get_flag(item, name) for name in TRAIN_FLAGS} - {None}
     if len(flags) == 2:
-        raise BadRecord(f"{where} is to be trained and not to be trained; keep one of the switches")
+        raise BadRecord(f"{where} has fields that say to train it and not to train it; keep one of them")
     if role != "assistant" and True in flags:
         raise BadRecord(f"{where} asks to train the role {role}; only the assistant is trained")
     return role == "assistant" and False in flags
 
 
 def get_flag(record: dict, name: str) -> bool | None:
-    """True or false (or 1 or 0) under a name; None if it is absent. Raises BadRecord."""
+    """The value true or false (or 1 or 0) of a field; None if the field is absent. Raises BadRecord."""
     value = record.get(name)
     if value is None:
         return None
     if not isinstance(value, int | float) or value not in (0, 1):
-        raise BadRecord(f"'{name}' is {preview(value)}; it is a switch: write true, false, or remove it")
+        raise BadRecord(f"'{name}' is {preview(value)}; it must be true or false; change it or remove it")
     return bool(value)
 
 
@@ -258,8 +261,8 @@ def join_texts(texts: list[str]) -> str:
 
 
 def join_parts(parts: list, where: str, unread: set[str]) -> dict[str, Any]:
-    """The fields of a message whose content is a list of parts: texts are joined as lines, calls in one list.
-    Raises BadRecord."""
+    """The fields of a message whose content is a list of parts. Texts are joined as lines, and calls are
+    collected in one list. Raises BadRecord."""
     fields: dict[str, Any] = {}
     latest = 0
     for part in parts:
@@ -273,7 +276,9 @@ def join_parts(parts: list, where: str, unread: set[str]) -> dict[str, Any]:
         unread.update(f"content[].{name}" for name in part.keys() - PART_FIELDS)
         name = PARTS[kind]
         if PART_ORDER.index(name) < latest:
-            raise BadRecord(f"{where} must have reasoning, then text, then tool calls")
+            raise BadRecord(
+                f"{where} has its parts in the wrong order; write reasoning, then text, then tool calls"
+            )
         latest = PART_ORDER.index(name)
         values = [part[key] for key in (kind, "value", "text") if part.get(key) is not None]
         value = values[0] if values else None
@@ -292,14 +297,13 @@ def join_parts(parts: list, where: str, unread: set[str]) -> dict[str, Any]:
 
 
 def parse_tool_calls(value: Any, field: str, where: str, unread: set[str]) -> list[dict]:
-    """The calls of tools in a field of a message, each with its `arguments` under this name. Raises
-    BadRecord."""
+    """The tool calls in a field of a message; each has its arguments as `arguments`. Raises BadRecord."""
     where = f"'{field}' of {where}"
     calls = []
     for call in parse_objects(value, where):
         function = call.get("function", call)
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise BadRecord(f'{where} holds a call without a name; write {{"name": ..., "arguments": ...}}')
+            raise BadRecord(f'{where} has a call without a name; write {{"name": ..., "arguments": ...}}')
         given = call | function
         for name in given.keys() - CALL_FIELDS:
             if given[name] is not None:
@@ -313,8 +317,8 @@ def parse_tool_calls(value: Any, field: str, where: str, unread: set[str]) -> li
 
 
 def read_arguments(call: dict, where: str) -> Any:
-    """The arguments of a call under one of the names of ARGUMENTS: an object or its JSON text; "" and the
-    like if there are none. Raises BadRecord."""
+    """The arguments of a call, from one of the fields in ARGUMENTS: an object or its JSON text; "" or similar
+    if there are none. Raises BadRecord."""
     of_call = f"of {preview(call['name'])}"
     given = {name: call[name] for name in ARGUMENTS if call.get(name) is not None}
     name, value = next(iter(given.items()), ("arguments", None))
@@ -337,7 +341,7 @@ def parse_tools(value: Any, where: str) -> list[dict]:
         function = tool.get("function", tool)
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise BadRecord(
-                f"{where} holds a schema without a name ({describe_keys(tool)}); write a list of "
+                f"{where} has a schema without a name ({describe_keys(tool)}); write a list of "
                 '{"name": ..., "description": ..., "parameters": {...}}'
             )
     return tools

@@ -1,8 +1,8 @@
 """Several sources of data mixed by weight. An epoch has as many tokens as all sources together, or
---max_tokens, and each source has its share of them. So an epoch repeats a source with a large share, and
-takes only a part of one with a small share; the next epoch continues after this part, so the numbers of times
-that items of a source are trained differ by at most one. Shares are of all tokens, also those of prompts; the
-resulting shares of the targets are reported.
+--max_tokens, and each source has its share of them. A source with a large share is repeated within an epoch;
+from a source with a small share an epoch takes only a part. The next epoch continues after this part, so the
+items of a source are trained equally often, up to one time. Shares are of all tokens, including those of
+prompts; the resulting shares of the targets are reported.
 """
 
 import hashlib
@@ -39,14 +39,14 @@ def split_weights(data_path: str) -> tuple[list[str], list[float]]:
 
 
 def even_order(lengths: np.ndarray, seed: list[int]) -> np.ndarray:
-    """A random order of items of these lengths, int [items], in which the tokens of any stretch (the first
-    item follows the last) differ from as many mean lengths by less than the longest item: long and short
-    ones, each in random order, take turns.
+    """A random order of items with these lengths, int [items]. Long and short items alternate, each kind in
+    random order. In any stretch of items (cyclic), the number of tokens differs from the mean by less than
+    the longest item.
 
-    An item comes where the items of its own kind before it have used up as much above (long) or below (short)
-    the mean length. Example: lengths 9, 1, 1, 5 (mean 4) in the random order 1, 9, 1, 5. The long ones 9, 5
-    are 5, 1 above the mean, so they come at 0 and 5; the short ones 1, 1 are 3 below, so they come at 0 and
-    3. Sorted, long before short where equal: 9, 1, 1, 5.
+    The place of an item is the sum by which the preceding items of its kind exceed (long) or fall short of
+    (short) the mean length. Example: lengths 9, 1, 1, 5 (mean 4) in the random order 1, 9, 1, 5. The long
+    ones 9, 5 are 5, 1 above the mean, so they come at 0 and 5; the short ones 1, 1 are 3 below, so they come
+    at 0 and 3. Sorted, long before short where equal: 9, 1, 1, 5.
     """
     order = np.random.Generator(np.random.PCG64(seed)).permutation(len(lengths))
     excess = lengths[order] - lengths.mean()
@@ -110,8 +110,9 @@ class MixedDataset(StageDataset):
         return len(self)
 
     def items_of_epoch(self, args: Any, epoch: int) -> np.ndarray:
-        """The items of an epoch, dataset by dataset: of each the next `counts` items of its order, which is
-        repeated endlessly. A function of --seed and epoch, so there is no state to save.
+        """The items of an epoch, dataset by dataset. From each it takes the next `counts` items of the
+        dataset's order, which repeats endlessly. It is a function of --seed and epoch, so there is no state
+        to save.
 
         Example: a source of 3 items in the order 2, 0, 1 gives 2 items to each epoch: 2, 0, then 1, 2, then
         0, 1.
@@ -132,7 +133,7 @@ class MixedDataset(StageDataset):
         return set().union(*(dataset.file_hashes for dataset in self.datasets))
 
     def report(self, epochs: int) -> None:
-        """Print a line for each source, and warn of those that are passed many times."""
+        """Print a line for each source, and warn about sources that are read many times."""
         passes, tokens, targets = [], [], []  # an epoch, of each source
         for dataset, count in zip(self.datasets, self.counts, strict=True):
             passes.append(count / len(dataset))
@@ -144,10 +145,10 @@ class MixedDataset(StageDataset):
             say(
                 f"{name}: {dataset.cache.num_samples:,} samples, {dataset.num_tokens:,} tokens; "
                 f"{token_share:.1%} of the tokens and {target_share:.1%} of the targets; "
-                f"{passes[i]:.2f} passes an epoch, {total:.2f} in all"
+                f"{passes[i]:.2f} passes per epoch, {total:.2f} in all"
             )
             if total > MAX_USEFUL_PASSES:
                 warn(
-                    f"{name} is passed {total:.1f} times; more than {MAX_USEFUL_PASSES} passes teach little: "
+                    f"{name} is read {total:.1f} times; more than {MAX_USEFUL_PASSES} passes teach little: "
                     "give it a smaller weight, or train fewer epochs"
                 )

@@ -1,5 +1,5 @@
-"""Opening the data of a stage, before the process group exists: training and held-out data, texts beside
-conversations, prompts."""
+"""Opens the data of a stage, before the process group exists: training and held-out data, texts to replay
+beside conversations, and prompts."""
 
 import math
 from pathlib import Path
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def check_data_paths(args: StageArgs) -> None:
-    """Raise UserError where the data are missing: called before anything that takes time."""
+    """Raise UserError if the data are missing. It is called before anything that takes time."""
     if not args.data_path:
         raise UserError("--data_path is missing: give a file, a folder or a pattern")
     if args.is_default("data_path") and not is_there(args.data_path):
@@ -40,14 +40,14 @@ def check_data_paths(args: StageArgs) -> None:
 
 
 def check_needs_held_out(args: StageArgs, is_there: bool) -> None:
-    """Raise UserError for a setting that needs held-out data, unless there are some."""
+    """Raise UserError for a setting that needs held-out data, if there are none."""
     if is_there:
         return
     if args.patience:
         raise UserError(f"--patience {args.patience}: early stopping needs held-out data; there are none")
     if args.sample_prompts not in ("auto", "none"):
         raise UserError(
-            f"--sample_prompts {args.sample_prompts} needs held-out data: they are answered at each "
+            f"--sample_prompts {args.sample_prompts} needs held-out data, because it is used at each "
             "evaluation; give --eval_share 0.02, or leave it out"
         )
 
@@ -61,7 +61,7 @@ def sample_lines(path: str) -> list[str]:
     except (OSError, ValueError) as error:  # ValueError: no UTF-8
         raise UserError(f"--sample_prompts {path}: {reason(error)}") from error
     if not lines:
-        raise UserError(f"--sample_prompts {path}: the file holds no prompt; write one per line")
+        raise UserError(f"--sample_prompts {path}: the file contains no prompt; write one per line")
     return lines
 
 
@@ -82,7 +82,7 @@ def cache_options(args: StageArgs) -> dict[str, Any]:
 def open_datasets(
     dataset_class: type[StageDataset], args: StageArgs, tokenizer: "PreTrainedTokenizerBase"
 ) -> tuple[StageDataset, StageDataset | None]:
-    """The training and held-out (or None) data of a stage, tokenised first where no cache is there.
+    """The training and held-out (or None) data of a stage, tokenised first if there is no cache.
 
     No process group may exist yet: tokenising a large corpus takes longer than a collective waits. Raises
     UserError if data are missing or bad, or there are fewer samples than ranks."""
@@ -133,9 +133,9 @@ def open_datasets(
 def add_replay(
     conversations: StageDataset, args: StageArgs, tokenizer: "PreTrainedTokenizerBase"
 ) -> MixedDataset:
-    """The conversations of an epoch and, as --replay_share of its tokens, documents of --replay_data_path:
-    each epoch takes the next ones, at most all. Those that pretraining holds out with the same --eval_share
-    stay out."""
+    """Mixes documents of --replay_data_path into the conversations, as --replay_share of an epoch's tokens.
+    Each epoch takes the next documents, each at most once. Documents that pretraining holds out with the same
+    --eval_share are left out."""
     path, share = cast(Any, args).replay_data_path, cast(Any, args).replay_share
     split = Split(args.eval_share) if args.eval_share else None
     documents = PretrainDataset(path, tokenizer, args.max_seq_len, split=split, **cache_options(args))
@@ -153,15 +153,15 @@ def add_replay(
 
 
 def warn_of_share(share: float, trained: int, held_out: int) -> None:
-    """Warn where the records that are held out are far from the share of all of them (0: there is none): more
-    than a factor of two, and than five standard deviations of a random choice."""
+    """Warn if the number of held-out records is far from the requested share (0: none is requested): by more
+    than a factor of two and more than five standard deviations of a random choice."""
     records = trained + held_out
     is_far = abs(held_out - share * records) > 5 * math.sqrt(share * records)
     if share and is_far and not records * share / 2 <= held_out <= records * share * 2:
         warn(
             f"--eval_share {share:g} holds out {held_out:,} of {records:,} records "
-            f"({held_out / records:.1%}): those with the same first question or text are held out together, "
-            "and many have the same; --eval_data_path takes held-out data of your choice"
+            f"({held_out / records:.1%}): records with the same first question or text are "
+            "held out together, and many have the same; choose held-out data yourself with --eval_data_path"
         )
 
 
@@ -172,7 +172,7 @@ def open_prompts(
     check_data_paths(args)
     if split_weights(args.data_path)[1]:
         raise UserError(
-            f"--data_path {args.data_path}: prompts are not mixed by weight; leave the weights out"
+            f"--data_path {args.data_path}: prompts cannot be mixed by weight; leave the weights out"
         )
     options: dict[str, Any] = {name: getattr(args, name) for name in ("on_bad_data", "max_bad_share")}
     thinking_ratio = 1.0 if args.open_thinking else args.thinking_ratio

@@ -1,5 +1,5 @@
-"""Which items an epoch takes and in which order, a pure function of the seed and the epoch for any number of
-ranks; and the micro-batches."""
+"""Decides which items an epoch takes and in which order, as a pure function of seed and epoch for any number
+of ranks. Makes the micro-batches."""
 
 import math
 import signal
@@ -36,16 +36,16 @@ class StageData(Dataset):
         raise NotImplementedError
 
     def epoch_items(self, args: Any) -> int:
-        """The number of items of an epoch: all, or with --max_tokens as many as have so many tokens on
-        average."""
+        """The number of items of an epoch: all items, or with --max_tokens as many as have that many tokens
+        on average."""
         tokens = cast(Any, self).num_tokens
         if 0 < args.max_tokens < tokens:
             return max(1, round(len(self) * args.max_tokens / tokens))
         return len(self)
 
     def items_of_epoch(self, args: Any, epoch: int) -> np.ndarray:
-        """Which items an epoch takes, integers [epoch_items]. If they are not all, an epoch goes on in a
-        random order where the one before ended: what one leaves out comes next."""
+        """The items that an epoch takes, integers [epoch_items]. If an epoch does not take all, the next one
+        continues in the same random order where this one ended."""
         total, count = len(self), self.epoch_items(args)
         if count == total:
             return np.arange(total, dtype=np.min_scalar_type(total))
@@ -67,10 +67,10 @@ def steps_per_epoch(num_samples: int, batch_size: int) -> int:
 
 
 def in_order(dataset: SizedDataset, items: np.ndarray, seed: int, epoch: int) -> np.ndarray:
-    """The items of an epoch in the order in which all ranks together train them: a random one.
+    """The items of an epoch in the (random) order in which all ranks together train them.
 
-    For another order change this function, for all kinds of data; it must depend on its arguments alone, and
-    lose no item. Short ones first:
+    To change the order for all kinds of data, change this function. It must depend only on its arguments and
+    keep every item. For example, short items first:
 
         return items[np.argsort(np.asarray(dataset.item_tokens)[items], kind="stable")]
     """
@@ -86,11 +86,11 @@ def epoch_order(num_samples: int, seed: int, epoch: int) -> np.ndarray:
 
 
 def rank_share(order: np.ndarray, batch_size: int, rank: int, ranks: int) -> np.ndarray:
-    """The samples of one rank: of each global micro-batch (`batch_size * ranks` samples of `order`) the
-    rank-th part.
+    """The samples of one rank: the rank-th part of each global micro-batch (`batch_size * ranks` samples of
+    `order`).
 
-    The shares of all ranks together are the order, nothing twice; at the end a rank may have fewer samples,
-    or none.
+    The shares of all ranks together are exactly `order`, without duplicates. At the end a rank may have fewer
+    samples, or none.
     """
     turns = np.arange(math.ceil(len(order) / batch_size)) % ranks == rank
     return order[np.repeat(turns, batch_size)[: len(order)]]
@@ -127,9 +127,9 @@ class SkipBatchSampler(Sampler):
 
 
 class ProcessLoader(DataLoader):
-    """A DataLoader with processes, which reports a killed one with the next micro-batch.
+    """A DataLoader with processes that reports a killed process at the next micro-batch.
 
-    torch's own handler of SIGCHLD raises at once, wherever the training process is: also while it saves.
+    torch's own SIGCHLD handler raises at once, wherever the training process is, even while it saves.
     """
 
     def __iter__(self) -> Any:
@@ -204,6 +204,7 @@ def eval_loader(
 
 
 def ignore_stop_signals(_: int = 0) -> None:
-    """Worker initialiser of a data loader: signals are for its parent, which then ends it."""
+    """Worker initialiser of a data loader: ignore signals; the parent handles them and then ends the
+    worker."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)

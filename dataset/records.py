@@ -1,5 +1,5 @@
-"""What a record holds: a text (pretraining), a conversation (SFT), two of them (DPO) or a prompt with the
-reference answer (reinforcement learning). `parse` reads it for every stage.
+"""Reads records: a text (pretraining), a conversation (SFT), two conversations (DPO), or a prompt with the
+reference answer (reinforcement learning). `parse` does this for every stage.
 
 pretrain  {"text"}, or {"content"} that is no message, or a conversation
 SFT       {"conversations" | "messages": [...]}; {"conversation": [...]} with turns of a question and its
@@ -13,8 +13,8 @@ prompt    a conversation or a question of SFT's forms, with or without its answe
           "answer", MiniMind's "gt" or verl's "reward_model"
 
 A field that is null counts as absent. Next to a text or a conversation, "weight" says how much its targets
-count in the loss. A record of no known format, with blank answers, or with fields that would be ignored
-although they change the meaning is a BadRecord, to which the reader of the file adds FILE:LINE.
+count in the loss. A record is a BadRecord if its format is unknown, if it has blank answers, or if it has
+fields that change the meaning but would be ignored. The reader of the file adds FILE:LINE.
 """
 
 import math
@@ -69,8 +69,8 @@ CHATML_QUESTION = re.compile(r"<\|im_start\|>user\n(.*?)(?:<\|im_end\|>|\Z)", re
 
 
 class Chat(NamedTuple):
-    """A conversation as chat templates take it: messages with `role` and `content`, and the tools' JSON
-    schemas."""
+    """A conversation in the form that chat templates take: messages with `role` and `content`, and the tools'
+    JSON schemas."""
 
     messages: list[dict]
     tools: list[dict] | None = None
@@ -78,7 +78,7 @@ class Chat(NamedTuple):
 
 
 class Format(NamedTuple):
-    """The fields that hold what a record says, each "" if there is none."""
+    """The names of the fields that contain the content of a record, "" where there is none."""
 
     document: str = ""  # a text
     key: str = ""  # of FORMATS: a conversation, or a question
@@ -86,7 +86,7 @@ class Format(NamedTuple):
 
 
 class Parsed(NamedTuple):
-    """What a record holds, for one kind of training."""
+    """The content of a record, for one kind of training."""
 
     document: str | None  # its text; then there is no conversation
     chats: tuple[Chat, ...]  # the conversation; of a pair both, the chosen one first
@@ -99,7 +99,7 @@ class Parsed(NamedTuple):
 
 
 def parse(record: dict, kind: str) -> Parsed:
-    """What a record holds for a kind of training: pretrain, sft, dpo or prompt. Raises BadRecord."""
+    """Read a record for a kind of training: pretrain, sft, dpo or prompt. Raises BadRecord."""
     if kind == "dpo":
         return parse_pair(record)
     form = find_format(record, is_document=kind == "pretrain")
@@ -118,8 +118,8 @@ def parse(record: dict, kind: str) -> Parsed:
 
 
 def parse_chat(record: dict, form: Format, kind: str) -> Parsed:
-    """The conversation in any format of SFT. Every user's and every trained turn must have text; the answer
-    of a prompt may be missing, or be no text. Raises BadRecord."""
+    """The conversation in any format of SFT. Every user's turn and every trained turn must have text. The
+    answer to a prompt may be missing or may not be text. Raises BadRecord."""
     refuse(record, REFUSED_IN_CHAT)
     key, answer = form.key, form.answer
     is_prompt = kind == "prompt"
@@ -136,11 +136,15 @@ def parse_chat(record: dict, form: Format, kind: str) -> Parsed:
             raise BadRecord(f"no {names} ({describe_keys(record)}); write the answer to '{key}' there")
     for name in () if is_prompt else KTO_LABELS:
         if str(record.get(name)).lower() == "false":
-            raise BadRecord(f"'{name}' is false: a bad answer (KTO), which SFT must not train; remove it")
+            raise BadRecord(
+                f"'{name}' is false: it marks a bad answer (KTO), which SFT must not train; remove the record"
+            )
     unread = unread_keys(record, read)
     chat = make_chat(record, items, unread, in_context)
     if not is_prompt and not assistant_turns(chat):
-        raise BadRecord("no assistant turn, so nothing to learn; add the answer or remove the record")
+        raise BadRecord(
+            "no assistant turn, so there is nothing to learn; add the answer or remove the record"
+        )
     is_text = answer and isinstance(record[answer], str)
     check_texts(chat, len(items), f"'{answer}'" if is_text else "", is_trained=not is_prompt)
     reference = find_reference(record, answer) if is_prompt else None
@@ -181,7 +185,7 @@ def parse_pair(record: dict) -> Parsed:
         repeated = make_chat(record, question, unread).messages
         in_both = [one for one in repeated if all(one in chat.messages for chat in chats)]
         if repeated not in (in_both, chats[0].messages):
-            raise BadRecord(f"both conversations do not begin with '{key}'; write the answers alone")
+            raise BadRecord(f"the two conversations do not begin with '{key}'; write only the answers")
     for number, (side, chat) in enumerate(zip(names, chats, strict=True)):
         masked = [index for index in assistant_turns(chat) if index < common or index in chat.masked]
         chats[number] = chat._replace(masked=tuple(masked))
@@ -191,8 +195,9 @@ def parse_pair(record: dict) -> Parsed:
 
 
 def common_messages(chosen: Chat, rejected: Chat, names: tuple[str, str]) -> int:
-    """How many messages of a pair are the same, but for the last one of each, which is trained in any case.
-    Raises BadRecord if what follows are not two answers to the same question."""
+    """The number of messages at the beginning that both conversations of a pair have in common. The last
+    message of each does not count, because it is always trained. Raises BadRecord if the rest is not two
+    answers to the same question."""
     first, second = chosen.messages, rejected.messages
     shortest = min(len(first), len(second))
     common = 0
@@ -206,22 +211,22 @@ def common_messages(chosen: Chat, rejected: Chat, names: tuple[str, str]) -> int
     if chosen.tools != rejected.tools:
         why = "their tools differ"
     elif is_longer:
-        why = f"one of them goes on behind message {common + 1}"
+        why = f"one of them continues after message {common + 1}"
     elif not (are_answers or is_question_alike):
-        why = f"message {common + 1} differs, and is no answer"
+        why = f"message {common + 1} differs and is not an answer"
     if why:
         raise BadRecord(
-            f"'{names[0]}' and '{names[1]}' are no answers to the same question ({why}); write two "
-            "conversations that begin alike"
+            f"'{names[0]}' and '{names[1]}' are not answers to the same question ({why}); write two "
+            "conversations with the same beginning"
         )
     refuse_second_answer(first[: common + 1])
     return common
 
 
 def make_chat(record: dict, items: list[tuple[str, Any]], unread: set[str], in_context: int = 0) -> Chat:
-    """The conversation of messages, each with the field of the record that it stands in, and of the system
-    prompt, the tools and the switch beside it. unread: to which the messages' ignored fields are added.
-    in_context: so many of the messages are no targets. Raises BadRecord."""
+    """The conversation made of these messages (each with the record's field it comes from) and of the
+    record's system prompt, tools and `mask_history`. unread: a set that receives the messages' ignored
+    fields. in_context: how many messages at the beginning are not targets. Raises BadRecord."""
     messages, tools, masked = [], [], set()
     for index, (field, item) in enumerate(items):
         where = f"message {index + 1}"
@@ -241,7 +246,7 @@ def make_chat(record: dict, items: list[tuple[str, Any]], unread: set[str], in_c
             messages.insert(0, system)
             masked = {index + 1 for index in masked}
     if any(message["role"] == "system" for message in messages[1:]):
-        raise BadRecord("a system message that is not the only one and the first; join them in front")
+        raise BadRecord("there must be one system message at most, and it must come first; join them there")
     tools += [parse_tools(record.get(name), f"'{name}'") for name in TOOLS]
     tools = [schemas for schemas in tools if schemas]
     if len(tools) > 1:
@@ -254,9 +259,9 @@ def make_chat(record: dict, items: list[tuple[str, Any]], unread: set[str], in_c
 
 
 def check_texts(chat: Chat, count: int, last: str, is_trained: bool = True) -> None:
-    """Raise BadRecord if a user's message, or a turn that is trained, has no text. count: messages of the
-    record, to which its system prompt may have been added. last: what the last one is called, if it is not by
-    its number."""
+    """Raise BadRecord if a user's message or a trained turn has no text. count: the number of messages in the
+    record, without an added system prompt. last: the name of the last message in errors, if it is not its
+    number."""
     before = len(chat.messages) - count
     for index, message in enumerate(chat.messages):
         is_target = is_trained and message["role"] == "assistant" and index not in chat.masked
@@ -281,7 +286,7 @@ def assistant_turns(chat: Chat) -> list[int]:
 
 
 def get_weight(record: dict) -> float:
-    """How much the targets of a record count in the loss; 1 without a weight. Raises BadRecord."""
+    """The weight of a record's targets in the loss; 1 if it has none. Raises BadRecord."""
     if record.keys().isdisjoint(WEIGHTS):
         return 1.0
     by_name = {name: record[name] for name in WEIGHTS if record.get(name) not in (None, "")}
@@ -293,7 +298,7 @@ def get_weight(record: dict) -> float:
         if not 0 <= weight <= MAX_WEIGHT:  # nor NaN
             listed = ", ".join(f"'{name}' is {preview(value)}" for name, value in by_name.items())
             raise BadRecord(
-                f"{listed}; it is how much the record counts in the loss: write a number from 0 to "
+                f"{listed}; it sets how much the record counts in the loss: write a number from 0 to "
                 f"{MAX_WEIGHT:,}, or remove it"
             )
     if len(weights) > 1:
@@ -302,13 +307,13 @@ def get_weight(record: dict) -> float:
 
 
 def weight_error(record: dict, what: str) -> BadRecord:
-    """The error of a record with a weight, which `what` cannot have."""
+    """The error for a record that has a weight although `what` cannot have one."""
     names = " and ".join(f"'{name}'" for name in WEIGHTS if record.get(name) is not None)
     return BadRecord(f"{names}: {what} cannot have a weight; remove this field")
 
 
 def pair_names(record: dict) -> tuple[str, str]:
-    """The names of the better and of the worse answer in a preference record."""
+    """The field names of the better and the worse answer in a preference record."""
     for names in PAIR_NAMES:
         if record.get(names[0]) is not None or record.get(names[1]) is not None:
             return names
@@ -316,8 +321,8 @@ def pair_names(record: dict) -> tuple[str, str]:
 
 
 def find_reference(record: dict, answer: str) -> Any:
-    """What the answers to a prompt are compared with, if that is not the last turn of its conversation: a
-    field of its own, or `answer`, the field of the answer, if it holds no turn."""
+    """The reference for answers to a prompt, if it is not the last turn of the conversation: from a separate
+    field, or from `answer` (the name of the answer's field) if that does not contain a turn."""
     gt, verl = record.get("gt"), record.get("reward_model")
     values = [
         record.get("answer"),
@@ -329,8 +334,8 @@ def find_reference(record: dict, answer: str) -> Any:
 
 
 def held_out_key(record: dict, is_document: bool) -> str:
-    """The text whose hash decides whether a record is held out: the first question of its conversation (also
-    of one that is already rendered as ChatML), else its text. Raises BadRecord.
+    """The text whose hash decides whether a record is held out: the first question of its conversation (even
+    if that is already rendered as ChatML), otherwise its text. Raises BadRecord.
 
     is_document: for pretraining, where a record's "text" comes first.
     """
@@ -349,7 +354,7 @@ def held_out_key(record: dict, is_document: bool) -> str:
 
 
 def unread_keys(record: dict, read: set[str]) -> set[str]:
-    """The fields of a record that are not among those that are read."""
+    """The fields of a record that are not in `read`."""
     return {name for name, value in record.items() if value is not None and name not in read}
 
 
@@ -365,8 +370,9 @@ def read_messages(record: dict, key: str) -> list:
 
 
 def read_turns(record: dict, key: str) -> list:
-    """Firefly's {"human", "assistant"} and XTuner's {"system", "input", "output"}, a question and its answer
-    each, whose other fields belong to the last message; messages stay as they are."""
+    """The messages of Firefly's {"human", "assistant"} and XTuner's {"system", "input", "output"} turns, each
+    a question with its answer. Other fields of a turn go to its last message. Ordinary messages stay
+    unchanged."""
     messages = []
     for turn in read_messages(record, key):
         if not isinstance(turn, dict) or turn.keys().isdisjoint(TURN_FIELDS):
@@ -392,7 +398,7 @@ def read_question(record: dict, key: str) -> list:
     history = record.get("history") or []
     if isinstance(record[key], list):
         if history or inputs:
-            raise BadRecord(f"'{key}' is a list of messages, so 'history' and 'input' belong into it")
+            raise BadRecord(f"'{key}' is a list of messages, so put 'history' and 'input' into it")
         return read_messages(record, key)
     messages = []
     for pair in history:
@@ -405,7 +411,7 @@ def read_question(record: dict, key: str) -> list:
 
 
 def read_answer(record: dict, key: str) -> list:
-    """An answer: a text, a message or a list of messages; of a pair also a transcript."""
+    """The messages of an answer: a text, a message or a list of messages; in a pair also a transcript."""
     value = record.get(key)
     if isinstance(value, dict | list):
         if not holds_messages(value):
@@ -424,7 +430,7 @@ def read_answer(record: dict, key: str) -> list:
 
 
 def is_no_turn(value: Any) -> bool:
-    """Whether an answer is only compared with: a number, or a list of texts."""
+    """Whether an answer is only a reference to compare with: a number, or a list of texts."""
     return not isinstance(value, str) and not holds_messages(value)
 
 
@@ -454,9 +460,9 @@ ANSWER_FIELDS = {
 
 
 def find_format(record: dict, is_document: bool = False) -> Format:
-    """The fields that hold what a record says. A question without an answer is only taken if there is no
-    other conversation. is_document: also a text, in `text`, which comes first, or in `content` where it
-    belongs to no message and stands beside no conversation. Raises BadRecord."""
+    """Find the fields with the content of a record. A question without an answer is only used if there is no
+    other conversation. is_document: also accept a text, in `text` (which has priority) or in `content` if
+    that is not part of a message or beside a conversation. Raises BadRecord."""
     if is_document and record.get("text") is not None:
         return Format(document="text")
     complete, unanswered = [], []

@@ -126,7 +126,7 @@ def describe_error(error: Exception) -> str:
         return str(error)
     if isinstance(error, UnicodeEncodeError):
         surrogate = ascii(error.object[error.start])[1:-1]
-        return f"half a character ({surrogate}); write the whole one or none"
+        return f"half a character ({surrogate}); write the whole one or remove it"
     return f"not usable ({type(error).__name__}: {reason(error)}); correct it or leave it out"
 
 
@@ -149,7 +149,7 @@ def check_bad_records(report: dict, options: Any, listed: str) -> None:
     if count > options.max_bad_share * records:
         raise UserError(
             f"{report['first_bad']}; {share} are bad, more than --max_bad_share {options.max_bad_share:g} "
-            f"allows; {listed}; mend them or raise --max_bad_share"
+            f"allows; {listed}; correct them or raise --max_bad_share"
         )
     if launch().local_rank == 0:
         say(f"bad records are skipped: {share}; {listed}")
@@ -165,11 +165,11 @@ def no_samples_error(report: dict, split: Split | None, paths: list[str]) -> Use
         amount, other = ("none", "larger") if split.held_out else ("all", "smaller")
         return EmptySplit(
             f"--eval_share {split.share:g} holds out {amount} of the records of {list_paths(paths)}; give a "
-            f"{other} share, more data, or held-out data in files of their own (--eval_data_path of a "
+            f"{other} share, more data, or separate files of held-out data (--eval_data_path of a "
             "stage). Records with the same first question or text are held out together"
         )
     first = f"; the first bad one: {report['first_bad']}" if report["bad"] else ""
     return UserError(
-        f"{list_paths(paths)}: none of the {report['records']} records is of use "
+        f"{list_paths(paths)}: none of the {report['records']} records can be used "
         f"({describe_records(report)}{first}); raise --max_seq_len or look at the data"
     )

@@ -1,15 +1,15 @@
-"""Whether an answer to a question is right, by the answer that the data give to it.
+"""Decides whether an answer to a question is right, given the reference answer in the data.
 
-It is right if it is the same text, but for case, punctuation and white space. It is right, too, if it
-contains what the reference answer adds to the question: its last number or, without one, its last name, a
-capitalised word that does not begin a sentence. A number or name of the question does not count:
+An answer is right if it is the same text, ignoring case, punctuation and white space. It is also right if it
+contains what the reference adds to the question: the reference's last number or, if it has none, its last
+name (a capitalised word that does not begin a sentence). A number or name from the question does not count:
 
     Who commands the Dora?   Captain Pike commands the Dora.
     Pike does.                          right: the last name that is not in the question
     The Dora sails under Captain Voss.  wrong
 
-An answer in other words, without a number or name, counts as wrong, also where a person would accept it. So
-the share of right answers is a lower bound.
+An answer in other words, without a number or name, counts as wrong, even if a person would accept it. The
+share of right answers is therefore a lower bound.
 """
 
 import re
@@ -45,6 +45,6 @@ def decisive(question: str, reference: str) -> str | None:
 
 
 def begins_sentence(text: str, at: int) -> bool:
-    """Whether nothing, or the end of a sentence, stands before this place."""
+    """Whether this position is at the start of the text or after the end of a sentence."""
     before = text[:at].rstrip(" ")
     return not before or before[-1] in SENTENCE_END

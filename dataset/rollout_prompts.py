@@ -1,11 +1,11 @@
 """Prompts of reinforcement learning: conversations for which the model writes the next turn.
 
-A record is a conversation or a question in any form of SFT (dataset/records.py), also without an answer. A
-last turn of the assistant is the reference answer, not part of the prompt; a blank one, or MiniMind's
-placeholder for it, is dropped. A reference in a field of its own ("answer", MiniMind's "gt", verl's
-"reward_model") comes first. The reward receives the record as it is.
+A record is a conversation or a question in any SFT format (dataset/records.py), with or without an answer. If
+the last turn is the assistant's, it is the reference answer, not part of the prompt; a blank one, or
+MiniMind's placeholder, is dropped. A reference in a separate field ("answer", MiniMind's "gt", verl's
+"reward_model") has priority. The reward receives the unchanged record.
 
-Prompts stay in memory with their records: they are few, since each is completed many times.
+Prompts stay in memory with their records. They are few, because each is completed many times.
 """
 
 import hashlib
@@ -35,7 +35,7 @@ PLACEHOLDER_ANSWERS = ("", "无")  # the last turn in MiniMind's data
 
 
 class RolloutPrompt(NamedTuple):
-    """A prompt, and what the reward receives with it."""
+    """A prompt, and the data that the reward receives with it."""
 
     input_ids: list[int]  # with the header of the turn to be written
     messages: list[dict]
@@ -85,7 +85,9 @@ class PromptDataset(StageData):
         self.split = cache_options.split
         self.paths, skipped = find_files(data_path)
         for path in filter(is_plain_text, self.paths):
-            raise UserError(f"{path} is plain text, which has no prompts; give conversations or questions")
+            raise UserError(
+                f"{path} is plain text, which contains no prompts; give conversations or questions"
+            )
         self.fingerprint = self.make_fingerprint()
         self.prompts: list[RolloutPrompt] = []
         self.too_long = 0

@@ -1,5 +1,5 @@
-"""Text that a tokenizer loses: a sample of the data is encoded and decoded again. Case, spaces, line ends or
-characters that do not survive can be neither read nor written by the model."""
+"""Measures text that a tokenizer loses: a sample of the data is encoded and decoded again. The model can
+neither read nor write case, spaces, line ends or characters that do not survive this."""
 
 import re
 import unicodedata
@@ -22,8 +22,8 @@ MAX_LISTED_CHARACTERS = 8  # characters
 class RoundTrip:
     """Counts the characters of a sample of the texts, and those that a tokenizer loses or alters.
 
-    Texts with the same NFC normalisation count as equal. Added characters, such as a blank between any two
-    tokens, count like lost ones. excluded: pattern of what is removed from the texts before.
+    Texts with the same NFC normalisation count as equal. Added characters, such as a space between any two
+    tokens, count like lost ones. excluded: pattern of text that is removed before comparing.
     """
 
     def __init__(self, backend: Tokenizer, excluded: re.Pattern[str]):
@@ -61,8 +61,8 @@ def difference(before: str, after: str) -> Counter[str]:
 
 
 def check_lost_text(report: dict, max_lost_text: float, is_final: bool = True) -> None:
-    """Warn of lost text (is_final: the whole sample is compared). Raises UserError above `max_lost_text`.
-    report: of `RoundTrip.report`."""
+    """Warn about lost text (is_final: the whole sample has been compared). Raises UserError above
+    `max_lost_text`. report: of `RoundTrip.report`."""
     if not report["lost"]:
         return
     share = report["lost"] / report["compared"]
@@ -77,4 +77,4 @@ def check_lost_text(report: dict, max_lost_text: float, is_final: bool = True) -
             f"makes, or accept the loss with --max_lost_text {share * 1.5:.1g}"
         )
     if is_final and launch().local_rank == 0:
-        warn(f"{text}; eval_bpb, which compares tokenizers, is left out")
+        warn(f"{text}; eval_bpb is left out, because it could not be compared with other tokenizers")

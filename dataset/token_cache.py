@@ -1,10 +1,10 @@
 """The token cache: data tokenised once into plain files, which every rank opens as memory maps.
 
-The first run builds it, before any process group exists, or `dataset.show_samples` ahead of time. Its name is
-a hash of the files' paths, sizes and modification times, the tokenizer, the settings and the code that makes
-samples, so a change of any of them builds another cache. A file that is replaced by one of the same size and
-modification time has another ctime; then contents are compared. A cache is built in a temporary folder and
-renamed when complete, under a lock: of several ranks or runs, one builds while the others wait.
+The first run builds it, before any process group exists; `dataset.show_samples` can build it ahead of time.
+Its name is a hash of the files' paths, sizes and modification times, the tokenizer, the settings and the code
+that makes samples, so a change of any of them builds another cache. If a file is replaced by one of the same
+size and modification time, its ctime differs, and the contents are compared. A cache is built under a lock in
+a temporary folder and renamed when complete: one of several ranks or runs builds it while the others wait.
 
     <cache_dir>/<key>/  NAME.bin for each array of TokenCache; meta.json; bad_records.txt
 
@@ -58,12 +58,12 @@ DTYPES |= {"weights": "float32"}
 
 @dataclass(frozen=True)
 class CacheOptions:
-    """How data are made a token cache.
+    """Options for building a token cache.
 
-    kind: pretrain, sft or dpo. max_length: tokens per sample at most. on_bad_data: "stop" at a bad record, or
+    kind: pretrain, sft or dpo. max_length: maximum tokens per sample. on_bad_data: "stop" at a bad record, or
     "skip" up to `max_bad_share` of all records. max_lost_text: the largest share of the characters that the
-    tokenizer may lose. text_separator: the line between documents of .txt files.
-    split: the records to read, None for all.
+    tokenizer may lose. text_separator: the line between documents of .txt files. split: the records to read,
+    None for all.
     """
 
     kind: str
@@ -114,7 +114,7 @@ def build_token_cache(
     paths, skipped = find_files(data_path)
     texts = [path for path in paths if is_plain_text(path)]
     if texts and options.kind != "pretrain":
-        raise UserError(f"{texts[0]} is plain text, which only pretraining takes; SFT needs conversations")
+        raise UserError(f"{texts[0]} is plain text, which only pretraining can use; SFT needs conversations")
     cache_dir = Path(options.cache_dir or DataConfig.model_fields["cache_dir"].default).expanduser()
     code = b"".join((ROOT / path).read_bytes() for path in CODE_FILES)
     settings = {
@@ -142,7 +142,7 @@ def build_token_cache(
     except OSError as error:
         raise UserError(
             f"the token cache in {cache_dir} cannot be written or read ({error.strerror or error}); "
-            "make room or give another folder (--cache_dir)"
+            "free some space or give another folder (--cache_dir)"
         ) from error
     check_lost_text(cache.report, options.max_lost_text)
     check_bad_records(cache.report, options, f"all of them are listed in {cache.path / BAD_RECORDS_FILE}")
@@ -236,7 +236,7 @@ def write_arrays(
 
 
 def is_usable(folder: Path, paths: list[str]) -> bool:
-    """Whether a complete cache (sizes as in meta.json) of the data's present content is there."""
+    """Whether a complete cache (sizes as in meta.json) of the data's present content exists."""
     try:
         meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
         is_complete = all((folder / name).stat().st_size == size for name, size in meta["sizes"].items())
@@ -270,7 +270,7 @@ def file_hash(path: str | os.PathLike) -> str:
 def load_tokenizer(path: str | os.PathLike) -> "PreTrainedTokenizerBase":
     """The tokenizer of a folder, as transformers loads it. Raises UserError."""
     if not is_folder(path):
-        raise UserError(f"--tokenizer_path {path}: no such folder; it must hold tokenizer.json")
+        raise UserError(f"--tokenizer_path {path}: no such folder; give a folder with tokenizer.json")
     for file in files_in(path, "tokenizer*.json"):
         check_content(file)
     from transformers import AutoTokenizer  # takes as long as torch

@@ -114,7 +114,8 @@ class SampleMaker:
     # --- from a record to texts
 
     def record_texts(self, record: dict) -> list[Text]:
-        """The texts of a record: a document, a conversation, or the two of a pair. Raises BadRecord."""
+        """The texts of a record: a document, a conversation, or the two conversations of a pair. Raises
+        BadRecord."""
         parsed = parse(record, self.kind)
         if parsed.document is not None:
             texts = [Text(parsed.document, None, parsed.weight)]
@@ -122,7 +123,9 @@ class SampleMaker:
             check_template(self.template)
             (chat,) = parsed.chats
             if chat.masked:
-                raise BadRecord("a turn is not to be trained, but pretraining trains all; leave it out")
+                raise BadRecord(
+                    "a turn is marked as not trained, but pretraining trains every turn; remove the mark"
+                )
             text, _ = self.render(chat)
             texts = [Text(text, [], parsed.weight)]
         else:
@@ -157,9 +160,9 @@ class SampleMaker:
         return texts[0], cast(list[tuple[int, int]], spans[0]) if spans else []
 
     def spans_from_prefixes(self, chat: Chat, text: str) -> list[tuple[int, int]]:
-        """The spans of the assistant's turns for a template without generation tags (Qwen's): from the end of
-        the generation prompt to the end of the turn. If the prompt ends with an empty <think> block that the
-        turn fills, the span begins where the two differ."""
+        """The spans of the assistant's turns for a template without generation tags, such as Qwen's. A span
+        goes from the end of the generation prompt to the end of the turn. If the prompt ends with an empty
+        <think> block that the turn fills, the span begins where the two differ."""
         spans = []
         for index in assistant_turns(chat):
             before = chat._replace(messages=chat.messages[:index])
@@ -171,8 +174,8 @@ class SampleMaker:
             opened = begin == len(prompt) or OPEN_REASONING.search(prompt[:begin])
             if not (opened and text.startswith(turn)):
                 raise UserError(
-                    f"--tokenizer_path: the chat template writes turn {index + 1} differently when others "
-                    f"follow, so what to train on is unclear; {TAG_ADVICE}"
+                    f"--tokenizer_path: the chat template writes turn {index + 1} differently if others "
+                    f"follow, so it is unclear what to train on; {TAG_ADVICE}"
                 )
             spans.append((begin, len(turn)))
         return spans
@@ -249,7 +252,7 @@ class SampleMaker:
         return ids, offsets
 
     def truncate(self, sample: Sample) -> Sample:
-        """Truncate a sample to max_length: in SFT after the last assistant turn that fits, else at
+        """Truncate a sample to max_length: in SFT after the last assistant turn that fits, otherwise at
         max_length."""
         if len(sample.tokens) <= self.max_length:
             return sample
@@ -261,7 +264,7 @@ class SampleMaker:
 
 
 def check_template(template: Any) -> None:
-    """Raise UserError where a tokenizer has no usable chat template."""
+    """Raise UserError if a tokenizer has no usable chat template."""
     if not isinstance(template, str):
         raise UserError("--tokenizer_path: this tokenizer has no chat template, or several; keep one")
     if not GENERATION_TAG.search(template) and "add_generation_prompt" not in template:
@@ -280,7 +283,7 @@ def copy_backend(tokenizer: "PreTrainedTokenizerBase") -> Tokenizer:
 
 def document_boundaries(tokenizer: "PreTrainedTokenizerBase") -> tuple[list[int], list[int]]:
     """The tokens before and after a document: BOS (EOS, if there is no BOS), and EOS. Raises UserError if
-    there is no EOS: documents and answers would have no end."""
+    there is no EOS, because documents and answers would have no end."""
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
     if eos is None:
         raise UserError(

@@ -117,16 +117,16 @@ CASES = {
         PRE, line(TEXT) * 3, "{data} is JSON, not plain text; name it x.jsonl", "x.txt"
     ),
     "a folder of documents": Case(
-        PRE, folder_of("a.pdf", "b.pdf"), ": a folder without data, which holds 2 .pdf", "x"
+        PRE, folder_of("a.pdf", "b.pdf"), ": a folder without data; it contains 2 .pdf", "x"
     ),
     "a blank answer": Case(SFT, {"instruction": "q", "output": ""}, "'output' is blank; write the text"),
     "conversation that must not be trained": Case(
         PRE,
         chat(USER, {"role": "assistant", "content": "no", "train": False}),
-        "a turn is not to be trained, but pretraining trains all",
+        "a turn is marked as not trained, but pretraining trains every turn",
     ),
     "only empty texts": Case(
-        PRE, b'{"text": ""}\n' * 3, "{data}: none of the 3 records is of use (3 records, 0 samples, empty 3"
+        PRE, b'{"text": ""}\n' * 3, "{data}: none of the 3 records can be used (3 records, 0 samples, empty 3"
     ),
     "tool_calls that do not parse": Case(
         SFT, chat(USER, BROKEN_CALL), "'tool_calls' of message 2 is not JSON"
@@ -140,7 +140,7 @@ CASES = {
     ),
     "CSV without a known column": Case(PRE, b"body\na\n", ":2: no 'text' (its keys: 'body')", "x.csv"),
     "text for SFT": Case(
-        SFT, b"Call me Ishmael.", "{data} is plain text, which only pretraining takes", "x.txt"
+        SFT, b"Call me Ishmael.", "{data} is plain text, which only pretraining can use", "x.txt"
     ),
     "no tokenizer": Case(
         PRE, line(TEXT), "--tokenizer_path {tmp}/bad holds no tokenizer that", tokenizer="bad"

@@ -151,7 +151,7 @@ def test_a_quote_inside_a_cell_costs_its_line(bad):
     found = rows_of(f"q,a\nq0,a0\n{bad}\nq2,a2\n")
     assert [line for line, _ in found] == [2, 3, 4] and found[2][1] == {"q": "q2", "a": "a2"}
     assert found[1][1].startswith(
-        "a quote inside a cell; write a quote of the text twice, and its cell in quotes"
+        "a quote inside a cell; double a quote in the text and put the cell in quotes"
     )
 
 

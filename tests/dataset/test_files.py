@@ -87,7 +87,7 @@ def test_a_folder_without_data_says_what_it_holds(write, tmp_path):
     for name in ("d/a.pdf", "d/b.pdf", "d/sub/c.docx", "d/LICENSE"):
         write(name, b"x")
     with pytest.raises(
-        UserError, match=r"d: a folder without data, which holds 2 \.pdf, 1 without a suffix, 1 \.docx; "
+        UserError, match=r"d: a folder without data; it contains 2 \.pdf, 1 without a suffix, 1 \.docx; "
     ):
         expand_paths(f"{tmp_path}/d")
 

@@ -103,11 +103,11 @@ def test_a_schema_without_a_name_is_refused(tools):
         (chat_of(USER, BOT, functions=tools), "'functions'"),
         (chat_of(USER | {"tools": tools}, BOT), "'tools' of message 1"),
     ):
-        assert bad(record).startswith(f"{field} holds a schema without a name (its keys: ")
-    assert "'tools' holds a schema" in bad(
+        assert bad(record).startswith(f"{field} has a schema without a name (its keys: ")
+    assert "'tools' has a schema" in bad(
         {"prompt": "q", "chosen": "a", "rejected": "b", "tools": tools}, "dpo"
     )
-    assert "'tools' holds a schema" in bad({"prompt": "q", "tools": tools}, "prompt")
+    assert "'tools' has a schema" in bad({"prompt": "q", "tools": tools}, "prompt")
 
 
 # --- thoughts and tags
@@ -137,15 +137,15 @@ def test_thoughts_that_are_given_twice_are_trained_once(content, tokenizer):
 ])  # fmt: skip
 def test_thoughts_that_differ_are_refused(content):
     message = BOT | {"content": content, "reasoning_content": "I count."}
-    assert "the thoughts of message 2 stand in its content and in a field" in bad(chat_of(USER, message))
+    assert "the reasoning of message 2 is in its content and in a field" in bad(chat_of(USER, message))
     pair = {"prompt": "q", "chosen": message, "rejected": "b"}
-    assert "the thoughts of message 2" in bad(pair, "dpo")
-    assert "the thoughts of message 2" in bad(chat_of(USER, message, USER), "prompt")
+    assert "the reasoning of message 2" in bad(pair, "dpo")
+    assert "the reasoning of message 2" in bad(chat_of(USER, message, USER), "prompt")
 
 
 def test_text_that_repeats_its_thoughts_must_still_answer():
     message = BOT | {"content": "<think>I count.</think>", "reasoning_content": "I count."}
-    assert "message 2 has thoughts but no answer" in bad(chat_of(USER, message))
+    assert "message 2 has reasoning but no answer" in bad(chat_of(USER, message))
     one = BOT | {"content": "<think>I count.</think>Two.", "reasoning_content": ""}
     assert parse(chat_of(USER, one), "sft").chats[0].messages[1]["content"] == one["content"]
 
@@ -169,7 +169,7 @@ def test_the_tags_of_a_tools_reply_are_written_once(tokenizer):
 
 def test_calls_in_the_text_and_in_a_field_are_refused():
     text = '<tool_call>{"name": "weather", "arguments": {"city": "Bremen"}}</tool_call>'
-    assert "message 2 has <tool_call> in its content beside its calls" in bad(
+    assert "message 2 has <tool_call> in its content and also a field with calls" in bad(
         chat_of(USER, calling(CALL) | {"content": text})
     )
     assert parse(chat_of(USER, BOT | {"content": text}), "sft").chats[0].messages[1]["content"] == text

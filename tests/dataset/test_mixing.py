@@ -131,20 +131,20 @@ def test_the_report_names_each_source(capsys):
     done = capsys.readouterr()
     assert done.out.splitlines() == [
         "s0: 90 samples, 900 tokens; 50.0% of the tokens and 83.3% of the targets; "
-        "0.56 passes an epoch, 1.11 in all",
+        "0.56 passes per epoch, 1.11 in all",
         "s1: 2 samples, 100 tokens; 50.0% of the tokens and 16.7% of the targets; "
-        "5.00 passes an epoch, 10.00 in all",
+        "5.00 passes per epoch, 10.00 in all",
     ]
-    assert done.err.startswith("warning: s1 is passed 10.0 times; more than 4 passes teach little")
+    assert done.err.startswith("warning: s1 is read 10.0 times; more than 4 passes teach little")
     assert done.err.count("warning") == 1
     train = mixed([[10] * 90, [50] * 6], [0.5, 0.5])
     train.report(epochs=1)
-    assert "2.00 passes an epoch, 2.00 in all" in (done := capsys.readouterr()).out and not done.err
+    assert "2.00 passes per epoch, 2.00 in all" in (done := capsys.readouterr()).out and not done.err
     train.report(epochs=3)  # few passes of an epoch are many of all
-    assert capsys.readouterr().err.startswith("warning: s1 is passed 6.0 times")
+    assert capsys.readouterr().err.startswith("warning: s1 is read 6.0 times")
     train = mixed([[10] * 90, [50] * 6], [0.5, 0.5], max_tokens=600)
     train.report(epochs=3)
-    assert "1.00 passes an epoch, 3.00 in all" in (done := capsys.readouterr()).out and not done.err
+    assert "1.00 passes per epoch, 3.00 in all" in (done := capsys.readouterr()).out and not done.err
 
 
 def test_weights_of_a_data_path(write):

@@ -231,9 +231,9 @@ SILENT = [
     ({"instruction": "", "input": " ", "output": "a"}, "message 1 is blank"),
     (
         chat_of(USER, said("assistant", "") | {"reasoning_content": "hm"}),
-        "message 2 has thoughts but no answer",
+        "message 2 has reasoning but no answer",
     ),
-    ({"instruction": "q", "output": "<think>\nhm\n</think>\n\n"}, "'output' has thoughts but no answer"),
+    ({"instruction": "q", "output": "<think>\nhm\n</think>\n\n"}, "'output' has reasoning but no answer"),
     ({"conversation": [{"human": "q", "assistant": ""}]}, "message 2 is blank"),
 ]
 REASONING, FALSE = BOT | {"reasoning_content": "r"}, {"loss_weight": 0}
@@ -284,12 +284,12 @@ BAD_LINES = [
     ("sft", chat_of(USER, {"from": "function_call", "value": {"name": "f", "arguments": "{"}}), "'arguments' of 'f' is not"),
     *(("sft", chat_of(USER, BOT | {name: value}), f"'{name}' of message 2: does it train the turn")
       for name in sorted(message_forms.AMBIGUOUS_TRAIN_FLAGS) for value in (True, 0)),
-    ("sft", chat_of(USER, BOT | {"train_on": "false"}), "'train_on' is 'false'; it is a switch"),
+    ("sft", chat_of(USER, BOT | {"train_on": "false"}), "'train_on' is 'false'; it must be true or false"),
     ("sft", chat_of(USER, BOT | {"reasoning": "x", "thinking": "y"}), "'reasoning' and 'thinking' of message 2 differ"),
     ("sft", chat_of(USER, BOT | {"thinking": True}), "'thinking' of message 2 is True instead of text"),
     ("sft", chat_of(USER, BOT | {"reasoning_details": [{"type": "reasoning.encrypted", "data": "x"}]}), "'reasoning_details' of message 2"),
     ("sft", chat_of(USER, said("assistant", [5])), "message 2 has a part 5 instead of text"),
-    *((kind, record | {"weight": value}, "it is how much the record counts in the loss")
+    *((kind, record | {"weight": value}, "it sets how much the record counts in the loss")
       for kind, record in (("sft", chat_of(USER, BOT)), ("pretrain", {"text": "x"})) for value in (-1, "heavy", [1], 1e9)),
     ("sft", chat_of(USER, BOT, weight=1, loss_weight=2), "'weight' and 'loss_weight' differ"),
     ("dpo", WHOLE | {"weight": 0.5}, "'weight': a preference cannot have a weight"),
@@ -302,15 +302,15 @@ BAD_LINES = [
     ("sft", chat_of(USER, BOT | {"train_detail": [{"x": 1}]}), "'train_detail' of message 2: a turn"),
     ("sft", chat_of(USER, BOT, kto_tag=False), "'kto_tag' is false: a bad answer (KTO)"),
     ("sft", chat_of(USER, BOT, label="False"), "'label' is false: a bad answer (KTO)"),
-    ("sft", chat_of(USER, BOT, mask_history="some"), "'mask_history' is 'some'; it is a switch"),
-    ("sft", chat_of(USER, BOT | {"loss_weight": 0.5}), "'loss_weight' is 0.5; it is a switch"),
-    ("sft", chat_of(USER, BOT | {"loss_weight": 0, "train": True}), "to be trained and not to be trained"),
+    ("sft", chat_of(USER, BOT, mask_history="some"), "'mask_history' is 'some'; it must be true or false"),
+    ("sft", chat_of(USER, BOT | {"loss_weight": 0.5}), "'loss_weight' is 0.5; it must be true or false"),
+    ("sft", chat_of(USER, BOT | {"loss_weight": 0, "train": True}), "fields that say to train it and not to train it"),
     ("sft", chat_of(USER | {"train": True}, BOT), "message 1 asks to train the role user"),
     ("sft", chat_of(USER, BOT, messages=[USER, BOT]), "both 'conversations' and 'messages' in one record"),
     ("sft", {"prompt": "q", "completion": "a", "question": "q", "answer": "a"}, "both 'prompt' and 'question'"),
-    ("sft", chat_of(SYSTEM, SYSTEM, USER, BOT), "a system message that is not the only one and the first"),
+    ("sft", chat_of(SYSTEM, SYSTEM, USER, BOT), "there must be one system message at most, and it must come first"),
     ("sft", chat_of(SYSTEM, USER, BOT, system="t"), "a system message that is not the only one"),
-    ("sft", chat_of(USER, SYSTEM, BOT), "a system message that is not the only one and the first"),
+    ("sft", chat_of(USER, SYSTEM, BOT), "there must be one system message at most, and it must come first"),
     ("sft", {"text": "a"}, "no 'conversations', 'messages' or 'instruction' (its keys: 'text')"),
     ("sft", {"conversations": "hi"}, "'conversations' is 'hi' instead of a list of messages"),
     ("sft", chat_of(), "'conversations' is [] instead of a list of messages"),
@@ -328,10 +328,10 @@ BAD_LINES = [
     ("sft", chat_of(USER, said("assistant", [])), "message 2 has no content"),
     ("sft", chat_of(USER, said("assistant", ["a", {"type": "thinking", "value": "t"}])), "reasoning, then text"),
     ("sft", chat_of(USER, REASONING | {"content": [{"type": "reasoning", "value": "t"}]}), "'reasoning_content' twice"),
-    ("sft", chat_of(USER), "no assistant turn, so nothing to learn"),
+    ("sft", chat_of(USER), "no assistant turn, so there is nothing to learn"),
     ("sft", chat_of(USER, BOT | {"tool_calls": "{oops"}), "'tool_calls' of message 2 is not JSON"),
-    ("sft", chat_of(USER, BOT | {"tool_calls": [{"x": 1}]}), "'tool_calls' of message 2 holds a call without"),
-    ("sft", chat_of(USER, {"from": "function_call", "value": ""}), "message 2 holds no call of a tool"),
+    ("sft", chat_of(USER, BOT | {"tool_calls": [{"x": 1}]}), "'tool_calls' of message 2 has a call without"),
+    ("sft", chat_of(USER, {"from": "function_call", "value": ""}), "message 2 has no tool call"),
     ("sft", chat_of(USER, BOT, tools="nope"), "'tools' is not JSON"),
     ("sft", chat_of(USER, BOT, tools=5), "'tools' is 5 instead of a list of JSON objects"),
     ("sft", chat_of(USER | {"tools": [TOOL]}, BOT, tools=[TOOL]), "'tools' are given more than once"),
@@ -343,7 +343,7 @@ BAD_LINES = [
     ("sft", chat_of(USER, BOT, tools=[{"name": {"x": 1}}], system=["s"]), "'system' is ['s'] instead of text"),
     ("dpo", {"prompt": "q", "chosen": "a"}, "no 'rejected' (its keys: 'prompt', 'chosen')"),
     ("dpo", {"chosen": "g", "rejected": "b"}, "answers without a question"),
-    ("dpo", WHOLE | {"messages": [USER, BAD]}, "both conversations do not begin with 'messages'"),
+    ("dpo", WHOLE | {"messages": [USER, BAD]}, "the two conversations do not begin with 'messages'"),
     ("dpo", WHOLE | {"chosen": [USER, GOOD, USER]}, "does not end with the assistant"),
     ("dpo", WHOLE | {"rejected": [USER, GOOD | {"role": "robot"}]}, "message 2 has the role 'robot'"),
 ]  # fmt: skip
@@ -501,7 +501,7 @@ PARTED = [
 @pytest.mark.parametrize("record", PARTED, ids=range(len(PARTED)))
 def test_a_pair_that_answers_two_questions_is_refused(record, tokenizer):
     with pytest.raises(
-        UserError, match=r"x.jsonl:1: 'chosen' and 'rejected' are no answers to the same quest"
+        UserError, match=r"x.jsonl:1: 'chosen' and 'rejected' are not answers to the same quest"
     ):
         samples_of(tokenizer, "dpo", [record])
 

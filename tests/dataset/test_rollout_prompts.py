@@ -126,7 +126,7 @@ def test_long_prompts_are_left_out_and_counted(tokenizer, tmp_path, capsys):
     path = write(tmp_path / "rl.jsonl", [{"prompt": "word " * 200}, {"prompt": "short"}])
     assert len(PromptDataset(path, tokenizer, 64)) == 1
     assert f"1 prompts of {path}, 1 left out (more than 64 tokens)" in capsys.readouterr().out
-    with pytest.raises(UserError, match=r"none of the 2 records is of use .*left out as too long 2"):
+    with pytest.raises(UserError, match=r"none of the 2 records can be used .*left out as too long 2"):
         PromptDataset(path, tokenizer, 8)
 
 
@@ -185,7 +185,7 @@ def test_bad_records(tokenizer, tmp_path, monkeypatch):
         PromptDataset(half, tokenizer, 64)
     (tmp_path / "x.txt").write_text("Read me.")
     monkeypatch.undo()
-    with pytest.raises(UserError, match="is plain text, which has no prompts"):
+    with pytest.raises(UserError, match="is plain text, which contains no prompts"):
         PromptDataset(str(tmp_path / "x.txt"), tokenizer, 64)
 
 

@@ -319,7 +319,7 @@ def test_skip_stops_above_a_share_of_bad_records(write, tokenizer, cache_dir, ca
     assert str(caught.value).startswith(f"{path}:6: no 'text'") and "\n" not in str(caught.value)
     assert (
         "10 of 80 records (12.5%) are bad, more than --max_bad_share 0.1 allows; all of them are listed in "
-        f"{meta.parent / 'bad_records.txt'}; mend them or raise"
+        f"{meta.parent / 'bad_records.txt'}; correct them or raise"
     ) in str(caught.value)
     capsys.readouterr()
     for share in (0.125, 1):  # exactly the share is allowed, and the cache is there already
@@ -334,12 +334,12 @@ def test_skip_stops_above_a_share_of_bad_records(write, tokenizer, cache_dir, ca
 def test_data_without_a_sample_are_one_line(write, tokenizer, cache_dir):
     question = {"role": "user", "content": "q " * 200}
     path = write("a.jsonl", [{"messages": [question, {"role": "assistant", "content": "a"}]}] * 3)
-    line = r"none of the 3 records is of use .*dropped for lack of a target 3 \(100.0%\)\); raise --max_"
+    line = r"none of the 3 records can be used .*dropped for lack of a target 3 \(100.0%\)\); raise --max_"
     with pytest.raises(UserError, match=line):
         build("sft", path, tokenizer, cache_dir)
     with pytest.raises(UserError, match="--max_seq_len 1 leaves no token to predict"):
         build("sft", path, tokenizer, cache_dir, 1)
-    with pytest.raises(UserError, match="is plain text, which only pretraining takes"):
+    with pytest.raises(UserError, match="is plain text, which only pretraining can use"):
         build("sft", write("x.txt", b"Call me Ishmael."), tokenizer, cache_dir)
 
 

@@ -31,7 +31,7 @@ def grpo_flags(prompts, folder, **extra) -> list[str]:
     ("grpo", {"answer": "1/2"}, {"reward": "numeric_answer"}, "numeric_answer: the reference answer '1/2' is not one"),
     ("agent", {"gt": ["6", "7"]}, {"reward": "numeric_answer", "max_total_len": 256}, "numeric_answer: the reference answer ['6', '7'] is not one number"),
     ("ppo", {"solution": "6"}, {"reward": "length,exact_answer"}, "exact_answer: the record has no reference"),
-    ("grpo", {"answer": "6", "tools": {"add": {}}}, {"reward": "exact_answer"}, "'tools' holds a schema without a name"),
+    ("grpo", {"answer": "6", "tools": {"add": {}}}, {"reward": "exact_answer"}, "'tools' has a schema without a name"),
 ])  # fmt: skip
 def test_what_the_first_rollout_would_notice_ends_the_run_before_it(stage, record, extra, why, tmp_path):
     """With the line of the record, in the training data and in the held-out ones; it can be skipped."""

@@ -37,7 +37,7 @@ def test_a_killed_run_of_a_mixture_goes_on_to_the_bit(corpus, tmp_path):
         # few rows: one is a few per cent
         assert abs(float(line.split("tokens; ")[1].split("%")[0]) - share) < 10
     assert sum(line.startswith("data: ") and "; held out: " in line for line in lines) == 1
-    assert "pe.jsonl:0.7" not in done.out and "pe.jsonl is passed" in done.err
+    assert "pe.jsonl:0.7" not in done.out and "pe.jsonl is read" in done.err
     run("pretrain", argvs["killed"], Faults(signals={6: signal.SIGKILL}), status=-9)
     assert "resuming" in run("pretrain", argvs["killed"]).out
     assert_same_run(tmp_path / "whole", tmp_path / "killed")
@@ -71,7 +71,7 @@ def test_what_does_not_go_together_is_one_line(corpus, tmp_path):
     prompts = write_prompts(tmp_path)
     prompts["rl"] = f"{prompts['rl']}:1,{prompts['rl_eval']}:1"
     (error,) = run("grpo", rollout_flags(prompts, tmp_path), status=2).error_lines
-    assert "prompts are not mixed by weight" in error
+    assert "prompts cannot be mixed by weight" in error
 
 
 def test_a_data_module_that_holds_nothing_out_refuses_the_share(tmp_path):

@@ -23,7 +23,7 @@ MISTAKES = [
     ("pretrain", {"patience": 2} | HELD_OUT, "--patience 2: early stopping needs held-out data"),
     ("pretrain", {"sample_prompts": "DIR/good.txt"} | HELD_OUT, "--sample_prompts DIR/good.txt needs held-out"),
     ("pretrain", {"sample_prompts": "DIR/no.txt"}, "--sample_prompts DIR/no.txt: no such file"),
-    ("pretrain", {"sample_prompts": "DIR/blank.txt"}, "DIR/blank.txt: the file holds no prompt"),
+    ("pretrain", {"sample_prompts": "DIR/blank.txt"}, "DIR/blank.txt: the file contains no prompt"),
     ("pretrain", {"sample_prompts": "DIR/latin.txt"}, "DIR/latin.txt: 'utf-8' codec can't decode"),
     ("pretrain", {"tensorboard_dir": "DIR/good.txt/tb"}, "--tensorboard_dir DIR/good.txt/tb cannot be written"),
     ("pretrain", {"resume_from": "DIR/no.pth"}, "--resume_from DIR/no.pth: no such file"),

@@ -339,8 +339,8 @@ def test_records_are_read_as_the_stages_read_them(client):
     twice = answer | {"content": "<think>a</think>b", "thoughts": "c"}
     for record, why in (
         ({"messages": [question, call]}, "'args' of 'f' is [1] instead of an object"),
-        ({"messages": [question, twice]}, "the thoughts of message 2 stand in its content and in a field"),
-        ({"messages": [question, answer], "tools": {"f": {}}}, "'tools' holds a schema without a name"),
+        ({"messages": [question, twice]}, "the reasoning of message 2 is in its content and in a field"),
+        ({"messages": [question, answer], "tools": {"f": {}}}, "'tools' has a schema without a name"),
         ({"prompt": "q", "answer": "a"}, "no 'completion' or 'response'"),
     ):
         error = client.put("a.jsonl", json.dumps(record)).json()["error"]
@@ -432,7 +432,7 @@ def test_what_the_system_ends_for_lack_of_memory_says_so(tmp_path, monkeypatch, 
 
 
 def test_a_table_that_is_too_large_for_the_memory_of_a_plan_is_a_line():
-    line = "error: a.parquet:300: after it the file cannot be read (malloc of size 16777216 failed); mend the file"
+    line = "error: a.parquet:300: after it the file cannot be read (malloc of size 16777216 failed); repair the file"
     assert error_of([line])["code"] == "memory"
 
 

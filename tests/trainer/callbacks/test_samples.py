@@ -173,7 +173,7 @@ def test_a_stage_with_rewards_shows_rollouts_and_held_out_prompts(tmp_path):
     ("content", "held_out", "line"),
     [
         (b"\xe9t\xe9\n", True, "'utf-8' codec can't decode byte 0xe9"),
-        (b"hello\n", False, "needs held-out data: they are answered at each evaluation"),
+        (b"hello\n", False, "needs held-out data, because it is used at each evaluation"),
     ],
 )
 def test_a_mistake_is_one_line(corpus, tmp_path, content, held_out, line):
