@@ -111,7 +111,8 @@ class DataConfig(Settings):
     data_path: str | None = setting(
         None,
         "training data: a file, folder, glob (GLOB[:N]: its first N files) or hf://..., or several with "
-        "commas between them (JSON, Parquet, CSV, Arrow, text); a weight after a colon sets the share of each",
+        "commas between them (JSON, Parquet, CSV, Arrow, text); a weight after a colon sets the share of "
+        "each",
     )
     eval_data_path: str | None = setting(
         None, "held-out data, in the same formats; gives eval_loss, eval_bpb and <save_weight>_best"

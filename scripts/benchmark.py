@@ -7,10 +7,10 @@ peer.
     python scripts/benchmark.py --stage pretrain --data_path data/pretrain.jsonl --eval_share 0.05 \\
         --until_loss 6.5 --peer minimind --peer_path ../minimind
 
-It runs the updates of the training loop on random weights with the data and settings of the stage, and keeps
+It runs updates of the training loop on random weights, with the data and settings of the stage, and keeps
 only the figures. With --peer another trainer and ours alternate in blocks of updates, on the same samples
-(see benchmarks/comparison.py). With --until_loss each trains by its own recipe until its held-out loss is as
-low. docs/BENCHMARKS.md explains the figures and contains results.
+(see benchmarks/comparison.py). With --until_loss each trains by its own recipe until its held-out loss is at
+most this. docs/BENCHMARKS.md explains the figures and contains results.
 """
 
 import argparse
@@ -87,7 +87,7 @@ def read_args() -> tuple[argparse.Namespace, StageArgs]:
 
 
 class Ours:
-    """This trainer, set up like a stage, without its files; with its schedule only where it trains
+    """This trainer, set up like a stage but without writing files. It uses the stage's schedule only with
     --until_loss."""
 
     def __init__(self, options: argparse.Namespace, args: StageArgs):
@@ -129,7 +129,7 @@ class Ours:
             yield list(islice(batches, self.args.accumulation_steps))
 
     def train(self, updates: int) -> dict[str, float]:
-        """Make the next updates; returns the speed with their data loading, see `Meter.speed_metrics`, their
+        """Make the next updates. Returns their speed including data loading (see `Meter.speed_metrics`),
         seconds and tokens."""
         if self.has_schedule:  # which has an end
             updates = min(updates, self.state.total_updates - self.state.progress.update)
@@ -140,7 +140,7 @@ class Ours:
 
     @property
     def is_over(self) -> bool:
-        """Whether the run with a schedule is at its end."""
+        """Whether a run with a schedule has reached its end."""
         return self.state.progress.update >= self.state.total_updates
 
     def held_out_loss(self) -> float:
@@ -161,8 +161,8 @@ def median_figures(ours: Ours, blocks: list[dict[str, float]]) -> dict[str, Any]
 
 
 def measure_pairs(ours: Ours, peer: Peer, options: argparse.Namespace) -> dict[str, Any]:
-    """Alternate blocks of updates, in changing order; returns our figures and the comparison with the
-    peer."""
+    """Alternate blocks of updates with the peer, in changing order. Returns our figures and the
+    comparison."""
     steps, blocks = ours.args.accumulation_steps, []
     replies = [peer.train(options.warmup * steps)]  # of the peer, block by block
     pairs: list[dict[str, float]] = []
@@ -188,9 +188,9 @@ def measure_pairs(ours: Ours, peer: Peer, options: argparse.Namespace) -> dict[s
 
 
 def measure_until(ours: Ours, peer: Peer | None, options: argparse.Namespace) -> dict[str, Any]:
-    """Train until the held-out loss is at most --until_loss: in turn --updates updates of ours and as many
-    micro-batches of the peer, each until it is there or its run is over. Returns of each the loss reached,
-    and the seconds and tokens of its training: without its start and its evaluations."""
+    """Train until the held-out loss is at most --until_loss. --updates updates of ours alternate with as many
+    micro-batches of the peer, until each reaches the loss or its run is over. Returns for each the loss
+    reached, and the seconds and tokens of training, without start-up and evaluations."""
     sides: dict[str, Any] = {"ours": ours} | ({options.peer: peer} if peer else {})
     results = {
         name: {"loss": side.held_out_loss(), "seconds": 0.0, "tokens": 0.0} for name, side in sides.items()

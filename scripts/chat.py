@@ -1,5 +1,6 @@
-"""Chat with a trained model in the terminal; answers are streamed. On a pipe: each line is a message, answers
-out.
+"""Chat with a trained model in the terminal; answers are streamed.
+
+If the input is a pipe, each line is a message, and the answers go to stdout.
 
 python scripts/chat.py --weight full_sft
 python scripts/chat.py --model out/demo/full_sft_256.pth --open_thinking 1
@@ -61,8 +62,14 @@ def parse_args() -> argparse.Namespace:
     flag("--tools", help=f"tools that the model may call: {shipped} or module:Class, separated by commas")
     text = "1: have the model reason before it answers"
     flag("--open_thinking", type=int, choices=(0, 1), default=0, help=text)
-    flag("--show_speed", type=int, choices=(0, 1), default=0, help="1: tokens per second of each answer")
-    flag("--max_new_tokens", type=int, default=512, help="longest answer, in tokens")
+    flag(
+        "--show_speed",
+        type=int,
+        choices=(0, 1),
+        default=0,
+        help="1: print the tokens per second of each answer",
+    )
+    flag("--max_new_tokens", type=int, default=512, help="maximum length of an answer, in tokens")
     text = "longest conversation, in tokens (default: the model's max_position_embeddings)"
     flag("--max_seq_len", type=int, help=text)
     default = "(default: the model's generation_config.json, else {})"
@@ -73,7 +80,12 @@ def parse_args() -> argparse.Namespace:
     text = "sample from so many of the likeliest tokens; 0: from all " + default.format(DEFAULTS.top_k)
     flag("--top_k", type=int, help=text)
     add_penalty_flags(parser)
-    flag("--seed", type=int, default=42, help="random seed of the first answer; each further one counts up")
+    flag(
+        "--seed",
+        type=int,
+        default=42,
+        help="random seed of the first answer; it grows by one with each answer",
+    )
     args = parser.parse_args()
     for name, least in MINIMUM.items():
         value = getattr(args, name)
@@ -87,15 +99,15 @@ def parse_args() -> argparse.Namespace:
 
 
 def continues_texts(args: argparse.Namespace, model: Path) -> bool:
-    """Whether each message is continued as a text, and not answered. Raises UserError for flags that only a
-    conversation has."""
+    """Whether each message is continued as a text instead of answered. Raises UserError for flags that need a
+    conversation."""
     is_pretrained = is_pretrained_only(model) and not args.lora
     form = args.form or ("text" if is_pretrained else "chat")
     if form == "text" and (args.system or args.tools or args.open_thinking):
         hint = "leave --system, --tools and --open_thinking out"
         if not args.form:
             hint += f", or give --form chat: {model.name} was pretrained only"
-        raise UserError(f"--form text is no conversation; {hint}")
+        raise UserError(f"--form text has no conversation; {hint}")
     return form == "text"
 
 
@@ -124,9 +136,9 @@ class Chat:
         self.conversation = Conversation(self.tokenizer, limit, system, self.toolbox.tools, thinking)
 
     def say(self, text: str) -> None:
-        """Stream the answer to a message, or with `--form text` how a document goes on that begins with it.
-        The answer's calls of tools are executed, and their results answered in turn. Raises UserError if the
-        text is too long or not UTF-8, or the chat template refuses it."""
+        """Stream the answer to a message, or with `--form text` the continuation of a document that begins
+        with it. Tool calls in the answer are executed, and the model answers their results. Raises UserError
+        if the text is too long or not UTF-8, or the chat template refuses it."""
         check_utf8("the message", text)
         if self.continues_texts:
             self.continue_text(text)
@@ -145,12 +157,13 @@ class Chat:
                 self.screen.note(f"result of {call['name']}: {result['content']}")
 
     def continue_text(self, text: str) -> None:
-        """Stream how a document goes on that begins with this text."""
+        """Stream the continuation of a document that begins with this text."""
         tokens, limit = document_tokens(self.tokenizer, text), self.conversation.limit
         room = limit - min(self.args.max_new_tokens, limit // 2)
         if len(tokens) > room:
             raise UserError(
-                f"the text is too long: {len(tokens)} tokens, and {room} of the {limit} are for it"
+                f"the text is too long: it has {len(tokens)} tokens, and there is room for {room} of the "
+                f"{limit}"
             )
         self.answer(tokens)
 
@@ -214,7 +227,7 @@ class Chat:
 
 
 def read_questions(args: argparse.Namespace) -> list[str]:
-    """The questions of --questions. Raises UserError if the file cannot be read or has none."""
+    """The questions of --questions. Raises UserError if the file cannot be read or contains none."""
     if args.questions == "auto" and args.tools:
         return [case["prompt"] for case in cases()]
     path = QUESTIONS if args.questions == "auto" else Path(args.questions)
@@ -225,7 +238,7 @@ def read_questions(args: argparse.Namespace) -> list[str]:
         raise UserError(f"--questions {path} cannot be read ({why})") from error
     questions = [line.strip() for line in lines if line.strip()]
     if not questions:
-        raise UserError(f"--questions {path} has no question; write one a line")
+        raise UserError(f"--questions {path} has no question; write one per line")
     return questions
 
 
@@ -263,9 +276,9 @@ def on_terminal(chat: Chat) -> None:
 
 
 def on_pipe(chat: Chat) -> None:
-    """Answer each line of stdin, in one conversation, or continue each alone; blank lines are skipped.
-    Commands are for who types: a line of a file is a message, whatever it says. Raises UserError if a line
-    is not UTF-8, or cannot be answered."""
+    """Answer each line of stdin in one conversation, or continue each alone; blank lines are skipped.
+    Commands such as /reset only work when typed: a line of a file is always a message. Raises UserError if a
+    line is not UTF-8, or cannot be answered."""
     for number, line in enumerate(sys.stdin.buffer, 1):
         try:
             text = line.decode("utf-8").rstrip("\r\n")

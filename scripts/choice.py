@@ -24,7 +24,7 @@ Batches = Callable[[list[int]], Iterator[list[int]]]  # lengths of samples -> th
 
 
 class Question(NamedTuple):
-    """A question with its choices; `answer`: the number of the right one. source: FILE:LINE."""
+    """A question with its choices. answer: the number of the right one. source: FILE:LINE."""
 
     text: str
     choices: list[str]
@@ -33,7 +33,7 @@ class Question(NamedTuple):
 
 
 def read_questions(data_path: str) -> list[Question]:
-    """The questions of files. Raises UserError for a record that is none."""
+    """The questions in these files. Raises UserError for a record that is not a question."""
     paths, _ = find_files(data_path)
     questions = []
     for source, record in read_records(paths):
@@ -51,7 +51,8 @@ def read_questions(data_path: str) -> list[Question]:
             number = LETTERS.index(number)
         if type(number) is not int or not 0 <= number < len(choices):
             raise UserError(
-                f"{where}: answer {answer!r} is no choice; give its number (from 0), letter (from A) or text"
+                f"{where}: answer {answer!r} is not a choice; give its number (from 0), letter (from A) or "
+                "text"
             )
         questions.append(Question(text, choices, number, where))
     if not questions:
@@ -60,22 +61,22 @@ def read_questions(data_path: str) -> list[Question]:
 
 
 def examples(questions: list[Question]) -> str:
-    """Questions with their answers, which stand before the one that is asked (few-shot)."""
+    """Questions with their answers, as text to put before the question that is asked (few-shot)."""
     return "".join(f"{each.text} {each.choices[each.answer]}\n\n" for each in questions)
 
 
 def choice_sample(
     tokenizer: "PreTrainedTokenizerBase", context: str, choice: str, longest: int, source: str
 ) -> dict[str, Any]:
-    """A sample whose targets are the tokens of a choice after its context. Blanks at the end of the context
-    belong to the choice, so that a token may begin with them; of a context that is too long the beginning is
-    cut away. Raises UserError if the choice has no token of its own, or more than `longest`."""
+    """A sample whose targets are the tokens of a choice after its context. Spaces at the end of the context
+    move to the choice, so that a token may begin with them. If the context is too long, its beginning is cut
+    away. Raises UserError if the choice has no token of its own, or more than `longest`."""
     begin = context.rstrip()
     text = f"{context} {choice}"
     tokens = tokenizer.encode(text, add_special_tokens=False)
     targets = len(tokens) - len(tokenizer.encode(begin, add_special_tokens=False))
     if not 0 < targets <= longest:
-        raise UserError(f"{source}: choice {choice!r} is {targets} tokens, of at most {longest}")
+        raise UserError(f"{source}: choice {choice!r} has {targets} tokens; it must have 1 to {longest}")
     tokens = tokens[-(longest + 1) :]
     loss_weight = np.zeros(len(tokens), dtype=np.float32)
     loss_weight[-targets:] = 1.0
@@ -102,8 +103,8 @@ def evaluate_questions(
     longest: int,
     batches: Batches,
 ) -> list[dict[str, Any]]:
-    """Of each question whether the most likely choice is right (`acc`), and whether the one of the largest
-    log-likelihood per character is (`acc_norm`); with the choices' log-likelihoods."""
+    """For each question, whether the most likely choice is right (`acc`), whether the choice with the largest
+    log-likelihood per character is right (`acc_norm`), and the choices' log-likelihoods."""
     before = examples(shots)
     samples = [
         choice_sample(tokenizer, before + question.text, choice, longest, question.source)

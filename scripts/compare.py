@@ -1,13 +1,14 @@
-"""Did it help? Compare variants of a stage by pairs of runs with equal seeds, data and held-out records.
+"""Did it help? Compare variants of a stage in pairs of runs with equal seeds, data and held-out records.
 
     python scripts/compare.py --stage pretrain --data_path data/pretrain.jsonl --hours 0.5 \\
         "" "--weight_decay 0.3" "--optimizer adamw"
     python scripts/compare.py --stage pretrain --data_path data/pretrain.jsonl --pairs 6 --base HEAD
 
-A variant is a string of flags; flags outside these strings are those of all runs. With --base the first
-variant is the code of a git revision or of a folder, the others the files as they are now, copied. The number
-of pairs is fixed after the first. Stopped at any moment, the same command goes on. Results:
-<save_dir>/compare/NAME/, and a line in <save_dir>/compare/log.md. docs/training.md has the rest.
+A variant is a string of flags; flags outside these strings apply to all runs. With --base the first variant
+is the code of a git revision or of a folder, and the others are a copy of the files as they are now. The
+number of pairs is fixed after the first pair. If the command is stopped at any moment, the same command
+continues. Results are in <save_dir>/compare/NAME/, with a line in <save_dir>/compare/log.md. See
+docs/training.md.
 """
 
 import argparse
@@ -56,8 +57,8 @@ OPTIONS = ("stage", "variants", "base", "name", "hours", "pairs", "same", "quiz"
 
 
 def parse_args() -> tuple[argparse.Namespace, dict[str, Any]]:
-    """The flags of this script, and the settings of all runs. Among the flags are the figure that decides as
-    `metric`, and as `mode` whether `min` or `max` is better. Raises UserError."""
+    """The flags of this script, and the settings of all runs. The flags include `metric`, the figure that
+    decides, and `mode`, whether `min` or `max` is better. Raises UserError."""
     first = Parser(add_help=False)
     first.add_argument("--stage", choices=STAGES, default="pretrain", help="stage to compare variants of")
     script = stage_script(first.parse_known_args()[0].stage)
@@ -66,11 +67,11 @@ def parse_args() -> tuple[argparse.Namespace, dict[str, Any]]:
     flag("variants", nargs="*", default=[], help='the flags of each variant, in quotes; "" for none')
     flag("--base", default=None, help="git revision or folder with the code of the first variant")
     flag("--name", default=None, help="folder of the results (default: the stage and a hash of the settings)")
-    flag("--hours", type=float, default=1.0, help="time for all pairs, of which there are two or more")
+    flag("--hours", type=float, default=1.0, help="time for all pairs; at least two pairs must fit")
     flag("--pairs", type=int, default=None, help="number of pairs, instead of --hours")
-    text = "seconds: the slower ones get fewer updates, measured in a pair that does not count"
+    text = "seconds: slower variants get fewer updates, measured in a pair that does not count"
     flag("--same", choices=("tokens", "seconds"), default="tokens", help=text)
-    flag("--quiz", default=None, help="flags of scripts/evaluate.py, whose first figure is to decide")
+    flag("--quiz", default=None, help="flags of scripts/evaluate.py; its first figure decides")
     refuse_single_words(parser, sys.argv[1:], OPTIONS)
     flags = read_flags(parser, None)
     own = argparse.Namespace(**{name: flags.pop(name) for name in OPTIONS})
@@ -92,9 +93,9 @@ def parse_args() -> tuple[argparse.Namespace, dict[str, Any]]:
 
 
 def open_comparison(own: argparse.Namespace, common: dict[str, Any]) -> tuple[Path, list[Variant]]:
-    """The folder of the comparison with the code, begun or gone on with, and the variants. common: settings
-    of all runs. Raises UserError for flags that are wrong or that a variant may not change, and for a folder
-    begun with others."""
+    """Begin a comparison or continue one. Returns its folder, with the copied code, and the variants. common:
+    settings of all runs. Raises UserError for wrong flags, for flags that a variant may not change, and if
+    the folder was begun with other settings."""
     script = stage_script(own.stage)
     of_variants = [variant_settings(script.Args, text) for text in own.variants]
     settings: dict[str, Any] = {"flags": common, "base": own.base}
@@ -126,23 +127,25 @@ def open_comparison(own: argparse.Namespace, common: dict[str, Any]) -> tuple[Pa
         copy_code(settings["base"], base)
         file = Path("trainer") / Path(script.__file__).name
         if not (base / file).is_file():
-            raise UserError(f"--base {own.base} has no {file}: it had another name then; give a newer one")
+            raise UserError(
+                f"--base {own.base} has no {file}, which had another name then; give a newer revision"
+            )
     write_json(folder / "settings.json", settings)
     return folder, variants
 
 
 def check_variant(variant: Variant, first: StageArgs, judges: set[str]) -> None:
-    """Raise UserError if a variant has another value than all runs of a setting that decides what they are
-    measured by. judges: those of the figure that decides."""
+    """Raise UserError if a variant changes a setting on which the measurement depends. judges: the settings
+    on which the deciding figure depends."""
     for setting in (*HELD_OUT, *sorted(judges)):
         if getattr(variant.args, setting, None) != getattr(first, setting, None):
             raise UserError(
-                f'variant "{variant.name}": --{setting} decides what the runs are measured by; give it '
-                "outside the variants, for all of them"
+                f'variant "{variant.name}": --{setting} changes how the runs are measured; give it '
+                "outside the variants, for all runs"
             )
     if variant.args.eval_share and variant.args.data_path != first.data_path:
         raise UserError(
-            f'variant "{variant.name}": other data need a held-out file of their own, --eval_data_path'
+            f'variant "{variant.name}": other data need a separate held-out file, --eval_data_path'
         )
 
 
@@ -160,20 +163,21 @@ def begin(folder: Path, settings: dict[str, Any]) -> None:
 
 
 def check_code(folder: Path, tree: Path) -> None:
-    """Say which files were edited since they were copied; where the comparison is over, raise UserError."""
+    """Warn about files that were edited since they were copied; if the comparison is finished, raise
+    UserError."""
     if edited := differing_files(ROOT, tree, code_files(ROOT)):
         text = f"{', '.join(edited[:3])} changed since {folder} began"
         if (folder / "result.json").exists():
             raise UserError(f"{text}; give a --name for a comparison of the files as they are now")
-        warn(f"{text}: it goes on with the copy of then")
+        warn(f"{text}; it continues with the old copy")
 
 
 # --- pairs
 
 
 class Comparison:
-    """The runs of a comparison. metric: the figure that decides. judges: the settings that it depends on.
-    steps: updates of each variant's runs, 0 for those of its flags. pairs: the runs of each pair, in the
+    """The runs of a comparison. metric: the figure that decides. judges: the settings on which it depends.
+    steps: number of updates of each variant's runs; 0: as its flags say. pairs: the runs of each pair, in the
     order of the variants."""
 
     def __init__(self, own: argparse.Namespace, folder: Path, variants: list[Variant]):
@@ -192,8 +196,9 @@ class Comparison:
         write_report(self.folder, self.variants, self.pairs, about)
 
     def plan(self) -> dict[str, Any]:
-        """Run the first pair and fix the number of pairs, once for each --hours or --pairs; one that asks for
-        more later has looked at the result. Raises UserError if the time allows no second pair."""
+        """Run the first pair and fix the number of pairs, once for each value of --hours or --pairs. If more
+        is asked for later, the plan records that the result was already seen. Raises UserError if there is no
+        time for a second pair."""
         path = self.folder / "plan.json"
         plan: dict[str, Any] = {"pairs": 0, "looks": [], "steps": self.steps}
         plan |= json.loads(path.read_text()) if path.exists() else {}
@@ -209,8 +214,8 @@ class Comparison:
         pairs = self.own.pairs or int(3600 * self.own.hours / seconds)
         if pairs < 2:
             raise UserError(
-                f"a pair takes {duration(seconds)}, and there must be two at least: give --hours "
-                f"{5 * seconds / 3600:.2g} for five"
+                f"a pair takes {duration(seconds)}, and at least two must fit: give --hours "
+                f"{5 * seconds / 3600:.2g} for five pairs"
             )
         if plan["pairs"]:
             plan["looks"].append(plan["pairs"])
@@ -220,13 +225,13 @@ class Comparison:
         least = smallest_difference(spread, plan["pairs"], len(self.variants) - 1)
         say(
             f"a pair takes {duration(seconds)}; {plan['pairs']} pairs find a difference of {least:.2%} nine "
-            f"times in ten, if pairs spread by {spread:.2%}"
+            f"times in ten, if the pairs vary by {spread:.2%}"
         )
         return plan
 
     def run_pair(self, number: int, name: str) -> list[Any]:
-        """Train each variant with the seed of this pair, in an order that turns from pair to pair. A run that
-        has read other files than it should is deleted: it does not count. Raises UserError."""
+        """Train each variant with the seed of this pair, in an order that changes from pair to pair. If a run
+        has read files that changed, it is deleted and does not count. Raises UserError."""
         runs: dict[int, Any] = {}
         order = list(range(len(self.variants)))
         for i in order if number % 2 == 0 else reversed(order):
@@ -248,14 +253,14 @@ class Comparison:
         return [runs[i] for i in order]
 
     def check(self, first: dict[str, Any], other: dict[str, Any], variant: Variant) -> None:
-        """Raise UserError if a run of a variant cannot be compared with that of the first. Where tokenizers
+        """Raise UserError if a variant's run cannot be compared with the first variant's. If tokenizers
         differ, bits per byte decide."""
         check_pair((self.variants[0], variant), (first["inputs"], other["inputs"]), self.judges)
         if first["inputs"].get("tokenizer") != other["inputs"].get("tokenizer"):
             if self.metric == "eval_loss":
                 if not first["figures"].get("eval_bpb") or not other["figures"].get("eval_bpb"):
                     raise UserError(
-                        f'variant "{variant.name}": another tokenizer, and no bits per byte to compare by'
+                        f'variant "{variant.name}": another tokenizer needs eval_bpb, which is missing'
                     )
                 self.metric = "eval_bpb"
             if self.metric == "eval_bpb":
@@ -269,14 +274,14 @@ class Comparison:
 
 
 def equal_seconds(runs: list[Any]) -> list[int]:
-    """Updates with which each variant trains as long as the fastest."""
+    """The number of updates with which each variant trains as long as the fastest one."""
     least = min(run["times"]["training_seconds"] for run in runs)
     return [max(1, int(run["figures"]["updates"] * least / run["times"]["training_seconds"])) for run in runs]
 
 
 def known_spread(folder: Path, stage: str, metric: str) -> float:
-    """The median spread of pairs in earlier comparisons of a stage by this figure that found little, SPREAD
-    without any."""
+    """The median spread of pairs in earlier comparisons of this stage and figure that found little
+    difference; SPREAD if there are none."""
     spreads = []
     for path in folder.glob("*/result.json"):
         each = json.loads(path.read_text())
@@ -289,7 +294,7 @@ def main() -> None:
     """Run the comparison."""
     own, common = parse_args()
     folder, variants = open_comparison(own, common)
-    say(f"{own.stage} in {folder}; stopped at any moment, the same command goes on")
+    say(f"{own.stage} in {folder}; if it is stopped, the same command continues")
     Comparison(own, folder, variants).run()
 
 

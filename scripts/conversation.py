@@ -1,4 +1,4 @@
-"""A conversation with a model, which forgets its oldest turns when the context is full."""
+"""A conversation with a model that drops its oldest turns when the context is full."""
 
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
@@ -12,9 +12,9 @@ from model.prompts import prompt_tokens
 
 
 def first_kept(messages: list[dict], fits: Callable[[list[dict]], bool]) -> int:
-    """Index of the message with which a conversation begins when its oldest turns are dropped, a user's
-    message with all that follows up to the next one's, until `fits` accepts what is left; of the newest turn,
-    if not even that is accepted."""
+    """The index of the first message to keep. The oldest turns (a user's message with everything up to the
+    next one) are dropped until `fits` accepts the rest. If not even the newest turn fits, its index is
+    returned."""
     if fits(messages):
         return 0
     users = [i for i, message in enumerate(messages) if message["role"] == "user"]
@@ -45,9 +45,9 @@ class Conversation:
     def extend(self, messages: list[dict], answer: int) -> tuple[list[int], int]:
         """Add messages; returns the prompt's token ids and how many old messages were dropped for it.
 
-        The oldest turns are dropped until `answer` tokens fit behind the prompt (or half the context, if that
-        is less). Raises UserError if the newest turn alone is too long, or the chat template refuses the
-        messages; nothing changes then."""
+        The oldest turns are dropped until `answer` tokens (or half the context, if that is less) fit after
+        the prompt. Raises UserError if the newest turn alone is too long, or the chat template refuses the
+        messages; the conversation is then unchanged."""
         system = [{"role": "system", "content": self.system}] if self.system else []
         room = self.limit - min(answer, self.limit // 2)
         history = [*self.messages, *messages]
@@ -62,7 +62,8 @@ class Conversation:
         tokens = tokens_of(history[first:])
         if len(tokens) > room:
             raise UserError(
-                f"the message is too long: {len(tokens)} tokens, and {room} of the {self.limit} are for it"
+                f"the message is too long: it has {len(tokens)} tokens, and there is room for {room} of the "
+                f"{self.limit}"
             )
         self.messages = history[first:]
         return tokens, first

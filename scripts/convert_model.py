@@ -1,14 +1,15 @@
-"""Convert a model to another form, and check that it is the same model before saying so.
+"""Convert a model to another format, and check that the result is the same model.
 
     python scripts/convert_model.py --model out/full_sft_512.pth --to hf --output out/full_sft_512_hf
     python scripts/convert_model.py --weight full_sft --to gguf --output out/full_sft.gguf
     python scripts/convert_model.py --model SOME_FOLDER --to pth --output out/other_512.pth
     python scripts/convert_model.py --model out/demo --to page
 
-hf: a Hugging Face folder of a stock architecture. gguf: one file for llama.cpp and what is built on it. pth:
-a weights file of this project and of MiniMind, also from the checkpoint of a run. They hold the weights in
-float16; --bits 8 or 4 makes the GGUF file smaller. page: one HTML file to send, with the weights in 8 or 4
-bits and a small chat, which works offline in any browser. `--lora` merges an adapter.
+hf: a Hugging Face folder with a stock architecture. gguf: one file for llama.cpp and the programs built on
+it. pth: a weights file of this project and of MiniMind; a run's checkpoint can be converted, too. These
+formats store the weights in float16; --bits 8 or 4 makes a GGUF file smaller. page: one HTML file to send,
+with the weights in 8 or 4 bits and a small chat, which works offline in any browser. `--lora` merges an
+adapter.
 """
 
 import argparse
@@ -45,7 +46,7 @@ def parse_args() -> argparse.Namespace:
     """The command line."""
     parser = Parser(description=(__doc__ or "").split("\n", 1)[0])
     flag = parser.add_argument
-    flag("--to", choices=("hf", "gguf", "pth", "page"), required=True, help="form to convert to")
+    flag("--to", choices=("hf", "gguf", "pth", "page"), required=True, help="format to convert to")
     text = "file or folder to write; it must not exist (default for page: beside the weights, NAME.html)"
     flag("--output", type=Path, help=text)
     text = "bits of a weight: in a page 8 (the default) or 4, in a GGUF file 16 (the default), 8 or 4"
@@ -69,10 +70,10 @@ def convert(
     bits: int = 16,
     prompts: Prompts | None = None,
 ) -> list[str]:
-    """Round the weights of a model to float16, write it in another form (hf, gguf or pth), read it back and
-    compare; returns what was compared, as lines. bits: of the matrices in a GGUF file. prompts: to which the
-    model and the rounded one answer. Raises UserError if the form cannot represent the model, the place
-    cannot be written, or what is read back is not the same model; then nothing is written."""
+    """Round a model's weights to float16, write it in another format (hf, gguf or pth), reload it and
+    compare. Returns lines that say what was compared. bits: bits of the matrices in a GGUF file. prompts:
+    prompts that both the model and the rounded model answer. Raises UserError if the format cannot represent
+    the model, the output cannot be written, or the reloaded model differs; then nothing is left behind."""
     before = text_logits(model, tokenizer)
     expected = likeliest_answers(model, tokenizer, prompts) if prompts else []
     model.load_state_dict(half_weights(model))
@@ -130,10 +131,12 @@ def convert_to_page(
 
 
 def check_name(output: Path, model: MiniMindForCausalLM) -> None:
-    """Raise UserError if the name of a weights file is that of another shape."""
+    """Raise UserError if the name of a weights file states another shape."""
     named, name = shape_in_name(output), f"{run_name('NAME', model.config)}.pth"
     if named and named != shape_in_name(Path(name)):
-        raise UserError(f"--output {output.name}: the name of a weights file has its shape; call it {name}")
+        raise UserError(
+            f"--output {output.name}: the name of a weights file must state its shape; use {name}"
+        )
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Evaluate trained models: the loss on held-out data, rewards of answers to questions, or multiple choice.
+"""Evaluate trained models: loss on held-out data, rewards of answers, or multiple choice.
 
     python scripts/evaluate.py --task loss --data_path data/sft_eval.jsonl
     python scripts/evaluate.py --task answers --data_path data/quiz.jsonl --reward contains_answer
@@ -70,16 +70,18 @@ def parse_args() -> argparse.Namespace:
     flag(
         "--max_seq_len",
         type=int,
-        help="longest sample (loss), prompt (answers), or question and choice, in tokens",
+        help="maximum length of a sample (loss), a prompt (answers), or a question with a choice, in tokens",
     )
 
     loss = parser.add_argument_group("--task loss")
     loss.add_argument("--kind", choices=list(DATASETS), default="sft", help="documents or conversations")
-    loss.add_argument("--text_separator", help="line between the documents of plain text files")
+    loss.add_argument("--text_separator", help="line that separates the documents of plain text files")
 
     answers = parser.add_argument_group("--task answers")
     answers.add_argument("--reward", default="exact_answer", help="rewards, as --reward of train_grpo.py")
-    answers.add_argument("--max_new_tokens", type=int, default=256, help="longest answer, in tokens")
+    answers.add_argument(
+        "--max_new_tokens", type=int, default=256, help="maximum length of an answer, in tokens"
+    )
     add_penalty_flags(answers)
     text = "number of answers to print, of each model; also of --task choice"
     answers.add_argument("--show", type=int, default=0, help=text)
@@ -99,7 +101,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def evaluate_loss(args: argparse.Namespace, model: Any, tokenizer: Any) -> dict[str, Any]:
-    """Loss in nats per target and bits per byte, as the trainer's `eval_loss` and `eval_bpb`."""
+    """The loss in nats per target and in bits per byte, like the trainer's `eval_loss` and `eval_bpb`."""
     dataset_class = DATASETS[args.kind]
     options = {"text_separator": args.text_separator, "max_lost_text": 1.0}  # as training allowed
     dataset = dataset_class(args.data_path, tokenizer, args.max_seq_len, **options)
@@ -119,7 +121,7 @@ def evaluate_loss(args: argparse.Namespace, model: Any, tokenizer: Any) -> dict[
 
 
 def batches(lengths: list[int]) -> Iterator[list[int]]:
-    """Indices of items of these lengths, in order, in batches of at most BATCH_TOKENS (or one item)."""
+    """Indices of items with these lengths, in order, in batches of at most BATCH_TOKENS (or one item)."""
     batch: list[int] = []
     tokens = 0
     for index, length in enumerate(lengths):
@@ -132,7 +134,7 @@ def batches(lengths: list[int]) -> Iterator[list[int]]:
 
 
 def evaluate_answers(args: argparse.Namespace, model: Any, tokenizer: Any) -> dict[str, Any]:
-    """Each reward of the model's greedy answers, and their length in characters, as means."""
+    """The mean of each reward over the model's greedy answers, and their mean length in characters."""
     rewards = load_rewards(args.reward)
     longest = args.max_seq_len or model.config.max_position_embeddings - args.max_new_tokens
     thinking, check = float(args.open_thinking), partial(check_record, rewards)
@@ -179,8 +181,8 @@ def show(answers: list[dict[str, Any]], count: int) -> None:
 
 
 def mean(values: list[float]) -> dict[str, float]:
-    """The mean. If it is the share of right answers, all values are 0 or 1, with Wilson's 95 % score interval
-    (Wilson 1927), which holds near 0 and 1 and for few items."""
+    """The mean. If all values are 0 or 1, it is a share, and comes with Wilson's 95 % score interval (Wilson
+    1927), which is valid near 0 and 1 and for few items."""
     count, share = len(values), float(np.mean(values))
     if not set(values) <= {0.0, 1.0}:
         return {"value": share}

@@ -1,4 +1,4 @@
-"""The flags of chat.py and evaluate.py with which a model repeats itself less."""
+"""The flags of chat.py and evaluate.py that make a model repeat itself less."""
 
 import argparse
 from dataclasses import replace
@@ -28,7 +28,7 @@ def add_penalty_flags(parser: argparse._ActionsContainer) -> None:
 
 
 def check_penalties(args: argparse.Namespace) -> None:
-    """Raises UserError if a value of the flags is out of range."""
+    """Raise UserError if a flag's value is out of range."""
     for name, (least, most, has_least) in RANGES.items():
         value = getattr(args, name)
         if value is None:

@@ -1,15 +1,14 @@
-"""Plan a run before it starts: from your data, this machine and your hours to every setting of pretraining
-and SFT.
+"""Plan a run: choose every setting of pretraining and SFT from your data, this machine and your hours.
 
     python scripts/plan.py --pretrain_data data/pretrain.jsonl --sft_data data/sft.jsonl --hours 8
     python scripts/plan.py --pretrain_data data/book.txt --depth 8
     python scripts/plan.py --sft_data data/sft.jsonl --hours 1
 
-It tokenises the data as the stages do, times updates of models of growing size on them (a minute in all), and
-takes size, passes over the data, batch and learning rate from measured rules (scripts/planning/rules.py).
-Where the time is short it takes a part of the data. It prints the plan, what limits it and what is unwise,
-and writes a shell file that runs it. Without --pretrain_data the conversations are what is pretrained on,
-too.
+It tokenises the data as the stages do and times updates of models of growing size on them (a minute in all).
+It takes size, passes over the data, batch size and learning rate from measured rules
+(scripts/planning/rules.py). If the time is short, it uses a part of the data. It prints the plan, what limits
+it and what is unwise, and writes a shell file that runs it. Without --pretrain_data, the model is pretrained
+on the conversations, too.
 """
 
 import argparse
@@ -48,15 +47,17 @@ MIN_BYTES_PER_TOKEN = 2.5
 UNWISE = {
     "more time": "{stage}: {updates} updates teach little; more time helps",
     "more data": "{stage}: {updates} updates teach little; more data help",
-    "few tokens": "{tokens:,} different tokens: expect words and turns of the text, hardly a sentence that "
-    "makes sense, unless the texts are much alike; more text, or weights that have read more, help "
+    "few tokens": "{tokens:,} different tokens: expect words and phrases of the text, but hardly a sentence "
+    "that makes sense, unless the texts are much alike. More text helps, or weights that have read more "
     "(docs/training.md#from-other-weights)",
-    "short tokens": "{bytes:.1f} bytes per token: the vocabulary was made for other text (docs/data.md)",
-    "few conversations": "{conversations:,} conversations teach a manner of answering, no knowledge. They do "
-    "more for weights that have read more, MiniMind's or a Qwen3 (PATH: a file, a folder or "
+    "short tokens": "{bytes:.1f} bytes per token: the vocabulary was made for other text "
+    "(docs/data.md#tokenizer)",
+    "few conversations": "{conversations:,} conversations teach how to answer, but no knowledge. They help "
+    "more on weights that have read more, MiniMind's or a Qwen3 (PATH is a file, a folder or "
     "hf://OWNER/NAME):\n    {command}",
     "leaks": "{text}",
-    "disk": "the runs write {need:.1f} GB, and {free:.1f} GB are free; make room, or give another --save_dir",
+    "disk": "the runs write {need:.1f} GB, but only {free:.1f} GB are free; free some space, or give "
+    "another --save_dir",
 }
 
 
@@ -68,7 +69,7 @@ def main() -> None:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:False")
     memory = machine.free_memory(device)
     text = describe_device(device, mixed_precision(args.dtype, device)[0])
-    say(f"device: {text}; {memory / 1e9:.0f} GB of memory to use")
+    say(f"device: {text}; {memory / 1e9:.0f} GB of memory available")
 
     opened = stages.open_stages(args)
     plan = choose(opened, [args.depth] if args.depth else rules.DEPTHS, memory, 3600 * args.hours)
@@ -88,7 +89,7 @@ def main() -> None:
         say(f"  unwise: {UNWISE[key].format(**values)}")
 
     path = files.write_plan(plan, args.save_dir, args.lang, files.facts(plan, warnings, memory, free))
-    say(f"wrote {path}; next, in this order (the first ends with {args.save_dir}/report.html):")
+    say(f"wrote {path}; run these next, in this order (the first writes {args.save_dir}/report.html):")
     say(f"  bash {shlex.quote(str(path))}")
     say(f"  {files.chat_command(plan)}")
 
@@ -102,7 +103,11 @@ def parse_args() -> argparse.Namespace:
     text = "conversations, as --data_path of train_full_sft.py; without it pretraining alone"
     flag("--sft_data", help=text)
     flag("--hours", type=float, default=8, help="time for all stages (default: 8)")
-    flag("--depth", type=int, help=f"layers of the model, {rules.WIDTH} times as wide: the one dial")
+    flag(
+        "--depth",
+        type=int,
+        help=f"layers of the model, which is {rules.WIDTH} times as wide; without it the plan chooses",
+    )
     flag("--save_dir", default=str(ROOT / "out" / "plan"), help="folder for run.sh and what it writes")
     text = "folder of a tokenizer; without it the shipped one, or for few data a smaller one"
     flag("--tokenizer_path", help=text)
@@ -124,7 +129,7 @@ def parse_args() -> argparse.Namespace:
     for path in filter(None, (args.pretrain_data, args.sft_data)):
         if split_weights(path)[1]:
             raise UserError(
-                f"{path}: a plan is for data without weights; leave them out, and add them to run.sh"
+                f"{path}: a plan takes data without weights; leave them out here and add them to run.sh"
             )
         expand_paths(path)  # missing data are named before anything takes time
     for name in ("save_dir", "cache_dir", "tokenizer_path"):  # run.sh runs in another folder
@@ -132,14 +137,16 @@ def parse_args() -> argparse.Namespace:
             setattr(args, name, os.path.abspath(getattr(args, name)))
     if files_in(args.save_dir, f"*{METRICS_SUFFIX}"):  # run.sh is needed to go on with them
         raise UserError(
-            f"--save_dir {args.save_dir} holds runs already; give this plan another folder, or remove it"
+            f"--save_dir {args.save_dir} already holds runs; give this plan another folder, or remove that "
+            "one"
         )
     lock_output("plan", save_dir=args.save_dir)  # a folder that cannot be written is named now
     return args
 
 
 def describe(plan: Plan, seconds: float) -> list[str]:
-    """The plan as a table with a column for each stage, and what its times are. seconds: that were given."""
+    """The plan as a table with a column for each stage, followed by remarks. seconds: the time that was asked
+    for."""
     columns = [
         ["", "tokens of the data", "tokens held out", "passes over the data", "tokens to train", "updates",
          "tokens of an update", "learning rate", "time", "memory, at least", "disk"]
@@ -167,29 +174,29 @@ def describe(plan: Plan, seconds: float) -> list[str]:
     table = text_table([list(row) for row in zip(*columns, strict=True)])
     lines += [f"  {line}" for line in table.split("\n")]
     lines.append(
-        f"  time: updates and evaluations; beside it some {stages.START_SECONDS:.0f} s to start a stage. "
-        "The data are tokenised already, and saving takes no time of its own"
+        f"  time: updates and evaluations, plus about {stages.START_SECONDS:.0f} s to start each stage. "
+        "The data are already tokenised, and saving runs in the background"
     )
     vocabulary = len(load_tokenizer(first.tokenizer_path))
     lines.append(
-        f"  loss: begins near {math.log(vocabulary):.2f} nats per token, that of guessing among "
+        f"  loss: begins near {math.log(vocabulary):.2f} nats per token, which is guessing among "
         f"{vocabulary:,} tokens"
     )
     if plan.stages[0].repeats_itself:
         lines.append(
-            f"  the text says much more than once, so it is read up to {plan.stages[0].most_passes} times "
+            f"  the text repeats itself, so it is read up to {plan.stages[0].most_passes} times "
             f"instead of {rules.PASSES}"
         )
     if plan.limit == "data":
         left = duration(seconds - total_seconds(plan.stages))
-        lines.append(f"  more time would not help: {left} are left, and a larger model wants more text")
+        lines.append(f"  more time would not help: {left} are left, but a larger model needs more text")
     if len(plan.stages) > 1 and first.data_path == plan.stages[1].args.data_path:
-        lines.append("  the same data are read by both stages: first as text, then as conversations")
+        lines.append("  both stages read the same data: first as text, then as conversations")
     return lines
 
 
 def unwise(plan: Plan, free: float) -> list[tuple[str, dict[str, Any]]]:
-    """What to think about again, as keys of UNWISE with their values. free: bytes of the disk."""
+    """What the user should reconsider, as keys of UNWISE with their values. free: free bytes of the disk."""
     first = plan.stages[0]
     found: list[tuple[str, dict[str, Any]]] = []
     for stage in plan.stages:

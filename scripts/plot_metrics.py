@@ -1,11 +1,11 @@
-"""A table of runs, their curves as a picture, and a page with everything about them to send to somebody.
+"""Print a table of runs, draw their curves, and write a report page to send to somebody.
 
     python scripts/plot_metrics.py out
     python scripts/plot_metrics.py out/a_512_metrics.jsonl out/b_512_metrics.jsonl --x tokens --png curves.png
     python scripts/plot_metrics.py out --panels loss learning_rate --png out/curves.png --html out/runs.html
 
-It reads the metrics files that training writes, also while a run is in progress, and the settings beside
-them.
+It reads the metrics files that training writes, even while a run is in progress, and the settings files
+beside them.
 """
 
 import argparse
@@ -39,19 +39,19 @@ def parse_args() -> argparse.Namespace:
     flag = parser.add_argument
     flag("metrics", nargs="+", help="metrics files, out/<run>_metrics.jsonl, or folders of them")
     flag("--png", help="picture of the curves to write")
-    flag("--html", help="page to write, to send to somebody: one file that needs no network")
+    flag("--html", help="report page to write: one file to send, which needs no network")
     text = "language of the page (default: that of the system)"
     flag("--lang", choices=LANGUAGES, default=user_language(), help=text)
     flag("--panels", nargs="+", help=f"fields of the records to draw (default: {' '.join(PANELS)})")
     flag("--x", choices=AXES, help="field on the x axis of the curves (default: update)")
     args = parser.parse_args()
     if (args.panels or args.x) and not (args.png or args.html):
-        raise UserError("--panels and --x say how curves are drawn; add where to: --png FILE or --html FILE")
+        raise UserError("--panels and --x choose how curves are drawn; add where: --png FILE or --html FILE")
     return args
 
 
 def find_runs(paths: list[str]) -> list[Path]:
-    """The metrics files among files and folders. Raises UserError if a folder holds none."""
+    """The metrics files among these files and folders. Raises UserError if a folder contains none."""
     runs = []
     for path in map(Path, paths):
         files = sorted(path.glob(f"*{METRICS_SUFFIX}")) if path.is_dir() else [path]
@@ -64,8 +64,8 @@ def find_runs(paths: list[str]) -> list[Path]:
 
 
 def read_runs(paths: list[str]) -> dict[str, Run]:
-    """The runs by their names: stages of one model in their order, else the one of the lowest held-out loss
-    first. Of several, those that cannot be read or have no records are left out with a warning. Raises
+    """The runs by their names: stages of one model in their order, otherwise the lowest held-out loss first.
+    If there are several, those that cannot be read or have no records are left out with a warning. Raises
     UserError if none is left."""
     runs: list[Run] = []
     problems = []
@@ -95,7 +95,7 @@ def read_runs(paths: list[str]) -> dict[str, Run]:
 
 
 def run_table(runs: dict[str, Run]) -> list[list[str]]:
-    """The table of runs: what each came to, and the settings that differ. Few runs are its columns, many its
+    """The table of runs: their results, and the settings that differ. Few runs are columns, many runs are
     rows."""
     columns = [["run", *runs]]
     for name in (*RESULTS, *AXES):
@@ -137,7 +137,7 @@ def main() -> None:
 
 @contextmanager
 def writing(flag: str, path: str) -> Iterator[None]:
-    """Around writing a file: one line if it cannot be written, another one that says where it is."""
+    """Wrap the writing of a file: raises UserError if it cannot be written, otherwise prints where it is."""
     try:
         yield
     except (OSError, ValueError) as error:

@@ -1,5 +1,4 @@
-"""Serve a trained model with OpenAI's API: chat, completions, tools, streaming; requests are decoded
-together.
+"""Serve trained models with OpenAI's API: chat, completions, tools, streaming, batched decoding.
 
 python scripts/serve_openai_api.py                                   all weights in out/ and in its folders
 python scripts/serve_openai_api.py --save_dir out/demo               those of the quickstart
@@ -54,7 +53,7 @@ def parse_args() -> argparse.Namespace:
     flag("--model_name", help="name of the model for clients; by default that of its file or folder")
     text = "address to listen at; 0.0.0.0: all of this machine, with a key only"
     flag("--host", default="127.0.0.1", help=text)
-    flag("--port", type=int, default=8000, help="port to listen at; 0: any that is free")
+    flag("--port", type=int, default=8000, help="port to listen at; 0: any free one")
     text = f"answer only clients that send this key; by default that in the environment as {KEY}"
     flag("--api_key", help=text)
     text = "origins of other web pages that may use the API, such as http://localhost:3000"
@@ -63,7 +62,7 @@ def parse_args() -> argparse.Namespace:
     flag("--allow_host", nargs="+", default=[], help=text)
     text = "addresses of a reverse proxy, such as 127.0.0.1, whose X-Forwarded-For says who a client is"
     flag("--proxy", nargs="+", default=[], help=text)
-    flag("--slots", type=int, default=64, help="answers that are written at once")
+    flag("--slots", type=int, default=64, help="answers that are generated at once")
     text = "longest prompt together with its answer, in tokens"
     flag("--context", "--max_seq_len", type=int, default=2048, help=text)
     text = "longest answer, in tokens (default: 1024, at most half of --context)"
@@ -88,10 +87,12 @@ def parse_args() -> argparse.Namespace:
 
 
 def check_access(args: argparse.Namespace) -> None:
-    """Raises UserError if no client could send the key, or no browser the origin."""
+    """Raise UserError if no client could send the key, or no browser could send the origin."""
     key = args.api_key
     if key is not None and not (key.isascii() and key.isprintable() and key == key.strip()):
-        raise UserError("--api_key must be printable ASCII without a blank at either end, to fit a header")
+        raise UserError(
+            "--api_key must be printable ASCII without a space at either end, to fit into a header"
+        )
     for origin in args.allow_origin:
         if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#@*\s]+", origin):
             message = "must be * or scheme://host[:port] in lower case, without a path or a star inside"
@@ -104,12 +105,12 @@ def check_access(args: argparse.Namespace) -> None:
             raise UserError(f"--proxy {proxy} {message}") from error
     for host in args.allow_host:
         if not re.fullmatch(r"\*|(\*\.)?[\w.-]+|\[[0-9a-f:.]+\]", host):
-            raise UserError(f"--allow_host {host} must be a host name or an address alone, without a port")
+            raise UserError(f"--allow_host {host} must be only a host name or an address, without a port")
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens at an address: a second server for it fails before it loads its model. Raises
-    UserError if it cannot be had."""
+    """A socket that listens at an address. It is opened first, so a second server for the same address fails
+    before it loads a model. Raises UserError if that fails."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)
@@ -123,8 +124,8 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def offered_models(args: argparse.Namespace, jobs: Jobs | None = None) -> Models:
-    """The models that the command line names. jobs: trainings, beside which a model is loaded on the CPU.
-    Raises UserError if a given one is not there."""
+    """The models that the server offers. jobs: trainings; while one runs, models are loaded on the CPU.
+    Raises UserError if a given model does not exist."""
     make_local(args)
     given, device = given_model(args), select_device(args.device)
 
@@ -139,7 +140,7 @@ def offered_models(args: argparse.Namespace, jobs: Jobs | None = None) -> Models
             model, tokenizer = load_path(path, args.tokenizer_path, place, scaling)
         longest = model.config.max_position_embeddings
         if args.context > longest:
-            raise UserError(f"--context {args.context} is more than this model's {longest} positions")
+            raise UserError(f"--context {args.context} is more than the {longest} positions of this model")
         return model, tokenizer
 
     others = Path(args.save_dir) if args.max_models > 1 or given is None else None
@@ -150,8 +151,8 @@ def offered_models(args: argparse.Namespace, jobs: Jobs | None = None) -> Models
 
 
 def given_model(args: argparse.Namespace) -> Path | None:
-    """The model that the command line names, or the weights of --save_dir that tools use by default; None if
-    it names none and there are not just one of these. Raises UserError if it names one that is not there."""
+    """The model that the command line names, or the default weights in --save_dir. None if no model is named
+    and there is not exactly one default. Raises UserError if the named model does not exist."""
     is_named = args.model or args.weight or args.lora or args.model_name or given_shape(args)
     if is_named or len(weight_files(args.save_dir, WEIGHT)) == 1:
         return model_path(args)

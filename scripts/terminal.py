@@ -11,8 +11,8 @@ DIM, NORMAL = "\033[2m", "\033[0m"
 
 
 class Screen:
-    """On a terminal the reasoning is dimmed, and tool calls stand on lines of their own; elsewhere the text
-    is written as the model writes it."""
+    """Prints an answer as it is generated. On a terminal, reasoning is dimmed and each tool call is on its
+    own line; elsewhere the text is printed unchanged."""
 
     def __init__(self, is_terminal: bool):
         self.is_terminal = is_terminal
@@ -50,5 +50,5 @@ class Screen:
         sys.stdout.write(f"{DIM}{text}{NORMAL}" if kind == "reasoning_content" else text)
 
     def note(self, text: str) -> None:
-        """A remark that is no part of the conversation."""
+        """Print a remark that is not part of the conversation."""
         print(f"({printable(text)})", file=sys.stderr, flush=True)

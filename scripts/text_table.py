@@ -4,8 +4,8 @@ from tqdm.utils import disp_len
 
 
 def text_table(rows: list[list[str]]) -> str:
-    """Rows of cells in columns of equal width on a terminal, where a Chinese character takes two columns; the
-    first column is aligned on the left, the others, which hold figures, on the right."""
+    """Format rows of cells as aligned columns for a terminal, where a Chinese character takes two columns.
+    The first column is aligned left, the others, with figures, right."""
     widths = [max(map(disp_len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for first, *others in rows:

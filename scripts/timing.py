@@ -11,15 +11,14 @@ from trainer.loop import train_update, update_size
 def time_updates(
     state: TrainState, windows: Iterator[list[Batch]], updates: int = 1
 ) -> tuple[float, list[float]]:
-    """Train so many updates by the training loop's own `train_update`, which ends when the device has
-    finished. `state.meter` counts them from new: its figures tell tokens per second, MFU and waiting.
+    """Train this many updates with the training loop's own `train_update`, and wait until the device has
+    finished. `state.meter` is reset first; its figures then give tokens per second, MFU and waiting time.
 
     Args:
-        state: a run that no file belongs to; its weights change.
-        windows: the micro-batches of each update.
+        state: a run without files; its weights change. windows: the micro-batches of each update.
 
     Returns:
-        Seconds of all updates with the making of their windows, and the loss per target of each.
+        The seconds of all updates, including making their windows, and the loss per target of each update.
     """
     state.meter.restart()
     losses = []

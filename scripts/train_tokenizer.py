@@ -66,8 +66,8 @@ ZH_CHARACTER = re.compile(r"[\u3400-\u9fff]")
 
 
 def read_texts(path: str, separator: str = "", skip_bad: bool = False) -> Iterator[str]:
-    """Yield the text of each record that is not blank; `separator`: the line between documents of plain text.
-    Raises UserError for a missing file and, unless `skip_bad`, a record that no stage can read."""
+    """Yield the text of each record that is not blank. separator: the line between documents of plain text.
+    Raises UserError for a missing file and, unless `skip_bad`, for a record that no stage can read."""
     paths = expand_paths(path)
     for source, record in read_records(paths, separator):
         try:
@@ -121,7 +121,9 @@ def train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     UserError if `vocab_size` is too small for bytes and special tokens."""
     least = 256 + len(CONTROL_TOKENS + TAG_TOKENS + RESERVED_TOKENS)
     if vocab_size < least:
-        raise UserError(f"--vocab_size {vocab_size} is too small: {least} ids go to bytes and special tokens")
+        raise UserError(
+            f"--vocab_size {vocab_size} is too small: bytes and special tokens alone take {least} ids"
+        )
     tokenizer = Tokenizer(models.BPE())
     split = pre_tokenizers.Split(Regex(PIECES), behavior="isolated")
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -154,8 +156,8 @@ def save(tokenizer: Tokenizer, output_dir: Path) -> None:
 
 
 def characters_per_token(tokenizer: Tokenizer, texts: Iterable[str]) -> dict[str, float]:
-    """{"zh": characters / tokens, "en": ...} over the texts of each language that occurs: "zh" with 30 % of
-    Chinese characters and more, "en" below 5 %; others are left out."""
+    """{"zh": characters / tokens, "en": ...} over the texts of each language that occurs. A text counts as
+    "zh" with at least 30 % Chinese characters, as "en" below 5 %; others are left out."""
     characters, tokens = Counter(), Counter()
     for text in texts:
         chinese = len(ZH_CHARACTER.findall(text)) / max(1, len(text))
@@ -180,7 +182,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Train on all records but every 20th, save, and evaluate on those."""
+    """Train on all records except every 20th, save, and evaluate on the rest."""
     args = parse_args()
     paths = [local_path(path) for path in args.data_path]
 
@@ -191,7 +193,7 @@ def main() -> None:
                     yield text
 
     if next(texts(held_out=False), None) is None:
-        raise UserError(f"{paths[0]} holds no text; give --data_path a file with at least one record")
+        raise UserError(f"{paths[0]} contains no text; give --data_path a file with at least one record")
     tokenizer = train(texts(held_out=False), args.vocab_size)
     save(tokenizer, args.output_dir)
     print(f"{tokenizer.get_vocab_size()} tokens -> {args.output_dir}")

@@ -6,9 +6,10 @@ results.
     python scripts/verify_resume.py --stage dpo --kills 12 --ranks 1,2
     python scripts/verify_resume.py --stage sft -- --data_path data/sft.jsonl --hidden_size 512
 
-The first uses built-in data, a tiny model and five kills; several combinations share the kills.
-Arguments after `--` go to the stage script. A run without kills is compared with one that is killed at random
-moments and resumed: weights, checkpoint, metrics without times. The folder of the runs is deleted after PASS.
+The first command uses built-in data, a tiny model and five kills; several combinations share the kills.
+Arguments after `--` go to the stage script. The script compares a run without kills with one that is killed
+at random moments and resumed: their weights, checkpoints, and metrics without times. After PASS it deletes
+the folder of the runs.
 """
 
 import argparse
@@ -99,8 +100,8 @@ def flag_names(words: list[str]) -> set[str]:
 
 
 def make_run(stage: str, typed: list[str], ranks: int, use_moe: int, folder: Path, name: str) -> Run:
-    """A run in `folder / name`. The user's flags, and a --config, replace the built-in settings, with which
-    both runs read the data and start weights in `folder`. Raises UserError for wrong flags."""
+    """A run in `folder / name`. The user's flags and --config replace the built-in settings. Both runs read
+    the data and start weights in `folder`. Raises UserError for wrong flags."""
     typed_flags = flag_names(typed)
     flags: dict[str, Any] = {}
     if "--config" not in typed_flags:
@@ -129,7 +130,7 @@ def command_line(flags: dict[str, Any]) -> list[str]:
 
 
 def write_inputs(stage: str, args: Any, ranks: int, kills: int, folder: Path) -> None:
-    """Write the built-in data, enough for these kills, and start weights. args: settings of the stage."""
+    """Write built-in data, enough for these kills, and start weights. args: settings of the stage."""
     updates = ceil(max(UPDATES, UPDATES_PER_KILL * kills) / args.epochs)
     count = updates * args.batch_size * args.accumulation_steps * ranks
     if args.packing:
@@ -160,8 +161,8 @@ def run_to_end(run: Run) -> tuple[float, float]:
 
 
 def run_to_kill(run: Run, seconds: float, in_training: bool, method: str) -> tuple[bool, str]:
-    """Start a run and kill it so many seconds after its start, or of training; returns whether it had made
-    an update, and what happened. A run that ends before is not killed."""
+    """Start a run and kill it this many seconds after its start, or after training began. Returns whether it
+    had made an update, and what happened. A run that ends earlier is not killed."""
     with closing(Launch(run)) as launch:
         if in_training:
             launch.wait_for_training()
@@ -176,7 +177,8 @@ def run_to_kill(run: Run, seconds: float, in_training: bool, method: str) -> tup
 
 
 def check(reference: Run, killed: Run, rng: random.Random, kills: int, ranks: int) -> int:
-    """Train without and with kills and compare; returns the kills in training. FAIL ends the script."""
+    """Train without and with kills and compare. Returns the number of kills during training. FAIL ends the
+    script."""
     start, training = run_to_end(reference)
     moments = sorted(rng.uniform(0, training) for _ in range(kills))
     in_training = 0

@@ -1,4 +1,4 @@
-"""Which model, and how often it reads the data."""
+"""Chooses the model, and how often it reads the data."""
 
 import math
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ DATA_FACTOR = 0.95  # by which a part of the data shrinks until it fits into the
 
 
 class Plan(NamedTuple):
-    """The stages of one model, and what limits it: data, memory, hours or size."""
+    """The stages of one model, and what limits the model: data, memory, hours or size."""
 
     stages: list[Stage]
     limit: str
@@ -28,13 +28,14 @@ class Plan(NamedTuple):
 
 
 def total_seconds(stages: list[Stage]) -> float:
-    """Of all stages, from the first command to the last weights."""
+    """Seconds of all stages, from the first command to the last weights."""
     return sum(START_SECONDS + stage.seconds + stage.evaluation for stage in stages)
 
 
 def choose(stages: list[Stage], depths: Sequence[int], memory: float, seconds: float) -> Plan:
-    """The largest of these models that fits into memory and time and reads enough for its size, with as many
-    passes as the time allows. They are measured from the smallest up to the first one that does not fit.
+    """Choose the largest of these models that fits into memory and time and reads enough for its size, with
+    as many passes as the time allows. Models are measured from the smallest up to the first that does not
+    fit.
 
     Args:
         memory: bytes of this process.
@@ -77,9 +78,9 @@ def choose(stages: list[Stage], depths: Sequence[int], memory: float, seconds: f
             least = least_seconds(models, memory)
             hours = round_up(least / 3600)
             raise UserError(
-                f"--hours {seconds / 3600:g}: the smallest model, {size}, takes {duration(least)} for a pass "
-                f"over the data or {rules.MIN_USEFUL_UPDATES} updates; less teaches little: give --hours "
-                f"{hours}"
+                f"--hours {seconds / 3600:g}: the smallest model, {size}, needs {duration(least)} for one "
+                f"pass over the data or {rules.MIN_USEFUL_UPDATES} updates; fewer teach little. Give "
+                f"--hours {hours}"
             )
         raise UserError(
             f"{memory / 1e9:.1f} GB, {MEMORY_SHARE:.0%} of the free memory, do not hold a model of {size}"
@@ -90,8 +91,8 @@ def choose(stages: list[Stage], depths: Sequence[int], memory: float, seconds: f
 
 
 def passes_that_fit(models: list[Stage], memory: float, seconds: float) -> list[Stage]:
-    """The stages with as many passes as fit into the time; of a time too short for one pass over a part of
-    the data, of at least MIN_USEFUL_UPDATES updates."""
+    """The stages with as many passes as fit into the time. If the time is too short for one pass, they take a
+    part of the data, with at least MIN_USEFUL_UPDATES updates."""
     passes: float = models[0].most_passes
     planned = with_passes(models, passes, memory)
     while total_seconds(planned) > seconds:
@@ -115,7 +116,7 @@ def least_seconds(models: list[Stage], memory: float) -> float:
 
 
 def round_up(hours: float) -> str:
-    """Hours with two digits, and a tenth more, since speeds vary."""
+    """Hours plus 10 %, because speeds vary, rounded up to two digits."""
     unit = 10.0 ** (math.floor(math.log10(hours)) - 1)
     return f"{math.ceil(1.1 * hours / unit) * unit:.2g}"
 
@@ -140,7 +141,7 @@ def sft_passes(stage: Stage, passes: float) -> float:
 
 
 def describe_cost(models: list[Stage]) -> str:
-    """A line of what was measured of a model."""
+    """A line with the measured cost of a model."""
     shape, speeds = models[0].args, []
     for model in models:
         tokens = model.data.num_tokens

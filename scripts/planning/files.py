@@ -1,5 +1,5 @@
-"""The files of a plan: the shell file that runs it, the planned times, which the report of the runs compares
-with the actual ones, and what the web page says of it."""
+"""Writes the files of a plan: the shell file that runs it, the planned times (which the report compares with
+the actual ones), and the facts that the web page shows."""
 
 import os
 import shlex
@@ -21,7 +21,7 @@ FACTS = "plan_facts.json"
 LOG_POINTS, LOG_SECONDS = 20, 30  # a stage logs so often at least, and so many seconds apart at most
 WORDS = {
     "en": {
-        "again": "not finished; to go on: {command}",
+        "again": "not finished; to continue: {command}",
         "stage": "== {name}: planned {time}",
         "next": "next: {command}",
     },
@@ -34,7 +34,8 @@ WORDS = {
 
 
 def write_plan(plan: Plan, folder: str, lang: str, plan_facts: dict[str, Any]) -> Path:
-    """Write all files into the folder of the runs; returns the path of the shell file, which comes last."""
+    """Write all files into the folder of the runs, the shell file last. Returns the path of the shell
+    file."""
     path = Path(folder, "run.sh")
     script = os.fsencode(shell_file(plan, path, lang))  # names of files need not be UTF-8
     seconds = {run_name(stage.args.save_weight, stage.args): stage.seconds for stage in plan.stages}
@@ -45,8 +46,8 @@ def write_plan(plan: Plan, folder: str, lang: str, plan_facts: dict[str, Any]) -
 
 
 def facts(plan: Plan, unwise: list[tuple[str, dict[str, Any]]], memory: float, free: float) -> dict[str, Any]:
-    """What the plan says, as numbers and keys, for the web page. unwise: keys of plan.UNWISE with their
-    values. memory, free: bytes of memory and disk that may be used."""
+    """The content of the plan as numbers and keys, for the web page. unwise: keys of plan.UNWISE with their
+    values. memory, free: available bytes of memory and disk."""
     first = plan.stages[0]
     stages = [
         {
@@ -74,7 +75,7 @@ def facts(plan: Plan, unwise: list[tuple[str, dict[str, Any]]], memory: float, f
 
 
 def shell_file(plan: Plan, path: Path, lang: str) -> str:
-    """A shell file that runs the plan; run again, it goes on where it was stopped."""
+    """A shell file that runs the plan. If it is run again, it continues where it stopped."""
     words, folder = WORDS[lang], plan.stages[0].args.save_dir
     again = echo(words["again"].format(command=shlex.join(["bash", str(path)])))
     lines = [
@@ -106,8 +107,8 @@ def echo(text: str) -> str:
 
 
 def training_command(stage: Stage) -> list[str]:
-    """The command that trains a stage, for run.sh: every setting that is not its default, log points and
-    evaluations spread evenly."""
+    """The command that trains a stage, for run.sh. It sets every setting that differs from its default, and
+    spreads log lines and evaluations evenly."""
     steps = stage.updates * stage.args.accumulation_steps
     steps_in_time = int(LOG_SECONDS * steps / max(stage.seconds, 1.0))
     log_interval = max(1, min(steps // LOG_POINTS, steps_in_time))
@@ -125,8 +126,8 @@ def training_command(stage: Stage) -> list[str]:
 
 
 def chat_command(plan: Plan) -> str:
-    """The command that tries out the weights of the last stage. After pretraining alone they continue a
-    text."""
+    """The command that opens a chat with the weights of the last stage; after pretraining alone they continue
+    a text."""
     last = plan.stages[-1]
     command = ["python", "scripts/chat.py", "--save_dir", last.args.save_dir]
     if last.script is train_pretrain:

@@ -1,4 +1,4 @@
-"""What training a model costs on this machine: seconds and bytes, measured on the user's data."""
+"""Measures what training a model costs on this machine, in seconds and bytes, on the user's data."""
 
 import gc
 import time
@@ -81,7 +81,8 @@ def new_state(args: StageArgs, data: StageDataset) -> TrainState:
 
 
 def measure(args: StageArgs, data: StageDataset) -> Cost:
-    """The cost of a stage: of updates of two sizes on its data, without torch.compile, and an evaluation."""
+    """Measure the cost of a stage from updates of two sizes on its data, without torch.compile, and from an
+    evaluation."""
     state = new_state(args.model_copy(update={"use_compile": False}), data)
     model = state.model
     most = MEASURED_TOKENS * (GPU_FACTOR if state.device.type == "cuda" else 1)
@@ -106,16 +107,18 @@ def measure(args: StageArgs, data: StageDataset) -> Cost:
 
 
 def free_what_was_measured() -> None:
-    """Return the GPU memory of models that were measured, for another process."""
+    """Free the GPU memory of the measured models, so that another process can use it."""
     gc.collect()
     torch.cuda.empty_cache()
 
 
 def micro_batches_that_fit(args: StageArgs, data: StageDataset, memory: float) -> Iterator[tuple[int, int]]:
-    """Items of micro-batches with which so many bytes of a GPU hold an update, and the bytes at the peak, by
-    making some: a small part of the update first, then twice as many items each time, up to all.
+    """Yield sizes of micro-batches (in items) whose update fits into `memory` bytes of a GPU, with the peak
+    in bytes. They are found by trial: first a small part of the update, then twice as many items each time,
+    up to all.
 
-    One is made only if those before say that it fits: a GPU whose memory ran out may fail later."""
+    A size is tried only if the sizes before predict that it fits, because a GPU whose memory ran out may fail
+    later."""
     state = new_state(args, data)
     held = torch.cuda.memory_allocated(state.device)  # by the weights
     update_items = args.batch_size * args.accumulation_steps
@@ -139,19 +142,20 @@ def micro_batches_that_fit(args: StageArgs, data: StageDataset, memory: float) -
 
 
 def peak_of(tokens: int, found: list[tuple[int, int]]) -> float:
-    """The peak of a micro-batch of so many tokens, on the line through the last two (tokens, peak) found."""
+    """The predicted peak of a micro-batch of this many tokens, by linear extrapolation from the last two
+    (tokens, peak) in `found`."""
     (few, low), (many, high) = found[-2:]
     return high + (high - low) * (tokens - many) / max(1, many - few)
 
 
 def first_batch(data: StageDataset, tokens: int) -> Batch:
-    """The flat batch of items spread over the data, of about so many tokens, at least one item."""
+    """A flat batch of about this many tokens (at least one item), from items spread over the data."""
     count = min(len(data), max(1, round(tokens / data.mean_tokens)))
     return data.collate([data[i * len(data) // count] for i in range(count)])
 
 
 def update_seconds(state: TrainState, batch: Batch) -> float:
-    """Seconds of an update on this batch: the median of some, after a first one."""
+    """Seconds of an update on this batch: the median of several, after a warm-up update."""
     time_updates(state, repeat([batch]))
     seconds: list[float] = []
     while len(seconds) < MIN_UPDATES or (len(seconds) < MAX_UPDATES and sum(seconds) < MIN_SECONDS):

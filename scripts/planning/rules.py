@@ -1,5 +1,5 @@
-"""Size, passes, batch and learning rate by the amount of data: fits to measured runs (docs/dev/LOG.md, "Which
-batch, learning rate and loss" and "More from the same tokens")."""
+"""Rules for size, passes, batch size and learning rate by the amount of data, fitted to measured runs
+(docs/dev/LOG.md, "Which batch, learning rate and loss" and "More from the same tokens")."""
 
 import math
 
@@ -49,34 +49,34 @@ def dropout(passes: float) -> float:
 
 
 def layer_weights(depth: int) -> float:
-    """Roughly the weights of the layers of a model of this depth."""
+    """The approximate number of weights in the layers of a model of this depth."""
     return 12.0 * depth * (WIDTH * depth) ** 2
 
 
 def tokens_needed(depth: int, passes: float) -> float:
-    """Tokens that a model of this depth must read to learn more than a smaller one. While passes are left,
-    they teach more than size does."""
+    """The number of tokens that a model of this depth must read to learn more than a smaller one. If more
+    passes are possible, they teach more than size does."""
     share = TOKENS_PER_WEIGHT if passes < PASSES else TOKENS_PER_WEIGHT_OF_ALL_PASSES
     return layer_weights(depth) * share
 
 
 def update_tokens(tokens: float) -> float:
-    """Tokens of an update, in a run over so many tokens."""
+    """The number of tokens per update in a run over this many tokens."""
     return min(max(2048 * (tokens / 1e6) ** 0.5, 2048), 2**19)
 
 
 def learning_rate(width: int, tokens: float, tokens_per_update: float) -> float:
-    """The peak learning rate of a run over so many tokens, for OPTIMIZER."""
+    """The peak learning rate of a run over this many tokens, for OPTIMIZER."""
     return 1e-3 * (width / 128) ** -0.6 * (tokens / 3.5e5) ** -0.4 * (tokens_per_update / 2048) ** 0.5
 
 
 def sft_learning_rate(width: int, tokens: float, tokens_per_update: float) -> float:
-    """The same for SFT, whose short runs want no larger rates: they start from trained weights."""
+    """The same for SFT. Its short runs need no larger rates, because they start from trained weights."""
     return min(learning_rate(width, tokens, tokens_per_update), 6e-4 * (width / 128) ** -0.6)
 
 
 def eval_share(conversations: int) -> float:
-    """The share of few conversations to hold out: some HELD_OUT_QUESTIONS, as far as a tenth gives them."""
+    """The share to hold out if there are few conversations: about HELD_OUT_QUESTIONS, but at most a tenth."""
     return round(min(max(HELD_OUT_QUESTIONS / conversations, EVAL_SHARE), 0.1), 3)
 
 
@@ -86,16 +86,17 @@ def few_passes(items: int) -> int:
 
 
 def few_learning_rate(width: int, tokens_per_update: float) -> float:
-    """The peak learning rate of SFT of few conversations, for OPTIMIZER."""
+    """The peak learning rate of SFT on few conversations, for OPTIMIZER."""
     return FEW_RATE * (width / 128) ** -0.6 * (tokens_per_update / 430) ** 0.5
 
 
 def warmup(updates: int) -> int:
-    """Updates of warm-up."""
+    """The number of warm-up updates."""
     return max(1, min(100, updates // 20))
 
 
 def vocabulary(text_bytes: float, bytes_per_token: float) -> int | None:
-    """Size of a vocabulary of its own for little text that the shipped one spells in short tokens; None: the
-    shipped one. Most of its rows would hardly be trained there, and cost as much as the others."""
+    """The size of a new vocabulary for a small text that the shipped one splits into short tokens; None: use
+    the shipped one. On a small text most rows of the shipped vocabulary would hardly be trained, but cost as
+    much as the others."""
     return 512 if text_bytes < 2e6 and bytes_per_token < 3 else None

@@ -1,7 +1,7 @@
-"""Which run.sh a plan wrote: whoever starts one by a click has not read it.
+"""Tells which run.sh was written by a plan, because somebody who starts it by a click has not read it.
 
-A plan signs the run.sh that it writes (HMAC-SHA256). The key lies beside the plan's folder: a folder that
-comes from elsewhere does not bring it, so its run.sh is refused, whatever else it holds.
+A plan signs the run.sh that it writes (HMAC-SHA256). The key is beside the plan's folder, not in it. A folder
+from elsewhere does not bring the key, so its run.sh is refused, whatever else it contains.
 """
 
 import hmac
@@ -18,7 +18,7 @@ KEY, KEY_BYTES = ".plan.key", 32
 
 
 def sign(script: bytes, folder: Path) -> str | None:
-    """The signature of a run.sh of this folder; None where no key can be kept."""
+    """The signature of a run.sh in this folder; None if no key can be stored."""
     key = read_key(folder)
     if key is None:
         with suppress(WriteError):
@@ -28,7 +28,7 @@ def sign(script: bytes, folder: Path) -> str | None:
 
 
 def is_signed(script: bytes, folder: Path, signature: Any) -> bool:
-    """Whether a plan gave this signature to this run.sh of this folder, here."""
+    """Whether a plan on this machine gave this signature to this run.sh in this folder."""
     key = read_key(folder)
     if key is None or not isinstance(signature, str):
         return False
@@ -36,7 +36,7 @@ def is_signed(script: bytes, folder: Path, signature: Any) -> bool:
 
 
 def read_key(folder: Path) -> bytes | None:
-    """The key beside a folder; None if there is none that its owner alone may read."""
+    """The key beside a folder; None if there is no key that only its owner can read."""
     with suppress(OSError), open_regular(folder.parent / KEY) as file:
         status = os.fstat(file.fileno())
         key = file.read()

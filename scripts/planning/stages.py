@@ -1,4 +1,4 @@
-"""The stages of a plan: their settings and data, and their cost with a model of some size."""
+"""The stages of a plan: their settings, their data, and their cost with a model of a given size."""
 
 import argparse
 import math
@@ -57,22 +57,22 @@ class Stage:
 
     @property
     def has_few_conversations(self) -> bool:
-        """Whether it is SFT of few conversations, which has a rule of its own."""
+        """Whether it is SFT on few conversations, which has separate rules."""
         return self.script is train_full_sft and self.own_data.num_tokens < rules.FEW_TOKENS
 
     @property
     def repeats_itself(self) -> bool:
-        """Whether the text says most of what it says more than once."""
+        """Whether most of the text repeats other parts of it."""
         return self.most_passes >= 2 * rules.PASSES
 
     @property
     def own_data(self) -> StageDataset:
-        """The data without the texts that are replayed."""
+        """The data without replayed texts."""
         return self.data.datasets[0] if isinstance(self.data, MixedDataset) else self.data
 
     @property
     def passes(self) -> float:
-        """Passes over the data; of a part of them less than 1."""
+        """The number of passes over the data; less than 1 for a part of them."""
         return self.args.epochs * self.data.epoch_items(self.args) / len(self.data)
 
     @property
@@ -94,30 +94,33 @@ class Stage:
 
     @property
     def seconds(self) -> float:
-        """From the first evaluation to the last log record, as `seconds` in the run's metrics: updates, and
-        all evaluations but the last. Saving is done beside them; tokenising and starting are not counted."""
+        """The time from the first evaluation to the last log record, like `seconds` in the run's metrics. It
+        covers updates and all evaluations but the last. Saving runs in the background; tokenising and
+        starting are not counted."""
         updates = self.tokens * self.cost.seconds_per_token + self.updates * self.cost.seconds_per_update
         return updates + N_EVALS * self.evaluation
 
     @property
     def memory(self) -> float:
-        """Bytes of the process, with micro-batches of the mean length; of a GPU those measured."""
+        """Bytes of the process with micro-batches of the mean length; on a GPU the measured bytes."""
         return self.peak or self.cost.memory(self.data.mean_tokens * self.args.batch_size)
 
     @property
     def disk(self) -> float:
-        """Bytes of the stage's files: fp16 weights twice, and two checkpoints."""
+        """Bytes of the stage's files: the fp16 weights twice, and two checkpoints."""
         return 26 * self.cost.parameters
 
     def with_depth(self, depth: int) -> "Stage":
-        """With a model of so many layers, each with as many heads of rules.WIDTH, and what it costs here."""
+        """This stage with a model of `depth` layers and heads (rules.WIDTH wide each), and the model's
+        measured cost."""
         shape = {"hidden_size": rules.WIDTH * depth, "num_hidden_layers": depth, "num_attention_heads": depth}
         args = self.args.model_copy(update=shape)
         return replace(self, args=args, cost=measure(args, self.data))
 
     def with_passes(self, passes: float, memory: float) -> "Stage":
-        """With so many passes over the data, batch and rate by the rules, and micro-batches that the memory
-        (bytes) holds. passes: a whole number, or the share of the data of a single one."""
+        """This stage with this many passes over the data, batch size and learning rate by the rules, and
+        micro-batches that fit into `memory` bytes. passes: a whole number, or below 1 the share of the data
+        to read once."""
         epochs, max_tokens = int(passes), 0
         if passes < 1:
             epochs, max_tokens = 1, max(1, round(passes * self.data.num_tokens))
@@ -143,8 +146,8 @@ class Stage:
         return replace(stage, args=stage.args.model_copy(update=warmup))
 
     def with_largest_micro_batch(self, memory: float) -> "Stage":
-        """With the largest micro-batches that so many bytes of a GPU hold, by trial: the fewer there are, the
-        faster an update."""
+        """This stage with the largest micro-batches that fit into `memory` bytes of a GPU, found by trial.
+        Fewer micro-batches make an update faster."""
         items, peak = trial.largest(self.script, self.args, memory)
         update_items = self.args.batch_size * self.args.accumulation_steps
         cut = {"batch_size": items, "accumulation_steps": max(1, round(update_items / items))}
@@ -152,8 +155,8 @@ class Stage:
 
 
 def open_stages(args: argparse.Namespace) -> list[Stage]:
-    """Pretraining and, with --sft_data, SFT, with their data tokenised. Without --tokenizer_path, few data
-    get a vocabulary of their own; few conversations are trained beside text of pretraining. Raises
+    """Open pretraining and, with --sft_data, SFT, with their data tokenised. Without --tokenizer_path, small
+    data get a new vocabulary. Few conversations are trained together with pretraining text. Raises
     UserError."""
     tokenizer_path = args.tokenizer_path or ModelConfig().tokenizer_path
     pretrain = open_stage(args, train_pretrain, args.pretrain_data, tokenizer_path)
@@ -167,9 +170,9 @@ def open_stages(args: argparse.Namespace) -> list[Stage]:
             tokenizer_path = train_own_tokenizer(args, size)
             own = len(load_tokenizer(tokenizer_path))
             say(
-                f"vocabulary: {own} tokens made from these data, in {tokenizer_path}: they are few, and a "
-                f"token of the shipped vocabulary spells only {token_bytes:.2f} bytes of them. Losses "
-                "compare with those of another vocabulary only in bits per byte of text (eval_bpb)"
+                f"vocabulary: {own} tokens made from these data, in {tokenizer_path}. The data are few, and "
+                f"a token of the shipped vocabulary would cover only {token_bytes:.2f} bytes of them. Compare "
+                "losses with those of another vocabulary only in bits per byte of text (eval_bpb)"
             )
             pretrain = open_stage(args, train_pretrain, args.pretrain_data, tokenizer_path)
     pretrain = replace(pretrain, most_passes=rules.most_passes(repeated, pretrain.data.num_tokens))
@@ -191,13 +194,14 @@ def open_stages(args: argparse.Namespace) -> list[Stage]:
 
 
 def has_small_files(path: str) -> bool:
-    """Whether data can be opened once more without taking time."""
+    """Whether the files are small enough to be opened a second time quickly."""
     return sum(os.path.getsize(file) for file in expand_paths(path)) < SMALL_BYTES
 
 
 def repeated_share(stage: Stage) -> float:
-    """The share of the n-grams of the held-out tokens that stand in the training tokens, too: near 0 of a
-    book, 0.8 or more where a text says the same things in a few ways. Of long text a part."""
+    """The share of n-grams of the held-out tokens that also occur in the training tokens. It is near 0 for a
+    book, and 0.8 or more for a text that says the same things in a few ways. For long text only a part is
+    compared."""
     powers = np.uint64(HASH_BASE) ** np.arange(NGRAM, dtype=np.uint64)  # modulo 2^64
 
     def ngrams(data: StageDataset) -> np.ndarray:
@@ -210,7 +214,8 @@ def repeated_share(stage: Stage) -> float:
 
 
 def open_stage(args: argparse.Namespace, script: Any, path: str, tokenizer_path: str, **more: Any) -> Stage:
-    """A stage with its data and what is the same for all sizes of the model. more: settings of its own."""
+    """Open a stage with its data and the settings that are the same for all model sizes. more: further
+    settings."""
     settings: dict[str, Any] = {name: getattr(args, name) for name in SHARED_FLAGS} | {
         "eval_share": rules.EVAL_SHARE if args.eval_share is None else args.eval_share,
         "data_path": ",".join(os.path.abspath(os.path.expanduser(part)) for part in split_data_path(path)),
@@ -239,6 +244,6 @@ def train_own_tokenizer(args: argparse.Namespace, size: int) -> str:
 
 
 def bytes_per_token(stage: Stage) -> float:
-    """Bytes of text that a token of the stage spells, on average."""
+    """The mean number of bytes of text per token of the stage."""
     report = stage.data.cache.report
     return report["target_bytes"] / report["targets"]

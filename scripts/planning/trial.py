@@ -1,5 +1,5 @@
-"""The largest micro-batch of a stage that a GPU holds, in a process of its own: what it allocates is gone at
-its end, and a device that fails ends it alone.
+"""Finds the largest micro-batch of a stage that fits on a GPU. It runs in a separate process, so its memory
+is freed at the end, and a failing device ends only this process.
 
 `-m scripts.planning.trial STAGE BYTES`, with the stage's settings as JSON on stdin, prints a line for each
 micro-batch that fits: items, bytes at the peak.
@@ -17,20 +17,20 @@ from scripts.planning.machine import micro_batches_that_fit
 
 
 def largest(script: Any, args: StageArgs, memory: float) -> tuple[int, int]:
-    """Items of the largest micro-batch with which so many bytes hold an update, and the bytes at its peak.
-    Raises UserError if they do not hold one item."""
+    """The items of the largest micro-batch whose update fits into this many bytes, and its peak in bytes.
+    Raises UserError if not even one item fits."""
     command = [sys.executable, "-m", "scripts.planning.trial", script.__name__, str(memory)]
     settings = args.model_dump_json()
     done = subprocess.run(command, cwd=ROOT, input=settings, capture_output=True, text=True, check=False)
     if not done.stdout:
         reason = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
-        raise UserError(f"an update of one sample cannot be made on this GPU ({reason})")
+        raise UserError(f"not even an update of one sample fits on this GPU ({reason})")
     items, peak = map(int, done.stdout.splitlines()[-1].split())
     return items, peak
 
 
 def main() -> None:
-    """Print what fits."""
+    """Print the micro-batches that fit."""
     report, sys.stdout = sys.stdout, sys.stderr  # where a stage says what it says of its data
     script = import_module(sys.argv[1])
     args = script.Args.model_validate_json(sys.stdin.read())

@@ -15,10 +15,10 @@ MAX_POINTS, MAX_MARKED_POINTS = 1000, 40  # of a curve, at most; so few are mark
 
 
 def draw(runs: dict[str, Run], x: str, panels: Sequence[str] = PANELS) -> Any:
-    """A matplotlib figure with a panel for each of the fields that a run has, a color for each run; what was
-    measured on held-out data (`eval_<field>`) is dashed, in the panel of its field, and begins before the
-    first update. The loss is the mean
-    since the record before, where there is one; a value that is not finite leaves a gap in the curve.
+    """A matplotlib figure with a panel for each field that a run has and a color for each run. Held-out
+    values (`eval_<field>`) are dashed, in the panel of their field, and begin before the first update. The
+    loss is the mean since the record before, if there is one. A value that is not finite leaves a gap in the
+    curve.
 
     Raises:
         UserError: no run has any of the fields.
@@ -68,7 +68,7 @@ def curves_of(run: Run) -> dict[str, list[float | None]]:
 def draw_curves(
     axes: Any, panel: str, x: str, name: str, columns: dict[str, list[float | None]], color: str
 ) -> None:
-    """Draw the curve of a field, and of what was measured of it on held-out data."""
+    """Draw the curve of a field, and the curve of its held-out values."""
     if panel in columns:
         values = [math.nan if value is None else value for value in columns[panel]]
         marker = "." if len(values) < MAX_MARKED_POINTS else None

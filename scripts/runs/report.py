@@ -28,7 +28,7 @@ def are_stages(runs: list[Run]) -> bool:
 
 
 def title(runs: list[Run], lang: str) -> str:
-    """What was trained, in a sentence, and what is bad about the last of it."""
+    """A sentence about what was trained, and about problems of the last run."""
     words = WORDS[lang]
     time = duration(sum(run.figures["seconds"] for run in runs))
     if not are_stages(runs):
@@ -45,7 +45,7 @@ def title(runs: list[Run], lang: str) -> str:
 
 
 def sentences(run: Run, lang: str, keys: tuple[str, ...] | None = None) -> list[str]:
-    """The sentences of the verdict, all or those with these keys; none if the run's settings file lacks the
+    """The sentences of the verdict, all or those with these keys; empty if the run's settings file lacks the
     facts that they need."""
     if "facts" not in run.about:
         return []
@@ -54,8 +54,8 @@ def sentences(run: Run, lang: str, keys: tuple[str, ...] | None = None) -> list[
 
 
 def planned_seconds(run: Run) -> float | None:
-    """What the plan in the run's folder (scripts/plan.py) expected; it is defined as `seconds` of a record:
-    updates and evaluations. None without a plan."""
+    """The seconds that the plan in the run's folder (scripts/plan.py) expected. Like `seconds` in a record,
+    they cover updates and evaluations. None without a plan."""
     seconds = read_object(run.path.parent / PLAN_FILE).get(run.path.name.removesuffix(METRICS_SUFFIX))
     return seconds if is_finite_number(seconds) else None
 
@@ -69,9 +69,9 @@ def compare_with_plan(run: Run, lang: str) -> str | None:
 
 
 def unsure(run: Run, lang: str) -> str | None:
-    """The held-out loss in words, as the number of equally likely tokens that have this cross entropy (the
-    perplexity), which is at most all of them. None if it was not measured before the first update, and for
-    losses of another kind."""
+    """The held-out loss in words, as the number of equally likely tokens with this cross entropy (the
+    perplexity, at most the vocabulary). None if it was not measured before the first update, and for other
+    kinds of loss."""
     first, now = run.values.get("initial_eval_loss", [math.nan])[0], run.figures.get("eval_loss")
     words, facts = WORDS[lang], run.about.get("facts", {})
     guessing = facts.get("guessing")
@@ -86,8 +86,8 @@ def unsure(run: Run, lang: str) -> str | None:
 
 
 def first_and_last(answers: list[tuple[int, str]], last: int, words: dict[str, str]) -> list[tuple[str, str]]:
-    """When the first and the last of the answers to a prompt were written, and these answers. last: the
-    update of the last one, which may be as it was long before."""
+    """The first and the last answer to a prompt, with the updates at which they were written. last: the
+    update of the last answer, which may be unchanged for a long time."""
     (first, text), *others = answers
     if not others and last > first:
         return [(words["unchanged"].format(first=first, last=last), text)]
@@ -96,7 +96,7 @@ def first_and_last(answers: list[tuple[int, str]], last: int, words: dict[str, s
 
 
 def page(runs: dict[str, Run], table: list[list[str]], figure: Any, others: Any, lang: str) -> str:
-    """The page. figure, others: the curve, and everything else that is drawn."""
+    """The HTML page. figure: the main curve. others: all other curves."""
     from jinja2 import Template
     from markupsafe import Markup
 

@@ -42,7 +42,7 @@ WRONG_TYPES = (TypeError, AttributeError, ValueError, LookupError, ArithmeticErr
 
 
 class Run:
-    """The content of a run's records; `add` takes them one by one, the oldest first.
+    """The content of a run's records. `add` takes them one by one, the oldest first.
 
     path: of the metrics file. values: the numbers of the records by name, NaN where there is no finite one;
     count: of the records. figures: values of RESULTS and AXES, as
@@ -70,7 +70,7 @@ class Run:
         self.about: dict[str, Any] = {}
 
     def add(self, record: dict[str, Any]) -> None:
-        """Take a record; one without a number on each of AXES is left out."""
+        """Add a record; one that lacks a number for any of AXES is ignored."""
         numbers = {name: float(value) for name, value in record.items() if is_finite_number(value)}
         if not numbers.keys() >= set(AXES):
             return
@@ -109,8 +109,8 @@ class Run:
         ]
 
     def read_on(self) -> bool:
-        """Read what was added to the file, with pauses for other threads; records that no run writes are
-        skipped. False if the file was replaced or cut since the last call. Raises OSError."""
+        """Read what was added to the file, with pauses for other threads; malformed records are skipped.
+        Returns False if the file was replaced or shortened since the last call. Raises OSError."""
         with open_regular(self.path) as file:
             file.seek(self.offset - len(self.last_line))
             if file.read(len(self.last_line)) != self.last_line:
@@ -129,7 +129,7 @@ class Run:
         return True
 
     def add_samples(self, update: int, samples: list[dict[str, Any]]) -> None:
-        """Add the samples of an update; those of a rollout replace the previous rollout."""
+        """Add the samples of an update; samples of a rollout replace those of the previous rollout."""
         if any("reward" in sample for sample in samples):
             self.rollout = {}
         for sample in samples[:MAX_PROMPTS]:
@@ -144,8 +144,8 @@ class Run:
                 self.sampled[short_text(sample["prompt"])] = short_text(sample["sampled"])
 
     def columns(self, points: int) -> dict[str, list[float | None]]:
-        """The values of each field, at most so many points: means over the records of a point, for AXES and
-        `seconds_left` the last value. None: no finite number."""
+        """The values of each field, with at most `points` points. A point is the mean over its records; for
+        AXES and `seconds_left` it is the last value. None: no finite number."""
         stride, columns = max(1, math.ceil(self.count / points)), {}
         for name, recorded in self.values.items():
             is_last = name in (*AXES, "seconds_left")
@@ -175,7 +175,7 @@ def short_text(value: Any) -> str:
 
 
 def read_run(path: Path) -> Run:
-    """The run of a metrics file. Raises OSError, with what to do."""
+    """Read a run from its metrics file. Raises OSError with a message that says what to do."""
     if not path.is_file():
         raise FileNotFoundError(
             f"{path} does not exist; give metrics files, such as out/full_sft_512{METRICS_SUFFIX}"
@@ -186,8 +186,8 @@ def read_run(path: Path) -> Run:
 
 
 def read_settings(metrics: Path) -> tuple[dict[str, str], dict[str, Any]]:
-    """The settings of a run, with its stage, and what else their file beside the metrics holds; nothing
-    without a readable file."""
+    """The settings of a run including its stage, and the other content of the settings file beside the
+    metrics; empty if that file cannot be read."""
     content = read_object(settings_path(metrics))
     try:
         settings = {"stage": content.pop("stage", None)} | content.pop("settings")
@@ -197,7 +197,7 @@ def read_settings(metrics: Path) -> tuple[dict[str, str], dict[str, Any]]:
 
 
 def differing_settings(runs: list[dict[str, str]]) -> list[str]:
-    """The settings that are not the same in all runs that have settings, other than LOCATION_SETTINGS."""
+    """The settings, other than LOCATION_SETTINGS, that differ between the runs that have settings."""
     known = [settings for settings in runs if settings]
     names = dict.fromkeys(name for settings in known for name in settings if name not in LOCATION_SETTINGS)
     return [name for name in names if len({settings.get(name) for settings in known}) > 1]

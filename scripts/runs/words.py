@@ -1,4 +1,4 @@
-"""The words of the report page, in English and Chinese. The verdict's English is the trainer's own."""
+"""The words of the report page, in English and Chinese. The English verdict comes from the trainer."""
 
 import os
 
@@ -14,19 +14,19 @@ WORDS = {
         "passes": " ({passes} passes)",
         "held-out text": "On the held-out text",
         "training text": "On the text that it was trained on",
-        "unsure": "{where} it hesitates, at each piece of a word, as if between {now:,} equally likely ones; "
-        "before training, between {first}.",
+        "unsure": "{where} it is, for each piece of a word, as unsure as between {now:,} equally likely "
+        "ones; before training, between {first}.",
         "all": "all {count:,}",
-        "guesses": "{where} it does no better than guessing each of all {count:,} pieces of words alike.",
+        "guesses": "{where} it does no better than guessing among all {count:,} pieces of words.",
         "compared": "{count} run(s), {time} in all",
-        "samples": "What it writes, first and last, each time with the likeliest words",
+        "samples": "What it writes at the beginning and at the end, always taking the likeliest words",
         "sampled": "at the chat's temperature",
         "update at": "update {update:,}",
         "unchanged": "updates {first:,} to {last:,}",
         "wrong": "Held-out questions that it answers wrong",
         "right": "in the data",
         "its own": "its answer",
-        "plan": "{came} of updates and evaluations; planned: {planned}",
+        "plan": "updates and evaluations took {came}; planned: {planned}",
         "results": "Results",
         "curves": "more curves",
         "settings": "settings",

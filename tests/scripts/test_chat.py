@@ -183,7 +183,7 @@ def test_the_screen_dims_reasoning_and_shows_calls(weights, call, said, monkeypa
         (["--temperature", "-1"], "--temperature must be at least 0, not -1"),
         (["--top_p", "0"], "--top_p must be above 0 and at most 1"),
         (["--frequency_penalty", "3"], "--frequency_penalty must be -2 to 2, not 3.0"),
-        (["--form", "text", "--tools", "calculator"], "--form text is no conversation; leave"),
+        (["--form", "text", "--tools", "calculator"], "--form text has no conversation; leave"),
         (["--tools", "no_module:Nothing"], "--tools no_module:Nothing"),
         (["--questions", "nowhere.txt"], "--questions nowhere.txt cannot be read (No such file"),
         (["--questions", "/dev/null"], "--questions /dev/null has no question"),

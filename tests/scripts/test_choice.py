@@ -96,12 +96,12 @@ MISTAKES = {
     "a question that is no text": (GOOD | {"question": 3}, "q.jsonl:2: not a question"),
     "a number too large": (
         GOOD | {"answer": 3},
-        "q.jsonl:2: answer 3 is no choice; give its number (from 0)",
+        "q.jsonl:2: answer 3 is not a choice; give its number (from 0)",
     ),
-    "true": (GOOD | {"answer": True}, "q.jsonl:2: answer True is no choice"),
-    "another letter": (GOOD | {"answer": "D"}, "q.jsonl:2: answer 'D' is no choice"),
-    "nothing": (GOOD | {"answer": None}, "q.jsonl:2: answer None is no choice"),
-    "a list": (GOOD | {"answer": [0]}, "q.jsonl:2: answer [0] is no choice"),
+    "true": (GOOD | {"answer": True}, "q.jsonl:2: answer True is not a choice"),
+    "another letter": (GOOD | {"answer": "D"}, "q.jsonl:2: answer 'D' is not a choice"),
+    "nothing": (GOOD | {"answer": None}, "q.jsonl:2: answer None is not a choice"),
+    "a list": (GOOD | {"answer": [0]}, "q.jsonl:2: answer [0] is not a choice"),
 }
 
 
@@ -118,4 +118,6 @@ def test_mistakes_of_flags_are_one_line(model, tmp_path, error_line):
     assert "--shots_path is for --task choice" in error_line(
         evaluate, "--task", "loss", *flags, "--shots_path", data
     )
-    assert "is 5 tokens, of at most 2" in error_line(evaluate, "--task", "choice", *flags, "--max_seq_len", 2)
+    assert "has 5 tokens; it must have 1 to 2" in error_line(
+        evaluate, "--task", "choice", *flags, "--max_seq_len", 2
+    )

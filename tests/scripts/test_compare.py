@@ -162,7 +162,7 @@ def test_hours_become_pairs(comparing, made_up):
     assert "a pair takes 4 s; 3 pairs find a difference of 1.18%" in done.stdout and len(made_up) == 6
     done = comparing("--hours", 4 / 3600, "--name", "short", *flags)
     assert done.returncode == 2
-    assert "there must be two at least: give --hours 0.0056 for five" in done.stderr
+    assert "at least two must fit: give --hours 0.0056 for five pairs" in done.stderr
 
 
 def test_the_slower_variant_gets_fewer_updates(comparing, made_up):
@@ -199,10 +199,10 @@ MISTAKES = {
         ["", "--weight_decay 11"],
         "--weight_decay must be less than or equal to 10",
     ),
-    "another seed": (["", "--seed 3"], 'variant "--seed 3": --seed decides what the runs are measured by'),
-    "another share": (["", "--eval_share 0.1"], "--eval_share decides what the runs are measured by"),
-    "other samples": (["", "--max_seq_len 32"], "--max_seq_len decides what the runs are measured by"),
-    "other data": (["", "--data_path other.jsonl"], "other data need a held-out file of their own"),
+    "another seed": (["", "--seed 3"], 'variant "--seed 3": --seed changes how the runs are measured'),
+    "another share": (["", "--eval_share 0.1"], "--eval_share changes how the runs are measured"),
+    "other samples": (["", "--max_seq_len 32"], "--max_seq_len changes how the runs are measured"),
+    "other data": (["", "--data_path other.jsonl"], "other data need a separate held-out file"),
     "a place": (["", "--checkpoint_dir x"], "--checkpoint_dir: this script sets it"),
     "no revision": (["--base", "nosuch"], "--base 'nosuch' is no folder, and no revision of the git repo"),
     "an empty revision": (["--base", ""], "--base '' is no folder, and no revision"),
@@ -374,7 +374,9 @@ def test_a_revision_from_before_a_rename_is_one_line(comparing, started, tmp_pat
     script.rename(other / "trainer/pretrain.py")
     done = comparing("--pairs", 2, "--base", other)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and not started
-    assert "has no trainer/train_pretrain.py: it had another name then; give a newer one" in done.stderr
+    assert (
+        "has no trainer/train_pretrain.py, which had another name then; give a newer revision" in done.stderr
+    )
 
 
 def test_a_run_of_older_code_that_says_less_is_one_line(comparing, monkeypatch):

@@ -214,7 +214,7 @@ def test_a_variant_that_changes_its_judge_is_refused(stage, flags, variant, comp
     name = variant.split()[0]
     done, _ = comparing(stage, [*flags, "", variant], {0: lambda: pytest.fail("a run was started")})
     assert done.returncode == 2 and done.stderr.count("\n") == 1
-    assert f"{name} decides what the runs are measured by" in done.stderr, done.stderr
+    assert f"{name} changes how the runs are measured" in done.stderr, done.stderr
 
 
 ALLOWED = [
@@ -319,9 +319,7 @@ def test_held_out_data_of_a_pair_must_be_the_same():
     with pytest.raises(UserError, match='"other": its held-out records are others than those of the first'):
         check_pair(pair, (INPUTS, INPUTS | {"held_out_data": "x"}), ())
     # the code of a revision may have another default of what judges
-    with pytest.raises(
-        UserError, match="--max_seq_len decides what the runs are measured by, and is not that"
-    ):
+    with pytest.raises(UserError, match="--max_seq_len changes how the runs are measured, and is not that"):
         check_pair(pair, (INPUTS, INPUTS | {"max_seq_len": 32}), ("max_seq_len",))
 
 

@@ -268,7 +268,7 @@ def test_a_conversion_that_fails_leaves_nothing(convert, tmp_path, monkeypatch):
     there.mkdir()
     assert f"{there} exists already; remove it" in convert(weights, "pth", there)
     line = convert(weights, "pth", tmp_path / "x_16.pth")
-    assert "x_16.pth: the name of a weights file has its shape; call it NAME_32.pth" in line
+    assert "x_16.pth: the name of a weights file must state its shape; use NAME_32.pth" in line
     there.rmdir()
     assert set(tmp_path.iterdir()) == before and weights.read_bytes() == source
 

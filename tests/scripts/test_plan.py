@@ -99,8 +99,8 @@ def test_each_command_of_the_shell_file_is_one_that_its_script_takes(start, data
     assert "64 x 1: 0.48 M parameters; pretrain " in out and "memory, at least" in out
     assert "unwise: pretrain: " in out and "updates teach little" in out  # these data are few
     assert "read by both stages" not in out
-    assert "loss: begins near 8.76 nats per token, that of guessing among 6,400 tokens" in out
-    few = out.partition(" conversations teach a manner")[2].splitlines()[1]
+    assert "loss: begins near 8.76 nats per token, which is guessing among 6,400 tokens" in out
+    few = out.partition(" conversations teach how to answer")[2].splitlines()[1]
     lora = parse_args(train_lora.Args, "", shlex.split(few)[2:])
     assert lora.data_path == str(data / "chat.jsonl") and lora.from_weight == "PATH"
 
@@ -129,7 +129,7 @@ def test_few_data_of_a_name_that_is_no_utf_8_get_a_vocabulary_of_their_own(start
     assert is_signed((tmp_path / "run.sh").read_bytes(), tmp_path, signature)  # whatever bytes it has
     own = json.loads((tmp_path / "tokenizer/tokenizer.json").read_bytes())["model"]["vocab"]
     assert f"vocabulary: {len(own)} tokens made from these data, in {tmp_path}/tokenizer: " in out
-    assert f"that of guessing among {len(own)} tokens" in out
+    assert f"which is guessing among {len(own)} tokens" in out
 
 
 def test_bad_records_are_skipped_if_asked_for_also_by_the_runs_and_a_vocabulary_of_its_own(
@@ -157,7 +157,7 @@ def test_a_shell_file_that_is_stopped_says_how_to_go_on(start, tmp_path, ending)
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         start_new_session=True, capture_output=True, text=True,
     )  # fmt: skip
-    assert ended.returncode != 0 and ended.stdout.count("not finished; to go on: bash ") == 1
+    assert ended.returncode != 0 and ended.stdout.count("not finished; to continue: bash ") == 1
 
 
 def test_a_stage_logs_twenty_times_and_at_least_every_half_minute(data, tmp_path):
@@ -189,7 +189,7 @@ def test_more_disk_than_is_free_is_unwise(start, tmp_path, monkeypatch):
 def test_a_folder_with_runs_keeps_the_plan_that_goes_on_with_them(start, tmp_path):
     (tmp_path / "run.sh").write_text("of these runs")
     (tmp_path / "pretrain_64_metrics.jsonl").touch()
-    with pytest.raises(UserError, match="holds runs already; give this plan another folder"):
+    with pytest.raises(UserError, match="already holds runs; give this plan another folder"):
         start("--depth", 1, tokenizer_path=SHIPPED)
     assert (tmp_path / "run.sh").read_text() == "of these runs"
 
@@ -198,7 +198,7 @@ def test_conversations_alone_are_read_by_both_stages_which_the_plan_says(start, 
     out = start("--depth", 1, pretrain_data=None, sft_data=data / "chat.jsonl")
     flags = [dict(zip(*[iter(each[2:])] * 2, strict=True)) for each in commands(tmp_path)[:2]]
     assert [each["--data_path"] for each in flags] == [str(data / "chat.jsonl")] * 2
-    assert "the same data are read by both stages: first as text, then as conversations" in out
+    assert "both stages read the same data: first as text, then as conversations" in out
     passes = next(line for line in out.splitlines() if "passes over the data" in line)
     assert passes.split()[-2:] == ["4", "15"]
     with pytest.raises(UserError, match="give --pretrain_data, --sft_data or both"):
@@ -211,10 +211,10 @@ def test_conversations_alone_are_read_by_both_stages_which_the_plan_says(start, 
         (["--hours", "0"], "--hours 0.0 must be above 0"),
         (["--depth", "0"], "--depth 0 must be above 0"),
         (["--depth", "64"], "do not hold a model of 4096 x 64"),
-        (["--hours", "0.003334"], "; less teaches little: give --hours 0.00"),
+        (["--hours", "0.003334"], "; fewer teach little. Give --hours 0.00"),
         (["--pretrain_data", "missing.jsonl"], "no such file, or a folder without data; check the path"),
         (["--sft_data", "missing.jsonl"], "no such file"),
-        (["--pretrain_data", "a.jsonl:0.5"], "a plan is for data without weights"),
+        (["--pretrain_data", "a.jsonl:0.5"], "a plan takes data without weights"),
     ],
 )
 def test_wrong_flags_are_one_line(start, tmp_path, flags, line):
@@ -449,7 +449,7 @@ def test_text_that_repeats_itself_is_read_more_often_and_replayed_beside_few_con
     assert pretrain.dropout == rules.dropout(pretrain.epochs) > 0 and sft.dropout == 0
     assert sft.replay_data_path == str(facts / "text.jsonl") and sft.batch_size == 8
     assert sft.epochs == rules.FEW_MAX_PASSES and sft.eval_share == 0.1 and sft.optimizer == "muon"
-    assert "teach a manner" not in out and "different tokens" not in out
+    assert "teach how to answer" not in out and "different tokens" not in out
 
 
 def test_short_time_is_taken_from_the_passes_over_few_conversations_too():

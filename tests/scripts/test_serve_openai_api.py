@@ -99,7 +99,7 @@ def test_the_thread_that_decodes_makes_the_device_its_own(weights, monkeypatch):
         (["--context", "100", "--max_new_tokens", "100"], "--max_new_tokens 100 must be below --context 100"),
         (["--host", "256.1.1.1"], "--host 256.1.1.1"),
         (["--host", "0.0.0.0", "--port", "0"], "everyone who reaches 0.0.0.0 could use this server"),
-        (["--context", "40000"], "--context 40000 is more than this model's 32768 positions"),
+        (["--context", "40000"], "--context 40000 is more than the 32768 positions of this model"),
         (["--port", "70000"], "--port must be between 0 and 65535, not 70000"),
         (["--api_key", "schlüssel"], "--api_key must be printable ASCII"),
         (["--api_key", "key\n"], "--api_key must be printable ASCII"),

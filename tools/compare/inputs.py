@@ -74,7 +74,7 @@ def check_pair(
         name = hashes.get(setting, setting)
         if name in first and name in second and first[name] != second[name]:
             raise UserError(
-                f'variant "{other.name}": --{setting} decides what the runs are measured by, and is not that '
+                f'variant "{other.name}": --{setting} changes how the runs are measured, and is not that '
                 "of the first; give it outside the variants, for all of them"
             )
 

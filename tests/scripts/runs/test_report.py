@@ -77,9 +77,9 @@ def test_the_held_out_loss_in_words():
     [
         (6.262, 3.0, "as if between 20 equally likely ones; before training, between all 512"),
         (math.log(512), math.log(511), "between 511 equally likely ones; before training, between all 512"),
-        (6.0, math.log(512), "does no better than guessing each of all 512 pieces of words alike"),
-        (6.0, 6.262, "does no better than guessing each of all 512"),
-        (800.0, 1e4, "does no better than guessing each of all 512"),
+        (6.0, math.log(512), "does no better than guessing among all 512 pieces of words"),
+        (6.0, 6.262, "does no better than guessing among all 512"),
+        (800.0, 1e4, "does no better than guessing among all 512"),
         (1e4, 2.0, "as if between 7 equally likely ones; before training, between all 512"),
     ],
 )
@@ -116,7 +116,7 @@ def test_a_plan_beside_what_came(tmp_path):
     run.path = tmp_path / "pretrain_64_metrics.jsonl"
     assert report.compare_with_plan(run, "en") is None
     (tmp_path / "plan.json").write_text('{"pretrain_64": 90.0}')
-    assert report.compare_with_plan(run, "en") == "2.0 min of updates and evaluations; planned: 1.5 min"
+    assert report.compare_with_plan(run, "en") == "updates and evaluations took 2.0 min; planned: 1.5 min"
     for odd in ("[1]", "{", '{"pretrain_64": "90"}', '{"pretrain_64": NaN}', "[" * 100_000):
         (tmp_path / "plan.json").write_text(odd)
         assert report.compare_with_plan(run, "en") is None

@@ -301,7 +301,7 @@ def test_a_refusal_is_a_code_and_the_name_can_be_planned_again(shared, said, err
     [
         ("Traceback (most recent call last):\n  File x\nMemoryError\n", {"code": "memory", "text": "MemoryError"}),
         ("terminate called after throwing an instance of 'std::bad_alloc'\n  what():  std::bad_alloc\n", {"code": "memory"}),
-        ("Traceback (most recent call last):\n  File x\na.b.NewError: what nobody expected\nnot finished; to go on: bash run.sh\n",
+        ("Traceback (most recent call last):\n  File x\na.b.NewError: what nobody expected\nnot finished; to continue: bash run.sh\n",
          {"code": "other", "text": "a.b.NewError: what nobody expected"}),
         ("warning: few updates\n  'Error' -> 'Error'\nEpoch:[1/1](1/2) 50%, no Error\n", None),
     ],
