@@ -1,4 +1,4 @@
-"""Serve trained models with OpenAI's API: chat, completions, tools, streaming, batched decoding.
+"""Serve trained models with OpenAI's API (chat, completions, tools, streaming), many requests at once.
 
 python scripts/serve_openai_api.py                                   all weights in out/ and in its folders
 python scripts/serve_openai_api.py --save_dir out/demo               those of the quickstart

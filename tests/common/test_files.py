@@ -128,7 +128,7 @@ def test_what_cannot_be_written_leaves_the_old_file(tmp_path):
     (tmp_path / "file").write_bytes(b"old")
     with pytest.raises(UserError, match=r"file cannot be written \(No space left on device\)"):
         atomic_write(tmp_path / "file", fails)
-    with pytest.raises(UserError, match="file exists already"), new_path(tmp_path / "file"):
+    with pytest.raises(UserError, match="file already exists"), new_path(tmp_path / "file"):
         pass
     with pytest.raises(RuntimeError, match="of the model"), new_path(tmp_path / "folder") as place:
         place.mkdir()
@@ -184,7 +184,7 @@ def test_a_second_run_of_the_name_is_refused_at_once_until_the_first_is_killed(f
             with pytest.raises(UserError) as error:
                 lock_output("pretrain_32", **own)
             taken = f"{holder} is training a run of this name and writes to {kept}; "
-            assert str(error.value) == taken + "wait for it, end it, or choose another --save_weight"
+            assert str(error.value) == taken + "wait for it, stop it, or choose another --save_weight"
         lock_output("pretrain_32_moe", save_dir=out, checkpoint_dir=checkpoints)  # another name
         lock_output("pretrain_32", save_dir=out.parent / "elsewhere")
         first.kill()

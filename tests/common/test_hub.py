@@ -114,8 +114,8 @@ def test_the_first_files_of_a_pattern_are_downloaded_and_no_others(hub, tmp_path
     ("path", "env", "message"),
     [
         ("datasets/a/parts/d/*.jsonl[:4]", {}, "the pattern fits 3; "),
-        ("datasets/a/parts/d/b.jsonl[:1]", {}, "stands behind a pattern"),
-        ("datasets/a/parts/d[:1]", {}, "stands behind a pattern"),
+        ("datasets/a/parts/d/b.jsonl[:1]", {}, "must follow a pattern"),
+        ("datasets/a/parts/d[:1]", {}, "must follow a pattern"),
         ("datasets/a/parts/**/*.jsonl[:1]", {}, "name the folder"),
         ("datasets/a/parts/d/*.jsonl[:1]", NOWHERE, "http://127.0.0.1:9 cannot be reached ("),
         ("datasets/a/none/*.jsonl[:1]", {}, "check the name"),

@@ -122,7 +122,7 @@ def test_a_quote_that_closes_rows_later_costs_its_own_row(name):
 def test_it_is_told_where_the_quote_closes():
     (line, said), *_ = rows_of('q\ta\nq1\t"a1\nq2\ta2\nq3\ta3"\n')
     assert line == 2 and said.startswith(
-        "a quote opens a cell, which closes in line 4, after other rows; write "
+        "a quote opens a cell, which closes in line 4, after other rows; double "
     )
 
 

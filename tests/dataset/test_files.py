@@ -49,8 +49,8 @@ def test_the_first_files_of_a_glob(write, tmp_path):
     assert expand_paths(odd) == [odd]  # exists as typed
     for wrong, message in (
         ("*.jsonl[:4]", "*.jsonl[:4]: the pattern fits 3; "),
-        ("*.jsonl[:0]", "*.jsonl[:0]: [:N], with N of at least 1, "),
-        ("a.jsonl[:1]", "a.jsonl[:1]: [:N], with N of at least 1, stands behind a pattern"),
+        ("*.jsonl[:0]", "*.jsonl[:0]: [:N] must follow a pattern"),
+        ("a.jsonl[:1]", "a.jsonl[:1]: [:N] must follow a pattern"),
     ):
         with pytest.raises(UserError) as caught:
             expand_paths(f"{tmp_path}/d/{wrong}")

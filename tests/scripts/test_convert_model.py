@@ -238,7 +238,7 @@ def test_the_folder_of_a_run_and_a_page_beside_the_weights(call, tmp_path):
     done = call(convert_model, "--model", tmp_path, "--to", "page")
     assert done.stdout.endswith(f"wrote {tmp_path / 'full_sft_32.html'}\n")
     done = call(convert_model, "--model", tmp_path, "--to", "page")
-    assert done.returncode == 2 and "full_sft_32.html exists already" in done.stderr
+    assert done.returncode == 2 and "full_sft_32.html already exists" in done.stderr
     done = call(convert_model, "--model", tmp_path, "--to", "hf")
     assert "--to hf needs --output" in done.stderr
 
@@ -266,7 +266,7 @@ def test_a_conversion_that_fails_leaves_nothing(convert, tmp_path, monkeypatch):
         assert expected in convert(weights, "gguf", tmp_path / "w.gguf")
     there = tmp_path / "there"
     there.mkdir()
-    assert f"{there} exists already; remove it" in convert(weights, "pth", there)
+    assert f"{there} already exists; remove it" in convert(weights, "pth", there)
     line = convert(weights, "pth", tmp_path / "x_16.pth")
     assert "x_16.pth: the name of a weights file must state its shape; use NAME_32.pth" in line
     there.rmdir()
