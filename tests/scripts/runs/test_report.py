@@ -62,7 +62,9 @@ def test_the_held_out_loss_in_words():
     run = run_of([math.log(4096), math.log(8)])
     assert report.unsure(run, "en") is None  # not measured before the first update
     run.values["initial_eval_loss"] = array("d", [math.log(4096), math.nan])
-    assert "as unsure as between 8 equally likely ones; before training, between 4,096" in report.unsure(run, "en")
+    assert "as unsure as between 8 equally likely ones; before training, between 4,096" in report.unsure(
+        run, "en"
+    )
     assert "8 个同样可能" in report.unsure(run, "zh")
     assert report.unsure(run, "en").startswith("On the held-out text it hesitates")
     run.about["facts"] = FACTS | {"held_out_is_training": True}
