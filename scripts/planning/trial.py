@@ -24,7 +24,7 @@ def largest(script: Any, args: StageArgs, memory: float) -> tuple[int, int]:
     done = subprocess.run(command, cwd=ROOT, input=settings, capture_output=True, text=True, check=False)
     if not done.stdout:
         reason = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
-        raise UserError(f"not even an update of one sample fits on this GPU ({reason})")
+        raise UserError(f"this GPU cannot make an update of even one sample ({reason})")
     items, peak = map(int, done.stdout.splitlines()[-1].split())
     return items, peak
 

@@ -128,7 +128,7 @@ def test_few_data_of_a_name_that_is_no_utf_8_get_a_vocabulary_of_their_own(start
     signature = json.loads((tmp_path / "plan_facts.json").read_text())["signature"]
     assert is_signed((tmp_path / "run.sh").read_bytes(), tmp_path, signature)  # whatever bytes it has
     own = json.loads((tmp_path / "tokenizer/tokenizer.json").read_bytes())["model"]["vocab"]
-    assert f"vocabulary: {len(own)} tokens made from these data, in {tmp_path}/tokenizer: " in out
+    assert f"vocabulary: {len(own)} tokens made from these data, in {tmp_path}/tokenizer. " in out
     assert f"which is guessing among {len(own)} tokens" in out
 
 
@@ -177,7 +177,8 @@ def test_more_disk_than_is_free_is_unwise(start, tmp_path, monkeypatch):
     monkeypatch.setattr(plan, "disk_usage", lambda folder: usage)
     out = start("--depth", 1, tokenizer_path=SHIPPED)
     assert (
-        "  disk: 0.0 GB are free in " in out and "unwise: the runs write 0.0 GB, and 0.0 GB are free" in out
+        "  disk: 0.0 GB are free in " in out
+        and "unwise: the runs write 0.0 GB, but only 0.0 GB are free" in out
     )
     facts = json.loads((tmp_path / "plan_facts.json").read_text())
     assert facts["disk"] == 26 * facts["parameters"] > facts["disk_free"] == 10**6
@@ -283,7 +284,9 @@ def test_the_largest_micro_batch_that_fits_is_asked_of_another_process(tmp_path,
     monkeypatch.setattr(trial.subprocess, "run", run_script(found))
     assert trial.largest(train_pretrain, args, 1e9) == (2, 900)
     monkeypatch.setattr(trial.subprocess, "run", run_script(nothing))
-    with pytest.raises(UserError, match=r"one sample cannot be made .*\(CUDA error: device not ready\)"):
+    with pytest.raises(
+        UserError, match=r"this GPU cannot make an update of even one sample \(CUDA error: device not ready\)"
+    ):
         trial.largest(train_pretrain, args, 1e9)
 
 

@@ -66,9 +66,11 @@ def test_the_held_out_loss_in_words():
         run, "en"
     )
     assert "8 个同样可能" in report.unsure(run, "zh")
-    assert report.unsure(run, "en").startswith("On the held-out text it hesitates")
+    assert report.unsure(run, "en").startswith("On the held-out text it is, for each piece of a word,")
     run.about["facts"] = FACTS | {"held_out_is_training": True}
-    assert report.unsure(run, "en").startswith("On the text that it was trained on it hesitates")
+    assert report.unsure(run, "en").startswith(
+        "On the text that it was trained on it is, for each piece of a word,"
+    )
     assert report.unsure(run, "zh").startswith("在训练过的文本上")
     run.about["facts"] = FACTS | {"guessing": None}  # of another loss
     assert report.unsure(run, "en") is None
