@@ -171,8 +171,8 @@ def open_stages(args: argparse.Namespace) -> list[Stage]:
             own = len(load_tokenizer(tokenizer_path))
             say(
                 f"vocabulary: {own} tokens made from these data, in {tokenizer_path}. The data are few, and "
-                f"a token of the shipped vocabulary would cover only {token_bytes:.2f} bytes of them. Compare "
-                "losses with those of another vocabulary only in bits per byte of text (eval_bpb)"
+                f"a token of the shipped vocabulary would cover only {token_bytes:.2f} bytes of them. "
+                "Compare losses with those of another vocabulary only in bits per byte of text (eval_bpb)"
             )
             pretrain = open_stage(args, train_pretrain, args.pretrain_data, tokenizer_path)
     pretrain = replace(pretrain, most_passes=rules.most_passes(repeated, pretrain.data.num_tokens))
