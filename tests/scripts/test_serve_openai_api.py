@@ -105,7 +105,7 @@ def test_the_thread_that_decodes_makes_the_device_its_own(weights, monkeypatch):
         (["--api_key", "key\n"], "--api_key must be printable ASCII"),
         (["--allow_origin", "http://good.example/path"], "--allow_origin http://good.example/path must be"),
         (["--allow_origin", "*", "https://*.example"], "--allow_origin https://*.example must be"),
-        (["--allow_host", "good.example:80"], "--allow_host good.example:80 must be a host name"),
+        (["--allow_host", "good.example:80"], "--allow_host good.example:80 must be only a host name"),
     ],
 )
 def test_mistakes(weights, error_line, flags, told):
