@@ -64,7 +64,7 @@ def test_a_folder_stands_for_its_runs(tmp_path, call, error_line):
     assert out.split()[:3] == ["run", "a_64", "b_64"]
     (tmp_path / "empty").mkdir()
     assert "holds no metrics" in error_line(plot_metrics, tmp_path / "empty")
-    assert "add where to: --png FILE" in error_line(plot_metrics, tmp_path, "--panels", "loss")
+    assert "add where: --png FILE" in error_line(plot_metrics, tmp_path, "--panels", "loss")
     assert "--smoothing" in error_line(plot_metrics, tmp_path, "--smoothing", 1)
 
 

@@ -181,8 +181,9 @@ def test_killed_at_any_moment_it_can_go_on(tmp_path, when):
             wait_for(lambda: client.job().get("update", 0) > 1)
         if when == "saving":
             client.post("/novel/stop", {})
-        living = client.until(when) and Jobs(client.folder).living()
-        os.killpg(living["group"], signal.SIGKILL)
+        client.until(when)
+        group = wait_for(lambda: Jobs(client.folder).living()["group"])  # the started shell writes it itself
+        os.killpg(group, signal.SIGKILL)
         wait_for(lambda: Jobs(client.folder).living() is None)
         assert client.job()["state"] == {"planning": "new", "training": "cut", "saving": "stopped"}[when]
         assert processes(client.folder) == []
