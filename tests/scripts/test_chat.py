@@ -143,7 +143,10 @@ def test_a_text_is_continued_as_a_document(weights, pipe, call, said):
     saved.unlink()
     done = pipe(b"x " * 200, *weights, "--form", "text", "--max_seq_len", "64")
     assert done.returncode == 2
-    assert "line 1 of stdin: the text is too long: it has 202 tokens, and there is room for 52 of the 64" in done.stderr
+    assert (
+        "line 1 of stdin: the text is too long: it has 202 tokens, and there is room for 52 of the 64"
+        in done.stderr
+    )
 
 
 def test_a_line_of_a_pipe_that_cannot_be_answered_is_named(weights, pipe, said):
