@@ -14,6 +14,7 @@ SMALL_RATE = 1e-4  # learning rates up to this are small for weights that have r
 HARDLY = 0.02  # a loss that falls by less than this share at such a rate
 LARGEST_ROUNDING = 0.1  # nats a token, on the average; in bfloat16 some hundredths
 FEW_RIGHT = 0.5  # share of right answers below which a model answers badly
+MIN_NEW_ANSWERS = 3  # questions with new answers; fewer of them say little
 MIN_DISTINCT_TRIGRAMS = 0.5  # in the answers to the sample prompts
 
 SENTENCES = {
@@ -213,7 +214,7 @@ def answer_sentences(records: list[Record]) -> list[tuple[str, dict[str, Any]]]:
         values, key = values | {"before": before * count}, "answers now"
     found: list[tuple[str, dict[str, Any]]] = [(key, values)]
     new = asked[-1].get("new_asked", 0)
-    if 0 < new < count:
+    if MIN_NEW_ANSWERS <= new < count:
         found.append(("answers new", {"right": asked[-1]["eval_new_answers"] * new, "asked": new}))
     return found + ([("answers few", {})] if now < FEW_RIGHT else [])
 

@@ -95,8 +95,9 @@ def test_questions_whose_answer_no_training_conversation_gives_are_counted_apart
     record = asked.ask(SimpleNamespace())
     assert (record["eval_answers"], record["asked"]) == (0.5, 4)
     assert (record["eval_new_answers"], record["new_asked"]) == (0.5, 2)
-    records = [{"update": 1, "initial_eval_answers": 0.0, **record}]
-    assert [key for key, _ in answer_sentences(records)] == ["answers now", "answers new"]
+    for new, key in ((2, []), (3, ["answers new"])):  # of two a share says little
+        records = [{"update": 1, "initial_eval_answers": 0.0, **record, "new_asked": new}]
+        assert [key for key, _ in answer_sentences(records)] == ["answers now", *key]
     all_new = record | {"new_asked": 4, "eval_new_answers": 0.5}
     assert [key for key, _ in answer_sentences([{"update": 1, **all_new}])] == ["answers"]
     monkeypatch.setattr(right_answers, "MAX_SEARCHED", 2)
