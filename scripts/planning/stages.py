@@ -20,7 +20,7 @@ from scripts import train_tokenizer
 from scripts.planning import rules, trial
 from scripts.planning.machine import Cost, measure
 from trainer import train_full_sft, train_pretrain
-from trainer.callbacks.right_answers import held_out_questions, new_tokens
+from trainer.callbacks.right_answers import held_out_questions, max_new_tokens
 
 START_SECONDS = 12.0  # seconds in which a stage starts Python, opens its data and builds its model
 NGRAM, HASH_BASE, MOST_TOKENS_COMPARED = 6, 0x9E3779B97F4A7C15, 4_000_000
@@ -227,7 +227,7 @@ def open_stage(args: argparse.Namespace, script: Any, path: str, tokenizer_path:
     data, held_out = script.open_data(stage_args, tokenizer)
     is_asked = script is train_full_sft and held_out is not None
     questions = held_out_questions(tokenizer, held_out) if is_asked else []
-    asked = len(questions) * new_tokens(questions) if questions else 0
+    asked = len(questions) * max_new_tokens(questions)
     return Stage(script, stage_args, data, held_out, rules.SFT_PASSES, asked)
 
 

@@ -52,8 +52,8 @@ def held_out_questions(
     tokenizer: "PreTrainedTokenizerBase", held_out: StageDataset, data: Any = None
 ) -> list[Question]:
     """The first questions of held-out conversations, evenly chosen among those whose answer has at most
-    MAX_REFERENCE tokens; none if these are fewer than MIN_QUESTIONS. Of many training data, and of none, no
-    question is said to be new."""
+    MAX_REFERENCE tokens; none if these are fewer than MIN_QUESTIONS. Without training data, or with more
+    than MAX_SEARCHED training conversations, no question is marked as new."""
     found = []
     for index in range(len(held_out)):
         sample = held_out[index][0]
@@ -80,21 +80,22 @@ def answers(sample: dict[str, Any]) -> Iterator[tuple[int, int]]:
 
 
 def trained_answers(data: Any) -> set[tuple[int, ...]] | None:
-    """The tokens of all answers of the training conversations; None if there are more than MAX_SEARCHED, or
-    data of another kind."""
-    if isinstance(data, MixedDataset):  # conversations come first; texts may be replayed beside them
-        data = data.datasets[0]
-    if not isinstance(data, SFTDataset) or data.cache.num_samples > MAX_SEARCHED:
+    """The tokens of all answers of the training conversations; None if there are more than MAX_SEARCHED
+    conversations, or none."""
+    sources = data.datasets if isinstance(data, MixedDataset) else [data]
+    sources = [source for source in sources if isinstance(source, SFTDataset)]  # not the replayed texts
+    if not sources or sum(source.cache.num_samples for source in sources) > MAX_SEARCHED:
         return None
-    samples = map(data.sample, range(data.cache.num_samples))
-    return {
-        tuple(sample["input_ids"][begin:end].tolist()) for sample in samples for begin, end in answers(sample)
-    }
+    found = set()
+    for source in sources:
+        for sample in map(source.sample, range(source.cache.num_samples)):
+            found |= {tuple(sample["input_ids"][begin:end].tolist()) for begin, end in answers(sample)}
+    return found
 
 
-def new_tokens(questions: list[Question]) -> int:
-    """How many tokens each of them may be answered with: a quarter more than the longest reference has."""
-    longest = max(question.reference_length for question in questions)
+def max_new_tokens(questions: list[Question]) -> int:
+    """The longest answer that is generated, in tokens: a quarter longer than the longest reference."""
+    longest = max((question.reference_length for question in questions), default=0)
     return longest + longest // 4
 
 
@@ -139,7 +140,7 @@ class RightAnswers(Callback):
 
         prompts = [question.input_ids for question in self.questions]
         greedy = [[Sampling(temperature=0.0)]] * len(prompts)
-        written = write(state, self.tokenizer, prompts, greedy, new_tokens(self.questions))
+        written = write(state, self.tokenizer, prompts, greedy, max_new_tokens(self.questions))
         if not written:
             return {}
         texts = self.tokenizer.batch_decode([tokens for (tokens,) in written], skip_special_tokens=True)

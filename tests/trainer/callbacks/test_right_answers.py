@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from common.settings import ROOT
-from dataset.lm_dataset import SFTDataset
+from dataset.lm_dataset import PretrainDataset, SFTDataset
+from dataset.mixing import MixedDataset
 from dataset.token_cache import load_tokenizer
 from model.prompts import prompt_tokens
 from tests.conftest import write_jsonl
@@ -27,13 +28,14 @@ def conversation(*texts: str) -> dict:
     return {"messages": [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]}
 
 
-def questions_of(tmp_path, tokenizer, records, trained=None):
-    def dataset(name, records):
-        path = write_jsonl(tmp_path / f"{name}.jsonl", records)
-        return SFTDataset(str(path), tokenizer, 512, cache_dir=str(tmp_path))
+def dataset(tmp_path, tokenizer, name, records, kind=SFTDataset):
+    path = write_jsonl(tmp_path / f"{name}.jsonl", records)
+    return kind(str(path), tokenizer, 512, cache_dir=str(tmp_path))
 
-    data = dataset("trained", trained) if trained else None
-    return held_out_questions(tokenizer, dataset("held_out", records), data)
+
+def questions_of(tmp_path, tokenizer, records, trained=None):
+    data = dataset(tmp_path, tokenizer, "trained", trained) if trained else None
+    return held_out_questions(tokenizer, dataset(tmp_path, tokenizer, "held_out", records), data)
 
 
 def test_the_first_question_of_each_conversation_is_asked_as_a_chat_asks_it(tmp_path, tokenizer):
@@ -103,6 +105,24 @@ def test_questions_whose_answer_no_training_conversation_gives_are_counted_apart
     monkeypatch.setattr(right_answers, "MAX_SEARCHED", 2)
     found = questions_of(tmp_path, tokenizer, records=[*map(conversation, "abc", "ABC")], trained=trained)
     assert not any(question.is_new for question in found)
+
+
+def test_all_conversations_of_a_mixture_are_searched_and_no_text(tmp_path, tokenizer, monkeypatch):
+    answers = [f"{n} is {n}{n} years old." for n in (3, 4, 5)]
+    first, second = (
+        dataset(tmp_path, tokenizer, f"mixed{i}", [conversation("Hello.", answers[i])]) for i in (0, 1)
+    )
+    texts = dataset(tmp_path, tokenizer, "texts", [{"text": answers[2]}], PretrainDataset)
+    mixture = MixedDataset([("a", first), ("b", second), ("c", texts)], [0.4, 0.3, 0.3])
+    records = [conversation("How old?", answer) for answer in answers]
+    held_out = dataset(tmp_path, tokenizer, "of_mixture", records)
+    found = held_out_questions(tokenizer, held_out, mixture)
+    assert [question.is_new for question in found] == [False, False, True]
+    monkeypatch.setattr(right_answers, "MAX_SEARCHED", 1)  # all conversations count
+    found = held_out_questions(tokenizer, held_out, mixture)
+    assert not any(question.is_new for question in found)
+    texts_alone = MixedDataset([("c", texts)], [1.0])
+    assert not any(question.is_new for question in held_out_questions(tokenizer, held_out, texts_alone))
 
 
 def test_two_ranks_have_the_records_of_one_and_the_verdict_says_the_share(corpus, tmp_path):
