@@ -131,9 +131,9 @@ def with_passes(models: list[Stage], passes: float, memory: float) -> list[Stage
 
 
 def sft_passes(stage: Stage, passes: float) -> float:
-    """Passes of SFT beside so many of pretraining: of a part of the text the same part of the conversations.
-    Many passes over few conversations leave time to pretraining, which needs it more (docs/dev/LOG.md,
-    "Dropout in many passes")."""
+    """The passes of SFT in a plan with this many passes of pretraining. If the time allows only a part of the
+    text, SFT reads the same part of the conversations. If it allows fewer than PASSES passes, SFT of few
+    conversations is shortened in proportion, too (docs/dev/LOG.md, "Dropout in many passes")."""
     most = stage.most_passes
     if not stage.has_few_conversations:
         return most * min(1, passes)

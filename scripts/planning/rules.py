@@ -29,20 +29,21 @@ FEW_UPDATES, FEW_BATCH, FEW_MAX_PASSES, FEW_RATE, REPLAY_SHARE = 700, 8, 30, 1.3
 
 
 def most_passes(repeated: float, tokens: float) -> int:
-    """Passes over a text of so many tokens, of which this share stands in the rest of the text, too: the new
-    part bears PASSES. A text that states each fact several times is learned, and not overfitted, in many
-    more; little of it in as many as make TEXT_UPDATES updates (docs/dev/LOG.md, "Passes over text that
-    repeats itself")."""
+    """The most passes over a text. tokens: its length. repeated: the share of it that also occurs in the rest
+    of the text. The new part of a text bears PASSES passes, so a text that states each fact several times can
+    be read more often without overfitting. A short text of this kind is read until it makes TEXT_UPDATES
+    updates (docs/dev/LOG.md, "Passes over text that repeats itself")."""
     passes = min(MAX_PASSES, int(PASSES / max(1 - repeated, PASSES / MAX_PASSES)))
     if repeated < REPEATED_SHARE:
         return passes
-    enough = math.ceil(TEXT_UPDATES * update_tokens(0) / tokens)
+    enough = math.ceil(TEXT_UPDATES * update_tokens(tokens) / tokens)
     return max(passes, min(enough, MOST_PASSES_OF_LITTLE_TEXT))
 
 
 def dropout(passes: float) -> float:
-    """Of a run that makes so many passes. Without it the model learns the documents by heart in more than
-    PASSES, and SFT cannot teach it to answer from them (docs/dev/LOG.md, "Dropout in many passes")."""
+    """The dropout of a run with this many passes. In more than PASSES a model without dropout learns the
+    documents by heart, and SFT cannot teach it to answer from them (docs/dev/LOG.md, "Dropout in many
+    passes")."""
     if passes <= PASSES:
         return 0.0
     return 0.1 if passes <= MAX_PASSES else 0.2

@@ -1,7 +1,7 @@
 """POST /api/page: a model as a page to send (scripts/convert_model.py --to page), for the server's own page.
 
-It is made by a program of its own, one at a time and once for each state of the weights, so clients cannot
-cost more than that.
+Each page is made by a separate process. Only one runs at a time, and a page is made again only after the
+weights have changed. This bounds what clients can cost.
 """
 
 import os
@@ -32,13 +32,13 @@ PATIENCE = 10  # the conversion is this much nicer than the server
 
 
 class Wanted(Body):
-    """Which model."""
+    """The body of the request: the name of a model."""
 
     model: str
 
 
 class Pages:
-    """The pages that were made last, in a folder that ends with the server."""
+    """The newest pages, in a temporary folder that is removed when the server ends."""
 
     def __init__(self, models: Models):
         self.models = models
@@ -82,7 +82,7 @@ class Pages:
 
 
 def sending_routes(models: Models) -> APIRouter:
-    """The route."""
+    """The route of pages to send."""
     routes = APIRouter(prefix="/api", dependencies=[Depends(own_page_only)])
     pages, one_at_a_time = Pages(models), CapacityLimiter(1)
 

@@ -157,22 +157,18 @@ def _opcode(operation: str) -> bytes:
     return bytes([0xFD]) + _unsigned(VECTOR_OPCODES[operation])
 
 
-def _unsigned(value: int) -> bytes:
-    """LEB128."""
+def _unsigned(value: int, largest_last: int = 0x7F) -> bytes:
+    """LEB128. largest_last: of the last byte."""
     binary = b""
-    while value > 0x7F:
+    while value > largest_last:
         binary += bytes([value & 0x7F | 0x80])
         value >>= 7
     return binary + bytes([value])
 
 
 def _signed(value: int) -> bytes:
-    """Signed LEB128 of a number that is not negative."""
-    binary = b""
-    while value > 0x3F:
-        binary += bytes([value & 0x7F | 0x80])
-        value >>= 7
-    return binary + bytes([value])
+    """Signed LEB128 of a number that is not negative: bit 6 of the last byte is the sign."""
+    return _unsigned(value, largest_last=0x3F)
 
 
 def _vector(entries: list[bytes]) -> bytes:

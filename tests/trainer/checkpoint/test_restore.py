@@ -254,6 +254,7 @@ def test_the_other_ranks_wait_for_the_first_file(corpus, tmp_path):
     assert "the run cannot be restored from it" in process.error_lines[-1]
 
 
+DOES_NOT_LOOK = "\nimport trainer.checkpoint.run as s; s.restore_first = lambda *_: None"
 RANKS_OWN = CALLBACK.format(load='self.count = saved["count"]').replace(
     "self.count += 1", 'self.count += 1 + int(os.environ["RANK"]); print("count", self.count, flush=True)'
 )
@@ -271,12 +272,7 @@ def test_a_state_that_only_another_rank_has_is_named_and_left_to_it(corpus, tmp_
 def test_the_first_save_changes_nothing_on_two_ranks(corpus, tmp_path):
     """As a run that does not look, dropout and Muon included."""
     script = CALLBACK.format(load='self.count = saved["count"]')
-    for name in ("looks", "not"):
-        more = (
-            ""
-            if name == "looks"
-            else "\nimport trainer.checkpoint.run as s; s.restore_first = lambda *_: None"
-        )
+    for name, more in (("looks", ""), ("not", DOES_NOT_LOOK)):
         settings = SHORT | {"accumulation_steps": 2, "dropout": 0.1, "optimizer": "muon"}
         argv = flags(corpus, tmp_path / name, "sft", **settings)
         process = run("sft", argv, Faults(script=script + more), ranks=2)
@@ -294,12 +290,7 @@ def test_a_callback_that_counts_time_is_no_reason_to_end_a_run(corpus, tmp_path)
 def test_the_first_save_is_restored_by_the_way_of_a_resume(corpus, tmp_path):
     """The callback is given what it saved, once, and the run has the bits of one that does not look."""
     script = CALLBACK.format(load='self.count = saved["count"]; print("given", saved, flush=True)')
-    for name in ("looks", "not"):
-        more = (
-            ""
-            if name == "looks"
-            else "\nimport trainer.checkpoint.run as s; s.restore_first = lambda *_: None"
-        )
+    for name, more in (("looks", ""), ("not", DOES_NOT_LOOK)):
         settings = SHORT | {"accumulation_steps": 2, "dropout": 0.1}
         process = run("sft", flags(corpus, tmp_path / name, "sft", **settings), Faults(script=script + more))
         assert process.out.count("given {'count': 1}") == (name == "looks")
