@@ -15,7 +15,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from model.model_minimind import MiniMindConfig
 
-Batch = Any  # a FlatBatch; of a task of one's own, and of prompts, a dict of tensors by name
+Batch = Any  # a FlatBatch; for prompts, and in a user's own task, a dict of tensors by name
 
 
 class Size(NamedTuple):
@@ -226,7 +226,7 @@ class FlatBatch:
         """Restore a batch from its `state_dict`."""
         keys = state["shared_keys"]
         if keys is not None:
-            keys = SharedKeys(*keys, host_cu_seqlens=keys[1].numpy())
+            keys = SharedKeys(*keys, host_cu_seqlens=keys[1].numpy().copy())
         return cls(**(state | {"shared_keys": keys}))
 
     # --- details

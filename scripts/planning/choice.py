@@ -122,7 +122,7 @@ def round_up(hours: float) -> str:
 
 
 def with_passes(models: list[Stage], passes: float, memory: float) -> list[Stage]:
-    """Pretraining with so many passes, SFT with its own number, or fewer where the time is short."""
+    """The stages with this many passes of pretraining, and the passes of SFT that `sft_passes` gives."""
     first, *others = models
     return [
         first.with_passes(passes, memory),

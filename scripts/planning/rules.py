@@ -9,8 +9,8 @@ DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24)
 # passes over the data, at most; of pretraining more teach little (arXiv:2305.16264; docs/dev/LOG.md, "Decay
 # in each pass"), but for text that repeats itself, see `most_passes`
 PASSES, SFT_PASSES, MAX_PASSES = 4, 2, 24
-# Little text of which at least this share repeats itself needs this many updates, in at most so many passes
-# (docs/dev/LOG.md, "Passes over text that repeats itself")
+# a short text of which at least this share repeats itself needs this many updates, in at most this many
+# passes (docs/dev/LOG.md, "Passes over text that repeats itself")
 REPEATED_SHARE, TEXT_UPDATES, MOST_PASSES_OF_LITTLE_TEXT = 0.4, 700, 96
 # tokens that a model reads, at least, for each weight of its layers: with fewer passes, and with all of them
 # (docs/dev/LOG.md, "Size under decay")

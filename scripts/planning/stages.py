@@ -26,9 +26,8 @@ START_SECONDS = 12.0  # seconds in which a stage starts Python, opens its data a
 NGRAM, HASH_BASE, MOST_TOKENS_COMPARED = 6, 0x9E3779B97F4A7C15, 4_000_000
 SMALL_BYTES = 4e6
 N_EVALS = 5  # of a stage, beside that before its first update
-GENERATED_COST = (
-    4  # a generated token takes so many times as long as one that is only read (measured: 4 to 8)
-)
+# a generated token takes 4 to 8 times as long as one that is only read
+GENERATED_COST = 4
 # flags that both stages have, too
 SHARED_FLAGS = (
     "text_separator",

@@ -1,4 +1,5 @@
-"""Whether a model with rounded weights is still the model: both answer prompts with the likeliest tokens."""
+"""Checks that a model with rounded weights still answers like the model: both generate greedily for the same
+prompts."""
 
 from collections.abc import Callable, Sequence
 from itertools import islice
@@ -44,8 +45,8 @@ class Answer(NamedTuple):
 
 
 def prompts_for(tokenizer: PreTrainedTokenizerBase, source: Path, continues_text: bool) -> Prompts:
-    """Prompts for a model, from the data of its run as far as they are there, then from the demo's. source:
-    of the model, beside which the settings of its run may lie."""
+    """PROMPTS prompts for a model: first from the data of its run, if these files still exist, then from the
+    demo's. source: the path of the model; the settings of its run may be beside it."""
     own = own_prompts(source, continues_text)
     texts = [*own, *built_in_prompts(continues_text)][:PROMPTS]
     if continues_text:
@@ -65,9 +66,9 @@ def likeliest_answers(model: Any, tokenizer: PreTrainedTokenizerBase, prompts: P
 
 
 def compare_answers(expected: Sequence[Answer], answered: Sequence[Answer]) -> str:
-    """What answers have in common with those of the model, as a sentence. Up to the first other token of an
-    answer the contexts are the same, so tokens are compared as far as that. Raises UserError if it is too
-    little."""
+    """Compare answers with those of the model; returns a sentence that says how many agree. Tokens of an
+    answer are compared up to the first difference, because the contexts differ after it. Raises UserError if
+    less than LEAST_SHARE of these tokens agree."""
     compared = equal = same_answers = 0
     for (tokens, text), (other, other_text) in zip(expected, answered, strict=True):
         if other == tokens and other_text != text:
@@ -98,8 +99,8 @@ def built_in_prompts(continues_text: bool) -> list[str]:
 
 
 def own_prompts(source: Path, continues_text: bool) -> list[str]:
-    """Up to PROMPTS prompts of the held-out data of a model's run, or of its training data, if their files
-    are where they were."""
+    """Up to PROMPTS prompts from the held-out data of a model's run, or without any from its training data.
+    There are none if the files have been moved."""
     settings = read_object(settings_path(metrics_path(source.parent, source.stem))).get("settings") or {}
     path = settings.get("eval_data_path") or settings.get("data_path")
     if not isinstance(path, str):

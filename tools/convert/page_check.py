@@ -1,7 +1,7 @@
-"""Whether a page to send is the model: it answers prompts with the likeliest tokens, and so does the model.
+"""Checks that a page to send answers like the model: both generate greedily for the same prompts.
 
-Where Node is installed the page's own code answers. Elsewhere the model answers a second time, with its
-weights rounded as the page has them: the same arithmetic, but not the same code.
+If Node is installed, the page's own code answers. Otherwise the model answers a second time with the rounded
+weights of the page: the same arithmetic, but not the same code.
 """
 
 import json
@@ -26,9 +26,9 @@ NODE_CAN = "process.exit(typeof DecompressionStream === 'function' && fetch ? 0 
 def check_page(
     page: Path, expected: Sequence[Answer], rounded: Any, tokenizer: PreTrainedTokenizerBase, prompts: Prompts
 ) -> str:
-    """Compare the answers of a page with those of the model; what they have in common, as a sentence.
-    expected: the model's. rounded: the model with the weights of the page. Raises UserError if they are not
-    those of the same model."""
+    """Compare the answers of a page with those of the model; returns a sentence that says how many agree.
+    expected: the model's answers. rounded: the model with the weights of the page. Raises UserError if too
+    few agree."""
     node = find_node()
     if node is None:
         answered = likeliest_answers(rounded, tokenizer, prompts)
