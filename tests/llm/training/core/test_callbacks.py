@@ -1,5 +1,5 @@
 """Callbacks: called in order, refused if they could not be called, with states that a checkpoint holds; and the
-included ones. Runs with callbacks that are killed and resumed: test_described.py."""
+included ones. Runs with callbacks that are killed and resumed: test_names.py."""
 
 import io
 import math

@@ -1,4 +1,4 @@
-"""The engine under the names and call forms of its description (docs/dev/DESCRIBED.md)."""
+"""The names and call forms of the engine, its tasks, data modules and callbacks."""
 
 import re
 import signal
@@ -44,7 +44,7 @@ def config_of(folder, **extra) -> Config:
 def made(
     task_class: type[TrainingTask], folder, callbacks=(), data_class=SyntheticDataModule, **extra
 ) -> TrainingEngine:
-    """An engine, built as the description builds it."""
+    """An engine, built as `train_worker` builds it."""
     config = config_of(folder, **extra)
     data_module = data_class(config)
     data_module.prepare_data()
@@ -56,7 +56,7 @@ def made(
 
 
 class Six(TrainingTask):
-    """Nothing but the methods of the description."""
+    """Nothing but the six methods."""
 
     def build_model(self):
         return nn.Linear(SyntheticDataModule.features, 1)
