@@ -166,11 +166,14 @@ MACHINE_ERRORS = [
 @contextmanager
 def read_errors(path: Path) -> Iterator[None]:
     """Turn an error of the machine in the block (input/output, permission, memory, descriptors) into a
-    ReadError. Errors in the content of a file pass unchanged."""
+    ReadError. Errors in the content of a file pass unchanged, but an OSError among them becomes a ValueError.
+    So no OSError leaves the block."""
     try:
         yield
     except (OSError, MemoryError, RuntimeError) as error:
         if not is_machine_error(error):
+            if isinstance(error, OSError):
+                raise ValueError(reason(error)) from error
             raise
         why = getattr(error, "strerror", None) or reason(error)
         raise ReadError(

@@ -28,11 +28,13 @@ from common.files import (
     new_path,
     open_regular,
     output_lock,
+    read_errors,
     read_object,
     sync,
 )
 from tests.conftest import ROOT
 from tests.stage_process import rank_variables
+from trainer.weights.tensor_file import DAMAGED
 
 HOLD = """
 import os, sys, time
@@ -118,6 +120,14 @@ def test_what_cannot_be_looked_at_is_an_error(tmp_path, monkeypatch, number):
     for tell in (is_there, is_taken, is_file, is_folder, files_in):
         with pytest.raises(ReadError, match=f"file cannot be read at present .{os.strerror(number)}"):
             tell(path)
+
+
+@pytest.mark.parametrize("error", [(errno.EINVAL, "offset"), ("no archive",)])
+def test_of_a_damaged_file_no_oserror_is_left(tmp_path, error):
+    """Code that catches the errors of a damaged file must not catch those of the disk."""
+    with pytest.raises(ValueError, match=error[-1]), read_errors(tmp_path / "file"):
+        raise OSError(*error)
+    assert not any(issubclass(each, OSError) for each in DAMAGED)
 
 
 def test_what_cannot_be_written_leaves_the_old_file(tmp_path):

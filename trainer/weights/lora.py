@@ -148,11 +148,14 @@ def merge_adapter(model: "MiniMindForCausalLM", folder: Path) -> "MiniMindForCau
 def read_adapter(model: "MiniMindForCausalLM", folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The config of an adapter, and its tensors under the model's names. It also reads MiniMind's file of an
     adapter. Raises UserError if the folder is missing or damaged, or if the adapter is of another kind or
-    belongs to another model."""
-    if not is_there(folder):
-        raise UserError(f"adapter {folder}: no such folder; it must hold {WEIGHTS} and {ADAPTER_CONFIG}")
+    belongs to another model, and ReadError if it cannot be read at the moment."""
+    for file in (folder / ADAPTER_CONFIG, folder / WEIGHTS) if is_folder(folder) else (folder,):
+        if not is_there(file):
+            text = f"{file} does not exist; the folder of an adapter holds {WEIGHTS} and {ADAPTER_CONFIG}"
+            raise UserError(f"adapter {folder}: {text}")
     try:
-        config, tensors = _read_folder(folder) if is_folder(folder) else _read_minimind(folder)
+        with read_errors(folder):
+            config, tensors = _read_folder(folder) if is_folder(folder) else _read_minimind(folder)
         config["lora_alpha"] / config["r"], list(config["target_modules"])
     except (SafetensorError, ZeroDivisionError, *DAMAGED) as error:
         raise UserError(f"adapter {folder}: it is not readable ({reason(error)})") from error

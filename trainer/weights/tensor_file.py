@@ -13,10 +13,9 @@ import torch
 
 from common.files import read_errors
 
-# What zipfile and torch.load raise for a damaged or foreign file. `read_errors` has already turned the errors
-# of the machine into ReadError; the remaining OSError is zipfile's, for an impossible offset.
+# What zipfile and torch.load raise in `read_errors` for a damaged or foreign file.
 DAMAGED: tuple[type[Exception], ...] = (
-    *(OSError, RuntimeError, EOFError, LookupError, ValueError, TypeError, AttributeError, AssertionError),
+    *(RuntimeError, EOFError, LookupError, ValueError, TypeError, AttributeError, AssertionError),
     *(OverflowError, ImportError, pickle.UnpicklingError, zipfile.BadZipFile, zlib.error),
 )
 

@@ -1,16 +1,19 @@
 """Adapters: trained beside a frozen model, in PEFT's format, the same when merged; others are refused."""
 
+import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from common.errors import UserError
+from common.errors import ReadError, UserError
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from tests.trainer.devices.test_wrapping import flat_batch
 from trainer.objectives.next_token import next_token_loss, target_logits
+from trainer.weights import lora
 from trainer.weights.lora import (
     TARGETS,
     adapter_weights,
@@ -107,7 +110,7 @@ def change_config(folder: Path, **fields) -> None:
 
 
 WRONG = [  # fields of the adapter's config, and what is told; None: there is no config
-    (None, "is not readable"),
+    (None, "adapter_config.json does not exist"),
     ({"peft_type": "IA3"}, "peft_type 'IA3' is not supported"),
     ({"r": 8}, "is of another model"),
 ]
@@ -145,6 +148,16 @@ def test_minimind_s_file_of_an_adapter(tmp_path):
     path.write_bytes(b"no")
     with pytest.raises(UserError, match="it is not readable"):
         merge_adapter(base(), path)
+
+
+def test_an_adapter_on_a_disk_that_fails_is_not_called_damaged(tmp_path, monkeypatch):
+    def fails(path):
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+    folder = written(adapted(targets=("q_proj",)), tmp_path)
+    monkeypatch.setattr(lora, "load_file", fails)
+    with pytest.raises(ReadError, match="cannot be read at present"):
+        merge_adapter(base(), folder)
 
 
 def test_what_is_trained_beside_the_adapters_is_refused_before_training():
