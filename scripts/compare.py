@@ -192,7 +192,8 @@ class Comparison:
         plan = self.plan()
         for number in range(1, plan["pairs"]):
             self.pairs.append(self.run_pair(number, str(number + 1)))
-        about = {"metric": self.metric, "mode": self.own.mode, "looks": plan["looks"]}
+        unit = "time" if self.own.same == "seconds" else "updates"
+        about = {"metric": self.metric, "mode": self.own.mode, "unit": unit, "looks": plan["looks"]}
         write_report(self.folder, self.variants, self.pairs, about)
 
     def plan(self) -> dict[str, Any]:

@@ -80,7 +80,8 @@ def result(folder) -> dict:
 
 
 def test_pairs_have_equal_seeds_and_turn_their_order(comparing, started, tmp_path):
-    done = comparing("--pairs", 3, "", "--learning_rate 1e-5")
+    variants = ["--eval_interval", 1, "--epochs", 2, "", "--learning_rate 1e-5"]
+    done = comparing("--pairs", 3, *variants)
     assert done.returncode == 0, done.stderr
 
     def values(flag: str) -> list[str]:
@@ -99,6 +100,8 @@ def test_pairs_have_equal_seeds_and_turn_their_order(comparing, started, tmp_pat
     assert (told["low"], told["high"]) == pytest.approx((mean(differences) - half, mean(differences) + half))
     assert told["low"] > 0 and told["sentence"].startswith("worse: eval_loss +")
     assert "better in 0 of 3 pairs" in told["sentence"]
+    needed = told["effect"]["ratio"]
+    assert needed > 2 and f"for the same eval_loss it needs {needed:.3g} of A's updates [" in told["sentence"]
     assert found["spread"] == 0.0  # that of so large a difference is no guide
     assert len({run["tokens"] for run in found["runs"]["A"]}) == 1
 
@@ -109,10 +112,10 @@ def test_pairs_have_equal_seeds_and_turn_their_order(comparing, started, tmp_pat
     assert log.read_text().count("\n") == 1 and folder.name in log.read_text()
     # the same again: nothing is trained, the log has its line
     count = len(started)
-    assert comparing("--pairs", 3, "", "--learning_rate 1e-5").returncode == 0
+    assert comparing("--pairs", 3, *variants).returncode == 0
     assert len(started) == count and log.read_text().count("\n") == 1
     # going on says that the result was seen
-    assert "looked at with 3 pairs before" in comparing("--pairs", 4, "", "--learning_rate 1e-5").stdout
+    assert "looked at with 3 pairs before" in comparing("--pairs", 4, *variants).stdout
     assert len(started) == count + 2 and result(tmp_path / "out")["looks"] == [3]
 
 

@@ -11,10 +11,10 @@ from common.files import atomic_write, write_json
 from scripts.text_table import text_table
 from tools.compare.code import copied_files, differing_files
 from tools.compare.curves import draw_spread
+from tools.compare.effect import Effect, effect, read_curve
 from tools.compare.paired import Difference, compare_all, spread_of
-from tools.compare.runs import figure
+from tools.compare.runs import figure, metrics_of
 from tools.compare.variant import Variant, letter_of
-from trainer.weights.paths import METRICS_SUFFIX
 
 SMALL = 0.02  # a difference, as a share of the figure, that tells how small ones spread
 
@@ -28,17 +28,26 @@ def write_report(
     result.json is a function of settings, code and data, so it is the same however often the comparison was
     killed; times stand in table.txt and in the figures.json of each run.
 
-    about: `metric`, `mode` (min or max), and `looks`, the numbers of pairs at which the result was seen
-    before.
+    about: `metric`, `mode` (min or max), `unit` (updates or time, of which all runs have as many), and
+    `looks`, the numbers of pairs at which the result was seen before.
     """
     metric, letters = about["metric"], [letter_of(i) for i in range(len(variants))]
     figures = [[figure(run, metric) for run in pair] for pair in pairs]
     level = abs(mean(pair[0] for pair in figures)) or 1.0
     differences = [[pair[i] - pair[0] for pair in figures] for i in range(1, len(variants))]
+    paths = [
+        [metrics_of(folder / "runs" / f"{pair + 1}_{letter}") for letter in letters]
+        for pair in range(len(pairs))
+    ]
+    curves = [[read_curve(path, metric) for path in of_pair] for of_pair in paths]
     results = {}
     for i, result in enumerate(compare_all(differences)):
         sentence = describe(result, differences[i], level, about)
+        compute = effect([(of_pair[0], of_pair[i + 1]) for of_pair in curves], about["mode"], result.level)
+        if compute and result.is_significant:
+            sentence += f"; {describe_effect(compute, about)}"
         values = result._asdict() | {"differences": differences[i], "sentence": sentence}
+        values["effect"] = compute and compute._asdict()
         results[letters[i + 1]] = {"variant": variants[i + 1].name} | values
     code, of_last = variants[0].code, variants[-1].code
     edited = differing_files(code, of_last, copied_files(code))
@@ -51,11 +60,8 @@ def write_report(
     write_json(folder / "result.json", content)
 
     metrics_files = {
-        f"{letter} {variant.name}": [
-            next(folder.glob(f"runs/{pair + 1}_{letter}/save/*{METRICS_SUFFIX}"))
-            for pair in range(len(pairs))
-        ]
-        for letter, variant in zip(letters, variants, strict=True)
+        f"{letter} {variant.name}": list(of_variant)
+        for letter, variant, of_variant in zip(letters, variants, zip(*paths, strict=True), strict=True)
     }
     draw_spread(metrics_files, metric).savefig(folder / "curves.png", dpi=150)
 
@@ -92,6 +98,12 @@ def describe(result: Difference, differences: list[float], level: float, about: 
     if result.is_significant:
         return f"{'better' if sign * result.mean > 0 else 'worse'}: {text}"
     return f"no difference above {max(-low, high):.2g} % can be seen: {text}"
+
+
+def describe_effect(compute: Effect, about: dict[str, Any]) -> str:
+    """The effect in a part of a sentence."""
+    text = f"for the same {about['metric']} it needs {compute.ratio:.3g} of A's {about['unit']}"
+    return f"{text} [{compute.low:.3g}, {compute.high:.3g}]"
 
 
 def table(variants: list[Variant], pairs: list[list[Any]], metric: str) -> list[list[str]]:
