@@ -24,21 +24,11 @@ from dataset.batch import Batch, Size, to_device
 from trainer.callbacks.base import is_better, monitored
 from trainer.callbacks.train_state import TrainState
 from trainer.checkpoint.run import interrupted, save_checkpoint, where_to_go_on, write_weights
-from trainer.devices.process_group import Logger, all_gather, reduce_max, reduce_sum, this_rank, world_size
+from trainer.devices.process_group import Logger, all_gather, reduce_sum, this_rank, world_size
 from trainer.devices.wrapping import full_tensor, gradient_sync, is_sharded, unwrap
 from trainer.optim.build import MuonWithAdamW
 from trainer.report.metrics import value_text
-from trainer.report.sums import (
-    COUNT,
-    MAX,
-    Means,
-    add_means,
-    add_sums,
-    checked_names,
-    finite,
-    quotient,
-    update_means,
-)
+from trainer.report.sums import COUNT, Means, add_means, add_sums, checked_names, quotient, update_means
 from trainer.report.trackers import drawable
 from trainer.report.warnings import find_warnings
 
@@ -188,11 +178,7 @@ def train_update(state: TrainState, micro_batches: list[Batch], targets: float, 
     if state.metric_names is None:
         state.metric_names = checked_names(list(sums), [*metrics, *of_gradient])
     grad_norm = full_tensor(clip_grad_norm_(unwrap(model).parameters(), args.grad_clip or math.inf))
-    largest = {name: sums.pop(name) for name in list(sums) if name.endswith(MAX)}
     totals = reduce_sum(torch.stack(list(sums.values())))
-    if largest:
-        totals = torch.cat((totals, reduce_max(torch.stack(list(largest.values())))))
-    sums |= largest
     *totals, norm = torch.cat((totals, grad_norm.to(totals).reshape(1))).tolist()  # the only sync point
 
     means = update_means(dict(zip(sums, totals, strict=True)), targets, tokens)
@@ -424,5 +410,5 @@ def evaluate(state: TrainState, loader: Iterable[Batch]) -> dict[str, float | No
         if not name.endswith(COUNT):
             metrics[f"eval_{name}"] = quotient(total[name], total.get(name + COUNT, all_targets or 1.0))
     if all_bytes:
-        metrics["eval_bpb"] = finite(total["loss"] / math.log(2) / all_bytes)
+        metrics["eval_bpb"] = quotient(total["loss"] / math.log(2), all_bytes)
     return metrics

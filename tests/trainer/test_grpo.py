@@ -17,6 +17,8 @@ from tests.trainer.rollout_runs import (
 from tests.trainer.stage_flags import assert_same_run, records, saved_state
 from trainer import train_grpo
 
+GAP = "sampling_logp_difference"
+
 
 @pytest.fixture(scope="module")
 def prompts(tmp_path_factory):
@@ -77,8 +79,7 @@ def test_accumulation_and_ranks_change_nothing(prompts, tmp_path):
     name = "grpo_32_moe"
     assert_close_figures(tmp_path / "one", tmp_path / "two", name)
     for folder in ("one", "two"):  # the trainer says of the sampled tokens what the sampler said
-        gaps = records(tmp_path / folder, name, ("sampling_logp_difference", "sampling_logp_difference_max"))
-        assert all(0 <= mean <= largest < 1e-4 for mean, largest in gaps)
+        assert all(0 <= gap < 1e-4 for (gap,) in records(tmp_path / folder, name, (GAP,)))
     again = grpo_flags(prompts, tmp_path / "killed", from_resume=1, **cut)
     stopped = Faults(signals={5: signal.SIGTERM})
     run("grpo", again, stopped, ranks=2, status=128 + signal.SIGTERM)
@@ -91,10 +92,8 @@ def test_decoding_that_computes_something_else_is_noticed(prompts, tmp_path):
     script = "from model import cpu; one = cpu.attention_of_one_query\n"
     script += "cpu.attention_of_one_query = lambda q, k, v, mask: one(q * 30, k, v, mask) * 3"
     run("grpo", grpo_flags(prompts, tmp_path, eval_interval=0, epochs=1), Faults(script=script))
-    ((mean, largest), *_) = records(
-        tmp_path, "grpo_32", ("sampling_logp_difference", "sampling_logp_difference_max")
-    )
-    assert largest > mean > 1e-3, (mean, largest)
+    ((gap,), *_) = records(tmp_path, "grpo_32", (GAP,))
+    assert gap > 1e-3
 
 
 def test_resumed_in_a_rollout_with_another_number_of_ranks(prompts, tmp_path):

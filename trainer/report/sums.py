@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +12,6 @@ from trainer.devices.process_group import all_gather
 
 Means = dict[str, tuple[float, float]]  # a mean as (sum, count), of which the quotient is reported
 COUNT = "/count"  # suffix of the count that belongs to a sum
-MAX = "/max"  # suffix of a largest value
 # fields of every record; a metric must not have one of these names
 RECORD_FIELDS = {
     *("update", "epoch", "step", "iters", "loss", "logits_loss", "aux_loss", "mean_loss", "grad_norm"),
@@ -22,23 +21,12 @@ RECORD_FIELDS = {
 }
 
 
-class Largest(NamedTuple):
-    """A metric [] of which the largest value is reported, over the micro-batches and ranks of an update; over
-    several updates the mean of these."""
-
-    value: Tensor
-
-
 def add_sums(sums: dict[str, Tensor], values: Mapping[str, Any], device: torch.device) -> None:
-    """Add values by name, each [], a pair (sum, count), or the `Largest`, to the sums so far; of a pair the
-    count stands under `<name>/count`, a largest value under `<name>/max`."""
+    """Add values by name, each [], or a pair (sum, count), to the sums so far. The count of a pair gets the
+    name `<name>/count`."""
     # float64, because sums run over many tokens; MPS has none
     exact = torch.float32 if device.type == "mps" else torch.float64
     for name, value in values.items():
-        if isinstance(value, Largest):
-            largest = value.value.to(device, exact).detach()
-            sums[name + MAX] = torch.maximum(sums.get(name + MAX, largest), largest)
-            continue
         parts = {name: value}
         if isinstance(value, tuple):
             parts = {name: value[0], name + COUNT: value[1]}
@@ -64,9 +52,7 @@ def update_means(total: dict[str, float], targets: float, tokens: float) -> Mean
     once."""
     means = {}
     for name, value in total.items():
-        if name.endswith(MAX):
-            means[name.removesuffix(MAX)] = value, 1.0
-        elif name + COUNT in total:
+        if name + COUNT in total:
             means[name] = value, total[name + COUNT]
         elif not name.endswith(COUNT):
             number = tokens if name == "aux_loss" else targets
@@ -83,9 +69,5 @@ def add_means(sums: Means, means: Means) -> None:
 
 def quotient(total: float, count: float) -> float | None:
     """A sum over its count; None if there is none, or for NaN and infinities, which JSON cannot hold."""
-    return finite(total / count) if count else None
-
-
-def finite(value: float) -> float | None:
-    """The value, or None for NaN and infinities, which JSON cannot hold."""
+    value = total / count if count else math.nan
     return value if math.isfinite(value) else None

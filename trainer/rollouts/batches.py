@@ -159,8 +159,7 @@ class Rollouts(Objective):
         """Count the rollout, because its update is about to be made on all ranks."""
         own = [self.this_rollout.get(name, (0.0, 0.0)) for name in self.metric_names]
         pairs = reduce_sum(torch.tensor(own, dtype=torch.float64)).tolist()
-        for name, (total, count) in zip(self.metric_names, pairs, strict=True):
-            add_means(self.since_last_record, {name: (total, count)})
+        add_means(self.since_last_record, dict(zip(self.metric_names, pairs, strict=True)))
         self.this_rollout = {}
 
     def on_log(self, state: Any, record: dict[str, Any]) -> None:

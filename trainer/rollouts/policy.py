@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from dataset.batch import Batch
 from trainer.objectives.next_token import target_log_probs
-from trainer.report.sums import Largest
 
 # these losses are divided by the sampled tokens of an update, the others by its completions
 TOKEN_LEVEL = ("dapo", "cispo")
@@ -73,14 +72,10 @@ def policy_loss(
 
 def sampling_difference(log_probs: Tensor, batch: Batch) -> dict[str, Any]:
     """The difference between the trainer's log-probabilities [M] of the sampled tokens and the sampler's,
-    under the weights that sampled them, with TRL's names. It is rounding, unless decoding and training do not
+    under the weights that sampled them, with TRL's name. It is rounding, unless decoding and training do not
     compute the same."""
     gaps = (log_probs.detach() - batch["sampling_log_probs"]).abs()
-    largest = gaps.max() if len(gaps) else gaps.sum()
-    return {
-        "sampling_logp_difference": (gaps.sum(), gaps.new_full((), len(gaps))),
-        "sampling_logp_difference_max": Largest(largest),
-    }
+    return {"sampling_logp_difference": (gaps.sum(), gaps.new_full((), len(gaps)))}
 
 
 def sampled_tokens_loss(model: nn.Module, batch: Batch, args: Any) -> tuple[Tensor, Tensor, dict[str, Any]]:
