@@ -126,14 +126,15 @@ def test_the_first_cell_of_a_notebook_brings_what_is_missing(where, tmp_path, mo
     folder = clone / "docs/learn/notebooks" if where == "in a clone" else tmp_path
     started = []
 
-    def run(words: list[str], check: bool) -> None:
-        started.append(" ".join(words[:2]))
+    def run(words: list[str], check: bool = False) -> subprocess.CompletedProcess:
+        started.append(" ".join(words))
         for name in ("trainer/loop.py", "docs/learn/notebooks/01_tokens.ipynb", "requirements.txt"):
             (clone / name).parent.mkdir(parents=True, exist_ok=True)
             (clone / name).touch()
+        return subprocess.CompletedProcess(words, 0)
 
     if where == "in a clone":
-        run(["git", "clone"], check=True)
+        run(["git", "clone"])
         (clone / "out/demo").mkdir(parents=True)
         (clone / "out/demo/quiz_second.json").touch()
         started.clear()
@@ -142,6 +143,15 @@ def test_the_first_cell_of_a_notebook_brings_what_is_missing(where, tmp_path, mo
     monkeypatch.setenv("VIRTUAL_ENV", "")
     monkeypatch.setenv("PATH", "")
     monkeypatch.chdir(folder)
-    exec(learn.SETUP, {})
-    assert started == ([] if where == "in a clone" else ["git clone", "bash scripts/quickstart.sh"])
+    exec(learn.SETUP, {"input": lambda question: " https://a.example/b "})
+    from_colab = ["git clone -- https://a.example/b minimind-trainer", "bash scripts/quickstart.sh"]
+    assert started == ([] if where == "in a clone" else from_colab)
     assert Path.cwd() == clone and sys.path[0] == str(clone)
+
+
+@pytest.mark.parametrize("address", ["", "no/such/folder"])
+def test_the_first_cell_of_a_notebook_names_an_address_that_is_wrong(address, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match=f"could not clone '{address}'" if address else "nothing was cloned"):
+        exec(learn.SETUP, {"input": lambda question: address})
+    assert not any(tmp_path.iterdir())

@@ -45,16 +45,20 @@ COMMAND = re.compile(r"^```bash\n(?P<command>.*?)^```$", re.M | re.S)
 PICTURE = re.compile(r"^!\[(?P<caption>.*?)\]\((?:\.\./)+images/(?P<file>.*?)\)$", re.M)
 # The first cell of each notebook
 SETUP = """\
-# Run this cell first. It clones the repository where there is none (Colab), installs what is absent
-# (what is there stays), and makes the quickstart's model unless it is there, which takes minutes.
-REPOSITORY = "ADDRESS_OF_THIS_REPOSITORY"  # as for git clone; only for Colab
+# Run this cell first. Where there is no clone of the repository (Colab), it asks for the address and clones
+# it. It installs missing packages and changes no others. If the quickstart's model is missing, it makes it,
+# which takes minutes.
 import os, pathlib, subprocess, sys
 if sys.version_info < (3, 11):
     raise SystemExit("this notebook's Python is " + sys.version.split()[0] + "; it needs 3.11 or newer")
 places = [pathlib.Path.cwd(), *pathlib.Path.cwd().parents, pathlib.Path("minimind-trainer")]
 clones = [place for place in places if (place / "trainer/loop.py").is_file()]
 if not clones:
-    subprocess.run(["git", "clone", REPOSITORY, "minimind-trainer"], check=True)
+    address = input("There is no clone of the repository here. Its address, as for git clone: ").strip()
+    if not address:
+        raise SystemExit("nothing was cloned: run this cell again and enter the repository's address")
+    if subprocess.run(["git", "clone", "--", address, "minimind-trainer"]).returncode:
+        raise SystemExit(f"git could not clone {address!r}: run this cell again with the right address")
 os.chdir(clones[0] if clones else "minimind-trainer")
 sys.path.insert(0, os.getcwd())
 from tools.missing_packages import missing_packages

@@ -1,4 +1,4 @@
-"""The HTTP side of the server: OpenAI's routes, who may use them, and the form of errors."""
+"""The HTTP side of the server: OpenAI's routes, access, and the form of errors."""
 
 import asyncio
 import hmac
@@ -33,8 +33,11 @@ READ_METHODS = ["GET", "HEAD"]
 
 @dataclass(frozen=True)
 class Access:
-    """Who may use the server. hosts: names by which it may be called; origins: other web pages, * for all;
-    codes: each may be exchanged for the key once, by the server's own page."""
+    """Who may use the server.
+
+    hosts: host names that the server answers to. origins: other web pages that may use it, `*` for all.
+    codes: one-time codes, each of which the server's own page exchanges for the API key.
+    """
 
     api_key: str | None = None
     hosts: tuple[str, ...] = ("*",)
@@ -42,7 +45,7 @@ class Access:
     codes: set[str] = field(default_factory=set)
 
     async def check(self, request: Request) -> None:
-        """Refuse web pages of other sites and requests without the key. Raises ApiError."""
+        """Refuse web pages of other sites and requests without the API key. Raises ApiError."""
         origin = request.headers.get("origin", "")
         if not is_own_page(request) and origin not in self.origins and "*" not in self.origins:
             raise ApiError(f"Pages of {origin[:200]} may not use this server; see --allow_origin.", 403)
@@ -54,13 +57,13 @@ class Access:
 
 
 def is_own_page(request: Request) -> bool:
-    """Whether a request comes from the server's own page, or from no page."""
+    """Whether a request comes from the server's own page, or from no web page at all."""
     origin = request.headers.get("origin")
     return origin is None or host_of(origin) == request.headers.get("host")
 
 
 def host_of(origin: str) -> str | None:
-    """The host and port of an origin; None if it is no URL."""
+    """The host and port of an origin; None if it is not a URL."""
     try:
         return urlsplit(origin).netloc
     except ValueError:
@@ -68,9 +71,11 @@ def host_of(origin: str) -> str | None:
 
 
 class KnownHosts:
-    """Refuses requests to other host names. A web page whose name is made to point to this machine would
-    otherwise be taken for the server's own one. hosts: `*` for any name, `*.localhost` for those below
-    localhost."""
+    """Refuses requests to unknown host names. Otherwise a web page could let its own host name point to this
+    machine, and would pass for the server's page (DNS rebinding).
+
+    hosts: `*` for any name, `*.localhost` for the names below localhost.
+    """
 
     def __init__(self, app: ASGIApp, hosts: Collection[str]):
         self.app, self.hosts = app, hosts
@@ -83,34 +88,35 @@ class KnownHosts:
             await self.app(scope, receive, send)
             return
         name = re.sub(r":\d*$", "", host)[:100]
-        text = f"This server does not answer to the host name '{name}'. Start it with --allow_host {name}, or"
-        text += " with an --api_key, and then every name will do."
+        text = f"This server does not answer to the host name '{name}'. Start it with --allow_host {name}."
+        text += " With an --api_key it answers to every name."
         self.logged.warn(f"refused the host name '{name}'; start with --allow_host {name}, or an --api_key")
         error = ApiError(text, code="unknown_host")
         await JSONResponse(error.body(), error.status)(scope, receive, send)
 
     def knows(self, host: str) -> bool:
-        """Whether the server may be called so; a port does not matter."""
+        """Whether the server answers to this name. A port does not matter."""
         name = re.sub(r":\d*$", "", host).lower()
         below = [known[1:] for known in self.hosts if known.startswith("*.")]
         return "*" in self.hosts or name in self.hosts or any(name.endswith(each) for each in below)
 
 
 class WarnOnce:
-    """Logs each warning once, and at most `most` in all: clients could cause any number."""
+    """Logs each warning once, and at most `most` warnings in all, because clients could cause any number."""
 
     def __init__(self, most: int = 50):
         self.most, self.known = most, set[str]()
 
     def warn(self, text: str) -> None:
-        """Log a line unless it was logged."""
+        """Log a line unless it has been logged."""
         if text not in self.known and len(self.known) < self.most:
             self.known.add(text)
             warn(text)
 
 
 def client_of(request: Request) -> str:
-    """Key of a client: its IPv4 address, or its IPv6 network (/64), which one client may have to itself."""
+    """The key of a client: its IPv4 address, or its IPv6 network (/64), because one client may own all of it.
+    """
     address = request.client.host if request.client else ""
     try:
         parsed = ipaddress.ip_address(address)
@@ -126,9 +132,11 @@ def create_app(
     more: Sequence[APIRouter] = (),
     trains: bool = False,
 ) -> FastAPI:
-    """The application: the API, and the page at `/` with the runs of save_dir. more: further routes, for
-    those who may use the API; trains: those of training are among them. Whoever made the decoding thread
-    closes it."""
+    """The application: the API, and the web page at `/` with the runs of save_dir.
+
+    more: further routes, for everybody who may use the API. trains: whether the training routes are among
+    them. The caller closes the decoding thread.
+    """
     app = FastAPI(title="MiniMind", openapi_url=None)
     app.add_middleware(KnownHosts, hosts=access.hosts)
     if access.origins:
@@ -158,15 +166,16 @@ def create_app(
 
 
 def key_route(access: Access) -> APIRouter:
-    """POST /api/key exchanges a code for the key. The address of a page stays in the browser's history, so it
-    holds a code, which is of no use afterwards."""
+    """POST /api/key exchanges a one-time code for the API key. The page's address stays in the browser's
+    history, so it contains such a code and not the key."""
     routes = APIRouter(prefix="/api")
 
     @routes.post("/key")
     async def key(request: Request) -> Response:
         code = (await read_body(request, limits.LEAST_BODY)).decode("ascii", "replace")
         if not is_own_page(request) or code not in access.codes:
-            raise ApiError("This link has been used already, or is of another start.", 403, code="used_code")
+            message = "This link has been used already, or the server was restarted."
+            raise ApiError(message, 403, code="used_code")
         access.codes.remove(code)
         return JSONResponse({"key": access.api_key}, headers={"Cache-Control": "no-store"})
 
@@ -184,10 +193,10 @@ async def error_response(request: Request, error: Exception) -> Response:
 
 
 async def read_body(request: Request, most: int) -> bytes:
-    """The body of a request, counted while it comes: a chunked one may have any length. Raises ApiError if it
-    has more than `most` bytes, or does not arrive."""
-    too_large = ApiError(f"The request is larger than {most >> 10} KB, more than fits.", 413)
-    if int(request.headers.get("content-length", "0")) > most:  # h11 sees that it is a number
+    """The body of a request. Its bytes are counted as they arrive, because a chunked body may have any
+    length. Raises ApiError if there are more than `most` bytes, or if the body does not arrive in time."""
+    too_large = ApiError(f"The request is larger than {most >> 10} KB, the limit of this server.", 413)
+    if int(request.headers.get("content-length", "0")) > most:  # h11 has checked that it is a number
         raise too_large
     body = bytearray()
     try:
@@ -202,7 +211,7 @@ async def read_body(request: Request, most: int) -> bytes:
 
 
 def model_routes(decoding: DecodingThread) -> APIRouter:
-    """The models."""
+    """The routes that list the models."""
     routes = APIRouter(prefix="/v1")
 
     def cards() -> list[dict[str, Any]]:
@@ -224,13 +233,13 @@ def model_routes(decoding: DecodingThread) -> APIRouter:
 
 
 def answer_routes(decoding: DecodingThread) -> APIRouter:
-    """The two routes that generate."""
+    """The two routes that generate answers."""
     routes = APIRouter(prefix="/v1")
 
     context, ignored, turns = decoding.context, WarnOnce(), Turns()
 
     async def read(request: Request, kind: type[Body]) -> tuple[Body, str, Path]:
-        """The request, if it may be answered, and the name and file of its model. Raises ApiError."""
+        """Read and check a request; returns it with the name and file of its model. Raises ApiError."""
         body = await read_body(request, limits.max_body(context))
 
         def judge() -> tuple[Body, str, Path]:

@@ -1,9 +1,10 @@
-"""uvicorn with deadlines, and an end in order.
+"""uvicorn with deadlines and an orderly end.
 
-uvicorn 0.54 waits without end for the rest of a head, for a body, and for a client to read its answer; with
-`limit_concurrency` it refuses new connections, and whoever holds the old ones keeps everybody out. hypercorn
-0.18 has a deadline for each read, which a byte now and then extends and a long answer exceeds; granian 2.8
-has one for heads, none for bodies. Hence a protocol with one timer.
+uvicorn 0.54 waits without a limit for the rest of a request head, for a body, and for a client to read its
+answer. With `limit_concurrency` it refuses new connections, so clients that hold the old ones keep everybody
+else out. hypercorn 0.18 has a deadline for each read: a byte now and then extends it, and a long answer
+exceeds it. granian 2.8 has a deadline for heads, but none for bodies. Therefore this file gives uvicorn's
+protocol one timer.
 """
 
 import asyncio
@@ -26,18 +27,19 @@ from scripts.serve.decoding import DecodingThread
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-ACCEPTED_AT_ONCE = 16  # connections, before the first of them is looked at
+ACCEPTED_AT_ONCE = 16  # connections accepted in one go, before the first of them is handled
 BACKLOG = 1024  # connections that the system keeps until they are accepted
-END_SECONDS = 1  # that the last responses have to be sent
+END_SECONDS = 1  # time to send the last responses
 
 
 class Connection(H11Protocol):
-    """A connection that is closed when its client is too slow, or when there are too many connections and it
-    has waited for its client for longest.
+    """A connection that is closed if its client is too slow. If there are too many connections, the one that
+    has waited for its client longest is closed.
 
-    deadline: timer by which the client must have sent the rest of a head or body, or read on; None while the
-    server does not wait for it. drained: bytes that came of a body whose response was sent before. most:
-    connections at once."""
+    deadline: timer by which the client must have sent the rest of a head or body, or must have read on; None
+    while the server does not wait for the client. drained: bytes of a body that arrived after its response
+    was sent. most: limit of simultaneous connections.
+    """
 
     drained = 0
     deadline: asyncio.TimerHandle | None = None
@@ -52,8 +54,8 @@ class Connection(H11Protocol):
         self.expect(limits.IDLE_SECONDS)
 
     def make_room(self) -> None:
-        """Close the connection that has waited for its client for longest, never one with an answer in
-        progress."""
+        """Close the connection that has waited for its client longest. A connection with an answer in
+        progress is never closed."""
         ours = [each for each in self.connections if isinstance(each, Connection)]
         timers = {each: each.deadline or each.timeout_keep_alive_task for each in ours}
         waiting = {each: timer.when() for each, timer in timers.items() if timer is not None}
@@ -67,7 +69,7 @@ class Connection(H11Protocol):
         super().data_received(data)
         state = self.conn.their_state
         is_answered = self.cycle is not None and self.cycle.response_complete
-        # a file that is being uploaded is read to its end, or a browser does not show why it was refused
+        # an upload is read to its end: otherwise a browser does not show why it was refused
         if state is h11.SEND_BODY and is_answered and not self.cycle.scope.get("is_upload"):
             self.drained += len(data)
             if self.drained > limits.MAX_DRAINED:
@@ -97,15 +99,16 @@ class Connection(H11Protocol):
         super().connection_lost(exc)
 
     def expect(self, seconds: float | None) -> None:
-        """Close the connection unless the client acts within so many seconds; None: stop waiting for it."""
+        """Close the connection unless the client acts within so many seconds. None: stop waiting for the
+        client."""
         if self.deadline is not None:
             self.deadline.cancel()
         self.deadline = None if seconds is None else self.loop.call_later(seconds, self.transport.abort)
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server, which says that it ends, answers what is left with an error when the grace period is
-    over, and ends when the decoding thread has."""
+    """uvicorn's server with an orderly end. It says that it ends. After the grace period it answers the
+    remaining requests with an error. It also ends if the decoding thread has died."""
 
     def __init__(self, config: uvicorn.Config, decoding: DecodingThread):
         super().__init__(config)
@@ -115,8 +118,8 @@ class Server(uvicorn.Server):
         self.loop = asyncio.get_running_loop()
         self.loop.set_exception_handler(LoopErrors())
         await super().startup(sockets)
-        # asyncio accepts as many connections in one go as its backlog says, each with a descriptor; those
-        # that wait in the system have none
+        # asyncio accepts as many connections in one go as its backlog allows, and each needs a
+        # descriptor; connections that wait in the system need none
         for listener in sockets or []:
             listener.listen(BACKLOG)
 
@@ -129,26 +132,27 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
 
     def end_requests(self) -> None:
-        """Answer every request that is left with an error, and close what is left then."""
+        """Answer every remaining request with an error, and then close the connections that are left."""
         self.decoding.end("The server has ended.")
         self.loop.call_later(END_SECONDS, self.close_connections)
 
     def close_connections(self) -> None:
-        """Close the connections of clients that do not take their response, or still send their request."""
+        """Close all connections: their clients do not read their response, or are still sending their
+        request."""
         for connection in list(self.server_state.connections):
             connection.transport.abort()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if not self.should_exit:
-            say("finishing what is being answered; Ctrl-C ends it at once")
+            say("finishing the current answers; Ctrl-C ends them at once")
             super().handle_exit(sig, frame)
         else:
             self.loop.call_soon_threadsafe(self.end_requests)
 
 
 class LoopErrors:
-    """Logs errors of the event loop that no caller receives, such as a connection that cannot be accepted;
-    each at most once a minute."""
+    """Logs errors of the event loop that reach no caller, such as a connection that cannot be accepted. Each
+    is logged at most once a minute."""
 
     def __init__(self) -> None:
         self.last: dict[str, float] = {}
@@ -162,7 +166,7 @@ class LoopErrors:
 
 
 def most_connections() -> int:
-    """How many connections the process may have at once; each has a file descriptor, and another one while
+    """How many connections the process may have at once. Each needs a file descriptor, and a second one while
     it sends a file of the page."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = limits.MAX_CONNECTIONS
@@ -174,8 +178,8 @@ def most_connections() -> int:
 def make_server(
     app: "FastAPI", decoding: DecodingThread, proxies: Sequence[str] = (), **options: Any
 ) -> Server:
-    """The server of an application. proxies: addresses whose X-Forwarded-For is believed. options: of
-    uvicorn's Config."""
+    """The server of an application. proxies: addresses whose X-Forwarded-For is trusted. options: passed on
+    to uvicorn's Config."""
     Connection.most = most_connections()
     config = uvicorn.Config(
         app,
@@ -187,7 +191,7 @@ def make_server(
         proxy_headers=bool(proxies),
         forwarded_allow_ips=list(proxies),
         timeout_keep_alive=limits.IDLE_SECONDS,
-        timeout_graceful_shutdown=limits.GRACE + 10 * END_SECONDS,  # all connections are closed before
+        timeout_graceful_shutdown=limits.GRACE + 10 * END_SECONDS,  # end_requests closes all
         **options,
     )
     return Server(config, decoding)
@@ -196,8 +200,8 @@ def make_server(
 def run(
     app: "FastAPI", listener: socket.socket, decoding: DecodingThread, proxies: Sequence[str] = ()
 ) -> None:
-    """Serve until SIGTERM or Ctrl-C, and then until every request is answered, GRACE seconds at most; ends
-    with SystemExit. Returns if the decoding thread has died."""
+    """Serve until SIGTERM or Ctrl-C. Then finish the requests, for GRACE seconds at most, and end with
+    SystemExit. Returns if the decoding thread has died."""
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: sys.exit())  # uvicorn raises it again when it has ended
+        signal.signal(number, lambda *_: sys.exit())  # uvicorn raises the signal again at its end
     make_server(app, decoding, proxies).run(sockets=[listener])

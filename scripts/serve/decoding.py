@@ -1,10 +1,10 @@
-"""One thread that does all of torch's work: it loads models and decodes the answers of all requests together,
-each joining and leaving between two steps.
+"""One thread does all of torch's work. It loads models and decodes the answers of all requests together; an
+answer may join or leave the batch between any two steps.
 
     route -> Job -> DecodingThread.inbox -> LoadedModel.tokenising, waiting, writing -> Job.progress -> route
 
-One thread, since the threads among which torch divides an operator belong to the thread that calls it: with
-several callers they outnumber the cores, and decoding took twice the time.
+There is only one because torch divides an operator among threads that belong to the calling thread. Several
+callers would have more threads than there are cores; decoding took twice the time with them.
 """
 
 import asyncio
@@ -34,8 +34,8 @@ SAMPLING_FIELDS |= {"repetition_penalty", "frequency_penalty", "presence_penalty
 
 
 class Progress(NamedTuple):
-    """New text of one answer of a job. tokens: of the answer so far. finish: why it ended, "stop" or
-    "length"; None while it is written."""
+    """New text of one answer of a job. tokens: number of the answer's tokens so far. finish: why the answer
+    ended, "stop" or "length"; None while it is being generated."""
 
     number: int
     text: str
@@ -47,11 +47,12 @@ class Progress(NamedTuple):
 class Job:
     """A request for answers of the model in `path`, made in the event loop.
 
-    params: what it requests. make_prompts: gives the tokens of its prompts one by one, from a tokenizer.
-    client: key of its client. progress: of its answers; the first, empty one says that the prompts are
-    accepted, an ApiError ends the job. prompts: (number of the first answer, tokens) of those not begun.
-    matcher: of the JSON schema of its answers. dropped_messages: the oldest ones, for which the context had
-    no room. has_begun: one of its answers has.
+    params: the fields of the request. make_prompts: yields the tokens of its prompts one by one, given a
+    tokenizer. client: key of its client. progress: queue of the progress of its answers. The first one is
+    empty and says that the prompts are accepted; an ApiError ends the job. prompts: of each prompt that has
+    not begun, the number of its first answer and its tokens. matcher: checks the JSON schema of its answers.
+    dropped_messages: how many of the oldest messages were dropped because the context had no room. has_begun:
+    whether one of its answers has begun.
     """
 
     params: GenerationRequest
@@ -71,7 +72,7 @@ class Job:
     cancelled: bool = False
 
     def send(self, progress: "Progress | ApiError") -> None:
-        """Hand progress to the event loop; called in the decoding thread."""
+        """Hand progress to the event loop. Called in the decoding thread."""
         with suppress(RuntimeError):  # the loop has ended
             self.loop.call_soon_threadsafe(self.progress.put_nowait, progress)
 
@@ -83,14 +84,14 @@ class Job:
         return progress
 
     def forget_prompts(self) -> None:
-        """Make it tokenise its prompts anew: another model will answer, whose tokenizer may be another."""
+        """Let the prompts be tokenised again: another model will answer, perhaps with another tokenizer."""
         self.unread, self.matcher = None, None
         self.prompts.clear()
         self.tokenised = self.prompt_tokens = 0
 
     def samplings(self, default: Sampling) -> list[Sampling]:
-        """How each answer to a prompt is drawn; the first one has the seed itself, so it does not depend on
-        `n`. default: for what the request leaves out."""
+        """How each answer to a prompt is sampled. The first answer has the seed itself, so it does not depend
+        on `n`. default: for fields that the request leaves out."""
         given = self.params.model_dump(include=SAMPLING_FIELDS, exclude_none=True)
         if self.params.top_k == -1:  # vLLM's name for all tokens
             given["top_k"] = 0
@@ -104,7 +105,8 @@ class Job:
 
 @dataclass(eq=False)
 class ActiveAnswer:
-    """An answer that is being generated. unsent: its text so far, if its request does not stream."""
+    """An answer that is being generated. unsent: its text that has not been sent; if its request does not
+    stream, all of its text."""
 
     job: Job
     number: int
@@ -116,8 +118,10 @@ class LoadedModel:
     """A model in memory with its requests.
 
     tokenising: jobs whose prompts are being tokenised. waiting: jobs that wait for slots, oldest first.
-    tokenise_shares, read_shares: of the seconds, and of the tokens of prompts, that clients had. is_draining:
-    it begins no more requests, and is then replaced by another model."""
+    tokenise_shares: how many seconds of tokenising each client has had. read_shares: how many tokens of
+    prompts each client has had read. is_draining: whether it begins no more requests, because another model
+    will replace it.
+    """
 
     def __init__(self, model: Any, tokenizer: Any, slots: int, context: int, max_new_tokens: int):
         self.tokenizer, self.max_new_tokens = tokenizer, max_new_tokens
@@ -126,7 +130,7 @@ class LoadedModel:
         self.tokenising: list[Job] = []
         self.waiting: list[Job] = []
         self.tokenise_shares, self.read_shares = Shares(), Shares()
-        self.tokenise_debt = 0.0  # seconds that it took longer than it may
+        self.tokenise_debt = 0.0  # seconds by which tokenising exceeded its time
         self.writing: dict[Answer, ActiveAnswer] = {}
         self.loaded_at, self.is_draining = time.monotonic(), False
 
@@ -137,12 +141,12 @@ class LoadedModel:
 
     @property
     def has_begun(self) -> bool:
-        """Whether a request is answered in part, which must be completed by the same weights."""
+        """Whether a request is partly answered. It must be completed by the same weights."""
         return bool(self.writing) or any(job.has_begun for job in self.waiting)
 
     def work(self) -> None:
-        """Drop cancelled jobs, begin answers while slots are free, and generate a token of each. A step that
-        fails ends all of them."""
+        """Drop cancelled jobs, begin answers while slots are free, and generate one token of each answer. If
+        the step fails, the jobs of all active answers end with an error."""
         self.waiting = [job for job in self.waiting if not job.cancelled]
         for answer in [answer for answer, active in self.writing.items() if active.job.cancelled]:
             self.leave(answer)
@@ -158,8 +162,9 @@ class LoadedModel:
             fail([active.job for active in self.writing.values()], error)
 
     def tokenise(self) -> None:
-        """Tokenise for a moment: the next prompt of the client that had the fewest seconds of it, whose
-        requests take turns. While answers are written, what took longer is made up for later."""
+        """Tokenise prompts for a moment. The next prompt is one of the client that has had the fewest
+        seconds; its requests take turns. While answers are being generated, a call that took too long
+        shortens the next one."""
         debt = self.tokenise_debt if self.writing else 0
         end = time.monotonic() + TOKENISE_SECONDS - debt
         while self.tokenising and (start := time.monotonic()) < end:
@@ -183,7 +188,8 @@ class LoadedModel:
         self.tokenise_debt = max(0.0, time.monotonic() - end)
 
     def take_prompt(self, job: Job, prompt: list[int] | None) -> None:
-        """Add the next prompt of a request; None: it was the last one, and the request waits for slots."""
+        """Add the next prompt of a request. None: there are no more prompts, and the request waits for slots.
+        """
         if prompt is not None:
             job.prompts.append((job.tokenised * job.params.n, prompt))
             job.tokenised += 1
@@ -197,7 +203,7 @@ class LoadedModel:
             self.waiting.append(job)
 
     def begin_answers(self) -> None:
-        """Begin waiting answers, with at most about READ_AT_ONCE tokens of prompts between two steps."""
+        """Begin waiting answers. At most about READ_AT_ONCE tokens of prompts are read between two steps."""
         tokens_read = 0
         while tokens_read < READ_AT_ONCE and (job := self.next_job()):
             first, prompt = job.prompts.popleft()
@@ -220,9 +226,10 @@ class LoadedModel:
             tokens_read += len(prompt)
 
     def next_job(self) -> Job | None:
-        """The job whose answers begin next: that of the client with the fewest slots, of several the one that
-        had the fewest tokens read; then the job with the fewest slots, then the oldest. One request, and one
-        client, always leaves some slots to the others."""
+        """The job whose answers begin next. The client with the fewest slots comes first; if several have as
+        few, the one that had the fewest tokens read. Of its jobs, the one with the fewest slots comes first,
+        then the oldest. One request always leaves some slots to other requests, and one client to other
+        clients."""
         slots, free = self.decoder.slots, self.decoder.free
         if not free or not self.waiting:
             return None
@@ -240,10 +247,10 @@ class LoadedModel:
 
         allowed = [job for job in self.waiting if may_begin(job)]
         job = min(allowed, key=had, default=None)
-        return job if job is not None and job.params.n <= free else None  # else it waits for more room
+        return job if job is not None and job.params.n <= free else None  # otherwise it waits for more slots
 
     def send(self, answer: Answer) -> None:
-        """Send the new text of an answer; without streaming, all of it at its end."""
+        """Send the new text of an answer. Without streaming, send all of it at its end."""
         active = self.writing[answer]
         active.unsent += active.text.take(answer)
         finish = "stop" if active.text.stopped else answer.finish
@@ -263,63 +270,65 @@ class LoadedModel:
 
 
 def fail(jobs: Iterable[Job], error: Exception) -> None:
-    """End jobs with an error; their answers leave before the next step."""
-    warn(f"a request failed while its answer was written: {reason(error)}")
+    """End jobs with an error. Their answers leave the batch before the next step."""
+    warn(f"a request failed while its answer was generated: {reason(error)}")
     for job in dict.fromkeys(jobs):
         job.cancelled = True
         job.send(ApiError(f"The server failed: {reason(error)}", 500))
 
 
 class DecodingThread:
-    """The thread, and the models that it has loaded, the least recently used first. Weights that are written
-    anew are another model: requests from then on are answered by them, those before by the old ones.
+    """The thread and the models that it has loaded, the least recently used first. If a weights file is
+    replaced, it counts as another model: later requests get the new weights, and earlier requests keep the
+    old ones.
 
-    The event loop calls `submit`, `finish`, `end` and `health`; all else happens in the thread."""
+    The event loop calls `submit`, `finish`, `end` and `health`; everything else runs in the thread.
+    """
 
     def __init__(self, models: Models, slots: int, context: int, max_new_tokens: int, max_models: int):
         self.models, self.slots, self.context = models, slots, context
         self.max_new_tokens, self.max_models = max_new_tokens, max_models
         self.loaded: dict[Weights, LoadedModel] = {}
-        self.newest: dict[Path, Weights] = {}  # what the requests that came last are answered by
-        self.load_shares = Shares()  # of the seconds in which models were loaded for clients
+        self.newest: dict[Path, Weights] = {}  # the weights for the latest requests
+        self.load_shares = Shares()  # seconds of loading models for each client
         self.inbox: queue.SimpleQueue[Job | Literal["drop idle models"] | None] = queue.SimpleQueue()
-        self.postponed: list[Job] = []  # their model is not loaded
-        # requests without a complete response; used by the event loop alone
+        self.postponed: list[Job] = []  # jobs whose model is not loaded
+        # requests without a complete response; only the event loop uses it
         self.unfinished: dict[Job, None] = {}
         self.is_ending = False
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="decoding")
         if models.path is not None:
-            # what is wrong with it ends the program
+            # if it cannot be loaded, the program ends
             self.thread.submit(self.load, self.on_disk(models.path)).result()
         self.running = self.thread.submit(self.run)
 
     # --- called in the event loop
 
     def submit(self, job: Job) -> None:
-        """Queue a request. Raises ApiError if too many wait, or the server ends."""
+        """Queue a request. Raises ApiError if too many requests wait, or if the server is ending."""
         if self.is_ending or self.running.done():
             raise ApiError("The server is ending.", 503)
         client_count = sum(each.client == job.client for each in self.unfinished)
         most = self.slots + MAX_WAITING
         if len(self.unfinished) >= most or client_count >= self.slots + MAX_WAITING // 2:
-            raise ApiError("Too many requests wait; try again later.", 429, code="rate_limit_exceeded")
+            raise ApiError("Too many requests are waiting; try again later.", 429, code="rate_limit_exceeded")
         self.unfinished[job] = None
         self.inbox.put(job)
 
     def finish(self, job: Job) -> None:
-        """Forget a request, whose response is complete, or whose client has gone."""
+        """Forget a request whose response is complete or whose client has gone."""
         job.cancelled = True
         self.unfinished.pop(job, None)
 
     def end(self, message: str) -> None:
-        """End all requests with an error, sent after the text that they have."""
+        """End all requests with an error, which is sent after the text that they already have."""
         self.is_ending = True
         for job in self.unfinished:
             job.cancelled = True
             job.progress.put_nowait(ApiError(message, 503))
 
     def drop_idle_models(self) -> None:
-        """Drop the models that have no requests from memory, when the thread comes to it; from any thread."""
+        """Ask the thread to drop the models without requests from memory. May be called from any thread."""
         self.inbox.put("drop idle models")
 
     def failure(self) -> str | None:
@@ -328,7 +337,7 @@ class DecodingThread:
         return None if error is None else reason(error)
 
     def health(self) -> dict[str, Any]:
-        """Whether it answers, and how many answers are being written and how many requests wait."""
+        """Whether the thread is alive, how many answers are being generated, and how many requests wait."""
         loaded = list(self.loaded.values())
         waiting = self.inbox.qsize() + len(self.postponed)
         waiting += sum(len(model.tokenising) + len(model.waiting) for model in loaded)
@@ -336,14 +345,14 @@ class DecodingThread:
         return {"alive": not self.running.done(), "writing": writing, "waiting": waiting, "slots": self.slots}
 
     def close(self) -> None:
-        """End the thread after its step."""
+        """End the thread after its current step."""
         self.inbox.put(None)
         self.thread.shutdown()
 
-    # --- called in the thread; no variable may hold a model when another one is loaded
+    # --- called in the thread; while a model is loaded, no variable may hold another one
 
     def run(self) -> None:
-        """Take requests and write answers until `close`; models take turns step by step."""
+        """Take requests and generate answers until `close`. Models take turns step by step."""
         while True:
             is_idle = not self.postponed and not any(model.busy for model in self.loaded.values())
             while is_idle or not self.inbox.empty():
@@ -360,26 +369,27 @@ class DecodingThread:
             self.work()
 
     def work(self) -> None:
-        """Write a token of each answer of each model."""
+        """Generate one token of each answer of each model."""
         for model in self.loaded.values():
             model.work()
         self.drop_idle(only_replaced=True)
 
     def drop_idle(self, only_replaced: bool = False) -> None:
-        """Drop the models without requests; only_replaced: of these the ones whose weights were replaced."""
+        """Drop the models without requests. only_replaced: only those whose weights were replaced."""
         for weights, model in list(self.loaded.items()):
             is_newest = self.newest.get(weights.path, weights) == weights
             if not model.busy and not (only_replaced and is_newest):
                 del self.loaded[weights]
 
     def on_disk(self, path: Path) -> Weights:
-        """The weights that a file has now; if it is not there, those that were loaded from it last."""
+        """The current weights of a file. If the file is missing, the weights that were last loaded from it.
+        """
         version = self.models.version(path)
         loaded = [weights for weights in self.loaded if weights.path == path]
         return loaded[-1] if version is None and loaded else Weights(path, version)
 
     def give_jobs_to_models(self) -> None:
-        """Move requests to their models, if these are loaded and not draining."""
+        """Move requests to their models if these are loaded and not draining."""
         self.newest |= {path: self.on_disk(path) for path in {job.path for job in self.postponed}}
         left = []
         for job in self.postponed:
@@ -390,13 +400,14 @@ class DecodingThread:
             if model is None or model.is_draining:
                 left.append(job)
                 continue
-            self.loaded[weights] = self.loaded.pop(weights)  # the last one used stands last
+            self.loaded[weights] = self.loaded.pop(weights)  # the most recently used stands last
             model.tokenising.append(job)
         self.postponed = left
 
     def load_what_is_missing(self) -> None:
-        """Load a model that is missing, if there is room; else `make_room` has a loaded one drain first. It
-        is that of the client for which models were loaded least, and of its requests of the oldest."""
+        """Load a missing model if there is room; otherwise `make_room` lets a loaded model drain first. The
+        model is chosen by client: the one for which models were loaded for the fewest seconds, and its oldest
+        request."""
         self.drop_idle(only_replaced=True)
         missing = [job for job in self.postponed if self.newest[job.path] not in self.loaded]
         if not missing:
@@ -408,8 +419,9 @@ class DecodingThread:
             self.load_shares.charge(job.client, time.monotonic() - start)
 
     def make_room(self) -> bool:
-        """Whether there is room for another model. Idle ones are dropped. If all are busy, the one loaded
-        first is drained: dropped when the requests that it has begun are answered, the others postponed."""
+        """Whether there is room for another model. Idle models are dropped. If all are busy, the one that was
+        loaded first drains: it completes the requests that it has begun and is then dropped. Its other
+        requests are postponed."""
         leaving = [model for model in self.loaded.values() if model.is_draining]
         for weights, model in list(self.loaded.items()):
             is_done = not model.has_begun if model.is_draining else not model.busy
@@ -425,15 +437,15 @@ class DecodingThread:
         return False
 
     def load_for(self, weights: Weights) -> None:
-        """Load a model for the requests that wait for it; if that fails, they end with an error."""
+        """Load a model for the requests that wait for it. If that fails, they end with an error."""
         path = weights.path
         try:
             self.load(weights)
             return
         except Exception as why:
             if self.on_disk(path) != weights:
-                return  # written anew meanwhile: the next attempt is for the new ones
-            message = f"The model '{path.stem}' cannot be loaded; the server's log says why."
+                return  # replaced meanwhile: the next attempt loads the new ones
+            message = f"The model '{path.stem}' cannot be loaded; see the server's log."
             error = ApiError(message, 500, "model", "model_not_loadable")
             if path.exists():
                 warn(f"the model {path.stem} cannot be loaded: {reason(why)}")
@@ -445,7 +457,7 @@ class DecodingThread:
         self.postponed = [job for job in self.postponed if job.path != path]
 
     def load(self, weights: Weights) -> None:
-        """Load a model. Raises what its loading raises."""
+        """Load a model. Raises what `Models.load` raises."""
         model, tokenizer = self.models.load(weights.path)
         limits = self.slots, self.context, self.max_new_tokens
         self.loaded[weights] = LoadedModel(model, tokenizer, *limits)

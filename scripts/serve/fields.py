@@ -1,11 +1,11 @@
-"""Fields of other servers and clients that would change an answer and are not done here, with the values that
-have no effect. What changes only speed, logs or caches (`user`, `cache_prompt`, `prediction`) is not among
-them, nor what tunes a refused field (`dry_base`, `mirostat_tau`): it does nothing while that one is off.
-"""
+"""Request fields of other servers and clients that would change an answer and are not supported here, each
+with the values that have no effect. Two kinds of fields are not listed: those that change only speed, logs or
+caches (`user`, `cache_prompt`, `prediction`), and those that tune a refused field (`dry_base`,
+`mirostat_tau`), because they do nothing while that field is off."""
 
 from typing import Any
 
-# name -> values without an effect, beside null and empty ones
+# name -> values without an effect; null and empty values never have one
 REFUSED: dict[str, list[Any]] = {
     # OpenAI
     "audio": [],
@@ -189,13 +189,13 @@ CONSTRAINTS = (
     "structural_tag",
 )
 INSTEAD |= dict.fromkeys((*CONSTRAINTS, "structural_tag"), WEIGHTS_ELSEWHERE)
-# fields of a message that begins the answer which is to be continued: DeepSeek and Mistral, Moonshot
+# fields of a message that holds the beginning of the answer: DeepSeek and Mistral, Moonshot
 PREFILLS = ("prefix", "partial")
 
 
 def has_no_effect(value: Any, harmless: list[Any]) -> bool:
-    """Whether the value of a field is empty or one of these; a number is not a truth value: `"logprobs": 0`
-    asks for log-probabilities."""
+    """Whether the value of a field is empty or one of the harmless ones. A number does not equal a truth
+    value: `"logprobs": 0` asks for log-probabilities."""
     is_bool = isinstance(value, bool)
     return value in (None, "", [], {}) or any(
         value == each and is_bool == isinstance(each, bool) for each in harmless

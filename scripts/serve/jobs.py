@@ -1,10 +1,10 @@
 """The trainings that the web page starts: one at a time, each in a folder of --save_dir.
 
-Two commands are run, scripts/plan.py and the run.sh that it writes, in a session of their own: they go on
-when the server ends, and a terminal can go on with them. Nothing is kept but the files that training writes
-anyway. Whether one lives is asked of the kernel: all its processes inherit a descriptor of `.train.lock`,
-which is locked (flock) as long as any of them lives. While it is, their process group exists, so its number
-belongs to nobody else.
+Two commands are run: scripts/plan.py, and the run.sh that it writes. Each runs in a session of its own, so it
+continues when the server ends, and a person can continue it in a terminal. The server keeps no other files
+than those that training writes anyway. It asks the kernel whether a training is running: all processes of a
+training inherit a descriptor of `.train.lock`, and this file stays locked (flock) until the last of them
+ends. Until then their process group exists, so no other processes can get its number.
 """
 
 import fcntl
@@ -30,26 +30,26 @@ from trainer.weights.paths import METRICS_SUFFIX
 
 LOCK = ".train.lock"
 SCRIPT, LOG, ABOUT, REPORT = "run.sh", "job.log", "job.json", "report.html"
-STARTED, STOPPED = "== started ", "== asked to stop "  # lines of the log that this file writes
-TAIL = 1 << 16  # bytes at the end of a log that are looked at
-LINE = 1000  # characters of a line of it
-PLANNING, TRAINING, SAVING = "planning", "training", "saving"  # states of what lives
+STARTED, STOPPED = "== started ", "== asked to stop "  # lines that this file writes into the log
+TAIL = 1 << 16  # bytes at the end of a log that are read
+LINE = 1000  # characters that are shown of a line of the log
+PLANNING, TRAINING, SAVING = "planning", "training", "saving"  # states of a running training
 LIVING = (PLANNING, TRAINING, SAVING)
-READY = "ready"  # of what came to its end
-SECONDS_FOR_LOCK = 1.0  # others look at it for a moment; its holder writes its process group into it
-# What a started process does first. Its number, which is that of its group, goes behind what the server
-# wrote, so also a server that is killed right after the start leaves a training that can be stopped. And
-# where memory runs out, Linux ends the training, not the server.
+READY = "ready"  # the state of a completed one
+SECONDS_FOR_LOCK = 1.0  # others lock it for a moment to read it; its owner writes its process group into it
+# What a started process does first. It appends its number, which is also that of its group, to what the
+# server wrote. So the training can be stopped even if the server is killed right after the start. If
+# memory runs out, Linux ends the training and not the server.
 NOTE_GROUP = 'echo $$ >&"$0"; echo 500 2>/dev/null >/proc/self/oom_score_adj; exec "$@"'
 KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)  # exit statuses: of a program, of a shell that ran it
 OUT_OF_MEMORY = "error: out of memory: the system ended it "
-# of the server: programs that it starts need not know it
+# variables of the server that the programs it starts do not get
 SECRETS = ("MINIMIND_API_KEY",)
-# a line that says why a program ended: this project's, Python's below a traceback, that of C++ and Rust
+# a line that says why a program ended: of this project, of Python (below a traceback), of C++ and Rust
 LAST_WORDS = re.compile(
     r"error: (?P<said>.*)|(\w+\.)*\w*(Error|Exception)\b.*|terminate called .*|memory allocation of .* failed"
 )
-# what such a line says -> its code
+# the code of such a line <- what it contains
 ERRORS = {
     "memory": r"out of memory|do not hold a model|allocate memory|MemoryError|bad_alloc|memory allocation of|"
     r"could not create a primitive|failed to map segment|(malloc|realloc) of size \d+ failed",
@@ -62,7 +62,7 @@ ERRORS = {
 
 
 class Jobs:
-    """The trainings below a folder. environment: variables of their commands."""
+    """The trainings below a folder. environment: environment variables of their commands."""
 
     def __init__(self, save_dir: Path, environment: dict[str, str] | None = None):
         self.save_dir = save_dir.absolute()
@@ -70,10 +70,11 @@ class Jobs:
         self.environment = {name: value for name, value in given.items() if name not in SECRETS}
         self.save_dir.mkdir(parents=True, exist_ok=True)
 
-    # --- which there are
+    # --- the list of them
 
     def folders(self) -> dict[str, Path]:
-        """Name -> folder of all that are planned or were to be; links lead elsewhere and are left out."""
+        """Name -> folder of each training that is planned or whose plan failed. Links are left out because
+        they lead elsewhere."""
         found = {}
         for folder, files in scan(self.save_dir).items():
             own = {name for name, file in files.items() if not file.is_link}
@@ -82,29 +83,28 @@ class Jobs:
         return found
 
     def folder(self, name: str) -> Path:
-        """The folder of a name, which is looked up, never joined to a path. Raises ApiError."""
+        """The folder of a training. The name is looked up, never joined to a path. Raises ApiError."""
         folder = self.folders().get(name)
         if folder is None:
             raise ApiError(f"There is no training {name[:60]!r}.", 404, code="no_job")
         return folder
 
-    # --- which one lives
+    # --- the one that is running
 
     def living(self) -> dict[str, Any] | None:
-        """The name of the folder and the process group of the one that lives, and whether it is a plan that
-        is being made."""
+        """The running training: its folder's name, its process group, and whether it is still planning. None
+        if none is running."""
         nobody = {"folder": None, "group": None, "plans": False}
         with suppress(OSError), open_regular(self.save_dir / LOCK) as lock:
             if not try_lock(lock, fcntl.LOCK_SH):
                 about, _, group = lock.read().partition(b"\n")
-                with suppress(ValueError, TypeError):  # it is being written
+                with suppress(ValueError, TypeError):  # the file is being written
                     return nobody | json.loads(about) | {"group": int(group) if group.strip() else None}
                 return nobody
         return None
 
     def group(self, name: str) -> int:
-        """The process group of the training of this name, if it lives and was started here. Raises
-        ApiError."""
+        """The process group of a training. Raises ApiError if it is not running, or was not started here."""
         end = time.monotonic() + SECONDS_FOR_LOCK
         while (living := self.living()) is not None and living["folder"] == name:
             if living["group"] is not None:
@@ -118,8 +118,8 @@ class Jobs:
     def start(
         self, name: str, argv: list[str], prepare: Callable[[Path], Any] = lambda folder: None, plans=False
     ) -> None:
-        """Start a command in the folder of this name, which prepare() may make; plans: it makes a plan.
-        Raises ApiError if another one lives."""
+        """Start a command in the folder of this name. prepare: called with the folder, which it may create.
+        plans: whether the command makes a plan. Raises ApiError if another training is running."""
         try:
             with open_regular(self.save_dir / LOCK, "a+b") as lock:
                 self.wait_for_lock(lock)
@@ -129,18 +129,19 @@ class Jobs:
         except (OSError, WriteError) as error:  # a full disk, a link in the place of the log
             text = f"{name} cannot be started: {reason(error)}."
             raise ApiError(text, 409, None, "not_started") from error
-        # else it stays as a zombie
+        # otherwise the process would stay as a zombie
         threading.Thread(target=self.wait, args=(process, self.save_dir / name), daemon=True).start()
 
     def wait(self, process: "subprocess.Popen[bytes]", folder: Path) -> None:
-        """Wait for a process. One that the system ends for lack of memory cannot say so: it is said here."""
+        """Wait for a process. If the system ends it for lack of memory, it cannot write a message itself, so
+        this function adds one to the log."""
         kills = memory_kills()
         if process.wait() in KILLED and memory_kills() > kills:
             with suppress(OSError):
                 note(folder, OUT_OF_MEMORY)
 
     def wait_for_lock(self, lock: BinaryIO) -> None:
-        """Lock the file. Raises ApiError if a training has it."""
+        """Lock the file. Raises ApiError if a training holds the lock."""
         end = time.monotonic() + SECONDS_FOR_LOCK
         while not try_lock(lock, fcntl.LOCK_EX):
             if time.monotonic() > end:
@@ -160,17 +161,18 @@ class Jobs:
             )  # fmt: skip
 
     def stop(self, name: str, at_once: bool = False) -> None:
-        """Have a training save and end, or end it at once. Raises ApiError if it does not live."""
+        """Make a training save and end, or end it at once. Raises ApiError if it is not running."""
         group = self.group(name)
-        with suppress(ProcessLookupError):  # it ended this moment
+        with suppress(ProcessLookupError):  # it has just ended
             os.killpg(group, signal.SIGKILL if at_once else signal.SIGTERM)
         with suppress(OSError):  # a full disk
             note(self.save_dir / name, STOPPED)
 
-    # --- what became of it
+    # --- the state of each
 
     def state(self, folder: Path, living: dict[str, Any] | None) -> tuple[str, list[str]]:
-        """Its state, and the lines of its log since it was started last. living: what `living` gave."""
+        """The state of a training, and the lines of its log since its last start. living: the result of
+        `living`."""
         command, lines = last_start(folder)
         files = files_in(folder, links=False)
         runs = [name.removesuffix(METRICS_SUFFIX) for name in files if name.endswith(METRICS_SUFFIX)]
@@ -194,7 +196,7 @@ class Jobs:
         return ("stopped" if was_stopped else "cut"), lines
 
     def uses(self, file: Path) -> bool:
-        """Whether a training that has not come to its end reads a file of the uploads."""
+        """Whether an unfinished training reads an uploaded file."""
         living = self.living()
         for folder in self.folders().values():
             about, files = read_object(folder / ABOUT, links=False), files_in(folder, links=False)
@@ -206,7 +208,7 @@ class Jobs:
 
 
 def forget_plan(folder: Path, about: dict[str, Any]) -> None:
-    """Make a folder ready to be planned, also anew. about: what was asked for."""
+    """Make a folder ready for a first or a new plan. about: what the user asked for."""
     folder.mkdir(exist_ok=True)
     for name in (SCRIPT, FACTS):
         (folder / name).unlink(missing_ok=True)
@@ -214,7 +216,7 @@ def forget_plan(folder: Path, about: dict[str, Any]) -> None:
 
 
 def forget_report(folder: Path) -> None:
-    """Before a training goes on: its report says that it has ended."""
+    """Remove the report before a training continues, because a report means that it is completed."""
     (folder / REPORT).unlink(missing_ok=True)
 
 
@@ -222,7 +224,7 @@ def forget_report(folder: Path) -> None:
 
 
 def try_lock(file: BinaryIO, kind: int) -> bool:
-    """Lock a file (flock), unless others have the lock."""
+    """Lock a file (flock); False if another process holds the lock."""
     try:
         fcntl.flock(file, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -231,22 +233,22 @@ def try_lock(file: BinaryIO, kind: int) -> bool:
 
 
 def rewrite(file: BinaryIO, content: dict[str, Any]) -> None:
-    """Replace what an open file holds by a line; it is locked."""
+    """Replace the content of an open, locked file by one line of JSON."""
     file.truncate(0)
     file.write(json.dumps(content).encode() + b"\n")
     file.flush()
 
 
 def memory_kills() -> int:
-    """How many processes Linux has ended for lack of memory since it was started; 0 elsewhere."""
+    """How many processes Linux has ended for lack of memory since the system started; 0 on other systems."""
     with suppress(OSError), open("/proc/vmstat", encoding="ascii") as file:
         return next((int(line.split()[1]) for line in file if line.startswith("oom_kill ")), 0)
     return 0
 
 
 def open_own(folder: Path, name: str, mode: str = "rb") -> BinaryIO:
-    """Open a file of a training. A link is not followed: it may lead anywhere, and a folder may come from a
-    stranger. Raises OSError."""
+    """Open a file of a training. A link is not followed: the folder may come from a stranger, and the link
+    may lead anywhere. Raises OSError."""
     return open_regular(folder / name, mode, links=False)
 
 
@@ -265,14 +267,14 @@ def log_tail(folder: Path) -> str:
 
 
 def last_start(folder: Path) -> tuple[str, list[str]]:
-    """The name of what was started last, and the lines of the log since then."""
+    """The name of the program that was started last, and the lines of the log since then."""
     first, *lines = log_tail(folder).rpartition(STARTED)[2].splitlines() or [""]
     return first.partition(" ")[0], [line[:LINE] for line in lines]
 
 
 def error_of(lines: list[str]) -> dict[str, Any]:
-    """What the last line of a log that says why it ended says: its code, the line, and of a bad record the
-    file, its line and why."""
+    """The reason for a failure, from the last line of the log that gives one: its code and the line; for a
+    bad record also the file, the line's number and what is wrong with the record."""
     last = next(filter(None, map(LAST_WORDS.match, reversed(lines))))
     line = last["said"] or last[0]
     for code, pattern in ERRORS.items():

@@ -1,9 +1,9 @@
-"""Answers that are valid JSON, by a schema: llguidance tells at each token of an answer which ones may come
-next. It is an optional package, loaded with the first such request.
+"""Answers that are valid JSON and follow a schema. At each token of an answer, llguidance says which tokens
+may come next. It is an optional package, which is loaded at the first such request.
 
-A schema of strangers runs through native code in the decoding thread, where nothing can interrupt it. It is
-refused by size, and for keywords with regular expressions, whose automata take seconds and gigabytes; LIMITS
-bound the rest, and an answer at which llguidance gives up ends with an error.
+A client's schema runs through native code in the decoding thread, where nothing can interrupt it. So large
+schemas are refused, and also keywords with regular expressions, whose automata take seconds and gigabytes.
+LIMITS bound everything else. If llguidance gives up within an answer, the answer ends with an error.
 """
 
 import importlib.util
@@ -21,9 +21,9 @@ from model.sampling import Sampling
 from scripts.serve.limits import MAX_SCHEMA_CHARACTERS, MAX_SCHEMA_DEPTH
 from scripts.serve.protocol import ApiError
 
-# as json.dumps and the chat templates write; with free whitespace a weak model writes nothing else
+# like json.dumps and the chat templates; if whitespace is free, a weak model writes nothing else
 STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-# the default limits allow seconds; these some 0.2 s for a schema, 0.04 s for a token, and 8 MB for an answer
+# the default limits allow seconds; these allow about 0.2 s a schema, 0.04 s a token, 8 MB an answer
 LIMITS = {
     "initial_lexer_fuel": 100_000,
     "step_lexer_fuel": 20_000,
@@ -31,24 +31,25 @@ LIMITS = {
     "max_lexer_states": 5_000,
     "max_grammar_size": 5_000,
 }
-# without forcing: what can come next in one way alone is otherwise sought to its end at each token, for
-# minutes if it has none
+# no_forcing: otherwise a stretch with only one continuation is followed to its end at each token, which
+# takes minutes if it has no end
 GRAMMAR = '%llguidance {"no_forcing": true}\nstart: %json '
 REFUSED_KEYWORDS = ("pattern", "multipleOf", "patternProperties", "x-guidance")  # x-guidance: its options
 
 
 def check_schema(schema: dict[str, Any]) -> None:
-    """Refuse by its size and its words what may take long to prepare. Raises ApiError."""
+    """Refuse a schema that may take long to prepare, by its size and keywords. Raises ApiError."""
     if importlib.util.find_spec("llguidance") is None:
-        raise schema_error("needs llguidance beside the server: pip install -r requirements-serve.txt")
+        raise schema_error("needs the package llguidance: pip install -r requirements-serve.txt")
     if len(json.dumps(schema)) > MAX_SCHEMA_CHARACTERS:
         raise schema_error(f"has a schema of more than {MAX_SCHEMA_CHARACTERS} characters")
     check_part(schema, MAX_SCHEMA_DEPTH)
 
 
 def check_part(part: Any, depth: int) -> None:
-    """Refuse a part of a schema, which may be `depth` deep. Wherever an object stands, a reference may make
-    it a schema. A property that is named `pattern` is no keyword: its value is an object. Raises ApiError."""
+    """Check a part of a schema, which may have `depth` further levels. Every object is checked, because a
+    reference may use it as a schema. A property with the name `pattern` is no keyword: its value is an
+    object. Raises ApiError."""
     if not isinstance(part, dict | list):
         return
     if not depth:
@@ -66,21 +67,21 @@ def check_part(part: Any, depth: int) -> None:
 
 
 def schema_error(what: str) -> ApiError:
-    """The error of a request whose answers cannot be constrained."""
+    """The error for a request whose schema cannot be used."""
     return ApiError(f"response_format {what}.", param="response_format")
 
 
 @lru_cache(maxsize=8)
 def vocabulary(tokenizer: Any) -> Any:
-    """A tokenizer's tokens in llguidance's form."""
+    """A tokenizer's tokens in the form that llguidance takes."""
     from llguidance import LLTokenizer
 
     return LLTokenizer(tokenizer.backend_tokenizer.to_str(), eos_token=tokenizer.eos_token_id)
 
 
 def matcher_of(tokenizer: Any, schema: dict[str, Any]) -> Any:
-    """llguidance's matcher of a schema that `check_schema` accepts. Raises ApiError if it cannot be
-    followed."""
+    """llguidance's matcher for a schema that `check_schema` accepted. Raises ApiError if the matcher cannot
+    use it."""
     from llguidance import LLMatcher, LLParserLimits
 
     grammar = LLMatcher.grammar_from_lark(GRAMMAR + json.dumps(schema | {"x-guidance": STYLE}))
@@ -95,20 +96,21 @@ def matcher_of(tokenizer: Any, schema: dict[str, Any]) -> Any:
 
 
 def error_message(matcher: Any) -> str:
-    """Why a matcher gave up, without our grammar."""
+    """Why a matcher gave up, without the text of our grammar."""
     first_line = matcher.get_error().partition("\n")[0]
     return first_line.rpartition("JSON schema: ")[2][:200]
 
 
 class JsonTokens:
-    """The tokens that may come next in one answer, for `Sampling.allowed`. matcher: this answer's own."""
+    """The tokens that may come next in one answer, for `Sampling.allowed`. matcher: that of this answer
+    alone."""
 
     def __init__(self, matcher: Any):
         self.matcher = matcher
         self.consumed = 0  # tokens of the answer
 
     def __call__(self, tokens: Sequence[int]) -> Tensor:
-        """The ids that may follow these tokens. After an error the end token alone."""
+        """The ids that may follow these tokens. After an error only the end token may follow."""
         self.matcher.consume_tokens(list(tokens[self.consumed :]))
         self.consumed = len(tokens)
         bits = np.frombuffer(self.matcher.compute_bitmask(), np.uint8)
@@ -116,7 +118,7 @@ class JsonTokens:
 
 
 def failure(sampling: Sampling) -> ApiError | None:
-    """The error of an answer that could not be kept to its schema to the end."""
+    """The error of an answer that could not follow its schema to the end; None if there is none."""
     tokens = sampling.allowed
     if not isinstance(tokens, JsonTokens) or not tokens.matcher.is_error():
         return None

@@ -1,4 +1,4 @@
-"""Runs a program with limits of memory and seconds: whatever it does, the server goes on."""
+"""Runs a program with limits of memory and time, so it cannot harm the server."""
 
 import os
 import subprocess
@@ -10,16 +10,16 @@ from tempfile import TemporaryFile
 
 from scripts.serve.jobs import SECRETS
 
-IS_LIMITED = sys.platform == "linux"  # whether the system holds a program to its RLIMIT_AS; macOS does not
-BETWEEN_LOOKS = 0.1  # seconds, at the memory of a program where the system does not
+IS_LIMITED = sys.platform == "linux"  # whether the system enforces RLIMIT_AS; macOS does not
+BETWEEN_LOOKS = 0.1  # seconds between two looks at a program's memory, where the system enforces no limit
 MOST_SAID = 1 << 16  # bytes of output that are read
-# one thread, and no memory that is only reserved
+# one thread, and no memory that is reserved but not used
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "ARROW_DEFAULT_MEMORY_POOL": "system"}
 
 
 def run_limited(program: Path, *arguments: str, memory: int, seconds: int) -> bytes | None:
-    """What a Python program prints; it gets the limits behind its arguments, and sets them. None if it takes
-    more, or fails."""
+    """The output of a Python program. It gets the limits as its last two arguments and sets them itself. None
+    if it exceeds them or fails."""
     argv = [sys.executable, str(program), *arguments, str(memory), str(seconds)]
     environment = {name: value for name, value in os.environ.items() if name not in SECRETS} | ENVIRONMENT
     end = time.monotonic() + seconds
@@ -41,6 +41,6 @@ def run_limited(program: Path, *arguments: str, memory: int, seconds: int) -> by
 
 
 def memory_of(process: int) -> int:
-    """Bytes of memory that a process has at present."""
+    """Bytes of memory that a process uses now."""
     done = subprocess.run(["ps", "-o", "rss=", "-p", str(process)], capture_output=True, check=False)
     return 1024 * int(done.stdout or 0)

@@ -1,12 +1,12 @@
-"""A program that says, as JSON, what the first records of an uploaded file are.
+"""A program that prints, as JSON, what the first records of an uploaded file are.
 
     python scripts/serve/look_at_file.py FILE NAME SCRATCH BYTES SECONDS
 
-A small file of a stranger may grow without bounds when it is decoded. So it is decoded in this process, which
-has limits of memory and time and is not the server (limited.py). torch is not imported: a look takes a tenth
+A stranger's small file may grow without bounds when it is decoded. So it is decoded in this process, apart
+from the server and with limits of memory and time (limited.py). torch is not imported: a look takes a tenth
 of a second.
 
-NAME: of the file, for messages. SCRATCH: a folder for a part of the file. BYTES, SECONDS: what it may take.
+NAME: name of the file in messages. SCRATCH: folder for a part of the file. BYTES, SECONDS: the limits.
 """
 
 import json
@@ -27,27 +27,27 @@ from dataset.files import TABLES, file_kind, is_plain_text, open_file, read_reco
 from dataset.messages import BadRecord
 from dataset.records import Parsed, parse
 
-LOOKED_AT, SHOWN, CHARACTERS = 200, 3, 300  # records that are read; that are shown; of each
-WHY_CHARACTERS = 500  # of an error
-HEAD_BYTES = 4 << 20  # of a file, decompressed, in which records are looked for
-PART_OF_CHARACTER = re.compile(rb"[\xc0-\xff][\x80-\xbf]{0,2}$")  # in UTF-8, at the end
+LOOKED_AT, SHOWN, CHARACTERS = 200, 3, 300  # records that are read; records that are shown; characters of each
+WHY_CHARACTERS = 500  # of an error message
+HEAD_BYTES = 4 << 20  # records are looked for in this much of a file, after decompression
+PART_OF_CHARACTER = re.compile(rb"[\xc0-\xff][\x80-\xbf]{0,2}$")  # a cut UTF-8 character at the end
 
 
 def set_limits(memory: int, seconds: int) -> None:
-    """Limit this process, and let others go first. macOS limits no memory (limited.py watches it)."""
+    """Limit this process and lower its priority. macOS does not limit memory; there limited.py watches it."""
     os.nice(10)
     limits = {resource.RLIMIT_AS: memory, resource.RLIMIT_CPU: seconds, resource.RLIMIT_CORE: 0}
     for kind, most in limits.items():
-        with suppress(ValueError, OSError):  # a lower one is set already, or the system has none
+        with suppress(ValueError, OSError):  # a lower limit is set already, or the system has no such limit
             resource.setrlimit(kind, (most, most))
 
 
 def head_of(path: Path, scratch: Path) -> tuple[Path, bool]:
-    """A file with the first bytes of another one, and whether there are more: some kinds of file, and lines,
-    are read as a whole, and they may be larger than the memory."""
+    """A file with the first bytes of another one, and whether it was cut. Some kinds of files, and single
+    lines, are read as a whole and may be larger than the memory."""
     head, kind = b"", file_kind(path.name)
     if kind not in TABLES:
-        # what is wrong is said by read_records
+        # read_records reports what is wrong
         with suppress(UserError, OSError, EOFError, zlib.error), open_file(str(path)) as file:
             head = file.read(HEAD_BYTES + 1)
     if len(head) <= HEAD_BYTES:
@@ -58,8 +58,9 @@ def head_of(path: Path, scratch: Path) -> tuple[Path, bool]:
 
 
 def look_at(path: Path, name: str, scratch: Path) -> dict[str, Any]:
-    """What the first records of a file are: texts or conversations, how many, the first of them, and of the
-    first bad one the line and why; or its `error`, with a code, if it has no good one."""
+    """What the first records of a file are: `kind` (text or chat), how many, the first of them, and for the
+    first bad record its line and what is wrong with it. If there is no good record, the result has `error`
+    and `code` instead."""
     head, is_cut = head_of(path, scratch)
     chats, texts, first, bad, count = 0, 0, [], None, 0
     try:
@@ -91,14 +92,14 @@ def look_at(path: Path, name: str, scratch: Path) -> dict[str, Any]:
         return {"error": text, "code": code} | (bad or {})
     kind = "text" if texts >= chats else "chat"
     more = is_cut or count == LOOKED_AT
-    if is_plain_text(name):  # a text, in however many parts it is read
+    if is_plain_text(name):  # one text, even if it is read in several parts
         count, more = 1, False
     found = {"kind": kind, "records": count, "first": first, "more": more}
     return found | ({"bad": bad} if bad else {})
 
 
 def spoken(parsed: Parsed) -> str:
-    """What is said in a conversation."""
+    """The messages of a conversation as text."""
     (chat,) = parsed.chats
     return "\n".join(f"{message['role']}: {message['content']}" for message in chat.messages)
 
@@ -114,8 +115,8 @@ def main() -> None:
     """Look at a file."""
     path, name, scratch, memory, seconds = sys.argv[1:]
     if file_kind(path) in TABLES:
-        with suppress(ImportError):  # read_records says so
-            import pyarrow.parquet  # noqa: F401 (before the limits: what it takes is not the file's)
+        with suppress(ImportError):  # read_records reports it
+            import pyarrow.parquet  # noqa: F401 (before the limits, which are for the file alone)
     set_limits(int(memory), int(seconds))
     print(json.dumps(look_at(Path(path), name, Path(scratch))))
 

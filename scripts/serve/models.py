@@ -14,12 +14,12 @@ from scripts.serve.folders import scan
 from scripts.serve.protocol import ApiError
 from trainer.weights.paths import is_pretrained_only, shape_in_name
 
-# what MiniMind's clients call the model: whatever the server has, unless a file has this name
+# names that MiniMind's clients use: they get any model, unless a file has this name
 ANY_MODEL = re.compile(r"(.*/)?minimind[\w.-]*(:latest)?|model-identifier", re.IGNORECASE)
 
 
 class Weights(NamedTuple):
-    """A model as it was on the disk at some time. version: None: it was not there."""
+    """A model as it was on the disk at some time. version: None if it was missing."""
 
     path: Path
     version: tuple[tuple[int, ...], ...] | None
@@ -28,10 +28,10 @@ class Weights(NamedTuple):
 class Models:
     """Names and files of the models.
 
-    name, path: of the given model, which requests without a name get; None: there is none, and they get the
-    newest one. load: gives model and tokenizer of a path. save_dir: whose other weights are offered, too;
-    None: only the given model. parts: what else the given model is made of, such as an adapter. flags: with
-    which another command loads a path as `load` does.
+    name, path: the given model, which answers requests without a name; None: there is none, and the newest
+    model answers them. load: returns model and tokenizer of a path. save_dir: folder whose other weights are
+    offered, too; None: only the given model. parts: further files of the given model, such as an adapter.
+    flags: flags that make another command load a path as `load` does.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Models:
     ):
         self.name, self.path, self.load, self.save_dir = name, path, load, save_dir
         self.parts, self.flags = parts, flags
-        # looked up again when a name is missing: files take long beside decoding
+        # looked up again if a name is missing: beside decoding, reading folders takes long
         self.paths_by_name = self.paths()
 
     def paths(self) -> dict[str, Path]:
@@ -71,8 +71,8 @@ class Models:
         return given | {name: path for name, path in names.items() if name not in given}
 
     def version(self, path: Path) -> tuple[tuple[int, ...], ...] | None:
-        """What changes when a model is written anew: of its files, or the files in its folder, time, size and
-        inode; None if it cannot be looked at."""
+        """A value that changes when a model is replaced: time, size and inode of its files, or of the files
+        in its folder. None if they cannot be read."""
         try:
             tops = [path, *(self.parts if path == self.path else ())]
             inside = [file for top in tops if top.is_dir() for file in sorted(top.iterdir())]
@@ -84,7 +84,7 @@ class Models:
     def find(self, name: str | None) -> tuple[str, Path]:
         """Name and file of the model that a request names. Raises ApiError if there is none."""
         if name not in self.paths_by_name:
-            self.paths_by_name = self.paths()  # a training may have made more
+            self.paths_by_name = self.paths()  # training may have added models
         if name in self.paths_by_name:
             return name, self.paths_by_name[name]
         if name is not None and not ANY_MODEL.fullmatch(name):
@@ -94,12 +94,12 @@ class Models:
         return next(iter(self.paths_by_name.items()))
 
     def cards(self, samplings: dict[Path, Sampling], context: int) -> list[dict[str, Any]]:
-        """What /v1/models says of each. samplings: of the loaded models, how they draw by default.
-        continues_text: it was pretrained only."""
+        """The list for /v1/models. samplings: default sampling of each loaded model. `continues_text` in a
+        card says that the model was only pretrained."""
         self.paths_by_name, cards = self.paths(), []
         for name, path in self.paths_by_name.items():
             if path not in samplings and not path.exists():
-                continue  # the given model, which was dropped from memory and deleted
+                continue  # the given model was dropped from memory and its file was deleted
             card: dict[str, Any] = {"id": name, "object": "model", "owned_by": "minimind"}
             card["continues_text"] = is_pretrained_only(path)
             card |= {"created": int(time.time()), "max_model_len": context, "loaded": path in samplings}
@@ -111,6 +111,6 @@ class Models:
 
 
 def not_found(name: str) -> ApiError:
-    """The error of a request for a model that is not there."""
+    """The error for a request that names a model that does not exist."""
     message = f"The model '{printable(name[:100])}' does not exist; GET /v1/models lists those that do."
     return ApiError(message, 404, "model", "model_not_found")

@@ -618,7 +618,7 @@ def test_a_prompt_that_cannot_be_read_ends_its_request_alone(said, monkeypatch, 
                 with pytest.raises(openai.APIError, match="not enough memory"):
                     list(chat(said, "x", stream=stream))
         assert long.result().choices[0].message.content == "word " * 60
-    assert "a request failed while its answer was written: not enough memory" in capfd.readouterr().err
+    assert "a request failed while its answer was generated: not enough memory" in capfd.readouterr().err
 
 
 def test_a_model_of_no_finite_outputs_answers_with_an_error(tokenizer):
