@@ -115,8 +115,8 @@ class WarnOnce:
 
 
 def client_of(request: Request) -> str:
-    """The key of a client: its IPv4 address, or its IPv6 network (/64), because one client may own all of it.
-    """
+    """The key of a client: its IPv4 address, or its IPv6 network (/64), because one client may own all of
+    it."""
     address = request.client.host if request.client else ""
     try:
         parsed = ipaddress.ip_address(address)

@@ -188,8 +188,8 @@ class LoadedModel:
         self.tokenise_debt = max(0.0, time.monotonic() - end)
 
     def take_prompt(self, job: Job, prompt: list[int] | None) -> None:
-        """Add the next prompt of a request. None: there are no more prompts, and the request waits for slots.
-        """
+        """Add the next prompt of a request. None: there are no more prompts, and the request waits for
+        slots."""
         if prompt is not None:
             job.prompts.append((job.tokenised * job.params.n, prompt))
             job.tokenised += 1
@@ -382,8 +382,8 @@ class DecodingThread:
                 del self.loaded[weights]
 
     def on_disk(self, path: Path) -> Weights:
-        """The current weights of a file. If the file is missing, the weights that were last loaded from it.
-        """
+        """The current weights of a file. If the file is missing, the weights that were last loaded from
+        it."""
         version = self.models.version(path)
         loaded = [weights for weights in self.loaded if weights.path == path]
         return loaded[-1] if version is None and loaded else Weights(path, version)

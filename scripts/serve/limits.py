@@ -27,7 +27,7 @@ RESERVED_DESCRIPTORS = 64  # for weights, metrics files, and connections that ar
 IDLE_SECONDS = 30  # to send the head of a request; an unused connection is closed then
 BODY_SECONDS = 30  # to send the body
 READ_SECONDS = 30  # in which a client that stopped reading its answer must read on
-MAX_DRAINED = 1 << 20  # bytes of a body that are accepted after its response; with more, the connection is closed
+MAX_DRAINED = 1 << 20  # bytes of a body that may follow its response; with more, the connection is closed
 GRACE = 30  # seconds to finish the answers when the server ends
 
 

@@ -27,7 +27,7 @@ from dataset.files import TABLES, file_kind, is_plain_text, open_file, read_reco
 from dataset.messages import BadRecord
 from dataset.records import Parsed, parse
 
-LOOKED_AT, SHOWN, CHARACTERS = 200, 3, 300  # records that are read; records that are shown; characters of each
+LOOKED_AT, SHOWN, CHARACTERS = 200, 3, 300  # records read; records shown; characters of each
 WHY_CHARACTERS = 500  # of an error message
 HEAD_BYTES = 4 << 20  # records are looked for in this much of a file, after decompression
 PART_OF_CHARACTER = re.compile(rb"[\xc0-\xff][\x80-\xbf]{0,2}$")  # a cut UTF-8 character at the end

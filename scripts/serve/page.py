@@ -1,4 +1,5 @@
-"""The web page: its files, with headers that let nothing but these run, and the runs that it draws."""
+"""The web page: its files, with headers that allow no other code to run, and the data of the runs that it
+draws."""
 
 import json
 import time
@@ -26,8 +27,8 @@ HEADERS = {
     "Cache-Control": "no-cache",
 }
 POINTS = 512  # of a curve
-INITIAL = "initial_"  # what the names of metrics before the first update begin with
-RUNS_KEPT = 16  # of 200,000 records each has some 25 MB
+INITIAL = "initial_"  # prefix of the metrics before the first update
+RUNS_KEPT = 16  # with 200,000 records, each takes about 25 MB
 LEFT_OUT = {"epoch", "step", "iters", "mfu", "mfu_of_sheet", "memory_mb", "reserved_mb", "logits_loss"}
 
 
@@ -51,25 +52,25 @@ def add_page(app: FastAPI) -> None:
 
 
 def metrics_files(folder: Path) -> dict[str, tuple[Path, Entry]]:
-    """Name of the run -> its file, in the folder and the folders in it."""
+    """Name of the run -> its metrics file, in the folder and in the folders in it."""
     found = {}
     for place, files in scan(folder).items():
         for name, file in files.items():
             if name.endswith(METRICS_SUFFIX):
                 path = place / name
                 run = path.relative_to(folder).as_posix().removesuffix(METRICS_SUFFIX)
-                found[printable(run)] = path, file  # it need not be UTF-8
+                found[printable(run)] = path, file  # the name need not be UTF-8
     return found
 
 
 class RunFiles:
-    """The runs that were read last: another look costs what was added to the file since."""
+    """The runs that were read last. Reading one again costs only what was added to its file since."""
 
     def __init__(self) -> None:
         self.runs: dict[Path, Run] = {}
 
     def read(self, path: Path) -> Run:
-        """The run of a metrics file; calls must not overlap. Raises OSError."""
+        """The run of a metrics file. Calls must not overlap. Raises OSError."""
         run = self.runs.pop(path, None)
         if run is None or not run.read_on():
             run = Run(path)
@@ -81,10 +82,10 @@ class RunFiles:
 
 
 def runs_router(folder: Path, trains: bool = False) -> APIRouter:
-    """GET /api/runs lists the runs of a folder, the last changed first, and says whether this server trains;
-    GET /api/runs/<name> gives the curves and figures of one."""
+    """GET /api/runs lists the runs of a folder, the last changed first, and says whether this server trains.
+    GET /api/runs/<name> returns the curves and figures of one run."""
     router, files = APIRouter(prefix="/api"), RunFiles()
-    one_at_a_time = CapacityLimiter(1)  # reading many records keeps a core busy, and decoding waits
+    one_at_a_time = CapacityLimiter(1)  # reading many records keeps a core busy and delays decoding
 
     def listing() -> Response:
         now, listed = time.time(), []
@@ -124,7 +125,8 @@ def runs_router(folder: Path, trains: bool = False) -> APIRouter:
 
 
 def with_start(columns: dict[str, list[float | None]]) -> dict[str, list[float | None]]:
-    """The columns that are drawn, which begin at update 0 where the model was evaluated before it."""
+    """The columns that are drawn. They begin at update 0 if the model was evaluated before the first
+    update."""
     drawn = {field: values for field, values in columns.items() if field not in LEFT_OUT}
     initial = {field: drawn.pop(field)[0] for field in list(drawn) if field.startswith(INITIAL)}
     if not initial:
@@ -134,5 +136,6 @@ def with_start(columns: dict[str, list[float | None]]) -> dict[str, list[float |
 
 
 def json_response(content: Any) -> Response:
-    """A JSON response in ASCII: a text of a metrics file may have half a character, which UTF-8 cannot."""
+    """A JSON response in ASCII: a text of a metrics file may contain half a surrogate pair, which UTF-8
+    cannot encode."""
     return Response(json.dumps(content, default=str), media_type="application/json")

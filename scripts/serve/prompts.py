@@ -1,5 +1,5 @@
-"""From a request to the tokens of its prompts. In a conversation only the chat template writes special tokens
-(model/prompts.py); the prompt of a plain completion is taken as it stands."""
+"""From a request to the tokens of its prompts. In a conversation, only the chat template writes special
+tokens (model/prompts.py). The prompt of a plain completion is used unchanged."""
 
 import json
 from collections.abc import Iterator
@@ -16,8 +16,8 @@ from scripts.serve.protocol import ApiError, ChatRequest, CompletionRequest, che
 
 
 def call_opening(names: list[str]) -> str:
-    """How an answer that has to call one of these tools begins, as the chat templates write calls; with only
-    one tool up to its arguments. Empty if there are none."""
+    """How an answer begins that has to call one of these tools, in the form that the chat templates use. If
+    there is only one tool, it goes up to the arguments. Empty if there are no tools."""
     if not names:
         return ""
     if len(names) > 1:
@@ -29,10 +29,11 @@ def call_opening(names: list[str]) -> str:
 def chat_prompt(
     params: ChatRequest, context: int, max_new_tokens: int, tokenizer: Any
 ) -> tuple[list[int], int]:
-    """The tokens of a conversation, up to where the assistant's next turn begins, and how many of its oldest
-    messages were dropped, with `truncation` "auto", to leave room for an answer. Raises ApiError."""
+    """The tokens of a conversation, up to where the assistant's next turn begins, and how many of the oldest
+    messages were dropped. Messages are dropped only with `truncation` "auto", to leave room for an answer.
+    Raises ApiError."""
     opening = call_opening(params.forced_tools)
-    is_bound = opening or params.schema_of_answer is not None  # from its first token on
+    is_bound = opening or params.schema_of_answer is not None  # from the answer's first token on
     thinks = False if is_bound else params.thinks
     options = {} if thinks is None else {"enable_thinking": thinks}
     tools = params.tools if params.tool_names else []
@@ -54,7 +55,7 @@ def chat_prompt(
 
     room = context - min(params.max_tokens or max_new_tokens, max_new_tokens, context // 2)
 
-    # number of messages kept -> their tokens, or what is wrong, such as too many characters
+    # number of messages kept -> their tokens, or an error, such as too many characters
     tried: dict[int, list[int] | ApiError] = {}
 
     def tokens_or_error(kept: list[dict]) -> list[int] | ApiError:
@@ -78,29 +79,29 @@ def chat_prompt(
 
 
 def messages_of(params: ChatRequest) -> list[dict[str, Any]]:
-    """The messages as chat templates take them. Raises ApiError."""
+    """The messages in the form that chat templates take. Raises ApiError."""
     try:
         for number, item in enumerate(params.messages, 1):
             check_message(item, number)
         return [to_message(item, f"message {number}") for number, item in enumerate(params.messages, 1)]
     except ApiError:
         raise
-    except Exception as error:  # a message may hold anything
+    except Exception as error:  # a message may contain anything
         raise ApiError(reason(error), param="messages") from error
 
 
 def least_length_of(turn: dict[str, Any], context: int) -> int:
-    """The characters that a message has at least in a prompt. A template may leave out what an assistant
-    thought in earlier turns, in whichever field, but not its calls."""
+    """The least number of characters that a message has in a prompt. A template may leave out an assistant's
+    reasoning of earlier turns, in whichever field it is, but not its calls."""
     return least_length(turn.get("tool_calls", []) if turn["role"] == "assistant" else turn, context)
 
 
 def check_message(message: Any, number: int) -> None:
-    """Raise ApiError if a message is to be continued, or its content has parts that are none of OpenAI's
-    chat."""
+    """Raise ApiError if a message is the beginning of an answer, or if its content has parts that OpenAI's
+    chat API does not have."""
     for name in PREFILLS:
         if isinstance(message, dict) and message.get(name):
-            text = f"message {number} has '{name}': an answer that begins so cannot be written; leave it out"
+            text = f"message {number} has '{name}': continuing a message is not supported; leave it out"
             raise ApiError(text, param="messages")
     content = message.get("content") if isinstance(message, dict) else None
     for part in content if isinstance(content, list) else []:
@@ -123,5 +124,5 @@ def text_prompts(params: CompletionRequest, context: int, tokenizer: Any) -> Ite
 def check_tokens(tokens: list[int], context: int, param: str) -> None:
     """Raise ApiError if a prompt leaves no room for an answer."""
     if len(tokens) >= context:
-        message = f"The prompt has {len(tokens)} tokens, and the context {context} with the answer."
+        message = f"The prompt has {len(tokens)} tokens; prompt and answer together may have {context}."
         raise ApiError(message, param=param, code="context_length_exceeded")

@@ -1,5 +1,5 @@
-"""OpenAI's protocol: what a request may hold, and the form of errors. Null counts as not given. Unknown
-fields are ignored and come back by name; those that are known to change an answer are refused."""
+"""OpenAI's protocol: the fields of a request and the form of errors. Null counts as not given. Unknown fields
+are ignored, and the response lists their names. Fields that are known to change an answer are refused."""
 
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -34,7 +34,7 @@ IGNORED_NAMES, IGNORED_CHARACTERS = 16, 64  # of unknown fields, that come back
 
 
 class ApiError(Exception):
-    """An error that is sent to the client, in OpenAI's form. values: of the page's own sentence for the
+    """An error that is sent to the client, in OpenAI's form. values: for the page's own sentence about the
     code."""
 
     def __init__(
@@ -61,7 +61,7 @@ class ApiError(Exception):
 
 
 class Lenient(BaseModel):
-    """Objects in which null means not given; unknown fields are kept in `model_extra`."""
+    """Objects in which null means not given. Unknown fields are kept in `model_extra`."""
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False)
 
@@ -80,13 +80,13 @@ class StreamOptions(Lenient):
 
 
 class NamedSchema(Lenient):
-    """A JSON schema; its name and `strict` change nothing."""
+    """A JSON schema. Its name and `strict` have no effect."""
 
     json_schema: dict[str, Any] = Field(alias="schema")
 
 
 class ResponseFormat(Lenient):
-    """The form of an answer: any text, any JSON object, or JSON by a schema."""
+    """The form of an answer: any text, any JSON object, or JSON that follows a schema."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     json_schema: NamedSchema | None = None
@@ -109,7 +109,7 @@ class TemplateSettings(Lenient):
 
 
 class GenerationRequest(Lenient):
-    """What both kinds of requests hold."""
+    """The fields that both kinds of requests have."""
 
     model: str | None = None
     max_tokens: int | None = None
@@ -129,7 +129,7 @@ class GenerationRequest(Lenient):
     @field_validator("stop", "prompt", mode="before", check_fields=False)
     @classmethod
     def _as_list(cls, value: Any) -> Any:
-        """One text stands for a list of one."""
+        """One text counts as a list of one text."""
         if isinstance(value, str):
             return [value] if value else []
         return value
@@ -137,14 +137,14 @@ class GenerationRequest(Lenient):
     @field_validator("max_tokens")
     @classmethod
     def _all_that_fit(cls, value: int | None) -> int | None:
-        """-1, as llama.cpp and others have it, sets no limit."""
+        """-1 sets no limit, as in llama.cpp and other servers."""
         if value is not None and value < 1 and value != -1:
             raise ValueError("must be at least 1, or -1 for as many as fit")
         return None if value == -1 else value
 
     @property
     def schema_of_answer(self) -> dict[str, Any] | None:
-        """The JSON schema that an answer must have; None if it may be any text."""
+        """The JSON schema that an answer must follow; None if it may be any text."""
         form = self.response_format
         if form.type == "json_schema" and form.json_schema is not None:
             return form.json_schema.json_schema
@@ -152,19 +152,20 @@ class GenerationRequest(Lenient):
 
     @property
     def ignored_fields(self) -> list[str]:
-        """Names of unknown fields, as the list in a header can carry them."""
+        """Names of unknown fields, in the form that a list in a header can have."""
         unknown = [name for name in self.model_extra or {} if name not in REFUSED]
         return [in_a_header(name)[:IGNORED_CHARACTERS] for name in unknown[:IGNORED_NAMES]]
 
     @property
     def last_words(self) -> tuple[str, ...]:
-        """Texts with which an answer ends, beside its stop strings, and which it keeps."""
+        """Texts that end an answer, besides its stop strings, and stay part of it."""
         return ()
 
     def check_size(self, context: int, slots: int) -> None:
-        """Refuse by size alone what cannot be answered, before any work is done for it. Raises ApiError."""
+        """Refuse a request that is too large to be answered, by sizes alone, before any work is done for it.
+        Raises ApiError."""
         if self.n > max_answers(slots):
-            message = f"n must be {max_answers(slots)} or less; this server writes so many answers together"
+            message = f"n must be {max_answers(slots)} or less, the most that this server generates together"
             raise ApiError(message, param="n")
 
 
@@ -177,7 +178,7 @@ class ChatRequest(GenerationRequest, TemplateSettings):
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] = "auto"
     parallel_tool_calls: bool = True  # False: an answer ends with its first call
     chat_template_kwargs: TemplateSettings = TemplateSettings()
-    # OpenAI's field of the Responses API; auto: the oldest turns are dropped where the context is full
+    # of OpenAI's Responses API; auto: if the context is full, the oldest turns are dropped
     truncation: Literal["auto", "disabled"] = "disabled"
 
     @model_validator(mode="after")
@@ -206,16 +207,16 @@ class ChatRequest(GenerationRequest, TemplateSettings):
     def check_size(self, context: int, slots: int) -> None:
         super().check_size(context, slots)
         if len(self.messages) > context:  # each has at least a token
-            message = f"{len(self.messages)} messages are more than fit the context of {context} tokens."
+            message = f"{len(self.messages)} messages do not fit into the context of {context} tokens."
             raise ApiError(message, param="messages", code="context_length_exceeded")
-        # a field of a message need not be in the prompt, but every one of them takes time
+        # a template may leave out a field, but each field takes time
         check_length(least_length(self.messages, context, False), context, "messages", "values")
         if self.tool_names:
             check_length(least_length(self.tools, context), context, "tools")
 
     @property
     def thinks(self) -> bool | None:
-        """Whether the model is to reason first, if the client says so."""
+        """Whether the model is to reason first; None if the client does not say."""
         inner = self.chat_template_kwargs.enable_thinking
         return self.enable_thinking if inner is None else inner
 
@@ -226,7 +227,7 @@ class ChatRequest(GenerationRequest, TemplateSettings):
 
     @property
     def forced_tools(self) -> list[str]:
-        """Names of the tools one of which must be called; none if no tool has to be called."""
+        """Names of the tools of which one must be called; empty if no call is required."""
         if isinstance(self.tool_choice, dict):
             function = self.tool_choice.get("function")
             name = function.get("name") if isinstance(function, dict) else None
@@ -254,8 +255,9 @@ class CompletionRequest(GenerationRequest):
 
 
 def least_length(value: Any, context: int, with_texts: bool = True) -> int:
-    """The characters that a JSON value has at least, however it is written: for each value in it a separator,
-    and one more, or as many as a text has (only `with_texts`). It counts until they cannot fit."""
+    """The least number of characters that a JSON value has in any form of writing. Each value in it counts as
+    a separator and one more character, or, `with_texts`, as many as its text has. Counting stops once the
+    limit is exceeded."""
     length, left = 0, [value]
     while left and length <= max_characters(context):
         part = left.pop()
@@ -268,16 +270,17 @@ def least_length(value: Any, context: int, with_texts: bool = True) -> int:
 
 
 def check_length(length: int, context: int, param: str, unit: str = "characters") -> None:
-    """Refuse what is too long for the context, before it is rendered or tokenised. Raises ApiError."""
+    """Refuse a prompt that is too long for the context, before it is rendered or tokenised. Raises
+    ApiError."""
     most = max_characters(context)
     if length > most:
-        message = f"The prompt has more than {most} {unit}, more than fit the context of {context} tokens."
+        message = f"The prompt has more than {most} {unit}: too long for the context of {context} tokens."
         raise ApiError(message, param=param, code="context_length_exceeded")
 
 
 def in_a_header(text: str) -> str:
-    """A client's text as an item of a list in a header: visible ASCII without commas; all else is escaped. A
-    blank at the end of a header would be no header."""
+    """A client's text as an item of a list in a header: visible ASCII without commas, with everything else
+    escaped. A blank at the end would make the header invalid."""
     return ascii(text)[1:-1].replace(" ", "\\x20").replace(",", "\\x2c")
 
 
@@ -285,13 +288,13 @@ Body = TypeVar("Body", bound=GenerationRequest)
 
 
 def parse(kind: type[Body], body: bytes) -> Body:
-    """A request from the body of its HTTP request. Raises ApiError if it is no JSON, or not such a
+    """A request from the body of its HTTP request. Raises ApiError if it is not JSON, or not such a
     request."""
     try:
         params = kind.model_validate_json(body)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        # without the kinds of a union
+        # without the member names of a union
         place = ".".join(str(part) for part in first["loc"] if "[" not in str(part))
         message = first["msg"].removeprefix("Value error, ")
         raise ApiError(f"{place}: {message}" if place else message, param=place or None) from error

@@ -1,4 +1,4 @@
-"""From the progress of a job to OpenAI's chunks, and from these to a whole reply."""
+"""Turns the progress of a job into OpenAI's chunks, and these into a whole reply."""
 
 import asyncio
 import json
@@ -15,14 +15,14 @@ from scripts.serve.decoding import Job, Progress
 from scripts.serve.prompts import call_opening
 from scripts.serve.protocol import ApiError, ChatRequest
 
-# headers: the names of a request's fields that are unknown here; how many of its oldest messages were dropped
+# headers: the request's fields that are unknown here; how many of its oldest messages were dropped
 IGNORED, DROPPED = "X-Ignored-Fields", "X-Dropped-Messages"
 
 
 class TextReply:
-    """A reply of /v1/completions; ChatReply below: of /v1/chat/completions.
+    """A reply of /v1/completions. The subclass ChatReply is one of /v1/chat/completions.
 
-    choices: of the whole reply, one for each answer.
+    choices: the choices of the whole reply, one for each answer.
     """
 
     prefix, kind, streamed_kind = "cmpl", "text_completion", "text_completion"
@@ -31,17 +31,18 @@ class TextReply:
         self.job = job
         reply_id = f"{self.prefix}-{secrets.token_hex(12)}"
         self.head = {"id": reply_id, "created": int(time.time()), "model": model_name}
-        self.tokens = [0] * answers  # of each so far
+        self.tokens = [0] * answers  # number of tokens of each answer so far
         self.choices: list[dict[str, Any]] = [
             {"index": number, "logprobs": None} | self.empty() for number in range(answers)
         ]
 
     def empty(self) -> dict[str, Any]:
-        """What a choice holds before the first piece."""
+        """The fields of a choice before the first piece of text."""
         return {"text": ""}
 
     def take(self, progress: Progress) -> list[dict[str, Any]]:
-        """Add progress to its choice; returns the choices of the chunks that tell a client of it."""
+        """Add progress to its choice. Returns the choices of the chunks that send this progress to a
+        client."""
         self.choices[progress.number]["text"] += progress.text
         return [{"text": progress.text, "finish_reason": progress.finish}]
 
@@ -57,18 +58,18 @@ class TextReply:
             unfinished -= progress.finish is not None
 
     def usage(self) -> dict[str, int]:
-        """Tokens of prompts and answers."""
+        """Numbers of tokens of the prompts and answers."""
         written, prompt = sum(self.tokens), self.job.prompt_tokens
         return {"prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written}
 
     async def whole(self) -> dict[str, Any]:
-        """The reply when all answers are written. Raises ApiError."""
+        """The reply after all answers are complete. Raises ApiError."""
         async for _ in self.chunks():
             pass
         return self.head | {"object": self.kind, "choices": self.choices, "usage": self.usage()}
 
     async def events(self) -> AsyncIterator[str]:
-        """The chunks as server-sent events. An error in the middle is the last one."""
+        """The chunks as server-sent events. If an error occurs, it is the last event."""
         with_usage = self.job.params.stream_options.include_usage
         head = self.head | {"object": self.streamed_kind} | ({"usage": None} if with_usage else {})
         try:
@@ -88,18 +89,18 @@ def event(data: dict[str, Any]) -> str:
 
 
 class ChatReply(TextReply):
-    """Its texts are divided into reasoning, content and calls of tools."""
+    """A reply whose texts are divided into reasoning, content and tool calls."""
 
     prefix, kind, streamed_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def __init__(self, job: Job, model_name: str, params: ChatRequest):
         super().__init__(job, model_name, params.n)
-        opening = call_opening(params.forced_tools)  # stands in the prompt
+        opening = call_opening(params.forced_tools)  # is part of the prompt
         thinks = bool(params.thinks) and not opening
         self.parsers = [AnswerParser(thinks, params.tool_names) for _ in range(params.n)]
         for parser in self.parsers:
             parser.push(opening)
-        self.begun: set[int] = set()  # numbers of answers of which there was a chunk
+        self.begun: set[int] = set()  # numbers of the answers that have had a chunk
 
     def empty(self) -> dict[str, Any]:
         return {"message": {"role": "assistant", "content": None, "refusal": None}}
@@ -122,7 +123,7 @@ class ChatReply(TextReply):
 
 
 def add_part(message: dict[str, Any], part: dict[str, Any]) -> dict[str, Any]:
-    """Add a part of an answer to the reply's message; returns the delta of a chunk with it."""
+    """Add a part of an answer to the reply's message. Returns the delta of a chunk with this part."""
     if "tool_calls" not in part:
         merge(message, part)
         return part
@@ -136,8 +137,8 @@ def add_part(message: dict[str, Any], part: dict[str, Any]) -> dict[str, Any]:
 
 
 async def respond(request: Request, reply: TextReply, finish: Callable[[Job], None]) -> Response:
-    """The response to a request that is queued, whole or streamed. Its answers end when the client hangs up.
-    finish: called when the response is complete. Raises ApiError."""
+    """The response to a queued request, whole or streamed. If the client hangs up, the answers end. finish:
+    called when the response is complete. Raises ApiError."""
     job = reply.job
 
     async def watch() -> None:
@@ -148,7 +149,7 @@ async def respond(request: Request, reply: TextReply, finish: Callable[[Job], No
             finish(job)
         job.progress.put_nowait(ApiError("The client hung up.", 499))
 
-    request.state.watching = asyncio.create_task(watch())  # the loop itself keeps no reference
+    request.state.watching = asyncio.create_task(watch())  # the event loop keeps no reference to a task
     await job.next()  # the prompts are accepted
     headers = {"Cache-Control": "no-cache"}
     if job.params.ignored_fields:

@@ -25,7 +25,7 @@ from scripts.serve.protocol import ApiError
 from scripts.serve.training import NOT_SHOWN, Body, own_page_only, read
 
 CONVERT = ROOT / "scripts" / "convert_model.py"
-MOST_BYTES = 500 << 20  # of weights: a browser holds a page of half that
+MOST_BYTES = 500 << 20  # of weights; a browser can load a page of half that size
 SECONDS = 1800
 KEPT = 4  # pages
 PATIENCE = 10  # the conversion is this much nicer than the server
@@ -46,8 +46,8 @@ class Pages:
         self.made: dict[Weights, Path] = {}
 
     def page(self, name: str) -> Path:
-        """The file of the page of a model; calls must not overlap. Raises ApiError if there is no such model,
-        or it cannot be a page."""
+        """The file of a model's page. Calls must not overlap. Raises ApiError if there is no such model, or
+        if it cannot become a page."""
         _, path = self.models.find(name)
         weights = Weights(path, self.models.version(path))
         if weights not in self.made:
@@ -63,7 +63,7 @@ class Pages:
         return self.made[weights]
 
     def convert(self, path: Path, page: Path) -> None:
-        """Make a page. Raises ApiError."""
+        """Make a page file. Raises ApiError."""
         argv = [sys.executable, str(CONVERT), "--to", "page", "--model", str(path), "--output", str(page)]
         argv += self.models.flags
         if path == self.models.path:
@@ -82,7 +82,7 @@ class Pages:
 
 
 def sending_routes(models: Models) -> APIRouter:
-    """The route of pages to send."""
+    """The route that makes pages to send."""
     routes = APIRouter(prefix="/api", dependencies=[Depends(own_page_only)])
     pages, one_at_a_time = Pages(models), CapacityLimiter(1)
 

@@ -1,4 +1,4 @@
-"""Whose turn it is: work is given out by what each client has had of it, not in the order of the requests."""
+"""Turns for clients: the next turn depends on what each client has had, not on the order of the requests."""
 
 import asyncio
 import time
@@ -9,35 +9,35 @@ Result = TypeVar("Result")
 
 
 class Shares:
-    """What each client has had, such as seconds of a thread. The next turn is that of the client with the
-    least; one that comes, or comes back, begins with as much as the one whose turn it was last, so nobody
-    saves up turns, and nobody waits for what others have had before."""
+    """What each client has had of something, such as seconds of a thread. The client with the least has the
+    next turn. A client that is new, or comes back, starts at the level of the latest turn. So nobody saves up
+    turns, and nobody waits for what others had earlier."""
 
     def __init__(self) -> None:
-        self.had: dict[str, float] = {}  # of those who had more than `now`
+        self.had: dict[str, float] = {}  # the clients that had more than `now`
         self.now = 0.0
 
     def of(self, client: str) -> float:
-        """What a client has had: of those with work to do, the least comes next."""
+        """What a client has had. Of the clients with work to do, the one with the least comes next."""
         return max(self.had.get(client, 0.0), self.now)
 
     def charge(self, client: str, cost: float) -> None:
-        """Add the cost of a client's turn, which was the next one."""
+        """Add the cost of a client's turn. It must be the client whose turn it was."""
         self.now = self.of(client)
         self.had[client] = self.now + cost
         self.had = {each: had for each, had in self.had.items() if had > self.now}
 
 
 class Turns:
-    """Does pieces of work in the event loop one by one, by what each client has had; between two of them the
-    loop looks at its connections, so a client that comes meanwhile may be the next one."""
+    """Does pieces of work in the event loop, one at a time, in the order that `Shares` gives. Between two
+    pieces the loop handles its connections, so a client that arrives meanwhile may have the next turn."""
 
     def __init__(self) -> None:
         self.shares = Shares()
         self.waiting: list[tuple[str, Callable[[], Any], asyncio.Future[Any]]] = []
 
     async def do(self, client: str, work: Callable[[], Result]) -> Result:
-        """The result of a client's work, when its turn has come. Raises what the work raises."""
+        """Do a client's work when its turn has come, and return the result. Raises what the work raises."""
         loop = asyncio.get_running_loop()
         result: asyncio.Future[Result] = loop.create_future()
         self.waiting.append((client, work, result))
@@ -46,7 +46,7 @@ class Turns:
         return await result
 
     def do_next(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Do the work whose turn it is."""
+        """Do the work of the client whose turn it is."""
         turn = min(self.waiting, key=lambda turn: self.shares.of(turn[0]))
         self.waiting.remove(turn)
         client, work, result = turn

@@ -1,6 +1,5 @@
-"""The routes by which the web page trains: it sends names, numbers and choices, never a path, a flag or a
-command (--train 1).
-"""
+"""The routes by which the web page trains (--train 1). The page sends names, numbers and choices, but never a
+path, a flag or a command."""
 
 import json
 import re
@@ -50,24 +49,24 @@ from scripts.serve.uploads import MAX_BYTES, Uploads, no_room, room
 from trainer.weights.paths import METRICS_SUFFIX
 
 PLAN = ROOT / "scripts" / "plan.py"
-NAME = re.compile(r"(?!earlier_\d+$)\w[\w -]{0,39}")  # of a training; runs that were set aside are earlier_N
+NAME = re.compile(r"(?!earlier_\d+$)\w[\w -]{0,39}")  # earlier_N: runs that were set aside
 HOURS = {"ge": 0.02, "le": 168}
-MAX_BODY = 1 << 14  # bytes of a request, but for a file
-ROOM = 1 << 30  # bytes of disk that stay free beside what a plan writes
-STOPPED_AFTER = re.compile(r"stopped: .*?after update (\d+) of ")  # what a stage says when it has saved
-LINES = 12  # of the log that are shown while it plans
+MAX_BODY = 1 << 14  # bytes of a request; files may be larger
+ROOM = 1 << 30  # bytes of disk that a plan's files must leave free
+STOPPED_AFTER = re.compile(r"stopped: .*?after update (\d+) of ")  # what a stage prints after it has saved
+LINES = 12  # lines of the log that are shown during planning
 NOT_SHOWN = {"Content-Security-Policy": "sandbox", "X-Content-Type-Options": "nosniff"}
 
 
 class Body(BaseModel):
-    """A request; nothing else than its fields."""
+    """A request. Fields that it does not declare are refused."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class NewJob(Body):
-    """What is to be planned: files by name, time, layers, the language of run.sh, and whether records that
-    cannot be used are left out."""
+    """What is to be planned: names of files, hours, layers, the language of run.sh, and whether bad records
+    are skipped."""
 
     name: str
     text: str | None = None
@@ -91,7 +90,7 @@ class PlannedStage(BaseModel):
 
 
 class PlanFacts(BaseModel):
-    """What the page shows of a plan (`facts` in scripts/planning/files.py)."""
+    """The facts of a plan that the page shows (`facts` in scripts/planning/files.py)."""
 
     model_config = ConfigDict(allow_inf_nan=False)
 
@@ -109,13 +108,14 @@ class PlanFacts(BaseModel):
 
 
 class Stop(Body):
-    """How to end: save first, or at once."""
+    """How to end a training: `now` ends it without saving."""
 
     now: bool = False
 
 
 def own_page_only(request: Request) -> None:
-    """Refuse other pages, also those of --allow_origin, and what a form can send. Raises ApiError."""
+    """Refuse requests of other pages, also of those in --allow_origin, and requests that an HTML form can
+    send. Raises ApiError."""
     if not is_own_page(request):
         raise ApiError("Only the server's own page may train.", 403)
     kind = request.headers.get("content-type", "").partition(";")[0].strip()
@@ -134,11 +134,11 @@ async def read(request: Request, kind: type[Any]) -> Any:
 
 
 def training_routes(jobs: Jobs, uploads: Uploads, make_room: Callable[[], Any]) -> APIRouter:
-    """All routes below /api/train. make_room: called before something is measured: models that nobody uses
-    are dropped from memory."""
+    """All routes below /api/train. make_room: drops unused models from memory; it is called before memory is
+    measured."""
     routes = APIRouter(prefix="/api/train", dependencies=[Depends(own_page_only)])
     progress = Progress()
-    one_at_a_time = CapacityLimiter(1)  # reading of runs
+    one_at_a_time = CapacityLimiter(1)  # only one request at a time reads runs
 
     def overview() -> Response:
         living = jobs.living()
@@ -155,7 +155,7 @@ def training_routes(jobs: Jobs, uploads: Uploads, make_room: Callable[[], Any]) 
         check_fields(asked)
         argv = [sys.executable, str(PLAN), "--save_dir", str(jobs.save_dir / asked.name)]
         argv += ["--hours", f"{asked.hours:g}", "--lang", asked.lang]
-        argv += ["--cache_dir", str(jobs.save_dir / ".cache")]  # on the disk whose room is looked at
+        argv += ["--cache_dir", str(jobs.save_dir / ".cache")]  # on the disk whose free space is checked
         for flag, file in (("--pretrain_data", asked.text), ("--sft_data", asked.chat)):
             if file is not None:
                 argv += [flag, str(uploads.readable(file))]
@@ -194,7 +194,7 @@ def training_routes(jobs: Jobs, uploads: Uploads, make_room: Callable[[], Any]) 
 
     @routes.put("/files/{name}")
     async def put(name: str, request: Request) -> Response:
-        request.scope["is_upload"] = True  # connections.py gives it time as long as it arrives
+        request.scope["is_upload"] = True  # connections.py waits for it as long as data arrive
         length = request.headers.get("content-length")
         pieces = request.stream()
         return json_response(await uploads.receive(name, int(length) if length else None, pieces))
@@ -203,7 +203,7 @@ def training_routes(jobs: Jobs, uploads: Uploads, make_room: Callable[[], Any]) 
     def delete(name: str) -> Response:
         path = uploads.path(name)
         if jobs.uses(path):
-            raise ApiError(f"A training that has not come to its end needs {name}.", 409, code="used")
+            raise ApiError(f"An unfinished training needs {name}.", 409, code="used")
         path.unlink(missing_ok=True)
         return JSONResponse({"ok": True})
 
@@ -246,7 +246,7 @@ def training_routes(jobs: Jobs, uploads: Uploads, make_room: Callable[[], Any]) 
 def check_fields(asked: NewJob) -> None:
     """Raise ApiError if a field is out of range."""
     if not NAME.fullmatch(asked.name):
-        raise ApiError(f"{asked.name[:60]!r} is no name; take letters, digits, blanks.", 400, "name", "field")
+        raise ApiError(f"{asked.name[:60]!r} is no name; use letters, digits, blanks.", 400, "name", "field")
     if asked.depth is not None and asked.depth not in DEPTHS:
         raise ApiError(f"depth must be one of {DEPTHS}.", 400, "depth", "field")
     if not asked.text and not asked.chat:
@@ -254,18 +254,18 @@ def check_fields(asked: NewJob) -> None:
 
 
 def check_unused(folder: Path, jobs: Jobs) -> None:
-    """Raise ApiError if the folder of a new training is there, unless it is one in which nothing was trained;
-    nothing lives meanwhile."""
+    """Raise ApiError if the folder of a new training exists, unless nothing was trained in it. No training
+    runs during this check."""
     if not folder.is_symlink() and not folder.exists():
         return
     is_trained = (folder / REPORT).exists() or list(folder.glob(f"*{METRICS_SUFFIX}"))
     if is_trained or folder not in jobs.folders().values():
-        raise ApiError(f"{folder.name} is there already.", 409, "name", "exists")
+        raise ApiError(f"{folder.name} exists already.", 409, "name", "exists")
 
 
 def check_script(folder: Path, name: str) -> None:
-    """Raise ApiError unless the folder has a run.sh that scripts/plan.py wrote: a click runs it, and nobody
-    reads it before."""
+    """Raise ApiError unless the folder has a run.sh that scripts/plan.py wrote: a click runs this file, and
+    nobody reads it before."""
     try:
         with open_own(folder, SCRIPT) as file:
             script = file.read()
@@ -276,16 +276,17 @@ def check_script(folder: Path, name: str) -> None:
         raise ApiError(text, 409, code="not_planned_here", name=name)
 
 
-# --- what the page shows of one
+# --- what the page shows of a training
 
 
 def describe_or_say(
     folder: Path, name: str, jobs: Jobs, living: dict[str, Any] | None, progress: "Progress"
 ) -> dict[str, Any]:
-    """`describe`; of a training whose files hold what no training writes, that it cannot be read."""
+    """The result of `describe`. If the files of a training contain what no training writes, the result says
+    that they cannot be read."""
     try:
         about = describe(folder, name, jobs, living, progress)
-        json.dumps(about, default=str, allow_nan=False)  # a browser reads no NaN
+        json.dumps(about, default=str, allow_nan=False)  # browsers do not accept NaN
         return about
     except (OSError, *WRONG_TYPES) as error:
         about = {"name": name, "state": "failed", "asked": {}, "plan": None, "is_own": False, "lines": []}
@@ -294,7 +295,7 @@ def describe_or_say(
 
 
 def plan_of(folder: Path) -> dict[str, Any]:
-    """The facts of a training's plan; nothing if there are none, or they are not a plan's."""
+    """The facts of a training's plan; empty if there are none, or if they are not those of a plan."""
     facts = read_object(folder / FACTS, links=False)
     try:
         PlanFacts.model_validate(facts)
@@ -304,7 +305,7 @@ def plan_of(folder: Path) -> dict[str, Any]:
 
 
 def asked_of(folder: Path) -> dict[str, Any]:
-    """What was asked for; nothing if job.json says nothing that could have been."""
+    """What the user asked for; empty if job.json does not hold a valid request."""
     try:
         return NewJob.model_validate(read_object(folder / ABOUT, links=False)).model_dump()
     except ValidationError:
@@ -314,7 +315,7 @@ def asked_of(folder: Path) -> dict[str, Any]:
 def describe(
     folder: Path, name: str, jobs: Jobs, living: dict[str, Any] | None, progress: "Progress"
 ) -> dict[str, Any]:
-    """A training: its state, plan and progress. living: what `Jobs.living` gave."""
+    """A training: its state, plan and progress. living: the result of `Jobs.living`."""
     state, lines = jobs.state(folder, living)
     facts, files = plan_of(folder), files_in(folder, links=False)
     about: dict[str, Any] = {"name": name, "state": state, "asked": asked_of(folder)}
@@ -330,22 +331,22 @@ def describe(
         return about | {"stage": 0, "stages": len(stages)}
     about |= progress.of(begun[-1], len(begun) - 1, stages, state == READY)
     if state == "stopped" and (stop := next(filter(None, map(STOPPED_AFTER.match, reversed(lines))), None)):
-        about["saved_at"] = int(stop[1])  # the last record is of an earlier update
+        about["saved_at"] = int(stop[1])  # the last record may be of an earlier update
     return about
 
 
 class Progress:
-    """How far trainings are and what came of them. A look at one costs what was added to its records since:
-    there may be many, and the page looks every two seconds."""
+    """How far trainings are, and their results. Reading one costs only what was added to its records since
+    the last time: there may be many records, and the page asks every two seconds."""
 
     def __init__(self) -> None:
         self.runs = RunFiles()
-        # path of the records -> what they were when they were looked at, and what was found
+        # path of the records -> their size and time when they were read, and the result
         self.found: dict[Path, tuple[tuple[Any, ...], dict[str, Any]]] = {}
 
     def of(self, path: Path, number: int, stages: list[dict[str, Any]], is_ready: bool) -> dict[str, Any]:
-        """Of a training whose present stage, of this number, has these records; at its end with the verdict.
-        Calls must not overlap."""
+        """The progress of a training. path: records of its present stage. number: of this stage. is_ready:
+        whether the training is completed; then the result has the verdict. Calls must not overlap."""
         stat = path.stat()
         seen, age = (stat.st_size, stat.st_mtime, is_ready), max(0.0, time.time() - stat.st_mtime)
         if self.found.get(path, (None,))[0] != seen:
@@ -360,8 +361,8 @@ class Progress:
 
 
 def progress_of(run: Run, number: int, stages: list[dict[str, Any]]) -> dict[str, Any]:
-    """How far a training is. run: of its present stage, of this number. stage_left: seconds that the stage
-    took longer at its last record; later_left: of the stages behind it."""
+    """How far a training is. run: its present stage. number: of this stage. In the result, stage_left is the
+    seconds that this stage still needed at its last record, and later_left those of the stages after it."""
     stage, figures = stages[number], run.figures
     facts = run.about.get("facts") or {}
     left = run.values["seconds_left"][-1] if "seconds_left" in run.values else stage["seconds"]

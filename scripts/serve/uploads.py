@@ -1,7 +1,6 @@
-"""The files that the web page's user gives to train on, in `.uploads` of --save_dir: written as they arrive,
-looked at, listed. They are never served or unpacked, and this process does not decode them: look_at_file.py
-does, scripts/plan.py and the trainings.
-"""
+"""The files that the web page's user uploads for training, in `.uploads` of --save_dir. They are written as
+they arrive, inspected, and listed. They are never served or unpacked. This process does not decode them
+either: look_at_file.py, scripts/plan.py and the trainings do."""
 
 import asyncio
 import fcntl
@@ -31,11 +30,11 @@ FOLDER = ".uploads"
 KINDS = r"(\.(txt|jsonl|json|csv)(\.gz)?|\.(parquet|arrow))"
 NAME = re.compile(rf"\w[\w -]{{0,39}}{KINDS}")
 MAX_BYTES = 20 << 30
-SILENCE_SECONDS = 30  # without a byte, after which an upload ends
-DAY = 24 * 3600  # seconds after which what is left of an upload is removed
-ROOM_FACTOR, ROOM = 3, 2 << 30  # bytes of disk that an upload needs: so many times its own, for its tokens
-LOOK_MEMORY, LOOK_SECONDS = 2 << 30, 20  # bytes and seconds that a look at a file may take
-PART = ".part."  # what names begin with while a file arrives or is looked at
+SILENCE_SECONDS = 30  # without data, after which an upload is aborted
+DAY = 24 * 3600  # seconds after which an incomplete upload is removed
+ROOM_FACTOR, ROOM = (3, 2 << 30)  # disk that an upload needs: FACTOR x its bytes + ROOM
+LOOK_MEMORY, LOOK_SECONDS = 2 << 30, 20  # limits of inspecting a file, in bytes and seconds
+PART = ".part."  # prefix of names while a file arrives or is inspected
 
 
 class Uploads:
@@ -44,27 +43,27 @@ class Uploads:
     def __init__(self, save_dir: Path):
         self.folder = save_dir.absolute() / FOLDER
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # size and time of change of each file, and what was found in it
+        # name -> size and modification time of a file, and what it contains
         self.known: dict[str, tuple[tuple[int, float], dict[str, Any]]] = {}
-        self.one_at_a_time = CapacityLimiter(1)  # looks: their limits are those of one
+        self.one_at_a_time = CapacityLimiter(1)  # the limits are those of a single inspection
         for path in self.folder.glob(f"{PART}*"):
             with suppress(OSError):
                 if time.time() - path.stat().st_mtime > DAY:
                     remove(path)
 
     def entries(self) -> dict[str, Entry]:
-        """The files by name; also those that were put there by hand."""
+        """The files by name, including those that somebody copied into the folder."""
         found = files_in(self.folder, links=False)
         return {name: file for name, file in found.items() if NAME.fullmatch(name)}
 
     def path(self, name: str) -> Path:
-        """The file of a name, which is looked up, never joined to a path. Raises ApiError."""
+        """The file of a name. The name is looked up, never joined to a path. Raises ApiError."""
         if name not in self.entries():
             raise ApiError(f"There is no file {name[:60]!r}.", 404, "name", "no_file")
         return self.folder / name
 
     def readable(self, name: str) -> Path:
-        """The file of a name, if training can read it. Raises ApiError."""
+        """The file of a name. Raises ApiError if training cannot read it."""
         path, file = self.path(name), self.entries().get(name)
         found = {} if file is None else self.about(name, file)
         if "error" in found:
@@ -72,34 +71,34 @@ class Uploads:
         return path
 
     def listing(self) -> list[dict[str, Any]]:
-        """What is known of each file."""
+        """What is known about each file."""
         return [self.about(name, file) for name, file in self.entries().items()]
 
     def about(self, name: str, file: Entry) -> dict[str, Any]:
-        """What a file holds; it is looked at once."""
+        """What a file contains. It is inspected only once."""
         seen = file.size, file.mtime
         if self.known.get(name, (None,))[0] != seen:
             try:
                 found = look_at(self.folder / name)
-            except (OSError, ApiError) as error:  # put there by hand
+            except (OSError, ApiError) as error:  # copied into the folder by hand
                 found = {"kind": None, "error": str(error)}
             self.known[name] = seen, found
         return {"name": name, "bytes": file.size} | self.known[name][1]
 
     async def receive(self, name: str, length: int | None, pieces: AsyncIterator[bytes]) -> dict[str, Any]:
-        """Write a file as it arrives; returns what it holds. length: bytes that were announced. Raises
-        ApiError; then nothing of it is left."""
+        """Write a file as it arrives. Returns what it contains. length: the announced number of bytes. If it
+        raises ApiError, nothing of the file is left."""
         if not NAME.fullmatch(name):
-            raise ApiError(f"{name[:60]!r} is no name of a file that is read here.", 415, "name", "kind")
+            raise ApiError(f"{name[:60]!r} is not a file name that this page accepts.", 415, "name", "kind")
         if length is None:
-            raise ApiError("The length must be announced.", 411, code="length")
+            raise ApiError("The request needs a Content-Length.", 411, code="length")
         check_size(length, self.folder)
         if name in self.entries():
-            raise ApiError(f"{name} is there already.", 409, "name", "exists")
+            raise ApiError(f"{name} exists already.", 409, "name", "exists")
         part = self.folder / f"{PART}{name}"
         with open_regular(part, "ab") as file:
             if not try_lock(file, fcntl.LOCK_EX):
-                raise ApiError(f"{name} is arriving already.", 409, "name", "exists")
+                raise ApiError(f"{name} is already being uploaded.", 409, "name", "exists")
             try:
                 file.truncate(0)
                 await write(file, length, pieces)
@@ -113,8 +112,8 @@ class Uploads:
 
 
 async def write(file: Any, length: int, pieces: AsyncIterator[bytes]) -> None:
-    """Write what arrives, and flush it to the disk. Raises ApiError if it is more or less than announced, or
-    nothing comes for a while, or the disk is full."""
+    """Write what arrives, and flush it to the disk. Raises ApiError if there are more or fewer bytes than
+    announced, if nothing arrives for a while, or if the disk is full."""
     written = 0
     try:
         while True:
@@ -129,39 +128,39 @@ async def write(file: Any, length: int, pieces: AsyncIterator[bytes]) -> None:
         file.flush()
         await run_sync(os.fsync, file.fileno())
     except (TimeoutError, ClientDisconnect) as error:
-        raise ApiError("The file did not arrive.", 408, code="cut") from error
+        raise ApiError("The upload was interrupted.", 408, code="cut") from error
     except OSError as error:
         free = disk_usage(file.name).free
         text = f"The file cannot be written ({error.strerror})."
         raise ApiError(text, 507, code="disk", free=free) from error
     if written != length:
-        raise ApiError("The file did not arrive as announced.", 400, code="cut")
+        raise ApiError("The file has another length than announced.", 400, code="cut")
 
 
 def check_size(length: int, folder: Path) -> None:
-    """Raise ApiError if a file is too large to be taken, or for the disk."""
+    """Raise ApiError if a file is larger than allowed, or too large for the disk."""
     if length > MAX_BYTES:
         raise ApiError(
-            f"More than {MAX_BYTES >> 30} GB are not taken.", 413, code="too_large", most=MAX_BYTES
+            f"A file may have at most {MAX_BYTES >> 30} GB.", 413, code="too_large", most=MAX_BYTES
         )
     if length > room(folder):
         raise no_room(ROOM_FACTOR * length + ROOM, disk_usage(folder).free)
 
 
 def room(folder: Path) -> int:
-    """Bytes of the largest file that the disk has room for; negative if it has none."""
+    """The size in bytes of the largest file that the disk has room for; negative if there is no room."""
     return (disk_usage(folder).free - ROOM) // ROOM_FACTOR
 
 
 def no_room(need: float, free: float) -> ApiError:
-    """The error of a disk without room."""
+    """The error for a disk without room."""
     text = f"{need / 1e9:.1f} GB of disk are needed, {free / 1e9:.1f} GB are free."
     return ApiError(text, 507, code="room", need=need, free=free)
 
 
 def look_at(path: Path, name: str = "") -> dict[str, Any]:
-    """What the first records of a file are (look_at_file.py). name: of the file, for messages. Raises
-    ApiError if it has no good one, or reading it takes too much."""
+    """What the first records of a file are (look_at_file.py). name: the file's name in messages. Raises
+    ApiError if it has no good record, or if reading it exceeds the limits."""
     name = name or path.name
     with TemporaryDirectory(dir=path.parent, prefix=PART) as scratch:
         arguments = str(path), name, scratch
@@ -171,7 +170,7 @@ def look_at(path: Path, name: str = "") -> dict[str, Any]:
         found = json.loads(said or b"")
     except ValueError:
         text = f"{name} cannot be read with {LOOK_MEMORY >> 30} GB of memory in {LOOK_SECONDS} s: it is "
-        text += "damaged, or its records are too large; write it anew, as JSON Lines"
+        text += "damaged, or its records are too large; write it again, as JSON Lines"
         found = {"error": text, "code": "too_much", "seconds": LOOK_SECONDS, "most": LOOK_MEMORY}
     if "error" in found:
         raise ApiError(found.pop("error"), 422, "name", found.pop("code"), file=name, **found)
