@@ -12,7 +12,7 @@ from scripts.planning.machine import MEMORY_SHARE, state_bytes
 from scripts.planning.stages import START_SECONDS, Stage
 from trainer.report.metrics import duration
 
-DATA_FACTOR = 0.95  # by which a part of the data shrinks until it fits into the time
+DATA_FACTOR = 0.95  # factor by which the part of the data is reduced until it fits into the time
 
 
 class Plan(NamedTuple):
@@ -33,16 +33,16 @@ def total_seconds(stages: list[Stage]) -> float:
 
 
 def choose(stages: list[Stage], depths: Sequence[int], memory: float, seconds: float) -> Plan:
-    """Choose the largest of these models that fits into memory and time and reads enough for its size, with
-    as many passes as the time allows. Models are measured from the smallest up to the first that does not
-    fit.
+    """Choose the largest of these models that fits into memory and time and reads enough for its size. It
+    gets as many passes as the time allows. Models are measured from the smallest up to the first that does
+    not fit.
 
-    Args:
-        memory: bytes of this process.
-        seconds: of all stages.
+        Args:
+            memory: limit of the bytes of this process.
+            seconds: limit for all stages together.
 
-    Raises:
-        UserError: not even the smallest fits.
+        Raises:
+            UserError: not even the smallest model fits.
     """
     best: list[Stage] = []
     models: list[Stage] = []

@@ -18,7 +18,7 @@ from trainer.report.metrics import duration
 from trainer.weights.paths import run_name
 
 FACTS = "plan_facts.json"
-LOG_POINTS, LOG_SECONDS = 20, 30  # a stage logs so often at least, and so many seconds apart at most
+LOG_POINTS, LOG_SECONDS = (20, 30)  # log records of a stage, at least; seconds between two, at most
 WORDS = {
     "en": {
         "again": "not finished; to continue: {command}",
@@ -37,7 +37,7 @@ def write_plan(plan: Plan, folder: str, lang: str, plan_facts: dict[str, Any]) -
     """Write all files into the folder of the runs, the shell file last. Returns the path of the shell
     file."""
     path = Path(folder, "run.sh")
-    script = os.fsencode(shell_file(plan, path, lang))  # names of files need not be UTF-8
+    script = os.fsencode(shell_file(plan, path, lang))  # file names need not be UTF-8
     seconds = {run_name(stage.args.save_weight, stage.args): stage.seconds for stage in plan.stages}
     write_json(Path(folder, PLAN_FILE), seconds)
     write_json(Path(folder, FACTS), plan_facts | {"signature": sign(script, path.parent)})
@@ -80,11 +80,11 @@ def shell_file(plan: Plan, path: Path, lang: str) -> str:
     again = echo(words["again"].format(command=shlex.join(["bash", str(path)])))
     lines = [
         "#!/usr/bin/env bash",
-        "# Written by scripts/plan.py. Run it again to go on after an interruption.",
+        "# Written by scripts/plan.py. After an interruption, run it again to continue.",
         "set -e",
-        "# that of the plan: another one may lack the requirements",
+        "# the plan's Python: another one may lack the requirements",
         f"python={shlex.quote(sys.executable)}",
-        f"trap {shlex.quote(again)} EXIT",  # also where Ctrl-C ends a stage that is only starting
+        f"trap {shlex.quote(again)} EXIT",  # also if Ctrl-C ends a stage that is still starting
         f"cd {shlex.quote(str(ROOT))}",
     ]
     for stage in plan.stages:

@@ -25,30 +25,30 @@ from trainer.objectives.next_token import NextToken, next_token_loss
 from trainer.stage import compile_and_wrap
 from trainer.weights.config import model_config
 
-MEMORY_SHARE = 0.8  # of the free memory, that a plan uses
+MEMORY_SHARE = 0.8  # share of the free memory that a plan uses
 BYTES_PER_PARAMETER = 16  # weight, gradient and two moments of AdamW, in float32
-PROCESS_BYTES = 0.6e9  # of a process without a model
+PROCESS_BYTES = 0.6e9  # memory of a process without a model
 MEASURED_TOKENS = 2048  # tokens of the larger update that is measured
-GPU_FACTOR = 8  # times as many on a GPU, which small updates do not load
+GPU_FACTOR = 8  # times as many tokens on a GPU: small updates do not keep it busy
 MIN_UPDATES, MAX_UPDATES, MIN_SECONDS = 3, 20, 2.0
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What training a model costs; zeros before it is measured."""
+    """What training a model costs. All fields are zero before it is measured."""
 
     parameters: int = 0
     seconds_per_token: float = 0.0  # seconds of forward and backward pass per token
-    seconds_per_update: float = 0.0  # seconds of an update without these: the optimizer
+    seconds_per_update: float = 0.0  # further seconds of each update: the optimizer
     eval_seconds_per_token: float = 0.0  # seconds of an evaluation per token
     activation_bytes_per_token: float = 0.0  # bytes per token of a micro-batch, for the backward pass
 
     def speed(self, tokens: float) -> float:
-        """Tokens per second in updates of so many tokens."""
+        """Tokens per second if an update has this many tokens."""
         return tokens / (tokens * self.seconds_per_token + self.seconds_per_update)
 
     def memory(self, tokens: float) -> float:
-        """Bytes with micro-batches of so many tokens."""
+        """Bytes of the process if a micro-batch has this many tokens."""
         return state_bytes(self.parameters) + self.activation_bytes_per_token * tokens
 
 
@@ -68,7 +68,7 @@ def new_state(args: StageArgs, data: StageDataset) -> TrainState:
     """A new model of a stage, ready to be trained; --use_compile 1 compiles it."""
     from model.model_minimind import MiniMindForCausalLM
 
-    args = args.model_copy(update={"weight_decay": USUAL_DECAY})  # whatever it will be, it takes as long
+    args = args.model_copy(update={"weight_decay": USUAL_DECAY})  # its value does not change the time
     device, autocast, scaler = device_and_precision(args)
     config = model_config(load_tokenizer(args.tokenizer_path), args)
     model = compile_and_wrap(MiniMindForCausalLM(config), args, device, autocast, data)
@@ -94,7 +94,7 @@ def measure(args: StageArgs, data: StageDataset) -> Cost:
 
     seconds, small_seconds = update_seconds(state, large), update_seconds(state, small)
     update = 0.0
-    if tokens > small_tokens:  # the line through both
+    if tokens > small_tokens:  # the straight line through both points
         update = (small_seconds * tokens - seconds * small_tokens) / (tokens - small_tokens)
         update = min(max(0.0, update), seconds)
     begin = time.perf_counter()
@@ -120,9 +120,9 @@ def micro_batches_that_fit(args: StageArgs, data: StageDataset, memory: float) -
     A size is tried only if the sizes before predict that it fits, because a GPU whose memory ran out may fail
     later."""
     state = new_state(args, data)
-    held = torch.cuda.memory_allocated(state.device)  # by the weights
+    held = torch.cuda.memory_allocated(state.device)  # predicted by the weights alone
     update_items = args.batch_size * args.accumulation_steps
-    before: list[tuple[int, int]] = []  # tokens and peak of each that was made
+    before: list[tuple[int, int]] = []  # tokens and peak of each micro-batch that was run
     for halvings in reversed(range(update_items.bit_length())):
         items = update_items >> halvings
         # the longest item, and others spread over the data

@@ -4,26 +4,26 @@
 import math
 
 OPTIMIZER = "muon"
-WIDTH = 64  # of a model, per layer: --depth 8 is the default model, 512 x 8
+WIDTH = 64  # width per layer: --depth 8 is the default model, 512 x 8
 DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24)
-# passes over the data, at most; of pretraining more teach little (arXiv:2305.16264; docs/dev/LOG.md, "Decay
-# in each pass"), but for text that repeats itself, see `most_passes`
+# limits of passes over the data. In pretraining, more than PASSES teach little (arXiv:2305.16264;
+# docs/dev/LOG.md, "Decay in each pass"), except on text that repeats itself (`most_passes`)
 PASSES, SFT_PASSES, MAX_PASSES = 4, 2, 24
-# a short text of which at least this share repeats itself needs this many updates, in at most this many
+# if at least this share of a short text repeats itself, it needs this many updates, in at most this many
 # passes (docs/dev/LOG.md, "Passes over text that repeats itself")
 REPEATED_SHARE, TEXT_UPDATES, MOST_PASSES_OF_LITTLE_TEXT = 0.4, 700, 96
-# tokens that a model reads, at least, for each weight of its layers: with fewer passes, and with all of them
-# (docs/dev/LOG.md, "Size under decay")
+# the least number of tokens that a model reads per weight of its layers, with fewer passes than PASSES and
+# with all of them (docs/dev/LOG.md, "Size under decay")
 TOKENS_PER_WEIGHT, TOKENS_PER_WEIGHT_OF_ALL_PASSES = 0.5, 1 / 3
 EVAL_SHARE, HELD_OUT_QUESTIONS = 0.02, 50
 MIN_USEFUL_UPDATES = 100  # fewer teach little
-# different tokens of general text; with fewer no run wrote sentences that make sense (docs/dev/LOG.md, "When
+# distinct tokens of general text; with fewer, no run wrote sentences that make sense (docs/dev/LOG.md, "When
 # a model writes sentences")
 MIN_TOKENS_FOR_SENTENCES = 5e6
-MIN_CONVERSATIONS = 3000  # fewer teach a manner of answering, to a model that can already write
-# Few conversations: with fewer tokens (200 updates of 2,048 tokens in SFT_PASSES). They want many small
-# updates at a small rate, beside as many tokens of the pretraining text: without these the model forgets what
-# only the text says (docs/dev/LOG.md, "SFT of few conversations")
+MIN_CONVERSATIONS = 3000  # fewer only teach a manner of answering, and only to a model that can already write
+# Conversations with fewer tokens than this count as few (200 updates of 2,048 tokens in SFT_PASSES). They
+# need many small updates at a small rate, mixed with as many tokens of the pretraining text. Without this
+# text the model forgets what only the text says (docs/dev/LOG.md, "SFT of few conversations")
 FEW_TOKENS = 200 * 2048 / SFT_PASSES
 FEW_UPDATES, FEW_BATCH, FEW_MAX_PASSES, FEW_RATE, REPLAY_SHARE = 700, 8, 30, 1.3e-4, 0.5
 
@@ -41,8 +41,8 @@ def most_passes(repeated: float, tokens: float) -> int:
 
 
 def dropout(passes: float) -> float:
-    """The dropout of a run with this many passes. In more than PASSES a model without dropout learns the
-    documents by heart, and SFT cannot teach it to answer from them (docs/dev/LOG.md, "Dropout in many
+    """The dropout of a run with this many passes. After more than PASSES without dropout, a model has learnt
+    the documents by heart, and SFT cannot teach it to answer from them (docs/dev/LOG.md, "Dropout in many
     passes")."""
     if passes <= PASSES:
         return 0.0
@@ -82,7 +82,7 @@ def eval_share(conversations: int) -> float:
 
 
 def few_passes(items: int) -> int:
-    """Passes over few conversations, for so many items of an epoch."""
+    """The number of passes over few conversations. items: samples of an epoch."""
     return max(SFT_PASSES, min(FEW_MAX_PASSES, round(FEW_UPDATES * FEW_BATCH / items)))
 
 

@@ -25,10 +25,10 @@ from trainer.callbacks.right_answers import held_out_questions, max_new_tokens
 START_SECONDS = 12.0  # seconds in which a stage starts Python, opens its data and builds its model
 NGRAM, HASH_BASE, MOST_TOKENS_COMPARED = 6, 0x9E3779B97F4A7C15, 4_000_000
 SMALL_BYTES = 4e6
-N_EVALS = 5  # of a stage, beside that before its first update
-# a generated token takes 4 to 8 times as long as one that is only read
+N_EVALS = 5  # evaluations of a stage besides the one before its first update
+# generating a token takes 4 to 8 times as long as reading one
 GENERATED_COST = 4
-# flags that both stages have, too
+# flags of the plan that both stages have
 SHARED_FLAGS = (
     "text_separator",
     "cache_dir",
@@ -49,10 +49,10 @@ class Stage:
     args: StageArgs
     data: StageDataset
     held_out: StageDataset
-    most_passes: int  # over the data
-    answer_tokens: int = 0  # of the longest answers to the questions that each evaluation asks
+    most_passes: int  # the most passes over the data
+    answer_tokens: int = 0  # tokens of the longest answers to the questions of an evaluation
     cost: Cost = field(default_factory=Cost)
-    peak: float = 0.0  # bytes of an update that were measured on a GPU
+    peak: float = 0.0  # measured bytes of an update on a GPU
 
     @property
     def has_few_conversations(self) -> bool:
@@ -160,7 +160,7 @@ def open_stages(args: argparse.Namespace) -> list[Stage]:
     tokenizer_path = args.tokenizer_path or ModelConfig().tokenizer_path
     pretrain = open_stage(args, train_pretrain, args.pretrain_data, tokenizer_path)
     repeated = 0.0
-    if args.pretrain_data != args.sft_data:  # the chat template repeats itself, whatever is said
+    if args.pretrain_data != args.sft_data:  # the chat template of conversations always repeats itself
         repeated = repeated_share(pretrain)
     if not args.tokenizer_path:
         token_bytes = bytes_per_token(pretrain)

@@ -31,7 +31,7 @@ def largest(script: Any, args: StageArgs, memory: float) -> tuple[int, int]:
 
 def main() -> None:
     """Print the micro-batches that fit."""
-    report, sys.stdout = sys.stdout, sys.stderr  # where a stage says what it says of its data
+    report, sys.stdout = sys.stdout, sys.stderr  # where the stage prints its lines about the data
     script = import_module(sys.argv[1])
     args = script.Args.model_validate_json(sys.stdin.read())
     data, _ = script.open_data(args, load_tokenizer(args.tokenizer_path))

@@ -11,7 +11,7 @@ from scripts.runs.run import Run
 PANELS = ("loss", "reward", "kl", "entropy", "completion_length", "learning_rate", "grad_norm")
 PANELS += ("tokens_per_second", "expert_max_min")
 PANEL_SIZE, SINGLE_SIZE = (4.0, 2.8), (7.6, 4.3)  # inches
-MAX_POINTS, MAX_MARKED_POINTS = 1000, 40  # of a curve, at most; so few are marked
+MAX_POINTS, MAX_MARKED_POINTS = 1000, 40  # points are marked on curves with at most this many
 
 
 def draw(runs: dict[str, Run], x: str, panels: Sequence[str] = PANELS) -> Any:
@@ -29,7 +29,9 @@ def draw(runs: dict[str, Run], x: str, panels: Sequence[str] = PANELS) -> Any:
     fields = {field for columns in curves.values() for field in columns}
     panels = [panel for panel in panels if panel in fields]
     if not panels:
-        raise UserError("--panels: no run has any of these fields; leave the flag out to see what there is")
+        raise UserError(
+            "--panels: no run has any of these fields; leave the flag out to draw the default fields"
+        )
     across = min(3, len(panels))
     down = math.ceil(len(panels) / across)
     width, height = PANEL_SIZE if len(panels) > 1 else SINGLE_SIZE
@@ -49,7 +51,7 @@ def draw(runs: dict[str, Run], x: str, panels: Sequence[str] = PANELS) -> Any:
         list(lines.values()), list(lines), loc="outside lower center", ncols=4, frameon=False
     )
     for text in legend.get_texts():
-        text.set_parse_math(False)  # a `$` in a name
+        text.set_parse_math(False)  # a name may contain `$`
     return figure
 
 
@@ -61,7 +63,7 @@ def curves_of(run: Run) -> dict[str, list[float | None]]:
         losses = columns.get("loss", means)
         columns["loss"] = [loss if mean is None else mean for loss, mean in zip(losses, means, strict=True)]
     if "eval_reward" in columns:
-        columns.pop("eval_loss", None)  # minus the reward, which is no loss to draw
+        columns.pop("eval_loss", None)  # it is minus the reward, not a loss
     return columns
 
 

@@ -16,7 +16,7 @@ from trainer.report.warnings import verdict_sentences
 from trainer.weights.paths import METRICS_SUFFIX
 
 TEMPLATE = Path(__file__).parent / "page.html"
-MAX_PROMPTS = 3  # of a run that are shown
+MAX_PROMPTS = 3  # shown per run
 BAD_FINDINGS = ("no loss", "diverged", "nothing learned", "repeats")  # findings that the headline names
 
 

@@ -14,11 +14,11 @@ from common.files import open_regular, read_object
 from trainer.report.metrics import log_record
 from trainer.weights.paths import METRICS_SUFFIX, settings_path
 
-PLAN_FILE = "plan.json"  # in the folder of the runs, of scripts/plan.py
-AXES = ("update", "tokens", "seconds")  # of the curves; each record has them
-LATEST_FIELDS = (*AXES, "loss", "eval_loss", "reward", "eval_reward")  # figures have their last finite value
+PLAN_FILE = "plan.json"  # written by scripts/plan.py into the folder of the runs
+AXES = ("update", "tokens", "seconds")  # x axes of the curves; every record has them
+LATEST_FIELDS = (*AXES, "loss", "eval_loss", "reward", "eval_reward")  # latest finite values
 RESULTS = ("loss", "eval_loss", "best_eval_loss", "best_update", "reward", "eval_reward")
-# settings that say where a run lies and how often it reports, not what it does
+# settings that change the files and the intervals of a run, but not what it computes
 LOCATION_SETTINGS = {
     "save_weight",
     "save_dir",
@@ -35,27 +35,27 @@ MAX_PROMPTS, MAX_ANSWERS, MAX_WARNINGS, MAX_CHARACTERS = (
     20,
     400,
 )  # that are kept of a run; characters of a text
-# records that are read at a time, some two milliseconds of work; seconds behind them
+# records that are read without a pause (about two milliseconds of work); seconds of a pause
 RECORDS_PER_PAUSE, PAUSE = 100, 0.001
-# raised by a record that no run writes
+# raised for a record that no run would write
 WRONG_TYPES = (TypeError, AttributeError, ValueError, LookupError, ArithmeticError, RecursionError)
 
 
 class Run:
     """The content of a run's records. `add` takes them one by one, the oldest first.
 
-    path: of the metrics file. values: the numbers of the records by name, NaN where there is no finite one;
-    count: of the records. figures: values of RESULTS and AXES, as
-    far as there are any. warnings: (update, text).
-    samples: prompt -> (update, answer), the first and the last answers, without unchanged ones. rollout: the
-    same for the last rollout. sampled: prompt -> the last answer at the chat's temperature. wrong_answers:
-    {question, answer, right} of the last evaluation. skipped: number of skipped updates. diverged: whether
-    the last loss is not finite. settings, about: content of the settings file.
+    path: of the metrics file. values: the numbers of the records by name, NaN where a record has no finite
+    number. count: number of records. figures: latest values of RESULTS and AXES, if there are any. warnings:
+    (update, text). samples: prompt -> (update, answer); the first and the last answers, without unchanged
+    ones. rollout: the same for the last rollout. sampled: prompt -> the last answer at the chat's
+    temperature. wrong_answers: {question, answer, right} of the last evaluation. skipped: number of skipped
+    updates. diverged: whether the last loss is not finite. settings, about: content of the settings file.
     """
 
     def __init__(self, path: Path = Path()) -> None:
         self.path = path
-        self.offset, self.last_line = 0, b""  # in the file, behind the last complete line, and this line
+        self.offset = 0  # bytes of the file that were read, up to the end of `last_line`
+        self.last_line = b""
         self.count = 0
         self.values: dict[str, array[float]] = {}
         self.figures: dict[str, float] = {}
@@ -118,7 +118,7 @@ class Run:
             lines = file.read().splitlines(keepends=True)
         for number, line in enumerate(lines, 1):
             if not line.endswith(b"\n"):
-                break  # it is being written
+                break  # the line is being written
             self.offset += len(line)
             self.last_line = line
             with suppress(*WRONG_TYPES):
@@ -197,7 +197,7 @@ def read_settings(metrics: Path) -> tuple[dict[str, str], dict[str, Any]]:
 
 
 def differing_settings(runs: list[dict[str, str]]) -> list[str]:
-    """The settings, other than LOCATION_SETTINGS, that differ between the runs that have settings."""
+    """The settings that differ between the runs that have settings, without LOCATION_SETTINGS."""
     known = [settings for settings in runs if settings]
     names = dict.fromkeys(name for settings in known for name in settings if name not in LOCATION_SETTINGS)
     return [name for name in names if len({settings.get(name) for settings in known}) > 1]

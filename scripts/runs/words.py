@@ -14,16 +14,16 @@ WORDS = {
         "passes": " ({passes} passes)",
         "held-out text": "On the held-out text",
         "training text": "On the text that it was trained on",
-        "unsure": "{where} it is, for each piece of a word, as unsure as between {now:,} equally likely "
-        "ones; before training, between {first}.",
+        "unsure": "{where}, each next piece of a word is as uncertain as a choice among {now:,} equally "
+        "likely ones; before training, among {first}.",
         "all": "all {count:,}",
-        "guesses": "{where} it does no better than guessing among all {count:,} pieces of words.",
+        "guesses": "{where}, it does no better than guessing among all {count:,} pieces of words.",
         "compared": "{count} run(s), {time} in all",
         "samples": "What it writes at the beginning and at the end, always taking the likeliest words",
         "sampled": "at the chat's temperature",
         "update at": "update {update:,}",
         "unchanged": "updates {first:,} to {last:,}",
-        "wrong": "Held-out questions that it answers wrong",
+        "wrong": "Held-out questions that it answers wrongly",
         "right": "in the data",
         "its own": "its answer",
         "plan": "updates and evaluations took {came}; planned: {planned}",
@@ -82,7 +82,7 @@ WORDS = {
 
 
 def user_language() -> str:
-    """The language of the system's locale, if there are words in it, else English."""
+    """The language of the system's locale if the report has words in it, otherwise English."""
     for name in ("LC_ALL", "LC_MESSAGES", "LANG"):
         if value := os.environ.get(name):
             return "zh" if value.startswith("zh") else "en"

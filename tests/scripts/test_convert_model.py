@@ -204,7 +204,7 @@ def test_without_node_the_rounded_model_answers(convert, tmp_path, monkeypatch):
     assert "with Node installed, the page itself answers" in convert(weights, "page", tmp_path / "a.html")
     monkeypatch.setattr(answers, "LEAST_SHARE", 1.01)
     line = convert(weights, "page", tmp_path / "b.html")
-    assert "b.html is not written: it is not the same model any more: it gives" in line
+    assert "b.html is not written: it is no longer the same model: it gives" in line
     assert not (tmp_path / "b.html").exists()
 
 

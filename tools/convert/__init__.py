@@ -1,1 +1,1 @@
-"""The forms that scripts/convert_model.py writes, and the check of what was written."""
+"""The formats that scripts/convert_model.py writes, and the checks of the written files."""

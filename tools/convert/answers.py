@@ -22,12 +22,12 @@ from trainer.weights.paths import metrics_path, settings_path
 PROMPTS, NEW_TOKENS = 64, 32
 LONGEST = 400  # characters of a prompt
 OPENING = 40  # characters of a document that is to be continued
-LEAST_SHARE = 0.9  # of the tokens up to the first other one; below it a form is refused
+LEAST_SHARE = 0.9  # share of equal tokens up to the first difference; a form with less is refused
 
 
 class Prompts(NamedTuple):
-    """What is asked: texts, each a message or the beginning of a document, and their tokens. own: how many of
-    them, the first, are from the data of the model's run."""
+    """The prompts of a check: texts, each a message or the beginning of a document, and their tokens. own:
+    how many of them come from the data of the model's run; these are the first ones."""
 
     texts: list[str]
     tokens: list[list[int]]
@@ -38,7 +38,7 @@ class Prompts(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """An answer with its end token, if it has one, and its text."""
+    """An answer, including its end token if it has one, and its text."""
 
     tokens: list[int]
     text: str
@@ -72,7 +72,7 @@ def compare_answers(expected: Sequence[Answer], answered: Sequence[Answer]) -> s
     compared = equal = same_answers = 0
     for (tokens, text), (other, other_text) in zip(expected, answered, strict=True):
         if other == tokens and other_text != text:
-            raise UserError(f"the tokens of {text[:60]!r} spell {other_text[:60]!r}")
+            raise UserError(f"the tokens of {text[:60]!r} are decoded as {other_text[:60]!r}")
         pairs = list(zip(tokens, other, strict=False))
         differing = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
         compared += len(pairs) if differing is None else differing + 1
@@ -80,7 +80,7 @@ def compare_answers(expected: Sequence[Answer], answered: Sequence[Answer]) -> s
         same_answers += other == tokens
     if equal < LEAST_SHARE * compared:
         share = f"it gives {100 * equal / compared:.0f} % of the model's tokens"
-        raise UserError(f"it is not the same model any more: {share}; with --bits 4, try --bits 8")
+        raise UserError(f"it is no longer the same model: {share}; with --bits 4, try --bits 8")
     of_tokens = "" if same_answers == len(expected) else f", and {100 * equal / compared:.1f} % of the tokens"
     return f"{same_answers} of {len(expected)} answers are the model's{of_tokens}"
 
@@ -111,7 +111,7 @@ def own_prompts(source: Path, continues_text: bool) -> list[str]:
         for _, record in islice(read_records(expand_paths(path)), 10 * PROMPTS):
             if isinstance(record, dict) and (prompt := prompt_of(record)):
                 prompts.append(prompt)
-    except UserError:  # the files are elsewhere now
+    except UserError:  # the files have been moved
         return []
     return _spread(prompts)
 

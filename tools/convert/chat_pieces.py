@@ -1,8 +1,8 @@
 """What a chat template writes around the messages of a conversation, as a few texts.
 
-A page without Python cannot run a template, which is a program. The template is run here, once, and its texts
-are cut out between messages that stand for any. Then conversations made to be difficult are put together from
-these texts and compared with what the template itself writes.
+A chat template is a program, which a page without Python cannot run. So the template is run here once, on
+messages that are placeholders, and its texts are cut out between them. Then difficult conversations are
+assembled from these texts and compared with the template's own output.
 """
 
 from typing import Any, NamedTuple
@@ -12,9 +12,9 @@ from transformers import PreTrainedTokenizerBase
 
 from common.errors import UserError, reason
 
-# stand for a question, an answer, thoughts and a second question: texts that no template has
+# placeholders of a question, an answer, thoughts and a second question: no template has such texts
 QUESTION, ANSWER, THOUGHTS, SECOND = "\u2460q", "\u2461a", "\u2462t", "\u2463s"
-LAST_LINE, AS_IT_IS = "last_line", "as_it_is"  # what a template does with the white space before an answer
+LAST_LINE, AS_IT_IS = "last_line", "as_it_is"  # how a template treats the white space before an answer
 DIFFICULT = [
     "",
     " ",
@@ -29,12 +29,14 @@ DIFFICULT = [
 
 
 class ChatPieces(NamedTuple):
-    """The texts of a template: start + question + answer + ANSWER + question' + ..., where `answer` stands
-    between a question and its answer, `question` between an answer and the next question, and `end` behind
-    the last question, where the model goes on.
+    """The texts of a template: start + question + answer + ANSWER + question' + ... . Here `answer` is the
+    text between a question and its answer, `question` the text between an answer and the next question, and
+    `end` the text after the last question, where the model continues.
 
-    thoughts: before and behind the thoughts of an earlier answer; None: the template leaves them out.
-    answer_form: LAST_LINE: white space before an answer's first word is cut to its last line; AS_IT_IS."""
+    thoughts: texts before and after the thoughts of an earlier answer; None if the template leaves them out.
+    answer_form: LAST_LINE if white space before an answer's first word is cut to its last line, otherwise
+    AS_IT_IS.
+    """
 
     start: str
     answer: str
@@ -44,7 +46,7 @@ class ChatPieces(NamedTuple):
     answer_form: str
 
     def render(self, messages: list[dict[str, str]]) -> str:
-        """A conversation that ends with a question, as text."""
+        """The text of a conversation that ends with a question."""
         text = self.start
         for number, message in enumerate(messages, 1):
             content, thoughts = message["content"], message.get("reasoning_content")
@@ -62,8 +64,8 @@ class ChatPieces(NamedTuple):
 
 
 def chat_pieces(tokenizer: PreTrainedTokenizerBase) -> ChatPieces:
-    """The texts of a tokenizer's template, without tools and a system prompt. Raises UserError if it has no
-    template, or one that does more than to put texts around the messages."""
+    """The texts of a tokenizer's template, without tools and without a system prompt. Raises UserError if
+    there is no template, or if it does more than putting texts around the messages."""
     if not tokenizer.chat_template:
         raise UserError("the tokenizer has no chat template, which a page to send needs for a conversation")
     question, second = _user(QUESTION), _user(SECOND)
@@ -84,12 +86,12 @@ def chat_pieces(tokenizer: PreTrainedTokenizerBase) -> ChatPieces:
     except (TemplateError, TypeError, ValueError) as error:
         raise UserError(f"a page to send cannot have this chat template: {reason(error)}") from error
     raise UserError(
-        "a page to send cannot have this chat template: it does more than to put texts around the messages"
+        "a page to send cannot have this chat template: it does more than put texts around the messages"
     )
 
 
 def difficult_chats() -> list[list[dict[str, str]]]:
-    """Conversations that a template might treat otherwise than simple ones."""
+    """Conversations that a template might treat differently from simple ones."""
     chats = [[_user(text)] for text in DIFFICULT]
     for i, text in enumerate(DIFFICULT):
         other = DIFFICULT[i - 1]
@@ -109,7 +111,7 @@ def _answer(text: str, thoughts: str = "") -> dict[str, str]:
 
 def _rendered(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> str:
     options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True}
-    # both names, as `prompt_pieces` gives them
+    # under both names, like `prompt_pieces`
     return str(tokenizer.apply_chat_template(messages, **options, enable_thinking=False, open_thinking=False))
 
 

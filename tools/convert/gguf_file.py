@@ -1,7 +1,7 @@
 """A model as one GGUF file, for llama.cpp and the programs built on it (ollama, LM Studio).
 
-llama.cpp has Qwen3's arithmetic built in, always with routing weights that sum to one, and knows the patterns
-that cut text before merging by name.
+llama.cpp implements Qwen3's arithmetic, always with routing weights that sum to one. The patterns that split
+text before merging are known to it by name.
 """
 
 import json
@@ -29,8 +29,8 @@ from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from scripts.train_tokenizer import PIECES
 from tools.convert.hugging_face import own_tensors, stock_config
 
-READER = Version("5.18")  # of transformers: those before it normalise the text
-BLOCK = 32  # weights that have a scale in Q8_0 and Q4_0
+READER = Version("5.18")  # version of transformers; earlier ones normalise the text
+BLOCK = 32  # weights with a common scale in Q8_0 and Q4_0
 GENERATION_TAG = re.compile(r"\{%(-?)\s*(?:end)?generation\s*(-?)%\}")
 EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(\w+)\.weight")
 
@@ -38,15 +38,15 @@ EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(\w+)\.weight")
 def write_gguf(
     path: Path, model: MiniMindForCausalLM, tokenizer: PreTrainedTokenizerBase, bits: int = 16
 ) -> None:
-    """Write the file: matrices in float16, or in 8 or 4 bits (Q8_0, Q4_0), to which those of the model are
-    then rounded; norms and routers in float32. Raises UserError if llama.cpp cannot represent the model or
-    its tokenizer, or the package gguf is missing."""
+    """Write the file. Matrices are stored in float16, or in 8 or 4 bits (Q8_0, Q4_0); then the model's own
+    matrices are rounded to the stored values. Norms and routers are stored in float32. Raises UserError if
+    llama.cpp cannot represent the model or its tokenizer, or if the package gguf is missing."""
     try:
         import gguf
     except ImportError as error:
         raise UserError("the package gguf is not installed; pip install -r requirements-serve.txt") from error
     config = cast(MiniMindConfig, model.config)
-    stock_config(config)  # raises UserError if stock Qwen3 lacks something of it
+    stock_config(config)  # raises UserError if the model has what stock Qwen3 lacks
     rope_type = (config.rope_parameters or {}).get("rope_type")
     if rope_type != "default":
         raise UserError(f"a GGUF file cannot have rope_scaling of type {rope_type}; leave it out")
@@ -73,7 +73,7 @@ def write_gguf(
 
 
 def _stored_as(key: str, tensor: Tensor, kind: str) -> str:
-    """The type in which a tensor is stored, where matrices are stored as `kind`."""
+    """The type in which a tensor is stored if matrices are stored as `kind`."""
     if tensor.ndim == 1 or key.endswith("mlp.gate.weight"):
         return "F32"
     return kind if tensor.shape[-1] % BLOCK == 0 else "F16"
@@ -81,7 +81,7 @@ def _stored_as(key: str, tensor: Tensor, kind: str) -> str:
 
 @torch.no_grad()
 def _round(model: MiniMindForCausalLM, kind: str) -> None:
-    """Round the tensors of a model to what the file holds. Rounded once more they stay as they are."""
+    """Round the tensors of a model to the values in the file. Rounding them again changes nothing."""
     import gguf
 
     for key, tensor in own_tensors(model).items():
@@ -91,7 +91,7 @@ def _round(model: MiniMindForCausalLM, kind: str) -> None:
 
 
 def _stacked_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors with those of all experts of a layer in one, [E, out, in]."""
+    """The tensors, with those of all experts of a layer stacked into one [E, out, in]."""
     experts: dict[str, list[Tensor]] = {}
     for name in list(tensors):
         match = EXPERT.fullmatch(name)
@@ -125,7 +125,7 @@ def _add_tokenizer(writer: Any, tokenizer: PreTrainedTokenizerBase, vocab_size: 
 
     content = json.loads(tokenizer.backend_tokenizer.to_str())
     pattern = pattern_name(content)
-    tokens = [f"[PAD{i}]" for i in range(vocab_size)]  # ids beyond the tokenizer's
+    tokens = [f"[PAD{i}]" for i in range(vocab_size)]  # for ids that the tokenizer lacks
     types = [TokenType.UNUSED] * vocab_size
     for token, i in content["model"]["vocab"].items():
         tokens[i], types[i] = token, TokenType.NORMAL
@@ -145,13 +145,14 @@ def _add_tokenizer(writer: Any, tokenizer: PreTrainedTokenizerBase, vocab_size: 
     writer.add_add_bos_token(tokenizer.encode("a") != tokenizer.encode("a", add_special_tokens=False))
     writer.add_add_space_prefix(False)
     if tokenizer.chat_template:
-        # it renders the same without {% generation %}, which only transformers knows
+        # {% generation %}, which only transformers knows, does not change the rendered text
         writer.add_chat_template(GENERATION_TAG.sub(r"{#\1 \2#}", cast(str, tokenizer.chat_template)))
 
 
 def pattern_name(tokenizer: dict[str, Any], reader: str = "llama.cpp") -> str:
-    """llama.cpp's name of the pattern with which a byte-level BPE cuts text; of `tokenizer.json`'s content.
-    Raises UserError if it knows no such pattern, or no such tokenizer; `reader` is named."""
+    """llama.cpp's name of the pattern with which a byte-level BPE splits text. tokenizer: the content of
+    tokenizer.json. reader: program that is named in the error. Raises UserError if llama.cpp does not know
+    such a pattern or tokenizer."""
     cut = tokenizer["pre_tokenizer"] or {}
     steps = cut["pretokenizers"] if cut.get("type") == "Sequence" else [cut]
     byte_level = steps[-1]
@@ -163,18 +164,18 @@ def pattern_name(tokenizer: dict[str, Any], reader: str = "llama.cpp") -> str:
         if steps[:-1] == [split] and not byte_level["use_regex"]:
             return "qwen2"
     raise UserError(
-        f"{reader} cannot read this tokenizer; it must be a byte-level BPE that cuts text as Qwen2 "
-        "or GPT-2 do"
+        f"{reader} cannot read this tokenizer; it must be a byte-level BPE that splits text like "
+        "Qwen2 or GPT-2"
     )
 
 
 def read_gguf(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The model in float32 and the tokenizer, as transformers reads them from the file alone. Raises
-    UserError if this version cannot."""
+    UserError if this version of transformers cannot read them."""
     if Version(transformers.__version__) < READER:
         raise UserError(
-            f"transformers {transformers.__version__} reads the tokenizer of a GGUF file otherwise, so it "
-            f"cannot be checked; pip install 'transformers>={READER}'"
+            f"transformers {transformers.__version__} reads the tokenizer of a GGUF file differently, so "
+            f"it cannot be checked; pip install 'transformers>={READER}'"
         )
     fields, _ = read_gguf_metadata(str(path))
     options: dict[str, Any] = {"gguf_file": path.name, "local_files_only": True}
@@ -183,7 +184,7 @@ def read_gguf(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     config.head_dim = fields[f"{prefix}.attention.key_length"]  # transformers leaves these two out
     if f"{prefix}.expert_feed_forward_length" in fields:
         config.moe_intermediate_size = fields[f"{prefix}.expert_feed_forward_length"]
-    with redirect_stderr(StringIO()):  # a progress bar
+    with redirect_stderr(StringIO()):  # hides a progress bar
         model = AutoModelForCausalLM.from_pretrained(
             path.parent, config=config, dtype=torch.float32, **options
         )

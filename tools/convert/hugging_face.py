@@ -1,5 +1,5 @@
-"""A model as a Hugging Face folder of a stock architecture, Qwen3 or Qwen3-MoE: nothing of this repository is
-needed to use it."""
+"""A model as a Hugging Face folder of a stock architecture, Qwen3 or Qwen3-MoE. It can be used without this
+repository."""
 
 import json
 from pathlib import Path
@@ -25,13 +25,13 @@ from model.sampling import default_sampling
 from trainer.weights.files import write_tokenizer
 from trainer.weights.paths import CONFIG_FILE, WEIGHTS_FILE
 
-# Fields that a stock config need not say: which kind it is; of training; where the model comes from.
+# Fields that a stock config does not need: the kind of model, settings of training, the model's origin.
 NOT_EXPORTED = ("use_moe", "dropout", "tokenizer_sha256", "inference_rope_scaling")
 
 
 def stock_config(config: MiniMindConfig) -> PretrainedConfig:
-    """The config of the stock model with the arithmetic of this one. Raises UserError if a field has a value
-    that stock Qwen3 lacks."""
+    """The config of the stock model that computes the same as this one. Raises UserError if a field has a
+    value that stock Qwen3 lacks."""
     kind, architecture = Qwen3Config, "Qwen3ForCausalLM"
     if config.use_moe:
         kind, architecture = Qwen3MoeConfig, "Qwen3MoeForCausalLM"
@@ -54,7 +54,8 @@ def stock_config(config: MiniMindConfig) -> PretrainedConfig:
 
 
 def own_tensors(model: MiniMindForCausalLM) -> dict[str, Tensor]:
-    """The tensors of a model by name, on the CPU; of tied ones, the embedding alone."""
+    """The tensors of a model by name, on the CPU. If embedding and head are tied, only the embedding is
+    included."""
     tensors = {name: tensor.detach().cpu() for name, tensor in model.state_dict().items()}
     if model.config.tie_word_embeddings:
         del tensors["lm_head.weight"]
@@ -62,7 +63,7 @@ def own_tensors(model: MiniMindForCausalLM) -> dict[str, Tensor]:
 
 
 def write_folder(folder: Path, model: MiniMindForCausalLM, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Write the folder, with the weights in float16."""
+    """Write the folder with float16 weights."""
     folder.mkdir()
     tensors = {name: tensor.half().contiguous() for name, tensor in own_tensors(model).items()}
     (folder / WEIGHTS_FILE).write_bytes(save(tensors, metadata={"format": "pt"}))
@@ -82,8 +83,7 @@ def write_folder(folder: Path, model: MiniMindForCausalLM, tokenizer: PreTrained
 
 
 def _add_earlier_names(path: Path, config: PretrainedConfig) -> None:
-    """Name the settings that transformers 5 renamed under their earlier names, too: vLLM and others read
-    those."""
+    """Add the names that renamed settings had before transformers 5, because vLLM and others read these."""
     content = json.loads(path.read_text(encoding="utf-8"))
     rope = dict(config.rope_parameters or {})
     content["rope_theta"] = rope.pop("rope_theta")
@@ -95,7 +95,7 @@ def _add_earlier_names(path: Path, config: PretrainedConfig) -> None:
 
 
 def read_stock(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model in float32 and the tokenizer, as anyone loads them."""
+    """The model in float32 and the tokenizer, loaded with transformers like any other model."""
     options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options)
     return model.eval(), cast(Any, AutoTokenizer.from_pretrained(folder, **options))

@@ -32,7 +32,7 @@ def check_page(
     node = find_node()
     if node is None:
         answered = likeliest_answers(rounded, tokenizer, prompts)
-        how = "by the same arithmetic; with Node installed, the page itself answers"
+        how = "computed with the page's weights; if Node is installed, the page itself answers"
     else:
         texts = sample_texts()
         answered = answers_in_node(node, page, tokenizer, texts, prompts)
@@ -41,7 +41,7 @@ def check_page(
 
 
 def find_node() -> str | None:
-    """The program Node, if there is one that is new enough."""
+    """The path of Node; None if it is missing or too old."""
     node = shutil.which("node")
     if node and subprocess.run([node, "-e", NODE_CAN], capture_output=True, check=False).returncode == 0:
         return node
@@ -51,8 +51,9 @@ def find_node() -> str | None:
 def answers_in_node(
     node: str, page: Path, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], prompts: Prompts
 ) -> list[Answer]:
-    """The likeliest answers of a page, by its own code, each the first of a conversation. Raises UserError if
-    that fails, or gives a text or a prompt other token ids than the tokenizer."""
+    """The greedy answers of a page, computed by the page's own code. Each prompt is the first of a
+    conversation. Raises UserError if the page fails, or if its token ids of a text or prompt differ from the
+    tokenizer's."""
     lines = [{"ids": text} for text in texts]
     lines += [{"ask": text, "most": NEW_TOKENS} for text in prompts.texts]
     done = subprocess.run(
@@ -61,7 +62,7 @@ def answers_in_node(
         capture_output=True, encoding="utf-8", check=False, env={**os.environ, "NODE_OPTIONS": ""},
     )  # fmt: skip
     if done.returncode:
-        last = done.stderr.strip().splitlines() or ["it says nothing"]
+        last = done.stderr.strip().splitlines() or ["it printed no message"]
         error = next((line for line in last if "Error" in line), last[-1])
         raise UserError(f"the page does not run in Node: {error.strip()}")
     results = list(map(json.loads, done.stdout.splitlines()))

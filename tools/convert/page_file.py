@@ -1,6 +1,5 @@
 """A model as a page to send: one HTML file with the weights, the tokenizer and a small chat, which runs in
-any browser without a network. The page itself lies in `page/`; here it is filled.
-"""
+any browser without a network. The page itself is in `page/`; this file fills it in."""
 
 import base64
 import gzip
@@ -27,11 +26,11 @@ from tools.convert.quantized import quantize
 
 PAGE = Path(__file__).parent / "page"
 WORKER = ("tokenizer.js", "sampling.js", "model.js", "conversation.js", "worker.js")
-CONTEXT = 4096  # tokens at most: keys and values take memory, and a phone has little
-MOST_NEW_TOKENS = 512  # of an answer, as in scripts/chat.py
-PART = 1 << 22  # characters of base64 in an element
+CONTEXT = 4096  # limit in tokens: keys and values take memory, of which a phone has little
+MOST_NEW_TOKENS = 512  # limit of an answer, as in scripts/chat.py
+PART = 1 << 22  # characters of base64 in one HTML element
 ALIGNMENT = 16  # bytes
-# of a BPE: settings that change how text is cut, and which the page does not have
+# settings of a BPE that change how text is split and that the page does not support
 BPE_SETTINGS = (
     "dropout",
     "byte_fallback",
@@ -39,7 +38,7 @@ BPE_SETTINGS = (
     "continuing_subword_prefix",
     "end_of_word_suffix",
 )
-# of a token that is found in the text before it is cut
+# settings of tokens that are found in the text before it is split
 TOKEN_SETTINGS = ("single_word", "lstrip", "rstrip")
 POLICY = (
     "default-src 'none'; script-src '{app}' 'wasm-unsafe-eval'; worker-src blob:; style-src '{style}'; "
@@ -55,9 +54,9 @@ def write_page(
     bits: int,
     continues_text: bool,
 ) -> None:
-    """Write the page, and round the model's matrices to what it holds: afterwards `model` computes what the
-    page does. name: what the page calls the model. bits: of a weight, 8 or 4. continues_text: it was
-    pretrained only. Raises UserError if the page cannot have the model or its tokenizer."""
+    """Write the page, and round the model's matrices to the page's values: afterwards `model` computes what
+    the page does. name: the model's name on the page. bits: 8 or 4 per weight. continues_text: whether it was
+    pretrained only. Raises UserError if the page does not support the model or its tokenizer."""
     config = cast(MiniMindConfig, model.config)
     check_arithmetic(model)
     tensors, weights = packed(model, bits)
@@ -87,19 +86,20 @@ def write_page(
 
 
 def check_arithmetic(model: MiniMindForCausalLM) -> None:
-    """Raise UserError if a model computes what the page does not: fields that stock Qwen3 lacks, or other
-    rules of attention."""
+    """Raise UserError if a model needs what the page does not compute: fields that stock Qwen3 lacks, or
+    other rules of attention."""
     stock_config(cast(MiniMindConfig, model.config))
     positions = torch.arange(2)
     for layer in model.model.layers:
         attention: Any = layer.self_attn
         is_causal = attention.visible(positions[:, None], positions) is None
         if not (is_causal and kernels_fit(attention, torch.empty(1, 1, 1))):
-            raise UserError("a page to send cannot have other rules of attention than causal scaled products")
+            raise UserError("a page to send supports no other attention than causal scaled dot products")
 
 
 def packed(model: MiniMindForCausalLM, bits: int) -> tuple[dict[str, dict[str, int]], bytes]:
-    """Where each tensor lies, and the bytes of all. The model's matrices are rounded to what these say."""
+    """The position of each tensor, and the bytes of all tensors. The model's matrices are rounded to these
+    values."""
     tensors: dict[str, dict[str, int]] = {}
     parts: list[bytes] = []
     size = 0
@@ -131,14 +131,14 @@ def _set(model: MiniMindForCausalLM, name: str, values: Tensor) -> None:
 
 
 def tokenizer_spec(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> dict[str, Any]:
-    """What the page needs of a tokenizer. Raises UserError if it cannot have it."""
+    """What the page needs to know of a tokenizer. Raises UserError if the page does not support it."""
     content = json.loads(tokenizer.backend_tokenizer.to_str())
     bpe, added = content["model"], content["added_tokens"]
     pieces = pattern_name(content, "a page to send")
     odd = [name for name in BPE_SETTINGS if bpe.get(name)]
     odd += [name for name in TOKEN_SETTINGS if any(token[name] for token in added)]
     if odd:
-        raise UserError(f"a page to send cannot have this tokenizer, with {', '.join(odd)}")
+        raise UserError(f"a page to send does not support this tokenizer, which has {', '.join(odd)}")
     vocabulary = [""] * vocab_size
     for token, i in bpe["vocab"].items():
         vocabulary[i] = token
@@ -151,14 +151,14 @@ def tokenizer_spec(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> dict[
 
 
 def filled(name: str, spec: dict[str, Any], weights: bytes) -> str:
-    """The text of the page."""
+    """The HTML of the page."""
     encoded = base64.b64encode(gzip.compress(weights, 9, mtime=0)).decode()
     parts = [encoded[i : i + PART] for i in range(0, len(encoded), PART)]
     app, style = read("app.js"), read("style.css")
     values = {
         "name": html.escape(name),
         "style": style,
-        # "<" would end the element, or begin a comment, wherever the text of a tokenizer has it
+        # a "<" in a token's text could end the element or begin a comment
         "spec": json.dumps(spec, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c"),
         "products": base64.b64encode(products_module()).decode(),
         "worker": "\n".join(map(read, WORKER)),
@@ -175,5 +175,5 @@ def read(name: str) -> str:
 
 
 def hash_of(text: str) -> str:
-    """The hash by which a Content Security Policy allows a script or style that stands in the page."""
+    """The hash by which a Content Security Policy allows a script or style that is part of the page."""
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"

@@ -1,7 +1,7 @@
-"""Whether a converted model is the same model: token ids, rendered conversations, logits.
+"""Checks whether a converted model is the same model, by token ids, rendered conversations and logits.
 
-The text is the demo corpus, which is made here, and lines that are hard to tokenise. Everything is computed
-in float32.
+The texts are the demo corpus, which is generated here, and lines that are hard to tokenise. Everything is
+computed in float32.
 """
 
 from functools import cache
@@ -15,8 +15,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from scripts.demo.world import make_corpus
 
-LIMIT = 1e-3  # largest difference of two logits; float32 arithmetic in another order gives about 1e-5
-ROWS, LENGTH = 4, 128  # of the text whose logits are compared
+LIMIT = 1e-3  # largest allowed difference of logits; another order of float32 operations gives about 1e-5
+ROWS, LENGTH = 4, 128  # size of the text whose logits are compared
 TEXTS = 400
 HARD_TEXTS = (
     "a , b ' s .  don't I'LL they've 'twas",
@@ -34,7 +34,7 @@ TOOL = {"type": "function", "function": WEATHER}
 
 @cache
 def sample_texts() -> list[str]:
-    """Several hundred texts in both languages."""
+    """Several hundred texts in Chinese and English."""
     corpus = make_corpus(seed=0)
     texts = [record["text"] for record in corpus["pretrain.jsonl"]]
     texts += [record["conversations"][0]["content"] for record in corpus["quiz.jsonl"]]
@@ -42,7 +42,8 @@ def sample_texts() -> list[str]:
 
 
 def sample_chats() -> list[dict[str, Any]]:
-    """Arguments of `apply_chat_template`: one or several turns, a system message, reasoning, tools."""
+    """Arguments of `apply_chat_template`: conversations of one or several turns, with a system message,
+    reasoning, and tools."""
     turns = [record["conversations"] for record in make_corpus(seed=0)["sft_eval.jsonl"][:4]]
     system = {"role": "system", "content": "你是 a helpful assistant."}
     question = {"role": "user", "content": "weather?"}
@@ -69,7 +70,7 @@ def rendered(tokenizer: PreTrainedTokenizerBase, chat: dict[str, Any]) -> str | 
 
 @torch.no_grad()
 def text_logits(model: Any, tokenizer: PreTrainedTokenizerBase) -> Tensor:
-    """The logits [ROWS, LENGTH, V] of shipped text, cut to the tokenizer's own vocabulary."""
+    """The logits [ROWS, LENGTH, V] of built-in text, for the tokens of the tokenizer's own vocabulary."""
     tokens = chain.from_iterable(map(tokenizer.encode, sample_texts()[len(HARD_TEXTS) :]))
     ids = torch.tensor(list(islice(tokens, ROWS * LENGTH))).view(ROWS, LENGTH)
     return model(ids).logits[..., : len(tokenizer)].float()
@@ -81,8 +82,8 @@ def compare(
     other: PreTrainedModel,
     other_tokenizer: PreTrainedTokenizerBase,
 ) -> str:
-    """What a model, with the weights as they were stored, and what is read back have in common, in a
-    sentence. Raises ValueError with what is not the same."""
+    """Compare a model, with its weights as they were stored, with what was read back. Returns a sentence that
+    says what they have in common. Raises ValueError if something differs."""
     texts = sample_texts()
     chats = sample_chats() if tokenizer.chat_template else []
     for text in texts:
@@ -92,7 +93,7 @@ def compare(
         if rendered(tokenizer, chat) != rendered(other_tokenizer, chat):
             raise ValueError(f"conversation {number} of {len(chats)} is rendered differently")
     logits = (text_logits(model, tokenizer) - text_logits(other, tokenizer)).abs().max()
-    if not logits <= LIMIT:  # not a number fails
+    if not logits <= LIMIT:  # NaN fails, too
         raise ValueError(f"the logits differ by up to {logits:.1e}, more than {LIMIT:.0e}")
     return (
         f"{len(texts)} texts have the same token ids, {len(chats)} conversations are rendered alike, "

@@ -1,24 +1,25 @@
-"""Matrix products for the page to send, as a WebAssembly module with 128-bit vectors: browsers run it several
-times as fast as the same loops in JavaScript. It is assembled here, so no binary file lies in the repository.
+"""Matrix products for the page to send, as a WebAssembly module with 128-bit vectors. Browsers run it several
+times as fast as the same loops in JavaScript. The module is assembled here, so the repository contains no
+binary file.
 
     int8(weights, scales, x, y, rows, columns)    y[i] = scales[i] * sum over j of weights[i, j] * x[j]
     int4(weights, scales, x, y, rows, columns)    the same, with a scale for each GROUP columns
 
 The arguments are addresses in the imported memory and sizes; `columns` is a multiple of GROUP. x, y and
-scales are float32; weights as `quantize` (tools/convert/quantized.py) packs them. Products are made and added
-in float32.
+scales are float32. The weights are packed by `quantize` (tools/convert/quantized.py). All multiplications and
+additions are in float32.
 
 Opcodes: WebAssembly Core Specification 2.0, sections 5.4 (instructions) and 5.5 (modules).
 """
 
-GROUP = 32  # columns of one step of the loops, and of one scale in int4
+GROUP = 32  # columns per step of the loops, and per scale in int4
 ZERO = 8  # the int4 code of 0
 PARAMETERS = ("weights", "scales", "x", "y", "rows", "columns")
 VECTORS = ("codes", "part", "sum_0", "sum_1", "sum_2", "sum_3")
 
 I32, V128 = 0x7F, 0x7B
 NO_RESULT = 0x40
-# those of the second group have the prefix 0xFD
+# opcodes of the second group have the prefix 0xFD
 OPCODES = {
     "loop": 0x03, "end": 0x0B, "br_if": 0x0D, "local.get": 0x20, "local.set": 0x21, "local.tee": 0x22,
     "f32.load": 0x2A, "f32.store": 0x38, "i32.const": 0x41, "i32.lt_u": 0x49, "i32.add": 0x6A,
@@ -55,8 +56,8 @@ def products_module() -> bytes:
 
 
 def _function(columns: str, scale: str = "") -> bytes:
-    """The code of a product. columns: adds the products of GROUP columns to the sums, and moves `weights` on.
-    scale: what is done to the sum of a row."""
+    """The code of a product. columns: code that adds the products of GROUP columns to the sums, and advances
+    `weights`. scale: code that scales the sum of a row."""
     code = f"""
     loop
         local.get x  local.set x_now
@@ -86,7 +87,7 @@ def _int8_columns() -> str:
 
 
 def _int4_columns() -> str:
-    """A byte holds the codes of columns j (its lower half) and j + 16 of a group."""
+    """In a group, byte j holds the codes of columns j (lower half) and j + 16 (upper half)."""
     code = _clear("sum_1") + _clear("sum_2")
     for half in (0, 1):
         code += "local.get weights  v128.load 0 "
@@ -98,13 +99,14 @@ def _int4_columns() -> str:
             code += _add_products("low", first, "sum_1") + _add_products("high", first + 4, "sum_2")
     code += "local.get sum_1  local.get sum_2  f32x4.add  local.get scales  v128.load32_splat 0  f32x4.mul "
     code += "local.get sum_0  f32x4.add  local.set sum_0 "
-    # for the total, in which all four sums are added
+    # because the total adds all four sums
     code += _clear("sum_1") + _clear("sum_2")
     return code + _move("weights", GROUP // 2) + _move("scales", 4)
 
 
 def _add_products(side: str, column: int, to: str) -> str:
-    """Add four of the eight int16 `codes`, as numbers, times x from `column` on to a sum."""
+    """Multiply four of the eight int16 `codes`, as numbers, by x from `column` on, and add the products to a
+    sum."""
     return (
         f"local.get codes  i32x4.extend_{side}_i16x8_s  f32x4.convert_i32x4_s "
         f"local.get x_now  v128.load {4 * column}  f32x4.mul  local.get {to}  f32x4.add  local.set {to} "
@@ -112,7 +114,7 @@ def _add_products(side: str, column: int, to: str) -> str:
 
 
 def _total() -> str:
-    """The sum of the sums, which is left on the stack."""
+    """Add the sums, and leave the result on the stack."""
     code = "local.get sum_0  local.get sum_1  f32x4.add  local.get sum_2  f32x4.add "
     code += "local.get sum_3  f32x4.add  local.set codes "
     for lane in range(4):
@@ -132,8 +134,8 @@ def _move(name: str, count: int) -> str:
 
 
 def _assemble(code: str) -> bytes:
-    """The bytes of instructions, each followed by its operand if it has one; that of a load or store is an
-    offset."""
+    """The bytes of instructions, each followed by its operand if it has one. The operand of a load or store
+    is an offset."""
     numbers = {name: i for i, name in enumerate((*PARAMETERS, "x_now", "x_end", *VECTORS))}
     binary, words = b"", iter(code.split())
     for word in words:
@@ -141,7 +143,7 @@ def _assemble(code: str) -> bytes:
         if word.startswith("local."):
             binary += _unsigned(numbers[next(words)])
         elif "load" in word or "store" in word:
-            binary += _unsigned(0) + _unsigned(int(next(words)))  # no alignment is promised
+            binary += _unsigned(0) + _unsigned(int(next(words)))  # no alignment is guaranteed
         elif word in ("f32x4.extract_lane", "br_if"):
             binary += _unsigned(int(next(words)))
         elif word == "i32.const":

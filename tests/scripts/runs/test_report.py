@@ -62,14 +62,15 @@ def test_the_held_out_loss_in_words():
     run = run_of([math.log(4096), math.log(8)])
     assert report.unsure(run, "en") is None  # not measured before the first update
     run.values["initial_eval_loss"] = array("d", [math.log(4096), math.nan])
-    assert "as unsure as between 8 equally likely ones; before training, between 4,096" in report.unsure(
-        run, "en"
+    assert (
+        "as uncertain as a choice among 8 equally likely ones; before training, among 4,096"
+        in report.unsure(run, "en")
     )
     assert "8 个同样可能" in report.unsure(run, "zh")
-    assert report.unsure(run, "en").startswith("On the held-out text it is, for each piece of a word,")
+    assert report.unsure(run, "en").startswith("On the held-out text, each next piece of a word is")
     run.about["facts"] = FACTS | {"held_out_is_training": True}
     assert report.unsure(run, "en").startswith(
-        "On the text that it was trained on it is, for each piece of a word,"
+        "On the text that it was trained on, each next piece of a word is"
     )
     assert report.unsure(run, "zh").startswith("在训练过的文本上")
     run.about["facts"] = FACTS | {"guessing": None}  # of another loss
@@ -79,12 +80,12 @@ def test_the_held_out_loss_in_words():
 @pytest.mark.parametrize(
     ("first", "now", "said"),
     [
-        (6.262, 3.0, "as unsure as between 20 equally likely ones; before training, between all 512"),
-        (math.log(512), math.log(511), "between 511 equally likely ones; before training, between all 512"),
+        (6.262, 3.0, "among 20 equally likely ones; before training, among all 512"),
+        (math.log(512), math.log(511), "among 511 equally likely ones; before training, among all 512"),
         (6.0, math.log(512), "does no better than guessing among all 512 pieces of words"),
         (6.0, 6.262, "does no better than guessing among all 512"),
         (800.0, 1e4, "does no better than guessing among all 512"),
-        (1e4, 2.0, "as unsure as between 7 equally likely ones; before training, between all 512"),
+        (1e4, 2.0, "among 7 equally likely ones; before training, among all 512"),
     ],
 )
 def test_there_are_no_more_tokens_than_the_vocabulary_has(first, now, said):

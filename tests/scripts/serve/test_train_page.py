@@ -182,7 +182,7 @@ def test_states_that_pass_are_the_same_after_a_reload_and_in_both_languages(card
         card.click("#language")
         assert "比平时久。" in card.text(BODY)
         card.click("#language")
-    becomes("Ended. It goes on from its last checkpoint.")
+    becomes("Ended. It can continue from its last checkpoint.")
     becomes(
         "Stopped at update 3 of 12. Nothing is lost.",
         "stopped: by SIGTERM after update 3 of 12, which is saved\n",
@@ -338,7 +338,7 @@ def test_an_upload_grows_is_cancelled_and_cut(card, client, tmp_path):
         card.wait(lambda: percent() > 20)
         card.driver.refresh()
         ready_in_training(card)
-        card.wait(lambda: "The upload was cut. Choose the file again." in card.text(BODY))
+        card.wait(lambda: "The upload was interrupted. Choose the file again." in card.text(BODY))
         card.wait(lambda: not list((client.folder / ".uploads").iterdir()))
     finally:
         card.devtools("Network.emulateNetworkConditions", offline=False, **slow | {"uploadThroughput": -1})
@@ -350,8 +350,8 @@ def test_what_is_wrong_with_a_file_is_a_sentence_in_both_languages_and_the_form_
     bad = CHAT * 16 + "{\n" + CHAT * 9
     wrong = {
         "a_txt": ("中文".encode("gb18030"), "Not UTF-8. Save the file as UTF-8", "不是 UTF-8"),
-        "a_docx": ("x", "This kind of file is not read.", "不支持这种文件"),
-        "b_txt": ("", "b.txt holds nothing to read.", "没有可读的内容"),
+        "a_docx": ("x", "This kind of file is not supported.", "不支持这种文件"),
+        "b_txt": ("", "b.txt contains nothing to read.", "没有可读的内容"),
         "c_jsonl": (bad, "c.jsonl, line 17: not valid JSON", "c.jsonl 第 17 行"),
     }
     card.one("#train-name").send_keys("kept")
@@ -379,7 +379,7 @@ def test_what_is_wrong_with_a_file_is_a_sentence_in_both_languages_and_the_form_
         ":3: no 'text' (its keys: 'x')": ("a.txt, line 3: no 'text'", "a.txt 第 3 行"),
         ": --eval_share 0.02 holds out none of the records": ("Too little text", "文本太少"),
         ": --hours 0.17: fewer than 100 updates, which teach little": (
-            "In this time it would learn",
+            "The model would learn nothing",
             "这点时间学不到",
         ),
     }

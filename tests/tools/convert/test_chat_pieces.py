@@ -47,7 +47,7 @@ def test_a_template_that_drops_earlier_thoughts():
         ("{{ messages | length }}", "it does not write each message once"),
         ("{{ raise_exception('no') }}", "no"),
         ("{% for m in messages %}[{{ m.role }}]{{ m.content | upper }}{% endfor %}", "once"),
-        ("{% for m in messages %}[{{ m.role }}]{{ m.content | trim }}{% endfor %}", "does more than to put"),
+        ("{% for m in messages %}[{{ m.role }}]{{ m.content | trim }}{% endfor %}", "does more than put"),
     ],
 )
 def test_what_is_more_than_texts_around_messages_is_refused(template, expected):

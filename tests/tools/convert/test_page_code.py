@@ -223,7 +223,7 @@ def test_other_rules_of_attention_are_refused(tmp_path):
         ("score", lambda scores, queries, keys: scores.tanh()),
         ("sinks", torch.zeros(4)),
     ):
-        with pytest.raises(UserError, match="cannot have other rules of attention"):
+        with pytest.raises(UserError, match="supports no other attention"):
             write(
                 tmp_path / "page.html",
                 change=lambda m, n=name, r=rule: setattr(m.model.layers[1].self_attn, n, r),
