@@ -1,18 +1,18 @@
-"""The pages of docs/learn: fills in the excerpts of the source and the outputs of the snippets, and makes a
-notebook of each chapter.
+"""Fills in the pages of docs/learn (excerpts of the source, outputs of the snippets), and makes a notebook of
+each chapter.
 
     python -m tools.learn              the excerpts and the notebooks, in both languages
     python -m tools.learn --run        first run the snippets on the quickstart's result, for their outputs
     python -m tools.learn --run 05     those of one chapter
 
-A comment stands before an excerpt and names the file, and the function or method. If not all of it is shown,
-it says how the first and the last line of each part begin; without a last line, a part goes to the end:
+A comment before an excerpt names the file and the function or method. If not all of it is shown, the comment
+says how the first and the last line of each part begin. Without a last line, a part goes to the end:
 
     <!-- code: trainer/loop.py train_update -->
     <!-- code: trainer/loop.py train_update | for i, batch in | loss, aux_loss | optimizer.step -->
 
-Another Python block is a snippet; a text block directly after it is its output. The outputs of the English
-pages are copied into the Chinese ones, which have the same snippets.
+Any other Python block is a snippet, and a text block directly after it is its output. The Chinese pages have
+the same snippets; the outputs of the English pages are copied into them.
 """
 
 import ast
@@ -30,7 +30,7 @@ from typing import Any
 # run the code beside this file
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common.command_line import Parser, one_line_errors  # first: without requirements it says so
+from common.command_line import Parser, one_line_errors  # first: it reports missing requirements
 
 # isort: split
 from common.errors import UserError
@@ -83,8 +83,8 @@ def chapters(language: str = LANGUAGES[0]) -> list[Path]:
 
 
 def excerpt(what: str) -> str:
-    """The lines that a mark names, with the indentation of the function taken away; `...` stands for what is
-    left out. Raises UserError if they are not there."""
+    """The lines that a mark names, without the indentation of the function. `...` stands for the lines that
+    are left out. Raises UserError if the lines do not exist."""
     where, *ends = (part.strip() for part in what.split(" | "))
     path, name = where.split()
     lines = (ROOT / path).read_text(encoding="utf-8").splitlines()
@@ -124,7 +124,7 @@ def _find(lines: list[str], beginning: str, start: int, end: int, what: str) -> 
 
 
 def with_excerpts(page: str) -> str:
-    """The text of a page with its excerpts as they are in the source."""
+    """The text of a page, with its excerpts taken from the current source."""
     return EXCERPT.sub(lambda match: f"{match['mark']}\n```python\n{excerpt(match['what'])}```", page)
 
 
@@ -132,21 +132,21 @@ def with_excerpts(page: str) -> str:
 
 
 def snippets(page: str) -> list[str]:
-    """The snippets of a page; the later ones go on where the first one ended."""
+    """The snippets of a page. Each continues in the state that the one before left."""
     return [match["code"] for match in SNIPPET.finditer(page)]
 
 
 class _Console(code.InteractiveConsole):
-    """Python's prompt, where an error is raised instead of written."""
+    """Python's prompt, but errors are raised instead of written."""
 
     def write(self, data: str) -> None:
-        """Of errors; what is printed goes to stdout."""
+        """Receives the text of errors; printed text goes to stdout."""
         raise RuntimeError(data)
 
 
 def run_snippets(texts: list[str]) -> list[str]:
-    """What snippets print that are pasted into one Python, one after the other, each followed by Enter; but
-    for the report on data that are read for the first time."""
+    """The outputs of snippets that are pasted into one Python, one after the other, each followed by Enter.
+    The report on data that are read for the first time is left out."""
     console, printed = _Console(), []
     for text in texts:
         shown = io.StringIO()
@@ -172,7 +172,7 @@ def with_outputs(page: str, printed: list[str]) -> str:
 
 
 def notebook_path(page: Path) -> Path:
-    """Where the notebook of a page lies."""
+    """The path of a page's notebook."""
     return page.parent / "notebooks" / f"{page.stem}.ipynb"
 
 
@@ -191,7 +191,7 @@ def notebook(page: str) -> str:
 
 
 def _parts(page: str) -> list[tuple[str, str, str]]:
-    """The cells of a page: their kind, source and output. The setup stands behind the title."""
+    """The cells of a page: their kind, source and output. The setup cell comes after the title."""
     blocks = sorted(
         (match for pattern in (SNIPPET, COMMAND, PICTURE) for match in pattern.finditer(page)),
         key=lambda match: match.start(),
@@ -214,7 +214,8 @@ def _parts(page: str) -> list[tuple[str, str, str]]:
 
 
 def _for_notebook(text: str) -> str:
-    """Markdown of a page for its notebook, which lies a folder deeper and leads to the other notebooks."""
+    """Markdown of a page for its notebook: the notebook is a folder deeper, and its links lead to other
+    notebooks."""
     text = re.sub(r"^<!-- code: .*? -->\n", "", text.strip(), flags=re.M)
     text = re.sub(r"\]\((?!https?:|#)(.*?)\)", r"](../\1)", text)
     return re.sub(r"\]\(\.\./(\d\d_\w+)\.md", r"](\1.ipynb", text)
@@ -224,7 +225,7 @@ def _for_notebook(text: str) -> str:
 
 
 def rewrite(path: Path, change: Callable[[str], str]) -> None:
-    """Change a file, and say so if it is another then."""
+    """Change a file. Print its name if its content has changed."""
     before = path.read_text(encoding="utf-8") if path.exists() else ""
     after = change(before)
     if after != before:

@@ -1,7 +1,9 @@
-"""What a Python lacks of requirements files, as arguments of pip: `python tools/missing_packages.py FILE`.
+"""Finds packages of requirements files that a Python lacks, as arguments for pip: `python
+tools/missing_packages.py FILE`.
 
-A package in a version that a file excludes is lacking, too. What is to be installed are the versions of
-requirements-lock.txt. It runs in environments that hold nothing yet, and imports nothing but Python's own.
+A package counts as missing if the file excludes its installed version. The versions to install are those of
+requirements-lock.txt. It runs in environments that have no packages yet, so it imports only Python's standard
+library.
 """
 
 import re
@@ -14,7 +16,8 @@ LOCK = Path(__file__).parents[1] / "requirements-lock.txt"
 
 
 def requirements(path: Path) -> Iterator[tuple[str, str]]:
-    """(name, versions) of each line, such as ("torch", ">=2.11"), also of files that it includes by -r."""
+    """(name, versions) of each line, such as ("torch", ">=2.11"), including the files that it includes by
+    -r."""
     for line in path.read_text(encoding="utf-8").splitlines():
         requirement = line.partition("#")[0].strip()
         if requirement.startswith("-r "):
@@ -25,7 +28,8 @@ def requirements(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def missing_packages(*paths: str) -> dict[str, str | None]:
-    """For each package that is lacking pip's argument -> the version that is there in its place, if any."""
+    """pip's argument for each missing package -> the version that is installed instead, or "" if there is
+    none."""
     locked = {canonical(name): versions for name, versions in requirements(LOCK)}
     missing = {}
     for name, versions in [line for path in paths for line in requirements(Path(path))]:
@@ -39,13 +43,14 @@ def missing_packages(*paths: str) -> dict[str, str | None]:
 
 
 def canonical(name: str) -> str:
-    """The name of a package as PyPI compares it: PyYAML is pyyaml, pydantic_core is pydantic-core."""
+    """The name of a package in the form in which PyPI compares names: PyYAML is pyyaml, pydantic_core is
+    pydantic-core."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def is_allowed(installed: str, versions: str) -> bool:
-    """Whether `versions` (">=2.11,<2.16") allows a version. 2.13.0+cpu, a build for one device, is 2.13.0. A
-    release candidate of 2.11 comes before 2.11, and one of 2.16 is not below it, either."""
+    """Whether `versions` (">=2.11,<2.16") allows a version. 2.13.0+cpu, a build for one device, counts as
+    2.13.0. A release candidate of 2.11 comes before 2.11, and one of 2.16 does not count as below 2.16."""
     release = numbers(installed)
     comes_before = re.match(r"[\d.]+[-_.]?(a|b|c|rc|alpha|beta|pre|dev)", installed) is not None
     for each in filter(None, versions.split(",")):
@@ -64,7 +69,7 @@ def is_allowed(installed: str, versions: str) -> bool:
 
 
 def numbers(version: str) -> list[int]:
-    """The numbers of a release, without zeros at its end: 2.13 is 2.13.0."""
+    """The numbers of a release without zeros at the end: 2.13 equals 2.13.0."""
     found = re.match(r"[\d.]*\d", version.strip())
     return [int(part) for part in re.sub(r"(\.0+)+$", "", found[0]).split(".")] if found else []
 

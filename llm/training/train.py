@@ -75,7 +75,7 @@ def named_class(flag: str, name: str, base: type[C]) -> type[C]:
     if there is no such class, or if it lacks methods that a subclass of `base` must implement."""
     from pydantic import (
         PydanticUserError,
-    )  # not imported above, because common first reports packages that are not installed
+    )  # imported only here, so that common can first report missing packages
 
     try:
         kind = import_named(flag, name)
@@ -110,7 +110,7 @@ def checked_callbacks(task: Task) -> list[Callback]:
     callbacks = checked_type(task, "callbacks", task.callbacks(), list, "a list of callbacks")
     for callback in callbacks:
         if not isinstance(callback, Callback):
-            what = f"{type(task).__name__}.callbacks: {callback!r} is no Callback"
+            what = f"{type(task).__name__}.callbacks: {callback!r} is not a Callback"
             raise UserError(f"{what}; list objects, such as [MyCallback()]")
         check_class(type(callback), Callback)
     return callbacks
@@ -123,7 +123,7 @@ def train_worker(rank: int, world_size: int, config: Config) -> None:
     if world_size == 1 or distributed.launched:
         _train(config)
         return
-    os.environ.update(  # as torchrun would set them
+    os.environ.update(  # the variables that torchrun would set
         MASTER_ADDR=config.distributed.master_addr,
         MASTER_PORT=str(config.distributed.master_port),
         RANK=str(rank),
@@ -173,7 +173,7 @@ def spawn(world_size: int, config: Config) -> None:
     """Start the processes and wait for them. Signals are passed on, with time to save. The first process that
     fails ends the others and sets the exit status. It reports a UserError itself; other tracebacks are
     printed once, here."""
-    import torch.multiprocessing as mp  # not imported above, because torch must be loaded after common
+    import torch.multiprocessing as mp  # imported only here, because torch must be loaded after common
     from torch.distributed.elastic.utils.distributed import get_free_port
 
     check_address(config.distributed.master_addr)
@@ -217,8 +217,8 @@ def main() -> None:
     """Read the settings, start the processes if there are several, and train."""
     config = Config.from_args_and_env(find_task=find_task)
     config.validate()
-    Logger.of(config)  # from here on the log file receives what is printed
-    # refuse what the machine lacks before the data are prepared
+    Logger.of(config)  # from here on, the log file also receives what is printed
+    # before the data are prepared: is there what the settings need?
     device = select_device(config.distributed.device)
     check_dtype(config.args.dtype, device)
     distributed = DistributedManager(config)

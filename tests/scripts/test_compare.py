@@ -207,9 +207,12 @@ MISTAKES = {
     "other samples": (["", "--max_seq_len 32"], "--max_seq_len changes how the runs are measured"),
     "other data": (["", "--data_path other.jsonl"], "other data need a separate held-out file"),
     "a place": (["", "--checkpoint_dir x"], "--checkpoint_dir: this script sets it"),
-    "no revision": (["--base", "nosuch"], "--base 'nosuch' is no folder, and no revision of the git repo"),
-    "an empty revision": (["--base", ""], "--base '' is no folder, and no revision"),
-    "a file": (["--base", "README.md"], "--base 'README.md' is no folder, and no revision"),
+    "no revision": (
+        ["--base", "nosuch"],
+        "--base 'nosuch' is neither a folder nor a revision of the git repo",
+    ),
+    "an empty revision": (["--base", ""], "--base '' is neither a folder nor a revision"),
+    "a file": (["--base", "README.md"], "--base 'README.md' is neither a folder nor a revision"),
     "a variant of one word": (["", "--packing"], '--packing may be a variant or a flag of all runs: write "'),
     "a first variant of one word": (["--packing", "", "--seed 3"], "--packing may be a variant or a flag"),
     "one word against a revision": (["--base", "HEAD", "--packing"], "--packing may be a variant or a flag"),
@@ -222,7 +225,7 @@ MISTAKES = {
         ["", "--bath_size 3"],
         'variant "--bath_size 3": --bath_size is unknown',
     ),
-    "no code": (["--base", "/"], "/ holds no code of this trainer"),
+    "no code": (["--base", "/"], "/ does not contain the code of this trainer"),
     "a path as a name": (["--name", "a/b", "", "--packing 1"], "--name 'a/b' must be a plain name"),
     "an open quote": (["", "--save_weight 'a"], "No closing quotation"),
 }
@@ -395,7 +398,7 @@ def test_a_run_of_older_code_that_says_less_is_one_line(comparing, monkeypatch):
     monkeypatch.setattr(runs, "finish", finish)
     done = comparing("--pairs", 2, "", "--weight_decay 0.3")
     assert done.returncode == 2 and done.stderr.count("\n") == 1
-    assert "wrote no 'memory_mb'; code as old as that cannot be compared" in done.stderr
+    assert "wrote no 'memory_mb': this code is too old" in done.stderr
 
 
 def test_more_variants_than_letters(comparing, made_up, tmp_path):

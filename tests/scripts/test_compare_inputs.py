@@ -177,7 +177,7 @@ def test_an_edited_input_is_refused(name, number, comparing, files):
     done, found = comparing(stage, [*flags, "", "--log_interval 5"], {number: lambda: edit(files[name])})
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and found is None, done.stderr
     assert named in done.stderr or "held-out records" in done.stderr, done.stderr
-    assert "put back what was there and repeat the command, or give a new --name" in done.stderr
+    assert "restore the old files and repeat the command, or start again under a new --name" in done.stderr
     files[name].write_bytes(old)
     done, found = comparing(stage, [*flags, "", "--log_interval 5"])
     assert done.returncode == 0, done.stderr
@@ -316,7 +316,7 @@ def test_held_out_data_of_a_pair_must_be_the_same():
     args = runs.stage_script("pretrain").Args()
     pair = Variant("one", Path("a"), [], args), Variant("other", Path("a"), [], args)
     check_pair(pair, (INPUTS, dict(INPUTS)), ())
-    with pytest.raises(UserError, match='"other": its held-out records are others than those of the first'):
+    with pytest.raises(UserError, match='"other": its held-out records differ from those of the first'):
         check_pair(pair, (INPUTS, INPUTS | {"held_out_data": "x"}), ())
     # the code of a revision may have another default of what judges
     with pytest.raises(UserError, match="--max_seq_len changes how the runs are measured, and is not that"):

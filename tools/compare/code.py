@@ -1,4 +1,4 @@
-"""Copies of the code, of a git revision or of the files as they are, for scripts/compare.py."""
+"""Copies of the code for scripts/compare.py, from a git revision or from the current files."""
 
 import filecmp
 import io
@@ -12,11 +12,11 @@ from common.errors import UserError
 from common.files import new_path
 from common.settings import ROOT
 
-CODE = ("common", "dataset", "llm", "model", "scripts", "tools", "trainer")  # the folders that are copied
+CODE = ("common", "dataset", "llm", "model", "scripts", "tools", "trainer")  # copied
 
 
 def resolve_base(base: str) -> str:
-    """A folder as an absolute path, a git revision as its commit. Raises UserError if it is neither."""
+    """The absolute path of a folder, or the commit of a git revision. Raises UserError if it is neither."""
     if base and Path(base).is_dir():
         return str(Path(base).resolve())
     git(ROOT, "rev-parse", "--git-dir")  # is there a repository at all?
@@ -24,19 +24,19 @@ def resolve_base(base: str) -> str:
         return git(ROOT, "rev-parse", "--verify", "--end-of-options", f"{base}^{{commit}}").decode().strip()
     except UserError:
         raise UserError(
-            f"--base {base!r} is no folder, and no revision of the git repository {ROOT}; git log --oneline "
-            "lists its commits, git tag its versions"
+            f"--base {base!r} is neither a folder nor a revision of the git repository {ROOT}; "
+            "git log --oneline lists its commits, git tag its versions"
         ) from None
 
 
 def git(folder: Path, *words: str) -> bytes:
-    """What a git command prints; line ends stay as they are committed. Raises UserError."""
+    """The output of a git command. Line ends stay as they were committed. Raises UserError."""
     try:
         done = subprocess.run(
             ["git", "-c", "core.autocrlf=false", *words], cwd=folder, capture_output=True, check=False
         )
     except FileNotFoundError:
-        raise UserError("git is not there, which tells what belongs to the code; install it") from None
+        raise UserError("git, which lists the files of the code, is not installed; install it") from None
     if done.returncode:
         why = done.stderr.decode(errors="replace").strip().partition("\n")[0]
         raise UserError(
@@ -46,10 +46,10 @@ def git(folder: Path, *words: str) -> bytes:
 
 
 def copy_code(source: str, target: Path) -> None:
-    """Copy the folders CODE, complete or not at all. Raises UserError.
+    """Copy the folders CODE, completely or not at all. Raises UserError.
 
-    source: a folder, whose files of `code_files` are copied as they are; or a commit, whose files git writes
-    without the entry in .git that a worktree would leave.
+    source: a folder, whose files of `code_files` are copied unchanged; or a commit, whose files are written
+    by git. No entry in .git is left, as a worktree would leave one.
     """
     if target.exists():
         return
@@ -66,18 +66,18 @@ def copy_code(source: str, target: Path) -> None:
 
 
 def is_code(name: str) -> bool:
-    """Whether the file of this name belongs to the code. In dataset/ lie data, too; what Python compiles is
-    made anew."""
+    """Whether a file of this name belongs to the code. Data in dataset/ do not, nor do the files that Python
+    compiles."""
     top = name.partition("/")[0]
     return top in CODE and (name.endswith(".py") or top != "dataset") and "__pycache__" not in name
 
 
 def code_files(folder: Path) -> list[str]:
-    """The files of the code in a git working tree: those that git does not ignore, new ones too, and whatever
-    is Python, which a run may import. Raises UserError."""
+    """The files of the code in a git working tree: all that git does not ignore, new ones included, and all
+    Python files, because a run may import them. Raises UserError."""
     there = [name for name in CODE if (folder / name).is_dir()]
     if "trainer" not in there:
-        raise UserError(f"{folder} holds no code of this trainer")
+        raise UserError(f"{folder} does not contain the code of this trainer")
     listing = ["ls-files", "-z", "--others", "--exclude-standard"]
     listed = git(folder, *listing, "--cached", "--", *there)
     listed += git(folder, *listing, "--ignored", "--", *(f":(glob){name}/**/*.py" for name in there))
@@ -92,8 +92,8 @@ def copied_files(folder: Path) -> list[str]:
 
 
 def differing_files(folder: Path, copy: Path, names: Iterable[str]) -> list[str]:
-    """The files of the code that are not the same in two folders, or are in one of them only. names: of the
-    first folder; the second is a copy."""
+    """The files of the code that differ between two folders, or are in only one of them. names: those of the
+    first folder. The second folder is a copy."""
     every = {*names, *copied_files(copy)}
     same, _, _ = filecmp.cmpfiles(folder, copy, every, shallow=False)
     return sorted(every - set(same))

@@ -1,5 +1,5 @@
-"""The flags of a comparison: those of all runs and those of each variant, with the settings of a --config
-among them, and which ones a variant may not change."""
+"""The flags of a comparison: those of all runs and those of each variant, including the settings of a
+--config, and the flags that a variant may not change."""
 
 import argparse
 import shlex
@@ -11,24 +11,25 @@ from common.command_line import Parser
 from common.errors import UserError
 from common.settings import StageArgs, setting_option
 
-# set by compare.py for each run
+# compare.py sets these for each run
 OWN_FLAGS = {"save_weight", "checkpoint_dir", "from_resume", "resume_from", "print_config"}
-# what no variant may change: seeds, folders, which records are held out and how they are cut
+# no variant may change these: seeds, folders, which records are held out and how they are cut
 HELD_OUT = ("seed", "save_dir", "cache_dir", "monitor", "mode", "eval_share", "eval_data_path", "kind")
 HELD_OUT += ("text_separator", "max_seq_len", "on_bad_data", "max_bad_share", "max_lost_text")
 
 
 def split_flags(text: str) -> list[str]:
-    """The words of flags that were given in quotes. Raises UserError."""
+    """Split flags that were given in quotes into words. Raises UserError."""
     try:
         return shlex.split(text)
     except ValueError as error:
-        raise UserError(f"{text!r} are no flags: {error}") from None
+        raise UserError(f"{text!r} cannot be split into flags: {error}") from None
 
 
 def refuse_single_words(parser: Parser, words: Sequence[str], own: Iterable[str]) -> None:
-    """Raise UserError for a flag of the stage that is one word, such as --packing or --learning_rate=1e-3. In
-    quotes it is meant as a variant, and a program does not see quotes. own: flags that no variant has."""
+    """Raise UserError for a flag of the stage that is a single word, such as --packing or
+    --learning_rate=1e-3. If the user wrote it in quotes, it is meant as a variant, but a program does not see
+    the quotes. own: flags of compare.py, which no variant has."""
     for word, after in zip(words, [*words[1:], ""], strict=True):
         name, equals, value = word.partition("=")
         action: argparse.Action | None = parser._option_string_actions.get(name)
@@ -44,9 +45,9 @@ def refuse_single_words(parser: Parser, words: Sequence[str], own: Iterable[str]
 
 
 def settings_of(args_class: type[StageArgs], flags: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that flags give, and a --config where they do not, by their sorted names: an edit of the
-    file afterwards changes nothing. What compare.py sets for each run is left out of the file. Raises
-    UserError, also where a flag gives that."""
+    """The settings that flags give, and those of a --config, in the order of their names. They are read now,
+    so editing the file afterwards changes nothing. Settings in the file that compare.py sets for each run are
+    left out. Raises UserError, also if a flag gives such a setting."""
     typed = {name: value for name, value in flags.items() if name != "config"}
     if taken := OWN_FLAGS & {args_class.aliases.get(name, name) for name in typed}:
         raise UserError(
@@ -60,7 +61,7 @@ def settings_of(args_class: type[StageArgs], flags: Mapping[str, Any]) -> dict[s
 
 
 def variant_settings(args_class: type[StageArgs], text: str) -> dict[str, Any]:
-    """The settings of a variant, of its flags in quotes. Raises UserError."""
+    """The settings of a variant, from its flags in quotes. Raises UserError."""
     try:
         return settings_of(args_class, read_flags(stage_parser(args_class, None), split_flags(text)))
     except UserError as error:
@@ -73,16 +74,16 @@ def as_words(args_class: type[StageArgs], settings: Mapping[str, Any]) -> list[s
 
 
 def as_text(args_class: type[StageArgs], name: str, value: Any) -> str:
-    """The value of a setting as a flag takes it."""
+    """The value of a setting in the form that its flag takes."""
     if value is None:
         return "auto" if setting_option(args_class.model_fields[name], "auto") else "none"
     return str(int(value) if isinstance(value, bool) else value)
 
 
 def judged_by(objective: Any, metric: str) -> set[str]:
-    """The settings that a figure depends on beside the model and the data, as the objective of the stage
-    declares them; none for `quiz`."""
+    """The settings that a figure depends on, besides the model and the data. The objective of the stage
+    declares them. For `quiz` there are none."""
     name = metric.removeprefix("eval_")
     reads = objective.held_out_reads if name != "quiz" else {}
-    of_metric = reads.get("loss" if name == "bpb" else name, "")  # bits per byte are the loss in another unit
+    of_metric = reads.get("loss" if name == "bpb" else name, "")  # bits per byte is the loss in another unit
     return {*reads.get("", "").split(), *of_metric.split()}

@@ -1,5 +1,5 @@
-"""What the runs of a comparison have read: it must be the same in a pair but for what the variants' flags
-name, and stay the same from pair to pair."""
+"""The inputs of the runs of a comparison. Within a pair they may differ only in what the variants' flags
+name. From pair to pair they must stay the same."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -12,7 +12,7 @@ from tools.compare.variant import Variant
 from trainer.weights.paths import settings_path, start_path
 
 Inputs = dict[str, Any]
-OF_A_RUN = {"seed", "save_dir", "checkpoint_dir"}  # the settings that differ from run to run
+OF_A_RUN = {"seed", "save_dir", "checkpoint_dir"}  # these settings differ in every run
 HELD_OUT_DATA = "held_out_data"
 FILES = {  # hash in the fingerprint of a run -> the flag that names the files
     "data": "data_path",
@@ -22,12 +22,12 @@ FILES = {  # hash in the fingerprint of a run -> the flag that names the files
     "teacher_sha256": "from_teacher_weight",
     "reward_model_sha256": "reward_model",
 }
-QUIZ = "--quiz "  # before the path of a file that a quiz has read
-REPAIR = "put back what was there and repeat the command, or give a new --name to begin anew"
+QUIZ = "--quiz "  # prefix of the files that a quiz has read
+REPAIR = "restore the old files and repeat the command, or start again under a new --name"
 
 
 class EditedInput(UserError):
-    """A run has read other files than it should: it does not count."""
+    """A run has read other files than it should. Its result does not count."""
 
 
 def read_inputs(metrics: Path) -> Inputs:
@@ -43,7 +43,7 @@ def check_unchanged(before: Inputs, now: Inputs, where: str) -> None:
     """Raise EditedInput if a run has read something else than the first run of its variant."""
     differing = [name for name in before | now if before.get(name) != now.get(name)]
     if differing:
-        # what follows from other files, such as the number of samples, is not worth telling
+        # consequences of other files, such as the number of samples, are not named
         files = [name for name in differing if is_file(name)]
         raise EditedInput(
             f"{where}: {described(files or differing, before, now)} changed since the first run of this "
@@ -54,21 +54,24 @@ def check_unchanged(before: Inputs, now: Inputs, where: str) -> None:
 def check_pair(
     variants: tuple[Variant, Variant], inputs: tuple[Inputs, Inputs], judges: Iterable[str]
 ) -> None:
-    """Raise UserError if a variant, the second one, is judged by something else than the first; EditedInput
-    if it has read other files, although its flags name none. judges: the settings that decide."""
+    """Compare the second variant with the first. Raises UserError if it is measured in another way, and
+    EditedInput if it has read other files although its flags do not name any. judges: settings that decide
+    how runs are measured."""
     (one, other), (first, second) = variants, inputs
     if first.get(HELD_OUT_DATA) != second.get(HELD_OUT_DATA):
         raise EditedInput(
-            f'variant "{other.name}": its held-out records are others than those of the first; {REPAIR}'
+            f'variant "{other.name}": its held-out records differ from those of the first; {REPAIR}'
         )
     named, named_by_other = files_of(one), files_of(other)
-    # a path with a folder is of the repository, whose copies may differ
+    # a path with a folder belongs to the code, whose copies may differ
     of_user = {name for name in first.keys() & second.keys() if is_file(name) and "/" not in name}
     of_quiz = {name for name in first.keys() & second.keys() if name.startswith(QUIZ)}
     for name in sorted(of_user | of_quiz | named.keys()):
         if first.get(name) != second.get(name) and named.get(name) == named_by_other.get(name):
             what = described([name], first, second)
-            raise EditedInput(f'variant "{other.name}": {what} changed since the run of the first; {REPAIR}')
+            raise EditedInput(
+                f'variant "{other.name}": {what} changed since the run of the first variant; {REPAIR}'
+            )
     hashes = {flag: name for name, flag in FILES.items()}
     for setting in judges:
         name = hashes.get(setting, setting)
@@ -80,7 +83,7 @@ def check_pair(
 
 
 def files_of(variant: Variant) -> dict[str, Any]:
-    """Where a variant reads its files, by the names of their hashes."""
+    """The paths from which a variant reads its files, by the names of their hashes."""
     args = variant.args
     start = None
     if args.from_weight != "none":
@@ -96,12 +99,12 @@ def files_of(variant: Variant) -> dict[str, Any]:
 
 
 def is_file(name: str) -> bool:
-    """Whether an input is the hash of files, and no setting."""
+    """Whether an input is the hash of files and not a setting."""
     return name in FILES or name.endswith(".py") or name.startswith(QUIZ)
 
 
 def described(names: Iterable[str], before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Inputs in words: files by their flag, settings with both values."""
+    """A description of inputs: the flag of files, and the two values of settings."""
     words = []
     for name in names:
         if flag := FILES.get(name):

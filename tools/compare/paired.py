@@ -1,5 +1,5 @@
-"""Statistics of paired runs: Student's t, central and not, without scipy; intervals of several comparisons
-(Holm); the smallest difference that so many pairs can show."""
+"""Statistics of paired runs without scipy: Student's t, central and noncentral; intervals of several
+comparisons (Holm); the smallest difference that a number of pairs can show."""
 
 import math
 from collections.abc import Sequence
@@ -7,16 +7,17 @@ from itertools import pairwise
 from statistics import mean, stdev
 from typing import NamedTuple
 
-ALPHA = 0.05  # an interval misses the true difference so often
-POWER = 0.9  # the announced difference is found so often
-EQUAL = 9  # decimals, as shares of the largest difference, to which equal ones agree
+ALPHA = 0.05  # probability that an interval misses the true difference
+POWER = 0.9  # probability that the announced difference is found
+EQUAL = 9  # differences are equal if they agree to so many decimals, as shares of the largest one
 
 
 class Difference(NamedTuple):
     """The mean of paired differences with its interval, and the two-sided p value of no difference.
 
-    level: of the interval, 0.95 for a single comparison. is_significant: whether the interval leaves out
-    zero. step: of a figure that comes in steps, 0 for others, see `step_of`."""
+    level: confidence level of the interval, 0.95 for a single comparison. is_significant: whether the
+    interval excludes zero. step: step size of a discrete figure (see `step_of`), 0 for others.
+    """
 
     mean: float
     low: float
@@ -28,9 +29,9 @@ class Difference(NamedTuple):
 
 
 def step_of(differences: Sequence[float]) -> float:
-    """The step of a figure that comes in steps, such as a share of few questions: the smallest distance
-    between two differences, or of one from zero. Equal differences tell such a figure; without any it is 0,
-    and so where nothing differs."""
+    """The step size of a discrete figure, such as the share of right answers to a few questions. It is the
+    smallest distance between two differences, or between a difference and zero. A figure counts as discrete
+    if some differences are equal. It is 0 if none are equal, and also if all are zero."""
     scale = max(map(abs, differences))
     values = [round(value / scale, EQUAL) if scale else 0.0 for value in differences]
     distinct = sorted({0.0, *values})
@@ -40,14 +41,14 @@ def step_of(differences: Sequence[float]) -> float:
 
 
 def spread_of(differences: Sequence[float]) -> float:
-    """The standard deviation of differences, to which a step adds as an independent error of its size. Few
-    differences of such a figure are equal by chance: without it two of them would show anything."""
+    """The standard deviation of differences. For a discrete figure, its step is added as an independent
+    error. Otherwise a few differences that are equal by chance would make any result significant."""
     return math.hypot(stdev(differences), step_of(differences))
 
 
 def t_cdf(t: float, df: int) -> float:
-    """Distribution function of Student's t with so many degrees of freedom: the finite sums in the angle
-    atan(t / sqrt(df)) of Abramowitz and Stegun, 26.7.3 and 26.7.4."""
+    """Distribution function of Student's t with df degrees of freedom, by the finite sums in the angle atan(t
+    / sqrt(df)) of Abramowitz and Stegun, 26.7.3 and 26.7.4."""
     angle = math.atan2(t, math.sqrt(df))
     sine, cosine = math.sin(angle), math.cos(angle)
     is_odd = df % 2
@@ -61,7 +62,7 @@ def t_cdf(t: float, df: int) -> float:
 
 
 def t_quantile(share: float, df: int) -> float:
-    """The t below which so much of the distribution lies, share >= 0.5, by bisection of `t_cdf`."""
+    """The t below which this share (>= 0.5) of the distribution lies, by bisection of `t_cdf`."""
     low, high = 0.0, 1.0
     while t_cdf(high, df) < share:
         high *= 2
@@ -75,8 +76,9 @@ def t_quantile(share: float, df: int) -> float:
 
 def compare_all(differences: Sequence[Sequence[float]]) -> list[Difference]:
     """The result of each of k comparisons with the same first variant. The intervals are widened by Holm's
-    rule (Holm 1979): that of the smallest p value has the level 1 - ALPHA / k, the next 1 - ALPHA / (k - 1),
-    and so on until the first that shows no difference; the rest keep its level."""
+    rule (Holm 1979). The comparison with the smallest p value has the level 1 - ALPHA / k, the next one 1 -
+    ALPHA / (k - 1), and so on until the first one that shows no difference. The remaining ones keep its
+    level."""
     p_values = [p_value(values) for values in differences]
     results: dict[int, Difference] = {}
     tests = len(differences)
@@ -89,15 +91,15 @@ def compare_all(differences: Sequence[Sequence[float]]) -> list[Difference]:
 
 
 def p_value(differences: Sequence[float]) -> float:
-    """Two-sided p value of the mean of at least two differences being zero."""
+    """Two-sided p value for a mean of zero, of at least two differences."""
     error = spread_of(differences) / math.sqrt(len(differences))
-    if error == 0.0:  # nothing differs
+    if error == 0.0:  # all differences are zero
         return 1.0
     return 2 * (1 - t_cdf(abs(mean(differences)) / error, len(differences) - 1))
 
 
 def interval(differences: Sequence[float], alpha: float, p: float) -> Difference:
-    """The t interval of the mean, which misses it in `alpha` of all cases."""
+    """The t interval of the mean. It misses the true mean with probability `alpha`."""
     count, center = len(differences), mean(differences)
     half = t_quantile(1 - alpha / 2, count - 1) * spread_of(differences) / math.sqrt(count)
     low, high = center - half, center + half
@@ -108,8 +110,8 @@ def interval(differences: Sequence[float], alpha: float, p: float) -> Difference
 
 
 def smallest_difference(spread: float, pairs: int, comparisons: int = 1) -> float:
-    """The true difference that so many pairs find nine times in ten, if single differences spread by `spread`
-    (standard deviation), in its unit: by bisection of `power`."""
+    """The true difference that so many pairs find nine times in ten, found by bisection of `power`. spread:
+    standard deviation of single differences. The result has the same unit."""
     limit = t_quantile(1 - ALPHA / comparisons / 2, pairs - 1)
     low, high = 0.0, 1.0
     while power(high, limit, pairs - 1) < POWER:
@@ -121,9 +123,10 @@ def smallest_difference(spread: float, pairs: int, comparisons: int = 1) -> floa
 
 
 def power(shift: float, limit: float, df: int) -> float:
-    """The share of cases in which (Z + shift) / S lies beyond -limit or limit: Z is standard normal, S the
+    """The probability that (Z + shift) / S lies outside -limit to limit. Z is standard normal, and S is the
     root of a chi-square divided by its df degrees of freedom. These are the tails of the noncentral t
-    distribution, computed as the integral of the normal ones over the density of S, by the midpoint rule."""
+    distribution. They are computed as the integral of the normal tails over the density of S, by the midpoint
+    rule."""
     half_width, steps = 10 / math.sqrt(2 * df), 2000  # 10 standard deviations of S
     begin = max(0.0, 1 - half_width)
     width = (1 + half_width - begin) / steps

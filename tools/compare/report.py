@@ -1,4 +1,4 @@
-"""What a comparison came to: result.json, a table, curves, and a line in the log of all comparisons."""
+"""The result of a comparison: result.json, a table, curves, and a line in the log of all comparisons."""
 
 import json
 import time
@@ -16,17 +16,17 @@ from tools.compare.paired import Difference, compare_all, spread_of
 from tools.compare.runs import figure, metrics_of
 from tools.compare.variant import Variant, letter_of
 
-SMALL = 0.02  # a difference, as a share of the figure, that tells how small ones spread
+SMALL = 0.02  # differences below this share of the figure show how much small differences spread
 
 
 def write_report(
     folder: Path, variants: list[Variant], pairs: list[list[Any]], about: dict[str, Any]
 ) -> None:
-    """Write the files of a finished comparison, a line in log.md beside its folder, and print table and
-    sentences.
+    """Write the files of a finished comparison and a line in log.md beside its folder. Print the table and
+    the sentences.
 
     result.json is a function of settings, code and data, so it is the same however often the comparison was
-    killed; times stand in table.txt and in the figures.json of each run.
+    killed. Times are in table.txt and in the figures.json of each run.
 
     about: `metric`, `mode` (min or max), `unit` (updates or time, of which all runs have as many), and
     `looks`, the numbers of pairs at which the result was seen before.
@@ -53,7 +53,7 @@ def write_report(
     edited = differing_files(code, of_last, copied_files(code))
     settings = json.loads((folder / "settings.json").read_text())
     content = {"settings": settings} | about | {"pairs": len(pairs), "edited": edited, "results": results}
-    # large differences spread more: they say nothing of how small a one can be found
+    # large differences spread more, so they do not show how small a difference can be found
     small = [values for values in differences if abs(mean(values)) < SMALL * level]
     content["spread"] = median(map(spread_of, small)) / level if small else 0.0
     content["runs"] = {letter: [pair[i]["figures"] for pair in pairs] for i, letter in enumerate(letters)}
@@ -81,7 +81,7 @@ def write_report(
 
 
 def describe(result: Difference, differences: list[float], level: float, about: dict[str, Any]) -> str:
-    """The result in a sentence. level: what a difference is a share of."""
+    """The result in a sentence. level: the figure of which differences are given as percentages."""
     if not any(differences):
         return f"nothing changed: {about['metric']} is bitwise identical in all pairs"
     sign = 1 if about["mode"] == "max" else -1
@@ -94,7 +94,7 @@ def describe(result: Difference, differences: list[float], level: float, about: 
         text += f"; equal differences: the figure has steps of {step:.2g} %, which widen the interval"
     if about["looks"]:
         seen = ", ".join(map(str, about["looks"]))
-        text += f"; it was looked at with {seen} pairs before, so the interval is too narrow"
+        text += f"; the result was already seen with {seen} pairs, so the interval is too narrow"
     if result.is_significant:
         return f"{'better' if sign * result.mean > 0 else 'worse'}: {text}"
     return f"no difference above {max(-low, high):.2g} % can be seen: {text}"
@@ -107,7 +107,8 @@ def describe_effect(compute: Effect, about: dict[str, Any]) -> str:
 
 
 def table(variants: list[Variant], pairs: list[list[Any]], metric: str) -> list[list[str]]:
-    """A row for each variant, of means over its runs; seconds of training, without evaluations."""
+    """A row for each variant with the means over its runs. Seconds are those of training, without
+    evaluations."""
     rows = [["variant", metric, "eval_bpb", "tokens", "updates", "s/update", "CPU s/update", "memory MB"]]
     for i, variant in enumerate(variants):
         figures, times = [pair[i]["figures"] for pair in pairs], [pair[i]["times"] for pair in pairs]
@@ -130,7 +131,7 @@ def table(variants: list[Variant], pairs: list[list[Any]], metric: str) -> list[
 
 
 def pair_table(letters: list[str], figures: list[list[float]]) -> list[list[str]]:
-    """A row for each pair: the figure of each variant, and the differences from the first."""
+    """A row for each pair with the figure of each variant and the differences from the first variant."""
     rows = [["pair", *letters, *(f"{letter} - A" for letter in letters[1:])]]
     for number, pair in enumerate(figures, 1):
         differences = [f"{value - pair[0]:+.4f}" for value in pair[1:]]
@@ -139,5 +140,5 @@ def pair_table(letters: list[str], figures: list[list[float]]) -> list[list[str]
 
 
 def short(value: float) -> str:
-    """A figure of the table."""
+    """A number as text, for the table."""
     return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"

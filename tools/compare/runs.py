@@ -1,4 +1,4 @@
-"""The runs of scripts/compare.py: a variant trained with one seed, and what came of it."""
+"""The runs of scripts/compare.py. A run is a variant that is trained with one seed."""
 
 import importlib
 import json
@@ -28,18 +28,18 @@ def stage_script(stage: str) -> Any:
 def train(
     variant: Variant, stage: str, folder: Path, seed: int, steps: int, quiz: str | None
 ) -> dict[str, Any]:
-    """Train a run to its end, or go on with it, or read what it came to.
+    """Train a run to its end, or continue it, or read its result if it is finished.
 
     Args:
         variant, stage: what is trained.
-        folder: of the run.
-        seed: of the run.
-        steps: updates; 0: those of the flags.
-        quiz: flags of scripts/evaluate.py, whose first figure is `quiz`.
+        folder: folder of the run.
+        seed: seed of the run.
+        steps: number of updates; 0: as the flags say.
+        quiz: flags of scripts/evaluate.py; its first figure becomes `quiz`.
 
     Returns:
-        `figures`: held-out metrics, tokens, updates: a function of settings and code. `inputs`: what it read.
-        `times`: seconds and memory, which differ from run to run.
+        `figures`: held-out metrics, tokens, updates; they depend only on settings, data and code. `inputs`:
+        what the run has read. `times`: seconds and memory, which differ from run to run.
 
     Raises:
         UserError: the run ends with an error.
@@ -59,15 +59,15 @@ def train(
             content["inputs"] |= files
         content["times"] |= times
         write_json(path, content)
-    shutil.rmtree(folder / "checkpoint", ignore_errors=True)  # the curves stay, weights would fill the disk
+    shutil.rmtree(folder / "checkpoint", ignore_errors=True)  # the curves stay; weights would fill the disk
     for weights in folder.glob("save/*.pth"):
         weights.unlink()
     return json.loads(path.read_text())
 
 
 def read_run(folder: Path, name: str) -> dict[str, Any]:
-    """Figures, inputs and times of a run that has ended, of its files. name: of its variant. Raises UserError
-    if older code wrote others."""
+    """Figures, inputs and times of a finished run, from its files. name: of its variant. Raises UserError if
+    older code wrote files without them."""
     try:
         metrics = metrics_of(folder)
         records = read_metrics(metrics)
@@ -78,8 +78,8 @@ def read_run(folder: Path, name: str) -> dict[str, Any]:
         return {"figures": figures, "inputs": read_inputs(metrics), "times": times}
     except (LookupError, FileNotFoundError) as error:
         raise UserError(
-            f'"{name}": its run in {folder} wrote no {error}; code as old as that cannot be compared, so '
-            "give a newer --base"
+            f'"{name}": its run in {folder} wrote no {error}: this code is too old '
+            "to be compared; give a newer --base"
         ) from error
 
 
@@ -91,8 +91,9 @@ def metrics_of(folder: Path) -> Path:
 
 
 def own_flags(variant: Variant, folder: Path, seed: int, steps: int) -> list[str]:
-    """The flags that make a run of a variant: its folders and seed; what the code in another folder would
-    look for there; and, where the variant does not say, no samples and a record every ten updates."""
+    """The flags that turn a variant into a run: its folders and seed, and the paths of inputs that the code
+    in another folder would not find. If the variant does not set them, also no samples, and a record every
+    ten updates."""
     args = variant.args
     flags: dict[str, Any] = {f"{place}_dir": folder / place for place in ("save", "checkpoint")}
     flags |= {"cache_dir": Path(args.cache_dir).resolve(), "from_resume": 1, "seed": seed}
@@ -127,7 +128,7 @@ def weights_of(folder: Path) -> Path:
 
 def take_quiz(code: Path, weights: Path, flags: str) -> tuple[float, dict[str, str]]:
     """The first figure of scripts/evaluate.py with these flags, and the hashes of the files that it read.
-    Raises UserError with its error."""
+    Raises UserError with the script's error."""
     path = weights.with_name("quiz.json")
     command = [sys.executable, str(code / "scripts" / "evaluate.py"), *split_flags(flags)]
     command += ["--model", str(weights), "--json", str(path)]
@@ -142,7 +143,7 @@ def take_quiz(code: Path, weights: Path, flags: str) -> tuple[float, dict[str, s
 
 
 def figure(run: dict[str, Any], metric: str) -> float:
-    """The figure of a run that decides. Raises UserError if it has none."""
+    """The figure of a run that decides the comparison. Raises UserError if the run has no such figure."""
     value = run["figures"].get(metric)
     if value is None or not math.isfinite(value):
         found = ", ".join(name for name in run["figures"] if name.startswith("eval_")) or "none"

@@ -7,7 +7,8 @@ from common.settings import StageArgs
 
 
 class Variant(NamedTuple):
-    """A variant: its name, the folder of its code, the flags of its runs as words and as settings."""
+    """A variant of a comparison: its name, the folder of its code, and the flags of its runs as words and as
+    settings."""
 
     name: str
     code: Path
@@ -16,7 +17,8 @@ class Variant(NamedTuple):
 
 
 def letter_of(number: int) -> str:
-    """The letters of a variant, from 0: A to Z, then AA, AB and so on, as a spreadsheet names columns."""
+    """The letters of a variant, counted from 0: A to Z, then AA, AB and so on, like the columns of a
+    spreadsheet."""
     letters = ""
     while number >= 0:
         letters = chr(65 + number % 26) + letters

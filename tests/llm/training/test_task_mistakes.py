@@ -76,7 +76,7 @@ NOTHING_HELD_OUT = "def setup(self):\n    super().setup()\n    self.val_dataset 
 AT_START = [  # what is told; the task, its data and settings; before anything is trained
     ("Mine.build_model returns None (is its `return` missing?)", {"task": no_return("build_model(self)")}),
     ("Mine.callbacks returns None", {"task": no_return("callbacks(self)")}),
-    ("is no Callback; list objects", {"task": "def callbacks(self):\n    return [Callback]\n"}),
+    ("is not a Callback; list objects", {"task": "def callbacks(self):\n    return [Callback]\n"}),
     ("MSELoss(reduction='mean')", {"task": "def build_criterion(self):\n    return nn.MSELoss()\n"}),
     ("build_scheduler returns a int; it must return", {"task": scheduler("3")}),
     ("made for 80 steps, as many as there are updates, but it is stepped after each of 10", {"task": ONE_CYCLE}),
