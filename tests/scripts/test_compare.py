@@ -115,7 +115,7 @@ def test_pairs_have_equal_seeds_and_turn_their_order(comparing, started, tmp_pat
     assert comparing("--pairs", 3, *variants).returncode == 0
     assert len(started) == count and log.read_text().count("\n") == 1
     # going on says that the result was seen
-    assert "looked at with 3 pairs before" in comparing("--pairs", 4, *variants).stdout
+    assert "already seen with 3 pairs" in comparing("--pairs", 4, *variants).stdout
     assert len(started) == count + 2 and result(tmp_path / "out")["looks"] == [3]
 
 
