@@ -201,7 +201,7 @@ def test_a_page_answers_as_the_model_does(weights, convert, tmp_path):
 def test_without_node_the_rounded_model_answers(convert, tmp_path, monkeypatch):
     monkeypatch.setattr(page_check, "find_node", lambda: None)
     weights = saved(tmp_path)
-    assert "with Node installed, the page itself answers" in convert(weights, "page", tmp_path / "a.html")
+    assert "if Node is installed, the page itself answers" in convert(weights, "page", tmp_path / "a.html")
     monkeypatch.setattr(answers, "LEAST_SHARE", 1.01)
     line = convert(weights, "page", tmp_path / "b.html")
     assert "b.html is not written: it is no longer the same model: it gives" in line
@@ -218,7 +218,7 @@ def test_a_page_that_computes_something_else_is_not_written(convert, tmp_path, m
 
     monkeypatch.setattr(page_file, "quantize", wrong)
     monkeypatch.setattr(page_file, "_set", lambda *args: None)
-    assert "page.html is not written: it is not the same" in convert(weights, "page", tmp_path / "page.html")
+    assert "page.html is not written: it is no longer the same" in convert(weights, "page", tmp_path / "page.html")
     monkeypatch.setattr(page_file, "pattern_name", lambda *args: "gpt-2")
     assert "has other token ids" in convert(weights, "page", tmp_path / "page.html")
 
