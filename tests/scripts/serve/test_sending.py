@@ -94,8 +94,8 @@ def test_the_button_of_the_chat(page, folder):
         page.open(server.address)
         page.run(SAVED)
         for model, said in (
-            ("my run/full_sft_32", "works by a double click"),
-            ("bad_32", "no page: the page is"),
+            ("my run/full_sft_32", "open it by a double click"),
+            ("bad_32", "not be made: the page is"),
         ):
             page.run(
                 "const s = document.querySelector('#model'); s.value = arguments[0];"

@@ -180,7 +180,7 @@ def test_states_that_pass_are_the_same_after_a_reload_and_in_both_languages(card
         card.run("const now = Date.now; Date.now = () => now() + 61_000")
         card.wait(lambda: "This takes longer than usual." in card.text(BODY))
         card.click("#language")
-        assert "比平时久。" in card.text(BODY)
+        assert "用时比平时长。" in card.text(BODY)
         card.click("#language")
     becomes("Ended. It can continue from its last checkpoint.")
     becomes(
