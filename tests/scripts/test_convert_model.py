@@ -218,7 +218,9 @@ def test_a_page_that_computes_something_else_is_not_written(convert, tmp_path, m
 
     monkeypatch.setattr(page_file, "quantize", wrong)
     monkeypatch.setattr(page_file, "_set", lambda *args: None)
-    assert "page.html is not written: it is no longer the same" in convert(weights, "page", tmp_path / "page.html")
+    assert "page.html is not written: it is no longer the same" in convert(
+        weights, "page", tmp_path / "page.html"
+    )
     monkeypatch.setattr(page_file, "pattern_name", lambda *args: "gpt-2")
     assert "has other token ids" in convert(weights, "page", tmp_path / "page.html")
 

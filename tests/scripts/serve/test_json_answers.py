@@ -199,5 +199,8 @@ def test_without_llguidance_the_refusal_says_what_to_install(server, monkeypatch
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(openai.BadRequestError) as error:
         ask(server, OBJECT)
-    assert "needs the package llguidance" in error.value.message and "requirements-serve.txt" in error.value.message
+    assert (
+        "needs the package llguidance" in error.value.message
+        and "requirements-serve.txt" in error.value.message
+    )
     assert ask(server, {"type": "text"}, max_tokens=3)
