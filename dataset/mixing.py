@@ -1,9 +1,8 @@
 """Several sources of data mixed by weight. An epoch has as many tokens as all sources together, or
---max_tokens, and each source has its share of them. A source with a large share is repeated within an epoch;
-from a source with a small share an epoch takes only a part. The next epoch continues after this part, so the
-items of a source are trained equally often, up to one time. Shares are of all tokens, including those of
-prompts; the resulting shares of the targets are reported.
-"""
+--max_tokens, and each source has its share of them. A source with a large share is repeated within an epoch.
+From a source with a small share an epoch takes only a part, and the next epoch continues after this part, so
+all items of a source are trained equally often, or some of them once more. Shares are of all tokens,
+including those of prompts; the resulting shares of the targets are reported."""
 
 import hashlib
 import json
@@ -59,11 +58,12 @@ def even_order(lengths: np.ndarray, seed: list[int]) -> np.ndarray:
 
 
 class MixedDataset(StageDataset):
-    """Datasets (name, data) whose items, numbered one dataset after another, make up the epochs.
+    """Datasets, given as (name, data). Their items, numbered one dataset after another, make up the epochs.
 
-    weights: above 0, only their ratio matters. max_tokens: of an epoch; 0, or more than there are: all.
-    len() is the number of items of an epoch (`counts` of each dataset, see `items_of_epoch`), but an index
-    may be that of any item."""
+    weights: above 0; only their ratio matters. max_tokens: tokens of an epoch; 0, or a number above those of
+    all datasets, means all. len() is the number of items of an epoch (`counts` of each dataset, see
+    `items_of_epoch`), but an index may be that of any item.
+    """
 
     def __init__(self, datasets: list[tuple[str, StageDataset]], weights: list[float], max_tokens: int = 0):
         self.names = [name for name, _ in datasets]
@@ -95,7 +95,7 @@ class MixedDataset(StageDataset):
 
     @property
     def mean_tokens(self) -> float:
-        """Tokens of an item of an epoch, on average."""
+        """The mean number of tokens of an item of an epoch."""
         pairs = zip(self.counts, self.datasets, strict=True)
         return sum(count * dataset.mean_tokens for count, dataset in pairs) / len(self)
 

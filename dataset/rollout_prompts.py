@@ -171,7 +171,8 @@ class PromptDataset(StageData):
         return sum(self.item_tokens)
 
     def epoch_items(self, args: Any) -> int:
-        """Those of whole updates. Raises UserError if there are fewer prompts than an update takes."""
+        """The number of prompts of an epoch, which has whole updates only. Raises UserError if there are
+        fewer prompts than an update takes."""
         items, per_update = super().epoch_items(args), prompts_per_update(args)
         if items < per_update:
             raise UserError(
@@ -181,11 +182,12 @@ class PromptDataset(StageData):
         return items // per_update * per_update
 
     def epoch_samples(self, args: Any) -> int:
-        """Prompts come --num_iterations times."""
+        """The number of prompts that an epoch trains; each prompt counts --num_iterations times."""
         return self.epoch_items(args) * args.num_iterations
 
     def order_of_epoch(self, args: Any, epoch: int) -> np.ndarray:
-        """The prompts of an update come --num_iterations times, one after another."""
+        """The prompts of an epoch in order. The prompts of an update are repeated --num_iterations times, one
+        round after another."""
         updates = super().order_of_epoch(args, epoch).reshape(-1, prompts_per_update(args))
         return np.repeat(updates, args.num_iterations, axis=0).reshape(-1)
 

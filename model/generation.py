@@ -32,9 +32,10 @@ READ_AT_ONCE = 512  # tokens of a prompt on a CPU: the mask and the activations 
 class Form(NamedTuple):
     """How a kind of device decodes.
 
-    read_at_once: tokens of a prompt. batch_tokens: of prompts that are read together, filled up to the
-    longest; 0: each by itself. key_multiple: attention goes over a multiple of so many keys, so that shapes
-    repeat."""
+    read_at_once: how many tokens of a prompt are read in one piece. batch_tokens: limit of the tokens of
+    prompts that are read together, padded to the longest one; 0: each prompt is read by itself. key_multiple:
+    attention covers a multiple of this many keys, so that shapes repeat.
+    """
 
     read_at_once: int
     batch_tokens: int

@@ -116,9 +116,9 @@ def convert_to_page(
     prompts: Prompts,
     continues_text: bool,
 ) -> list[str]:
-    """Write a model as a page to send, whose answers to the prompts are compared with the model's; returns
-    what was found, as lines. Raises UserError if the page cannot have the model, or answers otherwise; then
-    nothing is written."""
+    """Write a model as a page to send, and compare the page's answers to the prompts with the model's.
+    Returns lines that say what was compared. Raises UserError if the page does not support the model, or if
+    its answers differ; then nothing is written."""
     expected = likeliest_answers(model, tokenizer, prompts)
     with new_path(output) as path:
         write_page(path, output.stem, model, tokenizer, bits, continues_text)

@@ -64,9 +64,9 @@ def find_runs(paths: list[str]) -> list[Path]:
 
 
 def read_runs(paths: list[str]) -> dict[str, Run]:
-    """The runs by their names: stages of one model in their order, otherwise the lowest held-out loss first.
-    If there are several, those that cannot be read or have no records are left out with a warning. Raises
-    UserError if none is left."""
+    """Name -> run. Stages of one model are in their order; other runs are sorted by their held-out loss, the
+    lowest first. If there are several, those that cannot be read or have no records are left out with a
+    warning. Raises UserError if none is left."""
     runs: list[Run] = []
     problems = []
     for path in find_runs(paths):

@@ -40,7 +40,7 @@ from trainer.weights.config import model_config
 
 
 class Args(StageArgs):
-    """The defaults of this stage (MiniMind's, but for the learning rate: its 4e-8 changes nothing).
+    """The defaults of this stage (MiniMind's, except the learning rate: its 4e-8 changes nothing).
     A field that you add here becomes a flag of this stage: `my_flag: float = 0.0`, or `= setting(0.0, "help",
     ge=0)`."""
 

@@ -39,7 +39,7 @@ from trainer.weights.config import model_config
 
 
 class Args(StageArgs):
-    """The defaults of this stage (MiniMind's, but for the learning rate: its 1e-4 learns too little).
+    """The defaults of this stage (MiniMind's, except the learning rate: its 1e-4 learns too little).
     A field that you add here becomes a flag of this stage: `my_flag: float = 0.0`, or `= setting(0.0, "help",
     ge=0)`."""
 

@@ -4,10 +4,10 @@ downloads.
     python -m scripts.demo.corpus --output_dir dataset/demo --seed 0
 
 It shows what each training stage is for. The pretraining data state four facts about every inhabitant of a
-valley, each in many wordings and in both languages. The SFT data show how to answer questions, about some of
-the inhabitants, in conversations that change the subject, and to say so where the valley has no answer. The
-quiz asks about inhabitants whom SFT never mentions, so it needs both: facts from pretraining and answering
-from SFT.
+valley, each in many wordings and in both languages. The SFT data show how to answer questions about some of
+the inhabitants, in conversations that change the subject. They also show what to say if nothing in the valley
+is the answer. The quiz asks about inhabitants whom SFT never mentions, so it needs both: facts from
+pretraining, and the form of an answer from SFT.
 
 Files: pretrain.jsonl, pretrain_eval.jsonl {"text"}; sft.jsonl, sft_eval.jsonl {"conversations"}; quiz.jsonl
 {"conversations", "answer", "wrong_answers"}: one question each, whose answer must contain the value in
@@ -25,8 +25,8 @@ reasoning     questions that take two facts, where somebody lives and what that 
               never mention.
 sums/         sums for reinforcement learning, see sums.py.
 
-A seed gives the same bytes everywhere; files that are up to date are not rewritten. Of the words in
-world.json {n} is the name of a person, {v} the value, {p} a place.
+A seed gives the same bytes everywhere; files that are up to date are not rewritten. In the texts of
+world.json, {n} stands for the name of a person, {v} for the value, {p} for a place.
 A model can answer questions about a fact only if it was stated in several wordings: Allen-Zhu & Li,
 arXiv:2309.14316.
 """

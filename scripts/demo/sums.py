@@ -2,9 +2,9 @@
 rewards.
 
 Sums of one and two digits: sft.jsonl, rl.jsonl and test.jsonl have no pair of numbers in common, in either
-order. rl_shuffled.jsonl has the questions of rl.jsonl with each other's answers, a control: it has nothing to
-teach. Sums of three digits, which the model cannot do alone but may leave to a calculator: agent_sft.jsonl
-shows with a few how that is called; agent_rl.jsonl and agent_test.jsonl have other pairs.
+order. rl_shuffled.jsonl is a control that teaches nothing: the questions of rl.jsonl with shuffled answers.
+The model cannot do sums of three digits alone, but it may leave them to a calculator: agent_sft.jsonl shows
+in a few examples how to call it; agent_rl.jsonl and agent_test.jsonl have other pairs.
 
 All are conversations that end with the answer. `python -m scripts.demo.corpus` writes them.
 """
@@ -36,7 +36,7 @@ def both_orders(pairs: list[Pair]) -> list[Pair]:
 
 
 def ask(pair: Pair, answer: int, *between: dict) -> dict:
-    """A conversation: the question, turns that stand between, and an answer."""
+    """A conversation: the question, the turns between question and answer, and the answer."""
     question = {"role": "user", "content": f"{pair[0]}+{pair[1]}=?"}
     return {"conversations": [question, *between, {"role": "assistant", "content": str(answer)}]}
 

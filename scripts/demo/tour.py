@@ -26,7 +26,7 @@ PERSONA, TWO_FACTS = WORLD["persona"], WORLD["two facts"]
 
 
 def make_persona(sft: list[dict], rng: random.Random) -> dict[str, list[dict]]:
-    """The files of the persona. sft: the conversations of SFT, of which as many are added, so that the model
+    """The files of the persona. sft: the conversations of SFT. As many of them are added, so that the model
     keeps what it knows."""
     records, quiz = [], []
     for language in LANGUAGES:
@@ -68,7 +68,7 @@ def make_terse(people: list[Person], rng: random.Random) -> dict[str, list[dict]
 
 
 def mistaken(person: Person, attribute: Attribute, rng: random.Random) -> Person:
-    """The person as somebody knows it who is wrong about the attribute with the probability MISTAKES."""
+    """A copy of the person whose value of the attribute is wrong with the probability MISTAKES."""
     known = person.facts[attribute.key]
     others = [value for value in range(len(attribute.values["en"])) if value != known]
     value = rng.choice(others) if rng.random() < MISTAKES else known
@@ -76,8 +76,8 @@ def mistaken(person: Person, attribute: Attribute, rng: random.Random) -> Person
 
 
 def make_distillation(people: list[Person], quiz: list[dict], rng: random.Random) -> dict[str, list[dict]]:
-    """Questions about everybody in all wordings but one, with mistakes in the answers, and held-out ones in
-    that one, the quiz's where it asks."""
+    """Questions about everybody, in all wordings but one, with mistakes in the answers. The held-out
+    questions use the remaining wording, which is the quiz's if the quiz asks the question."""
     in_quiz = {record["conversations"][0]["content"] for record in quiz}
     records, held_out = [], []
     for person in people:
@@ -99,7 +99,7 @@ def make_distillation(people: list[Person], quiz: list[dict], rng: random.Random
 
 
 def two_facts(person: Person, language: str, rng: random.Random) -> tuple[list[dict], dict]:
-    """Conversations about what the place of a person is known for, one of them with thoughts, and a quiz
+    """Conversations about what the place of a person is known for, one of them with reasoning, and a quiz
     question."""
     place, name = person.facts["home"], person.name[language]
     value = PLACES["goods"][language][place]
@@ -114,7 +114,7 @@ def two_facts(person: Person, language: str, rng: random.Random) -> tuple[list[d
 
 
 def make_reasoning(people: list[Person], rng: random.Random) -> dict[str, list[dict]]:
-    """Conversations with and without thoughts about some of the people, and the quiz about others."""
+    """Conversations with and without reasoning about some of the people, and the quiz about others."""
     records, quiz = [], []
     for person in people:
         if person.group not in ("sft", "quiz"):

@@ -1,5 +1,5 @@
-"""The people of the demo's valley, what is told of them, and the data that pretraining, SFT and the quiz make
-of it; see corpus.py."""
+"""The people of the demo's valley, the facts about them, and the data for pretraining, SFT and the quiz; see
+corpus.py."""
 
 import json
 import random
@@ -144,12 +144,13 @@ def messages_of(turns: list[Turn]) -> list[dict[str, str]]:
 
 
 def small_talk(language: str) -> list[Turn]:
-    """All greetings and their like, with the replies."""
+    """All greetings and similar lines, with the replies."""
     return [(ask, kind["reply"][language][0]) for kind in TALK.values() for ask in kind["ask"][language]]
 
 
 def asked_later(wording: str, person: Person, language: str, rng: random.Random) -> str:
-    """A question about the person of the turn before, some by "she" or "he", some with an "and"."""
+    """A question about the person of the previous turn. Some say "she" or "he" instead of the name, and some
+    begin with "and"."""
     name, needs_object = person.name[language], " of {n}" in wording or "visit {n}" in wording
     if rng.random() < 0.5 and not needs_object:  # "the home of she" is wrong
         name = rng.choice(PRONOUNS[language])
@@ -178,7 +179,7 @@ def ask_about(person: Person, language: str, rng: random.Random) -> list[list[Tu
 
 
 def ask_about_others(people: list[Person], language: str, rng: random.Random) -> list[list[Turn]]:
-    """Places, small talk, and questions that nothing in the valley answers."""
+    """Questions about places, small talk, and questions that nothing in the valley answers."""
     subjects = []
     for place in range(len(HOME.values[language])):
         about = place_text(place, language, PLACES["tell"][language][0])
@@ -192,8 +193,8 @@ def ask_about_others(people: list[Person], language: str, rng: random.Random) ->
 
 
 def make_sft(people: list[Person], rng: random.Random) -> tuple[list[dict], list[dict]]:
-    """Conversations about the people of group sft, with places, small talk and the unknown, and held-out ones
-    about sft_eval. From one subject to the next person and language change."""
+    """Conversations about the people of group sft, with places, small talk and unanswerable questions, and
+    held-out ones about group sft_eval. When the subject changes, the person and the language change, too."""
     subjects: dict[str, list[list[Turn]]] = {"sft": [], "sft_eval": []}
     for language in LANGUAGES:
         for person in people:
@@ -218,8 +219,8 @@ def quiz_question(question: str, reply: str, value: str) -> dict:
 
 
 def make_quiz(people: list[Person], rng: random.Random) -> list[dict]:
-    """One question per fact and language about the people of group quiz, whom no conversation mentions. Of
-    the attribute's values an answer must contain the right one, and none of the `wrong_answers`."""
+    """One question per fact and language about the people of group quiz, whom no conversation mentions. An
+    answer must contain the right value of the attribute and none of the `wrong_answers`."""
     questions = []
     for person in people:
         if person.group != "quiz":
@@ -235,8 +236,8 @@ def make_quiz(people: list[Person], rng: random.Random) -> list[dict]:
 
 
 def after_others(quiz: list[dict], position: int, rng: random.Random) -> list[dict]:
-    """The quiz with each question at a position of a conversation, from 1, after others of the quiz and their
-    right answers."""
+    """The quiz with each question at this position of a conversation (counted from 1), after other quiz
+    questions and their right answers."""
     records = []
     for record in quiz:
         others = rng.sample([other for other in quiz if other["answer"] != record["answer"]], position - 1)

@@ -38,8 +38,8 @@ class Question(NamedTuple):
 
 
 def answer_callbacks(state: TrainState, data: Any) -> list[Callback]:
-    """Of a stage that learns conversations and has held-out ones, whose whole weights are here. data: the
-    training data."""
+    """The callback that asks held-out questions. There is none unless the stage learns conversations, some of
+    them are held out, and this process has whole weights. data: the training data."""
     held_out = getattr(state.eval_loader, "dataset", None)
     if not isinstance(held_out, StageDataset) or held_out.kind != "sft" or is_sharded(state.model):
         return []
@@ -101,9 +101,9 @@ def max_new_tokens(questions: list[Question]) -> int:
 
 class RightAnswers(Callback):
     """Asks held-out questions on rank 0. The record of an evaluation gets the share of right answers
-    (`eval_answers`), the number of questions (`asked`) and some wrong answers; if there are questions whose
-    answer no training conversation gives, how many (`new_asked`) and the share of right answers to them
-    (`eval_new_answers`). The first record has the share before the first update, too
+    (`eval_answers`), the number of questions (`asked`) and some wrong answers. Some questions may have an
+    answer that no training conversation gives; then it also gets their number (`new_asked`) and the share of
+    right answers to them (`eval_new_answers`). The first record also has the share before the first update
     (`initial_eval_answers`)."""
 
     def __init__(self, questions: list[Question], tokenizer: "PreTrainedTokenizerBase"):
@@ -127,7 +127,8 @@ class RightAnswers(Callback):
         self.before, self.found = {}, {}
 
     def ask(self, state: TrainState) -> dict[str, Any]:
-        """What came of all questions, the same on all ranks; nothing of a run that diverges."""
+        """The fields of a record about all questions, the same on all ranks; empty if the run has
+        diverged."""
         found: dict[str, Any] = {}
         if is_main_process():
             found = self.answer(state)

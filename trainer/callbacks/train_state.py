@@ -95,7 +95,7 @@ class TrainState:
 
     @property
     def state(self) -> "TrainState":
-        """For callbacks that expect an engine, which has this object as `state`."""
+        """This object itself, for callbacks that read `engine.state`."""
         return self
 
     def has_schedule(self) -> bool:

@@ -17,7 +17,7 @@ Checkpoint = dict[str, Any]  # the content of a file to resume from
 
 
 def previous_path(path: Path) -> Path:
-    """The file of the checkpoint before the newest, which is at `path`."""
+    """The file of the previous checkpoint of the run whose newest one is at `path`."""
     return path.with_name(f"{path.stem}_previous.pth")
 
 
@@ -41,8 +41,8 @@ def read_checkpoint(path: Path) -> Checkpoint:
 
 
 def newest_checkpoint(path: Path, resume_from: str | None = None) -> Checkpoint | None:
-    """The newest intact checkpoint of a run, which is at `path`, or the previous one; None if the run has
-    none. resume_from: the checkpoint with which a branch begins, as long as there is none at `path`.
+    """The newest intact checkpoint of a run: the one at `path` or, if it is damaged, the previous one. None if
+    the run has none. resume_from: the checkpoint with which a branch begins, as long as there is none at `path`.
 
     If the newest checkpoint is damaged, it is renamed, so that the next save does not overwrite the previous
     one with it. Raises ReadError, before anything is renamed, if a checkpoint cannot be read at the moment,

@@ -26,19 +26,21 @@ def momentum_of(update: int) -> float:
 
 
 def decay_of(rate: float, updates: float) -> float:
-    """The weight decay of a pretraining with Muon, from its peak rate (of the steps, not of the flag) and the
-    updates in a pass over the data. It shrinks the weights by the same factor in each pass, so that what a
-    pass teaches fades at the same rate for any length of a pass (arXiv:2405.13698)."""
+    """The weight decay for pretraining with Muon. rate: peak learning rate of Muon's steps (not of the flag).
+    updates: number of updates in a pass over the data. The decay shrinks the weights by the same factor in
+    each pass, so that what a pass teaches fades at the same rate for any length of a pass
+    (arXiv:2405.13698)."""
     return min(DECAY_PER_PASS / (rate * updates), MOST_DECAY)
 
 
 class Muon(Optimizer):
-    """torch's Muon (K. Jordan, 2024), scaled as in arXiv:2502.16982, on stacks of matrices of one shape, so
-    that the number of operators in an update does not grow with depth. Each rank computes all of it from the
-    same gradients.
+    """torch's Muon (K. Jordan, 2024), scaled as in arXiv:2502.16982. It works on stacks of matrices of one
+    shape, so the number of operators in an update does not grow with depth. Each rank computes all of it from
+    the same gradients.
 
-    rows: m of the matrices [m, n] in each parameter; a parameter of three dimensions holds several matrices,
-    one below the other."""
+    rows: the number m of rows of the matrices [m, n] in each parameter. A parameter of three dimensions holds
+    several matrices, one below the other.
+    """
 
     def __init__(self, groups: list[dict[str, Any]], rows: Mapping[Any, int], lr: float, weight_decay: float):
         super().__init__(groups, {"lr": lr, "weight_decay": weight_decay, "momentum": MOMENTUM})

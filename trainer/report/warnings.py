@@ -45,8 +45,8 @@ SENTENCES = {
 
 
 def facts_for_warnings(args: Any, total_updates: int, guessing: float | None, **more: Any) -> dict[str, Any]:
-    """The facts that warnings use beside the records. guessing: the cross entropy of guessing all tokens
-    alike; None for other losses. more: held_out_is_training, best_weights, data_tokens (None: unknown)."""
+    """The facts that warnings need besides the records. guessing: cross entropy if all tokens were equally
+    likely; None for other losses. more: held_out_is_training, best_weights, data_tokens (None: unknown)."""
     names = ("warmup_updates", "learning_rate", "from_weight", "monitor", "mode")
     facts = {name: getattr(args, name) for name in names}
     facts |= {"max_gen_len": getattr(args, "max_gen_len", None)}

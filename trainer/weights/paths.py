@@ -110,8 +110,8 @@ def model_files(folder: Path) -> list[Path]:
 
 
 def is_pretrained_only(path: Path) -> bool:
-    """Whether weights have learnt to continue texts, but not to answer, by the file beside them, or by their
-    name if there is none."""
+    """Whether weights were only pretrained: they continue texts, but cannot answer. The file beside them says
+    so; without it, their name decides."""
     about = read_object(path.with_suffix(".json"))
     data = about.get("data")
     kind = data.get("kind") if isinstance(data, dict) else None
