@@ -42,8 +42,8 @@ from trainer.weights.config import model_config
 class Args(StageArgs):
     """The defaults of this stage (MiniMind's, except Muon, which learns more from the same tokens). If you
     have only some megabytes of text, --accumulation_steps 1 makes eight times as many updates and learns far
-    more. A field that you add here becomes a flag of this stage: `my_flag: float = 0.0`, or `= setting(0.0, "help", ge=0)` of
-    common/settings.py."""
+    more. A field that you add here becomes a flag of this stage: `my_flag: float = 0.0`, or `= setting(0.0,
+    "help", ge=0)` of common/settings.py."""
 
     data_path: str | None = data_file("pretrain_t2t_mini.jsonl", "pretrain_hq.jsonl")
     save_weight: str = "pretrain"

@@ -41,12 +41,14 @@ def read_checkpoint(path: Path) -> Checkpoint:
 
 
 def newest_checkpoint(path: Path, resume_from: str | None = None) -> Checkpoint | None:
-    """The newest intact checkpoint of a run: the one at `path` or, if it is damaged, the previous one. None if
-    the run has none. resume_from: the checkpoint with which a branch begins, as long as there is none at `path`.
+    """The newest intact checkpoint of a run: the one at `path` or, if it is damaged, the previous one. None
+    if the run has none. resume_from: the checkpoint with which a branch begins, as long as there is none at
+    `path`.
 
     If the newest checkpoint is damaged, it is renamed, so that the next save does not overwrite the previous
     one with it. Raises ReadError, before anything is renamed, if a checkpoint cannot be read at the moment,
-    and UserError if there are checkpoints, but none can be resumed."""
+    and UserError if there are checkpoints, but none can be resumed.
+    """
     places = [place for place in (path, previous_path(path)) if is_there(place)]
     if not places and resume_from is not None:
         return begin_branch(Path(resume_from))
