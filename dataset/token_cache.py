@@ -252,7 +252,7 @@ def is_usable(folder: Path, paths: list[str]) -> bool:
 
 
 def change_times(paths: list[str]) -> list[int]:
-    """The ctime of each file in nanoseconds: content, name or permissions last changed."""
+    """The ctime of each file in nanoseconds: when its content, name or permissions last changed."""
     return [os.stat(path).st_ctime_ns for path in paths]
 
 

@@ -56,7 +56,7 @@ class SpecialTexts:
     this text, one for each of its characters, so that no position changes.
 
     Args:
-        backend: of the tokenizer.
+        backend: backend of the tokenizer.
     """
 
     def __init__(self, backend: Tokenizer):

@@ -122,7 +122,7 @@ def likeliest(probs: Tensor, samplings: Sequence[Sampling]) -> Tensor:
 
 
 def column(values: Sequence[float], like: Tensor) -> Tensor:
-    """The values [R, 1] with the device and dtype of a tensor; the host does not wait."""
+    """The values as a column [R, 1] with the device and dtype of a tensor. The host does not wait."""
     return torch.tensor(values, dtype=like.dtype)[:, None].to(like.device, non_blocking=True)
 
 

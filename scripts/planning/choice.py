@@ -37,12 +37,12 @@ def choose(stages: list[Stage], depths: Sequence[int], memory: float, seconds: f
     gets as many passes as the time allows. Models are measured from the smallest up to the first that does
     not fit.
 
-        Args:
-            memory: limit of the bytes of this process.
-            seconds: limit for all stages together.
+    Args:
+        memory: limit of the bytes of this process.
+        seconds: limit for all stages together.
 
-        Raises:
-            UserError: not even the smallest model fits.
+    Raises:
+        UserError: not even the smallest model fits.
     """
     best: list[Stage] = []
     models: list[Stage] = []

@@ -130,7 +130,7 @@ def call_of(part: nn.Module, tokens: int, may_fail: bool) -> Any:
     seen = set()
 
     def first_call(*args: Any, **kwargs: Any) -> Any:
-        """The first call with such inputs, which compiles."""
+        """Compile the part by a call with inputs of a new kind, and return the result of this call."""
         with compiling():
             # not with FSDP, where a call gathers the weights from all ranks, and some ranks may have an empty
             # batch
