@@ -1,4 +1,4 @@
-// The chat: what is sent, how the answer arrives, stop, edit, answer again. Several conversations may be answered at the
+// The chat: sending messages, receiving answers, stop, edit, answer again. Several conversations may be answered at the
 // same time; the page shows one of them.
 import * as api from "./api.js";
 import { announce, byId, h, notice } from "./dom.js";
@@ -23,7 +23,7 @@ const jobs = (id) => [...running].filter(([, job]) => job.conversation.id === id
 const isRunning = () => jobs(current.id).length > 0;
 
 function open(conversation) {
-  current = jobs(conversation.id)[0]?.[1].conversation ?? conversation; // the one that is being answered
+  current = jobs(conversation.id)[0]?.[1].conversation ?? conversation; // the copy that is being answered
   store.write(CURRENT, current.id);
   views = new Map();
   drawMessages();
@@ -52,7 +52,7 @@ function drawMessages() {
 
 const elements = (messages) => messages.map((message) => views.get(message).element);
 
-/** Two models side by side: each question above, below it the answer of each, under the name of who gave it. */
+/** Two models side by side: each question, and below it the answer of each model under its name. */
 function rows() {
   const [left, right] = threads(current).map((thread) => store.turns(thread.messages));
   const side = (turn = []) => {
@@ -84,7 +84,7 @@ function welcome() {
   return h("div", { class: "welcome" }, h("h1", {}, t("greeting")), h("p", { class: "muted" }, t("greetingMore")), examples);
 }
 
-/** The page follows an answer unless the reader has gone up. */
+/** Scroll along with an answer, unless the reader has scrolled up. */
 function startScrolling() {
   const area = byId("scroll");
   let follow = true;
@@ -92,7 +92,7 @@ function startScrolling() {
   new ResizeObserver(() => follow && (area.scrollTop = area.scrollHeight)).observe(byId("messages"));
 }
 
-// --- what one can do with a message
+// --- actions on a message
 
 function actions(conversation, thread, message) {
   return {
@@ -119,7 +119,7 @@ function actions(conversation, thread, message) {
   };
 }
 
-/** A notice that can put back the messages that a conversation has now. */
+/** A notice with a button that restores the present messages of a conversation. */
 function offerUndo(conversation) {
   const before = threads(conversation).map((thread) => [thread, thread.messages]);
   notice(t("replaced"), () => {
@@ -143,7 +143,7 @@ function send(text) {
   grow();
 }
 
-/** Ask the second model the next question that it has not been asked, also from before it was chosen. */
+/** Ask the second model the next question that it has not answered, including those from before it was chosen. */
 function catchUp(conversation) {
   const { other, messages } = conversation;
   if (!other || running.has(other)) return;
@@ -172,7 +172,7 @@ async function answer(conversation, thread) {
   const newest = continues ? sent : store.newest(sent, about?.max_model_len);
   const chat = { messages: [...system, ...newest.map(store.forApi)], truncation: "auto", ...fields };
   const body = { model: model || undefined, ...(continues ? textFields(sent.at(-1).content, fields) : chat) };
-  // what it is if the page is closed now
+  // its state if the page is closed now
   const message = store.ownMessage({ role: "assistant", content: "", model, note: "stopped", continues });
   message.dropped = sent.length - newest.length;
   const job = { stop: new AbortController(), conversation, message };
@@ -193,12 +193,12 @@ async function answer(conversation, thread) {
     }
   }
   if (running.get(thread) === job) running.delete(thread);
-  if (store.conversation(conversation.id)) store.keep(conversation); // else it was deleted
+  if (store.conversation(conversation.id)) store.keep(conversation); // otherwise it was deleted
   update(thread, message);
   drawControls();
 }
 
-/** The fields of a request that has a text continued: its settings are those of a chat, but for what only a chat has. */
+/** The fields of a request to continue a text: the settings of a chat, without those that only a chat has. */
 function textFields(prompt, { tools, chat_template_kwargs, ...fields }) {
   return { prompt, max_tokens: -1, ...fields };
 }
@@ -219,14 +219,14 @@ async function receive(body, message, thread, job) {
     if (usage) {
       message.tokens = usage.completion_tokens;
       const seconds = (performance.now() - first) / 1000;
-      if (first && seconds > 0.3) message.rate = Math.round((message.tokens - 1) / seconds); // else it means nothing
+      if (first && seconds > 0.3) message.rate = Math.round((message.tokens - 1) / seconds); // otherwise the rate means nothing
     }
     if (!drawn) requestAnimationFrame(draw);
     drawn = true;
   });
 }
 
-/** Add a piece of an answer to it. */
+/** Add a piece to an answer. */
 function add(message, { content, reasoning_content: reasoning, tool_calls: calls }) {
   if (content) message.content += content;
   if (reasoning) message.reasoning_content = (message.reasoning_content ?? "") + reasoning;
@@ -286,7 +286,7 @@ function drawModels() {
   byId("other").replaceChildren(h("option", { value: "" }, t("compareWith")), ...others.map(option(other)));
 }
 
-/** Have another model answer the same questions beside the first one; "": none any more. */
+/** Have a second model answer the same questions beside the first one; "": stop this. */
 function compare(model) {
   if (current.other) stop(current.other);
   current.other = model ? { model, messages: [] } : undefined;
@@ -297,7 +297,7 @@ function compare(model) {
 async function loadModels() {
   const error = byId("chat-error");
   try {
-    const had = models?.length ?? 1; // what is shown until the server has said
+    const had = models?.length ?? 1; // shown until the server has answered
     models = await api.models();
     drawModels();
     if (!had !== !models.length) drawMessages();
@@ -305,7 +305,7 @@ async function loadModels() {
   } catch (problem) {
     error.textContent = problem.message;
     error.hidden = false;
-    setTimeout(loadModels, 3000); // until the server is back
+    setTimeout(loadModels, 3000); // try again until the server is back
   }
 }
 
@@ -336,11 +336,11 @@ export function startChat() {
   document.addEventListener("language", () => open(current));
   window.addEventListener("beforeunload", () => {
     for (const { conversation, stop } of running.values()) {
-      store.keep(conversation); // as far as its answer came
+      store.keep(conversation); // with the incomplete answer
       stop.abort();
     }
   });
-  document.addEventListener("tab", (event) => event.detail === "chat" && loadModels()); // a training may have made more
+  document.addEventListener("tab", (event) => event.detail === "chat" && loadModels()); // training may have added some
   document.addEventListener("visibilitychange", () => document.hidden || loadModels());
   document.addEventListener("trains", ({ detail }) => {
     trains = detail;

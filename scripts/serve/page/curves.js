@@ -1,4 +1,4 @@
-// The training curves: which runs there are, which are shown, and how; they follow the files while the tab is open.
+// The training curves: the list of runs, which of them are shown, and how. They are updated while the tab is open.
 import * as api from "./api.js";
 import { byId, h } from "./dom.js";
 import { read, write } from "./store.js";
@@ -12,14 +12,14 @@ const HEIGHT = 220;
 const AXES = ["update", "tokens", "seconds"];
 const MAIN = ["loss", "eval_loss", "reward", "eval_reward", "kl", "learning_rate", "grad_norm", "tokens_per_second"];
 const NO_PLOT = /^(update|tokens|seconds|seconds_left|mean_loss)$/;
-const RUNNING = 90; // seconds since its last record, in which a run counts as running where no lock says who lives
+const RUNNING = 90; // if there is no lock, a run counts as running for this many seconds after its last record
 const RESULTS = ["loss", "eval_loss", "best_eval_loss", "best_update", "reward", "eval_reward"]; // of the table of runs
-// they can be told apart on a light and on a dark ground
+// distinguishable on a light and on a dark background
 const COLORS = ["#4f78e6", "#e0702f", "#27a07a", "#c256ac", "#b08a1e", "#2798b5", "#de4f65", "#8a6fe0"];
 
 const view = { x: "update", log: false, smoothing: 0, chosen: null, ...read(KEY, {}) };
-const known = new Map(); // name -> what the server says of a run, with the size its file had
-const failed = new Map(); // name -> what is wrong with a run that cannot be read, and the size that its file had
+const known = new Map(); // name -> the data of a run, with the size of its file at that time
+const failed = new Map(); // name -> why a run cannot be read, with the size of its file at that time
 let trains = false; // whether the server does
 let runs = null; // null: the server has not said yet
 let plots = [];
@@ -28,7 +28,7 @@ let isOpen = false;
 
 const shown = () => (runs ?? []).filter((run) => view.chosen?.includes(run.name) && known.has(run.name));
 const colorOf = (name) => COLORS[view.chosen.indexOf(name) % COLORS.length];
-/** What an object has under a name that a run chose, such as "constructor". */
+/** The own value of an object under a name from a run, which may be a name such as "constructor". */
 const own = (object, name) => (Object.hasOwn(object, name) ? object[name] : undefined);
 const title = (field) => (knows(field) ? t(field) : field.replaceAll("_", " "));
 
@@ -68,7 +68,7 @@ async function look() {
   timer = setTimeout(look, EVERY);
 }
 
-/** Read a run; one that cannot be read says so in the list. */
+/** Read a run. If it cannot be read, the list says so. */
 async function load({ name, size }) {
   try {
     known.set(name, { ...(await api.run(name)), size });
@@ -114,7 +114,7 @@ function runRow(run) {
 
 const isAlive = (run) => run.alive ?? run.age < RUNNING;
 
-/** Whether a run goes on, and for how long or how far it came; nothing of a run that was not read and does not. */
+/** The state of a run: still running and how long, or how far it came. Empty for a finished run that was not read. */
 function stateLine(run) {
   const columns = known.get(run.name)?.columns;
   const left = columns?.seconds_left?.at(-1);
@@ -169,10 +169,10 @@ function drawPlot(element, field) {
   return new uPlot(options, uPlot.join(curves), element);
 }
 
-/** The mean over the log interval counts as the loss where there is one. */
+/** The mean over the log interval is used as the loss if there is one. */
 const columnOf = (columns, field) => (field === "loss" && columns.mean_loss ? "mean_loss" : field);
 
-/** Exponential moving average without the pull of its start; gaps (null) stay gaps. On a log scale nothing is below 0. */
+/** Exponential moving average with bias correction. Gaps (null) stay gaps. On a log scale, values up to 0 are gaps. */
 function smooth(values) {
   let [sum, norm] = [0, 0];
   return values.map((value) => {
@@ -183,7 +183,7 @@ function smooth(values) {
   });
 }
 
-/** What the runs came to, and the settings that are not the same in all of them. */
+/** The table of results, and of the settings that differ between the runs. */
 function drawTable() {
   const about = shown().map((run) => known.get(run.name));
   const results = RESULTS.filter((name) => about.some(({ figures }) => name in figures));
@@ -200,7 +200,7 @@ function drawTable() {
   byId("table").hidden = !about.length;
 }
 
-/** What the runs answered to their sample prompts, and how that changed. */
+/** The answers of the runs to their sample prompts, and how they changed. */
 function drawSamples() {
   const about = shown().map((run) => known.get(run.name)).filter(({ samples }) => samples.length);
   const answer = ([update, text]) => h("p", {}, h("span", { class: "muted" }, `${t("update")} ${update}: `), text);

@@ -1,4 +1,4 @@
-// Building the page: elements from text (never from HTML), icons, short notices.
+// Builds the page: elements from text (never from HTML), icons, short notices.
 import { t } from "./text.js";
 
 const ICONS = {
@@ -51,7 +51,7 @@ export const byId = (id) => document.getElementById(id);
 
 let noticeTimer = 0;
 
-/** A short notice at the bottom, with a button where it can be undone; it goes by itself. */
+/** A short notice at the bottom, with a button if the action can be undone. It disappears by itself. */
 export function notice(text, undo = null) {
   const hide = () => byId("notice").replaceChildren();
   const button = undo && h("button", { type: "button", class: "primary", onclick: () => (hide(), undo()) }, t("undo"));
@@ -63,10 +63,10 @@ export function notice(text, undo = null) {
 /** Have a screen reader read a text out, when it has time. */
 export function announce(text) {
   byId("announcer").textContent = "";
-  setTimeout(() => (byId("announcer").textContent = text), 50); // a change is read out, also to the same text
+  setTimeout(() => (byId("announcer").textContent = text), 50); // so that the same text is read out again
 }
 
-/** Put a text on the clipboard. Pages that are neither https nor of this machine may not; they have the old way. */
+/** Copy a text to the clipboard. Pages that are neither https nor from this machine must use the old API. */
 async function copyText(text) {
   if (navigator.clipboard) return navigator.clipboard.writeText(text);
   const area = h("textarea", { class: "visually-hidden" });
@@ -77,7 +77,7 @@ async function copyText(text) {
   return area.remove();
 }
 
-/** A button that copies and shows for a moment that it did. */
+/** A button that copies a text, and shows for a moment that it has done so. */
 export function copyButton(label, text) {
   const button = iconButton("copy", label, async () => {
     await copyText(text());
@@ -87,7 +87,7 @@ export function copyButton(label, text) {
   return button;
 }
 
-/** Save a text or a Blob as a file of the user. */
+/** Let the user save a text or a Blob as a file. */
 export function download(name, content) {
   const link = h("a", { download: name, href: URL.createObjectURL(new Blob([content], { type: "application/octet-stream" })) });
   link.click();

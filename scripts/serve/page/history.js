@@ -3,7 +3,7 @@ import { byId, download, h, iconButton, notice } from "./dom.js";
 import * as store from "./store.js";
 import { t } from "./text.js";
 
-/** Make the list work. `chat` has open(conversation), current() and stop(id); returns a function that draws it anew. */
+/** Make the list work. `chat` has open(conversation), current() and stop(id); returns a function that redraws it. */
 export function startHistory(chat) {
   const draw = () => byId("conversations").replaceChildren(...store.conversations().map((one) => entry(one, chat, draw)));
   byId("export-one").addEventListener("click", () => download("minimind-chat.jsonl", store.exported([chat.current()])));
@@ -22,14 +22,14 @@ function entry(one, chat, draw) {
   return row;
 }
 
-/** The title as a field; Enter or leaving it keeps the new one, Escape the old one. */
+/** The title as an input field. Enter, or leaving the field, keeps the new title; Escape keeps the old one. */
 function rename(row, one, chat, draw) {
   const input = h("input", { type: "text", maxlength: "200", "aria-label": t("rename"), value: one.title });
   input.addEventListener("blur", () => {
     const isOpen = one.id === chat.current().id;
     const kept = isOpen ? chat.current() : one;
     kept.title = input.value.trim() || kept.title;
-    store.write(store.CHAT + kept.id, kept); // not `keep`: it stays at its place in the list
+    store.write(store.CHAT + kept.id, kept); // not `keep`, so that it stays at its place in the list
     draw();
   });
   input.addEventListener("keydown", (event) => {
@@ -42,7 +42,7 @@ function rename(row, one, chat, draw) {
   input.select();
 }
 
-/** Delete a conversation; the notice can bring it back. */
+/** Delete a conversation. A button in the notice restores it. */
 function remove(one, title, chat, draw) {
   chat.stop(one.id);
   const last = store.conversation(one.id) ?? one;

@@ -37,7 +37,7 @@ const parser = new marked.Marked({
   ],
 });
 
-/** Show a text as markdown in an element; one that is nested too deep for marked stays as it is. */
+/** Show a text as markdown in an element. A text that is nested too deeply for marked is shown unchanged. */
 export function render(element, text) {
   try {
     element.replaceChildren(DOMPurify.sanitize(parser.parse(text), ALLOWED));
@@ -59,7 +59,7 @@ function wrap(element, around) {
   around.append(element);
 }
 
-/** A formula that KaTeX does not know stays as its source; nothing in one is larger than 20 em. */
+/** A formula that KaTeX does not know is shown as its source. Nothing in a formula is larger than 20 em. */
 function setFormula(element) {
   const tex = element.textContent;
   try {

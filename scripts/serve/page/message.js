@@ -1,11 +1,11 @@
-// One message on the page: its text, reasoning, tool calls, what went wrong, and the buttons below it.
+// One message on the page: its text, reasoning, tool calls, errors, and the buttons below it.
 import { copyButton, h, iconButton } from "./dom.js";
 import { render } from "./markdown.js";
 import { t } from "./text.js";
 
 /**
- * A view of a message. `act` has edit(text), regenerate() and results(list of texts); `update` shows what the message
- * has become: {writing} while it arrives, {last} if no other stands below it.
+ * A view of a message. `act` has edit(text), regenerate() and results(list of texts). `update` shows the present message:
+ * {writing} while it arrives, {last} if it is the last one.
  */
 export function messageView(message, act) {
   const body = h("div", { class: "body" });
@@ -55,7 +55,7 @@ function callView({ function: { name, arguments: given } }) {
   return h("details", { class: "call", open: true }, h("summary", {}, t("toolCall", { name })), h("pre", {}, given));
 }
 
-/** Fields for what the called tools give, which the user runs. */
+/** Fields for the results of the called tools, which the user runs. */
 function resultForm(calls, act) {
   const areas = calls.map(() => h("textarea", { rows: "2" }));
   const labels = calls.map((call, i) => h("label", {}, t("resultLabel", { name: call.function.name }), areas[i]));
@@ -67,7 +67,7 @@ function resultForm(calls, act) {
   return h("form", { class: "results", onsubmit }, ...labels, button);
 }
 
-/** The message as a field; what follows it is asked anew when it is sent. */
+/** The message as an input field. When it is sent, the answers after it are generated again. */
 function edit(element, message, act) {
   const area = h("textarea", { rows: Math.min(12, message.content.split("\n").length + 1), "aria-label": t("edit") });
   area.value = message.content;

@@ -1,9 +1,9 @@
-// Saving a model as a page to send, which the server makes.
+// Saves a model as a page to send, which the server makes.
 import * as api from "./api.js";
 import { announce, download, notice } from "./dom.js";
 import { size, t } from "./text.js";
 
-/** Have the page of a model made, and save it. The button rests meanwhile. */
+/** Have the page of a model made, and save it. The button is disabled meanwhile. */
 export async function savePage(button, model) {
   const say = (key, values) => (notice(t(key, values)), announce(t(key, values)));
   const name = model.replaceAll("/", " ");

@@ -3,7 +3,7 @@
 import { notice } from "./dom.js";
 import { t } from "./text.js";
 
-export const CHAT = "minimind.chat."; // what the names of their entries begin with
+export const CHAT = "minimind.chat."; // prefix of the names of their entries
 
 export function read(key, fallback) {
   try {
@@ -33,13 +33,13 @@ export function conversation(id) {
   return stored;
 }
 
-/** The lists of messages of a conversation, which one model each answers: itself and, if two are compared, `other`. */
+/** The lists of messages of a conversation, one for each model: itself and, if two models are compared, `other`. */
 export const threads = (conversation) => [conversation, conversation.other].filter(Boolean);
 
-// --- several tabs: what each of them added or removed since it read a conversation holds for all
+// --- several tabs: messages that one tab has added or removed since it read a conversation are merged into all
 
 const known = new WeakMap(); // thread -> ids of the messages that it had when it was last read or written
-const written = new WeakSet(); // messages that came into being in this tab
+const written = new WeakSet(); // messages that were created in this tab
 let ids = 0;
 
 /** A message that this tab adds. */
@@ -50,11 +50,11 @@ export function ownMessage(fields) {
 }
 
 function remember(thread) {
-  thread.messages.forEach((message, i) => (message.id ??= `old-${i}`)); // kept before messages had ids
+  thread.messages.forEach((message, i) => (message.id ??= `old-${i}`)); // saved before messages had ids
   known.set(thread, new Set(thread.messages.map(({ id }) => id)));
 }
 
-/** Bring what other tabs did to a conversation into this tab's copy. */
+/** Merge the changes of other tabs into this tab's copy of a conversation. */
 export function merge(conversation) {
   const stored = read(CHAT + conversation.id, null);
   if (!Array.isArray(stored?.messages)) return;
@@ -68,13 +68,13 @@ function mergeThread(mine, stored) {
   const before = known.get(mine) ?? new Set();
   const byId = new Map(mine.messages.map((message) => [message.id, message]));
   const there = new Set(stored.messages.map(({ id }) => id));
-  const kept = stored.messages.filter(({ id }) => byId.has(id) || !before.has(id)); // else it was removed here
+  const kept = stored.messages.filter(({ id }) => byId.has(id) || !before.has(id)); // otherwise it was removed here
   const current = kept.map((message) => {
     const here = byId.get(message.id);
     if (!here) return message;
     if (written.has(here)) return here;
     for (const name of Object.keys(here)) delete here[name];
-    return Object.assign(here, message); // it may have grown there
+    return Object.assign(here, message); // it may be longer there
   });
   const added = mine.messages.filter(({ id }) => !there.has(id) && !before.has(id));
   mine.messages = [...current, ...added];
@@ -96,12 +96,12 @@ export function keep(conversation) {
 
 export const drop = (id) => localStorage.removeItem(CHAT + id);
 
-/** A message in the form of the API, without what only this page knows of it. */
+/** A message in the form of the API, without the fields of this page. */
 export function forApi({ role, content, reasoning_content, tool_calls, tool_call_id }) {
   return { role, content, reasoning_content, tool_calls, tool_call_id }; // JSON leaves out those that are undefined
 }
 
-/** Messages in turns: a question with all that follows up to the next one. */
+/** Messages grouped into turns: a question with everything up to the next question. */
 export function turns(messages) {
   const grouped = [];
   for (const message of messages) {
@@ -111,9 +111,9 @@ export function turns(messages) {
   return grouped;
 }
 
-const CHARACTERS = 16; // of a token, at most
+const CHARACTERS = 16; // limit of a token
 
-/** The newest turns that a context of so many tokens can hold, at least the last one; the server counts their tokens. */
+/** The newest turns that may fit into a context of this many tokens, at least the last one. The server counts exactly. */
 export function newest(messages, context = Infinity) {
   const grouped = turns(messages);
   let [characters, count] = [0, 0];
@@ -126,8 +126,8 @@ export function newest(messages, context = Infinity) {
 }
 
 /**
- * Conversations as JSONL that SFT can train on, a record for each model that answered, with the system prompt and the
- * tools that were asked with. Turns that failed are left out, and texts that were continued; answers that were stopped or cut are not trained.
+ * Conversations as JSONL for SFT: a record for each model that answered, with the system prompt and the tools of the
+ * requests. Failed turns and continued texts are left out. Answers that were stopped or cut are not trained.
  */
 export function exported(list) {
   const isWhole = (turn) => turn.at(-1).role === "assistant" && !turn.some(({ error, continues }) => error || continues);

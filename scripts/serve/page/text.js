@@ -242,13 +242,13 @@ export function t(key, values = {}) {
   return (TEXT[language][key] ?? key).replace(/\{(\w+)\}/g, (whole, name) => String(values[name] ?? whole));
 }
 
-/** Seconds as text of two digits or so; the units are those of both languages. */
+/** Seconds as a short text. The units are the same in both languages. */
 export function duration(seconds) {
   if (seconds < 100) return `${Math.round(seconds)} s`;
   return seconds < 5400 ? `${Math.round(seconds / 60)} min` : `${(seconds / 3600).toFixed(1)} h`;
 }
 
-/** The time of day in so many seconds. */
+/** The time of day this many seconds from now. */
 export function clock(seconds) {
   const format = { hour: "2-digit", minute: "2-digit" };
   return new Date(Date.now() + 1000 * seconds).toLocaleTimeString(document.documentElement.lang, format);
@@ -267,7 +267,7 @@ export const times = (n) => (n === 1 ? t("once") : t("times", { n: Number(n.toPr
 export const knows = (key) => Object.hasOwn(TEXT.en, key);
 export const currentLanguage = () => language;
 
-/** Choose the language and put it into the elements that name a text; listeners of `language` draw the rest again. */
+/** Choose the language, and set the texts of the elements that name one. Listeners of `language` redraw the rest. */
 export function setLanguage(chosen) {
   language = chosen === "zh" ? "zh" : "en";
   document.documentElement.lang = language === "zh" ? "zh-CN" : "en";

@@ -1,5 +1,5 @@
-// The card "New model": files, a plan, a training and what became of it. The server derives all of it from files, so this
-// page keeps nothing but the fields of the form and which training it shows.
+// The card "New model": files, a plan, a training and its result. The server derives all of it from files, so this page
+// keeps only the fields of the form and which training it shows.
 import * as api from "./api.js";
 import { announce, byId, copyButton, download, h } from "./dom.js";
 import { savePage } from "./sending.js";
@@ -7,8 +7,8 @@ import { read, write } from "./store.js";
 import { clock, currentLanguage, duration, knows, size, t, times } from "./text.js";
 
 const KEY = "minimind.train";
-const EVERY = 2000; // milliseconds between two looks at the server while the tab is open,
-const SELDOM = 15000; // and while it is not
+const EVERY = 2000; // milliseconds between two requests while the tab is open
+const SELDOM = 15000; // the same while it is not
 const LIVING = ["planning", "training", "saving"];
 const HOURS = [10 / 60, 1, 8];
 const START = 12; // seconds in which a stage starts, as in scripts/planning/stages.py
@@ -20,9 +20,9 @@ const KINDS = /(\.(?:txt|jsonl|json|csv)(?:\.gz)?|\.parquet|\.arrow)$/i;
 // the fields, the training that is shown ("": the form), and the files that are arriving
 const form = { name: "", hours: HOURS[0], depth: "", text: "", chat: "", skip: false, shown: null, arriving: [], ...read(KEY, {}) };
 const uploads = new Map(); // name -> {size, percent, cancel}
-let overview = null; // what the server says; null: not yet, or it does not train
-let formError = null; // what `sentence` says
-let isChanging = false; // the plan of the shown training is to be changed
+let overview = null; // the server's answer; null: none yet, or it does not train
+let formError = null; // the result of `sentence`
+let isChanging = false; // whether the user is changing the plan of the shown training
 let isOpen = false;
 let view = { key: "", update() {} };
 let timer = 0;
@@ -36,7 +36,7 @@ const button = (text, kind, onclick, more = {}) => h("button", { type: "button",
 const line = (text, kind = "") => h("p", { class: kind }, text);
 const joined = (...sentences) => sentences.filter(Boolean).join(currentLanguage() === "zh" ? "" : " ");
 
-/** The training that is shown: the chosen one, else the one that lives, else the last one; null: the form. */
+/** The training that is shown: the chosen one, otherwise the running one, otherwise the last one; null: the form. */
 function shown() {
   if (form.shown === "") return null;
   return jobNamed(form.shown) ?? living() ?? overview.jobs[0] ?? null;
@@ -57,12 +57,12 @@ async function look() {
     overview = await api.training();
     draw();
   } catch (error) {
-    if (!overview) throw error; // else the curves say that there is no server
+    if (!overview) throw error; // otherwise the curves report that there is no server
   }
   timer = setTimeout(look, isOpen && !document.hidden ? EVERY : SELDOM);
 }
 
-/** Have the server do something; true if it did. The error of what it refuses goes to `say`. */
+/** Have the server do something. True if it did; otherwise `say` gets the error. */
 async function act(doing, say) {
   try {
     await doing;
@@ -82,7 +82,7 @@ function sentence({ code, values = {}, message, detail = message }) {
   return knows(`error_${code}`) ? t(`error_${code}`, filled) : message;
 }
 
-// --- drawing: a view is built once for each state, and then only updated: what has the focus keeps it
+// --- drawing: a view is built once for each state and then only updated, so that the focus stays
 
 function draw() {
   const job = shown();
@@ -92,7 +92,7 @@ function draw() {
     const isFirst = !view.key;
     const place = `${state}/${job?.name}`;
     const asked = ((isChanging || state === "new") && job?.asked) || {};
-    // a page that is loaded again keeps what was changed since
+    // a reloaded page keeps later changes
     if (asked.name && place !== view.place && !(isFirst && form.name === asked.name)) Object.assign(form, fieldsOf(asked));
     if (place !== view.place) savingSince = Date.now();
     view = { key, place, ...build(state, job) };
@@ -215,7 +215,7 @@ function uploadRow([name, { size: bytes, percent, cancel }]) {
   return h("li", {}, h("span", {}, t("uploading", { name, percent, size: size(bytes) })), button(t("cancel"), "quiet", cancel));
 }
 
-/** A name that the server takes: letters, digits, blanks and dashes, no longer than it may be, not taken. */
+/** A free name that the server accepts: letters, digits, blanks and dashes, within the limit of length. */
 function freeName(original) {
   const suffix = original.match(KINDS)[0].toLowerCase();
   const stem = original.slice(0, original.length - suffix.length).normalize("NFC").replace(/[^\p{L}\p{N}_ -]+/gu, "_").replace(/^[ -]+/, "");
@@ -250,13 +250,13 @@ function addFiles(files) {
   draw();
 }
 
-/** So that a page that is loaded again can say what was cut. */
+/** Remember the uploads, so that a reloaded page can say which were interrupted. */
 function keepArriving() {
   form.arriving = [...uploads.keys()];
   keep();
 }
 
-/** Why a file is not sent: a server that refuses it may do so before it has arrived, which looks like a broken line. */
+/** Why a file is not sent. If the server refused it while it arrives, that would look like a lost connection. */
 function whyNot({ name, size: bytes }) {
   const { most, room, disk_free: free } = overview;
   if (!KINDS.test(name)) return { code: "kind" };
@@ -276,7 +276,7 @@ async function makePlan() {
 
 const stopButton = (job, text, now = false) => button(text, "quiet", (event) => ((event.target.disabled = true), act(api.stopJob(job.name, now), say)));
 
-/** What the server refused, below the buttons of the card. */
+/** The server's refusal, below the buttons of the card. */
 function say(error) {
   byId("train-body").append(h("div", { class: "error", role: "alert" }, sentence(error)));
 }
@@ -294,7 +294,7 @@ function planView(job) {
   return { elements, update() {} };
 }
 
-/** The button that leads back to the form, while nothing has been trained. */
+/** The button back to the form, as long as nothing has been trained. */
 function changePlan({ name, update }) {
   return update === undefined && button(t("changePlan"), "quiet", () => ((isChanging = true), (form.shown = name), draw()));
 }
@@ -419,7 +419,7 @@ function readyView(job) {
   return { elements: [line(joined(t("ready"), verdict)), buttons, terminalLine(job)], update() {} };
 }
 
-/** Start the card, if the server trains; it then follows the server. */
+/** Start the card if the server trains. It then follows the server's state. */
 export async function startTraining() {
   document.addEventListener("tab", (event) => {
     isOpen = event.detail === "training";

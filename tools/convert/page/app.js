@@ -31,11 +31,11 @@ const spec = JSON.parse(byId("spec").textContent);
 let language = navigator.language.startsWith("zh") ? "zh" : "en";
 let worker = null;
 let state = "loading"; // ready, writing, failed
-let shown = null; // the answer that is being written
+let shown = null; // the answer that is being generated
 
 const t = (key, values = {}) => TEXT[language][key].replace(/\{(\w+)\}/g, (_, name) => values[name]);
 
-/** An element with a text. Its notes are written anew when the language changes: `say` gives the text. */
+/** An element with a text. `say` returns the text of its notes, which is set again when the language changes. */
 function element(tag, kind, say = "") {
   const made = document.createElement(tag);
   made.className = kind;
@@ -63,14 +63,14 @@ function become(next) {
   draw();
 }
 
-/** Show what went wrong; the page cannot go on. */
+/** Show what went wrong. The page cannot continue. */
 function fail(key, values) {
   byId("state").className = "error";
   byId("state").textContent = t(key, values);
   become("failed");
 }
 
-/** Change the messages; they stay at their end if they were there. */
+/** Change the messages. If they were scrolled to the end, they stay there. */
 function change(doing) {
   const area = byId("messages");
   const isAtEnd = area.scrollHeight - area.scrollTop - area.clientHeight < 60;
@@ -114,7 +114,7 @@ function finish({ tokens, finish, room, most, dropped, seconds, ...answer }) {
   become("ready");
 }
 
-/** Give a message that is too long back to the person who wrote it. */
+/** Put a message that is too long back into the input field. */
 function refuse(values) {
   change(() => {
     const question = spec.continues_text ? null : shown.message.previousElementSibling;
@@ -157,7 +157,7 @@ function startComposer() {
   const submit = () => state === "ready" && input.value.trim() && ask(spec.continues_text ? input.value : input.value.trim());
   input.addEventListener("input", grow);
   input.addEventListener("keydown", (event) => {
-    if (event.key !== "Enter" || event.shiftKey || event.isComposing) return; // a new line; a word that is being spelled
+    if (event.key !== "Enter" || event.shiftKey || event.isComposing) return; // a new line, or an input method that is composing
     event.preventDefault();
     submit();
   });

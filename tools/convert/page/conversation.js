@@ -1,11 +1,11 @@
-// A conversation as the model reads it, with the rules of scripts/conversation.py and model/answers.py.
+// A conversation in the form that the model reads, by the rules of scripts/conversation.py and model/answers.py.
 
-// what the model is not asked for may still be in its answer
+// the model may write these even if it is not asked to
 const [THINK, END_THINK] = ["<think>", "</think>"];
 const SPACES = "[\\t-\\r\\x1c- \\x85\\xa0\\u1680\\u2000-\\u200a\\u2028\\u2029\\u202f\\u205f\\u3000]*"; // Python's str.lstrip
 const BEGINNING = new RegExp(`^${SPACES}`, "u");
 
-/** An answer's text as {thoughts, content}; isWhole: no more of it comes. */
+/** An answer's text as {thoughts, content}. isWhole: the answer is complete. */
 function parseAnswer(text, isWhole) {
   const begun = text.replace(BEGINNING, "");
   if (!begun.startsWith(THINK)) return { thoughts: "", content: isWhole || !THINK.startsWith(begun) ? text : "" };
@@ -15,14 +15,14 @@ function parseAnswer(text, isWhole) {
   return { thoughts, content: end < 0 ? "" : rest.slice(end + END_THINK.length).replace(/^\n+/, "") };
 }
 
-/** The text of an answer in a prompt: some templates leave out the line breaks that it begins with. */
+/** The text of an answer in a prompt. Some templates leave out line breaks at its beginning. */
 function answerText(content, form) {
   if (form !== "last_line") return content;
   const blanks = content.match(BEGINNING)[0];
   return blanks.replaceAll("\r", "\n").split("\n").at(-1) + content.slice(blanks.length);
 }
 
-/** The parts of a prompt, as [text, whether it is what somebody wrote], with the template's texts around the messages. */
+/** The parts of a prompt: the messages and the template's texts around them, as [text, whether it belongs to a message]. */
 function promptParts(template, messages) {
   const parts = [[template.start, false]];
   messages.forEach(({ role, thoughts, content }, i) => {
@@ -36,7 +36,7 @@ function promptParts(template, messages) {
   return parts;
 }
 
-/** The ids of parts of a prompt. The text of a special token in what somebody wrote becomes ordinary tokens. */
+/** The ids of parts of a prompt. In a message, the text of a special token becomes ordinary tokens. */
 function encodeParts(tokenizer, parts) {
   const ids = [];
   let text = "";
@@ -57,14 +57,14 @@ function encodeParts(tokenizer, parts) {
 }
 
 class Conversation {
-  /** spec: template, context (tokens, the answer included) and most_new_tokens, of an answer. */
+  /** spec: template, context (tokens, including the answer), and most_new_tokens (limit of an answer). */
   constructor(spec, tokenizer) {
     Object.assign(this, { spec, tokenizer, messages: [] });
     const { context, most_new_tokens: most } = spec;
     this.room = context - Math.min(most, Math.floor(context / 2));
   }
 
-  /** Add a question. The oldest turns are dropped until an answer has room; {ids, dropped}, or {tooLong} and nothing is added. */
+  /** Add a question, and drop the oldest turns until an answer has room. Returns {ids, dropped}, or {tooLong} if nothing was added. */
   ask(text) {
     const messages = [...this.messages, { role: "user", content: text }];
     const starts = messages.flatMap(({ role }, i) => (role === "user" ? [i] : []));
@@ -78,12 +78,12 @@ class Conversation {
     }
   }
 
-  /** Add an answer, as far as it came. */
+  /** Add an answer, which may be incomplete. */
   answer(text) {
     this.messages.push({ role: "assistant", ...parseAnswer(text, true) });
   }
 
-  /** A text that the model is to continue, as a document begins in pretraining; as `ask`. */
+  /** A text that the model is to continue. It begins like a document in pretraining. Returns the same as `ask`. */
   continued(text) {
     const { start } = this.spec;
     const ids = this.tokenizer.encode(text);

@@ -1,13 +1,13 @@
 // The model: a transformer as in model/model_minimind.py, dense or with experts, one token at a time, with a cache of keys
-// and values. Weights lie in the memory of the WebAssembly module as they came, in 8 or 4 bits, and are never unpacked.
+// and values. The weights stay packed in 8 or 4 bits, in the memory of the WebAssembly module.
 
-const GROUP = 32; // columns of a matrix are a multiple of it; in 4 bits so many have a scale
+const GROUP = 32; // columns of a matrix are a multiple of this; in 4 bits, so many columns have one scale
 const PAGE = 65536; // bytes of a page of WebAssembly memory
 
 const roundUp = (count) => Math.ceil(count / GROUP) * GROUP;
 
 class Model {
-  /** spec: config and tensors, made by tools/convert/page_file.py. module: of tools/convert/products.py. */
+  /** spec: config and tensors, from tools/convert/page_file.py. module: the products, from tools/convert/products.py. */
   constructor(spec, module) {
     const { config } = spec;
     this.config = config;
@@ -21,12 +21,12 @@ class Model {
     this.memory = memory.buffer;
     let at = spec.bytes;
     for (const [name, size] of Object.entries(sizes)) {
-      this[name] = new Float32Array(this.memory, at, size); // behind it zeros up to a multiple of GROUP
+      this[name] = new Float32Array(this.memory, at, size); // followed by zeros up to a multiple of GROUP
       at += 4 * roundUp(size);
     }
     this.tensors = spec.tensors;
     this.layers = Array.from({ length: config.num_hidden_layers }, () => ({ keys: new Float32Array(0), values: new Float32Array(0) }));
-    this.tokens = []; // whose keys and values are cached
+    this.tokens = []; // the tokens whose keys and values are cached
   }
 
   /** The numbers of a tensor that is not packed. */
@@ -42,7 +42,7 @@ class Model {
     product(at, scales, x.byteOffset, out.byteOffset, rows, roundUp(columns));
   }
 
-  /** The row of a token in the embedding, into `hidden`. */
+  /** Copy the embedding of a token into `hidden`. */
   embed(token) {
     const { at, scales, columns, bits } = this.tensors["model.embed_tokens.weight"];
     const wide = roundUp(columns);
@@ -61,7 +61,7 @@ class Model {
     }
   }
 
-  /** The root mean square norm of x from `at` on, times a weight, into out from `at` on. */
+  /** Write the root mean square norm of x, times a weight, to out, both from `at` on. */
   norm(x, name, out, at = 0) {
     const weight = this.numbers(name);
     let sum = 0;
@@ -88,7 +88,7 @@ class Model {
     this.tokens.length = Math.min(count, this.tokens.length);
   }
 
-  /** Read the next token: its keys and values are cached, and `hidden` is what the last layer gives. */
+  /** Read the next token. Its keys and values are cached, and `hidden` becomes the output of the last layer. */
   read(token) {
     const position = this.tokens.push(token) - 1;
     const { frequencies, attention_scaling: scaling } = this.config;
@@ -105,7 +105,7 @@ class Model {
     }
   }
 
-  /** The logits of the token after the last one that was read. */
+  /** The logits for the token after the last one that was read. */
   head() {
     this.norm(this.hidden, "model.norm.weight", this.normed);
     this.multiply(this.config.tie_word_embeddings ? "model.embed_tokens.weight" : "lm_head.weight", this.normed, this.logits);
@@ -116,7 +116,7 @@ class Model {
   attend(layer, name, position) {
     const { head_dim: size, num_attention_heads: heads } = this.config;
     const [query, mixed, width] = [this.query, this.mixed, this.key.length];
-    const perKey = (heads * size) / width; // query heads that share a key head
+    const perKey = (heads * size) / width; // query heads per key head
     this.multiply(`${name}.q_proj.weight`, this.normed, query);
     this.multiply(`${name}.k_proj.weight`, this.normed, this.key);
     this.multiply(`${name}.v_proj.weight`, this.normed, this.value);
@@ -144,7 +144,7 @@ class Model {
     for (let i = 0; i < this.hidden.length; i++) this.hidden[i] += this.out[i];
   }
 
-  /** Put `key` and `value` into a layer's cache, which doubles when it is full. */
+  /** Append `key` and `value` to a layer's cache, which doubles when it is full. */
   store(layer, position) {
     const [cache, width] = [this.layers[layer], this.key.length];
     for (const [kind, vector] of [["keys", this.key], ["values", this.value]]) {
@@ -168,7 +168,7 @@ class Model {
     for (let i = 0; i < this.hidden.length; i++) this.hidden[i] += weight * this.out[i];
   }
 
-  /** Add the outputs of the likeliest experts, by their probabilities, to `hidden`. */
+  /** Add the outputs of the likeliest experts, weighted by their probabilities, to `hidden`. */
   mixExperts(name) {
     const { num_experts: count, num_experts_per_tok: most, norm_topk_prob: isNormed } = this.config;
     const [router, size] = [this.numbers(`${name}.gate.weight`), this.normed.length];

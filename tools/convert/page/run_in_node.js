@@ -1,5 +1,5 @@
 // Runs the worker of a page to send in Node, to check it: node run_in_node.js PAGE.html. Each line of stdin is a JSON value
-// {ids: text} or {ask: text, most}; each line of stdout its answer, ids or what the worker says when it is done.
+// {ids: text} or {ask: text, most}. Each line of stdout is the reply: the ids, or the worker's final message.
 "use strict";
 const fs = require("node:fs");
 const readline = require("node:readline");
@@ -15,7 +15,7 @@ const worker = {};
 const postMessage = (message) => receive(message);
 const tokenize = new Function("self", "postMessage", `${element("worker")}\nreturn (text) => tokenizer.encode(text);`)(worker, postMessage);
 
-/** Send the worker a message, and wait for the last thing that it says of it. */
+/** Send the worker a message, and wait for its final reply. */
 function tell(data) {
   return new Promise((resolve, reject) => {
     receive = (message) => {

@@ -1,4 +1,4 @@
-// Drawing the next token, with the rules of model/sampling.py.
+// Draws the next token by the rules of model/sampling.py.
 
 const COLDEST = 1e-5; // a lower temperature takes the likeliest token
 
@@ -10,12 +10,12 @@ function softmax(logits, temperature = 1) {
   return weights.map((weight) => weight / sum);
 }
 
-/** Make the tokens that stand in prompt or answer less likely; changes the logits. */
+/** Make tokens that occur in the prompt or answer less likely. Changes the logits. */
 function penalise(logits, tokens, penalty) {
   for (const token of new Set(tokens)) logits[token] = logits[token] < 0 ? logits[token] * penalty : logits[token] / penalty;
 }
 
-/** The probabilities with 0 for the tokens that top_k and top_p leave out; of equally likely ones all stay. */
+/** The probabilities, with 0 for the tokens that top_k and top_p leave out. Equally likely tokens stay together. */
 function likeliest(probabilities, { top_k: most, top_p: share }) {
   const sorted = probabilities.slice().sort().reverse();
   const values = sorted.subarray(0, most > 0 ? most : sorted.length);
@@ -29,7 +29,7 @@ function likeliest(probabilities, { top_k: most, top_p: share }) {
   return probabilities.map((probability) => (probability >= last ? probability : 0));
 }
 
-/** The next token. tokens: of prompt and answer. random: a number from 0 up to 1. */
+/** The next token. tokens: of the prompt and the answer. random: a number in [0, 1). */
 function draw(logits, sampling, tokens, random) {
   if (sampling.repetition_penalty !== 1) penalise(logits, tokens, sampling.repetition_penalty);
   if (sampling.temperature < COLDEST) return logits.indexOf(logits.reduce((a, b) => Math.max(a, b), -Infinity));

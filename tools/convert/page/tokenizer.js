@@ -1,29 +1,29 @@
-// The tokenizer of the model: byte-level BPE, as the library tokenizers computes it.
+// The tokenizer of the model: byte-level BPE, with the same results as the tokenizers library.
 
 // Unicode's white space, which is not quite JavaScript's \s
 const SPACE = "\\t-\\r \\x85\\xa0\\u1680\\u2000-\\u200a\\u2028\\u2029\\u202f\\u205f\\u3000";
-// the pieces of a text within which tokens merge; named as in llama.cpp
+// patterns of the pieces within which tokens merge, by llama.cpp's names
 const PIECES = {
   qwen2: "'(?:[sStTmMdD\\u017f]|[rR][eE]|[vV][eE]|[lL][lL])|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|\\p{N}| ?[^S\\p{L}\\p{N}]+[\\r\\n]*|[S]*[\\r\\n]+|[S]+(?![^S])|[S]+",
   "gpt-2": "'(?:[stmd]|re|ve|ll)| ?\\p{L}+| ?\\p{N}+| ?[^S\\p{L}\\p{N}]+|[S]+(?![^S])|[S]+",
 };
 const HALF_CHARACTER = /\p{Surrogate}/gu;
 
-/** For each byte the character that stands for it in a vocabulary: itself if it is printable, else one from 256 on. */
+/** For each byte, the character that represents it in a vocabulary: itself if it is printable, otherwise one from 256 on. */
 function byteCharacters() {
   const isPrintable = (byte) => (byte >= 33 && byte <= 126) || (byte >= 161 && byte !== 173);
   let next = 256;
   return Array.from({ length: 256 }, (_, byte) => String.fromCharCode(isPrintable(byte) ? byte : next++));
 }
 
-/** A pattern that matches any of some texts, of several the longest; null where there is none. */
+/** A pattern that matches the longest of these texts; null if there are none. */
 function anyOf(texts) {
   const longestFirst = [...texts].sort((a, b) => b.length - a.length);
   const escaped = longestFirst.map((text) => text.replace(/[\\^$.*+?()[\]{}|/]/g, "\\$&"));
   return escaped.length ? new RegExp(escaped.join("|"), "gu") : null;
 }
 
-/** Cut a text at the matches of a pattern: [[part, whether it is a match]], without empty parts. */
+/** Split a text at the matches of a pattern: [[part, whether it is a match]], without empty parts. */
 function cut(text, pattern) {
   const parts = [];
   let at = 0;
@@ -46,7 +46,7 @@ class Tokenizer {
     const own = new Map(added.map(({ id, text }) => [text, id]));
     this.added = own;
     this.special = new Set(added.filter(({ special }) => special).map(({ id }) => id));
-    // the text of a special token is plain text in what people and the model write
+    // in messages and answers, the text of a special token is plain text
     this.plainPattern = anyOf(added.filter(({ special }) => !special).map(({ text }) => text));
     this.specialPattern = anyOf(added.filter(({ special }) => special).map(({ text }) => text));
     this.pattern = anyOf(own.keys());
@@ -58,7 +58,7 @@ class Tokenizer {
     });
   }
 
-  /** The ids of a text; isPlain: the text of special tokens is no token. */
+  /** The ids of a text. isPlain: the text of a special token is plain text. */
   encode(text, isPlain = false) {
     const ids = [];
     const whole = text.replace(HALF_CHARACTER, "\ufffd");
@@ -69,7 +69,7 @@ class Tokenizer {
     return ids;
   }
 
-  /** Append the ids of a piece: of neighbours the pair that merges first becomes one token, until none merges. */
+  /** Append the ids of a piece. The neighbours whose merge has the highest priority become one token, until none merge. */
   merge(piece, ids) {
     let parts = Array.from(new TextEncoder().encode(piece), (byte) => this.idOfByte[byte]);
     for (;;) {
@@ -90,7 +90,7 @@ class Tokenizer {
     for (const id of parts) ids.push(id);
   }
 
-  /** A function from the ids of an answer, one by one, to the text that each completes; without an id, to the rest. */
+  /** A function that takes the ids of an answer one by one and returns the text that each completes; without an id, the rest. */
   decoder() {
     const decoder = new TextDecoder("utf-8", { ignoreBOM: true });
     return (id) => {

@@ -1,9 +1,9 @@
-// The worker of the page: reads the weights, then answers. The page stays alive meanwhile.
+// The worker of the page reads the weights and generates answers, while the page stays responsive.
 //
 // in   {load: {spec, weights: parts of base64 text, products: base64}}   {ask: text, sampling, most}   {stop}   {reset}
 // out  {ready: seconds}   {answer: {thoughts, content}}   {done: {...}}   {tooLong: {tokens, room}}   {error: text}
 
-const BETWEEN_BREAKS = 30; // milliseconds, after which the worker looks whether it is to stop
+const BETWEEN_BREAKS = 30; // milliseconds between two checks for messages such as {stop}
 let [spec, tokenizer, model, conversation, isStopped] = [null, null, null, null, false];
 
 /** The bytes of base64 text. */
@@ -38,7 +38,7 @@ async function load({ spec: given, weights, products }) {
   postMessage({ ready: (performance.now() - started) / 1000 });
 }
 
-/** Let messages in, now and then. */
+/** Receive messages, if the last check was long ago. */
 let lastBreak = 0;
 async function pause() {
   if (performance.now() - lastBreak < BETWEEN_BREAKS) return;
@@ -46,7 +46,7 @@ async function pause() {
   lastBreak = performance.now();
 }
 
-/** Read a prompt; what is cached of it is not read again. */
+/** Read a prompt. The part of it that is cached is not read again. */
 async function read(ids) {
   let same = 0;
   while (same < ids.length - 1 && model.tokens[same] === ids[same]) same++;
