@@ -50,7 +50,7 @@ class NormWithDerivative(torch.autograd.Function):
 
 
 def pad_to_multiple(x: Tensor, multiple: int, value: int = 0) -> Tensor:
-    """x [N, ...] padded to a multiple of rows. For each new number of rows, oneDNN compiles and keeps a
+    """Pad x [N, ...] to a multiple of rows, because for each new number of rows oneDNN compiles and keeps a
     product, and Metal a graph."""
     extra = -len(x) % multiple
     if not extra or x.device.type not in ("cpu", "mps"):

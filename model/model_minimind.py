@@ -128,7 +128,7 @@ pad_outside_of_graphs = torch.compiler.disable(cpu.pad_to_multiple)
 
 
 def pad_flat(x: Tensor, value: int = 0) -> Tensor:
-    """x [N] of a flat batch; on a CPU with rows of padding, see `pad_to_multiple`."""
+    """Pad x [N] of a flat batch: on a CPU, rows of `value` are added (see `pad_to_multiple`)."""
     return x if x.is_cuda else pad_outside_of_graphs(x, FLAT_ROWS, value)
 
 
