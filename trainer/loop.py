@@ -106,13 +106,12 @@ def train_epoch(
         callbacks.call("on_optimizer_step", progress.update)
 
         # What is due, equal on all ranks. The first update of a run is saved as well, so that a state that a
-        # checkpoint cannot hold shows at once. This also holds for a run that a signal stopped and saved
-        # before its first update.
+        # checkpoint cannot hold shows at once.
         is_near_end = 0 < iters - step < args.eval_interval / 2  # the evaluation there is enough
         evaluate_due = state.eval_loader is not None and not is_near_end
         evaluate_due = evaluate_due and reached(args.eval_interval, before, step, iters)
         save_due = evaluate_due or reached(args.save_interval, before, step, iters)
-        save_due = save_due or state.saved_update is None or progress.update == 1
+        save_due = save_due or not state.saved_update
         save_due = save_due or bool(args.keep_every and progress.update % args.keep_every == 0)
         log_due = save_due or reached(args.log_interval, before, step, iters)
         record = make_record(state, means, iters) if log_due else None

@@ -83,7 +83,8 @@ class TrainState:
     stop_request: StopRequest = field(default_factory=StopRequest)
     stopped: bool = False  # no further update of this process
     resumed_update: int | None = None  # None in a new run
-    saved_update: int | None = None  # of the newest checkpoint
+    # of the newest checkpoint; None before the first one, 0 if a signal came before any update
+    saved_update: int | None = None
     weights: Path | None = None  # what was written last for use
     metric_names: list[str] | None = None  # of the objective, once an update was made
 

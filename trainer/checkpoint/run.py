@@ -41,7 +41,7 @@ def save_checkpoint(state: TrainState) -> None:
     state comes last: as long as the old state is in place, a resumed run writes all other files again. The
     first state of a run is restored into the run at once."""
     args, progress = state.args, state.progress
-    is_first = state.saved_update is None or progress.update == 1  # a signal may come before any update
+    is_first = not state.saved_update
     if state.checkpoint_write is not None:
         state.checkpoint_write.result()  # at most one copy of the state waits in memory
     if world_size() > 1 and not is_sharded(state.model):
