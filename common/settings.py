@@ -270,8 +270,8 @@ class LoggingConfig(Settings):
 
     section: ClassVar[str] = "logging"
     may_change: ClassVar[str] = (
-        "log_interval eval_interval sample_prompts use_tensorboard tensorboard_dir use_wandb tracker "
-        "wandb_project swanlab_mode log_level log_file log_dir"
+        "log_interval eval_interval sample_prompts tensorboard_dir use_wandb tracker wandb_project "
+        " swanlab_mode log_level log_file log_dir"
     )
     log_interval: int = setting(100, "interval between log records", "micro-batches", ge=1)
     eval_interval: int = setting(
@@ -281,8 +281,7 @@ class LoggingConfig(Settings):
         "auto",
         "prompts answered at each evaluation: auto (held-out ones), none, or a text file with one per line",
     )
-    use_tensorboard: bool = setting(False, "1: curves for TensorBoard, in --tensorboard_dir")
-    tensorboard_dir: str | None = setting(None, "folder of the curves (default: <save_dir>/tensorboard)")
+    tensorboard_dir: str | None = setting(None, "writes curves for TensorBoard to a folder <run> in this one")
     use_wandb: bool = setting(False, "log to SwanLab, as in MiniMind; the same as --tracker swanlab")
     tracker: Literal["none", "swanlab", "wandb"] = setting("none", "log to SwanLab or to Weights & Biases")
     wandb_project: str = setting("MiniMind-Trainer", "project of the tracker")

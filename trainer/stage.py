@@ -60,7 +60,6 @@ from trainer.weights.paths import (
     resume_path,
     run_name,
     start_path,
-    tensorboard_folder,
 )
 
 if TYPE_CHECKING:
@@ -313,8 +312,9 @@ def add_callbacks(state: TrainState, data: Any) -> None:
     check_needs_held_out(args, state.eval_loader is not None)
     if args.patience:
         state.callbacks.append(EarlyStopping(args.monitor, args.mode, args.patience, args.min_delta))
-    if args.use_tensorboard or args.tensorboard_dir:
-        state.callbacks.append(TensorBoardLogger(tensorboard_folder(args)))
+    if args.tensorboard_dir:
+        folder = Path(args.tensorboard_dir) / run_name(args.save_weight, args)
+        state.callbacks.append(TensorBoardLogger(folder))
     if getattr(state.lm_config, "use_moe", False) and token_counters(unwrap(state.model)):
         state.callbacks.append(ExpertLoad(unwrap(state.model)))
     if args.sample_prompts != "none" and (args.sample_prompts != "auto" or state.eval_loader is not None):

@@ -13,7 +13,7 @@ from trainer.report.metrics import read_metrics
 
 RUN = """
 training: {epochs: 9, batch_size: 5, patience: 2, min_delta: 0.2, seed: 3}
-logging: {use_tensorboard: true}
+logging: {tensorboard_dir: FOLDER}
 """
 
 
@@ -22,13 +22,13 @@ def test_file_and_command_line_in_a_stage_script(corpus, tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    (tmp_path / "run.yaml").write_text(RUN)
     argvs = {}
     for name in ("whole", "killed"):
+        (tmp_path / f"{name}.yaml").write_text(RUN.replace("FOLDER", str(tmp_path / name / "curves")))
         argv = flags(corpus, tmp_path / name, "pretrain", batch_size=8, log_file=tmp_path / name / "run.log")
         at = argv.index("--epochs")
         del argv[at : at + 2]  # the file says it
-        argvs[name] = [*argv, "--config", str(tmp_path / "run.yaml"), "--from_resume", "1"]
+        argvs[name] = [*argv, "--config", str(tmp_path / f"{name}.yaml"), "--from_resume", "1"]
     done = run("pretrain", argvs["whole"])
     state = saved_state(tmp_path / "whole")
     assert (
@@ -42,7 +42,7 @@ def test_file_and_command_line_in_a_stage_script(corpus, tmp_path):
     assert "stopping: EarlyStopping" in run("pretrain", argvs["killed"]).out
     assert_same_run(tmp_path / "whole", tmp_path / "killed")
     metrics = read_metrics(tmp_path / "killed/out/pretrain_32_metrics.jsonl")
-    curves = EventAccumulator(str(tmp_path / "killed/out/tensorboard/pretrain_32")).Reload()
+    curves = EventAccumulator(str(tmp_path / "killed/curves/pretrain_32")).Reload()
     assert [point.step for point in curves.Scalars("loss")] == [record["update"] for record in metrics]
     log = (tmp_path / "whole/run.log").read_text()
     assert "model: " in log and "Epoch:[1/9]" in log and "stopping: EarlyStopping" in log

@@ -26,7 +26,8 @@ def earlier_run_files(args: StageArgs) -> list[Path]:
     out, states = Path(args.save_dir), Path(args.checkpoint_dir)
     # States come first: the remaining files of a run without states cannot be mistaken for a run to resume.
     files = run_files(states, name) + run_files(out, name) + run_files(out, best)
-    files += run_files(paths.tensorboard_folder(args).parent, name)
+    if args.tensorboard_dir:
+        files += run_files(Path(args.tensorboard_dir), name)
     log = paths.log_path(args, name)
     kept = {path for path in files if path.suffix == ".log" or (log and path.absolute() == log.absolute())}
     return [path for path in dict.fromkeys(files) if path not in kept]  # both folders may be the same

@@ -138,15 +138,7 @@ def log_path(settings: LoggingConfig, name: str) -> Path | None:
 def output_folders(args: StageArgs) -> dict[str, str]:
     """The folders that a run writes to, by the flags that name them."""
     folders = {"save_dir": args.save_dir, "checkpoint_dir": args.checkpoint_dir}
-    if args.use_tensorboard or args.tensorboard_dir:
-        folders["tensorboard_dir"] = str(tensorboard_folder(args).parent)
-    return folders
-
-
-def tensorboard_folder(args: StageArgs) -> Path:
-    """The folder of a run's TensorBoard curves."""
-    folder = Path(args.tensorboard_dir or Path(args.save_dir) / "tensorboard")
-    return folder / run_name(args.save_weight, args)
+    return folders | ({"tensorboard_dir": args.tensorboard_dir} if args.tensorboard_dir else {})
 
 
 def resume_path(checkpoint_dir: str | Path, weight: str, lm_config: Any) -> Path:
