@@ -50,6 +50,10 @@ LINE_END = re.compile("\r\n?")
 DATASETS_METADATA = ("dataset_info*.json", "dataset_dict.json", "state.json", "cache-*.arrow")
 
 
+class NoRecord(UserError):
+    """A file holds no record."""
+
+
 class Source(NamedTuple):
     """The location of a record."""
 
@@ -229,7 +233,7 @@ def read_records(paths: list[str], separator: str = "") -> Iterator[Record]:
         except Exception as error:  # a damaged file may raise anything
             raise unreadable(path, line, reason(error)) from error
         if line == 0:
-            raise UserError(f"{path} holds no record; leave it out or write it again")
+            raise NoRecord(f"{path} holds no record; leave it out or write it again")
 
 
 def unreadable(path: str, line: int, why: str) -> UserError:

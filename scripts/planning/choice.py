@@ -82,9 +82,8 @@ def choose(stages: list[Stage], depths: Sequence[int], memory: float, seconds: f
                 f"pass over the data or {rules.MIN_USEFUL_UPDATES} updates; fewer teach little. Give "
                 f"--hours {hours}"
             )
-        raise UserError(
-            f"{memory / 1e9:.1f} GB, {MEMORY_SHARE:.0%} of the free memory, do not hold a model of {size}"
-        )
+        room = f"{memory / 1e9:.1f} GB, {MEMORY_SHARE:.0%} of the free memory"
+        raise UserError(f"out of memory: a model of {size} does not fit into {room}")
     if best[0].passes < passes:
         limit = "hours"
     return Plan(best, limit)

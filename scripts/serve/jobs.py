@@ -51,10 +51,10 @@ LAST_WORDS = re.compile(
 )
 # the code of such a line <- what it contains
 ERRORS = {
-    "memory": r"out of memory|do not hold a model|allocate memory|MemoryError|bad_alloc|memory allocation of|"
+    "memory": r"out of memory|allocate memory|MemoryError|bad_alloc|memory allocation of|"
     r"could not create a primitive|failed to map segment|(malloc|realloc) of size \d+ failed",
     "disk": r"No space left|Disk quota",
-    "not_utf8": r"not UTF-8|UTF-16",
+    "not_utf8": "not UTF-8",
     "hours": r"--hours .*teach little",
     "too_little": r"--eval_share .* hold|holds out none|no record is held out",
     "bad_record": r"(^|/)(?P<file>[^/]+?)(:(?P<line>\d+)|\[(?P<index>\d+)\]): (?P<why>.*?)(; or skip .*)?$",

@@ -23,7 +23,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from common.errors import UserError
-from dataset.files import TABLES, file_kind, is_plain_text, open_file, read_records
+from dataset.files import TABLES, NoRecord, file_kind, is_plain_text, open_file, read_records
 from dataset.messages import BadRecord
 from dataset.records import Parsed, parse
 
@@ -85,11 +85,11 @@ def look_at(path: Path, name: str, scratch: Path) -> dict[str, Any]:
             raise error.__cause__ from None
         if not is_cut or not texts + chats:
             text = str(error).replace(str(head), name)[:WHY_CHARACTERS]
-            return {"error": text, "code": code_of(text)}
-    if not texts + chats:
-        text = f"{name}:{bad['line']}: {bad['why']}" if bad else f"{name} holds no record."
-        code = "bad_record" if bad and code_of(text) == "other" else code_of(text)
-        return {"error": text, "code": code} | (bad or {})
+            code = "no_record" if isinstance(error, NoRecord) else code_of(text, "other")
+            return {"error": text, "code": code}
+    if bad and not texts + chats:
+        text = f"{name}:{bad['line']}: {bad['why']}"
+        return {"error": text, "code": code_of(text, "bad_record")} | bad
     kind = "text" if texts >= chats else "chat"
     more = is_cut or count == LOOKED_AT
     if is_plain_text(name):  # one text, even if it is read in several parts
@@ -104,11 +104,9 @@ def spoken(parsed: Parsed) -> str:
     return "\n".join(f"{message['role']}: {message['content']}" for message in chat.messages)
 
 
-def code_of(text: str) -> str:
-    """The code of an error in a file."""
-    if "not UTF-8" in text or "UTF-16" in text:
-        return "not_utf8"
-    return "no_record" if "holds no record" in text else "other"
+def code_of(text: str, otherwise: str) -> str:
+    """The code of an error: of its text, or another one."""
+    return "not_utf8" if "not UTF-8" in text else otherwise
 
 
 def main() -> None:

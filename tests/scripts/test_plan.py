@@ -211,7 +211,7 @@ def test_conversations_alone_are_read_by_both_stages_which_the_plan_says(start, 
     [
         (["--hours", "0"], "--hours 0.0 must be above 0"),
         (["--depth", "0"], "--depth 0 must be above 0"),
-        (["--depth", "64"], "do not hold a model of 4096 x 64"),
+        (["--depth", "64"], "out of memory: a model of 4096 x 64 does not fit"),
         (["--hours", "0.003334"], "; fewer teach little. Give --hours 0.00"),
         (["--pretrain_data", "missing.jsonl"], "no such file, or a folder without data; check the path"),
         (["--sft_data", "missing.jsonl"], "no such file"),

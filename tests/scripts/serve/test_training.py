@@ -281,6 +281,7 @@ def test_nobody_reads_its_output(tmp_path):
         (":17: no 'text'; write it; or skip bad records with --on_bad_data skip", {"code": "bad_record", "line": "17", "file": "bad_record.txt"}),
         (": --hours 0.02: in this time a model of 64 x 1 makes fewer than 100 updates, which teach little; give more time", {"code": "hours"}),
         (": --eval_share 0.02 holds out none of the records", {"code": "too_little"}),
+        (": out of memory: a model of 64 x 1 does not fit into 0.1 GB", {"code": "memory"}),
         (": out of memory (DefaultCPUAllocator: can't allocate memory)", {"code": "memory"}),
         (": out/novel/x cannot be written (No space left on device); make room", {"code": "disk"}),
         (":3: not UTF-8; save the file as UTF-8", {"code": "not_utf8"}),
