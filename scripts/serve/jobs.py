@@ -57,7 +57,8 @@ ERRORS = {
     "not_utf8": "not UTF-8",
     "hours": r"--hours .*teach little",
     "too_little": r"--eval_share .* hold|holds out none|no record is held out",
-    "bad_record": r"(^|/)(?P<file>[^/]+?)(:(?P<line>\d+)|\[(?P<index>\d+)\]): (?P<why>.*?)(; or skip .*)?$",
+    "bad_record": r"(^|/)(?P<file>[^/]+?)(:(?P<line>\d+)|\[(?P<index>\d+)\]): "
+    r"(?P<why>.*?)((; or skip| \(with --).*)?$",
 }
 
 
@@ -202,7 +203,8 @@ class Jobs:
             about, files = read_object(folder / ABOUT, links=False), files_in(folder, links=False)
             is_planned = SCRIPT in files and REPORT not in files
             lives = living is not None and living["folder"] == folder.name
-            if (is_planned or lives) and file.name in (about.get("text"), about.get("chat")):
+            read = about.get("files")
+            if (is_planned or lives) and isinstance(read, list) and file.name in read:
                 return True
         return False
 

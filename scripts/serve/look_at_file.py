@@ -106,7 +106,9 @@ def spoken(parsed: Parsed) -> str:
 
 def code_of(text: str, otherwise: str) -> str:
     """The code of an error: of its text, or another one."""
-    return "not_utf8" if "not UTF-8" in text else otherwise
+    if "not UTF-8" in text:
+        return "not_utf8"
+    return "not_text" if "is binary" in text else otherwise
 
 
 def main() -> None:

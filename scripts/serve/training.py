@@ -32,7 +32,6 @@ from scripts.serve.folders import files_in, scan
 from scripts.serve.jobs import (
     ABOUT,
     LIVING,
-    PLANNING,
     READY,
     REPORT,
     SCRIPT,
@@ -51,10 +50,10 @@ from trainer.weights.paths import METRICS_SUFFIX
 PLAN = ROOT / "scripts" / "plan.py"
 NAME = re.compile(r"(?!earlier_\d+$)\w[\w -]{0,39}")  # earlier_N: runs that were set aside
 HOURS = {"ge": 0.02, "le": 168}
-MAX_BODY = 1 << 14  # bytes of a request; files may be larger
+MOST_FILES = 200
+MAX_BODY = 1 << 16  # bytes of a request; files may be larger
 ROOM = 1 << 30  # bytes of disk that a plan's files must leave free
 STOPPED_AFTER = re.compile(r"stopped: .*?after update (\d+) of ")  # what a stage prints after it has saved
-LINES = 12  # lines of the log that are shown during planning
 NOT_SHOWN = {"Content-Security-Policy": "sandbox", "X-Content-Type-Options": "nosniff"}
 
 
@@ -69,8 +68,7 @@ class NewJob(Body):
     are skipped."""
 
     name: str
-    text: str | None = None
-    chat: str | None = None
+    files: list[str] = Field(min_length=1, max_length=MOST_FILES)
     hours: float = Field(**HOURS)
     depth: int | None = None
     lang: Literal["en", "zh"] = "en"
@@ -156,9 +154,16 @@ def training_routes(jobs: Jobs, uploads: Uploads, make_room: Callable[[], Any]) 
         argv = [sys.executable, str(PLAN), "--save_dir", str(jobs.save_dir / asked.name)]
         argv += ["--hours", f"{asked.hours:g}", "--lang", asked.lang]
         argv += ["--cache_dir", str(jobs.save_dir / ".cache")]  # on the disk whose free space is checked
-        for flag, file in (("--pretrain_data", asked.text), ("--sft_data", asked.chat)):
-            if file is not None:
-                argv += [flag, str(uploads.readable(file))]
+        paths: dict[str, list[str]] = {"text": [], "chat": []}
+        for name in dict.fromkeys(asked.files):
+            path, kind = uploads.readable(name)
+            paths[kind].append(str(path))
+        for flag, of_kind in (("--pretrain_data", paths["text"]), ("--sft_data", paths["chat"])):
+            if len(of_kind) > 1 and "," in str(uploads.folder):
+                text = f"{uploads.folder} has a comma in its name, which separates files; take one file"
+                raise ApiError(text, 409, "files", "comma")
+            if of_kind:
+                argv += [flag, ",".join(of_kind)]
         if asked.depth is not None:
             argv += ["--depth", str(asked.depth)]
         if asked.skip_bad:
@@ -249,8 +254,6 @@ def check_fields(asked: NewJob) -> None:
         raise ApiError(f"{asked.name[:60]!r} is no name; use letters, digits, blanks.", 400, "name", "field")
     if asked.depth is not None and asked.depth not in DEPTHS:
         raise ApiError(f"depth must be one of {DEPTHS}.", 400, "depth", "field")
-    if not asked.text and not asked.chat:
-        raise ApiError("Give a text, conversations or both.", 400, "text", "field")
 
 
 def check_unused(folder: Path, jobs: Jobs) -> None:
@@ -289,7 +292,7 @@ def describe_or_say(
         json.dumps(about, default=str, allow_nan=False)  # browsers do not accept NaN
         return about
     except (OSError, *WRONG_TYPES) as error:
-        about = {"name": name, "state": "failed", "asked": {}, "plan": None, "is_own": False, "lines": []}
+        about = {"name": name, "state": "failed", "asked": {}, "plan": None, "is_own": False}
         text = f"its files cannot be read ({reason(error)})"
         return about | {"stage": 0, "stages": 0, "age": 0.0, "error": {"code": "other", "text": text}}
 
@@ -321,7 +324,6 @@ def describe(
     about: dict[str, Any] = {"name": name, "state": state, "asked": asked_of(folder)}
     about |= {"plan": facts or None, "error": error_of(lines) if state == "failed" else None}
     about["is_own"] = living is not None and living["folder"] == folder.name
-    about["lines"] = lines[-LINES:] if state == PLANNING else []
     stages = facts.get("stages", [])
     names = [f"{stage['run']}{METRICS_SUFFIX}" for stage in stages]
     begun = [folder / name for name in names if name in files and files[name].size]
@@ -362,7 +364,8 @@ class Progress:
 
 def progress_of(run: Run, number: int, stages: list[dict[str, Any]]) -> dict[str, Any]:
     """How far a training is. run: its present stage. number: of this stage. In the result, stage_left is the
-    seconds that this stage still needed at its last record, and later_left those of the stages after it."""
+    seconds that this stage still needed at its last record, and later_left those of the stages after it.
+    right: how many held-out questions it answers right, and how many it was asked."""
     stage, figures = stages[number], run.figures
     facts = run.about.get("facts") or {}
     left = run.values["seconds_left"][-1] if "seconds_left" in run.values else stage["seconds"]
@@ -370,6 +373,8 @@ def progress_of(run: Run, number: int, stages: list[dict[str, Any]]) -> dict[str
     ratio = came / stage["seconds"] if run.count > 1 and stage["seconds"] else 1.0
     measured = [value for value in run.values.get("eval_loss", ()) if value == value]
     initial = run.values.get("initial_eval_loss", measured[:1])
+    answers = zip(run.values.get("eval_answers", ()), run.values.get("asked", ()), strict=False)
+    right = [[round(share * asked), round(asked)] for share, asked in answers if share == share]
     sample = next(iter(run.samples.items()), None)
     return {
         "stage": number,
@@ -379,5 +384,6 @@ def progress_of(run: Run, number: int, stages: list[dict[str, Any]]) -> dict[str
         "stage_left": left,
         "later_left": sum(ratio * each["seconds"] + START_SECONDS for each in stages[number + 1 :]),
         "eval_loss": [initial[0], measured[-1]] if measured else None,
+        "right": right[-1] if right else None,
         "sample": [sample[0], sample[1][-1][1]] if sample else None,
     }

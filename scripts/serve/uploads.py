@@ -62,13 +62,13 @@ class Uploads:
             raise ApiError(f"There is no file {name[:60]!r}.", 404, "name", "no_file")
         return self.folder / name
 
-    def readable(self, name: str) -> Path:
-        """The file of a name. Raises ApiError if training cannot read it."""
+    def readable(self, name: str) -> tuple[Path, str]:
+        """The file of a name and its kind, text or chat. Raises ApiError if training cannot read it."""
         path, file = self.path(name), self.entries().get(name)
         found = {} if file is None else self.about(name, file)
         if "error" in found:
             raise ApiError(found["error"], 422, "name", "other")
-        return path
+        return path, found["kind"]
 
     def listing(self) -> list[dict[str, Any]]:
         """What is known about each file."""
@@ -81,7 +81,8 @@ class Uploads:
             try:
                 found = look_at(self.folder / name)
             except (OSError, ApiError) as error:  # copied into the folder by hand
-                found = {"kind": None, "error": str(error)}
+                more = {"code": error.code, "values": error.values} if isinstance(error, ApiError) else {}
+                found = {"kind": None, "error": str(error)} | more
             self.known[name] = seen, found
         return {"name": name, "bytes": file.size} | self.known[name][1]
 

@@ -68,7 +68,9 @@ def test_held_out_questions_that_are_nearly_trained_ones_are_named(write, cache_
         out = inspect("--kind", "sft", "--data_path", path, "--cache_dir", cache_dir, "--eval_share", 0.5)
         held_out = sum(Split(0.5, held_out=True).includes(question) for question in questions)
         assert 0 < held_out < 10
-        assert (f"{held_out} of {held_out} held-out questions are nearly one that is trained" in out) is leaks
+        assert (
+            f"nearly equal a trained one, a word or a number apart: {held_out} of {held_out}." in out
+        ) is leaks
 
 
 ODD = "<script>alert('&')</script>\x1b[2J\x00\u202e\n\n龘 🙂\u3000第"

@@ -233,7 +233,9 @@ export function startCurves() {
   document.addEventListener("show-runs", ({ detail }) => {
     view.chosen = detail;
     write(KEY, view);
-    if (isOpen) look();
+    if (!isOpen) return;
+    draw();
+    look();
   });
   document.addEventListener("language", () => (drawAxes(), isOpen && draw()));
   document.addEventListener("tab", (event) => {

@@ -4,7 +4,7 @@ import * as api from "./api.js";
 import { announce, byId, copyButton, download, h } from "./dom.js";
 import { savePage } from "./sending.js";
 import { read, write } from "./store.js";
-import { clock, currentLanguage, duration, knows, size, t, times } from "./text.js";
+import { clock, currentLanguage, duration, knows, rough, size, t, times } from "./text.js";
 
 const KEY = "minimind.train";
 const EVERY = 2000; // milliseconds between two requests while the tab is open
@@ -15,10 +15,15 @@ const START = 12; // seconds in which a stage starts, as in scripts/planning/sta
 const SLOW_SAVE = 60000; // milliseconds of saving, after which it may be ended at once
 const SILENCE = 180; // seconds without a record
 const NAME_LENGTH = 40;
+const MEDIA = /\.(jpe?g|png|gif|heic|webp|bmp|svg|mp3|mp4|m4a|mov|avi|wav|zip|exe)$/i;
+const MOST_HOURS = 168;
+const LEAST_HOURS = 0.02;
+const FEW_RIGHT = 0.5; // as in trainer/report/warnings.py
 const KINDS = /(\.(?:txt|jsonl|json|csv)(?:\.gz)?|\.parquet|\.arrow)$/i;
 
 // the fields, the training that is shown ("": the form), and the files that are arriving
-const form = { name: "", hours: HOURS[0], depth: "", text: "", chat: "", skip: false, shown: null, arriving: [], ...read(KEY, {}) };
+// files: names of those that are chosen, in their order; isNamed: the name was typed, else it follows the files
+const form = { name: "", isNamed: false, hours: HOURS[0], depth: "", files: [], skip: false, shown: null, arriving: [], ...read(KEY, {}) };
 const uploads = new Map(); // name -> {size, percent, cancel}
 let overview = null; // the server's answer; null: none yet, or it does not train
 let formError = null; // the result of `sentence`
@@ -75,10 +80,11 @@ async function act(doing, say) {
 }
 
 /** An error of the server in the language of the page. */
-function sentence({ code, values = {}, message, detail = message }) {
+function sentence({ code, param, values = {}, message }) {
   const { need, free, most, seconds, file, line, why, name } = values;
   if (code === "busy") return t("error_busy", { name, time: duration(living()?.seconds_left ?? 0) });
-  const filled = { need: size(need), free: size(free), most: size(most), seconds, file, line, why, text: detail };
+  const filled = { need: size(need), free: size(free), most: size(most), seconds, file, line, why, text: message };
+  if (code === "field" && knows(`error_field_${param}`)) return t(`error_field_${param}`);
   return knows(`error_${code}`) ? t(`error_${code}`, filled) : message;
 }
 
@@ -95,13 +101,14 @@ function draw() {
     // a reloaded page keeps later changes
     if (asked.name && place !== view.place && !(isFirst && form.name === asked.name)) Object.assign(form, fieldsOf(asked));
     if (place !== view.place) savingSince = Date.now();
+    const isElsewhere = place !== view.place;
     view = { key, place, ...build(state, job) };
     byId("train-body").replaceChildren(...view.elements);
     byId("train-title").textContent = job && !isChanging ? job.name : t("newModel");
     announced = -1;
     if (job && !isChanging) announce(`${job.name}: ${t(`state_${state}`)}`);
     if (!isFirst && isOpen) byId("train-title").focus();
-    if (job?.plan) showRuns(job);
+    if (isElsewhere && !(isFirst && !job)) showRuns(job); // a page that is loaded again keeps what was chosen
   }
   view.update(job);
   drawChoice(job);
@@ -130,26 +137,28 @@ function drawTitle() {
   document.title = job?.update ? `${percentOf(job)} % MiniMind` : "MiniMind";
 }
 
-/** The curves below the card are those of its runs. */
+/** The curves below the card are those of its runs; below a form there are none. */
 function showRuns(job) {
-  const names = job.plan.stages.map(({ run }) => `${job.name}/${run}`);
-  document.dispatchEvent(new CustomEvent("show-runs", { detail: names }));
+  const stages = (!isChanging && job?.plan?.stages) || [];
+  document.dispatchEvent(new CustomEvent("show-runs", { detail: stages.map(({ run }) => `${job.name}/${run}`) }));
 }
 
 // --- the form
 
 function formView() {
   const job = shown();
+  const namesake = jobNamed(form.name);
+  if (!job && namesake && namesake.state !== "failed") form.isNamed = false; // that name has been used
   const files = h("ul", { class: "files" });
   const input = h("input", { type: "file", multiple: true, class: "visually-hidden", id: "train-files" });
   input.addEventListener("change", () => (addFiles([...input.files]), (input.value = "")));
   const drop = h("label", { class: "drop", for: "train-files" }, h("strong", {}, t("dropFiles")), h("small", {}, t("fileKinds")), input);
   drop.addEventListener("dragover", (event) => event.preventDefault());
-  drop.addEventListener("drop", (event) => (event.preventDefault(), addFiles([...event.dataTransfer.files])));
+  drop.addEventListener("drop", async (event) => (event.preventDefault(), addFiles(await filesOf(event.dataTransfer))));
   const what = line("");
   const name = h("input", { type: "text", id: "train-name", maxlength: NAME_LENGTH, autocomplete: "off" });
   name.value = form.name;
-  name.addEventListener("input", () => ((form.name = name.value), keep(), update()));
+  name.addEventListener("input", () => (Object.assign(form, { name: name.value, isNamed: name.value !== "" }), keep(), update()));
   const skip = h("input", { type: "checkbox", id: "train-skip", checked: form.skip, onchange: () => ((form.skip = skip.checked), keep(), update()) });
   const skipRow = h("label", { class: "check" }, skip, h("span", {}, t("skipBad")));
   const unfinished = line(job?.state === "new" ? t("planUnfinished", { name: job.name }) : "");
@@ -162,11 +171,13 @@ function formView() {
   const element = h("form", { onsubmit, novalidate: true }, unfinished, drop, files, what, skipRow, ...fields, busy, error, h("div", { class: "buttons" }, back, submit));
   let drawn = "";
   function update() {
-    const state = JSON.stringify([overview.files, [...uploads], form.text, form.chat]);
-    if (drawn !== state) files.replaceChildren(...[...uploads].map(uploadRow), ...overview.files.map(fileRow));
+    const chosen = chosenFiles();
+    const state = JSON.stringify([overview.files, [...uploads], form.files]);
+    if (drawn !== state) files.replaceChildren(...[...uploads].map(uploadRow), ...overview.files.map((file) => fileRow(file, chosen)));
     drawn = state;
-    const chosen = overview.files.filter((file) => file.name === form.text || file.name === form.chat);
-    what.textContent = !chosen.length ? "" : t(!form.chat ? "willContinue" : form.text ? "willDoBoth" : "willReadChats");
+    const kinds = chosen.map(({ kind }) => kind);
+    what.textContent = !chosen.length ? "" : t(!kinds.includes("chat") ? "willContinue" : kinds.includes("text") ? "willDoBoth" : "willReadChats");
+    if (!form.isNamed) form.name = freeJobName(chosen[0]?.name.replace(/\..*$/, ""));
     const other = living();
     busy.textContent = other ? t("error_busy", { name: other.name, time: duration(other.seconds_left ?? 0) }) : "";
     skipRow.hidden = !chosen.some((file) => file.bad) && !form.skip && !isChanging;
@@ -178,7 +189,18 @@ function formView() {
   return { elements: job?.state === "new" ? [element, logDetails(job)] : [element], update };
 }
 
-const fieldsOf = ({ name, text, chat, hours, depth, skip_bad: skip }) => ({ name, hours, skip, text: text ?? "", chat: chat ?? "", depth: depth ?? "" });
+const fieldsOf = ({ name, files, hours, depth, skip_bad: skip }) => ({ name, isNamed: true, hours, skip, files, depth: depth ?? "" });
+
+/** The files that are chosen, in the order in which they are read. */
+const chosenFiles = () => form.files.map((name) => overview.files.find((file) => file.name === name)).filter((file) => file?.kind);
+
+/** A name of a training that no other one has. */
+function freeJobName(stem) {
+  for (let number = 1; ; number++) {
+    const name = stem && number > 1 ? `${stem} ${number}` : (stem ?? "");
+    if (!jobNamed(name)) return name;
+  }
+}
 
 function hoursField() {
   const other = h("input", { type: "number", min: 0.02, max: 168, step: "any", "aria-label": t("otherHours"), value: HOURS.includes(form.hours) ? "" : form.hours });
@@ -200,15 +222,25 @@ function sizeField() {
   return h("div", { class: "field" }, h("label", { for: "train-size" }, t("modelSize")), select);
 }
 
-function fileRow(file) {
+function fileRow(file, chosen) {
   const { name, kind, bytes, records, more, first = [], bad } = file;
-  const onchange = (event) => ((form[kind] = event.target.checked ? name : ""), keep(), draw());
-  const check = kind && h("input", { type: "checkbox", checked: form[kind] === name, onchange, id: `file-${name}` });
-  const about = kind ? t(`file_${kind}${records === 1 ? "_1" : ""}`, { name, size: size(bytes), n: more ? `${records}+` : records }) : `${name}: ${file.error}`;
-  const texts = h("details", { hidden: !first.length }, h("summary", {}, t("showFirst")), ...first.map((text) => h("pre", {}, text)));
+  const others = form.files.filter((each) => each !== name);
+  const onchange = (event) => ((form.files = event.target.checked ? [...others, name] : others), keep(), draw());
+  const check = kind && h("input", { type: "checkbox", checked: form.files.includes(name), onchange, id: `file-${name}` });
+  const values = { name, size: size(bytes), n: more ? `${records}+` : records };
+  const about = kind ? t(`file_${kind}${records === 1 ? "_1" : ""}`, values) + shareOf(file, chosen) : `${name}: ${sentence(file)}`;
+  const texts = h("details", { hidden: !first.length }, h("summary", {}, t(first.length === 1 ? "showFirst_1" : "showFirst", { n: first.length })), ...first.map((text) => h("pre", {}, text)));
   const remove = button(t("removeFile"), "quiet", () => act(api.removeFile(name), (error) => ((formError = error), draw())));
   const warning = bad && line(sentence({ code: "bad_record", values: { file: name, line: bad.line, why: bad.why } }), "trouble");
   return h("li", {}, h("label", { class: "check", for: `file-${name}` }, check, h("span", {}, about)), remove, texts, warning);
+}
+
+/** How much of what is read a file is, if others of its kind are chosen, too. */
+function shareOf({ name, kind, bytes }, chosen) {
+  const alike = chosen.filter((file) => file.kind === kind);
+  if (alike.length < 2 || !alike.some((file) => file.name === name)) return "";
+  const percent = Math.round((100 * bytes) / alike.reduce((sum, file) => sum + file.bytes, 0));
+  return t(kind === "text" ? "shareOfText" : "shareOfChats", { percent: percent || "< 1" });
 }
 
 function uploadRow([name, { size: bytes, percent, cancel }]) {
@@ -227,6 +259,22 @@ function freeName(original) {
   }
 }
 
+/** The files that were dropped, also those in folders, by name. */
+async function filesOf({ items, files }) {
+  const entries = [...items].map((item) => item.webkitGetAsEntry?.()).filter(Boolean);
+  if (!entries.length) return [...files];
+  const inside = async (entry) => {
+    if (entry.isFile) return [await new Promise((resolve, reject) => entry.file(resolve, reject))];
+    const reader = entry.createReader();
+    const found = [];
+    for (let some; (some = await new Promise((resolve, reject) => reader.readEntries(resolve, reject))).length; ) found.push(...some);
+    const within = await Promise.all(found.filter(({ name }) => !name.startsWith(".")).map(inside));
+    return within.flat();
+  };
+  const found = await Promise.all(entries.map(inside));
+  return found.flat().sort((a, b) => (a.name < b.name ? -1 : 1));
+}
+
 function addFiles(files) {
   formError = null;
   for (const file of files) {
@@ -237,14 +285,13 @@ function addFiles(files) {
     const { done, cancel } = api.upload(name, file, (percent) => ((entry.percent = percent), draw()));
     entry.cancel = cancel;
     uploads.set(name, entry);
+    form.files = [...form.files, name]; // in the order in which they were given, whichever arrives first
     keepArriving();
     done
-      .then(({ kind }) => {
-        form[kind] = name;
-        form.name ||= name.replace(/\..*$/, "");
-        keep();
+      .catch((error) => {
+        form.files = form.files.filter((each) => each !== name);
+        if (error.name !== "AbortError") formError = error;
       })
-      .catch((error) => error.name !== "AbortError" && (formError = error))
       .finally(() => (uploads.delete(name), keepArriving(), look()));
   }
   draw();
@@ -259,16 +306,17 @@ function keepArriving() {
 /** Why a file is not sent. If the server refused it while it arrives, that would look like a lost connection. */
 function whyNot({ name, size: bytes }) {
   const { most, room, disk_free: free } = overview;
-  if (!KINDS.test(name)) return { code: "kind" };
+  if (!KINDS.test(name)) return { code: MEDIA.test(name) ? "not_text" : "kind", values: { file: name } };
   if (bytes > most) return { code: "too_large", values: { most } };
   return bytes > room ? { code: "room", values: { need: free + 3 * (bytes - room), free } } : null;
 }
 
 async function makePlan() {
-  const { name, text, chat, hours, depth, skip } = form;
-  const there = (file) => (overview.files.some((each) => each.name === file) ? file : null);
-  const asked = { name: name.trim(), text: there(text), chat: there(chat), hours, depth: depth ? Number(depth) : null };
-  const done = await act(api.newJob({ ...asked, lang: currentLanguage(), skip_bad: skip }), (error) => ((formError = error), draw()));
+  const { name, hours, depth, skip } = form;
+  const refuse = (error) => ((formError = error), draw());
+  if (!(hours >= LEAST_HOURS && hours <= MOST_HOURS)) return refuse({ code: "field", param: "hours" });
+  const asked = { name: name.trim(), files: chosenFiles().map((file) => file.name), hours, depth: depth ? Number(depth) : null };
+  const done = await act(api.newJob({ ...asked, lang: currentLanguage(), skip_bad: skip }), refuse);
   if (done) show(asked.name);
 }
 
@@ -282,9 +330,7 @@ function say(error) {
 }
 
 function planningView(job) {
-  const lines = h("pre", { class: "log" });
-  const update = ({ lines: said }) => (lines.textContent = said.join("\n"));
-  return { elements: [line(t("planningHelp")), lines, h("div", { class: "buttons" }, stopButton(job, t("stop")))], update };
+  return { elements: [line(t("planningHelp")), h("div", { class: "buttons" }, stopButton(job, t("stop"))), logDetails(job)], update() {} };
 }
 
 function planView(job) {
@@ -301,18 +347,21 @@ function changePlan({ name, update }) {
 
 function planLines(plan) {
   const [first, second] = plan.stages;
-  const size_ = t("planModel", { m: (plan.parameters / 1e6).toPrecision(3), w: plan.width, d: plan.depth });
+  const kind = t(`kind_${plan.parameters < 1e6 ? 0 : plan.parameters < 2e7 ? 1 : 2}`);
+  const shape = t(plan.depth === 1 ? "layers_1" : "layers", { d: plan.depth, w: plan.width });
+  const model = t("planModel", { kind, weights: rough(plan.parameters), shape });
   const reads = first.passes < 1 ? t("planReadsPart", { percent: Math.round(100 * first.passes) }) : t("planReads", { times: times(first.passes) });
   const then = second ? t("planThen", { times: times(second.passes) }) : "";
-  const time = t("planTime", { time: duration(plan.seconds), clock: clock(plan.seconds), limit: t(`limit_${plan.limit}`) });
-  const needs = { a: plan.memory, b: plan.disk, c: plan.memory_free, e: plan.disk_free };
-  const gigabytes = Object.fromEntries(Object.entries(needs).map(([key, bytes]) => [key, Number((bytes / 1e9).toPrecision(2))]));
+  const time = t("planTime", { time: duration(plan.seconds), clock: clock(plan.seconds) });
+  const needs = t("planNeeds", { a: size(plan.memory), b: size(plan.disk), c: size(plan.memory_free), e: size(plan.disk_free) });
   const what = (stage) => t(stage === "pretrain" ? "whatReading" : "whatAnswering");
-  const advice = ({ key, stage, ...values }) => t(`unwise_${key.replaceAll(" ", "_")}`, { ...values, what: what(stage) });
-  const unwise = plan.unwise.map((each) => h("li", {}, advice(each)));
+  const short = (value) => (typeof value === "number" ? value.toLocaleString("en", { maximumFractionDigits: 1 }) : value);
+  const shown = (values) => Object.fromEntries(Object.entries(values).map(([name, value]) => [name, short(value)]));
+  const advice = ({ key, stage, ...values }) => [`unwise_${key.replaceAll(" ", "_")}`, { ...shown(values), what: what(stage) }];
+  const unwise = plan.unwise.map(advice).filter(([key]) => knows(key)); // others are for a terminal
   return [
-    line(`${size_}${reads}${then}${t("fullStop")}`), line(time), line(t("planNeeds", gigabytes)),
-    ...(unwise.length ? [line(t("unwise")), h("ul", { class: "unwise" }, ...unwise)] : []),
+    line(joined(model, `${reads}${then}${t("fullStop")}`)), line(joined(time, t(`limit_${plan.limit}`))), line(needs),
+    ...(unwise.length ? [line(t("unwise")), h("ul", { class: "unwise" }, ...unwise.map((each) => h("li", {}, t(...each))))] : []),
   ];
 }
 
@@ -391,16 +440,17 @@ const newModel = () => button(t("newModel"), "quiet", () => show(""));
 
 function endedView(job) {
   const how = line("");
-  const update = ({ state, saved_at: saved, updates }) => {
+  const update = ({ state, saved_at: saved, update: last, updates, stage, stages }) => {
     if (state === "cut") how.textContent = t("wasCut");
-    else how.textContent = saved === undefined ? t("wasEnded") : t("wasStopped", { u: saved, v: updates });
+    else if (saved !== undefined && saved < updates) how.textContent = t("wasStopped", { u: saved, v: updates });
+    else how.textContent = t(last === updates && stage + 1 < stages ? "wasBetween" : "wasEnded");
   };
   return { elements: [how, h("div", { class: "buttons" }, goOn(job), changePlan(job), newModel()), terminalLine(job), logDetails(job)], update };
 }
 
 function failedView(job) {
-  const { code, text: detail, ...values } = job.error;
-  const error = h("div", { class: "error", role: "alert" }, sentence({ code, detail, message: detail, values: { free: overview.disk_free, ...values } }));
+  const { code, text: message, ...values } = job.error;
+  const error = h("div", { class: "error", role: "alert" }, sentence({ code, message, values: { free: overview.disk_free, ...values } }));
   const skip = code === "bad_record" && button(t("skipBad"), "primary", () => {
     Object.assign(form, fieldsOf(job.asked), { skip: true });
     makePlan();
@@ -413,10 +463,14 @@ function readyView(job) {
   const weights = plan && `${name}/${plan.stages.at(-1).run}`;
   const chat = weights && button(t("chatWithIt"), "primary", () => document.dispatchEvent(new CustomEvent("chat-with", { detail: weights })));
   const report = async () => download(`${name}.html`, await api.jobReport(name));
-  const verdict = job.verdict?.[currentLanguage()] ?? "";
+  const { right, verdict } = job;
+  const figures = verdict && h("details", {}, h("summary", {}, t("inFigures")), line(verdict[currentLanguage()]));
+  const isAnswering = plan && !plan.stages.at(-1).is_pretraining;
+  const said = right ? t("answersRight", { right: right[0], asked: right[1] }) : isAnswering ? "" : t("continuesTexts");
+  const next = right && right[0] < FEW_RIGHT * right[1] ? t("notYet") : "";
   const page = weights && button(t("savePage"), "quiet", (event) => savePage(event.target, weights));
   const buttons = h("div", { class: "buttons" }, chat, page, button(t("downloadReport"), "quiet", () => report().catch(say)), newModel());
-  return { elements: [line(joined(t("ready"), verdict)), buttons, terminalLine(job)], update() {} };
+  return { elements: [line(joined(t("ready"), said, next)), buttons, figures, terminalLine(job)].filter(Boolean), update() {} };
 }
 
 /** Start the card if the server trains. It then follows the server's state. */

@@ -120,12 +120,17 @@ def test_from_an_empty_folder_to_a_model_of_ones_own_text_by_clicks(card, client
     card.one("#train-name").send_keys("novel")
     check_everywhere(card, client, "New model")
     card.click(PRIMARY)
-    card.wait(lambda: "A model of 1.23 M parameters (64 x 1). It reads the text 3 times." in card.text(BODY))
-    assert "Reading: only 12 updates, which teach little; more data help." in card.text(BODY)
+    card.wait(
+        lambda: (
+            "A small model of 1.2 million weights (1 layer, 64 wide). It reads the text 3 times."
+            in card.text(BODY)
+        )
+    )
+    assert "Reading: only 12 updates, which teach little. Add more text or conversations." in card.text(BODY)
     check_everywhere(card, client, "novel")
     let_write(client, "novel", 6)
     card.click(PRIMARY)
-    card.wait(lambda: re.search(r"6 of 12 updates · about \d+ s left", card.text(BODY)))
+    card.wait(lambda: re.search(r"6 of 12 updates · about \d+ seconds left", card.text(BODY)))
     check_everywhere(card, client, "novel")
     assert "<script>" in card.text(BODY) and card.run("return window.hacked") is None
     card.click(f"{BODY} .buttons button")
@@ -146,20 +151,20 @@ def test_from_an_empty_folder_to_a_model_of_ones_own_text_by_clicks(card, client
 def test_a_plan_that_was_not_finished_is_made_again(card, client):
     client.put("a.txt")
     (client.folder / "novel").mkdir()
-    asked = {"name": "novel", "text": "a.txt", "chat": None, "hours": 1.0, "depth": 2, "skip_bad": False}
+    asked = {"name": "novel", "files": ["a.txt"], "hours": 1.0, "depth": 2, "skip_bad": False}
     (client.folder / "novel/job.json").write_text(json.dumps(asked))
     card.wait(lambda: "The plan of “novel” was not finished. Make it again." in card.text(FORM))
     check_everywhere(card, client, "novel")
     assert card.one("#train-name").get_attribute("value") == "novel"
     assert card.one("#train-size").get_attribute("value") == "2"
     card.click(PRIMARY)
-    card.wait(lambda: "A model of" in card.text(BODY))
+    card.wait(lambda: "weights (" in card.text(BODY))
 
 
 def test_states_that_pass_are_the_same_after_a_reload_and_in_both_languages(card, client):
     client.planned()
     folder = client.folder / "novel"
-    card.wait(lambda: "A model of" in card.text(BODY))
+    card.wait(lambda: "weights (" in card.text(BODY))
 
     def becomes(sentence: str, log: str = "") -> None:
         with open(folder / "job.log", "a") as file:
@@ -182,13 +187,73 @@ def test_states_that_pass_are_the_same_after_a_reload_and_in_both_languages(card
         card.click("#language")
         assert "用时比平时长。" in card.text(BODY)
         card.click("#language")
-    becomes("Ended. It can continue from its last checkpoint.")
+    becomes("Stopped. Nothing is lost.")
     becomes(
         "Stopped at update 3 of 12. Nothing is lost.",
         "stopped: by SIGTERM after update 3 of 12, which is saved\n",
     )
     becomes("It ended without saying why", "== started run.sh 2026-11-28 08:17:01\n")
     becomes("The disk is full", "error: out/x cannot be written (No space left on device)\n")
+
+
+def test_several_files_have_a_share_each_and_the_name_follows_them(card, client, tmp_path):
+    give(card, tmp_path, a_txt=TEXT, b_txt=TEXT * 3, c_jsonl=CHAT * 3)
+    name = lambda: card.one("#train-name").get_attribute("value")  # noqa: E731
+    card.wait(lambda: "c.jsonl: 3 conversations" in card.text(".files") and "1.17 KB" in card.text(".files"))
+    assert "a.txt: text to read, 390 B · 25 % of the text" in card.text(".files")
+    assert "b.txt: text to read, 1.17 KB · 75 % of the text" in card.text(".files") and name() == "a"
+    boxes = {box.get_attribute("id"): box for box in card.all(".files input")}
+    boxes["file-a.txt"].click()
+    card.wait(lambda: name() == "b")
+    assert "%" not in card.text(".files")
+    card.click("[id='file-a.txt']")
+    card.wait(lambda: "25 % of the text" in card.text(".files"))
+    assert name() == "b"  # it is the first one now
+    hours = card.one("[aria-label='other, in hours:']")
+    for typed in ("500", "0.001", "-1"):
+        hours.send_keys(Keys.CONTROL, "a")
+        hours.send_keys(typed)
+        card.click(PRIMARY)
+        card.wait(lambda: card.text(f"{BODY} .error") == "Between 0.02 and 168 hours (a week).")
+    hours.send_keys(Keys.CONTROL, "a")
+    hours.send_keys("1")
+    card.click(PRIMARY)
+    card.wait(lambda: "weights (" in card.text(BODY))
+    assert json.loads((client.folder / "b/job.json").read_text())["files"] == ["b.txt", "c.jsonl", "a.txt"]
+    for file in ("a.txt", "c.jsonl"):
+        assert client.http.delete(f"/files/{file}").status_code == 409  # the plan needs it
+    card.run("[...document.querySelectorAll('#train-choice option')][0].selected = true")
+    card.run("document.querySelector('#train-choice').dispatchEvent(new Event('change'))")
+    card.wait(lambda: card.shown(FORM) and name() == "b 2")
+
+
+DROP_A_FOLDER = """
+const file = (name, text) => ({ isFile: true, name, file: (resolve) => resolve(new File([text], name)) });
+const folder = (name, entries) => ({ name, createReader: () => ({ readEntries: (resolve) => resolve(entries.splice(0, 2)) }) });
+const dropped = folder("mine", [file("b.txt", "Bees."), file(".DS_Store", "x"), folder("more", [file("a.txt", "Ants.")])]);
+const event = new Event("drop", { cancelable: true });
+event.dataTransfer = { items: [{ webkitGetAsEntry: () => dropped }], files: [] };
+document.querySelector(".drop").dispatchEvent(event);"""
+
+
+def test_a_folder_is_the_files_in_it(card, client):
+    card.run(DROP_A_FOLDER)
+    card.wait(lambda: card.text(".files").count("text to read") == 2 and len(card.all(".files li")) == 2)
+    assert not card.shown(f"{BODY} .error")
+    contents = {path.name: path.read_text() for path in (client.folder / ".uploads").glob("*.txt")}
+    assert contents == {"a.txt": "Ants.", "b.txt": "Bees."}
+
+
+def test_below_a_form_there_are_no_curves_of_other_models(card, client):
+    client.planned()
+    let_write(client, "novel", 12)
+    card.wait(lambda: "Start" in card.texts(f"{BODY} button"))
+    card.click(PRIMARY)
+    card.wait(lambda: "Ready." in card.text(BODY))
+    assert "It continues texts." in card.text(BODY) and "eval_loss" not in card.text(BODY)
+    card.wait(lambda: card.texts("#plots .plot:first-child .u-label") == ["Updates", "novel/pretrain_64"])
+    card.run("[...document.querySelectorAll('#train-body .buttons button')].at(-1).click()")  # New model
+    card.wait(lambda: card.shown(FORM) and not card.all("#plots .plot"))
 
 
 def test_both_languages_have_the_same_texts():
@@ -221,7 +286,8 @@ def test_text_and_conversations_are_two_stages_then_it_answers(card, client, tmp
     finally:
         card.driver.close()
         card.driver.switch_to.window(first)
-    card.wait(lambda: "Ready." in card.text(BODY))
+    card.wait(lambda: "Ready. It answers 3 of 4 questions right that it had not seen." in card.text(BODY))
+    check_everywhere(card, client, name)
     card.click(PRIMARY)
     card.wait(lambda: card.text("#model option:checked").endswith("/full_sft_64"))
     assert card.ask("hello") == "You said: hello"
@@ -251,7 +317,7 @@ def test_a_killed_server_is_followed_by_one_that_adopts_its_training(page, tmp_p
         give(page, tmp_path, a_txt=TEXT)
         page.wait(lambda: page.one(PRIMARY).is_enabled())
         page.click(PRIMARY)
-        page.wait(lambda: "A model of" in page.text(BODY))
+        page.wait(lambda: "weights (" in page.text(BODY))
         until = tmp_path / "a" / "until"
         until.write_text("4")
         page.click(PRIMARY)
@@ -350,7 +416,7 @@ def test_what_is_wrong_with_a_file_is_a_sentence_in_both_languages_and_the_form_
     bad = CHAT * 16 + "{\n" + CHAT * 9
     wrong = {
         "a_txt": ("中文".encode("gb18030"), "Not UTF-8. Save the file as UTF-8", "不是 UTF-8"),
-        "a_docx": ("x", "This kind of file is not supported.", "不支持这种文件"),
+        "a_docx": ("x", "a.docx: save it as plain text (.txt, UTF-8) first.", "请先另存为纯文本"),
         "b_txt": ("", "b.txt contains nothing to read.", "没有可读的内容"),
         "c_jsonl": (bad, "c.jsonl, line 17: not valid JSON", "c.jsonl 第 17 行"),
     }

@@ -60,7 +60,7 @@ class Client:
         return self.http.put(f"/files/{name}", content=content)
 
     def plan(self, name: str = "novel", **more: Any) -> httpx.Response:
-        return self.post("", {"name": name, "text": "a.txt", "hours": 1.0} | more)
+        return self.post("", {"name": name, "files": ["a.txt"], "hours": 1.0} | more)
 
     def job(self, name: str = "novel") -> dict[str, Any]:
         return next(job for job in self.overview()["jobs"] if job["name"] == name)
@@ -132,7 +132,7 @@ def test_from_a_file_to_a_model(client):
     assert (found["kind"], found["records"], found["more"]) == ("chat", 200, True) and len(
         found["first"]
     ) == 3
-    client.planned(chat="b.jsonl", depth=2, lang="zh")
+    client.planned(files=["a.txt", "b.jsonl"], depth=2, lang="zh")
     job = client.job()
     assert job["plan"]["parameters"] == 1_234_567 and job["asked"]["lang"] == "zh" and job["stages"] == 2
     assert client.post("/novel/start", {}).status_code == 202
@@ -279,6 +279,7 @@ def test_nobody_reads_its_output(tmp_path):
     ("said", "error"),
     [
         (":17: no 'text'; write it; or skip bad records with --on_bad_data skip", {"code": "bad_record", "line": "17", "file": "bad_record.txt"}),
+        (":4: no text (with --on_bad_data skip bad records are skipped and listed)", {"code": "bad_record", "line": "4", "why": "no text"}),
         (": --hours 0.02: in this time a model of 64 x 1 makes fewer than 100 updates, which teach little; give more time", {"code": "hours"}),
         (": --eval_share 0.02 holds out none of the records", {"code": "too_little"}),
         (": out of memory: a model of 64 x 1 does not fit into 0.1 GB", {"code": "memory"}),
@@ -289,9 +290,10 @@ def test_nobody_reads_its_output(tmp_path):
     ],
 )  # fmt: skip
 def test_a_refusal_is_a_code_and_the_name_can_be_planned_again(shared, said, error):
-    name, file = error["code"], f"{error['code']}.txt"
+    name = f"{error['code']} {error.get('line', '')}".strip()
+    file = f"{error['code']}.txt"
     shared.put(file, f"refuse {said}")
-    shared.plan(name, text=file)
+    shared.plan(name, files=[file])
     found = shared.until("failed", name=name)["error"]
     assert error.items() <= found.items() and "refuse" not in found["text"]
     assert shared.http.delete(f"/files/{file}").status_code == 200
@@ -409,7 +411,7 @@ def test_others_are_served_while_a_file_is_looked_at_and_a_look_is_made_once(cli
     files = [client.overview()["files"] for _ in range(3)][-1]
     assert [file["name"] for file in files] == ["a.txt", "nulls.arrow"] and len(looked) == 3
     assert files[0]["kind"] == "text" and files[1]["error"] == error["message"]
-    answer = client.plan(text="nulls.arrow")
+    answer = client.plan(files=["nulls.arrow"])
     assert (answer.status_code, answer.json()["error"]["message"]) == (422, error["message"])
     assert not (client.folder / "novel").exists()
 
@@ -486,7 +488,7 @@ def test_no_name_leads_elsewhere(shared, name):
     before = sorted(shared.folder.parent.rglob("*"))
     assert shared.plan(name).status_code == 400
     assert shared.post(f"/{name.replace(chr(0), '%00')}/start", {}).status_code in (404, 405, 307)
-    assert shared.plan(text=name).status_code in (400, 404)
+    assert shared.plan(files=[name]).status_code in (400, 404)
     if name != "earlier_1":
         assert shared.put(name.replace(chr(0), "%00") + ".txt").status_code in (404, 405, 415)
     assert sorted(shared.folder.parent.rglob("*")) == before
@@ -515,14 +517,14 @@ def test_a_name_that_is_taken_or_a_link_is_refused(client, tmp_path):
         {"text": None},
     ):
         assert client.plan("other", **field).json()["error"]["code"] == "field"
-    assert client.plan("other", chat="missing.jsonl").json()["error"]["code"] == "no_file"
+    assert client.plan("other", files=["missing.jsonl"]).json()["error"]["code"] == "no_file"
 
 
 def test_who_may_not(client, tmp_path):
     """No key, another page, also one that may use the rest, a form: nothing is started."""
 
     def status(
-        path: str = "/jobs", content: str = '{"name": "x", "text": "a.txt", "hours": 1.0}', **headers: str
+        path: str = "/jobs", content: str = '{"name": "x", "files": ["a.txt"], "hours": 1.0}', **headers: str
     ) -> int:
         sent = KEY | {"Content-Type": "application/json"} | headers
         return httpx.post(f"{client.address}api/train{path}", content=content, headers=sent).status_code
@@ -740,7 +742,7 @@ def test_a_real_training_that_is_stopped_killed_and_adopted_gives_the_bytes_of_a
         client = make_client(stack, tmp_path / "out")
         assert client.put("a.jsonl", text).status_code == 200
         for name in ("whole", "novel"):
-            assert client.plan(name, text="a.jsonl", hours=0.05, depth=1).status_code == 202
+            assert client.plan(name, files=["a.jsonl"], hours=0.05, depth=1).status_code == 202
             wait_for(lambda name=name: client.job(name)["state"] not in ("planning", "new"), 300)
             assert client.job(name)["state"] == "planned", client.job(name)
         script = (tmp_path / "out/whole/run.sh").read_text()  # the same settings: both plans were measured

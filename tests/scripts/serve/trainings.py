@@ -24,7 +24,7 @@ trap - EXIT
 
 def make_plan(folder: Path, text: str | None, chat: str | None) -> None:
     """What scripts/plan.py writes. A text that says `refuse` is refused with what stands behind it."""
-    source = Path(text or chat or "")
+    source = Path((text or chat or "").partition(",")[0])
     said = source.read_text(encoding="utf-8")
     print("device: a stand-in", flush=True)
     time.sleep(float(os.environ.get("PLAN_SECONDS", "0.3")))
@@ -83,6 +83,7 @@ def run_stages(folder: Path) -> None:
                 "eval_loss": 3.0,
             }
             record |= {"initial_eval_loss": 6.0} if update == 1 else {}
+            record |= {"eval_answers": 0.75, "asked": 4} if number else {}
             record["samples"] = [{"prompt": "Once <script>hacked = 1</script>", "answer": "there was"}]
             with open(path, "a") as file:
                 file.write(json.dumps(record) + "\n")
