@@ -46,11 +46,6 @@ class Form(NamedTuple):
 CPU, GPU = Form(READ_AT_ONCE, 0, 1), Form(1024, 16_384, 128)
 
 
-def form_of(device: torch.device) -> Form:
-    """The form of a device."""
-    return CPU if device.type == "cpu" else GPU
-
-
 class NotFinite(UserError):
     """A model's outputs are not finite numbers. With such logits the first token of the vocabulary would be
     drawn again and again. It is a special token, so nothing would be shown."""
@@ -118,7 +113,7 @@ class Decoder:
     def __init__(self, model: Any, slots: int, length: int, end_ids: Collection[int]):
         self.model, self.slots, self.length, self.end_ids = model, slots, length, frozenset(end_ids)
         self.device = model.lm_head.weight.device
-        self.form = form_of(self.device)
+        self.form = CPU if self.device.type == "cpu" else GPU
         with torch.inference_mode():
             self.cache = KeyValueCache(model, slots, self._in_multiples(length))
         self.answers: list[Answer] = []  # answer i has row i of the cache

@@ -8,6 +8,7 @@ into micro-batches and ranks."""
 
 import math
 import random
+import time
 from collections.abc import Iterable
 from itertools import islice
 from typing import Any, cast
@@ -292,7 +293,8 @@ def make_record(state: TrainState, means: Means, iters: int) -> Record:
     rate = learning_rate(state, progress.update)
     if rate is None:  # a scheduler of torch sets it
         rate = float(state.optimizer.param_groups[0]["lr"])
-    state.read_clock()
+    now = time.perf_counter()
+    progress.seconds, state.clock = progress.seconds + now - state.clock, now
     record: Record = {
         "update": progress.update,
         "epoch": progress.epoch,

@@ -80,7 +80,8 @@ class Objective(base.Objective):
     }
 
     def size(self, batch, lm_config):
-        return preference.pair_size(batch, lm_config)
+        """The loss is a mean over pairs, so bits per byte are not defined."""
+        return batch.size(lm_config)._replace(targets=len(batch.target_counts) // 2, text_bytes=0)
 
     def loss(self, model, batch, args):
         """Sums, each []: the losses over the P pairs, the load-balancing losses over the tokens, and metrics

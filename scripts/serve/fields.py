@@ -200,8 +200,3 @@ def has_no_effect(value: Any, harmless: list[Any]) -> bool:
     return value in (None, "", [], {}) or any(
         value == each and is_bool == isinstance(each, bool) for each in harmless
     )
-
-
-def instead_of(name: str) -> str:
-    """What to do instead of sending a refused field."""
-    return INSTEAD.get(name, "leave it out")

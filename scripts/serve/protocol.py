@@ -15,7 +15,7 @@ from pydantic import (
 )
 
 from model.answers import END_CALL
-from scripts.serve.fields import REFUSED, has_no_effect, instead_of
+from scripts.serve.fields import INSTEAD, REFUSED, has_no_effect
 from scripts.serve.limits import (
     MAX_ANSWERS,
     MAX_STOP_CHARACTERS,
@@ -304,5 +304,6 @@ def parse(kind: type[Body], body: bytes) -> Body:
     refused += [f"{VARIABLES}{name}" for name, value in variables.items() if not has_no_effect(value, [])]
     if refused:
         name = refused[0]
-        raise ApiError(f"'{name}' is not supported; {instead_of(name.removeprefix(VARIABLES))}", param=name)
+        advice = INSTEAD.get(name.removeprefix(VARIABLES), "leave it out")
+        raise ApiError(f"'{name}' is not supported; {advice}", param=name)
     return params

@@ -147,7 +147,8 @@ def _assemble(code: str) -> bytes:
         elif word in ("f32x4.extract_lane", "br_if"):
             binary += _unsigned(int(next(words)))
         elif word == "i32.const":
-            binary += _signed(int(next(words)))
+            # signed LEB128 of a number that is not negative: bit 6 of the last byte is the sign
+            binary += _unsigned(int(next(words)), largest_last=0x3F)
         elif word == "loop":
             binary += bytes([NO_RESULT])
     return binary + _opcode("end")
@@ -166,11 +167,6 @@ def _unsigned(value: int, largest_last: int = 0x7F) -> bytes:
         binary += bytes([value & 0x7F | 0x80])
         value >>= 7
     return binary + bytes([value])
-
-
-def _signed(value: int) -> bytes:
-    """Signed LEB128 of a number that is not negative: bit 6 of the last byte is the sign."""
-    return _unsigned(value, largest_last=0x3F)
 
 
 def _vector(entries: list[bytes]) -> bytes:

@@ -103,12 +103,6 @@ class TrainState:
         """Whether a function, and not a torch scheduler, sets the learning rate at each update."""
         return self.schedule(self.progress.update + 1, self.total_updates, self.args) is not None
 
-    def read_clock(self) -> None:
-        """Bring the seconds of the run up to date."""
-        now = time.perf_counter()
-        self.progress.seconds += now - self.clock
-        self.clock = now
-
     def stop(self, reason: str) -> None:
         """End training after this update; if the run is resumed, it continues. Call it on all ranks at the
         same update."""

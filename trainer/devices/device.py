@@ -270,9 +270,3 @@ def peak_memory_mb(device: torch.device) -> float:
         return torch.cuda.max_memory_allocated(device) / 2**20
     unit = 2**20 if sys.platform == "darwin" else 2**10
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
-
-
-def reserved_memory_mb(device: torch.device) -> float:
-    """Peak memory that the allocator of a GPU has reserved, in MB; it includes freed memory that the
-    allocator keeps."""
-    return torch.cuda.max_memory_reserved(device) / 2**20

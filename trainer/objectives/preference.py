@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dataset.batch import Batch, Size
+from dataset.batch import Batch
 from trainer.objectives.next_token import target_log_probs
 
 if TYPE_CHECKING:
-    from model.model_minimind import MiniMindConfig
+    pass
 
 
 def answer_log_probs(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -54,8 +54,3 @@ def preference_metrics(log_probs: Tensor, reference: Tensor, beta: float) -> dic
         "log_prob_rejected": log_probs[1::2],
     }
     return {name: value.sum() for name, value in metrics.items()}
-
-
-def pair_size(batch: Batch, lm_config: "MiniMindConfig") -> Size:
-    """The size of a batch of pairs. Its loss is a mean over pairs, so bits per byte are not defined."""
-    return batch.size(lm_config)._replace(targets=len(batch.target_counts) // 2, text_bytes=0)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from dataset.batch import Size
-from trainer.devices.device import peak_memory_mb, reserved_memory_mb
+from trainer.devices.device import peak_memory_mb
 from trainer.devices.process_group import reduce_sum, world_size
 
 COUNTS = ("samples", "tokens", "flops", "wait", "comm")
@@ -63,5 +63,5 @@ class Meter:
             "memory_mb": peak_memory_mb(device),
         }
         if device.type == "cuda":
-            metrics["reserved_mb"] = reserved_memory_mb(device)
+            metrics["reserved_mb"] = torch.cuda.max_memory_reserved(device) / 2**20  # also what is kept free
         return metrics

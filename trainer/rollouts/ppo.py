@@ -18,7 +18,7 @@ from trainer.callbacks.train_state import TrainState
 from trainer.devices.process_group import reduce_sum
 from trainer.devices.wrapping import recompute_layers, unwrap
 from trainer.objectives.next_token import target_log_probs, target_logits
-from trainer.rollouts.batches import RewardedTrajectories, Rollouts, empty_batch, flat_batch, rollout_size
+from trainer.rollouts.batches import RewardedTrajectories, Rollouts, empty_batch, flat_batch
 from trainer.rollouts.policy import policy_loss, sampling_difference
 from trainer.weights.files import Description, save_weights
 from trainer.weights.tensor_file import Writer
@@ -157,7 +157,10 @@ class PPO(Rollouts):
         return actor_critic_loss(model, batch, args)
 
     def size(self, batch: Batch, lm_config: Any) -> Size:
-        return actor_critic_size(batch, lm_config)
+        size = super().size(batch, lm_config)
+        if "prompts" in batch:  # held-out ones
+            return size
+        return size._replace(flops=size.flops + batch.flops(lm_config, targets=0))  # of the critic
 
     def save(self, model: nn.Module, path: Path, writer: Writer, description: Description) -> Path:
         return save_weights(actor_of(model), path, writer, description)  # under the names of any other stage
@@ -214,11 +217,3 @@ def moved_since_rollout(state: TrainState, batches: list[Batch], temperature: fl
     model.train()
     total, count = reduce_sum(sums).tolist()
     return total / max(count, 1)
-
-
-def actor_critic_size(batch: Batch, lm_config: Any) -> Size:
-    """The size of a flat batch for both models, or of held-out prompts."""
-    size = rollout_size(batch, lm_config)
-    if "prompts" in batch:
-        return size
-    return size._replace(flops=size.flops + batch.flops(lm_config, targets=0))

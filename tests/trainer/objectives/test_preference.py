@@ -7,7 +7,6 @@ import torch
 from dataset.batch import collate_flat, collate_shared
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from trainer import train_dpo
-from trainer.objectives.preference import pair_size
 
 CONFIG = MiniMindConfig(hidden_size=32, num_hidden_layers=2)
 
@@ -82,7 +81,7 @@ def test_loss_and_gradients_are_those_of_the_formula(models, rpo_alpha):
 
 def test_an_empty_batch_of_pairs_has_no_loss_and_a_zero_gradient(models):
     batch = collate_shared([])
-    assert pair_size(batch, CONFIG).targets == 0
+    assert train_dpo.Objective().size(batch, CONFIG).targets == 0
     loss, aux_loss, metrics = objective_of(models[1]).loss(models[0], batch, train_dpo.Args(rpo_alpha=1.0))
     (loss + aux_loss).backward()
     assert loss == 0 and not any(value.item() for value in metrics.values())
@@ -93,7 +92,7 @@ def test_a_pair_counts_once_and_its_answers_lie_side_by_side():
     rows = pairs([(3, 4), (5, 6)])
     batch = collate_shared(rows)
     assert batch["target_counts"] == [3, 4, 5, 6] and batch["sample_ids"].tolist() == [0, 1, 2, 3]
-    size = pair_size(batch, CONFIG)
+    size = train_dpo.Objective().size(batch, CONFIG)
     shared = 4 + 4  # of prompts of 5 tokens, the last of which predicts other tokens
     assert (size.targets, size.tokens, size.text_bytes, size.samples) == (2, 38 - shared, 0, 4)
     assert batch["targets"].equal(collate_flat(rows)["targets"])
