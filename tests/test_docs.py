@@ -37,7 +37,9 @@ MANUAL = [page for pair in PAIRS for page in pair]
 PAGES = [*MANUAL, "CHANGELOG.md", "AGENTS.md", "SECURITY.md", "model/README.md"]
 PAGES += sorted(f"docs/dev/{path.name}" for path in (ROOT / "docs/dev").glob("*.md"))
 BLOCK = re.compile(r"^```.*?^```$", flags=re.M | re.S)
-MADE = re.compile(r"^(out|checkpoints|swanlog|dataset/(cache|demo))/")  # by the runs
+MADE = re.compile(
+    r"^(out|checkpoints|swanlog|dataset/(cache|demo)|docs/(zh/)?learn/notebooks)/"
+)  # by commands
 # what --data_path names by default
 USERS_OWN = {"dataset/pretrain_t2t_mini.jsonl", "dataset/sft_t2t_mini.jsonl"}
 FOLDERS = r"\.ci|\.github|common|dataset|docs|llm|model|scripts|tests|tools|trainer"

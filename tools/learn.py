@@ -1,9 +1,10 @@
 """Fills in the pages of docs/learn (excerpts of the source, outputs of the snippets), and makes a notebook of
 each chapter.
 
-    python -m tools.learn              the excerpts and the notebooks, in both languages
+    python -m tools.learn              the excerpts, in both languages
     python -m tools.learn --run        first run the snippets on the quickstart's result, for their outputs
     python -m tools.learn --run 05     those of one chapter
+    python -m tools.learn --notebooks  the notebooks, in docs/learn/notebooks and docs/zh/learn/notebooks
 
 A comment before an excerpt names the file and the function or method. If not all of it is shown, the comment
 says how the first and the last line of each part begin. Without a last line, a part goes to the end:
@@ -235,10 +236,18 @@ def rewrite(path: Path, change: Callable[[str], str]) -> None:
 
 
 def main() -> None:
-    """Fill in the pages, and make the notebooks."""
+    """Fill in the pages, or make the notebooks."""
     parser = Parser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--run", nargs="*", metavar="NUMBER", help="run the snippets (of these chapters)")
+    parser.add_argument(
+        "--notebooks", action="store_true", help="make a notebook of each chapter, nothing else"
+    )
     args = parser.parse_args()
+    if args.notebooks:
+        for page in [page for language in LANGUAGES for page in chapters(language)]:
+            text = notebook(page.read_text(encoding="utf-8"))
+            rewrite(notebook_path(page), lambda _, text=text: text)
+        return
     for page in chapters():
         if args.run is not None and (not args.run or page.name[:2] in args.run):
             printed = run_snippets(snippets(page.read_text(encoding="utf-8")))
@@ -247,8 +256,6 @@ def main() -> None:
     for language in LANGUAGES:
         for page in chapters(language):
             rewrite(page, with_excerpts)
-            text = page.read_text(encoding="utf-8")
-            rewrite(notebook_path(page), lambda _, text=text: notebook(text))
 
 
 if __name__ == "__main__":
