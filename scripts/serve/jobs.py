@@ -8,6 +8,7 @@ ends. Until then their process group exists, so no other processes can get its n
 """
 
 import fcntl
+import itertools
 import json
 import os
 import re
@@ -29,6 +30,7 @@ from scripts.serve.protocol import ApiError
 from trainer.weights.paths import METRICS_SUFFIX
 
 LOCK = ".train.lock"
+DELETED = ".deleted"  # folder of the trainings that the user deleted
 SCRIPT, LOG, ABOUT, REPORT = "run.sh", "job.log", "job.json", "report.html"
 STARTED, STOPPED = "== started ", "== asked to stop "  # lines that this file writes into the log
 TAIL = 1 << 16  # bytes at the end of a log that are read
@@ -196,6 +198,24 @@ class Jobs:
             return "planned", lines
         return ("stopped" if was_stopped else "cut"), lines
 
+    def move(self, name: str, new_name: str | None, states: tuple[str, ...] = ()) -> None:
+        """Rename the folder of a training, or without a new name move it to `.deleted`. states: those in
+        which this is allowed; without any, all in which nothing runs. Raises ApiError."""
+        folder = self.folder(name)
+        state, _ = self.state(folder, self.living())
+        if state in LIVING:
+            raise ApiError(f"{name} is being trained.", 409, "name", "busy", name=name)
+        if states and state not in states:
+            raise ApiError(f"{name} is {state}.", 409, "name", "not_ready")
+        target = self.save_dir / new_name if new_name else free_path(self.save_dir / DELETED, folder.name)
+        try:
+            target.parent.mkdir(mode=0o700, exist_ok=True)
+            if os.path.lexists(target):
+                raise ApiError(f"{target.name} exists already.", 409, "name", "exists")
+            os.rename(folder, target)
+        except OSError as error:
+            raise ApiError(f"{name} cannot be moved: {reason(error)}.", 500, code="not_moved") from error
+
     def uses(self, file: Path) -> bool:
         """Whether an unfinished training reads an uploaded file."""
         living = self.living()
@@ -207,6 +227,12 @@ class Jobs:
             if (is_planned or lives) and isinstance(read, list) and file.name in read:
                 return True
         return False
+
+
+def free_path(folder: Path, name: str) -> Path:
+    """A path in a folder that does not exist yet: the name, or the name with a number."""
+    names = itertools.chain([name], (f"{name} {number}" for number in itertools.count(2)))
+    return next(folder / each for each in names if not os.path.lexists(folder / each))
 
 
 def forget_plan(folder: Path, about: dict[str, Any]) -> None:

@@ -17,9 +17,11 @@ from fastapi import APIRouter, Depends, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from common.errors import reason
+from common.errors import UserError, WriteError, reason
 from common.files import read_object
 from common.settings import ROOT
+from scripts.demo.corpus import write_files
+from scripts.demo.world import make_corpus
 from scripts.planning.files import FACTS
 from scripts.planning.rules import DEPTHS, WIDTH
 from scripts.planning.signature import is_signed
@@ -49,6 +51,7 @@ from trainer.weights.paths import METRICS_SUFFIX
 
 PLAN = ROOT / "scripts" / "plan.py"
 NAME = re.compile(r"(?!earlier_\d+$)\w[\w -]{0,39}")  # earlier_N: runs that were set aside
+EXAMPLE = ("valley.jsonl", "valley questions.jsonl")  # texts and conversations about an invented world
 HOURS = {"ge": 0.02, "le": 168}
 MOST_FILES = 200
 MAX_BODY = 1 << 16  # bytes of a request; files may be larger
@@ -103,6 +106,12 @@ class PlanFacts(BaseModel):
     disk: float
     disk_free: float
     unwise: list[dict[str, str | float]]
+
+
+class Rename(Body):
+    """The new name of a model."""
+
+    to: str
 
 
 class Stop(Body):
@@ -189,6 +198,11 @@ def training_routes(jobs: Jobs, uploads: Uploads, make_room: Callable[[], Any]) 
         make_room()
         jobs.start(folder.name, ["bash", str(folder / SCRIPT)], forget_report)
 
+    def rename_model(name: str, new_name: str) -> None:
+        jobs.move(name, new_name, (READY,))
+        # it names the old folder, in which it would train once more
+        (jobs.save_dir / new_name / SCRIPT).unlink(missing_ok=True)
+
     async def done(function: Callable[..., Any], *args: Any) -> Response:
         await run_sync(function, *args)
         return JSONResponse({"ok": True}, 202)
@@ -225,6 +239,20 @@ def training_routes(jobs: Jobs, uploads: Uploads, make_room: Callable[[], Any]) 
         asked = await read(request, Stop)
         return await done(jobs.stop, jobs.folder(name).name, asked.now)
 
+    @routes.post("/jobs/{name}/rename")
+    async def rename(name: str, request: Request) -> Response:
+        asked = await read(request, Rename)
+        check_name(asked.to)
+        return await done(rename_model, name, asked.to)
+
+    @routes.post("/jobs/{name}/delete")
+    async def put_away(name: str) -> Response:
+        return await done(jobs.move, name, None)
+
+    @routes.post("/example")
+    async def example() -> Response:
+        return await done(write_example, uploads)
+
     @routes.get("/jobs/{name}/log")
     def log(name: str) -> Response:
         return Response(log_tail(jobs.folder(name)), media_type="text/plain", headers=NOT_SHOWN)
@@ -248,12 +276,26 @@ def training_routes(jobs: Jobs, uploads: Uploads, make_room: Callable[[], Any]) 
     return routes
 
 
+def check_name(name: str) -> None:
+    """Raise ApiError if a training cannot have this name."""
+    if not NAME.fullmatch(name):
+        raise ApiError(f"{name[:60]!r} is no name; use letters, digits, blanks.", 400, "name", "field")
+
+
 def check_fields(asked: NewJob) -> None:
     """Raise ApiError if a field is out of range."""
-    if not NAME.fullmatch(asked.name):
-        raise ApiError(f"{asked.name[:60]!r} is no name; use letters, digits, blanks.", 400, "name", "field")
+    check_name(asked.name)
     if asked.depth is not None and asked.depth not in DEPTHS:
         raise ApiError(f"depth must be one of {DEPTHS}.", 400, "depth", "field")
+
+
+def write_example(uploads: Uploads) -> None:
+    """Put the built-in texts and conversations among the uploads. Raises ApiError."""
+    made = make_corpus(seed=0)
+    try:
+        write_files(uploads.folder, {EXAMPLE[0]: made["pretrain.jsonl"], EXAMPLE[1]: made["sft.jsonl"]})
+    except (UserError, WriteError) as error:
+        raise ApiError(f"The example cannot be written: {error}", 507, code="not_started") from error
 
 
 def check_unused(folder: Path, jobs: Jobs) -> None:

@@ -155,6 +155,7 @@ function formView() {
   const drop = h("label", { class: "drop", for: "train-files" }, h("strong", {}, t("dropFiles")), h("small", {}, t("fileKinds")), input);
   drop.addEventListener("dragover", (event) => event.preventDefault());
   drop.addEventListener("drop", async (event) => (event.preventDefault(), addFiles(await filesOf(event.dataTransfer))));
+  const tryExample = button(t("tryExample"), "quiet", () => giveExample());
   const what = line("");
   const name = h("input", { type: "text", id: "train-name", maxlength: NAME_LENGTH, autocomplete: "off" });
   name.value = form.name;
@@ -168,11 +169,12 @@ function formView() {
   const back = isChanging && button(t("cancel"), "quiet", () => ((isChanging = false), draw()));
   const onsubmit = (event) => (event.preventDefault(), makePlan());
   const fields = [h("div", { class: "field" }, h("label", { for: "train-name" }, t("modelName")), name), hoursField(), sizeField()];
-  const element = h("form", { onsubmit, novalidate: true }, unfinished, drop, files, what, skipRow, ...fields, busy, error, h("div", { class: "buttons" }, back, submit));
+  const element = h("form", { onsubmit, novalidate: true }, unfinished, drop, tryExample, files, what, skipRow, ...fields, busy, error, h("div", { class: "buttons" }, back, submit));
   let drawn = "";
   function update() {
     const chosen = chosenFiles();
     const state = JSON.stringify([overview.files, [...uploads], form.files]);
+    tryExample.hidden = Boolean(overview.files.length || uploads.size);
     if (drawn !== state) files.replaceChildren(...[...uploads].map(uploadRow), ...overview.files.map((file) => fileRow(file, chosen)));
     drawn = state;
     const kinds = chosen.map(({ kind }) => kind);
@@ -186,7 +188,7 @@ function formView() {
     submit.disabled = !chosen.length || !form.name.trim() || Boolean(other);
     if (name.value !== form.name) name.value = form.name;
   }
-  return { elements: job?.state === "new" ? [element, logDetails(job)] : [element], update };
+  return { elements: job?.state === "new" ? [element, logDetails(job), manageRow(job)] : [element], update };
 }
 
 const fieldsOf = ({ name, files, hours, depth, skip_bad: skip }) => ({ name, isNamed: true, hours, skip, files, depth: depth ?? "" });
@@ -233,6 +235,16 @@ function fileRow(file, chosen) {
   const remove = button(t("removeFile"), "quiet", () => act(api.removeFile(name), (error) => ((formError = error), draw())));
   const warning = bad && line(sentence({ code: "bad_record", values: { file: name, line: bad.line, why: bad.why } }), "trouble");
   return h("li", {}, h("label", { class: "check", for: `file-${name}` }, check, h("span", {}, about)), remove, texts, warning);
+}
+
+/** Take the example that comes with the program: texts and conversations about an invented valley. */
+async function giveExample() {
+  const done = await act(api.giveExample(), (error) => ((formError = error), draw()));
+  if (!done) return;
+  const isChat = ({ kind }) => Number(kind === "chat");
+  form.files = [...overview.files].sort((a, b) => isChat(a) - isChat(b)).map(({ name }) => name);
+  keep();
+  draw();
 }
 
 /** How much of what is read a file is, if others of its kind are chosen, too. */
@@ -336,7 +348,7 @@ function planningView(job) {
 function planView(job) {
   const plan = job.plan;
   const start = button(t("startJob"), "primary", () => act(api.startJob(job.name), say));
-  const elements = [...(plan ? planLines(plan) : []), h("div", { class: "buttons" }, start, changePlan(job)), terminalLine(job)];
+  const elements = [...(plan ? planLines(plan) : []), h("div", { class: "buttons" }, start, changePlan(job)), terminalLine(job), manageRow(job)];
   return { elements, update() {} };
 }
 
@@ -435,6 +447,18 @@ function logDetails({ name }) {
 
 // --- stopped, failed, ready
 
+/** Buttons to rename a model and to delete a training. */
+function manageRow({ name, state }) {
+  const refused = (error) => say(error);
+  const rename = () => {
+    const to = prompt(t("newName", { name }), name)?.trim();
+    if (to && to !== name) act(api.renameJob(name, to), refused).then((done) => done && show(to));
+  };
+  const remove = () => confirm(t("deleteAsk", { name })) && act(api.deleteJob(name), refused).then((done) => done && show(null));
+  const renameButton = state === "ready" && button(t("rename"), "quiet", rename);
+  return h("div", { class: "manage" }, renameButton, button(t("remove"), "quiet", remove));
+}
+
 const goOn = (job) => button(t("goOn"), "primary", () => act(api.startJob(job.name), say));
 const newModel = () => button(t("newModel"), "quiet", () => show(""));
 
@@ -445,7 +469,7 @@ function endedView(job) {
     else if (saved !== undefined && saved < updates) how.textContent = t("wasStopped", { u: saved, v: updates });
     else how.textContent = t(last === updates && stage + 1 < stages ? "wasBetween" : "wasEnded");
   };
-  return { elements: [how, h("div", { class: "buttons" }, goOn(job), changePlan(job), newModel()), terminalLine(job), logDetails(job)], update };
+  return { elements: [how, h("div", { class: "buttons" }, goOn(job), changePlan(job), newModel()), terminalLine(job), logDetails(job), manageRow(job)], update };
 }
 
 function failedView(job) {
@@ -455,7 +479,7 @@ function failedView(job) {
     Object.assign(form, fieldsOf(job.asked), { skip: true });
     makePlan();
   });
-  return { elements: [error, h("div", { class: "buttons" }, skip, job.plan && goOn(job), changePlan(job), newModel()), logDetails(job)], update() {} };
+  return { elements: [error, h("div", { class: "buttons" }, skip, job.plan && goOn(job), changePlan(job), newModel()), logDetails(job), manageRow(job)], update() {} };
 }
 
 function readyView(job) {
@@ -470,7 +494,7 @@ function readyView(job) {
   const next = right && right[0] < FEW_RIGHT * right[1] ? t("notYet") : "";
   const page = weights && button(t("savePage"), "quiet", (event) => savePage(event.target, weights));
   const buttons = h("div", { class: "buttons" }, chat, page, button(t("downloadReport"), "quiet", () => report().catch(say)), newModel());
-  return { elements: [line(joined(t("ready"), said, next)), buttons, figures, terminalLine(job)].filter(Boolean), update() {} };
+  return { elements: [line(joined(t("ready"), said, next)), buttons, figures, manageRow(job)].filter(Boolean), update() {} };
 }
 
 /** Start the card if the server trains. It then follows the server's state. */

@@ -256,6 +256,28 @@ def test_below_a_form_there_are_no_curves_of_other_models(card, client):
     card.wait(lambda: card.shown(FORM) and not card.all("#plots .plot"))
 
 
+def test_an_example_is_trained_renamed_and_deleted_by_clicks(card, client):
+    card.click(f"{FORM} > button")
+    card.wait(lambda: "valley questions.jsonl" in card.text(".files") and card.one(PRIMARY).is_enabled())
+    assert not card.shown(f"{FORM} > button") and card.one("#train-name").get_attribute("value") == "valley"
+    card.click(PRIMARY)
+    card.wait(lambda: "then the conversations" in card.text(BODY))
+    card.click(PRIMARY)
+    card.wait(lambda: "Ready." in card.text(BODY))
+    rename, _ = card.all(f"{BODY} .manage button")
+    rename.click()
+    card.driver.switch_to.alert.send_keys("people")
+    card.driver.switch_to.alert.accept()
+    card.wait(lambda: card.text("#train-title") == "people" and "Ready." in card.text(BODY))
+    card.all(f"{BODY} .manage button")[1].click()
+    card.driver.switch_to.alert.dismiss()
+    assert (client.folder / "people").is_dir()
+    card.all(f"{BODY} .manage button")[1].click()
+    card.driver.switch_to.alert.accept()
+    card.wait(lambda: card.shown(FORM))
+    assert (client.folder / ".deleted/people/report.html").exists()
+
+
 def test_both_languages_have_the_same_texts():
     source = re.sub(r'"[^"\n]*"', '""', (PAGE / "text.js").read_text(encoding="utf-8"))
     english, chinese = (source.partition(f"\n  {lang}: {{")[2].partition("\n  }")[0] for lang in ("en", "zh"))

@@ -272,6 +272,44 @@ def test_nobody_reads_its_output(tmp_path):
     assert (folder / "novel/job.log").stat().st_size > 10**7
 
 
+# --- the models that there are
+
+
+def test_a_model_is_renamed_and_a_training_deleted_to_where_it_can_be_found(client):
+    client.planned()
+    assert client.post("/novel/rename", {"to": "b"}).json()["error"]["code"] == "not_ready"
+    client.post("/novel/start", {})
+    assert client.post("/novel/delete", {}).json()["error"]["code"] == "busy"
+    client.until("ready")
+    client.planned("other")
+    for to, code in (("other", "exists"), ("../x", "field"), (".deleted", "field"), ("", "field")):
+        assert client.post("/novel/rename", {"to": to}).json()["error"]["code"] == code
+    assert client.post("/novel/rename", {"to": "小说 2"}).status_code == 202
+    job = client.job("小说 2")
+    assert job["state"] == "ready" and "novel" not in [each["name"] for each in client.overview()["jobs"]]
+    assert not (client.folder / "小说 2/run.sh").exists()  # it would train into the old folder
+    assert client.post("/小说 2/start", {}).status_code == 409
+    assert client.http.get("/jobs/小说 2/report").status_code == 200
+    for name, kept in (("小说 2", "小说 2"), ("other", "other")):
+        assert client.post(f"/{name}/delete", {}).status_code == 202
+        assert (client.folder / ".deleted" / kept / "job.json").exists()
+    client.planned("other")
+    assert client.post("/other/delete", {}).status_code == 202
+    assert (client.folder / ".deleted/other 2").is_dir() and client.overview()["jobs"] == []
+    assert client.post("/other/delete", {}).status_code == 404
+    runs = httpx.get(f"{client.address}api/runs", headers=KEY).json()["runs"]
+    assert runs == []
+
+
+def test_the_example_is_texts_and_conversations_that_can_be_planned(client):
+    for _ in range(2):  # a second time changes nothing
+        assert client.post("/../example", {}).status_code == 202
+    kinds = {file["name"]: file["kind"] for file in client.overview()["files"]}
+    assert kinds == {"valley.jsonl": "text", "valley questions.jsonl": "chat"}
+    client.planned(files=list(kinds))
+    assert len(client.job()["plan"]["stages"]) == 2
+
+
 # --- what goes wrong
 
 
