@@ -475,7 +475,7 @@ def test_curves_table_states_and_samples(curves, folder):
     assert curves.texts("#plots .plot h2") == titles
     assert curves.texts("#plots .plot:first-child .u-label") == ["Updates", "first_64", "second_64"]
     states = {text.split("\n")[0]: text.split("\n")[1:] for text in curves.texts(".run .name")}
-    assert states["first_64"] == ["running · 9 s left"]
+    assert states["first_64"] == ["running · 9 seconds left"]
     assert states["second_64"] == ["finished · 11 updates", "Diverged: the loss is not finite"]
     curves.click('[data-run="first_64"]')
     curves.wait(lambda: len(curves.texts("#plots .plot:first-child .u-label")) == 2)
