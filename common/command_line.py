@@ -19,6 +19,7 @@ from common.errors import Interrupted, LostRank, UserError, log, not_utf8_locale
 from common.files import MACHINE_ERRORS
 from common.launcher import launch
 
+FAILED_RANK_PAUSE = 2.0  # seconds
 STOP_SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 # MiniMind's flags that do not exist here -> what to use; the others are flags, or `aliases` of a setting
 ANSWERS_ARE_SHOWN = "leave it out: two completions with their rewards are shown at every --log_interval"
@@ -172,7 +173,7 @@ def _exit(line: str, status: int, error: BaseException) -> NoReturn:
         for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_DFL)
     if place.local_rank > 0:
-        time.sleep(2)  # local rank 0 prints first
+        time.sleep(FAILED_RANK_PAUSE)  # local rank 0 prints first
     leave_dead_console()
     # at a signal the ranks stop together, and one of them says so
     if place.local_rank == 0 or not isinstance(error, Interrupted):
@@ -181,7 +182,7 @@ def _exit(line: str, status: int, error: BaseException) -> NoReturn:
         sys.exit(status)
     if isinstance(error, LostRank):
         # torchrun reports the rank that exits first, which must be the one that caused the failure
-        time.sleep(2)
+        time.sleep(FAILED_RANK_PAUSE)
     os._exit(status)  # destroying a process group whose peers are gone can hang
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 
+import common.command_line
 import trainer.stage
 from trainer.weights.tensor_file import Writer
 
@@ -112,6 +113,7 @@ def _child(stage: str, argv: list[str], faults: Faults, env: dict[str, str], fol
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.update(env)
     torch.set_num_threads(1)
+    common.command_line.FAILED_RANK_PAUSE = 0.2  # no torchrun waits for these ranks
     multiprocessing.set_start_method("fork", force=True)  # of the data loader, as in a run started by hand
     if faults.file_limit:
         resource.setrlimit(resource.RLIMIT_FSIZE, (faults.file_limit, resource.RLIM_INFINITY))
