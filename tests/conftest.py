@@ -1,5 +1,6 @@
 """Small data and a small model for all tests; where the shared real text lies."""
 
+import gc
 import json
 import os
 import random
@@ -124,6 +125,11 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "slow: takes minutes; run with --slow")
+
+
+def pytest_collection_finish(session):
+    gc.collect()
+    gc.freeze()  # collections in the tests skip the modules that are loaded
 
 
 def pytest_collection_modifyitems(config, items):

@@ -110,10 +110,10 @@ class Hub:
 
     def environment(self, cache: Path) -> dict[str, str]:
         """The variables of a process that uses this hub."""
-        proxies = {name: value for name, value in os.environ.items() if name.lower().endswith("_proxy")}
-        own = {"HF_ENDPOINT": self.address, "HF_HOME": str(cache / "hf")}
+        own = {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
+        own |= {"HF_ENDPOINT": self.address, "HF_HOME": str(cache / "hf")}
         own |= {"HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
-        return {name: value for name, value in os.environ.items() if name not in proxies} | own
+        return {**os.environ, **own}
 
     def close(self) -> None:
         """End it."""

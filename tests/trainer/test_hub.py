@@ -6,10 +6,16 @@ import pytest
 from transformers import AutoTokenizer
 
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
-from tests.conftest import ROOT, launch
+from tests.conftest import ROOT
 from tests.fake_hub import Hub
-from tests.stage_process import run
+from tests.stage_process import Faults, run
 from tests.trainer.stage_flags import flags, records
+
+# loaded before the variables of the hub were set
+FRESH = """
+for name in [name for name in sys.modules if name.partition(".")[0] == "huggingface_hub"]:
+    del sys.modules[name]
+"""
 
 
 @pytest.fixture
@@ -36,9 +42,9 @@ def test_a_run_on_a_hub_is_the_run_on_its_files(corpus, tmp_path, hub):
         "from_weight": "hf://a/tiny",
     }
     own = settings | {"data_path": f"{corpus['pretrain']}:2,{local}:1", "from_weight": tmp_path / "model"}
-    script, env = ROOT / "trainer/train_pretrain.py", hub.environment(tmp_path / "hub")
-    done = launch(script, *flags(corpus, tmp_path / "a", "pretrain", **remote), ranks=2, **env)
-    assert done.stdout.count("hf://datasets/a/data/p*.jsonl[:1]: ") == 1
+    fresh, env = Faults(script=FRESH), hub.environment(tmp_path / "hub")
+    done = run("pretrain", flags(corpus, tmp_path / "a", "pretrain", **remote), fresh, ranks=2, **env)
+    assert done.out.count("hf://datasets/a/data/p*.jsonl[:1]: ") == 1
     gets = [path for method, path, *_ in hub.requests if method == "GET" and "/resolve/" in path]
     assert len(gets) == len(set(gets))
     run("pretrain", flags(corpus, tmp_path / "b", "pretrain", **own), ranks=2)
@@ -47,14 +53,13 @@ def test_a_run_on_a_hub_is_the_run_on_its_files(corpus, tmp_path, hub):
     more = remote | {"epochs": 2, "from_resume": 1, "extend_epochs": 1}
     hub.requests.clear()
     resume = flags(corpus, tmp_path / "a", "pretrain", **more)
-    launch(script, *resume, **env, HF_HUB_OFFLINE="1")
+    run("pretrain", resume, fresh, **env, HF_HUB_OFFLINE="1")
     assert records(tmp_path / "a")[-1][1] == 1 and hub.requests == []
     hub.repositories["datasets/a/data"]["p.jsonl"] += b'{"text": "one more"}\n'
-    done = launch(script, *resume, check=False, **env)
-    assert done.returncode == 2 and re.search("another run.*data: ", done.stderr)
+    assert re.search("another run.*data: ", run("pretrain", resume, fresh, status=2, **env).err)
 
 
 def test_tools_take_models_and_data_on_a_hub(corpus, tmp_path, hub):
     asked = ("--model", "hf://a/tiny", "--task", "loss", "--data_path", "hf://datasets/a/data/se.jsonl")
-    judged = launch(ROOT / "scripts/evaluate.py", *asked, **hub.environment(tmp_path / "hub"))
-    assert "tiny" in judged.stdout.splitlines()[-3]
+    env = hub.environment(tmp_path / "hub")
+    assert "tiny" in run("scripts.evaluate", asked, Faults(script=FRESH), **env).out.splitlines()[-3]

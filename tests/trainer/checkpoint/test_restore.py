@@ -34,7 +34,7 @@ def test_every_optimizer_goes_on_with_the_same_bits(tmp_path, kind):
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_every_optimizer_goes_on_with_the_same_bits_on_two_ranks(tmp_path, parallel):
     process = run("tests.trainer.checkpoint.restored_runs", [tmp_path, parallel], ranks=2)
-    runs = {"ddp": 45, "fsdp": 35}[parallel]
+    runs = {"ddp": 13, "fsdp": 11}[parallel]
     assert process.out.splitlines()[-1] == f"0 of {runs} runs differ"
 
 
@@ -223,9 +223,20 @@ UNRESTORABLE = {
 }
 
 
-@pytest.mark.parametrize("kind", UNRESTORABLE)
-@pytest.mark.parametrize("where", ["one rank", "two ranks", "sharded", "engine", "engine, two ranks"])
-def test_what_cannot_be_restored_ends_the_run_at_its_first_update(corpus, tmp_path, kind, where):
+LOST_CALLBACK, OTHER_DTYPES = UNRESTORABLE
+
+
+@pytest.mark.parametrize(
+    "where, kind",
+    [
+        ("one rank", OTHER_DTYPES),
+        ("two ranks", LOST_CALLBACK),
+        ("sharded", OTHER_DTYPES),
+        ("engine", OTHER_DTYPES),
+        ("engine, two ranks", LOST_CALLBACK),
+    ],
+)
+def test_what_cannot_be_restored_ends_the_run_at_its_first_update(corpus, tmp_path, where, kind):
     script, told = UNRESTORABLE[kind]
     argv = flags(corpus, tmp_path, "sft", **SHORT, parallel="fsdp" if where == "sharded" else "ddp")
     stage, ranks = "sft", 1 if where in ("one rank", "engine") else 2
@@ -339,9 +350,9 @@ t.Objective = Objective
 RESTORES = 'self.mean, self.seen = saved["mean"].clone(), dict(saved["seen"])'
 
 
-@pytest.mark.parametrize("where", ["one rank", "two ranks", "sharded", "engine", "engine, two ranks"])
+@pytest.mark.parametrize("where", ["one rank", "sharded", "engine, two ranks"])
 def test_the_state_of_an_objective_goes_on_with_the_same_bits(corpus, tmp_path, where):
-    ranks, stage = 1 if where in ("one rank", "engine") else 2, "engine" if "engine" in where else "sft"
+    ranks, stage = 1 if where == "one rank" else 2, "engine" if "engine" in where else "sft"
     script = WEIGHTED.format(load=RESTORES)
     argvs = []
     for name in ("whole", "broken"):
@@ -368,8 +379,7 @@ FORGETS = {
 }
 
 
-@pytest.mark.parametrize("kind", FORGETS)
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("kind, ranks", [("a number", 1), ("a tensor", 2)])
 def test_an_objective_that_forgets_its_state_ends_the_run_at_its_first_update(corpus, tmp_path, kind, ranks):
     load, told = FORGETS[kind]
     script = WEIGHTED.format(load=load)
