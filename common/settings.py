@@ -16,6 +16,7 @@ from pydantic.fields import FieldInfo
 
 from common.errors import ReadError
 from common.files import is_there
+from common.session import seconds_in
 
 LONGEST = 32768  # tokens of a sample, or of a prompt with what is written to it: the positions of a model
 # of a new model: the size of a head, and the most heads (docs/dev/LOG.md, "Heads of 64")
@@ -245,7 +246,7 @@ class CheckpointConfig(Settings):
     section: ClassVar[str] = "checkpoint"
     may_change: ClassVar[str] = (
         "save_dir save_weight checkpoint_dir from_weight from_resume resume_from "
-        "extend_epochs save_interval keep_every keep_last"
+        "extend_epochs save_interval keep_every keep_last stop_after"
     )
     save_dir: str = setting(str(ROOT / "out"), "folder of the inference weights and the metrics")
     save_weight: str = setting("model", "name of the weights that this run writes")
@@ -263,6 +264,19 @@ class CheckpointConfig(Settings):
     )
     keep_every: int = setting(0, "interval between numbered checkpoints; 0: none", "updates", ge=0)
     keep_last: int = setting(3, "numbered checkpoints to keep, in addition to the best", ge=0)
+    stop_after: str | None = setting(
+        None,
+        "time since the start, such as 11h, 30m or 90s, after which the run saves and ends at an update; "
+        "--from_resume 1 goes on",
+    )
+
+    @field_validator("stop_after")
+    @classmethod
+    def _is_duration(cls, value: str | None) -> str | None:
+        """Refuse a text that is not a time."""
+        if value is not None:
+            seconds_in(value)
+        return value
 
 
 class LoggingConfig(Settings):

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Pretraining, then SFT, on your own data. To resume after an interruption, run it again.
+# Pretraining, then SFT, on your own data. To resume after an interruption, run it again. Arguments are flags of both
+# stages; --stop_after 11h ends the script after this time, and the same command goes on.
 #
 #   PRETRAIN_DATA=data/pretrain.jsonl SFT_DATA=data/sft.jsonl bash scripts/run_pretrain_sft.sh
 #   GPUS=2,3 HIDDEN_SIZE=768 USE_MOE=1 PRETRAIN_DATA=... SFT_DATA=... bash scripts/run_pretrain_sft.sh
@@ -35,13 +36,22 @@ shared=(
 )
 root="$PWD"
 cd "$here" # paths are relative to the caller's folder
+export TRAINING_SESSION_START="$(date +%s)" TRAINING_SESSION_STOPPED="$SAVE_DIR/.stopped" # for --stop_after
+rm -f "$TRAINING_SESSION_STOPPED"
+end_if_stopped() {
+    [ -e "$TRAINING_SESSION_STOPPED" ] || return 0
+    echo "not finished; the same command goes on"
+    exit 0
+}
 
 # A finished stage resumes at its end and trains nothing.
 echo "== pretraining"
 "${launch[@]}" "$root/trainer/train_pretrain.py" --data_path "$PRETRAIN_DATA" "${shared[@]}" \
-    ${PRETRAIN_EVAL_DATA:+--eval_data_path "$PRETRAIN_EVAL_DATA"} ${PRETRAIN_ARGS:-}
+    ${PRETRAIN_EVAL_DATA:+--eval_data_path "$PRETRAIN_EVAL_DATA"} ${PRETRAIN_ARGS:-} "$@"
+end_if_stopped
 echo "== supervised fine-tuning"
 "${launch[@]}" "$root/trainer/train_full_sft.py" --data_path "$SFT_DATA" --from_weight pretrain "${shared[@]}" \
-    ${SFT_EVAL_DATA:+--eval_data_path "$SFT_EVAL_DATA"} ${SFT_ARGS:-}
+    ${SFT_EVAL_DATA:+--eval_data_path "$SFT_EVAL_DATA"} ${SFT_ARGS:-} "$@"
+end_if_stopped
 echo "chat with it: python $root/scripts/chat.py --weight full_sft --hidden_size ${HIDDEN_SIZE:-512}" \
     "--use_moe ${USE_MOE:-0} --save_dir $SAVE_DIR"

@@ -8,7 +8,6 @@
 #SBATCH --gpus-per-node=8
 #SBATCH --cpus-per-task=32
 #SBATCH --time=12:00:00
-#SBATCH --signal=B:USR1@120
 #SBATCH --requeue
 #SBATCH --open-mode=append
 set -euo pipefail
@@ -23,12 +22,17 @@ export DATA CACHE RANKS_PER_NODE LOGS MASTER_ADDR MASTER_PORT="${MASTER_PORT:-29
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 # export GLOO_SOCKET_IFNAME=ib0 NCCL_SOCKET_IFNAME=ib0 # the network that connects the nodes, if they have several
 export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-1}" # since SLURM 22.05 srun does not take --cpus-per-task from sbatch
-export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=110 # seconds that torchrun gives the ranks to save, within --signal's 120
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=110 # seconds that torchrun gives the ranks to save after a signal
 ulimit -n "$(ulimit -Hn)" # the first launcher holds a connection to each rank
 
-# Before the time limit SLURM sends USR1 to this script: the ranks save and end, and the job is queued again.
-is_over=0
-trap 'is_over=1; scancel --signal=TERM "$SLURM_JOB_ID"' USR1
+# MARGIN seconds before the time limit the ranks save and end (--stop_after), and the job is queued again. An update with
+# its evaluation, and saving, must fit into the margin.
+MARGIN="${MARGIN:-120}"
+mkdir -p "$LOGS"
+export TRAINING_SESSION_START="$(date +%s)" TRAINING_SESSION_STOPPED="$LOGS/stopped"
+rm -f "$TRAINING_SESSION_STOPPED"
+end="$(date --date "$(SLURM_TIME_FORMAT=standard squeue --noheader --job "$SLURM_JOB_ID" --format %e)" +%s)" # of the job
+export STOP_AFTER="$((end - TRAINING_SESSION_START - MARGIN))s"
 
 # Tokenise once, on the first node, with the flags of the training that decide about the token cache.
 tokenising=(--data_path "$DATA" --cache_dir "$CACHE")
@@ -47,14 +51,6 @@ python -m dataset.show_samples --samples 0 --kind pretrain "${tokenising[@]}"
 srun --kill-on-bad-exit=1 bash -c 'exec torchrun --nnodes "$SLURM_NNODES" --node_rank "$SLURM_NODEID" \
     --nproc_per_node "$RANKS_PER_NODE" --master_addr "$MASTER_ADDR" --master_port "$MASTER_PORT" --max_restarts 2 \
     --log_dir "$LOGS/node_$SLURM_NODEID" --redirects 3 --tee 0:3 \
-    trainer/train_pretrain.py --data_path "$DATA" --cache_dir "$CACHE" --from_resume 1 "$@"' torchrun "$@" &
-step=$!
-while true; do # a signal interrupts wait
-    status=0
-    wait "$step" || status=$?
-    kill -0 "$step" 2>/dev/null || break
-done
-if ((is_over && status)); then
-    scontrol requeue "$SLURM_JOB_ID"
-fi
-exit "$status"
+    trainer/train_pretrain.py --data_path "$DATA" --cache_dir "$CACHE" --stop_after "$STOP_AFTER" \
+    --from_resume 1 "$@"' torchrun "$@"
+[ ! -e "$TRAINING_SESSION_STOPPED" ] || scontrol requeue "$SLURM_JOB_ID"

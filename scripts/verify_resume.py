@@ -61,7 +61,8 @@ AFTER_SFT: dict[str, dict[str, Any]] = {
     "agent": GROUPS | {"environment": "calculator", "max_seq_len": 512},
 }
 STAGES = ("pretrain", "sft", *AFTER_SFT)
-RESERVED_FLAGS = {"--use_moe", "--from_resume", "--checkpoint_dir", "--cache_dir", "--save_dir"}
+RESERVED_FLAGS = {"--use_moe", "--from_resume", "--stop_after", "--checkpoint_dir", "--cache_dir"}
+RESERVED_FLAGS.add("--save_dir")
 
 
 def parse_args() -> tuple[argparse.Namespace, list[str]]:

@@ -25,7 +25,14 @@ from dataset.batch import Batch, Size, to_device
 from trainer.callbacks.base import is_better, monitored
 from trainer.callbacks.train_state import TrainState
 from trainer.checkpoint.run import interrupted, save_checkpoint, where_to_go_on, write_weights
-from trainer.devices.process_group import Logger, all_gather, reduce_sum, this_rank, world_size
+from trainer.devices.process_group import (
+    Logger,
+    all_gather,
+    is_main_process,
+    reduce_sum,
+    this_rank,
+    world_size,
+)
 from trainer.devices.wrapping import full_tensor, gradient_sync, is_sharded, unwrap
 from trainer.optim.build import MuonWithAdamW
 from trainer.report.metrics import value_text
@@ -83,11 +90,15 @@ def train_epoch(
         missing = number - len(fetched)
         micro_batches = state.objective.prepare(state, fetched or [collate([])])
         sizes = [state.objective.size(batch, state.lm_config) for batch in micro_batches]
-        targets, tokens, stop_requested, missing = update_size(state, sizes, missing)
-        if stop_requested:
+        targets, tokens, stop_requested, time_is_over, missing = update_size(state, sizes, missing)
+        if stop_requested or time_is_over:
             if state.saved_update != progress.update:
                 save_checkpoint(state)
-            raise interrupted(state)
+            if stop_requested:
+                raise interrupted(state)
+            state.is_out_of_time = True
+            state.stop(f"--stop_after {args.stop_after}")
+            break
 
         if missing == number * world_size() and step == start_step:
             raise UserError(f"epoch {epoch + 1}: the data loader gave no batch at all; it must give {iters}")
@@ -217,17 +228,19 @@ def learning_rate(state: TrainState, update: int) -> float | None:
     return value
 
 
-def update_size(state: TrainState, sizes: list[Size], missing: int) -> tuple[float, float, bool, float]:
-    """Targets and tokens of an update over all ranks, whether any rank was asked to stop, and how many
-    micro-batches are missing from the loaders.
+def update_size(state: TrainState, sizes: list[Size], missing: int) -> tuple[float, float, bool, bool, float]:
+    """Targets and tokens of an update over all ranks, whether any rank was asked to stop, whether rank 0's
+    --stop_after is over, and how many micro-batches are missing from the loaders.
 
     sizes: of this rank's micro-batches. The hosts exchange them over gloo. This does not wait for the device,
     and it detects a lost rank."""
     targets, tokens = sum(size.targets for size in sizes), sum(size.tokens for size in sizes)
-    host = torch.tensor([targets, tokens, state.stop_request.signal, missing], dtype=torch.float64)
+    time_is_over = is_main_process() and state.time_is_over()
+    values = [targets, tokens, state.stop_request.signal, time_is_over, missing]
     with state.meter.timing("comm"):
-        total_targets, total_tokens, stop, total_missing = reduce_sum(host).tolist()
-    return total_targets, total_tokens, stop > 0, total_missing
+        totals = reduce_sum(torch.tensor(values, dtype=torch.float64)).tolist()
+    total_targets, total_tokens, signals, over, total_missing = totals
+    return total_targets, total_tokens, signals > 0, over > 0, total_missing
 
 
 def update_seed(seed: int, update: int, *more: int) -> int:

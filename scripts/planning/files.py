@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from common.files import atomic_write, write_json
+from common.session import START, STOPPED
 from common.settings import ROOT
 from scripts.planning.choice import Plan, total_seconds
 from scripts.planning.signature import sign
@@ -75,21 +76,26 @@ def facts(plan: Plan, unwise: list[tuple[str, dict[str, Any]]], memory: float, f
 
 
 def shell_file(plan: Plan, path: Path, lang: str) -> str:
-    """A shell file that runs the plan. If it is run again, it continues where it stopped."""
+    """A shell file that runs the plan. If it is run again, it continues where it stopped. It hands its flags
+    to each stage; if --stop_after ends a stage, the next one is not started."""
     words, folder = WORDS[lang], plan.stages[0].args.save_dir
-    again = echo(words["again"].format(command=shlex.join(["bash", str(path)])))
+    again = echo(words["again"].format(command=shlex.join(["bash", str(path)]))) + ' "$@"'
     lines = [
         "#!/usr/bin/env bash",
         "# Written by scripts/plan.py. After an interruption, run it again to continue.",
+        f"# Flags go to each stage: bash {path.name} --stop_after 11h saves and ends after this time.",
         "set -e",
         "# the plan's Python: another one may lack the requirements",
         f"python={shlex.quote(sys.executable)}",
         f"trap {shlex.quote(again)} EXIT",  # also if Ctrl-C ends a stage that is still starting
         f"cd {shlex.quote(str(ROOT))}",
+        f'export {START}="$(date +%s)" {STOPPED}={shlex.quote(f"{folder}/.stopped")}',
+        f'rm -f "${STOPPED}"',
     ]
     for stage in plan.stages:
         title = words["stage"].format(name=stage.args.save_weight, time=duration(stage.seconds))
-        lines += [echo(title), python_command(training_command(stage))]
+        lines += [echo(title), python_command(training_command(stage)) + ' "$@"']
+        lines.append(f'[ ! -e "${STOPPED}" ] || exit 0')
     report = ["scripts/plot_metrics.py", folder, "--html", f"{folder}/report.html", "--lang", lang]
     lines += [python_command(report), "trap - EXIT"]
     lines.append(echo(words["next"].format(command=chat_command(plan))))

@@ -69,7 +69,9 @@ def start(data, tmp_path, monkeypatch, capsys):
 def commands(folder) -> list[list[str]]:
     lines = (folder / "run.sh").read_text().splitlines()
     assert f"python={shlex.quote(sys.executable)}" in lines
-    return [["python", *shlex.split(line)[1:]] for line in lines if line.startswith('"$python" ')]
+    words = [shlex.split(line)[1:] for line in lines if line.startswith('"$python" ')]
+    assert [command[-1] for command in words[:-1]] == ["$@"] * (len(words) - 1)  # the flags of run.sh
+    return [["python", *command[: -1 if command[-1] == "$@" else None]] for command in words]
 
 
 def chat_flags(folder):
@@ -158,6 +160,34 @@ def test_a_shell_file_that_is_stopped_says_how_to_go_on(start, tmp_path, ending)
         start_new_session=True, capture_output=True, text=True,
     )  # fmt: skip
     assert ended.returncode != 0 and ended.stdout.count("not finished; to continue: bash ") == 1
+
+
+STOPPED_BY_TIME = """#!/usr/bin/env bash
+echo "$(basename "$1") ${@: -2}"
+case "$1" in *"$STOPS"*) touch "$TRAINING_SESSION_STOPPED" ;; esac
+"""
+
+
+@pytest.mark.parametrize("stops", ["train_pretrain", "train_full_sft", "no stage"])
+def test_a_shell_file_whose_time_is_over_ends_and_says_how_to_go_on(start, data, tmp_path, stops):
+    """Its flags go to the stages; no stage begins after one that --stop_after ended. What an earlier stop left
+    stops nothing."""
+    start("--depth", 1, "--lang", "en", sft_data=data / "chat.jsonl", tokenizer_path=SHIPPED)
+    python = tmp_path / "python"
+    python.write_text(STOPPED_BY_TIME)
+    python.chmod(0o755)
+    script = (tmp_path / "run.sh").read_text()
+    (tmp_path / "run.sh").write_text(script.replace(shlex.quote(sys.executable), str(python)))
+    (tmp_path / ".stopped").touch()
+    command = ["bash", str(tmp_path / "run.sh"), "--stop_after", "11h"]
+    ended = subprocess.run(command, env=os.environ | {"STOPS": stops}, capture_output=True, text=True)
+    assert ended.returncode == 0 and not ended.stderr
+    ran = [line for line in ended.stdout.splitlines() if "train_" in line and "==" not in line]
+    stages = ["train_pretrain.py --stop_after 11h", "train_full_sft.py --stop_after 11h"]
+    assert ran == stages[: 1 if stops == "train_pretrain" else 2]
+    again = f"not finished; to continue: {shlex.join(command)}"
+    assert (ended.stdout.splitlines()[-1] == again) is (stops != "no stage")
+    assert ("plot_metrics.py" in ended.stdout) is (stops == "no stage")
 
 
 def test_a_stage_logs_twenty_times_and_at_least_every_half_minute(data, tmp_path):

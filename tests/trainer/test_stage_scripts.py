@@ -51,6 +51,7 @@ def test_resuming(corpus, tmp_path):
 INSTEAD_OF_PYTHON = f"""#!/bin/sh
 case "$1" in - | -c) exec {sys.executable} "$@" ;; esac
 printf '%s\\0' "$@" >> "$COMMANDS" && printf '\\n' >> "$COMMANDS"
+case "$1" in *"${{STOPS:-no stage}}"*) touch "$TRAINING_SESSION_STOPPED" ;; esac
 """
 
 
@@ -89,6 +90,14 @@ def test_the_pipeline_script_resumes_where_it_stopped(corpus, tmp_path):
         assert len(said) == 2 and expected in said[1]
         commands.unlink()
     assert (tmp_path / "out/full_sft_32.pth").is_file()
+    for stops, stages in (("train_pretrain", 1), ("train_full_sft", 2)):
+        command = [*script, "--stop_after", "1h"]
+        stopped = env | {"STOPS": stops}
+        done = subprocess.run(command, env=stopped, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0 and done.stdout.endswith("not finished; the same command goes on\n")
+        typed = commands.read_text().replace("\0", " ")
+        assert typed.count("--stop_after 1h") == typed.count("trainer/train_") == stages
+        commands.unlink()
     del env["SFT_DATA"]
     done = subprocess.run(script, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert (

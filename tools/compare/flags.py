@@ -12,7 +12,7 @@ from common.errors import UserError
 from common.settings import StageArgs, setting_option
 
 # compare.py sets these for each run
-OWN_FLAGS = {"save_weight", "checkpoint_dir", "from_resume", "resume_from", "print_config"}
+OWN_FLAGS = {"save_weight", "checkpoint_dir", "from_resume", "resume_from", "stop_after", "print_config"}
 # no variant may change these: seeds, folders, which records are held out and how they are cut
 HELD_OUT = ("seed", "save_dir", "cache_dir", "monitor", "mode", "eval_share", "eval_data_path", "kind")
 HELD_OUT += ("text_separator", "max_seq_len", "on_bad_data", "max_bad_share", "max_lost_text")

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from common.session import seconds_in, session_seconds
 from common.settings import StageArgs
 from trainer.callbacks.base import CallbackList
 from trainer.devices.errors import StopRequest
@@ -82,6 +83,7 @@ class TrainState:
     meter: Meter = field(default_factory=Meter)
     stop_request: StopRequest = field(default_factory=StopRequest)
     stopped: bool = False  # no further update of this process
+    is_out_of_time: bool = False  # --stop_after has stopped it
     resumed_update: int | None = None  # None in a new run
     # of the newest checkpoint; None before the first one, 0 if a signal came before any update
     saved_update: int | None = None
@@ -102,6 +104,12 @@ class TrainState:
     def has_schedule(self) -> bool:
         """Whether a function, and not a torch scheduler, sets the learning rate at each update."""
         return self.schedule(self.progress.update + 1, self.total_updates, self.args) is not None
+
+    def time_is_over(self) -> bool:
+        """Whether --stop_after is over. Each process makes an update first, so that sessions which are too
+        short still go on."""
+        limit = self.args.stop_after
+        return limit is not None and self.meter.updates > 0 and session_seconds() >= seconds_in(limit)
 
     def stop(self, reason: str) -> None:
         """End training after this update; if the run is resumed, it continues. Call it on all ranks at the

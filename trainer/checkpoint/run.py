@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import re
+import shlex
 import signal
 import sys
 from collections.abc import Iterator
@@ -20,6 +21,8 @@ import torch
 
 from common.errors import Interrupted, ReadError, UserError, reason, warn
 from common.files import files_in, is_there, link, read_errors, remove, sync, write_errors, write_json
+from common.launcher import launch
+from common.session import STOPPED
 from common.settings import StageArgs
 from trainer.callbacks.train_state import Progress, TrainState
 from trainer.checkpoint.earlier import set_earlier_run_aside
@@ -262,6 +265,32 @@ def interrupted(state: TrainState) -> Interrupted:
     return Interrupted(number, text)
 
 
+def end_session(state: TrainState) -> None:
+    """Print where --stop_after has stopped the run and the command to go on. If a script runs several stages,
+    create its file instead: the script prints its own command."""
+    done = f"after update {state.progress.update} of {state.total_updates}"
+    text = f"stopped: by --stop_after {state.args.stop_after} {done}, which is saved"
+    script_file = os.environ.get(STOPPED)
+    if script_file is None:
+        text += f"; to go on: {command_to_go_on(state.args)}"
+    elif is_main_process():
+        with write_errors(Path(script_file)):
+            Path(script_file).touch()
+    Logger(text)
+
+
+def command_to_go_on(args: StageArgs) -> str:
+    """The command that continues this run on one machine, or words for it if there are several."""
+    place = launch()
+    words = ["python"]
+    if "TORCHELASTIC_RUN_ID" in os.environ and place.world_size > 1:
+        words = ["torchrun", "--standalone", "--nproc_per_node", str(place.local_world_size)]
+    words += sys.argv if args.from_resume else [*sys.argv, "--from_resume", "1"]
+    if place.world_size > place.local_world_size:
+        return "the same commands on all machines, with --from_resume 1"
+    return shlex.join(words)
+
+
 def where_to_go_on(state: TrainState) -> str:
     """The end of an error line, which says how to resume; empty if there is no checkpoint yet."""
     path = paths.resume_path(state.args.checkpoint_dir, state.args.save_weight, state.lm_config)
@@ -304,6 +333,9 @@ def open_files(state: TrainState, wandb: Any) -> Iterator[None]:
             save_checkpoint(state)
         state.writer.wait()
         state.callbacks.call("on_train_end")
+        if state.is_out_of_time:
+            end_session(state)
+            return
         Logger(f"done: {progress.update} updates in {progress.seconds:.0f} s; weights in {state.weights}")
         if state.log is not None:
             with read_errors(path):
