@@ -1,5 +1,5 @@
-"""What is imported is required, in the same ranges in requirements*.txt and pyproject.toml, and locked within
-them."""
+"""What is imported is required, pyproject.toml reads the requirements files, and the lock is within their
+ranges."""
 
 import ast
 import sys
@@ -10,8 +10,6 @@ from packaging.requirements import Requirement
 from tests.conftest import ROOT
 from tests.test_project import LAYERS, PEERS, TREES
 
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-EXTRAS = PROJECT["optional-dependencies"]
 NAMES = {"yaml": "pyyaml"}  # of packages that have another one than their module
 # offered, and each says so where it is missing
 BY_HAND = {"triton", "wandb"}
@@ -21,6 +19,9 @@ def lines(name: str) -> list[str]:
     """The requirements in a file."""
     text = (ROOT / name).read_text(encoding="utf-8")
     return [line for line in text.splitlines() if line and line[0] not in "#-"]
+
+
+LISTED = [line for name in ("", "-serve", "-test") for line in lines(f"requirements{name}.txt")]
 
 
 def imported() -> set[str]:
@@ -38,20 +39,20 @@ def imported() -> set[str]:
     return {NAMES.get(module, module) for module in modules - ours}
 
 
-def test_pyproject_names_the_ranges_of_the_files():
-    assert PROJECT["dependencies"] == lines("requirements.txt")
-    assert EXTRAS["serve"] == lines("requirements-serve.txt")
-    assert EXTRAS["test"] == lines("requirements-test.txt")
-    assert set(EXTRAS["trackers"]) <= set(EXTRAS["test"])
+def test_pip_and_uv_read_the_same_files():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    read = project["tool"]["setuptools"]["dynamic"]
+    assert project["project"]["dynamic"] == list(read)
+    for file in (read["dependencies"]["file"], read["optional-dependencies"]["serve"]["file"]):
+        assert "\n-" not in (ROOT / file).read_text(), "setuptools reads no options, such as -r"
 
 
 def test_what_is_imported_is_required():
-    listed = [*PROJECT["dependencies"], *EXTRAS["trackers"], *EXTRAS["serve"], *EXTRAS["test"]]
-    assert imported() - BY_HAND <= {Requirement(line).name for line in listed}
+    assert imported() - BY_HAND <= {Requirement(line).name for line in LISTED}
 
 
 def test_the_lock_holds_a_version_within_each_range():
     locked = dict(line.lower().split("==") for line in lines("requirements-lock.txt"))
-    for line in [*PROJECT["dependencies"], *EXTRAS["serve"], *EXTRAS["test"]]:
+    for line in LISTED:
         needed = Requirement(line)
         assert needed.specifier.contains(locked[needed.name]), line
