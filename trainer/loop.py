@@ -36,7 +36,7 @@ from trainer.devices.process_group import (
 from trainer.devices.wrapping import full_tensor, gradient_sync, is_sharded, unwrap
 from trainer.optim.build import MuonWithAdamW
 from trainer.report.metrics import value_text
-from trainer.report.sums import COUNT, Means, add_means, add_sums, checked_names, quotient, update_means
+from trainer.report.sums import COUNT, Means, add_means, add_sums, check_names, quotient, update_means
 from trainer.report.trackers import drawable
 from trainer.report.warnings import find_warnings
 
@@ -186,8 +186,8 @@ def train_update(state: TrainState, micro_batches: list[Batch], targets: float, 
     of_gradient = state.objective.before_step(state, micro_batches)
     add_sums(sums, of_gradient, state.device)
     state.callbacks.call("on_before_step", micro_batches)
-    if state.metric_names is None:
-        state.metric_names = checked_names(list(sums), [*metrics, *of_gradient])
+    if state.meter.updates == 0:
+        check_names(list(sums), [*metrics, *of_gradient])
     grad_norm = full_tensor(clip_grad_norm_(unwrap(model).parameters(), args.grad_clip or math.inf))
     totals = reduce_sum(torch.stack(list(sums.values())))
     *totals, norm = torch.cat((totals, grad_norm.to(totals).reshape(1))).tolist()  # the only sync point

@@ -71,7 +71,6 @@ def test_what_a_loss_shows_is_a_mean_since_the_last_record():
     assert make_record(state, figures, iters=3)["of_three"] is None
     for name in ("learning_rate", "aux_loss"):
         state.objective.names = ("twice", name)
-        state.metric_names = None
         with pytest.raises(UserError, match=f"a metric of the loss is named '{name}', a field of each"):
             update(state, (1,))
 

@@ -88,7 +88,6 @@ class TrainState:
     # of the newest checkpoint; None before the first one, 0 if a signal came before any update
     saved_update: int | None = None
     weights: Path | None = None  # what was written last for use
-    metric_names: list[str] | None = None  # of the objective, once an update was made
 
     def __post_init__(self):
         self.callbacks.state = self

@@ -35,16 +35,15 @@ def add_sums(sums: dict[str, Tensor], values: Mapping[str, Any], device: torch.d
             sums[key] = sums.get(key, 0.0) + added
 
 
-def checked_names(names: list[str], metrics: Iterable[str]) -> list[str]:
-    """The names of the sums of an update. A collective. Raises UserError if one of the objective's metrics
-    has the name of another field of a record, or the ranks do not all have the same sums."""
+def check_names(names: list[str], metrics: Iterable[str]) -> None:
+    """Raise UserError if one of the objective's metrics has the name of another field of a record, or the
+    ranks do not all have the same sums. names: of the sums of an update. A collective."""
     if taken := RECORD_FIELDS.intersection(metrics):
         raise UserError(
             f"a metric of the loss is named {min(taken)!r}, a field of each record; give it another name"
         )
     if any(others != names for others in all_gather(names)):
         raise UserError("the loss must give the same metrics for each batch; (sum, 0) where there is nothing")
-    return names
 
 
 def update_means(total: dict[str, float], targets: float, tokens: float) -> Means:
