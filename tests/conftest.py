@@ -35,6 +35,9 @@ torch.set_num_threads(1)
 exec(QUICK_RATE, vars(speed))
 os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+# with PYTHONDONTWRITEBYTECODE each process would compile all modules again, 7 s in one that collects the tests
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
 def sentence(rng: random.Random, low: int, high: int) -> str:
