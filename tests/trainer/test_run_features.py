@@ -86,7 +86,7 @@ def test_a_metric_that_no_validation_gives_is_told_before_the_first_update(corpu
     whole, killed = (flags(corpus, tmp_path / name, "pretrain", **settings) for name in ("whole", "killed"))
     run("pretrain", whole)
     (line,) = run("pretrain", [*killed, "--monitor", "eval_los"], status=2).error_lines
-    assert line == "error: --monitor: validation gives no 'eval_los' to monitor; it gives eval_bpb, eval_loss"
+    assert line == "error: --monitor: validation does not report 'eval_los'; it reports eval_bpb, eval_loss"
     assert not list(tmp_path.glob("killed/*/*.pth"))
     run("pretrain", killed, Faults(signals={6: signal.SIGKILL}), status=-signal.SIGKILL)
     before = saved_state(tmp_path / "killed")

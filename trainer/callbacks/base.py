@@ -216,5 +216,5 @@ def monitored(who: str, monitor: str, metrics: dict[str, float | None]) -> float
     it."""
     if monitor not in metrics:
         there = ", ".join(sorted(metrics)) or "nothing"
-        raise UserError(f"{who}: validation gives no {monitor!r} to monitor; it gives {there}")
+        raise UserError(f"{who}: validation does not report {monitor!r}; it reports {there}")
     return metrics[monitor]

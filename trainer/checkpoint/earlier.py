@@ -64,7 +64,7 @@ def set_earlier_run_aside(args: StageArgs) -> None:
     complete_moves(args)
     places = " and ".join(sorted({str(Path(place).parent) for place in moves.values()}))
     name = paths.run_name(args.save_weight, args)
-    text = f"a run named {name} was here; its files are now in {places}"
+    text = f"there was an earlier run named {name}; its files are now in {places}"
     Logger(f"{text} (--from_resume 1 would have continued it)")
 
 

@@ -84,8 +84,8 @@ def newest_checkpoint(path: Path, resume_from: str | None = None) -> Checkpoint 
         what += f", but there are {', '.join(other.name for other in others)}"
     way = ""
     if others and others[0].suffix == ".pth":
-        way = f"--resume_from {others[0]} --save_weight NAME goes on from that state under another name; "
-    raise UserError(f"--from_resume 1: {what}; {way}--from_resume 0 sets them aside and begins anew")
+        way = f"--resume_from {others[0]} --save_weight NAME continues from that state under another name; "
+    raise UserError(f"--from_resume 1: {what}; {way}--from_resume 0 sets them aside and starts over")
 
 
 def other_checkpoints(path: Path) -> list[Path]:
@@ -105,7 +105,7 @@ def begin_branch(path: Path) -> Checkpoint:
     try:
         checkpoint = read_checkpoint(path)
     except DAMAGED as error:
-        raise UserError(f"--resume_from {path} is no intact checkpoint ({reason(error)})") from error
+        raise UserError(f"--resume_from {path} is not an intact checkpoint ({reason(error)})") from error
     new = {"run_id": "", "branch_of": str(path.resolve()), "wandb_id": None, "finished": False}
     new |= {"extended_to": None}
     return checkpoint | new | {"best_eval": None, "best_update": None}

@@ -131,11 +131,11 @@ def check_same_run(args: StageArgs, fingerprint: Fingerprint, checkpoint: dict[s
         if "global_batch" in changed:
             hint = f" (batch_size x accumulation_steps x processes must be {saved['global_batch']})"
         if fingerprint["epochs"] > saved["epochs"] or fingerprint["max_steps"] > saved["max_steps"] > 0:
-            hint = " (--extend_epochs 1 goes on for more epochs or updates)"
+            hint = " (--extend_epochs 1 continues for more epochs or updates)"
         if fingerprint.get("data") != saved.get("data"):
             hint = (
-                ": the data are others than those it began with. Either give those, or train on the new ones "
-                f"in a run of its own that begins with this one's weights: --from_weight {args.save_weight} "
+                ": the data differ from those it began with. Either give the old data, or train on the new "
+                f"data in a new run that starts from these weights: --from_weight {args.save_weight} "
                 "--save_weight NEW --from_resume 0"
             )
         raise UserError(
@@ -149,8 +149,8 @@ def check_reference(args: StageArgs, fingerprint: Fingerprint, checkpoint: dict[
     run began."""
     if fingerprint["from_weight_sha256"] != checkpoint["fingerprint"]["from_weight_sha256"]:
         raise UserError(
-            f"--from_weight {args.from_weight} is not what this run began with, and they are its frozen "
-            "reference; give the same weights"
+            f"--from_weight {args.from_weight} is not what this run began with. Those weights are its frozen "
+            "reference; give the same ones"
         )
 
 
@@ -288,7 +288,7 @@ def warn_of_changes(saved: dict[str, Any], environment: dict[str, Any], code: di
     other settings of the optimizer than in the checkpoint, whose settings are kept."""
     was = {name: value for name, value in saved["environment"].items() if name in environment}
     if changed := changes(was, environment):
-        warn(f"{changed}: from here on the results equal those of an uninterrupted run up to rounding only")
+        warn(f"{changed}: from here on, results agree with an uninterrupted run only up to rounding")
     before = saved.get("code")
     if before is None:  # older code did not say which it was
         warn("the checkpoint was written by other code: from here on the current code is used")
@@ -299,4 +299,4 @@ def warn_of_changes(saved: dict[str, Any], environment: dict[str, Any], code: di
         named = ", ".join(edited[:5]) + (" ..." if len(edited) > 5 else "")
         warn(f"the checkpoint was written by other code ({named}): from here on the current code is used")
     if changed := changes(before["optimizer"], code["optimizer"]):
-        warn(f"the code makes the optimizer with other settings ({changed}); the checkpoint's are kept")
+        warn(f"the code now gives the optimizer other settings ({changed}); the checkpoint's are kept")

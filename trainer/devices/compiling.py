@@ -35,7 +35,7 @@ def compiles(args: StageArgs, train_set: SizedDataset, device: torch.device) -> 
     is_auto = args.use_compile is None
     if args.use_moe and args.activation_checkpointing:
         # experts are called between two graphs, but a layer that is recomputed must not be split into graphs
-        why = "layers of experts with --activation_checkpointing 1 run as they are"
+        why = "layers of experts with --activation_checkpointing 1 are not compiled"
         if not is_auto:
             warn(f"--use_compile 1: {why}")
         elif device.type == "cuda":
@@ -47,7 +47,7 @@ def compiles(args: StageArgs, train_set: SizedDataset, device: torch.device) -> 
     if problem and not is_auto:
         raise UserError(f"--use_compile 1: {problem}; or leave the flag out")
     if problem:
-        warn(f"--use_compile auto: {problem}; the model runs as it is")
+        warn(f"--use_compile auto: {problem}; the model is not compiled")
         return False
     if is_auto:
         Logger("--use_compile auto: the model is compiled; its first updates take longer")
@@ -156,7 +156,7 @@ def call_of(part: nn.Module, tokens: int, may_fail: bool) -> Any:
             if not may_fail:
                 raise
             why = reason(getattr(error, "inner_exception", error))
-            warn(f"--use_compile auto: the model cannot be compiled and runs as it is ({why})")
+            warn(f"--use_compile auto: the model cannot be compiled and runs uncompiled ({why})")
             part._compiled_call_impl = None
             return eager_call(*args, **kwargs)
 

@@ -195,7 +195,7 @@ def described_config(path: Path) -> "MiniMindConfig | None":
     unknown = [name for name in fields if name not in MiniMindConfig.__annotations__]
     if unknown:
         values = ", ".join(f"{name} {fields[name]!r}" for name in unknown)
-        raise UserError(f"{path} is of a model with {values}, which this version of the code does not have")
+        raise UserError(f"{path}: its model has {values}, which this version of the code does not know")
     return MiniMindConfig(**fields)
 
 
@@ -219,9 +219,9 @@ def read_model(
 
 def _read_file(path: Path, experts_per_token: int | None) -> "tuple[dict[str, Tensor], MiniMindConfig]":
     if is_file(path / ADAPTER_CONFIG):
-        raise UserError(f"{path} is an adapter (LoRA), no model; the tools take it as --lora")
+        raise UserError(f"{path} is an adapter (LoRA), not a model; give it to the tools as --lora")
     if is_folder(path):
-        raise UserError(f"{path}: no Hugging Face folder, it has no {CONFIG_FILE}")
+        raise UserError(f"{path}: not a Hugging Face folder, it has no {CONFIG_FILE}")
     if not is_there(path):
         raise missing_weights(path)
     try:

@@ -62,8 +62,8 @@ def add_adapters(
     adapted = [layer.base for layer in model.modules() if isinstance(layer, LoRALinear)]
     if others := sorted({type(layer).__name__ for layer in adapted if not can_merge(layer)}):
         warn(
-            f"adapters cannot be merged into layers that are no plain nn.Linear ({', '.join(others)}): chat, "
-            "evaluation and export will refuse this adapter"
+            f"adapters cannot be merged into layers that are not plain nn.Linear ({', '.join(others)}): "
+            "chat, evaluation and export will refuse this adapter"
         )
     config = {"r": rank, "lora_alpha": alpha, "lora_dropout": dropout, "target_modules": list(targets)}
     cast(Any, model).adapter = config
@@ -170,7 +170,7 @@ def read_adapter(model: "MiniMindForCausalLM", folder: Path) -> tuple[dict[str, 
         if name.rsplit(".", 1)[-1] not in config["target_modules"]:
             continue
         if not can_merge(layer):
-            what = f"{name}, which is no nn.Linear but a {type(layer).__name__}"
+            what = f"{name}, which is not an nn.Linear but a {type(layer).__name__}"
             raise UserError(f"adapter {folder}: it cannot be merged into {what}")
         out, into = cast(Tensor, layer.weight).shape
         expected_shapes |= {

@@ -32,7 +32,9 @@ def check_class(kind: type, base: type, called_in_other_ways: tuple[str, ...] = 
             inspect.signature(getattr(kind, name)).bind(*arguments)
         except TypeError:
             form = f"def {name}({', '.join(arguments)})"
-            raise UserError(f"{kind.__name__}.{name} is called in another way: write `{form}`") from None
+            raise UserError(
+                f"{kind.__name__}.{name} is called with other arguments: write `{form}`"
+            ) from None
 
 
 def check_spelling(owner: str, names: Iterable[str], known: Iterable[str]) -> None:
@@ -42,7 +44,7 @@ def check_spelling(owner: str, names: Iterable[str], known: Iterable[str]) -> No
         near = difflib.get_close_matches(name, known, 1, cutoff=0.85)
         if near and not name.startswith("_"):
             raise UserError(
-                f"{owner}.{name} is nothing that the engine knows; did you mean {near[0]}? If not, give it "
+                f"{owner}.{name} is not known to the engine; did you mean {near[0]}? If not, give it "
                 "another name"
             )
 

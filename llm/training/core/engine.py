@@ -194,7 +194,7 @@ class TrainingEngine:
         if not hasattr(loader, "collate_fn"):
             raise UserError(
                 f"{type(self.data_module).__name__}.train_dataloader returns {describe(loader)}; it must "
-                "return a DataLoader, or what has its collate_fn, too"
+                "return a DataLoader, or an object with a collate_fn"
             )
         iters = steps_per_epoch(state.fingerprint["samples"], state.args.batch_size)
         train_epoch(state, epoch, loader, iters, start_step, self.wandb)

@@ -62,7 +62,7 @@ class DataModule(ABC):
         dataset = getattr(self, "train_dataset", None)
         if dataset is None or len(dataset) == 0:
             why = "not set by setup()" if dataset is None else "empty"
-            raise UserError(f"{type(self).__name__} yields nothing: its train_dataset is {why}")
+            raise UserError(f"{type(self).__name__} has no samples: its train_dataset is {why}")
         return len(dataset)
 
     def train_dataloader(self, epoch: int = 0, skip_batches: int = 0) -> DataLoader:

@@ -168,7 +168,9 @@ def test_a_frozen_reference_is_not_overwritten_and_is_compared_at_a_resume(data,
     run(stage, started, killed, status=-signal.SIGKILL)
     again = [*started, "--from_resume", 1, "--from_weight", "none"]
     (line,) = run(stage, again, changed, status=2).error_lines
-    assert "--from_weight none is not what this run began with, and they are its frozen reference" in line
+    assert (
+        "--from_weight none is not what this run began with. Those weights are its frozen reference" in line
+    )
 
 
 OWN_STAGE = """

@@ -86,7 +86,7 @@ AT_START = [  # what is told; the task, its data and settings; before anything i
     ),
     ("Mine.scheduler_interval has no effect", {"task": "scheduler_interval = 'update'\n"}),
     ("needs held-out data", {"task": PLATEAU, "data": NOTHING_HELD_OUT}),
-    ("callback EarlyStopping: validation gives no 'eval_accuracy' to monitor; it gives eval_absolute_error", {
+    ("callback EarlyStopping: validation does not report 'eval_accuracy'; it reports eval_absolute_error", {
         "before": "from llm.training.core.callbacks import EarlyStopping\n",
         "task": "def callbacks(self):\n    return [EarlyStopping('eval_accuracy')]\n"}),
     (
@@ -97,17 +97,17 @@ AT_START = [  # what is told; the task, its data and settings; before anything i
     ("Mine.size returns a int; it must return Size(", {"task": "def size(self, batch):\n    return 3\n"}),
     ("write `def train_step(self, model, batch)`", {"task": "def train_step(self, batch):\n    pass\n"}),
     (
-        "Points.train_dataloader is called in another way: write `def train_dataloader(self, epoch, skip_batches)`",
+        "Points.train_dataloader is called with other arguments: write `def train_dataloader(self, epoch, skip_batches)`",
         {"data": "def train_dataloader(self):\n    pass\n"},
     ),
     (
-        "Changes.on_batch_end is called in another way",
+        "Changes.on_batch_end is called with other arguments",
         callback("pass", "on_batch_end(self, state, update)"),
     ),
-    ("Mine.build_optimiser is nothing that the engine knows; did you mean build_optimizer", {
+    ("Mine.build_optimiser is not known to the engine; did you mean build_optimizer", {
         "task": no_return("build_optimiser(self, model)")}),
     (
-        "OwnArgs.learning_rte is nothing that the engine knows; did you mean learning_rate",
+        "OwnArgs.learning_rte is not known to the engine; did you mean learning_rate",
         {"before": "class OwnArgs(RegressionArgs):\n    learning_rte: float = 1.0\n", "task": "args_class = OwnArgs"},
     ),
     (
@@ -116,7 +116,7 @@ AT_START = [  # what is told; the task, its data and settings; before anything i
     ),
     ("Mine.__init__ must call super().__init__(config)", {"task": "def __init__(self, config):\n    pass\n"}),
     ("frozen_parameters: no parameter of the model begins with '9.'", {"task": "frozen_parameters = '9.'"}),
-    ("Points yields nothing: its train_dataset is empty", {
+    ("Points has no samples: its train_dataset is empty", {
         "data": "def setup(self):\n    self.train_dataset = []\n"}),
     ("the fingerprint of the data['data'] is a set", {
         "data": "def fingerprint(self):\n    return {'data': {1}}\n"}),

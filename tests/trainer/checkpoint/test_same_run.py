@@ -244,7 +244,7 @@ def test_a_forgotten_from_resume_loses_nothing(corpus, finished, tmp_path):
     assert set(old) > {"pretrain_32.pth", "pretrain_best_32.pth", "pretrain_32_resume.pth"}
     killed = Faults(script="import trainer.loop as l; l.save_checkpoint = lambda _: os._exit(9)")
     begun = run("pretrain", argv, killed, status=9)
-    assert "a run named pretrain_32 was here; its files are now in" in begun.out
+    assert "there was an earlier run named pretrain_32; its files are now in" in begun.out
     kept = {path.name: path.read_bytes() for path in tmp_path.glob("*/earlier_1/*")}
     assert kept == old
     resumed = run("pretrain", [*argv, "--from_resume", "1"])

@@ -98,9 +98,9 @@ def test_the_embedding_runs_as_it_is_on_a_cpu_alone(device, monkeypatch):
 
 
 def test_recomputed_experts_are_not_said_to_be_compiled(capsys):
-    """Their layers would run as they are."""
+    """Their layers would not be compiled."""
     settings = {"use_moe": True, "activation_checkpointing": True}
-    said = "layers of experts with --activation_checkpointing 1 run as they are\n"
+    said = "layers of experts with --activation_checkpointing 1 are not compiled\n"
     assert not compiles(LONG.model_copy(update=settings), RUN, CUDA)
     assert capsys.readouterr().out == f"--use_compile auto: {said}"
     assert not compiles(LONG.model_copy(update=settings), RUN, CPU)
@@ -150,7 +150,7 @@ def test_what_cannot_be_compiled_runs_as_it_is(backend, monkeypatch, capsys):
         out = layer(x)
         assert torch.equal(out, plain)
         out.sum().backward()
-    assert capsys.readouterr().err.count("the model cannot be compiled and runs as it is (no kernels)") == 1
+    assert capsys.readouterr().err.count("the model cannot be compiled and runs uncompiled (no kernels)") == 1
     compile_model(layer)
     with pytest.raises(TorchDynamoException, match="no kernels"):
         layer(x)

@@ -130,7 +130,7 @@ def test_each_layer_may_have_a_rate_of_its_own(kind):
 WRONG: dict[str, dict] = {
     "no parameter is in a module 'layers.7'": {"match": "layers.7", "lr_scale": 0.5},
     "'layers.0' has both lr and lr_scale": {"match": "layers.0", "lr_scale": 0.5, "lr": 1e-3},
-    "'decay' is nothing that a group says; it may say match, lr": {"match": "layers.0", "decay": 0.5},
+    "'decay' is not a key of a group; its keys are match, lr": {"match": "layers.0", "decay": 0.5},
 }
 
 

@@ -145,7 +145,7 @@ def test_a_model_by_its_path(save, tmp_path):
     assert load_named("--model", folder / "w_32_moe_8x2.pth").config.num_experts_per_tok == 2
     for flag in ("--save_dir", "--model"):
         assert load_named("--weight", "w", flag, folder, "--use_moe", 0).config.hidden_size == 32
-    file, none = folder / "w_32.pth", "no Hugging Face folder, it has no config.json"
+    file, none = folder / "w_32.pth", "not a Hugging Face folder, it has no config.json"
     for flags, line in (
         (["--model", "none.pth"], "--model none.pth: no such file or folder"),
         (["--model", file, "--weight", "w"], "both name a model; leave one of them out"),
