@@ -625,7 +625,7 @@ def test_each_edit_of_the_code_is_named_and_promises_nothing(capsys):
     line = capsys.readouterr().err
     assert "other code (a.py)" in line and "the current code is used" in line and "rounding" not in line
     warn_of_changes(saved, {"torch": "2"}, same)
-    assert "up to rounding only" in capsys.readouterr().err
+    assert "only up to rounding" in capsys.readouterr().err
     warn_of_changes(saved, {"torch": "1"}, same | {"optimizer": {"weight_decay of group 0": "0.1"}})
     assert "weight_decay of group 0: None -> 0.1" in capsys.readouterr().err
 
