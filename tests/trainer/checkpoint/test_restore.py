@@ -174,7 +174,7 @@ def test_a_group_without_parameters_may_be_new():
 def test_a_tensor_outside_the_model_is_refused():
     model, _ = make("adam", "plain")
     optimizer = torch.optim.Adam([*model.parameters(), torch.nn.Parameter(torch.ones(2))])
-    with pytest.raises(UserError, match="no parameter of the model"):
+    with pytest.raises(UserError, match="not a parameter of the model"):
         copy_to_host(model, optimizer)
 
 
