@@ -84,7 +84,7 @@ def test_a_field_that_the_code_does_not_know_is_refused(tmp_path):
     for window in (0, 7):  # 0 may not be what the code without it does
         with open(tmp_path / "w.pth", "w+b") as file:
             write_file(model.state_dict(), file, {"model": fields | {"window": window}, "tokenizer": None})
-        with pytest.raises(UserError, match=f"w.pth is of a model with window {window}, which this version"):
+        with pytest.raises(UserError, match=f"w.pth: its model has window {window}, which this version"):
             read_model(tmp_path / "w.pth")
 
 
