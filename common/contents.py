@@ -15,7 +15,7 @@ HEAD = 1 << 13  # bytes that are looked at
 BEGINNINGS = {
     b"version https://git-lfs": ("a Git LFS pointer, not the file itself", "fetch that with `git lfs pull`"),
     b"/annex/objects/": ("a git-annex pointer, not the file itself", "fetch that with `git annex get`"),
-    b"%PDF-": ("a PDF document", "save its text: pdftotext FILE.pdf FILE.txt"),
+    b"%PDF-": ("a PDF document", "name it FILE.pdf"),
     b"{\\rtf": ("a rich text document", "save it as plain text, UTF-8"),
     b"\xd0\xcf\x11\xe0": ("an old Office document", "save a table as CSV, UTF-8, and a text as plain text"),
     b"\x93NUMPY": ("a NumPy array", "give the text that it was made of"),
@@ -28,8 +28,9 @@ WEB_PAGE = re.compile(
 )
 # A name inside a zip archive -> what it is, and what to do.
 ZIPPED = {
+    "META-INF/container.xml": ("an e-book", "name it FILE.epub"),
     "xl/": ("an Excel workbook", "save it as CSV, UTF-8"),
-    "word/": ("a Word document", "save it as plain text, UTF-8"),
+    "word/": ("a Word document", "name it FILE.docx"),
     "ppt/": ("a PowerPoint document", "save its text as plain text, UTF-8"),
     "content.xml": ("an OpenDocument file", "save a table as CSV, UTF-8, and a text as plain text"),
     "data.pkl": ("a file of PyTorch, such as weights", "give the text or records to train on"),
@@ -41,10 +42,14 @@ def check_content(path: str | Path) -> None:
     ReadError if it cannot be read at present."""
     with read_errors(Path(path)), open(path, "rb") as file:
         head = file.read(HEAD)
-    is_pointer = head.startswith((b"version https://git-lfs", b"/annex/objects/"))
-    found = describe(path, head) if is_pointer or WEB_PAGE.match(head) else None
+    found = describe(path, head) if is_pointer(head) or WEB_PAGE.match(head) else None
     if found:
         raise UserError(foreign(path, found))
+
+
+def is_pointer(head: bytes) -> bool:
+    """Whether a file with these first bytes only says where the file itself is."""
+    return head.startswith((b"version https://git-lfs", b"/annex/objects/"))
 
 
 def foreign(path: str | Path, found: tuple[str, str]) -> str:

@@ -1,7 +1,8 @@
 """Finds the files of a `--data_path` and reads their records.
 
-Files: JSON (Lines, an array, or objects over several lines), CSV, TSV and plain text, each also compressed;
-Parquet and Arrow, also in folders written by `datasets.save_to_disk`. A file with another suffix is read as
+Files: JSON (Lines, an array, or objects over several lines), CSV, TSV, plain text and documents such as .docx
+and .pdf (documents.py), each also compressed; Parquet and Arrow, also in folders written by
+`datasets.save_to_disk`. A file with another suffix is read as
 JSON. A file whose first bytes show that it is something else is refused (common/contents.py). To support
 another kind of file, add an entry to READERS.
 """
@@ -24,12 +25,13 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from common.contents import HEAD, describe, foreign, is_binary
+from common.contents import HEAD, describe, foreign, is_binary, is_pointer
 from common.encodings import NotUtf8, conversion, not_utf8, wide_encoding
 from common.errors import UserError, reason
 from common.files import is_file, is_folder, is_there, read_errors
 from common.patterns import split_first, take_first
 from dataset.delimited import DELIMITERS, read_rows
+from dataset.documents import DOCUMENTS, Unreadable
 from dataset.messages import BadRecord, DataDecoder, parse_json
 from dataset.records import ANSWER_FIELDS, FORMATS, PAIR
 
@@ -78,12 +80,12 @@ def file_kind(path: str) -> str:
     for compressed in COMPRESSIONS:
         name = name.removesuffix(compressed)
     suffix = Path(name).suffix
-    return suffix if suffix in READERS or suffix in (".jsonl", *PLAIN_TEXT) else ""
+    return suffix if suffix in READERS or suffix in (".jsonl", *PLAIN_TEXT, *DOCUMENTS) else ""
 
 
 def is_plain_text(path: str) -> bool:
     """Whether a file holds documents rather than records."""
-    return file_kind(path) in PLAIN_TEXT
+    return file_kind(path) in (*PLAIN_TEXT, *DOCUMENTS)
 
 
 def split_data_path(data_path: str) -> list[str]:
@@ -170,7 +172,7 @@ def list_data_files(folder: str) -> tuple[list[str], list[str]]:
                 paths.append(os.path.join(current, name))
     data = [path for path in paths if file_kind(path) and is_file(path)]
     records = [path for path in data if not is_plain_text(path)]
-    texts = [path for path in data if file_kind(path) == ".txt"]
+    texts = [path for path in data if is_plain_text(path) and file_kind(path) != ".md"]
     chosen = records or texts or data  # a README.txt beside records is not data, nor a README.md beside texts
     return chosen, sorted(skipped + list(set(paths) - set(chosen)))
 
@@ -189,7 +191,7 @@ def describe_suffixes(paths: list[str]) -> str:
     """Describes how many files have each suffix, and which suffixes are read."""
     counts = Counter(Path(path).suffix or "without a suffix" for path in paths)
     files = ", ".join(f"{count:,} {suffix}" for suffix, count in counts.most_common(4))
-    return f"{files}; data are .jsonl, {', '.join([*READERS, *PLAIN_TEXT])}, also compressed"
+    return f"{files}; data are .jsonl, {', '.join([*READERS, *PLAIN_TEXT, *DOCUMENTS])}, also compressed"
 
 
 def walk_once(
@@ -265,6 +267,9 @@ def read_file(path: str, separator: str) -> Iterator[tuple[int, Any]]:
     """The records of a file with their lines (of `Source`)."""
     with open_file(path) as file:
         kind = file_kind(path)
+        if kind in DOCUMENTS:
+            yield from read_document(path, file.read(), separator)
+            return
         if kind not in TABLES:
             head = file.peek(HEAD)[:HEAD]
             check_text(path, head, kind)
@@ -282,7 +287,8 @@ def open_file(path: str) -> Any:
     """The open file, decompressed. Raises UserError if its first bytes are not those of a data file."""
     with open(path, "rb") as file:
         head = file.read(HEAD)
-    if other_kind := describe(path, head):
+    is_document = file_kind(path) in DOCUMENTS and not is_pointer(head)
+    if not is_document and (other_kind := describe(path, head)):
         raise UserError(foreign(path, other_kind))
     for suffix, (magic, open_compressed) in COMPRESSIONS.items():
         if head.startswith(magic) or path.lower().endswith(suffix):
@@ -447,6 +453,15 @@ def sets_of_records(value: dict) -> list[str]:
 def original_bytes(text: str) -> bytes:
     """The bytes of a text that was decoded with surrogateescape."""
     return text.encode("utf-8", "surrogateescape")
+
+
+def read_document(path: str, data: bytes, separator: str) -> Iterator[tuple[int, dict | NotUtf8]]:
+    """The text of a document, like that of a plain text file. Raises UserError."""
+    try:
+        text = DOCUMENTS[file_kind(path)](data)
+    except Unreadable as error:
+        raise UserError(f"{path}: {error}") from error
+    yield from read_text(io.BytesIO(text.encode(errors="replace")), separator)
 
 
 def read_text(file: Any, separator: str) -> Iterator[tuple[int, dict | NotUtf8]]:

@@ -23,6 +23,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from common.errors import UserError
+from dataset.documents import DOCUMENTS
 from dataset.files import TABLES, NoRecord, file_kind, is_plain_text, open_file, read_records
 from dataset.messages import BadRecord
 from dataset.records import Parsed, parse
@@ -46,7 +47,7 @@ def head_of(path: Path, scratch: Path) -> tuple[Path, bool]:
     """A file with the first bytes of another one, and whether it was cut. Some kinds of files, and single
     lines, are read as a whole and may be larger than the memory."""
     head, kind = b"", file_kind(path.name)
-    if kind not in TABLES:
+    if kind not in (*TABLES, *DOCUMENTS):
         # read_records reports what is wrong
         with suppress(UserError, OSError, EOFError, zlib.error), open_file(str(path)) as file:
             head = file.read(HEAD_BYTES + 1)

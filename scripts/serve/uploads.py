@@ -27,7 +27,7 @@ from scripts.serve.protocol import ApiError
 
 LOOK = Path(__file__).with_name("look_at_file.py")
 FOLDER = ".uploads"
-KINDS = r"(\.(txt|jsonl|json|csv)(\.gz)?|\.(parquet|arrow))"
+KINDS = r"(\.(txt|md|jsonl|json|csv|tsv)(\.gz)?|\.(parquet|arrow|docx|epub|pdf|html|htm|srt))"
 NAME = re.compile(rf"\w[\w -]{{0,39}}{KINDS}")
 MAX_BYTES = 20 << 30
 SILENCE_SECONDS = 30  # without data, after which an upload is aborted

@@ -70,7 +70,7 @@ def test_links_are_followed_and_no_file_is_read_twice(write, tmp_path):
 
 def test_what_a_folder_holds_beside_the_data_is_named(write, tmp_path):
     """Files of other kinds, text beside records, links to nothing; not what is hidden or described."""
-    names = ("d/a.pdf", "d/b.bin", "d/README.txt", "d/.git", "d/dataset_info.json", "d/cache-1.arrow")
+    names = ("d/a.png", "d/b.bin", "d/README.txt", "d/.git", "d/dataset_info.json", "d/cache-1.arrow")
     pdf, binary, text, *_ = (write(name, b"x") for name in names)
     data = write("d/c.jsonl", [{}])
     (tmp_path / "d/gone.jsonl").symlink_to("nowhere")
@@ -84,10 +84,10 @@ def test_what_a_folder_holds_beside_the_data_is_named(write, tmp_path):
 
 
 def test_a_folder_without_data_says_what_it_holds(write, tmp_path):
-    for name in ("d/a.pdf", "d/b.pdf", "d/sub/c.docx", "d/LICENSE"):
+    for name in ("d/a.png", "d/b.png", "d/sub/c.pptx", "d/LICENSE"):
         write(name, b"x")
     with pytest.raises(
-        UserError, match=r"d: a folder without data; it contains 2 \.pdf, 1 without a suffix, 1 \.docx; "
+        UserError, match=r"d: a folder without data; it contains 2 \.png, 1 without a suffix, 1 \.pptx; "
     ):
         expand_paths(f"{tmp_path}/d")
 
@@ -415,7 +415,7 @@ FOREIGN = [
     ("x.txt", "河边\n水车\n".encode("utf-16-be"), "iconv -f UTF-16BE"),
     ("x.jsonl", '{"text": "a"}'.encode("utf-32"), "iconv -f UTF-32 -t"),
     ("x.csv.gz", gzip.compress("text\na\n".encode("utf-16-le"), mtime=0), "iconv -f UTF-16LE"),
-    ("x.srt", b"1\n00:00:01,000 --> 00:00:02,000\nHello there.\n", "no JSON; name it x.txt if it is plain text"),
+    ("x.vtt", b"1\n00:00:01,000 --> 00:00:02,000\nHello there.\n", "no JSON; name it x.txt if it is plain text"),
     ("x.vtt", b"WEBVTT\n\n00:01.000 --> 00:02.000\n- Hello\n", "no JSON; name it x.txt"),
     ("x.tab", b"question\tanswer\nq\ta\n", "no JSON; name it x.txt if it is plain text, or .csv or .tsv if"),
     ("book.tex", b"\\chapter{One}\n", "no JSON; name it book.txt"),

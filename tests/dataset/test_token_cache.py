@@ -208,7 +208,7 @@ def test_the_fingerprint_of_the_data_is_that_of_their_content(write, tokenizer, 
 
 def test_the_build_names_what_was_read_held_out_and_not_read(write, tokenizer, cache_dir, tmp_path, capsys):
     data = [write(f"d/{name}.jsonl", [*TEXTS[:50], {"text": "x", "url": "u"}]) for name in "ab"]
-    left = [write(f"d/{name}", b"x") for name in ("c.pdf", "d.docx")]
+    left = [write(f"d/{name}", b"x") for name in ("c.png", "d.pptx")]
     for is_held_out in (False, True):
         build("pretrain", f"{tmp_path}/d", tokenizer, cache_dir, split=Split(0.2, is_held_out))
         notes = "held out; " if is_held_out else ""

@@ -19,7 +19,7 @@ const MEDIA = /\.(jpe?g|png|gif|heic|webp|bmp|svg|mp3|mp4|m4a|mov|avi|wav|zip|ex
 const MOST_HOURS = 168;
 const LEAST_HOURS = 0.02;
 const FEW_RIGHT = 0.5; // as in trainer/report/warnings.py
-const KINDS = /(\.(?:txt|jsonl|json|csv)(?:\.gz)?|\.parquet|\.arrow)$/i;
+const KINDS = /(\.(?:txt|md|jsonl|json|csv|tsv)(?:\.gz)?|\.(?:parquet|arrow|docx|epub|pdf|html?|srt))$/i;
 
 // the fields, the training that is shown ("": the form), and the files that are arriving
 // files: names of those that are chosen, in their order; isNamed: the name was typed, else it follows the files
