@@ -4,6 +4,7 @@ by, and what changes nothing."""
 import hashlib
 import json
 import random
+import shutil
 from pathlib import Path
 
 import pytest
@@ -25,8 +26,16 @@ SHAPE = {"hidden_size": 32, "num_hidden_layers": 1}
 RUNS = ("1_A", "1_B", "2_B", "2_A")  # of two pairs, in their order
 
 
+@pytest.fixture(scope="module")
+def start_weights(tmp_path_factory) -> Path:
+    """A folder with weights to copy."""
+    folder = tmp_path_factory.mktemp("start")
+    write_start_weights(folder, {"start_32": SHAPE, "other_32": SHAPE, "teacher_32": SHAPE})
+    return folder
+
+
 @pytest.fixture
-def files(tmp_path):
+def files(tmp_path, start_weights):
     """Every kind of file that a comparison reads, by name."""
     rng = random.Random(3)
     texts = [{"text": sentence(rng, 5, 60)} for _ in range(30)]
@@ -65,7 +74,7 @@ def files(tmp_path):
         found["tokenizer"].with_name(name).write_bytes((ROOT / "model" / name).read_bytes())
     found["reward_model"].parent.mkdir()
     found["reward_model"].write_text("{}")
-    write_start_weights(tmp_path, {"start_32": SHAPE, "other_32": SHAPE, "teacher_32": SHAPE})
+    shutil.copytree(start_weights, tmp_path, dirs_exist_ok=True)
     return found
 
 
@@ -113,7 +122,7 @@ TRAINS = ("learning_rate", "weight_decay", "beta", "temperature")
 def digest(path: str) -> str:
     """A hash of a file, or of those in a folder."""
     path = Path(path)
-    each = sorted(path.iterdir()) if path.is_dir() else [path]
+    each = sorted(filter(Path.is_file, path.iterdir())) if path.is_dir() else [path]
     return hashlib.sha256(b"".join(file.read_bytes() for file in each)).hexdigest()
 
 

@@ -6,8 +6,8 @@ import torch
 
 from common.settings import ROOT, StageArgs
 from dataset.token_cache import load_tokenizer
+from model.model_minimind import MiniMindForCausalLM
 from trainer.report.metrics import read_metrics
-from trainer.trainer_utils import init_model
 from trainer.weights.config import model_config
 from trainer.weights.files import save_weights
 
@@ -31,9 +31,10 @@ def flags(corpus, folder, stage, **extra) -> list[str]:
 
 def write_start_weights(folder: Path, shapes: dict[str, dict]) -> None:
     """Random weights whose predictions differ, by name."""
+    tokenizer = load_tokenizer(ROOT / "model")
     for seed, (name, shape) in enumerate(shapes.items()):
         torch.manual_seed(seed)
-        model, _ = init_model(model_config(load_tokenizer(ROOT / "model"), StageArgs(**shape)), "none")
+        model = MiniMindForCausalLM(model_config(tokenizer, StageArgs(**shape)))
         with torch.no_grad():
             model.model.embed_tokens.weight.mul_(4)
         save_weights(model, folder / f"{name}.pth")
