@@ -1,0 +1,175 @@
+"""Conversations from the exports of chat programs: WhatsApp (text), Telegram and DiscordChatExporter (JSON),
+and ChatGPT (conversations.json)."""
+
+import json
+import re
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from common.errors import UserError, reason
+
+
+class Message(NamedTuple):
+    """What somebody wrote. seconds: its time since 1970."""
+
+    seconds: float
+    speaker: str
+    text: str
+
+
+Chat = list[Message]
+# The beginning of a message in WhatsApp's exports: "[31.12.20, 21:15:03] Anna: " of an iPhone, else
+# "12/31/20, 9:15 PM - Anna: "
+WHATSAPP = re.compile(
+    r"\u200e?\[?(\d{1,4}[./-]\d{1,2}[./-]\d{1,4}),? (\d{1,2}[:.]\d\d(?:[:.]\d\d)?)[\s\u202f]?"
+    r"([AaPp]\.?[Mm]\.?)?\]?(?: -)? (.*)"
+)
+DATES = ("%d.%m.%y", "%m.%d.%y", "%y.%m.%d")  # the first in which the messages follow one another in time
+IN_ORDER = 0.95  # share of the messages that must
+# in the place of a picture or a film: <Media omitted>, <Anhang: ...>, <attached: ...>, with a direction mark
+NOT_TEXT = re.compile(r"\s*\u200e?<[^<>]*>\s*|\s*\u200e.*|\s*null\s*", re.DOTALL)
+ROLES = {"user": "user", "assistant": "assistant"}
+
+
+def read_export(path: str) -> tuple[list[Chat], str | None]:
+    """The chats in an export, and the name of the assistant if the export says who it is (ChatGPT). Raises
+    UserError."""
+    try:
+        text = Path(path).read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8; give the export as the program wrote it") from error
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({reason(error)})") from error
+    if text.lstrip()[:1] in ("{", "[") and not WHATSAPP.match(text.lstrip()):
+        try:
+            chats, assistant = read_json(json.loads(text))
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+            raise UserError(f"{path}: not an export of Telegram, DiscordChatExporter or ChatGPT") from error
+    else:
+        chats, assistant = [read_whatsapp(text)], None
+    chats = [chat for chat in chats if chat]
+    if not chats:
+        raise UserError(f"{path}: no messages of WhatsApp, Telegram, DiscordChatExporter or ChatGPT in it")
+    return chats, assistant
+
+
+def read_json(content: Any) -> tuple[list[Chat], str | None]:
+    """The chats of Telegram (one, or all of an account), of DiscordChatExporter, or of ChatGPT."""
+    if isinstance(content, list):
+        return [list(chatgpt_messages(each)) for each in content], ROLES["assistant"]
+    if "guild" in content:
+        return [[message for each in content["messages"] for message in discord_message(each)]], None
+    chats = content["chats"]["list"] if "chats" in content else [content]
+    return [
+        [message for each in chat["messages"] for message in telegram_message(each)] for chat in chats
+    ], None
+
+
+def telegram_message(message: dict[str, Any]) -> Iterator[Message]:
+    """A message; nothing for what is none, such as a call. Its text may be in pieces, of which links are
+    objects."""
+    pieces = message.get("text") or ""
+    pieces = [pieces] if isinstance(pieces, str) else pieces
+    text = "".join(piece if isinstance(piece, str) else piece["text"] for piece in pieces)
+    if message["type"] == "message" and message.get("from") and text.strip():
+        yield Message(float(message["date_unixtime"]), message["from"], text)
+
+
+def discord_message(message: dict[str, Any]) -> Iterator[Message]:
+    """A message; nothing for pins, calls and pictures."""
+    if message.get("type", "Default") in ("Default", "Reply") and message["content"].strip():
+        speaker = message["author"].get("nickname") or message["author"]["name"]
+        yield Message(datetime.fromisoformat(message["timestamp"]).timestamp(), speaker, message["content"])
+
+
+def chatgpt_messages(conversation: dict[str, Any]) -> Iterator[Message]:
+    """The messages on the way to the last one: regenerated answers are other branches of the tree."""
+    nodes, name, path = conversation["mapping"], conversation["current_node"], []
+    while name is not None and len(path) <= len(nodes):
+        path.append(nodes[name])
+        name = nodes[name].get("parent")
+    for node in reversed(path):
+        message = node.get("message") or {}
+        role = ROLES.get(message.get("author", {}).get("role"))
+        parts = (message.get("content") or {}).get("parts") or []
+        text = "\n".join(part for part in parts if isinstance(part, str))
+        if role and text.strip():
+            yield Message(float(conversation.get("create_time") or 0.0), role, text)
+
+
+def read_whatsapp(text: str) -> Chat:
+    """The messages of WhatsApp's export; a message may have several lines. Pictures, and messages of the
+    program itself, are left out."""
+    found: list[tuple[str, list[str]]] = []  # time, lines
+    for line in text.splitlines():
+        if match := WHATSAPP.fullmatch(line):
+            date, time, half, rest = match.groups()
+            found.append((f"{date} {time} {(half or '').replace('.', '')}".strip(), [rest]))
+        elif found:
+            found[-1][1].append(line)
+    times = [moment for moment, _ in found]
+    chat = []
+    for seconds, (_, lines) in zip(parse_times(times), found, strict=True):
+        speaker, colon, said = "\n".join(lines).partition(": ")
+        if colon and "\n" not in speaker and said.strip() and not NOT_TEXT.fullmatch(said):
+            chat.append(Message(seconds, speaker.strip("\u200e\u202a\u202c\u202f ~"), said))
+    return chat
+
+
+def parse_times(times: list[str]) -> list[float]:
+    """Seconds of WhatsApp's times, which have the order of day and month of the telephone. If none fits, the
+    messages are a second apart."""
+    for form in DATES:
+        seconds = [one_time(each, form) for each in times]
+        if None not in seconds:
+            known = [value for value in seconds if value is not None]
+            rising = sum(a <= b for a, b in zip(known, known[1:], strict=False))
+            if rising >= IN_ORDER * (len(known) - 1):
+                return known
+    return [float(i) for i in range(len(times))]
+
+
+def one_time(moment: str, form: str) -> float | None:
+    """Seconds of a time whose date has this form; None if it has not."""
+    date, time, *half = moment.split(" ")
+    numbers = re.split("[./-]", date)
+    if "%y" in form:
+        form = form.replace("%y", "%Y" if any(len(number) == 4 for number in numbers) else "%y")
+    clock = "%I.%M" if half else "%H.%M"
+    clock += ".%S" if len(re.split("[:.]", time)) == 3 else ""
+    text = " ".join([".".join(numbers), time.replace(":", "."), *half])
+    try:
+        return datetime.strptime(text, " ".join([form, clock, *(["%p"] if half else [])])).timestamp()
+    except ValueError:
+        return None
+
+
+def to_conversations(chats: list[Chat], assistant: str, gap: float) -> Iterator[list[dict[str, str]]]:
+    """Conversations in which this speaker is the assistant and all others are the user; if there are several,
+    their names stand before what they say. A pause of `gap` seconds begins another conversation. Each begins
+    with the user and ends with the assistant; others are left out."""
+    for chat in chats:
+        has_several = len({message.speaker for message in chat} - {assistant}) > 1
+        messages: list[dict[str, str]] = []
+        before = 0.0
+        for message in chat:
+            if message.seconds - before > gap:
+                yield from finished(messages)
+                messages = []
+            before = message.seconds
+            role = "assistant" if message.speaker == assistant else "user"
+            text = f"{message.speaker}: {message.text}" if has_several and role == "user" else message.text
+            if messages and messages[-1]["role"] == role:
+                messages[-1]["content"] += f"\n{text}"
+            elif messages or role == "user":
+                messages.append({"role": role, "content": text})
+        yield from finished(messages)
+
+
+def finished(messages: list[dict[str, str]]) -> Iterator[list[dict[str, str]]]:
+    """A conversation up to the last answer, if there is one."""
+    complete = messages[: len(messages) // 2 * 2]  # user and assistant in turn
+    if complete:
+        yield complete

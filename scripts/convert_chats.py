@@ -1,0 +1,70 @@
+"""Make conversations for SFT of an exported chat, with one of its speakers as the assistant.
+
+    python scripts/convert_chats.py --export chat.txt                                   who speaks in it
+    python scripts/convert_chats.py --export chat.txt --assistant Anna --output data/anna.jsonl
+    python trainer/train_full_sft.py --data_path data/anna.jsonl
+
+Reads WhatsApp's chat.txt, Telegram's result.json, the JSON of DiscordChatExporter, and ChatGPT's
+conversations.json, in which the assistant is known. Nothing leaves this machine. But a model can repeat what
+it has read, so ask the others before you give it away.
+"""
+
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+
+# run the code beside this file, installed or not
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from common.command_line import Parser, one_line_errors
+from common.errors import UserError, say
+from common.files import atomic_write
+from dataset.chat_exports import read_export, to_conversations
+
+HOUR = 3600
+
+
+def main() -> None:
+    """Convert, or say who speaks."""
+    parser = Parser(description=__doc__.split("\n", 1)[0])
+    flag = parser.add_argument
+    flag("--export", required=True, help="file that the chat program wrote")
+    flag("--assistant", help="speaker whose answers the model learns; without it the speakers are listed")
+    flag("--output", type=Path, help="JSON Lines file to write, with a conversation in each line")
+    flag(
+        "--pause_hours",
+        type=float,
+        default=6,
+        help="a pause as long begins another conversation (default: 6)",
+    )
+    args = parser.parse_args()
+    if not args.pause_hours > 0:
+        raise UserError(f"--pause_hours {args.pause_hours} must be above 0")
+    chats, known = read_export(args.export)
+    counts = Counter(message.speaker for chat in chats for message in chat)
+    assistant = args.assistant or known
+    if assistant not in counts:
+        speakers = ", ".join(f"{name!r} ({count:,} messages)" for name, count in counts.most_common(20))
+        unknown = f"nobody is called {args.assistant!r} there; " if args.assistant else ""
+        raise UserError(f"{args.export}: {unknown}give --assistant, one of {speakers}")
+    conversations = list(to_conversations(chats, assistant, HOUR * args.pause_hours))
+    if not conversations:
+        raise UserError(f"{args.export}: {assistant!r} answers nobody; choose another --assistant")
+    say(
+        f"{len(conversations):,} conversations of {len(chats):,} chat(s); {assistant!r} is the assistant. "
+        "The first one:"
+    )
+    for message in conversations[0]:
+        say(f"  {message['role']}: {message['content']}")
+    if args.output is None:
+        raise UserError("give --output FILE.jsonl to write them")
+    lines = [json.dumps({"messages": each}, ensure_ascii=False) + "\n" for each in conversations]
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    atomic_write(args.output, lambda file: file.write("".join(lines).encode()))
+    say(f"wrote {args.output}; next: python trainer/train_full_sft.py --data_path {args.output}")
+
+
+if __name__ == "__main__":
+    with one_line_errors():
+        main()

@@ -1,0 +1,135 @@
+"""Exports of chat programs, in the forms in which they write them."""
+
+import json
+from datetime import datetime
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.errors import UserError
+from dataset.chat_exports import read_export, read_whatsapp, to_conversations
+
+IPHONE = """\ufeff[31.12.20, 21:15:03] Anna: \u200eMessages and calls are end-to-end encrypted.
+[31.12.20, 21:15:04] Anna: Are you there?
+[31.12.20, 21:15:30] ~\u202fBen: Yes: I am.
+Two lines.
+\u200e[31.12.20, 21:16:00] Ben: \u200eimage omitted
+[01.01.21, 09:00:00] Anna: Good morning
+[01.01.21, 09:00:09] ~\u202fBen: 早上好
+"""
+ANDROID = """12/31/20, 9:15 PM - Anna changed the group description
+12/31/20, 9:15 PM - Anna: Are you there?
+12/31/20, 9:16 PM - Ben: Yes: I am.
+Two lines.
+12/31/20, 9:17 PM - Ben: <Media omitted>
+1/1/21, 9:00\u202fAM - Anna: Good morning
+1/1/21, 9:00\u202fAM - Ben: 早上好
+"""
+SAID = [
+    ("Anna", "Are you there?"),
+    ("Ben", "Yes: I am.\nTwo lines."),
+    ("Anna", "Good morning"),
+    ("Ben", "早上好"),
+]
+
+
+@pytest.mark.parametrize("text", [IPHONE, ANDROID, ANDROID.replace("/", "."), ANDROID.replace("PM", "p.m.")])
+def test_whatsapp(text):
+    chat = read_whatsapp(text.removeprefix("\ufeff"))
+    assert [(message.speaker, message.text) for message in chat] == SAID
+    hours = [round((message.seconds - chat[0].seconds) / 3600) for message in chat]
+    assert hours == [0, 0, 12, 12]
+
+
+def test_the_order_of_day_and_month_is_that_in_which_time_goes_on():
+    days = ["02/03/21", "05/03/21", "01/04/21"]  # in the order of month and day it goes back
+    chat = read_whatsapp("".join(f"{day}, 10:00 - Anna: hi\n" for day in days))
+    assert [datetime.fromtimestamp(message.seconds).month for message in chat] == [3, 3, 4]
+
+
+@given(
+    st.lists(
+        st.sampled_from(["12/31/20, 9:15 PM - A: b", "99/99/99, 99:99 - A: b", "x", "", "[1.1.21, 1:1] : "])
+    )
+)
+def test_any_lines_are_read(lines):
+    read_whatsapp("\n".join(lines))
+
+
+TELEGRAM = {
+    "name": "Ben", "type": "personal_chat", "messages": [
+        {"type": "service", "action": "phone_call", "actor": "Ben", "date_unixtime": "1", "text": ""},
+        {"type": "message", "from": "Anna", "date_unixtime": "10", "text": ["see ", {"type": "link", "text": "a.org"}]},
+        {"type": "message", "from": "Ben", "date_unixtime": "20", "text": "Yes."},
+        {"type": "message", "from": "Ben", "date_unixtime": "30", "text": "", "photo": "x.jpg"},
+        {"type": "message", "from": None, "date_unixtime": "31", "text": "deleted account"},
+    ],
+}  # fmt: skip
+DISCORD = {
+    "guild": {}, "channel": {}, "messages": [
+        {"type": "ChannelPinnedMessage", "timestamp": "2021-01-01T10:00:00+00:00", "content": "Pinned.", "author": {"name": "a"}},
+        {"type": "Default", "timestamp": "2021-01-01T10:00:00+00:00", "content": "see a.org", "author": {"name": "anna1", "nickname": "Anna"}},
+        {"type": "Reply", "timestamp": "2021-01-01T10:00:10.123+00:00", "content": "Yes.", "author": {"name": "Ben"}},
+    ],
+}  # fmt: skip
+
+
+def node(parent: str | None, role: str | None, *parts: object) -> dict:
+    message = role and {"author": {"role": role}, "content": {"content_type": "text", "parts": list(parts)}}
+    return {"parent": parent, "message": message}
+
+
+CHATGPT = [{"title": "x", "create_time": 5.0, "current_node": "d", "mapping": {
+    "root": node(None, None), "s": node("root", "system", ""), "a": node("s", "user", "see a.org", {"asset": 1}),
+    "b": node("a", "assistant", "The first answer."), "c": node("a", "tool", "searched"), "d": node("c", "assistant", "Yes."),
+}}]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("content", "assistant"),
+    [(TELEGRAM, "Ben"), ({"chats": {"list": [TELEGRAM]}}, "Ben"), (DISCORD, "Ben"), (CHATGPT, None)],
+)
+def test_json_exports_become_conversations(tmp_path, content, assistant):
+    path = tmp_path / "result.json"
+    path.write_text(json.dumps(content))
+    chats, known = read_export(str(path))
+    conversations = list(to_conversations(chats, assistant or known or "", 3600))
+    assert conversations == [
+        [{"role": "user", "content": "see a.org"}, {"role": "assistant", "content": "Yes."}]
+    ]
+
+
+def test_pauses_several_speakers_and_unanswered_ends():
+    text = "".join(f"1/{day}/21, {hour}:00 - {who}: {said}\n" for day, hour, who, said in [
+        (1, "08", "Ben", "not asked"), (1, "09", "Anna", "hi"), (1, "09", "Cleo", "hey"), (1, "10", "Ben", "yes"),
+        (1, "10", "Ben", "both?"), (1, "11", "Anna", "unanswered"), (14, "10", "Anna", "again"), (14, "11", "Ben", "ok"),
+    ])  # fmt: skip
+    first, second = to_conversations([read_whatsapp(text)], "Ben", 6 * 3600)
+    assert first == [
+        {"role": "user", "content": "Anna: hi\nCleo: hey"},
+        {"role": "assistant", "content": "yes\nboth?"},
+    ]
+    assert [message["content"] for message in second] == ["Anna: again", "ok"]
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (b"no chat at all\n", "no messages of WhatsApp"),
+        (b"", "no messages"),
+        (b"{}", "not an export"),
+        (b"[1]", "not an export"),
+        (b"[", "not an export"),
+        (b"\xff\xfe", "not UTF-8"),
+        (
+            b'{"messages": [{"type": "message", "from": "A", "text": "x", "date_unixtime": "?"}]}',
+            "not an export",
+        ),
+    ],
+)
+def test_what_is_no_export_is_one_line(tmp_path, content, why):
+    (tmp_path / "x").write_bytes(content)
+    with pytest.raises(UserError, match=why) as error:
+        read_export(str(tmp_path / "x"))
+    assert "\n" not in str(error.value)
