@@ -123,16 +123,58 @@ def test_the_notebook_is_the_page(path):
 
 
 def test_one_command_makes_all_notebooks(tmp_path, monkeypatch):
-    for path in PAGES:
+    makers = dict.fromkeys(PAGES, learn.notebook)
+    makers |= dict.fromkeys([ROOT / name for name in learn.MOVING], learn.moving_notebook)
+    for path in makers:
         place = tmp_path / path.relative_to(ROOT)
         place.parent.mkdir(parents=True, exist_ok=True)
         place.write_bytes(path.read_bytes())
     monkeypatch.setattr(learn, "ROOT", tmp_path)
     monkeypatch.setattr(sys, "argv", ["learn.py", "--notebooks"])
     learn.main()
-    for path in PAGES:
+    for path, maker in makers.items():
         written = learn.notebook_path(tmp_path / path.relative_to(ROOT)).read_text(encoding="utf-8")
-        assert written == learn.notebook(path.read_text(encoding="utf-8"))
+        assert written == maker(path.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("path", learn.MOVING)
+def test_the_notebook_of_a_run_that_moves_has_four_cells(path):
+    """All of its page's snippets, after the one that clones."""
+    page = (ROOT / path).read_text(encoding="utf-8")
+    cells = json.loads(learn.moving_notebook(page))["cells"]
+    sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    assert sources == [learn.CLONE.rstrip(), *(snippet.rstrip() for snippet in learn.snippets(page))]
+    assert len(sources) == 4 and len(cells) == 8 and cells[0]["source"] == [page.split("\n")[0]]
+    for source in sources:
+        compile(source, path, "exec")
+
+
+def test_the_cells_of_a_run_that_moves_plan_once_and_go_on(tmp_path, monkeypatch, capsys):
+    """In the folder that stays; what they start parses."""
+    started = []
+
+    def run(words: list[str], check: bool) -> None:
+        assert check and words[0] == sys.executable
+        started.append(words[1:])
+        if words[2] == "pack":
+            Path(words[4]).write_bytes(b"pack")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(subprocess, "run", run)
+    for _ in range(2):
+        names: dict = {}
+        for snippet in learn.snippets((ROOT / learn.MOVING[0]).read_text(encoding="utf-8")):
+            exec(snippet, names)
+    pack = str(tmp_path / "out/packs/run.mmt")
+    assert [words[:2] for words in started] == [
+        ["scripts/plan.py", "--pretrain_data"],
+        ["scripts/carry.py", "pack"],
+        ["scripts/carry.py", "go"],
+        ["scripts/carry.py", "go"],
+    ]
+    assert started[1][2:] == ["out/plan", pack, "--with_data"]
+    assert started[-1][2:] == [pack, "--to", "out/run", "--stop_after", "11h"]
+    assert f"{pack}: 0.0 MB" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("where", ["in a clone", "on Colab"])

@@ -1,10 +1,10 @@
 """Fills in the pages of docs/learn (excerpts of the source, outputs of the snippets), and makes a notebook of
-each chapter.
+each chapter, and of docs/moving.md.
 
     python -m tools.learn              the excerpts, in both languages
     python -m tools.learn --run        first run the snippets on the quickstart's result, for their outputs
     python -m tools.learn --run 05     those of one chapter
-    python -m tools.learn --notebooks  the notebooks, in docs/learn/notebooks and docs/zh/learn/notebooks
+    python -m tools.learn --notebooks  the notebooks, in the folders notebooks/ beside the pages
 
 A comment before an excerpt names the file and the function or method. If not all of it is shown, the comment
 says how the first and the last line of each part begin. Without a last line, a part goes to the end:
@@ -44,11 +44,11 @@ SNIPPET = re.compile(
 )
 COMMAND = re.compile(r"^```bash\n(?P<command>.*?)^```$", re.M | re.S)
 PICTURE = re.compile(r"^!\[(?P<caption>.*?)\]\((?:\.\./)+images/(?P<file>.*?)\)$", re.M)
+MOVING = ("docs/moving.md", "docs/zh/moving.md")  # a run that moves, for Colab and Kaggle
 # The first cell of each notebook
-SETUP = """\
+CLONE = """\
 # Run this cell first. Where there is no clone of the repository (Colab), it asks for the address and clones
-# it. It installs missing packages and changes no others. If the quickstart's model is missing, it makes it,
-# which takes minutes.
+# it. It installs missing packages and changes no others.
 import os, pathlib, subprocess, sys
 if sys.version_info < (3, 11):
     raise SystemExit("this notebook's Python is " + sys.version.split()[0] + "; it needs 3.11 or newer")
@@ -70,6 +70,11 @@ if needed:
     subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", *needed], check=True)
 os.environ["VIRTUAL_ENV"] = sys.prefix  # the scripts use the Python of this notebook
 os.environ["PATH"] = str(pathlib.Path(sys.executable).parent) + os.pathsep + os.environ["PATH"]
+"""
+# of the chapters
+SETUP = f"""\
+{CLONE}\
+# If the quickstart's model is missing, this makes it, which takes minutes.
 if not pathlib.Path("out/demo/quiz_second.json").is_file():
     subprocess.run(["bash", "scripts/quickstart.sh"], check=True)
 """
@@ -177,10 +182,11 @@ def notebook_path(page: Path) -> Path:
     return page.parent / "notebooks" / f"{page.stem}.ipynb"
 
 
-def notebook(page: str) -> str:
-    """A page as a Jupyter notebook: snippets, commands and pictures become code cells, the rest text."""
+def notebook(page: str, setup: str = SETUP) -> str:
+    """A page as a Jupyter notebook: snippets, commands and pictures become code cells, the rest text. setup:
+    its first code cell."""
     cells = []
-    for kind, text, output in _parts(page):
+    for kind, text, output in _parts(page, setup):
         cell: dict[str, Any] = {"cell_type": kind, "metadata": {}, "source": text.splitlines(keepends=True)}
         if kind == "code":
             shown = {"output_type": "stream", "name": "stdout", "text": output.splitlines(keepends=True)}
@@ -191,14 +197,20 @@ def notebook(page: str) -> str:
     return json.dumps(content, ensure_ascii=False, indent=1) + "\n"
 
 
-def _parts(page: str) -> list[tuple[str, str, str]]:
+def moving_notebook(page: str) -> str:
+    """The notebook of a page in MOVING: its last section, whose cells do the whole work."""
+    title, *_, last = re.split(r"^(?=##? )", page, flags=re.M)[1:]
+    return notebook(title.split("\n", 1)[0] + "\n\n" + last.partition("\n")[2].strip() + "\n", CLONE)
+
+
+def _parts(page: str, setup: str) -> list[tuple[str, str, str]]:
     """The cells of a page: their kind, source and output. The setup cell comes after the title."""
     blocks = sorted(
         (match for pattern in (SNIPPET, COMMAND, PICTURE) for match in pattern.finditer(page)),
         key=lambda match: match.start(),
     )
     title = page.split("\n", 1)[0]
-    parts, at = [("markdown", title, ""), ("code", SETUP.rstrip(), "")], len(title)
+    parts, at = [("markdown", title, ""), ("code", setup.rstrip(), "")], len(title)
     for match in blocks:
         parts.append(("markdown", _for_notebook(page[at : match.start()]), ""))
         groups = match.groupdict()
@@ -239,13 +251,14 @@ def main() -> None:
     """Fill in the pages, or make the notebooks."""
     parser = Parser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--run", nargs="*", metavar="NUMBER", help="run the snippets (of these chapters)")
-    parser.add_argument(
-        "--notebooks", action="store_true", help="make a notebook of each chapter, nothing else"
-    )
+    parser.add_argument("--notebooks", action="store_true", help="make the notebooks, nothing else")
     args = parser.parse_args()
     if args.notebooks:
         for page in [page for language in LANGUAGES for page in chapters(language)]:
             text = notebook(page.read_text(encoding="utf-8"))
+            rewrite(notebook_path(page), lambda _, text=text: text)
+        for page in (ROOT / name for name in MOVING):
+            text = moving_notebook(page.read_text(encoding="utf-8"))
             rewrite(notebook_path(page), lambda _, text=text: text)
         return
     for page in chapters():

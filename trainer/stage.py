@@ -323,8 +323,9 @@ def add_callbacks(state: TrainState, data: Any) -> None:
 
 def go_on(state: TrainState, saved: dict[str, Any]) -> None:
     """Restore a run from a checkpoint, or begin a branch with it, and print a line about it."""
-    same_run.warn_of_changes(saved, state.environment, state.code)
+    changes = same_run.warn_of_changes(saved, state.environment, state.code)
     restore(state, saved)
+    state.progress.changes += changes
     # start weights that are gone keep their name
     state.fingerprint["from_weight_sha256"] = saved["fingerprint"]["from_weight_sha256"]
     progress = state.progress

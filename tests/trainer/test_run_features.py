@@ -2,6 +2,7 @@
 file, the settings beside the metrics."""
 
 import json
+import platform
 import signal
 
 import pytest
@@ -66,10 +67,16 @@ def test_the_settings_of_a_run_lie_beside_its_metrics(corpus, tmp_path):
     assert second["settings"]["batch_size"] == 4 and second["environment"]["ranks"] == 2
     updates = [start["update"] for start in second["starts"]]
     assert second["starts"][0] == first["starts"][0] and len(updates) == 2 and 0 < updates[1] < 5
+    rounding = f"to rounding from update {updates[1]} on (ranks: 1 -> 2)"
+    assert (first["results"], second["results"]) == ("bit for bit", rounding)
+    machine = second["starts"][1]
+    assert machine["machine"] == platform.node() and machine["environment"]["processor"]
     path.write_text(path.read_text()[:-20])
     run("pretrain", argv)
-    (start,) = json.loads(path.read_text())["starts"]
+    third = json.loads(path.read_text())
+    (start,) = third["starts"]
     assert start["update"] > updates[1]
+    assert third["results"] == f"{rounding}; to rounding from update {start['update']} on (ranks: 2 -> 1)"
 
 
 def test_patience_without_held_out_data_is_refused(corpus, tmp_path):

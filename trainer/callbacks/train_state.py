@@ -47,6 +47,8 @@ class Progress:
     best_update: int | None = None
     bad_updates: int = 0  # in a row, that were skipped
     wandb_id: str | None = None
+    # other machines and other code since the run began, and what the results therefore equal
+    changes: list[str] = field(default_factory=list)
     # since the last log record
     # (sum, count) of losses and metrics, of the updates whose loss was finite
     sums: dict[str, tuple[float, float]] = field(default_factory=dict)

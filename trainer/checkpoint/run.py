@@ -225,17 +225,23 @@ def write_weights(state: TrainState, weight: str) -> Path:
 
 
 def write_settings(state: TrainState, path: Path) -> None:
-    """Write the settings, command lines, environment and data of this run. A resumed run adds its command
-    line."""
-    content: dict[str, Any] = {}
+    """Write the settings, command lines, environment and data of this run, and whether it is bit for bit a
+    run without interruption. A resumed run adds its command line and its machine."""
+    starts: list[Any] = []
     with read_errors(path):
         if state.resumed_update is not None and is_there(path):
-            with suppress(ValueError):  # no JSON
-                content = json.loads(path.read_bytes())
+            with suppress(ValueError, LookupError, TypeError):  # damaged
+                starts = list(json.loads(path.read_bytes())["starts"])
     now = datetime.now(UTC).isoformat(timespec="seconds")
-    start = {"time": now, "update": state.progress.update, "command": sys.argv}
     versions = {"python": platform.python_version(), "platform": platform.platform()}
-    content = {
+    start: dict[str, Any] = {
+        "time": now,
+        "update": state.progress.update,
+        "command": sys.argv,
+        "machine": platform.node(),
+    }
+    start |= {"environment": state.environment | versions}
+    content: dict[str, Any] = {
         "run_id": state.progress.run_id,
         "branch_of": state.progress.branch_of,
         "stage": state.objective.stage,
@@ -245,9 +251,19 @@ def write_settings(state: TrainState, path: Path) -> None:
         "fingerprint": state.fingerprint,
         "sources": state.code["sources"],
         "facts": state.facts,
-        "starts": [*content.get("starts", []), start],
+        "results": results(state),
+        "starts": [*starts, start],
     }
     write_json(path, content)
+
+
+def results(state: TrainState) -> str:
+    """What the results of a run equal: bit for bit those of a run without interruption, or from which update
+    on only up to rounding."""
+    told = list(state.progress.changes)
+    if state.device.type != "cpu" and not state.args.deterministic:
+        told.insert(0, f"to rounding ({state.device.type} without --deterministic 1)")
+    return "; ".join(told) or "bit for bit"
 
 
 # --- a run from its first file to its last

@@ -18,7 +18,7 @@ from common.settings import ROOT, USUAL_DECAY, FrozenModelArgs, StageArgs
 from dataset.token_cache import file_hash
 from trainer.callbacks.base import plain
 from trainer.callbacks.train_state import Fingerprint, total_updates
-from trainer.devices.device import autocast_dtype
+from trainer.devices.device import autocast_dtype, processor_name
 from trainer.devices.process_group import Logger, all_gather, world_size
 from trainer.optim.build import MUON_LR_SCALE, optimizer_settings
 from trainer.optim.muon import decay_of
@@ -212,10 +212,11 @@ def is_finished(args: StageArgs, fingerprint: Fingerprint, saved: dict[str, Any]
 
 
 def environment(args: StageArgs, device: torch.device, autocast: AbstractContextManager) -> dict[str, Any]:
-    """Torch, device, dtype, ranks and threads of this process."""
+    """Torch, device, processor, dtype, ranks and threads of this process."""
     return {
         "torch": str(torch.__version__),
         "device": device.type,
+        "processor": processor_name(device),
         "dtype": str(autocast_dtype(autocast, device)).removeprefix("torch."),
         "ranks": world_size(),
         "threads": torch.get_num_threads(),
@@ -282,21 +283,27 @@ def code_version() -> str:
         return "unknown"
 
 
-def warn_of_changes(saved: dict[str, Any], environment: dict[str, Any], code: dict[str, Any]) -> None:
+def warn_of_changes(saved: dict[str, Any], environment: dict[str, Any], code: dict[str, Any]) -> list[str]:
     """Warn if a run continues under other conditions than those under which the checkpoint `saved` was
     written: on another machine, which changes rounding; with other code, whose effect is unknown; or with
-    other settings of the optimizer than in the checkpoint, whose settings are kept."""
-    was = {name: value for name, value in saved["environment"].items() if name in environment}
-    if changed := changes(was, environment):
+    other settings of the optimizer than in the checkpoint, whose settings are kept. Returns what the results
+    equal from here on, for the record of the run; empty if they are bit for bit the same."""
+    results = []
+    shared = [name for name in environment if name in saved["environment"]]  # older code noted fewer
+    was, now = ({name: each[name] for name in shared} for each in (saved["environment"], environment))
+    if changed := changes(was, now):
         warn(f"{changed}: from here on, results agree with an uninterrupted run only up to rounding")
+        results.append(f"to rounding from update {saved['update']} on ({changed})")
     before = saved.get("code")
     if before is None:  # older code did not say which it was
         warn("the checkpoint was written by other code: from here on the current code is used")
-        return
-    shared = before["sources"].keys() & code["sources"].keys()
-    edited = sorted(name for name in shared if before["sources"][name] != code["sources"][name])
+        return [*results, f"by other code from update {saved['update']} on"]
+    in_both = before["sources"].keys() & code["sources"].keys()
+    edited = sorted(name for name in in_both if before["sources"][name] != code["sources"][name])
     if edited:
         named = ", ".join(edited[:5]) + (" ..." if len(edited) > 5 else "")
         warn(f"the checkpoint was written by other code ({named}): from here on the current code is used")
+        results.append(f"by other code from update {saved['update']} on ({named})")
     if changed := changes(before["optimizer"], code["optimizer"]):
         warn(f"the code now gives the optimizer other settings ({changed}); the checkpoint's are kept")
+    return results

@@ -244,6 +244,17 @@ def describe_device(device: torch.device, autocast: AbstractContextManager) -> s
     return f"{device} ({name}), {str(autocast_dtype(autocast, device)).removeprefix('torch.')}"
 
 
+def processor_name(device: torch.device) -> str:
+    """The name of the GPU or CPU model that a device is on. Another model may round otherwise."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    with suppress(OSError), open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
+        for line in file:
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
 def matrix_rate(device: torch.device, dtype: torch.dtype, seconds: float = 0.3) -> float:
     """Floating-point operations per second that the device reaches in a square matrix product.
 

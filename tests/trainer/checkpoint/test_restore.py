@@ -617,14 +617,17 @@ def test_each_edit_of_the_code_is_named_and_promises_nothing(capsys):
     saved = {
         "environment": {"torch": "1"},
         "code": {"sources": {"a.py": "1", "gone.py": "1"}, "optimizer": {}},
+        "update": 4,
     }
     same = {"sources": {"a.py": "1", "new.py": "2"}, "optimizer": {}}
-    warn_of_changes(saved, {"torch": "1"}, same)
+    assert warn_of_changes(saved, {"torch": "1", "not noted then": "2"}, same) == []
     assert capsys.readouterr().err == ""
-    warn_of_changes(saved, {"torch": "1"}, same | {"sources": {"a.py": "2"}})
+    results = warn_of_changes(saved, {"torch": "1"}, same | {"sources": {"a.py": "2"}})
+    assert results == ["by other code from update 4 on (a.py)"]
     line = capsys.readouterr().err
     assert "other code (a.py)" in line and "the current code is used" in line and "rounding" not in line
-    warn_of_changes(saved, {"torch": "2"}, same)
+    results = warn_of_changes(saved, {"torch": "2"}, same)
+    assert results == ["to rounding from update 4 on (torch: 1 -> 2)"]
     assert "only up to rounding" in capsys.readouterr().err
     warn_of_changes(saved, {"torch": "1"}, same | {"optimizer": {"weight_decay of group 0": "0.1"}})
     assert "weight_decay of group 0: None -> 0.1" in capsys.readouterr().err
