@@ -25,7 +25,7 @@ MIN_CONVERSATIONS = 3000  # fewer only teach a manner of answering, and only to 
 # need many small updates at a small rate, mixed with as many tokens of the pretraining text. Without this
 # text the model forgets what only the text says (docs/dev/LOG.md, "SFT of few conversations")
 FEW_TOKENS = 200 * 2048 / SFT_PASSES
-FEW_UPDATES, FEW_BATCH, FEW_MAX_PASSES, FEW_RATE, REPLAY_SHARE = 700, 8, 30, 1.3e-4, 0.5
+FEW_UPDATES, FEW_BATCH, FEW_MAX_PASSES, FEW_RATE, REPLAY_SHARE = 700, 8, 30, 1.8e-4, 0.5
 
 
 def most_passes(repeated: float, tokens: float) -> int:
@@ -88,7 +88,7 @@ def few_passes(items: int) -> int:
 
 def few_learning_rate(width: int, tokens_per_update: float) -> float:
     """The peak learning rate of SFT on few conversations, for OPTIMIZER."""
-    return FEW_RATE * (width / 128) ** -0.6 * (tokens_per_update / 430) ** 0.5
+    return FEW_RATE * (width / 128) ** -0.6 * (tokens_per_update / 430) ** 0.25
 
 
 def warmup(updates: int) -> int:

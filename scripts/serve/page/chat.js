@@ -1,6 +1,7 @@
 // The chat: sending messages, receiving answers, stop, edit, answer again. Several conversations may be answered at the
 // same time; the page shows one of them.
 import * as api from "./api.js";
+import { startCorrections } from "./corrections.js";
 import { announce, byId, h, notice } from "./dom.js";
 import { startHistory } from "./history.js";
 import { messageView, sends } from "./message.js";
@@ -18,6 +19,7 @@ let views = new Map(); // message -> its view
 let models = null; // null: the server has not said yet
 let trains = false; // whether the server does
 let drawHistory = () => {};
+let drawCorrections = () => {};
 
 const jobs = (id) => [...running].filter(([, job]) => job.conversation.id === id);
 const isRunning = () => jobs(current.id).length > 0;
@@ -28,6 +30,7 @@ function open(conversation) {
   views = new Map();
   drawMessages();
   drawHistory();
+  drawCorrections();
   drawModels();
   document.dispatchEvent(new Event("opened"));
 }
@@ -106,6 +109,9 @@ function actions(conversation, thread, message) {
         answer(conversation, each);
       }
     },
+    correct(text) {
+      correct({ conversation, message }, text);
+    },
     regenerate() {
       thread.messages = thread.messages.slice(0, thread.messages.indexOf(message));
       answer(conversation, thread);
@@ -117,6 +123,21 @@ function actions(conversation, thread, message) {
       answer(conversation, thread);
     },
   };
+}
+
+/** Keep what an answer should have said; an empty text, or the answer itself, takes the correction back. */
+function correct({ conversation, message }, text) {
+  Object.assign(message, { correction: text === message.content ? "" : text, corrected: Date.now() });
+  store.keep(conversation);
+  drawCorrections();
+}
+
+/** Take back a correction of any conversation; if that one is open, its answer is drawn again. */
+function takeBack({ conversation, message }) {
+  const isOpen = conversation.id === current.id;
+  const here = threads(current).flatMap(({ messages }) => messages).find(({ id }) => isOpen && id === message.id);
+  correct(here ? { conversation: current, message: here } : { conversation, message }, "");
+  if (here) open(current);
 }
 
 /** A notice with a button that restores the present messages of a conversation. */
@@ -322,6 +343,7 @@ function follow(id) {
 export function startChat() {
   startScrolling();
   startComposer();
+  drawCorrections = startCorrections({ takeBack });
   drawHistory = startHistory({ open, stop: stopAll, current: () => current });
   byId("model").addEventListener("change", (event) => {
     settings.chooseModel(event.target.value);

@@ -1,10 +1,11 @@
 // One message on the page: its text, reasoning, tool calls, errors, and the buttons below it.
+import { correctionField, correctionView } from "./corrections.js";
 import { copyButton, h, iconButton } from "./dom.js";
 import { render } from "./markdown.js";
 import { t } from "./text.js";
 
 /**
- * A view of a message. `act` has edit(text), regenerate() and results(list of texts). `update` shows the present message:
+ * A view of a message. `act` has edit(text), regenerate(), correct(text) and results(list of texts). `update` shows the present message:
  * {writing} while it arrives, {last} if it is the last one.
  */
 export function messageView(message, act) {
@@ -27,7 +28,10 @@ function answerView(message, element, body, foot, act) {
   const fold = h("details", { class: "reasoning", hidden: true }, title, thoughts);
   const text = h("div", { class: "prose" });
   const rest = h("div");
-  body.append(fold, text, rest);
+  const correction = h("div");
+  body.append(fold, text, rest, correction);
+  const showCorrection = () => correction.replaceChildren(...(message.correction ? [correctionView(message.correction)] : []));
+  const correct = () => correction.replaceChildren(correctionField(message, act.correct, showCorrection));
   const update = ({ writing, last }) => {
     const { content, reasoning_content: reasoning = "", tool_calls: calls = [], tokens, rate } = message;
     element.classList.toggle("writing", writing);
@@ -43,7 +47,9 @@ function answerView(message, element, body, foot, act) {
     if (message.dropped) rest.append(h("p", { class: "note" }, t("dropped", { n: message.dropped })));
     if (message.error) rest.append(h("div", { class: "error", role: "alert" }, message.error));
     if (last && calls.length && !message.error) rest.append(resultForm(calls, act));
+    if (!correction.querySelector("textarea")) showCorrection();
     if (content) foot.append(copyButton(t("copy"), () => content));
+    if (content && !message.continues && !message.error) foot.append(iconButton("edit", t("correct"), correct));
     if (last) foot.append(iconButton("again", t("regenerate"), act.regenerate));
     const facts = [tokens && t("usage", { tokens }), rate && t("speed", { rate }), message.model];
     foot.append(h("span", {}, facts.filter(Boolean).join(" · ")));

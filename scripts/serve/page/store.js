@@ -72,9 +72,12 @@ function mergeThread(mine, stored) {
   const current = kept.map((message) => {
     const here = byId.get(message.id);
     if (!here) return message;
-    if (written.has(here)) return here;
-    for (const name of Object.keys(here)) delete here[name];
-    return Object.assign(here, message); // it may be longer there
+    const { correction, corrected = 0 } = (message.corrected ?? 0) > (here.corrected ?? 0) ? message : here;
+    if (!written.has(here)) {
+      for (const name of Object.keys(here)) delete here[name];
+      Object.assign(here, message); // it may be longer there
+    }
+    return Object.assign(here, corrected && { correction, corrected }); // the later one, whichever tab it is from
   });
   const added = mine.messages.filter(({ id }) => !there.has(id) && !before.has(id));
   mine.messages = [...current, ...added];
@@ -125,16 +128,54 @@ export function newest(messages, context = Infinity) {
   return grouped.slice(Math.min(first + 1, grouped.length - 1)).flat();
 }
 
+const isWhole = (turn) => turn.at(-1).role === "assistant" && !turn.some(({ error, continues }) => error || continues);
+
 /**
  * Conversations as JSONL for SFT: a record for each model that answered, with the system prompt and the tools of the
  * requests. Failed turns and continued texts are left out. Answers that were stopped or cut are not trained.
  */
 export function exported(list) {
-  const isWhole = (turn) => turn.at(-1).role === "assistant" && !turn.some(({ error, continues }) => error || continues);
   const sent = ({ note, ...message }) => ({ ...forApi(message), ...(note && { train: false }) });
   const record = ({ system = [], tools }, { messages }) => {
     const kept = turns(messages).filter(isWhole).flat().map(sent);
     return kept.length ? `${JSON.stringify({ messages: [...system, ...kept], tools })}\n` : "";
   };
   return list.flatMap((one) => [one, one.other].filter(Boolean).map((thread) => record(one, thread))).join("");
+}
+
+/** All corrected answers: {conversation, thread, message, question, before: the messages before the answer}. */
+export function corrections() {
+  const found = [];
+  for (const one of conversations()) {
+    for (const thread of threads(one)) {
+      const grouped = turns(thread.messages);
+      grouped.forEach((turn, i) => {
+        for (const message of turn.filter(({ correction }) => correction)) {
+          const earlier = grouped.slice(0, i).filter(isWhole).flat();
+          const before = [...earlier, ...turn.slice(0, turn.indexOf(message))];
+          found.push({ conversation: one, thread, message, question: turn[0].content, before });
+        }
+      });
+    }
+  }
+  return found;
+}
+
+const jsonLines = (records) => records.map((record) => `${JSON.stringify(record)}\n`).join("");
+const untrained = (message) => (message.role === "assistant" ? { ...forApi(message), train: false } : forApi(message));
+
+/** The corrections as JSONL for SFT: of each conversation the corrected answer alone is trained. */
+export function correctionRecords() {
+  return jsonLines(corrections().map(({ conversation: { system = [], tools }, message, before }) => {
+    const answer = { role: "assistant", content: message.correction };
+    return { messages: [...system, ...before.map(untrained), answer], tools };
+  }));
+}
+
+/** The corrections as JSONL for DPO: the corrected answer is chosen, the model's rejected. */
+export function preferenceRecords() {
+  return jsonLines(corrections().map(({ conversation: { system = [], tools }, message, before }) => {
+    const messages = [...system, ...before.map(forApi)];
+    return { messages, tools, chosen: message.correction, rejected: message.content };
+  }));
 }

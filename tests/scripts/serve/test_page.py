@@ -260,6 +260,48 @@ def test_an_exported_chat_is_training_data(chat):
     assert record.messages[2]["reasoning_content"] == "First I count."
 
 
+def test_corrected_answers_are_listed_kept_and_saved_for_sft_and_dpo(chat):
+    chat.ask("first")
+    chat.ask("second")
+    correct = lambda: chat.all("[aria-label='Correct this answer']")  # noqa: E731
+    correct()[1].click()
+    area = chat.wait(lambda: chat.one(".correcting textarea"))
+    assert area.get_attribute("value") == "You said: second"
+    area.send_keys(Keys.CONTROL, "a")
+    area.send_keys("<b>Better.</b>")
+    chat.click(".correcting .primary")
+    chat.wait(lambda: chat.texts(".correction") == ["It should have said: <b>Better.</b>"])
+    correct()[0].click()
+    chat.wait(lambda: chat.one(".correcting textarea")).send_keys(Keys.ESCAPE)  # nothing is kept
+    chat.driver.refresh()
+    chat.wait(lambda: chat.text("#open-corrections") == "Corrections (1)")
+    chat.click("#open-corrections")
+    chat.run("""window.kept = null;
+        URL.createObjectURL = (blob) => { blob.text().then((text) => (window.kept = text)); return '#'; };
+        HTMLAnchorElement.prototype.click = () => {};""")
+    chat.click("#save-corrections")
+    (record,) = parse(json.loads(chat.wait(lambda: chat.run("return window.kept"))), "sft").chats
+    assert [message["content"] for message in record.messages[1:]] == [
+        "You said: first",
+        "second",
+        "<b>Better.</b>",
+    ]
+    assert record.masked == (1,)
+    chat.run("window.kept = null")
+    chat.click("#save-preferences")
+    chosen, rejected = parse(json.loads(chat.wait(lambda: chat.run("return window.kept"))), "dpo").chats
+    assert chosen.messages[:-1] == rejected.messages[:-1]
+    assert [each.messages[-1]["content"] for each in (chosen, rejected)] == [
+        "<b>Better.</b>",
+        "You said: second",
+    ]
+    chat.click("#correction-list button")
+    chat.wait(lambda: not chat.all(".correction") and not chat.shown("#open-corrections"))
+    chat.driver.refresh()
+    chat.wait(lambda: len(correct()) == 2)
+    assert not chat.all(".correction")
+
+
 def test_two_models_answer_side_by_side(chat, server):
     """The second one answers every question itself, also those from before it was chosen."""
     sides = lambda: chat.texts(".side-of-two .body > .prose")  # noqa: E731
