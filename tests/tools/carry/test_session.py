@@ -8,6 +8,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from tests.trainer.stage_flags import flags
 from tools.carry import session
 from tools.carry.pack_file import before_path, open_pack
 from tools.verify.compare import compare_runs
+from trainer.report.metrics import read_metrics
 
 # the clock shows the number of updates that this process has made
 UPDATES_AS_SECONDS = """
@@ -232,26 +234,41 @@ def test_runs_that_were_started_by_hand(corpus, tmp_path, machine, capsys):
     assert (tmp_path / "there/start/0/other start_32.pth").read_bytes() == begun.read_bytes()
 
 
+def end_of_session(process: subprocess.Popen, folder: Path, kind: str, rng: random.Random, done: int) -> int:
+    """The status with which a session ends; it is killed where its kind says so: with all its processes, while
+    it starts or after some updates. done: those of the pack."""
+    begin, seconds, updates = time.monotonic(), rng.uniform(0.5, 6), done + rng.randint(1, 5)
+    while process.poll() is None:
+        time.sleep(0.02)
+        records = sum(len(read_metrics(path)) for path in folder.glob("*_metrics.jsonl"))
+        is_due = {"start": time.monotonic() - begin > seconds, "training": records >= updates}
+        if is_due.get(kind):
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    return process.returncode
+
+
 @pytest.mark.slow
 def test_twelve_sessions_in_twelve_fresh_clones(corpus, tmp_path):
-    """Real processes, killed at random moments or ended by their time: the bytes of the run that stayed."""
+    """Real processes, killed or ended by their time: the bytes of the run that stayed."""
     seed = random.randrange(10**6)
     rng = random.Random(seed)
     train_here(write_plan(corpus, tmp_path / "whole"))
     pack = tmp_path / "run.mmt"
     session.pack(write_plan(corpus, tmp_path / "plan"), pack, with_data=True)
-    ends = []
-    for number in range(12):
+    kinds = ["time"] * 6 + ["start"] * 2 + ["training"] * 3
+    rng.shuffle(kinds)
+    told = [("packed", 0, 0)]
+    for number, kind in enumerate([*kinds, "end"]):
         clone = tmp_path / f"clone_{number}"
         subprocess.run(["git", "clone", "--quiet", ROOT, clone], check=True)
-        limit = [] if number == 11 else ["--stop_after", f"{rng.randint(1, 12)}s"]
+        limit = ["--stop_after", f"{rng.randint(1, 4)}s"] if kind == "time" else []
         command = [sys.executable, "scripts/carry.py", "go", str(pack), *limit]
         process = subprocess.Popen(command, cwd=clone, start_new_session=True)
-        try:
-            ends.append(process.wait(rng.uniform(1, 40) if number % 2 and number < 11 else None))
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            ends.append(process.wait())
-    assert ends[-1] == 0 and set(ends) <= {0, -signal.SIGKILL}
-    print(f"seed {seed}, ends {ends}")
+        status = end_of_session(process, clone / "out/plan", kind, rng, told[-1][2])
+        with open_pack(pack) as (_, manifest):
+            told.append((kind, status, sum(manifest.updates.values())))
+        assert status == (0 if kind in ("time", "end") else -signal.SIGKILL), told
+    print(f"seed {seed}: {told}")
+    assert [updates for _, _, updates in told] == sorted(updates for _, _, updates in told)
     assert differences(tmp_path / "whole", clone / "out/plan") == []
