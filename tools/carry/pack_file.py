@@ -13,7 +13,7 @@ from shutil import disk_usage
 from typing import IO, Any
 
 from common.errors import UserError, reason, warn
-from common.files import atomic_write, is_there, new_path, open_regular, read_errors
+from common.files import atomic_write, is_file, is_taken, is_there, new_path, open_regular, read_errors
 from tools.carry.manifest import MANIFEST, File, Manifest, read_manifest
 from trainer.weights.tensor_file import DAMAGED
 
@@ -33,7 +33,10 @@ def before_path(path: Path) -> Path:
 
 def write_pack(path: Path, manifest: Manifest, sources: dict[str, Path]) -> None:
     """Write a pack of these files by their names, and keep the pack that was there before. The manifest gets
-    their sizes and hashes. Raises UserError if a file of the data has changed since it was first packed."""
+    their sizes and hashes. Raises UserError if a file of the data has changed since it was first packed, or if
+    `path` is a folder or a device."""
+    if is_taken(path) and not is_file(path):
+        raise UserError(f"{path} is not a file; give the file to write, such as run.mmt")
 
     def write(file: IO[bytes]) -> None:
         with zipfile.ZipFile(file, "w") as archive:

@@ -241,6 +241,15 @@ def test_a_disk_that_is_full_leaves_the_pack_that_was_there(tmp_path):
     assert path.read_bytes() == before and sorted(tmp_path.iterdir()) == [path]
 
 
+def test_a_folder_is_not_replaced_by_a_pack(tmp_path):
+    about = open_manifest(build(tmp_path / "run.mmt"))
+    (tmp_path / "out").mkdir()
+    for path in (tmp_path / "out", Path("/dev/null")):
+        with pytest.raises(UserError, match="is not a file; give the file to write"):
+            write_pack(path, about, {})
+    assert (tmp_path / "out").is_dir() and not (tmp_path / "out.before").exists()
+
+
 def test_a_wrong_command_is_one_line_and_status_2(tmp_path):
     path = build(tmp_path / "run.mmt", {"../x.pth": b"x"})
     script = str(Path(carry.__file__))
