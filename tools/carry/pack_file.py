@@ -33,8 +33,8 @@ def before_path(path: Path) -> Path:
 
 def write_pack(path: Path, manifest: Manifest, sources: dict[str, Path]) -> None:
     """Write a pack of these files by their names, and keep the pack that was there before. The manifest gets
-    their sizes and hashes. Raises UserError if a file of the data has changed since it was first packed, or if
-    `path` is a folder or a device."""
+    their sizes and hashes. Raises UserError if a file of the data has changed since it was first packed, or
+    if `path` is a folder or a device."""
     if is_taken(path) and not is_file(path):
         raise UserError(f"{path} is not a file; give the file to write, such as run.mmt")
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import random
 import stat
 import zipfile
@@ -244,7 +245,8 @@ def test_a_disk_that_is_full_leaves_the_pack_that_was_there(tmp_path):
 def test_a_folder_is_not_replaced_by_a_pack(tmp_path):
     about = open_manifest(build(tmp_path / "run.mmt"))
     (tmp_path / "out").mkdir()
-    for path in (tmp_path / "out", Path("/dev/null")):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "out", tmp_path / "pipe"):
         with pytest.raises(UserError, match="is not a file; give the file to write"):
             write_pack(path, about, {})
     assert (tmp_path / "out").is_dir() and not (tmp_path / "out.before").exists()
