@@ -21,11 +21,16 @@ class Message(NamedTuple):
 
 Chat = list[Message]
 # The beginning of a message in WhatsApp's exports: "[31.12.20, 21:15:03] Anna: " of an iPhone, else
-# "12/31/20, 9:15 PM - Anna: "
+# "12/31/20, 9:15 PM - Anna: ", with words of the language: "31/12/2020 à 21:15", "2020/12/31 下午9:15"
 WHATSAPP = re.compile(
-    r"\u200e?\[?(\d{1,4}[./-]\d{1,2}[./-]\d{1,4}),? (\d{1,2}[:.]\d\d(?:[:.]\d\d)?)[\s\u202f]?"
-    r"([AaPp]\.?[Mm]\.?)?\]?(?: -)? (.*)"
+    r"\u200e?\[?\u200f?(\d{1,4}\u200f?[./-] ?\d{1,2}\u200f?[./-] ?\d{1,4})(\D{1,9})"
+    r"(\d{1,2}[:.]\d\d(?:[:.]\d\d)?)\s?([AaPp]\.?\s?[Mm]\.?|[πμ]\.μ\.|[صم]|ч\.)?\]?(?: -|,)? (.*)"
 )
+# morning and afternoon, before or after the time
+HALVES = {
+    "AM": re.compile(r"上午|凌晨|清晨|早上|午前|오전|[aA]\.?\s?[mM]|π\.μ|ص"),
+    "PM": re.compile(r"下午|中午|晚上|午後|오후|[pP]\.?\s?[mM]|μ\.μ|م"),
+}
 DATES = ("%d.%m.%y", "%m.%d.%y", "%y.%m.%d")  # the first in which the messages follow one another in time
 IN_ORDER = 0.95  # share of the messages that must
 # in the place of a picture or a film: <Media omitted>, <Anhang: ...>, <attached: ...>, with a direction mark
@@ -39,7 +44,7 @@ def read_export(path: str) -> tuple[list[Chat], str | None]:
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8; give the export as the program wrote it") from error
+        raise UserError(f"{path} is not UTF-8; unpack it if it is a .zip, and do not convert it") from error
     except OSError as error:
         raise UserError(f"{path} cannot be read ({reason(error)})") from error
     if text.lstrip()[:1] in ("{", "[") and not WHATSAPP.match(text.lstrip()):
@@ -74,7 +79,9 @@ def telegram_message(message: dict[str, Any]) -> Iterator[Message]:
     pieces = [pieces] if isinstance(pieces, str) else pieces
     text = "".join(piece if isinstance(piece, str) else piece["text"] for piece in pieces)
     if message["type"] == "message" and message.get("from") and text.strip():
-        yield Message(float(message["date_unixtime"]), message["from"], text)
+        seconds = message.get("date_unixtime")  # older exports have the local time alone
+        when = float(seconds) if seconds else datetime.fromisoformat(message["date"]).timestamp()
+        yield Message(when, message["from"], text)
 
 
 def discord_message(message: dict[str, Any]) -> Iterator[Message]:
@@ -95,7 +102,8 @@ def chatgpt_messages(conversation: dict[str, Any]) -> Iterator[Message]:
         role = ROLES.get(message.get("author", {}).get("role"))
         parts = (message.get("content") or {}).get("parts") or []
         text = "\n".join(part for part in parts if isinstance(part, str))
-        if role and text.strip():
+        is_shown = message.get("recipient", "all") == "all"  # else it calls a tool
+        if role and is_shown and text.strip():
             yield Message(float(conversation.get("create_time") or 0.0), role, text)
 
 
@@ -103,10 +111,11 @@ def read_whatsapp(text: str) -> Chat:
     """The messages of WhatsApp's export; a message may have several lines. Pictures, and messages of the
     program itself, are left out."""
     found: list[tuple[str, list[str]]] = []  # time, lines
-    for line in text.splitlines():
+    for line in text.rstrip("\n").split("\n"):
         if match := WHATSAPP.fullmatch(line):
-            date, time, half, rest = match.groups()
-            found.append((f"{date} {time} {(half or '').replace('.', '')}".strip(), [rest]))
+            date, before, time, after, rest = match.groups()
+            halves = [half for half, words in HALVES.items() if words.search(before + (after or ""))]
+            found.append((" ".join([re.sub("[ \u200f]", "", date), time, *halves]), [rest]))
         elif found:
             found[-1][1].append(line)
     times = [moment for moment, _ in found]

@@ -14,6 +14,7 @@ import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from html.parser import HTMLParser
+from itertools import product
 from typing import Any
 from urllib.parse import unquote
 from xml.etree import ElementTree
@@ -21,18 +22,27 @@ from xml.etree import ElementTree
 from common.encodings import not_utf8
 
 MOST_BYTES = 256 << 20  # of a part of an archive, unpacked: more is no text that somebody wrote
-WORD = "{http://schemas.openxmlformats.org/wordprocessingml/2006/main}"
-FALLBACK = "{http://schemas.openxmlformats.org/markup-compatibility/2006}Fallback"  # the same once more
+WORD_TEXT = "word/document.xml"
+RELATIONS = "_rels/.rels"  # names the text of a Word document that is elsewhere
+NOTES = ("footnotes.xml", "endnotes.xml")  # beside the text
+# in a paragraph: its settings, what was moved elsewhere, and the same once more for old programs
+NOT_IN_PARAGRAPH = ("pPr", "rPr", "moveFrom", "Fallback")
 CONTAINER = "META-INF/container.xml"
 ENCRYPTION = "META-INF/encryption.xml"
 BLOCK = re.compile(
-    "address|article|aside|blockquote|body|br|caption|dd|details|div|dl|dt|fieldset|figcaption|figure|footer|"
-    "form|h[1-6]|header|hr|li|main|nav|ol|option|p|pre|section|summary|table|tbody|tfoot|thead|title|tr|ul"
+    "address|article|aside|blockquote|body|br|caption|center|dd|details|dialog|dir|div|dl|dt|fieldset|"
+    "figcaption|figure|footer|form|h[1-6]|header|hgroup|hr|legend|li|main|menu|nav|ol|option|p|pre|search|"
+    "section|summary|table|tbody|tfoot|thead|tr|ul"
 )
-UNSEEN = re.compile("head|script|style|template|noscript|svg|math|iframe|object|select|textarea")
-CHARSET = re.compile(rb"""<meta[^>]+charset\s*=\s*["']?\s*([\w-]+)""", re.IGNORECASE)
+UNSEEN = re.compile("title|script|style|template|noscript|svg|annotation|iframe|object|select|textarea")
+CHARSET = re.compile(rb"""(?:<meta[^>]+charset|<\?xml[^>]+encoding)\s*=\s*["']?\s*([\w-]+)""", re.IGNORECASE)
+# Encodings that a page names (as Python calls them) -> larger ones, which browsers read instead
+AS_BROWSERS = {
+    "ascii": "cp1252", "iso8859-1": "cp1252", "iso8859-9": "cp1254", "gb2312": "gb18030", "gbk": "gb18030",
+    "shift_jis": "cp932", "euc_kr": "cp949", "utf-16": "utf-8",
+}  # fmt: skip
 HEAD_BYTES = 4096  # of a web page, in which it names its encoding
-TIMES = re.compile(r"\d+:\d\d:\d\d[,.]\d+\s*-->")
+TIMES = re.compile(r"(\d+:)?\d\d:\d\d[,.]\d+\s*-->")
 MARKUP = re.compile(r"</?[a-zA-Z][^<>]*>|\{\\[^{}]*\}")  # of subtitles
 CHINESE = re.compile("[\u3000-\u9fff\uff00-\uffef]")
 SENTENCE_END = (".", "!", "?", "。", "！", "？")
@@ -41,6 +51,8 @@ FULL_LINE, FULL_LINE_OF_SENTENCE = 0.8, 0.95
 PAGE_NUMBER = re.compile(r"\W*(page |seite |第 ?)?\d+( ?页)?\W*", re.IGNORECASE)
 MARGIN_LINES = 3  # at each end of a page, at most
 REPEATED = 0.5  # share of the pages from which on an outermost line is a header or a footer
+MOST_PAGE_NUMBERS = 3  # in a header or footer
+MOST_WITHOUT_TEXT = 0.5  # share of the pages; more are those of a scan
 
 
 class Unreadable(Exception):
@@ -48,9 +60,10 @@ class Unreadable(Exception):
 
 
 def decode(data: bytes) -> str:
-    """UTF-8 text, with or without a byte order mark. Raises Unreadable."""
+    """UTF-8 text, with or without a byte order mark, or UTF-16 with one. Raises Unreadable."""
+    is_wide = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
     try:
-        return data.decode("utf-8-sig")
+        return data.decode("utf-16" if is_wide else "utf-8-sig")
     except UnicodeDecodeError as error:
         raise Unreadable(not_utf8(error.object, sample=data[:HEAD_BYTES])) from error
 
@@ -99,41 +112,55 @@ def parse_xml(data: bytes) -> ElementTree.Element:
         raise Unreadable("it is damaged; save it again") from error
 
 
+def local_name(element: ElementTree.Element) -> str:
+    """The name of an element without its namespace, of which each format has several."""
+    return element.tag.rpartition("}")[2]
+
+
 # --- Word
 
 
 def read_docx(data: bytes) -> str:
-    """The paragraphs of a Word document, a line each, in tables a cell each."""
+    """The paragraphs of a Word document, a line each, in tables a cell each; then its notes."""
     archive = open_archive(data, "a Word document")
-    return "\n".join(paragraphs(parse_xml(read_part(archive, "word/document.xml"))))
+    names, path = archive.namelist(), WORD_TEXT
+    if path not in names and RELATIONS in names:
+        for relation in parse_xml(read_part(archive, RELATIONS)):
+            if relation.get("Type", "").endswith("/officeDocument"):
+                path = relation.get("Target", "").lstrip("/")
+    notes = (posixpath.join(posixpath.dirname(path), name) for name in NOTES)
+    parts = [path, *(name for name in notes if name in names)]
+    return "\n".join(line for part in parts for line in paragraphs(parse_xml(read_part(archive, part))))
 
 
 def paragraphs(root: ElementTree.Element) -> Iterator[str]:
     """The text of each paragraph. A text box is in a paragraph and has paragraphs: they come after it."""
     for child in root:
-        if child.tag == f"{WORD}p":
+        name = local_name(child)
+        if name == "p":
             inner: list[ElementTree.Element] = []
             yield "".join(runs(child, inner))
             for box in inner:
                 yield from paragraphs(box)
-        elif child.tag != FALLBACK:
+        elif name != "Fallback":
             yield from paragraphs(child)
 
 
 def runs(element: ElementTree.Element, boxes: list[ElementTree.Element]) -> Iterator[str]:
     """The pieces of text of a paragraph; text boxes in it are added to `boxes`."""
     for child in element:
-        if child.tag == f"{WORD}t":
+        name = local_name(child)
+        if name == "t":
             yield child.text or ""
-        elif child.tag in (f"{WORD}tab", f"{WORD}ptab"):
+        elif name in ("tab", "ptab"):
             yield "\t"
-        elif child.tag in (f"{WORD}br", f"{WORD}cr"):
+        elif name in ("br", "cr"):
             yield "\n"
-        elif child.tag == f"{WORD}noBreakHyphen":
+        elif name == "noBreakHyphen":
             yield "-"
-        elif child.tag == f"{WORD}txbxContent":
+        elif name == "txbxContent":
             boxes.append(child)
-        elif child.tag not in (FALLBACK, f"{WORD}pPr", f"{WORD}rPr", f"{WORD}moveFrom"):
+        elif name not in NOT_IN_PARAGRAPH:
             yield from runs(child, boxes)
 
 
@@ -152,7 +179,7 @@ class PageText(HTMLParser):
     def handle_starttag(self, tag: str, attrs: Any) -> None:
         """Begin an element."""
         if tag == "body":
-            self.unseen.clear()  # a head may be left open
+            self.unseen.clear()  # what the head left open
         if UNSEEN.fullmatch(tag):
             self.unseen.append(tag)
         self.preformatted += tag == "pre"
@@ -174,6 +201,11 @@ class PageText(HTMLParser):
             self.preformatted = max(0, self.preformatted - 1)
         if BLOCK.fullmatch(tag):
             self.break_line()
+
+    def unknown_decl(self, data: str) -> None:
+        """Text of XHTML in which signs need no entities."""
+        if data.startswith("CDATA["):
+            self.handle_data(data.removeprefix("CDATA["))
 
     def handle_data(self, data: str) -> None:
         """Text."""
@@ -209,12 +241,13 @@ def page_text(page: str) -> str:
 
 
 def read_html(data: bytes) -> str:
-    """The visible text of a saved web page."""
+    """The visible text of a saved web page, in the encoding that it names."""
     named = CHARSET.search(data[:HEAD_BYTES])
     if named and not data.startswith(codecs.BOM_UTF8):
         try:
-            return page_text(data.decode(named[1].decode()))
-        except (LookupError, UnicodeDecodeError):
+            encoding = codecs.lookup(named[1].decode()).name
+            return page_text(data.decode(AS_BROWSERS.get(encoding, encoding)))
+        except (LookupError, ValueError):
             pass  # it says what it is not
     return page_text(decode(data))
 
@@ -223,19 +256,21 @@ def read_epub(data: bytes) -> str:
     """The chapters of an e-book in their order, with an empty line between them."""
     archive = open_archive(data, "an e-book")
     container = parse_xml(read_part(archive, CONTAINER))
-    root = next((element for element in container.iter() if element.tag.endswith("}rootfile")), None)
+    root = next((element for element in container.iter() if local_name(element) == "rootfile"), None)
     if root is None or not root.get("full-path"):
         raise Unreadable("it names no list of its chapters; save it again")
     package_path = root.get("full-path", "")
     package = parse_xml(read_part(archive, package_path))
     paths, order = {}, []
     for element in package.iter():
-        if element.tag.endswith("}item"):
+        if local_name(element) == "item":
+            if element.get("media-type", "").startswith("image/"):
+                continue
             href = unquote(element.get("href", ""))
             paths[element.get("id")] = posixpath.normpath(
                 posixpath.join(posixpath.dirname(package_path), href)
             )
-        elif element.tag.endswith("}itemref"):
+        elif local_name(element) == "itemref":
             order.append(element.get("idref"))
     chapters = [paths[name] for name in order if name in paths]
     if ENCRYPTION in archive.namelist():
@@ -244,7 +279,7 @@ def read_epub(data: bytes) -> str:
         }
         if locked & set(chapters):  # else fonts alone
             raise Unreadable("it is locked by its seller (DRM)")
-    texts = [page_text(decode(read_part(archive, path))) for path in chapters]
+    texts = [read_html(read_part(archive, path)) for path in chapters]
     return "\n\n".join(text for text in texts if text)
 
 
@@ -253,13 +288,17 @@ def read_epub(data: bytes) -> str:
 
 def read_srt(data: bytes) -> str:
     """What is spoken, a line for each subtitle, without numbers and times."""
+    lines = [line.strip() for line in re.split(r"\r\n?|\n", decode(data))]
+    times = [i for i, line in enumerate(lines) if TIMES.match(line)]
+    head = [line for line in lines[: times[0] if times else len(lines)] if line]
+    if not all(line.isdigit() for line in head) or (head and not times):
+        raise Unreadable("it is not a file of subtitles: it begins with lines without a time; name it .txt")
     spoken = []
-    for block in re.split(r"\n\s*\n", decode(data).replace("\r\n", "\n").replace("\r", "\n")):
-        lines = [line.strip() for line in block.strip().split("\n")]
-        times = next((i for i, line in enumerate(lines) if TIMES.match(line)), None)
-        if times is None and any(lines):
-            raise Unreadable("it is not a file of subtitles: it has lines without a time; name it .txt")
-        text = [MARKUP.sub("", line).strip() for line in lines[(times or 0) + 1 :]]
+    for begin, end in zip(times, [*times[1:], len(lines)], strict=True):
+        block = lines[begin + 1 : end]
+        if head and block and block[-1].isdigit() and end < len(lines):  # number of the next one
+            block.pop()
+        text = [MARKUP.sub("", line).strip() for line in block]
         spoken.append(joined([line for line in text if line]))
     return "\n".join(line for line in spoken if line)
 
@@ -272,7 +311,7 @@ def read_pdf(data: bytes) -> str:
     together to paragraphs, so that a sentence may go on after a page's end."""
     try:
         from pypdf import PdfReader
-        from pypdf.errors import PyPdfError
+        from pypdf.errors import DependencyError, PyPdfError
     except ImportError as error:
         raise Unreadable("PDF files need pypdf: pip install pypdf") from error
     import logging
@@ -285,33 +324,46 @@ def read_pdf(data: bytes) -> str:
         pages = [(page.extract_text() or "").split("\n") for page in reader.pages]
     except Unreadable:
         raise
+    except DependencyError as error:
+        raise Unreadable(
+            "it is encrypted (AES), which needs cryptography: pip install cryptography"
+        ) from error
     except (PyPdfError, ValueError, KeyError, TypeError, AttributeError, IndexError, OSError) as error:
-        raise Unreadable("it is damaged; save it again") from error
+        raise Unreadable("it is damaged, or not a PDF; save it again") from error
     except RecursionError as error:
         raise Unreadable("it is damaged; save it again") from error
     pages = [[line.rstrip() for line in page if line.strip()] for page in pages]
-    if pages and not any(pages):
+    empty = sum(not page for page in pages)
+    if empty > MOST_WITHOUT_TEXT * len(pages):
         raise Unreadable(
-            f"its {len(pages)} page(s) are pictures without text; run text recognition (OCR) on it first"
+            f"{empty} of its {len(pages)} page(s) are pictures without text; "
+            "run text recognition (OCR) on it first"
         )
     return "\n".join(to_paragraphs(without_margins(pages)))
 
 
 def without_margins(pages: list[list[str]]) -> list[list[str]]:
     """The pages without page numbers, and without the headers and footers that most pages have."""
-    written = [page for page in pages if page]
+    written = [(number, page) for number, page in enumerate(pages, 1) if page]
     for end in [0, -1] * MARGIN_LINES:
-        counts = Counter(without_numbers(page[end]) for page in written if len(page) > 1)
-        for page in written:
-            is_repeated = counts[without_numbers(page[end])] > max(2, REPEATED * len(written))
-            if len(page) > 1 and (PAGE_NUMBER.fullmatch(page[end]) or is_repeated):
+        outer = [(page, margin_keys(page[end], number)) for number, page in written if len(page) > 1]
+        counts = Counter(key for _, keys in outer for key in keys)
+        for page, keys in outer:
+            is_repeated = max(counts[key] for key in keys) > max(2, REPEATED * len(written))
+            is_numbered = counts[keys[-1]] > 1 or keys[-1][1] == ("+0",)
+            if is_repeated or (PAGE_NUMBER.fullmatch(page[end]) and is_numbered):
                 del page[end]
-    return written
+    return [page for _, page in written]
 
 
-def without_numbers(line: str) -> str:
-    """A line in which all numbers are alike."""
-    return re.sub(r"\d+", "#", line.strip())
+def margin_keys(line: str, number: int) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
+    """Ways to read a line as a header or footer: its text, and each number in it as it is or as the number of
+    the page plus something. Lines of two pages are alike if they have a key in common. In the last one all
+    numbers are relative."""
+    text = re.split(r"(\d{1,9})", line.strip())
+    numbers = [(digits, f"{int(digits) - number:+}") for digits in text[1::2]]
+    ways = product(*numbers) if len(numbers) <= MOST_PAGE_NUMBERS else zip(*numbers, strict=True)
+    return [(tuple(text[::2]), way) for way in ways]
 
 
 def to_paragraphs(pages: list[list[str]]) -> Iterator[str]:

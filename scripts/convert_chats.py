@@ -41,6 +41,8 @@ def main() -> None:
     args = parser.parse_args()
     if not args.pause_hours > 0:
         raise UserError(f"--pause_hours {args.pause_hours} must be above 0")
+    if args.output and args.output.resolve() == Path(args.export).resolve():
+        raise UserError(f"--output {args.output} is the export itself; give another name")
     chats, known = read_export(args.export)
     counts = Counter(message.speaker for chat in chats for message in chat)
     assistant = args.assistant or known
@@ -60,8 +62,8 @@ def main() -> None:
     if args.output is None:
         raise UserError("give --output FILE.jsonl to write them")
     lines = [json.dumps({"messages": each}, ensure_ascii=False) + "\n" for each in conversations]
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    atomic_write(args.output, lambda file: file.write("".join(lines).encode()))
+    data = "".join(lines).encode(errors="replace")  # half of an emoji, where a program cut a message
+    atomic_write(args.output, lambda file: file.write(data))
     say(f"wrote {args.output}; next: python trainer/train_full_sft.py --data_path {args.output}")
 
 

@@ -42,6 +42,26 @@ def test_whatsapp(text):
     assert hours == [0, 0, 12, 12]
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "31/12/2020 à 21:15 - Anna: hi",
+        "31.12.2020 klo 21.15 - Anna: hi",
+        "2020. 12. 31. 21:15 - Anna: hi",
+        "[2020/12/31 下午9:15:00] Anna: hi",
+        "2020. 12. 31. 오후 9:15, Anna : hi",
+        "31/12/20, 9:15\u00a0p.\u00a0m. - Anna: hi",
+        "31/12/20, 9:15 μ.μ. - Anna: hi",
+        "31.12.2020 г., 21:15 ч. - Anna: hi",
+        "\u200f31\u200f/12\u200f/2020, 9:15 م - Anna: hi",
+    ],
+)
+def test_whatsapp_of_other_languages(line):
+    (message,) = read_whatsapp(f"{line}\n")
+    assert message[1:] == ("Anna", "hi")
+    assert datetime.fromtimestamp(message.seconds) == datetime(2020, 12, 31, 21, 15)
+
+
 def test_the_order_of_day_and_month_is_that_in_which_time_goes_on():
     days = ["02/03/21", "05/03/21", "01/04/21"]  # in the order of month and day it goes back
     chat = read_whatsapp("".join(f"{day}, 10:00 - Anna: hi\n" for day in days))
@@ -82,13 +102,26 @@ def node(parent: str | None, role: str | None, *parts: object) -> dict:
 
 CHATGPT = [{"title": "x", "create_time": 5.0, "current_node": "d", "mapping": {
     "root": node(None, None), "s": node("root", "system", ""), "a": node("s", "user", "see a.org", {"asset": 1}),
-    "b": node("a", "assistant", "The first answer."), "c": node("a", "tool", "searched"), "d": node("c", "assistant", "Yes."),
+    "b": node("a", "assistant", "The first answer."), "q": node("a", "assistant", '{"query": "a.org"}'),
+    "c": node("q", "tool", "searched"), "d": node("c", "assistant", "Yes."),
 }}]  # fmt: skip
+
+
+CHATGPT[0]["mapping"]["q"]["message"]["recipient"] = "browser"
+OLD_TELEGRAM = json.loads(json.dumps(TELEGRAM))
+for each in OLD_TELEGRAM["messages"]:
+    each["date"] = datetime.fromtimestamp(int(each.pop("date_unixtime"))).isoformat()
 
 
 @pytest.mark.parametrize(
     ("content", "assistant"),
-    [(TELEGRAM, "Ben"), ({"chats": {"list": [TELEGRAM]}}, "Ben"), (DISCORD, "Ben"), (CHATGPT, None)],
+    [
+        (TELEGRAM, "Ben"),
+        (OLD_TELEGRAM, "Ben"),
+        ({"chats": {"list": [TELEGRAM]}}, "Ben"),
+        (DISCORD, "Ben"),
+        (CHATGPT, None),
+    ],
 )
 def test_json_exports_become_conversations(tmp_path, content, assistant):
     path = tmp_path / "result.json"

@@ -65,7 +65,10 @@ def test_word():
     assert read_docx(word_document()).split("\n") == lines
 
 
-WORDS = {"w": documents.WORD[1:-1], "mc": "http://schemas.openxmlformats.org/markup-compatibility/2006"}
+WORDS = {
+    "w": "http://schemas.openxmlformats.org/wordprocessingml/2006/main",
+    "mc": "http://schemas.openxmlformats.org/markup-compatibility/2006",
+}
 
 
 def word_body(body: str) -> bytes:
@@ -87,6 +90,21 @@ def test_word_with_changes_fields_and_text_boxes():
     assert read_docx(word_body(body)).split("\n") == lines
 
 
+def test_word_has_notes_formulas_and_its_text_elsewhere_or_in_the_strict_form():
+    uri = "http://schemas.openxmlformats.org/officeDocument/2006/math"
+    formula = f'<m:oMath xmlns:m="{uri}"><m:r><m:t>x=2</m:t></m:r></m:oMath>'
+    with zipfile.ZipFile(io.BytesIO(word_body(f"<w:p><w:r><w:t>so </w:t></w:r>{formula}</w:p>"))) as file:
+        text = file.read("word/document.xml").decode()
+    note = text.replace("so ", "a note ").replace("x=2", "")
+    strict = text.replace(WORDS["w"], "http://purl.oclc.org/ooxml/wordprocessingml/main")
+    relation = '<Relationships xmlns="x"><Relationship Type="y/officeDocument" Target="/word/d2.xml"/></Relationships>'
+    assert read_docx(archive({"word/document.xml": text, "word/footnotes.xml": note})) == "so x=2\na note "
+    assert read_docx(archive({"word/document.xml": strict})) == "so x=2"
+    assert read_docx(archive({"_rels/.rels": relation, "word/d2.xml": text, "word/endnotes.xml": note})) == (
+        "so x=2\na note "
+    )
+
+
 # --- web pages and e-books
 
 PAGE = """<!DOCTYPE html><html><head><title>not shown</title><style>p {color: red}</style></head><body>
@@ -106,6 +124,40 @@ def test_a_web_page_as_it_is_seen():
     assert read_html("<head><meta charset=nonsense><body>河".encode()) == "河"  # a head that is left open
     with pytest.raises(Unreadable, match="GB18030"):
         read_html(("<p>" + "的一是不了在人有我他这个们中来上大为和国地到以说时" * 5).encode("gb18030"))
+
+
+@pytest.mark.parametrize(
+    ("page", "seen"),
+    [
+        (
+            "<html><head><title>T</title><h1>A river</h1><p>ran",
+            "A river\nran",
+        ),  # </head><body> may be left out
+        ("<center>A</center><center>B</center><dialog open>C</dialog>D", "A\nB\nC\nD"),
+        ("<p>a <math><mi>x</mi><mo>=</mo><mn>2</mn><annotation>x=2</annotation></math> b", "a x=2 b"),
+        ("<p><![CDATA[a < b]]> and c", "a < b and c"),
+    ],
+)
+def test_what_browsers_show(page, seen):
+    assert read_html(page.encode()) == seen
+
+
+@pytest.mark.parametrize(
+    ("head", "text", "encoding"),
+    [
+        ("<meta charset=iso-8859-1>", "“A river” – café", "cp1252"),
+        ("<meta charset=gb2312>", "镕基", "gbk"),
+        ('<?xml version="1.0" encoding="windows-1252"?>', "café", "cp1252"),
+        ("<meta charset=utf-16>", "A river ran", "utf-8"),  # as bytes say it, it cannot be
+        ("<meta charset=undefined>", "河水", "utf-8"),
+        ("", "河水", "utf-16"),
+    ],
+)
+def test_encodings_are_those_of_browsers(head, text, encoding):
+    page = f"{head}<p>{text}".encode(encoding)
+    assert read_html(page) == text
+    chapters = e_book() | {"OPS/text/one.xhtml": page}
+    assert read_epub(archive(chapters)) == f"{text}\n\nSecond\xa0."
 
 
 @given(st.text())
@@ -139,6 +191,18 @@ def test_an_e_book_has_its_chapters_in_order():
         read_epub(archive(e_book() | {documents.ENCRYPTION: locked("OPS/two%20b.xhtml")}))
 
 
+def test_pictures_among_the_chapters_and_packages_without_a_namespace():
+    book = e_book()
+    package = str(book["OPS/p.opf"]).replace(' xmlns="http://www.idpf.org/2007/opf"', "")
+    package = package.replace(
+        "<manifest>", '<manifest><item id="missing" href="c.jpg" media-type="image/jpeg"/>'
+    )
+    assert (
+        read_epub(archive(book | {"OPS/p.opf": package, "OPS/c.jpg": b"\xff\xd8"}))
+        == "First\xa0.\n\nSecond\xa0."
+    )
+
+
 # --- subtitles
 
 
@@ -150,6 +214,14 @@ def test_subtitles_are_what_is_spoken():
     assert read_srt(subtitles.encode()) == "A river ran.\n河水干了。\n2 < 3 apples"
     with pytest.raises(Unreadable, match=r"name it \.txt"):
         read_srt(b"A river ran.\n\nAnd so on.\n")
+
+
+def test_empty_lines_are_where_people_put_them():
+    time = "00:00:01,000 --> 00:00:02,000"
+    text = f"1\n{time}\nA river\n\nran.\n2\n{time}\nNow\n3\n{time}\nit is dry.\n\n"
+    for encoding in ("utf-8", "utf-8-sig", "utf-16"):
+        assert read_srt(text.encode(encoding)) == "A river ran.\nNow\nit is dry."
+    assert read_srt(f"{time}\n1984\n\n{time}\nNow".encode()) == "1984\nNow"  # without numbers
 
 
 # --- PDF
@@ -202,6 +274,45 @@ def test_a_scan_a_locked_and_an_empty_pdf():
                 read_pdf(buffer.getvalue())
         else:
             assert read_pdf(buffer.getvalue()) == "A river ran."
+
+
+def drawn(pages: list[list[str]]) -> bytes:
+    """A PDF of pages of lines; without lines a picture."""
+    buffer = io.BytesIO()
+    canvas = Canvas(buffer)
+    for page in pages:
+        canvas.rect(10, 10, 9, 9)
+        for i, line in enumerate(page):
+            canvas.drawString(72, 750 - 16 * i, line)
+        canvas.showPage()
+    canvas.save()
+    return buffer.getvalue()
+
+
+def test_numbers_that_are_text_are_not_taken_for_page_numbers():
+    assert read_pdf(drawn([["Born in", "1984"]])) == "Born in 1984"
+    rows = [[f"{7 * i + j * j} {i * i + 3 * j + 1} {(i * 5 + j) ** 3}" for j in range(6)] for i in range(5)]
+    assert read_pdf(drawn(rows)).split() == " ".join(line for page in rows for line in page).split()
+    book = [
+        [f"The valley {i + 9} / 30", f"In {i * i + 1900}", f"{'they ' * (i + 1)}left.", str(i + 9)]
+        for i in range(5)
+    ]
+    lines = [f"In {i * i + 1900} {'they ' * (i + 1)}left." for i in range(5)]
+    assert read_pdf(drawn(book)).split() == " ".join(lines).split()
+
+
+def test_a_scan_with_a_page_of_text_is_refused():
+    with pytest.raises(Unreadable, match=r"3 of its 4 page\(s\) are pictures"):
+        read_pdf(drawn([["Cover"], [], [], []]))
+    assert read_pdf(drawn([["A river"], []])) == "A river"
+
+
+def test_encryption_that_needs_a_package_names_it():
+    keys = b"/O<%s>/U<%s>/OE<%s>/UE<%s>/Perms<%s>" % tuple(b"00" * n for n in (48, 48, 32, 32, 16))
+    filters = b"/CF<</StdCF<</CFM/AESV3/Length 32>>>>/StmF/StdCF/StrF/StdCF"
+    locked = b"/ID[<00><00>]/Encrypt <</Filter/Standard/V 5/R 6/Length 256/P -4" + keys + filters + b">>/Root"
+    with pytest.raises(Unreadable, match=r"pip install cryptography|locked"):  # locked: where it is installed
+        read_pdf(drawn([["A river"]]).replace(b"/Root", locked))
 
 
 def test_without_pypdf_it_is_named(monkeypatch):
