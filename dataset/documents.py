@@ -172,7 +172,8 @@ class PageText(HTMLParser):
 
     def __init__(self) -> None:
         super().__init__(convert_charrefs=True)
-        self.lines: list[str] = [""]
+        self.lines: list[str] = []
+        self.pieces: list[str] = []  # of the present line
         self.unseen: list[str] = []  # open elements whose content is not shown
         self.preformatted = 0
 
@@ -185,8 +186,8 @@ class PageText(HTMLParser):
         self.preformatted += tag == "pre"
         if BLOCK.fullmatch(tag):
             self.break_line()
-        elif tag in ("td", "th") and self.lines[-1]:
-            self.lines[-1] += "\t"
+        elif tag in ("td", "th") and self.pieces:
+            self.pieces.append("\t")
 
     def handle_startendtag(self, tag: str, attrs: Any) -> None:
         """An element without content, as XHTML writes it."""
@@ -213,23 +214,26 @@ class PageText(HTMLParser):
             return
         if self.preformatted:
             first, *more = data.split("\n")
-            self.lines[-1] += first
-            self.lines += more
+            self.pieces.append(first)
+            for line in more:
+                self.break_line()
+                self.pieces.append(line)
             return
         text = re.sub(r"[ \t\r\n\f]+", " ", data)
-        line = self.lines[-1]
-        self.lines[-1] += text.lstrip(" ") if not line or line[-1] in " \t" else text
+        if not self.pieces or self.pieces[-1].endswith((" ", "\t")):
+            text = text.lstrip(" ")
+        if text:
+            self.pieces.append(text)
 
     def break_line(self) -> None:
-        """Begin a line, unless the present one is empty."""
-        if self.lines[-1].strip():
-            self.lines.append("")
-        else:
-            self.lines[-1] = ""
+        """Begin a line."""
+        self.lines.append("".join(self.pieces).rstrip())
+        self.pieces = []
 
     def text(self) -> str:
-        """The lines."""
-        return "\n".join(line.rstrip() for line in self.lines if line.strip())
+        """The lines that are not empty."""
+        self.break_line()
+        return "\n".join(line for line in self.lines if line.strip())
 
 
 def page_text(page: str) -> str:
