@@ -307,13 +307,15 @@ def test_only_the_model_in_a_folder_is_what_a_run_starts_from(tmp_path):
 def test_other_threads_or_another_cpu_are_a_warning(monkeypatch, capsys):
     cpu = torch.device("cpu")
     code = {"sources": {"a.py": "1"}, "optimizer": {}}
-    before = {"environment": environment(StageArgs(), cpu, nullcontext()), "code": code}
+    before = {"environment": environment(StageArgs(), cpu, nullcontext()), "code": code, "update": 4}
     monkeypatch.setattr(torch, "get_num_threads", lambda: 99)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "Z80")
-    warn_of_changes(before, environment(StageArgs(), cpu, torch.autocast("cpu", torch.bfloat16)), code)
+    now = environment(StageArgs(), cpu, torch.autocast("cpu", torch.bfloat16))
+    (result,) = warn_of_changes(before, now, code)
+    assert result.startswith("to rounding from update 4 on (")
     line = capsys.readouterr().err
     assert all(text in line for text in ("-> 99", "-> Z80", "-> bfloat16", "only up to rounding"))
-    warn_of_changes(before, before["environment"], code)
+    assert warn_of_changes(before, before["environment"], code) == []
     assert not capsys.readouterr().err
 
 
