@@ -23,7 +23,8 @@ MIN_TOKENS_FOR_SENTENCES = 5e6
 MIN_CONVERSATIONS = 3000  # fewer only teach a manner of answering, and only to a model that can already write
 # Conversations with fewer tokens than this count as few (200 updates of 2,048 tokens in SFT_PASSES). They
 # need many small updates at a small rate, mixed with as many tokens of the pretraining text. Without this
-# text the model forgets what only the text says (docs/dev/LOG.md, "SFT of few conversations")
+# text the model forgets what only the text says (docs/dev/LOG.md, "SFT of few conversations" and "The rate of
+# few conversations")
 FEW_TOKENS = 200 * 2048 / SFT_PASSES
 FEW_UPDATES, FEW_BATCH, FEW_MAX_PASSES, FEW_RATE, REPLAY_SHARE = 700, 8, 30, 1.8e-4, 0.5
 

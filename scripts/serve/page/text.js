@@ -128,6 +128,7 @@ const TEXT = {
     thousand: "{n} thousand", million: "{n} million", billion: "{n} billion",
     error_field: "The server does not accept this.", error_field_hours: "Between 0.02 and 168 hours (a week).",
     error_field_name: "A name has letters, digits, blanks and dashes.", error_other: "It cannot go on. The reason is in the log.",
+    error_unreadable: "{file} cannot be read: it is damaged, locked, or something else than its name says.",
   },
   zh: {
     title: "MiniMind", chat: "对话", training: "训练", newChat: "新对话", conversations: "对话列表",
@@ -256,6 +257,7 @@ const TEXT = {
     thousand: "{n} 千", million: "{n} 万", billion: "{n} 亿",
     error_field: "服务器不接受这些内容。", error_field_hours: "请输入 0.02 到 168 小时（一周）。",
     error_field_name: "名称由字母、汉字、数字、空格和短横线组成。", error_other: "无法继续。原因写在日志里。",
+    error_unreadable: "{file} 无法读取：它已损坏、被加密，或者内容与文件名不符。",
   },
 };
 

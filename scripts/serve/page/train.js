@@ -84,6 +84,7 @@ function sentence({ code, param, values = {}, message }) {
   const { need, free, most, seconds, file, line, why, name } = values;
   if (code === "busy") return t("error_busy", { name, time: duration(living()?.seconds_left ?? 0) });
   const filled = { need: size(need), free: size(free), most: size(most), seconds, file, line, why, text: message };
+  if (code === "other" && file) return t("error_unreadable", { file });
   if (code === "field" && knows(`error_field_${param}`)) return t(`error_field_${param}`);
   return knows(`error_${code}`) ? t(`error_${code}`, filled) : message;
 }

@@ -26,7 +26,8 @@ BODY = "#train-body"
 CHAT = '{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]}\n'
 # of names, files, commands and what the stand-in's model writes
 NOT_ENGLISH = {"novel", "txt", "jsonl", "json", "csv", "parquet", "utf", "bash", "out", "run", "min"}
-NOT_ENGLISH |= {"once", "script", "hacked", "there", "was"}
+NOT_ENGLISH |= {"docx", "epub", "pdf", "html", "srt", "once", "script", "hacked", "there", "was"}
+RAW = re.compile(r"--[a-z]|eval_|_loss|\w+Error|error:|Traceback|\d M\b|tokens/s")  # words of a log
 FORM, PRIMARY = f"{BODY} form", f"{BODY} .buttons .primary"
 SIDEWAYS = """return [document.scrollingElement, ...document.querySelectorAll('.training, #train-card, #train-card *')]
     .filter((e) => e.getClientRects().length && !e.matches('.visually-hidden, option')
@@ -91,6 +92,7 @@ def check_everywhere(page, client: Client, title: str) -> None:
     state = lambda: (page.text("#train-title"), page.texts(f"{BODY} button"))  # noqa: E731
     before = state()
     assert before[0] == title
+    assert not RAW.search(page.text(BODY))
     page.driver.refresh()
     ready_in_training(page)
     page.wait(lambda: state() == before)
@@ -438,7 +440,9 @@ def test_what_is_wrong_with_a_file_is_a_sentence_in_both_languages_and_the_form_
     bad = CHAT * 16 + "{\n" + CHAT * 9
     wrong = {
         "a_txt": ("中文".encode("gb18030"), "Not UTF-8. Save the file as UTF-8", "不是 UTF-8"),
-        "a_docx": ("x", "a.docx: save it as plain text (.txt, UTF-8) first.", "请先另存为纯文本"),
+        "a_odt": ("x", "a.odt: save it as plain text (.txt, UTF-8) first.", "请先另存为纯文本"),
+        "a_docx": ("x", "a.docx cannot be read: it is damaged, locked", "a.docx 无法读取"),
+        "a_jpg": ("x", "a.jpg: this is not text.", "a.jpg：这不是文本"),
         "b_txt": ("", "b.txt contains nothing to read.", "没有可读的内容"),
         "c_jsonl": (bad, "c.jsonl, line 17: not valid JSON", "c.jsonl 第 17 行"),
     }
@@ -476,6 +480,7 @@ def test_what_is_wrong_with_a_file_is_a_sentence_in_both_languages_and_the_form_
         card.wait(lambda: card.text(".files") and card.one(PRIMARY).is_enabled())
         card.click(PRIMARY)
         card.wait(lambda english=english: english in card.text(f"{BODY} .error"))
+        assert not RAW.search(card.text(BODY))
         card.click("#language")
         assert chinese in card.text(f"{BODY} .error")
         card.click("#language")
