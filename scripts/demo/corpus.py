@@ -47,6 +47,11 @@ from scripts.demo.tour import make_tour
 from scripts.demo.world import make_corpus
 
 
+def json_lines(records: list[dict]) -> bytes:
+    """The content of a file of these records."""
+    return "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records).encode()
+
+
 def write_files(output_dir: str | Path, files: dict[str, list[dict]]) -> dict[str, int]:
     """Write {file name: records} into a folder; returns the number of records per file.
 
@@ -62,7 +67,7 @@ def write_files(output_dir: str | Path, files: dict[str, list[dict]]) -> dict[st
             f"--output_dir {folder} cannot be created ({error.strerror}); give another folder"
         ) from error
     for name, records in files.items():
-        data = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records).encode()
+        data = json_lines(records)
         path = folder / name
         if not path.is_file() or path.read_bytes() != data:
             atomic_write(path, lambda file, data=data: file.write(data))

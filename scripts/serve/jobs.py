@@ -210,6 +210,8 @@ class Jobs:
         target = self.save_dir / new_name if new_name else free_path(self.save_dir / DELETED, folder.name)
         try:
             target.parent.mkdir(mode=0o700, exist_ok=True)
+            if new_name is None and target.parent.is_symlink():
+                raise OSError(f"{DELETED} is a link, which leads elsewhere")
             if os.path.lexists(target):
                 raise ApiError(f"{target.name} exists already.", 409, "name", "exists")
             os.rename(folder, target)

@@ -2,6 +2,7 @@
 path, a flag or a command."""
 
 import json
+import os
 import re
 import sys
 import time
@@ -18,9 +19,9 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from common.errors import UserError, WriteError, reason
-from common.files import read_object
+from common.files import read_object, write_json
 from common.settings import ROOT
-from scripts.demo.corpus import write_files
+from scripts.demo.corpus import json_lines, write_files
 from scripts.demo.world import make_corpus
 from scripts.planning.files import FACTS
 from scripts.planning.rules import DEPTHS, WIDTH
@@ -200,8 +201,11 @@ def training_routes(jobs: Jobs, uploads: Uploads, make_room: Callable[[], Any]) 
 
     def rename_model(name: str, new_name: str) -> None:
         jobs.move(name, new_name, (READY,))
+        folder = jobs.save_dir / new_name
+        if not os.path.lexists(folder / ABOUT):  # a terminal planned it
+            write_json(folder / ABOUT, {})  # without run.sh this file tells that it is a training
         # it names the old folder, in which it would train once more
-        (jobs.save_dir / new_name / SCRIPT).unlink(missing_ok=True)
+        (folder / SCRIPT).unlink(missing_ok=True)
 
     async def done(function: Callable[..., Any], *args: Any) -> Response:
         await run_sync(function, *args)
@@ -292,8 +296,13 @@ def check_fields(asked: NewJob) -> None:
 def write_example(uploads: Uploads) -> None:
     """Put the built-in texts and conversations among the uploads. Raises ApiError."""
     made = make_corpus(seed=0)
+    files = {EXAMPLE[0]: made["pretrain.jsonl"], EXAMPLE[1]: made["sft.jsonl"]}
+    for name, records in files.items():
+        path = uploads.folder / name
+        if os.path.lexists(path) and (path.is_symlink() or path.read_bytes() != json_lines(records)):
+            raise ApiError(f"{name} exists already, with other content.", 409, "name", "exists")
     try:
-        write_files(uploads.folder, {EXAMPLE[0]: made["pretrain.jsonl"], EXAMPLE[1]: made["sft.jsonl"]})
+        write_files(uploads.folder, files)
     except (UserError, WriteError) as error:
         raise ApiError(f"The example cannot be written: {error}", 507, code="not_started") from error
 

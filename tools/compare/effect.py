@@ -24,11 +24,13 @@ class Effect(NamedTuple):
 
 
 def read_curve(path: Path, metric: str) -> Curve:
-    """The curve of a figure in a metrics file, with its value before the first update."""
+    """The curve of a figure in a metrics file, with its value before the first update. It is empty if the
+    figure was not measured after that."""
     records = read_metrics(path)
     points = [(0, record[f"initial_{metric}"]) for record in records[:1] if f"initial_{metric}" in record]
     points += [(record["update"], record[metric]) for record in records if metric in record]
-    return [(update / points[-1][0], value) for update, value in points]
+    updates = points[-1][0] if points else 0
+    return [(update / updates, value) for update, value in points] if updates else []
 
 
 def share_until(curve: Curve, value: float) -> float | None:

@@ -301,6 +301,30 @@ def test_a_model_is_renamed_and_a_training_deleted_to_where_it_can_be_found(clie
     assert runs == []
 
 
+def test_a_model_that_a_terminal_planned_keeps_its_place_in_the_list_when_it_is_renamed(client):
+    client.planned()
+    client.post("/novel/start", {})
+    client.until("ready")
+    (client.folder / "novel/job.json").unlink()
+    assert client.post("/novel/rename", {"to": "b"}).status_code == 202
+    assert client.job("b")["state"] == "ready" and not (client.folder / "b/run.sh").exists()
+
+
+def test_nothing_is_deleted_to_where_a_link_leads(client, tmp_path):
+    client.planned()
+    (tmp_path / "elsewhere").mkdir()
+    (client.folder / ".deleted").symlink_to(tmp_path / "elsewhere")
+    assert client.post("/novel/delete", {}).json()["error"]["code"] == "not_moved"
+    assert (client.folder / "novel/job.json").exists() and not list((tmp_path / "elsewhere").iterdir())
+
+
+def test_the_example_does_not_replace_a_file_of_the_user(client):
+    own = client.folder / ".uploads/valley questions.jsonl"
+    own.write_text('{"text": "mine"}\n')
+    assert client.post("/../example", {}).json()["error"]["code"] == "exists"
+    assert own.read_text() == '{"text": "mine"}\n' and not (client.folder / ".uploads/valley.jsonl").exists()
+
+
 def test_the_example_is_texts_and_conversations_that_can_be_planned(client):
     for _ in range(2):  # a second time changes nothing
         assert client.post("/../example", {}).status_code == 202

@@ -45,6 +45,8 @@ def test_a_curve_is_read_by_the_share_of_the_updates(tmp_path):
     (tmp_path / "m.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
     assert read_curve(tmp_path / "m.jsonl", "eval_loss") == [(0.0, 4.0), (0.5, 3.0), (1.0, 2.0)]
     assert read_curve(tmp_path / "m.jsonl", "eval_bpb") == []
+    (tmp_path / "m.jsonl").write_text('{"update": 1, "initial_eval_loss": 4.0}\n')
+    assert read_curve(tmp_path / "m.jsonl", "eval_loss") == []
 
 
 @pytest.mark.parametrize("ahead", [0, 50, 150])
