@@ -300,7 +300,7 @@ def write_example(uploads: Uploads) -> None:
     for name, records in files.items():
         path = uploads.folder / name
         if os.path.lexists(path) and (path.is_symlink() or path.read_bytes() != json_lines(records)):
-            raise ApiError(f"{name} exists already, with other content.", 409, "name", "exists")
+            raise ApiError(f"{name} exists already, with other content.", 409, code="own_file", file=name)
     try:
         write_files(uploads.folder, files)
     except (UserError, WriteError) as error:

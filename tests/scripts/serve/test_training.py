@@ -321,7 +321,7 @@ def test_nothing_is_deleted_to_where_a_link_leads(client, tmp_path):
 def test_the_example_does_not_replace_a_file_of_the_user(client):
     own = client.folder / ".uploads/valley questions.jsonl"
     own.write_text('{"text": "mine"}\n')
-    assert client.post("/../example", {}).json()["error"]["code"] == "exists"
+    assert client.post("/../example", {}).json()["error"]["code"] == "own_file"
     assert own.read_text() == '{"text": "mine"}\n' and not (client.folder / ".uploads/valley.jsonl").exists()
 
 
