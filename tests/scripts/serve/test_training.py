@@ -381,7 +381,8 @@ def test_what_python_and_cpp_say_at_their_end_is_an_error_too(tmp_path, log, err
 
 def test_files_that_are_not_taken_leave_nothing(client, monkeypatch):
     code = lambda answer: (answer.status_code, answer.json()["error"]["code"])  # noqa: E731
-    assert code(client.put("a.docx")) == (415, "kind")
+    assert code(client.put("a.xlsx")) == (415, "kind")
+    assert code(client.put("a.docx")) == (422, "other")
     assert code(client.put("a.txt", "中文".encode("gb18030"))) == (422, "not_utf8")
     assert code(client.put("a.txt", "")) == (422, "no_record")
     assert code(client.put("a.jsonl", '{"text": \n{"x": 1}\n')) == (422, "bad_record")
