@@ -73,8 +73,8 @@ def read_json(content: Any) -> tuple[list[Chat], str | None]:
 
 
 def telegram_message(message: dict[str, Any]) -> Iterator[Message]:
-    """A message; nothing for what is none, such as a call. Its text may be in pieces, of which links are
-    objects."""
+    """The message, if the entry is one and not, for example, a call. Its text may be a list of pieces; links
+    are objects."""
     pieces = message.get("text") or ""
     pieces = [pieces] if isinstance(pieces, str) else pieces
     text = "".join(piece if isinstance(piece, str) else piece["text"] for piece in pieces)
@@ -141,7 +141,7 @@ def parse_times(times: list[str]) -> list[float]:
 
 
 def one_time(moment: str, form: str) -> float | None:
-    """Seconds of a time whose date has this form; None if it has not."""
+    """Seconds of a time; None if its date does not have this form."""
     date, time, *half = moment.split(" ")
     numbers = re.split("[./-]", date)
     if "%y" in form:

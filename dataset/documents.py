@@ -21,7 +21,7 @@ from xml.etree import ElementTree
 
 from common.encodings import not_utf8
 
-MOST_BYTES = 256 << 20  # of a part of an archive, unpacked: more is no text that somebody wrote
+MOST_BYTES = 256 << 20  # of an unpacked part of an archive; no author writes more
 WORD_TEXT = "word/document.xml"
 RELATIONS = "_rels/.rels"  # names the text of a Word document that is elsewhere
 NOTES = ("footnotes.xml", "endnotes.xml")  # beside the text
@@ -46,7 +46,8 @@ TIMES = re.compile(r"(\d+:)?\d\d:\d\d[,.]\d+\s*-->")
 MARKUP = re.compile(r"</?[a-zA-Z][^<>]*>|\{\\[^{}]*\}")  # of subtitles
 CHINESE = re.compile("[\u3000-\u9fff\uff00-\uffef]")
 SENTENCE_END = (".", "!", "?", "。", "！", "？")
-# of the longest line of a page: a line that is as long goes on in the next one, also after a sentence's end
+# A line goes on in the next one if it is at least this share of the page's longest line. The second share is
+# for lines that end with a sentence.
 FULL_LINE, FULL_LINE_OF_SENTENCE = 0.8, 0.95
 PAGE_NUMBER = re.compile(r"\W*(page |seite |第 ?)?\d+( ?页)?\W*", re.IGNORECASE)
 MARGIN_LINES = 3  # at each end of a page, at most
@@ -311,8 +312,8 @@ def read_srt(data: bytes) -> str:
 
 
 def read_pdf(data: bytes) -> str:
-    """The text of the pages, without page numbers, headers and footers. Lines that fill their page are put
-    together to paragraphs, so that a sentence may go on after a page's end."""
+    """The text of the pages, without page numbers, headers and footers. Lines that fill the page are joined
+    to paragraphs, also across pages."""
     try:
         from pypdf import PdfReader
         from pypdf.errors import DependencyError, PyPdfError
@@ -371,7 +372,7 @@ def margin_keys(line: str, number: int) -> list[tuple[tuple[str, ...], tuple[str
 
 
 def to_paragraphs(pages: list[list[str]]) -> Iterator[str]:
-    """The lines of the pages, put together where one goes on in the next."""
+    """The paragraphs of the pages: lines that go on in the next one are joined."""
     open_lines: list[str] = []
     for page in pages:
         longest = max(map(len, page))

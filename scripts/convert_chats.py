@@ -36,7 +36,7 @@ def main() -> None:
         "--pause_hours",
         type=float,
         default=6,
-        help="a pause as long begins another conversation (default: 6)",
+        help="hours without a message after which a new conversation begins (default: 6)",
     )
     args = parser.parse_args()
     if not args.pause_hours > 0:

@@ -35,7 +35,7 @@ def read_curve(path: Path, metric: str) -> Curve:
 
 def share_until(curve: Curve, value: float) -> float | None:
     """The share of the updates after which a figure first was as low as this. Between two evaluations the
-    curve is a straight line. None: it was so from the start, or never."""
+    curve is a straight line. None if the first value is as low, or no value is."""
     if curve[0][1] <= value:
         return None
     for (begin, before), (end, after) in zip(curve, curve[1:], strict=False):
@@ -49,7 +49,7 @@ def effect(pairs: Sequence[tuple[Curve, Curve]], mode: str, level: float) -> Eff
     is better. level: of the interval.
 
     The figure is the worse one of a pair at the end: both runs of the pair have reached it. None: a run has
-    too few evaluations, or its figure was never worse than this.
+    too few evaluations, or its first value is not worse than this figure.
     """
     logs = []
     for curves in pairs:
