@@ -116,8 +116,8 @@ CASES = {
     "JSON Lines as text": Case(
         PRE, line(TEXT) * 3, "{data} is JSON, not plain text; name it x.jsonl", "x.txt"
     ),
-    "a folder of documents": Case(
-        PRE, folder_of("a.pdf", "b.pdf"), ": a folder without data; it contains 2 .pdf", "x"
+    "a folder of pictures": Case(
+        PRE, folder_of("a.png", "b.png"), ": a folder without data; it contains 2 .png", "x"
     ),
     "a blank answer": Case(SFT, {"instruction": "q", "output": ""}, "'output' is blank; write the text"),
     "conversation that must not be trained": Case(

@@ -154,6 +154,6 @@ def test_an_adapter_is_merged_onto_its_own_weights_alone(corpus, start, tmp_path
     assert not (made / "further_32_2").exists()
     told = "is a checkpoint to resume from, of an adapter without its model; the tools"
     assert told in convert(states / "lora_medical_32_resume.pth", "hf", status=2)
-    assert "is an adapter (LoRA), no model" in convert(out / "lora_medical_32", "hf", status=2)
+    assert "is an adapter (LoRA), not a model" in convert(out / "lora_medical_32", "hf", status=2)
     said = convert(states / "further_32_resume.pth", "hf")
     assert "is a checkpoint to resume from, after update" in said and "its float32 weights are used" in said

@@ -30,7 +30,7 @@ MISTAKES = [
     ("pretrain", {"save_weight": "x" * 201}, "--save_weight: the name is too long for files; at most 200"),
     ("sft", {"from_weight": "DIR/ppo_resume.pth"}, "checkpoint to resume from, of a policy and its critic"),
     ("sft", {"from_weight": "DIR/lora_resume.pth"}, "checkpoint to resume from, of an adapter without its"),
-    ("sft", {"from_weight": "DIR/lora_32"}, "DIR/lora_32 is an adapter (LoRA), no model"),
+    ("sft", {"from_weight": "DIR/lora_32"}, "DIR/lora_32 is an adapter (LoRA), not a model"),
     ("sft", {"from_weight": "DIR/good.txt"}, "weights DIR/good.txt: not a readable weights file"),
     ("distillation", {"from_teacher_weight": "nobody"}, "teacher: weights DIR/out/nobody_*.pth do not exist"),
     ("distillation", {"from_teacher_weight": "nobody"}, "or name another (--from_teacher_weight) or its shape"),
