@@ -64,7 +64,10 @@ def test_data_that_have_grown_are_refused_with_the_two_ways_on(corpus, tmp_path)
     data.write_text("".join(lines))
     (line,) = run("pretrain", argv, status=2).error_lines
     assert "belongs to another run: " in line and "; data: " in line
-    assert "Either give the old data" in line and "--from_weight pretrain --save_weight NEW --from_resume 0" in line
+    assert (
+        "Either give the old data" in line
+        and "--from_weight pretrain --save_weight NEW --from_resume 0" in line
+    )
 
 
 def test_the_engine_counts_them_alike(tmp_path):
