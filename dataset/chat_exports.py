@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import Iterator
 from datetime import datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -134,7 +135,7 @@ def parse_times(times: list[str]) -> list[float]:
         seconds = [one_time(each, form) for each in times]
         if None not in seconds:
             known = [value for value in seconds if value is not None]
-            rising = sum(a <= b for a, b in zip(known, known[1:], strict=False))
+            rising = sum(a <= b for a, b in pairwise(known))
             if rising >= IN_ORDER * (len(known) - 1):
                 return known
     return [float(i) for i in range(len(times))]

@@ -92,13 +92,11 @@ def read_part(archive: zipfile.ZipFile, name: str) -> bytes:
             raise Unreadable("it is locked by a password; save it without one")
         with archive.open(info) as file:
             data = file.read(MOST_BYTES + 1)
+    except Unreadable:
+        raise
     except KeyError as error:
         raise Unreadable(f"it has no {name}; save it again") from error
-    except (zipfile.BadZipFile, EOFError, OSError, NotImplementedError, ValueError) as error:
-        raise Unreadable("it is damaged; save it again") from error
-    except Exception as error:  # zlib, lzma: each has an error of its own
-        if isinstance(error, Unreadable):
-            raise
+    except Exception as error:  # zipfile, zlib and lzma each have errors of their own
         raise Unreadable("it is damaged; save it again") from error
     if len(data) > MOST_BYTES:
         raise Unreadable(f"{name} in it has more than {MOST_BYTES >> 20} MB")

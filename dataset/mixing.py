@@ -1,7 +1,7 @@
 """Several sources of data mixed by weight. An epoch has as many tokens as all sources together, or
 --max_tokens, and each source has its share of them. A source with a large share is repeated within an epoch.
-From a source with a small share an epoch takes only a part, and the next epoch continues after this part, so
-all items of a source are trained equally often, or some of them once more. Shares are of all tokens,
+From a source with a small share an epoch takes only a part, and the next epoch continues after this part.
+So all items of a source are trained equally often, or some of them once more. Shares are of all tokens,
 including those of prompts; the resulting shares of the targets are reported."""
 
 import hashlib

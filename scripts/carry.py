@@ -7,7 +7,7 @@
 
 At the end, or when it is stopped, `go` replaces the pack and keeps the one before it as run.mmt.before. A
 pack holds no code: the stages are this project's scripts with the settings that the pack lists. See
-docs/resume.md.
+docs/moving.md.
 """
 
 import sys

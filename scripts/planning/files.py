@@ -19,7 +19,7 @@ from trainer.report.metrics import duration
 from trainer.weights.paths import run_name
 
 FACTS = "plan_facts.json"
-LOG_POINTS, LOG_SECONDS = (20, 30)  # log records of a stage, at least; seconds between two, at most
+LOG_POINTS, LOG_SECONDS = 20, 30  # log records of a stage, at least; seconds between two, at most
 WORDS = {
     "en": {
         "again": "not finished; to continue: {command}",

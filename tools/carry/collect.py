@@ -134,7 +134,8 @@ class Collection:
         for name in DATA:
             value = getattr(args, name, None)
             if value in ("auto", "none"):  # of --sample_prompts
-                settings |= {} if args.is_default(name) else {name: value}
+                if not args.is_default(name):
+                    settings[name] = value
             elif value:
                 settings[name] = self.add_data(value)
         if not args.is_default("tokenizer_path"):
@@ -168,8 +169,10 @@ class Collection:
         names = []
         number = len({name.split("/")[1] for name in self.data})
         for i, path in enumerate(paths):
-            plain = re.sub(r"[^\w.+-]", "_", Path(path).name)
-            names.append(f"data/{number}/{f'{i:04}_' if len(paths) > 1 else ''}{plain.lstrip('.')}")
+            plain = re.sub(r"[^\w.+-]", "_", Path(path).name).lstrip(".")
+            if len(paths) > 1:
+                plain = f"{i:04}_{plain}"
+            names.append(f"data/{number}/{plain}")
             size, digest = Path(path).stat().st_size, file_hash(path)
             self.data[names[-1]] = DataFile(bytes=size, sha256=digest, packed=False)
             self.sources[names[-1]] = Path(path)

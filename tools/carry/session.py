@@ -88,7 +88,8 @@ def go(path: Path, to: Path | None, data: Path | None, stop_after: str | None) -
             pack(folder, path, with_data=False)
     again = ["python", "scripts/carry.py", "go", str(path)]
     for flag, value in (("--to", to), ("--stop_after", stop_after)):
-        again += [flag, str(value)] if value else []
+        if value:
+            again += [flag, str(value)]
     if signals:
         text = f"by {signal.Signals(signals[0]).name}; {shlex.join(again)} goes on"
         raise Interrupted(signals[0], text)

@@ -3,6 +3,7 @@ figure."""
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,7 +39,7 @@ def share_until(curve: Curve, value: float) -> float | None:
     curve is a straight line. None if the first value is as low, or no value is."""
     if curve[0][1] <= value:
         return None
-    for (begin, before), (end, after) in zip(curve, curve[1:], strict=False):
+    for (begin, before), (end, after) in pairwise(curve):
         if after <= value:
             return begin + (end - begin) * (before - value) / (before - after)
     return None

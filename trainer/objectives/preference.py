@@ -4,17 +4,12 @@ The samples of a batch are chosen, rejected, chosen, rejected ... (`collate_shar
 Shape legend: P pairs, 2 P answers, M targets.
 """
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dataset.batch import Batch
 from trainer.objectives.next_token import target_log_probs
-
-if TYPE_CHECKING:
-    pass
 
 
 def answer_log_probs(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:

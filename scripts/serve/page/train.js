@@ -206,7 +206,7 @@ function freeJobName(stem) {
 }
 
 function hoursField() {
-  const other = h("input", { type: "number", min: 0.02, max: 168, step: "any", "aria-label": t("otherHours"), value: HOURS.includes(form.hours) ? "" : form.hours });
+  const other = h("input", { type: "number", min: LEAST_HOURS, max: MOST_HOURS, step: "any", "aria-label": t("otherHours"), value: HOURS.includes(form.hours) ? "" : form.hours });
   const choose = (hours) => ((form.hours = hours), keep());
   const radio = (hours, i) => {
     const input = h("input", { type: "radio", name: "hours", checked: form.hours === hours, onchange: () => choose(hours) });
@@ -450,12 +450,11 @@ function logDetails({ name }) {
 
 /** Buttons to rename a model and to delete a training. */
 function manageRow({ name, state }) {
-  const refused = (error) => say(error);
   const rename = () => {
     const to = prompt(t("newName", { name }), name)?.trim();
-    if (to && to !== name) act(api.renameJob(name, to), refused).then((done) => done && show(to));
+    if (to && to !== name) act(api.renameJob(name, to), say).then((done) => done && show(to));
   };
-  const remove = () => confirm(t("deleteAsk", { name })) && act(api.deleteJob(name), refused).then((done) => done && show(null));
+  const remove = () => confirm(t("deleteAsk", { name })) && act(api.deleteJob(name), say).then((done) => done && show(null));
   const renameButton = state === "ready" && button(t("rename"), "quiet", rename);
   return h("div", { class: "manage" }, renameButton, button(t("remove"), "quiet", remove));
 }
