@@ -3,13 +3,15 @@ and ChatGPT (conversations.json)."""
 
 import json
 import re
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from common.errors import UserError, reason
+from common.files import atomic_write
 
 
 class Message(NamedTuple):
@@ -21,6 +23,22 @@ class Message(NamedTuple):
 
 
 Chat = list[Message]
+
+
+class Export(NamedTuple):
+    """An export. form: whatsapp, telegram, discord or chatgpt. assistant: the speaker who is the assistant, if
+    the export says it (ChatGPT)."""
+
+    form: str
+    chats: list[Chat]
+    assistant: str | None
+
+    def speakers(self) -> list[tuple[str, int]]:
+        """The speakers with the number of their messages, those with the most first."""
+        return Counter(message.speaker for chat in self.chats for message in chat).most_common()
+
+
+PAUSE_HOURS = 6.0  # without a message, after which another conversation begins
 # The beginning of a message in WhatsApp's exports: "[31.12.20, 21:15:03] Anna: " of an iPhone, else
 # "12/31/20, 9:15 PM - Anna: ", with words of the language: "31/12/2020 à 21:15", "2020/12/31 下午9:15"
 WHATSAPP = re.compile(
@@ -37,11 +55,30 @@ IN_ORDER = 0.95  # share of the messages that must
 # in the place of a picture or a film: <Media omitted>, <Anhang: ...>, <attached: ...>, with a direction mark
 NOT_TEXT = re.compile(r"\s*\u200e?<[^<>]*>\s*|\s*\u200e.*|\s*null\s*", re.DOTALL)
 ROLES = {"user": "user", "assistant": "assistant"}
+# what the beginning of an export in JSON contains
+JSON_FORMS = {
+    "discord": re.compile(r'\{.{0,4096}"guild"\s*:\s*\{.{0,4096}"channel"\s*:\s*\{', re.DOTALL),
+    "telegram": re.compile(
+        r'\{.*"type"\s*:\s*"(personal_chat|bot_chat|saved_messages|private_\w+|public_\w+)"', re.DOTALL
+    ),
+    "chatgpt": re.compile(r'\[.*"mapping"\s*:\s*\{.*"author"\s*:\s*\{', re.DOTALL),
+}
+HEAD_LINES, LEAST_MESSAGES = 200, 2  # of WhatsApp's export: lines that are looked at; messages in them
 
 
-def read_export(path: str) -> tuple[list[Chat], str | None]:
-    """The chats in an export, and the name of the assistant if the export says who it is (ChatGPT). Raises
-    UserError."""
+def form_of(head: str) -> str | None:
+    """The form of the export that begins with this text; None if it looks like none. A text that only looks
+    like WhatsApp's, such as a log, has its form, too."""
+    text = head.lstrip("\ufeff \r\n\t")
+    lines = text.split("\n", HEAD_LINES)[:HEAD_LINES]
+    if WHATSAPP.fullmatch(lines[0].rstrip("\r")):
+        said = read_whatsapp("\n".join(line.rstrip("\r") for line in lines))
+        return "whatsapp" if len(said) >= LEAST_MESSAGES else None
+    return next((form for form, pattern in JSON_FORMS.items() if pattern.match(text)), None)
+
+
+def read_export(path: str) -> Export:
+    """Read an export. Raises UserError."""
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
@@ -50,27 +87,29 @@ def read_export(path: str) -> tuple[list[Chat], str | None]:
         raise UserError(f"{path} cannot be read ({reason(error)})") from error
     if text.lstrip()[:1] in ("{", "[") and not WHATSAPP.match(text.lstrip()):
         try:
-            chats, assistant = read_json(json.loads(text))
+            form, chats = read_json(json.loads(text))
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise UserError(f"{path}: not an export of Telegram, DiscordChatExporter or ChatGPT") from error
     else:
-        chats, assistant = [read_whatsapp(text)], None
+        form, chats = "whatsapp", [read_whatsapp(text)]
     chats = [chat for chat in chats if chat]
     if not chats:
         raise UserError(f"{path}: no messages of WhatsApp, Telegram, DiscordChatExporter or ChatGPT in it")
-    return chats, assistant
+    return Export(form, chats, ROLES["assistant"] if form == "chatgpt" else None)
 
 
-def read_json(content: Any) -> tuple[list[Chat], str | None]:
-    """The chats of Telegram (one, or all of an account), of DiscordChatExporter, or of ChatGPT."""
+def read_json(content: Any) -> tuple[str, list[Chat]]:
+    """The form and the chats of Telegram (one, or all of an account), of DiscordChatExporter, or of
+    ChatGPT."""
     if isinstance(content, list):
-        return [list(chatgpt_messages(each)) for each in content], ROLES["assistant"]
+        return "chatgpt", [list(chatgpt_messages(each)) for each in content]
     if "guild" in content:
-        return [[message for each in content["messages"] for message in discord_message(each)]], None
+        said = [message for each in content["messages"] for message in discord_message(each)]
+        return "discord", [said]
     chats = content["chats"]["list"] if "chats" in content else [content]
-    return [
+    return "telegram", [
         [message for each in chat["messages"] for message in telegram_message(each)] for chat in chats
-    ], None
+    ]
 
 
 def telegram_message(message: dict[str, Any]) -> Iterator[Message]:
@@ -156,16 +195,18 @@ def one_time(moment: str, form: str) -> float | None:
         return None
 
 
-def to_conversations(chats: list[Chat], assistant: str, gap: float) -> Iterator[list[dict[str, str]]]:
+def to_conversations(
+    chats: list[Chat], assistant: str, pause_hours: float = PAUSE_HOURS
+) -> Iterator[list[dict[str, str]]]:
     """Conversations in which this speaker is the assistant and all others are the user; if there are several,
-    their names stand before what they say. A pause of `gap` seconds begins another conversation. Each begins
-    with the user and ends with the assistant; others are left out."""
+    their names stand before what they say. A pause begins another conversation. Each begins with the user and
+    ends with the assistant; others are left out."""
     for chat in chats:
         has_several = len({message.speaker for message in chat} - {assistant}) > 1
         messages: list[dict[str, str]] = []
         before = 0.0
         for message in chat:
-            if message.seconds - before > gap:
+            if message.seconds - before > 3600 * pause_hours:
                 yield from finished(messages)
                 messages = []
             before = message.seconds
@@ -183,3 +224,10 @@ def finished(messages: list[dict[str, str]]) -> Iterator[list[dict[str, str]]]:
     complete = messages[: len(messages) // 2 * 2]  # user and assistant in turn
     if complete:
         yield complete
+
+
+def write_conversations(path: Path, conversations: Iterable[list[dict[str, str]]]) -> None:
+    """Write conversations as JSON Lines, one in each line. Raises WriteError."""
+    lines = [json.dumps({"messages": each}, ensure_ascii=False) + "\n" for each in conversations]
+    data = "".join(lines).encode(errors="replace")  # half of an emoji, where a program cut a message
+    atomic_write(path, lambda file: file.write(data))

@@ -9,9 +9,7 @@ conversations.json, in which the assistant is known. Nothing leaves this machine
 it has read, so ask the others before you give it away.
 """
 
-import json
 import sys
-from collections import Counter
 from pathlib import Path
 
 # run the code beside this file, installed or not
@@ -19,10 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.command_line import Parser, one_line_errors
 from common.errors import UserError, say
-from common.files import atomic_write
-from dataset.chat_exports import read_export, to_conversations
-
-HOUR = 3600
+from dataset.chat_exports import PAUSE_HOURS, read_export, to_conversations, write_conversations
 
 
 def main() -> None:
@@ -35,35 +30,33 @@ def main() -> None:
     flag(
         "--pause_hours",
         type=float,
-        default=6,
-        help="hours without a message after which a new conversation begins (default: 6)",
+        default=PAUSE_HOURS,
+        help=f"hours without a message after which a new conversation begins (default: {PAUSE_HOURS:g})",
     )
     args = parser.parse_args()
     if not args.pause_hours > 0:
         raise UserError(f"--pause_hours {args.pause_hours} must be above 0")
     if args.output and args.output.resolve() == Path(args.export).resolve():
         raise UserError(f"--output {args.output} is the export itself; give another name")
-    chats, known = read_export(args.export)
-    counts = Counter(message.speaker for chat in chats for message in chat)
-    assistant = args.assistant or known
-    if assistant not in counts:
-        speakers = ", ".join(f"{name!r} ({count:,} messages)" for name, count in counts.most_common(20))
+    export = read_export(args.export)
+    speakers = export.speakers()
+    assistant = args.assistant or export.assistant
+    if assistant not in dict(speakers):
+        named = ", ".join(f"{name!r} ({count:,} messages)" for name, count in speakers[:20])
         unknown = f"nobody is called {args.assistant!r} there; " if args.assistant else ""
-        raise UserError(f"{args.export}: {unknown}give --assistant, one of {speakers}")
-    conversations = list(to_conversations(chats, assistant, HOUR * args.pause_hours))
+        raise UserError(f"{args.export}: {unknown}give --assistant, one of {named}")
+    conversations = list(to_conversations(export.chats, assistant, args.pause_hours))
     if not conversations:
         raise UserError(f"{args.export}: {assistant!r} answers nobody; choose another --assistant")
     say(
-        f"{len(conversations):,} conversations of {len(chats):,} chat(s); {assistant!r} is the assistant. "
+        f"{len(conversations):,} conversations of {len(export.chats):,} chat(s); {assistant!r} is the assistant. "
         "The first one:"
     )
     for message in conversations[0]:
         say(f"  {message['role']}: {message['content']}")
     if args.output is None:
         raise UserError("give --output FILE.jsonl to write them")
-    lines = [json.dumps({"messages": each}, ensure_ascii=False) + "\n" for each in conversations]
-    data = "".join(lines).encode(errors="replace")  # half of an emoji, where a program cut a message
-    atomic_write(args.output, lambda file: file.write(data))
+    write_conversations(args.output, conversations)
     say(f"wrote {args.output}; next: python trainer/train_full_sft.py --data_path {args.output}")
 
 

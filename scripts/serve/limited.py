@@ -12,7 +12,7 @@ from scripts.serve.jobs import SECRETS
 
 IS_LIMITED = sys.platform == "linux"  # whether the system enforces RLIMIT_AS; macOS does not
 BETWEEN_LOOKS = 0.1  # seconds between two looks at a program's memory, where the system enforces no limit
-MOST_SAID = 1 << 16  # bytes of output that are read
+MOST_SAID = 1 << 18  # bytes of output that are read
 # one thread, and no memory that is reserved but not used
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "ARROW_DEFAULT_MEMORY_POOL": "system"}
 

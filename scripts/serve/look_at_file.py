@@ -23,6 +23,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from common.errors import UserError
+from dataset.chat_exports import form_of, read_export, to_conversations
 from dataset.documents import DOCUMENTS
 from dataset.files import TABLES, NoRecord, file_kind, is_plain_text, open_file, read_records
 from dataset.messages import BadRecord
@@ -30,6 +31,7 @@ from dataset.records import Parsed, parse
 
 LOOKED_AT, SHOWN, CHARACTERS = 200, 3, 300  # records read; records shown; characters of each
 WHY_CHARACTERS = 500  # of an error message
+SPEAKERS, TURNS, TURN_CHARACTERS, NAME_CHARACTERS = 12, 6, 160, 200  # of an exported chat, that are shown
 HEAD_BYTES = 4 << 20  # records are looked for in this much of a file, after decompression
 PART_OF_CHARACTER = re.compile(rb"[\xc0-\xff][\x80-\xbf]{0,2}$")  # a cut UTF-8 character at the end
 
@@ -59,6 +61,38 @@ def head_of(path: Path, scratch: Path) -> tuple[Path, bool]:
 
 
 def look_at(path: Path, name: str, scratch: Path) -> dict[str, Any]:
+    """What a file is. An exported chat has `export`. If it can be read as a text as well, or is no export, the
+    result has what `look_at_records` says of it."""
+    export = look_at_export(path) if Path(name).suffix.lower() in (".txt", ".json") else None
+    if export and Path(name).suffix.lower() == ".json":
+        return {"kind": None, "export": export}
+    found = look_at_records(path, name, scratch)
+    return found | ({"export": export} if export else {})
+
+
+def look_at_export(path: Path) -> dict[str, Any] | None:
+    """The speakers of an exported chat, each with the first turns of the conversations in which this speaker
+    is the assistant; None if the file is no such export."""
+    with open(path, "rb") as file:
+        head = file.read(HEAD_BYTES).decode(errors="ignore")
+    if form_of(head) is None:
+        return None
+    try:
+        export = read_export(str(path))
+    except UserError:
+        return None
+    speakers = []
+    for speaker, messages in export.speakers():
+        conversations = list(to_conversations(export.chats, speaker)) if len(speakers) < SPEAKERS else []
+        if conversations and len(speaker) <= NAME_CHARACTERS:
+            turns = [(turn["role"], turn["content"][:TURN_CHARACTERS]) for turn in conversations[0][:TURNS]]
+            about = {"name": speaker, "messages": messages, "conversations": len(conversations)}
+            speakers.append(about | {"turns": turns})
+    about = {"form": export.form, "assistant": export.assistant, "speakers": speakers}
+    return about | {"messages": sum(map(len, export.chats))} if speakers else None
+
+
+def look_at_records(path: Path, name: str, scratch: Path) -> dict[str, Any]:
     """What the first records of a file are: `kind` (text or chat), how many, the first of them, and for the
     first bad record its line and what is wrong with it. If there is no good record, the result has `error`
     and `code` instead."""

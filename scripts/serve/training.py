@@ -109,6 +109,12 @@ class PlanFacts(BaseModel):
     unwise: list[dict[str, str | float]]
 
 
+class Convert(Body):
+    """The speaker of an exported chat who is the assistant."""
+
+    assistant: str
+
+
 class Rename(Body):
     """The new name of a model."""
 
@@ -229,6 +235,12 @@ def training_routes(jobs: Jobs, uploads: Uploads, make_room: Callable[[], Any]) 
             raise ApiError(f"An unfinished training needs {name}.", 409, code="used")
         path.unlink(missing_ok=True)
         return JSONResponse({"ok": True})
+
+    @routes.post("/files/{name}/conversations")
+    async def convert(name: str, request: Request) -> Response:
+        asked = await read(request, Convert)
+        made = await run_sync(uploads.convert, name, asked.assistant, limiter=uploads.one_at_a_time)
+        return json_response({"name": made})
 
     @routes.post("/jobs")
     async def new(request: Request) -> Response:

@@ -4,6 +4,8 @@ either: look_at_file.py, scripts/plan.py and the trainings do."""
 
 import asyncio
 import fcntl
+import filecmp
+import itertools
 import json
 import os
 import re
@@ -25,10 +27,11 @@ from scripts.serve.jobs import try_lock
 from scripts.serve.limited import run_limited
 from scripts.serve.protocol import ApiError
 
-LOOK = Path(__file__).with_name("look_at_file.py")
+LOOK, CONVERT = (Path(__file__).with_name(name) for name in ("look_at_file.py", "convert_upload.py"))
 FOLDER = ".uploads"
 KINDS = r"(\.(txt|md|jsonl|json|csv|tsv)(\.gz)?|\.(parquet|arrow|docx|epub|pdf|html|htm|srt))"
-NAME = re.compile(rf"\w[\w -]{{0,39}}{KINDS}")
+STEM_LENGTH = 40
+NAME = re.compile(rf"\w[\w -]{{0,{STEM_LENGTH - 1}}}{KINDS}")
 MAX_BYTES = 20 << 30
 SILENCE_SECONDS = 30  # without data, after which an upload is aborted
 DAY = 24 * 3600  # seconds after which an incomplete upload is removed
@@ -68,6 +71,8 @@ class Uploads:
         found = {} if file is None else self.about(name, file)
         if "error" in found:
             raise ApiError(found["error"], 422, "name", "other")
+        if found.get("kind") is None:
+            raise ApiError(f"Choose who is the assistant in {name}.", 422, "name", "export", file=name)
         return path, found["kind"]
 
     def listing(self) -> list[dict[str, Any]]:
@@ -110,6 +115,32 @@ class Uploads:
             finally:
                 part.unlink(missing_ok=True)
         return {"name": name, "bytes": length} | found
+
+    def convert(self, name: str, assistant: str) -> str:
+        """Make a file of the conversations in an exported chat, in which this speaker is the assistant. Returns
+        its name. Calls must not overlap. Raises ApiError."""
+        path = self.path(name)
+        check_size(path.stat().st_size, self.folder)
+        with TemporaryDirectory(dir=self.folder, prefix=PART) as scratch:
+            made = Path(scratch, "made.jsonl")
+            arguments = str(path), str(made), json.dumps(assistant)
+            run_limited(CONVERT, *arguments, memory=LOOK_MEMORY, seconds=LOOK_SECONDS)
+            if not made.exists():
+                text = f"No conversations can be made of {name} with {assistant[:60]!r} as the assistant."
+                raise ApiError(text, 422, "assistant", "no_answers", file=name)
+            stem = re.sub(r"[^\w -]+", "_", f"{name.rpartition('.')[0]} {assistant}").strip()
+            endings = itertools.chain([""], (f" {number}" for number in itertools.count(2)))
+            targets = (
+                self.folder / f"{stem[: STEM_LENGTH - len(end)].strip()}{end}.jsonl" for end in endings
+            )
+            target = next(each for each in targets if not os.path.lexists(each) or is_same(made, each))
+            os.replace(made, target)
+        return target.name
+
+
+def is_same(made: Path, file: Path) -> bool:
+    """Whether a file has the content of another one; links are not followed."""
+    return not file.is_symlink() and filecmp.cmp(made, file, shallow=False)
 
 
 async def write(file: Any, length: int, pieces: AsyncIterator[bytes]) -> None:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import UserError
-from dataset.chat_exports import read_export, read_whatsapp, to_conversations
+from dataset.chat_exports import form_of, read_export, read_whatsapp, to_conversations
 
 IPHONE = """\ufeff[31.12.20, 21:15:03] Anna: \u200eMessages and calls are end-to-end encrypted.
 [31.12.20, 21:15:04] Anna: Are you there?
@@ -126,8 +126,9 @@ for each in OLD_TELEGRAM["messages"]:
 def test_json_exports_become_conversations(tmp_path, content, assistant):
     path = tmp_path / "result.json"
     path.write_text(json.dumps(content))
-    chats, known = read_export(str(path))
-    conversations = list(to_conversations(chats, assistant or known or "", 3600))
+    export = read_export(str(path))
+    assert form_of(path.read_text()) == export.form
+    conversations = list(to_conversations(export.chats, assistant or export.assistant or ""))
     assert conversations == [
         [{"role": "user", "content": "see a.org"}, {"role": "assistant", "content": "Yes."}]
     ]
@@ -138,7 +139,7 @@ def test_pauses_several_speakers_and_unanswered_ends():
         (1, "08", "Ben", "not asked"), (1, "09", "Anna", "hi"), (1, "09", "Cleo", "hey"), (1, "10", "Ben", "yes"),
         (1, "10", "Ben", "both?"), (1, "11", "Anna", "unanswered"), (14, "10", "Anna", "again"), (14, "11", "Ben", "ok"),
     ])  # fmt: skip
-    first, second = to_conversations([read_whatsapp(text)], "Ben", 6 * 3600)
+    first, second = to_conversations([read_whatsapp(text)], "Ben")
     assert first == [
         {"role": "user", "content": "Anna: hi\nCleo: hey"},
         {"role": "assistant", "content": "yes\nboth?"},

@@ -25,6 +25,7 @@ const KINDS = /(\.(?:txt|md|jsonl|json|csv|tsv)(?:\.gz)?|\.(?:parquet|arrow|docx
 // files: names of those that are chosen, in their order; isNamed: the name was typed, else it follows the files
 const form = { name: "", isNamed: false, hours: HOURS[0], depth: "", files: [], skip: false, shown: null, arriving: [], ...read(KEY, {}) };
 const uploads = new Map(); // name -> {size, percent, cancel}
+const assistants = new Map(); // name of an exported chat -> the speaker who was chosen
 let overview = null; // the server's answer; null: none yet, or it does not train
 let formError = null; // the result of `sentence`
 let isChanging = false; // whether the user is changing the plan of the shown training
@@ -35,6 +36,8 @@ let savingSince = 0;
 let announced = -1; // percent
 
 const keep = () => write(KEY, form);
+const choose = (names) => ((form.files = names), keep());
+const refuse = (error) => ((formError = error), draw());
 const living = () => overview.jobs.find((job) => LIVING.includes(job.state));
 const jobNamed = (name) => overview.jobs.find((job) => job.name === name);
 const button = (text, kind, onclick, more = {}) => h("button", { type: "button", class: kind, onclick, ...more }, text);
@@ -227,24 +230,59 @@ function sizeField() {
 
 function fileRow(file, chosen) {
   const { name, kind, bytes, records, more, first = [], bad } = file;
+  if (file.export && !form.files.includes(name)) return exportRow(file);
   const others = form.files.filter((each) => each !== name);
   const onchange = (event) => ((form.files = event.target.checked ? [...others, name] : others), keep(), draw());
   const check = kind && h("input", { type: "checkbox", checked: form.files.includes(name), onchange, id: `file-${name}` });
   const values = { name, size: size(bytes), n: more ? `${records}+` : records };
   const about = kind ? t(`file_${kind}${records === 1 ? "_1" : ""}`, values) + shareOf(file, chosen) : `${name}: ${sentence(file)}`;
   const texts = h("details", { hidden: !first.length }, h("summary", {}, t(first.length === 1 ? "showFirst_1" : "showFirst", { n: first.length })), ...first.map((text) => h("pre", {}, text)));
-  const remove = button(t("removeFile"), "quiet", () => act(api.removeFile(name), (error) => ((formError = error), draw())));
+  const remove = removeButton(name);
   const warning = bad && line(sentence({ code: "bad_record", values: { file: name, line: bad.line, why: bad.why } }), "trouble");
   return h("li", {}, h("label", { class: "check", for: `file-${name}` }, check, h("span", {}, about)), remove, texts, warning);
 }
 
+const removeButton = (name) => button(t("removeFile"), "quiet", () => act(api.removeFile(name), refuse));
+
+/** An exported chat: who is the assistant, how it is then read, and the button that makes conversations of it. */
+function exportRow({ name, kind, export: found }) {
+  const { form: program, messages, speakers, assistant } = found;
+  const byName = (speaker) => speakers.find((each) => each.name === speaker);
+  const who = (speaker) => (program === "chatgpt" ? t(speaker === "assistant" ? "assistant" : "you") : speaker);
+  const turns = h("div", { class: "turns" });
+  const make = button("", "primary", async () => {
+    make.disabled = true;
+    const chosen = assistants.get(name);
+    await act(api.convertChat(name, chosen).then(({ name: made }) => choose([...form.files.filter((each) => each !== made), made])), refuse);
+    make.disabled = false;
+  });
+  const update = () => {
+    const chosen = byName(assistants.get(name));
+    const shown = chosen.turns.map(([role, text]) => h("p", {}, h("b", {}, t(role === "assistant" ? "turnAnswer" : "turnQuestion")), text));
+    turns.replaceChildren(...shown);
+    make.textContent = t(chosen.conversations === 1 ? "makeConversations_1" : "makeConversations", { n: chosen.conversations });
+  };
+  if (!byName(assistants.get(name))) assistants.set(name, byName(assistant)?.name ?? speakers[0].name);
+  const radio = (speaker) => {
+    const onchange = () => (assistants.set(name, speaker.name), update());
+    const input = h("input", { type: "radio", name: `assistant-${name}`, checked: assistants.get(name) === speaker.name, onchange });
+    return h("label", { class: "check" }, input, h("span", {}, t("speaker", { name: who(speaker.name), n: speaker.messages })));
+  };
+  const choice = h("fieldset", { class: "choices" }, h("legend", {}, t("whoAnswers")), ...speakers.map(radio));
+  const asText = kind && button(t("readAsText"), "quiet", () => (choose([...form.files, name]), draw()));
+  const isMade = overview.files.some((file) => file.kind === "chat" && file.name.startsWith(`${name.replace(/\.\w+$/, "")} `));
+  const content = [choice, line(t("howItIsRead"), "muted"), turns, h("div", { class: "buttons" }, make, asText)];
+  update();
+  const about = h("span", {}, t("file_export", { name, program: t(`program_${program}`), n: messages }));
+  return h("li", { class: "export" }, h("div", {}, about), removeButton(name), h("details", { open: !isMade }, h("summary", {}, t("chooseAssistant")), ...content));
+}
+
 /** Take the example that comes with the program: texts and conversations about an invented valley. */
 async function giveExample() {
-  const done = await act(api.giveExample(), (error) => ((formError = error), draw()));
+  const done = await act(api.giveExample(), refuse);
   if (!done) return;
   const isChat = ({ kind }) => Number(kind === "chat");
-  form.files = [...overview.files].sort((a, b) => isChat(a) - isChat(b)).map(({ name }) => name);
-  keep();
+  choose([...overview.files].sort((a, b) => isChat(a) - isChat(b)).map(({ name }) => name));
   draw();
 }
 
@@ -301,6 +339,9 @@ function addFiles(files) {
     form.files = [...form.files, name]; // in the order in which they were given, whichever arrives first
     keepArriving();
     done
+      .then(({ export: found }) => {
+        if (found) form.files = form.files.filter((each) => each !== name); // first the user looks at it
+      })
       .catch((error) => {
         form.files = form.files.filter((each) => each !== name);
         if (error.name !== "AbortError") formError = error;
@@ -326,7 +367,6 @@ function whyNot({ name, size: bytes }) {
 
 async function makePlan() {
   const { name, hours, depth, skip } = form;
-  const refuse = (error) => ((formError = error), draw());
   if (!(hours >= LEAST_HOURS && hours <= MOST_HOURS)) return refuse({ code: "field", param: "hours" });
   const asked = { name: name.trim(), files: chosenFiles().map((file) => file.name), hours, depth: depth ? Number(depth) : null };
   const done = await act(api.newJob({ ...asked, lang: currentLanguage(), skip_bad: skip }), refuse);

@@ -20,6 +20,7 @@ from scripts.serve.limited import run_limited
 from scripts.serve.protocol import ApiError
 from scripts.serve.uploads import LOOK, look_at
 from tests.conftest import ROOT
+from tests.dataset.test_chat_exports import TELEGRAM
 
 MEGABYTE = 1 << 20
 
@@ -158,3 +159,39 @@ def test_what_it_says_is_short_whatever_the_file_holds(tmp_path):
     }.items():
         (tmp_path / name).write_text(content)
         assert len(json.dumps(look_at_file.look_at(tmp_path / name, name, tmp_path))) < 2000
+
+
+def test_an_exported_chat_shows_its_speakers_and_how_it_would_be_read(tmp_path):
+    said = [("Anna", "Are you there?"), ("Ben", "Yes. " * 100), ("Anna", "Good."), ("Cleo", "hi")]
+    lines = [f"1/2/21, 9:0{minute} AM - {who}: {text}\n" for minute, (who, text) in enumerate(said)]
+    (tmp_path / "chat.txt").write_text("".join(lines))
+    found = look_at(tmp_path / "chat.txt")
+    assert (found["kind"], found["records"]) == ("text", 1)  # as which it can be read, too
+    export = found["export"]
+    assert (export["form"], export["assistant"], export["messages"]) == ("whatsapp", None, 4)
+    counts = {each["name"]: (each["messages"], each["conversations"]) for each in export["speakers"]}
+    assert counts == {"Anna": (2, 1), "Ben": (1, 1), "Cleo": (1, 1)}
+    ben = next(each for each in export["speakers"] if each["name"] == "Ben")
+    assert ben["turns"] == [["user", "Anna: Are you there?"], ["assistant", ("Yes. " * 100)[:160]]]
+    (tmp_path / "result.json").write_text(json.dumps(TELEGRAM))
+    found = look_at(tmp_path / "result.json")
+    assert found["kind"] is None and found["export"]["form"] == "telegram"
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        (
+            "diary.txt",
+            "12/31/20, 9:15 PM - Anna: hi\nThen we went home.\n",
+        ),  # one line alone is like a message
+        ("log.txt", "A text.\n12/31/20, 9:15 PM - Anna: hi\n12/31/20, 9:16 PM - Ben: ho\n"),
+        ("alone.txt", "12/31/20, 9:15 PM - Anna: hi\n12/31/20, 9:16 PM - Anna: ho\n"),  # nobody is answered
+        ("a.json", '[{"text": "\\"mapping\\": {", "author": {"name": "x"}}]'),
+        ("b.json", '[{"mapping": {}, "author": {}, "text": "x"}]'),  # it is not what its beginning looks like
+    ],
+)
+def test_what_is_no_exported_chat_is_read_as_before(tmp_path, name, content):
+    (tmp_path / name).write_text(content)
+    found = look_at(tmp_path / name)
+    assert found["kind"] == "text" and "export" not in found

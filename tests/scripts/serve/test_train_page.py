@@ -17,6 +17,7 @@ from scripts.serve import training, uploads
 from scripts.serve.api import Access
 from scripts.serve.page import PAGE
 from tests.browser import Page
+from tests.dataset.test_chat_exports import CHATGPT, IPHONE
 from tests.scripts.serve import trainings
 from tests.scripts.serve.test_training import QUICK, TEXT, Client, end_all, make_client
 from tests.scripts.test_serve_openai_api import wait_for_line
@@ -26,9 +27,25 @@ BODY = "#train-body"
 CHAT = '{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]}\n'
 # of names, files, commands and what the stand-in's model writes
 NOT_ENGLISH = {"novel", "txt", "jsonl", "json", "csv", "parquet", "utf", "bash", "out", "run", "min"}
+NOT_ENGLISH |= {
+    "whatsapp",
+    "chatgpt",
+    "anna",
+    "ben",
+    "there",
+    "are",
+    "you",
+    "yes",
+    "see",
+    "org",
+    "two",
+    "lines",
+}
+NOT_ENGLISH |= {"good", "morning"}
 NOT_ENGLISH |= {"docx", "epub", "pdf", "html", "srt", "once", "script", "hacked", "there", "was"}
 RAW = re.compile(r"--[a-z]|eval_|_loss|\w+Error|error:|Traceback|\d M\b|tokens/s")  # words of a log
 FORM, PRIMARY = f"{BODY} form", f"{BODY} .buttons .primary"
+PRIMARY_OF_FORM = f"{FORM} > .buttons .primary"
 SIDEWAYS = """return [document.scrollingElement, ...document.querySelectorAll('.training, #train-card, #train-card *')]
     .filter((e) => e.getClientRects().length && !e.matches('.visually-hidden, option')
         && e.getBoundingClientRect().right > arguments[0] + 1).map((e) => e.outerHTML.slice(0, 200))"""
@@ -244,6 +261,36 @@ def test_a_folder_is_the_files_in_it(card, client):
     assert not card.shown(f"{BODY} .error")
     contents = {path.name: path.read_text() for path in (client.folder / ".uploads").glob("*.txt")}
     assert contents == {"a.txt": "Ants.", "b.txt": "Bees."}
+
+
+def test_an_exported_chat_is_shown_and_becomes_conversations_by_clicks(card, client, tmp_path):
+    """Whom the model answers like is chosen; a text that only looks like a chat can be read as a text."""
+    both = IPHONE + "[01.01.21, 09:00:19] Anna: Good!\n"
+    give(card, tmp_path, a_txt=both, b_json=json.dumps(CHATGPT))
+    row = lambda: card.texts(".files .export")  # noqa: E731
+    card.wait(lambda: len(row()) == 2)
+    assert "a.txt: looks like a WhatsApp chat, 5 messages" in row()[0]
+    assert "Anna (3 messages)" in row()[0] and "Question: 早上好\n\nAnswer: Good!" in row()[0]  # Anna answers
+    assert "b.json: chats with ChatGPT, 2 messages" in row()[1]
+    assert "Question: see a.org\n" in row()[1] and "Answer: Yes." in row()[1]  # who answers is known
+    assert not card.one(PRIMARY_OF_FORM).is_enabled()  # nothing is read before it was looked at
+    check_everywhere(card, client, "New model")
+    card.run("document.querySelectorAll('.export')[0].querySelectorAll('input')[1].click()")
+    assert "Question: Are you there?" in row()[0] and "Answer: Yes: I am.\nTwo lines." in row()[0]  # Ben
+    card.run("document.querySelector('.export .primary').click()")
+    card.wait(lambda: "a Ben.jsonl: 2 conversations" in card.text(".files"))
+    assert card.one("#train-name").get_attribute("value") == "a Ben"
+    assert not card.run("return document.querySelector('.export details').open")
+    card.run("document.querySelectorAll('.export')[1].querySelector('.primary').click()")
+    card.wait(lambda: "b assistant.jsonl: one conversation" in card.text(".files"))
+    card.run("document.querySelector('.export details').open = true")
+    card.run("document.querySelectorAll('.export .buttons .quiet')[0].click()")
+    card.wait(lambda: "a.txt: text to read" in card.text(".files"))
+    card.wait(lambda: card.one(PRIMARY_OF_FORM).is_enabled())
+    card.click(PRIMARY_OF_FORM)
+    card.wait(lambda: "weights (" in card.text(BODY))
+    asked = json.loads((client.folder / "a Ben/job.json").read_text())
+    assert asked["files"] == ["a Ben.jsonl", "b assistant.jsonl", "a.txt"]
 
 
 def test_below_a_form_there_are_no_curves_of_other_models(card, client):

@@ -23,7 +23,7 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 
-from scripts import serve_openai_api
+from scripts import convert_chats, serve_openai_api
 from scripts.planning.signature import sign
 from scripts.runs.run import Run
 from scripts.serve import jobs, look_at_file, training, uploads
@@ -33,6 +33,7 @@ from scripts.serve.page import RUNS_KEPT, RunFiles
 from scripts.serve.training import training_routes
 from scripts.serve.uploads import Uploads
 from tests.conftest import ROOT
+from tests.dataset.test_chat_exports import TELEGRAM
 from tests.scripts.serve import trainings
 from tests.scripts.serve.servers import Script, scripted, wait_for
 from tests.scripts.serve.test_look_at_file import arrow_of_nulls
@@ -332,6 +333,43 @@ def test_the_example_is_texts_and_conversations_that_can_be_planned(client):
     assert kinds == {"valley.jsonl": "text", "valley questions.jsonl": "chat"}
     client.planned(files=list(kinds))
     assert len(client.job()["plan"]["stages"]) == 2
+
+
+def test_an_exported_chat_becomes_conversations_with_a_chosen_assistant(client, call, tmp_path):
+    convert = lambda name, who: client.post(f"/../files/{name}/conversations", {"assistant": who})  # noqa: E731
+    client.put("chat.json", json.dumps(TELEGRAM))
+    assert client.plan(files=["chat.json"]).json()["error"]["code"] == "export"
+    for _ in range(2):  # the same conversations are the same file
+        assert convert("chat.json", "Ben").json() == {"name": "chat Ben.jsonl"}
+    by_command = tmp_path / "ben.jsonl"
+    (tmp_path / "chat.json").write_text(json.dumps(TELEGRAM))
+    argv = ["--export", tmp_path / "chat.json", "--assistant", "Ben", "--output", by_command]
+    assert call(convert_chats, *argv).returncode == 0
+    made = client.folder / ".uploads/chat Ben.jsonl"
+    assert made.read_bytes() == by_command.read_bytes()
+    made.write_text("mine")
+    assert convert("chat.json", "Ben").json() == {"name": "chat Ben 2.jsonl"} and made.read_text() == "mine"
+    made.unlink()
+    made.symlink_to(client.folder / ".uploads/chat Ben 2.jsonl")  # a link is not replaced
+    assert convert("chat.json", "Ben").json() == {"name": "chat Ben 2.jsonl"} and made.is_symlink()
+    for who in ("Anna", "Cleo"):
+        assert convert("chat.json", who).json()["error"]["code"] == "no_answers"
+    assert convert("no.json", "Ben").status_code == 404
+    client.put("a.txt")
+    assert convert("a.txt", "Ben").json()["error"]["code"] == "no_answers"
+    assert not list((client.folder / ".uploads").glob(".part*"))
+    listed = {file["name"]: file["kind"] for file in client.overview()["files"]}
+    assert listed == {"a.txt": "text", "chat.json": None, "chat Ben 2.jsonl": "chat"}
+
+
+def test_names_of_speakers_become_names_of_files(client):
+    who = "../Ж. O'Neil\u202e " + "x" * 60
+    said = [{"type": "message", "from": name, "date_unixtime": "1", "text": "hi"} for name in ("Anna", who)]
+    client.put("chat.json", json.dumps({"type": "personal_chat", "messages": said}))
+    answer = client.post("/../files/chat.json/conversations", {"assistant": who}).json()
+    name = answer["name"]
+    assert uploads.NAME.fullmatch(name) and (client.folder / ".uploads" / name).is_file()
+    assert name.startswith("chat _Ж_ O_Neil_ xxx") and name.endswith("x.jsonl")
 
 
 # --- what goes wrong
