@@ -26,8 +26,8 @@ Chat = list[Message]
 
 
 class Export(NamedTuple):
-    """An export. form: whatsapp, telegram, discord or chatgpt. assistant: the speaker who is the assistant, if
-    the export says it (ChatGPT)."""
+    """An export. form: whatsapp, telegram, discord or chatgpt. assistant: the speaker who is the assistant,
+    if the export says it (ChatGPT)."""
 
     form: str
     chats: list[Chat]

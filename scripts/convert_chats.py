@@ -49,8 +49,8 @@ def main() -> None:
     if not conversations:
         raise UserError(f"{args.export}: {assistant!r} answers nobody; choose another --assistant")
     say(
-        f"{len(conversations):,} conversations of {len(export.chats):,} chat(s); {assistant!r} is the assistant. "
-        "The first one:"
+        f"{len(conversations):,} conversations of {len(export.chats):,} chat(s); {assistant!r} is the "
+        "assistant. The first one:"
     )
     for message in conversations[0]:
         say(f"  {message['role']}: {message['content']}")

@@ -3,12 +3,14 @@
     python scripts/plan.py --pretrain_data data/pretrain.jsonl --sft_data data/sft.jsonl --hours 8
     python scripts/plan.py --pretrain_data data/book.txt --depth 8
     python scripts/plan.py --sft_data data/sft.jsonl --hours 1
+    python scripts/plan.py --pretrain_data data/second.txt --from_weight out/plan/pretrain_256.pth
 
 It tokenises the data as the stages do and times updates of models of growing size on them (a minute in all).
 It takes size, passes over the data, batch size and learning rate from measured rules
 (scripts/planning/rules.py). If the time is short, it uses a part of the data. It prints the plan, what limits
 it and what is unwise, and writes a shell file that runs it. Without --pretrain_data, the model is pretrained
-on the conversations, too.
+on the conversations, too. With --from_weight, a trained model goes on: its size, tokenizer and vocabulary
+stay, and without --pretrain_data it learns from the conversations alone.
 """
 
 import argparse
@@ -28,7 +30,7 @@ from common.command_line import Parser, one_line_errors  # first: without requir
 
 # isort: split
 from common.errors import UserError, say
-from common.files import files_in, lock_output
+from common.files import files_in, is_file, lock_output
 from common.hub import make_local
 from common.settings import ROOT, ModelConfig, StageArgs
 from dataset.files import expand_paths
@@ -41,7 +43,9 @@ from scripts.runs.words import LANGUAGES, user_language
 from scripts.text_table import text_table
 from trainer.devices.device import describe_device, mixed_precision, select_device
 from trainer.report.metrics import duration
-from trainer.weights.paths import METRICS_SUFFIX
+from trainer.stage import read_start_weights
+from trainer.weights.config import SHAPE, check_tokenizer
+from trainer.weights.paths import ADAPTER_CONFIG, METRICS_SUFFIX
 
 MIN_BYTES_PER_TOKEN = 2.5
 UNWISE = {
@@ -72,7 +76,8 @@ def main() -> None:
     say(f"device: {text}; {memory / 1e9:.0f} GB of memory available")
 
     opened = stages.open_stages(args)
-    plan = choose(opened, [args.depth] if args.depth else rules.DEPTHS, memory, 3600 * args.hours)
+    depth = args.shape.get("num_hidden_layers", args.depth)
+    plan = choose(opened, [depth] if depth else rules.DEPTHS, memory, 3600 * args.hours)
     if device.type == "cuda":
         machine.free_what_was_measured()
         plan = plan._replace(stages=[stage.with_largest_micro_batch(memory) for stage in plan.stages])
@@ -109,6 +114,8 @@ def parse_args() -> argparse.Namespace:
         help=f"layers of the model, which is {rules.WIDTH} times as wide; without it the plan chooses",
     )
     flag("--save_dir", default=str(ROOT / "out" / "plan"), help="folder for run.sh and what it writes")
+    text = "trained model that goes on: a weights file, a checkpoint or a Hugging Face folder"
+    flag("--from_weight", help=text)
     text = "folder of a tokenizer; without it the shipped one, or for few data a smaller one"
     flag("--tokenizer_path", help=text)
     text = "language of run.sh and the report (default: that of the system)"
@@ -122,8 +129,7 @@ def parse_args() -> argparse.Namespace:
         value = getattr(args, name)
         if value is not None and not value > 0:
             raise UserError(f"--{name} {value} must be above 0")
-    args.pretrain_data = args.pretrain_data or args.sft_data
-    if not args.pretrain_data:
+    if not args.pretrain_data and not args.sft_data:
         raise UserError("give --pretrain_data, --sft_data or both")
     make_local(args)
     for path in filter(None, (args.pretrain_data, args.sft_data)):
@@ -132,9 +138,14 @@ def parse_args() -> argparse.Namespace:
                 f"{path}: a plan takes data without weights; leave them out here and add them to run.sh"
             )
         expand_paths(path)  # missing data are named before anything takes time
-    for name in ("save_dir", "cache_dir", "tokenizer_path"):  # run.sh runs in another folder
+    for name in ("save_dir", "cache_dir", "tokenizer_path", "from_weight"):  # run.sh runs in another folder
         if getattr(args, name):
             setattr(args, name, os.path.abspath(getattr(args, name)))
+    args.shape = {}  # settings of the given model
+    if args.from_weight:
+        read_start(args)
+    else:
+        args.pretrain_data = args.pretrain_data or args.sft_data
     if files_in(args.save_dir, f"*{METRICS_SUFFIX}"):  # run.sh is needed to go on with them
         raise UserError(
             f"--save_dir {args.save_dir} already holds runs; give this plan another folder, or remove that "
@@ -142,6 +153,27 @@ def parse_args() -> argparse.Namespace:
         )
     lock_output("plan", save_dir=args.save_dir)  # a folder that cannot be written is named now
     return args
+
+
+def read_start(args: argparse.Namespace) -> None:
+    """Take shape and tokenizer from the model in --from_weight. Raises UserError if there is none, or if
+    other flags contradict it."""
+    path = Path(args.from_weight)
+    if is_file(path / ADAPTER_CONFIG):
+        raise UserError(
+            f"--from_weight {path} is an adapter (LoRA), not a model; merge it first: "
+            f"python scripts/convert_model.py --lora {path}"
+        )
+    if path.parent == Path(args.save_dir):
+        raise UserError(f"--from_weight {path} is in --save_dir, where the runs write; give another folder")
+    given = {"tokenizer_path": args.tokenizer_path} if args.tokenizer_path else {}
+    start, config = read_start_weights(StageArgs(from_weight=args.from_weight, **given))
+    if args.depth and (args.depth, rules.WIDTH * args.depth) != (start.num_hidden_layers, start.hidden_size):
+        size = f"{start.hidden_size} x {start.num_hidden_layers}"
+        raise UserError(f"--depth {args.depth}: --from_weight {path} is of {size}; leave the flag out")
+    check_tokenizer(load_tokenizer(start.tokenizer_path), start.tokenizer_path, config)
+    args.tokenizer_path = start.tokenizer_path
+    args.shape = {name: getattr(start, name) for name in SHAPE}
 
 
 def describe(plan: Plan, seconds: float) -> list[str]:
@@ -177,11 +209,14 @@ def describe(plan: Plan, seconds: float) -> list[str]:
         f"  time: updates and evaluations, plus about {stages.START_SECONDS:.0f} s to start each stage. "
         "The data are already tokenised, and saving runs in the background"
     )
-    vocabulary = len(load_tokenizer(first.tokenizer_path))
-    lines.append(
-        f"  loss: begins near {math.log(vocabulary):.2f} nats per token, which is guessing among "
-        f"{vocabulary:,} tokens"
-    )
+    if plan.stages[0].goes_on:
+        lines.append(f"  begins with the weights {first.from_weight}")
+    else:
+        vocabulary = len(load_tokenizer(first.tokenizer_path))
+        lines.append(
+            f"  loss: begins near {math.log(vocabulary):.2f} nats per token, which is guessing among "
+            f"{vocabulary:,} tokens"
+        )
     if plan.stages[0].repeats_itself:
         lines.append(
             f"  the text repeats itself, so it is read up to {plan.stages[0].most_passes} times "
@@ -206,7 +241,7 @@ def unwise(plan: Plan, free: float) -> list[tuple[str, dict[str, Any]]]:
     if first.repeats_itself:  # then little text can be learned as it is
         return found + disk_warning(plan, free)
     different = min(1, first.passes) * first.data.num_tokens
-    if different < rules.MIN_TOKENS_FOR_SENTENCES:
+    if different < rules.MIN_TOKENS_FOR_SENTENCES and not first.goes_on:
         found.append(("few tokens", {"tokens": round(different)}))
     token_bytes = stages.bytes_per_token(first)
     if token_bytes < MIN_BYTES_PER_TOKEN and first.args.tokenizer_path == ModelConfig().tokenizer_path:

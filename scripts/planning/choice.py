@@ -47,16 +47,18 @@ def choose(stages: list[Stage], depths: Sequence[int], memory: float, seconds: f
     best: list[Stage] = []
     models: list[Stage] = []
     limit, passes = "size", stages[0].most_passes
+    goes_on = stages[0].goes_on  # then the model is given
+    given_width = stages[0].args.hidden_size if goes_on else None
     for depth in depths:
         if best and rules.tokens_needed(depth, passes) > passes * stages[0].data.num_tokens:
             limit = "data"
             break
         # what a forward pass keeps may be half as much again
-        if 1.5 * state_bytes(rules.layer_weights(depth)) > memory:
+        if 1.5 * state_bytes(rules.layer_weights(depth, given_width)) > memory:
             limit = "memory"
             break
         try:
-            models = [stage.with_depth(depth) for stage in stages]
+            models = [stage.measured() if goes_on else stage.with_depth(depth) for stage in stages]
         except torch.OutOfMemoryError:
             limit = "memory"
             break
@@ -73,14 +75,14 @@ def choose(stages: list[Stage], depths: Sequence[int], memory: float, seconds: f
             break
         best = planned
     if not best:
-        size = f"{rules.WIDTH * depths[0]} x {depths[0]}"
+        size = f"{given_width or rules.WIDTH * depths[0]} x {depths[0]}"
         if limit == "hours":
             least = least_seconds(models, memory)
             hours = round_up(least / 3600)
             raise UserError(
-                f"--hours {seconds / 3600:g}: the smallest model, {size}, needs {duration(least)} for one "
-                f"pass over the data or {rules.MIN_USEFUL_UPDATES} updates; fewer teach little. Give "
-                f"--hours {hours}"
+                f"--hours {seconds / 3600:g}: the {'given' if goes_on else 'smallest'} model, {size}, needs "
+                f"{duration(least)} for one pass over the data or {rules.MIN_USEFUL_UPDATES} updates; fewer "
+                f"teach little. Give --hours {hours}"
             )
         room = f"{memory / 1e9:.1f} GB, {MEMORY_SHARE:.0%} of the free memory"
         raise UserError(f"out of memory: a model of {size} does not fit into {room}")

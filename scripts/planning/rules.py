@@ -50,9 +50,10 @@ def dropout(passes: float) -> float:
     return 0.1 if passes <= MAX_PASSES else 0.2
 
 
-def layer_weights(depth: int) -> float:
-    """The approximate number of weights in the layers of a model of this depth."""
-    return 12.0 * depth * (WIDTH * depth) ** 2
+def layer_weights(depth: int, width: int | None = None) -> float:
+    """The approximate number of weights in the layers of a model of this depth. width: of a model that is
+    given; others are WIDTH wide per layer."""
+    return 12.0 * depth * (width or WIDTH * depth) ** 2
 
 
 def tokens_needed(depth: int, passes: float) -> float:

@@ -53,6 +53,7 @@ class Stage:
     answer_tokens: int = 0  # tokens of the longest answers to the questions of an evaluation
     cost: Cost = field(default_factory=Cost)
     peak: float = 0.0  # measured bytes of an update on a GPU
+    goes_on: bool = False  # whether it trains a given model (--from_weight), whose shape is given, too
 
     @property
     def has_few_conversations(self) -> bool:
@@ -62,7 +63,7 @@ class Stage:
     @property
     def repeats_itself(self) -> bool:
         """Whether most of the text repeats other parts of it."""
-        return self.most_passes >= 2 * rules.PASSES
+        return self.script is train_pretrain and self.most_passes >= 2 * rules.PASSES
 
     @property
     def own_data(self) -> StageDataset:
@@ -113,8 +114,11 @@ class Stage:
         """This stage with a model of `depth` layers and heads (rules.WIDTH wide each), and the model's
         measured cost."""
         shape = {"hidden_size": rules.WIDTH * depth, "num_hidden_layers": depth, "num_attention_heads": depth}
-        args = self.args.model_copy(update=shape)
-        return replace(self, args=args, cost=measure(args, self.data))
+        return replace(self, args=self.args.model_copy(update=shape)).measured()
+
+    def measured(self) -> "Stage":
+        """This stage with the measured cost of its model."""
+        return replace(self, cost=measure(self.args, self.data))
 
     def with_passes(self, passes: float, memory: float) -> "Stage":
         """This stage with this many passes over the data, batch size and learning rate by the rules, and
@@ -133,7 +137,8 @@ class Stage:
             rate = rules.few_learning_rate(args.hidden_size, batch * item)
         else:
             batch = max(1, min(round(rules.update_tokens(tokens) / item), len(self.data)))
-            rule = rules.learning_rate if self.script is train_pretrain else rules.sft_learning_rate
+            is_new = self.script is train_pretrain and not self.goes_on
+            rule = rules.learning_rate if is_new else rules.sft_learning_rate
             rate = rule(args.hidden_size, tokens, batch * item)
         numbers = {"batch_size": batch, "accumulation_steps": 1, "learning_rate": float(f"{rate:.1e}")}
         stage = replace(self, args=args.model_copy(update=numbers))
@@ -155,9 +160,11 @@ class Stage:
 
 def open_stages(args: argparse.Namespace) -> list[Stage]:
     """Open pretraining and, with --sft_data, SFT, with their data tokenised. Without --tokenizer_path, small
-    data get a new vocabulary. Few conversations are trained together with pretraining text. Raises
-    UserError."""
+    data get a new vocabulary. Few conversations are trained together with pretraining text. Without text, a
+    given model has SFT alone. Raises UserError."""
     tokenizer_path = args.tokenizer_path or ModelConfig().tokenizer_path
+    if not args.pretrain_data:
+        return [open_sft(args, tokenizer_path)]
     pretrain = open_stage(args, train_pretrain, args.pretrain_data, tokenizer_path)
     repeated = 0.0
     if args.pretrain_data != args.sft_data:  # the chat template of conversations always repeats itself
@@ -177,19 +184,25 @@ def open_stages(args: argparse.Namespace) -> list[Stage]:
     pretrain = replace(pretrain, most_passes=rules.most_passes(repeated, pretrain.data.num_tokens))
     if not args.sft_data:
         return [pretrain]
+    return [pretrain, open_sft(args, tokenizer_path, pretrain.args.data_path)]
+
+
+def open_sft(args: argparse.Namespace, tokenizer_path: str, text: str | None = None) -> Stage:
+    """Open SFT. text: the data of pretraining, if there is any; few conversations are trained together with
+    it."""
     more: dict[str, Any] = {}
     if has_small_files(args.sft_data):
         whole = open_stage(args, train_full_sft, args.sft_data, tokenizer_path, eval_share=0.0)
         if whole.has_few_conversations:
             if args.eval_share is None:
                 more["eval_share"] = rules.eval_share(whole.data.records)
-            if args.pretrain_data != args.sft_data:
-                more["replay_data_path"] = pretrain.args.data_path
+            if text and args.pretrain_data != args.sft_data:
+                more["replay_data_path"] = text
                 more["replay_share"] = rules.REPLAY_SHARE
     sft = open_stage(args, train_full_sft, args.sft_data, tokenizer_path, **more)
     if sft.has_few_conversations:
         sft = replace(sft, most_passes=rules.few_passes(len(sft.data)))
-    return [pretrain, sft]
+    return sft
 
 
 def has_small_files(path: str) -> bool:
@@ -220,14 +233,17 @@ def open_stage(args: argparse.Namespace, script: Any, path: str, tokenizer_path:
         "data_path": ",".join(os.path.abspath(os.path.expanduser(part)) for part in split_data_path(path)),
         "save_dir": args.save_dir, "checkpoint_dir": f"{args.save_dir}/checkpoints",
         "tokenizer_path": tokenizer_path, "packing": script is train_pretrain, "optimizer": rules.OPTIMIZER,
-    } | more  # fmt: skip
+    } | args.shape | more  # fmt: skip
+    goes_on = bool(args.from_weight) and (script is train_pretrain or not args.pretrain_data)
+    if goes_on:
+        settings["from_weight"] = args.from_weight
     stage_args = script.Args(**settings)
     tokenizer = load_tokenizer(tokenizer_path)
     data, held_out = script.open_data(stage_args, tokenizer)
     is_asked = script is train_full_sft and held_out is not None
     questions = held_out_questions(tokenizer, held_out) if is_asked else []
     asked = len(questions) * max_new_tokens(questions)
-    return Stage(script, stage_args, data, held_out, rules.SFT_PASSES, asked)
+    return Stage(script, stage_args, data, held_out, rules.SFT_PASSES, asked, goes_on=goes_on)
 
 
 def train_own_tokenizer(args: argparse.Namespace, size: int) -> str:

@@ -2,8 +2,8 @@
 
     python scripts/serve/convert_upload.py EXPORT OUTPUT SPEAKER BYTES SECONDS
 
-Like look_at_file.py it runs apart from the server, with limits. OUTPUT is written only if somebody is answered
-in the export. SPEAKER: the speaker who is the assistant, as JSON, since a name may hold half a character. BYTES,
+Like look_at_file.py it runs apart from the server, with limits. OUTPUT is written only if the speaker answers
+somebody. SPEAKER: the speaker who is the assistant, as JSON, so that any name is one argument. BYTES and
 SECONDS: the limits.
 """
 

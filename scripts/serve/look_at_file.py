@@ -61,8 +61,8 @@ def head_of(path: Path, scratch: Path) -> tuple[Path, bool]:
 
 
 def look_at(path: Path, name: str, scratch: Path) -> dict[str, Any]:
-    """What a file is. An exported chat has `export`. If it can be read as a text as well, or is no export, the
-    result has what `look_at_records` says of it."""
+    """What a file is. An exported chat has `export`. If it can be read as a text as well, or is no export,
+    the result has what `look_at_records` says of it."""
     export = look_at_export(path) if Path(name).suffix.lower() in (".txt", ".json") else None
     if export and Path(name).suffix.lower() == ".json":
         return {"kind": None, "export": export}

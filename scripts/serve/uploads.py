@@ -117,8 +117,8 @@ class Uploads:
         return {"name": name, "bytes": length} | found
 
     def convert(self, name: str, assistant: str) -> str:
-        """Make a file of the conversations in an exported chat, in which this speaker is the assistant. Returns
-        its name. Calls must not overlap. Raises ApiError."""
+        """Make a file of the conversations in an exported chat, in which this speaker is the assistant.
+        Returns its name. Calls must not overlap. Raises ApiError."""
         path = self.path(name)
         check_size(path.stat().st_size, self.folder)
         with TemporaryDirectory(dir=self.folder, prefix=PART) as scratch:

@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import os
 import random
 import re
@@ -23,13 +24,15 @@ from common.errors import UserError
 from common.settings import ModelConfig
 from dataset.lm_dataset import StageDataset
 from dataset.token_cache import load_tokenizer
-from scripts import chat, plan
+from scripts import chat, plan, train_tokenizer
 from scripts.planning import choice, files, machine, rules, stages, trial
 from scripts.planning.machine import Cost
 from scripts.planning.signature import is_signed
 from scripts.planning.stages import Stage
 from tests.conftest import sentence, write_jsonl
+from tests.stage_process import run
 from trainer import train_full_sft, train_lora, train_pretrain
+from trainer.weights.config import vocabulary_hash
 
 SHIPPED = ModelConfig().tokenizer_path
 
@@ -483,6 +486,100 @@ def test_text_that_repeats_itself_is_read_more_often_and_replayed_beside_few_con
     assert sft.replay_data_path == str(facts / "text.jsonl") and sft.batch_size == 8
     assert sft.epochs == rules.FEW_MAX_PASSES and sft.eval_share == 0.1 and sft.optimizer == "muon"
     assert "teach how to answer" not in out and "different tokens" not in out
+
+
+# --- a model that goes on
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A folder with trained weights (96 x 2, which no --depth gives), and their tokenizer of 300 tokens."""
+    folder = tmp_path_factory.mktemp("model")
+    texts = [sentence(random.Random(seed), 20, 60) for seed in range(60)]
+    write_jsonl(folder / "text.jsonl", [{"text": text} for text in texts])
+    train_tokenizer.save(train_tokenizer.train(texts, 300), folder / "tokenizer")
+    flags = {
+        "data_path": folder / "text.jsonl",
+        "tokenizer_path": folder / "tokenizer",
+        "save_dir": folder / "out",
+    }
+    flags |= {"cache_dir": folder / "cache", "checkpoint_dir": folder / "checkpoints", "hidden_size": 96}
+    flags |= {"batch_size": 2, "accumulation_steps": 1, "learning_rate": 2e-3}
+    flags |= {"num_hidden_layers": 2, "epochs": 2, "eval_share": 0.1, "sample_prompts": "none"}
+    argv = [str(part) for name, value in flags.items() for part in (f"--{name}", value)]
+    run("pretrain", argv)
+    return folder
+
+
+def test_a_model_goes_on_with_its_own_size_and_vocabulary(start, data, model, tmp_path):
+    """The runs begin with its weights, and their tokens mean what they meant; run.sh resumes as always."""
+    weights = model / "out/pretrain_96.pth"
+    out = start("--from_weight", weights, "--hours", 1, sft_data=data / "chat.jsonl")
+    assert f"begins with the weights {weights}" in out and "which is guessing" not in out
+    assert "vocabulary: " not in out and "different tokens" not in out and "96 x 2" in out
+    pretrain, sft, _ = commands(tmp_path)
+    pretrain_args = parse_args(train_pretrain.Args, "", pretrain[2:])
+    sft_args = parse_args(train_full_sft.Args, "", sft[2:])
+    assert pretrain_args.from_weight == str(weights) and sft_args.from_weight == "pretrain"
+    for args in (pretrain_args, sft_args):
+        assert (args.hidden_size, args.num_hidden_layers) == (96, 2) and args.from_resume
+        assert vocabulary_hash(load_tokenizer(args.tokenizer_path)) == vocabulary_hash(
+            load_tokenizer(model / "tokenizer")
+        )
+    run("pretrain", [*pretrain[2:], "--max_steps", "2"])
+    first = json.loads((tmp_path / "pretrain_96_metrics.jsonl").read_text().splitlines()[0])
+    assert first["initial_eval_loss"] < 0.8 * math.log(300)  # it has read such text
+
+
+def test_conversations_alone_are_what_a_model_goes_on_with(start, data, model, tmp_path):
+    weights = model / "out/pretrain_96.pth"
+    start("--from_weight", weights, pretrain_data=None, sft_data=data / "chat.jsonl")
+    sft, report = commands(tmp_path)
+    args = parse_args(train_full_sft.Args, "", sft[2:])
+    assert sft[1] == "trainer/train_full_sft.py" and args.from_weight == str(weights)
+    assert (args.hidden_size, args.replay_data_path) == (96, None) and args.dropout == 0
+    facts = json.loads((tmp_path / "plan_facts.json").read_text())
+    assert [stage["is_pretraining"] for stage in facts["stages"]] == [False]
+    assert chat_flags(tmp_path).weight is None and report[1] == "scripts/plot_metrics.py"
+
+
+def test_the_rate_of_a_model_that_goes_on_is_that_of_trained_weights():
+    new = Stage(train_pretrain, train_pretrain.Args(), Data(3 * 10**5, 4000), Data(10**4, 40), 4)
+    new, again = (replace(new, goes_on=goes_on).with_passes(1, 1e30) for goes_on in (False, True))
+    assert again.args.learning_rate < new.args.learning_rate
+    assert again.args.learning_rate == float(f"{6e-4 * (512 / 128) ** -0.6:.1e}")
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        (["--depth", "3"], "--depth 3: --from_weight .* is of 96 x 2; leave the flag out"),
+        (["--depth", "2"], "--depth 2: .* is of 96 x 2"),  # which would be 128 wide
+        (["--tokenizer_path", SHIPPED], "tokenizer has 6400 tokens, the model's vocabulary 300"),
+        (["--save_dir", "{out}"], "already holds runs|in --save_dir"),
+        (["--from_weight", "{out}/no.pth"], "no.pth: no such file or folder"),
+        (["--from_weight", "{lora}"], r"is an adapter \(LoRA\), not a model; merge it first"),
+        (["--from_weight", "{text}"], "not a readable weights file"),
+        (["--from_weight", "{tokenizer}"], "not a Hugging Face folder"),
+    ],
+)
+def test_a_start_that_cannot_be_is_one_line(start, model, tmp_path, flags, why):
+    lora = tmp_path / "lora"
+    lora.mkdir()
+    (lora / "adapter_config.json").write_text("{}")
+    places = {
+        "out": model / "out",
+        "lora": lora,
+        "text": model / "text.jsonl",
+        "tokenizer": model / "tokenizer",
+    }
+    flags = [flag.format(**places) for flag in flags]
+    with pytest.raises(UserError, match=why) as error:
+        start("--from_weight", model / "out/pretrain_96.pth", *flags)
+    assert "\n" not in str(error.value) and not (tmp_path / "run.sh").exists()
+
+
+# --- short time
 
 
 def test_short_time_is_taken_from_the_passes_over_few_conversations_too():
