@@ -30,6 +30,7 @@ from scripts.serve.protocol import ApiError
 from trainer.weights.paths import METRICS_SUFFIX
 
 LOCK = ".train.lock"
+FOLDERS_LOCK = ".folders.lock"  # held for a moment while a training starts, or a folder is moved
 DELETED = ".deleted"  # folder of the trainings that the user deleted
 SCRIPT, LOG, ABOUT, REPORT = "run.sh", "job.log", "job.json", "report.html"
 STARTED, STOPPED = "== started ", "== asked to stop "  # lines that this file writes into the log
@@ -124,8 +125,10 @@ class Jobs:
         """Start a command in the folder of this name. prepare: called with the folder, which it may create.
         plans: whether the command makes a plan. Raises ApiError if another training is running."""
         try:
-            with open_regular(self.save_dir / LOCK, "a+b") as lock:
+            folders_lock = open_regular(self.save_dir / FOLDERS_LOCK, "a+b")
+            with folders_lock, open_regular(self.save_dir / LOCK, "a+b") as lock:
                 self.wait_for_lock(lock)
+                self.wait_for_lock(folders_lock)
                 rewrite(lock, {"folder": name, "plans": plans})
                 prepare(self.save_dir / name)
                 process = self.launch(self.save_dir / name, argv, lock)
@@ -144,7 +147,7 @@ class Jobs:
                 note(folder, OUT_OF_MEMORY)
 
     def wait_for_lock(self, lock: BinaryIO) -> None:
-        """Lock the file. Raises ApiError if a training holds the lock."""
+        """Lock the file. Raises ApiError if a training holds the lock, or somebody holds it for long."""
         end = time.monotonic() + SECONDS_FOR_LOCK
         while not try_lock(lock, fcntl.LOCK_EX):
             if time.monotonic() > end:
@@ -200,35 +203,48 @@ class Jobs:
 
     def move(self, name: str, new_name: str | None, states: tuple[str, ...] = ()) -> None:
         """Rename the folder of a training, or without a new name move it to `.deleted`. states: those in
-        which this is allowed; without any, all in which nothing runs. Raises ApiError."""
+        which this is allowed; without any, all in which nothing runs. No training starts meanwhile. Raises
+        ApiError."""
+        try:
+            with open_regular(self.save_dir / FOLDERS_LOCK, "a+b") as lock:
+                self.wait_for_lock(lock)
+                self.move_locked(name, new_name, states)
+        except OSError as error:
+            raise ApiError(f"{name} cannot be moved: {reason(error)}.", 500, code="not_moved") from error
+
+    def move_locked(self, name: str, new_name: str | None, states: tuple[str, ...]) -> None:
+        """Do what `move` does. Raises ApiError and OSError."""
         folder = self.folder(name)
         state, _ = self.state(folder, self.living())
         if state in LIVING:
             raise ApiError(f"{name} is being trained.", 409, "name", "busy", name=name)
         if states and state not in states:
             raise ApiError(f"{name} is {state}.", 409, "name", "not_ready")
+        for user, about in self.unfinished().items():
+            if about.get("start") == name and user != name:
+                raise ApiError(f"{user} goes on from {name}.", 409, "name", "used_model", name=user)
         target = self.save_dir / new_name if new_name else free_path(self.save_dir / DELETED, folder.name)
-        try:
-            target.parent.mkdir(mode=0o700, exist_ok=True)
-            if new_name is None and target.parent.is_symlink():
-                raise OSError(f"{DELETED} is a link, which leads elsewhere")
-            if os.path.lexists(target):
-                raise ApiError(f"{target.name} exists already.", 409, "name", "exists")
-            os.rename(folder, target)
-        except OSError as error:
-            raise ApiError(f"{name} cannot be moved: {reason(error)}.", 500, code="not_moved") from error
+        target.parent.mkdir(mode=0o700, exist_ok=True)
+        if new_name is None and target.parent.is_symlink():
+            raise OSError(f"{DELETED} is a link, which leads elsewhere")
+        if os.path.lexists(target):
+            raise ApiError(f"{target.name} exists already.", 409, "name", "exists")
+        os.rename(folder, target)
 
     def uses(self, file: Path) -> bool:
         """Whether an unfinished training reads an uploaded file."""
-        living = self.living()
-        for folder in self.folders().values():
-            about, files = read_object(folder / ABOUT, links=False), files_in(folder, links=False)
+        read = [about.get("files") for about in self.unfinished().values()]
+        return any(isinstance(names, list) and file.name in names for names in read)
+
+    def unfinished(self) -> dict[str, dict[str, Any]]:
+        """Name -> what the user asked for, of each training that is planned or runs."""
+        living, found = self.living(), {}
+        for name, folder in self.folders().items():
+            files = files_in(folder, links=False)
             is_planned = SCRIPT in files and REPORT not in files
-            lives = living is not None and living["folder"] == folder.name
-            read = about.get("files")
-            if (is_planned or lives) and isinstance(read, list) and file.name in read:
-                return True
-        return False
+            if is_planned or (living is not None and living["folder"] == folder.name):
+                found[name] = read_object(folder / ABOUT, links=False)
+        return found
 
 
 def free_path(folder: Path, name: str) -> Path:

@@ -68,11 +68,12 @@ class Body(BaseModel):
 
 
 class NewJob(Body):
-    """What is to be planned: names of files, hours, layers, the language of run.sh, and whether bad records
-    are skipped."""
+    """What is to be planned: names of files, the model that goes on (None: a new one), hours, layers, the
+    language of run.sh, and whether bad records are skipped."""
 
     name: str
     files: list[str] = Field(min_length=1, max_length=MOST_FILES)
+    start: str | None = None
     hours: float = Field(**HOURS)
     depth: int | None = None
     lang: Literal["en", "zh"] = "en"
@@ -162,7 +163,7 @@ def training_routes(jobs: Jobs, uploads: Uploads, make_room: Callable[[], Any]) 
         listed.sort(key=lambda job: (job["state"] not in LIVING, job["age"]))
         sizes = [[depth, WIDTH * depth] for depth in DEPTHS]
         answer = {"sizes": sizes, "disk_free": disk_usage(jobs.save_dir).free}
-        answer |= {"most": MAX_BYTES, "room": room(uploads.folder)}
+        answer |= {"most": MAX_BYTES, "most_files": MOST_FILES, "room": room(uploads.folder)}
         return json_response(answer | {"files": uploads.listing(), "jobs": listed})
 
     def plan(asked: NewJob) -> None:
@@ -180,7 +181,9 @@ def training_routes(jobs: Jobs, uploads: Uploads, make_room: Callable[[], Any]) 
                 raise ApiError(text, 409, "files", "comma")
             if of_kind:
                 argv += [flag, ",".join(of_kind)]
-        if asked.depth is not None:
+        if asked.start is not None:
+            argv += ["--from_weight", str(weights_of(jobs, asked.start, reads_text=bool(paths["text"])))]
+        elif asked.depth is not None:
             argv += ["--depth", str(asked.depth)]
         if asked.skip_bad:
             argv += ["--on_bad_data", "skip"]
@@ -305,6 +308,19 @@ def check_fields(asked: NewJob) -> None:
         raise ApiError(f"depth must be one of {DEPTHS}.", 400, "depth", "field")
 
 
+def weights_of(jobs: Jobs, name: str, reads_text: bool) -> Path:
+    """The weights with which a model goes on: those of its pretraining if it reads more text, because SFT
+    follows, otherwise its last ones. Raises ApiError if it is not completed."""
+    folder = jobs.folder(name)
+    stages = plan_of(folder).get("stages", [])
+    pretrained = [stage["run"] for stage in stages if stage["is_pretraining"]]
+    runs = (pretrained if reads_text else []) or [stage["run"] for stage in stages]
+    state, _ = jobs.state(folder, jobs.living())
+    if state != READY or not runs or f"{runs[-1]}.pth" not in files_in(folder, links=False):
+        raise ApiError(f"{name} has no weights to go on with.", 409, "start", "no_weights", name=name)
+    return folder / f"{runs[-1]}.pth"
+
+
 def write_example(uploads: Uploads) -> None:
     """Put the built-in texts and conversations among the uploads. Raises ApiError."""
     made = make_corpus(seed=0)
@@ -392,6 +408,9 @@ def describe(
     begun = [folder / name for name in names if name in files and files[name].size]
     newest = max([file.mtime for file in files.values()], default=0.0)
     about["age"] = round(max(0.0, time.time() - newest), 1)
+    if state == READY:
+        last = files.get(f"{stages[-1]['run']}.pth") if stages else None
+        about |= {"made": files[REPORT].mtime, "bytes": last.size if last else None}
     if not begun:
         return about | {"stage": 0, "stages": len(stages)}
     about |= progress.of(begun[-1], len(begun) - 1, stages, state == READY)

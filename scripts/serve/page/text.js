@@ -69,6 +69,9 @@ const TEXT = {
     tryExample: "Or try it with an example: an invented valley and its people",
     newName: "The new name of “{name}”:", deleteAsk: "Delete “{name}”? It is moved to the folder out/.deleted.",
     shareOfText: " · {percent} % of the text", shareOfChats: " · {percent} % of the conversations",
+    startFrom: "Start from", startNew: "nothing: a new model", goesOn: "“{name}” goes on.",
+    willLearnAnswers: "It learns from the conversations how to answer.", planLearns: "It learns from the conversations {times}",
+    models: "Your models", modelFacts: "{date} · {weights} weights · {size}", madeOf: "It went on from “{name}”.", teachMore: "Teach it more",
     showFirst: "Show the first {n}", showFirst_1: "Show it", removeFile: "Remove",
     willDoBoth: "It reads the text, then learns from the conversations how to answer.",
     willContinue: "It will continue texts. To chat, add conversations.",
@@ -126,6 +129,10 @@ const TEXT = {
     error_no_file: "The file no longer exists.",
     error_used: "An unfinished training needs this file.",
     error_not_running: "It has ended already, or was started in a terminal.",
+    error_many_files: "{n} files are too many: at most {most} are read. Join them into fewer files first.",
+    error_comma: "The folder of the uploads has a comma in its name, which separates files: choose one file of each kind, or start the server with another --save_dir.",
+    error_zip: "{file}: unpack it first, then choose the files in it.",
+    error_no_weights: "“{name}” is not completed, so nothing can go on from it.", error_used_model: "“{name}” goes on from this model and is not finished.",
     error_not_ready: "Only a model that is ready can be renamed.", error_not_moved: "Its folder cannot be moved.",
     error_not_started: "It cannot be started: its folder cannot be written, or the disk is full.",
     error_not_planned_here: "run.sh is not as plan.py wrote it here. Read it, then start it in a terminal: bash run.sh",
@@ -204,6 +211,9 @@ const TEXT = {
     tryExample: "或者用一个例子试试：虚构的山谷和那里的人",
     newName: "“{name}”的新名称：", deleteAsk: "删除“{name}”？它会移到文件夹 out/.deleted。",
     shareOfText: " · 占文本的 {percent}%", shareOfChats: " · 占对话的 {percent}%",
+    startFrom: "从哪里开始", startNew: "从零开始：新模型", goesOn: "“{name}”继续学习。",
+    willLearnAnswers: "从对话中学习如何回答。", planLearns: "对话读 {times}",
+    models: "你的模型", modelFacts: "{date} · {weights}个权重 · {size}", madeOf: "由“{name}”继续训练而来。", teachMore: "教它更多",
     showFirst: "查看前 {n} 条", showFirst_1: "查看内容", removeFile: "移除",
     willDoBoth: "先阅读文本，再从对话中学习如何回答。",
     willContinue: "它会续写文本。想要聊天，请再加入对话。",
@@ -261,6 +271,10 @@ const TEXT = {
     error_no_file: "文件已经不在了。",
     error_used: "还有未完成的训练需要这个文件。",
     error_not_running: "它已经结束，或是在终端里启动的。",
+    error_many_files: "{n} 个文件太多：最多读取 {most} 个。请先合并成较少的文件。",
+    error_comma: "存放上传文件的文件夹名里有逗号，而逗号用来分隔文件：每类只选一个文件，或用别的 --save_dir 启动服务器。",
+    error_zip: "{file}：请先解压，再选择其中的文件。",
+    error_no_weights: "“{name}”还没有训练完成，不能从它继续。", error_used_model: "“{name}”要从这个模型继续，而且还没有完成。",
     error_not_ready: "只有训练完成的模型可以改名。", error_not_moved: "它的文件夹不能移动。",
     error_not_started: "无法启动：它的文件夹不能写入，或者磁盘已满。",
     error_not_planned_here: "run.sh 与 plan.py 在这里写出的不一致。请先阅读它，再在终端中启动：bash run.sh",
@@ -302,6 +316,9 @@ export function clock(seconds) {
   const format = { hour: "2-digit", minute: "2-digit" };
   return new Date(Date.now() + 1000 * seconds).toLocaleTimeString(document.documentElement.lang, format);
 }
+
+/** The day of a time in seconds since 1970. */
+export const date = (seconds) => new Date(1000 * seconds).toLocaleDateString(document.documentElement.lang, { dateStyle: "medium" });
 
 /** Bytes as text. */
 export function size(bytes = 0) {

@@ -4,7 +4,7 @@ import * as api from "./api.js";
 import { announce, byId, copyButton, download, h } from "./dom.js";
 import { savePage } from "./sending.js";
 import { read, write } from "./store.js";
-import { clock, currentLanguage, duration, knows, rough, size, t, times } from "./text.js";
+import { clock, currentLanguage, date, duration, knows, rough, size, t, times } from "./text.js";
 
 const KEY = "minimind.train";
 const EVERY = 2000; // milliseconds between two requests while the tab is open
@@ -23,7 +23,8 @@ const KINDS = /(\.(?:txt|md|jsonl|json|csv|tsv)(?:\.gz)?|\.(?:parquet|arrow|docx
 
 // the fields, the training that is shown ("": the form), and the files that are arriving
 // files: names of those that are chosen, in their order; isNamed: the name was typed, else it follows the files
-const form = { name: "", isNamed: false, hours: HOURS[0], depth: "", files: [], skip: false, shown: null, arriving: [], ...read(KEY, {}) };
+// start: the model that goes on ("": a new one)
+const form = { name: "", isNamed: false, start: "", hours: HOURS[0], depth: "", files: [], skip: false, shown: null, arriving: [], ...read(KEY, {}) };
 const uploads = new Map(); // name -> {size, percent, cancel}
 const assistants = new Map(); // name of an exported chat -> the speaker who was chosen
 let overview = null; // the server's answer; null: none yet, or it does not train
@@ -50,8 +51,9 @@ function shown() {
   return jobNamed(form.shown) ?? living() ?? overview.jobs[0] ?? null;
 }
 
-function show(name) {
-  form.shown = name;
+/** Show a training, or the form (""). start: the model that goes on. */
+function show(name, start = "") {
+  Object.assign(form, { shown: name, start });
   [isChanging, formError] = [false, null];
   keep();
   draw();
@@ -84,9 +86,9 @@ async function act(doing, say) {
 
 /** An error of the server in the language of the page. */
 function sentence({ code, param, values = {}, message }) {
-  const { need, free, most, seconds, file, line, why, name } = values;
+  const { need, free, most, seconds, file, line, why, name, n } = values;
   if (code === "busy") return t("error_busy", { name, time: duration(living()?.seconds_left ?? 0) });
-  const filled = { need: size(need), free: size(free), most: size(most), seconds, file, line, why, text: message };
+  const filled = { need: size(need), free: size(free), most: n ? most : size(most), seconds, file, line, why, name, n, text: message };
   if (code === "other" && file) return t("error_unreadable", { file });
   if (code === "field" && knows(`error_field_${param}`)) return t(`error_field_${param}`);
   return knows(`error_${code}`) ? t(`error_${code}`, filled) : message;
@@ -115,6 +117,7 @@ function draw() {
     if (isElsewhere && !(isFirst && !job)) showRuns(job); // a page that is loaded again keeps what was chosen
   }
   view.update(job);
+  drawModels(state === "form");
   drawChoice(job);
   drawTitle();
 }
@@ -172,7 +175,8 @@ function formView() {
   const submit = h("button", { type: "submit", class: "primary" }, t("makePlan"));
   const back = isChanging && button(t("cancel"), "quiet", () => ((isChanging = false), draw()));
   const onsubmit = (event) => (event.preventDefault(), makePlan());
-  const fields = [h("div", { class: "field" }, h("label", { for: "train-name" }, t("modelName")), name), hoursField(), sizeField()];
+  const [start, sizeChoice] = [startField(), sizeField()];
+  const fields = [h("div", { class: "field" }, h("label", { for: "train-name" }, t("modelName")), name), start.element, hoursField(), sizeChoice];
   const element = h("form", { onsubmit, novalidate: true }, unfinished, drop, tryExample, files, what, skipRow, ...fields, busy, error, h("div", { class: "buttons" }, back, submit));
   let drawn = "";
   function update() {
@@ -182,7 +186,11 @@ function formView() {
     if (drawn !== state) files.replaceChildren(...[...uploads].map(uploadRow), ...overview.files.map((file) => fileRow(file, chosen)));
     drawn = state;
     const kinds = chosen.map(({ kind }) => kind);
-    what.textContent = !chosen.length ? "" : t(!kinds.includes("chat") ? "willContinue" : kinds.includes("text") ? "willDoBoth" : "willReadChats");
+    start.update();
+    const readsChats = form.start ? "willLearnAnswers" : "willReadChats";
+    const will = t(!kinds.includes("chat") ? "willContinue" : kinds.includes("text") ? "willDoBoth" : readsChats);
+    what.textContent = chosen.length ? joined(form.start && t("goesOn", { name: form.start }), will) : "";
+    sizeChoice.hidden = Boolean(form.start); // it is given
     if (!form.isNamed) form.name = freeJobName(chosen[0]?.name.replace(/\..*$/, ""));
     const other = living();
     busy.textContent = other ? t("error_busy", { name: other.name, time: duration(other.seconds_left ?? 0) }) : "";
@@ -195,7 +203,10 @@ function formView() {
   return { elements: job?.state === "new" ? [element, logDetails(job), manageRow(job)] : [element], update };
 }
 
-const fieldsOf = ({ name, files, hours, depth, skip_bad: skip }) => ({ name, isNamed: true, hours, skip, files, depth: depth ?? "" });
+const fieldsOf = ({ name, files, start, hours, depth, skip_bad: skip }) => ({ name, isNamed: true, hours, skip, files, start: start ?? "", depth: depth ?? "" });
+
+/** The models that are completed. */
+const readyModels = () => overview.jobs.filter(({ state, plan }) => state === "ready" && plan);
 
 /** The files that are chosen, in the order in which they are read. */
 const chosenFiles = () => form.files.map((name) => overview.files.find((file) => file.name === name)).filter((file) => file?.kind);
@@ -219,6 +230,22 @@ function hoursField() {
   other.addEventListener("input", () => ((own.checked = true), choose(Number(other.value))));
   const row = h("label", { class: "check" }, own, h("span", {}, t("otherHours")), other);
   return h("fieldset", { class: "field choices" }, h("legend", {}, t("howLong")), ...HOURS.map(radio), row);
+}
+
+/** The choice of the model that goes on. */
+function startField() {
+  const select = h("select", { id: "train-start" });
+  select.addEventListener("change", () => ((form.start = select.value), keep(), draw()));
+  const element = h("div", { class: "field" }, h("label", { for: "train-start" }, t("startFrom")), select);
+  const update = () => {
+    const names = ["", ...readyModels().map(({ name }) => name)];
+    if (!names.includes(form.start)) form.start = "";
+    if (names.length !== select.options.length || names.some((name, i) => select.options[i].value !== name))
+      select.replaceChildren(...names.map((name) => h("option", { value: name }, name || t("startNew"))));
+    select.value = form.start;
+    element.hidden = names.length === 1;
+  };
+  return { element, update };
 }
 
 function sizeField() {
@@ -328,6 +355,8 @@ async function filesOf({ items, files }) {
 
 function addFiles(files) {
   formError = null;
+  const n = form.files.length + files.length;
+  if (n > overview.most_files) return refuse({ code: "many_files", values: { n, most: overview.most_files } });
   for (const file of files) {
     formError ??= whyNot(file);
     if (whyNot(file)) continue;
@@ -360,15 +389,16 @@ function keepArriving() {
 /** Why a file is not sent. If the server refused it while it arrives, that would look like a lost connection. */
 function whyNot({ name, size: bytes }) {
   const { most, room, disk_free: free } = overview;
+  if (/\.zip$/i.test(name)) return { code: "zip", values: { file: name } };
   if (!KINDS.test(name)) return { code: MEDIA.test(name) ? "not_text" : "kind", values: { file: name } };
   if (bytes > most) return { code: "too_large", values: { most } };
   return bytes > room ? { code: "room", values: { need: free + 3 * (bytes - room), free } } : null;
 }
 
 async function makePlan() {
-  const { name, hours, depth, skip } = form;
+  const { name, start, hours, depth, skip } = form;
   if (!(hours >= LEAST_HOURS && hours <= MOST_HOURS)) return refuse({ code: "field", param: "hours" });
-  const asked = { name: name.trim(), files: chosenFiles().map((file) => file.name), hours, depth: depth ? Number(depth) : null };
+  const asked = { name: name.trim(), files: chosenFiles().map((file) => file.name), start: start || null, hours, depth: depth && !start ? Number(depth) : null };
   const done = await act(api.newJob({ ...asked, lang: currentLanguage(), skip_bad: skip }), refuse);
   if (done) show(asked.name);
 }
@@ -389,7 +419,7 @@ function planningView(job) {
 function planView(job) {
   const plan = job.plan;
   const start = button(t("startJob"), "primary", () => act(api.startJob(job.name), say));
-  const elements = [...(plan ? planLines(plan) : []), h("div", { class: "buttons" }, start, changePlan(job)), terminalLine(job), manageRow(job)];
+  const elements = [...(plan ? planLines(plan) : []), madeOfLine(job), h("div", { class: "buttons" }, start, changePlan(job)), terminalLine(job), manageRow(job)];
   return { elements, update() {} };
 }
 
@@ -403,7 +433,8 @@ function planLines(plan) {
   const kind = t(`kind_${plan.parameters < 1e6 ? 0 : plan.parameters < 2e7 ? 1 : 2}`);
   const shape = t(plan.depth === 1 ? "layers_1" : "layers", { d: plan.depth, w: plan.width });
   const model = t("planModel", { kind, weights: rough(plan.parameters), shape });
-  const reads = first.passes < 1 ? t("planReadsPart", { percent: Math.round(100 * first.passes) }) : t("planReads", { times: times(first.passes) });
+  const learns = !first.is_pretraining && t("planLearns", { times: times(first.passes) });
+  const reads = learns || (first.passes < 1 ? t("planReadsPart", { percent: Math.round(100 * first.passes) }) : t("planReads", { times: times(first.passes) }));
   const then = second ? t("planThen", { times: times(second.passes) }) : "";
   const time = t("planTime", { time: duration(plan.seconds), clock: clock(plan.seconds) });
   const needs = t("planNeeds", { a: size(plan.memory), b: size(plan.disk), c: size(plan.memory_free), e: size(plan.disk_free) });
@@ -524,17 +555,59 @@ function failedView(job) {
 
 function readyView(job) {
   const { plan, name } = job;
-  const weights = plan && `${name}/${plan.stages.at(-1).run}`;
-  const chat = weights && button(t("chatWithIt"), "primary", () => document.dispatchEvent(new CustomEvent("chat-with", { detail: weights })));
-  const report = async () => download(`${name}.html`, await api.jobReport(name));
   const { right, verdict } = job;
   const figures = verdict && h("details", {}, h("summary", {}, t("inFigures")), line(verdict[currentLanguage()]));
-  const isAnswering = plan && !plan.stages.at(-1).is_pretraining;
-  const said = right ? t("answersRight", { right: right[0], asked: right[1] }) : isAnswering ? "" : t("continuesTexts");
   const next = right && right[0] < FEW_RIGHT * right[1] ? t("notYet") : "";
-  const page = weights && button(t("savePage"), "quiet", (event) => savePage(event.target, weights));
-  const buttons = h("div", { class: "buttons" }, chat, page, button(t("downloadReport"), "quiet", () => report().catch(say)), newModel());
-  return { elements: [line(joined(t("ready"), said, next)), buttons, figures, manageRow(job)].filter(Boolean), update() {} };
+  const buttons = h("div", { class: "buttons" }, ...waysOn(job, "primary", say), newModel());
+  const facts = line(plan ? modelFacts(job) : "", "muted");
+  return { elements: [line(joined(t("ready"), canDo(job), next)), facts, madeOfLine(job), buttons, figures, manageRow(job)].filter(Boolean), update() {} };
+}
+
+const madeOfLine = ({ asked }) => line(asked.start ? t("madeOf", { name: asked.start }) : "", "muted");
+
+/** What a completed model can do. */
+function canDo({ plan, right }) {
+  if (right) return t("answersRight", { right: right[0], asked: right[1] });
+  return plan && !plan.stages.at(-1).is_pretraining ? "" : t("continuesTexts");
+}
+
+/** When a completed model was made, and how large it is. */
+const modelFacts = ({ plan, made, bytes }) => t("modelFacts", { date: date(made), weights: rough(plan.parameters), size: size(bytes) });
+
+/** The buttons of a completed model: chat, page to send, report, more to learn. */
+function waysOn({ name, plan }, kind, say) {
+  const weights = plan && `${name}/${plan.stages.at(-1).run}`;
+  const chat = () => document.dispatchEvent(new CustomEvent("chat-with", { detail: weights }));
+  const report = async () => download(`${name}.html`, await api.jobReport(name));
+  const teach = () => {
+    Object.assign(form, { files: [], isNamed: false }); // it has read those that were chosen
+    show("", name);
+    byId("train-title").focus();
+  };
+  return [
+    weights && button(t("chatWithIt"), kind, chat),
+    weights && button(t("savePage"), "quiet", (event) => savePage(event.target, weights)),
+    button(t("downloadReport"), "quiet", () => report().catch(say)),
+    weights && button(t("teachMore"), "quiet", teach),
+  ];
+}
+
+/** A card for each completed model, below the form. */
+function drawModels(isForm) {
+  const models = isForm ? readyModels() : [];
+  const section = byId("models");
+  const card = (job) => {
+    const say = (error) => row.append(h("div", { class: "error", role: "alert" }, sentence(error)));
+    const open = button(job.name, "quiet", () => show(job.name));
+    const row = h("li", {}, h("h3", {}, open), line(modelFacts(job), "muted"), line(canDo(job)), h("div", { class: "buttons" }, ...waysOn(job, "quiet", say)));
+    return row;
+  };
+  const key = JSON.stringify([currentLanguage(), models.map(({ name, made, bytes, right }) => [name, made, bytes, right])]);
+  if (section.dataset.shown !== key) {
+    section.dataset.shown = key;
+    section.replaceChildren(h("h2", {}, t("models")), h("ul", {}, ...models.map(card)));
+  }
+  section.hidden = !models.length;
 }
 
 /** Start the card if the server trains. It then follows the server's state. */

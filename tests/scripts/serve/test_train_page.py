@@ -19,7 +19,7 @@ from scripts.serve.page import PAGE
 from tests.browser import Page
 from tests.dataset.test_chat_exports import CHATGPT, IPHONE
 from tests.scripts.serve import trainings
-from tests.scripts.serve.test_training import QUICK, TEXT, Client, end_all, make_client
+from tests.scripts.serve.test_training import QUICK, TEXT, Client, end_all, flags_of, make_client
 from tests.scripts.test_serve_openai_api import wait_for_line
 from tests.stage_process import Faults, StageProcess
 
@@ -41,7 +41,7 @@ NOT_ENGLISH |= {
     "two",
     "lines",
 }
-NOT_ENGLISH |= {"good", "morning"}
+NOT_ENGLISH |= {"good", "morning", "second"}
 NOT_ENGLISH |= {"docx", "epub", "pdf", "html", "srt", "once", "script", "hacked", "there", "was"}
 RAW = re.compile(r"--[a-z]|eval_|_loss|\w+Error|error:|Traceback|\d M\b|tokens/s")  # words of a log
 FORM, PRIMARY = f"{BODY} form", f"{BODY} .buttons .primary"
@@ -158,7 +158,7 @@ def test_from_an_empty_folder_to_a_model_of_ones_own_text_by_clicks(card, client
     let_write(client, "novel", 12)
     card.click(PRIMARY)
     card.wait(lambda: "Ready." in card.text(BODY))
-    buttons = ["Chat with it", "Save as a page to send", "Download the report", "New model"]
+    buttons = ["Chat with it", "Save as a page to send", "Download the report", "Teach it more", "New model"]
     assert card.texts(f"{BODY} .buttons button") == buttons
     check_everywhere(card, client, "novel")
     card.wait(lambda: card.texts("#plots .plot:first-child .u-label") == ["Updates", "novel/pretrain_64"])
@@ -244,6 +244,95 @@ def test_several_files_have_a_share_each_and_the_name_follows_them(card, client,
     card.run("[...document.querySelectorAll('#train-choice option')][0].selected = true")
     card.run("document.querySelector('#train-choice').dispatchEvent(new Event('change'))")
     card.wait(lambda: card.shown(FORM) and name() == "b 2")
+
+
+def test_a_model_has_a_card_and_goes_on_with_a_second_text_by_clicks(card, client, tmp_path):
+    client.put("b.jsonl", CHAT * 3)
+    client.planned(files=["a.txt", "b.jsonl"], depth=4)
+    client.post("/novel/start", {})
+    client.until("ready")
+    card.wait(lambda: "Ready." in card.text(BODY))
+    facts = re.compile(r"[A-Z][a-z]+ \d+, \d{4} · 1.2 million weights · [\d.]+ KB")
+    assert facts.search(card.text(BODY)) and not card.shown("#models")
+    card.run("[...document.querySelectorAll('#train-body .buttons button')].at(-1).click()")  # New model
+    card.wait(lambda: card.shown(FORM) and card.shown("#models"))
+    shown = card.text("#models")
+    assert facts.search(shown) and "It answers 3 of 4 questions right that it had not seen." in shown
+    ways = ["Chat with it", "Save as a page to send", "Download the report", "Teach it more"]
+    assert card.texts("#models .buttons button") == ways
+    card.click("#language")
+    words = {word.lower() for word in re.findall("[A-Za-z]{3,}", card.text("#models"))}
+    assert words <= {"novel"} and "120 万个权重" in card.text("#models")
+    card.click("#language")
+    for width in (320, 390):
+        card.size(width, 800)
+        assert (
+            card.run(SIDEWAYS, width) == []
+            and card.run("return document.scrollingElement.scrollWidth") == width
+        )
+    card.size(1200, 800)
+    assert card.one("#train-start").get_attribute("value") == "" and card.shown("#train-size")
+    card.click("#models .buttons button")  # Teach it more
+    assert card.one("#train-start").get_attribute("value") == "novel" and not card.shown("#train-size")
+    assert not card.one(PRIMARY).is_enabled()  # what it has read is not chosen again
+    give(card, tmp_path, second_txt=TEXT * 2)
+    card.wait(lambda: "“novel” goes on. It will continue texts." in card.text(FORM))
+    check_everywhere(card, client, "New model")
+    card.click(PRIMARY)
+    card.wait(lambda: "It went on from “novel”." in card.text(BODY) and "weights (" in card.text(BODY))
+    assert card.text("#train-title") == "second" and not card.shown("#models")
+    assert flags_of(client.folder / "second")["--from_weight"].endswith("novel/pretrain_64.pth")
+    card.click(f"{BODY} .buttons .quiet")  # Change
+    card.wait(lambda: card.shown(FORM))
+    assert card.one("#train-start").get_attribute("value") == "novel"
+    card.run(
+        "const start = document.querySelector('#train-start'); start.value = ''; start.dispatchEvent(new Event('change'))"
+    )
+    assert card.shown("#train-size")
+    card.click(PRIMARY)
+    card.wait(lambda: "weights (" in card.text(BODY) and "went on" not in card.text(BODY))
+    assert "--from_weight" not in flags_of(client.folder / "second")
+
+
+def test_a_model_that_is_opened_from_its_card_is_shown(card, client):
+    client.planned()
+    client.post("/novel/start", {})
+    client.until("ready")
+    card.wait(lambda: "Ready." in card.text(BODY))
+    card.run("[...document.querySelectorAll('#train-body .buttons button')].at(-1).click()")
+    card.wait(lambda: card.shown("#models"))
+    card.click("#models h3 button")
+    card.wait(lambda: card.text("#train-title") == "novel" and not card.shown("#models"))
+
+
+def test_too_many_files_and_archives_are_refused_before_they_are_sent(card, client, tmp_path):
+    many = "const data = new DataTransfer(); for (let i = 0; i < 201; i++) data.items.add(new File(['x'], `${i}.txt`));"
+    card.run(
+        many
+        + "const input = document.querySelector('#train-files'); input.files = data.files; input.dispatchEvent(new Event('change'));"
+    )
+    card.wait(lambda: "201 files are too many: at most 200 are read." in card.text(FORM))
+    card.click("#language")
+    assert "201 个文件太多：最多读取 200 个。" in card.text(FORM)
+    card.click("#language")
+    give(card, tmp_path, a_zip=b"PK")
+    card.wait(lambda: "a.zip: unpack it first" in card.text(FORM))
+    assert list((client.folder / ".uploads").iterdir()) == [] and not card.text(".files")
+
+
+def test_every_code_of_an_error_is_a_sentence_of_the_page():
+    """Of the routes that train: those that a click can meet."""
+    codes = set()
+    for name in ("training.py", "jobs.py", "uploads.py", "look_at_file.py"):
+        source = (PAGE.parent / name).read_text(encoding="utf-8")
+        codes |= set(re.findall(r'code(?:=|": )"(\w+)"', source))
+        codes |= set(
+            re.findall(r'ApiError\([^()]*(?:\([^()]*\)[^()]*)*, \d{3}, (?:None|"\w+"), "(\w+)"', source)
+        )
+    text = (PAGE / "text.js").read_text(encoding="utf-8")
+    said = set(re.findall(r"error_(\w+):", text))
+    # no click leads there: a length that no browser leaves out, trainings and reports that were deleted elsewhere
+    assert codes - said == {"length", "no_job", "no_plan", "no_report"} and "comma" in codes
 
 
 DROP_A_FOLDER = """

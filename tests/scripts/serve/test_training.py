@@ -311,6 +311,82 @@ def test_a_model_that_a_terminal_planned_keeps_its_place_in_the_list_when_it_is_
     assert client.job("b")["state"] == "ready" and not (client.folder / "b/run.sh").exists()
 
 
+def flags_of(folder: Path) -> dict[str, str]:
+    """The flags with which the last plan was made."""
+    line = next(line for line in reversed(last_start(folder)[1]) if line.startswith("flags: "))
+    return json.loads(line.removeprefix("flags: "))
+
+
+def test_a_model_goes_on_with_more_text_or_with_conversations(client):
+    """With text from what its pretraining wrote, because SFT follows, else from its last weights."""
+    chat = '{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]}\n'
+    client.put("b.jsonl", chat)
+    client.planned(files=["a.txt", "b.jsonl"])
+    no_weights = client.plan("second", start="novel").json()["error"]
+    assert (no_weights["code"], no_weights["values"]) == ("no_weights", {"name": "novel"})
+    client.post("/novel/start", {})
+    client.until("ready")
+    for files, run in (
+        (["a.txt"], "pretrain_64"),
+        (["b.jsonl"], "full_sft_64"),
+        (["b.jsonl", "a.txt"], "pretrain_64"),
+    ):
+        client.planned("second", files=files, start="novel", depth=3)
+        flags = flags_of(client.folder / "second")
+        assert flags["--from_weight"] == str(client.folder / f"novel/{run}.pth") and "--depth" not in flags
+        assert client.job("second")["asked"]["start"] == "novel"
+    assert client.plan("third", start="no").status_code == 404
+    assert client.plan("third", start="../novel").status_code == 404
+    for path, body in (("/novel/rename", {"to": "b"}), ("/novel/delete", {})):  # the plan needs it
+        error = client.post(path, body).json()["error"]
+        assert (error["code"], error["values"]) == ("used_model", {"name": "second"})
+    client.post("/second/start", {})
+    client.until("ready", name="second")
+    assert client.post("/novel/rename", {"to": "b"}).status_code == 202
+    (client.folder / "b/full_sft_64.pth").rename(client.folder / "elsewhere.pth")
+    (client.folder / "b/full_sft_64.pth").symlink_to(client.folder / "elsewhere.pth")
+    assert client.plan("third", files=["b.jsonl"], start="b").json()["error"]["code"] == "no_weights"
+    assert client.job("b")["bytes"] is None
+
+
+def test_a_completed_model_says_when_it_was_made_and_how_large_it_is(client):
+    client.planned()
+    assert "made" not in client.job()
+    client.post("/novel/start", {})
+    job = client.until("ready")
+    report, weights = (client.folder / "novel" / name for name in ("report.html", "pretrain_64.pth"))
+    assert (job["made"], job["bytes"]) == (report.stat().st_mtime, weights.stat().st_size)
+
+
+def test_no_training_starts_in_a_folder_that_is_being_moved(client, monkeypatch):
+    """Over two servers of a folder."""
+    client.planned()
+    other, rename, began = Jobs(client.folder), os.rename, threading.Event()
+    started: list[Any] = []
+
+    def start() -> None:
+        began.set()
+        try:
+            other.start("novel", ["bash", str(client.folder / "novel/run.sh")])
+        except Exception as error:
+            started.append(error.code)
+        else:
+            started.append("started")
+
+    def slow_rename(*paths: Path) -> None:
+        thread = threading.Thread(target=start)
+        thread.start()
+        began.wait()
+        thread.join(0.3)
+        assert not started  # it waits
+        rename(*paths)
+
+    monkeypatch.setattr(jobs.os, "rename", slow_rename)
+    assert client.post("/novel/delete", {}).status_code == 202
+    wait_for(lambda: started)
+    assert started == ["not_started"] and not (client.folder / "novel").exists()
+
+
 def test_nothing_is_deleted_to_where_a_link_leads(client, tmp_path):
     client.planned()
     (tmp_path / "elsewhere").mkdir()

@@ -99,6 +99,7 @@ def main() -> None:
         run_stages(Path(sys.argv[2]))
         return
     flags = dict(zip(sys.argv[1::2], sys.argv[2::2], strict=True))
+    print(f"flags: {json.dumps(flags)}", flush=True)
     make_plan(Path(flags["--save_dir"]), flags.get("--pretrain_data"), flags.get("--sft_data"))
 
 
