@@ -1,20 +1,21 @@
 """The text of documents that are not plain text: Word (.docx), e-books (.epub), PDF, web pages and subtitles
-(.srt), as a reader sees it, in its order. What is not text (pictures, scripts, notes of the layout) is left
-out.
+(.srt, .vtt), as a reader sees it, in its order. What is not text (pictures, scripts, notes of the layout) is
+left out.
 
 Each reader takes the bytes of a file and raises Unreadable with what is wrong. To support another kind, add
 it to DOCUMENTS.
 """
 
 import codecs
+import html
 import io
+import itertools
 import posixpath
 import re
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from html.parser import HTMLParser
-from itertools import product
 from typing import Any
 from urllib.parse import unquote
 from xml.etree import ElementTree
@@ -43,7 +44,9 @@ AS_BROWSERS = {
 }  # fmt: skip
 HEAD_BYTES = 4096  # of a web page, in which it names its encoding
 TIMES = re.compile(r"(\d+:)?\d\d:\d\d[,.]\d+\s*-->")
-MARKUP = re.compile(r"</?[a-zA-Z][^<>]*>|\{\\[^{}]*\}")  # of subtitles
+MARKUP = re.compile(r"</?[a-zA-Z\d][^<>]*>|\{\\[^{}]*\}")  # of subtitles; in .vtt also times
+WEBVTT = "WEBVTT"  # what .vtt begins with
+SUBTITLES = re.compile(rf"\ufeff?\s*({WEBVTT}\b|\d+\s*\n{TIMES.pattern})")
 CHINESE = re.compile("[\u3000-\u9fff\uff00-\uffef]")
 SENTENCE_END = (".", "!", "?", "。", "！", "？")
 # A line goes on in the next one if it is at least this share of the page's longest line. The second share is
@@ -58,6 +61,12 @@ MOST_WITHOUT_TEXT = 0.5  # share of the pages; more are those of a scan
 
 class Unreadable(Exception):
     """What is wrong with a document, and what to do."""
+
+
+class PartialText(str):
+    """The text of a document of which some pages have none, such as scanned ones. pages: all of them."""
+
+    without_text, pages = 0, 0
 
 
 def decode(data: bytes) -> str:
@@ -292,6 +301,8 @@ def read_epub(data: bytes) -> str:
 def read_srt(data: bytes) -> str:
     """What is spoken, a line for each subtitle, without numbers and times."""
     lines = [line.strip() for line in re.split(r"\r\n?|\n", decode(data))]
+    if lines[0].startswith(WEBVTT):
+        return "\n".join(spoken_in_vtt(lines))
     times = [i for i, line in enumerate(lines) if TIMES.match(line)]
     head = [line for line in lines[: times[0] if times else len(lines)] if line]
     if not all(line.isdigit() for line in head) or (head and not times):
@@ -304,6 +315,22 @@ def read_srt(data: bytes) -> str:
         text = [MARKUP.sub("", line).strip() for line in block]
         spoken.append(joined([line for line in text if line]))
     return "\n".join(line for line in spoken if line)
+
+
+def spoken_in_vtt(lines: list[str]) -> Iterator[str]:
+    """The subtitles of a .vtt file. Notes, styles and names of subtitles are left out. Subtitles that roll
+    repeat the line before, which is read once."""
+    before = ""
+    for is_end, block in itertools.groupby(lines, key=lambda line: not line):
+        block = list(block)
+        times = [i for i, line in enumerate(block) if TIMES.match(line)]
+        if is_end or not times:
+            continue
+        texts = [html.unescape(MARKUP.sub("", line)).strip() for line in block[times[0] + 1 :]]
+        said = [text for text in texts if text]
+        if new := said[said.index(before) + 1 if before in said else 0 :]:
+            yield joined(new)
+        before = said[-1] if said else before
 
 
 # --- PDF
@@ -342,7 +369,9 @@ def read_pdf(data: bytes) -> str:
             f"{empty} of its {len(pages)} page(s) are pictures without text; "
             "run text recognition (OCR) on it first"
         )
-    return "\n".join(to_paragraphs(without_margins(pages)))
+    text = PartialText("\n".join(to_paragraphs(without_margins(pages))))
+    text.without_text, text.pages = empty, len(pages)
+    return text
 
 
 def without_margins(pages: list[list[str]]) -> list[list[str]]:
@@ -365,7 +394,7 @@ def margin_keys(line: str, number: int) -> list[tuple[tuple[str, ...], tuple[str
     numbers are relative."""
     text = re.split(r"(\d{1,9})", line.strip())
     numbers = [(digits, f"{int(digits) - number:+}") for digits in text[1::2]]
-    ways = product(*numbers) if len(numbers) <= MOST_PAGE_NUMBERS else zip(*numbers, strict=True)
+    ways = itertools.product(*numbers) if len(numbers) <= MOST_PAGE_NUMBERS else zip(*numbers, strict=True)
     return [(tuple(text[::2]), way) for way in ways]
 
 
@@ -404,4 +433,5 @@ DOCUMENTS: dict[str, Callable[[bytes], str]] = {
     ".html": read_html,
     ".htm": read_html,
     ".srt": read_srt,
+    ".vtt": read_srt,
 }

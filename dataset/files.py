@@ -31,7 +31,7 @@ from common.errors import UserError, reason
 from common.files import is_file, is_folder, is_there, read_errors
 from common.patterns import split_first, take_first
 from dataset.delimited import DELIMITERS, read_rows
-from dataset.documents import DOCUMENTS, Unreadable
+from dataset.documents import DOCUMENTS, SUBTITLES, WEBVTT, PartialText, Unreadable
 from dataset.messages import BadRecord, DataDecoder, parse_json
 from dataset.records import ANSWER_FIELDS, FORMATS, PAIR
 
@@ -212,15 +212,20 @@ def walk_once(
 # --- what is in them
 
 
-def read_records(paths: list[str], separator: str = "") -> Iterator[Record]:
+# path -> how many pages of a document have no text, and how many it has
+Gaps = dict[str, tuple[int, int]]
+
+
+def read_records(paths: list[str], separator: str = "", gaps: Gaps | None = None) -> Iterator[Record]:
     """The records of the files, one file after another. Raises UserError if a file cannot be read to its end.
 
-    separator: the line between documents of plain text.
+    separator: the line between documents of plain text. gaps: gets the documents that have pages without
+    text.
     """
     for number, path in enumerate(paths):
         line, sample = 0, b""
         try:
-            for line, value in read_file(path, separator):
+            for line, value in read_file(path, separator, {} if gaps is None else gaps):
                 if isinstance(value, NotUtf8):
                     sample = sample or read_sample(path)
                     value = BadRecord(not_utf8(value.raw, value.line, sample))
@@ -263,12 +268,15 @@ def is_message(value: Any) -> bool:
     return isinstance(value, dict) and any(names <= value.keys() for names in MESSAGE_NAMES)
 
 
-def read_file(path: str, separator: str) -> Iterator[tuple[int, Any]]:
-    """The records of a file with their lines (of `Source`)."""
+def read_file(path: str, separator: str, gaps: Gaps) -> Iterator[tuple[int, Any]]:
+    """The records of a file with their lines (of `Source`). gaps: of `read_records`."""
     with open_file(path) as file:
         kind = file_kind(path)
         if kind in DOCUMENTS:
-            yield from read_document(path, file.read(), separator)
+            text = document_text(path, file.read())
+            if isinstance(text, PartialText) and text.without_text:
+                gaps[path] = text.without_text, text.pages
+            yield from read_text(io.BytesIO(text.encode(errors="replace")), separator)
             return
         if kind not in TABLES:
             head = file.peek(HEAD)[:HEAD]
@@ -314,6 +322,9 @@ def check_text(path: str, head: bytes, kind: str) -> None:
     elif kind not in ("", ".json", ".jsonl") and holds_json(head):
         what = "plain text" if kind in PLAIN_TEXT else kind[1:].upper()
         found = f"JSON, not {what}", f"name it {Path(path).stem}.jsonl"
+    elif kind in PLAIN_TEXT and (start := SUBTITLES.match(head.decode(errors="ignore"))):
+        suffix = "vtt" if start[1] == WEBVTT else "srt"
+        found = "a file of subtitles, not plain text", f"name it {Path(path).stem}.{suffix}"
     elif found is None and is_binary(head):
         found = "binary, perhaps tokens of another trainer", "give the text or records that it was made of"
     elif found is None and kind == "" and head.strip() and not JSON_LINE.search(head):
@@ -455,13 +466,12 @@ def original_bytes(text: str) -> bytes:
     return text.encode("utf-8", "surrogateescape")
 
 
-def read_document(path: str, data: bytes, separator: str) -> Iterator[tuple[int, dict | NotUtf8]]:
-    """The text of a document, like that of a plain text file. Raises UserError."""
+def document_text(path: str, data: bytes) -> str:
+    """The text of a document. Raises UserError."""
     try:
-        text = DOCUMENTS[file_kind(path)](data)
+        return DOCUMENTS[file_kind(path)](data)
     except Unreadable as error:
         raise UserError(f"{path}: {error}") from error
-    yield from read_text(io.BytesIO(text.encode(errors="replace")), separator)
 
 
 def read_text(file: Any, separator: str) -> Iterator[tuple[int, dict | NotUtf8]]:

@@ -135,6 +135,14 @@ def stop_error(line: str) -> UserError:
     return UserError(f"{line} (with --on_bad_data skip bad records are skipped and listed)")
 
 
+def report_gaps(report: dict, paths: list[str]) -> None:
+    """Print which documents have pages without text."""
+    if launch().local_rank == 0 and not report["held_out"]:
+        for number, without_text, pages in report["pages_without_text"]:
+            what = f"{without_text:,} of its {pages:,} pages have no text (pictures, scans)"
+            say(f"{paths[number]}: {what}; only the others are read")
+
+
 def check_bad_records(report: dict, options: Any, listed: str) -> None:
     """Print how many bad records are skipped. Raises UserError if that is not allowed, or too many.
 

@@ -28,7 +28,7 @@ from common.contents import check_content
 from common.errors import UserError, reason, say
 from common.files import files_in, is_folder, locked, read_errors, sync, write_json
 from common.settings import ROOT, DataConfig
-from dataset.files import find_files, format_source, is_plain_text, read_records
+from dataset.files import Gaps, find_files, format_source, is_plain_text, read_records
 from dataset.held_out import Split
 from dataset.report import (
     BadRecords,
@@ -37,6 +37,7 @@ from dataset.report import (
     describe_records,
     make_report,
     no_samples_error,
+    report_gaps,
 )
 from dataset.round_trip import check_lost_text
 from dataset.tokenizing import SampleMaker, fingerprint, token_byte_lengths
@@ -46,7 +47,8 @@ if TYPE_CHECKING:  # transformers imports torch
 
 STAGE_LENGTH = {"pretrain": 340, "sft": 768, "dpo": 1024}  # default --max_seq_len of the stage scripts
 # the code that decides the samples; the chat template is part of the tokenizer's fingerprint
-CODE_FILES = ["dataset/delimited.py", "dataset/files.py", "dataset/held_out.py", "dataset/messages.py"]
+CODE_FILES = ["dataset/delimited.py", "dataset/documents.py", "dataset/files.py", "dataset/held_out.py"]
+CODE_FILES += ["dataset/messages.py"]
 CODE_FILES += ["dataset/records.py", "dataset/report.py", "dataset/round_trip.py"]
 CODE_FILES += ["dataset/token_cache.py", "dataset/tokenizing.py", "common/contents.py"]
 CODE_FILES += ["common/encodings.py", "model/answers.py", "model/prompts.py"]
@@ -144,6 +146,7 @@ def build_token_cache(
             f"the token cache in {cache_dir} cannot be written or read ({error.strerror or error}); "
             "free some space or give another folder (--cache_dir)"
         ) from error
+    report_gaps(cache.report, paths)
     check_lost_text(cache.report, options.max_lost_text)
     check_bad_records(cache.report, options, f"all of them are listed in {cache.path / BAD_RECORDS_FILE}")
     return cache
@@ -186,7 +189,8 @@ def write_arrays(
     maker = SampleMaker(options.kind, tokenizer, options.max_length, bad)
     token_bytes = token_byte_lengths(tokenizer)
     dtypes = DTYPES | {"tokens": np.min_scalar_type(len(token_bytes) - 1).name}
-    records = read_records(paths, options.text_separator or "")
+    gaps: Gaps = {}
+    records = read_records(paths, options.text_separator or "", gaps)
     if options.split:
         records = options.split.choose(records, paths, is_document=options.kind == "pretrain")
     records = tqdm(records, desc="tokenising", unit=" records", delay=10, mininterval=10, leave=False)
@@ -226,6 +230,7 @@ def write_arrays(
     lengths = np.diff(np.fromfile(folder / "offsets.bin", dtype=np.int64))
     lost = maker.round_trip.report()
     report = make_report(options, maker.counts, maker.unused, bad.lines, lengths, lost)
+    report["pages_without_text"] = [[paths.index(path), *pages] for path, pages in gaps.items()]
     with open(folder / BAD_RECORDS_FILE, "w", encoding="utf-8", errors="backslashreplace") as file:
         file.writelines(f"{line}\n" for line in bad.lines)
         file.flush()

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from common.errors import UserError
 from dataset.chat_exports import form_of, read_export, to_conversations
 from dataset.documents import DOCUMENTS
-from dataset.files import TABLES, NoRecord, file_kind, is_plain_text, open_file, read_records
+from dataset.files import TABLES, Gaps, NoRecord, file_kind, is_plain_text, open_file, read_records
 from dataset.messages import BadRecord
 from dataset.records import Parsed, parse
 
@@ -97,9 +97,10 @@ def look_at_records(path: Path, name: str, scratch: Path) -> dict[str, Any]:
     first bad record its line and what is wrong with it. If there is no good record, the result has `error`
     and `code` instead."""
     head, is_cut = head_of(path, scratch)
-    chats, texts, first, bad, count = 0, 0, [], None, 0
+    chats, texts, first, bad, count, size = 0, 0, [], None, 0, 0
+    gaps: Gaps = {}
     try:
-        for source, record in read_records([str(head)]):
+        for source, record in read_records([str(head)], gaps=gaps):
             count += 1
             try:
                 if isinstance(record, BadRecord):
@@ -110,7 +111,7 @@ def look_at_records(path: Path, name: str, scratch: Path) -> dict[str, Any]:
             except BadRecord as error:
                 bad = bad or {"line": abs(source.line), "why": str(error)[:WHY_CHARACTERS]}
             else:
-                texts, chats = texts + is_text, chats + (not is_text)
+                texts, chats, size = texts + is_text, chats + (not is_text), size + len(shown.encode())
                 if len(first) < SHOWN:
                     first.append(shown[:CHARACTERS])
             if count == LOOKED_AT:
@@ -130,6 +131,10 @@ def look_at_records(path: Path, name: str, scratch: Path) -> dict[str, Any]:
     if is_plain_text(name):  # one text, even if it is read in several parts
         count, more = 1, False
     found = {"kind": kind, "records": count, "first": first, "more": more}
+    if file_kind(name) in DOCUMENTS:  # its bytes are not those of its text
+        found["text_bytes"] = size
+        if gaps:
+            (found["pages"],) = gaps.values()
     return found | ({"bad": bad} if bad else {})
 
 
@@ -143,6 +148,8 @@ def code_of(text: str, otherwise: str) -> str:
     """The code of an error: of its text, or another one."""
     if "not UTF-8" in text:
         return "not_utf8"
+    if "file of subtitles" in text:
+        return "subtitles"
     return "not_text" if "is binary" in text else otherwise
 
 

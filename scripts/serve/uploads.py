@@ -29,7 +29,7 @@ from scripts.serve.protocol import ApiError
 
 LOOK, CONVERT = (Path(__file__).with_name(name) for name in ("look_at_file.py", "convert_upload.py"))
 FOLDER = ".uploads"
-KINDS = r"(\.(txt|md|jsonl|json|csv|tsv)(\.gz)?|\.(parquet|arrow|docx|epub|pdf|html|htm|srt))"
+KINDS = r"(\.(txt|md|jsonl|json|csv|tsv)(\.gz)?|\.(parquet|arrow|docx|epub|pdf|html|htm|srt|vtt))"
 STEM_LENGTH = 40
 NAME = re.compile(rf"\w[\w -]{{0,{STEM_LENGTH - 1}}}{KINDS}")
 MAX_BYTES = 20 << 30

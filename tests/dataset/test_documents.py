@@ -20,6 +20,8 @@ from common.errors import UserError
 from dataset import documents
 from dataset.documents import Unreadable, page_text, read_docx, read_epub, read_html, read_pdf, read_srt
 from dataset.files import find_files, read_records
+from dataset.token_cache import CacheOptions, build_token_cache, load_tokenizer
+from tests.conftest import ROOT
 
 STORY = "The river rose in spring, and the people of the valley carried their boats to the upper meadow. "
 
@@ -216,6 +218,17 @@ def test_subtitles_are_what_is_spoken():
         read_srt(b"A river ran.\n\nAnd so on.\n")
 
 
+def test_web_subtitles_are_what_is_spoken():
+    subtitles = (
+        "\ufeffWEBVTT - a film\r\nKind: captions\r\n\r\nSTYLE\r\n::cue { color: red }\r\n\r\nNOTE\r\nby us\r\n\r\n"
+        "intro\r\n00:01.000 --> 00:02.000 align:start\r\n<v Anna>A &lt;river&gt;</v>\r\nran.\r\n\r\n"
+        "00:00:03.000 --> 00:00:04.000\r\nIt<00:00:03.500><c> rolled</c>\r\n\r\n"
+        "00:00:04.000 --> 00:00:05.000\r\nIt rolled\r\nand rolled\r\n\r\n00:00:05.000 --> 00:00:06.000\r\nand rolled\r\n"
+    )
+    assert read_srt(subtitles.encode()) == "A <river> ran.\nIt rolled\nand rolled"
+    assert read_srt(b"WEBVTT\n") == ""
+
+
 def test_empty_lines_are_where_people_put_them():
     time = "00:00:01,000 --> 00:00:02,000"
     text = f"1\n{time}\nA river\n\nran.\n2\n{time}\nNow\n3\n{time}\nit is dry.\n\n"
@@ -243,6 +256,19 @@ def printed(paragraphs: list[str], header: str = "", font: str = "Times-Roman") 
     return buffer.getvalue()
 
 
+def partly_scanned(*pages: str | None) -> bytes:
+    """A PDF with a line of text on each page; None: a picture alone."""
+    buffer = io.BytesIO()
+    canvas = Canvas(buffer)
+    for text in pages:
+        canvas.rect(10, 10, 100, 100)
+        if text is not None:
+            canvas.drawString(72, 560, text)
+        canvas.showPage()
+    canvas.save()
+    return buffer.getvalue()
+
+
 def test_sentences_of_a_book_go_on_over_lines_and_pages():
     paragraphs = [STORY * 12 + f"This was chapter {i}." for i in range(12)]
     data = printed(paragraphs, "The people of the valley")
@@ -257,13 +283,10 @@ def test_a_chinese_book():
 
 
 def test_a_scan_a_locked_and_an_empty_pdf():
-    buffer = io.BytesIO()
-    canvas = Canvas(buffer)
-    canvas.rect(10, 10, 100, 100)
-    canvas.showPage()
-    canvas.save()
     with pytest.raises(Unreadable, match=r"pictures without text; run text recognition \(OCR\)"):
-        read_pdf(buffer.getvalue())
+        read_pdf(partly_scanned(None))
+    text = read_pdf(partly_scanned("A river ran.", None, "It was long."))
+    assert text == "A river ran. It was long." and (text.without_text, text.pages) == (1, 3)
     for password, error in (("secret", "locked by a password"), ("", None)):
         writer = PdfWriter(io.BytesIO(printed(["A river ran."])))
         writer.encrypt(password, "owner", algorithm="RC4-128")
@@ -327,6 +350,7 @@ def test_without_pypdf_it_is_named(monkeypatch):
 GOOD = {
     "a.docx": word_document(), "a.epub": archive(e_book()), "a.pdf": printed(["A river ran."]),
     "a.html": PAGE.encode(), "a.srt": b"1\n00:00:01,000 --> 00:00:02,000\nA river ran.\n",
+    "a.vtt": b"WEBVTT\n\n00:01.000 --> 00:02.000\nA river ran.\n",
 }  # fmt: skip
 BAD = {
     "old.docx": (b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1" + bytes(600), "locked by a password, or in an old format"),
@@ -390,3 +414,15 @@ def test_a_folder_of_documents_is_data_beside_texts_and_not_beside_records(tmp_p
     assert [path.rsplit("/", 1)[1] for path in found] == [*sorted(GOOD), "b.txt"] and len(skipped) == 1
     (tmp_path / "c.jsonl").write_text('{"text": "A river ran."}\n')
     assert [path.rsplit("/", 1)[1] for path in find_files(str(tmp_path))[0]] == ["c.jsonl"]
+
+
+def test_pages_without_text_are_said_at_each_training(tmp_path, capsys):
+    """Also where the tokens are read from their cache."""
+    (tmp_path / "a.pdf").write_bytes(partly_scanned("A river ran.", None, "It was long."))
+    (tmp_path / "b.txt").write_text("A hill.")
+    options = CacheOptions("pretrain", 64, tmp_path / "cache")
+    for _ in range(2):
+        build_token_cache(f"{tmp_path}/a.pdf,{tmp_path}/b.txt", load_tokenizer(ROOT / "model"), options)
+        said = capsys.readouterr().out
+        assert f"{tmp_path}/a.pdf: 1 of its 3 pages have no text (pictures, scans); only the others" in said
+        assert said.count("have no text") == 1

@@ -19,7 +19,7 @@ const MEDIA = /\.(jpe?g|png|gif|heic|webp|bmp|svg|mp3|mp4|m4a|mov|avi|wav|zip|ex
 const MOST_HOURS = 168;
 const LEAST_HOURS = 0.02;
 const FEW_RIGHT = 0.5; // as in trainer/report/warnings.py
-const KINDS = /(\.(?:txt|md|jsonl|json|csv|tsv)(?:\.gz)?|\.(?:parquet|arrow|docx|epub|pdf|html?|srt))$/i;
+const KINDS = /(\.(?:txt|md|jsonl|json|csv|tsv)(?:\.gz)?|\.(?:parquet|arrow|docx|epub|pdf|html?|srt|vtt))$/i;
 
 // the fields, the training that is shown ("": the form), and the files that are arriving
 // files: names of those that are chosen, in their order; isNamed: the name was typed, else it follows the files
@@ -164,6 +164,7 @@ function formView() {
   drop.addEventListener("drop", async (event) => (event.preventDefault(), addFiles(await filesOf(event.dataTransfer))));
   const tryExample = button(t("tryExample"), "quiet", () => giveExample());
   const what = line("");
+  const waits = line("", "note");
   const name = h("input", { type: "text", id: "train-name", maxlength: NAME_LENGTH, autocomplete: "off" });
   name.value = form.name;
   name.addEventListener("input", () => (Object.assign(form, { name: name.value, isNamed: name.value !== "" }), keep(), update()));
@@ -177,7 +178,7 @@ function formView() {
   const onsubmit = (event) => (event.preventDefault(), makePlan());
   const [start, sizeChoice] = [startField(), sizeField()];
   const fields = [h("div", { class: "field" }, h("label", { for: "train-name" }, t("modelName")), name), start.element, hoursField(), sizeChoice];
-  const element = h("form", { onsubmit, novalidate: true }, unfinished, drop, tryExample, files, what, skipRow, ...fields, busy, error, h("div", { class: "buttons" }, back, submit));
+  const element = h("form", { onsubmit, novalidate: true }, unfinished, drop, tryExample, files, waits, what, skipRow, ...fields, busy, error, h("div", { class: "buttons" }, back, submit));
   let drawn = "";
   function update() {
     const chosen = chosenFiles();
@@ -185,6 +186,8 @@ function formView() {
     tryExample.hidden = Boolean(overview.files.length || uploads.size);
     if (drawn !== state) files.replaceChildren(...[...uploads].map(uploadRow), ...overview.files.map((file) => fileRow(file, chosen)));
     drawn = state;
+    const undecided = overview.files.filter(({ name, export: found }) => found && !form.files.includes(name) && !isMade(name));
+    waits.textContent = undecided.length ? t("notUsed", { files: undecided.map(({ name }) => name).join(", ") }) : "";
     const kinds = chosen.map(({ kind }) => kind);
     start.update();
     const readsChats = form.start ? "willLearnAnswers" : "willReadChats";
@@ -256,7 +259,7 @@ function sizeField() {
 }
 
 function fileRow(file, chosen) {
-  const { name, kind, bytes, records, more, first = [], bad } = file;
+  const { name, kind, bytes, records, more, first = [], bad, pages } = file;
   if (file.export && !form.files.includes(name)) return exportRow(file);
   const others = form.files.filter((each) => each !== name);
   const onchange = (event) => ((form.files = event.target.checked ? [...others, name] : others), keep(), draw());
@@ -266,10 +269,14 @@ function fileRow(file, chosen) {
   const texts = h("details", { hidden: !first.length }, h("summary", {}, t(first.length === 1 ? "showFirst_1" : "showFirst", { n: first.length })), ...first.map((text) => h("pre", {}, text)));
   const remove = removeButton(name);
   const warning = bad && line(sentence({ code: "bad_record", values: { file: name, line: bad.line, why: bad.why } }), "trouble");
-  return h("li", {}, h("label", { class: "check", for: `file-${name}` }, check, h("span", {}, about)), remove, texts, warning);
+  const gaps = pages && line(t("pagesWithoutText", { n: pages[0], pages: pages[1] }), "trouble");
+  return h("li", {}, h("label", { class: "check", for: `file-${name}` }, check, h("span", {}, about)), remove, texts, gaps, warning);
 }
 
 const removeButton = (name) => button(t("removeFile"), "quiet", () => act(api.removeFile(name), refuse));
+
+/** Whether conversations were made of an exported chat: their names begin with its name. */
+const isMade = (name) => overview.files.some((file) => file.kind === "chat" && file.name.startsWith(`${name.replace(/\.\w+$/, "")} `));
 
 /** An exported chat: who is the assistant, how it is then read, and the button that makes conversations of it. */
 function exportRow({ name, kind, export: found }) {
@@ -293,15 +300,14 @@ function exportRow({ name, kind, export: found }) {
   const radio = (speaker) => {
     const onchange = () => (assistants.set(name, speaker.name), update());
     const input = h("input", { type: "radio", name: `assistant-${name}`, checked: assistants.get(name) === speaker.name, onchange });
-    return h("label", { class: "check" }, input, h("span", {}, t("speaker", { name: who(speaker.name), n: speaker.messages })));
+    return h("label", { class: "check" }, input, h("span", {}, t("speaker", { name: who(speaker.name), n: speaker.messages.toLocaleString("en") })));
   };
   const choice = h("fieldset", { class: "choices" }, h("legend", {}, t("whoAnswers")), ...speakers.map(radio));
   const asText = kind && button(t("readAsText"), "quiet", () => (choose([...form.files, name]), draw()));
-  const isMade = overview.files.some((file) => file.kind === "chat" && file.name.startsWith(`${name.replace(/\.\w+$/, "")} `));
   const content = [choice, line(t("howItIsRead"), "muted"), turns, h("div", { class: "buttons" }, make, asText)];
   update();
-  const about = h("span", {}, t("file_export", { name, program: t(`program_${program}`), n: messages }));
-  return h("li", { class: "export" }, h("div", {}, about), removeButton(name), h("details", { open: !isMade }, h("summary", {}, t("chooseAssistant")), ...content));
+  const about = h("span", {}, t("file_export", { name, program: t(`program_${program}`), n: messages.toLocaleString("en") }));
+  return h("li", { class: "export" }, h("div", {}, about), removeButton(name), h("details", { open: !isMade(name) }, h("summary", {}, t("chooseAssistant")), ...content));
 }
 
 /** Take the example that comes with the program: texts and conversations about an invented valley. */
@@ -314,10 +320,12 @@ async function giveExample() {
 }
 
 /** How much of what is read a file is, if others of its kind are chosen, too. */
-function shareOf({ name, kind, bytes }, chosen) {
+function shareOf(file, chosen) {
+  const { name, kind } = file;
+  const textOf = ({ text_bytes: text, bytes }) => text ?? bytes;
   const alike = chosen.filter((file) => file.kind === kind);
   if (alike.length < 2 || !alike.some((file) => file.name === name)) return "";
-  const percent = Math.round((100 * bytes) / alike.reduce((sum, file) => sum + file.bytes, 0));
+  const percent = Math.round((100 * textOf(file)) / alike.reduce((sum, each) => sum + textOf(each), 0));
   return t(kind === "text" ? "shareOfText" : "shareOfChats", { percent: percent || "< 1" });
 }
 

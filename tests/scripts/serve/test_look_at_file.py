@@ -21,6 +21,7 @@ from scripts.serve.protocol import ApiError
 from scripts.serve.uploads import LOOK, look_at
 from tests.conftest import ROOT
 from tests.dataset.test_chat_exports import TELEGRAM
+from tests.dataset.test_documents import partly_scanned, word_document
 
 MEGABYTE = 1 << 20
 
@@ -159,6 +160,18 @@ def test_what_it_says_is_short_whatever_the_file_holds(tmp_path):
     }.items():
         (tmp_path / name).write_text(content)
         assert len(json.dumps(look_at_file.look_at(tmp_path / name, name, tmp_path))) < 2000
+
+
+def test_a_document_says_how_long_its_text_is_and_how_many_pages_have_none(tmp_path):
+    """The bytes of an archive are not those of its text, of which the page shows the shares."""
+    (tmp_path / "a.pdf").write_bytes(partly_scanned("A river ran.", None, "It was long."))
+    found = look_at(tmp_path / "a.pdf")
+    assert found["pages"] == [1, 3] and found["text_bytes"] == len("A river ran.\nIt was long.")
+    (tmp_path / "a.docx").write_bytes(word_document())
+    found = look_at(tmp_path / "a.docx")
+    assert "pages" not in found and 0 < found["text_bytes"] < (tmp_path / "a.docx").stat().st_size
+    (tmp_path / "a.txt").write_text("1\n00:00:01,000 --> 00:00:02,000\nHello\n")
+    assert refusal(tmp_path / "a.txt").code == "subtitles"
 
 
 def test_an_exported_chat_shows_its_speakers_and_how_it_would_be_read(tmp_path):

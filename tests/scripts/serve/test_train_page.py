@@ -18,6 +18,7 @@ from scripts.serve.api import Access
 from scripts.serve.page import PAGE
 from tests.browser import Page
 from tests.dataset.test_chat_exports import CHATGPT, IPHONE
+from tests.dataset.test_documents import partly_scanned
 from tests.scripts.serve import trainings
 from tests.scripts.serve.test_training import QUICK, TEXT, Client, end_all, flags_of, make_client
 from tests.scripts.test_serve_openai_api import wait_for_line
@@ -320,6 +321,16 @@ def test_too_many_files_and_archives_are_refused_before_they_are_sent(card, clie
     assert list((client.folder / ".uploads").iterdir()) == [] and not card.text(".files")
 
 
+def test_pages_without_text_are_said_and_shares_are_those_of_the_texts(card, client, tmp_path):
+    text = "A river ran. It was long, and the boats on it were small."
+    give(card, tmp_path, a_pdf=partly_scanned(text, None, "It was long."), b_txt=text + "x" * 12)
+    card.wait(lambda: "50 % of the text" in card.text(".files") and "b.txt" in card.text(".files"))
+    assert "1 of its 3 pages are pictures without text. Only the others are read." in card.text(".files")
+    card.click("#language")
+    assert "3 页中有 1 页是没有文字的图片，只读取其余各页。" in card.text(".files")
+    card.click("#language")
+
+
 def test_every_code_of_an_error_is_a_sentence_of_the_page():
     """Of the routes that train: those that a click can meet."""
     codes = set()
@@ -363,6 +374,7 @@ def test_an_exported_chat_is_shown_and_becomes_conversations_by_clicks(card, cli
     assert "b.json: chats with ChatGPT, 2 messages" in row()[1]
     assert "Question: see a.org\n" in row()[1] and "Answer: Yes." in row()[1]  # who answers is known
     assert not card.one(PRIMARY_OF_FORM).is_enabled()  # nothing is read before it was looked at
+    assert "Not used yet: a.txt, b.json. Say above what it shall become." in card.text(FORM)
     check_everywhere(card, client, "New model")
     card.run("document.querySelectorAll('.export')[0].querySelectorAll('input')[1].click()")
     assert "Question: Are you there?" in row()[0] and "Answer: Yes: I am.\nTwo lines." in row()[0]  # Ben
@@ -375,7 +387,7 @@ def test_an_exported_chat_is_shown_and_becomes_conversations_by_clicks(card, cli
     card.run("document.querySelector('.export details').open = true")
     card.run("document.querySelectorAll('.export .buttons .quiet')[0].click()")
     card.wait(lambda: "a.txt: text to read" in card.text(".files"))
-    card.wait(lambda: card.one(PRIMARY_OF_FORM).is_enabled())
+    card.wait(lambda: card.one(PRIMARY_OF_FORM).is_enabled() and "Not used yet" not in card.text(FORM))
     card.click(PRIMARY_OF_FORM)
     card.wait(lambda: "weights (" in card.text(BODY))
     asked = json.loads((client.folder / "a Ben/job.json").read_text())
