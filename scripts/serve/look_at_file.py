@@ -31,6 +31,7 @@ from dataset.records import Parsed, parse
 
 LOOKED_AT, SHOWN, CHARACTERS = 200, 3, 300  # records read; records shown; characters of each
 WHY_CHARACTERS = 500  # of an error message
+EXPORT_BYTES = {".txt": 32 << 20, ".json": 128 << 20}  # a larger file is not read as an exported chat
 SPEAKERS, TURNS, TURN_CHARACTERS, NAME_CHARACTERS = 12, 6, 160, 200  # of an exported chat, that are shown
 HEAD_BYTES = 4 << 20  # records are looked for in this much of a file, after decompression
 PART_OF_CHARACTER = re.compile(rb"[\xc0-\xff][\x80-\xbf]{0,2}$")  # a cut UTF-8 character at the end
@@ -63,8 +64,9 @@ def head_of(path: Path, scratch: Path) -> tuple[Path, bool]:
 def look_at(path: Path, name: str, scratch: Path) -> dict[str, Any]:
     """What a file is. An exported chat has `export`. If it can be read as a text as well, or is no export,
     the result has what `look_at_records` says of it."""
-    export = look_at_export(path) if Path(name).suffix.lower() in (".txt", ".json") else None
-    if export and Path(name).suffix.lower() == ".json":
+    suffix = Path(name).suffix.lower()
+    export = look_at_export(path) if path.stat().st_size <= EXPORT_BYTES.get(suffix, -1) else None
+    if export and suffix == ".json":
         return {"kind": None, "export": export}
     found = look_at_records(path, name, scratch)
     return found | ({"export": export} if export else {})

@@ -192,7 +192,7 @@ function formView() {
     start.update();
     const readsChats = form.start ? "willLearnAnswers" : "willReadChats";
     const will = t(!kinds.includes("chat") ? "willContinue" : kinds.includes("text") ? "willDoBoth" : readsChats);
-    what.textContent = chosen.length ? joined(form.start && t("goesOn", { name: form.start }), will) : "";
+    what.textContent = joined(form.start && t("goesOn", { name: form.start }), chosen.length ? will : form.start && t("chooseNew"));
     sizeChoice.hidden = Boolean(form.start); // it is given
     if (!form.isNamed) form.name = freeJobName(chosen[0]?.name.replace(/\..*$/, ""));
     const other = living();

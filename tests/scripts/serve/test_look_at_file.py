@@ -17,6 +17,7 @@ from pyarrow import parquet
 
 from scripts.serve import limited, look_at_file, uploads
 from scripts.serve.limited import run_limited
+from scripts.serve.look_at_file import EXPORT_BYTES
 from scripts.serve.protocol import ApiError
 from scripts.serve.uploads import LOOK, look_at
 from tests.conftest import ROOT
@@ -186,6 +187,10 @@ def test_an_exported_chat_shows_its_speakers_and_how_it_would_be_read(tmp_path):
     assert counts == {"Anna": (2, 1), "Ben": (1, 1), "Cleo": (1, 1)}
     ben = next(each for each in export["speakers"] if each["name"] == "Ben")
     assert ben["turns"] == [["user", "Anna: Are you there?"], ["assistant", ("Yes. " * 100)[:160]]]
+    with open(tmp_path / "log.txt", "wb") as file:  # the log of a machine
+        file.write("".join(lines).encode())
+        file.truncate(EXPORT_BYTES[".txt"] + 1)
+    assert "export" not in look_at_file.look_at(tmp_path / "log.txt", "log.txt", tmp_path)
     (tmp_path / "result.json").write_text(json.dumps(TELEGRAM))
     found = look_at(tmp_path / "result.json")
     assert found["kind"] is None and found["export"]["form"] == "telegram"
