@@ -17,7 +17,7 @@ const RESULTS = ["loss", "eval_loss", "best_eval_loss", "best_update", "reward",
 // distinguishable on a light and on a dark background
 const COLORS = ["#4f78e6", "#e0702f", "#27a07a", "#c256ac", "#b08a1e", "#2798b5", "#de4f65", "#8a6fe0"];
 
-const view = { x: "update", log: false, smoothing: 0, chosen: null, ...read(KEY, {}) };
+const view = { x: "update", log: false, smoothing: 0, chosen: null, isOfCard: false, ...read(KEY, {}) };
 const known = new Map(); // name -> the data of a run, with the size of its file at that time
 const failed = new Map(); // name -> why a run cannot be read, with the size of its file at that time
 let trains = false; // whether the server does
@@ -134,6 +134,7 @@ function troubleLine(run) {
 }
 
 function choose(name, on) {
+  view.isOfCard = false;
   view.chosen = [...(view.chosen ?? []).filter((other) => other !== name), ...(on ? [name] : [])];
   write(KEY, view);
   draw();
@@ -183,7 +184,10 @@ function smooth(values) {
   });
 }
 
-/** The table of results, and of the settings that differ between the runs. */
+/**
+ * The table of results, and of the settings that differ between the runs; then their warnings. It is folded if the card
+ * of a training chose the runs, and unfolded if the user did, to compare them.
+ */
 function drawTable() {
   const about = shown().map((run) => known.get(run.name));
   const results = RESULTS.filter((name) => about.some(({ figures }) => name in figures));
@@ -196,7 +200,9 @@ function drawTable() {
   };
   const table = h("table", {}, h("thead", {}, h("tr", {}, ...head)), h("tbody", {}, ...about.map(row)));
   const notes = about.flatMap(({ name, warnings }) => warnings.map(([update, text]) => `${name}, ${t("update")} ${update}: ${text}`));
-  byId("table").replaceChildren(h("div", { class: "table" }, table), ...notes.map((text) => h("p", { class: "muted" }, text)));
+  const open = byId("table").querySelector("details")?.open ?? !view.isOfCard; // as the user left it
+  const content = [h("div", { class: "table" }, table), ...notes.map((text) => h("p", { class: "muted" }, text))];
+  byId("table").replaceChildren(h("details", { open }, h("summary", {}, t("inFigures")), ...content));
   byId("table").hidden = !about.length;
 }
 
@@ -231,7 +237,8 @@ export function startCurves() {
   document.addEventListener("visibilitychange", look);
   document.addEventListener("theme", () => isOpen && draw());
   document.addEventListener("show-runs", ({ detail }) => {
-    view.chosen = detail;
+    [view.chosen, view.isOfCard] = [detail, true];
+    byId("table").replaceChildren();
     write(KEY, view);
     if (!isOpen) return;
     draw();

@@ -201,7 +201,7 @@ const TEXT = {
     trainOne: "训练一个 →", trainOff: "要在此页面训练，请用 --train 1 启动服务器。",
     newModel: "新模型", trainings: "训练列表",
     dropFiles: "把文件或文件夹拖到这里，或选择文件",
-    fileKinds: "文本和对话：.txt、.docx、.epub、.pdf、.html、.srt、.jsonl、.json、.csv 或 .parquet。文件只留在这台机器上。",
+    fileKinds: "文本和对话：\u200b.txt、\u200b.docx、\u200b.epub、\u200b.pdf、\u200b.html、\u200b.srt、\u200b.jsonl、\u200b.json、\u200b.csv 或 .parquet。文件只留在这台机器上。",
     uploading: "{name}：{size} 的 {percent}%",
     file_text: "{name}：用来阅读的文本，{size} · {n} 篇", file_chat: "{name}：{n} 个对话",
     file_text_1: "{name}：用来阅读的文本，{size}", file_chat_1: "{name}：1 个对话",

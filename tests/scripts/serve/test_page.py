@@ -532,6 +532,12 @@ def test_curves_table_states_and_samples(curves, folder):
     curves.wait(lambda: "third_64" in curves.text("#table"))
     assert curves.texts("#table th")[-1] == "learning_rate" and "0.25" in curves.text("#table")
     assert f"second_64, Updates 12: {attack}" in curves.text("#table")
+    curves.click("#table summary")
+    append(folder / "second_64_metrics.jsonl", record(13, seconds_left=0))
+    curves.wait(
+        lambda: "finished · 13 updates" in curves.text("#runs") and "0.25" not in curves.text("#table")
+    )
+    curves.click("#table summary")  # it stays as the user left it
     curves.click("#samples summary")
     assert attack in curves.text("#sample-texts") and "an answer" in curves.text("#sample-texts")
     curves.reload()

@@ -163,6 +163,7 @@ def test_from_an_empty_folder_to_a_model_of_ones_own_text_by_clicks(card, client
     assert card.texts(f"{BODY} .buttons button") == buttons
     check_everywhere(card, client, "novel")
     card.wait(lambda: card.texts("#plots .plot:first-child .u-label") == ["Updates", "novel/pretrain_64"])
+    assert card.text("#table") == "In figures"  # names of settings are folded
     card.click(PRIMARY)
     card.wait(lambda: card.text("#model option:checked") == "novel/pretrain_64")
     assert card.ask("Once upon") == "You said: Once upon"
