@@ -192,7 +192,8 @@ function formView() {
     start.update();
     const readsChats = form.start ? "willLearnAnswers" : "willReadChats";
     const will = t(!kinds.includes("chat") ? "willContinue" : kinds.includes("text") ? "willDoBoth" : readsChats);
-    what.textContent = joined(form.start && t("goesOn", { name: form.start }), chosen.length ? will : form.start && t("chooseNew"));
+    const goesOn = form.start ? [t("goesOn", { name: form.start }), t("forgets")] : [];
+    what.textContent = joined(goesOn[0], chosen.length && will, goesOn[1]);
     sizeChoice.hidden = Boolean(form.start); // it is given
     if (!form.isNamed) form.name = freeJobName(chosen[0]?.name.replace(/\..*$/, ""));
     const other = living();
