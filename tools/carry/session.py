@@ -35,8 +35,13 @@ class Stage(NamedTuple):
 
 def pack(folder: Path, path: Path, with_data: bool) -> None:
     """Pack a folder of runs into a file, and print what is in it. Raises UserError."""
+    write(path, folder, *collect(folder, with_data))
+
+
+def write(path: Path, folder: Path, manifest: Manifest, sources: dict[str, Path]) -> None:
+    """Write the pack of a folder of runs from what `collect` found, and print what is in it. Raises
+    UserError."""
     begin = time.monotonic()
-    manifest, sources = collect(folder, with_data)
     with tempfile.TemporaryDirectory() as temp:
         edits = Path(temp) / "edits.diff"
         code_edits(edits)
@@ -46,7 +51,7 @@ def pack(folder: Path, path: Path, with_data: bool) -> None:
     for line in describe_runs(folder):
         say(f"  {line}")
     size = sum(file.bytes for file in manifest.packed().values())
-    data = "with the data" if with_data or all(file.packed for file in manifest.data.values()) else "no data"
+    data = "with the data" if all(file.packed for file in manifest.data.values()) else "no data"
     say(f"packed {path}: {size / 1e6:,.1f} MB, {data}, in {time.monotonic() - begin:.1f} s")
 
 
@@ -84,8 +89,9 @@ def go(path: Path, to: Path | None, data: Path | None, stop_after: str | None) -
         if status == 0 and not said:
             run([sys.executable, str(ROOT / "scripts/plot_metrics.py"), str(folder), "--html",
                  str(folder / "report.html")], {}, signals)  # fmt: skip
-        if sum(progress(stage.args)["update"] for stage in stages) != sum(manifest.updates.values()):
-            pack(folder, path, with_data=False)
+        newest, sources = collect(folder, with_data=False)
+        if newest.updates != manifest.updates:
+            write(path, folder, newest, sources)
     again = ["python", "scripts/carry.py", "go", str(path)]
     for flag, value in (("--to", to), ("--stop_after", stop_after)):
         if value:

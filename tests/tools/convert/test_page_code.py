@@ -1,62 +1,23 @@
 """The code of a page to send, in Node: tokens against the tokenizer, logits against the PyTorch model, drawn
 tokens against the softmax, a conversation against that of scripts/chat.py."""
 
-import random
-
 import pytest
 import torch
-from transformers import PreTrainedTokenizerFast
 
 from common.errors import UserError
 from model.answers import answer_message
 from model.prompts import document_tokens, prompt_tokens
 from model.sampling import Sampling, likeliest, penalise
 from scripts.conversation import Conversation
-from scripts.train_tokenizer import save, train
 from tests.tools.convert.pages import MOE, in_node, shipped_tokenizer, write
+from tests.tools.convert.texts import own_tokenizer, thousand_texts, whole
 from tools.convert.page_file import CONTEXT
-from tools.convert.parity import sample_texts
-
-SPECIAL = ["<|im_start|>", "<|im_end|>", "<|endoftext|>", "<think>", "</think>", "<tool_call>"]
-RANGES = [(0x20, 0x7F), (0x80, 0x250), (0x370, 0x600), (0x4E00, 0x9FFF), (0x3000, 0x3100), (0xAC00, 0xD7A3)]
-RANGES += [(0x1F300, 0x1FAFF), (0x2000, 0x2100), (0, 0x20), (0xD800, 0xE000), (0x10000, 0x10400)]
-CODE = "def f(x):\n\tif x != 3.14:\r\n        return {'a': [x**2, \"b\"]}  # don't\n\n\n"
-
-
-def thousand_texts() -> list[str]:
-    """Chinese, English, emoji, code, halves of characters, special tokens, and mixtures of all."""
-    rng = random.Random(0)
-
-    def word() -> str:
-        low, high = rng.choice(RANGES)
-        kinds = [rng.choice(SPECIAL), rng.choice([" ", "\n", "  \n", "\t", "'s", "'LL", "\u3000"])]
-        kinds += ["".join(chr(rng.randrange(low, high)) for _ in range(rng.randrange(1, 9)))] * 4
-        return rng.choice(kinds)
-
-    texts = [
-        *sample_texts(),
-        CODE,
-        *SPECIAL,
-        "👩‍👩‍👧🇨🇳 \ud83d half",
-        "\ufeffBOM \x85 \xa0x",
-        "",
-        " ",
-        "x" * 3000,
-    ]
-    texts += ["".join(word() for _ in range(rng.randrange(1, 30))) for _ in range(1000 - len(texts))]
-    assert len(texts) == 1000
-    return texts
 
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
     path = tmp_path_factory.mktemp("page") / "page.html"
     return path, write(path)
-
-
-def own_tokenizer(folder) -> PreTrainedTokenizerFast:
-    save(train(sample_texts(), 512), folder)
-    return PreTrainedTokenizerFast.from_pretrained(folder)
 
 
 @pytest.mark.parametrize("vocabulary", ["shipped", "own"])
@@ -67,9 +28,7 @@ def test_token_ids_of_a_thousand_texts(vocabulary, tmp_path):
     # ASCII: JSON can write half a character so, UTF-8 cannot
     body = "return value.map((text) => tokenizer.encode(text))"
     ids = in_node(tmp_path / "page.html", body, texts)
-    # two halves may be a whole one
-    whole = [text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace") for text in texts]
-    assert ids == [tokenizer.encode(text, add_special_tokens=False) for text in whole]
+    assert ids == [tokenizer.encode(text, add_special_tokens=False) for text in map(whole, texts)]
     decode = "return value.map((ids) => { const d = tokenizer.decoder(); return ids.map((id) => d(id)).join('') + d(); })"
     cut = [each[: len(each) // 2] for each in ids]  # also within a character
     assert in_node(tmp_path / "page.html", decode, cut) == tokenizer.batch_decode(
