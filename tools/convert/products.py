@@ -4,9 +4,10 @@ binary file.
 
     int8(weights, scales, x, y, rows, columns)    y[i] = scales[i] * sum over j of weights[i, j] * x[j]
     int4(weights, scales, x, y, rows, columns)    the same, with a scale for each GROUP columns
+    float32(weights, 0, x, y, rows, columns)      the same without scales; the weights are float32
 
 The arguments are addresses in the imported memory and sizes; `columns` is a multiple of GROUP. x, y and
-scales are float32. The weights are packed by `quantize` (tools/convert/quantized.py). All multiplications and
+scales are float32. The weights of the first two are packed by `quantize` (tools/convert/quantized.py). All multiplications and
 additions are in float32.
 
 Opcodes: WebAssembly Core Specification 2.0, sections 5.4 (instructions) and 5.5 (modules).
@@ -35,9 +36,10 @@ VECTOR_OPCODES = {
 
 
 def products_module() -> bytes:
-    """The module. It imports `env.memory` and exports `int8` and `int4`."""
+    """The module. It imports `env.memory` and exports `int8`, `int4` and `float32`."""
     scale_of_row = "local.get scales  f32.load 0  f32.mul " + _move("scales", 4)
     functions = {"int8": _function(_int8_columns(), scale_of_row), "int4": _function(_int4_columns())}
+    functions["float32"] = _function(_float32_columns())
     kind = bytes([0x60]) + _vector([bytes([I32])] * len(PARAMETERS)) + _vector([])
     memory = _name("env") + _name("memory") + bytes([0x02, 0x00]) + _unsigned(1)
     exports = [_name(name) + bytes([0x00]) + _unsigned(i) for i, name in enumerate(functions)]
@@ -102,6 +104,14 @@ def _int4_columns() -> str:
     # because the total adds all four sums
     code += _clear("sum_1") + _clear("sum_2")
     return code + _move("weights", GROUP // 2) + _move("scales", 4)
+
+
+def _float32_columns() -> str:
+    code = ""
+    for i in range(GROUP // 4):
+        code += f"local.get weights  v128.load {16 * i}  local.get x_now  v128.load {16 * i}  f32x4.mul "
+        code += f"local.get sum_{i % 4}  f32x4.add  local.set sum_{i % 4} "
+    return code + _move("weights", 4 * GROUP)
 
 
 def _add_products(side: str, column: int, to: str) -> str:

@@ -43,7 +43,8 @@ def test_token_ids_of_a_thousand_texts(vocabulary, tmp_path):
         {},
         MOE,
         MOE | {"norm_topk_prob": False, "moe_intermediate_size": 40},
-        {"tie_word_embeddings": False, "head_dim": 20, "num_key_value_heads": 2, "hidden_size": 72},
+        {"tie_word_embeddings": False, "head_dim": 20, "num_key_value_heads": 2, "hidden_size": 72}
+        | {"max_position_embeddings": 50},
         {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}},
     ],
     ids=["dense", "moe", "unnormed", "odd", "yarn"],

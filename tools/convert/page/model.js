@@ -1,5 +1,5 @@
 // The model: a transformer as in model/model_minimind.py, dense or with experts, one token at a time, with a cache of keys
-// and values. The weights stay packed in 8 or 4 bits, in the memory of the WebAssembly module.
+// and values. The weights stay packed in 8 or 4 bits, and everything is in the memory of the WebAssembly module.
 
 const GROUP = 32; // columns of a matrix are a multiple of this; in 4 bits, so many columns have one scale
 const PAGE = 65536; // bytes of a page of WebAssembly memory
@@ -14,7 +14,12 @@ class Model {
     const { hidden_size: hidden, head_dim: head, num_attention_heads: heads, num_key_value_heads: keyHeads } = config;
     const [width, all] = [config.use_moe ? config.moe_intermediate_size : config.intermediate_size, heads * head];
     const sizes = { hidden, normed: hidden, out: hidden, query: all, mixed: all, key: keyHeads * head, value: keyHeads * head };
-    Object.assign(sizes, { gate: width, up: width, logits: config.vocab_size });
+    Object.assign(sizes, { gate: width, up: width, logits: config.vocab_size, scores: roundUp(spec.context), queryHead: head });
+    // Per layer and key head, a row of keys for each position, and a row for each column of the values. The system only
+    // provides memory that has been written to, so a short conversation takes little.
+    this.room = roundUp(spec.context);
+    const caches = config.num_hidden_layers * keyHeads;
+    Object.assign(sizes, { keys: caches * this.room * roundUp(head), values: caches * head * this.room });
     const floats = Object.values(sizes).reduce((sum, size) => sum + roundUp(size), 0);
     const memory = new WebAssembly.Memory({ initial: Math.ceil((spec.bytes + 4 * floats) / PAGE) });
     this.products = new WebAssembly.Instance(module, { env: { memory } }).exports;
@@ -25,7 +30,6 @@ class Model {
       at += 4 * roundUp(size);
     }
     this.tensors = spec.tensors;
-    this.layers = Array.from({ length: config.num_hidden_layers }, () => ({ keys: new Float32Array(0), values: new Float32Array(0) }));
     this.tokens = []; // the tokens whose keys and values are cached
   }
 
@@ -95,7 +99,7 @@ class Model {
     const angles = frequencies.map((frequency) => Math.fround(position * frequency));
     [this.cos, this.sin] = [angles.map((angle) => Math.cos(angle) * scaling), angles.map((angle) => Math.sin(angle) * scaling)];
     this.embed(token);
-    for (let layer = 0; layer < this.layers.length; layer++) {
+    for (let layer = 0; layer < this.config.num_hidden_layers; layer++) {
       const name = `model.layers.${layer}`;
       this.norm(this.hidden, `${name}.input_layernorm.weight`, this.normed);
       this.attend(layer, `${name}.self_attn`, position);
@@ -114,48 +118,46 @@ class Model {
 
   /** Add the attention of a layer to `hidden`. */
   attend(layer, name, position) {
-    const { head_dim: size, num_attention_heads: heads } = this.config;
-    const [query, mixed, width] = [this.query, this.mixed, this.key.length];
-    const perKey = (heads * size) / width; // query heads per key head
-    this.multiply(`${name}.q_proj.weight`, this.normed, query);
+    const { head_dim: size, num_attention_heads: heads, num_key_value_heads: keyHeads } = this.config;
+    this.multiply(`${name}.q_proj.weight`, this.normed, this.query);
     this.multiply(`${name}.k_proj.weight`, this.normed, this.key);
     this.multiply(`${name}.v_proj.weight`, this.normed, this.value);
-    this.rotate(query, `${name}.q_norm.weight`);
+    this.rotate(this.query, `${name}.q_norm.weight`);
     this.rotate(this.key, `${name}.k_norm.weight`);
-    const { keys, values } = this.store(layer, position);
-    const scores = new Float32Array(position + 1);
-    mixed.fill(0);
+    for (let head = 0; head < keyHeads; head++) this.store(layer * keyHeads + head, head * size, position);
     for (let head = 0; head < heads; head++) {
-      const [own, shared] = [head * size, Math.floor(head / perKey) * size];
-      let [largest, sum] = [-Infinity, 0];
-      for (let t = 0, at = shared; t <= position; t++, at += width) {
-        let score = 0;
-        for (let i = 0; i < size; i++) score += query[own + i] * keys[at + i];
-        scores[t] = score / Math.sqrt(size);
-        if (scores[t] > largest) largest = scores[t];
-      }
-      for (let t = 0; t <= position; t++) sum += scores[t] = Math.exp(scores[t] - largest);
-      for (let t = 0, at = shared; t <= position; t++, at += width) {
-        const weight = scores[t] / sum;
-        for (let i = 0; i < size; i++) mixed[own + i] += weight * values[at + i];
-      }
+      const shared = Math.floor((head * keyHeads) / heads);
+      this.attendHead(layer * keyHeads + shared, head * size, position + 1);
     }
-    this.multiply(`${name}.o_proj.weight`, mixed, this.out);
+    this.multiply(`${name}.o_proj.weight`, this.mixed, this.out);
     for (let i = 0; i < this.hidden.length; i++) this.hidden[i] += this.out[i];
   }
 
-  /** Append `key` and `value` to a layer's cache, which doubles when it is full. */
-  store(layer, position) {
-    const [cache, width] = [this.layers[layer], this.key.length];
-    for (const [kind, vector] of [["keys", this.key], ["values", this.value]]) {
-      if (cache[kind].length < (position + 1) * width) {
-        const larger = new Float32Array(2 * Math.max(position, GROUP) * width);
-        larger.set(cache[kind]);
-        cache[kind] = larger;
-      }
-      cache[kind].set(vector, position * width);
+  /** Write a head of `key` and `value`, from `from` on, to a cache. */
+  store(cache, from, position) {
+    const { head_dim: size } = this.config;
+    const wide = roundUp(size);
+    this.keys.set(this.key.subarray(from, from + size), (cache * this.room + position) * wide);
+    for (let i = 0; i < size; i++) this.values[(cache * size + i) * this.room + position] = this.value[from + i];
+  }
+
+  /** Attend with the head of `query` from `from` on to the first `count` positions of a cache, and write the result to
+   * `mixed`. */
+  attendHead(cache, from, count) {
+    const { head_dim: size } = this.config;
+    const { queryHead, scores, keys, values, mixed, room } = this;
+    const [wide, columns] = [roundUp(size), roundUp(count)];
+    queryHead.set(this.query.subarray(from, from + size));
+    this.products.float32(keys.byteOffset + 4 * cache * room * wide, 0, queryHead.byteOffset, scores.byteOffset, count, wide);
+    let [largest, sum] = [-Infinity, 0];
+    for (let t = 0; t < count; t++) if (scores[t] > largest) largest = scores[t];
+    const scale = 1 / Math.sqrt(size);
+    for (let t = 0; t < count; t++) sum += scores[t] = Math.exp((scores[t] - largest) * scale);
+    scores.fill(0, count, columns); // for the rest of the last group
+    for (let i = 0, at = values.byteOffset + 4 * cache * size * room; i < size; i++, at += 4 * room) {
+      this.products.float32(at, 0, scores.byteOffset, mixed.byteOffset + 4 * (from + i), 1, columns);
+      mixed[from + i] /= sum;
     }
-    return cache;
   }
 
   /** Add SwiGLU of `normed`, times a weight, to `hidden`. */
