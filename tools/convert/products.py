@@ -7,8 +7,8 @@ binary file.
     float32(weights, 0, x, y, rows, columns)      the same without scales; the weights are float32
 
 The arguments are addresses in the imported memory and sizes; `columns` is a multiple of GROUP. x, y and
-scales are float32. The weights of the first two are packed by `quantize` (tools/convert/quantized.py). All multiplications and
-additions are in float32.
+scales are float32. Weights in 8 and 4 bits are packed by `quantize` (tools/convert/quantized.py); float32 is
+for keys and values. All multiplications and additions are in float32.
 
 Opcodes: WebAssembly Core Specification 2.0, sections 5.4 (instructions) and 5.5 (modules).
 """
