@@ -36,9 +36,12 @@ def title(runs: list[Run], lang: str) -> str:
     parts = [words["model"].format(parameters=f"{runs[0].about['parameters'] / 1e6:.2f}", time=time)]
     for run in runs:
         tokens = run.figures["tokens"]
-        data = ", ".join(Path(path).name for path in run.settings.get("data_path", "").split(","))
+        replayed = run.settings.get("replay_data_path")
+        paths = ",".join(filter(None, [run.settings.get("data_path", ""), replayed])).split(",")
+        data = ", ".join(Path(path).name for path in paths)
         text = words["read"].format(name=run.settings["save_weight"], tokens=f"{tokens:,.0f}", data=data)
-        if data_tokens := run.about.get("facts", {}).get("data_tokens"):
+        data_tokens = run.about.get("facts", {}).get("data_tokens")
+        if data_tokens and not replayed:  # replayed data are read less often than the others
             text += words["passes"].format(passes=f"{tokens / data_tokens:.2g}")
         parts.append(text)
     return words["; "].join(parts + sentences(runs[-1], lang, BAD_FINDINGS))

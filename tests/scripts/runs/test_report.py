@@ -48,6 +48,9 @@ def test_the_title_says_what_was_trained_and_what_is_bad():
     both = report.title([run, run_of([4.0], stage="b.py")], "en")
     assert both.endswith("; b: 1,000,000 tokens of x.jsonl, b.txt (0.5 passes)") and "repeat" not in both
     assert report.title([run, run_of([4.0])], "en") == "2 run(s), 4.0 min in all"
+    mixed = run_of([4.0], stage="b.py")
+    mixed.settings["replay_data_path"] = "c/text.txt"  # of which a part is read, more or less often
+    assert report.title([run, mixed], "en").endswith("; b: 1,000,000 tokens of x.jsonl, b.txt, text.txt")
 
 
 @pytest.mark.parametrize("losses", [[9.0, 6.0, 5.0, 4.0], [9.0, 6.0, 5.0, 4.0, *[9.9] * 5], [8.0, 7.999]])
