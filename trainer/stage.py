@@ -89,7 +89,7 @@ def read_settings(args_class: type[A], description: str | None) -> "tuple[A, Min
     return args, start_config
 
 
-def read_start_weights(args: A) -> "tuple[A, MiniMindConfig | None]":
+def read_start_weights(args: A) -> "tuple[A, MiniMindConfig]":
     """The settings with the shape and the tokenizer of the model in --from_weight, and its config. If the
     weights are gone but the run is resumed, the checkpoint gives shape and config.
 

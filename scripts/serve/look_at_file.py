@@ -132,7 +132,7 @@ def look_at_records(path: Path, name: str, scratch: Path) -> dict[str, Any]:
     more = is_cut or count == LOOKED_AT
     if is_plain_text(name):  # one text, even if it is read in several parts
         count, more = 1, False
-    found = {"kind": kind, "records": count, "first": first, "more": more}
+    found: dict[str, Any] = {"kind": kind, "records": count, "first": first, "more": more}
     if file_kind(name) in DOCUMENTS:  # its bytes are not those of its text
         found["text_bytes"] = size
         if gaps:
