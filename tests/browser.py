@@ -14,9 +14,17 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webelement import WebElement
 
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+BROWSERS = (
+    "chromium-headless-shell",
+    "chromium",
+    "chromium-browser",
+    "google-chrome",
+    "google-chrome-stable",
+)
 FLAGS = """--headless --no-sandbox --disable-gpu --disable-quic --disable-dev-shm-usage --no-first-run
-    --disable-background-networking --disable-component-update --disable-sync --disable-default-apps"""
+    --disable-background-networking --disable-component-update --disable-sync --disable-default-apps
+    --force-prefers-reduced-motion --renderer-process-limit=1 --disable-features=Translate,OptimizationHints"""
+IS_SHOWN = "(e) => e.checkVisibility({visibilityProperty: true}) && e.getClientRects().length > 0"
 EXPECTED = re.compile(r"favicon|Failed to load resource.*status of 4")
 
 
@@ -73,7 +81,7 @@ class Page:
         return self.run("return [...document.querySelectorAll(arguments[0])].map((e) => e.innerText)", css)
 
     def shown(self, css: str) -> bool:
-        return any(element.is_displayed() for element in self.all(css))
+        return self.run(f"return [...document.querySelectorAll(arguments[0])].some({IS_SHOWN})", css)
 
     def click(self, css: str) -> None:
         """The last element that fits; also one that only shows under the pointer."""
@@ -103,7 +111,7 @@ class Page:
                     return found
             except StaleElementReferenceException:
                 pass
-            time.sleep(0.03)
+            time.sleep(0.05)
         raise AssertionError(f"waited for {seconds} s; the page shows: {self.text('body')[:2000]}")
 
 
@@ -115,7 +123,7 @@ def driver(tmp_path_factory) -> Iterator[webdriver.Chrome]:
         pytest.skip("needs Chromium and chromedriver: bash tools/install_chromium.sh")
     options = webdriver.ChromeOptions()
     options.binary_location = browser
-    for flag in [*FLAGS.split(), f"--user-data-dir={tmp_path_factory.mktemp('browser')}"]:
+    for flag in FLAGS.split():
         options.add_argument(flag)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
     with pytest.MonkeyPatch.context() as patch:
