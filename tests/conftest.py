@@ -1,4 +1,4 @@
-"""Small data and a small model for all tests; where the shared real text lies."""
+"""Small data for all tests."""
 
 import gc
 import json
@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from multiprocessing.util import Finalize
 from pathlib import Path
 
@@ -21,7 +22,6 @@ from tests.stage_process import QUICK_RATE
 from trainer.report import speed
 
 ROOT = Path(__file__).resolve().parents[1]
-SHARED = ROOT.parent / "shared" / "data"
 WORDS = ["the", "a", "red", "blue", "fox", "river", "stone", "walks", "sees", "under", "and"]
 WORDS += ["山", "水", "红", "的", "在", "走"]
 
@@ -71,30 +71,35 @@ def temporary_folder(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory) -> dict[str, Path]:
-    """Ragged pretrain and SFT files, each with a held-out one."""
+    """Ragged pretrain and SFT files, each with a held-out one. Most records are short, because the head takes
+    most of a small run; every ninth is longer than the 64 tokens of `stage_flags.flags`."""
     folder, rng = tmp_path_factory.mktemp("corpus"), random.Random(5)
 
-    def chat() -> dict:
+    def text(number: int, most: int) -> str:
+        return sentence(rng, 70, 90) if number % 9 == 4 else sentence(rng, 1, most)
+
+    def chat(number: int) -> dict:
         turns = [{"role": "system", "content": "be brief"}] if rng.random() < 0.3 else []
         for _ in range(rng.randint(1, 2)):
-            turns.append({"role": "user", "content": sentence(rng, 1, 20)})
-            turns.append({"role": "assistant", "content": sentence(rng, 1, 30)})
+            turns.append({"role": "user", "content": sentence(rng, 1, 5)})
+            turns.append({"role": "assistant", "content": text(number, 8)})
         return {"conversations": turns}
 
-    def pair() -> dict:
-        question = {"role": "user", "content": sentence(rng, 1, 15)}
-        answers = ({"role": "assistant", "content": sentence(rng, 1, 20)} for _ in range(2))
+    def pair(number: int) -> dict:
+        question = {"role": "user", "content": sentence(rng, 1, 5)}
+        answers = ({"role": "assistant", "content": text(number, 8)} for _ in range(2))
         return dict(zip(("chosen", "rejected"), ([question, answer] for answer in answers), strict=True))
 
+    def write(name: str, record: Callable[[int], dict], count: int) -> Path:
+        return write_jsonl(folder / f"{name}.jsonl", [record(number) for number in range(count)])
+
     return {
-        "pretrain": write_jsonl(folder / "p.jsonl", [{"text": sentence(rng, 3, 60)} for _ in range(45)]),
-        "pretrain_eval": write_jsonl(
-            folder / "pe.jsonl", [{"text": sentence(rng, 3, 60)} for _ in range(11)]
-        ),
-        "sft": write_jsonl(folder / "s.jsonl", [chat() for _ in range(75)]),
-        "sft_eval": write_jsonl(folder / "se.jsonl", [chat() for _ in range(13)]),
-        "dpo": write_jsonl(folder / "d.jsonl", [pair() for _ in range(37)]),
-        "dpo_eval": write_jsonl(folder / "de.jsonl", [pair() for _ in range(9)]),
+        "pretrain": write("p", lambda number: {"text": text(number, 14)}, 55),
+        "pretrain_eval": write("pe", lambda number: {"text": text(number, 14)}, 12),
+        "sft": write("s", chat, 75),
+        "sft_eval": write("se", chat, 13),
+        "dpo": write("d", pair, 37),
+        "dpo_eval": write("de", pair, 9),
         "cache": folder / "cache",
     }
 

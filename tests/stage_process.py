@@ -4,22 +4,25 @@ the modules under test load only when they need it, the server has too (tests/pr
 """
 
 import atexit
+import importlib
 import multiprocessing
 import os
 import resource
 import runpy
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from importlib import import_module
 from pathlib import Path
 
 import torch
 
+import common
 import common.command_line
 import trainer.stage
 from trainer.weights.tensor_file import Writer
@@ -53,6 +56,43 @@ import torch.multiprocessing as mp
 start = mp.start_processes
 mp.start_processes = lambda *args, **options: start(*args, **options | {"start_method": "fork"})
 """  # the processes that the engine starts have torch loaded, too
+
+
+class ForkedRank(subprocess.Popen):
+    """A rank of a torchrun that is forked itself (`torchrun`): it runs its file in a fork of torchrun, which has
+    torch loaded, and is a process like any other."""
+
+    def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *_):
+        self.pid, self._child_created = os.fork(), True
+        if self.pid:
+            return
+        status = 1
+        try:
+            os.setsid()
+            os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # torchrun's connections, which close with torchrun
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+                signal.signal(number, signal.SIG_DFL)
+            os.environ.update(env)
+            importlib.reload(common)  # the first import ties a rank to torchrun
+            script = next(i for i, word in enumerate(args) if word.endswith(".py"))
+            sys.argv = list(args[script:])
+            _run_file(Path(args[script]))
+            status = 0
+        except SystemExit as end:
+            status = end.code
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)
+
+
+FORKED_RANKS = """
+from tests.stage_process import ForkedRank
+from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+subprocess_handler.Popen = ForkedRank
+"""
 
 
 def called_from(function: str) -> bool:
@@ -126,7 +166,7 @@ def _child(stage: str, argv: list[str], faults: Faults, env: dict[str, str], fol
     if stage.endswith(".py"):
         _run_file(Path(stage).resolve())
     elif "." in stage:
-        import_module(stage).main()
+        importlib.import_module(stage).main()
     elif stage == "engine":
         _run_engine(faults)
     else:
@@ -162,7 +202,7 @@ def _signal_in_evaluation(number: int) -> None:
 def _run_stage(stage: str, faults: Faults) -> None:
     from trainer.devices.errors import training_errors
 
-    script = import_module(f"trainer.train_{'full_sft' if stage == 'sft' else stage}")
+    script = importlib.import_module(f"trainer.train_{'full_sft' if stage == 'sft' else stage}")
     _make_faulty(script.Objective, faults)
     with training_errors():
         script.main()
@@ -250,6 +290,12 @@ def rank_variables(rank: int, ranks: int, port: int | str) -> dict[str, str]:
     """What torchrun sets for a rank on this machine."""
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
     return place | {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)}
+
+
+def torchrun(script: Path, argv: list) -> StageProcess:
+    """A torchrun that starts two ranks of this script."""
+    words = ["--standalone", "--nproc_per_node", 2, script, *argv]
+    return StageProcess("torch.distributed.run", words, Faults(script=FORKED_RANKS))
 
 
 def start_ranks(

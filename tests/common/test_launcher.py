@@ -1,7 +1,6 @@
 """Which process of a run this is, from torchrun's variables; and a rank that ends with torchrun."""
 
-import subprocess
-import sys
+import signal
 import time
 
 import psutil
@@ -9,7 +8,7 @@ import pytest
 
 from common.launcher import Launch, launch
 from tests.conftest import ROOT
-from tests.stage_process import run
+from tests.stage_process import run, torchrun
 from tests.trainer.stage_flags import flags
 
 RANK = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
@@ -45,17 +44,15 @@ def test_a_stage_says_so_in_one_line(corpus, tmp_path):
 def test_ranks_save_and_end_with_a_torchrun_that_is_killed(corpus, tmp_path):
     """kill -9 tells torchrun nothing; the kernel tells the ranks."""
     argv = flags(corpus, tmp_path, "pretrain", epochs=500, save_interval=10**6)
-    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    words += [str(ROOT / "trainer/train_pretrain.py"), *argv]
-    process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    launcher = torchrun(ROOT / "trainer/train_pretrain.py", argv)
     metrics = tmp_path / "out/pretrain_32_metrics.jsonl"
     ranks: list[psutil.Process] = []
     deadline = time.monotonic() + 240
     while not (len(ranks) == 2 and metrics.exists() and metrics.stat().st_size):
         assert time.monotonic() < deadline, "no update yet"
-        ranks = psutil.Process(process.pid).children()
+        ranks = psutil.Process(launcher.process.pid).children()
         time.sleep(0.05)
-    process.kill()
+    launcher.send(signal.SIGKILL)
     assert psutil.wait_procs(ranks, timeout=15)[1] == []
-    process.wait()
+    assert launcher.wait() == -signal.SIGKILL
     assert (tmp_path / "checkpoints/pretrain_32_resume.pth").exists()

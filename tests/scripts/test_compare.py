@@ -34,7 +34,7 @@ SMALL += ["--accumulation_steps", 1, "--epochs", 1, "--learning_rate", 1e-2, "--
 def data(tmp_path):
     """A text of which some records are held out."""
     rng = random.Random(3)
-    return write_jsonl(tmp_path / "text.jsonl", [{"text": sentence(rng, 5, 60)} for _ in range(40)])
+    return write_jsonl(tmp_path / "text.jsonl", [{"text": sentence(rng, 5, 20)} for _ in range(40)])
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 import os
 import re
-import subprocess
 import sys
 
 import psutil
@@ -11,6 +10,7 @@ import torch
 
 from common.errors import UserError
 from tests.gpu import run_checks
+from tests.stage_process import run
 
 CHECKS = """
 import os, pathlib, signal, socket, subprocess, sys, time
@@ -43,6 +43,9 @@ def test_a_check_that_fails_crashes_or_hangs_stops_no_other(tmp_path, monkeypatc
     for name, value in {"ROOT": tmp_path, "TABLE": table, "LIMIT": 3.0}.items():
         monkeypatch.setattr(run_checks, name, value)
     monkeypatch.setattr(sys, "argv", ["run_checks"])
+    # a dozen processes of pytest, of which each would load hypothesis for a second
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    monkeypatch.setattr(run_checks, "PYTEST", [*run_checks.PYTEST, "-p", "xdist.plugin"])
     (folder / "conftest.py").write_text(
         "def pytest_addoption(parser): parser.addoption('--slow', action='store_true')"
     )
@@ -88,10 +91,9 @@ def test_checks_come_in_the_order_of_what_they_tell():
 
 
 def test_arguments_choose_checks():
-    command = [sys.executable, "-m", "tests.gpu.run_checks", "--collect-only", "-k", "attention"]
-    done = subprocess.run(command, cwd=run_checks.ROOT, capture_output=True, text=True)
-    lines = done.stdout.splitlines()
-    assert done.returncode == 0 and lines and all("attention" in line for line in lines)
+    process = run(run_checks.__file__, ["--collect-only", "-k", "attention"])
+    lines = process.out.splitlines()
+    assert lines and all("attention" in line for line in lines)
 
 
 def test_each_check_has_advice_where_it_fails():

@@ -2,11 +2,15 @@
 passes it."""
 
 import json
+import os
 import random
 import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import ClassVar
 
 import psutil
 import pytest
@@ -17,6 +21,7 @@ from common.settings import StageArgs
 from scripts import verify_resume
 from scripts.verify_resume import make_run, run_to_end, run_to_kill
 from tests.conftest import write_jsonl
+from tests.stage_process import Faults, StageProcess
 from tools.verify import launch as launches
 from tools.verify.compare import compare_runs, is_same
 from tools.verify.launch import KILL_METHODS, Launch, Run, is_alive
@@ -206,7 +211,43 @@ def killed_at_random(monkeypatch, capsys, *flags) -> str:
     return capsys.readouterr().out
 
 
+class ForkedLaunch:
+    """What `Launch` starts, forked from a process that has torch loaded, in the place of `subprocess.Popen`."""
+
+    environments: ClassVar[
+        dict[int, dict[str, str]]
+    ] = {}  # of each process; a fork shows those of its parent
+
+    def __init__(self, command, stdout, env, **_):
+        script = f"log = os.open({stdout.name!r}, os.O_WRONLY | os.O_APPEND)\n"
+        script += "os.dup2(log, 1)\nos.dup2(log, 2)\n"
+        self.process = StageProcess(command[1], command[2:], Faults(script=script)).process
+        self.pid = self.process.pid
+        self.environments[self.pid] = env
+
+    @property
+    def returncode(self) -> int | None:
+        return self.process.exitcode
+
+    def poll(self) -> int | None:
+        return self.process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self.process.join(timeout)
+        if self.returncode is None:
+            raise subprocess.TimeoutExpired("a run", timeout)
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+
 def test_one_rank_killed_at_a_random_moment(monkeypatch, capsys):
+    environ = psutil.Process.environ
+    forked = lambda process: ForkedLaunch.environments.get(process.pid) or environ(process)  # noqa: E731
+    monkeypatch.setattr(psutil.Process, "environ", forked)
+    in_place = SimpleNamespace(**vars(subprocess) | {"Popen": ForkedLaunch})
+    monkeypatch.setattr(launches, "subprocess", in_place)
     monkeypatch.setattr(verify_resume, "UPDATES", 24)
     printed = killed_at_random(monkeypatch, capsys, "--kills", 2)
     assert re.search(r"PASS: [12] of 2 kills in training, 0 differing bits", printed)

@@ -63,7 +63,7 @@ def test_two_ranks_train_the_samples_of_one(corpus, tmp_path):
     for ranks, size in ((1, 4), (2, 2)):
         folder = tmp_path / str(ranks)
         folder.mkdir()
-        settings = {"data_path": corpus["pretrain"], "max_tokens": 900}
+        settings = {"data_path": corpus["pretrain"], "max_tokens": 550}
         settings |= {"batch_size": size, "epochs": 2}
         faults = Faults(record=str(folder / "ids"))
         run("pretrain", flags(corpus, folder, "pretrain", **settings), faults, ranks=ranks)

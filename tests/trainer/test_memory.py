@@ -9,7 +9,7 @@ from trainer.report.metrics import read_metrics
 
 def test_the_memory_of_a_run_is_flat(corpus, tmp_path):
     """Peak memory in the log of a run with packing, samples of all lengths, saves and evaluations."""
-    settings = {"epochs": 5, "num_hidden_layers": 1, "batch_size": 1, "packing": 1, "max_seq_len": 200}
+    settings = {"epochs": 6, "num_hidden_layers": 1, "batch_size": 1, "packing": 1, "max_seq_len": 200}
     settings |= {"save_interval": 20, "eval_interval": 0}
     run("pretrain", flags(corpus, tmp_path, "pretrain", **settings))
     found = [record["memory_mb"] for record in read_metrics(tmp_path / "out/pretrain_32_metrics.jsonl")]

@@ -3,15 +3,13 @@
 import math
 import signal
 import socket
-import subprocess
-import sys
 import time
 
 import pytest
 import torch
 
 from tests.conftest import ROOT
-from tests.stage_process import Faults, StageProcess, rank_variables, run, start_ranks
+from tests.stage_process import Faults, StageProcess, rank_variables, run, start_ranks, torchrun
 from tests.trainer.rollout_runs import rollout_flags, write_prompts
 from tests.trainer.stage_flags import assert_same_run, assert_same_tensors, flags, records, saved_state
 from trainer.report.metrics import read_metrics
@@ -206,15 +204,14 @@ def test_under_torchrun_a_signal_saves_and_ends_all(corpus, tmp_path):
     argv = flags(
         corpus, tmp_path, "pretrain", epochs=200, batch_size=2, save_interval=100_000, eval_interval=100_000
     )
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    command += [str(ROOT / "trainer/train_pretrain.py"), *argv]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    wait_for_records(tmp_path / "out/pretrain_32_metrics.jsonl", 3, lambda: process.poll() is None)
-    ranks = psutil.Process(process.pid).children()
-    begin = time.time()
-    process.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode != 0 and time.time() - begin < 60
+    launcher = torchrun(ROOT / "trainer/train_pretrain.py", argv)
+    metrics = tmp_path / "out/pretrain_32_metrics.jsonl"
+    wait_for_records(metrics, 3, lambda: launcher.process.exitcode is None)
+    ranks = psutil.Process(launcher.process.pid).children()
+    assert len(ranks) == 2
+    launcher.send(signal.SIGTERM)
+    assert launcher.wait(60) != 0
+    err = launcher.err
     _, left = psutil.wait_procs(ranks, timeout=5)  # a process closes its output a moment before it has ended
     assert not [rank for rank in left if rank.is_running() and rank.status() != "zombie"]
     said = [line for line in err.splitlines() if line.startswith("stopped: by SIGTERM after update")]

@@ -30,17 +30,19 @@ def in_sessions(stage: str, argv: list[str], updates: int, ranks: int = 1) -> li
     return said
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_sessions_are_the_uninterrupted_run(corpus, tmp_path, ranks):
+@pytest.mark.parametrize(("ranks", "updates"), [(1, 5), (2, 11)])
+def test_sessions_are_the_uninterrupted_run(corpus, tmp_path, ranks, updates):
     """24 updates, in sessions that end in the middle of an epoch, of the accumulated micro-batches of a log
     record, and at a checkpoint. Only the clock of rank 0 counts."""
     settings = SETTINGS | {"log_interval": 5, "batch_size": 4 // ranks}
     run("pretrain", flags(corpus, tmp_path / "whole", "pretrain", **settings), ranks=ranks)
     argv = flags(corpus, tmp_path / "sessions", "pretrain", **settings)
-    said = in_sessions("pretrain", argv, 5, ranks)
-    assert ["--stop_after 5s after update" in each for each in said] == [True] * 4 + [False]
-    assert "stopped: by --stop_after 5s after update 10 of 24, which is saved" in said[1]
-    assert "resuming pretrain at epoch 2, update 10 of 24" in said[2] and "verdict: " not in said[2]
+    *stopped, last = in_sessions("pretrain", argv, updates, ranks)
+    for i, each in enumerate(stopped):
+        where = f"update {updates * (i + 1)} of 24"
+        assert f"stopped: by --stop_after {updates}s after {where}, which is saved" in each
+        assert f", {where}, from" in [*stopped, last][i + 1] and "verdict: " not in each
+    assert len(stopped) == 23 // updates and "--stop_after" not in last
     assert_same_run(tmp_path / "whole", tmp_path / "sessions")
 
 
@@ -91,7 +93,8 @@ def test_in_the_middle_of_the_updates_on_a_rollout(tmp_path, stage):
     more = {"grpo": {"num_generations": 4, "epsilon": 0.1}, "ppo": {}}[stage]
     settings = {"num_iterations": 3, "from_resume": 1, **more}
     run(stage, rollout_flags(prompts, tmp_path / "whole", **settings))
-    in_sessions(stage, rollout_flags(prompts, tmp_path / "sessions", **settings), 2)
+    said = in_sessions(stage, rollout_flags(prompts, tmp_path / "sessions", **settings), 4)
+    assert len(said) == 5  # of 18 updates, three on each rollout
     name = {"grpo": "grpo_32", "ppo": "ppo_actor_32"}[stage]
     assert_same_run(tmp_path / "whole", tmp_path / "sessions", name, SAMPLED)
 
@@ -99,7 +102,7 @@ def test_in_the_middle_of_the_updates_on_a_rollout(tmp_path, stage):
 def test_a_sharded_run(corpus, tmp_path):
     settings = {"epochs": 1, "parallel": "fsdp", "optimizer": "adamw", "from_resume": 1, "batch_size": 4}
     run("pretrain", flags(corpus, tmp_path / "whole", "pretrain", **settings), ranks=2)
-    in_sessions("pretrain", flags(corpus, tmp_path / "sessions", "pretrain", **settings), 3, ranks=2)
+    in_sessions("pretrain", flags(corpus, tmp_path / "sessions", "pretrain", **settings), 5, ranks=2)
     assert_same_run(tmp_path / "whole", tmp_path / "sessions")
 
 

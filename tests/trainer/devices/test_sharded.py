@@ -13,7 +13,7 @@ from trainer.trainer_utils import lm_checkpoint
 
 CONFIG = MiniMindConfig(hidden_size=32, num_hidden_layers=1)
 SETTINGS = {"batch_size": 2, "accumulation_steps": 2, "epochs": 1, "num_hidden_layers": 1, "parallel": "fsdp"}
-SETTINGS |= {"save_interval": 4, "eval_interval": 1000, "optimizer": "adamw"}
+SETTINGS |= {"save_interval": 4, "eval_interval": 1000, "optimizer": "adamw", "learning_rate": 1e-3}
 KILLED = """
 import trainer.checkpoint.file as checkpoint
 atomic_write, count = checkpoint.atomic_write, []
