@@ -14,13 +14,9 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webelement import WebElement
 
-BROWSERS = (
-    "chromium-headless-shell",
-    "chromium",
-    "chromium-browser",
-    "google-chrome",
-    "google-chrome-stable",
-)
+# Debian's headless shell itself: its command is a script, whose end leaves the browser running
+HEADLESS_SHELL = "/usr/lib/chromium/chromium-headless-shell"
+BROWSERS = (HEADLESS_SHELL, "chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 FLAGS = """--headless --no-sandbox --disable-gpu --disable-quic --disable-dev-shm-usage --no-first-run
     --disable-background-networking --disable-component-update --disable-sync --disable-default-apps
     --force-prefers-reduced-motion --renderer-process-limit=1 --disable-features=Translate,OptimizationHints"""

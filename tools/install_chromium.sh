@@ -4,7 +4,7 @@
 set -uo pipefail
 
 has_chromium() {
-    command -v chromedriver >/dev/null && { command -v chromium-headless-shell || command -v chromium || command -v chromium-browser || command -v google-chrome; } >/dev/null
+    command -v chromedriver >/dev/null && { command -v /usr/lib/chromium/chromium-headless-shell || command -v chromium || command -v chromium-browser || command -v google-chrome; } >/dev/null
 }
 
 if has_chromium; then
