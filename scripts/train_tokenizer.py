@@ -27,6 +27,7 @@ from common.errors import UserError
 from common.hub import local_path
 from common.settings import ROOT, StageArgs
 from dataset.files import expand_paths, format_source, read_records
+from dataset.held_out import Split
 from dataset.messages import BadRecord
 from dataset.records import PAIR_NAMES, find_format, parse
 from dataset.report import describe_error
@@ -65,11 +66,15 @@ PROTOCOL = [
 ZH_CHARACTER = re.compile(r"[\u3400-\u9fff]")
 
 
-def read_texts(path: str, separator: str = "", skip_bad: bool = False) -> Iterator[str]:
+def read_texts(
+    path: str, separator: str = "", skip_bad: bool = False, split: Split | None = None
+) -> Iterator[str]:
     """Yield the text of each record that is not blank. separator: the line between documents of plain text.
-    Raises UserError for a missing file and, unless `skip_bad`, for a record that no stage can read."""
+    split: the records to read; None: all. Raises UserError for a missing file and, unless `skip_bad`, for a
+    record that no stage can read."""
     paths = expand_paths(path)
-    for source, record in read_records(paths, separator):
+    records = read_records(paths, separator)
+    for source, record in records if split is None else split.choose(records, paths, is_document=True):
         try:
             if isinstance(record, BadRecord):
                 raise record

@@ -3,8 +3,9 @@
 import argparse
 import math
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,12 @@ import numpy as np
 from common.errors import say
 from common.settings import ModelConfig, StageArgs
 from dataset.files import expand_paths, split_data_path
+from dataset.held_out import Split
 from dataset.lm_dataset import StageDataset
 from dataset.mixing import MixedDataset
 from dataset.token_cache import load_tokenizer
 from scripts import train_tokenizer
-from scripts.planning import rules, trial
+from scripts.planning import exercises, rules, trial
 from scripts.planning.machine import Cost, measure
 from trainer import train_full_sft, train_pretrain
 from trainer.callbacks.right_answers import held_out_questions, max_new_tokens
@@ -25,6 +27,7 @@ from trainer.callbacks.right_answers import held_out_questions, max_new_tokens
 START_SECONDS = 12.0  # seconds in which a stage starts Python, opens its data and builds its model
 NGRAM, HASH_BASE, MOST_TOKENS_COMPARED = 6, 0x9E3779B97F4A7C15, 4_000_000
 SMALL_BYTES = 4e6
+MOST_TEXTS = 10_000  # that exercises are made from
 N_EVALS = 5  # evaluations of a stage besides the one before its first update
 # generating a token takes 4 to 8 times as long as reading one
 GENERATED_COST = 4
@@ -184,7 +187,14 @@ def open_stages(args: argparse.Namespace) -> list[Stage]:
     pretrain = replace(pretrain, most_passes=rules.most_passes(repeated, pretrain.data.num_tokens))
     if not args.sft_data:
         return [pretrain]
-    return [pretrain, open_sft(args, tokenizer_path, pretrain.args.data_path)]
+    text = pretrain.args.data_path
+    sft = open_sft(args, tokenizer_path, text)
+    if not (pretrain.repeats_itself and sft.has_few_conversations and write_exercises(args, text)):
+        return [pretrain, sft]
+    data = f"{text},{args.save_dir}/{exercises.FILE}"
+    passes = pretrain.most_passes
+    pretrain = replace(open_stage(args, train_pretrain, data, tokenizer_path), most_passes=passes)
+    return [pretrain, open_sft(args, tokenizer_path, data)]
 
 
 def open_sft(args: argparse.Namespace, tokenizer_path: str, text: str | None = None) -> Stage:
@@ -249,13 +259,35 @@ def open_stage(args: argparse.Namespace, script: Any, path: str, tokenizer_path:
 def train_own_tokenizer(args: argparse.Namespace, size: int) -> str:
     """Train a vocabulary of this size on the data; returns its folder. Raises UserError."""
     paths = dict.fromkeys(filter(None, (args.pretrain_data, args.sft_data)))
-    skip_bad = args.on_bad_data == "skip"
-    texts = chain.from_iterable(
-        train_tokenizer.read_texts(path, args.text_separator, skip_bad) for path in paths
-    )
+    texts = chain.from_iterable(read_texts(args, path) for path in paths)
     folder = f"{args.save_dir}/tokenizer"
     train_tokenizer.save(train_tokenizer.train(texts, size), Path(folder))
     return folder
+
+
+def write_exercises(args: argparse.Namespace, text: str) -> bool:
+    """Write exercises in copying into the folder of the plan, if this data path needs them. Returns whether
+    there are any."""
+    path = Path(args.save_dir, exercises.FILE)
+    if split_data_path(f"{text},{path}") != [*split_data_path(text), str(path)]:
+        return False  # a name with a comma cannot be one of several
+    eval_share = rules.EVAL_SHARE if args.eval_share is None else args.eval_share
+    texts = list(islice(read_texts(args, text, Split(eval_share)), MOST_TEXTS))
+    if not exercises.are_needed(texts):
+        return False
+    exercises.write_exercises(texts, path, eval_share)
+    if not path.stat().st_size:
+        return False
+    say(
+        f"exercises: {path}. The text hardly mentions a name twice in one place; these documents teach the "
+        "model to repeat a name of the question in its answer"
+    )
+    return True
+
+
+def read_texts(args: argparse.Namespace, path: str, split: Split | None = None) -> Iterator[str]:
+    """The texts of a data path; with --on_bad_data skip, without those that no stage can read."""
+    return train_tokenizer.read_texts(path, args.text_separator, args.on_bad_data == "skip", split)
 
 
 def bytes_per_token(stage: Stage) -> float:

@@ -483,7 +483,8 @@ def test_text_that_repeats_itself_is_read_more_often_and_replayed_beside_few_con
     sft = parse_args(train_full_sft.Args, "", sft[2:])
     assert pretrain.epochs >= 8 and f"it is read up to {pretrain.epochs} times instead of 4" in out
     assert pretrain.dropout == rules.dropout(pretrain.epochs) > 0 and sft.dropout == 0
-    assert sft.replay_data_path == str(facts / "text.jsonl") and sft.batch_size == 8
+    assert pretrain.data_path == f"{facts / 'text.jsonl'},{folder / 'exercises.jsonl'}"
+    assert sft.replay_data_path == pretrain.data_path and sft.batch_size == 8
     assert sft.epochs == rules.FEW_MAX_PASSES and sft.eval_share == 0.1 and sft.optimizer == "muon"
     assert "teach how to answer" not in out and "different tokens" not in out
 

@@ -1,0 +1,102 @@
+"""Documents about made-up words, for a small text whose documents mention each name once.
+
+To answer "Who commands the Pebara?", a model must write the name of the question before it can say what it
+knows about it. Copying is a skill of its own (induction heads, arXiv:2209.11895). If no document mentions a
+name twice, a small model learns every fact, but not to copy: its answers are about another name.
+
+An exercise has some sentences of the text that share a word. In most exercises a made-up word replaces it, so
+that it can only be copied. The others keep the word, and collect what the text says in several places
+(docs/dev/LOG.md, "Exercises in copying").
+"""
+
+import json
+import random
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from common.files import atomic_write
+from dataset.held_out import Split
+
+FILE = "exercises.jsonl"
+SHARE = 0.8  # characters of exercises for a character of text; with 0.25, copying was not learned
+KEPT = 0.25  # share of the exercises that keep the word
+MOST_SENTENCES, MOST_CHARACTERS = 5, 300  # of an exercise; of a sentence
+MOST_PARTS, MOST_OF_PART = 4, 5  # parts of a made-up word, and characters of a part
+WINDOW, RARE = 1000, 0.05  # characters; the largest share of windows that have a rare word
+SENTENCE = re.compile(r"[^.!?。！？\n]+[.!?。！？]?")
+SPACED, UNSPACED = re.compile(r"[^\W\u2e80-\u9fff]+"), re.compile(r"[\u2e80-\u9fff]+")
+
+
+def write_exercises(texts: Sequence[str], path: Path, eval_share: float) -> None:
+    """Write exercises from these texts into a JSON Lines file, or an empty file if no two sentences share a
+    word. The same texts give the same file. `eval_share` holds none of the exercises out, so that held-out
+    losses are those of the text alone."""
+    trained, left = Split(eval_share), SHARE * sum(map(len, texts))
+    lines = []
+    for exercise in exercises(texts):
+        if left <= 0:
+            break
+        if trained.includes(exercise):
+            lines.append(json.dumps({"text": exercise}, ensure_ascii=False) + "\n")
+            left -= len(exercise)
+    atomic_write(path, lambda file: file.write("".join(lines).encode("utf-8", "replace")))
+
+
+def are_needed(texts: Sequence[str]) -> bool:
+    """Whether the texts hardly teach copying: in most of their windows, which are about as long as a sample,
+    no rare word comes twice."""
+    windows = [text[i : i + WINDOW] for text in texts for i in range(0, len(text), WINDOW)]
+    counts = [Counter(words_of(window)) for window in windows]
+    windows_with = Counter(word for count in counts for word in count)
+    most = max(2, RARE * len(windows))
+    repeats = [
+        any(number > 1 for word, number in count.items() if windows_with[word] <= most) for count in counts
+    ]
+    return sum(repeats) < len(windows) / 2
+
+
+def exercises(texts: Sequence[str]) -> Iterator[str]:
+    """Yield exercises without end; none if no word is in two sentences."""
+    rng = random.Random(0)
+    sentences = dict.fromkeys(part.strip() for text in texts for part in SENTENCE.findall(text))
+    sentences_with = defaultdict(list)
+    for sentence in sentences:
+        if len(sentence) <= MOST_CHARACTERS:
+            for word in dict.fromkeys(words_of(sentence)):
+                sentences_with[word].append(sentence)
+    all_words = list(sentences_with)
+    shared = [word for word in all_words if len(sentences_with[word]) > 1]
+    while shared:
+        word = rng.choice(shared)
+        found = sentences_with[word]
+        chosen = rng.sample(found, min(len(found), rng.randint(2, MOST_SENTENCES)))
+        new = word if rng.random() < KEPT else made_up(word, all_words, rng)
+        yield (" " if SPACED.match(word) else "").join(replaced(text, word, new) for text in chosen)
+
+
+def words_of(sentence: str) -> list[str]:
+    """The words of a sentence; where a writing has no spaces, all pieces of two or three characters."""
+    words = SPACED.findall(sentence)
+    for run in UNSPACED.findall(sentence):
+        words += [run[i : i + size] for size in (2, 3) for i in range(len(run) - size + 1)]
+    return words
+
+
+def made_up(word: str, words: Sequence[str], rng: random.Random) -> str:
+    """A new word from parts of these, with a capital letter if `word` has one."""
+    new = ""
+    for _ in range(rng.randint(1, MOST_PARTS)):
+        source = rng.choice(words)
+        size = rng.randint(1, min(MOST_OF_PART, len(source)))
+        start = rng.randint(0, len(source) - size)
+        new += source[start : start + size].lower()
+    return new.capitalize() if word[0].isupper() else new
+
+
+def replaced(sentence: str, word: str, new: str) -> str:
+    """The sentence with one word for another."""
+    if SPACED.match(word):
+        return SPACED.sub(lambda match: new if match[0] == word else match[0], sentence)
+    return sentence.replace(word, new)
