@@ -20,7 +20,7 @@ from common.files import atomic_write
 from dataset.held_out import Split
 
 FILE = "exercises.jsonl"
-SHARE = 0.8  # characters of exercises for a character of text; with 0.25, copying was not learned
+SHARE = 0.8  # characters of exercises for a character of text; with 0.2, copying was hardly learned
 KEPT = 0.25  # share of the exercises that keep the word
 MOST_SENTENCES, MOST_CHARACTERS = 5, 300  # of an exercise; of a sentence
 MOST_PARTS, MOST_OF_PART = 4, 5  # parts of a made-up word, and characters of a part

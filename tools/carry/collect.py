@@ -174,7 +174,8 @@ class Collection:
                 plain = f"{i:04}_{plain}"
             names.append(f"data/{number}/{plain}")
             size, digest = Path(path).stat().st_size, file_hash(path)
-            self.data[names[-1]] = DataFile(bytes=size, sha256=digest, packed=False)
+            is_own = self.folder.resolve() in Path(path).resolve().parents  # a plan's exercises
+            self.data[names[-1]] = DataFile(bytes=size, sha256=digest, packed=is_own)
             self.sources[names[-1]] = Path(path)
         return names
 

@@ -59,6 +59,15 @@ def test_data_of_all_forms(tmp_path, texts):
     assert settings["sample_prompts"] == "none"
 
 
+def test_data_in_the_folder_of_the_runs_always_come_along(tmp_path, texts):
+    """Such as a plan's exercises, which nobody has elsewhere."""
+    folder = plan(tmp_path / "plan")
+    own = write_jsonl(folder / "exercises.jsonl", [{"text": "x"}])
+    words = [f"--save_dir={folder}", f"--checkpoint_dir={folder}", f"--data_path={texts['b.jsonl']},{own}"]
+    manifest, _ = collect(plan(folder, ["trainer/train_pretrain.py", *words]), with_data=False)
+    assert [file.packed for file in manifest.data.values()] == [False, True]
+
+
 def test_settings_are_those_that_differ_and_name_no_place(tmp_path, texts):
     more = {
         "log_file": "/tmp/x.log",
