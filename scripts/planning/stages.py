@@ -187,7 +187,7 @@ def open_stages(args: argparse.Namespace) -> list[Stage]:
     pretrain = replace(pretrain, most_passes=rules.most_passes(repeated, pretrain.data.num_tokens))
     if not args.sft_data:
         return [pretrain]
-    text = pretrain.args.data_path
+    text = str(pretrain.args.data_path)
     sft = open_sft(args, tokenizer_path, text)
     if not (pretrain.repeats_itself and sft.has_few_conversations and write_exercises(args, text)):
         return [pretrain, sft]
