@@ -551,7 +551,9 @@ def test_of_a_large_file_only_the_first_bytes_are_read(client, tmp_path, monkeyp
     }
     read, sizes = look_at_file.read_records, []
     monkeypatch.setattr(
-        look_at_file, "read_records", lambda paths: sizes.append(os.path.getsize(paths[0])) or read(paths)
+        look_at_file,
+        "read_records",
+        lambda paths, **more: sizes.append(os.path.getsize(paths[0])) or read(paths, **more),
     )
     for head in range(1000, 1003):  # cut within a record, within a character
         monkeypatch.setattr(look_at_file, "HEAD_BYTES", head)
