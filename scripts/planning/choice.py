@@ -48,9 +48,10 @@ def choose(stages: list[Stage], depths: Sequence[int], memory: float, seconds: f
     models: list[Stage] = []
     limit, passes = "size", stages[0].most_passes
     goes_on = stages[0].goes_on  # then the model is given
+    text_tokens = stages[0].data.num_tokens - stages[0].exercises
     given_width = stages[0].args.hidden_size if goes_on else None
     for depth in depths:
-        if best and rules.tokens_needed(depth, passes) > passes * stages[0].data.num_tokens:
+        if best and rules.tokens_needed(depth, passes) > passes * text_tokens:
             limit = "data"
             break
         # what a forward pass keeps may be half as much again

@@ -56,6 +56,7 @@ class Stage:
     answer_tokens: int = 0  # tokens of the longest answers to the questions of an evaluation
     cost: Cost = field(default_factory=Cost)
     peak: float = 0.0  # measured bytes of an update on a GPU
+    exercises: int = 0  # tokens of the data that are exercises in copying
     goes_on: bool = False  # whether it trains a given model (--from_weight), whose shape is given, too
 
     @property
@@ -192,9 +193,10 @@ def open_stages(args: argparse.Namespace) -> list[Stage]:
     if not (pretrain.repeats_itself and sft.has_few_conversations and write_exercises(args, text)):
         return [pretrain, sft]
     data = f"{text},{args.save_dir}/{exercises.FILE}"
-    passes = pretrain.most_passes
-    pretrain = replace(open_stage(args, train_pretrain, data, tokenizer_path), most_passes=passes)
-    return [pretrain, open_sft(args, tokenizer_path, data)]
+    both = open_stage(args, train_pretrain, data, tokenizer_path)
+    more = both.data.num_tokens - pretrain.data.num_tokens
+    both = replace(both, most_passes=pretrain.most_passes, exercises=more)
+    return [both, open_sft(args, tokenizer_path, data)]
 
 
 def open_sft(args: argparse.Namespace, tokenizer_path: str, text: str | None = None) -> Stage:

@@ -484,6 +484,7 @@ def test_text_that_repeats_itself_is_read_more_often_and_replayed_beside_few_con
     assert pretrain.epochs >= 8 and f"it is read up to {pretrain.epochs} times instead of 4" in out
     assert pretrain.dropout == rules.dropout(pretrain.epochs) > 0 and sft.dropout == 0
     assert pretrain.data_path == f"{facts / 'text.jsonl'},{folder / 'exercises.jsonl'}"
+    assert "tokens of the data are exercises in copying" in out
     assert sft.replay_data_path == pretrain.data_path and sft.batch_size == 8
     assert sft.epochs == rules.FEW_MAX_PASSES and sft.eval_share == 0.1 and sft.optimizer == "muon"
     assert "teach how to answer" not in out and "different tokens" not in out
