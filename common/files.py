@@ -14,7 +14,7 @@ import socket
 import stat
 import struct
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -48,6 +48,12 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write a JSON file. In ASCII: file names may hold bytes that are not UTF-8."""
     text = json.dumps(content, indent=1, default=str) + "\n"
     atomic_write(path, lambda file: file.write(text.encode()))
+
+
+def json_lines(records: Iterable[dict[str, Any]]) -> bytes:
+    """Records as JSON Lines in UTF-8. Half of a character (a lone surrogate) becomes a question mark."""
+    lines = (json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+    return "".join(lines).encode(errors="replace")
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from common.errors import UserError, reason
-from common.files import atomic_write
+from common.files import atomic_write, json_lines
 
 
 class Message(NamedTuple):
@@ -228,6 +228,5 @@ def finished(messages: list[dict[str, str]]) -> Iterator[list[dict[str, str]]]:
 
 def write_conversations(path: Path, conversations: Iterable[list[dict[str, str]]]) -> None:
     """Write conversations as JSON Lines, one in each line. Raises WriteError."""
-    lines = [json.dumps({"messages": each}, ensure_ascii=False) + "\n" for each in conversations]
-    data = "".join(lines).encode(errors="replace")  # half of an emoji, where a program cut a message
+    data = json_lines({"messages": each} for each in conversations)
     atomic_write(path, lambda file: file.write(data))

@@ -31,7 +31,6 @@ A model can answer questions about a fact only if it was stated in several wordi
 arXiv:2309.14316.
 """
 
-import json
 import sys
 from pathlib import Path
 
@@ -40,16 +39,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from common.command_line import Parser, one_line_errors
 from common.errors import UserError
-from common.files import atomic_write
+from common.files import atomic_write, json_lines
 from common.settings import ROOT
 from scripts.demo.sums import make_sums
 from scripts.demo.tour import make_tour
 from scripts.demo.world import make_corpus
-
-
-def json_lines(records: list[dict]) -> bytes:
-    """The content of a file of these records."""
-    return "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records).encode()
 
 
 def write_files(output_dir: str | Path, files: dict[str, list[dict]]) -> dict[str, int]:

@@ -1,22 +1,21 @@
 """Documents about made-up words, for a small text whose documents mention each name once.
 
-To answer "Who commands the Pebara?", a model must write the name of the question before it can say what it
-knows about it. Copying is a skill of its own (induction heads, arXiv:2209.11895). If no document mentions a
-name twice, a small model learns every fact, but not to copy: its answers are about another name.
+A model that answers "Who commands the Pebara?" writes this name first, and then what it knows about it.
+Copying the name is a skill of its own (induction heads, arXiv:2209.11895). A text whose documents mention
+each name once does not teach it. Then a small model learns every fact, but answers about another name.
 
-An exercise has some sentences of the text that share a word. In most exercises a made-up word replaces it, so
-that it can only be copied. The others keep the word, and collect what the text says in several places
-(docs/dev/LOG.md, "Exercises in copying").
+An exercise consists of sentences of the text that share a word. In most exercises a made-up word replaces it,
+which the model can only copy. The other exercises keep the word. They put together what the text says in
+several places. Measurements: docs/dev/LOG.md, "Exercises in copying".
 """
 
-import json
 import random
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from common.files import atomic_write
+from common.files import atomic_write, json_lines
 from dataset.held_out import Split
 
 FILE = "exercises.jsonl"
@@ -34,14 +33,14 @@ def write_exercises(texts: Sequence[str], path: Path, eval_share: float) -> None
     word. The same texts give the same file. `eval_share` holds none of the exercises out, so that held-out
     losses are those of the text alone."""
     trained, left = Split(eval_share), SHARE * sum(map(len, texts))
-    lines = []
+    records = []
     for exercise in exercises(texts):
         if left <= 0:
             break
         if trained.includes(exercise):
-            lines.append(json.dumps({"text": exercise}, ensure_ascii=False) + "\n")
+            records.append({"text": exercise})
             left -= len(exercise)
-    atomic_write(path, lambda file: file.write("".join(lines).encode("utf-8", "replace")))
+    atomic_write(path, lambda file: file.write(json_lines(records)))
 
 
 def are_needed(texts: Sequence[str]) -> bool:

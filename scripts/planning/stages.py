@@ -190,7 +190,8 @@ def open_stages(args: argparse.Namespace) -> list[Stage]:
         return [pretrain]
     text = str(pretrain.args.data_path)
     sft = open_sft(args, tokenizer_path, text)
-    if not (pretrain.repeats_itself and sft.has_few_conversations and write_exercises(args, text)):
+    may_need = pretrain.repeats_itself and sft.has_few_conversations
+    if not may_need or not write_exercises(args, text, Split(pretrain.args.eval_share)):
         return [pretrain, sft]
     data = f"{text},{args.save_dir}/{exercises.FILE}"
     both = open_stage(args, train_pretrain, data, tokenizer_path)
@@ -267,17 +268,16 @@ def train_own_tokenizer(args: argparse.Namespace, size: int) -> str:
     return folder
 
 
-def write_exercises(args: argparse.Namespace, text: str) -> bool:
-    """Write exercises in copying into the folder of the plan, if this data path needs them. Returns whether
-    there are any."""
+def write_exercises(args: argparse.Namespace, text: str, trained: Split) -> bool:
+    """Write exercises in copying into the folder of the plan, if the trained part of this data path needs
+    them. Returns whether there are any."""
     path = Path(args.save_dir, exercises.FILE)
     if split_data_path(f"{text},{path}") != [*split_data_path(text), str(path)]:
         return False  # a name with a comma cannot be one of several
-    eval_share = rules.EVAL_SHARE if args.eval_share is None else args.eval_share
-    texts = list(islice(read_texts(args, text, Split(eval_share)), MOST_TEXTS))
+    texts = list(islice(read_texts(args, text, trained), MOST_TEXTS))
     if not exercises.are_needed(texts):
         return False
-    exercises.write_exercises(texts, path, eval_share)
+    exercises.write_exercises(texts, path, trained.share)
     if not path.stat().st_size:
         return False
     say(

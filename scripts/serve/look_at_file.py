@@ -62,8 +62,8 @@ def head_of(path: Path, scratch: Path) -> tuple[Path, bool]:
 
 
 def look_at(path: Path, name: str, scratch: Path) -> dict[str, Any]:
-    """What a file is. An exported chat has `export`. If it can be read as a text as well, or is no export,
-    the result has what `look_at_records` says of it."""
+    """What a file is: `export` of an exported chat, otherwise the result of `look_at_records`. An exported
+    chat in plain text has both, because it can be read as a text, too."""
     suffix = Path(name).suffix.lower()
     export = look_at_export(path) if path.stat().st_size <= EXPORT_BYTES.get(suffix, -1) else None
     if export and suffix == ".json":

@@ -19,9 +19,9 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from common.errors import UserError, WriteError, reason
-from common.files import read_object, write_json
+from common.files import json_lines, read_object, write_json
 from common.settings import ROOT
-from scripts.demo.corpus import json_lines, write_files
+from scripts.demo.corpus import write_files
 from scripts.demo.world import make_corpus
 from scripts.planning.files import FACTS
 from scripts.planning.rules import DEPTHS, WIDTH
