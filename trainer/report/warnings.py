@@ -37,7 +37,8 @@ SENTENCES = {
     "answers": "answers {right:.0f} of {asked:.0f} held-out questions right",
     "answers now": "answers {right:.0f} of {asked:.0f} held-out questions right ({before:.0f} before the "
     "first update)",
-    "answers new": "of {asked:.0f} whose answer no training conversation gives, {right:.0f}",
+    "answers known": "of {asked:.0f} whose answer a training conversation gives, {right:.0f}",
+    "answers new": "of {asked:.0f} whose answer none gives, {right:.0f}",
     "answers few": "next: a longer pretraining, more text that says each thing in several ways, or more "
     "conversations (docs/training.md#how-many-answers-are-right)",
     "repeats": "its answers repeat themselves: {share:.0%} of their trigrams are distinct",
@@ -215,7 +216,9 @@ def answer_sentences(records: list[Record]) -> list[tuple[str, dict[str, Any]]]:
     found: list[tuple[str, dict[str, Any]]] = [(key, values)]
     new = asked[-1].get("new_asked", 0)
     if MIN_NEW_ANSWERS <= new < count:
-        found.append(("answers new", {"right": asked[-1]["eval_new_answers"] * new, "asked": new}))
+        new_right = asked[-1]["eval_new_answers"] * new
+        found.append(("answers known", {"right": now * count - new_right, "asked": count - new}))
+        found.append(("answers new", {"right": new_right, "asked": new}))
     return found + ([("answers few", {})] if now < FEW_RIGHT else [])
 
 

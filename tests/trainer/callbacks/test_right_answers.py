@@ -97,9 +97,14 @@ def test_questions_whose_answer_no_training_conversation_gives_are_counted_apart
     record = asked.ask(SimpleNamespace())
     assert (record["eval_answers"], record["asked"]) == (0.5, 4)
     assert (record["eval_new_answers"], record["new_asked"]) == (0.5, 2)
-    for new, key in ((2, []), (3, ["answers new"])):  # of two a share says little
-        records = [{"update": 1, "initial_eval_answers": 0.0, **record, "new_asked": new}]
-        assert [key for key, _ in answer_sentences(records)] == ["answers now", *key]
+    records = [{"update": 1, "initial_eval_answers": 0.0, **record}]
+    assert [key for key, _ in answer_sentences(records)] == ["answers now"]  # of two a share says little
+    records[0] |= {"eval_answers": 0.5, "asked": 8, "eval_new_answers": 1 / 3, "new_asked": 3}
+    assert answer_sentences(records) == [
+        ("answers now", {"right": 4, "asked": 8, "before": 0}),
+        ("answers known", {"right": 3, "asked": 5}),
+        ("answers new", {"right": 1, "asked": 3}),
+    ]
     all_new = record | {"new_asked": 4, "eval_new_answers": 0.5}
     assert [key for key, _ in answer_sentences([{"update": 1, **all_new}])] == ["answers"]
     monkeypatch.setattr(right_answers, "MAX_SEARCHED", 2)
