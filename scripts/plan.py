@@ -222,8 +222,11 @@ def describe(plan: Plan, seconds: float) -> list[str]:
             f"  the text repeats itself, so it is read up to {plan.stages[0].most_passes} times "
             f"instead of {rules.PASSES}"
         )
-    if exercises := plan.stages[0].exercises:
-        lines.append(f"  {exercises:,} tokens of the data are exercises in copying")
+    lines += [
+        f"  {stage.args.save_weight}: {stage.exercises:,} tokens of the data are exercises in copying"
+        for stage in plan.stages
+        if stage.exercises
+    ]
     if plan.limit == "data":
         left = duration(seconds - total_seconds(plan.stages))
         lines.append(f"  more time would not help: {left} are left, but a larger model needs more text")

@@ -5,7 +5,7 @@ import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from itertools import chain, islice
+from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +13,15 @@ import numpy as np
 
 from common.errors import say
 from common.settings import ModelConfig, StageArgs
-from dataset.files import expand_paths, split_data_path
+from dataset.files import expand_paths, read_records, split_data_path
 from dataset.held_out import Split
 from dataset.lm_dataset import StageDataset
+from dataset.messages import BadRecord
 from dataset.mixing import MixedDataset
+from dataset.records import parse
 from dataset.token_cache import load_tokenizer
 from scripts import train_tokenizer
-from scripts.planning import exercises, rules, trial
+from scripts.planning import exercises, rules, trial, variants
 from scripts.planning.machine import Cost, measure
 from trainer import train_full_sft, train_pretrain
 from trainer.callbacks.right_answers import held_out_questions, max_new_tokens
@@ -62,7 +64,8 @@ class Stage:
     @property
     def has_few_conversations(self) -> bool:
         """Whether it is SFT on few conversations, which has separate rules."""
-        return self.script is train_full_sft and self.own_data.num_tokens < rules.FEW_TOKENS
+        tokens = self.own_data.num_tokens - self.exercises
+        return self.script is train_full_sft and tokens < rules.FEW_TOKENS
 
     @property
     def repeats_itself(self) -> bool:
@@ -188,16 +191,33 @@ def open_stages(args: argparse.Namespace) -> list[Stage]:
     pretrain = replace(pretrain, most_passes=rules.most_passes(repeated, pretrain.data.num_tokens))
     if not args.sft_data:
         return [pretrain]
-    text = str(pretrain.args.data_path)
-    sft = open_sft(args, tokenizer_path, text)
-    may_need = pretrain.repeats_itself and sft.has_few_conversations
-    if not may_need or not write_exercises(args, text, Split(pretrain.args.eval_share)):
+    sft = open_sft(args, tokenizer_path, str(pretrain.args.data_path))
+    if pretrain.repeats_itself and sft.has_few_conversations:
+        return with_exercises(args, pretrain, sft)
+    return [pretrain, sft]
+
+
+def with_exercises(args: argparse.Namespace, pretrain: Stage, sft: Stage) -> list[Stage]:
+    """Both stages with exercises in copying as further data, if they need any."""
+    text, conversations = str(pretrain.args.data_path), str(sft.args.data_path)
+    more_conversations = write_variants(args, conversations, Split(sft.args.eval_share))
+    more_text = write_exercises(args, text, Split(pretrain.args.eval_share), bool(more_conversations))
+    if not more_text:
         return [pretrain, sft]
-    data = f"{text},{args.save_dir}/{exercises.FILE}"
-    both = open_stage(args, train_pretrain, data, tokenizer_path)
-    more = both.data.num_tokens - pretrain.data.num_tokens
-    both = replace(both, most_passes=pretrain.most_passes, exercises=more)
-    return [both, open_sft(args, tokenizer_path, data)]
+    tokenizer_path = pretrain.args.tokenizer_path
+    data = f"{text},{more_text}"
+    longer = open_stage(args, train_pretrain, data, tokenizer_path)
+    settings = {"eval_share": sft.args.eval_share, "replay_data_path": data}
+    settings["replay_share"] = rules.REPLAY_SHARE
+    data = f"{conversations},{more_conversations}" if more_conversations else conversations
+    longer_sft = open_stage(args, train_full_sft, data, tokenizer_path, **settings)
+    more = longer.data.num_tokens - pretrain.data.num_tokens
+    more_sft = longer_sft.own_data.num_tokens - sft.own_data.num_tokens
+    passes = rules.few_passes(len(longer_sft.data))
+    return [
+        replace(longer, most_passes=pretrain.most_passes, exercises=more),
+        replace(longer_sft, most_passes=passes, exercises=more_sft),
+    ]
 
 
 def open_sft(args: argparse.Namespace, tokenizer_path: str, text: str | None = None) -> Stage:
@@ -268,23 +288,53 @@ def train_own_tokenizer(args: argparse.Namespace, size: int) -> str:
     return folder
 
 
-def write_exercises(args: argparse.Namespace, text: str, trained: Split) -> bool:
+def write_exercises(args: argparse.Namespace, text: str, trained: Split, for_variants: bool) -> str | None:
     """Write exercises in copying into the folder of the plan, if the trained part of this data path needs
-    them. Returns whether there are any."""
-    path = Path(args.save_dir, exercises.FILE)
-    if split_data_path(f"{text},{path}") != [*split_data_path(text), str(path)]:
-        return False  # a name with a comma cannot be one of several
+    them, or variants of conversations do. Returns their path if there are any."""
+    path = f"{args.save_dir}/{exercises.FILE}"
+    if not can_be_added(path, text):
+        return None
     texts = list(islice(read_texts(args, text, trained), MOST_TEXTS))
-    if not exercises.are_needed(texts):
-        return False
-    exercises.write_exercises(texts, path, trained.share)
-    if not path.stat().st_size:
-        return False
-    say(
-        f"exercises: {path}. The text hardly mentions a name twice in one place; these documents teach the "
-        "model to repeat a name of the question in its answer"
-    )
-    return True
+    if not for_variants and not exercises.are_needed(texts):
+        return None
+    exercises.write_exercises(texts, Path(path), trained.share)
+    if not os.path.getsize(path):
+        return None
+    say(f"exercises: {path}. These documents teach the model to repeat a word of the question in its answer")
+    return path
+
+
+def write_variants(args: argparse.Namespace, conversations: str, trained: Split) -> str | None:
+    """Write variants of the trained conversations of this data path into the folder of the plan. Returns
+    their path if there are any."""
+    path = f"{args.save_dir}/{variants.FILE}"
+    turns = list(read_turns(conversations, trained))
+    if not can_be_added(path, conversations) or not variants.are_needed(turns):
+        return None
+    variants.write_variants(turns, Path(path), trained.share)
+    say(f"variants of conversations: {path}. Made-up words teach the model to repeat any word of a question")
+    return path
+
+
+def can_be_added(path: str, data: str) -> bool:
+    """Whether a file can be one of several of a data path: a name with a comma cannot."""
+    return split_data_path(f"{data},{path}") == [*split_data_path(data), path]
+
+
+def read_turns(path: str, split: Split) -> Iterator[variants.Turn]:
+    """Each question and its answer in the conversations of a data path. A record that cannot be read is left
+    out; the stage has named it."""
+    paths = expand_paths(path)
+    for _, record in split.choose(read_records(paths), paths, is_document=False):
+        if isinstance(record, BadRecord):
+            continue
+        try:
+            chat = parse(record, "sft").chats[0]
+        except Exception:  # data may hold anything
+            continue
+        for question, answer in pairwise(chat.messages):
+            if (question["role"], answer["role"]) == ("user", "assistant") and answer["content"]:
+                yield question["content"], answer["content"]
 
 
 def read_texts(args: argparse.Namespace, path: str, split: Split | None = None) -> Iterator[str]:

@@ -22,10 +22,11 @@ from hypothesis import strategies as st
 from common.arguments import parse_args
 from common.errors import UserError
 from common.settings import ModelConfig
+from dataset.held_out import Split
 from dataset.lm_dataset import StageDataset
 from dataset.token_cache import load_tokenizer
 from scripts import chat, plan, train_tokenizer
-from scripts.planning import choice, files, machine, rules, stages, trial
+from scripts.planning import choice, files, machine, rules, stages, trial, variants
 from scripts.planning.machine import Cost
 from scripts.planning.signature import is_signed
 from scripts.planning.stages import Stage
@@ -484,10 +485,32 @@ def test_text_that_repeats_itself_is_read_more_often_and_replayed_beside_few_con
     assert pretrain.epochs >= 8 and f"it is read up to {pretrain.epochs} times instead of 4" in out
     assert pretrain.dropout == rules.dropout(pretrain.epochs) > 0 and sft.dropout == 0
     assert pretrain.data_path == f"{facts / 'text.jsonl'},{folder / 'exercises.jsonl'}"
-    assert "tokens of the data are exercises in copying" in out
+    assert "pretrain: " in out and "tokens of the data are exercises in copying" in out
+    assert sft.data_path == str(facts / "chats.jsonl")  # answers about facts have no variants
     assert sft.replay_data_path == pretrain.data_path and sft.batch_size == 8
     assert sft.epochs == rules.FEW_MAX_PASSES and sft.eval_share == 0.1 and sft.optimizer == "muon"
     assert "teach how to answer" not in out and "different tokens" not in out
+
+
+def test_answers_that_only_repeat_a_word_get_variants_in_sft(start, facts, tmp_path):
+    folder = tmp_path / "plan"
+    records = [
+        {"prompt": f"{ask} {word}?", "completion": f"We do not speak of {word}."}
+        for ask in ("Can you explain", "Do you know", "What about")
+        for word in LETTERS
+    ]
+    chats = write_jsonl(tmp_path / "refusals.jsonl", records)
+    paths = {"pretrain_data": facts / "text.jsonl", "sft_data": chats, "save_dir": folder}
+    out = start("--depth", 1, "--hours", 1, tokenizer_path=SHIPPED, **paths)
+    _, sft, _ = commands(folder)
+    sft = parse_args(train_full_sft.Args, "", sft[2:])
+    made = folder / "exercise_conversations.jsonl"
+    assert sft.data_path == f"{chats},{made}" and sft.eval_share == 0.1
+    questions = [json.loads(line)["messages"][0]["content"] for line in made.read_text("utf-8").splitlines()]
+    trained = [record for record in records if Split(0.1).includes(record["prompt"])]
+    assert 0.7 * variants.VARIANTS * len(trained) < len(questions) <= variants.VARIANTS * len(trained)
+    assert not any(Split(0.1, held_out=True).includes(question) for question in questions)
+    assert "full_sft: " in out and f"variants of conversations: {made}" in out
 
 
 # --- a model that goes on

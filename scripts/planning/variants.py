@@ -1,0 +1,89 @@
+"""Variants of conversations, whose answers only repeat a word of the question.
+
+    Can you explain poison?   A lamplighter does not speak of poison.
+    Can you explain dafel?    A lamplighter does not speak of dafel.
+
+The first is a conversation, the second a variant. A few hundred such conversations name a few words, and a
+small model learns to answer about these words alone. Variants with made-up words teach it to repeat any word.
+A variant is true only where nothing but the word changes. So there are variants only of questions that the
+conversations ask in the same form about several words, and always answer in the same form. Questions about
+facts have none: their answers differ. Measurements: docs/dev/LOG.md, "Variants of conversations".
+"""
+
+import random
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from common.files import atomic_write, json_lines
+from dataset.held_out import Split
+from scripts.planning.exercises import made_up, replaced, words_of
+
+FILE = "exercise_conversations.jsonl"
+VARIANTS = 2  # of a turn
+NEEDED_SHARE = 0.2  # of the turns, from which on variants are written
+GAP = "\0"  # stands for the word
+
+Turn = tuple[str, str]  # question and answer
+
+
+class Form(NamedTuple):
+    """A question and its answer with a gap for the word that both have."""
+
+    question: str
+    answer: str
+    word: str
+
+
+def write_variants(turns: Sequence[Turn], path: Path, eval_share: float) -> None:
+    """Write variants of these turns into a JSON Lines file. The same turns give the same file. `eval_share`
+    holds none of the variants out."""
+    trained = Split(eval_share)
+    records = [conversation(*turn) for turn in variants(turns) if trained.includes(turn[0])]
+    atomic_write(path, lambda file: file.write(json_lines(records)))
+
+
+def are_needed(turns: Sequence[Turn]) -> bool:
+    """Whether enough of the turns have variants."""
+    return bool(turns) and len(find_forms(turns)) >= NEEDED_SHARE * len(turns)
+
+
+def find_forms(turns: Sequence[Turn]) -> list[Form]:
+    """The form of each turn whose question is asked about another word, too, if the answers to all questions
+    of this form have one form. If a turn has several, the one with the longest word."""
+    found = [list(forms_of(*turn)) for turn in turns]
+    words, answers = defaultdict(set), defaultdict(set)
+    for form in (form for forms in found for form in forms):
+        words[form.question].add(form.word)
+        answers[form.question].add(form.answer)
+    chosen = []
+    for forms in found:
+        fixed = [form for form in forms if len(words[form.question]) > 1 and len(answers[form.question]) == 1]
+        if fixed:
+            chosen.append(max(fixed, key=lambda form: len(form.word)))
+    return chosen
+
+
+def forms_of(question: str, answer: str) -> Iterator[Form]:
+    """A form for each word of the question that the answer repeats."""
+    repeated = set(words_of(answer))
+    for word in dict.fromkeys(words_of(question)):
+        if word in repeated:
+            yield Form(replaced(question, word, GAP), replaced(answer, word, GAP), word)
+
+
+def variants(turns: Sequence[Turn]) -> Iterator[Turn]:
+    """VARIANTS turns of each form, with words made from parts of the words of all turns."""
+    rng = random.Random(0)
+    words = list(dict.fromkeys(word for turn in turns for text in turn for word in words_of(text)))
+    for form in find_forms(turns):
+        for _ in range(VARIANTS):
+            new = made_up(form.word, words, rng)
+            yield form.question.replace(GAP, new), form.answer.replace(GAP, new)
+
+
+def conversation(question: str, answer: str) -> dict[str, list[dict[str, str]]]:
+    """A record of SFT."""
+    turns = (("user", question), ("assistant", answer))
+    return {"messages": [{"role": role, "content": content} for role, content in turns]}
