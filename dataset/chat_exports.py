@@ -50,8 +50,7 @@ HALVES = {
     "AM": re.compile(r"上午|凌晨|清晨|早上|午前|오전|[aA]\.?\s?[mM]|π\.μ|ص"),
     "PM": re.compile(r"下午|中午|晚上|午後|오후|[pP]\.?\s?[mM]|μ\.μ|م"),
 }
-DATES = ("%d.%m.%y", "%m.%d.%y", "%y.%m.%d")  # the first in which the messages follow one another in time
-IN_ORDER = 0.95  # share of the messages that must
+DATES = ("%d.%m.%y", "%m.%d.%y", "%y.%m.%d")
 # in the place of a picture or a film: <Media omitted>, <Anhang: ...>, <attached: ...>, with a direction mark
 NOT_TEXT = re.compile(r"\s*\u200e?<[^<>]*>\s*|\s*\u200e.*|\s*null\s*", re.DOTALL)
 ROLES = {"user": "user", "assistant": "assistant"}
@@ -121,19 +120,21 @@ def telegram_message(message: dict[str, Any]) -> Iterator[Message]:
     if message["type"] == "message" and message.get("from") and text.strip():
         seconds = message.get("date_unixtime")  # older exports have the local time alone
         when = float(seconds) if seconds else datetime.fromisoformat(message["date"]).timestamp()
-        yield Message(when, message["from"], text)
+        yield Message(when, whole(message["from"]), whole(text))
 
 
 def discord_message(message: dict[str, Any]) -> Iterator[Message]:
     """A message; nothing for pins, calls and pictures."""
     if message.get("type", "Default") in ("Default", "Reply") and message["content"].strip():
-        speaker = message["author"].get("nickname") or message["author"]["name"]
-        yield Message(datetime.fromisoformat(message["timestamp"]).timestamp(), speaker, message["content"])
+        speaker = whole(message["author"].get("nickname") or message["author"]["name"])
+        when = datetime.fromisoformat(message["timestamp"]).timestamp()
+        yield Message(when, speaker, whole(message["content"]))
 
 
 def chatgpt_messages(conversation: dict[str, Any]) -> Iterator[Message]:
     """The messages on the way to the last one: regenerated answers are other branches of the tree."""
-    nodes, name, path = conversation["mapping"], conversation["current_node"], []
+    nodes, path = conversation["mapping"], []
+    name = conversation.get("current_node") or next(reversed(nodes), None)  # old exports do not name it
     while name is not None and len(path) <= len(nodes):
         path.append(nodes[name])
         name = nodes[name].get("parent")
@@ -141,10 +142,17 @@ def chatgpt_messages(conversation: dict[str, Any]) -> Iterator[Message]:
         message = node.get("message") or {}
         role = ROLES.get(message.get("author", {}).get("role"))
         parts = (message.get("content") or {}).get("parts") or []
-        text = "\n".join(part for part in parts if isinstance(part, str))
-        is_shown = message.get("recipient", "all") == "all"  # else it calls a tool
+        spoken = (part.get("text") if isinstance(part, dict) else part for part in parts)  # aloud, or written
+        text = "\n".join(part for part in spoken if isinstance(part, str))
+        hidden = (message.get("metadata") or {}).get("is_visually_hidden_from_conversation")
+        is_shown = message.get("recipient", "all") == "all" and not hidden  # else it calls a tool
         if role and is_shown and text.strip():
-            yield Message(float(conversation.get("create_time") or 0.0), role, text)
+            yield Message(float(conversation.get("create_time") or 0.0), role, whole(text))
+
+
+def whole(text: str) -> str:
+    """A text with "?" for half characters, which programs leave if they cut a name in an emoji."""
+    return text.encode(errors="replace").decode()
 
 
 def read_whatsapp(text: str) -> Chat:
@@ -168,16 +176,15 @@ def read_whatsapp(text: str) -> Chat:
 
 
 def parse_times(times: list[str]) -> list[float]:
-    """Seconds of WhatsApp's times, which have the order of day and month of the telephone. If none fits, the
-    messages are a second apart."""
+    """Seconds of WhatsApp's times, which have the order of day and month of the telephone: the one in which
+    most messages follow one another in time. If none fits, the messages are a second apart."""
+    found: list[list[float]] = []
     for form in DATES:
-        seconds = [one_time(each, form) for each in times]
-        if None not in seconds:
-            known = [value for value in seconds if value is not None]
-            rising = sum(a <= b for a, b in pairwise(known))
-            if rising >= IN_ORDER * (len(known) - 1):
-                return known
-    return [float(i) for i in range(len(times))]
+        known = [value for value in (one_time(each, form) for each in times) if value is not None]
+        if len(known) == len(times):
+            found.append(known)
+    rising = [sum(a <= b for a, b in pairwise(known)) for known in found]
+    return found[rising.index(max(rising))] if found else [float(i) for i in range(len(times))]
 
 
 def one_time(moment: str, form: str) -> float | None:
@@ -186,9 +193,11 @@ def one_time(moment: str, form: str) -> float | None:
     numbers = re.split("[./-]", date)
     if "%y" in form:
         form = form.replace("%y", "%Y" if any(len(number) == 4 for number in numbers) else "%y")
-    clock = "%I.%M" if half else "%H.%M"
-    clock += ".%S" if len(re.split("[:.]", time)) == 3 else ""
-    text = " ".join([".".join(numbers), time.replace(":", "."), *half])
+    hour, *rest = re.split("[:.]", time)
+    if half and int(hour) == 0:  # so Japanese telephones count, and others that do not have 12
+        hour = "12"
+    clock = ".".join(["%I" if half else "%H", "%M", "%S"][: 1 + len(rest)])
+    text = " ".join([".".join(numbers), ".".join([hour, *rest]), *half])
     try:
         return datetime.strptime(text, " ".join([form, clock, *(["%p"] if half else [])])).timestamp()
     except ValueError:

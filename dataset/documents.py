@@ -13,21 +13,21 @@ import itertools
 import posixpath
 import re
 import zipfile
-from collections import Counter
 from collections.abc import Callable, Iterator
 from html.parser import HTMLParser
 from typing import Any
 from urllib.parse import unquote
 from xml.etree import ElementTree
 
-from common.encodings import not_utf8
+from common.encodings import not_utf8, wide_encoding
+from dataset.pages import SEEN, as_read, joined, spans, to_paragraphs, without_margins
 
 MOST_BYTES = 256 << 20  # of an unpacked part of an archive; no author writes more
 WORD_TEXT = "word/document.xml"
 RELATIONS = "_rels/.rels"  # names the text of a Word document that is elsewhere
 NOTES = ("footnotes.xml", "endnotes.xml")  # beside the text
 # in a paragraph: its settings, what was moved elsewhere, and the same once more for old programs
-NOT_IN_PARAGRAPH = ("pPr", "rPr", "moveFrom", "Fallback")
+NOT_IN_PARAGRAPH = ("pPr", "rPr", "moveFrom", "Fallback", "rt")  # rt: how to pronounce it
 CONTAINER = "META-INF/container.xml"
 ENCRYPTION = "META-INF/encryption.xml"
 BLOCK = re.compile(
@@ -35,7 +35,15 @@ BLOCK = re.compile(
     "figcaption|figure|footer|form|h[1-6]|header|hgroup|hr|legend|li|main|menu|nav|ol|option|p|pre|search|"
     "section|summary|table|tbody|tfoot|thead|tr|ul"
 )
-UNSEEN = re.compile("title|script|style|template|noscript|svg|annotation|iframe|object|select|textarea")
+UNSEEN = re.compile("title|script|style|template|noscript|svg|annotation|iframe|object|select|textarea|rt|rp")
+RUBY = ("rb", "rt", "rp")  # text, its pronunciation and brackets around it; they may have no end
+# elements that have no end, or may have none
+MAY_NOT_END = re.compile(
+    "area|base|br|col|dd|dt|embed|hr|img|input|li|link|meta|option|p|source|tbody|td|tfoot|th|thead|tr|track|wbr"
+)
+HIDDEN_STYLE = re.compile(r"(display\s*:\s*none|visibility\s*:\s*hidden)", re.IGNORECASE)
+PAGE_BREAK = re.compile(r"(.*\s)?(pagebreak|doc-pagebreak|page-?(num|no|number))(\s.*)?", re.IGNORECASE)
+PAGE_MARK = re.compile(r"\W*((p|pg|page|s|seite)\b\.?)?\s*[\divxlc]*\W*", re.IGNORECASE)
 CHARSET = re.compile(rb"""(?:<meta[^>]+charset|<\?xml[^>]+encoding)\s*=\s*["']?\s*([\w-]+)""", re.IGNORECASE)
 # Encodings that a page names (as Python calls them) -> larger ones, which browsers read instead
 AS_BROWSERS = {
@@ -47,15 +55,6 @@ TIMES = re.compile(r"(\d+:)?\d\d:\d\d[,.]\d+\s*-->")
 MARKUP = re.compile(r"</?[a-zA-Z\d][^<>]*>|\{\\[^{}]*\}")  # of subtitles; in .vtt also times
 WEBVTT = "WEBVTT"  # what .vtt begins with
 SUBTITLES = re.compile(rf"\ufeff?\s*({WEBVTT}\b|\d+\s*\n{TIMES.pattern})")
-CHINESE = re.compile("[\u3000-\u9fff\uff00-\uffef]")
-SENTENCE_END = (".", "!", "?", "。", "！", "？")
-# A line goes on in the next one if it is at least this share of the page's longest line. The second share is
-# for lines that end with a sentence.
-FULL_LINE, FULL_LINE_OF_SENTENCE = 0.8, 0.95
-PAGE_NUMBER = re.compile(r"\W*(page |seite |第 ?)?\d+( ?页)?\W*", re.IGNORECASE)
-MARGIN_LINES = 3  # at each end of a page, at most
-REPEATED = 0.5  # share of the pages from which on an outermost line is a header or a footer
-MOST_PAGE_NUMBERS = 3  # in a header or footer
 MOST_WITHOUT_TEXT = 0.5  # share of the pages; more are those of a scan
 
 
@@ -64,16 +63,16 @@ class Unreadable(Exception):
 
 
 class PartialText(str):
-    """The text of a document of which some pages have none, such as scanned ones. pages: all of them."""
+    """The text of a document of which some pages have none, such as scanned ones. without_text: these pages
+    ("2, 5-7"). pages: how many the document has."""
 
-    without_text, pages = 0, 0
+    without_text, pages = "", 0
 
 
 def decode(data: bytes) -> str:
-    """UTF-8 text, with or without a byte order mark, or UTF-16 with one. Raises Unreadable."""
-    is_wide = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+    """Text in UTF-8, UTF-16 or UTF-32. Raises Unreadable."""
     try:
-        return data.decode("utf-16" if is_wide else "utf-8-sig")
+        return data.decode(wide_encoding(data[:HEAD_BYTES]) or "utf-8-sig")
     except UnicodeDecodeError as error:
         raise Unreadable(not_utf8(error.object, sample=data[:HEAD_BYTES])) from error
 
@@ -138,20 +137,28 @@ def read_docx(data: bytes) -> str:
                 path = relation.get("Target", "").lstrip("/")
     notes = (posixpath.join(posixpath.dirname(path), name) for name in NOTES)
     parts = [path, *(name for name in notes if name in names)]
-    return "\n".join(line for part in parts for line in paragraphs(parse_xml(read_part(archive, part))))
+    lines = (line for part in parts for line in paragraphs(parse_xml(read_part(archive, part))))
+    return "\n".join(lines).translate(SEEN)
 
 
 def paragraphs(root: ElementTree.Element) -> Iterator[str]:
-    """The text of each paragraph. A text box is in a paragraph and has paragraphs: they come after it."""
+    """The text of each paragraph. A text box is in a paragraph and has paragraphs: they come after it. A
+    large first letter is a paragraph of its own; it belongs to the next one."""
+    initial = ""
     for child in root:
         name = local_name(child)
         if name == "p":
             inner: list[ElementTree.Element] = []
-            yield "".join(runs(child, inner))
+            text = initial + "".join(runs(child, inner))
+            initial = text if has_setting(child, "framePr", "dropCap") else ""
+            if not initial:
+                yield text
             for box in inner:
                 yield from paragraphs(box)
         elif name != "Fallback":
             yield from paragraphs(child)
+    if initial:
+        yield initial
 
 
 def runs(element: ElementTree.Element, boxes: list[ElementTree.Element]) -> Iterator[str]:
@@ -168,8 +175,19 @@ def runs(element: ElementTree.Element, boxes: list[ElementTree.Element]) -> Iter
             yield "-"
         elif name == "txbxContent":
             boxes.append(child)
-        elif name not in NOT_IN_PARAGRAPH:
+        elif name not in NOT_IN_PARAGRAPH and not has_setting(child, "vanish"):  # hidden text
             yield from runs(child, boxes)
+
+
+def has_setting(element: ElementTree.Element, name: str, attribute: str = "val") -> bool:
+    """Whether a paragraph or run has this setting and does not turn it off."""
+    for settings in element:
+        if local_name(settings) in ("pPr", "rPr"):
+            for setting in settings:
+                if local_name(setting) == name:
+                    values = [value for key, value in setting.items() if key.endswith(f"}}{attribute}")]
+                    return values[0] not in ("0", "false", "off", "none") if values else attribute == "val"
+    return False
 
 
 # --- web pages and e-books
@@ -183,19 +201,29 @@ class PageText(HTMLParser):
         self.lines: list[str] = []
         self.pieces: list[str] = []  # of the present line
         self.unseen: list[str] = []  # open elements whose content is not shown
+        # open elements for the number of a printed page, with the lines and pieces before them
+        self.page_breaks: list[tuple[str, int, int]] = []
         self.preformatted = 0
 
     def handle_starttag(self, tag: str, attrs: Any) -> None:
         """Begin an element."""
         if tag == "body":
             self.unseen.clear()  # what the head left open
-        if UNSEEN.fullmatch(tag):
+        if tag in RUBY:
+            self.end_ruby()
+        if UNSEEN.fullmatch(tag) or is_hidden(tag, dict(attrs)):
             self.unseen.append(tag)
         self.preformatted += tag == "pre"
         if BLOCK.fullmatch(tag):
             self.break_line()
         elif tag in ("td", "th") and self.pieces:
             self.pieces.append("\t")
+        if any(
+            PAGE_BREAK.fullmatch(value or "")
+            for name, value in attrs
+            if name in ("epub:type", "role", "class")
+        ):
+            self.page_breaks.append((tag, len(self.lines), len(self.pieces)))
 
     def handle_startendtag(self, tag: str, attrs: Any) -> None:
         """An element without content, as XHTML writes it."""
@@ -204,12 +232,23 @@ class PageText(HTMLParser):
 
     def handle_endtag(self, tag: str) -> None:
         """End an element."""
+        if tag == "ruby":
+            self.end_ruby()
+        if self.page_breaks and self.page_breaks[-1][0] == tag:
+            _, lines, pieces = self.page_breaks.pop()
+            if lines == len(self.lines) and PAGE_MARK.fullmatch("".join(self.pieces[pieces:])):
+                del self.pieces[pieces:]
         if tag in self.unseen:
             del self.unseen[self.unseen.index(tag) :]
         if tag == "pre":
             self.preformatted = max(0, self.preformatted - 1)
         if BLOCK.fullmatch(tag):
             self.break_line()
+
+    def end_ruby(self) -> None:
+        """End the pronunciation of a word."""
+        while self.unseen and self.unseen[-1] in RUBY:
+            self.unseen.pop()
 
     def unknown_decl(self, data: str) -> None:
         """Text of XHTML in which signs need no entities."""
@@ -244,12 +283,20 @@ class PageText(HTMLParser):
         return "\n".join(line for line in self.lines if line.strip())
 
 
+def is_hidden(tag: str, attributes: dict[str, str | None]) -> bool:
+    """Whether an element is not shown. Elements that may have no end are taken as shown, so that no text
+    after them is lost."""
+    if MAY_NOT_END.fullmatch(tag):
+        return False
+    return "hidden" in attributes or bool(HIDDEN_STYLE.search(attributes.get("style") or ""))
+
+
 def page_text(page: str) -> str:
     """The visible text of HTML or XHTML."""
     parser = PageText()
     parser.feed(page)
     parser.close()
-    return parser.text()
+    return parser.text().translate(SEEN)
 
 
 def read_html(data: bytes) -> str:
@@ -362,67 +409,16 @@ def read_pdf(data: bytes) -> str:
         raise Unreadable("it is damaged, or not a PDF; save it again") from error
     except RecursionError as error:
         raise Unreadable("it is damaged; save it again") from error
-    pages = [[line.rstrip() for line in page if line.strip()] for page in pages]
-    empty = sum(not page for page in pages)
-    if empty > MOST_WITHOUT_TEXT * len(pages):
+    pages = [[line for line in map(as_read, page) if line.strip()] for page in pages]
+    pages = without_margins(pages)
+    empty = [number for number, page in enumerate(pages, 1) if not page]
+    if len(empty) > MOST_WITHOUT_TEXT * len(pages):
         raise Unreadable(
-            f"{empty} of its {len(pages)} page(s) are pictures without text; "
+            f"{len(empty)} of its {len(pages)} page(s) are pictures without text; "
             "run text recognition (OCR) on it first"
         )
-    text = PartialText("\n".join(to_paragraphs(without_margins(pages))))
-    text.without_text, text.pages = empty, len(pages)
-    return text
-
-
-def without_margins(pages: list[list[str]]) -> list[list[str]]:
-    """The pages without page numbers, and without the headers and footers that most pages have."""
-    written = [(number, page) for number, page in enumerate(pages, 1) if page]
-    for end in [0, -1] * MARGIN_LINES:
-        outer = [(page, margin_keys(page[end], number)) for number, page in written if len(page) > 1]
-        counts = Counter(key for _, keys in outer for key in keys)
-        for page, keys in outer:
-            is_repeated = max(counts[key] for key in keys) > max(2, REPEATED * len(written))
-            is_numbered = counts[keys[-1]] > 1 or keys[-1][1] == ("+0",)
-            if is_repeated or (PAGE_NUMBER.fullmatch(page[end]) and is_numbered):
-                del page[end]
-    return [page for _, page in written]
-
-
-def margin_keys(line: str, number: int) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
-    """Ways to read a line as a header or footer: its text, and each number in it as it is or as the number of
-    the page plus something. Lines of two pages are alike if they have a key in common. In the last one all
-    numbers are relative."""
-    text = re.split(r"(\d{1,9})", line.strip())
-    numbers = [(digits, f"{int(digits) - number:+}") for digits in text[1::2]]
-    ways = itertools.product(*numbers) if len(numbers) <= MOST_PAGE_NUMBERS else zip(*numbers, strict=True)
-    return [(tuple(text[::2]), way) for way in ways]
-
-
-def to_paragraphs(pages: list[list[str]]) -> Iterator[str]:
-    """The paragraphs of the pages: lines that go on in the next one are joined."""
-    open_lines: list[str] = []
-    for page in pages:
-        longest = max(map(len, page))
-        for line in page:
-            open_lines.append(line.strip())
-            full = FULL_LINE_OF_SENTENCE if line.endswith(SENTENCE_END) else FULL_LINE
-            if len(line) < full * longest:
-                yield joined(open_lines)
-                open_lines = []
-    if open_lines:
-        yield joined(open_lines)
-
-
-def joined(lines: list[str]) -> str:
-    """Lines as one: with a blank between them, but not between Chinese characters or in a divided word."""
-    text = ""
-    for line in lines:
-        if len(text) > 1 and text[-1] == "-" and text[-2].isalpha() and line[:1].islower():
-            text = text[:-1] + line
-        elif text and line and not (CHINESE.match(text[-1]) and CHINESE.match(line[0])):
-            text += f" {line}"
-        else:
-            text += line
+    text = PartialText("\n".join(to_paragraphs(pages)))
+    text.without_text, text.pages = spans(empty), len(pages)
     return text
 
 

@@ -212,8 +212,8 @@ def walk_once(
 # --- what is in them
 
 
-# path -> how many pages of a document have no text, and how many it has
-Gaps = dict[str, tuple[int, int]]
+# path -> the pages of a document that have no text ("2, 5-7"), and how many it has
+Gaps = dict[str, tuple[str, int]]
 
 
 def read_records(paths: list[str], separator: str = "", gaps: Gaps | None = None) -> Iterator[Record]:

@@ -139,7 +139,7 @@ def report_gaps(report: dict, paths: list[str]) -> None:
     """Print which documents have pages without text."""
     if launch().local_rank == 0 and not report["held_out"]:
         for number, without_text, pages in report["pages_without_text"]:
-            what = f"{without_text:,} of its {pages:,} pages have no text (pictures, scans)"
+            what = f"pages without text (pictures, scans): {without_text} of {pages:,}"
             say(f"{paths[number]}: {what}; only the others are read")
 
 

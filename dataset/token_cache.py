@@ -48,7 +48,7 @@ if TYPE_CHECKING:  # transformers imports torch
 STAGE_LENGTH = {"pretrain": 340, "sft": 768, "dpo": 1024}  # default --max_seq_len of the stage scripts
 # the code that decides the samples; the chat template is part of the tokenizer's fingerprint
 CODE_FILES = ["dataset/delimited.py", "dataset/documents.py", "dataset/files.py", "dataset/held_out.py"]
-CODE_FILES += ["dataset/messages.py"]
+CODE_FILES += ["dataset/messages.py", "dataset/pages.py"]
 CODE_FILES += ["dataset/records.py", "dataset/report.py", "dataset/round_trip.py"]
 CODE_FILES += ["dataset/token_cache.py", "dataset/tokenizing.py", "common/contents.py"]
 CODE_FILES += ["common/encodings.py", "model/answers.py", "model/prompts.py"]

@@ -62,10 +62,22 @@ def test_whatsapp_of_other_languages(line):
     assert datetime.fromtimestamp(message.seconds) == datetime(2020, 12, 31, 21, 15)
 
 
+def test_noon_of_telephones_that_count_from_zero():
+    chat = read_whatsapp("2020/12/31 午前0:08 - Anna: hi\n2020/12/31 午後0:08 - Anna: hi\n")
+    assert [datetime.fromtimestamp(message.seconds).hour for message in chat] == [0, 12]
+
+
 def test_the_order_of_day_and_month_is_that_in_which_time_goes_on():
     days = ["02/03/21", "05/03/21", "01/04/21"]  # in the order of month and day it goes back
     chat = read_whatsapp("".join(f"{day}, 10:00 - Anna: hi\n" for day in days))
     assert [datetime.fromtimestamp(message.seconds).month for message in chat] == [3, 3, 4]
+
+
+def test_one_message_out_of_order_leaves_the_times_as_they_are():
+    days = ["12/9/20, 10:00", "12/9/20, 12:00", "12/9/20, 11:00", "13/9/20, 9:00"]
+    chat = read_whatsapp("".join(f"{day} - Anna: hi\n" for day in days))
+    hours = [datetime.fromtimestamp(message.seconds).strftime("%d.%m. %H") for message in chat]
+    assert hours == ["12.09. 10", "12.09. 12", "12.09. 11", "13.09. 09"]
 
 
 @given(
@@ -132,6 +144,28 @@ def test_json_exports_become_conversations(tmp_path, content, assistant):
     assert conversations == [
         [{"role": "user", "content": "see a.org"}, {"role": "assistant", "content": "Yes."}]
     ]
+
+
+def test_names_and_texts_have_no_half_characters(tmp_path):
+    telegram = json.loads(
+        json.dumps(TELEGRAM).replace('"Ben"', '"Ben \\ud83d"').replace("Yes.", "Yes \\ud83d\\ude00\\ude00")
+    )
+    (tmp_path / "result.json").write_text(json.dumps(telegram))
+    export = read_export(str(tmp_path / "result.json"))
+    assert export.speakers() == [("Anna", 1), ("Ben ?", 1)] and export.chats[0][1].text == "Yes 😀?"
+
+
+def test_chatgpt_without_the_last_node_with_speech_and_with_hidden_messages(tmp_path):
+    (chat,) = json.loads(json.dumps(CHATGPT))
+    del chat["current_node"]
+    chat["mapping"]["a"]["message"]["content"]["parts"] = [
+        {"content_type": "audio_transcription", "text": "see a.org"}
+    ]
+    chat["mapping"]["s"] = node("root", "user", "Facts about me.")
+    chat["mapping"]["s"]["message"]["metadata"] = {"is_visually_hidden_from_conversation": True}
+    (tmp_path / "conversations.json").write_text(json.dumps([chat]))
+    export = read_export(str(tmp_path / "conversations.json"))
+    assert [message[1:] for message in export.chats[0]] == [("user", "see a.org"), ("assistant", "Yes.")]
 
 
 def test_pauses_several_speakers_and_unanswered_ends():

@@ -92,6 +92,21 @@ def test_word_with_changes_fields_and_text_boxes():
     assert read_docx(word_body(body)).split("\n") == lines
 
 
+def test_word_as_it_is_seen():
+    """A large first letter, text that is hidden, and how a word is pronounced."""
+    run = "<w:r>{}<w:t>{}</w:t></w:r>".format
+    letter = "<w:p><w:pPr><w:framePr w:dropCap='{}'/></w:pPr><w:r><w:t>{}</w:t></w:r></w:p>".format
+    hidden = "<w:rPr><w:vanish{}/></w:rPr>".format
+    soft, shown = " riv\u00ader ran.", ' w:val="0"'
+    ruby = "<w:ruby><w:rt><w:r><w:t>hé</w:t></w:r></w:rt><w:rubyBase><w:r><w:t>河</w:t></w:r></w:rubyBase></w:ruby>"
+    body = (
+        f"{letter('drop', 'A')}<w:p>{run('', soft)}</w:p>"
+        f"<w:p>{run(hidden(''), 'hidden')}{run(hidden(shown), 'seen')}<w:r>{ruby}</w:r></w:p>"
+        f"{letter('none', 'B')}{letter('margin', 'C')}"
+    )
+    assert read_docx(word_body(body)).split("\n") == ["A river ran.", "seen河", "B", "C"]
+
+
 def test_word_has_notes_formulas_and_its_text_elsewhere_or_in_the_strict_form():
     uri = "http://schemas.openxmlformats.org/officeDocument/2006/math"
     formula = f'<m:oMath xmlns:m="{uri}"><m:r><m:t>x=2</m:t></m:r></m:oMath>'
@@ -138,6 +153,18 @@ def test_a_web_page_as_it_is_seen():
         ("<center>A</center><center>B</center><dialog open>C</dialog>D", "A\nB\nC\nD"),
         ("<p>a <math><mi>x</mi><mo>=</mo><mn>2</mn><annotation>x=2</annotation></math> b", "a x=2 b"),
         ("<p><![CDATA[a < b]]> and c", "a < b and c"),
+        ("<p>co\u00adop\u200ber\ufb01", "cooperfi"),
+        (
+            '<div hidden>a<p>b</div><nav style="color:red; display: none">c</nav>d<p hidden>e<input hidden>f',
+            "d\nef",
+        ),
+        ("<ruby>河<rp>(</rp><rt>hé</rt><rp>)</rp></ruby>水<ruby>干<rt>gān<rp>)</ruby>了", "河水干了"),
+        (
+            "a <span class='x pagenum'>[Pg 14]</span> b<i epub:type=pagebreak>xv</i> c<a role=doc-pagebreak>9</a>",
+            "a b c",
+        ),
+        ("<p>a <b class=pagenum>14 boats</b> <i class=page>14</i></p>", "a 14 boats 14"),  # text is kept
+        ("<div epub:type=pagebreak>a<p>14</p></div>b", "a\n14\nb"),
     ],
 )
 def test_what_browsers_show(page, seen):
@@ -229,6 +256,14 @@ def test_web_subtitles_are_what_is_spoken():
     assert read_srt(b"WEBVTT\n") == ""
 
 
+def test_subtitles_of_any_unicode_encoding():
+    text = "1\n00:00:01,000 --> 00:00:02,000\nA river ran. 河水\n"
+    for encoding in ("utf-8-sig", "utf-16", "utf-32", "utf-16-le", "utf-32-be"):
+        assert read_srt(text.encode(encoding)) == "A river ran. 河水"
+    for mark, encoding in ((b"\xff\xfe\0\0", "utf-32-le"), (b"\0\0\xfe\xff", "utf-32-be")):
+        assert read_srt(mark + text.encode(encoding)) == "A river ran. 河水"
+
+
 def test_empty_lines_are_where_people_put_them():
     time = "00:00:01,000 --> 00:00:02,000"
     text = f"1\n{time}\nA river\n\nran.\n2\n{time}\nNow\n3\n{time}\nit is dry.\n\n"
@@ -286,7 +321,7 @@ def test_a_scan_a_locked_and_an_empty_pdf():
     with pytest.raises(Unreadable, match=r"pictures without text; run text recognition \(OCR\)"):
         read_pdf(partly_scanned(None))
     text = read_pdf(partly_scanned("A river ran.", None, "It was long."))
-    assert text == "A river ran. It was long." and (text.without_text, text.pages) == (1, 3)
+    assert text == "A river ran. It was long." and (text.without_text, text.pages) == ("2", 3)
     for password, error in (("secret", "locked by a password"), ("", None)):
         writer = PdfWriter(io.BytesIO(printed(["A river ran."])))
         writer.encrypt(password, "owner", algorithm="RC4-128")
@@ -328,6 +363,15 @@ def test_a_scan_with_a_page_of_text_is_refused():
     with pytest.raises(Unreadable, match=r"3 of its 4 page\(s\) are pictures"):
         read_pdf(drawn([["Cover"], [], [], []]))
     assert read_pdf(drawn([["A river"], []])) == "A river"
+
+
+def test_a_page_with_its_number_or_a_stamp_alone_has_no_text():
+    pages = [["A river ran.", "1"], ["2"], ["It was long.", "3"], ["4"], ["5"], ["It dried.", "6"]]
+    text = read_pdf(drawn(pages))
+    assert text == "A river ran. It was long. It dried."
+    assert (text.without_text, text.pages) == ("2, 4-5", 6)
+    with pytest.raises(Unreadable, match=r"4 of its 4 page\(s\) are pictures"):
+        read_pdf(drawn([["Scanned with a camera"]] * 4))
 
 
 def test_encryption_that_needs_a_package_names_it():
@@ -424,5 +468,5 @@ def test_pages_without_text_are_said_at_each_training(tmp_path, capsys):
     for _ in range(2):
         build_token_cache(f"{tmp_path}/a.pdf,{tmp_path}/b.txt", load_tokenizer(ROOT / "model"), options)
         said = capsys.readouterr().out
-        assert f"{tmp_path}/a.pdf: 1 of its 3 pages have no text (pictures, scans); only the others" in said
-        assert said.count("have no text") == 1
+        assert f"{tmp_path}/a.pdf: pages without text (pictures, scans): 2 of 3; only the others" in said
+        assert said.count("without text") == 1

@@ -270,7 +270,7 @@ function fileRow(file, chosen) {
   const texts = h("details", { hidden: !first.length }, h("summary", {}, t(first.length === 1 ? "showFirst_1" : "showFirst", { n: first.length })), ...first.map((text) => h("pre", {}, text)));
   const remove = removeButton(name);
   const warning = bad && line(sentence({ code: "bad_record", values: { file: name, line: bad.line, why: bad.why } }), "trouble");
-  const gaps = pages && line(t("pagesWithoutText", { n: pages[0], pages: pages[1] }), "trouble");
+  const gaps = pages && line(t("pagesWithoutText", { which: pages[0], pages: pages[1] }), "trouble");
   return h("li", {}, h("label", { class: "check", for: `file-${name}` }, check, h("span", {}, about)), remove, texts, gaps, warning);
 }
 

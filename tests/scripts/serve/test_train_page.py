@@ -332,9 +332,9 @@ def test_pages_without_text_are_said_and_shares_are_those_of_the_texts(card, cli
     text = "A river ran. It was long, and the boats on it were small."
     give(card, tmp_path, a_pdf=partly_scanned(text, None, "It was long."), b_txt=text + "x" * 12)
     card.wait(lambda: "50 % of the text" in card.text(".files") and "b.txt" in card.text(".files"))
-    assert "1 of its 3 pages are pictures without text. Only the others are read." in card.text(".files")
+    assert "Pages without text (pictures, scans): 2 of 3. Only the others are read." in card.text(".files")
     card.click("#language")
-    assert "3 页中有 1 页是没有文字的图片，只读取其余各页。" in card.text(".files")
+    assert "共 3 页，其中第 2 页没有文字（图片、扫描件），只读取其余各页。" in card.text(".files")
     card.click("#language")
 
 
