@@ -7,6 +7,7 @@ ends, and its children do not inherit them.
 
 import errno
 import fcntl
+import itertools
 import json
 import os
 import shutil
@@ -133,6 +134,17 @@ def is_there(path: str | os.PathLike) -> bool:
 def is_taken(path: str | os.PathLike) -> bool:
     """Whether anything has this name, including a dangling link."""
     return status(path, follow_symlinks=False) is not None
+
+
+def free_path(path: Path, longest: int = 255, may_replace: Callable[[Path], bool] = lambda _: False) -> Path:
+    """The path, or if its name is taken, the first free one with a number: run, run_2, run_3.
+
+    longest: characters of a name without its ending. may_replace: whether a taken one may be used.
+    """
+    ends = itertools.chain([""], (f"_{number}" for number in itertools.count(2)))
+    names = (f"{path.stem[: longest - len(end)].strip()}{end}{path.suffix}" for end in ends)
+    found = (path.with_name(name) for name in names)
+    return next(each for each in found if not is_taken(each) or may_replace(each))
 
 
 def is_file(path: str | os.PathLike) -> bool:

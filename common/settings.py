@@ -267,7 +267,7 @@ class CheckpointConfig(Settings):
     stop_after: str | None = setting(
         None,
         "time since the start, such as 11h, 30m or 90s, after which the run saves and ends at an update; "
-        "--from_resume 1 goes on",
+        "--from_resume 1 continues",
     )
 
     @field_validator("stop_after")

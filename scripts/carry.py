@@ -1,4 +1,4 @@
-"""A run that moves: one file with the runs of a folder, which goes on on another machine.
+"""A run that moves: one file with the runs of a folder, which continues on another machine.
 
     python scripts/carry.py pack out/plan run.mmt               newest states, weights, records, settings
     python scripts/carry.py pack out/plan run.mmt --with_data   the training data, too
@@ -25,7 +25,7 @@ from tools.carry.session import go, pack
 
 
 def main() -> None:
-    """Pack a folder of runs, or go on with a pack."""
+    """Pack a folder of runs, or continue a pack."""
     parser = Parser(description=__doc__.split("\n", 1)[0])
     commands = parser.add_subparsers(dest="command", required=True, parser_class=Parser)
     packing = commands.add_parser("pack", help="pack the runs of a folder into one file")

@@ -9,7 +9,7 @@ It tokenises the data as the stages do and times updates of models of growing si
 It takes size, passes over the data, batch size and learning rate from measured rules
 (scripts/planning/rules.py). If the time is short, it uses a part of the data. It prints the plan, what limits
 it and what is unwise, and writes a shell file that runs it. Without --pretrain_data, the model is pretrained
-on the conversations, too. With --from_weight, a trained model goes on: its size, tokenizer and vocabulary
+on the conversations, too. With --from_weight, a trained model learns more: its size, tokenizer and vocabulary
 stay, and without --pretrain_data it learns from the conversations alone.
 """
 
@@ -114,7 +114,7 @@ def parse_args() -> argparse.Namespace:
         help=f"layers of the model, which is {rules.WIDTH} times as wide; without it the plan chooses",
     )
     flag("--save_dir", default=str(ROOT / "out" / "plan"), help="folder for run.sh and what it writes")
-    text = "trained model that goes on: a weights file, a checkpoint or a Hugging Face folder"
+    text = "trained model to continue from: a weights file, a checkpoint or a Hugging Face folder"
     flag("--from_weight", help=text)
     text = "folder of a tokenizer; without it the shipped one, or for few data a smaller one"
     flag("--tokenizer_path", help=text)
@@ -146,7 +146,7 @@ def parse_args() -> argparse.Namespace:
         read_start(args)
     else:
         args.pretrain_data = args.pretrain_data or args.sft_data
-    if files_in(args.save_dir, f"*{METRICS_SUFFIX}"):  # run.sh is needed to go on with them
+    if files_in(args.save_dir, f"*{METRICS_SUFFIX}"):  # run.sh is needed to continue them
         raise UserError(
             f"--save_dir {args.save_dir} already holds runs; give this plan another folder, or remove that "
             "one"

@@ -22,7 +22,7 @@ weights=out/demo checkpoints=checkpoints/demo
 
 run=(--hidden_size 256 --num_hidden_layers 3 --max_seq_len 256 --accumulation_steps 1 --log_interval 100 --save_interval 500)
 run+=(--save_dir "$weights" --checkpoint_dir "$checkpoints" --from_resume "$([ -d "$checkpoints" ] && echo 1 || echo 0)")
-trap 'echo "The demo stopped. It goes on with: bash scripts/quickstart.sh (--fresh starts over)" >&2' ERR
+trap 'echo "The demo stopped. It continues with: bash scripts/quickstart.sh (--fresh starts over)" >&2' ERR
 sft=(--data_path dataset/demo/sft.jsonl --eval_data_path dataset/demo/sft_eval.jsonl)
 sft+=(--epochs 5 --batch_size 8 --learning_rate 3e-4)
 

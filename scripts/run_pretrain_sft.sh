@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Pretraining, then SFT, on your own data. To resume after an interruption, run it again. Arguments are flags of both
-# stages; --stop_after 11h ends the script after this time, and the same command goes on.
+# stages; --stop_after 11h ends the script after this time, and the same command continues.
 #
 #   PRETRAIN_DATA=data/pretrain.jsonl SFT_DATA=data/sft.jsonl bash scripts/run_pretrain_sft.sh
 #   GPUS=2,3 HIDDEN_SIZE=768 USE_MOE=1 PRETRAIN_DATA=... SFT_DATA=... bash scripts/run_pretrain_sft.sh
@@ -40,7 +40,7 @@ export TRAINING_SESSION_START="$(date +%s)" TRAINING_SESSION_STOPPED="$SAVE_DIR/
 rm -f "$TRAINING_SESSION_STOPPED"
 end_if_stopped() {
     [ -e "$TRAINING_SESSION_STOPPED" ] || return 0
-    echo "not finished; the same command goes on"
+    echo "not finished; the same command continues"
     exit 0
 }
 

@@ -22,7 +22,7 @@ fi
 source tools/environment.sh
 
 [ "${1:-}" != --fresh ] || rm -rf out/tour checkpoints/tour
-trap 'echo "The tour stopped. It goes on with: bash scripts/tour.sh" >&2' ERR
+trap 'echo "The tour stopped. It continues with: bash scripts/tour.sh" >&2' ERR
 python -m scripts.demo.corpus --output_dir "$data"
 
 # Show a command and run it.

@@ -91,7 +91,7 @@ def test_a_host_is_cut_off_and_comes_back(hosts, corpus, tmp_path):
         lost = ("rank 1", "another rank")[number]  # the place where the ranks meet is on the first host
         assert rank.error_lines[-1].startswith(f"error: rank {number}: {lost}")
         assert "ended while this one waited for it, hangs" in rank.error_lines[-1]
-        assert "--from_resume 1 goes on" in rank.error_lines[-1] and "Traceback" not in rank.err
+        assert "--from_resume 1 continues" in rank.error_lines[-1] and "Traceback" not in rank.err
     done = saved_state(tmp_path)["update"]
     assert 5 <= done < 120
     assert not ip("-n", hosts[1], "link", "set", "cable", "up")

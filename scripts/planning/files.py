@@ -14,6 +14,7 @@ from scripts.planning.choice import Plan, total_seconds
 from scripts.planning.signature import sign
 from scripts.planning.stages import N_EVALS, Stage
 from scripts.runs.run import PLAN_FILE
+from scripts.runs.words import UNITS
 from trainer import train_pretrain
 from trainer.report.metrics import duration
 from trainer.weights.paths import run_name
@@ -93,7 +94,7 @@ def shell_file(plan: Plan, path: Path, lang: str) -> str:
         f'rm -f "${STOPPED}"',
     ]
     for stage in plan.stages:
-        title = words["stage"].format(name=stage.args.save_weight, time=duration(stage.seconds))
+        title = words["stage"].format(name=stage.args.save_weight, time=duration(stage.seconds, UNITS[lang]))
         lines += [echo(title), python_command(training_command(stage)) + ' "$@"']
         lines.append(f'[ ! -e "${STOPPED}" ] || exit 0')
     report = ["scripts/plot_metrics.py", folder, "--html", f"{folder}/report.html", "--lang", lang]

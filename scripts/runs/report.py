@@ -10,7 +10,7 @@ from typing import Any
 from common.files import read_object
 from scripts.runs.figures import svg
 from scripts.runs.run import PLAN_FILE, Run, is_finite_number
-from scripts.runs.words import WORDS
+from scripts.runs.words import UNITS, WORDS, amount
 from trainer.report.metrics import duration
 from trainer.report.warnings import verdict_sentences
 from trainer.weights.paths import METRICS_SUFFIX
@@ -30,10 +30,10 @@ def are_stages(runs: list[Run]) -> bool:
 def title(runs: list[Run], lang: str) -> str:
     """A sentence about what was trained, and about problems of the last run."""
     words = WORDS[lang]
-    time = duration(sum(run.figures["seconds"] for run in runs))
+    time = duration(sum(run.figures["seconds"] for run in runs), UNITS[lang])
     if not are_stages(runs):
         return words["compared"].format(count=len(runs), time=time)
-    parts = [words["model"].format(parameters=f"{runs[0].about['parameters'] / 1e6:.2f}", time=time)]
+    parts = [words["model"].format(parameters=amount(runs[0].about["parameters"], lang), time=time)]
     for run in runs:
         tokens = run.figures["tokens"]
         replayed = run.settings.get("replay_data_path")
@@ -68,7 +68,8 @@ def compare_with_plan(run: Run, lang: str) -> str | None:
     planned = planned_seconds(run)
     if planned is None:
         return None
-    return WORDS[lang]["plan"].format(planned=duration(planned), came=duration(run.figures["seconds"]))
+    planned, came = (duration(seconds, UNITS[lang]) for seconds in (planned, run.figures["seconds"]))
+    return WORDS[lang]["plan"].format(planned=planned, came=came)
 
 
 def unsure(run: Run, lang: str) -> str | None:
@@ -84,7 +85,7 @@ def unsure(run: Run, lang: str) -> str | None:
     everything = words["all"].format(count=round(math.exp(guessing)))
     if now >= guessing:
         return words["guesses"].format(where=where, count=round(math.exp(guessing)))
-    before = everything if first >= guessing else f"{math.exp(first):,.0f}"
+    before = everything if first >= guessing else words["some"].format(count=round(math.exp(first)))
     return words["unsure"].format(where=where, now=round(math.exp(now)), first=before)
 
 

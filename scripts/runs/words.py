@@ -5,17 +5,19 @@ import os
 from trainer.report.warnings import SENTENCES
 
 LANGUAGES = ("en", "zh")
+UNITS = {"en": ("s", "min", "h"), "zh": ("秒", "分钟", "小时")}  # of time
 WORDS = {
     "en": SENTENCES
     | {
         "; ": "; ",
-        "model": "A model of {parameters} M parameters, trained in {time}",
+        "model": "A model of {parameters} parameters, trained in {time}",
         "read": "{name}: {tokens} tokens of {data}",
         "passes": " ({passes} passes)",
         "held-out text": "On the held-out text",
         "training text": "On the text that it was trained on",
         "unsure": "{where}, each next piece of a word is as uncertain as a choice among {now:,} equally "
         "likely ones; before training, among {first}.",
+        "some": "{count:,}",
         "all": "all {count:,}",
         "guesses": "{where}, it does no better than guessing among all {count:,} pieces of words.",
         "compared": "{count} run(s), {time} in all",
@@ -55,13 +57,14 @@ WORDS = {
         "answers new": "{asked:.0f} 题的答案不在训练对话里，答对 {right:.0f}",
         "answers few": "下一步：更长的预训练、用多种说法陈述同一内容的文本，或更多对话",
         "; ": "；",
-        "model": "{parameters} M 参数的模型，训练用时 {time}",
+        "model": "{parameters}参数的模型，训练用时 {time}",
         "read": "{name}：{data} 的 {tokens} 个 token",
         "passes": "（{passes} 遍）",
         "held-out text": "在留出的文本上",
         "training text": "在训练过的文本上",
         "unsure": "{where}，它每猜一个词片，相当于在 {now:,} 个同样可能的词片之间犹豫；"
-        "训练之前是 {first} 个。",
+        "训练之前是{first} 个。",
+        "some": " {count:,}",
         "all": "全部 {count:,}",
         "guesses": "{where}，它并不比在全部 {count:,} 个词片之间随意猜测更好。",
         "compared": "{count} 次训练，共 {time}",
@@ -80,6 +83,14 @@ WORDS = {
         "unknown": "未知",
     },
 }
+
+
+def amount(parameters: int, lang: str) -> str:
+    """A number of parameters as text: 1.30 M, in Chinese 130 万."""
+    if lang != "zh":
+        return f"{parameters / 1e6:.2f} M"
+    number, unit = (parameters / 1e8, "亿") if parameters >= 1e8 else (parameters / 1e4, "万")
+    return f"{number:,.0f} {unit}" if number >= 100 else f"{number:.3g} {unit}"
 
 
 def user_language() -> str:

@@ -8,7 +8,6 @@ ends. Until then their process group exists, so no other processes can get its n
 """
 
 import fcntl
-import itertools
 import json
 import os
 import re
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from common.errors import WriteError, printable, reason
-from common.files import is_running, open_regular, read_object, write_json
+from common.files import free_path, is_running, open_regular, read_object, write_json
 from common.settings import ROOT
 from scripts.planning.files import FACTS
 from scripts.serve.folders import files_in, scan
@@ -222,8 +221,8 @@ class Jobs:
             raise ApiError(f"{name} is {state}.", 409, "name", "not_ready")
         for user, about in self.unfinished().items():
             if about.get("start") == name and user != name:
-                raise ApiError(f"{user} goes on from {name}.", 409, "name", "used_model", name=user)
-        target = self.save_dir / new_name if new_name else free_path(self.save_dir / DELETED, folder.name)
+                raise ApiError(f"{user} continues from {name}.", 409, "name", "used_model", name=user)
+        target = self.save_dir / new_name if new_name else free_path(self.save_dir / DELETED / folder.name)
         target.parent.mkdir(mode=0o700, exist_ok=True)
         if new_name is None and target.parent.is_symlink():
             raise OSError(f"{DELETED} is a link, which leads elsewhere")
@@ -245,12 +244,6 @@ class Jobs:
             if is_planned or (living is not None and living["folder"] == folder.name):
                 found[name] = read_object(folder / ABOUT, links=False)
         return found
-
-
-def free_path(folder: Path, name: str) -> Path:
-    """A path in a folder that does not exist yet: the name, or the name with a number."""
-    names = itertools.chain([name], (f"{name} {number}" for number in itertools.count(2)))
-    return next(folder / each for each in names if not os.path.lexists(folder / each))
 
 
 def forget_plan(folder: Path, about: dict[str, Any]) -> None:

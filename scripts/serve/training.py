@@ -68,8 +68,8 @@ class Body(BaseModel):
 
 
 class NewJob(Body):
-    """What is to be planned: names of files, the model that goes on (None: a new one), hours, layers, the
-    language of run.sh, and whether bad records are skipped."""
+    """What is to be planned: names of files, the model that is trained on (None: a new one), hours, layers,
+    the language of run.sh, and whether bad records are skipped."""
 
     name: str
     files: list[str] = Field(min_length=1, max_length=MOST_FILES)
@@ -309,7 +309,7 @@ def check_fields(asked: NewJob) -> None:
 
 
 def weights_of(jobs: Jobs, name: str, reads_text: bool) -> Path:
-    """The weights with which a model goes on: those of its pretraining if it reads more text, because SFT
+    """The weights with which a model continues: those of its pretraining if it reads more text, because SFT
     follows, otherwise its last ones. Raises ApiError if it is not completed."""
     folder = jobs.folder(name)
     stages = plan_of(folder).get("stages", [])
@@ -317,7 +317,7 @@ def weights_of(jobs: Jobs, name: str, reads_text: bool) -> Path:
     runs = (pretrained if reads_text else []) or [stage["run"] for stage in stages]
     state, _ = jobs.state(folder, jobs.living())
     if state != READY or not runs or f"{runs[-1]}.pth" not in files_in(folder, links=False):
-        raise ApiError(f"{name} has no weights to go on with.", 409, "start", "no_weights", name=name)
+        raise ApiError(f"{name} has no weights to continue from.", 409, "start", "no_weights", name=name)
     return folder / f"{runs[-1]}.pth"
 
 

@@ -5,7 +5,6 @@ either: look_at_file.py, scripts/plan.py and the trainings do."""
 import asyncio
 import fcntl
 import filecmp
-import itertools
 import json
 import os
 import re
@@ -21,7 +20,7 @@ from anyio import CapacityLimiter
 from anyio.to_thread import run_sync
 from starlette.requests import ClientDisconnect
 
-from common.files import open_regular, remove
+from common.files import free_path, open_regular, remove
 from scripts.serve.folders import Entry, files_in
 from scripts.serve.jobs import try_lock
 from scripts.serve.limited import run_limited
@@ -129,11 +128,8 @@ class Uploads:
                 text = f"No conversations can be made of {name} with {assistant[:60]!r} as the assistant."
                 raise ApiError(text, 422, "assistant", "no_answers", file=name)
             stem = re.sub(r"[^\w -]+", "_", f"{name.rpartition('.')[0]} {assistant}").strip()
-            endings = itertools.chain([""], (f" {number}" for number in itertools.count(2)))
-            targets = (
-                self.folder / f"{stem[: STEM_LENGTH - len(end)].strip()}{end}.jsonl" for end in endings
-            )
-            target = next(each for each in targets if not os.path.lexists(each) or is_same(made, each))
+            path = self.folder / f"{stem}.jsonl"
+            target = free_path(path, STEM_LENGTH, may_replace=lambda each: is_same(made, each))
             os.replace(made, target)
         return target.name
 

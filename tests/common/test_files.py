@@ -17,6 +17,7 @@ from common.errors import ReadError, UserError
 from common.files import (
     atomic_write,
     files_in,
+    free_path,
     is_file,
     is_folder,
     is_running,
@@ -320,3 +321,15 @@ def test_a_json_file_that_holds_no_object_is_an_empty_one(tmp_path):
 def test_a_pipe_in_the_place_of_a_lock_says_nothing_of_a_run(tmp_path):
     os.mkfifo(output_lock("pretrain_32", tmp_path))
     assert is_running("pretrain_32", tmp_path) is None
+
+
+def test_a_free_path(tmp_path):
+    path = tmp_path / "a run.jsonl"
+    assert free_path(path) == path
+    path.touch()
+    (tmp_path / "a run_2.jsonl").symlink_to("nowhere")
+    assert free_path(path) == tmp_path / "a run_3.jsonl"
+    assert free_path(path, may_replace=lambda each: each.is_symlink()).name == "a run_2.jsonl"
+    assert free_path(path, longest=3).name == "a r.jsonl"
+    (tmp_path / "a r.jsonl").mkdir()
+    assert free_path(path, longest=3).name == "a_2.jsonl"  # no blank at the end

@@ -513,7 +513,7 @@ def test_answers_that_only_repeat_a_word_get_variants_in_sft(start, facts, tmp_p
     assert "full_sft: " in out and f"variants of conversations: {made}" in out
 
 
-# --- a model that goes on
+# --- a model that is trained on
 
 
 @pytest.fixture(scope="module")

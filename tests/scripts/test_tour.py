@@ -68,7 +68,7 @@ def test_each_command_is_possible(started):
 
 def test_a_run_that_fails_ends_the_tour(started):
     done, commands = started("alone")
-    assert done.returncode == 1 and "It goes on with: bash scripts/tour.sh" in done.stderr
+    assert done.returncode == 1 and "It continues with: bash scripts/tour.sh" in done.stderr
     assert "alone" in commands[-1]
 
 

@@ -29,7 +29,7 @@ def test_no_room_for_the_checkpoint(corpus, tmp_path):
     assert len(files) >= 3
     process = run("pretrain", argv, Faults(file_limit=min(map(len, files.values())) // 2), status=2)
     line = process.error_lines[0]
-    assert ".pth cannot be written (File too large)" in line and "--from_resume 1 goes on from" in line
+    assert ".pth cannot be written (File too large)" in line and "--from_resume 1 continues from" in line
     assert "Traceback" not in process.err
     assert {path: path.read_bytes() for path in tmp_path.rglob("*.pth")} == files
     assert not list(tmp_path.rglob("*.tmp"))

@@ -59,7 +59,7 @@ def test_a_killed_run_ends_with_the_same_bits(prompts, tmp_path):
     again = grpo_flags(prompts, tmp_path / "killed", from_resume=1, **settings)
     script = IN_A_ROLLOUT.format(token=9, signal="SIGTERM")
     stopped = run("grpo", again, Faults(script=script), status=128 + signal.SIGTERM)
-    assert "is saved; --from_resume 1 goes on" in stopped.out + stopped.err
+    assert "is saved; --from_resume 1 continues" in stopped.out + stopped.err
     run("grpo", again, Faults(signals={3: signal.SIGKILL}), status=-signal.SIGKILL)
     # between two iterations
     run("grpo", again, Faults(signals={1: signal.SIGTERM}), status=128 + signal.SIGTERM)

@@ -40,7 +40,7 @@ def test_a_signal_finishes_the_update_and_saves(corpus, tmp_path, whole):
     stopped = run("pretrain", argv, Faults(signals={7: signal.SIGTERM}), status=143)
     finishing, last = stopped.error_lines
     assert finishing == "SIGTERM: finishing this update, then saving"
-    text = "stopped: by SIGTERM after update 4 of 24, which is saved; --from_resume 1 goes on from there"
+    text = "stopped: by SIGTERM after update 4 of 24, which is saved; --from_resume 1 continues from there"
     assert last == text
     assert saved_state(tmp_path)["update"] == 4
     # again, this time while it evaluates
@@ -225,7 +225,7 @@ def test_out_of_memory_says_what_to_lower(corpus, tmp_path):
     process = run("pretrain", argv, Faults(hog=5), status=2)
     assert len(process.error_lines) == 1 and process.error_lines[0].startswith("error: out of memory (")
     assert "--batch_size" in process.error_lines[0] and "--max_seq_len" in process.error_lines[0]
-    assert process.error_lines[0].endswith("; --from_resume 1 goes on from the last checkpoint")
+    assert process.error_lines[0].endswith("; --from_resume 1 continues from the last checkpoint")
     assert saved_state(tmp_path)["update"] in (3, 4)
 
 

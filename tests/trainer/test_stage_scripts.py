@@ -94,7 +94,7 @@ def test_the_pipeline_script_resumes_where_it_stopped(corpus, tmp_path):
         command = [*script, "--stop_after", "1h"]
         stopped = env | {"STOPS": stops}
         done = subprocess.run(command, env=stopped, cwd=tmp_path, capture_output=True, text=True, timeout=60)
-        assert done.returncode == 0 and done.stdout.endswith("not finished; the same command goes on\n")
+        assert done.returncode == 0 and done.stdout.endswith("not finished; the same command continues\n")
         typed = commands.read_text().replace("\0", " ")
         assert typed.count("--stop_after 1h") == typed.count("trainer/train_") == stages
         commands.unlink()

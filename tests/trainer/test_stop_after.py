@@ -53,7 +53,7 @@ def test_a_time_that_is_over_at_once_still_makes_an_update(corpus, tmp_path):
     first = run("pretrain", argv, **OVER).out
     assert saved_state(tmp_path / "sessions")["update"] == 1
     # the command that it prints goes on, for this session and the next
-    command = shlex.split(first.rpartition("; to go on: ")[2])
+    command = shlex.split(first.rpartition("; to continue: ")[2])
     assert command[:2] == ["python", "train_pretrain.py"] and command[2:-2] == argv
     assert run("pretrain", command[2:], **OVER).out.endswith(shlex.join(command) + "\n")
     assert "done: 3 updates" in run("pretrain", command[2:], **OVER).out
@@ -69,7 +69,7 @@ def test_a_run_that_ends_first_and_one_that_has_ended(corpus, tmp_path):
 def test_the_script_that_runs_the_stages_is_told_by_a_file(corpus, tmp_path):
     argv = flags(corpus, tmp_path, "pretrain", epochs=1, from_resume=1, stop_after="1s")
     note = {STOPPED: str(tmp_path / "stopped")}
-    assert "to go on" not in run("pretrain", argv, **OVER, **note).out
+    assert "to continue" not in run("pretrain", argv, **OVER, **note).out
     assert (tmp_path / "stopped").exists()
     (tmp_path / "stopped").unlink()
     run("pretrain", [*argv, "--stop_after", "1000h"], **note)

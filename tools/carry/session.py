@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from common.command_line import STOP_SIGNALS
 from common.errors import Interrupted, UserError, say, warn
-from common.files import is_file, is_taken, is_there, lock_output, read_object, remove
+from common.files import free_path, is_file, is_taken, is_there, lock_output, read_object, remove
 from common.session import START, STOPPED
 from common.settings import ROOT, StageArgs
 from dataset.token_cache import file_hash
@@ -51,7 +51,10 @@ def write(path: Path, folder: Path, manifest: Manifest, sources: dict[str, Path]
     for line in describe_runs(folder):
         say(f"  {line}")
     size = sum(file.bytes for file in manifest.packed().values())
-    data = "with the data" if all(file.packed for file in manifest.data.values()) else "no data"
+    packed = [file.packed for file in manifest.data.values()]
+    data = "no data"
+    if any(packed):
+        data = "with the data" if all(packed) else f"with {sum(packed)} of {len(packed)} files of data"
     say(f"packed {path}: {size / 1e6:,.1f} MB, {data}, in {time.monotonic() - begin:.1f} s")
 
 
@@ -79,7 +82,9 @@ def go(path: Path, to: Path | None, data: Path | None, stop_after: str | None) -
             unpack(archive, manifest, folder)
             say(f"unpacked {path} into {folder}; it was packed {manifest.written}")
         else:
-            say(f"{folder} has {here} updates, the pack has {sum(manifest.updates.values())}: going on there")
+            say(
+                f"{folder} has {here} updates, the pack has {sum(manifest.updates.values())}: continued there"
+            )
     lock_output("carry", to=str(folder))
     place_data(manifest, folder, data)
     if manifest.code != code_version():
@@ -97,7 +102,7 @@ def go(path: Path, to: Path | None, data: Path | None, stop_after: str | None) -
         if value:
             again += [flag, str(value)]
     if signals:
-        text = f"by {signal.Signals(signals[0]).name}; {shlex.join(again)} goes on"
+        text = f"by {signal.Signals(signals[0]).name}; {shlex.join(again)} continues"
         raise Interrupted(signals[0], text)
     if status:
         raise UserError(f"{said} ended with status {status}; its own line above says why")
@@ -126,9 +131,7 @@ def updates_here(manifest: Manifest, folder: Path, stages: list[Stage]) -> int |
     updates = sum(progress(stage.args)["update"] for stage in stages)
     if updates >= sum(manifest.updates.values()):
         return updates
-    number = 1
-    while is_taken(aside := folder.with_name(f"{folder.name}_{number}")):
-        number += 1
+    aside = free_path(folder)
     os.rename(folder, aside)
     say(f"{folder} was behind the pack, with {updates} updates; it is now {aside}")
     return None

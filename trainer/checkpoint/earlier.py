@@ -46,7 +46,7 @@ def check_starts(args: StageArgs) -> None:
         if any(is_there(start) and start.samefile(path) for path in files):
             raise UserError(
                 f"--{flag} {start} is a file of the run --save_weight {args.save_weight}, which a new run of "
-                "this name sets aside; give another --save_weight, or go on with that run (--from_resume 1)"
+                "this name sets aside; give another --save_weight, or continue that run (--from_resume 1)"
             )
 
 

@@ -72,7 +72,7 @@ def newest_checkpoint(path: Path, resume_from: str | None = None) -> Checkpoint 
             if str(start) != checkpoint.get("branch_of") and start != place.resolve():
                 raise UserError(
                     f"--resume_from {resume_from}: {place} is a state of another run; give the branch "
-                    "another --save_weight, or go on with that run (--from_resume 1)"
+                    "another --save_weight, or continue that run (--from_resume 1)"
                 )
         return checkpoint
     others = other_checkpoints(path)

@@ -277,25 +277,25 @@ def interrupted(state: TrainState) -> Interrupted:
     meet()
     number = state.stop_request.signal or signal.SIGTERM
     done = f"after update {state.progress.update} of {state.total_updates}"
-    text = f"by {signal.Signals(number).name} {done}, which is saved; --from_resume 1 goes on from there"
+    text = f"by {signal.Signals(number).name} {done}, which is saved; --from_resume 1 continues from there"
     return Interrupted(number, text)
 
 
 def end_session(state: TrainState) -> None:
-    """Print where --stop_after has stopped the run and the command to go on. If a script runs several stages,
-    create its file instead: the script prints its own command."""
+    """Print where --stop_after has stopped the run and the command to continue. If a script runs several
+    stages, create its file instead: the script prints its own command."""
     done = f"after update {state.progress.update} of {state.total_updates}"
     text = f"stopped: by --stop_after {state.args.stop_after} {done}, which is saved"
     script_file = os.environ.get(STOPPED)
     if script_file is None:
-        text += f"; to go on: {command_to_go_on(state.args)}"
+        text += f"; to continue: {command_to_continue(state.args)}"
     elif is_main_process():
         with write_errors(Path(script_file)):
             Path(script_file).touch()
     Logger(text)
 
 
-def command_to_go_on(args: StageArgs) -> str:
+def command_to_continue(args: StageArgs) -> str:
     """The command that continues this run on one machine, or words for it if there are several."""
     place = launch()
     words = ["python"]
@@ -312,7 +312,7 @@ def where_to_go_on(state: TrainState) -> str:
     path = paths.resume_path(state.args.checkpoint_dir, state.args.save_weight, state.lm_config)
     with suppress(ReadError):
         if is_there(path) or is_there(previous_path(path)):
-            return "; --from_resume 1 goes on from the last checkpoint"
+            return "; --from_resume 1 continues from the last checkpoint"
     return ""
 
 

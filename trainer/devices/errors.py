@@ -136,7 +136,7 @@ def compiling() -> Iterator[None]:
 
 def while_compiling(number: int) -> Interrupted:
     """The exception for a signal while the model is being compiled."""
-    how = "--from_resume 1 goes on from the last checkpoint, if there is one"
+    how = "--from_resume 1 continues from the last checkpoint, if there is one"
     return Interrupted(number, f"by {signal.Signals(number).name} while the model was compiled; {how}")
 
 

@@ -121,12 +121,13 @@ class MetricsLog:
         self.bar.close()
 
 
-def duration(seconds: float) -> str:
+def duration(seconds: float, units: tuple[str, str, str] = ("s", "min", "h")) -> str:
     """Seconds as text for people."""
+    second, minute, hour = units
     if seconds < 59.5:
-        return f"{seconds:.0f} s"
+        return f"{seconds:.0f} {second}"
     hours, minutes = divmod(round(seconds / 60), 60)
-    return f"{hours} h {minutes:02d} min" if hours else f"{seconds / 60:.1f} min"
+    return f"{hours} {hour} {minutes:02d} {minute}" if hours else f"{seconds / 60:.1f} {minute}"
 
 
 def describe(record: dict[str, Any], head: str, console_metrics: tuple[str, ...] = ()) -> list[str]:

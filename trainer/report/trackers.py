@@ -143,7 +143,7 @@ class Tracker:
             why = f"{type(error).__name__}: {reason(error)}"
             if isinstance(error, ModuleNotFoundError):
                 why = f"{error.name} is not installed: pip install {error.name}"
-            warn(f"{self.service} stopped ({why}); training goes on, the metrics file is complete")
+            warn(f"{self.service} stopped ({why}); training continues, the metrics file is complete")
         finally:
             self._ready.set()
 

@@ -134,7 +134,7 @@ class TrajectoryWriter:
             raise UserError(f"{trajectory.prompt.source}: {error}") from error
         if not first.text.startswith(before):
             raise UserError(
-                "the chat template rewrites earlier turns when tools reply, so an agent cannot go on"
+                "the chat template rewrites earlier turns when tools reply, so an agent cannot continue"
             )
         return encode_pieces(self.tokenizer, [Piece(first.text[len(before) :], False), *others])
 

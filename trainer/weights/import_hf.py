@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from common.contents import check_content
-from common.errors import UserError, reason
-from common.files import is_file
+from common.errors import ReadError, UserError, reason
+from common.files import is_file, read_errors
 from model.sampling import DEFAULTS, Sampling
 from trainer.weights.paths import CONFIG_FILE, PICKLED_WEIGHTS, model_files, shape_in_name
 
@@ -159,7 +159,8 @@ def read_sampling(folder: Path) -> Sampling:
 
 def read_config(folder: Path) -> "PretrainedConfig":
     """The config of a folder: Qwen3Config, Qwen3MoeConfig or MiniMindConfig. Raises UserError if it has
-    another architecture, or something that MiniMindForCausalLM does not support."""
+    another architecture, or something that MiniMindForCausalLM does not support, and ReadError if it cannot
+    be read at the moment."""
     from transformers import Qwen3Config, Qwen3MoeConfig
 
     from model.model_minimind import MiniMindConfig
@@ -167,9 +168,10 @@ def read_config(folder: Path) -> "PretrainedConfig":
     kinds = {kind.model_type: kind for kind in (Qwen3Config, Qwen3MoeConfig, MiniMindConfig)}
     path = folder / CONFIG_FILE
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        with read_errors(path):
+            content = json.loads(path.read_text(encoding="utf-8"))
         model_type = content.get("model_type")
-    except (OSError, ValueError, AttributeError) as error:
+    except (ValueError, AttributeError) as error:
         raise UserError(f"{path}: not a readable config ({reason(error)})") from error
     if model_type not in kinds:
         known = ", ".join(kinds)
@@ -194,12 +196,15 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
     for path in files:
         check_content(path)
     try:
-        if files[-1].name == PICKLED_WEIGHTS:
-            return torch.load(files[-1], map_location="cpu", weights_only=True)
-        weights = {}
-        for path in files:
-            if path.suffix == ".safetensors":
-                weights |= load_file(path)
-        return weights
+        with read_errors(folder):
+            if files[-1].name == PICKLED_WEIGHTS:
+                return torch.load(files[-1], map_location="cpu", weights_only=True)
+            weights = {}
+            for path in files:
+                if path.suffix == ".safetensors":
+                    weights |= load_file(path)
+            return weights
+    except ReadError:
+        raise
     except Exception as error:  # errors of many types, depending on the damage
         raise UserError(f"{folder}: its weights are not readable ({reason(error)})") from error

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError, reason
-from common.files import files_in, is_file, read_object
+from common.files import files_in, is_file, read_errors, read_object
 from common.settings import LoggingConfig, ModelConfig, StageArgs
 
 METRICS_SUFFIX = "_metrics.jsonl"  # of the file of a run's log records
@@ -94,14 +94,15 @@ def is_hugging_face(path: Path) -> bool:
 
 def model_files(folder: Path) -> list[Path]:
     """The files that a model is read from: its config and the files of its tensors. Raises UserError if there
-    are none, or if some are missing."""
+    are none, or if some are missing, and ReadError if the index cannot be read at the moment."""
     index = folder / f"{WEIGHTS_FILE}.index.json"
     names = [WEIGHTS_FILE if is_file(folder / WEIGHTS_FILE) else PICKLED_WEIGHTS]
     if names[0] == PICKLED_WEIGHTS and is_file(index):
         try:
-            content = json.loads(index.read_text(encoding="utf-8"))
+            with read_errors(index):
+                content = json.loads(index.read_text(encoding="utf-8"))
             names = [index.name, *sorted({Path(name).name for name in content["weight_map"].values()})]
-        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise UserError(f"{index}: not a readable index ({reason(error)})") from error
     if missing := [name for name in names if not is_file(folder / name)]:
         what = f"{missing[0]} is missing" if len(names) > 1 else f"it holds no weights ({WEIGHTS_FILE})"

@@ -23,7 +23,7 @@ const KINDS = /(\.(?:txt|md|jsonl|json|csv|tsv)(?:\.gz)?|\.(?:parquet|arrow|docx
 
 // the fields, the training that is shown ("": the form), and the files that are arriving
 // files: names of those that are chosen, in their order; isNamed: the name was typed, else it follows the files
-// start: the model that goes on ("": a new one)
+// start: the model that is trained on ("": a new one)
 const form = { name: "", isNamed: false, start: "", hours: HOURS[0], depth: "", files: [], skip: false, shown: null, arriving: [], ...read(KEY, {}) };
 const uploads = new Map(); // name -> {size, percent, cancel}
 const assistants = new Map(); // name of an exported chat -> the speaker who was chosen
@@ -51,7 +51,7 @@ function shown() {
   return jobNamed(form.shown) ?? living() ?? overview.jobs[0] ?? null;
 }
 
-/** Show a training, or the form (""). start: the model that goes on. */
+/** Show a training, or the form (""). start: the model that is trained on. */
 function show(name, start = "") {
   Object.assign(form, { shown: name, start });
   [isChanging, formError] = [false, null];
@@ -236,7 +236,7 @@ function hoursField() {
   return h("fieldset", { class: "field choices" }, h("legend", {}, t("howLong")), ...HOURS.map(radio), row);
 }
 
-/** The choice of the model that goes on. */
+/** The choice of the model that is trained on. */
 function startField() {
   const select = h("select", { id: "train-start" });
   select.addEventListener("change", () => ((form.start = select.value), keep(), draw()));

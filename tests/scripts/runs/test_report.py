@@ -9,7 +9,7 @@ import pytest
 from scripts.runs import report
 from scripts.runs.figures import draw
 from scripts.runs.run import Run
-from scripts.runs.words import WORDS
+from scripts.runs.words import WORDS, amount
 from trainer.report.warnings import verdict
 
 FACTS = {"monitor": "eval_loss", "mode": "min", "guessing": 8.8, "best_weights": "branch_best_64"}
@@ -43,7 +43,7 @@ def test_the_title_says_what_was_trained_and_what_is_bad():
     )
     assert said == f"{model}; its answers repeat themselves: 30% of their trigrams are distinct"
     assert report.title([run], "zh").startswith(
-        "1.30 M 参数的模型，训练用时 3.0 min；a：x.jsonl, b.txt 的 3,000,000 个 token（1.5 遍）"
+        "130 万参数的模型，训练用时 3.0 分钟；a：x.jsonl, b.txt 的 3,000,000 个 token（1.5 遍）"
     )
     both = report.title([run, run_of([4.0], stage="b.py")], "en")
     assert both.endswith("; b: 1,000,000 tokens of x.jsonl, b.txt (0.5 passes)") and "repeat" not in both
@@ -69,7 +69,7 @@ def test_the_held_out_loss_in_words():
         "as uncertain as a choice among 8 equally likely ones; before training, among 4,096"
         in report.unsure(run, "en")
     )
-    assert "8 个同样可能" in report.unsure(run, "zh")
+    assert "8 个同样可能的词片之间犹豫；训练之前是 4,096 个。" in report.unsure(run, "zh")
     assert report.unsure(run, "en").startswith("On the held-out text, each next piece of a word is")
     run.about["facts"] = FACTS | {"held_out_is_training": True}
     assert report.unsure(run, "en").startswith(
@@ -96,7 +96,8 @@ def test_there_are_no_more_tokens_than_the_vocabulary_has(first, now, said):
     run = run_of([now])
     run.about["facts"] = FACTS | {"guessing": math.log(512)}
     run.values["initial_eval_loss"] = array("d", [first])
-    assert said in report.unsure(run, "en") and "512" in report.unsure(run, "zh")
+    chinese = report.unsure(run, "zh")
+    assert said in report.unsure(run, "en") and "512" in chinese and "训练之前是 全部" not in chinese
 
 
 def test_an_answer_that_stays_the_same_is_one_of_the_last_evaluation(tmp_path):
@@ -125,6 +126,7 @@ def test_a_plan_beside_what_came(tmp_path):
     assert report.compare_with_plan(run, "en") is None
     (tmp_path / "plan.json").write_text('{"pretrain_64": 90.0}')
     assert report.compare_with_plan(run, "en") == "updates and evaluations took 2.0 min; planned: 1.5 min"
+    assert report.compare_with_plan(run, "zh") == "更新和评估用时 2.0 分钟；计划：1.5 分钟"
     for odd in ("[1]", "{", '{"pretrain_64": "90"}', '{"pretrain_64": NaN}', "[" * 100_000):
         (tmp_path / "plan.json").write_text(odd)
         assert report.compare_with_plan(run, "en") is None
@@ -135,3 +137,13 @@ def test_the_page_shows_paths_as_they_are_typed():
     run.about["starts"] = [{"command": ["--data_path", "数据/书.txt"]}]
     figure = draw({"a": run}, "tokens")
     assert "数据/书.txt" in report.page({"a": run}, [["run", "a"]], figure, figure, "zh")
+
+
+def test_amounts_of_parameters():
+    for count, english, chinese in (
+        (98_600, "0.10 M", "9.86 万"),
+        (1_300_000, "1.30 M", "130 万"),
+        (63_912_192, "63.91 M", "6,391 万"),
+        (127_000_000, "127.00 M", "1.27 亿"),
+    ):
+        assert (amount(count, "en"), amount(count, "zh")) == (english, chinese)

@@ -277,17 +277,17 @@ def test_a_model_has_a_card_and_goes_on_with_a_second_text_by_clicks(card, clien
     card.click("#models .buttons button")  # Teach it more
     assert card.one("#train-start").get_attribute("value") == "novel" and not card.shown("#train-size")
     assert not card.one(PRIMARY).is_enabled()  # what it has read is not chosen again
-    assert "“novel” goes on. It mostly forgets what is not in the chosen files." in card.text(FORM)
+    assert "“novel” learns more. It mostly forgets what is not in the chosen files." in card.text(FORM)
     give(card, tmp_path, second_txt=TEXT * 2)
     card.wait(
         lambda: (
-            "“novel” goes on. It will continue texts. To chat, add conversations. It mostly"
+            "“novel” learns more. It will continue texts. To chat, add conversations. It mostly"
             in card.text(FORM)
         )
     )
     check_everywhere(card, client, "New model")
     card.click(PRIMARY)
-    card.wait(lambda: "It went on from “novel”." in card.text(BODY) and "weights (" in card.text(BODY))
+    card.wait(lambda: "It continued from “novel”." in card.text(BODY) and "weights (" in card.text(BODY))
     assert card.text("#train-title") == "second" and not card.shown("#models")
     assert flags_of(client.folder / "second")["--from_weight"].endswith("novel/pretrain_64.pth")
     card.click(f"{BODY} .buttons .quiet")  # Change
@@ -298,7 +298,7 @@ def test_a_model_has_a_card_and_goes_on_with_a_second_text_by_clicks(card, clien
     )
     assert card.shown("#train-size")
     card.click(PRIMARY)
-    card.wait(lambda: "weights (" in card.text(BODY) and "went on" not in card.text(BODY))
+    card.wait(lambda: "weights (" in card.text(BODY) and "continued from" not in card.text(BODY))
     assert "--from_weight" not in flags_of(client.folder / "second")
 
 

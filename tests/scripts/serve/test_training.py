@@ -296,7 +296,7 @@ def test_a_model_is_renamed_and_a_training_deleted_to_where_it_can_be_found(clie
         assert (client.folder / ".deleted" / kept / "job.json").exists()
     client.planned("other")
     assert client.post("/other/delete", {}).status_code == 202
-    assert (client.folder / ".deleted/other 2").is_dir() and client.overview()["jobs"] == []
+    assert (client.folder / ".deleted/other_2").is_dir() and client.overview()["jobs"] == []
     assert client.post("/other/delete", {}).status_code == 404
     runs = httpx.get(f"{client.address}api/runs", headers=KEY).json()["runs"]
     assert runs == []
@@ -424,10 +424,10 @@ def test_an_exported_chat_becomes_conversations_with_a_chosen_assistant(client, 
     made = client.folder / ".uploads/chat Ben.jsonl"
     assert made.read_bytes() == by_command.read_bytes()
     made.write_text("mine")
-    assert convert("chat.json", "Ben").json() == {"name": "chat Ben 2.jsonl"} and made.read_text() == "mine"
+    assert convert("chat.json", "Ben").json() == {"name": "chat Ben_2.jsonl"} and made.read_text() == "mine"
     made.unlink()
-    made.symlink_to(client.folder / ".uploads/chat Ben 2.jsonl")  # a link is not replaced
-    assert convert("chat.json", "Ben").json() == {"name": "chat Ben 2.jsonl"} and made.is_symlink()
+    made.symlink_to(client.folder / ".uploads/chat Ben_2.jsonl")  # a link is not replaced
+    assert convert("chat.json", "Ben").json() == {"name": "chat Ben_2.jsonl"} and made.is_symlink()
     for who in ("Anna", "Cleo"):
         assert convert("chat.json", who).json()["error"]["code"] == "no_answers"
     assert convert("no.json", "Ben").status_code == 404
@@ -435,7 +435,7 @@ def test_an_exported_chat_becomes_conversations_with_a_chosen_assistant(client, 
     assert convert("a.txt", "Ben").json()["error"]["code"] == "no_answers"
     assert not list((client.folder / ".uploads").glob(".part*"))
     listed = {file["name"]: file["kind"] for file in client.overview()["files"]}
-    assert listed == {"a.txt": "text", "chat.json": None, "chat Ben 2.jsonl": "chat"}
+    assert listed == {"a.txt": "text", "chat.json": None, "chat Ben_2.jsonl": "chat"}
 
 
 def test_names_of_speakers_become_names_of_files(client):

@@ -113,7 +113,7 @@ def test_sessions_elsewhere_are_the_run_that_stayed(corpus, tmp_path, machine, c
         session.go(pack, tmp_path / "two", None, None)
     assert pack.read_bytes() == second
     machine.signals = {2: signal.SIGTERM}
-    with pytest.raises(Interrupted, match=r"by SIGTERM; python scripts/carry.py go .* goes on") as caught:
+    with pytest.raises(Interrupted, match=r"by SIGTERM; python scripts/carry.py go .* continues") as caught:
         session.go(pack, tmp_path / "three", None, None)
     assert caught.value.number == signal.SIGTERM and before_path(pack).read_bytes() == second
     machine.signals = {}
@@ -142,13 +142,13 @@ def test_a_folder_that_is_ahead_goes_on_and_one_that_is_behind_is_set_aside(
         session.go(pack, here, None, None)
     machine.signals = {}
     session.go(pack, here, None, "1s")
-    assert f"{here} has 4 updates, the pack has 0: going on there" in capsys.readouterr().out
+    assert f"{here} has 4 updates, the pack has 0: continued there" in capsys.readouterr().out
     session.go(pack, tmp_path / "elsewhere", None, "2s")
     with open_pack(pack) as (_, manifest):
         assert manifest.updates == {"pretrain_32": 7}
     session.go(pack, here, None, "1s")
-    assert f"{here} was behind the pack, with 5 updates; it is now {here}_1" in capsys.readouterr().out
-    assert (tmp_path / "here_1/pretrain_32.pth").exists()
+    assert f"{here} was behind the pack, with 5 updates; it is now {here}_2" in capsys.readouterr().out
+    assert (tmp_path / "here_2/pretrain_32.pth").exists()
 
 
 def test_a_folder_of_something_else_is_not_touched(corpus, tmp_path, machine):

@@ -16,7 +16,7 @@ def test_a_rank_notices_a_killed_one(corpus, tmp_path):
     assert [rank.wait(60) for rank in ranks] == [2, -signal.SIGKILL]
     (line,) = [line for line in ranks[0].error_lines if line.startswith("error: ")]
     assert line.startswith("error: rank 0: another rank ended") and "Traceback" not in ranks[0].err
-    assert line.endswith("--from_resume 1 goes on from the last checkpoint")
+    assert line.endswith("--from_resume 1 continues from the last checkpoint")
 
 
 def test_a_rank_that_ends_with_an_error_ends_the_others(corpus, tmp_path):

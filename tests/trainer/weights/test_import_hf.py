@@ -1,7 +1,9 @@
 """Hugging Face folders as models: transformers' own classes are the reference; what cannot be read is one
 line."""
 
+import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -9,9 +11,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from common.errors import UserError
+from common.errors import ReadError, UserError
 from tests.conftest import ROOT
+from trainer.weights import import_hf
 from trainer.weights.for_tools import load_path
+from trainer.weights.paths import model_files
 
 SHAPE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 SHAPE |= {"head_dim": 16, "vocab_size": 6400, "intermediate_size": 48, "tie_word_embeddings": True}
@@ -124,3 +128,20 @@ def test_code_in_a_file_is_not_executed(folder, tmp_path):
     torch.save(harm, folder / "pytorch_model.bin")
     assert "not readable" in refused(folder)
     assert not (tmp_path / "ran").exists()
+
+
+def test_a_disk_error_is_not_damage(folder, monkeypatch):
+    def fails(*_args, **_values):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    for place, name in ((import_hf, "load_file"), (Path, "read_text")):
+        with monkeypatch.context() as patch:
+            patch.setattr(place, name, fails)
+            with pytest.raises(ReadError, match=r"cannot be read at present \(Input/output error\)"):
+                load_path(folder)
+    (folder / "model.safetensors").rename(folder / "a.safetensors")
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"x": "a.safetensors"}}')
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_text", fails)
+        with pytest.raises(ReadError, match=r"index\.json cannot be read at present"):
+            model_files(folder)

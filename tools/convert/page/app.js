@@ -5,7 +5,7 @@ const TEXT = {
   en: {
     send: "Send", stop: "Stop", reset: "New chat", language: "中文", message: "Your message", loading: "Loading the model …",
     about: "The model runs in this page, on this device. Nothing you write leaves it, and nothing is kept.",
-    ask: "Write a message", begin: "Write a beginning; the model goes on",
+    ask: "Write a message", begin: "Write a beginning; the model continues it",
     continues: "This model was pretrained only: it has not learnt to answer and continues your text.",
     dropped: "The context is full: the oldest {n} messages were dropped.", stopped: "stopped", speed: "{tokens} tokens, {rate} tokens/s",
     length: "cut after {room} tokens", context: "cut after {room} tokens: the context is full",
