@@ -36,7 +36,7 @@ echo "== 3/5 fine-tuning: how to answer, shown with some of its people"
 python trainer/train_full_sft.py --from_weight pretrain "${sft[@]}" "${run[@]}"
 echo "== 4/5 the same fine-tuning without pretraining, to compare"
 python trainer/train_full_sft.py --from_weight none --save_weight sft_only "${sft[@]}" "${run[@]}"
-echo '{"temperature": 0.3}' >"$weights/generation_config.json" # so small a model strays at the usual 0.7
+echo '{"temperature": 0.1}' >"$weights/generation_config.json" # so small a model strays at the usual 0.7, and at 0.3
 echo "== 5/5 the quiz: people whom fine-tuning never mentioned, each question alone, then after one about somebody else"
 quiz=(python scripts/evaluate.py --task answers --model "$weights/full_sft_256.pth" --reward contains_answer --max_new_tokens 32)
 "${quiz[@]}" --data_path dataset/demo/quiz.jsonl --against "$weights/sft_only_256.pth" --show 6 --json "$weights/quiz.json"
