@@ -586,6 +586,10 @@ def test_the_rate_of_a_model_that_goes_on_is_that_of_trained_weights():
         (["--from_weight", "{lora}"], r"is an adapter \(LoRA\), not a model; merge it first"),
         (["--from_weight", "{text}"], "not a readable weights file"),
         (["--from_weight", "{tokenizer}"], "not a Hugging Face folder"),
+        (
+            ["--from_weight", "{out}", "--depth", "2"],
+            "out is a folder of weights; name one of them: pretrain_96.pth",
+        ),
     ],
 )
 def test_a_start_that_cannot_be_is_one_line(start, model, tmp_path, flags, why):

@@ -19,7 +19,17 @@ from torch import Tensor, nn
 
 from common.contents import check_content
 from common.errors import UserError, reason
-from common.files import atomic_write, is_file, is_folder, is_there, locked, new_path, read_errors, write_json
+from common.files import (
+    atomic_write,
+    files_in,
+    is_file,
+    is_folder,
+    is_there,
+    locked,
+    new_path,
+    read_errors,
+    write_json,
+)
 from common.settings import ROOT
 from dataset.token_cache import file_hash, load_tokenizer
 from trainer.devices.process_group import Logger, is_main_process
@@ -221,6 +231,8 @@ def _read_file(path: Path, experts_per_token: int | None) -> "tuple[dict[str, Te
     if is_file(path / ADAPTER_CONFIG):
         raise UserError(f"{path} is an adapter (LoRA), not a model; give it to the tools as --lora")
     if is_folder(path):
+        if names := [each.name for each in files_in(path, "*.pth")]:
+            raise UserError(f"{path} is a folder of weights; name one of them: {', '.join(names)}")
         raise UserError(f"{path}: not a Hugging Face folder, it has no {CONFIG_FILE}")
     if not is_there(path):
         raise missing_weights(path)

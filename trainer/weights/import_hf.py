@@ -73,7 +73,7 @@ def imported_config(
     except ValueError as error:
         raise UserError(f"weights {path}: {reason(error)}") from error
     if fields["use_moe"]:
-        fields["num_experts_per_tok"] = _experts_per_token(path, fields["num_experts"], experts_per_token)
+        fields["num_experts_per_tok"] = _experts_per_token(path, fields, experts_per_token)
     return MiniMindConfig(**fields)
 
 
@@ -108,17 +108,18 @@ def shape_of_tensors(weights: Mapping[str, Tensor]) -> dict[str, Any]:
     return shape | {"num_experts": len(weights[f"{mlp}.gate.weight"]), "moe_intermediate_size": width}
 
 
-def _experts_per_token(path: Path, num_experts: int, experts_per_token: int | None) -> int:
-    named = shape_in_name(path)
+def _experts_per_token(path: Path, fields: dict[str, Any], experts_per_token: int | None) -> int:
+    num_experts, named = fields["num_experts"], shape_in_name(path)
     if named and named["num_experts"] == num_experts:
         return named["num_experts_per_tok"]
     are = f"weights {path} have {num_experts} experts per layer"
     if named and named["use_moe"] and not path.stem.endswith("_moe"):
         raise UserError(f"{are}, but their name says others; rename them")
     if experts_per_token is None:
+        name = f"NAME_{fields['hidden_size']}_moe_{num_experts}xN.pth"
         raise UserError(
-            f"{are}, and nothing says how many of them each token uses: give --num_experts_per_tok, "
-            f"or name the file ..._moe_{num_experts}xN.pth with that number as N"
+            f"{are}, and nothing says how many of them each token uses: name the file {name} with that "
+            "number as N, or give --num_experts_per_tok (stages and tools of trained models have it)"
         )
     return experts_per_token
 

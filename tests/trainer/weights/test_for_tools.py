@@ -116,7 +116,7 @@ def test_what_cannot_be_known_is_asked_for(save):
     folder = save("w_32_moe_8x2", name="w_32_moe.pth")
     line = refused(load, folder)
     assert "w_32_moe.pth have 8 experts per layer, and nothing says how many" in line
-    assert "give --num_experts_per_tok" in line
+    assert "name the file NAME_32_moe_8xN.pth with that number as N, or give --num_experts_per_tok" in line
     assert load(folder, num_experts_per_tok=2).config.num_experts_per_tok == 2
     line = refused(load, folder, num_experts_per_tok=9)
     assert "num_experts_per_tok 9 must be num_experts 8 or less" in line
