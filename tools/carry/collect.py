@@ -247,20 +247,24 @@ def stages_of_script(path: Path) -> list[tuple[str, StageArgs]]:
 def stages_of_runs(folder: Path) -> list[tuple[str, StageArgs]]:
     """The stages that were started by hand with this --save_dir, by their settings files, in the order of
     their first starts. Raises UserError for a run of the engine."""
-    found = []
-    for path in files_in(folder, "*_run.json"):
-        about = read_object(path)
-        try:
-            script, began = Path(about["stage"]).stem, about["starts"][0]["time"]
-            args_class = script_of(script).Args
-            given = about["settings"]
-            fields = given.keys() & args_class.model_fields.keys()
-            given |= {name: as_text(args_class, name, given[name]) for name in fields}
-            values = [(name, f"{path}: {name}", text) for name, text in given.items()]
-            found.append((began, script, args_class().model_copy(update=checked(args_class, values))))
-        except (LookupError, TypeError, AttributeError) as error:
-            raise UserError(f"{path} is not the settings file of a run") from error
+    found = [stage_of_run(path) for path in files_in(folder, "*_run.json")]
     return [(script, args) for _, script, args in sorted(found, key=lambda each: each[0])]
+
+
+def stage_of_run(path: Path) -> tuple[str, str, StageArgs]:
+    """The time of the first start of a run, its stage and its settings, by its settings file. Raises
+    UserError."""
+    about = read_object(path)
+    try:
+        script, began = Path(about["stage"]).stem, about["starts"][0]["time"]
+        args_class = script_of(script).Args
+        given = about["settings"]
+        fields = given.keys() & args_class.model_fields.keys()
+        given |= {name: as_text(args_class, name, given[name]) for name in fields}
+        values = [(name, f"{path}: {name}", text) for name, text in given.items()]
+        return began, script, args_class().model_copy(update=checked(args_class, values))
+    except (LookupError, TypeError, AttributeError) as error:
+        raise UserError(f"{path} is not the settings file of a run") from error
 
 
 def code_edits(target: Path) -> None:

@@ -1,0 +1,224 @@
+"""A version of a model: the folder of one teaching, and how it is prepared, trained and compared.
+
+A version appears in one step, with all that its training reads. So a teaching that is killed continues from
+there, and ends bitwise identical to one that was not.
+"""
+
+import hashlib
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from common.errors import Interrupted, UserError, say
+from common.files import (
+    atomic_write,
+    files_in,
+    is_file,
+    is_folder,
+    is_running,
+    is_there,
+    json_lines,
+    new_path,
+    read_object,
+    remove,
+    write_json,
+)
+from common.settings import LONGEST, ROOT
+from dataset.token_cache import file_hash
+from scripts.teaching import recipe
+from scripts.teaching.asking import ask, ask_all
+from scripts.teaching.corrections import Correction
+from scripts.teaching.material import Material, runs_before
+from scripts.teaching.old_questions import choose_questions, last
+from tools.carry.collect import progress
+from tools.carry.session import run, stop_signals
+from trainer.train_full_sft import Args
+from trainer.weights.files import read_model
+from trainer.weights.for_tools import WEIGHT, load_path
+from trainer.weights.paths import is_hugging_face, model_files, run_name, weight_path
+
+ABOUT, REPORT, RECORDS, CORRECTIONS = "teach.json", "report.json", "teach.jsonl", "corrections.jsonl"
+QUESTIONS = "old_questions.json"  # beside the versions: the same for all of them
+SAMPLING = "generation_config.json"  # beside the weights
+CHECKPOINTS, CACHE = "checkpoints", "cache"
+ROUND = 64  # tokens
+WAIT = 1.0  # seconds
+
+
+class Model(NamedTuple):
+    """The model before it is taught. sha256: of its files."""
+
+    path: Path
+    sha256: str
+
+
+class Version(NamedTuple):
+    """The folder of a teaching and the content of its description."""
+
+    folder: Path
+    about: dict[str, Any]
+
+    @property
+    def args(self) -> Args:
+        """The settings of its training."""
+        folders = {
+            "data_path": str(self.folder / RECORDS),
+            "save_dir": str(self.folder),
+            "checkpoint_dir": str(self.folder / CHECKPOINTS),
+            "cache_dir": str(self.folder / CACHE),
+        }
+        shape = {name: value for name, value in self.about["shape"].items() if value is not None}
+        return Args(**self.about["settings"], **folders, **shape, from_resume=True)
+
+    @property
+    def weights(self) -> Path:
+        """The file of the weights that it taught."""
+        return weight_path(self.folder, WEIGHT, self.args)
+
+
+def read_original(path: Path) -> Model:
+    """The model in a file or folder; for a version the model that it was taught from. Raises UserError."""
+    about = read_object((path if is_folder(path) else path.parent) / ABOUT)
+    if about:
+        path = Path(about["model"])
+        if not is_there(path):
+            raise UserError(f"{path}: the model that was taught is gone; put it back, or teach another one")
+    files = model_files(path) if is_hugging_face(path) else [path]
+    digests = "".join(file_hash(file) for file in files)
+    return Model(path, hashlib.sha256(digests.encode()).hexdigest())
+
+
+def numbers(folder: Path) -> list[int]:
+    """The numbers of the versions in a folder."""
+    return [int(path.name) for path in files_in(folder) if path.name.isdigit()]
+
+
+def find_version(folder: Path, identity: str) -> Version | None:
+    """The newest version in a folder, if it is of this identity."""
+    newest = folder / str(max(numbers(folder), default=0))
+    about = read_object(newest / ABOUT)
+    return Version(newest, about) if about.get("id") == identity else None
+
+
+# --- before
+
+
+def prepare(
+    folder: Path, identity: str, model: Model, corrections: list[Correction], material: Material, seed: int
+) -> Version:
+    """Ask the model, choose what to train on, and write a new version."""
+    began = time.process_time()
+    loaded, tokenizer = load_path(model.path)
+    questions = old_questions(folder, model, material, loaded, tokenizer)
+    asked = [item(each, each.messages, "correction") for each in corrections]
+    asked += [item(each, each.in_words(text), "wording") for each in corrections for text in each.wordings]
+    for each, answer in zip(asked, ask_all(loaded, tokenizer, asked), strict=True):
+        each["before"] = answer
+    before = [each["before"] for each in asked[: len(corrections)]]
+    held_back = {last(question) for question in questions}
+    chosen = recipe.choose(
+        corrections, before, material, held_back, lambda chats: ask(loaded, tokenizer, chats), seed
+    )
+    for question in questions:
+        question["meant"] = chosen.is_meant(last(question), question["before"])
+    about = {
+        "id": identity,
+        "model": str(model.path.absolute()),
+        "model_sha256": model.sha256,
+        "counts": chosen.counts,
+        "settings": settings(model, corrections, tokenizer, seed),
+        "shape": {name: getattr(read_model(model.path)[1], name) for name in ("hidden_size", "use_moe")},
+        "asked": asked + questions,
+    }
+    place = folder / str(1 + max(numbers(folder), default=0))
+    with new_path(place) as new:
+        new.mkdir()
+        atomic_write(new / RECORDS, lambda file: file.write(json_lines(chosen.records)))
+        lines = json_lines(each.record() for each in corrections)
+        atomic_write(new / CORRECTIONS, lambda file: file.write(lines))
+        source = model.path if is_folder(model.path) else model.path.parent
+        if is_file(source / SAMPLING):
+            shutil.copyfile(source / SAMPLING, new / SAMPLING)
+        write_json(new / ABOUT, about)
+    counts = ", ".join(f"{count:,} {name}" for name, count in chosen.counts.items() if count)
+    say(f"{place / RECORDS}: {counts} ({time.process_time() - began:.0f} CPU seconds)")
+    return Version(place, read_object(place / ABOUT))
+
+
+def item(correction: Correction, messages: list[dict], kind: str) -> dict[str, Any]:
+    """A question that is asked before and after."""
+    return {"kind": kind, "messages": messages, "tools": correction.tools, "reference": correction.text}
+
+
+def old_questions(
+    folder: Path, model: Model, material: Material, loaded: Any, tokenizer: Any
+) -> list[dict[str, Any]]:
+    """The old questions of a model with its answers, the same for all versions: chosen at the first one."""
+    path = folder / QUESTIONS
+    known = read_object(path)
+    asked: list[dict[str, Any]] = known.get("asked", [])
+    if known.get("model_sha256") != model.sha256:
+        asked = [{"kind": "old"} | each for each in choose_questions(material)]
+        for each, answer in zip(asked, ask_all(loaded, tokenizer, asked), strict=True):
+            each["before"] = answer
+        if asked:
+            write_json(path, {"model_sha256": model.sha256, "asked": asked})
+    return asked
+
+
+def settings(model: Model, corrections: list[Correction], tokenizer: Any, seed: int) -> dict[str, Any]:
+    """The settings of the training that are not the defaults of SFT, without folders."""
+    own = next(runs_before(model.path), None)
+    texts = [str(each.record()["messages"]) for each in corrections]
+    longest = max(
+        len(tokenizer.encode(text)) for text in texts
+    )  # the names of fields are more than a template
+    longest = max(longest, own[1].max_seq_len if own else recipe.MAX_SEQ_LEN)
+    return recipe.TRAINING | {
+        "from_weight": str(model.path.absolute()),
+        "save_weight": WEIGHT,
+        "max_seq_len": min(-(-longest // ROUND) * ROUND, LONGEST),
+        "sample_prompts": "none",
+        "seed": 42 + seed,
+    }
+
+
+# --- training and after
+
+
+def train(version: Version, device: str) -> None:
+    """Train a version to its end, from wherever it is. Raises UserError if the stage fails, and Interrupted
+    after a signal."""
+    args = version.args
+    name = run_name(WEIGHT, args)
+    if is_running(name, version.folder):  # the teaching was killed, but not its training
+        say(f"{name} is being trained in {version.folder}; waiting for its end")
+        while is_running(name, version.folder):
+            time.sleep(WAIT)
+    given = {
+        key: value for key, value in args if not args.is_default(key) and key not in version.about["shape"]
+    }
+    words = [f"--{key}={int(value) if isinstance(value, bool) else value}" for key, value in given.items()]
+    with stop_signals() as signals:
+        command = [sys.executable, str(ROOT / "trainer/train_full_sft.py"), *words, f"--device={device}"]
+        status = run(command, {}, signals)
+    if signals:
+        text = f"by {signal.Signals(signals[0]).name}; the same command goes on"
+        raise Interrupted(signals[0], text)
+    if status or not progress(args)["finished"]:
+        raise UserError(f"the training ended with status {status}; its own line above says why")
+
+
+def compare(version: Version) -> dict[str, Any]:
+    """Ask the taught model, and write and return the report: what was asked, with both answers."""
+    loaded, tokenizer = load_path(version.weights)
+    asked = version.about["asked"]
+    answers = ask_all(loaded, tokenizer, asked)
+    report = {"asked": [each | {"after": after} for each, after in zip(asked, answers, strict=True)]}
+    write_json(version.folder / REPORT, report)
+    for name in (CHECKPOINTS, CACHE):  # the training is over
+        remove(version.folder / name)
+    return report
