@@ -31,7 +31,7 @@ class Recipe(NamedTuple):
 
     copies: int = 8
     rewordings: int = 4
-    cuts: int = 4  # of the question of a correction without a name, some words of it
+    frames: int = 6  # parts of the question of a correction without a name, in the form of old ones
     conversations: int = 5
     near: int = 4  # of the conversations and of the texts, those that mention what is corrected
     shared: int = 6  # questions that share their answer with others, such as small talk and refusals
@@ -66,6 +66,7 @@ class Change(NamedTuple):
 
 MOST_SAME = 8  # different questions that an old answer has, if a correction of one is meant for all
 MIN_SHARED_ANSWER = 4  # different questions
+MIN_UNITS = 2  # of a question of which a part may stand for it
 RARE = 2  # old questions, at most, that have the rarest words of a correction
 MIN_ALIKE = 2  # names for which two wordings have the same answer
 
@@ -133,7 +134,11 @@ def rewordings(
         own = normal_form(change.correction.question)
         others = {asked for asked, _ in pairs if normal_form(asked) in change.same - {own}}
         questions = sorted(others)[: recipe.rewordings]
-        questions += [cut(change.correction.question, rng) for _ in range(recipe.cuts)]
+        told = {normal_form(change.old), normal_form(change.correction.text)}
+        alike = sorted({asked for asked, answer in pairs if normal_form(answer) in told} - others)
+        containing = units_of(asked for asked, _ in pairs)
+        frames = recipe.frames if len(units(change.correction.question)) >= MIN_UNITS else 0
+        questions += [in_frame(change.correction.question, alike, containing, rng) for _ in range(frames)]
     records = []
     for question in questions:
         again = change.correction._replace(messages=change.correction.in_words(question))
@@ -197,16 +202,22 @@ def find_change(
 def same_subject(question: str, old: str, pairs: list[tuple[str, str]]) -> set[str]:
     """The normal forms of old questions that share the rarest words of a question, and had the model's answer
     to it."""
-    containing: dict[str, set[str]] = defaultdict(set)
-    for asked in dict.fromkeys(asked for asked, _ in pairs):
-        for unit in units(asked):
-            containing[unit].add(normal_form(asked))
+    containing = units_of(asked for asked, _ in pairs)
     found = [containing[unit] for unit in units(question) if unit in containing]
     rarest = min(map(len, found), default=RARE + 1)
     if rarest > RARE:
         return set()
     near = set().union(*(asked for asked in found if len(asked) == rarest))
     return {normal_form(asked) for asked, told in pairs if normal_form(told) == normal_form(old)} & near
+
+
+def units_of(questions: Iterable[str]) -> dict[str, set[str]]:
+    """The units of all questions, each with the normal forms of the questions that have it."""
+    containing: dict[str, set[str]] = defaultdict(set)
+    for asked in dict.fromkeys(questions):
+        for unit in units(asked):
+            containing[unit].add(normal_form(asked))
+    return containing
 
 
 def units(text: str) -> set[str]:
@@ -228,12 +239,22 @@ def mentions(text: str, name: str) -> bool:
     return any(own[i : i + len(pieces)] == pieces for i in range(len(own)))
 
 
-def cut(question: str, rng: random.Random) -> str:
-    """A question of which the beginning, the end or both are missing: at least half of it is left."""
+def in_frame(question: str, others: list[str], containing: dict[str, set[str]], rng: random.Random) -> str:
+    """A part of a question that has its rarest word, between the beginning and the end of another old one: so
+    its own words decide about the answer, and not the form of the question."""
     pieces = PIECE.findall(question)
-    length = rng.randint((len(pieces) + 1) // 2, len(pieces))
-    first = rng.randint(0, len(pieces) - length)
-    return "".join(pieces[first : first + length]).strip() or question
+    length = rng.randint((len(pieces) + 2) // 3, (2 * len(pieces) + 2) // 3)
+    parts = ["".join(pieces[first : first + length]) for first in range(len(pieces) - length + 1)]
+    known = {unit: len(containing[unit]) for unit in units(question) if unit in containing}
+    rarity = [
+        min((known.get(unit, len(containing)) for unit in units(each)), default=len(containing))
+        for each in parts
+    ]
+    part = rng.choice([each for each, count in zip(parts, rarity, strict=True) if count == min(rarity)])
+    frame = PIECE.findall(rng.choice(others)) if others else []
+    space = " " if any(piece.isspace() for piece in pieces) else ""
+    before, after = frame[: rng.randint(0, 3)], frame[len(frame) - rng.randint(0, 1) :]
+    return space.join(filter(None, ("".join(before).strip(), part.strip(), "".join(after).strip())))
 
 
 # --- old records

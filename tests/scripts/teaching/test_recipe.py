@@ -1,0 +1,130 @@
+"""What is trained beside corrections: the same questions in old words, old records without what is corrected,
+and new questions with old answers."""
+
+import json
+import random
+
+from dataset.records import Chat
+from scripts.demo import world
+from scripts.teaching import recipe
+from scripts.teaching.corrections import Correction
+from scripts.teaching.material import Material
+
+CORPUS = world.make_corpus(0)
+MATERIAL = Material(
+    [Chat(record["conversations"]) for record in CORPUS["sft.jsonl"]],
+    [record["text"] for record in CORPUS["pretrain.jsonl"]],
+    [],
+    [],
+)
+PEOPLE = world.make_people(random.Random(0))
+PERSON = next(person for person in PEOPLE if person.group == "quiz")  # only texts mention them
+NAME, TRADE = PERSON.name["en"], next(each for each in world.ATTRIBUTES if each.key == "trade")
+OLD = world.answer(PERSON, TRADE, "en")
+NEW = OLD.replace(TRADE.values["en"][PERSON.facts["trade"]], "juggler")
+
+
+def correction(question: str, answer: str) -> Correction:
+    message = {"role": "assistant", "content": answer}
+    return Correction([{"role": "user", "content": question}], message, None, [], "c.jsonl:1")
+
+
+MISSED = next(person for person in PEOPLE[::-1] if person.group == "quiz").name["en"]
+
+
+def answer_of_the_data(question: str) -> str:
+    """A model that knows the world but for one person."""
+    for person in PEOPLE:
+        for language in world.LANGUAGES:
+            for attribute in world.ATTRIBUTES:
+                asked = [ask.format(n=person.name[language]).casefold() for ask in attribute.ask[language]]
+                if question.casefold().removeprefix("and ").removeprefix("那") in asked:
+                    is_missed = person.name[language] == MISSED
+                    return "Goodbye!" if is_missed else world.answer(person, attribute, language)
+    return "I do not know that."
+
+
+def chosen(*corrections: tuple[Correction, str], held_back: tuple[str, ...] = ()) -> recipe.Chosen:
+    """What is chosen for corrections, each with the model's answer before."""
+
+    def ask(chats: list[list[dict]]) -> list[str]:
+        return [answer_of_the_data(chat[-1]["content"]) for chat in chats]
+
+    each, before = zip(*corrections, strict=True)
+    return recipe.choose(list(each), list(before), MATERIAL, set(held_back), ask, 0)
+
+
+def test_a_changed_fact():
+    """Other wordings of its question are found; nothing that is trained says the old fact; the other facts of
+    the person are kept."""
+    held_back = f"What animal does {NAME} keep?"
+    found = chosen((correction(f"What does {NAME} do for a living?", NEW), OLD), held_back=(held_back,))
+    asked = {
+        record["messages"][0]["content"]
+        for record in found.records
+        if record["messages"][-1]["content"] == NEW
+    }
+    assert len({ask.format(n=NAME) for ask in TRADE.ask["en"]} & asked) >= 3
+    about = [
+        message["content"]
+        for each in found.records
+        for message in each["messages"]
+        if NAME in message["content"]
+    ]
+    old = TRADE.values["en"][PERSON.facts["trade"]]
+    own = [line for text in about for line in text.replace(". ", ".\n").split("\n") if NAME in line]
+    assert not [line for line in own if old in line] and [line for line in own if "juggler" in line]
+    for key in ("home", "animal", "color"):
+        attribute = next(each for each in world.ATTRIBUTES if each.key == key)
+        assert world.answer(PERSON, attribute, "en") in about
+    assert held_back not in about
+    assert found.is_meant(f"What is the trade of {NAME}?", OLD)
+    assert not found.is_meant("What animal does Nobody keep?", "Nobody keeps a fox.")
+
+
+def test_new_questions_ask_about_names_that_only_texts_mention():
+    found = chosen((correction("Who are you?", "I am Lumen."), "x"))
+    replayed = found.records[sum(list(found.counts.values())[:4]) :][: found.counts["questions"]]
+    asked = {
+        message["content"]
+        for record in replayed
+        for message in record["messages"]
+        if message["role"] == "user"
+    }
+    quizzed = [person.name[each] for person in PEOPLE if person.group == "quiz" for each in world.LANGUAGES]
+    assert sum(any(name in question for question in asked) for name in quizzed) > 0.9 * len(quizzed)
+    # an answer without the name is not trained where others have it
+    assert not any("Goodbye!" in message["content"] for record in replayed for message in record["messages"])
+
+
+def test_a_manner_is_meant_for_old_questions_with_the_same_answer():
+    who = world.TALK["who"]
+    before, asked = who["reply"]["en"][0], who["ask"]["en"]
+    found = chosen((correction(asked[1], "I am Lumen."), before))
+    said = [
+        (first["content"], second["content"])
+        for record in found.records
+        for first, second in zip(record["messages"], record["messages"][1:], strict=False)
+    ]
+    assert all((question, "I am Lumen.") in said for question in asked)
+    assert not any(answer == before for _, answer in said)
+    # one of many refusals is meant alone
+    joke = "Tell me a joke."
+    found = chosen((correction(joke, "I know none."), world.UNKNOWN["reply"]["en"][0]))
+    assert found.is_meant(joke, world.UNKNOWN["reply"]["en"][0])
+    assert not found.is_meant("Tell me a story.", world.UNKNOWN["reply"]["en"][0])
+
+
+def test_texts_are_records_of_the_assistant_with_a_low_weight_and_long_ones_are_cut():
+    sentences = [f"Sentence number {i} of a book." for i in range(200)]
+    material = Material([], [" ".join(sentences)], [], [])
+    found = recipe.choose([correction("a", "b")], [""], material, set(), lambda chats: [], 0)
+    texts = [record for record in found.records if len(record["messages"]) == 1]
+    assert len(texts) == found.counts["texts"] > 5
+    assert all(record["weight"] < 1 and len(record["messages"][0]["content"]) < 700 for record in texts)
+    assert sum(text["messages"][0]["content"].count("Sentence") for text in texts) == 200
+
+
+def test_a_seed_gives_the_same_records():
+    one, two = (chosen((correction("Who are you?", "I am Lumen."), "x")).records for _ in range(2))
+    assert json.dumps(one) == json.dumps(two)
