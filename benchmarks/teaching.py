@@ -1,22 +1,25 @@
-"""Sets of corrections of the demo's model, on which scripts/teach.py is measured (docs/dev/LOG.md).
+"""Sets of corrections of the demo's model, or of a model of the world `ships` (benchmarks/worlds.py), on
+which scripts/teach.py is measured (docs/dev/LOG.md).
 
-    python -m benchmarks.teaching --output_dir out/corrections --number 20 --set 0
+    python -m benchmarks.teaching --output_dir out/corrections --number 20 --set 0 --world demo
 
-Of a set, 40 % are facts that changed, 40 % facts about people in no data, 20 % manners: a new name, refusals,
-other greetings and thanks. Each has three other wordings. Files: corrections.jsonl; quiz.jsonl and
-quiz_second.jsonl, without questions about what is corrected, but with the other facts of the same people; talk.jsonl: small talk and refusals that no
-correction means.
+Of a set, 40 % are facts that changed, 40 % facts about names in no data, 20 % manners: a new name, refusals,
+other greetings and thanks. Each has three other wordings. Files: corrections.jsonl; quiz.jsonl and for the
+demo quiz_second.jsonl, without questions about what is corrected, but with the other facts of the same names;
+for the demo talk.jsonl: small talk and refusals that no correction means.
 """
 
 import json
 import random
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 # run the code beside this file
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks import worlds
 from common.command_line import Parser, one_line_errors
 from scripts.demo import world
 from scripts.demo.corpus import write_files
@@ -63,13 +66,14 @@ def facts(people: list[world.Person], number: int, rng: random.Random) -> tuple[
     return changed + new, gone
 
 
-def manners(number: int, rng: random.Random) -> tuple[list[Record], set[tuple[str, str]]]:
+def manners(
+    number: int, rng: random.Random, languages: Sequence[str] = world.LANGUAGES
+) -> tuple[list[Record], set[tuple[str, str]]]:
     """Corrections of manners, and the kinds of small talk, by language, that they mean."""
     found: list[Record] = []
     meant = set()
-    languages = rng.sample(world.LANGUAGES, 2)
     order = ["name", "name", "refusal", "greeting", "refusal", "thanks"]
-    for language in languages:
+    for language in rng.sample(languages, len(languages)):
         own = {kind: rng.sample(several, len(several)) for kind, several in MANNERS[language].items()}
         called = rng.choice(own["names"])
         asked = own["name"]
@@ -86,7 +90,7 @@ def manners(number: int, rng: random.Random) -> tuple[list[Record], set[tuple[st
     return found[:number], meant
 
 
-def make_set(number: int, seed: int, corpus_seed: int = 0) -> dict[str, list[Record]]:
+def demo_set(number: int, seed: int, corpus_seed: int = 0) -> dict[str, list[Record]]:
     """The files of a set."""
     rng = random.Random(f"corrections {seed}")
     people = world.make_people(random.Random(corpus_seed))
@@ -115,14 +119,48 @@ def make_set(number: int, seed: int, corpus_seed: int = 0) -> dict[str, list[Rec
     return {"corrections.jsonl": corrected + polite, "talk.jsonl": talk} | kept
 
 
+def ship_set(number: int, seed: int) -> dict[str, list[Record]]:
+    """The files of a set for the world of ships."""
+    rng, ships = random.Random(f"corrections {seed}"), worlds.WORLDS["ships"]
+    values, asked = ships["values"], ships["questions"]
+    known = worlds.latin_names(random.Random("ships 0"), 120, 3)
+    quiz = worlds.make_worlds()["ships"]["quiz.jsonl"]
+    found, gone = [], set()
+
+    def add(name: str, kind: str, choices: list[str], group: str) -> None:
+        value = rng.choice(choices)
+        questions = [each.format(n=name) for each in rng.sample(asked[kind], len(asked[kind]))]
+        wrong = [other for other in values[kind] if other != value]
+        text = ships["answers"][kind].format(n=name, v=value)
+        found.append(
+            record(questions[0], text, questions[1:4], kind=group, answer=value, wrong_answers=wrong)
+        )
+        gone.update(questions)
+
+    for each in rng.sample(quiz, round(0.4 * number)):  # of ships that no conversation mentions
+        question = each["messages"][0]["content"]
+        kind = next(kind for kind in values if each["answer"] in values[kind])
+        name = next(name for name in known if name in question)
+        add(name, kind, [value for value in values[kind] if value != each["answer"]], "changed")
+    strangers = [name for name in worlds.latin_names(rng, 60, 3) if name not in known]
+    for name in strangers[: round(0.4 * number)]:
+        kind = rng.choice(list(values))
+        add(name, kind, values[kind], "new")
+    polite, _ = manners(number - len(found), rng, ["en"])
+    kept = [each for each in quiz if each["messages"][0]["content"] not in gone]
+    return {"corrections.jsonl": found + polite, "quiz.jsonl": kept}
+
+
 def main() -> None:
     """Write the files of a set."""
     parser = Parser(description=__doc__.split("\n\n", 1)[0].replace("\n", " "))
     parser.add_argument("--output_dir", required=True, help="folder for the files")
     parser.add_argument("--number", type=int, default=20, help="number of corrections")
     parser.add_argument("--set", type=int, default=0, help="number that selects the set")
+    parser.add_argument("--world", choices=("demo", "ships"), default="demo", help="what the model knows")
     args = parser.parse_args()
-    counts = write_files(args.output_dir, make_set(args.number, args.set))
+    make = {"demo": demo_set, "ships": ship_set}[args.world]
+    counts = write_files(args.output_dir, make(args.number, args.set))
     print(", ".join(f"{count} {file}" for file, count in counts.items()))
 
 

@@ -31,10 +31,10 @@ class Recipe(NamedTuple):
 
     copies: int = 8
     rewordings: int = 4
-    frames: int = 6  # parts of the question of a correction without a name, in the form of old ones
+    frames: int = 16  # parts of the question of a correction without a name, in the form of old ones
     conversations: int = 5
     near: int = 4  # of the conversations and of the texts, those that mention what is corrected
-    shared: int = 6  # questions that share their answer with others, such as small talk and refusals
+    talk: int = 6  # questions that share their answer with others, such as small talk and refusals
     questions: int = 18
     texts: int = 6
     text_weight: float = 0.4
@@ -100,6 +100,7 @@ def choose(
     pairs = [pair for chat in material.conversations for pair in turns_of(chat)]
     names = find_names((question for question, _ in pairs), material.texts)
     alike = wordings_alike(pairs, names)
+    shared = shared_answers(pairs)
     changes = [
         find_change(correction, old, pairs, names, alike)
         for correction, old in zip(corrections, before, strict=True)
@@ -107,9 +108,11 @@ def choose(
     amount = min(max(len(corrections), recipe.least), recipe.most)
     parts: dict[str, list[Record]] = {
         "corrections": [each.record() for each in corrections for _ in range(recipe.copies)],
-        "rewordings": [record for change in changes for record in rewordings(change, pairs, recipe, rng)],
+        "rewordings": [
+            record for change in changes for record in rewordings(change, pairs, list(shared), recipe, rng)
+        ],
         "conversations": old_conversations(material, changes, recipe, amount, rng),
-        "shared": shared_answers(pairs, changes, amount * recipe.shared, rng),
+        "talk": old_talk(shared, changes, amount * recipe.talk, rng),
         "questions": new_questions(changes, names, alike, held_back, ask, amount * recipe.questions, rng),
         "texts": old_texts(material, changes, recipe, amount, rng),
     }
@@ -123,7 +126,7 @@ def choose(
 
 
 def rewordings(
-    change: Change, pairs: list[tuple[str, str]], recipe: Recipe, rng: random.Random
+    change: Change, pairs: list[tuple[str, str]], shared: list[str], recipe: Recipe, rng: random.Random
 ) -> list[Record]:
     """A correction for its question in other words: old wordings about its name, or without a name old
     questions that get its answer and parts of the question."""
@@ -132,13 +135,15 @@ def rewordings(
         questions = [wording.about(change.name) for wording in wordings]
     else:
         own = normal_form(change.correction.question)
-        others = {asked for asked, _ in pairs if normal_form(asked) in change.same - {own}}
-        questions = sorted(others)[: recipe.rewordings]
-        told = {normal_form(change.old), normal_form(change.correction.text)}
-        alike = sorted({asked for asked, answer in pairs if normal_form(answer) in told} - others)
+        same = {asked for asked, _ in pairs if normal_form(asked) in change.same - {own}}
+        questions = sorted(same)[: recipe.rewordings]
+        has_spaces = " " in change.correction.question
+        others = [
+            each for each in shared if (" " in each) == has_spaces and normal_form(each) not in change.same
+        ]
         containing = units_of(asked for asked, _ in pairs)
         frames = recipe.frames if len(units(change.correction.question)) >= MIN_UNITS else 0
-        questions += [in_frame(change.correction.question, alike, containing, rng) for _ in range(frames)]
+        questions += [in_frame(change.correction.question, others, containing, rng) for _ in range(frames)]
     records = []
     for question in questions:
         again = change.correction._replace(messages=change.correction.in_words(question))
@@ -186,7 +191,8 @@ def find_change(
     """What a correction changes. old: the model's answer before."""
     question = correction.question
     found = split_name(question, names.wordings)
-    if found:
+    is_old = any(normal_form(asked) == normal_form(question) for asked, _ in pairs)
+    if found and (found[1] in names.asked or not is_old):
         return Change(correction, found[1], old, alike.get(found[0], []), {normal_form(question)})
     known = names.asked.keys() | names.more.keys()
     name = max((each for each in known if mentions(question, each)), key=len, default="")
@@ -240,21 +246,23 @@ def mentions(text: str, name: str) -> bool:
 
 
 def in_frame(question: str, others: list[str], containing: dict[str, set[str]], rng: random.Random) -> str:
-    """A part of a question that has its rarest word, between the beginning and the end of another old one: so
-    its own words decide about the answer, and not the form of the question."""
+    """The rarest word of a question with some of its neighbours, between the beginning and the end of another
+    question: so its words decide about the answer, and not the form of the question."""
     pieces = PIECE.findall(question)
-    length = rng.randint((len(pieces) + 2) // 3, (2 * len(pieces) + 2) // 3)
-    parts = ["".join(pieces[first : first + length]) for first in range(len(pieces) - length + 1)]
     known = {unit: len(containing[unit]) for unit in units(question) if unit in containing}
-    rarity = [
-        min((known.get(unit, len(containing)) for unit in units(each)), default=len(containing))
-        for each in parts
+    least = min(known.values(), default=0)
+    places = [
+        (first, last)
+        for first in range(len(pieces))
+        for last in (first + 1, first + 2)
+        if any(known.get(unit) == least for unit in units("".join(pieces[first:last])))
     ]
-    part = rng.choice([each for each, count in zip(parts, rarity, strict=True) if count == min(rarity)])
+    first, last = rng.choice(places or [(0, len(pieces))])
+    first, last = max(0, first - rng.randint(0, 3)), last + rng.randint(0, 3)
     frame = PIECE.findall(rng.choice(others)) if others else []
+    parts = frame[: rng.randint(0, 5)], pieces[first:last], frame[len(frame) - rng.randint(0, 2) :]
     space = " " if any(piece.isspace() for piece in pieces) else ""
-    before, after = frame[: rng.randint(0, 3)], frame[len(frame) - rng.randint(0, 1) :]
-    return space.join(filter(None, ("".join(before).strip(), part.strip(), "".join(after).strip())))
+    return space.join(filter(None, ("".join(part).strip() for part in parts)))
 
 
 # --- old records
@@ -309,18 +317,19 @@ def old_conversations(
     return [corrected(material.conversations[i], changes) for i in chosen]
 
 
-def shared_answers(
-    pairs: list[tuple[str, str]], changes: list[Change], count: int, rng: random.Random
-) -> list[Record]:
-    """Old questions whose answer is that of several questions: small talk, refusals. Each alone."""
+def shared_answers(pairs: list[tuple[str, str]]) -> dict[str, str]:
+    """Old questions whose answer is that of several questions, such as small talk and refusals, with their
+    answers."""
     questions: dict[str, set[str]] = defaultdict(set)
     for question, answer in pairs:
         questions[answer].add(question)
-    found = sorted(
-        (question, answer) for answer, several in questions.items() if len(several) >= MIN_SHARED_ANSWER
-        for question in several
-    )  # fmt: skip
-    chosen = rng.sample(found, min(len(found), count))
+    several = {answer: found for answer, found in questions.items() if len(found) >= MIN_SHARED_ANSWER}
+    return {question: answer for answer in sorted(several) for question in sorted(several[answer])}
+
+
+def old_talk(shared: dict[str, str], changes: list[Change], count: int, rng: random.Random) -> list[Record]:
+    """Old questions that share their answers, each alone."""
+    chosen = rng.sample(list(shared.items()), min(len(shared), count))
     chats = [Chat([{"role": "user", "content": question}, assistant(answer)]) for question, answer in chosen]
     return [corrected(chat, changes) for chat in chats]
 
@@ -456,7 +465,7 @@ def weigh(parts: dict[str, list[Record]], recipe: Recipe) -> None:
     own = sum(map(target_size, parts["corrections"] + parts["rewordings"]))
     rest = sum(
         target_size(record)
-        for name in ("conversations", "shared", "questions", "texts")
+        for name in ("conversations", "talk", "questions", "texts")
         for record in parts[name]
     )
     weight = recipe.share * rest / ((1 - recipe.share) * own)

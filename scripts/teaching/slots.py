@@ -7,6 +7,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from itertools import islice
+from statistics import median
 from typing import NamedTuple
 
 # a word, a number, white space, or one character; Chinese and Japanese have no border between words
@@ -96,7 +97,10 @@ def find_names(questions: Iterable[str], texts: Iterable[str], most_texts: int =
             asked[found[1]].add(found[0])
     used = {wording: {name for name in asked if wording in asked[name]} for wording in wordings}
     used = {wording: names for wording, names in used.items() if len(names) >= MIN_FILLERS}
-    asked = {name: kept for name, found in asked.items() if (kept := found & used.keys())}
+    kept = {name: found & used.keys() for name, found in asked.items()}
+    # "Tell me about yourself" has the form of a question about a place, but yourself is asked in no other one
+    usual = median(map(len, kept.values())) if kept else 0
+    asked = {name: found for name, found in kept.items() if len(found) >= min(2, usual) and found}
     return Names(used, asked, names_in_texts(asked, islice(texts, most_texts)))
 
 
