@@ -1,17 +1,16 @@
 """The old questions of a model: chosen once, asked before and after each teaching."""
 
 import hashlib
-from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
 from dataset.held_out import normal_form
 from dataset.records import Chat, assistant_turns
+from scripts.teaching.changes import shared_answers
 from scripts.teaching.material import Material
 
 QUESTIONS = 100
 SHARED = 30  # of them, at most, that share their answer with others: small talk and refusals
-MIN_SHARED = 4  # different questions with the same answer
 LONGEST = 4000  # characters of a conversation that is asked
 
 
@@ -21,15 +20,13 @@ def choose_questions(material: Material) -> list[dict[str, Any]]:
     decides, so that the order of the data does not matter."""
     held_out = [each for chat in material.held_out for each in questions_of(chat)]
     trained = [each for chat in material.conversations for each in questions_of(chat)]
-    by_answer: dict[str, set[str]] = defaultdict(set)
-    for each in trained:
-        by_answer[normal_form(each["reference"])].add(normal_form(last(each)))
-    shared = [each for each in trained if len(by_answer[normal_form(each["reference"])]) >= MIN_SHARED]
+    known = shared_answers([(last(each), each["reference"]) for each in trained])
+    shared = [each for each in trained if last(each) in known]
     alone = [each for each in shared if len(each["messages"]) == 1] or shared
     chosen = in_order(alone)[:SHARED]
     for source in (held_out, trained):
-        known = {normal_form(last(each)) for each in chosen}
-        more = [each for each in in_order(source) if normal_form(last(each)) not in known]
+        taken = {normal_form(last(each)) for each in chosen}
+        more = [each for each in in_order(source) if normal_form(last(each)) not in taken]
         chosen += more[: QUESTIONS - len(chosen)]
     return chosen
 

@@ -36,9 +36,8 @@ from scripts.teaching.old_questions import choose_questions, last
 from tools.carry.collect import progress
 from tools.carry.session import run, stop_signals
 from trainer.train_full_sft import Args
-from trainer.weights.files import read_model
 from trainer.weights.for_tools import WEIGHT, load_path
-from trainer.weights.paths import is_hugging_face, model_files, run_name, weight_path
+from trainer.weights.paths import NAMED_SHAPE, is_hugging_face, model_files, run_name, weight_path
 
 ABOUT, REPORT, RECORDS, CORRECTIONS = "teach.json", "report.json", "teach.jsonl", "corrections.jsonl"
 QUESTIONS = "old_questions.json"  # beside the versions: the same for all of them
@@ -106,11 +105,24 @@ def find_version(folder: Path, identity: str) -> Version | None:
 # --- before
 
 
+def remove_unfinished(folder: Path) -> None:
+    """Remove the newest version if its teaching was stopped and is not continued. Raises UserError if it is
+    still being trained."""
+    newest = folder / str(max(numbers(folder), default=0))
+    if newest.name == "0" or is_file(newest / REPORT):
+        return
+    version = Version(newest, read_object(newest / ABOUT))
+    if version.about and is_running(run_name(WEIGHT, version.args), newest):
+        raise UserError(f"{newest} is still being trained, with other corrections; wait for its end")
+    remove(newest)
+
+
 def prepare(
     folder: Path, identity: str, model: Model, corrections: list[Correction], material: Material, seed: int
 ) -> Version:
     """Ask the model, choose what to train on, and write a new version."""
     began = time.process_time()
+    remove_unfinished(folder)
     loaded, tokenizer = load_path(model.path)
     questions = old_questions(folder, model, material, loaded, tokenizer)
     asked = [item(each, each.messages, "correction") for each in corrections]
@@ -129,8 +141,8 @@ def prepare(
         "model": str(model.path.absolute()),
         "model_sha256": model.sha256,
         "counts": chosen.counts,
-        "settings": settings(model, corrections, tokenizer, seed),
-        "shape": {name: getattr(read_model(model.path)[1], name) for name in ("hidden_size", "use_moe")},
+        "settings": settings(model, corrections, tokenizer, loaded.config.hidden_size, seed),
+        "shape": {name: getattr(loaded.config, name) for name in NAMED_SHAPE},
         "asked": asked + questions,
     }
     place = folder / str(1 + max(numbers(folder), default=0))
@@ -169,8 +181,11 @@ def old_questions(
     return asked
 
 
-def settings(model: Model, corrections: list[Correction], tokenizer: Any, seed: int) -> dict[str, Any]:
-    """The settings of the training that are not the defaults of SFT, without folders."""
+def settings(
+    model: Model, corrections: list[Correction], tokenizer: Any, width: int, seed: int
+) -> dict[str, Any]:
+    """The settings of the training that are not the defaults of SFT, without folders and shape. width: of the
+    model."""
     own = next(runs_before(model.path), None)
     texts = [str(each.record()["messages"]) for each in corrections]
     longest = max(
@@ -179,6 +194,7 @@ def settings(model: Model, corrections: list[Correction], tokenizer: Any, seed: 
     longest = max(longest, own[1].max_seq_len if own else recipe.MAX_SEQ_LEN)
     return recipe.TRAINING | {
         "from_weight": str(model.path.absolute()),
+        "learning_rate": recipe.learning_rate(width),
         "save_weight": WEIGHT,
         "max_seq_len": min(-(-longest // ROUND) * ROUND, LONGEST),
         "sample_prompts": "none",

@@ -66,7 +66,7 @@ def machine(monkeypatch):
 
     stand_in = Machine()
     monkeypatch.setattr(version, "run", stand_in.run)
-    few = recipe.TRAINING | {"epochs": 1, "save_interval": 3, "learning_rate": 1e-2}
+    few = recipe.TRAINING | {"epochs": 1, "save_interval": 3}
     monkeypatch.setattr(recipe, "TRAINING", few)
     return stand_in
 
@@ -127,8 +127,13 @@ def test_the_next_teaching_has_all_corrections_and_begins_with_the_original(
     more = write_jsonl(tmp_path / "more.jsonl", [chat("Bye", "Farewell.")])
     taught = tmp_path / "taught"
     assert call(teach, "--model", trained, "--save_dir", taught, "--corrections", corrections).returncode == 0
+    machine.kill_at = 2  # a teaching that is not continued leaves nothing
+    other = write_jsonl(tmp_path / "other.jsonl", [chat("Bye", "Until tomorrow.")])
+    with pytest.raises(Killed):
+        call(teach, "--model", trained, "--save_dir", taught, "--corrections", other)
+    machine.kill_at = 0
     done = call(teach, "--model", taught / "1", "--save_dir", taught, "--corrections", more)
-    assert "3 corrections, 1 of them new" in done.stdout and " of 3 learned; " in done.stdout
+    assert "3 corrections, 0 of them new, 1 changed" in done.stdout and " of 3 learned; " in done.stdout
     both = tmp_path / "both.jsonl"
     both.write_bytes(corrections.read_bytes() + more.read_bytes())
     assert (
