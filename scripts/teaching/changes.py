@@ -2,20 +2,43 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable
+from functools import cache, partial
 from itertools import pairwise
 from typing import NamedTuple
 
 from dataset.held_out import normal_form
 from dataset.records import Chat, assistant_turns
 from scripts.teaching.corrections import Correction
-from scripts.teaching.slots import PIECE, Names, Wording, sentences, split_name
+from scripts.teaching.slots import PIECE, Names, Wording, find_names, sentences, split_name
 
 Alike = dict[Wording, list[Wording]]  # the other wordings of the same question
 Pairs = list[tuple[str, str]]  # questions and their answers
+Splits = dict[str, tuple[Wording, str]]
 MOST_SAME = 8  # different questions that an old answer has, if a correction of one is meant for all
 MIN_SHARED_ANSWER = 4  # different questions
 RARE = 2  # old questions, at most, that have the rarest words of a correction
+# share of an answer's pieces that the answers to questions of its kind have, too, and how many are compared;
+# share of the best share that other wordings of the question have
+SAME_FORM, ANSWERS_COMPARED, NEARLY = 0.6, 20, 0.95
+NAME = "\ue000"  # stands for a name; a character without meaning
 MIN_ALIKE = 2  # names for which two wordings have the same answer
+
+
+form = cache(normal_form)  # each text is compared many times
+
+
+class Old(NamedTuple):
+    """What the old conversations of a model say. splits: questions as a name in a wording. alike: to each
+    wording the others of the same question. shared: questions whose answer is that of several questions, such
+    as small talk and refusals, with their answers. containing: to each unit the normal forms of the questions
+    that have it."""
+
+    pairs: Pairs
+    names: Names
+    splits: Splits
+    alike: Alike
+    shared: dict[str, str]
+    containing: dict[str, set[str]]
 
 
 class Change(NamedTuple):
@@ -28,6 +51,18 @@ class Change(NamedTuple):
     old: str
     like: list[Wording]
     same: set[str]
+
+
+def read_old(conversations: Iterable[Chat], texts: Iterable[str]) -> Old:
+    """What old conversations say, and the names that only texts mention."""
+    pairs = [pair for chat in conversations for pair in turns_of(chat)]
+    names = find_names((question for question, _ in pairs), texts)
+    questions = dict.fromkeys(question for question, _ in pairs)
+    split = {question: split_name(question, names.wordings) for question in questions}
+    splits = {question: found for question, found in split.items() if found}
+    return Old(
+        pairs, names, splits, wordings_alike(pairs, splits), shared_answers(pairs), units_of(questions)
+    )
 
 
 def turns_of(chat: Chat) -> Pairs:
@@ -49,12 +84,12 @@ def shared_answers(pairs: Pairs) -> dict[str, str]:
     return {question: answer for answer in sorted(several) for question in sorted(several[answer])}
 
 
-def wordings_alike(pairs: Pairs, names: Names) -> Alike:
+def wordings_alike(pairs: Pairs, splits: Splits) -> Alike:
     """The wordings of the same question: those that get the same answers for the same names."""
     answers: dict[str, dict[Wording, str]] = defaultdict(dict)
     for question, answer in pairs:
-        if found := split_name(question, names.wordings):
-            answers[found[1]][found[0]] = normal_form(answer)
+        if found := splits.get(question):
+            answers[found[1]][found[0]] = form(answer)
     same: Counter[tuple[Wording, Wording]] = Counter()
     other: Counter[tuple[Wording, Wording]] = Counter()
     for asked in answers.values():
@@ -71,34 +106,52 @@ def wordings_alike(pairs: Pairs, names: Names) -> Alike:
     return alike
 
 
-def find_change(correction: Correction, old: str, pairs: Pairs, names: Names, alike: Alike) -> Change:
-    """What a correction changes. old: the model's answer before."""
+def find_change(correction: Correction, before: str, old: Old) -> Change:
+    """What a correction changes. before: the model's answer."""
     question = correction.question
-    found = split_name(question, names.wordings)
-    is_old = any(normal_form(asked) == normal_form(question) for asked, _ in pairs)
-    if found and (found[1] in names.asked or not is_old):
-        return Change(correction, found[1], old, alike.get(found[0], []), {normal_form(question)})
-    known = names.asked.keys() | names.more.keys()
-    name = max((each for each in known if mentions(question, each)), key=len, default="")
-    same = {normal_form(question)} | same_subject(question, old, pairs)
-    told = {normal_form(answer) for asked, answer in pairs if normal_form(asked) in same}
-    if not name and told:
-        questions = {normal_form(asked) for asked, answer in pairs if normal_form(answer) in told}
-        if len(questions) <= MOST_SAME:
-            same |= questions
-    return Change(correction, name, old, [], same)
+    found = split_name(question, old.names.wordings)
+    is_old = any(form(asked) == form(question) for asked, _ in old.pairs)
+    if found and (found[1] in old.names.asked or not is_old):
+        return Change(correction, found[1], before, old.alike.get(found[0], []), {form(question)})
+    known = old.names.asked.keys() | old.names.more.keys()
+    mentioned = sorted(filter(partial(mentions, question), sorted(known)), key=len)
+    if mentioned:
+        name = mentioned[-1]
+        like = wordings_by_answer(correction.text, name, old)
+        return Change(correction, name, before, like, {form(question)})
+    same = {form(question)} | same_subject(question, before, old)
+    told = {form(answer) for asked, answer in old.pairs if form(asked) in same}
+    questions = {form(asked) for asked, answer in old.pairs if form(answer) in told}
+    if len(questions) <= MOST_SAME:
+        same |= questions
+    return Change(correction, "", before, [], same)
 
 
-def same_subject(question: str, old: str, pairs: Pairs) -> set[str]:
+def wordings_by_answer(text: str, name: str, old: Old) -> list[Wording]:
+    """The wordings whose answers have the form of this one about a name: they differ from it in one place."""
+    own = PIECE.findall(text.replace(name, NAME))
+    alike: dict[Wording, list[float]] = defaultdict(list)
+    for question, answer in old.pairs:
+        found = old.splits.get(question)
+        if found and mentions(answer, found[1]) and len(alike[found[0]]) < ANSWERS_COMPARED:
+            first, last = common_ends(own, PIECE.findall(answer.replace(found[1], NAME)))
+            alike[found[0]].append((first + last) / len(own))
+    shares = {wording: sum(several) / len(several) for wording, several in alike.items() if several}
+    best = max(shares.values(), default=0.0)
+    if best < SAME_FORM:
+        return []
+    return sorted(wording for wording, share in shares.items() if share > NEARLY * best)
+
+
+def same_subject(question: str, before: str, old: Old) -> set[str]:
     """The normal forms of old questions that share the rarest words of a question, and had the model's answer
     to it."""
-    containing = units_of(asked for asked, _ in pairs)
-    found = [containing[unit] for unit in units(question) if unit in containing]
+    found = [old.containing[unit] for unit in units(question) if unit in old.containing]
     rarest = min(map(len, found), default=RARE + 1)
     if rarest > RARE:
         return set()
     near = set().union(*(asked for asked in found if len(asked) == rarest))
-    return {normal_form(asked) for asked, told in pairs if normal_form(told) == normal_form(old)} & near
+    return {form(asked) for asked, told in old.pairs if form(told) == form(before)} & near
 
 
 def units_of(questions: Iterable[str]) -> dict[str, set[str]]:
@@ -106,7 +159,7 @@ def units_of(questions: Iterable[str]) -> dict[str, set[str]]:
     containing: dict[str, set[str]] = defaultdict(set)
     for asked in dict.fromkeys(questions):
         for unit in units(asked):
-            containing[unit].add(normal_form(asked))
+            containing[unit].add(form(asked))
     return containing
 
 
@@ -131,14 +184,14 @@ def mentions(text: str, name: str) -> bool:
 
 def is_contradicted(change: Change, question: str, answer: str) -> bool:
     """Whether a correction says something else about an old turn."""
-    if normal_form(answer) == normal_form(change.correction.text):
+    if form(answer) == form(change.correction.text):
         return False
-    if normal_form(question) in change.same:
+    if form(question) in change.same:
         return True
     if not change.name:
         return False
     asked_like = any(question == wording.about(change.name) for wording in change.like)
-    is_old = normal_form(answer) == normal_form(change.old) and mentions(answer, change.name)
+    is_old = form(answer) == form(change.old) and mentions(answer, change.name)
     return asked_like or is_old
 
 
@@ -162,12 +215,15 @@ def without_old_facts(text: str, by_name: dict[str, list[Change]]) -> str:
 def difference(old: str, new: str) -> tuple[str, str]:
     """The part in which two answers differ, if they begin or end alike; else ("", "")."""
     one, two = PIECE.findall(old), PIECE.findall(new)
-    first = 0
-    while first < min(len(one), len(two)) and one[first] == two[first]:
-        first += 1
-    last = 0
-    while last < min(len(one), len(two)) - first and one[-1 - last] == two[-1 - last]:
-        last += 1
+    first, last = common_ends(one, two)
     if first + last < min(len(one), len(two)) / 2:
         return "", ""
     return "".join(one[first : len(one) - last]), "".join(two[first : len(two) - last])
+
+
+def common_ends(one: list[str], two: list[str]) -> tuple[int, int]:
+    """How many pieces two texts have in common at the beginning, and how many others at the end."""
+    shortest = min(len(one), len(two))
+    first = next((i for i in range(shortest) if one[i] != two[i]), shortest)
+    last = next((i for i in range(shortest - first) if one[-1 - i] != two[-1 - i]), shortest - first)
+    return first, last

@@ -24,27 +24,38 @@ def counts(report: list[dict[str, Any]], kind: str) -> tuple[int, int]:
     return sum(map(is_kept, asked)), len(asked)
 
 
+def was_right(asked: dict[str, Any]) -> bool:
+    """Whether the answer before was that of the data."""
+    return is_right(last(asked), asked["reference"], asked["before"])
+
+
 def describe(report: list[dict[str, Any]]) -> Iterator[str]:
     """The lines that tell a person."""
+    wrong: list[dict[str, Any]] = []
     for kind, heading in NAMES.items():
         wrong = [
             each for each in report if each["kind"] == kind and not each.get("meant") and not is_kept(each)
         ]
+        wrong.sort(key=was_right, reverse=True)  # what was right is a loss
         if wrong:
             yield f"{heading}:"
         for each in wrong[:SHOWN]:
             yield f"  {last(each)}"
-            expected = each["before"] if kind == "old" else each["reference"]
-            yield f"    {'before' if kind == 'old' else 'should be'}: {expected}"
+            if kind == "old":
+                yield f"    before{'' if was_right(each) else ', wrong already'}: {each['before']}"
+            else:
+                yield f"    should be: {each['reference']}"
             yield f"    now: {each['after']}"
         if len(wrong) > SHOWN:
             yield f"  ... and {len(wrong) - SHOWN} more"
-    parts = []
-    learned, all_corrections = counts(report, "correction")
-    parts.append(f"{learned} of {all_corrections} learned")
-    in_words, all_wordings = counts(report, "wording")
-    if all_wordings:
-        parts.append(f"{in_words} of {all_wordings} in other words")
+    learned, corrections = counts(report, "correction")
+    parts = [f"{learned} of {corrections} learned"]
+    in_words, wordings = counts(report, "wording")
+    if wordings:
+        parts.append(f"{in_words} of {wordings} in other words")
     kept, old = counts(report, "old")
     parts.append(f"{kept} of {old} old answers kept" if old else "no old questions were asked")
+    if kept < old:
+        right = sum(was_right(each) for each in wrong)  # old ones are the last kind
+        parts[-1] += f" ({right} of the {old - kept} lost were right)"
     yield "; ".join(parts)

@@ -18,25 +18,23 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from dataset.held_out import normal_form
 from dataset.records import Chat, assistant_turns
 from scripts.teaching.changes import (
     Alike,
     Change,
-    Pairs,
+    Old,
     find_change,
+    form,
     is_contradicted,
     mentions,
-    shared_answers,
+    read_old,
     turns_of,
     units,
-    units_of,
     without_old_facts,
-    wordings_alike,
 )
 from scripts.teaching.corrections import WORDINGS, Correction
 from scripts.teaching.material import Material
-from scripts.teaching.slots import PIECE, Names, Wording, find_names, sentences
+from scripts.teaching.slots import PIECE, Names, Wording, sentences
 
 Record = dict[str, Any]
 Ask = Callable[[list[list[dict]]], list[str]]  # conversations -> answers of the model before it is taught
@@ -106,23 +104,15 @@ def choose(
     before: the model's answers to the corrected questions. held_back: old questions that the model is asked
     afterwards, so they are not among the new ones."""
     rng = random.Random(seed)
-    pairs = [pair for chat in material.conversations for pair in turns_of(chat)]
-    names = find_names((question for question, _ in pairs), material.texts)
-    alike = wordings_alike(pairs, names)
-    shared = shared_answers(pairs)
-    changes = [
-        find_change(correction, old, pairs, names, alike)
-        for correction, old in zip(corrections, before, strict=True)
-    ]
+    old = read_old(material.conversations, material.texts)
+    changes = [find_change(*each, old) for each in zip(corrections, before, strict=True)]
     amount = min(max(len(corrections), recipe.least), recipe.most)
     parts: dict[str, list[Record]] = {
         "corrections": [each.record() for each in corrections for _ in range(recipe.copies)],
-        "rewordings": [
-            record for change in changes for record in rewordings(change, pairs, list(shared), recipe, rng)
-        ],
+        "rewordings": [record for change in changes for record in rewordings(change, old, recipe, rng)],
         "conversations": old_conversations(material, changes, recipe, amount, rng),
-        "talk": old_talk(shared, changes, amount * recipe.talk, rng),
-        "questions": new_questions(changes, names, alike, held_back, ask, amount * recipe.questions, rng),
+        "talk": old_talk(old.shared, changes, amount * recipe.talk, rng),
+        "questions": new_questions(changes, old, held_back, ask, amount * recipe.questions, rng),
         "texts": old_texts(material, changes, recipe, amount, rng),
     }
     weigh(parts, recipe)
@@ -134,30 +124,25 @@ def choose(
     return Chosen(records, {name: len(part) for name, part in parts.items()}, changes)
 
 
-def rewordings(
-    change: Change, pairs: Pairs, shared: list[str], recipe: Recipe, rng: random.Random
-) -> list[Record]:
+def rewordings(change: Change, old: Old, recipe: Recipe, rng: random.Random) -> list[Record]:
     """A correction for its question in other words: old wordings about its name, or without a name old
-    questions that get its answer and parts of the question."""
+    questions that get its answer, and its rarest word in the form of other questions."""
+    correction = change.correction
     if change.name:
         wordings = rng.sample(change.like, min(len(change.like), recipe.rewordings))
         questions = [wording.about(change.name) for wording in wordings]
     else:
-        own = normal_form(change.correction.question)
-        same = {asked for asked, _ in pairs if normal_form(asked) in change.same - {own}}
-        questions = sorted(same)[: recipe.rewordings]
-        has_spaces = " " in change.correction.question
-        others = [
-            each for each in shared if (" " in each) == has_spaces and normal_form(each) not in change.same
-        ]
-        containing = units_of(asked for asked, _ in pairs)
-        frames = recipe.frames if len(units(change.correction.question)) >= MIN_UNITS else 0
-        questions += [in_frame(change.correction.question, others, containing, rng) for _ in range(frames)]
-    records = []
-    for question in questions:
-        again = change.correction._replace(messages=change.correction.in_words(question))
-        records.append(again.record())
-    return records
+        others = change.same - {form(correction.question)}
+        questions = sorted({asked for asked, _ in old.pairs if form(asked) in others})[: recipe.rewordings]
+        has_spaces = " " in correction.question
+
+        def fitting(asked: Iterable[str]) -> list[str]:
+            return [each for each in asked if (" " in each) == has_spaces and form(each) not in change.same]
+
+        forms = fitting(old.shared) or fitting(dict.fromkeys(asked for asked, _ in old.pairs))
+        frames = recipe.frames if len(units(correction.question)) >= MIN_UNITS else 0
+        questions += [in_frame(correction.question, forms, old.containing, rng) for _ in range(frames)]
+    return [correction._replace(messages=correction.in_words(text)).record() for text in questions]
 
 
 def in_frame(question: str, others: list[str], containing: dict[str, set[str]], rng: random.Random) -> str:
@@ -227,18 +212,13 @@ def old_talk(shared: dict[str, str], changes: list[Change], count: int, rng: ran
 
 
 def new_questions(
-    changes: list[Change],
-    names: Names,
-    alike: Alike,
-    held_back: set[str],
-    ask: Ask,
-    count: int,
-    rng: random.Random,
+    changes: list[Change], old: Old, held_back: set[str], ask: Ask, count: int, rng: random.Random
 ) -> list[Record]:
     """Old wordings about names that the model knows, each with the answer of the model before: first about
     the corrected names, then about those that only texts mention, with one wording of each question, then
     about others. Two of them make a conversation. An answer without the name is left out where others have
     it."""
+    names, alike = old.names, old.alike
     known = [change.name for change in changes if change.name in names.more or change.name in names.asked]
     near = [(name, each) for name in dict.fromkeys(known) for each in one_of_each(name, names, alike, rng)]
     more = [(name, each) for name in sorted(names.more) for each in one_of_each(name, names, alike, rng)]

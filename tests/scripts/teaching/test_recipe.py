@@ -82,6 +82,17 @@ def test_a_changed_fact():
     assert not found.is_meant("What animal does Nobody keep?", "Nobody keeps a fox.")
 
 
+def test_a_changed_fact_in_a_wording_that_no_data_have():
+    """The form of its answer tells which question it is."""
+    found = chosen((correction(f"So {NAME}, what is the job?", NEW), OLD))
+    asked = {
+        record["messages"][0]["content"]
+        for record in found.records
+        if record["messages"][-1]["content"] == NEW
+    }
+    assert {ask.format(n=NAME) for ask in TRADE.ask["en"]} & asked
+
+
 def test_new_questions_ask_about_names_that_only_texts_mention():
     found = chosen((correction("Who are you?", "I am Lumen."), "x"))
     replayed = found.records[sum(list(found.counts.values())[:4]) :][: found.counts["questions"]]
