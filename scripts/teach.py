@@ -92,7 +92,8 @@ def model_path(path: Path) -> Path:
 
 def default_folder(path: Path) -> Path:
     """The folder of the versions of a model: beside the folder of its weights."""
-    folder = path if is_folder(path) else path.absolute().parent
+    folder = path if is_folder(path) else path.parent
+    folder = folder if folder.name else folder.absolute()
     return folder.with_name(f"{folder.name}-taught")
 
 

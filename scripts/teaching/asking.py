@@ -11,10 +11,11 @@ NEW_TOKENS = 96  # of an answer, at most
 
 def ask(
     model: Any, tokenizer: Any, chats: list[list[dict]], tools: list[list[dict] | None] | None = None,
-    new_tokens: int = NEW_TOKENS,
+    new_tokens: int | None = None,
 ) -> list[str]:  # fmt: skip
     """The likeliest answer to each conversation, without thoughts. A conversation that is too long for the
     model gets the answer ""."""
+    new_tokens = new_tokens or NEW_TOKENS
     offered = tools or [None] * len(chats)
     prompts = [prompt_tokens(tokenizer, chat, own) for chat, own in zip(chats, offered, strict=True)]
     longest = model.config.max_position_embeddings - new_tokens

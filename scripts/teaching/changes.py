@@ -4,6 +4,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from functools import cache, partial
 from itertools import pairwise
+from statistics import median
 from typing import NamedTuple
 
 from dataset.held_out import normal_form
@@ -28,7 +29,8 @@ form = cache(normal_form)  # each text is compared many times
 
 
 class Old(NamedTuple):
-    """What the old conversations of a model say. splits: questions as a name in a wording. alike: to each
+    """What the old conversations of a model say. splits: questions as a name in a wording. no_names: words in
+    the place of a name that answers do not repeat, such as "she". alike: to each
     wording the others of the same question. shared: questions whose answer is that of several questions, such
     as small talk and refusals, with their answers. containing: to each unit the normal forms of the questions
     that have it."""
@@ -36,6 +38,7 @@ class Old(NamedTuple):
     pairs: Pairs
     names: Names
     splits: Splits
+    no_names: set[str]
     alike: Alike
     shared: dict[str, str]
     containing: dict[str, set[str]]
@@ -60,8 +63,25 @@ def read_old(conversations: Iterable[Chat], texts: Iterable[str]) -> Old:
     questions = dict.fromkeys(question for question, _ in pairs)
     split = {question: split_name(question, names.wordings) for question in questions}
     splits = {question: found for question, found in split.items() if found}
-    return Old(
-        pairs, names, splits, wordings_alike(pairs, splits), shared_answers(pairs), units_of(questions)
+    no_names = not_repeated(pairs, splits)
+    names = names._replace(asked={name: names.asked[name] for name in names.asked if name not in no_names})
+    more = {name: like - no_names for name, like in names.more.items() if like - no_names}
+    names = names._replace(more=more)
+    alike, shared = wordings_alike(pairs, splits), shared_answers(pairs)
+    return Old(pairs, names, splits, no_names, alike, shared, units_of(questions))
+
+
+def not_repeated(pairs: Pairs, splits: Splits) -> set[str]:
+    """What stands in the place of a name and is mostly not in the answer, if most names are."""
+    repeated: dict[str, list[bool]] = defaultdict(list)
+    for question, answer in pairs:
+        if found := splits.get(question):
+            repeated[found[1]].append(mentions(answer, found[1]))
+    shares = {name: sum(several) / len(several) for name, several in repeated.items()}
+    return (
+        {name for name, share in shares.items() if share < 0.5}
+        if shares and median(shares.values()) > 0.5
+        else set()
     )
 
 
@@ -111,7 +131,8 @@ def find_change(correction: Correction, before: str, old: Old) -> Change:
     question = correction.question
     found = split_name(question, old.names.wordings)
     is_old = any(form(asked) == form(question) for asked, _ in old.pairs)
-    if found and (found[1] in old.names.asked or not is_old):
+    is_name = found and found[1] not in old.no_names and (found[1] in old.names.asked or not is_old)
+    if found and is_name:
         return Change(correction, found[1], before, old.alike.get(found[0], []), {form(question)})
     known = old.names.asked.keys() | old.names.more.keys()
     mentioned = sorted(filter(partial(mentions, question), sorted(known)), key=len)
@@ -119,6 +140,8 @@ def find_change(correction: Correction, before: str, old: Old) -> Change:
         name = mentioned[-1]
         like = wordings_by_answer(correction.text, name, old)
         return Change(correction, name, before, like, {form(question)})
+    if any(message["role"] != "system" for message in correction.messages[:-1]):
+        return Change(correction, "", before, [], set())  # what it means depends on what was said before
     same = {form(question)} | same_subject(question, before, old)
     told = {form(answer) for asked, answer in old.pairs if form(asked) in same}
     questions = {form(asked) for asked, answer in old.pairs if form(answer) in told}

@@ -6,7 +6,7 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
-from common.errors import UserError
+from common.errors import UserError, warn
 from common.files import is_file, is_there
 from common.settings import ROOT, StageArgs
 from dataset.files import expand_paths, read_records
@@ -68,7 +68,11 @@ def runs_before(weights: Path) -> Iterator[tuple[str, StageArgs]]:
             path = settings_path(metrics_path(folder, stem.replace("_best_", "_", 1)))
         if not is_file(path):
             return
-        _, stage, args = stage_of_run(path)
+        try:
+            _, stage, args = stage_of_run(path)
+        except UserError as error:  # a run of the engine, or of a stage of one's own
+            warn(f"{path}: {error}; what this run was trained on is not used")
+            return
         yield stage, args
         if args.from_weight == "none":
             return

@@ -57,5 +57,5 @@ def describe(report: list[dict[str, Any]]) -> Iterator[str]:
     parts.append(f"{kept} of {old} old answers kept" if old else "no old questions were asked")
     if kept < old:
         right = sum(was_right(each) for each in wrong)  # old ones are the last kind
-        parts[-1] += f" ({right} of the {old - kept} lost were right)"
+        parts[-1] += f" (right before: {right} of the {old - kept} lost)"
     yield "; ".join(parts)

