@@ -14,7 +14,9 @@ from scripts.teaching.material import Material
 CORPUS = world.make_corpus(0)
 MATERIAL = Material(
     [Chat(record["conversations"]) for record in CORPUS["sft.jsonl"]],
-    [record["text"] for record in CORPUS["pretrain.jsonl"][:500]],  # enough to mention everybody several times
+    [
+        record["text"] for record in CORPUS["pretrain.jsonl"][:500]
+    ],  # enough to mention everybody several times
     [],
     [],
 )
