@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The tests: installs what they need, then runs ruff, the type checker and pytest, two tests at a time on a thread each.
-# Arguments go to pytest: bash scripts/test.sh -k loop; --slow adds those that take minutes.
+# Arguments go to pytest: bash scripts/test.sh -k loop; --slow adds those that take minutes and more combinations.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 requirements=(requirements.txt requirements-test.txt)

@@ -125,14 +125,17 @@ def launch(
     return done
 
 
+SKIPPED = "takes minutes, or is one more combination; bash scripts/test.sh --slow runs it"
+
+
 def pytest_addoption(parser):
     parser.addoption(
-        "--slow", action="store_true", help="also run the tests that take minutes (torch.compile)"
+        "--slow", action="store_true", help="also run the tests that take minutes, and more combinations"
     )
 
 
 def pytest_configure(config):
-    config.addinivalue_line("markers", "slow: takes minutes; run with --slow")
+    config.addinivalue_line("markers", "slow: takes minutes, or is one more combination; run with --slow")
 
 
 def pytest_collection_finish(session):
@@ -144,4 +147,4 @@ def pytest_collection_modifyitems(config, items):
     every = config.getoption("--slow")
     for item in items:
         if "slow" in item.keywords and not every:
-            item.add_marker(pytest.mark.skip(reason="takes minutes; bash scripts/test.sh --slow runs it"))
+            item.add_marker(pytest.mark.skip(reason=SKIPPED))

@@ -49,7 +49,8 @@ def clone(tmp_path) -> Path:
 
 def test_a_second_clone_runs_its_own_code_in_all_processes(clone, corpus, tmp_path):
     """This one, found first by PYTHONPATH, stands for a clone that is installed."""
-    argv = flags(corpus, tmp_path, "pretrain", cache_dir=tmp_path / "cache", num_workers=1, epochs=1)
+    argv = flags(corpus, tmp_path, "pretrain", cache_dir=tmp_path / "cache", num_workers=1, max_steps=1)
+    argv += ["--eval_data_path", "none"]
     command = [sys.executable, str(clone / "trainer/train_pretrain.py"), *argv]
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True)

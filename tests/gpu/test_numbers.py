@@ -22,7 +22,9 @@ OTHER_LENGTHS = ((280,), (5,) * 90, (11,), (250, 4), (63, 700), (900, 800))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("recomputed", [False, True], ids=["plain", "recomputed"])
+@pytest.mark.parametrize(
+    "recomputed", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["plain", "recomputed"]
+)
 def test_gradients(recomputed, shape, device, record_property):
     """What an update gives the optimizer, tensor by tensor, in each dtype; also with
     --activation_checkpointing 1."""

@@ -143,9 +143,23 @@ def shared_batch(prompt: Tensor, answers: list[Tensor]) -> dict:
     return batch.model_inputs() | {"targets": batch["targets"]}
 
 
-@pytest.mark.parametrize("adapters", [False, True], ids=["", "adapters"])
-@pytest.mark.parametrize("shape", ["dense", "moe_top2"])
-@pytest.mark.parametrize("edit", EDITS)
+PLACES = [("dense", False), ("moe_top2", True), ("moe_top2", False), ("dense", True)]
+CASES = [(edit, *place) for edit in EDITS for place in PLACES]
+
+
+def places_of(number: int) -> list[int]:
+    """Of PLACES, those in which the edit of this number is always tested: one, in turn; of another layer, which
+    experts and adapters replace, all."""
+    return [0, 1, 2, 3] if EDITS[number] is other_layer else [number % len(PLACES)]
+
+
+@pytest.mark.parametrize(
+    ("edit", "shape", "adapters"),
+    [
+        pytest.param(*case, marks=[] if i % 4 in places_of(i // 4) else pytest.mark.slow)
+        for i, case in enumerate(CASES)
+    ],
+)
 def test_an_edit_is_obeyed_everywhere(edit, shape, adapters, monkeypatch):
     samples = ragged([5, 33, 12, 70])
     with torch.no_grad():

@@ -50,6 +50,7 @@ def test_a_peer_in_turn_on_the_same_samples_with_the_same_losses(corpus, tmp_pat
     assert "losses of 5 updates on the same targets agree" in done.stdout
 
 
+@pytest.mark.slow
 def test_until_a_loss_each_by_its_own_recipe(corpus, tmp_path, call):
     out, data = tmp_path / "figures.json", ["--data_path", corpus["sft"], "--cache_dir", corpus["cache"]]
     options = [

@@ -174,8 +174,14 @@ EDITS = {
 }
 
 
-@pytest.mark.parametrize("number", [1, 2, 3])
-@pytest.mark.parametrize("name", EDITS)
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [
+        pytest.param(name, number, marks=[] if number == 2 or name == "data" else pytest.mark.slow)
+        for name in EDITS
+        for number in (1, 2, 3)
+    ],
+)
 def test_an_edited_input_is_refused(name, number, comparing, files):
     """At the first run that reads it, or where tokenizers may differ at the next; that run does not count.
     With the old file in its place the same command goes on, and says that nothing changed."""
@@ -379,7 +385,13 @@ REAL = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", REAL)
+# of each kind of input one; the others by the runs that train nothing, above
+TRAINED = ("data between the runs of a pair", "start weights", "reward")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[] if case in TRAINED else pytest.mark.slow) for case in REAL]
+)
 def test_an_edit_between_trained_runs_is_refused(case, training, files):
     stage, data, flags, edited, number, named = REAL[case]
     flags = [str(flag).replace("{folder}", str(files["tokenizer"].parent)) for flag in flags]

@@ -90,6 +90,7 @@ def test_checks_come_in_the_order_of_what_they_tell():
     assert set(grouped) == set(run_checks.ADVICE) and len(grouped) == len(set(grouped))
 
 
+@pytest.mark.slow
 def test_arguments_choose_checks():
     process = run(run_checks.__file__, ["--collect-only", "-k", "attention"])
     lines = process.out.splitlines()

@@ -32,7 +32,7 @@ OF_TEXT |= {"teacher_use_moe": 0, "optimizer": "muon", "weight_decay": "auto"}
 def start(tmp_path_factory) -> Path:
     """A folder with the weights that the stages start from, and with a wider teacher."""
     folder = tmp_path_factory.mktemp("start")
-    shape = {"hidden_size": 32, "num_hidden_layers": 2}
+    shape = {"hidden_size": 32, "num_hidden_layers": 1}
     shapes = {"full_sft_32": shape, "full_sft_32_moe": shape | {"use_moe": True}}
     write_start_weights(folder, shapes | {"teacher_48": {"hidden_size": 48, "num_hidden_layers": 1}})
     return folder
@@ -41,7 +41,8 @@ def start(tmp_path_factory) -> Path:
 def argv(corpus, start, folder: Path, stage: str, **extra) -> list[str]:
     """The flags of a small run in its own folder, with the start weights in it."""
     shutil.copytree(start, folder / "out", dirs_exist_ok=True)
-    settings = {"learning_rate": 1e-3, "epochs": 1} | (TEACHER if stage == "distillation" else {})
+    settings = {"learning_rate": 1e-3, "epochs": 1, "num_hidden_layers": 1}
+    settings |= TEACHER if stage == "distillation" else {}
     kind = "dpo" if stage == "dpo" else extra.get("kind", "sft")
     return flags(corpus, folder, kind, **(settings | extra))
 
@@ -78,11 +79,11 @@ def test_killed_and_resumed_ends_with_the_same_bits(corpus, start, tmp_path, sta
     """With dropout, within an accumulation window. A frozen model's hash belongs to the run: another is
     refused."""
     name = f"{STAGES[stage][0]}_32"
-    settings = {"epochs": 2, "dropout": 0.1, "accumulation_steps": 2, "batch_size": 4, "log_interval": 2}
+    settings = {"dropout": 0.1, "accumulation_steps": 2, "batch_size": 4, "log_interval": 2}
     settings |= {"lora": {"lora_dropout": 0.1}, "dpo": {"rpo_alpha": 0.5}, "distillation": OF_TEXT}[stage]
     run(stage, argv(corpus, start, tmp_path / "whole", stage, **settings))
     broken = argv(corpus, start, tmp_path / "broken", stage, **settings, from_resume=1)
-    run(stage, broken, Faults(signals={12: signal.SIGKILL}), status=-signal.SIGKILL)
+    run(stage, broken, Faults(signals={8: signal.SIGKILL}), status=-signal.SIGKILL)
     done = run(stage, broken)
     assert f"resuming {STAGES[stage][0]} at epoch" in done.out
     one, other = (saved_state(tmp_path / folder, name) for folder in ("whole", "broken"))

@@ -31,7 +31,7 @@ def finished(corpus, tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_branch_that_is_killed(corpus, finished, tmp_path, ranks):
     """It takes a name that a run had; each start goes on; it ends with the bits of the run it left."""
     folder = tmp_path / "both"

@@ -23,7 +23,7 @@ def wait_for_records(path, count: int, alive) -> None:
         time.sleep(0.01)
 
 
-SETTINGS = {"epochs": 3, "accumulation_steps": 2, "batch_size": 4, "dropout": 0.1}
+SETTINGS = {"epochs": 2, "accumulation_steps": 2, "batch_size": 4, "dropout": 0.1}
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def test_a_signal_finishes_the_update_and_saves(corpus, tmp_path, whole):
     stopped = run("pretrain", argv, Faults(signals={7: signal.SIGTERM}), status=143)
     finishing, last = stopped.error_lines
     assert finishing == "SIGTERM: finishing this update, then saving"
-    text = "stopped: by SIGTERM after update 4 of 24, which is saved; --from_resume 1 continues from there"
+    text = "stopped: by SIGTERM after update 4 of 16, which is saved; --from_resume 1 continues from there"
     assert last == text
     assert saved_state(tmp_path)["update"] == 4
     # again, this time while it evaluates

@@ -30,19 +30,20 @@ def in_sessions(stage: str, argv: list[str], updates: int, ranks: int = 1) -> li
     return said
 
 
-@pytest.mark.parametrize(("ranks", "updates"), [(1, 5), (2, 11)])
-def test_sessions_are_the_uninterrupted_run(corpus, tmp_path, ranks, updates):
-    """24 updates, in sessions that end in the middle of an epoch, of the accumulated micro-batches of a log
+@pytest.mark.parametrize(("ranks", "updates", "epochs"), [(1, 5, 3), (2, 3, 1)])
+def test_sessions_are_the_uninterrupted_run(corpus, tmp_path, ranks, updates, epochs):
+    """Eight updates an epoch, in sessions that end in the middle of an epoch, of the accumulated micro-batches of a log
     record, and at a checkpoint. Only the clock of rank 0 counts."""
-    settings = SETTINGS | {"log_interval": 5, "batch_size": 4 // ranks}
+    total = 8 * epochs
+    settings = SETTINGS | {"log_interval": 5, "batch_size": 4 // ranks, "epochs": epochs}
     run("pretrain", flags(corpus, tmp_path / "whole", "pretrain", **settings), ranks=ranks)
     argv = flags(corpus, tmp_path / "sessions", "pretrain", **settings)
     *stopped, last = in_sessions("pretrain", argv, updates, ranks)
     for i, each in enumerate(stopped):
-        where = f"update {updates * (i + 1)} of 24"
+        where = f"update {updates * (i + 1)} of {total}"
         assert f"stopped: by --stop_after {updates}s after {where}, which is saved" in each
         assert f", {where}, from" in [*stopped, last][i + 1] and "verdict: " not in each
-    assert len(stopped) == 23 // updates and "--stop_after" not in last
+    assert len(stopped) == (total - 1) // updates and "--stop_after" not in last
     assert_same_run(tmp_path / "whole", tmp_path / "sessions")
 
 
@@ -87,18 +88,20 @@ def test_early_stopping_counts_over_the_sessions(corpus, tmp_path):
     assert_same_run(tmp_path / "whole", tmp_path / "sessions")
 
 
-@pytest.mark.parametrize("stage", ["grpo", "ppo"])
+# that GRPO resumes in the middle of them: test_grpo.py
+@pytest.mark.parametrize("stage", [pytest.param("grpo", marks=pytest.mark.slow), "ppo"])
 def test_in_the_middle_of_the_updates_on_a_rollout(tmp_path, stage):
     prompts = write_prompts(tmp_path)
     more = {"grpo": {"num_generations": 4, "epsilon": 0.1}, "ppo": {}}[stage]
     settings = {"num_iterations": 3, "from_resume": 1, **more}
     run(stage, rollout_flags(prompts, tmp_path / "whole", **settings))
-    said = in_sessions(stage, rollout_flags(prompts, tmp_path / "sessions", **settings), 4)
-    assert len(said) == 5  # of 18 updates, three on each rollout
+    said = in_sessions(stage, rollout_flags(prompts, tmp_path / "sessions", **settings), 7)
+    assert len(said) == 3  # of 18 updates, three on each rollout
     name = {"grpo": "grpo_32", "ppo": "ppo_actor_32"}[stage]
     assert_same_run(tmp_path / "whole", tmp_path / "sessions", name, SAMPLED)
 
 
+@pytest.mark.slow
 def test_a_sharded_run(corpus, tmp_path):
     settings = {"epochs": 1, "parallel": "fsdp", "optimizer": "adamw", "from_resume": 1, "batch_size": 4}
     run("pretrain", flags(corpus, tmp_path / "whole", "pretrain", **settings), ranks=2)

@@ -85,8 +85,15 @@ def test_steps_are_told_by_equal_differences():
     )
 
 
-@pytest.mark.parametrize("pairs", [2, 3, 5])
-@pytest.mark.parametrize("questions", [0, 1, 2, 6, 20])
+def drawn(*fast: tuple[int, int], pairs: tuple[int, ...], other: tuple[int, ...]) -> list:
+    """All pairs of values; those that are not `fast` are drawn with --slow only."""
+    cases = [(first, second) for second in other for first in pairs]
+    return [pytest.param(*case, marks=[] if case in fast else pytest.mark.slow) for case in cases]
+
+
+@pytest.mark.parametrize(
+    ("pairs", "questions"), drawn((3, 0), (2, 2), (3, 6), (5, 20), pairs=(2, 3, 5), other=(0, 1, 2, 6, 20))
+)
 def test_false_alarms_stay_below_five_percent(pairs, questions):
     """Of 2,500 drawn comparisons without a true difference: of a loss, and of the share of right answers to
     so many questions. The bound is 5 % and two standard errors."""
@@ -106,8 +113,9 @@ def test_false_alarms_stay_below_five_percent(pairs, questions):
         assert alarms > 80  # and the test is not made blind
 
 
-@pytest.mark.parametrize("pairs", [2, 3, 4, 5, 8])
-@pytest.mark.parametrize("comparisons", [1, 3])
+@pytest.mark.parametrize(
+    ("pairs", "comparisons"), drawn((2, 1), (3, 3), (5, 1), pairs=(2, 3, 4, 5, 8), other=(1, 3))
+)
 def test_the_announced_difference_is_found_nine_times_in_ten(pairs, comparisons):
     """In 2,500 drawn comparisons with a difference as large as announced, to two points. With several
     variants the other ones differ in nothing, so that this one needs the strictest level of Holm's rule."""

@@ -36,21 +36,27 @@ def test_token_ids_of_a_thousand_texts(vocabulary, tmp_path):
     )
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+SHAPES = {
+    "dense": {},
+    "moe": MOE,
+    "unnormed": MOE | {"norm_topk_prob": False, "moe_intermediate_size": 40},
+    "odd": {"tie_word_embeddings": False, "head_dim": 20, "num_key_value_heads": 2, "hidden_size": 72}
+    | {"max_position_embeddings": 50},
+    "yarn": {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}},
+}
+ALWAYS = (("dense", 4), ("moe", 8), ("unnormed", 8), ("odd", 4), ("yarn", 8))
+
+
 @pytest.mark.parametrize(
-    "shape",
+    ("name", "bits"),
     [
-        {},
-        MOE,
-        MOE | {"norm_topk_prob": False, "moe_intermediate_size": 40},
-        {"tie_word_embeddings": False, "head_dim": 20, "num_key_value_heads": 2, "hidden_size": 72}
-        | {"max_position_embeddings": 50},
-        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}},
+        pytest.param(name, bits, marks=[] if (name, bits) in ALWAYS else pytest.mark.slow)
+        for name in SHAPES
+        for bits in (8, 4)
     ],
-    ids=["dense", "moe", "unnormed", "odd", "yarn"],
 )
-def test_logits(bits, shape, tmp_path):
-    model = write(tmp_path / "page.html", bits=bits, **shape)
+def test_logits(name, bits, tmp_path):
+    model = write(tmp_path / "page.html", bits=bits, **SHAPES[name])
     tokens = list(range(40, 90))
     body = "return value.map((id) => { model.read(id); return [...model.head()]; })"
     own = torch.tensor(in_node(tmp_path / "page.html", body, tokens))

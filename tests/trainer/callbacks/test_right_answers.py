@@ -131,7 +131,7 @@ def test_all_conversations_of_a_mixture_are_searched_and_no_text(tmp_path, token
 
 
 def test_two_ranks_have_the_records_of_one_and_the_verdict_says_the_share(corpus, tmp_path):
-    settings = {"from_weight": "none", "sample_prompts": "auto", "epochs": 1}
+    settings = {"from_weight": "none", "sample_prompts": "auto", "max_steps": 4, "num_hidden_layers": 1}
     found = []
     for ranks, batch in ((1, 8), (2, 4)):
         folder = tmp_path / str(ranks)

@@ -26,19 +26,31 @@ from trainer.checkpoint.state import copy_to_host, first_difference, host_copy, 
 # --- optimizers
 
 
-@pytest.mark.parametrize("kind", KINDS)
+# most of the others go on with the same bits on two ranks, below
+ALONE = ("adamw", "muon")
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[] if kind in ALONE else pytest.mark.slow) for kind in KINDS]
+)
 def test_every_optimizer_goes_on_with_the_same_bits(tmp_path, kind):
     assert list(differences(tmp_path, "ddp", kinds=[kind])) == []
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+@pytest.mark.parametrize("parallel", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_every_optimizer_goes_on_with_the_same_bits_on_two_ranks(tmp_path, parallel):
     process = run("tests.trainer.checkpoint.restored_runs", [tmp_path, parallel], ranks=2)
     runs = {"ddp": 13, "fsdp": 11}[parallel]
     assert process.out.splitlines()[-1] == f"0 of {runs} runs differ"
 
 
-SHORT = {"epochs": 1, "num_hidden_layers": 1, "save_interval": 2, "eval_interval": 0, "from_weight": "none"}
+SHORT = {
+    "max_steps": 7,
+    "num_hidden_layers": 1,
+    "save_interval": 2,
+    "eval_interval": 0,
+    "from_weight": "none",
+}
 LATE_HEAD = """
 import torch
 from trainer import train_full_sft as t
@@ -350,7 +362,9 @@ t.Objective = Objective
 RESTORES = 'self.mean, self.seen = saved["mean"].clone(), dict(saved["seen"])'
 
 
-@pytest.mark.parametrize("where", ["one rank", "sharded", "engine, two ranks"])
+@pytest.mark.parametrize(
+    "where", ["one rank", pytest.param("sharded", marks=pytest.mark.slow), "engine, two ranks"]
+)
 def test_the_state_of_an_objective_goes_on_with_the_same_bits(corpus, tmp_path, where):
     ranks, stage = 1 if where == "one rank" else 2, "engine" if "engine" in where else "sft"
     script = WEIGHTED.format(load=RESTORES)
