@@ -25,7 +25,8 @@ MOST_SENTENCES, MOST_CHARACTERS = 5, 300  # of an exercise; of a sentence
 MOST_PARTS, MOST_OF_PART = 4, 5  # parts of a made-up word, and characters of a part
 WINDOW, RARE = 1000, 0.05  # characters; the largest share of windows that have a rare word
 SENTENCE = re.compile(r"[^.!?。！？\n]+[.!?。！？]?")
-SPACED, UNSPACED = re.compile(r"[^\W\u2e80-\u9fff]+"), re.compile(r"[\u2e80-\u9fff]+")
+SPACED = re.compile(r"[^\W\u2e80-\u9fff]+")
+UNSPACED = re.compile(r"[\u2e80-\u2fff\u3005-\u3007\u3040-\u9fff]+")  # without punctuation
 
 
 def write_exercises(texts: Sequence[str], path: Path, eval_share: float) -> None:

@@ -90,6 +90,10 @@ def test_any_text_can_be_given(tmp_path_factory, texts):
     assert all(text.strip() for text in made)
 
 
+def test_punctuation_is_no_part_of_a_word():
+    assert exercises.words_of("守灯人不谈毒药。") == exercises.words_of("《守灯人不谈毒药》")
+
+
 def test_a_word_is_replaced_as_a_whole():
     assert exercises.replaced("An ant ran to an anthill.", "ant", "owl") == "An owl ran to an anthill."
     made = exercises.made_up("Pebara", ["winter", "Wick"], random.Random(1))
