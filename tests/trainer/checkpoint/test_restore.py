@@ -26,8 +26,8 @@ from trainer.checkpoint.state import copy_to_host, first_difference, host_copy, 
 # --- optimizers
 
 
-# most of the others go on with the same bits on two ranks, below
-ALONE = ("adamw", "muon")
+# the others go on with the same bits on two ranks, below
+ALONE = ("adamw", "muon", "adadelta", "adamax", "radam", "asgd", "rprop")
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ def test_every_optimizer_goes_on_with_the_same_bits(tmp_path, kind):
     assert list(differences(tmp_path, "ddp", kinds=[kind])) == []
 
 
-@pytest.mark.parametrize("parallel", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_every_optimizer_goes_on_with_the_same_bits_on_two_ranks(tmp_path, parallel):
     process = run("tests.trainer.checkpoint.restored_runs", [tmp_path, parallel], ranks=2)
     runs = {"ddp": 13, "fsdp": 11}[parallel]
@@ -362,9 +362,7 @@ t.Objective = Objective
 RESTORES = 'self.mean, self.seen = saved["mean"].clone(), dict(saved["seen"])'
 
 
-@pytest.mark.parametrize(
-    "where", ["one rank", pytest.param("sharded", marks=pytest.mark.slow), "engine, two ranks"]
-)
+@pytest.mark.parametrize("where", ["one rank", "sharded", "engine, two ranks"])
 def test_the_state_of_an_objective_goes_on_with_the_same_bits(corpus, tmp_path, where):
     ranks, stage = 1 if where == "one rank" else 2, "engine" if "engine" in where else "sft"
     script = WEIGHTED.format(load=RESTORES)

@@ -161,7 +161,7 @@ PRECISIONS = {
 ALLOW_FLOAT16 = "import trainer.devices.device as a; a.native_float16 = lambda device: True"
 
 
-@pytest.mark.parametrize("name", ["float16", pytest.param("bfloat16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", PRECISIONS)
 def test_half_precision_resumes_exactly_and_float32_may_follow(corpus, tmp_path, name):
     """Killed, gone on in the same precision; then stopped by a signal, gone on in float32."""
     settings = PRECISIONS[name] | {"epochs": 2}
