@@ -7,7 +7,8 @@ The first is a conversation, the second a variant. A few hundred such conversati
 small model learns to answer about these words alone. Variants with made-up words teach it to repeat any word.
 A variant is true only where nothing but the word changes. So there are variants only of questions that the
 conversations ask in the same form about several words, and always answer in the same form. Questions about
-facts have none: their answers differ. Measurements: docs/dev/LOG.md, "Variants of conversations".
+facts have none: their answers differ. Writing without spaces has none either: in Chinese, variants made
+answers worse. Measurements: docs/dev/LOG.md, "Variants of conversations".
 """
 
 import random
@@ -18,7 +19,7 @@ from typing import NamedTuple
 
 from common.files import atomic_write, json_lines
 from dataset.held_out import Split
-from scripts.planning.exercises import made_up, replaced, words_of
+from scripts.planning.exercises import SPACED, made_up, replaced
 
 FILE = "exercise_conversations.jsonl"
 VARIANTS = 2  # of a turn
@@ -67,8 +68,8 @@ def find_forms(turns: Sequence[Turn]) -> list[Form]:
 
 def forms_of(question: str, answer: str) -> Iterator[Form]:
     """A form for each word of the question that the answer repeats."""
-    repeated = set(words_of(answer))
-    for word in dict.fromkeys(words_of(question)):
+    repeated = set(SPACED.findall(answer))
+    for word in dict.fromkeys(SPACED.findall(question)):
         if word in repeated:
             yield Form(replaced(question, word, GAP), replaced(answer, word, GAP), word)
 
@@ -76,7 +77,7 @@ def forms_of(question: str, answer: str) -> Iterator[Form]:
 def variants(turns: Sequence[Turn]) -> Iterator[Turn]:
     """VARIANTS turns of each form, with words made from parts of the words of all turns."""
     rng = random.Random(0)
-    words = list(dict.fromkeys(word for turn in turns for text in turn for word in words_of(text)))
+    words = list(dict.fromkeys(word for turn in turns for text in turn for word in SPACED.findall(text)))
     for form in find_forms(turns):
         for _ in range(VARIANTS):
             new = made_up(form.word, words, rng)
