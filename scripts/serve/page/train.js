@@ -27,6 +27,7 @@ const KINDS = /(\.(?:txt|md|jsonl|json|csv|tsv)(?:\.gz)?|\.(?:parquet|arrow|docx
 const form = { name: "", isNamed: false, start: "", hours: HOURS[0], depth: "", files: [], skip: false, shown: null, arriving: [], ...read(KEY, {}) };
 const uploads = new Map(); // name -> {size, percent, cancel}
 const assistants = new Map(); // name of an exported chat -> the speaker who was chosen
+const converting = new Set(); // names of exported chats of which conversations are being made
 let overview = null; // the server's answer; null: none yet, or it does not train
 let formError = null; // the result of `sentence`
 let isChanging = false; // whether the user is changing the plan of the shown training
@@ -201,7 +202,7 @@ function formView() {
     skipRow.hidden = !chosen.some((file) => file.bad) && !form.skip && !isChanging;
     error.textContent = formError ? sentence(formError) : "";
     error.hidden = !formError;
-    submit.disabled = !chosen.length || !form.name.trim() || Boolean(other);
+    submit.disabled = !chosen.length || !form.name.trim() || Boolean(other) || converting.size > 0;
     if (name.value !== form.name) name.value = form.name;
   }
   return { elements: job?.state === "new" ? [element, logDetails(job), manageRow(job)] : [element], update };
@@ -287,9 +288,13 @@ function exportRow({ name, kind, export: found }) {
   const turns = h("div", { class: "turns" });
   const make = button("", "primary", async () => {
     make.disabled = true;
+    converting.add(name);
+    draw(); // no plan without these conversations meanwhile
     const chosen = assistants.get(name);
     await act(api.convertChat(name, chosen).then(({ name: made }) => choose([...form.files.filter((each) => each !== made), made])), refuse);
+    converting.delete(name);
     make.disabled = false;
+    draw();
   });
   const update = () => {
     const chosen = byName(assistants.get(name));

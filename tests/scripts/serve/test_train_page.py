@@ -388,7 +388,15 @@ def test_an_exported_chat_is_shown_and_becomes_conversations_by_clicks(card, cli
     card.wait(lambda: "a Ben.jsonl: 2 conversations" in card.text(".files"))
     assert card.one("#train-name").get_attribute("value") == "a Ben"
     assert not card.run("return document.querySelector('.export details').open")
+    card.run(
+        "const real = window.fetch; window.fetch = (to, how) => String(to).endsWith('/conversations')"
+        " ? new Promise((done) => (window.proceed = () => done(real(to, how)))) : real(to, how)"
+    )
+    assert card.one(PRIMARY_OF_FORM).is_enabled()
     card.run("document.querySelectorAll('.export')[1].querySelector('.primary').click()")
+    card.wait(lambda: card.run("return Boolean(window.proceed)"))
+    assert not card.one(PRIMARY_OF_FORM).is_enabled()  # a plan would leave these conversations out
+    card.run("window.proceed()")
     card.wait(lambda: "b assistant.jsonl: one conversation" in card.text(".files"))
     card.run("document.querySelector('.export details').open = true")
     card.run("document.querySelectorAll('.export .buttons .quiet')[0].click()")

@@ -3,11 +3,14 @@ and new questions with old answers."""
 
 import json
 import random
+from collections.abc import Iterator
+
+import pytest
 
 from dataset.records import Chat
 from scripts.demo import world
 from scripts.teaching import recipe
-from scripts.teaching.changes import turns_of
+from scripts.teaching.changes import read_old, turns_of
 from scripts.teaching.corrections import Correction
 from scripts.teaching.material import Material
 
@@ -25,6 +28,18 @@ PERSON = next(person for person in PEOPLE if person.group == "quiz")  # only tex
 NAME, TRADE = PERSON.name["en"], next(each for each in world.ATTRIBUTES if each.key == "trade")
 OLD = world.answer(PERSON, TRADE, "en")
 NEW = OLD.replace(TRADE.values["en"][PERSON.facts["trade"]], "juggler")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def old_data_are_read_once() -> Iterator[None]:
+    once = read_old(MATERIAL.conversations, MATERIAL.texts)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            recipe,
+            "read_old",
+            lambda old, texts: once if old is MATERIAL.conversations else read_old(old, texts),
+        )
+        yield
 
 
 def correction(question: str, answer: str) -> Correction:
