@@ -285,6 +285,15 @@ def assistant_turns(chat: Chat) -> list[int]:
     return [index for index, message in enumerate(chat.messages) if message["role"] == "assistant"]
 
 
+def turns_of(chat: Chat) -> list[tuple[str, str]]:
+    """Each question of a conversation with the assistant's message after it, which may be empty."""
+    return [
+        (chat.messages[index - 1]["content"], chat.messages[index]["content"])
+        for index in assistant_turns(chat)
+        if index and chat.messages[index - 1]["role"] == "user"
+    ]
+
+
 def get_weight(record: dict) -> float:
     """The weight of a record's targets in the loss; 1 if it has none. Raises BadRecord."""
     if record.keys().isdisjoint(WEIGHTS):

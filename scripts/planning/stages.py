@@ -5,7 +5,7 @@ import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from itertools import chain, islice, pairwise
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from dataset.held_out import Split
 from dataset.lm_dataset import StageDataset
 from dataset.messages import BadRecord
 from dataset.mixing import MixedDataset
-from dataset.records import parse
+from dataset.records import parse, turns_of
 from dataset.token_cache import load_tokenizer
 from scripts import train_tokenizer
 from scripts.planning import exercises, rules, trial, variants
@@ -332,9 +332,7 @@ def read_turns(path: str, split: Split) -> Iterator[variants.Turn]:
             chat = parse(record, "sft").chats[0]
         except Exception:  # data may hold anything
             continue
-        for question, answer in pairwise(chat.messages):
-            if (question["role"], answer["role"]) == ("user", "assistant") and answer["content"]:
-                yield question["content"], answer["content"]
+        yield from (turn for turn in turns_of(chat) if turn[1])
 
 
 def read_texts(args: argparse.Namespace, path: str, split: Split | None = None) -> Iterator[str]:

@@ -8,7 +8,7 @@ from statistics import median
 from typing import NamedTuple
 
 from dataset.held_out import normal_form
-from dataset.records import Chat, assistant_turns
+from dataset.records import Chat, turns_of
 from scripts.teaching.corrections import Correction
 from scripts.teaching.slots import PIECE, Names, Wording, find_names, sentences, split_name
 
@@ -30,10 +30,9 @@ form = cache(normal_form)  # each text is compared many times
 
 class Old(NamedTuple):
     """What the old conversations of a model say. splits: questions as a name in a wording. no_names: words in
-    the place of a name that answers do not repeat, such as "she". alike: to each
-    wording the others of the same question. shared: questions whose answer is that of several questions, such
-    as small talk and refusals, with their answers. containing: to each unit the normal forms of the questions
-    that have it."""
+    the place of a name that answers do not repeat, such as "she". alike: to each wording the others of the
+    same question. shared: questions whose answer is that of several questions, such as small talk and
+    refusals, with their answers. containing: to each unit the normal forms of the questions that have it."""
 
     pairs: Pairs
     names: Names
@@ -83,15 +82,6 @@ def not_repeated(pairs: Pairs, splits: Splits) -> set[str]:
         if shares and median(shares.values()) > 0.5
         else set()
     )
-
-
-def turns_of(chat: Chat) -> Pairs:
-    """The questions of a conversation with their answers."""
-    found = []
-    for index in assistant_turns(chat):
-        if index and chat.messages[index - 1]["role"] == "user":
-            found.append((chat.messages[index - 1]["content"], chat.messages[index]["content"]))
-    return found
 
 
 def shared_answers(pairs: Pairs) -> dict[str, str]:

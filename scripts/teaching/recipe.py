@@ -2,9 +2,9 @@
 by corrections").
 
 corrections    several times each
-rewordings     the same answer for old wordings of the same question; for a correction that is about no name,
-               for old questions that had the same answer, and for its rarest word in the form of other
-               questions
+rewordings     the same answer for old wordings of the same question. A correction that is about no name has
+               none; its answer is given to old questions that had the same answer, and to other questions
+               into which its rarest word is put
 conversations  old ones, first those that mention what is corrected; what is corrected in them is rewritten
 talk           old questions that share their answers, such as small talk and refusals
 questions      old wordings about other names, with the answers of the model before it is taught: they keep
@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from dataset.records import Chat, assistant_turns
+from dataset.records import Chat, assistant_turns, turns_of
 from scripts.teaching.changes import (
     Alike,
     Change,
@@ -28,7 +28,6 @@ from scripts.teaching.changes import (
     is_contradicted,
     mentions,
     read_old,
-    turns_of,
     units,
     without_old_facts,
 )
@@ -123,8 +122,8 @@ def choose(
 
 
 def rewordings(change: Change, old: Old, recipe: Recipe, rng: random.Random) -> list[Record]:
-    """A correction for its question in other words: old wordings about its name, or without a name old
-    questions that get its answer, and its rarest word in the form of other questions."""
+    """A correction for its question in other words. With a name, these are old wordings about it. Without
+    one, they are old questions that get its answer, and other questions into which its rarest word is put."""
     correction = change.correction
     if change.name:
         wordings = rng.sample(change.like, min(len(change.like), recipe.rewordings))

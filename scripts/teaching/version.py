@@ -222,7 +222,7 @@ def train(version: Version, device: str) -> None:
         command = [sys.executable, str(ROOT / "trainer/train_full_sft.py"), *words, f"--device={device}"]
         status = run(command, {}, signals)
     if signals:
-        text = f"by {signal.Signals(signals[0]).name}; the same command goes on"
+        text = f"by {signal.Signals(signals[0]).name}; the same command continues"
         raise Interrupted(signals[0], text)
     if status or not progress(args)["finished"]:
         raise UserError(f"the training ended with status {status}; its own line above says why")

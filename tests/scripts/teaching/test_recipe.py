@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from dataset.records import Chat
+from dataset.records import Chat, turns_of
 from scripts.demo import world
 from scripts.teaching import recipe
-from scripts.teaching.changes import read_old, turns_of
+from scripts.teaching.changes import read_old
 from scripts.teaching.corrections import Correction
 from scripts.teaching.material import Material
 
