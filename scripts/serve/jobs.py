@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from common.errors import WriteError, printable, reason
 from common.files import free_path, is_running, open_regular, read_object, write_json
@@ -175,30 +175,14 @@ class Jobs:
 
     # --- the state of each
 
-    def state(self, folder: Path, living: dict[str, Any] | None) -> tuple[str, list[str]]:
-        """The state of a training, and the lines of its log since its last start. living: the result of
-        `living`."""
-        command, lines = last_start(folder)
-        files = files_in(folder, links=False)
-        runs = [name.removesuffix(METRICS_SUFFIX) for name in files if name.endswith(METRICS_SUFFIX)]
-        was_stopped = any(
-            line.startswith((STOPPED, "stopped: ")) or "finishing this update" in line for line in lines
-        )
-        if living is not None and living["folder"] == folder.name:
-            if was_stopped:
-                return SAVING, lines
-            return (PLANNING if living["plans"] else TRAINING), lines
-        if any(is_running(run, folder) for run in runs):
-            return TRAINING, lines  # a terminal started it
-        if REPORT in files:
-            return READY, lines
-        if any(map(LAST_WORDS.match, lines)):
-            return "failed", lines
-        if SCRIPT not in files:
-            return "new", lines
-        if not runs and command != SCRIPT:
-            return "planned", lines
-        return ("stopped" if was_stopped else "cut"), lines
+    def state(self, folder: Path) -> "State":
+        """The state of a training. If one starts or ends while the files are read, they are read again."""
+        living = self.living()
+        while True:
+            state, before = state_of(folder, living), living
+            living = self.living()
+            if living == before:
+                return state
 
     def move(self, name: str, new_name: str | None, states: tuple[str, ...] = ()) -> None:
         """Rename the folder of a training, or without a new name move it to `.deleted`. states: those in
@@ -214,7 +198,7 @@ class Jobs:
     def move_locked(self, name: str, new_name: str | None, states: tuple[str, ...]) -> None:
         """Do what `move` does. Raises ApiError and OSError."""
         folder = self.folder(name)
-        state, _ = self.state(folder, self.living())
+        state = self.state(folder).name
         if state in LIVING:
             raise ApiError(f"{name} is being trained.", 409, "name", "busy", name=name)
         if states and state not in states:
@@ -244,6 +228,46 @@ class Jobs:
             if is_planned or (living is not None and living["folder"] == folder.name):
                 found[name] = read_object(folder / ABOUT, links=False)
         return found
+
+
+class State(NamedTuple):
+    """The state of a training."""
+
+    name: str
+    lines: list[str]  # of its log, since its last start
+    is_own: bool  # whether it runs, started by a page
+
+
+def state_of(folder: Path, living: dict[str, Any] | None) -> State:
+    """The state of a training. living: the result of `Jobs.living`."""
+    command, lines = last_start(folder)
+    is_own = living is not None and living["folder"] == folder.name
+    return State(state_name(folder, command, lines, living if is_own else None), lines, is_own)
+
+
+def state_name(folder: Path, command: str, lines: list[str], living: dict[str, Any] | None) -> str:
+    """The name of the state. command, lines: the result of `last_start`. living: that of `Jobs.living`, None
+    unless it is this training."""
+    files = files_in(folder, links=False)
+    runs = [name.removesuffix(METRICS_SUFFIX) for name in files if name.endswith(METRICS_SUFFIX)]
+    was_stopped = any(
+        line.startswith((STOPPED, "stopped: ")) or "finishing this update" in line for line in lines
+    )
+    if living is not None:
+        if was_stopped:
+            return SAVING
+        return PLANNING if living["plans"] else TRAINING
+    if any(is_running(run, folder) for run in runs):
+        return TRAINING  # a terminal started it
+    if REPORT in files:
+        return READY
+    if any(map(LAST_WORDS.match, lines)):
+        return "failed"
+    if SCRIPT not in files:
+        return "new"
+    if not runs and command != SCRIPT:
+        return "planned"
+    return "stopped" if was_stopped else "cut"
 
 
 def forget_plan(folder: Path, about: dict[str, Any]) -> None:

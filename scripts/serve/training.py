@@ -156,10 +156,8 @@ def training_routes(jobs: Jobs, uploads: Uploads, make_room: Callable[[], Any]) 
     one_at_a_time = CapacityLimiter(1)  # only one request at a time reads runs
 
     def overview() -> Response:
-        living = jobs.living()
-        listed = [
-            describe_or_say(folder, name, jobs, living, progress) for name, folder in jobs.folders().items()
-        ]
+        folders = jobs.folders()
+        listed = [describe_or_say(folder, name, jobs, progress) for name, folder in folders.items()]
         listed.sort(key=lambda job: (job["state"] not in LIVING, job["age"]))
         sizes = [[depth, WIDTH * depth] for depth in DEPTHS]
         answer = {"sizes": sizes, "disk_free": disk_usage(jobs.save_dir).free}
@@ -197,8 +195,7 @@ def training_routes(jobs: Jobs, uploads: Uploads, make_room: Callable[[], Any]) 
 
     def start(name: str) -> None:
         folder = jobs.folder(name)
-        state, _ = jobs.state(folder, jobs.living())
-        if state in LIVING:
+        if jobs.state(folder).name in LIVING:
             raise ApiError(f"{name} is being trained.", 409, None, "busy", name=name)
         check_script(folder, name)
         written = sum(file.size for files in scan(folder).values() for file in files.values())
@@ -315,8 +312,7 @@ def weights_of(jobs: Jobs, name: str, reads_text: bool) -> Path:
     stages = plan_of(folder).get("stages", [])
     pretrained = [stage["run"] for stage in stages if stage["is_pretraining"]]
     runs = (pretrained if reads_text else []) or [stage["run"] for stage in stages]
-    state, _ = jobs.state(folder, jobs.living())
-    if state != READY or not runs or f"{runs[-1]}.pth" not in files_in(folder, links=False):
+    if jobs.state(folder).name != READY or not runs or f"{runs[-1]}.pth" not in files_in(folder, links=False):
         raise ApiError(f"{name} has no weights to continue from.", 409, "start", "no_weights", name=name)
     return folder / f"{runs[-1]}.pth"
 
@@ -361,13 +357,11 @@ def check_script(folder: Path, name: str) -> None:
 # --- what the page shows of a training
 
 
-def describe_or_say(
-    folder: Path, name: str, jobs: Jobs, living: dict[str, Any] | None, progress: "Progress"
-) -> dict[str, Any]:
+def describe_or_say(folder: Path, name: str, jobs: Jobs, progress: "Progress") -> dict[str, Any]:
     """The result of `describe`. If the files of a training contain what no training writes, the result says
     that they cannot be read."""
     try:
-        about = describe(folder, name, jobs, living, progress)
+        about = describe(folder, name, jobs, progress)
         json.dumps(about, default=str, allow_nan=False)  # browsers do not accept NaN
         return about
     except (OSError, *WRONG_TYPES) as error:
@@ -394,15 +388,13 @@ def asked_of(folder: Path) -> dict[str, Any]:
         return {}
 
 
-def describe(
-    folder: Path, name: str, jobs: Jobs, living: dict[str, Any] | None, progress: "Progress"
-) -> dict[str, Any]:
-    """A training: its state, plan and progress. living: the result of `Jobs.living`."""
-    state, lines = jobs.state(folder, living)
+def describe(folder: Path, name: str, jobs: Jobs, progress: "Progress") -> dict[str, Any]:
+    """A training: its state, plan and progress."""
+    state, lines, is_own = jobs.state(folder)
     facts, files = plan_of(folder), files_in(folder, links=False)
     about: dict[str, Any] = {"name": name, "state": state, "asked": asked_of(folder)}
     about |= {"plan": facts or None, "error": error_of(lines) if state == "failed" else None}
-    about["is_own"] = living is not None and living["folder"] == folder.name
+    about["is_own"] = is_own
     stages = facts.get("stages", [])
     names = [f"{stage['run']}{METRICS_SUFFIX}" for stage in stages]
     begun = [folder / name for name in names if name in files and files[name].size]

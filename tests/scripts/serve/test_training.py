@@ -238,9 +238,26 @@ Jobs(Path({str(tmp_path)!r})).start("novel", ["sleep", "60"])
 """
     assert StageProcess("pretrain", [], Faults(script=die)).wait() == -signal.SIGKILL
     jobs = Jobs(tmp_path)
-    assert jobs.state(tmp_path / "novel", jobs.living())[0] == "training"
+    assert jobs.state(tmp_path / "novel").name == "training"
     jobs.stop("novel")
     wait_for(lambda: jobs.living() is None)
+
+
+def test_a_training_that_starts_while_its_files_are_read_was_not_cut(tmp_path, monkeypatch):
+    script = tmp_path / "novel/run.sh"
+    script.parent.mkdir()
+    script.write_text("sleep 60")
+    jobs, seen = Jobs(tmp_path), []
+
+    def start_and_read(folder):
+        if not seen:
+            jobs.start("novel", ["bash", str(script)])
+        seen.append(last_start(folder))
+        return seen[-1]
+
+    monkeypatch.setattr("scripts.serve.jobs.last_start", start_and_read)
+    assert jobs.state(tmp_path / "novel").name == "training"
+    end_all(tmp_path)
 
 
 def test_only_one_lives_over_two_servers_of_a_folder(tmp_path):
@@ -487,8 +504,8 @@ def test_a_refusal_is_a_code_and_the_name_can_be_planned_again(shared, said, err
     ],
 )  # fmt: skip
 def test_what_python_and_cpp_say_at_their_end_is_an_error_too(tmp_path, log, error):
-    (tmp_path / "job.log").write_text(f"== started plan.py 2026-11-28 08:16:01\n{log}")
-    state, lines = Jobs(tmp_path).state(tmp_path, None)
+    state, lines, _ = Jobs(tmp_path).state(tmp_path)
+    assert state == ("failed" if error else "new")
     assert state == ("failed" if error else "new")
     assert error is None or error.items() <= error_of(lines).items()
 
