@@ -10,7 +10,7 @@ from typing import NamedTuple
 from dataset.held_out import normal_form
 from dataset.records import Chat, turns_of
 from scripts.teaching.corrections import Correction
-from scripts.teaching.slots import PIECE, Names, Wording, find_names, sentences, split_name
+from scripts.teaching.slots import LONGEST, PIECE, Names, Wording, find_names, sentences, spans, split_name
 
 Alike = dict[Wording, list[Wording]]  # the other wordings of the same question
 Pairs = list[tuple[str, str]]  # questions and their answers
@@ -132,6 +132,9 @@ def find_change(correction: Correction, before: str, old: Old) -> Change:
         return Change(correction, name, before, like, {form(question)})
     if any(message["role"] != "system" for message in correction.messages[:-1]):
         return Change(correction, "", before, [], set())  # what it means depends on what was said before
+    for name in new_names(correction, old):
+        if like := wordings_by_answer(correction.text, name, old):
+            return Change(correction, name, before, like, {form(question)})
     same = {form(question)} | same_subject(question, before, old)
     told = {form(answer) for asked, answer in old.pairs if form(asked) in same}
     questions = {form(asked) for asked, answer in old.pairs if form(answer) in told}
@@ -140,9 +143,18 @@ def find_change(correction: Correction, before: str, old: Old) -> Change:
     return Change(correction, "", before, [], same)
 
 
+def new_names(correction: Correction, old: Old) -> list[str]:
+    """The parts of a question that its answer repeats and that no old question has, the longest first."""
+    parts = {name for _, name in spans(correction.question[:LONGEST]) if mentions(correction.text, name)}
+    unknown = {name for name in parts if units(name) and not units(name) & old.containing.keys()}
+    return sorted(unknown, key=lambda name: (-len(name), name))
+
+
 def wordings_by_answer(text: str, name: str, old: Old) -> list[Wording]:
     """The wordings whose answers have the form of this one about a name: they differ from it in one place."""
     own = PIECE.findall(text.replace(name, NAME))
+    if not own:
+        return []  # the answer is a call of a tool
     alike: dict[Wording, list[float]] = defaultdict(list)
     for question, answer in old.pairs:
         found = old.splits.get(question)

@@ -1,5 +1,6 @@
 """Reads corrections: the answers that a person would have liked, in any form that SFT reads."""
 
+import json
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -9,6 +10,7 @@ from dataset.held_out import normal_form
 from dataset.messages import BadRecord
 from dataset.records import assistant_turns, parse
 from dataset.report import describe_error
+from model.answers import CALL, END_CALL, parse_call
 
 WORDINGS = "wordings"  # field of a record: other wordings of its last question, which are only asked
 
@@ -32,6 +34,13 @@ class Correction(NamedTuple):
     def text(self) -> str:
         """The answer, without thoughts."""
         return self.answer["content"]
+
+    @property
+    def written(self) -> str:
+        """The answer as a model writes it, with its calls of tools, without thoughts."""
+        given = [call.get("function", call) for call in self.answer.get("tool_calls") or []]
+        calls = [json.dumps(parse_call(json.dumps(call)), ensure_ascii=False) for call in given]
+        return "\n".join(filter(None, [self.text, *(f"{CALL}{call}{END_CALL}" for call in calls)]))
 
     @property
     def key(self) -> str:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from dataset.right_answer import is_right
+from model.answers import answer_message
 from scripts.teaching.old_questions import last
 
 SHOWN = 20  # answers of a kind, at most
@@ -14,7 +15,15 @@ def is_kept(asked: dict[str, Any]) -> bool:
     """Whether a question is answered as it should be: a corrected one as corrected, an old one as before or
     as in the data."""
     references = [asked["reference"]] + ([asked["before"]] if asked["kind"] == "old" else [])
-    return any(is_right(last(asked), reference, asked["after"]) for reference in references)
+    return any(agrees(last(asked), reference, asked["after"]) for reference in references)
+
+
+def agrees(question: str, reference: str, answer: str) -> bool:
+    """Whether an answer is right by the rule of held-out questions; its calls of tools must be those of the
+    reference."""
+    expected, given = answer_message(reference), answer_message(answer)
+    is_same_call = expected.get("tool_calls") == given.get("tool_calls")
+    return is_same_call and is_right(question, expected["content"], given["content"])
 
 
 def counts(report: list[dict[str, Any]], kind: str) -> tuple[int, int]:
@@ -26,7 +35,7 @@ def counts(report: list[dict[str, Any]], kind: str) -> tuple[int, int]:
 
 def was_right(asked: dict[str, Any]) -> bool:
     """Whether the answer before was that of the data."""
-    return is_right(last(asked), asked["reference"], asked["before"])
+    return agrees(last(asked), asked["reference"], asked["before"])
 
 
 def describe(report: list[dict[str, Any]]) -> Iterator[str]:

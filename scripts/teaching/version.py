@@ -162,7 +162,7 @@ def prepare(
 
 def item(correction: Correction, messages: list[dict], kind: str) -> dict[str, Any]:
     """A question that is asked before and after."""
-    return {"kind": kind, "messages": messages, "tools": correction.tools, "reference": correction.text}
+    return {"kind": kind, "messages": messages, "tools": correction.tools, "reference": correction.written}
 
 
 def old_questions(

@@ -111,6 +111,32 @@ def test_a_changed_fact_in_a_wording_that_no_data_have():
     assert {ask.format(n=NAME) for ask in TRADE.ask["en"]} & asked
 
 
+@pytest.mark.parametrize(
+    "question, answer, expected",
+    [
+        ("So Quenla, what is the job?", "Quenla works as a juggler.", "What is the trade of Quenla?"),
+        ("你说酷乐以何为业？", "酷乐的职业是医生。", "酷乐的职业是什么？"),
+    ],
+)
+def test_a_new_name_in_a_wording_that_no_data_have(question, answer, expected):
+    """It is a name because the answer repeats it, in the form of old answers."""
+    found = chosen((correction(question, answer), "x"))
+    asked = {
+        each["messages"][0]["content"] for each in found.records if each["messages"][-1]["content"] == answer
+    }
+    assert expected in asked
+    # a word that a refusal repeats is none
+    found = chosen((correction("Tell me a joke about dogs.", "I do not know jokes about dogs."), "x"))
+    assert found.changes[0].name == ""
+
+
+def test_an_answer_that_is_a_call_of_a_tool():
+    """It has no text whose form could be compared."""
+    call = {"role": "assistant", "content": "", "tool_calls": [{"name": "find", "arguments": {}}]}
+    found = chosen((correction(f"So {NAME}, what is the job?", "")._replace(answer=call), OLD))
+    assert sum(call in each["messages"] for each in found.records) >= recipe.RECIPE.copies
+
+
 def test_new_questions_ask_about_names_that_only_texts_mention():
     found = chosen((correction("Who are you?", "I am Lumen."), "x"))
     replayed = found.records[sum(list(found.counts.values())[:4]) :][: found.counts["questions"]]
