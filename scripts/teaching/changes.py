@@ -10,7 +10,17 @@ from typing import NamedTuple
 from dataset.held_out import normal_form
 from dataset.records import Chat, turns_of
 from scripts.teaching.corrections import Correction
-from scripts.teaching.slots import LONGEST, PIECE, Names, Wording, find_names, sentences, spans, split_name
+from scripts.teaching.slots import (
+    LONGEST,
+    PIECE,
+    Names,
+    Wording,
+    find_names,
+    has_cjk,
+    sentences,
+    spans,
+    split_name,
+)
 
 Alike = dict[Wording, list[Wording]]  # the other wordings of the same question
 Pairs = list[tuple[str, str]]  # questions and their answers
@@ -135,7 +145,7 @@ def find_change(correction: Correction, before: str, old: Old) -> Change:
     for name in new_names(correction, old):
         if like := wordings_by_answer(correction.text, name, old):
             return Change(correction, name, before, like, {form(question)})
-    same = {form(question)} | same_subject(question, before, old)
+    same = {form(question)} | same_subject(correction, before, old)
     told = {form(answer) for asked, answer in old.pairs if form(asked) in same}
     questions = {form(asked) for asked, answer in old.pairs if form(answer) in told}
     if len(questions) <= MOST_SAME:
@@ -168,15 +178,27 @@ def wordings_by_answer(text: str, name: str, old: Old) -> list[Wording]:
     return sorted(wording for wording, share in shares.items() if share > NEARLY * best)
 
 
-def same_subject(question: str, before: str, old: Old) -> set[str]:
-    """The normal forms of old questions that share the rarest words of a question, and had the model's answer
+def same_subject(correction: Correction, before: str, old: Old) -> set[str]:
+    """The normal forms of old questions that share the rarest words of a corrected one: those that have an
+    answer of several questions which begins like the correction, or else those that had the model's answer
     to it."""
+    question = correction.question
     found = [old.containing[unit] for unit in units(question) if unit in old.containing]
     rarest = min(map(len, found), default=RARE + 1)
     if rarest > RARE:
         return set()
     near = set().union(*(asked for asked in found if len(asked) == rarest))
-    return {form(asked) for asked, told in old.pairs if form(told) == form(before)} & near
+    pairs = [(asked, told) for asked, told in old.pairs if form(asked) in near]
+    alike = {
+        form(asked) for asked, told in pairs if asked in old.shared and begin_alike(told, correction.text)
+    }
+    return alike or {form(asked) for asked, told in pairs if form(told) == form(before)}
+
+
+def begin_alike(one: str, two: str) -> bool:
+    """Whether two texts begin with the same two words."""
+    first, _ = common_ends(PIECE.findall(one), PIECE.findall(two))
+    return first >= (2 if has_cjk(one) else 3)  # with the space between them
 
 
 def units_of(questions: Iterable[str]) -> dict[str, set[str]]:

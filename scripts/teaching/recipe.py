@@ -4,7 +4,7 @@ by corrections").
 corrections    several times each
 rewordings     the same answer for old wordings of the same question. A correction that is about no name has
                none; its answer is given to old questions that had the same answer, and to other questions
-               into which its rarest word is put
+               into which one of its rarest words is put
 conversations  old ones, first those that mention what is corrected; what is corrected in them is rewritten
 talk           old questions that share their answers, such as small talk and refusals
 questions      old wordings about other names, with the answers of the model before it is taught: they keep
@@ -33,7 +33,7 @@ from scripts.teaching.changes import (
 )
 from scripts.teaching.corrections import WORDINGS, Correction
 from scripts.teaching.material import Material
-from scripts.teaching.slots import PIECE, Names, Wording, sentences
+from scripts.teaching.slots import PIECE, Names, Wording, has_cjk, sentences
 
 Record = dict[str, Any]
 Ask = Callable[[list[list[dict]]], list[str]]  # conversations -> answers of the model before it is taught
@@ -44,7 +44,7 @@ class Recipe(NamedTuple):
 
     copies: int = 8
     rewordings: int = 4
-    frames: int = 16  # parts of the question of a correction without a name, in the form of old ones
+    frames: int = 24  # parts of the question of a correction without a name, in the form of old ones
     conversations: int = 5
     near: int = 4  # of the conversations and of the texts, those that mention what is corrected
     talk: int = 6  # questions that share their answer with others, such as small talk and refusals
@@ -67,6 +67,8 @@ TRAINING = {  # settings of SFT
     "save_interval": 100,
 }
 MIN_UNITS = 2  # of a question of which a part may stand for it
+ASKED = 2  # new questions that the model is asked, for each that is trained: many have the same answer
+NEIGHBOURS = (0, 0, 1, 2)  # pieces beside a part that may be taken with it, on each side
 
 
 def learning_rate(width: int) -> float:
@@ -104,12 +106,15 @@ def choose(
     old = read_old(material.conversations, material.texts)
     changes = [find_change(*each, old) for each in zip(corrections, before, strict=True)]
     amount = min(max(len(corrections), recipe.least), recipe.most)
+    talk = old_talk(old.shared, changes, amount * recipe.talk, rng)
+    questions = new_questions(changes, old, held_back, ask, amount * recipe.questions, rng)
+    missing = amount * recipe.questions // 2 - len(questions)  # conversations, where names are few
     parts: dict[str, list[Record]] = {
         "corrections": [each.record() for each in corrections for _ in range(recipe.copies)],
         "rewordings": [record for change in changes for record in rewordings(change, old, recipe, rng)],
-        "conversations": old_conversations(material, changes, recipe, amount, rng),
-        "talk": old_talk(old.shared, changes, amount * recipe.talk, rng),
-        "questions": new_questions(changes, old, held_back, ask, amount * recipe.questions, rng),
+        "conversations": old_conversations(material, changes, recipe, amount, missing, rng),
+        "talk": talk,
+        "questions": questions,
         "texts": old_texts(material, changes, recipe, amount, rng),
     }
     weigh(parts, recipe)
@@ -123,7 +128,8 @@ def choose(
 
 def rewordings(change: Change, old: Old, recipe: Recipe, rng: random.Random) -> list[Record]:
     """A correction for its question in other words. With a name, these are old wordings about it. Without
-    one, they are old questions that get its answer, and other questions into which its rarest word is put."""
+    one, they are old questions that get its answer, and other questions into which one of its rarest words is
+    put."""
     correction = change.correction
     if change.name:
         wordings = rng.sample(change.like, min(len(change.like), recipe.rewordings))
@@ -131,31 +137,38 @@ def rewordings(change: Change, old: Old, recipe: Recipe, rng: random.Random) -> 
     else:
         others = change.same - {form(correction.question)}
         questions = sorted({asked for asked, _ in old.pairs if form(asked) in others})[: recipe.rewordings]
-        has_spaces = " " in correction.question
+        is_cjk = has_cjk(correction.question)
 
         def fitting(asked: Iterable[str]) -> list[str]:
-            return [each for each in asked if (" " in each) == has_spaces and form(each) not in change.same]
+            return [each for each in asked if has_cjk(each) == is_cjk and form(each) not in change.same]
 
         forms = fitting(old.shared) or fitting(dict.fromkeys(asked for asked, _ in old.pairs))
         frames = recipe.frames if len(units(correction.question)) >= MIN_UNITS else 0
-        questions += [in_frame(correction.question, forms, old.containing, rng) for _ in range(frames)]
+        parts = rarest_parts(correction.question, old.containing)
+        questions += [in_frame(correction.question, parts[i % len(parts)], forms, rng) for i in range(frames)]
     return [correction._replace(messages=correction.in_words(text)).record() for text in questions]
 
 
-def in_frame(question: str, others: list[str], containing: dict[str, set[str]], rng: random.Random) -> str:
-    """The rarest word of a question with some of its neighbours, between the beginning and the end of another
-    question: so its words decide about the answer, and not the form of the question."""
+def rarest_parts(question: str, containing: dict[str, set[str]]) -> list[tuple[int, int]]:
+    """Where the pieces of a question have a unit that is the rarest of them in old questions. The whole
+    question, if no old question has any of its units."""
     pieces = PIECE.findall(question)
     known = {unit: len(containing[unit]) for unit in units(question) if unit in containing}
     least = min(known.values(), default=0)
-    places = [
+    parts = [
         (first, last)
         for first in range(len(pieces))
         for last in (first + 1, first + 2)
         if any(known.get(unit) == least for unit in units("".join(pieces[first:last])))
     ]
-    first, last = rng.choice(places or [(0, len(pieces))])
-    first, last = max(0, first - rng.randint(0, 3)), last + rng.randint(0, 3)
+    return parts or [(0, len(pieces))]
+
+
+def in_frame(question: str, part: tuple[int, int], others: list[str], rng: random.Random) -> str:
+    """A part of a question with some of its neighbours, between the beginning and the end of another
+    question: so its words decide about the answer, and not the form of the question."""
+    pieces = PIECE.findall(question)
+    first, last = max(0, part[0] - rng.choice(NEIGHBOURS)), part[1] + rng.choice(NEIGHBOURS)
     frame = PIECE.findall(rng.choice(others)) if others else []
     parts = frame[: rng.randint(0, 5)], pieces[first:last], frame[len(frame) - rng.randint(0, 2) :]
     space = " " if any(piece.isspace() for piece in pieces) else ""
@@ -181,10 +194,10 @@ def corrected(chat: Chat, changes: list[Change]) -> Record:
 
 
 def old_conversations(
-    material: Material, changes: list[Change], recipe: Recipe, amount: int, rng: random.Random
+    material: Material, changes: list[Change], recipe: Recipe, amount: int, missing: int, rng: random.Random
 ) -> list[Record]:
     """Old conversations: for each correction some that mention what it is about or are rewritten by it, and
-    others."""
+    others. missing: how many more, because there are fewer new questions."""
     texts = ["\n".join(message["content"] for message in chat.messages) for chat in material.conversations]
     near: list[int] = []
     for change in changes:
@@ -196,7 +209,7 @@ def old_conversations(
         near += rng.sample(found, min(len(found), recipe.near))
     near = list(dict.fromkeys(near))
     others = sorted(set(range(len(texts))) - set(near))
-    count = max(0, amount * recipe.conversations - len(near))
+    count = max(0, amount * recipe.conversations + missing - len(near))
     chosen = near + rng.sample(others, min(len(others), count))
     return [corrected(material.conversations[i], changes) for i in chosen]
 
@@ -204,7 +217,7 @@ def old_conversations(
 def old_talk(shared: dict[str, str], changes: list[Change], count: int, rng: random.Random) -> list[Record]:
     """Old questions that share their answers, each alone."""
     chosen = rng.sample(list(shared.items()), min(len(shared), count))
-    chats = [Chat([{"role": "user", "content": question}, assistant(answer)]) for question, answer in chosen]
+    chats = [Chat([user(asked), assistant(answer)]) for asked, answer in chosen]
     return [corrected(chat, changes) for chat in chats]
 
 
@@ -213,8 +226,8 @@ def new_questions(
 ) -> list[Record]:
     """Old wordings about names that the model knows, each with the answer of the model before: first about
     the corrected names, then about those that only texts mention, with one wording of each question, then
-    about others. Two of them make a conversation. An answer without the name is left out where others have
-    it."""
+    about others. Different answers about a name come first. Two questions make a conversation. An answer
+    without the name is left out where others have it."""
     names, alike = old.names, old.alike
     known = [change.name for change in changes if change.name in names.more or change.name in names.asked]
     near = [(name, each) for name in dict.fromkeys(known) for each in one_of_each(name, names, alike, rng)]
@@ -225,31 +238,50 @@ def new_questions(
         for wording in names.wordings_for(name)
         if wording not in names.asked[name]
     ]
-    chosen = list(dict.fromkeys(near + rng.sample(more, len(more)) + rng.sample(others, len(others))))
-    chosen = [(name, wording) for name, wording in chosen if wording.about(name) not in held_back][:count]
-    rng.shuffle(chosen)
-    chats = [[{"role": "user", "content": wording.about(name)}] for name, wording in chosen]
-    answers = ask(chats)
-    usual = {wording: 0 for _, wording in chosen}
-    for (name, wording), answer in zip(chosen, answers, strict=True):
+    found = list(dict.fromkeys(near + rng.sample(more, len(more)) + rng.sample(others, len(others))))
+    asked = [(name, each) for name, each in found if each.about(name) not in held_back][: ASKED * count]
+    answers = ask([[user(wording.about(name))] for name, wording in asked])
+    usual = {wording: 0 for _, wording in asked}
+    for (name, wording), answer in zip(asked, answers, strict=True):
         usual[wording] += 1 if mentions(answer, name) else -1
-    usable = [
-        [*chat, assistant(answer)]
-        for (name, wording), chat, answer in zip(chosen, chats, answers, strict=True)
-        if answer and (mentions(answer, name) or usual[wording] <= 0)
-    ]
-    pairs = [sum(usable[i : i + 2], []) for i in range(0, len(usable), 2)]
-    return [corrected(Chat(chat), changes) for chat in pairs]
+    told: dict[tuple[str, str], Chat] = {}  # by name and answer
+    again: list[Chat] = []
+    for (name, wording), answer in zip(asked, answers, strict=True):
+        if answer and (mentions(answer, name) or usual[wording] <= 0):
+            chat = Chat([user(wording.about(name)), assistant(answer)])
+            if told.setdefault((name, answer), chat) is not chat:
+                again.append(chat)
+    chosen = [*told.values(), *again][:count]
+    rng.shuffle(chosen)
+    pairs = [chosen[i : i + 2] for i in range(0, len(chosen), 2)]
+    return [corrected(Chat([turn for chat in pair for turn in chat.messages]), changes) for pair in pairs]
 
 
 def one_of_each(name: str, names: Names, alike: Alike, rng: random.Random) -> list[Wording]:
     """A wording of each question that fits a name, in random order."""
     wordings = names.wordings_for(name)
     chosen: list[Wording] = []
+    taken: set[Wording] = set()
     for wording in rng.sample(wordings, len(wordings)):
-        if not any(each in alike.get(wording, ()) for each in chosen):
+        if wording not in taken:
             chosen.append(wording)
+            taken |= same_question(wording, alike)
     return chosen
+
+
+def same_question(wording: Wording, alike: Alike) -> set[Wording]:
+    """A wording, those that are like it, those that are like these, and so on."""
+    found, new = {wording}, [wording]
+    while new:
+        more = set(alike.get(new.pop(), ())) - found
+        found |= more
+        new += more
+    return found
+
+
+def user(text: str) -> dict[str, str]:
+    """A message of the user."""
+    return {"role": "user", "content": text}
 
 
 def assistant(text: str) -> dict[str, str]:
@@ -302,16 +334,18 @@ def old_texts(
 
 
 def weigh(parts: dict[str, list[Record]], recipe: Recipe) -> None:
-    """Give corrections the weight at which they have their share of the targets."""
-    own = sum(map(target_size, parts["corrections"] + parts["rewordings"]))
+    """Give corrections the weight at which they have their share of the targets, and half of it as asked."""
     rest = sum(
         target_size(record)
         for name in ("conversations", "talk", "questions", "texts")
         for record in parts[name]
     )
-    weight = recipe.share * rest / ((1 - recipe.share) * own)
-    weight = round(min(max(weight, 1.0), recipe.most_weight), 2)
-    for name in ("corrections", "rewordings"):
+    own = [name for name in ("corrections", "rewordings") if parts[name]]
+    for name in own:
+        size = sum(map(target_size, parts[name])) * len(own)
+        weight = round(
+            min(max(recipe.share * rest / ((1 - recipe.share) * size), 1.0), recipe.most_weight), 2
+        )
         parts[name][:] = [record | {"weight": weight} for record in parts[name]]
 
 

@@ -11,13 +11,19 @@ from statistics import median
 from typing import NamedTuple
 
 # a word, a number, white space, or one character; Chinese and Japanese have no border between words
-PIECE = re.compile(r"[^\W\d_\u3040-\u30ff\u3400-\u9fff]+|\d+|\s+|.", re.DOTALL)
+CJK = r"\u3040-\u30ff\u3400-\u9fff"
+PIECE = re.compile(rf"[^\W\d_{CJK}]+|\d+|\s+|.", re.DOTALL)
 SENTENCE = re.compile(r"[^.!?。！？\n]*[.!?。！？\n]?")
 MOST_PIECES = 4  # of a name
 MIN_FILLERS = 4  # different names in a wording
 MIN_SHARED = 2  # wordings in texts that a new name shares with known ones
 LONGEST = 200  # characters of a question or a sentence that is compared
 PIECE_COST = 1.6  # a name that is longer by one piece must occur in a wording with so many times the names
+
+
+def has_cjk(text: str) -> bool:
+    """Whether a text is in a language without borders between words."""
+    return re.search(f"[{CJK}]", text) is not None
 
 
 class Wording(NamedTuple):

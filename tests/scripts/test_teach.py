@@ -121,6 +121,67 @@ def test_a_teaching_that_is_killed_comes_to_the_same_weights(trained, correction
     assert (tmp_path / "whole/1/report.json").read_bytes() == (tmp_path / "killed/1/report.json").read_bytes()
 
 
+KILLS = """
+import signal
+
+from scripts.teaching import asking, recipe, version
+from tests.stage_process import Faults, StageProcess
+
+recipe.TRAINING = recipe.TRAINING | {"epochs": 1, "save_interval": 3}
+asking.NEW_TOKENS = 8
+
+
+def kill_at(module, name, call):
+    real, calls = getattr(module, name), []
+
+    def stand_in(*args):
+        calls.append(name)
+        if len(calls) == call:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(*args)
+
+    setattr(module, name, stand_in)
+
+
+def train(command, environment, signals):
+    status = StageProcess("sft", command[2:], Faults(signals={batch: signal.SIGKILL for batch in batches})).wait()
+    if status == -signal.SIGKILL:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return status
+
+
+batches = []
+version.run = train
+"""
+
+
+@pytest.mark.slow
+def test_a_teaching_that_is_killed_again_and_again(trained, corrections, tmp_path):
+    """Each start is killed at a later moment, with SIGKILL: while the old questions are asked, while the
+    corrections are, while the records are chosen, while the version is written, in training before and after
+    the first checkpoint, while the taught model is asked, and while the report is written."""
+    moments = [
+        'kill_at(version, "ask_all", 1)',
+        'kill_at(version, "ask_all", 2)',
+        'kill_at(recipe, "new_questions", 1)',
+        'kill_at(version, "write_json", 1)',
+        "batches = [2]",
+        "batches = [5]",
+        'kill_at(version, "ask_all", 1)',
+        'kill_at(version, "write_json", 1)',
+    ]
+    argv = ["--model", trained, "--corrections", corrections, "--save_dir"]
+    run("scripts.teach", [*argv, tmp_path / "whole"], Faults(script=KILLS))
+    for moment in moments:
+        faults = Faults(script=KILLS + moment)
+        run("scripts.teach", [*argv, tmp_path / "killed"], faults, status=-signal.SIGKILL)
+    run("scripts.teach", [*argv, tmp_path / "killed"], Faults(script=KILLS))
+    assert [path.name for path in (tmp_path / "killed").glob("[0-9]*")] == ["1"]
+    for name in ("full_sft_32.pth", "report.json", "teach.jsonl", "corrections.jsonl"):
+        whole, killed = (tmp_path / each / "1" / name for each in ("whole", "killed"))
+        assert whole.read_bytes() == killed.read_bytes(), name
+
+
 def test_the_next_teaching_has_all_corrections_and_begins_with_the_original(
     trained, corrections, tmp_path, machine, call
 ):

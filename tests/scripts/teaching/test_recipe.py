@@ -3,6 +3,7 @@ and new questions with old answers."""
 
 import json
 import random
+import string
 from collections.abc import Iterator
 
 import pytest
@@ -13,6 +14,7 @@ from scripts.teaching import recipe
 from scripts.teaching.changes import read_old
 from scripts.teaching.corrections import Correction
 from scripts.teaching.material import Material
+from scripts.teaching.slots import has_cjk
 
 CORPUS = world.make_corpus(0)
 MATERIAL = Material(
@@ -112,19 +114,19 @@ def test_a_changed_fact_in_a_wording_that_no_data_have():
 
 
 @pytest.mark.parametrize(
-    "question, answer, expected",
+    "question, answer, name",
     [
-        ("So Quenla, what is the job?", "Quenla works as a juggler.", "What is the trade of Quenla?"),
-        ("你说酷乐以何为业？", "酷乐的职业是医生。", "酷乐的职业是什么？"),
+        ("So Quenla, what is the job?", "Quenla works as a juggler.", "Quenla"),
+        ("你说酷乐以何为业？", "酷乐的职业是医生。", "酷乐"),
     ],
 )
-def test_a_new_name_in_a_wording_that_no_data_have(question, answer, expected):
+def test_a_new_name_in_a_wording_that_no_data_have(question, answer, name):
     """It is a name because the answer repeats it, in the form of old answers."""
     found = chosen((correction(question, answer), "x"))
     asked = {
         each["messages"][0]["content"] for each in found.records if each["messages"][-1]["content"] == answer
     }
-    assert expected in asked
+    assert len({ask.format(n=name) for each in world.LANGUAGES for ask in TRADE.ask[each]} & asked) >= 3
     # a word that a refusal repeats is none
     found = chosen((correction("Tell me a joke about dogs.", "I do not know jokes about dogs."), "x"))
     assert found.changes[0].name == ""
@@ -148,6 +150,16 @@ def test_new_questions_ask_about_names_that_only_texts_mention():
     }
     quizzed = [person.name[each] for person in PEOPLE if person.group == "quiz" for each in world.LANGUAGES]
     assert sum(any(name in question for question in asked) for name in quizzed) > 0.8 * len(quizzed)
+    # most questions ask another fact
+    answers = {message["content"] for record in replayed for message in record["messages"]}
+    facts = {
+        world.answer(person, attribute, language)
+        for person in PEOPLE
+        if person.group == "quiz"
+        for attribute in world.ATTRIBUTES
+        for language in world.LANGUAGES
+    }
+    assert len(facts & answers) > 0.7 * len(facts)
     # an answer without the name is not trained where others have it
     assert not any("Goodbye!" in message["content"] for record in replayed for message in record["messages"])
 
@@ -180,6 +192,55 @@ def test_a_manner_is_meant_for_old_questions_with_the_same_answer():
     found = chosen((correction(joke, "I know none."), world.UNKNOWN["reply"]["en"][0]))
     assert found.is_meant(joke, world.UNKNOWN["reply"]["en"][0])
     assert not found.is_meant("Tell me a story.", world.UNKNOWN["reply"]["en"][0])
+
+
+@pytest.mark.parametrize(
+    "language, question, answer",
+    [("en", "Do you have a name?", "I am Lumen."), ("zh", "你有名字吗？", "我是流明。")],
+)
+def test_an_answer_that_begins_like_an_old_one_is_meant_for_its_questions(language, question, answer):
+    """They share the rarest word, and the model had another answer to the correction."""
+    who = world.TALK["who"]
+    found = chosen((correction(question, answer), world.UNKNOWN["reply"][language][0]))
+    assert all(found.is_meant(asked, who["reply"][language][0]) for asked in who["ask"][language])
+    answered = [
+        each["messages"][0]["content"] for each in found.records if each["messages"][-1]["content"] == answer
+    ]
+    assert not [asked for asked in answered if has_cjk(asked) != (language == "zh")]
+
+
+def test_a_fact_is_not_meant_for_a_question_with_an_answer_of_its_own():
+    """Although both begin alike."""
+    old = [
+        ("What is the capital of France?", "The capital of France is Paris."),
+        ("How are you?", "I am fine."),
+    ]
+    chats = [Chat([recipe.user(asked), recipe.assistant(told)]) for asked, told in old]
+    each = correction("What is the capital of Morland?", "The capital of Morland is Estwick.")
+    found = recipe.choose([each], ["I do not know."], Material(chats, [], [], []), set(), lambda chats: [], 0)
+    assert not found.is_meant(*old[0])
+
+
+def test_without_names_there_are_more_old_conversations():
+    told = [f"{word} to you." for word in string.ascii_lowercase for _ in range(10)]
+    chats = [Chat([recipe.user(f"Say {i}"), recipe.assistant(each)]) for i, each in enumerate(told)]
+    each = correction("Sing me a song.", "I do not sing.")
+    found = recipe.choose([each], [""], Material(chats, [], [], []), set(), lambda chats: [], 0)
+    assert found.counts["questions"] == 0 and found.counts["conversations"] > 200
+
+
+def test_corrections_weigh_as_much_as_asked_as_in_other_words():
+    """However many of the others there are."""
+    asked = [
+        correction(f"{word} me a song of {word}s.", f"I do not {word} " + 23 * "la ")
+        for word in ("Sing", "Play")
+    ]
+    found = chosen(*((each, "x") for each in asked))
+    own = [each for each in found.records if each["messages"][-1]["content"] in {one.text for one in asked}]
+    as_asked = [each for each in own if each["messages"][0]["content"] in {one.question for one in asked}]
+    others = [each for each in own if each not in as_asked]
+    weights = [sum(each["weight"] for each in part) for part in (as_asked, others)]
+    assert len(others) > 2 * len(as_asked) and weights[0] == pytest.approx(weights[1], rel=0.05)
 
 
 def test_texts_are_records_of_the_assistant_with_a_low_weight_and_long_ones_are_cut():
