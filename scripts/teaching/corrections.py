@@ -40,7 +40,8 @@ class Correction(NamedTuple):
         """The answer as a model writes it, with its calls of tools, without thoughts."""
         given = [call.get("function", call) for call in self.answer.get("tool_calls") or []]
         calls = [json.dumps(parse_call(json.dumps(call)), ensure_ascii=False) for call in given]
-        return "\n".join(filter(None, [self.text, *(f"{CALL}{call}{END_CALL}" for call in calls)]))
+        parts = [self.text] if self.text else []
+        return "\n".join([*parts, *(f"{CALL}{call}{END_CALL}" for call in calls)])
 
     @property
     def key(self) -> str:
