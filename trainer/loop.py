@@ -25,6 +25,7 @@ from dataset.batch import Batch, Size, to_device
 from trainer.callbacks.base import is_better, monitored
 from trainer.callbacks.train_state import TrainState
 from trainer.checkpoint.run import interrupted, save_checkpoint, where_to_go_on, write_weights
+from trainer.devices.device import seed_torch
 from trainer.devices.process_group import (
     Logger,
     all_gather,
@@ -172,7 +173,7 @@ def train_update(state: TrainState, micro_batches: list[Batch], targets: float, 
     set_learning_rate(state)
     sums: dict[str, Tensor] = {}
     for i, batch in enumerate(micro_batches):
-        torch.manual_seed(update_seed(args.seed, state.progress.update, i))  # of dropout
+        seed_torch(update_seed(args.seed, state.progress.update, i))  # of dropout
         if world_size() > 1:  # the ranks exchange gradients after the last micro-batch
             gradient_sync(model, enabled=i == len(micro_batches) - 1)
         with state.autocast:
@@ -254,7 +255,7 @@ def seed_update(seed: int, update: int) -> None:
     number = update_seed(seed, update)
     random.seed(number)
     np.random.seed(number)
-    torch.manual_seed(number)
+    seed_torch(number)
 
 
 def reached(interval: int, before: int, step: int, iters: int) -> bool:

@@ -120,6 +120,21 @@ def prepare_device(device: torch.device) -> None:
             libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
 
 
+def seed_torch(seed: int) -> None:
+    """Seed torch's random numbers. On a machine that has only a CPU, `torch.manual_seed` takes about 1 ms,
+    because it formats a stack trace for each kind of accelerator; here only the CPU is seeded then."""
+    if has_accelerator():
+        torch.manual_seed(seed)
+    else:
+        torch.default_generator.manual_seed(seed)
+
+
+@cache
+def has_accelerator() -> bool:
+    """Whether torch can use a GPU or the like."""
+    return torch.accelerator.is_available()
+
+
 def native_bfloat16(device: torch.device) -> bool:
     """Whether the device multiplies bfloat16 matrices faster than float32 ones."""
     if device.type == "cuda" and torch.version.hip:

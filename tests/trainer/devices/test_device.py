@@ -140,3 +140,16 @@ def test_where_segments_grow(release, mig, user, set_to, monkeypatch):
     monkeypatch.setattr(unusable_gpu, "nvidia_smi", lambda fields: mig)
     device_module.use_growing_segments()
     assert os.environ.get("PYTORCH_ALLOC_CONF") == set_to
+
+
+@pytest.mark.parametrize("has_accelerator", [False, True])
+def test_a_seed_gives_the_numbers_of_torch_and_reaches_accelerators_if_there_are_any(
+    monkeypatch, has_accelerator
+):
+    seeds: list[int] = []
+    torch.manual_seed(5)
+    wanted = torch.rand(3)
+    monkeypatch.setattr(device_module, "has_accelerator", lambda: has_accelerator)
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
+    device_module.seed_torch(5)
+    assert torch.equal(torch.rand(3), wanted) and seeds == [5] * has_accelerator
