@@ -154,14 +154,21 @@ def test_a_signal_that_is_ignored_stays_ignored(corpus, tmp_path):
     assert "done: 8 updates" in done.out and done.error_lines == []
 
 
+THREE_SECONDS_LATER = """
+import itertools, types
+import trainer.devices.errors as e
+e.time = types.SimpleNamespace(monotonic=itertools.count(0, 3).__next__)
+"""  # each time that a signal asks how late it is
+
+
 def test_a_second_ctrl_c_stops_within_the_update(corpus, tmp_path):
     """The last save is whole, and the run goes on from it."""
     argv = flags(corpus, tmp_path, "pretrain", batch_size=4, accumulation_steps=40, epochs=3, from_resume=1)
-    # the second of three updates has the micro-batches 13 to 24; 2.25 s are between the signals
-    faults = Faults(sleep=0.25, signals={13: signal.SIGINT, 22: signal.SIGINT})
+    # the second of three updates has the micro-batches 17 to 32
+    faults = Faults(script=THREE_SECONDS_LATER, signals={20: signal.SIGINT, 22: signal.SIGINT})
     finishing, stopped = run("pretrain", argv, faults, status=130).error_lines
     assert "a second Ctrl-C stops at once" in finishing
-    assert stopped.startswith("stopped: by ")
+    assert stopped.startswith("stopped: by Ctrl-C") and "which is saved" not in stopped
     assert saved_state(tmp_path)["update"] == 1
     assert "at epoch 1, update 1 of 3" in run("pretrain", argv).out
 
