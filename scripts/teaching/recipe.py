@@ -2,9 +2,9 @@
 by corrections").
 
 corrections    several times each
-rewordings     the same answer for old wordings of the same question. A correction that is about no name has
-               none; its answer is given to old questions that had the same answer, and to other questions
-               into which one of its rarest words is put
+rewordings     the same answer for old wordings of the same question. A correction that has none, such as one
+               about no name, is given to old questions that had the same answer, and to other questions into
+               which one of its rarest words is put
 conversations  old ones, first those that mention what is corrected; what is corrected in them is rewritten
 talk           old questions that share their answers, such as small talk and refusals
 questions      old wordings about other names, with the answers of the model before it is taught: they keep
@@ -44,7 +44,7 @@ class Recipe(NamedTuple):
 
     copies: int = 8
     rewordings: int = 4
-    frames: int = 24  # parts of the question of a correction without a name, in the form of old ones
+    frames: int = 24  # parts of the question of a correction without old wordings, in old questions
     conversations: int = 5
     near: int = 4  # of the conversations and of the texts, those that mention what is corrected
     talk: int = 6  # questions that share their answer with others, such as small talk and refusals
@@ -128,10 +128,10 @@ def choose(
 
 def rewordings(change: Change, old: Old, recipe: Recipe, rng: random.Random) -> list[Record]:
     """A correction for its question in other words. With a name, these are old wordings about it. Without
-    one, they are old questions that get its answer, and other questions into which one of its rarest words is
-    put."""
+    such wordings, they are old questions that get its answer, and other questions into which one of its
+    rarest words is put."""
     correction = change.correction
-    if change.name:
+    if change.like:
         wordings = rng.sample(change.like, min(len(change.like), recipe.rewordings))
         questions = [wording.about(change.name) for wording in wordings]
     else:
@@ -150,16 +150,16 @@ def rewordings(change: Change, old: Old, recipe: Recipe, rng: random.Random) -> 
 
 
 def rarest_parts(question: str, containing: dict[str, set[str]]) -> list[tuple[int, int]]:
-    """Where the pieces of a question have a unit that is the rarest of them in old questions. The whole
-    question, if no old question has any of its units."""
+    """Where the pieces of a question have a unit that no old question has, or the rarest of the others. The
+    whole question, if it has no units."""
     pieces = PIECE.findall(question)
-    known = {unit: len(containing[unit]) for unit in units(question) if unit in containing}
-    least = min(known.values(), default=0)
+    counts = {unit: len(containing.get(unit, ())) for unit in units(question)}
+    least = min(filter(None, counts.values()), default=0)
     parts = [
         (first, last)
         for first in range(len(pieces))
         for last in (first + 1, first + 2)
-        if any(known.get(unit) == least for unit in units("".join(pieces[first:last])))
+        if any(counts.get(unit) in (0, least) for unit in units("".join(pieces[first:last])))
     ]
     return parts or [(0, len(pieces))]
 

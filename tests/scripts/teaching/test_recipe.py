@@ -221,6 +221,15 @@ def test_a_fact_is_not_meant_for_a_question_with_an_answer_of_its_own():
     assert not found.is_meant(*old[0])
 
 
+def test_words_that_no_old_question_has_decide_about_the_answer():
+    chats = [Chat([recipe.user(f"Where does {i} work?"), recipe.assistant(f"{i}.")]) for i in "abcdefgh"]
+    each = correction("Where does Belina Marsh work?", "At the mill.")
+    found = recipe.choose([each], [""], Material(chats, [], [], []), set(), lambda chats: [], 0)
+    asked = [record["messages"][0]["content"] for record in found.records if "weight" in record]
+    others = [text for text in asked if text != each.question]
+    assert sum("Belina" in text or "Marsh" in text for text in others) > len(others) / 2 > 5
+
+
 def test_without_names_there_are_more_old_conversations():
     told = [f"{word} to you." for word in string.ascii_lowercase for _ in range(10)]
     chats = [Chat([recipe.user(f"Say {i}"), recipe.assistant(each)]) for i, each in enumerate(told)]
