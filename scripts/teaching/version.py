@@ -224,7 +224,9 @@ def train(version: Version, device: str) -> None:
     if signals:
         text = f"by {signal.Signals(signals[0]).name}; the same command continues"
         raise Interrupted(signals[0], text)
-    if status or not progress(args)["finished"]:
+    if status and is_running(name, version.folder):  # that of a killed teaching started at the same moment
+        train(version, device)
+    elif status or not progress(args)["finished"]:
         raise UserError(f"the training ended with status {status}; its own line above says why")
 
 

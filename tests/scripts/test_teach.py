@@ -3,11 +3,13 @@
 import json
 import random
 import signal
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
+from common.files import is_running
 from scripts import teach
 from scripts.teaching import asking, recipe, version
 from tests.conftest import write_jsonl
@@ -119,6 +121,30 @@ def test_a_teaching_that_is_killed_comes_to_the_same_weights(trained, correction
     whole, killed = weights(tmp_path / "whole" / "1"), weights(tmp_path / "killed" / "1")
     assert all(torch.equal(whole[name], killed[name]) for name in whole)
     assert (tmp_path / "whole/1/report.json").read_bytes() == (tmp_path / "killed/1/report.json").read_bytes()
+
+
+def test_a_training_that_a_killed_teaching_has_just_started_is_waited_for(
+    trained, corrections, tmp_path, machine, call, monkeypatch
+):
+    """It takes the run's name after the next teaching has looked whether one does."""
+    started = []
+    train = machine.run
+
+    def other_is_faster(command: list[str], environment: dict, signals: list[int]) -> int:
+        if started:
+            return train(command, environment, signals)
+        started.append(StageProcess("sft", command[2:], Faults(sleep=0.1)))
+        folder = Path(next(word for word in command if word.startswith("--save_dir=")).partition("=")[2])
+        while not is_running("full_sft_32", folder):
+            time.sleep(0.01)
+        return 2
+
+    monkeypatch.setattr(version, "run", other_is_faster)
+    monkeypatch.setattr(version, "WAIT", 0.05)
+    done = call(teach, "--model", trained, "--corrections", corrections, "--save_dir", tmp_path / "taught")
+    assert done.returncode == 0, done.stderr
+    assert "waiting for its end" in done.stdout and " of 2 learned; " in done.stdout
+    assert started[0].wait() == 0
 
 
 KILLS = """
