@@ -52,9 +52,15 @@ class Faults:
 
 
 FORKED = """
+import pickle
 import torch.multiprocessing as mp
 start = mp.start_processes
-mp.start_processes = lambda *args, **options: start(*args, **options | {"start_method": "fork"})
+
+def fork(*args, **options):
+    pickle.loads(pickle.dumps(args))  # as spawned ones would get them
+    return start(*args, **options | {"start_method": "fork"})
+
+mp.start_processes = fork
 """  # the processes that the engine starts have torch loaded, too
 
 

@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 import tomllib
+from functools import cache
 
 import pytest
 import yaml
@@ -14,7 +15,6 @@ FILES = subprocess.run(
     ["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True
 ).stdout
 SOURCES = [f for f in FILES.split() if not f.startswith("tests/") and (ROOT / f).exists()]
-TREES = {path: ast.parse((ROOT / path).read_text(encoding="utf-8")) for path in SOURCES}
 LAYERS = {
     "common": 0,
     "model": 1,
@@ -32,43 +32,51 @@ ROOMS = ["devices", "weights", "optim", "report", "objectives", "callbacks", "ch
 PEERS = "benchmarks/peers.py"  # runs beside another trainer's packages of the same names
 
 
+@cache
+def nodes(path: str) -> list[ast.AST]:
+    """All nodes of a file's syntax tree."""
+    return list(ast.walk(ast.parse((ROOT / path).read_text(encoding="utf-8"))))
+
+
 def imported(path: str) -> set[str]:
     """The project's own modules that a file imports, as paths; also inside functions."""
     names = set()
-    for node in ast.walk(TREES[path]):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
             names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
     paths = {name.replace(".", "/") + ".py" for name in names}
-    return {found for found in paths if found in TREES and found != path}
+    return {found for found in paths if found in SOURCES and found != path}
 
 
-IMPORTS = {path: imported(path) for path in SOURCES if path != PEERS}
+@pytest.fixture(scope="module")
+def imports() -> dict[str, set[str]]:
+    return {path: imported(path) for path in SOURCES if path != PEERS}
 
 
-def test_imports_run_one_way():
+def test_imports_run_one_way(imports):
     """common <- model <- dataset <- trainer <- llm.training <- scripts with their parts in tools/."""
-    for path, others in IMPORTS.items():
+    for path, others in imports.items():
         for other in others:
             assert LAYERS[other.split("/")[0]] <= LAYERS[path.split("/")[0]], f"{path} imports {other}"
 
 
-def test_a_folder_of_trainer_imports_those_before_it():
+def test_a_folder_of_trainer_imports_those_before_it(imports):
     """Its own, those before it in ROOMS, none after it, and none of the files above the folders."""
     rooms = {
-        path: path.split("/")[1] for path in IMPORTS if path.startswith("trainer/") and path.count("/") == 2
+        path: path.split("/")[1] for path in imports if path.startswith("trainer/") and path.count("/") == 2
     }
     for path, room in rooms.items():
-        for other in [name for name in IMPORTS[path] if name.startswith("trainer/")]:
+        for other in [name for name in imports[path] if name.startswith("trainer/")]:
             before = ROOMS[: ROOMS.index(room) + 1]
             assert rooms.get(other) in before, f"{path} imports {other}, which is not in {', '.join(before)}"
 
 
-def test_no_circles_between_files():
+def test_no_circles_between_files(imports):
     done: set[str] = set()
-    while waiting := [path for path in IMPORTS if path not in done]:
-        ready = {path for path in waiting if IMPORTS[path] <= done}
+    while waiting := [path for path in imports if path not in done]:
+        ready = {path for path in waiting if imports[path] <= done}
         assert ready, f"imports in a circle among {sorted(waiting)}"
         done |= ready
 
@@ -97,7 +105,7 @@ def test_what_decides_about_a_run_does_not_take_errors_for_absence():
     others of common/files.py raise."""
     found = set()
     for path in (path for path in SOURCES if path.startswith(DECIDE)):
-        for node in ast.walk(TREES[path]):
+        for node in nodes(path):
             if isinstance(node, ast.Attribute) and node.attr in SWALLOW_ERRORS:
                 found.add((path, node.attr))
     assert found == HARMLESS.keys(), "use those of common/files.py, or say why it is harmless"

@@ -8,7 +8,7 @@ import tomllib
 from packaging.requirements import Requirement
 
 from tests.conftest import ROOT
-from tests.test_project import LAYERS, PEERS, TREES
+from tests.test_project import LAYERS, PEERS, SOURCES, nodes
 
 NAMES = {"yaml": "pyyaml"}  # of packages that have another one than their module
 # offered, and each says so where it is missing
@@ -27,10 +27,10 @@ LISTED = [line for name in ("", "-serve", "-test") for line in lines(f"requireme
 def imported() -> set[str]:
     """The packages of others that the source imports, also inside functions."""
     modules = set()
-    for path, tree in TREES.items():
+    for path in SOURCES:
         if path == PEERS:  # it runs in an environment of the peers'
             continue
-        for node in ast.walk(tree):
+        for node in nodes(path):
             if isinstance(node, ast.Import):
                 modules |= {alias.name.split(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module and not node.level:

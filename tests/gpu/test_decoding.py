@@ -43,7 +43,7 @@ def write(
     return generate(model, prompts, samplings, new, [end], slots)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", [pytest.param("dense", marks=pytest.mark.slow), "moe"])
 def test_log_probabilities(shape, device, record_property):
     """Of answers that are written together, drawn and greedy: those of stock transformers; a greedy token is
     the likeliest. There are more answers than slots, and the first prompt is by far the longest: so rows of

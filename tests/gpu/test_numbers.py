@@ -21,7 +21,7 @@ WARM_UP = ((700, 600), (500, 300), (300,))
 OTHER_LENGTHS = ((280,), (5,) * 90, (11,), (250, 4), (63, 700), (900, 800))
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", [pytest.param("dense", marks=pytest.mark.slow), "moe"])
 @pytest.mark.parametrize(
     "recomputed", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["plain", "recomputed"]
 )

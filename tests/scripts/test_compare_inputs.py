@@ -385,8 +385,8 @@ REAL = {
 }  # fmt: skip
 
 
-# of each kind of input one; the others by the runs that train nothing, above
-TRAINED = ("data between the runs of a pair", "start weights", "reward")
+# the other inputs by the runs that train nothing, above
+TRAINED = ("data between the runs of a pair",)
 
 
 @pytest.mark.parametrize(

@@ -182,7 +182,7 @@ def weigh(corpus, folder: Path, stage: str) -> dict[str, Path]:
     return weighed
 
 
-@pytest.mark.parametrize("stage", ["sft", "pretrain"])
+@pytest.mark.parametrize("stage", ["sft", pytest.param("pretrain", marks=pytest.mark.slow)])
 def test_weights_of_records_are_those_of_a_plain_loop(corpus, tmp_path, stage):
     """Accumulated on two ranks, stopped by a signal within an epoch and resumed; evaluated before, within and
     after it."""

@@ -7,12 +7,13 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
 
 from tests.conftest import ROOT
-from tests.stage_process import FORKED, Faults, run
+from tests.stage_process import FORKED, Faults, StageProcess, run
 from tests.trainer.stage_flags import flags, records, saved_state
 from trainer.report.metrics import read_metrics
 
@@ -51,21 +52,33 @@ def test_what_the_machine_lacks_is_told_before_the_data_are_prepared(corpus, tmp
     assert line.startswith("error: --device tpu9 is unknown; use auto, cpu") and not list(tmp_path.iterdir())
 
 
-def test_two_spawned_processes_stop_together_at_a_signal(tmp_path):
-    """As typed. The signal is passed on; the state is saved; nobody is left."""
+@pytest.mark.parametrize("start", ["forked", pytest.param("as typed", marks=pytest.mark.slow)])
+def test_two_processes_that_the_engine_starts_stop_together_at_a_signal(tmp_path, start):
+    """The signal is passed on; the state is saved; nobody is left. As typed, they are spawned."""
     import psutil
 
     log = tmp_path / "run.log"
     argv = regression(tmp_path, world_size=2, batch_size=2, epochs=300, log_interval=50, log_file=log)
-    command = [sys.executable, "-m", "llm.training.train", *argv]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     path = tmp_path / f"out/{NAME}_metrics.jsonl"
-    while len(read_metrics(path)) < 2 and process.poll() is None:
-        time.sleep(0.1)
-    children = psutil.Process(process.pid).children(recursive=True)
-    process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 143, err
+
+    def children_at_the_signal(pid: int, is_alive: Callable[[], bool]) -> list[psutil.Process]:
+        while len(read_metrics(path)) < 2 and is_alive():
+            time.sleep(0.05)
+        found = psutil.Process(pid).children(recursive=True)
+        os.kill(pid, signal.SIGTERM)
+        return found
+
+    if start == "forked":
+        forked = StageProcess("engine", argv, Faults(script=FORKED))
+        children = children_at_the_signal(forked.process.pid, forked.process.is_alive)
+        status, out, err = forked.wait(60), forked.out, forked.err
+    else:
+        command = [sys.executable, "-m", "llm.training.train", *argv]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        process = subprocess.Popen(command, cwd=ROOT, text=True, **pipes)
+        children = children_at_the_signal(process.pid, lambda: process.poll() is None)
+        (out, err), status = process.communicate(timeout=60), process.returncode
+    assert len(children) >= 2 and status == 143, err
     said = [line for line in err.splitlines() if line.startswith("stopped: by SIGTERM after update")]
     assert len(said) == 1 and "Traceback" not in err
     logged = [line[28:] for line in log.read_text().splitlines()]

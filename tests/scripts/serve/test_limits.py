@@ -492,11 +492,11 @@ def test_every_head_and_every_body_has_a_deadline(server, monkeypatch, sent):
         monkeypatch.setattr(limits, name, 0.3)
     monkeypatch.setattr(connections, "END_SECONDS", 0.1)
     monkeypatch.setattr(server.server.config, "timeout_keep_alive", 0.3)
-    server.script.says["long"], server.script.pause = "word " * 100, 0.01
+    server.script.says["long"], server.script.pause = "word " * 60, 0.01
     with ThreadPoolExecutor(1) as pool:
         long = pool.submit(post, server, {"messages": user("long")})
         assert is_closed(connect(server, sent))
-        assert long.result().json()["choices"][0]["message"]["content"] == "word " * 100
+        assert long.result().json()["choices"][0]["message"]["content"] == "word " * 60
 
 
 @pytest.mark.parametrize(

@@ -243,7 +243,7 @@ LOST_CALLBACK, OTHER_DTYPES = UNRESTORABLE
     [
         ("one rank", OTHER_DTYPES),
         ("two ranks", LOST_CALLBACK),
-        ("sharded", OTHER_DTYPES),
+        pytest.param("sharded", OTHER_DTYPES, marks=pytest.mark.slow),
         ("engine", OTHER_DTYPES),
         ("engine, two ranks", LOST_CALLBACK),
     ],
@@ -362,7 +362,9 @@ t.Objective = Objective
 RESTORES = 'self.mean, self.seen = saved["mean"].clone(), dict(saved["seen"])'
 
 
-@pytest.mark.parametrize("where", ["one rank", "sharded", "engine, two ranks"])
+@pytest.mark.parametrize(
+    "where", ["one rank", pytest.param("sharded", marks=pytest.mark.slow), "engine, two ranks"]
+)
 def test_the_state_of_an_objective_goes_on_with_the_same_bits(corpus, tmp_path, where):
     ranks, stage = 1 if where == "one rank" else 2, "engine" if "engine" in where else "sft"
     script = WEIGHTED.format(load=RESTORES)

@@ -58,7 +58,7 @@ def test_ranks_that_torchrun_starts_again_resume_by_themselves(corpus, tmp_path)
         ranks[1 - victim].send(signal.SIGKILL)  # as torchrun does, sooner or later
         ranks[1 - victim].wait()
     # rank 0 must not take what is in the store for rank 1
-    late = {1: Faults(script="import time; time.sleep(3)")}
+    late = {1: Faults(script="import time; time.sleep(1.5)")}
     ranks = start_ranks(2, "pretrain", argv, late, **env)
     assert [rank.wait() for rank in ranks] == [0, 0] and "resuming pretrain at epoch 1" in ranks[0].out
     assert_same_run(tmp_path / "whole", tmp_path / "again", "pretrain_32")
