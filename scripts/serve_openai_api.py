@@ -206,7 +206,7 @@ def main() -> None:
         # 4. the routes
         more = [sending_routes(models)]
         if jobs is not None:
-            more.append(training_routes(jobs, Uploads(save_dir), decoding.drop_idle_models))
+            more.append(training_routes(jobs, Uploads(save_dir), models, decoding.drop_idle_models))
         app = create_app(decoding, save_dir, access, more, trains=jobs is not None)
         gc.freeze()  # a collection over all that torch holds stops every thread for a fifth of a second
 

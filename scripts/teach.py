@@ -52,7 +52,7 @@ def main() -> None:
         report = version.compare(found)
     for line in outcome.describe(report["asked"]):
         say(line)
-    say(f"chat with it: python scripts/chat.py --save_dir {found.folder}")
+    say(f"{outcome.CHAT}python scripts/chat.py --save_dir {found.folder}")
 
 
 def parse_args() -> argparse.Namespace:

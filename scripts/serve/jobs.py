@@ -1,10 +1,12 @@
 """The trainings that the web page starts: one at a time, each in a folder of --save_dir.
 
-Two commands are run: scripts/plan.py, and the run.sh that it writes. Each runs in a session of its own, so it
-continues when the server ends, and a person can continue it in a terminal. The server keeps no other files
-than those that training writes anyway. It asks the kernel whether a training is running: all processes of a
-training inherit a descriptor of `.train.lock`, and this file stays locked (flock) until the last of them
-ends. Until then their process group exists, so no other processes can get its number.
+Three commands are run: scripts/plan.py, the run.sh that it writes, and scripts/teach.py, which trains a model
+on corrections (taught.py). Each runs in a session of its own, so it continues when the server ends, and a
+person can continue it in a terminal. The server keeps no other files than those that training writes anyway.
+It asks the kernel whether a training is running: all processes of a training inherit a descriptor of
+`.train.lock`, and this file stays locked (flock) until the last of them ends. Until then their process group
+exists, so no other processes can get its number. (A training that scripts/teach.py runs holds a lock of its
+own instead.)
 """
 
 import fcntl
@@ -15,8 +17,8 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -26,18 +28,19 @@ from common.settings import ROOT
 from scripts.planning.files import FACTS
 from scripts.serve.folders import files_in, scan
 from scripts.serve.protocol import ApiError
+from scripts.serve.taught import ABOUT, READY, about_teaching, ended_state, is_taught_elsewhere
 from trainer.weights.paths import METRICS_SUFFIX
 
 LOCK = ".train.lock"
 FOLDERS_LOCK = ".folders.lock"  # held for a moment while a training starts, or a folder is moved
 DELETED = ".deleted"  # folder of the trainings that the user deleted
-SCRIPT, LOG, ABOUT, REPORT = "run.sh", "job.log", "job.json", "report.html"
+SCRIPT, LOG, REPORT = "run.sh", "job.log", "report.html"
 STARTED, STOPPED = "== started ", "== asked to stop "  # lines that this file writes into the log
 TAIL = 1 << 16  # bytes at the end of a log that are read
 LINE = 1000  # characters that are shown of a line of the log
 PLANNING, TRAINING, SAVING = "planning", "training", "saving"  # states of a running training
 LIVING = (PLANNING, TRAINING, SAVING)
-READY = "ready"  # the state of a completed one
+UNFINISHED = (*LIVING, "stopped", "cut")
 SECONDS_FOR_LOCK = 1.0  # others lock it for a moment to read it; its owner writes its process group into it
 # What a started process does first. It appends its number, which is also that of its group, to what the
 # server wrote. So the training can be stopped even if the server is killed right after the start. If
@@ -51,12 +54,15 @@ SECRETS = ("MINIMIND_API_KEY",)
 LAST_WORDS = re.compile(
     r"error: (?P<said>.*)|(\w+\.)*\w*(Error|Exception)\b.*|terminate called .*|memory allocation of .* failed"
 )
+SEE_ABOVE = "its own line above says why"  # of a program that runs another one
 # the code of such a line <- what it contains
 ERRORS = {
     "memory": r"out of memory|allocate memory|MemoryError|bad_alloc|memory allocation of|"
     r"could not create a primitive|failed to map segment|(malloc|realloc) of size \d+ failed",
     "disk": r"No space left|Disk quota",
     "not_utf8": "not UTF-8",
+    "no_old_data": r"--without_old_data",
+    "original_gone": r"the model that was taught is gone",
     "hours": r"--hours .*teach little",
     "too_little": r"--eval_share .* hold|holds out none|no record is held out",
     "bad_record": r"(^|/)(?P<file>[^/]+?)(:(?P<line>\d+)|\[(?P<index>\d+)\]): "
@@ -188,10 +194,17 @@ class Jobs:
         """Rename the folder of a training, or without a new name move it to `.deleted`. states: those in
         which this is allowed; without any, all in which nothing runs. No training starts meanwhile. Raises
         ApiError."""
+        with self.folders_locked(name):
+            self.move_locked(name, new_name, states)
+
+    @contextmanager
+    def folders_locked(self, name: str) -> Iterator[None]:
+        """Let no training start while a folder is moved. name: of the training. Raises ApiError, also if the
+        block raises OSError."""
         try:
             with open_regular(self.save_dir / FOLDERS_LOCK, "a+b") as lock:
                 self.wait_for_lock(lock)
-                self.move_locked(name, new_name, states)
+                yield
         except OSError as error:
             raise ApiError(f"{name} cannot be moved: {reason(error)}.", 500, code="not_moved") from error
 
@@ -206,13 +219,18 @@ class Jobs:
         for user, about in self.unfinished().items():
             if about.get("start") == name and user != name:
                 raise ApiError(f"{user} continues from {name}.", 409, "name", "used_model", name=user)
-        target = self.save_dir / new_name if new_name else free_path(self.save_dir / DELETED / folder.name)
-        target.parent.mkdir(mode=0o700, exist_ok=True)
-        if new_name is None and target.parent.is_symlink():
-            raise OSError(f"{DELETED} is a link, which leads elsewhere")
+        target = self.save_dir / new_name if new_name else self.place_among_deleted(folder.name)
         if os.path.lexists(target):
             raise ApiError(f"{target.name} exists already.", 409, "name", "exists")
         os.rename(folder, target)
+
+    def place_among_deleted(self, name: str) -> Path:
+        """A free path in `.deleted`. Raises OSError."""
+        target = free_path(self.save_dir / DELETED / name)
+        target.parent.mkdir(mode=0o700, exist_ok=True)
+        if target.parent.is_symlink():
+            raise OSError(f"{DELETED} is a link, which leads elsewhere")
+        return target
 
     def uses(self, file: Path) -> bool:
         """Whether an unfinished training reads an uploaded file."""
@@ -224,8 +242,10 @@ class Jobs:
         living, found = self.living(), {}
         for name, folder in self.folders().items():
             files = files_in(folder, links=False)
-            is_planned = SCRIPT in files and REPORT not in files
-            if is_planned or (living is not None and living["folder"] == folder.name):
+            is_unfinished = SCRIPT in files and REPORT not in files
+            if about_teaching(folder):
+                is_unfinished = state_of(folder, living).name in UNFINISHED
+            if is_unfinished or (living is not None and living["folder"] == folder.name):
                 found[name] = read_object(folder / ABOUT, links=False)
         return found
 
@@ -242,7 +262,28 @@ def state_of(folder: Path, living: dict[str, Any] | None) -> State:
     """The state of a training. living: the result of `Jobs.living`."""
     command, lines = last_start(folder)
     is_own = living is not None and living["folder"] == folder.name
-    return State(state_name(folder, command, lines, living if is_own else None), lines, is_own)
+    own = living if is_own else None
+    if about := about_teaching(folder):
+        return State(teaching_state(folder, about, lines, own), lines, is_own)
+    return State(state_name(folder, command, lines, own), lines, is_own)
+
+
+def teaching_state(
+    folder: Path, about: dict[str, Any], lines: list[str], living: dict[str, Any] | None
+) -> str:
+    """The name of the state of a teaching, with the arguments of `state_name`. about: its description."""
+    if living is not None:
+        return SAVING if was_stopped(lines) else TRAINING
+    if is_taught_elsewhere(folder):
+        return TRAINING
+    if any(map(LAST_WORDS.match, lines)):
+        return "failed"
+    return ended_state(folder, about, lines) or ("stopped" if was_stopped(lines) else "cut")
+
+
+def was_stopped(lines: list[str]) -> bool:
+    """Whether a training was asked to stop. lines: of its log."""
+    return any(line.startswith((STOPPED, "stopped: ")) or "finishing this update" in line for line in lines)
 
 
 def state_name(folder: Path, command: str, lines: list[str], living: dict[str, Any] | None) -> str:
@@ -250,11 +291,8 @@ def state_name(folder: Path, command: str, lines: list[str], living: dict[str, A
     unless it is this training."""
     files = files_in(folder, links=False)
     runs = [name.removesuffix(METRICS_SUFFIX) for name in files if name.endswith(METRICS_SUFFIX)]
-    was_stopped = any(
-        line.startswith((STOPPED, "stopped: ")) or "finishing this update" in line for line in lines
-    )
     if living is not None:
-        if was_stopped:
+        if was_stopped(lines):
             return SAVING
         return PLANNING if living["plans"] else TRAINING
     if any(is_running(run, folder) for run in runs):
@@ -267,7 +305,7 @@ def state_name(folder: Path, command: str, lines: list[str], living: dict[str, A
         return "new"
     if not runs and command != SCRIPT:
         return "planned"
-    return "stopped" if was_stopped else "cut"
+    return "stopped" if was_stopped(lines) else "cut"
 
 
 def forget_plan(folder: Path, about: dict[str, Any]) -> None:
@@ -338,7 +376,9 @@ def last_start(folder: Path) -> tuple[str, list[str]]:
 def error_of(lines: list[str]) -> dict[str, Any]:
     """The reason for a failure, from the last line of the log that gives one: its code and the line; for a
     bad record also the file, the line's number and what is wrong with the record."""
-    last = next(filter(None, map(LAST_WORDS.match, reversed(lines))))
+    found = [match for match in map(LAST_WORDS.match, lines) if match]
+    own = [match for match in found if not match[0].endswith(SEE_ABOVE)]
+    last = (own or found)[-1]
     line = last["said"] or last[0]
     for code, pattern in ERRORS.items():
         if match := re.search(pattern, line):

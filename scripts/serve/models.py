@@ -1,5 +1,5 @@
-"""The models that a server offers by name: the one it was started with, if any, and the weights in --save_dir
-and in the folders in it."""
+"""The models that a server offers by name: the one it was started with, if any, the weights in --save_dir and
+in the folders in it, and the versions of taught models that the user has kept."""
 
 import os
 import re
@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 
 from common.errors import printable
 from model.sampling import Sampling
-from scripts.serve.folders import scan
+from scripts.serve.folders import files_in, scan
 from scripts.serve.protocol import ApiError
+from scripts.serve.taught import ABOUT, kept_weights
 from trainer.weights.paths import is_pretrained_only, shape_in_name
 
 # names that MiniMind's clients use: they get any model, unless a file has this name
@@ -45,30 +46,46 @@ class Models:
     ):
         self.name, self.path, self.load, self.save_dir = name, path, load, save_dir
         self.parts, self.flags = parts, flags
+        self.originals: dict[str, str] = {}  # name of a version -> name of the model that was taught
         # looked up again if a name is missing: beside decoding, reading folders takes long
         self.paths_by_name = self.paths()
 
     def paths(self) -> dict[str, Path]:
-        """Name -> file: the given model, then the weights of the folder, the newest first."""
+        """Name -> file: the given model, then the weights of the folder, the newest first. A version of a
+        taught model has the name of its folder."""
         given = {} if self.name is None or self.path is None else {self.name: self.path}
         if self.save_dir is None:
             return given
         ages: dict[Path, float] = {}
-        found = [
-            (folder / name, file)
-            for folder, files in scan(self.save_dir).items()
-            for name, file in files.items()
-        ]
+        scanned = scan(self.save_dir)
+        found = [(folder / name, file) for folder, files in scanned.items() for name, file in files.items()]
         for path, file in found:
             is_weights = shape_in_name(path) and path.parent.name != "checkpoints"  # a plan's
             if is_weights and (self.path is None or os.path.realpath(path) != os.path.realpath(self.path)):
                 ages[path] = file.mtime
+        taught: dict[Path, Path] = {}  # weights of a version -> those that were taught
+        for folder, files in scanned.items():
+            if ABOUT in files and folder != self.save_dir and (kept := kept_weights(folder)):
+                weights, model = kept
+                taught[weights] = self.save_dir / f"{model}.pth"
+                ages[weights] = files_in(weights.parent)[weights.name].mtime
         newest_first = sorted(ages, key=lambda path: (-ages[path], path))
-        names = {}
+        names = dict(given)
         for path in newest_first:
-            name = printable(path.relative_to(self.save_dir).as_posix())  # it need not be UTF-8
-            names[name.removesuffix(".pth")] = path
-        return given | {name: path for name, path in names.items() if name not in given}
+            place = path.parent.parent if path in taught else path
+            name = printable(place.relative_to(self.save_dir).as_posix())  # it need not be UTF-8
+            names.setdefault(name.removesuffix(".pth"), path)
+        by_path = {os.path.realpath(path): name for name, path in names.items()}
+        self.originals = {
+            name: by_path[os.path.realpath(taught[path])]
+            for name, path in names.items()
+            if path in taught and os.path.realpath(taught[path]) in by_path
+        }
+        return names
+
+    def look_again(self) -> None:
+        """Look the models up again after a name has come to mean another file."""
+        self.paths_by_name = self.paths()
 
     def version(self, path: Path) -> tuple[tuple[int, ...], ...] | None:
         """A value that changes when a model is replaced: time, size and inode of its files, or of the files
@@ -84,7 +101,7 @@ class Models:
     def find(self, name: str | None) -> tuple[str, Path]:
         """Name and file of the model that a request names. Raises ApiError if there is none."""
         if name not in self.paths_by_name:
-            self.paths_by_name = self.paths()  # training may have added models
+            self.look_again()  # training may have added models
         if name in self.paths_by_name:
             return name, self.paths_by_name[name]
         if name is not None and not ANY_MODEL.fullmatch(name):
@@ -95,14 +112,18 @@ class Models:
 
     def cards(self, samplings: dict[Path, Sampling], context: int) -> list[dict[str, Any]]:
         """The list for /v1/models. samplings: default sampling of each loaded model. `continues_text` in a
-        card says that the model was only pretrained."""
-        self.paths_by_name, cards = self.paths(), []
+        card says that the model was only pretrained; `taught_from` is the model whose corrected version it
+        is."""
+        self.look_again()
+        cards = []
         for name, path in self.paths_by_name.items():
             if path not in samplings and not path.exists():
                 continue  # the given model was dropped from memory and its file was deleted
             card: dict[str, Any] = {"id": name, "object": "model", "owned_by": "minimind"}
             card["continues_text"] = is_pretrained_only(path)
             card |= {"created": int(time.time()), "max_model_len": context, "loaded": path in samplings}
+            if name in self.originals:
+                card["taught_from"] = self.originals[name]
             if path in samplings:
                 fields = ("temperature", "top_p", "top_k", "repetition_penalty")
                 card["sampling"] = {field: getattr(samplings[path], field) for field in fields}

@@ -45,8 +45,11 @@ from scripts.serve.jobs import (
     log_tail,
     open_own,
 )
+from scripts.serve.models import Models
 from scripts.serve.page import RunFiles, json_response
 from scripts.serve.protocol import ApiError
+from scripts.serve.taught import KIND, NEW, about_teaching
+from scripts.serve.teaching import Teachings
 from scripts.serve.uploads import MAX_BYTES, Uploads, no_room, room
 from trainer.weights.paths import METRICS_SUFFIX
 
@@ -56,6 +59,8 @@ EXAMPLE = ("valley.jsonl", "valley questions.jsonl")  # texts and conversations 
 HOURS = {"ge": 0.02, "le": 168}
 MOST_FILES = 200
 MAX_BODY = 1 << 16  # bytes of a request; files may be larger
+MOST_CORRECTIONS, MOST_MESSAGES = 1000, 1000  # of a request that teaches
+MAX_TEACHING = 4 << 20  # bytes of such a request
 ROOM = 1 << 30  # bytes of disk that a plan's files must leave free
 STOPPED_AFTER = re.compile(r"stopped: .*?after update (\d+) of ")  # what a stage prints after it has saved
 NOT_SHOWN = {"Content-Security-Policy": "sandbox", "X-Content-Type-Options": "nosniff"}
@@ -122,6 +127,33 @@ class Rename(Body):
     to: str
 
 
+class Corrected(Body):
+    """A correction, as a record of SFT: the conversation up to the answer as it should have been."""
+
+    messages: list[dict[str, Any]] = Field(min_length=2, max_length=MOST_MESSAGES)
+    tools: list[dict[str, Any]] = []
+
+    def record(self) -> dict[str, Any]:
+        """The fields that were sent."""
+        return self.model_dump(exclude_unset=True)
+
+
+class NewTeaching(Body):
+    """What a model is to learn: its name, corrections, those that the user has taken back, and whether it is
+    taught although its old data are not found."""
+
+    model: str
+    corrections: list[Corrected] = Field(min_length=1, max_length=MOST_CORRECTIONS)
+    removed: list[Corrected] = Field([], max_length=MOST_CORRECTIONS)
+    without_old_data: bool = False
+
+
+class Start(Body):
+    """How to start or continue a job. without_old_data: as in NewTeaching."""
+
+    without_old_data: bool = False
+
+
 class Stop(Body):
     """How to end a training: `now` ends it without saving."""
 
@@ -138,26 +170,32 @@ def own_page_only(request: Request) -> None:
         raise ApiError("The body must be application/json.", code="field")
 
 
-async def read(request: Request, kind: type[Any]) -> Any:
-    """The body of a request. Raises ApiError."""
+async def read(request: Request, kind: type[Any], most: int = MAX_BODY) -> Any:
+    """The body of a request, of at most this many bytes. Raises ApiError."""
     try:
-        return kind.model_validate_json(await read_body(request, MAX_BODY))
+        return kind.model_validate_json(await read_body(request, most))
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         place = ".".join(map(str, first["loc"]))
         raise ApiError(f"{place}: {first['msg']}", 400, place or None, "field") from error
 
 
-def training_routes(jobs: Jobs, uploads: Uploads, make_room: Callable[[], Any]) -> APIRouter:
-    """All routes below /api/train. make_room: drops unused models from memory; it is called before memory is
-    measured."""
+def training_routes(jobs: Jobs, uploads: Uploads, models: Models, make_room: Callable[[], Any]) -> APIRouter:
+    """All routes below /api/train. models: those that can be taught. make_room: drops unused models from
+    memory; it is called before memory is measured."""
     routes = APIRouter(prefix="/api/train", dependencies=[Depends(own_page_only)])
-    progress = Progress()
+    progress, teachings = Progress(), Teachings(jobs, models, make_room)
     one_at_a_time = CapacityLimiter(1)  # only one request at a time reads runs
+
+    def described(folder: Path, name: str) -> dict[str, Any]:
+        if about_teaching(folder):
+            return teachings.describe(folder, name, progress)
+        return describe(folder, name, jobs, progress)
 
     def overview() -> Response:
         folders = jobs.folders()
-        listed = [describe_or_say(folder, name, jobs, progress) for name, folder in folders.items()]
+        listed = [describe_or_say(folder, name, described) for name, folder in folders.items()]
+        listed = [job for job in listed if not (job.get("kind") == KIND and job["state"] == NEW)]
         listed.sort(key=lambda job: (job["state"] not in LIVING, job["age"]))
         sizes = [[depth, WIDTH * depth] for depth in DEPTHS]
         answer = {"sizes": sizes, "disk_free": disk_usage(jobs.save_dir).free}
@@ -193,8 +231,11 @@ def training_routes(jobs: Jobs, uploads: Uploads, make_room: Callable[[], Any]) 
         make_room()
         jobs.start(asked.name, argv, prepare, plans=True)
 
-    def start(name: str) -> None:
+    def start(name: str, without_old_data: bool) -> None:
         folder = jobs.folder(name)
+        if about_teaching(folder):
+            teachings.go_on(folder, without_old_data)
+            return
         if jobs.state(folder).name in LIVING:
             raise ApiError(f"{name} is being trained.", 409, None, "busy", name=name)
         check_script(folder, name)
@@ -247,8 +288,24 @@ def training_routes(jobs: Jobs, uploads: Uploads, make_room: Callable[[], Any]) 
         return await done(plan, await read(request, NewJob))
 
     @routes.post("/jobs/{name}/start")
-    async def go_on(name: str) -> Response:
-        return await done(start, name)
+    async def go_on(name: str, request: Request) -> Response:
+        asked = await read(request, Start)
+        return await done(start, name, asked.without_old_data)
+
+    @routes.post("/teachings")
+    async def teach(request: Request) -> Response:
+        asked = await read(request, NewTeaching, MAX_TEACHING)
+        new, removed = ([each.record() for each in part] for part in (asked.corrections, asked.removed))
+        name = await run_sync(teachings.teach, asked.model, new, removed, asked.without_old_data)
+        return JSONResponse({"name": name}, 202)
+
+    @routes.post("/jobs/{name}/keep")
+    async def keep(name: str) -> Response:
+        return await done(teachings.keep, name)
+
+    @routes.post("/jobs/{name}/discard")
+    async def discard(name: str) -> Response:
+        return await done(teachings.discard, name)
 
     @routes.post("/jobs/{name}/stop")
     async def stop(name: str, request: Request) -> Response:
@@ -337,7 +394,7 @@ def check_unused(folder: Path, jobs: Jobs) -> None:
     if not folder.is_symlink() and not folder.exists():
         return
     is_trained = (folder / REPORT).exists() or list(folder.glob(f"*{METRICS_SUFFIX}"))
-    if is_trained or folder not in jobs.folders().values():
+    if is_trained or about_teaching(folder) or folder not in jobs.folders().values():
         raise ApiError(f"{folder.name} exists already.", 409, "name", "exists")
 
 
@@ -357,11 +414,13 @@ def check_script(folder: Path, name: str) -> None:
 # --- what the page shows of a training
 
 
-def describe_or_say(folder: Path, name: str, jobs: Jobs, progress: "Progress") -> dict[str, Any]:
-    """The result of `describe`. If the files of a training contain what no training writes, the result says
-    that they cannot be read."""
+def describe_or_say(
+    folder: Path, name: str, describe: Callable[[Path, str], dict[str, Any]]
+) -> dict[str, Any]:
+    """The result of `describe` for a job. If the files of a training contain what no training writes, the
+    result says that they cannot be read."""
     try:
-        about = describe(folder, name, jobs, progress)
+        about = describe(folder, name)
         json.dumps(about, default=str, allow_nan=False)  # browsers do not accept NaN
         return about
     except (OSError, *WRONG_TYPES) as error:

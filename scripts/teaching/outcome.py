@@ -8,6 +8,7 @@ from model.answers import answer_message
 from scripts.teaching.old_questions import last
 
 SHOWN = 20  # answers of a kind, at most
+CHAT = "chat with it: "  # begins the last line of a teaching that has come to its end
 NAMES = {"correction": "not learned", "wording": "not learned in other words", "old": "lost"}
 
 
@@ -38,14 +39,18 @@ def was_right(asked: dict[str, Any]) -> bool:
     return agrees(last(asked), asked["reference"], asked["before"])
 
 
+def not_kept(report: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
+    """The questions of a kind that are not answered as they should be, first those that were. Old questions
+    that a correction means are left out."""
+    wrong = [each for each in report if each["kind"] == kind and not each.get("meant") and not is_kept(each)]
+    return sorted(wrong, key=was_right, reverse=True)  # what was right is a loss
+
+
 def describe(report: list[dict[str, Any]]) -> Iterator[str]:
     """The lines that tell a person."""
     wrong: list[dict[str, Any]] = []
     for kind, heading in NAMES.items():
-        wrong = [
-            each for each in report if each["kind"] == kind and not each.get("meant") and not is_kept(each)
-        ]
-        wrong.sort(key=was_right, reverse=True)  # what was right is a loss
+        wrong = not_kept(report, kind)
         if wrong:
             yield f"{heading}:"
         for each in wrong[:SHOWN]:

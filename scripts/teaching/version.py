@@ -5,6 +5,7 @@ there, and ends bitwise identical to one that was not.
 """
 
 import hashlib
+import json
 import shutil
 import signal
 import sys
@@ -28,6 +29,7 @@ from common.files import (
 )
 from common.settings import LONGEST, ROOT
 from dataset.token_cache import file_hash
+from scripts.planning.signature import is_signed, sign
 from scripts.teaching import recipe
 from scripts.teaching.asking import ask, ask_all
 from scripts.teaching.corrections import Correction
@@ -92,14 +94,31 @@ def read_original(path: Path) -> Model:
 
 def numbers(folder: Path) -> list[int]:
     """The numbers of the versions in a folder."""
-    return [int(path.name) for path in files_in(folder) if path.name.isdigit()]
+    return [int(path.name) for path in files_in(folder) if path.name.isdecimal()]
+
+
+def newest_version(folder: Path) -> Path | None:
+    """The folder of the newest version; None if there is none."""
+    return folder / str(newest) if (newest := max(numbers(folder), default=0)) else None
+
+
+def signed_content(about: dict[str, Any]) -> bytes:
+    """What the signature of a version is about: the settings with which it is trained."""
+    return json.dumps([about.get("settings"), about.get("shape")]).encode()
+
+
+def is_trained_here(version: Path) -> bool:
+    """Whether the unfinished training of a version may be continued by somebody who has not read its
+    settings: it was prepared on this machine, in this folder."""
+    about = read_object(version / ABOUT, links=False)
+    return is_signed(signed_content(about), version.parent, about.get("signature"))
 
 
 def find_version(folder: Path, identity: str) -> Version | None:
     """The newest version in a folder, if it is of this identity."""
-    newest = folder / str(max(numbers(folder), default=0))
-    about = read_object(newest / ABOUT)
-    return Version(newest, about) if about.get("id") == identity else None
+    newest = newest_version(folder)
+    about = read_object(newest / ABOUT) if newest else {}
+    return Version(newest, about) if newest and about.get("id") == identity else None
 
 
 # --- before
@@ -108,8 +127,8 @@ def find_version(folder: Path, identity: str) -> Version | None:
 def remove_unfinished(folder: Path) -> None:
     """Remove the newest version if its teaching was stopped and is not continued. Raises UserError if it is
     still being trained."""
-    newest = folder / str(max(numbers(folder), default=0))
-    if newest.name == "0" or is_file(newest / REPORT):
+    newest = newest_version(folder)
+    if newest is None or is_file(newest / REPORT):
         return
     version = Version(newest, read_object(newest / ABOUT))
     if version.about and is_running(run_name(WEIGHT, version.args), newest):
@@ -136,7 +155,7 @@ def prepare(
     )
     for question in questions:
         question["meant"] = chosen.is_meant(last(question), question["before"])
-    about = {
+    about: dict[str, Any] = {
         "id": identity,
         "model": str(model.path.absolute()),
         "model_sha256": model.sha256,
@@ -145,6 +164,7 @@ def prepare(
         "shape": {name: getattr(loaded.config, name) for name in NAMED_SHAPE},
         "asked": asked + questions,
     }
+    about["signature"] = sign(signed_content(about), folder.absolute())
     place = folder / str(1 + max(numbers(folder), default=0))
     with new_path(place) as new:
         new.mkdir()

@@ -47,6 +47,9 @@ export function iconButton(name, label, onclick) {
   return h("button", { type: "button", class: "icon-button", "aria-label": label, title: label, onclick }, icon(name));
 }
 
+export const button = (text, kind, onclick, more = {}) => h("button", { type: "button", class: kind, onclick, ...more }, text);
+export const line = (text, kind = "") => h("p", { class: kind }, text);
+
 export const byId = (id) => document.getElementById(id);
 
 let noticeTimer = 0;

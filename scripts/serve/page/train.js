@@ -1,9 +1,10 @@
 // The card "New model": files, a plan, a training and its result. The server derives all of it from files, so this page
 // keeps only the fields of the form and which training it shows.
 import * as api from "./api.js";
-import { announce, byId, copyButton, download, h } from "./dom.js";
+import { announce, button, byId, copyButton, download, h, line } from "./dom.js";
 import { savePage } from "./sending.js";
 import { read, write } from "./store.js";
+import { keptView, resultView, teachingView } from "./teach.js";
 import { clock, currentLanguage, date, duration, knows, rough, size, t, times } from "./text.js";
 
 const KEY = "minimind.train";
@@ -40,10 +41,8 @@ let announced = -1; // percent
 const keep = () => write(KEY, form);
 const choose = (names) => ((form.files = names), keep());
 const refuse = (error) => ((formError = error), draw());
-const living = () => overview.jobs.find((job) => LIVING.includes(job.state));
+const living = () => overview?.jobs.find((job) => LIVING.includes(job.state));
 const jobNamed = (name) => overview.jobs.find((job) => job.name === name);
-const button = (text, kind, onclick, more = {}) => h("button", { type: "button", class: kind, onclick, ...more }, text);
-const line = (text, kind = "") => h("p", { class: kind }, text);
 const joined = (...sentences) => sentences.filter(Boolean).join(currentLanguage() === "zh" ? "" : " ");
 
 /** The training that is shown: the chosen one, otherwise the running one, otherwise the last one; null: the form. */
@@ -86,10 +85,10 @@ async function act(doing, say) {
 }
 
 /** An error of the server in the language of the page. */
-function sentence({ code, param, values = {}, message }) {
-  const { need, free, most, seconds, file, line, why, name, n } = values;
+export function sentence({ code, param, values = {}, message }) {
+  const { need, free, most, seconds, file, line, why, name, n, question } = values;
   if (code === "busy") return t("error_busy", { name, time: duration(living()?.seconds_left ?? 0) });
-  const filled = { need: size(need), free: size(free), most: n ? most : size(most), seconds, file, line, why, name, n, text: message };
+  const filled = { need: size(need), free: size(free), most: n ? most : size(most), seconds, file, line, why, name, n, question, text: message };
   if (code === "other" && file) return t("error_unreadable", { file });
   if (code === "field" && knows(`error_field_${param}`)) return t(`error_field_${param}`);
   return knows(`error_${code}`) ? t(`error_${code}`, filled) : message;
@@ -123,8 +122,13 @@ function draw() {
   drawTitle();
 }
 
+const TEACHING = { training: teachingView, taught: resultView, ready: keptView }; // the other states are those of trainings
+// what these views need of this file
+const card = { act, say, show, stopButton, waysToUse, logDetails, manageRow, followProgress, percentOf: (job) => percentOf(job) };
+
 function build(state, job) {
   if (state === "form") return formView();
+  if (job.kind === "teaching" && TEACHING[state]) return TEACHING[state](job, card);
   const views = { planning: planningView, planned: planView, training: trainingView, saving: savingView, failed: failedView };
   return { ready: readyView, stopped: endedView, cut: endedView, new: formView, ...views }[state](job);
 }
@@ -473,27 +477,37 @@ function terminalLine({ name }) {
 
 const percentOf = ({ stage, stages, update, updates }) => Math.min(100, Math.floor((100 * (stage + update / updates)) / stages));
 
-function trainingView(job) {
-  const [title, facts, learnt, silence] = [h("h3", {}), line("", "numbers"), line(""), line("", "note")];
+/** A bar, with the text that it stands for. `update` gets percent and text; each tenth is read out. */
+function followProgress() {
+  const facts = line("", "numbers");
   const bar = h("div", { role: "progressbar", "aria-valuemin": 0, "aria-valuemax": 100, "aria-labelledby": "train-title" }, h("i", {}));
+  const update = (percent, text) => {
+    facts.textContent = text;
+    bar.firstChild.style.width = `${percent}%`;
+    bar.setAttribute("aria-valuenow", percent);
+    bar.setAttribute("aria-valuetext", text);
+    const ten = Math.floor(percent / 10) * 10;
+    if (announced >= 0 && ten > announced) announce(`${ten} %`);
+    announced = ten;
+  };
+  return { elements: [bar, facts], update };
+}
+
+function trainingView(job) {
+  const [title, learnt, silence] = [h("h3", {}), line(""), line("", "note")];
+  const follow = followProgress();
   const buttons = h("div", { class: "buttons" }, job.is_own && stopButton(job, t("stopAndSave")));
   const update = (now) => {
     const { plan, stage, stages, record_age: age } = now;
     const isWriting = now.update >= now.updates && stage === stages - 1;
     title.textContent = isWriting ? t("writingReport") : stageTitle(now);
     const planned = plan ? duration(plan.seconds) : "–";
-    const percent = now.update === undefined ? 0 : percentOf(now);
-    facts.textContent = now.update === undefined ? t("starting") : progressText(now, planned);
-    bar.firstChild.style.width = `${percent}%`;
-    bar.setAttribute("aria-valuenow", percent);
-    bar.setAttribute("aria-valuetext", facts.textContent);
+    if (now.update === undefined) follow.update(0, t("starting"));
+    else follow.update(percentOf(now), progressText(now, planned));
     learnt.textContent = learntText(now);
     silence.textContent = age > SILENCE ? t("noNews", { time: duration(age) }) : "";
-    const ten = Math.floor(percent / 10) * 10;
-    if (announced >= 0 && ten > announced) announce(`${ten} %`);
-    announced = ten;
   };
-  return { elements: [title, bar, facts, learnt, silence, line(t("canClose"), "muted"), buttons, logDetails(job)], update };
+  return { elements: [title, ...follow.elements, learnt, silence, line(t("canClose"), "muted"), buttons, logDetails(job)], update };
 }
 
 function stageTitle({ plan, stage, stages }) {
@@ -554,17 +568,22 @@ function endedView(job) {
     else if (saved !== undefined && saved < updates) how.textContent = t("wasStopped", { u: saved, v: updates });
     else how.textContent = t(last === updates && stage + 1 < stages ? "wasBetween" : "wasEnded");
   };
-  return { elements: [how, h("div", { class: "buttons" }, goOn(job), changePlan(job), newModel()), terminalLine(job), logDetails(job), manageRow(job)], update };
+  const isTeaching = job.kind === "teaching";
+  const buttons = h("div", { class: "buttons" }, goOn(job), !isTeaching && changePlan(job), newModel());
+  return { elements: [how, buttons, !isTeaching && terminalLine(job), logDetails(job), manageRow(job)].filter(Boolean), update };
 }
 
 function failedView(job) {
   const { code, text: message, ...values } = job.error;
   const error = h("div", { class: "error", role: "alert" }, sentence({ code, message, values: { free: overview.disk_free, ...values } }));
+  const anyway = code === "no_old_data" && button(t("teachAnyway"), "primary", () => act(api.startJob(job.name, { without_old_data: true }), say));
+  const again = job.kind === "teaching" && !anyway && goOn(job);
   const skip = code === "bad_record" && button(t("skipBad"), "primary", () => {
     Object.assign(form, fieldsOf(job.asked), { skip: true });
     makePlan();
   });
-  return { elements: [error, h("div", { class: "buttons" }, skip, job.plan && goOn(job), changePlan(job), newModel()), logDetails(job), manageRow(job)], update() {} };
+  const change = job.kind !== "teaching" && changePlan(job);
+  return { elements: [error, h("div", { class: "buttons" }, skip, anyway, again, job.plan && goOn(job), change, newModel()), logDetails(job), manageRow(job)], update() {} };
 }
 
 function readyView(job) {
@@ -588,10 +607,16 @@ function canDo({ plan, right }) {
 /** When a completed model was made, and how large it is. */
 const modelFacts = ({ plan, made, bytes }) => t("modelFacts", { date: date(made), weights: rough(plan.parameters), size: size(bytes) });
 
+/** The buttons to chat with a model, and to save it as a page to send. weights: its name in the chat. */
+function waysToUse(weights, kind) {
+  const chat = () => document.dispatchEvent(new CustomEvent("chat-with", { detail: weights }));
+  return [button(t("chatWithIt"), kind, chat), button(t("savePage"), "quiet", (event) => savePage(event.target, weights))];
+}
+
 /** The buttons of a completed model: chat, page to send, report, more to learn. */
 function waysOn({ name, plan }, kind, say) {
   const weights = plan && `${name}/${plan.stages.at(-1).run}`;
-  const chat = () => document.dispatchEvent(new CustomEvent("chat-with", { detail: weights }));
+  const [chat, save] = waysToUse(weights, kind);
   const report = async () => download(`${name}.html`, await api.jobReport(name));
   const teach = () => {
     Object.assign(form, { files: [], isNamed: false }); // it has read those that were chosen
@@ -599,8 +624,8 @@ function waysOn({ name, plan }, kind, say) {
     byId("train-title").focus();
   };
   return [
-    weights && button(t("chatWithIt"), kind, chat),
-    weights && button(t("savePage"), "quiet", (event) => savePage(event.target, weights)),
+    weights && chat,
+    weights && save,
     button(t("downloadReport"), "quiet", () => report().catch(say)),
     weights && button(t("teachMore"), "quiet", teach),
   ];
@@ -626,6 +651,11 @@ function drawModels(isForm) {
 
 /** Start the card if the server trains. It then follows the server's state. */
 export async function startTraining() {
+  document.addEventListener("show-job", async ({ detail }) => {
+    document.dispatchEvent(new CustomEvent("open-tab", { detail: "training" }));
+    await look();
+    show(detail);
+  });
   document.addEventListener("tab", (event) => {
     isOpen = event.detail === "training";
     if (overview) look();

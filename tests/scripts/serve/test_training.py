@@ -29,6 +29,7 @@ from scripts.runs.run import Run
 from scripts.serve import jobs, look_at_file, training, uploads
 from scripts.serve.api import Access
 from scripts.serve.jobs import LOCK, Jobs, error_of, last_start
+from scripts.serve.models import Models
 from scripts.serve.page import RUNS_KEPT, RunFiles
 from scripts.serve.training import training_routes
 from scripts.serve.uploads import Uploads
@@ -88,7 +89,8 @@ def make_client(
     stack: ExitStack, folder: Path, environment: dict[str, str] = QUICK, **options: Any
 ) -> Client:
     jobs = Jobs(folder, {**os.environ, **environment})
-    routes = training_routes(jobs, Uploads(folder), lambda: None)
+    models = options.pop("models", None) or Models(None, None, lambda path: (path, path), folder)
+    routes = training_routes(jobs, Uploads(folder), models, lambda: None)
     options.setdefault("access", Access("key"))
     return Client(stack.enter_context(scripted(Script(), save_dir=folder, more=[routes], **options)), folder)
 
