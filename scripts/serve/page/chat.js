@@ -343,7 +343,7 @@ function follow(id) {
 export function startChat() {
   startScrolling();
   startComposer();
-  drawCorrections = startCorrections({ takeBack });
+  drawCorrections = startCorrections({ takeBack, models: () => ({ models: models ?? [], chosen: byId("model").value }) });
   drawHistory = startHistory({ open, stop: stopAll, current: () => current });
   byId("model").addEventListener("change", (event) => {
     settings.chooseModel(event.target.value);

@@ -143,14 +143,17 @@ export function exported(list) {
   return list.flatMap((one) => [one, one.other].filter(Boolean).map((thread) => record(one, thread))).join("");
 }
 
-/** All corrected answers: {conversation, thread, message, question, before: the messages before the answer}. */
-export function corrections() {
+/**
+ * All corrected answers: {conversation, thread, message, question, before: the messages before the answer}. isWanted: which
+ * messages are taken.
+ */
+export function corrections(isWanted = ({ correction }) => correction) {
   const found = [];
   for (const one of conversations()) {
     for (const thread of threads(one)) {
       const grouped = turns(thread.messages);
       grouped.forEach((turn, i) => {
-        for (const message of turn.filter(({ correction }) => correction)) {
+        for (const message of turn.filter(isWanted)) {
           const earlier = grouped.slice(0, i).filter(isWhole).flat();
           const before = [...earlier, ...turn.slice(0, turn.indexOf(message))];
           found.push({ conversation: one, thread, message, question: turn[0].content, before });
@@ -164,12 +167,20 @@ export function corrections() {
 const jsonLines = (records) => records.map((record) => `${JSON.stringify(record)}\n`).join("");
 const untrained = (message) => (message.role === "assistant" ? { ...forApi(message), train: false } : forApi(message));
 
+/** A record for SFT that trains this answer alone, after what was said before. */
+const record = ({ conversation: { system = [], tools }, before }, content) => ({ messages: [...system, ...before.map(untrained), { role: "assistant", content }], tools });
+
 /** The corrections as JSONL for SFT: of each conversation the corrected answer alone is trained. */
-export function correctionRecords() {
-  return jsonLines(corrections().map(({ conversation: { system = [], tools }, message, before }) => {
-    const answer = { role: "assistant", content: message.correction };
-    return { messages: [...system, ...before.map(untrained), answer], tools };
-  }));
+export const correctionRecords = () => jsonLines(corrections().map((entry) => record(entry, entry.message.correction)));
+
+/** What is sent to teach models: the corrections of their answers, and those that were taken back. */
+export function toTeach(models) {
+  const own = ({ message }) => models.includes(message.model);
+  const takenBack = corrections(({ correction, corrected }) => corrected && !correction);
+  return {
+    corrections: corrections().filter(own).map((entry) => record(entry, entry.message.correction)),
+    removed: takenBack.filter(own).map((entry) => record(entry, entry.message.content || "-")),
+  };
 }
 
 /** The corrections as JSONL for DPO: the corrected answer is chosen, the model's rejected. */

@@ -84,10 +84,16 @@ async function act(doing, say) {
   }
 }
 
+/** That a training runs, and how long it still takes if that is known. */
+function busyText(name) {
+  const left = living()?.seconds_left;
+  return left === undefined ? t("error_busy_now", { name }) : t("error_busy", { name, time: duration(left) });
+}
+
 /** An error of the server in the language of the page. */
 export function sentence({ code, param, values = {}, message }) {
   const { need, free, most, seconds, file, line, why, name, n, question } = values;
-  if (code === "busy") return t("error_busy", { name, time: duration(living()?.seconds_left ?? 0) });
+  if (code === "busy") return busyText(name);
   const filled = { need: size(need), free: size(free), most: n ? most : size(most), seconds, file, line, why, name, n, question, text: message };
   if (code === "other" && file) return t("error_unreadable", { file });
   if (code === "field" && knows(`error_field_${param}`)) return t(`error_field_${param}`);
@@ -123,11 +129,10 @@ function draw() {
 }
 
 const TEACHING = { training: teachingView, taught: resultView, ready: keptView }; // the other states are those of trainings
-// what these views need of this file
-const card = { act, say, show, stopButton, waysToUse, logDetails, manageRow, followProgress, percentOf: (job) => percentOf(job) };
 
 function build(state, job) {
   if (state === "form") return formView();
+  const card = { act, say, stopButton, waysToUse, logDetails, manageRow, followProgress, percentOf };
   if (job.kind === "teaching" && TEACHING[state]) return TEACHING[state](job, card);
   const views = { planning: planningView, planned: planView, training: trainingView, saving: savingView, failed: failedView };
   return { ready: readyView, stopped: endedView, cut: endedView, new: formView, ...views }[state](job);
@@ -202,7 +207,7 @@ function formView() {
     sizeChoice.hidden = Boolean(form.start); // it is given
     if (!form.isNamed) form.name = freeJobName(chosen[0]?.name.replace(/\..*$/, ""));
     const other = living();
-    busy.textContent = other ? t("error_busy", { name: other.name, time: duration(other.seconds_left ?? 0) }) : "";
+    busy.textContent = other ? busyText(other.name) : "";
     skipRow.hidden = !chosen.some((file) => file.bad) && !form.skip && !isChanging;
     error.textContent = formError ? sentence(formError) : "";
     error.hidden = !formError;

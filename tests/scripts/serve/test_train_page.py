@@ -341,7 +341,7 @@ def test_pages_without_text_are_said_and_shares_are_those_of_the_texts(card, cli
 def test_every_code_of_an_error_is_a_sentence_of_the_page():
     """Of the routes that train: those that a click can meet."""
     codes = set()
-    for name in ("training.py", "jobs.py", "uploads.py", "look_at_file.py"):
+    for name in ("training.py", "teaching.py", "jobs.py", "uploads.py", "look_at_file.py"):
         source = (PAGE.parent / name).read_text(encoding="utf-8")
         codes |= set(re.findall(r'code(?:=|": )"(\w+)"', source))
         codes |= set(
