@@ -200,12 +200,12 @@ class Jobs:
     @contextmanager
     def folders_locked(self, name: str) -> Iterator[None]:
         """Let no training start while a folder is moved. name: of the training. Raises ApiError, also if the
-        block raises OSError."""
+        block raises OSError or WriteError."""
         try:
             with open_regular(self.save_dir / FOLDERS_LOCK, "a+b") as lock:
                 self.wait_for_lock(lock)
                 yield
-        except OSError as error:
+        except (OSError, WriteError) as error:
             raise ApiError(f"{name} cannot be moved: {reason(error)}.", 500, code="not_moved") from error
 
     def move_locked(self, name: str, new_name: str | None, states: tuple[str, ...]) -> None:

@@ -68,6 +68,7 @@ class Teachings:
     ) -> str:
         """Teach a model, and return the name of the job. given: corrections as records of SFT, which are
         added to those of before. removed: corrections that the user has taken back. Raises ApiError."""
+        self.models.look_again()  # it may have been renamed or deleted
         _, path = self.models.find(model)
         original = self.original(model, path)
         folder = self.folder(path, original)

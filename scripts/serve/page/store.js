@@ -173,13 +173,15 @@ const record = ({ conversation: { system = [], tools }, before }, content) => ({
 /** The corrections as JSONL for SFT: of each conversation the corrected answer alone is trained. */
 export const correctionRecords = () => jsonLines(corrections().map((entry) => record(entry, entry.message.correction)));
 
+const MOST_REMOVED = 1000; // as MOST_CORRECTIONS in scripts/serve/training.py
+
 /** What is sent to teach models: the corrections of their answers, and those that were taken back. */
 export function toTeach(models) {
   const own = ({ message }) => models.includes(message.model);
   const takenBack = corrections(({ correction, corrected }) => corrected && !correction);
   return {
     corrections: corrections().filter(own).map((entry) => record(entry, entry.message.correction)),
-    removed: takenBack.filter(own).map((entry) => record(entry, entry.message.content || "-")),
+    removed: takenBack.filter(own).slice(-MOST_REMOVED).map((entry) => record(entry, entry.message.content || "-")),
   };
 }
 

@@ -228,7 +228,7 @@ def test_what_is_refused_is_a_sentence_in_both_languages(chat, client):
     chat.click("#correction-list button")
     chat.click("#close-corrections")
     shutil.move(client.folder / "novel", client.folder / "moved")
-    refused("GET /v1/models lists those that do", "GET /v1/models")
+    refused("This model no longer exists.", "这个模型已经不在了。")
 
 
 def test_missing_old_data_are_a_sentence_with_a_button(chat, client):
