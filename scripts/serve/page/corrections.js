@@ -60,10 +60,7 @@ function startTeaching(chat, dialog) {
     }
     byId("teach-it").disabled = false;
   });
-  document.addEventListener("trains", ({ detail }) => {
-    trains = detail;
-    draw();
-  });
+  document.addEventListener("trains", ({ detail }) => (trains = detail));
   return draw;
 }
 
@@ -76,7 +73,7 @@ export function startCorrections(chat) {
   const drawTeaching = startTeaching(chat, dialog);
   const draw = () => {
     const found = store.corrections();
-    drawTeaching();
+    if (dialog.open) drawTeaching();
     byId("open-corrections").hidden = !found.length;
     byId("open-corrections").textContent = t("corrections", { n: found.length });
     byId("correction-list").replaceChildren(...found.map(row));
@@ -87,7 +84,10 @@ export function startCorrections(chat) {
     const texts = [h("strong", {}, entry.question), h("s", { class: "muted" }, entry.message.content), h("span", {}, entry.message.correction)];
     return h("li", {}, h("div", {}, ...texts), iconButton("remove", `${t("remove")}: ${entry.question}`, remove));
   };
-  byId("open-corrections").addEventListener("click", () => (draw(), dialog.showModal()));
+  byId("open-corrections").addEventListener("click", () => {
+    dialog.showModal();
+    draw();
+  });
   byId("close-corrections").addEventListener("click", () => dialog.close());
   byId("save-corrections").addEventListener("click", () => download("corrections.jsonl", store.correctionRecords()));
   byId("save-preferences").addEventListener("click", () => download("preferences.jsonl", store.preferenceRecords()));
