@@ -205,7 +205,9 @@ class Teachings:
         shown |= {field: about.get(field) for field in ("model", "start", "corrections")}
         shown |= {"stage": 0, "stages": 1, "age": round(max(0.0, age), 1)}
         shown["error"] = error_of(lines) if state == "failed" else None
-        if state in UNFINISHED and made and not is_compared(made) and (records := records_of(made)):
+        # what it is trained on is chosen; until then the model is asked
+        shown["is_prepared"] = made is not None and not is_compared(made)
+        if state in UNFINISHED and made and shown["is_prepared"] and (records := records_of(made)):
             run = records.name.removesuffix(METRICS_SUFFIX)
             stage = {"run": run, "is_pretraining": False, "updates": 1, "seconds": 0.0}
             shown |= progress.of(records, 0, [stage], False)

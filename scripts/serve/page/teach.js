@@ -13,10 +13,12 @@ export function teachingView(job, card) {
   const follow = card.followProgress();
   const update = (now) => {
     const { update, updates, seconds_left: left = 0 } = now;
-    const phase = update === undefined ? "asking" : update < updates ? "training" : "comparing";
-    title.textContent = t(`teach_${phase}`, { n: now.corrections });
-    const text = phase === "training" ? t("teachProgress", { u: update, v: updates, left: duration(left), clock: clock(left) }) : t(`teachHelp_${phase}`);
-    follow.update(phase === "asking" ? 0 : card.percentOf(now), text);
+    const begun = update < updates ? "training" : "comparing";
+    const phase = update !== undefined ? begun : now.is_prepared ? "starting" : "asking";
+    title.textContent = t(phase === "starting" ? "teach_training" : `teach_${phase}`, { n: now.corrections });
+    const progress = { u: update, v: updates, left: duration(left), clock: clock(left) };
+    const text = { training: t("teachProgress", progress), starting: t("starting") }[phase] ?? t(`teachHelp_${phase}`);
+    follow.update(update === undefined ? 0 : card.percentOf(now), text);
   };
   const stop = h("div", { class: "buttons" }, job.is_own && card.stopButton(job, t("stopAndSave")));
   return { elements: [title, ...follow.elements, line(t("canClose"), "muted"), stop, card.logDetails(job)], update };

@@ -278,3 +278,22 @@ def test_a_server_that_does_not_train_has_no_such_button(page, tmp_path):
         page.click("#open-corrections")
         assert page.shown("#save-corrections") and not page.shown("#teach")
         page.driver.get("about:blank")
+
+
+def test_before_its_first_figures_the_card_says_what_it_does(chat, client):
+    """It asks the model; then its training has begun, but has written no record yet."""
+    (client.folder / NAME).mkdir()
+    let_write(client, NAME, 0)
+    correct_three(chat)
+    open_list(chat)
+    chat.click(TEACH)
+    chat.wait(lambda: "Learning 3 corrections" in chat.text(BODY))
+    assert "Starting; the first figures come within a minute." in chat.text(BODY)
+    check_everywhere(chat, client, NAME)
+    version = client.folder / NAME / "1"
+    version.rename(version.with_name("away"))
+    chat.wait(lambda: "Asking it, before it learns" in chat.text(BODY))
+    check_everywhere(chat, client, NAME)
+    version.with_name("away").rename(version)
+    let_write(client, NAME, 12)
+    chat.wait(lambda: "of 3 learned" in chat.text(BODY))
