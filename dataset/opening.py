@@ -130,21 +130,20 @@ def open_datasets(
     return train, held_out
 
 
-def add_replay(
-    conversations: StageDataset, args: StageArgs, tokenizer: "PreTrainedTokenizerBase"
-) -> MixedDataset:
-    """Mixes documents of --replay_data_path into the conversations, as --replay_share of an epoch's tokens.
-    Each epoch takes the next documents, each at most once. Documents that pretraining holds out with the same
+def add_replay(data: StageDataset, args: StageArgs, tokenizer: "PreTrainedTokenizerBase") -> MixedDataset:
+    """Mixes documents of --replay_data_path into the data, as --replay_share of an epoch's tokens. Each epoch
+    takes the next documents, each at most once. Documents that pretraining holds out with the same
     --eval_share are left out."""
     path, share = cast(Any, args).replay_data_path, cast(Any, args).replay_share
     split = Split(args.eval_share) if args.eval_share else None
-    documents = PretrainDataset(path, tokenizer, args.max_seq_len, split=split, **cache_options(args))
-    tokens = conversations.epoch_tokens(args)
+    options = cache_options(args)
+    documents = PretrainDataset(path, tokenizer, args.max_seq_len, args.packing, split=split, **options)
+    tokens = data.epoch_tokens(args)
     share = min(share, documents.num_tokens / (documents.num_tokens + tokens))
-    sources, shares = [(cast(str, args.data_path), conversations)], [1.0]
-    if isinstance(conversations, MixedDataset):
-        sources = list(zip(conversations.names, conversations.datasets, strict=True))
-        shares = conversations.shares
+    sources, shares = [(cast(str, args.data_path), data)], [1.0]
+    if isinstance(data, MixedDataset):
+        sources = list(zip(data.names, data.datasets, strict=True))
+        shares = data.shares
     shares = [*(part * (1 - share) for part in shares), share]
     mixed = MixedDataset([*sources, (path, documents)], shares, round(tokens / (1 - share)))
     if launch().rank == 0:

@@ -223,7 +223,7 @@ def describe(plan: Plan, seconds: float) -> list[str]:
             f"instead of {rules.PASSES}"
         )
     lines += [
-        f"  {stage.args.save_weight}: {stage.exercises:,} tokens of the data are exercises in copying"
+        f"  {stage.args.save_weight}: {stage.exercises:,} tokens of a pass are exercises in copying"
         for stage in plan.stages
         if stage.exercises
     ]
@@ -245,7 +245,7 @@ def unwise(plan: Plan, free: float) -> list[tuple[str, dict[str, Any]]]:
             found.append((key, {"stage": stage.args.save_weight, "updates": stage.updates}))
     if first.repeats_itself:  # then little text can be learned as it is
         return found + disk_warning(plan, free)
-    different = min(1, first.passes) * first.data.num_tokens
+    different = min(1, first.passes) * first.own_data.num_tokens
     if different < rules.MIN_TOKENS_FOR_SENTENCES and not first.goes_on:
         found.append(("few tokens", {"tokens": round(different)}))
     token_bytes = stages.bytes_per_token(first)

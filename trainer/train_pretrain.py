@@ -14,16 +14,16 @@ To change this stage, change it here: `Args` (defaults and flags), `Objective`, 
 change in `main`, and a flag that only `main` reads, affect only the script."""
 
 import sys
-from functools import partial
 from pathlib import Path
 from typing import ClassVar, Literal
 
 # run the code beside this file, installed or not
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common.settings import StageArgs, data_file
+from common.settings import StageArgs, data_file, setting
+from dataset.files import expand_paths
 from dataset.lm_dataset import PretrainDataset
-from dataset.opening import open_datasets
+from dataset.opening import add_replay, open_datasets
 from dataset.order import steps_per_epoch, train_loader
 from dataset.token_cache import load_tokenizer
 from trainer import stage
@@ -55,8 +55,18 @@ class Args(StageArgs):
     optimizer: Literal["adamw", "muon"] = "muon"
     max_seq_len: int = 340
     weight_decay: float | None = None  # auto
+    replay_data_path: str | None = setting(
+        None, "texts trained beside the data, such as those that the start weights have read"
+    )
+    replay_share: float = setting(0.5, "share of an epoch's tokens that are such texts", gt=0, lt=1)
     compiling_pays: ClassVar[bool] = True
     decays_by_pass: ClassVar[bool] = True
+    may_change: ClassVar[str] = "replay_data_path"  # the data's hash is compared
+
+    def check_names(self) -> None:
+        """Raise UserError if the texts are missing."""
+        if self.replay_data_path:
+            expand_paths(self.replay_data_path)
 
 
 class Objective(next_token.NextToken):
@@ -74,8 +84,14 @@ class Objective(next_token.NextToken):
 
 schedule = stage.warmup_cosine  # (update from 1, total updates, args) -> learning rate
 frozen_parameters: tuple[str, ...] = ()  # prefixes of the names of frozen parameters, e.g. "model.layers.0."
-# (args, tokenizer) -> training and held-out (or None) data
-open_data = partial(open_datasets, PretrainDataset)
+
+
+def open_data(args, tokenizer):
+    """The training and held-out (or None) data. Each epoch has all documents, and others in addition."""
+    train_set, eval_set = open_datasets(PretrainDataset, args, tokenizer)
+    if args.replay_data_path:
+        train_set = add_replay(train_set, args, tokenizer)
+    return train_set, eval_set
 
 
 def main() -> None:

@@ -48,7 +48,7 @@ def choose(stages: list[Stage], depths: Sequence[int], memory: float, seconds: f
     models: list[Stage] = []
     limit, passes = "size", stages[0].most_passes
     goes_on = stages[0].goes_on  # then the model is given
-    text_tokens = stages[0].data.num_tokens - stages[0].exercises
+    text_tokens = stages[0].own_data.num_tokens
     given_width = stages[0].args.hidden_size if goes_on else None
     for depth in depths:
         if best and rules.tokens_needed(depth, passes) > passes * text_tokens:
@@ -146,7 +146,7 @@ def describe_cost(models: list[Stage]) -> str:
     """A line with the measured cost of a model."""
     shape, speeds = models[0].args, []
     for model in models:
-        tokens = model.data.num_tokens
+        tokens = model.own_data.num_tokens
         speed = model.cost.speed(rules.update_tokens(model.most_passes * tokens))
         speeds.append(f"{model.args.save_weight} {speed:,.0f} tokens/s")
     size = f"{models[0].cost.parameters / 1e6:,.2f} M parameters"

@@ -18,8 +18,9 @@ from pathlib import Path
 from common.files import atomic_write, json_lines
 from dataset.held_out import Split
 
-FILE = "exercises.jsonl"
+FILES = ("exercises.jsonl", "more_exercises.jsonl")  # of one pass over the text; of all others
 SHARE = 0.8  # characters of exercises for a character of text; with 0.2, copying was hardly learned
+MOST_IN_ALL = 1e7  # characters of the exercises of all other passes; if it is reached, some are read again
 KEPT = 0.25  # share of the exercises that keep the word
 MOST_SENTENCES, MOST_CHARACTERS = 5, 300  # of an exercise; of a sentence
 MOST_PARTS, MOST_OF_PART = 4, 5  # parts of a made-up word, and characters of a part
@@ -29,19 +30,23 @@ SPACED = re.compile(r"[^\W\u2e80-\u9fff]+")
 UNSPACED = re.compile(r"[\u2e80-\u2fff\u3005-\u3007\u3040-\u9fff]+")  # without punctuation
 
 
-def write_exercises(texts: Sequence[str], path: Path, eval_share: float) -> None:
-    """Write exercises from these texts into a JSON Lines file, or an empty file if no two sentences share a
-    word. The same texts give the same file. `eval_share` holds none of the exercises out, so that held-out
-    losses are those of the text alone."""
-    trained, left = Split(eval_share), SHARE * sum(map(len, texts))
-    records = []
-    for exercise in exercises(texts):
-        if left <= 0:
-            break
-        if trained.includes(exercise):
+def write_exercises(texts: Sequence[str], paths: Sequence[str], eval_share: float, passes: int) -> bool:
+    """Write exercises from these texts into two JSON Lines files: those of one pass, and those of the others.
+    Each pass needs its own, because a model learns a made-up word by heart that it reads again. Returns
+    whether there are any: two sentences must share a word. The same texts give the same files. `eval_share`
+    holds none of the exercises out, so that held-out losses are those of the text alone."""
+    trained = Split(eval_share)
+    made = (exercise for exercise in exercises(texts) if trained.includes(exercise))
+    characters = SHARE * sum(map(len, texts))
+    for path, left in zip(paths, (characters, min((passes - 1) * characters, MOST_IN_ALL)), strict=True):
+        records = []
+        while left > 0 and (exercise := next(made, None)):
             records.append({"text": exercise})
             left -= len(exercise)
-    atomic_write(path, lambda file: file.write(json_lines(records)))
+        atomic_write(Path(path), lambda file, records=records: file.write(json_lines(records)))
+        if not records:
+            return False
+    return True
 
 
 def are_needed(texts: Sequence[str]) -> bool:

@@ -26,7 +26,7 @@ MIN_CONVERSATIONS = 3000  # fewer only teach a manner of answering, and only to 
 # text the model forgets what only the text says (docs/dev/LOG.md, "SFT of few conversations" and "The rate of
 # few conversations")
 FEW_TOKENS = 200 * 2048 / SFT_PASSES
-FEW_UPDATES, FEW_BATCH, FEW_MAX_PASSES, FEW_RATE, REPLAY_SHARE = 700, 8, 30, 1.8e-4, 0.5
+FEW_UPDATES, FEW_BATCH, FEW_MAX_PASSES, FEW_RATE, REPLAY_SHARE = 700, 8, 90, 1.8e-4, 0.5
 
 
 def most_passes(repeated: float, tokens: float) -> int:

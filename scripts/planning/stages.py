@@ -58,7 +58,7 @@ class Stage:
     answer_tokens: int = 0  # tokens of the longest answers to the questions of an evaluation
     cost: Cost = field(default_factory=Cost)
     peak: float = 0.0  # measured bytes of an update on a GPU
-    exercises: int = 0  # tokens of the data that are exercises in copying
+    exercises: int = 0  # tokens of exercises in copying in an epoch
     goes_on: bool = False  # whether it trains a given model (--from_weight), whose shape is given, too
 
     @property
@@ -78,20 +78,25 @@ class Stage:
         return self.data.datasets[0] if isinstance(self.data, MixedDataset) else self.data
 
     @property
+    def part(self) -> float:
+        """The part of the data that an epoch reads."""
+        return self.own_data.epoch_items(self.args) / len(self.own_data)
+
+    @property
     def passes(self) -> float:
         """The number of passes over the data; less than 1 for a part of them."""
-        return self.args.epochs * self.data.epoch_items(self.args) / len(self.data)
+        return self.args.epochs * self.part
 
     @property
     def tokens(self) -> int:
-        """Tokens to train."""
-        return round(self.data.epoch_tokens(self.args) * self.args.epochs)
+        """Tokens to train, replayed ones included."""
+        return round(self.part * self.data.mean_tokens * len(self.data) * self.args.epochs)
 
     @property
     def updates(self) -> int:
         """Optimizer steps."""
         per_update = self.args.batch_size * self.args.accumulation_steps
-        return math.ceil(self.data.epoch_items(self.args) / per_update) * self.args.epochs
+        return math.ceil(round(self.part * len(self.data)) / per_update) * self.args.epochs
 
     @property
     def evaluation(self) -> float:
@@ -133,12 +138,11 @@ class Stage:
         to read once."""
         epochs, max_tokens = int(passes), 0
         if passes < 1:
-            epochs, max_tokens = 1, max(1, round(passes * self.data.num_tokens))
+            epochs, max_tokens = 1, max(1, round(passes * self.own_data.num_tokens))
         dropout = rules.dropout(passes) if self.script is train_pretrain else 0.0
         settings = {"epochs": epochs, "max_tokens": max_tokens, "dropout": dropout}
         args = self.args.model_copy(update=settings)
-        tokens = self.data.epoch_tokens(args) * epochs
-        item = self.data.mean_tokens
+        tokens, item = replace(self, args=args).tokens, self.data.mean_tokens
         if self.has_few_conversations:
             batch = min(rules.FEW_BATCH, len(self.data))
             rate = rules.few_learning_rate(args.hidden_size, batch * item)
@@ -198,24 +202,25 @@ def open_stages(args: argparse.Namespace) -> list[Stage]:
 
 
 def with_exercises(args: argparse.Namespace, pretrain: Stage, sft: Stage) -> list[Stage]:
-    """Both stages with exercises in copying as further data, if they need any."""
+    """Both stages with exercises in copying beside their data, if they need any. Pretraining reads other ones
+    in each pass, SFT those of one pass."""
     text, conversations = str(pretrain.args.data_path), str(sft.args.data_path)
-    more_conversations = write_variants(args, conversations, Split(sft.args.eval_share))
-    more_text = write_exercises(args, text, Split(pretrain.args.eval_share), bool(more_conversations))
-    if not more_text:
+    variants_path = write_variants(args, conversations, Split(sft.args.eval_share))
+    paths = write_exercises(args, pretrain, bool(variants_path))
+    if not paths:
         return [pretrain, sft]
+    more = {"replay_data_path": ",".join(paths), "replay_share": exercises.SHARE / (1 + exercises.SHARE)}
     tokenizer_path = pretrain.args.tokenizer_path
-    data = f"{text},{more_text}"
-    longer = open_stage(args, train_pretrain, data, tokenizer_path)
-    settings = {"eval_share": sft.args.eval_share, "replay_data_path": data}
+    longer = open_stage(args, train_pretrain, text, tokenizer_path, **more)
+    settings = {"eval_share": sft.args.eval_share, "replay_data_path": f"{text},{paths[0]}"}
     settings["replay_share"] = rules.REPLAY_SHARE
-    data = f"{conversations},{more_conversations}" if more_conversations else conversations
+    data = f"{conversations},{variants_path}" if variants_path else conversations
     longer_sft = open_stage(args, train_full_sft, data, tokenizer_path, **settings)
-    more = longer.data.num_tokens - pretrain.data.num_tokens
+    tokens = round(longer.data.mean_tokens * len(longer.data)) - longer.own_data.num_tokens
     more_sft = longer_sft.own_data.num_tokens - sft.own_data.num_tokens
     passes = rules.few_passes(len(longer_sft.data))
     return [
-        replace(longer, most_passes=pretrain.most_passes, exercises=more),
+        replace(longer, most_passes=pretrain.most_passes, exercises=tokens),
         replace(longer_sft, most_passes=passes, exercises=more_sft),
     ]
 
@@ -288,20 +293,22 @@ def train_own_tokenizer(args: argparse.Namespace, size: int) -> str:
     return folder
 
 
-def write_exercises(args: argparse.Namespace, text: str, trained: Split, for_variants: bool) -> str | None:
-    """Write exercises in copying into the folder of the plan, if the trained part of this data path needs
-    them, or variants of conversations do. Returns their path if there are any."""
-    path = f"{args.save_dir}/{exercises.FILE}"
-    if not can_be_added(path, text):
-        return None
+def write_exercises(args: argparse.Namespace, pretrain: Stage, for_variants: bool) -> list[str]:
+    """Write exercises in copying into the folder of the plan, if the trained part of the text needs them, or
+    variants of conversations do. Returns the path of those of one pass and the path of those of all others;
+    none if there are no exercises."""
+    text, trained = str(pretrain.args.data_path), Split(pretrain.args.eval_share)
+    paths = [f"{args.save_dir}/{name}" for name in exercises.FILES]
+    if not can_be_added(paths[0], text):
+        return []
     texts = list(islice(read_texts(args, text, trained), MOST_TEXTS))
     if not for_variants and not exercises.are_needed(texts):
-        return None
-    exercises.write_exercises(texts, Path(path), trained.share)
-    if not os.path.getsize(path):
-        return None
-    say(f"exercises: {path}. These documents teach the model to repeat a word of the question in its answer")
-    return path
+        return []
+    if not exercises.write_exercises(texts, paths, trained.share, pretrain.most_passes):
+        return []
+    text = "these documents teach the model to repeat a word of the question in its answer"
+    say(f"exercises: {paths[0]}; {text}")
+    return paths
 
 
 def write_variants(args: argparse.Namespace, conversations: str, trained: Split) -> str | None:

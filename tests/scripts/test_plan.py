@@ -484,11 +484,13 @@ def test_text_that_repeats_itself_is_read_more_often_and_replayed_beside_few_con
     sft = parse_args(train_full_sft.Args, "", sft[2:])
     assert pretrain.epochs >= 8 and f"it is read up to {pretrain.epochs} times instead of 4" in out
     assert pretrain.dropout == rules.dropout(pretrain.epochs) > 0 and sft.dropout == 0
-    assert pretrain.data_path == f"{facts / 'text.jsonl'},{folder / 'exercises.jsonl'}"
-    assert "pretrain: " in out and "tokens of the data are exercises in copying" in out
+    made, others = folder / "exercises.jsonl", folder / "more_exercises.jsonl"
+    assert (pretrain.data_path, pretrain.replay_data_path) == (str(facts / "text.jsonl"), f"{made},{others}")
+    assert pretrain.replay_share == pytest.approx(0.8 / 1.8)
+    assert "pretrain: " in out and "tokens of a pass are exercises in copying" in out
     assert sft.data_path == str(facts / "chats.jsonl")  # answers about facts have no variants
-    assert sft.replay_data_path == pretrain.data_path and sft.batch_size == 8
-    assert sft.epochs == rules.FEW_MAX_PASSES and sft.eval_share == 0.1 and sft.optimizer == "muon"
+    assert sft.replay_data_path == f"{facts / 'text.jsonl'},{made}" and sft.batch_size == 8
+    assert 30 < sft.epochs <= rules.FEW_MAX_PASSES and sft.eval_share == 0.1 and sft.optimizer == "muon"
     assert "teach how to answer" not in out and "different tokens" not in out
 
 

@@ -1,4 +1,4 @@
-"""Texts of pretraining beside conversations (--replay_data_path): what an epoch takes, exact resume, mistakes."""
+"""Texts beside conversations, or beside other texts (--replay_data_path): what an epoch takes, exact resume, mistakes."""
 
 import signal
 
@@ -9,7 +9,7 @@ from common.settings import ROOT
 from dataset.token_cache import load_tokenizer
 from tests.stage_process import Faults, run
 from tests.trainer.stage_flags import assert_same_run, flags
-from trainer import train_full_sft
+from trainer import train_full_sft, train_pretrain
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +72,21 @@ def test_a_killed_run_ends_with_the_same_bits_and_asking_questions_changes_none(
     asked |= {"replay_data_path": moved, "from_resume": 1}
     run("full_sft", flags(corpus, tmp_path / "killed", "sft", **asked))
     assert_same_run(tmp_path / "whole", tmp_path / "killed", "full_sft_32")
+
+
+def test_pretraining_replays_in_rows_and_a_killed_run_ends_with_the_same_bits(corpus, tokenizer, tmp_path):
+    settings = {"replay_data_path": corpus["pretrain_eval"], "replay_share": 0.4, "packing": True}
+    options = {"data_path": str(corpus["pretrain"]), "cache_dir": str(corpus["cache"]), "max_seq_len": 64}
+    args = train_pretrain.Args(**options | settings | {"replay_data_path": str(corpus["pretrain_eval"])})
+    train, _ = train_pretrain.open_data(args, tokenizer)
+    assert all(source.packing for source in train.datasets) and train.shares[1] <= 0.4
+    assert train.counts[0] == len(train.datasets[0])  # an epoch has all texts
+    settings |= {"packing": 1, "hidden_size": 32, "dropout": 0.1}
+    run("pretrain", flags(corpus, tmp_path / "whole", "pretrain", **settings))
+    argv = flags(corpus, tmp_path / "killed", "pretrain", **settings)
+    run("pretrain", argv, Faults(signals={3: signal.SIGKILL}), status=-9)
+    run("pretrain", flags(corpus, tmp_path / "killed", "pretrain", **settings, from_resume=1))
+    assert_same_run(tmp_path / "whole", tmp_path / "killed", "pretrain_32")
 
 
 def test_other_texts_are_another_run_and_missing_ones_are_named_first(corpus, tmp_path, tokenizer):

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 
 import pytest
 from hypothesis import given, settings
@@ -19,8 +20,16 @@ CHINESE = [
 ]
 
 
-def written(path, texts, eval_share=0.02) -> list[str]:
-    exercises.write_exercises(texts, path, eval_share)
+def written(path, texts, eval_share=0.02, passes=2) -> list[str]:
+    """The exercises of the first pass; those of the others are beside them."""
+    others = path.with_name(f"{path.name}-others")
+    is_any = exercises.write_exercises(texts, [str(path), str(others)], eval_share, passes)
+    made = texts_of(path)
+    assert is_any == bool(made)
+    return made
+
+
+def texts_of(path) -> list[str]:
     return [json.loads(line)["text"] for line in path.read_text("utf-8").split("\n") if line]
 
 
@@ -28,6 +37,18 @@ def written(path, texts, eval_share=0.02) -> list[str]:
 def test_exercises_are_some_eight_tenths_of_the_text(tmp_path, texts):
     length, text = sum(map(len, written(tmp_path / "a", texts))), sum(map(len, texts))
     assert exercises.SHARE * text <= length < exercises.SHARE * text + 300
+
+
+def test_each_pass_has_its_own_made_up_words_up_to_a_limit(tmp_path, monkeypatch):
+    texts = ENGLISH * 20
+    first = written(tmp_path / "a", texts, passes=5)
+    others = texts_of(tmp_path / "a-others")
+    assert sum(map(len, others)) == pytest.approx(4 * sum(map(len, first)), rel=0.02)
+    names = lambda made: set(re.findall("[A-Z][a-z]+", " ".join(made))) - set(" ".join(texts).split())  # noqa: E731
+    assert len(names(others) - names(first)) > 3 * len(names(first) & names(others))
+    monkeypatch.setattr(exercises, "MOST_IN_ALL", 1000)
+    assert written(tmp_path / "b", texts, passes=5) == first
+    assert 1000 <= sum(map(len, texts_of(tmp_path / "b-others"))) < 1300
 
 
 def test_an_exercise_has_sentences_of_the_text_with_one_word_replaced(tmp_path):

@@ -53,7 +53,7 @@ def test_little_text_that_repeats_itself_is_read_until_it_makes_enough_updates()
 @given(st.integers(1, 10**6))
 def test_few_conversations_are_held_out_and_repeated_more(conversations):
     share, passes = rules.eval_share(conversations), rules.few_passes(conversations)
-    assert 0.02 <= share <= 0.1 and 2 <= passes <= 30
+    assert 0.02 <= share <= 0.1 and 2 <= passes <= rules.FEW_MAX_PASSES
     assert share >= rules.eval_share(conversations + 1) and passes >= rules.few_passes(conversations + 1)
     if 0.02 < share < 0.1:
         assert abs(share * conversations - 50) <= 0.0005 * conversations
