@@ -3,7 +3,8 @@
 import argparse
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from pathlib import Path
@@ -11,18 +12,19 @@ from typing import Any
 
 import numpy as np
 
-from common.errors import say
+from common.errors import UserError, say
 from common.settings import ModelConfig, StageArgs
 from dataset.files import expand_paths, read_records, split_data_path
 from dataset.held_out import Split
 from dataset.lm_dataset import StageDataset
 from dataset.messages import BadRecord
-from dataset.mixing import MixedDataset
+from dataset.mixing import MixedDataset, split_weights
 from dataset.records import parse, turns_of
 from dataset.token_cache import load_tokenizer
 from scripts import train_tokenizer
 from scripts.planning import exercises, rules, trial, variants
 from scripts.planning.machine import Cost, measure
+from scripts.teaching.material import here, runs_before
 from trainer import train_full_sft, train_pretrain
 from trainer.callbacks.right_answers import held_out_questions, max_new_tokens
 
@@ -174,15 +176,22 @@ def open_stages(args: argparse.Namespace) -> list[Stage]:
     data get a new vocabulary. Few conversations are trained together with pretraining text. Without text, a
     given model has SFT alone. Raises UserError."""
     tokenizer_path = args.tokenizer_path or ModelConfig().tokenizer_path
+    earlier = find_earlier_texts(args) if args.from_weight else None
     if not args.pretrain_data:
-        return [open_sft(args, tokenizer_path)]
-    pretrain = open_stage(args, train_pretrain, args.pretrain_data, tokenizer_path)
+        return [open_sft(args, tokenizer_path, earlier)]
+    more: dict[str, Any] = {}
+    if earlier:
+        more = {"replay_data_path": earlier, "replay_share": rules.EARLIER_SHARE}
+        say(f"{rules.EARLIER_SHARE:.0%} of the tokens: {earlier}, which the given model has read before")
+    elif args.from_weight:
+        say("no other text that the given model has read was found; it forgets what it does not read again")
+    pretrain = open_stage(args, train_pretrain, args.pretrain_data, tokenizer_path, **more)
     repeated = 0.0
     if args.pretrain_data != args.sft_data:  # the chat template of conversations always repeats itself
         repeated = repeated_share(pretrain)
     if not args.tokenizer_path:
         token_bytes = bytes_per_token(pretrain)
-        size = rules.vocabulary(pretrain.data.cache.report["target_bytes"], token_bytes)
+        size = rules.vocabulary(pretrain.own_data.cache.report["target_bytes"], token_bytes)
         if size is not None:
             tokenizer_path = train_own_tokenizer(args, size)
             own = len(load_tokenizer(tokenizer_path))
@@ -192,13 +201,38 @@ def open_stages(args: argparse.Namespace) -> list[Stage]:
                 "Compare losses with those of another vocabulary only in bits per byte of text (eval_bpb)"
             )
             pretrain = open_stage(args, train_pretrain, args.pretrain_data, tokenizer_path)
-    pretrain = replace(pretrain, most_passes=rules.most_passes(repeated, pretrain.data.num_tokens))
+    pretrain = replace(pretrain, most_passes=rules.most_passes(repeated, pretrain.own_data.num_tokens))
     if not args.sft_data:
         return [pretrain]
-    sft = open_sft(args, tokenizer_path, str(pretrain.args.data_path))
-    if pretrain.repeats_itself and sft.has_few_conversations:
+    text = str(pretrain.args.data_path)
+    sft = open_sft(args, tokenizer_path, f"{text},{earlier}" if earlier else text)
+    # a model that reads its earlier texts again has learned to copy, or not needed it
+    if pretrain.repeats_itself and sft.has_few_conversations and not earlier:
         return with_exercises(args, pretrain, sft)
     return [pretrain, sft]
+
+
+def find_earlier_texts(args: argparse.Namespace) -> str | None:
+    """The data path of what the given model (--from_weight) has read before, without the text that it is to
+    read now. It is found through the descriptions of the model's runs. None if there is nothing else, or if
+    the files are gone."""
+    sources: dict[str, None] = {}
+    for stage, run in runs_before(Path(args.from_weight)):
+        if stage == "train_pretrain":
+            sources |= dict.fromkeys(map(here, split_weights(run.data_path or "")[0]))
+    new = set(map(os.path.realpath, expand_paths(args.pretrain_data) if args.pretrain_data else []))
+    found = [path for path in existing(sources) if os.path.realpath(path) not in new]
+    path = ",".join(found)
+    return path if found and split_data_path(path) == found else None
+
+
+def existing(sources: Iterable[str]) -> list[str]:
+    """The files of those data paths that exist."""
+    found: dict[str, None] = {}
+    for source in sources:
+        with suppress(UserError):  # moved or removed
+            found |= dict.fromkeys(expand_paths(source))
+    return list(found)
 
 
 def with_exercises(args: argparse.Namespace, pretrain: Stage, sft: Stage) -> list[Stage]:
@@ -258,9 +292,9 @@ def repeated_share(stage: Stage) -> float:
         tokens = np.array(data.cache.tokens[:MOST_TOKENS_COMPARED], dtype=np.uint64)
         return np.lib.stride_tricks.sliding_window_view(tokens, NGRAM) @ powers
 
-    if min(len(stage.data.cache.tokens), len(stage.held_out.cache.tokens)) < NGRAM:
+    if min(len(stage.own_data.cache.tokens), len(stage.held_out.cache.tokens)) < NGRAM:
         return 0.0
-    return float(np.isin(ngrams(stage.held_out), ngrams(stage.data)).mean())
+    return float(np.isin(ngrams(stage.held_out), ngrams(stage.own_data)).mean())
 
 
 def open_stage(args: argparse.Namespace, script: Any, path: str, tokenizer_path: str, **more: Any) -> Stage:
@@ -349,5 +383,5 @@ def read_texts(args: argparse.Namespace, path: str, split: Split | None = None) 
 
 def bytes_per_token(stage: Stage) -> float:
     """The mean number of bytes of text per token of the stage."""
-    report = stage.data.cache.report
+    report = stage.own_data.cache.report
     return report["target_bytes"] / report["targets"]

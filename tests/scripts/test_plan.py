@@ -558,13 +558,41 @@ def test_a_model_goes_on_with_its_own_size_and_vocabulary(start, data, model, tm
     assert first["initial_eval_loss"] < 0.8 * math.log(300)  # it has read such text
 
 
+def test_what_the_model_has_read_before_is_read_again_beside_a_second_text(start, data, model, tmp_path):
+    weights, first, second = model / "out/pretrain_96.pth", model / "text.jsonl", tmp_path / "second.jsonl"
+    texts = [sentence(random.Random(100 + seed), 20, 60) for seed in range(60)]
+    write_jsonl(second, [{"text": text} for text in texts])
+    flags = {"--from_weight": weights, "--hours": 1}
+    argv = [str(part) for pair in flags.items() for part in pair]
+    out = start(*argv, pretrain_data=second, sft_data=data / "chat.jsonl")
+    assert f"20% of the tokens: {first}, which the given model has read before" in out
+    pretrain, sft, _ = commands(tmp_path)
+    args = parse_args(train_pretrain.Args, "", pretrain[2:])
+    assert (args.data_path, args.replay_data_path, args.replay_share) == (str(second), str(first), 0.2)
+    assert parse_args(train_full_sft.Args, "", sft[2:]).replay_data_path == f"{second},{first}"
+    run("pretrain", [*pretrain[2:], "--max_steps", "2"])
+
+    moved = first.rename(model / "moved.jsonl")
+    out = start(*argv, pretrain_data=second, sft_data=None, save_dir=tmp_path / "other")
+    moved.rename(first)
+    assert "no other text that the given model has read was found" in out
+    pretrain = parse_args(train_pretrain.Args, "", commands(tmp_path / "other")[0][2:])
+    assert pretrain.replay_data_path is None
+
+
+def test_the_same_text_is_not_replayed_beside_itself(start, model, tmp_path):
+    flags = ("--from_weight", model / "out/pretrain_96.pth", "--eval_share", 0.1)
+    out = start(*flags, pretrain_data=model / "text.jsonl", sft_data=None)
+    assert "--replay_data_path" not in (tmp_path / "run.sh").read_text() and "no other text" in out
+
+
 def test_conversations_alone_are_what_a_model_goes_on_with(start, data, model, tmp_path):
     weights = model / "out/pretrain_96.pth"
     start("--from_weight", weights, pretrain_data=None, sft_data=data / "chat.jsonl")
     sft, report = commands(tmp_path)
     args = parse_args(train_full_sft.Args, "", sft[2:])
     assert sft[1] == "trainer/train_full_sft.py" and args.from_weight == str(weights)
-    assert (args.hidden_size, args.replay_data_path) == (96, None) and args.dropout == 0
+    assert (args.hidden_size, args.replay_data_path) == (96, str(model / "text.jsonl")) and args.dropout == 0
     facts = json.loads((tmp_path / "plan_facts.json").read_text())
     assert [stage["is_pretraining"] for stage in facts["stages"]] == [False]
     assert chat_flags(tmp_path).weight is None and report[1] == "scripts/plot_metrics.py"

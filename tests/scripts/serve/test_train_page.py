@@ -277,11 +277,11 @@ def test_a_model_has_a_card_and_goes_on_with_a_second_text_by_clicks(card, clien
     card.click("#models .buttons button")  # Teach it more
     assert card.one("#train-start").get_attribute("value") == "novel" and not card.shown("#train-size")
     assert not card.one(PRIMARY).is_enabled()  # what it has read is not chosen again
-    assert "“novel” learns more. It mostly forgets what is not in the chosen files." in card.text(FORM)
+    assert "“novel” learns more. It reads a part of its earlier texts again" in card.text(FORM)
     give(card, tmp_path, second_txt=TEXT * 2)
     card.wait(
         lambda: (
-            "“novel” learns more. It will continue texts. To chat, add conversations. It mostly"
+            "“novel” learns more. It will continue texts. To chat, add conversations. It reads"
             in card.text(FORM)
         )
     )
