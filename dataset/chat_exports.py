@@ -1,33 +1,22 @@
-"""Conversations from the exports of chat programs: WhatsApp (text), Telegram and DiscordChatExporter (JSON),
-and ChatGPT (conversations.json)."""
+"""Conversations from the exports of chat programs: WhatsApp (text), Telegram, DiscordChatExporter, Instagram
+and Messenger (JSON), and ChatGPT (conversations.json)."""
 
 import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from datetime import datetime
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from common.errors import UserError, reason
 from common.files import atomic_write, json_lines
-
-
-class Message(NamedTuple):
-    """What somebody wrote. seconds: its time since 1970."""
-
-    seconds: float
-    speaker: str
-    text: str
-
-
-Chat = list[Message]
+from dataset.whatsapp import WHATSAPP, Chat, Message, read_whatsapp
 
 
 class Export(NamedTuple):
-    """An export. form: whatsapp, telegram, discord or chatgpt. assistant: the speaker who is the assistant,
-    if the export says it (ChatGPT)."""
+    """An export. form: whatsapp, telegram, discord, meta (Instagram, Messenger) or chatgpt. assistant: the
+    speaker who is the assistant, if the export says it (ChatGPT)."""
 
     form: str
     chats: list[Chat]
@@ -39,20 +28,6 @@ class Export(NamedTuple):
 
 
 PAUSE_HOURS = 6.0  # without a message, after which another conversation begins
-# The beginning of a message in WhatsApp's exports: "[31.12.20, 21:15:03] Anna: " of an iPhone, else
-# "12/31/20, 9:15 PM - Anna: ", with words of the language: "31/12/2020 à 21:15", "2020/12/31 下午9:15"
-WHATSAPP = re.compile(
-    r"\u200e?\[?\u200f?(\d{1,4}\u200f?[./-] ?\d{1,2}\u200f?[./-] ?\d{1,4})(\D{1,9})"
-    r"(\d{1,2}[:.]\d\d(?:[:.]\d\d)?)\s?([AaPp]\.?\s?[Mm]\.?|[πμ]\.μ\.|[صم]|ч\.)?\]?(?: -|,)? (.*)"
-)
-# morning and afternoon, before or after the time
-HALVES = {
-    "AM": re.compile(r"上午|凌晨|清晨|早上|午前|오전|[aA]\.?\s?[mM]|π\.μ|ص"),
-    "PM": re.compile(r"下午|中午|晚上|午後|오후|[pP]\.?\s?[mM]|μ\.μ|م"),
-}
-DATES = ("%d.%m.%y", "%m.%d.%y", "%y.%m.%d")
-# in the place of a picture or a film: <Media omitted>, <Anhang: ...>, <attached: ...>, with a direction mark
-NOT_TEXT = re.compile(r"\s*\u200e?<[^<>]*>\s*|\s*\u200e.*|\s*null\s*", re.DOTALL)
 ROLES = {"user": "user", "assistant": "assistant"}
 # what the beginning of an export in JSON contains
 JSON_FORMS = {
@@ -60,9 +35,15 @@ JSON_FORMS = {
     "telegram": re.compile(
         r'\{.*"type"\s*:\s*"(personal_chat|bot_chat|saved_messages|private_\w+|public_\w+)"', re.DOTALL
     ),
+    "meta": re.compile(r'\{.*"(sender_name|senderName)"\s*:\s*"', re.DOTALL),
     "chatgpt": re.compile(r'\[.*"mapping"\s*:\s*\{.*"author"\s*:\s*\{', re.DOTALL),
 }
+# what Instagram and Messenger write for reactions and for what was sent without a text
+META_NOT_TEXT = re.compile(r"Reacted .{1,12} to your message ?|Liked a message|.* sent an attachment\.")
+# of ChatGPT's answers: marks of sources, which its page shows as links
+CITATION = re.compile(r" ?\ue200[^\ue201]*\ue201|【\d+†[^】]*】")
 HEAD_LINES, LEAST_MESSAGES = 200, 2  # of WhatsApp's export: lines that are looked at; messages in them
+JSON_PROGRAMS = "Telegram, DiscordChatExporter, Instagram, Messenger or ChatGPT"
 
 
 def form_of(head: str) -> str | None:
@@ -88,23 +69,30 @@ def read_export(path: str) -> Export:
         try:
             form, chats = read_json(json.loads(text))
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-            raise UserError(f"{path}: not an export of Telegram, DiscordChatExporter or ChatGPT") from error
+            raise UserError(f"{path}: not an export of {JSON_PROGRAMS}") from error
     else:
         form, chats = "whatsapp", [read_whatsapp(text)]
     chats = [chat for chat in chats if chat]
     if not chats:
-        raise UserError(f"{path}: no messages of WhatsApp, Telegram, DiscordChatExporter or ChatGPT in it")
+        raise UserError(f"{path}: no messages of WhatsApp, {JSON_PROGRAMS} in it")
     return Export(form, chats, ROLES["assistant"] if form == "chatgpt" else None)
 
 
 def read_json(content: Any) -> tuple[str, list[Chat]]:
-    """The form and the chats of Telegram (one, or all of an account), of DiscordChatExporter, or of
-    ChatGPT."""
+    """The form and the chats of Telegram (one, or all of an account), of DiscordChatExporter, of Instagram or
+    Messenger, or of ChatGPT."""
     if isinstance(content, list):
         return "chatgpt", [list(chatgpt_messages(each)) for each in content]
     if "guild" in content:
         said = [message for each in content["messages"] for message in discord_message(each)]
         return "discord", [said]
+    if (
+        "messages" in content
+        and content["messages"]
+        and {"sender_name", "senderName"} & content["messages"][0].keys()
+    ):
+        said = [message for each in content["messages"] for message in meta_message(each)]
+        return "meta", [sorted(said, key=lambda message: message.seconds)]  # the newest is the first
     chats = content["chats"]["list"] if "chats" in content else [content]
     return "telegram", [
         [message for each in chat["messages"] for message in telegram_message(each)] for chat in chats
@@ -131,6 +119,29 @@ def discord_message(message: dict[str, Any]) -> Iterator[Message]:
         yield Message(when, speaker, whole(message["content"]))
 
 
+def meta_message(message: dict[str, Any]) -> Iterator[Message]:
+    """A message of Instagram or Messenger; nothing for reactions, pictures, calls and unsent messages. In the
+    older of the two forms, characters are the bytes of UTF-8."""
+    text = message.get("content") or message.get("text") or ""
+    is_unsent = message.get("is_unsent") or message.get("isUnsent")
+    is_call = "call_duration" in message or message.get("type") == "placeholder"
+    speaker, milliseconds = message.get("sender_name"), message.get("timestamp_ms")
+    if speaker is None:
+        speaker, milliseconds = message["senderName"], message["timestamp"]
+    else:
+        speaker, text = as_utf8(speaker), as_utf8(text)
+    if text.strip() and not is_unsent and not is_call and not META_NOT_TEXT.fullmatch(text):
+        yield Message(milliseconds / 1000, whole(speaker), whole(text))
+
+
+def as_utf8(text: str) -> str:
+    """A text whose characters are the bytes of UTF-8; other texts as they are."""
+    try:
+        return text.encode("latin-1").decode()
+    except UnicodeError:
+        return text
+
+
 def chatgpt_messages(conversation: dict[str, Any]) -> Iterator[Message]:
     """The messages on the way to the last one: regenerated answers are other branches of the tree."""
     nodes, path = conversation["mapping"], []
@@ -143,7 +154,7 @@ def chatgpt_messages(conversation: dict[str, Any]) -> Iterator[Message]:
         role = ROLES.get(message.get("author", {}).get("role"))
         parts = (message.get("content") or {}).get("parts") or []
         spoken = (part.get("text") if isinstance(part, dict) else part for part in parts)  # aloud, or written
-        text = "\n".join(part for part in spoken if isinstance(part, str))
+        text = CITATION.sub("", "\n".join(part for part in spoken if isinstance(part, str)))
         hidden = (message.get("metadata") or {}).get("is_visually_hidden_from_conversation")
         is_shown = message.get("recipient", "all") == "all" and not hidden  # else it calls a tool
         if role and is_shown and text.strip():
@@ -153,55 +164,6 @@ def chatgpt_messages(conversation: dict[str, Any]) -> Iterator[Message]:
 def whole(text: str) -> str:
     """A text with "?" for half characters, which programs leave if they cut a name in an emoji."""
     return text.encode(errors="replace").decode()
-
-
-def read_whatsapp(text: str) -> Chat:
-    """The messages of WhatsApp's export; a message may have several lines. Pictures, and messages of the
-    program itself, are left out."""
-    found: list[tuple[str, list[str]]] = []  # time, lines
-    for line in text.rstrip("\n").split("\n"):
-        if match := WHATSAPP.fullmatch(line):
-            date, before, time, after, rest = match.groups()
-            halves = [half for half, words in HALVES.items() if words.search(before + (after or ""))]
-            found.append((" ".join([re.sub("[ \u200f]", "", date), time, *halves]), [rest]))
-        elif found:
-            found[-1][1].append(line)
-    times = [moment for moment, _ in found]
-    chat = []
-    for seconds, (_, lines) in zip(parse_times(times), found, strict=True):
-        speaker, colon, said = "\n".join(lines).partition(": ")
-        if colon and "\n" not in speaker and said.strip() and not NOT_TEXT.fullmatch(said):
-            chat.append(Message(seconds, speaker.strip("\u200e\u202a\u202c\u202f ~"), said))
-    return chat
-
-
-def parse_times(times: list[str]) -> list[float]:
-    """Seconds of WhatsApp's times, which have the order of day and month of the telephone: the one in which
-    most messages follow one another in time. If none fits, the messages are a second apart."""
-    found: list[list[float]] = []
-    for form in DATES:
-        known = [value for value in (one_time(each, form) for each in times) if value is not None]
-        if len(known) == len(times):
-            found.append(known)
-    rising = [sum(a <= b for a, b in pairwise(known)) for known in found]
-    return found[rising.index(max(rising))] if found else [float(i) for i in range(len(times))]
-
-
-def one_time(moment: str, form: str) -> float | None:
-    """Seconds of a time; None if its date does not have this form."""
-    date, time, *half = moment.split(" ")
-    numbers = re.split("[./-]", date)
-    if "%y" in form:
-        form = form.replace("%y", "%Y" if any(len(number) == 4 for number in numbers) else "%y")
-    hour, *rest = re.split("[:.]", time)
-    if half and int(hour) == 0:  # so Japanese telephones count, and others that do not have 12
-        hour = "12"
-    clock = ".".join(["%I" if half else "%H", "%M", "%S"][: 1 + len(rest)])
-    text = " ".join([".".join(numbers), ".".join([hour, *rest]), *half])
-    try:
-        return datetime.strptime(text, " ".join([form, clock, *(["%p"] if half else [])])).timestamp()
-    except ValueError:
-        return None
 
 
 def to_conversations(

@@ -4,9 +4,9 @@
     python scripts/convert_chats.py --export chat.txt --assistant Anna --output data/anna.jsonl
     python trainer/train_full_sft.py --data_path data/anna.jsonl
 
-Reads WhatsApp's chat.txt, Telegram's result.json, the JSON of DiscordChatExporter, and ChatGPT's
-conversations.json, in which the assistant is known. Nothing leaves this machine. But a model can repeat what
-it has read, so ask the others before you give it away.
+Reads WhatsApp's chat.txt, Telegram's result.json, the JSON of DiscordChatExporter, message_1.json of
+Instagram or Messenger, and ChatGPT's conversations.json, in which the assistant is known. Nothing leaves
+this machine. But a model can repeat what it has read, so ask the others before you give it away.
 """
 
 import sys

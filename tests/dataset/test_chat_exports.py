@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import UserError
-from dataset.chat_exports import form_of, read_export, read_whatsapp, to_conversations
+from dataset.chat_exports import form_of, read_export, to_conversations
+from dataset.whatsapp import read_whatsapp
 
 IPHONE = """\ufeff[31.12.20, 21:15:03] Anna: \u200eMessages and calls are end-to-end encrypted.
 [31.12.20, 21:15:04] Anna: Are you there?
@@ -54,12 +55,51 @@ def test_whatsapp(text):
         "31/12/20, 9:15 μ.μ. - Anna: hi",
         "31.12.2020 г., 21:15 ч. - Anna: hi",
         "\u200f31\u200f/12\u200f/2020, 9:15 م - Anna: hi",
+        "[٣١\u200f/١٢\u200f/٢٠٢٠، ٩:١٥:٠٠ م] Anna: hi",
+        "31/12/20, 9:15 CH - Anna: hi",
+        "[31.12.20, 9:15:00 ÖS] Anna: hi",
+        "31/12/20, 9:15 PTG - Anna: hi",
+        "2020-12-31, 9:15 ب.ظ. - Anna: hi",
+        "31.12.2020, 21:15\u00a0Uhr - Anna: hi",
+        "2020-12-31 21 h 15 - Anna: hi",
+        "[2020-12-31, 21 h 15 min 00 s] Anna: hi",
+        "[31.12.20, 9:15:00\u202fPM] Anna: hi",
     ],
 )
 def test_whatsapp_of_other_languages(line):
     (message,) = read_whatsapp(f"{line}\n")
     assert message[1:] == ("Anna", "hi")
     assert datetime.fromtimestamp(message.seconds) == datetime(2020, 12, 31, 21, 15)
+
+
+EDITED_IPHONE = """[31.12.23, 23:59:01] Anna: \u200eNachrichten und Anrufe sind Ende-zu-Ende-verschlüsselt.
+[31.12.23, 23:59:02] Anna: Hallo @\u2068Ben M.\u2069, kommst du? \u200e<Diese Nachricht wurde bearbeitet.>
+\u200e[31.12.23, 23:59:03] Ben: Schau mal \u200e<Anhang: 00000012-PHOTO-2023-12-31-23-59-59.jpg>
+[31.12.23, 23:59:04] Ben: \u200eDu hast diese Nachricht gelöscht.
+[31.12.23, 23:59:05] Ben: \u200eUMFRAGE:
+Wann?
+\u200eOPTION: heute (1 Stimme)
+[31.12.23, 23:59:06] Anna: plan.pdf • \u200e3 Seiten \u200eDokument weggelassen
+[31.12.23, 23:59:07] Anna: \u200e<Anhang: 00000013-AUDIO-2023-12-31-23-59-59.opus>
+[31.12.23, 23:59:08] Anna: <b> macht fett
+"""
+EDITED_ANDROID = """31.12.23, 23:58 - Anna hat den Betreff von „Ski: Januar“ zu „Ski: Februar“ geändert.
+31.12.23, 23:59 - Anna: Hallo @\u2068Ben M.\u2069, kommst du? <Diese Nachricht wurde bearbeitet.>
+31.12.23, 23:59 - Ben: \u200eIMG-20231231-WA0001.jpg (Datei angehängt)
+Schau mal
+31.12.23, 23:59 - Ben: Diese Nachricht wurde gelöscht.
+31.12.23, 23:59 - Ben: PTT-20231231-WA0002.opus (Datei angehängt)
+31.12.23, 23:59 - Anna: \u200eplan.pdf (Datei angehängt)
+31.12.23, 23:59 - Anna: Du hast diese Nachricht gelöscht.
+31.12.23, 23:59 - Anna: <b> macht fett
+"""
+
+
+@pytest.mark.parametrize("text", [EDITED_IPHONE, EDITED_ANDROID])
+def test_whatsapp_without_what_nobody_wrote(text):
+    """Marks of edited and deleted messages, names of files, polls, system messages with a colon."""
+    said = [message[1:] for message in read_whatsapp(text)]
+    assert said == [("Anna", "Hallo @Ben M., kommst du?"), ("Ben", "Schau mal"), ("Anna", "<b> macht fett")]
 
 
 def test_noon_of_telephones_that_count_from_zero():
@@ -106,6 +146,21 @@ DISCORD = {
     ],
 }  # fmt: skip
 
+INSTAGRAM = {"participants": [{"name": "Ben"}], "messages": [  # the newest is the first
+    {"sender_name": "Ben", "timestamp_ms": 40000, "content": "Ben sent an attachment.", "share": {"link": "a.org"}},
+    {"sender_name": "Anna", "timestamp_ms": 31000, "content": "Reacted \u00e2\u009d\u00a4 to your message "},
+    {"sender_name": "Anna", "timestamp_ms": 30000, "photos": [{"uri": "x.jpg"}]},
+    {"sender_name": "Ben", "timestamp_ms": 25000, "content": "Wrong.", "is_unsent": True},
+    {"sender_name": "Ben", "timestamp_ms": 20000, "content": "Yes."},
+    {"sender_name": "Anna", "timestamp_ms": 10000, "content": "see a.org"},
+]}  # fmt: skip
+MESSENGER = {"participants": ["Anna", "Ben"], "threadName": "Ben_1", "messages": [
+    {"isUnsent": False, "media": [], "reactions": [], "senderName": "Anna", "text": "see a.org", "timestamp": 10000, "type": "text"},
+    {"isUnsent": False, "media": [{"uri": "x"}], "reactions": [], "senderName": "Anna", "text": "", "timestamp": 15000, "type": "media"},
+    {"isUnsent": False, "media": [], "reactions": [], "senderName": "Ben", "text": "Yes.", "timestamp": 20000, "type": "text"},
+    {"isUnsent": True, "media": [], "reactions": [], "senderName": "Ben", "text": "", "timestamp": 25000, "type": "placeholder"},
+]}  # fmt: skip
+
 
 def node(parent: str | None, role: str | None, *parts: object) -> dict:
     message = role and {"author": {"role": role}, "content": {"content_type": "text", "parts": list(parts)}}
@@ -132,6 +187,8 @@ for each in OLD_TELEGRAM["messages"]:
         (OLD_TELEGRAM, "Ben"),
         ({"chats": {"list": [TELEGRAM]}}, "Ben"),
         (DISCORD, "Ben"),
+        (INSTAGRAM, "Ben"),
+        (MESSENGER, "Ben"),
         (CHATGPT, None),
     ],
 )
@@ -153,6 +210,30 @@ def test_names_and_texts_have_no_half_characters(tmp_path):
     (tmp_path / "result.json").write_text(json.dumps(telegram))
     export = read_export(str(tmp_path / "result.json"))
     assert export.speakers() == [("Anna", 1), ("Ben ?", 1)] and export.chats[0][1].text == "Yes 😀?"
+
+
+def test_texts_of_instagram_are_utf8_as_characters(tmp_path):
+    """Its older form; a text that is already right, as of the newer one, stays."""
+    as_characters = "Grüße 早 😀".encode().decode("latin-1")
+    for name, text in (("Jos\u00c3\u00a9", as_characters), ("José", "Grüße 早 😀")):
+        record = {"sender_name": name, "timestamp_ms": 1000, "content": text}
+        (tmp_path / "message_1.json").write_text(json.dumps({"messages": [record]}))
+        (chat,) = read_export(str(tmp_path / "message_1.json")).chats
+        assert [message[1:] for message in chat] == [("José", "Grüße 早 😀")]
+
+
+def test_chatgpt_without_marks_of_sources_and_thoughts(tmp_path):
+    chat = json.loads(json.dumps(CHATGPT))
+    mapping = chat[0]["mapping"]
+    mapping["d"]["message"]["content"]["parts"] = ["Yes \ue200cite\ue202turn0search0\ue201.【3†a.org】"]
+    mapping["t"] = node("c", "assistant") | {"message": {"author": {"role": "assistant"}}}
+    mapping["t"]["message"]["content"] = {"content_type": "thoughts", "thoughts": [{"content": "Hm."}]}
+    mapping["r"] = node("t", "assistant") | {"message": {"author": {"role": "assistant"}}}
+    mapping["r"]["message"]["content"] = {"content_type": "reasoning_recap", "content": "Thought for 5s"}
+    mapping["d"]["parent"] = "r"
+    (tmp_path / "conversations.json").write_text(json.dumps(chat))
+    (said,) = read_export(str(tmp_path / "conversations.json")).chats
+    assert [message.text for message in said] == ["see a.org", "Yes."]
 
 
 def test_chatgpt_without_the_last_node_with_speech_and_with_hidden_messages(tmp_path):
