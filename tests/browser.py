@@ -21,6 +21,64 @@ FLAGS = """--headless --no-sandbox --disable-gpu --disable-quic --disable-dev-sh
     --disable-background-networking --disable-component-update --disable-sync --disable-default-apps
     --force-prefers-reduced-motion --renderer-process-limit=1 --disable-features=Translate,OptimizationHints"""
 IS_SHOWN = "(e) => e.checkVisibility({visibilityProperty: true}) && e.getClientRects().length > 0"
+# What a person sees misplaced: text and controls (or the parts of them that are not scrolled away) that reach beyond
+# the page, that are cut, or that cover one another. If a dialog is open, it alone is looked at.
+MISPLACED = """
+const [width] = arguments, faults = [], boxes = [];
+const shown = (e) => e.checkVisibility({ visibilityProperty: true, opacityProperty: true }) && e.getClientRects().length;
+const root = document.querySelector("dialog[open]") ?? document.body;
+const said = (e) => `${e.tagName.toLowerCase()}.${e.className || e.id}: ${(e.innerText || e.value || "").slice(0, 60)}`;
+const isScrolled = (e) => e.matches(".table, .code pre, .katex-display, .entry > .name, td[title]"); // or has an ellipsis
+function add(owner, rect, what) {
+  let { left, right, top, bottom } = rect;
+  if (right - left < 1 || bottom - top < 1) return;
+  for (let e = owner; e && e !== root.parentElement; e = e.parentElement) {
+    const style = getComputedStyle(e), box = e.getBoundingClientRect();
+    if (e !== owner || what === "text") {
+      const isCut = left < box.left - 1 || right > box.right + 1;
+      if (style.overflowX !== "visible" && isCut && !isScrolled(e)) faults.push(`cut: ${said(owner)} by ${said(e)}`);
+      if (style.overflowY === "hidden" && bottom > box.bottom + 1 && e !== document.body) faults.push(`cut: ${said(owner)}`);
+      if (style.overflowX !== "visible") [left, right] = [Math.max(left, box.left), Math.min(right, box.right)];
+      if (style.overflowY !== "visible") [top, bottom] = [Math.max(top, box.top), Math.min(bottom, box.bottom)];
+    }
+    if (style.position === "fixed") break;
+  }
+  if (right - left < 1 || bottom - top < 1) return;
+  if (left < -1 || right > width + 1) faults.push(`beyond the page: ${said(owner)}`);
+  boxes.push({ owner, left, right, top, bottom });
+}
+const isLeftOut = (e) => !e || e.closest(".visually-hidden, option, script, style, .u-over, .u-axis") || !shown(e);
+const texts = document.createTreeWalker(root, NodeFilter.SHOW_TEXT);
+for (let node; (node = texts.nextNode()); ) {
+  if (!node.data.trim() || isLeftOut(node.parentElement)) continue;
+  const range = document.createRange();
+  range.selectNodeContents(node);
+  for (const rect of range.getClientRects()) add(node.parentElement, rect, "text");
+}
+for (const e of root.querySelectorAll("button, input, select, textarea, svg, summary, [role=progressbar]")) {
+  if (isLeftOut(e)) continue;
+  add(e, e.getBoundingClientRect(), "control");
+  if (e.matches("button:not(.entry > .name)") && e.scrollWidth > e.clientWidth + 1) faults.push(`cut: ${said(e)}`);
+  if (e.matches("#training select")) {
+    const pen = document.createElement("canvas").getContext("2d"), style = getComputedStyle(e);
+    pen.font = style.font;
+    const room = e.clientWidth - parseFloat(style.paddingLeft) - parseFloat(style.paddingRight);
+    const text = e.selectedOptions[0]?.text ?? "";
+    if (pen.measureText(text).width > room + 1 && text.length < 30) faults.push(`cut: select ${text}`);
+  }
+}
+if (document.scrollingElement.scrollWidth > width) faults.push(`wider than ${width}`);
+const isInside = (a, b) => a === b || a.contains(b) || b.contains(a);
+const isAbove = (e) => e.closest(".notice, .sidebar, #veil");
+boxes.forEach((a, i) => {
+  for (const b of boxes.slice(i + 1)) {
+    const [x, y] = [Math.min(a.right, b.right) - Math.max(a.left, b.left), Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top)];
+    if (x > 2 && y > 2 && !isInside(a.owner, b.owner) && isAbove(a.owner) === isAbove(b.owner))
+      faults.push(`overlap: ${said(a.owner)} and ${said(b.owner)}`);
+  }
+});
+return [...new Set(faults)];
+"""
 EXPECTED = re.compile(r"favicon|Failed to load resource.*status of 4")
 
 
@@ -57,6 +115,11 @@ class Page:
     def size(self, width: int, height: int) -> None:
         metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
         self.devtools("Emulation.setDeviceMetricsOverride", **metrics)
+
+    def misplaced(self, width: int) -> list[str]:
+        """What does not fit, is cut or covered on a screen of this width."""
+        self.size(width, 800)
+        return self.run(MISPLACED, width)
 
     def run(self, script: str, *arguments: Any) -> Any:
         return self.driver.execute_script(script, *arguments)

@@ -82,11 +82,17 @@ def unsure(run: Run, lang: str) -> str | None:
     if math.isnan(first) or now is None or guessing is None:
         return None
     where = words["training text" if facts.get("held_out_is_training") else "held-out text"]
-    everything = words["all"].format(count=round(math.exp(guessing)))
+    everything = words["all"].format(count=number_of(guessing))
     if now >= guessing:
-        return words["guesses"].format(where=where, count=round(math.exp(guessing)))
-    before = everything if first >= guessing else words["some"].format(count=round(math.exp(first)))
-    return words["unsure"].format(where=where, now=round(math.exp(now)), first=before)
+        return words["guesses"].format(where=where, count=number_of(guessing))
+    before = everything if first >= guessing else words["some"].format(count=number_of(first))
+    return words["unsure"].format(where=where, now=number_of(now), first=before)
+
+
+def number_of(loss: float) -> str:
+    """The number of equally likely tokens with this cross entropy, below ten with one decimal."""
+    number = math.exp(loss)
+    return f"{number:.1f}".removesuffix(".0") if number < 9.95 else f"{round(number):,}"
 
 
 def first_and_last(answers: list[tuple[int, str]], last: int, words: dict[str, str]) -> list[tuple[str, str]]:

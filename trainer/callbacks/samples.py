@@ -133,7 +133,8 @@ class Samples(Callback):
             return
         samples = []
         for (prompt, _), tokens in zip(self.prompts, answers, strict=True):
-            answer, sampled = self.tokenizer.batch_decode(list(tokens), skip_special_tokens=True)
+            texts = self.tokenizer.batch_decode(list(tokens), skip_special_tokens=True)
+            answer, sampled = (text.rstrip("\ufffd") for text in texts)  # the limit may cut a character
             samples.append({"prompt": prompt, "answer": answer, "sampled": sampled})
         record["samples"] = [*record.get("samples", ()), *samples]
 

@@ -94,7 +94,7 @@ function draw() {
   drawTable();
   drawSamples();
   byId("curves-bar").hidden = !shown().length;
-  byId("curves-empty").hidden = shown().length > 0 || !runs || (trains && !runs.length);
+  byId("curves-empty").hidden = shown().length > 0 || !runs || (trains && (!runs.length || view.isOfCard));
   byId("curves-empty").textContent = runs?.length ? t("noneChosen") : `${t("noRuns")} ${t("trainOff")}`;
 }
 

@@ -19,6 +19,13 @@ const NAME_LENGTH = 40;
 const MEDIA = /\.(jpe?g|png|gif|heic|webp|bmp|svg|mp3|mp4|m4a|mov|avi|wav|zip|exe)$/i;
 const MOST_HOURS = 168;
 const LEAST_HOURS = 0.02;
+// what is wrong with a record (dataset/records.py, dataset/messages.py): how it begins or ends, and its text here
+const REASONS = [
+  [/^not valid JSON/, "why_json"],
+  [/^no '.*\(its keys: (.*?)\)/, "why_keys"],
+  [/ is (?:null|blank)\b| has no content\b|is '' instead of text/, "why_empty"],
+  [/^no assistant turn/, "why_no_answer"],
+];
 const FEW_RIGHT = 0.5; // as in trainer/report/warnings.py
 const KINDS = /(\.(?:txt|md|jsonl|json|csv|tsv)(?:\.gz)?|\.(?:parquet|arrow|docx|epub|pdf|html?|srt|vtt))$/i;
 
@@ -84,6 +91,12 @@ async function act(doing, say) {
   }
 }
 
+/** What is wrong with a record, in the words of the page if it has some: the others are for who writes such files. */
+function reasonOf(why) {
+  const [pattern, key] = REASONS.find(([pattern]) => pattern.test(why)) ?? [/^/, "why_other"];
+  return t(key, { why, keys: why.match(pattern)[1] });
+}
+
 /** That a training runs, and how long it still takes if that is known. */
 function busyText(name) {
   const left = living()?.seconds_left;
@@ -94,7 +107,8 @@ function busyText(name) {
 export function sentence({ code, param, values = {}, message }) {
   const { need, free, most, seconds, file, line, why, name, n, question } = values;
   if (code === "busy") return busyText(name);
-  const filled = { need: size(need), free: size(free), most: n ? most : size(most), seconds, file, line, why, name, n, question, text: message };
+  const reason = code === "bad_record" ? reasonOf(why ?? "") : why;
+  const filled = { need: size(need), free: size(free), most: n ? most : size(most), seconds, file, line, why: reason, name, n, question, text: message };
   if (code === "other" && file) return t("error_unreadable", { file });
   if (code === "field" && knows(`error_field_${param}`)) return t(`error_field_${param}`);
   return knows(`error_${code}`) ? t(`error_${code}`, filled) : message;

@@ -71,6 +71,9 @@ def test_the_held_out_loss_in_words():
     )
     assert "8 个同样可能的词片之间犹豫；训练之前是 4,096 个。" in report.unsure(run, "zh")
     assert report.unsure(run, "en").startswith("On the held-out text, each next piece of a word is")
+    few = run_of([math.log(4096), math.log(1.47)])
+    few.values["initial_eval_loss"] = array("d", [math.log(4096), math.nan])
+    assert "as a choice among 1.5 equally likely ones; before" in report.unsure(few, "en")
     run.about["facts"] = FACTS | {"held_out_is_training": True}
     assert report.unsure(run, "en").startswith(
         "On the text that it was trained on, each next piece of a word is"
@@ -88,7 +91,7 @@ def test_the_held_out_loss_in_words():
         (6.0, math.log(512), "does no better than guessing among all 512 pieces of words"),
         (6.0, 6.262, "does no better than guessing among all 512"),
         (800.0, 1e4, "does no better than guessing among all 512"),
-        (1e4, 2.0, "among 7 equally likely ones; before training, among all 512"),
+        (1e4, 2.0, "among 7.4 equally likely ones; before training, among all 512"),
     ],
 )
 def test_there_are_no_more_tokens_than_the_vocabulary_has(first, now, said):

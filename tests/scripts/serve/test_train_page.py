@@ -9,16 +9,17 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from selenium.webdriver.common.keys import Keys
 
-from scripts.serve import training, uploads
+from scripts.serve import sending, training, uploads
 from scripts.serve.api import Access
 from scripts.serve.page import PAGE
 from tests.browser import Page
 from tests.dataset.test_chat_exports import CHATGPT, IPHONE
-from tests.dataset.test_documents import partly_scanned
+from tests.dataset.test_documents import partly_scanned, word_document
 from tests.scripts.serve import trainings
 from tests.scripts.serve.test_training import QUICK, TEXT, Client, end_all, flags_of, make_client
 from tests.scripts.test_serve_openai_api import wait_for_line
@@ -47,9 +48,8 @@ NOT_ENGLISH |= {"docx", "epub", "pdf", "html", "srt", "once", "script", "hacked"
 RAW = re.compile(r"--[a-z]|eval_|_loss|\w+Error|error:|Traceback|\d M\b|tokens/s")  # words of a log
 FORM, PRIMARY = f"{BODY} form", f"{BODY} .buttons .primary"
 PRIMARY_OF_FORM = f"{FORM} > .buttons .primary"
-SIDEWAYS = """return [document.scrollingElement, ...document.querySelectorAll('.training, #train-card, #train-card *')]
-    .filter((e) => e.getClientRects().length && !e.matches('.visually-hidden, option')
-        && e.getBoundingClientRect().right > arguments[0] + 1).map((e) => e.outerHTML.slice(0, 200))"""
+SHOWN = "#train-card, dialog[open]"  # the last one that is there
+WIDTHS = (320, 390, 1280)
 
 
 # the page looks at the server every two seconds: here as often as it can
@@ -104,26 +104,36 @@ def give(page, folder: Path, **files: str | bytes) -> None:
         page.one("#train-files").send_keys(str(path))
 
 
-def check_everywhere(page, client: Client, title: str) -> None:
-    """In this state the page is the same after a reload, speaks Chinese alone in Chinese, and fits any screen."""
-    body = lambda: re.sub(r"\d+", "#", page.text(BODY))  # noqa: E731
+def check_layout(page) -> None:
+    """What is shown fits narrow and wide screens in both languages."""
+    for _ in ("the present language", "the other one"):
+        for width in WIDTHS:
+            assert page.misplaced(width) == [], width
+        page.click("#language")
+    page.size(1200, 800)
+
+
+def check_screen(page, *data: str) -> None:
+    """`check_layout`; without a word of a log, and in Chinese without English. data: English words that are data."""
+    check_layout(page)
+    for language in ("en", "zh"):
+        assert page.run("return document.documentElement.lang")[:2] == language
+        shown = page.text(SHOWN)
+        assert not RAW.search(shown), shown
+        words = {word.lower() for word in re.findall("[A-Za-z]{3,}", shown)}
+        assert language == "en" or words <= NOT_ENGLISH | {*data}, words - NOT_ENGLISH
+        page.click("#language")
+
+
+def check_everywhere(page, title: str, *data: str) -> None:
+    """In this state the page is the same after a reload, and `check_screen` holds."""
     state = lambda: (page.text("#train-title"), page.texts(f"{BODY} button"))  # noqa: E731
     before = state()
     assert before[0] == title
-    assert not RAW.search(page.text(BODY))
     page.driver.refresh()
     ready_in_training(page)
     page.wait(lambda: state() == before)
-    page.click("#language")
-    words = {word.lower() for word in re.findall("[A-Za-z]{3,}", page.text("#train-card"))}
-    assert words <= NOT_ENGLISH, words - NOT_ENGLISH
-    page.click("#language")
-    for width in (320, 390):
-        page.size(width, 800)
-        assert page.run(SIDEWAYS, width) == []
-    page.size(1200, 800)
-    assert page.run("return document.scrollingElement.scrollWidth") == 1200
-    assert body()
+    check_screen(page, *data)
 
 
 def test_from_an_empty_folder_to_a_model_of_ones_own_text_by_clicks(card, client, tmp_path):
@@ -133,12 +143,13 @@ def test_from_an_empty_folder_to_a_model_of_ones_own_text_by_clicks(card, client
     card.wait(lambda: "No model yet." in card.text(".welcome"))
     card.click(".welcome .primary")
     assert card.shown(FORM) and not card.one(PRIMARY).is_enabled()
+    check_everywhere(card, "New model")
     give(card, tmp_path, a_txt=TEXT)
     card.wait(lambda: "a.txt: text to read, 390 B" in card.text(".files"))
     assert "It will continue texts" in card.text(FORM)
     card.one("#train-name").send_keys(Keys.CONTROL, "a")
     card.one("#train-name").send_keys("novel")
-    check_everywhere(card, client, "New model")
+    check_everywhere(card, "New model")
     card.click(PRIMARY)
     card.wait(
         lambda: (
@@ -147,21 +158,21 @@ def test_from_an_empty_folder_to_a_model_of_ones_own_text_by_clicks(card, client
         )
     )
     assert "Reading: only 12 updates, which teach little. Add more text or conversations." in card.text(BODY)
-    check_everywhere(card, client, "novel")
+    check_everywhere(card, "novel")
     let_write(client, "novel", 6)
     card.click(PRIMARY)
     card.wait(lambda: re.search(r"6 of 12 updates · about \d+ seconds left", card.text(BODY)))
-    check_everywhere(card, client, "novel")
+    check_everywhere(card, "novel")
     assert "<script>" in card.text(BODY) and card.run("return window.hacked") is None
     card.click(f"{BODY} .buttons button")
     card.wait(lambda: "Stopped at update 7 of 12" in card.text(BODY))
-    check_everywhere(card, client, "novel")
+    check_everywhere(card, "novel")
     let_write(client, "novel", 12)
     card.click(PRIMARY)
     card.wait(lambda: "Ready." in card.text(BODY))
     buttons = ["Chat with it", "Save as a page to send", "Download the report", "Teach it more", "New model"]
     assert card.texts(f"{BODY} .buttons button") == buttons
-    check_everywhere(card, client, "novel")
+    check_everywhere(card, "novel")
     card.wait(lambda: card.texts("#plots .plot:first-child .u-label") == ["Updates", "novel/pretrain_64"])
     assert card.text("#table") == "In figures"  # names of settings are folded
     card.click(PRIMARY)
@@ -175,7 +186,7 @@ def test_a_plan_that_was_not_finished_is_made_again(card, client):
     asked = {"name": "novel", "files": ["a.txt"], "hours": 1.0, "depth": 2, "skip_bad": False}
     (client.folder / "novel/job.json").write_text(json.dumps(asked))
     card.wait(lambda: "The plan of “novel” was not finished. Make it again." in card.text(FORM))
-    check_everywhere(card, client, "novel")
+    check_everywhere(card, "novel")
     assert card.one("#train-name").get_attribute("value") == "novel"
     assert card.one("#train-size").get_attribute("value") == "2"
     card.click(PRIMARY)
@@ -191,7 +202,7 @@ def test_states_that_pass_are_the_same_after_a_reload_and_in_both_languages(card
         with open(folder / "job.log", "a") as file:
             file.write(log)
         card.wait(lambda: sentence in card.text(BODY))
-        check_everywhere(card, client, "novel")
+        check_everywhere(card, "novel")
 
     with open(client.folder / ".train.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -220,7 +231,7 @@ def test_states_that_pass_are_the_same_after_a_reload_and_in_both_languages(card
 def test_several_files_have_a_share_each_and_the_name_follows_them(card, client, tmp_path):
     give(card, tmp_path, a_txt=TEXT, b_txt=TEXT * 3, c_jsonl=CHAT * 3)
     name = lambda: card.one("#train-name").get_attribute("value")  # noqa: E731
-    card.wait(lambda: "c.jsonl: 3 conversations" in card.text(".files") and "1.17 KB" in card.text(".files"))
+    card.wait(lambda: "c.jsonl: 3 conversations" in card.text(".files") and "75 %" in card.text(".files"))
     assert "a.txt: text to read, 390 B · 25 % of the text" in card.text(".files")
     assert "b.txt: text to read, 1.17 KB · 75 % of the text" in card.text(".files") and name() == "a"
     boxes = {box.get_attribute("id"): box for box in card.all(".files input")}
@@ -266,13 +277,7 @@ def test_a_model_has_a_card_and_goes_on_with_a_second_text_by_clicks(card, clien
     words = {word.lower() for word in re.findall("[A-Za-z]{3,}", card.text("#models"))}
     assert words <= {"novel"} and "120 万个权重" in card.text("#models")
     card.click("#language")
-    for width in (320, 390):
-        card.size(width, 800)
-        assert (
-            card.run(SIDEWAYS, width) == []
-            and card.run("return document.scrollingElement.scrollWidth") == width
-        )
-    card.size(1200, 800)
+    check_screen(card)
     assert card.one("#train-start").get_attribute("value") == "" and card.shown("#train-size")
     card.click("#models .buttons button")  # Teach it more
     assert card.one("#train-start").get_attribute("value") == "novel" and not card.shown("#train-size")
@@ -285,7 +290,7 @@ def test_a_model_has_a_card_and_goes_on_with_a_second_text_by_clicks(card, clien
             in card.text(FORM)
         )
     )
-    check_everywhere(card, client, "New model")
+    check_everywhere(card, "New model")
     card.click(PRIMARY)
     card.wait(lambda: "It continued from “novel”." in card.text(BODY) and "weights (" in card.text(BODY))
     assert card.text("#train-title") == "second" and not card.shown("#models")
@@ -381,7 +386,7 @@ def test_an_exported_chat_is_shown_and_becomes_conversations_by_clicks(card, cli
     assert "Question: see a.org\n" in row()[1] and "Answer: Yes." in row()[1]  # who answers is known
     assert not card.one(PRIMARY_OF_FORM).is_enabled()  # nothing is read before it was looked at
     assert "Not used yet: a.txt, b.json. Say above what it shall become." in card.text(FORM)
-    check_everywhere(card, client, "New model")
+    check_everywhere(card, "New model")
     card.run("document.querySelectorAll('.export')[0].querySelectorAll('input')[1].click()")
     assert "Question: Are you there?" in row()[0] and "Answer: Yes: I am.\nTwo lines." in row()[0]  # Ben
     card.run("document.querySelector('.export .primary').click()")
@@ -473,7 +478,7 @@ def test_text_and_conversations_are_two_stages_then_it_answers(card, client, tmp
         card.driver.close()
         card.driver.switch_to.window(first)
     card.wait(lambda: "Ready. It answers 3 of 4 questions right that it had not seen." in card.text(BODY))
-    check_everywhere(card, client, name)
+    check_everywhere(card, name)
     card.click(PRIMARY)
     card.wait(lambda: card.text("#model option:checked").endswith("/full_sft_64"))
     assert card.ask("hello") == "You said: hello"
@@ -606,7 +611,7 @@ def test_what_is_wrong_with_a_file_is_a_sentence_in_both_languages_and_the_form_
         "a_docx": ("x", "a.docx cannot be read: it is damaged, locked", "a.docx 无法读取"),
         "a_jpg": ("x", "a.jpg: this is not text.", "a.jpg：这不是文本"),
         "b_txt": ("", "b.txt contains nothing to read.", "没有可读的内容"),
-        "c_jsonl": (bad, "c.jsonl, line 17: not valid JSON", "c.jsonl 第 17 行"),
+        "c_jsonl": (bad, "c.jsonl, line 17: it is not complete JSON", "c.jsonl 第 17 行"),
     }
     card.one("#train-name").send_keys("kept")
     for name, (content, english, chinese) in wrong.items():
@@ -630,7 +635,10 @@ def test_what_is_wrong_with_a_file_is_a_sentence_in_both_languages_and_the_form_
     card.driver.refresh()
     ready_in_training(card)
     refusals = {
-        ":3: no 'text' (its keys: 'x')": ("a.txt, line 3: no 'text'", "a.txt 第 3 行"),
+        ":3: no 'text' (its keys: 'x')": (
+            "a.txt, line 3: no field has a name that is known here; its fields are 'x'",
+            "a.txt 第 3 行：没有这里认得的字段名，它的字段是 'x'。",
+        ),
         ": --eval_share 0.02 holds out none of the records": ("Too little text", "文本太少"),
         ": --hours 0.17: fewer than 100 updates, which teach little": (
             "The model would learn nothing",
@@ -688,3 +696,199 @@ def test_by_keyboard_alone_and_read_out_at_changes_and_each_tenth(card, client, 
     states = [text for text in said if text.startswith("a: ")]
     assert states[-3:] == ["a: the plan is made", "a: training", "a: ready"] and len(states) <= 4
     assert 1 <= len(tens) <= 10 and len(set(tens)) == len(tens)
+
+
+# --- each screen, with the longest words that it can have
+
+LONG_NAME = "W_name_without_blanks_as_long_as_allowed"  # 40 characters
+LONG_WORD = "x" * 400
+DATA = {*LONG_NAME.lower().split("_"), LONG_WORD, "docx", "jpg", "river", "ran", "user", "assistant"}
+ADVICE: list[dict[str, Any]] = [
+    {"key": "more time", "stage": "pretrain", "updates": 12345},
+    {"key": "more data", "stage": "full_sft", "updates": 12},
+    {"key": "few tokens", "tokens": 12345},
+    {"key": "short tokens", "bytes": 1.5},
+    {"key": "few conversations", "conversations": 300, "command": "python trainer/train_lora.py --x 1"},
+    {"key": "leaks", "leaked": 3, "questions": 50},
+    {"key": "disk", "need": 12.345, "free": 1.234},
+]
+
+
+def open_all(page, css: str = "#train-body details:not(:has(.log))") -> None:
+    """Unfold."""
+    page.run("document.querySelectorAll(arguments[0]).forEach((e) => { e.open = true; })", css)
+
+
+def choose(page, name: str) -> None:
+    """Have the card show a training, or the form ("")."""
+    page.run(
+        "const choice = document.querySelector('#train-choice'); choice.value = arguments[0];"
+        "choice.dispatchEvent(new Event('change'))",
+        name,
+    )
+    page.wait(lambda: page.text("#train-title") == (name or "New model"))
+
+
+def test_screen_of_files_of_five_kinds_and_of_one_that_is_refused(card, client, tmp_path):
+    bad = CHAT * 16 + "{\n" + CHAT * 9
+    give(card, tmp_path, a_txt=TEXT, b_jsonl=bad, c_csv="question,answer\nhi,ho\n", d_docx=word_document())
+    give(card, tmp_path, e_pdf=partly_scanned("A river ran." * 30, None), **{f"{LONG_NAME}_txt": LONG_WORD})
+    card.wait(lambda: card.text(".files").count("% of the text") == 4 and "line 17" in card.text(".files"))
+    give(card, tmp_path, f_jpg="x")
+    card.wait(lambda: card.text(f"{FORM} .error") == "f.jpg: this is not text.")
+    assert len(card.all(".files li")) == 6
+    card.run("window.scrollBy(0, 0)")
+    open_all(card)
+    check_screen(card, *DATA)
+    other = card.one("[aria-label='other, in hours:']")
+    other.send_keys("500")
+    card.click(PRIMARY_OF_FORM)
+    card.wait(lambda: card.text(f"{FORM} .error") == "Between 0.02 and 168 hours (a week).")
+    check_screen(card, *DATA)
+
+
+def test_screen_of_a_file_that_arrives(card, client, tmp_path):
+    card.devtools("Network.enable")
+    slow = {"latency": 0, "downloadThroughput": -1, "uploadThroughput": 20_000}
+    card.devtools("Network.emulateNetworkConditions", offline=False, **slow)
+    try:
+        give(card, tmp_path, **{f"{LONG_NAME}_txt": TEXT * 5000})
+        card.wait(lambda: "% of 1.95 MB" in card.text(".files"))
+        check_screen(card, *DATA)
+        card.click(".files button")
+    finally:
+        card.devtools("Network.emulateNetworkConditions", offline=False, **slow | {"uploadThroughput": -1})
+
+
+def test_screens_from_a_plan_with_all_advice_to_a_model(card, client):
+    """Names are as long as allowed, numbers are large, what the model writes has no blanks."""
+    client.put(f"{LONG_NAME}.jsonl", CHAT * 3)
+    client.planned(LONG_NAME, files=["a.txt", f"{LONG_NAME}.jsonl"])
+    folder = client.folder / LONG_NAME
+    facts = json.loads((folder / "plan_facts.json").read_text())
+    large = {"parameters": 123_456_789, "width": 1024, "depth": 16, "memory": 123.4e9, "memory_free": 1e12}
+    (folder / "plan_facts.json").write_text(json.dumps(facts | large | {"unwise": ADVICE, "limit": "memory"}))
+    card.driver.refresh()
+    ready_in_training(card)
+    card.wait(lambda: "A model of 120 million weights (16 layers, 1024 wide)." in card.text(BODY))
+    assert len(card.all(".unwise li")) == 6  # one is for a terminal
+    open_all(card)
+    check_screen(card, *DATA)
+    (folder / "answer").write_text(LONG_WORD)
+    let_write(client, LONG_NAME, 12)
+    card.click(PRIMARY)
+    card.wait(lambda: "12 of 12 updates" in card.text(BODY) and LONG_WORD in card.text(BODY))
+    check_screen(card, *DATA)
+    open_all(card, "#train-body details")
+    card.wait(lambda: "== started" in card.text(".log"))
+    check_layout(card)
+    choose(card, "")
+    card.wait(lambda: f"“{LONG_NAME}” is being trained" in card.text(FORM))
+    check_screen(card, *DATA)
+    choose(card, LONG_NAME)
+    card.click(f"{BODY} .buttons button")
+    let_write(client, LONG_NAME, 13)
+    card.wait(lambda: "Stopped" in card.text(BODY))
+    check_screen(card, *DATA)
+    let_write(client, LONG_NAME, 24)
+    card.click(PRIMARY)
+    card.wait(lambda: "Ready." in card.text(BODY))
+    check_screen(card, *DATA)
+    open_all(card, "#training details")
+    card.wait(lambda: card.all("#plots .u-label") and LONG_WORD in card.text("#samples"))
+    check_layout(card)
+    choose(card, "")
+    check_screen(card, *DATA)
+    card.run("[...document.querySelectorAll('#models .buttons button')].at(-1).click()")  # Teach it more
+    card.wait(lambda: "learns more" in card.text(FORM))
+    check_screen(card, *DATA)
+
+
+def test_stopped_between_reading_and_answering(card, client):
+    client.put("b.jsonl", CHAT * 3)
+    client.planned(files=["a.txt", "b.jsonl"])
+    folder = client.folder / "novel"
+    record = {"update": 12, "tokens": 1, "seconds": 1, "loss": 1}
+    (folder / "pretrain_64_metrics.jsonl").write_text(json.dumps(record) + "\n")
+    with open(folder / "job.log", "a") as file:
+        file.write("== started run.sh 2026-11-28 08:16:01\n== asked to stop 2026-11-28 08:17:01\n")
+    card.wait(lambda: "Stopped between reading and answering. Nothing is lost." in card.text(BODY))
+    check_everywhere(card, "novel")
+    card.click("#language")
+    assert "已在阅读与学习回答之间停止，没有丢失任何进度。" in card.text(BODY)
+    card.click("#language")
+
+
+FAILURES = {
+    "out of memory (torch.OutOfMemoryError: tried to allocate 2.00 GiB)": "Out of memory. Close other programs",
+    "out/x cannot be written (No space left on device)": "The disk is full: ",
+    f"out/.uploads/{LONG_NAME}.jsonl:17: 'content' is null": f"{LONG_NAME}.jsonl, line 17: a text in it is empty.",
+    "x.txt is not UTF-8": "Not UTF-8. Save the file as UTF-8",
+    "something new --flag": "It cannot continue. The reason is in the log.",
+}
+
+
+def test_each_failure_has_a_sentence_and_the_buttons_that_help(card, client):
+    client.planned(LONG_NAME)
+    for line, sentence in FAILURES.items():
+        with open(client.folder / LONG_NAME / "job.log", "a") as file:
+            file.write(f"== started run.sh 2026-11-28 08:16:01\nerror: {line}\n")
+        card.wait(lambda sentence=sentence: sentence in card.text(f"{BODY} .error"))
+        buttons = card.texts(f"{BODY} button")
+        assert ("Skip records that cannot be used (at most 10 %)" in buttons) == ("line 17" in sentence)
+        assert {"Continue", "Change", "New model", "Delete"} <= {*buttons}
+        check_screen(card, *DATA)
+
+
+def test_screens_of_dialogs_and_notices(card, client, monkeypatch, tmp_path):
+    """Settings, corrections, the question for the key, the menu with runs, a page to send."""
+    client.put("b.jsonl", CHAT * 3)
+    client.planned(LONG_NAME, files=["a.txt", "b.jsonl"])
+    client.post(f"/{LONG_NAME}/start", {})
+    client.until("ready", name=LONG_NAME)
+    card.wait(lambda: "Ready." in card.text(BODY))
+    stand_in = tmp_path / "convert.py"
+    wait = f"while not Path({str(tmp_path / 'go')!r}).exists(): time.sleep(0.05)"
+    stand_in.write_text(f"""import sys, time; from pathlib import Path
+{wait}
+sys.exit('error: {LONG_WORD}')""")
+    monkeypatch.setattr(sending, "CONVERT", stand_in)
+    # notices stay
+    card.run(
+        "const later = window.setTimeout; window.setTimeout = (run, ms) => (ms === 5000 ? 0 : later(run, ms))"
+    )
+    card.run("[...document.querySelectorAll('#train-body .buttons button')][1].click()")
+    card.wait(lambda: "Making a page of" in card.text("#notice"))
+    check_layout(card)
+    (tmp_path / "go").touch()
+    card.wait(lambda: "The page could not be made" in card.text("#notice"))
+    check_layout(card)
+    card.size(390, 800)
+    card.click("#open-menu")
+    card.wait(lambda: card.shown("#runs .run"))
+    check_layout(card)
+    card.click("#close-menu")
+    card.click("#tab-chat")
+    card.ask(f"hello {LONG_WORD}")
+    check_layout(card)
+    for _ in ("en", "zh"):
+        card.click("#open-settings")
+        for width in WIDTHS:
+            assert card.misplaced(width) == []
+        card.click("#close-settings")
+        card.click("#language")
+    card.click("[aria-label='Correct this answer']")
+    for width in WIDTHS:
+        assert card.misplaced(width) == []
+    card.one(".correcting textarea").send_keys(LONG_WORD)
+    card.click(".correcting .primary")
+    card.click("#open-corrections")
+    card.wait(lambda: card.shown("#corrections"))
+    check_screen(card, *DATA, "hello", "said")
+    card.click("#close-corrections")
+    card.run("sessionStorage.clear()")
+    card.driver.refresh()
+    card.wait(lambda: card.shown("#key-dialog"))
+    card.keys("wrong", Keys.ENTER)
+    card.wait(lambda: card.shown("#key-wrong"))
+    check_screen(card, *DATA)

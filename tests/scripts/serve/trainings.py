@@ -1,6 +1,7 @@
 """Stand-ins for what the page's server starts: a plan that is made in a moment, and a run.sh whose stages write
 records, save at SIGTERM, go on and end with a report, as the real ones do. A test that wants to see one between
-two records says in the file `until` how many it may write, over all stages."""
+two records says in the file `until` how many it may write, over all stages, and in the file `answer` what the model
+writes."""
 
 import json
 import os
@@ -84,7 +85,9 @@ def run_stages(folder: Path) -> None:
             }
             record |= {"initial_eval_loss": 6.0} if update == 1 else {}
             record |= {"eval_answers": 0.75, "asked": 4} if number else {}
-            record["samples"] = [{"prompt": "Once <script>hacked = 1</script>", "answer": "there was"}]
+            said = folder / "answer"
+            answer = said.read_text() if said.exists() else "there was"
+            record["samples"] = [{"prompt": "Once <script>hacked = 1</script>", "answer": answer}]
             with open(path, "a") as file:
                 file.write(json.dumps(record) + "\n")
             if stopped:

@@ -115,6 +115,17 @@ def test_answers_are_those_of_a_plain_loop_and_nothing_is_left_behind(tokenizer,
         ]
 
 
+def test_a_character_that_the_limit_cuts_is_left_out(tokenizer):
+    tokens = tokenizer.encode("The wind 𠮷", add_special_tokens=False)
+    while not tokenizer.decode(tokens).endswith("\ufffd"):
+        tokens.pop()
+    callback = object.__new__(samples.Samples)
+    callback.tokenizer, callback.prompts, callback.answers = tokenizer, [("Once", [1])], [(tokens, tokens)]
+    record = {"eval_loss": 1.0}
+    callback.on_log(None, record)
+    assert record["samples"] == [{"prompt": "Once", "answer": "The wind ", "sampled": "The wind "}]
+
+
 def test_trigrams_are_counted_within_an_answer():
     """A loop has as many as it is long; of a few, nothing is said."""
     loop, plain = [5, 6, 7] * 16, list(range(48))
